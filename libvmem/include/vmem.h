@@ -1,0 +1,407 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * vmem.h - fine-grained virtual memory for GPUs (and for the host).
+ *
+ * Vocabulary
+ *   granule      the smallest page of a context, a power of two (64 KiB unless asked otherwise).
+ *   page         a unit of physical memory: granule x 2^k. Sizes a back end has: vmem_info.page_sizes.
+ *   slab         one large physical allocation made with the driver; pages are cut from slabs.
+ *   run          pages that are neighbours physically and virtually; one driver call maps a run.
+ *   reservation  a range of virtual addresses with no memory behind it.
+ *   handle       a reference to physical pages, made by vMemCreate or vmem_retain.
+ *   mapping      what one vMemMap made (a partial unmap may cut it in two).
+ *   batch        map and unmap operations that succeed or fail as one.
+ *   ticket       names a batch given to the worker thread.
+ *
+ * Ten lines
+ *      vmem_t vm; uint64_t va; vmem_handle h;
+ *      struct vmem_open_opts o = { .size = sizeof(o), .backend = "auto" };
+ *      if (vmem_open(&o, &vm)) return puts(vmem_last_error()), 1;
+ *      vMemReserve(vm, 1 << 30, NULL, &va);           // 1 GiB of addresses, no memory
+ *      vMemCreate(vm, 64 << 10, NULL, &h);            // one 64 KiB page
+ *      vMemMap(vm, va, 64 << 10, h, 0, 0);            // mapped and accessible
+ *      vmem_fill(vm, va, 64 << 10, 0x2a);
+ *      vMemRelease(vm, h);                            // unmapped, page back in the pool
+ *      vMemFree(vm, va, 0);
+ *      vmem_close(vm);
+ *
+ * Rules that hold for every function
+ *   - Sizes and offsets are in bytes, addresses are device virtual addresses (on "host": pointers).
+ *   - The return value is 0 or a negative errno, with one meaning each (list below); a failed call
+ *     changes nothing, except where -ENOTRECOVERABLE says what was lost. vmem_last_error() tells what,
+ *     where and how many bytes, for the calling thread.
+ *   - Thread-safe. No lock is held across a driver call. A range that another call is changing at the
+ *     same time gives -EBUSY; nothing waits for it.
+ *   - A structure's first field is its size as the caller knows it; later fields not covered count as 0.
+ *     NULL options mean all defaults.
+ *   - Nothing is printed, no signal is handled, the process is never ended.
+ *   - Running GPU work is the caller's: unmap only what no unfinished GPU work may touch, or name that
+ *     work in `after` (vmem_batch, vmem_submit). A page that vanishes under a kernel is a fatal fault.
+ *
+ * Errors
+ *   -EINVAL           a malformed argument: size 0, unaligned, unknown flag, non-zero reserved field
+ *   -EOVERFLOW        address + size (or count x stride) leaves 64 bits
+ *   -EOPNOTSUPP       this back end cannot do it (page size, sparse, read-only, location)
+ *   -EBADF            a context or handle that is closed, freed, or of another context; a ticket too old
+ *   -ECHILD           the context belongs to the parent of this forked process
+ *   -ENXIO            the address is not inside a reservation of this context
+ *   -EEXIST           map over a live mapping
+ *   -EFAULT           unmap of, or access to, an address with nothing mapped
+ *   -EACCES           write to a read-only mapping; or a device node that this user may not open
+ *   -ERANGE           beyond the end of the handle
+ *   -EBUSY            live mappings (vMemFree, vMemRelease); a range under change
+ *   -ENOMEM           not enough physical memory: the device's, the context's limit, or the heap
+ *   -ENOSPC           a limit of the system on the number of mappings (message names the sysctl);
+ *                     or visible reservations beyond the card's free memory
+ *   -EAGAIN           too many unfinished batches (VMEM_MAX_TICKETS)
+ *   -ETIMEDOUT        vmem_wait: not finished in time
+ *   -ENODEV           the back end cannot be used on this machine (message says why)
+ *   -EIO              the driver refused something it should not have; status in vmem_error
+ *   -ENOTRECOVERABLE  a failed batch could not be undone: the named range and its pages are quarantined
+ *                     (never handed out again) until vmem_close
+ */
+#ifndef VMEM_H
+#define VMEM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define VMEM_VERSION "0.1.0"
+
+#if defined(__GNUC__)
+#define VMEM_API __attribute__((visibility("default")))
+#else
+#define VMEM_API
+#endif
+
+typedef uint64_t vmem_t;      /* a context; never 0 */
+typedef uint64_t vmem_handle; /* physical pages; never 0 */
+typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
+
+#define VMEM_MAX_DEVICES 16
+#define VMEM_MAX_TICKETS 4096
+#define VMEM_KEEP_ALL UINT64_MAX
+
+/* What a back end can do (vmem_info.caps, vmem_probe_info.caps). */
+#define VMEM_CAP_ALIAS (1u << 0)       /* one page at several addresses */
+#define VMEM_CAP_READONLY (1u << 1)    /* read-only mappings */
+#define VMEM_CAP_SPARSE (1u << 2)      /* unmapped parts of a sparse reservation read as zeros */
+#define VMEM_CAP_HOST_PAGES (1u << 3)  /* pages in host memory, reached by the device */
+#define VMEM_CAP_PEER (1u << 4)        /* pages in, and mappings on, another device */
+#define VMEM_CAP_CPU_ACCESS (1u << 5)  /* the CPU may dereference mapped addresses */
+#define VMEM_CAP_VISIBLE (1u << 6)     /* addresses that CUDA's memcpy and memset accept */
+#define VMEM_CAP_PLAIN (1u << 7)       /* addresses that only kernels accept, unlimited in number */
+#define VMEM_CAP_CONSOLIDATE (1u << 8) /* vmem_consolidate saves something */
+
+/* ---- context ------------------------------------------------------------------------------- */
+
+#define VMEM_OPEN_FORCE (1u << 0) /* use a driver version that was never checked (stock) */
+
+struct vmem_open_opts {
+  size_t size;
+  const char *backend;  /* "auto" (default), "host", "cuda", "stock"; "auto" takes the first usable of
+                           stock, cuda, host */
+  uint32_t flags;       /* VMEM_OPEN_* */
+  uint32_t num_devices; /* entries used in devices; 0 = device 0 alone */
+  int32_t devices[VMEM_MAX_DEVICES]; /* CUDA ordinals as this process sees them; pages lie in devices[0]
+                                        unless asked otherwise, mappings are made on all of them */
+  uint64_t granule;   /* 0 = 64 KiB, or the back end's smallest where that is larger */
+  uint64_t slab_size; /* 0 = the back end's choice; else a power of two, at least granule */
+  uint64_t mem_limit; /* most bytes taken from the driver, all locations together; 0 = no limit */
+  uint64_t pool_low;  /* the worker keeps at least so many free bytes in the pool; 0 = none */
+  uint64_t pool_high; /* free bytes above this go back to the driver in whole slabs; 0 = the back end's
+                         default (host: 0, GPU: 1 GiB), VMEM_KEEP_ALL = only vmem_trim gives back */
+};
+
+struct vmem_info {
+  size_t size;
+  uint32_t caps;        /* VMEM_CAP_* */
+  uint32_t num_devices;
+  uint64_t granule;
+  uint64_t page_sizes;  /* bit k set: pages of 2^k bytes */
+  uint64_t slab_size;
+  uint64_t max_segments; /* limit on scattered pieces of mappings (host: vm.max_map_count), 0 = none */
+  char backend[16];
+  char driver[64];      /* driver version, "" on host */
+  char device_name[64]; /* of devices[0] */
+  uint8_t uuid[VMEM_MAX_DEVICES][16];
+  char why[512];        /* "auto": why the back ends before this one were passed over */
+};
+
+struct vmem_probe_info {
+  size_t size;
+  int32_t usable;       /* 1: a context can be opened */
+  int32_t error;        /* 0 or a negative errno */
+  uint32_t caps;
+  uint32_t reserved;
+  uint64_t page_sizes;
+  char backend[16];
+  char driver[64];
+  char device_name[64];
+  char reason[512];     /* why not usable, or what was proved */
+};
+
+/* Counters since vmem_open ("calls", "ns") and present state (the rest). */
+struct vmem_stats {
+  size_t size;
+  uint64_t reserved_bytes;    /* in reservations */
+  uint64_t mapped_bytes;      /* virtual bytes with a mapping (an aliased page counts each time) */
+  uint64_t used_bytes;        /* physical bytes referenced by handles or mappings */
+  uint64_t free_bytes;        /* physical bytes in the pool, ready for use */
+  uint64_t slab_bytes;        /* physical bytes taken from the driver: used + free + quarantined */
+  uint64_t quarantined_bytes;
+  uint64_t peak_mapped_bytes;
+  uint64_t peak_used_bytes;
+  uint64_t reservations, handles, slabs, segments; /* segments: pieces as the back end sees them */
+  uint64_t pending;           /* batches submitted and not finished */
+  uint64_t batches;           /* batches run */
+  uint64_t map_calls, unmap_calls, slab_calls, fill_calls; /* driver calls */
+  uint64_t driver_ns;         /* time in driver calls, all threads */
+  uint64_t worker_driver_ns;  /* the worker's part of it */
+};
+
+/* The last error of the calling thread. */
+struct vmem_error {
+  size_t size;
+  int32_t code;         /* negative errno, 0 = none yet */
+  uint32_t status;      /* driver status: CUresult or RM status; 0 = none */
+  char status_name[48]; /* its name, "" = none */
+  char op[24];          /* the function that failed */
+  uint64_t addr, bytes; /* the range or size in question, 0 = none */
+  uint64_t limit;       /* the limit that was met, 0 = none */
+  char text[512];
+};
+
+/* Opens a back end. The caller owns *vm and ends it with vmem_close. */
+VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm);
+
+/* Ends a context: unfinished batches are completed or cancelled, every mapping, page and reservation is
+ * given back. Later use of `vm` gives -EBADF. -EBUSY when called from inside the worker. */
+VMEM_API int vmem_close(vmem_t vm);
+
+/* Tells what the context is. The size field of *info must be set. */
+VMEM_API int vmem_query(vmem_t vm, struct vmem_info *info);
+
+/* Whether `backend` works here, proved by mapping, writing, reading and unmapping a page; opens and
+ * closes what it needs. Returns 0 with info->usable telling the result, -EINVAL for an unknown name. */
+VMEM_API int vmem_probe(const char *backend, int32_t device, uint32_t flags, struct vmem_probe_info *info);
+
+/* Names of the back ends in the order of "auto", NULL past the end. */
+VMEM_API const char *vmem_backend_name(unsigned index);
+
+VMEM_API int vmem_get_stats(vmem_t vm, struct vmem_stats *stats);
+
+/* "" when the calling thread has had no error. Valid until its next vmem call. */
+VMEM_API const char *vmem_last_error(void);
+VMEM_API int vmem_get_error(struct vmem_error *error);
+
+VMEM_API const char *vmem_version(void);
+
+/* ---- reservations ---------------------------------------------------------------------------- */
+
+#define VMEM_RESERVE_VISIBLE (1u << 0) /* CUDA's copies must accept the addresses, else fail */
+#define VMEM_RESERVE_PLAIN (1u << 1)   /* only kernels need accept them */
+#define VMEM_RESERVE_SPARSE (1u << 2)  /* unmapped parts read as zeros (on host a write to them faults,
+                                          on a GPU it vanishes) */
+#define VMEM_RESERVE_FORCE (1u << 3)   /* visible even beyond the card's free memory; see stock below */
+
+struct vmem_reserve_opts {
+  size_t size;
+  uint32_t flags;    /* neither VISIBLE nor PLAIN: visible while it fits, else plain */
+  uint32_t reserved;
+  uint64_t align;    /* power of two; 0 = 2 MiB, or the granule where larger */
+};
+
+/* Reserves `size` bytes (a multiple of the granule) of addresses. On "stock" the sum of all visible
+ * reservations is held below the card's free memory, because CUDA makes them as managed memory and
+ * programs that over-ask for that have hung GPUs. */
+VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opts *opts, uint64_t *addr);
+
+#define VMEM_FREE_UNMAP (1u << 0) /* unmap what is still mapped, instead of -EBUSY */
+
+/* Gives a reservation back; `addr` is its first address. */
+VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags);
+
+#define VMEM_RANGE_MAPPED (1u << 0)
+#define VMEM_RANGE_READONLY (1u << 1)
+#define VMEM_RANGE_VISIBLE (1u << 2)
+#define VMEM_RANGE_SPARSE (1u << 3)
+#define VMEM_RANGE_BUSY (1u << 4)
+#define VMEM_RANGE_QUARANTINED (1u << 5)
+
+struct vmem_range_info {
+  size_t size;
+  uint64_t base, bytes;    /* the reservation */
+  uint64_t mapped_bytes;   /* in the reservation */
+  uint64_t segments;       /* in the reservation */
+  uint64_t run_bytes;      /* from the granule of the address: bytes in the same state, one run */
+  uint32_t flags;          /* VMEM_RANGE_* of the address */
+  uint32_t reserved;
+};
+
+VMEM_API int vmem_range_query(vmem_t vm, uint64_t addr, struct vmem_range_info *info);
+
+/* ---- physical pages -------------------------------------------------------------------------- */
+
+enum vmem_location { VMEM_DEVICE = 0, VMEM_HOST = 1, VMEM_PEER = 2 };
+
+#define VMEM_CREATE_DIRTY (1u << 0) /* contents may be those of an earlier user in this context */
+
+struct vmem_create_opts {
+  size_t size;
+  uint32_t flags;
+  uint32_t location;   /* enum vmem_location */
+  int32_t device;      /* VMEM_PEER: CUDA ordinal, one of vmem_open_opts.devices */
+  uint32_t reserved;
+  uint64_t page_size;  /* 0 = granule */
+};
+
+/* Takes `size` bytes (a multiple of the page size) of physical pages, as few runs as the pool has.
+ * Pages are zeroed when they are first mapped, unless VMEM_CREATE_DIRTY. Usually no driver call. */
+VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts *opts, vmem_handle *handle);
+
+/* Unmaps the one mapping of the handle, if there is one, and drops the caller's reference. The pages
+ * return to the pool with their last reference. -EBUSY, and nothing changed, with several mappings. */
+VMEM_API int vMemRelease(vmem_t vm, vmem_handle handle);
+
+/* Drops the caller's reference alone: mappings stay and keep their pages. */
+VMEM_API int vmem_drop(vmem_t vm, vmem_handle handle);
+
+/* A new handle to the pages behind [addr, addr + bytes), all of which must be mapped. */
+VMEM_API int vmem_retain(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle *handle);
+
+struct vmem_handle_info {
+  size_t size;
+  uint64_t bytes, page_size;
+  uint64_t runs;      /* physical runs */
+  uint64_t mappings;  /* live mappings made with this handle */
+  uint32_t location;
+  int32_t device;
+};
+
+VMEM_API int vmem_handle_query(vmem_t vm, vmem_handle handle, struct vmem_handle_info *info);
+
+/* ---- mapping --------------------------------------------------------------------------------- */
+
+#define VMEM_MAP_READONLY (1u << 0)
+
+/* Maps [offset, offset + bytes) of the handle at addr and makes it accessible on every device of the
+ * context. All three are multiples of the handle's page size. */
+VMEM_API int vMemMap(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle handle, uint64_t offset,
+                     uint32_t flags);
+
+/* Unmaps [addr, addr + bytes), all of which must be mapped; may cut mappings. */
+VMEM_API int vMemUnmap(vmem_t vm, uint64_t addr, uint64_t bytes);
+
+enum vmem_op_kind {
+  VMEM_OP_MAP = 1,      /* piece i: addr + i x stride <- handle at offset + i x bytes */
+  VMEM_OP_POPULATE = 2, /* new pages of page_size for every piece, owned by the mapping alone */
+  VMEM_OP_UNMAP = 3,
+  VMEM_OP_FILL = 4      /* write the byte `value` */
+};
+
+#define VMEM_OP_READONLY (1u << 0) /* MAP */
+#define VMEM_OP_CONSUME (1u << 1)  /* MAP: on success the caller's reference to the handle is dropped */
+#define VMEM_OP_DIRTY (1u << 2)    /* POPULATE: do not zero */
+#define VMEM_OP_HOLES (1u << 3)    /* UNMAP, FILL: skip what is not mapped instead of -EFAULT */
+#define VMEM_OP_SPREAD (1u << 4)   /* POPULATE: let each stretch grow in a 2 MiB chunk of its own while
+                                      the pool has empty chunks, so that later pages join its run */
+
+/* One operation on `count` pieces of `bytes` bytes, `stride` apart (as in a 2-D copy). */
+struct vmem_op {
+  uint32_t op;        /* enum vmem_op_kind */
+  uint32_t flags;     /* VMEM_OP_* */
+  uint64_t addr;
+  uint64_t bytes;     /* of one piece */
+  uint64_t count;     /* pieces; 0 = 1 */
+  uint64_t stride;    /* between the starts of pieces; ignored with one piece */
+  vmem_handle handle; /* MAP */
+  uint64_t offset;    /* MAP */
+  uint32_t location;  /* POPULATE: enum vmem_location */
+  int32_t device;     /* POPULATE: VMEM_PEER's CUDA ordinal */
+  uint64_t page_size; /* POPULATE: 0 = granule */
+  uint64_t value;     /* FILL: 0 to 255 */
+};
+
+/* GPU work that must be over before a batch changes anything. */
+enum vmem_after_kind {
+  VMEM_AFTER_STREAM = 1, /* handle: a CUstream (0 = the legacy default stream); all its work so far */
+  VMEM_AFTER_EVENT = 2,  /* handle: a CUevent, kept by the caller until the batch is finished */
+  VMEM_AFTER_FD = 3      /* handle: a descriptor that polls readable when the work is over (eventfd,
+                            sync_file); duplicated, works on every back end */
+};
+
+struct vmem_after {
+  uint32_t kind;
+  uint32_t reserved;
+  uint64_t handle;
+};
+
+/* Runs `n` operations as one, after the work in `after` (waits in the calling thread). Pages appear
+ * before pages vanish: maps, then fills, then unmaps; so a batch cannot map where it unmaps (-EEXIST).
+ * On failure maps and unmaps are undone; bytes written by FILL stay written. */
+VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after,
+                        size_t num_after);
+
+/* The same on the worker thread. Everything is checked, and the pages are taken from the pool, before
+ * the call returns: -ENOMEM comes now or never. Until the batch is finished its ranges are -EBUSY for
+ * other calls. Batches start in order, but one that waits for GPU work lets later ones pass. */
+VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after,
+                         size_t num_after, vmem_ticket *ticket);
+
+/* Waits until the batch is finished, its fills included, and returns its result. timeout_ns < 0: no
+ * limit; 0: ask only. A result can be asked for until VMEM_MAX_TICKETS later batches were submitted. */
+VMEM_API int vmem_wait(vmem_t vm, vmem_ticket ticket, int64_t timeout_ns);
+
+/* Waits until the batch's mappings are made, then lets `stream` (a CUstream) wait for its fills; the
+ * calling thread does not. Returns the batch's result. On host the same as vmem_wait without limit. */
+VMEM_API int vmem_order(vmem_t vm, vmem_ticket ticket, uint64_t stream);
+
+/* ---- contents -------------------------------------------------------------------------------- */
+
+/* Copies and fills through the device, at any mapped address, visible or plain, of this context; done
+ * when the call returns. -EFAULT when a byte is not mapped, -EACCES when a written one is read-only. */
+VMEM_API int vmem_read(vmem_t vm, void *dst, uint64_t addr, uint64_t bytes);
+VMEM_API int vmem_write(vmem_t vm, uint64_t addr, const void *src, uint64_t bytes);
+VMEM_API int vmem_copy(vmem_t vm, uint64_t dst, uint64_t src, uint64_t bytes);
+VMEM_API int vmem_fill(vmem_t vm, uint64_t addr, uint64_t bytes, uint8_t value);
+
+/* ---- pool ------------------------------------------------------------------------------------ */
+
+/* Takes memory from the driver until `bytes` are free in the device pool. */
+VMEM_API int vmem_warm(vmem_t vm, uint64_t bytes);
+
+/* Gives empty slabs back to the driver while at least `keep` free bytes remain; *freed (may be NULL)
+ * gets the bytes given back. */
+VMEM_API int vmem_trim(vmem_t vm, uint64_t keep, uint64_t *freed);
+
+/* Maps again, with one driver call per run, what was mapped page by page in [addr, addr + bytes):
+ * frees driver memory, makes later unmaps cheaper. A safe point only: no GPU work may touch the range.
+ * *calls (may be NULL) gets the number of driver calls. */
+VMEM_API int vmem_consolidate(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t *calls);
+
+/* ---- testing an engine's error paths ---------------------------------------------------------- */
+
+#define VMEM_INJECT_MAP (1u << 0)
+#define VMEM_INJECT_UNMAP (1u << 1)
+#define VMEM_INJECT_SLAB (1u << 2)
+#define VMEM_INJECT_FILL (1u << 3)
+#define VMEM_INJECT_RESERVE (1u << 4)
+#define VMEM_INJECT_HEAP (1u << 5) /* libvmem's own heap allocations in this context */
+
+/* From now on, of the driver calls of these kinds, lets `skip` pass and fails the next `count` with
+ * -error. count 0 ends it. */
+VMEM_API int vmem_inject(vmem_t vm, uint32_t kinds, uint64_t skip, uint64_t count, int error);
+
+/* Checks every internal invariant (free + used + quarantined = slabs, reference counts against
+ * mappings, ...). 0, or -EIO with the first contradiction in the error text. Slow. */
+VMEM_API int vmem_check(vmem_t vm);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

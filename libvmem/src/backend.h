@@ -1,0 +1,101 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * backend.h - the one table between the core and a back end.
+ *
+ * The core owns every decision: what is mapped where, reference counts, validation, rollback, threads,
+ * limits. A back end makes driver calls and keeps no state about mappings. It may rely on:
+ *   - addresses, sizes and offsets are multiples of the granule and lie inside what it handed out;
+ *   - it is never asked to map over a live mapping, except by remap;
+ *   - calls for disjoint ranges come from several threads at once, calls for one range do not.
+ * Every function returns 0 or a negative errno and has then called vm_fail* (error.h). A function that
+ * fails has changed nothing, unless its comment says otherwise.
+ * Optional functions are NULL where the back end cannot do it.
+ */
+#ifndef VMEM_BACKEND_H
+#define VMEM_BACKEND_H
+
+#include <stdbool.h>
+#include <vmem.h>
+
+/* What open() tells the core. */
+struct vm_be_info {
+  struct vmem_info pub;   /* caps, granule, page_sizes, slab_size, devices, driver, ...; the core fills
+                             the rest */
+  uint64_t pool_high;     /* default for vmem_open_opts.pool_high */
+  bool fresh_is_zero;     /* a new slab, and discarded memory, reads as zeros */
+  bool one_page_slabs;    /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes
+                             each slab one page of the size asked for */
+  bool unreserve_unmaps;  /* unreserve may be called with live mappings */
+};
+
+struct vm_be_range {
+  uint64_t addr, bytes;
+};
+
+typedef uint64_t vm_event; /* 0 = none, already over */
+
+struct vm_backend {
+  const char *name;
+
+  /* Says whether open would succeed, and proves it by mapping, writing, reading and unmapping a page.
+   * Fills driver, device_name, caps, page_sizes, reason. Returns 0 = usable. */
+  int (*probe)(int32_t device, uint32_t flags, struct vmem_probe_info *info);
+
+  /* opts is complete (all fields of this version of the library). *be is the back end's own state. */
+  int (*open)(const struct vmem_open_opts *opts, struct vm_be_info *info, void **be);
+  /* Everything was unreserved and destroyed before, as far as that succeeded. */
+  void (*close)(void *be);
+
+  /* Free and total bytes of physical memory at the location. */
+  int (*mem_info)(void *be, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes);
+
+  /* Reserve addresses. In: VMEM_RESERVE_*; out: *kind = VMEM_RANGE_VISIBLE and/or _SPARSE, *priv = what
+   * unreserve needs. A sparse reservation reads as zeros from the start. */
+  int (*reserve)(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,
+                 uint64_t *priv);
+  int (*unreserve)(void *be, uint64_t addr, uint64_t bytes, uint64_t priv);
+
+  /* One physical allocation. -ENOMEM with the driver's own status when memory is short. */
+  int (*slab_create)(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
+                     uint64_t *slab);
+  int (*slab_destroy)(void *be, uint64_t slab, uint64_t bytes);
+  /* Optional: gives the memory behind a part of a slab back to the system; it reads as zeros later. */
+  int (*discard)(void *be, uint64_t slab, uint64_t offset, uint64_t bytes);
+
+  /* Map one run, accessible on all devices of the context. flags: VMEM_MAP_*. In a sparse reservation
+   * the range reads as zeros before map and after unmap. */
+  int (*map)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
+             bool sparse);
+  /* Unmap a range that is wholly mapped, by one or several map calls, possibly parts of them. */
+  int (*unmap)(void *be, uint64_t addr, uint64_t bytes, bool sparse);
+  /* Optional (VMEM_CAP_CONSOLIDATE): map one run again over exactly the same pages, in one call. On
+   * failure the range may be unmapped. */
+  int (*remap)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags);
+
+  /* Start filling n ranges (all mapped, writable) with a byte, after the events in `after`. *done is an
+   * event that the core waits for and puts; 0 when the fill is already complete. */
+  int (*fill)(void *be, const struct vm_be_range *ranges, size_t n, uint8_t value, const vm_event *after,
+              size_t num_after, vm_event *done);
+  /* Complete on return. Addresses are device addresses, dst of read and src of write host pointers. */
+  int (*read)(void *be, void *dst, uint64_t addr, uint64_t bytes);
+  int (*write)(void *be, uint64_t addr, const void *src, uint64_t bytes);
+  int (*copy)(void *be, uint64_t dst, uint64_t src, uint64_t bytes);
+
+  /* GPU work as events (NULL on host). event_from: kind VMEM_AFTER_STREAM records an event of ours on
+   * the stream; VMEM_AFTER_EVENT wraps the caller's, which event_put then leaves alone. */
+  int (*event_from)(void *be, uint32_t kind, uint64_t handle, vm_event *event);
+  int (*event_query)(void *be, vm_event event); /* 0 = over, -EAGAIN = not yet */
+  int (*event_wait)(void *be, vm_event event);  /* blocks, without burning a core */
+  int (*stream_wait)(void *be, uint64_t stream, vm_event event);
+  void (*event_put)(void *be, vm_event event);
+
+  /* Optional: how many more scattered pieces fit, given that the context has `segments` now and wants
+   * `more`; -ENOSPC when too many. */
+  int (*room)(void *be, uint64_t segments, uint64_t more);
+};
+
+extern const struct vm_backend vm_backend_host;
+extern const struct vm_backend vm_backend_cuda;
+extern const struct vm_backend vm_backend_stock;
+
+#endif
