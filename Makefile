@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: MIT
+# `make run` and `make test` set up what they need; everything made lies under build/.
+
+PYTHON ?= python3
+BUILD := build
+VENV := $(BUILD)/venv
+VPY := $(VENV)/bin/python
+# More arguments for the program behind `run`, `bench` and `test-gpu`, for example ARGS="--backend host".
+ARGS ?=
+
+export VMEM_CACHE_DIR ?= $(CURDIR)/$(BUILD)/cache
+
+.DEFAULT_GOAL := help
+.PHONY: help all lib setup run test test-long test-gpu bench lint install uninstall clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+all: lib setup ## the C library and the Python environment
+
+lib: ## the C library: build/lib
+	@$(MAKE) --no-print-directory -C libvmem all
+
+setup: ## the Python environment build/venv with this project in it
+	@$(PYTHON) scripts/setup.py
+
+run: setup ## serves the prompts with a real model on the best back end; ARGS=... for options
+	$(VENV)/bin/vmem serve-demo $(ARGS)
+
+test: setup ## every test this machine can run (at most 12 minutes on 2 cores)
+	@$(VPY) scripts/run_tests.py
+
+test-long: setup ## the same and the tests marked `long`
+	@$(VPY) scripts/run_tests.py --long
+
+test-gpu: setup ## the tests that need a GPU: the suite on the back ends stock and cuda, and tests/gpu
+	@$(VPY) scripts/run_tests.py --gpu $(ARGS)
+
+bench: setup ## the measurements; a machine with no GPU measures the back end host alone
+	$(VENV)/bin/vmem bench api $(ARGS)
+
+lint: setup ## ruff, mypy --strict, shellcheck, generated parts of the README
+	@$(VPY) scripts/run_tests.py lint
+
+install: ## libvmem, its header, vmem.pc and the man pages; PREFIX=/usr/local DESTDIR=
+	@$(MAKE) --no-print-directory -C libvmem install
+
+uninstall: ## removes what install put there
+	@$(MAKE) --no-print-directory -C libvmem uninstall
+
+clean: ## removes build/ and what builds leave in the tree
+	rm -rf $(BUILD) dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis pyvmem/_vmem*.so pyvmem/_vmem.c
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Sets up what `make run` and `make test` need; cheap when everything is there.
+
+Debian packages that are missing are listed, then installed (as root or with sudo); everything else
+goes below build/. Where the python3 that runs this script has a torch, that torch is kept, and any
+version of another requirement that is there too, so that a machine with no network can be used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+VENV = BUILD / "venv"
+STAMPS = BUILD / "stamps"
+REQUIREMENTS = ROOT / "scripts" / "requirements"
+# Without these nothing runs; the others only take a part of the program or of the tests with them.
+ESSENTIAL = ("build",)
+OPTIONAL = ("serve", "model", "cuda", "test", "lint")
+# Only the model's file is wanted, not the program that the package is a plug-in of.
+WITHOUT_DEPENDENCIES = ("model",)
+PYTHONS = ((3, 10), (3, 13))
+
+Pins = dict[str, str]
+
+
+def say(text: str) -> None:
+    """Prints one line at once, also into a pipe."""
+    print(f"setup: {text}", flush=True)
+
+
+def fail(text: str) -> None:
+    """Ends the program with a message."""
+    sys.exit(f"setup: {text}")
+
+
+def run(*command: str | Path, **env: str) -> int:
+    """Runs a command without a standard input and returns its exit status."""
+    return subprocess.run(
+        [str(c) for c in command],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **env},
+        check=False,
+    ).returncode
+
+
+def missing_debian_packages() -> list[str]:
+    """The Debian packages whose part of the system is not there."""
+    missing = [name for name in ("gcc", "make") if not shutil.which(name)]
+    if not Path("/usr/include/stdio.h").exists():
+        missing.append("libc6-dev")
+    own_python = sysconfig.get_config_var("prefix") == "/usr"
+    for module in ("venv", "ensurepip"):
+        if importlib.util.find_spec(module) is None:
+            if not own_python:
+                fail(f"{sys.executable} has no module {module}, and Debian has no package for it")
+            missing.append("python3-venv")
+            break
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        if not own_python:
+            fail(f"{sys.executable} has no Python.h, and Debian has no package for it")
+        missing.append("python3-dev")
+    return missing
+
+
+def install_debian_packages(packages: list[str]) -> None:
+    """Installs them with apt-get, or says which command does."""
+    say("missing Debian packages: " + " ".join(packages))
+    apt = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
+    if not shutil.which("apt-get"):
+        fail("this system has no apt-get: install what corresponds to them, then run this again")
+    if os.geteuid() != 0:
+        # Asking for a password needs a terminal.
+        sudo = ["sudo"] if sys.stdin.isatty() else ["sudo", "-n"]
+        if not shutil.which("sudo") or (len(sudo) > 1 and run(*sudo, "true")):
+            fail("not root. Run this as root, then this script again:\n  " + shlex.join(apt))
+        apt = [*sudo, *apt]
+    say("installing them")
+    if run(*apt, DEBIAN_FRONTEND="noninteractive"):
+        update = [*apt[: apt.index("apt-get")], "apt-get", "update"]
+        say("that failed; once more with fresh package lists")
+        if run(*update) or run(*apt, DEBIAN_FRONTEND="noninteractive"):
+            fail("Debian packages could not be installed: " + " ".join(packages))
+
+
+def read_pins(group: str) -> Pins:
+    """Name to version of one file of requirements."""
+    lines = (REQUIREMENTS / f"{group}.txt").read_text(encoding="utf-8").splitlines()
+    pins = (line.split("==") for line in lines if line and not line.startswith("#"))
+    return {name: version for name, version in pins}
+
+
+def installed(names: Iterable[str]) -> Pins:
+    """Versions of those of the distributions that the environment has."""
+    program = (
+        "import importlib.metadata as m, json, sys\n"
+        "found = {}\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: found[name] = m.version(name)\n"
+        "    except m.PackageNotFoundError: pass\n"
+        "print(json.dumps(found))"
+    )
+    out = subprocess.check_output([VENV / "bin/python", "-c", program, *names])
+    versions: Pins = json.loads(out)
+    return versions
+
+
+def pip_install(*arguments: str | Path) -> bool:
+    """Whether pip could install it; what pip says is shown only when it could not."""
+    command = [VENV / "bin/python", "-m", "pip", "install", "--disable-pip-version-check"]
+    command += ["--no-input", "--progress-bar", "off", *arguments]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        print(done.stdout + done.stderr, flush=True)
+    return not done.returncode
+
+
+def make_venv(keep_torch: bool) -> None:
+    """Makes the environment anew when it is missing, broken or of another Python."""
+    stamp = STAMPS / "venv"
+    wanted = f"{sys.executable} {sys.version} keep_torch={keep_torch}"
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted and not run(
+        VENV / "bin/python", "-c", "import pip"
+    ):
+        return
+    say(f"making {VENV.relative_to(ROOT)} with Python {sys.version.split()[0]}")
+    shutil.rmtree(VENV, ignore_errors=True)
+    shutil.rmtree(STAMPS, ignore_errors=True)
+    STAMPS.mkdir(parents=True)
+    options = ["--system-site-packages"] if keep_torch else []
+    if run(sys.executable, "-m", "venv", *options, VENV):
+        fail("the environment could not be made")
+    if keep_torch and sys.prefix != sys.base_prefix:
+        # An environment made inside an environment sees the outermost Python's packages only.
+        site = Path(sysconfig.get_path("purelib", vars={"base": str(VENV), "platbase": str(VENV)}))
+        (site / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    stamp.write_text(wanted, encoding="utf-8")
+
+
+def install_requirements(keep_torch: bool) -> None:
+    """Installs what the environment lacks, group by group."""
+    groups = [*ESSENTIAL, *OPTIONAL] if keep_torch else ["torch", *ESSENTIAL, *OPTIONAL]
+    pins = {group: read_pins(group) for group in groups}
+    have = installed(name for group in pins.values() for name in group)
+    for group, wanted in pins.items():
+        unmet = [
+            f"{name}=={version}"
+            for name, version in wanted.items()
+            if name not in have or (have[name] != version and not keep_torch)
+        ]
+        if not unmet:
+            continue
+        say(f"installing {' '.join(unmet)}")
+        options = ["--no-deps"] if group in WITHOUT_DEPENDENCIES else []
+        if not pip_install(*options, *unmet):
+            if group in ESSENTIAL or not keep_torch:
+                fail(f"requirements of the group {group} could not be installed")
+            say(f"group {group}: not installed; what needs it will not run here")
+
+
+def install_project() -> None:
+    """Builds the extension and installs the project, when a source has changed."""
+    sources = [ROOT / "pyproject.toml", ROOT / "pyvmem" / "_build.py", VENV / "pyvenv.cfg"]
+    sources += [ROOT / name for name in ("setup.py", "MANIFEST.in") if (ROOT / name).exists()]
+    sources += sorted((ROOT / "libvmem").glob("src/*.[ch]"))
+    sources += sorted((ROOT / "libvmem" / "include").glob("*.h"))
+    digest = hashlib.sha256()
+    for path in sources:
+        digest.update(f"{path.name}\0".encode() + path.read_bytes())
+    stamp = STAMPS / "project"
+    built = any((ROOT / "pyvmem").glob("_vmem*.so"))
+    if built and stamp.exists() and stamp.read_text(encoding="utf-8") == digest.hexdigest():
+        return
+    say("building the extension and installing the project")
+    if not pip_install("--no-deps", "--no-build-isolation", "-e", ROOT):
+        fail("the project could not be built")
+    stamp.write_text(digest.hexdigest(), encoding="utf-8")
+
+
+def main() -> None:
+    """Brings everything up to date; a second run at the same time waits for the first."""
+    version = sys.version_info[:2]
+    if not PYTHONS[0] <= version <= PYTHONS[1]:
+        fail(f"Python 3.10 to 3.13 is needed; {sys.executable} is {sys.version.split()[0]}")
+    STAMPS.mkdir(parents=True, exist_ok=True)
+    with open(BUILD / "setup.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        packages = missing_debian_packages()
+        if packages:
+            install_debian_packages(packages)
+        keep_torch = importlib.util.find_spec("torch") is not None
+        make_venv(keep_torch)
+        install_requirements(keep_torch)
+        install_project()
+
+
+if __name__ == "__main__":
+    main()
