@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: MIT
+"""The baseline: CUDA's own virtual memory (cuMem*), written on cuda.bindings.
+
+Shares no code with our `cuda` back end. Every function of cuda.bindings returns a tuple whose first
+item is the CUresult; `call` checks it and unwraps the rest. Importing this module needs no CUDA;
+`Cuda()` does and raises `CudaUnavailable` with the reason.
+
+Source: CUDA driver API, "Virtual Memory Management".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["CuMem", "Cuda", "CudaCallError", "CudaUnavailable", "PAGE"]
+
+PAGE = 2 << 20  # the smallest that cuMemCreate takes on every GPU so far; checked at start
+
+
+class CudaUnavailable(Exception):
+    """CUDA cannot be used here; the text says why."""
+
+
+class CudaCallError(Exception):
+    """A CUDA call failed; `.status` is the CUresult's number, `.name` its name."""
+
+    def __init__(self, function: str, status: int, name: str) -> None:
+        super().__init__(f"{function}: {name} ({status})")
+        self.status = status
+        self.name = name
+
+
+class Cuda:
+    """The primary context of one device, through cuda.bindings. Keeps the context until close()."""
+
+    def __init__(self, device: int = 0) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise CudaUnavailable(f"cuda.bindings cannot be imported: {error}") from error
+        self.driver: Any = driver
+        try:
+            self.call(driver.cuInit, 0)
+            self.device = self.call(driver.cuDeviceGet, device)
+            self.context = self.call(driver.cuDevicePrimaryCtxRetain, self.device)
+        except CudaCallError as error:
+            raise CudaUnavailable(str(error)) from error
+        except Exception as error:  # cuda.pathfinder has an exception of its own for "no libcuda"
+            raise CudaUnavailable(f"{type(error).__name__}: {error}") from error
+        self.ordinal = device
+        self.call(driver.cuCtxSetCurrent, self.context)
+        self._open = True
+
+    def call(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Calls and checks; returns the one result, a tuple of several, or None."""
+        error, *results = fn(*args)
+        self.check(fn.__name__, error)
+        if not results:
+            return None
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def check(self, name: str, error: Any) -> None:
+        """Raises CudaCallError unless `error` is CUDA_SUCCESS."""
+        if int(error) != 0:
+            raise CudaCallError(name, int(error), getattr(error, "name", str(error)))
+
+    def attribute(self, name: str) -> int:
+        """A device attribute by the name that follows CU_DEVICE_ATTRIBUTE_."""
+        which = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self.call(self.driver.cuDeviceGetAttribute, which, self.device))
+
+    def name(self) -> str:
+        text = self.call(self.driver.cuDeviceGetName, 256, self.device)
+        return bytes(text).split(b"\0")[0].decode()
+
+    def version(self) -> int:
+        """The CUDA version of the driver, e.g. 13000."""
+        return int(self.call(self.driver.cuDriverGetVersion))
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes of the device."""
+        free, total = self.call(self.driver.cuMemGetInfo)
+        return int(free), int(total)
+
+    def synchronize(self) -> None:
+        self.call(self.driver.cuCtxSynchronize)
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self.call(self.driver.cuDevicePrimaryCtxRelease, self.device)
+
+    def __enter__(self) -> Cuda:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class CuMem:
+    """Arguments for cuMem* calls on one device, and the calls themselves for what is not timed.
+
+    The timed loops call `driver.cuMem...` directly with the argument tuples made here, so that a
+    sample holds one call of cuda.bindings and nothing of ours.
+    """
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda = cuda
+        d = cuda.driver
+        self.driver = d
+        prop = d.CUmemAllocationProp()
+        prop.type = d.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        prop.location.id = cuda.ordinal
+        self.prop = prop
+        access = d.CUmemAccessDesc()
+        access.location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = cuda.ordinal
+        access.flags = d.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self.access = [access]
+        minimum = d.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.page = int(cuda.call(d.cuMemGetAllocationGranularity, prop, minimum))
+
+    # Argument tuples of the timed calls.
+
+    def reserve_args(self, nbytes: int) -> tuple[Any, ...]:
+        return (nbytes, 0, 0, 0)
+
+    def create_args(self, nbytes: int) -> tuple[Any, ...]:
+        return (nbytes, self.prop, 0)
+
+    def map_args(self, addr: int, nbytes: int, handle: Any) -> tuple[Any, ...]:
+        return (addr, nbytes, 0, handle, 0)
+
+    def access_args(self, addr: int, nbytes: int) -> tuple[Any, ...]:
+        return (addr, nbytes, self.access, 1)
+
+    # Untimed calls.
+
+    def reserve(self, nbytes: int) -> int:
+        return int(self.cuda.call(self.driver.cuMemAddressReserve, *self.reserve_args(nbytes)))
+
+    def free(self, addr: int, nbytes: int) -> None:
+        self.cuda.call(self.driver.cuMemAddressFree, addr, nbytes)
+
+    def create(self, nbytes: int) -> Any:
+        return self.cuda.call(self.driver.cuMemCreate, *self.create_args(nbytes))
+
+    def map(self, addr: int, nbytes: int, handle: Any) -> None:
+        self.cuda.call(self.driver.cuMemMap, *self.map_args(addr, nbytes, handle))
+
+    def set_access(self, addr: int, nbytes: int) -> None:
+        self.cuda.call(self.driver.cuMemSetAccess, *self.access_args(addr, nbytes))
+
+    def unmap(self, addr: int, nbytes: int) -> None:
+        self.cuda.call(self.driver.cuMemUnmap, addr, nbytes)
+
+    def release(self, handle: Any) -> None:
+        self.cuda.call(self.driver.cuMemRelease, handle)
+
+    def check_all(self, name: str, results: list[tuple[Any, ...]]) -> list[Any]:
+        """Checks what a timed loop returned; gives the second items, where there are any."""
+        for result in results:
+            self.cuda.check(name, result[0])
+        return [result[1] if len(result) > 1 else None for result in results]

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: MIT
+"""The result of a run: rows, rows that were not run and why, and the file they are kept in.
+
+The format is described in benchmarks/README.md; `FORMAT` changes when its meaning does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .timing import Samples, summarize
+
+__all__ = ["FORMAT", "Part", "Record", "SCALES"]
+
+FORMAT = "vmem-bench-api/1"
+
+SCALES = {"us": 1e3, "ms": 1e6, "s": 1e9, "ns": 1.0}  # nanoseconds in a unit of time
+_DIGITS = 6
+
+
+def _round(value: float) -> float:
+    """Six significant digits: more is noise, and the file is kept in the repository."""
+    return float(f"{value:.{_DIGITS}g}")
+
+
+@dataclass
+class Part:
+    """One selectable part of the benchmark."""
+
+    name: str
+    title: str
+    status: str = "not run"  # "done", "partial", "not run" or "failed"
+    why: str = ""
+    seconds: float = 0.0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[dict[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def time(
+        self,
+        row: str,
+        what: str,
+        system: str,
+        samples: Samples,
+        *,
+        page: int = 0,
+        nbytes: int = 0,
+        unit: str = "us",
+        overhead_ns: float = 0.0,
+        calls: int = 1,
+        note: str = "",
+    ) -> dict[str, Any]:
+        """Adds a row of times. `samples` are nanoseconds; `nbytes` is what one sample handles (the
+        row then says GB/s at the median as well); `overhead_ns` the cost of an empty call of this
+        system, which `net` is without; `calls` how many calls one sample stands for."""
+        scale = SCALES[unit]
+        entry = self._entry(row, what, system, unit, page=page, note=note)
+        for key, value in asdict(summarize(samples)).items():
+            keeps = key in ("n", "rounds", "spread", "round_spread")
+            entry[key] = value if keeps else value / scale
+        entry["overhead"] = overhead_ns * calls / scale
+        entry["net"] = entry["median"] - entry["overhead"]
+        entry["calls"] = calls
+        if nbytes:
+            entry["bytes"] = nbytes
+            entry["gb_per_s"] = nbytes / (entry["median"] * scale)
+        entry["samples"] = [[x / scale for x in r] for r in samples.rounds]
+        return self._add(entry)
+
+    def value(
+        self,
+        row: str,
+        what: str,
+        system: str,
+        value: float,
+        unit: str,
+        *,
+        page: int = 0,
+        note: str = "",
+        **more: Any,
+    ) -> dict[str, Any]:
+        """Adds a row of one number that is no time: bytes, a count, GB/s."""
+        entry = self._entry(row, what, system, unit, page=page, note=note)
+        entry["value"] = value
+        entry.update(more)
+        return self._add(entry)
+
+    def not_run(self, row: str, why: str) -> None:
+        """Says that a row was not run."""
+        self.missing.append({"id": f"{self.name}/{row}", "why": why})
+
+    def find(self, row: str) -> dict[str, Any] | None:
+        """The row of this name (without the part's), or None."""
+        wanted = f"{self.name}/{row}"
+        return next((r for r in self.rows if r["id"] == wanted), None)
+
+    def _entry(
+        self, row: str, what: str, system: str, unit: str, *, page: int, note: str
+    ) -> dict[str, Any]:
+        entry: dict[str, Any] = {
+            "id": f"{self.name}/{row}",
+            "what": what,
+            "system": system,
+            "unit": unit,
+        }
+        if page:
+            entry["page"] = page
+        if note:
+            entry["note"] = note
+        return entry
+
+    def _add(self, entry: dict[str, Any]) -> dict[str, Any]:
+        if any(r["id"] == entry["id"] for r in self.rows):
+            raise ValueError(f"two rows named {entry['id']}")
+        self.rows.append(_tidy(entry))
+        return self.rows[-1]
+
+
+def _tidy(value: Any) -> Any:
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, float):
+        return _round(value)
+    if isinstance(value, dict):
+        return {k: _tidy(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_tidy(v) for v in value]
+    return value
+
+
+@dataclass
+class Record:
+    """Everything that one run leaves behind."""
+
+    machine: dict[str, Any]
+    options: dict[str, Any]
+    backends: list[dict[str, Any]] = field(default_factory=list)
+    method: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+    aims: list[dict[str, Any]] = field(default_factory=list)
+    started: str = ""
+    seconds: float = 0.0
+
+    def part(self, name: str, title: str) -> Part:
+        """Starts a part."""
+        self.parts[name] = Part(name, title)
+        return self.parts[name]
+
+    def row(self, full: str) -> dict[str, Any] | None:
+        """The row of this full name ("part/row"), or None."""
+        part, _, row = full.partition("/")
+        return self.parts[part].find(row) if part in self.parts else None
+
+    def document(self, raw: bool) -> dict[str, Any]:
+        """The run as plain data; samples are left out unless `raw`."""
+        parts = {}
+        for name, part in self.parts.items():
+            data = asdict(part)
+            if not raw:
+                for row in data["rows"]:
+                    row.pop("samples", None)
+            parts[name] = data
+        return {
+            "format": FORMAT,
+            "started": self.started,
+            "seconds": _round(self.seconds),
+            "options": self.options,
+            "machine": self.machine,
+            "backends": self.backends,
+            "method": _tidy(self.method),
+            "aims": _tidy(self.aims),
+            "parts": parts,
+        }
+
+    def write(self, path: Path) -> Path:
+        """Writes `path` (without samples) and, beside it, raw/<the same name> (with them). A file
+        appears whole or not at all. Returns the path of the raw file."""
+        raw = path.parent / "raw" / path.name
+        raw.parent.mkdir(parents=True, exist_ok=True)
+        for target, with_samples in ((path, False), (raw, True)):
+            text = json.dumps(self.document(with_samples), indent=None if with_samples else 1)
+            partial = target.with_name(target.name + ".part")
+            partial.write_text(text + "\n", encoding="utf-8")
+            os.replace(partial, target)
+        return raw

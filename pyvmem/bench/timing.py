@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: MIT
+"""Clocks, percentiles and rounds: how every number of the benchmark is taken.
+
+A *sample* is the time of one call, or of one block of calls divided by their number, in
+nanoseconds. Samples are collected in rounds; in a round every system takes its turn, and the order
+of the turns rotates from round to round, so that a drift of the machine meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+__all__ = [
+    "Deadline",
+    "Samples",
+    "Summary",
+    "interleave",
+    "percentile",
+    "quiet",
+    "summarize",
+    "time_block",
+    "time_each",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a row says of its samples, in the unit of the samples.
+
+    `spread` is the distance of the quartiles over the median; `round_spread` the distance of the
+    largest from the smallest median of a round, over the median of all.
+    """
+
+    n: int
+    rounds: int
+    median: float
+    p90: float
+    p99: float
+    mean: float
+    min: float
+    max: float
+    spread: float
+    round_spread: float
+
+
+@dataclass
+class Samples:
+    """Samples of one row, one list a round."""
+
+    rounds: list[list[float]] = field(default_factory=list)
+
+    def new_round(self) -> list[float]:
+        """Starts a round and returns its list, for the caller to append to."""
+        self.rounds.append([])
+        return self.rounds[-1]
+
+    def drop_first_round(self) -> None:
+        """Forgets the warm-up, unless it is all there is."""
+        if len(self.rounds) > 1:
+            del self.rounds[0]
+
+    def flat(self) -> list[float]:
+        return [x for r in self.rounds for x in r]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.rounds))
+
+
+def percentile(ordered: Sequence[float], fraction: float) -> float:
+    """The nearest-rank percentile of sorted, non-empty data: always one of the samples."""
+    rank = math.ceil(fraction * len(ordered))
+    return ordered[min(max(rank, 1), len(ordered)) - 1]
+
+
+def _median(ordered: Sequence[float]) -> float:
+    half = len(ordered) // 2
+    if len(ordered) % 2:
+        return ordered[half]
+    return (ordered[half - 1] + ordered[half]) / 2
+
+
+def summarize(samples: Samples) -> Summary:
+    """Raises ValueError without samples: an empty row is a mistake, not a zero."""
+    data = sorted(samples.flat())
+    if not data:
+        raise ValueError("no samples")
+    medians = [_median(sorted(r)) for r in samples.rounds if r]
+    middle = _median(data)
+    scale = middle if middle else 1.0
+    return Summary(
+        n=len(data),
+        rounds=len(medians),
+        median=middle,
+        p90=percentile(data, 0.90),
+        p99=percentile(data, 0.99),
+        mean=sum(data) / len(data),
+        min=data[0],
+        max=data[-1],
+        spread=(percentile(data, 0.75) - percentile(data, 0.25)) / scale,
+        round_spread=(max(medians) - min(medians)) / scale,
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps Python's garbage collector out of the timed stretch."""
+    was = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def time_each(
+    fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[float]
+) -> list[T]:
+    """Calls `fn(*a)` for each `a`, times each call, and returns what the calls returned.
+
+    The samples hold the cost of the two clock readings and of the Python call; `noop` rows of the
+    same shape say how much that is.
+    """
+    clock = time.perf_counter_ns
+    args = list(args)
+    results: list[T] = []
+    for a in args:
+        start = clock()
+        result = fn(*a)
+        into.append(clock() - start)
+        results.append(result)
+    return results
+
+
+def time_block(
+    fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[float]
+) -> list[T]:
+    """Times all calls together; the one sample is the time of a call. For calls of about 1 us,
+    which two clock readings would blur."""
+    clock = time.perf_counter_ns
+    args = list(args)
+    start = clock()
+    results = [fn(*a) for a in args]
+    into.append((clock() - start) / len(args))
+    return results
+
+
+class Deadline:
+    """A time budget, asked rather than enforced: a part checks it between rounds."""
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self.start = now()
+        self.seconds = seconds
+
+    @property
+    def left(self) -> float:
+        return self.start + self.seconds - self._now()
+
+    @property
+    def used(self) -> float:
+        return self._now() - self.start
+
+    def allows(self, seconds: float = 0.0) -> bool:
+        """Whether `seconds` more would still fit."""
+        return self.left > seconds
+
+
+def interleave(
+    turns: Sequence[Callable[[], None]], rounds: int, deadline: Deadline | None = None
+) -> int:
+    """Runs every turn once a round, the order rotated by one each round.
+
+    Stops before a round that, judged by the slowest so far, would overrun the deadline, but runs at
+    least two (a warm-up and a round that counts). Returns the number of rounds run.
+    """
+    slowest = 0.0
+    for i in range(rounds):
+        if i >= 2 and deadline is not None and not deadline.allows(slowest):
+            return i
+        start = time.monotonic()
+        for k in range(len(turns)):
+            turns[(i + k) % len(turns)]()
+        slowest = max(slowest, time.monotonic() - start)
+    return rounds
