@@ -161,7 +161,7 @@ def install_requirements(keep_torch: bool) -> None:
         unmet = [
             f"{name}=={version}"
             for name, version in wanted.items()
-            if name not in have or (have[name] != version and not keep_torch)
+            if name not in have or (have[name].split("+")[0] != version and not keep_torch)
         ]
         if not unmet:
             continue

@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Checks the built library: public names, man pages, and an installation used as a stranger would.
+
+Needs build/lib (make lib). Prints one line per check that failed and "N passed, N failed".
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import check_man
+from vmem_header import HEADER, ROOT, functions, version
+
+LIB = ROOT / "build" / "lib"
+
+USER_PROGRAM = """
+#include <stdio.h>
+#include <string.h>
+#include <vmem.h>
+int main(void) {
+  struct vmem_open_opts o = {.size = sizeof o, .backend = "host"};
+  vmem_t vm;
+  if (vmem_open(&o, &vm)) return puts(vmem_last_error()), 1;
+  return vmem_close(vm) || strcmp(vmem_version(), VMEM_VERSION);
+}
+"""
+
+
+def output(*command: str | Path) -> str:
+    """What a command prints; stops the program when it fails."""
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def difference(what: str, found: set[str], wanted: set[str]) -> list[str]:
+    """One line per name that is missing or too many."""
+    missing = [f"{what}: {name} is missing" for name in sorted(wanted - found)]
+    return missing + [f"{what}: {name} is not in vmem.h" for name in sorted(found - wanted)]
+
+
+def check_version_script() -> list[str]:
+    """vmem.map lists exactly the public functions."""
+    text = (ROOT / "libvmem" / "vmem.map").read_text(encoding="utf-8")
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+    return difference("vmem.map", set(re.findall(r"^\s+(\w+);", text, re.M)), set(functions()))
+
+
+def check_exports() -> list[str]:
+    """The shared library exports exactly the public functions, and its soname has no version."""
+    shared = LIB / f"libvmem.so.{version()}"
+    lines = output("nm", "-D", "--defined-only", shared).splitlines()
+    names = {line.split()[2].split("@")[0] for line in lines if line.split()[1] == "T"}
+    others = {line.split()[2].split("@")[0] for line in lines if line.split()[1] not in "TA"}
+    problems = difference(shared.name, names, set(functions()))
+    problems += [f"{shared.name}: exports the object {name}" for name in sorted(others)]
+    if "[libvmem.so.0]" not in output("readelf", "-d", shared):
+        problems.append(f"{shared.name}: the soname is not libvmem.so.0")
+    return problems
+
+
+def check_prefixes() -> list[str]:
+    """Names that the static library adds to a program's name space start with vmem, vMem or vm_."""
+    lines = output("nm", "-g", "--defined-only", LIB / "libvmem.a").splitlines()
+    names = {line.split()[2] for line in lines if len(line.split()) == 3}
+    bad = sorted(name for name in names if not name.startswith(("vmem_", "vMem", "vm_")))
+    return [f"libvmem.a: the name {name} has no prefix of ours" for name in bad]
+
+
+def check_header() -> list[str]:
+    """vmem.h compiles alone, as strict C11 and as C++."""
+    problems = []
+    compilers = [("cc", "c", "c11"), ("g++", "c++", "c++17")]
+    for compiler, language, standard in compilers:
+        if not shutil.which(compiler):
+            print(f"not run: vmem.h as {language}: no {compiler} here")
+            continue
+        command = [compiler, "-x", language, f"-std={standard}", "-Wall", "-Wextra", "-Wpedantic"]
+        done = subprocess.run(
+            [*command, "-Werror", "-fsyntax-only", str(HEADER)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            problems.append(f"vmem.h as {standard}:\n{done.stderr}")
+    return problems
+
+
+def check_installation() -> list[str]:
+    """Installs below a temporary DESTDIR, builds and runs a program there, uninstalls."""
+    problems = []
+    with tempfile.TemporaryDirectory(prefix="vmem-install-") as name:
+        top = Path(name)
+        prefix = "/opt/vmem"
+        libdir = f"{prefix}/lib/here"
+        build = top / "build"
+        variables = [f"DESTDIR={top}", f"PREFIX={prefix}", f"LIBDIR={libdir}", f"BUILD={build}"]
+        variables += ["CFLAGS=-O1 -DVMEM_CHECK_OF_USER_FLAGS"]
+        make = ["make", "-s", "--no-print-directory", "-C", str(ROOT / "libvmem"), "-j2"]
+        output(*make, "install", *variables)
+        if "-DVMEM_CHECK_OF_USER_FLAGS" not in (build / "lib" / "flags").read_text("utf-8"):
+            problems.append("install: CFLAGS of the user were not used")
+        pc = (top / libdir[1:] / "pkgconfig" / "vmem.pc").read_text(encoding="utf-8")
+        for line in (f"Version: {version()}", f"libdir={libdir}", f"prefix={prefix}"):
+            if line not in pc.splitlines():
+                problems.append(f"vmem.pc: no line '{line}'")
+        if "@" in pc:
+            problems.append("vmem.pc: a placeholder was left")
+        pages = {p.name for p in (top / prefix[1:]).glob("share/man/man[137]/*")}
+        sources = {p.name for p in (ROOT / "libvmem" / "man").iterdir()}
+        problems += difference("installed man pages", pages, sources)
+        problems += check_linking(top, top / libdir[1:], top / prefix[1:] / "include")
+        output(*make, "uninstall", *variables)
+        left = [p for p in (top / "opt").rglob("*") if not p.is_dir()]
+        problems += [f"uninstall left {p.relative_to(top)}" for p in left]
+    return problems
+
+
+def check_linking(top: Path, libdir: Path, include: Path) -> list[str]:
+    """A program against the installed header, with the shared and with the static library."""
+    source = top / "user.c"
+    source.write_text(USER_PROGRAM, encoding="utf-8")
+    problems = []
+    ways = {
+        "shared": ["-L" + str(libdir), "-Wl,-rpath," + str(libdir), "-lvmem"],
+        "static": [str(libdir / "libvmem.a"), "-pthread", "-ldl"],
+    }
+    for way, libraries in ways.items():
+        program = top / f"user-{way}"
+        output("cc", "-Wall", "-Werror", "-I", include, "-o", program, source, *libraries)
+        done = subprocess.run([program], capture_output=True, text=True, check=False)
+        if done.returncode:
+            problems.append(f"program with the {way} library: {done.stdout}{done.stderr}")
+        if (way == "shared") != ("libvmem.so.0" in output("readelf", "-d", program)):
+            problems.append(f"program with the {way} library: the other one was linked")
+    return problems
+
+
+def main() -> int:
+    """Runs all checks."""
+    checks = [
+        check_version_script,
+        check_exports,
+        check_prefixes,
+        check_header,
+        check_installation,
+        *check_man.CHECKS,
+    ]
+    failed = 0
+    for check in checks:
+        problems = check()
+        for problem in problems:
+            print(f"{check.__name__}: {problem}")
+        failed += bool(problems)
+    print(f"{len(checks) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: MIT
+"""Checks of the man pages: one per public function, agreeing with vmem.h, well-formed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from vmem_header import HEADER, ROOT, functions, normal
+
+__all__ = ["CHECKS"]
+
+MAN = ROOT / "libvmem" / "man"
+SECTIONS_3 = ["NAME", "LIBRARY", "SYNOPSIS", "DESCRIPTION", "RETURN VALUES", "SEE ALSO"]
+
+
+def page_of(name: str) -> Path | None:
+    """The source of the page of a function, following a `.so` link."""
+    path = MAN / f"{name}.3"
+    if not path.exists():
+        return None
+    text = path.read_text(encoding="utf-8")
+    link = re.search(r"^\.so man3/(\S+)$", text, re.M)
+    return MAN / link[1] if link else path
+
+
+def synopsis(text: str) -> dict[str, str]:
+    """The functions that the SYNOPSIS of an mdoc page declares."""
+    part = text.split(".Sh SYNOPSIS", 1)[-1].split(".Sh DESCRIPTION", 1)[0]
+    found = {}
+    result = ""
+    pattern = r'^\.Ft (?P<ft>.*)$|^\.Fn (?P<fn>\w+)(?P<args>.*)$|^\.Fo (?P<fo>\w+)\n(?P<fa>(?:\.Fa .*\n)+)\.Fc'
+    for match in re.finditer(pattern, part, re.M):
+        if match["ft"]:
+            result = match["ft"].strip('"')
+        name = match["fn"] or match["fo"]
+        if name:
+            arguments = re.findall(r'"([^"]*)"', match["args"] or match["fa"] or "")
+            found[name] = normal(f"{result} {name}({', '.join(arguments)})")
+    return found
+
+
+def check_pages_exist() -> list[str]:
+    """Every public function has a page in section 3; there are vmem(7) and vmem(1)."""
+    problems = [f"no man page for {name}" for name in functions() if page_of(name) is None]
+    problems += [f"no {name}" for name in ("vmem.7", "vmem.1") if not (MAN / name).exists()]
+    names = {f"{name}.3" for name in functions()}
+    extra = sorted(p.name for p in MAN.glob("*.3") if p.name not in names)
+    return problems + [f"{name}: vmem.h has no such function" for name in extra]
+
+
+def check_prototypes() -> list[str]:
+    """The declaration in each SYNOPSIS is that of vmem.h."""
+    problems = []
+    for name, declaration in functions().items():
+        page = page_of(name)
+        if page is None:
+            continue
+        shown = synopsis(page.read_text(encoding="utf-8")).get(name)
+        if shown != declaration:
+            problems.append(f"{page.name} declares\n  {shown}\nvmem.h\n  {declaration}")
+    return problems
+
+
+def check_sections() -> list[str]:
+    """Each page of section 3 has the sections a reader looks for, in order."""
+    problems = []
+    for page in sorted({p for name in functions() if (p := page_of(name))}):
+        titles = re.findall(r"^\.Sh (.*)$", page.read_text(encoding="utf-8"), re.M)
+        wanted = [title for title in titles if title in SECTIONS_3]
+        if wanted != SECTIONS_3:
+            problems.append(f"{page.name}: the sections are {', '.join(titles)}")
+    return problems
+
+
+def check_names_used() -> list[str]:
+    """Names of ours that a page mentions exist: functions, constants, structures, other pages."""
+    header = HEADER.read_text(encoding="utf-8")
+    known = set(re.findall(r"\b(?:vmem_\w+|vMem\w+|VMEM_\w+)\b", header))
+    problems = []
+    for page in sorted(MAN.iterdir()):
+        text = re.sub(r"\\[&e]", "", page.read_text(encoding="utf-8"))
+        for name in sorted(set(re.findall(r"\b(?:vmem_\w+|vMem[A-Z]\w+|VMEM_\w+)", text)) - known):
+            if name not in ENVIRONMENT:
+                problems.append(f"{page.name}: {name} is not in vmem.h")
+        for name, section in re.findall(r"^\.Xr (vmem\w*|vMem\w*) (\d)", text, re.M):
+            if not (MAN / f"{name}.{section}").exists():
+                problems.append(f"{page.name}: {name}({section}) does not exist")
+    return problems
+
+
+# Environment variables of the command line, which vmem.h does not know.
+ENVIRONMENT = {"VMEM_CACHE_DIR"}
+
+Linter = Callable[[Path], list[str]]
+
+
+def lint_mandoc(page: Path) -> list[str]:
+    """mandoc's own check; the missing operating system name of .Os is wanted."""
+    command = ["mandoc", "-T", "lint", "-W", "warning", str(page)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()
+
+
+def lint_groff(page: Path) -> list[str]:
+    """What groff warns of while it formats."""
+    command = ["groff", "-man" if is_link(page) else "-mandoc", "-Tutf8", "-wall", "-z", "-I."]
+    done = subprocess.run(
+        [*command, str(page)], capture_output=True, text=True, check=False, cwd=MAN.parent
+    )
+    return done.stderr.splitlines()
+
+
+def is_link(page: Path) -> bool:
+    """Whether the page is a `.so` link to another."""
+    return page.read_text(encoding="utf-8").startswith(".so ")
+
+
+def check_format() -> list[str]:
+    """The pages are well-formed in the eyes of the formatters that are here."""
+    linters: dict[str, Linter] = {"mandoc": lint_mandoc, "groff": lint_groff}
+    problems = []
+    for name, linter in linters.items():
+        if not shutil.which(name):
+            print(f"not run: {name} on the man pages: no {name} here")
+            continue
+        for page in sorted(MAN.iterdir()):
+            if not is_link(page):
+                problems += [f"{name}: {line}" for line in linter(page)]
+    return problems
+
+
+CHECKS = [check_pages_exist, check_prototypes, check_sections, check_names_used, check_format]

@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Runs every test this machine can run, stage by stage, and says at the end what was not run.
+
+The lines of the runners (pytest's last one, "N passed, N failed" of the C programs) appear as they
+come. Exit status 0: no stage failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+VENV = BUILD / "venv" / "bin"
+OTHER_PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+LINTED = ("pyvmem", "scripts", "tests")
+
+
+class Failed(Exception):
+    """A stage found something wrong."""
+
+
+@dataclass
+class Session:
+    """What the stages share: the options, and notes on what could not be run."""
+
+    long: bool = False
+    backends: tuple[str, ...] = ()
+    not_run: list[str] = field(default_factory=list)
+
+    def skip(self, text: str) -> None:
+        """Notes a test that this machine cannot run."""
+        print(f"not run: {text}", flush=True)
+        self.not_run.append(text)
+
+
+def call(*command: str | Path, cwd: Path = ROOT, **env: str) -> None:
+    """Runs a command with no standard input; Failed unless it succeeds."""
+    done = subprocess.run(
+        [str(c) for c in command],
+        stdin=subprocess.DEVNULL,
+        cwd=cwd,
+        env={**os.environ, **env},
+        check=False,
+    )
+    if done.returncode:
+        raise Failed(f"exit status {done.returncode}: {' '.join(map(str, command))}")
+
+
+def quiet(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
+    """Runs a command, returns its output; shows it and raises Failed unless it succeeds."""
+    done = subprocess.run(
+        [str(c) for c in command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, **env},
+        check=False,
+    )
+    if done.returncode:
+        print(done.stdout, flush=True)
+        raise Failed(f"exit status {done.returncode}: {' '.join(map(str, command))}")
+    return done.stdout
+
+
+def make(*arguments: str) -> list[str]:
+    """The command that builds in libvmem/ on two cores."""
+    return ["make", "-s", "--no-print-directory", "-C", "libvmem", "-j2", *arguments]
+
+
+def c_tests(sanitizer: str) -> Callable[[Session], None]:
+    """The C programs of tests/c, built with a sanitizer or none."""
+
+    def stage(session: Session) -> None:
+        if not list((ROOT / "tests" / "c").glob("test_*.c")):
+            raise Failed("tests/c holds no test")
+        options = [f"SANITIZE={sanitizer}"] if sanitizer else []
+        quiet(*make("tests", *options))
+        call(*make("check", *options), ASAN_OPTIONS="detect_leaks=1")
+
+    return stage
+
+
+def examples(session: Session) -> None:
+    """The examples, linked with the shared library, plain and with AddressSanitizer."""
+    for options in ([], ["SANITIZE=address"]):
+        quiet(*make("examples", *options))
+        call(*make("run-examples", *options))
+
+
+def library(session: Session) -> None:
+    """Public names, man pages, and an installation used as a stranger would."""
+    quiet(*make("all"))
+    call(sys.executable, ROOT / "scripts" / "check_library.py")
+
+
+def lint(session: Session) -> None:
+    """ruff, mypy --strict, shellcheck and what is generated into the README."""
+    call(VENV / "ruff", "check", *LINTED)
+    call(VENV / "ruff", "format", "--check", *LINTED)
+    call(VENV / "mypy")
+    scripts = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]
+    call(VENV / "shellcheck", *scripts)
+    call(sys.executable, ROOT / "scripts" / "readme_tables.py", "--check")
+    call(sys.executable, ROOT / "scripts" / "check_text.py")
+
+
+def python_tests(session: Session) -> None:
+    """pytest on the back end host."""
+    marks = [] if session.long else ["-m", "not long"]
+    call(VENV / "pytest", "-q", *marks, "tests/python", VMEM_TEST_BACKEND="host")
+
+
+def gpu_tests(session: Session) -> None:
+    """The same suite, and tests/gpu, on each back end of the GPU that can be used."""
+    for backend in session.backends:
+        probe = [VENV / "vmem", "probe", "--json"]
+        print(f"== back end {backend}", flush=True)
+        print(quiet(*probe), flush=True)
+        call(VENV / "pytest", "-q", "tests/python", "tests/gpu", VMEM_TEST_BACKEND=backend)
+
+
+def interpreters() -> tuple[dict[str, str], list[str]]:
+    """Executables of the Pythons that are here, by version, and the versions that are not."""
+    found: dict[str, str] = {}
+    for version in OTHER_PYTHONS:
+        for path in (shutil.which(f"python{version}"), *map(str, pyenv_pythons(version))):
+            probe = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
+            if path and (answer(path, "-c", probe) == version):
+                found[version] = path
+                break
+    return found, [v for v in OTHER_PYTHONS if v not in found]
+
+
+def pyenv_pythons(version: str) -> list[Path]:
+    """Interpreters that pyenv keeps, selected or not."""
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    return sorted(root.glob(f"versions/{version}.*/bin/python{version}"))
+
+
+def answer(*command: str) -> str | None:
+    """What a command prints, None when it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def wheel(session: Session) -> None:
+    """A wheel built from a copy of the tracked sources, imported in new environments."""
+    found, absent = interpreters()
+    for version in absent:
+        session.skip(f"the wheel on Python {version}: no such interpreter here")
+    with tempfile.TemporaryDirectory(prefix="vmem-wheel-") as name:
+        folder = Path(name)
+        source = folder / "source"
+        for path in quiet("git", "ls-files", "-z").split("\0"):
+            if path and (ROOT / path).is_file():
+                (source / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / path, source / path)
+        pip = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
+        build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation"]
+        quiet(VENV / "python", *build, "-w", folder, source)
+        (built,) = folder.glob("*.whl")
+        print(f"built {built.name}", flush=True)
+        check = (ROOT / "scripts" / "check_wheel.py").resolve()
+        for version, python in found.items():
+            environment = folder / f"venv-{version}"
+            quiet(python, "-m", "venv", environment)
+            if answer(str(environment / "bin/python"), *pip, "install", "-q", str(built)) is None:
+                session.skip(f"the wheel on Python {version}: its requirements cannot be had")
+                continue
+            print(f"Python {version}: {quiet(environment / 'bin/python', check, cwd=folder)}", end="")
+
+
+STAGES: dict[str, Callable[[Session], None]] = {
+    "c": c_tests(""),
+    "c-address": c_tests("address"),
+    "c-thread": c_tests("thread"),
+    "examples": examples,
+    "library": library,
+    "lint": lint,
+    "python": python_tests,
+    "wheel": wheel,
+    "gpu": gpu_tests,
+}
+
+
+def main() -> int:
+    """Runs the stages asked for (default: all but gpu) and reports."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stages", nargs="*", metavar="stage", help=", ".join(STAGES))
+    parser.add_argument("--long", action="store_true", help="also the tests marked long")
+    parser.add_argument("--gpu", nargs="*", metavar="BACKEND", help="the stage gpu alone")
+    options = parser.parse_args()
+    unknown = [name for name in options.stages if name not in STAGES]
+    if unknown:
+        parser.error(f"no such stage: {', '.join(unknown)}")
+    names = options.stages or [name for name in STAGES if name != "gpu"]
+    session = Session(long=options.long)
+    if options.gpu is not None:
+        names = ["gpu"]
+        session.backends = tuple(options.gpu) or ("stock", "cuda")
+    results: list[str] = []
+    failed = 0
+    for name in names:
+        print(f"\n#### {name}: {(STAGES[name].__doc__ or '').strip()}", flush=True)
+        start = time.monotonic()
+        try:
+            STAGES[name](session)
+            result = "passed"
+        except Failed as error:
+            print(f"FAILED: {error}", flush=True)
+            result, failed = "FAILED", failed + 1
+        results.append(f"{name:<12} {result:<8} {time.monotonic() - start:6.0f} s")
+    if "gpu" not in names:
+        session.skip("what needs a GPU (make test-gpu, on a machine with one)")
+    print("\n#### summary", *results, *(f"not run: {n}" for n in session.not_run), sep="\n", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
