@@ -82,7 +82,7 @@ def check_names_used() -> list[str]:
     known = set(re.findall(r"\b(?:vmem_\w+|vMem\w+|VMEM_\w+)\b", header))
     problems = []
     for page in sorted(MAN.iterdir()):
-        text = re.sub(r"\\[&e]", "", page.read_text(encoding="utf-8"))
+        text = re.sub(r"^\.Dt .*$", "", page.read_text(encoding="utf-8"), flags=re.M)
         for name in sorted(set(re.findall(r"\b(?:vmem_\w+|vMem[A-Z]\w+|VMEM_\w+)", text)) - known):
             if name not in ENVIRONMENT:
                 problems.append(f"{page.name}: {name} is not in vmem.h")
