@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: MIT
+"""Continuous batching of an unmodified transformers model over a `pyvmem.KVCache`.
+
+Every step runs all running requests at once: their new tokens (a prompt, a chunk of one, or one token)
+lie one after the other in a batch ``[1, T]``, with their positions; `pyvmem.serve.attention` tells them
+apart. Requests join and leave between steps; decoding is greedy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pyvmem.serve import attention
+from pyvmem.serve.request import Completion, FinishReason, Request, Sequence
+from pyvmem.serve.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache import KVCache
+
+__all__ = ["Engine", "EngineStats", "StepRecord", "TokenEvent"]
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A token of an answer, and the whole answer with the last one.
+
+    Attributes:
+        token: None where a request ends without one (`FinishReason.NO_MEMORY`).
+    """
+
+    request_id: int
+    token: int | None
+    completion: Completion | None = None
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step, for whoever watches: made after its memory is there and before the model runs.
+
+    Attributes:
+        step: its number, from 0.
+        requests: request id, slot, and tokens that the slot holds in this step.
+        waiting: requests without a slot.
+    """
+
+    step: int
+    requests: tuple[tuple[int, int, int], ...]
+    waiting: int
+
+
+@dataclass
+class EngineStats:
+    """Counts and seconds since the engine was made.
+
+    Attributes:
+        steps: model calls.
+        prompt_tokens, new_tokens: tokens of prompts computed (again after a preemption), tokens chosen.
+        preemptions, recomputed_tokens: requests that lost their memory, and the rows lost.
+        peak_running: most requests in one step.
+        step_s: in `KVCache.step`, the critical path. ahead_s: in `KVCache.step_async`, the call alone.
+        model_s: in the model, up to the tokens' arrival on the CPU.
+        total_s: in `Engine.step`.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    peak_running: int = 0
+    step_s: float = 0.0
+    ahead_s: float = 0.0
+    model_s: float = 0.0
+    total_s: float = 0.0
+
+
+class Engine:
+    """Serves requests; a context manager.
+
+    Args:
+        model: a transformers causal language model on the cache's device, in the cache's dtype. Its
+            attention implementation is "vmem" until `close`, then what it was.
+        cache: the KV cache. The engine uses all of its slots; the caller closes it after the engine.
+        prefill_chunk: most prompt tokens of a request in one step; 0: the whole prompt.
+        background: map the next step's pages while the present one is computed.
+        observer: called with every `StepRecord`.
+
+    Raises:
+        ValueError: the model's layers or heads are not the cache's.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: KVCache,
+        *,
+        prefill_chunk: int = 0,
+        background: bool = True,
+        observer: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        if prefill_chunk < 0:
+            raise ValueError(f"prefill_chunk is {prefill_chunk}; it must not be negative")
+        config = cache.config
+        layers = model.config.get_text_config().num_hidden_layers
+        if layers != config.num_layers:
+            raise ValueError(f"the model has {layers} layers, the cache {config.num_layers}")
+        self._k = [cache.k(layer) for layer in range(layers)]
+        self._v = [cache.v(layer) for layer in range(layers)]
+        self._device = self._k[0].device
+        self._max_seq_len = config.max_seq_len
+        self._scheduler = Scheduler(
+            cache,
+            config.max_batch,
+            config.max_seq_len,
+            prefill_chunk=prefill_chunk,
+            background=background,
+        )
+        self._observer = observer
+        self.stats = EngineStats()
+        attention.register()
+        self._model = model
+        self._model_attention: str = model.config._attn_implementation
+        model.set_attn_implementation(attention.NAME)
+        model.eval()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drops unfinished requests and the views of the cache, so that the cache can be closed."""
+        if self._k:
+            self._scheduler.clear()
+            self._k, self._v = [], []
+            self._model.set_attn_implementation(self._model_attention)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that wait or run."""
+        return len(self._scheduler.waiting) + len(self._scheduler.running)
+
+    def add(self, request: Request) -> None:
+        """Queues a request; it joins at a following step.
+
+        Raises:
+            ValueError: the prompt is longer than a slot, or the id belongs to an unfinished request.
+        """
+        self._scheduler.add(request)
+
+    def run(self, requests: Iterable[Request]) -> Iterator[TokenEvent]:
+        """Adds the requests and yields their tokens as they come, until nothing is unfinished."""
+        for request in requests:
+            self.add(request)
+        while self.unfinished:
+            yield from self.step()
+
+    def step(self) -> list[TokenEvent]:
+        """One iteration: memory, model, one token for every request whose prompt is complete.
+
+        Raises:
+            VMemError: the cache refused for another reason than a shortage of memory.
+            RuntimeError: requests wait, but the cache has no slot for any.
+        """
+        started = time.perf_counter()
+        events: list[TokenEvent] = []
+        batch, too_large = self._scheduler.begin()
+        ready = time.perf_counter()
+        self.stats.step_s += ready - started
+        self.stats.preemptions = self._scheduler.preemptions
+        self.stats.recomputed_tokens = self._scheduler.recomputed
+        if too_large is not None:
+            completion = too_large.completion(FinishReason.NO_MEMORY)
+            events.append(TokenEvent(too_large.request.request_id, None, completion))
+        elif batch:
+            self._observe(batch)
+            events += self._compute(batch)
+        elif self._scheduler.waiting:
+            raise RuntimeError("the KV cache has no free slot although no request runs")
+        self.stats.total_s += time.perf_counter() - started
+        return events
+
+    def _observe(self, batch: list[Sequence]) -> None:
+        stats = self.stats
+        stats.peak_running = max(stats.peak_running, len(batch))
+        if self._observer is not None:
+            rows = tuple((s.request.request_id, s.slot or 0, s.needed) for s in batch)
+            self._observer(StepRecord(stats.steps, rows, len(self._scheduler.waiting)))
+
+    def _compute(self, batch: list[Sequence]) -> list[TokenEvent]:
+        before = time.perf_counter()
+        self._scheduler.look_ahead()
+        started = time.perf_counter()
+        self.stats.ahead_s += started - before
+        choices = self._forward(batch)
+        self.stats.model_s += time.perf_counter() - started
+        events = []
+        step = self.stats.steps
+        self.stats.steps += 1
+        for sequence, choice in zip(batch, choices, strict=True):
+            prompt_left = len(sequence.request.prompt) - sequence.cached
+            self.stats.prompt_tokens += max(0, min(sequence.chunk, prompt_left))
+            sequence.cached += sequence.chunk
+            sequence.chunk = 0
+            if sequence.pending:
+                continue  # the prompt is not complete: what follows it is known
+            self.stats.new_tokens += 1
+            reason = sequence.accept(choice, step, self._max_seq_len)
+            completion = None
+            if reason is not None:
+                self._scheduler.finish(sequence)
+                completion = sequence.completion(reason)
+            events.append(TokenEvent(sequence.request.request_id, sequence.tokens[-1], completion))
+        return events
+
+    @torch.inference_mode()
+    def _forward(self, batch: list[Sequence]) -> list[int]:
+        """Runs the model on the batch's new tokens; the likeliest next token of each request."""
+        tokens: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        spans: list[attention.Span] = []
+        for sequence in batch:
+            slot = sequence.slot
+            assert slot is not None
+            start, first, last = len(tokens), sequence.cached, sequence.needed
+            tokens += sequence.tokens[first:last]
+            slots += [slot] * (last - first)
+            positions += range(first, last)
+            spans.append(attention.Span(slot, start, len(tokens), last))
+        index = torch.tensor([tokens, slots, positions], device=self._device)
+        ends = torch.tensor([span.end - 1 for span in spans], device=self._device)
+        output = self._model(
+            input_ids=index[0:1],
+            position_ids=index[2:3],
+            use_cache=False,
+            logits_to_keep=ends,
+            vmem_step=attention.AttentionStep(self._k, self._v, index[1], index[2], spans),
+        )
+        choices: list[int] = output.logits[0].float().argmax(dim=-1).tolist()
+        return choices

