@@ -32,7 +32,10 @@ def synopsis(text: str) -> dict[str, str]:
     part = text.split(".Sh SYNOPSIS", 1)[-1].split(".Sh DESCRIPTION", 1)[0]
     found = {}
     result = ""
-    pattern = r'^\.Ft (?P<ft>.*)$|^\.Fn (?P<fn>\w+)(?P<args>.*)$|^\.Fo (?P<fo>\w+)\n(?P<fa>(?:\.Fa .*\n)+)\.Fc'
+    pattern = (
+        r"^\.Ft (?P<ft>.*)$|^\.Fn (?P<fn>\w+)(?P<args>.*)$"
+        r"|^\.Fo (?P<fo>\w+)\n(?P<fa>(?:\.Fa .*\n)+)\.Fc"
+    )
     for match in re.finditer(pattern, part, re.M):
         if match["ft"]:
             result = match["ft"].strip('"')

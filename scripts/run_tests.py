@@ -86,18 +86,18 @@ def c_tests(sanitizer: str) -> Callable[[Session], None]:
     def stage(session: Session) -> None:
         if not list((ROOT / "tests" / "c").glob("test_*.c")):
             raise Failed("tests/c holds no test")
-        options = [f"SANITIZE={sanitizer}"] if sanitizer else []
-        quiet(*make("tests", *options))
-        call(*make("check", *options), ASAN_OPTIONS="detect_leaks=1")
+        option = f"SANITIZE={sanitizer}"
+        quiet(*make("tests", option))
+        call(*make("check", option), ASAN_OPTIONS="detect_leaks=1")
 
     return stage
 
 
 def examples(session: Session) -> None:
     """The examples, linked with the shared library, plain and with AddressSanitizer."""
-    for options in ([], ["SANITIZE=address"]):
-        quiet(*make("examples", *options))
-        call(*make("run-examples", *options))
+    for sanitizer in ("SANITIZE=", "SANITIZE=address"):
+        quiet(*make("examples", sanitizer))
+        call(*make("run-examples", sanitizer))
 
 
 def library(session: Session) -> None:
@@ -111,7 +111,7 @@ def lint(session: Session) -> None:
     call(VENV / "ruff", "check", *LINTED)
     call(VENV / "ruff", "format", "--check", *LINTED)
     call(VENV / "mypy")
-    scripts = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]
+    scripts: list[Path] = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]
     call(VENV / "shellcheck", *scripts)
     call(sys.executable, ROOT / "scripts" / "readme_tables.py", "--check")
     call(sys.executable, ROOT / "scripts" / "check_text.py")
@@ -119,8 +119,8 @@ def lint(session: Session) -> None:
 
 def python_tests(session: Session) -> None:
     """pytest on the back end host."""
-    marks = [] if session.long else ["-m", "not long"]
-    call(VENV / "pytest", "-q", *marks, "tests/python", VMEM_TEST_BACKEND="host")
+    marks = "long or not long" if session.long else "not long"
+    call(VENV / "pytest", "-q", "-m", marks, "tests/python", VMEM_TEST_BACKEND="host")
 
 
 def gpu_tests(session: Session) -> None:
@@ -180,7 +180,8 @@ def wheel(session: Session) -> None:
             if answer(str(environment / "bin/python"), *pip, "install", "-q", str(built)) is None:
                 session.skip(f"the wheel on Python {version}: its requirements cannot be had")
                 continue
-            print(f"Python {version}: {quiet(environment / 'bin/python', check, cwd=folder)}", end="")
+            said = quiet(environment / "bin/python", check, cwd=folder)
+            print(f"Python {version}: {said}", end="", flush=True)
 
 
 STAGES: dict[str, Callable[[Session], None]] = {
@@ -225,7 +226,8 @@ def main() -> int:
         results.append(f"{name:<12} {result:<8} {time.monotonic() - start:6.0f} s")
     if "gpu" not in names:
         session.skip("what needs a GPU (make test-gpu, on a machine with one)")
-    print("\n#### summary", *results, *(f"not run: {n}" for n in session.not_run), sep="\n", flush=True)
+    results += [f"not run: {text}" for text in session.not_run]
+    print("\n#### summary", *results, sep="\n", flush=True)
     return 1 if failed else 0
 
 

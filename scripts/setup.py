@@ -100,7 +100,7 @@ def read_pins(group: str) -> Pins:
     """Name to version of one file of requirements."""
     lines = (REQUIREMENTS / f"{group}.txt").read_text(encoding="utf-8").splitlines()
     pins = (line.split("==") for line in lines if line and not line.startswith("#"))
-    return {name: version for name, version in pins}
+    return {line[0]: line[1] for line in pins}
 
 
 def installed(names: Iterable[str]) -> Pins:
@@ -120,10 +120,13 @@ def installed(names: Iterable[str]) -> Pins:
 
 def pip_install(*arguments: str | Path) -> bool:
     """Whether pip could install it; what pip says is shown only when it could not."""
-    command = [VENV / "bin/python", "-m", "pip", "install", "--disable-pip-version-check"]
-    command += ["--no-input", "--progress-bar", "off", *arguments]
+    pip = [str(VENV / "bin/python"), "-m", "pip", "install", "--disable-pip-version-check"]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        [*pip, "--no-input", "--progress-bar", "off", *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         print(done.stdout + done.stderr, flush=True)
@@ -134,8 +137,10 @@ def make_venv(keep_torch: bool) -> None:
     """Makes the environment anew when it is missing, broken or of another Python."""
     stamp = STAMPS / "venv"
     wanted = f"{sys.executable} {sys.version} keep_torch={keep_torch}"
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted and not run(
-        VENV / "bin/python", "-c", "import pip"
+    if (
+        stamp.exists()
+        and stamp.read_text(encoding="utf-8") == wanted
+        and not run(VENV / "bin/python", "-c", "import pip")
     ):
         return
     say(f"making {VENV.relative_to(ROOT)} with Python {sys.version.split()[0]}")

@@ -30,7 +30,8 @@ int main(int argc, char **argv)
   uint64_t addr, page;
   vmem_t vm;
 
-  if (vmem_open(&opts, &vm) || vmem_query(vm, &info) || vMemReserve(vm, TENSORS * tensor, NULL, &addr))
+  if (vmem_open(&opts, &vm) || vmem_query(vm, &info) ||
+      vMemReserve(vm, TENSORS * tensor, NULL, &addr))
     return failed("open");
   page = info.granule;
 
@@ -42,9 +43,11 @@ int main(int argc, char **argv)
     return failed("grow");
   printf("mapped %llu pages in one batch\n", (unsigned long long)(mapped_bytes(vm) / page));
 
-  /* The second entry maps where the first batch did: refused, and the first entry does not happen. */
+  /* The second entry maps where the first batch did: refused, and so the first one does not
+   * happen either. */
   struct vmem_op bad[2] = {
-    { .op = VMEM_OP_POPULATE, .addr = addr + page, .bytes = page, .count = TENSORS, .stride = tensor },
+    { .op = VMEM_OP_POPULATE, .addr = addr + page, .bytes = page, .count = TENSORS,
+      .stride = tensor },
     { .op = VMEM_OP_POPULATE, .addr = addr, .bytes = page },
   };
   int err = vmem_batch(vm, bad, 2, NULL, 0);
@@ -55,11 +58,13 @@ int main(int argc, char **argv)
   /* Maps come before unmaps: grow and shrink in one batch. */
   struct vmem_op swap[2] = {
     { .op = VMEM_OP_UNMAP, .addr = addr, .bytes = page, .count = TENSORS, .stride = tensor },
-    { .op = VMEM_OP_POPULATE, .addr = addr + page, .bytes = page, .count = TENSORS, .stride = tensor },
+    { .op = VMEM_OP_POPULATE, .addr = addr + page, .bytes = page, .count = TENSORS,
+      .stride = tensor },
   };
   if (vmem_batch(vm, swap, 2, NULL, 0))
     return failed("swap");
-  printf("mapped after growing and shrinking: %llu pages\n", (unsigned long long)(mapped_bytes(vm) / page));
+  printf("mapped after growing and shrinking: %llu pages\n",
+         (unsigned long long)(mapped_bytes(vm) / page));
 
   /* Pages made by POPULATE belong to their mapping: unmapping gives them back. */
   if (vMemFree(vm, addr, VMEM_FREE_UNMAP) || vmem_close(vm))

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * A cache of keys and values that grows: contiguous addresses for each request, memory as it is needed.
+ * A cache of keys and values that grows: contiguous addresses for each request, memory as needed.
  *
- * Four requests of different length decode at the same time. Their rows of 384 bytes do not divide the
- * page; a row simply crosses from one page to the next.
+ * Four requests of different length decode at the same time. Their rows of 384 bytes do not divide
+ * the page; a row simply crosses from one page to the next.
  *
  * usage: growing_cache [BACKEND]
  */
@@ -82,8 +82,9 @@ int main(int argc, char **argv)
   }
   if (vmem_get_stats(vm, &stats))
     return failed("stats");
-  printf("%llu KiB of rows in %llu KiB of memory; %llu KiB reserved\n", (unsigned long long)used >> 10,
-         (unsigned long long)stats.used_bytes >> 10, (unsigned long long)stats.reserved_bytes >> 10);
+  printf("%llu KiB of rows in %llu KiB of memory; %llu KiB reserved\n",
+         (unsigned long long)used >> 10, (unsigned long long)stats.used_bytes >> 10,
+         (unsigned long long)stats.reserved_bytes >> 10);
   if (vMemFree(vm, base, VMEM_FREE_UNMAP) || vmem_close(vm))
     return failed("end");
   return stats.used_bytes < used + (uint64_t)TENSORS * REQUESTS * page ? 0 : 1;

@@ -45,7 +45,8 @@ int main(int argc, char **argv)
   if (vmem_retain(vm, first, prefix, &shared))
     return failed("retain");
   struct vmem_op share[2] = {
-    { .op = VMEM_OP_MAP, .flags = flags | VMEM_OP_CONSUME, .addr = second, .bytes = prefix, .handle = shared },
+    { .op = VMEM_OP_MAP, .flags = flags | VMEM_OP_CONSUME, .addr = second, .bytes = prefix,
+      .handle = shared },
     { .op = VMEM_OP_POPULATE, .addr = second + prefix, .bytes = tail },
   };
   if (vmem_batch(vm, share, 2, NULL, 0))

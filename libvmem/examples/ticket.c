@@ -50,7 +50,8 @@ int main(int argc, char **argv)
     return failed("submit");
 
   int err = vmem_wait(vm, freeing, 1000000);
-  printf("while the work runs: %s\n", err == -ETIMEDOUT ? "not finished, still mapped" : vmem_last_error());
+  printf("while the work runs: %s\n",
+         err == -ETIMEDOUT ? "not finished, still mapped" : vmem_last_error());
   if (err != -ETIMEDOUT || vmem_read(vm, &byte, addr, 1) || byte != 7)
     return failed("read");
 

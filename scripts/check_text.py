@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Checks the conventions of the sources that no other tool checks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SPDX = "SPDX-License-Identifier: MIT"
+SOURCES = {".c", ".h", ".py", ".pyi", ".sh", ".map", ".cu"}
+MAX_MODULE_LINES = 300
+MAX_C_COLUMNS = 110
+
+
+def tracked() -> list[Path]:
+    """The files that git knows and that are there."""
+    out = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    return [ROOT / name for name in out.split("\0") if name and (ROOT / name).is_file()]
+
+
+def problems_of(path: Path) -> list[str]:
+    """What is wrong with one file."""
+    if path.suffix not in SOURCES and path.name != "Makefile":
+        return []
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    problems = []
+    if not any(SPDX in line for line in lines[:3]):
+        problems.append(f"no '{SPDX}' at its top")
+    if "\t" in text and path.suffix in {".c", ".h", ".py"}:
+        problems.append("a tab")
+    if re.search(r"[ \t]+$", text, re.M):
+        problems.append("blanks at the end of a line")
+    if path.suffix in {".c", ".h"}:
+        long = [n for n, line in enumerate(lines, 1) if len(line) > MAX_C_COLUMNS]
+        if long:
+            problems.append(f"more than {MAX_C_COLUMNS} columns in line {long[0]}")
+    if path.suffix == ".py" and path.is_relative_to(ROOT / "pyvmem"):
+        if len(lines) > MAX_MODULE_LINES:
+            problems.append(f"{len(lines)} lines, more than {MAX_MODULE_LINES}")
+        if "__all__" not in text and path.name != "__main__.py":
+            problems.append("no __all__")
+    return problems
+
+
+def main() -> int:
+    """Prints the problems of all files."""
+    failed = 0
+    for path in tracked():
+        for problem in problems_of(path):
+            print(f"{path.relative_to(ROOT)}: {problem}")
+            failed += 1
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

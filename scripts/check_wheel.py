@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: MIT
+"""Uses an installed pyvmem: maps a page, writes and reads it. Prints one line.
+
+Run outside the source tree, by the interpreter of the environment to be checked.
+"""
+
+import sys
+
+import pyvmem
+
+SIZE = 64 << 10
+
+with pyvmem.Context("host") as context:
+    space = context.reserve(16 * SIZE)
+    pages = context.create(SIZE)
+    context.map(space.addr, SIZE, pages)
+    context.write(space.addr, b"page")
+    if context.read(space.addr, 5) != b"page\0":
+        sys.exit("the page does not hold what was written")
+    pages.release()
+    space.close()
+    if context.stats().mapped_bytes:
+        sys.exit("something is still mapped")
+print(f"pyvmem {pyvmem.__version__} works")

@@ -1,0 +1,185 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Writes the measured parts of README.md from benchmarks/results/*.json.
+
+A part lies between `<!-- measured NAME -->` and `<!-- /measured NAME -->`; nothing there is written
+by hand. `--check` changes nothing and fails where the file does not say what the results say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+FORMAT = "vmem-bench-api/1"
+NOTHING = "Not measured yet: `benchmarks/results/` holds no run on a GPU."
+
+Result = dict[str, Any]
+
+OPERATIONS = [
+    ("reserve addresses", "reserve", False),
+    ("create a page", "create", True),
+    ("map a page, access enabled", "map_access", True),
+    ("unmap it", "unmap", True),
+    ("release it", "release", True),
+    ("give the addresses back", "free", False),
+]
+COLUMNS = [
+    ("stock", "64K"),
+    ("stock", "128K"),
+    ("stock", "256K"),
+    ("stock", "2M"),
+    ("cumem", "2M"),
+]
+SYSTEMS = {"cumem": "CUDA (cuMem*)"}
+PAGES = {"64K": "64 KB", "128K": "128 KB", "256K": "256 KB", "2M": "2 MB"}
+
+
+def load() -> list[Result]:
+    """The newest full run of each GPU and driver, by GPU."""
+    newest: dict[tuple[str, str], Result] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        result: Result = json.loads(path.read_text(encoding="utf-8"))
+        if result.get("format") != FORMAT or result["options"].get("quick"):
+            continue
+        machine = result["machine"]
+        if not machine.get("gpu"):
+            continue
+        result["file"] = path.relative_to(ROOT).as_posix()
+        key = (machine["gpu"], machine["driver"])
+        if key not in newest or newest[key]["started"] < result["started"]:
+            newest[key] = result
+    return [newest[key] for key in sorted(newest)]
+
+
+def rows(result: Result) -> dict[str, Result]:
+    """All rows of a run by id."""
+    return {row["id"]: row for part in result["parts"].values() for row in part["rows"]}
+
+
+def number(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    digits = f"{value:.3g}"
+    return f"{float(digits):,.0f}" if "e" in digits else digits
+
+
+def time_of(row: Result | None) -> str:
+    """Median and 99th percentile of a row of times in microseconds."""
+    if row is None:
+        return ""
+    return f"{number(row['median'])} ({number(row['p99'])})"
+
+
+def title(result: Result) -> str:
+    """What was measured on, and where the numbers are kept."""
+    machine = result["machine"]
+    return f"{machine['gpu']}, driver {machine['driver']} ([raw]({result['file']}))"
+
+
+def table(head: list[str], body: list[list[str]]) -> list[str]:
+    """A table in Markdown; the first column is text."""
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    return ["| " + " | ".join(line) + " |" for line in [head, rule, *body]]
+
+
+def part_calls(results: list[Result]) -> list[str]:
+    """Microseconds per call, a table for each GPU."""
+    lines = []
+    for result in results:
+        found = rows(result)
+        body = []
+        for what, operation, by_page in OPERATIONS:
+            cells = []
+            for system, page in COLUMNS:
+                name = f"calls/{operation}/{system}" + (f"/{page}" if by_page else "")
+                shown = by_page or page == "64K" or system == "cumem"
+                cells.append(time_of(found.get(name)) if shown else "")
+            if any(cells):
+                body.append([what, *cells])
+        head = [f"{SYSTEMS.get(system, system)} {PAGES[page]}" for system, page in COLUMNS]
+        lines += [
+            f"Microseconds per call, median (99th percentile), {title(result)}:",
+            "",
+            *table(["", *head], body),
+            "",
+        ]
+    return lines[:-1]
+
+
+def part_aims(results: list[Result]) -> list[str]:
+    """What the project set out to reach, and what was measured."""
+    names: dict[str, str] = {}
+    for result in results:
+        names |= {aim["id"]: aim["what"] for aim in result["aims"] if aim["applies"]}
+    body = []
+    for name, what in names.items():
+        line = [what]
+        goal = ""
+        for result in results:
+            aim = next((a for a in result["aims"] if a["id"] == name), None)
+            if aim is None or aim["value"] is None:
+                line.append("not run")
+                continue
+            verdict = {True: "", False: " **missed**", None: ""}[aim["pass"]]
+            unit = "" if aim["unit"] == "x" else f" {aim['unit']}"
+            line.append(f"{number(aim['value'])}{unit}{verdict}")
+            if aim["op"]:
+                sign = {"<=": "≤", ">=": "≥"}[aim["op"]]
+                goal = f"{sign} {number(aim['aim'])}{unit}"
+        body.append([line[0], goal, *line[1:]])
+    gpus = [title(result) for result in results]
+    return table(["what", "aim", *gpus], body)
+
+
+def part_verified(results: list[Result]) -> list[str]:
+    """The GPUs and drivers of the runs."""
+    body = [[r["machine"]["gpu"], r["machine"]["driver"]] for r in results]
+    return table(["verified on", "driver"], body)
+
+
+PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
+    "calls": part_calls,
+    "aims": part_aims,
+    "verified": part_verified,
+}
+
+
+def render(text: str, results: list[Result]) -> str:
+    """The README with its measured parts written anew."""
+    for name, part in PARTS.items():
+        begin, end = f"<!-- measured {name} -->", f"<!-- /measured {name} -->"
+        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.S)
+        if len(pattern.findall(text)) != 1:
+            sys.exit(f"README.md needs one part between '{begin}' and '{end}'")
+        lines = part(results) if results else [NOTHING]
+        block = "\n".join([begin, *lines, end])
+        text = pattern.sub(lambda _, block=block: block, text)  # type: ignore[misc]
+    return text
+
+
+def main() -> int:
+    """Writes the file, or compares it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare, change nothing")
+    check = parser.parse_args().check
+    text = README.read_text(encoding="utf-8")
+    wanted = render(text, load())
+    if text == wanted:
+        return 0
+    if check:
+        print("README.md does not show benchmarks/results: run scripts/readme_tables.py")
+        return 1
+    README.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
