@@ -1,0 +1,269 @@
+/* SPDX-License-Identifier: MIT */
+/* Devices and contexts. */
+#include "gpu.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "error.h"
+
+int gpu_enter(const struct gpu *g, uint32_t index, struct gpu_scope *scope) {
+  gpu_result r = g->api->ctx_push(g->devices[index].ctx);
+
+  if (r != GPU_SUCCESS)
+    return gpu_fail(g->api, r, "cuCtxPushCurrent");
+  scope->capture_mode = GPU_CAPTURE_RELAXED;
+  g->api->capture_mode(&scope->capture_mode);
+  return 0;
+}
+
+void gpu_leave(const struct gpu *g, const struct gpu_scope *scope) {
+  int mode = scope->capture_mode;
+  gpu_ctx ignored;
+
+  g->api->capture_mode(&mode);
+  g->api->ctx_pop(&ignored);
+}
+
+static int describe_device(const struct gpu_api *api, struct gpu_device *d) {
+  struct gpu_uuid instance;
+  gpu_result r;
+  int value = 0;
+
+  r = api->device_get(&d->dev, d->ordinal);
+  if (r != GPU_SUCCESS)
+    return gpu_fail(api, r, "cuDeviceGet");
+  r = api->device_uuid(&d->uuid, d->dev);
+  if (r != GPU_SUCCESS)
+    return gpu_fail(api, r, "cuDeviceGetUuid");
+  api->device_name(d->name, sizeof(d->name), d->dev);
+  d->name[sizeof(d->name) - 1] = 0;
+  /* Version 1 gives the physical device, version 2 the MIG instance. */
+  if (api->device_uuid_v2 && api->device_uuid_v2(&instance, d->dev) == GPU_SUCCESS)
+    d->mig = memcmp(&instance, &d->uuid, sizeof(instance)) != 0;
+  if (strstr(d->name, " MIG "))
+    d->mig = true;
+  d->mps = api->device_attribute(&value, GPU_ATTR_MPS_ENABLED, d->dev) == GPU_SUCCESS && value;
+  r = api->device_attribute(&value, GPU_ATTR_UNIFIED_ADDRESSING, d->dev);
+  if (r != GPU_SUCCESS)
+    return gpu_fail(api, r, "cuDeviceGetAttribute");
+  if (!value)
+    return vm_fail(-ENODEV, "device %d (%s) has no unified addressing", d->ordinal, d->name);
+  return 0;
+}
+
+static int make_streams(struct gpu *g) {
+  int low = 0, high = 0;
+  gpu_result r = g->api->ctx_priorities(&low, &high);
+
+  if (r == GPU_SUCCESS)
+    r = g->api->stream_create(&g->work, GPU_STREAM_NON_BLOCKING, high);
+  if (r == GPU_SUCCESS)
+    r = g->api->stream_create(&g->after, GPU_STREAM_NON_BLOCKING, high);
+  return gpu_fail(g->api, r, "cuStreamCreateWithPriority");
+}
+
+int gpu_open(const int32_t *devices, uint32_t num_devices, struct gpu **gpu) {
+  const struct gpu_api *api;
+  struct gpu_scope scope;
+  struct gpu *g;
+  gpu_result r;
+  int count = 0, value = 0, err;
+
+  err = gpu_api_get(&api);
+  if (err)
+    return err;
+  r = api->device_count(&count);
+  if (r != GPU_SUCCESS)
+    return gpu_fail(api, r, "cuDeviceGetCount");
+  if (count == 0)
+    return vm_fail(-ENODEV, "libcuda finds no CUDA device");
+  if (num_devices > VMEM_MAX_DEVICES)
+    return vm_fail(-EINVAL, "%u devices, at most %d", num_devices, VMEM_MAX_DEVICES);
+  g = calloc(1, sizeof(*g));
+  if (!g)
+    return vm_fail(-ENOMEM, "heap: %zu bytes", sizeof(*g));
+  g->api = api;
+  pthread_mutex_init(&g->event_lock, NULL);
+  pthread_mutex_init(&g->stage_lock, NULL);
+  for (uint32_t i = 0; i < (num_devices ? num_devices : 1); i++) {
+    struct gpu_device *d = &g->devices[i];
+
+    d->ordinal = num_devices ? devices[i] : 0;
+    for (uint32_t k = 0; k < i && !err; k++)
+      if (g->devices[k].ordinal == d->ordinal)
+        err = vm_fail(-EINVAL, "device %d is named twice", d->ordinal);
+    if (!err && (d->ordinal < 0 || d->ordinal >= count))
+      err = vm_fail_at(-ENODEV, 0, 0, (uint64_t)count, "device %d of %d", d->ordinal, count);
+    if (!err)
+      err = describe_device(api, d);
+    if (err)
+      goto fail;
+    r = api->primary_retain(&d->ctx, d->dev);
+    if (r != GPU_SUCCESS) {
+      err = gpu_fail(api, r, "cuDevicePrimaryCtxRetain");
+      goto fail;
+    }
+    g->num_devices = i + 1;
+  }
+  err = gpu_enter(g, 0, &scope);
+  if (err)
+    goto fail;
+  if (api->device_attribute(&value, GPU_ATTR_MULTIPROCESSORS, g->devices[0].dev) == GPU_SUCCESS)
+    g->multiprocessors = (unsigned)value;
+  err = make_streams(g);
+  if (!err)
+    err = gpu_kernels_load(g);
+  gpu_leave(g, &scope);
+  if (err)
+    goto fail;
+  *gpu = g;
+  return 0;
+fail:
+  gpu_close(g);
+  return err;
+}
+
+/* Errors are of no use here: what remains belongs to the context, which may be broken already. */
+void gpu_close(struct gpu *g) {
+  struct gpu_scope scope;
+
+  if (!g)
+    return;
+  if (g->num_devices && g->api->ctx_push(g->devices[0].ctx) == GPU_SUCCESS) {
+    scope.capture_mode = GPU_CAPTURE_RELAXED;
+    g->api->capture_mode(&scope.capture_mode);
+    if (g->work) {
+      g->api->stream_sync(g->work);
+      g->api->stream_destroy(g->work);
+    }
+    if (g->after) {
+      g->api->stream_sync(g->after);
+      g->api->stream_destroy(g->after);
+    }
+    gpu_events_free(g);
+    gpu_stage_free(g);
+    if (g->module)
+      g->api->module_unload(g->module);
+    gpu_leave(g, &scope);
+  }
+  for (uint32_t i = 0; i < g->num_devices; i++)
+    g->api->primary_release(g->devices[i].dev);
+  pthread_mutex_destroy(&g->event_lock);
+  pthread_mutex_destroy(&g->stage_lock);
+  free(g);
+}
+
+int gpu_find(const struct gpu *g, int32_t ordinal, uint32_t *index) {
+  for (uint32_t i = 0; i < g->num_devices; i++)
+    if (g->devices[i].ordinal == ordinal) {
+      *index = i;
+      return 0;
+    }
+  return vm_fail(-EINVAL, "device %d is not one of the context's %u devices", ordinal, g->num_devices);
+}
+
+int gpu_enable_peers(const struct gpu *g) {
+  for (uint32_t i = 0; i < g->num_devices; i++) {
+    struct gpu_scope scope;
+    int err = 0;
+
+    for (uint32_t k = 0; k < g->num_devices && !err; k++) {
+      const struct gpu_device *a = &g->devices[i], *b = &g->devices[k];
+      gpu_result r;
+      int can = 0;
+
+      if (i == k)
+        continue;
+      r = g->api->can_access_peer(&can, a->dev, b->dev);
+      if (r != GPU_SUCCESS)
+        return gpu_fail(g->api, r, "cuDeviceCanAccessPeer");
+      if (!can)
+        return vm_fail(-EOPNOTSUPP, "device %d cannot reach the memory of device %d", a->ordinal,
+                       b->ordinal);
+      err = gpu_enter(g, i, &scope);
+      if (err)
+        return err;
+      /* Left enabled at close: others in the process may have come to rely on it. */
+      r = g->api->ctx_enable_peer(b->ctx, 0);
+      gpu_leave(g, &scope);
+      if (r != GPU_SUCCESS && r != GPU_ERROR_PEER_ACCESS_ALREADY_ENABLED)
+        err = gpu_fail(g->api, r, "cuCtxEnablePeerAccess");
+    }
+    if (err)
+      return err;
+  }
+  return 0;
+}
+
+static int host_mem_info(uint64_t *free_bytes, uint64_t *total_bytes) {
+  unsigned long long available = 0, total = 0;
+  char line[128];
+  FILE *f = fopen("/proc/meminfo", "re");
+
+  if (!f)
+    return vm_fail(-EIO, "/proc/meminfo: %s", strerror(errno));
+  while (fgets(line, sizeof(line), f)) {
+    sscanf(line, "MemTotal: %llu", &total);
+    sscanf(line, "MemAvailable: %llu", &available);
+  }
+  fclose(f);
+  *free_bytes = available << 10;
+  *total_bytes = total << 10;
+  return 0;
+}
+
+int gpu_mem_info(const struct gpu *g, uint32_t location, int32_t device, uint64_t *free_bytes,
+                 uint64_t *total_bytes) {
+  size_t free_size = 0, total_size = 0;
+  struct gpu_scope scope;
+  uint32_t index = 0;
+  gpu_result r;
+  int err;
+
+  if (location == VMEM_HOST)
+    return host_mem_info(free_bytes, total_bytes);
+  if (location == VMEM_PEER) {
+    err = gpu_find(g, device, &index);
+    if (err)
+      return err;
+  }
+  err = gpu_enter(g, index, &scope);
+  if (err)
+    return err;
+  r = g->api->mem_info(&free_size, &total_size);
+  gpu_leave(g, &scope);
+  *free_bytes = free_size;
+  *total_bytes = total_size;
+  return gpu_fail(g->api, r, "cuMemGetInfo");
+}
+
+void gpu_describe(const struct gpu *g, struct vmem_info *info) {
+  info->num_devices = g->num_devices;
+  for (uint32_t i = 0; i < g->num_devices; i++)
+    memcpy(info->uuid[i], g->devices[i].uuid.bytes, sizeof(info->uuid[i]));
+  memcpy(info->device_name, g->devices[0].name, sizeof(info->device_name));
+}
+
+void gpu_driver_text(const struct gpu *g, char *text, size_t size) {
+  int version = 0;
+  char line[256] = "";
+  FILE *f = fopen("/proc/driver/nvidia/version", "re");
+
+  if (f) {
+    if (!fgets(line, sizeof(line), f))
+      line[0] = 0;
+    fclose(f);
+  }
+  /* The first word made of digits and dots, as in "... Kernel Module  580.159.04  Release ..." */
+  for (char *save = NULL, *w = strtok_r(line, " \t\n", &save); w; w = strtok_r(NULL, " \t\n", &save))
+    if (strchr(w, '.') && strspn(w, "0123456789.") == strlen(w)) {
+      snprintf(text, size, "%s", w);
+      return;
+    }
+  if (g->api->driver_version(&version) == GPU_SUCCESS)
+    snprintf(text, size, "CUDA %d.%d", version / 1000, version % 1000 / 10);
+}
