@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 VENV = BUILD / "venv" / "bin"
 OTHER_PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-LINTED = ("pyvmem", "scripts", "tests")
+LINTED = ("pyvmem", "scripts", "tests", "setup.py")
 
 
 class Failed(Exception):
@@ -110,7 +110,7 @@ def lint(session: Session) -> None:
     """ruff, mypy --strict, shellcheck and what is generated into the README."""
     call(VENV / "ruff", "check", *LINTED)
     call(VENV / "ruff", "format", "--check", *LINTED)
-    call(VENV / "mypy")
+    call(VENV / "mypy", "pyvmem", "scripts")
     scripts: list[Path] = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]
     call(VENV / "shellcheck", *scripts)
     call(sys.executable, ROOT / "scripts" / "readme_tables.py", "--check")
@@ -126,9 +126,8 @@ def python_tests(session: Session) -> None:
 def gpu_tests(session: Session) -> None:
     """The same suite, and tests/gpu, on each back end of the GPU that can be used."""
     for backend in session.backends:
-        probe = [VENV / "vmem", "probe", "--json"]
         print(f"== back end {backend}", flush=True)
-        print(quiet(*probe), flush=True)
+        call(VENV / "vmem", "probe")
         call(VENV / "pytest", "-q", "tests/python", "tests/gpu", VMEM_TEST_BACKEND=backend)
 
 
