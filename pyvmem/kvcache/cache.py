@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: MIT
+"""`KVCache`: what an engine calls. Pages move in pager.py and reclaim.py."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import warnings
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.context import Context
+from pyvmem.errors import BadHandle, Busy
+from pyvmem.kvcache import report, setup, steps
+from pyvmem.kvcache.config import KVCacheConfig
+from pyvmem.kvcache.core import Core
+from pyvmem.kvcache.events import record
+from pyvmem.kvcache.layout import Layout
+from pyvmem.kvcache.report import IntegrityError
+from pyvmem.kvcache.stats import CacheStats, SlotInfo
+from pyvmem.kvcache.views import Views
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KVCache"]
+
+
+class KVCache:
+    """Keys and values of many requests, contiguous in virtual memory, mapped as they grow.
+
+    Every request has a slot (its reqid) in every tensor. `step` tells how many tokens each slot
+    must hold and maps what is missing. An engine's loop:
+
+        reqid = cache.alloc_reqid(len(prompt))
+        if cache.step(seq_lens) == -1: ...     # preempt a request and try again
+        ...                                    # run the model over cache.k(layer), cache.v(layer)
+        cache.step_async(next_seq_lens)        # maps while the model runs
+        cache.free_reqid(reqid)
+
+    Thread-safe; calls take turns. The cache owns its reservation, and the context unless one was
+    given. A context manager.
+
+    Args:
+        config: shape, limits and policy.
+        context: a context to share; it must outlive the cache. None: one is opened and owned.
+        backend: of the owned context.
+        device: of the owned context: CUDA ordinal, torch or cuda.core device.
+
+    Raises:
+        InvalidArgument: a value that the context cannot serve, such as the page size.
+        VMemError: the context or the reservation could not be made.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        context: Context | None = None,
+        backend: str = "auto",
+        device: Any = 0,
+    ) -> None:
+        self._closed = True  # until the core is made
+        self._lock = threading.RLock()
+        self.config = config
+        self._core = Core(config, setup.make(config, context, backend, device))
+        self._views = Views(self._core.layout, self._core.parts.reservation)
+        self._closed = False
+        self._core.prepare()
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def alloc_reqid(self, seq_len: int = 0) -> int | None:
+        """Takes a free slot for a request of `seq_len` tokens (0: not known yet).
+
+        Best fit: the free slot with the fewest mapped pages that are enough, else the one with the
+        most. Nothing is mapped by this call; with `eager_pages`, the next slot is prepared in the
+        background.
+
+        Returns:
+            The reqid, an index into `step`'s list; None when every slot is taken.
+
+        Raises:
+            InvalidArgument: `seq_len` is negative or above `max_seq_len`.
+        """
+        with self._lock:
+            core = self._open_core()
+            core.reclaimer.poll()
+            slot = core.fit(seq_len)
+            if slot is None:
+                return None
+            core.table.take(slot)
+            core.prepare()
+            return slot.index
+
+    def free_reqid(self, reqid: int, stream: Any = None) -> None:
+        """Gives a slot back, together with what it holds.
+
+        The pages stay mapped for the next request, or are unmapped in the background, in both cases
+        only after the GPU work on `stream` so far. Does not wait.
+
+        Args:
+            reqid: as `alloc_reqid` returned it.
+            stream: the stream (torch, cuda.core, ``__cuda_stream__``) of the slot's last work, an
+                event recorded after it, or an `FdEvent`; None: torch's current stream, on host
+                nothing.
+
+        Raises:
+            InvalidArgument: no such reqid, or it is not taken.
+        """
+        with self._lock:
+            core = self._open_core()
+            slot = core.slot(reqid)
+            event = record(stream, core.device)
+            core.pager.revoke(slot)
+            core.table.give_back(slot, event, core.clock)
+            core.used_tokens -= core.seq_lens[slot.index]
+            core.seq_lens[slot.index] = 0
+            core.prepare()
+            core.tidy()
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
+        """Makes every slot hold its tokens, for the work that the caller is about to launch.
+
+        Args:
+            seq_lens: for every reqid the tokens that the slot must hold, 0 for free slots. Pages
+                are never taken from an owner: a smaller number than before unmaps nothing.
+            stream: the stream that will use the pages (None: torch's current one). Fills may still
+                run when this returns; the stream waits for them. Given an event, and on host, the
+                CPU does.
+
+        Returns:
+            0, with everything mapped; or -1, with nothing changed, when memory is short although
+            all that belongs to no request was reclaimed. Finishes what `step_async` began; how long
+            that took is in `stats`.
+
+        Raises:
+            InvalidArgument: wrong length, a negative or too large number, or a number for a free
+            slot. VMemError: the driver failed, now or in a batch that an earlier call began in the
+                background; that was undone, the cache is consistent, and the call may be repeated.
+        """
+        with self._lock:
+            return steps.step(self._open_core(), seq_lens, stream)
+
+    def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
+        """Begins to map, in the background, what `step` will ask for with the same numbers.
+
+        The physical pages are taken before this returns, so shortage is known at once. Waits only
+        where memory is short and pages of no owner must come back first.
+
+        Args:
+            seq_lens: as in `step`.
+            stream: accepted for symmetry; the `step` that follows orders its own stream.
+
+        Returns:
+            0, or -1 with nothing changed, as `step`.
+
+        Raises:
+            InvalidArgument: as in `step`. A failure in the background is raised by the next `step`.
+        """
+        with self._lock:
+            return steps.step_async(self._open_core(), seq_lens)
+
+    # ---- tensors -------------------------------------------------------------------------------
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """K and V of every group, in turn.
+
+        Each is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only mapped rows
+        may be touched. A living tensor keeps the cache from closing.
+        """
+        with self._lock:
+            self._open_core()
+            return self._views.tensors()
+
+    def k(self, layer: int) -> torch.Tensor:
+        """Keys of a layer, a view ``[max_batch, max_seq_len, num_kv_heads, head_dim]``.
+
+        Rows are ``group_size`` layers apart. Raises InvalidArgument for a layer that does not
+        exist.
+        """
+        with self._lock:
+            self._open_core()
+            return self._views.layer(layer, 0)
+
+    def v(self, layer: int) -> torch.Tensor:
+        """Values of a layer; see `k`."""
+        with self._lock:
+            self._open_core()
+            return self._views.layer(layer, 1)
+
+    # ---- reports -------------------------------------------------------------------------------
+
+    @property
+    def num_free_pages(self) -> int:
+        """Physical pages that are not behind the cache.
+
+        A request can have these and `CacheStats.cached_pages` too: those are reclaimed when needed.
+        """
+        with self._lock:
+            reclaimer = self._open_core().reclaimer
+            reclaimer.poll()
+            return reclaimer.limit - reclaimer.held
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes and offsets of the cache, for those who plan or draw."""
+        return self._core.layout
+
+    @property
+    def context(self) -> Context:
+        """The context that the pages are of."""
+        return self._core.context
+
+    def stats(self) -> CacheStats:
+        """The present state and the counters."""
+        with self._lock:
+            self._open_core().reclaimer.poll()
+            return report.stats(self._core)
+
+    def snapshot(self) -> list[SlotInfo]:
+        """Every slot's pages as they are now."""
+        with self._lock:
+            self._open_core().reclaimer.poll()
+            return report.snapshot(self._core)
+
+    def check_integrity(self) -> None:
+        """Compares the cache's books with each other and, page by page, with the context's.
+
+        Cost: one query per run of pages. What a batch in flight is changing is left out.
+
+        Raises:
+            IntegrityError: with every contradiction found.
+        """
+        with self._lock:
+            core = self._open_core()
+            core.reclaimer.poll()
+            found = report.check(core)
+            if found:
+                raise IntegrityError(found)
+            core.context.check()
+
+    # ---- end -----------------------------------------------------------------------------------
+
+    def close(self, stream: Any = None) -> None:
+        """Waits for what is in flight and for GPU work on freed slots, then gives everything back.
+
+        Args:
+            stream: the last work on slots that are still taken, as in `free_reqid`.
+
+        Raises:
+            Busy: tensors of the cache live; nothing changed, and the cache can still be used.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._views.drop()
+            self._core.close(stream)
+            self._closed = True
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._closed and not self.context.is_open:
+            return  # the context was closed first, or belongs to the parent of a forked process
+        try:
+            self.close()
+        except Busy:
+            if error is None:
+                raise  # else the traceback keeps tensors alive, and that error matters more
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and self.context.is_open:
+            warnings.warn("KVCache was not closed", ResourceWarning, stacklevel=2, source=self)
+
+    def _open_core(self) -> Core:
+        if self._closed:
+            raise BadHandle("the KVCache is closed", errno=errno.EBADF, op="KVCache")
+        return self._core

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: MIT
+"""What a KV cache is made from: the model's shape, the limits, and the policy."""
+
+from __future__ import annotations
+
+import errno
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DTYPE_BYTES", "KVCacheConfig", "invalid"]
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+# Far above any model; what they stop is arithmetic on nonsense, before addresses are asked for.
+_BOUNDS = {
+    "num_layers": (1, 1 << 14),
+    "num_kv_heads": (1, 1 << 16),
+    "head_dim": (1, 1 << 16),
+    "max_batch": (1, 1 << 16),
+    "max_seq_len": (1, 1 << 30),
+    "group_size": (1, 1 << 14),
+    "page_size": (0, 1 << 30),
+    "memory_limit": (0, 1 << 62),
+    "overread_rows": (0, 1 << 16),
+    "eager_pages": (0, 1 << 30),
+    "reclaim_steps": (0, 1 << 30),
+}
+
+
+def invalid(message: str, *, limit: int = 0, size: int = 0) -> InvalidArgument:
+    """An `InvalidArgument` of the cache itself, in the form that libvmem's own take."""
+    return InvalidArgument(message, errno=errno.EINVAL, op="KVCache", bytes=size, limit=limit)
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """Shape, limits and policy of a `KVCache`. Checked on construction.
+
+    Attributes:
+        num_layers: layers of the model that have keys and values.
+        num_kv_heads: key/value heads of a layer (on this device).
+        head_dim: elements of one head.
+        dtype: name of the elements' type (see `DTYPE_BYTES`), or a `torch.dtype`.
+        max_batch: slots, that is, requests at a time.
+        max_seq_len: tokens that a slot can hold; addresses for all of them are reserved.
+        page_size: bytes of a page, a power of two; 0 takes the context's granule.
+        group_size: layers that share one K and one V tensor, a divisor of `num_layers`. 1 is a
+            tensor per layer; `num_layers` is vAttention's megacache. A row of a tensor is
+            ``group_size * num_kv_heads * head_dim`` elements.
+        memory_limit: most bytes of physical memory behind the cache, rounded down to pages. 0: what
+            is free on the device when the cache is made.
+        zero_fill: hand pages to another request only after zeroing them.
+        deferred_reclaim: a freed slot keeps its pages for the next request; otherwise they are
+            unmapped in the background as soon as the slot's last GPU work is over.
+        reclaim_steps: unmap pages of slots that were free for so many steps; 0: never by age.
+        eager_pages: keep one free slot with so many pages per tensor mapped, made in the
+            background.
+        low_watermark: with less than this part of the memory free, pages of free slots are unmapped
+            in the background, least recently used first; 0 to 1.
+        overread_rows: rows past a request's length that a kernel may read. FlashAttention-3 and
+            FlexAttention read whole tiles, up to 191 rows beyond the length.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str | torch.dtype = "float16"
+    max_batch: int = 256
+    max_seq_len: int = 4096
+    page_size: int = 0
+    group_size: int = 1
+    memory_limit: int = 0
+    zero_fill: bool = True
+    deferred_reclaim: bool = True
+    reclaim_steps: int = 0
+    eager_pages: int = 0
+    low_watermark: float = 0.1
+    overread_rows: int = 0
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _BOUNDS.items():
+            value = getattr(self, name)
+            try:
+                number = operator.index(value)
+            except TypeError:
+                raise invalid(f"{name} must be a whole number, not {value!r}") from None
+            if not low <= number <= high:
+                raise invalid(
+                    f"{name} is {number}; it must lie between {low} and {high}", limit=high
+                )
+            object.__setattr__(self, name, number)
+        dtype = str(self.dtype).removeprefix("torch.")
+        if dtype not in DTYPE_BYTES:
+            raise invalid(f"dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        object.__setattr__(self, "dtype", dtype)
+        if self.num_layers % self.group_size:
+            raise invalid(
+                f"group_size {self.group_size} does not divide num_layers {self.num_layers}",
+                limit=self.num_layers,
+            )
+        if self.page_size & (self.page_size - 1):
+            raise invalid(f"page_size {self.page_size} is not a power of two", size=self.page_size)
+        try:
+            fraction = float(self.low_watermark)
+        except (TypeError, ValueError):
+            raise invalid(f"low_watermark must be a number, not {self.low_watermark!r}") from None
+        if not 0.0 <= fraction <= 1.0:  # also refuses NaN
+            raise invalid(f"low_watermark is {fraction}; it must lie between 0 and 1", limit=1)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPE_BYTES[str(self.dtype)]
+
+    @classmethod
+    def from_hf(cls, config: Any, **overrides: Any) -> KVCacheConfig:
+        """The configuration for a transformers model.
+
+        Args:
+            config: a transformers ``PreTrainedConfig`` (or anything with its attributes); of a
+                multi-modal model, the part that ``get_text_config`` names.
+            **overrides: any field of this class, taken instead of the model's own value.
+
+        Raises:
+            InvalidArgument: an attribute is missing and was not overridden, or a value is refused.
+        """
+        get_text_config = getattr(config, "get_text_config", None)
+        text = get_text_config() if callable(get_text_config) else config
+
+        def first(field: str, *names: str) -> Any:
+            for name in names:
+                value = getattr(text, name, None)
+                if value is not None:
+                    return value
+            kind = type(config).__name__
+            raise invalid(f"{kind} has no {' or '.join(names)}; give {field} yourself")
+
+        values = dict(overrides)
+        if "num_layers" not in values:
+            values["num_layers"] = first("num_layers", "num_hidden_layers", "n_layer")
+        if "num_kv_heads" not in values:
+            values["num_kv_heads"] = first(
+                "num_kv_heads", "num_key_value_heads", "num_attention_heads", "n_head"
+            )
+        if "head_dim" not in values:
+            head_dim = getattr(text, "head_dim", None)
+            if head_dim is None:
+                hidden = first("head_dim", "hidden_size", "n_embd")
+                heads = first("head_dim", "num_attention_heads", "n_head")
+                if heads < 1 or hidden % heads:
+                    raise invalid(
+                        f"hidden size {hidden} is not a multiple of {heads} heads; give head_dim"
+                    )
+                head_dim = hidden // heads
+            values["head_dim"] = head_dim
+        if "dtype" not in values:
+            values["dtype"] = first("dtype", "dtype", "torch_dtype")
+        if "max_seq_len" not in values:
+            values["max_seq_len"] = first("max_seq_len", "max_position_embeddings", "n_positions")
+        return cls(**values)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: MIT
+"""The state of a cache, and what it does on the side: checks, watermark, eager allocation."""
+
+from __future__ import annotations
+
+import errno
+import operator
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from pyvmem.errors import Busy, OutOfMemory, TooManyBatches, VMemError
+from pyvmem.kvcache.config import KVCacheConfig, invalid
+from pyvmem.kvcache.events import record, wait_for
+from pyvmem.kvcache.jobs import Growth
+from pyvmem.kvcache.pager import Pager
+from pyvmem.kvcache.reclaim import Reclaimer
+from pyvmem.kvcache.setup import Parts
+from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.stats import Counters
+
+__all__ = ["Core"]
+
+
+class Core:
+    """What `KVCache` and its reports work on; not thread-safe by itself.
+
+    Attributes:
+        seq_lens: tokens by the last `step`, 0 for free slots.
+        used_tokens: their sum.
+        clock: steps so far.
+    """
+
+    def __init__(self, config: KVCacheConfig, parts: Parts) -> None:
+        self.config = config
+        self.parts = parts
+        self.context = parts.context
+        self.layout = layout = parts.layout
+        self.device = parts.cuda_device
+        self.counters = Counters(parts.context)
+        self.table = SlotTable(config.max_batch)
+        base = parts.reservation.addr
+        self.reclaimer = Reclaimer(
+            parts.context, base, layout, self.table, parts.limit_pages, self.counters
+        )
+        self.pager = Pager(
+            parts.context,
+            base,
+            layout,
+            self.table,
+            self.reclaimer,
+            self.counters,
+            zero_fill=config.zero_fill,
+            device=parts.cuda_device,
+        )
+        self.indices = range(config.max_batch)
+        self.seq_lens = [0] * config.max_batch
+        self.used_tokens = 0
+        self.clock = 0
+        self.token_bytes = layout.row_bytes * layout.num_tensors
+        self._low_pages = int(config.low_watermark * parts.limit_pages)
+        self._eager_pages = min(config.eager_pages, layout.slot_pages)
+        self._prepared: Slot | None = None
+
+    # ---- numbers from outside --------------------------------------------------------------------
+
+    def validate(self, seq_lens: Sequence[int]) -> tuple[list[int], int]:
+        """The numbers as a list, and their sum; single ones are looked at to name a bad one."""
+        lens = seq_lens if type(seq_lens) is list else list(seq_lens)
+        count = len(self.table)
+        if len(lens) != count:
+            raise invalid(
+                f"seq_lens has {len(lens)} entries; the cache has {count} slots", limit=count
+            )
+        try:
+            total = sum(lens)
+            if (
+                type(total) is not int
+            ):  # numpy's or torch's integers, or what is no number of tokens
+                lens = [operator.index(value) for value in lens]
+                total = sum(lens)
+        except TypeError:
+            raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
+        lowest = min(lens)
+        if lowest < 0:
+            raise invalid(f"seq_lens[{lens.index(lowest)}] is {lowest}; it must not be negative")
+        return lens, total
+
+    def want(self, lens: list[int], short: list[int]) -> list[tuple[Slot, int]]:
+        """The slots that lack pages, with the pages per tensor that they need."""
+        want = []
+        longest = self.config.max_seq_len
+        for index in short:
+            slot, length = self.table[index], lens[index]
+            if not slot.active:
+                raise invalid(f"seq_lens[{index}] is {length}, but reqid {index} is not taken")
+            if length > longest:
+                raise invalid(
+                    f"seq_lens[{index}] is {length}; max_seq_len is {longest}", limit=longest
+                )
+            want.append((slot, self.layout.pages_for(length)))
+        return want
+
+    def slot(self, reqid: int) -> Slot:
+        """The slot of a taken reqid."""
+        index = operator.index(reqid)
+        last = len(self.table) - 1
+        if not 0 <= index <= last:
+            raise invalid(f"reqid {index} is not between 0 and {last}", limit=last)
+        slot = self.table[index]
+        if not slot.active:
+            raise invalid(f"reqid {index} is not taken")
+        return slot
+
+    def fit(self, seq_len: int) -> Slot | None:
+        """The free slot for a request of so many tokens (0: not known)."""
+        length, longest = operator.index(seq_len), self.config.max_seq_len
+        if not 0 <= length <= longest:
+            raise invalid(
+                f"seq_len {length} is not between 0 and max_seq_len {longest}", limit=longest
+            )
+        return self.table.best_fit(self.layout.pages_for(length) or max(1, self._eager_pages))
+
+    # ---- on the side -----------------------------------------------------------------------------
+
+    def unpromised(self, want: list[tuple[Slot, int]]) -> list[tuple[Slot, int]]:
+        """`want` without what a growth in flight will grant."""
+        return [(slot, pages) for slot, pages in want if not _promised(slot, pages)]
+
+    def keep_watermark(self) -> None:
+        """With too little memory free, begins to unmap pages of free slots."""
+        reclaimer = self.reclaimer
+        if reclaimer.limit - reclaimer.held < self._low_pages:
+            reclaimer.release_below(self._low_pages)
+
+    def tidy(self) -> None:
+        """Begins to unmap what policy does not keep: see `KVCacheConfig`."""
+        self.reclaimer.poll()
+        config = self.config
+        if not config.deferred_reclaim:
+            self.reclaimer.release_before(self.clock, self._prepared, self._eager_pages)
+        elif config.reclaim_steps:
+            oldest = self.clock - config.reclaim_steps
+            self.reclaimer.release_before(oldest, self._prepared, self._eager_pages)
+        self.keep_watermark()
+
+    def prepare(self) -> None:
+        """Sees to it that, with ample memory, one free slot has or will have `eager_pages`."""
+        pages = self._eager_pages
+        if not pages:
+            return
+        self.pager.poll()
+        free = list(self.table.free.values())
+        ready = [slot for slot in free if slot.mapped >= pages]
+        if ready:
+            self._prepared = min(ready, key=lambda slot: slot.mapped)
+            return
+        self._prepared = slot = max(
+            (slot for slot in free if slot.job is None), key=lambda slot: slot.mapped, default=None
+        )
+        reclaimer = self.reclaimer
+        if slot is None:
+            return
+        new_pages = (pages - slot.mapped) * self.layout.num_tensors
+        if reclaimer.limit - reclaimer.held - new_pages < self._low_pages:
+            return
+        with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
+            self.pager.grow([(slot, pages)], background=True, reclaim=False)
+
+    def close(self, stream: Any) -> None:
+        """Waits for everything, then gives pages, reservation and an owned context back."""
+        reservation = self.parts.reservation
+        living = reservation.live_arrays
+        if living:
+            raise Busy(
+                f"{living} tensors of the cache live; drop them before it is closed",
+                errno=errno.EBUSY,
+                op="KVCache.close",
+                addr=reservation.addr,
+                bytes=reservation.nbytes,
+            )
+        events = [record(stream, self.device)] if any(slot.active for slot in self.table) else []
+        for slot in self.table:
+            events.extend(slot.events)
+            with suppress(VMemError):  # undone; what is left is unmapped with the reservation
+                self.pager.release(slot)
+        for event in events:
+            wait_for(event)
+        reservation.close(unmap=True)
+        if self.parts.owns_context:
+            self.context.close()
+
+    def note_peaks(self) -> None:
+        """Keeps the highest use and waste so far."""
+        used = self.used_tokens * self.token_bytes
+        wasted = self.pager.active_pages * self.layout.page_size * self.layout.num_tensors - used
+        counters = self.counters
+        if used > counters.peak_used:
+            counters.peak_used = used
+        if wasted > counters.peak_wasted:
+            counters.peak_wasted = wasted
+
+
+def _promised(slot: Slot, pages: int) -> bool:
+    job = slot.job
+    return isinstance(job, Growth) and any(
+        grant.slot is slot and grant.owner == slot.owner and grant.pages >= pages
+        for grant in job.grants
+    )

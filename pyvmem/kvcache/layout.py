@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: MIT
+"""Where everything lies: pure arithmetic, no memory.
+
+One reservation holds all tensors, one after the other, each with all slots, one after the other:
+
+    base                     base + tensor_bytes                    base + num_tensors *
+    tensor_bytes | tensor 0: K of group 0 | tensor 1: V of group 0 | tensor 2: K of group 1 | ...
+    | slot 0 | slot 1 | ...  |                                              (slot_bytes each)
+    | row 0 | row 1 | ...                                                   (row_bytes each)
+
+So the same pages of one slot in every tensor are `num_tensors` pieces, `tensor_bytes` apart: one
+operation of a batch. A row need not divide a page (384 bytes in 64 KiB): rows cross page borders,
+and a slot of n pages holds ``n * page_size // row_bytes`` whole rows.
+"""
+
+from __future__ import annotations
+
+from pyvmem.kvcache.config import KVCacheConfig, invalid
+
+__all__ = ["Layout"]
+
+_BIG_PAGE = 2 << 20
+_MAX_ADDRESSES = 1 << 47  # user addresses of an x86-64 process
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+class Layout:
+    """Sizes and offsets of a cache, in bytes, rows (tokens) and pages.
+
+    Attributes:
+        page_size: bytes of a page.
+        num_tensors: two (K, then V) for each group of layers.
+        row_bytes: one token in one tensor.
+        slot_pages: pages per tensor of a full slot.
+        slot_bytes: distance between slots of one tensor.
+        tensor_bytes: distance between tensors.
+        total_bytes: of the reservation.
+
+    Raises:
+        InvalidArgument: the addresses needed exceed what a process has.
+    """
+
+    def __init__(self, config: KVCacheConfig, page_size: int) -> None:
+        self.config = config
+        self.page_size = page_size
+        self.num_tensors = 2 * (config.num_layers // config.group_size)
+        self.head_row_bytes = config.num_kv_heads * config.head_dim * config.itemsize
+        self.row_bytes = self.head_row_bytes * config.group_size
+        self.max_rows = config.max_seq_len
+        self.overread = config.overread_rows
+        used = _round_up(self.max_rows * self.row_bytes, page_size)
+        self.slot_pages = used // page_size
+        # Slots that start on 2 MiB let a run of small pages become one big mapping; taken where it
+        # costs at most an eighth more addresses.
+        aligned = _round_up(used, max(_BIG_PAGE, page_size))
+        self.slot_bytes = aligned if aligned - used <= used // 8 else used
+        self.tensor_bytes = self.slot_bytes * config.max_batch
+        self.total_bytes = self.tensor_bytes * self.num_tensors
+        if self.total_bytes > _MAX_ADDRESSES:
+            raise invalid(
+                f"{config.max_batch} slots of {self.max_rows} rows of {self.row_bytes} bytes in "
+                f"{self.num_tensors} tensors need {self.total_bytes} bytes of addresses; a "
+                f"process has {_MAX_ADDRESSES}",
+                size=self.total_bytes,
+                limit=_MAX_ADDRESSES,
+            )
+
+    def pages_for(self, seq_len: int) -> int:
+        """Pages per tensor that hold `seq_len` tokens and the rows that a kernel may over-read."""
+        if seq_len <= 0:
+            return 0
+        rows = min(seq_len + self.overread, self.max_rows)
+        return -(-rows * self.row_bytes // self.page_size)
+
+    def capacity(self, pages: int) -> int:
+        """The longest sequence that so many pages per tensor are enough for."""
+        rows = pages * self.page_size // self.row_bytes
+        return self.max_rows if rows >= self.max_rows else max(0, rows - self.overread)
+
+    def offset(self, slot: int, page: int = 0, tensor: int = 0) -> int:
+        """Offset of a slot's page in the reservation."""
+        return tensor * self.tensor_bytes + slot * self.slot_bytes + page * self.page_size

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: MIT
+"""Giving pages to requests: one batch maps what a step lacks, another zeroes old pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.errors import NotRecoverable, OutOfMemory, VMemError
+from pyvmem.kvcache.events import order_after, order_ticket, prune
+from pyvmem.kvcache.jobs import Cut, Grant, Growth, Piece
+from pyvmem.kvcache.layout import Layout
+from pyvmem.kvcache.reclaim import Reclaimer
+from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.stats import Counters
+from pyvmem.ops import OpBatch
+
+if TYPE_CHECKING:
+    from pyvmem.context import Context
+
+__all__ = ["Pager"]
+
+
+class Pager:
+    """Grows slots, in the calling thread or in the background.
+
+    Attributes:
+        capacity: per slot, the longest sequence that the granted pages are enough for; 0 for free
+            slots.
+        growths: batches that no `settle` has seen finished.
+        active_pages: pages per tensor granted to requests, all slots together.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        base: int,
+        layout: Layout,
+        table: SlotTable,
+        reclaimer: Reclaimer,
+        counters: Counters,
+        *,
+        zero_fill: bool,
+        device: int | None,
+    ) -> None:
+        self.context = context
+        self.base = base
+        self.layout = layout
+        self.table = table
+        self.reclaimer = reclaimer
+        self.counters = counters
+        self.zero_fill = zero_fill
+        self.device = device
+        self.capacity = [0] * len(table)
+        self.growths: list[Growth] = []
+        self.active_pages = 0
+        self._mapping = OpBatch(2 * len(table))
+        self._filling = OpBatch(len(table))
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def grow(
+        self, want: Sequence[tuple[Slot, int]], *, background: bool, reclaim: bool = True
+    ) -> bool:
+        """Starts to give each slot so many pages per tensor; `settle` completes it.
+
+        No slot may have a batch in flight. New pages are taken at once: in the background they are
+        promised, else mapped, when this returns. Inactive slots get the pages mapped, not granted.
+
+        Args:
+            want: slots and the pages that each shall have.
+            background: on the worker thread; else mapped when this returns.
+            reclaim: unmap pages of no owner, and wait for that, when memory is short.
+
+        Returns:
+            False when memory is short; then nothing changed, except that reclaimed pages are free.
+        """
+        job = Growth()
+        late: list[Piece] = []
+        after: list[Any] = []
+        self._plan(want, job, late, after)
+        if len(self._mapping):
+            protected = {slot for slot, _ in want} if reclaim else None
+            done, job.mapping = self._map(job.new_pages, background, protected)
+            if not done:
+                return False
+        for slot, _, high in job.pieces:
+            slot.mapped = high
+        counters = self.counters
+        self.reclaimer.held += job.new_pages
+        counters.grown += job.new_pages
+        counters.reused += job.reused_pages
+        counters.zeroed += job.zeroed_pages
+        counters.peak_mapped = max(counters.peak_mapped, self.reclaimer.held)
+        job.slots = [slot for slot, _ in want]
+        for slot in job.slots:
+            slot.job = job
+        self.growths.append(job)
+        if late:
+            try:
+                job.filling = self._fill(late, after)
+            except VMemError:
+                job.grants.clear()  # the pages stay, without an owner
+                raise
+        return True
+
+    def settle(self, stream: Any = None) -> None:
+        """Returns when every growth begun so far is mapped, and filled or ordered before `stream`.
+
+        Raises:
+            VMemError: the first failure; what failed was undone, the rest is granted.
+        """
+        first: VMemError | None = None
+        for job in list(self.growths):
+            if job.done():
+                error = self._complete(job, stream)
+            elif not job.grants:  # an eager allocation: nobody needs it yet
+                continue
+            else:
+                with self.counters.waiting():
+                    error = self._complete(job, stream)
+            first = first or error
+        if first is not None:
+            raise first
+
+    def release(self, slot: Slot) -> None:
+        """Waits until no batch is in flight over the slot's addresses."""
+        if isinstance(slot.job, Cut):
+            with self.counters.waiting():
+                self.reclaimer.finish(slot.job)
+        elif slot.job is not None:
+            job = slot.job
+            with self.counters.waiting():
+                error = self._complete(job, None, whole=True)
+            if error is not None:
+                raise error
+
+    # ---- batches -------------------------------------------------------------------------------
+
+    def _plan(
+        self, want: Sequence[tuple[Slot, int]], job: Growth, late: list[Piece], after: list[Any]
+    ) -> None:
+        """Writes the mapping batch; fills that must wait go to `late`, for what to `after`."""
+        layout, ops = self.layout, self._mapping
+        size, tensors, stride = layout.page_size, layout.num_tensors, layout.tensor_bytes
+        ops.clear()
+        for slot, pages in want:
+            low = slot.mapped
+            if pages > low:
+                job.pieces.append(Piece(slot, low, pages))
+                job.new_pages += (pages - low) * tensors
+                ops.populate(
+                    self.base + layout.offset(slot.index, low),
+                    (pages - low) * size,
+                    count=tensors,
+                    stride=stride,
+                    page_size=size,
+                    dirty=not self.zero_fill,
+                    spread=True,
+                )
+            if not slot.active:
+                continue
+            job.grants.append(Grant(slot, slot.owner, pages))
+            job.reused_pages += (min(pages, low) - slot.granted) * tensors
+            low, high = slot.granted, min(pages, slot.dirty)
+            if high <= low:
+                continue
+            slot.events = prune(slot.events)
+            if not self.zero_fill:
+                job.handover.extend(slot.events)
+            elif slot.events:
+                late.append(Piece(slot, low, high))
+                after.extend(slot.events)
+            else:
+                job.zeroed_pages += (high - low) * tensors
+                address = self.base + layout.offset(slot.index, low)
+                ops.fill(address, (high - low) * size, count=tensors, stride=stride)
+
+    def _map(self, pages: int, background: bool, protected: set[Slot] | None) -> tuple[bool, Any]:
+        """Runs or submits the mapping batch: (whether memory was enough, the ticket)."""
+        reclaimer = self.reclaimer
+        while True:
+            missing = pages - (reclaimer.limit - reclaimer.held)
+            if missing <= 0:
+                try:
+                    if background:
+                        return True, self.context.submit(self._mapping)
+                    with self.counters.waiting():
+                        self.context.batch(self._mapping)
+                    return True, None
+                except OutOfMemory:  # of the device, or of a context shared with others
+                    missing = pages
+            if protected is None:
+                return False, None
+            self._finish_idle()
+            if pages > reclaimer.obtainable(protected):
+                return False, None
+            if not reclaimer.make_room(missing, protected):
+                reclaimer.raise_errors()
+                return False, None
+
+    def _fill(self, pieces: list[Piece], after: list[Any]) -> Any:
+        """Submits zero-fills that follow earlier owners' GPU work."""
+        layout, ops = self.layout, self._filling
+        ops.clear()
+        for piece in pieces:
+            ops.fill(
+                self.base + layout.offset(piece.slot.index, piece.low),
+                piece.pages * layout.page_size,
+                count=layout.num_tensors,
+                stride=layout.tensor_bytes,
+            )
+        ticket = self.context.submit(ops, after=after)
+        self.counters.zeroed += sum(piece.pages for piece in pieces) * layout.num_tensors
+        return ticket
+
+    # ---- completion ----------------------------------------------------------------------------
+
+    def _complete(self, job: Growth, stream: Any, whole: bool = False) -> VMemError | None:
+        """Waits for a growth, grants its pages or undoes it; `whole`: its fills too, on the CPU."""
+        try:
+            for ticket in (job.mapping, job.filling):
+                if ticket is not None:
+                    order_ticket(ticket, stream, None if whole else self.device)
+        except VMemError as error:
+            self._undo(job, error)
+            return error
+        for event in job.handover:
+            order_after(event, stream, self.device)
+        job.handover.clear()
+        if not job.granted:
+            job.granted = True
+            for slot, owner, pages in job.grants:
+                if slot.owner == owner:
+                    self._grant(slot, pages)
+        if job.done():
+            self._retire(job)
+        return None
+
+    def poll(self) -> None:
+        """Notes which growths that no owner waits for are finished."""
+        for job in [job for job in self.growths if not job.grants and job.done()]:
+            error = self._complete(job, None, whole=True)
+            if error is not None:
+                self.reclaimer.errors.append(error)
+
+    def _finish_idle(self) -> None:
+        """Waits for growths that no owner waits for, so that their pages can be taken back."""
+        for job in [job for job in self.growths if job.granted or not job.grants]:
+            with self.counters.waiting():
+                error = self._complete(job, None, whole=True)
+            if error is not None:
+                self.reclaimer.errors.append(error)
+
+    def _grant(self, slot: Slot, pages: int) -> None:
+        self.active_pages += pages - slot.granted
+        slot.granted = pages
+        self.capacity[slot.index] = self.layout.capacity(pages)
+
+    def revoke(self, slot: Slot) -> None:
+        """Takes an owner's pages out of the counts, before the slot is freed."""
+        self.active_pages -= slot.granted
+        self.capacity[slot.index] = 0
+
+    def _retire(self, job: Growth) -> None:
+        self.growths.remove(job)
+        for slot in job.slots:
+            slot.job = None
+
+    def _undo(self, job: Growth, error: VMemError) -> None:
+        """Takes a failed growth back into the books; libvmem has undone the mapping."""
+        if job.filling is not None:
+            _failed(job.filling)  # waited for alone: it touches pages that were there before
+        if job.mapping is not None and _failed(job.mapping):
+            for slot, low, _ in job.pieces:
+                slot.mapped = low
+                if isinstance(error, NotRecoverable):
+                    self.table.condemn(slot)
+            self.reclaimer.held -= job.new_pages
+            self.counters.grown -= job.new_pages
+        self._retire(job)
+
+
+def _failed(ticket: Any) -> bool:
+    """Waits for a batch and tells whether it failed."""
+    try:
+        ticket.wait()
+    except VMemError:
+        return True
+    return False

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: MIT
+"""Taking pages back: how many the cache may have, which slot loses some, and the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import TYPE_CHECKING
+
+from pyvmem.errors import NotRecoverable, OutOfMemory, Timeout, TooManyBatches, VMemError
+from pyvmem.kvcache.jobs import Cut, Piece
+from pyvmem.kvcache.layout import Layout
+from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.stats import Counters
+from pyvmem.ops import OpBatch
+
+if TYPE_CHECKING:
+    from pyvmem.context import Context
+
+__all__ = ["Reclaimer"]
+
+_SLICE_S = 0.0005  # how long one of several unfinished cuts is waited for before the next is asked
+
+
+class Reclaimer:
+    """Unmaps pages of no owner in the background, and waits for them when memory is short.
+
+    Attributes:
+        limit: physical pages that the cache may have.
+        held: physical pages behind the cache, those on their way back included.
+        cuts: unfinished batches.
+        errors: failures of finished batches that no call has raised yet.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        base: int,
+        layout: Layout,
+        table: SlotTable,
+        limit: int,
+        counters: Counters,
+    ) -> None:
+        self.context = context
+        self.base = base
+        self.layout = layout
+        self.table = table
+        self.limit = limit
+        self.counters = counters
+        self.held = 0
+        self.cuts: list[Cut] = []
+        self.errors: list[VMemError] = []
+        self._ops = OpBatch(1)
+
+    @property
+    def returning(self) -> int:
+        """Physical pages in unfinished cuts."""
+        return sum(cut.piece.pages for cut in self.cuts) * self.layout.num_tensors
+
+    def cut(self, slot: Slot, keep: int) -> None:
+        """Unmaps a slot's pages from `keep` on, after its earlier owners' GPU work; does not wait.
+
+        Raises:
+            TooManyBatches, OutOfMemory: the batch could not be queued; nothing changed.
+        """
+        layout = self.layout
+        piece = Piece(slot, keep, slot.mapped)
+        self._ops.clear()
+        self._ops.unmap(
+            self.base + layout.offset(slot.index, keep),
+            piece.pages * layout.page_size,
+            count=layout.num_tensors,
+            stride=layout.tensor_bytes,
+        )
+        ticket = self.context.submit(self._ops, after=slot.events)
+        slot.job = job = Cut(piece, slot.dirty, ticket)
+        slot.mapped = keep
+        slot.dirty = min(slot.dirty, keep)
+        self.cuts.append(job)
+
+    def try_cut(self, slot: Slot, keep: int) -> bool:
+        """`cut`, or False where the queue is full: the pages stay cached; it is tried again."""
+        try:
+            self.cut(slot, keep)
+        except (TooManyBatches, OutOfMemory):
+            return False
+        return True
+
+    def poll(self) -> None:
+        """Notes which cuts are finished."""
+        for cut in [cut for cut in self.cuts if cut.done()]:
+            self._finish(cut)
+
+    def finish(self, cut: Cut) -> None:
+        """Waits for one cut."""
+        while cut in self.cuts:
+            self._finish(cut, None)
+
+    def _finish(self, cut: Cut, timeout: float | None = 0.0) -> int:
+        """Waits for a cut; returns the physical pages that came back, 0 when not finished."""
+        slot, pages = cut.piece.slot, cut.piece.pages
+        try:
+            cut.ticket.wait(timeout)
+        except Timeout:
+            return 0
+        except VMemError as error:
+            # The batch was undone, so the pages are where they were; unless it says otherwise.
+            slot.mapped = cut.piece.high
+            slot.dirty = cut.dirty
+            if isinstance(error, NotRecoverable):
+                self.table.condemn(slot)
+            self.errors.append(error)
+            pages = 0
+        self.cuts.remove(cut)
+        slot.job = None
+        back = pages * self.layout.num_tensors
+        self.held -= back
+        self.counters.reclaimed += back
+        return back
+
+    def make_room(self, pages: int, protected: Container[Slot]) -> bool:
+        """Brings up to `pages` physical pages back and waits for them; False when none came."""
+        tensors = self.layout.num_tensors
+        pending = self.returning
+        if pending < pages:
+            for slot in self.table.victims():
+                if slot in protected:
+                    continue
+                take = min(slot.spare, -(-(pages - pending) // tensors))
+                if not self.try_cut(slot, slot.mapped - take):
+                    break
+                pending += take * tensors
+                if pending >= pages:
+                    break
+        if not self.cuts:
+            return False
+        back = 0
+        with self.counters.waiting():
+            while back < pages and self.cuts:
+                # Their GPU work may end in any order, so none is waited for alone.
+                for cut in list(self.cuts):
+                    back += self._finish(cut, None if len(self.cuts) == 1 else _SLICE_S)
+                    if back >= pages:
+                        break
+        return back > 0
+
+    def obtainable(self, protected: Container[Slot]) -> int:
+        """Physical pages that are free, on their way back, or could be taken back."""
+        spare = sum(slot.spare for slot in self.table.victims() if slot not in protected)
+        return self.limit - self.held + self.returning + spare * self.layout.num_tensors
+
+    def release_below(self, free_pages: int) -> None:
+        """Starts cuts of free slots until `free_pages` pages are free or on their way back."""
+        missing = free_pages - (self.limit - self.held) - self.returning
+        tensors = self.layout.num_tensors
+        if missing <= 0:
+            return
+        for slot in self.table.victims():
+            if slot.active:
+                continue
+            take = min(slot.spare, -(-missing // tensors))
+            if not self.try_cut(slot, slot.mapped - take):
+                return
+            missing -= take * tensors
+            if missing <= 0:
+                return
+
+    def release_before(self, step: int, prepared: Slot | None, keep: int) -> None:
+        """Starts cuts of slots that became free at `step` or before.
+
+        All their pages go, but `keep` per tensor of the slot that is prepared for the next request.
+        """
+        for slot in list(self.table.free.values()):
+            rest = keep if slot is prepared else 0
+            due = slot.freed_at <= step and slot.job is None and slot.mapped > rest
+            if due and not self.try_cut(slot, rest):
+                return
+
+    def raise_errors(self) -> None:
+        """Raises the oldest failure of a background batch, with the others as notes."""
+        if not self.errors:
+            return
+        first, *others = self.errors
+        self.errors.clear()
+        if others:
+            first.args = (
+                f"{first}; and {len(others)} more background batches failed",
+                *first.args[1:],
+            )
+        raise first

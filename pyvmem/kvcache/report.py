@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: MIT
+"""Statistics, snapshots and the integrity check: reads a cache, changes nothing."""
+
+from __future__ import annotations
+
+import errno
+
+from pyvmem.errors import VMemError
+from pyvmem.kvcache.core import Core
+from pyvmem.kvcache.jobs import Cut, Growth
+from pyvmem.kvcache.slots import Slot
+from pyvmem.kvcache.stats import CacheStats, SlotInfo
+
+__all__ = ["IntegrityError", "check", "snapshot", "stats"]
+
+
+class IntegrityError(VMemError):
+    """The cache's books contradict each other or the context: an error of this package.
+
+    Attributes:
+        found: every contradiction, in words.
+    """
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__("; ".join(found), errno=errno.EIO, op="KVCache.check_integrity")
+        self.found = found
+
+
+def _state(slot: Slot) -> str:
+    if slot.active:
+        return "active"
+    if slot.broken:
+        return "broken"
+    return "cached" if slot.mapped else "empty"
+
+
+def snapshot(core: Core) -> list[SlotInfo]:
+    """Every slot as it is now."""
+    return [
+        SlotInfo(
+            reqid=slot.index,
+            state=_state(slot),
+            seq_len=core.seq_lens[slot.index],
+            granted_pages=slot.granted,
+            mapped_pages=slot.mapped,
+            in_flight=slot.job is not None and not slot.job.done(),
+        )
+        for slot in core.table
+    ]
+
+
+def stats(core: Core) -> CacheStats:
+    """The present state and the counters."""
+    counters, reclaimer, layout = core.counters, core.reclaimer, core.layout
+    active_pages = core.pager.active_pages * layout.num_tensors
+    used = core.used_tokens * core.token_bytes
+    states = [_state(slot) for slot in core.table]
+    calls, ns = counters.driver()
+    return CacheStats(
+        total_pages=reclaimer.limit,
+        free_pages=reclaimer.limit - reclaimer.held,
+        cached_pages=reclaimer.held - active_pages,
+        active_pages=active_pages,
+        mapped_bytes=reclaimer.held * layout.page_size,
+        used_bytes=used,
+        wasted_bytes=active_pages * layout.page_size - used,
+        peak_mapped_bytes=counters.peak_mapped * layout.page_size,
+        peak_used_bytes=counters.peak_used,
+        peak_wasted_bytes=counters.peak_wasted,
+        active_slots=states.count("active"),
+        cached_slots=states.count("cached"),
+        empty_slots=states.count("empty"),
+        broken_slots=states.count("broken"),
+        segments=core.context.query(core.parts.reservation.addr).segments,
+        steps=counters.steps,
+        steps_async=counters.steps_async,
+        short=counters.short,
+        grown_pages=counters.grown,
+        zeroed_pages=counters.zeroed,
+        reclaimed_pages=counters.reclaimed,
+        reused_pages=counters.reused,
+        waits=counters.waits,
+        wait_ns=counters.wait_ns,
+        last_wait_ns=counters.last_wait_ns,
+        driver_calls=calls,
+        driver_ns=ns,
+        critical_driver_ns=counters.critical_driver_ns,
+        background_driver_ns=max(0, ns - counters.critical_driver_ns),
+    )
+
+
+def check(core: Core) -> list[str]:
+    """Every contradiction found; empty when the books agree with themselves and with libvmem."""
+    found: list[str] = []
+    table, pager, reclaimer, layout = core.table, core.pager, core.reclaimer, core.layout
+    held = returning = granted = 0
+    for slot in table:
+        name = f"slot {slot.index}"
+        held += slot.mapped
+        if isinstance(slot.job, Cut):
+            returning += slot.job.piece.pages
+        granted += slot.granted
+        if not 0 <= slot.granted <= slot.mapped <= layout.slot_pages:
+            found.append(
+                f"{name}: granted {slot.granted}, mapped {slot.mapped} of {layout.slot_pages}"
+            )
+        if not slot.active and slot.granted:
+            found.append(f"{name}: free, but {slot.granted} pages are granted")
+        if (
+            slot.active
+            and slot.granted
+            and layout.capacity(slot.granted) != pager.capacity[slot.index]
+        ):
+            found.append(f"{name}: capacity {pager.capacity[slot.index]} with {slot.granted} pages")
+        if not slot.granted and pager.capacity[slot.index]:
+            found.append(f"{name}: capacity {pager.capacity[slot.index]} without a page")
+        if not slot.active and core.seq_lens[slot.index]:
+            found.append(f"{name}: free, but holds {core.seq_lens[slot.index]} tokens")
+        if (slot.index in table.free) == (slot.active or slot.broken):
+            found.append(f"{name}: in the wrong list")
+        if slot.job is not None and slot.job not in (*pager.growths, *reclaimer.cuts):
+            found.append(f"{name}: its batch is in no list")
+        if not slot.broken:
+            found.extend(_check_pages(core, slot))
+    if (
+        held + returning != reclaimer.held // layout.num_tensors
+        or reclaimer.held % layout.num_tensors
+    ):
+        found.append(f"{held} + {returning} pages per tensor counted, {reclaimer.held} pages held")
+    if granted != pager.active_pages:
+        found.append(f"{granted} pages per tensor granted, {pager.active_pages} counted")
+    if reclaimer.held > reclaimer.limit:
+        found.append(f"{reclaimer.held} pages held, the limit is {reclaimer.limit}")
+    if core.used_tokens != sum(core.seq_lens):
+        found.append(f"{sum(core.seq_lens)} tokens, {core.used_tokens} counted")
+    now = stats(core)
+    if now.free_pages + now.cached_pages + now.active_pages != now.total_pages:
+        found.append(
+            f"free {now.free_pages} + cached {now.cached_pages} + active {now.active_pages} pages "
+            f"are not {now.total_pages}"
+        )
+    return found
+
+
+def _check_pages(core: Core, slot: Slot) -> list[str]:
+    """Compares a slot's pages with the context's own view, in every tensor.
+
+    What a batch in flight is changing is not looked at: [low, high) of its pieces may be either.
+    """
+    layout = core.layout
+    size = layout.page_size
+    sure, end = slot.mapped, slot.mapped  # mapped below `sure`, not mapped from `end` on
+    job = slot.job
+    if isinstance(job, Cut):
+        end = job.piece.high
+    elif isinstance(job, Growth) and not job.done():
+        sure = min([slot.mapped, *(piece.low for piece in job.pieces if piece.slot is slot)])
+    found = []
+    for tensor in range(layout.num_tensors):
+        start = core.parts.reservation.addr + layout.offset(slot.index, 0, tensor)
+        for low, high, mapped in ((0, sure, True), (end, layout.slot_pages, False)):
+            at, stop = start + low * size, start + high * size
+            while at < stop:
+                info = core.context.query(at)
+                if info.mapped != mapped:
+                    found.append(
+                        f"slot {slot.index}, tensor {tensor}, page {(at - start) // size}: "
+                        f"{'not ' if mapped else ''}mapped"
+                    )
+                    break
+                at += info.run_bytes
+    return found

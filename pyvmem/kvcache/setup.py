@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: MIT
+"""What a cache stands on: context, layout, reservation, and how much memory it may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyvmem.context import Context
+from pyvmem.info import ContextInfo
+from pyvmem.kvcache.config import KVCacheConfig, invalid
+from pyvmem.kvcache.layout import Layout
+from pyvmem.reservation import Reservation
+
+__all__ = ["Parts", "make"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `make` made.
+
+    Attributes:
+        context: given, or opened here.
+        owns_context: the context is closed with the cache.
+        layout: where everything lies.
+        reservation: all tensors.
+        limit_pages: physical pages that the cache may have.
+        cuda_device: CUDA ordinal; None where pages are the CPU's.
+    """
+
+    context: Context
+    owns_context: bool
+    layout: Layout
+    reservation: Reservation
+    limit_pages: int
+    cuda_device: int | None
+
+
+def make(config: KVCacheConfig, context: Context | None, backend: str, device: Any) -> Parts:
+    """Opens what is missing; on failure nothing stays open."""
+    owned = context is None
+    if context is None:
+        context = Context(backend, device=device, granule=config.page_size)
+    try:
+        info = context.info
+        page_size = config.page_size or info.granule
+        if page_size not in info.page_sizes:
+            sizes = ", ".join(str(size) for size in info.page_sizes)
+            raise invalid(
+                f"page_size {page_size} is none of this context's ({info.backend}): {sizes}",
+                size=page_size,
+            )
+        layout = Layout(config, page_size)
+        cuda_device = context.cuda_device
+        limit = _limit_pages(config, layout, info, cuda_device)
+        reservation = context.reserve(layout.total_bytes)
+    except BaseException:
+        if owned:
+            context.close()
+        raise
+    return Parts(context, owned, layout, reservation, limit, cuda_device)
+
+
+def _limit_pages(
+    config: KVCacheConfig, layout: Layout, info: ContextInfo, cuda_device: int | None
+) -> int:
+    everything = layout.slot_pages * layout.num_tensors * config.max_batch
+    if not config.memory_limit:
+        return min(
+            everything,
+            _available_bytes(cuda_device, everything * layout.page_size) // layout.page_size,
+        )
+    least = layout.page_size * layout.num_tensors
+    if config.memory_limit < least:
+        raise invalid(
+            f"memory_limit {config.memory_limit} is less than one page of {layout.page_size} "
+            f"bytes in each of {layout.num_tensors} tensors ({least} bytes)",
+            size=config.memory_limit,
+            limit=least,
+        )
+    return config.memory_limit // layout.page_size
+
+
+def _available_bytes(cuda_device: int | None, unknown: int) -> int:
+    """Memory that is free now on the device; `unknown` where nothing tells."""
+    if cuda_device is not None:
+        try:
+            import torch
+        except ImportError:
+            return unknown
+        return int(torch.cuda.mem_get_info(cuda_device)[0])
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return unknown

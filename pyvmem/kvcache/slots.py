@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: MIT
+"""The slots of a cache and the choice among them. No memory is touched here.
+
+Pages of one slot, counted per tensor (every tensor of a slot has the same):
+
+    0 ........ granted ........ mapped ........ slot_pages
+    | owner's | kept mapped,   | addresses     |
+    |         | no owner       | alone         |
+
+`dirty` marks how far earlier owners may have written: before pages below it are granted they are
+filled with zeros. A free slot has granted == 0; what it has mapped is its cache. Pages between
+granted and mapped belong to nobody, so they may be taken away at any time once the earlier owners'
+GPU work is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyvmem.kvcache.events import prune
+
+__all__ = ["Slot", "SlotTable"]
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One request's place in every tensor.
+
+    Attributes:
+        index: the reqid.
+        active: given to a request.
+        broken: an undo failed in its addresses; never handed out again.
+        mapped: pages there, or promised by a growth in flight.
+        granted: pages that the owner may use.
+        dirty: pages below this may hold what an earlier owner wrote.
+        owner: counts owners, so that work begun for one is not credited to the next.
+        events: earlier owners' last GPU work, as far as it is not known to be over.
+        job: the one batch in flight over this slot's addresses.
+        freed_at: step at which it became free.
+    """
+
+    index: int
+    active: bool = False
+    broken: bool = False
+    mapped: int = 0
+    granted: int = 0
+    dirty: int = 0
+    owner: int = 0
+    events: list[Any] = field(default_factory=list)
+    job: Any = None
+    freed_at: int = 0
+
+    @property
+    def spare(self) -> int:
+        """Mapped pages that no request owns."""
+        return self.mapped - self.granted
+
+
+class SlotTable:
+    """All slots; `free` is ordered, least recently used first."""
+
+    def __init__(self, count: int) -> None:
+        self.slots = [Slot(i) for i in range(count)]
+        self.free: dict[int, Slot] = {slot.index: slot for slot in self.slots}
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, index: int) -> Slot:
+        return self.slots[index]
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self.slots)
+
+    def best_fit(self, pages: int) -> Slot | None:
+        """The free slot with the fewest pages that are enough, else the one with the most.
+
+        Slots without a batch in flight come first: growing one with a batch in flight means
+        waiting. None when no slot is free.
+        """
+        if not self.free:
+            return None
+        return min(
+            self.free.values(),
+            key=lambda s: (
+                s.job is not None,
+                s.mapped < pages,
+                s.mapped if s.mapped >= pages else -s.mapped,
+            ),
+        )
+
+    def take(self, slot: Slot) -> None:
+        """Gives a free slot to a new owner, with no page granted yet."""
+        del self.free[slot.index]
+        slot.active = True
+        slot.owner += 1
+
+    def give_back(self, slot: Slot, event: Any, now: int) -> None:
+        """Ends an ownership; what was granted is dirty from now on."""
+        slot.active = False
+        slot.owner += 1
+        slot.dirty = max(slot.dirty, slot.granted)
+        slot.granted = 0
+        slot.freed_at = now
+        slot.events = prune(slot.events)
+        if event is not None:
+            slot.events.append(event)
+        if not slot.broken:
+            self.free[slot.index] = slot
+
+    def condemn(self, slot: Slot) -> None:
+        """Never hands this slot out again."""
+        slot.broken = True
+        self.free.pop(slot.index, None)
+
+    def victims(self) -> list[Slot]:
+        """Slots with spare pages, in the order in which they should lose them.
+
+        Free slots before active ones' leftovers; those whose GPU work is over before those that
+        must wait for it; least recently used first. Slots with a batch in flight are left out.
+        """
+        found: list[Slot] = []
+        for slot in self.slots:
+            if slot.job is None and not slot.broken and slot.mapped > slot.granted:
+                slot.events = prune(slot.events)
+                found.append(slot)
+        return sorted(found, key=lambda s: (s.active, bool(s.events), s.freed_at))
+
+    def spare_pages(self) -> int:
+        """Pages per tensor, all slots together, that `victims` could ever give."""
+        return sum(slot.mapped - slot.granted for slot in self.slots if not slot.broken)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: MIT
+"""What a cache reports about itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyvmem.context import Context
+
+__all__ = ["CacheStats", "Counters", "SlotInfo"]
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """State and counters of a `KVCache`; bytes are physical, times are nanoseconds.
+
+    Attributes:
+        total_pages: pages that the cache may have; always free + cached + active.
+        free_pages: pages that are not behind the cache.
+        cached_pages: mapped pages that no request owns: of free slots, beyond what an active slot
+            was granted, promised by a growth in flight, or on their way back.
+        active_pages: pages that requests own.
+        mapped_bytes: cached and active pages.
+        used_bytes: rows that hold tokens, by the last `step`.
+        wasted_bytes: active pages without the rows that hold tokens (internal fragmentation).
+        peak_mapped_bytes, peak_used_bytes, peak_wasted_bytes: the highest so far.
+        active_slots, cached_slots, empty_slots, broken_slots: slots by state; cached ones are free
+            and have pages.
+        segments: pieces of mappings in the cache's addresses as the back end sees them; the fewer,
+            the longer its runs.
+        steps, steps_async: calls that returned 0.
+        short: calls that returned -1.
+        grown_pages, zeroed_pages, reclaimed_pages: pages mapped, filled for a new owner, unmapped.
+        reused_pages: pages granted to a request that were mapped already.
+        waits: times that a call waited for mapping, filling or reclaiming.
+        wait_ns: time spent so.
+        last_wait_ns: the last `step`'s part of it.
+        driver_calls: map, unmap, fill and slab calls since the cache was made (of its whole
+            context).
+        driver_ns: time in them.
+        critical_driver_ns: the part of it that a call of the cache had to wait for.
+        background_driver_ns: the rest.
+    """
+
+    total_pages: int
+    free_pages: int
+    cached_pages: int
+    active_pages: int
+    mapped_bytes: int
+    used_bytes: int
+    wasted_bytes: int
+    peak_mapped_bytes: int
+    peak_used_bytes: int
+    peak_wasted_bytes: int
+    active_slots: int
+    cached_slots: int
+    empty_slots: int
+    broken_slots: int
+    segments: int
+    steps: int
+    steps_async: int
+    short: int
+    grown_pages: int
+    zeroed_pages: int
+    reclaimed_pages: int
+    reused_pages: int
+    waits: int
+    wait_ns: int
+    last_wait_ns: int
+    driver_calls: int
+    driver_ns: int
+    critical_driver_ns: int
+    background_driver_ns: int
+
+
+@dataclass(frozen=True)
+class SlotInfo:
+    """One slot in a `KVCache.snapshot`; pages are per tensor.
+
+    Attributes:
+        reqid: the slot.
+        state: "active", "cached" (free, with pages), "empty" (free, without) or "broken".
+        seq_len: tokens by the last `step`.
+        granted_pages: pages that the owner may use.
+        mapped_pages: pages there, or promised by a growth in flight.
+        in_flight: a batch over the slot's addresses is not finished.
+    """
+
+    reqid: int
+    state: str
+    seq_len: int
+    granted_pages: int
+    mapped_pages: int
+    in_flight: bool
+
+
+def _driver_calls(context: Context) -> tuple[int, int]:
+    stats = context.stats()
+    calls = stats.map_calls + stats.unmap_calls + stats.slab_calls + stats.fill_calls
+    return calls, stats.driver_ns
+
+
+class Counters:
+    """The running counts behind `CacheStats`."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.base_calls, self.base_ns = _driver_calls(context)
+        self.steps = self.steps_async = self.short = 0
+        self.grown = self.zeroed = self.reclaimed = self.reused = 0
+        self.waits = self.wait_ns = self.last_wait_ns = 0
+        self.critical_driver_ns = 0
+        self.peak_mapped = self.peak_used = self.peak_wasted = 0
+
+    def driver(self) -> tuple[int, int]:
+        """Driver calls and nanoseconds in them since the cache was made."""
+        calls, ns = _driver_calls(self.context)
+        return calls - self.base_calls, ns - self.base_ns
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time inside as waited, and the driver's time meanwhile as critical."""
+        driver = self.context.stats().driver_ns
+        start = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            took = time.perf_counter_ns() - start
+            self.waits += 1
+            self.wait_ns += took
+            self.last_wait_ns += took
+            # The context is shared with the worker, and perhaps with others: never more than the
+            # wait.
+            self.critical_driver_ns += min(took, self.context.stats().driver_ns - driver)
