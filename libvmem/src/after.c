@@ -1,0 +1,79 @@
+/* SPDX-License-Identifier: MIT */
+/* GPU work that a batch waits for: events of the back end, and descriptors that poll readable. */
+#include <fcntl.h>
+#include <poll.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+#define MAX_DEPS (sizeof(((struct vm_deps *)0)->events) / sizeof(vm_event))
+
+int vm_deps_make(struct vm_ctx *c, const struct vmem_after *after, size_t n, struct vm_deps *d) {
+  int err = 0;
+  memset(d, 0, sizeof(*d));
+  if (n > MAX_DEPS) return vm_fail_at(-EINVAL, 0, n, MAX_DEPS, "%zu dependencies, at most %zu", n, MAX_DEPS);
+  for (size_t i = 0; i < n && !err; i++) {
+    const struct vmem_after *a = &after[i];
+    if (a->reserved) {
+      err = vm_fail(-EINVAL, "reserved field of dependency %zu is not 0", i);
+    } else if (a->kind == VMEM_AFTER_FD) {
+      int fd = a->handle <= INT32_MAX ? fcntl((int)a->handle, F_DUPFD_CLOEXEC, 3) : -1;
+      if (fd < 0)
+        err = vm_fail(-EINVAL, "%llu is no open descriptor", (unsigned long long)a->handle);
+      else
+        d->fds[d->nfds++] = fd;
+    } else if (a->kind != VMEM_AFTER_STREAM && a->kind != VMEM_AFTER_EVENT) {
+      err = vm_fail(-EINVAL, "unknown kind %u of dependency %zu", a->kind, i);
+    } else if (!c->be->event_from) {
+      err = vm_fail(-EOPNOTSUPP, "back end %s has no streams and events", c->be->name);
+    } else {
+      vm_event e = 0;
+      if (!(err = c->be->event_from(c->bes, a->kind, a->handle, &e)) && e) d->events[d->nevents++] = e;
+    }
+  }
+  if (err) vm_deps_put(c, d);
+  return err;
+}
+
+void vm_deps_put(struct vm_ctx *c, struct vm_deps *d) {
+  while (d->nevents) c->be->event_put(c->bes, d->events[--d->nevents]);
+  while (d->nfds) close(d->fds[--d->nfds]);
+}
+
+static int fd_ready(int fd, int timeout_ms) {
+  struct pollfd p = {.fd = fd, .events = POLLIN};
+  int n = poll(&p, 1, timeout_ms);
+  if (n < 0 && errno != EINTR) return vm_fail(-EIO, "poll of a dependency: %s", strerror(errno));
+  if (n > 0 && p.revents & POLLNVAL) return vm_fail(-EIO, "a dependency's descriptor is not open");
+  return n > 0 ? 0 : -EAGAIN;
+}
+
+int vm_deps_poll(struct vm_ctx *c, struct vm_deps *d, bool events_too) {
+  while (d->nfds) {
+    int err = fd_ready(d->fds[d->nfds - 1], 0);
+    if (err) return err;
+    close(d->fds[--d->nfds]);
+  }
+  while (events_too && d->nevents) {
+    int err = c->be->event_query(c->bes, d->events[d->nevents - 1]);
+    if (err) return err;
+    c->be->event_put(c->bes, d->events[--d->nevents]);
+  }
+  return 0;
+}
+
+int vm_deps_wait(struct vm_ctx *c, struct vm_deps *d) {
+  while (d->nfds) {
+    int err = fd_ready(d->fds[d->nfds - 1], -1);
+    if (err == -EAGAIN) continue;
+    if (err) return err;
+    close(d->fds[--d->nfds]);
+  }
+  while (d->nevents) {
+    int err = c->be->event_wait(c->bes, d->events[d->nevents - 1]);
+    if (err) return err;
+    c->be->event_put(c->bes, d->events[--d->nevents]);
+  }
+  return 0;
+}

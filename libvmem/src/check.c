@@ -1,0 +1,133 @@
+/* SPDX-License-Identifier: MIT */
+/* vmem_check: every invariant of the core, counted from scratch. */
+#include <stdlib.h>
+
+#include "internal.h"
+
+#define BROKEN(...) return vm_fail(-EIO, __VA_ARGS__)
+typedef unsigned long long ull;
+
+/* Expected references per slab and unit, mappings and address sums per handle. */
+struct census {
+  uint32_t **refs;
+  uint64_t *mappings, *starts;
+};
+
+static int count_space(struct vm_ctx *c, struct vm_space *s, struct census *n) {
+  uint64_t mapped = 0, busy = 0, quarantined = 0;
+  for (uint64_t a = s->base; a < s->base + s->bytes; a += c->granule) {
+    struct vm_pte *p = vm_pte(c, s, a);
+    if (!p) {
+      a += (uint64_t)(LEAF_PTES - 1) << c->shift;
+      continue;
+    }
+    if (!p->flags) continue;
+    if (!p->slab || p->slab >= c->nslabs || !c->slabs[p->slab] || p->unit >= c->slabs[p->slab]->units)
+      BROKEN("0x%llx names unit %u of slab %u, which does not exist", (ull)a, p->unit, p->slab);
+    n->refs[p->slab][p->unit]++;
+    if (p->flags & PTE_MAPPED) mapped++;
+    if (p->flags & PTE_BUSY) busy++;
+    if (p->flags & PTE_QUARANTINED) quarantined++;
+    if ((p->flags & (PTE_MAPPED | PTE_START)) == (PTE_MAPPED | PTE_START) && p->handle) {
+      n->mappings[p->handle]++;
+      n->starts[p->handle] += a;
+    }
+  }
+  if (mapped != s->mapped || busy != s->busy || quarantined != s->quarantined)
+    BROKEN("reservation 0x%llx: %llu mapped, %llu busy, %llu quarantined granules; counted %llu, %llu, %llu", (ull)s->base,
+           (ull)s->mapped, (ull)s->busy, (ull)s->quarantined, (ull)mapped, (ull)busy, (ull)quarantined);
+  if (s->segments != 1 + vm_space_edges(c, s, s->base, s->bytes))
+    BROKEN("reservation 0x%llx: %llu segments, counted %llu", (ull)s->base, (ull)s->segments,
+           (ull)(1 + vm_space_edges(c, s, s->base, s->bytes)));
+  return 0;
+}
+
+static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want, uint64_t *limbo, uint64_t *used,
+                      uint64_t *quarantined) {
+  uint32_t free_units = 0, run = 0, longest = 0, empty = 0;
+  for (uint32_t u = 0; u < s->units; u++) {
+    uint32_t ref = s->refs[u] & ~REF_QUARANTINED;
+    if (ref != want[u]) BROKEN("slab %u unit %u: %u references, counted %u", s->index, u, ref, want[u]);
+    if (vm_bit(s->free_map, u)) {
+      if (ref) BROKEN("slab %u unit %u is free and has %u references", s->index, u, ref);
+      free_units++;
+      if (++run > longest) longest = run;
+    } else {
+      run = 0;
+      if (!ref) ++*limbo;
+      if (s->refs[u] & REF_QUARANTINED)
+        ++*quarantined;
+      else if (ref)
+        ++*used;
+    }
+  }
+  for (uint32_t k = 0; k < s->chunks; k++) {
+    uint32_t n = 0, size = 0;
+    for (uint32_t u = k << c->chunk_shift; u < s->units && u < (k + 1) << c->chunk_shift; u++, size++) n += vm_bit(s->free_map, u);
+    if (n != s->chunk_free[k]) BROKEN("slab %u chunk %u: %u free, counted %u", s->index, k, s->chunk_free[k], n);
+    if (n == size) empty++;
+  }
+  if (free_units != s->free_units || longest > s->max_run || empty != s->empty_chunks || s->in_elist != (empty != 0))
+    BROKEN("slab %u: %u free, longest run <= %u, %u empty chunks; counted %u, %u, %u", s->index, s->free_units, s->max_run,
+           s->empty_chunks, free_units, longest, empty);
+  return 0;
+}
+
+static int check_all(struct vm_ctx *c, struct census *n) {
+  uint64_t mapped = 0, segments = 0, reserved = 0, limbo = 0, used = 0, quarantined = 0, bytes = 0, free_units = 0;
+  int err;
+  for (size_t i = 0; i < c->nspaces; i++) {
+    if ((err = count_space(c, c->spaces[i], n))) return err;
+    mapped += c->spaces[i]->mapped;
+    segments += c->spaces[i]->segments;
+    reserved += c->spaces[i]->bytes;
+  }
+  if (mapped != c->mapped_units || segments != c->segments || reserved != c->reserved_bytes)
+    BROKEN("context: %llu mapped, %llu segments, %llu reserved bytes; counted %llu, %llu, %llu", (ull)c->mapped_units,
+           (ull)c->segments, (ull)c->reserved_bytes, (ull)mapped, (ull)segments, (ull)reserved);
+  for (uint32_t i = 1; i < c->nhdls; i++) {
+    struct vm_hdl *h = &c->hdls[i];
+    for (uint32_t k = 0; k < h->nruns; k++)
+      for (uint32_t u = 0; u < h->runs[k].n; u++) n->refs[h->runs[k].slab->index][h->runs[k].unit + u]++;
+    if (h->mappings != n->mappings[i] || (h->mappings && h->start_sum != n->starts[i]))
+      BROKEN("handle %u: %llu mappings, counted %llu", i, (ull)h->mappings, (ull)n->mappings[i]);
+  }
+  for (uint32_t i = 1; i < c->nslabs; i++) {
+    if (!c->slabs[i]) continue;
+    if ((err = check_slab(c, c->slabs[i], n->refs[i], &limbo, &used, &quarantined))) return err;
+    bytes += c->slabs[i]->bytes;
+    free_units += c->slabs[i]->free_units;
+  }
+  if (limbo != c->limbo_units || used != c->used_units || quarantined != c->quarantined_units || bytes != c->slab_bytes ||
+      free_units != vm_pool_free_units(c))
+    BROKEN("context: %llu used, %llu quarantined, %llu in passing, %llu free, %llu slab bytes; counted %llu, %llu, %llu, %llu, %llu",
+           (ull)c->used_units, (ull)c->quarantined_units, (ull)c->limbo_units, (ull)vm_pool_free_units(c), (ull)c->slab_bytes,
+           (ull)used, (ull)quarantined, (ull)limbo, (ull)free_units, (ull)bytes);
+  return 0;
+}
+
+static void census_free(struct vm_ctx *c, struct census *n) {
+  for (uint32_t i = 1; n->refs && i < c->nslabs; i++) free(n->refs[i]);
+  free(n->refs);
+  free(n->mappings);
+  free(n->starts);
+}
+
+VMEM_API int vmem_check(vmem_t vm) {
+  int err = 0;
+  struct vm_ctx *c = vm_get(vm, "vmem_check", &err);
+  struct census n = {0};
+  if (!c) return err;
+  pthread_mutex_lock(&c->lock);
+  n.refs = vm_calloc(c, c->nslabs + 1u, sizeof(*n.refs));
+  n.mappings = vm_calloc(c, c->nhdls + 1u, sizeof(*n.mappings));
+  n.starts = vm_calloc(c, c->nhdls + 1u, sizeof(*n.starts));
+  if (!n.refs || !n.mappings || !n.starts) err = -ENOMEM;
+  for (uint32_t i = 1; !err && i < c->nslabs; i++)
+    if (c->slabs[i] && !(n.refs[i] = vm_calloc(c, c->slabs[i]->units, sizeof(uint32_t)))) err = -ENOMEM;
+  if (!err) err = check_all(c, &n);
+  census_free(c, &n);
+  pthread_mutex_unlock(&c->lock);
+  vm_put(c);
+  return err;
+}

@@ -1,0 +1,334 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * internal.h - the core's objects.
+ *
+ *   context      one opened back end; found by number in the registry (registry.c), pinned during calls
+ *   reservation  a sorted array of them per context (space.c); each has a two-level table of ptes
+ *   pte          one granule of a reservation: which unit of which slab lies behind it
+ *   slab, unit   a physical allocation and its granules (pool.c); a unit has a reference count:
+ *                one for each handle that holds it and one for each pte
+ *   handle       runs of units held for the caller, and the number of live mappings made with it
+ *   plan         a checked batch: what to call, in which order, and what to write down after (plan.c)
+ *
+ * vm_ctx.lock protects everything here except where a comment says "immutable". It is never held
+ * across a call of the back end: a plan marks its ptes PTE_BUSY under the lock, makes its driver calls
+ * without it, and commits or takes back under it again. A busy pte belongs to its plan alone.
+ */
+#ifndef VMEM_INTERNAL_H
+#define VMEM_INTERNAL_H
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <vmem.h>
+
+#include "backend.h"
+#include "error.h"
+
+#define LEAF_PTES 32u
+
+enum {
+  PTE_MAPPED = 1u << 0,
+  PTE_BUSY = 1u << 1,       /* a plan is changing it */
+  PTE_START = 1u << 2,      /* first granule of a mapping */
+  PTE_CALL = 1u << 3,       /* first granule of a driver call */
+  PTE_READONLY = 1u << 4,
+  PTE_QUARANTINED = 1u << 5 /* state unknown after a failed undo; stays until close */
+};
+
+struct vm_pte {
+  uint32_t slab;   /* index in vm_ctx.slabs */
+  uint32_t unit;
+  uint32_t handle; /* index in vm_ctx.handles of the handle it was mapped with; 0 = none */
+  uint32_t flags;  /* PTE_*; 0 = nothing here */
+};
+
+struct vm_leaf {
+  struct vm_pte pte[LEAF_PTES];
+};
+
+struct vm_space { /* a reservation */
+  uint64_t base, bytes; /* immutable */
+  uint64_t priv;        /* immutable, the back end's */
+  uint32_t kind;        /* immutable, VMEM_RANGE_VISIBLE | VMEM_RANGE_SPARSE */
+  bool freeing;
+  uint64_t mapped;      /* granules */
+  uint64_t busy;        /* granules */
+  uint64_t quarantined; /* granules */
+  uint64_t segments;    /* pieces as the back end sees them, holes included */
+  uint64_t nleaves;     /* immutable */
+  struct vm_leaf **leaves;
+};
+
+struct vm_pool;
+
+#define REF_QUARANTINED 0x80000000u
+
+struct vm_slab {
+  uint64_t priv, bytes;     /* immutable */
+  uint32_t units, index;    /* immutable */
+  struct vm_pool *pool;     /* immutable */
+  uint32_t free_units;
+  uint32_t max_run;         /* upper bound on the longest free run */
+  uint32_t chunks, empty_chunks;
+  int bin;
+  uint64_t grow_id;
+  struct vm_slab *prev, *next;   /* in the pool's bin */
+  struct vm_slab *eprev, *enext; /* in the pool's list of slabs with empty chunks */
+  bool in_elist;
+  uint64_t *free_map;       /* bit set: free */
+  uint64_t *dirty_map;      /* bit set: must be zeroed before first use */
+  uint32_t *refs;           /* per unit; REF_QUARANTINED | count */
+  uint32_t *chunk_free;     /* per 2 MiB chunk: free units */
+};
+
+#define POOL_BINS 33
+#define VM_POOLS (1 + VMEM_MAX_DEVICES)
+
+struct vm_pool { /* the slabs of one location */
+  uint32_t location;
+  int32_t device;
+  uint64_t free_units;
+  struct vm_slab *bins[POOL_BINS]; /* bin k: 2^(k-1) <= max_run < 2^k; bin 0: full slabs */
+  struct vm_slab *elist;
+};
+
+struct vm_run {
+  struct vm_slab *slab;
+  uint32_t unit, n;
+};
+
+struct vm_hdl {
+  uint32_t gen;
+  bool used;      /* the entry is taken (by a handle, or by mappings that outlive it) */
+  bool held;      /* the caller has not dropped it */
+  bool busy;      /* vMemRelease is at work */
+  bool dirty_ok;  /* VMEM_CREATE_DIRTY */
+  uint32_t pending;    /* plans that map it */
+  uint32_t location;
+  int32_t device;
+  uint64_t bytes, page_size;
+  uint64_t mappings;   /* ptes with PTE_START */
+  uint64_t start_sum;  /* sum of their addresses: with one mapping, its address */
+  uint32_t nruns;
+  struct vm_run *runs; /* freed with the caller's reference */
+  uint32_t next_free;
+};
+
+/* A range that vmem_read, _write or _copy is using: unmapping it is -EBUSY meanwhile. */
+struct vm_access {
+  uint64_t addr, bytes;
+  struct vm_access *next;
+};
+
+enum vm_ticket_state { TICKET_FREE, TICKET_QUEUED, TICKET_MAPPED, TICKET_DONE };
+
+struct vm_ticket_slot {
+  vmem_ticket ticket;
+  enum vm_ticket_state state;
+  int result;
+  uint32_t pins;      /* threads that use fill_event without the lock */
+  vm_event fill_event;
+  struct vmem_error error;
+};
+
+struct vm_job;
+
+struct vm_inject_state { /* atomics */
+  uint32_t kinds;
+  uint64_t skip, count;
+  int error;
+};
+
+struct vm_ctx {
+  /* immutable after open */
+  const struct vm_backend *be;
+  void *bes;
+  struct vm_be_info info;
+  struct vmem_open_opts opts;
+  uint64_t granule;
+  unsigned shift;       /* log2(granule) */
+  uint32_t chunk_units; /* units in 2 MiB, at least 1 */
+  unsigned chunk_shift; /* its log2 */
+  uint32_t tag;         /* in every handle of this context */
+
+  uint32_t pins;        /* registry's lock */
+
+  pthread_mutex_t lock;
+  pthread_cond_t done_cond; /* tickets, worker exit */
+  pthread_cond_t work_cond; /* for the worker */
+
+  struct vm_space **spaces; /* sorted by base */
+  size_t nspaces, cap_spaces;
+
+  struct vm_slab **slabs;   /* by index; NULL = free entry; entry 0 unused */
+  uint32_t nslabs, cap_slabs, live_slabs, slab_hint;
+  uint64_t grow_ids;
+  struct vm_pool pools[VM_POOLS]; /* devices[0], host, devices[1], ... */
+
+  struct vm_hdl *hdls;      /* entry 0 unused */
+  uint32_t nhdls, cap_hdls, free_hdl, live_hdls;
+
+  struct vm_access *accesses;
+
+  uint64_t reserved_bytes, mapped_units, used_units, limbo_units, quarantined_units, slab_bytes;
+  uint64_t peak_mapped_units, peak_used_units, segments, batches;
+
+  /* worker */
+  bool worker_started, worker_stop, closing;
+  pthread_t worker;
+  struct vm_job *queue, **queue_tail;
+  struct vm_job *filling;   /* finished but for their fills */
+  uint64_t pending;
+  vmem_ticket next_ticket;
+  struct vm_ticket_slot *tickets; /* VMEM_MAX_TICKETS, made at the first submit */
+
+  struct vm_inject_state inject;
+  /* atomics */
+  uint64_t map_calls, unmap_calls, slab_calls, fill_calls, driver_ns, worker_driver_ns;
+};
+
+/* registry.c: copies the part of a sized structure that both sides know; the rest becomes 0. -EINVAL
+ * when the size field is too small to be one. */
+int vm_copy_in(void *to, size_t to_size, const void *from, const char *what);
+int vm_copy_out(void *to, const void *from, size_t from_size, const char *what);
+/* A pinned context, or NULL with the error recorded in *err. */
+struct vm_ctx *vm_get(vmem_t vm, const char *op, int *err);
+void vm_put(struct vm_ctx *c);
+
+/* driver.c: libvmem's own allocations in a context, failed on request by vmem_inject. */
+void *vm_calloc(struct vm_ctx *c, size_t n, size_t size);
+void *vm_realloc(struct vm_ctx *c, void *p, size_t n, size_t size);
+
+/* driver.c: the back end's functions with injection, counting and timing. */
+int vm_drv_reserve(struct vm_ctx *c, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr,
+                   uint32_t *kind, uint64_t *priv);
+int vm_drv_unreserve(struct vm_ctx *c, struct vm_space *s);
+int vm_drv_slab_create(struct vm_ctx *c, uint64_t bytes, uint64_t page_size, uint32_t location,
+                       int32_t device, uint64_t *priv);
+int vm_drv_slab_destroy(struct vm_ctx *c, struct vm_slab *s);
+int vm_drv_discard(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n);
+int vm_drv_map(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struct vm_slab *s, uint32_t unit,
+               uint32_t flags, bool sparse);
+int vm_drv_unmap(struct vm_ctx *c, uint64_t addr, uint64_t bytes, bool sparse);
+int vm_drv_remap(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struct vm_slab *s, uint32_t unit,
+                 uint32_t flags);
+int vm_drv_fill(struct vm_ctx *c, const struct vm_be_range *r, size_t n, uint8_t value,
+                const vm_event *after, size_t num_after, vm_event *done);
+int vm_drv_event_finish(struct vm_ctx *c, vm_event e); /* wait and put */
+void vm_inject_arm(struct vm_ctx *c, uint32_t kinds, uint64_t skip, uint64_t count, int error);
+void vm_drv_mark_worker(void);                         /* this thread's time is the worker's */
+uint64_t vm_now_ns(void);
+
+/* space.c (lock held) */
+struct vm_space *vm_space_find(struct vm_ctx *c, uint64_t addr);
+/* The space that holds [addr, addr + bytes) whole; records -EINVAL, -EOVERFLOW or -ENXIO. */
+struct vm_space *vm_space_range(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t align, int *err);
+struct vm_pte *vm_pte(struct vm_ctx *c, struct vm_space *s, uint64_t addr); /* NULL: nothing there */
+struct vm_pte *vm_pte_make(struct vm_ctx *c, struct vm_space *s, uint64_t addr); /* NULL: no heap */
+/* Pieces the back end sees between [first, last] granules, for vm_space.segments. */
+uint64_t vm_space_edges(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
+/* Bytes from addr on with one run behind them (same slab, neighbours, same protection), or with
+ * nothing; at most max. */
+uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max);
+void vm_space_destroy(struct vm_space *s);
+
+/* pool.c */
+struct vm_pool *vm_pool_of(struct vm_ctx *c, uint32_t location, int32_t device, int *err);
+/* Where a run would best lie: after `left` (may be NULL), at chunk offset `offset` (in units). */
+struct vm_place {
+  const struct vm_pte *left;
+  uint32_t offset;
+  bool spread;
+};
+/* Takes at most n units, at least `align`, aligned; refs become 1. n = 0: none to be had. Lock held. */
+struct vm_run vm_pool_take(struct vm_ctx *c, struct vm_pool *p, uint64_t n, uint32_t align,
+                           const struct vm_place *place);
+/* Makes at least `units` more free units, in runs of `align`; lock not held. A run of `piece` units
+ * should fit in one slab. On failure nothing stays behind. */
+int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align);
+/* Drops one reference of each unit; what is free then goes back to its pool. Lock held, but let go for
+ * the driver and taken again. */
+void vm_units_put(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n);
+uint64_t vm_pool_free_units(const struct vm_ctx *c); /* lock held */
+/* Gives empty slabs back while `keep` free bytes remain. Lock not held. */
+uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep);
+bool vm_bit(const uint64_t *map, uint32_t i);
+void vm_bits_set(uint64_t *map, uint32_t i, uint32_t n, bool value);
+void vm_slab_free(struct vm_slab *s);
+
+/* handle.c (lock held) */
+struct vm_hdl *vm_hdl_find(struct vm_ctx *c, vmem_handle h, int *err);
+struct vm_hdl *vm_hdl_new(struct vm_ctx *c, vmem_handle *out);
+void vm_hdl_settle(struct vm_ctx *c, struct vm_hdl *h); /* frees the entry when nothing needs it */
+void vm_hdl_drop(struct vm_ctx *c, struct vm_hdl *h);   /* the caller's reference; may let the lock go */
+uint32_t vm_hdl_index(struct vm_ctx *c, const struct vm_hdl *h);
+
+/* plan.c, plan_run.c */
+struct vm_seg {
+  uint64_t addr, bytes;
+  struct vm_space *space;
+  struct vm_slab *slab; /* maps */
+  uint32_t unit;
+  uint32_t flags;       /* VMEM_MAP_* */
+};
+
+struct vm_piece { /* what commit writes down */
+  uint64_t addr, bytes;
+  struct vm_space *space;
+  uint32_t handle; /* maps: index, 0 = none */
+};
+
+struct vm_list {
+  void *v;
+  size_t n, cap, item;
+};
+
+struct vm_plan {
+  struct vm_list maps;    /* vm_seg, one driver call each */
+  struct vm_list mapped;  /* vm_piece */
+  struct vm_list unmaps;  /* vm_piece, wholly mapped; one driver call each */
+  struct vm_list zeros;   /* vm_be_range: of maps, to be zeroed */
+  struct vm_list fills;   /* vm_piece: FILL, `handle` is the byte */
+  struct vm_list consumed; /* uint32_t handle indices */
+  uint32_t release;       /* handle that vMemRelease drops with this plan; 0 = none */
+};
+
+/* 0 becomes the granule; -EOPNOTSUPP for what the context does not have. */
+int vm_page_size(struct vm_ctx *c, uint64_t *page_size);
+/* Checks, takes pages, marks ptes. Lock not held. On failure nothing is changed. */
+int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct vm_plan *p);
+int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p);
+/* Driver calls, then commit, or undo. Lock not held. `after` is for the fills alone. With done != NULL
+ * the event of the fills is handed over, else waited for. */
+int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done);
+/* Takes back what vm_plan_make did. Lock not held. */
+void vm_plan_cancel(struct vm_ctx *c, struct vm_plan *p);
+void vm_plan_clear(struct vm_plan *p);
+bool vm_plan_only_fills(const struct vm_plan *p);
+/* Writes PTE_QUARANTINED over [addr, addr + bytes). Lock held. */
+void vm_quarantine(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
+void vm_unmap_ptes(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
+
+/* after.c: GPU work to wait for */
+struct vm_deps {
+  vm_event events[8];
+  int fds[8];
+  unsigned nevents, nfds;
+};
+int vm_deps_make(struct vm_ctx *c, const struct vmem_after *after, size_t n, struct vm_deps *d);
+int vm_deps_poll(struct vm_ctx *c, struct vm_deps *d, bool events_too); /* 0, -EAGAIN or an error */
+int vm_deps_wait(struct vm_ctx *c, struct vm_deps *d);
+void vm_deps_put(struct vm_ctx *c, struct vm_deps *d);
+
+/* worker.c */
+void vm_worker_stop(struct vm_ctx *c);
+void vm_worker_wake(struct vm_ctx *c);
+int vm_fills_finish(struct vm_ctx *c); /* waits for every fill in flight; lock not held */
+
+static inline uint64_t vm_units(const struct vm_ctx *c, uint64_t bytes) { return bytes >> c->shift; }
+static inline bool vm_is_pow2(uint64_t x) { return x && !(x & (x - 1)); }
+static inline uint64_t vm_round_up(uint64_t x, uint64_t a) { return (x + a - 1) & ~(a - 1); }
+
+#endif

@@ -1,0 +1,471 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * plan.c - checks a batch, takes its pages and marks its ptes: everything that can fail for want of
+ * memory or for a wrong argument happens here, before anything changes. plan_run.c does the rest.
+ *
+ * A marked pte is PTE_BUSY: without PTE_MAPPED it is about to be mapped and already names its unit
+ * (which holds a reference), with PTE_MAPPED it is about to be unmapped or is being filled.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+static bool list_room(struct vm_ctx *c, struct vm_list *l, size_t item, size_t more) {
+  size_t cap;
+  void *v;
+  l->item = item;
+  if (l->n + more <= l->cap) return true;
+  cap = l->cap * 2 > l->n + more ? l->cap * 2 : l->n + more;
+  if (cap < 4) cap = 4;
+  if (!(v = vm_realloc(c, l->v, cap, item))) return false;
+  l->v = v;
+  l->cap = cap;
+  return true;
+}
+
+static void *list_push(struct vm_ctx *c, struct vm_list *l, size_t item) {
+  return list_room(c, l, item, 1) ? (char *)l->v + item * l->n++ : NULL;
+}
+
+#define PUSH(c, list, type) ((type *)list_push(c, list, sizeof(type)))
+#define AT(list, type, i) (&((type *)(list).v)[i])
+
+void vm_plan_clear(struct vm_plan *p) {
+  free(p->maps.v);
+  free(p->mapped.v);
+  free(p->unmaps.v);
+  free(p->zeros.v);
+  free(p->fills.v);
+  free(p->consumed.v);
+  memset(p, 0, sizeof(*p));
+}
+
+bool vm_plan_only_fills(const struct vm_plan *p) { return !p->maps.n && !p->unmaps.n && p->fills.n; }
+
+/* What a plan in the making works on. */
+struct maker {
+  struct vm_ctx *c;
+  struct vm_plan *p;
+  struct vm_space *space; /* of the last address */
+  const struct vmem_op *op;
+  struct vm_pool *pool;   /* POPULATE */
+  struct vm_hdl *hdl;     /* MAP */
+  uint64_t page_size;
+  /* set when pages are short */
+  uint64_t short_units;
+};
+
+static int pte_taken(const struct vm_pte *p, uint64_t addr, uint64_t granule) {
+  unsigned long long a = addr;
+  if (p->flags & PTE_QUARANTINED)
+    return vm_fail_at(-ENOTRECOVERABLE, addr, granule, 0, "0x%llx is quarantined after a failed undo", a);
+  if (p->flags & PTE_MAPPED) return vm_fail_at(-EEXIST, addr, granule, 0, "0x%llx is already mapped", a);
+  return vm_fail_at(-EBUSY, addr, granule, 0, "0x%llx is being changed by another call", a);
+}
+
+static int pte_not_live(const struct vm_pte *p, uint64_t addr, uint64_t granule) {
+  unsigned long long a = addr;
+  if (p && p->flags & PTE_QUARANTINED)
+    return vm_fail_at(-ENOTRECOVERABLE, addr, granule, 0, "0x%llx is quarantined after a failed undo", a);
+  if (p && p->flags & PTE_BUSY)
+    return vm_fail_at(-EBUSY, addr, granule, 0, "0x%llx is being changed by another call", a);
+  return vm_fail_at(-EFAULT, addr, granule, 0, "nothing is mapped at 0x%llx", a);
+}
+
+/* Units that may hold old contents are zeroed by this plan, once: their dirty bits become entries of its
+ * list, each inside one run and in the order of the runs. */
+static bool claim_dirty(struct maker *m, struct vm_slab *s, uint32_t unit, uint32_t n, uint64_t addr, bool zero) {
+  struct vm_ctx *c = m->c;
+  for (uint32_t i = 0; i < n; i++) {
+    uint32_t k = i;
+    if (!vm_bit(s->dirty_map, unit + i)) continue;
+    while (i + 1 < n && vm_bit(s->dirty_map, unit + i + 1)) i++;
+    if (zero) {
+      struct vm_be_range *r = PUSH(c, &m->p->zeros, struct vm_be_range);
+      if (!r) return false;
+      *r = (struct vm_be_range){addr + ((uint64_t)k << c->shift), (uint64_t)(i + 1 - k) << c->shift};
+    }
+    vm_bits_set(s->dirty_map, unit + k, i + 1 - k, false);
+  }
+  return true;
+}
+
+/* Marks one run at addr. Its units hold a reference for these ptes already; on failure the caller gives
+ * back those of the granules beyond piece->bytes. */
+static int mark_run(struct maker *m, struct vm_piece *piece, uint64_t addr, struct vm_run r, bool zero) {
+  struct vm_ctx *c = m->c;
+  uint32_t flags = PTE_BUSY | (m->op->flags & VMEM_OP_READONLY ? PTE_READONLY : 0);
+  struct vm_seg *seg = PUSH(c, &m->p->maps, struct vm_seg);
+  if (!seg) return -ENOMEM;
+  *seg = (struct vm_seg){addr, (uint64_t)r.n << c->shift, piece->space, r.slab, r.unit,
+                         m->op->flags & VMEM_OP_READONLY ? VMEM_MAP_READONLY : 0};
+  if (!claim_dirty(m, r.slab, r.unit, r.n, addr, zero)) return -ENOMEM;
+  for (uint32_t i = 0; i < r.n; i++) {
+    struct vm_pte *p = vm_pte_make(c, piece->space, addr + ((uint64_t)i << c->shift));
+    if (!p) return -ENOMEM;
+    if (p->flags) return pte_taken(p, addr + ((uint64_t)i << c->shift), c->granule);
+    *p = (struct vm_pte){r.slab->index, r.unit + i, piece->handle, flags};
+    if (!i) p->flags |= PTE_CALL | (piece->bytes ? 0 : PTE_START);
+    piece->bytes += c->granule;
+    piece->space->busy++;
+  }
+  return 0;
+}
+
+/* Granules of the run at addr that were marked. */
+static uint32_t marked_units(struct vm_ctx *c, const struct vm_piece *piece, uint64_t addr) {
+  return (uint32_t)vm_units(c, piece->addr + piece->bytes - addr);
+}
+
+static int populate_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes) {
+  struct vm_ctx *c = m->c;
+  uint64_t addr = piece->addr, left = vm_units(c, bytes);
+  uint32_t align = (uint32_t)vm_units(c, m->page_size);
+  struct vm_place place = {.spread = m->op->flags & VMEM_OP_SPREAD};
+  place.left = addr > piece->space->base ? vm_pte(c, piece->space, addr - c->granule) : NULL;
+  if (place.left && !place.left->flags) place.left = NULL;
+  while (left) {
+    struct vm_run r;
+    int err;
+    place.offset = (uint32_t)vm_units(c, addr) & (c->chunk_units - 1);
+    r = vm_pool_take(c, m->pool, left, align, &place);
+    if (!r.n) {
+      m->short_units = left;
+      return -ENOMEM;
+    }
+    err = mark_run(m, piece, addr, r, !(m->op->flags & VMEM_OP_DIRTY));
+    if (err) {
+      uint32_t done = marked_units(c, piece, addr);
+      vm_units_put(c, r.slab, r.unit + done, r.n - done);
+      return err;
+    }
+    left -= r.n;
+    addr += (uint64_t)r.n << c->shift;
+    place.left = vm_pte(c, piece->space, addr - c->granule);
+  }
+  return 0;
+}
+
+static int map_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes, uint64_t offset) {
+  struct vm_ctx *c = m->c;
+  uint64_t addr = piece->addr, skip = vm_units(c, offset), left = vm_units(c, bytes);
+  for (uint32_t i = 0; left; i++) {
+    struct vm_run r = m->hdl->runs[i];
+    int err;
+    if (skip >= r.n) {
+      skip -= r.n;
+      continue;
+    }
+    r.unit += (uint32_t)skip;
+    r.n -= (uint32_t)skip;
+    skip = 0;
+    if (r.n > left) r.n = (uint32_t)left;
+    for (uint32_t k = 0; k < r.n; k++) r.slab->refs[r.unit + k]++;
+    err = mark_run(m, piece, addr, r, !m->hdl->dirty_ok);
+    if (err) {
+      uint32_t done = marked_units(c, piece, addr);
+      vm_units_put(c, r.slab, r.unit + done, r.n - done);
+      return err;
+    }
+    left -= r.n;
+    addr += (uint64_t)r.n << c->shift;
+  }
+  return 0;
+}
+
+static int check_access(struct vm_ctx *c, uint64_t addr, uint64_t bytes) {
+  for (struct vm_access *a = c->accesses; a; a = a->next)
+    if (a->addr < addr + bytes && addr < a->addr + a->bytes)
+      return vm_fail_at(-EBUSY, a->addr, a->bytes, 0, "0x%llx + %llu bytes is being read or written",
+                        (unsigned long long)a->addr, (unsigned long long)a->bytes);
+  return 0;
+}
+
+/* With one_page_slabs the driver unmaps whole pages only. */
+static int check_whole_pages(struct vm_ctx *c, const struct vm_piece *piece) {
+  struct vm_pte *first, *last;
+  if (!c->info.one_page_slabs) return 0;
+  first = vm_pte(c, piece->space, piece->addr);
+  last = vm_pte(c, piece->space, piece->addr + piece->bytes - c->granule);
+  if (!first->unit && last->unit + 1 == c->slabs[last->slab]->units) return 0;
+  return vm_fail_at(-EINVAL, piece->addr, piece->bytes, c->slabs[last->slab]->bytes,
+                    "0x%llx + %llu bytes cuts a page of %llu bytes, which %s cannot unmap in parts",
+                    (unsigned long long)piece->addr, (unsigned long long)piece->bytes,
+                    (unsigned long long)c->slabs[last->slab]->bytes, c->be->name);
+}
+
+/* UNMAP and FILL: marks what is live in [addr, addr + bytes). */
+static int mark_live(struct maker *m, struct vm_space *s, uint64_t addr, uint64_t bytes, bool fill) {
+  struct vm_ctx *c = m->c;
+  struct vm_piece *piece = NULL;
+  int err = fill ? 0 : check_access(c, addr, bytes);
+  if (err) return err;
+  for (uint64_t a = addr, end = addr + bytes; a < end; a += c->granule) {
+    struct vm_pte *p = vm_pte(c, s, a);
+    if (!p || (p->flags & (PTE_MAPPED | PTE_BUSY | PTE_QUARANTINED)) != PTE_MAPPED) {
+      if ((m->op->flags & VMEM_OP_HOLES) && (!p || !p->flags)) {
+        if (piece && !fill && (err = check_whole_pages(c, piece))) return err;
+        piece = NULL;
+        continue;
+      }
+      return pte_not_live(p, a, c->granule);
+    }
+    if (fill && p->flags & PTE_READONLY)
+      return vm_fail_at(-EACCES, a, c->granule, 0, "0x%llx is mapped read-only", (unsigned long long)a);
+    if (!piece) {
+      piece = PUSH(c, fill ? &m->p->fills : &m->p->unmaps, struct vm_piece);
+      if (!piece) return -ENOMEM;
+      *piece = (struct vm_piece){a, 0, s, fill ? (uint32_t)m->op->value : 0};
+    }
+    p->flags |= PTE_BUSY;
+    s->busy++;
+    piece->bytes += c->granule;
+  }
+  return piece && !fill ? check_whole_pages(c, piece) : 0;
+}
+
+static int do_piece(struct maker *m, uint64_t addr, uint64_t offset) {
+  struct vm_ctx *c = m->c;
+  const struct vmem_op *op = m->op;
+  struct vm_piece *piece;
+  int err;
+  if (!m->space || addr < m->space->base || addr - m->space->base > m->space->bytes - op->bytes ||
+      op->bytes > m->space->bytes || m->space->freeing)
+    if (!(m->space = vm_space_range(c, addr, op->bytes, m->page_size, &err))) return err;
+  if (op->op == VMEM_OP_UNMAP || op->op == VMEM_OP_FILL)
+    return mark_live(m, m->space, addr, op->bytes, op->op == VMEM_OP_FILL);
+  if (!(piece = PUSH(c, &m->p->mapped, struct vm_piece))) return -ENOMEM;
+  *piece = (struct vm_piece){addr, 0, m->space, 0};
+  if (op->op == VMEM_OP_POPULATE) return populate_piece(m, piece, op->bytes);
+  piece->handle = vm_hdl_index(c, m->hdl);
+  m->hdl->pending++;
+  return map_piece(m, piece, op->bytes, offset);
+}
+
+static int check_map(struct maker *m, uint64_t count) {
+  const struct vmem_op *op = m->op;
+  struct vm_ctx *c = m->c;
+  uint64_t total;
+  int err;
+  if (!(m->hdl = vm_hdl_find(c, op->handle, &err))) return err;
+  if (m->hdl->busy) return vm_fail(-EBUSY, "the handle is being released");
+  m->page_size = m->hdl->page_size;
+  if (op->offset & (m->page_size - 1))
+    return vm_fail_at(-EINVAL, op->offset, op->bytes, m->page_size, "offset %llu is not aligned to the page size %llu",
+                      (unsigned long long)op->offset, (unsigned long long)m->page_size);
+  if (__builtin_mul_overflow(op->bytes, count, &total) || op->offset + total < total)
+    return vm_fail_at(-EOVERFLOW, op->addr, op->bytes, 0, "%llu x %llu bytes leaves 64 bits",
+                      (unsigned long long)count, (unsigned long long)op->bytes);
+  if (op->offset + total > m->hdl->bytes)
+    return vm_fail_at(-ERANGE, op->addr, total, m->hdl->bytes, "offset %llu + %llu bytes is beyond the handle's %llu",
+                      (unsigned long long)op->offset, (unsigned long long)total, (unsigned long long)m->hdl->bytes);
+  if ((op->flags & VMEM_OP_READONLY) && !(c->info.pub.caps & VMEM_CAP_READONLY))
+    return vm_fail(-EOPNOTSUPP, "back end %s has no read-only mappings", c->be->name);
+  return 0;
+}
+
+int vm_page_size(struct vm_ctx *c, uint64_t *page_size) {
+  uint64_t size = *page_size ? *page_size : c->granule;
+  *page_size = size;
+  if (vm_is_pow2(size) && size >= c->granule && (c->info.pub.page_sizes & size)) return 0;
+  return vm_fail_at(-EOPNOTSUPP, 0, size, c->granule, "no pages of %llu bytes on %s with a granule of %llu",
+                    (unsigned long long)size, c->be->name, (unsigned long long)c->granule);
+}
+
+static int do_op(struct maker *m) {
+  static const uint32_t allowed[] = {
+      [VMEM_OP_MAP] = VMEM_OP_READONLY | VMEM_OP_CONSUME,
+      [VMEM_OP_POPULATE] = VMEM_OP_DIRTY | VMEM_OP_SPREAD,
+      [VMEM_OP_UNMAP] = VMEM_OP_HOLES,
+      [VMEM_OP_FILL] = VMEM_OP_HOLES,
+  };
+  const struct vmem_op *op = m->op;
+  struct vm_ctx *c = m->c;
+  uint64_t count = op->count ? op->count : 1, span;
+  int err;
+  if (op->op < VMEM_OP_MAP || op->op > VMEM_OP_FILL) return vm_fail(-EINVAL, "unknown operation %u", op->op);
+  if (op->flags & ~allowed[op->op])
+    return vm_fail(-EINVAL, "flags 0x%x do not go with operation %u", op->flags & ~allowed[op->op], op->op);
+  m->page_size = c->granule;
+  if (op->op == VMEM_OP_MAP && (err = check_map(m, count))) return err;
+  if (op->op == VMEM_OP_FILL && op->value > 255)
+    return vm_fail_at(-EINVAL, op->addr, op->bytes, 255, "fill value %llu is no byte", (unsigned long long)op->value);
+  if (op->op == VMEM_OP_POPULATE) {
+    m->page_size = op->page_size;
+    if ((err = vm_page_size(c, &m->page_size))) return err;
+    if (!(m->pool = vm_pool_of(c, op->location, op->device, &err))) return err;
+  }
+  if (count > 1 && ((op->stride & (m->page_size - 1)) || op->stride < op->bytes))
+    return vm_fail_at(-EINVAL, op->addr, op->bytes, op->stride, "a stride of %llu does not fit pieces of %llu bytes",
+                      (unsigned long long)op->stride, (unsigned long long)op->bytes);
+  if (count > 1 && (__builtin_mul_overflow(count - 1, op->stride, &span) || op->addr + span < span))
+    return vm_fail_at(-EOVERFLOW, op->addr, op->bytes, 0, "%llu pieces %llu apart leave the address space",
+                      (unsigned long long)count, (unsigned long long)op->stride);
+  m->space = NULL;
+  if (!vm_space_range(c, op->addr, op->bytes, m->page_size, &err)) return err;
+  if (!list_room(c, op->op == VMEM_OP_UNMAP  ? &m->p->unmaps
+                    : op->op == VMEM_OP_FILL ? &m->p->fills
+                                             : &m->p->mapped,
+                 sizeof(struct vm_piece), count < 4096 ? count : 4096))
+    return -ENOMEM;
+  for (uint64_t i = 0; i < count; i++)
+    if ((err = do_piece(m, op->addr + i * op->stride, op->offset + i * op->bytes))) return err;
+  if (op->flags & VMEM_OP_CONSUME) {
+    uint32_t *consumed = PUSH(c, &m->p->consumed, uint32_t);
+    if (!consumed) return -ENOMEM;
+    m->hdl->busy = true;
+    *consumed = vm_hdl_index(c, m->hdl);
+  }
+  return 0;
+}
+
+/* Bytes from addr on, at most to end, that are quarantined or not, as the first granule is. */
+static uint64_t same_fate(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, bool *lost) {
+  uint64_t a = addr;
+  *lost = vm_pte(c, s, a)->flags & PTE_QUARANTINED;
+  while (a < end && !(vm_pte(c, s, a)->flags & PTE_QUARANTINED) == !*lost) a += c->granule;
+  return a - addr;
+}
+
+static void unmark(struct vm_ctx *c, const struct vm_piece *piece) {
+  for (uint64_t a = piece->addr; a < piece->addr + piece->bytes; a += c->granule) {
+    struct vm_pte *p = vm_pte(c, piece->space, a);
+    if (p->flags & PTE_QUARANTINED) continue;
+    p->flags &= ~PTE_BUSY;
+    piece->space->busy--;
+  }
+}
+
+/* Lock held, let go in between for the driver: marked ptes are ours. What a failed undo has quarantined
+ * stays as it is. */
+static void take_back(struct vm_ctx *c, struct vm_plan *p) {
+  size_t i;
+  /* Zeroing that will not happen: the units are dirty again. (A run that was claimed but not marked to
+   * its end has been put back as dirty already.) */
+  for (i = 0; i < p->zeros.n; i++) {
+    struct vm_be_range *r = AT(p->zeros, struct vm_be_range, i);
+    struct vm_space *s = vm_space_find(c, r->addr);
+    for (uint64_t a = r->addr; a < r->addr + r->bytes; a += c->granule) {
+      struct vm_pte *pte = vm_pte(c, s, a);
+      if (pte && (pte->flags & (PTE_BUSY | PTE_MAPPED)) == PTE_BUSY)
+        vm_bits_set(c->slabs[pte->slab]->dirty_map, pte->unit, 1, true);
+    }
+  }
+  for (i = 0; i < p->mapped.n; i++) {
+    struct vm_piece *piece = AT(p->mapped, struct vm_piece, i);
+    uint64_t end = piece->addr + piece->bytes, n;
+    for (uint64_t a = piece->addr; a < end; a += n) {
+      bool lost;
+      n = same_fate(c, piece->space, a, end, &lost);
+      if (!lost) vm_unmap_ptes(c, piece->space, a, n);
+    }
+    if (piece->handle) {
+      c->hdls[piece->handle].pending--;
+      vm_hdl_settle(c, &c->hdls[piece->handle]);
+    }
+  }
+  for (i = 0; i < p->unmaps.n; i++) unmark(c, AT(p->unmaps, struct vm_piece, i));
+  for (i = 0; i < p->fills.n; i++) unmark(c, AT(p->fills, struct vm_piece, i));
+  for (i = 0; i < p->consumed.n; i++) c->hdls[*AT(p->consumed, uint32_t, i)].busy = false;
+  if (p->release) c->hdls[p->release].busy = false;
+}
+
+void vm_plan_cancel(struct vm_ctx *c, struct vm_plan *p) {
+  pthread_mutex_lock(&c->lock);
+  take_back(c, p);
+  pthread_mutex_unlock(&c->lock);
+  vm_plan_clear(p);
+  vm_pool_trim(c, c->opts.pool_high);
+}
+
+static int check_room(struct vm_ctx *c, const struct vm_plan *p) {
+  uint64_t more = 2 * (p->maps.n + p->unmaps.n);
+  return c->be->room && more ? c->be->room(c->bes, c->segments, more) : 0;
+}
+
+/* Units that the batch's POPULATE operations take from a pool. */
+static uint64_t wanted(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struct vmem_op *like) {
+  uint64_t total = 0;
+  for (size_t i = 0; i < n; i++)
+    if (ops[i].op == VMEM_OP_POPULATE && ops[i].location == like->location && ops[i].device == like->device)
+      total += vm_units(c, ops[i].bytes) * (ops[i].count ? ops[i].count : 1);
+  return total;
+}
+
+int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct vm_plan *p) {
+  for (;;) {
+    struct maker m = {.c = c, .p = p};
+    uint64_t free_units = 0, need = 0;
+    struct vmem_error why;
+    int err = 0;
+    memset(p, 0, sizeof(*p));
+    pthread_mutex_lock(&c->lock);
+    for (size_t i = 0; i < n && !err; i++) {
+      m.op = &ops[i];
+      err = do_op(&m);
+    }
+    if (!err) err = check_room(c, p);
+    if (err) {
+      vm_error_save(&why);
+      take_back(c, p);
+      if (m.short_units) {
+        need = wanted(c, ops, n, m.op);
+        free_units = m.pool->free_units;
+      }
+    }
+    pthread_mutex_unlock(&c->lock);
+    if (!err) return 0;
+    vm_plan_clear(p);
+    vm_error_restore(&why);
+    if (!m.short_units) {
+      vm_pool_trim(c, c->opts.pool_high);
+      vm_error_restore(&why);
+      return err;
+    }
+    /* Short in all, or only of pieces that are large enough. */
+    need = need > free_units ? need - free_units : m.short_units;
+    err = vm_pool_grow(c, m.pool, need, vm_units(c, m.op->bytes), (uint32_t)vm_units(c, m.page_size));
+    if (err) return err;
+  }
+}
+
+int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p) {
+  struct vmem_op op = {.op = VMEM_OP_UNMAP};
+  struct maker m = {.c = c, .p = p, .op = &op, .page_size = c->granule};
+  struct vm_hdl *hdl;
+  int err = 0;
+  memset(p, 0, sizeof(*p));
+  pthread_mutex_lock(&c->lock);
+  if (!(hdl = vm_hdl_find(c, h, &err))) goto out;
+  if (hdl->busy || hdl->pending) {
+    err = vm_fail(-EBUSY, "another call is using the handle");
+    goto out;
+  }
+  if (hdl->mappings > 1) {
+    err = vm_fail_at(-EBUSY, 0, hdl->bytes, hdl->mappings, "the handle has %llu live mappings; vMemUnmap names one",
+                     (unsigned long long)hdl->mappings);
+    goto out;
+  }
+  if (hdl->mappings) {
+    struct vm_space *s = vm_space_find(c, hdl->start_sum);
+    uint64_t end = hdl->start_sum + c->granule, limit = s->base + s->bytes;
+    for (; end < limit; end += c->granule) {
+      struct vm_pte *pte = vm_pte(c, s, end);
+      if (!pte || !(pte->flags & PTE_MAPPED) || (pte->flags & PTE_START) || pte->handle != vm_hdl_index(c, hdl)) break;
+    }
+    if ((err = mark_live(&m, s, hdl->start_sum, end - hdl->start_sum, false)) || (err = check_room(c, p))) {
+      struct vmem_error why;
+      vm_error_save(&why);
+      take_back(c, p);
+      vm_error_restore(&why);
+      goto out;
+    }
+  }
+  p->release = vm_hdl_index(c, hdl);
+  hdl->busy = true;
+out:
+  pthread_mutex_unlock(&c->lock);
+  if (err) vm_plan_clear(p);
+  return err;
+}

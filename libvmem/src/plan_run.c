@@ -1,0 +1,273 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * plan_run.c - makes a plan's driver calls, then commits it or takes it back.
+ *
+ * Order: maps, zeroing of new pages, fills, unmaps. An undo runs the other way. Where an undo fails, the
+ * range and its pages are quarantined: their ptes keep their references and are never changed again.
+ */
+#include <stdlib.h>
+
+#include "internal.h"
+
+#define AT(list, type, i) (&((type *)(list).v)[i])
+
+static bool sparse(const struct vm_space *s) { return s->kind & VMEM_RANGE_SPARSE; }
+
+/* A handle's mapping begins or ends at addr. */
+static void count_start(struct vm_ctx *c, const struct vm_pte *p, uint64_t addr, bool begins) {
+  struct vm_hdl *h = p->handle ? &c->hdls[p->handle] : NULL;
+  if (!h) return;
+  h->mappings += begins ? 1 : -1;
+  h->start_sum += begins ? addr : -addr;
+}
+
+/* The ptes stop being mapped but keep their units: [addr, addr + bytes) is busy with this plan. */
+static void detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
+  uint64_t end = addr + bytes, units = 0, before = vm_space_edges(c, s, addr, bytes), after;
+  struct vm_pte *next;
+  for (uint64_t a = addr; a < end; a += c->granule) {
+    struct vm_pte *p = vm_pte(c, s, a);
+    if (!(p->flags & PTE_MAPPED)) continue;
+    if (p->flags & PTE_START) {
+      count_start(c, p, a, false);
+      if (p->handle) vm_hdl_settle(c, &c->hdls[p->handle]);
+    }
+    p->flags &= ~(PTE_MAPPED | PTE_START | PTE_CALL);
+    units++;
+  }
+  next = end < s->base + s->bytes ? vm_pte(c, s, end) : NULL;
+  if (next && next->flags & PTE_MAPPED) {
+    if (!(next->flags & PTE_START)) {
+      next->flags |= PTE_START;
+      count_start(c, next, end, true);
+    }
+    next->flags |= PTE_CALL;
+  }
+  s->mapped -= units;
+  c->mapped_units -= units;
+  after = vm_space_edges(c, s, addr, bytes);
+  s->segments += after - before;
+  c->segments += after - before;
+}
+
+/* Detaches busy ptes, gives their references back and frees the ptes. Lock held, let go for the driver. */
+void vm_unmap_ptes(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
+  uint64_t a = addr, end = addr + bytes;
+  if (!bytes) return;
+  detach(c, s, addr, bytes);
+  while (a < end) {
+    struct vm_pte *p = vm_pte(c, s, a), *q = p;
+    uint64_t b = a + c->granule;
+    for (; b < end; b += c->granule) {
+      struct vm_pte *r = vm_pte(c, s, b);
+      if (r->slab != q->slab || r->unit != q->unit + 1) break;
+      q = r;
+    }
+    vm_units_put(c, c->slabs[p->slab], p->unit, (uint32_t)vm_units(c, b - a));
+    a = b;
+  }
+  for (a = addr; a < end; a += c->granule) *vm_pte(c, s, a) = (struct vm_pte){0};
+  s->busy -= vm_units(c, bytes);
+}
+
+void vm_quarantine(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
+  detach(c, s, addr, bytes);
+  for (uint64_t a = addr; a < addr + bytes; a += c->granule) {
+    struct vm_pte *p = vm_pte(c, s, a);
+    uint32_t *ref = &c->slabs[p->slab]->refs[p->unit];
+    if (!(*ref & REF_QUARANTINED)) {
+      *ref |= REF_QUARANTINED;
+      c->used_units--;
+      c->quarantined_units++;
+    }
+    p->handle = 0;
+    p->flags = PTE_QUARANTINED;
+  }
+  s->busy -= vm_units(c, bytes);
+  s->quarantined += vm_units(c, bytes);
+}
+
+/* ---- driver calls ---------------------------------------------------------------------------- */
+
+/* A range whose undo failed: quarantined, cut out of the piece lists by its flags. */
+static void lose(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes, int *worst,
+                 const struct vmem_error *why) {
+  struct vmem_error undo;
+  vm_error_save(&undo);
+  pthread_mutex_lock(&c->lock);
+  vm_quarantine(c, s, addr, bytes);
+  pthread_mutex_unlock(&c->lock);
+  *worst = vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0,
+                      "0x%llx + %llu bytes is quarantined: its undo failed (%.150s) after: %.150s",
+                      (unsigned long long)addr, (unsigned long long)bytes, undo.text, why->text);
+}
+
+static int map_one(struct vm_ctx *c, const struct vm_seg *s) {
+  return vm_drv_map(c, s->addr, s->bytes, s->slab, s->unit, s->flags, sparse(s->space));
+}
+
+static void undo_maps(struct vm_ctx *c, struct vm_plan *p, size_t n, int *worst, const struct vmem_error *why) {
+  while (n--) {
+    struct vm_seg *s = AT(p->maps, struct vm_seg, n);
+    if (vm_drv_unmap(c, s->addr, s->bytes, sparse(s->space))) lose(c, s->space, s->addr, s->bytes, worst, why);
+  }
+}
+
+/* Maps again what the first n unmap calls took away. */
+static void undo_unmaps(struct vm_ctx *c, struct vm_plan *p, size_t n, int *worst, const struct vmem_error *why) {
+  while (n--) {
+    struct vm_piece *piece = AT(p->unmaps, struct vm_piece, n);
+    uint64_t a = piece->addr, end = a + piece->bytes;
+    while (a < end) {
+      struct vm_seg s;
+      struct vm_pte *pte;
+      pthread_mutex_lock(&c->lock);
+      pte = vm_pte(c, piece->space, a);
+      s = (struct vm_seg){a, vm_space_run(c, piece->space, a, end - a), piece->space, c->slabs[pte->slab], pte->unit,
+                          pte->flags & PTE_READONLY ? VMEM_MAP_READONLY : 0};
+      for (uint64_t b = a; b < a + s.bytes; b += c->granule) vm_pte(c, piece->space, b)->flags &= ~PTE_CALL;
+      pte->flags |= PTE_CALL;
+      pthread_mutex_unlock(&c->lock);
+      if (map_one(c, &s)) lose(c, piece->space, s.addr, s.bytes, worst, why);
+      a += s.bytes;
+    }
+  }
+}
+
+static int finish(struct vm_ctx *c, vm_event *e) {
+  int err = vm_drv_event_finish(c, *e);
+  *e = 0;
+  return err;
+}
+
+/* Maps one run; what of it must be zeroed but is mapped read-only is zeroed through a writable mapping
+ * first. *z is the next entry of zeros. Returns with *live telling whether something is mapped. */
+static int map_and_zero(struct vm_ctx *c, struct vm_plan *p, struct vm_seg *s, size_t *z, bool *live) {
+  struct vm_be_range *r = AT(p->zeros, struct vm_be_range, *z);
+  size_t n = 0;
+  int err;
+  while (*z + n < p->zeros.n && r[n].addr >= s->addr && r[n].addr < s->addr + s->bytes) n++;
+  *z += n;
+  *live = false;
+  if (n && s->flags & VMEM_MAP_READONLY) {
+    vm_event e = 0;
+    if ((err = vm_drv_map(c, s->addr, s->bytes, s->slab, s->unit, 0, sparse(s->space)))) return err;
+    *live = true;
+    if ((err = vm_drv_fill(c, r, n, 0, NULL, 0, &e)) || (err = finish(c, &e))) return err;
+    if ((err = vm_drv_unmap(c, s->addr, s->bytes, sparse(s->space)))) return err;
+    *live = false;
+    for (size_t i = 0; i < n; i++) r[i].bytes = 0;
+  }
+  err = map_one(c, s);
+  if (!err) *live = true;
+  return err;
+}
+
+static int map_all(struct vm_ctx *c, struct vm_plan *p, size_t *mapped) {
+  size_t z = 0, n = 0;
+  for (*mapped = 0; *mapped < p->maps.n;) {
+    bool live;
+    int err = map_and_zero(c, p, AT(p->maps, struct vm_seg, *mapped), &z, &live);
+    if (live) ++*mapped;
+    if (err) return err;
+  }
+  for (size_t i = 0; i < p->zeros.n; i++)
+    if (AT(p->zeros, struct vm_be_range, i)->bytes)
+      *AT(p->zeros, struct vm_be_range, n++) = *AT(p->zeros, struct vm_be_range, i);
+  p->zeros.n = n;
+  return 0;
+}
+
+static int fill_all(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *last) {
+  size_t i = 0;
+  int err = 0;
+  *last = 0;
+  if (p->zeros.n) err = vm_drv_fill(c, p->zeros.v, p->zeros.n, 0, after, num_after, last);
+  /* Fills of equal value go in one call. Calls run in order on one stream: the last event covers all. */
+  while (!err && i < p->fills.n) {
+    struct vm_be_range r[64];
+    uint32_t value = AT(p->fills, struct vm_piece, i)->handle;
+    vm_event e = 0;
+    size_t n = 0;
+    for (; i < p->fills.n && n < 64 && AT(p->fills, struct vm_piece, i)->handle == value; i++, n++)
+      r[n] = (struct vm_be_range){AT(p->fills, struct vm_piece, i)->addr, AT(p->fills, struct vm_piece, i)->bytes};
+    err = vm_drv_fill(c, r, n, (uint8_t)value, after, num_after, &e);
+    if (!err) {
+      if (*last) c->be->event_put(c->bes, *last);
+      *last = e;
+    }
+  }
+  return err;
+}
+
+/* ---- commit ---------------------------------------------------------------------------------- */
+
+static void commit_map(struct vm_ctx *c, struct vm_piece *piece) {
+  struct vm_space *s = piece->space;
+  uint64_t before = vm_space_edges(c, s, piece->addr, piece->bytes), units = vm_units(c, piece->bytes), after;
+  for (uint64_t a = piece->addr; a < piece->addr + piece->bytes; a += c->granule) {
+    struct vm_pte *p = vm_pte(c, s, a);
+    p->flags = (p->flags & ~PTE_BUSY) | PTE_MAPPED;
+    if (p->flags & PTE_START) count_start(c, p, a, true);
+  }
+  after = vm_space_edges(c, s, piece->addr, piece->bytes);
+  s->segments += after - before;
+  c->segments += after - before;
+  s->mapped += units;
+  s->busy -= units;
+  c->mapped_units += units;
+  if (c->mapped_units > c->peak_mapped_units) c->peak_mapped_units = c->mapped_units;
+  if (piece->handle) c->hdls[piece->handle].pending--;
+}
+
+static void commit(struct vm_ctx *c, struct vm_plan *p) {
+  size_t i;
+  pthread_mutex_lock(&c->lock);
+  for (i = 0; i < p->mapped.n; i++) commit_map(c, AT(p->mapped, struct vm_piece, i));
+  for (i = 0; i < p->fills.n; i++) {
+    struct vm_piece *piece = AT(p->fills, struct vm_piece, i);
+    for (uint64_t a = piece->addr; a < piece->addr + piece->bytes; a += c->granule)
+      vm_pte(c, piece->space, a)->flags &= ~PTE_BUSY;
+    piece->space->busy -= vm_units(c, piece->bytes);
+  }
+  for (i = 0; i < p->unmaps.n; i++) {
+    struct vm_piece *piece = AT(p->unmaps, struct vm_piece, i);
+    vm_unmap_ptes(c, piece->space, piece->addr, piece->bytes);
+  }
+  for (i = 0; i < p->consumed.n; i++) vm_hdl_drop(c, &c->hdls[*AT(p->consumed, uint32_t, i)]);
+  if (p->release) vm_hdl_drop(c, &c->hdls[p->release]);
+  c->batches++;
+  pthread_mutex_unlock(&c->lock);
+  if (p->unmaps.n || p->release) vm_pool_trim(c, c->opts.pool_high);
+}
+
+int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done) {
+  size_t mapped = 0, unmapped = 0;
+  vm_event event = 0;
+  struct vmem_error why;
+  int err = map_all(c, p, &mapped), worst;
+  if (!err) err = fill_all(c, p, after, num_after, &event);
+  if (!err && (!done || p->unmaps.n) && event) err = finish(c, &event);
+  /* No fill may be running on what is about to vanish. */
+  if (!err && p->unmaps.n) err = vm_fills_finish(c);
+  while (!err && unmapped < p->unmaps.n) {
+    struct vm_piece *piece = AT(p->unmaps, struct vm_piece, unmapped);
+    if (!(err = vm_drv_unmap(c, piece->addr, piece->bytes, sparse(piece->space)))) unmapped++;
+  }
+  if (!err) {
+    commit(c, p);
+    vm_plan_clear(p);
+    if (done) *done = event;
+    return 0;
+  }
+  vm_error_save(&why);
+  worst = err;
+  if (event) finish(c, &event);
+  undo_unmaps(c, p, unmapped, &worst, &why);
+  undo_maps(c, p, mapped, &worst, &why);
+  if (worst == err) vm_error_restore(&why);
+  vm_error_save(&why);
+  vm_plan_cancel(c, p);
+  vm_error_restore(&why);
+  return worst;
+}

@@ -1,0 +1,122 @@
+/* SPDX-License-Identifier: MIT */
+/* Reservations and their page tables. The caller holds vm_ctx.lock. */
+#include <stdlib.h>
+
+#include "internal.h"
+
+static uint64_t leaf_bytes(const struct vm_ctx *c) { return (uint64_t)LEAF_PTES << c->shift; }
+
+struct vm_space *vm_space_find(struct vm_ctx *c, uint64_t addr) {
+  size_t lo = 0, hi = c->nspaces;
+  while (lo < hi) {
+    size_t mid = (lo + hi) / 2;
+    struct vm_space *s = c->spaces[mid];
+    if (addr < s->base)
+      hi = mid;
+    else if (addr - s->base >= s->bytes)
+      lo = mid + 1;
+    else
+      return s;
+  }
+  return NULL;
+}
+
+struct vm_space *vm_space_range(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t align, int *err) {
+  struct vm_space *s;
+  if (!bytes) {
+    *err = vm_fail_at(-EINVAL, addr, 0, 0, "size 0 at 0x%llx", (unsigned long long)addr);
+    return NULL;
+  }
+  if ((addr | bytes) & (align - 1)) {
+    *err = vm_fail_at(-EINVAL, addr, bytes, align, "0x%llx + %llu bytes is not aligned to %llu",
+                      (unsigned long long)addr, (unsigned long long)bytes, (unsigned long long)align);
+    return NULL;
+  }
+  if (addr + bytes < addr) {
+    *err = vm_fail_at(-EOVERFLOW, addr, bytes, 0, "0x%llx + %llu bytes leaves the address space",
+                      (unsigned long long)addr, (unsigned long long)bytes);
+    return NULL;
+  }
+  s = vm_space_find(c, addr);
+  if (!s || s->bytes - (addr - s->base) < bytes) {
+    *err = vm_fail_at(-ENXIO, addr, bytes, s ? s->base + s->bytes : 0,
+                      "0x%llx + %llu bytes is not inside a reservation%s", (unsigned long long)addr,
+                      (unsigned long long)bytes, s ? " (it ends too early)" : "");
+    return NULL;
+  }
+  if (s->freeing) {
+    *err = vm_fail_at(-EBUSY, addr, bytes, 0, "the reservation at 0x%llx is being freed",
+                      (unsigned long long)s->base);
+    return NULL;
+  }
+  return s;
+}
+
+struct vm_pte *vm_pte(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
+  uint64_t unit = vm_units(c, addr - s->base);
+  struct vm_leaf *leaf = s->leaves[unit / LEAF_PTES];
+  return leaf ? &leaf->pte[unit % LEAF_PTES] : NULL;
+}
+
+struct vm_pte *vm_pte_make(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
+  uint64_t unit = vm_units(c, addr - s->base);
+  struct vm_leaf **leaf = &s->leaves[unit / LEAF_PTES];
+  if (!*leaf && !(*leaf = vm_calloc(c, 1, sizeof(**leaf)))) return NULL;
+  return &(*leaf)->pte[unit % LEAF_PTES];
+}
+
+static bool live(const struct vm_pte *p) { return p && (p->flags & PTE_MAPPED); }
+
+/* Whether the back end sees b as the continuation of a. */
+static bool joined(const struct vm_pte *a, const struct vm_pte *b) {
+  if (!live(a) || !live(b)) return live(a) == live(b);
+  return a->slab == b->slab && a->unit + 1 == b->unit &&
+         (a->flags & PTE_READONLY) == (b->flags & PTE_READONLY);
+}
+
+uint64_t vm_space_edges(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
+  uint64_t edges = 0, a, end = addr + bytes;
+  struct vm_pte *prev;
+  /* The edge after the last granule counts too, if there is a granule. */
+  if (end < s->base + s->bytes) end += c->granule;
+  if (addr > s->base) addr -= c->granule;
+  prev = vm_pte(c, s, addr);
+  for (a = addr + c->granule; a < end; a += c->granule) {
+    struct vm_pte *p = vm_pte(c, s, a);
+    if (!joined(prev, p)) edges++;
+    prev = p;
+  }
+  return edges;
+}
+
+uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max) {
+  struct vm_pte *prev = vm_pte(c, s, addr);
+  uint64_t a = addr, end = addr + max;
+  uint32_t state = prev ? prev->flags & ~(PTE_START | PTE_CALL) : 0;
+  if (end > s->base + s->bytes || end < addr) end = s->base + s->bytes;
+  for (;;) {
+    struct vm_pte *p;
+    /* Nothing was ever mapped under a missing leaf: skip it whole. */
+    if (!prev && !(vm_units(c, a - s->base) % LEAF_PTES) && a + leaf_bytes(c) <= end) {
+      a += leaf_bytes(c);
+      if (a >= end) break;
+      prev = p = vm_pte(c, s, a);
+      if (p && p->flags) break;
+      continue;
+    }
+    a += c->granule;
+    if (a >= end) break;
+    p = vm_pte(c, s, a);
+    if (!joined(prev, p) || (p ? p->flags & ~(PTE_START | PTE_CALL) : 0) != state) break;
+    prev = p;
+  }
+  return (a < end ? a : end) - addr;
+}
+
+void vm_space_destroy(struct vm_space *s) {
+  if (s->leaves) {
+    for (uint64_t i = 0; i < s->nleaves; i++) free(s->leaves[i]);
+    free(s->leaves);
+  }
+  free(s);
+}
