@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: MIT
+"""Fine-grained virtual memory for GPUs and the host, under ordinary tensors.
+
+    import pyvmem
+
+    with pyvmem.Context() as ctx, ctx.reserve(1 << 30) as reservation:
+        kv = reservation.tensor((1024, 8, 128), "bfloat16")   # addresses, no memory
+        pages = ctx.create(64 << 10)                          # one 64 KiB page
+        reservation.map(0, pages)                             # the first rows exist now
+        kv[:32] = 1
+        del kv
+        pages.release()
+
+`Context` opens a back end, `OpBatch` and `Ticket` change many mappings as one, `KVCache` is the
+cache for serving engines built on them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pyvmem import _native
+from pyvmem.array import VirtualArray
+from pyvmem.context import Context, PlainReservationWarning
+from pyvmem.dtypes import DType
+from pyvmem.errors import (
+    AccessDenied,
+    AddressOverflow,
+    AlreadyMapped,
+    BackendUnavailable,
+    BadHandle,
+    Busy,
+    DriverError,
+    ForkedProcess,
+    InvalidArgument,
+    NotMapped,
+    NotRecoverable,
+    NotReserved,
+    NotSupported,
+    OutOfMemory,
+    OutOfRange,
+    ReadOnly,
+    Timeout,
+    TooManyBatches,
+    TooManyMappings,
+    VMemError,
+)
+from pyvmem.info import (
+    KEEP_ALL,
+    Caps,
+    ContextInfo,
+    Inject,
+    Location,
+    PagesInfo,
+    RangeFlags,
+    RangeInfo,
+    Stats,
+)
+from pyvmem.ops import OpBatch
+from pyvmem.pages import Pages, Ticket
+from pyvmem.probe import ProbeResult, probe
+from pyvmem.reservation import Reservation
+from pyvmem.streams import CurrentStream, FdEvent
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache import KVCache, KVCacheConfig
+
+__all__ = [
+    "KEEP_ALL",
+    "AccessDenied",
+    "AddressOverflow",
+    "AlreadyMapped",
+    "BackendUnavailable",
+    "BadHandle",
+    "Busy",
+    "Caps",
+    "Context",
+    "ContextInfo",
+    "CurrentStream",
+    "DType",
+    "DriverError",
+    "FdEvent",
+    "ForkedProcess",
+    "Inject",
+    "InvalidArgument",
+    "KVCache",
+    "KVCacheConfig",
+    "Location",
+    "NotMapped",
+    "NotRecoverable",
+    "NotReserved",
+    "NotSupported",
+    "OpBatch",
+    "OutOfMemory",
+    "OutOfRange",
+    "Pages",
+    "PagesInfo",
+    "PlainReservationWarning",
+    "ProbeResult",
+    "RangeFlags",
+    "RangeInfo",
+    "ReadOnly",
+    "Reservation",
+    "Stats",
+    "Ticket",
+    "Timeout",
+    "TooManyBatches",
+    "TooManyMappings",
+    "VMemError",
+    "VirtualArray",
+    "__version__",
+    "probe",
+]
+
+__version__: str = _native.version()
+
+
+def __getattr__(name: str) -> Any:
+    # KVCache needs torch, which the core does without.
+    if name in ("KVCache", "KVCacheConfig"):
+        from pyvmem import kvcache
+
+        return getattr(kvcache, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

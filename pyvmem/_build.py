@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: MIT
+"""Builds the extension module ``pyvmem._vmem`` from libvmem's sources (cffi, API mode).
+
+The declarations are libvmem/include/vmem.h itself with comments and preprocessor lines taken away,
+so there is no second copy to fall behind; in API mode the C compiler checks every structure,
+enumeration and prototype against the header. Run by setup.py, never imported by the package.
+"""
+
+import re
+from pathlib import Path
+
+from cffi import FFI
+
+__all__ = ["declarations", "ffibuilder", "library_version"]
+
+HEADER = Path("libvmem/include/vmem.h")
+
+DLPACK = """
+void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t device_id,
+                        uint8_t code, uint8_t bits, int32_t ndim, const int64_t *shape,
+                        const int64_t *strides, int versioned);
+uint64_t pyvmem_dlpack_destructor(int versioned);
+void pyvmem_dlpack_discard(void *tensor, int versioned);
+"""
+
+
+def library_version() -> str:
+    """The one place where the version is written: VMEM_VERSION in vmem.h."""
+    match = re.search(r'#define VMEM_VERSION "([^"]+)"', HEADER.read_text(encoding="utf-8"))
+    if match is None:
+        raise RuntimeError(f"{HEADER} defines no VMEM_VERSION")
+    return match.group(1)
+
+
+def declarations(header: str) -> str:
+    """Turns the text of vmem.h into declarations that cffi reads.
+
+    Integer macros become ``#define NAME ...``: the compiler supplies their values. A macro used as
+    the length of an array is put in as a number, which the compiler checks with the structure.
+    """
+    text = re.sub(r"/\*.*?\*/|//[^\n]*", " ", header, flags=re.DOTALL)
+    text = re.sub(r"#ifdef __cplusplus.*?#endif", "", text, flags=re.DOTALL)
+    macros = re.findall(r"^#define (VMEM_[A-Z0-9_]+) (?!\")(\S.*)$", text, flags=re.MULTILINE)
+    text = re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\bVMEM_API\b", "", text)
+    numbers = {name: value for name, value in macros if value.isdigit()}
+    text = re.sub(r"\[(VMEM_\w+)\]", lambda match: f"[{numbers[match.group(1)]}]", text)
+    defines = [f"#define {name} ..." for name, value in macros if not value.startswith("__")]
+    return "\n".join(defines) + "\n" + text
+
+
+def ffibuilder() -> FFI:
+    """The module's description; paths are relative to the project's root, where builds run."""
+    ffi = FFI()
+    ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")) + DLPACK)
+    sources = sorted(str(path) for path in Path("libvmem/src").glob("*.c"))
+    headers = sorted(str(path) for path in Path("libvmem").rglob("*.h"))
+    ffi.set_source(
+        "pyvmem._vmem",
+        '#include "vmem.h"\n' + DLPACK,
+        sources=[*sources, "pyvmem/_dlpack.c"],
+        depends=[*headers, "pyvmem/_vmem.map"],
+        include_dirs=["libvmem/include", "libvmem/src"],
+        define_macros=[("_GNU_SOURCE", "1")],
+        extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-pthread"],
+        extra_link_args=["-pthread", "-Wl,--version-script=pyvmem/_vmem.map"],
+        libraries=["dl"],
+    )
+    return ffi

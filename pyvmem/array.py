@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: MIT
+"""Arrays over virtual addresses: DLPack, the array interfaces, memoryview, torch.
+
+An array never touches the memory that it describes; whoever uses its elements must have them
+mapped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from pyvmem import _native
+from pyvmem.dtypes import DType, find_dtype
+from pyvmem.info import Caps
+
+if TYPE_CHECKING:
+    from pyvmem.reservation import Reservation
+
+__all__ = ["VirtualArray", "torch_tensor"]
+
+# DLDeviceType (dlpack.h)
+_CPU, _CUDA = 1, 2
+# Most dimensions that torch takes; DLPack itself has no limit.
+_MAX_NDIM: Final = 64
+_MAX_DIM: Final = 2**63 - 1
+
+_capsule_new = ctypes.pythonapi.PyCapsule_New
+_capsule_new.restype = ctypes.py_object
+_capsule_new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+# A capsule keeps the pointer to its name, not the name.
+_NAMES: Final = {False: b"dltensor", True: b"dltensor_versioned"}
+
+# torch imports these by DLPack in every version; other types go through bytes of the same size.
+_TORCH_DLPACK: Final = frozenset(
+    [
+        *("bool", "uint8", "bfloat16", "complex64", "complex128"),
+        *("int8", "int16", "int32", "int64", "float16", "float32", "float64"),
+    ]
+)
+_SAME_SIZE: Final = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+class VirtualArray:
+    """Shape, strides and type over a part of a reservation; made by `Reservation.array`.
+
+    While it, or anything that was made of it, lives, the reservation cannot be closed.
+    """
+
+    __slots__ = ("__weakref__", "dtype", "offset", "reservation", "shape", "strides")
+
+    reservation: Reservation
+    """What it lies in."""
+    shape: tuple[int, ...]
+    """Elements along each dimension."""
+    strides: tuple[int, ...]
+    """In elements."""
+    dtype: DType
+    """Element type."""
+    offset: int
+    """Of the first element, in bytes from the reservation's start."""
+
+    def __init__(
+        self,
+        reservation: Reservation,
+        shape: Sequence[int],
+        dtype: Any,
+        strides: Sequence[int] | None,
+        offset: int,
+    ) -> None:
+        self.reservation = reservation
+        self.dtype = find_dtype(dtype)
+        self.shape = _integers("shape", shape)
+        self.offset = _integers("offset", (offset,))[0]
+        if strides is None:
+            self.strides = _contiguous(self.shape)
+        else:
+            self.strides = _integers("strides", strides)
+        if len(self.shape) > _MAX_NDIM:
+            self._bad(f"{len(self.shape)} dimensions", limit=_MAX_NDIM)
+        if len(self.strides) != len(self.shape):
+            self._bad(f"{len(self.strides)} strides for {len(self.shape)} dimensions")
+        if self.offset % self.dtype.itemsize:
+            self._bad(f"the offset is no multiple of {self.dtype.itemsize}")
+        if self.offset + self.nbytes_spanned > reservation.nbytes:
+            self._bad(
+                f"it needs {self.offset + self.nbytes_spanned} bytes, the reservation has "
+                f"{reservation.nbytes}",
+                limit=reservation.nbytes,
+            )
+        if max((*self.shape, *self.strides), default=0) > _MAX_DIM:
+            self._bad("a number is above 2**63 - 1", limit=_MAX_DIM)
+
+    def _bad(self, why: str, limit: int = 0) -> NoReturn:
+        _native.fail(
+            errno.EINVAL,
+            f"tensor {self.dtype.name}{list(self.shape)}, strides {list(self.strides)}, at offset "
+            f"{self.offset}: {why}",
+            op="tensor",
+            addr=self.reservation.addr,
+            bytes=self.offset + self.nbytes_spanned,
+            limit=limit,
+        )
+
+    @property
+    def nbytes_spanned(self) -> int:
+        """Bytes from the first element to the end of the last one in memory, gaps included."""
+        if 0 in self.shape:
+            return 0
+        last = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=False))
+        return (last + 1) * self.dtype.itemsize
+
+    @property
+    def addr(self) -> int:
+        """Address of the first element."""
+        return self.reservation.addr + self.offset
+
+    @property
+    def _cpu(self) -> bool:
+        return self.reservation.context.cuda_device is None
+
+    # ---- DLPack --------------------------------------------------------------------------------
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """DLPack's device type and index: (1, 0) on host, (2, ordinal) on CUDA."""
+        device = self.reservation.context.cuda_device
+        return (_CPU, 0) if device is None else (_CUDA, device)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A DLPack capsule; versioned (1.x) where the consumer takes that.
+
+        `stream` needs no care: an array has no work of its own under way.
+
+        Raises:
+            BufferError: a copy, or another device, is asked for.
+        """
+        if copy:
+            raise BufferError("a virtual array cannot be copied: unmapped parts have no contents")
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(f"device {dl_device}: the array is on {self.__dlpack_device__()}")
+        return self._capsule(self.dtype, max_version is not None and max_version[0] >= 1)
+
+    def _capsule(self, dtype: DType, versioned: bool) -> Any:
+        kind, index = self.__dlpack_device__()
+        tensor = _native.dlpack_new(
+            self, self.addr, kind, index, dtype.code, 8 * dtype.itemsize, self.shape, self.strides,
+            versioned,
+        )  # fmt: skip
+        try:
+            destructor = _native.dlpack_destructor(versioned)
+            return _capsule_new(_native.address_of(tensor), _NAMES[versioned], destructor)
+        except BaseException:
+            _native.dlpack_discard(tensor, versioned)
+            raise
+
+    # ---- other protocols -----------------------------------------------------------------------
+
+    def _interface(self) -> dict[str, Any]:
+        if self.dtype.typestr is None:
+            raise AttributeError(f"{self.dtype.name} has no array-interface type; use DLPack")
+        size = self.dtype.itemsize
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.typestr,
+            "data": (self.addr, False),
+            "strides": tuple(step * size for step in self.strides),
+            "version": 3,
+        }
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3. Absent (AttributeError) on host and for types that numpy lacks."""
+        if self._cpu:
+            raise AttributeError("the array is in host memory: it has __array_interface__")
+        return {**self._interface(), "stream": None}
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """Version 3. Absent (AttributeError) on GPUs and for types that numpy lacks."""
+        if not self._cpu:
+            raise AttributeError("the array is in GPU memory: it has __cuda_array_interface__")
+        return self._interface()
+
+    def buffer(self) -> memoryview:
+        """A writable memoryview of the bytes that the array spans; keeps the array alive.
+
+        Raises:
+            NotSupported: the CPU cannot reach this back end's memory.
+        """
+        info = self.reservation.context.info
+        if Caps.CPU_ACCESS not in info.caps:
+            _native.fail(
+                errno.EOPNOTSUPP,
+                f"a buffer over {info.backend} memory: the CPU cannot reach it; use Context.read",
+                op="buffer",
+                addr=self.addr,
+                bytes=self.nbytes_spanned,
+            )
+        return _native.buffer_at(self.addr, self.nbytes_spanned, self)
+
+    def __repr__(self) -> str:
+        return f"<VirtualArray {self.dtype.name}{list(self.shape)} at {self.addr:#x}>"
+
+
+def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    """Copies `values` (ints, or what has ``__index__``), none of which may be negative."""
+    numbers = tuple(value.__index__() for value in values)
+    if min(numbers, default=0) < 0:
+        _native.fail(errno.EINVAL, f"{name} = {numbers}: a number is negative", op="tensor")
+    return numbers
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(max(n, 1) for n in shape[k + 1 :]) for k in range(len(shape)))
+
+
+def torch_tensor(array: VirtualArray) -> Any:
+    """The array as a torch.Tensor (DLPack, without a copy and without touching memory).
+
+    torch.from_dlpack asks the driver nothing about the address (torch 2.11: aten/src/ATen/
+    DLConvertor.cpp passes the device on), so nothing needs to be mapped.
+    """
+    import torch
+    from torch.utils.dlpack import from_dlpack
+
+    if not array._cpu:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    name = array.dtype.name
+    if name in _TORCH_DLPACK:
+        return from_dlpack(array._capsule(array.dtype, False))
+    target = getattr(torch, name, None)
+    if target is None:
+        _native.fail(
+            errno.EOPNOTSUPP, f"dtype {name}: torch {torch.__version__} lacks it", op="tensor"
+        )
+    stand_in = find_dtype(_SAME_SIZE[array.dtype.itemsize])
+    return from_dlpack(array._capsule(stand_in, False)).view(target)

@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: MIT
+"""A context: one back end opened on one or more devices.
+
+Calls go to C as they are: libvmem checks every argument, is thread-safe, and changes nothing when
+it fails. This layer adds objects, lifetimes and warnings.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pyvmem import _native
+from pyvmem.errors import VMemError
+from pyvmem.info import Caps, ContextInfo, Inject, Location, RangeInfo, Stats
+from pyvmem.ops import OpBatch
+from pyvmem.pages import Pages, Ticket
+from pyvmem.reservation import Reservation
+from pyvmem.streams import after_items, device_ordinal
+
+__all__ = ["Context", "PlainReservationWarning"]
+
+_FORCE = _native.constant("VMEM_OPEN_FORCE")
+_VISIBLE = _native.constant("VMEM_RESERVE_VISIBLE")
+_PLAIN = _native.constant("VMEM_RESERVE_PLAIN")
+_SPARSE = _native.constant("VMEM_RESERVE_SPARSE")
+_RESERVE_FORCE = _native.constant("VMEM_RESERVE_FORCE")
+_DIRTY = _native.constant("VMEM_CREATE_DIRTY")
+_MAP_READONLY = _native.constant("VMEM_MAP_READONLY")
+# Above this, read() looks first whether the range can exist, before it takes memory for a copy.
+_LARGE_READ = 64 << 20
+
+
+class PlainReservationWarning(UserWarning):
+    """A reservation became plain because no visible one fits: CUDA's own copies refuse it."""
+
+
+class Context:
+    """An open back end. A context manager; `close` ends it once.
+
+    Every method is thread-safe and raises `BadHandle` after `close` and `ForkedProcess` in a forked
+    child. A context that is forgotten without `close` keeps its memory until the process ends, and
+    warns (ResourceWarning).
+
+    Args:
+        backend: ``"host"``, ``"cuda"``, ``"stock"``; ``"auto"``: first usable of stock, cuda, host.
+        device: where pages lie: CUDA ordinal as this process sees it, torch.device, cuda.core Device.
+        devices: all devices that mappings are made on, the first one holding the pages; replaces
+            `device`.
+        granule: smallest page in bytes, a power of two; 0 = 64 KiB.
+        slab_size: bytes taken from the driver at once, a power of two; 0 = the back end's choice.
+        mem_limit: most bytes taken from the driver; 0 = no limit.
+        pool_low: free bytes that the worker keeps ready.
+        pool_high: free bytes above this go back to the driver; 0 = the back end's default,
+            `pyvmem.KEEP_ALL` = only `trim` gives back.
+        force: use a driver version that was never checked (stock).
+
+    Raises:
+        BackendUnavailable: the back end cannot be used here; the text says why.
+        AccessDenied: a device node that this user may not open.
+        InvalidArgument: an unknown name, or a size that is no power of two.
+    """
+
+    def __init__(
+        self,
+        backend: str = "auto",
+        *,
+        device: Any = 0,
+        devices: Sequence[Any] | None = None,
+        granule: int = 0,
+        slab_size: int = 0,
+        mem_limit: int = 0,
+        pool_low: int = 0,
+        pool_high: int = 0,
+        force: bool = False,
+    ) -> None:
+        self._closed = True
+        if devices is not None and not devices:
+            _native.fail(errno.EINVAL, "devices: an empty sequence names no device", op="vmem_open")
+        ordinals = tuple(device_ordinal(one) for one in (devices or (device,)))
+        self.handle = _native.open(
+            backend,
+            _FORCE if force else 0,
+            ordinals,
+            granule,
+            slab_size,
+            mem_limit,
+            pool_low,
+            pool_high,
+        )
+        self._closed = False
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
+        self._events: list[tuple[int, list[Any]]] = []
+        self._warned = False
+        self._info = ContextInfo._from_c(_native.query(self.handle), ordinals)
+        host = self._info.backend == "host"
+        self.cuda_device: int | None = None if host else ordinals[0]
+
+    handle: int
+    """libvmem's context (vmem_t)."""
+    cuda_device: int | None
+    """CUDA ordinal that holds the pages; None on ``host``."""
+
+    @property
+    def info(self) -> ContextInfo:
+        """What the context is; stays readable after `close`."""
+        return self._info
+
+    @property
+    def is_open(self) -> bool:
+        """Neither closed nor inherited through fork."""
+        return not self._closed and self._pid == os.getpid()
+
+    def stats(self) -> Stats:
+        """Counters and present state."""
+        return Stats._from_c(_native.get_stats(self.handle))
+
+    # ---- reservations and pages ----------------------------------------------------------------
+
+    def reserve(
+        self,
+        size: int,
+        *,
+        visible: bool | None = None,
+        sparse: bool = False,
+        align: int = 0,
+        force: bool = False,
+    ) -> Reservation:
+        """Reserves `size` bytes of addresses, with no memory behind them.
+
+        Args:
+            size: a multiple of the granule.
+            visible: True: CUDA's own copies must accept the addresses; False: only kernels need to;
+                None: visible while that fits, else plain with a `PlainReservationWarning`.
+            sparse: unmapped parts read as zeros.
+            align: a power of two; 0 = 2 MiB, or the granule where larger.
+            force: visible even beyond the card's free memory.
+
+        Raises:
+            InvalidArgument: size 0, unaligned or absurd.
+            TooManyMappings: `visible` beyond the card's free memory.
+            NotSupported: the back end has no such reservations.
+        """
+        kind = 0 if visible is None else _VISIBLE if visible else _PLAIN
+        flags = kind | (_SPARSE if sparse else 0) | (_RESERVE_FORCE if force else 0)
+        addr = _native.reserve(self.handle, size, flags, align)
+        info = RangeInfo._from_c(_native.range_query(self.handle, addr))
+        reservation = Reservation(self, info)
+        with self._lock:
+            self._reservations.add(reservation)
+            warn = not (self._warned or reservation.visible or visible is not None)
+            warn = warn and Caps.VISIBLE in self._info.caps
+            self._warned = self._warned or warn
+        if warn:
+            warnings.warn(
+                f"{size} bytes were reserved plain: visible reservations together must stay below "
+                "the card's free memory. Kernels, DLPack, index_copy_ and strided copies work; "
+                "contiguous copy_, clone, .cpu() and .item() call cudaMemcpy, which refuses these "
+                "addresses: use Context.copy, read, write and fill instead, or reserve less.",
+                PlainReservationWarning,
+                stacklevel=2,
+            )
+        return reservation
+
+    def create(
+        self,
+        size: int,
+        *,
+        page_size: int = 0,
+        location: Location = Location.DEVICE,
+        device: Any = 0,
+        dirty: bool = False,
+    ) -> Pages:
+        """Takes physical pages from the pool, in as few runs as it has.
+
+        Args:
+            size: a multiple of the page size.
+            page_size: one of ``info.page_sizes``; 0 = the granule.
+            location: where the pages lie.
+            device: for `Location.PEER`, one of the context's devices.
+            dirty: do not zero the pages at their first mapping; they may show an earlier user's
+            bytes.
+
+        Raises:
+            OutOfMemory: the device's memory or the context's limit is exhausted.
+            NotSupported: a page size or location that the back end lacks.
+        """
+        handle = _native.create(
+            self.handle,
+            size,
+            page_size,
+            int(location),
+            device_ordinal(device),
+            _DIRTY if dirty else 0,
+        )
+        return Pages(self, handle, size)
+
+    def retain(self, addr: int, size: int) -> Pages:
+        """A new handle to the pages behind a range, all of which must be mapped."""
+        return Pages(self, _native.retain(self.handle, addr, size), size)
+
+    def query(self, addr: int) -> RangeInfo:
+        """The reservation around an address, and the address's own state."""
+        return RangeInfo._from_c(_native.range_query(self.handle, addr))
+
+    # ---- mapping -------------------------------------------------------------------------------
+
+    def map(
+        self, addr: int, size: int, pages: Pages, offset: int = 0, *, readonly: bool = False
+    ) -> None:
+        """Maps ``pages[offset:offset + size]`` at `addr`, accessible on every device of the
+        context.
+
+        Raises:
+            AlreadyMapped, NotReserved, OutOfRange, BadHandle, InvalidArgument: nothing changed.
+        """
+        flags = _MAP_READONLY if readonly else 0
+        _native.map(self.handle, addr, size, pages.handle, offset, flags)
+
+    def unmap(self, addr: int, size: int) -> None:
+        """Unmaps a range, all of which must be mapped; may cut mappings.
+
+        No unfinished GPU work may touch it; `batch` and `submit` can wait for such work.
+        """
+        _native.unmap(self.handle, addr, size)
+
+    def batch(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
+        """Runs the operations as one, after the work in `after`: maps, then fills, then unmaps.
+
+        Args:
+            ops: stays as it is and can be used again.
+            after: GPU work to wait for first, in this thread (see `pyvmem.streams.after_items`).
+
+        Raises:
+            VMemError: what failed; maps and unmaps were undone, bytes written by fills stay.
+        """
+        items, _keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, ())
+        _native.batch(self.handle, ops._array, len(ops), items)
+        for pages in ops._consumed:
+            pages._done = True
+
+    def submit(self, ops: OpBatch, after: Iterable[Any] = ()) -> Ticket:
+        """The same on the worker thread, which waits for `after`; this call waits for nothing.
+
+        Everything is checked and the pages are taken before it returns. Until the batch is finished
+        its ranges are Busy for other calls.
+
+        Raises:
+            OutOfMemory: now or never.
+            TooManyBatches: too many unfinished batches.
+            VMemError: a bad operation; nothing changed.
+        """
+        if not after:
+            ticket = _native.submit(self.handle, ops._array, len(ops))
+        else:
+            items, keep = after_items(after, self.cuda_device)
+            ticket = _native.submit(self.handle, ops._array, len(ops), items)
+            if keep:
+                self._keep_events(ticket, keep)
+        consumed = ops._consumed
+        if not consumed:
+            return Ticket(self, ticket, consumed)
+        for pages in consumed:
+            pages._done = True
+        return Ticket(self, ticket, list(consumed))
+
+    def _keep_events(self, ticket: int, events: list[Any]) -> None:
+        """Keeps events alive until their batch is finished, as vmem.h asks of its caller."""
+        with self._lock:
+            kept = self._events
+            kept.append((ticket, events))
+            # Two of the oldest for each new one: the list cannot grow beyond what is unfinished.
+            for _ in range(2):
+                if len(kept) > 1 and _native.poll(self.handle, kept[0][0]):
+                    kept.pop(0)
+
+    # ---- contents ------------------------------------------------------------------------------
+
+    def read(self, addr: int, size: int) -> bytes:
+        """Copies `size` bytes at `addr` out of the device.
+
+        Raises:
+            NotMapped: a byte is not mapped.
+        """
+        if size > _LARGE_READ:
+            info = self.query(addr)
+            if addr + size > info.base + info.nbytes:
+                _native.fail(
+                    errno.EFAULT,
+                    f"read of {size} bytes at {addr:#x}: the reservation ends after "
+                    f"{info.base + info.nbytes - addr}",
+                    op="vmem_read",
+                    addr=addr,
+                    bytes=size,
+                    limit=info.base + info.nbytes - addr,
+                )
+        buffer = _native.ffi.new("char[]", max(size, 1))
+        _native.read(self.handle, buffer, addr, size)
+        return bytes(_native.ffi.buffer(buffer, size))
+
+    def write(self, addr: int, data: Any) -> None:
+        """Copies a bytes-like object to `addr`.
+
+        Raises:
+            NotMapped: a byte is not mapped.
+            ReadOnly: a byte is mapped read-only.
+        """
+        buffer = _native.ffi.from_buffer(data)
+        _native.write(self.handle, addr, buffer, len(buffer))
+
+    def copy(self, dst: int, src: int, size: int) -> None:
+        """Copies within the context; done when the call returns."""
+        _native.copy(self.handle, dst, src, size)
+
+    def fill(self, addr: int, size: int, value: int = 0) -> None:
+        """Writes the byte `value` (0 to 255) all over a range; done when the call returns."""
+        _native.fill(self.handle, addr, size, value)
+
+    # ---- pool ----------------------------------------------------------------------------------
+
+    def warm(self, nbytes: int) -> None:
+        """Takes memory from the driver until `nbytes` are free in the device pool."""
+        _native.warm(self.handle, nbytes)
+
+    def trim(self, keep: int = 0) -> int:
+        """Gives empty slabs back while `keep` free bytes remain; returns the bytes given back."""
+        return _native.trim(self.handle, keep)
+
+    def consolidate(self, addr: int, size: int) -> int:
+        """Maps again in one piece each run that was mapped page by page; returns the driver calls.
+
+        A safe point only: no GPU work may touch the range.
+        """
+        return _native.consolidate(self.handle, addr, size)
+
+    # ---- tests ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Checks every internal invariant; slow.
+
+        Raises:
+            DriverError: the first contradiction.
+        """
+        _native.check(self.handle)
+
+    def inject(
+        self, kinds: Inject | int, skip: int = 0, count: int = 1, error: int = errno.EIO
+    ) -> None:
+        """Of the coming driver calls of these kinds, lets `skip` pass and fails the next `count`.
+
+        Args:
+            kinds: which calls.
+            skip: calls that pass.
+            count: calls that fail; 0 ends it.
+            error: positive errno that they fail with.
+        """
+        _native.inject(self.handle, int(kinds), skip, count, error)
+
+    # ---- end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Completes or cancels unfinished batches and gives everything back; again: nothing.
+
+        Raises:
+            Busy: arrays or tensors over its reservations live; nothing changed.
+            ForkedProcess: the context belongs to the parent.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            live = sum(one.live_arrays for one in self._reservations)
+            if live:
+                _native.fail(
+                    errno.EBUSY,
+                    f"tensors or buffers over this context's reservations are alive: {live}",
+                    op="vmem_close",
+                    bytes=live,
+                )
+            self._closed = True  # from here on no new tensor
+        try:
+            _native.close(self.handle)
+        except BaseException:
+            self._closed = False
+            raise
+        self._events = []
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
+        if not self._closed and self._pid != os.getpid():
+            return  # a forked child leaves the block: nothing of it is the child's
+        try:
+            self.close()
+        except VMemError as error:
+            # The traceback of the error under way keeps tensors alive; that error matters more.
+            if exc_type is None or error.errno != errno.EBUSY:
+                raise
+
+    def __del__(self, _warn: Any = warnings.warn) -> None:
+        if not getattr(self, "_closed", True) and self._pid == os.getpid():
+            _warn(f"context never closed: {self!r}", ResourceWarning, source=self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<Context {self._info.backend}, granule {self._info.granule}, {state}>"

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: MIT
+"""Exceptions: one class for each kind of error of libvmem (the list at the top of vmem.h).
+
+All derive from `VMemError`; where Python has a class of its own for such an error (`ValueError`,
+`MemoryError`, `TimeoutError`, ...), the class derives from that too. A call that raised has changed
+nothing, except where `NotRecoverable` says what was lost.
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+from typing import Any, Final
+
+__all__ = [
+    "AccessDenied",
+    "AddressOverflow",
+    "AlreadyMapped",
+    "BackendUnavailable",
+    "BadHandle",
+    "Busy",
+    "DriverError",
+    "ForkedProcess",
+    "InvalidArgument",
+    "NotMapped",
+    "NotRecoverable",
+    "NotReserved",
+    "NotSupported",
+    "OutOfMemory",
+    "OutOfRange",
+    "ReadOnly",
+    "Timeout",
+    "TooManyBatches",
+    "TooManyMappings",
+    "VMemError",
+    "error_class",
+]
+
+
+class VMemError(Exception):
+    """An error of libvmem or of this package.
+
+    Attributes:
+        errno: positive errno, with the meaning that vmem.h gives it (0: none).
+        errno_name: its symbol, for example ``"ENOMEM"``.
+        status: the driver's own status (CUresult or RM status), 0 if it had none.
+        status_name: the symbol of `status`, for example ``"NV_ERR_NO_MEMORY"``, or ``""``.
+        op: the function that failed, for example ``"vMemMap"``.
+        addr: first address of the range in question, 0 if there is none.
+        bytes: length of that range, or the size in question.
+        limit: the limit that was met, 0 if there is none.
+    """
+
+    errno: int
+    errno_name: str
+    status: int
+    status_name: str
+    op: str
+    addr: int
+    bytes: int
+    limit: int
+
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        errno: int = 0,
+        status: int = 0,
+        status_name: str = "",
+        op: str = "",
+        addr: int = 0,
+        bytes: int = 0,
+        limit: int = 0,
+    ) -> None:
+        super().__init__(text)
+        self.errno = errno
+        self.errno_name = _errno.errorcode.get(errno, "")
+        self.status = status
+        self.status_name = status_name
+        self.op = op
+        self.addr = addr
+        self.bytes = bytes
+        self.limit = limit
+
+    def __str__(self) -> str:
+        # Not left to the bases: OSError would put its own form here.
+        return str(self.args[0]) if self.args else ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = ("status", "status_name", "op", "addr", "bytes", "limit")
+        state = {name: getattr(self, name) for name in fields}
+        return _rebuild, (type(self), str(self), self.errno, state)
+
+
+def _rebuild(cls: type[VMemError], text: str, errno: int, state: dict[str, Any]) -> VMemError:
+    """Unpickles an error: pickle itself passes no keyword arguments."""
+    return cls(text, errno=errno, **state)
+
+
+class InvalidArgument(VMemError, ValueError):
+    """EINVAL: a malformed argument: size 0, unaligned, an unknown flag, out of its range."""
+
+
+class AddressOverflow(VMemError, OverflowError):
+    """EOVERFLOW: address + size, or count x stride, leaves 64 bits."""
+
+
+class NotSupported(VMemError):
+    """EOPNOTSUPP: this back end cannot do it (page size, sparse, read-only, location)."""
+
+
+class BadHandle(VMemError):
+    """EBADF: something closed, freed, or of another context; a ticket too old."""
+
+
+class ForkedProcess(VMemError):
+    """ECHILD: the context belongs to the parent of this forked process."""
+
+
+class NotReserved(VMemError):
+    """ENXIO: the address is not inside a reservation of this context."""
+
+
+class AlreadyMapped(VMemError):
+    """EEXIST: map over a live mapping."""
+
+
+class NotMapped(VMemError):
+    """EFAULT: unmap of, or access to, an address with nothing mapped."""
+
+
+class AccessDenied(VMemError, PermissionError):  # type: ignore[misc]  # errno is int in both
+    """EACCES: a device node that this user may not open."""
+
+
+class ReadOnly(AccessDenied):
+    """EACCES: a write to a read-only mapping."""
+
+
+class OutOfRange(VMemError):
+    """ERANGE: beyond the end of the handle."""
+
+
+class Busy(VMemError):
+    """EBUSY: live mappings, living tensors, or a range that another call is changing."""
+
+
+class OutOfMemory(VMemError, MemoryError):
+    """ENOMEM: not enough physical memory: the device's, the context's limit, or the heap."""
+
+
+class TooManyMappings(VMemError):
+    """ENOSPC: a system limit on mappings, or visible reservations beyond the card's free memory."""
+
+
+class TooManyBatches(VMemError):
+    """EAGAIN: too many unfinished batches."""
+
+
+class Timeout(VMemError, TimeoutError):  # type: ignore[misc]  # errno is int in both
+    """ETIMEDOUT: a batch was not finished in time."""
+
+
+class BackendUnavailable(VMemError):
+    """ENODEV: the back end cannot be used on this machine; the text says why."""
+
+
+class DriverError(VMemError):
+    """EIO: the driver refused something it should not have; see `VMemError.status_name`."""
+
+
+class NotRecoverable(VMemError):
+    """ENOTRECOVERABLE: a failed batch could not be undone; its range is lost until close."""
+
+
+_CLASSES: Final[dict[int, type[VMemError]]] = {
+    _errno.EINVAL: InvalidArgument,
+    _errno.EOVERFLOW: AddressOverflow,
+    _errno.EOPNOTSUPP: NotSupported,
+    _errno.EBADF: BadHandle,
+    _errno.ECHILD: ForkedProcess,
+    _errno.ENXIO: NotReserved,
+    _errno.EEXIST: AlreadyMapped,
+    _errno.EFAULT: NotMapped,
+    _errno.EACCES: ReadOnly,
+    _errno.ERANGE: OutOfRange,
+    _errno.EBUSY: Busy,
+    _errno.ENOMEM: OutOfMemory,
+    _errno.ENOSPC: TooManyMappings,
+    _errno.EAGAIN: TooManyBatches,
+    _errno.ETIMEDOUT: Timeout,
+    _errno.ENODEV: BackendUnavailable,
+    _errno.EIO: DriverError,
+    _errno.ENOTRECOVERABLE: NotRecoverable,
+}
+
+
+def error_class(errno: int, op: str = "") -> type[VMemError]:
+    """The class for a positive errno.
+
+    EACCES has two meanings in vmem.h, told apart by the function: only opening and probing meet a
+    device node.
+    """
+    if errno == _errno.EACCES and op in ("vmem_open", "vmem_probe"):
+        return AccessDenied
+    return _CLASSES.get(errno, VMemError)

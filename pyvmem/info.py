@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: MIT
+"""What a context, a range and a handle report: enumerations and frozen records.
+
+Values come from vmem.h through the compiler; sizes are bytes, addresses device virtual addresses
+(on ``host``: pointers).
+"""
+
+from __future__ import annotations
+
+import enum
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from pyvmem import _native
+
+__all__ = [
+    "KEEP_ALL",
+    "Caps",
+    "ContextInfo",
+    "Inject",
+    "Location",
+    "PagesInfo",
+    "RangeFlags",
+    "RangeInfo",
+    "Stats",
+]
+
+_c = _native.constant
+
+KEEP_ALL: int = _c("VMEM_KEEP_ALL")
+"""For ``pool_high``: free pages go back to the driver only by `Context.trim`."""
+
+
+class Caps(enum.Flag):
+    """What a back end can do."""
+
+    ALIAS = _c("VMEM_CAP_ALIAS")
+    READONLY = _c("VMEM_CAP_READONLY")
+    SPARSE = _c("VMEM_CAP_SPARSE")
+    HOST_PAGES = _c("VMEM_CAP_HOST_PAGES")
+    PEER = _c("VMEM_CAP_PEER")
+    CPU_ACCESS = _c("VMEM_CAP_CPU_ACCESS")
+    VISIBLE = _c("VMEM_CAP_VISIBLE")
+    PLAIN = _c("VMEM_CAP_PLAIN")
+    CONSOLIDATE = _c("VMEM_CAP_CONSOLIDATE")
+
+
+class Location(enum.IntEnum):
+    """Where physical pages lie."""
+
+    DEVICE = _c("VMEM_DEVICE")
+    HOST = _c("VMEM_HOST")
+    PEER = _c("VMEM_PEER")
+
+
+class RangeFlags(enum.Flag):
+    """The state of an address."""
+
+    MAPPED = _c("VMEM_RANGE_MAPPED")
+    READONLY = _c("VMEM_RANGE_READONLY")
+    VISIBLE = _c("VMEM_RANGE_VISIBLE")
+    SPARSE = _c("VMEM_RANGE_SPARSE")
+    BUSY = _c("VMEM_RANGE_BUSY")
+    QUARANTINED = _c("VMEM_RANGE_QUARANTINED")
+
+
+class Inject(enum.IntFlag):
+    """Driver calls that `Context.inject` makes fail."""
+
+    MAP = _c("VMEM_INJECT_MAP")
+    UNMAP = _c("VMEM_INJECT_UNMAP")
+    SLAB = _c("VMEM_INJECT_SLAB")
+    FILL = _c("VMEM_INJECT_FILL")
+    RESERVE = _c("VMEM_INJECT_RESERVE")
+    HEAP = _c("VMEM_INJECT_HEAP")
+
+
+def sizes_of_mask(mask: int) -> tuple[int, ...]:
+    """The sizes in a mask of page sizes: bit k stands for pages of 2^k bytes."""
+    return tuple(1 << k for k in range(64) if mask >> k & 1)
+
+
+def text_of(chars: Any) -> str:
+    """A fixed-size char array as text."""
+    text: str = _native.ffi.string(chars).decode("utf-8", "replace")
+    return text
+
+
+@dataclass(frozen=True)
+class ContextInfo:
+    """What a context is (struct vmem_info).
+
+    Attributes:
+        backend: ``"host"``, ``"cuda"`` or ``"stock"``.
+        caps: what it can do.
+        granule: the smallest page, in bytes.
+        page_sizes: the sizes a page can have, ascending.
+        slab_size: bytes taken from the driver at once.
+        max_segments: limit on scattered pieces of mappings (host: vm.max_map_count), 0 = none.
+        driver: the driver's version, ``""`` on host.
+        device_name: of the first device.
+        devices: CUDA ordinals, the first one holds the pages.
+        uuid: of the first device as nvidia-smi writes it, ``""`` on host.
+        uuids: of every device.
+        why: for ``"auto"``, why the back ends before this one were passed over.
+    """
+
+    backend: str
+    caps: Caps
+    granule: int
+    page_sizes: tuple[int, ...]
+    slab_size: int
+    max_segments: int
+    driver: str
+    device_name: str
+    devices: tuple[int, ...]
+    uuid: str
+    uuids: tuple[str, ...]
+    why: str
+
+    @classmethod
+    def _from_c(cls, info: Any, devices: tuple[int, ...]) -> ContextInfo:
+        raw = [bytes(_native.ffi.buffer(info.uuid[k])) for k in range(info.num_devices)]
+        uuids = tuple(f"GPU-{uuid.UUID(bytes=one)}" if any(one) else "" for one in raw)
+        return cls(
+            backend=text_of(info.backend),
+            caps=Caps(info.caps),
+            granule=info.granule,
+            page_sizes=sizes_of_mask(info.page_sizes),
+            slab_size=info.slab_size,
+            max_segments=info.max_segments,
+            driver=text_of(info.driver),
+            device_name=text_of(info.device_name),
+            devices=devices,
+            uuid=uuids[0] if uuids else "",
+            uuids=uuids,
+            why=text_of(info.why),
+        )
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters since open (calls, ns) and present state (the rest): struct vmem_stats.
+
+    ``slab_bytes`` is ``used_bytes + free_bytes + quarantined_bytes``; an aliased page counts once
+    in ``used_bytes`` and once per mapping in ``mapped_bytes``.
+    """
+
+    reserved_bytes: int
+    mapped_bytes: int
+    used_bytes: int
+    free_bytes: int
+    slab_bytes: int
+    quarantined_bytes: int
+    peak_mapped_bytes: int
+    peak_used_bytes: int
+    reservations: int
+    handles: int
+    slabs: int
+    segments: int
+    pending: int
+    batches: int
+    map_calls: int
+    unmap_calls: int
+    slab_calls: int
+    fill_calls: int
+    driver_ns: int
+    worker_driver_ns: int
+
+    @classmethod
+    def _from_c(cls, stats: Any) -> Stats:
+        return cls(*[getattr(stats, name) for name in _STATS_FIELDS])
+
+
+_STATS_FIELDS = tuple(Stats.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class RangeInfo:
+    """The reservation around an address, and the address's own state (struct vmem_range_info).
+
+    Attributes:
+        base: the reservation's first address.
+        nbytes: its length.
+        mapped_bytes: of the reservation.
+        segments: of the reservation.
+        run_bytes: from the granule of the address on: bytes in the same state, one physical run.
+        flags: state of the address.
+    """
+
+    base: int
+    nbytes: int
+    mapped_bytes: int
+    segments: int
+    run_bytes: int
+    flags: RangeFlags
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the address has memory."""
+        return RangeFlags.MAPPED in self.flags
+
+    @property
+    def readonly(self) -> bool:
+        """Whether the address is mapped read-only."""
+        return RangeFlags.READONLY in self.flags
+
+    @classmethod
+    def _from_c(cls, info: Any) -> RangeInfo:
+        return cls(
+            info.base,
+            info.bytes,
+            info.mapped_bytes,
+            info.segments,
+            info.run_bytes,
+            RangeFlags(info.flags),
+        )
+
+
+@dataclass(frozen=True)
+class PagesInfo:
+    """What a handle refers to (struct vmem_handle_info).
+
+    Attributes:
+        nbytes: length of the pages together.
+        page_size: of each page.
+        runs: physical runs.
+        mappings: live mappings made with this handle.
+        location: where the pages lie.
+        device: CUDA ordinal for `Location.PEER`.
+    """
+
+    nbytes: int
+    page_size: int
+    runs: int
+    mappings: int
+    location: Location
+    device: int
+
+    @classmethod
+    def _from_c(cls, info: Any) -> PagesInfo:
+        return cls(
+            info.bytes,
+            info.page_size,
+            info.runs,
+            info.mappings,
+            Location(info.location),
+            info.device,
+        )

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: MIT
+"""Handles of one context: physical pages, and tickets of submitted batches."""
+
+from __future__ import annotations
+
+import errno
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from pyvmem import _native
+from pyvmem.errors import VMemError
+from pyvmem.info import PagesInfo
+from pyvmem.streams import stream_handle
+
+if TYPE_CHECKING:
+    from pyvmem.context import Context
+
+__all__ = ["Pages", "Ticket"]
+
+# A wait without limit comes back to Python this often, so that signals are handled (Ctrl-C).
+_SLICE_NS = 200_000_000
+
+
+class Pages:
+    """A reference to physical pages, made by `Context.create` or `Context.retain`.
+
+    The pages live while a handle or a mapping refers to them. End the reference with `release` or
+    `drop`; a context manager releases. A forgotten one keeps its pages until the context closes,
+    and warns (ResourceWarning).
+    """
+
+    __slots__ = ("_context", "_done", "_nbytes", "handle")
+
+    handle: int
+    """libvmem's handle, never 0."""
+
+    def __init__(self, context: Context, handle: int, nbytes: int) -> None:
+        self._context = context
+        self.handle = handle
+        self._nbytes = nbytes
+        self._done = False
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the pages together."""
+        return self._nbytes
+
+    @property
+    def context(self) -> Context:
+        """The context that the pages belong to."""
+        return self._context
+
+    @property
+    def info(self) -> PagesInfo:
+        """Page size, runs, mappings, location.
+
+        Raises:
+            BadHandle: released, dropped, consumed by a batch, or the context is closed.
+        """
+        return PagesInfo._from_c(_native.handle_query(self._context.handle, self.handle))
+
+    def release(self) -> None:
+        """Unmaps the one mapping of this handle, if there is one, and drops the reference.
+
+        Raises:
+            Busy: several mappings live; nothing changed (`Context.unmap` names a range).
+            BadHandle: released, dropped or consumed before.
+        """
+        _native.release(self._context.handle, self.handle)
+        self._done = True
+
+    def drop(self) -> None:
+        """Drops the reference alone: mappings stay and keep their pages.
+
+        Raises:
+            BadHandle: released, dropped or consumed before.
+        """
+        _native.drop(self._context.handle, self.handle)
+        self._done = True
+
+    def __enter__(self) -> Pages:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if not self._done:
+            self.release()
+
+    def __del__(self, _warn: Any = warnings.warn) -> None:
+        # Half-built objects have no _done.
+        if not getattr(self, "_done", True) and self._context.is_open:
+            _warn(f"pages never released: {self!r}", ResourceWarning, source=self)
+
+    def __repr__(self) -> str:
+        return f"<Pages {self.handle:#x}, {self._nbytes} bytes>"
+
+
+class Ticket:
+    """A batch on the worker thread.
+
+    Dropping a ticket does not cancel the batch. Its result can be asked for until VMEM_MAX_TICKETS
+    later batches were submitted.
+    """
+
+    __slots__ = ("_consumed", "_context", "handle")
+
+    handle: int
+    """libvmem's ticket, never 0."""
+
+    def __init__(self, context: Context, handle: int, consumed: list[Pages]) -> None:
+        self._context = context
+        self.handle = handle
+        self._consumed = consumed
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until the batch is finished, its fills included.
+
+        Args:
+            timeout: seconds; None: no limit; 0 or less: ask only.
+
+        Raises:
+            Timeout: not finished in time.
+            BadHandle: the context is closed, or the ticket too old.
+            VMemError: what the batch failed with; all of it was undone.
+        """
+        vm = self._context.handle
+        try:
+            if timeout is None:
+                while not _native.wait(vm, self.handle, _SLICE_NS):
+                    pass
+                return
+            left = max(0, int(timeout * 1e9))
+            while not _native.wait(vm, self.handle, min(left, _SLICE_NS)):
+                if left <= _SLICE_NS:
+                    _native.fail(
+                        errno.ETIMEDOUT,
+                        f"the batch was not finished within {timeout} s",
+                        op="vmem_wait",
+                    )
+                left -= _SLICE_NS
+        except VMemError as error:
+            if error.errno not in (errno.ETIMEDOUT, errno.EBADF, errno.ECHILD):
+                self._failed()
+            raise
+
+    def _failed(self) -> None:
+        """An undone batch consumed nothing: the references are the caller's again."""
+        for pages in self._consumed:
+            pages._done = False
+        self._consumed = []
+
+    def done(self) -> bool:
+        """Whether the batch is finished, well or not; does not wait."""
+        return _native.poll(self._context.handle, self.handle)
+
+    def order(self, stream: Any = None) -> None:
+        """Waits until the mappings are made, then lets `stream` wait for the fills.
+
+        Args:
+            stream: as in ``after``; None: the current stream. On ``host`` the same as `wait`.
+
+        Raises:
+            VMemError: what the batch failed with.
+        """
+        device = self._context.cuda_device
+        if device is None:
+            self.wait()
+        else:
+            _native.order(self._context.handle, self.handle, stream_handle(stream, device))
+
+    def __repr__(self) -> str:
+        return f"<Ticket {self.handle:#x}>"

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: MIT
+"""Which back ends work on this machine, which one ``"auto"`` uses, and why the others do not."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pyvmem import _native
+from pyvmem.info import Caps, sizes_of_mask, text_of
+from pyvmem.streams import device_ordinal
+
+__all__ = ["ProbeResult", "add_parser", "probe", "run"]
+
+_FORCE = _native.constant("VMEM_OPEN_FORCE")
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """One back end on this machine (struct vmem_probe_info).
+
+    Attributes:
+        backend: its name.
+        usable: a context can be opened; proved by mapping, writing, reading and unmapping a page.
+        used: ``"auto"`` takes this one.
+        error: positive errno why not, 0 if usable.
+        error_name: its symbol.
+        caps: what it can do.
+        page_sizes: bytes, ascending.
+        driver: the driver's version.
+        device_name: of the device asked for.
+        reason: why not usable, or what was proved.
+    """
+
+    backend: str
+    usable: bool
+    used: bool
+    error: int
+    error_name: str
+    caps: Caps
+    page_sizes: tuple[int, ...]
+    driver: str
+    device_name: str
+    reason: str
+
+
+def probe(device: Any = 0, *, force: bool = False) -> list[ProbeResult]:
+    """Tries every back end, in the order of ``"auto"``; opens and closes what it needs.
+
+    Args:
+        device: CUDA ordinal, torch.device or cuda.core Device.
+        force: also try a driver version that was never checked.
+    """
+    ordinal = device_ordinal(device)
+    results: list[ProbeResult] = []
+    for name in _native.backend_names():
+        info = _native.probe(name, ordinal, _FORCE if force else 0)
+        usable = bool(info.usable)
+        results.append(
+            ProbeResult(
+                backend=name,
+                usable=usable,
+                used=usable and not any(one.used for one in results),
+                error=-info.error,
+                error_name=errno.errorcode.get(-info.error, ""),
+                caps=Caps(info.caps),
+                page_sizes=sizes_of_mask(info.page_sizes),
+                driver=text_of(info.driver),
+                device_name=text_of(info.device_name),
+                reason=text_of(info.reason),
+            )
+        )
+    return results
+
+
+def _size(nbytes: int) -> str:
+    for unit, power in (("GB", 30), ("MB", 20), ("KB", 10)):
+        if nbytes >= 1 << power and nbytes % (1 << power) == 0:
+            return f"{nbytes >> power} {unit}"
+    return f"{nbytes} B"
+
+
+def _table(results: list[ProbeResult]) -> str:
+    rows = [("back end", "state", "pages", "device", "why")]
+    for one in results:
+        state = "used" if one.used else "usable" if one.usable else "not usable"
+        pages = ""
+        if one.page_sizes:
+            pages = _size(one.page_sizes[0])
+            if len(one.page_sizes) > 1:
+                pages += f" to {_size(one.page_sizes[-1])}"
+        device = " ".join(part for part in (one.device_name, one.driver) if part)
+        error = f"{one.error_name}: " if one.error_name else ""
+        rows.append((one.backend, state, pages, device, error + one.reason))
+    widths = [max(len(row[k]) for row in rows) for k in range(4)]
+    lines = ["  ".join([*(row[k].ljust(widths[k]) for k in range(4)), row[4]]) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def add_parser(sub: Any) -> None:
+    """Adds ``vmem probe``."""
+    parser: argparse.ArgumentParser = sub.add_parser(
+        "probe", help="which back ends work here", description=__doc__
+    )
+    parser.add_argument("--device", default="0", help="CUDA ordinal (default: 0)")
+    parser.add_argument("--force", action="store_true", help="also try unchecked driver versions")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the results; 0 if any back end is usable."""
+    device = int(args.device) if args.device.isdigit() else args.device
+    results = probe(device, force=args.force)
+    if args.json:
+        caps = {one.backend: [cap.name for cap in Caps if cap in one.caps] for one in results}
+        records = [{**vars(one), "caps": caps[one.backend]} for one in results]
+        print(json.dumps(records, indent=2))
+    else:
+        print(_table(results))
+    return 0 if any(one.usable for one in results) else 1

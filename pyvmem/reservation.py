@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: MIT
+"""A reservation: a range of addresses, and the tensors over it."""
+
+from __future__ import annotations
+
+import errno
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyvmem import _native
+from pyvmem.array import VirtualArray, torch_tensor
+from pyvmem.errors import VMemError
+from pyvmem.info import RangeFlags, RangeInfo
+
+if TYPE_CHECKING:
+    from pyvmem.context import Context
+    from pyvmem.pages import Pages
+
+__all__ = ["Reservation"]
+
+_UNMAP = _native.constant("VMEM_FREE_UNMAP")
+
+
+class Reservation:
+    """A range of virtual addresses, made by `Context.reserve`.
+
+    Offsets are bytes from its start. Tensors, arrays and buffers over it keep it (and its context)
+    alive, and `close` raises `Busy` while any of them lives. A context manager: leaving the block
+    unmaps what is mapped and closes. A forgotten reservation stays until the context closes, and
+    warns (ResourceWarning).
+    """
+
+    __slots__ = ("__weakref__", "_arrays", "_closed", "_context", "_info")
+
+    def __init__(self, context: Context, info: RangeInfo) -> None:
+        self._closed = False
+        self._context = context
+        self._info = info
+        self._arrays: weakref.WeakSet[VirtualArray] = weakref.WeakSet()
+
+    @property
+    def context(self) -> Context:
+        """The context it belongs to."""
+        return self._context
+
+    @property
+    def addr(self) -> int:
+        """The first address."""
+        return self._info.base
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self._info.nbytes
+
+    @property
+    def visible(self) -> bool:
+        """Whether CUDA's own copies accept the addresses (on host: as CPU memory, False)."""
+        return RangeFlags.VISIBLE in self._info.flags
+
+    @property
+    def sparse(self) -> bool:
+        """Whether unmapped parts read as zeros."""
+        return RangeFlags.SPARSE in self._info.flags
+
+    @property
+    def is_open(self) -> bool:
+        """Neither closed itself nor by its context."""
+        return not self._closed and self._context.is_open
+
+    @property
+    def live_arrays(self) -> int:
+        """Arrays, tensors and buffers over it that live."""
+        return len(self._arrays)
+
+    def _at(self, offset: int, size: int, op: str) -> int:
+        """The address of an offset; libvmem checks addresses, which may lie in a neighbour."""
+        if self._closed:
+            self._raise_closed(op)
+        if offset < 0 or size < 0 or offset + size > self.nbytes:
+            _native.fail(
+                errno.EINVAL,
+                f"offset {offset} + {size} bytes: the reservation has {self.nbytes}",
+                op=op,
+                addr=self.addr,
+                bytes=max(size, 0),
+                limit=self.nbytes,
+            )
+        return self.addr + offset
+
+    def _raise_closed(self, op: str) -> None:
+        _native.fail(errno.EBADF, "the reservation is closed", op=op, addr=self.addr)
+
+    # ---- mapping and contents, by offset -------------------------------------------------------
+
+    def map(
+        self,
+        offset: int,
+        pages: Pages,
+        size: int | None = None,
+        pages_offset: int = 0,
+        *,
+        readonly: bool = False,
+    ) -> None:
+        """Maps `pages` (or `size` bytes of them from `pages_offset` on) at `offset`."""
+        length = pages.nbytes - pages_offset if size is None else size
+        addr = self._at(offset, length, "vMemMap")
+        self._context.map(addr, length, pages, pages_offset, readonly=readonly)
+
+    def unmap(self, offset: int, size: int) -> None:
+        """Unmaps a range, all of which must be mapped."""
+        self._context.unmap(self._at(offset, size, "vMemUnmap"), size)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Copies bytes out of the device."""
+        return self._context.read(self._at(offset, size, "vmem_read"), size)
+
+    def write(self, offset: int, data: Any) -> None:
+        """Copies a bytes-like object to `offset`."""
+        size = memoryview(data).nbytes
+        self._context.write(self._at(offset, size, "vmem_write"), data)
+
+    def fill(self, offset: int, size: int, value: int = 0) -> None:
+        """Writes one byte all over a range."""
+        self._context.fill(self._at(offset, size, "vmem_fill"), size, value)
+
+    def query(self, offset: int = 0) -> RangeInfo:
+        """The state of an offset."""
+        return self._context.query(self._at(offset, 1, "vmem_range_query"))
+
+    # ---- tensors -------------------------------------------------------------------------------
+
+    def array(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        strides: Sequence[int] | None = None,
+        offset: int = 0,
+    ) -> VirtualArray:
+        """An array over the addresses, for any library (``__dlpack__`` and its like).
+
+        Memory is neither read nor written, and need not be mapped until elements are used: on the
+        CPU touching an unmapped element ends the process, on a GPU it ends the CUDA context.
+
+        Args:
+            shape: elements along each dimension.
+            dtype: a name (``"bfloat16"``), torch.dtype or numpy dtype.
+            strides: in elements, as torch counts them; None = contiguous.
+            offset: of the first element in bytes, a multiple of the element size.
+
+        Raises:
+            InvalidArgument: it does not fit (both sizes are named), or is malformed.
+            BadHandle: the reservation or its context is closed.
+        """
+        array = VirtualArray(self, shape, dtype, strides, offset)
+        with self._context._lock:
+            if self._closed:
+                self._raise_closed("tensor")
+            if not self._context.is_open:
+                _native.fail(errno.EBADF, "the context is closed", op="tensor", addr=self.addr)
+            self._arrays.add(array)
+        return array
+
+    def tensor(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        strides: Sequence[int] | None = None,
+        offset: int = 0,
+    ) -> Any:
+        """A torch.Tensor over the addresses: on the CPU for ``host``, on CUDA else.
+
+        Arguments and errors as for `array`. Needs torch.
+        """
+        return torch_tensor(self.array(shape, dtype, strides, offset))
+
+    def buffer(self, offset: int = 0, nbytes: int | None = None) -> memoryview:
+        """A writable memoryview of bytes (``host`` only: the CPU reads the addresses).
+
+        Raises:
+            NotSupported: the CPU cannot reach this back end's memory.
+        """
+        length = self.nbytes - offset if nbytes is None else nbytes
+        return self.array((length,), "uint8", None, offset).buffer()
+
+    def _whole(self) -> VirtualArray:
+        return self.array((self.nbytes,), "uint8")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """The whole range as bytes; see `VirtualArray.__dlpack__`."""
+        return self._whole().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """DLPack's device type and index."""
+        return self._whole().__dlpack_device__()
+
+    # ---- end -----------------------------------------------------------------------------------
+
+    def close(self, *, unmap: bool = False) -> None:
+        """Gives the addresses back; again, or after the context's close: nothing.
+
+        Args:
+            unmap: unmap what is still mapped, instead of Busy.
+
+        Raises:
+            Busy: arrays or tensors live, or mappings; nothing changed.
+        """
+        with self._context._lock:
+            if self._closed or self._context._closed:
+                return
+            live = len(self._arrays)
+            if live:
+                _native.fail(
+                    errno.EBUSY,
+                    f"tensors or buffers over this reservation are alive: {live}",
+                    op="vMemFree",
+                    addr=self.addr,
+                    bytes=self.nbytes,
+                    limit=live,
+                )
+            self._closed = True
+        try:
+            _native.free(self._context.handle, self.addr, _UNMAP if unmap else 0)
+        except BaseException:
+            self._closed = False
+            raise
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
+        if not self.is_open:
+            return
+        try:
+            self.close(unmap=True)
+        except VMemError as error:
+            # The traceback of the error under way keeps tensors alive; that error matters more.
+            if exc_type is None or error.errno != errno.EBUSY:
+                raise
+
+    def __del__(self, _warn: Any = warnings.warn) -> None:
+        if not getattr(self, "_closed", True) and self._context.is_open:
+            _warn(f"reservation never closed: {self!r}", ResourceWarning, source=self)
+
+    def __repr__(self) -> str:
+        return f"<Reservation {self.addr:#x}, {self.nbytes} bytes>"
