@@ -66,12 +66,11 @@ def check_exports() -> list[str]:
     return problems
 
 
-def check_prefixes() -> list[str]:
-    """Names that the static library adds to a program's name space start with vmem, vMem or vm_."""
+def check_static_names() -> list[str]:
+    """The static library adds exactly the public functions to a program's name space."""
     lines = output("nm", "-g", "--defined-only", LIB / "libvmem.a").splitlines()
     names = {line.split()[2] for line in lines if len(line.split()) == 3}
-    bad = sorted(name for name in names if not name.startswith(("vmem_", "vMem", "vm_")))
-    return [f"libvmem.a: the name {name} has no prefix of ours" for name in bad]
+    return difference("libvmem.a", names, set(functions()))
 
 
 def check_header() -> list[str]:
@@ -149,7 +148,7 @@ def main() -> int:
     checks = [
         check_version_script,
         check_exports,
-        check_prefixes,
+        check_static_names,
         check_header,
         check_installation,
         *check_man.CHECKS,
