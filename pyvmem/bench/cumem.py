@@ -71,6 +71,7 @@ class Cuda:
         return int(self.call(self.driver.cuDeviceGetAttribute, which, self.device))
 
     def name(self) -> str:
+        """Name of the device."""
         text = self.call(self.driver.cuDeviceGetName, 256, self.device)
         return bytes(text).split(b"\0")[0].decode()
 
@@ -83,10 +84,8 @@ class Cuda:
         free, total = self.call(self.driver.cuMemGetInfo)
         return int(free), int(total)
 
-    def synchronize(self) -> None:
-        self.call(self.driver.cuCtxSynchronize)
-
     def close(self) -> None:
+        """Give the primary context back."""
         if self._open:
             self._open = False
             self.call(self.driver.cuDevicePrimaryCtxRelease, self.device)
@@ -125,38 +124,49 @@ class CuMem:
     # Argument tuples of the timed calls.
 
     def reserve_args(self, nbytes: int) -> tuple[Any, ...]:
+        """Arguments of cuMemAddressReserve."""
         return (nbytes, 0, 0, 0)
 
     def create_args(self, nbytes: int) -> tuple[Any, ...]:
+        """Arguments of cuMemCreate."""
         return (nbytes, self.prop, 0)
 
     def map_args(self, addr: int, nbytes: int, handle: Any) -> tuple[Any, ...]:
+        """Arguments of cuMemMap."""
         return (addr, nbytes, 0, handle, 0)
 
     def access_args(self, addr: int, nbytes: int) -> tuple[Any, ...]:
+        """Arguments of cuMemSetAccess."""
         return (addr, nbytes, self.access, 1)
 
     # Untimed calls.
 
     def reserve(self, nbytes: int) -> int:
+        """Reserve addresses."""
         return int(self.cuda.call(self.driver.cuMemAddressReserve, *self.reserve_args(nbytes)))
 
     def free(self, addr: int, nbytes: int) -> None:
+        """Give addresses back."""
         self.cuda.call(self.driver.cuMemAddressFree, addr, nbytes)
 
     def create(self, nbytes: int) -> Any:
+        """Create an allocation of that many bytes; returns its handle."""
         return self.cuda.call(self.driver.cuMemCreate, *self.create_args(nbytes))
 
     def map(self, addr: int, nbytes: int, handle: Any) -> None:
+        """Map the whole allocation; no access yet."""
         self.cuda.call(self.driver.cuMemMap, *self.map_args(addr, nbytes, handle))
 
     def set_access(self, addr: int, nbytes: int) -> None:
+        """Allow this device to read and write."""
         self.cuda.call(self.driver.cuMemSetAccess, *self.access_args(addr, nbytes))
 
     def unmap(self, addr: int, nbytes: int) -> None:
+        """Unmap what was mapped there."""
         self.cuda.call(self.driver.cuMemUnmap, addr, nbytes)
 
     def release(self, handle: Any) -> None:
+        """Drop the handle."""
         self.cuda.call(self.driver.cuMemRelease, handle)
 
     def check_all(self, name: str, results: list[tuple[Any, ...]]) -> list[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from .cumem import Cuda
+from pyvmem.bench.cumem import Cuda
 
 __all__ = ["PTX", "Kernels"]
 
@@ -139,6 +139,7 @@ class Kernels:
         return False
 
     def wait(self) -> None:
+        """Wait until what was started is over."""
         self.cuda.call(self.cuda.driver.cuStreamSynchronize, self.stream)
 
     def chunk(self) -> int:
@@ -157,6 +158,7 @@ class Kernels:
         return float(call(d.cuEventElapsedTime, *self._events)) / 1e3
 
     def close(self) -> None:
+        """Wait for the kernels and unload them."""
         d, call = self.cuda.driver, self.cuda.call
         self.wait()
         for event in self._events:

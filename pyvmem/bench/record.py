@@ -12,14 +12,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .timing import Samples, summarize
+from pyvmem.bench.timing import Samples, summarize
 
-__all__ = ["FORMAT", "Part", "Record", "SCALES"]
+__all__ = ["FORMAT", "Book", "Part", "Record", "SCALES"]
 
 FORMAT = "vmem-bench-api/1"
 
 SCALES = {"us": 1e3, "ms": 1e6, "s": 1e9, "ns": 1.0}  # nanoseconds in a unit of time
 _DIGITS = 6
+_MAX_RAW = 4000  # samples of one row in the raw file
 
 
 def _round(value: float) -> float:
@@ -54,9 +55,20 @@ class Part:
         calls: int = 1,
         note: str = "",
     ) -> dict[str, Any]:
-        """Adds a row of times. `samples` are nanoseconds; `nbytes` is what one sample handles (the
-        row then says GB/s at the median as well); `overhead_ns` the cost of an empty call of this
-        system, which `net` is without; `calls` how many calls one sample stands for."""
+        """Adds a row of times.
+
+        Args:
+            row: name, unique in the part.
+            what: the same in words.
+            system: what was measured.
+            samples: nanoseconds.
+            page: page size in bytes, where there is one.
+            nbytes: what one sample handles; the row then has GB/s at the median as well.
+            unit: of the row, a key of SCALES.
+            overhead_ns: an empty call of this system, which `net` is without.
+            calls: how many calls one sample stands for.
+            note: what a reader must know besides.
+        """
         scale = SCALES[unit]
         entry = self._entry(row, what, system, unit, page=page, note=note)
         for key, value in asdict(summarize(samples)).items():
@@ -68,7 +80,10 @@ class Part:
         if nbytes:
             entry["bytes"] = nbytes
             entry["gb_per_s"] = nbytes / (entry["median"] * scale)
-        entry["samples"] = [[x / scale for x in r] for r in samples.rounds]
+        every = -(-len(samples) // _MAX_RAW)
+        if every > 1:
+            entry["samples_every"] = every  # of the raw file; the statistics are over all
+        entry["samples"] = [[x / scale for x in r[::every]] for r in samples.rounds]
         return self._add(entry)
 
     def value(
@@ -118,6 +133,27 @@ class Part:
             raise ValueError(f"two rows named {entry['id']}")
         self.rows.append(_tidy(entry))
         return self.rows[-1]
+
+
+class Book:
+    """Rows of a part whose samples are still being taken."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self._open: list[tuple[tuple[str, str, str], Samples, dict[str, Any]]] = []
+
+    def samples(self, row: str, what: str, system: str, **fields: Any) -> Samples:
+        """Opens a row and returns its samples to fill; `fields` as for Part.time."""
+        samples = Samples()
+        self._open.append(((row, what, system), samples, fields))
+        return samples
+
+    def close(self) -> None:
+        """Adds every row to the part, without its first round (the warm-up)."""
+        for names, samples, fields in self._open:
+            samples.drop_first_round()
+            self.part.time(*names, samples, **fields)
+        self._open.clear()
 
 
 def _tidy(value: Any) -> Any:
@@ -177,8 +213,10 @@ class Record:
         }
 
     def write(self, path: Path) -> Path:
-        """Writes `path` (without samples) and, beside it, raw/<the same name> (with them). A file
-        appears whole or not at all. Returns the path of the raw file."""
+        """Writes `path` (without samples) and, beside it, raw/<the same name> (with them).
+
+        A file appears whole or not at all. Returns the path of the raw file.
+        """
         raw = path.parent / "raw" / path.name
         raw.parent.mkdir(parents=True, exist_ok=True)
         for target, with_samples in ((path, False), (raw, True)):

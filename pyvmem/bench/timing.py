@@ -68,6 +68,7 @@ class Samples:
             del self.rounds[0]
 
     def flat(self) -> list[float]:
+        """All samples."""
         return [x for r in self.rounds for x in r]
 
     def __len__(self) -> int:
@@ -122,9 +123,7 @@ def quiet() -> Iterator[None]:
             gc.enable()
 
 
-def time_each(
-    fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[float]
-) -> list[T]:
+def time_each(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[float]) -> list[T]:
     """Calls `fn(*a)` for each `a`, times each call, and returns what the calls returned.
 
     The samples hold the cost of the two clock readings and of the Python call; `noop` rows of the
@@ -141,11 +140,11 @@ def time_each(
     return results
 
 
-def time_block(
-    fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[float]
-) -> list[T]:
-    """Times all calls together; the one sample is the time of a call. For calls of about 1 us,
-    which two clock readings would blur."""
+def time_block(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[float]) -> list[T]:
+    """Times all calls together; the one sample is the mean time of a call.
+
+    For calls of about 1 us, which two clock readings would blur.
+    """
     clock = time.perf_counter_ns
     args = list(args)
     start = clock()
@@ -164,10 +163,12 @@ class Deadline:
 
     @property
     def left(self) -> float:
+        """Seconds left, negative when over."""
         return self.start + self.seconds - self._now()
 
     @property
     def used(self) -> float:
+        """Seconds since the start."""
         return self._now() - self.start
 
     def allows(self, seconds: float = 0.0) -> bool:

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: MIT
+"""Unmodified attention kernels, and a plain read, over our pages and over cudaMalloc memory.
+
+Where memory lies moves such a kernel by several per cent by itself, so there are several separately
+allocated baselines, and their spread stands beside the ratio. Every memory holds the same numbers,
+and the outputs are compared bit by bit. Times are the GPU's own (events), one call a sample, all
+memories in turns.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.bench.buffers import Buffers, malloc_names, vmem_names
+from pyvmem.bench.kernels import Kernels
+from pyvmem.bench.record import Book, Part
+from pyvmem.bench.setting import GB, KB, MB, Setting
+from pyvmem.bench.timing import Deadline, interleave, quiet
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CASES", "run", "run_read"]
+
+
+@dataclass(frozen=True)
+class _Case:
+    name: str
+    what: str
+    batch: int
+    q_len: int
+    kv_len: int
+    quick: bool = False
+
+    heads = 32
+    kv_heads = 8
+    head_dim = 128
+
+    @property
+    def elements(self) -> int:
+        """Of K; V has as many."""
+        return self.batch * self.kv_len * self.kv_heads * self.head_dim
+
+
+CASES = (
+    _Case("decode_b64_8k", "decode, 64 requests of 8K", 64, 1, 8192),
+    _Case("decode_b32_32k", "decode, 32 requests of 32K", 32, 1, 32768),
+    _Case("prefill_32k", "causal prefill of 32K", 1, 32768, 32768),
+    _Case("quick", "decode, 2 requests of 1K", 2, 1, 1024, quick=True),
+)
+_Call = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
+
+
+def _why_not(setting: Setting) -> str:
+    """Why this machine has no attention rows, "" where it has."""
+    if setting.cuda is None:
+        return setting.cuda_why
+    if setting.system == "host":
+        return "the back end is host"
+    if 64 * KB not in setting.native.context.info.page_sizes:
+        return f"{setting.system} has no pages of 64 KB"
+    try:
+        import torch
+    except ImportError as error:
+        return f"torch cannot be imported: {error}"
+    if not torch.cuda.is_available():
+        return "torch has no CUDA here"
+    return ""
+
+
+def run(setting: Setting, part: Part, deadline: Deadline) -> None:
+    """attention/KERNEL/CASE/MEMORY, KERNEL in sdpa_flash and fa3."""
+    why = _why_not(setting)
+    if why:
+        part.not_run("*", why)
+        return
+    cases = [c for c in CASES if c.quick == setting.quick]
+    kernels: dict[str, Callable[[_Case], _Call]] = {"sdpa_flash": _sdpa}
+    try:
+        kernels["fa3"] = _fa3(setting.fa3)
+    except (OSError, RuntimeError, ValueError, AttributeError) as error:
+        part.not_run("fa3/*", str(error).split("\n")[0])
+    nbytes = max(c.elements for c in cases) * 2 * 2
+    with setting.open() as context:
+        buffers = Buffers(context, nbytes, 64 * KB, setting.device)
+        try:
+            share = len(cases) * len(kernels)
+            for kernel, make in kernels.items():
+                for case in cases:
+                    left = Deadline(deadline.left / share)
+                    share -= 1
+                    try:
+                        _measure(setting, part, left, buffers, kernel, case, make(case))
+                    except RuntimeError as error:
+                        part.not_run(f"{kernel}/{case.name}", str(error).split("\n")[0])
+        finally:
+            buffers.close()
+
+
+def _measure(
+    setting: Setting,
+    part: Part,
+    deadline: Deadline,
+    buffers: Buffers,
+    kernel: str,
+    case: _Case,
+    call: _Call,
+) -> None:
+    import torch
+
+    book, turns = Book(part), list[Callable[[], None]]()
+    event: Any = torch.cuda.Event
+    shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
+    reference: torch.Tensor | None = None
+    same = True
+    for name in (*malloc_names(), *vmem_names()):
+        flat = buffers.tensors[name]
+        k = flat[: case.elements].view(shape)
+        v = flat[case.elements : 2 * case.elements].view(shape)
+        out = call(k, v)
+        reference = out if reference is None else reference
+        same = same and bool(torch.equal(out, reference))
+        samples = book.samples(
+            f"{kernel}/{case.name}/{name}", f"{case.what}, {kernel}", name, unit="ms"
+        )
+
+        def turn(
+            k: torch.Tensor = k, v: torch.Tensor = v, into: list[list[float]] = samples.rounds
+        ) -> None:
+            start, end = (event(enable_timing=True) for _ in range(2))
+            start.record()
+            call(k, v)
+            end.record()
+            end.synchronize()
+            into.append([start.elapsed_time(end) * 1e6])
+
+        turns.append(turn)
+    if not bool(torch.isfinite(reference).all() if reference is not None else False):
+        raise RuntimeError("the output is not finite")
+    with quiet():
+        interleave(turns, setting.count(30, 2), deadline)
+    book.close()
+    state = "the same bits" if same else "DIFFERENT outputs"
+    part.notes.append(f"{kernel} {case.name}: {state} from every memory")
+
+
+def _sdpa(case: _Case) -> _Call:
+    """torch's scaled_dot_product_attention, its flash kernel."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q = torch.randn(
+        case.batch, case.heads, case.q_len, case.head_dim, device="cuda", dtype=torch.bfloat16
+    )
+
+    def call(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q,
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                is_causal=case.q_len > 1,
+                enable_gqa=True,
+            )
+
+    return call
+
+
+def _fa3(source: Path | None) -> Callable[[_Case], _Call]:
+    """FlashAttention-3 as vLLM compiles it: a shared object with one torch op, or a zip of it.
+
+    The argument order is that of vLLM 0.24.0's `_vllm_fa3_C.fwd`. Raises ValueError without a file,
+    OSError or RuntimeError where it cannot be loaded.
+    """
+    import torch
+
+    load: Any = torch.ops.load_library
+    if source is None:
+        raise ValueError("no FlashAttention-3 op was named (--fa3)")
+    if not source.exists():
+        raise ValueError(f"{source} is not there")
+    if source.suffix in (".zip", ".whl"):
+        with zipfile.ZipFile(source) as archive, tempfile.TemporaryDirectory() as folder:
+            names = [n for n in archive.namelist() if n.endswith("_vllm_fa3_C.abi3.so")]
+            if not names:
+                raise ValueError(f"{source} holds no _vllm_fa3_C.abi3.so")
+            load(archive.extract(names[0], folder))
+    else:
+        load(str(source))
+    fwd: Any = torch.ops._vllm_fa3_C.fwd
+
+    def make(case: _Case) -> _Call:
+        int32: dict[str, Any] = {"device": "cuda", "dtype": torch.int32}
+        q = torch.randn(
+            case.batch * case.q_len, case.heads, case.head_dim, device="cuda", dtype=torch.bfloat16
+        )
+        starts = torch.arange(case.batch + 1, **int32) * case.q_len
+        used = torch.full((case.batch,), case.kv_len, **int32)
+        none8 = (None,) * 8
+        scale = case.head_dim**-0.5
+
+        def call(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            lengths = (None, None, None, used, case.q_len, case.kv_len, None)
+            window = (True, -1, -1, 0.0, True, None, 0, None, 0, None, 1, 0, None)
+            head = (q, k, v, None, None, None, None, starts)
+            out: torch.Tensor = fwd(*head, *lengths, *none8, scale, *window)[0]
+            return out
+
+        return call
+
+    return make
+
+
+def run_read(setting: Setting, part: Part, deadline: Deadline) -> None:
+    """readbw/MEMORY: every byte read once by a kernel that does nothing else."""
+    why = _why_not(setting)
+    if why or setting.cuda is None:
+        part.not_run("*", why)
+        return
+    kernels, book = Kernels(setting.cuda), Book(part)
+    try:
+        with setting.open() as context:
+            buffers = Buffers(context, setting.count(4 * GB, 64 * MB), 64 * KB, setting.device)
+            try:
+                _read_all(setting, deadline, kernels, book, buffers)
+            finally:
+                buffers.close()
+    finally:
+        kernels.close()
+
+
+def _read_all(
+    setting: Setting, deadline: Deadline, kernels: Kernels, book: Book, buffers: Buffers
+) -> None:
+    size = buffers.nbytes // kernels.chunk() * kernels.chunk()
+    turns: list[Callable[[], None]] = []
+    for name in (*malloc_names(), *vmem_names()):
+        samples = book.samples(name, "read once", name, unit="ms", nbytes=size)
+        addr = buffers.tensors[name].data_ptr()
+
+        def turn(addr: int = addr, into: list[list[float]] = samples.rounds) -> None:
+            into.append([kernels.read(addr, size) * 1e9])
+
+        turns.append(turn)
+    with quiet():
+        interleave(turns, setting.count(40, 3), deadline)
+    book.close()

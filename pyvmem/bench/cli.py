@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: MIT
+"""`vmem bench api`: measures our calls beside CUDA's, in one process, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from pyvmem.bench import attention, bandwidth, batches, busy, calls, live, report, sizes, step
+from pyvmem.bench.aims import compute
+from pyvmem.bench.cumem import Cuda, CudaUnavailable, CuMem
+from pyvmem.bench.machine import describe
+from pyvmem.bench.native import Native
+from pyvmem.bench.record import Part, Record
+from pyvmem.bench.setting import PartFunction, Setting
+from pyvmem.bench.timing import Deadline
+from pyvmem.context import Context
+from pyvmem.errors import VMemError
+from pyvmem.probe import probe
+
+__all__ = ["PARTS", "add_parser", "measure", "run"]
+
+# name: (title, function, seconds it may take)
+PARTS: dict[str, tuple[str, PartFunction, float]] = {
+    "calls": ("each call, by page size", calls.run, 30),
+    "bandwidth": ("allocation bandwidth", bandwidth.run, 30),
+    "batch": ("batches of 64 pages", batches.run, 20),
+    "busy": ("mapping while a kernel fills the GPU", busy.run, 25),
+    "bytes": ("the cost per byte: 2 MB in four ways", sizes.run_bytes, 15),
+    "pool": ("the warm pool, and a run of 1,024 pages", sizes.run_pool, 15),
+    "step": ("steps of the KV cache", step.run, 40),
+    "attention": ("attention over 64 KB pages and over cudaMalloc memory", attention.run, 60),
+    "readbw": ("reading 64 KB pages and cudaMalloc memory", attention.run_read, 20),
+    "live": ("1 k to 1 M live pages", live.run, 200),
+}
+
+
+def _levels(text: str) -> tuple[int, ...]:
+    units = {"k": 1 << 10, "M": 1 << 20}
+    try:
+        levels = tuple(
+            int(item[:-1]) * units[item[-1]] if item[-1:] in units else int(item)
+            for item in text.split(",")
+        )
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected e.g. 1k,100k,1M") from error
+    smallest = live.LEVELS[0]
+    if any(level < smallest or level & (smallest - 1) for level in levels):
+        raise argparse.ArgumentTypeError(f"{text!r}: levels are multiples of {smallest}")
+    return levels
+
+
+def _parts(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        known = ", ".join(PARTS)
+        raise argparse.ArgumentTypeError(f"no part {', '.join(unknown)!r}; there are {known}")
+    return names
+
+
+def add_parser(sub: Any) -> None:
+    """Adds `bench` with its one benchmark, `api`, to the subparsers `sub`."""
+    bench = sub.add_parser("bench", help="benchmarks")
+    which = bench.add_subparsers(dest="benchmark", required=True)
+    api = which.add_parser(
+        "api",
+        help="our calls beside CUDA's cuMem*",
+        description="Measures this library's calls beside CUDA's own (cuMem*, through "
+        "cuda.bindings) in one process, in turns. Without a GPU the rows of `host` are measured, and "
+        "the others are named with the reason.",
+    )
+    api.add_argument("--backend", default="auto", help="back end to measure (default: auto)")
+    api.add_argument("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
+    api.add_argument("--only", type=_parts, metavar="PART,...", help=f"of {', '.join(PARTS)}")
+    api.add_argument("--budget", type=float, metavar="S", help="seconds for each part")
+    api.add_argument("--quick", action="store_true", help="a few samples: is it working at all?")
+    api.add_argument("--live", type=_levels, metavar="N,...", default=(), help="as 1k,100k,1M")
+    api.add_argument("--fa3", type=Path, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
+    api.add_argument(
+        "--out", type=Path, metavar="FILE", help="write JSON here, raw samples in raw/"
+    )
+    api.add_argument("--json", action="store_true", help="print the JSON instead of the tables")
+    api.add_argument("--list", action="store_true", help="list the parts and stop")
+    api.set_defaults(run=run)
+
+
+def measure(
+    setting: Setting,
+    record: Record,
+    names: Sequence[str],
+    budget: float | None,
+    after: Callable[[Part], None],
+) -> None:
+    """Runs the parts; one that fails is recorded with its error, and the next one runs.
+
+    `after` is called with each finished part. The cost of empty calls is measured first, always.
+    """
+    start = time.monotonic()
+    for name in ("noop", *names):
+        title, function, seconds = PARTS.get(name, ("what an empty call costs", _noop, 5.0))
+        part, deadline = record.part(name, title), Deadline(budget or seconds)
+        try:
+            function(setting, part, deadline)
+            part.status = "not run" if not part.rows else "partial" if part.missing else "done"
+            if not part.rows and part.missing:
+                part.why = part.missing[0]["why"]
+        except Exception as error:  # a part must not take the others' results with it
+            part.status = "failed"
+            part.why = f"{type(error).__name__}: {error}"
+            part.notes += traceback.format_exc().strip().splitlines()[-6:]
+        part.seconds = deadline.used
+        record.seconds = time.monotonic() - start
+        record.aims = compute(record, setting.system)
+        after(part)
+
+
+def _noop(setting: Setting, part: Part, deadline: Deadline) -> None:
+    setting.measure_overheads(part)
+
+
+def _method(setting: Setting) -> dict[str, Any]:
+    costs = {name: vars(cost) for name, cost in setting.overheads.items()}
+    return {
+        "clock": "perf_counter_ns around each call, from Python; attention, readbw: GPU events",
+        "bindings": "ours through cffi, cuMem* through cuda.bindings; checked after the loop",
+        "rounds": "each system in turn, the order rotated every round; the first round is left out",
+        "net": "median less an empty call; cuMemSetAccess less the same call refused for its size",
+        "overheads_ns": costs,
+        "percentiles": "nearest rank",
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command. Returns 0, 1 if a part failed, 2 if the back end cannot be opened."""
+    if args.list:
+        for name, (title, _, seconds) in PARTS.items():
+            print(f"{name:<10} {title} (at most about {seconds:.0f} s)")
+        return 0
+    names = args.only or list(PARTS)
+    try:
+        context = Context(args.backend, device=args.device)
+    except VMemError as error:
+        print(f"vmem bench: {error}", file=sys.stderr)
+        return 2
+    with context:
+        setting = Setting(
+            Native(context),
+            quick=args.quick,
+            device=args.device,
+            fa3=args.fa3,
+            live_levels=args.live,
+        )
+        try:
+            setting.cuda = Cuda(args.device)
+            setting.cumem = CuMem(setting.cuda)
+        except CudaUnavailable as error:
+            setting.cuda_why = f"no cuMem* baseline: {error}"
+        record = Record(
+            machine=describe(),
+            options={
+                "quick": args.quick,
+                "only": names,
+                "backend": context.info.backend,
+                "asked": args.backend,
+                "device": args.device,
+                "budget": args.budget,
+                "live": list(args.live),
+                "fa3": args.fa3 is not None,
+            },
+            backends=[_probed(result) for result in probe()],
+            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+        failed = _measure_and_show(args, setting, record, names)
+        if setting.cuda is not None:
+            setting.cuda.close()
+    return 1 if failed else 0
+
+
+def _probed(result: Any) -> dict[str, Any]:
+    names = ("backend", "usable", "reason", "driver", "device_name")
+    found = {name: getattr(result, name) for name in names}
+    return {"name": found.pop("backend"), **found}
+
+
+def _measure_and_show(
+    args: argparse.Namespace, setting: Setting, record: Record, names: list[str]
+) -> bool:
+    from tqdm import tqdm
+
+    if not args.json:
+        print(report.head(record), flush=True)
+    with tqdm(total=len(names) + 1, unit="part", disable=None, file=sys.stderr) as bar:
+
+        def after(part: Part) -> None:
+            record.method = _method(setting)
+            if args.out is not None:
+                record.write(args.out)
+            bar.update()
+            if not args.json:
+                bar.write("\n" + report.part_table(part), file=sys.stdout)
+                sys.stdout.flush()
+
+        measure(setting, record, names, args.budget, after)
+    if args.json:
+        print(json.dumps(record.document(raw=False), indent=1))
+    else:
+        print("\n" + report.aims_table(record))
+        if args.out is not None:
+            print(f"\nwritten: {args.out} (samples in {args.out.parent / 'raw' / args.out.name})")
+    return any(part.status == "failed" for part in record.parts.values())

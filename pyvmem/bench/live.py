@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: MIT
+"""1 k to 1 M live pages: time per call, kernel memory, teardown.
+
+Two patterns. *runs*, as prefill makes them: a request at a time, 64 pages in each of 4 tensors, one
+batch a request. *decode*: 256 requests grow page by page, 8 of them in a batch (in an order drawn
+anew, with a fixed seed, for each page), one page in each of 4 tensors. `spread` asks for neighbour
+placement (VMEM_OP_SPREAD), `consolidated` calls vmem_consolidate on everything before the
+teardown.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pyvmem.bench.memory import Delta, KernelMemory
+from pyvmem.bench.native import DIRTY, POPULATE, SPREAD, Native
+from pyvmem.bench.record import Part
+from pyvmem.bench.setting import GB, KB, MB, Setting
+from pyvmem.bench.timing import Deadline, Samples, quiet, time_each
+from pyvmem.errors import VMemError
+
+__all__ = ["LEVELS", "run"]
+
+LEVELS = (1 << 10, 10 << 10, 100 << 10, 1 << 20)
+_NAMES = {1 << 10: "1k", 10 << 10: "10k", 100 << 10: "100k", 1 << 20: "1M"}
+_KEEP_ALL = (1 << 64) - 1
+_TENSORS = 4
+_RUN = 64  # pages of a prefill in one tensor
+_REQUESTS = 256
+_TOGETHER = 8  # requests that need a page in the same step
+_SEED = 20
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    name: str
+    what: str
+    decode: bool
+    spread: bool = False
+    consolidate: bool = False
+    most: int = LEVELS[-1]
+
+
+_PATTERNS = (
+    _Pattern("runs", "prefill, runs of 64", decode=False),
+    _Pattern("decode", "decode, page by page", decode=True),
+    _Pattern("decode_consolidated", "decode, consolidated", True, consolidate=True, most=LEVELS[2]),
+    _Pattern("decode_spread", "decode, spread", True, spread=True, most=LEVELS[2]),
+    _Pattern(
+        "decode_spread_consolidated",
+        "decode, spread, consolidated",
+        True,
+        spread=True,
+        consolidate=True,
+    ),
+)
+
+
+def level_name(pages: int) -> str:
+    """1024 -> "1k"."""
+    return _NAMES.get(pages, str(pages))
+
+
+def run(setting: Setting, part: Part, deadline: Deadline) -> None:
+    """All patterns at all levels, smallest level first, as far as memory and time allow."""
+    levels = setting.live_levels or (LEVELS[:1] if setting.quick else LEVELS)
+    per_page: dict[str, float] = {}  # seconds a page, from the level before
+    for pages in levels:
+        for pattern in _PATTERNS:
+            name = f"{pattern.name}/{setting.system}/{level_name(pages)}"
+            if pages > pattern.most:
+                part.not_run(name, f"no row above {level_name(pattern.most)}, to save time")
+                continue
+            expected = per_page.get(pattern.name, 0.0) * pages
+            if not deadline.allows(expected):
+                part.not_run(name, f"needs about {expected:.0f} s, {deadline.left:.0f} s are left")
+                continue
+            start = time.monotonic()
+            try:
+                _measure(setting, part, pattern, pages, name)
+            except VMemError as error:
+                part.not_run(name, f"{error.errno_name}: {error}")
+            per_page[pattern.name] = (time.monotonic() - start) / pages
+    part.notes.append(
+        "kernel memory: the larger of two estimates by difference (Slab and its like; MemTotal less "
+        "MemAvailable, this process and Shmem); both drift by some MB, so read it at 100k and 1M"
+    )
+    _baseline(setting, part, deadline)
+
+
+def _measure(setting: Setting, part: Part, pattern: _Pattern, pages: int, name: str) -> None:
+    with setting.open(pool_high=_KEEP_ALL) as context:
+        n = Native(context)
+        page = 64 * KB if 64 * KB in context.info.page_sizes else min(context.info.page_sizes)
+        n.warm(pages * page)
+        shape = _Shape(pattern, pages, page)
+        base = n.reserve(shape.nbytes)
+        before, calls = KernelMemory.now(), n.stats()
+        grow = Samples()
+        with quiet():
+            _grow(n, shape, base, pattern, grow)
+        made = n.stats()
+        driver_calls = made["map_calls"] - calls["map_calls"]
+        grown = KernelMemory.now().since(before)
+        part.time(
+            f"{name}/grow",
+            f"{pattern.what}: grow, a page",
+            n.system,
+            grow,
+            page=page,
+            note=f"{pages} pages; a sample is a batch of {shape.batch} pages, divided by them",
+        )
+        last = Samples([grow.rounds[-1]])
+        part.time(f"{name}/grow_last", f"{pattern.what}: the last tenth", n.system, last, page=page)
+        driver_us = (made["driver_ns"] - calls["driver_ns"]) / 1e3 / max(driver_calls, 1)
+        part.value(
+            f"{name}/driver_us",
+            f"{pattern.what}: driver time a call",
+            n.system,
+            driver_us,
+            "us",
+            driver_calls=driver_calls,
+        )
+        _bytes(part, f"{name}/kernel_bytes", pattern.what, n.system, grown, pages)
+        part.value(
+            f"{name}/segments", f"{pattern.what}: segments", n.system, made["segments"], "count"
+        )
+        if pattern.consolidate:
+            _consolidate(part, n, pattern, name, base, shape.nbytes, before, pages)
+        start = time.perf_counter_ns()
+        n.free(base, unmap=True)
+        took = time.perf_counter_ns() - start
+        part.value(
+            f"{name}/teardown", f"{pattern.what}: teardown", n.system, took / 1e9, "s", pages=pages
+        )
+        part.value(
+            f"{name}/teardown_page",
+            f"{pattern.what}: teardown, a page",
+            n.system,
+            took / 1e3 / pages,
+            "us",
+        )
+        left = KernelMemory.now().since(before)
+        _bytes(
+            part, f"{name}/kernel_bytes_left", f"{pattern.what}, torn down", n.system, left, pages
+        )
+
+
+def _consolidate(
+    part: Part,
+    n: Native,
+    pattern: _Pattern,
+    name: str,
+    base: int,
+    nbytes: int,
+    before: KernelMemory,
+    pages: int,
+) -> None:
+    start = time.perf_counter_ns()
+    calls = n.consolidate(base, nbytes)
+    took = time.perf_counter_ns() - start
+    part.value(
+        f"{name}/consolidate",
+        f"{pattern.what}: vmem_consolidate",
+        n.system,
+        took / 1e9,
+        "s",
+        driver_calls=calls,
+    )
+    after = KernelMemory.now().since(before)
+    _bytes(part, f"{name}/kernel_bytes_after", f"{pattern.what}, after it", n.system, after, pages)
+
+
+def _bytes(part: Part, row: str, what: str, system: str, delta: Delta, pages: int) -> None:
+    part.value(
+        row,
+        f"{what}: kernel memory, a page",
+        system,
+        delta.value / pages,
+        "bytes",
+        listed=delta.listed / pages,
+        missing=delta.missing / pages,
+        own=delta.own / pages,
+    )
+
+
+class _Shape:
+    """Where the pages of a pattern lie: tensors one after the other, slots in each."""
+
+    def __init__(self, pattern: _Pattern, pages: int, page: int) -> None:
+        self.page = page
+        streams = _TENSORS * _REQUESTS
+        if pattern.decode:
+            self.slots = _REQUESTS
+            self.depth = max(pages // streams, 1)
+            self.piece = 1
+            self.batch = _TOGETHER * _TENSORS
+            self.ops = _TOGETHER
+        else:
+            self.slots = max(pages // (_TENSORS * _RUN), 1)
+            self.depth = 1
+            self.piece = _RUN
+            self.batch = _TENSORS * _RUN
+            self.ops = 1
+        used = self.depth * self.piece * page
+        self.slot_bytes = -(-used // (2 * MB)) * 2 * MB
+        self.tensor_bytes = self.slots * self.slot_bytes
+        self.nbytes = _TENSORS * self.tensor_bytes
+
+    def order(self) -> Iterator[list[int]]:
+        """Offsets in the first tensor that grow together, batch after batch."""
+        rng = random.Random(_SEED)
+        slots = list(range(self.slots))
+        for k in range(self.depth):
+            if self.ops > 1:
+                rng.shuffle(slots)
+            for first in range(0, self.slots, self.ops):
+                some = slots[first : first + self.ops]
+                yield [s * self.slot_bytes + k * self.page for s in some]
+
+
+def _grow(n: Native, shape: _Shape, base: int, pattern: _Pattern, into: Samples) -> None:
+    """Grows everything; ten rounds of samples, each the time of a batch over its pages."""
+    op = {
+        "op": POPULATE,
+        "flags": DIRTY | (SPREAD if pattern.spread else 0),
+        "bytes": shape.piece * shape.page,
+        "count": _TENSORS,
+        "stride": shape.tensor_bytes,
+        "page_size": shape.page,
+    }
+    ops: Any = n.ops([op] * shape.ops)
+    batches = shape.depth * -(-shape.slots // shape.ops)
+    tenth = max(batches // 10, 1)
+    vmem_batch, clock = n.lib.vmem_batch, time.perf_counter_ns
+    samples: list[float] = []
+    for i, offsets in enumerate(shape.order()):
+        if i % tenth == 0 and len(into.rounds) < 10:
+            samples = into.new_round()
+        for k, offset in enumerate(offsets):
+            ops[k].addr = base + offset
+        start = clock()
+        result = vmem_batch(n.vm, ops, len(offsets), n.ffi.NULL, 0)
+        samples.append((clock() - start) / shape.batch)
+        if result:
+            n.check("vmem_batch", [result])
+
+
+def _baseline(setting: Setting, part: Part, deadline: Deadline) -> None:
+    """cuMem* pages of 2 MB, as many as fit in memory: the same bytes in fewer pages."""
+    m, cuda = setting.cumem, setting.cuda
+    if m is None or cuda is None:
+        part.not_run("cumem/*", setting.cuda_why)
+        return
+    for pages in (16,) if setting.quick else LEVELS[:2]:
+        name = f"cumem/cumem/{level_name(pages)}"
+        if pages * m.page > cuda.memory()[0] - 2 * GB:
+            part.not_run(name, f"{pages * m.page >> 30} GiB are not free")
+            continue
+        if not deadline.allows(pages * 200e-6):
+            part.not_run(name, "no time left")
+            continue
+        base, grow = m.reserve(pages * m.page), Samples()
+        before = KernelMemory.now()
+        with quiet():
+            addrs, into = [base + i * m.page for i in range(pages)], list[float]()
+            create, access = list[float](), list[float]()
+            made = time_each(m.driver.cuMemCreate, [m.create_args(m.page)] * pages, create)
+            handles = m.check_all("cuMemCreate", made)
+            maps = [m.map_args(a, m.page, h) for a, h in zip(addrs, handles, strict=True)]
+            m.check_all("cuMemMap", time_each(m.driver.cuMemMap, maps, into))
+            accesses = [m.access_args(a, m.page) for a in addrs]
+            m.check_all("cuMemSetAccess", time_each(m.driver.cuMemSetAccess, accesses, access))
+        parts = zip(create, into, access, strict=True)
+        grow.rounds.append([a + b + c for a, b, c in parts])
+        grown = KernelMemory.now().since(before)
+        part.time(f"{name}/grow", "create, map, set access, a page", "cumem", grow, page=m.page)
+        _bytes(part, f"{name}/kernel_bytes", "cuMem*, 2 MB pages", "cumem", grown, pages)
+        start = time.perf_counter_ns()
+        for addr, handle in zip(addrs, handles, strict=True):
+            m.unmap(addr, m.page)
+            m.release(handle)
+        took = time.perf_counter_ns() - start
+        m.free(base, pages * m.page)
+        part.value(f"{name}/teardown", "cuMem*: teardown", "cumem", took / 1e9, "s", pages=pages)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: MIT
+"""Kernel memory by difference, from outside: what the system has less of, that is not ours.
+
+Two estimates, each with its blind spot, so both are kept:
+
+- *listed*: growth of Slab + VmallocUsed + PageTables + Percpu + KernelStack in /proc/meminfo;
+  misses pages that a driver takes from the page allocator directly.
+- *missing*: growth of MemTotal - MemAvailable less that of this process's own memory and of Shmem;
+  sees everything, and whatever else the machine did meanwhile.
+
+The larger of the two is the value reported. Both drift by some MB on a quiet machine, so a figure
+per page means nothing below some 10,000 pages.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from pyvmem.bench.machine import meminfo
+
+__all__ = ["Delta", "KernelMemory"]
+
+_LISTED = ("Slab", "VmallocUsed", "PageTables", "Percpu", "KernelStack")
+
+
+def _own() -> int:
+    """Anonymous memory of this process, in bytes."""
+    with open("/proc/self/status", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Growth in bytes between two readings."""
+
+    listed: int
+    missing: int
+    own: int
+
+    @property
+    def value(self) -> int:
+        """The larger estimate."""
+        return max(self.listed, self.missing)
+
+
+@dataclass(frozen=True)
+class KernelMemory:
+    """A reading."""
+
+    listed: int
+    missing: int
+    own: int
+
+    @classmethod
+    def now(cls) -> KernelMemory:
+        """Reads after a short rest: freed memory comes back a little later, through RCU."""
+        time.sleep(0.05)
+        info, own = meminfo(), _own()
+        listed = sum(info.get(name, 0) for name in _LISTED)
+        gone = info["MemTotal"] - info.get("MemAvailable", info["MemFree"])
+        return cls(listed, gone - own - info.get("Shmem", 0), own)
+
+    def since(self, earlier: KernelMemory) -> Delta:
+        """What has been added since `earlier`."""
+        return Delta(
+            self.listed - earlier.listed, self.missing - earlier.missing, self.own - earlier.own
+        )

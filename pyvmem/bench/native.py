@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: MIT
+"""The C library as the timed loops call it: cffi functions and prepared arguments, nothing between.
+
+The rest of the package reaches C through `_native.py` alone. A benchmark that did so would time
+that layer's checks as well, several times what a call of the pool costs; so the loops here call the
+extension module directly and check the results afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pyvmem import _native
+from pyvmem._vmem import ffi, lib
+from pyvmem.context import Context
+from pyvmem.errors import error_class
+
+__all__ = ["DIRTY", "HOLES", "MAP", "POPULATE", "SPREAD", "Native", "UNMAP"]
+
+MAP, POPULATE, UNMAP = (_native.constant(f"VMEM_OP_{k}") for k in ("MAP", "POPULATE", "UNMAP"))
+DIRTY, HOLES, SPREAD = (_native.constant(f"VMEM_OP_{k}") for k in ("DIRTY", "HOLES", "SPREAD"))
+_CREATE_DIRTY = _native.constant("VMEM_CREATE_DIRTY")
+_FREE_UNMAP = _native.constant("VMEM_FREE_UNMAP")
+_PLAIN = _native.constant("VMEM_RESERVE_PLAIN")
+
+
+class Native:
+    """Raw calls on one open Context, which stays the caller's."""
+
+    def __init__(self, context: Context) -> None:
+        self.ffi: Any = ffi
+        self.lib: Any = lib
+        self.context = context
+        self.vm: int = context.handle
+        self.system = context.info.backend
+        self._handle = self.ffi.new("uint64_t *")
+
+    # Arguments of the timed calls.
+
+    def create_opts(self, page: int, *, dirty: bool = True) -> Any:
+        """Options of vMemCreate; `dirty` pages are not zeroed when they are mapped."""
+        opts = self.ffi.new("struct vmem_create_opts *")
+        opts.size = self.ffi.sizeof("struct vmem_create_opts")
+        opts.page_size = page
+        opts.flags = _CREATE_DIRTY if dirty else 0
+        return opts
+
+    def reserve_opts(self, *, plain: bool = False) -> Any:
+        """Options of vMemReserve."""
+        opts = self.ffi.new("struct vmem_reserve_opts *")
+        opts.size = self.ffi.sizeof("struct vmem_reserve_opts")
+        opts.flags = _PLAIN if plain else 0
+        return opts
+
+    def handles(self, count: int) -> Any:
+        """Room for `count` handles (or addresses); `array + i` is the i-th output argument."""
+        return self.ffi.new("uint64_t[]", count)
+
+    def ops(self, wanted: Sequence[dict[str, int]]) -> Any:
+        """An array of struct vmem_op with these fields set and the others 0."""
+        array = self.ffi.new("struct vmem_op[]", len(wanted))
+        for op, fields in zip(array, wanted, strict=True):
+            for name, value in fields.items():
+                setattr(op, name, value)
+        return array
+
+    def batch_args(self, ops: Any) -> tuple[Any, ...]:
+        """Arguments of vmem_batch for all of `ops`."""
+        return (self.vm, ops, len(ops), self.ffi.NULL, 0)
+
+    # Results.
+
+    def check(self, what: str, results: Iterable[int]) -> None:
+        """Raises the VMemError of the first call that did not return 0.
+
+        Its text is that of the thread's last error, so of this call unless a later one failed too.
+        """
+        for i, result in enumerate(results):
+            if result != 0:
+                text = self.ffi.string(self.lib.vmem_last_error()).decode(errors="replace")
+                raise error_class(-result, what)(
+                    f"call {i} of {what}: {text}", errno=-result, op=what
+                )
+
+    # Untimed calls.
+
+    def reserve(self, nbytes: int, opts: Any = None) -> int:
+        """Reserve addresses."""
+        result = self.lib.vMemReserve(self.vm, nbytes, opts or self.ffi.NULL, self._handle)
+        self.check("vMemReserve", [result])
+        return int(self._handle[0])
+
+    def free(self, addr: int, *, unmap: bool = False) -> None:
+        """Give a reservation back, with what is mapped in it if `unmap`."""
+        self.check("vMemFree", [self.lib.vMemFree(self.vm, addr, _FREE_UNMAP if unmap else 0)])
+
+    def create(self, nbytes: int, page: int, *, dirty: bool = True) -> int:
+        """Create pages; returns the handle."""
+        opts = self.create_opts(page, dirty=dirty)
+        result = self.lib.vMemCreate(self.vm, nbytes, opts, self._handle)
+        self.check("vMemCreate", [result])
+        return int(self._handle[0])
+
+    def map(self, addr: int, nbytes: int, handle: int, offset: int = 0) -> None:
+        """Map at an address, from an offset into the handle."""
+        self.check("vMemMap", [self.lib.vMemMap(self.vm, addr, nbytes, handle, offset, 0)])
+
+    def unmap(self, addr: int, nbytes: int) -> None:
+        """Unmap a range."""
+        self.check("vMemUnmap", [self.lib.vMemUnmap(self.vm, addr, nbytes)])
+
+    def release(self, handle: int) -> None:
+        """Unmap the one mapping of a handle, if any, and drop it."""
+        self.check("vMemRelease", [self.lib.vMemRelease(self.vm, handle)])
+
+    def drop(self, handle: int) -> None:
+        """Drop a handle; mappings keep the pages."""
+        self.check("vmem_drop", [self.lib.vmem_drop(self.vm, handle)])
+
+    def batch(self, ops: Any) -> None:
+        """Run all of `ops` as one."""
+        self.check("vmem_batch", [self.lib.vmem_batch(*self.batch_args(ops))])
+
+    def runs(self, handle: int) -> int:
+        """Physical runs behind a handle."""
+        info = self.ffi.new("struct vmem_handle_info *")
+        info.size = self.ffi.sizeof("struct vmem_handle_info")
+        self.check("vmem_handle_query", [self.lib.vmem_handle_query(self.vm, handle, info)])
+        return int(info.runs)
+
+    def warm(self, nbytes: int) -> None:
+        """Fill the pool."""
+        self.check("vmem_warm", [self.lib.vmem_warm(self.vm, nbytes)])
+
+    def trim(self) -> None:
+        """Empty the pool."""
+        self.check("vmem_trim", [self.lib.vmem_trim(self.vm, 0, self.ffi.NULL)])
+
+    def consolidate(self, addr: int, nbytes: int) -> int:
+        """Driver calls made."""
+        result = self.lib.vmem_consolidate(self.vm, addr, nbytes, self._handle)
+        self.check("vmem_consolidate", [result])
+        return int(self._handle[0])
+
+    def stats(self) -> dict[str, int]:
+        """vmem_stats by field name."""
+        stats = self.ffi.new("struct vmem_stats *")
+        stats.size = self.ffi.sizeof("struct vmem_stats")
+        self.check("vmem_get_stats", [self.lib.vmem_get_stats(self.vm, stats)])
+        names = [name for name, _ in self.ffi.typeof("struct vmem_stats").fields]
+        return {name: int(getattr(stats, name)) for name in names if name != "size"}

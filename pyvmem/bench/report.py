@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: MIT
+"""The tables that `vmem bench api` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyvmem.bench.record import Part, Record
+from pyvmem.bench.setting import label
+
+__all__ = ["aims_table", "head", "number", "part_table", "table"]
+
+
+def number(value: Any) -> str:
+    """Three or four digits that mean something; "-" for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size >= 100:
+        return f"{value:.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    if size >= 1:
+        return f"{value:.2f}"
+    return f"{value:.3f}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """Text in columns; the first `left` columns are flush left, the others flush right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = []
+    for row in (header, *rows):
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def head(record: Record) -> str:
+    """Machine, GPU, driver, commit, back ends."""
+    m = record.machine
+    commit = m["commit"] or "unknown"
+    if m["dirty"]:
+        commit += " with changes"
+    versions = ", ".join(
+        f"{name} {m[key]}"
+        for name, key in (("torch", "torch"), ("cuda-bindings", "cuda_bindings"), ("cffi", "cffi"))
+        if m[key]
+    )
+    lines = [
+        f"machine   {m['cpu']}, {m['cores']} cores, {m['memory_bytes'] / 2**30:.0f} GiB",
+        f"kernel    {m['kernel']}, {m['user']}",
+        f"GPU       {m['gpu'] or 'none'}",
+        f"driver    {m['driver'] or 'none'}",
+        f"python    {m['python']}" + (f", {versions}" if versions else ""),
+        f"commit    {commit}",
+    ]
+    for backend in record.backends:
+        state = "usable" if backend["usable"] else "not usable"
+        reason = f": {backend['reason']}" if backend["reason"] else ""
+        lines.append(f"{backend['name']:<9} {state}{reason}")
+    return "\n".join(lines)
+
+
+def part_table(part: Part) -> str:
+    """One part: its rows of times, its rows of single numbers, what is missing."""
+    blocks = [f"== {part.name}: {part.title} ({part.status}, {part.seconds:.1f} s)"]
+    if part.why:
+        blocks.append(part.why)
+    times = [r for r in part.rows if "median" in r]
+    if times:
+        rates = any("gb_per_s" in r for r in times)
+        header = ["what", "system", "page", "unit", "median", "p90", "p99", "spread", "net"]
+        rows = []
+        for r in times:
+            cells = [r["what"], r["system"], label(r["page"]) if "page" in r else "", r["unit"]]
+            cells += [number(r[k]) for k in ("median", "p90", "p99")]
+            cells += [f"{r['spread']:.1%}", number(r["net"])]
+            if rates:
+                cells.append(number(r["gb_per_s"]) if "gb_per_s" in r else "")
+            rows.append(cells)
+        blocks.append(table(header + (["GB/s"] if rates else []), rows, 4))
+    values = [r for r in part.rows if "value" in r]
+    if values:
+        rows = [
+            [r["id"].partition("/")[2], r["what"], number(r["value"]), r["unit"]] for r in values
+        ]
+        blocks.append(table(["row", "what", "value", "unit"], rows, 2))
+    blocks += [f"note: {note}" for note in part.notes]
+    blocks += [f"not run: {m['id']}: {m['why']}" for m in part.missing]
+    return "\n".join(blocks)
+
+
+def aims_table(record: Record) -> str:
+    """Every aim with its value, whether reached, and whether it applies here."""
+    rows = []
+    for aim in record.aims:
+        target = f"{aim['op']} {number(aim['aim'])}" if aim["op"] else ""
+        verdict = {True: "pass", False: "MISS", None: ""}[aim["pass"]]
+        if verdict and not aim["applies"]:
+            verdict = f"({verdict.lower()})"
+        value = number(aim["value"])
+        if aim.get("baseline_spread") is not None:
+            value += f" (baselines {aim['baseline_spread']:.1%} apart)"
+        rows.append([aim["what"], value, aim["unit"], target, verdict or aim["why"]])
+    text = table(["aim", "value", "unit", "wanted", ""], rows, 1)
+    if any(aim["pass"] is not None and not aim["applies"] for aim in record.aims):
+        text += "\nin brackets: the aims are for the stock back end on an H100 or H200, full run"
+    return text

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: MIT
+"""What every part of the benchmark gets: our context, the baseline, the sizes of this run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pyvmem.bench.cumem import Cuda, CuMem
+from pyvmem.bench.native import Native
+from pyvmem.bench.record import Part
+from pyvmem.bench.timing import Deadline, Samples, quiet, time_block, time_each
+from pyvmem.context import Context
+
+__all__ = ["KB", "MB", "GB", "OUR_PAGES", "Overheads", "PartFunction", "Setting", "label"]
+
+KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
+OUR_PAGES = (64 * KB, 128 * KB, 256 * KB, 2 * MB)
+
+
+def label(nbytes: int) -> str:
+    """64 KiB -> "64K": page sizes in the names of rows."""
+    for unit, size in (("G", GB), ("M", MB), ("K", KB)):
+        if nbytes >= size and nbytes % size == 0:
+            return f"{nbytes // size}{unit}"
+    return str(nbytes)
+
+
+@dataclass
+class Overheads:
+    """Cost in ns of an empty call, timed the same way as the rows: each call, or in a block."""
+
+    each: float = 0.0
+    block: float = 0.0
+    refused: float = (
+        0.0  # cumem: cuMemSetAccess of 0 bytes, refused after its arguments are converted
+    )
+
+
+@dataclass
+class Setting:
+    """The systems of this run. `native` is ours; `cumem` and `cuda` are None without a GPU."""
+
+    native: Native
+    quick: bool = False
+    cuda: Cuda | None = None
+    cumem: CuMem | None = None
+    cuda_why: str = ""
+    fa3: Path | None = None
+    live_levels: tuple[int, ...] = ()
+    backend: str = "auto"
+    device: int = 0
+    overheads: dict[str, Overheads] = field(default_factory=dict)
+
+    @property
+    def system(self) -> str:
+        """The name of our back end."""
+        return self.native.system
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Page sizes of the table that our back end has."""
+        return tuple(p for p in OUR_PAGES if p in self.native.context.info.page_sizes)
+
+    @property
+    def single(self) -> int:
+        """The page that rows of single pages use: 64 KB, or the smallest the back end has."""
+        return 64 * KB if 64 * KB in self.pages else min(self.native.context.info.page_sizes)
+
+    def count(self, full: int, quick: int) -> int:
+        """The one of the two that this run takes."""
+        return quick if self.quick else full
+
+    def overhead(self, system: str) -> Overheads:
+        """Cost of an empty call of this system; zeros before it was measured."""
+        return self.overheads.get(system, Overheads())
+
+    def open(self, *, pool_high: int = 0) -> Context:
+        """Another context of our back end, for a part that wants one of its own."""
+        return Context(self.system, device=self.device, pool_high=pool_high)
+
+    def missing_pages(self, part: Part, row: str) -> None:
+        """Notes the page sizes of the table that our back end lacks."""
+        for page in OUR_PAGES:
+            if page not in self.pages:
+                part.not_run(
+                    f"{row}/{self.system}/{label(page)}", f"{self.system} has no such page"
+                )
+
+    def measure_overheads(self, part: Part) -> None:
+        """Times empty calls of both bindings, for the `overhead` of every row after this."""
+        n, rounds = self.count(2000, 50), self.count(12, 2)
+        ours, theirs, refused = Samples(), Samples(), Samples()
+        ours_block, theirs_block = Samples(), Samples()
+        lib = self.native.lib
+        with quiet():
+            for _ in range(rounds):
+                # An output pointer and an integer go in, an integer comes out, nothing is done.
+                time_each(lib.vmem_backend_name, [(99,)] * n, ours.new_round())
+                time_block(lib.vmem_backend_name, [(99,)] * n, ours_block.new_round())
+                if self.cumem is not None:
+                    driver = self.cumem.driver
+                    zero = self.cumem.access_args(2 * MB, 0)
+                    time_each(driver.cuDriverGetVersion, [()] * n, theirs.new_round())
+                    time_block(driver.cuDriverGetVersion, [()] * n, theirs_block.new_round())
+                    results = time_each(driver.cuMemSetAccess, [zero] * n, refused.new_round())
+                    if any(int(r[0]) == 0 for r in results):
+                        raise RuntimeError("cuMemSetAccess of 0 bytes succeeded")
+        rows = [("noop", "empty call", self.system, ours)]
+        if self.cumem is not None:
+            rows.append(("noop", "empty call", "cumem", theirs))
+            rows.append(("refused", "cuMemSetAccess of 0 bytes, refused", "cumem", refused))
+        for name, what, system, samples in rows:
+            samples.drop_first_round()
+            part.time(f"{name}/{system}", what, system, samples)
+        self.overheads[self.system] = Overheads(_median_ns(ours), _median_ns(ours_block))
+        if self.cumem is not None:
+            self.overheads["cumem"] = Overheads(
+                _median_ns(theirs), _median_ns(theirs_block), _median_ns(refused)
+            )
+
+
+def _median_ns(samples: Samples) -> float:
+    data = sorted(samples.flat())
+    return data[len(data) // 2]
+
+
+PartFunction = Callable[[Setting, Part, Deadline], None]
