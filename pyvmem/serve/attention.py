@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 """The attention function that an unmodified transformers model calls.
 
-Registered under the name "vmem" with transformers' public `AttentionInterface`; a name without a mask
-function of its own gets no mask. The step comes with the call, as the keyword `vmem_step` that
+Registered under the name "vmem" with transformers' public `AttentionInterface`; a name without a
+mask function of its own gets no mask. The step comes with the call, as the keyword `vmem_step` that
 transformers hands through to the attention function: no state is kept here.
 
-A slot of a virtual tensor is contiguous in virtual memory, so ``[:length]`` of it is an ordinary tensor
-and the kernel is torch's own: nothing is gathered, and no row past the length is read.
+A slot of a virtual tensor is contiguous in virtual memory, so ``[:length]`` of it is an ordinary
+tensor and the kernel is torch's own: nothing is gathered, and no row past the length is read.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def attention_forward(
         ValueError: called without a step, or with a mask or dropout.
     """
     if vmem_step is None:
-        raise ValueError('attention "vmem" needs the keyword argument vmem_step; use pyvmem.serve.Engine')
+        raise ValueError(
+            'attention "vmem" needs the keyword argument vmem_step; use pyvmem.serve.Engine'
+        )
     if attention_mask is not None or dropout:
         raise ValueError('attention "vmem" takes neither a mask nor dropout')
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int that nn.Module's __getattr__ hides
@@ -95,7 +97,9 @@ def attention_forward(
     for span in vmem_step.spans:
         rows = span.end - span.start
         mask = None
-        if 1 < rows < span.length:  # a later chunk of a prompt: is_causal would align at the upper left
+        if (
+            1 < rows < span.length
+        ):  # a later chunk of a prompt: is_causal would align at the upper left
             mask = query.new_ones((rows, span.length), dtype=torch.bool).tril(span.length - rows)
         output = scaled_dot_product_attention(
             query[:, :, span.start : span.end],

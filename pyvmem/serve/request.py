@@ -27,8 +27,8 @@ class Request:
         prompt: token ids, at least one.
         max_new_tokens: tokens to generate, at least one.
         eos_token_ids: tokens that end the answer (the last token of the answer then).
-        forced: teacher forcing. Token i of the answer is replaced by ``forced[i]`` before the next one is
-            computed; what the model itself would have chosen is in `Completion.predictions`.
+        forced: teacher forcing. Token i of the answer is replaced by ``forced[i]`` before the next
+            one is computed; the model's own choice is in `Completion.predictions`.
     """
 
     request_id: int
@@ -42,7 +42,8 @@ class Request:
             raise ValueError(f"request {self.request_id}: the prompt is empty")
         if self.max_new_tokens < 1:
             raise ValueError(
-                f"request {self.request_id}: max_new_tokens is {self.max_new_tokens}; at least 1 is needed"
+                f"request {self.request_id}: max_new_tokens is {self.max_new_tokens}; "
+                "at least 1 is needed"
             )
 
 
@@ -52,7 +53,8 @@ class Completion:
 
     Attributes:
         tokens: the answer's token ids, the end-of-text token included.
-        predictions: what the model chose at each position; differs from `tokens` only under `forced`.
+        predictions: what the model chose at each position; differs from `tokens` only under
+            `forced`.
         preemptions: how often the request lost its memory and was computed again.
         first_step, last_step: engine steps in which it got its first and its last token; -1: none.
     """
@@ -108,7 +110,7 @@ class Sequence:
         return self.cached + self.chunk
 
     def accept(self, predicted: int, step: int, max_seq_len: int) -> FinishReason | None:
-        """Appends the model's choice (or the forced token); returns why this was the last one, or None."""
+        """Appends the model's choice (or the forced token); why this was the last one, or None."""
         position = len(self.predictions)
         self.predictions.append(predicted)
         forced = self.request.forced

@@ -4,12 +4,13 @@
 The scheduler owns the queue and talks to the KV cache; it never sees a tensor. One iteration:
 
     begin()      requests join while slots and memory last; the cache holds every row of this step
-    look_ahead() the next step's pages are mapped in the background while the model computes this one
+    look_ahead() the next step's pages are mapped in the background while the model runs
     finish()     a request leaves; its slot is given back behind the GPU work that still reads it
 
-When memory is short in begin(), those who joined last go back first: a request that has computed nothing
-costs nothing, one that has is computed again from its prompt and its answer so far. After that nobody
-joins until somebody has left, so that two requests cannot throw each other out in turns.
+When memory is short in begin(), those who joined last go back first: a request that has computed
+nothing costs nothing, one that has is computed again from its prompt and its answer so far. After
+that nobody joins until somebody has left, so that two requests cannot throw each other out in
+turns.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Scheduler:
         """Queues a request.
 
         Raises:
-            ValueError: the prompt is longer than a slot, or the id belongs to an unfinished request.
+            ValueError: the prompt is longer than a slot, or the id belongs to an unfinished
+                request.
         """
         if len(request.prompt) > self._max_seq_len:
             raise ValueError(
@@ -88,15 +90,18 @@ class Scheduler:
             )
         for other in (*self.waiting, *self.running):
             if other.request.request_id == request.request_id:
-                raise ValueError(f"request id {request.request_id} belongs to an unfinished request")
+                raise ValueError(
+                    f"request id {request.request_id} belongs to an unfinished request"
+                )
         self.waiting.append(Sequence.of(request))
 
     def begin(self) -> tuple[list[Sequence], Sequence | None]:
         """Chooses and provisions a step.
 
         Returns:
-            The sequences of the step with their `chunk` set, all of whose rows the cache now holds; and,
-            when memory is too small even for the first of the queue alone, that sequence, removed.
+            The sequences of the step with their `chunk` set, all of whose rows the cache now holds;
+            and, when memory is too small even for the first of the queue alone, that sequence,
+            removed.
         """
         self._join()
         for sequence in self.running:
@@ -116,7 +121,7 @@ class Scheduler:
         return list(self.running), None
 
     def look_ahead(self) -> None:
-        """Starts mapping what the next step will need if nobody leaves. A shortage is left to begin()."""
+        """Starts mapping what the next step needs if nobody leaves; a shortage is begin's."""
         if not self._background:
             return
         self._join()

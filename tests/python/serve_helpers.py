@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: MIT
+"""A model of random weights that is small enough for unit tests, and its reference answers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pyvmem.serve.model import LoadedModel
+from pyvmem.serve.request import Request
+from pyvmem.serve.verify import Reference, references
+
+VOCABULARY = 199
+
+
+def tiny_model(layers: int = 3) -> LoadedModel:
+    """Rows of 192 bytes, which do not divide a page: 2 heads of 24 elements in float32."""
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=24,
+        max_position_embeddings=512,
+        initializer_range=0.4,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config).eval()
+    return LoadedModel(model, None, Path("random"), frozenset())
+
+
+def make_requests(
+    count: int,
+    seed: int = 1,
+    shortest: int = 1,
+    longest: int = 70,
+    new_tokens: tuple[int, int] = (1, 40),
+) -> list[Request]:
+    """Requests of different lengths; the same for the same arguments."""
+    dice = random.Random(seed)
+    return [
+        Request(
+            i,
+            tuple(dice.randrange(1, VOCABULARY) for _ in range(dice.randint(shortest, longest))),
+            dice.randint(*new_tokens),
+        )
+        for i in range(count)
+    ]
+
+
+def expected(loaded: LoadedModel, requests: list[Request]) -> dict[int, Reference]:
+    """What ``generate`` answers, by request id."""
+    found = references(loaded, requests)
+    return {request.request_id: item for request, item in zip(requests, found, strict=True)}
