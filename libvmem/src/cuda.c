@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * The back end "cuda": CUDA's own virtual memory calls, at the driver's granularity (2 MiB today) and
- * powers of two above it. An allocation can only be mapped whole (cuMemMap accepts no offset), so a
- * slab is one page.
+ * The back end "cuda": CUDA's own virtual memory calls, at the driver's granularity (2 MiB today)
+ * and powers of two above it. An allocation can only be mapped whole (cuMemMap accepts no offset),
+ * so a slab is one page.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -30,7 +30,8 @@ static struct gpu_alloc_prop prop_for(const struct cuda *c, uint32_t location, u
 }
 
 static int unmap_range(struct cuda *c, uint64_t addr, uint64_t bytes) {
-  return gpu_fail_at(c->base.gpu->api, c->base.gpu->api->vmm_unmap(addr, bytes), addr, bytes, "cuMemUnmap");
+  return gpu_fail_at(c->base.gpu->api, c->base.gpu->api->vmm_unmap(addr, bytes), addr, bytes,
+                     "cuMemUnmap");
 }
 
 /* cuMemMap and cuMemSetAccess, the first undone when the second fails. */
@@ -50,7 +51,8 @@ static int map_range(struct cuda *c, uint64_t addr, uint64_t bytes, uint64_t sla
     return 0;
   undo = api->vmm_unmap(addr, bytes);
   if (undo != GPU_SUCCESS) {
-    gpu_fail_at(api, undo, addr, bytes, "cuMemSetAccess failed and cuMemUnmap could not undo the map");
+    gpu_fail_at(api, undo, addr, bytes,
+                "cuMemSetAccess failed and cuMemUnmap could not undo the map");
     return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0,
                       "cuMemSetAccess failed and cuMemUnmap could not undo the map");
   }
@@ -197,7 +199,8 @@ static int find_granule(struct cuda *c) {
     int vmm = 0;
 
     if (api->device_attribute(&vmm, GPU_ATTR_VMM_SUPPORTED, d->dev) != GPU_SUCCESS || !vmm)
-      return vm_fail(-ENODEV, "device %d (%s) has no virtual memory management", d->ordinal, d->name);
+      return vm_fail(-ENODEV, "device %d (%s) has no virtual memory management", d->ordinal,
+                     d->name);
     p = prop_for(c, VMEM_PEER, i);
     r = api->vmm_granularity(&g, &p, GPU_GRANULARITY_MINIMUM);
     if (r != GPU_SUCCESS)
@@ -205,12 +208,13 @@ static int find_granule(struct cuda *c) {
     if (g > c->granule)
       c->granule = g;
   }
-  if (api->device_attribute(&node, GPU_ATTR_HOST_NUMA_ID, c->base.gpu->devices[0].dev) == GPU_SUCCESS &&
+  if (api->device_attribute(&node, GPU_ATTR_HOST_NUMA_ID, c->base.gpu->devices[0].dev) ==
+          GPU_SUCCESS &&
       node >= 0)
     c->host_node = node;
   p = prop_for(c, VMEM_HOST, 0);
-  c->host_pages = api->vmm_granularity(&g, &p, GPU_GRANULARITY_MINIMUM) == GPU_SUCCESS && g &&
-                  g <= c->granule;
+  c->host_pages =
+      api->vmm_granularity(&g, &p, GPU_GRANULARITY_MINIMUM) == GPU_SUCCESS && g && g <= c->granule;
   return 0;
 }
 
@@ -224,8 +228,10 @@ static void cuda_close(void *be) {
 static int cuda_open(const struct vmem_open_opts *opts, struct vm_be_info *info, void **be) {
   struct gpu_scope scope;
   struct cuda *c = calloc(1, sizeof(*c));
+  struct vmem_error before;
   int err;
 
+  vm_error_save(&before); /* trying things out leaves errors that are none */
   if (!c)
     return vm_fail(-ENOMEM, "heap: %zu bytes", sizeof(*c));
   err = gpu_open(opts->devices, opts->num_devices, &c->base.gpu);
@@ -266,6 +272,7 @@ static int cuda_open(const struct vmem_open_opts *opts, struct vm_be_info *info,
   info->fresh_is_zero = false; /* CUDA promises nothing */
   info->one_page_slabs = true;
   info->unreserve_unmaps = false;
+  vm_error_restore(&before);
   *be = c;
   return 0;
 }

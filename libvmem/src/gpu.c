@@ -116,7 +116,7 @@ int gpu_open(const int32_t *devices, uint32_t num_devices, struct gpu **gpu) {
     g->multiprocessors = (unsigned)value;
   err = make_streams(g);
   if (!err)
-    err = gpu_kernels_load(g);
+    err = gpu_copy_init(g);
   gpu_leave(g, &scope);
   if (err)
     goto fail;
@@ -145,9 +145,7 @@ void gpu_close(struct gpu *g) {
       g->api->stream_destroy(g->after);
     }
     gpu_events_free(g);
-    gpu_stage_free(g);
-    if (g->module)
-      g->api->module_unload(g->module);
+    gpu_copy_exit(g);
     gpu_leave(g, &scope);
   }
   for (uint32_t i = 0; i < g->num_devices; i++)
@@ -163,7 +161,8 @@ int gpu_find(const struct gpu *g, int32_t ordinal, uint32_t *index) {
       *index = i;
       return 0;
     }
-  return vm_fail(-EINVAL, "device %d is not one of the context's %u devices", ordinal, g->num_devices);
+  return vm_fail(-EINVAL, "device %d is not one of the context's %u devices", ordinal,
+                 g->num_devices);
 }
 
 int gpu_enable_peers(const struct gpu *g) {
@@ -259,7 +258,8 @@ void gpu_driver_text(const struct gpu *g, char *text, size_t size) {
     fclose(f);
   }
   /* The first word made of digits and dots, as in "... Kernel Module  580.159.04  Release ..." */
-  for (char *save = NULL, *w = strtok_r(line, " \t\n", &save); w; w = strtok_r(NULL, " \t\n", &save))
+  for (char *save = NULL, *w = strtok_r(line, " \t\n", &save); w;
+       w = strtok_r(NULL, " \t\n", &save))
     if (strchr(w, '.') && strspn(w, "0123456789.") == strlen(w)) {
       snprintf(text, size, "%s", w);
       return;

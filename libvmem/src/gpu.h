@@ -2,9 +2,9 @@
 /*
  * gpu.h - what the back ends on CUDA devices share: contexts, events, and moving bytes by kernels.
  *
- * One struct gpu per vmem context. Any thread may call; each call makes the device's primary context
- * current for its own duration and sets the thread's stream-capture mode to relaxed, so that a graph
- * capture elsewhere in the process neither fails us nor is broken by us.
+ * One struct gpu per vmem context. Any thread may call; each call makes the device's primary
+ * context current for its own duration and sets the thread's stream-capture mode to relaxed, so
+ * that a graph capture elsewhere in the process neither fails us nor is broken by us.
  */
 #ifndef VMEM_GPU_H
 #define VMEM_GPU_H
@@ -20,7 +20,7 @@ struct gpu_event;
 struct gpu_device {
   int32_t ordinal;
   gpu_dev dev;
-  gpu_ctx ctx; /* primary, retained */
+  gpu_ctx ctx;          /* primary, retained */
   struct gpu_uuid uuid; /* of the physical device, also under MIG */
   bool mig;
   bool mps;
@@ -39,7 +39,7 @@ struct gpu {
   gpu_function fill, copy;
   pthread_mutex_t event_lock;
   pthread_mutex_t stage_lock; /* the staging buffer, for a whole read or write */
-  void *stage;                /* pinned, made at first use */
+  void *stage;                /* pinned */
 };
 
 struct gpu_scope {
@@ -69,7 +69,8 @@ void gpu_describe(const struct gpu *g, struct vmem_info *info);
 /* "580.159.04" from /proc/driver/nvidia/version, else "CUDA 13.0". */
 void gpu_driver_text(const struct gpu *g, char *text, size_t size);
 
-/* Writes a pattern with our kernel at a mapped range, reads it back and compares. -EIO on difference. */
+/* Writes a pattern with our kernel at a mapped range, reads it back and compares. -EIO on
+ * difference. */
 int gpu_prove(struct gpu *g, uint64_t addr, uint64_t bytes);
 
 /* Table entries (backend.h); the first argument is a struct gpu. */
@@ -89,8 +90,9 @@ int gpu_event_record(struct gpu *g, gpu_stream stream, vm_event *event);
 gpu_cuevent gpu_event_handle(vm_event event);
 void gpu_events_free(struct gpu *g);
 
-/* Loads the kernels into the current context (devices[0]). */
-int gpu_kernels_load(struct gpu *g);
-void gpu_stage_free(struct gpu *g);
+/* Makes what copies need, in the current context (devices[0]): kernels and staging buffer. Both
+ * now, because making them later could wait for the caller's running work. */
+int gpu_copy_init(struct gpu *g);
+void gpu_copy_exit(struct gpu *g);
 
 #endif

@@ -28,15 +28,16 @@ static void load(void) {
     return;
   }
   /* POSIX has dlsym return function pointers through void *; ISO C needs the detour. */
-#define GPU_API_LOAD(field, symbol, required, args)                                                    \
-  {                                                                                                    \
-    void *p = dlsym(handle, symbol);                                                                   \
-                                                                                                       \
-    memcpy(&lib.api.field, &p, sizeof(p));                                                             \
-    if (!p && (required)) {                                                                            \
-      snprintf(lib.reason, sizeof(lib.reason), "libcuda.so.1 lacks %s: NVIDIA driver too old", symbol); \
-      return;                                                                                          \
-    }                                                                                                  \
+#define GPU_API_LOAD(field, symbol, required, args)                                                \
+  {                                                                                                \
+    void *p = dlsym(handle, symbol);                                                               \
+                                                                                                   \
+    memcpy(&lib.api.field, &p, sizeof(p));                                                         \
+    if (!p && (required)) {                                                                        \
+      snprintf(lib.reason, sizeof(lib.reason), "libcuda.so.1 lacks %s: NVIDIA driver too old",     \
+               symbol);                                                                            \
+      return;                                                                                      \
+    }                                                                                              \
   }
   GPU_API(GPU_API_LOAD)
 #undef GPU_API_LOAD
@@ -50,7 +51,8 @@ int gpu_api_get(const struct gpu_api **api) {
   pthread_once(&lib.once, load);
   if (lib.reason[0])
     return vm_fail(-ENODEV, "%s", lib.reason);
-  /* A first cuInit may have come too early (device nodes not there yet); it costs nothing when done. */
+  /* A first cuInit may have come too early (device nodes not there yet); it costs nothing when
+   * done. */
   r = lib.init_result == GPU_SUCCESS ? GPU_SUCCESS : lib.api.init(0);
   if (r != GPU_SUCCESS) {
     lib.api.error_name(r, &name);

@@ -22,9 +22,10 @@ int gpu_be_event_wait(void *be, vm_event event);
 int gpu_be_stream_wait(void *be, uint64_t stream, vm_event event);
 void gpu_be_event_put(void *be, vm_event event);
 
-#define GPU_BE_ENTRIES                                                                                 \
-  .mem_info = gpu_be_mem_info, .fill = gpu_be_fill, .read = gpu_be_read, .write = gpu_be_write,        \
-  .copy = gpu_be_copy, .event_from = gpu_be_event_from, .event_query = gpu_be_event_query,             \
-  .event_wait = gpu_be_event_wait, .stream_wait = gpu_be_stream_wait, .event_put = gpu_be_event_put
+#define GPU_BE_ENTRIES                                                                             \
+  .mem_info = gpu_be_mem_info, .fill = gpu_be_fill, .read = gpu_be_read, .write = gpu_be_write,    \
+  .copy = gpu_be_copy, .event_from = gpu_be_event_from, .event_query = gpu_be_event_query,         \
+  .event_wait = gpu_be_event_wait, .stream_wait = gpu_be_stream_wait,                              \
+  .event_put = gpu_be_event_put
 
 #endif

@@ -2,8 +2,8 @@
 /*
  * Fill and copy by kernels of ours: CUDA's own copies refuse addresses that CUDA did not hand out.
  *
- * Both kernels split a range into a head up to the first 16-byte boundary, a body of 16-byte words and
- * a tail. A copy whose source and destination differ modulo 16 goes byte by byte.
+ * Both kernels split a range into a head up to the first 16-byte boundary, a body of 16-byte words
+ * and a tail. A copy whose source and destination differ modulo 16 goes byte by byte.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -16,7 +16,7 @@ enum {
   BLOCK = 256,
   BLOCK_BYTES = 16 * 1024, /* work of one block: four 16-byte words a thread */
   FILL_RANGES = 250,       /* so that the parameters stay below the 4 KiB every driver accepts */
-  STAGE_BYTES = 8 << 20,
+  STAGE_BYTES = 4 << 20,
 };
 
 struct fill_params {
@@ -30,20 +30,22 @@ struct copy_params {
 };
 
 /* %a5 = this thread, %a7 = threads in the grid's x direction. */
-#define PTX_THREAD                                                                                     \
-  "mov.u32 %r3, %ctaid.x;\n mov.u32 %r4, %ntid.x;\n mov.u32 %r5, %tid.x;\n mov.u32 %r6, %nctaid.x;\n"  \
-  "mul.wide.u32 %a5, %r3, %r4;\n cvt.u64.u32 %a6, %r5;\n add.s64 %a5, %a5, %a6;\n"                     \
+#define PTX_THREAD                                                                                 \
+  "mov.u32 %r3, %ctaid.x;\n mov.u32 %r4, %ntid.x;\n mov.u32 %r5, %tid.x;\n mov.u32 %r6, "          \
+  "%nctaid.x;\n"                                                                                   \
+  "mul.wide.u32 %a5, %r3, %r4;\n cvt.u64.u32 %a6, %r5;\n add.s64 %a5, %a5, %a6;\n"                 \
   "mul.wide.u32 %a7, %r6, %r4;\n"
 /* From %a3 = start, %a4 = end: %a8 = end of the head, %a9 = end of the body. */
-#define PTX_SPLIT                                                                                      \
-  "add.s64 %a8, %a3, 15;\n and.b64 %a8, %a8, -16;\n min.u64 %a8, %a8, %a4;\n"                          \
+#define PTX_SPLIT                                                                                  \
+  "add.s64 %a8, %a3, 15;\n and.b64 %a8, %a8, -16;\n min.u64 %a8, %a8, %a4;\n"                      \
   "and.b64 %a9, %a4, -16;\n max.u64 %a9, %a9, %a8;\n"
 #define PTX_REGS ".reg .pred %q<8>;\n .reg .b32 %r<16>;\n .reg .b64 %a<24>;\n"
 
 static const char kernels[] =
     ".version 6.0\n.target sm_60\n.address_size 64\n"
     ".visible .entry vmem_fill(.param .align 8 .b8 p[4008])\n{\n" PTX_REGS
-    "mov.u32 %r1, %ctaid.y;\n mul.wide.u32 %a1, %r1, 16;\n mov.b64 %a2, p;\n add.s64 %a2, %a2, %a1;\n"
+    "mov.u32 %r1, %ctaid.y;\n mul.wide.u32 %a1, %r1, 16;\n mov.b64 %a2, p;\n add.s64 %a2, %a2, "
+    "%a1;\n"
     "ld.param.u64 %a3, [%a2+8];\n ld.param.u64 %a4, [%a2+16];\n add.s64 %a4, %a4, %a3;\n"
     "ld.param.u32 %r2, [p];\n" PTX_THREAD PTX_SPLIT
     "add.s64 %a10, %a3, %a5;\n setp.lt.u64 %q1, %a10, %a8;\n @%q1 st.global.u8 [%a10], %r2;\n"
@@ -70,23 +72,6 @@ static const char kernels[] =
     "ld.global.u8 %r8, [%a16];\n st.global.u8 [%a12], %r8;\n add.s64 %a12, %a12, %a7;\n bra next;\n"
     "done:\n ret;\n}\n";
 
-int gpu_kernels_load(struct gpu *g) {
-  gpu_result r = g->api->module_load(&g->module, kernels);
-
-  if (r != GPU_SUCCESS)
-    return gpu_fail(g->api, r, "cuModuleLoadData: the driver does not compile our kernels");
-  r = g->api->module_function(&g->fill, g->module, "vmem_fill");
-  if (r == GPU_SUCCESS)
-    r = g->api->module_function(&g->copy, g->module, "vmem_copy");
-  return gpu_fail(g->api, r, "cuModuleGetFunction");
-}
-
-void gpu_stage_free(struct gpu *g) {
-  if (g->stage)
-    g->api->host_free(g->stage);
-  g->stage = NULL;
-}
-
 static unsigned blocks_for(const struct gpu *g, uint64_t bytes, unsigned sharers) {
   uint64_t want = (bytes + BLOCK_BYTES - 1) / BLOCK_BYTES;
   uint64_t most = 16u * (g->multiprocessors ? g->multiprocessors : 1) / sharers;
@@ -96,8 +81,8 @@ static unsigned blocks_for(const struct gpu *g, uint64_t bytes, unsigned sharers
   return want ? (unsigned)want : 1;
 }
 
-static int launch_fills(struct gpu *g, gpu_stream stream, const struct vm_be_range *ranges, size_t n,
-                        uint8_t value) {
+static int launch_fills(struct gpu *g, gpu_stream stream, const struct vm_be_range *ranges,
+                        size_t n, uint8_t value) {
   struct fill_params p = {.pattern = 0x01010101u * value};
 
   while (n) {
@@ -110,8 +95,8 @@ static int launch_fills(struct gpu *g, gpu_stream stream, const struct vm_be_ran
     for (unsigned i = 0; i < count; i++)
       if (ranges[i].bytes > longest)
         longest = ranges[i].bytes;
-    r = g->api->launch(g->fill, blocks_for(g, longest, count), count, 1, BLOCK, 1, 1, 0, stream, args,
-                       NULL);
+    r = g->api->launch(g->fill, blocks_for(g, longest, count), count, 1, BLOCK, 1, 1, 0, stream,
+                       args, NULL);
     if (r != GPU_SUCCESS)
       return gpu_fail_at(g->api, r, ranges[0].addr, ranges[0].bytes, "cuLaunchKernel (fill)");
     ranges += count;
@@ -177,7 +162,8 @@ int gpu_copy(struct gpu *g, uint64_t dst, uint64_t src, uint64_t bytes) {
   err = gpu_enter(g, 0, &scope);
   if (err)
     return err;
-  /* The kernel's order of bytes is any order, so overlapping ranges go through a gap-sized window. */
+  /* The kernel's order of bytes is any order, so overlapping ranges go through a gap-sized window.
+   */
   if (dst == src) {
     err = 0;
   } else if (dst < src + bytes && src < dst + bytes) {
@@ -197,19 +183,39 @@ int gpu_copy(struct gpu *g, uint64_t dst, uint64_t src, uint64_t bytes) {
   return err;
 }
 
-static int stage_get(struct gpu *g) {
-  gpu_result r;
+int gpu_copy_init(struct gpu *g) {
+  gpu_result r = g->api->module_load(&g->module, kernels);
+  struct vm_be_range nothing = {0, 0};
+  int err;
 
-  if (g->stage)
-    return 0;
-  r = g->api->host_alloc(&g->stage, STAGE_BYTES, GPU_HOST_PORTABLE);
+  if (r != GPU_SUCCESS)
+    return gpu_fail(g->api, r, "cuModuleLoadData: the driver does not compile our kernels");
+  r = g->api->module_function(&g->fill, g->module, "vmem_fill");
   if (r == GPU_SUCCESS)
-    return 0;
-  g->stage = NULL;
-  return gpu_fail_at(g->api, r, 0, STAGE_BYTES, "cuMemHostAlloc (staging buffer)");
+    r = g->api->module_function(&g->copy, g->module, "vmem_copy");
+  if (r != GPU_SUCCESS)
+    return gpu_fail(g->api, r, "cuModuleGetFunction");
+  r = g->api->host_alloc(&g->stage, STAGE_BYTES, GPU_HOST_PORTABLE);
+  if (r != GPU_SUCCESS) {
+    g->stage = NULL;
+    return gpu_fail_at(g->api, r, 0, STAGE_BYTES, "cuMemHostAlloc (staging buffer)");
+  }
+  /* CUDA loads a kernel with its first launch unless told otherwise. */
+  err = launch_fills(g, g->work, &nothing, 1, 0);
+  return err ? err : copy_sync(g, 0, 0, 0);
 }
 
-/* The part of the buffer with the address's position in a 16-byte word, so that the copy is aligned. */
+void gpu_copy_exit(struct gpu *g) {
+  if (g->stage)
+    g->api->host_free(g->stage);
+  if (g->module)
+    g->api->module_unload(g->module);
+  g->stage = NULL;
+  g->module = NULL;
+}
+
+/* The part of the buffer with the address's position in a 16-byte word, so that the copy is
+ * aligned. */
 static int transfer(struct gpu *g, uint8_t *in, const uint8_t *out, uint64_t addr, uint64_t bytes) {
   struct gpu_scope scope;
   int err;
@@ -220,7 +226,6 @@ static int transfer(struct gpu *g, uint8_t *in, const uint8_t *out, uint64_t add
   if (err)
     return err;
   pthread_mutex_lock(&g->stage_lock);
-  err = stage_get(g);
   while (bytes && !err) {
     uint64_t shift = addr & 15;
     uint64_t part = bytes < STAGE_BYTES - shift ? bytes : STAGE_BYTES - shift;
@@ -270,8 +275,8 @@ int gpu_prove(struct gpu *g, uint64_t addr, uint64_t bytes) {
       err = gpu_read(g, got, end ? addr + bytes - sizeof(got) : addr, sizeof(got));
       for (unsigned i = 0; i < sizeof(got) && !err; i++)
         if (got[i] != value)
-          err = vm_fail_at(-EIO, addr, bytes, 0, "a page that was filled with 0x%02x reads as 0x%02x",
-                           value, got[i]);
+          err = vm_fail_at(-EIO, addr, bytes, 0,
+                           "a page that was filled with 0x%02x reads as 0x%02x", value, got[i]);
     }
     if (err)
       return err;

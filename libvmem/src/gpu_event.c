@@ -93,7 +93,8 @@ int gpu_event_record(struct gpu *g, gpu_stream stream, vm_event *event) {
   return 0;
 }
 
-/* Which of our devices a stream belongs to. 0, 1 and 2 name default streams of the current context. */
+/* Which of our devices a stream belongs to. 0, 1 and 2 name default streams of the current context.
+ */
 static int stream_device(struct gpu *g, gpu_stream stream, uint32_t *device, gpu_ctx *ctx) {
   gpu_result r;
 
@@ -116,8 +117,8 @@ static int record_on(struct gpu *g, gpu_stream stream, uint32_t device, vm_event
   int capturing = 0, err;
   gpu_result r = g->api->stream_capturing(stream, &capturing);
 
-  /* The legacy stream answers "implicit" while a blocking stream is captured: nothing may be recorded
-   * on it then, and trying would invalidate the capture. */
+  /* The legacy stream answers "implicit" while a blocking stream is captured: nothing may be
+   * recorded on it then, and trying would invalidate the capture. */
   if (capturing || r == GPU_ERROR_CAPTURE_IMPLICIT)
     return vm_fail(-EINVAL, "the stream is being captured into a graph: name one that is not");
   if (r != GPU_SUCCESS)
@@ -183,7 +184,8 @@ static int query(struct gpu *g, const struct gpu_event *e) {
   if (r == GPU_ERROR_NOT_READY)
     return -EAGAIN; /* an answer, not an error: nothing is recorded */
   if (r == GPU_ERROR_CAPTURED_EVENT)
-    return vm_fail(-EINVAL, "the event was recorded in a stream that is being captured into a graph");
+    return vm_fail(-EINVAL,
+                   "the event was recorded in a stream that is being captured into a graph");
   return gpu_fail(g->api, r, "cuEventQuery");
 }
 

@@ -50,8 +50,10 @@ int rm_open_node(const char *path, int *fd) {
   if (under_wsl())
     return vm_fail(-ENODEV, "WSL: no %s, its driver has no resource manager interface", path);
   if (err == ENOENT || err == ENXIO || err == ENODEV)
-    return vm_fail(-ENODEV, "%s is missing: no NVIDIA driver is loaded, or this container was not given "
-                            "the node", path);
+    return vm_fail(-ENODEV,
+                   "%s is missing: no NVIDIA driver is loaded, or this container was not given "
+                   "the node",
+                   path);
   if (err == EMFILE || err == ENFILE)
     return vm_fail(-ENOMEM, "%s: %s", path, strerror(err));
   return vm_fail(-ENODEV, "%s: %s", path, strerror(err));
@@ -89,8 +91,9 @@ static int read_version(struct rm *rm) {
       snprintf(rm->version_text, sizeof(rm->version_text), "%s", w);
       return 0;
     }
-  return vm_fail(-ENODEV, "neither /dev/nvidiactl nor /proc/driver/nvidia/version tells the driver's "
-                          "version");
+  return vm_fail(-ENODEV,
+                 "neither /dev/nvidiactl nor /proc/driver/nvidia/version tells the driver's "
+                 "version");
 }
 
 static int check_version(const struct rm *rm, bool force) {
@@ -98,14 +101,16 @@ static int check_version(const struct rm *rm, bool force) {
     return vm_fail(-ENODEV, "driver %s is too old: %d or later is needed", rm->version_text,
                    NV_FIRST_BRANCH);
   if (rm->version.major > NV_LAST_BRANCH && !force)
-    return vm_fail(-ENODEV, "driver %s is newer than the newest whose layouts were checked (%d): "
-                            "VMEM_OPEN_FORCE tries it all the same", rm->version_text, NV_LAST_BRANCH);
+    return vm_fail(-ENODEV,
+                   "driver %s is newer than the newest whose layouts were checked (%d): "
+                   "VMEM_OPEN_FORCE tries it all the same",
+                   rm->version_text, NV_LAST_BRANCH);
   return 0;
 }
 
 /* Returns an errno for the ioctl, the RM's own status in *status. */
-static int alloc_raw(struct rm *rm, uint32_t parent, uint32_t class_id, void *params, uint32_t bytes,
-                     uint32_t *object, uint32_t *status) {
+static int alloc_raw(struct rm *rm, uint32_t parent, uint32_t class_id, void *params,
+                     uint32_t bytes, uint32_t *object, uint32_t *status) {
   struct nvos64 a = {.root = rm->client,
                      .parent = parent,
                      .object = *object,

@@ -8,8 +8,8 @@
 #include "stock_abi.h"
 
 struct rm {
-  int fd;           /* /dev/nvidiactl: the client and all its objects end with it */
-  uint32_t client;  /* 0 = none */
+  int fd;          /* /dev/nvidiactl: the client and all its objects end with it */
+  uint32_t client; /* 0 = none */
   struct nv_version version;
   char version_text[64];
   struct stock_abi abi;
@@ -27,7 +27,8 @@ int rm_ioctl(int fd, unsigned long request, void *arg);
 /* Opens a device node read-write, close-on-exec. -ENODEV or -EACCES naming the node. */
 int rm_open_node(const char *path, int *fd);
 
-/* Opens the control node, reads the driver's version, makes a client. force: take unknown versions. */
+/* Opens the control node, reads the driver's version, makes a client. force: take unknown versions.
+ */
 int rm_open(struct rm *rm, bool force);
 void rm_close(struct rm *rm);
 

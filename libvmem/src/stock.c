@@ -16,6 +16,8 @@ enum { SMALLEST_GRANULE = 4 << 10, DEFAULT_GRANULE = 64 << 10, LARGEST_PAGE = 2 
 static int explain_no_device(struct rm *rm, int err) {
   struct nv_card_info cards[NV_MAX_CARDS];
 
+  if (uvm_check_node())
+    return uvm_check_node();
   memset(cards, 0, sizeof(cards));
   if (rm_ioctl(rm->fd, NV_IOCTL(NV_ESC_CARD_INFO, sizeof(cards)), cards))
     return err;
@@ -38,7 +40,8 @@ static int refuse_vgpu(struct rm *rm, uint32_t object, const char *name) {
 
   if (err)
     return err;
-  return v.mode == NV0080_VIRTUALIZATION_VGX ? vm_fail(-ENODEV, "%s is a vGPU, not supported", name) : 0;
+  return v.mode == NV0080_VIRTUALIZATION_VGX ? vm_fail(-ENODEV, "%s is a vGPU, not supported", name)
+                                             : 0;
 }
 
 /* Drivers without the class know no confidential computing, so errors mean "off". */
@@ -49,7 +52,8 @@ static int refuse_confidential(struct rm *rm) {
   struct nvcb33_capabilities c = {0};
   uint32_t object;
 
-  if (rm_alloc(rm, rm->client, NV_CONFIDENTIAL_COMPUTE, &params, sizeof(params), &object, "probing"))
+  if (rm_alloc(rm, rm->client, NV_CONFIDENTIAL_COMPUTE, &params, sizeof(params), &object,
+               "probing"))
     return 0;
   if (rm_control(rm, object, NVCB33_GET_CAPABILITIES, &c, bytes, "probing"))
     c.feature = 0;
@@ -67,7 +71,8 @@ static int open_device(struct stock *s, uint32_t index) {
   if (d->mig)
     return vm_fail(-ENODEV, "device %d (%s) is a MIG instance, not supported", d->ordinal, d->name);
   if (d->mps)
-    return vm_fail(-ENODEV, "device %d (%s) is shared through MPS, not supported", d->ordinal, d->name);
+    return vm_fail(-ENODEV, "device %d (%s) is shared through MPS, not supported", d->ordinal,
+                   d->name);
   err = rm_find_gpu(&s->rm, d->uuid.bytes, &gpu);
   if (err)
     return err;
@@ -76,8 +81,8 @@ static int open_device(struct stock *s, uint32_t index) {
   if (err)
     return err;
   params.device_id = gpu.instance;
-  err = rm_alloc(&s->rm, s->rm.client, NV01_DEVICE_0, &params, sizeof(params), &s->devices[index].object,
-                 "the RM's device allocation");
+  err = rm_alloc(&s->rm, s->rm.client, NV01_DEVICE_0, &params, sizeof(params),
+                 &s->devices[index].object, "the RM's device allocation");
   return err ? err : refuse_vgpu(&s->rm, s->devices[index].object, d->name);
 }
 
@@ -102,7 +107,7 @@ static int open_all(struct stock *s, const struct vmem_open_opts *opts) {
     return err;
   err = gpu_open(opts->devices, opts->num_devices, &s->base.gpu);
   if (err)
-    return err == -ENODEV ? explain_no_device(&s->rm, err) : err;
+    return err == -ENODEV || err == -EIO ? explain_no_device(&s->rm, err) : err;
   err = refuse_confidential(&s->rm);
   for (uint32_t i = 0; i < s->base.gpu->num_devices && !err; i++)
     err = open_device(s, i);
@@ -114,8 +119,10 @@ static int open_all(struct stock *s, const struct vmem_open_opts *opts) {
 
 static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info, void **be) {
   struct stock *s = calloc(1, sizeof(*s));
+  struct vmem_error before;
   int err;
 
+  vm_error_save(&before); /* trying things out leaves errors that are none */
   if (!s)
     return vm_fail(-ENOMEM, "heap: %zu bytes", sizeof(*s));
   s->uvm_fd = s->rm.fd = -1;
@@ -150,13 +157,14 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   info->fresh_is_zero = false; /* RM scrubs freed memory, but promises nothing */
   info->one_page_slabs = false;
   info->unreserve_unmaps = true;
+  vm_error_restore(&before);
   *be = s;
   return 0;
 }
 
 /* Leaves nothing behind, whatever fails; the first failure is the one reported. */
 static int prove(struct stock *s) {
-  struct vmem_error why = {.size = sizeof(why)};
+  struct vmem_error why = {0};
   uint64_t addr, slab, priv;
   uint32_t kind;
   int err = stock_reserve(s, LARGEST_PAGE, 0, VMEM_RESERVE_PLAIN, &addr, &kind, &priv), undo;

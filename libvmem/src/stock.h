@@ -2,9 +2,9 @@
 /*
  * stock.h - the parts of the back end "stock": NVIDIA's unmodified driver below 2 MiB.
  *
- * Physical memory is allocated from the resource manager (rm.h) as a client of our own; addresses are
- * external ranges in the address space that CUDA's own /dev/nvidia-uvm descriptor holds, and pages are
- * mapped into them with UVM's ioctls. One ioctl maps a run on all devices of the context.
+ * Physical memory is allocated from the resource manager (rm.h) as a client of our own; addresses
+ * are external ranges in the address space that CUDA's own /dev/nvidia-uvm descriptor holds, and
+ * pages are mapped into them with UVM's ioctls. One ioctl maps a run on all devices of the context.
  */
 #ifndef VMEM_STOCK_H
 #define VMEM_STOCK_H
@@ -13,8 +13,8 @@
 #include "rm.h"
 
 struct stock_device {
-  int fd;            /* /dev/nvidiaN, held so that RM lets this process use the GPU */
-  uint32_t object;   /* RM device, parent of slabs */
+  int fd;          /* /dev/nvidiaN, held so that RM lets this process use the GPU */
+  uint32_t object; /* RM device, parent of slabs */
 };
 
 struct stock {
@@ -38,6 +38,8 @@ int uvm_map(const struct stock *s, uint64_t addr, uint64_t bytes, uint32_t memor
 int uvm_unmap(const struct stock *s, uint64_t addr, uint64_t bytes);
 /* Reads as zeros, swallows writes. Multiples of 64 KiB. Replaces what overlaps. */
 int uvm_sparse(const struct stock *s, uint64_t addr, uint64_t bytes);
+/* 0, or the error that names what is wrong with the device node. */
+int uvm_check_node(void);
 /* Sets s->uvm_fd to a duplicate of the descriptor through which CUDA manages this process. */
 int uvm_find(struct stock *s);
 
@@ -51,13 +53,14 @@ int stock_host_range(uint64_t bytes, uint64_t align, uint64_t *addr);
 
 /* ---- stock_mem.c: physical memory and mappings ---- */
 
-int stock_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
-                      uint64_t *slab);
+int stock_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location,
+                      int32_t device, uint64_t *slab);
 int stock_slab_destroy(void *be, uint64_t slab, uint64_t bytes);
-int stock_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
-              bool sparse);
+int stock_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset,
+              uint32_t flags, bool sparse);
 int stock_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse);
-int stock_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags);
+int stock_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset,
+                uint32_t flags);
 uint32_t stock_slab_object(uint64_t slab);
 
 #endif

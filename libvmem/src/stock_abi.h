@@ -1,17 +1,19 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * stock_abi.h - every structure, number and flag that we pass to NVIDIA's kernel modules, in one place.
+ * stock_abi.h - every structure, number and flag that we pass to NVIDIA's kernel modules, in one
+ * place.
  *
- * Sources: NVIDIA's open kernel modules (github.com/NVIDIA/open-gpu-kernel-modules, MIT licensed), read
- * at every tag from 530.30.02 to 595.45.04. The layouts are public but not promised stable. What changed
- * within that span:
+ * Sources: NVIDIA's open kernel modules (github.com/NVIDIA/open-gpu-kernel-modules, MIT licensed),
+ * read at every tag from 530.30.02 to 595.45.04. The layouts are public but not promised stable.
+ * What changed within that span:
  *
  *   first tag    change                                                  header
- *   530.30.02    the mapping's page size follows the alignment           kernel-open/nvidia-uvm/uvm_map_external.c
- *   535.43.02    NVOS64_PARAMETERS gains paramsSize (40 -> 48 bytes)     src/common/sdk/nvidia/inc/nvos.h
- *   545.23.06    NV_MEMORY_ALLOCATION_PARAMS gains numaNode (120 -> 128) src/common/sdk/nvidia/inc/nvos.h
- *   550.40.53    UVM_MAP_EXTERNAL_ALLOCATION: 32 -> 256 GPU records      kernel-open/nvidia-uvm/uvm_ioctl.h
- *   590.44.01    UVM_FREE loses its length                               kernel-open/nvidia-uvm/uvm_ioctl.h
+ *   530.30.02    the mapping's page size follows the alignment
+ * kernel-open/nvidia-uvm/uvm_map_external.c 535.43.02    NVOS64_PARAMETERS gains paramsSize (40 ->
+ * 48 bytes)     src/common/sdk/nvidia/inc/nvos.h 545.23.06    NV_MEMORY_ALLOCATION_PARAMS gains
+ * numaNode (120 -> 128) src/common/sdk/nvidia/inc/nvos.h 550.40.53    UVM_MAP_EXTERNAL_ALLOCATION:
+ * 32 -> 256 GPU records      kernel-open/nvidia-uvm/uvm_ioctl.h 590.44.01    UVM_FREE loses its
+ * length                               kernel-open/nvidia-uvm/uvm_ioctl.h
  *
  * Names follow NVIDIA's, in lower case; "In" and "out" are from our side.
  */
@@ -57,7 +59,8 @@ static inline struct stock_abi stock_abi_for(struct nv_version v) {
 }
 
 /* ---- escapes of /dev/nvidiactl --------------------------------------------------------------
- * Numbers: kernel-open/common/inc/nv-ioctl-numbers.h, src/nvidia/arch/nvalloc/unix/include/nv_escape.h */
+ * Numbers: kernel-open/common/inc/nv-ioctl-numbers.h,
+ * src/nvidia/arch/nvalloc/unix/include/nv_escape.h */
 
 #define NV_IOCTL(number, bytes) _IOC(_IOC_READ | _IOC_WRITE, 'F', (number), (bytes))
 enum {
@@ -137,12 +140,12 @@ enum { NV_API_VERSION_QUERY = '2' };
  * src/common/sdk/nvidia/inc/class/ and .../ctrl/ */
 
 enum {
-  NV01_ROOT_CLIENT = 0x41,            /* cl0041.h */
-  NV01_MEMORY_SYSTEM = 0x3e,          /* cl003e.h */
-  NV01_MEMORY_LOCAL_USER = 0x40,      /* cl0040.h */
-  NV01_DEVICE_0 = 0x80,               /* cl0080.h */
-  NV20_SUBDEVICE_0 = 0x2080,          /* cl2080.h */
-  NV_CONFIDENTIAL_COMPUTE = 0xcb33    /* clcb33.h, from 535 */
+  NV01_ROOT_CLIENT = 0x41,         /* cl0041.h */
+  NV01_MEMORY_SYSTEM = 0x3e,       /* cl003e.h */
+  NV01_MEMORY_LOCAL_USER = 0x40,   /* cl0040.h */
+  NV01_DEVICE_0 = 0x80,            /* cl0080.h */
+  NV20_SUBDEVICE_0 = 0x2080,       /* cl2080.h */
+  NV_CONFIDENTIAL_COMPUTE = 0xcb33 /* clcb33.h, from 535 */
 };
 
 /* cl0080.h NV0080_ALLOC_PARAMETERS */
@@ -170,8 +173,8 @@ ABI_SIZE(struct nvcb33_alloc, 4);
 #define NV0000_GET_UUID_INFO 0x274u
 enum { NV0000_UUID_BINARY = 2 };
 struct nv0000_uuid_info {
-  uint8_t uuid[256]; /* in */
-  uint32_t flags;    /* in */
+  uint8_t uuid[256];                                    /* in */
+  uint32_t flags;                                       /* in */
   uint32_t gpu_id, device_instance, subdevice_instance; /* out */
 };
 ABI_SIZE(struct nv0000_uuid_info, 272);
@@ -223,8 +226,8 @@ ABI_AT(struct nv_memory_params, numa_node, 120);
 #define NVOS32_ATTR2_HUGE_2MB (1u << 20)
 
 /* ---- UVM ---------------------------------------------------------------------------------------
- * kernel-open/nvidia-uvm/uvm_ioctl.h; the ioctl's number is bare, with no size in it. Each returns 0
- * and puts the result into its status field. */
+ * kernel-open/nvidia-uvm/uvm_ioctl.h; the ioctl's number is bare, with no size in it. Each returns
+ * 0 and puts the result into its status field. */
 enum {
   UVM_MAP_EXTERNAL_ALLOCATION = 33,
   UVM_FREE = 34,

@@ -10,11 +10,11 @@
 uint32_t stock_slab_object(uint64_t slab) { return (uint32_t)slab; }
 
 /*
- * RM's page size for a slab. UVM gives a mapping the largest page-table entries that the slab's page
- * size, the address, the offset and the length allow, and later refuses to cut a mapping inside an
- * entry. Since a run may be cut at any granule, the slab's page size must not exceed the granule; the
- * size of the page asked for does not matter. Reading through 64 KiB entries is within 0.2 % of 2 MiB
- * entries (4496 and 4505 GB/s on an H200).
+ * RM's page size for a slab. UVM gives a mapping the largest page-table entries that the slab's
+ * page size, the address, the offset and the length allow, and later refuses to cut a mapping
+ * inside an entry. Since a run may be cut at any granule, the slab's page size must not exceed the
+ * granule; the size of the page asked for does not matter. Reading through 64 KiB entries is within
+ * 0.2 % of 2 MiB entries (4496 and 4505 GB/s on an H200).
  */
 static uint64_t rm_page_size(const struct stock *s, uint64_t bytes) {
   if (s->granule >= 2 << 20 && bytes % (2 << 20) == 0)
@@ -22,8 +22,8 @@ static uint64_t rm_page_size(const struct stock *s, uint64_t bytes) {
   return s->granule >= 64 << 10 && bytes % (64 << 10) == 0 ? 64 << 10 : 4 << 10;
 }
 
-int stock_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
-                      uint64_t *slab) {
+int stock_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location,
+                      int32_t device, uint64_t *slab) {
   struct stock *s = be;
   struct nv_memory_params p = {.owner = s->rm.client,
                                .flags = NVOS32_ALIGNMENT_FORCE | NVOS32_MAP_NOT_REQUIRED,
@@ -50,9 +50,10 @@ int stock_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t loc
     p.attr |= NVOS32_ATTR_LOCATION_PCI | NVOS32_ATTR_COHERENCY_CACHED;
   }
   err = rm_alloc(&s->rm, s->devices[index].object, class_id, &p, s->rm.abi.memparams_bytes, &object,
-                 location == VMEM_HOST ? "RM allocation of host memory" : "RM allocation of video memory");
+                 location == VMEM_HOST ? "RM allocation of host memory"
+                                       : "RM allocation of video memory");
   if (err) {
-    struct vmem_error why = {.size = sizeof(why)};
+    struct vmem_error why;
 
     vm_error_save(&why);
     why.bytes = bytes;
@@ -80,19 +81,20 @@ static uint32_t mapping_type(uint32_t flags) {
   return flags & VMEM_MAP_READONLY ? UVM_MAPPING_READ_ONLY : UVM_MAPPING_DEFAULT;
 }
 
-int stock_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
-              bool sparse) {
+int stock_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset,
+              uint32_t flags, bool sparse) {
   const struct stock *s = be;
   int err = uvm_map(s, addr, bytes, stock_slab_object(slab), offset, mapping_type(flags));
 
   if (err && sparse) {
-    struct vmem_error why = {.size = sizeof(why)};
+    struct vmem_error why;
 
     /* The failed call has already taken the zeros away. */
     vm_error_save(&why);
     if (uvm_sparse(s, addr, bytes))
       return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0,
-                        "a map failed (%s), and the range could not be made sparse again", why.text);
+                        "a map failed (%s), and the range could not be made sparse again",
+                        why.text);
     vm_error_restore(&why);
   }
   return err;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * UVM's ioctls. Each must be checked twice: what ioctl returns says whether the driver took the call,
- * the status in the structure whether it did the work.
+ * UVM's ioctls. Each must be checked twice: what ioctl returns says whether the driver took the
+ * call, the status in the structure whether it did the work.
  */
 #include <dirent.h>
 #include <errno.h>
@@ -108,8 +108,8 @@ int uvm_sparse(const struct stock *s, uint64_t addr, uint64_t bytes) {
   return each_device(s, addr, bytes, UVM_MAP_EXTERNAL_SPARSE, "UVM_MAP_EXTERNAL_SPARSE");
 }
 
-/* Creates a range and maps a page through candidate `fd`: only the descriptor in which CUDA registered
- * this process's GPU address space does both. */
+/* Creates a range and maps a page through candidate `fd`: only the descriptor in which CUDA
+ * registered this process's GPU address space does both. */
 static int trial(struct stock *s, int fd, uint64_t addr, uint64_t bytes, uint32_t memory) {
   int err, undo;
 
@@ -134,7 +134,8 @@ static bool is_uvm(int fd, const char *link, bool have_node, dev_t node) {
 
 static int try_all(struct stock *s, uint64_t addr, uint64_t bytes, uint32_t memory) {
   DIR *dir = opendir("/proc/self/fd");
-  int err = vm_fail(-ENODEV, "this process has no open " UVM_NODE ": CUDA runs without UVM here");
+  int err = -ENODEV;
+  bool tried = false;
   struct dirent *entry;
   struct stat st;
   bool have_node = stat(UVM_NODE, &st) == 0 && S_ISCHR(st.st_mode);
@@ -152,6 +153,7 @@ static int try_all(struct stock *s, uint64_t addr, uint64_t bytes, uint32_t memo
     link[n] = 0;
     if (!is_uvm(fd, link, have_node, st.st_rdev))
       continue;
+    tried = true;
     /* Duplicated before it is tried, so that it stays what was tried if its owner closes it. */
     fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (fd < 0) {
@@ -165,16 +167,27 @@ static int try_all(struct stock *s, uint64_t addr, uint64_t bytes, uint32_t memo
     s->uvm_fd = -1;
   }
   closedir(dir);
-  return err;
+  return tried ? err
+               : vm_fail(-ENODEV,
+                         "this process has no open " UVM_NODE ": CUDA runs without UVM here");
+}
+
+int uvm_check_node(void) {
+  if (access(UVM_NODE, R_OK | W_OK) == 0)
+    return 0;
+  if (errno == EACCES || errno == EPERM)
+    return vm_fail(-EACCES, "no permission to open " UVM_NODE);
+  return vm_fail(-ENODEV, UVM_NODE " is missing: the nvidia-uvm module is not loaded, or this "
+                                   "container was not given the node");
 }
 
 int uvm_find(struct stock *s) {
   uint64_t bytes = 64 << 10, addr, slab;
   int err;
 
-  if (access(UVM_NODE, F_OK) != 0 && errno == ENOENT)
-    return vm_fail(-ENODEV, UVM_NODE " is missing: the nvidia-uvm module is not loaded, or this "
-                            "container was not given the node");
+  err = uvm_check_node();
+  if (err)
+    return err;
   err = stock_slab_create(s, bytes, bytes, VMEM_DEVICE, 0, &slab);
   if (err)
     return err;
@@ -186,7 +199,6 @@ int uvm_find(struct stock *s) {
   if (err) {
     struct vmem_error why;
 
-    why.size = sizeof(why);
     vm_error_save(&why);
     stock_slab_destroy(s, slab, bytes);
     vm_error_restore(&why);

@@ -1,0 +1,565 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Description: runs the back ends "cuda" and "stock" on hardware, through backend.h alone.
+ *
+ *   backend_check [cuda|stock]           all checks; exit 0 passed, 1 failed, 77 no GPU
+ *   backend_check readonly NAME          child: writes through a read-only mapping
+ *   backend_check probe NAME             child: probes
+ */
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "check.h"
+
+unsigned checks_passed, checks_failed;
+static const char *self;
+
+bool check(const struct env *e, const char *name, bool ok) {
+  printf("%-5s  %-4s  %s%s%s\n", e->b->name, ok ? "ok" : "FAIL", name, ok ? "" : "  <- ",
+         ok ? "" : vmem_last_error());
+  fflush(stdout);
+  *(ok ? &checks_passed : &checks_failed) += 1;
+  return ok;
+}
+
+void note(const struct env *e, const char *name, const char *fmt, ...) {
+  va_list ap;
+
+  printf("%-5s        %-44s ", e->b->name, name);
+  va_start(ap, fmt);
+  vprintf(fmt, ap);
+  va_end(ap);
+  printf("\n");
+}
+
+double now_us(void) {
+  struct timespec t;
+
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec * 1e6 + (double)t.tv_nsec / 1e3;
+}
+
+static int by_value(const void *a, const void *b) {
+  double x = *(const double *)a, y = *(const double *)b;
+
+  return (x > y) - (x < y);
+}
+
+double median(double *values, size_t n) {
+  qsort(values, n, sizeof(*values), by_value);
+  return values[n / 2];
+}
+
+void *cuda_symbol(const char *name) {
+  void *p = dlsym(dlopen("libcuda.so.1", RTLD_NOW), name);
+
+  if (!p)
+    abort();
+  return p;
+}
+
+void env_open(struct env *e, const struct vm_backend *b, uint64_t granule) {
+  struct vmem_open_opts opts = {.size = sizeof(opts), .granule = granule};
+  int err;
+
+  e->b = b;
+  memset(&e->info, 0, sizeof(e->info));
+  err = b->open(&opts, &e->info, &e->be);
+  if (err) {
+    printf("%s: open: %d %s\n", b->name, err, vmem_last_error());
+    exit(err == -ENODEV ? 77 : 1);
+  }
+  e->page = e->info.pub.granule;
+  gpu_api_get(&e->cu);
+}
+
+static void fill_sync(struct env *e, uint64_t addr, uint64_t bytes, uint8_t value) {
+  struct vm_be_range r = {addr, bytes};
+  vm_event done;
+
+  if (e->b->fill(e->be, &r, 1, value, NULL, 0, &done))
+    return;
+  e->b->event_wait(e->be, done);
+  e->b->event_put(e->be, done);
+}
+
+static bool reads_as(struct env *e, uint64_t addr, uint64_t bytes, uint8_t value) {
+  uint8_t *p = malloc(bytes);
+  bool ok = !e->b->read(e->be, p, addr, bytes);
+
+  for (uint64_t i = 0; i < bytes && ok; i++)
+    ok = p[i] == value;
+  free(p);
+  return ok;
+}
+
+static uint64_t random_u64(uint64_t *state) {
+  *state = *state * 6364136223846793005u + 1442695040888963407u;
+  return *state >> 16;
+}
+
+/* A reservation and a slab for one group of checks. */
+struct area {
+  uint64_t addr, bytes, priv, slab, slab_bytes;
+  uint32_t kind;
+};
+
+static bool area_get(struct env *e, struct area *a, uint64_t bytes, uint64_t slab_bytes, uint32_t flags) {
+  a->bytes = bytes;
+  a->slab_bytes = slab_bytes;
+  return !e->b->reserve(e->be, bytes, 2 << 20, flags, &a->addr, &a->kind, &a->priv) &&
+         !e->b->slab_create(e->be, slab_bytes, e->page, VMEM_DEVICE, 0, &a->slab);
+}
+
+static bool area_put(struct env *e, struct area *a) {
+  return !e->b->unreserve(e->be, a->addr, a->bytes, a->priv) &&
+         !e->b->slab_destroy(e->be, a->slab, a->slab_bytes);
+}
+
+static void check_page_size(struct env *e, struct area *a, uint64_t size) {
+  enum { ROUNDS = 200 };
+  double map_us[ROUNDS], unmap_us[ROUNDS], fill_us[ROUNDS];
+  bool whole = e->info.one_page_slabs, ok = true;
+  char name[64];
+
+  for (int i = 0; i < ROUNDS && ok; i++) {
+    uint64_t places = a->bytes / size, parts = a->slab_bytes / size;
+    uint64_t addr = a->addr + (uint64_t)(i * 7 + 1) % places * size;
+    uint64_t offset = whole ? 0 : (uint64_t)(i * 5 + 3) % parts * size;
+    double t0 = now_us(), t1, t2;
+
+    ok = !e->b->map(e->be, addr, size, a->slab, offset, 0, false);
+    t1 = now_us();
+    if (!ok)
+      break;
+    fill_sync(e, addr, size, (uint8_t)(i + 1));
+    t2 = now_us();
+    ok = reads_as(e, addr, size < 4096 ? size : 4096, (uint8_t)(i + 1)) &&
+         reads_as(e, addr + size - 512, 512, (uint8_t)(i + 1));
+    map_us[i] = t1 - t0;
+    fill_us[i] = t2 - t1;
+    t0 = now_us();
+    ok = ok && !e->b->unmap(e->be, addr, size, false);
+    unmap_us[i] = now_us() - t0;
+  }
+  snprintf(name, sizeof(name), "map, fill, read, unmap pages of %llu KiB", (unsigned long long)size >> 10);
+  if (check(e, name, ok))
+    note(e, "  median us", "map %.1f, unmap %.1f, fill and wait %.1f", median(map_us, ROUNDS),
+         median(unmap_us, ROUNDS), median(fill_us, ROUNDS));
+}
+
+/* Driver calls back to back, nothing else in between. */
+static void time_calls(struct env *e, struct area *a, uint64_t size) {
+  enum { ROUNDS = 1000 };
+  static double map_us[ROUNDS], unmap_us[ROUNDS];
+  bool whole = e->info.one_page_slabs, ok = true;
+
+  for (int pass = 0; pass < 2; pass++)
+    for (int i = 0; i < ROUNDS && ok; i++) {
+      uint64_t addr = a->addr + (uint64_t)(i * 7919) % (a->bytes / size) * size;
+      uint64_t offset = whole ? 0 : (uint64_t)(i * 5 + 3) % (a->slab_bytes / size) * size;
+      double start = now_us();
+
+      ok = !e->b->map(e->be, addr, size, a->slab, offset, 0, false);
+      map_us[i] = now_us() - start;
+      start = now_us();
+      ok = ok && !e->b->unmap(e->be, addr, size, false);
+      unmap_us[i] = now_us() - start;
+    }
+  note(e, "  back to back", "map %.1f (p99 %.1f), unmap %.1f (p99 %.1f)", median(map_us, ROUNDS),
+       map_us[ROUNDS * 99 / 100], median(unmap_us, ROUNDS), unmap_us[ROUNDS * 99 / 100]);
+}
+
+static void check_pages(struct env *e) {
+  struct area a;
+
+  for (uint64_t size = e->page; size <= 2 << 20; size <<= 1) {
+    uint64_t slab = e->info.one_page_slabs ? size : 64 << 20;
+
+    if (!check(e, "reserve 1 GiB, slab", area_get(e, &a, 1 << 30, slab, 0)))
+      return;
+    check_page_size(e, &a, size);
+    time_calls(e, &a, size);
+    check(e, "unreserve", area_put(e, &a));
+  }
+}
+
+static void check_contents(struct env *e) {
+  enum { BYTES = 4 << 20 };
+  uint64_t seed = 42, slab[2], per = e->info.one_page_slabs ? e->page : BYTES;
+  unsigned slabs = (unsigned)(BYTES / per);
+  uint8_t *model = malloc(BYTES), *got = malloc(BYTES);
+  uint64_t addr, priv;
+  uint32_t kind;
+  bool ok;
+
+  ok = !e->b->reserve(e->be, BYTES, 2 << 20, 0, &addr, &kind, &priv);
+  for (unsigned i = 0; i < slabs && i < 2 && ok; i++)
+    ok = !e->b->slab_create(e->be, per, e->page, VMEM_DEVICE, 0, &slab[i]) &&
+         !e->b->map(e->be, addr + i * per, per, slab[i], 0, 0, false);
+  for (int i = 0; i < BYTES; i++)
+    model[i] = (uint8_t)random_u64(&seed);
+  check(e, "write 4 MiB", ok && !e->b->write(e->be, addr, model, BYTES));
+  for (int i = 0; i < 300 && ok; i++) {
+    uint64_t at = random_u64(&seed) % (BYTES - 70000), n = random_u64(&seed) % 70000;
+    uint64_t from = random_u64(&seed) % (BYTES - 70000);
+
+    switch (i % 3) {
+    case 0:
+      ok = !e->b->copy(e->be, addr + at, addr + from, n);
+      memmove(model + at, model + from, n);
+      break;
+    case 1:
+      fill_sync(e, addr + at, n, (uint8_t)i);
+      memset(model + at, (uint8_t)i, n);
+      break;
+    default:
+      ok = !e->b->write(e->be, addr + at, model + from, n);
+      memmove(model + at, model + from, n);
+    }
+  }
+  ok = ok && !e->b->read(e->be, got, addr, BYTES);
+  check(e, "300 random fills, copies, writes agree", ok && !memcmp(got, model, BYTES));
+  ok = !e->b->copy(e->be, addr + 1000, addr + 3, 1 << 20);
+  memmove(model + 1000, model + 3, 1 << 20);
+  ok = ok && !e->b->copy(e->be, addr + 5, addr + 4101, 1 << 20);
+  memmove(model + 5, model + 4101, 1 << 20);
+  ok = ok && !e->b->read(e->be, got, addr, BYTES);
+  check(e, "overlapping copies agree", ok && !memcmp(got, model, BYTES));
+  check(e, "unmap both at once", !e->b->unmap(e->be, addr, BYTES, false));
+  ok = !e->b->unreserve(e->be, addr, BYTES, priv);
+  for (unsigned i = 0; i < slabs && i < 2; i++)
+    ok = !e->b->slab_destroy(e->be, slab[i], per) && ok;
+  check(e, "contents given back", ok);
+  free(model);
+  free(got);
+}
+
+static void check_runs(struct env *e) {
+  enum { PAGES = 128 };
+  struct vm_be_range ranges[PAGES * 5];
+  struct area a;
+  vm_event done;
+  bool ok;
+  uint64_t run = PAGES * e->page;
+
+  if (!check(e, "reserve for runs", area_get(e, &a, 2 * run, run, 0)))
+    return;
+  ok = !e->b->map(e->be, a.addr, run, a.slab, 0, 0, false);
+  check(e, "map a run", ok);
+  fill_sync(e, a.addr, run, 7);
+  check(e, "unmap three pages in its middle", !e->b->unmap(e->be, a.addr + 5 * e->page, 3 * e->page, false));
+  check(e, "the rest is intact", reads_as(e, a.addr, 5 * e->page, 7) &&
+                                     reads_as(e, a.addr + 8 * e->page, (PAGES - 8) * e->page, 7));
+  check(e, "alias: the same pages elsewhere",
+        !e->b->map(e->be, a.addr + run, run, a.slab, 0, 0, false) &&
+            reads_as(e, a.addr + run, run, 7));
+  check(e, "unmap the alias", !e->b->unmap(e->be, a.addr + run, run, false));
+  ok = true;
+  for (int i = 5; i < 8; i++)
+    ok = ok && !e->b->map(e->be, a.addr + i * e->page, e->page, a.slab, i * e->page, 0, false);
+  check(e, "map the three again, one by one", ok && reads_as(e, a.addr, run, 7));
+  if (e->b->remap)
+    check(e, "remap all as one run", !e->b->remap(e->be, a.addr, run, a.slab, 0, 0) &&
+                                         reads_as(e, a.addr, run, 7));
+  for (int i = 0; i < PAGES * 5; i++)
+    ranges[i] = (struct vm_be_range){a.addr + (uint64_t)i * e->page / 5 / 16 * 16, 16};
+  ok = !e->b->fill(e->be, ranges, PAGES * 5, 9, NULL, 0, &done) && !e->b->event_wait(e->be, done);
+  e->b->event_put(e->be, done);
+  for (int i = 0; i < PAGES * 5 && ok; i += 37)
+    ok = reads_as(e, ranges[i].addr, 16, 9) && reads_as(e, ranges[i].addr + 16, 16, 7);
+  check(e, "fill of 640 ranges", ok);
+  check(e, "unreserve with live mappings", area_put(e, &a));
+}
+
+static void check_sparse(struct env *e) {
+  struct area a;
+  double start = now_us();
+  uint64_t at;
+
+  if (!check(e, "reserve 4 GiB sparse", area_get(e, &a, 4ull << 30, 64 << 20, VMEM_RESERVE_SPARSE)))
+    return;
+  note(e, "  us", "%.0f", now_us() - start);
+  at = a.addr + (1ull << 30) + 3 * e->page;
+  check(e, "sparse reads as zeros", reads_as(e, at, 4 * e->page, 0));
+  fill_sync(e, at, e->page, 5);
+  check(e, "a write into it vanishes", reads_as(e, at, e->page, 0));
+  check(e, "map over it", !e->b->map(e->be, at, e->page, a.slab, e->page, 0, true));
+  fill_sync(e, at, 2 * e->page, 6);
+  check(e, "mapped keeps, the neighbour does not",
+        reads_as(e, at, e->page, 6) && reads_as(e, at + e->page, e->page, 0));
+  check(e, "unmap makes it zeros again",
+        !e->b->unmap(e->be, at, e->page, true) && reads_as(e, at - e->page, 3 * e->page, 0));
+  start = now_us();
+  check(e, "unreserve sparse", area_put(e, &a));
+  note(e, "  us", "%.0f", now_us() - start);
+}
+
+static void check_kinds(struct env *e) {
+  gpu_result (*to_host)(void *, gpu_ptr, size_t);
+  void *symbol = cuda_symbol("cuMemcpyDtoH_v2");
+  struct area a;
+  uint8_t got[4096];
+  uint64_t free0, free1, total;
+  bool ok;
+
+  memcpy(&to_host, &symbol, sizeof(to_host));
+  for (int visible = 0; visible < 2; visible++) {
+    uint32_t flags = visible ? VMEM_RESERVE_VISIBLE : VMEM_RESERVE_PLAIN;
+
+    if (!visible && !(e->info.pub.caps & VMEM_CAP_PLAIN))
+      continue;
+    if (!check(e, visible ? "reserve visible" : "reserve plain",
+               area_get(e, &a, 64 << 20, e->info.one_page_slabs ? e->page : 16 * e->page, flags)))
+      return;
+    e->b->map(e->be, a.addr + e->page, e->page, a.slab, 0, 0, false);
+    fill_sync(e, a.addr + e->page, e->page, 0x6b);
+    ok = to_host(got, a.addr + e->page, sizeof(got)) == GPU_SUCCESS && got[4095] == 0x6b;
+    check(e, visible ? "cuMemcpy accepts visible" : "cuMemcpy refuses plain", ok == (visible == 1));
+    check(e, "kind is told", !(a.kind & VMEM_RANGE_VISIBLE) == !visible);
+    check(e, "unmap and unreserve",
+          !e->b->unmap(e->be, a.addr + e->page, e->page, false) && area_put(e, &a));
+  }
+  if (!(e->info.pub.caps & VMEM_CAP_PLAIN))
+    return;
+  e->b->mem_info(e->be, VMEM_DEVICE, 0, &free0, &total);
+  check(e, "visible beyond the card is -ENOSPC",
+        e->b->reserve(e->be, total, 0, VMEM_RESERVE_VISIBLE, &a.addr, &a.kind, &a.priv) == -ENOSPC);
+  ok = !e->b->reserve(e->be, 12ull << 40, 0, 0, &a.addr, &a.kind, &a.priv);
+  check(e, "12 TiB by default is plain, no error kept",
+        ok && !*vmem_last_error() && !(a.kind & VMEM_RANGE_VISIBLE));
+  check(e, "and goes back", ok && !e->b->unreserve(e->be, a.addr, 12ull << 40, a.priv));
+  ok = true;
+  for (int i = 0; i < 50 && ok; i++)
+    ok = !e->b->reserve(e->be, 8ull << 30, 0, VMEM_RESERVE_VISIBLE, &a.addr, &a.kind, &a.priv) &&
+         !e->b->unreserve(e->be, a.addr, 8ull << 30, a.priv);
+  check(e, "visible 8 GiB, made and given back 50 times", ok);
+  e->b->mem_info(e->be, VMEM_DEVICE, 0, &free1, &total);
+  check(e, "no memory lost by it", free1 + (64 << 20) >= free0);
+}
+
+static void check_placement(struct env *e) {
+  struct area a;
+  uint64_t slab, bytes = e->info.one_page_slabs ? e->page : 4 << 20;
+
+  if (!(e->info.pub.caps & VMEM_CAP_HOST_PAGES))
+    return note(e, "host pages", "not offered");
+  if (!check(e, "reserve for host pages", area_get(e, &a, 64 << 20, bytes, 0)))
+    return;
+  if (check(e, "slab in host memory", !e->b->slab_create(e->be, bytes, e->page, VMEM_HOST, 0, &slab))) {
+    check(e, "map it", !e->b->map(e->be, a.addr, bytes, slab, 0, 0, false));
+    fill_sync(e, a.addr, bytes, 3);
+    check(e, "fill and read it", reads_as(e, a.addr, bytes, 3));
+    check(e, "unmap, destroy",
+          !e->b->unmap(e->be, a.addr, bytes, false) && !e->b->slab_destroy(e->be, slab, bytes));
+  }
+  check(e, "placement given back", area_put(e, &a));
+}
+
+static void check_memory(struct env *e) {
+  uint64_t free_bytes, total, slab, slabs[64], before, after;
+  double us[64];
+  bool ok = true;
+  unsigned n = 0;
+
+  e->b->mem_info(e->be, VMEM_DEVICE, 0, &free_bytes, &total);
+  check(e, "slab larger than the card is -ENOMEM",
+        e->b->slab_create(e->be, (total + (1ull << 30)) & ~((2ull << 20) - 1), e->page, VMEM_DEVICE, 0,
+                          &slab) == -ENOMEM);
+  printf("                 said: %s\n", vmem_last_error());
+  before = free_bytes;
+  for (n = 0; n < 64 && ok; n++) {
+    double start = now_us();
+
+    ok = !e->b->slab_create(e->be, 64 << 20, e->page, VMEM_DEVICE, 0, &slabs[n]);
+    us[n] = now_us() - start;
+  }
+  e->b->mem_info(e->be, VMEM_DEVICE, 0, &after, &total);
+  check(e, "64 slabs of 64 MiB take 4 GiB", ok && before - after >= 4ull << 30 && before - after < 5ull << 30);
+  note(e, "  us a slab", "%.1f", median(us, n));
+  while (n--)
+    ok = !e->b->slab_destroy(e->be, slabs[n], 64 << 20) && ok;
+  e->b->mem_info(e->be, VMEM_DEVICE, 0, &after, &total);
+  check(e, "and give it back", ok && after + (64 << 20) >= before);
+}
+
+/* Two devices, named in the order 1, 0; what the kernels of both see. */
+static void check_two_devices(const struct vm_backend *b) {
+  struct vmem_open_opts opts = {.size = sizeof(opts), .num_devices = 2, .devices = {1, 0}};
+  struct env e = {.b = b};
+  struct area a;
+  uint64_t peer, bytes;
+  int count = 0;
+  bool ok;
+
+  gpu_api_get(&e.cu);
+  e.cu->device_count(&count);
+  if (count < 2)
+    return note(&e, "two devices", "not run: %d here", count);
+  if (!check(&e, "open on devices 1 and 0", !b->open(&opts, &e.info, &e.be)))
+    return;
+  e.page = e.info.pub.granule;
+  bytes = e.info.one_page_slabs ? e.page : 16 * e.page;
+  ok = area_get(&e, &a, 64 << 20, bytes, 0) &&
+       !b->slab_create(e.be, bytes, e.page, VMEM_PEER, 0, &peer) &&
+       !b->map(e.be, a.addr, bytes, a.slab, 0, 0, false) &&
+       !b->map(e.be, a.addr + bytes, bytes, peer, 0, 0, false);
+  check(&e, "one range: own pages, then the peer's", ok);
+  fill_sync(&e, a.addr, 2 * bytes, 0x21);
+  check(&e, "fill and read across", reads_as(&e, a.addr, 2 * bytes, 0x21));
+  /* Device 0's context is current: the store runs there. */
+  ok = kernel_store(&e, a.addr + 5, 0x22) == GPU_SUCCESS &&
+       kernel_store(&e, a.addr + bytes + 5, 0x23) == GPU_SUCCESS;
+  check(&e, "a kernel of the other device writes both", ok && reads_as(&e, a.addr + 5, 1, 0x22) &&
+                                                           reads_as(&e, a.addr + bytes + 5, 1, 0x23));
+  ok = !b->unmap(e.be, a.addr, bytes, false) && !b->unmap(e.be, a.addr + bytes, bytes, false) &&
+       !b->slab_destroy(e.be, peer, bytes) && area_put(&e, &a);
+  check(&e, "given back", ok);
+  if ((e.info.pub.caps & VMEM_CAP_SPARSE) &&
+      check(&e, "sparse on both", area_get(&e, &a, 64 << 20, bytes, VMEM_RESERVE_SPARSE))) {
+    ok = kernel_store(&e, a.addr + 7, 1) == GPU_SUCCESS && reads_as(&e, a.addr, e.page, 0) &&
+         !b->map(e.be, a.addr, e.page, a.slab, 0, 0, true) &&
+         kernel_store(&e, a.addr + 7, 1) == GPU_SUCCESS && reads_as(&e, a.addr + 7, 1, 1) &&
+         !b->unmap(e.be, a.addr, e.page, true) && reads_as(&e, a.addr, e.page, 0);
+    check(&e, "map and unmap in it", ok);
+    check(&e, "sparse given back", area_put(&e, &a));
+  }
+  b->close(e.be);
+}
+
+/* Runs this program again in a process that has not touched CUDA. Returns its exit status. */
+static int run_child(const char *what, const char *name, bool as_nobody) {
+  int status = 0;
+  pid_t pid;
+
+  fflush(stdout);
+  pid = fork();
+  if (pid == 0) {
+    if (as_nobody && (setgid(65534) || setuid(65534)))
+      _exit(99);
+    execl("/proc/self/exe", self, what, name, (char *)NULL);
+    _exit(98);
+  }
+  waitpid(pid, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+/* Exit 0: the read through a read-only mapping worked and the write was a fault. */
+static int child_readonly(struct env *e) {
+  struct area a;
+  gpu_ctx ignored;
+
+  if (!area_get(e, &a, 64 << 20, e->page, 0) || e->b->map(e->be, a.addr, e->page, a.slab, 0, 0, false))
+    return 2;
+  fill_sync(e, a.addr, e->page, 0x77);
+  if (e->info.one_page_slabs && e->b->unmap(e->be, a.addr, e->page, false))
+    return 3;
+  if (e->b->map(e->be, a.addr + e->page, e->page, a.slab, 0, VMEM_MAP_READONLY, false))
+    return 4;
+  if (!reads_as(e, a.addr + e->page, e->page, 0x77))
+    return 5;
+  if (e->cu->primary_retain(&ignored, 0) || e->cu->ctx_push(ignored))
+    return 6;
+  if (kernel_store(e, a.addr + e->page, 1) == GPU_SUCCESS)
+    return 7;
+  e->b->close(e->be); /* in a context that the fault has broken: must not hang or crash */
+  return 0;
+}
+
+static int child_probe(const struct vm_backend *b) {
+  struct vmem_probe_info info = {.size = sizeof(info)};
+  int err = b->probe(0, 0, &info);
+
+  printf("                 uid %d: %d %s\n", (int)getuid(), err, err ? vmem_last_error() : info.reason);
+  return err != 0;
+}
+
+static void check_backend(const struct vm_backend *b) {
+  struct env e = {.b = b}, second;
+  struct vmem_probe_info info = {.size = sizeof(info)};
+  uint64_t before, after, total;
+  gpu_ctx ctx;
+  double start = now_us();
+  int err = b->probe(0, 0, &info);
+
+  if (!check(&e, "probe", err == 0))
+    return;
+  gpu_api_get(&e.cu);
+  note(&e, info.reason, "(%.0f ms, %s, driver %s, caps 0x%x)", (now_us() - start) / 1e3, info.device_name,
+       info.driver, info.caps);
+  start = now_us();
+  env_open(&e, b, 0);
+  note(&e, "open", "%.1f ms", (now_us() - start) / 1e3);
+  e.cu->primary_retain(&ctx, 0);
+  e.cu->ctx_push(ctx);
+  kernel_spin(&e, NULL, 1);
+  b->mem_info(e.be, VMEM_DEVICE, 0, &before, &total);
+  check_pages(&e);
+  check_contents(&e);
+  if (!e.info.one_page_slabs)
+    check_runs(&e);
+  if (e.info.pub.caps & VMEM_CAP_SPARSE)
+    check_sparse(&e);
+  check_kinds(&e);
+  check_placement(&e);
+  check_memory(&e);
+  check_events(&e);
+  check_capture(&e);
+  check_two_devices(b);
+  env_open(&second, b, 0);
+  check(&e, "opened twice", second.be != e.be);
+  check_contents(&second);
+  second.b->close(second.be);
+  check_contents(&e);
+  b->close(e.be);
+  if (!e.info.one_page_slabs) {
+    env_open(&e, b, 4096);
+    check_pages(&e);
+    check_contents(&e);
+    b->close(e.be);
+    env_open(&e, b, 2 << 20);
+    check_pages(&e);
+    check_runs(&e);
+    b->close(e.be);
+  }
+  env_open(&e, b, 0);
+  b->mem_info(e.be, VMEM_DEVICE, 0, &after, &total);
+  check(&e, "all memory is back after close", after + (64 << 20) >= before);
+  note(&e, "  free MiB before, after", "%llu, %llu", (unsigned long long)before >> 20,
+       (unsigned long long)after >> 20);
+  if (e.info.pub.caps & VMEM_CAP_READONLY)
+    check(&e, "a write through a read-only mapping faults", run_child("readonly", b->name, false) == 0);
+  else
+    note(&e, "read-only", "not offered");
+  if (getuid() == 0)
+    check(&e, "an ordinary user may use it", run_child("probe", b->name, true) == 0);
+  b->close(e.be);
+}
+
+int main(int argc, char **argv) {
+  const struct vm_backend *all[] = {&vm_backend_cuda, &vm_backend_stock};
+  const char *name = argc > 1 ? argv[argc - 1] : NULL;
+  struct env e;
+
+  self = argv[0];
+  /* A descriptor of UVM that is not CUDA's, found before CUDA's. */
+  if (open("/dev/nvidia-uvm", O_RDWR | O_CLOEXEC) < 0)
+    printf("no /dev/nvidia-uvm here\n");
+  for (int i = 0; i < 2; i++) {
+    if (name && strcmp(name, all[i]->name) != 0)
+      continue;
+    if (argc > 2 && !strcmp(argv[1], "probe"))
+      return child_probe(all[i]);
+    if (argc > 2) {
+      env_open(&e, all[i], 0);
+      return child_readonly(&e);
+    }
+    check_backend(all[i]);
+  }
+  printf("%u passed, %u failed\n", checks_passed, checks_failed);
+  return checks_failed ? 1 : 0;
+}

@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: MIT */
+/* check.h - the little that the back-end checks share. */
+#ifndef CHECK_H
+#define CHECK_H
+
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "backend.h"
+#include "gpu_api.h"
+
+struct env {
+  const struct vm_backend *b;
+  void *be;
+  struct vm_be_info info;
+  const struct gpu_api *cu;
+  uint64_t page; /* granule */
+};
+
+extern unsigned checks_passed, checks_failed;
+
+/* Prints and counts one result; `why` of a failure is the library's own error text. */
+bool check(const struct env *e, const char *name, bool ok);
+void note(const struct env *e, const char *name, const char *fmt, ...)
+    __attribute__((format(printf, 3, 4)));
+
+double now_us(void);
+double median(double *values, size_t n);
+
+/* open with the given granule (0 = default); exits the process when it fails. */
+void env_open(struct env *e, const struct vm_backend *b, uint64_t granule);
+
+/* Our own kernels, in the primary context that must be current: spin for `ns`, and store a byte. */
+void kernel_spin(const struct env *e, gpu_stream stream, uint64_t ns);
+gpu_result kernel_store(const struct env *e, uint64_t addr, uint32_t value);
+
+/* The symbols of libcuda that only the checks need. */
+void *cuda_symbol(const char *name);
+
+void check_events(struct env *e);
+void check_capture(struct env *e);
+
+#endif
