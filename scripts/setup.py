@@ -47,14 +47,26 @@ def fail(text: str) -> None:
     sys.exit(f"setup: {text}")
 
 
-def run(*command: str | Path, **env: str) -> int:
+def run(*command: str | Path) -> int:
     """Runs a command without a standard input and returns its exit status."""
-    return subprocess.run(
-        [str(c) for c in command],
+    words = [str(word) for word in command]
+    return subprocess.run(words, stdin=subprocess.DEVNULL, check=False).returncode
+
+
+def quiet(command: list[str], *, show: bool) -> bool:
+    """Whether a command succeeds; what it says is shown when it does not, if `show`."""
+    done = subprocess.run(
+        command,
         stdin=subprocess.DEVNULL,
-        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+        text=True,
         check=False,
-    ).returncode
+    )
+    if done.returncode and show:
+        print(done.stdout, flush=True)
+    return done.returncode == 0
 
 
 def missing_debian_packages() -> list[str]:
@@ -89,10 +101,10 @@ def install_debian_packages(packages: list[str]) -> None:
             fail("not root. Run this as root, then this script again:\n  " + shlex.join(apt))
         apt = [*sudo, *apt]
     say("installing them")
-    if run(*apt, DEBIAN_FRONTEND="noninteractive"):
-        update = [*apt[: apt.index("apt-get")], "apt-get", "update"]
+    if not quiet(apt, show=False):
         say("that failed; once more with fresh package lists")
-        if run(*update) or run(*apt, DEBIAN_FRONTEND="noninteractive"):
+        update = [*apt[: apt.index("apt-get")], "apt-get", "update"]
+        if not quiet(update, show=True) or not quiet(apt, show=True):
             fail("Debian packages could not be installed: " + " ".join(packages))
 
 
@@ -119,18 +131,9 @@ def installed(names: Iterable[str]) -> Pins:
 
 
 def pip_install(*arguments: str | Path) -> bool:
-    """Whether pip could install it; what pip says is shown only when it could not."""
+    """Whether pip could install it."""
     pip = [str(VENV / "bin/python"), "-m", "pip", "install", "--disable-pip-version-check"]
-    done = subprocess.run(
-        [*pip, "--no-input", "--progress-bar", "off", *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        print(done.stdout + done.stderr, flush=True)
-    return not done.returncode
+    return quiet([*pip, "--no-input", "--progress-bar", "off", *map(str, arguments)], show=True)
 
 
 def make_venv(keep_torch: bool) -> None:
