@@ -1,0 +1,93 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * check.h - a test program is a list of functions; each CHECK that fails ends its function.
+ * The program prints "N passed, N failed" and exits 0, or 1 when one failed.
+ */
+#ifndef CHECK_H
+#define CHECK_H
+
+#include <errno.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <vmem.h>
+
+#define KIB(n) ((uint64_t)(n) << 10)
+#define MIB(n) ((uint64_t)(n) << 20)
+#define GIB(n) ((uint64_t)(n) << 30)
+#define PAGE KIB(64)
+#define BYTE(addr) (*(volatile unsigned char *)(uintptr_t)(addr))
+
+static int failures_here;
+
+#define CHECK(cond)                                                                              \
+  do {                                                                                           \
+    if (!(cond)) {                                                                               \
+      printf("%s:%d: %s is false; last error: %s\n", __FILE__, __LINE__, #cond, vmem_last_error()); \
+      failures_here++;                                                                           \
+      return;                                                                                    \
+    }                                                                                            \
+  } while (0)
+
+#define EQ(a, b)                                                                                      \
+  do {                                                                                                \
+    long long a_ = (long long)(a), b_ = (long long)(b);                                               \
+    if (a_ != b_) {                                                                                   \
+      printf("%s:%d: %s is %lld, not %lld (%s); last error: %s\n", __FILE__, __LINE__, #a, a_, b_, #b, \
+             vmem_last_error());                                                                      \
+      failures_here++;                                                                                \
+      return;                                                                                         \
+    }                                                                                                 \
+  } while (0)
+
+#define OK(call) EQ(call, 0)
+
+static inline vmem_t open_host(uint64_t granule) {
+  struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .granule = granule};
+  vmem_t vm = 0;
+  if (vmem_open(&o, &vm)) printf("cannot open host: %s\n", vmem_last_error());
+  return vm;
+}
+
+static inline struct vmem_stats stats_of(vmem_t vm) {
+  struct vmem_stats s = {.size = sizeof(s)};
+  vmem_get_stats(vm, &s);
+  return s;
+}
+
+/* The parts of the statistics that a failed call must leave alone. */
+static inline bool same_state(const struct vmem_stats *a, const struct vmem_stats *b) {
+  return a->reserved_bytes == b->reserved_bytes && a->mapped_bytes == b->mapped_bytes && a->used_bytes == b->used_bytes &&
+         a->slab_bytes == b->slab_bytes && a->free_bytes == b->free_bytes && a->reservations == b->reservations &&
+         a->handles == b->handles && a->slabs == b->slabs && a->segments == b->segments &&
+         a->quarantined_bytes == b->quarantined_bytes && a->pending == b->pending;
+}
+
+struct test {
+  const char *name;
+  void (*run)(void);
+};
+
+static inline int run_tests(const struct test *tests, size_t n) {
+  size_t failed = 0;
+  for (size_t i = 0; i < n; i++) {
+    failures_here = 0;
+    tests[i].run();
+    if (failures_here) printf("FAILED %s\n", tests[i].name);
+    failed += failures_here != 0;
+    fflush(stdout);
+  }
+  printf("%zu passed, %zu failed\n", n - failed, failed);
+  return failed ? 1 : 0;
+}
+
+#define TEST(name) {#name, name}
+#define MAIN(...)                                              \
+  int main(void) {                                             \
+    static const struct test tests[] = {__VA_ARGS__};          \
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0])); \
+  }
+
+#endif
