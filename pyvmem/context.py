@@ -49,7 +49,7 @@ class Context:
 
     Args:
         backend: ``"host"``, ``"cuda"``, ``"stock"``; ``"auto"``: first usable of stock, cuda, host.
-        device: where pages lie: CUDA ordinal as this process sees it, torch.device, cuda.core Device.
+        device: where pages lie: CUDA ordinal in this process, torch.device, cuda.core Device.
         devices: all devices that mappings are made on, the first one holding the pages; replaces
             `device`.
         granule: smallest page in bytes, a power of two; 0 = 64 KiB.

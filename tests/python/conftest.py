@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: MIT
+"""Fixtures: one context per test, on every back end that this machine can use.
+
+VMEM_TEST_BACKEND (names with commas between) chooses the back ends; one that is named and not usable
+is a failure, not a skip.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+
+import pyvmem
+
+
+def usable_backends() -> list[str]:
+    """The back ends to test: those asked for, or all that work here."""
+    asked = os.environ.get("VMEM_TEST_BACKEND", "")
+    if asked:
+        return [name.strip() for name in asked.split(",")]
+    return [one.backend for one in pyvmem.probe() if one.usable]
+
+
+def open_context(backend: str, **options: object) -> pyvmem.Context:
+    """A context with the back end's smallest granule that tests can afford."""
+    options.setdefault("granule", 4096 if backend == "host" else 0)
+    return pyvmem.Context(backend, **options)  # type: ignore[arg-type]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", usable_backends(), scope="session")
+
+
+@pytest.fixture
+def context(backend: str) -> Iterator[pyvmem.Context]:
+    """An open context; its invariants are checked when the test is over."""
+    ctx = open_context(backend)
+    yield ctx
+    gc.collect()
+    if ctx.is_open:
+        ctx.check()
+        ctx.close()
+
+
+@pytest.fixture
+def host() -> Iterator[pyvmem.Context]:
+    """The same on ``host``, for what only makes sense there (CPU access, fork, exact counts)."""
+    ctx = open_context("host")
+    yield ctx
+    gc.collect()
+    if ctx.is_open:
+        ctx.check()
+        ctx.close()
+
+
+@pytest.fixture
+def page(context: pyvmem.Context) -> int:
+    """The context's smallest page."""
+    return context.info.granule
