@@ -103,18 +103,33 @@ def examples(session: Session) -> None:
 def library(session: Session) -> None:
     """Public names, man pages, and an installation used as a stranger would."""
     quiet(*make("all"))
-    call(sys.executable, ROOT / "scripts" / "check_library.py")
+    call(VENV / "python", ROOT / "scripts" / "check_library.py")
+
+
+def readme(session: Session) -> None:
+    """The README's Python, and the files it points at."""
+    call(VENV / "python", ROOT / "scripts" / "check_readme.py")
 
 
 def lint(session: Session) -> None:
     """ruff, mypy --strict, shellcheck and what is generated into the README."""
-    call(VENV / "ruff", "check", *LINTED)
-    call(VENV / "ruff", "format", "--check", *LINTED)
-    call(VENV / "mypy", "pyvmem", "scripts")
     scripts: list[Path] = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]
-    call(VENV / "shellcheck", *scripts)
-    call(sys.executable, ROOT / "scripts" / "readme_tables.py", "--check")
-    call(sys.executable, ROOT / "scripts" / "check_text.py")
+    commands: list[list[str | Path]] = [
+        [VENV / "ruff", "check", *LINTED],
+        [VENV / "ruff", "format", "--check", *LINTED],
+        [VENV / "mypy", "pyvmem", "scripts"],
+        [VENV / "shellcheck", *scripts],
+        [VENV / "python", ROOT / "scripts" / "readme_tables.py", "--check"],
+        [VENV / "python", ROOT / "scripts" / "check_text.py"],
+    ]
+    failed = []
+    for command in commands:
+        try:
+            call(*command)
+        except Failed as error:
+            failed.append(str(error))
+    if failed:
+        raise Failed("; ".join(failed))
 
 
 def python_tests(session: Session) -> None:
@@ -190,6 +205,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "examples": examples,
     "library": library,
     "lint": lint,
+    "readme": readme,
     "python": python_tests,
     "wheel": wheel,
     "gpu": gpu_tests,
@@ -223,7 +239,7 @@ def main() -> int:
             print(f"FAILED: {error}", flush=True)
             result, failed = "FAILED", failed + 1
         results.append(f"{name:<12} {result:<8} {time.monotonic() - start:6.0f} s")
-    if "gpu" not in names:
+    if not options.stages and options.gpu is None:
         session.skip("what needs a GPU (make test-gpu, on a machine with one)")
     results += [f"not run: {text}" for text in session.not_run]
     print("\n#### summary", *results, sep="\n", flush=True)
