@@ -10,9 +10,11 @@ memories in turns.
 from __future__ import annotations
 
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +37,7 @@ class _Case:
     batch: int
     q_len: int
     kv_len: int
-    quick: bool = False
+    where: str = "full"  # "full": a GPU; "small": a GPU with --quick, and the CPU
 
     heads = 32
     kv_heads = 8
@@ -51,43 +53,74 @@ CASES = (
     _Case("decode_b64_8k", "decode, 64 requests of 8K", 64, 1, 8192),
     _Case("decode_b32_32k", "decode, 32 requests of 32K", 32, 1, 32768),
     _Case("prefill_32k", "causal prefill of 32K", 1, 32768, 32768),
-    _Case("quick", "decode, 2 requests of 1K", 2, 1, 1024, quick=True),
+    _Case("decode_b2_1k", "decode, 2 requests of 1K", 2, 1, 1024, "small"),
 )
 _Call = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
 def _why_not(setting: Setting) -> str:
-    """Why this machine has no attention rows, "" where it has."""
-    if setting.cuda is None:
-        return setting.cuda_why
-    if setting.system == "host":
-        return "the back end is host"
-    if 64 * KB not in setting.native.context.info.page_sizes:
-        return f"{setting.system} has no pages of 64 KB"
+    """Why this machine has no such rows, "" where it has."""
     try:
         import torch
     except ImportError as error:
         return f"torch cannot be imported: {error}"
-    if not torch.cuda.is_available():
+    if 64 * KB not in setting.pages:
+        return f"{setting.system} has no pages of 64 KB"
+    if setting.system != "host" and setting.cuda is None:
+        return setting.cuda_why
+    if setting.system != "host" and not torch.cuda.is_available():
         return "torch has no CUDA here"
     return ""
 
 
+def _device(setting: Setting) -> torch.device:
+    import torch
+
+    return torch.device("cpu" if setting.system == "host" else f"cuda:{setting.device}")
+
+
+def _timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    """Nanoseconds that a call takes: between events of the GPU, or by the clock on the CPU."""
+    import torch
+
+    if device.type == "cpu":
+
+        def by_clock(work: Callable[[], object]) -> float:
+            start = time.perf_counter_ns()
+            work()
+            return time.perf_counter_ns() - start
+
+        return by_clock
+    event: Any = torch.cuda.Event
+    start, end = event(enable_timing=True), event(enable_timing=True)
+
+    def by_events(work: Callable[[], object]) -> float:
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e6
+
+    return by_events
+
+
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """attention/KERNEL/CASE/MEMORY, KERNEL in sdpa_flash and fa3."""
+    """attention/KERNEL/CASE/MEMORY, KERNEL in sdpa and fa3."""
     why = _why_not(setting)
     if why:
         part.not_run("*", why)
         return
-    cases = [c for c in CASES if c.quick == setting.quick]
-    kernels: dict[str, Callable[[_Case], _Call]] = {"sdpa_flash": _sdpa}
+    device = _device(setting)
+    small = setting.quick or device.type == "cpu"
+    cases = [c for c in CASES if c.where == ("small" if small else "full")]
+    kernels: dict[str, Callable[[_Case], _Call]] = {"sdpa": lambda case: _sdpa(case, device)}
     try:
-        kernels["fa3"] = _fa3(setting.fa3)
+        kernels["fa3"] = _fa3(setting.fa3, device)
     except (OSError, RuntimeError, ValueError, AttributeError) as error:
         part.not_run("fa3/*", str(error).split("\n")[0])
     nbytes = max(c.elements for c in cases) * 2 * 2
     with setting.open() as context:
-        buffers = Buffers(context, nbytes, 64 * KB, setting.device)
+        buffers = Buffers(context, nbytes, 64 * KB, device)
         try:
             share = len(cases) * len(kernels)
             for kernel, make in kernels.items():
@@ -114,49 +147,48 @@ def _measure(
     import torch
 
     book, turns = Book(part), list[Callable[[], None]]()
-    event: Any = torch.cuda.Event
+    timer, on_gpu = _timer(buffers.device), buffers.device.type == "cuda"
     shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
     reference: torch.Tensor | None = None
-    same = True
+    different: list[str] = []
     for name in (*malloc_names(), *vmem_names()):
         flat = buffers.tensors[name]
         k = flat[: case.elements].view(shape)
         v = flat[case.elements : 2 * case.elements].view(shape)
         out = call(k, v)
-        reference = out if reference is None else reference
-        same = same and bool(torch.equal(out, reference))
+        if reference is None:
+            reference = out
+            if not bool(torch.isfinite(out).all()):
+                raise RuntimeError("the output is not finite")
+        elif not torch.equal(out, reference):
+            different.append(name)
         samples = book.samples(
             f"{kernel}/{case.name}/{name}", f"{case.what}, {kernel}", name, unit="ms"
         )
-
-        def turn(
-            k: torch.Tensor = k, v: torch.Tensor = v, into: list[list[float]] = samples.rounds
-        ) -> None:
-            start, end = (event(enable_timing=True) for _ in range(2))
-            start.record()
-            call(k, v)
-            end.record()
-            end.synchronize()
-            into.append([start.elapsed_time(end) * 1e6])
-
-        turns.append(turn)
-    if not bool(torch.isfinite(reference).all() if reference is not None else False):
-        raise RuntimeError("the output is not finite")
+        work = partial(call, k, v)
+        turns.append(partial(_turn, timer, work, samples.rounds))
     with quiet():
-        interleave(turns, setting.count(30, 2), deadline)
+        interleave(turns, setting.count(30 if on_gpu else 10, 2), deadline)
     book.close()
-    state = "the same bits" if same else "DIFFERENT outputs"
-    part.notes.append(f"{kernel} {case.name}: {state} from every memory")
+    state = f"DIFFERENT bits from {', '.join(different)}" if different else "the same bits from all"
+    part.notes.append(f"{kernel} {case.name}: {state}")
 
 
-def _sdpa(case: _Case) -> _Call:
-    """torch's scaled_dot_product_attention, its flash kernel."""
+def _turn(
+    timer: Callable[[Callable[[], object]], float],
+    work: Callable[[], object],
+    into: list[list[float]],
+) -> None:
+    into.append([timer(work)])
+
+
+def _sdpa(case: _Case, device: torch.device) -> _Call:
+    """scaled_dot_product_attention of torch, its flash kernel."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    q = torch.randn(
-        case.batch, case.heads, case.q_len, case.head_dim, device="cuda", dtype=torch.bfloat16
-    )
+    shape = (case.batch, case.heads, case.q_len, case.head_dim)
+    q = torch.randn(shape, device=device, dtype=torch.bfloat16)
 
     def call(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -171,7 +203,7 @@ def _sdpa(case: _Case) -> _Call:
     return call
 
 
-def _fa3(source: Path | None) -> Callable[[_Case], _Call]:
+def _fa3(source: Path | None, device: torch.device) -> Callable[[_Case], _Call]:
     """FlashAttention-3 as vLLM compiles it: a shared object with one torch op, or a zip of it.
 
     The argument order is that of vLLM 0.24.0's `_vllm_fa3_C.fwd`. Raises ValueError without a file,
@@ -180,6 +212,8 @@ def _fa3(source: Path | None) -> Callable[[_Case], _Call]:
     import torch
 
     load: Any = torch.ops.load_library
+    if device.type != "cuda":
+        raise ValueError("needs a GPU")
     if source is None:
         raise ValueError("no FlashAttention-3 op was named (--fa3)")
     if not source.exists():
@@ -195,10 +229,9 @@ def _fa3(source: Path | None) -> Callable[[_Case], _Call]:
     fwd: Any = torch.ops._vllm_fa3_C.fwd
 
     def make(case: _Case) -> _Call:
-        int32: dict[str, Any] = {"device": "cuda", "dtype": torch.int32}
-        q = torch.randn(
-            case.batch * case.q_len, case.heads, case.head_dim, device="cuda", dtype=torch.bfloat16
-        )
+        int32: dict[str, Any] = {"device": device, "dtype": torch.int32}
+        shape = (case.batch * case.q_len, case.heads, case.head_dim)
+        q = torch.randn(shape, device=device, dtype=torch.bfloat16)
         starts = torch.arange(case.batch + 1, **int32) * case.q_len
         used = torch.full((case.batch,), case.kv_len, **int32)
         none8 = (None,) * 8
@@ -217,36 +250,50 @@ def _fa3(source: Path | None) -> Callable[[_Case], _Call]:
 
 
 def run_read(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """readbw/MEMORY: every byte read once by a kernel that does nothing else."""
+    """readbw/MEMORY: every byte read once, by a kernel that does only that (CPU: torch.sum)."""
     why = _why_not(setting)
-    if why or setting.cuda is None:
+    if why:
         part.not_run("*", why)
         return
-    kernels, book = Kernels(setting.cuda), Book(part)
+    device, book = _device(setting), Book(part)
+    cpu = device.type == "cpu"
+    size = 8 * MB if cpu else setting.count(4 * GB, 64 * MB)
+    kernels = Kernels(setting.cuda) if setting.cuda is not None and not cpu else None
     try:
         with setting.open() as context:
-            buffers = Buffers(context, setting.count(4 * GB, 64 * MB), 64 * KB, setting.device)
+            buffers = Buffers(context, size, 64 * KB, device)
             try:
                 _read_all(setting, deadline, kernels, book, buffers)
             finally:
                 buffers.close()
     finally:
-        kernels.close()
+        if kernels is not None:
+            kernels.close()
 
 
 def _read_all(
-    setting: Setting, deadline: Deadline, kernels: Kernels, book: Book, buffers: Buffers
+    setting: Setting, deadline: Deadline, kernels: Kernels | None, book: Book, buffers: Buffers
 ) -> None:
-    size = buffers.nbytes // kernels.chunk() * kernels.chunk()
+    import torch
+
+    size = buffers.nbytes
+    if kernels is not None:
+        size -= size % kernels.chunk()
+    by_clock = _timer(torch.device("cpu"))
     turns: list[Callable[[], None]] = []
     for name in (*malloc_names(), *vmem_names()):
         samples = book.samples(name, "read once", name, unit="ms", nbytes=size)
-        addr = buffers.tensors[name].data_ptr()
-
-        def turn(addr: int = addr, into: list[list[float]] = samples.rounds) -> None:
-            into.append([kernels.read(addr, size) * 1e9])
-
-        turns.append(turn)
+        tensor = buffers.tensors[name]
+        if kernels is not None:
+            read = partial(kernels.read, tensor.data_ptr(), size)
+            turns.append(partial(_gpu_read, read, samples.rounds))
+        else:
+            work = partial(torch.sum, tensor.view(torch.int32))
+            turns.append(partial(_turn, by_clock, work, samples.rounds))
     with quiet():
-        interleave(turns, setting.count(40, 3), deadline)
+        interleave(turns, setting.count(40 if kernels else 10, 3), deadline)
     book.close()
+
+
+def _gpu_read(read: Callable[[], float], into: list[list[float]]) -> None:
+    into.append([read() * 1e9])

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The same bytes in memory of several kinds, as torch tensors.
 
-Separately allocated cudaMalloc buffers; 64 KB pages in random physical order; the same in one run.
+Separately allocated buffers of torch's own (cudaMalloc, on a GPU); small pages in random physical
+order; the same pages in one run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from pyvmem.context import Context
+    from pyvmem.reservation import Reservation
 
 __all__ = ["Buffers", "malloc_names", "vmem_names"]
 
@@ -34,74 +36,78 @@ def vmem_names() -> list[str]:
 
 
 class Buffers:
-    """`tensors` by name, all of `nbytes` bytes of random bfloat16 numbers, the same in each.
+    """Tensors by name, all of `nbytes` bytes of random bfloat16 numbers, the same in each.
 
-    Close gives the memory back; views of the tensors must be gone before.
+    Attributes:
+        tensors: flat, by the names above.
+        nbytes: of each.
     """
 
-    def __init__(self, context: Context, nbytes: int, page: int, device: int) -> None:
+    def __init__(self, context: Context, nbytes: int, page: int, device: torch.device) -> None:
         import torch
 
-        self.context, self.nbytes, self.page = context, nbytes, page
+        self.context, self.nbytes, self.page, self.device = context, nbytes, page, device
         self._native = Native(context)
-        self.reservations: list[Any] = []
+        self._reservations: list[Reservation] = []
         self.tensors: dict[str, torch.Tensor] = {}
-        generator = torch.Generator(device=f"cuda:{device}").manual_seed(1)
-        elements = nbytes // 2
-        pads = []
+        pads: list[torch.Tensor] = []
         for i, name in enumerate(malloc_names()):
-            tensor = torch.empty(elements, dtype=torch.bfloat16, device=f"cuda:{device}")
-            self.tensors[name] = tensor
-            # An allocation of an odd size between them, so that the baselines lie differently.
-            pads.append(torch.empty((37 * (i + 1)) << 20, dtype=torch.uint8, device=tensor.device))
+            self.tensors[name] = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=device)
+            # An allocation of an odd size after each, so that the baselines lie differently.
+            pads.append(torch.empty((37 * (i + 1)) << 20, dtype=torch.uint8, device=device))
         first = self.tensors["malloc0"]
-        first.normal_(generator=generator)
+        first.normal_(generator=torch.Generator(device=device).manual_seed(1))
         for name in malloc_names()[1:]:
             self.tensors[name].copy_(first)
         for seed, name in enumerate(vmem_names()):
-            self.tensors[name] = self._vmem(seed, shuffled=name.startswith("random"))
-            self.tensors[name].copy_(first)
-        torch.cuda.synchronize(device)
+            tensor = self._vmem(seed, shuffled=name.startswith("random"))
+            self.tensors[name] = tensor
+            tensor.copy_(first)
+        self._finish()
+
+    def _finish(self) -> None:
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _vmem(self, seed: int, *, shuffled: bool) -> torch.Tensor:
         import torch
 
         n, page, nbytes = self._native, self.page, self.nbytes
         reservation = self.context.reserve(nbytes)
-        self.reservations.append(reservation)
-        handle = n.create(nbytes, page)
+        self._reservations.append(reservation)
+        handle, base = n.create(nbytes, page), reservation.addr
+        order = list(range(nbytes // page))
         if shuffled:
-            order = list(range(nbytes // page))
             random.Random(seed).shuffle(order)
-            base = reservation.addr
             for first in range(0, len(order), _OPS):
-                n.batch(
-                    n.ops(
-                        [
-                            {
-                                "op": MAP,
-                                "addr": base + (first + i) * page,
-                                "bytes": page,
-                                "handle": handle,
-                                "offset": piece * page,
-                            }
-                            for i, piece in enumerate(order[first : first + _OPS])
-                        ]
-                    )
-                )
+                some = enumerate(order[first : first + _OPS], first)
+                ops: list[dict[str, Any]] = [
+                    {
+                        "op": MAP,
+                        "addr": base + at * page,
+                        "bytes": page,
+                        "handle": handle,
+                        "offset": piece * page,
+                    }
+                    for at, piece in some
+                ]
+                n.batch(n.ops(ops))
         else:
-            n.map(reservation.addr, nbytes, handle)
+            n.map(base, nbytes, handle)
         n.drop(handle)
         tensor: torch.Tensor = reservation.tensor((nbytes // 2,), torch.bfloat16)
         return tensor
 
     def close(self) -> None:
-        """Give all memory back, torch's cache included."""
+        """Give all memory back, torch's cache included; no view of a tensor may be left."""
         import torch
 
+        self._finish()
         self.tensors.clear()
-        torch.cuda.synchronize()
-        for reservation in self.reservations:
+        for reservation in self._reservations:
             self._native.unmap(reservation.addr, self.nbytes)
             reservation.close()
-        torch.cuda.empty_cache()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,8 @@ def add_parser(sub: Any) -> None:
         "api",
         help="our calls beside CUDA's cuMem*",
         description="Measures this library's calls beside CUDA's own (cuMem*, through "
-        "cuda.bindings) in one process, in turns. Without a GPU the rows of `host` are measured, and "
-        "the others are named with the reason.",
+        "cuda.bindings) in one process, in turns. Without a GPU the rows of `host` are measured, "
+        "and the others are named with the reason.",
     )
     api.add_argument("--backend", default="auto", help="back end to measure (default: auto)")
     api.add_argument("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
@@ -150,7 +151,8 @@ def run(args: argparse.Namespace) -> int:
     except VMemError as error:
         print(f"vmem bench: {error}", file=sys.stderr)
         return 2
-    with context:
+    with ExitStack() as stack:
+        stack.enter_context(context)
         setting = Setting(
             Native(context),
             quick=args.quick,
@@ -159,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
             live_levels=args.live,
         )
         try:
-            setting.cuda = Cuda(args.device)
+            setting.cuda = stack.enter_context(Cuda(args.device))
             setting.cumem = CuMem(setting.cuda)
         except CudaUnavailable as error:
             setting.cuda_why = f"no cuMem* baseline: {error}"
@@ -175,12 +177,10 @@ def run(args: argparse.Namespace) -> int:
                 "live": list(args.live),
                 "fa3": args.fa3 is not None,
             },
-            backends=[_probed(result) for result in probe()],
+            backends=[_probed(result) for result in probe(args.device)],
             started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         failed = _measure_and_show(args, setting, record, names)
-        if setting.cuda is not None:
-            setting.cuda.close()
     return 1 if failed else 0
 
 

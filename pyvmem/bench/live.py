@@ -75,6 +75,9 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
             if pages > pattern.most:
                 part.not_run(name, f"no row above {level_name(pattern.most)}, to save time")
                 continue
+            if pattern.consolidate and not setting.consolidates:
+                part.not_run(name, f"vmem_consolidate saves nothing on {setting.system}")
+                continue
             expected = per_page.get(pattern.name, 0.0) * pages
             if not deadline.allows(expected):
                 part.not_run(name, f"needs about {expected:.0f} s, {deadline.left:.0f} s are left")
@@ -86,8 +89,8 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
                 part.not_run(name, f"{error.errno_name}: {error}")
             per_page[pattern.name] = (time.monotonic() - start) / pages
     part.notes.append(
-        "kernel memory: the larger of two estimates by difference (Slab and its like; MemTotal less "
-        "MemAvailable, this process and Shmem); both drift by some MB, so read it at 100k and 1M"
+        "kernel memory: the larger of two estimates by difference (Slab and its like; MemTotal "
+        "less MemAvailable, this process and Shmem); both drift by MBs, so read it at 100k and 1M"
     )
     _baseline(setting, part, deadline)
 

@@ -72,9 +72,43 @@ def head(record: Record) -> str:
     return "\n".join(lines)
 
 
+_LIVE = {  # columns of the table of live pages: row, key, heading
+    "grow": (("median", "grow us"), ("p99", "p99")),
+    "grow_last": (("median", "at the end"),),
+    "driver_us": (("value", "driver us"),),
+    "segments": (("value", "segments"),),
+    "kernel_bytes": (("value", "kernel B"),),
+    "consolidate": (("value", "consolidate s"),),
+    "kernel_bytes_after": (("value", "then B"),),
+    "teardown": (("value", "teardown s"),),
+    "teardown_page": (("value", "a page us"),),
+    "kernel_bytes_left": (("value", "left B"),),
+}
+
+
+def _live_table(part: Part) -> str:
+    """One line for each pattern, system and number of pages; bytes and us are for one page."""
+    lines: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
+    for row in part.rows:
+        _, pattern, system, pages, what = row["id"].split("/")
+        lines.setdefault((pages, pattern, system), {})[what] = row
+    cells = []
+    for key, found in lines.items():
+        columns = [
+            number(found[what][field]) if what in found else ""
+            for what, fields in _LIVE.items()
+            for field, _ in fields
+        ]
+        cells.append([*key, *columns])
+    headings = [heading for fields in _LIVE.values() for _, heading in fields]
+    return table(["pages", "pattern", "system", *headings], cells, 3)
+
+
 def part_table(part: Part) -> str:
     """One part: its rows of times, its rows of single numbers, what is missing."""
-    blocks = [f"== {part.name}: {part.title} ({part.status}, {part.seconds:.1f} s)"]
+    if part.name == "live" and part.rows:
+        return "\n".join([_title(part), _live_table(part), *_rest(part)])
+    blocks = [_title(part)]
     if part.why:
         blocks.append(part.why)
     times = [r for r in part.rows if "median" in r]
@@ -96,20 +130,27 @@ def part_table(part: Part) -> str:
             [r["id"].partition("/")[2], r["what"], number(r["value"]), r["unit"]] for r in values
         ]
         blocks.append(table(["row", "what", "value", "unit"], rows, 2))
-    blocks += [f"note: {note}" for note in part.notes]
-    blocks += [f"not run: {m['id']}: {m['why']}" for m in part.missing]
-    return "\n".join(blocks)
+    return "\n".join([*blocks, *_rest(part)])
+
+
+def _title(part: Part) -> str:
+    return f"== {part.name}: {part.title} ({part.status}, {part.seconds:.1f} s)"
+
+
+def _rest(part: Part) -> list[str]:
+    missing = [f"not run: {m['id']}: {m['why']}" for m in part.missing if m["why"] != part.why]
+    return [f"note: {note}" for note in part.notes] + missing
 
 
 def aims_table(record: Record) -> str:
     """Every aim with its value, whether reached, and whether it applies here."""
     rows = []
     for aim in record.aims:
-        target = f"{aim['op']} {number(aim['aim'])}" if aim["op"] else ""
+        target = f"{aim['op']} {aim['aim']:g}" if aim["op"] else ""
         verdict = {True: "pass", False: "MISS", None: ""}[aim["pass"]]
         if verdict and not aim["applies"]:
             verdict = f"({verdict.lower()})"
-        value = number(aim["value"])
+        value = "-" if aim["value"] is None else f"{aim['value']:.4g}"
         if aim.get("baseline_spread") is not None:
             value += f" (baselines {aim['baseline_spread']:.1%} apart)"
         rows.append([aim["what"], value, aim["unit"], target, verdict or aim["why"]])

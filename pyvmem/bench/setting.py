@@ -12,6 +12,7 @@ from pyvmem.bench.native import Native
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Deadline, Samples, quiet, time_block, time_each
 from pyvmem.context import Context
+from pyvmem.info import Caps
 
 __all__ = ["KB", "MB", "GB", "OUR_PAGES", "Overheads", "PartFunction", "Setting", "label"]
 
@@ -67,6 +68,11 @@ class Setting:
     def single(self) -> int:
         """The page that rows of single pages use: 64 KB, or the smallest the back end has."""
         return 64 * KB if 64 * KB in self.pages else min(self.native.context.info.page_sizes)
+
+    @property
+    def consolidates(self) -> bool:
+        """Whether vmem_consolidate saves something on our back end."""
+        return bool(self.native.context.info.caps & Caps.CONSOLIDATE)
 
     def count(self, full: int, quick: int) -> int:
         """The one of the two that this run takes."""

@@ -32,8 +32,8 @@ def _run_turn(setting: Setting, handle: int, addr: int, size: int, samples: Samp
 def run_bytes(setting: Setting, part: Part, deadline: Deadline) -> None:
     """2 MB of memory that exists already, mapped with access in four ways.
 
-    Page by page; as one run on a 2 MB boundary, where the driver may use one large entry; as one run
-    off it, where it cannot; as one cuMem page.
+    Page by page; as one run on a 2 MB boundary, where the driver may use one large entry; as one
+    run off it, where it cannot; as one cuMem page.
     """
     n, page, size, book = setting.native, setting.single, 2 * MB, Book(part)
     overhead, count = setting.overhead(n.system).each, size // setting.single

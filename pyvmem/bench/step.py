@@ -43,8 +43,13 @@ def _one(
 ) -> None:
     n, book = Native(context), Book(part)
     page = 64 << 10 if 64 << 10 in context.info.page_sizes else min(context.info.page_sizes)
-    layers, requests = setting.count(32, 2), setting.count(256, 16)
-    needy, tensors = setting.count(8, 2), 2 * layers
+    layers, requests, needy = setting.count(32, 2), setting.count(256, 16), setting.count(8, 2)
+    # Where mappings are few (host), fewer tensors: a lone page is two pieces, mapped and not, and
+    # the cache's end wants as many again.
+    limit = context.info.max_segments
+    while limit and layers > 1 and 4 * requests * 2 * layers > 0.7 * limit:
+        layers //= 2
+    tensors = 2 * layers
     rows = page // _ROW
     max_pages = setting.count(32, 8)
     config = KVCacheConfig(
@@ -127,7 +132,7 @@ def _events(setting: Setting, context: Context, base: int, each: int) -> int:
     wanted = setting.count(100, 2)
     limit = context.info.max_segments
     if limit:
-        wanted = min(wanted, int(limit * 0.7 - base - each) // (2 * each) - 1)
+        wanted = min(wanted, int(limit * 0.8 - 4 * base - 2 * each) // (2 * each) - 1)
     return max(wanted, 2)
 
 
