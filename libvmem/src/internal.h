@@ -229,6 +229,8 @@ struct vm_pte *vm_pte(struct vm_ctx *c, struct vm_space *s, uint64_t addr); /* N
 struct vm_pte *vm_pte_make(struct vm_ctx *c, struct vm_space *s, uint64_t addr); /* NULL: no heap */
 /* Pieces the back end sees between [first, last] granules, for vm_space.segments. */
 uint64_t vm_space_edges(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
+/* Whether a boundary at addr would cut a run in two. */
+bool vm_space_cuts(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
 /* Bytes from addr on with one run behind them (same slab, neighbours, same protection), or with
  * nothing; at most max. */
 uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max);

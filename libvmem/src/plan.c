@@ -379,8 +379,13 @@ void vm_plan_cancel(struct vm_ctx *c, struct vm_plan *p) {
   vm_pool_trim(c, c->opts.pool_high);
 }
 
+/* A map adds its run and the hole behind it; an unmap adds a piece at each end that cuts a run. */
 static int check_room(struct vm_ctx *c, const struct vm_plan *p) {
-  uint64_t more = 2 * (p->maps.n + p->unmaps.n);
+  uint64_t more = 2 * p->maps.n;
+  for (size_t i = 0; i < p->unmaps.n; i++) {
+    const struct vm_piece *piece = AT(p->unmaps, struct vm_piece, i);
+    more += vm_space_cuts(c, piece->space, piece->addr) + vm_space_cuts(c, piece->space, piece->addr + piece->bytes);
+  }
   return c->be->room && more ? c->be->room(c->bes, c->segments, more) : 0;
 }
 

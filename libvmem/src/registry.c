@@ -225,13 +225,12 @@ int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm) {
   if (err) return err;
   c->opts.backend = c->be->name; /* the caller's string need not live on */
   pthread_mutex_lock(&table.lock);
-  for (i = 0; i < MAX_CONTEXTS && table.ctx[i]; i++) {
+  for (i = 0; i < MAX_CONTEXTS && (table.ctx[i] || table.inherited[i]); i++) {
   }
   if (i < MAX_CONTEXTS) {
     if (!++table.next_gen) table.next_gen = 1;
     table.ctx[i] = c;
     table.gen[i] = table.next_gen;
-    table.inherited[i] = 0;
     c->tag = (table.next_gen & 0xfff) ? (table.next_gen & 0xfff) : 0x7ff;
     *vm = (uint64_t)table.next_gen << 32 | (i + 1);
   }

@@ -89,6 +89,13 @@ uint64_t vm_space_edges(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uin
   return edges;
 }
 
+bool vm_space_cuts(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
+  struct vm_pte *p;
+  if (addr <= s->base || addr >= s->base + s->bytes) return false;
+  p = vm_pte(c, s, addr);
+  return live(p) && joined(vm_pte(c, s, addr - c->granule), p);
+}
+
 uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max) {
   struct vm_pte *prev = vm_pte(c, s, addr);
   uint64_t a = addr, end = addr + max;

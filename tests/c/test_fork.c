@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: MIT */
+/* Description: after fork the child gets an error, the parent notices nothing. */
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "check.h"
+
+static int in_child(void (*f)(vmem_t, uint64_t), vmem_t vm, uint64_t va) {
+  int status;
+  pid_t pid;
+  fflush(stdout);
+  pid = fork();
+  if (!pid) {
+    f(vm, va);
+    fflush(stdout);
+    _exit(failures_here ? 1 : 0);
+  }
+  waitpid(pid, &status, 0);
+  return status;
+}
+
+static void child_calls(vmem_t vm, uint64_t va) {
+  vmem_handle h;
+  vmem_t own;
+  uint64_t mine;
+  struct vmem_stats s = {.size = sizeof(s)};
+  EQ(vMemCreate(vm, PAGE, NULL, &h), -ECHILD);
+  EQ(vMemUnmap(vm, va, PAGE), -ECHILD);
+  EQ(vMemFree(vm, va, VMEM_FREE_UNMAP), -ECHILD);
+  EQ(vmem_get_stats(vm, &s), -ECHILD);
+  EQ(vmem_close(vm), -ECHILD);
+  EQ(vmem_close(vm), -ECHILD);
+  /* A context of its own works. */
+  own = open_host(0);
+  CHECK(own && own != vm);
+  OK(vMemReserve(own, MIB(2), NULL, &mine));
+  OK(vMemCreate(own, PAGE, NULL, &h));
+  OK(vMemMap(own, mine, PAGE, h, 0, 0));
+  BYTE(mine) = 1;
+  OK(vmem_close(own));
+  EQ(vmem_close(vm), -ECHILD);
+}
+
+static void child_touches(vmem_t vm, uint64_t va) {
+  (void)vm;
+  BYTE(va) = 66; /* must fault, not reach the parent's page */
+}
+
+static void forked(void) {
+  vmem_t vm = open_host(0);
+  uint64_t va;
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = 4 * PAGE};
+  struct vmem_stats before, after;
+  vmem_ticket t;
+  int status;
+  OK(vMemReserve(vm, MIB(2), NULL, &va));
+  op.addr = va;
+  OK(vmem_submit(vm, &op, 1, NULL, 0, &t)); /* the worker thread exists */
+  OK(vmem_wait(vm, t, -1));
+  OK(vmem_fill(vm, va, PAGE, 5));
+  before = stats_of(vm);
+  EQ(in_child(child_calls, vm, va), 0);
+  status = in_child(child_touches, vm, va);
+  CHECK(!WIFEXITED(status) || WEXITSTATUS(status)); /* killed (a sanitizer may turn that into an exit) */
+  EQ(BYTE(va), 5);
+  after = stats_of(vm);
+  CHECK(same_state(&before, &after));
+  op.addr = va + MIB(1);
+  OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+  OK(vmem_wait(vm, t, -1));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+MAIN(TEST(forked))

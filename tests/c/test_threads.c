@@ -1,0 +1,130 @@
+/* SPDX-License-Identifier: MIT */
+/* Description: several threads on one context and on two, races for the same range, close during calls. */
+#include <pthread.h>
+
+#include "check.h"
+
+enum { THREADS = 4, ROUNDS = 150 };
+
+struct shared {
+  vmem_t vm[2];
+  uint64_t va[2];
+  int bad;
+};
+
+struct job {
+  struct shared *s;
+  unsigned id;
+};
+
+#define MUST(cond)                                                                     \
+  do {                                                                                 \
+    if (!(cond)) {                                                                     \
+      printf("%s:%d: %s; %s\n", __FILE__, __LINE__, #cond, vmem_last_error());          \
+      __atomic_fetch_add(&s->bad, 1, __ATOMIC_RELAXED);                                \
+      return NULL;                                                                     \
+    }                                                                                  \
+  } while (0)
+
+/* Each thread works in ranges of its own, in both contexts, synchronously and through the worker. */
+static void *apart(void *arg) {
+  struct job *j = arg;
+  struct shared *s = j->s;
+  for (int i = 0; i < ROUNDS; i++) {
+    vmem_t vm = s->vm[i & 1];
+    uint64_t a = s->va[i & 1] + j->id * MIB(16) + (uint64_t)(i % 8) * PAGE;
+    struct vmem_op ops[2] = {{.op = VMEM_OP_POPULATE, .addr = a, .bytes = PAGE, .count = 3, .stride = MIB(2)},
+                             {.op = VMEM_OP_UNMAP, .addr = a, .bytes = PAGE, .count = 3, .stride = MIB(2)}};
+    vmem_ticket t;
+    vmem_handle h;
+    if (i % 3) {
+      MUST(!vmem_submit(vm, &ops[0], 1, NULL, 0, &t));
+      MUST(!vmem_wait(vm, t, -1));
+    } else {
+      MUST(!vmem_batch(vm, &ops[0], 1, NULL, 0));
+    }
+    MUST(BYTE(a + MIB(2)) == 0);
+    BYTE(a + MIB(2)) = 1;
+    MUST(!vmem_retain(vm, a, PAGE, &h));
+    MUST(!vMemMap(vm, a + MIB(8), PAGE, h, 0, 0));
+    MUST(!vMemRelease(vm, h));
+    if (i % 5) {
+      MUST(!vmem_submit(vm, &ops[1], 1, NULL, 0, &t));
+      MUST(!vmem_wait(vm, t, -1));
+    } else {
+      MUST(!vmem_batch(vm, &ops[1], 1, NULL, 0));
+    }
+    if (i % 40 == 0) MUST(!vmem_trim(vm, 0, NULL));
+  }
+  return NULL;
+}
+
+/* All threads fight for one range: exactly one wins each time, the others get a defined error. */
+static void *together(void *arg) {
+  struct job *j = arg;
+  struct shared *s = j->s;
+  for (int i = 0; i < 4 * ROUNDS; i++) {
+    struct vmem_op op = {.op = i & 1 ? VMEM_OP_UNMAP : VMEM_OP_POPULATE, .addr = s->va[0], .bytes = 2 * PAGE};
+    char b[16];
+    int ret = vmem_batch(s->vm[0], &op, 1, NULL, 0);
+    MUST(ret == 0 || ret == -EBUSY || ret == (i & 1 ? -EFAULT : -EEXIST));
+    ret = vmem_read(s->vm[0], b, s->va[0] + PAGE - 8, sizeof(b));
+    MUST(ret == 0 || ret == -EBUSY || ret == -EFAULT);
+  }
+  return NULL;
+}
+
+static void *until_closed(void *arg) {
+  struct job *j = arg;
+  struct shared *s = j->s;
+  for (;;) {
+    uint64_t a = s->va[0] + j->id * MIB(16);
+    struct vmem_op op = {.op = VMEM_OP_POPULATE, .addr = a, .bytes = PAGE};
+    vmem_ticket t;
+    int ret = vmem_submit(s->vm[0], &op, 1, NULL, 0, &t);
+    if (!ret) ret = vmem_wait(s->vm[0], t, -1);
+    if (!ret) ret = vMemUnmap(s->vm[0], a, PAGE);
+    if (ret == -EBADF) return NULL;
+    MUST(ret == 0 || ret == -EAGAIN);
+  }
+}
+
+static void run(struct shared *s, void *(*f)(void *), vmem_t close_it) {
+  pthread_t threads[THREADS];
+  struct job jobs[THREADS];
+  for (unsigned i = 0; i < THREADS; i++) {
+    jobs[i] = (struct job){s, i};
+    pthread_create(&threads[i], NULL, f, &jobs[i]);
+  }
+  if (close_it) {
+    for (int i = 0; i < 50; i++) {
+      struct vmem_stats st = {.size = sizeof(st)};
+      vmem_get_stats(close_it, &st);
+    }
+    if (vmem_close(close_it)) s->bad++;
+  }
+  for (unsigned i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
+}
+
+static void races(void) {
+  struct shared s = {.vm = {open_host(0), open_host(0)}};
+  for (int k = 0; k < 2; k++) OK(vMemReserve(s.vm[k], MIB(128), NULL, &s.va[k]));
+  run(&s, apart, 0);
+  EQ(s.bad, 0);
+  for (int k = 0; k < 2; k++) {
+    EQ(stats_of(s.vm[k]).mapped_bytes, 0);
+    EQ(stats_of(s.vm[k]).used_bytes, 0);
+    OK(vmem_check(s.vm[k]));
+  }
+  run(&s, together, 0);
+  EQ(s.bad, 0);
+  OK(vmem_check(s.vm[0]));
+  OK(vMemFree(s.vm[0], s.va[0], VMEM_FREE_UNMAP));
+  OK(vMemReserve(s.vm[0], MIB(128), NULL, &s.va[0]));
+  run(&s, until_closed, s.vm[0]);
+  EQ(s.bad, 0);
+  OK(vmem_check(s.vm[1])); /* the other context is untouched */
+  OK(vmem_close(s.vm[1]));
+}
+
+MAIN(TEST(races))
