@@ -153,6 +153,7 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   info->pub.slab_size = opts->slab_size ? opts->slab_size : DEFAULT_SLAB;
   if (info->pub.slab_size < s->granule)
     info->pub.slab_size = s->granule;
+  info->pub.max_segments = STOCK_MAX_MAPPINGS / s->base.gpu->num_devices;
   info->pool_high = 1ull << 30;
   info->fresh_is_zero = false; /* RM scrubs freed memory, but promises nothing */
   info->one_page_slabs = false;
@@ -160,6 +161,19 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   vm_error_restore(&before);
   *be = s;
   return 0;
+}
+
+static int stock_room(void *be, uint64_t segments, uint64_t more) {
+  const struct stock *s = be;
+  uint64_t limit = STOCK_MAX_MAPPINGS / s->base.gpu->num_devices;
+
+  if (more <= limit && segments <= limit - more)
+    return 0;
+  return vm_fail_at(
+      -ENOSPC, 0, 0, limit,
+      "%llu + %llu separate mappings exceed the %llu that the driver has handles for: map "
+      "longer runs, or consolidate",
+      (unsigned long long)segments, (unsigned long long)more, (unsigned long long)limit);
 }
 
 /* Leaves nothing behind, whatever fails; the first failure is the one reported. */
@@ -225,5 +239,6 @@ const struct vm_backend vm_backend_stock = {
     .map = stock_map,
     .unmap = stock_unmap,
     .remap = stock_remap,
+    .room = stock_room,
     GPU_BE_ENTRIES,
 };

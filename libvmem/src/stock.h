@@ -12,6 +12,10 @@
 #include "gpu_be.h"
 #include "rm.h"
 
+/* Live map calls that one context may have, all devices together: what the driver can number less a
+ * part for the other users of UVM on the machine, whose calls would fail as well. */
+enum { STOCK_MAX_MAPPINGS = RM_HANDLES - (48 << 10) };
+
 struct stock_device {
   int fd;          /* /dev/nvidiaN, held so that RM lets this process use the GPU */
   uint32_t object; /* RM device, parent of slabs */

@@ -302,4 +302,12 @@ ABI_AT(struct uvm_free_580, status, 16);
 ABI_SIZE(struct uvm_free_590, 16);
 ABI_AT(struct uvm_free_590, status, 8);
 
+/*
+ * Each map call takes one handle per GPU from a client that UVM shares among all processes, until
+ * the last part of its range is unmapped. RM numbers them from RS_UNIQUE_HANDLE_BASE within
+ * RS_UNIQUE_HANDLE_RANGE (src/nvidia/inc/libraries/resserv/rs_client.h, 530 to 595) and then fails
+ * the map with NV_ERR_INSUFFICIENT_RESOURCES. On an H200 that came at 524,000 single-page mappings.
+ */
+enum { RM_HANDLES = 0x80000, NV_ERR_INSUFFICIENT_RESOURCES = 0x1a };
+
 #endif

@@ -82,6 +82,14 @@ int uvm_map(const struct stock *s, uint64_t addr, uint64_t bytes, uint32_t memor
     err = rm_ioctl(s->uvm_fd, UVM_MAP_EXTERNAL_ALLOCATION, &p);
     status = p.tail.status;
   }
+  if (!err && status == NV_ERR_INSUFFICIENT_RESOURCES) {
+    vm_fail_at(
+        -ENOSPC, addr, bytes, STOCK_MAX_MAPPINGS,
+        "the driver has no handle left for another mapping (all processes together have %d): "
+        "map longer runs, or consolidate",
+        RM_HANDLES);
+    return vm_fail_status(status, rm_status_name(status));
+  }
   return result(err, status, addr, bytes, "UVM_MAP_EXTERNAL_ALLOCATION");
 }
 

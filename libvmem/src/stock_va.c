@@ -60,7 +60,8 @@ static int plain_get(uint64_t bytes, uint64_t align, struct range *r) {
 
 static void plain_put(const struct range *r) { munmap((void *)(uintptr_t)r->base, r->bytes); }
 
-/* Takes `bytes` from what visible reservations may use: the device's free memory, our own slabs
+/* The sum is that of this context; other contexts and libraries in the process have their own.
+ * Takes `bytes` from what visible reservations may use: the device's free memory, our own slabs
  * counted as free, since those are what will be mapped there. */
 static int visible_charge(struct stock *s, uint64_t bytes, bool force) {
   uint64_t free_bytes, total, limit;

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "error.h"
 
 unsigned checks_passed, checks_failed;
 static const char *self;
@@ -108,7 +109,8 @@ struct area {
   uint32_t kind;
 };
 
-static bool area_get(struct env *e, struct area *a, uint64_t bytes, uint64_t slab_bytes, uint32_t flags) {
+static bool area_get(struct env *e, struct area *a, uint64_t bytes, uint64_t slab_bytes,
+                     uint32_t flags) {
   a->bytes = bytes;
   a->slab_bytes = slab_bytes;
   return !e->b->reserve(e->be, bytes, 2 << 20, flags, &a->addr, &a->kind, &a->priv) &&
@@ -146,7 +148,8 @@ static void check_page_size(struct env *e, struct area *a, uint64_t size) {
     ok = ok && !e->b->unmap(e->be, addr, size, false);
     unmap_us[i] = now_us() - t0;
   }
-  snprintf(name, sizeof(name), "map, fill, read, unmap pages of %llu KiB", (unsigned long long)size >> 10);
+  snprintf(name, sizeof(name), "map, fill, read, unmap pages of %llu KiB",
+           (unsigned long long)size >> 10);
   if (check(e, name, ok))
     note(e, "  median us", "map %.1f, unmap %.1f, fill and wait %.1f", median(map_us, ROUNDS),
          median(unmap_us, ROUNDS), median(fill_us, ROUNDS));
@@ -156,6 +159,7 @@ static void check_page_size(struct env *e, struct area *a, uint64_t size) {
 static void time_calls(struct env *e, struct area *a, uint64_t size) {
   enum { ROUNDS = 1000 };
   static double map_us[ROUNDS], unmap_us[ROUNDS];
+  double map_mid, unmap_mid;
   bool whole = e->info.one_page_slabs, ok = true;
 
   for (int pass = 0; pass < 2; pass++)
@@ -170,8 +174,32 @@ static void time_calls(struct env *e, struct area *a, uint64_t size) {
       ok = ok && !e->b->unmap(e->be, addr, size, false);
       unmap_us[i] = now_us() - start;
     }
-  note(e, "  back to back", "map %.1f (p99 %.1f), unmap %.1f (p99 %.1f)", median(map_us, ROUNDS),
-       map_us[ROUNDS * 99 / 100], median(unmap_us, ROUNDS), unmap_us[ROUNDS * 99 / 100]);
+  check(e, "scattered maps and unmaps", ok);
+  map_mid = median(map_us, ROUNDS); /* sorts */
+  unmap_mid = median(unmap_us, ROUNDS);
+  note(e, "  alone in 2 MiB, us", "map %.1f (p99 %.1f), unmap %.1f (p99 %.1f)", map_mid,
+       map_us[ROUNDS * 99 / 100], unmap_mid, unmap_us[ROUNDS * 99 / 100]);
+  if (whole || size >= 2 << 20)
+    return;
+  /* With a neighbour in place the page table exists already. */
+  for (int i = 0; i < ROUNDS && ok; i++) {
+    double start = now_us();
+
+    ok = !e->b->map(e->be, a->addr + (uint64_t)i * size, size, a->slab,
+                    (uint64_t)(i * 5 + 3) % (a->slab_bytes / size) * size, 0, false);
+    map_us[i] = now_us() - start;
+  }
+  for (int i = 0; i < ROUNDS && ok; i++) {
+    double start = now_us();
+
+    ok = !e->b->unmap(e->be, a->addr + (uint64_t)i * size, size, false);
+    unmap_us[i] = now_us() - start;
+  }
+  check(e, "maps and unmaps in a row", ok);
+  map_mid = median(map_us, ROUNDS);
+  unmap_mid = median(unmap_us, ROUNDS);
+  note(e, "  one after the other, us", "map %.1f (p99 %.1f), unmap %.1f (p99 %.1f)", map_mid,
+       map_us[ROUNDS * 99 / 100], unmap_mid, unmap_us[ROUNDS * 99 / 100]);
 }
 
 static void check_pages(struct env *e) {
@@ -252,9 +280,11 @@ static void check_runs(struct env *e) {
   ok = !e->b->map(e->be, a.addr, run, a.slab, 0, 0, false);
   check(e, "map a run", ok);
   fill_sync(e, a.addr, run, 7);
-  check(e, "unmap three pages in its middle", !e->b->unmap(e->be, a.addr + 5 * e->page, 3 * e->page, false));
-  check(e, "the rest is intact", reads_as(e, a.addr, 5 * e->page, 7) &&
-                                     reads_as(e, a.addr + 8 * e->page, (PAGES - 8) * e->page, 7));
+  check(e, "unmap three pages in its middle",
+        !e->b->unmap(e->be, a.addr + 5 * e->page, 3 * e->page, false));
+  check(e, "the rest is intact",
+        reads_as(e, a.addr, 5 * e->page, 7) &&
+            reads_as(e, a.addr + 8 * e->page, (PAGES - 8) * e->page, 7));
   check(e, "alias: the same pages elsewhere",
         !e->b->map(e->be, a.addr + run, run, a.slab, 0, 0, false) &&
             reads_as(e, a.addr + run, run, 7));
@@ -264,8 +294,8 @@ static void check_runs(struct env *e) {
     ok = ok && !e->b->map(e->be, a.addr + i * e->page, e->page, a.slab, i * e->page, 0, false);
   check(e, "map the three again, one by one", ok && reads_as(e, a.addr, run, 7));
   if (e->b->remap)
-    check(e, "remap all as one run", !e->b->remap(e->be, a.addr, run, a.slab, 0, 0) &&
-                                         reads_as(e, a.addr, run, 7));
+    check(e, "remap all as one run",
+          !e->b->remap(e->be, a.addr, run, a.slab, 0, 0) && reads_as(e, a.addr, run, 7));
   for (int i = 0; i < PAGES * 5; i++)
     ranges[i] = (struct vm_be_range){a.addr + (uint64_t)i * e->page / 5 / 16 * 16, 16};
   ok = !e->b->fill(e->be, ranges, PAGES * 5, 9, NULL, 0, &done) && !e->b->event_wait(e->be, done);
@@ -329,6 +359,7 @@ static void check_kinds(struct env *e) {
   e->b->mem_info(e->be, VMEM_DEVICE, 0, &free0, &total);
   check(e, "visible beyond the card is -ENOSPC",
         e->b->reserve(e->be, total, 0, VMEM_RESERVE_VISIBLE, &a.addr, &a.kind, &a.priv) == -ENOSPC);
+  vm_error_begin("check");
   ok = !e->b->reserve(e->be, 12ull << 40, 0, 0, &a.addr, &a.kind, &a.priv);
   check(e, "12 TiB by default is plain, no error kept",
         ok && !*vmem_last_error() && !(a.kind & VMEM_RANGE_VISIBLE));
@@ -350,7 +381,8 @@ static void check_placement(struct env *e) {
     return note(e, "host pages", "not offered");
   if (!check(e, "reserve for host pages", area_get(e, &a, 64 << 20, bytes, 0)))
     return;
-  if (check(e, "slab in host memory", !e->b->slab_create(e->be, bytes, e->page, VMEM_HOST, 0, &slab))) {
+  if (check(e, "slab in host memory",
+            !e->b->slab_create(e->be, bytes, e->page, VMEM_HOST, 0, &slab))) {
     check(e, "map it", !e->b->map(e->be, a.addr, bytes, slab, 0, 0, false));
     fill_sync(e, a.addr, bytes, 3);
     check(e, "fill and read it", reads_as(e, a.addr, bytes, 3));
@@ -368,8 +400,8 @@ static void check_memory(struct env *e) {
 
   e->b->mem_info(e->be, VMEM_DEVICE, 0, &free_bytes, &total);
   check(e, "slab larger than the card is -ENOMEM",
-        e->b->slab_create(e->be, (total + (1ull << 30)) & ~((2ull << 20) - 1), e->page, VMEM_DEVICE, 0,
-                          &slab) == -ENOMEM);
+        e->b->slab_create(e->be, (total + (1ull << 30)) & ~((2ull << 20) - 1), e->page, VMEM_DEVICE,
+                          0, &slab) == -ENOMEM);
   printf("                 said: %s\n", vmem_last_error());
   before = free_bytes;
   for (n = 0; n < 64 && ok; n++) {
@@ -379,7 +411,8 @@ static void check_memory(struct env *e) {
     us[n] = now_us() - start;
   }
   e->b->mem_info(e->be, VMEM_DEVICE, 0, &after, &total);
-  check(e, "64 slabs of 64 MiB take 4 GiB", ok && before - after >= 4ull << 30 && before - after < 5ull << 30);
+  check(e, "64 slabs of 64 MiB take 4 GiB",
+        ok && before - after >= 4ull << 30 && before - after < 5ull << 30);
   note(e, "  us a slab", "%.1f", median(us, n));
   while (n--)
     ok = !e->b->slab_destroy(e->be, slabs[n], 64 << 20) && ok;
@@ -414,8 +447,8 @@ static void check_two_devices(const struct vm_backend *b) {
   /* Device 0's context is current: the store runs there. */
   ok = kernel_store(&e, a.addr + 5, 0x22) == GPU_SUCCESS &&
        kernel_store(&e, a.addr + bytes + 5, 0x23) == GPU_SUCCESS;
-  check(&e, "a kernel of the other device writes both", ok && reads_as(&e, a.addr + 5, 1, 0x22) &&
-                                                           reads_as(&e, a.addr + bytes + 5, 1, 0x23));
+  check(&e, "a kernel of the other device writes both",
+        ok && reads_as(&e, a.addr + 5, 1, 0x22) && reads_as(&e, a.addr + bytes + 5, 1, 0x23));
   ok = !b->unmap(e.be, a.addr, bytes, false) && !b->unmap(e.be, a.addr + bytes, bytes, false) &&
        !b->slab_destroy(e.be, peer, bytes) && area_put(&e, &a);
   check(&e, "given back", ok);
@@ -453,7 +486,8 @@ static int child_readonly(struct env *e) {
   struct area a;
   gpu_ctx ignored;
 
-  if (!area_get(e, &a, 64 << 20, e->page, 0) || e->b->map(e->be, a.addr, e->page, a.slab, 0, 0, false))
+  if (!area_get(e, &a, 64 << 20, e->page, 0) ||
+      e->b->map(e->be, a.addr, e->page, a.slab, 0, 0, false))
     return 2;
   fill_sync(e, a.addr, e->page, 0x77);
   if (e->info.one_page_slabs && e->b->unmap(e->be, a.addr, e->page, false))
@@ -474,7 +508,8 @@ static int child_probe(const struct vm_backend *b) {
   struct vmem_probe_info info = {.size = sizeof(info)};
   int err = b->probe(0, 0, &info);
 
-  printf("                 uid %d: %d %s\n", (int)getuid(), err, err ? vmem_last_error() : info.reason);
+  printf("                 uid %d: %d %s\n", (int)getuid(), err,
+         err ? vmem_last_error() : info.reason);
   return err != 0;
 }
 
@@ -489,8 +524,8 @@ static void check_backend(const struct vm_backend *b) {
   if (!check(&e, "probe", err == 0))
     return;
   gpu_api_get(&e.cu);
-  note(&e, info.reason, "(%.0f ms, %s, driver %s, caps 0x%x)", (now_us() - start) / 1e3, info.device_name,
-       info.driver, info.caps);
+  note(&e, info.reason, "(%.0f ms, %s, driver %s, caps 0x%x)", (now_us() - start) / 1e3,
+       info.device_name, info.driver, info.caps);
   start = now_us();
   env_open(&e, b, 0);
   note(&e, "open", "%.1f ms", (now_us() - start) / 1e3);
@@ -508,6 +543,7 @@ static void check_backend(const struct vm_backend *b) {
   check_placement(&e);
   check_memory(&e);
   check_events(&e);
+  check_threads(&e);
   check_capture(&e);
   check_two_devices(b);
   env_open(&second, b, 0);
@@ -532,7 +568,8 @@ static void check_backend(const struct vm_backend *b) {
   note(&e, "  free MiB before, after", "%llu, %llu", (unsigned long long)before >> 20,
        (unsigned long long)after >> 20);
   if (e.info.pub.caps & VMEM_CAP_READONLY)
-    check(&e, "a write through a read-only mapping faults", run_child("readonly", b->name, false) == 0);
+    check(&e, "a write through a read-only mapping faults",
+          run_child("readonly", b->name, false) == 0);
   else
     note(&e, "read-only", "not offered");
   if (getuid() == 0)

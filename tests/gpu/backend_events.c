@@ -10,7 +10,8 @@ static const char kernels[] =
     ".visible .entry spin(.param .u64 ns)\n{\n.reg .b64 %a<4>; .reg .pred %p;\n"
     "ld.param.u64 %a1, [ns];\n mov.u64 %a2, %globaltimer;\n add.u64 %a2, %a2, %a1;\n"
     "again:\n mov.u64 %a3, %globaltimer;\n setp.lt.u64 %p, %a3, %a2;\n @%p bra again;\n ret;\n}\n"
-    ".visible .entry store(.param .u64 at, .param .u32 value)\n{\n.reg .b64 %a<2>; .reg .b32 %r<2>;\n"
+    ".visible .entry store(.param .u64 at, .param .u32 value)\n{\n.reg .b64 %a<2>; .reg .b32 "
+    "%r<2>;\n"
     "ld.param.u64 %a1, [at];\n ld.param.u32 %r1, [value];\n st.global.u8 [%a1], %r1;\n ret;\n}\n";
 
 static gpu_function function_of(const struct env *e, const char *name) {
@@ -81,10 +82,11 @@ void check_events(struct env *e) {
   e->cu->event_create(&theirs, GPU_EVENT_DISABLE_TIMING);
 
   kernel_spin(e, stream, 100000000);
-  check(e, "event_from a busy stream", !b->event_from(e->be, VMEM_AFTER_STREAM, (uint64_t)(uintptr_t)stream,
-                                                      &after));
+  check(e, "event_from a busy stream",
+        !b->event_from(e->be, VMEM_AFTER_STREAM, (uint64_t)(uintptr_t)stream, &after));
   check(e, "event_query says not yet", b->event_query(e->be, after) == -EAGAIN);
-  check(e, "a fill that waits for it starts", !b->fill(e->be, &range, 1, 0x11, &after, 1, &done) && done);
+  check(e, "a fill that waits for it starts",
+        !b->fill(e->be, &range, 1, 0x11, &after, 1, &done) && done);
   check(e, "and is not over", b->event_query(e->be, done) == -EAGAIN);
   ok = !b->fill(e->be, &range, 1, 0x22, NULL, 0, &other) && !b->event_wait(e->be, other);
   check(e, "a fill that waits for nothing passes it", ok && b->event_query(e->be, done) == -EAGAIN);
@@ -114,13 +116,78 @@ void check_events(struct env *e) {
   check(e, "stream_wait orders the caller after a fill", ok && got[0] == 0x44 && got[1] == 0x33);
   b->event_put(e->be, done);
   b->event_put(e->be, after);
-  check(e, "event_from the default stream", !b->event_from(e->be, VMEM_AFTER_STREAM, 0, &after) &&
-                                                !b->event_wait(e->be, after));
+  check(e, "event_from the default stream",
+        !b->event_from(e->be, VMEM_AFTER_STREAM, 0, &after) && !b->event_wait(e->be, after));
   b->event_put(e->be, after);
   check(e, "event of an unknown kind", b->event_from(e->be, 77, 1, &after) == -EINVAL);
   e->cu->event_destroy(theirs);
   e->cu->stream_destroy(stream);
   check(e, "page given back", page_put(e, &p));
+}
+
+struct thread_job {
+  struct env *e;
+  uint64_t addr, slab;
+  int id;
+  bool ok;
+};
+
+/* Each thread works in its own part of one reservation, all on one slab where slabs can be shared.
+ */
+static void *work_in_thread(void *arg) {
+  struct thread_job *job = arg;
+  struct env *e = job->e;
+  uint64_t offset = e->info.one_page_slabs ? 0 : (uint64_t)job->id * e->page;
+
+  job->ok = true;
+  for (int i = 0; i < 200 && job->ok; i++) {
+    struct vm_be_range range = {job->addr + (uint64_t)(i % 16) * e->page, e->page};
+    uint8_t value = (uint8_t)(job->id * 50 + i % 50), got[64];
+    vm_event done;
+
+    job->ok = !e->b->map(e->be, range.addr, range.bytes, job->slab, offset, 0, false) &&
+              !e->b->fill(e->be, &range, 1, value, NULL, 0, &done) &&
+              !e->b->event_wait(e->be, done);
+    if (!job->ok)
+      break;
+    e->b->event_put(e->be, done);
+    job->ok = !e->b->read(e->be, got, range.addr + e->page - sizeof(got), sizeof(got)) &&
+              all_bytes(got, sizeof(got), value) &&
+              !e->b->unmap(e->be, range.addr, range.bytes, false);
+  }
+  return NULL;
+}
+
+void check_threads(struct env *e) {
+  enum { THREADS = 4 };
+  struct thread_job jobs[THREADS];
+  pthread_t threads[THREADS];
+  uint64_t addr, priv, slab[THREADS], bytes = 16 * e->page;
+  uint32_t kind;
+  bool ok = !e->b->reserve(e->be, THREADS * bytes, 0, 0, &addr, &kind, &priv);
+
+  for (int i = 0; i < THREADS && ok; i++)
+    if (e->info.one_page_slabs || i == 0)
+      ok = !e->b->slab_create(e->be, e->info.one_page_slabs ? e->page : bytes, e->page, VMEM_DEVICE,
+                              0, &slab[i]);
+    else
+      slab[i] = slab[0];
+  if (!check(e, "reserve for four threads", ok))
+    return;
+  for (int i = 0; i < THREADS; i++) {
+    jobs[i] = (struct thread_job){e, addr + (uint64_t)i * bytes, slab[i], i, false};
+    pthread_create(&threads[i], NULL, work_in_thread, &jobs[i]);
+  }
+  for (int i = 0; i < THREADS; i++) {
+    pthread_join(threads[i], NULL);
+    ok = ok && jobs[i].ok;
+  }
+  check(e, "four threads map, fill, read and unmap at once", ok);
+  ok = !e->b->unreserve(e->be, addr, THREADS * bytes, priv);
+  for (int i = 0; i < THREADS; i++)
+    if (e->info.one_page_slabs || i == 0)
+      ok = !e->b->slab_destroy(e->be, slab[i], e->info.one_page_slabs ? e->page : bytes) && ok;
+  check(e, "and give all back", ok);
 }
 
 struct capture_job {
@@ -139,7 +206,8 @@ static void *work_during_capture(void *arg) {
 
   job->ok = page_get(e, &p);
   range = (struct vm_be_range){p.addr, e->page};
-  job->ok = job->ok && !e->b->fill(e->be, &range, 1, 0, NULL, 0, &done) && !e->b->event_wait(e->be, done);
+  job->ok =
+      job->ok && !e->b->fill(e->be, &range, 1, 0, NULL, 0, &done) && !e->b->event_wait(e->be, done);
   e->b->event_put(e->be, done);
   job->ok = job->ok && !e->b->write(e->be, p.addr, bytes, sizeof(bytes)) &&
             !e->b->read(e->be, bytes, p.addr, sizeof(bytes)) && bytes[2] == 3 && page_put(e, &p);

@@ -41,6 +41,7 @@ gpu_result kernel_store(const struct env *e, uint64_t addr, uint32_t value);
 void *cuda_symbol(const char *name);
 
 void check_events(struct env *e);
+void check_threads(struct env *e);
 void check_capture(struct env *e);
 
 #endif
