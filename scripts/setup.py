@@ -195,6 +195,9 @@ def install_project() -> None:
     if built and stamp.exists() and stamp.read_text(encoding="utf-8") == digest.hexdigest():
         return
     say("building the extension and installing the project")
+    # A program that runs has the old file mapped: it must not be written into.
+    for old in (ROOT / "pyvmem").glob("_vmem*.so"):
+        old.unlink()
     if not pip_install("--no-deps", "--no-build-isolation", "-e", ROOT):
         fail("the project could not be built")
     stamp.write_text(digest.hexdigest(), encoding="utf-8")
