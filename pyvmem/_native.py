@@ -103,7 +103,7 @@ def _call(function: Any, *args: Any) -> None:
         raise _last_error(code, function.__name__)
 
 
-def _sized(declaration: str, **fields: Any) -> Any:
+def _sized(declaration: str, op: str = "", **fields: Any) -> Any:
     """A zeroed structure with its size field set, as every structure of vmem.h wants it."""
     struct = ffi.new(declaration)
     struct.size = ffi.sizeof(struct[0])
@@ -111,7 +111,7 @@ def _sized(declaration: str, **fields: Any) -> Any:
         try:
             setattr(struct, name, value)
         except OverflowError:
-            fail(_errno.EINVAL, f"{name} = {value} is negative or too large", op=declaration)
+            fail(_errno.EINVAL, f"{name} = {value}: negative or too large", op=op)
     return struct
 
 
@@ -166,6 +166,7 @@ def open(
     name = ffi.new("char[]", backend.encode())  # opts holds a borrowed pointer to it
     opts = _sized(
         "struct vmem_open_opts *",
+        "vmem_open",
         backend=name,
         flags=flags,
         num_devices=len(devices),
@@ -216,7 +217,7 @@ def get_stats(vm: int) -> Any:
 
 def reserve(vm: int, size: int, flags: int, align: int) -> int:
     """The first address of a new reservation."""
-    opts = _sized("struct vmem_reserve_opts *", flags=flags, align=align)
+    opts = _sized("struct vmem_reserve_opts *", "vMemReserve", flags=flags, align=align)
     out = ffi.new("uint64_t *")
     _call(lib.vMemReserve, vm, size, opts, out)
     addr: int = out[0]
@@ -242,6 +243,7 @@ def create(vm: int, size: int, page_size: int, location: int, device: int, flags
     """A handle to new pages."""
     opts = _sized(
         "struct vmem_create_opts *",
+        "vMemCreate",
         flags=flags,
         location=location,
         device=device,

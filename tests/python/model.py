@@ -59,6 +59,7 @@ class Op:
     dirty: bool = False
     holes: bool = False
     value: int = 0
+    found: list[int] = field(default_factory=list)  # unmap, fill: what was mapped when it was checked
 
     def pieces(self) -> list[int]:
         return [self.at + i * self.stride for i in range(self.count)]
@@ -123,6 +124,7 @@ class Model:
         busy: set[tuple[int, int]] = set()
         going: set[int] = set()  # handles that an earlier operation consumes
         for op in ops:
+            op.found = []
             if op.kind == "map":
                 self._check_handle(op, going)
             if op.at + op.size > self.sizes[op.space]:
@@ -162,6 +164,8 @@ class Model:
             return
         elif op.kind == "fill" and pte.readonly:
             raise Refused(pyvmem.ReadOnly)
+        else:
+            op.found.append(at)
         busy.add(key)
 
     def apply(self, ops: list[Op]) -> None:
@@ -175,8 +179,8 @@ class Model:
                 self._fill(op, filled)
         for op in ops:
             if op.kind == "unmap":
-                for first in op.pieces():
-                    self.unmap(op.space, first, first + op.size)
+                for at in op.found:
+                    self.unmap(op.space, at, at + 1)
             if op.consume and op.handle is not None:
                 op.handle.live = False
 
@@ -194,14 +198,11 @@ class Model:
                 self.spaces[op.space][at] = pte
 
     def _fill(self, op: Op, filled: dict[Phys, int]) -> None:
-        for first in op.pieces():
-            for at in range(first, first + op.size):
-                pte = self.spaces[op.space].get(at)
-                if pte is None:
-                    continue
-                # Two fills of one page through two addresses: their order is not promised.
-                same = filled.setdefault(pte.phys, op.value) == op.value
-                pte.phys.content[:] = [op.value if same else None] * QUARTERS
+        for at in op.found:
+            phys = self.spaces[op.space][at].phys
+            # Two fills of one page through two addresses: their order is not promised.
+            same = filled.setdefault(phys, op.value) == op.value
+            phys.content[:] = [op.value if same else None] * QUARTERS
 
     def unmap(self, space: int, first: int, last: int) -> None:
         for at in range(first, last):

@@ -42,9 +42,9 @@ def operations(draw: st.DrawFn) -> list[dict[str, int]]:
         {
             "kind": st.sampled_from(["map", "populate", "populate", "unmap", "fill"]),
             "space": st.integers(0, len(SIZES) - 1),
-            "at": st.integers(0, 25),
+            "at": st.integers(0, 17),
             "size": small,
-            "count": st.integers(1, 3),
+            "count": st.sampled_from([1, 1, 2, 3]),
             "gap": st.integers(0, 3),
             "handle": index,
             "offset": st.integers(0, 3),
