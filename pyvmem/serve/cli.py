@@ -273,7 +273,7 @@ def _setting(
         "passed_over": info.why,
         "driver": info.driver,
         "device_name": info.device_name,
-        "model": loaded.folder.name,
+        "model": loaded.name,
         "dtype": str(config.dtype),
         "page_size": args.page_size or info.granule,
         "group_size": config.group_size,

@@ -50,12 +50,14 @@ class LoadedModel:
         model: a transformers causal language model in evaluation mode.
         tokenizer: its tokenizer.
         folder: where it was loaded from.
+        name: for people.
         eos_token_ids: tokens that end an answer.
     """
 
     model: Any
     tokenizer: Any
     folder: Path
+    name: str
     eos_token_ids: frozenset[int]
 
 
@@ -188,7 +190,7 @@ def load(
     model = model.to(device).eval()
     eos = model.generation_config.eos_token_id
     ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    return LoadedModel(model, tokenizer, folder, frozenset(ids))
+    return LoadedModel(model, tokenizer, folder, find(path).stem, frozenset(ids))
 
 
 def encode(tokenizer: Any, prompt: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,38 @@ from pyvmem.serve.trace import TRACE_FORMAT
 __all__ = ["draw", "main"]
 
 _MIB = 1 << 20
+_KEPT = "0.85"  # grey: pages that no request owns
+_Box = tuple[float, float, float, float]  # x, y, width, height
 
 
-def _columns(trace: dict[str, Any]) -> tuple[list[int], list[list[float]]]:
-    """Request ids in the order of their arrival, and for each its MiB in every step."""
+def _runs(values: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(first, end, value) of each stretch of equal values."""
+    first = 0
+    for i in range(1, len(values) + 1):
+        if i == len(values) or values[i] != values[first]:
+            yield first, i, values[first]
+            first = i
+
+
+def _blocks(trace: dict[str, Any], lane: float) -> tuple[dict[int, list[_Box]], list[_Box]]:
+    """One box for each page of each request while it owns it, and for each page kept in a slot."""
     steps = trace["steps"]
-    unit = trace["page_size"] * trace["num_tensors"] / _MIB
-    order = list(dict.fromkeys(row[0] for step in steps for row in step["requests"]))
-    owned = [{row[0]: row[3] * unit for row in step["requests"]} for step in steps]
-    return order, [[step.get(name, 0.0) for step in owned] for name in order]
+    owned: dict[int, list[_Box]] = {}
+    kept: list[_Box] = []
+    for slot in range(trace["max_batch"]):
+        rows = [next((r for r in step["requests"] if r[1] == slot), None) for step in steps]
+        names = [row[0] if row else -1 for row in rows]
+        pages = [row[3] if row else 0 for row in rows]
+        for first, end, name in _runs(names):
+            for start, stop, count in _runs(pages[first:end]):
+                boxes = owned.setdefault(name, []) if count else []
+                boxes += [(first + start, slot * lane + i, stop - start, 1) for i in range(count)]
+        spare = [step["slots"][slot] - own for step, own in zip(steps, pages, strict=True)]
+        for start, stop, count in _runs([0 if n <= 0 else n for n in spare]):
+            if count:
+                low = slot * lane + pages[start]
+                kept += [(start, low + i, stop - start, 1) for i in range(count)]
+    return owned, kept
 
 
 def draw(trace: dict[str, Any], out: str | Path) -> None:
@@ -40,65 +64,79 @@ def draw(trace: dict[str, Any], out: str | Path) -> None:
         raise ValueError(
             f"the trace has format {trace.get('format')!r}; this program reads {TRACE_FORMAT}"
         )
-    steps = trace["steps"]
-    if not steps:
+    if not trace["steps"]:
         raise ValueError("the trace has no step")
     import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["svg.hashsalt"] = "vmem"  # the same trace gives the same file
-    x = [step["step"] for step in steps]
-    order, columns = _columns(trace)
-    palette = matplotlib.colormaps["tab20"]
-    figure = Figure(figsize=(9, 5.6), layout="constrained")
-    stack, lines = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.4])
+    settings: Any = {
+        "svg.hashsalt": "vmem",  # the same trace gives the same file
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(9, 7), layout="constrained")
+        lanes, total = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.3])
+        _draw_lanes(lanes, trace)
+        _draw_total(total, trace)
+        is_svg = Path(out).suffix.lower() == ".svg"
+        figure.savefig(out, dpi=150, metadata={"Date": None} if is_svg else None)
 
-    stack.stackplot(
-        x,
-        columns,
-        colors=[palette(i % 20) for i in range(len(order))],
-        step="post",
-        linewidth=0.3,
-        edgecolor="white",
-    )
-    stack.step(
-        x,
-        [s["used_bytes"] / _MIB for s in steps],
-        where="post",
-        color="black",
-        linewidth=1.4,
-        label="rows that hold tokens",
-    )
-    stack.step(
-        x,
-        [s["mapped_bytes"] / _MIB for s in steps],
-        where="post",
-        color="black",
-        linewidth=1,
-        linestyle=":",
-        label="mapped, with pages kept for the next request",
-    )
-    page = trace["page_size"] >> 10
-    stack.set_title(
-        f"{len(order)} requests, {trace['max_batch']} at a time: pages of {page} KiB behind "
-        f"{trace['num_tensors']} tensors, one colour per request",
+
+def _draw_lanes(axes: Any, trace: dict[str, Any]) -> None:
+    """A lane for each slot; in it, a block for each page of whoever has the slot."""
+    import matplotlib
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    lane = max(max(step["slots"]) for step in trace["steps"]) + 1.0
+    owned, kept = _blocks(trace, lane)
+    palette = [c for i, c in enumerate(matplotlib.colormaps["tab20"].colors) if i not in (14, 15)]
+    groups = [(palette[name % len(palette)], boxes) for name, boxes in sorted(owned.items())]
+    for colour, boxes in [(_KEPT, kept), *groups]:
+        patches = [Rectangle((x, y), width, height) for x, y, width, height in boxes]
+        axes.add_collection(
+            PatchCollection(patches, facecolor=colour, edgecolor="white", linewidth=0.4)
+        )
+    for name, boxes in owned.items():
+        x, y = min((box[0], box[1]) for box in boxes)
+        axes.text(x + 0.4, y + 0.12, str(name), fontsize=6, color="black", va="bottom")
+    slots = trace["max_batch"]
+    axes.set_ylim(-0.5, slots * lane)
+    axes.set_yticks([i * lane + 0.5 for i in range(slots)], [str(i) for i in range(slots)])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylabel("slot")
+    axes.set_title(
+        f"{len(owned)} requests in {slots} slots. A block is a page of {trace['page_size'] >> 10} "
+        f"KiB in each of {trace['num_tensors']} tensors;\n"
+        "a colour and number is a request, grey is kept for the next one.",
         fontsize=10,
     )
-    stack.set_ylabel("KV memory, MiB")
-    stack.set_ylim(bottom=0)
-    stack.legend(loc="upper right", fontsize=8, frameon=False)
 
-    owned = [sum(values) for values in zip(*columns, strict=True)]
-    lines.plot(x, owned, color="tab:blue", label=f"{page} KiB pages")
+
+def _draw_total(axes: Any, trace: dict[str, Any]) -> None:
+    """The sum over all slots, and what other layouts would take."""
+    steps = trace["steps"]
+    x = [step["step"] for step in steps] + [steps[-1]["step"] + 1]
+
+    def line(values: list[float], label: str, **style: Any) -> None:
+        mib = [value / _MIB for value in values]
+        axes.step(x, [*mib, mib[-1]], where="post", label=label, **style)
+
+    unit = trace["page_size"] * trace["num_tensors"]
+    line([s["used_bytes"] for s in steps], "tokens", color="black", linewidth=1.4)
+    owned = [unit * sum(row[3] for row in s["requests"]) for s in steps]
+    line(owned, f"{trace['page_size'] >> 10} KiB pages of the requests", color="tab:blue")
+    line([s["mapped_bytes"] for s in steps], "with those kept", color="0.6", linestyle=":")
     for i, name in enumerate(trace["others"]):
-        lines.plot(x, [s["other_bytes"][i] / _MIB for s in steps], label=name, linewidth=1.2)
-    lines.set_yscale("log")
-    lines.set_ylabel("MiB")
-    lines.set_xlabel("step (one token for every running request)")
-    lines.set_xlim(x[0], x[-1])
-    lines.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7, frameon=False)
-    is_svg = Path(out).suffix.lower() == ".svg"
-    figure.savefig(out, dpi=150, metadata={"Date": None} if is_svg else None)
+        line([s["other_bytes"][i] for s in steps], name, linewidth=1.0, color=f"C{i + 1}")
+    axes.set_yscale("log")
+    axes.set_ylabel("MiB")
+    axes.set_xlabel("step (one token for every running request)")
+    axes.set_xlim(x[0], x[-1])
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=2, fontsize=8, frameon=False)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -118,7 +118,7 @@ def _memory_table(result: dict[str, Any]) -> list[str]:
     memory = result["memory"]
     own, *others = memory["replay"]
     measured = memory["measured"]
-    rows = [("", "page", "tensors", "mapped", "tokens", "wasted", "of mapped", "times ours")]
+    rows = [("", "page", "tensors", "mapped", "tokens", "wasted", "wasted", "x ours")]
     rows.append(
         (
             "measured: peak of each",

@@ -64,8 +64,7 @@ class Replay:
         self.page_size = page_size
         self._layout = Layout(config, page_size or _BIG_PAGE)
         self._token_bytes = self._layout.row_bytes * self._layout.num_tensors
-        self._peak = 0
-        self._used_at_peak = 0
+        self._peak = (0, 0)  # mapped and used
 
     def bytes_for(self, tokens: int) -> int:
         """Physical bytes behind a request of so many tokens."""
@@ -77,15 +76,12 @@ class Replay:
     def add(self, lengths: list[int]) -> None:
         """Takes a step into account."""
         mapped = sum(map(self.bytes_for, lengths))
-        if mapped > self._peak:
-            self._peak = mapped
-            self._used_at_peak = sum(lengths) * self._token_bytes
+        # Of steps that map the same, the fullest: no layout looks emptier than it got.
+        self._peak = max(self._peak, (mapped, sum(lengths) * self._token_bytes))
 
     def footprint(self) -> Footprint:
         """The layout's peak so far."""
-        return Footprint(
-            self.name, self.page_size, self._layout.num_tensors, self._peak, self._used_at_peak
-        )
+        return Footprint(self.name, self.page_size, self._layout.num_tensors, *self._peak)
 
 
 class Recorder:
@@ -105,9 +101,9 @@ class Recorder:
         self.own = Replay("this run's layout", config, page_size)
         self.others = [Replay("2 MiB pages, same tensors", config, _BIG_PAGE)]
         if config.group_size != config.num_layers:
-            self.others.append(
-                Replay("2 MiB pages, all layers in one K and one V", whole, _BIG_PAGE)
-            )
+            together = "all layers in one K and one V"
+            self.others.append(Replay(f"2 MiB pages, {together}", whole, _BIG_PAGE))
+            self.others.append(Replay(f"this run's pages, {together}", whole, page_size))
         self.others.append(Replay("static, the longest sequence for each", config, 0))
         self._steps: list[dict[str, Any]] | None = [] if keep_steps else None
         self._start = time.perf_counter()
@@ -129,6 +125,8 @@ class Recorder:
                 "mapped_bytes": stats.mapped_bytes,
                 "used_bytes": stats.used_bytes,
                 "other_bytes": [sum(map(layout.bytes_for, lengths)) for layout in self.others],
+                # of every slot, pages per tensor that are mapped
+                "slots": [info.mapped_pages for info in slots.values()],
                 # id, slot, tokens, pages per tensor that the request owns
                 "requests": [
                     [request, slot, tokens, slots[slot].granted_pages]

@@ -35,7 +35,7 @@ def tiny_model(layers: int = 3) -> LoadedModel:
         attn_implementation="sdpa",
     )
     model = LlamaForCausalLM(config).eval()
-    return LoadedModel(model, None, Path("random"), frozenset())
+    return LoadedModel(model, None, Path("random"), "random", frozenset())
 
 
 def make_requests(
