@@ -20,6 +20,7 @@ from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.report import IntegrityError
 from pyvmem.kvcache.stats import CacheStats, SlotInfo
 from pyvmem.kvcache.views import Views
+from pyvmem.reservation import Reservation
 
 if TYPE_CHECKING:
     import torch
@@ -111,11 +112,7 @@ class KVCache:
         with self._lock:
             core = self._open_core()
             slot = core.slot(reqid)
-            event = record(stream, core.device)
-            core.pager.revoke(slot)
-            core.table.give_back(slot, event, core.clock)
-            core.used_tokens -= core.seq_lens[slot.index]
-            core.seq_lens[slot.index] = 0
+            core.release(slot, record(stream, core.device))
             core.prepare()
             core.tidy()
 
@@ -215,6 +212,11 @@ class KVCache:
         """The context that the pages are of."""
         return self._core.context
 
+    @property
+    def reservation(self) -> Reservation:
+        """The addresses of all tensors; `layout` tells what lies where. The cache's own."""
+        return self._core.parts.reservation
+
     def stats(self) -> CacheStats:
         """The present state and the counters."""
         with self._lock:
@@ -258,7 +260,8 @@ class KVCache:
             if self._closed:
                 return
             self._views.drop()
-            self._core.close(stream)
+            if self.context.is_open:  # else everything went with it, or is the parent's
+                self._core.close(stream)
             self._closed = True
 
     def __enter__(self) -> KVCache:
@@ -270,8 +273,6 @@ class KVCache:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._closed and not self.context.is_open:
-            return  # the context was closed first, or belongs to the parent of a forked process
         try:
             self.close()
         except Busy:
@@ -283,6 +284,9 @@ class KVCache:
             warnings.warn("KVCache was not closed", ResourceWarning, stacklevel=2, source=self)
 
     def _open_core(self) -> Core:
+        core = self._core
         if self._closed:
             raise BadHandle("the KVCache is closed", errno=errno.EBADF, op="KVCache")
-        return self._core
+        if not core.context.is_open:
+            core.context.stats()  # raises what is wrong: closed, or of the parent of a fork
+        return core

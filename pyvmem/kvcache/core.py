@@ -11,7 +11,7 @@ from typing import Any
 
 from pyvmem.errors import Busy, OutOfMemory, TooManyBatches, VMemError
 from pyvmem.kvcache.config import KVCacheConfig, invalid
-from pyvmem.kvcache.events import record, wait_for
+from pyvmem.kvcache.events import record
 from pyvmem.kvcache.jobs import Growth
 from pyvmem.kvcache.pager import Pager
 from pyvmem.kvcache.reclaim import Reclaimer
@@ -90,15 +90,16 @@ class Core:
         """The slots that lack pages, with the pages per tensor that they need."""
         want = []
         longest = self.config.max_seq_len
+        slots, pages_for = self.table.slots, self.layout.pages_for
         for index in short:
-            slot, length = self.table[index], lens[index]
+            slot, length = slots[index], lens[index]
             if not slot.active:
                 raise invalid(f"seq_lens[{index}] is {length}, but reqid {index} is not taken")
             if length > longest:
                 raise invalid(
                     f"seq_lens[{index}] is {length}; max_seq_len is {longest}", limit=longest
                 )
-            want.append((slot, self.layout.pages_for(length)))
+            want.append((slot, pages_for(length)))
         return want
 
     def slot(self, reqid: int) -> Slot:
@@ -120,6 +121,13 @@ class Core:
                 f"seq_len {length} is not between 0 and max_seq_len {longest}", limit=longest
             )
         return self.table.best_fit(self.layout.pages_for(length) or max(1, self._eager_pages))
+
+    def release(self, slot: Slot, event: Any) -> None:
+        """Ends an ownership; `event`: the GPU work that may still touch the slot."""
+        self.pager.revoke(slot)
+        self.table.give_back(slot, event, self.clock)
+        self.used_tokens -= self.seq_lens[slot.index]
+        self.seq_lens[slot.index] = 0
 
     # ---- on the side -----------------------------------------------------------------------------
 
@@ -179,13 +187,18 @@ class Core:
                 addr=reservation.addr,
                 bytes=reservation.nbytes,
             )
-        events = [record(stream, self.device)] if any(slot.active for slot in self.table) else []
+        event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         for slot in self.table:
-            events.extend(slot.events)
-            with suppress(VMemError):  # undone; what is left is unmapped with the reservation
+            with suppress(VMemError):  # undone: its pages are as before
                 self.pager.release(slot)
-        for event in events:
-            wait_for(event)
+            if slot.active:
+                self.release(slot, event)
+        # Slot by slot, each after its own GPU work, which the worker waits for.
+        for slot in self.table:
+            if slot.mapped and not slot.broken and not self.reclaimer.try_cut(slot, 0):
+                self.reclaimer.finish_all()
+                self.reclaimer.try_cut(slot, 0)
+        self.reclaimer.finish_all()
         reservation.close(unmap=True)
         if self.parts.owns_context:
             self.context.close()
@@ -204,6 +217,6 @@ class Core:
 def _promised(slot: Slot, pages: int) -> bool:
     job = slot.job
     return isinstance(job, Growth) and any(
-        grant.slot is slot and grant.owner == slot.owner and grant.pages >= pages
-        for grant in job.grants
+        other is slot and owner == slot.owner and promise >= pages
+        for other, owner, promise in job.grants
     )

@@ -53,7 +53,7 @@ def record(stream: Any, device: int | None) -> Any:
         import torch
 
         handle = stream.__cuda_stream__()[1]
-        return torch.cuda.ExternalStream(handle, device=device).record_event()
+        return torch.cuda.ExternalStream(handle, device=device).record_event()  # type: ignore[no-untyped-call]
     return stream
 
 

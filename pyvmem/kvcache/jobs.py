@@ -4,32 +4,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from pyvmem.kvcache.slots import Slot
 
 __all__ = ["Cut", "Grant", "Growth", "Piece"]
 
-
-class Piece(NamedTuple):
-    """Pages [low, high) of a slot, in every tensor."""
-
-    slot: Slot
-    low: int
-    high: int
-
-    @property
-    def pages(self) -> int:
-        """Pages per tensor."""
-        return self.high - self.low
-
-
-class Grant(NamedTuple):
-    """Pages that the owner gets when the growth is done, unless it is gone by then."""
-
-    slot: Slot
-    owner: int
-    pages: int
+# Plain tuples: dozens are made in a `step_async` that must take microseconds.
+Piece: TypeAlias = tuple[Slot, int, int]
+"""Pages [low, high) of a slot, in every tensor."""
+Grant: TypeAlias = tuple[Slot, int, int]
+"""Slot, its owner's number, and the pages that this owner gets when the growth is done."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,12 +27,12 @@ class Growth:
     nothing is filled. The counts are of physical pages.
     """
 
+    slots: list[Slot]
     pieces: list[Piece] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
-    slots: list[Slot] = field(default_factory=list)
+    handover: list[Any] = field(default_factory=list)
     mapping: Any = None
     filling: Any = None
-    handover: list[Any] = field(default_factory=list)
     granted: bool = False
     new_pages: int = 0
     reused_pages: int = 0
@@ -62,11 +47,21 @@ class Growth:
 
 @dataclass(slots=True, eq=False)
 class Cut:
-    """Pages of one slot on their way back to the pool, after the slot's last GPU work."""
+    """Pages [low, high) of a slot on their way back to the pool, after its last GPU work.
 
-    piece: Piece
+    `dirty` is what the slot's was before.
+    """
+
+    slot: Slot
+    low: int
+    high: int
     dirty: int
     ticket: Any
+
+    @property
+    def pages(self) -> int:
+        """Pages per tensor."""
+        return self.high - self.low
 
     def done(self) -> bool:
         """Whether the batch is finished, well or not."""

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, VMemError
 from pyvmem.kvcache.events import order_after, order_ticket, prune
-from pyvmem.kvcache.jobs import Cut, Grant, Growth, Piece
+from pyvmem.kvcache.jobs import Cut, Growth, Piece
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Slot, SlotTable
@@ -75,27 +75,24 @@ class Pager:
         Returns:
             False when memory is short; then nothing changed, except that reclaimed pages are free.
         """
-        job = Growth()
-        late: list[Piece] = []
+        job = Growth([slot for slot, _ in want])
         after: list[Any] = []
-        self._plan(want, job, late, after)
+        late = self._plan(want, job, after)
         if len(self._mapping):
-            protected = {slot for slot, _ in want} if reclaim else None
-            done, job.mapping = self._map(job.new_pages, background, protected)
+            done, job.mapping = self._map(job, background, dict(want) if reclaim else None)
             if not done:
                 return False
         for slot, _, high in job.pieces:
             slot.mapped = high
-        counters = self.counters
-        self.reclaimer.held += job.new_pages
-        counters.grown += job.new_pages
-        counters.reused += job.reused_pages
-        counters.zeroed += job.zeroed_pages
-        counters.peak_mapped = max(counters.peak_mapped, self.reclaimer.held)
-        job.slots = [slot for slot, _ in want]
         for slot in job.slots:
             slot.job = job
         self.growths.append(job)
+        counters, reclaimer = self.counters, self.reclaimer
+        reclaimer.held += job.new_pages
+        counters.grown += job.new_pages
+        counters.reused += job.reused_pages
+        counters.zeroed += job.zeroed_pages
+        counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
         if late:
             try:
                 job.filling = self._fill(late, after)
@@ -137,48 +134,52 @@ class Pager:
 
     # ---- batches -------------------------------------------------------------------------------
 
-    def _plan(
-        self, want: Sequence[tuple[Slot, int]], job: Growth, late: list[Piece], after: list[Any]
-    ) -> None:
-        """Writes the mapping batch; fills that must wait go to `late`, for what to `after`."""
+    def _plan(self, want: Sequence[tuple[Slot, int]], job: Growth, after: list[Any]) -> list[Piece]:
+        """Writes the mapping batch; returns the fills that must wait, `after` gets for what."""
         layout, ops = self.layout, self._mapping
         size, tensors, stride = layout.page_size, layout.num_tensors, layout.tensor_bytes
+        base, slot_bytes, unclean = self.base, layout.slot_bytes, not self.zero_fill
+        late: list[Piece] = []
+        new = reused = 0
         ops.clear()
         for slot, pages in want:
             low = slot.mapped
             if pages > low:
-                job.pieces.append(Piece(slot, low, pages))
-                job.new_pages += (pages - low) * tensors
+                job.pieces.append((slot, low, pages))
+                new += pages - low
+                address = base + slot.index * slot_bytes + low * size
                 ops.populate(
-                    self.base + layout.offset(slot.index, low),
-                    (pages - low) * size,
-                    count=tensors,
-                    stride=stride,
-                    page_size=size,
-                    dirty=not self.zero_fill,
-                    spread=True,
+                    address, (pages - low) * size, tensors, stride, size, unclean, spread=True
                 )
             if not slot.active:
                 continue
-            job.grants.append(Grant(slot, slot.owner, pages))
-            job.reused_pages += (min(pages, low) - slot.granted) * tensors
-            low, high = slot.granted, min(pages, slot.dirty)
-            if high <= low:
+            job.grants.append((slot, slot.owner, pages))
+            granted = slot.granted
+            if low <= granted:
+                continue
+            reused += min(pages, low) - granted
+            dirty = min(pages, slot.dirty)
+            if dirty <= granted:
                 continue
             slot.events = prune(slot.events)
-            if not self.zero_fill:
+            if unclean:
                 job.handover.extend(slot.events)
             elif slot.events:
-                late.append(Piece(slot, low, high))
+                late.append((slot, granted, dirty))
                 after.extend(slot.events)
             else:
-                job.zeroed_pages += (high - low) * tensors
-                address = self.base + layout.offset(slot.index, low)
-                ops.fill(address, (high - low) * size, count=tensors, stride=stride)
+                job.zeroed_pages += (dirty - granted) * tensors
+                address = base + slot.index * slot_bytes + granted * size
+                ops.fill(address, (dirty - granted) * size, 0, tensors, stride)
+        job.new_pages = new * tensors
+        job.reused_pages = reused * tensors
+        return late
 
-    def _map(self, pages: int, background: bool, protected: set[Slot] | None) -> tuple[bool, Any]:
+    def _map(
+        self, job: Growth, background: bool, keep: Mapping[Slot, int] | None
+    ) -> tuple[bool, Any]:
         """Runs or submits the mapping batch: (whether memory was enough, the ticket)."""
-        reclaimer = self.reclaimer
+        reclaimer, pages = self.reclaimer, job.new_pages
         while True:
             missing = pages - (reclaimer.limit - reclaimer.held)
             if missing <= 0:
@@ -190,28 +191,31 @@ class Pager:
                     return True, None
                 except OutOfMemory:  # of the device, or of a context shared with others
                     missing = pages
-            if protected is None:
+            if keep is None:
                 return False, None
             self._finish_idle()
-            if pages > reclaimer.obtainable(protected):
+            if pages > reclaimer.obtainable(keep):
                 return False, None
-            if not reclaimer.make_room(missing, protected):
+            if not reclaimer.make_room(missing, keep):
                 reclaimer.raise_errors()
                 return False, None
+            for slot in job.slots:
+                if slot.job is not None:  # it lost pages beyond those it is to have
+                    reclaimer.finish(slot.job)
 
     def _fill(self, pieces: list[Piece], after: list[Any]) -> Any:
         """Submits zero-fills that follow earlier owners' GPU work."""
         layout, ops = self.layout, self._filling
         ops.clear()
-        for piece in pieces:
+        for slot, low, high in pieces:
             ops.fill(
-                self.base + layout.offset(piece.slot.index, piece.low),
-                piece.pages * layout.page_size,
+                self.base + layout.offset(slot.index, low),
+                (high - low) * layout.page_size,
                 count=layout.num_tensors,
                 stride=layout.tensor_bytes,
             )
         ticket = self.context.submit(ops, after=after)
-        self.counters.zeroed += sum(piece.pages for piece in pieces) * layout.num_tensors
+        self.counters.zeroed += sum(high - low for _, low, high in pieces) * layout.num_tensors
         return ticket
 
     # ---- completion ----------------------------------------------------------------------------

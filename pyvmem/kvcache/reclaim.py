@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, Timeout, TooManyBatches, VMemError
-from pyvmem.kvcache.jobs import Cut, Piece
+from pyvmem.kvcache.jobs import Cut
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.slots import Slot, SlotTable
 from pyvmem.kvcache.stats import Counters
@@ -54,7 +54,7 @@ class Reclaimer:
     @property
     def returning(self) -> int:
         """Physical pages in unfinished cuts."""
-        return sum(cut.piece.pages for cut in self.cuts) * self.layout.num_tensors
+        return sum(cut.pages for cut in self.cuts) * self.layout.num_tensors
 
     def cut(self, slot: Slot, keep: int) -> None:
         """Unmaps a slot's pages from `keep` on, after its earlier owners' GPU work; does not wait.
@@ -63,16 +63,15 @@ class Reclaimer:
             TooManyBatches, OutOfMemory: the batch could not be queued; nothing changed.
         """
         layout = self.layout
-        piece = Piece(slot, keep, slot.mapped)
         self._ops.clear()
         self._ops.unmap(
             self.base + layout.offset(slot.index, keep),
-            piece.pages * layout.page_size,
+            (slot.mapped - keep) * layout.page_size,
             count=layout.num_tensors,
             stride=layout.tensor_bytes,
         )
         ticket = self.context.submit(self._ops, after=slot.events)
-        slot.job = job = Cut(piece, slot.dirty, ticket)
+        slot.job = job = Cut(slot, keep, slot.mapped, slot.dirty, ticket)
         slot.mapped = keep
         slot.dirty = min(slot.dirty, keep)
         self.cuts.append(job)
@@ -92,19 +91,23 @@ class Reclaimer:
 
     def finish(self, cut: Cut) -> None:
         """Waits for one cut."""
-        while cut in self.cuts:
+        self._finish(cut, None)
+
+    def finish_all(self) -> None:
+        """Waits for every cut."""
+        for cut in list(self.cuts):
             self._finish(cut, None)
 
     def _finish(self, cut: Cut, timeout: float | None = 0.0) -> int:
         """Waits for a cut; returns the physical pages that came back, 0 when not finished."""
-        slot, pages = cut.piece.slot, cut.piece.pages
+        slot, pages = cut.slot, cut.pages
         try:
             cut.ticket.wait(timeout)
         except Timeout:
             return 0
         except VMemError as error:
             # The batch was undone, so the pages are where they were; unless it says otherwise.
-            slot.mapped = cut.piece.high
+            slot.mapped = cut.high
             slot.dirty = cut.dirty
             if isinstance(error, NotRecoverable):
                 self.table.condemn(slot)
@@ -117,15 +120,20 @@ class Reclaimer:
         self.counters.reclaimed += back
         return back
 
-    def make_room(self, pages: int, protected: Container[Slot]) -> bool:
-        """Brings up to `pages` physical pages back and waits for them; False when none came."""
+    def make_room(self, pages: int, keep: Mapping[Slot, int]) -> bool:
+        """Brings up to `pages` physical pages back and waits for them; False when none came.
+
+        Args:
+            pages: physical pages.
+            keep: slots that are to have at least so many pages per tensor.
+        """
         tensors = self.layout.num_tensors
         pending = self.returning
         if pending < pages:
             for slot in self.table.victims():
-                if slot in protected:
+                take = min(_spare(slot, keep), -(-(pages - pending) // tensors))
+                if take <= 0:
                     continue
-                take = min(slot.spare, -(-(pages - pending) // tensors))
                 if not self.try_cut(slot, slot.mapped - take):
                     break
                 pending += take * tensors
@@ -143,9 +151,9 @@ class Reclaimer:
                         break
         return back > 0
 
-    def obtainable(self, protected: Container[Slot]) -> int:
+    def obtainable(self, keep: Mapping[Slot, int]) -> int:
         """Physical pages that are free, on their way back, or could be taken back."""
-        spare = sum(slot.spare for slot in self.table.victims() if slot not in protected)
+        spare = sum(max(0, _spare(slot, keep)) for slot in self.table.victims())
         return self.limit - self.held + self.returning + spare * self.layout.num_tensors
 
     def release_below(self, free_pages: int) -> None:
@@ -187,3 +195,8 @@ class Reclaimer:
                 *first.args[1:],
             )
         raise first
+
+
+def _spare(slot: Slot, keep: Mapping[Slot, int]) -> int:
+    """Pages per tensor that the slot can do without."""
+    return slot.mapped - max(slot.granted, keep.get(slot, 0))

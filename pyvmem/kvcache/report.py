@@ -98,7 +98,7 @@ def check(core: Core) -> list[str]:
         name = f"slot {slot.index}"
         held += slot.mapped
         if isinstance(slot.job, Cut):
-            returning += slot.job.piece.pages
+            returning += slot.job.pages
         granted += slot.granted
         if not 0 <= slot.granted <= slot.mapped <= layout.slot_pages:
             found.append(
@@ -152,9 +152,9 @@ def _check_pages(core: Core, slot: Slot) -> list[str]:
     sure, end = slot.mapped, slot.mapped  # mapped below `sure`, not mapped from `end` on
     job = slot.job
     if isinstance(job, Cut):
-        end = job.piece.high
+        end = job.high
     elif isinstance(job, Growth) and not job.done():
-        sure = min([slot.mapped, *(piece.low for piece in job.pieces if piece.slot is slot)])
+        sure = min([slot.mapped, *(low for other, low, _ in job.pieces if other is slot)])
     found = []
     for tensor in range(layout.num_tensors):
         start = core.parts.reservation.addr + layout.offset(slot.index, 0, tensor)

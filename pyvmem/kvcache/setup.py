@@ -15,6 +15,9 @@ from pyvmem.reservation import Reservation
 
 __all__ = ["Parts", "make"]
 
+_DEFAULT_GRANULE = 64 << 10
+_MAX_READY = 256 << 20
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -41,7 +44,9 @@ def make(config: KVCacheConfig, context: Context | None, backend: str, device: A
     """Opens what is missing; on failure nothing stays open."""
     owned = context is None
     if context is None:
-        context = Context(backend, device=device, granule=config.page_size)
+        context = Context(
+            backend, device=device, granule=config.page_size, pool_low=_pool_low(config)
+        )
     try:
         info = context.info
         page_size = config.page_size or info.granule
@@ -60,6 +65,17 @@ def make(config: KVCacheConfig, context: Context | None, backend: str, device: A
             context.close()
         raise
     return Parts(context, owned, layout, reservation, limit, cuda_device)
+
+
+def _pool_low(config: KVCacheConfig) -> int:
+    """Free bytes that the worker of an owned context keeps ready, so that no step meets the driver.
+
+    A page in every tensor for an eighth of the slots, but at most 256 MiB and a sixteenth of the
+    memory limit: what lies ready is memory that the cache does not use.
+    """
+    page_size = config.page_size or _DEFAULT_GRANULE
+    growth = config.max_batch * 2 * (config.num_layers // config.group_size) * page_size // 8
+    return min(growth, _MAX_READY, config.memory_limit // 16 or _MAX_READY)
 
 
 def _limit_pages(

@@ -56,7 +56,7 @@ class Views:
             config.head_dim * item,
             item,
         )
-        return self._reservation.tensor(
+        tensor: torch.Tensor = self._reservation.tensor(
             (
                 config.max_batch,
                 config.max_seq_len,
@@ -68,3 +68,4 @@ class Views:
             strides=tuple(stride // item for stride in strides),
             offset=layout.offset(0, 0, index),
         )
+        return tensor

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: MIT
+"""Small caches for tests, and a plain Python model of what a cache must do."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import pyvmem
+from pyvmem import FdEvent, KVCache, KVCacheConfig
+
+ROWS = 8  # rows in a page of `small_config`
+LAYERS = 2
+
+
+def small_config(page: int, **changes: Any) -> KVCacheConfig:
+    """Two layers, four slots of up to six pages, eight float32 rows in a page of any size."""
+    values: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "num_kv_heads": page // (ROWS * 64 * 4),
+        "head_dim": 64,
+        "dtype": "float32",
+        "max_batch": 4,
+        "max_seq_len": 6 * ROWS,
+        "page_size": page,
+        "memory_limit": 64 * 2 * LAYERS * page,
+        "low_watermark": 0.0,
+    }
+    values.update(changes)
+    return KVCacheConfig(**values)
+
+
+@contextlib.contextmanager
+def small_cache(context: pyvmem.Context, **changes: Any) -> Iterator[KVCache]:
+    """A cache over `context` whose integrity is checked before it is closed."""
+    with KVCache(small_config(context.info.granule, **changes), context) as cache:
+        yield cache
+        cache.check_integrity()
+
+
+def lens(cache: KVCache, **by_reqid: int) -> list[int]:
+    """Lengths by reqid, as keywords r0=..., r2=..."""
+    out = [0] * cache.config.max_batch
+    for name, value in by_reqid.items():
+        out[int(name[1:])] = value
+    return out
+
+
+def stamp(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> None:
+    """Writes rows [low, high) of a slot in every layer, different in each."""
+    for layer in range(cache.config.num_layers):
+        cache.k(layer)[reqid, low:high] = tag + layer / 16
+        cache.v(layer)[reqid, low:high] = -tag - layer / 16
+
+
+def rows_are(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> bool:
+    """Whether `stamp`'s rows are there, every element of them."""
+    return all(
+        bool((cache.k(layer)[reqid, low:high] == tag + layer / 16).all())
+        and bool((cache.v(layer)[reqid, low:high] == -tag - layer / 16).all())
+        for layer in range(cache.config.num_layers)
+    )
+
+
+def rows_are_zero(cache: KVCache, reqid: int, low: int, high: int) -> bool:
+    """Whether every element of the rows is zero (NaN is not)."""
+    return all(
+        not bool(torch.count_nonzero(view[reqid, low:high]))
+        for layer in range(cache.config.num_layers)
+        for view in (cache.k(layer), cache.v(layer))
+    )
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Returns when it holds; the limit only keeps a broken build from hanging."""
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit, "it never came true"
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def firing_later(event: FdEvent) -> Iterator[list[bool]]:
+    """Sets the event from another thread; the list is true from just before that."""
+    fired: list[bool] = []
+
+    def fire() -> None:
+        fired.append(True)
+        event.set()
+
+    timer = threading.Timer(0.05, fire)
+    timer.start()
+    yield fired
+    timer.join()
+
+
+def state(cache: KVCache) -> tuple[Any, ...]:
+    """What a call that changed nothing leaves as it was."""
+    now = cache.stats()
+    return (
+        cache.snapshot(),
+        cache.num_free_pages,
+        now.cached_pages,
+        now.active_pages,
+        now.used_bytes,
+        now.segments,
+        now.grown_pages,
+        now.reclaimed_pages,
+        now.steps,
+    )
+
+
+class Model:
+    """Drives a cache and knows what every row must hold.
+
+    Every new row must read as zero before it is written. The cache may refuse for want of memory;
+    then nothing may have changed, and a request is given up.
+    """
+
+    def __init__(self, cache: KVCache, seed: int) -> None:
+        self.cache = cache
+        self.random = random.Random(seed)
+        self.rows: dict[int, list[float]] = {}
+        self.events: list[FdEvent] = []
+        self.tag = 0.0
+
+    def lengths(self) -> list[int]:
+        out = [0] * self.cache.config.max_batch
+        for reqid, rows in self.rows.items():
+            out[reqid] = len(rows)
+        return out
+
+    def alloc(self, length: int) -> None:
+        reqid = self.cache.alloc_reqid(length)
+        if reqid is None:
+            assert len(self.rows) == self.cache.config.max_batch
+            return
+        assert reqid not in self.rows
+        self.rows[reqid] = []
+        self.grow({reqid: length}, ahead=False)
+
+    def grow(self, more: dict[int, int], ahead: bool) -> None:
+        """`grow_now`, with GPU work that ends meanwhile if it has not yet."""
+        if not self.events:
+            self.grow_now(more, ahead)
+            return
+        timer = threading.Timer(0.001, self.fire)
+        timer.start()
+        try:
+            self.grow_now(more, ahead)
+        finally:
+            timer.join()
+
+    def grow_now(self, more: dict[int, int], ahead: bool) -> None:
+        """Asks for more rows for some requests, and writes them."""
+        want = self.lengths()
+        for reqid, count in more.items():
+            want[reqid] = min(want[reqid] + count, self.cache.config.max_seq_len)
+        if ahead and self.cache.step_async(want) == -1:
+            self.give_up()
+            return
+        before = state(self.cache)
+        if self.cache.step(want) == -1:
+            assert not ahead, "step_async had reserved the pages"
+            after = state(self.cache)
+            assert after[0] == before[0] or after[7] > before[7]  # unless pages were reclaimed
+            assert after[4] == before[4]
+            self.give_up()
+            return
+        for reqid, length in enumerate(want):
+            rows = self.rows.get(reqid, [])
+            if length > len(rows):
+                self.write(reqid, length)
+
+    def write(self, reqid: int, length: int) -> None:
+        rows = self.rows[reqid]
+        low = len(rows)
+        assert rows_are_zero(self.cache, reqid, low, length)
+        self.tag += 1
+        stamp(self.cache, reqid, low, length, self.tag)
+        rows.extend([self.tag] * (length - low))
+
+    def give_up(self) -> None:
+        """Frees the longest request, as an engine that preempts."""
+        if self.rows:
+            self.free(max(self.rows, key=lambda reqid: len(self.rows[reqid])), wait=False)
+
+    def free(self, reqid: int, wait: bool) -> None:
+        """Gives a request up; `wait`: GPU work of it is not over yet."""
+        event = None
+        if wait:
+            event = FdEvent.create()
+            self.events.append(event)
+        self.cache.free_reqid(reqid, event)
+        del self.rows[reqid]
+
+    def fire(self) -> None:
+        """All GPU work is over."""
+        while self.events:
+            event = self.events.pop()
+            event.set()
+            event.close()
+
+    def check(self) -> None:
+        self.cache.check_integrity()
+        for reqid, rows in self.rows.items():
+            want = torch.tensor(rows)[:, None, None]
+            for layer in range(self.cache.config.num_layers):
+                view = self.cache.k(layer)[reqid, : len(rows)].cpu()
+                assert bool((view == want + layer / 16).all()), f"K of reqid {reqid}, layer {layer}"
+                view = self.cache.v(layer)[reqid, : len(rows)].cpu()
+                assert bool((view == -want - layer / 16).all()), (
+                    f"V of reqid {reqid}, layer {layer}"
+                )
+        used = sum(map(len, self.rows.values()))
+        assert self.cache.stats().used_bytes <= used * 2 * self.cache.layout.row_bytes * (
+            self.cache.layout.num_tensors // 2
+        )
+
+    def any_step(self) -> None:
+        """One random thing that an engine might do."""
+        pick = self.random.random()
+        longest = self.cache.config.max_seq_len
+        if pick < 0.2:
+            self.alloc(self.random.randint(1, longest))
+        elif pick < 0.75:
+            more = {reqid: self.random.choice((0, 1, 1, 2, 9)) for reqid in self.rows}
+            self.grow(more, ahead=self.random.random() < 0.5)
+        elif pick < 0.95 and self.rows:
+            self.free(self.random.choice(list(self.rows)), wait=self.random.random() < 0.5)
+        else:
+            self.fire()

@@ -1,0 +1,621 @@
+# SPDX-License-Identifier: MIT
+"""Description: KVCache as an engine uses it: slots, steps, contents, limits, reports, closing."""
+
+from __future__ import annotations
+
+import array
+import gc
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from kvcache_helpers import (
+    LAYERS,
+    ROWS,
+    eventually,
+    lens,
+    rows_are,
+    rows_are_zero,
+    small_cache,
+    small_config,
+    stamp,
+    state,
+)
+
+import pyvmem
+from pyvmem import BadHandle, Busy, Context, InvalidArgument, KVCache
+from pyvmem.kvcache import IntegrityError
+
+needs_tensors = pytest.mark.needs_tensors
+TENSORS = 2 * LAYERS
+
+
+# ---- contents -----------------------------------------------------------------------------------
+
+
+@needs_tensors
+def test_contents_survive_growth(context: Context) -> None:
+    with small_cache(context) as cache:
+        a, b = cache.alloc_reqid(3), cache.alloc_reqid(1)
+        assert (a, b) == (0, 1)
+        assert cache.step(lens(cache, r0=3, r1=1)) == 0
+        assert rows_are_zero(cache, 0, 0, 3)
+        stamp(cache, 0, 0, 3, 5.0)
+        stamp(cache, 1, 0, 1, 9.0)
+        for length in range(4, 6 * ROWS + 1):
+            assert cache.step(lens(cache, r0=length, r1=1)) == 0
+            assert rows_are_zero(cache, 0, length - 1, length)
+            stamp(cache, 0, length - 1, length, float(length))
+        assert rows_are(cache, 0, 0, 3, 5.0)
+        assert all(rows_are(cache, 0, n - 1, n, float(n)) for n in range(4, 6 * ROWS + 1))
+        assert rows_are(cache, 1, 0, 1, 9.0)
+        assert cache.stats().active_pages == (6 + 1) * TENSORS
+
+
+def _own_value(view: torch.Tensor, layer: int, reqid: int, sign: float) -> torch.Tensor:
+    rows = torch.arange(view.shape[1], device=view.device)[:, None, None]
+    elements = torch.arange(64, device=view.device)
+    return sign * (rows + 1000 * layer + 10000 * reqid + elements / 64 + 1)
+
+
+def _write_own(cache: KVCache, layer: int, reqid: int) -> None:
+    cache.k(layer)[reqid] = _own_value(cache.k(layer), layer, reqid, 1.0)
+    cache.v(layer)[reqid] = _own_value(cache.v(layer), layer, reqid, -1.0)
+
+
+def _holds_own(cache: KVCache, layer: int, reqid: int) -> bool:
+    k, v = cache.k(layer), cache.v(layer)
+    return bool((k[reqid] == _own_value(k, layer, reqid, 1.0)).all()) and bool(
+        (v[reqid] == _own_value(v, layer, reqid, -1.0)).all()
+    )
+
+
+@needs_tensors
+@pytest.mark.parametrize("group_size", [1, 3, 6])
+def test_every_layer_row_and_slot_has_its_own_place(context: Context, group_size: int) -> None:
+    page = context.info.granule
+    limit = 4096 * page
+    with small_cache(context, num_layers=6, group_size=group_size, memory_limit=limit) as cache:
+        longest, heads = cache.config.max_seq_len, cache.config.num_kv_heads
+        assert len(cache.tensors) == 2 * (6 // group_size)
+        assert all(tuple(one.shape) == (4, longest, group_size, heads, 64) for one in cache.tensors)
+        assert tuple(cache.k(5).shape) == tuple(cache.v(0).shape) == (4, longest, heads, 64)
+        for _ in range(4):
+            cache.alloc_reqid()
+        assert cache.step([longest] * 4) == 0
+        places = [(layer, reqid) for reqid in range(4) for layer in range(6)]
+        for place in places:
+            _write_own(cache, *place)
+        assert all(_holds_own(cache, *place) for place in places)
+
+
+@needs_tensors
+def test_rows_that_do_not_divide_a_page(context: Context) -> None:
+    """384 bytes: three heads of 64 float16, the shape of SmolLM2."""
+    page = context.info.granule
+    shape: dict[str, Any] = {"num_kv_heads": 3, "head_dim": 64, "dtype": "float16"}
+    per_page = page // 384
+    with small_cache(context, **shape, max_seq_len=3 * per_page + 7) as cache:
+        assert cache.layout.row_bytes == 384
+        assert page % 384 != 0
+        cache.alloc_reqid()
+        edges = [pages * page // 384 for pages in (1, 2, 3)]
+        done = 0
+        for length in sorted({1, *(edge + d for edge in edges for d in (-1, 0, 1))}):
+            assert cache.step(lens(cache, r0=length)) == 0
+            assert cache.snapshot()[0].granted_pages == -(-length * 384 // page)
+            assert rows_are_zero(cache, 0, done, length)
+            stamp(cache, 0, done, length, float(length))
+            done = length
+        previous = 0
+        for length in sorted({1, *(edge + d for edge in edges for d in (-1, 0, 1))}):
+            assert rows_are(cache, 0, previous, length, float(length))
+            previous = length
+
+
+@needs_tensors
+def test_every_page_size(context: Context) -> None:
+    for size in context.info.page_sizes:
+        heads = max(1, size // (ROWS * 256))
+        limit = 64 * TENSORS * size
+        shape = {"page_size": size, "num_kv_heads": heads, "memory_limit": limit}
+        with small_cache(context, **shape) as cache:
+            cache.alloc_reqid()
+            assert cache.step(lens(cache, r0=ROWS)) == 0
+            assert cache.stats().mapped_bytes == TENSORS * size * cache.snapshot()[0].mapped_pages
+            stamp(cache, 0, 0, ROWS, 1.0)
+            assert cache.step(lens(cache, r0=ROWS + 1)) == 0
+            assert rows_are(cache, 0, 0, ROWS, 1.0)
+            assert rows_are_zero(cache, 0, ROWS, ROWS + 1)
+
+
+@needs_tensors
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", torch.float64])
+def test_dtypes(context: Context, dtype: Any) -> None:
+    with small_cache(context, dtype=dtype) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=2)) == 0
+        name = str(dtype).removeprefix("torch.")
+        assert cache.k(0).dtype == cache.v(1).dtype == getattr(torch, name)
+        cache.k(1)[0, :2] = torch.ones((), dtype=getattr(torch, name))
+        assert float(cache.k(1)[0, 1, 0, 63].float()) == 1.0
+
+
+@needs_tensors
+def test_over_read_rows_are_mapped_and_finite(context: Context) -> None:
+    with small_cache(context, overread_rows=ROWS + 3) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=1)) == 0
+        assert cache.snapshot()[0].granted_pages == 2
+        assert rows_are_zero(cache, 0, 0, 1 + ROWS + 3)
+        assert cache.step(lens(cache, r0=5)) == 0
+        assert cache.snapshot()[0].granted_pages == 2
+        assert cache.step(lens(cache, r0=6)) == 0
+        assert cache.snapshot()[0].granted_pages == 3
+        assert cache.step(lens(cache, r0=cache.config.max_seq_len)) == 0
+        assert cache.snapshot()[0].granted_pages == 6, "not beyond the slot's end"
+
+
+# ---- memory is short ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_shortage_is_minus_one_and_changes_nothing(context: Context, ahead: bool) -> None:
+    page = context.info.granule
+    with small_cache(context, memory_limit=5 * TENSORS * page) as cache:
+        step = cache.step_async if ahead else cache.step
+        cache.alloc_reqid()
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=2 * ROWS, r1=2 * ROWS)) == 0
+        assert cache.num_free_pages == TENSORS
+        before = state(cache)
+        assert step(lens(cache, r0=3 * ROWS, r1=3 * ROWS)) == -1
+        assert state(cache) == before
+        assert cache.stats().short == 1
+        assert step(lens(cache, r0=3 * ROWS, r1=2 * ROWS)) == 0
+        assert cache.num_free_pages == 0, "also of step_async: the pages are taken at once"
+        assert cache.step(lens(cache, r0=3 * ROWS, r1=2 * ROWS)) == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_shortage_of_the_shared_context(backend: str, ahead: bool) -> None:
+    """The context's own limit, met by pages that are not the cache's."""
+    with Context(backend) as context:
+        page, slab = context.info.granule, context.info.slab_size
+    limit = max(slab, 64 * page)
+    with Context(backend, mem_limit=limit) as context:
+        other = context.create(limit - 2 * TENSORS * page)
+        with small_cache(context, memory_limit=limit) as cache:
+            step = cache.step_async if ahead else cache.step
+            cache.alloc_reqid()
+            assert cache.step(lens(cache, r0=2 * ROWS)) == 0
+            before = state(cache)
+            assert step(lens(cache, r0=3 * ROWS)) == -1
+            assert state(cache) == before
+            other.release()
+            assert step(lens(cache, r0=3 * ROWS)) == 0
+            assert cache.step(lens(cache, r0=3 * ROWS)) == 0
+
+
+def test_pages_of_free_slots_are_reclaimed_for_a_step(context: Context) -> None:
+    page = context.info.granule
+    with small_cache(context, memory_limit=6 * TENSORS * page) as cache:
+        for _ in range(3):
+            cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=2 * ROWS, r1=2 * ROWS, r2=2 * ROWS)) == 0
+        cache.free_reqid(0)
+        cache.free_reqid(1)
+        assert cache.stats().cached_pages == 4 * TENSORS
+        assert cache.step(lens(cache, r2=5 * ROWS)) == 0
+        assert [slot.mapped_pages for slot in cache.snapshot()] == [0, 1, 5, 0], "oldest first"
+        assert cache.stats().reclaimed_pages == 3 * TENSORS
+        assert cache.step(lens(cache, r2=6 * ROWS)) == 0
+        assert cache.num_free_pages == 0
+
+
+def test_leftovers_of_an_active_slot_are_reclaimed(context: Context) -> None:
+    """A small request in a slot with many pages holds none back that it does not own."""
+    page = context.info.granule
+    with small_cache(context, memory_limit=6 * TENSORS * page, max_batch=2) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=5 * ROWS)) == 0
+        cache.alloc_reqid()
+        cache.free_reqid(0)
+        assert cache.alloc_reqid(5 * ROWS) == 0
+        assert cache.step(lens(cache, r0=ROWS, r1=3 * ROWS)) == 0
+        assert [slot.mapped_pages for slot in cache.snapshot()] == [3, 3]
+        assert [slot.granted_pages for slot in cache.snapshot()] == [1, 3]
+        before = state(cache)
+        assert cache.step(lens(cache, r0=ROWS, r1=6 * ROWS)) == -1
+        assert state(cache) == before
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([1, 0, 0], "3 entries; the cache has 4 slots"),
+        ([1, 0, 0, 0, 0], "5 entries; the cache has 4 slots"),
+        ([1, -2, 0, 0], r"seq_lens\[1\] is -2"),
+        ([1, 0, 7, 0], r"seq_lens\[2\] is 7, but reqid 2 is not taken"),
+        ([6 * ROWS + 1, 0, 0, 0], rf"seq_lens\[0\] is {6 * ROWS + 1}; max_seq_len is {6 * ROWS}"),
+        ([1.5, 0, 0, 0], "whole numbers"),
+        (["1", 0, 0, 0], "whole numbers"),
+        ([None, 0, 0, 0], "whole numbers"),
+        ([1 << 70, 0, 0, 0], "max_seq_len"),
+    ],
+)
+def test_bad_lengths(context: Context, numbers: list[Any], text: str) -> None:
+    with small_cache(context) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=3)) == 0
+        before = state(cache)
+        for call in (cache.step, cache.step_async):
+            with pytest.raises(InvalidArgument, match=text):
+                call(numbers)
+        assert state(cache) == before
+
+
+@pytest.mark.parametrize("reqid", [-1, 4, 1 << 70])
+def test_free_of_what_is_no_slot(context: Context, reqid: int) -> None:
+    with small_cache(context) as cache:
+        before = state(cache)
+        with pytest.raises(
+            InvalidArgument, match=f"reqid {reqid} is not between 0 and 3"
+        ) as caught:
+            cache.free_reqid(reqid)
+        assert caught.value.limit == 3
+        assert caught.value.errno_name == "EINVAL"
+        assert state(cache) == before
+
+
+def test_double_free(context: Context) -> None:
+    with small_cache(context) as cache:
+        with pytest.raises(InvalidArgument, match="reqid 0 is not taken"):
+            cache.free_reqid(0)
+        cache.alloc_reqid()
+        cache.free_reqid(0)
+        with pytest.raises(InvalidArgument, match="reqid 0 is not taken"):
+            cache.free_reqid(0)
+
+
+@pytest.mark.parametrize("length", [-1, 6 * ROWS + 1])
+def test_alloc_of_a_bad_length(context: Context, length: int) -> None:
+    with small_cache(context) as cache:
+        before = state(cache)
+        with pytest.raises(
+            InvalidArgument, match=f"seq_len {length} is not between 0 and max_seq_len"
+        ):
+            cache.alloc_reqid(length)
+        assert state(cache) == before
+
+
+def test_no_slot_is_free(context: Context) -> None:
+    with small_cache(context) as cache:
+        assert sorted(cache.alloc_reqid() for _ in range(4)) == [0, 1, 2, 3]
+        assert cache.alloc_reqid() is None
+        cache.free_reqid(2)
+        assert cache.alloc_reqid() == 2
+
+
+@needs_tensors
+@pytest.mark.parametrize("layer", [-1, LAYERS])
+def test_a_layer_that_does_not_exist(context: Context, layer: int) -> None:
+    with small_cache(context) as cache:
+        for view in (cache.k, cache.v):
+            with pytest.raises(InvalidArgument, match=f"layer {layer} is not between 0 and 1"):
+                view(layer)
+
+
+def test_lengths_of_other_types(context: Context) -> None:
+    with small_cache(context) as cache:
+        cache.alloc_reqid()
+        for pages, numbers in enumerate(
+            [
+                (ROWS, 0, 0, 0),
+                array.array("q", [2 * ROWS, 0, 0, 0]),
+                torch.tensor([3 * ROWS, 0, 0, 0]),
+                [torch.tensor(4 * ROWS), 0, 0, 0],
+            ],
+            start=1,
+        ):
+            assert cache.step(numbers) == 0  # type: ignore[arg-type]
+            assert cache.snapshot()[0].granted_pages == pages
+            assert cache.snapshot()[0].seq_len == pages * ROWS
+
+
+def test_the_callers_list_is_copied(context: Context) -> None:
+    with small_cache(context) as cache:
+        cache.alloc_reqid()
+        numbers = lens(cache, r0=3)
+        assert cache.step(numbers) == 0
+        numbers[0] = 40
+        assert cache.snapshot()[0].seq_len == 3
+        cache.free_reqid(0)
+        assert cache.stats().used_bytes == 0
+        assert numbers[0] == 40
+
+
+# ---- ahead of time ------------------------------------------------------------------------------
+
+
+@needs_tensors
+def test_step_async_maps_for_the_next_step(context: Context) -> None:
+    with small_cache(context) as cache:
+        cache.alloc_reqid()
+        for length in range(1, 6 * ROWS, 5):
+            assert cache.step_async(lens(cache, r0=length)) == 0
+            pages = -(-length // ROWS)
+            assert cache.snapshot()[0].mapped_pages == pages, "promised"
+            assert cache.step(lens(cache, r0=length)) == 0
+            assert cache.snapshot()[0].granted_pages == pages
+            stamp(cache, 0, max(0, length - 5), length, float(length))
+        stats = cache.stats()
+        assert (stats.steps, stats.steps_async) == (10, 10)
+        assert rows_are(cache, 0, 0, 1, 1.0)
+        assert rows_are(cache, 0, 1, 6, 6.0)
+
+
+def test_step_async_twice_and_more_than_promised(context: Context) -> None:
+    with small_cache(context) as cache:
+        cache.alloc_reqid()
+        assert cache.step_async(lens(cache, r0=ROWS)) == 0
+        assert cache.step_async(lens(cache, r0=ROWS)) == 0
+        assert cache.snapshot()[0].mapped_pages == 1
+        assert cache.step_async(lens(cache, r0=2 * ROWS)) == 0
+        assert cache.snapshot()[0].mapped_pages == 2
+        assert cache.step(lens(cache, r0=4 * ROWS)) == 0
+        assert cache.snapshot()[0].granted_pages == 4
+        cache.alloc_reqid()
+        assert cache.step_async(lens(cache, r0=5 * ROWS)) == 0
+        assert cache.step_async(lens(cache, r0=5 * ROWS, r1=1)) == 0
+        assert cache.step(lens(cache, r0=5 * ROWS, r1=1)) == 0
+        assert [slot.granted_pages for slot in cache.snapshot()] == [5, 1, 0, 0]
+
+
+def test_free_before_the_promised_pages_are_there(context: Context) -> None:
+    with small_cache(context) as cache:
+        for _ in range(20):
+            cache.alloc_reqid(4 * ROWS)
+            assert cache.step_async(lens(cache, r0=4 * ROWS)) == 0
+            cache.free_reqid(0)
+            assert cache.step(lens(cache)) == 0
+            slot = cache.snapshot()[0]
+            assert (slot.state, slot.mapped_pages, slot.granted_pages) == ("cached", 4, 0)
+            assert cache.stats().active_pages == 0
+
+
+def test_the_next_owner_does_not_get_what_was_promised_to_the_last(context: Context) -> None:
+    with small_cache(context, max_batch=1) as cache:
+        cache.alloc_reqid()
+        assert cache.step_async([4 * ROWS]) == 0
+        cache.free_reqid(0)
+        assert cache.alloc_reqid() == 0
+        assert cache.step([1]) == 0
+        assert cache.snapshot()[0].granted_pages == 1
+        assert cache.stats().active_pages == TENSORS
+
+
+# ---- reports ------------------------------------------------------------------------------------
+
+
+def test_stats(context: Context) -> None:
+    page = context.info.granule
+    with small_cache(context) as cache:
+        row = cache.layout.row_bytes
+        assert cache.stats().mapped_bytes == cache.stats().driver_calls == 0
+        a = cache.alloc_reqid()
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=ROWS + 1, r1=1)) == 0
+        now = cache.stats()
+        assert now.total_pages == 64 * TENSORS
+        assert now.free_pages == cache.num_free_pages == 61 * TENSORS
+        assert (now.active_pages, now.cached_pages) == (3 * TENSORS, 0)
+        assert now.mapped_bytes == now.peak_mapped_bytes == 3 * TENSORS * page
+        assert now.used_bytes == now.peak_used_bytes == (ROWS + 2) * row * TENSORS
+        assert now.wasted_bytes == now.mapped_bytes - now.used_bytes == now.peak_wasted_bytes
+        assert now.segments >= TENSORS
+        assert now.segments == context.query(cache.reservation.addr).segments
+        assert (now.active_slots, now.cached_slots, now.empty_slots, now.broken_slots) == (
+            2,
+            0,
+            2,
+            0,
+        )
+        assert now.driver_calls >= TENSORS
+        assert now.driver_ns >= now.critical_driver_ns > 0
+        assert now.background_driver_ns == now.driver_ns - now.critical_driver_ns
+        assert now.waits == 1
+        assert now.wait_ns == now.last_wait_ns >= now.critical_driver_ns
+        assert a is not None
+        cache.free_reqid(a)
+        later = cache.stats()
+        assert (later.active_pages, later.cached_pages) == (TENSORS, 2 * TENSORS)
+        assert later.used_bytes == row * TENSORS
+        assert later.peak_used_bytes == now.used_bytes
+        assert (later.active_slots, later.cached_slots, later.empty_slots) == (1, 1, 2)
+        assert cache.step(lens(cache, r1=2)) == 0
+        assert cache.stats().last_wait_ns == 0, "nothing was missing"
+        assert cache.stats().steps == 2
+
+
+def test_time_in_the_background_is_not_critical(context: Context) -> None:
+    with small_cache(context) as cache:
+        cache.alloc_reqid()
+        assert cache.step_async(lens(cache, r0=6 * ROWS)) == 0
+        eventually(lambda: not cache.snapshot()[0].in_flight)
+        assert cache.step(lens(cache, r0=6 * ROWS)) == 0
+        stats = cache.stats()
+        assert stats.waits == stats.wait_ns == stats.critical_driver_ns == 0
+        assert stats.background_driver_ns == stats.driver_ns > 0
+
+
+def test_snapshot(context: Context) -> None:
+    with small_cache(context) as cache:
+        for _ in range(3):
+            cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=1, r1=2 * ROWS)) == 0
+        cache.free_reqid(1)
+        now = cache.snapshot()
+        assert [slot.reqid for slot in now] == [0, 1, 2, 3]
+        assert [slot.state for slot in now] == ["active", "cached", "active", "empty"]
+        assert [slot.seq_len for slot in now] == [1, 0, 0, 0]
+        assert [slot.granted_pages for slot in now] == [1, 0, 0, 0]
+        assert [slot.mapped_pages for slot in now] == [1, 2, 0, 0]
+
+
+def test_integrity_check_finds_a_missing_page(context: Context) -> None:
+    page = context.info.granule
+    with small_cache(context) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=2 * ROWS)) == 0
+        address = cache.reservation.addr + cache.layout.offset(0, 1, 2)
+        pages = context.retain(address, page)
+        context.unmap(address, page)
+        with pytest.raises(IntegrityError, match="slot 0, tensor 2, page 1: not mapped"):
+            cache.check_integrity()
+        context.map(address, page, pages)
+        pages.drop()
+        cache.check_integrity()
+
+
+def test_integrity_check_finds_a_page_too_many(context: Context) -> None:
+    page = context.info.granule
+    with small_cache(context) as cache:
+        address = cache.reservation.addr + cache.layout.offset(3, 2, 1)
+        pages = context.create(page)
+        context.map(address, page, pages)
+        with pytest.raises(IntegrityError, match="slot 3, tensor 1, page 2: mapped") as caught:
+            cache.check_integrity()
+        assert len(caught.value.found) == 1
+        pages.release()
+
+
+# ---- end ----------------------------------------------------------------------------------------
+
+
+def test_memory_is_back_after_close(context: Context) -> None:
+    with small_cache(context) as cache:
+        for _ in range(4):
+            cache.alloc_reqid()
+        assert cache.step([6 * ROWS] * 4) == 0
+        cache.free_reqid(1)
+        assert context.stats().used_bytes == 24 * TENSORS * context.info.granule
+    stats = context.stats()
+    assert stats.used_bytes == stats.mapped_bytes == stats.reserved_bytes == 0
+    assert context.is_open
+
+
+def test_an_owned_context_is_closed(backend: str) -> None:
+    cache = KVCache(small_config(2 << 20), backend=backend)
+    context = cache.context
+    cache.alloc_reqid()
+    assert cache.step(lens(cache, r0=1)) == 0
+    assert cache.stats().mapped_bytes == TENSORS * (2 << 20)
+    cache.close()
+    cache.close()
+    assert not context.is_open
+
+
+def test_use_after_close(context: Context) -> None:
+    cache = KVCache(small_config(context.info.granule), context)
+    cache.close()
+    for call in (
+        lambda: cache.alloc_reqid(),
+        lambda: cache.free_reqid(0),
+        lambda: cache.step([0] * 4),
+        lambda: cache.step_async([0] * 4),
+        lambda: cache.k(0),
+        lambda: cache.v(0),
+        lambda: cache.tensors,
+        lambda: cache.stats(),
+        lambda: cache.snapshot(),
+        lambda: cache.num_free_pages,
+        lambda: cache.check_integrity(),
+    ):
+        with pytest.raises(BadHandle, match="the KVCache is closed"):
+            call()
+
+
+def test_use_after_the_context_was_closed(backend: str) -> None:
+    context = Context(backend)
+    cache = KVCache(small_config(context.info.granule), context)
+    context.close()
+    with pytest.raises(BadHandle):
+        cache.step([0] * 4)
+    cache.close()
+
+
+@needs_tensors
+def test_close_under_a_living_tensor(context: Context) -> None:
+    with small_cache(context) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=1)) == 0
+        stamp(cache, 0, 0, 1, 3.0)
+        view = cache.k(0)[0, :1]
+        before = state(cache)
+        with pytest.raises(Busy, match="tensors of the cache live"):
+            cache.close()
+        assert state(cache) == before
+        assert rows_are(cache, 0, 0, 1, 3.0)
+        assert cache.step(lens(cache, r0=ROWS + 1)) == 0
+        del view
+        gc.collect()
+
+
+@needs_tensors
+def test_an_error_in_the_block_is_not_hidden_by_its_tensors(context: Context) -> None:
+    def work() -> None:
+        with small_cache(context) as cache:
+            cache.alloc_reqid()
+            assert cache.step(lens(cache, r0=1)) == 0
+            view = cache.k(0)
+            raise KeyError(view.shape)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(KeyError):
+            work()
+        gc.collect()
+    assert any("KVCache was not closed" in str(one.message) for one in caught)
+
+
+def test_close_while_the_worker_maps(context: Context) -> None:
+    for _ in range(10):
+        cache = KVCache(small_config(context.info.granule), context)
+        for _ in range(4):
+            cache.alloc_reqid()
+        assert cache.step_async([6 * ROWS] * 4) == 0
+        cache.close()
+        assert context.stats().used_bytes == 0
+
+
+def test_a_forgotten_cache_warns(context: Context) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        KVCache(small_config(context.info.granule), context).alloc_reqid()
+        gc.collect()
+    assert any("KVCache was not closed" in str(one.message) for one in caught)
+
+
+def test_in_a_forked_child(context: Context) -> None:
+    if context.info.backend != "host":
+        pytest.skip("a process that uses CUDA is not forked")
+    with small_cache(context) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=1)) == 0
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                cache.step(lens(cache, r0=1))
+            except pyvmem.ForkedProcess:
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert cache.step(lens(cache, r0=2 * ROWS)) == 0
