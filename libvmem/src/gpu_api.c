@@ -73,8 +73,7 @@ int gpu_fail_at(const struct gpu_api *api, gpu_result result, uint64_t addr, uin
   if (result == GPU_SUCCESS)
     return 0;
   api->error_name(result, &name);
-  vm_fail_at(result == GPU_ERROR_OUT_OF_MEMORY ? -ENOMEM : -EIO, addr, bytes, 0, "%s: %s", what,
-             name ? name : "unknown CUDA error");
+  vm_fail_at(result == GPU_ERROR_OUT_OF_MEMORY ? -ENOMEM : -EIO, addr, bytes, 0, "%s failed", what);
   return vm_fail_status((uint32_t)result, name);
 }
 

@@ -112,17 +112,24 @@ static int stream_device(struct gpu *g, gpu_stream stream, uint32_t *device, gpu
   return 0;
 }
 
-static int record_on(struct gpu *g, gpu_stream stream, uint32_t device, vm_event *event) {
-  struct gpu_event *e;
-  int capturing = 0, err;
+/* Our events on a stream that is being captured would break the capture. The legacy stream answers
+ * "implicit" while a blocking stream is captured, with the same consequence. */
+static int refuse_captured(struct gpu *g, gpu_stream stream) {
+  int capturing = 0;
   gpu_result r = g->api->stream_capturing(stream, &capturing);
 
-  /* The legacy stream answers "implicit" while a blocking stream is captured: nothing may be
-   * recorded on it then, and trying would invalidate the capture. */
   if (capturing || r == GPU_ERROR_CAPTURE_IMPLICIT)
     return vm_fail(-EINVAL, "the stream is being captured into a graph: name one that is not");
-  if (r != GPU_SUCCESS)
-    return gpu_fail(g->api, r, "cuStreamIsCapturing");
+  return gpu_fail(g->api, r, "cuStreamIsCapturing");
+}
+
+static int record_on(struct gpu *g, gpu_stream stream, uint32_t device, vm_event *event) {
+  struct gpu_event *e;
+  gpu_result r;
+  int err = refuse_captured(g, stream);
+
+  if (err)
+    return err;
   err = event_get(g, device, &e);
   if (err)
     return err;
@@ -251,7 +258,11 @@ int gpu_stream_wait(struct gpu *g, uint64_t stream, vm_event event) {
   err = gpu_enter(g, 0, &scope);
   if (err)
     return err;
-  r = g->api->stream_wait((gpu_stream)(uintptr_t)stream, event_of(event)->handle, 0);
+  err = refuse_captured(g, (gpu_stream)(uintptr_t)stream);
+  if (!err) {
+    r = g->api->stream_wait((gpu_stream)(uintptr_t)stream, event_of(event)->handle, 0);
+    err = gpu_fail(g->api, r, "cuStreamWaitEvent");
+  }
   gpu_leave(g, &scope);
-  return gpu_fail(g->api, r, "cuStreamWaitEvent");
+  return err;
 }

@@ -12,9 +12,14 @@
 enum { SMALLEST_GRANULE = 4 << 10, DEFAULT_GRANULE = 64 << 10, LARGEST_PAGE = 2 << 20 };
 #define DEFAULT_SLAB (64ull << 20)
 
-/* libcuda says "no device" for a card whose node this user may not open. Says which, if one is. */
+/* libcuda says no more than "no device" when a card's node is missing or this user may not open it.
+ * A container that was given one card sees only that card's node, so a node that works clears the
+ * rest. */
 static int explain_no_device(struct rm *rm, int err) {
   struct nv_card_info cards[NV_MAX_CARDS];
+
+  char node[32] = "", missing[32] = "";
+  int nodes = 0;
 
   if (uvm_check_node())
     return uvm_check_node();
@@ -22,14 +27,18 @@ static int explain_no_device(struct rm *rm, int err) {
   if (rm_ioctl(rm->fd, NV_IOCTL(NV_ESC_CARD_INFO, sizeof(cards)), cards))
     return err;
   for (int i = 0; i < NV_MAX_CARDS; i++) {
-    char node[32];
-
     if (!cards[i].valid)
       continue;
     snprintf(node, sizeof(node), "/dev/nvidia%u", cards[i].minor_number);
-    if (access(node, R_OK | W_OK) != 0 && (errno == EACCES || errno == EPERM))
+    if (access(node, R_OK | W_OK) == 0)
+      nodes++;
+    else if (errno == EACCES || errno == EPERM)
       return vm_fail(-EACCES, "no permission to open %s", node);
+    else if (!missing[0])
+      memcpy(missing, node, sizeof(missing));
   }
+  if (!nodes && missing[0])
+    return vm_fail(-ENODEV, "%s is missing: this container was not given the node", missing);
   return err;
 }
 
@@ -47,15 +56,15 @@ static int refuse_vgpu(struct rm *rm, uint32_t object, const char *name) {
 /* Drivers without the class know no confidential computing, so errors mean "off". */
 static int refuse_confidential(struct rm *rm) {
   struct nvcb33_alloc params = {rm->client};
-  /* Newer drivers write one byte more than older ones take. */
-  uint32_t bytes = nv_before(rm->version, 550, 40, 53) ? 5 : sizeof(struct nvcb33_capabilities);
   struct nvcb33_capabilities c = {0};
   uint32_t object;
 
   if (rm_alloc(rm, rm->client, NV_CONFIDENTIAL_COMPUTE, &params, sizeof(params), &object,
                "probing"))
     return 0;
-  if (rm_control(rm, object, NVCB33_GET_CAPABILITIES, &c, bytes, "probing"))
+  /* Older drivers take one byte less, and refuse another size. */
+  if (rm_control(rm, object, NVCB33_GET_CAPABILITIES, &c, sizeof(c), "probing") &&
+      rm_control(rm, object, NVCB33_GET_CAPABILITIES, &c, sizeof(c) - 1, "probing"))
     c.feature = 0;
   rm_free(rm, rm->client, object);
   return c.feature ? vm_fail(-ENODEV, "confidential computing is on, not supported") : 0;

@@ -189,7 +189,7 @@ struct nv0080_virtualization {
 };
 ABI_SIZE(struct nv0080_virtualization, 8);
 
-/* ctrlcb33.h NV_CONF_COMPUTE_CTRL_CMD_SYSTEM_GET_CAPABILITIES: 5 bytes up to 550.40, then 6 */
+/* ctrlcb33.h NV_CONF_COMPUTE_CTRL_CMD_SYSTEM_GET_CAPABILITIES: 5 bytes before 550, then 6 */
 #define NVCB33_GET_CAPABILITIES 0xcb330101u
 struct nvcb33_capabilities {
   uint8_t cpu, gpus, environment, feature, dev_tools, multi_gpu;

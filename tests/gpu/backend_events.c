@@ -219,6 +219,14 @@ static void *work_during_capture(void *arg) {
   return NULL;
 }
 
+static void idle_event(struct env *e, vm_event *event) {
+  gpu_stream stream = NULL;
+
+  e->cu->stream_create(&stream, GPU_STREAM_NON_BLOCKING, 0);
+  e->b->event_from(e->be, VMEM_AFTER_STREAM, (uint64_t)(uintptr_t)stream, event);
+  e->cu->stream_destroy(stream);
+}
+
 void check_capture(struct env *e) {
   gpu_result (*begin)(gpu_stream, int), (*end)(gpu_stream, void **), (*drop)(void *);
   void *symbols[3] = {cuda_symbol("cuStreamBeginCapture_v2"), cuda_symbol("cuStreamEndCapture"),
@@ -244,6 +252,10 @@ void check_capture(struct env *e) {
   check(e, "all calls during a capture, other thread", there.ok);
   check(e, "event_from a captured stream is refused",
         e->b->event_from(e->be, VMEM_AFTER_STREAM, (uint64_t)(uintptr_t)stream, &event) == -EINVAL);
+  idle_event(e, &event);
+  check(e, "stream_wait of a captured stream is refused",
+        e->b->stream_wait(e->be, (uint64_t)(uintptr_t)stream, event) == -EINVAL);
+  e->b->event_put(e->be, event);
   r = end(stream, &graph);
   check(e, "the capture is intact", r == GPU_SUCCESS && graph);
   if (graph)

@@ -40,6 +40,18 @@ gpu_result kernel_store(const struct env *e, uint64_t addr, uint32_t value);
 /* The symbols of libcuda that only the checks need. */
 void *cuda_symbol(const char *name);
 
+/* A reservation and a slab for one group of checks. */
+struct area {
+  uint64_t addr, bytes, priv, slab, slab_bytes;
+  uint32_t kind;
+};
+
+bool area_get(struct env *e, struct area *a, uint64_t bytes, uint64_t slab_bytes, uint32_t flags);
+bool area_put(struct env *e, struct area *a);
+void fill_sync(struct env *e, uint64_t addr, uint64_t bytes, uint8_t value);
+bool reads_as(struct env *e, uint64_t addr, uint64_t bytes, uint8_t value);
+
+void check_pages(struct env *e);
 void check_events(struct env *e);
 void check_threads(struct env *e);
 void check_capture(struct env *e);
