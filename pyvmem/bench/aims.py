@@ -200,8 +200,8 @@ def _live(aims: _Aims) -> None:
             name,
             f"{what}, of decode at 1 M",
             [f"{spread}/{column}", f"live/decode/{s}/1M/{plain}"],
-            lambda a, b: 1.0 - float(a["value"]) / float(b["value"]),
-            unit="part",
+            lambda a, b: 100.0 * (1.0 - float(a["value"]) / float(b["value"])),
+            unit="%",
         )
 
 

@@ -18,6 +18,7 @@ from pyvmem.bench import attention, bandwidth, batches, busy, calls, live, repor
 from pyvmem.bench.aims import compute
 from pyvmem.bench.cumem import Cuda, CudaUnavailable, CuMem
 from pyvmem.bench.machine import describe
+from pyvmem.bench.merge import MergeError, merge
 from pyvmem.bench.native import Native
 from pyvmem.bench.record import Part, Record
 from pyvmem.bench.setting import PartFunction, Setting
@@ -89,6 +90,13 @@ def add_parser(sub: Any) -> None:
         "--out", type=Path, metavar="FILE", help="write JSON here, raw samples in raw/"
     )
     api.add_argument("--json", action="store_true", help="print the JSON instead of the tables")
+    api.add_argument(
+        "--merge",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: put results together",
+    )
     api.add_argument("--list", action="store_true", help="list the parts and stop")
     api.set_defaults(run=run)
 
@@ -108,6 +116,7 @@ def measure(
     for name in ("noop", *names):
         title, function, seconds = PARTS.get(name, ("what an empty call costs", _noop, 5.0))
         part, deadline = record.part(name, title), Deadline(budget or seconds)
+        part.started = _now()
         try:
             function(setting, part, deadline)
             part.status = "not run" if not part.rows else "partial" if part.missing else "done"
@@ -121,6 +130,10 @@ def measure(
         record.seconds = time.monotonic() - start
         record.aims = compute(record, setting.system)
         after(part)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _noop(setting: Setting, part: Part, deadline: Deadline) -> None:
@@ -145,6 +158,8 @@ def run(args: argparse.Namespace) -> int:
         for name, (title, _, seconds) in PARTS.items():
             print(f"{name:<10} {title} (at most about {seconds:.0f} s)")
         return 0
+    if args.merge is not None:
+        return _merge(args)
     names = args.only or list(PARTS)
     try:
         context = Context(args.backend, device=args.device)
@@ -178,10 +193,28 @@ def run(args: argparse.Namespace) -> int:
                 "fa3": args.fa3 is not None,
             },
             backends=[_probed(result) for result in probe(args.device)],
-            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            started=_now(),
         )
         failed = _measure_and_show(args, setting, record, names)
     return 1 if failed else 0
+
+
+def _merge(args: argparse.Namespace) -> int:
+    try:
+        record = merge(args.merge)
+    except MergeError as error:
+        print(f"vmem bench: {error}", file=sys.stderr)
+        return 2
+    if args.out is not None:
+        record.write(args.out)
+    if args.json:
+        print(json.dumps(record.document(raw=False), indent=1))
+        return 0
+    print(report.head(record))
+    for part in record.parts.values():
+        print("\n" + report.part_table(part))
+    print("\n" + report.aims_table(record))
+    return 0
 
 
 def _probed(result: Any) -> dict[str, Any]:

@@ -11,11 +11,10 @@ Source: CUDA driver API, "Virtual Memory Management".
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
-__all__ = ["CuMem", "Cuda", "CudaCallError", "CudaUnavailable", "PAGE"]
-
-PAGE = 2 << 20  # the smallest that cuMemCreate takes on every GPU so far; checked at start
+__all__ = ["CuMem", "Cuda", "CudaCallError", "CudaUnavailable"]
 
 
 class CudaUnavailable(Exception):
@@ -118,8 +117,13 @@ class CuMem:
         access.location.id = cuda.ordinal
         access.flags = d.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self.access = [access]
+
+    @cached_property
+    def page(self) -> int:
+        """The smallest allocation in bytes, as the driver says; 2 MB on every GPU so far."""
+        d = self.driver
         minimum = d.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.page = int(cuda.call(d.cuMemGetAllocationGranularity, prop, minimum))
+        return int(self.cuda.call(d.cuMemGetAllocationGranularity, self.prop, minimum))
 
     # Argument tuples of the timed calls.
 

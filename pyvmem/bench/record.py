@@ -36,6 +36,7 @@ class Part:
     title: str
     status: str = "not run"  # "done", "partial", "not run" or "failed"
     why: str = ""
+    started: str = ""
     seconds: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
     missing: list[dict[str, str]] = field(default_factory=list)

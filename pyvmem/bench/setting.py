@@ -50,7 +50,6 @@ class Setting:
     cuda_why: str = ""
     fa3: Path | None = None
     live_levels: tuple[int, ...] = ()
-    backend: str = "auto"
     device: int = 0
     overheads: dict[str, Overheads] = field(default_factory=dict)
 

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: MIT
+"""Several runs of some parts each, put together as one file.
+
+For machines that are only there for minutes. Only runs of the same GPU, driver and commit go
+together, and none of --quick with a full one; every row and its baseline come from one process all
+the same, because a part is never split. Where two runs hold a part, the better finished one is
+taken, then the later.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pyvmem.bench.aims import compute
+from pyvmem.bench.record import FORMAT, Part, Record
+
+__all__ = ["MergeError", "merge"]
+
+_SAME = ("gpu", "driver", "commit")
+_STATES = ("not run", "failed", "partial", "done")
+
+
+class MergeError(ValueError):
+    """The files do not belong together, or one is no result; the text says which and why."""
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """A result with its samples: the file itself, or the one of its name in raw/ beside it."""
+    raw = path.parent / "raw" / path.name
+    try:
+        data = json.loads((raw if raw.exists() else path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise MergeError(f"{path}: {error}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise MergeError(f"{path} is not a result of format {FORMAT}")
+    return data
+
+
+def _identity(data: dict[str, Any]) -> dict[str, Any]:
+    found = {name: data["machine"].get(name) for name in _SAME}
+    return {**found, "backend": data["options"]["backend"], "quick": data["options"]["quick"]}
+
+
+def _rank(part: Part) -> tuple[int, int]:
+    return _STATES.index(part.status), len(part.rows)
+
+
+def merge(paths: Sequence[Path]) -> Record:
+    """One record of all parts; machine and method are those of the first run.
+
+    Raises:
+        MergeError: see the class.
+    """
+    loaded = sorted((_load(path) for path in paths), key=lambda data: str(data["started"]))
+    first = loaded[0]
+    for data in loaded[1:]:
+        if _identity(data) != _identity(first):
+            raise MergeError(f"these runs differ: {_identity(first)} and {_identity(data)}")
+    parts: dict[str, Part] = {}
+    for data in loaded:
+        for name, fields in data["parts"].items():
+            part = Part(**fields)
+            if name not in parts or _rank(part) >= _rank(parts[name]):
+                parts[name] = part
+    record = Record(
+        machine=first["machine"],
+        options={**first["options"], "only": [name for name in parts if name != "noop"]},
+        backends=first["backends"],
+        method={**first["method"], "runs": [data["started"] for data in loaded]},
+        parts=parts,
+        started=first["started"],
+        seconds=sum(float(data["seconds"]) for data in loaded),
+    )
+    record.aims = compute(record, first["options"]["backend"])
+    return record
