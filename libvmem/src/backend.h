@@ -9,6 +9,8 @@
  *   - calls for disjoint ranges come from several threads at once, calls for one range do not.
  * Every function returns 0 or a negative errno and has then called vm_fail* (error.h). A function that
  * fails has changed nothing, unless its comment says otherwise.
+ * The exception is -ENOTRECOVERABLE from map or unmap: the range is in an unknown state (mapped on some
+ * devices only, no longer sparse), and the core quarantines it.
  * Optional functions are NULL where the back end cannot do it.
  */
 #ifndef VMEM_BACKEND_H

@@ -102,6 +102,13 @@ static void lose(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t b
                       (unsigned long long)addr, (unsigned long long)bytes, undo.text, why->text);
 }
 
+/* A call that left its range in an unknown state, as its error says. */
+static void lost_already(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
+  pthread_mutex_lock(&c->lock);
+  vm_quarantine(c, s, addr, bytes);
+  pthread_mutex_unlock(&c->lock);
+}
+
 static int map_one(struct vm_ctx *c, const struct vm_seg *s) {
   return vm_drv_map(c, s->addr, s->bytes, s->slab, s->unit, s->flags, sparse(s->space));
 }
@@ -169,6 +176,10 @@ static int map_all(struct vm_ctx *c, struct vm_plan *p, size_t *mapped) {
     bool live;
     int err = map_and_zero(c, p, AT(p->maps, struct vm_seg, *mapped), &z, &live);
     if (live) ++*mapped;
+    if (err == -ENOTRECOVERABLE && !live) {
+      struct vm_seg *s = AT(p->maps, struct vm_seg, *mapped);
+      lost_already(c, s->space, s->addr, s->bytes);
+    }
     if (err) return err;
   }
   for (size_t i = 0; i < p->zeros.n; i++)
@@ -253,6 +264,7 @@ int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size
   while (!err && unmapped < p->unmaps.n) {
     struct vm_piece *piece = AT(p->unmaps, struct vm_piece, unmapped);
     if (!(err = vm_drv_unmap(c, piece->addr, piece->bytes, sparse(piece->space)))) unmapped++;
+    if (err == -ENOTRECOVERABLE) lost_already(c, piece->space, piece->addr, piece->bytes);
   }
   if (!err) {
     commit(c, p);
