@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 VENV = BUILD / "venv" / "bin"
+PYTHON = VENV / "python"
 OTHER_PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 LINTED = ("pyvmem", "scripts", "tests", "setup.py")
 
@@ -103,24 +104,24 @@ def examples(session: Session) -> None:
 def library(session: Session) -> None:
     """Public names, man pages, and an installation used as a stranger would."""
     quiet(*make("all"))
-    call(VENV / "python", ROOT / "scripts" / "check_library.py")
+    call(PYTHON, ROOT / "scripts" / "check_library.py")
 
 
 def readme(session: Session) -> None:
     """The README's Python, and the files it points at."""
-    call(VENV / "python", ROOT / "scripts" / "check_readme.py")
+    call(PYTHON, ROOT / "scripts" / "check_readme.py")
 
 
 def lint(session: Session) -> None:
     """ruff, mypy --strict, shellcheck and what is generated into the README."""
     scripts: list[Path] = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]
     commands: list[list[str | Path]] = [
-        [VENV / "ruff", "check", *LINTED],
-        [VENV / "ruff", "format", "--check", *LINTED],
-        [VENV / "mypy", "pyvmem", "scripts"],
+        [PYTHON, "-m", "ruff", "check", *LINTED],
+        [PYTHON, "-m", "ruff", "format", "--check", *LINTED],
+        [PYTHON, "-m", "mypy", "pyvmem", "scripts"],
         [VENV / "shellcheck", *scripts],
-        [VENV / "python", ROOT / "scripts" / "readme_tables.py", "--check"],
-        [VENV / "python", ROOT / "scripts" / "check_text.py"],
+        [PYTHON, ROOT / "scripts" / "readme_tables.py", "--check"],
+        [PYTHON, ROOT / "scripts" / "check_text.py"],
     ]
     failed = []
     for command in commands:
@@ -135,7 +136,7 @@ def lint(session: Session) -> None:
 def python_tests(session: Session) -> None:
     """pytest on the back end host."""
     marks = "long or not long" if session.long else "not long"
-    call(VENV / "pytest", "-q", "-m", marks, "tests/python", VMEM_TEST_BACKEND="host")
+    call(PYTHON, "-m", "pytest", "-q", "-m", marks, "tests/python", VMEM_TEST_BACKEND="host")
 
 
 def gpu_tests(session: Session) -> None:
@@ -143,7 +144,7 @@ def gpu_tests(session: Session) -> None:
     for backend in session.backends:
         print(f"== back end {backend}", flush=True)
         call(VENV / "vmem", "probe")
-        call(VENV / "pytest", "-q", "tests/python", "tests/gpu", VMEM_TEST_BACKEND=backend)
+        call(PYTHON, "-m", "pytest", "-q", "tests/python", "tests/gpu", VMEM_TEST_BACKEND=backend)
 
 
 def interpreters() -> tuple[dict[str, str], list[str]]:
@@ -184,7 +185,7 @@ def wheel(session: Session) -> None:
                 shutil.copy2(ROOT / path, source / path)
         pip = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
         build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation"]
-        quiet(VENV / "python", *build, "-w", folder, source)
+        quiet(PYTHON, *build, "-w", folder, source)
         (built,) = folder.glob("*.whl")
         print(f"built {built.name}", flush=True)
         check = (ROOT / "scripts" / "check_wheel.py").resolve()

@@ -151,6 +151,9 @@ def make_venv(keep_torch: bool) -> None:
     shutil.rmtree(STAMPS, ignore_errors=True)
     STAMPS.mkdir(parents=True)
     options = ["--system-site-packages"] if keep_torch else []
+    if keep_torch and all(map(importlib.util.find_spec, ("pip", "setuptools"))):
+        # An older setuptools that comes with the venv module would hide the one that is there.
+        options.append("--without-pip")
     if run(sys.executable, "-m", "venv", *options, VENV):
         fail("the environment could not be made")
     if keep_torch and sys.prefix != sys.base_prefix:
