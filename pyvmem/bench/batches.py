@@ -77,6 +77,16 @@ def _rows(setting: Setting, book: Book, how: str, page: int, note: str) -> tuple
     return maps, unmaps
 
 
+def _driver_calls(n: Native, map_ops: Any, unmap_ops: Any) -> str:
+    """What the two batches take of the driver, by doing them once."""
+    before = n.stats()
+    n.batch(map_ops)
+    n.batch(unmap_ops)
+    after = n.stats()
+    calls = [after[name] - before[name] for name in ("map_calls", "unmap_calls")]
+    return f"driver calls: {calls[0]} to map, {calls[1]} to unmap"
+
+
 def _turn(setting: Setting, map_ops: Any, unmap_ops: Any, rows: tuple[Samples, Samples]) -> _Turn:
     n, repeats = setting.native, setting.count(8, 1)
     map_args, unmap_args = [n.batch_args(map_ops)], [n.batch_args(unmap_ops)]
@@ -92,15 +102,14 @@ def _turn(setting: Setting, map_ops: Any, unmap_ops: Any, rows: tuple[Samples, S
 
 def _contiguous(setting: Setting, book: Book, base: int, page: int, handle: int) -> _Turn:
     n, nbytes = setting.native, _PAGES * page
-    rows = _rows(setting, book, "contiguous", page, f"{n.runs(handle)} physical run(s)")
     map_ops = n.ops([{"op": MAP, "addr": base, "bytes": nbytes, "handle": handle}])
     unmap_ops = n.ops([{"op": UNMAP, "addr": base, "bytes": nbytes}])
+    rows = _rows(setting, book, "contiguous", page, _driver_calls(n, map_ops, unmap_ops))
     return _turn(setting, map_ops, unmap_ops, rows)
 
 
 def _scattered(setting: Setting, book: Book, base: int, page: int, pages: list[int]) -> _Turn:
     n = setting.native
-    rows = _rows(setting, book, "scattered", page, "no neighbours: a driver call for each page")
     # A virtual gap after each page too, so that nothing can be merged on either side.
     map_ops = n.ops(
         [
@@ -111,6 +120,7 @@ def _scattered(setting: Setting, book: Book, base: int, page: int, pages: list[i
     unmap_ops = n.ops(
         [{"op": UNMAP, "addr": base, "bytes": page, "count": _PAGES, "stride": 2 * page}]
     )
+    rows = _rows(setting, book, "scattered", page, _driver_calls(n, map_ops, unmap_ops))
     return _turn(setting, map_ops, unmap_ops, rows)
 
 

@@ -68,6 +68,7 @@ def level_name(pages: int) -> str:
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
     """All patterns at all levels, smallest level first, as far as memory and time allow."""
     levels = setting.live_levels or (LEVELS[:1] if setting.quick else LEVELS)
+    setting.native.trim()
     per_page: dict[str, float] = {}  # seconds a page, from the level before
     for pages in levels:
         for pattern in _PATTERNS:
@@ -188,6 +189,7 @@ def _bytes(part: Part, row: str, what: str, system: str, delta: Delta, pages: in
         listed=delta.listed / pages,
         missing=delta.missing / pages,
         own=delta.own / pages,
+        memory_added=delta.total,
     )
 
 

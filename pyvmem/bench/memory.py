@@ -40,6 +40,7 @@ class Delta:
     listed: int
     missing: int
     own: int
+    total: int  # of MemTotal: a machine that is given memory as it uses it pays for managing it
 
     @property
     def value(self) -> int:
@@ -54,6 +55,7 @@ class KernelMemory:
     listed: int
     missing: int
     own: int
+    total: int
 
     @classmethod
     def now(cls) -> KernelMemory:
@@ -62,10 +64,13 @@ class KernelMemory:
         info, own = meminfo(), _own()
         listed = sum(info.get(name, 0) for name in _LISTED)
         gone = info["MemTotal"] - info.get("MemAvailable", info["MemFree"])
-        return cls(listed, gone - own - info.get("Shmem", 0), own)
+        return cls(listed, gone - own - info.get("Shmem", 0), own, info["MemTotal"])
 
     def since(self, earlier: KernelMemory) -> Delta:
         """What has been added since `earlier`."""
         return Delta(
-            self.listed - earlier.listed, self.missing - earlier.missing, self.own - earlier.own
+            self.listed - earlier.listed,
+            self.missing - earlier.missing,
+            self.own - earlier.own,
+            self.total - earlier.total,
         )
