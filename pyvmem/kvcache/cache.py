@@ -87,6 +87,7 @@ class KVCache:
         with self._lock:
             core = self._open_core()
             core.reclaimer.poll()
+            core.pager.poll()
             slot = core.fit(seq_len)
             if slot is None:
                 return None

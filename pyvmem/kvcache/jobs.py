@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from pyvmem.kvcache.slots import Slot
 
@@ -26,6 +26,8 @@ class Growth:
     is done. `handover` holds earlier owners' work that the new owner's stream must follow where
     nothing is filled. The counts are of physical pages.
     """
+
+    takes_pages: ClassVar[bool] = False
 
     slots: list[Slot]
     pieces: list[Piece] = field(default_factory=list)
@@ -51,6 +53,8 @@ class Cut:
 
     `dirty` is what the slot's was before.
     """
+
+    takes_pages: ClassVar[bool] = True
 
     slot: Slot
     low: int

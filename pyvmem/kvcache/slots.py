@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count as count_up
 from typing import Any
 
 from pyvmem.kvcache.events import prune
@@ -39,6 +40,7 @@ class Slot:
         events: earlier owners' last GPU work, as far as it is not known to be over.
         job: the one batch in flight over this slot's addresses.
         freed_at: step at which it became free.
+        freed_order: counts up with every slot that becomes free.
     """
 
     index: int
@@ -51,6 +53,7 @@ class Slot:
     events: list[Any] = field(default_factory=list)
     job: Any = None
     freed_at: int = 0
+    freed_order: int = 0
 
     @property
     def spare(self) -> int:
@@ -63,6 +66,7 @@ class SlotTable:
 
     def __init__(self, count: int) -> None:
         self.slots = [Slot(i) for i in range(count)]
+        self._order = count_up(1)
         self.free: dict[int, Slot] = {slot.index: slot for slot in self.slots}
 
     def __len__(self) -> int:
@@ -77,15 +81,15 @@ class SlotTable:
     def best_fit(self, pages: int) -> Slot | None:
         """The free slot with the fewest pages that are enough, else the one with the most.
 
-        Slots without a batch in flight come first: growing one with a batch in flight means
-        waiting. None when no slot is free.
+        Slots that are losing pages come last: to grow one means to wait for that. None when no slot
+        is free.
         """
         if not self.free:
             return None
         return min(
             self.free.values(),
             key=lambda s: (
-                s.job is not None,
+                s.job is not None and s.job.takes_pages,
                 s.mapped < pages,
                 s.mapped if s.mapped >= pages else -s.mapped,
             ),
@@ -104,6 +108,7 @@ class SlotTable:
         slot.dirty = max(slot.dirty, slot.granted)
         slot.granted = 0
         slot.freed_at = now
+        slot.freed_order = next(self._order)
         slot.events = prune(slot.events)
         if event is not None:
             slot.events.append(event)
@@ -126,7 +131,7 @@ class SlotTable:
             if slot.job is None and not slot.broken and slot.mapped > slot.granted:
                 slot.events = prune(slot.events)
                 found.append(slot)
-        return sorted(found, key=lambda s: (s.active, bool(s.events), s.freed_at))
+        return sorted(found, key=lambda s: (s.active, bool(s.events), s.freed_order))
 
     def spare_pages(self) -> int:
         """Pages per tensor, all slots together, that `victims` could ever give."""

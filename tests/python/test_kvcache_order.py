@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: MIT
+"""Description: what a KVCache does with pages between requests, and that it waits for GPU work.
+
+An FdEvent stands for GPU work, on every back end: nothing that the work may touch changes before it
+fires.
+"""
+
+from __future__ import annotations
+
+import pytest
+from kvcache_helpers import (
+    LAYERS,
+    ROWS,
+    eventually,
+    firing_later,
+    lens,
+    rows_are,
+    rows_are_zero,
+    small_cache,
+    stamp,
+)
+
+from pyvmem import Context, FdEvent
+
+needs_tensors = pytest.mark.needs_tensors
+TENSORS = 2 * LAYERS
+NAN = float("nan")
+
+
+# ---- order against GPU work ----------------------------------------------------------------------
+
+
+@needs_tensors
+def test_pages_are_not_unmapped_before_the_work_is_over(context: Context) -> None:
+    with small_cache(context, deferred_reclaim=False) as cache, FdEvent.create() as work:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=2 * ROWS)) == 0
+        stamp(cache, 0, 0, 2 * ROWS, 4.0)
+        free = cache.num_free_pages
+        cache.free_reqid(0, work)
+        for _ in range(20):
+            assert cache.step(lens(cache)) == 0
+            assert rows_are(cache, 0, 0, 2 * ROWS, 4.0)
+            assert cache.num_free_pages == free
+        cache.check_integrity()
+        assert cache.snapshot()[0].in_flight
+        work.set()
+        eventually(lambda: cache.num_free_pages == free + 2 * TENSORS)
+        assert cache.snapshot()[0].state == "empty"
+        assert not context.query(cache.reservation.addr).mapped
+
+
+@needs_tensors
+def test_pages_are_not_zeroed_before_the_work_is_over(context: Context) -> None:
+    with small_cache(context, max_batch=1) as cache, FdEvent.create() as work:
+        cache.alloc_reqid()
+        assert cache.step([2 * ROWS]) == 0
+        stamp(cache, 0, 0, 2 * ROWS, 4.0)
+        cache.free_reqid(0, work)
+        assert cache.alloc_reqid() == 0
+        assert cache.step_async([2 * ROWS]) == 0
+        for _ in range(20):
+            assert rows_are(cache, 0, 0, 2 * ROWS, 4.0)
+        cache.check_integrity()
+        with firing_later(work) as fired:
+            assert cache.step([2 * ROWS]) == 0
+            assert fired, "step returned before the pages could be zeroed"
+        assert rows_are_zero(cache, 0, 0, 2 * ROWS)
+        assert cache.stats().last_wait_ns > 0
+
+
+@needs_tensors
+@pytest.mark.parametrize("zero_fill", [True, False])
+def test_a_reused_slot_is_not_handed_over_before_the_work_is_over(
+    context: Context, zero_fill: bool
+) -> None:
+    with (
+        small_cache(context, max_batch=1, zero_fill=zero_fill) as cache,
+        FdEvent.create() as work,
+    ):
+        cache.alloc_reqid()
+        assert cache.step([ROWS]) == 0
+        stamp(cache, 0, 0, ROWS, 4.0)
+        cache.free_reqid(0, work)
+        assert cache.alloc_reqid() == 0
+        with firing_later(work) as fired:
+            assert cache.step([ROWS]) == 0
+            assert fired
+        assert rows_are_zero(cache, 0, 0, ROWS) == zero_fill
+        assert rows_are(cache, 0, 0, ROWS, 4.0) != zero_fill
+
+
+@needs_tensors
+def test_growth_beyond_what_was_used_need_not_wait(context: Context) -> None:
+    """New pages of a slot are nobody's: only the used ones wait for the earlier owner's work."""
+    with small_cache(context, max_batch=2) as cache, FdEvent.create() as work:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=ROWS)) == 0
+        cache.free_reqid(0, work)
+        other = cache.alloc_reqid(6 * ROWS)
+        assert other == 0
+        fresh = cache.alloc_reqid()
+        assert fresh == 1
+        assert cache.step(lens(cache, r1=3 * ROWS)) == 0, "another slot does not wait"
+        assert rows_are_zero(cache, 1, 0, 3 * ROWS)
+        work.set()
+        assert cache.step(lens(cache, r0=2 * ROWS, r1=3 * ROWS)) == 0
+
+
+def test_the_callers_event_may_be_closed_at_once(context: Context) -> None:
+    with small_cache(context, max_batch=1, deferred_reclaim=False) as cache:
+        for _ in range(3):
+            cache.alloc_reqid()
+            assert cache.step([ROWS]) == 0
+            work = FdEvent.create()
+            cache.free_reqid(0, work)
+            work.set()
+            work.close()
+            eventually(lambda: cache.stats().mapped_bytes == 0)
+
+
+@needs_tensors
+def test_two_owners_ago_still_counts(context: Context) -> None:
+    """The first owner's work goes on while the second one's, elsewhere, is over."""
+    with (
+        small_cache(context, max_batch=1, zero_fill=False) as cache,
+        FdEvent.create() as first,
+        FdEvent.create() as second,
+    ):
+        cache.alloc_reqid()
+        assert cache.step([ROWS]) == 0
+        cache.free_reqid(0, first)
+        cache.alloc_reqid()
+        second.set()
+        cache.free_reqid(0, second)
+        cache.alloc_reqid()
+        with firing_later(first) as fired:
+            assert cache.step([ROWS]) == 0
+            assert fired
+
+
+def test_a_step_short_of_memory_waits_for_the_work_on_freed_pages(context: Context) -> None:
+    limit = 4 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache, FdEvent.create() as work:
+        cache.alloc_reqid()
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=3 * ROWS, r1=ROWS)) == 0
+        cache.free_reqid(0, work)
+        with firing_later(work) as fired:
+            assert cache.step(lens(cache, r1=3 * ROWS)) == 0
+            assert fired
+        assert cache.stats().reclaimed_pages == 2 * TENSORS
+
+
+def test_a_step_short_of_memory_takes_what_is_over_first(context: Context) -> None:
+    """The older slot's work never ends; its pages are not needed."""
+    limit = 4 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache, FdEvent.create() as endless:
+        for _ in range(3):
+            cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=ROWS, r1=2 * ROWS, r2=ROWS)) == 0
+        cache.free_reqid(0, endless)
+        cache.free_reqid(1)
+        assert cache.step(lens(cache, r2=3 * ROWS)) == 0
+        assert [slot.mapped_pages for slot in cache.snapshot()] == [1, 0, 3, 0]
+        endless.set()
+
+
+def test_of_several_reclaims_any_may_end_first(context: Context) -> None:
+    limit = 4 * TENSORS * context.info.granule
+    with (
+        small_cache(context, memory_limit=limit, deferred_reclaim=False) as cache,
+        FdEvent.create() as endless,
+        FdEvent.create() as work,
+    ):
+        for _ in range(3):
+            cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=ROWS, r1=2 * ROWS, r2=ROWS)) == 0
+        cache.free_reqid(0, endless)
+        cache.free_reqid(1, work)
+        with firing_later(work) as fired:
+            assert cache.step(lens(cache, r2=3 * ROWS)) == 0
+            assert fired
+        endless.set()
+
+
+# ---- zeros --------------------------------------------------------------------------------------
+
+
+@needs_tensors
+def test_a_page_full_of_nan_is_handed_on_as_zeros(context: Context) -> None:
+    """Within its slot, and from one slot to another by way of the pool."""
+    limit = 3 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit, max_batch=2) as cache:
+        cache.alloc_reqid()
+        assert cache.step([3 * ROWS, 0]) == 0
+        stamp(cache, 0, 0, 3 * ROWS, NAN)
+        cache.free_reqid(0)
+        assert cache.alloc_reqid(3 * ROWS) == 0
+        assert cache.step([ROWS, 0]) == 0
+        assert rows_are_zero(cache, 0, 0, ROWS)
+        assert not rows_are_zero(cache, 0, ROWS, 2 * ROWS), "not the owner's yet"
+        assert cache.step([ROWS + 1, 0]) == 0
+        assert rows_are_zero(cache, 0, 0, 2 * ROWS)
+        assert cache.alloc_reqid() == 1
+        assert cache.step([ROWS + 1, ROWS]) == 0
+        assert rows_are_zero(cache, 1, 0, ROWS)
+
+
+@needs_tensors
+def test_only_what_may_be_dirty_is_zeroed(context: Context) -> None:
+    with small_cache(context, max_batch=1) as cache:
+        cache.alloc_reqid()
+        assert cache.step([2 * ROWS]) == 0
+        cache.free_reqid(0)
+        cache.alloc_reqid()
+        assert cache.step([ROWS]) == 0
+        assert cache.stats().zeroed_pages == TENSORS
+        assert cache.step([5 * ROWS]) == 0
+        stats = cache.stats()
+        assert stats.zeroed_pages == 2 * TENSORS
+        assert stats.reused_pages == 2 * TENSORS
+        assert stats.grown_pages == 5 * TENSORS
+        cache.free_reqid(0)
+        cache.alloc_reqid()
+        cache.free_reqid(0)
+        cache.alloc_reqid()
+        assert cache.step([6 * ROWS]) == 0
+        assert cache.stats().zeroed_pages == (2 + 5) * TENSORS
+
+
+@needs_tensors
+def test_growth_without_zero_fill_keeps_contents(context: Context) -> None:
+    with small_cache(context, zero_fill=False) as cache:
+        cache.alloc_reqid()
+        for length in range(1, 6 * ROWS):
+            assert cache.step(lens(cache, r0=length)) == 0
+            stamp(cache, 0, length - 1, length, float(length))
+        assert all(rows_are(cache, 0, n - 1, n, float(n)) for n in range(1, 6 * ROWS))
+        assert cache.stats().zeroed_pages == 0
+
+
+# ---- which slot, which pages --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "best"),
+    [(1, 1), (ROWS, 1), (ROWS + 1, 3), (3 * ROWS, 3), (4 * ROWS, 0), (5 * ROWS + 1, 0), (0, 1)],
+)
+def test_best_fit(context: Context, length: int, best: int) -> None:
+    """Free slots with 5, 1, 0 and 3 pages; enough beats many, most beats few."""
+    with small_cache(context) as cache:
+        for _ in range(4):
+            cache.alloc_reqid()
+        assert cache.step([5 * ROWS, ROWS, 0, 3 * ROWS]) == 0
+        for reqid in range(4):
+            cache.free_reqid(reqid)
+        assert cache.alloc_reqid(length) == best
+
+
+def test_a_slot_whose_pages_are_there_maps_nothing(context: Context) -> None:
+    with small_cache(context) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=4 * ROWS)) == 0
+        cache.free_reqid(0)
+        grown = cache.stats().grown_pages
+        assert cache.alloc_reqid(4 * ROWS) == 0
+        assert cache.step(lens(cache, r0=4 * ROWS)) == 0
+        assert cache.stats().grown_pages == grown
+
+
+def test_eager_pages_are_ready_for_the_next_request(context: Context) -> None:
+    with small_cache(context, eager_pages=2) as cache:
+        for expected in range(3):
+            prepared = [slot.mapped_pages for slot in cache.snapshot() if slot.state != "active"]
+            assert sorted(prepared)[-1] == 2, "one free slot has its pages, or will have"
+            eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
+            reqid = cache.alloc_reqid()
+            assert reqid == expected
+            waits = cache.stats().waits
+            want = [2 * ROWS if r <= expected else 0 for r in range(4)]
+            assert cache.step(want) == 0
+            assert cache.stats().waits == waits, "nothing had to be mapped"
+            assert cache.snapshot()[reqid].granted_pages == 2
+        assert cache.stats().grown_pages == 4 * 2 * TENSORS
+
+
+def test_eager_pages_make_way(context: Context) -> None:
+    limit = 4 * TENSORS * context.info.granule
+    with small_cache(context, eager_pages=2, memory_limit=limit) as cache:
+        reqid = cache.alloc_reqid()
+        assert reqid == 0
+        assert cache.step(lens(cache, r0=4 * ROWS)) == 0
+        assert cache.num_free_pages == 0
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=4 * ROWS)) == 0
+
+
+def test_eager_without_deferred_reclaim(context: Context) -> None:
+    with small_cache(context, eager_pages=1, deferred_reclaim=False) as cache:
+        for _ in range(4):
+            cache.alloc_reqid()
+        assert cache.step([3 * ROWS] * 4) == 0
+        for reqid in range(4):
+            cache.free_reqid(reqid)
+        eventually(lambda: cache.stats().mapped_bytes == TENSORS * context.info.granule)
+        assert sorted(slot.mapped_pages for slot in cache.snapshot()) == [0, 0, 0, 1]
+
+
+def test_without_deferred_reclaim_pages_go_at_once(context: Context) -> None:
+    with small_cache(context, deferred_reclaim=False) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=3 * ROWS)) == 0
+        cache.free_reqid(0)
+        eventually(lambda: cache.stats().mapped_bytes == 0)
+        assert context.stats().used_bytes == 0
+        assert cache.stats().reclaimed_pages == 3 * TENSORS
+
+
+def test_watermark(context: Context) -> None:
+    """Below a quarter of 16 pages free, the pages of the slot freed first go."""
+    limit = 16 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit, low_watermark=0.25) as cache:
+        for _ in range(4):
+            cache.alloc_reqid()
+        assert cache.step([4 * ROWS, 4 * ROWS, 4 * ROWS, 0]) == 0
+        cache.free_reqid(1)
+        cache.free_reqid(0)
+        assert cache.num_free_pages == 4 * TENSORS, "not below it yet"
+        assert cache.step([0, 0, 4 * ROWS, 3 * ROWS]) == 0
+        eventually(lambda: cache.num_free_pages == 4 * TENSORS)
+        assert [slot.mapped_pages for slot in cache.snapshot()] == [4, 1, 4, 3]
+
+
+def test_watermark_when_the_last_pages_are_freed(context: Context) -> None:
+    limit = 8 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit, low_watermark=0.5) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=6 * ROWS)) == 0
+        assert cache.num_free_pages == 2 * TENSORS
+        cache.free_reqid(0)
+        eventually(lambda: cache.num_free_pages == 4 * TENSORS)
+        assert cache.snapshot()[0].mapped_pages == 4
+
+
+def test_pages_of_old_free_slots_go_by_age(context: Context) -> None:
+    with small_cache(context, reclaim_steps=3) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=2 * ROWS)) == 0
+        cache.free_reqid(0)
+        for _ in range(2):
+            assert cache.step(lens(cache)) == 0
+            assert cache.snapshot()[0].mapped_pages == 2
+        assert cache.step(lens(cache)) == 0
+        assert cache.snapshot()[0].mapped_pages == 0
+        eventually(lambda: cache.stats().mapped_bytes == 0)
