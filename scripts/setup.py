@@ -130,10 +130,11 @@ def installed(names: Iterable[str]) -> Pins:
     return versions
 
 
-def pip_install(*arguments: str | Path) -> bool:
+def pip_install(*arguments: str | Path, show: bool = True) -> bool:
     """Whether pip could install it."""
     pip = [str(VENV / "bin/python"), "-m", "pip", "install", "--disable-pip-version-check"]
-    return quiet([*pip, "--no-input", "--progress-bar", "off", *map(str, arguments)], show=True)
+    pip += ["--no-input", "--progress-bar", "off", "--retries", "2"]
+    return quiet([*pip, *map(str, arguments)], show=show)
 
 
 def make_venv(keep_torch: bool) -> None:
@@ -176,12 +177,21 @@ def install_requirements(keep_torch: bool) -> None:
         ]
         if not unmet:
             continue
+        given_up = STAMPS / f"without-{group}"
+        if given_up.exists() and given_up.read_text(encoding="utf-8") == "\n".join(unmet):
+            path = given_up.relative_to(ROOT)
+            say(f"still without {' '.join(unmet)} (remove {path} to try again)")
+            continue
         say(f"installing {' '.join(unmet)}")
         options = ["--no-deps"] if group in WITHOUT_DEPENDENCIES else []
-        if not pip_install(*options, *unmet):
-            if group in ESSENTIAL or not keep_torch:
-                fail(f"requirements of the group {group} could not be installed")
-            say(f"group {group}: not installed; what needs it will not run here")
+        optional = keep_torch and group not in ESSENTIAL
+        if pip_install(*options, *unmet, show=not optional):
+            continue
+        if not optional:
+            fail(f"requirements of the group {group} could not be installed")
+        missing = [pin for pin in unmet if not pip_install(*options, pin, show=False)]
+        say(f"not installed: {' '.join(missing)}; what needs it will not run here")
+        given_up.write_text("\n".join(missing), encoding="utf-8")
 
 
 def install_project() -> None:
