@@ -105,7 +105,8 @@ static void stock_close(void *be) {
     if (s->devices[i].fd >= 0)
       close(s->devices[i].fd);
   gpu_close(s->base.gpu);
-  pthread_mutex_destroy(&s->visible_lock);
+  stock_forget_ranges(s);
+  pthread_mutex_destroy(&s->va_lock);
   free(s);
 }
 
@@ -137,7 +138,7 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   s->uvm_fd = s->rm.fd = -1;
   for (int i = 0; i < VMEM_MAX_DEVICES; i++)
     s->devices[i].fd = -1;
-  pthread_mutex_init(&s->visible_lock, NULL);
+  pthread_mutex_init(&s->va_lock, NULL);
   s->granule = opts->granule ? opts->granule : DEFAULT_GRANULE;
   if (s->granule < SMALLEST_GRANULE)
     err = vm_fail_at(-EOPNOTSUPP, 0, s->granule, SMALLEST_GRANULE,

@@ -28,8 +28,9 @@ struct stock {
   struct stock_device devices[VMEM_MAX_DEVICES]; /* as in base.gpu->devices */
   uint64_t granule;
   atomic_ullong device_slab_bytes; /* in devices[0] */
-  pthread_mutex_t visible_lock;
-  uint64_t visible_bytes; /* in visible reservations; under visible_lock */
+  pthread_mutex_t va_lock;
+  uint64_t visible_bytes;     /* in visible reservations; under va_lock */
+  struct stock_range *ranges; /* reservations; under va_lock */
 };
 
 /* ---- stock_uvm.c: UVM's calls, on every device of the context ---- */
@@ -52,6 +53,8 @@ int uvm_find(struct stock *s);
 int stock_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr,
                   uint32_t *kind, uint64_t *priv);
 int stock_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv);
+/* At close: frees what describes reservations that a broken CUDA context would not give back. */
+void stock_forget_ranges(struct stock *s);
 /* Addresses with nothing behind them; the caller gives them back with munmap. */
 int stock_host_range(uint64_t bytes, uint64_t align, uint64_t *addr);
 

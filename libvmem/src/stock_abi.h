@@ -43,10 +43,11 @@ static inline bool nv_before(struct nv_version v, unsigned major, unsigned minor
 enum { NV_FIRST_BRANCH = 530, NV_LAST_BRANCH = 595 };
 
 struct stock_abi {
-  uint32_t alloc_bytes;     /* of struct nvos64 */
-  uint32_t memparams_bytes; /* of struct nv_memory_params */
-  uint32_t map_records;     /* in UVM_MAP_EXTERNAL_ALLOCATION */
-  bool free_has_length;     /* UVM_FREE */
+  uint32_t alloc_bytes;          /* of struct nvos64 */
+  uint32_t memparams_bytes;      /* of struct nv_memory_params */
+  uint32_t map_records;          /* in UVM_MAP_EXTERNAL_ALLOCATION */
+  bool free_has_length;          /* UVM_FREE */
+  uint32_t virtualization_bytes; /* of struct nv0080_virtualization */
 };
 
 static inline struct stock_abi stock_abi_for(struct nv_version v) {
@@ -55,6 +56,7 @@ static inline struct stock_abi stock_abi_for(struct nv_version v) {
       .memparams_bytes = nv_before(v, 545, 0, 0) ? 120 : 128,
       .map_records = nv_before(v, 550, 40, 53) ? 32 : 256,
       .free_has_length = nv_before(v, 590, 0, 0),
+      .virtualization_bytes = nv_before(v, 555, 0, 0) ? 4 : 8,
   };
 }
 

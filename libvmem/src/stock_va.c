@@ -23,9 +23,10 @@ enum {
   SPARSE_PIECE = 64 << 20,
 };
 
-struct range {
-  uint64_t base, bytes; /* as CUDA or mmap gave them */
-  uint64_t addr;        /* of the reservation, and its external range */
+struct stock_range {
+  struct stock_range *next, **at; /* in the context's list */
+  uint64_t base, bytes;           /* as CUDA or mmap gave them */
+  uint64_t addr;                  /* of the reservation, and its external range */
   bool visible;
   bool freed; /* the external range is gone, giving the addresses back has failed so far */
 };
@@ -50,7 +51,7 @@ int stock_host_range(uint64_t bytes, uint64_t align, uint64_t *addr) {
   return 0;
 }
 
-static int plain_get(uint64_t bytes, uint64_t align, struct range *r) {
+static int plain_get(uint64_t bytes, uint64_t align, struct stock_range *r) {
   int err = stock_host_range(bytes, align, &r->base);
 
   r->bytes = bytes;
@@ -58,7 +59,7 @@ static int plain_get(uint64_t bytes, uint64_t align, struct range *r) {
   return err;
 }
 
-static void plain_put(const struct range *r) { munmap((void *)(uintptr_t)r->base, r->bytes); }
+static void plain_put(const struct stock_range *r) { munmap((void *)(uintptr_t)r->base, r->bytes); }
 
 /* The sum is that of this context; other contexts and libraries in the process have their own.
  * Takes `bytes` from what visible reservations may use: the device's free memory, our own slabs
@@ -69,7 +70,7 @@ static int visible_charge(struct stock *s, uint64_t bytes, bool force) {
 
   if (err)
     return err;
-  pthread_mutex_lock(&s->visible_lock);
+  pthread_mutex_lock(&s->va_lock);
   limit = free_bytes + atomic_load(&s->device_slab_bytes);
   if (!force && (bytes > limit || s->visible_bytes > limit - bytes))
     err = vm_fail_at(
@@ -79,14 +80,14 @@ static int visible_charge(struct stock *s, uint64_t bytes, bool force) {
         (unsigned long long)s->visible_bytes, (unsigned long long)bytes, (unsigned long long)limit);
   else
     s->visible_bytes += bytes;
-  pthread_mutex_unlock(&s->visible_lock);
+  pthread_mutex_unlock(&s->va_lock);
   return err;
 }
 
 static void visible_uncharge(struct stock *s, uint64_t bytes) {
-  pthread_mutex_lock(&s->visible_lock);
+  pthread_mutex_lock(&s->va_lock);
   s->visible_bytes -= bytes;
-  pthread_mutex_unlock(&s->visible_lock);
+  pthread_mutex_unlock(&s->va_lock);
 }
 
 static int managed_alloc(struct stock *s, uint64_t bytes, uint64_t *base) {
@@ -127,7 +128,7 @@ static int managed_restore(struct stock *s, uint64_t base, uint64_t bytes) {
 }
 
 static int visible_get(struct stock *s, uint64_t bytes, uint64_t align, bool force,
-                       struct range *r) {
+                       struct stock_range *r) {
   uint64_t whole = (bytes + VISIBLE_UNIT - 1) & ~(uint64_t)(VISIBLE_UNIT - 1);
   void *want, *p;
   int err;
@@ -179,7 +180,7 @@ static int make_sparse(struct stock *s, uint64_t addr, uint64_t bytes) {
 }
 
 /* For a visible range cuMemFree waits until the device is idle. */
-static int give_back(struct stock *s, const struct range *r) {
+static int give_back(struct stock *s, const struct stock_range *r) {
   int err;
 
   if (!r->visible) {
@@ -193,7 +194,7 @@ static int give_back(struct stock *s, const struct range *r) {
 }
 
 static int get_any(struct stock *s, uint64_t bytes, uint64_t align, uint32_t flags,
-                   struct range *r) {
+                   struct stock_range *r) {
   struct vmem_error before;
   int err;
 
@@ -207,10 +208,37 @@ static int get_any(struct stock *s, uint64_t bytes, uint64_t align, uint32_t fla
   return plain_get(bytes, align, r);
 }
 
+static void range_link(struct stock *s, struct stock_range *r) {
+  pthread_mutex_lock(&s->va_lock);
+  r->next = s->ranges;
+  r->at = &s->ranges;
+  if (r->next)
+    r->next->at = &r->next;
+  s->ranges = r;
+  pthread_mutex_unlock(&s->va_lock);
+}
+
+static void range_unlink(struct stock *s, struct stock_range *r) {
+  pthread_mutex_lock(&s->va_lock);
+  *r->at = r->next;
+  if (r->next)
+    r->next->at = r->at;
+  pthread_mutex_unlock(&s->va_lock);
+}
+
+void stock_forget_ranges(struct stock *s) {
+  while (s->ranges) {
+    struct stock_range *r = s->ranges;
+
+    s->ranges = r->next;
+    free(r);
+  }
+}
+
 int stock_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr,
                   uint32_t *kind, uint64_t *priv) {
   struct stock *s = be;
-  struct range *r;
+  struct stock_range *r;
   int err;
 
   if ((flags & VMEM_RESERVE_SPARSE) && s->granule < 64 << 10)
@@ -246,6 +274,7 @@ int stock_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint
     free(r);
     return err;
   }
+  range_link(s, r);
   *addr = r->addr;
   *kind =
       (r->visible ? VMEM_RANGE_VISIBLE : 0) | (flags & VMEM_RESERVE_SPARSE ? VMEM_RANGE_SPARSE : 0);
@@ -255,14 +284,16 @@ int stock_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint
 
 int stock_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv) {
   struct stock *s = be;
-  struct range *r = (struct range *)(uintptr_t)priv;
+  struct stock_range *r = (struct stock_range *)(uintptr_t)priv;
   int err = r->freed ? 0 : uvm_free(s, addr, bytes);
 
   if (err)
     return err;
   r->freed = true;
   err = give_back(s, r);
-  if (!err)
-    free(r);
-  return err;
+  if (err)
+    return err;
+  range_unlink(s, r);
+  free(r);
+  return 0;
 }
