@@ -42,13 +42,13 @@ static int explain_no_device(struct rm *rm, int err) {
   return err;
 }
 
+/* Where the driver does not answer, opening goes on: it maps a page and so shows whether it can. */
 static int refuse_vgpu(struct rm *rm, uint32_t object, const char *name) {
   struct nv0080_virtualization v = {0};
-  int err = rm_control(rm, object, NV0080_GET_VIRTUALIZATION_MODE, &v, sizeof(v),
-                       "asking for the GPU's virtualization mode");
 
-  if (err)
-    return err;
+  if (rm_control(rm, object, NV0080_GET_VIRTUALIZATION_MODE, &v, rm->abi.virtualization_bytes,
+                 "probing"))
+    return 0;
   return v.mode == NV0080_VIRTUALIZATION_VGX ? vm_fail(-ENODEV, "%s is a vGPU, not supported", name)
                                              : 0;
 }

@@ -9,13 +9,13 @@ static const struct {
   struct nv_version version;
   struct stock_abi abi;
 } cases[] = {
-    {{530, 30, 2}, {40, 120, 32, true}},   {{530, 41, 3}, {40, 120, 32, true}},
-    {{535, 43, 2}, {48, 120, 32, true}},   {{535, 288, 1}, {48, 120, 32, true}},
-    {{545, 23, 6}, {48, 128, 32, true}},   {{550, 40, 7}, {48, 128, 32, true}},
-    {{550, 40, 53}, {48, 128, 256, true}}, {{550, 54, 14}, {48, 128, 256, true}},
-    {{550, 163, 1}, {48, 128, 256, true}}, {{555, 42, 2}, {48, 128, 256, true}},
-    {{580, 159, 4}, {48, 128, 256, true}}, {{590, 44, 1}, {48, 128, 256, false}},
-    {{595, 45, 4}, {48, 128, 256, false}},
+    {{530, 30, 2}, {40, 120, 32, true, 4}},   {{530, 41, 3}, {40, 120, 32, true, 4}},
+    {{535, 43, 2}, {48, 120, 32, true, 4}},   {{535, 288, 1}, {48, 120, 32, true, 4}},
+    {{545, 23, 6}, {48, 128, 32, true, 4}},   {{550, 40, 7}, {48, 128, 32, true, 4}},
+    {{550, 40, 53}, {48, 128, 256, true, 4}}, {{550, 54, 14}, {48, 128, 256, true, 4}},
+    {{550, 163, 1}, {48, 128, 256, true, 4}}, {{555, 42, 2}, {48, 128, 256, true, 8}},
+    {{580, 159, 4}, {48, 128, 256, true, 8}}, {{590, 44, 1}, {48, 128, 256, false, 8}},
+    {{595, 45, 4}, {48, 128, 256, false, 8}},
 };
 
 int main(void) {
@@ -26,10 +26,12 @@ int main(void) {
     struct stock_abi got = stock_abi_for(v), want = cases[i].abi;
 
     if (got.alloc_bytes != want.alloc_bytes || got.memparams_bytes != want.memparams_bytes ||
-        got.map_records != want.map_records || got.free_has_length != want.free_has_length) {
-      printf("%u.%u.%02u: alloc %u, memory parameters %u, records %u, length in free %d\n", v.major,
-             v.minor, v.patch, got.alloc_bytes, got.memparams_bytes, got.map_records,
-             got.free_has_length);
+        got.map_records != want.map_records || got.free_has_length != want.free_has_length ||
+        got.virtualization_bytes != want.virtualization_bytes) {
+      printf("%u.%u.%02u: alloc %u, memory parameters %u, records %u, length in free %d, "
+             "virtualization %u\n",
+             v.major, v.minor, v.patch, got.alloc_bytes, got.memparams_bytes, got.map_records,
+             got.free_has_length, got.virtualization_bytes);
       failed = 1;
     }
   }
