@@ -4,8 +4,9 @@
  * place.
  *
  * Sources: NVIDIA's open kernel modules (github.com/NVIDIA/open-gpu-kernel-modules, MIT licensed).
- * The sizes and offsets below were compared with those headers, compiled, at each of the 146 tags from
- * 530.30.02 to 595.45.04. They are public but not promised stable. What changed within that span:
+ * Sizes, the offsets of what follows a change, and numbers were compared with those headers,
+ * compiled, at each of the 146 tags from 530.30.02 to 595.45.04. The layouts are public but not
+ * promised stable. What changed within that span:
  *
  *   first tag   change                                                  header
  *   530.30.02   the mapping's page size follows the alignment           uvm_map_external.c
@@ -16,8 +17,8 @@
  *   590.44.01   UVM_FREE loses its length                               uvm_ioctl.h
  *
  * uvm_*: kernel-open/nvidia-uvm/. nv-ioctl*.h: kernel-open/common/inc/. nv_escape.h:
- * src/nvidia/arch/nvalloc/unix/include/. All else: src/common/sdk/nvidia/inc/ with its folders class/
- * and ctrl/. Names follow NVIDIA's, in lower case; "in" and "out" are the driver's side.
+ * src/nvidia/arch/nvalloc/unix/include/. All else: src/common/sdk/nvidia/inc/ with its folders
+ * class/ and ctrl/. Names follow NVIDIA's, in lower case; "in" and "out" are the driver's side.
  */
 #ifndef VMEM_STOCK_ABI_H
 #define VMEM_STOCK_ABI_H
