@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
+_GRANULE = 64 << 10  # of a context that is not told; smaller pages need a smaller one
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -117,7 +118,8 @@ def _demo(args: argparse.Namespace) -> int:
     texts = prompts.load(args.prompts, args.num_prompts or 0)
     if args.trace_out:
         Path(args.trace_out).touch()  # an unwritable path is told before the work, not after it
-    with Context(args.backend, device=args.device) as context:
+    granule = args.page_size if args.page_size < _GRANULE else 0
+    with Context(args.backend, device=args.device, granule=granule) as context:
         return _serve(args, context, texts)
 
 

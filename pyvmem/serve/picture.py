@@ -93,7 +93,8 @@ def _draw_lanes(axes: Any, trace: dict[str, Any]) -> None:
 
     lane = max(max(step["slots"]) for step in trace["steps"]) + 1.0
     owned, kept = _blocks(trace, lane)
-    palette = [c for i, c in enumerate(matplotlib.colormaps["tab20"].colors) if i not in (14, 15)]
+    tab20 = matplotlib.colormaps["tab20"]
+    palette = [tab20(i) for i in range(20) if i not in (14, 15)]  # 14 and 15 are greys
     groups = [(palette[name % len(palette)], boxes) for name, boxes in sorted(owned.items())]
     for colour, boxes in [(_KEPT, kept), *groups]:
         patches = [Rectangle((x, y), width, height) for x, y, width, height in boxes]

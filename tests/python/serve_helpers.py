@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -14,6 +16,15 @@ from pyvmem.serve.request import Request
 from pyvmem.serve.verify import Reference, references
 
 VOCABULARY = 199
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny matrices gain nothing from threads, and on a busy machine they wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def tiny_model(layers: int = 3) -> LoadedModel:

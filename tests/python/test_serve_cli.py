@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: MIT
+"""``vmem serve-demo`` from its command line, with a tiny model in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from serve_helpers import VOCABULARY, one_thread, tiny_model
+
+from pyvmem import cli
+from pyvmem.serve import cli as demo
+
+__all__ = ["one_thread"]  # a fixture
+
+pytestmark = pytest.mark.filterwarnings("default")  # transformers' own
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder as transformers writes it; the tokenizer has a word for each number."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    tiny_model().model.save_pretrained(path)
+    words = {f"w{i}": i for i in range(1, VOCABULARY)} | {"?": 0}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(path)
+    lines = [" ".join(f"w{(7 * i + j) % 190 + 1}" for j in range(5 + 9 * i)) for i in range(6)]
+    (path / "prompts.txt").write_text("\n---\n".join(lines), encoding="utf-8")
+    return path
+
+
+def run(folder: Path, *more: str) -> int:
+    fixed = ["--backend", "host", "--model", str(folder), "--prompts", str(folder / "prompts.txt")]
+    return cli.main(["serve-demo", *fixed, *more])
+
+
+def run_json(
+    folder: Path, capsys: pytest.CaptureFixture[str], *more: str, status: int = 0
+) -> dict[str, Any]:
+    assert run(folder, "--json", *more) == status
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_answers_and_tables_are_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "--max-batch", "3", "--max-new-tokens", "20", "--verify") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("back end host")
+    for name in range(6):
+        assert sum(line.startswith(f"[{name}] ?") for line in out) == 1
+        assert any(line.startswith(f"[{name}]   w") for line in out)
+        assert f"[{name}] = 20 tokens, cut at --max-new-tokens" in out
+    # Several answers grow at a time: request 1 begins before request 0 has ended.
+    begins = next(i for i, line in enumerate(out) if line.startswith("[1] ?"))
+    assert begins < out.index("[0] = 20 tokens, cut at --max-new-tokens")
+    text = "\n".join(out)
+    assert "tiny in float32, back end host" in text
+    for part in ("measured", "2 MiB pages, same tensors", "static", "critical path", "background"):
+        assert part in text
+    assert "6 of 6 answers identical; passed" in text
+
+
+def test_json_is_one_object_with_what_the_table_shows(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.json"
+    options = ["--max-batch", "2", "--max-new-tokens", "9", "--page-size", "64K", "--verify"]
+    result = run_json(folder, capsys, *options, "--trace-out", str(trace))
+    setting = result["setting"]
+    assert setting["backend"] == "host"
+    assert setting["dtype"] == "float32"
+    assert setting["page_size"] == 64 << 10
+    assert setting["max_seq_len"] == 512
+    assert [r["id"] for r in result["requests"]] == list(range(6))
+    assert [r["prompt_tokens"] for r in result["requests"]] == [5 + 9 * i for i in range(6)]
+    assert all(len(r["tokens"]) == 9 for r in result["requests"])
+    assert all(r["answer"].startswith("w") for r in result["requests"])
+    assert result["engine"]["new_tokens"] == 54
+    assert result["engine"]["peak_running"] == 2
+    assert result["tokens_per_s"] > 0
+    own, big, *_, static = result["memory"]["replay"]
+    assert own["mapped_bytes"] == 2 * 6 * (64 << 10)
+    assert big["mapped_bytes"] == 2 * 6 * (2 << 20)
+    assert static["mapped_bytes"] == 2 * 512 * 192 * 6
+    assert result["memory"]["measured"]["mapped_bytes"] >= own["mapped_bytes"]
+    assert result["mapping"]["driver_calls"] > 0
+    assert result["verify"]["passed"]
+    assert result["verify"]["identical"] == 6
+    steps = json.loads(trace.read_text(encoding="utf-8"))["steps"]
+    assert len(steps) == result["engine"]["steps"]
+
+
+def test_options_reach_the_cache_and_the_engine(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = run_json(folder, capsys, "--num-prompts", "7", "--max-new-tokens", "30")
+    assert len(plain["requests"]) == 7
+    answers = [r["tokens"] for r in plain["requests"]]
+    assert answers[0] == answers[6]  # the file began again
+    limited = run_json(
+        folder,
+        capsys,
+        *("--num-prompts", "7", "--max-new-tokens", "30", "--group-size", "all"),
+        *("--prefill-chunk", "16", "--no-background", "--max-seq-len", "128", "--max-batch", "4"),
+        *("--memory-limit", "512K"),
+    )
+    assert [r["tokens"] for r in limited["requests"]] == answers
+    setting = limited["setting"]
+    assert (setting["group_size"], setting["max_batch"], setting["max_seq_len"]) == (3, 4, 128)
+    assert (setting["prefill_chunk"], setting["background"]) == (16, False)
+    assert limited["cache"]["steps_async"] == 0
+    assert limited["memory"]["measured"]["mapped_bytes"] <= 512 << 10
+
+
+def test_memory_that_is_too_small_is_an_error_told_with_the_answer(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # 48 KiB are two pages in each of 6 tensors: 42 tokens. Requests 0 to 2 grow to 42 at most.
+    options = ["--max-new-tokens", "15", "--memory-limit", "48K", "--page-size", "4K"]
+    result = run_json(folder, capsys, *options, status=1)
+    reasons = [r["reason"] for r in result["requests"]]
+    assert reasons == ["length"] * 3 + ["no_memory"] * 3
+    assert [len(r["tokens"]) for r in result["requests"]] == [15, 15, 15, 11, 2, 0]
+
+
+def test_bfloat16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(folder, capsys, "--dtype", "bfloat16", "--max-new-tokens", "4")
+    assert result["setting"]["dtype"] == "bfloat16"
+    static = result["memory"]["replay"][-1]
+    assert static["mapped_bytes"] == 6 * 512 * 96 * 6
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--model", "/nowhere"], "/nowhere: no model folder"),
+        (["--prompts", "/nowhere"], "/nowhere"),
+        (["--page-size", "3000"], "3000"),
+        (["--group-size", "2"], "group_size 2 does not divide num_layers 3"),
+        (["--max-seq-len", "10"], "a slot holds 10"),
+        (["--trace-out", "/nowhere/x"], "/nowhere/x"),
+        (["--backend", "abacus"], "abacus"),
+    ],
+)
+def test_bad_values_are_told_and_nothing_is_printed(
+    folder: Path, capsys: pytest.CaptureFixture[str], option: list[str], message: str
+) -> None:
+    assert run(folder, "--json", *option) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--page-size", "x"],
+        ["--memory-limit", "-1"],
+        ["--max-batch", "0"],
+        ["--max-new-tokens", "two"],
+        ["--group-size", "none"],
+        ["--dtype", "int8"],
+    ],
+)
+def test_bad_usage_is_refused_by_the_parser(folder: Path, option: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run(folder, *option)
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("64K", 65536), ("64KiB", 65536), ("2M", 2 << 20), ("1g", 1 << 30), ("4096", 4096), ("0", 0)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert demo._size(text) == size

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: MIT
+"""The demonstration's model gives, through the KV cache, the tokens that `generate` gives.
+
+32 prompts, greedy, float32; the rule is in `pyvmem.serve.verify`. On a GPU both sides run there.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import pyvmem
+from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.serve import Completion, Engine, FinishReason, Request, prompts
+from pyvmem.serve import model as models
+from pyvmem.serve.verify import compare, references
+
+NEW_TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def folder() -> object:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    try:
+        return models.model_folder()
+    except models.ModelNotFound as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.slow
+@pytest.mark.needs_tensors
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("default")  # transformers' own
+def test_answers_are_those_of_generate(backend: str, folder: object) -> None:
+    device = "cpu" if backend == "host" else "cuda:0"
+    loaded = models.load(str(folder), dtype="float32", device=device)
+    texts = prompts.load(count=32)
+    assert len(set(texts)) == 32
+    requests = [
+        Request(i, models.encode(loaded.tokenizer, text), NEW_TOKENS, loaded.eos_token_ids)
+        for i, text in enumerate(texts)
+    ]
+    expected = dict(enumerate(references(loaded, requests)))
+    # Fewer slots than prompts, and less memory than they would like: 64 KiB pages, so that all of
+    # joining, leaving, growing in the background, reuse of a slot and preemption take part.
+    config = KVCacheConfig.from_hf(
+        loaded.model.config,
+        dtype="float32",
+        max_batch=12,
+        max_seq_len=1024,
+        page_size=64 << 10,
+        memory_limit=17 * 60 * (64 << 10),
+    )
+    assert (64 << 10) % (config.num_kv_heads * config.head_dim * 4) != 0  # rows cross pages
+    done: list[Completion] = []
+    with pyvmem.Context(backend) as context, KVCache(config, context) as cache:
+        with Engine(loaded.model, cache) as engine:
+            for event in engine.run(requests):
+                if event.completion is not None:
+                    done.append(event.completion)
+            stats = engine.stats
+        verdict = compare(loaded, cache, done, expected)
+        cache.check_integrity()
+        memory = cache.stats()
+    assert verdict.requests == 32
+    assert verdict.passed, verdict
+    assert {completion.reason for completion in done} <= {FinishReason.EOS, FinishReason.LENGTH}
+    assert stats.peak_running > 1
+    assert stats.preemptions > 0
+    assert memory.steps_async > 0
+    assert memory.reused_pages > 0
+    assert memory.grown_pages > 0

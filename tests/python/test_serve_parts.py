@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: MIT
+"""Prompts, printing, the replay of other layouts, the trace and its picture, finding a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from serve_helpers import make_requests, one_thread, tiny_model
+
+from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.serve import (
+    Completion,
+    Engine,
+    FinishReason,
+    Request,
+    TokenEvent,
+    prompts,
+)
+from pyvmem.serve import model as models
+from pyvmem.serve.printer import AnswerPrinter
+from pyvmem.serve.trace import Recorder, Replay
+
+__all__ = ["one_thread"]  # a fixture
+
+MIB = 1 << 20
+
+
+def test_the_prompts_are_many_and_varied() -> None:
+    texts = prompts.load()
+    assert len(texts) >= 32
+    assert len(set(texts)) == len(texts)
+    lengths = sorted(map(len, texts))
+    assert lengths[0] < 20
+    assert lengths[-1] > 600
+    assert not any(text.startswith("#") or "---" in text.splitlines() for text in texts)
+    assert any("def " in text for text in texts)
+    assert any(not text.isascii() for text in texts)
+
+
+def test_a_file_of_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("# note\none\n---\n\ntwo\nlines\n---\n---\n", encoding="utf-8")
+    assert prompts.load(path) == ["one", "two\nlines"]
+    assert prompts.load(path, 3) == ["one", "two\nlines", "one"]
+    with pytest.raises(ValueError, match="number of prompts is -1"):
+        prompts.load(path, -1)
+    path.write_text("# nothing\n---\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="has no prompt"):
+        prompts.load(path)
+    with pytest.raises(OSError, match="absent"):
+        prompts.load(tmp_path / "absent")
+
+
+class Letters:
+    """A tokenizer whose tokens are bytes of UTF-8."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return bytes(token for token in tokens if token).decode(errors="replace")
+
+
+def test_answers_are_printed_line_by_line_with_their_number() -> None:
+    lines: list[str] = []
+    asked = {3: "What?\nMore", 12: "x" * 100}
+    printer = AnswerPrinter(Letters(), asked, lines.append, width=20)
+    answers = {3: "One\n\ntwo words and then some more é", 12: "a" * 45}
+    for name, text in answers.items():
+        data = text.encode()
+        for i, byte in enumerate(data):
+            done = None
+            if i == len(data) - 1:
+                request = Request(name, (1,), 99)
+                reason = FinishReason.EOS if name == 3 else FinishReason.LENGTH
+                again = 2 if name == 12 else 0
+                done = Completion(request, tuple(data), tuple(data), reason, again, 0, 9)
+            printer.feed(TokenEvent(name, byte, done))
+    assert lines == [
+        "[ 3] ? What? ...",
+        "[ 3]   One",
+        "[ 3]   two words and then",
+        "[ 3]   some more é",
+        "[ 3] = 36 tokens, end of the answer",
+        "[12] ? xxxxxxxxxxxxxxxx ...",
+        "[12]   aaaaaaaaaaaaaaaaaaaa",
+        "[12]   aaaaaaaaaaaaaaaaaaaa",
+        "[12]   aaaaa",
+        "[12] = 45 tokens, cut at --max-new-tokens, computed again 2 x",
+    ]
+
+
+def test_a_request_without_an_answer_is_printed() -> None:
+    lines: list[str] = []
+    request = Request(0, (1,), 9)
+    done = Completion(request, (), (), FinishReason.NO_MEMORY, 0, -1, -1)
+    AnswerPrinter(Letters(), {0: "hi"}, lines.append).feed(TokenEvent(0, None, done))
+    assert lines[0] == "[0] ? hi"
+    assert lines[1].startswith("[0] = 0 tokens, not served")
+
+
+def smollm(**changes: Any) -> KVCacheConfig:
+    values: dict[str, Any] = {
+        "num_layers": 30,
+        "num_kv_heads": 3,
+        "head_dim": 64,
+        "dtype": "float16",
+        "max_batch": 4,
+        "max_seq_len": 1000,
+    }
+    return KVCacheConfig(**(values | changes))
+
+
+def test_replayed_layouts_follow_the_formula() -> None:
+    lengths = [171, 100, 1]  # 170 rows of 384 bytes and two thirds fit in 64 KiB
+    cases = [
+        (smollm(), 64 << 10, 60 * (2 + 1 + 1) * (64 << 10)),
+        (smollm(), 2 * MIB, 60 * 3 * 2 * MIB),
+        (smollm(group_size=30), 64 << 10, 2 * (31 + 18 + 1) * (64 << 10)),
+        (smollm(), 0, 3 * 1000 * 384 * 60),
+    ]
+    for config, page, mapped in cases:
+        replay = Replay("x", config, page)
+        replay.add(lengths)
+        replay.add([1])
+        found = replay.footprint()
+        assert found.mapped_bytes == mapped
+        assert found.used_bytes == 272 * 384 * 60
+        assert found.wasted_bytes == mapped - 272 * 384 * 60
+        assert found.page_size == page
+        assert found.num_tensors == 60 // config.group_size
+
+
+def test_of_steps_that_map_the_same_the_fullest_counts() -> None:
+    replay = Replay("x", smollm(), 2 * MIB)
+    for lengths in ([5, 5], [900, 7], [20, 20]):
+        replay.add(lengths)
+    assert replay.footprint().used_bytes == 907 * 384 * 60
+
+
+def make_trace(tmp_path: Path) -> dict[str, Any]:
+    loaded = tiny_model()
+    config = KVCacheConfig.from_hf(
+        loaded.model.config, dtype="float32", max_batch=3, max_seq_len=128, page_size=4096
+    )
+    with KVCache(config, backend="host") as cache:
+        recorder = Recorder(cache, 4096, keep_steps=True)
+        with Engine(loaded.model, cache, observer=recorder) as engine:
+            list(engine.run(make_requests(5)))
+        own = recorder.own.footprint()
+        stats = cache.stats()
+        # The cache grants pages by the same arithmetic; it keeps more mapped, for reuse.
+        assert stats.peak_wasted_bytes >= own.wasted_bytes
+        assert stats.peak_mapped_bytes >= own.mapped_bytes
+        assert stats.peak_used_bytes >= own.used_bytes
+        with pytest.raises(ValueError, match="without keep_steps"):
+            Recorder(cache, 4096).trace()
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(recorder.trace()), encoding="utf-8")
+    trace: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    owned = [sum(row[3] for row in step["requests"]) for step in trace["steps"]]
+    assert max(owned) * 6 * 4096 == own.mapped_bytes
+    return trace
+
+
+def test_the_trace_tells_pages_of_each_request_in_each_step(tmp_path: Path) -> None:
+    trace = make_trace(tmp_path)
+    assert {row[0] for step in trace["steps"] for row in step["requests"]} == set(range(5))
+    for number, step in enumerate(trace["steps"]):
+        assert step["step"] == number
+        assert len(step["slots"]) == 3
+        used = 0
+        for _, slot, tokens, pages in step["requests"]:
+            assert pages >= -(-tokens * 192 // 4096)
+            assert step["slots"][slot] >= pages
+            used += tokens * 192 * 6
+        assert step["used_bytes"] == used
+        assert step["mapped_bytes"] >= sum(step["slots"]) * 6 * 4096 - 3 * 6 * 4096
+        assert len(step["other_bytes"]) == len(trace["others"])
+
+
+@pytest.mark.filterwarnings("default")  # matplotlib's own
+def test_the_picture_is_drawn_and_the_same_each_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from pyvmem.serve import picture
+
+    trace = make_trace(tmp_path)
+    for name in ("a.svg", "b.svg", "c.png"):
+        assert picture.main([str(tmp_path / "trace.json"), str(tmp_path / name)]) == 0
+    text = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert text == (tmp_path / "b.svg").read_text(encoding="utf-8")
+    assert "5 requests in 3 slots" in text
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    owned, kept = picture._blocks(trace, 10.0)
+    for name, boxes in owned.items():
+        area = sum(width for _, _, width, _ in boxes)
+        rows = [row for step in trace["steps"] for row in step["requests"] if row[0] == name]
+        assert area == sum(row[3] for row in rows)
+    assert kept
+
+
+def test_the_picture_refuses_what_is_no_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pyvmem.serve import picture
+
+    for text, message in (
+        ('{"format": 99}', "format 99"),
+        ('{"format": 1, "steps": []}', "no step"),
+        ("no json", "Expecting value"),
+    ):
+        (tmp_path / "t.json").write_text(text, encoding="utf-8")
+        assert picture.main([str(tmp_path / "t.json"), str(tmp_path / "t.svg")]) == 1
+        assert message in capsys.readouterr().err
+    assert picture.main([str(tmp_path / "absent"), "x.svg"]) == 1
+    assert not (tmp_path / "t.svg").exists()
+
+
+def test_a_model_is_found_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(models.ModelNotFound, match=r"no model folder and no \.gguf file"):
+        models.find(tmp_path / "absent")
+    with pytest.raises(models.ModelNotFound, match=r"0 \.gguf files"):
+        models.find(tmp_path)
+    one = tmp_path / "one.gguf"
+    one.touch()
+    assert models.find(tmp_path) == models.find(one) == one
+    (tmp_path / "two.gguf").touch()
+    with pytest.raises(models.ModelNotFound, match=r"2 \.gguf files"):
+        models.find(tmp_path)
+    (tmp_path / "config.json").touch()
+    assert models.find(str(tmp_path)) == tmp_path
+    assert models.model_folder(tmp_path) == tmp_path
+    monkeypatch.setattr(models, "_MODULE", "pyvmem_no_such_module")
+    with pytest.raises(models.ModelNotFound, match="is not installed"):
+        models.find()
+
+
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VMEM_CACHE_DIR", str(tmp_path))
+    assert models.cache_dir() == tmp_path
+    monkeypatch.delenv("VMEM_CACHE_DIR")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert models.cache_dir() == Path("/home/somebody/.cache/vmem")
+
+
+def test_a_failed_conversion_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VMEM_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF and then nonsense")
+    told: list[str] = []
+    with pytest.raises(Exception, match=r"."):  # whatever transformers says of it
+        models.model_folder(tmp_path / "broken.gguf", told.append)
+    assert told[0].startswith("converting broken.gguf")
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
