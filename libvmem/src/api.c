@@ -99,48 +99,76 @@ static int check_free(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint3
   return 0;
 }
 
-static int unmap_all(struct vm_ctx *c, uint64_t base, uint64_t bytes) {
-  struct vmem_op op = {.op = VMEM_OP_UNMAP, .flags = VMEM_OP_HOLES, .addr = base, .bytes = bytes};
-  struct vm_plan p;
-  int err = vm_plan_make(c, &op, 1, &p);
-  return err ? err : vm_plan_run(c, &p, NULL, 0, NULL);
+/* Marks everything mapped in a space as about to vanish, and the space as being freed. */
+static int free_begin(struct vm_ctx *c, uint64_t addr, uint32_t flags, struct vm_plan *p, struct vm_space **out) {
+  struct vmem_op op = {.op = VMEM_OP_UNMAP, .flags = VMEM_OP_HOLES, .addr = addr};
+  struct vm_space *s;
+  int err;
+  memset(p, 0, sizeof(*p));
+  pthread_mutex_lock(&c->lock);
+  s = vm_space_find(c, addr);
+  if (!(err = check_free(c, s, addr, flags))) {
+    if (s->mapped)
+      op.bytes = s->bytes;
+    else
+      s->freeing = true;
+  }
+  *out = s;
+  pthread_mutex_unlock(&c->lock);
+  if (err || !op.bytes) return err;
+  if ((err = vm_plan_make(c, &op, 1, p))) return err;
+  pthread_mutex_lock(&c->lock);
+  *out = s = vm_space_find(c, addr); /* it cannot vanish any more, but a hole may have been mapped */
+  if (s->busy == s->mapped && !s->freeing)
+    s->freeing = true;
+  else
+    err = vm_fail_at(-EBUSY, addr, s->busy << c->shift, 0, "the reservation at 0x%llx is being changed by another call",
+                     (unsigned long long)addr);
+  pthread_mutex_unlock(&c->lock);
+  if (err) {
+    vm_plan_cancel(c, p);
+    vm_fail_at(-EBUSY, addr, 0, 0, "the reservation at 0x%llx is being changed by another call", (unsigned long long)addr);
+  }
+  return err;
+}
+
+/* Takes the space out of the table. Lock held. */
+static void space_remove(struct vm_ctx *c, struct vm_space *s) {
+  size_t i = 0;
+  while (c->spaces[i] != s) i++;
+  memmove(&c->spaces[i], &c->spaces[i + 1], (--c->nspaces - i) * sizeof(*c->spaces));
+  c->reserved_bytes -= s->bytes;
+  c->segments -= s->segments;
 }
 
 VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags) {
   int err;
   struct vm_ctx *c = vm_get(vm, "vMemFree", &err);
-  struct vm_space *s;
-  uint64_t bytes = 0;
-  size_t i;
+  struct vm_space *s = NULL;
+  struct vm_plan p;
+  bool at_once; /* the driver unmaps with the reservation */
   if (!c) return err;
-  if (flags & ~VMEM_FREE_UNMAP) {
+  if (flags & ~VMEM_FREE_UNMAP)
     err = vm_fail(-EINVAL, "unknown flags 0x%x", flags & ~VMEM_FREE_UNMAP);
-    goto out;
-  }
-  pthread_mutex_lock(&c->lock);
-  s = vm_space_find(c, addr);
-  err = check_free(c, s, addr, flags);
-  if (!err && s->mapped) bytes = s->bytes;
-  if (!err && !bytes) s->freeing = true;
-  pthread_mutex_unlock(&c->lock);
-  if (bytes && !(err = unmap_all(c, addr, bytes))) {
-    pthread_mutex_lock(&c->lock);
-    s = vm_space_find(c, addr); /* another thread may have freed it, or mapped again */
-    err = check_free(c, s, addr, 0);
-    if (!err) s->freeing = true;
-    pthread_mutex_unlock(&c->lock);
-  }
+  else
+    err = free_begin(c, addr, flags, &p, &s);
   if (err) goto out;
-  err = vm_drv_unreserve(c, s);
+  at_once = c->info.unreserve_unmaps || !p.unmaps.n;
+  if (at_once) {
+    if (!(err = vm_fills_finish(c)) && !(err = vm_drv_unreserve(c, s))) {
+      vm_plan_commit(c, &p);
+    } else {
+      struct vmem_error why;
+      vm_error_save(&why);
+      vm_plan_cancel(c, &p);
+      vm_error_restore(&why);
+    }
+  } else if (!(err = vm_plan_run(c, &p, NULL, 0, NULL))) {
+    err = vm_drv_unreserve(c, s);
+  }
   pthread_mutex_lock(&c->lock);
   s->freeing = false;
-  if (!err) {
-    for (i = 0; c->spaces[i] != s; i++) {
-    }
-    memmove(&c->spaces[i], &c->spaces[i + 1], (--c->nspaces - i) * sizeof(*c->spaces));
-    c->reserved_bytes -= s->bytes;
-    c->segments -= s->segments;
-  }
+  if (!err) space_remove(c, s);
   pthread_mutex_unlock(&c->lock);
   if (!err) vm_space_destroy(s);
 out:

@@ -305,6 +305,8 @@ int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p);
 /* Driver calls, then commit, or undo. Lock not held. `after` is for the fills alone. With done != NULL
  * the event of the fills is handed over, else waited for. */
 int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done);
+/* The second half of vm_plan_run alone: the driver has done it all. */
+void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p);
 /* Takes back what vm_plan_make did. Lock not held. */
 void vm_plan_cancel(struct vm_ctx *c, struct vm_plan *p);
 void vm_plan_clear(struct vm_plan *p);

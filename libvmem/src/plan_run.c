@@ -231,7 +231,7 @@ static void commit_map(struct vm_ctx *c, struct vm_piece *piece) {
   if (piece->handle) c->hdls[piece->handle].pending--;
 }
 
-static void commit(struct vm_ctx *c, struct vm_plan *p) {
+void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   size_t i;
   pthread_mutex_lock(&c->lock);
   for (i = 0; i < p->mapped.n; i++) commit_map(c, AT(p->mapped, struct vm_piece, i));
@@ -250,6 +250,7 @@ static void commit(struct vm_ctx *c, struct vm_plan *p) {
   c->batches++;
   pthread_mutex_unlock(&c->lock);
   if (p->unmaps.n || p->release) vm_pool_trim(c, c->opts.pool_high);
+  vm_plan_clear(p);
 }
 
 int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done) {
@@ -267,8 +268,7 @@ int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size
     if (err == -ENOTRECOVERABLE) lost_already(c, piece->space, piece->addr, piece->bytes);
   }
   if (!err) {
-    commit(c, p);
-    vm_plan_clear(p);
+    vm_plan_commit(c, p);
     if (done) *done = event;
     return 0;
   }

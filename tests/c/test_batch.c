@@ -169,6 +169,25 @@ static void reserve_fails(void) {
   OK(vmem_close(vm));
 }
 
+/* A reservation that the driver does not take back stays as it was, mappings and contents included. */
+static void free_fails(void) {
+  struct scene s;
+  struct vmem_stats before, after;
+  CHECK(scene_open(&s));
+  before = stats_of(s.vm);
+  OK(vmem_inject(s.vm, VMEM_INJECT_RESERVE, 0, 1, EIO));
+  EQ(vMemFree(s.vm, s.va, VMEM_FREE_UNMAP), -EIO);
+  after = stats_of(s.vm);
+  CHECK(same_state(&before, &after));
+  CHECK(untouched(&s, false));
+  OK(vmem_check(s.vm));
+  OK(vMemFree(s.vm, s.va, VMEM_FREE_UNMAP));
+  EQ(stats_of(s.vm).mapped_bytes, 0);
+  EQ(stats_of(s.vm).used_bytes, 8 * PAGE); /* the handle's */
+  OK(vmem_check(s.vm));
+  OK(vmem_close(s.vm));
+}
+
 static void create_fails(void) {
   for (uint64_t nth = 0; nth < 12; nth++) {
     vmem_t vm = open_host(0);
@@ -190,4 +209,4 @@ static void create_fails(void) {
 }
 
 MAIN(TEST(success), TEST(nth_map), TEST(nth_unmap), TEST(nth_fill), TEST(nth_heap), TEST(undo_of_maps_fails), TEST(undo_of_unmaps_fails),
-     TEST(single_calls), TEST(reserve_fails), TEST(create_fails))
+     TEST(single_calls), TEST(reserve_fails), TEST(free_fails), TEST(create_fails))
