@@ -100,7 +100,7 @@ int stock_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t o
   return err;
 }
 
-/* On several devices, a failure on a later one leaves the earlier ones unmapped. */
+/* On several devices, a failure on a later one is -ENOTRECOVERABLE: the earlier ones are unmapped. */
 int stock_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
   const struct stock *s = be;
 

@@ -102,6 +102,9 @@ static int each_device(const struct stock *s, uint64_t addr, uint64_t bytes, uns
     memcpy(p.uuid, s->base.gpu->devices[i].uuid.bytes, sizeof(p.uuid));
     err = rm_ioctl(s->uvm_fd, request, &p);
     err = result(err, p.status, addr, bytes, what);
+    if (err && i > 0)
+      return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0, "%s was done on %u of %u devices only",
+                        what, i, s->base.gpu->num_devices);
     if (err)
       return err;
   }

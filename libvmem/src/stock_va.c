@@ -173,8 +173,9 @@ static int make_sparse(struct stock *s, uint64_t addr, uint64_t bytes) {
     uint64_t piece = bytes - at < SPARSE_PIECE ? bytes - at : SPARSE_PIECE;
     int err = uvm_sparse(s, addr + at, piece);
 
+    /* The whole range is given up then, whatever some devices have. */
     if (err)
-      return err;
+      return err == -ENOTRECOVERABLE ? -EIO : err;
   }
   return 0;
 }
