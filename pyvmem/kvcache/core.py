@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from pyvmem.errors import Busy, OutOfMemory, TooManyBatches, VMemError
+from pyvmem.errors import Busy, NotRecoverable, OutOfMemory, TooManyBatches, VMemError
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.jobs import Growth
@@ -195,11 +195,15 @@ class Core:
                 self.release(slot, event)
         # Slot by slot, each after its own GPU work, which the worker waits for.
         for slot in self.table:
-            if slot.mapped and not slot.broken and not self.reclaimer.try_cut(slot, 0):
+            if slot.mapped and not self.reclaimer.try_cut(slot, 0):
                 self.reclaimer.finish_all()
                 self.reclaimer.try_cut(slot, 0)
         self.reclaimer.finish_all()
-        reservation.close(unmap=True)
+        try:
+            reservation.close(unmap=True)
+        except NotRecoverable:
+            # Quarantined pages keep their addresses; both go when the context is closed.
+            reservation._closed = True
         if self.parts.owns_context:
             self.context.close()
 

@@ -189,6 +189,9 @@ class Pager:
                     with self.counters.waiting():
                         self.context.batch(self._mapping)
                     return True, None
+                except NotRecoverable:
+                    self.reclaimer.condemn(job.pieces)
+                    raise
                 except OutOfMemory:  # of the device, or of a context shared with others
                     missing = pages
             if keep is None:
@@ -257,6 +260,8 @@ class Pager:
                 self.reclaimer.errors.append(error)
 
     def _grant(self, slot: Slot, pages: int) -> None:
+        if pages <= slot.granted:
+            return
         self.active_pages += pages - slot.granted
         slot.granted = pages
         self.capacity[slot.index] = self.layout.capacity(pages)
@@ -278,8 +283,8 @@ class Pager:
         if job.mapping is not None and _failed(job.mapping):
             for slot, low, _ in job.pieces:
                 slot.mapped = low
-                if isinstance(error, NotRecoverable):
-                    self.table.condemn(slot)
+            if isinstance(error, NotRecoverable):
+                self.reclaimer.condemn(job.pieces)
             self.reclaimer.held -= job.new_pages
             self.counters.grown -= job.new_pages
         self._retire(job)

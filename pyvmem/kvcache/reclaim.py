@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, Timeout, TooManyBatches, VMemError
-from pyvmem.kvcache.jobs import Cut
+from pyvmem.info import RangeFlags
+from pyvmem.kvcache.jobs import Cut, Piece
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.slots import Slot, SlotTable
 from pyvmem.kvcache.stats import Counters
@@ -106,19 +107,32 @@ class Reclaimer:
         except Timeout:
             return 0
         except VMemError as error:
-            # The batch was undone, so the pages are where they were; unless it says otherwise.
-            slot.mapped = cut.high
-            slot.dirty = cut.dirty
-            if isinstance(error, NotRecoverable):
-                self.table.condemn(slot)
             self.errors.append(error)
-            pages = 0
+            if isinstance(error, NotRecoverable):
+                self.table.condemn(slot)  # and its pages count no longer
+            else:  # undone: the pages are where they were
+                slot.mapped = cut.high
+                slot.dirty = cut.dirty
+                pages = 0
         self.cuts.remove(cut)
         slot.job = None
         back = pages * self.layout.num_tensors
         self.held -= back
         self.counters.reclaimed += back
         return back
+
+    def condemn(self, pieces: list[Piece]) -> None:
+        """Never hands a slot out again in whose new pages an undo failed."""
+        layout = self.layout
+        for slot, low, high in pieces:
+            for tensor in range(layout.num_tensors):
+                at = self.base + layout.offset(slot.index, low, tensor)
+                end = at + (high - low) * layout.page_size
+                while at < end and not slot.broken:
+                    info = self.context.query(at)
+                    if RangeFlags.QUARANTINED in info.flags:
+                        self.table.condemn(slot)
+                    at += info.run_bytes
 
     def make_room(self, pages: int, keep: Mapping[Slot, int]) -> bool:
         """Brings up to `pages` physical pages back and waits for them; False when none came.

@@ -153,7 +153,7 @@ def _check_pages(core: Core, slot: Slot) -> list[str]:
     job = slot.job
     if isinstance(job, Cut):
         end = job.high
-    elif isinstance(job, Growth) and not job.done():
+    elif isinstance(job, Growth) and not job.granted:
         sure = min([slot.mapped, *(low for other, low, _ in job.pieces if other is slot)])
     found = []
     for tensor in range(layout.num_tensors):

@@ -128,7 +128,7 @@ class SlotTable:
         """
         found: list[Slot] = []
         for slot in self.slots:
-            if slot.job is None and not slot.broken and slot.mapped > slot.granted:
+            if slot.job is None and slot.mapped > slot.granted:
                 slot.events = prune(slot.events)
                 found.append(slot)
         return sorted(found, key=lambda s: (s.active, bool(s.events), s.freed_order))

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: MIT
+"""Description: a KVCache stays consistent when driver calls fail, at every single one of them."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+import pytest
+from conftest import open_context
+from kvcache_helpers import (
+    LAYERS,
+    ROWS,
+    eventually,
+    lens,
+    rows_are,
+    rows_are_zero,
+    small_cache,
+    stamp,
+    state,
+)
+
+from pyvmem import Context, DriverError, FdEvent, Inject, KVCache, NotRecoverable, VMemError
+
+needs_tensors = pytest.mark.needs_tensors
+TENSORS = 2 * LAYERS
+DRIVER = Inject.MAP | Inject.UNMAP | Inject.SLAB | Inject.FILL
+
+
+def test_a_failed_step_changes_nothing(context: Context) -> None:
+    with small_cache(context) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=1)) == 0
+        before = state(cache)
+        context.inject(Inject.MAP, skip=1)
+        with pytest.raises(DriverError):
+            cache.step(lens(cache, r0=6 * ROWS))
+        assert state(cache) == before
+        cache.check_integrity()
+        assert cache.step(lens(cache, r0=6 * ROWS)) == 0
+
+
+@needs_tensors
+def test_a_failure_in_the_background_surfaces_at_the_next_step(context: Context) -> None:
+    with small_cache(context) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=1)) == 0
+        stamp(cache, 0, 0, 1, 2.0)
+        before = state(cache)
+        context.inject(Inject.MAP, skip=1)
+        assert cache.step_async(lens(cache, r0=6 * ROWS)) == 0
+        with pytest.raises(DriverError):
+            cache.step(lens(cache, r0=6 * ROWS))
+        assert state(cache) == before
+        cache.check_integrity()
+        assert cache.step(lens(cache, r0=6 * ROWS)) == 0
+        assert rows_are(cache, 0, 0, 1, 2.0)
+        assert rows_are_zero(cache, 0, 1, 6 * ROWS)
+
+
+def test_a_failed_reclaim_surfaces_at_the_next_step(context: Context) -> None:
+    with small_cache(context, deferred_reclaim=False) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=2 * ROWS)) == 0
+        context.inject(Inject.UNMAP, skip=1)
+        cache.free_reqid(0)
+        eventually(lambda: not cache.snapshot()[0].in_flight)
+        assert cache.snapshot()[0].mapped_pages == 2, "the undo mapped it again"
+        cache.check_integrity()
+        with pytest.raises(DriverError):
+            cache.step(lens(cache))
+        assert cache.step(lens(cache)) == 0, "once"
+        cache.alloc_reqid()
+        cache.free_reqid(0)
+        eventually(lambda: cache.stats().mapped_bytes == 0)
+
+
+@needs_tensors
+def test_a_failed_fill_hands_nothing_over(context: Context) -> None:
+    for wait in (False, True):
+        with small_cache(context, max_batch=1) as cache, FdEvent.create() as work:
+            cache.alloc_reqid()
+            assert cache.step([2 * ROWS]) == 0
+            stamp(cache, 0, 0, 2 * ROWS, 3.0)
+            cache.free_reqid(0, work if wait else None)
+            cache.alloc_reqid()
+            context.inject(Inject.FILL)
+            assert cache.step_async([4 * ROWS]) == 0
+            work.set()
+            with pytest.raises(DriverError):
+                cache.step([4 * ROWS])
+            assert cache.snapshot()[0].granted_pages == 0
+            cache.check_integrity()
+            context.inject(Inject.FILL, count=0)
+            assert cache.step([4 * ROWS]) == 0
+            assert rows_are_zero(cache, 0, 0, 4 * ROWS)
+
+
+def _engine(cache: KVCache, calls: list[Callable[[], object]]) -> None:
+    """A run that grows, shrinks, reuses and reclaims, in the calling thread and behind it."""
+    calls += [
+        lambda: cache.alloc_reqid(ROWS),
+        lambda: cache.alloc_reqid(ROWS),
+        lambda: cache.step(_now(cache, {0: 2 * ROWS, 1: 1})),
+        lambda: cache.step_async(_now(cache, {0: 3 * ROWS, 1: ROWS + 1})),
+        lambda: cache.step(_now(cache, {0: 3 * ROWS, 1: ROWS + 1})),
+        lambda: cache.free_reqid(0),
+        lambda: cache.alloc_reqid(4 * ROWS),
+        lambda: cache.step(_now(cache, {0: 4 * ROWS, 1: 2 * ROWS})),
+        lambda: cache.free_reqid(0),
+        lambda: cache.step_async(_now(cache, {1: 5 * ROWS})),
+        lambda: cache.step(_now(cache, {1: 5 * ROWS})),
+        lambda: cache.alloc_reqid(1),
+        lambda: cache.step(_now(cache, {0: 1, 1: 5 * ROWS})),
+        lambda: cache.free_reqid(1),
+        lambda: cache.step(_now(cache, {})),
+    ]
+
+
+def _now(cache: KVCache, want: dict[int, int]) -> list[int]:
+    """`want` for the slots that are taken."""
+    taken = {slot.reqid for slot in cache.snapshot() if slot.state == "active"}
+    return [want.get(reqid, 0) if reqid in taken else 0 for reqid in range(cache.config.max_batch)]
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_driver_call_fails_once(backend: str, deferred: bool, count: int) -> None:
+    """The nth call and, with `count` 2, the next one too: the undo's own."""
+    survived = False
+    skip = 0
+    while not survived:
+        with open_context(backend) as context:
+            limit = 7 * TENSORS * context.info.granule
+            options = {"memory_limit": limit, "deferred_reclaim": deferred, "eager_pages": 1}
+            with small_cache(context, **options, low_watermark=0.2) as cache:
+                calls: list[Callable[[], object]] = []
+                _engine(cache, calls)
+                context.inject(DRIVER, skip=skip, count=count)
+                survived = True
+                for call in calls:
+                    survived &= _survives(call)
+                    cache.check_integrity()
+                context.inject(DRIVER, count=0)
+                survived &= not cache._core.reclaimer.errors
+                for _ in range(3):  # what failed in the background
+                    survived &= _survives(lambda: cache.step(_now(cache, {})))
+                _still_works(cache)
+            assert context.stats().used_bytes == context.stats().quarantined_bytes or count == 2
+        skip += 1
+    assert skip > 20, "the run makes more driver calls than that"
+
+
+def _survives(call: Callable[[], object]) -> bool:
+    try:
+        return call() != -1
+    except VMemError:
+        return False
+
+
+def _still_works(cache: KVCache) -> None:
+    """Every slot that is not lost can be filled and read."""
+    for slot in cache.snapshot():
+        if slot.state == "active":
+            cache.free_reqid(slot.reqid)
+    whole = sum(slot.state != "broken" for slot in cache.snapshot())
+    for _ in range(whole):
+        reqid = cache.alloc_reqid(2 * ROWS)
+        assert reqid is not None
+        numbers = [0] * cache.config.max_batch
+        numbers[reqid] = 2 * ROWS
+        assert cache.step(numbers) == 0
+        assert rows_are_zero(cache, reqid, 0, 2 * ROWS)
+        stamp(cache, reqid, 0, 2 * ROWS, 1.0)
+        assert rows_are(cache, reqid, 0, 2 * ROWS, 1.0)
+        cache.free_reqid(reqid)
+
+
+def test_what_cannot_be_undone_costs_its_slot_alone(backend: str) -> None:
+    with open_context(backend) as context, small_cache(context) as cache:
+        cache.alloc_reqid()
+        context.inject(Inject.MAP | Inject.UNMAP, skip=1, count=8)
+        with pytest.raises(NotRecoverable):
+            cache.step(lens(cache, r0=2 * ROWS))
+        context.inject(DRIVER, count=0)
+        cache.check_integrity()
+        cache.free_reqid(0)
+        assert [slot.state for slot in cache.snapshot()].count("broken") == 1
+        assert cache.stats().broken_slots == 1
+        _still_works(cache)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_every_allocation_of_the_library_fails_once(backend: str, ahead: bool) -> None:
+    """libvmem's own heap: shortage, without a trace."""
+    short = sum(_step_without_heap(backend, ahead, skip) for skip in range(12))
+    assert short >= 2
+
+
+def _step_without_heap(backend: str, ahead: bool, skip: int) -> bool:
+    with open_context(backend) as context, small_cache(context) as cache:
+        step = cache.step_async if ahead else cache.step
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=1)) == 0
+        before = state(cache)
+        context.inject(Inject.HEAP, skip=skip, error=errno.ENOMEM)
+        short = step(lens(cache, r0=6 * ROWS)) == -1
+        context.inject(Inject.HEAP, count=0)
+        if short:
+            assert state(cache) == before
+        assert step(lens(cache, r0=6 * ROWS)) == 0
+        assert cache.step(lens(cache, r0=6 * ROWS)) == 0
+        return short
