@@ -97,7 +97,8 @@ class ContextInfo:
         granule: the smallest page, in bytes.
         page_sizes: the sizes a page can have, ascending.
         slab_size: bytes taken from the driver at once.
-        max_segments: limit on scattered pieces of mappings (host: vm.max_map_count), 0 = none.
+        max_segments: limit on Stats.segments (host: vm.max_map_count) or Stats.mappings (stock: the
+            driver's handles), 0 = none.
         driver: the driver's version, ``""`` on host.
         device_name: of the first device.
         devices: CUDA ordinals, the first one holds the pages.
@@ -167,6 +168,7 @@ class Stats:
     fill_calls: int
     driver_ns: int
     worker_driver_ns: int
+    mappings: int
 
     @classmethod
     def _from_c(cls, stats: Any) -> Stats:

@@ -124,7 +124,8 @@ struct vmem_info {
   uint64_t granule;
   uint64_t page_sizes;  /* bit k set: pages of 2^k bytes */
   uint64_t slab_size;
-  uint64_t max_segments; /* limit on scattered pieces of mappings (host: vm.max_map_count), 0 = none */
+  uint64_t max_segments; /* limit on vmem_stats.segments (host: vm.max_map_count) or .mappings (stock: the
+                            driver's handles); 0 = none */
   char backend[16];
   char driver[64];      /* driver version, "" on host */
   char device_name[64]; /* of devices[0] */
@@ -162,6 +163,7 @@ struct vmem_stats {
   uint64_t map_calls, unmap_calls, slab_calls, fill_calls; /* driver calls */
   uint64_t driver_ns;         /* time in driver calls, all threads */
   uint64_t worker_driver_ns;  /* the worker's part of it */
+  uint64_t mappings;          /* map calls whose mapping lives: a run mapped page by page counts each page */
 };
 
 /* The last error of the calling thread. */

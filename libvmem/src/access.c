@@ -154,13 +154,13 @@ static int remap_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64
   }
   for (uint64_t a = addr; a < addr + bytes; a += c->granule) {
     struct vm_pte *q = vm_pte(c, s, a);
-    q->flags &= ~(PTE_BUSY | (a > addr ? PTE_CALL : 0));
-    q->flags |= a == addr ? PTE_CALL : 0;
+    q->flags &= ~PTE_BUSY;
+    vm_set_call(c, q, a == addr);
   }
   s->busy -= vm_units(c, bytes);
   /* The rest of a call that was cut at the end is a call of its own now. */
   p = addr + bytes < s->base + s->bytes ? vm_pte(c, s, addr + bytes) : NULL;
-  if (p && p->flags & PTE_MAPPED) p->flags |= PTE_CALL;
+  if (p && p->flags & PTE_MAPPED) vm_set_call(c, p, true);
   return err;
 }
 

@@ -510,6 +510,7 @@ VMEM_API int vmem_get_stats(vmem_t vm, struct vmem_stats *stats) {
   s.handles = c->live_hdls;
   s.slabs = c->live_slabs;
   s.segments = c->segments;
+  s.mappings = c->mappings;
   s.pending = c->pending;
   s.batches = c->batches;
   pthread_mutex_unlock(&c->lock);

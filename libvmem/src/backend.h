@@ -34,6 +34,12 @@ struct vm_be_range {
   uint64_t addr, bytes;
 };
 
+/* What scattered mappings cost, now and (at most) more. */
+struct vm_be_load {
+  uint64_t segments, more_segments; /* runs and holes between them: the VMAs of a process */
+  uint64_t mappings, more_mappings; /* map calls whose mapping lives, in part at least */
+};
+
 typedef uint64_t vm_event; /* 0 = none, already over */
 
 struct vm_backend {
@@ -91,9 +97,8 @@ struct vm_backend {
   int (*stream_wait)(void *be, uint64_t stream, vm_event event);
   void (*event_put)(void *be, vm_event event);
 
-  /* Optional: how many more scattered pieces fit, given that the context has `segments` now and wants
-   * `more`; -ENOSPC when too many. */
-  int (*room)(void *be, uint64_t segments, uint64_t more);
+  /* Optional: -ENOSPC when so many more scattered pieces do not fit. */
+  int (*room)(void *be, const struct vm_be_load *load);
 };
 
 extern const struct vm_backend vm_backend_host;

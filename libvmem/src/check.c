@@ -11,6 +11,7 @@ typedef unsigned long long ull;
 struct census {
   uint32_t **refs;
   uint64_t *mappings, *starts;
+  uint64_t calls; /* map calls whose mapping lives */
 };
 
 static int count_space(struct vm_ctx *c, struct vm_space *s, struct census *n) {
@@ -26,6 +27,7 @@ static int count_space(struct vm_ctx *c, struct vm_space *s, struct census *n) {
       BROKEN("0x%llx names unit %u of slab %u, which does not exist", (ull)a, p->unit, p->slab);
     n->refs[p->slab][p->unit]++;
     if (p->flags & PTE_MAPPED) mapped++;
+    if ((p->flags & (PTE_MAPPED | PTE_CALL)) == (PTE_MAPPED | PTE_CALL)) n->calls++;
     if (p->flags & PTE_BUSY) busy++;
     if (p->flags & PTE_QUARANTINED) quarantined++;
     if ((p->flags & (PTE_MAPPED | PTE_START)) == (PTE_MAPPED | PTE_START) && p->handle) {
@@ -82,6 +84,7 @@ static int check_all(struct vm_ctx *c, struct census *n) {
     segments += c->spaces[i]->segments;
     reserved += c->spaces[i]->bytes;
   }
+  if (n->calls != c->mappings) BROKEN("context: %llu driver mappings, counted %llu", (ull)c->mappings, (ull)n->calls);
   if (mapped != c->mapped_units || segments != c->segments || reserved != c->reserved_bytes)
     BROKEN("context: %llu mapped, %llu segments, %llu reserved bytes; counted %llu, %llu, %llu", (ull)c->mapped_units,
            (ull)c->segments, (ull)c->reserved_bytes, (ull)mapped, (ull)segments, (ull)reserved);

@@ -82,8 +82,9 @@ static int no_room(struct host *h, uint64_t have, uint64_t more) {
                     (unsigned long long)more, (unsigned long long)have, (unsigned long long)h->max_vmas, VMA_MARGIN);
 }
 
-static int host_room(void *be, uint64_t segments, uint64_t more) {
+static int host_room(void *be, const struct vm_be_load *load) {
   struct host *h = be;
+  uint64_t segments = load->segments, more = load->more_segments;
   if (segments > h->counted_at + VMA_RECOUNT || segments + more + h->other_vmas + VMA_MARGIN > h->max_vmas)
     recount(h, segments);
   if (segments + more + h->other_vmas + VMA_MARGIN <= h->max_vmas) return 0;

@@ -173,7 +173,7 @@ struct vm_ctx {
   struct vm_access *accesses;
 
   uint64_t reserved_bytes, mapped_units, used_units, limbo_units, quarantined_units, slab_bytes;
-  uint64_t peak_mapped_units, peak_used_units, segments, batches;
+  uint64_t peak_mapped_units, peak_used_units, segments, mappings, batches;
 
   /* worker */
   bool worker_started, worker_stop, closing;
@@ -332,6 +332,12 @@ void vm_worker_wake(struct vm_ctx *c);
 int vm_fills_finish(struct vm_ctx *c); /* waits for every fill in flight; lock not held */
 
 static inline uint64_t vm_units(const struct vm_ctx *c, uint64_t bytes) { return bytes >> c->shift; }
+/* Marks a mapped pte as the first of a driver call, or not. */
+static inline void vm_set_call(struct vm_ctx *c, struct vm_pte *p, bool first) {
+  if (first && !(p->flags & PTE_CALL)) c->mappings++;
+  if (!first && p->flags & PTE_CALL) c->mappings--;
+  p->flags = first ? p->flags | PTE_CALL : p->flags & ~PTE_CALL;
+}
 static inline bool vm_is_pow2(uint64_t x) { return x && !(x & (x - 1)); }
 static inline uint64_t vm_round_up(uint64_t x, uint64_t a) { return (x + a - 1) & ~(a - 1); }
 

@@ -381,12 +381,14 @@ void vm_plan_cancel(struct vm_ctx *c, struct vm_plan *p) {
 
 /* A map adds its run and the hole behind it; an unmap adds a piece at each end that cuts a run. */
 static int check_room(struct vm_ctx *c, const struct vm_plan *p) {
-  uint64_t more = 2 * p->maps.n;
+  struct vm_be_load load = {c->segments, 2 * p->maps.n, c->mappings, p->maps.n};
   for (size_t i = 0; i < p->unmaps.n; i++) {
     const struct vm_piece *piece = AT(p->unmaps, struct vm_piece, i);
-    more += vm_space_cuts(c, piece->space, piece->addr) + vm_space_cuts(c, piece->space, piece->addr + piece->bytes);
+    uint64_t end = piece->addr + piece->bytes;
+    load.more_segments += vm_space_cuts(c, piece->space, piece->addr) + vm_space_cuts(c, piece->space, end);
+    load.more_mappings += vm_space_cuts(c, piece->space, piece->addr) && vm_space_cuts(c, piece->space, end);
   }
-  return c->be->room && more ? c->be->room(c->bes, c->segments, more) : 0;
+  return c->be->room && (load.more_segments || load.more_mappings) ? c->be->room(c->bes, &load) : 0;
 }
 
 /* Units that the batch's POPULATE operations take from a pool. */

@@ -32,6 +32,7 @@ static void detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t
       count_start(c, p, a, false);
       if (p->handle) vm_hdl_settle(c, &c->hdls[p->handle]);
     }
+    if (p->flags & PTE_CALL) c->mappings--;
     p->flags &= ~(PTE_MAPPED | PTE_START | PTE_CALL);
     units++;
   }
@@ -41,7 +42,7 @@ static void detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t
       next->flags |= PTE_START;
       count_start(c, next, end, true);
     }
-    next->flags |= PTE_CALL;
+    vm_set_call(c, next, true);
   }
   s->mapped -= units;
   c->mapped_units -= units;
@@ -132,8 +133,7 @@ static void undo_unmaps(struct vm_ctx *c, struct vm_plan *p, size_t n, int *wors
       pte = vm_pte(c, piece->space, a);
       s = (struct vm_seg){a, vm_space_run(c, piece->space, a, end - a), piece->space, c->slabs[pte->slab], pte->unit,
                           pte->flags & PTE_READONLY ? VMEM_MAP_READONLY : 0};
-      for (uint64_t b = a; b < a + s.bytes; b += c->granule) vm_pte(c, piece->space, b)->flags &= ~PTE_CALL;
-      pte->flags |= PTE_CALL;
+      for (uint64_t b = a; b < a + s.bytes; b += c->granule) vm_set_call(c, vm_pte(c, piece->space, b), b == a);
       pthread_mutex_unlock(&c->lock);
       if (map_one(c, &s)) lose(c, piece->space, s.addr, s.bytes, worst, why);
       a += s.bytes;
@@ -220,6 +220,7 @@ static void commit_map(struct vm_ctx *c, struct vm_piece *piece) {
     struct vm_pte *p = vm_pte(c, s, a);
     p->flags = (p->flags & ~PTE_BUSY) | PTE_MAPPED;
     if (p->flags & PTE_START) count_start(c, p, a, true);
+    if (p->flags & PTE_CALL) c->mappings++;
   }
   after = vm_space_edges(c, s, piece->addr, piece->bytes);
   s->segments += after - before;

@@ -173,17 +173,18 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   return 0;
 }
 
-static int stock_room(void *be, uint64_t segments, uint64_t more) {
+static int stock_room(void *be, const struct vm_be_load *load) {
   const struct stock *s = be;
+  uint64_t now = load->mappings, more = load->more_mappings;
   uint64_t limit = STOCK_MAX_MAPPINGS / s->base.gpu->num_devices;
 
-  if (more <= limit && segments <= limit - more)
+  if (more <= limit && now <= limit - more)
     return 0;
   return vm_fail_at(
       -ENOSPC, 0, 0, limit,
       "%llu + %llu separate mappings exceed the %llu that the driver has handles for: map "
       "longer runs, or consolidate",
-      (unsigned long long)segments, (unsigned long long)more, (unsigned long long)limit);
+      (unsigned long long)now, (unsigned long long)more, (unsigned long long)limit);
 }
 
 /* Leaves nothing behind, whatever fails; the first failure is the one reported. */

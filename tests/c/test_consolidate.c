@@ -47,8 +47,10 @@ static bool intact(void) {
 static void one_call_per_run(void) {
   uint64_t calls = 0;
   grow();
+  EQ(stats_of(vm).mappings, 17);
   OK(vmem_consolidate(vm, va, MIB(64), &calls));
   EQ(calls, 2);
+  EQ(stats_of(vm).mappings, 3);
   EQ(remaps, 2);
   CHECK(intact());
   OK(vmem_check(vm));
