@@ -145,7 +145,48 @@ def part_verified(results: list[Result]) -> list[str]:
     return table(["verified on", "driver"], body)
 
 
+def page_size(size: int) -> str:
+    """A size of pages; nothing for none."""
+    if not size:
+        return ""
+    return f"{size >> 20} MiB" if size >> 20 else f"{size >> 10} KiB"
+
+
+def part_memory(_: list[Result]) -> list[str]:
+    """What one run of the demonstration needed, and would have needed in other layouts."""
+    lines: list[str] = []
+    for path in sorted(RESULTS.glob("serve-*.json")):
+        run: Result = json.loads(path.read_text(encoding="utf-8"))
+        setting = run["setting"]
+        replay = run["memory"]["replay"]
+        ours = replay[0]["mapped_bytes"]
+        body = [
+            [
+                layout["name"],
+                page_size(layout["page_size"]),
+                str(layout["num_tensors"]),
+                number(layout["mapped_bytes"] / 2**20),
+                f"{100 * layout['wasted_bytes'] / layout['mapped_bytes']:.0f} %",
+                number(layout["mapped_bytes"] / ours),
+            ]
+            for layout in replay
+        ]
+        name = path.relative_to(ROOT).as_posix()
+        device = f"on {setting['device_name']}" if setting["driver"] else "with no GPU"
+        lines += [
+            f"Keys and values of {len(run['requests'])} requests, at most "
+            f"{setting['max_batch']} at a time, {setting['model']} in {setting['dtype']}, back end "
+            f"`{setting['backend']}` {device} ([raw]({name})). Peak of the memory that the running "
+            "requests take:",
+            "",
+            *table(["layout", "page", "tensors", "MiB", "of it wasted", "times ours"], body),
+            "",
+        ]
+    return lines[:-1] or ["Not measured yet: `benchmarks/results/` holds no run of the demo."]
+
+
 PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
+    "memory": part_memory,
     "calls": part_calls,
     "aims": part_aims,
     "verified": part_verified,
@@ -159,7 +200,7 @@ def render(text: str, results: list[Result]) -> str:
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.S)
         if len(pattern.findall(text)) != 1:
             sys.exit(f"README.md needs one part between '{begin}' and '{end}'")
-        lines = part(results) if results else [NOTHING]
+        lines = part(results) if results or name == "memory" else [NOTHING]
         block = "\n".join([begin, *lines, end])
         text = pattern.sub(lambda _, block=block: block, text)  # type: ignore[misc]
     return text
