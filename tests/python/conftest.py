@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Fixtures: one context per test, on every back end that this machine can use.
 
-VMEM_TEST_BACKEND (names with commas between) chooses the back ends; one that is named and not usable
-is a failure, not a skip.
+VMEM_TEST_BACKEND (names with commas between) chooses the back ends; one that is named and not
+usable is a failure, not a skip.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """A plain model of a context: what is mapped where, who holds which page, what the bytes are.
 
-It predicts the class of the first error of a batch, and otherwise changes itself as the batch should
-change the context. Lengths are granules; contents are four equal quarters of one byte each, None where
-they are not known.
+It predicts the class of the first error of a batch, and otherwise changes itself as the batch
+should change the context. Lengths are granules; contents are four equal quarters of one byte each,
+None where they are not known.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Op:
     dirty: bool = False
     holes: bool = False
     value: int = 0
-    found: list[int] = field(default_factory=list)  # unmap, fill: what was mapped when it was checked
+    found: list[int] = field(
+        default_factory=list
+    )  # unmap, fill: what was mapped when it was checked
 
     def pieces(self) -> list[int]:
         return [self.at + i * self.stride for i in range(self.count)]

@@ -290,9 +290,7 @@ def test_opbatch_writes_what_the_structure_says() -> None:
 
 
 @pytest.mark.parametrize("how", ["batch", "submit"])
-def test_batch(
-    context: pyvmem.Context, rsv: pyvmem.Reservation, page: int, how: str
-) -> None:
+def test_batch(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int, how: str) -> None:
     def run(batch: pyvmem.OpBatch) -> None:
         if how == "batch":
             context.batch(batch)
@@ -602,6 +600,7 @@ def test_close_while_other_threads_call(backend: str) -> None:
             rsv: pyvmem.Reservation = rsv,
             surprises: list[BaseException] = surprises,
             started: threading.Barrier = started,
+            page: int = page,
         ) -> None:
             started.wait()
             batch = pyvmem.OpBatch(2)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: MIT
 """Random operations against a plain model, contents compared after each step.
 
-The memory is reached through Context.read, write, fill and copy alone, so that the same test runs on
-back ends whose memory the CPU cannot touch.
+The memory is reached through Context.read, write, fill and copy alone, so that the same test runs
+on back ends whose memory the CPU cannot touch.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+from typing import Any, cast
 
 import pytest
 from conftest import open_context
@@ -36,7 +37,7 @@ byte = st.integers(0, 255)
 
 
 @st.composite
-def operations(draw: st.DrawFn) -> list[dict[str, int]]:
+def operations(draw: st.DrawFn) -> list[dict[str, Any]]:
     """Raw numbers for a batch; the machine turns them into operations on what exists."""
     one = st.fixed_dictionaries(
         {
@@ -102,9 +103,7 @@ class Machine(RuleBasedStateMachine):
             return
         assert used + n <= LIMIT
         content: list[int | None] = [None if dirty else 0] * QUARTERS
-        self.model.handles.append(
-            Handle([Phys(list(content)) for _ in range(n)], scale, real)
-        )
+        self.model.handles.append(Handle([Phys(list(content)) for _ in range(n)], scale, real))
 
     def pick(self, number: int, *, dead: bool = False) -> Handle | None:
         handles = self.model.handles if dead else self.model.live()
@@ -171,7 +170,7 @@ class Machine(RuleBasedStateMachine):
 
     # ---- batches
 
-    def real_ops(self, raw: list[dict[str, int]]) -> tuple[list[Op], pyvmem.OpBatch]:
+    def real_ops(self, raw: list[dict[str, Any]]) -> tuple[list[Op], pyvmem.OpBatch]:
         """Operations that are well formed; whether they fit what is mapped is left to chance."""
         ops: list[Op] = []
         batch = pyvmem.OpBatch(max(len(raw), 1))
@@ -257,12 +256,12 @@ class Machine(RuleBasedStateMachine):
             ticket.wait(60)
 
     @rule(raw=operations(), how=st.sampled_from(["now", "now", "submit", "gated"]))
-    def batch(self, raw: list[dict[str, int]], how: str) -> None:
+    def batch(self, raw: list[dict[str, Any]], how: str) -> None:
         ops, batch = self.real_ops(raw)
         self.run_batch(ops, batch, how)
 
     @rule(raw=operations(), where=index)
-    def batch_with_a_bad_entry(self, raw: list[dict[str, int]], where: int) -> None:
+    def batch_with_a_bad_entry(self, raw: list[dict[str, Any]], where: int) -> None:
         """One entry names an address outside every reservation: nothing of the batch happens."""
         where %= len(raw) + 1
         ops, before = self.real_ops(raw[:where])
@@ -277,7 +276,7 @@ class Machine(RuleBasedStateMachine):
         with pytest.raises((expected, pyvmem.OutOfMemory)):
             self.ctx.batch(full)
 
-    def copy_ops(self, target: pyvmem.OpBatch, raw: list[dict[str, int]]) -> None:
+    def copy_ops(self, target: pyvmem.OpBatch, raw: list[dict[str, Any]]) -> None:
         """Appends the same operations to another batch, one by one."""
         for r in raw:
             ops, _ = self.real_ops([r])
@@ -302,7 +301,7 @@ class Machine(RuleBasedStateMachine):
         worker=st.booleans(),
     )
     def batch_with_failing_calls(
-        self, raw: list[dict[str, int]], kinds: int, skip: int, count: int, worker: bool
+        self, raw: list[dict[str, Any]], kinds: int, skip: int, count: int, worker: bool
     ) -> None:
         """Driver calls fail inside the batch, and perhaps again while it is undone."""
         ops, batch = self.real_ops(raw)
@@ -370,7 +369,7 @@ class Machine(RuleBasedStateMachine):
         (sa, ka), (sb, kb) = ptes[a % len(ptes)], ptes[b % len(ptes)]
         source, target = self.model.spaces[sa][ka], self.model.spaces[sb][kb]
         if source.phys is target.phys:
-            return  # the same bytes under two addresses: an overlap that nobody promises anything of
+            return  # the same bytes under two addresses: an overlap, of which nothing is promised
         src = self.addr(sa, ka) + quarters[0] * self.q
         dst = self.addr(sb, kb) + quarters[1] * self.q
         if target.readonly:
@@ -474,7 +473,7 @@ class Machine(RuleBasedStateMachine):
 def test_random_operations(backend: str) -> None:
     quick = os.environ.get("VMEM_TEST_LONG", "") in ("", "0")
     run_state_machine_as_test(
-        lambda: Machine(backend),
+        cast(Any, lambda: Machine(backend)),
         settings=settings(
             max_examples=80 if quick else 2000,
             stateful_step_count=40,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Arrays and tensors over a reservation: layout, protocols, lifetimes, and that nothing is touched."""
+"""Arrays and tensors over a reservation: layout, protocols, lifetimes; nothing is touched."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def counts(context: pyvmem.Context) -> tuple[int, ...]:
 
 
 def test_nothing_is_touched(backend: str) -> None:
-    """A tensor of a terabyte with nothing behind it, where reading one byte would end the process."""
+    """A terabyte with nothing behind it, where reading one byte would end the process."""
     with open_context(backend) as context:
         size = 1 << 40
         rsv = context.reserve(size, visible=None if backend == "host" else False)
@@ -180,14 +180,14 @@ def test_tensor_keeps_reservation_and_context_alive(backend: str) -> None:
     assert alive_context() is not None
     t.fill_(5)
     assert int(t[-1]) == 5
-    context = alive_context()
-    assert context is not None
+    same = alive_context()
+    assert same is not None
     with pytest.raises(pyvmem.Busy):
-        context.close()
+        same.close()
     with pytest.warns(ResourceWarning, match="reservation never closed"):
         del t
         gc.collect()
-    context.close()
+    same.close()
 
 
 def test_forgotten_objects_warn_and_stay(backend: str) -> None:
@@ -245,7 +245,7 @@ def capsule_name(capsule: Any) -> str:
     get.restype, get.argtypes = ctypes.c_char_p, [ctypes.py_object]
     name = get(capsule)
     assert name is not None
-    return name.decode()
+    return str(name.decode())
 
 
 def test_dlpack_versions(context: pyvmem.Context, rsv: pyvmem.Reservation) -> None:

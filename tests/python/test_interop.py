@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: MIT
+"""Other libraries' devices, streams and memory interfaces."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import pyvmem
+from pyvmem import _native
+from pyvmem.streams import after_items, device_ordinal, stream_handle
+
+
+@pytest.fixture
+def resource(context: pyvmem.Context) -> Iterator[Any]:
+    pytest.importorskip("cuda.core")
+    from pyvmem.memory_resource import VMemResource
+
+    with VMemResource(context) as made:
+        yield made
+
+
+def stream_of(context: pyvmem.Context) -> Any:
+    """A real stream where there is a GPU, none on host."""
+    if context.cuda_device is None:
+        return None
+    from cuda.core import Device
+
+    device = Device(context.cuda_device)
+    device.set_current()
+    return device.create_stream()
+
+
+# ---- cuda.core memory resource -----------------------------------------------------------------
+
+
+def test_resource_is_a_memory_resource(context: pyvmem.Context, resource: Any) -> None:
+    from cuda.core import MemoryResource
+
+    assert isinstance(resource, MemoryResource)
+    host = context.cuda_device is None
+    assert resource.is_device_accessible is not host
+    assert resource.is_host_accessible is (pyvmem.Caps.CPU_ACCESS in context.info.caps)
+    assert resource.device_id == (-1 if host else context.cuda_device)
+    assert resource.is_managed is False
+
+
+def test_buffer_of_our_pages(context: pyvmem.Context, resource: Any, page: int) -> None:
+    stream = stream_of(context)
+    buffer = resource.allocate(page + 100, stream=stream)
+    assert buffer.size == page + 100
+    assert buffer.memory_resource is resource
+    addr = int(buffer.handle)
+    assert context.query(addr).mapped
+    assert context.stats().mapped_bytes == 2 * page
+    assert context.read(addr, page + 100) == bytes(page + 100)
+    context.write(addr, b"hello")
+    if context.cuda_device is None:
+        assert ctypes.string_at(addr, 5) == b"hello"
+    assert resource.live_buffers == 1
+    with pytest.raises(pyvmem.Busy, match="1"):
+        context.close()
+    with pytest.raises(pyvmem.Busy, match="1"):
+        resource.close()
+    buffer.close()
+    assert resource.live_buffers == 0
+    again = resource.allocate(page + 50, stream=stream)
+    assert context.read(int(again.handle), 5) == bytes(5)
+    again.close()
+    resource.close()
+    stats = context.stats()
+    assert (stats.mapped_bytes, stats.used_bytes, stats.reserved_bytes) == (0, 0, 0)
+
+
+def test_buffer_is_freed_with_its_last_reference(
+    context: pyvmem.Context, resource: Any, page: int
+) -> None:
+    buffer = resource.allocate(page, stream=stream_of(context))
+    del buffer
+    assert resource.live_buffers == 0
+
+
+def test_resource_refuses(context: pyvmem.Context, resource: Any, page: int) -> None:
+    with pytest.raises(pyvmem.InvalidArgument):
+        resource.allocate(-1)
+    with pytest.raises(pyvmem.InvalidArgument):
+        resource.deallocate(4096, 4096)
+    with pytest.raises(pyvmem.OutOfMemory):
+        resource.allocate(1 << 46, stream=stream_of(context))
+    assert context.stats().mapped_bytes == 0
+    empty = resource.allocate(0)
+    assert empty.size == 0
+    empty.close()
+    resource.close()
+    with pytest.raises(pyvmem.BadHandle):
+        resource.allocate(page)
+
+
+# ---- streams and devices -----------------------------------------------------------------------
+
+
+class Event:
+    """What after_items sees of cuda.core's Event: the name of its module and its handle."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+
+Event.__module__ = "cuda.core._event"
+
+
+class TorchEvent:
+    """What it sees of torch.cuda.Event: `cuda_event`, 0 until it is recorded."""
+
+    def __init__(self, handle: int) -> None:
+        self.cuda_event = handle
+
+
+class TorchStream:
+    cuda_stream = 0x1234
+
+
+class ProtocolStream:
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, 0x5678)
+
+
+def test_after_items() -> None:
+    c = _native.constant
+    recorded, never, core = TorchEvent(0xE1), TorchEvent(0), Event(0xE2)
+    (array, n), keep = after_items(
+        [pyvmem.FdEvent(5), recorded, never, core, TorchStream(), ProtocolStream()], 0
+    )
+    assert [(array[k].kind, array[k].handle) for k in range(n)] == [
+        (c("VMEM_AFTER_FD"), 5),
+        (c("VMEM_AFTER_EVENT"), 0xE1),
+        (c("VMEM_AFTER_EVENT"), 0xE2),
+        (c("VMEM_AFTER_STREAM"), 0x1234),
+        (c("VMEM_AFTER_STREAM"), 0x5678),
+    ]
+    assert keep == [recorded, core]  # an event must live until its batch is over
+    assert after_items([pyvmem.CurrentStream], None)[0] == _native.AFTER_NONE
+    assert after_items([], 0)[0] == _native.AFTER_NONE
+
+
+def test_stream_handle() -> None:
+    assert stream_handle(TorchStream(), None) == 0  # host: streams mean nothing
+    assert stream_handle(TorchStream(), 0) == 0x1234
+    assert stream_handle(ProtocolStream(), 0) == 0x5678
+    with pytest.raises(TypeError):
+        stream_handle("stream", 0)
+
+
+def test_device_ordinal() -> None:
+    class CoreDevice:
+        device_id = 3
+
+    assert device_ordinal(2) == 2
+    assert device_ordinal(CoreDevice()) == 3
+    assert device_ordinal("cuda:4") == 4
+    assert device_ordinal("cpu") == 0
+    for wrong in ("cuda:-1", "cuda:1x", "tpu"):
+        with pytest.raises(ValueError, match="cuda:N"):
+            device_ordinal(wrong)
+    with pytest.raises(TypeError):
+        device_ordinal(1.0)
+
+
+def test_torch_device() -> None:
+    torch = pytest.importorskip("torch")
+    assert device_ordinal(torch.device("cuda:2")) == 2
+    assert device_ordinal(torch.device("cpu")) == 0
+
+
+def test_events_live_until_their_batch_is_over(host: pyvmem.Context) -> None:
+    """The list of kept events shrinks again."""
+    empty = pyvmem.OpBatch(1)
+    with pyvmem.FdEvent.create() as gate:
+        first = host.submit(empty, after=[gate])
+        host._keep_events(first.handle, ["event of the first"])
+        for _ in range(10):
+            ticket = host.submit(empty)
+            ticket.wait(60)
+            host._keep_events(ticket.handle, ["another"])
+        assert host._events[0][1] == ["event of the first"]
+        gate.set()
+        first.wait(60)
+    for _ in range(12):
+        ticket = host.submit(empty)
+        ticket.wait(60)
+        host._keep_events(ticket.handle, ["another"])
+    assert len(host._events) <= 2
+
+
+def test_real_torch_streams(context: pyvmem.Context, page: int) -> None:
+    torch = pytest.importorskip("torch")
+    if context.cuda_device is None:
+        pytest.skip("host has no streams")
+    batch = pyvmem.OpBatch(1)
+    with context.reserve(page) as reservation:
+        batch.populate(reservation.addr, page)
+        stream = torch.cuda.Stream()
+        event = torch.cuda.Event()
+        event.record(stream)
+        ticket = context.submit(batch, after=[stream, event, torch.cuda.current_stream()])
+        ticket.order(stream)
+        ticket.wait(60)
+        context.batch(pyvmem.OpBatch(1), after=[torch.cuda.Event()])  # never recorded
