@@ -39,8 +39,8 @@ class VMemResource(MemoryResource):  # type: ignore[misc]  # Any without cuda-co
 
     A buffer lies in a reservation of its own, rounded up to the granule. Its pages appear before
     `allocate` returns and their zeroing is ordered before later work of the stream; they vanish
-    after the work that the stream has at `deallocate`. A context manager; the context is the caller's and
-    must outlive the resource. Thread-safe.
+    after the work that the stream has at `deallocate`. A context manager; the context is the
+    caller's and must outlive the resource. Thread-safe.
 
     Args:
         context: where pages come from. On ``host`` buffers are CPU memory and streams mean nothing.

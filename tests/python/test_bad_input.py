@@ -578,13 +578,14 @@ def test_write_to_a_readonly_mapping(
 ) -> None:
     if pyvmem.Caps.READONLY not in context.info.caps:
         pytest.skip("this back end has no read-only mappings")
+    calls: list[Callable[[], None]] = [
+        lambda: rsv.write(0, b"x"),
+        lambda: rsv.fill(0, page, 1),
+        lambda: context.copy(rsv.addr, rsv.addr, page),
+    ]
     with context.create(page) as pages:
         rsv.map(0, pages, readonly=True)
-        for call in (
-            lambda: rsv.write(0, b"x"),
-            lambda: rsv.fill(0, page, 1),
-            lambda: context.copy(rsv.addr, rsv.addr, page),
-        ):
+        for call in calls:
             with refused(context, pyvmem.ReadOnly):
                 call()
         assert rsv.query().readonly

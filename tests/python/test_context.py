@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -430,6 +431,29 @@ def test_after_takes_streams_by_their_protocols(context: pyvmem.Context) -> None
             context.submit(batch, after=[Stream()])
     else:
         context.submit(batch, after=[Stream()]).wait(60)
+
+
+def test_waiting_can_be_interrupted(context: pyvmem.Context) -> None:
+    """A signal's handler runs while a wait without limit is in C; what it raises comes out."""
+
+    class Alarm(Exception):
+        pass
+
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        with pyvmem.FdEvent.create() as gate:
+            ticket = context.submit(pyvmem.OpBatch(1), after=[gate])
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(Alarm):
+                ticket.wait()
+            gate.set()
+            ticket.wait(60)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_gil_is_released_while_a_call_waits(context: pyvmem.Context) -> None:

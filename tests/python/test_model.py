@@ -475,7 +475,7 @@ def test_random_operations(backend: str) -> None:
     run_state_machine_as_test(
         cast(Any, lambda: Machine(backend)),
         settings=settings(
-            max_examples=80 if quick else 2000,
+            max_examples=200 if quick else 2000,
             stateful_step_count=40,
             deadline=None,
             print_blob=True,

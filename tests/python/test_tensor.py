@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -48,6 +50,12 @@ def rsv(context: pyvmem.Context) -> Any:
         reservation.close(unmap=True)
 
 
+def settle(context: pyvmem.Context) -> None:
+    """torch's work on its stream is over; ours uses streams of its own."""
+    if context.cuda_device is not None:
+        torch.cuda.synchronize()
+
+
 def counts(context: pyvmem.Context) -> tuple[int, ...]:
     stats = context.stats()
     return (stats.mapped_bytes, stats.used_bytes, stats.slab_bytes, stats.segments)
@@ -83,6 +91,7 @@ def test_dtypes(context: pyvmem.Context, rsv: pyvmem.Reservation, name: str) -> 
         assert t.stride() == (5, 1)
         assert t.device.type == ("cpu" if context.info.backend == "host" else "cuda")
         t.zero_()
+        settle(context)
         rsv.write(size * 2, bytes([0x3C]) * (15 * size))
         expected = torch.full((15 * size,), 0x3C, dtype=torch.uint8)
         assert torch.equal(t.contiguous().view(torch.uint8).flatten().cpu(), expected)
@@ -94,8 +103,7 @@ def test_writes_through_a_tensor_reach_the_pages(
 ) -> None:
     t = rsv.tensor((8, 16), "int32")
     t.copy_(torch.arange(128, dtype=torch.int32).view(8, 16))
-    if context.cuda_device is not None:
-        torch.cuda.synchronize()
+    settle(context)
     assert rsv.read(0, 512) == b"".join(k.to_bytes(4, "little") for k in range(128))
     rsv.fill(0, context.info.granule, 0)
     assert int(t.sum()) == 0
@@ -235,6 +243,29 @@ def test_tensors_do_not_leak(rsv: pyvmem.Reservation) -> None:
         rsv.array((4,), "float32").__dlpack__(max_version=(1, 0))
     assert rsv.live_arrays == 0
     assert not [one for one in gc.get_objects() if type(one) is pyvmem.VirtualArray]
+
+
+EXIT = """
+import sys, torch, pyvmem
+context = pyvmem.Context(sys.argv[1])
+page = context.info.granule
+reservation = context.reserve(page)
+pages = context.create(page)
+reservation.map(0, pages)
+torch.stray = reservation.tensor((4,), "bfloat16")
+array = reservation.array((1,), "uint8")
+sys.stray = (reservation.tensor((4,), "float32"), array, array.__dlpack__())
+gate = pyvmem.FdEvent.create()
+ticket = context.submit(pyvmem.OpBatch(1), after=[gate])
+"""
+
+
+def test_process_ends_with_everything_open(backend: str) -> None:
+    """Tensors that outlive the interpreter's modules, and a batch that never runs, do no harm."""
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT, backend], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # ---- protocols ---------------------------------------------------------------------------------
