@@ -248,8 +248,10 @@ struct vm_place {
 struct vm_run vm_pool_take(struct vm_ctx *c, struct vm_pool *p, uint64_t n, uint32_t align,
                            const struct vm_place *place);
 /* Makes at least `units` more free units, in runs of `align`; lock not held. A run of `piece` units
- * should fit in one slab. On failure nothing stays behind. */
-int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align);
+ * should fit in one slab. *id (0 at first) names the growth for vm_pool_undo_grow, which gives back those
+ * of its slabs that are empty; a growth that fails has done so itself. */
+int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align, uint64_t *id);
+void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id);
 /* Drops one reference of each unit; what is free then goes back to its pool. Lock held, but let go for
  * the driver and taken again. */
 void vm_units_put(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n);
@@ -294,6 +296,7 @@ struct vm_plan {
   struct vm_list zeros;   /* vm_be_range: of maps, to be zeroed */
   struct vm_list fills;   /* vm_piece: FILL, `handle` is the byte */
   struct vm_list consumed; /* uint32_t handle indices */
+  uint64_t grow_id;       /* slabs made for this plan; 0 = none */
   uint32_t release;       /* handle that vMemRelease drops with this plan; 0 = none */
 };
 

@@ -375,6 +375,7 @@ void vm_plan_cancel(struct vm_ctx *c, struct vm_plan *p) {
   pthread_mutex_lock(&c->lock);
   take_back(c, p);
   pthread_mutex_unlock(&c->lock);
+  vm_pool_undo_grow(c, p->grow_id);
   vm_plan_clear(p);
   vm_pool_trim(c, c->opts.pool_high);
 }
@@ -401,12 +402,14 @@ static uint64_t wanted(struct vm_ctx *c, const struct vmem_op *ops, size_t n, co
 }
 
 int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct vm_plan *p) {
+  uint64_t grow_id = 0;
   for (;;) {
     struct maker m = {.c = c, .p = p};
     uint64_t free_units = 0, need = 0;
     struct vmem_error why;
     int err = 0;
     memset(p, 0, sizeof(*p));
+    p->grow_id = grow_id;
     pthread_mutex_lock(&c->lock);
     for (size_t i = 0; i < n && !err; i++) {
       m.op = &ops[i];
@@ -426,13 +429,14 @@ int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct v
     vm_plan_clear(p);
     vm_error_restore(&why);
     if (!m.short_units) {
+      vm_pool_undo_grow(c, grow_id);
       vm_pool_trim(c, c->opts.pool_high);
       vm_error_restore(&why);
       return err;
     }
     /* Short in all, or only of pieces that are large enough. */
     need = need > free_units ? need - free_units : m.short_units;
-    err = vm_pool_grow(c, m.pool, need, vm_units(c, m.op->bytes), (uint32_t)vm_units(c, m.page_size));
+    err = vm_pool_grow(c, m.pool, need, vm_units(c, m.op->bytes), (uint32_t)vm_units(c, m.page_size), &grow_id);
     if (err) return err;
   }
 }

@@ -400,31 +400,36 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
   }
 }
 
-int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align) {
+void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id) {
+  struct vm_slab *list;
+  if (!id) return;
+  pthread_mutex_lock(&c->lock);
+  list = unlink_empty(c, 0, id);
+  pthread_mutex_unlock(&c->lock);
+  destroy_list(c, list);
+}
+
+int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align, uint64_t *id) {
   uint64_t need = units << c->shift, page = (uint64_t)align << c->shift, slab = c->info.pub.slab_size;
-  uint64_t chunk = (uint64_t)c->chunk_units << c->shift, id, got = 0;
+  uint64_t chunk = (uint64_t)c->chunk_units << c->shift, got = 0;
   bool single = c->info.one_page_slabs;
   piece <<= c->shift;
   if (piece > slab) slab = piece < MAX_SLAB ? vm_round_up(piece, slab) : MAX_SLAB;
   if (slab < page || single) slab = page;
   if (chunk < page) chunk = page;
   pthread_mutex_lock(&c->lock);
-  id = ++c->grow_ids;
+  if (!*id) *id = ++c->grow_ids;
   pthread_mutex_unlock(&c->lock);
   for (uint64_t done = 0; done < need; done += got) {
     uint64_t left = need - done, least = single ? page : vm_round_up(left < slab ? left : slab, chunk);
-    int err = grow_once(c, p, slab, least < slab ? least : slab, page, id, &got);
+    int err = grow_once(c, p, slab, least < slab ? least : slab, page, *id, &got);
     /* The limit may leave less than a chunk: then take exactly what is wanted. */
     if (err == -ENOMEM && !single && vm_round_up(left, page) < least)
-      err = grow_once(c, p, vm_round_up(left, page), page, page, id, &got);
+      err = grow_once(c, p, vm_round_up(left, page), page, page, *id, &got);
     if (err) {
-      struct vm_slab *list;
       struct vmem_error why;
       vm_error_save(&why);
-      pthread_mutex_lock(&c->lock);
-      list = unlink_empty(c, 0, id);
-      pthread_mutex_unlock(&c->lock);
-      destroy_list(c, list);
+      vm_pool_undo_grow(c, *id);
       vm_error_restore(&why);
       return err;
     }

@@ -262,13 +262,13 @@ static struct vm_job *next_job(struct vm_ctx *c, bool *waiting) {
 }
 
 static void keep_low_watermark(struct vm_ctx *c) {
-  uint64_t units = vm_units(c, c->opts.pool_low), have;
+  uint64_t units = vm_units(c, c->opts.pool_low), have, id = 0;
   if (!units) return;
   pthread_mutex_lock(&c->lock);
   have = c->pools[0].free_units;
   pthread_mutex_unlock(&c->lock);
   /* Failure is no error here: whoever needs the memory will meet it. */
-  if (have < units) vm_pool_grow(c, &c->pools[0], units - have, 1, 1);
+  if (have < units) vm_pool_grow(c, &c->pools[0], units - have, 1, 1, &id);
 }
 
 static void *thread(void *arg) {

@@ -125,6 +125,24 @@ static void limit(void) {
   OK(vmem_close(vm));
 }
 
+/* Slabs made for a batch that then fails are not kept. */
+static void failed_batches_leave_no_slabs(void) {
+  vmem_t vm = open_with(0, VMEM_KEEP_ALL, MIB(2));
+  uint64_t va;
+  struct vmem_op ops[2] = {{.op = VMEM_OP_POPULATE, .bytes = MIB(6)}, {.op = VMEM_OP_UNMAP, .bytes = PAGE}};
+  OK(vMemReserve(vm, MIB(16), NULL, &va));
+  ops[0].addr = va;
+  ops[1].addr = va + MIB(8);
+  EQ(vmem_batch(vm, ops, 2, NULL, 0), -EFAULT);
+  EQ(stats_of(vm).slab_bytes, 0);
+  OK(vmem_inject(vm, VMEM_INJECT_MAP, 0, 1, EIO));
+  EQ(vmem_batch(vm, ops, 1, NULL, 0), -EIO);
+  EQ(stats_of(vm).slab_bytes, 0);
+  OK(vmem_batch(vm, ops, 1, NULL, 0));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
 static uint64_t seed = 88172645463325252ull;
 static uint32_t rnd(uint32_t n) {
   seed ^= seed << 13;
@@ -177,4 +195,4 @@ static void random_walk(void) {
 }
 
 MAIN(TEST(one_run_is_one_call), TEST(fragments_are_used), TEST(alignment_and_shortage), TEST(spread_keeps_neighbours),
-     TEST(spread_yields_when_short), TEST(watermarks_and_trim), TEST(limit), TEST(random_walk))
+     TEST(spread_yields_when_short), TEST(watermarks_and_trim), TEST(limit), TEST(failed_batches_leave_no_slabs), TEST(random_walk))

@@ -1,0 +1,204 @@
+/* SPDX-License-Identifier: MIT */
+/* Physical pages and the handles to them: vMemCreate, vMemRelease, vmem_drop, vmem_retain. */
+#include <stdlib.h>
+
+#include "internal.h"
+
+static struct vm_run *add_run(struct vm_ctx *c, struct vm_run *runs, uint32_t *n, struct vm_run r) {
+  if (*n && runs[*n - 1].slab == r.slab && runs[*n - 1].unit + runs[*n - 1].n == r.unit) {
+    runs[*n - 1].n += r.n;
+    return runs;
+  }
+  if (!(*n & (*n - 1))) { /* capacity: the next power of two */
+    struct vm_run *v = vm_realloc(c, runs, *n ? 2 * (size_t)*n : 1, sizeof(*runs));
+    if (!v) return NULL;
+    runs = v;
+  }
+  runs[(*n)++] = r;
+  return runs;
+}
+
+static void put_runs(struct vm_ctx *c, struct vm_run *runs, uint32_t n) {
+  for (uint32_t i = 0; i < n; i++) vm_units_put(c, runs[i].slab, runs[i].unit, runs[i].n);
+  free(runs);
+}
+
+/* Lock held. -ENOMEM with *missing = units that the pool lacks (0: the heap is short). */
+static int take_runs(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint32_t align, struct vm_run **out,
+                     uint32_t *nout, uint64_t *missing) {
+  struct vm_run *runs = NULL, *v;
+  struct vm_place place = {0};
+  struct vm_pte left = {0};
+  uint32_t n = 0;
+  *missing = 0;
+  while (units) {
+    struct vm_run r = vm_pool_take(c, p, units, align, &place);
+    if (!r.n) *missing = units;
+    if (!r.n || !(v = add_run(c, runs, &n, r))) {
+      if (r.n) vm_units_put(c, r.slab, r.unit, r.n);
+      put_runs(c, runs, n);
+      return -ENOMEM;
+    }
+    runs = v;
+    units -= r.n;
+    left = (struct vm_pte){.slab = r.slab->index, .unit = r.unit + r.n - 1};
+    place.left = &left;
+  }
+  *out = runs;
+  *nout = n;
+  return 0;
+}
+
+static int check_create(struct vm_ctx *c, uint64_t size, struct vmem_create_opts *o) {
+  int err;
+  if (o->flags & ~VMEM_CREATE_DIRTY || o->reserved)
+    return vm_fail(-EINVAL, "bad flags 0x%x or reserved field", o->flags);
+  if ((err = vm_page_size(c, &o->page_size))) return err;
+  if (!size || size & (o->page_size - 1))
+    return vm_fail_at(-EINVAL, 0, size, o->page_size, "size %llu is no positive multiple of the page size %llu",
+                      (unsigned long long)size, (unsigned long long)o->page_size);
+  return 0;
+}
+
+VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts *opts, vmem_handle *handle) {
+  int err;
+  struct vm_ctx *c = vm_get(vm, "vMemCreate", &err);
+  struct vmem_create_opts o;
+  struct vm_pool *pool = NULL;
+  uint64_t grow_id = 0;
+  if (!c) return err;
+  if (!handle) err = vm_fail(-EINVAL, "NULL argument");
+  else if (!(err = vm_copy_in(&o, sizeof(o), opts, "vmem_create_opts")) && !(err = check_create(c, size, &o)))
+    pool = vm_pool_of(c, o.location, o.device, &err);
+  while (pool) {
+    uint32_t align = (uint32_t)vm_units(c, o.page_size), n = 0;
+    uint64_t missing = 0, units = vm_units(c, size);
+    struct vm_run *runs = NULL;
+    struct vm_hdl *h;
+    pthread_mutex_lock(&c->lock);
+    if (pool->free_units < units)
+      missing = units - pool->free_units, err = -ENOMEM;
+    else
+      err = take_runs(c, pool, units, align, &runs, &n, &missing);
+    if (!err) {
+      if ((h = vm_hdl_new(c, handle))) {
+        h->bytes = size;
+        h->page_size = o.page_size;
+        h->location = o.location;
+        h->device = pool->device;
+        h->dirty_ok = o.flags & VMEM_CREATE_DIRTY;
+        h->runs = runs;
+        h->nruns = n;
+      } else {
+        put_runs(c, runs, n);
+        err = -ENOMEM;
+      }
+    }
+    pthread_mutex_unlock(&c->lock);
+    if (err && !missing) {
+      struct vmem_error why;
+      vm_error_save(&why);
+      vm_pool_undo_grow(c, grow_id);
+      vm_error_restore(&why);
+    }
+    if (!err || !missing || (err = vm_pool_grow(c, pool, missing, units, align, &grow_id))) break;
+  }
+  vm_put(c);
+  return err;
+}
+
+VMEM_API int vmem_drop(vmem_t vm, vmem_handle handle) {
+  int err = 0;
+  struct vm_ctx *c = vm_get(vm, "vmem_drop", &err);
+  struct vm_hdl *h;
+  if (!c) return err;
+  pthread_mutex_lock(&c->lock);
+  if ((h = vm_hdl_find(c, handle, &err))) {
+    if (h->busy)
+      err = vm_fail(-EBUSY, "another call is releasing the handle");
+    else
+      vm_hdl_drop(c, h);
+  }
+  pthread_mutex_unlock(&c->lock);
+  if (!err) vm_pool_trim(c, c->opts.pool_high);
+  vm_put(c);
+  return err;
+}
+
+VMEM_API int vMemRelease(vmem_t vm, vmem_handle handle) {
+  int err;
+  struct vm_ctx *c = vm_get(vm, "vMemRelease", &err);
+  struct vm_plan p;
+  if (!c) return err;
+  if (!(err = vm_plan_make_release(c, handle, &p))) err = vm_plan_run(c, &p, NULL, 0, NULL);
+  vm_put(c);
+  return err;
+}
+
+VMEM_API int vmem_retain(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle *handle) {
+  int err = 0;
+  struct vm_ctx *c = vm_get(vm, "vmem_retain", &err);
+  struct vm_space *s;
+  struct vm_run *runs = NULL;
+  struct vm_hdl *h;
+  struct vm_pool *pool = NULL;
+  uint32_t n = 0;
+  if (!c) return err;
+  pthread_mutex_lock(&c->lock);
+  s = handle ? vm_space_range(c, addr, bytes, c->granule, &err) : NULL;
+  if (!handle) err = vm_fail(-EINVAL, "NULL argument");
+  for (uint64_t a = addr; s && !err && a < addr + bytes; a += c->granule) {
+    struct vm_pte *p = vm_pte(c, s, a);
+    struct vm_run *v;
+    if (!p || (p->flags & (PTE_MAPPED | PTE_BUSY)) != PTE_MAPPED)
+      err = p && p->flags & PTE_BUSY
+                ? vm_fail_at(-EBUSY, a, c->granule, 0, "0x%llx is being changed by another call", (unsigned long long)a)
+                : vm_fail_at(-EFAULT, a, c->granule, 0, "nothing is mapped at 0x%llx", (unsigned long long)a);
+    else if (pool && c->slabs[p->slab]->pool != pool)
+      err = vm_fail_at(-EINVAL, a, c->granule, 0, "the pages lie in different locations");
+    else if (!(v = add_run(c, runs, &n, (struct vm_run){c->slabs[p->slab], p->unit, 1})))
+      err = -ENOMEM;
+    else {
+      runs = v;
+      runs[n - 1].slab->refs[p->unit]++;
+      pool = runs[n - 1].slab->pool;
+    }
+  }
+  if (s && !err) {
+    if ((h = vm_hdl_new(c, handle))) {
+      h->bytes = bytes;
+      h->page_size = c->granule;
+      h->location = pool->location;
+      h->device = pool->device;
+      h->runs = runs;
+      h->nruns = n;
+    } else {
+      err = -ENOMEM;
+    }
+  }
+  if (err) put_runs(c, runs, n);
+  pthread_mutex_unlock(&c->lock);
+  vm_put(c);
+  return err;
+}
+
+VMEM_API int vmem_handle_query(vmem_t vm, vmem_handle handle, struct vmem_handle_info *info) {
+  int err = 0;
+  struct vm_ctx *c = vm_get(vm, "vmem_handle_query", &err);
+  struct vmem_handle_info r = {.size = sizeof(r)};
+  struct vm_hdl *h;
+  if (!c) return err;
+  pthread_mutex_lock(&c->lock);
+  if ((h = vm_hdl_find(c, handle, &err))) {
+    r.bytes = h->bytes;
+    r.page_size = h->page_size;
+    r.runs = h->nruns;
+    r.mappings = h->mappings;
+    r.location = h->location;
+    r.device = h->device;
+  }
+  pthread_mutex_unlock(&c->lock);
+  if (!err) err = vm_copy_out(info, &r, sizeof(r), "vmem_handle_info");
+  vm_put(c);
+  return err;
+}

@@ -1,0 +1,201 @@
+/* SPDX-License-Identifier: MIT */
+/* Reservations: vMemReserve, vMemFree, and what is asked about an address. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+static int space_insert(struct vm_ctx *c, struct vm_space *s) {
+  size_t i;
+  if (c->nspaces >= c->cap_spaces) {
+    size_t cap = c->cap_spaces ? 2 * c->cap_spaces : 16;
+    struct vm_space **v = vm_realloc(c, c->spaces, cap, sizeof(*v));
+    if (!v) return -ENOMEM;
+    c->spaces = v;
+    c->cap_spaces = cap;
+  }
+  for (i = c->nspaces; i && c->spaces[i - 1]->base > s->base; i--) c->spaces[i] = c->spaces[i - 1];
+  c->spaces[i] = s;
+  c->nspaces++;
+  c->reserved_bytes += s->bytes;
+  c->segments += s->segments;
+  return 0;
+}
+
+static int check_reserve(struct vm_ctx *c, uint64_t size, struct vmem_reserve_opts *o) {
+  const uint32_t both = VMEM_RESERVE_VISIBLE | VMEM_RESERVE_PLAIN, known = both | VMEM_RESERVE_SPARSE | VMEM_RESERVE_FORCE;
+  uint64_t least = c->granule > 2u << 20 ? c->granule : 2u << 20;
+  if (!size || size & (c->granule - 1))
+    return vm_fail_at(-EINVAL, 0, size, c->granule, "size %llu is no positive multiple of the granule %llu",
+                      (unsigned long long)size, (unsigned long long)c->granule);
+  if (size > 1ull << 56)
+    return vm_fail_at(-ENOMEM, 0, size, 1ull << 56, "%llu bytes are more than any address space has", (unsigned long long)size);
+  if (o->flags & ~known || o->reserved || (o->flags & both) == both)
+    return vm_fail(-EINVAL, "bad flags 0x%x or reserved field", o->flags);
+  if (!o->align) o->align = least;
+  if (!vm_is_pow2(o->align) || o->align > 1ull << 46)
+    return vm_fail_at(-EINVAL, 0, o->align, 0, "alignment %llu is no power of two up to 64 TiB", (unsigned long long)o->align);
+  if (o->align < c->granule) o->align = c->granule;
+  if ((o->flags & VMEM_RESERVE_SPARSE) && !(c->info.pub.caps & VMEM_CAP_SPARSE))
+    return vm_fail(-EOPNOTSUPP, "back end %s has no sparse reservations", c->be->name);
+  if ((o->flags & VMEM_RESERVE_VISIBLE) && !(c->info.pub.caps & VMEM_CAP_VISIBLE))
+    return vm_fail(-EOPNOTSUPP, "back end %s has no visible reservations", c->be->name);
+  if ((o->flags & VMEM_RESERVE_PLAIN) && !(c->info.pub.caps & VMEM_CAP_PLAIN))
+    return vm_fail(-EOPNOTSUPP, "back end %s has no plain reservations", c->be->name);
+  return 0;
+}
+
+VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opts *opts, uint64_t *addr) {
+  int err;
+  struct vm_ctx *c = vm_get(vm, "vMemReserve", &err);
+  struct vmem_reserve_opts o;
+  struct vm_space *s = NULL;
+  if (!c) return err;
+  if (!addr) err = vm_fail(-EINVAL, "NULL argument");
+  else if (!(err = vm_copy_in(&o, sizeof(o), opts, "vmem_reserve_opts"))) err = check_reserve(c, size, &o);
+  if (err) goto out;
+  err = -ENOMEM;
+  if (!(s = vm_calloc(c, 1, sizeof(*s)))) goto out;
+  s->bytes = size;
+  s->segments = 1;
+  s->nleaves = (vm_units(c, size) + LEAF_PTES - 1) / LEAF_PTES;
+  if (!(s->leaves = vm_calloc(c, s->nleaves, sizeof(*s->leaves)))) goto out;
+  if ((err = vm_drv_reserve(c, size, o.align, o.flags, &s->base, &s->kind, &s->priv))) goto out;
+  pthread_mutex_lock(&c->lock);
+  err = c->closing ? vm_fail(-EBADF, "the context is being closed") : space_insert(c, s);
+  pthread_mutex_unlock(&c->lock);
+  if (err) {
+    struct vmem_error why;
+    vm_error_save(&why);
+    vm_drv_unreserve(c, s);
+    vm_error_restore(&why);
+  } else {
+    *addr = s->base;
+  }
+out:
+  if (err && s) vm_space_destroy(s);
+  vm_put(c);
+  return err;
+}
+
+static int check_free(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint32_t flags) {
+  unsigned long long base;
+  if (!s) return vm_fail_at(-ENXIO, addr, 0, 0, "0x%llx is not inside a reservation", (unsigned long long)addr);
+  base = s->base;
+  if (s->base != addr)
+    return vm_fail_at(-EINVAL, addr, 0, s->base, "0x%llx is not the start of the reservation at 0x%llx", (unsigned long long)addr, base);
+  if (s->quarantined)
+    return vm_fail_at(-ENOTRECOVERABLE, addr, s->quarantined << c->shift, 0, "the reservation at 0x%llx holds quarantined pages", base);
+  if (s->freeing || s->busy)
+    return vm_fail_at(-EBUSY, addr, s->busy << c->shift, 0, "the reservation at 0x%llx is being changed by another call", base);
+  for (struct vm_access *a = c->accesses; a; a = a->next)
+    if (a->addr >= s->base && a->addr < s->base + s->bytes)
+      return vm_fail_at(-EBUSY, a->addr, a->bytes, 0, "the reservation at 0x%llx is being read or written", base);
+  if (s->mapped && !(flags & VMEM_FREE_UNMAP))
+    return vm_fail_at(-EBUSY, addr, s->mapped << c->shift, 0, "%llu bytes are still mapped in the reservation at 0x%llx",
+                      (unsigned long long)(s->mapped << c->shift), base);
+  return 0;
+}
+
+/* Marks everything mapped in a space as about to vanish, and the space as being freed. */
+static int free_begin(struct vm_ctx *c, uint64_t addr, uint32_t flags, struct vm_plan *p, struct vm_space **out) {
+  struct vmem_op op = {.op = VMEM_OP_UNMAP, .flags = VMEM_OP_HOLES, .addr = addr};
+  struct vm_space *s;
+  int err;
+  memset(p, 0, sizeof(*p));
+  pthread_mutex_lock(&c->lock);
+  s = vm_space_find(c, addr);
+  if (!(err = check_free(c, s, addr, flags))) {
+    if (s->mapped)
+      op.bytes = s->bytes;
+    else
+      s->freeing = true;
+  }
+  *out = s;
+  pthread_mutex_unlock(&c->lock);
+  if (err || !op.bytes) return err;
+  if ((err = vm_plan_make(c, &op, 1, p))) return err;
+  pthread_mutex_lock(&c->lock);
+  *out = s = vm_space_find(c, addr); /* it cannot vanish any more, but a hole may have been mapped */
+  if (s->busy == s->mapped && !s->freeing)
+    s->freeing = true;
+  else
+    err = vm_fail_at(-EBUSY, addr, s->busy << c->shift, 0, "the reservation at 0x%llx is being changed by another call",
+                     (unsigned long long)addr);
+  pthread_mutex_unlock(&c->lock);
+  if (err) {
+    vm_plan_cancel(c, p);
+    vm_fail_at(-EBUSY, addr, 0, 0, "the reservation at 0x%llx is being changed by another call", (unsigned long long)addr);
+  }
+  return err;
+}
+
+/* Takes the space out of the table. Lock held. */
+static void space_remove(struct vm_ctx *c, struct vm_space *s) {
+  size_t i = 0;
+  while (c->spaces[i] != s) i++;
+  memmove(&c->spaces[i], &c->spaces[i + 1], (--c->nspaces - i) * sizeof(*c->spaces));
+  c->reserved_bytes -= s->bytes;
+  c->segments -= s->segments;
+}
+
+VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags) {
+  int err;
+  struct vm_ctx *c = vm_get(vm, "vMemFree", &err);
+  struct vm_space *s = NULL;
+  struct vm_plan p;
+  bool at_once; /* the driver unmaps with the reservation */
+  if (!c) return err;
+  if (flags & ~VMEM_FREE_UNMAP)
+    err = vm_fail(-EINVAL, "unknown flags 0x%x", flags & ~VMEM_FREE_UNMAP);
+  else
+    err = free_begin(c, addr, flags, &p, &s);
+  if (err) goto out;
+  at_once = c->info.unreserve_unmaps || !p.unmaps.n;
+  if (at_once) {
+    if (!(err = vm_fills_finish(c)) && !(err = vm_drv_unreserve(c, s))) {
+      vm_plan_commit(c, &p);
+    } else {
+      struct vmem_error why;
+      vm_error_save(&why);
+      vm_plan_cancel(c, &p);
+      vm_error_restore(&why);
+    }
+  } else if (!(err = vm_plan_run(c, &p, NULL, 0, NULL))) {
+    err = vm_drv_unreserve(c, s);
+  }
+  pthread_mutex_lock(&c->lock);
+  s->freeing = false;
+  if (!err) space_remove(c, s);
+  pthread_mutex_unlock(&c->lock);
+  if (!err) vm_space_destroy(s);
+out:
+  vm_put(c);
+  return err;
+}
+
+VMEM_API int vmem_range_query(vmem_t vm, uint64_t addr, struct vmem_range_info *info) {
+  int err;
+  struct vm_ctx *c = vm_get(vm, "vmem_range_query", &err);
+  struct vmem_range_info r = {.size = sizeof(r)};
+  struct vm_space *s;
+  if (!c) return err;
+  pthread_mutex_lock(&c->lock);
+  s = vm_space_range(c, addr & ~(c->granule - 1), c->granule, c->granule, &err);
+  if (s) {
+    struct vm_pte *p = vm_pte(c, s, addr);
+    uint32_t f = p ? p->flags : 0;
+    r.base = s->base;
+    r.bytes = s->bytes;
+    r.mapped_bytes = s->mapped << c->shift;
+    r.segments = s->segments;
+    r.run_bytes = vm_space_run(c, s, addr & ~(c->granule - 1), s->bytes);
+    r.flags = s->kind | (f & PTE_MAPPED ? VMEM_RANGE_MAPPED : 0) | (f & PTE_READONLY ? VMEM_RANGE_READONLY : 0) |
+              (f & PTE_BUSY ? VMEM_RANGE_BUSY : 0) | (f & PTE_QUARANTINED ? VMEM_RANGE_QUARANTINED : 0);
+    err = 0;
+  }
+  pthread_mutex_unlock(&c->lock);
+  if (!err) err = vm_copy_out(info, &r, sizeof(r), "vmem_range_info");
+  vm_put(c);
+  return err;
+}
