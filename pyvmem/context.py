@@ -17,10 +17,11 @@ from typing import Any
 
 from pyvmem import _native
 from pyvmem.errors import VMemError
-from pyvmem.info import Caps, ContextInfo, Inject, Location, RangeInfo, Stats
+from pyvmem.info import Caps, ContextInfo, Location, RangeInfo, Stats
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Pages, Ticket
 from pyvmem.reservation import Reservation
+from pyvmem.space import AddressSpace
 from pyvmem.streams import after_items, device_ordinal
 
 __all__ = ["Context", "PlainReservationWarning"]
@@ -31,16 +32,13 @@ _PLAIN = _native.constant("VMEM_RESERVE_PLAIN")
 _SPARSE = _native.constant("VMEM_RESERVE_SPARSE")
 _RESERVE_FORCE = _native.constant("VMEM_RESERVE_FORCE")
 _DIRTY = _native.constant("VMEM_CREATE_DIRTY")
-_MAP_READONLY = _native.constant("VMEM_MAP_READONLY")
-# Above this, read() looks first whether the range can exist, before it takes memory for a copy.
-_LARGE_READ = 64 << 20
 
 
 class PlainReservationWarning(UserWarning):
     """A reservation became plain because no visible one fits: CUDA's own copies refuse it."""
 
 
-class Context:
+class Context(AddressSpace):
     """An open back end. A context manager; `close` ends it once.
 
     Every method is thread-safe and raises `BadHandle` after `close` and `ForkedProcess` in a forked
@@ -83,16 +81,9 @@ class Context:
         if devices is not None and not devices:
             _native.fail(errno.EINVAL, "devices: an empty sequence names no device", op="vmem_open")
         ordinals = tuple(device_ordinal(one) for one in (devices or (device,)))
-        self.handle = _native.open(
-            backend,
-            _FORCE if force else 0,
-            ordinals,
-            granule,
-            slab_size,
-            mem_limit,
-            pool_low,
-            pool_high,
-        )
+        flags = _FORCE if force else 0
+        sizes = (granule, slab_size, mem_limit, pool_low, pool_high)
+        self.handle = _native.open(backend, flags, ordinals, *sizes)
         self._closed = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -103,8 +94,6 @@ class Context:
         host = self._info.backend == "host"
         self.cuda_device: int | None = None if host else ordinals[0]
 
-    handle: int
-    """libvmem's context (vmem_t)."""
     cuda_device: int | None
     """CUDA ordinal that holds the pages; None on ``host``."""
 
@@ -206,30 +195,7 @@ class Context:
         """A new handle to the pages behind a range, all of which must be mapped."""
         return Pages(self, _native.retain(self.handle, addr, size), size)
 
-    def query(self, addr: int) -> RangeInfo:
-        """The reservation around an address, and the address's own state."""
-        return RangeInfo._from_c(_native.range_query(self.handle, addr))
-
-    # ---- mapping -------------------------------------------------------------------------------
-
-    def map(
-        self, addr: int, size: int, pages: Pages, offset: int = 0, *, readonly: bool = False
-    ) -> None:
-        """Maps ``pages[offset:offset + size]`` at `addr`, accessible on every device of the
-        context.
-
-        Raises:
-            AlreadyMapped, NotReserved, OutOfRange, BadHandle, InvalidArgument: nothing changed.
-        """
-        flags = _MAP_READONLY if readonly else 0
-        _native.map(self.handle, addr, size, pages.handle, offset, flags)
-
-    def unmap(self, addr: int, size: int) -> None:
-        """Unmaps a range, all of which must be mapped; may cut mappings.
-
-        No unfinished GPU work may touch it; `batch` and `submit` can wait for such work.
-        """
-        _native.unmap(self.handle, addr, size)
+    # ---- batches -------------------------------------------------------------------------------
 
     def batch(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
         """Runs the operations as one, after the work in `after`: maps, then fills, then unmaps.
@@ -280,88 +246,6 @@ class Context:
             for _ in range(2):
                 if len(kept) > 1 and _native.poll(self.handle, kept[0][0]):
                     kept.pop(0)
-
-    # ---- contents ------------------------------------------------------------------------------
-
-    def read(self, addr: int, size: int) -> bytes:
-        """Copies `size` bytes at `addr` out of the device.
-
-        Raises:
-            NotMapped: a byte is not mapped.
-        """
-        if size > _LARGE_READ:
-            info = self.query(addr)
-            if addr + size > info.base + info.nbytes:
-                _native.fail(
-                    errno.EFAULT,
-                    f"read of {size} bytes at {addr:#x}: the reservation ends after "
-                    f"{info.base + info.nbytes - addr}",
-                    op="vmem_read",
-                    addr=addr,
-                    bytes=size,
-                    limit=info.base + info.nbytes - addr,
-                )
-        buffer = _native.ffi.new("char[]", max(size, 1))
-        _native.read(self.handle, buffer, addr, size)
-        return bytes(_native.ffi.buffer(buffer, size))
-
-    def write(self, addr: int, data: Any) -> None:
-        """Copies a bytes-like object to `addr`.
-
-        Raises:
-            NotMapped: a byte is not mapped.
-            ReadOnly: a byte is mapped read-only.
-        """
-        buffer = _native.ffi.from_buffer(data)
-        _native.write(self.handle, addr, buffer, len(buffer))
-
-    def copy(self, dst: int, src: int, size: int) -> None:
-        """Copies within the context; done when the call returns."""
-        _native.copy(self.handle, dst, src, size)
-
-    def fill(self, addr: int, size: int, value: int = 0) -> None:
-        """Writes the byte `value` (0 to 255) all over a range; done when the call returns."""
-        _native.fill(self.handle, addr, size, value)
-
-    # ---- pool ----------------------------------------------------------------------------------
-
-    def warm(self, nbytes: int) -> None:
-        """Takes memory from the driver until `nbytes` are free in the device pool."""
-        _native.warm(self.handle, nbytes)
-
-    def trim(self, keep: int = 0) -> int:
-        """Gives empty slabs back while `keep` free bytes remain; returns the bytes given back."""
-        return _native.trim(self.handle, keep)
-
-    def consolidate(self, addr: int, size: int) -> int:
-        """Maps again in one piece each run that was mapped page by page; returns the driver calls.
-
-        A safe point only: no GPU work may touch the range.
-        """
-        return _native.consolidate(self.handle, addr, size)
-
-    # ---- tests ---------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Checks every internal invariant; slow.
-
-        Raises:
-            DriverError: the first contradiction.
-        """
-        _native.check(self.handle)
-
-    def inject(
-        self, kinds: Inject | int, skip: int = 0, count: int = 1, error: int = errno.EIO
-    ) -> None:
-        """Of the coming driver calls of these kinds, lets `skip` pass and fails the next `count`.
-
-        Args:
-            kinds: which calls.
-            skip: calls that pass.
-            count: calls that fail; 0 ends it.
-            error: positive errno that they fail with.
-        """
-        _native.inject(self.handle, int(kinds), skip, count, error)
 
     # ---- end -----------------------------------------------------------------------------------
 

@@ -81,12 +81,6 @@ def sizes_of_mask(mask: int) -> tuple[int, ...]:
     return tuple(1 << k for k in range(64) if mask >> k & 1)
 
 
-def text_of(chars: Any) -> str:
-    """A fixed-size char array as text."""
-    text: str = _native.ffi.string(chars).decode("utf-8", "replace")
-    return text
-
-
 @dataclass(frozen=True)
 class ContextInfo:
     """What a context is (struct vmem_info).
@@ -125,18 +119,18 @@ class ContextInfo:
         raw = [bytes(_native.ffi.buffer(info.uuid[k])) for k in range(info.num_devices)]
         uuids = tuple(f"GPU-{uuid.UUID(bytes=one)}" if any(one) else "" for one in raw)
         return cls(
-            backend=text_of(info.backend),
+            backend=_native.text_of(info.backend),
             caps=Caps(info.caps),
             granule=info.granule,
             page_sizes=sizes_of_mask(info.page_sizes),
             slab_size=info.slab_size,
             max_segments=info.max_segments,
-            driver=text_of(info.driver),
-            device_name=text_of(info.device_name),
+            driver=_native.text_of(info.driver),
+            device_name=_native.text_of(info.device_name),
             devices=devices,
             uuid=uuids[0] if uuids else "",
             uuids=uuids,
-            why=text_of(info.why),
+            why=_native.text_of(info.why),
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyvmem import _native
-from pyvmem.info import Caps, sizes_of_mask, text_of
+from pyvmem.info import Caps, sizes_of_mask
 from pyvmem.streams import device_ordinal
 
 __all__ = ["ProbeResult", "add_parser", "probe", "run"]
@@ -68,9 +68,9 @@ def probe(device: Any = 0, *, force: bool = False) -> list[ProbeResult]:
                 error_name=errno.errorcode.get(-info.error, ""),
                 caps=Caps(info.caps),
                 page_sizes=sizes_of_mask(info.page_sizes),
-                driver=text_of(info.driver),
-                device_name=text_of(info.device_name),
-                reason=text_of(info.reason),
+                driver=_native.text_of(info.driver),
+                device_name=_native.text_of(info.device_name),
+                reason=_native.text_of(info.reason),
             )
         )
     return results

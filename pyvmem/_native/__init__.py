@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: MIT
+"""The boundary to C: the only package that calls libvmem, and the only one that raises its errors.
+
+One function per function of vmem.h, with its name in snake case, plain integers for handles, and an
+exception instead of a negative errno. cffi releases the GIL in every call. Structures come back as
+they are (``Any``); the modules above turn them into typed objects.
+"""
+
+from pyvmem._native.arrays import (
+    address_of,
+    buffer_at,
+    dlpack_destructor,
+    dlpack_discard,
+    dlpack_new,
+)
+from pyvmem._native.boundary import constant, fail, text_of
+from pyvmem._native.memory import (
+    AFTER_NONE,
+    batch,
+    check,
+    consolidate,
+    copy,
+    fill,
+    inject,
+    map,
+    new_after,
+    new_ops,
+    order,
+    poll,
+    read,
+    submit,
+    trim,
+    unmap,
+    wait,
+    warm,
+    write,
+)
+from pyvmem._native.objects import (
+    backend_names,
+    close,
+    create,
+    drop,
+    free,
+    get_stats,
+    handle_query,
+    open,
+    probe,
+    query,
+    range_query,
+    release,
+    reserve,
+    retain,
+    version,
+)
+from pyvmem._vmem import ffi
+
+__all__ = [
+    "AFTER_NONE",
+    "address_of",
+    "backend_names",
+    "batch",
+    "buffer_at",
+    "check",
+    "close",
+    "consolidate",
+    "constant",
+    "copy",
+    "create",
+    "dlpack_destructor",
+    "dlpack_discard",
+    "dlpack_new",
+    "drop",
+    "fail",
+    "ffi",
+    "fill",
+    "free",
+    "get_stats",
+    "handle_query",
+    "inject",
+    "map",
+    "new_after",
+    "new_ops",
+    "open",
+    "order",
+    "poll",
+    "probe",
+    "query",
+    "range_query",
+    "read",
+    "release",
+    "reserve",
+    "retain",
+    "submit",
+    "text_of",
+    "trim",
+    "unmap",
+    "version",
+    "wait",
+    "warm",
+    "write",
+]

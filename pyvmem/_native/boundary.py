@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: MIT
+"""How calls of C are made and their errors raised.
+
+The only place where an error of libvmem becomes an exception.
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+import os
+from typing import Any, NoReturn
+
+from pyvmem._vmem import ffi, lib
+from pyvmem.errors import VMemError, error_class
+
+__all__ = [
+    "call",
+    "constant",
+    "fail",
+    "last_error",
+    "sized",
+    "text_of",
+]
+
+
+def fail(
+    errno: int, text: str, *, op: str = "", addr: int = 0, bytes: int = 0, limit: int = 0
+) -> NoReturn:
+    """Raises the error class of `errno` for a condition that was found on this side of C."""
+    raise error_class(errno, op)(text, errno=errno, op=op, addr=addr, bytes=bytes, limit=limit)
+
+
+def last_error(code: int, op: str) -> VMemError:
+    """The calling thread's last error as an exception; `code` is what the function returned."""
+    record = sized("struct vmem_error *")
+    if lib.vmem_get_error(record) != 0 or record.code != code:
+        return error_class(-code, op)(f"{op}: {os.strerror(-code)}", errno=-code, op=op)
+    name = text_of(record.op) or op
+    return error_class(-code, name)(
+        text_of(record.text) or os.strerror(-code),
+        errno=-code,
+        status=record.status,
+        status_name=text_of(record.status_name),
+        op=name,
+        addr=record.addr,
+        bytes=record.bytes,
+        limit=record.limit,
+    )
+
+
+def call(function: Any, *args: Any) -> None:
+    """Calls a function of vmem.h and raises what it reports."""
+    try:
+        code = function(*args)
+    except OverflowError as error:
+        fail(
+            _errno.EINVAL,
+            f"{function.__name__}: a number is negative or too large ({error}): "
+            f"{[arg for arg in args if isinstance(arg, int)]}",
+            op=function.__name__,
+        )
+    if code != 0:
+        raise last_error(code, function.__name__)
+
+
+def sized(declaration: str, op: str = "", **fields: Any) -> Any:
+    """A zeroed structure with its size field set, as every structure of vmem.h wants it."""
+    struct = ffi.new(declaration)
+    struct.size = ffi.sizeof(struct[0])
+    for name, value in fields.items():
+        try:
+            setattr(struct, name, value)
+        except OverflowError:
+            fail(_errno.EINVAL, f"{name} = {value}: negative or too large", op=op)
+    return struct
+
+
+def text_of(chars: Any) -> str:
+    """A C string; driver names need not be UTF-8."""
+    text: str = ffi.string(chars).decode("utf-8", "replace")
+    return text
+
+
+def constant(name: str) -> int:
+    """The value of a VMEM_ constant, as the compiler saw it."""
+    value: int = getattr(lib, name)
+    return value

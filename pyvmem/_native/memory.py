@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: MIT
+"""Mapping, batches, contents and the pool: one function per function of vmem.h."""
+
+from __future__ import annotations
+
+import errno as _errno
+from typing import Any
+
+from pyvmem._native.boundary import call, last_error
+from pyvmem._vmem import ffi, lib
+
+__all__ = [
+    "AFTER_NONE",
+    "batch",
+    "check",
+    "consolidate",
+    "copy",
+    "fill",
+    "inject",
+    "map",
+    "new_after",
+    "new_ops",
+    "order",
+    "poll",
+    "read",
+    "submit",
+    "trim",
+    "unmap",
+    "wait",
+    "warm",
+    "write",
+]
+
+AFTER_NONE: tuple[Any, int] = (ffi.NULL, 0)
+
+
+def map(vm: int, addr: int, size: int, handle: int, offset: int, flags: int) -> None:
+    """Maps a part of a handle."""
+    call(lib.vMemMap, vm, addr, size, handle, offset, flags)
+
+
+def unmap(vm: int, addr: int, size: int) -> None:
+    """Unmaps a range."""
+    call(lib.vMemUnmap, vm, addr, size)
+
+
+def new_ops(capacity: int) -> Any:
+    """A zeroed array of struct vmem_op."""
+    return ffi.new("struct vmem_op[]", capacity)
+
+
+def new_after(items: list[tuple[int, int]]) -> tuple[Any, int]:
+    """An array of struct vmem_after and its length, from (kind, handle) pairs."""
+    array = ffi.new("struct vmem_after[]", len(items))
+    for entry, (kind, handle) in zip(array, items, strict=True):
+        entry.kind = kind
+        entry.handle = handle
+    return array, len(items)
+
+
+def batch(vm: int, ops: Any, count: int, after: tuple[Any, int] = AFTER_NONE) -> None:
+    """Runs operations as one, in the calling thread."""
+    call(lib.vmem_batch, vm, ops, count, after[0], after[1])
+
+
+def submit(vm: int, ops: Any, count: int, after: tuple[Any, int] = AFTER_NONE) -> int:
+    """Gives operations to the worker; returns the ticket."""
+    out = ffi.new("vmem_ticket *")
+    code = lib.vmem_submit(vm, ops, count, after[0], after[1], out)
+    if code != 0:
+        raise last_error(code, "vmem_submit")
+    ticket: int = out[0]
+    return ticket
+
+
+def wait(vm: int, ticket: int, timeout_ns: int) -> bool:
+    """Waits; raises the batch's error, returns False when it is not finished in time."""
+    code = lib.vmem_wait(vm, ticket, timeout_ns)
+    if code == 0:
+        return True
+    if code == -_errno.ETIMEDOUT:
+        return False
+    raise last_error(code, "vmem_wait")
+
+
+def poll(vm: int, ticket: int) -> bool:
+    """Whether the batch is finished, with whatever result."""
+    code: int = lib.vmem_wait(vm, ticket, 0)
+    if code in (-_errno.EBADF, -_errno.ECHILD):
+        raise last_error(code, "vmem_wait")
+    return code != -_errno.ETIMEDOUT
+
+
+def order(vm: int, ticket: int, stream: int) -> None:
+    """Lets a stream wait for the batch's fills."""
+    call(lib.vmem_order, vm, ticket, stream)
+
+
+def read(vm: int, buffer: Any, addr: int, size: int) -> None:
+    """Copies from `addr` into a writable cdata buffer of at least `size` bytes."""
+    call(lib.vmem_read, vm, buffer, addr, size)
+
+
+def write(vm: int, addr: int, buffer: Any, size: int) -> None:
+    """Copies from a cdata buffer of at least `size` bytes to `addr`."""
+    call(lib.vmem_write, vm, addr, buffer, size)
+
+
+def copy(vm: int, dst: int, src: int, size: int) -> None:
+    """Copies between addresses of the context."""
+    call(lib.vmem_copy, vm, dst, src, size)
+
+
+def fill(vm: int, addr: int, size: int, value: int) -> None:
+    """Writes one byte all over a range."""
+    call(lib.vmem_fill, vm, addr, size, value)
+
+
+def warm(vm: int, size: int) -> None:
+    """Takes memory from the driver until so many bytes are free."""
+    call(lib.vmem_warm, vm, size)
+
+
+def trim(vm: int, keep: int) -> int:
+    """Gives empty slabs back; returns the bytes."""
+    out = ffi.new("uint64_t *")
+    call(lib.vmem_trim, vm, keep, out)
+    freed: int = out[0]
+    return freed
+
+
+def consolidate(vm: int, addr: int, size: int) -> int:
+    """Maps runs again in one piece; returns the driver calls."""
+    out = ffi.new("uint64_t *")
+    call(lib.vmem_consolidate, vm, addr, size, out)
+    calls: int = out[0]
+    return calls
+
+
+def inject(vm: int, kinds: int, skip: int, count: int, error: int) -> None:
+    """Makes coming driver calls fail."""
+    call(lib.vmem_inject, vm, kinds, skip, count, error)
+
+
+def check(vm: int) -> None:
+    """Checks every internal invariant."""
+    call(lib.vmem_check, vm)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: MIT
+"""Contexts, reservations and pages: one function per function of vmem.h."""
+
+from __future__ import annotations
+
+import errno as _errno
+from typing import Any
+
+from pyvmem._native.boundary import call, constant, fail, sized, text_of
+from pyvmem._vmem import ffi, lib
+
+__all__ = [
+    "backend_names",
+    "close",
+    "create",
+    "drop",
+    "free",
+    "get_stats",
+    "handle_query",
+    "open",
+    "probe",
+    "query",
+    "range_query",
+    "release",
+    "reserve",
+    "retain",
+    "version",
+]
+
+
+def version() -> str:
+    """libvmem's version."""
+    return text_of(lib.vmem_version())
+
+
+def backend_names() -> tuple[str, ...]:
+    """The back ends in the order of "auto"."""
+    names: list[str] = []
+    while (name := lib.vmem_backend_name(len(names))) != ffi.NULL:
+        names.append(text_of(name))
+    return tuple(names)
+
+
+def open(
+    backend: str,
+    flags: int,
+    devices: tuple[int, ...],
+    granule: int,
+    slab_size: int,
+    mem_limit: int,
+    pool_low: int,
+    pool_high: int,
+) -> int:
+    """Opens a context and returns it; the caller closes it."""
+    limit = constant("VMEM_MAX_DEVICES")
+    if len(devices) > limit:
+        fail(
+            _errno.EINVAL,
+            f"{len(devices)} devices; at most {limit}",
+            op="vmem_open",
+            bytes=len(devices),
+            limit=limit,
+        )
+    name = ffi.new("char[]", backend.encode())  # opts holds a borrowed pointer to it
+    opts = sized(
+        "struct vmem_open_opts *",
+        "vmem_open",
+        backend=name,
+        flags=flags,
+        num_devices=len(devices),
+        granule=granule,
+        slab_size=slab_size,
+        mem_limit=mem_limit,
+        pool_low=pool_low,
+        pool_high=pool_high,
+    )
+    try:
+        opts.devices[0 : len(devices)] = devices
+    except OverflowError:
+        fail(_errno.EINVAL, f"devices = {devices}: out of range", op="vmem_open")
+    out = ffi.new("vmem_t *")
+    call(lib.vmem_open, opts, out)
+    vm: int = out[0]
+    return vm
+
+
+def close(vm: int) -> None:
+    """Ends a context."""
+    call(lib.vmem_close, vm)
+
+
+def query(vm: int) -> Any:
+    """A struct vmem_info."""
+    info = sized("struct vmem_info *")
+    call(lib.vmem_query, vm, info)
+    return info
+
+
+def probe(backend: str, device: int, flags: int) -> Any:
+    """A struct vmem_probe_info."""
+    info = sized("struct vmem_probe_info *")
+    call(lib.vmem_probe, backend.encode(), device, flags, info)
+    return info
+
+
+def get_stats(vm: int) -> Any:
+    """A struct vmem_stats."""
+    stats = sized("struct vmem_stats *")
+    call(lib.vmem_get_stats, vm, stats)
+    return stats
+
+
+def reserve(vm: int, size: int, flags: int, align: int) -> int:
+    """The first address of a new reservation."""
+    opts = sized("struct vmem_reserve_opts *", "vMemReserve", flags=flags, align=align)
+    out = ffi.new("uint64_t *")
+    call(lib.vMemReserve, vm, size, opts, out)
+    addr: int = out[0]
+    return addr
+
+
+def free(vm: int, addr: int, flags: int) -> None:
+    """Gives a reservation back."""
+    call(lib.vMemFree, vm, addr, flags)
+
+
+def range_query(vm: int, addr: int) -> Any:
+    """A struct vmem_range_info."""
+    info = sized("struct vmem_range_info *")
+    call(lib.vmem_range_query, vm, addr, info)
+    return info
+
+
+def create(vm: int, size: int, page_size: int, location: int, device: int, flags: int) -> int:
+    """A handle to new pages."""
+    opts = sized(
+        "struct vmem_create_opts *",
+        "vMemCreate",
+        flags=flags,
+        location=location,
+        device=device,
+        page_size=page_size,
+    )
+    out = ffi.new("vmem_handle *")
+    call(lib.vMemCreate, vm, size, opts, out)
+    handle: int = out[0]
+    return handle
+
+
+def release(vm: int, handle: int) -> None:
+    """Unmaps the handle's one mapping and drops the reference."""
+    call(lib.vMemRelease, vm, handle)
+
+
+def drop(vm: int, handle: int) -> None:
+    """Drops the reference alone."""
+    call(lib.vmem_drop, vm, handle)
+
+
+def retain(vm: int, addr: int, size: int) -> int:
+    """A new handle to the pages behind a range."""
+    out = ffi.new("vmem_handle *")
+    call(lib.vmem_retain, vm, addr, size, out)
+    handle: int = out[0]
+    return handle
+
+
+def handle_query(vm: int, handle: int) -> Any:
+    """A struct vmem_handle_info."""
+    info = sized("struct vmem_handle_info *")
+    call(lib.vmem_handle_query, vm, handle, info)
+    return info

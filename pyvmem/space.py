@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: MIT
+"""What a context does at addresses: mapping, contents, the pool, checks."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+from pyvmem import _native
+from pyvmem.info import Inject, RangeInfo
+from pyvmem.pages import Pages
+
+__all__ = ["AddressSpace"]
+
+_MAP_READONLY = _native.constant("VMEM_MAP_READONLY")
+# Above this, read() looks first whether the range can exist, before it takes memory for a copy.
+_LARGE_READ = 64 << 20
+
+
+class AddressSpace:
+    """The part of `Context` that needs nothing but libvmem's context."""
+
+    handle: int
+    """libvmem's context (vmem_t)."""
+
+    def query(self, addr: int) -> RangeInfo:
+        """The reservation around an address, and the address's own state."""
+        return RangeInfo._from_c(_native.range_query(self.handle, addr))
+
+    # ---- mapping -------------------------------------------------------------------------------
+
+    def map(
+        self, addr: int, size: int, pages: Pages, offset: int = 0, *, readonly: bool = False
+    ) -> None:
+        """Maps ``pages[offset:offset + size]`` at `addr`, accessible on every device of the
+        context.
+
+        Raises:
+            AlreadyMapped, NotReserved, OutOfRange, BadHandle, InvalidArgument: nothing changed.
+        """
+        flags = _MAP_READONLY if readonly else 0
+        _native.map(self.handle, addr, size, pages.handle, offset, flags)
+
+    def unmap(self, addr: int, size: int) -> None:
+        """Unmaps a range, all of which must be mapped; may cut mappings.
+
+        No unfinished GPU work may touch it; `batch` and `submit` can wait for such work.
+        """
+        _native.unmap(self.handle, addr, size)
+
+    # ---- contents ------------------------------------------------------------------------------
+
+    def read(self, addr: int, size: int) -> bytes:
+        """Copies `size` bytes at `addr` out of the device.
+
+        Raises:
+            NotMapped: a byte is not mapped.
+        """
+        if size > _LARGE_READ:
+            info = self.query(addr)
+            if addr + size > info.base + info.nbytes:
+                _native.fail(
+                    errno.EFAULT,
+                    f"read of {size} bytes at {addr:#x}: the reservation ends after "
+                    f"{info.base + info.nbytes - addr}",
+                    op="vmem_read",
+                    addr=addr,
+                    bytes=size,
+                    limit=info.base + info.nbytes - addr,
+                )
+        buffer = _native.ffi.new("char[]", max(size, 1))
+        _native.read(self.handle, buffer, addr, size)
+        return bytes(_native.ffi.buffer(buffer, size))
+
+    def write(self, addr: int, data: Any) -> None:
+        """Copies a bytes-like object to `addr`.
+
+        Raises:
+            NotMapped: a byte is not mapped.
+            ReadOnly: a byte is mapped read-only.
+        """
+        buffer = _native.ffi.from_buffer(data)
+        _native.write(self.handle, addr, buffer, len(buffer))
+
+    def copy(self, dst: int, src: int, size: int) -> None:
+        """Copies within the context; done when the call returns."""
+        _native.copy(self.handle, dst, src, size)
+
+    def fill(self, addr: int, size: int, value: int = 0) -> None:
+        """Writes the byte `value` (0 to 255) all over a range; done when the call returns."""
+        _native.fill(self.handle, addr, size, value)
+
+    # ---- pool ----------------------------------------------------------------------------------
+
+    def warm(self, nbytes: int) -> None:
+        """Takes memory from the driver until `nbytes` are free in the device pool."""
+        _native.warm(self.handle, nbytes)
+
+    def trim(self, keep: int = 0) -> int:
+        """Gives empty slabs back while `keep` free bytes remain; returns the bytes given back."""
+        return _native.trim(self.handle, keep)
+
+    def consolidate(self, addr: int, size: int) -> int:
+        """Maps again in one piece each run that was mapped page by page; returns the driver calls.
+
+        A safe point only: no GPU work may touch the range.
+        """
+        return _native.consolidate(self.handle, addr, size)
+
+    # ---- tests ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Checks every internal invariant; slow.
+
+        Raises:
+            DriverError: the first contradiction.
+        """
+        _native.check(self.handle)
+
+    def inject(
+        self, kinds: Inject | int, skip: int = 0, count: int = 1, error: int = errno.EIO
+    ) -> None:
+        """Of the coming driver calls of these kinds, lets `skip` pass and fails the next `count`.
+
+        Args:
+            kinds: which calls.
+            skip: calls that pass.
+            count: calls that fail; 0 ends it.
+            error: positive errno that they fail with.
+        """
+        _native.inject(self.handle, int(kinds), skip, count, error)
