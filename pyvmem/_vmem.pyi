@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-# The extension module that cffi generates: its types live in C, so Python sees Any. Only _native.py
-# and the struct writers beside it may import it.
+# The extension module that cffi generates: its types live in C, so Python sees Any. Only the
+# package _native and the benchmark's timing loops import it.
 from typing import Any
 
 ffi: Any
