@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: MIT
+"""Description: a KVCache beside kernels that really run: order, zeros, mapping under load.
+
+Needs a CUDA device, torch, and a back end (cuda, stock) that its probe proves; skipped otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import pyvmem
+from pyvmem import Context, KVCache, KVCacheConfig
+
+torch = pytest.importorskip("torch")
+BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
+pytestmark = [
+    pytest.mark.needs_tensors,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
+]
+
+LONG_MS = 120.0
+ROWS = 16  # in a page
+LAYERS = 2
+TENSORS = 2 * LAYERS
+
+
+@pytest.fixture(params=BACKENDS)
+def context(request: pytest.FixtureRequest) -> Iterator[Context]:
+    with Context(request.param) as ctx:
+        yield ctx
+        torch.cuda.synchronize()
+        ctx.check()
+
+
+def make(context: Context, pages: int, **changes: Any) -> KVCache:
+    """float64 rows, so that long sums are exact; memory for `pages` pages per tensor."""
+    page = context.info.granule
+    values: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "num_kv_heads": page // (ROWS * 64 * 8),
+        "head_dim": 64,
+        "dtype": "float64",
+        "max_batch": 2,
+        "max_seq_len": 8 * ROWS,
+        "memory_limit": pages * TENSORS * page,
+        "low_watermark": 0.0,
+    }
+    return KVCache(KVCacheConfig(**{**values, **changes}), context)
+
+
+def read_often(rows: Any, times: int) -> Any:
+    """One kernel that reads the same rows again and again and adds them up."""
+    return rows.expand(times, *rows.shape).sum(dim=0)
+
+
+def times_for(rows: Any, stream: Any) -> int:
+    """How often the rows must be read for the kernel to take LONG_MS."""
+    times = 64
+    while True:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream):
+            start.record(stream)
+            read_often(rows, times)
+            end.record(stream)
+        end.synchronize()
+        if start.elapsed_time(end) >= LONG_MS:
+            return times
+        times *= 2
+
+
+def start_long_read(cache: KVCache, reqid: int, length: int, stream: Any) -> tuple[Any, Any]:
+    """Fills a slot with known rows and starts a long kernel that reads them: (result, expected)."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        values = torch.arange(length, device="cuda", dtype=torch.float64)[:, None, None] + 1
+        for layer in range(LAYERS):
+            cache.k(layer)[reqid, :length] = values
+            cache.v(layer)[reqid, :length] = -values
+    stream.synchronize()
+    rows = cache.v(LAYERS - 1)[reqid, :length]
+    times = times_for(rows, stream)
+    expected = rows.clone() * times
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        return read_often(rows, times), expected
+
+
+def spoil(cache: KVCache, reqid: int, length: int) -> None:
+    """Writes NaN on the current stream."""
+    for layer in range(LAYERS):
+        cache.k(layer)[reqid, :length] = float("nan")
+        cache.v(layer)[reqid, :length] = float("nan")
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_pages_are_reclaimed_and_reused_under_a_running_kernel(
+    context: Context, deferred: bool
+) -> None:
+    """Memory for one request alone: the next one gets the pages that the kernel still reads."""
+    reader, writer = torch.cuda.Stream(), torch.cuda.Stream()
+    length = 6 * ROWS
+    with make(context, 6, deferred_reclaim=deferred) as cache:
+        first, second = cache.alloc_reqid(), cache.alloc_reqid()
+        assert (first, second) == (0, 1)
+        assert cache.step([length, 0]) == 0
+        result, expected = start_long_read(cache, 0, length, reader)
+        cache.free_reqid(0, reader)
+        with torch.cuda.stream(writer):
+            assert cache.step([0, length], writer) == 0
+            assert not torch.count_nonzero(cache.k(0)[1, :length])
+            spoil(cache, 1, length)
+        torch.cuda.synchronize()
+        assert torch.equal(result, expected)
+        assert cache.stats().reclaimed_pages == 6 * TENSORS
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("zero_fill", [True, False])
+def test_a_slot_is_handed_over_under_a_running_kernel(
+    context: Context, ahead: bool, zero_fill: bool
+) -> None:
+    reader, writer = torch.cuda.Stream(), torch.cuda.Stream()
+    length = 6 * ROWS
+    with make(context, 8, max_batch=1, zero_fill=zero_fill) as cache:
+        cache.alloc_reqid()
+        assert cache.step([length]) == 0
+        result, expected = start_long_read(cache, 0, length, reader)
+        cache.free_reqid(0, reader)
+        assert cache.alloc_reqid() == 0
+        with torch.cuda.stream(writer):
+            if ahead:
+                assert cache.step_async([length + ROWS], writer) == 0
+            assert cache.step([length + ROWS], writer) == 0
+            if zero_fill:
+                assert not torch.count_nonzero(cache.v(1)[0, : length + ROWS])
+            spoil(cache, 0, length)
+        torch.cuda.synchronize()
+        assert torch.equal(result, expected)
+        cache.check_integrity()
+
+
+def test_later_work_on_the_stream_does_not_hold_up_reclaim(context: Context) -> None:
+    stream = torch.cuda.Stream()
+    with make(context, 8) as other:
+        other.alloc_reqid()
+        assert other.step([8 * ROWS, 0]) == 0
+        with make(context, 6) as cache:
+            cache.alloc_reqid()
+            cache.alloc_reqid()
+            assert cache.step([6 * ROWS, 0]) == 0
+            cache.free_reqid(0, stream)
+            result, expected = start_long_read(other, 0, 8 * ROWS, stream)
+            assert cache.step([0, 6 * ROWS]) == 0
+            assert not stream.query(), "the long kernel had not begun when the slot was freed"
+            torch.cuda.synchronize()
+            assert torch.equal(result, expected)
+
+
+def test_nan_is_not_handed_on_to_an_over_reading_kernel(context: Context) -> None:
+    """Weights are 0 past the length, and 0 times NaN is NaN: the tile's tail must be finite."""
+    tile = 2 * ROWS
+    with make(context, 8, overread_rows=tile) as cache:
+        cache.alloc_reqid()
+        assert cache.step([8 * ROWS, 0]) == 0
+        spoil(cache, 0, 8 * ROWS)
+        cache.free_reqid(0)
+        for reqid in (cache.alloc_reqid(ROWS + 1), cache.alloc_reqid(ROWS + 1)):
+            assert reqid is not None
+            numbers = [0, 0]
+            numbers[reqid] = length = ROWS + 1
+            assert cache.step(numbers) == 0
+            for layer in range(LAYERS):
+                cache.v(layer)[reqid, :length] = 1.0
+            weights = torch.zeros(length + tile, device="cuda", dtype=torch.float64)
+            weights[:length] = 1.0 / length
+            for layer in range(LAYERS):
+                out = torch.einsum("r,rhd->hd", weights, cache.v(layer)[reqid, : length + tile])
+                assert torch.allclose(out, torch.ones_like(out))
+            spoil(cache, reqid, length)
+            cache.free_reqid(reqid)
+
+
+def test_step_async_while_the_gpu_is_busy(context: Context) -> None:
+    """Growth by single rows under a queue of long kernels; nothing that is written is lost."""
+    busy, work = torch.cuda.Stream(), torch.cuda.Stream()
+    matrix = torch.randn(2048, 2048, device="cuda")
+    with make(context, 16) as cache:
+        cache.alloc_reqid()
+        cache.alloc_reqid()
+        for length in range(1, 8 * ROWS + 1):
+            with torch.cuda.stream(busy):
+                for _ in range(4):
+                    matrix = torch.tanh(matrix @ matrix)
+            with torch.cuda.stream(work):
+                assert cache.step([length, length], work) == 0
+                for reqid in range(2):
+                    for layer in range(LAYERS):
+                        cache.k(layer)[reqid, length - 1] = length + reqid
+                        cache.v(layer)[reqid, length - 1] = -length - reqid
+                if length < 8 * ROWS:
+                    assert cache.step_async([length + 1, length + 1], work) == 0
+        torch.cuda.synchronize()
+        want = torch.arange(1, 8 * ROWS + 1, device="cuda", dtype=torch.float64)[:, None, None]
+        for reqid in range(2):
+            for layer in range(LAYERS):
+                assert bool((cache.k(layer)[reqid] == want + reqid).all())
+                assert bool((cache.v(layer)[reqid] == -want - reqid).all())
+        stats = cache.stats()
+        assert stats.grown_pages == 2 * 8 * TENSORS
+        cache.check_integrity()
+
+
+def test_memory_goes_back_to_the_device(context: Context) -> None:
+    with make(context, 16) as cache:
+        cache.alloc_reqid()
+        assert cache.step([8 * ROWS, 0]) == 0
+        spoil(cache, 0, 8 * ROWS)
+    assert context.stats().used_bytes == 0

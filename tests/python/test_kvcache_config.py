@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: MIT
+"""Description: KVCacheConfig and the arithmetic of the layout: limits, errors, and no memory."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from kvcache_helpers import small_config
+
+from pyvmem import Context, InvalidArgument, KVCache, KVCacheConfig
+from pyvmem.kvcache.layout import Layout
+
+GOOD: dict[str, Any] = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"num_layers": 0}, "num_layers is 0; it must lie between 1 and 16384"),
+        ({"num_layers": -3}, "num_layers is -3"),
+        ({"num_layers": 2.5}, "num_layers must be a whole number, not 2.5"),
+        ({"num_kv_heads": 10**9}, "num_kv_heads is 1000000000; it must lie between 1 and 65536"),
+        ({"num_kv_heads": 0}, "num_kv_heads is 0"),
+        ({"head_dim": 1 << 62}, "head_dim is 4611686018427387904"),
+        ({"head_dim": None}, "head_dim must be a whole number, not None"),
+        ({"dtype": "float3"}, "dtype 'float3' is not one of float64, float32"),
+        ({"dtype": torch.complex64}, "dtype 'complex64' is not one of"),
+        ({"dtype": None}, "dtype 'None'"),
+        ({"max_batch": 0}, "max_batch is 0; it must lie between 1 and 65536"),
+        ({"max_seq_len": 0}, "max_seq_len is 0"),
+        ({"max_seq_len": 1 << 40}, "max_seq_len is 1099511627776; it must lie between 1 and"),
+        ({"group_size": 3}, "group_size 3 does not divide num_layers 4"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"group_size": 8}, "group_size 8 does not divide num_layers 4"),
+        ({"page_size": 5000}, "page_size 5000 is not a power of two"),
+        ({"page_size": -4096}, "page_size is -4096"),
+        ({"memory_limit": -1}, "memory_limit is -1"),
+        ({"low_watermark": 1.5}, "low_watermark is 1.5; it must lie between 0 and 1"),
+        ({"low_watermark": float("nan")}, "low_watermark is nan"),
+        ({"low_watermark": "much"}, "low_watermark must be a number, not 'much'"),
+        ({"overread_rows": -1}, "overread_rows is -1"),
+        ({"eager_pages": -1}, "eager_pages is -1"),
+        ({"reclaim_steps": -1}, "reclaim_steps is -1"),
+    ],
+)
+def test_absurd_parameters(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        KVCacheConfig(**{**GOOD, **changes})
+    assert str(caught.value).startswith(text) or text in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.errno_name == "EINVAL"
+
+
+def test_defaults_and_types() -> None:
+    config = KVCacheConfig(**GOOD, dtype=torch.bfloat16)
+    assert config.dtype == "bfloat16"
+    assert config.itemsize == 2
+    assert (config.zero_fill, config.deferred_reclaim, config.group_size) == (True, True, 1)
+    assert config == KVCacheConfig(**GOOD, dtype="bfloat16")
+    with pytest.raises(FrozenInstanceError):
+        config.num_layers = 5  # type: ignore[misc]
+
+
+# ---- against a context --------------------------------------------------------------------------
+
+
+def test_a_page_size_that_the_context_lacks(context: Context) -> None:
+    size = context.info.granule // 2
+    before = context.stats()
+    with pytest.raises(InvalidArgument, match=f"page_size {size} is none of this context's"):
+        KVCache(small_config(context.info.granule, page_size=size), context)
+    assert context.stats() == before
+
+
+def test_a_memory_limit_below_one_page_in_every_tensor(context: Context) -> None:
+    page = context.info.granule
+    before = context.stats()
+    with pytest.raises(InvalidArgument, match="is less than one page of") as caught:
+        KVCache(small_config(page, memory_limit=4 * page - 1), context)
+    assert caught.value.limit == 4 * page
+    assert context.stats() == before
+    KVCache(small_config(page, memory_limit=4 * page), context).close()
+
+
+def test_more_addresses_than_a_process_has(context: Context) -> None:
+    before = context.stats()
+    with pytest.raises(InvalidArgument, match="bytes of addresses; a process has") as caught:
+        KVCache(
+            KVCacheConfig(1 << 14, 1 << 16, 1 << 16, "float64", 1 << 16, 1 << 30, group_size=1),
+            context,
+        )
+    assert caught.value.bytes > caught.value.limit == 1 << 47
+    assert context.stats() == before
+
+
+def test_no_memory_limit_means_what_is_there(context: Context) -> None:
+    with KVCache(small_config(context.info.granule, memory_limit=0), context) as cache:
+        assert cache.stats().total_pages == 4 * 6 * 4, "all that the slots can hold, if so much is"
+
+
+# ---- from a model -------------------------------------------------------------------------------
+
+
+def _model(**attributes: Any) -> SimpleNamespace:
+    values = {
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "hidden_size": 576,
+        "head_dim": 64,
+        "dtype": torch.float16,
+        "max_position_embeddings": 8192,
+    }
+    return SimpleNamespace(**{**values, **attributes})
+
+
+def test_from_hf() -> None:
+    config = KVCacheConfig.from_hf(_model(), max_batch=8, group_size=30)
+    assert config == KVCacheConfig(
+        30, 3, 64, "float16", max_batch=8, max_seq_len=8192, group_size=30
+    )
+    assert KVCacheConfig.from_hf(_model(), dtype="float32", max_seq_len=100).max_seq_len == 100
+    assert KVCacheConfig.from_hf(_model(), dtype="float32").itemsize == 4
+
+
+def test_from_hf_with_less_said() -> None:
+    model = _model(num_key_value_heads=None, head_dim=None)
+    config = KVCacheConfig.from_hf(model)
+    assert (config.num_kv_heads, config.head_dim) == (9, 64)
+    old = SimpleNamespace(
+        n_layer=12, n_head=12, n_embd=768, torch_dtype="float32", n_positions=1024
+    )
+    config = KVCacheConfig.from_hf(old)
+    assert config == KVCacheConfig(12, 12, 64, "float32", max_seq_len=1024)
+
+
+def test_from_hf_takes_the_text_part() -> None:
+    whole = SimpleNamespace(get_text_config=lambda: _model(num_hidden_layers=7))
+    assert KVCacheConfig.from_hf(whole).num_layers == 7
+
+
+@pytest.mark.parametrize(
+    ("attributes", "text"),
+    [
+        ({"num_hidden_layers": None}, "no num_hidden_layers or n_layer; give num_layers yourself"),
+        ({"dtype": None}, "no dtype or torch_dtype; give dtype yourself"),
+        ({"head_dim": None, "hidden_size": 577}, "hidden size 577 is not a multiple of 9 heads"),
+        ({"head_dim": None, "num_attention_heads": 0}, "not a multiple of 0 heads"),
+    ],
+)
+def test_from_hf_with_too_little_said(attributes: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        KVCacheConfig.from_hf(_model(**attributes))
+
+
+def test_from_a_real_transformers_config() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaConfig(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=128
+    )
+    config = KVCacheConfig.from_hf(model, dtype="float32")
+    assert (config.num_layers, config.num_kv_heads, config.head_dim) == (2, 2, 32)
+    assert config.max_seq_len == model.max_position_embeddings
+
+
+# ---- layout -------------------------------------------------------------------------------------
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "num_kv_heads": st.integers(1, 40),
+        "head_dim": st.integers(1, 300),
+        "dtype": st.sampled_from(["float32", "bfloat16", "int8"]),
+        "max_batch": st.integers(1, 300),
+        "max_seq_len": st.integers(1, 20000),
+        "overread_rows": st.sampled_from([0, 1, 191]),
+    }
+)
+
+
+@given(shape=SHAPES, log_page=st.integers(12, 21), groups=st.integers(1, 5), size=st.integers(1, 4))
+def test_layout(shape: dict[str, Any], log_page: int, groups: int, size: int) -> None:
+    page = 1 << log_page
+    config = KVCacheConfig(num_layers=groups * size, group_size=size, page_size=page, **shape)
+    layout = Layout(config, page)
+    rows = config.max_seq_len
+    assert layout.row_bytes == size * config.num_kv_heads * config.head_dim * config.itemsize
+    assert layout.slot_bytes % page == 0
+    assert rows * layout.row_bytes <= layout.slot_pages * page <= layout.slot_bytes
+    assert (layout.slot_pages - 1) * page < rows * layout.row_bytes
+    assert layout.slot_bytes <= layout.slot_pages * page * 9 // 8
+    assert layout.total_bytes == 2 * groups * config.max_batch * layout.slot_bytes
+    last = config.max_batch - 1
+    end = layout.offset(last, layout.slot_pages, 2 * groups - 1)
+    assert end <= layout.total_bytes
+    assert layout.offset(0, 0, 1) == config.max_batch * layout.slot_bytes
+
+
+@given(
+    shape=SHAPES, log_page=st.integers(12, 21), length=st.integers(0, 20000), pages=st.integers(0)
+)
+def test_pages_and_capacity_agree(
+    shape: dict[str, Any], log_page: int, length: int, pages: int
+) -> None:
+    config = KVCacheConfig(num_layers=1, **shape)
+    layout = Layout(config, 1 << log_page)
+    assume(length <= config.max_seq_len)
+    need = layout.pages_for(length)
+    covered = min(length + config.overread_rows, config.max_seq_len) if length else 0
+    assert need * layout.page_size >= covered * layout.row_bytes
+    assert need == 0 or (need - 1) * layout.page_size < covered * layout.row_bytes
+    assert layout.capacity(need) >= length
+    assert layout.capacity(0) == 0
+    pages = pages % (layout.slot_pages + 1)
+    longest = layout.capacity(pages)
+    assert layout.pages_for(longest) <= pages
+    assert longest == config.max_seq_len or layout.pages_for(longest + 1) > pages
+
+
+def test_slots_are_aligned_for_big_pages_where_it_is_cheap() -> None:
+    many = Layout(KVCacheConfig(1, 8, 128, "float16", max_seq_len=32001), 64 << 10)
+    assert many.slot_bytes % (2 << 20) == 0
+    few = Layout(KVCacheConfig(1, 1, 64, "float16", max_seq_len=512), 64 << 10)
+    assert few.slot_bytes == 64 << 10
