@@ -95,6 +95,24 @@ def check_names_used() -> list[str]:
     return problems
 
 
+def check_fields() -> list[str]:
+    """Every constant, and every field of every structure of vmem.h, is in a page of a function."""
+    header = re.sub(r"/\*.*?\*/", "", HEADER.read_text(encoding="utf-8"), flags=re.S)
+    text = " ".join(page.read_text(encoding="utf-8") for page in MAN.glob("*.3"))
+    words = set(re.findall(r"\w+", text))
+    wanted: dict[str, str] = {}
+    for struct in re.finditer(r"^struct (\w+) \{(.*?)^\};", header, re.M | re.S):
+        for line in struct[2].split(";"):
+            declarators = re.sub(r"\[[^]]*\]", "", line).split(",")
+            wanted |= {d.split()[-1].lstrip("*"): struct[1] for d in declarators if d.split()}
+    for enum in re.finditer(r"^enum (\w+) \{(.*?)\};", header, re.M | re.S):
+        wanted |= dict.fromkeys(re.findall(r"\b(VMEM_\w+)", enum[2]), enum[1])
+    macros = re.findall(r"^#define (VMEM_\w+) ", header, re.M)
+    wanted |= dict.fromkeys((m for m in macros if m != "VMEM_API"), "the macros")
+    missing = sorted(name for name in wanted if name not in words)
+    return [f"no page of section 3 has {name} of {wanted[name]}" for name in missing]
+
+
 # Environment variables of the command line, which vmem.h does not know.
 ENVIRONMENT = {"VMEM_CACHE_DIR"}
 
@@ -136,4 +154,11 @@ def check_format() -> list[str]:
     return problems
 
 
-CHECKS = [check_pages_exist, check_prototypes, check_sections, check_names_used, check_format]
+CHECKS = [
+    check_pages_exist,
+    check_prototypes,
+    check_sections,
+    check_names_used,
+    check_fields,
+    check_format,
+]
