@@ -53,7 +53,10 @@ def test_one_version() -> None:
 @needs_sources
 def test_declarations_follow_the_header() -> None:
     """A structure that changes in the header changes in what the compiler is asked to check."""
-    build = runpy.run_path(str(ROOT / "pyvmem" / "_build.py"))
+    script = ROOT / "pyvmem" / "_build.py"
+    if not script.exists():
+        pytest.skip("the build script is not beside the tests")
+    build = runpy.run_path(str(script))
     text = HEADER.read_text()
     declared = build["declarations"](text.replace("uint64_t limit;", "uint64_t limit, more;"))
     assert "uint64_t limit, more;" in declared
