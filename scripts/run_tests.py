@@ -9,6 +9,7 @@ come. Exit status 0: no stage failed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -36,7 +37,7 @@ class Session:
     """What the stages share: the options, and notes on what could not be run."""
 
     long: bool = False
-    backends: tuple[str, ...] = ()
+    backends: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
 
     def skip(self, text: str) -> None:
@@ -139,12 +140,28 @@ def python_tests(session: Session) -> None:
     call(PYTHON, "-m", "pytest", "-q", "-m", marks, "tests/python", VMEM_TEST_BACKEND="host")
 
 
+def gpu_checks(session: Session) -> None:
+    """The layouts of the driver's interface; the GPU back ends alone, where there is a GPU."""
+    build = BUILD / "gpu"
+    quiet("make", "-s", "--no-print-directory", "-C", "tests/gpu", f"OUT={build}", "all")
+    programs = [build / "abi_check", build / "backend_check"]
+    call("sh", "scripts/run_c_tests.sh", "300", "", *programs, COUNT="1")
+
+
+def usable_gpu_backends() -> list[str]:
+    """Those of stock and cuda that their probe proves."""
+    found = json.loads(quiet(VENV / "vmem", "probe", "--json"))
+    return [one["backend"] for one in found if one["usable"] and one["backend"] != "host"]
+
+
 def gpu_tests(session: Session) -> None:
-    """The same suite, and tests/gpu, on each back end of the GPU that can be used."""
-    for backend in session.backends:
-        print(f"== back end {backend}", flush=True)
-        call(VENV / "vmem", "probe")
-        call(PYTHON, "-m", "pytest", "-q", "tests/python", "tests/gpu", VMEM_TEST_BACKEND=backend)
+    """pytest on the back ends of the GPU, and the tests that need one."""
+    call(VENV / "vmem", "probe")
+    backends = session.backends or usable_gpu_backends()
+    if not backends:
+        raise Failed("no back end of a GPU can be used on this machine")
+    folders = ["tests/python", "tests/gpu"]
+    call(PYTHON, "-m", "pytest", "-q", *folders, VMEM_TEST_BACKEND=",".join(backends))
 
 
 def interpreters() -> tuple[dict[str, str], list[str]]:
@@ -208,6 +225,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "lint": lint,
     "readme": readme,
     "python": python_tests,
+    "gpu-checks": gpu_checks,
     "wheel": wheel,
     "gpu": gpu_tests,
 }
@@ -226,8 +244,8 @@ def main() -> int:
     names = options.stages or [name for name in STAGES if name != "gpu"]
     session = Session(long=options.long)
     if options.gpu is not None:
-        names = ["gpu"]
-        session.backends = tuple(options.gpu) or ("stock", "cuda")
+        names = ["gpu-checks", "gpu"]
+        session.backends = options.gpu
     results: list[str] = []
     failed = 0
     for name in names:
