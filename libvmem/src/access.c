@@ -16,10 +16,12 @@ static int begin(struct vm_ctx *c, struct vm_access *a, uint64_t addr, uint64_t 
   s = vm_space_range(c, first, last - first + c->granule, c->granule, &err);
   for (uint64_t p = first; s && !err && p <= last; p += c->granule) {
     struct vm_pte *pte = vm_pte(c, s, p);
-    if (!pte || !(pte->flags & PTE_MAPPED))
-      err = vm_fail_at(-EFAULT, p, bytes, 0, "nothing is mapped at 0x%llx", (unsigned long long)p);
-    else if (pte->flags & PTE_BUSY)
+    if (pte && pte->flags & PTE_QUARANTINED)
+      err = vm_fail_at(-ENOTRECOVERABLE, p, bytes, 0, "0x%llx is quarantined after a failed undo", (unsigned long long)p);
+    else if (pte && pte->flags & PTE_BUSY)
       err = vm_fail_at(-EBUSY, p, bytes, 0, "0x%llx is being changed by another call", (unsigned long long)p);
+    else if (!pte || !(pte->flags & PTE_MAPPED))
+      err = vm_fail_at(-EFAULT, p, bytes, 0, "nothing is mapped at 0x%llx", (unsigned long long)p);
     else if (write && pte->flags & PTE_READONLY)
       err = vm_fail_at(-EACCES, p, bytes, 0, "0x%llx is mapped read-only", (unsigned long long)p);
   }

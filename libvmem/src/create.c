@@ -89,6 +89,7 @@ VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts 
         h->dirty_ok = o.flags & VMEM_CREATE_DIRTY;
         h->runs = runs;
         h->nruns = n;
+        vm_note_peaks(c);
       } else {
         put_runs(c, runs, n);
         err = -ENOMEM;

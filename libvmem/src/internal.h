@@ -335,6 +335,11 @@ void vm_worker_wake(struct vm_ctx *c);
 int vm_fills_finish(struct vm_ctx *c); /* waits for every fill in flight; lock not held */
 
 static inline uint64_t vm_units(const struct vm_ctx *c, uint64_t bytes) { return bytes >> c->shift; }
+/* Called where a success becomes final, so that what a failed call took for a while does not count. */
+static inline void vm_note_peaks(struct vm_ctx *c) {
+  if (c->mapped_units > c->peak_mapped_units) c->peak_mapped_units = c->mapped_units;
+  if (c->used_units > c->peak_used_units) c->peak_used_units = c->used_units;
+}
 /* Marks a mapped pte as the first of a driver call, or not. */
 static inline void vm_set_call(struct vm_ctx *c, struct vm_pte *p, bool first) {
   if (first && !(p->flags & PTE_CALL)) c->mappings++;

@@ -228,7 +228,6 @@ static void commit_map(struct vm_ctx *c, struct vm_piece *piece) {
   s->mapped += units;
   s->busy -= units;
   c->mapped_units += units;
-  if (c->mapped_units > c->peak_mapped_units) c->peak_mapped_units = c->mapped_units;
   if (piece->handle) c->hdls[piece->handle].pending--;
 }
 
@@ -236,6 +235,7 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   size_t i;
   pthread_mutex_lock(&c->lock);
   for (i = 0; i < p->mapped.n; i++) commit_map(c, AT(p->mapped, struct vm_piece, i));
+  vm_note_peaks(c);
   for (i = 0; i < p->fills.n; i++) {
     struct vm_piece *piece = AT(p->fills, struct vm_piece, i);
     for (uint64_t a = piece->addr; a < piece->addr + piece->bytes; a += c->granule)

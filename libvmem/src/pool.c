@@ -116,7 +116,6 @@ static struct vm_run take_units(struct vm_ctx *c, struct vm_slab *s, uint32_t un
   s->free_units -= n;
   s->pool->free_units -= n;
   c->used_units += n;
-  if (c->used_units > c->peak_used_units) c->peak_used_units = c->used_units;
   chunks_account(c, s, unit, n, false);
   set_max_run(s, s->max_run);
   return (struct vm_run){s, unit, n};

@@ -51,10 +51,12 @@ VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const s
   job->gpu_waits = vm_plan_only_fills(&job->plan);
   pthread_mutex_lock(&c->lock);
   slot = slot_of(c, c->next_ticket + 1);
-  if (slot->state != TICKET_FREE && slot->state != TICKET_DONE) {
+  if (!c->closing && slot->state != TICKET_FREE && slot->state != TICKET_DONE) {
     err = vm_fail_at(-EAGAIN, 0, c->pending, VMEM_MAX_TICKETS, "%llu batches are unfinished",
                      (unsigned long long)c->pending);
-  } else if (slot->pins || c->closing) {
+  } else if (c->closing) {
+    err = vm_fail(-EBADF, "the context is being closed");
+  } else if (slot->pins) {
     err = vm_fail(-EAGAIN, "the ticket's place is in use");
   } else {
     *slot = (struct vm_ticket_slot){.ticket = ++c->next_ticket, .state = TICKET_QUEUED};
