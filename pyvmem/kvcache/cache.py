@@ -67,7 +67,11 @@ class KVCache:
         self._core = Core(config, setup.make(config, context, backend, device))
         self._views = Views(self._core.layout, self._core.parts.reservation)
         self._closed = False
-        self._core.prepare()
+        try:
+            self._core.prepare()
+        except BaseException:
+            self.close()
+            raise
 
     # ---- requests ------------------------------------------------------------------------------
 

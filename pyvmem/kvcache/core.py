@@ -29,6 +29,7 @@ class Core:
         seq_lens: tokens by the last `step`, 0 for free slots.
         used_tokens: their sum.
         clock: steps so far.
+        untidy: `tidy` is to be called by the next step.
     """
 
     def __init__(self, config: KVCacheConfig, parts: Parts) -> None:
@@ -57,6 +58,7 @@ class Core:
         self.seq_lens = [0] * config.max_batch
         self.used_tokens = 0
         self.clock = 0
+        self.untidy = config.reclaim_steps > 0
         self.token_bytes = layout.row_bytes * layout.num_tensors
         self._low_pages = int(config.low_watermark * parts.limit_pages)
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
@@ -145,11 +147,12 @@ class Core:
         """Begins to unmap what policy does not keep: see `KVCacheConfig`."""
         self.reclaimer.poll()
         config = self.config
-        if not config.deferred_reclaim:
-            self.reclaimer.release_before(self.clock, self._prepared, self._eager_pages)
-        elif config.reclaim_steps:
-            oldest = self.clock - config.reclaim_steps
-            self.reclaimer.release_before(oldest, self._prepared, self._eager_pages)
+        if config.reclaim_steps or not config.deferred_reclaim:
+            age = config.reclaim_steps if config.deferred_reclaim else 0
+            complete = self.reclaimer.release_before(
+                self.clock - age, self._prepared, self._eager_pages
+            )
+            self.untidy = bool(age) or not complete
         self.keep_watermark()
 
     def prepare(self) -> None:

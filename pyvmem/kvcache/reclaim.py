@@ -186,16 +186,17 @@ class Reclaimer:
             if missing <= 0:
                 return
 
-    def release_before(self, step: int, prepared: Slot | None, keep: int) -> None:
-        """Starts cuts of slots that became free at `step` or before.
+    def release_before(self, step: int, prepared: Slot | None, keep: int) -> bool:
+        """Starts cuts of slots that became free at `step` or before; False when some must wait.
 
         All their pages go, but `keep` per tensor of the slot that is prepared for the next request.
         """
+        complete = True
         for slot in list(self.table.free.values()):
             rest = keep if slot is prepared else 0
-            due = slot.freed_at <= step and slot.job is None and slot.mapped > rest
-            if due and not self.try_cut(slot, rest):
-                return
+            if slot.freed_at <= step and slot.mapped > rest:
+                complete &= slot.job is None and self.try_cut(slot, rest)
+        return complete
 
     def raise_errors(self) -> None:
         """Raises the oldest failure of a background batch, with the others as notes."""

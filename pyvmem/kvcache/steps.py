@@ -40,7 +40,7 @@ def step(core: Core, seq_lens: Sequence[int], stream: Any) -> int:
     core.note_peaks()
     counters.steps += 1
     core.clock += 1
-    if core.config.reclaim_steps:
+    if core.untidy:
         core.tidy()
     return 0
 

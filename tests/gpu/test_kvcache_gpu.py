@@ -55,9 +55,10 @@ def make(context: Context, pages: int, **changes: Any) -> KVCache:
 
 @functools.cache
 def _reader() -> Any:
-    """A kernel whose every thread reads one element again and again: from memory, hence volatile."""
+    """A kernel whose every thread reads one element again and again (volatile: from memory)."""
     source = """
-    extern "C" __global__ void read_often(const volatile double *in, double *out, int n, int times) {
+    extern "C" __global__ void read_often(const volatile double *in, double *out, int n,
+                                          int times) {
       int i = blockIdx.x * blockDim.x + threadIdx.x;
       double sum = 0;
       if (i >= n) return;

@@ -317,6 +317,16 @@ def test_without_deferred_reclaim_pages_go_at_once(context: Context) -> None:
         assert cache.stats().reclaimed_pages == 3 * TENSORS
 
 
+def test_pages_still_being_made_go_later(context: Context) -> None:
+    """Without deferred reclaim, of a slot that was freed before its promised pages were there."""
+    with small_cache(context, deferred_reclaim=False, max_batch=1) as cache:
+        for _ in range(20):
+            cache.alloc_reqid()
+            assert cache.step_async([6 * ROWS]) == 0
+            cache.free_reqid(0)
+            eventually(lambda: cache.step([0]) == 0 and cache.stats().mapped_bytes == 0)
+
+
 def test_watermark(context: Context) -> None:
     """Below a quarter of 16 pages free, the pages of the slot freed first go."""
     limit = 16 * TENSORS * context.info.granule
