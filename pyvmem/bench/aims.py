@@ -170,23 +170,25 @@ def _live(aims: _Aims) -> None:
     def value(row: Any) -> float:
         return float(row["value"])
 
-    for name, pattern, column, unit, op, aim in (
-        ("live_runs", "runs", "kernel_bytes", "bytes", "<=", 300.0),
-        ("live_decode", "decode", "kernel_bytes", "bytes", None, None),
-        ("live_runs_teardown", "runs", "teardown_page", "us", None, None),
-        ("live_decode_teardown", "decode", "teardown_page", "us", None, None),
+    spread = "decode_spread_consolidated"
+    for name, pattern, level, column, unit, op, aim in (
+        ("live_runs", "runs", "1M", "kernel_bytes", "bytes", "<=", 300.0),
+        ("live_spread", spread, "1M", "kernel_bytes_after", "bytes", None, None),
+        ("live_decode", "decode", "400k", "kernel_bytes", "bytes", None, None),
+        ("live_runs_teardown", "runs", "1M", "teardown_page", "us", None, None),
+        ("live_spread_teardown", spread, "1M", "teardown_page", "us", None, None),
+        ("live_decode_teardown", "decode", "400k", "teardown_page", "us", None, None),
     ):
-        what = {"kernel_bytes": "kernel memory", "teardown_page": "teardown"}[column]
+        what = "teardown" if column == "teardown_page" else "kernel memory"
         aims.add(
             name,
-            f"{what} a page at 1 M live pages, {pattern}",
-            [f"live/{pattern}/{s}/1M/{column}"],
+            f"{what} a page at {level} live pages, {pattern}",
+            [f"live/{pattern}/{s}/{level}/{column}"],
             value,
             unit=unit,
             op=op,
             aim=aim,
         )
-    spread = f"live/decode_spread_consolidated/{s}/1M"
     for name, what, column in (
         (
             "recovered_bytes",
@@ -198,8 +200,8 @@ def _live(aims: _Aims) -> None:
         plain = column.removesuffix("_after")
         aims.add(
             name,
-            f"{what}, of decode at 1 M",
-            [f"{spread}/{column}", f"live/decode/{s}/1M/{plain}"],
+            f"{what}, of decode at 400k",
+            [f"live/{spread}/{s}/400k/{column}", f"live/decode/{s}/400k/{plain}"],
             lambda a, b: 100.0 * (1.0 - float(a["value"]) / float(b["value"])),
             unit="%",
         )

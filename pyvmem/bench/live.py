@@ -4,8 +4,11 @@
 Two patterns. *runs*, as prefill makes them: a request at a time, 64 pages in each of 4 tensors, one
 batch a request. *decode*: 256 requests grow page by page, 8 of them in a batch (in an order drawn
 anew, with a fixed seed, for each page), one page in each of 4 tensors. `spread` asks for neighbour
-placement (VMEM_OP_SPREAD), `consolidated` calls vmem_consolidate on everything before the
-teardown.
+placement (VMEM_OP_SPREAD), `consolidated` calls vmem_consolidate on everything after each 131,072
+pages, as an engine would at safe points, and before the teardown.
+
+The driver has handles for 524,288 mappings of all processes together, so a million pages that were
+mapped one by one cannot live at once; with `spread` and `consolidated` they can.
 """
 
 from __future__ import annotations
@@ -25,14 +28,15 @@ from pyvmem.errors import VMemError
 
 __all__ = ["LEVELS", "run"]
 
-LEVELS = (1 << 10, 10 << 10, 100 << 10, 1 << 20)
-_NAMES = {1 << 10: "1k", 10 << 10: "10k", 100 << 10: "100k", 1 << 20: "1M"}
+LEVELS = (1 << 10, 10 << 10, 100 << 10, 400 << 10, 1 << 20)
+_NAMES = {1 << 10: "1k", 10 << 10: "10k", 100 << 10: "100k", 400 << 10: "400k", 1 << 20: "1M"}
 _KEEP_ALL = (1 << 64) - 1
 _TENSORS = 4
 _RUN = 64  # pages of a prefill in one tensor
 _REQUESTS = 256
 _TOGETHER = 8  # requests that need a page in the same step
 _SEED = 20
+_SAFE_POINT = 128 << 10  # pages grown between two consolidations
 
 
 @dataclass(frozen=True)
@@ -105,10 +109,11 @@ def _measure(setting: Setting, part: Part, pattern: _Pattern, pages: int, name: 
         base = n.reserve(shape.nbytes)
         before, calls = KernelMemory.now(), n.stats()
         grow = Samples()
+        spent = _Spent()
         with quiet():
-            _grow(n, shape, base, pattern, grow)
+            _grow(n, shape, base, pattern, grow, spent)
         made = n.stats()
-        driver_calls = made["map_calls"] - calls["map_calls"]
+        driver_calls = made["map_calls"] - calls["map_calls"] - spent.calls
         grown = KernelMemory.now().since(before)
         part.time(
             f"{name}/grow",
@@ -120,7 +125,8 @@ def _measure(setting: Setting, part: Part, pattern: _Pattern, pages: int, name: 
         )
         last = Samples([grow.rounds[-1]])
         part.time(f"{name}/grow_last", f"{pattern.what}: the last tenth", n.system, last, page=page)
-        driver_us = (made["driver_ns"] - calls["driver_ns"]) / 1e3 / max(driver_calls, 1)
+        driver_ns = made["driver_ns"] - calls["driver_ns"] - spent.ns
+        driver_us = driver_ns / 1e3 / max(driver_calls, 1)
         part.value(
             f"{name}/driver_us",
             f"{pattern.what}: driver time a call",
@@ -133,8 +139,11 @@ def _measure(setting: Setting, part: Part, pattern: _Pattern, pages: int, name: 
         part.value(
             f"{name}/segments", f"{pattern.what}: segments", n.system, made["segments"], "count"
         )
+        part.value(
+            f"{name}/mappings", f"{pattern.what}: mappings", n.system, made["mappings"], "count"
+        )
         if pattern.consolidate:
-            _consolidate(part, n, pattern, name, base, shape.nbytes, before, pages)
+            _consolidate(part, n, pattern, name, base, shape.nbytes, before, pages, spent)
         start = time.perf_counter_ns()
         n.free(base, unmap=True)
         took = time.perf_counter_ns() - start
@@ -163,17 +172,17 @@ def _consolidate(
     nbytes: int,
     before: KernelMemory,
     pages: int,
+    spent: _Spent,
 ) -> None:
-    start = time.perf_counter_ns()
-    calls = n.consolidate(base, nbytes)
-    took = time.perf_counter_ns() - start
+    spent.consolidate(n, base, nbytes)
     part.value(
         f"{name}/consolidate",
         f"{pattern.what}: vmem_consolidate",
         n.system,
-        took / 1e9,
+        spent.ns / 1e9,
         "s",
-        driver_calls=calls,
+        driver_calls=spent.calls,
+        safe_points=spent.times,
     )
     after = KernelMemory.now().since(before)
     _bytes(part, f"{name}/kernel_bytes_after", f"{pattern.what}, after it", n.system, after, pages)
@@ -191,6 +200,20 @@ def _bytes(part: Part, row: str, what: str, system: str, delta: Delta, pages: in
         own=delta.own / pages,
         memory_added=delta.total,
     )
+
+
+class _Spent:
+    """What consolidation has taken: calls of vmem_consolidate, driver calls, nanoseconds."""
+
+    def __init__(self) -> None:
+        self.times = self.calls = self.ns = 0
+
+    def consolidate(self, n: Native, base: int, nbytes: int) -> None:
+        """One safe point: everything is consolidated."""
+        start = time.perf_counter_ns()
+        self.calls += n.consolidate(base, nbytes)
+        self.ns += time.perf_counter_ns() - start
+        self.times += 1
 
 
 class _Shape:
@@ -228,8 +251,11 @@ class _Shape:
                 yield [s * self.slot_bytes + k * self.page for s in some]
 
 
-def _grow(n: Native, shape: _Shape, base: int, pattern: _Pattern, into: Samples) -> None:
+def _grow(
+    n: Native, shape: _Shape, base: int, pattern: _Pattern, into: Samples, spent: _Spent
+) -> None:
     """Grows everything; ten rounds of samples, each the time of a batch over its pages."""
+    every = _SAFE_POINT // shape.batch if pattern.consolidate else 0
     op = {
         "op": POPULATE,
         "flags": DIRTY | (SPREAD if pattern.spread else 0),
@@ -253,6 +279,8 @@ def _grow(n: Native, shape: _Shape, base: int, pattern: _Pattern, into: Samples)
         samples.append((clock() - start) / shape.batch)
         if result:
             n.check("vmem_batch", [result])
+        if every and i % every == every - 1:
+            spent.consolidate(n, base, shape.nbytes)
 
 
 def _baseline(setting: Setting, part: Part, deadline: Deadline) -> None:
