@@ -9,8 +9,11 @@ it), and around these the demonstration of ``vmem serve-demo``: `model`, `report
 
 from __future__ import annotations
 
-from pyvmem.serve.engine import Engine, EngineStats, StepRecord, TokenEvent
-from pyvmem.serve.request import Completion, FinishReason, Request
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyvmem.serve.engine import Engine, EngineStats, StepRecord, TokenEvent
+    from pyvmem.serve.request import Completion, FinishReason, Request
 
 __all__ = [
     "Completion",
@@ -21,3 +24,12 @@ __all__ = [
     "StepRecord",
     "TokenEvent",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Not imported here: the engine needs torch, and the command line must come before that.
+    if name in __all__:
+        from pyvmem.serve import engine, request
+
+        return getattr(engine if hasattr(engine, name) else request, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,8 +15,9 @@ import pytest
 
 import pyvmem
 
-# Threads of torch that spin at a barrier stand still on a busy machine: eight times slower, measured
-# with two other processes on two cores. Read when torch is loaded, which the tests do later.
+# Threads of torch that spin at a barrier stand still on a busy machine: eight times slower,
+# measured with two other processes on two cores. Read when torch is loaded, which the tests do
+# later.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +127,12 @@ def test_options_reach_the_cache_and_the_engine(
 def test_memory_that_is_too_small_is_an_error_told_with_the_answer(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # 48 KiB are two pages in each of 6 tensors: 42 tokens. Requests 0 to 2 grow to 42 at most.
-    options = ["--max-new-tokens", "15", "--memory-limit", "48K", "--page-size", "4K"]
+    # 24 KiB are one page in each of 6 tensors: 21 tokens.
+    options = ["--max-new-tokens", "15", "--memory-limit", "24K", "--page-size", "4K"]
     result = run_json(folder, capsys, *options, status=1)
     reasons = [r["reason"] for r in result["requests"]]
-    assert reasons == ["length"] * 3 + ["no_memory"] * 3
-    assert [len(r["tokens"]) for r in result["requests"]] == [15, 15, 15, 11, 2, 0]
+    assert reasons == ["length"] + ["no_memory"] * 5
+    assert [len(r["tokens"]) for r in result["requests"]] == [15, 8, 0, 0, 0, 0]
 
 
 def test_bfloat16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +178,12 @@ def test_bad_usage_is_refused_by_the_parser(folder: Path, option: list[str]) -> 
     with pytest.raises(SystemExit) as stop:
         run(folder, *option)
     assert stop.value.code == 2
+
+
+def test_torch_is_loaded_by_run_and_not_before() -> None:
+    """The environment of its threads is set in between."""
+    code = "import sys, pyvmem.serve.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -128,9 +128,10 @@ def test_requests_added_while_others_run(loaded: LoadedModel) -> None:
 @pytest.mark.parametrize("background", [True, False])
 def test_memory_limit_preempts_and_the_answers_stay(loaded: LoadedModel, background: bool) -> None:
     requests = make_requests(8, seed=3, shortest=15, longest=60, new_tokens=(30, 60))
-    with make_cache(loaded, max_batch=4, memory_limit=9 * PAGE * TENSORS) as cache:
+    limit = 9 * PAGE * TENSORS
+    with make_cache(loaded, max_batch=4, memory_limit=limit, low_watermark=0) as cache:
         done, engine = serve(loaded, cache, requests, background=background)
-        assert cache.stats().peak_mapped_bytes <= 9 * PAGE * TENSORS
+        assert cache.stats().peak_mapped_bytes <= limit
         assert cache.stats().short > 0
     assert_as_generated(loaded, requests, done)
     assert engine.stats.preemptions > 0
@@ -145,7 +146,7 @@ def test_a_request_that_never_fits_is_answered_so_and_the_others_run(loaded: Loa
     large = Request(99, tuple([5] * 100), 5)
     growing = Request(98, tuple([5] * 30), 60)
     requests = [small[0], large, small[1], growing, small[2]]
-    with make_cache(loaded, memory_limit=2 * PAGE * TENSORS) as cache:
+    with make_cache(loaded, memory_limit=2 * PAGE * TENSORS, low_watermark=0) as cache:
         done, _ = serve(loaded, cache, requests)
     assert done[99].reason is FinishReason.NO_MEMORY
     assert done[99].tokens == ()
@@ -175,7 +176,7 @@ def test_prompts_in_chunks(loaded: LoadedModel, chunk: int) -> None:
 
 def test_chunks_under_a_memory_limit(loaded: LoadedModel) -> None:
     requests = make_requests(6, seed=6, shortest=30, longest=70, new_tokens=(20, 40))
-    with make_cache(loaded, memory_limit=8 * PAGE * TENSORS) as cache:
+    with make_cache(loaded, memory_limit=8 * PAGE * TENSORS, low_watermark=0) as cache:
         done, engine = serve(loaded, cache, requests, prefill_chunk=16)
     assert_as_generated(loaded, requests, done)
     assert engine.stats.preemptions > 0
