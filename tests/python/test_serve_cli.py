@@ -136,7 +136,10 @@ def test_memory_that_is_too_small_is_an_error_told_with_the_answer(
 
 
 def test_bfloat16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_json(folder, capsys, "--dtype", "bfloat16", "--max-new-tokens", "4")
+    options = ["--dtype", "bfloat16", "--max-new-tokens", "4"]
+    assert run(folder, *options, "--verify") == 0
+    assert "not judged, the rule is for float32" in capsys.readouterr().out
+    result = run_json(folder, capsys, *options)
     assert result["setting"]["dtype"] == "bfloat16"
     static = result["memory"]["replay"][-1]
     assert static["mapped_bytes"] == 6 * 512 * 96 * 6
