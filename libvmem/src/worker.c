@@ -65,9 +65,10 @@ VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const s
     c->pending++;
     *c->queue_tail = job;
     c->queue_tail = &job->next;
-    pthread_cond_signal(&c->work_cond);
   }
   pthread_mutex_unlock(&c->lock);
+  /* After the lock is let go, or the worker would wake only to wait for it. */
+  if (!err) pthread_cond_signal(&c->work_cond);
   if (err) {
     struct vmem_error why;
     vm_error_save(&why);
