@@ -367,6 +367,7 @@ def test_step_async_twice_and_more_than_promised(context: Context) -> None:
         assert cache.step_async(lens(cache, r0=ROWS)) == 0
         assert cache.step_async(lens(cache, r0=ROWS)) == 0
         assert cache.snapshot()[0].mapped_pages == 1
+        assert cache.stats().waits == 0, "what is promised is not waited for"
         assert cache.step_async(lens(cache, r0=2 * ROWS)) == 0
         assert cache.snapshot()[0].mapped_pages == 2
         assert cache.step(lens(cache, r0=4 * ROWS)) == 0
@@ -399,6 +400,21 @@ def test_the_next_owner_does_not_get_what_was_promised_to_the_last(context: Cont
         assert cache.step([1]) == 0
         assert cache.snapshot()[0].granted_pages == 1
         assert cache.stats().active_pages == TENSORS
+
+
+def test_pages_that_come_one_by_one_join_into_runs(host: Context) -> None:
+    """Requests that grow in turns: each finds its next page beside its last."""
+    with small_cache(host) as cache:
+        for _ in range(4):
+            cache.alloc_reqid()
+        assert cache.step([1] * 4) == 0
+        runs = cache.stats().segments
+        for pages in range(2, 7):
+            for reqid in range(4):
+                numbers = [pages * ROWS if r <= reqid else (pages - 1) * ROWS for r in range(4)]
+                assert cache.step(numbers) == 0
+        assert cache.stats().active_pages == 4 * 6 * TENSORS
+        assert cache.stats().segments <= runs
 
 
 # ---- reports ------------------------------------------------------------------------------------

@@ -75,6 +75,41 @@ def test_a_failed_reclaim_surfaces_at_the_next_step(context: Context) -> None:
         eventually(lambda: cache.stats().mapped_bytes == 0)
 
 
+def test_a_failed_reclaim_for_a_step_is_an_error_not_shortage(context: Context) -> None:
+    limit = 4 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache:
+        cache.alloc_reqid()
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=3 * ROWS, r1=1)) == 0
+        cache.free_reqid(0)
+        before = state(cache)
+        for step in (cache.step, cache.step_async):
+            context.inject(Inject.UNMAP)
+            with pytest.raises(DriverError):
+                step(lens(cache, r1=4 * ROWS))
+            context.inject(Inject.UNMAP, count=0)
+            assert state(cache) == before
+        assert cache.step(lens(cache, r1=4 * ROWS)) == 0
+
+
+def test_a_reclaim_that_cannot_be_undone_costs_its_slot_alone(backend: str) -> None:
+    with (
+        open_context(backend) as context,
+        small_cache(context, deferred_reclaim=False) as cache,
+    ):
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=2 * ROWS)) == 0
+        context.inject(Inject.MAP | Inject.UNMAP, skip=1, count=8)
+        cache.free_reqid(0)
+        eventually(lambda: not cache.snapshot()[0].in_flight)
+        context.inject(DRIVER, count=0)
+        with pytest.raises(NotRecoverable):
+            cache.step(lens(cache))
+        assert cache.snapshot()[0].state == "broken"
+        cache.check_integrity()
+        _still_works(cache)
+
+
 @needs_tensors
 def test_a_failed_fill_hands_nothing_over(context: Context) -> None:
     for wait in (False, True):
