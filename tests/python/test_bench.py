@@ -197,9 +197,10 @@ def test_a_long_row_keeps_part_of_its_samples_and_says_so() -> None:
 
 def test_kernel_memory_sees_page_tables_of_its_own_doing() -> None:
     before = KernelMemory.now()
-    kept = [object() for _ in range(100_000)]  # memory of this process, not of the kernel
+    kept = bytes(64 << 20)  # zeros that nobody has touched
+    kept = bytearray(kept)  # 64 MiB of memory of this process, not of the kernel
     delta = KernelMemory.now().since(before)
-    assert len(kept) == 100_000
+    assert len(kept) == 64 << 20
     assert delta.value == max(delta.listed, delta.missing)
     assert delta.own > 0
 

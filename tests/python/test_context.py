@@ -245,7 +245,7 @@ def test_page_sizes(context: pyvmem.Context, backend: str) -> None:
             continue
         with context.create(size, page_size=size) as pages:
             assert pages.info.page_size == size
-            with context.reserve(max(size, 2 << 20)) as reservation:
+            with context.reserve(max(size, 2 << 20), align=max(size, 2 << 20)) as reservation:
                 reservation.map(0, pages)
                 assert reservation.read(size - 1, 1) == b"\0"
 
