@@ -85,7 +85,9 @@ static int no_room(struct host *h, uint64_t have, uint64_t more) {
 static int host_room(void *be, const struct vm_be_load *load) {
   struct host *h = be;
   uint64_t segments = load->segments, more = load->more_segments;
-  if (segments > h->counted_at + VMA_RECOUNT || segments + more + h->other_vmas + VMA_MARGIN > h->max_vmas)
+  uint64_t expected = segments + more + h->other_vmas + VMA_MARGIN;
+  /* Counting takes milliseconds, so it is done again only where it may matter. */
+  if (expected > h->max_vmas || (expected > h->max_vmas / 4 * 3 && segments > h->counted_at + VMA_RECOUNT))
     recount(h, segments);
   if (segments + more + h->other_vmas + VMA_MARGIN <= h->max_vmas) return 0;
   return no_room(h, segments + h->other_vmas, more);

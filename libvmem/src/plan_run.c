@@ -54,6 +54,8 @@ static void detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t
 /* Detaches busy ptes, gives their references back and frees the ptes. Lock held, let go for the driver. */
 void vm_unmap_ptes(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   uint64_t a = addr, end = addr + bytes;
+  struct vm_slab *slab;
+  uint32_t unit, n;
   if (!bytes) return;
   detach(c, s, addr, bytes);
   while (a < end) {
@@ -64,11 +66,14 @@ void vm_unmap_ptes(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t
       if (r->slab != q->slab || r->unit != q->unit + 1) break;
       q = r;
     }
-    vm_units_put(c, c->slabs[p->slab], p->unit, (uint32_t)vm_units(c, b - a));
-    a = b;
+    slab = c->slabs[p->slab];
+    unit = p->unit;
+    n = (uint32_t)vm_units(c, b - a);
+    /* The ptes go first: with the lock let go they would name units without a reference. */
+    for (; a < b; a += c->granule) *vm_pte(c, s, a) = (struct vm_pte){0};
+    s->busy -= n;
+    vm_units_put(c, slab, unit, n);
   }
-  for (a = addr; a < end; a += c->granule) *vm_pte(c, s, a) = (struct vm_pte){0};
-  s->busy -= vm_units(c, bytes);
 }
 
 void vm_quarantine(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {

@@ -74,6 +74,21 @@ static void *together(void *arg) {
   return NULL;
 }
 
+/* The invariants hold at any moment, also between an unmap and the return of its pages. */
+static void *checking(void *arg) {
+  struct job *j = arg;
+  struct shared *s = j->s;
+  for (int i = 0; i < 2 * ROUNDS; i++) {
+    uint64_t a = s->va[0] + j->id * MIB(16);
+    struct vmem_op op = {.op = i & 1 ? VMEM_OP_UNMAP : VMEM_OP_POPULATE, .addr = a, .bytes = PAGE, .count = 8, .stride = MIB(1)};
+    if (j->id)
+      MUST(!vmem_batch(s->vm[0], &op, 1, NULL, 0));
+    else
+      MUST(!vmem_check(s->vm[0]));
+  }
+  return NULL;
+}
+
 static void *until_closed(void *arg) {
   struct job *j = arg;
   struct shared *s = j->s;
@@ -116,6 +131,8 @@ static void races(void) {
     EQ(stats_of(s.vm[k]).used_bytes, 0);
     OK(vmem_check(s.vm[k]));
   }
+  run(&s, checking, 0);
+  EQ(s.bad, 0);
   run(&s, together, 0);
   EQ(s.bad, 0);
   OK(vmem_check(s.vm[0]));

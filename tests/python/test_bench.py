@@ -279,9 +279,9 @@ def test_attention_is_judged_against_the_median_of_all_baselines() -> None:
 def test_what_is_recovered_is_a_share() -> None:
     whole = record()
     part = whole.part("live", "live")
-    part.value("decode/stock/1M/kernel_bytes", "", "stock", 2000.0, "bytes")
+    part.value("decode/stock/400k/kernel_bytes", "", "stock", 2000.0, "bytes")
     part.value(
-        "decode_spread_consolidated/stock/1M/kernel_bytes_after", "", "stock", 500.0, "bytes"
+        "decode_spread_consolidated/stock/400k/kernel_bytes_after", "", "stock", 500.0, "bytes"
     )
     assert aim(whole, "recovered_bytes")["value"] == pytest.approx(75)
 

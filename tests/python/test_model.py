@@ -80,8 +80,8 @@ class Machine(RuleBasedStateMachine):
         self.sample = min(self.q, 1024)
         sparse = sparse and pyvmem.Caps.SPARSE in self.ctx.info.caps
         first = self.ctx.reserve(SIZES[0] * self.g)
-        # Some drivers place reservations side by side, and an operation may span two of them: a hole
-        # in between makes every address beyond one an address of none, as the model has it.
+        # Some drivers place reservations side by side, and an operation may span two of them: a
+        # hole in between makes every address beyond one an address of none, as the model has it.
         hole = self.ctx.reserve(64 * self.g)
         second = self.ctx.reserve(SIZES[1] * self.g, sparse=sparse)
         hole.close()
