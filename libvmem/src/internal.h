@@ -173,6 +173,7 @@ struct vm_ctx {
   struct vm_access *accesses;
 
   uint64_t reserved_bytes, mapped_units, used_units, limbo_units, quarantined_units, slab_bytes;
+  uint64_t growing_bytes; /* of slabs being made */
   uint64_t peak_mapped_units, peak_used_units, segments, mappings, batches;
 
   /* worker */

@@ -274,10 +274,11 @@ static struct vm_slab *slab_make(struct vm_ctx *c, struct vm_pool *p, uint64_t b
   return s;
 }
 
-/* Publishes a slab; its index was set aside by reserve_slab_entry. Lock held. */
+/* Publishes a slab under the index that slab_entry found. Lock held. */
 static void slab_publish(struct vm_ctx *c, struct vm_slab *s) {
   c->slabs[s->index] = s;
   c->live_slabs++;
+  c->slab_bytes += s->bytes;
   bin_insert(s);
   give_units(c, s, 0, s->units);
 }
@@ -361,38 +362,33 @@ uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep) {
 static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64_t least, uint64_t page_size,
                      uint64_t grow_id, uint64_t *got) {
   struct vm_slab *s = NULL;
-  uint32_t index;
   int err = 0;
   for (;;) {
     pthread_mutex_lock(&c->lock);
-    if (c->opts.mem_limit && c->slab_bytes + bytes > c->opts.mem_limit)
+    if (c->opts.mem_limit && c->slab_bytes + c->growing_bytes + bytes > c->opts.mem_limit)
       err = vm_fail_at(-ENOMEM, 0, bytes, c->opts.mem_limit,
                        "%llu bytes more would exceed the context's limit of %llu (%llu taken)",
                        (unsigned long long)bytes, (unsigned long long)c->opts.mem_limit,
-                       (unsigned long long)c->slab_bytes);
+                       (unsigned long long)(c->slab_bytes + c->growing_bytes));
     else
-      c->slab_bytes += bytes, err = 0;
+      c->growing_bytes += bytes, err = 0;
     pthread_mutex_unlock(&c->lock);
     if (!err) {
       s = slab_make(c, p, bytes, page_size, &err);
       pthread_mutex_lock(&c->lock);
-      if (s && (err = slab_entry(c, &index))) {
-        c->slab_bytes -= bytes;
-        pthread_mutex_unlock(&c->lock);
+      c->growing_bytes -= bytes;
+      if (s && !(err = slab_entry(c, &s->index))) {
+        s->grow_id = grow_id;
+        slab_publish(c, s);
+      }
+      pthread_mutex_unlock(&c->lock);
+      *got = bytes;
+      if (s && !err) return 0;
+      if (s) {
         vm_drv_slab_destroy(c, s);
         vm_slab_free(s);
         return err;
       }
-      if (s) {
-        s->index = index;
-        s->grow_id = grow_id;
-        *got = bytes;
-        slab_publish(c, s);
-      } else {
-        c->slab_bytes -= bytes;
-      }
-      pthread_mutex_unlock(&c->lock);
-      if (s) return 0;
     }
     if (err != -ENOMEM || bytes <= least) return err;
     bytes = bytes / 2 > least ? vm_round_up(bytes / 2, least) : least;
