@@ -65,10 +65,10 @@ def rows(result: Result) -> dict[str, Result]:
     return {row["id"]: row for part in result["parts"].values() for row in part["rows"]}
 
 
-def number(value: float) -> str:
-    """Three significant digits, without an exponent."""
-    digits = f"{value:.3g}"
-    return f"{float(digits):,.0f}" if "e" in digits else digits
+def number(value: float, digits: int = 3) -> str:
+    """So many significant digits, without an exponent."""
+    text = f"{value:.{digits}g}"
+    return f"{float(text):,.0f}" if "e+" in text else text
 
 
 def time_of(row: Result | None) -> str:
@@ -120,23 +120,33 @@ def part_aims(results: list[Result]) -> list[str]:
     for result in results:
         names |= {aim["id"]: aim["what"] for aim in result["aims"] if aim["applies"]}
     body = []
+    not_run = []
     for name, what in names.items():
-        line = [what]
-        goal = ""
-        for result in results:
-            aim = next((a for a in result["aims"] if a["id"] == name), None)
-            if aim is None or aim["value"] is None:
-                line.append("not run")
-                continue
-            verdict = {True: "", False: " **missed**", None: ""}[aim["pass"]]
-            unit = "" if aim["unit"] == "x" else f" {aim['unit']}"
-            line.append(f"{number(aim['value'])}{unit}{verdict}")
-            if aim["op"]:
-                sign = {"<=": "≤", ">=": "≥"}[aim["op"]]
-                goal = f"{sign} {number(aim['aim'])}{unit}"
-        body.append([line[0], goal, *line[1:]])
-    gpus = [title(result) for result in results]
-    return table(["what", "aim", *gpus], body)
+        aims = [next((a for a in r["aims"] if a["id"] == name), None) for r in results]
+        measured = [aim for aim in aims if aim and aim["value"] is not None]
+        if not measured:
+            not_run.append(what)
+            continue
+        first = measured[0]
+        sign = {"<=": "≤ ", ">=": "≥ "}.get(first["op"])
+        goal = f"{sign}{first['aim']:g}{unit_of(first)}" if sign else ""
+        body.append([what, goal, *map(aim_value, aims)])
+    lines = table(["what", "aim", *map(title, results)], body)
+    return lines + (["", "Not run: " + "; ".join(not_run) + "."] if not_run else [])
+
+
+def unit_of(aim: Result) -> str:
+    """The unit after a number; a ratio has none."""
+    return {"x": "", "us": " µs"}.get(aim["unit"], f" {aim['unit']}")
+
+
+def aim_value(aim: Result | None) -> str:
+    """The measured value, and whether it misses the aim."""
+    if aim is None or aim["value"] is None:
+        return "not run"
+    digits = 4 if aim["unit"] == "x" else 3
+    missed = " **missed**" if aim["pass"] is False else ""
+    return f"{number(aim['value'], digits)}{unit_of(aim)}{missed}"
 
 
 def part_verified(results: list[Result]) -> list[str]:
