@@ -167,7 +167,9 @@ class Reclaimer:
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
         """Physical pages that are free, on their way back, or could be taken back."""
-        spare = sum(max(0, _spare(slot, keep)) for slot in self.table.victims())
+        # What a slot keeps beyond a cut in flight can be had too, once that cut is over.
+        slots = (s for s in self.table.slots if s.job is None or isinstance(s.job, Cut))
+        spare = sum(max(0, _spare(slot, keep)) for slot in slots)
         return self.limit - self.held + self.returning + spare * self.layout.num_tensors
 
     def release_below(self, free_pages: int) -> None:

@@ -364,3 +364,25 @@ def test_pages_of_old_free_slots_go_by_age(context: Context) -> None:
         assert cache.step(lens(cache)) == 0
         assert cache.snapshot()[0].mapped_pages == 0
         eventually(lambda: cache.stats().mapped_bytes == 0)
+
+
+def test_what_a_slot_keeps_beyond_a_cut_in_flight_can_be_had_too(context: Context) -> None:
+    """The watermark has begun to take one page of a free slot; a step needs all four."""
+    page = context.info.granule
+    limit = 4 * TENSORS * page
+    with (
+        small_cache(context, memory_limit=limit, low_watermark=0.25) as cache,
+        FdEvent.create() as work,
+    ):
+        assert cache.alloc_reqid() == 0
+        assert cache.step(lens(cache, r0=4 * ROWS)) == 0
+        cache.free_reqid(0, work)
+        assert cache.step(lens(cache)) == 0
+        assert cache.snapshot()[0].in_flight
+        other = cache.alloc_reqid(6 * ROWS)
+        if other == 0:  # the best fit is the slot with pages: take another one
+            other = cache.alloc_reqid()
+            cache.free_reqid(0, work)
+        with firing_later(work):
+            assert cache.step(lens(cache, **{f"r{other}": 4 * ROWS})) == 0
+        assert cache.snapshot()[other].granted_pages == 4
