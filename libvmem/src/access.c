@@ -112,7 +112,7 @@ VMEM_API int vmem_fill(vmem_t vm, uint64_t addr, uint64_t bytes, uint8_t value) 
 /* ---- consolidation --------------------------------------------------------------------------- */
 
 /* The next run in [*addr, end) that several driver calls have mapped, marked busy. Lock held. */
-static uint64_t next_candidate(struct vm_ctx *c, struct vm_space *s, uint64_t *addr, uint64_t end) {
+static uint64_t next_candidate(struct vm_ctx *c, struct vm_space *s, uint64_t *addr, uint64_t end, int *err) {
   while (*addr < end) {
     uint64_t n = vm_space_run(c, s, *addr, end - *addr), calls = 0;
     struct vm_pte *p = vm_pte(c, s, *addr);
@@ -120,6 +120,7 @@ static uint64_t next_candidate(struct vm_ctx *c, struct vm_space *s, uint64_t *a
       for (uint64_t a = *addr + c->granule; a < *addr + n; a += c->granule)
         if (vm_pte(c, s, a)->flags & PTE_CALL) calls++;
       if (calls) {
+        if ((*err = vm_check_access(c, *addr, n))) return 0;
         for (uint64_t a = *addr; a < *addr + n; a += c->granule) vm_pte(c, s, a)->flags |= PTE_BUSY;
         s->busy += vm_units(c, n);
         return n;
@@ -137,6 +138,8 @@ static int remap_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64
   bool lost = false;
   int err;
   pthread_mutex_unlock(&c->lock);
+  /* A fill of an unfinished batch may be at work here; if it fails, that batch says so. */
+  vm_fills_finish(c);
   err = vm_drv_remap(c, addr, bytes, slab, unit, flags);
   if (err) {
     struct vmem_error why;
@@ -174,7 +177,7 @@ VMEM_API int vmem_consolidate(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t
   if (!c) return err;
   pthread_mutex_lock(&c->lock);
   s = vm_space_range(c, addr, bytes, c->granule, &err);
-  while (s && !err && c->be->remap && (n = next_candidate(c, s, &a, addr + bytes))) {
+  while (s && !err && c->be->remap && (n = next_candidate(c, s, &a, addr + bytes, &err))) {
     err = remap_run(c, s, a, n);
     made++;
     a += n;

@@ -7,6 +7,7 @@
 
 #include "internal.h"
 
+#define CLOSING_MS 100 /* vmem_close waits for calls that wait, and nobody may ever signal their descriptor */
 #define MAX_DEPS (sizeof(((struct vm_deps *)0)->events) / sizeof(vm_event))
 
 int vm_deps_make(struct vm_ctx *c, const struct vmem_after *after, size_t n, struct vm_deps *d) {
@@ -19,7 +20,9 @@ int vm_deps_make(struct vm_ctx *c, const struct vmem_after *after, size_t n, str
       err = vm_fail(-EINVAL, "reserved field of dependency %zu is not 0", i);
     } else if (a->kind == VMEM_AFTER_FD) {
       int fd = a->handle <= INT32_MAX ? fcntl((int)a->handle, F_DUPFD_CLOEXEC, 3) : -1;
-      if (fd < 0)
+      if (fd < 0 && a->handle <= INT32_MAX && errno != EBADF)
+        err = vm_fail(-ENOMEM, "descriptor %llu cannot be duplicated: %s", (unsigned long long)a->handle, strerror(errno));
+      else if (fd < 0)
         err = vm_fail(-EINVAL, "%llu is no open descriptor", (unsigned long long)a->handle);
       else
         d->fds[d->nfds++] = fd;
@@ -65,8 +68,15 @@ int vm_deps_poll(struct vm_ctx *c, struct vm_deps *d, bool events_too) {
 
 int vm_deps_wait(struct vm_ctx *c, struct vm_deps *d) {
   while (d->nfds) {
-    int err = fd_ready(d->fds[d->nfds - 1], -1);
-    if (err == -EAGAIN) continue;
+    int err = fd_ready(d->fds[d->nfds - 1], CLOSING_MS);
+    if (err == -EAGAIN) {
+      bool closing;
+      pthread_mutex_lock(&c->lock);
+      closing = c->closing;
+      pthread_mutex_unlock(&c->lock);
+      if (closing) return vm_fail(-EBADF, "the context was closed while waiting for a dependency");
+      continue;
+    }
     if (err) return err;
     close(d->fds[--d->nfds]);
   }

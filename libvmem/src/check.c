@@ -52,6 +52,7 @@ static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want,
     if (ref != want[u]) BROKEN("slab %u unit %u: %u references, counted %u", s->index, u, ref, want[u]);
     if (vm_bit(s->free_map, u)) {
       if (ref) BROKEN("slab %u unit %u is free and has %u references", s->index, u, ref);
+      if (vm_bit(s->claim_map, u)) BROKEN("slab %u unit %u is free and about to be zeroed", s->index, u);
       free_units++;
       if (++run > longest) longest = run;
     } else {
@@ -122,6 +123,8 @@ VMEM_API int vmem_check(vmem_t vm) {
   struct census n = {0};
   if (!c) return err;
   pthread_mutex_lock(&c->lock);
+  /* While a page is on its way back to the pool the references of its neighbours may be under way too. */
+  while (c->limbo_units) pthread_cond_wait(&c->done_cond, &c->lock);
   n.refs = vm_calloc(c, c->nslabs + 1u, sizeof(*n.refs));
   n.mappings = vm_calloc(c, c->nhdls + 1u, sizeof(*n.mappings));
   n.starts = vm_calloc(c, c->nhdls + 1u, sizeof(*n.starts));

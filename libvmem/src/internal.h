@@ -79,6 +79,7 @@ struct vm_slab {
   bool in_elist;
   uint64_t *free_map;       /* bit set: free */
   uint64_t *dirty_map;      /* bit set: must be zeroed before first use */
+  uint64_t *claim_map;      /* bit set: dirty, and a plan is about to zero it */
   uint32_t *refs;           /* per unit; REF_QUARANTINED | count */
   uint32_t *chunk_free;     /* per 2 MiB chunk: free units */
 };
@@ -178,6 +179,7 @@ struct vm_ctx {
 
   /* worker */
   bool worker_started, worker_stop, closing;
+  bool low;             /* the pool has fallen below pool_low since the worker last looked */
   pthread_t worker;
   struct vm_job *queue, **queue_tail;
   struct vm_job *filling;   /* finished but for their fills */
@@ -297,7 +299,10 @@ struct vm_plan {
   struct vm_list zeros;   /* vm_be_range: of maps, to be zeroed */
   struct vm_list fills;   /* vm_piece: FILL, `handle` is the byte */
   struct vm_list consumed; /* uint32_t handle indices */
+  bool claims;            /* some of the mapped units are claimed: dirty, and zeroed by this plan */
+  bool aliases;           /* some of the mapped units are mapped elsewhere, or held by two handles */
   uint64_t grow_id;       /* slabs made for this plan; 0 = none */
+  uint64_t keep;          /* free bytes that stay in the pool when it comes to nothing */
   uint32_t release;       /* handle that vMemRelease drops with this plan; 0 = none */
 };
 
@@ -306,6 +311,12 @@ int vm_page_size(struct vm_ctx *c, uint64_t *page_size);
 /* Checks, takes pages, marks ptes. Lock not held. On failure nothing is changed. */
 int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct vm_plan *p);
 int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p);
+/* Unmaps all of a reservation that nobody is changing. *p is zeroed; lock held. */
+int vm_plan_make_free(struct vm_ctx *c, struct vm_space *s, struct vm_plan *p);
+/* The piece's units are zeroed, or will not be. Lock held. */
+void vm_end_claims(struct vm_ctx *c, const struct vm_piece *piece, bool zeroed);
+/* -EBUSY when vmem_read, _write, _copy or _fill is using a part of the range. Lock held. */
+int vm_check_access(struct vm_ctx *c, uint64_t addr, uint64_t bytes);
 /* Driver calls, then commit, or undo. Lock not held. `after` is for the fills alone. With done != NULL
  * the event of the fills is handed over, else waited for. */
 int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done);
@@ -332,10 +343,14 @@ void vm_deps_put(struct vm_ctx *c, struct vm_deps *d);
 
 /* worker.c */
 void vm_worker_stop(struct vm_ctx *c);
-void vm_worker_wake(struct vm_ctx *c);
+int vm_worker_start(struct vm_ctx *c);
+void vm_worker_low(struct vm_ctx *c); /* pages were taken from the device pool; lock held */
 int vm_fills_finish(struct vm_ctx *c); /* waits for every fill in flight; lock not held */
 
 static inline uint64_t vm_units(const struct vm_ctx *c, uint64_t bytes) { return bytes >> c->shift; }
+static inline uint64_t vm_units_up(const struct vm_ctx *c, uint64_t bytes) {
+  return (bytes >> c->shift) + ((bytes & (c->granule - 1)) != 0);
+}
 /* Called where a success becomes final, so that what a failed call took for a while does not count. */
 static inline void vm_note_peaks(struct vm_ctx *c) {
   if (c->mapped_units > c->peak_mapped_units) c->peak_mapped_units = c->mapped_units;

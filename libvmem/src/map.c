@@ -64,7 +64,7 @@ VMEM_API int vmem_warm(vmem_t vm, uint64_t bytes) {
   struct vm_ctx *c = vm_get(vm, "vmem_warm", &err);
   uint64_t have, units, id = 0;
   if (!c) return err;
-  units = vm_units(c, vm_round_up(bytes, c->granule));
+  units = vm_units_up(c, bytes);
   pthread_mutex_lock(&c->lock);
   have = c->pools[0].free_units;
   pthread_mutex_unlock(&c->lock);

@@ -73,22 +73,56 @@ static int pte_not_live(const struct vm_pte *p, uint64_t addr, uint64_t granule)
   return vm_fail_at(-EFAULT, addr, granule, 0, "nothing is mapped at 0x%llx", a);
 }
 
-/* Units that may hold old contents are zeroed by this plan, once: their dirty bits become entries of its
- * list, each inside one run and in the order of the runs. */
+/* Whether this plan itself is about to zero the unit. */
+static bool own_claim(struct maker *m, const struct vm_slab *s, uint32_t unit) {
+  for (size_t i = 0; i < m->p->zeros.n; i++) {
+    struct vm_be_range *r = AT(m->p->zeros, struct vm_be_range, i);
+    struct vm_pte *p = vm_pte(m->c, vm_space_find(m->c, r->addr), r->addr);
+    if (p->slab == s->index && unit - p->unit < vm_units(m->c, r->bytes)) return true;
+  }
+  return false;
+}
+
+/* What another plan is about to zero would show its old contents here, and lose what is written to it. */
+static int check_claims(struct maker *m, uint64_t addr, struct vm_run r) {
+  for (uint32_t i = 0; i < r.n; i++)
+    if (vm_bit(r.slab->claim_map, r.unit + i) && !own_claim(m, r.slab, r.unit + i))
+      return vm_fail_at(-EBUSY, addr + ((uint64_t)i << m->c->shift), m->c->granule, 0,
+                        "the page for 0x%llx is being zeroed by another call",
+                        (unsigned long long)(addr + ((uint64_t)i << m->c->shift)));
+  return 0;
+}
+
+static bool must_zero(const struct vm_slab *s, uint32_t unit) {
+  return vm_bit(s->dirty_map, unit) && !vm_bit(s->claim_map, unit);
+}
+
+/* Units that may hold old contents are zeroed by this plan, once: they become entries of its list, each
+ * inside one run and in the order of the runs, and stay dirty until it is committed. The run's ptes are
+ * marked. */
 static bool claim_dirty(struct maker *m, struct vm_slab *s, uint32_t unit, uint32_t n, uint64_t addr, bool zero) {
   struct vm_ctx *c = m->c;
   for (uint32_t i = 0; i < n; i++) {
     uint32_t k = i;
-    if (!vm_bit(s->dirty_map, unit + i)) continue;
-    while (i + 1 < n && vm_bit(s->dirty_map, unit + i + 1)) i++;
+    if (!must_zero(s, unit + i)) continue;
+    while (i + 1 < n && must_zero(s, unit + i + 1)) i++;
     if (zero) {
       struct vm_be_range *r = PUSH(c, &m->p->zeros, struct vm_be_range);
       if (!r) return false;
       *r = (struct vm_be_range){addr + ((uint64_t)k << c->shift), (uint64_t)(i + 1 - k) << c->shift};
+      m->p->claims = true;
     }
-    vm_bits_set(s->dirty_map, unit + k, i + 1 - k, false);
+    vm_bits_set(zero ? s->claim_map : s->dirty_map, unit + k, i + 1 - k, zero);
   }
   return true;
+}
+
+void vm_end_claims(struct vm_ctx *c, const struct vm_piece *piece, bool zeroed) {
+  for (uint64_t a = piece->addr; a < piece->addr + piece->bytes; a += c->granule) {
+    struct vm_pte *p = vm_pte(c, piece->space, a);
+    vm_bits_set(c->slabs[p->slab]->claim_map, p->unit, 1, false);
+    if (zeroed) vm_bits_set(c->slabs[p->slab]->dirty_map, p->unit, 1, false);
+  }
 }
 
 /* Marks one run at addr. Its units hold a reference for these ptes already; on failure the caller gives
@@ -96,11 +130,12 @@ static bool claim_dirty(struct maker *m, struct vm_slab *s, uint32_t unit, uint3
 static int mark_run(struct maker *m, struct vm_piece *piece, uint64_t addr, struct vm_run r, bool zero) {
   struct vm_ctx *c = m->c;
   uint32_t flags = PTE_BUSY | (m->op->flags & VMEM_OP_READONLY ? PTE_READONLY : 0);
-  struct vm_seg *seg = PUSH(c, &m->p->maps, struct vm_seg);
-  if (!seg) return -ENOMEM;
+  struct vm_seg *seg;
+  int err = check_claims(m, addr, r);
+  if (err) return err;
+  if (!(seg = PUSH(c, &m->p->maps, struct vm_seg))) return -ENOMEM;
   *seg = (struct vm_seg){addr, (uint64_t)r.n << c->shift, piece->space, r.slab, r.unit,
                          m->op->flags & VMEM_OP_READONLY ? VMEM_MAP_READONLY : 0};
-  if (!claim_dirty(m, r.slab, r.unit, r.n, addr, zero)) return -ENOMEM;
   for (uint32_t i = 0; i < r.n; i++) {
     struct vm_pte *p = vm_pte_make(c, piece->space, addr + ((uint64_t)i << c->shift));
     if (!p) return -ENOMEM;
@@ -110,7 +145,7 @@ static int mark_run(struct maker *m, struct vm_piece *piece, uint64_t addr, stru
     piece->bytes += c->granule;
     piece->space->busy++;
   }
-  return 0;
+  return claim_dirty(m, r.slab, r.unit, r.n, addr, zero) ? 0 : -ENOMEM;
 }
 
 /* Granules of the run at addr that were marked. */
@@ -161,7 +196,8 @@ static int map_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes, ui
     r.n -= (uint32_t)skip;
     skip = 0;
     if (r.n > left) r.n = (uint32_t)left;
-    for (uint32_t k = 0; k < r.n; k++) r.slab->refs[r.unit + k]++;
+    for (uint32_t k = 0; k < r.n; k++)
+      if (r.slab->refs[r.unit + k]++ > 1) m->p->aliases = true;
     err = mark_run(m, piece, addr, r, !m->hdl->dirty_ok);
     if (err) {
       uint32_t done = marked_units(c, piece, addr);
@@ -174,7 +210,7 @@ static int map_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes, ui
   return 0;
 }
 
-static int check_access(struct vm_ctx *c, uint64_t addr, uint64_t bytes) {
+int vm_check_access(struct vm_ctx *c, uint64_t addr, uint64_t bytes) {
   for (struct vm_access *a = c->accesses; a; a = a->next)
     if (a->addr < addr + bytes && addr < a->addr + a->bytes)
       return vm_fail_at(-EBUSY, a->addr, a->bytes, 0, "0x%llx + %llu bytes is being read or written",
@@ -199,7 +235,7 @@ static int check_whole_pages(struct vm_ctx *c, const struct vm_piece *piece) {
 static int mark_live(struct maker *m, struct vm_space *s, uint64_t addr, uint64_t bytes, bool fill) {
   struct vm_ctx *c = m->c;
   struct vm_piece *piece = NULL;
-  int err = fill ? 0 : check_access(c, addr, bytes);
+  int err = fill ? 0 : vm_check_access(c, addr, bytes);
   if (err) return err;
   for (uint64_t a = addr, end = addr + bytes; a < end; a += c->granule) {
     struct vm_pte *p = vm_pte(c, s, a);
@@ -273,7 +309,8 @@ int vm_page_size(struct vm_ctx *c, uint64_t *page_size) {
                     (unsigned long long)size, c->be->name, (unsigned long long)c->granule);
 }
 
-static int do_op(struct maker *m) {
+/* Everything about an operation that can be said without looking at its pages. */
+static int check_op(struct maker *m) {
   static const uint32_t allowed[] = {
       [VMEM_OP_MAP] = VMEM_OP_READONLY | VMEM_OP_CONSUME,
       [VMEM_OP_POPULATE] = VMEM_OP_DIRTY | VMEM_OP_SPREAD,
@@ -284,6 +321,7 @@ static int do_op(struct maker *m) {
   struct vm_ctx *c = m->c;
   uint64_t count = op->count ? op->count : 1, span;
   int err;
+  m->space = NULL;
   if (op->op < VMEM_OP_MAP || op->op > VMEM_OP_FILL) return vm_fail(-EINVAL, "unknown operation %u", op->op);
   if (op->flags & ~allowed[op->op])
     return vm_fail(-EINVAL, "flags 0x%x do not go with operation %u", op->flags & ~allowed[op->op], op->op);
@@ -302,8 +340,17 @@ static int do_op(struct maker *m) {
   if (count > 1 && (__builtin_mul_overflow(count - 1, op->stride, &span) || op->addr + span < span))
     return vm_fail_at(-EOVERFLOW, op->addr, op->bytes, 0, "%llu pieces %llu apart leave the address space",
                       (unsigned long long)count, (unsigned long long)op->stride);
-  m->space = NULL;
   if (!vm_space_range(c, op->addr, op->bytes, m->page_size, &err)) return err;
+  if (count > 1 && !vm_space_range(c, op->addr + span, op->bytes, m->page_size, &err)) return err;
+  return 0;
+}
+
+static int do_op(struct maker *m) {
+  const struct vmem_op *op = m->op;
+  struct vm_ctx *c = m->c;
+  uint64_t count = op->count ? op->count : 1;
+  int err = check_op(m);
+  if (err) return err;
   if (!list_room(c, op->op == VMEM_OP_UNMAP  ? &m->p->unmaps
                     : op->op == VMEM_OP_FILL ? &m->p->fills
                                              : &m->p->mapped,
@@ -341,17 +388,7 @@ static void unmark(struct vm_ctx *c, const struct vm_piece *piece) {
  * stays as it is. */
 static void take_back(struct vm_ctx *c, struct vm_plan *p) {
   size_t i;
-  /* Zeroing that will not happen: the units are dirty again. (A run that was claimed but not marked to
-   * its end has been put back as dirty already.) */
-  for (i = 0; i < p->zeros.n; i++) {
-    struct vm_be_range *r = AT(p->zeros, struct vm_be_range, i);
-    struct vm_space *s = vm_space_find(c, r->addr);
-    for (uint64_t a = r->addr; a < r->addr + r->bytes; a += c->granule) {
-      struct vm_pte *pte = vm_pte(c, s, a);
-      if (pte && (pte->flags & (PTE_BUSY | PTE_MAPPED)) == PTE_BUSY)
-        vm_bits_set(c->slabs[pte->slab]->dirty_map, pte->unit, 1, true);
-    }
-  }
+  for (i = 0; i < p->mapped.n && p->claims; i++) vm_end_claims(c, AT(p->mapped, struct vm_piece, i), false);
   for (i = 0; i < p->mapped.n; i++) {
     struct vm_piece *piece = AT(p->mapped, struct vm_piece, i);
     uint64_t end = piece->addr + piece->bytes, n;
@@ -372,12 +409,19 @@ static void take_back(struct vm_ctx *c, struct vm_plan *p) {
 }
 
 void vm_plan_cancel(struct vm_ctx *c, struct vm_plan *p) {
+  uint64_t keep = p->keep;
   pthread_mutex_lock(&c->lock);
   take_back(c, p);
   pthread_mutex_unlock(&c->lock);
   vm_pool_undo_grow(c, p->grow_id);
   vm_plan_clear(p);
-  vm_pool_trim(c, c->opts.pool_high);
+  vm_pool_trim(c, keep);
+}
+
+/* What a plan that comes to nothing leaves in the pool: as much as was there before. */
+static uint64_t keep_bytes(const struct vm_ctx *c) {
+  uint64_t have = vm_pool_free_units(c) << c->shift;
+  return have > c->opts.pool_high ? have : c->opts.pool_high;
 }
 
 /* A map adds its run and the hole behind it; an unmap adds a piece at each end that cuts a run. */
@@ -392,17 +436,28 @@ static int check_room(struct vm_ctx *c, const struct vm_plan *p) {
   return c->be->room && (load.more_segments || load.more_mappings) ? c->be->room(c->bes, &load) : 0;
 }
 
-/* Units that the batch's POPULATE operations take from a pool. */
+/* Units that the batch's POPULATE operations take from a pool: no more than there are addresses for. */
 static uint64_t wanted(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struct vmem_op *like) {
-  uint64_t total = 0;
-  for (size_t i = 0; i < n; i++)
-    if (ops[i].op == VMEM_OP_POPULATE && ops[i].location == like->location && ops[i].device == like->device)
-      total += vm_units(c, ops[i].bytes) * (ops[i].count ? ops[i].count : 1);
+  uint64_t total = 0, most = vm_units(c, c->reserved_bytes);
+  for (size_t i = 0; i < n; i++) {
+    uint64_t units;
+    if (ops[i].op != VMEM_OP_POPULATE || ops[i].location != like->location || ops[i].device != like->device) continue;
+    if (__builtin_mul_overflow(vm_units(c, ops[i].bytes), ops[i].count ? ops[i].count : 1, &units) || units > most - total)
+      return most;
+    total += units;
+  }
   return total;
 }
 
+/* Before memory is taken for a batch: whether an operation behind the one that is short is malformed. */
+static int check_rest(struct maker m, const struct vmem_op *ops, size_t n) {
+  int err = 0;
+  for (m.op++; m.op < ops + n && !err; m.op++) err = check_op(&m);
+  return err;
+}
+
 int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct vm_plan *p) {
-  uint64_t grow_id = 0;
+  uint64_t grow_id = 0, keep = 0;
   for (;;) {
     struct maker m = {.c = c, .p = p};
     uint64_t free_units = 0, need = 0;
@@ -411,12 +466,19 @@ int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct v
     memset(p, 0, sizeof(*p));
     p->grow_id = grow_id;
     pthread_mutex_lock(&c->lock);
+    if (!grow_id) keep = keep_bytes(c);
+    p->keep = keep;
     for (size_t i = 0; i < n && !err; i++) {
       m.op = &ops[i];
       err = do_op(&m);
     }
     if (!err) err = check_room(c, p);
     if (err) {
+      int other = m.short_units ? check_rest(m, ops, n) : 0;
+      if (other) {
+        err = other;
+        m.short_units = 0;
+      }
       vm_error_save(&why);
       take_back(c, p);
       if (m.short_units) {
@@ -430,7 +492,7 @@ int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct v
     vm_error_restore(&why);
     if (!m.short_units) {
       vm_pool_undo_grow(c, grow_id);
-      vm_pool_trim(c, c->opts.pool_high);
+      vm_pool_trim(c, keep);
       vm_error_restore(&why);
       return err;
     }
@@ -448,6 +510,7 @@ int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p) {
   int err = 0;
   memset(p, 0, sizeof(*p));
   pthread_mutex_lock(&c->lock);
+  p->keep = keep_bytes(c);
   if (!(hdl = vm_hdl_find(c, h, &err))) goto out;
   if (hdl->busy || hdl->pending) {
     err = vm_fail(-EBUSY, "another call is using the handle");
@@ -478,5 +541,20 @@ int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p) {
 out:
   pthread_mutex_unlock(&c->lock);
   if (err) vm_plan_clear(p);
+  return err;
+}
+
+int vm_plan_make_free(struct vm_ctx *c, struct vm_space *s, struct vm_plan *p) {
+  struct vmem_op op = {.op = VMEM_OP_UNMAP, .flags = VMEM_OP_HOLES};
+  struct maker m = {.c = c, .p = p, .op = &op, .page_size = c->granule};
+  int err = 0;
+  p->keep = keep_bytes(c);
+  if (s->mapped && ((err = mark_live(&m, s, s->base, s->bytes, false)) || (err = check_room(c, p)))) {
+    struct vmem_error why;
+    vm_error_save(&why);
+    take_back(c, p);
+    vm_plan_clear(p);
+    vm_error_restore(&why);
+  }
   return err;
 }

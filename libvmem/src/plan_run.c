@@ -24,7 +24,15 @@ static void count_start(struct vm_ctx *c, const struct vm_pte *p, uint64_t addr,
 /* The ptes stop being mapped but keep their units: [addr, addr + bytes) is busy with this plan. */
 static void detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   uint64_t end = addr + bytes, units = 0, before = vm_space_edges(c, s, addr, bytes), after;
-  struct vm_pte *next;
+  struct vm_pte *next = end < s->base + s->bytes ? vm_pte(c, s, end) : NULL;
+  /* First: it may be all that keeps the entry of a dropped handle. */
+  if (next && next->flags & PTE_MAPPED) {
+    if (!(next->flags & PTE_START)) {
+      next->flags |= PTE_START;
+      count_start(c, next, end, true);
+    }
+    vm_set_call(c, next, true);
+  }
   for (uint64_t a = addr; a < end; a += c->granule) {
     struct vm_pte *p = vm_pte(c, s, a);
     if (!(p->flags & PTE_MAPPED)) continue;
@@ -35,14 +43,6 @@ static void detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t
     if (p->flags & PTE_CALL) c->mappings--;
     p->flags &= ~(PTE_MAPPED | PTE_START | PTE_CALL);
     units++;
-  }
-  next = end < s->base + s->bytes ? vm_pte(c, s, end) : NULL;
-  if (next && next->flags & PTE_MAPPED) {
-    if (!(next->flags & PTE_START)) {
-      next->flags |= PTE_START;
-      count_start(c, next, end, true);
-    }
-    vm_set_call(c, next, true);
   }
   s->mapped -= units;
   c->mapped_units -= units;
@@ -139,6 +139,9 @@ static void undo_unmaps(struct vm_ctx *c, struct vm_plan *p, size_t n, int *wors
       s = (struct vm_seg){a, vm_space_run(c, piece->space, a, end - a), piece->space, c->slabs[pte->slab], pte->unit,
                           pte->flags & PTE_READONLY ? VMEM_MAP_READONLY : 0};
       for (uint64_t b = a; b < a + s.bytes; b += c->granule) vm_set_call(c, vm_pte(c, piece->space, b), b == a);
+      /* The rest of a call that was cut at the end is a call of its own now. */
+      pte = a + s.bytes < piece->space->base + piece->space->bytes ? vm_pte(c, piece->space, a + s.bytes) : NULL;
+      if (pte && pte->flags & PTE_MAPPED) vm_set_call(c, pte, true);
       pthread_mutex_unlock(&c->lock);
       if (map_one(c, &s)) lose(c, piece->space, s.addr, s.bytes, worst, why);
       a += s.bytes;
@@ -166,8 +169,9 @@ static int map_and_zero(struct vm_ctx *c, struct vm_plan *p, struct vm_seg *s, s
     if ((err = vm_drv_map(c, s->addr, s->bytes, s->slab, s->unit, 0, sparse(s->space)))) return err;
     *live = true;
     if ((err = vm_drv_fill(c, r, n, 0, NULL, 0, &e)) || (err = finish(c, &e))) return err;
-    if ((err = vm_drv_unmap(c, s->addr, s->bytes, sparse(s->space)))) return err;
-    *live = false;
+    err = vm_drv_unmap(c, s->addr, s->bytes, sparse(s->space));
+    *live = err && err != -ENOTRECOVERABLE; /* then its state is unknown, and it is lost */
+    if (err) return err;
     for (size_t i = 0; i < n; i++) r[i].bytes = 0;
   }
   err = map_one(c, s);
@@ -239,7 +243,11 @@ static void commit_map(struct vm_ctx *c, struct vm_piece *piece) {
 void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   size_t i;
   pthread_mutex_lock(&c->lock);
-  for (i = 0; i < p->mapped.n; i++) commit_map(c, AT(p->mapped, struct vm_piece, i));
+  for (i = 0; i < p->mapped.n; i++) {
+    struct vm_piece *piece = AT(p->mapped, struct vm_piece, i);
+    commit_map(c, piece);
+    if (p->claims) vm_end_claims(c, piece, true);
+  }
   vm_note_peaks(c);
   for (i = 0; i < p->fills.n; i++) {
     struct vm_piece *piece = AT(p->fills, struct vm_piece, i);
@@ -266,8 +274,8 @@ int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size
   int err = map_all(c, p, &mapped), worst;
   if (!err) err = fill_all(c, p, after, num_after, &event);
   if (!err && (!done || p->unmaps.n) && event) err = finish(c, &event);
-  /* No fill may be running on what is about to vanish. */
-  if (!err && p->unmaps.n) err = vm_fills_finish(c);
+  /* No fill may be running on what is about to vanish, nor on what shows at a second address now. */
+  if (!err && (p->unmaps.n || p->aliases)) err = vm_fills_finish(c);
   while (!err && unmapped < p->unmaps.n) {
     struct vm_piece *piece = AT(p->unmaps, struct vm_piece, unmapped);
     if (!(err = vm_drv_unmap(c, piece->addr, piece->bytes, sparse(piece->space)))) unmapped++;

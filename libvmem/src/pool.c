@@ -118,6 +118,7 @@ static struct vm_run take_units(struct vm_ctx *c, struct vm_slab *s, uint32_t un
   c->used_units += n;
   chunks_account(c, s, unit, n, false);
   set_max_run(s, s->max_run);
+  if (s->pool == &c->pools[0]) vm_worker_low(c);
   return (struct vm_run){s, unit, n};
 }
 
@@ -246,6 +247,7 @@ void vm_slab_free(struct vm_slab *s) {
   if (!s) return;
   free(s->free_map);
   free(s->dirty_map);
+  free(s->claim_map);
   free(s->refs);
   free(s->chunk_free);
   free(s);
@@ -264,7 +266,8 @@ static struct vm_slab *slab_make(struct vm_ctx *c, struct vm_pool *p, uint64_t b
   s->chunks = (s->units + c->chunk_units - 1) / c->chunk_units;
   s->free_map = vm_calloc(c, words, sizeof(uint64_t));
   s->dirty_map = s->free_map ? vm_calloc(c, words, sizeof(uint64_t)) : NULL;
-  s->refs = s->dirty_map ? vm_calloc(c, s->units, sizeof(uint32_t)) : NULL;
+  s->claim_map = s->dirty_map ? vm_calloc(c, words, sizeof(uint64_t)) : NULL;
+  s->refs = s->claim_map ? vm_calloc(c, s->units, sizeof(uint32_t)) : NULL;
   s->chunk_free = s->refs ? vm_calloc(c, s->chunks, sizeof(uint32_t)) : NULL;
   if (!s->chunk_free || (*err = vm_drv_slab_create(c, bytes, page_size, p->location, p->device, &s->priv))) {
     vm_slab_free(s);
@@ -313,17 +316,17 @@ static void slab_unlink(struct vm_ctx *c, struct vm_slab *s) {
 }
 
 /* Empty slabs, taken out of the tables, to be destroyed without the lock: while `keep_bytes` stay free;
- * with grow_id != 0 only those made by that call of vm_pool_grow. An empty slab's run is the slab, so
+ * with grow_id != 0 only those made by that growth, or with `others` only those made by others. An empty slab's run is the slab, so
  * the fullest bins hold them. */
-static struct vm_slab *unlink_empty(struct vm_ctx *c, uint64_t keep_bytes, uint64_t grow_id) {
+static struct vm_slab *unlink_empty(struct vm_ctx *c, uint64_t keep_bytes, uint64_t grow_id, bool others) {
   struct vm_slab *list = NULL, *next;
-  uint64_t keep = vm_units(c, keep_bytes), total = vm_pool_free_units(c);
+  uint64_t keep = vm_units_up(c, keep_bytes), total = vm_pool_free_units(c);
   for (size_t i = 0; i < VM_POOLS; i++)
     for (int b = POOL_BINS - 1; b > 0 && total > keep; b--)
       for (struct vm_slab *s = c->pools[i].bins[b]; s && total > keep; s = next) {
         next = s->next;
         if (s->free_units != s->units || total - s->units < keep) continue;
-        if (grow_id && s->grow_id != grow_id) continue;
+        if (grow_id && (s->grow_id == grow_id) == others) continue;
         total -= s->units;
         slab_unlink(c, s);
         s->next = list;
@@ -353,7 +356,7 @@ static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
 uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep) {
   struct vm_slab *list;
   pthread_mutex_lock(&c->lock);
-  list = vm_pool_free_units(c) << c->shift > keep ? unlink_empty(c, keep, 0) : NULL;
+  list = vm_pool_free_units(c) << c->shift > keep ? unlink_empty(c, keep, 0, false) : NULL;
   pthread_mutex_unlock(&c->lock);
   return destroy_list(c, list);
 }
@@ -399,15 +402,32 @@ void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id) {
   struct vm_slab *list;
   if (!id) return;
   pthread_mutex_lock(&c->lock);
-  list = unlink_empty(c, 0, id);
+  list = unlink_empty(c, 0, id, false);
   pthread_mutex_unlock(&c->lock);
   destroy_list(c, list);
+}
+
+/* Memory is short, but not in all: empty slabs that are too small, or of another location, are given back
+ * when they make up for what is missing. */
+static bool reclaim(struct vm_ctx *c, uint64_t bytes, uint64_t id) {
+  struct vm_slab *list = NULL;
+  uint64_t empty = 0;
+  pthread_mutex_lock(&c->lock);
+  for (uint32_t i = 1; i < c->nslabs; i++)
+    if (c->slabs[i] && c->slabs[i]->free_units == c->slabs[i]->units && c->slabs[i]->grow_id != id) empty += c->slabs[i]->bytes;
+  if (empty >= bytes) list = unlink_empty(c, 0, id, true);
+  pthread_mutex_unlock(&c->lock);
+  return destroy_list(c, list) != 0;
 }
 
 int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align, uint64_t *id) {
   uint64_t need = units << c->shift, page = (uint64_t)align << c->shift, slab = c->info.pub.slab_size;
   uint64_t chunk = (uint64_t)c->chunk_units << c->shift, got = 0;
-  bool single = c->info.one_page_slabs;
+  bool single = c->info.one_page_slabs, may_reclaim = !*id; /* once, or two calls could do so forever */
+  if (units > UINT64_MAX >> c->shift) {
+    vm_pool_undo_grow(c, *id);
+    return vm_fail_at(-ENOMEM, 0, UINT64_MAX, 0, "%llu pages are more than any machine has", (unsigned long long)units);
+  }
   piece <<= c->shift;
   if (piece > slab) slab = piece < MAX_SLAB ? vm_round_up(piece, slab) : MAX_SLAB;
   if (slab < page || single) slab = page;
@@ -421,6 +441,11 @@ int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t p
     /* The limit may leave less than a chunk: then take exactly what is wanted. */
     if (err == -ENOMEM && !single && vm_round_up(left, page) < least)
       err = grow_once(c, p, vm_round_up(left, page), page, page, *id, &got);
+    if (err == -ENOMEM && may_reclaim) {
+      may_reclaim = false;
+      got = 0;
+      if (reclaim(c, left, *id)) continue;
+    }
     if (err) {
       struct vmem_error why;
       vm_error_save(&why);
@@ -442,6 +467,7 @@ static void units_free(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint3
     dirty = vm_drv_discard(c, s, unit, n) != 0 || !c->info.fresh_is_zero;
     pthread_mutex_lock(&c->lock);
     c->limbo_units -= n;
+    if (!c->limbo_units) pthread_cond_broadcast(&c->done_cond); /* vmem_check waits for it */
   }
   vm_bits_set(s->dirty_map, unit, n, dirty);
   give_units(c, s, unit, n);

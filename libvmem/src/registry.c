@@ -45,12 +45,15 @@ const char *vmem_version(void) { return VMEM_VERSION; }
 
 const char *vmem_backend_name(unsigned index) { return index < NUM_BACKENDS ? backends[index]->name : NULL; }
 
+#define MAX_STRUCT 4096u /* no version's structure is larger: a larger size field is rubbish */
+
 int vm_copy_in(void *to, size_t to_size, const void *from, const char *what) {
   size_t size;
   memset(to, 0, to_size);
   if (!from) return 0;
   memcpy(&size, from, sizeof(size));
-  if (size < 2 * sizeof(size_t)) return vm_fail_at(-EINVAL, 0, size, 0, "%s: its size field says %zu", what, size);
+  if (size < 2 * sizeof(size_t) || size > MAX_STRUCT)
+    return vm_fail_at(-EINVAL, 0, size, 0, "%s: its size field says %zu", what, size);
   if (size > to_size) {
     for (size_t i = to_size; i < size; i++)
       if (((const char *)from)[i])
@@ -65,7 +68,8 @@ int vm_copy_out(void *to, const void *from, size_t from_size, const char *what) 
   size_t size;
   if (!to) return vm_fail(-EINVAL, "%s: NULL", what);
   memcpy(&size, to, sizeof(size));
-  if (size < 2 * sizeof(size_t)) return vm_fail_at(-EINVAL, 0, size, 0, "%s: its size field says %zu", what, size);
+  if (size < 2 * sizeof(size_t) || size > MAX_STRUCT)
+    return vm_fail_at(-EINVAL, 0, size, 0, "%s: its size field says %zu", what, size);
   memcpy((char *)to + sizeof(size), (const char *)from + sizeof(size),
          (size < from_size ? size : from_size) - sizeof(size));
   if (size > from_size) memset((char *)to + from_size, 0, size - from_size);
@@ -201,7 +205,34 @@ static int open_auto(const struct vmem_open_opts *o, struct vm_ctx **out) {
   return vm_fail(err, "no back end can be opened: %.400s", why);
 }
 
-static void ctx_free(struct vm_ctx *c) {
+/* Best effort: what the driver refuses to give back it takes back when the process ends. */
+static void close_spaces(struct vm_ctx *c) {
+  for (size_t i = 0; i < c->nspaces; i++) {
+    struct vm_space *s = c->spaces[i];
+    uint64_t a = s->base, end = s->base + s->bytes, n;
+    for (; a < end && s->mapped && !c->info.unreserve_unmaps; a += n) {
+      struct vm_pte *p = vm_pte(c, s, a);
+      n = vm_space_run(c, s, a, end - a);
+      if (p && p->flags & PTE_MAPPED) vm_drv_unmap(c, a, n, s->kind & VMEM_RANGE_SPARSE);
+    }
+    vm_drv_unreserve(c, s);
+    vm_space_destroy(s);
+  }
+  free(c->spaces);
+}
+
+/* Nobody else knows the context any more. */
+static void tear_down(struct vm_ctx *c) {
+  vm_worker_stop(c);
+  close_spaces(c);
+  for (uint32_t k = 1; k < c->nslabs; k++)
+    if (c->slabs[k]) {
+      vm_drv_slab_destroy(c, c->slabs[k]);
+      vm_slab_free(c->slabs[k]);
+    }
+  free(c->slabs);
+  for (uint32_t k = 1; k < c->nhdls; k++) free(c->hdls[k].runs);
+  free(c->hdls);
   c->be->close(c->bes);
   pthread_mutex_destroy(&c->lock);
   pthread_cond_destroy(&c->done_cond);
@@ -224,6 +255,13 @@ int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm) {
   err = be ? open_one(be, &o, &c) : open_auto(&o, &c);
   if (err) return err;
   c->opts.backend = c->be->name; /* the caller's string need not live on */
+  if (c->opts.pool_low && (err = vm_worker_start(c))) {
+    struct vmem_error why;
+    vm_error_save(&why);
+    tear_down(c);
+    vm_error_restore(&why);
+    return err;
+  }
   pthread_mutex_lock(&table.lock);
   for (i = 0; i < MAX_CONTEXTS && (table.ctx[i] || table.inherited[i]); i++) {
   }
@@ -236,27 +274,11 @@ int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm) {
   }
   pthread_mutex_unlock(&table.lock);
   if (i < MAX_CONTEXTS) return 0;
-  ctx_free(c);
+  tear_down(c);
   return vm_fail_at(-ENOMEM, 0, 0, MAX_CONTEXTS, "%u contexts are open already", MAX_CONTEXTS);
 }
 
 /* ---- closing --------------------------------------------------------------------------------- */
-
-/* Best effort: what the driver refuses to give back it takes back when the process ends. */
-static void close_spaces(struct vm_ctx *c) {
-  for (size_t i = 0; i < c->nspaces; i++) {
-    struct vm_space *s = c->spaces[i];
-    uint64_t a = s->base, end = s->base + s->bytes, n;
-    for (; a < end && s->mapped && !c->info.unreserve_unmaps; a += n) {
-      struct vm_pte *p = vm_pte(c, s, a);
-      n = vm_space_run(c, s, a, end - a);
-      if (p && p->flags & PTE_MAPPED) vm_drv_unmap(c, a, n, s->kind & VMEM_RANGE_SPARSE);
-    }
-    vm_drv_unreserve(c, s);
-    vm_space_destroy(s);
-  }
-  free(c->spaces);
-}
 
 int vmem_close(vmem_t vm) {
   int err;
@@ -282,17 +304,7 @@ int vmem_close(vmem_t vm) {
   pthread_mutex_unlock(&table.lock);
 
   vm_inject_arm(c, 0, 0, 0, 0);
-  vm_worker_stop(c);
-  close_spaces(c);
-  for (uint32_t k = 1; k < c->nslabs; k++)
-    if (c->slabs[k]) {
-      vm_drv_slab_destroy(c, c->slabs[k]);
-      vm_slab_free(c->slabs[k]);
-    }
-  free(c->slabs);
-  for (uint32_t k = 1; k < c->nhdls; k++) free(c->hdls[k].runs);
-  free(c->hdls);
-  ctx_free(c);
+  tear_down(c);
   return 0;
 }
 

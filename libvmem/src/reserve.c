@@ -99,34 +99,14 @@ static int check_free(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint3
 
 /* Marks everything mapped in a space as about to vanish, and the space as being freed. */
 static int free_begin(struct vm_ctx *c, uint64_t addr, uint32_t flags, struct vm_plan *p, struct vm_space **out) {
-  struct vmem_op op = {.op = VMEM_OP_UNMAP, .flags = VMEM_OP_HOLES, .addr = addr};
   struct vm_space *s;
   int err;
   memset(p, 0, sizeof(*p));
   pthread_mutex_lock(&c->lock);
   s = vm_space_find(c, addr);
-  if (!(err = check_free(c, s, addr, flags))) {
-    if (s->mapped)
-      op.bytes = s->bytes;
-    else
-      s->freeing = true;
-  }
+  if (!(err = check_free(c, s, addr, flags)) && !(err = vm_plan_make_free(c, s, p))) s->freeing = true;
   *out = s;
   pthread_mutex_unlock(&c->lock);
-  if (err || !op.bytes) return err;
-  if ((err = vm_plan_make(c, &op, 1, p))) return err;
-  pthread_mutex_lock(&c->lock);
-  *out = s = vm_space_find(c, addr); /* it cannot vanish any more, but a hole may have been mapped */
-  if (s->busy == s->mapped && !s->freeing)
-    s->freeing = true;
-  else
-    err = vm_fail_at(-EBUSY, addr, s->busy << c->shift, 0, "the reservation at 0x%llx is being changed by another call",
-                     (unsigned long long)addr);
-  pthread_mutex_unlock(&c->lock);
-  if (err) {
-    vm_plan_cancel(c, p);
-    vm_fail_at(-EBUSY, addr, 0, 0, "the reservation at 0x%llx is being changed by another call", (unsigned long long)addr);
-  }
   return err;
 }
 

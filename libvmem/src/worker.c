@@ -20,8 +20,6 @@ struct vm_job {
   struct vm_ticket_slot *slot;
 };
 
-static int thread_start(struct vm_ctx *c);
-
 static struct vm_ticket_slot *slot_of(struct vm_ctx *c, vmem_ticket t) {
   return &c->tickets[t % VMEM_MAX_TICKETS];
 }
@@ -43,7 +41,7 @@ VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const s
     err = -ENOMEM;
     goto out;
   }
-  if ((err = thread_start(c)) || (err = vm_deps_make(c, after, num_after, &job->deps))) goto out;
+  if ((err = vm_worker_start(c)) || (err = vm_deps_make(c, after, num_after, &job->deps))) goto out;
   if ((err = vm_plan_make(c, ops, n, &job->plan))) {
     vm_deps_put(c, &job->deps);
     goto out;
@@ -191,7 +189,6 @@ static int retire_fills(struct vm_ctx *c, bool wait) {
     int err;
     s->pins++;
     pthread_mutex_unlock(&c->lock);
-    vm_error_begin("vmem worker");
     err = wait ? c->be->event_wait(c->bes, e) : c->be->event_query(c->bes, e);
     pthread_mutex_lock(&c->lock);
     if (!--s->pins) pthread_cond_broadcast(&c->done_cond);
@@ -265,9 +262,10 @@ static struct vm_job *next_job(struct vm_ctx *c, bool *waiting) {
 }
 
 static void keep_low_watermark(struct vm_ctx *c) {
-  uint64_t units = vm_units(c, c->opts.pool_low), have, id = 0;
+  uint64_t units = vm_units_up(c, c->opts.pool_low), have, id = 0;
   if (!units) return;
   pthread_mutex_lock(&c->lock);
+  c->low = false;
   have = c->pools[0].free_units;
   pthread_mutex_unlock(&c->lock);
   /* Failure is no error here: whoever needs the memory will meet it. */
@@ -287,8 +285,8 @@ static void *thread(void *arg) {
       nap = 20000;
       continue;
     }
-    retire_fills(c, false);
     vm_error_begin("vmem worker");
+    retire_fills(c, false);
     keep_low_watermark(c);
     pthread_mutex_lock(&c->lock);
     stop = c->worker_stop;
@@ -300,7 +298,7 @@ static void *thread(void *arg) {
         nap = nap < 500000 ? nap * 2 : 1000000;
       else
         nap = 20000;
-    } else if (!stop && !c->queue) {
+    } else if (!stop && !c->queue && !c->low) {
       pthread_cond_wait(&c->work_cond, &c->lock);
       nap = 20000;
     }
@@ -309,7 +307,7 @@ static void *thread(void *arg) {
   }
 }
 
-static int thread_start(struct vm_ctx *c) {
+int vm_worker_start(struct vm_ctx *c) {
   sigset_t all, old;
   int err = 0;
   pthread_mutex_lock(&c->lock);
@@ -331,10 +329,10 @@ static int thread_start(struct vm_ctx *c) {
   return err;
 }
 
-void vm_worker_wake(struct vm_ctx *c) {
-  pthread_mutex_lock(&c->lock);
+void vm_worker_low(struct vm_ctx *c) {
+  if (c->low || c->pools[0].free_units >= vm_units_up(c, c->opts.pool_low)) return;
+  c->low = true;
   pthread_cond_signal(&c->work_cond);
-  pthread_mutex_unlock(&c->lock);
 }
 
 /* At close: what waits for GPU work of ours is run after it; what waits for a descriptor that nobody may
