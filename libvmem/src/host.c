@@ -162,9 +162,11 @@ static int host_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags
   void *p;
   int err;
   (void)be;
-  if (room < bytes) return vm_fail_at(-EOVERFLOW, 0, bytes, align, "%llu bytes and their alignment leave 64 bits", (unsigned long long)bytes);
+  if (room < bytes)
+    return vm_fail_at(-EOVERFLOW, 0, bytes, align, "%llu bytes and their alignment leave 64 bits", (unsigned long long)bytes);
   p = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p == MAP_FAILED) return vm_fail_at(-ENOMEM, 0, bytes, 0, "no %llu bytes of addresses: %s", (unsigned long long)bytes, strerror(errno));
+  if (p == MAP_FAILED)
+    return vm_fail_at(-ENOMEM, 0, bytes, 0, "no %llu bytes of addresses: %s", (unsigned long long)bytes, strerror(errno));
   a = vm_round_up((uint64_t)(uintptr_t)p, align);
   if (a > (uint64_t)(uintptr_t)p) munmap(p, a - (uint64_t)(uintptr_t)p);
   if (a + bytes < (uint64_t)(uintptr_t)p + room) munmap(at(a + bytes), (uint64_t)(uintptr_t)p + room - a - bytes);
@@ -225,7 +227,8 @@ static int host_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32
     err = vm_fail_at(-ENOMEM, 0, bytes, avail, "%llu bytes of host memory: %llu available, %llu of them promised",
                      (unsigned long long)bytes, (unsigned long long)avail, (unsigned long long)open_promises);
   else if (offset + bytes < offset || ftruncate(h->fd, (off_t)(offset + bytes)))
-    err = vm_fail_at(-ENOMEM, 0, bytes, 0, "growing the memory file to %llu bytes: %s", (unsigned long long)(offset + bytes), strerror(errno));
+    err = vm_fail_at(-ENOMEM, 0, bytes, 0, "growing the memory file to %llu bytes: %s",
+                     (unsigned long long)(offset + bytes), strerror(errno));
   if (!err) {
     h->next_offset += bytes;
     h->slab_bytes += bytes;

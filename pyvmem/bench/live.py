@@ -13,55 +13,22 @@ mapped one by one cannot live at once; with `spread` and `consolidated` they can
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from pyvmem.bench.growth import LEVELS, PATTERNS, TENSORS, Pattern, Shape
 from pyvmem.bench.memory import Delta, KernelMemory
 from pyvmem.bench.native import DIRTY, POPULATE, SPREAD, Native
 from pyvmem.bench.record import Part
-from pyvmem.bench.setting import GB, KB, MB, Setting
+from pyvmem.bench.setting import GB, KB, Setting
 from pyvmem.bench.timing import Deadline, Samples, quiet, time_each
 from pyvmem.errors import VMemError
 
 __all__ = ["LEVELS", "run"]
 
-LEVELS = (1 << 10, 10 << 10, 100 << 10, 400 << 10, 1 << 20)
 _NAMES = {1 << 10: "1k", 10 << 10: "10k", 100 << 10: "100k", 400 << 10: "400k", 1 << 20: "1M"}
 _KEEP_ALL = (1 << 64) - 1
-_TENSORS = 4
-_RUN = 64  # pages of a prefill in one tensor
-_REQUESTS = 256
-_TOGETHER = 8  # requests that need a page in the same step
-_SEED = 20
 _SAFE_POINT = 128 << 10  # pages grown between two consolidations
-
-
-@dataclass(frozen=True)
-class _Pattern:
-    name: str
-    what: str
-    decode: bool
-    spread: bool = False
-    consolidate: bool = False
-    most: int = LEVELS[-1]
-
-
-_PATTERNS = (
-    _Pattern("runs", "prefill, runs of 64", decode=False),
-    _Pattern("decode", "decode, page by page", decode=True),
-    _Pattern("decode_consolidated", "decode, consolidated", True, consolidate=True, most=LEVELS[2]),
-    _Pattern("decode_spread", "decode, spread", True, spread=True, most=LEVELS[2]),
-    _Pattern(
-        "decode_spread_consolidated",
-        "decode, spread, consolidated",
-        True,
-        spread=True,
-        consolidate=True,
-    ),
-)
 
 
 def level_name(pages: int) -> str:
@@ -75,7 +42,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
     setting.native.trim()
     per_page: dict[str, float] = {}  # seconds a page, from the level before
     for pages in levels:
-        for pattern in _PATTERNS:
+        for pattern in PATTERNS:
             name = f"{pattern.name}/{setting.system}/{level_name(pages)}"
             if pages > pattern.most:
                 part.not_run(name, f"no row above {level_name(pattern.most)}, to save time")
@@ -100,12 +67,12 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
     _baseline(setting, part, deadline)
 
 
-def _measure(setting: Setting, part: Part, pattern: _Pattern, pages: int, name: str) -> None:
+def _measure(setting: Setting, part: Part, pattern: Pattern, pages: int, name: str) -> None:
     with setting.open(pool_high=_KEEP_ALL) as context:
         n = Native(context)
         page = 64 * KB if 64 * KB in context.info.page_sizes else min(context.info.page_sizes)
         n.warm(pages * page)
-        shape = _Shape(pattern, pages, page)
+        shape = Shape(pattern, pages, page)
         base = n.reserve(shape.nbytes)
         before, calls = KernelMemory.now(), n.stats()
         grow = Samples()
@@ -166,7 +133,7 @@ def _measure(setting: Setting, part: Part, pattern: _Pattern, pages: int, name: 
 def _consolidate(
     part: Part,
     n: Native,
-    pattern: _Pattern,
+    pattern: Pattern,
     name: str,
     base: int,
     nbytes: int,
@@ -216,43 +183,8 @@ class _Spent:
         self.times += 1
 
 
-class _Shape:
-    """Where the pages of a pattern lie: tensors one after the other, slots in each."""
-
-    def __init__(self, pattern: _Pattern, pages: int, page: int) -> None:
-        self.page = page
-        streams = _TENSORS * _REQUESTS
-        if pattern.decode:
-            self.slots = _REQUESTS
-            self.depth = max(pages // streams, 1)
-            self.piece = 1
-            self.batch = _TOGETHER * _TENSORS
-            self.ops = _TOGETHER
-        else:
-            self.slots = max(pages // (_TENSORS * _RUN), 1)
-            self.depth = 1
-            self.piece = _RUN
-            self.batch = _TENSORS * _RUN
-            self.ops = 1
-        used = self.depth * self.piece * page
-        self.slot_bytes = -(-used // (2 * MB)) * 2 * MB
-        self.tensor_bytes = self.slots * self.slot_bytes
-        self.nbytes = _TENSORS * self.tensor_bytes
-
-    def order(self) -> Iterator[list[int]]:
-        """Offsets in the first tensor that grow together, batch after batch."""
-        rng = random.Random(_SEED)
-        slots = list(range(self.slots))
-        for k in range(self.depth):
-            if self.ops > 1:
-                rng.shuffle(slots)
-            for first in range(0, self.slots, self.ops):
-                some = slots[first : first + self.ops]
-                yield [s * self.slot_bytes + k * self.page for s in some]
-
-
 def _grow(
-    n: Native, shape: _Shape, base: int, pattern: _Pattern, into: Samples, spent: _Spent
+    n: Native, shape: Shape, base: int, pattern: Pattern, into: Samples, spent: _Spent
 ) -> None:
     """Grows everything; ten rounds of samples, each the time of a batch over its pages."""
     every = _SAFE_POINT // shape.batch if pattern.consolidate else 0
@@ -260,7 +192,7 @@ def _grow(
         "op": POPULATE,
         "flags": DIRTY | (SPREAD if pattern.spread else 0),
         "bytes": shape.piece * shape.page,
-        "count": _TENSORS,
+        "count": TENSORS,
         "stride": shape.tensor_bytes,
         "page_size": shape.page,
     }

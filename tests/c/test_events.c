@@ -38,7 +38,8 @@ static vm_event new_event(void) {
   return e;
 }
 
-static int fake_fill(void *be, const struct vm_be_range *r, size_t n, uint8_t value, const vm_event *after, size_t num_after, vm_event *done) {
+static int fake_fill(void *be, const struct vm_be_range *r, size_t n, uint8_t value, const vm_event *after,
+                     size_t num_after, vm_event *done) {
   vm_event e = new_event();
   (void)be;
   if (n > MAX_RANGES) return vm_fail(-EIO, "too many ranges for the stand-in");

@@ -414,8 +414,11 @@ static void check_backend(const struct vm_backend *b) {
     uint64_t limit = e.info.pub.max_segments;
 
     check(&e, "room for as many mappings as the limit says, not for one more",
-          !b->room(e.be, 0, limit) && b->room(e.be, limit, 1) == -ENOSPC &&
-              b->room(e.be, 1, UINT64_MAX) == -ENOSPC);
+          !b->room(e.be, &(struct vm_be_load){.more_mappings = limit}) &&
+              b->room(e.be, &(struct vm_be_load){.mappings = limit, .more_mappings = 1}) ==
+                  -ENOSPC &&
+              b->room(e.be, &(struct vm_be_load){.mappings = 1, .more_mappings = UINT64_MAX}) ==
+                  -ENOSPC);
   }
   check_memory(&e);
   check_events(&e);
