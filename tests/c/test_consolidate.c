@@ -100,4 +100,24 @@ static void lost(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(one_call_per_run), TEST(part_of_a_run), TEST(failure_maps_again), TEST(lost))
+static int while_read;
+
+static int fake_read(void *be, void *dst, uint64_t addr, uint64_t bytes) {
+  while_read = vmem_consolidate(vm, va, MIB(64), NULL);
+  return vm_backend_host.read(be, dst, addr, bytes);
+}
+
+/* What another call is reading is left alone. */
+static void beside_a_read(void) {
+  char b;
+  grow();
+  fake.read = fake_read;
+  OK(vmem_read(vm, &b, va + 3 * PAGE, 1));
+  EQ(while_read, -EBUSY);
+  EQ(remaps, 0);
+  OK(vmem_consolidate(vm, va, MIB(64), NULL));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+MAIN(TEST(beside_a_read), TEST(one_call_per_run), TEST(part_of_a_run), TEST(failure_maps_again), TEST(lost))

@@ -112,6 +112,17 @@ static bool reached(unsigned n) {
   return events() >= n;
 }
 
+static bool fills_over_at_remap;
+
+static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags) {
+  fills_over_at_remap = true;
+  pthread_mutex_lock(&gpu.lock);
+  for (unsigned e = 1; e <= gpu.n; e++)
+    if (gpu.e[e].fill && !gpu.e[e].done) fills_over_at_remap = false;
+  pthread_mutex_unlock(&gpu.lock);
+  return vm_backend_host.map(be, addr, bytes, slab, offset, flags, false);
+}
+
 static vmem_t open_fake(void) {
   vmem_t vm = open_host(0);
   int err;
@@ -119,6 +130,7 @@ static vmem_t open_fake(void) {
   fake = vm_backend_host;
   fake.discard = NULL; /* pages come back dirty, as on a GPU */
   fake.fill = fake_fill;
+  fake.remap = fake_remap;
   fake.event_from = fake_from;
   fake.event_query = fake_query;
   fake.event_wait = fake_wait;
@@ -230,6 +242,70 @@ static void fill_batches_wait_on_the_gpu(void) {
   OK(vmem_close(vm));
 }
 
+/* A page whose zeroing is under way is not shown at a second address before it is over. */
+static void second_address_waits_for_fills(void) {
+  vmem_t vm = open_fake();
+  uint64_t va;
+  struct vmem_op op = {.op = VMEM_OP_MAP, .bytes = PAGE};
+  vmem_ticket t;
+  pthread_t thread;
+  OK(vMemReserve(vm, MIB(8), NULL, &va));
+  OK(vMemCreate(vm, PAGE, NULL, &op.handle));
+  op.addr = va;
+  OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+  OK(vmem_order(vm, t, 0));
+  BYTE(va) = 9; /* stands for old contents */
+  CHECK(!gpu.e[1].done);
+  EQ(pthread_create(&thread, NULL, finish_later, (void *)(uintptr_t)1), 0);
+  OK(vMemMap(vm, va + MIB(1), PAGE, op.handle, 0, 0));
+  CHECK(gpu.e[1].done);
+  EQ(BYTE(va + MIB(1)), 0);
+  pthread_join(thread, NULL);
+  OK(vmem_wait(vm, t, -1));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+static void consolidation_waits_for_fills(void) {
+  vmem_t vm = open_fake();
+  uint64_t va;
+  vmem_ticket t[2];
+  pthread_t thread;
+  struct vmem_op op;
+  OK(vMemReserve(vm, MIB(8), NULL, &va));
+  for (unsigned i = 0; i < 2; i++) {
+    op = populate(va + i * PAGE);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, &t[i]));
+    OK(vmem_order(vm, t[i], 0));
+  }
+  finish(2);
+  EQ(pthread_create(&thread, NULL, finish_later, (void *)(uintptr_t)1), 0);
+  OK(vmem_consolidate(vm, va, 2 * PAGE, NULL));
+  CHECK(fills_over_at_remap);
+  EQ(stats_of(vm).mappings, 1);
+  pthread_join(thread, NULL);
+  OK(vmem_close(vm));
+}
+
+/* A call that waits for another batch's fills still fails in its own name. */
+static void errors_keep_their_name(void) {
+  vmem_t vm = open_fake();
+  uint64_t va;
+  vmem_ticket t;
+  pthread_t thread;
+  struct vmem_op op;
+  OK(vMemReserve(vm, MIB(8), NULL, &va));
+  op = populate(va);
+  OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+  OK(vmem_order(vm, t, 0));
+  EQ(pthread_create(&thread, NULL, finish_later, (void *)(uintptr_t)1), 0);
+  OK(vmem_inject(vm, VMEM_INJECT_UNMAP, 0, 1, EIO));
+  EQ(vMemUnmap(vm, va, PAGE), -EIO);
+  CHECK(!strncmp(vmem_last_error(), "vMemUnmap", 9));
+  pthread_join(thread, NULL);
+  OK(vmem_close(vm));
+}
+
 /* Work that ends in an error: nothing is unmapped, the ticket tells. */
 static void broken_work(void) {
   vmem_t vm = open_fake();
@@ -256,4 +332,5 @@ static void broken_work(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(order_does_not_wait_for_fills), TEST(unmap_waits_for_fills), TEST(fill_batches_wait_on_the_gpu), TEST(broken_work))
+MAIN(TEST(order_does_not_wait_for_fills), TEST(unmap_waits_for_fills), TEST(fill_batches_wait_on_the_gpu), TEST(broken_work),
+     TEST(second_address_waits_for_fills), TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name))
