@@ -196,6 +196,9 @@ static int map_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes, ui
     r.n -= (uint32_t)skip;
     skip = 0;
     if (r.n > left) r.n = (uint32_t)left;
+    if (c->info.one_page_slabs && r.n != r.slab->units)
+      return vm_fail_at(-EINVAL, addr, bytes, r.slab->bytes, "0x%llx + %llu bytes cuts a page of %llu bytes, which %s cannot map in parts",
+                        (unsigned long long)piece->addr, (unsigned long long)bytes, (unsigned long long)r.slab->bytes, c->be->name);
     for (uint32_t k = 0; k < r.n; k++)
       if (r.slab->refs[r.unit + k]++ > 1) m->p->aliases = true;
     err = mark_run(m, piece, addr, r, !m->hdl->dirty_ok);

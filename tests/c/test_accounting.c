@@ -152,6 +152,36 @@ static void low_watermark(void) {
   OK(vmem_close(vm));
 }
 
+/* Where the driver maps pages whole only, a handle to a part of a page is not mapped in parts. */
+static void parts_of_pages_that_are_mapped_whole(void) {
+  vmem_t vm = open_host(0);
+  struct vmem_create_opts large = {.size = sizeof(large), .page_size = 2 * PAGE};
+  vmem_handle h, part, both;
+  uint64_t va;
+  int err;
+  struct vm_ctx *c = vm_get(vm, "test", &err);
+  c->info.one_page_slabs = true;
+  vm_put(c);
+  OK(vMemReserve(vm, MIB(4), NULL, &va));
+  OK(vMemCreate(vm, 4 * PAGE, &large, &h));
+  EQ(stats_of(vm).slabs, 2);
+  OK(vMemMap(vm, va, 4 * PAGE, h, 0, 0));
+  EQ(vMemUnmap(vm, va + PAGE, 2 * PAGE), -EINVAL);
+  OK(vmem_retain(vm, va + PAGE, PAGE, &part));
+  EQ(vMemMap(vm, va + MIB(1), PAGE, part, 0, 0), -EINVAL);
+  OK(vmem_retain(vm, va, 4 * PAGE, &both));
+  EQ(vMemMap(vm, va + MIB(1), 3 * PAGE, both, 0, 0), -EINVAL);
+  EQ(vMemMap(vm, va + MIB(1), 2 * PAGE, both, PAGE, 0), -EINVAL);
+  OK(vmem_check(vm));
+  OK(vMemMap(vm, va + MIB(1), 2 * PAGE, both, 2 * PAGE, 0));
+  OK(vMemRelease(vm, both));
+  OK(vmem_drop(vm, part));
+  OK(vMemRelease(vm, h));
+  EQ(stats_of(vm).used_bytes, 0);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
 /* A structure whose size field is rubbish is refused, not read or written to its "end". */
 static void rubbish_sizes(void) {
   struct vmem_open_opts o = {.size = SIZE_MAX / 2, .backend = "host"};
@@ -203,4 +233,4 @@ static void checked_at_any_moment(void) {
 
 MAIN(TEST(head_of_a_dropped_handles_mapping), TEST(calls_after_an_undone_unmap), TEST(kept_bytes_are_not_rounded_down),
      TEST(too_much_to_warm), TEST(failed_calls_keep_the_pool), TEST(malformed_behind_a_shortage), TEST(empty_slabs_too_small),
-     TEST(low_watermark), TEST(rubbish_sizes), TEST(checked_at_any_moment))
+     TEST(low_watermark), TEST(rubbish_sizes), TEST(parts_of_pages_that_are_mapped_whole), TEST(checked_at_any_moment))
