@@ -68,7 +68,7 @@ VMEM_API int vmem_warm(vmem_t vm, uint64_t bytes) {
   pthread_mutex_lock(&c->lock);
   have = c->pools[0].free_units;
   pthread_mutex_unlock(&c->lock);
-  if (have < units) err = vm_pool_grow(c, &c->pools[0], units - have, 1, 1, &id);
+  if (have < units) err = vm_pool_grow(c, &c->pools[0], units - have, 0, 1, &id);
   vm_put(c);
   return err;
 }

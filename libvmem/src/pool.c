@@ -316,9 +316,9 @@ static void slab_unlink(struct vm_ctx *c, struct vm_slab *s) {
 }
 
 /* Empty slabs, taken out of the tables, to be destroyed without the lock: while `keep_bytes` stay free;
- * with grow_id != 0 only those made by that growth, or with `others` only those made by others. An empty slab's run is the slab, so
+ * with grow_id != 0 only those made by that call of vm_pool_grow. An empty slab's run is the slab, so
  * the fullest bins hold them. */
-static struct vm_slab *unlink_empty(struct vm_ctx *c, uint64_t keep_bytes, uint64_t grow_id, bool others) {
+static struct vm_slab *unlink_empty(struct vm_ctx *c, uint64_t keep_bytes, uint64_t grow_id) {
   struct vm_slab *list = NULL, *next;
   uint64_t keep = vm_units_up(c, keep_bytes), total = vm_pool_free_units(c);
   for (size_t i = 0; i < VM_POOLS; i++)
@@ -326,7 +326,7 @@ static struct vm_slab *unlink_empty(struct vm_ctx *c, uint64_t keep_bytes, uint6
       for (struct vm_slab *s = c->pools[i].bins[b]; s && total > keep; s = next) {
         next = s->next;
         if (s->free_units != s->units || total - s->units < keep) continue;
-        if (grow_id && (s->grow_id == grow_id) == others) continue;
+        if (grow_id && s->grow_id != grow_id) continue;
         total -= s->units;
         slab_unlink(c, s);
         s->next = list;
@@ -356,7 +356,7 @@ static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
 uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep) {
   struct vm_slab *list;
   pthread_mutex_lock(&c->lock);
-  list = vm_pool_free_units(c) << c->shift > keep ? unlink_empty(c, keep, 0, false) : NULL;
+  list = vm_pool_free_units(c) << c->shift > keep ? unlink_empty(c, keep, 0) : NULL;
   pthread_mutex_unlock(&c->lock);
   return destroy_list(c, list);
 }
@@ -402,20 +402,30 @@ void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id) {
   struct vm_slab *list;
   if (!id) return;
   pthread_mutex_lock(&c->lock);
-  list = unlink_empty(c, 0, id, false);
+  list = unlink_empty(c, 0, id);
   pthread_mutex_unlock(&c->lock);
   destroy_list(c, list);
 }
 
-/* Memory is short, but not in all: empty slabs that are too small, or of another location, are given back
- * when they make up for what is missing. */
-static bool reclaim(struct vm_ctx *c, uint64_t bytes, uint64_t id) {
+/* Memory is short, but not in all: empty slabs that are of no use for pages of `align` units in this pool are
+ * given back when they make up for what is missing. */
+static bool reclaim(struct vm_ctx *c, const struct vm_pool *p, uint32_t align, uint64_t bytes) {
   struct vm_slab *list = NULL;
-  uint64_t empty = 0;
+  uint64_t found = 0;
   pthread_mutex_lock(&c->lock);
-  for (uint32_t i = 1; i < c->nslabs; i++)
-    if (c->slabs[i] && c->slabs[i]->free_units == c->slabs[i]->units && c->slabs[i]->grow_id != id) empty += c->slabs[i]->bytes;
-  if (empty >= bytes) list = unlink_empty(c, 0, id, true);
+  for (int pass = 0; pass < 2 && (!pass || found >= bytes); pass++)
+    for (uint32_t i = 1; i < c->nslabs; i++) {
+      struct vm_slab *s = c->slabs[i];
+      if (!s || s->free_units != s->units) continue;
+      if (s->pool == p && (c->info.one_page_slabs ? s->units == align : s->units >= align)) continue;
+      if (!pass) {
+        found += s->bytes;
+        continue;
+      }
+      slab_unlink(c, s);
+      s->next = list;
+      list = s;
+    }
   pthread_mutex_unlock(&c->lock);
   return destroy_list(c, list) != 0;
 }
@@ -423,7 +433,7 @@ static bool reclaim(struct vm_ctx *c, uint64_t bytes, uint64_t id) {
 int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align, uint64_t *id) {
   uint64_t need = units << c->shift, page = (uint64_t)align << c->shift, slab = c->info.pub.slab_size;
   uint64_t chunk = (uint64_t)c->chunk_units << c->shift, got = 0;
-  bool single = c->info.one_page_slabs, may_reclaim = !*id; /* once, or two calls could do so forever */
+  bool single = c->info.one_page_slabs, may_reclaim = piece && !*id; /* once, or two calls could do so forever */
   if (units > UINT64_MAX >> c->shift) {
     vm_pool_undo_grow(c, *id);
     return vm_fail_at(-ENOMEM, 0, UINT64_MAX, 0, "%llu pages are more than any machine has", (unsigned long long)units);
@@ -444,7 +454,7 @@ int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t p
     if (err == -ENOMEM && may_reclaim) {
       may_reclaim = false;
       got = 0;
-      if (reclaim(c, left, *id)) continue;
+      if (reclaim(c, p, align, left)) continue;
     }
     if (err) {
       struct vmem_error why;

@@ -140,6 +140,15 @@ static void empty_slabs_too_small(void) {
   OK(vmem_close(vm));
 }
 
+/* What is there already is not exchanged for less. */
+static void warm_at_the_limit(void) {
+  vmem_t vm = open_with(PAGE, 3 * PAGE, 0, VMEM_KEEP_ALL);
+  OK(vmem_warm(vm, 3 * PAGE));
+  EQ(vmem_warm(vm, 4 * PAGE), -ENOMEM);
+  EQ(stats_of(vm).free_bytes, 3 * PAGE);
+  OK(vmem_close(vm));
+}
+
 /* The low watermark is kept without a batch ever being submitted. */
 static void low_watermark(void) {
   vmem_t vm = open_with(PAGE, 0, 4 * PAGE, VMEM_KEEP_ALL);
@@ -232,5 +241,5 @@ static void checked_at_any_moment(void) {
 }
 
 MAIN(TEST(head_of_a_dropped_handles_mapping), TEST(calls_after_an_undone_unmap), TEST(kept_bytes_are_not_rounded_down),
-     TEST(too_much_to_warm), TEST(failed_calls_keep_the_pool), TEST(malformed_behind_a_shortage), TEST(empty_slabs_too_small),
+     TEST(too_much_to_warm), TEST(failed_calls_keep_the_pool), TEST(malformed_behind_a_shortage), TEST(empty_slabs_too_small), TEST(warm_at_the_limit),
      TEST(low_watermark), TEST(rubbish_sizes), TEST(parts_of_pages_that_are_mapped_whole), TEST(checked_at_any_moment))
