@@ -452,13 +452,6 @@ static uint64_t wanted(struct vm_ctx *c, const struct vmem_op *ops, size_t n, co
   return total;
 }
 
-/* Before memory is taken for a batch: whether an operation behind the one that is short is malformed. */
-static int check_rest(struct maker m, const struct vmem_op *ops, size_t n) {
-  int err = 0;
-  for (m.op++; m.op < ops + n && !err; m.op++) err = check_op(&m);
-  return err;
-}
-
 int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct vm_plan *p) {
   uint64_t grow_id = 0, keep = 0;
   for (;;) {
@@ -471,17 +464,17 @@ int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct v
     pthread_mutex_lock(&c->lock);
     if (!grow_id) keep = keep_bytes(c);
     p->keep = keep;
+    /* The arguments of all come first: which error a batch gives must not hang on what the pool has. */
+    for (size_t i = 0; i < n && !err; i++) {
+      m.op = &ops[i];
+      err = check_op(&m);
+    }
     for (size_t i = 0; i < n && !err; i++) {
       m.op = &ops[i];
       err = do_op(&m);
     }
     if (!err) err = check_room(c, p);
     if (err) {
-      int other = m.short_units ? check_rest(m, ops, n) : 0;
-      if (other) {
-        err = other;
-        m.short_units = 0;
-      }
       vm_error_save(&why);
       take_back(c, p);
       if (m.short_units) {

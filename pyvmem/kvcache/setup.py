@@ -59,7 +59,8 @@ def make(config: KVCacheConfig, context: Context | None, backend: str, device: A
         layout = Layout(config, page_size)
         cuda_device = context.cuda_device
         limit = _limit_pages(config, layout, info, cuda_device)
-        reservation = context.reserve(layout.total_bytes)
+        # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
+        reservation = context.reserve(layout.total_bytes, align=max(page_size, 2 << 20))
     except BaseException:
         if owned:
             context.close()

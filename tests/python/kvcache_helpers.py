@@ -202,6 +202,8 @@ class Model:
 
     def fire(self) -> None:
         """All GPU work is over."""
+        if self.cache.context.cuda_device is not None:
+            torch.cuda.synchronize()  # the writes so far are the work that the events stand for
         while self.events:
             event = self.events.pop()
             event.set()

@@ -125,26 +125,38 @@ class Model:
         """Raises Refused with the first error that the batch must give; changes nothing."""
         busy: set[tuple[int, int]] = set()
         going: set[int] = set()  # handles that an earlier operation consumes
+        for op in ops:  # the arguments of all come first
+            self._check_arguments(op)
         for op in ops:
             op.found = []
-            if op.kind == "map":
-                self._check_handle(op, going)
-            if op.at + op.size > self.sizes[op.space]:
-                raise Refused(pyvmem.NotReserved)
+            if op.kind == "map" and id(op.handle) in going:
+                raise Refused(pyvmem.Busy)
             for first in op.pieces():
-                if first + op.size > self.sizes[op.space]:
-                    raise Refused(pyvmem.NotReserved)
                 for at in range(first, first + op.size):
                     self._check_granule(op, at, busy)
             if op.consume:
                 going.add(id(op.handle))
 
-    def _check_handle(self, op: Op, going: set[int]) -> None:
+    def _check_arguments(self, op: Op) -> None:
+        """What is looked at before any page: the handle, then the ends of the operation."""
+        if op.kind == "map":
+            self._check_handle(op)
+        if max(op.pieces()) + op.size > self.sizes[op.space]:
+            raise Refused(pyvmem.NotReserved)
+
+    def argument_error(self, ops: list[Op]) -> type[pyvmem.VMemError] | None:
+        """The error of the first operation that is wrong in itself."""
+        for op in ops:
+            try:
+                self._check_arguments(op)
+            except Refused as refused:
+                return refused.error
+        return None
+
+    def _check_handle(self, op: Op) -> None:
         assert op.handle is not None
         if not op.handle.live:
             raise Refused(pyvmem.BadHandle)
-        if id(op.handle) in going:
-            raise Refused(pyvmem.Busy)
         if op.offset + op.size * op.count > len(op.handle.pages):
             raise Refused(pyvmem.OutOfRange)
 
