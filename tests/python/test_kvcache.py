@@ -119,6 +119,8 @@ def test_rows_that_do_not_divide_a_page(context: Context) -> None:
 @needs_tensors
 def test_every_page_size(context: Context) -> None:
     for size in context.info.page_sizes:
+        if size > 64 << 20:  # a row of such a page is beyond what a model has
+            continue
         heads = max(1, size // (ROWS * 256))
         limit = 64 * TENSORS * size
         shape = {"page_size": size, "num_kv_heads": heads, "memory_limit": limit}

@@ -177,6 +177,7 @@ def test_every_driver_call_fails_once(backend: str, deferred: bool, count: int) 
                     survived &= _survives(call)
                     cache.check_integrity()
                 context.inject(DRIVER, count=0)
+                eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
                 survived &= not cache._core.reclaimer.errors
                 for _ in range(3):  # what failed in the background
                     survived &= _survives(lambda: cache.step(_now(cache, {})))
