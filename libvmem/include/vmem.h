@@ -49,7 +49,8 @@
  *   -EFAULT           unmap of, or access to, an address with nothing mapped
  *   -EACCES           write to a read-only mapping; or a device node that this user may not open
  *   -ERANGE           beyond the end of the handle
- *   -EBUSY            live mappings (vMemFree, vMemRelease); a range under change
+ *   -EBUSY            live mappings (vMemFree, vMemRelease); a range under change; a page that a batch is
+ *                     still to zero
  *   -ENOMEM           not enough physical memory: the device's, the context's limit, or the heap
  *   -ENOSPC           a limit of the system on the number of mappings (message names the sysctl);
  *                     or visible reservations beyond the card's free memory
@@ -344,7 +345,9 @@ struct vmem_after {
 };
 
 /* Runs `n` operations as one, after the work in `after` (waits in the calling thread). Pages appear
- * before pages vanish: maps, then fills, then unmaps; so a batch cannot map where it unmaps (-EEXIST).
+ * before pages vanish: maps, then fills, then unmaps; so a batch cannot map where it unmaps (-EEXIST),
+ * nor fill what it maps (-EBUSY; new pages are zero). The arguments of all operations are checked before
+ * the pages of any, so a malformed one is what the call reports, wherever it stands.
  * On failure maps and unmaps are undone; bytes written by FILL stay written. */
 VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after,
                         size_t num_after);
