@@ -57,7 +57,7 @@ struct vm_space { /* a reservation */
   uint64_t busy;        /* granules */
   uint64_t quarantined; /* granules */
   uint64_t segments;    /* pieces as the back end sees them, holes included */
-  uint64_t nleaves;     /* immutable */
+  uint64_t live_leaves;
   struct vm_leaf **leaves;
 };
 

@@ -58,8 +58,7 @@ VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opt
   if (!(s = vm_calloc(c, 1, sizeof(*s)))) goto out;
   s->bytes = size;
   s->segments = 1;
-  s->nleaves = (vm_units(c, size) + LEAF_PTES - 1) / LEAF_PTES;
-  if (!(s->leaves = vm_calloc(c, s->nleaves, sizeof(*s->leaves)))) goto out;
+  if (!(s->leaves = vm_calloc(c, (vm_units(c, size) + LEAF_PTES - 1) / LEAF_PTES, sizeof(*s->leaves)))) goto out;
   if ((err = vm_drv_reserve(c, size, o.align, o.flags, &s->base, &s->kind, &s->priv))) goto out;
   pthread_mutex_lock(&c->lock);
   err = c->closing ? vm_fail(-EBADF, "the context is being closed") : space_insert(c, s);

@@ -61,7 +61,10 @@ struct vm_pte *vm_pte(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
 struct vm_pte *vm_pte_make(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
   uint64_t unit = vm_units(c, addr - s->base);
   struct vm_leaf **leaf = &s->leaves[unit / LEAF_PTES];
-  if (!*leaf && !(*leaf = vm_calloc(c, 1, sizeof(**leaf)))) return NULL;
+  if (!*leaf) {
+    if (!(*leaf = vm_calloc(c, 1, sizeof(**leaf)))) return NULL;
+    s->live_leaves++;
+  }
   return &(*leaf)->pte[unit % LEAF_PTES];
 }
 
@@ -122,7 +125,12 @@ uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint6
 
 void vm_space_destroy(struct vm_space *s) {
   if (s->leaves) {
-    for (uint64_t i = 0; i < s->nleaves; i++) free(s->leaves[i]);
+    /* The table of a large reservation is mostly untouched memory: not a step further than needed. */
+    for (uint64_t i = 0; s->live_leaves; i++) {
+      if (!s->leaves[i]) continue;
+      free(s->leaves[i]);
+      s->live_leaves--;
+    }
     free(s->leaves);
   }
   free(s);
