@@ -242,5 +242,5 @@ static void checked_at_any_moment(void) {
 
 MAIN(TEST(head_of_a_dropped_handles_mapping), TEST(calls_after_an_undone_unmap), TEST(kept_bytes_are_not_rounded_down),
      TEST(too_much_to_warm), TEST(failed_calls_keep_the_pool), TEST(malformed_behind_a_shortage),
-         TEST(empty_slabs_too_small), TEST(warm_at_the_limit),
+     TEST(empty_slabs_too_small), TEST(warm_at_the_limit),
      TEST(low_watermark), TEST(rubbish_sizes), TEST(parts_of_pages_that_are_mapped_whole), TEST(checked_at_any_moment))
