@@ -72,7 +72,7 @@ VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts 
     pool = vm_pool_of(c, o.location, o.device, &err);
   while (pool) {
     uint32_t align = (uint32_t)vm_units(c, o.page_size), n = 0;
-    uint64_t missing = 0, units = vm_units(c, size);
+    uint64_t missing = 0, units = vm_units(c, size), seen;
     struct vm_run *runs = NULL;
     struct vm_hdl *h;
     pthread_mutex_lock(&c->lock);
@@ -95,6 +95,7 @@ VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts 
         err = -ENOMEM;
       }
     }
+    seen = pool->free_units;
     pthread_mutex_unlock(&c->lock);
     if (err && !missing) {
       struct vmem_error why;
@@ -102,7 +103,7 @@ VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts 
       vm_pool_undo_grow(c, grow_id);
       vm_error_restore(&why);
     }
-    if (!err || !missing || (err = vm_pool_grow(c, pool, missing, units, align, &grow_id))) break;
+    if (!err || !missing || (err = vm_pool_grow(c, pool, missing, units, align, seen, &grow_id))) break;
   }
   vm_put(c);
   return err;

@@ -253,8 +253,10 @@ struct vm_run vm_pool_take(struct vm_ctx *c, struct vm_pool *p, uint64_t n, uint
 /* Makes at least `units` more free units, in runs of `align`; lock not held. A run of `piece` units
  * should fit in one slab; 0: the pool is only filled up, and nothing else is given back for it. *id (0 at
  * first) names the growth for vm_pool_undo_grow, which gives back those of its slabs that are empty; a
- * growth that fails has done so itself. */
-int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align, uint64_t *id);
+ * growth that fails has done so itself. `seen`: free units when the caller looked; where there are more after a shortage, because
+ * another thread brought them, the answer is 0 and the caller looks again. */
+int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align, uint64_t seen,
+                 uint64_t *id);
 void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id);
 /* Drops one reference of each unit; what is free then goes back to its pool. Lock held, but let go for
  * the driver and taken again. */

@@ -65,10 +65,12 @@ VMEM_API int vmem_warm(vmem_t vm, uint64_t bytes) {
   uint64_t have, units, id = 0;
   if (!c) return err;
   units = vm_units_up(c, bytes);
-  pthread_mutex_lock(&c->lock);
-  have = c->pools[0].free_units;
-  pthread_mutex_unlock(&c->lock);
-  if (have < units) err = vm_pool_grow(c, &c->pools[0], units - have, 0, 1, &id);
+  do {
+    pthread_mutex_lock(&c->lock);
+    have = c->pools[0].free_units;
+    pthread_mutex_unlock(&c->lock);
+    if (have < units) err = vm_pool_grow(c, &c->pools[0], units - have, 0, 1, have, &id);
+  } while (!err && have < units);
   vm_put(c);
   return err;
 }

@@ -494,7 +494,8 @@ int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct v
     }
     /* Short in all, or only of pieces that are large enough. */
     need = need > free_units ? need - free_units : m.short_units;
-    err = vm_pool_grow(c, m.pool, need, vm_units(c, m.op->bytes), (uint32_t)vm_units(c, m.page_size), &grow_id);
+    err = vm_pool_grow(c, m.pool, need, vm_units(c, m.op->bytes), (uint32_t)vm_units(c, m.page_size),
+                       free_units, &grow_id);
     if (err) return err;
   }
 }

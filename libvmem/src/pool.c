@@ -368,6 +368,9 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
   int err = 0;
   for (;;) {
     pthread_mutex_lock(&c->lock);
+    /* What another thread is making at this moment may be what is wanted, or may fail. */
+    while (c->opts.mem_limit && c->growing_bytes && c->slab_bytes + c->growing_bytes + bytes > c->opts.mem_limit)
+      pthread_cond_wait(&c->done_cond, &c->lock);
     if (c->opts.mem_limit && c->slab_bytes + c->growing_bytes + bytes > c->opts.mem_limit)
       err = vm_fail_at(-ENOMEM, 0, bytes, c->opts.mem_limit,
                        "%llu bytes more would exceed the context's limit of %llu (%llu taken)",
@@ -380,6 +383,7 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
       s = slab_make(c, p, bytes, page_size, &err);
       pthread_mutex_lock(&c->lock);
       c->growing_bytes -= bytes;
+      pthread_cond_broadcast(&c->done_cond);
       if (s && !(err = slab_entry(c, &s->index))) {
         s->grow_id = grow_id;
         slab_publish(c, s);
@@ -430,7 +434,17 @@ static bool reclaim(struct vm_ctx *c, const struct vm_pool *p, uint32_t align, u
   return destroy_list(c, list) != 0;
 }
 
-int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align, uint64_t *id) {
+/* Whether others have brought pages since the caller looked. */
+static bool has_grown(struct vm_ctx *c, struct vm_pool *p, uint64_t seen) {
+  bool more;
+  pthread_mutex_lock(&c->lock);
+  more = p->free_units > seen;
+  pthread_mutex_unlock(&c->lock);
+  return more;
+}
+
+int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align, uint64_t seen,
+                 uint64_t *id) {
   uint64_t need = units << c->shift, page = (uint64_t)align << c->shift, slab = c->info.pub.slab_size;
   uint64_t chunk = (uint64_t)c->chunk_units << c->shift, got = 0;
   bool single = c->info.one_page_slabs, may_reclaim = piece && !*id; /* once, or two calls could do so forever */
@@ -461,7 +475,7 @@ int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t p
       vm_error_save(&why);
       vm_pool_undo_grow(c, *id);
       vm_error_restore(&why);
-      return err;
+      return err == -ENOMEM && has_grown(c, p, seen) ? 0 : err;
     }
   }
   return 0;

@@ -269,7 +269,7 @@ static void keep_low_watermark(struct vm_ctx *c) {
   have = c->pools[0].free_units;
   pthread_mutex_unlock(&c->lock);
   /* Failure is no error here: whoever needs the memory will meet it. */
-  if (have < units) vm_pool_grow(c, &c->pools[0], units - have, 0, 1, &id);
+  if (have < units) vm_pool_grow(c, &c->pools[0], units - have, 0, 1, have, &id);
 }
 
 static void *thread(void *arg) {

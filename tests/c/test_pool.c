@@ -143,6 +143,21 @@ static void failed_batches_leave_no_slabs(void) {
   OK(vmem_close(vm));
 }
 
+/* The worker is filling the pool up to its low watermark when the caller wants all there may be: what it
+ * makes at that moment is not lost to the caller. */
+static void watermark_and_limit(void) {
+  for (int i = 0; i < 200; i++) {
+    struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .mem_limit = MIB(2), .pool_low = KIB(512),
+                               .pool_high = VMEM_KEEP_ALL, .slab_size = MIB(1)};
+    vmem_t vm;
+    vmem_handle h;
+    OK(vmem_open(&o, &vm));
+    OK(vMemCreate(vm, MIB(2), NULL, &h));
+    EQ(vMemCreate(vm, PAGE, NULL, &h), -ENOMEM);
+    OK(vmem_close(vm));
+  }
+}
+
 static uint64_t seed = 88172645463325252ull;
 static uint32_t rnd(uint32_t n) {
   seed ^= seed << 13;
@@ -195,4 +210,4 @@ static void random_walk(void) {
 }
 
 MAIN(TEST(one_run_is_one_call), TEST(fragments_are_used), TEST(alignment_and_shortage), TEST(spread_keeps_neighbours),
-     TEST(spread_yields_when_short), TEST(watermarks_and_trim), TEST(limit), TEST(failed_batches_leave_no_slabs), TEST(random_walk))
+     TEST(spread_yields_when_short), TEST(watermarks_and_trim), TEST(limit), TEST(failed_batches_leave_no_slabs), TEST(watermark_and_limit), TEST(random_walk))
