@@ -210,4 +210,5 @@ static void random_walk(void) {
 }
 
 MAIN(TEST(one_run_is_one_call), TEST(fragments_are_used), TEST(alignment_and_shortage), TEST(spread_keeps_neighbours),
-     TEST(spread_yields_when_short), TEST(watermarks_and_trim), TEST(limit), TEST(failed_batches_leave_no_slabs), TEST(watermark_and_limit), TEST(random_walk))
+     TEST(spread_yields_when_short), TEST(watermarks_and_trim), TEST(limit), TEST(failed_batches_leave_no_slabs),
+     TEST(watermark_and_limit), TEST(random_walk))
