@@ -146,7 +146,7 @@ static void failed_batches_leave_no_slabs(void) {
 /* The worker is filling the pool up to its low watermark when the caller wants all there may be: what it
  * makes at that moment is not lost to the caller. */
 static void watermark_and_limit(void) {
-  for (int i = 0; i < 200; i++) {
+  for (int i = 0; i < 40; i++) {
     struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .mem_limit = MIB(2), .pool_low = KIB(512),
                                .pool_high = VMEM_KEEP_ALL, .slab_size = MIB(1)};
     vmem_t vm;
