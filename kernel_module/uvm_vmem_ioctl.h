@@ -1,0 +1,274 @@
+/* SPDX-License-Identifier: MIT OR GPL-2.0 */
+/*
+ * The ioctls of the patched nvidia-uvm driver for fine-grained GPU memory (64 KB to 2 MB pages).
+ * Shared unchanged by the kernel module and by libvmem; nothing here depends on the driver version.
+ *
+ * Vocabulary
+ *   unit         64 KB, the smallest page: what one page table entry (PTE) of this interface maps.
+ *   slot         2 MB of virtual addresses, aligned: the reach of one table of 32 PTEs.
+ *   reservation  a range of GPU virtual addresses, made by RESERVE. No memory is behind it.
+ *   object       the physical pages of one CREATE; named by a handle. Pages are numbered from 0.
+ *   handle       a number that only means something on the file descriptor that it came from.
+ *   ticket       a number that stands for a BIND which the GPU may still be carrying out.
+ *
+ * The file descriptor is one of /dev/nvidia-uvm after UVM_INITIALIZE, either the one that CUDA uses
+ * or one's own on which the GPU and its address space were registered. Only QUERY works before
+ * UVM_INITIALIZE. All commands but QUERY belong to the process that initialised the descriptor: a
+ * forked child, or a process that was passed the descriptor, gets EPERM.
+ *
+ * Each command takes a pointer to its struct, whose first field is the size that the caller was
+ * compiled with. A shorter struct of an older caller is taken as if filled up with zeros, down to the
+ * sizes of version 1 below; a longer one of a newer caller is taken if what is unknown is zero.
+ * What starts with out_ is written by the kernel, on success only unless said otherwise. Reserved
+ * fields and undefined flags must be zero. Arrays are passed as user addresses in a __u64.
+ *
+ * A command that fails changes nothing, with EIO as the one exception.
+ *
+ * Errors mean the same in all commands:
+ *   ENOTTY      unknown command
+ *   E2BIG       the struct is longer than the kernel knows, and its unknown part is not all zero
+ *   EINVAL      a value is malformed whatever the state is: struct too short, a reserved field that is
+ *               not zero, a misaligned address, a count of zero, an unknown page size, operations of a
+ *               batch that overlap, a page smaller than the reservation's
+ *   EOPNOTSUPP  an undefined flag or operation, or a kind of GPU that is refused (QUERY says which)
+ *   EOVERFLOW   an address range or a page range wraps around
+ *   EMSGSIZE    a count is above the limit that QUERY reports
+ *   EFAULT      user memory cannot be read or written
+ *   ERANGE      outside: an address outside the reservation, or outside what the GPU can address, or a
+ *               page number outside the object
+ *   ENOENT      there is no reservation at that address, or no such handle or ticket
+ *   ESTALE      the handle's object was released
+ *   EEXIST      the addresses are taken: by another range, or, for MAP without REPLACE, by a mapping
+ *   EBUSY       the reservation still has mappings
+ *   EXDEV       the object lies where a GPU of the reservation cannot reach it
+ *   ENODEV      the GPU is not registered on this descriptor, or has no address space here, or is gone
+ *   ENOMEM      no kernel memory
+ *   ENOSPC      no physical memory for pages or page tables, where they were asked for
+ *   EDQUOT      the administrator's limit for pinned pages is reached (module parameter)
+ *   EPERM       the descriptor was initialised by another process
+ *   EBADFD      the descriptor is not initialised (UVM_INITIALIZE)
+ *   EAGAIN      the system is being suspended, or too many tickets are unfinished: call again
+ *   ETIMEDOUT   WAIT: the ticket is not finished yet
+ *   EINTR       a signal that kills the process arrived while waiting
+ *   EIO         the GPU failed. What had been sent to it is in an unknown state until FREE or close.
+ */
+#ifndef UVM_VMEM_IOCTL_H
+#define UVM_VMEM_IOCTL_H
+
+#include <linux/ioctl.h>
+#include <linux/types.h>
+
+#define UVM_VMEM_ABI_VERSION 1
+
+/* UVM's own commands are bare numbers below 0x1000; these can meet none of them. */
+#define UVM_VMEM_IOCTL_TYPE 0xB7
+
+#define UVM_VMEM_QUERY   _IO(UVM_VMEM_IOCTL_TYPE, 0x80)
+#define UVM_VMEM_RESERVE _IO(UVM_VMEM_IOCTL_TYPE, 0x81)
+#define UVM_VMEM_FREE    _IO(UVM_VMEM_IOCTL_TYPE, 0x82)
+#define UVM_VMEM_CREATE  _IO(UVM_VMEM_IOCTL_TYPE, 0x83)
+#define UVM_VMEM_RELEASE _IO(UVM_VMEM_IOCTL_TYPE, 0x84)
+#define UVM_VMEM_BIND    _IO(UVM_VMEM_IOCTL_TYPE, 0x85)
+#define UVM_VMEM_WAIT    _IO(UVM_VMEM_IOCTL_TYPE, 0x86)
+#define UVM_VMEM_STAT    _IO(UVM_VMEM_IOCTL_TYPE, 0x87)
+
+#define UVM_VMEM_UUID_BYTES    16
+#define UVM_VMEM_VERSION_BYTES 32
+
+#define UVM_VMEM_UNIT_SHIFT 16
+#define UVM_VMEM_SLOT_SHIFT 21
+
+/* A bit for each page size, which is the size itself: 64 KB, 128 KB, 256 KB, 2 MB. */
+#define UVM_VMEM_PAGE_SIZES (0x10000ull | 0x20000ull | 0x40000ull | 0x200000ull)
+
+/*
+ * QUERY: what this kernel can do; with UVM_VMEM_QUERY_GPU also what it can do with one GPU.
+ */
+#define UVM_VMEM_QUERY_GPU (1u << 0)
+
+#define UVM_VMEM_CAP_HOST      (1ull << 0) /* CREATE: pinned host memory */
+#define UVM_VMEM_CAP_PEER      (1ull << 1) /* BIND: a page of another GPU that has peer access */
+#define UVM_VMEM_CAP_MULTI_GPU (1ull << 2) /* RESERVE: more than one GPU */
+#define UVM_VMEM_CAP_READ_ONLY (1ull << 3) /* BIND: UVM_VMEM_OP_READ_ONLY */
+#define UVM_VMEM_CAP_SPARSE    (1ull << 4) /* BIND: UVM_VMEM_OP_SPARSE */
+#define UVM_VMEM_CAP_REPLACE   (1ull << 5) /* BIND: UVM_VMEM_OP_REPLACE */
+#define UVM_VMEM_CAP_BIG       (1ull << 6) /* RESERVE: UVM_VMEM_RESERVE_BIG */
+#define UVM_VMEM_CAP_ASYNC     (1ull << 7) /* BIND: UVM_VMEM_BIND_ASYNC */
+
+/* Why a GPU is refused: kinds that no run of the self test has been reported for. */
+#define UVM_VMEM_GPU_OK           0
+#define UVM_VMEM_GPU_COHERENT     1 /* its memory is part of the CPU's address space (Grace) */
+#define UVM_VMEM_GPU_MIG          2
+#define UVM_VMEM_GPU_VIRTUAL      3 /* vGPU, or SR-IOV */
+#define UVM_VMEM_GPU_CONFIDENTIAL 4 /* confidential computing */
+#define UVM_VMEM_GPU_NO_64K       5 /* its page tables have no 64 KB entries here */
+
+struct uvm_vmem_query {
+	__u32 size;
+	__u32 flags;                         /* UVM_VMEM_QUERY_GPU */
+	__u8  gpu_uuid[UVM_VMEM_UUID_BYTES]; /* with UVM_VMEM_QUERY_GPU; else zero */
+	__u32 out_abi_version;
+	__u32 out_gpu_refusal;               /* UVM_VMEM_GPU_*; with UVM_VMEM_QUERY_GPU */
+	__u64 out_capabilities;              /* UVM_VMEM_CAP_* */
+	__u64 out_page_sizes;                /* a bit for each */
+	__u32 out_max_bind_ops;
+	__u32 out_max_bind_units;            /* sum over a BIND's operations of the units that they map */
+	__u32 out_max_create_pages;
+	__u32 out_max_gpus;                  /* in one reservation */
+	__u32 out_max_tickets;               /* unfinished at a time */
+	__u32 __reserved;
+	__u64 out_max_reserve_bytes;
+	__u8  out_driver_version[UVM_VMEM_VERSION_BYTES]; /* text, ends with a zero byte */
+};
+
+/*
+ * RESERVE: take [start, start + length) for pages of 1 << page_shift bytes and above on gpu_count GPUs;
+ * every mapping is made on all of them. start and length are multiples of 2 MB. The addresses may lie in
+ * a range that CUDA knows, if UVM holds no range there. Page tables are made when a slot is first bound
+ * and kept until FREE; EAGER makes all of them now.
+ *
+ * BIG: where one object's 2 MB aligned, physically contiguous pages fill a slot with one access right, the
+ * slot is mapped by one 2 MB PTE; it is cut again when a part of it changes. Without BIG only 64 KB PTEs
+ * are written.
+ */
+#define UVM_VMEM_RESERVE_EAGER (1u << 0)
+#define UVM_VMEM_RESERVE_BIG   (1u << 1)
+
+struct uvm_vmem_reserve {
+	__u32 size;
+	__u32 flags;
+	__aligned_u64 start;
+	__aligned_u64 length;
+	__u32 page_shift; /* 16, 17, 18 or 21 */
+	__u32 gpu_count;
+	__aligned_u64 gpus; /* user address of gpu_count * UVM_VMEM_UUID_BYTES bytes */
+};
+
+/*
+ * FREE: give the reservation that starts at start back. EBUSY if it has mappings, unless UNMAP is given:
+ * then they are taken away first.
+ */
+#define UVM_VMEM_FREE_UNMAP (1u << 0)
+
+struct uvm_vmem_free {
+	__u32 size;
+	__u32 flags;
+	__aligned_u64 start;
+};
+
+/*
+ * CREATE: count pages of 1 << page_shift bytes, all zero, pinned, as one object. Pages of 128 KB and above
+ * are physically contiguous and aligned to their size; whether neighbouring pages are neighbours in memory
+ * is tried for and not promised, unless CONTIGUOUS is given: then the object is one physical run inside one
+ * 2 MB chunk, or ENOSPC. HOST: in pinned host memory that the GPU can reach, instead of in the GPU.
+ *
+ * RELEASE: drop the handle. Pages that are mapped live until the last mapping is taken away.
+ */
+#define UVM_VMEM_CREATE_HOST       (1u << 0)
+#define UVM_VMEM_CREATE_CONTIGUOUS (1u << 1)
+
+struct uvm_vmem_create {
+	__u32 size;
+	__u32 flags;
+	__u8  gpu_uuid[UVM_VMEM_UUID_BYTES];
+	__u32 page_shift;
+	__u32 count;
+	__u32 out_handle; /* never 0 */
+	__u32 __reserved;
+};
+
+struct uvm_vmem_release {
+	__u32 size;
+	__u32 flags; /* none yet */
+	__u32 handle;
+	__u32 __reserved;
+};
+
+/*
+ * BIND: op_count operations on one reservation, all or nothing, on all its GPUs.
+ *
+ *   MAP     count pages of the object, from page first on, at addr on. EEXIST where something is mapped,
+ *           unless REPLACE: then the new translation takes the old one's place with no gap between.
+ *   UNMAP   count pages of the reservation's page size. What was not mapped stays so. With SPARSE the range
+ *           reads zeros and drops writes afterwards, instead of faulting.
+ *
+ * addr is a multiple of the reservation's page size, and for MAP of the object's. No unit may be named twice
+ * in one call. Order in the array means nothing.
+ *
+ * On return every GPU sees the new translations and no old one, and memory that is not mapped any more may
+ * be released. With ASYNC the call may return before: out_ticket is then a ticket, or 0 if nothing is
+ * pending. Memory is never given to anyone else before the translations to it are gone, whatever the
+ * caller does. The caller makes sure that no GPU work uses the addresses whose translation changes.
+ *
+ * out_failed_op is also written on failure: the number of the operation that was found wrong, or ~0.
+ */
+#define UVM_VMEM_OP_MAP   1
+#define UVM_VMEM_OP_UNMAP 2
+
+#define UVM_VMEM_OP_READ_ONLY (1u << 0) /* MAP */
+#define UVM_VMEM_OP_REPLACE   (1u << 1) /* MAP */
+#define UVM_VMEM_OP_SPARSE    (1u << 2) /* UNMAP */
+
+struct uvm_vmem_op {
+	__aligned_u64 addr;
+	__u32 op;
+	__u32 flags;
+	__u32 handle; /* MAP; else 0 */
+	__u32 first;  /* MAP: a page number; else 0 */
+	__u32 count;
+	__u32 __reserved;
+};
+
+#define UVM_VMEM_BIND_ASYNC (1u << 0)
+
+struct uvm_vmem_bind {
+	__u32 size;
+	__u32 flags;
+	__aligned_u64 start; /* of the reservation */
+	__aligned_u64 ops;   /* user address of op_count struct uvm_vmem_op */
+	__u32 op_count;
+	__u32 out_failed_op;
+	__aligned_u64 out_ticket;
+};
+
+/*
+ * WAIT: until the ticket's BIND is done, at most timeout_ns (0: only ask; ~0: for ever). A ticket that was
+ * waited for, or that is known to be done, may be waited for again and is done at once.
+ */
+struct uvm_vmem_wait {
+	__u32 size;
+	__u32 flags; /* none yet */
+	__aligned_u64 ticket;
+	__aligned_u64 timeout_ns;
+};
+
+/*
+ * STAT: what this descriptor holds, and has done since it was initialised; with UVM_VMEM_STAT_GPU what lies
+ * in that GPU alone (the counts of calls and kernel bytes are always the descriptor's). Units of memory are
+ * bytes. A page mapped at n addresses counts n times in out_mapped_bytes.
+ */
+#define UVM_VMEM_STAT_GPU (1u << 0)
+
+struct uvm_vmem_stat {
+	__u32 size;
+	__u32 flags;
+	__u8  gpu_uuid[UVM_VMEM_UUID_BYTES];
+	__aligned_u64 out_reserved_bytes;   /* virtual */
+	__aligned_u64 out_created_bytes;    /* in objects, released ones that are still mapped included */
+	__aligned_u64 out_mapped_bytes;
+	__aligned_u64 out_chunk_bytes;      /* taken from the GPU: created_bytes and what is kept for the next */
+	__aligned_u64 out_host_bytes;       /* of created_bytes, in host memory */
+	__aligned_u64 out_kernel_bytes;     /* kernel memory of our own for all this; not UVM's page tables */
+	__u32 out_reservations;
+	__u32 out_objects;
+	__u32 out_slots;                    /* with page tables, summed over GPUs */
+	__u32 out_tickets;                  /* unfinished */
+	__aligned_u64 out_binds;            /* calls that succeeded */
+	__aligned_u64 out_pushes;           /* command buffers sent to a GPU by BIND and FREE */
+	__aligned_u64 out_invalidates;      /* TLB invalidates in them */
+	__aligned_u64 out_pte_writes;       /* PTEs written by them */
+	__aligned_u64 out_table_waits;      /* times that new page tables were waited for */
+	__aligned_u64 out_zeroed_bytes;
+};
+
+#endif
