@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""Virtual machines that the kernel tests run in."""

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: MIT
+"""One virtual machine: from the description of a run to its result."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from guest.initramfs import Initramfs
+from guest.scan import LogScan
+
+__all__ = ["Machine", "Outcome", "GuestError"]
+
+HERE = Path(__file__).resolve().parent
+QEMU = "qemu-system-x86_64"
+# All that QEMU can do, but 57-bit user addresses: the drivers' usual case has 47.
+PROCESSOR = "max,la57=off"
+COMMAND_LINE = (
+    "console=ttyS0 quiet panic=-1 oops=panic printk.devkmsg=on rcupdate.rcu_cpu_stall_timeout=120"
+)
+# How long before its time is over a run shows where it hangs.
+LAST_WORDS = 10.0
+
+
+class GuestError(Exception):
+    """A run that could not be started."""
+
+
+@dataclass
+class Machine:
+    """What to boot and what to run in it."""
+
+    kernel: Path
+    command: Sequence[str]
+    modules: Path | None = None
+    module_args: Sequence[str] = ()
+    uvm_args: Sequence[str] = ()
+    gpus: int = 1
+    memory: int = 1536
+    processors: int = 2
+    timeout: float = 300.0
+    append: str = ""
+    files: Sequence[tuple[Path, str]] = ()
+    environment: Sequence[str] = ()
+    allowed: Sequence[str] = ()
+    settings: dict[str, str] = field(default_factory=dict)
+    kernel_modules: Sequence[Path] = ()
+    disks: Sequence[Path] = ()
+
+
+@dataclass
+class Outcome:
+    """What came of a run: the command's exit status, and all that went wrong beside it."""
+
+    status: int | None
+    failures: list[str]
+    seconds: float
+    log: Path
+
+    @property
+    def code(self) -> int:
+        """What the runner exits with."""
+        return 1 if self.failures or self.status is None else self.status
+
+
+class _Lines:
+    """Cuts a stream of bytes into lines of text."""
+
+    def __init__(self, take: Callable[[str], None]) -> None:
+        self._take = take
+        self._rest = b""
+
+    def feed(self, data: bytes) -> None:
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        for line in whole:
+            self._take(line.decode(errors="replace").rstrip("\r"))
+
+    def end(self) -> None:
+        if self._rest:
+            self.feed(b"\n")
+
+
+class _Run:
+    """The state of a machine that runs."""
+
+    def __init__(self, machine: Machine, log: BinaryIO, show: Callable[[bytes], None]) -> None:
+        self.nonce = secrets.token_hex(8)
+        self.scan = LogScan(machine.allowed)
+        self.status: int | None = None
+        self.words: list[str] = []
+        self._log = log
+        self._show = show
+        self._console = _Lines(self._kernel_line)
+        self._output = _Lines(lambda line: self._write(f"| {line}"))
+
+    def console(self, data: bytes) -> None:
+        """What the kernel printed."""
+        self._console.feed(data)
+
+    def output(self, data: bytes) -> None:
+        """What the command printed."""
+        self._show(data)
+        self._output.feed(data)
+
+    def end(self) -> None:
+        self._console.end()
+        self._output.end()
+
+    def failures(self) -> list[str]:
+        """What went wrong, the command's own failure aside."""
+        found = []
+        for word in self.words:
+            if word.startswith("cannot-"):
+                what, _, module = word.partition(" ")
+                found.append(f"{what.replace('-', ' ')} the module {module}")
+        if self.scan.findings:
+            lines = list(self.scan.findings)
+            if self.scan.left_out:
+                lines.append(f"and {self.scan.left_out} more")
+            found.append("\n    ".join(["the kernel's log has", *lines]))
+        return found
+
+    def _kernel_line(self, line: str) -> None:
+        self._write(line)
+        _, mark, word = line.partition(f"guest {self.nonce}: ")
+        if mark:
+            self.words.append(word)
+            if word.startswith("exit "):
+                self.status = int(word.split()[1])
+        elif self.scan.line(line):
+            self._show(f"kernel: {line}\n".encode())
+
+    def _write(self, line: str) -> None:
+        self._log.write(line.encode() + b"\n")
+        self._log.flush()
+
+
+def stripped(module: Path, cache: Path) -> Path:
+    """A copy of a module without its debug information, which would fill the guest's memory."""
+    made = cache / f"{module.parent.resolve().as_posix().replace('/', '%')}%{module.name}"
+    if not made.exists() or made.stat().st_mtime_ns != module.stat().st_mtime_ns:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            new = Path(folder, module.name)
+            subprocess.run(["strip", "--strip-debug", "-o", new, module], check=True)
+            shutil.copystat(module, new)
+            new.rename(made)
+    return made
+
+
+def first_file_system(machine: Machine, nonce: str, cache: Path) -> Initramfs:
+    """What the guest boots into."""
+    busybox = shutil.which("busybox")
+    if busybox is None:
+        raise GuestError("no busybox here (Debian: busybox-static)")
+    root = Initramfs()
+    for name in ("dev", "proc", "sys", "tmp", "root", "guest"):
+        root.folder(f"/{name}")
+    root.device("/dev/console", 5, 1)
+    root.file("/bin/busybox", Path(busybox))
+    root.file("/init", HERE / "init")
+    for name in ("image", "kmemleak"):
+        if (HERE / name).exists():
+            root.file(f"/guest/{name}", HERE / name)
+    if machine.modules is not None:
+        for name in ("nvidia.ko", "nvidia-uvm.ko"):
+            if not (machine.modules / name).exists():
+                raise GuestError(f"{machine.modules} has no {name}")
+            root.file(f"/modules/{name}", stripped(machine.modules / name, cache))
+    for module in machine.kernel_modules:
+        root.file(f"/modules/{module.name}", module)
+    for source, name in machine.files:
+        (root.tree if source.is_dir() else root.file)(name, source)
+    settings = {
+        "NONCE": nonce,
+        "GPUS": str(machine.gpus),
+        "LOAD": "1" if machine.modules is not None else "",
+        "MODULE_ARGS": " ".join(machine.module_args),
+        "UVM_ARGS": " ".join(machine.uvm_args),
+        "KERNEL_MODULES": " ".join(module.stem for module in machine.kernel_modules),
+        "STUCK": str(int(max(machine.timeout - LAST_WORDS, 1))),
+        "IMAGE": "",
+        **machine.settings,
+    }
+    root.text("/guest/settings", "".join(f"{k}={shlex.quote(v)}\n" for k, v in settings.items()))
+    exports = "".join(f"export {shlex.quote(one)}\n" for one in machine.environment)
+    root.text("/guest/command", f"{exports}exec {shlex.join(machine.command)}\n")
+    return root
+
+
+def qemu_command(machine: Machine, initramfs: Path, console: int, output: int) -> list[str]:
+    """The program to start. The serial ports are pipes of this process."""
+    words = [QEMU, "-accel", "tcg,thread=multi", "-cpu", PROCESSOR, "-smp", str(machine.processors)]
+    words += ["-m", str(machine.memory), "-nodefaults", "-no-user-config", "-display", "none"]
+    words += ["-no-reboot", "-kernel", str(machine.kernel), "-initrd", str(initramfs)]
+    words += ["-append", f"{COMMAND_LINE} {machine.append}".rstrip()]
+    for pipe in (console, output):
+        words += ["-serial", f"file:/dev/fd/{pipe}"]
+    words += ["-device", "edu"] * machine.gpus
+    for disk in machine.disks:
+        words += ["-drive", f"file={disk},format=raw,if=virtio,readonly=on,cache=unsafe"]
+    return words
+
+
+def boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None]) -> Outcome:
+    """Boots, waits for the end, and says what came of it."""
+    if shutil.which(QEMU) is None:
+        raise GuestError(f"no {QEMU} here (Debian: qemu-system-x86)")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    with open(log, "wb") as kept, tempfile.TemporaryDirectory(prefix="vmem-guest-") as folder:
+        run = _Run(machine, kept, show)
+        initramfs = Path(folder, "initramfs")
+        first_file_system(machine, run.nonce, cache).write(initramfs)
+        pipes = {os.pipe(): take for take in (run.console, run.output)}
+        (_, console), (_, output) = pipes
+        qemu = subprocess.Popen(
+            qemu_command(machine, initramfs, console, output),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[console, output],
+            # Ctrl-C is for this process, which then ends the machine itself.
+            start_new_session=True,
+        )
+        os.close(console)
+        os.close(output)
+        try:
+            late = _relay({pair[0]: take for pair, take in pipes.items()}, start + machine.timeout)
+            if late:
+                qemu.kill()
+            said = (qemu.communicate()[1] or b"").decode(errors="replace").strip()
+        except BaseException:
+            qemu.send_signal(signal.SIGKILL)
+            qemu.wait()
+            raise
+        run.end()
+    failures = run.failures()
+    if late:
+        failures.append(f"not done after {machine.timeout:.0f} s")
+    elif "end" not in run.words:
+        reached = run.words[-1] if run.words else "nothing: it did not boot"
+        failures.append(f"the machine stopped early; the last that it reached: {reached}")
+    if said:
+        failures.append(f"qemu: {said}")
+    return Outcome(run.status, failures, time.monotonic() - start, log)
+
+
+def _relay(streams: dict[int, Callable[[bytes], None]], deadline: float) -> bool:
+    """Hands on what comes out of pipes until all are closed; whether time ran out before."""
+    with selectors.DefaultSelector() as selector:
+        for stream, take in streams.items():
+            selector.register(stream, selectors.EVENT_READ, take)
+        try:
+            while selector.get_map():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return True
+                for key, _ in selector.select(left):
+                    data = os.read(key.fd, 65536)
+                    if data:
+                        key.data(data)
+                    else:
+                        selector.unregister(key.fd)
+        finally:
+            for stream in streams:
+                os.close(stream)
+    return False

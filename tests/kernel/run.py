@@ -1,0 +1,109 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Runs a command in a virtual machine with both modules loaded, and shows its output.
+
+The exit status is the command's; it is 1, and the reason is told, when the kernel's log has a
+warning, a module cannot be loaded or unloaded, or the time is over. The kernel's log is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from guest.kernels import kernel_for  # noqa: E402
+from guest.machine import GuestError, Machine, boot  # noqa: E402
+
+ROOT = HERE.parent.parent
+BUILD = Path(os.environ.get("VMEM_KERNEL_BUILD", ROOT / "build" / "kernel")).resolve()
+UVM_ARGS = ("uvm_enable_builtin_tests=1", "uvm_leak_checker=1")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--tree", type=Path, help="the folder of both modules; without it none is loaded")
+    add("--arch", choices=("hopper", "ampere"), default="hopper", help="of the software GPUs")
+    add("--gpus", type=int, default=1, metavar="N", help="software GPUs (default 1)")
+    add("--vidmem", type=int, metavar="MB", help="memory of each")
+    add("--module-args", default="", metavar="ARGS", help="parameters of nvidia.ko")
+    add("--uvm-args", default="", metavar="ARGS", help="parameters of nvidia-uvm.ko")
+    add("--kernel", type=Path, metavar="VMLINUZ", help="default: of the release of the tree")
+    add("--memory", type=int, default=1536, metavar="MB", help="of the guest (default 1536)")
+    add("--smp", type=int, default=2, metavar="N", help="its processors (default 2)")
+    add("--append", default="", metavar="ARGS", help="more for the kernel's command line")
+    add("--file", action="append", default=[], metavar="HOST[:GUEST]", help="to be packed too")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="for the command")
+    add("--timeout", type=float, default=300, metavar="S", help="for all of it (default 300)")
+    add("--allow", action="append", default=[], metavar="REGEX", help="may be in the log")
+    add("--name", help="of the log's file (default: the command's)")
+    add("--verbose", "-v", action="store_true", help="show the kernel's log too, at the end")
+    add("command", nargs="+", help="a program of this machine (static), or one of the guest's")
+    return parser.parse_args(arguments)
+
+
+def describe(options: argparse.Namespace) -> Machine:
+    """The machine that the options ask for."""
+    program, *arguments = options.command
+    files = []
+    if Path(program).is_file():
+        files.append((Path(program), f"/test/{Path(program).name}"))
+        program = f"/test/{Path(program).name}"
+    for one in options.file:
+        source, _, name = one.partition(":")
+        files.append((Path(source), name or f"/test/{Path(source).name}"))
+    module_args = [f"arch={options.arch}"]
+    if options.vidmem is not None:
+        module_args.append(f"vidmem_mb={options.vidmem}")
+    return Machine(
+        kernel=options.kernel or kernel_for(options.tree, BUILD),
+        command=[program, *arguments],
+        modules=options.tree,
+        module_args=[*module_args, *shlex.split(options.module_args)],
+        uvm_args=[*UVM_ARGS, *shlex.split(options.uvm_args)],
+        gpus=options.gpus,
+        memory=options.memory,
+        processors=options.smp,
+        timeout=options.timeout,
+        append=options.append,
+        files=files,
+        environment=options.env,
+        allowed=options.allow,
+    )
+
+
+def show(data: bytes) -> None:
+    """Hands output on at once."""
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def main() -> int:
+    """Boots once."""
+    options = parse(sys.argv[1:])
+    name = options.name or re.sub(r"[^\w.-]+", "_", Path(options.command[0]).name)
+    log = BUILD / "logs" / f"{name}-{os.getpid()}.log"
+    try:
+        outcome = boot(describe(options), log, BUILD / "cache", show)
+    except GuestError as error:
+        print(f"FAILED: {error}")
+        return 1
+    if options.verbose:
+        show(log.read_bytes())
+    for failure in outcome.failures:
+        print(f"FAILED: {failure}")
+    shown = os.path.relpath(log) if log.is_relative_to(Path.cwd()) else str(log)
+    print(f"exit status {outcome.status}, {outcome.seconds:.1f} s, log: {shown}", flush=True)
+    return outcome.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
