@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Makes build/kernel/src/VERSION, the kernel-open tree of one driver version, and prints its path.
+
+The first that has it is copied: NV_SRC (a driver source tree), the folder of driver sources that
+VMEM_DRIVER_SRC_DIR names (kernel-open trees named by version), the installed driver's DKMS tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from kernel_common import (
+    KERNEL_BUILD,
+    KernelBuildError,
+    check_version,
+    locked,
+    replace_folder,
+    say,
+    tree_digest,
+)
+
+__all__ = ["driver_source", "kernel_open_below", "version_of"]
+
+
+def version_of(tree: Path) -> str | None:
+    """The version that the Kbuild file of a kernel-open tree gives, None if it is none."""
+    kbuild = tree / "Kbuild"
+    if not kbuild.is_file() or not (tree / "nvidia-uvm" / "uvm.c").is_file():
+        return None
+    text = kbuild.read_text(encoding="utf-8", errors="replace")
+    found = re.search(r'NV_VERSION_STRING=\\"([0-9.]+)\\"', text)
+    return found.group(1) if found else None
+
+
+def kernel_open_below(path: Path) -> Path | None:
+    """The kernel-open tree that a path names: itself, or the folder of that name in it."""
+    for tree in (path, path / "kernel-open", path / "kernel"):
+        if version_of(tree):
+            return tree
+    return None
+
+
+def candidates(version: str) -> list[tuple[str, Path]]:
+    """Where a version may be found on this machine, best first, with what to call the place."""
+    found: list[tuple[str, Path]] = []
+    given = os.environ.get("NV_SRC")
+    if given:
+        found.append(("NV_SRC", Path(given)))
+    folder = os.environ.get("VMEM_DRIVER_SRC_DIR")
+    if folder:
+        found.append(("VMEM_DRIVER_SRC_DIR", Path(folder) / version))
+    for name in (f"nvidia-{version}", f"nvidia-open-{version}"):
+        found.append(("DKMS", Path("/usr/src") / name))
+    return found
+
+
+def find(version: str) -> tuple[str, Path]:
+    """The first place that holds exactly this version."""
+    for origin, path in candidates(version):
+        tree = kernel_open_below(path)
+        if tree is None:
+            if origin == "NV_SRC":
+                raise KernelBuildError(f"NV_SRC={path} holds no driver sources")
+            continue
+        if version_of(tree) == version:
+            return origin, tree
+        if origin == "NV_SRC":
+            raise KernelBuildError(f"NV_SRC={path} is driver {version_of(tree)}, not {version}")
+    raise KernelBuildError(f"the source of driver {version} is nowhere here")
+
+
+def driver_source(version: str) -> Path:
+    """The folder of a version's pristine sources; made when it is not there."""
+    check_version(version)
+    final = KERNEL_BUILD / "src" / version
+    stamp = KERNEL_BUILD / "src" / f"{version}.json"
+    with locked(KERNEL_BUILD / "src" / f".{version}.lock"):
+        if final.is_dir() and stamp.is_file():
+            return final
+        origin, tree = find(version)
+        say(f"driver {version} from {tree} ({origin})")
+        with tempfile.TemporaryDirectory(dir=final.parent, prefix=".new-") as name:
+            new = Path(name) / version
+            shutil.copytree(tree, new)
+            replace_folder(new, final)
+        facts = {"version": version, "origin": origin, "sha256": tree_digest(final)}
+        stamp.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    return final
+
+
+def main() -> int:
+    """Prints the path of one version's sources."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("version", help="a driver version, for example 535.261.03")
+    options = parser.parse_args()
+    try:
+        print(driver_source(options.version))
+    except KernelBuildError as error:
+        say(str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

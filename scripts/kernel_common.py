@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: MIT
+"""What the scripts that build kernel modules share: folders, locks, files, versions."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+__all__ = [
+    "KERNEL_BUILD",
+    "ROOT",
+    "KernelBuildError",
+    "branch_of",
+    "check_version",
+    "locked",
+    "replace_folder",
+    "run",
+    "say",
+    "tree_digest",
+    "tree_files",
+    "write_if_changed",
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+# Another folder may be given, so that a test can build apart from everything else.
+KERNEL_BUILD = Path(os.environ.get("VMEM_KERNEL_BUILD", ROOT / "build" / "kernel")).resolve()
+
+VERSION = re.compile(r"[0-9]{3}\.[0-9]{2,3}(\.[0-9]{2})?")
+
+
+class KernelBuildError(Exception):
+    """Something that the user has to know; its text is all that is printed."""
+
+
+def say(text: str) -> None:
+    """Prints one line on the standard error, at once; the standard output is for results."""
+    print(f"{Path(sys.argv[0]).stem}: {text}", file=sys.stderr, flush=True)
+
+
+def check_version(version: str) -> str:
+    """The version itself if it is written like one of NVIDIA's (535.261.03, 580.142)."""
+    if not VERSION.fullmatch(version):
+        raise KernelBuildError(f"not a driver version: {version!r}")
+    return version
+
+
+def branch_of(version: str) -> int:
+    """The branch of a version: 535 of 535.261.03."""
+    return int(check_version(version).split(".")[0])
+
+
+def run(*command: str | Path, cwd: Path | None = None, log: Path | None = None) -> str:
+    """Runs a command and returns its output, which also goes to `log`.
+
+    Raises KernelBuildError with the last lines of the output unless the command succeeds.
+    """
+    words = [str(word) for word in command]
+    # A make that runs this script must not hand its own settings down.
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    done = subprocess.run(
+        words,
+        cwd=cwd,
+        env={**env, "LC_ALL": "C"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if log is not None:
+        log.write_text(done.stdout, encoding="utf-8")
+    if done.returncode:
+        last = "\n".join(done.stdout.splitlines()[-40:])
+        place = f" (all of it: {log})" if log else ""
+        raise KernelBuildError(
+            f"{last}\nexit status {done.returncode}: {' '.join(words[:6])} ...{place}"
+        )
+    return done.stdout
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on a file, waiting for whoever has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def tree_files(folder: Path, names: Sequence[str] = (".",)) -> list[Path]:
+    """All plain files below the named parts of a folder, relative to it, in order."""
+    found: list[Path] = []
+    for name in names:
+        top = folder / name
+        inside = [top] if top.is_file() else sorted(top.rglob("*"))
+        found += [path.relative_to(folder) for path in inside if path.is_file()]
+    return found
+
+
+def tree_digest(folder: Path, names: Sequence[str] = (".",)) -> str:
+    """SHA-256 over the names and contents of the files of a folder, whatever their dates."""
+    digest = hashlib.sha256()
+    for path in tree_files(folder, names):
+        content = hashlib.sha256((folder / path).read_bytes()).hexdigest()
+        digest.update(f"{content}  {path.as_posix()}\n".encode())
+    return digest.hexdigest()
+
+
+def write_if_changed(path: Path, content: bytes) -> bool:
+    """Writes a file unless it has that content, so that make sees only what is new."""
+    if path.is_file() and path.read_bytes() == content:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return True
+
+
+def replace_folder(new: Path, final: Path) -> None:
+    """Puts a finished folder where it belongs; a half-made one is never seen there."""
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    new.rename(final)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: MIT
+"""Finds the headers of a kernel that modules are built for."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernel_common import KernelBuildError
+
+__all__ = ["KernelHeaders", "default_headers", "kernel_headers"]
+
+
+@dataclass(frozen=True)
+class KernelHeaders:
+    """Where a kernel's build folder and sources lie, and its release (`uname -r`)."""
+
+    build: Path
+    source: Path
+    release: str
+
+
+def kernel_headers(folder: Path) -> KernelHeaders:
+    """Describes the build folder of a kernel (what /lib/modules/RELEASE/build points at)."""
+    folder = folder.resolve()
+    release_file = folder / "include" / "config" / "kernel.release"
+    makefile = folder / "Makefile"
+    if not release_file.is_file():
+        # Debian's headers have the generated header alone.
+        release_file = folder / "include" / "generated" / "utsrelease.h"
+    if not release_file.is_file() or not makefile.is_file():
+        raise KernelBuildError(f"{folder} is not the build folder of a configured kernel")
+    text = release_file.read_text(encoding="utf-8")
+    quoted = re.search(r'UTS_RELEASE "([^"]+)"', text)
+    release = quoted.group(1) if quoted else text.strip()
+    # A build folder apart from its sources has a Makefile of one line that includes theirs.
+    included = re.search(r"^include (/\S+)/Makefile$", makefile.read_text("utf-8"), re.MULTILINE)
+    source = Path(included.group(1)) if included else folder
+    return KernelHeaders(build=folder, source=source, release=release)
+
+
+def release_key(path: Path) -> tuple[int, ...]:
+    """Orders releases by their numbers: 6.1.0-9 before 6.1.0-56."""
+    return tuple(int(number) for number in re.findall(r"\d+", path.name)[:5])
+
+
+def default_headers() -> KernelHeaders:
+    """The headers for the guest: those of Debian's newest cloud kernel that is installed."""
+    chosen = os.environ.get("VMEM_KERNEL_HEADERS")
+    if chosen:
+        return kernel_headers(Path(chosen))
+    found = sorted(Path("/usr/src").glob("linux-headers-*-cloud-amd64"), key=release_key)
+    if not found:
+        raise KernelBuildError(
+            "no linux-headers-*-cloud-amd64 in /usr/src: run scripts/kernel_setup.py"
+        )
+    return kernel_headers(found[-1])

@@ -1,0 +1,283 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Builds nvidia-uvm.ko (patched) and the software GPU's nvidia.ko; prints the folder with both.
+
+The build is incremental and happens in build/kernel/work/NAME; build/kernel/trees/NAME gets the two
+modules without debug information, each replaced in one step, and links to the headers. Two runs for
+one tree wait for each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from driver_patches import apply_patch, apply_series, series_digest
+from driver_source import driver_source
+from kernel_common import (
+    KERNEL_BUILD,
+    ROOT,
+    KernelBuildError,
+    branch_of,
+    locked,
+    replace_folder,
+    run,
+    say,
+    tree_digest,
+    tree_files,
+    write_if_changed,
+)
+from kernel_headers import KernelHeaders, default_headers, kernel_headers
+
+__all__ = ["Tree", "build_tree"]
+
+MODULE = ROOT / "kernel_module"
+MUTANTS = ROOT / "tests" / "kernel" / "mutants"
+# Of a driver source only this is needed: nvidia/ for its headers and its list of conftests.
+PARTS = ("Kbuild", "Makefile", "conftest.sh", "header-presence-tests.mk", "common", "nvidia-uvm")
+MODULES = ("nvidia", "nvidia-uvm")
+
+# In place of nvidia/nvidia.Kbuild: the software GPU, with the conftests that the driver asks for.
+SOFTGPU_KBUILD = """\
+obj-m += nvidia.o
+{objects}
+nvidia-y := $(SOFTGPU_OBJECTS)
+$(call ASSIGN_PER_OBJ_CFLAGS, $(SOFTGPU_OBJECTS), -O2 -I$(src)/nvidia -I$(src)/nvidia/softgpu \\
+ -DSOFTGPU_BRANCH={branch} -DSOFTGPU_VERSION=\\"{version}\\" $(SOFTGPU_CFLAGS))
+NV_OBJECTS_DEPEND_ON_CONFTEST += $(SOFTGPU_OBJECTS)
+{conftests}
+"""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What is to be built."""
+
+    version: str
+    headers: KernelHeaders
+    type: str = "release"
+    patched: bool = True
+    mutant: str | None = None
+    own_kernel: bool = False  # not the guest's usual kernel
+
+    @property
+    def base(self) -> str:
+        """The name of the work folder; all mutants of a kind of tree share one."""
+        name = f"{self.version}-{self.type}" + ("" if self.patched else "-unpatched")
+        if self.own_kernel:
+            name += f"-{self.headers.release}"
+        return name + ("-mutants" if self.mutant else "")
+
+    @property
+    def name(self) -> str:
+        """The name of the folder with the modules."""
+        return self.base.removesuffix("s") + f"-{self.mutant}" if self.mutant else self.base
+
+    @property
+    def work(self) -> Path:
+        """Where it is built."""
+        return KERNEL_BUILD / "work" / self.base
+
+    @property
+    def out(self) -> Path:
+        """Where the modules are put."""
+        return KERNEL_BUILD / "trees" / self.name
+
+
+def softgpu_folder() -> Path:
+    """The sources of the software GPU."""
+    return Path(os.environ.get("VMEM_SOFTGPU_DIR", ROOT / "tests" / "kernel" / "softgpu"))
+
+
+def patched_source(version: str) -> Path:
+    """The sources of a version with its patches, made anew when either has changed."""
+    pristine = driver_source(version)
+    wanted = f"{tree_digest(pristine, PARTS)} {series_digest(version)}\n"
+    final = KERNEL_BUILD / "patched" / version
+    stamp = KERNEL_BUILD / "patched" / f"{version}.stamp"
+    with locked(KERNEL_BUILD / "patched" / f".{version}.lock"):
+        if final.is_dir() and stamp.is_file() and stamp.read_text("utf-8") == wanted:
+            return final
+        with tempfile.TemporaryDirectory(dir=final.parent, prefix=".new-") as name:
+            new = Path(name) / version
+            shutil.copytree(pristine, new)
+            apply_series(version, new)
+            replace_folder(new, final)
+        stamp.write_text(wanted, encoding="utf-8")
+    return final
+
+
+def our_files(mutant: str | None) -> dict[str, bytes]:
+    """The files of kernel_module/ that go into nvidia-uvm/, with a seeded bug if one is named."""
+    names = [*MODULE.glob("*.[ch]"), *MODULE.glob("*.Kbuild")]
+    if mutant is None:
+        return {path.name: path.read_bytes() for path in names}
+    patch = MUTANTS / f"{mutant}.patch"
+    if not patch.is_file():
+        raise KernelBuildError(f"no such mutant: {patch}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for path in names:
+            shutil.copy(path, folder)
+        apply_patch(patch, folder)
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def softgpu_files(version: str, source: Path) -> dict[str, bytes]:
+    """The files of the software GPU that go into nvidia/, and what is generated for it."""
+    folder = softgpu_folder()
+    sources = [path for path in sorted(folder.glob("*.c")) if path.name != "softgpu_user.c"]
+    if not sources:
+        raise KernelBuildError(f"no software GPU in {folder}")
+    files = {f"softgpu/{p.name}": p.read_bytes() for p in (*sources, *folder.glob("*.h"))}
+    fragment = folder / "softgpu.Kbuild"
+    if fragment.is_file():
+        files["softgpu/softgpu.Kbuild"] = fragment.read_bytes()
+        objects = "include $(src)/nvidia/softgpu/softgpu.Kbuild"
+    else:
+        listed = " ".join(f"nvidia/softgpu/{path.stem}.o" for path in sources)
+        objects = f"SOFTGPU_OBJECTS := {listed}"
+    original = (source / "nvidia" / "nvidia.Kbuild").read_text(encoding="utf-8")
+    conftests = [line for line in original.splitlines() if line.startswith("NV_CONFTEST")]
+    kbuild = SOFTGPU_KBUILD.format(
+        objects=objects,
+        branch=branch_of(version),
+        version=version,
+        conftests="\n".join(conftests),
+    )
+    files["nvidia.Kbuild"] = kbuild.encode()
+    files["softgpu/softgpu_exports.h"] = exports(folder, source).encode()
+    return files
+
+
+def exports(folder: Path, source: Path) -> str:
+    """An EXPORT_SYMBOL for each call that this version of UVM makes into nvidia.ko.
+
+    A file exports.txt in the software GPU's folder restricts them to the names in it.
+    """
+    called: set[str] = set()
+    for path in (source / "nvidia-uvm").glob("*.c"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        called.update(re.findall(r"\b(nvUvmInterface[A-Za-z0-9]+) *\(", text))
+    known = folder / "exports.txt"
+    if known.is_file():
+        called &= set(known.read_text(encoding="utf-8").split())
+    return "".join(f"EXPORT_SYMBOL({name});\n" for name in sorted(called))
+
+
+def wanted_files(tree: Tree) -> dict[str, bytes]:
+    """Path and content of each file that the work folder has to have."""
+    source = patched_source(tree.version) if tree.patched else driver_source(tree.version)
+    parts = [part for part in PARTS if (source / part).exists()]
+    files = {path.as_posix(): (source / path).read_bytes() for path in tree_files(source, parts)}
+    for header in sorted((source / "nvidia").glob("*.h")):
+        files[f"nvidia/{header.name}"] = header.read_bytes()
+    for name, content in softgpu_files(tree.version, source).items():
+        files[f"nvidia/{name}"] = content
+    if tree.patched:
+        for name, content in our_files(tree.mutant).items():
+            files[f"nvidia-uvm/{name}"] = content
+    return files
+
+
+def update_work(tree: Tree) -> None:
+    """Writes what has changed into the work folder and removes sources that are gone."""
+    files = wanted_files(tree)
+    listing = tree.work / ".sources"
+    if listing.is_file():
+        for name in set(listing.read_text(encoding="utf-8").split("\n")) - set(files):
+            if name:
+                (tree.work / name).unlink(missing_ok=True)
+    for name, content in files.items():
+        write_if_changed(tree.work / name, content)
+    listing.write_text("\n".join(sorted(files)), encoding="utf-8")
+
+
+def make(tree: Tree, jobs: int) -> None:
+    """Runs the driver's own Makefile on the work folder."""
+    # Paths in the modules would differ from machine to machine; debug information is not loaded.
+    flags = f"-g0 -ffile-prefix-map={tree.work}/= -ffile-prefix-map={tree.headers.source}/=linux/"
+    run(
+        "make",
+        f"-j{jobs}",
+        "modules",
+        f"SYSSRC={tree.headers.source}",
+        f"SYSOUT={tree.headers.build}",
+        f"NV_KERNEL_MODULES={' '.join(MODULES)}",
+        f"UVM_BUILD_TYPE={tree.type}",
+        f"KCFLAGS={flags}",
+        cwd=tree.work,
+        log=tree.work / "build.log",
+    )
+
+
+def publish(tree: Tree) -> None:
+    """Puts the modules into the folder that is printed."""
+    tree.out.mkdir(parents=True, exist_ok=True)
+    for module in MODULES:
+        built = tree.work / f"{module}.ko"
+        final = tree.out / f"{module}.ko"
+        if final.is_file() and final.stat().st_mtime_ns >= built.stat().st_mtime_ns:
+            continue
+        new = tree.out / f".{module}.ko.new"
+        run("strip", "--strip-debug", "-o", new, built)
+        new.rename(final)
+    for name in ("common", "nvidia", "nvidia-uvm"):
+        link = tree.out / name
+        if not link.is_symlink():
+            link.symlink_to(os.path.relpath(tree.work / name, tree.out))
+
+
+def build_tree(tree: Tree, jobs: int = 2) -> Path:
+    """Builds a tree, or what has changed in it, and returns the folder with the modules."""
+    with locked(KERNEL_BUILD / "work" / f".{tree.base}.lock"):
+        tree.work.mkdir(parents=True, exist_ok=True)
+        update_work(tree)
+        make(tree, jobs)
+        if tree.mutant:
+            # The work folder held another mutant before, maybe an older build of this one.
+            for module in MODULES:
+                (tree.out / f"{module}.ko").unlink(missing_ok=True)
+        publish(tree)
+    return tree.out
+
+
+def main() -> int:
+    """Builds what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("version", help="a driver version, for example 535.261.03")
+    parser.add_argument("--type", choices=("release", "debug"), default="release")
+    parser.add_argument("--unpatched", action="store_true", help="UVM as NVIDIA published it")
+    parser.add_argument("--mutant", metavar="NAME", help="with tests/kernel/mutants/NAME.patch")
+    parser.add_argument(
+        "--kernel-headers", metavar="DIR", type=Path, help="a kernel's build folder"
+    )
+    parser.add_argument("--jobs", "-j", type=int, default=2)
+    options = parser.parse_args()
+    if options.mutant and options.unpatched:
+        parser.error("a mutant is a change to the patched driver")
+    try:
+        given = options.kernel_headers
+        tree = Tree(
+            version=options.version,
+            headers=kernel_headers(given) if given else default_headers(),
+            type=options.type,
+            patched=not options.unpatched,
+            mutant=options.mutant,
+            own_kernel=given is not None,
+        )
+        print(build_tree(tree, options.jobs))
+    except KernelBuildError as error:
+        say(str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
