@@ -16,7 +16,7 @@ uint32_t stock_slab_object(uint64_t slab) { return (uint32_t)slab; }
  * granule; the size of the page asked for does not matter. Reading through 64 KiB entries is within
  * 0.2 % of 2 MiB entries (4496 and 4505 GB/s on an H200).
  */
-static uint64_t rm_page_size(const struct stock *s, uint64_t bytes) {
+static uint64_t rm_page_size(const struct nvidia *s, uint64_t bytes) {
   if (s->granule >= 2 << 20 && bytes % (2 << 20) == 0)
     return 2 << 20;
   return s->granule >= 64 << 10 && bytes % (64 << 10) == 0 ? 64 << 10 : 4 << 10;
@@ -24,7 +24,7 @@ static uint64_t rm_page_size(const struct stock *s, uint64_t bytes) {
 
 int stock_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location,
                       int32_t device, uint64_t *slab) {
-  struct stock *s = be;
+  struct nvidia *s = be;
   struct nv_memory_params p = {.owner = s->rm.client,
                                .flags = NVOS32_ALIGNMENT_FORCE | NVOS32_MAP_NOT_REQUIRED,
                                .attr = NVOS32_ATTR_ALLOW_NONCONTIGUOUS,
@@ -67,7 +67,7 @@ int stock_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t loc
 }
 
 int stock_slab_destroy(void *be, uint64_t slab, uint64_t bytes) {
-  struct stock *s = be;
+  struct nvidia *s = be;
   uint32_t index = (uint32_t)(slab >> 32);
   uint32_t parent = s->devices[index == VMEM_MAX_DEVICES ? 0 : index].object;
   int err = rm_free(&s->rm, parent, stock_slab_object(slab));
@@ -83,15 +83,15 @@ static uint32_t mapping_type(uint32_t flags) {
 
 int stock_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset,
               uint32_t flags, bool sparse) {
-  const struct stock *s = be;
-  int err = uvm_map(s, addr, bytes, stock_slab_object(slab), offset, mapping_type(flags));
+  const struct nvidia *s = be;
+  int err = ext_map(s, addr, bytes, stock_slab_object(slab), offset, mapping_type(flags));
 
   if (err && sparse) {
     struct vmem_error why;
 
     /* The failed call has already taken the zeros away. */
     vm_error_save(&why);
-    if (uvm_sparse(s, addr, bytes))
+    if (ext_sparse(s, addr, bytes))
       return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0,
                         "a map failed (%s), and the range could not be made sparse again",
                         why.text);
@@ -102,12 +102,12 @@ int stock_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t o
 
 /* On several devices, a failure on a later one is -ENOTRECOVERABLE: the earlier ones are unmapped. */
 int stock_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
-  const struct stock *s = be;
+  const struct nvidia *s = be;
 
-  return sparse ? uvm_sparse(s, addr, bytes) : uvm_unmap(s, addr, bytes);
+  return sparse ? ext_sparse(s, addr, bytes) : ext_unmap(s, addr, bytes);
 }
 
 int stock_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset,
                 uint32_t flags) {
-  return uvm_map(be, addr, bytes, stock_slab_object(slab), offset, mapping_type(flags));
+  return ext_map(be, addr, bytes, stock_slab_object(slab), offset, mapping_type(flags));
 }

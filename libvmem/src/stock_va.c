@@ -2,176 +2,23 @@
 /*
  * Reservations. UVM lets us map into an external range, which may cover any addresses that UVM does
  * not know yet.
- *
- * Plain: addresses that the kernel reserved for this process without access. Kernels accept them;
- * cuMemcpy and cuMemset refuse, because CUDA never handed them out.
- *
- * Visible: addresses from cuMemAllocManaged, so CUDA knows them. Nothing is ever populated: an
- * inaccessible mapping replaces CUDA's at once, which makes UVM drop its managed range, and an
- * external range takes its place.
  */
 #include <errno.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
 
 #include "error.h"
 #include "stock.h"
 
-enum {
-  VISIBLE_UNIT = 2 << 20, /* CUDA rounds managed memory up to this */
-  SPARSE_PIECE = 64 << 20,
-};
-
-struct stock_range {
-  struct stock_range *next, **at; /* in the context's list */
-  uint64_t base, bytes;           /* as CUDA or mmap gave them */
-  uint64_t addr;                  /* of the reservation, and its external range */
-  bool visible;
-  bool freed; /* the external range is gone, giving the addresses back has failed so far */
-};
-
-int stock_host_range(uint64_t bytes, uint64_t align, uint64_t *addr) {
-  uint64_t whole = bytes + align, start, first;
-  void *p;
-
-  if (whole < bytes)
-    return vm_fail_at(-ENOMEM, 0, bytes, 0, "no room for the reservation in the address space");
-  p = mmap(NULL, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p == MAP_FAILED)
-    return vm_fail_at(-ENOMEM, 0, bytes, 0, "no room for the reservation in the address space: %s",
-                      strerror(errno));
-  start = (uint64_t)(uintptr_t)p;
-  first = (start + align - 1) & ~(align - 1);
-  if (first > start)
-    munmap(p, first - start);
-  if (start + whole > first + bytes)
-    munmap((void *)(uintptr_t)(first + bytes), start + whole - first - bytes);
-  *addr = first;
-  return 0;
-}
-
-static int plain_get(uint64_t bytes, uint64_t align, struct stock_range *r) {
-  int err = stock_host_range(bytes, align, &r->base);
-
-  r->bytes = bytes;
-  r->addr = r->base;
-  return err;
-}
-
-static void plain_put(const struct stock_range *r) { munmap((void *)(uintptr_t)r->base, r->bytes); }
-
-/* The sum is that of this context; other contexts and libraries in the process have their own.
- * Takes `bytes` from what visible reservations may use: the device's free memory, our own slabs
- * counted as free, since those are what will be mapped there. */
-static int visible_charge(struct stock *s, uint64_t bytes, bool force) {
-  uint64_t free_bytes, total, limit;
-  int err = gpu_mem_info(s->base.gpu, VMEM_DEVICE, 0, &free_bytes, &total);
-
-  if (err)
-    return err;
-  pthread_mutex_lock(&s->va_lock);
-  limit = free_bytes + atomic_load(&s->device_slab_bytes);
-  if (!force && (bytes > limit || s->visible_bytes > limit - bytes))
-    err = vm_fail_at(
-        -ENOSPC, 0, bytes, limit,
-        "visible reservations of %llu + %llu bytes exceed the card's free memory (%llu); a "
-        "plain reservation has no such limit",
-        (unsigned long long)s->visible_bytes, (unsigned long long)bytes, (unsigned long long)limit);
-  else
-    s->visible_bytes += bytes;
-  pthread_mutex_unlock(&s->va_lock);
-  return err;
-}
-
-static void visible_uncharge(struct stock *s, uint64_t bytes) {
-  pthread_mutex_lock(&s->va_lock);
-  s->visible_bytes -= bytes;
-  pthread_mutex_unlock(&s->va_lock);
-}
-
-static int managed_alloc(struct stock *s, uint64_t bytes, uint64_t *base) {
-  const struct gpu *g = s->base.gpu;
-  struct gpu_scope scope;
-  gpu_ptr p = 0;
-  gpu_result r;
-  int err = gpu_enter(g, 0, &scope);
-
-  if (err)
-    return err;
-  r = g->api->managed_alloc(&p, bytes, GPU_MEM_ATTACH_GLOBAL);
-  gpu_leave(g, &scope);
-  *base = p;
-  return gpu_fail_at(g->api, r, 0, bytes, "cuMemAllocManaged");
-}
-
-static int managed_free(struct stock *s, uint64_t base, uint64_t bytes) {
-  const struct gpu *g = s->base.gpu;
-  struct gpu_scope scope;
-  gpu_result r;
-  int err = gpu_enter(g, 0, &scope);
-
-  if (err)
-    return err;
-  r = g->api->mem_free(base);
-  gpu_leave(g, &scope);
-  return gpu_fail_at(g->api, r, base, bytes, "cuMemFree");
-}
-
-/* Puts CUDA's own mapping back, so that cuMemFree finds what it made. Where that fails the
- * addresses are still inaccessible memory of this process, and cuMemFree takes those as well. */
-static int managed_restore(struct stock *s, uint64_t base, uint64_t bytes) {
-  void *want = (void *)(uintptr_t)base;
-
-  (void)!mmap(want, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, s->uvm_fd, (off_t)base);
-  return managed_free(s, base, bytes);
-}
-
-static int visible_get(struct stock *s, uint64_t bytes, uint64_t align, bool force,
-                       struct stock_range *r) {
-  uint64_t whole = (bytes + VISIBLE_UNIT - 1) & ~(uint64_t)(VISIBLE_UNIT - 1);
-  void *want, *p;
-  int err;
-
-  if (align > VISIBLE_UNIT)
-    whole += align - VISIBLE_UNIT;
-  if (whole < bytes)
-    return vm_fail_at(-ENOMEM, 0, bytes, 0, "no room for the reservation in the address space");
-  err = visible_charge(s, whole, force);
-  if (err)
-    return err;
-  err = managed_alloc(s, whole, &r->base);
-  if (err) {
-    visible_uncharge(s, whole);
-    return err;
-  }
-  r->bytes = whole;
-  r->addr = (r->base + align - 1) & ~(align - 1);
-  r->visible = true;
-  if (r->addr + bytes > r->base + whole) {
-    managed_free(s, r->base, whole);
-    visible_uncharge(s, whole);
-    return vm_fail_at(-EIO, r->base, whole, align, "cuMemAllocManaged gave an unaligned address");
-  }
-  want = (void *)(uintptr_t)r->base;
-  p = mmap(want, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-  if (p == want)
-    return 0;
-  err = vm_fail_at(-ENOMEM, r->base, whole, 0, "mmap over managed memory: %s", strerror(errno));
-  managed_free(s, r->base, whole);
-  visible_uncharge(s, whole);
-  return err;
-}
+enum { SPARSE_PIECE = 64 << 20 };
 
 /*
  * In pieces: mapping a page into a sparse piece splits it, at a cost that grows with the piece. On
  * an H200, 4 GiB took 29 ms in pieces of 2 MiB and 14 ms in pieces of 32 to 512 MiB, and a page
  * mapped over any of them 18.6 us; over a single piece of 32 GiB, on an H100, it took 59 us.
  */
-static int make_sparse(struct stock *s, uint64_t addr, uint64_t bytes) {
+static int make_sparse(struct nvidia *s, uint64_t addr, uint64_t bytes) {
   for (uint64_t at = 0; at < bytes; at += SPARSE_PIECE) {
     uint64_t piece = bytes - at < SPARSE_PIECE ? bytes - at : SPARSE_PIECE;
-    int err = uvm_sparse(s, addr + at, piece);
+    int err = ext_sparse(s, addr + at, piece);
 
     /* The whole range is given up then, whatever some devices have. */
     if (err)
@@ -180,102 +27,43 @@ static int make_sparse(struct stock *s, uint64_t addr, uint64_t bytes) {
   return 0;
 }
 
-/* For a visible range cuMemFree waits until the device is idle. */
-static int give_back(struct stock *s, const struct stock_range *r) {
-  int err;
+static int make_range(struct nvidia *s, uint64_t addr, uint64_t bytes, uint32_t flags) {
+  int err = ext_create(s, addr, bytes);
 
-  if (!r->visible) {
-    plain_put(r);
-    return 0;
-  }
-  err = managed_restore(s, r->base, r->bytes);
-  if (!err)
-    visible_uncharge(s, r->bytes);
-  return err;
-}
-
-static int get_any(struct stock *s, uint64_t bytes, uint64_t align, uint32_t flags,
-                   struct stock_range *r) {
-  struct vmem_error before;
-  int err;
-
-  if (flags & VMEM_RESERVE_PLAIN)
-    return plain_get(bytes, align, r);
-  vm_error_save(&before);
-  err = visible_get(s, bytes, align, flags & VMEM_RESERVE_FORCE, r);
-  if (!err || (flags & (VMEM_RESERVE_VISIBLE | VMEM_RESERVE_FORCE)))
+  if (err || !(flags & VMEM_RESERVE_SPARSE))
     return err;
-  vm_error_restore(&before);
-  return plain_get(bytes, align, r);
-}
+  err = make_sparse(s, addr, bytes);
+  if (err) {
+    struct vmem_error why;
 
-static void range_link(struct stock *s, struct stock_range *r) {
-  pthread_mutex_lock(&s->va_lock);
-  r->next = s->ranges;
-  r->at = &s->ranges;
-  if (r->next)
-    r->next->at = &r->next;
-  s->ranges = r;
-  pthread_mutex_unlock(&s->va_lock);
-}
-
-static void range_unlink(struct stock *s, struct stock_range *r) {
-  pthread_mutex_lock(&s->va_lock);
-  *r->at = r->next;
-  if (r->next)
-    r->next->at = r->at;
-  pthread_mutex_unlock(&s->va_lock);
-}
-
-void stock_forget_ranges(struct stock *s) {
-  while (s->ranges) {
-    struct stock_range *r = s->ranges;
-
-    s->ranges = r->next;
-    free(r);
+    vm_error_save(&why);
+    ext_free(s, addr, bytes);
+    vm_error_restore(&why);
   }
+  return err;
 }
 
 int stock_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr,
                   uint32_t *kind, uint64_t *priv) {
-  struct stock *s = be;
-  struct stock_range *r;
+  struct nvidia *s = be;
+  struct nvidia_range *r;
   int err;
 
   if ((flags & VMEM_RESERVE_SPARSE) && s->granule < 64 << 10)
     return vm_fail_at(-EOPNOTSUPP, 0, s->granule, 64 << 10,
                       "sparse reservations need a granule of 64 KiB or more");
-  r = calloc(1, sizeof(*r));
-  if (!r)
-    return vm_fail(-ENOMEM, "heap: %zu bytes", sizeof(*r));
-  if (align < VISIBLE_UNIT)
-    align = VISIBLE_UNIT;
-  err = get_any(s, bytes, align, flags, r);
-  if (err) {
-    free(r);
+  err = nvidia_addresses_get(s, bytes, align, flags, &r);
+  if (err)
     return err;
-  }
-  err = uvm_create(s, r->addr, bytes);
-  if (!err && (flags & VMEM_RESERVE_SPARSE)) {
-    err = make_sparse(s, r->addr, bytes);
-    if (err) {
-      struct vmem_error why;
-
-      vm_error_save(&why);
-      uvm_free(s, r->addr, bytes);
-      vm_error_restore(&why);
-    }
-  }
+  err = make_range(s, r->addr, bytes, flags);
   if (err) {
     struct vmem_error why;
 
     vm_error_save(&why);
-    give_back(s, r);
+    nvidia_addresses_put(s, r);
     vm_error_restore(&why);
-    free(r);
     return err;
   }
-  range_link(s, r);
   *addr = r->addr;
   *kind =
       (r->visible ? VMEM_RANGE_VISIBLE : 0) | (flags & VMEM_RESERVE_SPARSE ? VMEM_RANGE_SPARSE : 0);
@@ -284,17 +72,12 @@ int stock_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint
 }
 
 int stock_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv) {
-  struct stock *s = be;
-  struct stock_range *r = (struct stock_range *)(uintptr_t)priv;
-  int err = r->freed ? 0 : uvm_free(s, addr, bytes);
+  struct nvidia *s = be;
+  struct nvidia_range *r = (struct nvidia_range *)(uintptr_t)priv;
+  int err = r->freed ? 0 : ext_free(s, addr, bytes);
 
   if (err)
     return err;
   r->freed = true;
-  err = give_back(s, r);
-  if (err)
-    return err;
-  range_unlink(s, r);
-  free(r);
-  return 0;
+  return nvidia_addresses_put(s, r);
 }
