@@ -3,7 +3,8 @@
 """Makes build/kernel/src/VERSION, the kernel-open tree of one driver version, and prints its path.
 
 The first that has it is copied: NV_SRC (a driver source tree), the folder of driver sources that
-VMEM_DRIVER_SRC_DIR names (kernel-open trees named by version), the installed driver's DKMS tree.
+VMEM_DRIVER_SRC_DIR names (kernel-open trees named by version), the installed driver's DKMS tree,
+Debian's package.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import driver_debian
 from kernel_common import (
     KERNEL_BUILD,
     KernelBuildError,
@@ -62,8 +64,8 @@ def candidates(version: str) -> list[tuple[str, Path]]:
     return found
 
 
-def find(version: str) -> tuple[str, Path]:
-    """The first place that holds exactly this version."""
+def find(version: str) -> tuple[str, Path] | None:
+    """The first place on this machine that holds exactly this version."""
     for origin, path in candidates(version):
         tree = kernel_open_below(path)
         if tree is None:
@@ -74,7 +76,7 @@ def find(version: str) -> tuple[str, Path]:
             return origin, tree
         if origin == "NV_SRC":
             raise KernelBuildError(f"NV_SRC={path} is driver {version_of(tree)}, not {version}")
-    raise KernelBuildError(f"the source of driver {version} is nowhere here")
+    return None
 
 
 def driver_source(version: str) -> Path:
@@ -85,11 +87,18 @@ def driver_source(version: str) -> Path:
     with locked(KERNEL_BUILD / "src" / f".{version}.lock"):
         if final.is_dir() and stamp.is_file():
             return final
-        origin, tree = find(version)
-        say(f"driver {version} from {tree} ({origin})")
+        here = find(version)
         with tempfile.TemporaryDirectory(dir=final.parent, prefix=".new-") as name:
             new = Path(name) / version
-            shutil.copytree(tree, new)
+            if here:
+                origin, tree = here
+                say(f"driver {version} from {tree} ({origin})")
+                shutil.copytree(tree, new, ignore=shutil.ignore_patterns("*.o", "*.o_binary"))
+            else:
+                origin, tree = "Debian", driver_debian.fetch(version, Path(name) / "deb")
+                if version_of(tree) != version:
+                    raise KernelBuildError(f"Debian's package is driver {version_of(tree)}")
+                tree.rename(new)
             replace_folder(new, final)
         facts = {"version": version, "origin": origin, "sha256": tree_digest(final)}
         stamp.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

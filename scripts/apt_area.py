@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: MIT
+"""Gets packages with apt's own tools from a Debian suite that the system does not use.
+
+The address of the archive and the key that must have signed it are taken from the system's own
+sources; suites and components are ours. Sources, lists and state lie in a folder of the project:
+the system's are never touched, no root is needed, and signatures are always checked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernel_common import KERNEL_BUILD, KernelBuildError, run
+
+__all__ = ["AptArea", "Source", "archive_source", "parse_deb822", "parse_one_line"]
+
+SYSTEM = Path("/etc/apt")
+# Names of a distribution's main suite; those of its updates and of other archives are longer.
+SUITE = re.compile(
+    r"(old){0,2}stable|testing|unstable|experimental|sid|bullseye|bookworm|trixie|forky|duke"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One archive: its address, its suites, and the key ring or key that apt checks it with."""
+
+    uri: str
+    suites: tuple[str, ...]
+    signed_by: str = ""
+
+
+def parse_deb822(text: str) -> list[Source]:
+    """The enabled binary archives of a file in the format of *.sources."""
+    found = []
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    for stanza in re.split(r"\n[ \t]*(?:\n[ \t]*)+", "\n".join(lines)):
+        fields: dict[str, str] = {}
+        name = ""
+        for line in stanza.splitlines():
+            if line[:1] in (" ", "\t"):
+                # A key written into the file goes on over many lines.
+                fields[name] = fields.get(name, "") + "\n" + line
+            elif ":" in line:
+                name, value = line.split(":", 1)
+                name = name.strip().lower()
+                fields[name] = value.strip()
+        if "deb" not in fields.get("types", "").split():
+            continue
+        if fields.get("enabled", "yes").lower() in ("no", "false", "0"):
+            continue
+        suites = tuple(fields.get("suites", "").split())
+        for uri in fields.get("uris", "").split():
+            found.append(Source(uri, suites, fields.get("signed-by", "")))
+    return found
+
+
+def parse_one_line(text: str) -> list[Source]:
+    """The binary archives of a file in the format of sources.list."""
+    found = []
+    for line in text.splitlines():
+        words = re.match(r"\s*deb\s+(?:\[([^]]*)\]\s+)?(\S+)\s+(\S+)", line)
+        if words:
+            options, uri, suite = words.groups()
+            signed = re.search(r"(?:^|\s)signed-by=(\S+)", options or "", re.IGNORECASE)
+            found.append(Source(uri, (suite,), signed.group(1) if signed else ""))
+    return found
+
+
+def system_sources(folder: Path) -> list[Source]:
+    """All archives that the system uses."""
+    files = [folder / "sources.list", *sorted((folder / "sources.list.d").glob("*"))]
+    found = []
+    for path in files:
+        if path.is_file() and path.suffix in (".list", ".sources"):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            found += parse_deb822(text) if path.suffix == ".sources" else parse_one_line(text)
+    return found
+
+
+def archive_source(folder: Path = SYSTEM) -> Source:
+    """Debian's main archive as the system's sources name it."""
+    for source in system_sources(folder):
+        main = source.uri.rstrip("/").endswith("/debian") or "/archive/debian/" in source.uri
+        if main and any(SUITE.fullmatch(suite) for suite in source.suites):
+            return source
+    raise KernelBuildError(
+        f"{folder} names no archive of Debian: give the driver's source by NV_SRC"
+    )
+
+
+class AptArea:
+    """A suite of Debian's archive with lists of its own."""
+
+    def __init__(self, suite: str, components: Sequence[str], source: Source | None = None) -> None:
+        self.suite = suite
+        self.folder = KERNEL_BUILD / "apt" / suite
+        if not shutil.which("apt-get"):
+            raise KernelBuildError("this system has no apt-get: give the driver's source by NV_SRC")
+        source = source or archive_source()
+        for name in ("lists/partial", "cache/archives/partial", "state"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        lines = [
+            "Types: deb",
+            f"URIs: {source.uri}",
+            f"Suites: {suite}",
+            f"Components: {' '.join(components)}",
+        ]
+        if source.signed_by:
+            lines.append(f"Signed-By: {source.signed_by}")
+        text = "\n".join(lines) + "\n"
+        (self.folder / "debian.sources").write_text(text, encoding="utf-8")
+
+    def options(self) -> list[str]:
+        """What makes apt look into this area alone."""
+        settings = {
+            "Dir::Etc::sourcelist": self.folder / "debian.sources",
+            "Dir::Etc::sourceparts": "/dev/null",
+            "Dir::State": self.folder / "state",
+            "Dir::State::lists": self.folder / "lists",
+            "Dir::State::status": "/var/lib/dpkg/status",
+            "Dir::Cache": self.folder / "cache",
+            "APT::Get::AllowUnauthenticated": "false",
+            "Acquire::AllowInsecureRepositories": "false",
+            "Acquire::Retries": "3",
+        }
+        if os.geteuid() == 0:
+            # The unprivileged user that apt would change to may not be able to reach this folder.
+            settings["APT::Sandbox::User"] = "root"
+        return [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
+
+    def update(self) -> None:
+        """Fetches the lists; an archive without a good signature is an error."""
+        try:
+            run("apt-get", *self.options(), "-o", "APT::Update::Error-Mode=any", "update")
+        except KernelBuildError as error:
+            hint = ""
+            if "NO_PUBKEY" in str(error) or "not signed" in str(error):
+                hint = "\nthe package debian-archive-keyring is too old to check this suite's key"
+            raise KernelBuildError(f"Debian {self.suite}: {error}{hint}") from error
+
+    def versions(self, package: str) -> list[str]:
+        """The versions of a package, newest first."""
+        out = run("apt-cache", *self.options(), "madison", package)
+        rows = [line.split("|") for line in out.splitlines()]
+        return [row[1].strip() for row in rows if len(row) == 3 and row[0].strip() == package]
+
+    def download(self, package: str, version: str, folder: Path) -> Path:
+        """Fetches a package into a folder, checked against the signed lists."""
+        folder.mkdir(parents=True, exist_ok=True)
+        run("apt-get", *self.options(), "download", f"{package}={version}", cwd=folder)
+        (found,) = folder.glob(f"{package}_*.deb")
+        return found

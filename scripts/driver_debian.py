@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: MIT
+"""The driver's source out of Debian's package nvidia-open-kernel-source."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from apt_area import AptArea
+from kernel_common import KERNEL_BUILD, KernelBuildError, run, say
+
+__all__ = ["SUITES", "fetch"]
+
+PACKAGE = "nvidia-open-kernel-source"
+# Where Debian carries the versions that the project supports; all in the component contrib.
+SUITES = {"535.261.03": "bookworm", "550.163.01": "trixie", "555.58.02": "experimental"}
+
+
+def fetch(version: str, folder: Path) -> Path:
+    """Unpacks the kernel-open tree of a version into a folder and returns where it lies.
+
+    The package holds one archive, /usr/src/nvidia-open-kernel.tar.xz. The two precompiled parts
+    in it (most of its size) are for nvidia.ko and nvidia-modeset.ko and are left out.
+    """
+    if version not in SUITES:
+        have = ", ".join(f"{v} ({s})" for v, s in SUITES.items())
+        raise KernelBuildError(f"Debian does not carry driver {version}, only {have}")
+    area = AptArea(SUITES[version], ["contrib"])
+    say(f"driver {version}: {PACKAGE} of Debian {area.suite}")
+    area.update()
+    offered = area.versions(PACKAGE)
+    matching = [one for one in offered if one.split("-")[0].split(":")[-1] == version]
+    if not matching:
+        have = ", ".join(offered) or "none"
+        raise KernelBuildError(f"Debian {area.suite} no longer has driver {version} (has: {have})")
+    KERNEL_BUILD.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=KERNEL_BUILD, prefix=".deb-") as name:
+        package = area.download(PACKAGE, matching[0], Path(name))
+        run("dpkg-deb", "-x", package, Path(name) / "root")
+        archives = list((Path(name) / "root" / "usr" / "src").glob("nvidia-open-kernel.tar.*"))
+        if len(archives) != 1:
+            raise KernelBuildError(f"{package.name} holds no nvidia-open-kernel.tar")
+        folder.mkdir(parents=True, exist_ok=True)
+        run("tar", "-C", folder, "--no-same-owner", "--exclude=*.o_binary", "-xf", archives[0])
+    return folder / "modules" / "nvidia-open-kernel"
