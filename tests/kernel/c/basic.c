@@ -1,0 +1,462 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * What each command does when it is used rightly, seen from the GPU: through its page tables and its TLB.
+ */
+#include "abi.h"
+#include "kcheck.h"
+#include "world.h"
+
+#define RES 0x7c0000000000ull
+#define PATTERN 0x1111000000000000ull
+
+static const unsigned shifts[] = {16, 17, 18, 21};
+
+static bool has(struct world *w, uint64_t capability) {
+  struct uvm_vmem_query q;
+  return vm_query(w->uvm, w->uuid[0], &q) == 0 && (q.out_capabilities & capability) == capability;
+}
+
+static void query(void) {
+  struct world w;
+  struct uvm_vmem_query q;
+  world_open(&w, 1);
+  OK(vm_query(w.uvm, NULL, &q));
+  EQ(q.out_abi_version, UVM_VMEM_ABI_VERSION);
+  CHECK(q.out_page_sizes & UNIT);
+  CHECK((q.out_page_sizes & ~UVM_VMEM_PAGE_SIZES) == 0);
+  CHECK(q.out_max_bind_ops >= 64 && q.out_max_bind_units >= SLOT_UNITS && q.out_max_create_pages >= 1);
+  CHECK(q.out_max_gpus >= 1 && q.out_max_reserve_bytes >= GIB(1) && q.out_max_tickets >= 1);
+  CHECK(memchr(q.out_driver_version, 0, sizeof(q.out_driver_version)) && q.out_driver_version[0]);
+  printf("driver %s, capabilities 0x%llx, %u operations, %u units, %u pages\n", q.out_driver_version,
+         (unsigned long long)q.out_capabilities, q.out_max_bind_ops, q.out_max_bind_units, q.out_max_create_pages);
+  OK(vm_query(w.uvm, w.uuid[0], &q));
+  EQ(q.out_gpu_refusal, UVM_VMEM_GPU_OK);
+  CHECK(strncmp((char *)q.out_driver_version, w.driver_version, strlen(w.driver_version)) == 0);
+  world_close(&w);
+}
+
+static void map_move_unmap(void) {
+  struct world w;
+  uint32_t object;
+  world_open(&w, 1);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(64), 16, 0));
+  EQ(gpu_check(&w, 0, RES, 8, 0, 0), -EFAULT); /* nothing there */
+  OK(vm_create(w.uvm, w.uuid[0], 16, 4, 0, &object));
+  OK(vm_map(w.uvm, RES, RES, object, 0, 4, 0));
+  OK(gpu_check(&w, 0, RES, 4 * UNIT, 0, 0)); /* zero */
+  struct softgpu_xlate x = gpu_xlate(&w, 0, RES + UNIT + 0x123);
+  CHECK(x.out_valid && !x.out_read_only && !x.out_sparse);
+  EQ(x.out_page_size, UNIT);
+  EQ(x.out_aperture, SOFTGPU_APERTURE_VID);
+  EQ(gpu_check(&w, 0, RES + 4 * UNIT, 8, 0, 0), -EFAULT); /* the page after */
+  OK(gpu_fill(&w, 0, RES, 4 * UNIT, PATTERN, 1));
+  OK(gpu_check(&w, 0, RES, 4 * UNIT, PATTERN, 1));
+
+  /* Page 1 also elsewhere: both names are one memory. */
+  OK(vm_map(w.uvm, RES, RES + MIB(10), object, 1, 1, 0));
+  OK(gpu_check(&w, 0, RES + MIB(10), UNIT, PATTERN + UNIT / 8, 1));
+  OK(gpu_fill(&w, 0, RES + MIB(10), UNIT, 7, 0));
+  OK(gpu_check(&w, 0, RES + UNIT, UNIT, 7, 0));
+
+  OK(vm_unmap(w.uvm, RES, RES, 4, 0));
+  EQ(gpu_check(&w, 0, RES, 8, 0, 0), -EFAULT);
+  EQ(gpu_check(&w, 0, RES + UNIT, 8, 0, 0), -EFAULT);
+  OK(gpu_check(&w, 0, RES + MIB(10), UNIT, 7, 0));
+
+  /* Backwards, in one call with an unmap. */
+  struct uvm_vmem_op ops[4] = {op_map(RES + 2 * UNIT, object, 0, 1, 0), op_map(RES + UNIT, object, 2, 1, 0),
+                               op_map(RES, object, 3, 1, 0), op_unmap(RES + MIB(10), 1, 0)};
+  uint32_t failed = 1;
+  OK(vm_bind(w.uvm, RES, ops, 4, &failed, NULL));
+  EQ(failed, ~0u);
+  OK(gpu_check(&w, 0, RES + 2 * UNIT, UNIT, PATTERN, 1));
+  OK(gpu_check(&w, 0, RES + UNIT, UNIT, PATTERN + 2 * UNIT / 8, 1));
+  OK(gpu_check(&w, 0, RES, UNIT, PATTERN + 3 * UNIT / 8, 1));
+  EQ(gpu_check(&w, 0, RES + MIB(10), 8, 0, 0), -EFAULT);
+  OK(vm_release(w.uvm, object));
+  EQ(vm_free(w.uvm, RES, 0), -EBUSY);
+  OK(gpu_check(&w, 0, RES + 2 * UNIT, UNIT, PATTERN, 1));
+  OK(vm_free(w.uvm, RES, UVM_VMEM_FREE_UNMAP));
+  EQ(gpu_check(&w, 0, RES, 8, 0, 0), -EFAULT);
+  world_close(&w);
+}
+
+static void page_sizes(void) {
+  struct world w;
+  world_open(&w, 1);
+  for (size_t s = 0; s < ARRAY_SIZE(shifts); s++) {
+    const uint64_t bytes = 1ull << shifts[s], start = RES + s * GIB(1);
+    struct uvm_vmem_stat stat;
+    uint32_t object;
+    OK(vm_reserve(w.uvm, w.uuid[0], start, MIB(16), shifts[s], 0));
+    OK(vm_create(w.uvm, w.uuid[0], shifts[s], 3, 0, &object));
+    OK(vm_stat(w.uvm, w.uuid[0], &stat));
+    EQ(stat.out_created_bytes, 3 * bytes);
+    OK(vm_map(w.uvm, start, start + 2 * bytes, object, 0, 3, 0));
+    OK(gpu_check(&w, 0, start + 2 * bytes, 3 * bytes, 0, 0));
+    for (unsigned page = 0; page < 3; page++) {
+      const uint64_t at = start + (2 + page) * bytes;
+      const uint64_t pa = gpu_xlate(&w, 0, at).out_pa;
+      EQ(pa % bytes, 0);
+      for (uint64_t unit = 0; unit < bytes; unit += UNIT) {
+        struct softgpu_xlate x = gpu_xlate(&w, 0, at + unit);
+        CHECK(x.out_valid);
+        EQ(x.out_pa, pa + unit);
+        EQ(x.out_page_size, UNIT); /* without BIG */
+      }
+      OK(gpu_fill(&w, 0, at, bytes, PATTERN * (page + 1), 1));
+    }
+    for (unsigned page = 0; page < 3; page++) {
+      OK(gpu_check(&w, 0, start + (2 + page) * bytes, bytes, PATTERN * (page + 1), 1));
+    }
+    /* The last two pages swap places. */
+    struct uvm_vmem_op ops[2] = {op_map(start + 4 * bytes, object, 1, 1, UVM_VMEM_OP_REPLACE),
+                                 op_map(start + 3 * bytes, object, 2, 1, UVM_VMEM_OP_REPLACE)};
+    OK(vm_bind(w.uvm, start, ops, 2, NULL, NULL));
+    OK(gpu_check(&w, 0, start + 3 * bytes, bytes, PATTERN * 3, 1));
+    OK(gpu_check(&w, 0, start + 4 * bytes, bytes, PATTERN * 2, 1));
+    OK(vm_unmap(w.uvm, start, start, MIB(16) / bytes, 0));
+    OK(vm_release(w.uvm, object));
+    OK(vm_free(w.uvm, start, 0));
+  }
+  world_close(&w);
+}
+
+/* Small pages and large ones share one reservation, at any multiple of their own size. */
+static void mixed_sizes(void) {
+  struct world w;
+  uint32_t object[4];
+  world_open(&w, 1);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(16), 16, 0));
+  uint64_t at[4] = {RES + MIB(2) - UNIT, RES + MIB(2) + 2 * UNIT, RES + MIB(4) - 4 * UNIT, RES + MIB(4)};
+  struct uvm_vmem_op ops[4];
+  for (int i = 0; i < 4; i++) {
+    OK(vm_create(w.uvm, w.uuid[0], shifts[i], 1, 0, &object[i]));
+    ops[i] = op_map(at[i], object[i], 0, 1, 0);
+  }
+  OK(vm_bind(w.uvm, RES, ops, 4, NULL, NULL));
+  for (int i = 0; i < 4; i++) OK(gpu_fill(&w, 0, at[i], 1ull << shifts[i], i + 1, 0));
+  for (int i = 0; i < 4; i++) OK(gpu_check(&w, 0, at[i], 1ull << shifts[i], i + 1, 0));
+  /* An unmap that takes a part of a large page leaves the rest. */
+  OK(vm_unmap(w.uvm, RES, RES + MIB(4) + UNIT, 1, 0));
+  OK(gpu_check(&w, 0, RES + MIB(4), UNIT, 4, 0));
+  EQ(gpu_check(&w, 0, RES + MIB(4) + UNIT, 8, 0, 0), -EFAULT);
+  OK(gpu_check(&w, 0, RES + MIB(4) + 2 * UNIT, MIB(2) - 2 * UNIT, 4, 0));
+  world_close(&w);
+}
+
+static void memory_is_zero_again(void) {
+  struct world w;
+  uint32_t object;
+  world_open(&w, 1);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(64), 16, 0));
+  for (unsigned round = 0; round < 6; round++) {
+    unsigned shift = shifts[round % 4], pages = MIB(6) >> shift;
+    OK(vm_create(w.uvm, w.uuid[0], shift, pages, 0, &object));
+    OK(vm_map(w.uvm, RES, RES + MIB(8), object, 0, pages, 0));
+    OK(gpu_check(&w, 0, RES + MIB(8), MIB(6), 0, 0));
+    OK(gpu_fill(&w, 0, RES + MIB(8), MIB(6), ~0ull, 0));
+    OK(vm_release(w.uvm, object));
+    OK(vm_unmap(w.uvm, RES, RES, MIB(64) / UNIT, 0));
+  }
+  world_close(&w);
+}
+
+static void read_only(void) {
+  struct world w;
+  uint32_t object;
+  world_open(&w, 1);
+  if (!has(&w, UVM_VMEM_CAP_READ_ONLY)) SKIP("no read-only mappings");
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(16), 16, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 2, 0, &object));
+  OK(vm_map(w.uvm, RES, RES, object, 0, 2, 0));
+  OK(gpu_fill(&w, 0, RES, 2 * UNIT, PATTERN, 1));
+  OK(vm_map(w.uvm, RES, RES + MIB(4), object, 0, 2, UVM_VMEM_OP_READ_ONLY));
+  OK(gpu_check(&w, 0, RES + MIB(4), 2 * UNIT, PATTERN, 1));
+  CHECK(gpu_xlate(&w, 0, RES + MIB(4)).out_read_only);
+  EQ(gpu_fill(&w, 0, RES + MIB(4), 8, 0, 0), -EROFS);
+  OK(gpu_check(&w, 0, RES, 2 * UNIT, PATTERN, 1));
+  /* The same page, the other right, in place. */
+  struct uvm_vmem_op ops[2] = {op_map(RES + MIB(4), object, 0, 1, UVM_VMEM_OP_REPLACE),
+                               op_map(RES, object, 0, 1, UVM_VMEM_OP_REPLACE | UVM_VMEM_OP_READ_ONLY)};
+  OK(vm_bind(w.uvm, RES, ops, 2, NULL, NULL));
+  OK(gpu_fill(&w, 0, RES + MIB(4), UNIT, 5, 0));
+  EQ(gpu_fill(&w, 0, RES, 8, 6, 0), -EROFS);
+  OK(gpu_check(&w, 0, RES, UNIT, 5, 0));
+  world_close(&w);
+}
+
+static void sparse(void) {
+  struct world w;
+  uint32_t object;
+  world_open(&w, 1);
+  if (!has(&w, UVM_VMEM_CAP_SPARSE)) SKIP("no sparse ranges");
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(16), 16, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 2, 0, &object));
+  OK(vm_map(w.uvm, RES, RES, object, 0, 2, 0));
+  OK(gpu_fill(&w, 0, RES, 2 * UNIT, PATTERN, 1));
+  OK(vm_unmap(w.uvm, RES, RES + UNIT, 40, UVM_VMEM_OP_SPARSE));
+  OK(gpu_check(&w, 0, RES, UNIT, PATTERN, 1));
+  OK(gpu_check(&w, 0, RES + UNIT, 40 * UNIT, 0, 0));
+  OK(gpu_fill(&w, 0, RES + UNIT, 40 * UNIT, 9, 0)); /* dropped */
+  OK(gpu_check(&w, 0, RES + UNIT, 40 * UNIT, 0, 0));
+  CHECK(gpu_xlate(&w, 0, RES + 30 * UNIT).out_sparse);
+  EQ(gpu_check(&w, 0, RES + 41 * UNIT, 8, 0, 0), -EFAULT);
+  OK(vm_map(w.uvm, RES, RES + 35 * UNIT, object, 1, 1, 0)); /* nothing is mapped there */
+  OK(gpu_check(&w, 0, RES + 35 * UNIT, UNIT, PATTERN + UNIT / 8, 1));
+  OK(gpu_check(&w, 0, RES + 34 * UNIT, UNIT, 0, 0));
+  OK(vm_unmap(w.uvm, RES, RES, 256, 0));
+  for (unsigned i = 0; i < 41; i++) EQ(gpu_check(&w, 0, RES + i * UNIT, 8, 0, 0), -EFAULT);
+  world_close(&w);
+}
+
+static void replace(void) {
+  struct world w;
+  struct uvm_vmem_stat before, after;
+  uint32_t a, b;
+  world_open(&w, 1);
+  if (!has(&w, UVM_VMEM_CAP_REPLACE)) SKIP("no replacing");
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(16), 16, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 4, 0, &a));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 4, 0, &b));
+  OK(vm_map(w.uvm, RES, RES, a, 0, 4, 0));
+  OK(vm_map(w.uvm, RES, RES + MIB(4), b, 0, 4, 0));
+  OK(gpu_fill(&w, 0, RES, 4 * UNIT, 0xa, 0));
+  OK(gpu_fill(&w, 0, RES + MIB(4), 4 * UNIT, 0xb, 0));
+  OK(vm_stat(w.uvm, NULL, &before));
+  EQ(vm_map(w.uvm, RES, RES + UNIT, b, 0, 2, 0), -EEXIST);
+  OK(vm_map(w.uvm, RES, RES + UNIT, b, 0, 2, UVM_VMEM_OP_REPLACE));
+  OK(vm_stat(w.uvm, NULL, &after));
+  EQ(after.out_mapped_bytes, before.out_mapped_bytes);
+  EQ(after.out_pushes - before.out_pushes, 1);
+  OK(gpu_check(&w, 0, RES, UNIT, 0xa, 0));
+  OK(gpu_check(&w, 0, RES + UNIT, 2 * UNIT, 0xb, 0));
+  OK(gpu_check(&w, 0, RES + 3 * UNIT, UNIT, 0xa, 0));
+  OK(vm_map(w.uvm, RES, RES + 3 * UNIT, b, 2, 2, UVM_VMEM_OP_REPLACE)); /* half of it is new ground */
+  OK(gpu_check(&w, 0, RES + 3 * UNIT, 2 * UNIT, 0xb, 0));
+  world_close(&w);
+}
+
+/* In a slot that may be one 2 MB entry: to it, to small ones, and back, with the contents kept. */
+static void big_pages(void) {
+  struct world w;
+  uint32_t object, other;
+  world_open(&w, 1);
+  if (!has(&w, UVM_VMEM_CAP_BIG)) SKIP("no 2 MB entries");
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_BIG));
+  OK(vm_create(w.uvm, w.uuid[0], 21, 2, 0, &object));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 4, 0, &other));
+  OK(vm_map(w.uvm, RES, RES + MIB(2), object, 0, 2, 0));
+  EQ(gpu_xlate(&w, 0, RES + MIB(2) + 5 * UNIT).out_page_size, MIB(2));
+  EQ(gpu_xlate(&w, 0, RES + MIB(4)).out_page_size, MIB(2));
+  OK(gpu_check(&w, 0, RES + MIB(2), MIB(4), 0, 0));
+  OK(gpu_fill(&w, 0, RES + MIB(2), MIB(4), PATTERN, 1));
+  for (unsigned round = 0; round < 3; round++) {
+    OK(vm_unmap(w.uvm, RES, RES + MIB(2) + 7 * UNIT, 1, 0));
+    EQ(gpu_check(&w, 0, RES + MIB(2) + 7 * UNIT, 8, 0, 0), -EFAULT);
+    EQ(gpu_xlate(&w, 0, RES + MIB(2)).out_page_size, UNIT);
+    OK(gpu_check(&w, 0, RES + MIB(2), 7 * UNIT, PATTERN, 1));
+    OK(gpu_check(&w, 0, RES + MIB(2) + 8 * UNIT, 24 * UNIT, PATTERN + 8 * UNIT / 8, 1));
+    EQ(gpu_xlate(&w, 0, RES + MIB(4)).out_page_size, MIB(2));
+    OK(vm_map(w.uvm, RES, RES + MIB(2) + 7 * UNIT, other, round, 1, 0));
+    OK(gpu_check(&w, 0, RES + MIB(2) + 7 * UNIT, UNIT, 0, 0));
+    OK(gpu_fill(&w, 0, RES + MIB(2) + 7 * UNIT, UNIT, round + 1, 0));
+    OK(gpu_check(&w, 0, RES + MIB(2) + 8 * UNIT, 24 * UNIT, PATTERN + 8 * UNIT / 8, 1));
+    /* The whole page over it: one entry again. */
+    OK(vm_map(w.uvm, RES, RES + MIB(2), object, 0, 1, UVM_VMEM_OP_REPLACE));
+    EQ(gpu_xlate(&w, 0, RES + MIB(2) + 7 * UNIT).out_page_size, MIB(2));
+    OK(gpu_check(&w, 0, RES + MIB(2), MIB(4), PATTERN, 1));
+  }
+  /* Read-only as a whole keeps one entry. */
+  OK(vm_map(w.uvm, RES, RES + MIB(4), object, 1, 1, UVM_VMEM_OP_REPLACE | UVM_VMEM_OP_READ_ONLY));
+  EQ(gpu_xlate(&w, 0, RES + MIB(4)).out_page_size, MIB(2));
+  EQ(gpu_fill(&w, 0, RES + MIB(4), 8, 0, 0), -EROFS);
+  if (has(&w, UVM_VMEM_CAP_SPARSE)) {
+    OK(vm_unmap(w.uvm, RES, RES + MIB(4), 32, UVM_VMEM_OP_SPARSE));
+    OK(gpu_check(&w, 0, RES + MIB(4), MIB(2), 0, 0));
+    OK(vm_map(w.uvm, RES, RES + MIB(4), object, 1, 1, 0));
+    EQ(gpu_xlate(&w, 0, RES + MIB(4)).out_page_size, MIB(2));
+    OK(gpu_check(&w, 0, RES + MIB(4), MIB(2), PATTERN + MIB(2) / 8, 1));
+  }
+  OK(vm_unmap(w.uvm, RES, RES, MIB(16) / UNIT, 0));
+  EQ(gpu_check(&w, 0, RES + MIB(2), 8, 0, 0), -EFAULT);
+  EQ(gpu_check(&w, 0, RES + MIB(4), 8, 0, 0), -EFAULT);
+  /* Small pages where an entry of 2 MB was. */
+  OK(vm_map(w.uvm, RES, RES + MIB(4), other, 0, 4, 0));
+  OK(gpu_check(&w, 0, RES + MIB(4), UNIT, 1, 0));
+  EQ(gpu_check(&w, 0, RES + MIB(4) + 4 * UNIT, 8, 0, 0), -EFAULT);
+  world_close(&w);
+}
+
+static void host_memory(void) {
+  struct world w;
+  struct uvm_vmem_stat stat;
+  uint32_t object;
+  world_open(&w, 1);
+  if (!has(&w, UVM_VMEM_CAP_HOST)) SKIP("no host memory");
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(16), 16, 0));
+  for (size_t s = 0; s < ARRAY_SIZE(shifts); s++) {
+    const uint64_t bytes = 1ull << shifts[s];
+    OK(vm_create(w.uvm, w.uuid[0], shifts[s], 2, UVM_VMEM_CREATE_HOST, &object));
+    OK(vm_stat(w.uvm, NULL, &stat));
+    EQ(stat.out_host_bytes, 2 * bytes);
+    OK(vm_map(w.uvm, RES, RES + MIB(2), object, 0, 2, 0));
+    EQ(gpu_xlate(&w, 0, RES + MIB(2)).out_aperture, SOFTGPU_APERTURE_SYS);
+    OK(gpu_check(&w, 0, RES + MIB(2), 2 * bytes, 0, 0));
+    OK(gpu_fill(&w, 0, RES + MIB(2), 2 * bytes, PATTERN, 1));
+    OK(gpu_check(&w, 0, RES + MIB(2), 2 * bytes, PATTERN, 1));
+    OK(vm_release(w.uvm, object));
+    OK(vm_unmap(w.uvm, RES, RES + MIB(2), 2 * bytes / UNIT, 0));
+    OK(vm_stat(w.uvm, NULL, &stat));
+    EQ(stat.out_host_bytes, 0);
+  }
+  world_close(&w);
+}
+
+static void eager(void) {
+  struct world w;
+  struct uvm_vmem_stat before, after;
+  uint32_t object;
+  world_open(&w, 1);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(64), 16, UVM_VMEM_RESERVE_EAGER));
+  for (uint64_t at = 0; at < MIB(64); at += SLOT) CHECK(gpu_xlate(&w, 0, RES + at).out_has_table);
+  OK(vm_stat(w.uvm, NULL, &before));
+  EQ(before.out_slots, 32);
+  OK(vm_create(w.uvm, w.uuid[0], 16, 32, 0, &object));
+  struct uvm_vmem_op ops[32];
+  for (unsigned i = 0; i < 32; i++) ops[i] = op_map(RES + i * SLOT, object, i, 1, 0);
+  OK(vm_bind(w.uvm, RES, ops, 32, NULL, NULL));
+  OK(vm_stat(w.uvm, NULL, &after));
+  EQ(after.out_table_waits, before.out_table_waits);
+  EQ(after.out_slots, 32);
+  EQ(after.out_pushes - before.out_pushes, 1);
+  OK(gpu_check(&w, 0, RES + 31 * SLOT, UNIT, 0, 0));
+  world_close(&w);
+}
+
+static void contiguous(void) {
+  struct world w;
+  uint32_t a, b;
+  world_open(&w, 1);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(16), 16, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 3, 0, &a)); /* makes the next one start inside a chunk */
+  OK(vm_create(w.uvm, w.uuid[0], 16, 31, UVM_VMEM_CREATE_CONTIGUOUS, &b));
+  OK(vm_map(w.uvm, RES, RES, b, 0, 31, 0));
+  uint64_t pa = gpu_xlate(&w, 0, RES).out_pa;
+  for (unsigned i = 0; i < 31; i++) EQ(gpu_xlate(&w, 0, RES + i * UNIT).out_pa, pa + i * UNIT);
+  EQ((pa + 30 * UNIT) / SLOT, pa / SLOT);
+  OK(gpu_check(&w, 0, RES, 31 * UNIT, 0, 0));
+  world_close(&w);
+}
+
+static void statistics(void) {
+  struct world w;
+  struct uvm_vmem_stat s;
+  uint32_t a, b;
+  world_open(&w, 1);
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_reserved_bytes + s.out_created_bytes + s.out_mapped_bytes + s.out_chunk_bytes + s.out_host_bytes, 0);
+  EQ(s.out_reservations + s.out_objects + s.out_slots + s.out_tickets, 0);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(64), 16, 0));
+  OK(vm_reserve(w.uvm, w.uuid[0], RES + GIB(1), MIB(2), 21, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 10, 0, &a));
+  OK(vm_create(w.uvm, w.uuid[0], 21, 2, 0, &b));
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_reserved_bytes, MIB(66));
+  EQ(s.out_reservations, 2);
+  EQ(s.out_objects, 2);
+  EQ(s.out_created_bytes, 10 * UNIT + MIB(4));
+  CHECK(s.out_chunk_bytes >= s.out_created_bytes && s.out_chunk_bytes <= MIB(6));
+  EQ(s.out_mapped_bytes, 0);
+  EQ(s.out_zeroed_bytes, 10 * UNIT + MIB(4));
+  OK(vm_map(w.uvm, RES, RES, a, 0, 10, 0));
+  OK(vm_map(w.uvm, RES, RES + MIB(4), a, 2, 5, 0));
+  OK(vm_map(w.uvm, RES + GIB(1), RES + GIB(1), b, 1, 1, 0));
+  OK(vm_stat(w.uvm, w.uuid[0], &s));
+  EQ(s.out_mapped_bytes, 15 * UNIT + MIB(2));
+  EQ(s.out_slots, 3);
+  EQ(s.out_binds, 3);
+  EQ(s.out_pte_writes, 10 + 5 + 32);
+  OK(vm_release(w.uvm, a));
+  OK(vm_release(w.uvm, b));
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_created_bytes, 10 * UNIT + MIB(4)); /* all of both objects live while any page is mapped */
+  OK(vm_unmap(w.uvm, RES, RES, 10, 0));
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_mapped_bytes, 5 * UNIT + MIB(2));
+  OK(vm_unmap(w.uvm, RES, RES + MIB(4), 5, 0));
+  OK(vm_free(w.uvm, RES + GIB(1), UVM_VMEM_FREE_UNMAP));
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_mapped_bytes, 0);
+  EQ(s.out_created_bytes, 0);
+  EQ(s.out_objects, 0);
+  EQ(s.out_reservations, 1);
+  EQ(s.out_slots, 2); /* tables stay until FREE */
+  OK(vm_free(w.uvm, RES, 0));
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_reserved_bytes, 0);
+  EQ(s.out_slots, 0);
+  world_close(&w);
+}
+
+static void released_while_mapped(void) {
+  struct world w;
+  struct uvm_vmem_stat s;
+  uint32_t a, b;
+  world_open(&w, 1);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(16), 16, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 4, 0, &a));
+  OK(vm_map(w.uvm, RES, RES, a, 0, 4, 0));
+  OK(gpu_fill(&w, 0, RES, 4 * UNIT, PATTERN, 1));
+  uint64_t pa = gpu_xlate(&w, 0, RES).out_pa;
+  OK(vm_release(w.uvm, a));
+  EQ(vm_release(w.uvm, a), -ESTALE);
+  EQ(vm_map(w.uvm, RES, RES + MIB(4), a, 0, 1, 0), -ESTALE);
+  for (unsigned i = 0; i < 8; i++) { /* new memory is other memory */
+    OK(vm_create(w.uvm, w.uuid[0], 16, 32, 0, &b));
+    OK(vm_map(w.uvm, RES, RES + MIB(8), b, 0, 32, 0));
+    OK(gpu_fill(&w, 0, RES + MIB(8), 32 * UNIT, ~0ull, 0));
+    OK(gpu_check(&w, 0, RES, 4 * UNIT, PATTERN, 1));
+    OK(vm_unmap(w.uvm, RES, RES + MIB(8), 32, 0));
+    if (i % 2) OK(vm_release(w.uvm, b));
+  }
+  EQ(gpu_xlate(&w, 0, RES).out_pa, pa);
+  OK(vm_unmap(w.uvm, RES, RES, 3, 0));
+  OK(gpu_check(&w, 0, RES + 3 * UNIT, UNIT, PATTERN + 3 * UNIT / 8, 1));
+  OK(vm_unmap(w.uvm, RES, RES + 3 * UNIT, 1, 0));
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_objects, 4);
+  EQ(s.out_created_bytes, 4 * 32 * UNIT);
+  world_close(&w);
+}
+
+/* A batch with one wrong operation moves nothing, in the tables either. */
+static void all_or_nothing(void) {
+  struct world w;
+  struct softgpu_counters before, after;
+  uint32_t a, failed;
+  world_open(&w, 1);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(64), 16, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 32, 0, &a));
+  OK(vm_map(w.uvm, RES, RES, a, 0, 8, 0));
+  OK(gpu_fill(&w, 0, RES, 8 * UNIT, PATTERN, 1));
+  before = gpu_counters(&w, 0);
+  struct uvm_vmem_op ops[4] = {op_unmap(RES, 4, 0), op_map(RES + MIB(20), a, 8, 8, 0),
+                               op_map(RES + 4 * UNIT, a, 20, 1, UVM_VMEM_OP_REPLACE),
+                               op_map(RES + 5 * UNIT, a, 21, 1, 0)};
+  EQ(vm_bind(w.uvm, RES, ops, 4, &failed, NULL), -EEXIST);
+  EQ(failed, 3);
+  OK(gpu_check(&w, 0, RES, 8 * UNIT, PATTERN, 1));
+  EQ(gpu_check(&w, 0, RES + MIB(20), 8, 0, 0), -EFAULT);
+  after = gpu_counters(&w, 0);
+  EQ(after.pte_changes, before.pte_changes);
+  OK(vm_bind(w.uvm, RES, ops, 3, &failed, NULL));
+  EQ(gpu_check(&w, 0, RES, 8, 0, 0), -EFAULT);
+  OK(gpu_check(&w, 0, RES + MIB(20), 8 * UNIT, 0, 0));
+  OK(gpu_check(&w, 0, RES + 4 * UNIT, UNIT, 0, 0));
+  world_close(&w);
+}
+
+MAIN(TEST(query), TEST(map_move_unmap), TEST(page_sizes), TEST(mixed_sizes), TEST(memory_is_zero_again),
+     TEST(read_only), TEST(sparse), TEST(replace), TEST(big_pages), TEST(host_memory), TEST(eager), TEST(contiguous),
+     TEST(statistics), TEST(released_while_mapped), TEST(all_or_nothing))

@@ -1,0 +1,161 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * matrix.h - tables of ioctl structs in which one field is wrong.
+ *
+ * A struct lies at the end of a readable page, so that a kernel that reads or writes beyond the size
+ * that it was told fails with EFAULT. Around every refused call STAT is compared.
+ */
+#ifndef MATRIX_H
+#define MATRIX_H
+
+#include <stddef.h>
+#include <sys/mman.h>
+#include "abi.h"
+#include "kcheck.h"
+
+/* One wrong field: where, how wide, its value, and the errno that it must give. */
+struct row {
+  const char *what;
+  size_t offset, width;
+  uint64_t value;
+  int want;
+};
+
+#define ROW(type, field, value, want) \
+  {#field " = " #value, offsetof(type, field), sizeof(((type *)0)->field), (value), (want)}
+
+/* A command with arguments that succeed, and how to take back what it did. */
+struct command {
+  const char *name;
+  unsigned long number;
+  size_t size;
+  void (*valid)(void *argument);
+  void (*undo)(void *argument);
+};
+
+/* Two pages, of which the second is not there; returns the end of the first. */
+static inline char *page_end(void) {
+  static char *end;
+  if (!end) {
+    char *at = mmap(NULL, 4 * 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (at == MAP_FAILED) abort();
+    munmap(at + 3 * 4096, 4096);
+    end = at + 3 * 4096;
+  }
+  return end;
+}
+
+/* A field of 16 bytes is filled with the value's low byte. */
+static inline void poke(void *argument, const struct row *row) {
+  char *at = (char *)argument + row->offset;
+  if (row->width > 8) {
+    memset(at, (int)row->value, row->width);
+  } else {
+    memcpy(at, &row->value, row->width);
+  }
+}
+
+/* The call must give want and, when that is an error, leave the descriptor's state as it was. */
+static inline bool expect(int fd, const char *what, unsigned long number, void *argument, int want) {
+  struct uvm_vmem_stat before, after;
+  int s1 = vm_stat(fd, NULL, &before);
+  int got = vm_call(fd, number, argument);
+  int s2 = vm_stat(fd, NULL, &after);
+  if (got != -want) {
+    fail("%s: %s, should be %s", what, got ? strerror(-got) : "success", want ? strerror(want) : "success");
+    return false;
+  }
+  if (s1 || s2) {
+    fail("%s: STAT gives %d and %d", what, s1, s2);
+    return false;
+  }
+  if (want && !stat_same(&before, &after)) {
+    fail("%s: refused, but STAT changed", what);
+    return false;
+  }
+  return true;
+}
+
+static inline bool control(int fd, const struct command *c) {
+  char *argument = page_end() - c->size;
+  c->valid(argument);
+  if (!expect(fd, c->name, c->number, argument, 0)) return false;
+  if (c->undo) c->undo(argument);
+  return true;
+}
+
+/* Every row must fail in its way, and what is right must work before and after. */
+static inline void run_rows(int fd, const struct command *c, const struct row *rows, size_t n) {
+  if (!control(fd, c)) return;
+  for (size_t i = 0; i < n; i++) {
+    char what[160], *argument = page_end() - c->size;
+    snprintf(what, sizeof(what), "%s with %s", c->name, rows[i].what);
+    c->valid(argument);
+    poke(argument, &rows[i]);
+    if (!expect(fd, what, c->number, argument, rows[i].want) && rows[i].want && c->undo) c->undo(argument);
+  }
+  control(fd, c);
+}
+
+/* The size field alone: too short, longer with a zero tail, longer with a dirty one, reaching into nothing. */
+static inline void run_sizes(int fd, const struct command *c) {
+  static const uint32_t longer[] = {8, 24, 4096};
+  const size_t short_by[] = {1, 4, 8, c->size - 4, c->size};
+  char what[160], *argument;
+  for (size_t i = 0; i < ARRAY_SIZE(short_by); i++) {
+    argument = page_end() - c->size;
+    c->valid(argument);
+    *(uint32_t *)argument = (uint32_t)(c->size - short_by[i]);
+    snprintf(what, sizeof(what), "%s, struct short by %zu", c->name, short_by[i]);
+    if (!expect(fd, what, c->number, argument, EINVAL) && c->undo) c->undo(argument);
+  }
+  for (size_t i = 0; i < ARRAY_SIZE(longer); i++) {
+    size_t size = c->size + longer[i];
+    argument = page_end() - size;
+    memset(argument, 0, size);
+    c->valid(argument);
+    *(uint32_t *)argument = (uint32_t)size;
+    snprintf(what, sizeof(what), "%s, %u more bytes of zero", c->name, longer[i]);
+    if (expect(fd, what, c->number, argument, 0) && c->undo) c->undo(argument);
+    for (int last = 0; last < 2; last++) {
+      memset(argument, 0, size);
+      c->valid(argument);
+      *(uint32_t *)argument = (uint32_t)size;
+      argument[last ? size - 1 : c->size] = 1;
+      snprintf(what, sizeof(what), "%s, %u more bytes, the %s is dirty", c->name, longer[i], last ? "last" : "first");
+      if (!expect(fd, what, c->number, argument, E2BIG) && c->undo) c->undo(argument);
+    }
+  }
+  argument = page_end() - c->size;
+  c->valid(argument);
+  *(uint32_t *)argument = (uint32_t)(c->size + 8);
+  snprintf(what, sizeof(what), "%s, size reaches into nothing", c->name);
+  if (!expect(fd, what, c->number, argument, EFAULT) && c->undo) c->undo(argument);
+}
+
+/* The argument's address: null, nowhere, the kernel's, its first word alone readable. */
+static inline void run_pointers(int fd, const struct command *c) {
+  static const uintptr_t bad[] = {0, 8, 0x00007ffffffff000u, 0xffff888000000000u, 0xffffffffffffff00u};
+  char what[160];
+  for (size_t i = 0; i < ARRAY_SIZE(bad); i++) {
+    snprintf(what, sizeof(what), "%s at address %#lx", c->name, (unsigned long)bad[i]);
+    expect(fd, what, c->number, (void *)bad[i], EFAULT);
+  }
+  char *word = page_end() - 4;
+  *(uint32_t *)word = (uint32_t)c->size;
+  snprintf(what, sizeof(what), "%s, only the size is readable", c->name);
+  expect(fd, what, c->number, word, EFAULT);
+}
+
+/* A struct that can be read but not written, for the commands that write it. */
+static inline void run_read_only(int fd, const struct command *c) {
+  char what[160], *page = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (page == MAP_FAILED) abort();
+  c->valid(page);
+  mprotect(page, 4096, PROT_READ);
+  snprintf(what, sizeof(what), "%s, struct is read-only", c->name);
+  expect(fd, what, c->number, page, EFAULT);
+  munmap(page, 4096);
+}
+
+#endif
