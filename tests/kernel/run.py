@@ -18,11 +18,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from guest.kernels import kernel_for  # noqa: E402
+from guest.image import layer, python_image  # noqa: E402
+from guest.kernels import kernel_for, own_modules  # noqa: E402
 from guest.machine import GuestError, Machine, boot  # noqa: E402
 
 ROOT = HERE.parent.parent
 BUILD = Path(os.environ.get("VMEM_KERNEL_BUILD", ROOT / "build" / "kernel")).resolve()
+# What reads the disk image and makes it writable for the guest.
+IMAGE_MODULES = ("virtio_pci", "virtio_blk", "overlay")
+IMAGE_ENVIRONMENT = (f"PATH={ROOT}/build/venv/bin:/usr/sbin:/usr/bin:/sbin:/bin",)
 UVM_ARGS = ("uvm_enable_builtin_tests=1", "uvm_leak_checker=1")
 
 
@@ -37,7 +41,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--module-args", default="", metavar="ARGS", help="parameters of nvidia.ko")
     add("--uvm-args", default="", metavar="ARGS", help="parameters of nvidia-uvm.ko")
     add("--kernel", type=Path, metavar="VMLINUZ", help="default: of the release of the tree")
-    add("--memory", type=int, default=1536, metavar="MB", help="of the guest (default 1536)")
+    add("--image", choices=("python",), help="run the command where Python and the project are")
+    add("--memory", type=int, metavar="MB", help="of the guest (default 1536, with an image 3072)")
     add("--smp", type=int, default=2, metavar="N", help="its processors (default 2)")
     add("--append", default="", metavar="ARGS", help="more for the kernel's command line")
     add("--file", action="append", default=[], metavar="HOST[:GUEST]", help="to be packed too")
@@ -63,14 +68,15 @@ def describe(options: argparse.Namespace) -> Machine:
     module_args = [f"arch={options.arch}"]
     if options.vidmem is not None:
         module_args.append(f"vidmem_mb={options.vidmem}")
-    return Machine(
-        kernel=options.kernel or kernel_for(options.tree, BUILD),
+    kernel = options.kernel or kernel_for(options.tree, BUILD)
+    machine = Machine(
+        kernel=kernel,
         command=[program, *arguments],
         modules=options.tree,
         module_args=[*module_args, *shlex.split(options.module_args)],
         uvm_args=[*UVM_ARGS, *shlex.split(options.uvm_args)],
         gpus=options.gpus,
-        memory=options.memory,
+        memory=options.memory or (3072 if options.image else 1536),
         processors=options.smp,
         timeout=options.timeout,
         append=options.append,
@@ -78,6 +84,13 @@ def describe(options: argparse.Namespace) -> Machine:
         environment=options.env,
         allowed=options.allow,
     )
+    if options.image:
+        machine.image = python_image(BUILD / "cache")
+        machine.kernel_modules = own_modules(kernel, IMAGE_MODULES, BUILD / "cache")
+        machine.prepare = lambda root: layer(root, "/layer")
+        machine.folder = str(ROOT)
+        machine.environment = [*IMAGE_ENVIRONMENT, *options.env]
+    return machine
 
 
 def show(data: bytes) -> None:

@@ -25,8 +25,8 @@ class Initramfs:
         self._entries: dict[str, tuple[int, Path | bytes, int]] = {}
 
     def folder(self, name: str) -> None:
-        """A folder and the folders above it."""
-        for path in [PurePosixPath(name), *PurePosixPath(name).parents]:
+        """A folder, and before it the folders above it."""
+        for path in reversed((PurePosixPath(name), *PurePosixPath(name).parents)):
             if str(path) != "/":
                 self._entries.setdefault(str(path), (stat.S_IFDIR | 0o755, b"", 0))
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""Finds the kernel that a pair of modules was built for."""
+"""Finds the kernel that a pair of modules was built for, and modules of its own."""
 
 from __future__ import annotations
 
+import lzma
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from guest.machine import GuestError
 
-__all__ = ["kernel_for", "release_of"]
+__all__ = ["kernel_for", "own_modules", "release_of"]
 
 
 def release_of(module: Path) -> str:
@@ -30,3 +32,43 @@ def kernel_for(tree: Path | None, build: Path) -> Path:
         for image in sorted(folder.glob(f"vmlinuz-{release}"), reverse=True):
             return image
     raise GuestError(f"no kernel {release} here: see scripts/kernel_tree.py")
+
+
+def own_modules(kernel: Path, names: Iterable[str], cache: Path) -> list[Path]:
+    """Modules of a kernel and what they need, in the order in which they can be loaded.
+
+    Those that are not there are left out: they are built in, or what needs them says so.
+    """
+    release = kernel.name.removeprefix("vmlinuz-")
+    folder = kernel.resolve().parent.parent / "lib" / "modules" / release / "kernel"
+    files = {path.name.split(".")[0].replace("-", "_"): path for path in folder.rglob("*.ko*")}
+    found: dict[str, Path] = {}
+
+    def visit(name: str) -> None:
+        name = name.replace("-", "_")
+        if name in found or name not in files:
+            return
+        path = _unpacked(files[name], cache / release)
+        depends = re.search(rb"\0depends=([^\0]*)\0", path.read_bytes())
+        for one in depends.group(1).decode().split(",") if depends else ():
+            visit(one)
+        found[name] = path
+
+    for name in names:
+        visit(name)
+    return list(found.values())
+
+
+def _unpacked(module: Path, cache: Path) -> Path:
+    """The module itself, or a plain copy of a compressed one."""
+    if module.suffix == ".ko":
+        return module
+    if module.suffix != ".xz":
+        raise GuestError(f"{module}: this compression is not known")
+    plain = cache / module.stem
+    if not plain.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        new = plain.with_name(f"{plain.name}.{os.getpid()}")
+        new.write_bytes(lzma.decompress(module.read_bytes()))
+        new.rename(plain)
+    return plain

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -54,9 +54,10 @@ class Machine:
     files: Sequence[tuple[Path, str]] = ()
     environment: Sequence[str] = ()
     allowed: Sequence[str] = ()
-    settings: dict[str, str] = field(default_factory=dict)
+    image: Path | None = None
     kernel_modules: Sequence[Path] = ()
-    disks: Sequence[Path] = ()
+    prepare: Callable[[Initramfs], None] | None = None
+    folder: str = "/"
 
 
 @dataclass
@@ -180,8 +181,12 @@ def first_file_system(machine: Machine, nonce: str, cache: Path) -> Initramfs:
             root.file(f"/modules/{name}", stripped(machine.modules / name, cache))
     for module in machine.kernel_modules:
         root.file(f"/modules/{module.name}", module)
+    # Commands that run on the disk image see what lies in /layer as theirs.
+    prefix = "/layer" if machine.image else ""
     for source, name in machine.files:
-        (root.tree if source.is_dir() else root.file)(name, source)
+        (root.tree if source.is_dir() else root.file)(prefix + name, source)
+    if machine.prepare is not None:
+        machine.prepare(root)
     settings = {
         "NONCE": nonce,
         "GPUS": str(machine.gpus),
@@ -190,12 +195,12 @@ def first_file_system(machine: Machine, nonce: str, cache: Path) -> Initramfs:
         "UVM_ARGS": " ".join(machine.uvm_args),
         "KERNEL_MODULES": " ".join(module.stem for module in machine.kernel_modules),
         "STUCK": str(int(max(machine.timeout - LAST_WORDS, 1))),
-        "IMAGE": "",
-        **machine.settings,
+        "IMAGE": "1" if machine.image else "",
     }
     root.text("/guest/settings", "".join(f"{k}={shlex.quote(v)}\n" for k, v in settings.items()))
     exports = "".join(f"export {shlex.quote(one)}\n" for one in machine.environment)
-    root.text("/guest/command", f"{exports}exec {shlex.join(machine.command)}\n")
+    enter = f"cd {shlex.quote(machine.folder)} || exit 1\n"
+    root.text(f"{prefix}/guest/command", f"{exports}{enter}exec {shlex.join(machine.command)}\n")
     return root
 
 
@@ -208,8 +213,8 @@ def qemu_command(machine: Machine, initramfs: Path, console: int, output: int) -
     for pipe in (console, output):
         words += ["-serial", f"file:/dev/fd/{pipe}"]
     words += ["-device", "edu"] * machine.gpus
-    for disk in machine.disks:
-        words += ["-drive", f"file={disk},format=raw,if=virtio,readonly=on,cache=unsafe"]
+    if machine.image is not None:
+        words += ["-drive", f"file={machine.image},format=raw,if=virtio,readonly=on,cache=unsafe"]
     return words
 
 

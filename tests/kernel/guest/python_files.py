@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: MIT
+"""Run by the Python whose environment is to be copied: prints as JSON what belongs to it.
+
+`executables` are paths in the order of the links between them, `library` the folder of the standard
+library, `files` those of the distributions asked for and of what they require.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import sys
+import sysconfig
+from pathlib import Path
+
+__all__ = ["main"]
+
+LEFT_OUT = {"bin", "include", "share", "test", "tests"}
+# Programs, one that torch does not load without, and tests that are part of an interface.
+KEPT = (
+    "../../../bin/",
+    "torch/bin/torch_shm_manager",
+    "numpy/testing/",
+    "torch/testing/",
+    "torch/_numpy/testing/",
+    "numpy/_core/tests/",
+)
+# What torch asks for on machines with a GPU.
+VENDOR = ("nvidia-", "triton", "cuda-")
+
+
+def distributions(names: list[str]) -> list[importlib.metadata.Distribution]:
+    """Those of the named distributions, and of what they require, that are installed."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    todo, seen = list(names), set()
+    while todo:
+        name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
+        if name in seen or name.startswith(VENDOR):
+            continue
+        seen.add(name)
+        try:
+            found[name] = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for requirement in found[name].requires or ():
+            needed = re.match(r"[\w.-]+", requirement)
+            if needed and "extra ==" not in requirement:
+                todo.append(needed.group())
+    return [found[name] for name in sorted(found)]
+
+
+def wanted(name: str) -> bool:
+    """Whether a file of a distribution is needed to use it."""
+    if name.startswith(KEPT):
+        return True
+    folders = set(name.split("/")[:-1])
+    return not folders & LEFT_OUT and not name.endswith(".a")
+
+
+def links(path: Path) -> list[str]:
+    """A path and what it leads to, link by link."""
+    found = [str(path)]
+    while path.is_symlink():
+        path = path.parent / os.readlink(path)
+        found.append(str(path))
+    return found
+
+
+def main() -> None:
+    """Prints the answer; the arguments are names of distributions."""
+    chosen = distributions(sys.argv[1:])
+    files: list[str] = []
+    for one in chosen:
+        files += [
+            os.path.normpath(str(one.locate_file(file)))
+            for file in one.files or ()
+            if wanted(str(file))
+        ]
+    site = Path(sysconfig.get_path("purelib"))
+    # How an environment finds a project that was installed in place.
+    files += [str(path) for pattern in ("*.pth", "__editable__*") for path in site.glob(pattern)]
+    files += [str(path) for path in Path(sys.prefix).glob("pyvenv.cfg")]
+    library = sysconfig.get_config_var("LIBDIR")
+    shared = sysconfig.get_config_var("LDLIBRARY")
+    if library and shared and Path(library, shared).exists() and ".so" in shared:
+        files += links(Path(library, shared))
+    answer = {
+        "version": sys.version,
+        "executables": links(Path(sys.executable)),
+        "library": str(Path(os.__file__).parent),
+        "files": sorted(set(files)),
+        "distributions": [f"{one.metadata['Name']} {one.version}" for one in chosen],
+    }
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
