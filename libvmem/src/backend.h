@@ -5,7 +5,7 @@
  * The core owns every decision: what is mapped where, reference counts, validation, rollback, threads,
  * limits. A back end makes driver calls and keeps no state about mappings. It may rely on:
  *   - addresses, sizes and offsets are multiples of the granule and lie inside what it handed out;
- *   - it is never asked to map over a live mapping, except by remap;
+ *   - it is never asked to map over a live mapping, except by remap and REMAP;
  *   - calls for disjoint ranges come from several threads at once, calls for one range do not.
  * Every function returns 0 or a negative errno and has then called vm_fail* (error.h). A function that
  * fails has changed nothing, unless its comment says otherwise.
@@ -28,6 +28,7 @@ struct vm_be_info {
   bool one_page_slabs;    /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes
                              each slab one page of the size asked for */
   bool unreserve_unmaps;  /* unreserve may be called with live mappings */
+  uint64_t bind_bytes;    /* with `bind`: the longest range that one MAP or REMAP may have; 0 = any */
 };
 
 struct vm_be_range {
@@ -38,6 +39,28 @@ struct vm_be_range {
 struct vm_be_load {
   uint64_t segments, more_segments; /* runs and holes between them: the VMAs of a process */
   uint64_t mappings, more_mappings; /* map calls whose mapping lives, in part at least */
+};
+
+/* One operation of `bind`. */
+enum vm_bind_kind {
+  VM_BIND_MAP = 1, /* as `map` */
+  VM_BIND_REMAP,   /* over what is mapped there, with no gap between: as `remap`, to any pages */
+  VM_BIND_UNMAP    /* as `unmap` */
+};
+
+struct vm_bind_op {
+  uint32_t kind;
+  uint32_t flags;        /* VMEM_MAP_* */
+  uint64_t addr, bytes;
+  uint64_t slab, offset; /* MAP, REMAP */
+  uint64_t priv;         /* of the reservation */
+  bool sparse;
+};
+
+/* How far a `bind` that failed has come: operations [0, done) are carried out, [done, done + lost) are in
+ * an unknown state, the others are not carried out. */
+struct vm_bind_result {
+  size_t done, lost;
 };
 
 typedef uint64_t vm_event; /* 0 = none, already over */
@@ -80,6 +103,12 @@ struct vm_backend {
    * failure the range may be unmapped. */
   int (*remap)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags);
 
+  /* Optional: many operations in as few driver calls as take them; no range overlaps another, and those of
+   * one reservation are neighbours. Where there is a bind, the core puts a whole batch into one, and calls
+   * map and unmap for nothing. With one driver call it is all or nothing; for more, and for a driver that
+   * fails in the middle, *result says what was done. -ENOTRECOVERABLE if and only if result->lost. */
+  int (*bind)(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
+
   /* Start filling n ranges (all mapped, writable) with a byte, after the events in `after`. *done is an
    * event that the core waits for and puts; 0 when the fill is already complete. */
   int (*fill)(void *be, const struct vm_be_range *ranges, size_t n, uint8_t value, const vm_event *after,
@@ -104,5 +133,6 @@ struct vm_backend {
 extern const struct vm_backend vm_backend_host;
 extern const struct vm_backend vm_backend_cuda;
 extern const struct vm_backend vm_backend_stock;
+extern const struct vm_backend vm_backend_uvm;
 
 #endif

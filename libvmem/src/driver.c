@@ -103,6 +103,24 @@ int vm_drv_remap(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struct vm_slab
               c->be->remap(c->bes, addr, bytes, s->priv, (uint64_t)unit << c->shift, flags));
 }
 
+/* Each operation counts as a call of its own where failures are asked for, or a test that fails the nth map
+ * would reach none but the first; one that is hit fails them all. */
+int vm_drv_bind(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result) {
+  uint64_t start;
+  bool maps = false;
+  int err = 0;
+  *result = (struct vm_bind_result){0};
+  for (size_t i = 0; i < n && !err; i++) {
+    maps |= ops[i].kind != VM_BIND_UNMAP;
+    err = injected(c, ops[i].kind == VM_BIND_UNMAP ? VMEM_INJECT_UNMAP : VMEM_INJECT_MAP);
+  }
+  if (err) return err;
+  start = vm_now_ns();
+  err = c->be->bind(c->bes, ops, n, result);
+  account(c, maps ? &c->map_calls : &c->unmap_calls, start);
+  return err;
+}
+
 int vm_drv_fill(struct vm_ctx *c, const struct vm_be_range *r, size_t n, uint8_t value,
                 const vm_event *after, size_t num_after, vm_event *done) {
   return CALL(VMEM_INJECT_FILL, &c->fill_calls, c->be->fill(c->bes, r, n, value, after, num_after, done));

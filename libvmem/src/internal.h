@@ -217,6 +217,7 @@ int vm_drv_map(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struct vm_slab *
 int vm_drv_unmap(struct vm_ctx *c, uint64_t addr, uint64_t bytes, bool sparse);
 int vm_drv_remap(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struct vm_slab *s, uint32_t unit,
                  uint32_t flags);
+int vm_drv_bind(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 int vm_drv_fill(struct vm_ctx *c, const struct vm_be_range *r, size_t n, uint8_t value,
                 const vm_event *after, size_t num_after, vm_event *done);
 int vm_drv_event_finish(struct vm_ctx *c, vm_event e); /* wait and put */
@@ -275,7 +276,7 @@ void vm_hdl_settle(struct vm_ctx *c, struct vm_hdl *h); /* frees the entry when 
 void vm_hdl_drop(struct vm_ctx *c, struct vm_hdl *h);   /* the caller's reference; may let the lock go */
 uint32_t vm_hdl_index(struct vm_ctx *c, const struct vm_hdl *h);
 
-/* plan.c, plan_run.c */
+/* plan.c, plan_run.c, plan_bind.c */
 struct vm_seg {
   uint64_t addr, bytes;
   struct vm_space *space;
@@ -323,6 +324,18 @@ int vm_check_access(struct vm_ctx *c, uint64_t addr, uint64_t bytes);
 /* Driver calls, then commit, or undo. Lock not held. `after` is for the fills alone. With done != NULL
  * the event of the fills is handed over, else waited for. */
 int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done);
+/* The same for a back end that takes a batch in one call. */
+int vm_plan_run_bind(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done);
+/* Parts of the two: zeroes and fills what the plan says, on one stream; *last covers it all. Waits for an event
+ * and puts it. Takes note of a range that is in an unknown state. */
+int vm_plan_fill(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *last);
+int vm_event_finish(struct vm_ctx *c, vm_event *e);
+void vm_range_lost(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
+/* A range whose undo failed is lost too; the error that names it, and the failure `why`, becomes *worst. */
+void vm_undo_failed(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes, int *worst,
+                    const struct vmem_error *why);
+/* The run that was mapped at addr, of a piece that was unmapped: what maps it again. Lock not held. */
+struct vm_seg vm_run_before(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end);
 /* The second half of vm_plan_run alone: the driver has done it all. */
 void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p);
 /* Takes back what vm_plan_make did. Lock not held. */

@@ -2,6 +2,8 @@
 /*
  * plan_run.c - makes a plan's driver calls, then commits it or takes it back.
  *
+ * plan_bind.c does the same for back ends that take a batch in one call.
+ *
  * Order: maps, zeroing of new pages, fills, unmaps. An undo runs the other way. Where an undo fails, the
  * range and its pages are quarantined: their ptes keep their references and are never changed again.
  */
@@ -96,8 +98,8 @@ void vm_quarantine(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t
 /* ---- driver calls ---------------------------------------------------------------------------- */
 
 /* A range whose undo failed: quarantined, cut out of the piece lists by its flags. */
-static void lose(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes, int *worst,
-                 const struct vmem_error *why) {
+void vm_undo_failed(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes, int *worst,
+                    const struct vmem_error *why) {
   struct vmem_error undo;
   vm_error_save(&undo);
   pthread_mutex_lock(&c->lock);
@@ -109,7 +111,7 @@ static void lose(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t b
 }
 
 /* A call that left its range in an unknown state, as its error says. */
-static void lost_already(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
+void vm_range_lost(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   pthread_mutex_lock(&c->lock);
   vm_quarantine(c, s, addr, bytes);
   pthread_mutex_unlock(&c->lock);
@@ -122,8 +124,23 @@ static int map_one(struct vm_ctx *c, const struct vm_seg *s) {
 static void undo_maps(struct vm_ctx *c, struct vm_plan *p, size_t n, int *worst, const struct vmem_error *why) {
   while (n--) {
     struct vm_seg *s = AT(p->maps, struct vm_seg, n);
-    if (vm_drv_unmap(c, s->addr, s->bytes, sparse(s->space))) lose(c, s->space, s->addr, s->bytes, worst, why);
+    if (vm_drv_unmap(c, s->addr, s->bytes, sparse(s->space))) vm_undo_failed(c, s->space, s->addr, s->bytes, worst, why);
   }
+}
+
+struct vm_seg vm_run_before(struct vm_ctx *c, struct vm_space *space, uint64_t a, uint64_t end) {
+  struct vm_seg s;
+  struct vm_pte *pte;
+  pthread_mutex_lock(&c->lock);
+  pte = vm_pte(c, space, a);
+  s = (struct vm_seg){a, vm_space_run(c, space, a, end - a), space, c->slabs[pte->slab], pte->unit,
+                      pte->flags & PTE_READONLY ? VMEM_MAP_READONLY : 0};
+  for (uint64_t b = a; b < a + s.bytes; b += c->granule) vm_set_call(c, vm_pte(c, space, b), b == a);
+  /* The rest of a call that was cut at the end is a call of its own now. */
+  pte = a + s.bytes < space->base + space->bytes ? vm_pte(c, space, a + s.bytes) : NULL;
+  if (pte && pte->flags & PTE_MAPPED) vm_set_call(c, pte, true);
+  pthread_mutex_unlock(&c->lock);
+  return s;
 }
 
 /* Maps again what the first n unmap calls took away. */
@@ -132,24 +149,14 @@ static void undo_unmaps(struct vm_ctx *c, struct vm_plan *p, size_t n, int *wors
     struct vm_piece *piece = AT(p->unmaps, struct vm_piece, n);
     uint64_t a = piece->addr, end = a + piece->bytes;
     while (a < end) {
-      struct vm_seg s;
-      struct vm_pte *pte;
-      pthread_mutex_lock(&c->lock);
-      pte = vm_pte(c, piece->space, a);
-      s = (struct vm_seg){a, vm_space_run(c, piece->space, a, end - a), piece->space, c->slabs[pte->slab], pte->unit,
-                          pte->flags & PTE_READONLY ? VMEM_MAP_READONLY : 0};
-      for (uint64_t b = a; b < a + s.bytes; b += c->granule) vm_set_call(c, vm_pte(c, piece->space, b), b == a);
-      /* The rest of a call that was cut at the end is a call of its own now. */
-      pte = a + s.bytes < piece->space->base + piece->space->bytes ? vm_pte(c, piece->space, a + s.bytes) : NULL;
-      if (pte && pte->flags & PTE_MAPPED) vm_set_call(c, pte, true);
-      pthread_mutex_unlock(&c->lock);
-      if (map_one(c, &s)) lose(c, piece->space, s.addr, s.bytes, worst, why);
+      struct vm_seg s = vm_run_before(c, piece->space, a, end);
+      if (map_one(c, &s)) vm_undo_failed(c, piece->space, s.addr, s.bytes, worst, why);
       a += s.bytes;
     }
   }
 }
 
-static int finish(struct vm_ctx *c, vm_event *e) {
+int vm_event_finish(struct vm_ctx *c, vm_event *e) {
   int err = vm_drv_event_finish(c, *e);
   *e = 0;
   return err;
@@ -168,7 +175,7 @@ static int map_and_zero(struct vm_ctx *c, struct vm_plan *p, struct vm_seg *s, s
     vm_event e = 0;
     if ((err = vm_drv_map(c, s->addr, s->bytes, s->slab, s->unit, 0, sparse(s->space)))) return err;
     *live = true;
-    if ((err = vm_drv_fill(c, r, n, 0, NULL, 0, &e)) || (err = finish(c, &e))) return err;
+    if ((err = vm_drv_fill(c, r, n, 0, NULL, 0, &e)) || (err = vm_event_finish(c, &e))) return err;
     err = vm_drv_unmap(c, s->addr, s->bytes, sparse(s->space));
     *live = err && err != -ENOTRECOVERABLE; /* then its state is unknown, and it is lost */
     if (err) return err;
@@ -187,7 +194,7 @@ static int map_all(struct vm_ctx *c, struct vm_plan *p, size_t *mapped) {
     if (live) ++*mapped;
     if (err == -ENOTRECOVERABLE && !live) {
       struct vm_seg *s = AT(p->maps, struct vm_seg, *mapped);
-      lost_already(c, s->space, s->addr, s->bytes);
+      vm_range_lost(c, s->space, s->addr, s->bytes);
     }
     if (err) return err;
   }
@@ -198,7 +205,7 @@ static int map_all(struct vm_ctx *c, struct vm_plan *p, size_t *mapped) {
   return 0;
 }
 
-static int fill_all(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *last) {
+int vm_plan_fill(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *last) {
   size_t i = 0;
   int err = 0;
   *last = 0;
@@ -271,15 +278,17 @@ int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size
   size_t mapped = 0, unmapped = 0;
   vm_event event = 0;
   struct vmem_error why;
-  int err = map_all(c, p, &mapped), worst;
-  if (!err) err = fill_all(c, p, after, num_after, &event);
-  if (!err && (!done || p->unmaps.n) && event) err = finish(c, &event);
+  int err, worst;
+  if (c->be->bind) return vm_plan_run_bind(c, p, after, num_after, done);
+  err = map_all(c, p, &mapped);
+  if (!err) err = vm_plan_fill(c, p, after, num_after, &event);
+  if (!err && (!done || p->unmaps.n) && event) err = vm_event_finish(c, &event);
   /* No fill may be running on what is about to vanish, nor on what shows at a second address now. */
   if (!err && (p->unmaps.n || p->aliases)) err = vm_fills_finish(c);
   while (!err && unmapped < p->unmaps.n) {
     struct vm_piece *piece = AT(p->unmaps, struct vm_piece, unmapped);
     if (!(err = vm_drv_unmap(c, piece->addr, piece->bytes, sparse(piece->space)))) unmapped++;
-    if (err == -ENOTRECOVERABLE) lost_already(c, piece->space, piece->addr, piece->bytes);
+    if (err == -ENOTRECOVERABLE) vm_range_lost(c, piece->space, piece->addr, piece->bytes);
   }
   if (!err) {
     vm_plan_commit(c, p);
@@ -288,7 +297,7 @@ int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size
   }
   vm_error_save(&why);
   worst = err;
-  if (event) finish(c, &event);
+  if (event) vm_event_finish(c, &event);
   undo_unmaps(c, p, unmapped, &worst, &why);
   undo_maps(c, p, mapped, &worst, &why);
   if (worst == err) vm_error_restore(&why);

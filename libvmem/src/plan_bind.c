@@ -1,0 +1,243 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * plan_bind.c - carries a plan out on a back end that takes many operations in one call.
+ *
+ * A plan without fills is one call: maps and unmaps together. One with fills is two, because pages must be
+ * there before they are filled and may only vanish after: the maps, then (the fills being over) the unmaps.
+ * What must be zeroed and is mapped read-only is mapped writable by the first, and made read-only by the
+ * second call. The back end's call is all or nothing as far as one call of the driver goes; beyond that it
+ * says how far it has come, and the rest is undone and quarantined here as in plan_run.c.
+ */
+#include <stdlib.h>
+
+#include "internal.h"
+
+#define AT(list, type, i) (&((type *)(list).v)[i])
+
+struct bind {
+  struct vm_ctx *c;
+  struct vm_bind_op *ops;
+  size_t n, cap;
+};
+
+static struct vm_bind_op *push(struct bind *b, uint32_t kind, struct vm_space *s, uint64_t addr, uint64_t bytes) {
+  if (b->n == b->cap) {
+    size_t cap = b->cap ? 2 * b->cap : 64;
+    struct vm_bind_op *v = vm_realloc(b->c, b->ops, cap, sizeof(*v));
+    if (!v) return NULL;
+    b->ops = v;
+    b->cap = cap;
+  }
+  b->ops[b->n] = (struct vm_bind_op){
+      .kind = kind, .addr = addr, .bytes = bytes, .priv = s->priv, .sparse = s->kind & VMEM_RANGE_SPARSE};
+  return &b->ops[b->n++];
+}
+
+static int push_map(struct bind *b, uint32_t kind, const struct vm_seg *s, uint32_t flags) {
+  uint64_t most = b->c->info.bind_bytes ? b->c->info.bind_bytes : s->bytes, n;
+  for (uint64_t at = 0; at < s->bytes; at += n) {
+    struct vm_bind_op *op;
+    n = s->bytes - at < most ? s->bytes - at : most;
+    if (!(op = push(b, kind, s->space, s->addr + at, n))) return -ENOMEM;
+    op->flags = flags;
+    op->slab = s->slab->priv;
+    op->offset = ((uint64_t)s->unit << b->c->shift) + at;
+  }
+  return 0;
+}
+
+/* Entries of zeros that lie in the run; *z is the first that may. */
+static size_t zeros_in(struct vm_plan *p, const struct vm_seg *s, size_t *z) {
+  struct vm_be_range *r = AT(p->zeros, struct vm_be_range, 0);
+  size_t first = *z;
+  while (*z < p->zeros.n && r[*z].addr >= s->addr && r[*z].addr < s->addr + s->bytes) ++*z;
+  return *z - first;
+}
+
+static int push_maps(struct bind *b, struct vm_plan *p, bool made_read_only) {
+  size_t z = 0;
+  int err = 0;
+  for (size_t i = 0; i < p->maps.n && !err; i++) {
+    struct vm_seg *s = AT(p->maps, struct vm_seg, i);
+    bool later = zeros_in(p, s, &z) && s->flags & VMEM_MAP_READONLY;
+    if (!made_read_only)
+      err = push_map(b, VM_BIND_MAP, s, later ? 0 : s->flags);
+    else if (later)
+      err = push_map(b, VM_BIND_REMAP, s, s->flags);
+  }
+  return err;
+}
+
+static int push_unmaps(struct bind *b, struct vm_plan *p) {
+  for (size_t i = 0; i < p->unmaps.n; i++) {
+    struct vm_piece *piece = AT(p->unmaps, struct vm_piece, i);
+    if (!push(b, VM_BIND_UNMAP, piece->space, piece->addr, piece->bytes)) return -ENOMEM;
+  }
+  return 0;
+}
+
+static int by_reservation(const void *a, const void *b) {
+  const struct vm_bind_op *x = a, *y = b;
+  if (x->priv != y->priv) return x->priv < y->priv ? -1 : 1;
+  return x->addr < y->addr ? -1 : x->addr > y->addr;
+}
+
+/* Operations of one reservation become neighbours; most plans have but one. */
+static void group(struct bind *b) {
+  for (size_t i = 1; i < b->n; i++)
+    if (b->ops[i].priv != b->ops[0].priv) {
+      qsort(b->ops, b->n, sizeof(*b->ops), by_reservation);
+      return;
+    }
+}
+
+static struct vm_space *space_at(struct vm_ctx *c, uint64_t addr) {
+  struct vm_space *s;
+  pthread_mutex_lock(&c->lock);
+  s = vm_space_find(c, addr);
+  pthread_mutex_unlock(&c->lock);
+  return s;
+}
+
+/* Runs what was pushed. What a failure leaves in an unknown state is quarantined; b->n becomes the number of
+ * operations that were carried out. */
+static int run(struct bind *b, struct vm_bind_result *r) {
+  int err;
+  *r = (struct vm_bind_result){0};
+  if (!b->n) return 0;
+  group(b);
+  err = vm_drv_bind(b->c, b->ops, b->n, r);
+  if (!err) return 0;
+  for (size_t i = r->done; i < r->done + r->lost; i++)
+    vm_range_lost(b->c, space_at(b->c, b->ops[i].addr), b->ops[i].addr, b->ops[i].bytes);
+  b->n = r->done;
+  return err;
+}
+
+/* ---- taking back ------------------------------------------------------------------------------ */
+
+/* Without heap memory, which may be what was short. */
+struct undo {
+  struct vm_ctx *c;
+  int *worst;
+  const struct vmem_error *why;
+  size_t n;
+  struct vm_bind_op ops[64];
+};
+
+static void flush(struct undo *u) {
+  struct vm_bind_result r;
+  if (u->n && vm_drv_bind(u->c, u->ops, u->n, &r))
+    for (size_t i = r.done; i < u->n; i++)
+      vm_undo_failed(u->c, space_at(u->c, u->ops[i].addr), u->ops[i].addr, u->ops[i].bytes, u->worst, u->why);
+  u->n = 0;
+}
+
+static void put_back(struct undo *u, struct vm_bind_op op) {
+  if (u->n == sizeof(u->ops) / sizeof(u->ops[0])) flush(u);
+  u->ops[u->n++] = op;
+}
+
+/* Maps again what an unmap took away. */
+static void map_again(struct undo *u, const struct vm_bind_op *op) {
+  struct vm_ctx *c = u->c;
+  struct vm_space *s = space_at(c, op->addr);
+  uint64_t most = c->info.bind_bytes ? c->info.bind_bytes : op->bytes, end = op->addr + op->bytes;
+  for (uint64_t a = op->addr; a < end;) {
+    struct vm_seg run = vm_run_before(c, s, a, end - a < most ? end : a + most);
+    put_back(u, (struct vm_bind_op){.kind = VM_BIND_MAP, .flags = run.flags, .addr = a, .bytes = run.bytes,
+                                    .slab = run.slab->priv, .offset = (uint64_t)run.unit << c->shift,
+                                    .priv = op->priv, .sparse = op->sparse});
+    a += run.bytes;
+  }
+}
+
+static bool quarantined(struct vm_ctx *c, uint64_t addr) {
+  bool lost;
+  pthread_mutex_lock(&c->lock);
+  lost = vm_pte(c, vm_space_find(c, addr), addr)->flags & PTE_QUARANTINED;
+  pthread_mutex_unlock(&c->lock);
+  return lost;
+}
+
+static void undo(struct bind *done, int *worst, const struct vmem_error *why) {
+  struct undo u = {.c = done->c, .worst = worst, .why = why};
+  for (size_t i = 0; i < done->n; i++) {
+    struct vm_bind_op *op = &done->ops[i];
+    /* A remap goes with the map that it followed; a map may be lost since, by its remap. */
+    if (op->kind == VM_BIND_UNMAP)
+      map_again(&u, op);
+    else if (op->kind == VM_BIND_MAP && !quarantined(done->c, op->addr))
+      put_back(&u, (struct vm_bind_op){.kind = VM_BIND_UNMAP, .addr = op->addr, .bytes = op->bytes, .priv = op->priv,
+                                       .sparse = op->sparse});
+  }
+  flush(&u);
+}
+
+/* ---- running ---------------------------------------------------------------------------------- */
+
+/* Everything in one call. */
+static int run_whole(struct vm_ctx *c, struct vm_plan *p, struct bind *b) {
+  struct vm_bind_result r;
+  int err = push_maps(b, p, false);
+  if (!err) err = push_unmaps(b, p);
+  /* No fill may be running on what is about to vanish, nor on what shows at a second address now. */
+  if (!err && (p->unmaps.n || p->aliases)) err = vm_fills_finish(c);
+  if (err) b->n = 0;
+  return err ? err : run(b, &r);
+}
+
+/* Maps, then fills, then the rest. */
+static int run_in_two(struct vm_ctx *c, struct vm_plan *p, struct bind *first, struct bind *second, const vm_event *after,
+                      size_t num_after, bool wait, vm_event *event) {
+  struct vm_bind_result r;
+  int err = push_maps(first, p, false);
+  /* Before anything is done: what has no heap memory must not fail half-way. */
+  if (!err) err = push_maps(second, p, true);
+  if (!err) err = push_unmaps(second, p);
+  if (err) {
+    first->n = second->n = 0;
+    return err;
+  }
+  if ((err = run(first, &r))) {
+    second->n = 0;
+    return err;
+  }
+  err = vm_plan_fill(c, p, after, num_after, event);
+  if (!err && (wait || second->n) && *event) err = vm_event_finish(c, event);
+  if (!err && (second->n || p->aliases)) err = vm_fills_finish(c);
+  if (err) {
+    second->n = 0;
+    return err;
+  }
+  return run(second, &r);
+}
+
+int vm_plan_run_bind(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done) {
+  struct bind first = {.c = c}, second = {.c = c};
+  struct vmem_error why;
+  vm_event event = 0;
+  int err, worst;
+  if (!p->zeros.n && !p->fills.n)
+    err = run_whole(c, p, &first);
+  else
+    err = run_in_two(c, p, &first, &second, after, num_after, !done, &event);
+  if (!err) {
+    vm_plan_commit(c, p);
+    if (done) *done = event;
+  } else {
+    vm_error_save(&why);
+    worst = err;
+    if (event) vm_event_finish(c, &event);
+    undo(&second, &worst, &why);
+    undo(&first, &worst, &why);
+    if (worst == err) vm_error_restore(&why);
+    vm_error_save(&why);
+    vm_plan_cancel(c, p);
+    vm_error_restore(&why);
+    err = worst;
+  }
+  free(first.ops);
+  free(second.ops);
+  return err;
+}
