@@ -1,41 +1,91 @@
 # SPDX-License-Identifier: MIT
-"""The patch series of a driver version, and how it is applied."""
+"""The patch series of a driver version, and how it is applied.
+
+patches/series.json says which folder serves which versions: `built` are those that the project
+builds and tests, `applies` those of NVIDIA's public repository whose files its hunks fit, each in
+exactly one place and with nothing guessed.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import re
+import shutil
+import tempfile
 from pathlib import Path
 
-from kernel_common import ROOT, KernelBuildError, branch_of, run
+from kernel_common import ROOT, KernelBuildError, branch_of, check_version, run
 
-__all__ = ["PATCHES", "apply_patch", "apply_series", "series_digest", "series_for"]
+__all__ = [
+    "KERNEL_MODULE",
+    "PATCHES",
+    "ambiguous_hunks",
+    "apply_patch",
+    "apply_series",
+    "built_versions",
+    "changed_lines",
+    "kernel_files",
+    "patch_tree",
+    "series_digest",
+    "series_folder",
+    "series_for",
+]
 
 PATCHES = ROOT / "patches"
+KERNEL_MODULE = ROOT / "kernel_module"
+MUTANTS = ROOT / "tests" / "kernel" / "mutants"
+
+# Paths in the patches are those of NVIDIA's repository: kernel-open/nvidia-uvm/uvm.c.
+STRIP = 2
+FILE = re.compile(r"^--- a/(\S+)$", re.MULTILINE)
+HUNK = re.compile(r"^@@ [^@]* @@.*\n", re.MULTILINE)
+
+
+@functools.cache
+def series_table() -> dict[str, dict[str, list[str]]]:
+    """What series.json holds, by folder."""
+    table: dict[str, dict[str, list[str]]]
+    table = json.loads((PATCHES / "series.json").read_text(encoding="utf-8"))
+    return table
+
+
+def built_versions() -> dict[str, str]:
+    """Each version that the project builds, with the folder of its series."""
+    return {v: folder for folder, known in series_table().items() for v in known["built"]}
 
 
 def series_folder(version: str) -> Path:
-    """The folder whose series is for a version: its own, or the one that series.json names."""
-    table = PATCHES / "series.json"
-    served: dict[str, list[str]] = {}
-    if table.is_file():
-        served = json.loads(table.read_text(encoding="utf-8"))
-    for folder, versions in served.items():
-        if version in (folder, *versions):
+    """The folder whose series is for a version.
+
+    For a version that was never tried it is the series of the branch: either it applies, or
+    applying it says where it does not.
+    """
+    check_version(version)
+    table = series_table()
+    for folder, known in table.items():
+        if version in known["built"] or version in known["applies"]:
             return PATCHES / folder
-    if (PATCHES / version).is_dir():
-        return PATCHES / version
-    # A version that was never tried: the series of its branch either applies or says where not.
-    branch = sorted(name for name in served if branch_of(name) == branch_of(version))
-    if branch:
-        return PATCHES / branch[-1]
-    raise KernelBuildError(f"no patches for driver {version} in {PATCHES}")
+    near = [name for name in table if branch_of(name) == branch_of(version)]
+    near += [
+        n for n, known in table.items() if branch_of(version) in map(branch_of, known["built"])
+    ]
+    if near:
+        return PATCHES / near[0]
+    have = ", ".join(table)
+    raise KernelBuildError(f"no patches for driver {version}; there are some for {have}")
+
+
+def patches_in(folder: Path) -> list[Path]:
+    """The patches of a folder in their order, without the cover letter."""
+    patches = sorted(folder.glob("[0-9][0-9][0-9][0-9]-*.patch"))
+    return [path for path in patches if not path.name.startswith("0000-")]
 
 
 def series_for(version: str) -> list[Path]:
     """The patches of a version in their order, without the cover letter."""
-    patches = sorted(series_folder(version).glob("[0-9][0-9][0-9][0-9]-*.patch"))
-    return [path for path in patches if not path.name.startswith("0000-")]
+    return patches_in(series_folder(version))
 
 
 def series_digest(version: str) -> str:
@@ -46,12 +96,37 @@ def series_digest(version: str) -> str:
     return digest.hexdigest()
 
 
-def apply_patch(patch: Path, tree: Path, *, strip: int = 2, reverse: bool = False) -> None:
+def changed_lines(patch: Path) -> int:
+    """How many lines a patch takes out and puts in."""
+    body = patch.read_text(encoding="utf-8").split("\ndiff --git ", 1)[1]
+    return len(re.findall(r"^(?:\+(?!\+\+ b/)|-(?!-- a/)).*$", body, re.MULTILINE))
+
+
+def ambiguous_hunks(patch: Path, tree: Path) -> list[str]:
+    """The hunks of a patch whose old lines are not in exactly one place of the tree's file."""
+    found = []
+    text = patch.read_text(encoding="utf-8")
+    for part in re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)[1:]:
+        named = FILE.search(part)
+        if named is None:
+            raise KernelBuildError(f"{patch.name} adds or removes a file; only hooks are allowed")
+        name = "/".join(named.group(1).split("/")[STRIP - 1 :])
+        content = (tree / name).read_text(encoding="utf-8", errors="replace")
+        for number, hunk in enumerate(HUNK.split(part)[1:], 1):
+            lines = [line[1:] for line in hunk.split("\n") if line[:1] in (" ", "-")]
+            if content.count("\n".join(lines) + "\n") != 1:
+                found.append(f"{patch.name}: {name}, hunk {number}")
+    return found
+
+
+def apply_patch(patch: Path, tree: Path, *, reverse: bool = False) -> None:
     """Applies one patch to a tree; a context that fits only nearly is refused."""
+    if not shutil.which("patch"):
+        raise KernelBuildError("the program patch is not installed (Debian: the package patch)")
     options = ["--fuzz=0", "--batch", "--no-backup-if-mismatch", "--reject-file=-", "--quiet"]
     direction = "--reverse" if reverse else "--forward"
     try:
-        run("patch", f"-p{strip}", *options, direction, "-d", tree, "-i", patch)
+        run("patch", f"-p{STRIP}", *options, direction, "-d", tree, "-i", patch)
     except KernelBuildError as error:
         name = f"{patch.parent.name}/{patch.name}"
         raise KernelBuildError(f"{name} does not apply to {tree}:\n{error}") from error
@@ -61,3 +136,26 @@ def apply_series(version: str, tree: Path) -> None:
     """Applies all patches of a version to a pristine kernel-open tree."""
     for patch in series_for(version):
         apply_patch(patch, tree)
+
+
+def kernel_files(mutant: str | None = None) -> dict[str, bytes]:
+    """The files of kernel_module/ that go into nvidia-uvm/, with a seeded bug if one is named."""
+    names = [*KERNEL_MODULE.glob("uvm_vmem*.[ch]"), *KERNEL_MODULE.glob("uvm_vmem*.Kbuild")]
+    if mutant is None:
+        return {path.name: path.read_bytes() for path in sorted(names)}
+    patch = MUTANTS / f"{mutant}.patch"
+    if not patch.is_file():
+        raise KernelBuildError(f"no such mutant: {patch}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for path in names:
+            shutil.copy(path, folder)
+        apply_patch(patch, folder)
+        return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def patch_tree(tree: Path, version: str) -> None:
+    """Makes a pristine kernel-open tree the patched one: our files, then the hooks in NVIDIA's."""
+    for name, content in kernel_files().items():
+        (tree / "nvidia-uvm" / name).write_bytes(content)
+    apply_series(version, tree)

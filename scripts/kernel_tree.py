@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from driver_patches import apply_patch, apply_series, series_digest
+from driver_patches import apply_series, kernel_files, series_digest
 from driver_source import driver_source
 from kernel_common import (
     KERNEL_BUILD,
@@ -37,8 +37,6 @@ from kernel_headers import KernelHeaders, default_headers, kernel_headers
 
 __all__ = ["Tree", "build_tree"]
 
-MODULE = ROOT / "kernel_module"
-MUTANTS = ROOT / "tests" / "kernel" / "mutants"
 # Of a driver source only this is needed: nvidia/ for its headers and its list of conftests.
 PARTS = ("Kbuild", "Makefile", "conftest.sh", "header-presence-tests.mk", "common", "nvidia-uvm")
 MODULES = ("nvidia", "nvidia-uvm")
@@ -113,22 +111,6 @@ def patched_source(version: str) -> Path:
     return final
 
 
-def our_files(mutant: str | None) -> dict[str, bytes]:
-    """The files of kernel_module/ that go into nvidia-uvm/, with a seeded bug if one is named."""
-    names = [*MODULE.glob("*.[ch]"), *MODULE.glob("*.Kbuild")]
-    if mutant is None:
-        return {path.name: path.read_bytes() for path in names}
-    patch = MUTANTS / f"{mutant}.patch"
-    if not patch.is_file():
-        raise KernelBuildError(f"no such mutant: {patch}")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for path in names:
-            shutil.copy(path, folder)
-        apply_patch(patch, folder)
-        return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def softgpu_files(version: str, source: Path) -> dict[str, bytes]:
     """The files of the software GPU that go into nvidia/, and what is generated for it."""
     folder = softgpu_folder()
@@ -181,7 +163,7 @@ def wanted_files(tree: Tree) -> dict[str, bytes]:
     for name, content in softgpu_files(tree.version, source).items():
         files[f"nvidia/{name}"] = content
     if tree.patched:
-        for name, content in our_files(tree.mutant).items():
+        for name, content in kernel_files(tree.mutant).items():
             files[f"nvidia-uvm/{name}"] = content
     return files
 
