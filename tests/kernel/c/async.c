@@ -1,0 +1,295 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * When a call may return, and what may be reused when: the engine of the GPU is stopped in between and what
+ * happened so far is looked at. "Did not return" is seen by a wait that can be too short, never too long.
+ */
+#include <pthread.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include "abi.h"
+#include "kcheck.h"
+#include "world.h"
+
+#define RES 0x7c0000000000ull
+#define A_WHILE 100 /* ms in which a call that does not wait would have returned */
+
+static struct world W;
+
+static bool can_async(void) {
+  struct uvm_vmem_query q;
+  return vm_query(W.uvm, W.uuid[0], &q) == 0 && (q.out_capabilities & UVM_VMEM_CAP_ASYNC);
+}
+
+static unsigned tickets_open(void) {
+  struct uvm_vmem_stat s;
+  return vm_stat(W.uvm, NULL, &s) ? ~0u : s.out_tickets;
+}
+
+static void a_ticket(void) {
+  uint64_t ticket, second;
+  uint32_t object;
+  world_open(&W, 1);
+  if (!can_async()) SKIP("no asynchronous binds");
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 8, 0, &object));
+  struct uvm_vmem_op op = op_map(RES, object, 0, 4, 0);
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+  OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket));
+  CHECK(ticket != 0);
+  OK(softgpu_hold_wait(W.dev, 0, 10000));
+  CHECK(!gpu_xlate(&W, 0, RES).out_valid);
+  EQ(tickets_open(), 1);
+  EQ(vm_wait(W.uvm, ticket, 0), -ETIMEDOUT);
+  EQ(vm_wait(W.uvm, ticket, 1000000), -ETIMEDOUT);
+  op = op_map(RES + MIB(4), object, 4, 4, 0);
+  OK(vm_bind(W.uvm, RES, &op, 1, NULL, &second));
+  CHECK(second != 0 && second != ticket);
+  EQ(tickets_open(), 2);
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  OK(vm_wait(W.uvm, second, FOREVER));
+  OK(vm_wait(W.uvm, ticket, FOREVER));
+  OK(gpu_check(&W, 0, RES, 4 * UNIT, 0, 0));
+  OK(gpu_check(&W, 0, RES + MIB(4), 4 * UNIT, 0, 0));
+  OK(vm_wait(W.uvm, ticket, 0)); /* again */
+  EQ(tickets_open(), 0);
+  EQ(vm_wait(W.uvm, second + 1000, 0), -ENOENT);
+  OK(vm_wait(W.uvm, 0, 0));
+  world_close(&W);
+}
+
+/* A call in a thread of its own, and whether it has returned. */
+struct call {
+  pthread_t thread;
+  int (*run)(void);
+  int result;
+  volatile bool returned;
+};
+
+static void *call_thread(void *argument) {
+  struct call *c = argument;
+  c->result = c->run();
+  c->returned = true;
+  return NULL;
+}
+
+static void call_start(struct call *c, int (*run)(void)) {
+  c->run = run;
+  c->returned = false;
+  if (pthread_create(&c->thread, NULL, call_thread, c)) abort();
+}
+
+static int call_join(struct call *c) {
+  pthread_join(c->thread, NULL);
+  return c->result;
+}
+
+static uint32_t the_object;
+
+static int bind_four(void) {
+  return vm_map(W.uvm, RES, RES, the_object, 0, 4, 0);
+}
+
+static int unmap_four(void) {
+  return vm_unmap(W.uvm, RES, RES, 4, 0);
+}
+
+static int free_all(void) {
+  return vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP);
+}
+
+/* The engine stops at `where`; meanwhile run() must not return. */
+static void must_wait(const char *what, unsigned where, int (*run)(void)) {
+  struct call c;
+  OK(softgpu_hold(W.dev, 0, where));
+  call_start(&c, run);
+  OK(softgpu_hold_wait(W.dev, 0, 10000));
+  sleep_ms(A_WHILE);
+  bool early = c.returned;
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  OK(call_join(&c));
+  if (early) fail("%s returned before the GPU had done it", what);
+}
+
+static void calls_wait_for_the_gpu(void) {
+  world_open(&W, 1);
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 4, 0, &the_object));
+  must_wait("BIND (map)", SOFTGPU_HOLD_PUSH, bind_four);
+  OK(gpu_check(&W, 0, RES, 4 * UNIT, 0, 0));
+  must_wait("BIND (unmap)", SOFTGPU_HOLD_INVALIDATE, unmap_four);
+  EQ(gpu_check(&W, 0, RES, 8, 0, 0), -EFAULT);
+  must_wait("BIND (map)", SOFTGPU_HOLD_INVALIDATE, bind_four);
+  OK(gpu_check(&W, 0, RES, 4 * UNIT, 0, 0));
+  must_wait("FREE", SOFTGPU_HOLD_INVALIDATE, free_all);
+  world_close(&W);
+}
+
+/* Memory whose unmapping is on its way is not the GPU's to give to others yet. */
+static void not_reused_before_the_invalidate(void) {
+  struct softgpu_frame frame;
+  uint64_t ticket;
+  uint32_t object;
+  world_open(&W, 1);
+  if (!can_async()) SKIP("no asynchronous binds");
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER));
+  OK(vm_create(W.uvm, W.uuid[0], 21, 2, 0, &object));
+  OK(vm_map(W.uvm, RES, RES, object, 0, 2, 0));
+  OK(gpu_fill(&W, 0, RES, MIB(4), 0x77, 0));
+  uint64_t pa[2] = {gpu_xlate(&W, 0, RES).out_pa, gpu_xlate(&W, 0, RES + MIB(2)).out_pa};
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_INVALIDATE));
+  struct uvm_vmem_op op = op_unmap(RES, 64, 0);
+  OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket));
+  OK(softgpu_hold_wait(W.dev, 0, 10000));
+  OK(vm_release(W.uvm, object));
+  for (int i = 0; i < 2; i++) {
+    OK(softgpu_frame(W.dev, 0, pa[i], &frame));
+    CHECK(frame.out_allocated);
+    OK(softgpu_check_phys(W.dev, 0, pa[i], UNIT, 0x77, 0)); /* not zeroed for the next either */
+  }
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  OK(vm_wait(W.uvm, ticket, FOREVER));
+  EQ(gpu_check(&W, 0, RES, 8, 0, 0), -EFAULT);
+  world_close(&W);
+}
+
+/* One after the other on the same addresses, without waiting between: the last one counts. */
+static void order(void) {
+  enum { ROUNDS = 60, PAGES = 8 };
+  struct softgpu_settings fast, slow;
+  uint64_t ticket[PAGES];
+  uint32_t object;
+  world_open(&W, 1);
+  if (!can_async()) SKIP("no asynchronous binds");
+  OK(softgpu_settings(W.dev, NULL, &fast));
+  slow = fast;
+  slow.delay_us = 300;
+  OK(softgpu_settings(W.dev, &slow, NULL));
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, 0));
+  OK(vm_create(W.uvm, W.uuid[0], 16, PAGES, 0, &object));
+  OK(vm_map(W.uvm, RES, RES, object, 0, PAGES, 0));
+  for (unsigned i = 0; i < PAGES; i++) OK(gpu_fill(&W, 0, RES + i * UNIT, UNIT, i, 0));
+  for (unsigned round = 0; round < ROUNDS; round++) {
+    unsigned last = 0;
+    for (unsigned i = 0; i < PAGES; i++) {
+      last = (round + i) % PAGES;
+      struct uvm_vmem_op op = op_map(RES + MIB(4), object, last, 1, UVM_VMEM_OP_REPLACE);
+      OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket[i]));
+    }
+    for (unsigned i = 0; i < PAGES; i++) OK(vm_wait(W.uvm, ticket[round % 2 ? i : PAGES - 1 - i], FOREVER));
+    OK(gpu_check(&W, 0, RES + MIB(4), UNIT, last, 0));
+  }
+  /* A synchronous one after asynchronous ones covers them all. */
+  for (unsigned round = 0; round < ROUNDS; round++) {
+    for (unsigned i = 0; i < 4; i++) {
+      struct uvm_vmem_op op = op_map(RES + MIB(4), object, (round + i) % PAGES, 1, UVM_VMEM_OP_REPLACE);
+      OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket[i]));
+    }
+    OK(vm_map(W.uvm, RES, RES + MIB(4), object, round % PAGES, 1, UVM_VMEM_OP_REPLACE));
+    OK(gpu_check(&W, 0, RES + MIB(4), UNIT, round % PAGES, 0));
+  }
+  OK(softgpu_settings(W.dev, &fast, NULL));
+  world_close(&W);
+}
+
+static void too_many_tickets(void) {
+  struct uvm_vmem_query q;
+  uint64_t *ticket;
+  uint32_t object;
+  unsigned given = 0;
+  int result = 0;
+  world_open(&W, 1);
+  if (!can_async()) SKIP("no asynchronous binds");
+  OK(vm_query(W.uvm, NULL, &q));
+  ticket = calloc(q.out_max_tickets + 1, sizeof(*ticket));
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 1, 0, &object));
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+  for (; given <= q.out_max_tickets; given++) {
+    struct uvm_vmem_op op = op_map(RES + (given % 128) * UNIT, object, 0, 1, UVM_VMEM_OP_REPLACE);
+    result = vm_bind(W.uvm, RES, &op, 1, NULL, &ticket[given]);
+    if (result) break;
+  }
+  EQ(result, -EAGAIN);
+  EQ(given, q.out_max_tickets);
+  EQ(tickets_open(), given);
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  for (unsigned i = 0; i < given; i++) OK(vm_wait(W.uvm, ticket[i], FOREVER));
+  struct uvm_vmem_op op = op_map(RES, object, 0, 1, UVM_VMEM_OP_REPLACE);
+  OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket[0]));
+  OK(vm_wait(W.uvm, ticket[0], FOREVER));
+  free(ticket);
+  world_close(&W);
+}
+
+/* FREE, RELEASE and STAT with a bind on its way. */
+static void free_with_a_bind_in_flight(void) {
+  struct call c;
+  uint64_t ticket;
+  world_open(&W, 1);
+  if (!can_async()) SKIP("no asynchronous binds");
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 4, 0, &the_object));
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+  struct uvm_vmem_op op = op_map(RES, the_object, 0, 4, 0);
+  OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket));
+  OK(vm_release(W.uvm, the_object));
+  EQ(vm_free(W.uvm, RES, 0), -EBUSY);
+  call_start(&c, free_all);
+  sleep_ms(A_WHILE);
+  CHECK(!c.returned);
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  OK(call_join(&c));
+  OK(vm_wait(W.uvm, ticket, FOREVER));
+  EQ(gpu_check(&W, 0, RES, 8, 0, 0), -EFAULT);
+  world_close(&W);
+}
+
+/* The process goes while its binds are on their way: by exit, or killed while it waits for one. */
+static void end_with_binds_in_flight(void) {
+  for (int killed = 0; killed < 2; killed++) {
+    struct softgpu_counters base;
+    int dev = softgpu_open(), ready[2], status = 0;
+    char byte;
+    OK(softgpu_counters(dev, 0, &base));
+    OK(pipe(ready));
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+      uint64_t ticket = 0;
+      uint32_t object;
+      world_open(&W, 1);
+      if (!can_async()) _exit(77);
+      if (vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER)) _exit(1);
+      if (vm_create(W.uvm, W.uuid[0], 16, 32, 0, &object)) _exit(2);
+      /* dev is the parent's: the hold outlives this process */
+      if (softgpu_hold(dev, 0, SOFTGPU_HOLD_PUSH)) _exit(3);
+      for (unsigned i = 0; i < 8; i++) {
+        struct uvm_vmem_op op = op_map(RES + i * 4 * UNIT, object, i * 4, 4, 0);
+        if (vm_bind(W.uvm, RES, &op, 1, NULL, &ticket)) _exit(4);
+      }
+      vm_release(W.uvm, object);
+      if (write(ready[1], "", 1) != 1) _exit(5);
+      if (killed) vm_wait(W.uvm, ticket, FOREVER);
+      _exit(0);
+    }
+    close(ready[1]);
+    if (read(ready[0], &byte, 1) != 1) {
+      waitpid(child, &status, 0);
+      if (WIFEXITED(status) && WEXITSTATUS(status) == 77) SKIP("no asynchronous binds");
+      fail("the child failed: status 0x%x", status);
+      return;
+    }
+    close(ready[0]);
+    sleep_ms(A_WHILE);
+    if (killed) kill(child, SIGKILL);
+    sleep_ms(A_WHILE);
+    OK(softgpu_hold(dev, 0, SOFTGPU_HOLD_RELEASE));
+    EQ(waitpid(child, &status, 0), child);
+    CHECK(killed ? WIFSIGNALED(status) : WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    gpu_check_clean(dev, 0, &base, true);
+    close(dev);
+  }
+}
+
+MAIN(TEST(a_ticket), TEST(calls_wait_for_the_gpu), TEST(not_reused_before_the_invalidate), TEST(order),
+     TEST(too_many_tickets), TEST(free_with_a_bind_in_flight), TEST(end_with_binds_in_flight))
