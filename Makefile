@@ -11,7 +11,7 @@ ARGS ?=
 export VMEM_CACHE_DIR ?= $(CURDIR)/$(BUILD)/cache
 
 .DEFAULT_GOAL := help
-.PHONY: help all lib setup run test test-long test-gpu bench lint install uninstall clean
+.PHONY: help all lib setup run test test-long test-kernel kernel-test test-gpu bench lint install uninstall clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -32,6 +32,12 @@ test: setup ## every test this machine can run (at most 12 minutes on 2 cores)
 
 test-long: setup ## the same and the tests marked `long`
 	@$(VPY) scripts/run_tests.py --long
+
+test-kernel: setup ## the patched driver on software GPUs, in virtual machines (a part of make test)
+	@$(VPY) scripts/run_tests.py kernel
+
+kernel-test: setup ## one of these tests with its output: T=name; without T their list
+	@$(VPY) tests/kernel/suite.py $(if $(T),--show '$(T)',--list)
 
 test-gpu: setup ## the tests that need a GPU: the suite on the back ends stock and cuda, and tests/gpu
 	@$(VPY) scripts/run_tests.py --gpu $(ARGS)

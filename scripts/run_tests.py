@@ -116,10 +116,12 @@ def readme(session: Session) -> None:
 def lint(session: Session) -> None:
     """ruff, mypy --strict, shellcheck and what is generated into the README."""
     scripts: list[Path] = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]
+    scripts += [ROOT / "tests" / "kernel" / "guest" / name for name in ("init", "image")]
     commands: list[list[str | Path]] = [
         [PYTHON, "-m", "ruff", "check", *LINTED],
         [PYTHON, "-m", "ruff", "format", "--check", *LINTED],
         [PYTHON, "-m", "mypy", "pyvmem", "scripts"],
+        [PYTHON, "-m", "mypy", "tests/kernel/suite.py", "tests/kernel/run.py"],
         [VENV / "shellcheck", *scripts],
         [PYTHON, ROOT / "scripts" / "readme_tables.py", "--check"],
         [PYTHON, ROOT / "scripts" / "check_text.py"],
@@ -138,6 +140,12 @@ def python_tests(session: Session) -> None:
     """pytest on the back end host."""
     marks = "long or not long" if session.long else "not long"
     call(PYTHON, "-m", "pytest", "-q", "-m", marks, "tests/python", VMEM_TEST_BACKEND="host")
+
+
+def kernel(session: Session) -> None:
+    """The patched driver on software GPUs, in virtual machines."""
+    long = ["--long"] if session.long else []
+    call(PYTHON, ROOT / "tests" / "kernel" / "suite.py", *long)
 
 
 def gpu_checks(session: Session) -> None:
@@ -226,6 +234,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "readme": readme,
     "python": python_tests,
     "gpu-checks": gpu_checks,
+    "kernel": kernel,
     "wheel": wheel,
     "gpu": gpu_tests,
 }

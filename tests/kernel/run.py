@@ -9,6 +9,8 @@ warning, a module cannot be loaded or unloaded, or the time is over. The kernel'
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
 import re
 import shlex
@@ -50,6 +52,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--timeout", type=float, default=300, metavar="S", help="for all of it (default 300)")
     add("--allow", action="append", default=[], metavar="REGEX", help="may be in the log")
     add("--name", help="of the log's file (default: the command's)")
+    add("--report", type=Path, metavar="FILE", help="write what came of it, as JSON")
     add("--verbose", "-v", action="store_true", help="show the kernel's log too, at the end")
     add("command", nargs="+", help="a program of this machine (static), or one of the guest's")
     return parser.parse_args(arguments)
@@ -102,13 +105,16 @@ def show(data: bytes) -> None:
 def main() -> int:
     """Boots once."""
     options = parse(sys.argv[1:])
-    name = options.name or re.sub(r"[^\w.-]+", "_", Path(options.command[0]).name)
-    log = BUILD / "logs" / f"{name}-{os.getpid()}.log"
+    program = re.sub(r"[^\w.-]+", "_", Path(options.command[0]).name)
+    name = options.name or f"{program}-{os.getpid()}"
+    log = BUILD / "logs" / f"{name}.log"
     try:
         outcome = boot(describe(options), log, BUILD / "cache", show)
     except GuestError as error:
         print(f"FAILED: {error}")
         return 1
+    if options.report:
+        options.report.write_text(json.dumps(dataclasses.asdict(outcome), default=str))
     if options.verbose:
         show(log.read_bytes())
     for failure in outcome.failures:

@@ -66,6 +66,8 @@ class Outcome:
 
     status: int | None
     failures: list[str]
+    loaded: bool  # the guest came as far as the command
+    late: bool
     seconds: float
     log: Path
 
@@ -259,7 +261,8 @@ def boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None]
         failures.append(f"the machine stopped early; the last that it reached: {reached}")
     if said:
         failures.append(f"qemu: {said}")
-    return Outcome(run.status, failures, time.monotonic() - start, log)
+    loaded = "loaded" in run.words
+    return Outcome(run.status, failures, loaded, late, time.monotonic() - start, log)
 
 
 def _relay(streams: dict[int, Callable[[bytes], None]], deadline: float) -> bool:

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: MIT
+"""The tests that run in a guest: every module of this folder has a list TESTS."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections import Counter
+
+from manifest.entry import DRIVER, Test
+
+__all__ = ["DRIVER", "Test", "all_tests"]
+
+
+def all_tests() -> list[Test]:
+    """Those of all modules, in the order of the modules' names."""
+    tests: list[Test] = []
+    for found in sorted(pkgutil.iter_modules(__path__), key=lambda one: one.name):
+        if found.name != "entry":
+            tests += importlib.import_module(f"{__name__}.{found.name}").TESTS
+    twice = [name for name, count in Counter(test.name for test in tests).items() if count > 1]
+    if twice:
+        raise ValueError(f"two tests have one name: {', '.join(twice)}")
+    return tests

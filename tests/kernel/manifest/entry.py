@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: MIT
+"""What is known of a test before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["DRIVER", "Test"]
+
+# The version whose tests are all run; the others are built, and some of the tests run on them.
+DRIVER = "535.261.03"
+
+
+@dataclass(frozen=True)
+class Test:
+    """One boot of a guest: which modules on which software GPUs, and the command to run.
+
+    `program` is a C program of tests/kernel/c, with `args`; `command` is anything else that the
+    guest has. With neither, the tree is built and that is all. Exit status 0 is passed, 77 is
+    skipped with the last line of the output as the reason, anything else is failed, and so is
+    whatever tests/kernel/run.py finds in the kernel's log.
+
+    `caught`, for a driver with a bug seeded on purpose, turns this round: the test has passed when
+    command or log have failed (not when time ran out), and the output matches this expression.
+    """
+
+    name: str
+    program: str = ""
+    args: Sequence[str] = ()
+    command: Sequence[str] = ()
+    image: bool = False  # run it on the disk image, where Python and the project are
+    version: str = DRIVER
+    type: str = "release"
+    mutant: str = ""
+    patched: bool = True
+    load: bool = True  # load both modules before, unload them after
+    checked: bool = False  # on the kernel with KASAN, lockdep, kmemleak, UBSAN, fault injection
+    arch: str = "hopper"
+    gpus: int = 1
+    vidmem: int | None = None
+    memory: int | None = None
+    module_args: str = ""
+    uvm_args: str = ""
+    append: str = ""
+    env: Sequence[str] = ()
+    files: Sequence[str] = ()  # HOST[:GUEST], relative to the repository
+    allow: Sequence[str] = ()  # regular expressions of lines that the kernel's log may have
+    timeout: float = 120.0
+    caught: str = ""
+    long: bool = False  # left to `make test-long`

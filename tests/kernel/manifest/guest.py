@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: MIT
+"""The guest itself: a boot in which nothing is done but loading and unloading."""
+
+from __future__ import annotations
+
+from manifest.entry import Test
+
+__all__ = ["TESTS"]
+
+TESTS = [
+    Test(name=f"boot-{arch}-{kind}", command=["true"], arch=arch, type=kind)
+    for arch in ("hopper", "ampere")
+    for kind in ("release", "debug")
+]

@@ -1,0 +1,267 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Runs the tests of tests/kernel/manifest, each in a guest of its own: one line a test.
+
+    suite.py                      every test but the long ones
+    suite.py --long               the long ones too
+    suite.py --list               what there is
+    suite.py --show NAME          one test, with all its output, at once
+    suite.py 'bind-*' boot-ampere those that match
+
+Trees of modules and C programs are built when the first test needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from manifest import Test, all_tests  # noqa: E402
+
+__all__ = ["main"]
+
+ROOT = HERE.parent.parent
+BUILD = Path(os.environ.get("VMEM_KERNEL_BUILD", ROOT / "build" / "kernel")).resolve()
+SKIPPED = 77
+# What the runner itself needs beside the test's own time, on a machine that does other things too.
+MARGIN = 60.0
+
+
+class BuildError(Exception):
+    """Modules or programs could not be built; the text is the end of what make said."""
+
+
+@dataclass
+class _Once:
+    """Values made once, by whichever thread comes first; the others wait for it."""
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _locks: dict[tuple[str, ...], threading.Lock] = field(default_factory=dict)
+    _made: dict[tuple[str, ...], Path | BuildError] = field(default_factory=dict)
+
+    def get(self, key: tuple[str, ...], make: Callable[[], Path]) -> Path:
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._made:
+                try:
+                    self._made[key] = make()
+                except BuildError as error:
+                    self._made[key] = error
+            made = self._made[key]
+        if isinstance(made, BuildError):
+            raise made
+        return made
+
+
+class Builder:
+    """Builds what tests need."""
+
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+        self._once = _Once()
+
+    def tree(self, test: Test) -> Path:
+        """The folder of the modules that a test loads."""
+        words = [test.version, "--type", test.type]
+        words += ["--mutant", test.mutant] if test.mutant else []
+        words += [] if test.patched else ["--unpatched"]
+        if test.checked:
+            words += ["--kernel-headers", str(self.checked_kernel() / "build")]
+        script = [sys.executable, str(ROOT / "scripts" / "kernel_tree.py")]
+
+        def make() -> Path:
+            return Path(_output([*script, *words, "-j", str(self._jobs)]).splitlines()[-1])
+
+        return self._once.get(tuple(words), make)
+
+    def programs(self, tree: Path) -> Path:
+        """The folder of the C programs for a tree."""
+        out = BUILD / "c" / tree.name
+        command = ["make", "-s", "--no-print-directory", "-C", str(HERE / "c"), f"-j{self._jobs}"]
+
+        def make() -> Path:
+            _output([*command, f"TREE={tree}", f"OUT={out}"])
+            return out
+
+        return self._once.get(("c", str(tree)), make)
+
+    def checked_kernel(self) -> Path:
+        """The folder of the kernel that checks itself: bzImage's link and its build folder."""
+        script = [sys.executable, str(HERE / "checked_kernel.py")]
+        return self._once.get(("checked",), lambda: Path(_output(script).splitlines()[-1]))
+
+
+def _output(command: list[str]) -> str:
+    """What a command prints; BuildError with the end of it when it fails."""
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        last = (done.stdout + done.stderr).splitlines()[-40:]
+        raise BuildError("\n".join([*last, f"exit status {done.returncode}: {' '.join(command)}"]))
+    return done.stdout
+
+
+def guest_command(test: Test, builder: Builder) -> list[str]:
+    """The call of run.py for a test."""
+    words = [sys.executable, str(HERE / "run.py"), "--name", test.name]
+    words += ["--arch", test.arch, "--gpus", str(test.gpus), "--timeout", str(test.timeout)]
+    tree = builder.tree(test) if test.load or test.program else None
+    if test.load:
+        words += ["--tree", str(tree)]
+    if test.checked:
+        words += ["--kernel", str(builder.checked_kernel() / "bzImage")]
+    for option, value in (("--vidmem", test.vidmem), ("--memory", test.memory)):
+        words += [option, str(value)] if value is not None else []
+    words += ["--image", "python"] if test.image else []
+    words += [f"--module-args={test.module_args}", f"--uvm-args={test.uvm_args}"]
+    words += [f"--append={test.append}"]
+    words += [f"--env={one}" for one in test.env]
+    words += [f"--file={ROOT / one}" for one in test.files]
+    words += [f"--allow={one}" for one in test.allow]
+    if test.program:
+        assert tree is not None
+        return [*words, "--", str(builder.programs(tree) / test.program), *test.args]
+    return [*words, "--", *test.command]
+
+
+@dataclass
+class Result:
+    """What came of a test."""
+
+    test: Test
+    word: str
+    seconds: float
+    output: str = ""
+
+    def line(self) -> str:
+        """The line that is shown of it."""
+        reason = ""
+        if self.word == "skip":
+            # The runner's own line comes last.
+            said = self.output.strip().splitlines()
+            reason = f" ({said[-2]})" if len(said) > 1 else ""
+        return f"{self.word:<4} {self.test.name} {self.seconds:.1f} s{reason}"
+
+
+def run_test(test: Test, builder: Builder, show: bool) -> Result:
+    """Builds and boots; `show` hands the output on as it comes."""
+    start = time.monotonic()
+    try:
+        if not test.command and not test.program:
+            builder.tree(test)
+            return Result(test, "ok", time.monotonic() - start)
+        command = guest_command(test, builder)
+    except BuildError as error:
+        return Result(test, "FAIL", time.monotonic() - start, str(error))
+    report = BUILD / "logs" / f"{test.name}.json"
+    report.unlink(missing_ok=True)
+    command[2:2] = ["--report", str(report)]
+    start = time.monotonic()
+    output = b""
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        late = threading.Timer(test.timeout + MARGIN, process.kill)
+        late.start()
+        assert process.stdout is not None
+        while data := os.read(process.stdout.fileno(), 65536):
+            output += data
+            if show:
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
+        process.wait()
+        late.cancel()
+    text = output.decode(errors="replace")
+    found = json.loads(report.read_text("utf-8")) if report.exists() else {}
+    word = verdict(test, process.returncode, found, text)
+    return Result(test, word, time.monotonic() - start, text)
+
+
+def verdict(test: Test, status: int, report: dict[str, Any], output: str) -> str:
+    """What the exit status of the runner and its report mean for a test."""
+    if test.caught:
+        ran = report.get("loaded") and not report.get("late")
+        failed = status not in (0, SKIPPED) and re.search(test.caught, output)
+        return "ok" if ran and failed else "FAIL"
+    return {0: "ok", SKIPPED: "skip"}.get(status, "FAIL")
+
+
+def select(tests: list[Test], patterns: list[str], long: bool) -> list[Test]:
+    """The tests that are asked for. A test that is named is run though it is long."""
+    if not patterns:
+        return [test for test in tests if long or not test.long]
+    found = [t for t in tests if any(fnmatch.fnmatch(t.name, pattern) for pattern in patterns)]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatch(test.name, pattern) for test in found):
+            sys.exit(f"suite.py: no test is named {pattern} (suite.py --list)")
+    return found
+
+
+def run_all(tests: list[Test], builder: Builder, jobs: int, show: bool) -> list[Result]:
+    """Runs tests, several at once, and shows the line of each when it is over."""
+    lock = threading.Lock()
+
+    def one(test: Test) -> Result:
+        result = run_test(test, builder, show)
+        with lock:
+            if result.word == "FAIL" and not show:
+                print("\n".join(f"    {line}" for line in result.output.splitlines()))
+            print(result.line(), flush=True)
+        return result
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(one, tests))
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="tests; * and ? match")
+    parser.add_argument("--long", action="store_true", help="also those left out of `make test`")
+    parser.add_argument("--list", action="store_true", help="names and what they run")
+    parser.add_argument("--show", action="store_true", help="one at a time, with their output")
+    parser.add_argument("--jobs", "-j", type=int, default=min(2, os.cpu_count() or 1))
+    options = parser.parse_args()
+    tests = select(all_tests(), options.names, options.long)
+    if options.list:
+        for test in tests:
+            what = " ".join([test.program, *test.args, *test.command]) or "(is built)"
+            print(f"{test.name:<40} {what}{'  [long]' if test.long else ''}")
+        return 0
+    jobs = 1 if options.show else options.jobs
+    results = run_all(tests, Builder(jobs=2 if jobs == 1 else 1), jobs, options.show)
+    counts = {word: sum(one.word == word for one in results) for word in ("ok", "FAIL", "skip")}
+    print(f"{counts['ok']} passed, {counts['FAIL']} failed, {counts['skip']} skipped", flush=True)
+    return 1 if counts["FAIL"] or not results else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
