@@ -218,6 +218,10 @@ def install_project() -> None:
 
 def main() -> None:
     """Brings everything up to date; a second run at the same time waits for the first."""
+    if sys.prefix == str(VENV):
+        # With the environment activated, `python3` is its own: making it anew would remove the
+        # interpreter that does it.
+        fail("build/venv is activated: run `deactivate` first, or PYTHON=/usr/bin/python3 make ...")
     version = sys.version_info[:2]
     if not PYTHONS[0] <= version <= PYTHONS[1]:
         fail(f"Python 3.10 to 3.13 is needed; {sys.executable} is {sys.version.split()[0]}")
