@@ -1,0 +1,453 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Random operations by several threads of several processes, against a model of what every address must read.
+ *
+ * A thread owns objects, one reservation of its own and a part of one that its process's threads share. Every
+ * page's contents carry the writer's tag; fresh memory must be zero. So a page that another thread or process
+ * wrote, a translation that is stale, or an operation that was half done is a wrong value, seen through the
+ * GPU's TLB and page tables. The execution of pushes is delayed at random, and copies are reordered.
+ *
+ * Parameters: OPS (for each thread), PROCS, THREADS, SEED, DELAY_US.
+ */
+#include <pthread.h>
+#include <sys/wait.h>
+#include "abi.h"
+#include "kcheck.h"
+#include "world.h"
+
+#define OWN_BASE 0x7c0000000000ull /* + thread * 1 GB */
+#define SHARED_BASE 0x7b0000000000ull
+#define OWN_SLOTS 6
+#define SHARED_SLOTS 2 /* of each thread */
+#define OBJECTS 12
+#define MAX_UNITS 96 /* of an object */
+#define MAX_OPS 16
+#define TICKETS 4
+
+/* An object's page contents, unit by unit. Lives until released and not mapped. */
+struct object {
+  uint32_t handle; /* 0: the slot of the table is free */
+  unsigned shift, pages;
+  bool released;
+  unsigned mapped; /* units, in all areas */
+  uint64_t value[MAX_UNITS];
+  uint64_t step[MAX_UNITS]; /* 0 or 1 */
+};
+
+enum state { NOTHING, SPARSE, MAPPED };
+
+struct unit {
+  enum state state;
+  bool read_only;
+  struct object *object;
+  unsigned index; /* unit of the object */
+};
+
+/* A range of one reservation that this thread alone uses. */
+struct area {
+  uint64_t reservation, start;
+  unsigned shift, units;
+  struct unit unit[(OWN_SLOTS > SHARED_SLOTS ? OWN_SLOTS : SHARED_SLOTS) * SLOT_UNITS];
+};
+
+struct actor {
+  struct world *w;
+  struct rng rng;
+  unsigned process, number;
+  uint64_t tags;
+  struct object object[OBJECTS];
+  struct area area[2]; /* its own, its part of the shared one */
+  uint64_t ticket[TICKETS];
+  unsigned tickets;
+  uint64_t counts[8];
+  bool failed;
+};
+
+static uint64_t capabilities;
+static struct world process_world;
+
+#define WRONG(a, ...)                                              \
+  do {                                                             \
+    printf("process %u, thread %u: ", (a)->process, (a)->number);  \
+    printf(__VA_ARGS__);                                           \
+    putchar('\n');                                                 \
+    (a)->failed = true;                                            \
+  } while (0)
+
+static uint64_t below(struct actor *a, uint64_t n) {
+  return rng_below(&a->rng, n);
+}
+
+/* All binds on their way are done after this. */
+static void settle(struct actor *a) {
+  while (a->tickets && !a->failed) {
+    int result = vm_wait(a->w->uvm, a->ticket[--a->tickets], FOREVER);
+    if (result) WRONG(a, "WAIT: %s", strerror(-result));
+  }
+  a->tickets = 0;
+}
+
+static uint64_t address(const struct area *area, unsigned unit) {
+  return area->start + unit * UNIT;
+}
+
+/* What one unit reads now, as the GPU sees it. */
+static void check_unit(struct actor *a, struct area *area, unsigned i) {
+  struct unit *u = &area->unit[i];
+  uint64_t value = 0, step = 0;
+  int want = u->state == NOTHING ? -EFAULT : 0;
+  if (u->state == MAPPED) {
+    value = u->object->value[u->index];
+    step = u->object->step[u->index];
+  }
+  int got = gpu_check(a->w, 0, address(area, i), u->state == NOTHING ? 8 : UNIT, value, step);
+  if (got != want) {
+    WRONG(a, "0x%llx should be %s value 0x%llx step %llu: %s", (unsigned long long)address(area, i),
+          u->state == NOTHING ? "absent" : u->state == SPARSE ? "sparse" : "mapped", (unsigned long long)value,
+          (unsigned long long)step, got ? strerror(-got) : "readable");
+  }
+}
+
+static void write_unit(struct actor *a, struct area *area, unsigned i) {
+  struct unit *u = &area->unit[i];
+  uint64_t value = (uint64_t)(a->process + 1) << 56 | (uint64_t)(a->number + 1) << 48 | ++a->tags << 16;
+  uint64_t step = below(a, 4) == 0;
+  int want = u->state == NOTHING ? -EFAULT : u->state == MAPPED && u->read_only ? -EROFS : 0;
+  int got = gpu_fill(a->w, 0, address(area, i), UNIT, value, step);
+  if (got != want) WRONG(a, "write to 0x%llx: %d, not %d", (unsigned long long)address(area, i), got, want);
+  if (!got && u->state == MAPPED) {
+    u->object->value[u->index] = value;
+    u->object->step[u->index] = step;
+  }
+}
+
+static void drop_if_dead(struct object *o) {
+  if (o->released && !o->mapped) o->handle = 0;
+}
+
+static void set_unit(struct unit *u, struct unit to) {
+  struct object *old = u->state == MAPPED ? u->object : NULL;
+  if (to.state == MAPPED) to.object->mapped++;
+  *u = to;
+  if (old) {
+    old->mapped--;
+    drop_if_dead(old);
+  }
+}
+
+static void do_create(struct actor *a) {
+  static const unsigned shifts[] = {16, 16, 16, 17, 18, 21};
+  struct object *o = NULL;
+  for (unsigned i = 0; i < OBJECTS; i++) {
+    if (!a->object[i].handle) o = &a->object[i];
+  }
+  if (!o) return;
+  unsigned shift = shifts[below(a, ARRAY_SIZE(shifts))], pages = 1 + below(a, shift == 21 ? 3 : 8);
+  unsigned flags = (capabilities & UVM_VMEM_CAP_HOST) && below(a, 8) == 0 ? UVM_VMEM_CREATE_HOST : 0;
+  uint32_t handle;
+  if (shift == 16 && below(a, 4) == 0) pages = SLOT_UNITS;
+  int result = vm_create(a->w->uvm, a->w->uuid[0], shift, pages, flags, &handle);
+  if (result == -ENOSPC) return;
+  if (result) {
+    WRONG(a, "CREATE: %s", strerror(-result));
+    return;
+  }
+  *o = (struct object){.handle = handle, .shift = shift, .pages = pages};
+}
+
+static void do_release(struct actor *a) {
+  struct object *o = &a->object[below(a, OBJECTS)];
+  if (!o->handle || o->released) return;
+  int result = vm_release(a->w->uvm, o->handle);
+  if (result) WRONG(a, "RELEASE: %s", strerror(-result));
+  o->released = true;
+  drop_if_dead(o);
+}
+
+/* Fills one operation in; false when none fits. Claims its units in used. */
+static bool random_op(struct actor *a, struct area *area, struct uvm_vmem_op *op, struct object **object, bool *used) {
+  *object = NULL;
+  if (below(a, 3) == 0) { /* UNMAP */
+    unsigned page = 1u << (area->shift - 16), pages = area->units / page;
+    unsigned count = 1 + below(a, below(a, 6) ? 8 : pages), first = below(a, pages);
+    if (first + count > pages) count = pages - first;
+    unsigned sparse = (capabilities & UVM_VMEM_CAP_SPARSE) && below(a, 4) == 0 ? UVM_VMEM_OP_SPARSE : 0;
+    for (unsigned i = first * page; i < (first + count) * page; i++) {
+      if (used[i]) return false;
+    }
+    memset(used + first * page, true, count * page);
+    *op = op_unmap(address(area, first * page), count, sparse);
+    return true;
+  }
+  struct object *o = &a->object[below(a, OBJECTS)];
+  if (!o->handle || o->released || o->shift < area->shift) return false;
+  unsigned page = 1u << (o->shift - 16), first = below(a, o->pages), count = 1 + below(a, o->pages - first);
+  unsigned at = below(a, area->units / page) * page;
+  if (at + count * page > area->units) return false;
+  unsigned flags = 0;
+  for (unsigned i = at; i < at + count * page; i++) {
+    if (used[i]) return false;
+    if (area->unit[i].state == MAPPED) flags |= UVM_VMEM_OP_REPLACE;
+  }
+  if (flags && !(capabilities & UVM_VMEM_CAP_REPLACE)) return false;
+  if ((capabilities & UVM_VMEM_CAP_REPLACE) && below(a, 8) == 0) flags |= UVM_VMEM_OP_REPLACE;
+  if ((capabilities & UVM_VMEM_CAP_READ_ONLY) && below(a, 6) == 0) flags |= UVM_VMEM_OP_READ_ONLY;
+  memset(used + at, true, count * page);
+  *op = op_map(address(area, at), o->handle, first, count, flags);
+  *object = o;
+  return true;
+}
+
+/* One thing that makes the batch fail, and how. */
+static int spoil(struct actor *a, struct area *area, struct uvm_vmem_op *op) {
+  switch (below(a, 6)) {
+    case 0: op->count = 0; return -EINVAL;
+    case 1: op->addr += 4096; return -EINVAL;
+    case 2: op->__reserved = 1; return -EINVAL;
+    case 3: op->op = 9; return -EOPNOTSUPP;
+    case 4:
+      op->addr = area->reservation - UNIT * SLOT_UNITS;
+      return -ERANGE;
+    default:
+      if (op->op != UVM_VMEM_OP_MAP) return 0;
+      op->handle = 0;
+      return -ENOENT;
+  }
+}
+
+static void model_op(struct area *area, const struct uvm_vmem_op *op, struct object *o) {
+  unsigned at = (op->addr - area->start) / UNIT;
+  if (op->op == UVM_VMEM_OP_UNMAP) {
+    struct unit to = {.state = op->flags & UVM_VMEM_OP_SPARSE ? SPARSE : NOTHING};
+    for (unsigned i = 0; i < op->count << (area->shift - 16); i++) set_unit(&area->unit[at + i], to);
+    return;
+  }
+  for (unsigned i = 0; i < op->count << (o->shift - 16); i++) {
+    struct unit to = {.state = MAPPED,
+                      .read_only = op->flags & UVM_VMEM_OP_READ_ONLY,
+                      .object = o,
+                      .index = (op->first << (o->shift - 16)) + i};
+    set_unit(&area->unit[at + i], to);
+  }
+}
+
+static void do_bind(struct actor *a) {
+  struct area *area = &a->area[below(a, 2)];
+  bool used[ARRAY_SIZE(a->area[0].unit)] = {false};
+  struct uvm_vmem_op ops[MAX_OPS];
+  struct object *object[MAX_OPS];
+  unsigned want_ops = 1 + below(a, MAX_OPS), n = 0;
+  for (unsigned tries = 0; tries < 3 * MAX_OPS && n < want_ops; tries++) {
+    if (random_op(a, area, &ops[n], &object[n], used)) n++;
+  }
+  if (!n) return;
+  unsigned bad = below(a, n);
+  struct uvm_vmem_op good = ops[bad];
+  int want = below(a, 10) == 0 ? spoil(a, area, &ops[bad]) : 0;
+  bool async = (capabilities & UVM_VMEM_CAP_ASYNC) && below(a, 3) == 0;
+  uint64_t ticket = 0;
+  uint32_t failed;
+  if (a->tickets == TICKETS) settle(a);
+  int got = vm_bind(a->w->uvm, area->reservation, ops, n, &failed, async ? &ticket : NULL);
+  while (got == -EAGAIN) { /* the other threads hold all tickets */
+    settle(a);
+    sched_yield();
+    got = vm_bind(a->w->uvm, area->reservation, ops, n, &failed, async ? &ticket : NULL);
+  }
+  if (got == -ENOSPC && !want) { /* no memory for tables */
+    ops[bad] = good;
+    return;
+  }
+  if (got != want || failed != (want ? bad : ~0u)) {
+    WRONG(a, "BIND of %u: %d (operation %d), not %d (%d)", n, got, (int)failed, want, want ? (int)bad : -1);
+    return;
+  }
+  a->counts[want ? 7 : 6]++;
+  if (ticket) a->ticket[a->tickets++] = ticket;
+  if (want) return;
+  /* What is unmapped gives its object free; so all unmaps come first, for both to be counted once. */
+  for (unsigned i = 0; i < n; i++) {
+    if (object[i]) object[i]->mapped++;
+  }
+  for (unsigned i = 0; i < n; i++) model_op(area, &ops[i], object[i]);
+  for (unsigned i = 0; i < n; i++) {
+    if (!object[i]) continue;
+    object[i]->mapped--;
+    drop_if_dead(object[i]);
+  }
+}
+
+static int reserve_own(struct actor *a) {
+  static const unsigned shifts[] = {16, 16, 17, 18};
+  struct area *own = &a->area[0];
+  unsigned flags = below(a, 3) == 0 ? UVM_VMEM_RESERVE_EAGER : 0;
+  if ((capabilities & UVM_VMEM_CAP_BIG) && below(a, 2)) flags |= UVM_VMEM_RESERVE_BIG;
+  own->reservation = own->start = OWN_BASE + a->number * GIB(1);
+  own->shift = shifts[below(a, ARRAY_SIZE(shifts))];
+  own->units = OWN_SLOTS * SLOT_UNITS;
+  return vm_reserve(a->w->uvm, a->w->uuid[0], own->start, OWN_SLOTS * SLOT, own->shift, flags);
+}
+
+static void clear_area(struct area *area) {
+  for (unsigned i = 0; i < area->units; i++) set_unit(&area->unit[i], (struct unit){.state = NOTHING});
+}
+
+static void do_free(struct actor *a) {
+  bool mapped = false;
+  for (unsigned i = 0; i < a->area[0].units; i++) mapped |= a->area[0].unit[i].state == MAPPED;
+  int result = vm_free(a->w->uvm, a->area[0].reservation, 0);
+  if (result != (mapped ? -EBUSY : 0)) WRONG(a, "FREE without UNMAP: %d", result);
+  if (result) {
+    result = vm_free(a->w->uvm, a->area[0].reservation, UVM_VMEM_FREE_UNMAP);
+    if (result) WRONG(a, "FREE: %s", strerror(-result));
+  }
+  clear_area(&a->area[0]);
+  settle(a);
+  result = reserve_own(a);
+  if (result) WRONG(a, "RESERVE: %s", strerror(-result));
+}
+
+static void look(struct actor *a) {
+  struct area *area = &a->area[below(a, 2)];
+  settle(a);
+  for (unsigned i = 0; i < 6 && !a->failed; i++) {
+    unsigned unit = below(a, area->units);
+    if (below(a, 2)) {
+      check_unit(a, area, unit);
+    } else {
+      write_unit(a, area, unit);
+    }
+  }
+}
+
+static void look_at_all(struct actor *a) {
+  settle(a);
+  for (unsigned which = 0; which < 2; which++) {
+    for (unsigned i = 0; i < a->area[which].units && !a->failed; i++) check_unit(a, &a->area[which], i);
+  }
+}
+
+static void step(struct actor *a) {
+  unsigned dice = below(a, 100);
+  if (dice < 12) {
+    do_create(a);
+    a->counts[0]++;
+  } else if (dice < 20) {
+    do_release(a);
+    a->counts[1]++;
+  } else if (dice < 60) {
+    do_bind(a);
+    a->counts[2]++;
+  } else if (dice < 99) {
+    look(a);
+    a->counts[3]++;
+  } else if (below(a, 3)) {
+    look_at_all(a);
+    a->counts[4]++;
+  } else {
+    do_free(a);
+    a->counts[5]++;
+  }
+}
+
+static void *act(void *argument) {
+  struct actor *a = argument;
+  uint64_t ops = parameter("OPS", 2000);
+  for (uint64_t i = 0; i < ops && !a->failed; i++) {
+    step(a);
+    if (a->failed) printf("process %u, thread %u: at operation %llu\n", a->process, a->number, (unsigned long long)i);
+  }
+  if (!a->failed) look_at_all(a);
+  printf("process %u, thread %u: create %llu release %llu bind %llu (done %llu, refused %llu) look %llu all %llu free %llu\n",
+         a->process, a->number, (unsigned long long)a->counts[0], (unsigned long long)a->counts[1],
+         (unsigned long long)a->counts[2], (unsigned long long)a->counts[6], (unsigned long long)a->counts[7],
+         (unsigned long long)a->counts[3], (unsigned long long)a->counts[4], (unsigned long long)a->counts[5]);
+  return NULL;
+}
+
+/* Everything is given back, and STAT says so. */
+static bool put_away(struct actor *actor, unsigned threads) {
+  struct uvm_vmem_stat s;
+  bool good = true;
+  for (unsigned t = 0; t < threads; t++) {
+    struct actor *a = &actor[t];
+    good &= vm_free(a->w->uvm, a->area[0].reservation, UVM_VMEM_FREE_UNMAP) == 0;
+    for (unsigned i = 0; i < OBJECTS; i++) {
+      if (a->object[i].handle && !a->object[i].released) good &= vm_release(a->w->uvm, a->object[i].handle) == 0;
+    }
+  }
+  good &= vm_free(process_world.uvm, SHARED_BASE, UVM_VMEM_FREE_UNMAP) == 0;
+  good &= vm_stat(process_world.uvm, NULL, &s) == 0;
+  if (s.out_reserved_bytes || s.out_created_bytes || s.out_mapped_bytes || s.out_objects || s.out_slots || s.out_tickets) {
+    printf("left: reserved %llu created %llu mapped %llu objects %u slots %u tickets %u\n",
+           (unsigned long long)s.out_reserved_bytes, (unsigned long long)s.out_created_bytes,
+           (unsigned long long)s.out_mapped_bytes, s.out_objects, s.out_slots, s.out_tickets);
+    good = false;
+  }
+  return good;
+}
+
+/* One process; exit status 0 = all was as the model says. */
+static int process(unsigned number, unsigned threads, uint64_t seed) {
+  struct actor *actor = calloc(threads, sizeof(*actor));
+  pthread_t thread[16];
+  struct uvm_vmem_query q;
+  bool good = true;
+  world_open(&process_world, 1);
+  if (vm_query(process_world.uvm, process_world.uuid[0], &q)) return 1;
+  capabilities = q.out_capabilities;
+  int result = vm_reserve(process_world.uvm, process_world.uuid[0], SHARED_BASE, threads * SHARED_SLOTS * SLOT, 16,
+                          capabilities & UVM_VMEM_CAP_BIG ? UVM_VMEM_RESERVE_BIG : 0);
+  if (result) hopeless("RESERVE", result);
+  for (unsigned t = 0; t < threads; t++) {
+    struct actor *a = &actor[t];
+    a->w = &process_world;
+    a->process = number;
+    a->number = t;
+    a->rng.state = seed * 1000003 + number * 1009 + t;
+    a->area[1] = (struct area){.reservation = SHARED_BASE,
+                               .start = SHARED_BASE + t * SHARED_SLOTS * SLOT,
+                               .shift = 16,
+                               .units = SHARED_SLOTS * SLOT_UNITS};
+    result = reserve_own(a);
+    if (result) hopeless("RESERVE", result);
+  }
+  for (unsigned t = 0; t < threads; t++) pthread_create(&thread[t], NULL, act, &actor[t]);
+  for (unsigned t = 0; t < threads; t++) pthread_join(thread[t], NULL);
+  for (unsigned t = 0; t < threads; t++) good &= !actor[t].failed;
+  /* Every second process goes without putting anything away. */
+  if (good && number % 2 == 0) good = put_away(actor, threads);
+  fflush(stdout);
+  return good ? 0 : 1;
+}
+
+static void random_operations(void) {
+  unsigned procs = parameter("PROCS", 2), threads = parameter("THREADS", 2);
+  uint64_t seed = parameter("SEED", 1);
+  struct softgpu_settings settings;
+  struct softgpu_counters base;
+  int dev = softgpu_open(), status;
+  CHECK(threads <= 16 && procs <= 16);
+  printf("SEED=%llu PROCS=%u THREADS=%u OPS=%llu DELAY_US=%llu\n", (unsigned long long)seed, procs, threads,
+         (unsigned long long)parameter("OPS", 2000), (unsigned long long)parameter("DELAY_US", 200));
+  OK(softgpu_counters(dev, 0, &base));
+  OK(softgpu_settings(dev, NULL, &settings));
+  settings.delay_us = parameter("DELAY_US", 200);
+  settings.reorder = 1;
+  settings.seed = seed;
+  OK(softgpu_settings(dev, &settings, NULL));
+  fflush(stdout);
+  for (unsigned i = 0; i < procs; i++) {
+    if (fork() == 0) _exit(process(i, threads, seed));
+  }
+  unsigned bad = 0;
+  while (wait(&status) > 0) bad += !WIFEXITED(status) || WEXITSTATUS(status);
+  EQ(bad, 0);
+  settings.delay_us = 0;
+  OK(softgpu_settings(dev, &settings, NULL));
+  OK(softgpu_verify(dev));
+  gpu_check_clean(dev, 0, &base, true);
+  close(dev);
+}
+
+MAIN(TEST(random_operations))
