@@ -54,6 +54,24 @@ install: ## libvmem, its header, vmem.pc and the man pages; PREFIX=/usr/local DE
 uninstall: ## removes what install put there
 	@$(MAKE) --no-print-directory -C libvmem uninstall
 
+module: ## the patched nvidia-uvm.ko; NV_SRC=driver source, KDIR=kernel build folder, NVIDIA_KO=
+	@$(PYTHON) scripts/module_build.py
+
+load: ## as root: puts it in the stock module's place, runs `vmem selftest`; undone on failure
+	@$(PYTHON) scripts/module_load.py load
+
+unload: ## as root: brings the stock module back
+	@$(PYTHON) scripts/module_load.py unload
+
+dkms: ## the patched module as a DKMS package: build/kernel/dkms
+	@$(PYTHON) scripts/module_dkms.py package
+
+install-module: ## as root: installs it with DKMS, for this kernel and those to come
+	@$(PYTHON) scripts/module_dkms.py install
+
+uninstall-module: ## as root: takes it away; the stock module is what is loaded then
+	@$(PYTHON) scripts/module_dkms.py uninstall
+
 clean: ## removes build/ and what builds leave in the tree
 	rm -rf $(BUILD) dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis pyvmem/_vmem*.so pyvmem/_vmem.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,209 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Builds nvidia-uvm.ko alone from a patched driver tree, for the nvidia.ko that it will meet.
+
+A kernel with symbol versions (CONFIG_MODVERSIONS) refuses a module whose idea of another module's
+functions differs. nvidia.ko is not built here, so the versions come from the file of the nvidia.ko
+that is installed for that kernel. A part of the DKMS package too: nothing but module_elf is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from module_elf import KernelModule, ModuleFileError, read_module, symvers_text
+
+__all__ = [
+    "BuildError",
+    "build_uvm",
+    "conftests_only",
+    "find_nvidia",
+    "installed_nvidia",
+    "kernel_config",
+    "tree_version",
+]
+
+VERSION = re.compile(r'NV_VERSION_STRING=\\"([0-9.]+)\\"')
+
+
+class BuildError(Exception):
+    """Why there is no module; its text is for the user."""
+
+
+def tree_version(tree: Path) -> str:
+    """The driver version of a kernel-open tree; empty if it is none."""
+    kbuild = tree / "Kbuild"
+    if not kbuild.is_file() or not (tree / "nvidia-uvm").is_dir():
+        return ""
+    found = VERSION.search(kbuild.read_text(encoding="utf-8", errors="replace"))
+    return found.group(1) if found else ""
+
+
+def kernel_config(build: Path) -> dict[str, str]:
+    """The configuration of the kernel whose build folder this is."""
+    path = build / "include" / "config" / "auto.conf"
+    if not path.is_file():
+        raise BuildError(f"{build} is not the build folder of a configured kernel")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    pairs = (line.partition("=") for line in lines if line.startswith("CONFIG_"))
+    return {name: value for name, _equals, value in pairs}
+
+
+def installed_nvidia(modules: Path) -> list[KernelModule]:
+    """All files below /lib/modules/RELEASE that hold NVIDIA's main module, whatever their names.
+
+    Debian renames the file (nvidia-current.ko); the module in it is `nvidia` everywhere.
+    """
+    found: list[KernelModule] = []
+    # Without this, a link like /lib/modules/RELEASE/build would be walked through too.
+    for folder, _folders, names in os.walk(modules):
+        for name in sorted(names):
+            if not re.fullmatch(r"nvidia.*\.ko(\.(xz|zst|gz))?", name):
+                continue
+            try:
+                module = read_module(Path(folder) / name)
+            except ModuleFileError:
+                continue
+            if module.name == "nvidia":
+                found.append(module)
+    return found
+
+
+def find_nvidia(modules: Path, version: str, srcversion: str = "") -> KernelModule | None:
+    """The installed nvidia.ko of a driver version; of several the one that is loaded."""
+    right = [module for module in installed_nvidia(modules) if module.version == version]
+    loaded = [module for module in right if module.first("srcversion") == srcversion]
+    return next(iter(loaded or right), None)
+
+
+def conftests_only(tree: Path) -> None:
+    """Leaves of nvidia.ko's build file the questions to the kernel alone.
+
+    The headers that UVM includes from nvidia/ and common/ need their answers; nvidia.ko itself
+    is not wanted (and some versions of it do not compile on every kernel that UVM compiles on).
+    """
+    path = tree / "nvidia" / "nvidia.Kbuild"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if line.startswith("NV_CONFTEST")]
+    path.write_text("\n".join(kept) + "\n", encoding="utf-8")
+
+
+def run_make(tree: Path, variables: dict[str, str], jobs: int) -> None:
+    """Runs the driver's own Makefile; its output goes to build.log."""
+    command = ["make", f"-j{jobs}", "modules"]
+    command += [f"{name}={value}" for name, value in variables.items()]
+    # DKMS, or a make that runs this, hand settings down that would change the build.
+    dropped = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "KERNELRELEASE")
+    environment = {k: v for k, v in os.environ.items() if k not in dropped}
+    log = tree / "build.log"
+    with open(log, "w", encoding="utf-8") as file:
+        done = subprocess.run(
+            command,
+            cwd=tree,
+            env={**environment, "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if done.returncode:
+        last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:]
+        raise BuildError("\n".join([*last, f"the build failed; all of its output is in {log}"]))
+
+
+def check_versions(built: KernelModule, nvidia: KernelModule, modversions: bool) -> None:
+    """Makes sure of what the kernel will compare when the module is loaded."""
+    for name, demanded in built.imports.items():
+        export = nvidia.exports.get(name)
+        if export is None:
+            if name.startswith("nvUvmInterface"):
+                raise BuildError(f"{nvidia.path} does not export {name}")
+            continue
+        if modversions and (demanded is None or demanded != export.crc):
+            raise BuildError(f"{name}: the module does not demand the version that nvidia.ko has")
+
+
+def build_uvm(
+    tree: Path,
+    build: Path,
+    source: Path,
+    nvidia: KernelModule | None,
+    *,
+    jobs: int = 2,
+) -> Path:
+    """Builds nvidia-uvm.ko in a tree that conftests_only() was called on; returns its path.
+
+    `build` and `source` are the kernel's build folder and sources. Without an nvidia.ko the
+    module compiles and says nothing about the versions it needs: it is not one to load.
+    """
+    modversions = kernel_config(build).get("CONFIG_MODVERSIONS") == "y"
+    symvers = tree / "nvidia.symvers"
+    # Paths in the module would differ from machine to machine; nothing reads debug information.
+    flags = f"-g0 -ffile-prefix-map={tree}/= -ffile-prefix-map={source}/=linux/"
+    variables = {
+        "SYSSRC": str(source),
+        "SYSOUT": str(build),
+        "NV_KERNEL_MODULES": "nvidia nvidia-uvm",
+        "KCFLAGS": flags,
+    }
+    if nvidia is None:
+        symvers.unlink(missing_ok=True)
+        variables["KBUILD_MODPOST_WARN"] = "1"
+    else:
+        if modversions and any(export.crc is None for export in nvidia.exports.values()):
+            raise BuildError(f"{nvidia.path} has no symbol versions, unlike this kernel's modules")
+        symvers.write_text(symvers_text(nvidia), encoding="utf-8")
+        variables["KBUILD_EXTRA_SYMBOLS"] = str(symvers)
+    module = tree / "nvidia-uvm.ko"
+    # modpost does not run again for other symbol versions alone.
+    module.unlink(missing_ok=True)
+    (tree / "nvidia-uvm.mod.c").unlink(missing_ok=True)
+    run_make(tree, variables, jobs)
+    built = read_module(module)
+    if nvidia is not None:
+        check_versions(built, nvidia, modversions)
+    return module
+
+
+def main() -> int:
+    """Builds the tree beside this script: what DKMS runs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kernel", required=True, metavar="RELEASE", help="uname -r")
+    parser.add_argument("--headers", required=True, type=Path, help="its build folder")
+    default = Path(os.environ.get("VMEM_MODULES_DIR", "/lib/modules"))
+    parser.add_argument("--modules", type=Path, default=default, help="where modules lie")
+    options = parser.parse_args()
+    tree = Path(__file__).resolve().parent
+    version = tree_version(tree)
+    try:
+        nvidia = find_nvidia(options.modules / options.kernel, version)
+        if nvidia is None:
+            others = {module.version for module in installed_nvidia(options.modules)}
+            raise BuildError(
+                f"this is the module for driver {version}; nvidia.ko of that version is not "
+                f"installed for kernel {options.kernel}"
+                + (f" (there is {', '.join(sorted(others))})" if others else "")
+            )
+        build = options.headers.resolve()
+        source = source_folder(build)
+        print(build_uvm(tree, build, source, nvidia, jobs=os.cpu_count() or 1))
+    except (BuildError, ModuleFileError) as error:
+        print(f"nvidia-uvm: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def source_folder(build: Path) -> Path:
+    """The kernel's sources, which some distributions keep apart from the build folder."""
+    text = (build / "Makefile").read_text(encoding="utf-8")
+    found = re.search(r"^include (/\S+)/Makefile$", text, re.MULTILINE)
+    return Path(found.group(1)) if found else build
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Puts the patched nvidia-uvm in the stock one's place (`load`), or back (`unload`).
+
+Exit status: 0 done; 1 refused, nothing was touched; 2 failed, the machine has what it had before;
+3 failed and the stock module could not be brought back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from kernel_common import KERNEL_BUILD, ROOT, KernelBuildError, say
+from module_elf import KernelModule, ModuleFileError, read_module
+from module_kbuild import find_nvidia
+from module_refuse import load_refusals, unload_refusals
+from module_swap import Interrupted, NotRestored, Swap, SwapError
+from module_system import System
+
+__all__ = ["default_module", "loaded_nvidia", "main"]
+
+LOCK = "run/vmem-module.lock"
+DONE, REFUSED, FAILED, NOT_RESTORED = range(4)
+
+
+class Refused(Exception):
+    """The machine is not one to do this on now."""
+
+
+@contextmanager
+def only_one(system: System) -> Iterator[None]:
+    """Holds the lock of all loads and unloads of this machine."""
+    path = system.root / LOCK
+    with open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            holder = file.read().strip()
+            raise Refused(f"another load or unload is running (process {holder})") from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def default_module(system: System) -> Path:
+    """What `make module` builds for the loaded driver and the running kernel."""
+    return KERNEL_BUILD / "module" / f"{system.driver_version()}-{system.release()}/nvidia-uvm.ko"
+
+
+def loaded_nvidia(system: System) -> KernelModule | None:
+    """The file of the loaded nvidia.ko, None if it was replaced since or is not there."""
+    srcversion = system.source_version("nvidia")
+    modules = system.root / "lib/modules" / system.release()
+    found = find_nvidia(modules, system.driver_version(), srcversion)
+    if found is None or (srcversion and found.first("srcversion") != srcversion):
+        return None
+    return found
+
+
+def read_given(system: System, given: str) -> KernelModule:
+    """The module to load."""
+    path = Path(given) if given else default_module(system)
+    if not path.is_file():
+        if not given and not system.driver_version():
+            raise Refused("nvidia.ko is not loaded: start the stock driver first (modprobe nvidia)")
+        raise Refused(f"there is no {path}: make module")
+    try:
+        return read_module(path.resolve())
+    except ModuleFileError as error:
+        raise Refused(str(error)) from error
+
+
+def refuse(reasons: list[str]) -> None:
+    """Raises what speaks against it, if anything does."""
+    if reasons:
+        raise Refused("\n  ".join(["refused; nothing was changed:", *reasons]))
+
+
+def load(swap: Swap, given: str) -> None:
+    """`make load`."""
+    module = read_given(swap.system, given)
+    refuse(load_refusals(swap.system, module, loaded_nvidia(swap.system)))
+    swap.load(module)
+    say("loaded; `make unload` brings the stock module back, and so does a restart")
+
+
+def unload(swap: Swap) -> None:
+    """`make unload`."""
+    refuse(unload_refusals(swap.system, unfinished=swap.stock_expected()))
+    swap.unload()
+
+
+def stop(number: int, _frame: FrameType | None) -> None:
+    """Turns a signal into an exception, so that what was begun is undone."""
+    raise Interrupted(f"ended by {signal.Signals(number).name}")
+
+
+def usual_selftest() -> list[str]:
+    """The self test of this checkout."""
+    program = ROOT / "build" / "venv" / "bin" / "vmem"
+    return [str(program), "selftest", "--json", str(ROOT / "build" / "selftest.json")]
+
+
+def main() -> int:
+    """Does what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=("load", "unload"))
+    parser.add_argument("--module", default=os.environ.get("MODULE", ""), help="the file to load")
+    parser.add_argument(
+        "--selftest",
+        default=os.environ.get("SELFTEST", ""),
+        help="the command that decides whether the module stays (default: vmem selftest)",
+    )
+    parser.add_argument("--selftest-seconds", type=int, default=900)
+    parser.add_argument(
+        "--arguments", default=os.environ.get("UVM_ARGS", ""), help="more parameters of the module"
+    )
+    parser.add_argument("--sysroot", type=Path, default=Path("/"), help="where the machine lies")
+    options = parser.parse_args()
+    system = System(options.sysroot)
+    swap = Swap(
+        system,
+        say,
+        selftest=shlex.split(options.selftest) or usual_selftest(),
+        selftest_seconds=options.selftest_seconds,
+        arguments=shlex.split(options.arguments),
+    )
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    try:
+        if not system.may_load():
+            refuse(unload_refusals(system))
+        with only_one(system):
+            if options.action == "load":
+                load(swap, options.module)
+            else:
+                unload(swap)
+    except (Refused, KernelBuildError) as error:
+        say(str(error))
+        return REFUSED
+    except (SwapError, Interrupted) as error:
+        say(f"FAILED: {error}")
+        say("the machine has the module that it had before")
+        return FAILED
+    except NotRestored as error:
+        say(f"FAILED: {error}")
+        return NOT_RESTORED
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

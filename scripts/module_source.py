@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: MIT
+"""Which driver `make module` builds for, where its source comes from, and the tree to build."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from driver_patches import apply_series
+from driver_source import driver_source, kernel_open_below, version_of
+from kernel_common import ROOT, KernelBuildError, tree_files, write_if_changed
+from module_elf import KernelModule, ModuleFileError, read_module
+from module_kbuild import conftests_only, find_nvidia, installed_nvidia
+from module_system import System
+
+__all__ = ["DEFAULT_VERSION", "DriverSource", "choose_source", "meeting", "stage"]
+
+# What is built where no driver is installed: Debian 12's.
+DEFAULT_VERSION = "535.261.03"
+
+# Of a driver source only this is needed; nvidia/ for its headers and its questions to the kernel.
+PARTS = ("Kbuild", "Makefile", "conftest.sh", "header-presence-tests.mk", "common", "nvidia-uvm")
+
+
+@dataclass(frozen=True)
+class DriverSource:
+    """A kernel-open tree, its version, and words for where it was found."""
+
+    tree: Path
+    version: str
+    origin: str
+
+
+def flavour(tree: Path) -> str:
+    """Of which of NVIDIA's two kernel trees this is one; UVM's own files are open in both."""
+    interface = tree / "nvidia" / "nv.c"
+    if not interface.is_file():
+        return "a tree without nvidia.ko's sources"
+    text = interface.read_text(encoding="utf-8", errors="replace")[:4000]
+    return "the open tree" if "MIT" in text else "the proprietary tree"
+
+
+def dkms_trees(version: str, root: Path) -> list[Path]:
+    """Where an installed driver's sources may lie: distributions name the folder differently."""
+    found = sorted((root / "usr/src").glob(f"nvidia*-{version}"))
+    return found + sorted((root / "var/lib/dkms").glob(f"nvidia*/{version}/source"))
+
+
+def installed_version(system: System, release: str) -> tuple[str, str]:
+    """The driver's version and how it is known; empty where no driver is installed."""
+    loaded = system.driver_version()
+    if loaded:
+        return loaded, "loaded"
+    versions = {m.version for m in installed_nvidia(system.root / "lib/modules" / release)}
+    if len(versions) > 1:
+        raise KernelBuildError(
+            f"several drivers are installed for kernel {release} and none is loaded "
+            f"({', '.join(sorted(versions))}): say which with NV_SRC=path"
+        )
+    return (versions.pop(), f"installed for kernel {release}") if versions else ("", "")
+
+
+def choose_source(
+    system: System, release: str, nv_src: str = "", version: str = ""
+) -> DriverSource:
+    """The driver source to build: NV_SRC, the installed driver's own, Debian's package."""
+    if nv_src:
+        tree = kernel_open_below(Path(nv_src))
+        found = version_of(tree) if tree else None
+        if tree is None or found is None:
+            raise KernelBuildError(f"NV_SRC={nv_src} holds no driver sources")
+        if version and version != found:
+            raise KernelBuildError(f"NV_SRC={nv_src} is driver {found}, not {version}")
+        return DriverSource(tree.resolve(), found, f"NV_SRC, {flavour(tree)}")
+    installed, how = installed_version(system, release)
+    if version and installed and version != installed:
+        raise KernelBuildError(f"driver {installed} is {how}, not {version}")
+    wanted = version or installed or DEFAULT_VERSION
+    for path in dkms_trees(wanted, system.root):
+        tree = kernel_open_below(path)
+        if tree is not None and version_of(tree) == wanted:
+            return DriverSource(tree.resolve(), wanted, f"the driver's DKMS tree, {flavour(tree)}")
+    try:
+        tree = driver_source(wanted)
+    except KernelBuildError as error:
+        reason = f"driver {wanted} is {how}; " if installed else ""
+        raise KernelBuildError(
+            f"{reason}its source is not in /usr/src or DKMS and not to be had otherwise: {error}\n"
+            "give its path with NV_SRC=path (the kernel-open folder of that very version)"
+        ) from error
+    return DriverSource(tree, wanted, "Debian's package or the folder of driver sources")
+
+
+def meeting(system: System, release: str, version: str, given: str = "") -> KernelModule | None:
+    """The nvidia.ko that a module for this kernel and driver will meet, None if it is not here."""
+    if not given:
+        return find_nvidia(
+            system.root / "lib/modules" / release, version, system.source_version("nvidia")
+        )
+    try:
+        module = read_module(Path(given))
+    except ModuleFileError as error:
+        raise KernelBuildError(f"NVIDIA_KO: {error}") from error
+    if module.name != "nvidia":
+        raise KernelBuildError(f"NVIDIA_KO={given} is the module {module.name}, not nvidia")
+    if module.version != version:
+        raise KernelBuildError(f"NVIDIA_KO={given} is driver {module.version}, not {version}")
+    if module.release != release:
+        raise KernelBuildError(f"NVIDIA_KO={given} is for kernel {module.release}, not {release}")
+    return module
+
+
+def stage(source: DriverSource, destination: Path) -> None:
+    """Makes or updates the tree to build: the driver's UVM, the patches, our files.
+
+    Only files whose content has changed are written, so that make builds no more than it must.
+    """
+    destination.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".stage-") as staging:
+        new = Path(staging)
+        copy_parts(source.tree, new)
+        apply_series(source.version, new)
+        for path in [*ROOT.glob("kernel_module/*.[ch]"), *ROOT.glob("kernel_module/*.Kbuild")]:
+            shutil.copyfile(path, new / "nvidia-uvm" / path.name)
+        conftests_only(new)
+        files = {path.as_posix(): (new / path).read_bytes() for path in tree_files(new)}
+    listing = destination / ".sources"
+    before = listing.read_text(encoding="utf-8").splitlines() if listing.is_file() else []
+    for gone in set(before) - set(files):
+        (destination / gone).unlink(missing_ok=True)
+    for name, content in files.items():
+        write_if_changed(destination / name, content)
+    listing.write_text("\n".join(sorted(files)) + "\n", encoding="utf-8")
+
+
+def copy_parts(tree: Path, new: Path) -> None:
+    """Copies what UVM's build needs of a driver source, without what an earlier build left."""
+    leftovers = shutil.ignore_patterns("*.o", "*.o_binary", ".*.cmd", "*.mod*", "*.ko", "conftest")
+    for part in PARTS:
+        path = tree / part
+        if path.is_dir():
+            shutil.copytree(path, new / part, ignore=leftovers)
+        elif path.is_file():
+            shutil.copy(path, new / part)
+    (new / "nvidia").mkdir()
+    for path in [*(tree / "nvidia").glob("*.h"), tree / "nvidia" / "nvidia.Kbuild"]:
+        shutil.copyfile(path, new / "nvidia" / path.name)
+    os.chmod(new / "conftest.sh", 0o755)

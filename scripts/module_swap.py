@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: MIT
+"""Puts the patched nvidia-uvm in the stock one's place, and back.
+
+A swap that does not end well is undone: the machine is left with the module that it had. Before the
+stock module is taken away a line in /run says so; if the program is killed there, the next load or
+unload knows that there is a stock module to bring back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from module_elf import KernelModule
+from module_nodes import Access, make_nodes, remember_nodes
+from module_query import query
+from module_system import UVM, System
+
+__all__ = ["Interrupted", "NotRestored", "Swap", "SwapError"]
+
+STATE = "run/vmem-module.json"
+# For programs that were just ended, to give the module up.
+PATIENCE_SECONDS = 20
+
+
+class SwapError(Exception):
+    """The swap failed; the machine has what it had before."""
+
+
+class NotRestored(Exception):
+    """The swap failed and so did bringing the stock module back."""
+
+
+class Interrupted(Exception):
+    """A signal asked the program to end."""
+
+
+@dataclass
+class Swap:
+    """One load or unload on a machine."""
+
+    system: System
+    say: Callable[[str], None]
+    selftest: list[str] = field(default_factory=list)
+    selftest_seconds: int = 900
+    arguments: list[str] = field(default_factory=list)
+
+    # The tools
+
+    def tool(self, *words: str) -> str:
+        """Runs one of kmod's tools; SwapError with what it said unless it succeeds."""
+        path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/bin:/bin"
+        # The DKMS package's rule for modprobe is told to leave the patched module alone.
+        environment = {**os.environ, "PATH": path, "LC_ALL": "C", "VMEM_UVM": "stock"}
+        try:
+            done = subprocess.run(
+                words,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # a key pressed at the terminal is for this program alone
+                check=False,
+            )
+        except OSError as error:
+            raise SwapError(f"{words[0]}: {error.strerror}") from error
+        if done.returncode:
+            raise SwapError(f"{' '.join(words)}: {done.stdout.strip() or done.returncode}")
+        return done.stdout
+
+    def stock_arguments(self) -> list[str]:
+        """What this machine gives the stock module (modprobe.d, the kernel's command line)."""
+        words: list[str] = []
+        for line in self.tool("modprobe", "--showconfig").splitlines():
+            parts = line.split(None, 2)
+            if len(parts) == 3 and parts[0] == "options":
+                name = parts[1].replace("-", "_")
+                # Debian names the file nvidia-current-uvm.
+                if name == UVM or (name.startswith("nvidia_") and name.endswith("_uvm")):
+                    words += shlex.split(parts[2])
+        return words
+
+    # What was done before
+
+    @property
+    def state_path(self) -> Path:
+        """Where it is noted that the stock module was taken away."""
+        return self.system.root / STATE
+
+    def stock_expected(self) -> bool:
+        """Whether an earlier load took a stock module away that is not back yet."""
+        try:
+            return bool(json.loads(self.state_path.read_text(encoding="utf-8"))["stock"])
+        except (OSError, ValueError, KeyError):
+            return False
+
+    def note(self, stock: bool) -> None:
+        """Notes whether there is a stock module to bring back."""
+        self.state_path.write_text(json.dumps({"stock": stock}) + "\n", encoding="utf-8")
+
+    # Steps
+
+    def remove(self) -> None:
+        """Takes the loaded UVM away, whichever it is."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self.system.uvm_references() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self.tool("rmmod", UVM)
+
+    def try_kernel(self, module: Path) -> None:
+        """Lets the kernel judge the module while the stock one is still there.
+
+        It looks at the signature and at what the module was built for before it finds that a
+        module of that name is loaded.
+        """
+        try:
+            self.tool("insmod", str(module))
+        except SwapError as error:
+            if "File exists" in str(error):
+                return
+            raise SwapError(f"the kernel does not take the module: {error}") from error
+        raise SwapError("the stock module went away by itself")
+
+    def nodes(self, access: dict[str, Access]) -> None:
+        """Makes UVM's device nodes anew where its number has changed."""
+        for path in make_nodes(self.system, access):
+            self.say(f"made {path}")
+
+    def bring_stock_back(self, access: dict[str, Access]) -> None:
+        """Loads what the machine loads by itself; NotRestored if that is not the stock module."""
+        try:
+            self.tool("modprobe", "nvidia-uvm")
+            if not self.system.loaded(UVM):
+                raise SwapError("modprobe nvidia-uvm loaded nothing")
+            if self.system.uvm_is_ours():
+                raise SwapError("modprobe nvidia-uvm loaded the patched module")
+            self.nodes(access)
+            self.state_path.unlink(missing_ok=True)
+        except (SwapError, OSError) as error:
+            raise NotRestored(
+                f"the stock module could not be loaded again: {error}; until it is, CUDA does not "
+                "work. Try: modprobe nvidia-uvm"
+            ) from error
+
+    def check(self, module: KernelModule) -> None:
+        """Makes sure that what runs now is that module and answers."""
+        if self.system.source_version(UVM) != module.first("srcversion"):
+            raise SwapError("another nvidia-uvm was loaded meanwhile")
+        try:
+            answer = query(self.system.root / "dev/nvidia-uvm")
+        except OSError as error:
+            raise SwapError(f"the module does not answer UVM_VMEM_QUERY: {error}") from error
+        if answer.driver != module.version:
+            raise SwapError(f"the module says it is of driver {answer.driver}")
+        self.say(f"patched driver {answer.driver}, ABI {answer.abi}")
+
+    def run_selftest(self) -> None:
+        """Runs the self test; its output is the user's to see."""
+        if not self.selftest:
+            self.say("no self test was asked for")
+            return
+        self.say(f"self test: {' '.join(self.selftest)}")
+        try:
+            with subprocess.Popen(self.selftest, start_new_session=True) as process:
+                try:
+                    status = process.wait(timeout=self.selftest_seconds)
+                except BaseException:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    raise
+        except subprocess.TimeoutExpired as error:
+            raise SwapError(f"no end of the self test in {self.selftest_seconds} s") from error
+        except OSError as error:
+            raise SwapError(f"the self test cannot be run: {error}") from error
+        if status:
+            raise SwapError(f"the self test failed (exit status {status})")
+
+    # The two ways
+
+    def load(self, module: KernelModule) -> None:
+        """Swaps the patched module in; undone if anything fails."""
+        access = remember_nodes(self.system)
+        stock = self.system.loaded(UVM)
+        arguments = [*self.stock_arguments(), *self.arguments]
+        if stock:
+            self.try_kernel(module.path)
+        self.note(stock or self.stock_expected())
+        try:
+            if stock:
+                self.remove()
+                self.say("the stock module is out")
+            self.tool("insmod", str(module.path), *arguments)
+            self.nodes(access)
+            self.check(module)
+            self.run_selftest()
+        except (SwapError, Interrupted, OSError) as error:
+            with undisturbed():
+                self.undo(access)
+            raise SwapError(str(error) or "interrupted") from error
+
+    def undo(self, access: dict[str, Access]) -> None:
+        """Goes back to what the machine had before load()."""
+        expected = self.stock_expected()
+        if self.system.loaded(UVM):
+            if not self.system.uvm_is_ours():
+                self.state_path.unlink(missing_ok=True)
+                self.nodes(access)
+                return
+            try:
+                self.remove()
+            except SwapError as error:
+                raise NotRestored(
+                    f"the patched module cannot be taken away: {error}; restart the machine"
+                ) from error
+        if expected:
+            self.bring_stock_back(access)
+            self.say("the stock module is back")
+        else:
+            self.state_path.unlink(missing_ok=True)
+
+    def unload(self) -> None:
+        """Swaps the stock module in again."""
+        access = remember_nodes(self.system)
+        known = self.state_path.exists()
+        expected = self.stock_expected()
+        with undisturbed():
+            if self.system.loaded(UVM):
+                self.remove()
+                self.say("the patched module is out")
+            if known and not expected:
+                self.state_path.unlink(missing_ok=True)
+                self.say("no stock module was loaded before; none is now")
+                return
+            self.bring_stock_back(access)
+            self.say("the stock module is back")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ends are put off: a swap that is half done is the worst state to be left in."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before):  # noqa: B905 - Python 3.9 has no strict
+            signal.signal(number, handler)

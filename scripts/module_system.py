@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: MIT
+"""What a machine says about its kernel, NVIDIA's driver and who uses it.
+
+Everything is read below a root folder, so that a test can lay out any machine as plain files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["UVM", "DeviceUser", "System"]
+
+UVM = "nvidia_uvm"
+SECURE_BOOT = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+CAP_SYS_MODULE = 16
+
+# Services that hold the driver's nodes all the time and never open UVM: one keeps the driver's
+# state between programs, the other looks after NVLink switches.
+HARMLESS = ("nvidia-persistenced", "nv-fabricmanager")
+
+# What a program that uses a GPU has open; nodes for displays, MIG and switches are not asked about.
+NODE = re.compile(r"/dev/nvidia(\d+|ctl|-uvm|-uvm-tools)")
+DEVICES = ("nvidia", "nvidia-frontend", "nvidiactl", "nvidia-uvm")
+
+
+@dataclass(frozen=True)
+class DeviceUser:
+    """A process that has one of the driver's device nodes open."""
+
+    pid: int
+    command: str
+    nodes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.pid} ({self.command}: {', '.join(self.nodes)})"
+
+
+@dataclass(frozen=True)
+class System:
+    """A machine whose files lie below `root`."""
+
+    root: Path = Path("/")
+
+    def text(self, path: str) -> str:
+        """A file's content without white space around it; empty where it cannot be read."""
+        try:
+            return (self.root / path).read_text(encoding="utf-8", errors="replace").strip("\0 \n")
+        except OSError:
+            return ""
+
+    # The kernel
+
+    def release(self) -> str:
+        """The running kernel, as `uname -r` prints it."""
+        return self.text("proc/sys/kernel/osrelease")
+
+    def may_load(self) -> bool:
+        """Whether this process may load modules: root, and not a container's that may not."""
+        found = re.search(r"^CapEff:\s*([0-9a-f]+)", self.text("proc/self/status"), re.MULTILINE)
+        return bool(found and int(found.group(1), 16) >> CAP_SYS_MODULE & 1)
+
+    def modules_disabled(self) -> bool:
+        """Whether the kernel takes no module any more until it is restarted."""
+        return self.text("proc/sys/kernel/modules_disabled") == "1"
+
+    def signatures_enforced(self) -> str:
+        """Why an unsigned module would be rejected; empty if it would not."""
+        if self.text("sys/module/module/parameters/sig_enforce") == "Y":
+            return "the kernel takes signed modules only (module.sig_enforce)"
+        lockdown = re.search(r"\[(\w+)\]", self.text("sys/kernel/security/lockdown"))
+        if lockdown:
+            if lockdown.group(1) == "none":
+                return ""
+            return f"the kernel is locked down ({lockdown.group(1)})"
+        if self.secure_boot():
+            return "Secure Boot is on, and whether the kernel is locked down cannot be read"
+        return ""
+
+    def secure_boot(self) -> bool:
+        """Whether the firmware started this kernel under Secure Boot."""
+        try:
+            # Four bytes of attributes, then the value.
+            return (self.root / SECURE_BOOT).read_bytes()[4:5] == b"\x01"
+        except OSError:
+            return False
+
+    # Modules
+
+    def loaded(self, module: str) -> bool:
+        """Whether a module is loaded (or built in and with parameters, which NVIDIA's are not)."""
+        return (self.root / "sys/module" / module / "refcnt").exists()
+
+    def source_version(self, module: str) -> str:
+        """The fingerprint of a loaded module's sources."""
+        return self.text(f"sys/module/{module}/srcversion")
+
+    def driver_version(self) -> str:
+        """The version of the loaded nvidia.ko; empty if it is not loaded."""
+        version = self.text("sys/module/nvidia/version")
+        if not version:
+            found = re.search(
+                r"^NVRM version:.*?\s(\d+\.\d+(\.\d+)?)\s",
+                self.text("proc/driver/nvidia/version"),
+                re.MULTILINE,
+            )
+            version = found.group(1) if found else ""
+        return version
+
+    def uvm_is_ours(self) -> bool:
+        """Whether the loaded UVM is the patched one: it alone has parameters of our prefix."""
+        folder = self.root / "sys/module" / UVM / "parameters"
+        return any(folder.glob("uvm_vmem_*"))
+
+    def uvm_references(self) -> int:
+        """How many users the kernel counts for the loaded UVM."""
+        return int(self.text(f"sys/module/{UVM}/refcnt") or 0)
+
+    def uvm_holders(self) -> list[str]:
+        """Modules that are built on the loaded UVM."""
+        folder = self.root / "sys/module" / UVM / "holders"
+        return sorted(path.name for path in folder.glob("*"))
+
+    # Device nodes
+
+    def device_majors(self) -> dict[int, str]:
+        """The major numbers of the character devices that GPUs are used through."""
+        majors: dict[int, str] = {}
+        for line in self.text("proc/devices").split("Block devices:")[0].splitlines():
+            number, _space, name = line.strip().partition(" ")
+            if number.isdigit() and name in DEVICES:
+                majors[int(number)] = name
+        return majors
+
+    def device_users(self) -> list[DeviceUser]:
+        """The processes that have one of the driver's nodes open, under whatever path."""
+        majors = self.device_majors()
+        users: list[DeviceUser] = []
+        folders = (self.root / "proc").glob("[0-9]*")
+        for folder in sorted(folders, key=lambda path: int(path.name)):
+            nodes = self.open_nodes(folder / "fd", majors)
+            if nodes and int(folder.name) != os.getpid():
+                users.append(DeviceUser(int(folder.name), self.command(folder), tuple(nodes)))
+        return [user for user in users if user.command not in HARMLESS]
+
+    def open_nodes(self, folder: Path, majors: dict[int, str]) -> list[str]:
+        """The driver's nodes among the open files of a process."""
+        found: set[str] = set()
+        try:
+            files = list(folder.iterdir())
+        except OSError:  # it is gone
+            return []
+        for path in files:
+            try:
+                target = os.readlink(path)
+            except OSError:
+                continue
+            if NODE.fullmatch(target) or device_major(path) in majors:
+                found.add(target)
+        return sorted(found)
+
+    def command(self, folder: Path) -> str:
+        """The name of a process's program."""
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            name = Path(words[0].decode("utf-8", "replace")).name
+            return name or (folder / "comm").read_text(encoding="utf-8").strip()
+        except OSError:
+            return "?"
+
+
+def device_major(path: Path) -> int:
+    """The major number of a character device, -1 for anything else."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return -1
+    return os.major(status.st_rdev) if stat.S_ISCHR(status.st_mode) else -1
