@@ -23,6 +23,7 @@
  * fields and undefined flags must be zero. Arrays are passed as user addresses in a __u64.
  *
  * A command that fails changes nothing, with EIO as the one exception.
+ * A struct with out_ fields must be writable: EFAULT before anything is done if it is not.
  *
  * Errors mean the same in all commands:
  *   ENOTTY      unknown command
@@ -109,15 +110,15 @@ struct uvm_vmem_query {
 	__u8  gpu_uuid[UVM_VMEM_UUID_BYTES]; /* with UVM_VMEM_QUERY_GPU; else zero */
 	__u32 out_abi_version;
 	__u32 out_gpu_refusal;               /* UVM_VMEM_GPU_*; with UVM_VMEM_QUERY_GPU */
-	__u64 out_capabilities;              /* UVM_VMEM_CAP_* */
-	__u64 out_page_sizes;                /* a bit for each */
+	__aligned_u64 out_capabilities;      /* UVM_VMEM_CAP_* */
+	__aligned_u64 out_page_sizes;        /* a bit for each */
 	__u32 out_max_bind_ops;
 	__u32 out_max_bind_units;            /* sum over a BIND's operations of the units that they map */
 	__u32 out_max_create_pages;
 	__u32 out_max_gpus;                  /* in one reservation */
 	__u32 out_max_tickets;               /* unfinished at a time */
 	__u32 __reserved;
-	__u64 out_max_reserve_bytes;
+	__aligned_u64 out_max_reserve_bytes;
 	__u8  out_driver_version[UVM_VMEM_VERSION_BYTES]; /* text, ends with a zero byte */
 };
 
@@ -160,7 +161,8 @@ struct uvm_vmem_free {
  * CREATE: count pages of 1 << page_shift bytes, all zero, pinned, as one object. Pages of 128 KB and above
  * are physically contiguous and aligned to their size; whether neighbouring pages are neighbours in memory
  * is tried for and not promised, unless CONTIGUOUS is given: then the object is one physical run inside one
- * 2 MB chunk, or ENOSPC. HOST: in pinned host memory that the GPU can reach, instead of in the GPU.
+ * 2 MB chunk, or ENOSPC. HOST: in pinned host memory that the GPU can reach, instead of in the GPU; that memory is
+ * physically contiguous in 64 KB only.
  *
  * RELEASE: drop the handle. Pages that are mapped live until the last mapping is taken away.
  */
@@ -233,7 +235,7 @@ struct uvm_vmem_bind {
 
 /*
  * WAIT: until the ticket's BIND is done, at most timeout_ns (0: only ask; ~0: for ever). A ticket that was
- * waited for, or that is known to be done, may be waited for again and is done at once.
+ * waited for, or that is known to be done, may be waited for again and is done at once; so is ticket 0.
  */
 struct uvm_vmem_wait {
 	__u32 size;

@@ -1,0 +1,538 @@
+// SPDX-License-Identifier: MIT OR GPL-2.0
+//
+// vmem: fine-grained GPU memory for address ranges that stay contiguous.
+//
+// The interface is in uvm_vmem_ioctl.h. This file takes the ioctls apart; the others do one thing each:
+//
+//   uvm_vmem_memory.c  stores and chunks: 2 MB pieces of physical memory, cut into units of 64 KB
+//   uvm_vmem_object.c  objects: the pages of one CREATE, and the table of handles
+//   uvm_vmem_range.c   reservations, their beginning and all their ways to end
+//   uvm_vmem_table.c   page tables, and the pushes that write them
+//   uvm_vmem_bind.c    BIND
+//   uvm_vmem_ticket.c  BINDs that are under way, and WAIT
+//   uvm_vmem_stat.c    STAT and the procfs file
+//   uvm_vmem_compat.h  the differences between driver branches
+//
+// Objects and their lives
+//
+//   uvm_vmem_va_space_t  in each VA space, from UVM_INITIALIZE to close. Knows the process that it belongs to.
+//   uvm_vmem_state_t     what a VA space has of vmem; made by the first command that needs it, freed with the VA space.
+//   uvm_vmem_range_t     a reservation; hangs in an external VA range, which destroys it.
+//   uvm_vmem_slot_t      2 MB of a reservation that were bound once: the page tables, and what each PTE says. Stays
+//                        until the reservation goes, so that a steady state writes PTEs only.
+//   uvm_vmem_object_t    pages; alive while its handle was not released or one of its units is mapped.
+//   uvm_vmem_chunk_t     2 MB of physical memory; alive while one of its units belongs to an object.
+//   uvm_vmem_ticket_t    an unfinished BIND, until somebody sees that it is finished.
+//
+// Locks, in this order
+//
+//   VA space lock   read: all commands but RESERVE and FREE. It keeps GPUs registered and reservations alive. write:
+//                   RESERVE, FREE and the hooks by which GPUs, page trees and ranges go.
+//   range->lock     (UVM_LOCK_ORDER_EXT_RANGE_TREE) one BIND on a reservation at a time, until its pushes are sent.
+//   state->lock     (UVM_LOCK_ORDER_VMEM) objects, stores, chunks, tickets. Never held across a wait for the GPU on a
+//                   path that is taken often, nor while memory is taken from other users of the GPU.
+//   then UVM's own: page tree, push, PMM.
+//
+// User memory is only touched with none of them held: a fault on managed memory takes mmap_lock and the VA space lock.
+//
+// Physical memory and the GPU's TLBs
+//
+// A push that takes translations away is added to state->pending before the pages lose their references. Memory that is
+// used again waits for it: the push that zeroes a page acquires it, the PMM gets it with a chunk, host memory waits.
+// So even an ASYNC batch never lets a page reach somebody else while a GPU could still see it.
+//
+// Trade-offs
+//
+// - Zeroing at CREATE, not in the background: a page is never handed out dirty, for a memset's time at each CREATE.
+// - 32 entries of 8 bytes for a slot even if one page of it is used: 256 bytes for 2 MB of addresses make a batch's
+//   final values, its undo and its accounting trivial.
+// - Chunks belong to one file descriptor: two processes never share 2 MB, and what the first leaves is zeroed by the
+//   PMM's next user or by us.
+
+#include <linux/module.h>
+#include <linux/sched/mm.h>
+#include <linux/uaccess.h>
+
+#include "uvm_global.h"
+#include "uvm_kvmalloc.h"
+#include "uvm_vmem_internal.h"
+
+#define CREATE_TRACE_POINTS
+#include "uvm_vmem_trace.h"
+
+MODULE_INFO(vmem_abi, __stringify(UVM_VMEM_ABI_VERSION));
+
+// The sizes of version 1, which are the least that is accepted, and the layouts that user space relies on.
+#define QUERY_SIZE_1   112
+#define RESERVE_SIZE_1 40
+#define FREE_SIZE_1    16
+#define CREATE_SIZE_1  40
+#define RELEASE_SIZE_1 16
+#define BIND_SIZE_1    40
+#define WAIT_SIZE_1    24
+#define STAT_SIZE_1    136
+
+// Structs larger than this are taken for an error of the caller, whatever they hold.
+#define MAX_STRUCT_SIZE PAGE_SIZE
+
+#define CAPABILITIES                                                                                                    \
+    (UVM_VMEM_CAP_HOST | UVM_VMEM_CAP_PEER | UVM_VMEM_CAP_MULTI_GPU | UVM_VMEM_CAP_READ_ONLY | UVM_VMEM_CAP_SPARSE |    \
+     UVM_VMEM_CAP_REPLACE | UVM_VMEM_CAP_BIG | UVM_VMEM_CAP_ASYNC)
+
+typedef union
+{
+    __u32 size;
+    struct uvm_vmem_query query;
+    struct uvm_vmem_reserve reserve;
+    struct uvm_vmem_free free;
+    struct uvm_vmem_create create;
+    struct uvm_vmem_release release;
+    struct uvm_vmem_bind bind;
+    struct uvm_vmem_wait wait;
+    struct uvm_vmem_stat stat;
+} params_t;
+
+typedef struct
+{
+    NvU32 size;
+    NvU32 min_size;
+
+    // The struct has fields that are written on success; on failure too.
+    bool has_out;
+    bool out_on_failure;
+
+    // state is NULL for QUERY only.
+    int (*run)(struct file *filp, uvm_vmem_state_t *state, params_t *params);
+
+    // Takes back what run did, when its result could not be delivered.
+    void (*undo)(uvm_vmem_state_t *state, params_t *params);
+} command_t;
+
+int uvm_vmem_errno(NV_STATUS status, int out_of_memory)
+{
+    switch (status) {
+        case NV_OK:
+            return 0;
+        case NV_ERR_NO_MEMORY:
+        case NV_ERR_INSUFFICIENT_RESOURCES:
+            return out_of_memory;
+        case NV_ERR_UVM_ADDRESS_IN_USE:
+            return -EEXIST;
+        case NV_ERR_INVALID_ADDRESS:
+        case NV_ERR_OUT_OF_RANGE:
+            return -ERANGE;
+        case NV_ERR_INVALID_DEVICE:
+            return -ENODEV;
+        case NV_ERR_BUSY_RETRY:
+            return -EAGAIN;
+        default:
+            return -EIO;
+    }
+}
+
+void *uvm_vmem_alloc(uvm_vmem_state_t *state, size_t size)
+{
+    void *p = uvm_kvmalloc_zero(size);
+
+    if (p)
+        atomic64_add(uvm_kvsize(p), &state->kernel_bytes);
+
+    return p;
+}
+
+void uvm_vmem_free(uvm_vmem_state_t *state, void *p)
+{
+    if (p)
+        atomic64_sub(uvm_kvsize(p), &state->kernel_bytes);
+
+    uvm_kvfree(p);
+}
+
+bool uvm_vmem_page_shift_is_valid(NvU32 page_shift)
+{
+    return page_shift < 32 && ((1u << page_shift) & UVM_VMEM_PAGE_SIZES);
+}
+
+NvU32 uvm_vmem_gpu_refusal(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
+{
+    uvm_page_tree_t *tree = &uvm_gpu_va_space_get(va_space, gpu)->page_tables;
+
+    if (g_uvm_global.conf_computing_enabled)
+        return UVM_VMEM_GPU_CONFIDENTIAL;
+    if (gpu->parent->virt_mode != UVM_VIRT_MODE_NONE)
+        return UVM_VMEM_GPU_VIRTUAL;
+    if (gpu->parent->smc.enabled)
+        return UVM_VMEM_GPU_MIG;
+    if (uvm_vmem_gpu_is_coherent(gpu))
+        return UVM_VMEM_GPU_COHERENT;
+    if (!(tree->hal->page_sizes() & UVM_PAGE_SIZE_64K) || tree->big_page_size != UVM_PAGE_SIZE_64K)
+        return UVM_VMEM_GPU_NO_64K;
+
+    return UVM_VMEM_GPU_OK;
+}
+
+static uvm_gpu_t *gpu_of_uuid(uvm_va_space_t *va_space, const __u8 *uuid)
+{
+    NvProcessorUuid processor_uuid;
+
+    BUILD_BUG_ON(sizeof(processor_uuid.uuid) != UVM_VMEM_UUID_BYTES);
+    memcpy(processor_uuid.uuid, uuid, sizeof(processor_uuid.uuid));
+
+    return uvm_va_space_get_gpu_by_uuid_with_gpu_va_space(va_space, &processor_uuid);
+}
+
+int uvm_vmem_find_gpu(uvm_vmem_state_t *state, const __u8 *uuid, uvm_gpu_t **gpu_out)
+{
+    uvm_gpu_t *gpu = gpu_of_uuid(state->va_space, uuid);
+
+    if (!gpu)
+        return -ENODEV;
+
+    if (uvm_vmem_gpu_refusal(state->va_space, gpu) != UVM_VMEM_GPU_OK)
+        return -EOPNOTSUPP;
+
+    *gpu_out = gpu;
+    return 0;
+}
+
+static int run_query(struct file *filp, uvm_vmem_state_t *state, params_t *params)
+{
+    struct uvm_vmem_query *query = &params->query;
+    uvm_va_space_t *va_space = uvm_fd_va_space(filp);
+    int ret = 0;
+
+    if (query->flags & ~UVM_VMEM_QUERY_GPU)
+        return -EOPNOTSUPP;
+
+    if (query->__reserved)
+        return -EINVAL;
+
+    if (!(query->flags & UVM_VMEM_QUERY_GPU)) {
+        if (memchr_inv(query->gpu_uuid, 0, sizeof(query->gpu_uuid)))
+            return -EINVAL;
+    }
+    else {
+        uvm_gpu_t *gpu;
+
+        if (!va_space)
+            return -EBADFD;
+        if (va_space->vmem.owner != current->mm)
+            return -EPERM;
+
+        uvm_va_space_down_read(va_space);
+        gpu = gpu_of_uuid(va_space, query->gpu_uuid);
+        if (gpu)
+            query->out_gpu_refusal = uvm_vmem_gpu_refusal(va_space, gpu);
+        else
+            ret = -ENODEV;
+        uvm_va_space_up_read(va_space);
+    }
+
+    query->out_abi_version = UVM_VMEM_ABI_VERSION;
+    query->out_capabilities = CAPABILITIES;
+    query->out_page_sizes = UVM_VMEM_PAGE_SIZES;
+    query->out_max_bind_ops = UVM_VMEM_MAX_BIND_OPS;
+    query->out_max_bind_units = UVM_VMEM_MAX_BIND_UNITS;
+    query->out_max_create_pages = UVM_VMEM_MAX_CREATE_PAGES;
+    query->out_max_gpus = UVM_VMEM_MAX_GPUS;
+    query->out_max_tickets = UVM_VMEM_MAX_TICKETS;
+    query->out_max_reserve_bytes = UVM_VMEM_MAX_RESERVE_BYTES;
+    strscpy(query->out_driver_version, NV_VERSION_STRING, sizeof(query->out_driver_version));
+    return ret;
+}
+
+// Copy an array from user space: -EINVAL for none, -EMSGSIZE, -ENOMEM, -EFAULT.
+static int copy_array(NvU64 address, NvU32 count, NvU32 max_count, size_t element_size, void **array_out)
+{
+    void *array;
+
+    if (count == 0)
+        return -EINVAL;
+
+    if (count > max_count)
+        return -EMSGSIZE;
+
+    array = uvm_kvmalloc(count * element_size);
+    if (!array)
+        return -ENOMEM;
+
+    if (copy_from_user(array, u64_to_user_ptr(address), count * element_size)) {
+        uvm_kvfree(array);
+        return -EFAULT;
+    }
+
+    *array_out = array;
+    return 0;
+}
+
+static int run_reserve(struct file *filp, uvm_vmem_state_t *state, params_t *params)
+{
+    struct uvm_vmem_reserve *reserve = &params->reserve;
+    void *uuids;
+    int ret;
+
+    ret = copy_array(reserve->gpus, reserve->gpu_count, UVM_VMEM_MAX_GPUS, UVM_VMEM_UUID_BYTES, &uuids);
+    if (!ret) {
+        ret = uvm_vmem_reserve(state, reserve, uuids);
+        uvm_kvfree(uuids);
+    }
+
+    trace_uvm_vmem_reserve(reserve->start, reserve->length, reserve->gpu_count, ret);
+    return ret;
+}
+
+static int run_free(struct file *filp, uvm_vmem_state_t *state, params_t *params)
+{
+    int ret = uvm_vmem_free_range(state, &params->free);
+
+    trace_uvm_vmem_free(params->free.start, ret);
+    return ret;
+}
+
+static int run_create(struct file *filp, uvm_vmem_state_t *state, params_t *params)
+{
+    int ret = uvm_vmem_create(state, &params->create);
+
+    trace_uvm_vmem_create(params->create.page_shift, params->create.count, params->create.out_handle, ret);
+    return ret;
+}
+
+static int run_release(struct file *filp, uvm_vmem_state_t *state, params_t *params)
+{
+    int ret = uvm_vmem_release(state, &params->release);
+
+    trace_uvm_vmem_release(params->release.handle, ret);
+    return ret;
+}
+
+static void undo_create(uvm_vmem_state_t *state, params_t *params)
+{
+    struct uvm_vmem_release release = { .size = sizeof(release), .handle = params->create.out_handle };
+
+    (void)uvm_vmem_release(state, &release);
+}
+
+static int run_bind(struct file *filp, uvm_vmem_state_t *state, params_t *params)
+{
+    struct uvm_vmem_bind *bind = &params->bind;
+    void *ops;
+    int ret;
+
+    bind->out_failed_op = ~0u;
+
+    ret = copy_array(bind->ops, bind->op_count, UVM_VMEM_MAX_BIND_OPS, sizeof(struct uvm_vmem_op), &ops);
+    if (!ret) {
+        ret = uvm_vmem_bind(state, bind, ops);
+        uvm_kvfree(ops);
+    }
+
+    return ret;
+}
+
+static int run_wait(struct file *filp, uvm_vmem_state_t *state, params_t *params)
+{
+    int ret = uvm_vmem_wait(state, &params->wait);
+
+    trace_uvm_vmem_wait(params->wait.ticket, ret);
+    return ret;
+}
+
+static int run_stat(struct file *filp, uvm_vmem_state_t *state, params_t *params)
+{
+    struct uvm_vmem_stat *stat = &params->stat;
+
+    // Outputs are sums.
+    memset(&stat->out_reserved_bytes, 0, sizeof(*stat) - offsetof(struct uvm_vmem_stat, out_reserved_bytes));
+    return uvm_vmem_stat(state, stat);
+}
+
+#define COMMAND(name, NAME, ...)                                                                                        \
+    [_IOC_NR(UVM_VMEM_##NAME) - _IOC_NR(UVM_VMEM_QUERY)] = {                                                            \
+        .size = sizeof(struct uvm_vmem_##name),                                                                         \
+        .min_size = NAME##_SIZE_1,                                                                                      \
+        .run = run_##name,                                                                                              \
+        __VA_ARGS__                                                                                                     \
+    }
+
+static const command_t g_commands[] =
+{
+    COMMAND(query, QUERY, .has_out = true),
+    COMMAND(reserve, RESERVE),
+    COMMAND(free, FREE),
+    COMMAND(create, CREATE, .has_out = true, .undo = undo_create),
+    COMMAND(release, RELEASE),
+    COMMAND(bind, BIND, .has_out = true, .out_on_failure = true),
+    COMMAND(wait, WAIT),
+    COMMAND(stat, STAT, .has_out = true),
+};
+
+bool uvm_vmem_is_ioctl(unsigned int cmd)
+{
+    return _IOC_TYPE(cmd) == UVM_VMEM_IOCTL_TYPE && _IOC_DIR(cmd) == _IOC_NONE && _IOC_SIZE(cmd) == 0 &&
+           _IOC_NR(cmd) >= _IOC_NR(UVM_VMEM_QUERY);
+}
+
+// Copy the caller's struct, of whatever size, and check what is beyond ours.
+static int copy_params(const command_t *command, void __user *user, params_t *params)
+{
+    NvU32 size;
+    int ret;
+
+    if (copy_from_user(&size, user, sizeof(size)))
+        return -EFAULT;
+
+    if (size < command->min_size)
+        return -EINVAL;
+
+    if (size > MAX_STRUCT_SIZE)
+        return -E2BIG;
+
+    memset(params, 0, sizeof(*params));
+    if (copy_from_user(params, user, min(size, command->size)))
+        return -EFAULT;
+
+    // Not what another thread wrote there meanwhile.
+    params->size = size;
+
+    if (size > command->size) {
+        ret = check_zeroed_user(user + command->size, size - command->size);
+        if (ret < 0)
+            return ret;
+        if (!ret)
+            return -E2BIG;
+    }
+
+    return 0;
+}
+
+static int copy_params_back(const command_t *command, void __user *user, const params_t *params)
+{
+    return copy_to_user(user, params, min(params->size, command->size)) ? -EFAULT : 0;
+}
+
+static uvm_vmem_state_t *state_create(uvm_va_space_t *va_space)
+{
+    uvm_vmem_state_t *state = uvm_kvmalloc_zero(sizeof(*state));
+    uvm_vmem_state_t *other;
+
+    if (!state)
+        return NULL;
+
+    state->va_space = va_space;
+    state->process = task_tgid_nr(current);
+    get_task_comm(state->command, current->group_leader);
+    INIT_LIST_HEAD(&state->ranges);
+    INIT_LIST_HEAD(&state->tickets);
+    uvm_mutex_init(&state->lock, UVM_LOCK_ORDER_VMEM);
+    uvm_tracker_init(&state->pending);
+    xa_init_flags(&state->objects, XA_FLAGS_ALLOC1);
+    atomic64_set(&state->kernel_bytes, uvm_kvsize(state));
+
+    // Another thread may have been quicker.
+    other = cmpxchg(&va_space->vmem.state, NULL, state);
+    if (other) {
+        uvm_kvfree(state);
+        return other;
+    }
+
+    uvm_vmem_stat_add(state);
+    return state;
+}
+
+static int state_get(struct file *filp, uvm_vmem_state_t **state_out)
+{
+    uvm_va_space_t *va_space = uvm_fd_va_space(filp);
+
+    if (!va_space)
+        return -EBADFD;
+
+    if (va_space->vmem.owner != current->mm)
+        return -EPERM;
+
+    *state_out = READ_ONCE(va_space->vmem.state);
+    if (!*state_out)
+        *state_out = state_create(va_space);
+
+    return *state_out ? 0 : -ENOMEM;
+}
+
+long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg)
+{
+    NvU32 number = _IOC_NR(cmd) - _IOC_NR(UVM_VMEM_QUERY);
+    void __user *user = (void __user *)arg;
+    uvm_vmem_state_t *state = NULL;
+    const command_t *command;
+    params_t params;
+    int ret;
+
+    BUILD_BUG_ON(sizeof(struct uvm_vmem_query) != QUERY_SIZE_1);
+    BUILD_BUG_ON(sizeof(struct uvm_vmem_reserve) != RESERVE_SIZE_1);
+    BUILD_BUG_ON(sizeof(struct uvm_vmem_free) != FREE_SIZE_1);
+    BUILD_BUG_ON(sizeof(struct uvm_vmem_create) != CREATE_SIZE_1);
+    BUILD_BUG_ON(sizeof(struct uvm_vmem_release) != RELEASE_SIZE_1);
+    BUILD_BUG_ON(sizeof(struct uvm_vmem_bind) != BIND_SIZE_1);
+    BUILD_BUG_ON(sizeof(struct uvm_vmem_wait) != WAIT_SIZE_1);
+    BUILD_BUG_ON(sizeof(struct uvm_vmem_stat) != STAT_SIZE_1);
+    BUILD_BUG_ON(sizeof(struct uvm_vmem_op) != 32);
+
+    if (number >= ARRAY_SIZE(g_commands))
+        return -ENOTTY;
+
+    command = &g_commands[number];
+    ret = copy_params(command, user, &params);
+    if (ret)
+        return ret;
+
+    // A struct that cannot be written must not be found out about when all is done.
+    if (command->has_out && copy_params_back(command, user, &params))
+        return -EFAULT;
+
+    if (cmd != UVM_VMEM_QUERY) {
+        ret = state_get(filp, &state);
+        if (!ret)
+            ret = uvm_vmem_errno(uvm_global_get_status(), -EIO);
+        if (ret)
+            return ret;
+    }
+
+    ret = command->run(filp, state, &params);
+
+    if ((!ret && command->has_out) || command->out_on_failure) {
+        if (copy_params_back(command, user, &params)) {
+            if (!ret && command->undo)
+                command->undo(state, &params);
+            ret = -EFAULT;
+        }
+    }
+
+    return ret;
+}
+
+void uvm_vmem_va_space_init(uvm_vmem_va_space_t *vmem)
+{
+    vmem->state = NULL;
+    vmem->owner = current->mm;
+    mmgrab(vmem->owner);
+}
+
+void uvm_vmem_va_space_destroy(uvm_vmem_va_space_t *vmem)
+{
+    uvm_vmem_state_t *state = vmem->state;
+
+    if (state) {
+        UVM_ASSERT(list_empty(&state->ranges));
+        UVM_ASSERT(list_empty(&state->tickets));
+
+        uvm_vmem_stat_remove(state);
+
+        // What is left lies in host memory: the GPUs were unregistered, and pending is empty since.
+        uvm_vmem_object_destroy_all(state);
+        uvm_vmem_store_destroy_all(state);
+        uvm_tracker_deinit(&state->pending);
+        UVM_ASSERT(atomic64_read(&state->kernel_bytes) == uvm_kvsize(state));
+        uvm_kvfree(state);
+        vmem->state = NULL;
+    }
+
+    mmdrop(vmem->owner);
+}

@@ -1,0 +1,667 @@
+// SPDX-License-Identifier: MIT OR GPL-2.0
+//
+// BIND: a batch of map and unmap operations, all or nothing.
+//
+//   check      each operation by itself, then sorted by address for overlaps
+//   look up    the reservation and the objects, which are pinned
+//   stage      the final content of each slot that the batch touches: one value for each PTE
+//   prepare    slots, page tables, access to host memory: all that can fail. What was made is unmade on failure.
+//   send       for each GPU as few pushes as the PTEs fit in, and one TLB invalidate at the end of the last
+//   commit     the staged content becomes the slots'; references to objects move along
+//   wait       unless the caller wants a ticket
+//
+// Up to the first push nothing is visible to a GPU or in the state, and every failure goes back. A push cannot be begun
+// only after a fatal error; what was sent before it is not known then, and the reservation is marked broken.
+
+#include <linux/sort.h>
+
+#include "uvm_kvmalloc.h"
+#include "uvm_vmem_internal.h"
+#include "uvm_vmem_trace.h"
+
+// An operation, checked. Units count from the beginning of the reservation.
+typedef struct
+{
+    NvU64 first_unit;
+    NvU64 num_units;
+    uvm_vmem_object_t *object; // MAP
+    NvU64 object_unit;
+    NvU32 number; // in the caller's array
+    NvU32 op;
+    NvU32 flags;
+} bind_op_t;
+
+// The content that a slot is to have.
+typedef struct
+{
+    NvU64 index;
+    NvU32 touched;
+
+    // The slot was made for this batch.
+    bool made;
+
+    uvm_vmem_entry_t entries[UVM_VMEM_SLOT_UNITS];
+} bind_stage_t;
+
+typedef struct
+{
+    uvm_vmem_state_t *state;
+    uvm_vmem_range_t *range;
+    bind_op_t *ops;
+    NvU32 num_ops;
+    NvU32 num_pinned;
+    NvU32 failed_op;
+    bind_stage_t *stages;
+    NvU64 num_stages;
+    uvm_vmem_ticket_t *ticket;
+
+    // A mapping is taken away.
+    bool unmaps;
+
+    // The pushes, to wait for.
+    uvm_tracker_t tracker;
+} bind_t;
+
+static int check_op_alone(const struct uvm_vmem_op *op)
+{
+    NvU32 known_flags;
+
+    switch (op->op) {
+        case UVM_VMEM_OP_MAP:
+            known_flags = UVM_VMEM_OP_READ_ONLY | UVM_VMEM_OP_REPLACE;
+            break;
+        case UVM_VMEM_OP_UNMAP:
+            known_flags = UVM_VMEM_OP_SPARSE;
+            break;
+        default:
+            return -EOPNOTSUPP;
+    }
+
+    if (op->flags & ~known_flags)
+        return -EOPNOTSUPP;
+
+    if (op->count == 0 || op->__reserved)
+        return -EINVAL;
+
+    if (op->op == UVM_VMEM_OP_UNMAP && (op->handle || op->first))
+        return -EINVAL;
+
+    if (op->first + op->count < op->first)
+        return -EOVERFLOW;
+
+    return 0;
+}
+
+// LOCKING: the VA space lock is held for read, and state->lock.
+static int check_op_in_range(bind_t *bind, const struct uvm_vmem_op *op, bind_op_t *out)
+{
+    uvm_vmem_range_t *range = bind->range;
+    NvU32 page_shift = range->page_shift;
+    NvU64 length;
+    NvU32 i;
+    int ret;
+
+    if (op->op == UVM_VMEM_OP_MAP) {
+        ret = uvm_vmem_object_find(bind->state, op->handle, &out->object);
+        if (ret)
+            return ret;
+
+        if (out->object->dead)
+            return -ENODEV;
+
+        if (out->object->page_shift < page_shift)
+            return -EINVAL;
+
+        page_shift = out->object->page_shift;
+        if (op->first + op->count > out->object->count)
+            return -ERANGE;
+
+        out->object_unit = (NvU64)op->first << (page_shift - UVM_VMEM_UNIT_SHIFT);
+    }
+
+    length = (NvU64)op->count << page_shift;
+    if (!IS_ALIGNED(op->addr, 1ull << page_shift))
+        return -EINVAL;
+
+    if (op->addr + length < op->addr)
+        return -EOVERFLOW;
+
+    if (op->addr < range->start || op->addr - range->start > range->length ||
+        length > range->length - (op->addr - range->start))
+        return -ERANGE;
+
+    for (i = 0; i < range->gpu_count; i++) {
+        uvm_gpu_t *gpu = range->gpus[i].gpu;
+        uvm_gpu_t *owner = out->object ? out->object->store->gpu : NULL;
+
+        if (op->op == UVM_VMEM_OP_UNMAP) {
+            if ((op->flags & UVM_VMEM_OP_SPARSE) && range->gpus[i].tree && !uvm_vmem_gpu_has_sparse(gpu))
+                return -EOPNOTSUPP;
+            continue;
+        }
+
+        if (!range->gpus[i].tree)
+            return -ENODEV;
+
+        if (owner && owner != gpu &&
+            !uvm_processor_mask_test(&bind->state->va_space->can_access[uvm_id_value(gpu->id)], owner->id))
+            return -EXDEV;
+    }
+
+    out->first_unit = (op->addr - range->start) / UVM_VMEM_UNIT;
+    out->num_units = length / UVM_VMEM_UNIT;
+    out->op = op->op;
+    out->flags = op->flags;
+    return 0;
+}
+
+static int check_ops(bind_t *bind, const struct uvm_vmem_op *ops)
+{
+    NvU64 units = 0;
+    int ret = 0;
+    NvU32 i;
+
+    uvm_mutex_lock(&bind->state->lock);
+
+    for (i = 0; i < bind->num_ops && !ret; i++) {
+        bind_op_t *op = &bind->ops[i];
+
+        bind->failed_op = i;
+        op->number = i;
+        ret = check_op_in_range(bind, &ops[i], op);
+        if (!ret) {
+            units += op->num_units;
+            if (units > UVM_VMEM_MAX_BIND_UNITS)
+                ret = -EMSGSIZE;
+        }
+
+        if (!ret && op->object)
+            op->object->pins++;
+        else if (ret)
+            op->object = NULL;
+    }
+
+    bind->num_pinned = i;
+    uvm_mutex_unlock(&bind->state->lock);
+    return ret;
+}
+
+static void unpin_objects(bind_t *bind)
+{
+    NvU32 i;
+
+    uvm_assert_mutex_locked(&bind->state->lock);
+
+    for (i = 0; i < bind->num_pinned; i++) {
+        uvm_vmem_object_t *object = bind->ops[i].object;
+
+        if (!object)
+            continue;
+
+        object->pins--;
+        uvm_vmem_object_put(bind->state, object);
+    }
+
+    bind->num_pinned = 0;
+}
+
+static int compare_ops(const void *a, const void *b)
+{
+    const bind_op_t *op_a = a;
+    const bind_op_t *op_b = b;
+
+    if (op_a->first_unit != op_b->first_unit)
+        return op_a->first_unit < op_b->first_unit ? -1 : 1;
+
+    return op_a->number < op_b->number ? -1 : op_a->number > op_b->number;
+}
+
+static int sort_ops(bind_t *bind)
+{
+    NvU32 i;
+
+    sort(bind->ops, bind->num_ops, sizeof(bind->ops[0]), compare_ops, NULL);
+
+    for (i = 1; i < bind->num_ops; i++) {
+        bind_op_t *op = &bind->ops[i];
+
+        if (op[-1].first_unit + op[-1].num_units > op->first_unit) {
+            bind->failed_op = max(op[-1].number, op->number);
+            return -EINVAL;
+        }
+    }
+
+    return 0;
+}
+
+static NvU64 op_first_slot(const bind_op_t *op)
+{
+    return op->first_unit / UVM_VMEM_SLOT_UNITS;
+}
+
+static NvU64 op_last_slot(const bind_op_t *op)
+{
+    return (op->first_unit + op->num_units - 1) / UVM_VMEM_SLOT_UNITS;
+}
+
+// Does the operation change anything in a slot that was never bound?
+static bool op_needs_slot(const bind_op_t *op)
+{
+    return op->op == UVM_VMEM_OP_MAP || (op->flags & UVM_VMEM_OP_SPARSE);
+}
+
+// How many slots the batch touches. The operations are sorted.
+static NvU64 count_stages(bind_t *bind)
+{
+    NvU64 count = 0;
+    NvU64 next = 0;
+    NvU64 slot;
+    NvU32 i;
+
+    for (i = 0; i < bind->num_ops; i++) {
+        bind_op_t *op = &bind->ops[i];
+
+        for (slot = max(next, op_first_slot(op)); slot <= op_last_slot(op); slot++) {
+            if (!bind->range->slots[slot] && !op_needs_slot(op))
+                continue;
+
+            count++;
+            next = slot + 1;
+        }
+    }
+
+    return count;
+}
+
+static uvm_vmem_entry_t op_entry(const bind_op_t *op, NvU64 unit)
+{
+    uvm_vmem_entry_t entry;
+
+    if (op->op == UVM_VMEM_OP_UNMAP)
+        return (op->flags & UVM_VMEM_OP_SPARSE) ? UVM_VMEM_ENTRY_SPARSE : 0;
+
+    entry = UVM_VMEM_ENTRY_MAPPED;
+    if (op->flags & UVM_VMEM_OP_READ_ONLY)
+        entry |= UVM_VMEM_ENTRY_READ_ONLY;
+    entry |= (uvm_vmem_entry_t)op->object->index << UVM_VMEM_ENTRY_INDEX_SHIFT;
+    entry |= (op->object_unit + unit - op->first_unit) << UVM_VMEM_ENTRY_UNIT_SHIFT;
+    return entry;
+}
+
+// Enter what an operation says about one slot.
+static int stage_op(bind_t *bind, const bind_op_t *op, bind_stage_t *stage)
+{
+    NvU64 slot_unit = stage->index * UVM_VMEM_SLOT_UNITS;
+    NvU64 first = max(op->first_unit, slot_unit);
+    NvU64 end = min(op->first_unit + op->num_units, slot_unit + UVM_VMEM_SLOT_UNITS);
+    NvU64 unit;
+
+    for (unit = first; unit < end; unit++) {
+        uvm_vmem_entry_t *entry = &stage->entries[unit - slot_unit];
+        uvm_vmem_entry_t new_entry = op_entry(op, unit);
+
+        if (*entry & UVM_VMEM_ENTRY_MAPPED) {
+            if (op->op == UVM_VMEM_OP_MAP && !(op->flags & UVM_VMEM_OP_REPLACE)) {
+                bind->failed_op = op->number;
+                return -EEXIST;
+            }
+            bind->unmaps = true;
+        }
+
+        if (*entry != new_entry) {
+            *entry = new_entry;
+            stage->touched |= 1u << (unit - slot_unit);
+        }
+    }
+
+    return 0;
+}
+
+static int stage_ops(bind_t *bind)
+{
+    uvm_vmem_range_t *range = bind->range;
+    NvU64 max_stages = count_stages(bind);
+    bind_stage_t *stage = NULL;
+    NvU64 slot;
+    NvU32 i;
+    int ret;
+
+    bind->stages = uvm_kvmalloc_zero(max(max_stages, 1ull) * sizeof(bind->stages[0]));
+    if (!bind->stages)
+        return -ENOMEM;
+
+    for (i = 0; i < bind->num_ops; i++) {
+        bind_op_t *op = &bind->ops[i];
+
+        for (slot = op_first_slot(op); slot <= op_last_slot(op); slot++) {
+            if (!stage || stage->index != slot) {
+                if (!range->slots[slot] && !op_needs_slot(op))
+                    continue;
+
+                UVM_ASSERT(bind->num_stages < max_stages);
+                stage = &bind->stages[bind->num_stages++];
+                stage->index = slot;
+                if (range->slots[slot])
+                    memcpy(stage->entries, range->slots[slot]->entries, sizeof(stage->entries));
+            }
+
+            ret = stage_op(bind, op, stage);
+            if (ret)
+                return ret;
+        }
+    }
+
+    return 0;
+}
+
+// Let every GPU of the reservation reach the host memory that the batch maps.
+static int prepare_host_memory(bind_t *bind)
+{
+    uvm_vmem_range_t *range = bind->range;
+    int ret = 0;
+    NvU32 i, j, unit;
+    NvU64 k;
+
+    uvm_mutex_lock(&bind->state->lock);
+
+    for (i = 0; i < bind->num_ops && !ret; i++) {
+        bind_op_t *op = &bind->ops[i];
+        uvm_vmem_chunk_t *last = NULL;
+
+        if (!op->object || op->object->store->gpu)
+            continue;
+
+        for (k = 0; k < op->num_units && !ret; k++) {
+            uvm_vmem_chunk_t *chunk = uvm_vmem_object_unit(op->object, op->object_unit + k, &unit);
+
+            if (chunk == last)
+                continue;
+
+            last = chunk;
+            for (j = 0; j < range->gpu_count && !ret; j++)
+                ret = uvm_vmem_chunk_map_host(chunk, range->gpus[j].gpu);
+        }
+    }
+
+    uvm_mutex_unlock(&bind->state->lock);
+    return ret;
+}
+
+static int prepare_tables(bind_t *bind)
+{
+    uvm_vmem_range_t *range = bind->range;
+    bool new_tables = false;
+    NvU64 i;
+    int ret;
+
+    for (i = 0; i < bind->num_stages; i++) {
+        bind_stage_t *stage = &bind->stages[i];
+
+        if (!stage->touched)
+            continue;
+
+        ret = uvm_vmem_slot_get(range, stage->index, &stage->made);
+        if (ret)
+            return ret;
+
+        new_tables = new_tables || stage->made;
+    }
+
+    if (new_tables) {
+        ret = uvm_vmem_range_wait_tables(range);
+        if (ret)
+            return ret;
+    }
+
+    for (i = 0; i < bind->num_stages && range->big; i++) {
+        bind_stage_t *stage = &bind->stages[i];
+
+        if (!stage->touched)
+            continue;
+
+        if (uvm_vmem_slot_target(range, range->slots[stage->index], stage->entries) != UVM_VMEM_SLOT_SMALL)
+            continue;
+
+        ret = uvm_vmem_slot_get_small(range, stage->index);
+        if (ret)
+            return ret;
+    }
+
+    return 0;
+}
+
+static void unmake_slots(bind_t *bind)
+{
+    NvU64 i;
+    bool any = false;
+
+    for (i = 0; i < bind->num_stages; i++) {
+        if (bind->stages[i].made) {
+            uvm_vmem_slot_put(bind->range, bind->stages[i].index);
+            any = true;
+        }
+    }
+
+    if (any)
+        (void)uvm_vmem_range_wait_tables(bind->range);
+}
+
+// Send what changes to one GPU.
+static int send_to_gpu(bind_t *bind, NvU32 gpu_index, bool *sent)
+{
+    uvm_vmem_range_t *range = bind->range;
+    uvm_vmem_writer_t writer;
+    NvU64 i;
+    int ret = 0;
+
+    uvm_vmem_writer_begin(&writer, range, gpu_index);
+
+    for (i = 0; i < bind->num_stages && !ret; i++)
+        ret = uvm_vmem_writer_slot(&writer, bind->stages[i].index, bind->stages[i].entries, bind->stages[i].touched);
+
+    if (!ret && writer.second_phase) {
+        ret = uvm_vmem_writer_turn(&writer);
+        for (i = 0; i < bind->num_stages && !ret; i++) {
+            if (bind->stages[i].touched)
+                ret = uvm_vmem_writer_slot_second(&writer, bind->stages[i].index, bind->stages[i].entries);
+        }
+    }
+
+    if (!ret)
+        ret = uvm_vmem_writer_end(&writer);
+
+    *sent = *sent || writer.sent;
+    return ret;
+}
+
+static int send(bind_t *bind)
+{
+    uvm_vmem_range_t *range = bind->range;
+    bool sent = false;
+    int ret = 0;
+    NvU32 i;
+
+    for (i = 0; i < range->gpu_count && !ret; i++) {
+        if (range->gpus[i].tree)
+            ret = send_to_gpu(bind, i, &sent);
+    }
+
+    if (ret && sent)
+        range->broken = true;
+
+    return ret;
+}
+
+static void commit_stage(bind_t *bind, bind_stage_t *stage)
+{
+    uvm_vmem_range_t *range = bind->range;
+    uvm_vmem_slot_t *slot = range->slots[stage->index];
+    NvU32 units;
+
+    for (units = stage->touched; units; units &= units - 1) {
+        NvU32 i = __ffs(units);
+        uvm_vmem_entry_t old_entry = slot->entries[i];
+
+        // The new one first: a page that takes its own place must not be freed in between.
+        uvm_vmem_range_ref(range, stage->entries[i]);
+        slot->entries[i] = stage->entries[i];
+        uvm_vmem_range_unref(range, old_entry);
+
+        if (stage->entries[i] & UVM_VMEM_ENTRY_MAPPED)
+            slot->mapped |= 1u << i;
+        else
+            slot->mapped &= ~(1u << i);
+    }
+}
+
+// What was sent becomes the reservation's content. Cannot fail.
+static void commit(bind_t *bind, NvU64 *ticket_out)
+{
+    uvm_vmem_range_t *range = bind->range;
+    NvU64 i;
+
+    uvm_mutex_lock(&bind->state->lock);
+
+    for (i = 0; i < range->gpu_count; i++)
+        uvm_tracker_add_tracker_safe(&bind->tracker, &range->gpus[i].tracker);
+
+    // Before any page can be given back.
+    if (bind->unmaps) {
+        uvm_tracker_remove_completed(&bind->state->pending);
+        uvm_tracker_add_tracker_safe(&bind->state->pending, &bind->tracker);
+    }
+
+    for (i = 0; i < bind->num_stages; i++) {
+        bind_stage_t *stage = &bind->stages[i];
+
+        if (!stage->touched)
+            continue;
+
+        // commit_stage may free objects, but none that the new content names.
+        commit_stage(bind, stage);
+        range->slots[stage->index]->state = uvm_vmem_slot_target(range, range->slots[stage->index], stage->entries);
+    }
+
+    unpin_objects(bind);
+
+    if (bind->ticket) {
+        uvm_tracker_add_tracker_safe(&bind->ticket->tracker, &bind->tracker);
+        *ticket_out = uvm_vmem_ticket_publish(bind->state, bind->ticket);
+        bind->ticket = NULL;
+    }
+
+    uvm_mutex_unlock(&bind->state->lock);
+    atomic64_inc(&bind->state->binds);
+}
+
+// LOCKING: the VA space lock is held for read and the reservation's lock.
+static int bind_locked(bind_t *bind, const struct uvm_vmem_op *ops, NvU64 *ticket_out)
+{
+    int ret;
+
+    if (bind->range->broken)
+        return -EIO;
+
+    ret = check_ops(bind, ops);
+    if (!ret)
+        ret = sort_ops(bind);
+    if (!ret)
+        ret = stage_ops(bind);
+
+    if (ret)
+        return ret;
+
+    // What fails from here on is no operation's fault.
+    bind->failed_op = ~0u;
+
+    ret = prepare_host_memory(bind);
+    if (!ret)
+        ret = prepare_tables(bind);
+    if (!ret)
+        ret = send(bind);
+
+    if (!ret)
+        commit(bind, ticket_out);
+    else if (!bind->range->broken)
+        unmake_slots(bind);
+
+    return ret;
+}
+
+static void bind_end(bind_t *bind)
+{
+    uvm_mutex_lock(&bind->state->lock);
+
+    // The GPU may map the objects of a broken batch: they keep their pins, and go with the descriptor.
+    if (!bind->range || !bind->range->broken)
+        unpin_objects(bind);
+    if (bind->ticket)
+        uvm_vmem_ticket_free(bind->state, bind->ticket);
+
+    uvm_mutex_unlock(&bind->state->lock);
+}
+
+int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct uvm_vmem_op *ops)
+{
+    uvm_va_space_t *va_space = state->va_space;
+    bind_t bind = { .state = state, .num_ops = params->op_count, .failed_op = ~0u };
+    NvU64 ticket = 0;
+    int ret = 0;
+    NvU32 i;
+
+    params->out_failed_op = ~0u;
+
+    if (params->flags & ~UVM_VMEM_BIND_ASYNC)
+        return -EOPNOTSUPP;
+
+    if (!IS_ALIGNED(params->start, UVM_VMEM_SLOT))
+        return -EINVAL;
+
+    for (i = 0; i < params->op_count; i++) {
+        ret = check_op_alone(&ops[i]);
+        if (ret) {
+            params->out_failed_op = i;
+            return ret;
+        }
+    }
+
+    uvm_tracker_init(&bind.tracker);
+    bind.ops = uvm_kvmalloc_zero(params->op_count * sizeof(bind.ops[0]));
+    if (!bind.ops)
+        return -ENOMEM;
+
+    if (params->flags & UVM_VMEM_BIND_ASYNC) {
+        ret = uvm_vmem_ticket_alloc(state, &bind.ticket);
+        if (ret)
+            goto out;
+    }
+
+    uvm_va_space_down_read(va_space);
+
+    ret = uvm_vmem_range_find(state, params->start, &bind.range);
+    if (!ret) {
+        uvm_mutex_lock(&bind.range->lock);
+        ret = bind_locked(&bind, ops, &ticket);
+        bind_end(&bind);
+        uvm_mutex_unlock(&bind.range->lock);
+    }
+    else {
+        bind_end(&bind);
+    }
+
+    // The VA space lock keeps the GPUs registered meanwhile. Others may bind.
+    if (!ret && !(params->flags & UVM_VMEM_BIND_ASYNC))
+        ret = uvm_vmem_errno(uvm_tracker_wait(&bind.tracker), -EIO);
+
+    uvm_va_space_up_read(va_space);
+
+    params->out_failed_op = bind.failed_op;
+    params->out_ticket = ticket;
+
+out:
+    trace_uvm_vmem_bind(params->start, params->op_count, bind.num_stages, ticket, ret);
+    uvm_tracker_deinit(&bind.tracker);
+    uvm_kvfree(bind.stages);
+    uvm_kvfree(bind.ops);
+    return ret;
+}

@@ -1,0 +1,443 @@
+// SPDX-License-Identifier: MIT OR GPL-2.0
+//
+// The types of vmem and what its files offer one another. uvm_vmem.c explains the whole.
+
+#ifndef __UVM_VMEM_INTERNAL_H__
+#define __UVM_VMEM_INTERNAL_H__
+
+#include <linux/list.h>
+#include <linux/xarray.h>
+
+#include "uvm_gpu.h"
+#include "uvm_lock.h"
+#include "uvm_mem.h"
+#include "uvm_mmu.h"
+#include "uvm_pmm_gpu.h"
+#include "uvm_pte_batch.h"
+#include "uvm_push.h"
+#include "uvm_tracker.h"
+#include "uvm_va_space.h"
+#include "uvm_vmem.h"
+#include "uvm_vmem_compat.h"
+#include "uvm_vmem_ioctl.h"
+
+#define UVM_VMEM_UNIT       (1ull << UVM_VMEM_UNIT_SHIFT)
+#define UVM_VMEM_SLOT       (1ull << UVM_VMEM_SLOT_SHIFT)
+#define UVM_VMEM_SLOT_UNITS ((NvU32)(UVM_VMEM_SLOT / UVM_VMEM_UNIT))
+
+// A batch's description takes 64 bytes an operation and 272 bytes a slot while it runs: at these limits 4 MB and, for
+// operations that lie together, 17 MB.
+#define UVM_VMEM_MAX_BIND_OPS   (1u << 16)
+#define UVM_VMEM_MAX_BIND_UNITS (1u << 21)
+
+// 8 bytes a page while the object lives.
+#define UVM_VMEM_MAX_CREATE_PAGES (1u << 16)
+
+#define UVM_VMEM_MAX_GPUS    8
+#define UVM_VMEM_MAX_TICKETS 1024
+
+// A reservation takes 8 bytes of kernel memory a slot: 64 MB at this limit.
+#define UVM_VMEM_MAX_RESERVE_BYTES (1ull << 44)
+
+// A handle is an index into the table of objects and, above it, how often the index had come round when it was given:
+// a handle comes again after 2^32 objects.
+#define UVM_VMEM_INDEX_BITS 20
+#define UVM_VMEM_INDEX_MAX  ((1u << UVM_VMEM_INDEX_BITS) - 1)
+
+typedef struct uvm_vmem_chunk_struct uvm_vmem_chunk_t;
+typedef struct uvm_vmem_object_struct uvm_vmem_object_t;
+typedef struct uvm_vmem_slot_struct uvm_vmem_slot_t;
+typedef struct uvm_vmem_store_struct uvm_vmem_store_t;
+
+// Orders of an aligned block of units inside a chunk: 0 is one unit, 5 the whole chunk.
+#define UVM_VMEM_ORDERS 6
+
+// 2 MB of physical memory that pages are cut from.
+struct uvm_vmem_chunk_struct
+{
+    uvm_vmem_store_t *store;
+
+    // Exactly one is set: a kernel-type chunk of the PMM, or pinned host memory.
+    uvm_gpu_chunk_t *gpu_chunk;
+    uvm_mem_t *host_mem;
+
+    // In store->chunks[order of the largest free aligned block], if there is a free unit.
+    struct list_head node;
+
+    // In store->all.
+    struct list_head all_node;
+
+    // A bit a unit: not part of an object; holds something other than zeros.
+    NvU32 free;
+    NvU32 dirty;
+};
+
+// Where chunks come from: one GPU, or host memory. One per file descriptor and place, made when first used.
+struct uvm_vmem_store_struct
+{
+    uvm_vmem_state_t *state;
+
+    // NULL: host memory.
+    uvm_gpu_t *gpu;
+
+    struct list_head chunks[UVM_VMEM_ORDERS];
+    struct list_head all;
+
+    // Chunks, and those that some thread is getting now.
+    NvU64 num_chunks;
+    NvU64 num_growing;
+
+    // Units in objects, and units mapped, counted once for each address.
+    NvU64 created_units;
+    NvU64 mapped_units;
+};
+
+// The pages of one CREATE.
+struct uvm_vmem_object_struct
+{
+    uvm_vmem_store_t *store;
+
+    // References: the handle, each mapped unit, and each BIND that is working with the object.
+    NvU64 mapped_units;
+    NvU32 pins;
+    bool released;
+
+    // The store's GPU is gone and the pages with it.
+    bool dead;
+
+    NvU32 index;
+    NvU32 handle;
+    NvU32 page_shift;
+    NvU32 count;
+
+    // Where each page begins: the address of its chunk, and in the low 5 bits the unit in it.
+    unsigned long pages[];
+};
+
+// A unit of virtual addresses. Zero: nothing is mapped.
+//   bit 0 mapped, bit 1 read-only, bit 2 sparse (not mapped), bits 8-27 index of the object, bits 32-63 unit in it
+typedef NvU64 uvm_vmem_entry_t;
+
+#define UVM_VMEM_ENTRY_MAPPED      (1ull << 0)
+#define UVM_VMEM_ENTRY_READ_ONLY   (1ull << 1)
+#define UVM_VMEM_ENTRY_SPARSE      (1ull << 2)
+#define UVM_VMEM_ENTRY_INDEX_SHIFT 8
+#define UVM_VMEM_ENTRY_UNIT_SHIFT  32
+
+// What the entry of a slot in the table above is, on each GPU. Without BIG it is always SMALL.
+typedef enum
+{
+    UVM_VMEM_SLOT_EMPTY, // invalid
+    UVM_VMEM_SLOT_SMALL, // points to a table of 32 PTEs
+    UVM_VMEM_SLOT_BIG    // is a 2 MB PTE
+} uvm_vmem_slot_state_t;
+
+// 2 MB of virtual addresses that have been bound at least once.
+struct uvm_vmem_slot_struct
+{
+    uvm_vmem_entry_t *entries; // UVM_VMEM_SLOT_UNITS
+    NvU32 mapped;              // a bit a unit
+    uvm_vmem_slot_state_t state;
+
+    // The table of PTEs on each GPU of the reservation (entry_count is 0 while there is none) and then, in a BIG
+    // reservation, the slot's own entry in the table above on each GPU.
+    uvm_page_table_range_t tables[];
+};
+
+// A reservation on one of its GPUs.
+typedef struct
+{
+    uvm_gpu_t *gpu;
+
+    // NULL once the GPU has left.
+    uvm_page_tree_t *tree;
+
+    // The last push for this reservation: the next one comes after it.
+    uvm_tracker_t tracker;
+} uvm_vmem_range_gpu_t;
+
+struct uvm_vmem_range_struct
+{
+    // Immutable.
+    uvm_vmem_state_t *state;
+    NvU64 start;
+    NvU64 length;
+    NvU64 num_slots;
+    NvU32 page_shift;
+    bool big;
+    NvU32 gpu_count;
+
+    // In state->ranges. Protected by the VA space lock.
+    struct list_head node;
+
+    // Order UVM_LOCK_ORDER_EXT_RANGE_TREE. Protects what is below while the VA space lock is held for read; held for
+    // write it protects by itself.
+    uvm_mutex_t lock;
+
+    // num_slots pointers; NULL: never bound.
+    uvm_vmem_slot_t **slots;
+
+    NvU64 used_slots;
+    NvU64 mapped_units;
+
+    // A push failed after part of a batch was sent: the GPUs' page tables are not known any more.
+    bool broken;
+
+    uvm_vmem_range_gpu_t gpus[UVM_VMEM_MAX_GPUS];
+};
+
+// A BIND that may not be finished.
+typedef struct
+{
+    NvU64 number;
+    uvm_tracker_t tracker;
+    struct list_head node;
+} uvm_vmem_ticket_t;
+
+// Host memory and each GPU.
+#define UVM_VMEM_STORE_HOST 0
+#define UVM_VMEM_STORES     (1 + UVM_ID_MAX_GPUS)
+
+struct uvm_vmem_state_struct
+{
+    // Immutable. process and command are for people.
+    uvm_va_space_t *va_space;
+    pid_t process;
+    char command[TASK_COMM_LEN];
+
+    // In the list of all states (uvm_vmem_stat.c).
+    struct list_head node;
+
+    // LOCKING: the VA space lock, for write to change it.
+    struct list_head ranges;
+
+    // Order UVM_LOCK_ORDER_VMEM. Protects what is below, and the contents of objects, stores and chunks.
+    uvm_mutex_t lock;
+
+    struct xarray objects;
+    NvU32 next_index;
+    NvU32 generation;
+    NvU32 last_handle;
+    NvU32 num_objects;
+
+    uvm_vmem_store_t *stores[UVM_VMEM_STORES];
+
+    // Pushes that take translations away. Memory that a mapping was taken from is used again after them only.
+    uvm_tracker_t pending;
+
+    struct list_head tickets; // in order of their numbers
+    NvU64 last_ticket;
+    NvU32 num_tickets;
+
+    // Statistics. The atomic ones change without the lock.
+    atomic64_t kernel_bytes;
+    atomic64_t reserved_bytes;
+    atomic64_t reservations;
+    atomic64_t slots;
+    atomic64_t binds;
+    atomic64_t pushes;
+    atomic64_t invalidates;
+    atomic64_t pte_writes;
+    atomic64_t table_waits;
+    atomic64_t zeroed_bytes;
+};
+
+// uvm_vmem.c
+
+// -errno for what UVM or the resource manager returned. out_of_memory is the errno for NV_ERR_NO_MEMORY, which can
+// mean kernel memory (ENOMEM) as well as the GPU's (ENOSPC).
+int uvm_vmem_errno(NV_STATUS status, int out_of_memory);
+
+// Kernel memory that is counted in state->kernel_bytes. alloc returns zeros, or NULL.
+void *uvm_vmem_alloc(uvm_vmem_state_t *state, size_t size);
+void uvm_vmem_free(uvm_vmem_state_t *state, void *p);
+
+// The registered GPU with that UUID, if it has a GPU VA space and is of a kind that is not refused: -ENODEV,
+// -EOPNOTSUPP.
+//
+// LOCKING: the VA space lock is held.
+int uvm_vmem_find_gpu(uvm_vmem_state_t *state, const __u8 *uuid, uvm_gpu_t **gpu_out);
+
+// UVM_VMEM_GPU_*. LOCKING: the VA space lock is held.
+NvU32 uvm_vmem_gpu_refusal(uvm_va_space_t *va_space, uvm_gpu_t *gpu);
+
+bool uvm_vmem_page_shift_is_valid(NvU32 page_shift);
+
+// uvm_vmem_memory.c: stores and chunks
+
+// The store of a place, made if need be; NULL if there is no memory for it. gpu NULL: host memory.
+//
+// LOCKING: state->lock is held.
+uvm_vmem_store_t *uvm_vmem_store_get(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
+
+// Take count pages of 1 << page_shift bytes and write where they are to pages. On failure (-ENOSPC, -EDQUOT, -ENOMEM,
+// -EIO) nothing was taken. gpu is the one that host memory is to be reached from.
+//
+// LOCKING: the VA space lock is held for read; state->lock is taken.
+int uvm_vmem_store_take(uvm_vmem_state_t *state,
+                        uvm_vmem_store_t *store,
+                        uvm_gpu_t *gpu,
+                        NvU32 page_shift,
+                        NvU32 count,
+                        bool contiguous,
+                        unsigned long *pages);
+
+// Give pages back. Those that a mapping was taken from are covered by state->pending.
+//
+// LOCKING: state->lock is held.
+void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count, const unsigned long *pages);
+
+// Fill with zeros what is not zero of pages that were just taken, and wait for it.
+//
+// LOCKING: the VA space lock is held for read; state->lock is taken.
+int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shift, NvU32 count, const unsigned long *pages);
+
+// A GPU leaves. remove_gpu frees the store in its memory, of which no object may be left; unmap_gpu takes its access
+// to host memory away.
+//
+// LOCKING: the VA space lock is held for write; state->lock is held.
+void uvm_vmem_store_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
+void uvm_vmem_store_unmap_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
+
+// The end: free the stores, in which no chunk is left.
+void uvm_vmem_store_destroy_all(uvm_vmem_state_t *state);
+
+static uvm_vmem_chunk_t *uvm_vmem_page_chunk(unsigned long page)
+{
+    return (uvm_vmem_chunk_t *)(page & ~(unsigned long)(UVM_VMEM_SLOT_UNITS - 1));
+}
+
+static NvU32 uvm_vmem_page_unit(unsigned long page)
+{
+    return page & (UVM_VMEM_SLOT_UNITS - 1);
+}
+
+// Let gpu reach a host chunk (-ENOMEM, -EIO). LOCKING: state->lock is held.
+int uvm_vmem_chunk_map_host(uvm_vmem_chunk_t *chunk, uvm_gpu_t *gpu);
+
+// The address of a unit of a chunk as gpu sees it.
+uvm_gpu_phys_address_t uvm_vmem_chunk_address(uvm_vmem_chunk_t *chunk, NvU32 unit, uvm_gpu_t *gpu);
+
+// uvm_vmem_object.c
+
+int uvm_vmem_create(uvm_vmem_state_t *state, struct uvm_vmem_create *params);
+int uvm_vmem_release(uvm_vmem_state_t *state, const struct uvm_vmem_release *params);
+
+// The object of a handle: -ENOENT, -ESTALE, -ENODEV. LOCKING: state->lock is held.
+int uvm_vmem_object_find(uvm_vmem_state_t *state, NvU32 handle, uvm_vmem_object_t **object_out);
+
+// The object of a mapped entry. LOCKING: state->lock is held.
+uvm_vmem_object_t *uvm_vmem_object_of_entry(uvm_vmem_state_t *state, uvm_vmem_entry_t entry);
+
+// Free the object if nothing refers to it. LOCKING: state->lock is held.
+void uvm_vmem_object_put(uvm_vmem_state_t *state, uvm_vmem_object_t *object);
+
+// Chunk and unit in it of an object's unit.
+uvm_vmem_chunk_t *uvm_vmem_object_unit(uvm_vmem_object_t *object, NvU64 unit, NvU32 *unit_out);
+
+// Forget all objects in the store of a GPU that leaves; none is mapped or pinned. LOCKING: state->lock is held.
+void uvm_vmem_object_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
+void uvm_vmem_object_destroy_all(uvm_vmem_state_t *state);
+
+// uvm_vmem_range.c
+
+// Errors of RESERVE and FREE are in the ABI header. uuids: gpu_count UUIDs in kernel memory.
+int uvm_vmem_reserve(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *params, const __u8 *uuids);
+int uvm_vmem_free_range(uvm_vmem_state_t *state, const struct uvm_vmem_free *params);
+
+// The reservation that starts at start (-ENOENT). LOCKING: the VA space lock is held.
+int uvm_vmem_range_find(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out);
+
+// Count count entries of a reservation's slot as mapped, or as not mapped any more, in its object and store.
+//
+// LOCKING: state->lock is held; range->lock is held or the VA space lock is held for write.
+void uvm_vmem_range_ref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry);
+void uvm_vmem_range_unref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry);
+
+// uvm_vmem_table.c: page tables and what is written to them
+
+// Make sure that a slot exists. *made says whether it was made now (then it must be unmade on failure).
+//
+// LOCKING: range->lock is held or the VA space lock is held for write.
+int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made);
+
+// Make sure that a slot of a BIG reservation has a table of PTEs on each GPU. The table is not in use before the
+// slot's state is SMALL; it goes with the slot.
+int uvm_vmem_slot_get_small(uvm_vmem_range_t *range, NvU64 index);
+
+// Give a slot and its tables back. What the tables hold is not visible to the GPU from then on, once
+// uvm_page_tree_wait returned for each GPU.
+void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index);
+
+// Give back all page tables on one GPU, whose tracker is waited for; uvm_page_tree_wait and the tracker say when it has
+// forgotten them.
+//
+// LOCKING: the VA space lock is held for write.
+void uvm_vmem_table_remove_gpu(uvm_vmem_range_t *range, NvU32 gpu_index);
+
+// Wait for the page tables that slot_get and slot_get_small made, on all GPUs.
+int uvm_vmem_range_wait_tables(uvm_vmem_range_t *range);
+
+// What one batch writes to the page tables of one GPU. The calls come in this order: begin; slot for each slot that
+// changes; if second_phase is set then turn, and slot_second for the same slots; end. After a failure of one of them
+// (-EIO) no other may follow; sent says whether the GPU was sent anything.
+typedef struct
+{
+    uvm_vmem_range_t *range;
+    NvU32 gpu_index;
+    uvm_push_t push;
+    uvm_pte_batch_t pte_batch;
+    bool open;
+    bool sent;
+
+    // Hull of the units that change, and the page sizes (ORed) and membar to invalidate them with.
+    NvU64 first_unit;
+    NvU64 last_unit;
+    NvU32 page_sizes;
+    uvm_membar_t membar;
+
+    // Some slot goes from a 2 MB PTE to a table or back. clears: a valid entry has to be invalid in between.
+    bool second_phase;
+    bool clears;
+} uvm_vmem_writer_t;
+
+void uvm_vmem_writer_begin(uvm_vmem_writer_t *writer, uvm_vmem_range_t *range, NvU32 gpu_index);
+
+// Bring the slot from slot->entries to entries, which differ in the units of touched only.
+int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_entry_t *entries, NvU32 touched);
+int uvm_vmem_writer_turn(uvm_vmem_writer_t *writer);
+int uvm_vmem_writer_slot_second(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_entry_t *entries);
+int uvm_vmem_writer_end(uvm_vmem_writer_t *writer);
+
+// What the slot's state is to be for this content.
+uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range, uvm_vmem_slot_t *slot, const uvm_vmem_entry_t *entries);
+
+// uvm_vmem_bind.c
+
+int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct uvm_vmem_op *ops);
+
+// uvm_vmem_ticket.c
+
+// Take a place for a ticket (-EAGAIN, -ENOMEM).
+int uvm_vmem_ticket_alloc(uvm_vmem_state_t *state, uvm_vmem_ticket_t **ticket_out);
+
+// Give the ticket its number, or free it if nothing is pending in its tracker; the number or 0.
+//
+// LOCKING: state->lock is held for both.
+NvU64 uvm_vmem_ticket_publish(uvm_vmem_state_t *state, uvm_vmem_ticket_t *ticket);
+void uvm_vmem_ticket_free(uvm_vmem_state_t *state, uvm_vmem_ticket_t *ticket);
+
+// Wait for all that is pending on any GPU. LOCKING: the VA space lock is held for write.
+void uvm_vmem_ticket_drain(uvm_vmem_state_t *state);
+
+int uvm_vmem_wait(uvm_vmem_state_t *state, const struct uvm_vmem_wait *params);
+
+// uvm_vmem_stat.c
+
+// Add a state to those that the procfs file shows, and take it off.
+void uvm_vmem_stat_add(uvm_vmem_state_t *state);
+void uvm_vmem_stat_remove(uvm_vmem_state_t *state);
+
+int uvm_vmem_stat(uvm_vmem_state_t *state, struct uvm_vmem_stat *params);
+
+#endif // __UVM_VMEM_INTERNAL_H__

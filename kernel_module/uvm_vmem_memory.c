@@ -1,0 +1,478 @@
+// SPDX-License-Identifier: MIT OR GPL-2.0
+//
+// Physical memory: chunks of 2 MB, in GPU memory or pinned in host memory, cut into units of 64 KB.
+//
+// GPU memory comes from the PMM as kernel-type chunks. User-type chunks would be smaller, but the resource manager does
+// not know that such chunks are pinned: it picks their range when somebody asks for contiguous memory, and then spins
+// for 30 seconds for them to go away. Kernel-type chunks are pinned for PMA too.
+//
+// A chunk hangs in the list of the order of its largest aligned block of free units, so that neither taking nor giving
+// depends on how many chunks there are. What is taken is, in this order: a block that holds all that is still wanted,
+// from the fullest chunks that have one; else the largest blocks that there are; else a new chunk. A chunk whose last
+// unit comes back goes back at once.
+//
+// A unit is zeroed when it is handed out, if its chunk was not known to be zero or it was used before. It is handed out
+// again only after the pushes in state->pending, which take the translations to it away.
+
+#include <linux/module.h>
+
+#include "uvm_hal.h"
+#include "uvm_kvmalloc.h"
+#include "uvm_vmem_internal.h"
+
+static ulong uvm_vmem_limit_mb;
+module_param(uvm_vmem_limit_mb, ulong, S_IRUGO | S_IWUSR);
+MODULE_PARM_DESC(uvm_vmem_limit_mb,
+                 "GPU memory, in MB, that one file descriptor may pin on each GPU with vmem; 0: no limit.");
+
+static ulong uvm_vmem_host_limit_mb;
+module_param(uvm_vmem_host_limit_mb, ulong, S_IRUGO | S_IWUSR);
+MODULE_PARM_DESC(uvm_vmem_host_limit_mb,
+                 "Host memory, in MB, that one file descriptor may pin with vmem; 0: no limit.");
+
+// One memset of the copy engine takes 13 to 15 words; a chunk of host memory takes 32 of them. With room to end the push.
+#define ZERO_PUSH_ROOM 4096
+
+// A bit for each position that an aligned block of an order can have.
+static NvU32 order_positions(NvU32 order)
+{
+    static const NvU32 positions[UVM_VMEM_ORDERS] = { 0xffffffff, 0x55555555, 0x11111111, 0x01010101, 0x00010001, 0x1 };
+
+    return positions[order];
+}
+
+// The positions at which an aligned block of this order is free.
+static NvU32 free_blocks(NvU32 free, NvU32 order)
+{
+    NvU32 i;
+
+    for (i = 0; i < order; i++)
+        free &= free >> (1u << i);
+
+    return free & order_positions(order);
+}
+
+static NvU32 block_mask(NvU32 first, NvU32 order)
+{
+    return order == UVM_VMEM_ORDERS - 1 ? ~0u : ((1u << (1u << order)) - 1) << first;
+}
+
+// Put a chunk into the list that it belongs to.
+static void chunk_file(uvm_vmem_chunk_t *chunk)
+{
+    NvU32 order = UVM_VMEM_ORDERS;
+
+    list_del_init(&chunk->node);
+    while (order-- > 0) {
+        if (free_blocks(chunk->free, order)) {
+            list_add(&chunk->node, &chunk->store->chunks[order]);
+            return;
+        }
+    }
+}
+
+uvm_vmem_store_t *uvm_vmem_store_get(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
+{
+    NvU32 index = gpu ? 1 + uvm_id_gpu_index(gpu->id) : UVM_VMEM_STORE_HOST;
+    uvm_vmem_store_t *store = state->stores[index];
+    NvU32 i;
+
+    uvm_assert_mutex_locked(&state->lock);
+
+    if (store)
+        return store;
+
+    store = uvm_vmem_alloc(state, sizeof(*store));
+    if (!store)
+        return NULL;
+
+    store->state = state;
+    store->gpu = gpu;
+    INIT_LIST_HEAD(&store->all);
+    for (i = 0; i < UVM_VMEM_ORDERS; i++)
+        INIT_LIST_HEAD(&store->chunks[i]);
+
+    state->stores[index] = store;
+    return store;
+}
+
+int uvm_vmem_chunk_map_host(uvm_vmem_chunk_t *chunk, uvm_gpu_t *gpu)
+{
+    uvm_assert_mutex_locked(&chunk->store->state->lock);
+
+    return uvm_vmem_errno(uvm_mem_map_gpu_phys(chunk->host_mem, gpu), -ENOMEM);
+}
+
+uvm_gpu_phys_address_t uvm_vmem_chunk_address(uvm_vmem_chunk_t *chunk, NvU32 unit, uvm_gpu_t *gpu)
+{
+    uvm_gpu_t *owner = chunk->store->gpu;
+    uvm_gpu_phys_address_t address;
+
+    if (chunk->host_mem)
+        return uvm_mem_gpu_physical(chunk->host_mem, gpu, unit * UVM_VMEM_UNIT, UVM_VMEM_UNIT);
+
+    if (owner == gpu)
+        address = uvm_gpu_phys_address(UVM_APERTURE_VID, chunk->gpu_chunk->address);
+    else
+        address = uvm_vmem_peer_address(owner, chunk->gpu_chunk, gpu);
+
+    address.address += unit * UVM_VMEM_UNIT;
+    return address;
+}
+
+// Free the memory of a chunk that no unit is in use of.
+//
+// Units are only given back after the pushes that unmap them were added to state->pending, so it covers them all.
+static void chunk_destroy(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk)
+{
+    list_del(&chunk->node);
+    list_del(&chunk->all_node);
+    chunk->store->num_chunks--;
+
+    if (chunk->gpu_chunk) {
+        uvm_pmm_gpu_free(&chunk->store->gpu->pmm, chunk->gpu_chunk, &state->pending);
+    }
+    else {
+        // The kernel does not wait for a GPU before it uses a page again. A failure is a fatal one: no GPU runs then.
+        (void)uvm_tracker_wait(&state->pending);
+        uvm_mem_free(chunk->host_mem);
+    }
+
+    uvm_vmem_free(state, chunk);
+}
+
+static int chunk_alloc_gpu(uvm_vmem_chunk_t *chunk, uvm_gpu_t *gpu)
+{
+    uvm_tracker_t tracker = UVM_TRACKER_INIT();
+    NV_STATUS status;
+
+    status = uvm_pmm_gpu_alloc_kernel(&gpu->pmm,
+                                      1,
+                                      UVM_CHUNK_SIZE_2M,
+                                      UVM_PMM_ALLOC_FLAGS_EVICT,
+                                      &chunk->gpu_chunk,
+                                      &tracker);
+    if (status != NV_OK)
+        return uvm_vmem_errno(status, -ENOSPC);
+
+    chunk->dirty = chunk->gpu_chunk->is_zero ? 0 : ~0u;
+
+    // Whoever takes a unit of this chunk may rely on its former owner being done with it.
+    status = uvm_tracker_wait_deinit(&tracker);
+    if (status != NV_OK) {
+        uvm_pmm_gpu_free(&gpu->pmm, chunk->gpu_chunk, NULL);
+        return uvm_vmem_errno(status, -EIO);
+    }
+
+    return 0;
+}
+
+static int chunk_alloc_host(uvm_vmem_chunk_t *chunk)
+{
+    uvm_mem_alloc_params_t params = { 0 };
+
+    params.size = UVM_VMEM_SLOT;
+    params.page_size = UVM_VMEM_UNIT;
+    params.zero = true;
+    params.mm = current->mm;
+
+    return uvm_vmem_errno(uvm_mem_alloc(&params, &chunk->host_mem), -ENOSPC);
+}
+
+// Add a new chunk to the store.
+//
+// LOCKING: state->lock is dropped meanwhile, because taking memory from other users of the GPU takes long.
+static int store_grow(uvm_vmem_state_t *state, uvm_vmem_store_t *store)
+{
+    ulong limit = READ_ONCE(*(store->gpu ? &uvm_vmem_limit_mb : &uvm_vmem_host_limit_mb));
+    uvm_vmem_chunk_t *chunk;
+    int ret;
+
+    if (limit && (store->num_chunks + store->num_growing + 1) * (UVM_VMEM_SLOT >> 20) > limit)
+        return -EDQUOT;
+
+    // kmalloc aligns powers of two to themselves: the low bits of a chunk's address hold a unit's number.
+    BUILD_BUG_ON(sizeof(*chunk) < UVM_VMEM_SLOT_UNITS || !is_power_of_2(sizeof(*chunk)));
+    chunk = uvm_vmem_alloc(state, sizeof(*chunk));
+    if (!chunk)
+        return -ENOMEM;
+
+    UVM_ASSERT(IS_ALIGNED((unsigned long)chunk, UVM_VMEM_SLOT_UNITS));
+
+    INIT_LIST_HEAD(&chunk->node);
+    chunk->store = store;
+    chunk->free = ~0u;
+
+    store->num_growing++;
+    uvm_mutex_unlock(&state->lock);
+    ret = store->gpu ? chunk_alloc_gpu(chunk, store->gpu) : chunk_alloc_host(chunk);
+    uvm_mutex_lock(&state->lock);
+    store->num_growing--;
+
+    if (ret) {
+        uvm_vmem_free(state, chunk);
+        return ret;
+    }
+
+    store->num_chunks++;
+    list_add(&chunk->all_node, &store->all);
+    chunk_file(chunk);
+    return 0;
+}
+
+// The chunk to take the next pages from, or NULL. wanted is the order that would hold all that is still wanted, least
+// the order of one page.
+static uvm_vmem_chunk_t *store_choose(uvm_vmem_store_t *store, NvU32 wanted, NvU32 least, bool contiguous)
+{
+    NvU32 order;
+
+    for (order = wanted; order < UVM_VMEM_ORDERS; order++) {
+        if (!list_empty(&store->chunks[order]))
+            return list_first_entry(&store->chunks[order], uvm_vmem_chunk_t, node);
+    }
+
+    if (contiguous)
+        return NULL;
+
+    for (order = wanted; order-- > least;) {
+        if (!list_empty(&store->chunks[order]))
+            return list_first_entry(&store->chunks[order], uvm_vmem_chunk_t, node);
+    }
+
+    return NULL;
+}
+
+// Take up to count pages from a chunk, from the first free ones that lie together if it has them.
+static NvU32 chunk_take(uvm_vmem_chunk_t *chunk, NvU32 page_order, NvU32 wanted_order, NvU32 count, unsigned long *pages)
+{
+    NvU32 blocks = free_blocks(chunk->free, wanted_order);
+    NvU32 first = blocks ? __ffs(blocks) : 0;
+    NvU32 taken = 0;
+    NvU32 unit;
+
+    for (unit = first; unit < UVM_VMEM_SLOT_UNITS && taken < count; unit += 1u << page_order) {
+        NvU32 mask = block_mask(unit, page_order);
+
+        if ((chunk->free & mask) != mask)
+            continue;
+
+        chunk->free &= ~mask;
+        pages[taken++] = (unsigned long)chunk | unit;
+    }
+
+    chunk_file(chunk);
+    return taken;
+}
+
+void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count, const unsigned long *pages)
+{
+    NvU32 page_order = page_shift - UVM_VMEM_UNIT_SHIFT;
+    uvm_vmem_chunk_t *chunk;
+    NvU32 i;
+
+    uvm_assert_mutex_locked(&state->lock);
+
+    for (i = 0; i < count; i++) {
+        NvU32 mask = block_mask(uvm_vmem_page_unit(pages[i]), page_order);
+
+        chunk = uvm_vmem_page_chunk(pages[i]);
+        UVM_ASSERT(!(chunk->free & mask));
+        chunk->free |= mask;
+        chunk->store->created_units -= 1u << page_order;
+
+        if (chunk->free == ~0u)
+            chunk_destroy(state, chunk);
+        else if (i + 1 == count || uvm_vmem_page_chunk(pages[i + 1]) != chunk)
+            chunk_file(chunk);
+    }
+}
+
+int uvm_vmem_store_take(uvm_vmem_state_t *state,
+                        uvm_vmem_store_t *store,
+                        uvm_gpu_t *gpu,
+                        NvU32 page_shift,
+                        NvU32 count,
+                        bool contiguous,
+                        unsigned long *pages)
+{
+    NvU32 page_order = page_shift - UVM_VMEM_UNIT_SHIFT;
+    NvU32 taken = 0;
+    int ret = 0;
+
+    uvm_assert_rwsem_locked(&state->va_space->lock);
+    uvm_mutex_lock(&state->lock);
+
+    while (taken < count) {
+        NvU64 units = (NvU64)(count - taken) << page_order;
+        NvU32 wanted = min((NvU32)order_base_2(units), (NvU32)UVM_VMEM_ORDERS - 1);
+        uvm_vmem_chunk_t *chunk = store_choose(store, wanted, page_order, contiguous);
+        NvU32 n;
+
+        if (!chunk) {
+            ret = store_grow(state, store);
+            if (ret)
+                break;
+            continue;
+        }
+
+        if (chunk->host_mem) {
+            ret = uvm_vmem_chunk_map_host(chunk, gpu);
+            if (ret)
+                break;
+        }
+
+        n = chunk_take(chunk, page_order, wanted, count - taken, pages + taken);
+        store->created_units += (NvU64)n << page_order;
+        taken += n;
+    }
+
+    if (ret)
+        uvm_vmem_store_give(state, page_shift, taken, pages);
+
+    uvm_mutex_unlock(&state->lock);
+    return ret;
+}
+
+// Which of the page's units have to be zeroed.
+static NvU32 page_dirty(unsigned long page, NvU32 page_order)
+{
+    return uvm_vmem_page_chunk(page)->dirty & block_mask(uvm_vmem_page_unit(page), page_order);
+}
+
+static void push_zero(uvm_push_t *push, uvm_vmem_chunk_t *chunk, NvU32 first, NvU32 count)
+{
+    uvm_gpu_t *gpu = uvm_push_get_gpu(push);
+
+    // Host memory is contiguous in units only.
+    NvU32 step = chunk->host_mem ? 1 : count;
+    NvU32 unit;
+
+    for (unit = first; unit < first + count; unit += step) {
+        uvm_gpu_phys_address_t address = uvm_vmem_chunk_address(chunk, unit, gpu);
+
+        // The end of the push brings a membar for all.
+        uvm_push_set_flag(push, UVM_PUSH_FLAG_NEXT_MEMBAR_NONE);
+        uvm_push_set_flag(push, UVM_PUSH_FLAG_CE_NEXT_PIPELINED);
+        gpu->parent->ce_hal->memset_8(push, uvm_gpu_address_copy(gpu, address), 0, step * UVM_VMEM_UNIT);
+    }
+}
+
+int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shift, NvU32 count, const unsigned long *pages)
+{
+    NvU32 page_order = page_shift - UVM_VMEM_UNIT_SHIFT;
+    NvU64 page_size = 1ull << page_shift;
+    uvm_tracker_t tracker = UVM_TRACKER_INIT();
+    NV_STATUS status = NV_OK;
+    uvm_push_t push;
+    bool open = false;
+    NvU64 zeroed = 0;
+    NvU32 i, n;
+
+    // The units belong to the caller: nobody else looks at their bits in dirty, but others change other bits.
+    uvm_mutex_lock(&state->lock);
+    for (i = 0; i < count && !page_dirty(pages[i], page_order); i++)
+        ;
+    if (i < count) {
+        uvm_tracker_remove_completed(&state->pending);
+        status = uvm_tracker_add_tracker_safe(&tracker, &state->pending);
+    }
+    uvm_mutex_unlock(&state->lock);
+
+    for (; i < count && status == NV_OK; i += n) {
+        uvm_vmem_chunk_t *chunk = uvm_vmem_page_chunk(pages[i]);
+
+        n = 1;
+        if (!page_dirty(pages[i], page_order))
+            continue;
+
+        // Neighbours go together.
+        while (i + n < count && pages[i + n] == pages[i] + ((unsigned long)n << page_order) &&
+               uvm_vmem_page_chunk(pages[i + n]) == chunk && page_dirty(pages[i + n], page_order))
+            n++;
+
+        if (!open) {
+            status = uvm_push_begin_acquire(gpu->channel_manager,
+                                            UVM_CHANNEL_TYPE_GPU_INTERNAL,
+                                            &tracker,
+                                            &push,
+                                            "vmem zero %u pages",
+                                            count);
+            if (status != NV_OK)
+                break;
+            open = true;
+        }
+
+        push_zero(&push, chunk, uvm_vmem_page_unit(pages[i]), n << page_order);
+        zeroed += n * page_size;
+
+        if (!uvm_push_has_space(&push, ZERO_PUSH_ROOM)) {
+            uvm_push_end(&push);
+            uvm_tracker_overwrite_with_push(&tracker, &push);
+            open = false;
+        }
+    }
+
+    if (open) {
+        uvm_push_end(&push);
+        uvm_tracker_overwrite_with_push(&tracker, &push);
+    }
+
+    if (status == NV_OK)
+        status = uvm_tracker_wait_deinit(&tracker);
+    else
+        (void)uvm_tracker_wait_deinit(&tracker);
+
+    if (status != NV_OK)
+        return uvm_vmem_errno(status, -EIO);
+
+    // From now on they may hold anything.
+    uvm_mutex_lock(&state->lock);
+    for (i = 0; i < count; i++)
+        uvm_vmem_page_chunk(pages[i])->dirty |= block_mask(uvm_vmem_page_unit(pages[i]), page_order);
+    uvm_mutex_unlock(&state->lock);
+
+    atomic64_add(zeroed, &state->zeroed_bytes);
+    return 0;
+}
+
+void uvm_vmem_store_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
+{
+    NvU32 index = 1 + uvm_id_gpu_index(gpu->id);
+
+    uvm_assert_mutex_locked(&state->lock);
+
+    if (!state->stores[index])
+        return;
+
+    UVM_ASSERT(state->stores[index]->created_units == 0);
+    UVM_ASSERT(list_empty(&state->stores[index]->all));
+    uvm_vmem_free(state, state->stores[index]);
+    state->stores[index] = NULL;
+}
+
+void uvm_vmem_store_unmap_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
+{
+    uvm_vmem_store_t *store = state->stores[UVM_VMEM_STORE_HOST];
+    uvm_vmem_chunk_t *chunk;
+
+    uvm_assert_mutex_locked(&state->lock);
+
+    if (!store)
+        return;
+
+    list_for_each_entry(chunk, &store->all, all_node)
+        uvm_mem_unmap_gpu_phys(chunk->host_mem, gpu);
+}
+
+void uvm_vmem_store_destroy_all(uvm_vmem_state_t *state)
+{
+    NvU32 i;
+
+    for (i = 0; i < UVM_VMEM_STORES; i++) {
+        if (!state->stores[i])
+            continue;
+
+        UVM_ASSERT(list_empty(&state->stores[i]->all));
+        uvm_vmem_free(state, state->stores[i]);
+    }
+}

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: MIT OR GPL-2.0
+//
+// Objects: the pages of one CREATE, and the table that handles are looked up in.
+//
+// An object lives while its handle was not released, while a unit of it is mapped, or while a BIND works with it. Its
+// index stays taken for as long, because entries name objects by index. Indices are given in a circle, and a handle
+// also holds how often the circle was closed: an old handle does not name a new object.
+
+#include "uvm_kvmalloc.h"
+#include "uvm_vmem_internal.h"
+
+static NvU32 handle_index(NvU32 handle)
+{
+    return handle & UVM_VMEM_INDEX_MAX;
+}
+
+int uvm_vmem_object_find(uvm_vmem_state_t *state, NvU32 handle, uvm_vmem_object_t **object_out)
+{
+    uvm_vmem_object_t *object;
+
+    uvm_assert_mutex_locked(&state->lock);
+
+    object = handle_index(handle) ? xa_load(&state->objects, handle_index(handle)) : NULL;
+    if (!object || object->handle != handle)
+        return handle_index(handle) && handle <= state->last_handle ? -ESTALE : -ENOENT;
+
+    if (object->released)
+        return -ESTALE;
+
+    *object_out = object;
+    return 0;
+}
+
+// An entry's object cannot go away while the entry is there, so the table may change meanwhile.
+uvm_vmem_object_t *uvm_vmem_object_of_entry(uvm_vmem_state_t *state, uvm_vmem_entry_t entry)
+{
+    UVM_ASSERT(entry & UVM_VMEM_ENTRY_MAPPED);
+
+    return xa_load(&state->objects, (entry >> UVM_VMEM_ENTRY_INDEX_SHIFT) & UVM_VMEM_INDEX_MAX);
+}
+
+uvm_vmem_chunk_t *uvm_vmem_object_unit(uvm_vmem_object_t *object, NvU64 unit, NvU32 *unit_out)
+{
+    NvU32 page_order = object->page_shift - UVM_VMEM_UNIT_SHIFT;
+    unsigned long page = object->pages[unit >> page_order];
+
+    *unit_out = uvm_vmem_page_unit(page) + (unit & ((1u << page_order) - 1));
+    return uvm_vmem_page_chunk(page);
+}
+
+static void object_destroy(uvm_vmem_state_t *state, uvm_vmem_object_t *object)
+{
+    if (!object->dead)
+        uvm_vmem_store_give(state, object->page_shift, object->count, object->pages);
+
+    xa_erase(&state->objects, object->index);
+    state->num_objects--;
+    uvm_vmem_free(state, object);
+}
+
+void uvm_vmem_object_put(uvm_vmem_state_t *state, uvm_vmem_object_t *object)
+{
+    uvm_assert_mutex_locked(&state->lock);
+
+    if (object->released && object->mapped_units == 0 && object->pins == 0)
+        object_destroy(state, object);
+}
+
+// Enter a finished object into the table: from here on its handle works.
+static int object_publish(uvm_vmem_state_t *state, uvm_vmem_object_t *object)
+{
+    int ret;
+
+    uvm_mutex_lock(&state->lock);
+
+    ret = xa_alloc_cyclic(&state->objects,
+                          &object->index,
+                          object,
+                          XA_LIMIT(1, UVM_VMEM_INDEX_MAX),
+                          &state->next_index,
+                          NV_UVM_GFP_FLAGS);
+    if (ret >= 0) {
+        state->generation += ret;
+        object->handle = (state->generation << UVM_VMEM_INDEX_BITS) | object->index;
+        state->last_handle = object->handle;
+        state->num_objects++;
+    }
+
+    uvm_mutex_unlock(&state->lock);
+
+    // -EBUSY: all indices are taken.
+    return ret == -EBUSY ? -ENOMEM : min(ret, 0);
+}
+
+int uvm_vmem_create(uvm_vmem_state_t *state, struct uvm_vmem_create *params)
+{
+    bool contiguous = params->flags & UVM_VMEM_CREATE_CONTIGUOUS;
+    bool host = params->flags & UVM_VMEM_CREATE_HOST;
+    uvm_vmem_object_t *object;
+    uvm_gpu_t *gpu;
+    int ret;
+
+    if (params->flags & ~(UVM_VMEM_CREATE_HOST | UVM_VMEM_CREATE_CONTIGUOUS))
+        return -EOPNOTSUPP;
+
+    if (params->__reserved || params->count == 0 || !uvm_vmem_page_shift_is_valid(params->page_shift))
+        return -EINVAL;
+
+    if (params->count > UVM_VMEM_MAX_CREATE_PAGES)
+        return -EMSGSIZE;
+
+    if (contiguous && ((NvU64)params->count << params->page_shift) > UVM_VMEM_SLOT)
+        return -ENOSPC;
+
+    object = uvm_vmem_alloc(state, sizeof(*object) + params->count * sizeof(object->pages[0]));
+    if (!object)
+        return -ENOMEM;
+
+    object->page_shift = params->page_shift;
+    object->count = params->count;
+
+    uvm_va_space_down_read(state->va_space);
+
+    ret = uvm_vmem_find_gpu(state, params->gpu_uuid, &gpu);
+    if (ret)
+        goto out;
+
+    uvm_mutex_lock(&state->lock);
+    object->store = uvm_vmem_store_get(state, host ? NULL : gpu);
+    uvm_mutex_unlock(&state->lock);
+    if (!object->store) {
+        ret = -ENOMEM;
+        goto out;
+    }
+
+    ret = uvm_vmem_store_take(state, object->store, gpu, object->page_shift, object->count, contiguous, object->pages);
+    if (ret)
+        goto out;
+
+    ret = uvm_vmem_store_zero(state, gpu, object->page_shift, object->count, object->pages);
+    if (!ret)
+        ret = object_publish(state, object);
+
+    if (ret) {
+        uvm_mutex_lock(&state->lock);
+        uvm_vmem_store_give(state, object->page_shift, object->count, object->pages);
+        uvm_mutex_unlock(&state->lock);
+        goto out;
+    }
+
+    params->out_handle = object->handle;
+
+out:
+    uvm_va_space_up_read(state->va_space);
+    if (ret)
+        uvm_vmem_free(state, object);
+
+    return ret;
+}
+
+int uvm_vmem_release(uvm_vmem_state_t *state, const struct uvm_vmem_release *params)
+{
+    uvm_vmem_object_t *object;
+    int ret;
+
+    if (params->flags)
+        return -EOPNOTSUPP;
+
+    if (params->__reserved)
+        return -EINVAL;
+
+    // Keeps the GPU registered that the pages may go back to.
+    uvm_va_space_down_read(state->va_space);
+    uvm_mutex_lock(&state->lock);
+
+    ret = uvm_vmem_object_find(state, params->handle, &object);
+    if (!ret) {
+        object->released = true;
+        uvm_vmem_object_put(state, object);
+    }
+
+    uvm_mutex_unlock(&state->lock);
+    uvm_va_space_up_read(state->va_space);
+    return ret;
+}
+
+void uvm_vmem_object_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
+{
+    uvm_vmem_object_t *object;
+    unsigned long index;
+
+    uvm_assert_mutex_locked(&state->lock);
+
+    xa_for_each(&state->objects, index, object) {
+        if (object->dead || object->store->gpu != gpu)
+            continue;
+
+        UVM_ASSERT(object->mapped_units == 0);
+        UVM_ASSERT(object->pins == 0);
+        uvm_vmem_store_give(state, object->page_shift, object->count, object->pages);
+        object->dead = true;
+        object->store = NULL;
+    }
+}
+
+void uvm_vmem_object_destroy_all(uvm_vmem_state_t *state)
+{
+    uvm_vmem_object_t *object;
+    unsigned long index;
+
+    uvm_mutex_lock(&state->lock);
+    xa_for_each(&state->objects, index, object)
+        object_destroy(state, object);
+    uvm_mutex_unlock(&state->lock);
+
+    xa_destroy(&state->objects);
+}

@@ -1,0 +1,456 @@
+// SPDX-License-Identifier: MIT OR GPL-2.0
+//
+// Reservations. To UVM a reservation is an external VA range without mappings of its own, so that nothing else takes
+// its addresses and UVM_FREE works; the range points to a uvm_vmem_range_t, and UVM's own map calls refuse it.
+//
+// Ways out, all with the VA space lock held for write, so that no BIND is under way:
+//   FREE, UVM_FREE, end of the VA space   -> uvm_vmem_range_destroy
+//   the GPU VA space is unregistered      -> uvm_vmem_range_remove_gpu (the range stays, without this GPU)
+//   peer access ends                      -> uvm_vmem_range_disable_peer
+//   a GPU is unregistered                 -> uvm_vmem_unregister_gpu
+// In each, page tables go first; memory is given back when no GPU can reach it any more.
+
+#include "uvm_kvmalloc.h"
+#include "uvm_vmem_internal.h"
+
+void uvm_vmem_range_ref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry)
+{
+    uvm_vmem_object_t *object;
+
+    uvm_assert_mutex_locked(&range->state->lock);
+
+    if (!(entry & UVM_VMEM_ENTRY_MAPPED))
+        return;
+
+    object = uvm_vmem_object_of_entry(range->state, entry);
+    object->mapped_units++;
+    object->store->mapped_units++;
+    range->mapped_units++;
+}
+
+void uvm_vmem_range_unref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry)
+{
+    uvm_vmem_object_t *object;
+
+    uvm_assert_mutex_locked(&range->state->lock);
+
+    if (!(entry & UVM_VMEM_ENTRY_MAPPED))
+        return;
+
+    object = uvm_vmem_object_of_entry(range->state, entry);
+    UVM_ASSERT(object->mapped_units > 0);
+    object->mapped_units--;
+    object->store->mapped_units--;
+    range->mapped_units--;
+    uvm_vmem_object_put(range->state, object);
+}
+
+int uvm_vmem_range_find(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out)
+{
+    uvm_va_range_t *va_range;
+
+    uvm_assert_rwsem_locked(&state->va_space->lock);
+
+    va_range = uvm_va_range_find(state->va_space, start);
+    if (!va_range || va_range->type != UVM_VA_RANGE_TYPE_EXTERNAL || va_range->node.start != start)
+        return -ENOENT;
+
+    *range_out = *uvm_vmem_range_slot(va_range);
+    return *range_out ? 0 : -ENOENT;
+}
+
+static int check_reserve(const struct uvm_vmem_reserve *params, const __u8 *uuids)
+{
+    NvU32 i, j;
+
+    if (params->flags & ~(UVM_VMEM_RESERVE_EAGER | UVM_VMEM_RESERVE_BIG))
+        return -EOPNOTSUPP;
+
+    if (!IS_ALIGNED(params->start | params->length, UVM_VMEM_SLOT) || params->length == 0 ||
+        !uvm_vmem_page_shift_is_valid(params->page_shift))
+        return -EINVAL;
+
+    if (params->start + params->length < params->start)
+        return -EOVERFLOW;
+
+    if (params->length > UVM_VMEM_MAX_RESERVE_BYTES)
+        return -EMSGSIZE;
+
+    for (i = 0; i < params->gpu_count; i++) {
+        for (j = 0; j < i; j++) {
+            if (!memcmp(uuids + i * UVM_VMEM_UUID_BYTES, uuids + j * UVM_VMEM_UUID_BYTES, UVM_VMEM_UUID_BYTES))
+                return -EINVAL;
+        }
+    }
+
+    return 0;
+}
+
+static int make_all_tables(uvm_vmem_range_t *range)
+{
+    bool made;
+    NvU64 i;
+    int ret;
+
+    for (i = 0; i < range->num_slots; i++) {
+        ret = uvm_vmem_slot_get(range, i, &made);
+        if (ret)
+            return ret;
+    }
+
+    return uvm_vmem_range_wait_tables(range);
+}
+
+static void range_free(uvm_vmem_range_t *range)
+{
+    uvm_vmem_free(range->state, range->slots);
+    uvm_vmem_free(range->state, range);
+}
+
+int uvm_vmem_reserve(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *params, const __u8 *uuids)
+{
+    uvm_va_space_t *va_space = state->va_space;
+    uvm_vmem_external_t *external = NULL;
+    LIST_HEAD(deferred_free_list);
+    uvm_vmem_range_t *range;
+    struct mm_struct *mm;
+    int ret;
+    NvU32 i;
+
+    ret = check_reserve(params, uuids);
+    if (ret)
+        return ret;
+
+    range = uvm_vmem_alloc(state, sizeof(*range));
+    if (!range)
+        return -ENOMEM;
+
+    range->state = state;
+    range->start = params->start;
+    range->length = params->length;
+    range->num_slots = params->length / UVM_VMEM_SLOT;
+    range->page_shift = params->page_shift;
+    range->big = params->flags & UVM_VMEM_RESERVE_BIG;
+    range->gpu_count = params->gpu_count;
+    INIT_LIST_HEAD(&range->node);
+    uvm_mutex_init(&range->lock, UVM_LOCK_ORDER_EXT_RANGE_TREE);
+    for (i = 0; i < range->gpu_count; i++)
+        uvm_tracker_init(&range->gpus[i].tracker);
+
+    range->slots = uvm_vmem_alloc(state, range->num_slots * sizeof(range->slots[0]));
+    if (!range->slots) {
+        uvm_vmem_free(state, range);
+        return -ENOMEM;
+    }
+
+    mm = uvm_va_space_mm_or_current_retain_lock(va_space);
+    uvm_va_space_down_write(va_space);
+
+    for (i = 0; i < range->gpu_count && !ret; i++) {
+        uvm_gpu_t *gpu;
+
+        ret = uvm_vmem_find_gpu(state, uuids + i * UVM_VMEM_UUID_BYTES, &gpu);
+        if (!ret && !uvm_gpu_can_address(gpu, range->start, range->length))
+            ret = -ERANGE;
+
+        if (!ret) {
+            range->gpus[i].gpu = gpu;
+            range->gpus[i].tree = &uvm_gpu_va_space_get(va_space, gpu)->page_tables;
+        }
+    }
+
+    if (!ret) {
+        ret = uvm_vmem_errno(uvm_va_range_create_external(va_space, mm, range->start, range->length, &external),
+                             -ENOMEM);
+    }
+
+    if (ret) {
+        range_free(range);
+    }
+    else {
+        *uvm_vmem_range_slot(uvm_vmem_external_to_va_range(external)) = range;
+        list_add_tail(&range->node, &state->ranges);
+        atomic64_inc(&state->reservations);
+        atomic64_add(range->length, &state->reserved_bytes);
+
+        if (params->flags & UVM_VMEM_RESERVE_EAGER) {
+            ret = make_all_tables(range);
+
+            // Frees our range, too.
+            if (ret)
+                uvm_va_range_destroy(uvm_vmem_external_to_va_range(external), &deferred_free_list);
+        }
+    }
+
+    uvm_va_space_up_write(va_space);
+    uvm_va_space_mm_or_current_release_unlock(va_space, mm);
+
+    // External ranges put mappings here; ours has none.
+    UVM_ASSERT(list_empty(&deferred_free_list));
+    return ret;
+}
+
+int uvm_vmem_free_range(uvm_vmem_state_t *state, const struct uvm_vmem_free *params)
+{
+    uvm_va_space_t *va_space = state->va_space;
+    LIST_HEAD(deferred_free_list);
+    uvm_vmem_range_t *range;
+    int ret;
+
+    if (params->flags & ~UVM_VMEM_FREE_UNMAP)
+        return -EOPNOTSUPP;
+
+    if (!IS_ALIGNED(params->start, UVM_VMEM_SLOT))
+        return -EINVAL;
+
+    uvm_va_space_down_write(va_space);
+
+    ret = uvm_vmem_range_find(state, params->start, &range);
+    if (!ret && range->mapped_units && !(params->flags & UVM_VMEM_FREE_UNMAP))
+        ret = -EBUSY;
+
+    if (!ret)
+        uvm_va_range_destroy(uvm_va_range_find(va_space, params->start), &deferred_free_list);
+
+    uvm_va_space_up_write(va_space);
+
+    UVM_ASSERT(list_empty(&deferred_free_list));
+    return ret;
+}
+
+// Forget all mappings. No GPU has any page tables of the range any more.
+static void forget_mappings(uvm_vmem_range_t *range)
+{
+    NvU64 i;
+    NvU32 j;
+
+    uvm_mutex_lock(&range->state->lock);
+
+    for (i = 0; i < range->num_slots && range->mapped_units; i++) {
+        uvm_vmem_slot_t *slot = range->slots[i];
+
+        if (!slot)
+            continue;
+
+        for (j = 0; j < UVM_VMEM_SLOT_UNITS; j++) {
+            uvm_vmem_range_unref(range, slot->entries[j]);
+            slot->entries[j] = 0;
+        }
+        slot->mapped = 0;
+    }
+
+    uvm_mutex_unlock(&range->state->lock);
+}
+
+// Give back the page tables that the range has on one GPU, and wait until the GPU has forgotten them.
+//
+// The PTEs need not be cleared: each table serves this range alone, so that putting it clears the entry that points to
+// it and invalidates the TLBs. A 2 MB PTE lies in a table that neighbours may use, and is cleared.
+static void remove_tables(uvm_vmem_range_t *range, NvU32 gpu_index)
+{
+    uvm_vmem_range_gpu_t *range_gpu = &range->gpus[gpu_index];
+    NvU64 i;
+
+    // A push fails after a fatal error only. No GPU runs then.
+    (void)uvm_tracker_wait_deinit(&range_gpu->tracker);
+    uvm_vmem_table_remove_gpu(range, gpu_index);
+    (void)uvm_page_tree_wait(range_gpu->tree);
+    (void)uvm_tracker_wait_deinit(&range_gpu->tracker);
+    range_gpu->tree = NULL;
+}
+
+static bool range_has_gpu(uvm_vmem_range_t *range)
+{
+    NvU32 i;
+
+    for (i = 0; i < range->gpu_count; i++) {
+        if (range->gpus[i].tree)
+            return true;
+    }
+
+    return false;
+}
+
+void uvm_vmem_range_remove_gpu(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
+{
+    NvU32 i;
+
+    if (!range)
+        return;
+
+    uvm_assert_rwsem_locked_write(&range->state->va_space->lock);
+
+    for (i = 0; i < range->gpu_count; i++) {
+        if (range->gpus[i].gpu == gpu && range->gpus[i].tree)
+            remove_tables(range, i);
+    }
+
+    if (!range_has_gpu(range))
+        forget_mappings(range);
+}
+
+void uvm_vmem_range_destroy(uvm_vmem_range_t *range)
+{
+    uvm_vmem_state_t *state;
+    NvU64 i;
+
+    if (!range)
+        return;
+
+    state = range->state;
+    uvm_assert_rwsem_locked_write(&state->va_space->lock);
+
+    for (i = 0; i < range->gpu_count; i++) {
+        if (range->gpus[i].tree)
+            remove_tables(range, i);
+    }
+
+    forget_mappings(range);
+    for (i = 0; i < range->num_slots && range->used_slots; i++) {
+        if (range->slots[i])
+            uvm_vmem_slot_put(range, i);
+    }
+
+    list_del(&range->node);
+    atomic64_dec(&state->reservations);
+    atomic64_sub(range->length, &state->reserved_bytes);
+    range_free(range);
+}
+
+// The slot's content without the pages that lie in gpu (NULL: anywhere), and which units that changes.
+static NvU32 without_gpu(uvm_vmem_range_t *range, uvm_vmem_slot_t *slot, uvm_gpu_t *gpu, uvm_vmem_entry_t *entries)
+{
+    NvU32 touched = 0;
+    NvU32 i;
+
+    memcpy(entries, slot->entries, UVM_VMEM_SLOT_UNITS * sizeof(entries[0]));
+    for (i = 0; i < UVM_VMEM_SLOT_UNITS; i++) {
+        if (!(entries[i] & UVM_VMEM_ENTRY_MAPPED))
+            continue;
+
+        if (uvm_vmem_object_of_entry(range->state, entries[i])->store->gpu == gpu) {
+            entries[i] = 0;
+            touched |= 1u << i;
+        }
+    }
+
+    return touched;
+}
+
+// Clear the PTEs of the pages that lie in gpu on one GPU of the range, and wait for it.
+static void evict_ptes(uvm_vmem_range_t *range, NvU32 gpu_index, uvm_gpu_t *gpu)
+{
+    uvm_vmem_entry_t entries[UVM_VMEM_SLOT_UNITS];
+    uvm_vmem_writer_t writer;
+    NvU64 i;
+    int ret = 0;
+
+    uvm_vmem_writer_begin(&writer, range, gpu_index);
+    for (i = 0; i < range->num_slots && !ret; i++) {
+        NvU32 touched;
+
+        if (!range->slots[i] || !range->slots[i]->mapped)
+            continue;
+
+        touched = without_gpu(range, range->slots[i], gpu, entries);
+        ret = uvm_vmem_writer_slot(&writer, i, entries, touched);
+    }
+
+    // Fewer pages never make a 2 MB PTE, and those of one that is there lie in one place.
+    UVM_ASSERT(!writer.second_phase);
+    if (!ret)
+        ret = uvm_vmem_writer_end(&writer);
+
+    // Only a fatal error makes this fail. No GPU runs then.
+    (void)uvm_tracker_wait(&range->gpus[gpu_index].tracker);
+}
+
+// Take away all mappings of pages that lie in gpu.
+//
+// LOCKING: the VA space lock is held for write.
+static void range_evict(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
+{
+    uvm_vmem_entry_t entries[UVM_VMEM_SLOT_UNITS];
+    NvU64 i;
+    NvU32 j;
+
+    uvm_assert_rwsem_locked_write(&range->state->va_space->lock);
+
+    if (!range->mapped_units)
+        return;
+
+    for (j = 0; j < range->gpu_count; j++) {
+        if (range->gpus[j].tree)
+            evict_ptes(range, j, gpu);
+    }
+
+    uvm_mutex_lock(&range->state->lock);
+
+    for (i = 0; i < range->num_slots; i++) {
+        uvm_vmem_slot_t *slot = range->slots[i];
+        NvU32 touched;
+
+        if (!slot || !slot->mapped)
+            continue;
+
+        touched = without_gpu(range, slot, gpu, entries);
+        if (touched && slot->state == UVM_VMEM_SLOT_BIG)
+            slot->state = UVM_VMEM_SLOT_EMPTY;
+
+        for (j = 0; j < UVM_VMEM_SLOT_UNITS; j++) {
+            if (touched & (1u << j))
+                uvm_vmem_range_unref(range, slot->entries[j]);
+        }
+
+        slot->mapped &= ~touched;
+        memcpy(slot->entries, entries, sizeof(entries));
+    }
+
+    uvm_mutex_unlock(&range->state->lock);
+}
+
+static bool range_maps_on(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
+{
+    NvU32 i;
+
+    for (i = 0; i < range->gpu_count; i++) {
+        if (range->gpus[i].gpu == gpu && range->gpus[i].tree)
+            return true;
+    }
+
+    return false;
+}
+
+void uvm_vmem_range_disable_peer(uvm_vmem_range_t *range, uvm_gpu_t *gpu0, uvm_gpu_t *gpu1)
+{
+    if (!range)
+        return;
+
+    if (range_maps_on(range, gpu0))
+        range_evict(range, gpu1);
+    if (range_maps_on(range, gpu1))
+        range_evict(range, gpu0);
+}
+
+void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
+{
+    uvm_vmem_state_t *state = va_space->vmem.state;
+    uvm_vmem_range_t *range;
+
+    uvm_assert_rwsem_locked_write(&va_space->lock);
+
+    if (!state)
+        return;
+
+    uvm_vmem_ticket_drain(state);
+
+    // The GPU's own page tables are gone; what is left are peers that map its memory.
+    list_for_each_entry(range, &state->ranges, node)
+        range_evict(range, gpu);
+
+    uvm_mutex_lock(&state->lock);
+    uvm_vmem_object_remove_gpu(state, gpu);
+    uvm_vmem_store_unmap_gpu(state, gpu);
+    uvm_vmem_store_remove_gpu(state, gpu);
+    uvm_mutex_unlock(&state->lock);
+}

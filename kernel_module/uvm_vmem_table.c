@@ -1,0 +1,557 @@
+// SPDX-License-Identifier: MIT OR GPL-2.0
+//
+// Page tables of a reservation: made slot by slot, kept until the reservation goes, and written in batches.
+//
+// A push cannot fail once it was begun, and while it is open neither the PMM nor the page tree may be called (the PUSH
+// lock order comes after theirs). So all tables that a batch needs are made first (uvm_vmem_slot_get,
+// uvm_vmem_slot_get_small), then uvm_vmem_writer_t sends what changes. It writes each PTE at most once in a push,
+// because the writes of a uvm_pte_batch_t are not ordered among each other.
+
+#include "uvm_hal.h"
+#include "uvm_kvmalloc.h"
+#include "uvm_tlb_batch.h"
+#include "uvm_vmem_internal.h"
+
+// What one slot adds to a push at most, with room to end it: 32 PTEs as one inline copy or four runs of up to four
+// memsets of 13 words each, a PDE or 2 MB PTE, and the membars and the TLB invalidate of the end.
+#define UVM_VMEM_PUSH_ROOM 4096
+
+// With more runs than this in one slot, everything between the first and the last is written as one copy.
+#define UVM_VMEM_MAX_RUNS 4
+
+static uvm_page_table_range_t *slot_ptes(uvm_vmem_slot_t *slot, NvU32 gpu_index)
+{
+    return &slot->tables[gpu_index];
+}
+
+static uvm_page_table_range_t *slot_entry_2m(uvm_vmem_range_t *range, uvm_vmem_slot_t *slot, NvU32 gpu_index)
+{
+    UVM_ASSERT(range->big);
+
+    return &slot->tables[range->gpu_count + gpu_index];
+}
+
+static NvU64 slot_address(uvm_vmem_range_t *range, NvU64 index)
+{
+    return range->start + index * UVM_VMEM_SLOT;
+}
+
+static void put_table(uvm_page_tree_t *tree, uvm_page_table_range_t *table)
+{
+    if (table->entry_count == 0)
+        return;
+
+    uvm_page_tree_put_ptes_async(tree, table);
+    table->entry_count = 0;
+}
+
+void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index)
+{
+    uvm_vmem_slot_t *slot = range->slots[index];
+    NvU32 i;
+
+    for (i = 0; i < range->gpu_count; i++) {
+        uvm_page_tree_t *tree = range->gpus[i].tree;
+
+        // Without its GPU's page tree a table is gone already (uvm_vmem_range_remove_gpu).
+        if (!tree)
+            continue;
+
+        put_table(tree, slot_ptes(slot, i));
+        if (range->big)
+            put_table(tree, slot_entry_2m(range, slot, i));
+    }
+
+    uvm_vmem_free(range->state, slot->entries);
+    uvm_vmem_free(range->state, slot);
+    range->slots[index] = NULL;
+    range->used_slots--;
+    atomic64_dec(&range->state->slots);
+}
+
+int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made)
+{
+    uvm_vmem_slot_t *slot;
+    NvU32 num_tables = range->gpu_count * (range->big ? 2 : 1);
+    NV_STATUS status;
+    NvU32 i;
+
+    *made = false;
+    if (range->slots[index])
+        return 0;
+
+    slot = uvm_vmem_alloc(range->state, sizeof(*slot) + num_tables * sizeof(slot->tables[0]));
+    if (!slot)
+        return -ENOMEM;
+
+    slot->entries = uvm_vmem_alloc(range->state, UVM_VMEM_SLOT_UNITS * sizeof(slot->entries[0]));
+    if (!slot->entries) {
+        uvm_vmem_free(range->state, slot);
+        return -ENOMEM;
+    }
+
+    slot->state = range->big ? UVM_VMEM_SLOT_EMPTY : UVM_VMEM_SLOT_SMALL;
+    range->slots[index] = slot;
+    range->used_slots++;
+    atomic64_inc(&range->state->slots);
+
+    for (i = 0; i < range->gpu_count; i++) {
+        uvm_page_tree_t *tree = range->gpus[i].tree;
+
+        if (!tree)
+            continue;
+
+        status = uvm_page_tree_get_ptes_async(tree,
+                                              range->big ? UVM_PAGE_SIZE_2M : UVM_PAGE_SIZE_64K,
+                                              slot_address(range, index),
+                                              UVM_VMEM_SLOT,
+                                              UVM_PMM_ALLOC_FLAGS_EVICT,
+                                              range->big ? slot_entry_2m(range, slot, i) : slot_ptes(slot, i));
+        if (status != NV_OK) {
+            uvm_vmem_slot_put(range, index);
+            return uvm_vmem_errno(status, -ENOSPC);
+        }
+    }
+
+    *made = true;
+    return 0;
+}
+
+int uvm_vmem_slot_get_small(uvm_vmem_range_t *range, NvU64 index)
+{
+    uvm_vmem_slot_t *slot = range->slots[index];
+    NV_STATUS status;
+    NvU32 i;
+
+    for (i = 0; i < range->gpu_count; i++) {
+        uvm_page_tree_t *tree = range->gpus[i].tree;
+
+        if (!tree || slot_ptes(slot, i)->entry_count != 0)
+            continue;
+
+        status = uvm_page_tree_alloc_table(tree,
+                                           UVM_PAGE_SIZE_64K,
+                                           UVM_PMM_ALLOC_FLAGS_EVICT,
+                                           slot_entry_2m(range, slot, i),
+                                           slot_ptes(slot, i));
+        if (status != NV_OK) {
+            slot_ptes(slot, i)->entry_count = 0;
+            return uvm_vmem_errno(status, -ENOSPC);
+        }
+    }
+
+    return 0;
+}
+
+int uvm_vmem_range_wait_tables(uvm_vmem_range_t *range)
+{
+    int ret = 0;
+    NvU32 i;
+
+    for (i = 0; i < range->gpu_count; i++) {
+        NV_STATUS status;
+
+        if (!range->gpus[i].tree)
+            continue;
+
+        atomic64_inc(&range->state->table_waits);
+        status = uvm_page_tree_wait(range->gpus[i].tree);
+        if (status != NV_OK)
+            ret = uvm_vmem_errno(status, -ENOSPC);
+    }
+
+    return ret;
+}
+
+// Do these entries map one whole chunk of GPU memory, in order and with one access right?
+static bool entries_are_big(uvm_vmem_range_t *range, const uvm_vmem_entry_t *entries)
+{
+    NvU64 step = 1ull << UVM_VMEM_ENTRY_UNIT_SHIFT;
+    uvm_vmem_object_t *object;
+    uvm_vmem_chunk_t *chunk;
+    NvU64 first_unit;
+    NvU32 i, unit;
+
+    if (!(entries[0] & UVM_VMEM_ENTRY_MAPPED))
+        return false;
+
+    for (i = 1; i < UVM_VMEM_SLOT_UNITS; i++) {
+        if (entries[i] != entries[0] + i * step)
+            return false;
+    }
+
+    object = uvm_vmem_object_of_entry(range->state, entries[0]);
+    first_unit = entries[0] >> UVM_VMEM_ENTRY_UNIT_SHIFT;
+    chunk = uvm_vmem_object_unit(object, first_unit, &unit);
+
+    // Host memory is contiguous in 64 KB pieces only.
+    if (unit != 0 || chunk->host_mem)
+        return false;
+
+    for (i = 1; i < UVM_VMEM_SLOT_UNITS; i++) {
+        if (uvm_vmem_object_unit(object, first_unit + i, &unit) != chunk || unit != i)
+            return false;
+    }
+
+    return true;
+}
+
+uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range, uvm_vmem_slot_t *slot, const uvm_vmem_entry_t *entries)
+{
+    NvU32 i;
+
+    if (!range->big)
+        return UVM_VMEM_SLOT_SMALL;
+
+    if (entries_are_big(range, entries))
+        return UVM_VMEM_SLOT_BIG;
+
+    if (slot->state == UVM_VMEM_SLOT_SMALL)
+        return UVM_VMEM_SLOT_SMALL;
+
+    for (i = 0; i < UVM_VMEM_SLOT_UNITS; i++) {
+        if (entries[i])
+            return UVM_VMEM_SLOT_SMALL;
+    }
+
+    return UVM_VMEM_SLOT_EMPTY;
+}
+
+static NvU64 entry_pte(uvm_vmem_writer_t *writer, uvm_vmem_entry_t entry)
+{
+    uvm_vmem_range_t *range = writer->range;
+    uvm_gpu_t *gpu = range->gpus[writer->gpu_index].gpu;
+    uvm_page_tree_t *tree = range->gpus[writer->gpu_index].tree;
+    uvm_prot_t prot = (entry & UVM_VMEM_ENTRY_READ_ONLY) ? UVM_PROT_READ_ONLY : UVM_PROT_READ_WRITE_ATOMIC;
+    NvU64 flags = UVM_MMU_PTE_FLAGS_ACCESS_COUNTERS_DISABLED;
+    uvm_gpu_phys_address_t address;
+    uvm_vmem_chunk_t *chunk;
+    NvU32 unit;
+
+    // Zero is what UVM too writes to unmap external ranges: no 4 KB table lies below.
+    if (!(entry & UVM_VMEM_ENTRY_MAPPED))
+        return (entry & UVM_VMEM_ENTRY_SPARSE) ? tree->hal->make_sparse_pte() : 0;
+
+    chunk = uvm_vmem_object_unit(uvm_vmem_object_of_entry(range->state, entry), entry >> UVM_VMEM_ENTRY_UNIT_SHIFT, &unit);
+    address = uvm_vmem_chunk_address(chunk, unit, gpu);
+
+    // UVM caches local memory, and by default neither peers' nor the host's.
+    if (address.aperture == UVM_APERTURE_VID)
+        flags |= UVM_MMU_PTE_FLAGS_CACHED;
+
+    return tree->hal->make_pte(address.aperture, address.address, prot, flags);
+}
+
+void uvm_vmem_writer_begin(uvm_vmem_writer_t *writer, uvm_vmem_range_t *range, NvU32 gpu_index)
+{
+    memset(writer, 0, sizeof(*writer));
+    writer->range = range;
+    writer->gpu_index = gpu_index;
+    writer->first_unit = ~0ull;
+    writer->membar = UVM_MEMBAR_NONE;
+    writer->page_sizes = UVM_PAGE_SIZE_64K;
+}
+
+static int writer_open(uvm_vmem_writer_t *writer)
+{
+    uvm_vmem_range_gpu_t *range_gpu = &writer->range->gpus[writer->gpu_index];
+    NV_STATUS status;
+
+    if (writer->open)
+        return 0;
+
+    status = uvm_push_begin_acquire(range_gpu->gpu->channel_manager,
+                                    UVM_CHANNEL_TYPE_MEMOPS,
+                                    &range_gpu->tracker,
+                                    &writer->push,
+                                    "vmem page tables at 0x%llx",
+                                    writer->range->start);
+    if (status != NV_OK)
+        return uvm_vmem_errno(status, -EIO);
+
+    uvm_pte_batch_begin(&writer->push, &writer->pte_batch);
+    writer->open = true;
+    return 0;
+}
+
+static void writer_close(uvm_vmem_writer_t *writer)
+{
+    uvm_vmem_range_gpu_t *range_gpu = &writer->range->gpus[writer->gpu_index];
+
+    uvm_push_end(&writer->push);
+    uvm_tracker_overwrite_with_push(&range_gpu->tracker, &writer->push);
+    atomic64_inc(&writer->range->state->pushes);
+    writer->open = false;
+    writer->sent = true;
+}
+
+// Go on in a new push if this one has no room for another slot.
+static int writer_make_room(uvm_vmem_writer_t *writer)
+{
+    if (writer->open && !uvm_push_has_space(&writer->push, UVM_VMEM_PUSH_ROOM)) {
+        uvm_pte_batch_end(&writer->pte_batch);
+
+        // pte_batch_end ordered the writes already; the invalidate comes in the last push.
+        uvm_push_set_flag(&writer->push, UVM_PUSH_FLAG_NEXT_MEMBAR_NONE);
+        writer_close(writer);
+    }
+
+    return writer_open(writer);
+}
+
+static void writer_invalidate(uvm_vmem_writer_t *writer)
+{
+    uvm_vmem_range_t *range = writer->range;
+
+    uvm_tlb_batch_single_invalidate(range->gpus[writer->gpu_index].tree,
+                                    &writer->push,
+                                    range->start + writer->first_unit * UVM_VMEM_UNIT,
+                                    (writer->last_unit - writer->first_unit + 1) * UVM_VMEM_UNIT,
+                                    writer->page_sizes,
+                                    writer->membar);
+    atomic64_inc(&range->state->invalidates);
+}
+
+static void write_run(uvm_vmem_writer_t *writer, uvm_vmem_slot_t *slot, const uvm_vmem_entry_t *entries, NvU32 first, NvU32 count)
+{
+    uvm_page_tree_t *tree = writer->range->gpus[writer->gpu_index].tree;
+    uvm_page_table_range_t *table = slot_ptes(slot, writer->gpu_index);
+    NvU32 pte_size = uvm_mmu_pte_size(tree, UVM_PAGE_SIZE_64K);
+    NvU64 ptes[UVM_VMEM_SLOT_UNITS];
+    NvU32 i;
+
+    UVM_ASSERT(pte_size == sizeof(ptes[0]));
+
+    for (i = 0; i < count; i++)
+        ptes[i] = entry_pte(writer, entries[first + i]);
+
+    if (count > UVM_PTE_BATCH_MAX_PTES) {
+        uvm_pte_batch_write_ptes(&writer->pte_batch,
+                                 uvm_page_table_range_entry_address(tree, table, first),
+                                 ptes,
+                                 pte_size,
+                                 count);
+    }
+    else {
+        for (i = 0; i < count; i++) {
+            uvm_pte_batch_write_pte(&writer->pte_batch,
+                                    uvm_page_table_range_entry_address(tree, table, first + i),
+                                    ptes[i],
+                                    pte_size);
+        }
+    }
+
+    atomic64_add(count, &writer->range->state->pte_writes);
+}
+
+static void write_runs(uvm_vmem_writer_t *writer, uvm_vmem_slot_t *slot, const uvm_vmem_entry_t *entries, NvU32 touched)
+{
+    NvU32 runs = hweight32(touched & ~(touched << 1));
+
+    if (runs > UVM_VMEM_MAX_RUNS)
+        touched = GENMASK(fls(touched) - 1, __ffs(touched));
+
+    while (touched) {
+        NvU32 first = __ffs(touched);
+        NvU32 count = touched >> first == ~0u ? UVM_VMEM_SLOT_UNITS : ffz(touched >> first);
+
+        write_run(writer, slot, entries, first, count);
+        touched = count == UVM_VMEM_SLOT_UNITS ? 0 : touched & ~(((1u << count) - 1) << first);
+    }
+}
+
+static void write_entry_2m(uvm_vmem_writer_t *writer, uvm_vmem_slot_t *slot, NvU64 pte)
+{
+    uvm_page_tree_t *tree = writer->range->gpus[writer->gpu_index].tree;
+    uvm_page_table_range_t *entry_2m = slot_entry_2m(writer->range, slot, writer->gpu_index);
+
+    uvm_pte_batch_write_pte(&writer->pte_batch,
+                            uvm_page_table_range_entry_address(tree, entry_2m, 0),
+                            pte,
+                            uvm_mmu_pte_size(tree, UVM_PAGE_SIZE_2M));
+    atomic64_inc(&writer->range->state->pte_writes);
+}
+
+// The membar after which no access through what the entry said before is under way any more.
+static uvm_membar_t entry_membar(uvm_vmem_writer_t *writer, uvm_vmem_entry_t entry)
+{
+    uvm_gpu_t *gpu = writer->range->gpus[writer->gpu_index].gpu;
+
+    if (!(entry & UVM_VMEM_ENTRY_MAPPED))
+        return UVM_MEMBAR_NONE;
+
+    return uvm_hal_downgrade_membar_type(gpu, uvm_vmem_object_of_entry(writer->range->state, entry)->store->gpu == gpu);
+}
+
+int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_entry_t *entries, NvU32 touched)
+{
+    uvm_vmem_range_t *range = writer->range;
+    uvm_vmem_slot_t *slot = range->slots[index];
+    uvm_vmem_slot_state_t target = uvm_vmem_slot_target(range, slot, entries);
+    NvU32 units;
+    int ret;
+
+    if (!touched)
+        return 0;
+
+    ret = writer_make_room(writer);
+    if (ret)
+        return ret;
+
+    for (units = touched; units; units &= units - 1)
+        writer->membar = max(writer->membar, entry_membar(writer, slot->entries[__ffs(units)]));
+
+    // What goes by a 2 MB entry concerns the whole slot.
+    if (target != UVM_VMEM_SLOT_SMALL || slot->state != UVM_VMEM_SLOT_SMALL) {
+        writer->page_sizes |= UVM_PAGE_SIZE_2M;
+        units = ~0u;
+    }
+    else {
+        units = touched;
+    }
+
+    writer->first_unit = min(writer->first_unit, index * UVM_VMEM_SLOT_UNITS + __ffs(units));
+    writer->last_unit = max(writer->last_unit, index * UVM_VMEM_SLOT_UNITS + fls(units) - 1);
+
+    if (slot->state != target && (slot->state == UVM_VMEM_SLOT_SMALL || target == UVM_VMEM_SLOT_SMALL)) {
+        writer->second_phase = true;
+
+        // The PTEs that a table begins with are whatever its memory held.
+        if (target == UVM_VMEM_SLOT_SMALL)
+            write_run(writer, slot, entries, 0, UVM_VMEM_SLOT_UNITS);
+
+        // From table to 2 MB PTE or back the entry has to be invalid in between, or the GPU could hold both in its
+        // TLBs; block_gpu_pte_finish_split_2m in uvm_va_block.c has the reasons.
+        if (slot->state != UVM_VMEM_SLOT_EMPTY) {
+            writer->clears = true;
+            write_entry_2m(writer, slot, 0);
+        }
+    }
+    else if (target == UVM_VMEM_SLOT_SMALL) {
+        write_runs(writer, slot, entries, touched);
+    }
+    else if (target == UVM_VMEM_SLOT_BIG) {
+        write_entry_2m(writer, slot, entry_pte(writer, entries[0]));
+    }
+    else if (slot->state == UVM_VMEM_SLOT_BIG) {
+        write_entry_2m(writer, slot, 0);
+    }
+
+    return 0;
+}
+
+int uvm_vmem_writer_turn(uvm_vmem_writer_t *writer)
+{
+    int ret = writer_open(writer);
+
+    if (ret)
+        return ret;
+
+    // Orders the writes so far before what follows.
+    uvm_pte_batch_end(&writer->pte_batch);
+    if (writer->clears)
+        writer_invalidate(writer);
+    uvm_pte_batch_begin(&writer->push, &writer->pte_batch);
+
+    return 0;
+}
+
+int uvm_vmem_writer_slot_second(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_entry_t *entries)
+{
+    uvm_vmem_range_t *range = writer->range;
+    uvm_vmem_slot_t *slot = range->slots[index];
+    uvm_vmem_slot_state_t target = uvm_vmem_slot_target(range, slot, entries);
+    int ret;
+
+    if (slot->state == target || (slot->state != UVM_VMEM_SLOT_SMALL && target != UVM_VMEM_SLOT_SMALL))
+        return 0;
+
+    ret = writer_make_room(writer);
+    if (ret)
+        return ret;
+
+    if (target == UVM_VMEM_SLOT_BIG) {
+        write_entry_2m(writer, slot, entry_pte(writer, entries[0]));
+    }
+    else {
+        uvm_page_table_range_t *entry_2m = slot_entry_2m(range, slot, writer->gpu_index);
+
+        // The batch and this write both want the push's inline data.
+        if (writer->pte_batch.pte_count != 0) {
+            uvm_pte_batch_end(&writer->pte_batch);
+            uvm_pte_batch_begin(&writer->push, &writer->pte_batch);
+        }
+
+        // The batch's end comes after and orders this write, as it does those of the batch.
+        uvm_push_set_flag(&writer->push, UVM_PUSH_FLAG_CE_NEXT_PIPELINED);
+        uvm_push_set_flag(&writer->push, UVM_PUSH_FLAG_NEXT_MEMBAR_NONE);
+        uvm_page_tree_write_pde(range->gpus[writer->gpu_index].tree, entry_2m, &writer->push);
+        if (uvm_page_table_range_aperture(entry_2m) == UVM_APERTURE_SYS)
+            writer->pte_batch.membar = UVM_MEMBAR_SYS;
+        atomic64_inc(&range->state->pte_writes);
+    }
+
+    return 0;
+}
+
+int uvm_vmem_writer_end(uvm_vmem_writer_t *writer)
+{
+    int ret;
+
+    // Nothing changed.
+    if (writer->first_unit == ~0ull)
+        return 0;
+
+    ret = writer_open(writer);
+    if (ret)
+        return ret;
+
+    uvm_pte_batch_end(&writer->pte_batch);
+    writer_invalidate(writer);
+    writer_close(writer);
+    return 0;
+}
+
+void uvm_vmem_table_remove_gpu(uvm_vmem_range_t *range, NvU32 gpu_index)
+{
+    uvm_page_tree_t *tree = range->gpus[gpu_index].tree;
+    uvm_vmem_writer_t writer;
+    NvU64 left = range->used_slots;
+    NvU64 i;
+    int ret = 0;
+
+    if (range->big) {
+        uvm_vmem_writer_begin(&writer, range, gpu_index);
+        writer.page_sizes |= UVM_PAGE_SIZE_2M;
+        writer.membar = UVM_MEMBAR_SYS;
+
+        for (i = 0; i < range->num_slots && !ret; i++) {
+            if (!range->slots[i] || range->slots[i]->state != UVM_VMEM_SLOT_BIG)
+                continue;
+
+            ret = writer_make_room(&writer);
+            if (ret)
+                break;
+
+            write_entry_2m(&writer, range->slots[i], 0);
+            writer.first_unit = min(writer.first_unit, i * UVM_VMEM_SLOT_UNITS);
+            writer.last_unit = (i + 1) * UVM_VMEM_SLOT_UNITS - 1;
+        }
+
+        if (!ret)
+            ret = uvm_vmem_writer_end(&writer);
+
+        // After a failure, which is a fatal one, no GPU runs.
+        (void)uvm_tracker_wait(&range->gpus[gpu_index].tracker);
+    }
+
+    for (i = 0; i < range->num_slots && left; i++) {
+        if (!range->slots[i])
+            continue;
+
+        left--;
+        put_table(tree, slot_ptes(range->slots[i], gpu_index));
+        if (range->big)
+            put_table(tree, slot_entry_2m(range, range->slots[i], gpu_index));
+    }
+}

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: MIT OR GPL-2.0
+//
+// Tracepoints, one for each operation: /sys/kernel/tracing/events/uvm_vmem. result is 0 or a negative errno.
+
+#undef TRACE_SYSTEM
+#define TRACE_SYSTEM uvm_vmem
+
+#if !defined(__UVM_VMEM_TRACE_H__) || defined(TRACE_HEADER_MULTI_READ)
+#define __UVM_VMEM_TRACE_H__
+
+#include <linux/tracepoint.h>
+
+TRACE_EVENT(uvm_vmem_reserve,
+    TP_PROTO(u64 start, u64 length, u32 gpus, int result),
+    TP_ARGS(start, length, gpus, result),
+    TP_STRUCT__entry(__field(u64, start) __field(u64, length) __field(u32, gpus) __field(int, result)),
+    TP_fast_assign(__entry->start = start; __entry->length = length; __entry->gpus = gpus; __entry->result = result;),
+    TP_printk("start=0x%llx length=0x%llx gpus=%u result=%d",
+              __entry->start, __entry->length, __entry->gpus, __entry->result)
+);
+
+TRACE_EVENT(uvm_vmem_free,
+    TP_PROTO(u64 start, int result),
+    TP_ARGS(start, result),
+    TP_STRUCT__entry(__field(u64, start) __field(int, result)),
+    TP_fast_assign(__entry->start = start; __entry->result = result;),
+    TP_printk("start=0x%llx result=%d", __entry->start, __entry->result)
+);
+
+TRACE_EVENT(uvm_vmem_create,
+    TP_PROTO(u32 page_shift, u32 count, u32 handle, int result),
+    TP_ARGS(page_shift, count, handle, result),
+    TP_STRUCT__entry(__field(u32, page_shift) __field(u32, count) __field(u32, handle) __field(int, result)),
+    TP_fast_assign(__entry->page_shift = page_shift; __entry->count = count; __entry->handle = handle;
+                   __entry->result = result;),
+    TP_printk("page_shift=%u count=%u handle=0x%x result=%d",
+              __entry->page_shift, __entry->count, __entry->handle, __entry->result)
+);
+
+TRACE_EVENT(uvm_vmem_release,
+    TP_PROTO(u32 handle, int result),
+    TP_ARGS(handle, result),
+    TP_STRUCT__entry(__field(u32, handle) __field(int, result)),
+    TP_fast_assign(__entry->handle = handle; __entry->result = result;),
+    TP_printk("handle=0x%x result=%d", __entry->handle, __entry->result)
+);
+
+TRACE_EVENT(uvm_vmem_bind,
+    TP_PROTO(u64 start, u32 ops, u64 slots, u64 ticket, int result),
+    TP_ARGS(start, ops, slots, ticket, result),
+    TP_STRUCT__entry(__field(u64, start) __field(u32, ops) __field(u64, slots) __field(u64, ticket)
+                     __field(int, result)),
+    TP_fast_assign(__entry->start = start; __entry->ops = ops; __entry->slots = slots; __entry->ticket = ticket;
+                   __entry->result = result;),
+    TP_printk("start=0x%llx ops=%u slots=%llu ticket=%llu result=%d",
+              __entry->start, __entry->ops, __entry->slots, __entry->ticket, __entry->result)
+);
+
+TRACE_EVENT(uvm_vmem_wait,
+    TP_PROTO(u64 ticket, int result),
+    TP_ARGS(ticket, result),
+    TP_STRUCT__entry(__field(u64, ticket) __field(int, result)),
+    TP_fast_assign(__entry->ticket = ticket; __entry->result = result;),
+    TP_printk("ticket=%llu result=%d", __entry->ticket, __entry->result)
+);
+
+#endif // __UVM_VMEM_TRACE_H__
+
+#undef TRACE_INCLUDE_PATH
+#define TRACE_INCLUDE_PATH .
+#undef TRACE_INCLUDE_FILE
+#define TRACE_INCLUDE_FILE uvm_vmem_trace
+#include <trace/define_trace.h>
