@@ -95,16 +95,18 @@ def archive_source(folder: Path = SYSTEM) -> Source:
 
 
 class AptArea:
-    """A suite of Debian's archive with lists of its own."""
+    """Package lists of our own: of one suite of Debian's archive, or of the system's sources."""
 
-    def __init__(self, suite: str, components: Sequence[str], source: Source | None = None) -> None:
+    def __init__(self, suite: str | None, components: Sequence[str] = ()) -> None:
         self.suite = suite
-        self.folder = KERNEL_BUILD / "apt" / suite
+        self.folder = KERNEL_BUILD / "apt" / (suite or "system")
         if not shutil.which("apt-get"):
             raise KernelBuildError("this system has no apt-get: give the driver's source by NV_SRC")
-        source = source or archive_source()
         for name in ("lists/partial", "cache/archives/partial", "state"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
+        if suite is None:
+            return
+        source = archive_source()
         lines = [
             "Types: deb",
             f"URIs: {source.uri}",
@@ -118,9 +120,7 @@ class AptArea:
 
     def options(self) -> list[str]:
         """What makes apt look into this area alone."""
-        settings = {
-            "Dir::Etc::sourcelist": self.folder / "debian.sources",
-            "Dir::Etc::sourceparts": "/dev/null",
+        settings: dict[str, str | Path] = {
             "Dir::State": self.folder / "state",
             "Dir::State::lists": self.folder / "lists",
             "Dir::State::status": "/var/lib/dpkg/status",
@@ -132,17 +132,22 @@ class AptArea:
         if os.geteuid() == 0:
             # The unprivileged user that apt would change to may not be able to reach this folder.
             settings["APT::Sandbox::User"] = "root"
+        if self.suite is not None:
+            settings["Dir::Etc::sourcelist"] = self.folder / "debian.sources"
+            settings["Dir::Etc::sourceparts"] = "/dev/null"
         return [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
 
     def update(self) -> None:
         """Fetches the lists; an archive without a good signature is an error."""
+        # Of the system's archives one may be out of reach without that it matters here.
+        strict = ["-o", "APT::Update::Error-Mode=any"] if self.suite else []
         try:
-            run("apt-get", *self.options(), "-o", "APT::Update::Error-Mode=any", "update")
+            run("apt-get", *self.options(), *strict, "update")
         except KernelBuildError as error:
             hint = ""
             if "NO_PUBKEY" in str(error) or "not signed" in str(error):
                 hint = "\nthe package debian-archive-keyring is too old to check this suite's key"
-            raise KernelBuildError(f"Debian {self.suite}: {error}{hint}") from error
+            raise KernelBuildError(f"Debian {self.suite or ''}: {error}{hint}") from error
 
     def versions(self, package: str) -> list[str]:
         """The versions of a package, newest first."""

@@ -25,16 +25,15 @@ class KernelHeaders:
 def kernel_headers(folder: Path) -> KernelHeaders:
     """Describes the build folder of a kernel (what /lib/modules/RELEASE/build points at)."""
     folder = folder.resolve()
-    release_file = folder / "include" / "config" / "kernel.release"
+    release_file = folder / "include" / "generated" / "utsrelease.h"
     makefile = folder / "Makefile"
-    if not release_file.is_file():
-        # Debian's headers have the generated header alone.
-        release_file = folder / "include" / "generated" / "utsrelease.h"
     if not release_file.is_file() or not makefile.is_file():
         raise KernelBuildError(f"{folder} is not the build folder of a configured kernel")
-    text = release_file.read_text(encoding="utf-8")
-    quoted = re.search(r'UTS_RELEASE "([^"]+)"', text)
-    release = quoted.group(1) if quoted else text.strip()
+    # Not include/config/kernel.release: in Debian's headers that is the version of the source.
+    quoted = re.search(r'UTS_RELEASE "([^"]+)"', release_file.read_text(encoding="utf-8"))
+    if quoted is None:
+        raise KernelBuildError(f"{release_file} names no release")
+    release = quoted.group(1)
     # A build folder apart from its sources has a Makefile of one line that includes theirs.
     included = re.search(r"^include (/\S+)/Makefile$", makefile.read_text("utf-8"), re.MULTILINE)
     source = Path(included.group(1)) if included else folder

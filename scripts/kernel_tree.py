@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from driver_patches import apply_series, kernel_files, series_digest
@@ -34,6 +34,7 @@ from kernel_common import (
     write_if_changed,
 )
 from kernel_headers import KernelHeaders, default_headers, kernel_headers
+from kernel_reuse import copy_build, keep_conftests, take_conftests
 
 __all__ = ["Tree", "build_tree"]
 
@@ -219,9 +220,15 @@ def publish(tree: Tree) -> None:
 def build_tree(tree: Tree, jobs: int = 2) -> Path:
     """Builds a tree, or what has changed in it, and returns the folder with the modules."""
     with locked(KERNEL_BUILD / "work" / f".{tree.base}.lock"):
+        if tree.mutant and not tree.work.is_dir():
+            unchanged = replace(tree, mutant=None)
+            build_tree(unchanged, jobs)
+            copy_build(unchanged.work, tree.work)
         tree.work.mkdir(parents=True, exist_ok=True)
         update_work(tree)
+        take_conftests(tree.work, tree.headers)
         make(tree, jobs)
+        keep_conftests(tree.work, tree.headers)
         if tree.mutant:
             # The work folder held another mutant before, maybe an older build of this one.
             for module in MODULES:

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: MIT
+"""What one build folder may take over from another, so that it need not be done again.
+
+The answers of the driver's conftests (some 300 little compilations) depend on the script, the
+questions, the compiler and the kernel's headers alone; they are kept by a key made of these. A
+mutant's folder starts as a copy of the tree that it is a mutant of: the objects hold no path
+(-ffile-prefix-map), so they are what a build in that folder would make.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from kernel_common import KERNEL_BUILD, run
+from kernel_headers import KernelHeaders
+
+__all__ = ["copy_build", "keep_conftests", "take_conftests"]
+
+QUESTIONS = ("conftest.sh", "Kbuild", "header-presence-tests.mk")
+KERNEL = ("include/generated/autoconf.h", "Module.symvers", ".config")
+
+
+def conftest_key(work: Path, headers: KernelHeaders) -> str:
+    """What the answers depend on, as a name."""
+    digest = hashlib.sha256(f"{headers}\n{run('gcc', '--version')}".encode())
+    paths = [work / name for name in QUESTIONS] + [headers.build / name for name in KERNEL]
+    for path in paths:
+        digest.update(path.name.encode() + b"\0")
+        if path.is_file():
+            digest.update(path.read_bytes())
+    for kbuild in sorted(work.glob("nvidia*/nvidia*.Kbuild")):
+        lines = kbuild.read_text(encoding="utf-8").splitlines()
+        asked = [line for line in lines if line.startswith("NV_CONFTEST")]
+        digest.update("\n".join([kbuild.name, *asked]).encode())
+    return digest.hexdigest()[:32]
+
+
+def take_conftests(work: Path, headers: KernelHeaders) -> bool:
+    """Puts kept answers into a build folder that has none; whether there were any."""
+    kept = KERNEL_BUILD / "conftest" / conftest_key(work, headers)
+    if (work / "conftest").exists() or not kept.is_dir():
+        return False
+    shutil.copytree(kept, work / "conftest")
+    # All of one time, after that of the script: nothing looks out of date.
+    for path in (work / "conftest").rglob("*"):
+        os.utime(path)
+    return True
+
+
+def keep_conftests(work: Path, headers: KernelHeaders) -> None:
+    """Keeps the answers of a finished build."""
+    kept = KERNEL_BUILD / "conftest" / conftest_key(work, headers)
+    if kept.is_dir() or not (work / "conftest" / "generic.h").is_file():
+        return
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent, prefix=".new-") as name:
+        new = Path(name) / "conftest"
+        shutil.copytree(work / "conftest", new)
+        if not kept.is_dir():
+            new.rename(kept)
+
+
+def copy_build(base: Path, work: Path) -> None:
+    """Makes a build folder as a copy of a finished one, with make's notes on it changed to fit."""
+    # Not a name that this one is only the beginning of.
+    named = re.compile(re.escape(str(base)) + r"(?![\w.-])")
+    with tempfile.TemporaryDirectory(dir=work.parent, prefix=".new-") as name:
+        new = Path(name) / work.name
+        # With the times of the files: make is to find everything up to date.
+        shutil.copytree(base, new, symlinks=True)
+        notes = [*new.rglob(".*.cmd"), *new.rglob(".*.d"), *new.glob("*.mod")]
+        for path in [*notes, new / "modules.order", new / "Module.symvers"]:
+            times = path.stat()
+            text = path.read_text(encoding="utf-8")
+            path.write_text(named.sub(str(work), text), encoding="utf-8")
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        new.rename(work)

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Sets up what the tests of the kernel module need; cheap when everything is there.
+
+Debian packages that are missing are listed and installed, as by setup.py. The kernel that the guest
+boots is that of the newest installed headers: Debian's package is unpacked into build/kernel/image
+and not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from apt_area import AptArea
+from kernel_common import KERNEL_BUILD, KernelBuildError, locked, replace_folder, run, say
+from kernel_headers import default_headers
+
+from setup import install_debian_packages
+
+__all__ = ["IMAGE", "kernel_image", "missing_packages"]
+
+IMAGE = KERNEL_BUILD / "image"
+
+# A program that shows that a package is there, and the package.
+PROGRAMS = {
+    "qemu-system-x86_64": "qemu-system-x86",
+    "mke2fs": "e2fsprogs",
+    "modinfo": "kmod",
+    "patch": "patch",
+    "sparse": "sparse",
+    "strip": "binutils",
+    "xz": "xz-utils",
+}
+# What else it takes to build a kernel with sanitizers.
+PROGRAMS_LONG = {"bc": "bc", "bison": "bison", "flex": "flex"}
+FILES_LONG = {
+    "/usr/include/gelf.h": "libelf-dev",
+    "/usr/include/openssl/ssl.h": "libssl-dev",
+    "/usr/src/linux-source-6.1.tar.xz": "linux-source-6.1",
+}
+HEADERS = "linux-headers-cloud-amd64"
+
+
+def is_static(program: str) -> bool:
+    """Whether a program needs no library: the guest has none."""
+    content = Path(program).resolve().read_bytes()
+    return content[:4] == b"\x7fELF" and b"/ld-linux" not in content[:4096]
+
+
+def missing_packages(*, long: bool = False) -> list[str]:
+    """The Debian packages whose part of the system is not there."""
+    wanted = {**PROGRAMS, **(PROGRAMS_LONG if long else {})}
+    # An ordinary user's path may lack the folders of the administrator's programs.
+    path = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
+    missing = [name for program, name in wanted.items() if not shutil.which(program, path=path)]
+    busybox = shutil.which("busybox", path=path)
+    if not busybox or not is_static(busybox):
+        missing.append("busybox-static")
+    if long:
+        missing += [name for file, name in FILES_LONG.items() if not Path(file).exists()]
+    try:
+        default_headers()
+    except KernelBuildError:
+        missing.append(HEADERS)
+    return missing
+
+
+def download(package: str, folder: Path) -> Path:
+    """Fetches a package of the system's archives, with lists of ours where the system has none."""
+    try:
+        run("apt-get", "download", package, cwd=folder)
+    except KernelBuildError:
+        area = AptArea(None)
+        area.update()
+        run("apt-get", *area.options(), "download", package, cwd=folder)
+    (found,) = folder.glob("*.deb")
+    return found
+
+
+def kernel_image(release: str) -> None:
+    """Puts the kernel of a release and its modules into build/kernel/image."""
+    with locked(KERNEL_BUILD / ".image.lock"):
+        if (IMAGE / "boot" / f"vmlinuz-{release}").is_file() and not IMAGE.is_symlink():
+            return
+        say(f"the guest's kernel: linux-image-{release}")
+        with tempfile.TemporaryDirectory(dir=KERNEL_BUILD, prefix=".image-") as name:
+            package = download(f"linux-image-{release}", Path(name))
+            new = Path(name) / "image"
+            run("dpkg-deb", "-x", package, new)
+            if not (new / "boot" / f"vmlinuz-{release}").is_file():
+                raise KernelBuildError(f"{package.name} holds no boot/vmlinuz-{release}")
+            if IMAGE.is_symlink():
+                IMAGE.unlink()
+            replace_folder(new, IMAGE)
+
+
+def main() -> int:
+    """Brings everything up to date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--long", action="store_true", help="also for the kernel of test-long")
+    options = parser.parse_args()
+    try:
+        packages = missing_packages(long=options.long)
+        if packages:
+            install_debian_packages(packages)
+        try:
+            kernel_image(default_headers().release)
+        except KernelBuildError as error:
+            # The archive keeps the newest kernel alone: headers that were installed before are too
+            # old for it.
+            say(f"{error}\nnewer headers are needed")
+            install_debian_packages([HEADERS])
+            kernel_image(default_headers().release)
+    except KernelBuildError as error:
+        say(str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
