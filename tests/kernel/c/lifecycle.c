@@ -1,0 +1,321 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * What else happens around reservations and pages: other clients, GPUs and address spaces that go, UVM's own
+ * calls on our ranges, managed memory that needs the same memory, allocations of the resource manager.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include "abi.h"
+#include "kcheck.h"
+#include "world.h"
+
+#define RES 0x7c0000000000ull
+#define PATTERN 0x2222000000000000ull
+
+/* A world with 8 units of one object mapped at RES, and 2 MB at RES + 4 MB, holding patterns. */
+static int furnish(struct world *w, uint64_t pattern, uint32_t *small, uint32_t *large) {
+  world_open(w, 1);
+  int result = vm_reserve(w->uvm, w->uuid[0], RES, MIB(64), 16, 0);
+  if (!result) result = vm_create(w->uvm, w->uuid[0], 16, 8, 0, small);
+  if (!result) result = vm_create(w->uvm, w->uuid[0], 21, 1, 0, large);
+  if (!result) result = vm_map(w->uvm, RES, RES, *small, 0, 8, 0);
+  if (!result) result = vm_map(w->uvm, RES, RES + MIB(4), *large, 0, 1, 0);
+  if (!result) result = gpu_fill(w, 0, RES, 8 * UNIT, pattern, 1);
+  if (!result) result = gpu_fill(w, 0, RES + MIB(4), MIB(2), ~pattern, 1);
+  return result;
+}
+
+static int still_there(struct world *w, uint64_t pattern) {
+  int result = gpu_check(w, 0, RES, 8 * UNIT, pattern, 1);
+  return result ? result : gpu_check(w, 0, RES + MIB(4), MIB(2), ~pattern, 1);
+}
+
+static void two_clients(void) {
+  struct world a, b;
+  struct uvm_vmem_stat s;
+  uint32_t a_small, a_large, b_small, b_large;
+  OK(furnish(&a, PATTERN, &a_small, &a_large));
+  OK(furnish(&b, PATTERN + (1ull << 32), &b_small, &b_large));
+  OK(still_there(&a, PATTERN));
+  OK(vm_unmap(b.uvm, RES, RES, 4, 0));
+  OK(still_there(&a, PATTERN));
+  EQ(gpu_check(&b, 0, RES, 8, 0, 0), -EFAULT);
+  OK(vm_stat(a.uvm, NULL, &s));
+  EQ(s.out_objects, 2);
+  EQ(s.out_mapped_bytes, 8 * UNIT + MIB(2));
+  world_close(&b);
+  OK(still_there(&a, PATTERN));
+  OK(vm_unmap(a.uvm, RES, RES, 8, 0));
+  world_close(&a);
+}
+
+static void the_address_space_goes(void) {
+  struct world w;
+  struct uvm_vmem_stat s;
+  uint32_t small, large;
+  OK(furnish(&w, PATTERN, &small, &large));
+  OK(softgpu_uvm_unregister_space(&w.c, 0));
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_mapped_bytes, 0);
+  EQ(s.out_slots, 0);
+  EQ(s.out_objects, 2);
+  EQ(s.out_created_bytes, 8 * UNIT + MIB(2));
+  EQ(vm_map(w.uvm, RES, RES, small, 0, 1, 0), -ENODEV);
+  EQ(vm_reserve(w.uvm, w.uuid[0], RES + GIB(1), MIB(2), 16, 0), -ENODEV);
+  OK(vm_free(w.uvm, RES, 0));
+  OK(softgpu_uvm_register_space(&w.c, 0));
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(64), 16, 0));
+  OK(vm_map(w.uvm, RES, RES, small, 0, 8, 0));
+  OK(gpu_check(&w, 0, RES, 8 * UNIT, PATTERN, 1)); /* the objects kept their contents */
+  OK(vm_release(w.uvm, small));
+  OK(vm_release(w.uvm, large));
+  world_close(&w);
+}
+
+static void the_gpu_goes(void) {
+  for (int space_first = 0; space_first < 2; space_first++) {
+    struct world w, stays;
+    struct softgpu_counters base;
+    struct uvm_vmem_stat s;
+    uint32_t small, large, more;
+    world_open(&stays, 1);
+    base = gpu_counters(&stays, 0);
+    OK(furnish(&w, PATTERN, &small, &large));
+    if (space_first) OK(softgpu_uvm_unregister_space(&w.c, 0));
+    OK(softgpu_uvm_unregister_gpu(&w.c, 0));
+    OK(vm_stat(w.uvm, NULL, &s));
+    EQ(s.out_objects, 0);
+    EQ(s.out_created_bytes + s.out_mapped_bytes + s.out_chunk_bytes, 0);
+    /* Its memory is free although the descriptor is open. */
+    EQ(gpu_counters(&stays, 0).frames_free_now, base.frames_free_now);
+    EQ(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &more), -ENODEV);
+    int result = vm_map(w.uvm, RES, RES, small, 0, 1, 0);
+    CHECK(result == -ENODEV || result == -ESTALE);
+    result = vm_release(w.uvm, small);
+    CHECK(result == -ESTALE || result == 0); /* the handle may still have to be given back */
+    OK(vm_free(w.uvm, RES, 0));
+    OK(softgpu_uvm_register_gpu(&w.c, 0));
+    OK(softgpu_uvm_register_space(&w.c, 0));
+    OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(64), 16, 0));
+    OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &more));
+    OK(vm_map(w.uvm, RES, RES, more, 0, 1, 0));
+    OK(gpu_check(&w, 0, RES, UNIT, 0, 0));
+    world_close(&w);
+    world_close(&stays);
+  }
+}
+
+static void uvm_free_of_our_range(void) {
+  struct world w;
+  struct uvm_vmem_stat s;
+  uint32_t small, large;
+  OK(furnish(&w, PATTERN, &small, &large));
+  OK(softgpu_uvm_free(&w.c, RES, MIB(64)));
+  EQ(gpu_check(&w, 0, RES, 8, 0, 0), -EFAULT);
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_reservations, 0);
+  EQ(s.out_mapped_bytes + s.out_reserved_bytes, 0);
+  EQ(s.out_objects, 2);
+  EQ(vm_free(w.uvm, RES, 0), -ENOENT);
+  EQ(vm_map(w.uvm, RES, RES, small, 0, 1, 0), -ENOENT);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(64), 16, 0));
+  OK(vm_map(w.uvm, RES, RES, small, 0, 8, 0));
+  OK(gpu_check(&w, 0, RES, 8 * UNIT, PATTERN, 1));
+  world_close(&w);
+}
+
+/* UVM's own external mappings are refused on our range, and leave it alone. */
+static void uvm_map_on_our_range(void) {
+  struct world w;
+  struct softgpu_alloc memory;
+  uint32_t small, large;
+  OK(furnish(&w, PATTERN, &small, &large));
+  OK(softgpu_alloc(w.dev, 0, MIB(2), UNIT, 0, &memory));
+  static const uint64_t places[] = {RES, RES + MIB(4), RES + MIB(32)};
+  for (size_t i = 0; i < ARRAY_SIZE(places); i++) {
+    CHECK(softgpu_uvm_map_external(&w.c, 0, places[i], UNIT, 0, &memory, false) > 0);
+    CHECK(softgpu_uvm_map_sparse(&w.c, 0, places[i], MIB(2)) > 0);
+    CHECK(softgpu_uvm_unmap_external(&w.c, 0, places[i], UNIT) > 0);
+  }
+  OK(still_there(&w, PATTERN));
+  EQ(gpu_check(&w, 0, RES + MIB(32), 8, 0, 0), -EFAULT);
+  /* On UVM's own range they work as before. */
+  OK(softgpu_uvm_create_external(&w.c, RES + GIB(1), MIB(4)));
+  OK(softgpu_uvm_map_external(&w.c, 0, RES + GIB(1), MIB(2), 0, &memory, false));
+  OK(gpu_fill(&w, 0, RES + GIB(1), MIB(2), 1, 1));
+  OK(softgpu_uvm_unmap_external(&w.c, 0, RES + GIB(1), MIB(2)));
+  OK(softgpu_uvm_free(&w.c, RES + GIB(1), MIB(4)));
+  OK(softgpu_free(w.dev, memory.out_client, memory.out_handle));
+  world_close(&w);
+}
+
+/* CREATE until nothing is left; then what needs memory fails, what gives some works, and all comes back. */
+static void memory_runs_out(void) {
+  enum { MOST = 8192 };
+  static uint32_t object[MOST];
+  struct world w;
+  struct uvm_vmem_stat before, after;
+  uint32_t more;
+  unsigned n = 0;
+  int result = 0;
+  world_open(&w, 1);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, GIB(64), 16, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 8, 0, &more));
+  while (n < MOST && (result = vm_create(w.uvm, w.uuid[0], 21, 4, 0, &object[n])) == 0) n++;
+  EQ(result, -ENOSPC);
+  printf("%u objects of 8 MB in %llu MB\n", n, (unsigned long long)(w.vidmem_bytes >> 20));
+  CHECK(n * MIB(8) > w.vidmem_bytes / 2);
+  while (n < MOST && (result = vm_create(w.uvm, w.uuid[0], 16, 1, 0, &object[n])) == 0) n++;
+  EQ(result, -ENOSPC);
+  /* Tables for many slots: some may still be had, not all; then nothing may have changed. */
+  static struct uvm_vmem_op ops[2048];
+  struct uvm_vmem_query q;
+  OK(vm_query(w.uvm, NULL, &q));
+  unsigned count = q.out_max_bind_ops < ARRAY_SIZE(ops) ? q.out_max_bind_ops : ARRAY_SIZE(ops);
+  unsigned done = 0;
+  OK(vm_stat(w.uvm, NULL, &before));
+  for (unsigned batch = 0; batch < 16 && !result; batch++, done++) {
+    for (unsigned i = 0; i < count; i++) ops[i] = op_map(RES + (batch * count + i) * SLOT, more, i % 8, 1, 0);
+    result = vm_bind(w.uvm, RES, ops, count, NULL, NULL);
+    if (result) break;
+    OK(vm_stat(w.uvm, NULL, &before));
+  }
+  OK(vm_stat(w.uvm, NULL, &after));
+  printf("%u batches of new tables, then %s\n", done, result ? strerror(-result) : "no failure");
+  if (result) {
+    CHECK(result == -ENOSPC || result == -ENOMEM);
+    CHECK(stat_same(&before, &after));
+  }
+  while (n) OK(vm_release(w.uvm, object[--n]));
+  OK(vm_create(w.uvm, w.uuid[0], 21, 4, 0, &object[0]));
+  OK(vm_map(w.uvm, RES, RES + GIB(63), object[0], 0, 4, 0));
+  OK(gpu_check(&w, 0, RES + GIB(63), MIB(8), 0, 0));
+  world_close(&w);
+}
+
+/* A contiguous 80 MB for another driver client beside many live pages: the resource manager must not be led to
+ * evict what cannot be evicted. */
+static void contiguous_allocation(void) {
+  enum { CHUNKS = 4096 };
+  static uint32_t object[CHUNKS];
+  struct softgpu_alloc memory;
+  struct world w;
+  unsigned n = 0, live = 0;
+  world_open(&w, 1);
+  /* Fill the memory, then free every other chunk but for the last 96 MB's worth: holes everywhere. */
+  while (n < CHUNKS && vm_create(w.uvm, w.uuid[0], 21, 1, 0, &object[n]) == 0) n++;
+  CHECK(n >= 96);
+  for (unsigned i = 0; i < n; i += 2) OK(vm_release(w.uvm, object[i]));
+  int result = softgpu_alloc(w.dev, 0, MIB(80), MIB(2), SOFTGPU_ALLOC_CONTIGUOUS, &memory);
+  printf("with %u of %u chunks: %d, %u evictions asked, %u refused\n", n / 2, n, result, memory.out_evict_calls,
+         memory.out_evict_failed);
+  EQ(memory.out_evict_failed, 0);
+  if (!result) OK(softgpu_free(w.dev, memory.out_client, memory.out_handle));
+  if (result) EQ(result, -ENOSPC);
+  for (unsigned i = 1; i < n; i += 2, live++) OK(vm_release(w.uvm, object[i]));
+  OK(softgpu_alloc(w.dev, 0, MIB(80), MIB(2), SOFTGPU_ALLOC_CONTIGUOUS, &memory));
+  EQ(memory.out_evict_failed, 0);
+  OK(softgpu_free(w.dev, memory.out_client, memory.out_handle));
+  world_close(&w);
+}
+
+/* Managed memory fills the GPU; our pages displace it, and it is none the worse. */
+static void managed_memory_gives_way(void) {
+  struct world w;
+  uint32_t object[2048];
+  unsigned n = 0;
+  world_open(&w, 1);
+  if (w.vidmem_bytes > GIB(1)) SKIP("the GPU is too large for this guest (run with --vidmem 256)");
+  const uint64_t bytes = (w.vidmem_bytes * 3 / 4) & ~(MIB(2) - 1);
+  uint64_t *managed = mmap((void *)0x7d0000000000ull, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, w.uvm,
+                           0x7d0000000000ll);
+  CHECK(managed != MAP_FAILED);
+  for (uint64_t i = 0; i < bytes / 8; i += 512) managed[i] = PATTERN + i;
+  struct uvm_migrate {
+    uint64_t base, length;
+    uint8_t uuid[16];
+    uint32_t flags;
+    uint64_t semaphore;
+    uint32_t payload, node;
+    uint64_t start, bytes;
+    uint32_t status;
+  } m = {.base = (uintptr_t)managed, .length = bytes}; /* UVM_MIGRATE_PARAMS of uvm_ioctl.h */
+  memcpy(m.uuid, w.uuid[0], sizeof(m.uuid));
+  OK(vm_call(w.uvm, 51, &m));
+  OK(m.status);
+  while (n < ARRAY_SIZE(object) && vm_create(w.uvm, w.uuid[0], 21, 1, 0, &object[n]) == 0) n++;
+  CHECK(n * MIB(2) > w.vidmem_bytes / 2); /* more than was free */
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, GIB(4), 16, 0));
+  for (unsigned i = 0; i < n; i++) {
+    OK(vm_map(w.uvm, RES, RES + i * SLOT, object[i], 0, 1, 0));
+    OK(gpu_check(&w, 0, RES + i * SLOT, SLOT, 0, 0));
+    OK(gpu_fill(&w, 0, RES + i * SLOT, SLOT, i, 0));
+  }
+  /* Managed memory wants to come back: ours stays. */
+  vm_call(w.uvm, 51, &m);
+  for (uint64_t i = 0; i < bytes / 8; i += 512) EQ(managed[i], PATTERN + i);
+  for (unsigned i = 0; i < n; i++) OK(gpu_check(&w, 0, RES + i * SLOT, SLOT, i, 0));
+  munmap(managed, bytes);
+  world_close(&w);
+}
+
+static struct world raced;
+static volatile bool stop;
+
+static void *race_binds(void *argument) {
+  uintptr_t number = (uintptr_t)argument;
+  const uint64_t base = RES + number * GIB(1);
+  uint64_t odd = 0;
+  while (!stop) {
+    uint32_t object;
+    int result = vm_reserve(raced.uvm, raced.uuid[0], base, MIB(8), 16, 0);
+    if (result && result != -ENODEV && result != -EEXIST) odd++;
+    result = vm_create(raced.uvm, raced.uuid[0], 16, 8, 0, &object);
+    if (result && result != -ENODEV) odd++;
+    result = vm_map(raced.uvm, base, base + MIB(2), object, 0, 8, UVM_VMEM_OP_REPLACE);
+    if (result && result != -ENODEV && result != -ENOENT && result != -ESTALE) odd++;
+    result = vm_unmap(raced.uvm, base, base, 128, 0);
+    if (result && result != -ENODEV && result != -ENOENT) odd++;
+    vm_release(raced.uvm, object);
+    result = vm_free(raced.uvm, base, UVM_VMEM_FREE_UNMAP);
+    if (result && result != -ENOENT && result != -ENODEV) odd++;
+  }
+  return (void *)odd;
+}
+
+/* Address spaces and GPUs come and go under threads that bind. */
+static void unregister_under_fire(void) {
+  pthread_t thread[2];
+  struct world stays;
+  world_open(&stays, 1);
+  world_open(&raced, 1);
+  stop = false;
+  for (uintptr_t t = 0; t < 2; t++) OK(pthread_create(&thread[t], NULL, race_binds, (void *)t));
+  int result = 0;
+  for (unsigned i = 0; i < 20 && !result; i++) {
+    sleep_ms(20);
+    result = softgpu_uvm_unregister_space(&raced.c, 0);
+    if (!result && i % 4 == 3) {
+      result = softgpu_uvm_unregister_gpu(&raced.c, 0);
+      if (!result) result = softgpu_uvm_register_gpu(&raced.c, 0);
+    }
+    sleep_ms(5);
+    if (!result) result = softgpu_uvm_register_space(&raced.c, 0);
+  }
+  sleep_ms(20);
+  stop = true;
+  for (uintptr_t t = 0; t < 2; t++) {
+    void *odd;
+    OK(pthread_join(thread[t], &odd));
+    EQ((uintptr_t)odd, 0);
+  }
+  EQ(result, 0);
+  world_close(&raced);
+  world_close(&stays);
+}
+
+MAIN(TEST(two_clients), TEST(the_address_space_goes), TEST(the_gpu_goes), TEST(uvm_free_of_our_range),
+     TEST(uvm_map_on_our_range), TEST(memory_runs_out), TEST(contiguous_allocation), TEST(managed_memory_gives_way),
+     TEST(unregister_under_fire))

@@ -1,0 +1,124 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Two GPUs: one reservation on both, pages of one mapped for the other, and the end of peer access.
+ */
+#include "abi.h"
+#include "kcheck.h"
+#include "world.h"
+
+#define RES 0x7c0000000000ull
+#define PATTERN 0x3333000000000000ull
+
+static bool has(struct world *w, uint64_t capability) {
+  struct uvm_vmem_query q;
+  return vm_query(w->uvm, w->uuid[0], &q) == 0 && (q.out_capabilities & capability) == capability;
+}
+
+static void apart(void) {
+  struct world w;
+  struct uvm_vmem_stat s;
+  uint32_t on0, on1;
+  if (world_gpus() < 2) SKIP("one GPU (run with --gpus 2)");
+  world_open(&w, 2);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(16), 16, 0));
+  OK(vm_reserve(w.uvm, w.uuid[1], RES + GIB(1), MIB(16), 16, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 8, 0, &on0));
+  OK(vm_create(w.uvm, w.uuid[1], 16, 4, 0, &on1));
+  OK(vm_map(w.uvm, RES, RES, on0, 0, 8, 0));
+  OK(vm_map(w.uvm, RES + GIB(1), RES + GIB(1), on1, 0, 4, 0));
+  OK(gpu_fill(&w, 0, RES, 8 * UNIT, PATTERN, 1));
+  OK(gpu_fill(&w, 1, RES + GIB(1), 4 * UNIT, ~PATTERN, 1));
+  OK(gpu_check(&w, 0, RES, 8 * UNIT, PATTERN, 1));
+  EQ(gpu_check(&w, 1, RES, 8, 0, 0), -EFAULT);
+  EQ(gpu_check(&w, 0, RES + GIB(1), 8, 0, 0), -EFAULT);
+  OK(vm_stat(w.uvm, w.uuid[0], &s));
+  EQ(s.out_created_bytes, 8 * UNIT);
+  EQ(s.out_mapped_bytes, 8 * UNIT);
+  OK(vm_stat(w.uvm, w.uuid[1], &s));
+  EQ(s.out_created_bytes, 4 * UNIT);
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_created_bytes, 12 * UNIT);
+  /* The other GPU's memory, without peer access. */
+  EQ(vm_map(w.uvm, RES, RES + MIB(4), on1, 0, 1, 0), -EXDEV);
+  /* One GPU goes, the other does not notice. */
+  OK(softgpu_uvm_unregister_space(&w.c, 1));
+  OK(softgpu_uvm_unregister_gpu(&w.c, 1));
+  OK(gpu_check(&w, 0, RES, 8 * UNIT, PATTERN, 1));
+  OK(vm_unmap(w.uvm, RES, RES, 4, 0));
+  OK(vm_map(w.uvm, RES, RES + MIB(4), on0, 0, 4, 0));
+  OK(gpu_check(&w, 0, RES + MIB(4), 4 * UNIT, PATTERN, 1));
+  world_close(&w);
+}
+
+static void one_reservation_on_both(void) {
+  struct world w;
+  struct softgpu_counters before[2];
+  uint32_t host, on0;
+  if (world_gpus() < 2) SKIP("one GPU (run with --gpus 2)");
+  world_open(&w, 2);
+  if (!has(&w, UVM_VMEM_CAP_MULTI_GPU)) SKIP("no reservations on several GPUs");
+  OK(vm_reserve_on(w.uvm, RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER, w.uuid, 2));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 8, 0, &on0));
+  EQ(vm_map(w.uvm, RES, RES, on0, 0, 1, 0), -EXDEV); /* GPU 1 cannot reach it */
+  if (has(&w, UVM_VMEM_CAP_HOST)) {
+    OK(vm_create(w.uvm, w.uuid[0], 16, 8, UVM_VMEM_CREATE_HOST, &host));
+    before[0] = gpu_counters(&w, 0);
+    before[1] = gpu_counters(&w, 1);
+    OK(vm_map(w.uvm, RES, RES, host, 0, 8, 0));
+    for (unsigned gpu = 0; gpu < 2; gpu++) {
+      struct softgpu_counters d = gpu_counters_since(&w, gpu, &before[gpu]);
+      EQ(d.pushes, 1);
+      EQ(d.pte_writes, 8);
+      OK(gpu_check(&w, gpu, RES, 8 * UNIT, 0, 0));
+    }
+    OK(gpu_fill(&w, 0, RES, 8 * UNIT, PATTERN, 1));
+    OK(gpu_check(&w, 1, RES, 8 * UNIT, PATTERN, 1));
+    OK(vm_unmap(w.uvm, RES, RES, 8, 0));
+    for (unsigned gpu = 0; gpu < 2; gpu++) EQ(gpu_check(&w, gpu, RES, 8, 0, 0), -EFAULT);
+  }
+  world_close(&w);
+}
+
+static void peer_memory(void) {
+  struct world w;
+  struct uvm_vmem_stat s;
+  uint32_t on0, on1;
+  if (world_gpus() < 2) SKIP("one GPU (run with --gpus 2)");
+  world_open(&w, 2);
+  if (!has(&w, UVM_VMEM_CAP_PEER)) SKIP("no peer mappings");
+  OK(softgpu_uvm_enable_peer(&w.c, 0, 1));
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(16), 16, 0));
+  OK(vm_reserve_on(w.uvm, RES + GIB(1), MIB(16), 16, 0, w.uuid, has(&w, UVM_VMEM_CAP_MULTI_GPU) ? 2 : 1));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 8, 0, &on0));
+  OK(vm_create(w.uvm, w.uuid[1], 17, 4, 0, &on1));
+  OK(vm_map(w.uvm, RES, RES, on1, 0, 4, 0));
+  OK(vm_map(w.uvm, RES + GIB(1), RES + GIB(1), on0, 0, 8, 0));
+  struct softgpu_xlate x = gpu_xlate(&w, 0, RES);
+  EQ(x.out_aperture, SOFTGPU_APERTURE_PEER);
+  EQ(x.out_peer, 1);
+  OK(gpu_check(&w, 0, RES, 8 * UNIT, 0, 0));
+  OK(gpu_fill(&w, 0, RES, 8 * UNIT, PATTERN, 1));
+  OK(gpu_check(&w, 0, RES, 8 * UNIT, PATTERN, 1));
+  if (has(&w, UVM_VMEM_CAP_MULTI_GPU)) {
+    OK(gpu_fill(&w, 1, RES + GIB(1), 8 * UNIT, ~PATTERN, 1));
+    OK(gpu_check(&w, 0, RES + GIB(1), 8 * UNIT, ~PATTERN, 1));
+  }
+  /* Peer access ends: what lies in the other GPU is not reachable any more, and not mapped. */
+  OK(softgpu_uvm_disable_peer(&w.c, 0, 1));
+  EQ(gpu_check(&w, 0, RES, 8, 0, 0), -EFAULT);
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_objects, 2);
+  EQ(vm_map(w.uvm, RES, RES + MIB(4), on1, 0, 1, 0), -EXDEV);
+  OK(softgpu_uvm_enable_peer(&w.c, 0, 1));
+  OK(vm_map(w.uvm, RES, RES + MIB(4), on1, 0, 4, 0));
+  OK(gpu_check(&w, 0, RES + MIB(4), 8 * UNIT, PATTERN, 1));
+  /* The peer is unregistered with its pages mapped here. */
+  OK(softgpu_uvm_disable_peer(&w.c, 0, 1));
+  OK(softgpu_uvm_unregister_space(&w.c, 1));
+  OK(softgpu_uvm_unregister_gpu(&w.c, 1));
+  EQ(gpu_check(&w, 0, RES + MIB(4), 8, 0, 0), -EFAULT);
+  OK(vm_unmap(w.uvm, RES, RES, MIB(16) / UNIT, 0));
+  world_close(&w);
+}
+
+MAIN(TEST(apart), TEST(one_reservation_on_both), TEST(peer_memory))
