@@ -1,0 +1,98 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The GPU fails: it falls off the bus, or a push dies. After either UVM refuses to work until it is loaded
+ * anew, so one of them is run in a guest: `lost gpu_lost`, `lost push_dies`. The kernel's log has the
+ * driver's own lines about it.
+ *
+ * What must hold: nothing hangs, the calls fail in a defined way, and closing gives all of it back.
+ */
+#include <sys/wait.h>
+#include "abi.h"
+#include "kcheck.h"
+#include "world.h"
+
+#define RES 0x7c0000000000ull
+
+static struct world W, stays;
+static uint32_t object;
+
+static int furnish(void) {
+  world_open(&stays, 1);
+  world_open(&W, 1);
+  int result = vm_reserve(W.uvm, W.uuid[0], RES, MIB(64), 16, 0);
+  if (!result) result = vm_create(W.uvm, W.uuid[0], 16, 32, 0, &object);
+  if (!result) result = vm_map(W.uvm, RES, RES, object, 0, 8, 0);
+  return result;
+}
+
+static bool defined(int result) {
+  return result == -EIO || result == -ENODEV || result == -ENOSPC || result == -ENOMEM;
+}
+
+/* Every call comes back, with 0 or one of the errors of a GPU that failed. */
+static void calls_after_the_failure(void) {
+  struct uvm_vmem_query q;
+  struct uvm_vmem_stat s;
+  uint32_t more;
+  int result = vm_map(W.uvm, RES, RES + MIB(2), object, 8, 8, 0);
+  CHECK(defined(result));
+  result = vm_unmap(W.uvm, RES, RES, 8, 0);
+  CHECK(result == 0 || defined(result));
+  result = vm_create(W.uvm, W.uuid[0], 16, 4, 0, &more);
+  CHECK(result == 0 || defined(result));
+  result = vm_reserve(W.uvm, W.uuid[0], RES + GIB(1), MIB(64), 16, UVM_VMEM_RESERVE_EAGER);
+  CHECK(result == 0 || defined(result));
+  OK(vm_query(W.uvm, NULL, &q));
+  OK(vm_stat(W.uvm, NULL, &s));
+  result = vm_release(W.uvm, object);
+  CHECK(result == 0 || defined(result));
+  OK(vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP)); /* what is in an unknown state goes with it */
+}
+
+/* The descriptors close, without a hang; nothing is left in the resource manager's books. */
+static void all_closes(void) {
+  struct softgpu_counters base = stays.base[0], now;
+  softgpu_client_close(&W.c);
+  softgpu_client_close(&stays.c);
+  int dev = softgpu_open();
+  OK(softgpu_counters(dev, 0, &now));
+  EQ(now.errors, base.errors);
+  EQ(now.stale, base.stale);
+  EQ(now.channels_now, base.channels_now);
+  EQ(now.spaces_now, base.spaces_now);
+  close(dev);
+}
+
+static void gpu_lost(void) {
+  OK(furnish());
+  OK(softgpu_lost(W.dev, 0, true));
+  calls_after_the_failure();
+  if (!failures_here) all_closes();
+}
+
+static void push_dies(void) {
+  OK(furnish());
+  OK(softgpu_fail_nth(W.dev, "push", 1, 0));
+  int result = vm_map(W.uvm, RES, RES + 16 * UNIT, object, 16, 8, 0);
+  EQ(result, -EIO);
+  softgpu_inject_clear(W.dev);
+  calls_after_the_failure();
+  if (!failures_here) all_closes();
+}
+
+/* A process with binds on their way when the GPU goes is not stuck. */
+static void lost_in_flight(void) {
+  uint64_t ticket = 0;
+  OK(furnish());
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+  struct uvm_vmem_op op = op_map(RES + 16 * UNIT, object, 16, 8, 0);
+  OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket));
+  OK(softgpu_lost(W.dev, 0, true));
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  int result = vm_wait(W.uvm, ticket, FOREVER);
+  CHECK(result == -EIO || result == -ENODEV);
+  calls_after_the_failure();
+  if (!failures_here) all_closes();
+}
+
+MAIN(TEST(gpu_lost), TEST(push_dies), TEST(lost_in_flight))
