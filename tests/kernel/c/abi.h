@@ -112,12 +112,12 @@ static inline int vm_stat(int fd, const uint8_t *gpu, struct uvm_vmem_stat *s) {
   return vm_call(fd, UVM_VMEM_STAT, s);
 }
 
-/* What a call that failed must have left alone: all but kernel_bytes, which may keep a table for the next. */
+/* What a call that failed must have left alone. */
 static inline bool stat_same(const struct uvm_vmem_stat *a, const struct uvm_vmem_stat *b) {
   return a->out_reserved_bytes == b->out_reserved_bytes && a->out_created_bytes == b->out_created_bytes &&
          a->out_mapped_bytes == b->out_mapped_bytes && a->out_host_bytes == b->out_host_bytes &&
          a->out_reservations == b->out_reservations && a->out_objects == b->out_objects &&
-         a->out_tickets == b->out_tickets && a->out_binds == b->out_binds;
+         a->out_slots == b->out_slots && a->out_tickets == b->out_tickets && a->out_binds == b->out_binds;
 }
 
 #endif

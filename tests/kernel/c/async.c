@@ -124,31 +124,64 @@ static void calls_wait_for_the_gpu(void) {
   world_close(&W);
 }
 
+static int release_it(void) {
+  return vm_release(W.uvm, the_object);
+}
+
 /* Memory whose unmapping is on its way is not the GPU's to give to others yet. */
 static void not_reused_before_the_invalidate(void) {
   struct softgpu_frame frame;
+  struct call c;
   uint64_t ticket;
-  uint32_t object;
   world_open(&W, 1);
   if (!can_async()) SKIP("no asynchronous binds");
   OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER));
-  OK(vm_create(W.uvm, W.uuid[0], 21, 2, 0, &object));
-  OK(vm_map(W.uvm, RES, RES, object, 0, 2, 0));
+  OK(vm_create(W.uvm, W.uuid[0], 21, 2, 0, &the_object));
+  OK(vm_map(W.uvm, RES, RES, the_object, 0, 2, 0));
   OK(gpu_fill(&W, 0, RES, MIB(4), 0x77, 0));
   uint64_t pa[2] = {gpu_xlate(&W, 0, RES).out_pa, gpu_xlate(&W, 0, RES + MIB(2)).out_pa};
   OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_INVALIDATE));
   struct uvm_vmem_op op = op_unmap(RES, 64, 0);
   OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket));
   OK(softgpu_hold_wait(W.dev, 0, 10000));
-  OK(vm_release(W.uvm, object));
+  call_start(&c, release_it); /* may wait */
+  sleep_ms(A_WHILE);
   for (int i = 0; i < 2; i++) {
     OK(softgpu_frame(W.dev, 0, pa[i], &frame));
     CHECK(frame.out_allocated);
     OK(softgpu_check_phys(W.dev, 0, pa[i], UNIT, 0x77, 0)); /* not zeroed for the next either */
   }
   OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  OK(call_join(&c));
   OK(vm_wait(W.uvm, ticket, FOREVER));
   EQ(gpu_check(&W, 0, RES, 8, 0, 0), -EFAULT);
+  world_close(&W);
+}
+
+static int create_one(void) {
+  return vm_create(W.uvm, W.uuid[0], 16, 4, 0, &the_object);
+}
+
+/* A handle works when its pages are zero, not before. */
+static void published_last(void) {
+  struct uvm_vmem_stat s;
+  struct call c;
+  uint32_t first;
+  world_open(&W, 1);
+  OK(vm_create(W.uvm, W.uuid[0], 16, 4, 0, &first));
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+  call_start(&c, create_one);
+  OK(softgpu_hold_wait(W.dev, 0, 10000));
+  sleep_ms(A_WHILE);
+  OK(vm_stat(W.uvm, NULL, &s));
+  bool early = c.returned;
+  int guessed = vm_release(W.uvm, first + 1);
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  OK(call_join(&c));
+  CHECK(!early);
+  EQ(guessed, -ENOENT);
+  EQ(s.out_objects, 1);
+  OK(vm_release(W.uvm, the_object));
   world_close(&W);
 }
 
@@ -191,33 +224,49 @@ static void order(void) {
   world_close(&W);
 }
 
+static uint64_t *ticket_array;
+static unsigned tickets_given;
+
+/* Binds on and on, as long as there are tickets. */
+static int use_up_tickets(void) {
+  struct uvm_vmem_query q;
+  int result = vm_query(W.uvm, NULL, &q);
+  tickets_given = 0;
+  while (!result && tickets_given <= q.out_max_tickets) {
+    struct uvm_vmem_op op = op_map(RES + (tickets_given % 128) * UNIT, the_object, 0, 1, UVM_VMEM_OP_REPLACE);
+    result = vm_bind(W.uvm, RES, &op, 1, NULL, &ticket_array[tickets_given]);
+    if (!result) tickets_given++;
+  }
+  return result;
+}
+
 static void too_many_tickets(void) {
   struct uvm_vmem_query q;
-  uint64_t *ticket;
-  uint32_t object;
-  unsigned given = 0;
-  int result = 0;
+  struct call c;
   world_open(&W, 1);
   if (!can_async()) SKIP("no asynchronous binds");
   OK(vm_query(W.uvm, NULL, &q));
-  ticket = calloc(q.out_max_tickets + 1, sizeof(*ticket));
+  ticket_array = calloc(q.out_max_tickets + 1, sizeof(*ticket_array));
   OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER));
-  OK(vm_create(W.uvm, W.uuid[0], 16, 1, 0, &object));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 1, 0, &the_object));
   OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
-  for (; given <= q.out_max_tickets; given++) {
-    struct uvm_vmem_op op = op_map(RES + (given % 128) * UNIT, object, 0, 1, UVM_VMEM_OP_REPLACE);
-    result = vm_bind(W.uvm, RES, &op, 1, NULL, &ticket[given]);
-    if (result) break;
-  }
-  EQ(result, -EAGAIN);
-  EQ(given, q.out_max_tickets);
-  EQ(tickets_open(), given);
+  call_start(&c, use_up_tickets);
+  for (unsigned ms = 0; !c.returned && ms < 10000; ms += A_WHILE) sleep_ms(A_WHILE);
+  bool stuck = !c.returned; /* the limit must be below what the GPU's queues hold */
+  unsigned open_now = stuck ? 0 : tickets_open();
   OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
-  for (unsigned i = 0; i < given; i++) OK(vm_wait(W.uvm, ticket[i], FOREVER));
-  struct uvm_vmem_op op = op_map(RES, object, 0, 1, UVM_VMEM_OP_REPLACE);
-  OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket[0]));
-  OK(vm_wait(W.uvm, ticket[0], FOREVER));
-  free(ticket);
+  int result = call_join(&c);
+  printf("%u tickets of %u\n", tickets_given, q.out_max_tickets);
+  CHECK(!stuck);
+  EQ(result, -EAGAIN);
+  EQ(tickets_given, q.out_max_tickets);
+  EQ(open_now, tickets_given);
+  for (unsigned i = 0; i < tickets_given; i++) OK(vm_wait(W.uvm, ticket_array[i], FOREVER));
+  EQ(tickets_open(), 0);
+  struct uvm_vmem_op op = op_map(RES, the_object, 0, 1, UVM_VMEM_OP_REPLACE);
+  OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket_array[0]));
+  OK(vm_wait(W.uvm, ticket_array[0], FOREVER));
+  free(ticket_array);
   world_close(&W);
 }
 
@@ -291,5 +340,6 @@ static void end_with_binds_in_flight(void) {
   }
 }
 
-MAIN(TEST(a_ticket), TEST(calls_wait_for_the_gpu), TEST(not_reused_before_the_invalidate), TEST(order),
+MAIN(TEST(a_ticket), TEST(calls_wait_for_the_gpu), TEST(not_reused_before_the_invalidate),
+     TEST(published_last), TEST(order),
      TEST(too_many_tickets), TEST(free_with_a_bind_in_flight), TEST(end_with_binds_in_flight))

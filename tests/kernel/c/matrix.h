@@ -99,7 +99,7 @@ static inline void run_rows(int fd, const struct command *c, const struct row *r
 
 /* The size field alone: too short, longer with a zero tail, longer with a dirty one, reaching into nothing. */
 static inline void run_sizes(int fd, const struct command *c) {
-  static const uint32_t longer[] = {8, 24, 4096};
+  static const uint32_t longer[] = {8, 24, 2048};
   const size_t short_by[] = {1, 4, 8, c->size - 4, c->size};
   char what[160], *argument;
   for (size_t i = 0; i < ARRAY_SIZE(short_by); i++) {
@@ -126,6 +126,13 @@ static inline void run_sizes(int fd, const struct command *c) {
       if (!expect(fd, what, c->number, argument, E2BIG) && c->undo) c->undo(argument);
     }
   }
+  /* Larger than a page is taken for an error of the caller, whatever it holds. */
+  argument = page_end() - 4097;
+  memset(argument, 0, 4097);
+  c->valid(argument);
+  *(uint32_t *)argument = 4097;
+  snprintf(what, sizeof(what), "%s, a struct of more than a page", c->name);
+  if (!expect(fd, what, c->number, argument, E2BIG) && c->undo) c->undo(argument);
   argument = page_end() - c->size;
   c->valid(argument);
   *(uint32_t *)argument = (uint32_t)(c->size + 8);
