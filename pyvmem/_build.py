@@ -14,6 +14,7 @@ from cffi import FFI
 __all__ = ["declarations", "ffibuilder", "library_version"]
 
 HEADER = Path("libvmem/include/vmem.h")
+KERNEL_HEADER = "kernel_module/uvm_vmem_ioctl.h"
 
 DLPACK = """
 void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t device_id,
@@ -54,13 +55,13 @@ def ffibuilder() -> FFI:
     ffi = FFI()
     ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")) + DLPACK)
     sources = sorted(str(path) for path in Path("libvmem/src").glob("*.c"))
-    headers = sorted(str(path) for path in Path("libvmem").rglob("*.h"))
+    headers = sorted(str(path) for path in Path("libvmem").rglob("*.h")) + [KERNEL_HEADER]
     ffi.set_source(
         "pyvmem._vmem",
         '#include "vmem.h"\n' + DLPACK,
         sources=[*sources, "pyvmem/_dlpack.c"],
         depends=[*headers, "pyvmem/_vmem.map"],
-        include_dirs=["libvmem/include", "libvmem/src"],
+        include_dirs=["libvmem/include", "libvmem/src", "kernel_module"],
         define_macros=[("_GNU_SOURCE", "1")],
         extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-pthread"],
         extra_link_args=["-pthread", "-Wl,--version-script=pyvmem/_vmem.map"],

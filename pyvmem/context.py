@@ -46,7 +46,8 @@ class Context(AddressSpace):
     warns (ResourceWarning).
 
     Args:
-        backend: ``"host"``, ``"cuda"``, ``"stock"``; ``"auto"``: first usable of stock, cuda, host.
+        backend: ``"host"``, ``"cuda"``, ``"stock"``, ``"uvm"``; ``"auto"``: the first usable of uvm,
+            stock, cuda, host.
         device: where pages lie: CUDA ordinal in this process, torch.device, cuda.core Device.
         devices: all devices that mappings are made on, the first one holding the pages; replaces
             `device`.
@@ -56,7 +57,7 @@ class Context(AddressSpace):
         pool_low: free bytes that the worker keeps ready.
         pool_high: free bytes above this go back to the driver; 0 = the back end's default,
             `pyvmem.KEEP_ALL` = only `trim` gives back.
-        force: use a driver version that was never checked (stock).
+        force: use a driver version that was never checked (stock, uvm).
 
     Raises:
         BackendUnavailable: the back end cannot be used here; the text says why.

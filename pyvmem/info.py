@@ -44,6 +44,7 @@ class Caps(enum.Flag):
     VISIBLE = _c("VMEM_CAP_VISIBLE")
     PLAIN = _c("VMEM_CAP_PLAIN")
     CONSOLIDATE = _c("VMEM_CAP_CONSOLIDATE")
+    ONE_CALL = _c("VMEM_CAP_ONE_CALL")
 
 
 class Location(enum.IntEnum):
@@ -86,7 +87,7 @@ class ContextInfo:
     """What a context is (struct vmem_info).
 
     Attributes:
-        backend: ``"host"``, ``"cuda"`` or ``"stock"``.
+        backend: ``"host"``, ``"cuda"``, ``"stock"`` or ``"uvm"``.
         caps: what it can do.
         granule: the smallest page, in bytes.
         page_sizes: the sizes a page can have, ascending.

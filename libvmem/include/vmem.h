@@ -97,15 +97,16 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 #define VMEM_CAP_VISIBLE (1u << 6)     /* addresses that CUDA's memcpy and memset accept */
 #define VMEM_CAP_PLAIN (1u << 7)       /* addresses that only kernels accept, unlimited in number */
 #define VMEM_CAP_CONSOLIDATE (1u << 8) /* vmem_consolidate saves something */
+#define VMEM_CAP_ONE_CALL (1u << 9)    /* the maps and unmaps of a batch are one driver call, which does all or nothing */
 
 /* ---- context ------------------------------------------------------------------------------- */
 
-#define VMEM_OPEN_FORCE (1u << 0) /* use a driver version that was never checked (stock) */
+#define VMEM_OPEN_FORCE (1u << 0) /* use a driver version that was never checked (stock, uvm) */
 
 struct vmem_open_opts {
   size_t size;
-  const char *backend;  /* "auto" (default), "host", "cuda", "stock"; "auto" takes the first usable of
-                           stock, cuda, host */
+  const char *backend;  /* "auto" (default), "host", "cuda", "stock", "uvm"; "auto" takes the first usable of
+                           uvm, stock, cuda, host */
   uint32_t flags;       /* VMEM_OPEN_* */
   uint32_t num_devices; /* entries used in devices; 0 = device 0 alone */
   int32_t devices[VMEM_MAX_DEVICES]; /* CUDA ordinals as this process sees them; pages lie in devices[0]
@@ -161,7 +162,7 @@ struct vmem_stats {
   uint64_t reservations, handles, slabs, segments; /* segments: pieces as the back end sees them */
   uint64_t pending;           /* batches submitted and not finished */
   uint64_t batches;           /* batches run */
-  uint64_t map_calls, unmap_calls, slab_calls, fill_calls; /* driver calls */
+  uint64_t map_calls, unmap_calls, slab_calls, fill_calls; /* driver calls; one that does both is a map call */
   uint64_t driver_ns;         /* time in driver calls, all threads */
   uint64_t worker_driver_ns;  /* the worker's part of it */
   uint64_t mappings;          /* map calls whose mapping lives: a run mapped page by page counts each page */
@@ -219,7 +220,7 @@ struct vmem_reserve_opts {
   uint64_t align;    /* power of two; 0 = 2 MiB, or the granule where larger */
 };
 
-/* Reserves `size` bytes (a multiple of the granule) of addresses. On "stock" the sum of all visible
+/* Reserves `size` bytes (a multiple of the granule) of addresses. On "stock" and "uvm" the sum of all visible
  * reservations is held below the card's free memory, because CUDA makes them as managed memory and
  * programs that over-ask for that have hung GPUs. */
 VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opts *opts, uint64_t *addr);

@@ -198,7 +198,7 @@ int gpu_enable_peers(const struct gpu *g) {
   return 0;
 }
 
-static int host_mem_info(uint64_t *free_bytes, uint64_t *total_bytes) {
+int gpu_host_mem_info(uint64_t *free_bytes, uint64_t *total_bytes) {
   unsigned long long available = 0, total = 0;
   char line[128];
   FILE *f = fopen("/proc/meminfo", "re");
@@ -224,7 +224,7 @@ int gpu_mem_info(const struct gpu *g, uint32_t location, int32_t device, uint64_
   int err;
 
   if (location == VMEM_HOST)
-    return host_mem_info(free_bytes, total_bytes);
+    return gpu_host_mem_info(free_bytes, total_bytes);
   if (location == VMEM_PEER) {
     err = gpu_find(g, device, &index);
     if (err)

@@ -13,6 +13,7 @@
 static struct {
   pthread_once_t once;
   struct gpu_api api;
+  bool present;
   gpu_result init_result;
   char reason[256]; /* why it cannot be used, "" = it can */
 } lib = {.once = PTHREAD_ONCE_INIT};
@@ -27,6 +28,7 @@ static void load(void) {
              why ? why : "no reason given");
     return;
   }
+  lib.present = true;
   /* POSIX has dlsym return function pointers through void *; ISO C needs the detour. */
 #define GPU_API_LOAD(field, symbol, required, args)                                                \
   {                                                                                                \
@@ -42,6 +44,11 @@ static void load(void) {
   GPU_API(GPU_API_LOAD)
 #undef GPU_API_LOAD
   lib.init_result = lib.api.init(0);
+}
+
+bool gpu_api_present(void) {
+  pthread_once(&lib.once, load);
+  return lib.present;
 }
 
 int gpu_api_get(const struct gpu_api **api) {

@@ -9,6 +9,7 @@
 #ifndef VMEM_GPU_API_H
 #define VMEM_GPU_API_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -141,6 +142,9 @@ struct gpu_api {
 
 /* The loaded and initialised library. -ENODEV with the reason when there is none. */
 int gpu_api_get(const struct gpu_api **api);
+
+/* Whether there is a libcuda, be it usable or not. */
+bool gpu_api_present(void);
 
 /* Turns a CUresult into an errno and records it: out of memory is -ENOMEM, all else -EIO. */
 int gpu_fail(const struct gpu_api *api, gpu_result result, const char *what);

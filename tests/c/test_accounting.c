@@ -6,16 +6,16 @@
 #include "internal.h"
 
 static vmem_t open_with(uint64_t slab, uint64_t limit, uint64_t low, uint64_t high) {
-  struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .slab_size = slab, .mem_limit = limit, .pool_low = low,
+  struct vmem_open_opts o = {.size = sizeof(o), .slab_size = slab, .mem_limit = limit, .pool_low = low,
                              .pool_high = high};
   vmem_t vm = 0;
-  if (vmem_open(&o, &vm)) printf("cannot open host: %s\n", vmem_last_error());
+  if (open_opts(&o, &vm)) printf("cannot open %s: %s\n", backend(), vmem_last_error());
   return vm;
 }
 
 /* The entry of a dropped handle lives on in the mapping whose head was cut off. */
 static void head_of_a_dropped_handles_mapping(void) {
-  vmem_t vm = open_host(0);
+  vmem_t vm = open_vm(0);
   struct vmem_handle_info info = {.size = sizeof(info)};
   vmem_handle h, other;
   uint64_t va;
@@ -38,7 +38,7 @@ static void head_of_a_dropped_handles_mapping(void) {
 
 /* An undone unmap in the middle of a run leaves three calls, not one and a half. */
 static void calls_after_an_undone_unmap(void) {
-  vmem_t vm = open_host(0);
+  vmem_t vm = open_vm(0);
   uint64_t va;
   struct vmem_op make = {.op = VMEM_OP_POPULATE, .bytes = 3 * PAGE, .count = 2, .stride = MIB(2)};
   struct vmem_op take = {.op = VMEM_OP_UNMAP, .bytes = PAGE, .count = 2, .stride = MIB(2)};
@@ -78,7 +78,7 @@ static void too_much_to_warm(void) {
 
 /* What was warmed outlives calls that fail. */
 static void failed_calls_keep_the_pool(void) {
-  vmem_t vm = open_host(0);
+  vmem_t vm = open_vm(0);
   uint64_t va;
   struct vmem_stats before, now;
   struct vmem_op op[2] = {{.op = VMEM_OP_POPULATE, .bytes = PAGE}, {.op = VMEM_OP_POPULATE, .bytes = PAGE}};
@@ -163,7 +163,8 @@ static void low_watermark(void) {
 
 /* Where the driver maps pages whole only, a handle to a part of a page is not mapped in parts. */
 static void parts_of_pages_that_are_mapped_whole(void) {
-  vmem_t vm = open_host(0);
+  ONLY_HOST(); /* made to look like a driver that does so */
+  vmem_t vm = open_vm(0);
   struct vmem_create_opts large = {.size = sizeof(large), .page_size = 2 * PAGE};
   vmem_handle h, part, both;
   uint64_t va;
@@ -197,7 +198,7 @@ static void rubbish_sizes(void) {
   struct vmem_stats s = {.size = SIZE_MAX / 2};
   vmem_t vm;
   EQ(vmem_open(&o, &vm), -EINVAL);
-  vm = open_host(0);
+  vm = open_vm(0);
   EQ(vmem_get_stats(vm, &s), -EINVAL);
   OK(vmem_close(vm));
 }
@@ -227,7 +228,7 @@ static void *churn(void *arg) {
 }
 
 static void checked_at_any_moment(void) {
-  struct churn k = {.vm = open_host(0)};
+  struct churn k = {.vm = open_vm(0)};
   pthread_t t;
   int err = 0;
   OK(vMemReserve(k.vm, MIB(4), NULL, &k.va));

@@ -18,7 +18,7 @@ static void fire(int fd) {
 }
 
 static void many(void) {
-  vmem_t vm = open_host(0);
+  vmem_t vm = open_vm(0);
   uint64_t va;
   vmem_ticket t[100];
   OK(vMemReserve(vm, MIB(64), NULL, &va));
@@ -28,7 +28,7 @@ static void many(void) {
     if (i) CHECK(t[i] > t[i - 1]);
   }
   for (int i = 99; i >= 0; i--) OK(vmem_wait(vm, t[i], -1));
-  for (int i = 0; i < 100; i++) BYTE(va + i * 2 * PAGE) = 1;
+  for (int i = 0; i < 100; i++) PUT(va + i * 2 * PAGE, 1);
   OK(vmem_order(vm, t[7], 0));
   EQ(stats_of(vm).mapped_bytes, 100 * PAGE);
   EQ(stats_of(vm).pending, 0);
@@ -39,7 +39,7 @@ static void many(void) {
 
 /* Nothing is unmapped, filled or reused before the work is over; others pass meanwhile. */
 static void waits_for_work(void) {
-  vmem_t vm = open_host(0);
+  vmem_t vm = open_vm(0);
   uint64_t va;
   struct vmem_op ops[2];
   struct vmem_after a;
@@ -62,8 +62,8 @@ static void waits_for_work(void) {
   OK(vmem_wait(vm, other, -1));
   EQ(vmem_wait(vm, unmap, 0), -ETIMEDOUT);
   EQ(vmem_wait(vm, unmap, 20000000), -ETIMEDOUT);
-  EQ(BYTE(va), 7);
-  EQ(BYTE(va + 2 * PAGE), 7);
+  EQ(GET(va), 7);
+  EQ(GET(va + 2 * PAGE), 7);
   OK(vmem_range_query(vm, va, &r));
   CHECK(r.flags & VMEM_RANGE_BUSY);
   EQ(vMemUnmap(vm, va, PAGE), -EBUSY);
@@ -73,14 +73,14 @@ static void waits_for_work(void) {
   OK(vmem_wait(vm, unmap, -1));
   OK(vmem_range_query(vm, va, &r));
   EQ(r.flags & VMEM_RANGE_MAPPED, 0);
-  EQ(BYTE(va + 2 * PAGE), 7);
+  EQ(GET(va + 2 * PAGE), 7);
   OK(vmem_check(vm));
   OK(vmem_close(vm));
   close(fd);
 }
 
 static void synchronous_batch_waits(void) {
-  vmem_t vm = open_host(0);
+  vmem_t vm = open_vm(0);
   uint64_t va;
   struct vmem_op op;
   struct vmem_after a;
@@ -89,13 +89,13 @@ static void synchronous_batch_waits(void) {
   op = populate(va, PAGE);
   a = after_fd(fd);
   OK(vmem_batch(vm, &op, 1, &a, 1));
-  BYTE(va) = 1;
+  PUT(va, 1);
   OK(vmem_close(vm));
   close(fd);
 }
 
 static void shortage_at_submit(void) {
-  struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .mem_limit = MIB(2)};
+  struct vmem_open_opts o = {.size = sizeof(o), .mem_limit = MIB(2)};
   vmem_t vm;
   uint64_t va;
   struct vmem_op op;
@@ -103,7 +103,7 @@ static void shortage_at_submit(void) {
   struct vmem_stats before, after;
   vmem_ticket first, second;
   int fd = eventfd(0, EFD_CLOEXEC);
-  OK(vmem_open(&o, &vm));
+  OK(open_opts(&o, &vm));
   OK(vMemReserve(vm, MIB(64), NULL, &va));
   op = populate(va, MIB(2) - PAGE);
   OK(vmem_submit(vm, &op, 1, NULL, 0, &first));
@@ -132,7 +132,7 @@ static void shortage_at_submit(void) {
 }
 
 static void failures_reach_the_waiter(void) {
-  vmem_t vm = open_host(0);
+  vmem_t vm = open_vm(0);
   uint64_t va;
   struct vmem_op op;
   struct vmem_stats before, after;
@@ -162,7 +162,7 @@ static void failures_reach_the_waiter(void) {
 }
 
 static void ticket_limits(void) {
-  vmem_t vm = open_host(KIB(4));
+  vmem_t vm = open_vm(on_host() ? KIB(4) : 0);
   uint64_t va;
   struct vmem_op op;
   struct vmem_after a;
@@ -205,7 +205,7 @@ static void *wait_thread(void *arg) {
 }
 
 static void close_wakes_waiters(void) {
-  struct waiter w = {.vm = open_host(0)};
+  struct waiter w = {.vm = open_vm(0)};
   uint64_t va;
   struct vmem_op op;
   struct vmem_after a;
@@ -224,12 +224,12 @@ static void close_wakes_waiters(void) {
 }
 
 static void low_watermark(void) {
-  struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .pool_low = MIB(100)};
+  struct vmem_open_opts o = {.size = sizeof(o), .pool_low = MIB(100)};
   vmem_t vm;
   uint64_t va;
   struct vmem_op op;
   vmem_ticket t;
-  OK(vmem_open(&o, &vm));
+  OK(open_opts(&o, &vm));
   OK(vMemReserve(vm, MIB(2), NULL, &va));
   op = populate(va, PAGE);
   OK(vmem_submit(vm, &op, 1, NULL, 0, &t));

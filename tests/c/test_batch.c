@@ -14,7 +14,7 @@ struct scene {
 
 static bool scene_open(struct scene *s) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE};
-  s->vm = open_host(0);
+  s->vm = open_vm(0);
   if (vMemReserve(s->vm, MIB(64), NULL, &s->va)) return false;
   op.addr = s->va;
   if (vmem_batch(s->vm, &op, 1, NULL, 0) || vMemCreate(s->vm, 8 * PAGE, NULL, &s->h)) return false;
@@ -35,8 +35,8 @@ static size_t scene_ops(const struct scene *s, struct vmem_op *ops) {
 
 static bool untouched(const struct scene *s, bool filled) {
   for (int i = 0; i < PIECES; i++) {
-    if (BYTE(s->va + i * STRIDE) != 1 + i) return false;
-    if (BYTE(s->va + i * STRIDE + PAGE) != (filled ? 99 : 1 + i)) return false;
+    if (get_byte(s->vm, s->va + i * STRIDE) != 1 + i) return false;
+    if (get_byte(s->vm, s->va + i * STRIDE + PAGE) != (filled ? 99 : 1 + i)) return false;
   }
   return true;
 }
@@ -52,10 +52,10 @@ static void success(void) {
   EQ(st.handles, 0);                           /* consumed */
   EQ(st.used_bytes, (8 - 4 + 12 + 4) * PAGE);  /* the 4 pages of the handle that were not mapped are free */
   for (int i = 0; i < PIECES; i++) {
-    EQ(BYTE(s.va + i * STRIDE + PAGE), 99);
-    EQ(BYTE(s.va + i * STRIDE + 4 * PAGE), 0);
-    BYTE(s.va + i * STRIDE + 4 * PAGE) = 1;
-    BYTE(s.va + i * STRIDE + MIB(4)) = 1;
+    EQ(get_byte(s.vm, s.va + i * STRIDE + PAGE), 99);
+    EQ(get_byte(s.vm, s.va + i * STRIDE + 4 * PAGE), 0);
+    CHECK(put_byte(s.vm, s.va + i * STRIDE + 4 * PAGE, 1));
+    CHECK(put_byte(s.vm, s.va + i * STRIDE + MIB(4), 1));
   }
   OK(vmem_check(s.vm));
   OK(vmem_close(s.vm));
@@ -141,20 +141,20 @@ static void single_calls(void) {
   after = stats_of(s.vm);
   CHECK(same_state(&before, &after));
   OK(vMemMap(s.vm, s.va + MIB(2), 8 * PAGE, s.h, 0, 0));
-  BYTE(s.va + MIB(2)) = 3;
+  CHECK(put_byte(s.vm, s.va + MIB(2), 3));
   before = stats_of(s.vm);
   OK(vmem_inject(s.vm, VMEM_INJECT_UNMAP, 0, 1, EIO));
   EQ(vMemRelease(s.vm, s.h), -EIO);
   after = stats_of(s.vm);
   CHECK(same_state(&before, &after));
-  EQ(BYTE(s.va + MIB(2)), 3);
+  EQ(get_byte(s.vm, s.va + MIB(2)), 3);
   OK(vMemRelease(s.vm, s.h));
   OK(vmem_check(s.vm));
   OK(vmem_close(s.vm));
 }
 
 static void reserve_fails(void) {
-  vmem_t vm = open_host(0);
+  vmem_t vm = open_vm(0);
   for (uint64_t nth = 0; nth < 4; nth++) {
     struct vmem_stats before = stats_of(vm), after;
     uint64_t va = 0;
@@ -190,7 +190,7 @@ static void free_fails(void) {
 
 static void create_fails(void) {
   for (uint64_t nth = 0; nth < 12; nth++) {
-    vmem_t vm = open_host(0);
+    vmem_t vm = open_vm(0);
     struct vmem_stats before = stats_of(vm), after;
     vmem_handle h;
     OK(vmem_inject(vm, VMEM_INJECT_SLAB | VMEM_INJECT_HEAP, nth, 1000, ENOMEM));

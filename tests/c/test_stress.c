@@ -13,7 +13,9 @@
 #include "check.h"
 #include "internal.h"
 
-enum { THREADS = 4, ROUNDS = 8, STEPS = 1500, OWN = 48, SHARED = 32, G = 4096 };
+enum { THREADS = 4, ROUNDS = 8, OWN = 48, SHARED = 32 };
+static uint64_t G = 4096; /* granule */
+static int steps = 1500;
 
 enum what { NOTHING, LIVE, READONLY, LOST };
 
@@ -76,7 +78,7 @@ static bool contents(struct worker *w, unsigned first, unsigned n) {
     unsigned char b[2];
     if ((w->pages[i].what != LIVE && w->pages[i].what != READONLY) || w->pages[i].value < 0) continue;
     MUST(!vmem_read(w->s->vm, &b[0], at(w, i) + 7, 1));
-    b[1] = BYTE(at(w, i) + G - 1);
+    b[1] = (unsigned char)get_byte(w->s->vm, at(w, i) + G - 1);
     MUST(b[0] == w->pages[i].value && b[1] == w->pages[i].value);
   }
   return true;
@@ -170,8 +172,8 @@ static bool alias(struct worker *w, unsigned a, unsigned b) {
   err = vMemMap(w->s->vm, at(w, b), G, h, 0, 0);
   MUST(!err || injected(err));
   if (!err) {
-    BYTE(at(w, b) + 7) = BYTE(at(w, b) + G - 1) = 99;
-    MUST(BYTE(at(w, a) + 7) == 99);
+    MUST(put_byte(w->s->vm, at(w, b) + 7, 99) && put_byte(w->s->vm, at(w, b) + G - 1, 99));
+    MUST(get_byte(w->s->vm, at(w, a) + 7) == 99);
     w->pages[a].value = -1;
     w->pages[b] = (struct page){LIVE, -1};
     err = vMemRelease(w->s->vm, h);
@@ -268,8 +270,8 @@ static bool step(struct worker *w) {
                       w->id ? 0 : 1 + pick(w, 3), pick(w, 2) ? EIO : ENOMEM));
     break;
   case 9:
-    MUST(!vmem_trim(vm, pick(w, 3) * MIB(1), NULL));
-    err = vmem_warm(vm, pick(w, 2) * MIB(1));
+    MUST(!vmem_trim(vm, pick(w, 3) * 256 * G, NULL));
+    err = vmem_warm(vm, pick(w, 2) * 256 * G);
     MUST(!err || injected(err));
     err = vmem_check(vm);
     MUST(!err || err == -ENOMEM);
@@ -282,19 +284,19 @@ static bool step(struct worker *w) {
 
 static void *run(void *arg) {
   struct worker *w = arg;
-  for (int i = 0; i < STEPS && !__atomic_load_n(&w->s->bad, __ATOMIC_RELAXED); i++)
+  for (int i = 0; i < steps && !__atomic_load_n(&w->s->bad, __ATOMIC_RELAXED); i++)
     if (!step(w)) break;
   return NULL;
 }
 
 static bool open_fake(struct shared *s, unsigned round) {
-  struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .granule = G, .slab_size = round & 1 ? KIB(64) : MIB(1),
-                             .mem_limit = round & 2 ? MIB(2) : 0, .pool_low = round & 2 ? 0 : KIB(256),
+  struct vmem_open_opts o = {.size = sizeof(o), .granule = G, .slab_size = round & 1 ? 16 * G : 256 * G,
+                             .mem_limit = round & 2 ? 512 * G : 0, .pool_low = round & 2 ? 0 : 64 * G,
                              .pool_high = round & 4 ? VMEM_KEEP_ALL : 0};
   struct vm_ctx *c;
   int err;
-  if (vmem_open(&o, &s->vm)) return false;
-  if (o.pool_low) return true; /* its worker runs already: the host back end as it is */
+  if (open_opts(&o, &s->vm)) return false;
+  if (o.pool_low || !on_host()) return true; /* its worker runs already: the host back end as it is */
   c = vm_get(s->vm, "test", &err);
   fake = vm_backend_host;
   fake.remap = fake_remap;
@@ -307,6 +309,7 @@ static void stress(void) {
   const char *given = getenv("STRESS_SEED");
   unsigned seed = given ? (unsigned)strtoul(given, NULL, 0) : (unsigned)vm_now_ns();
   printf("STRESS_SEED=%u\n", seed);
+  if (!on_host()) G = PAGE, steps = 200;
   for (unsigned round = 0; round < ROUNDS; round++) {
     struct shared s = {0};
     pthread_t threads[THREADS];
@@ -353,6 +356,7 @@ static void close_ends_a_waiting_batch(void) {
   struct vmem_range_info r = {.size = sizeof(r)};
   int fd = eventfd(0, EFD_CLOEXEC);
   pthread_t t;
+  if (!on_host()) G = PAGE;
   CHECK(open_fake(&s, 0));
   OK(vMemReserve(s.vm, MIB(2), NULL, &w.base));
   w.seed = (unsigned)fd;

@@ -43,8 +43,8 @@ static void *apart(void *arg) {
     } else {
       MUST(!vmem_batch(vm, &ops[0], 1, NULL, 0));
     }
-    MUST(BYTE(a + MIB(2)) == 0);
-    BYTE(a + MIB(2)) = 1;
+    MUST(GET(a + MIB(2)) == 0);
+    MUST(put_byte(vm, a + MIB(2), 1));
     MUST(!vmem_retain(vm, a, PAGE, &h));
     MUST(!vMemMap(vm, a + MIB(8), PAGE, h, 0, 0));
     MUST(!vMemRelease(vm, h));
@@ -122,7 +122,7 @@ static void run(struct shared *s, void *(*f)(void *), vmem_t close_it) {
 }
 
 static void races(void) {
-  struct shared s = {.vm = {open_host(0), open_host(0)}};
+  struct shared s = {.vm = {open_vm(0), open_vm(0)}};
   for (int k = 0; k < 2; k++) OK(vMemReserve(s.vm[k], MIB(128), NULL, &s.va[k]));
   run(&s, apart, 0);
   EQ(s.bad, 0);

@@ -50,7 +50,7 @@ def test_info(context: pyvmem.Context, backend: str) -> None:
 
 def test_auto_is_what_probe_says() -> None:
     results = pyvmem.probe()
-    assert [one.backend for one in results] == ["stock", "cuda", "host"]
+    assert [one.backend for one in results] == ["uvm", "stock", "cuda", "host"]
     used = [one for one in results if one.used]
     assert len(used) == 1
     with pyvmem.Context() as context:

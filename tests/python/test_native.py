@@ -155,7 +155,7 @@ def test_cli_probe(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["probe"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:2] == ["back", "end"]
-    assert [line.split()[0] for line in lines[1:]] == ["stock", "cuda", "host"]
+    assert [line.split()[0] for line in lines[1:]] == ["uvm", "stock", "cuda", "host"]
     assert sum(" used " in line for line in lines) == 1
     assert cli.main(["probe", "--json"]) == 0
     records = json.loads(capsys.readouterr().out)

@@ -1,0 +1,187 @@
+/* SPDX-License-Identifier: MIT */
+/* Reservations and physical pages of the patched driver. */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "error.h"
+#include "uvm.h"
+
+/* The kernel's reservations are multiples of this. */
+#define SLOT (1ull << UVM_VMEM_SLOT_SHIFT)
+
+static uint64_t whole_slots(uint64_t bytes) { return (bytes + SLOT - 1) & ~(SLOT - 1); }
+
+/* ---- reservations ---- */
+
+/*
+ * BIG only where every page is a slot of its own. With smaller pages a slot would be turned into one 2 MiB entry
+ * by the page that fills it, and back by the first that leaves: work in the middle of a growth, for reads that are
+ * no faster (see rm_page_size in stock_mem.c).
+ */
+int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes) {
+  uint8_t uuids[VMEM_MAX_DEVICES][UVM_VMEM_UUID_BYTES];
+  struct uvm_vmem_reserve r = {.size = sizeof(r),
+                               .start = addr,
+                               .length = whole_slots(bytes),
+                               .page_shift = u->shift,
+                               .gpu_count = u->nv.num_devices,
+                               .gpus = (uint64_t)(uintptr_t)uuids};
+
+  if (u->nv.granule == SLOT && (u->query.out_capabilities & UVM_VMEM_CAP_BIG))
+    r.flags = UVM_VMEM_RESERVE_BIG;
+  for (uint32_t i = 0; i < u->nv.num_devices; i++)
+    memcpy(uuids[i], u->nv.devices[i].uuid, sizeof(uuids[i]));
+  return uvm_ioctl(u->nv.uvm_fd, UVM_VMEM_RESERVE, &r, addr, r.length, "RESERVE");
+}
+
+int uvm_give_back(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags) {
+  struct uvm_vmem_free f = {.size = sizeof(f), .flags = flags, .start = addr};
+
+  return uvm_ioctl(u->nv.uvm_fd, UVM_VMEM_FREE, &f, addr, whole_slots(bytes), "FREE");
+}
+
+static int make_reservation(struct uvm *u, const struct nvidia_range *r, uint64_t bytes, uint32_t flags) {
+  int err = uvm_take(u, r->addr, bytes);
+
+  if (err || !(flags & VMEM_RESERVE_SPARSE))
+    return err;
+  err = uvm_unmap(u, r->addr, bytes, true);
+  if (err) {
+    struct vmem_error why;
+
+    vm_error_save(&why);
+    uvm_give_back(u, r->addr, bytes, UVM_VMEM_FREE_UNMAP);
+    vm_error_restore(&why);
+    if (err == -ENOTRECOVERABLE) /* of nobody's concern any more */
+      err = vm_fail_at(-EIO, r->addr, bytes, 0, "%.400s", why.text);
+  }
+  return err;
+}
+
+int uvm_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr,
+                uint32_t *kind, uint64_t *priv) {
+  struct uvm *u = be;
+  struct nvidia_range *r;
+  int err;
+
+  if (u->query.out_max_reserve_bytes && whole_slots(bytes) > u->query.out_max_reserve_bytes)
+    return vm_fail_at(-ENOMEM, 0, bytes, u->query.out_max_reserve_bytes,
+                      "a reservation of %llu bytes; the driver's limit is %llu", (unsigned long long)bytes,
+                      (unsigned long long)u->query.out_max_reserve_bytes);
+  /* Only CUDA can make its copies know an address. */
+  if (!u->nv.base.gpu)
+    flags |= VMEM_RESERVE_PLAIN;
+  err = nvidia_addresses_get(&u->nv, whole_slots(bytes), align, flags, &r);
+  if (err)
+    return err;
+  err = make_reservation(u, r, bytes, flags);
+  if (err) {
+    struct vmem_error why;
+
+    vm_error_save(&why);
+    nvidia_addresses_put(&u->nv, r);
+    vm_error_restore(&why);
+    return err;
+  }
+  *addr = r->addr;
+  *kind =
+      (r->visible ? VMEM_RANGE_VISIBLE : 0) | (flags & VMEM_RESERVE_SPARSE ? VMEM_RANGE_SPARSE : 0);
+  *priv = (uint64_t)(uintptr_t)r;
+  return 0;
+}
+
+int uvm_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv) {
+  struct uvm *u = be;
+  struct nvidia_range *r = (struct nvidia_range *)(uintptr_t)priv;
+  int err = r->freed ? 0 : uvm_give_back(u, addr, bytes, UVM_VMEM_FREE_UNMAP);
+
+  if (err)
+    return err;
+  r->freed = true;
+  return nvidia_addresses_put(&u->nv, r);
+}
+
+/* ---- slabs ---- */
+
+struct slab {
+  bool on_device; /* devices[0] */
+  uint32_t count;
+  uint32_t handles[];
+};
+
+static struct slab *slab_of(uint64_t slab) { return (struct slab *)(uintptr_t)slab; }
+
+uint32_t uvm_slab_handle(const struct uvm *u, uint64_t slab, uint64_t offset) {
+  return slab_of(slab)->handles[offset / u->object_bytes];
+}
+
+/* What cannot be released now is released with the descriptor; the first failure is reported. */
+static int release_all(struct uvm *u, struct slab *s, uint64_t bytes) {
+  int err = 0;
+
+  while (s->count) {
+    struct uvm_vmem_release r = {.size = sizeof(r), .handle = s->handles[--s->count]};
+    int one = uvm_ioctl(u->nv.uvm_fd, UVM_VMEM_RELEASE, &r, 0, bytes, "RELEASE");
+
+    if (!err)
+      err = one;
+  }
+  free(s);
+  return err;
+}
+
+int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
+                    uint64_t *slab) {
+  struct uvm *u = be;
+  uint64_t objects = (bytes + u->object_bytes - 1) / u->object_bytes;
+  uint32_t index = 0;
+  struct slab *s;
+  int err = 0;
+
+  (void)page_size;
+  if (location == VMEM_PEER) {
+    struct vmem_open_opts opts = {.num_devices = u->nv.num_devices};
+
+    memcpy(opts.devices, u->ordinals, sizeof(opts.devices));
+    err = nvidia_find(&u->nv, &opts, device, &index);
+    if (err)
+      return err;
+  }
+  s = calloc(1, sizeof(*s) + objects * sizeof(s->handles[0]));
+  if (!s)
+    return vm_fail(-ENOMEM, "heap: %llu handles", (unsigned long long)objects);
+  s->on_device = location != VMEM_HOST && index == 0;
+  for (uint64_t at = 0; at < bytes && !err; at += u->object_bytes) {
+    uint64_t part = bytes - at < u->object_bytes ? bytes - at : u->object_bytes;
+    struct uvm_vmem_create c = {.size = sizeof(c),
+                                .flags = location == VMEM_HOST ? UVM_VMEM_CREATE_HOST : 0,
+                                .page_shift = u->shift,
+                                .count = (uint32_t)(part >> u->shift)};
+
+    memcpy(c.gpu_uuid, u->nv.devices[index].uuid, sizeof(c.gpu_uuid));
+    err = uvm_ioctl(u->nv.uvm_fd, UVM_VMEM_CREATE, &c, 0, part, location == VMEM_HOST ? "CREATE in host memory" : "CREATE");
+    if (!err)
+      s->handles[s->count++] = c.out_handle;
+  }
+  if (err) {
+    struct vmem_error why;
+
+    vm_error_save(&why);
+    release_all(u, s, bytes);
+    vm_error_restore(&why);
+    return err;
+  }
+  if (s->on_device)
+    atomic_fetch_add(&u->nv.device_slab_bytes, bytes);
+  *slab = (uint64_t)(uintptr_t)s;
+  return 0;
+}
+
+int uvm_slab_destroy(void *be, uint64_t slab, uint64_t bytes) {
+  struct uvm *u = be;
+
+  if (slab_of(slab)->on_device)
+    atomic_fetch_sub(&u->nv.device_slab_bytes, bytes);
+  return release_all(u, slab_of(slab), bytes);
+}
