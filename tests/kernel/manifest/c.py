@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: MIT
+"""The C programs of tests/kernel/c: the driver itself, without libvmem."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from manifest.entry import Test
+
+__all__ = ["TESTS"]
+
+# The driver's own lines about a GPU that failed, as asked for by the test.
+FAILING_GPU = (r"nvidia-uvm: .*(ERROR|Fatal)",)
+
+# Delays and reordering in the engine, for what only shows when a push is late.
+SLOW = "delay_us=200"
+
+PROGRAMS = [
+    Test(name="abi", program="abi_matrix"),
+    Test(name="descriptor", program="descriptor"),
+    Test(name="basic", program="basic"),
+    Test(name="async", program="async"),
+    Test(name="lifecycle", program="lifecycle", vidmem=256),
+    Test(name="peers", program="peers", gpus=2),
+    Test(name="failnth", program="failnth"),
+]
+
+# Each in both builds of the driver and on both architectures, but not in all four pairs.
+SHORT = [
+    replace(test, name=f"{test.name}-{arch}-{kind}", arch=arch, type=kind)
+    for test in PROGRAMS
+    for arch, kind in (("hopper", "debug"), ("ampere", "release"))
+]
+
+HEAVY = [
+    Test(
+        name="model-hopper-debug",
+        program="model",
+        type="debug",
+        args=["OPS=1500", "PROCS=2", "THREADS=2", "SEED=1"],
+    ),
+    Test(
+        name="model-ampere",
+        program="model",
+        arch="ampere",
+        args=["OPS=3000", "PROCS=2", "THREADS=2", "SEED=2"],
+    ),
+    Test(name="fuzz-hopper-debug", program="fuzz", type="debug", args=["CALLS=25000", "SEED=1"]),
+    Test(name="fuzz-ampere", program="fuzz", arch="ampere", args=["CALLS=25000", "SEED=2"]),
+    Test(name="kill-hopper-debug", program="kill", type="debug", args=["KILLS=50"]),
+    Test(name="counts-hopper", program="counts", vidmem=8192),
+    Test(name="counts-ampere", program="counts", arch="ampere", vidmem=8192),
+    *(
+        Test(name=f"lost-{what}", program="lost", args=[what], allow=FAILING_GPU)
+        for what in ("gpu_lost", "push_dies", "lost_in_flight")
+    ),
+]
+
+BUILTIN = [
+    Test(
+        name=f"builtin-{arch}-{'patched' if patched else 'stock'}",
+        program="builtin",
+        arch=arch,
+        patched=patched,
+        timeout=240,
+    )
+    for arch in ("hopper", "ampere")
+    for patched in (True, False)
+]
+
+CHECKED = [
+    replace(test, name=f"{test.name}-checked", checked=True, long=True, timeout=1800, type="debug")
+    for test in PROGRAMS
+]
+
+LONG = [
+    *CHECKED,
+    Test(
+        name="fuzz-checked",
+        program="fuzz",
+        checked=True,
+        long=True,
+        args=["CALLS=1000000", "SEED=3"],
+        timeout=21600,
+    ),
+    Test(name="kill-long", program="kill", long=True, args=["KILLS=1000"], timeout=3600),
+    Test(name="kill-checked", program="kill", long=True, checked=True, timeout=3600),
+    Test(
+        name="model-checked",
+        program="model",
+        checked=True,
+        long=True,
+        args=["OPS=20000", "PROCS=3", "THREADS=3", "SEED=4"],
+        timeout=7200,
+    ),
+    Test(
+        name="model-long",
+        program="model",
+        type="debug",
+        long=True,
+        args=["OPS=50000", "PROCS=3", "THREADS=4", "SEED=5"],
+        timeout=3600,
+    ),
+    *(
+        replace(test, name=f"{test.name}-{version}", version=version, long=True)
+        for test in PROGRAMS
+        for version in ("550.163.01", "555.58.02")
+    ),
+    *(
+        Test(name=f"builtin-{version}", program="builtin", version=version, long=True, timeout=240)
+        for version in ("550.163.01", "555.58.02")
+    ),
+]
+
+TESTS = [*SHORT, *HEAVY, *BUILTIN, *LONG]
