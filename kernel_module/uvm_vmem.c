@@ -29,8 +29,9 @@
 //   VA space lock   read: all commands but RESERVE and FREE. It keeps GPUs registered and reservations alive. write:
 //                   RESERVE, FREE and the hooks by which GPUs, page trees and ranges go.
 //   range->lock     (UVM_LOCK_ORDER_EXT_RANGE_TREE) one BIND on a reservation at a time, until its pushes are sent.
-//   state->lock     (UVM_LOCK_ORDER_VMEM) objects, stores, chunks, tickets. Never held across a wait for the GPU on a
-//                   path that is taken often, nor while memory is taken from other users of the GPU.
+//   state->lock     (UVM_LOCK_ORDER_VMEM) objects, stores, chunks, tickets. Not held while memory is taken from other
+//                   users of the GPU, nor across a wait for the GPU, but for one: a chunk that goes back while the
+//                   ASYNC push that unmapped it is still under way.
 //   then UVM's own: page tree, push, PMM.
 //
 // User memory is only touched with none of them held: a fault on managed memory takes mmap_lock and the VA space lock.
@@ -73,7 +74,7 @@ MODULE_INFO(vmem_abi, __stringify(UVM_VMEM_ABI_VERSION));
 #define STAT_SIZE_1    136
 
 // Structs larger than this are taken for an error of the caller, whatever they hold.
-#define MAX_STRUCT_SIZE PAGE_SIZE
+#define MAX_STRUCT_SIZE 4096
 
 #define CAPABILITIES                                                                                                    \
     (UVM_VMEM_CAP_HOST | UVM_VMEM_CAP_PEER | UVM_VMEM_CAP_MULTI_GPU | UVM_VMEM_CAP_READ_ONLY | UVM_VMEM_CAP_SPARSE |    \
@@ -100,6 +101,9 @@ typedef struct
     // The struct has fields that are written on success; on failure too.
     bool has_out;
     bool out_on_failure;
+
+    // Works after a fatal error of UVM's, too.
+    bool after_error;
 
     // state is NULL for QUERY only.
     int (*run)(struct file *filp, uvm_vmem_state_t *state, params_t *params);
@@ -358,12 +362,12 @@ static const command_t g_commands[] =
 {
     COMMAND(query, QUERY, .has_out = true),
     COMMAND(reserve, RESERVE),
-    COMMAND(free, FREE),
+    COMMAND(free, FREE, .after_error = true),
     COMMAND(create, CREATE, .has_out = true, .undo = undo_create),
-    COMMAND(release, RELEASE),
+    COMMAND(release, RELEASE, .after_error = true),
     COMMAND(bind, BIND, .has_out = true, .out_on_failure = true),
     COMMAND(wait, WAIT),
-    COMMAND(stat, STAT, .has_out = true),
+    COMMAND(stat, STAT, .has_out = true, .after_error = true),
 };
 
 bool uvm_vmem_is_ioctl(unsigned int cmd)
@@ -489,7 +493,7 @@ long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg)
 
     if (cmd != UVM_VMEM_QUERY) {
         ret = state_get(filp, &state);
-        if (!ret)
+        if (!ret && !command->after_error)
             ret = uvm_vmem_errno(uvm_global_get_status(), -EIO);
         if (ret)
             return ret;

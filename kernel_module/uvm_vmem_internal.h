@@ -33,8 +33,10 @@
 // 8 bytes a page while the object lives.
 #define UVM_VMEM_MAX_CREATE_PAGES (1u << 16)
 
-#define UVM_VMEM_MAX_GPUS    8
-#define UVM_VMEM_MAX_TICKETS 1024
+#define UVM_VMEM_MAX_GPUS 8
+
+// Well below the 1024 entries of a channel of UVM's, where the next push would wait for the GPU.
+#define UVM_VMEM_MAX_TICKETS 256
 
 // A reservation takes 8 bytes of kernel memory a slot: 64 MB at this limit.
 #define UVM_VMEM_MAX_RESERVE_BYTES (1ull << 44)

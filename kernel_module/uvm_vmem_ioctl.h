@@ -27,7 +27,8 @@
  *
  * Errors mean the same in all commands:
  *   ENOTTY      unknown command
- *   E2BIG       the struct is longer than the kernel knows, and its unknown part is not all zero
+ *   E2BIG       the struct is longer than the kernel knows, and its unknown part is not all zero; or it is
+ *               longer than 4096 bytes
  *   EINVAL      a value is malformed whatever the state is: struct too short, a reserved field that is
  *               not zero, a misaligned address, a count of zero, an unknown page size, operations of a
  *               batch that overlap, a page smaller than the reservation's
@@ -51,7 +52,8 @@
  *   EAGAIN      the system is being suspended, or too many tickets are unfinished: call again
  *   ETIMEDOUT   WAIT: the ticket is not finished yet
  *   EINTR       a signal that kills the process arrived while waiting
- *   EIO         the GPU failed. What had been sent to it is in an unknown state until FREE or close.
+ *   EIO         the GPU failed. What had been sent to it is in an unknown state until FREE or close. UVM lets
+ *               nothing but QUERY, FREE, RELEASE and STAT work from then on.
  */
 #ifndef UVM_VMEM_IOCTL_H
 #define UVM_VMEM_IOCTL_H

@@ -249,7 +249,6 @@ static void forget_mappings(uvm_vmem_range_t *range)
 static void remove_tables(uvm_vmem_range_t *range, NvU32 gpu_index)
 {
     uvm_vmem_range_gpu_t *range_gpu = &range->gpus[gpu_index];
-    NvU64 i;
 
     // A push fails after a fatal error only. No GPU runs then.
     (void)uvm_tracker_wait_deinit(&range_gpu->tracker);
