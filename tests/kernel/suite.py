@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,6 +101,17 @@ class Builder:
 
         return self._once.get(("c", str(tree)), make)
 
+    def prepare(self, command: Sequence[str]) -> None:
+        """Runs the command by which a test makes what it needs."""
+        words = [sys.executable if word == "python3" else word for word in command]
+
+        def make() -> Path:
+            _output(words)
+            return ROOT
+
+        if words:
+            self._once.get(("command", *words), make)
+
     def checked_kernel(self) -> Path:
         """The folder of the kernel that checks itself: bzImage's link and its build folder."""
         script = [sys.executable, str(HERE / "checked_kernel.py")]
@@ -125,6 +136,7 @@ def _output(command: list[str]) -> str:
 
 def guest_command(test: Test, builder: Builder) -> list[str]:
     """The call of run.py for a test."""
+    builder.prepare(test.build)
     words = [sys.executable, str(HERE / "run.py"), "--name", test.name]
     words += ["--arch", test.arch, "--gpus", str(test.gpus), "--timeout", str(test.timeout)]
     tree = builder.tree(test) if test.load or test.program else None

@@ -173,9 +173,7 @@ def first_file_system(machine: Machine, nonce: str, cache: Path) -> Initramfs:
     root.device("/dev/console", 5, 1)
     root.file("/bin/busybox", Path(busybox))
     root.file("/init", HERE / "init")
-    for name in ("image", "kmemleak"):
-        if (HERE / name).exists():
-            root.file(f"/guest/{name}", HERE / name)
+    root.file("/guest/image", HERE / "image")
     if machine.modules is not None:
         for name in ("nvidia.ko", "nvidia-uvm.ko"):
             if not (machine.modules / name).exists():

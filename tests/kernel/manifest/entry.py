@@ -44,6 +44,7 @@ class Test:
     uvm_args: str = ""
     append: str = ""
     env: Sequence[str] = ()
+    build: Sequence[str] = ()  # a command that makes what is needed, on this side, once a run
     files: Sequence[str] = ()  # HOST[:GUEST], relative to the repository
     allow: Sequence[str] = ()  # regular expressions of lines that the kernel's log may have
     timeout: float = 120.0

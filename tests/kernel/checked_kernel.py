@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Builds the kernel that checks itself (KASAN, lockdep, kmemleak, UBSAN, fault injection).
+
+Source: Debian's package linux-source-*, or LINUX_SRC=folder. Configuration: guest/checked.config.
+Prints a folder with `bzImage` and with `build`, for modules that are to be built for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from apt_area import AptArea  # noqa: E402
+from kernel_common import KERNEL_BUILD, KernelBuildError, locked, run, say  # noqa: E402
+
+__all__ = ["main"]
+
+CONFIG = HERE / "guest" / "checked.config"
+PACKAGE = "linux-source-6.1"
+PARTS = ("bzImage", "modules_prepare")
+JOBS = os.cpu_count() or 1
+
+
+def unpacked_source(folder: Path) -> Path:
+    """Debian's source of the kernel, fetched and unpacked once."""
+    given = os.environ.get("LINUX_SRC")
+    if given:
+        return Path(given).resolve()
+    source = folder / PACKAGE
+    if source.is_dir():
+        return source
+    area = AptArea(None)
+    versions = area.versions(PACKAGE)
+    if not versions:
+        area.update()
+        versions = area.versions(PACKAGE)
+    if not versions:
+        raise KernelBuildError(f"no package {PACKAGE} here: give the source of Linux by LINUX_SRC")
+    say(f"fetching and unpacking {PACKAGE} {versions[0]}")
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as name:
+        new = Path(name)
+        package = area.download(PACKAGE, versions[0], new)
+        run("dpkg-deb", "-x", package, new / "package")
+        (archive,) = (new / "package" / "usr" / "src").glob("*.tar.xz")
+        run("tar", "-xf", archive, "-C", new)
+        (new / archive.name.removesuffix(".tar.xz")).rename(source)
+    return source
+
+
+def configure(source: Path, build: Path) -> None:
+    """Makes .config anew when the wanted one has changed, and checks that all of it was taken."""
+    stamp = build / ".wanted"
+    wanted = f"{source}\n{CONFIG.read_text(encoding='utf-8')}"
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+        return
+    build.mkdir(parents=True, exist_ok=True)
+    command = ["make", "-s", "-C", str(source), f"O={build}", f"KCONFIG_ALLCONFIG={CONFIG}"]
+    run(*command, "allnoconfig")
+    made = set((build / ".config").read_text(encoding="utf-8").splitlines())
+    asked = re.findall(r"^CONFIG_\w+=[ym\d].*$", CONFIG.read_text(encoding="utf-8"), re.MULTILINE)
+    lost = [line for line in asked if line not in made]
+    if lost:
+        raise KernelBuildError(f"this kernel does not take: {', '.join(lost)}")
+    stamp.write_text(wanted, encoding="utf-8")
+
+
+def main() -> int:
+    """Builds what is not there yet."""
+    folder = KERNEL_BUILD / "checked"
+    try:
+        for tool in ("flex", "bison", "bc"):
+            if not shutil.which(tool):
+                raise KernelBuildError(f"no {tool} here: apt-get install {tool} libelf-dev")
+        with locked(folder / ".lock"):
+            build = folder / "build"
+            source = unpacked_source(folder)
+            configure(source, build)
+            if not (build / ".done").exists():
+                say(f"building the kernel with {JOBS} jobs")
+            run("nice", "make", "-C", source, f"O={build}", f"-j{JOBS}", *PARTS)
+            (build / ".done").touch()
+            image = folder / "bzImage"
+            image.unlink(missing_ok=True)
+            image.symlink_to("build/arch/x86/boot/bzImage")
+    except KernelBuildError as error:
+        say(str(error))
+        return 1
+    print(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
