@@ -317,6 +317,66 @@ static void unregister_under_fire(void) {
   world_close(&stays);
 }
 
+/* While the system sleeps everything is EAGAIN; then all is as it was. */
+static void suspended(void) {
+  struct world w, closed;
+  struct softgpu_counters base;
+  struct uvm_vmem_query q;
+  struct uvm_vmem_stat s;
+  uint32_t small, large, more;
+  uint64_t ticket = 0;
+  OK(furnish(&w, PATTERN, &small, &large));
+  base = gpu_counters(&w, 0);
+  OK(furnish(&closed, ~PATTERN, &more, &more));
+  struct uvm_vmem_op op = op_map(RES + MIB(8), small, 0, 8, 0);
+  OK(vm_bind(w.uvm, RES, &op, 1, NULL, &ticket)); /* maybe still on its way */
+  OK(softgpu_suspend(w.dev, true));
+  const int got[] = {vm_query(w.uvm, NULL, &q),
+                     vm_reserve(w.uvm, w.uuid[0], RES + GIB(1), MIB(2), 16, 0),
+                     vm_free(w.uvm, RES, UVM_VMEM_FREE_UNMAP),
+                     vm_create(w.uvm, w.uuid[0], 16, 1, 0, &more),
+                     vm_release(w.uvm, small),
+                     vm_unmap(w.uvm, RES, RES, 1, 0),
+                     vm_wait(w.uvm, ticket, 0),
+                     vm_stat(w.uvm, NULL, &s)};
+  softgpu_client_close(&closed.c);
+  OK(softgpu_suspend(w.dev, false));
+  for (size_t i = 0; i < ARRAY_SIZE(got); i++) EQ(got[i], -EAGAIN);
+  worlds_open--;
+  OK(vm_wait(w.uvm, ticket, FOREVER));
+  OK(still_there(&w, PATTERN));
+  OK(gpu_check(&w, 0, RES + MIB(8), 8 * UNIT, PATTERN, 1));
+  OK(vm_map(w.uvm, RES, RES + MIB(10), small, 0, 8, 0));
+  OK(vm_free(w.uvm, RES, UVM_VMEM_FREE_UNMAP));
+  /* What was closed meanwhile went when the system woke up. */
+  for (unsigned tries = 0; gpu_counters(&w, 0).spaces_now != base.spaces_now && tries < 100; tries++) sleep_ms(50);
+  EQ(gpu_counters(&w, 0).spaces_now, base.spaces_now);
+  world_close(&w);
+}
+
+/* After 2^20 objects an index comes again: the old handle with it does not name the new object. */
+static void handles_come_round(void) {
+  struct world w;
+  uint32_t keeps_the_chunk, first, handle = 0;
+  if (!parameter("ROUND", 0)) SKIP("takes minutes (ROUND=1)");
+  world_open(&w, 1);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(2), 16, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &keeps_the_chunk));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &first));
+  OK(vm_release(w.uvm, first));
+  for (unsigned i = 0; i < (1u << 20) + 8; i++) {
+    OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &handle));
+    CHECK(handle != 0 && handle != first && handle != keeps_the_chunk);
+    if ((handle & 0xfffff) == (first & 0xfffff)) break;
+    OK(vm_release(w.uvm, handle));
+  }
+  EQ(handle & 0xfffff, first & 0xfffff);
+  EQ(vm_map(w.uvm, RES, RES, first, 0, 1, 0), -ESTALE);
+  EQ(vm_release(w.uvm, first), -ESTALE);
+  OK(vm_map(w.uvm, RES, RES, handle, 0, 1, 0));
+  world_close(&w);
+}
+
 MAIN(TEST(two_clients), TEST(the_address_space_goes), TEST(the_gpu_goes), TEST(uvm_free_of_our_range),
      TEST(uvm_map_on_our_range), TEST(memory_runs_out), TEST(contiguous_allocation), TEST(managed_memory_gives_way),
-     TEST(unregister_under_fire))
+     TEST(unregister_under_fire), TEST(suspended), TEST(handles_come_round))
