@@ -176,16 +176,19 @@ def read_demanded(sections: list[Section]) -> dict[str, int]:
     return demanded
 
 
-def read_module(path: Path) -> KernelModule:
-    """Reads a module's file, which may be compressed."""
+def read_module(path: Path, name: str = "") -> KernelModule:
+    """Reads a module's file, which may be compressed; with a name, only the module of that name."""
     image = plain_bytes(path)
+    # Going through a large module that is not wanted would take longer than all the rest.
+    if name and b"\0name=" + name.encode() + b"\0" not in image:
+        raise ModuleFileError(f"{path} is not the module {name}")
     try:
         sections = read_sections(image)
         symbols = read_symbols(sections)
         demanded = read_demanded(sections)
         info = read_info(sections)
         exports = read_exports(sections, symbols)
-    except (struct.error, ValueError, IndexError) as error:
+    except (struct.error, ValueError, IndexError, OverflowError) as error:
         raise ModuleFileError(f"{path} is no kernel module: {error}") from error
     if "vermagic" not in info:
         raise ModuleFileError(f"{path} is no kernel module: it has no vermagic")

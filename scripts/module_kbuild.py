@@ -66,11 +66,9 @@ def installed_nvidia(modules: Path) -> list[KernelModule]:
             if not re.fullmatch(r"nvidia.*\.ko(\.(xz|zst|gz))?", name):
                 continue
             try:
-                module = read_module(Path(folder) / name)
+                found.append(read_module(Path(folder) / name, "nvidia"))
             except ModuleFileError:
                 continue
-            if module.name == "nvidia":
-                found.append(module)
     return found
 
 
@@ -160,9 +158,9 @@ def build_uvm(
         symvers.write_text(symvers_text(nvidia), encoding="utf-8")
         variables["KBUILD_EXTRA_SYMBOLS"] = str(symvers)
     module = tree / "nvidia-uvm.ko"
-    # modpost does not run again for other symbol versions alone.
-    module.unlink(missing_ok=True)
-    (tree / "nvidia-uvm.mod.c").unlink(missing_ok=True)
+    # modpost would not run again for other symbol versions alone.
+    for left in (module, tree / "nvidia-uvm.mod.c", tree / "Module.symvers"):
+        left.unlink(missing_ok=True)
     run_make(tree, variables, jobs)
     built = read_module(module)
     if nvidia is not None:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -174,9 +174,10 @@ class Swap:
             with subprocess.Popen(self.selftest, start_new_session=True) as process:
                 try:
                     status = process.wait(timeout=self.selftest_seconds)
-                except BaseException:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    raise
+                finally:
+                    # What it leaves running would hold the module.
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
         except subprocess.TimeoutExpired as error:
             raise SwapError(f"no end of the self test in {self.selftest_seconds} s") from error
         except OSError as error:

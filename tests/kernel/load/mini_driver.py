@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A driver source of two small modules in the shape of NVIDIA's, which builds in seconds.
 
-nvidia.ko exports one function; nvidia-uvm.ko calls it. Tests of what surrounds a driver (finding it,
-symbol versions, DKMS) need no more; what a real driver does is tested in the guest.
+nvidia.ko exports one function; nvidia-uvm.ko calls it. Tests of what surrounds a driver (finding
+it, symbol versions, DKMS) need no more; what a real driver does is tested in the guest.
 """
 
 from __future__ import annotations

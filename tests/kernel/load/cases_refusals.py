@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: MIT
+"""What is refused before anything is touched: one thing is wrong, and the stock module stays."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from edited import other_crc, other_text, without_crc
+from guest_machine import GIVEN, Machine
+from module_elf import read_module
+
+__all__ = ["CASES"]
+
+EDITED = Path("/tmp/edited.ko")
+SYMBOL = "nvUvmInterfaceRegisterGpu"
+
+
+@contextmanager
+def process(*words: str, stdin: str = "/dev/null") -> Iterator[int]:
+    """A process that runs beside, with a file as its standard input; ended at the end."""
+    with open(stdin, "rb") as file, subprocess.Popen(words, stdin=file) as running:
+        try:
+            yield running.pid
+        finally:
+            running.kill()
+
+
+def refused(machine: Machine, path: Path, *patterns: str) -> None:
+    """Loading a module is refused for that reason alone, and nothing has changed."""
+    before = machine.system.source_version("nvidia_uvm")
+    outcome = machine.load(module=path)
+    outcome.expect(1, "refused; nothing was changed", *patterns)
+    assert outcome.output.count("\n") == 2, f"more than one reason:\n{outcome.output}"
+    assert machine.is_stock()
+    assert machine.system.source_version("nvidia_uvm") == before
+    assert not Path("/run/vmem-module.json").exists()
+
+
+def driver_not_loaded(machine: Machine) -> None:
+    machine.clear()
+    machine.load().expect(1, "nvidia.ko is not loaded: start the stock driver first")
+
+
+def driver_not_loaded_and_no_module_named(machine: Machine) -> None:
+    machine.clear()
+    machine.swap("load").expect(1, "nvidia.ko is not loaded")
+
+
+def not_root(machine: Machine) -> None:
+    for action in ("load", "unload"):
+        outcome = machine.swap(
+            action, "--module", str(machine.ours), before=lambda: os.setuid(65534)
+        )
+        outcome.expect(1, "only root may load modules")
+    assert machine.is_stock()
+
+
+def modules_missing(machine: Machine) -> None:
+    machine.load(module=Path("/nowhere.ko")).expect(1, "there is no /nowhere.ko: make module")
+    machine.swap("load").expect(1, r"there is no .*/535.*-6\.1\..*/nvidia-uvm\.ko: make module")
+
+
+def no_module(machine: Machine) -> None:
+    EDITED.write_bytes(b"\x7fELF\x02\x01 and no more")
+    machine.load(module=EDITED).expect(1, "is no kernel module")
+
+
+def stock_module_given(machine: Machine) -> None:
+    refused(machine, GIVEN / "stock.ko", "is not the patched module")
+
+
+def other_driver_version(machine: Machine) -> None:
+    version = read_module(machine.ours).version
+    wrong = version[:-1] + "9"
+    other_text(machine.ours, EDITED, f"version={version}", f"version={wrong}")
+    refused(machine, EDITED, f"the module is for driver {wrong}; {version} is loaded")
+
+
+def other_kernel(machine: Machine) -> None:
+    wrong = machine.release.replace("6.1.0", "6.1.9")
+    other_text(machine.ours, EDITED, f"vermagic={machine.release}", f"vermagic={wrong}")
+    outcome = machine.load(module=EDITED)
+    outcome.expect(1, f"the module is for kernel {wrong}; {machine.release} is running")
+    assert machine.is_stock()
+
+
+def other_build_of_kernel(machine: Machine) -> None:
+    words = read_module(machine.ours).first("vermagic")
+    other_text(machine.ours, EDITED, f"vermagic={words}", f"vermagic={words.replace('SMP', 'UMP')}")
+    refused(machine, EDITED, 'the module was built as ".* UMP ')
+
+
+def other_symbol_versions(machine: Machine) -> None:
+    other_crc(machine.ours, EDITED, SYMBOL)
+    refused(machine, EDITED, f"linked against another nvidia.ko: 1 of .* {SYMBOL}")
+
+
+def kernel_refuses_other_symbol_versions(machine: Machine) -> None:
+    """What the refusal above is for: the kernel says the same, but when UVM is out already."""
+    other_crc(machine.ours, EDITED, SYMBOL)
+    machine.run("rmmod", "nvidia_uvm").expect(0)
+    machine.run("insmod", str(EDITED)).expect(1, "Invalid module format")
+    machine.run("dmesg").expect(0, f"disagrees about version of symbol {SYMBOL}")
+    machine.run("insmod", str(machine.ours)).expect(0)
+
+
+def no_symbol_versions(machine: Machine) -> None:
+    without_crc(machine.ours, EDITED, SYMBOL)
+    refused(machine, EDITED, "built without the symbol versions of nvidia.ko")
+
+
+def file_of_driver_gone(machine: Machine) -> None:
+    (machine.modules / "nvidia-current-open.ko").unlink()
+    refused(machine, machine.ours, "the file of the loaded nvidia.ko .* is not in /lib/modules")
+
+
+def file_of_driver_replaced(machine: Machine) -> None:
+    """A driver was installed anew: its file is not what is loaded."""
+    source = read_module(GIVEN / "nvidia.ko").first("srcversion")
+    path = machine.modules / "nvidia-current-open.ko"
+    other_text(GIVEN / "nvidia.ko", path, f"srcversion={source}", f"srcversion={source[::-1]}")
+    refused(machine, machine.ours, "the file of the loaded nvidia.ko .* is not in /lib/modules")
+
+
+def gpu_in_use(machine: Machine) -> None:
+    for node in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm"):
+        with process("sleep", "1000", stdin=node) as pid:
+            outcome = machine.load()
+            outcome.expect(1, "the GPU is in use", rf"\b{pid} \(sleep: {node}\)")
+            assert machine.is_stock()
+
+
+def gpu_in_use_under_another_name(machine: Machine) -> None:
+    """A container has its own nodes: the number counts."""
+    major = os.major(os.stat("/dev/nvidia0").st_rdev)
+    node = Path("/tmp/gpu")
+    machine.node(node, major, 0)
+    with process("sleep", "1000", stdin=str(node)) as pid:
+        machine.load().expect(1, "the GPU is in use", rf"\b{pid} \(sleep: /tmp/gpu\)")
+
+
+def used_out_of_sight(machine: Machine) -> None:
+    """No process has UVM open, the descriptor lies in a socket: only the kernel's count tells."""
+    one, other = socket.socketpair()
+    with one, other:
+        file = os.open("/dev/nvidia-uvm", os.O_RDWR)
+        socket.send_fds(one, [b"x"], [file])
+        os.close(file)
+        machine.load().expect(1, "nvidia-uvm has 1 users that cannot be seen from here")
+        assert machine.is_stock()
+
+
+def another_is_running(machine: Machine) -> None:
+    with open("/run/vmem-module.lock", "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("4711\n")
+        file.flush()
+        machine.load().expect(1, r"another load or unload is running \(process 4711\)")
+        machine.unload().expect(1, "another load or unload is running")
+    assert machine.is_stock()
+
+
+def nothing_to_unload(machine: Machine) -> None:
+    machine.unload().expect(1, "the loaded nvidia-uvm is the stock module")
+    machine.run("rmmod", "nvidia_uvm").expect(0)
+    machine.unload().expect(1, "nvidia-uvm is not loaded")
+
+
+CASES = (
+    driver_not_loaded,
+    driver_not_loaded_and_no_module_named,
+    not_root,
+    modules_missing,
+    no_module,
+    stock_module_given,
+    other_driver_version,
+    other_kernel,
+    other_build_of_kernel,
+    other_symbol_versions,
+    kernel_refuses_other_symbol_versions,
+    no_symbol_versions,
+    file_of_driver_gone,
+    file_of_driver_replaced,
+    gpu_in_use,
+    gpu_in_use_under_another_name,
+    used_out_of_sight,
+    another_is_running,
+    nothing_to_unload,
+)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: MIT
+"""A kernel that takes signed modules only. It cannot be told otherwise again: this comes last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from guest_machine import GIVEN, Machine
+from module_elf import SIGNATURE_MAGIC
+
+__all__ = ["CASES"]
+
+ENFORCE = Path("/sys/module/module/parameters/sig_enforce")
+SIGNED = Path("/tmp/signed.ko")
+
+
+def signatures(machine: Machine) -> None:
+    source = machine.system.source_version("nvidia_uvm")
+    ENFORCE.write_text("Y", encoding="ascii")
+    machine.load().expect(
+        1, "refused; nothing was changed", "the module is not signed and would be rejected"
+    )
+    assert machine.is_stock()
+
+    # A signature that means nothing to the kernel: only the kernel can tell, and it is asked while
+    # the stock module is still there.
+    sign_badly(machine.ours)
+    outcome = machine.load(module=SIGNED)
+    outcome.expect(2, "the kernel does not take the module")
+    assert "the stock module is out" not in outcome.output
+    assert machine.system.source_version("nvidia_uvm") == source
+    assert machine.is_stock()
+
+    # What the refusals are for: neither is taken, nor would the stock module be taken again.
+    machine.run("rmmod", "nvidia_uvm").expect(0)
+    for path in (machine.ours, SIGNED, GIVEN / "stock.ko"):
+        assert machine.run("insmod", str(path)).status == 1
+        assert not machine.system.loaded("nvidia_uvm")
+
+
+def sign_badly(module: Path) -> None:
+    """Puts at the end of a module what looks like a signature."""
+    # struct module_signature: PKCS#7, and the length of what comes before it.
+    junk = b"no signature at all"
+    trailer = bytes([0, 0, 2, 0, 0, 0, 0, 0]) + len(junk).to_bytes(4, "big")
+    SIGNED.write_bytes(module.read_bytes() + junk + trailer + SIGNATURE_MAGIC)
+
+
+CASES = (signatures,)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: MIT
+"""Loads and unloads that end well."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from guest_machine import Machine
+
+__all__ = ["CASES"]
+
+
+def there_and_back(machine: Machine) -> None:
+    outcome = machine.load()
+    outcome.expect(0, "the stock module is out", r"patched driver 535\.[0-9.]+, ABI \d+", "loaded;")
+    assert machine.is_ours()
+    machine.load().expect(1, "the patched module is loaded already")
+    machine.unload().expect(0, "the patched module is out", "the stock module is back")
+    assert machine.is_stock()
+    assert not Path("/run/vmem-module.json").exists()
+
+
+def parameters_are_carried_over(machine: Machine) -> None:
+    assert machine.parameter("uvm_perf_prefetch_threshold") == "66"
+    machine.load("--arguments", "uvm_perf_prefetch_min_faults=3").expect(0)
+    assert machine.parameter("uvm_perf_prefetch_threshold") == "66"
+    assert machine.parameter("uvm_leak_checker") == "1"
+    assert machine.parameter("uvm_perf_prefetch_min_faults") == "3"
+
+
+def permissions_are_kept(machine: Machine) -> None:
+    """Nodes whose number is of no use any more are made anew, with the same owner and mode."""
+    for name in ("nvidia-uvm", "nvidia-uvm-tools"):
+        path = Path("/dev", name)
+        machine.node(path, 240, 7, mode=0o640)
+        os.chown(path, 0, 44)
+    machine.load().expect(0, "made /dev/nvidia-uvm\n", "made /dev/nvidia-uvm-tools")
+    assert machine.is_ours()
+    for name in ("nvidia-uvm", "nvidia-uvm-tools"):
+        status = os.stat(f"/dev/{name}")
+        assert (status.st_mode & 0o777, status.st_gid) == (0o640, 44)
+
+
+def nodes_as_those_of_the_driver(machine: Machine) -> None:
+    """Where UVM had no nodes, who may open them is taken from the driver's."""
+    machine.clear()
+    machine.start_driver(uvm=False)
+    for name in ("nvidia-uvm", "nvidia-uvm-tools"):
+        Path("/dev", name).unlink(missing_ok=True)
+    os.chmod("/dev/nvidiactl", 0o660)
+    machine.load().expect(0)
+    assert os.stat("/dev/nvidia-uvm").st_mode & 0o777 == 0o660
+
+
+def there_was_no_stock_module(machine: Machine) -> None:
+    """What was not loaded before is not loaded after."""
+    machine.clear()
+    machine.start_driver(uvm=False)
+    machine.load().expect(0)
+    assert machine.is_ours()
+    machine.unload().expect(0, "no stock module was loaded before; none is now")
+    assert not machine.system.loaded("nvidia_uvm")
+
+
+def persistence_daemon_does_not_count(machine: Machine) -> None:
+    words = ["bash", "-c", "exec -a nvidia-persistenced sleep 1000"]
+    with open("/dev/nvidia0", "rb") as node, subprocess.Popen(words, stdin=node) as daemon:
+        while b"nvidia-persistenced" not in Path(f"/proc/{daemon.pid}/cmdline").read_bytes():
+            pass
+        machine.load().expect(0)
+        machine.unload().expect(0)
+        daemon.kill()
+
+
+def selftest_decides_on_the_patched_module(machine: Machine) -> None:
+    """The self test runs when module and nodes are there."""
+    test = 'sh -c "ls /sys/module/nvidia_uvm/parameters/uvm_vmem_* && test -c /dev/nvidia-uvm"'
+    machine.load(selftest=test).expect(0, "/parameters/uvm_vmem_")
+
+
+def unload_refused_in_use(machine: Machine) -> None:
+    machine.load().expect(0)
+    with (
+        open("/dev/nvidia-uvm", "rb") as node,
+        subprocess.Popen(["sleep", "1000"], stdin=node) as user,
+    ):
+        machine.unload().expect(1, "the GPU is in use", rf"{user.pid} \(sleep: /dev/nvidia-uvm\)")
+        assert machine.is_ours()
+        user.kill()
+    machine.unload().expect(0)
+
+
+CASES = (
+    there_and_back,
+    parameters_are_carried_over,
+    permissions_are_kept,
+    nodes_as_those_of_the_driver,
+    there_was_no_stock_module,
+    persistence_daemon_does_not_count,
+    selftest_decides_on_the_patched_module,
+    unload_refused_in_use,
+)

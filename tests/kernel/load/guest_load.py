@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Swaps the real modules in a guest: every refusal, every way to fail half-way, DKMS's rule.
+
+The software GPU's nvidia.ko and the unpatched nvidia-uvm.ko are laid out as Debian's package lays
+its own out; /load holds them and what `make module` built for them (prepare.py).
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent.parent.parent / "scripts")]
+
+import cases_dkms  # noqa: E402
+import cases_failures  # noqa: E402
+import cases_refusals  # noqa: E402
+import cases_signatures  # noqa: E402
+import cases_swap  # noqa: E402
+from guest_machine import Machine  # noqa: E402
+
+# What cannot be taken back (the kernel's demand for signatures) is last.
+GROUPS = (cases_refusals, cases_swap, cases_failures, cases_dkms, cases_signatures)
+
+
+def main() -> int:
+    """Runs the cases whose names contain the words given, or all."""
+    machine = Machine()
+    failed = 0
+    count = 0
+    for group in GROUPS:
+        for case in group.CASES:
+            name = case.__name__
+            if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
+                continue
+            count += 1
+            try:
+                machine.reset()
+                case(machine)
+                print(f"ok   {name}", flush=True)
+            except Exception:
+                failed += 1
+                print(f"FAIL {name}\n{traceback.format_exc()}", flush=True)
+    machine.clear()
+    print(f"{count} cases, {failed} failed", flush=True)
+    return 1 if failed or not count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

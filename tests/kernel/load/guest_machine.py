@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: MIT
+"""The guest as a user's machine with Debian's driver: its files, and how the cases look at it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import module_load
+from module_query import query
+from module_system import UVM, System
+
+__all__ = ["GIVEN", "Machine", "Outcome"]
+
+# nvidia.ko, stock.ko (UVM without the patches) and ours.ko.
+GIVEN = Path("/load")
+SWITCHED = ("nvidia-uvm", "nvidia-uvm-tools")
+
+# Debian's rules, shortened to what matters here, and parameters that ours has to be given too.
+DEBIAN_RULES = """\
+install nvidia modprobe -i nvidia-current-open $CMDLINE_OPTS
+install nvidia-uvm modprobe nvidia ; modprobe -i nvidia-current-open-uvm $CMDLINE_OPTS
+remove nvidia modprobe -r -i nvidia-uvm nvidia
+"""
+OPTIONS = """\
+options nvidia-current-open-uvm uvm_leak_checker=1 uvm_perf_prefetch_threshold=66
+options nvidia-uvm uvm_leak_checker=1
+"""
+
+
+@dataclass
+class Outcome:
+    """What a program did."""
+
+    status: int
+    output: str
+
+    def expect(self, status: int, *patterns: str) -> None:
+        """Fails unless the exit status is that and the output matches everything."""
+        assert self.status == status, f"exit status {self.status}, not {status}:\n{self.output}"
+        for pattern in patterns:
+            assert re.search(pattern, self.output), f"no {pattern!r} in:\n{self.output}"
+
+
+class Machine:
+    """The guest's system."""
+
+    def __init__(self) -> None:
+        self.system = System()
+        self.release = self.system.release()
+        self.modules = Path("/lib/modules") / self.release / "updates/dkms"
+        self.modprobe = Path("/etc/modprobe.d")
+        self.ours = GIVEN / "ours.ko"
+
+    # Laying it out
+
+    def run(self, *words: str, env: dict[str, str] | None = None) -> Outcome:
+        """Runs a program to its end."""
+        done = subprocess.run(
+            words,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        return Outcome(done.returncode, done.stdout)
+
+    def clear(self) -> None:
+        """Takes both modules away."""
+        for module in (UVM, "nvidia"):
+            deadline = time.monotonic() + 20
+            while self.system.loaded(module):
+                done = self.run("rmmod", module)
+                assert time.monotonic() < deadline, f"{module} stays: {done.output}"
+
+    def lay_out(self, files: dict[str, str], rules: str = DEBIAN_RULES) -> None:
+        """Installs modules under the names given (name: which of /load) and rules for modprobe."""
+        for folder in (self.modules, self.modprobe):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        for name, which in files.items():
+            shutil.copyfile(which if "/" in which else GIVEN / which, self.modules / name)
+        (self.modprobe / "nvidia.conf").write_text(rules + OPTIONS, encoding="utf-8")
+        # depmod wants to know which modules are a part of the kernel.
+        for name in ("modules.order", "modules.builtin", "modules.builtin.modinfo"):
+            (self.modules.parent.parent / name).touch()
+        self.run("depmod", "-a", self.release).expect(0)
+
+    def debian(self, **more: str) -> None:
+        """The usual layout, and more files (name without .ko: which)."""
+        files = {
+            "nvidia-current-open.ko": "nvidia.ko",
+            "nvidia-current-open-uvm.ko": "stock.ko",
+            **{f"{name.replace('_', '-')}.ko": which for name, which in more.items()},
+        }
+        self.lay_out(files)
+
+    def start_driver(self, uvm: bool = True) -> None:
+        """Loads the driver as a boot does, and makes its nodes."""
+        self.run("modprobe", "nvidia-uvm" if uvm else "nvidia").expect(0)
+        majors = {name: number for number, name in self.system.device_majors().items()}
+        major = majors.get("nvidia", majors.get("nvidia-frontend", 195))
+        for name, minor in (("nvidia0", 0), ("nvidiactl", 255)):
+            self.node(Path("/dev") / name, major, minor)
+        if uvm:
+            for minor, name in enumerate(SWITCHED):
+                self.node(Path("/dev") / name, majors["nvidia-uvm"], minor)
+
+    def node(self, path: Path, major: int, minor: int, mode: int = 0o666) -> None:
+        """A device node, made anew."""
+        path.unlink(missing_ok=True)
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(major, minor))
+        path.chmod(mode)
+
+    def reset(self) -> None:
+        """What every case begins with: the stock driver, loaded and idle."""
+        self.clear()
+        for left in ("run/vmem-module.json", "run/vmem-module.lock"):
+            Path("/", left).unlink(missing_ok=True)
+        for name in SWITCHED:
+            Path("/dev", name).unlink(missing_ok=True)
+        self.debian()
+        self.start_driver()
+
+    # The program under test
+
+    def swap(self, *arguments: str, before: Callable[[], None] | None = None) -> Outcome:
+        """Runs module_load.py in a process of its own (forked: Python starts slowly here)."""
+        process = self.start_swap(*arguments, before=before)
+        return process.wait()
+
+    def start_swap(self, *arguments: str, before: Callable[[], None] | None = None) -> Running:
+        """The same, without waiting for its end."""
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            status = 99
+            try:
+                os.setsid()
+                os.dup2(writing, 1)
+                os.dup2(writing, 2)
+                os.close(reading)
+                if before:
+                    before()
+                sys.argv = ["module_load.py", *arguments]
+                status = module_load.main()
+            finally:
+                os._exit(status)
+        os.close(writing)
+        return Running(pid, reading)
+
+    def load(self, *arguments: str, selftest: str = "true", module: Path | None = None) -> Outcome:
+        """`make load` with a self test that is a shell command."""
+        path = str(module or self.ours)
+        return self.swap("load", "--module", path, "--selftest", selftest, *arguments)
+
+    def unload(self) -> Outcome:
+        """`make unload`."""
+        return self.swap("unload")
+
+    # What is there
+
+    def is_stock(self) -> bool:
+        """Whether the stock module runs, and its nodes lead to it."""
+        return self.system.loaded(UVM) and not self.system.uvm_is_ours() and self.nodes_fit()
+
+    def is_ours(self) -> bool:
+        """Whether the patched module runs, answers, and its nodes lead to it."""
+        if not (self.system.loaded(UVM) and self.system.uvm_is_ours() and self.nodes_fit()):
+            return False
+        return query(Path("/dev/nvidia-uvm")).abi > 0
+
+    def nodes_fit(self) -> bool:
+        """Whether both nodes exist and have UVM's number."""
+        majors = {name: number for number, name in self.system.device_majors().items()}
+        wanted = [os.makedev(majors["nvidia-uvm"], minor) for minor in (0, 1)]
+        return [os.stat(f"/dev/{name}").st_rdev for name in SWITCHED] == wanted
+
+    def parameter(self, name: str) -> str:
+        """A parameter of the loaded UVM."""
+        return self.system.text(f"sys/module/{UVM}/parameters/{name}")
+
+
+@dataclass
+class Running:
+    """A process that was forked off."""
+
+    pid: int
+    output: int
+
+    def wait(self) -> Outcome:
+        """Its exit status (negative: the signal) and all it wrote."""
+        text = b""
+        while data := os.read(self.output, 65536):
+            text += data
+        os.close(self.output)
+        _pid, status = os.waitpid(self.pid, 0)
+        return Outcome(os.waitstatus_to_exitcode(status), text.decode(errors="replace"))
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Sends it a signal."""
+        os.kill(self.pid, number)
