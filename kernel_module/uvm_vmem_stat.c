@@ -7,7 +7,7 @@
 
 #include "uvm_vmem_internal.h"
 
-// All states. The mutex is outside of UVM's lock order: nothing else is taken under it but nothing.
+// All states. The mutex is taken with no other lock held, and nothing but a state's lock is taken under it.
 static LIST_HEAD(g_states);
 static DEFINE_MUTEX(g_states_lock);
 
@@ -96,7 +96,7 @@ int uvm_vmem_stat(uvm_vmem_state_t *state, struct uvm_vmem_stat *params)
     return ret;
 }
 
-static int procfs_show(struct seq_file *file, void *unused)
+static int show_states(struct seq_file *file)
 {
     uvm_vmem_state_t *state;
 
@@ -125,6 +125,11 @@ static int procfs_show(struct seq_file *file, void *unused)
     mutex_unlock(&g_states_lock);
 
     return 0;
+}
+
+static int procfs_show(struct seq_file *file, void *unused)
+{
+    UVM_ENTRY_RET(show_states(file));
 }
 
 void uvm_vmem_procfs_init(struct proc_dir_entry *dir)
