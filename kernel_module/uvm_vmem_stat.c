@@ -5,6 +5,7 @@
 #include <linux/proc_fs.h>
 #include <linux/seq_file.h>
 
+#include "uvm_api.h"
 #include "uvm_vmem_internal.h"
 
 // All states. The mutex is taken with no other lock held, and nothing but a state's lock is taken under it.
