@@ -143,6 +143,11 @@ def python_tests(session: Session) -> None:
     call(PYTHON, "-m", "pytest", "-q", "-m", marks, "tests/python", VMEM_TEST_BACKEND="host")
 
 
+def kernel_scripts(session: Session) -> None:
+    """What builds, loads and tests the driver, as far as no driver is needed for it."""
+    call(PYTHON, "-m", "pytest", "-q", "tests/kernel")
+
+
 def kernel(session: Session) -> None:
     """The patched driver on software GPUs, in virtual machines."""
     long = ["--long"] if session.long else []
@@ -235,6 +240,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "readme": readme,
     "python": python_tests,
     "gpu-checks": gpu_checks,
+    "kernel-scripts": kernel_scripts,
     "kernel": kernel,
     "wheel": wheel,
     "gpu": gpu_tests,
@@ -267,7 +273,7 @@ def main() -> int:
         except Failed as error:
             print(f"FAILED: {error}", flush=True)
             result, failed = "FAILED", failed + 1
-        results.append(f"{name:<12} {result:<8} {time.monotonic() - start:6.0f} s")
+        results.append(f"{name:<14} {result:<8} {time.monotonic() - start:6.0f} s")
     if not options.stages and options.gpu is None:
         session.skip("what needs a GPU (make test-gpu, on a machine with one)")
     results += [f"not run: {text}" for text in session.not_run]

@@ -52,6 +52,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--timeout", type=float, default=300, metavar="S", help="for all of it (default 300)")
     add("--allow", action="append", default=[], metavar="REGEX", help="may be in the log")
     add("--name", help="of the log's file (default: the command's)")
+    add("--keep-symbols", action="store_true", help="pack the modules as they are")
     add("--report", type=Path, metavar="FILE", help="write what came of it, as JSON")
     add("--verbose", "-v", action="store_true", help="show the kernel's log too, at the end")
     add("command", nargs="+", help="a program of this machine (static), or one of the guest's")
@@ -78,6 +79,7 @@ def describe(options: argparse.Namespace) -> Machine:
         modules=options.tree,
         module_args=[*module_args, *shlex.split(options.module_args)],
         uvm_args=[*UVM_ARGS, *shlex.split(options.uvm_args)],
+        strip=not options.keep_symbols,
         gpus=options.gpus,
         memory=options.memory or (3072 if options.image else 1536),
         processors=options.smp,

@@ -46,6 +46,7 @@ class Machine:
     modules: Path | None = None
     module_args: Sequence[str] = ()
     uvm_args: Sequence[str] = ()
+    strip: bool = True
     gpus: int = 1
     memory: int = 1536
     processors: int = 2
@@ -176,9 +177,10 @@ def first_file_system(machine: Machine, nonce: str, cache: Path) -> Initramfs:
     root.file("/guest/image", HERE / "image")
     if machine.modules is not None:
         for name in ("nvidia.ko", "nvidia-uvm.ko"):
-            if not (machine.modules / name).exists():
+            module = machine.modules / name
+            if not module.exists():
                 raise GuestError(f"{machine.modules} has no {name}")
-            root.file(f"/modules/{name}", stripped(machine.modules / name, cache))
+            root.file(f"/modules/{name}", stripped(module, cache) if machine.strip else module)
     for module in machine.kernel_modules:
         root.file(f"/modules/{module.name}", module)
     # Commands that run on the disk image see what lies in /layer as theirs.
