@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from kernel_common import KERNEL_BUILD, run
@@ -47,8 +48,9 @@ def take_conftests(work: Path, headers: KernelHeaders) -> bool:
         return False
     shutil.copytree(kept, work / "conftest")
     # All of one time, after that of the script: nothing looks out of date.
+    now = time.time_ns()
     for path in (work / "conftest").rglob("*"):
-        os.utime(path)
+        os.utime(path, ns=(now, now))
     return True
 
 

@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Looks at our kernel files with sparse and with the compiler's warnings of `make W=1`.
+
+The commands are those that built the tree, as make has noted them; only what is said about our own
+files counts, not about the kernel's or NVIDIA's headers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from driver_patches import kernel_files
+from kernel_common import KernelBuildError, say
+from kernel_headers import default_headers
+from kernel_tree import Tree, build_tree, softgpu_folder
+
+__all__ = ["check_tree"]
+
+# Of the kernel's scripts/Makefile.extrawarn, level 1; and what it takes back from the defaults.
+WARNINGS = shlex.split(
+    "-Wextra -Wunused -Wno-unused-parameter -Wmissing-declarations -Wmissing-format-attribute "
+    "-Wmissing-prototypes -Wold-style-definition -Wmissing-include-dirs "
+    "-Wunused-but-set-variable -Wunused-const-variable -Wpacked-not-aligned "
+    "-Wstringop-truncation -Wno-missing-field-initializers -Wno-sign-compare -Wno-type-limits "
+    "-Wno-shift-negative-value"
+)
+# CHECKFLAGS of the kernel's Makefile for this architecture.
+SPARSE = shlex.split(
+    "sparse -D__linux__ -Dlinux -D__STDC__ -Dunix -D__unix__ -Wbitwise -Wno-return-void "
+    "-Wno-unknown-attribute -D__CHECK_ENDIAN__ -D__x86_64__ --arch=x86 -mlittle-endian -m64"
+)
+COLUMNS = 140
+
+
+def noted_command(work: Path, source: Path) -> list[str]:
+    """The command that compiled a source, without its output and its notes on dependencies."""
+    notes = (work / source.parent / f".{source.stem}.o.cmd").read_text(encoding="utf-8")
+    found = re.search(r"^(?:saved)?cmd_\S+ := +(.*)$", notes, re.MULTILINE)
+    if found is None:
+        raise KernelBuildError(f"make has noted no command for {source}")
+    # A command may be followed by others, for example objtool.
+    words = shlex.split(found.group(1).split(" ; ")[0])
+    command = []
+    skip = False
+    for word in words:
+        if skip:
+            skip = False
+        elif word == "-o":
+            skip = True
+        elif word != "-c" and not word.startswith("-Wp,-MMD"):
+            command.append(word)
+    return command
+
+
+def findings(command: list[str], folder: Path, work: Path, sources: list[Path]) -> list[str]:
+    """What a command says about our files."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    lines = [line.replace(f"{work}/", "") for line in (done.stdout + done.stderr).splitlines()]
+    ours = {path.name for path in sources}
+    # A place of ours, or one of the kernel's that was put into a function of ours.
+    named = re.compile(r"(?:\S*/)?(\w+\.[ch]):\d+:.*: |.*inlined from .* at (?:\S*/)?(\w+\.[ch]):")
+    said = [
+        line
+        for line in lines
+        if (place := named.match(line)) and (place.group(1) or place.group(2)) in ours
+    ]
+    if done.returncode and not said:
+        said = [f"exit status {done.returncode}: {command[0]} ... {command[-1]}", *lines[-5:]]
+    return said
+
+
+def long_lines(work: Path, source: Path) -> list[str]:
+    """The lines of a file that are wider than they may be."""
+    text = (work / source).read_text(encoding="utf-8").splitlines()
+    return [
+        f"{source}:{number}: {len(line)} columns"
+        for number, line in enumerate(text, 1)
+        if len(line) > COLUMNS
+    ]
+
+
+def check_tree(tree: Tree) -> list[str]:
+    """All that is found in our files of a tree that has been built."""
+    ours = [Path("nvidia-uvm") / name for name in kernel_files() if name.endswith((".c", ".h"))]
+    names = sorted(path.name for path in softgpu_folder().glob("*.[ch]"))
+    ours += [Path("nvidia/softgpu") / name for name in names if "_user" not in name]
+    found: list[str] = []
+    for source in ours:
+        found += long_lines(tree.work, source)
+        if source.suffix != ".c":
+            continue
+        command = noted_command(tree.work, source)
+        flags = command[1:]
+        # Compiled, not only parsed: some warnings come with the optimisation.
+        warn = [command[0], *flags[:-1], *WARNINGS, "-c", "-o", "/dev/null", flags[-1]]
+        found += findings(warn, tree.headers.build, tree.work, ours)
+        found += findings([*SPARSE, *flags], tree.headers.build, tree.work, ours)
+    return list(dict.fromkeys(found))
+
+
+def main() -> int:
+    """Checks the tree of one version."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("version", nargs="?", default="535.261.03")
+    parser.add_argument("--type", choices=("release", "debug"), default="release")
+    options = parser.parse_args()
+    try:
+        tree = Tree(options.version, default_headers(), type=options.type)
+        build_tree(tree)
+        found = check_tree(tree)
+    except KernelBuildError as error:
+        say(str(error))
+        return 1
+    print(*found, sep="\n")
+    say(f"driver {options.version}, {options.type}: {len(found)} findings")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
