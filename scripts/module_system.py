@@ -18,8 +18,8 @@ UVM = "nvidia_uvm"
 SECURE_BOOT = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
 CAP_SYS_MODULE = 16
 
-# Services that hold the driver's nodes all the time and never open UVM: one keeps the driver's
-# state between programs, the other looks after NVLink switches.
+# Services that hold the driver's nodes all the time: one keeps the driver's state between programs,
+# the other looks after NVLink switches. Unless they have opened UVM they are in no one's way.
 HARMLESS = ("nvidia-persistenced", "nv-fabricmanager")
 
 # What a program that uses a GPU has open; nodes for displays, MIG and switches are not asked about.
@@ -34,6 +34,11 @@ class DeviceUser:
     pid: int
     command: str
     nodes: tuple[str, ...]
+
+    @property
+    def harmless(self) -> bool:
+        """Whether it is a service that a swap of UVM does not touch."""
+        return self.command in HARMLESS and not any("uvm" in node for node in self.nodes)
 
     def __str__(self) -> str:
         return f"{self.pid} ({self.command}: {', '.join(self.nodes)})"
@@ -144,7 +149,7 @@ class System:
             nodes = self.open_nodes(folder / "fd", majors)
             if nodes and int(folder.name) != os.getpid():
                 users.append(DeviceUser(int(folder.name), self.command(folder), tuple(nodes)))
-        return [user for user in users if user.command not in HARMLESS]
+        return [user for user in users if not user.harmless]
 
     def open_nodes(self, folder: Path, majors: dict[int, str]) -> list[str]:
         """The driver's nodes among the open files of a process."""

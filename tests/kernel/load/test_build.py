@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import module_dkms
 import module_source
 import pytest
 from conftest import Lay
@@ -255,6 +256,22 @@ def modules_of(machine: System) -> set[str]:
     return {path.name for path in (machine.root / "lib/modules").rglob("*.ko*")}
 
 
+# As Debian's package for the driver has it. In the order of the names ours would come first.
+OTHER = "nvidia-workstation"
+DRIVER_CONF = """\
+PACKAGE_NAME="{name}"
+PACKAGE_VERSION="{version}"
+AUTOINSTALL="yes"
+MAKE[0]="'make' modules SYSSRC=$(sed -n 's,^include \\(.*\\)/Makefile$,\\1,p' \
+$kernel_source_dir/Makefile) SYSOUT=$kernel_source_dir NV_KERNEL_MODULES='nvidia nvidia-uvm'"
+CLEAN="true"
+BUILT_MODULE_NAME[0]="nvidia"
+DEST_MODULE_NAME[0]="{name}"
+DEST_MODULE_LOCATION[0]="/updates/dkms"
+BUILT_MODULE_NAME[1]="nvidia-uvm"
+DEST_MODULE_NAME[1]="{name}-uvm"
+DEST_MODULE_LOCATION[1]="/updates/dkms"
+"""
 STOCK = {"nvidia-current.ko", "nvidia-current-uvm.ko"}
 RULE = "etc/modprobe.d/00-nvidia-uvm-vmem.conf"
 
@@ -296,6 +313,26 @@ def test_dkms_after_the_driver_was_upgraded(
     assert modules_of(machine) == STOCK
     assert dkms.versions() == []
     assert not (machine.root / RULE).exists()
+
+
+def test_dkms_for_another_kernel(
+    machine: System, dkms: Dkms, staged: Path, headers: KernelHeaders, tmp_path: Path
+) -> None:
+    """What a new kernel's installation calls: the driver's package is built first, then ours."""
+    for path in (machine.root / "lib/modules").rglob("*.ko"):
+        path.unlink()
+    driver = write_driver(machine.root / f"usr/src/{OTHER}-{VERSION}", patched=False)
+    (driver / "dkms.conf").write_text(
+        DRIVER_CONF.format(name=OTHER, version=VERSION), encoding="utf-8"
+    )
+    dkms.dkms("add", "-m", OTHER, "-v", VERSION)
+    package = make_package(staged, machine.root / "usr/src", providers(dkms.tree))
+    dkms.dkms("add", "-m", module_dkms.NAME, "-v", VERSION)
+    assert package.parent == dkms.sources
+    dkms.dkms("autoinstall", "-k", headers.release, "--kernelsourcedir", str(headers.build))
+    assert modules_of(machine) == {f"{OTHER}.ko", f"{OTHER}-uvm.ko"} | {"nvidia-uvm-vmem.ko"}
+    (ours,) = (machine.root / "lib/modules").rglob("nvidia-uvm-vmem.ko")
+    assert wrong_symbols(read_module(ours), found(machine, headers.release)) == []
 
 
 def test_package_names_the_drivers_package(tmp_path: Path, staged: Path) -> None:

@@ -156,6 +156,13 @@ def test_not_in_use(lay: Lay, command: str, target: str) -> None:
     assert load_refusals(machine, OURS, NVIDIA) == []
 
 
+def test_a_service_that_has_opened_uvm(lay: Lay) -> None:
+    machine = lay()
+    user(machine.root, 4242, "/usr/bin/nvidia-persistenced", "/dev/nvidia-uvm")
+    (only,) = load_refusals(machine, OURS, NVIDIA)
+    assert "4242 (nvidia-persistenced: /dev/nvidia-uvm)" in only
+
+
 def test_all_reasons_are_told_at_once(lay: Lay) -> None:
     machine = lay(
         {
