@@ -372,6 +372,15 @@ struct softgpu_lost {
  * FLUSH: drop the TLB model's entries of a gpu, as a test's own "invalidate". Takes __u32 gpu.
  */
 
+/*
+ * SUSPEND: what happens to nvidia-uvm.ko when the system goes to sleep (suspend 1) and wakes up (0); out_status is
+ * its NV_STATUS. ENODEV if it is not loaded.
+ */
+struct softgpu_suspend {
+	__u32 suspend;
+	__u32 out_status;
+};
+
 #define SOFTGPU_IOCTL_TYPE 'S'
 #define SOFTGPU_INFO       _IOWR(SOFTGPU_IOCTL_TYPE, 1, struct softgpu_info)
 #define SOFTGPU_XLATE      _IOWR(SOFTGPU_IOCTL_TYPE, 2, struct softgpu_xlate)
@@ -392,6 +401,7 @@ struct softgpu_lost {
 #define SOFTGPU_LOST       _IOW(SOFTGPU_IOCTL_TYPE, 17, struct softgpu_lost)
 #define SOFTGPU_VERIFY     _IO(SOFTGPU_IOCTL_TYPE, 18)
 #define SOFTGPU_FLUSH      _IOW(SOFTGPU_IOCTL_TYPE, 19, __u32)
+#define SOFTGPU_SUSPEND    _IOWR(SOFTGPU_IOCTL_TYPE, 20, struct softgpu_suspend)
 
 #define SOFTGPU_SIZE(type, bytes) _Static_assert(sizeof(struct type) == (bytes), "layout of " #type)
 SOFTGPU_SIZE(softgpu_space, 16);
@@ -410,5 +420,6 @@ SOFTGPU_SIZE(softgpu_call, 64);
 SOFTGPU_SIZE(softgpu_hold, 16);
 SOFTGPU_SIZE(softgpu_settings, 32);
 SOFTGPU_SIZE(softgpu_lost, 8);
+SOFTGPU_SIZE(softgpu_suspend, 8);
 
 #endif

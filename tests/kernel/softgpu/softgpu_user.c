@@ -323,6 +323,13 @@ const char *softgpu_fault_name(unsigned kind) {
   }
 }
 
+int softgpu_suspend(int dev, bool suspend) {
+  struct softgpu_suspend s = {.suspend = suspend};
+  int result = call(dev, SOFTGPU_SUSPEND, &s);
+
+  return result ? result : (int)s.out_status;
+}
+
 int softgpu_verify(int dev) {
   return call(dev, SOFTGPU_VERIFY, NULL);
 }
@@ -348,6 +355,7 @@ enum {
   UVM_UNMAP_EXTERNAL = 66,
   UVM_CREATE_EXTERNAL_RANGE = 73,
   UVM_MAP_EXTERNAL_SPARSE = 74,
+  UVM_MM_INITIALIZE = 75,
   UVM_INITIALIZE = 0x30000001,
 };
 
@@ -360,6 +368,12 @@ struct uvm_initialize {
   uint32_t status, pad;
 };
 CHECK_SIZE(uvm_initialize, 16);
+
+struct uvm_mm_initialize {
+  int32_t uvm_fd;
+  uint32_t status;
+};
+CHECK_SIZE(uvm_mm_initialize, 8);
 
 struct uvm_register_gpu {
   uint8_t uuid[16];
@@ -433,6 +447,21 @@ int softgpu_uvm_initialize(int uvm) {
   struct uvm_initialize p = {.flags = 0};
 
   return uvm_call(uvm, UVM_INITIALIZE, &p, &p.status);
+}
+
+int softgpu_uvm_initialize_mm(int uvm) {
+  enum { NOTHING_TO_DO = 0x10006 }; // NV_WARN_NOTHING_TO_DO: this kernel needs no second descriptor
+  struct uvm_mm_initialize p = {.uvm_fd = uvm};
+  int mm = softgpu_uvm_open();
+  int result;
+
+  if (mm < 0)
+    return mm;
+  result = uvm_call(mm, UVM_MM_INITIALIZE, &p, &p.status);
+  if (!result || result == NOTHING_TO_DO)
+    return mm;
+  close(mm);
+  return result < 0 ? result : -EIO;
 }
 
 int softgpu_uvm_register_gpu(struct softgpu_client *client, unsigned gpu) {
@@ -555,7 +584,7 @@ int softgpu_client_open(struct softgpu_client *client, unsigned gpus) {
   int result;
 
   memset(client, 0, sizeof(*client));
-  client->dev = client->uvm = -1;
+  client->dev = client->uvm = client->mm = -1;
   if (gpus > SOFTGPU_MAX_GPUS)
     return -EINVAL;
   result = softgpu_open();
@@ -567,6 +596,13 @@ int softgpu_client_open(struct softgpu_client *client, unsigned gpus) {
     goto fail;
   client->uvm = result;
   result = softgpu_uvm_initialize(client->uvm);
+  if (result)
+    goto fail;
+  result = softgpu_uvm_initialize_mm(client->uvm);
+  if (result < 0)
+    goto fail;
+  client->mm = result;
+  result = 0;
   for (unsigned gpu = 0; !result && gpu < gpus; gpu++) {
     struct softgpu_info info;
 
@@ -591,8 +627,10 @@ fail:
 void softgpu_client_close(struct softgpu_client *client) {
   if (client->uvm >= 0)
     close(client->uvm);
+  if (client->mm >= 0)
+    close(client->mm);
   if (client->dev >= 0)
     close(client->dev);
-  client->dev = client->uvm = -1;
+  client->dev = client->uvm = client->mm = -1;
   client->gpus = 0;
 }

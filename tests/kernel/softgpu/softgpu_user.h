@@ -71,6 +71,7 @@ int softgpu_settings(int dev, const struct softgpu_settings *set, struct softgpu
 int softgpu_lost(int dev, unsigned gpu, bool lost);
 int softgpu_faults(int dev, unsigned gpu, struct softgpu_faults *out);
 const char *softgpu_fault_name(unsigned kind);
+int softgpu_suspend(int dev, bool suspend); /* > 0: NV_STATUS */
 int softgpu_verify(int dev);
 int softgpu_flush(int dev, unsigned gpu);
 
@@ -79,6 +80,7 @@ int softgpu_flush(int dev, unsigned gpu);
 struct softgpu_client {
   int dev;                                   /* /dev/softgpu */
   int uvm;                                   /* /dev/nvidia-uvm, UVM_INITIALIZE done */
+  int mm;                                    /* /dev/nvidia-uvm, ties uvm to the process's memory (UVM_MM_INITIALIZE) */
   unsigned gpus;                             /* registered, with an address space: 0 .. gpus - 1 */
   unsigned branch;
   uint8_t uuid[SOFTGPU_MAX_GPUS][SOFTGPU_UUID_BYTES];
@@ -92,6 +94,8 @@ void softgpu_client_close(struct softgpu_client *client);
 
 int softgpu_uvm_open(void); /* /dev/nvidia-uvm, without UVM_INITIALIZE; makes the device node if there is none */
 int softgpu_uvm_initialize(int uvm);
+/* A second descriptor for UVM_MM_INITIALIZE, without which no address space can be registered; close it last. */
+int softgpu_uvm_initialize_mm(int uvm);
 
 int softgpu_uvm_register_gpu(struct softgpu_client *client, unsigned gpu);
 int softgpu_uvm_unregister_gpu(struct softgpu_client *client, unsigned gpu);

@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: MIT OR GPL-2.0
+/* rmgpu.c - the resource manager's interface: sessions, devices, what a GPU is and can do, peers. */
+#include <linux/dma-mapping.h>
+#include <linux/moduleparam.h>
+#include <linux/slab.h>
+#include <linux/string.h>
+
+#include "impl.h"
+
+/* Classes: clc86f.h, clc56f.h, clc8b5.h, clc6b5.h in kernel-open/nvidia-uvm; clcbc0.h, clc6c0.h in src/common/sdk/nvidia/inc/class */
+#define CLASS_HOPPER_CHANNEL 0xc86f
+#define CLASS_HOPPER_COPY    0xc8b5
+#define CLASS_HOPPER_COMPUTE 0xcbc0
+#define CLASS_AMPERE_CHANNEL 0xc56f
+#define CLASS_AMPERE_COPY    0xc6b5
+#define CLASS_AMPERE_COMPUTE 0xc6c0
+
+#define DMA_BITS           47
+#define COPY_ENGINES       4
+#define GPCS               8
+#define TPCS_PER_GPC_HOPPER 9
+#define TPCS_PER_GPC_AMPERE 8 /* uvm_ampere.c asserts its maximum */
+#define PCIE_MBPS          32000
+#define NVLINK_MBPS        50000
+
+/* How GPUs reach each other. */
+static char *p2p = "nvlink";
+module_param(p2p, charp, 0444);
+MODULE_PARM_DESC(p2p, "peers: nvlink (UVM enables them itself), pcie (on request), none");
+
+static struct softgpu *to_gpu(uvmGpuDeviceHandle device)
+{
+	return (struct softgpu *)device;
+}
+
+/* All bits of GPUs that can be peers of this one. Peer number = GPU number. */
+u32 sg_peers_of(const struct softgpu *gpu)
+{
+	if (!strcmp(p2p, "none"))
+		return 0;
+	return ((1u << model.gpus) - 1) & ~(1u << gpu->index);
+}
+
+NV_STATUS nvUvmInterfaceRegisterGpu(const NvProcessorUuid *uuid, UvmGpuPlatformInfo *info)
+{
+	struct softgpu *gpu = sg_gpu_by_uuid(uuid->uuid);
+
+	SG_CALL(RegisterGpu, gpu);
+	if (!gpu)
+		return NV_ERR_GPU_UUID_NOT_FOUND;
+	info->pci_dev = gpu->pci;
+	info->dma_addressable_start = 0;
+	info->dma_addressable_limit = DMA_BIT_MASK(DMA_BITS);
+	return NV_OK;
+}
+
+void nvUvmInterfaceUnregisterGpu(const NvProcessorUuid *uuid)
+{
+	sg_call(SG_CALL_UnregisterGpu, sg_gpu_by_uuid(uuid->uuid));
+}
+
+NV_STATUS nvUvmInterfaceSessionCreate(uvmGpuSessionHandle *session, UvmPlatformInfo *info)
+{
+	SG_CALL(SessionCreate, NULL);
+	memset(info, 0, sizeof(*info));
+	*session = (uvmGpuSessionHandle)&model;
+	return NV_OK;
+}
+
+NV_STATUS nvUvmInterfaceSessionDestroy(uvmGpuSessionHandle session)
+{
+	SG_CALL(SessionDestroy, NULL);
+	return NV_OK;
+}
+
+/* The device handle is the GPU itself: nothing is kept for one device. */
+NV_STATUS nvUvmInterfaceDeviceCreate(uvmGpuSessionHandle session, const UvmGpuInfo *info, const NvProcessorUuid *uuid,
+				     uvmGpuDeviceHandle *out, NvBool smc)
+{
+	struct softgpu *gpu = sg_gpu_by_uuid(uuid->uuid);
+
+	SG_CALL(DeviceCreate, gpu);
+	if (!gpu)
+		return NV_ERR_GPU_UUID_NOT_FOUND;
+	*out = (uvmGpuDeviceHandle)gpu;
+	return NV_OK;
+}
+
+void nvUvmInterfaceDeviceDestroy(uvmGpuDeviceHandle device)
+{
+	sg_call(SG_CALL_DeviceDestroy, to_gpu(device));
+}
+
+#if SG_HAS_EVENTS
+NV_STATUS nvUvmInterfaceRegisterUvmEvents(struct UvmEventsLinux *events)
+{
+	SG_CALL(RegisterUvmEvents, NULL);
+	model.events = events;
+	return NV_OK;
+}
+
+void nvUvmInterfaceDeRegisterUvmEvents(void)
+{
+	sg_call(SG_CALL_DeRegisterUvmEvents, NULL);
+	model.events = NULL;
+}
+#else
+NV_STATUS nvUvmInterfaceRegisterUvmCallbacks(struct UvmOpsUvmEvents *events)
+{
+	SG_CALL(RegisterUvmCallbacks, NULL);
+	model.events = events;
+	return NV_OK;
+}
+
+void nvUvmInterfaceDeRegisterUvmOps(void)
+{
+	sg_call(SG_CALL_DeRegisterUvmOps, NULL);
+	model.events = NULL;
+}
+#endif
+
+NV_STATUS nvUvmInterfaceQueryCaps(uvmGpuDeviceHandle device, UvmGpuCaps *caps)
+{
+	SG_CALL(QueryCaps, to_gpu(device));
+	memset(caps, 0, sizeof(*caps));
+	return NV_OK;
+}
+
+NV_STATUS nvUvmInterfaceQueryCopyEnginesCaps(uvmGpuDeviceHandle device, UvmGpuCopyEnginesCaps *caps)
+{
+	u32 i;
+
+	SG_CALL(QueryCopyEnginesCaps, to_gpu(device));
+	memset(caps, 0, sizeof(*caps));
+	for (i = 0; i < COPY_ENGINES; i++) {
+		UvmGpuCopyEngineCaps *engine = &caps->copyEngineCaps[i];
+
+		engine->supported = 1;
+		engine->sysmem = 1;
+		engine->sysmemRead = i == 0;
+		engine->sysmemWrite = i == 1;
+		engine->p2p = 1;
+		engine->nvlinkP2p = !strcmp(p2p, "nvlink");
+		engine->cePceMask = 1u << i;
+	}
+	return NV_OK;
+}
+
+NV_STATUS nvUvmInterfaceGetGpuInfo(const NvProcessorUuid *uuid, const UvmGpuClientInfo *client, UvmGpuInfo *info)
+{
+	struct softgpu *gpu = sg_gpu_by_uuid(uuid->uuid);
+
+	SG_CALL(GetGpuInfo, gpu);
+	if (!gpu)
+		return NV_ERR_GPU_UUID_NOT_FOUND;
+	memset(info, 0, sizeof(*info));
+	strscpy(info->name, gpu->hopper ? "Software GPU (GH100)" : "Software GPU (GA100)", sizeof(info->name));
+	memcpy(info->uuid.uuid, gpu->uuid, sizeof(gpu->uuid));
+	info->gpuArch = gpu->hopper ? SOFTGPU_ARCH_HOPPER : SOFTGPU_ARCH_AMPERE;
+	info->hostClass = gpu->hopper ? CLASS_HOPPER_CHANNEL : CLASS_AMPERE_CHANNEL;
+	info->ceClass = gpu->hopper ? CLASS_HOPPER_COPY : CLASS_AMPERE_COPY;
+	info->computeClass = gpu->hopper ? CLASS_HOPPER_COMPUTE : CLASS_AMPERE_COMPUTE;
+	info->subdeviceCount = 1;
+	info->virtMode = UVM_VIRT_MODE_NONE;
+	info->maxTpcPerGpcCount = gpu->hopper ? TPCS_PER_GPC_HOPPER : TPCS_PER_GPC_AMPERE;
+	info->gpcCount = GPCS;
+	info->maxGpcCount = GPCS;
+	info->tpcCount = GPCS * info->maxTpcPerGpcCount;
+#if SOFTGPU_BRANCH >= 580
+	info->accessCntrBufferCount = 1;
+#endif
+	info->sysmemLink = UVM_LINK_TYPE_PCIE;
+	info->sysmemLinkRateMBps = PCIE_MBPS;
+	return NV_OK;
+}
+
+NV_STATUS nvUvmInterfaceServiceDeviceInterruptsRM(uvmGpuDeviceHandle device)
+{
+	SG_CALL(ServiceDeviceInterruptsRM, to_gpu(device));
+	return NV_OK;
+}
+
+NV_STATUS nvUvmInterfaceGetFbInfo(uvmGpuDeviceHandle device, UvmGpuFbInfo *info)
+{
+	SG_CALL(GetFbInfo, to_gpu(device));
+	memset(info, 0, sizeof(*info));
+	info->heapSize = to_gpu(device)->vidmem >> 10;
+	info->maxAllocatableAddress = to_gpu(device)->vidmem - 1;
+#if SG_HAS_ATS_ARGUMENT
+	info->maxVidmemPageSize = SG_PAGE_2M;
+#endif
+	return NV_OK;
+}
+
+NV_STATUS nvUvmInterfaceGetEccInfo(uvmGpuDeviceHandle device, UvmGpuEccInfo *info)
+{
+	SG_CALL(GetEccInfo, to_gpu(device));
+	memset(info, 0, sizeof(*info));
+	return NV_OK;
+}
+
+#if SG_HAS_NVLINK_INFO
+NV_STATUS nvUvmInterfaceGetNvlinkInfo(uvmGpuDeviceHandle device, UvmGpuNvlinkInfo *info)
+{
+	SG_CALL(GetNvlinkInfo, to_gpu(device));
+	memset(info, 0, sizeof(*info));
+	return NV_OK;
+}
+
+/* After it UVM does nothing more until it is loaded again. Not an error of the model: a test may have asked for it. */
+void nvUvmInterfaceReportFatalError(NV_STATUS error)
+{
+	sg_call(SG_CALL_ReportFatalError, NULL);
+}
+#endif
+
+/* ---- peers ----------------------------------------------------------------------------------------- */
+
+NV_STATUS nvUvmInterfaceGetP2PCaps(uvmGpuDeviceHandle device1, uvmGpuDeviceHandle device2, UvmGpuP2PCapsParams *caps)
+{
+	struct softgpu *one = to_gpu(device1), *two = to_gpu(device2);
+	bool nvlink = !strcmp(p2p, "nvlink");
+
+	SG_CALL(GetP2PCaps, one);
+	memset(caps, 0, sizeof(*caps));
+	if (!(sg_peers_of(one) & BIT(two->index)))
+		return NV_OK; /* p2pLink is UVM_LINK_TYPE_NONE */
+	caps->peerIds[0] = two->index;
+	caps->peerIds[1] = one->index;
+	if (nvlink)
+		caps->p2pLink = one->hopper ? UVM_LINK_TYPE_NVLINK_4 : UVM_LINK_TYPE_NVLINK_3;
+	else
+		caps->p2pLink = UVM_LINK_TYPE_PCIE;
+	caps->optimalNvlinkWriteCEs[0] = 2;
+	caps->optimalNvlinkWriteCEs[1] = 2;
+	caps->totalLinkLineRateMBps = nvlink ? NVLINK_MBPS : 0;
+	return NV_OK;
+}
+
+NV_STATUS nvUvmInterfaceP2pObjectCreate(uvmGpuDeviceHandle device1, uvmGpuDeviceHandle device2, NvHandle *out)
+{
+	SG_CALL(P2pObjectCreate, to_gpu(device1));
+	if (!(sg_peers_of(to_gpu(device1)) & BIT(to_gpu(device2)->index)))
+		return NV_ERR_NOT_SUPPORTED;
+	mutex_lock(&model.lock);
+	*out = ++model.next_handle;
+	mutex_unlock(&model.lock);
+	return NV_OK;
+}
+
+void nvUvmInterfaceP2pObjectDestroy(uvmGpuSessionHandle session, NvHandle handle)
+{
+	sg_call(SG_CALL_P2pObjectDestroy, NULL);
+}

@@ -1,0 +1,384 @@
+// SPDX-License-Identifier: MIT OR GPL-2.0
+/*
+ * tables.c - books of the page tables of user spaces.
+ *
+ * A table enters the books when an entry of a reachable directory begins to point to it (or a root is set), with all
+ * that it holds, and leaves them when that entry changes. Each write of the engine into memory that holds a table comes
+ * by here: entry by entry the old value (kept) and the new one are compared. From this follow, exactly,
+ *   - how many page table entries were written, and how many of them changed;
+ *   - how many live entries map each frame of video memory, so that freeing a mapped frame is an error at once;
+ *   - which frames hold live tables, so that freeing or reusing one of them is an error at once.
+ * sg_tables_verify() compares the books with the memory.
+ */
+#include <linux/mm.h>
+#include <linux/slab.h>
+
+#include "impl.h"
+
+#define TABLE_HASH_BITS 10
+#define BLOCK 256ull /* the smallest table, and alignment of tables (allocation_size_* in uvm_*_mmu.c) */
+
+struct table {
+	struct hlist_node hash;
+	struct list_head node; /* of its space */
+	struct sg_space *space;
+	struct softgpu *where; /* whose video memory; NULL: host memory */
+	u64 pa;
+	u64 va;                /* that its first entry stands for */
+	u8 level, half;
+	u32 words;
+	u64 word[];
+};
+
+static DEFINE_HASHTABLE(table_hash, TABLE_HASH_BITS);
+static u64 tables_in_sysmem;
+
+static u64 table_key(const struct softgpu *where, u64 pa)
+{
+	return (pa / BLOCK) ^ ((u64)(where ? where->index : SOFTGPU_MAX_GPUS) << 56);
+}
+
+static struct table *table_at(const struct softgpu *where, u64 pa)
+{
+	struct table *t;
+
+	hash_for_each_possible(table_hash, t, hash, table_key(where, pa))
+		if (t->where == where && t->pa == pa)
+			return t;
+	return NULL;
+}
+
+static u32 table_words(const struct sg_mmu_format *format, u8 level, u8 half)
+{
+	if (level == SG_LEVEL_PTE)
+		return half == 0 ? SG_PAGE_2M / SG_PAGE_64K : SG_PAGE_2M / SG_PAGE_4K;
+	return (1u << format->bits[level]) * (level == SG_LEVEL_PDE0 ? 2 : 1);
+}
+
+static u8 word_half(const struct table *t, u32 i)
+{
+	return t->level == SG_LEVEL_PDE0 ? i % 2 : t->half;
+}
+
+/* Addresses that one word stands for. */
+static u64 word_reach(const struct table *t)
+{
+	if (t->level == SG_LEVEL_PTE)
+		return t->half == 0 ? SG_PAGE_64K : SG_PAGE_4K;
+	return 1ull << t->space->gpu->format->shift[t->level];
+}
+
+static u64 word_va(const struct table *t, u32 i)
+{
+	return t->va + (t->level == SG_LEVEL_PDE0 ? i / 2 : i) * word_reach(t);
+}
+
+static void decode(const struct table *t, u32 i, u64 raw, struct sg_entry *out)
+{
+	t->space->gpu->format->decode(t->level, word_half(t, i), raw, out);
+}
+
+/* The frames that a leaf maps: *first <= *last, or false. */
+static bool leaf_frames(struct sg_space *space, const struct sg_entry *leaf, struct softgpu **gpu, u64 *first, u64 *last)
+{
+	u64 pa = leaf->pa & ~(leaf->page_size - 1);
+
+	if (leaf->aperture == SOFTGPU_APERTURE_SYS)
+		return false;
+	*gpu = leaf->aperture == SOFTGPU_APERTURE_VID ? space->gpu : sg_gpu_by_index(leaf->peer);
+	if (!*gpu || pa >= (*gpu)->vidmem)
+		return false;
+	*first = pa >> SOFTGPU_FRAME_SHIFT;
+	*last = min((pa + leaf->page_size - 1) >> SOFTGPU_FRAME_SHIFT, (*gpu)->frames - 1);
+	return true;
+}
+
+static void leaf_count(struct sg_space *space, const struct sg_entry *leaf, int sign)
+{
+	struct softgpu *gpu;
+	u64 first, last, f;
+
+	space->gpu->live_ptes += sign;
+	if (leaf_frames(space, leaf, &gpu, &first, &last))
+		for (f = first; f <= last; f++)
+			gpu->frame[f].mappings += sign;
+}
+
+static void table_enter(struct sg_space *space, bool sys, u64 pa, u8 level, u8 half, u64 va);
+static void table_leave(struct table *t);
+
+static void child_leave(struct table *t, const struct sg_entry *entry)
+{
+	struct table *child = table_at(entry->aperture == SOFTGPU_APERTURE_SYS ? NULL : t->space->gpu, entry->pa);
+
+	if (child && child->space == t->space && child->level == t->level - 1)
+		table_leave(child);
+}
+
+/* Word i of the table becomes `raw`. */
+static void word_set(struct table *t, u32 i, u64 raw)
+{
+	struct sg_entry old, new;
+
+	decode(t, i, t->word[i], &old);
+	decode(t, i, raw, &new);
+	t->word[i] = raw;
+	if (old.kind == SG_ENTRY_LEAF)
+		leaf_count(t->space, &old, -1);
+	else if (old.kind == SG_ENTRY_TABLE)
+		child_leave(t, &old);
+	if (new.kind == SG_ENTRY_LEAF)
+		leaf_count(t->space, &new, 1);
+	else if (new.kind == SG_ENTRY_TABLE)
+		table_enter(t->space, new.aperture == SOFTGPU_APERTURE_SYS, new.pa, t->level - 1, word_half(t, i), word_va(t, i));
+}
+
+static void table_enter(struct sg_space *space, bool sys, u64 pa, u8 level, u8 half, u64 va)
+{
+	struct softgpu *gpu = space->gpu;
+	struct sg_place place = { .where = sys ? SG_SYS : SG_VID, .gpu = gpu, .pa = pa };
+	u32 words = table_words(gpu->format, level, half);
+	struct table *t;
+	u32 i;
+
+	if (!sg_place_ok(&place, words * sizeof(u64))) {
+		sg_error(gpu, SOFTGPU_ERROR_MODEL, pa, 0, "entry for %llx points to a table outside of memory: %llx", va, pa);
+		return;
+	}
+	if (table_at(sys ? NULL : gpu, pa)) {
+		sg_error(gpu, SOFTGPU_ERROR_MODEL, pa, 0, "table %s %llx is reachable twice", sys ? "sys" : "vid", pa);
+		return;
+	}
+	t = kvzalloc(struct_size(t, word, words), GFP_KERNEL);
+	if (!t) {
+		sg_error(gpu, SOFTGPU_ERROR_MODEL, pa, 0, "no memory for the books");
+		return;
+	}
+	t->space = space;
+	t->where = sys ? NULL : gpu;
+	t->pa = pa;
+	t->va = va;
+	t->level = level;
+	t->half = half;
+	t->words = words;
+	hash_add(table_hash, &t->hash, table_key(t->where, pa));
+	list_add(&t->node, &space->tables);
+	gpu->live_tables++;
+	if (sys)
+		tables_in_sysmem++;
+	else
+		gpu->frame[pa >> SOFTGPU_FRAME_SHIFT].tables++;
+	for (i = 0; i < words; i++) {
+		u64 raw;
+
+		if (!sg_read_entry(gpu, sys, pa + i * sizeof(u64), &raw))
+			return;
+		if (raw)
+			word_set(t, i, raw);
+	}
+}
+
+static void table_leave(struct table *t)
+{
+	u32 i;
+
+	for (i = 0; i < t->words; i++)
+		if (t->word[i])
+			word_set(t, i, 0);
+	hash_del(&t->hash);
+	list_del(&t->node);
+	t->space->gpu->live_tables--;
+	if (t->where)
+		t->where->frame[t->pa >> SOFTGPU_FRAME_SHIFT].tables--;
+	else
+		tables_in_sysmem--;
+	kvfree(t);
+}
+
+int sg_tables_set_root(struct sg_space *space)
+{
+	table_enter(space, space->root.sys, space->root.pa, space->gpu->format->root_level, 0, 0);
+	return list_empty(&space->tables) ? -EIO : 0;
+}
+
+void sg_tables_drop_root(struct sg_space *space)
+{
+	struct table *root = table_at(space->root.sys ? NULL : space->gpu, space->root.pa);
+
+	if (root && root->space == space)
+		table_leave(root);
+	if (!list_empty(&space->tables))
+		sg_error(space->gpu, SOFTGPU_ERROR_MODEL, space->root.pa, 0, "tables left without a root");
+}
+
+static void count_word(struct table *t, u32 i, u64 raw)
+{
+	struct softgpu_counters *count = &t->space->gpu->count;
+	struct sg_entry old, new;
+
+	if (t->level == SG_LEVEL_PTE) {
+		count->pte_writes++;
+		count->pte_changes += raw != t->word[i];
+		return;
+	}
+	decode(t, i, t->word[i], &old);
+	decode(t, i, raw, &new);
+	if (old.kind == SG_ENTRY_LEAF || new.kind == SG_ENTRY_LEAF) {
+		count->pte_writes++;
+		count->pte_changes += raw != t->word[i];
+	} else if (old.kind == SG_ENTRY_TABLE || new.kind == SG_ENTRY_TABLE) {
+		count->pde_writes++;
+	}
+}
+
+/* [pa, pa + length) was written, of which a part may lie in the table. */
+static void table_written(struct table *t, u64 pa, u64 length)
+{
+	u64 bytes = t->words * sizeof(u64);
+	u64 from = max(pa, t->pa) - t->pa;
+	u64 to = min(pa + length, t->pa + bytes) - t->pa;
+	u64 at;
+
+	for (at = round_down(from, sizeof(u64)); at < to; at += sizeof(u64)) {
+		u32 i = at / sizeof(u64);
+		u64 raw;
+
+		if (!sg_read_entry(t->space->gpu, !t->where, t->pa + at, &raw))
+			return;
+		count_word(t, i, raw);
+		if (raw != t->word[i])
+			word_set(t, i, raw);
+	}
+}
+
+/* The table that holds some of the block at pa (BLOCK aligned): it starts there, or at the 4 KB before. */
+static struct table *table_of_block(struct softgpu *where, u64 pa)
+{
+	struct table *t = table_at(where, pa);
+
+	if (t)
+		return t;
+	t = table_at(where, round_down(pa, SG_PAGE_4K));
+	return t && t->pa + t->words * sizeof(u64) > pa ? t : NULL;
+}
+
+void sg_tables_written(struct softgpu *gpu, bool sys, u64 pa, u64 length)
+{
+	struct softgpu *where = sys ? NULL : gpu;
+	u64 block;
+
+	if (sys && !tables_in_sysmem)
+		return;
+	for (block = round_down(pa, BLOCK); block < pa + length; block += BLOCK) {
+		struct table *t = table_of_block(where, block);
+		u64 from = max(block, pa);
+
+		if (t)
+			table_written(t, from, min(block + BLOCK, pa + length) - from);
+	}
+}
+
+bool sg_tables_holds(struct softgpu *gpu, bool sys, u64 pa, u64 length)
+{
+	u64 block;
+
+	if (sys ? !tables_in_sysmem : pa >= gpu->vidmem || !gpu->frame[pa >> SOFTGPU_FRAME_SHIFT].tables)
+		return false;
+	for (block = round_down(pa, BLOCK); block < pa + length; block += BLOCK)
+		if (table_of_block(sys ? NULL : gpu, block))
+			return true;
+	return false;
+}
+
+/* ---- looking -------------------------------------------------------------------------------------- */
+
+void sg_tables_scan(struct sg_space *space, struct softgpu_scan *scan)
+{
+	u64 last = scan->start + scan->length - 1;
+	struct table *t;
+
+	list_for_each_entry(t, &space->tables, node) {
+		u64 end = word_va(t, t->words - 1) + word_reach(t) - 1;
+		u32 i;
+
+		if (t->va > last || end < scan->start)
+			continue;
+		scan->out_tables++;
+		for (i = 0; i < t->words; i++) {
+			u64 va = word_va(t, i);
+			struct sg_entry entry;
+
+			if (!t->word[i] || va > last || va + word_reach(t) - 1 < scan->start)
+				continue;
+			decode(t, i, t->word[i], &entry);
+			if (entry.kind == SG_ENTRY_SPARSE && t->half == 0)
+				scan->out_sparse++;
+			if (entry.kind != SG_ENTRY_LEAF)
+				continue;
+			scan->out_bytes += entry.page_size;
+			scan->out_4k += entry.page_size == SG_PAGE_4K;
+			scan->out_64k += entry.page_size == SG_PAGE_64K;
+			scan->out_2m += entry.page_size == SG_PAGE_2M;
+			scan->out_512m += entry.page_size == SG_PAGE_512M;
+		}
+	}
+}
+
+static int verify_table(struct table *t, u32 **mappings)
+{
+	struct sg_space *space = t->space;
+	u32 i;
+
+	for (i = 0; i < t->words; i++) {
+		struct softgpu *gpu;
+		struct sg_entry entry;
+		u64 raw, first, last, f;
+
+		if (!sg_read_entry(space->gpu, !t->where, t->pa + i * sizeof(u64), &raw))
+			return -EIO;
+		if (raw != t->word[i]) {
+			sg_error(space->gpu, SOFTGPU_ERROR_MODEL, t->pa, raw, "books: table %llx word %u is %llx, was %llx",
+				 t->pa, i, raw, t->word[i]);
+			return -EIO;
+		}
+		decode(t, i, raw, &entry);
+		if (entry.kind == SG_ENTRY_LEAF && leaf_frames(space, &entry, &gpu, &first, &last))
+			for (f = first; f <= last; f++)
+				mappings[gpu->index][f]++;
+	}
+	return 0;
+}
+
+int sg_tables_verify(void)
+{
+	u32 *mappings[SOFTGPU_MAX_GPUS] = { NULL };
+	struct sg_space *space;
+	struct table *t;
+	int result = 0;
+	u32 i;
+	u64 f;
+
+	for (i = 0; i < model.gpus; i++) {
+		mappings[i] = kvcalloc(model.gpu[i]->frames, sizeof(u32), GFP_KERNEL);
+		if (!mappings[i])
+			result = -ENOMEM;
+	}
+	if (result)
+		goto out;
+	list_for_each_entry(space, &model.spaces, node)
+		list_for_each_entry(t, &space->tables, node)
+			result = result ? result : verify_table(t, mappings);
+	for (i = 0; !result && i < model.gpus; i++) {
+		for (f = 0; !result && f < model.gpu[i]->frames; f++) {
+			if (mappings[i][f] == model.gpu[i]->frame[f].mappings)
+				continue;
+			sg_error(model.gpu[i], SOFTGPU_ERROR_MODEL, f << SOFTGPU_FRAME_SHIFT, 0, "books: frame %llx has %u mappings, not %u",
+				 f << SOFTGPU_FRAME_SHIFT, mappings[i][f], model.gpu[i]->frame[f].mappings);
+			result = -EIO;
+		}
+	}
+out:
+	for (i = 0; i < model.gpus; i++)
+		kvfree(mappings[i]);
+	return result;
+}
