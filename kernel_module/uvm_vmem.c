@@ -343,11 +343,14 @@ static int run_wait(struct file *filp, uvm_vmem_state_t *state, params_t *params
 
 static int run_stat(struct file *filp, uvm_vmem_state_t *state, params_t *params)
 {
-    struct uvm_vmem_stat *stat = &params->stat;
+    // Outputs are sums: nothing of what the caller had there.
+    struct uvm_vmem_stat stat = { .size = params->size, .flags = params->stat.flags };
+    int ret;
 
-    // Outputs are sums.
-    memset(&stat->out_reserved_bytes, 0, sizeof(*stat) - offsetof(struct uvm_vmem_stat, out_reserved_bytes));
-    return uvm_vmem_stat(state, stat);
+    memcpy(stat.gpu_uuid, params->stat.gpu_uuid, sizeof(stat.gpu_uuid));
+    ret = uvm_vmem_stat(state, &stat);
+    params->stat = stat;
+    return ret;
 }
 
 #define COMMAND(name, NAME, ...)                                                                                        \

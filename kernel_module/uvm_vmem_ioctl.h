@@ -107,21 +107,21 @@
 #define UVM_VMEM_GPU_NO_64K       5 /* its page tables have no 64 KB entries here */
 
 struct uvm_vmem_query {
-	__u32 size;
-	__u32 flags;                         /* UVM_VMEM_QUERY_GPU */
-	__u8  gpu_uuid[UVM_VMEM_UUID_BYTES]; /* with UVM_VMEM_QUERY_GPU; else zero */
-	__u32 out_abi_version;
-	__u32 out_gpu_refusal;               /* UVM_VMEM_GPU_*; with UVM_VMEM_QUERY_GPU */
-	__aligned_u64 out_capabilities;      /* UVM_VMEM_CAP_* */
-	__aligned_u64 out_page_sizes;        /* a bit for each */
-	__u32 out_max_bind_ops;
-	__u32 out_max_bind_units;            /* sum over a BIND's operations of the units that they map */
-	__u32 out_max_create_pages;
-	__u32 out_max_gpus;                  /* in one reservation */
-	__u32 out_max_tickets;               /* unfinished at a time */
-	__u32 __reserved;
-	__aligned_u64 out_max_reserve_bytes;
-	__u8  out_driver_version[UVM_VMEM_VERSION_BYTES]; /* text, ends with a zero byte */
+    __u32 size;
+    __u32 flags;                         /* UVM_VMEM_QUERY_GPU */
+    __u8  gpu_uuid[UVM_VMEM_UUID_BYTES]; /* with UVM_VMEM_QUERY_GPU; else zero */
+    __u32 out_abi_version;
+    __u32 out_gpu_refusal;               /* UVM_VMEM_GPU_*; with UVM_VMEM_QUERY_GPU */
+    __aligned_u64 out_capabilities;      /* UVM_VMEM_CAP_* */
+    __aligned_u64 out_page_sizes;        /* a bit for each */
+    __u32 out_max_bind_ops;
+    __u32 out_max_bind_units;            /* sum over a BIND's operations of the units that they map */
+    __u32 out_max_create_pages;
+    __u32 out_max_gpus;                  /* in one reservation */
+    __u32 out_max_tickets;               /* unfinished at a time */
+    __u32 __reserved;
+    __aligned_u64 out_max_reserve_bytes;
+    __u8  out_driver_version[UVM_VMEM_VERSION_BYTES]; /* text, ends with a zero byte */
 };
 
 /*
@@ -138,13 +138,13 @@ struct uvm_vmem_query {
 #define UVM_VMEM_RESERVE_BIG   (1u << 1)
 
 struct uvm_vmem_reserve {
-	__u32 size;
-	__u32 flags;
-	__aligned_u64 start;
-	__aligned_u64 length;
-	__u32 page_shift; /* 16, 17, 18 or 21 */
-	__u32 gpu_count;
-	__aligned_u64 gpus; /* user address of gpu_count * UVM_VMEM_UUID_BYTES bytes */
+    __u32 size;
+    __u32 flags;
+    __aligned_u64 start;
+    __aligned_u64 length;
+    __u32 page_shift; /* 16, 17, 18 or 21 */
+    __u32 gpu_count;
+    __aligned_u64 gpus; /* user address of gpu_count * UVM_VMEM_UUID_BYTES bytes */
 };
 
 /*
@@ -154,9 +154,9 @@ struct uvm_vmem_reserve {
 #define UVM_VMEM_FREE_UNMAP (1u << 0)
 
 struct uvm_vmem_free {
-	__u32 size;
-	__u32 flags;
-	__aligned_u64 start;
+    __u32 size;
+    __u32 flags;
+    __aligned_u64 start;
 };
 
 /*
@@ -172,20 +172,20 @@ struct uvm_vmem_free {
 #define UVM_VMEM_CREATE_CONTIGUOUS (1u << 1)
 
 struct uvm_vmem_create {
-	__u32 size;
-	__u32 flags;
-	__u8  gpu_uuid[UVM_VMEM_UUID_BYTES];
-	__u32 page_shift;
-	__u32 count;
-	__u32 out_handle; /* never 0 */
-	__u32 __reserved;
+    __u32 size;
+    __u32 flags;
+    __u8  gpu_uuid[UVM_VMEM_UUID_BYTES];
+    __u32 page_shift;
+    __u32 count;
+    __u32 out_handle; /* never 0 */
+    __u32 __reserved;
 };
 
 struct uvm_vmem_release {
-	__u32 size;
-	__u32 flags; /* none yet */
-	__u32 handle;
-	__u32 __reserved;
+    __u32 size;
+    __u32 flags; /* none yet */
+    __u32 handle;
+    __u32 __reserved;
 };
 
 /*
@@ -214,25 +214,25 @@ struct uvm_vmem_release {
 #define UVM_VMEM_OP_SPARSE    (1u << 2) /* UNMAP */
 
 struct uvm_vmem_op {
-	__aligned_u64 addr;
-	__u32 op;
-	__u32 flags;
-	__u32 handle; /* MAP; else 0 */
-	__u32 first;  /* MAP: a page number; else 0 */
-	__u32 count;
-	__u32 __reserved;
+    __aligned_u64 addr;
+    __u32 op;
+    __u32 flags;
+    __u32 handle; /* MAP; else 0 */
+    __u32 first;  /* MAP: a page number; else 0 */
+    __u32 count;
+    __u32 __reserved;
 };
 
 #define UVM_VMEM_BIND_ASYNC (1u << 0)
 
 struct uvm_vmem_bind {
-	__u32 size;
-	__u32 flags;
-	__aligned_u64 start; /* of the reservation */
-	__aligned_u64 ops;   /* user address of op_count struct uvm_vmem_op */
-	__u32 op_count;
-	__u32 out_failed_op;
-	__aligned_u64 out_ticket;
+    __u32 size;
+    __u32 flags;
+    __aligned_u64 start; /* of the reservation */
+    __aligned_u64 ops;   /* user address of op_count struct uvm_vmem_op */
+    __u32 op_count;
+    __u32 out_failed_op;
+    __aligned_u64 out_ticket;
 };
 
 /*
@@ -240,10 +240,10 @@ struct uvm_vmem_bind {
  * waited for, or that is known to be done, may be waited for again and is done at once; so is ticket 0.
  */
 struct uvm_vmem_wait {
-	__u32 size;
-	__u32 flags; /* none yet */
-	__aligned_u64 ticket;
-	__aligned_u64 timeout_ns;
+    __u32 size;
+    __u32 flags; /* none yet */
+    __aligned_u64 ticket;
+    __aligned_u64 timeout_ns;
 };
 
 /*
@@ -254,25 +254,25 @@ struct uvm_vmem_wait {
 #define UVM_VMEM_STAT_GPU (1u << 0)
 
 struct uvm_vmem_stat {
-	__u32 size;
-	__u32 flags;
-	__u8  gpu_uuid[UVM_VMEM_UUID_BYTES];
-	__aligned_u64 out_reserved_bytes;   /* virtual */
-	__aligned_u64 out_created_bytes;    /* in objects, released ones that are still mapped included */
-	__aligned_u64 out_mapped_bytes;
-	__aligned_u64 out_chunk_bytes;      /* taken from the GPU: created_bytes and what is kept for the next */
-	__aligned_u64 out_host_bytes;       /* of created_bytes, in host memory */
-	__aligned_u64 out_kernel_bytes;     /* kernel memory of our own for all this; not UVM's page tables */
-	__u32 out_reservations;
-	__u32 out_objects;
-	__u32 out_slots;                    /* that have page tables */
-	__u32 out_tickets;                  /* unfinished */
-	__aligned_u64 out_binds;            /* calls that succeeded */
-	__aligned_u64 out_pushes;           /* command buffers sent to a GPU by BIND and FREE */
-	__aligned_u64 out_invalidates;      /* TLB invalidates in them */
-	__aligned_u64 out_pte_writes;       /* PTEs written by them */
-	__aligned_u64 out_table_waits;      /* times that new page tables were waited for */
-	__aligned_u64 out_zeroed_bytes;
+    __u32 size;
+    __u32 flags;
+    __u8  gpu_uuid[UVM_VMEM_UUID_BYTES];
+    __aligned_u64 out_reserved_bytes;   /* virtual */
+    __aligned_u64 out_created_bytes;    /* in objects, released ones that are still mapped included */
+    __aligned_u64 out_mapped_bytes;
+    __aligned_u64 out_chunk_bytes;      /* taken from the GPU: created_bytes and what is kept for the next */
+    __aligned_u64 out_host_bytes;       /* of created_bytes, in host memory */
+    __aligned_u64 out_kernel_bytes;     /* kernel memory of our own for all this; not UVM's page tables */
+    __u32 out_reservations;
+    __u32 out_objects;
+    __u32 out_slots;                    /* that have page tables */
+    __u32 out_tickets;                  /* unfinished */
+    __aligned_u64 out_binds;            /* calls that succeeded */
+    __aligned_u64 out_pushes;           /* command buffers sent to a GPU by BIND and FREE */
+    __aligned_u64 out_invalidates;      /* TLB invalidates in them */
+    __aligned_u64 out_pte_writes;       /* PTEs written by them */
+    __aligned_u64 out_table_waits;      /* times that new page tables were waited for */
+    __aligned_u64 out_zeroed_bytes;
 };
 
 #endif
