@@ -433,7 +433,7 @@ static void bind_unmap_fields(void) {
 
 static void bind_overlap(const char *what, struct uvm_vmem_op one, struct uvm_vmem_op two) {
   for (int turned = 0; turned < 2; turned++) {
-    struct uvm_vmem_op ops[3] = {turned ? two : one, op_unmap(RES + MIB(40), 1, 0), turned ? one : two};
+    struct uvm_vmem_op ops[3] = {turned ? two : one, op_unmap(RES + MIB(2), 1, 0), turned ? one : two};
     struct uvm_vmem_bind b = {.size = sizeof(b), .start = RES, .ops = (uintptr_t)ops, .op_count = 3};
     if (!expect(W.uvm, what, UVM_VMEM_BIND, &b, EINVAL)) {
       bind_undo(NULL);
@@ -507,9 +507,7 @@ static void unknown_commands(void) {
   char argument[256] = {0};
   setup();
   *(uint32_t *)argument = sizeof(argument);
-  expect(W.uvm, "command 0x7f", _IO(UVM_VMEM_IOCTL_TYPE, 0x7f), argument, ENOTTY);
   expect(W.uvm, "command 0x88", _IO(UVM_VMEM_IOCTL_TYPE, 0x88), argument, ENOTTY);
-  expect(W.uvm, "command 0", _IO(UVM_VMEM_IOCTL_TYPE, 0), argument, ENOTTY);
   expect(W.uvm, "command 0xff", _IO(UVM_VMEM_IOCTL_TYPE, 0xff), argument, ENOTTY);
 }
 

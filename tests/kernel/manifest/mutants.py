@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: MIT
+"""Bugs put into the driver on purpose (tests/kernel/mutants), and the test that must catch each.
+
+The expression is what the test, the software GPU or the driver's own checks must say of it: a test
+that fails for another reason has caught nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from manifest.entry import Test
+
+__all__ = ["TESTS"]
+
+
+def mutant(
+    name: str,
+    program: str,
+    tests: Sequence[str],
+    caught: str,
+    *,
+    kind: str = "release",
+    module_args: str = "",
+) -> Test:
+    """A boot with the bug `name`, in which `program` runs `tests` and must fail."""
+    return Test(
+        name=f"mutant-{name}",
+        mutant=name,
+        program=program,
+        args=tests,
+        caught=caught,
+        type=kind,
+        module_args=module_args,
+        timeout=90,
+    )
+
+
+STALE = r"stale translations? used|stale translation"
+
+TESTS = [
+    mutant("no_invalidate", "basic", ["map_move_unmap"], rf"gpu_check.* is 0 .*-14|{STALE}"),
+    mutant("invalidate_short", "basic", ["map_move_unmap", "page_sizes"], rf"gpu_check|{STALE}"),
+    mutant("no_zeroing", "basic", ["map_move_unmap", "memory_is_zero_again"], r"not 0x0"),
+    mutant("zeroing_short", "basic", ["page_sizes", "memory_is_zero_again"], r"not 0x0"),
+    mutant(
+        "freed_while_mapped",
+        "basic",
+        ["released_while_mapped"],
+        r"freed while mapped|gpu_check|out_objects|error",
+    ),
+    mutant("returns_early", "async", ["calls_wait_for_the_gpu"], r"returned before the GPU had"),
+    mutant("pte_written_twice", "basic", ["map_move_unmap"], r"written twice|overlap"),
+    mutant(
+        "wrong_rollback", "lifecycle", ["memory_runs_out"], r"is (?!0 ).*|frames_free"
+    ),
+    mutant("slots_kept", "failnth", ["resource_manager"], r"STAT changed"),
+    mutant("staged_in_place", "basic", ["all_or_nothing"], r"all_or_nothing"),
+    mutant("leaked_reference", "basic", ["statistics"], r"out_(created_bytes|objects) is"),
+    mutant("released_not_checked", "basic", ["released_while_mapped"], r"not -116"),
+    mutant("no_owner_check", "descriptor", ["forked_child"], r"should be -1\b"),
+    mutant(
+        "reused_before_unmapped",
+        "async",
+        ["not_reused_before_the_invalidate"],
+        r"out_allocated is false|freed while mapped|check_phys",
+    ),
+    mutant("published_early", "async", ["published_last"], r"guessed is 0|out_objects is 2"),
+    mutant(
+        "tables_not_waited_for",
+        "basic",
+        ["map_move_unmap", "page_sizes", "mixed_sizes"],
+        r"gpu_check|out_valid",
+        module_args="delay_us=3000",
+    ),
+    mutant("commit_unlocked", "basic", ["map_move_unmap"], r"Assert failed", kind="debug"),
+    mutant("not_given_back", "lifecycle", ["the_gpu_goes"], r"out_created_bytes|frames_free_now"),
+    mutant("range_not_checked", "abi_matrix", ["bind_map_fields"], r"should be Numerical result"),
+    mutant("overlap_not_checked", "abi_matrix", ["bind_overlaps"], r"should be Invalid argument"),
+]
