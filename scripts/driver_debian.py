@@ -9,7 +9,7 @@ from pathlib import Path
 from apt_area import AptArea
 from kernel_common import KERNEL_BUILD, KernelBuildError, run, say
 
-__all__ = ["SUITES", "fetch"]
+__all__ = ["PACKAGE", "SUITES", "fetch"]
 
 PACKAGE = "nvidia-open-kernel-source"
 # Where Debian carries the versions that the project supports; all in the component contrib.

@@ -80,14 +80,19 @@ def find(version: str) -> tuple[str, Path] | None:
 
 
 def driver_source(version: str) -> Path:
-    """The folder of a version's pristine sources; made when it is not there."""
+    """The folder of a version's pristine sources; made when it is not there.
+
+    One that is there stays, unless this time another place is named that holds the version.
+    """
     check_version(version)
     final = KERNEL_BUILD / "src" / version
     stamp = KERNEL_BUILD / "src" / f"{version}.json"
     with locked(KERNEL_BUILD / "src" / f".{version}.lock"):
-        if final.is_dir() and stamp.is_file():
-            return final
         here = find(version)
+        if final.is_dir() and stamp.is_file():
+            facts = json.loads(stamp.read_text(encoding="utf-8"))
+            if here is None or facts["from"] == str(here[1]):
+                return final
         with tempfile.TemporaryDirectory(dir=final.parent, prefix=".new-") as name:
             new = Path(name) / version
             if here:
@@ -100,7 +105,8 @@ def driver_source(version: str) -> Path:
                     raise KernelBuildError(f"Debian's package is driver {version_of(tree)}")
                 tree.rename(new)
             replace_folder(new, final)
-        facts = {"version": version, "origin": origin, "sha256": tree_digest(final)}
+        place = str(tree) if here else driver_debian.PACKAGE
+        facts = {"version": version, "origin": origin, "from": place, "sha256": tree_digest(final)}
         stamp.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return final
 

@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from driver_patches import apply_series, kernel_files, series_digest
+from driver_patches import apply_patch, kernel_files, series_digest, series_for
 from driver_source import driver_source
 from kernel_common import (
     KERNEL_BUILD,
@@ -64,6 +64,7 @@ class Tree:
     patched: bool = True
     mutant: str | None = None
     own_kernel: bool = False  # not the guest's usual kernel
+    patches: int | None = None  # only the first so many, to see that each one builds
 
     @property
     def base(self) -> str:
@@ -71,6 +72,8 @@ class Tree:
         name = f"{self.version}-{self.type}" + ("" if self.patched else "-unpatched")
         if self.own_kernel:
             name += f"-{self.headers.release}"
+        if self.patches is not None:
+            name += "-steps"
         return name + ("-mutants" if self.mutant else "")
 
     @property
@@ -94,19 +97,20 @@ def softgpu_folder() -> Path:
     return Path(os.environ.get("VMEM_SOFTGPU_DIR", ROOT / "tests" / "kernel" / "softgpu"))
 
 
-def patched_source(version: str) -> Path:
+def patched_source(version: str, patches: int | None) -> Path:
     """The sources of a version with its patches, made anew when either has changed."""
     pristine = driver_source(version)
-    wanted = f"{tree_digest(pristine, PARTS)} {series_digest(version)}\n"
-    final = KERNEL_BUILD / "patched" / version
-    stamp = KERNEL_BUILD / "patched" / f"{version}.stamp"
-    with locked(KERNEL_BUILD / "patched" / f".{version}.lock"):
+    wanted = f"{tree_digest(pristine, PARTS)} {series_digest(version)} {patches}\n"
+    final = KERNEL_BUILD / "patched" / (version if patches is None else f"{version}-{patches}")
+    stamp = final.with_name(f"{final.name}.stamp")
+    with locked(final.with_name(f".{final.name}.lock")):
         if final.is_dir() and stamp.is_file() and stamp.read_text("utf-8") == wanted:
             return final
         with tempfile.TemporaryDirectory(dir=final.parent, prefix=".new-") as name:
             new = Path(name) / version
             shutil.copytree(pristine, new)
-            apply_series(version, new)
+            for patch in series_for(version)[:patches]:
+                apply_patch(patch, new)
             replace_folder(new, final)
         stamp.write_text(wanted, encoding="utf-8")
     return final
@@ -156,7 +160,10 @@ def exports(folder: Path, source: Path) -> str:
 
 def wanted_files(tree: Tree) -> dict[str, bytes]:
     """Path and content of each file that the work folder has to have."""
-    source = patched_source(tree.version) if tree.patched else driver_source(tree.version)
+    if tree.patched:
+        source = patched_source(tree.version, tree.patches)
+    else:
+        source = driver_source(tree.version)
     parts = [part for part in PARTS if (source / part).exists()]
     files = {path.as_posix(): (source / path).read_bytes() for path in tree_files(source, parts)}
     for header in sorted((source / "nvidia").glob("*.h")):
