@@ -82,7 +82,7 @@ def find(version: str) -> tuple[str, Path] | None:
 def driver_source(version: str) -> Path:
     """The folder of a version's pristine sources; made when it is not there.
 
-    One that is there stays, unless this time another place is named that holds the version.
+    One that is there stays, unless NV_SRC now names another.
     """
     check_version(version)
     final = KERNEL_BUILD / "src" / version
@@ -91,7 +91,7 @@ def driver_source(version: str) -> Path:
         here = find(version)
         if final.is_dir() and stamp.is_file():
             facts = json.loads(stamp.read_text(encoding="utf-8"))
-            if here is None or facts["from"] == str(here[1]):
+            if here is None or here[0] != "NV_SRC" or facts["from"] == str(here[1]):
                 return final
         with tempfile.TemporaryDirectory(dir=final.parent, prefix=".new-") as name:
             new = Path(name) / version
