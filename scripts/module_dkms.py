@@ -95,6 +95,9 @@ class Dkms:
             options = ["--dkmstree", str(self.tree), "--sourcetree", str(self.sources)]
             options += ["--installtree", str(modules), "--no-depmod"]
             os.environ["VMEM_MODULES_DIR"] = str(modules)
+            # The machine's own keys for signing are not made for this, nor used.
+            os.environ["mok_signing_key"] = str(self.tree / "mok.key")
+            os.environ["mok_certificate"] = str(self.tree / "mok.pub")
         return run("dkms", *words, *options)
 
     def versions(self) -> list[str]:

@@ -286,7 +286,10 @@ def test_dkms_there_and_back(
     assert dkms.versions() == [VERSION]
     assert modules_of(machine) == STOCK | {"nvidia-uvm-vmem.ko"}
     (ours,) = (machine.root / "lib/modules").rglob("nvidia-uvm-vmem.ko")
-    assert wrong_symbols(read_module(ours), found(machine, headers.release)) == []
+    built = read_module(ours)
+    assert wrong_symbols(built, found(machine, headers.release)) == []
+    # DKMS signs with the machine's key, if it can; under Secure Boot that is the one enrolled.
+    assert built.signed == (dkms.tree / "mok.pub").exists()
     assert (machine.root / RULE).is_file()
     # Again, as after an update of this project.
     dkms.install(package, headers.release, headers.build)
