@@ -96,6 +96,7 @@ static int make_all_tables(uvm_vmem_range_t *range)
         ret = uvm_vmem_slot_get(range, i, &made);
         if (ret)
             return ret;
+        cond_resched();
     }
 
     return uvm_vmem_range_wait_tables(range);
@@ -237,6 +238,7 @@ static void forget_mappings(uvm_vmem_range_t *range)
             slot->entries[j] = 0;
         }
         slot->mapped = 0;
+        cond_resched();
     }
 
     uvm_mutex_unlock(&range->state->lock);

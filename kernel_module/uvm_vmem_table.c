@@ -553,5 +553,6 @@ void uvm_vmem_table_remove_gpu(uvm_vmem_range_t *range, NvU32 gpu_index)
         put_table(tree, slot_ptes(range->slots[i], gpu_index));
         if (range->big)
             put_table(tree, slot_entry_2m(range, range->slots[i], gpu_index));
+        cond_resched();
     }
 }
