@@ -115,8 +115,10 @@ def stream_handle(stream: Any, device: int | None) -> int:
         return 0
     if stream is None or stream is CurrentStream:
         torch = sys.modules.get("torch")
-        # Without torch there is no notion of a current stream but CUDA's own default.
-        return 0 if torch is None else int(torch.cuda.current_stream(device).cuda_stream)
+        # Without torch, or with one for the CPU, there is no current stream but CUDA's own default.
+        if torch is None or not torch.cuda.is_available():
+            return 0
+        return int(torch.cuda.current_stream(device).cuda_stream)
     handle = getattr(stream, "cuda_stream", None)
     if isinstance(handle, int):
         return handle

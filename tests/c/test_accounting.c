@@ -36,6 +36,11 @@ static void head_of_a_dropped_handles_mapping(void) {
   OK(vmem_close(vm));
 }
 
+static bool one_call(void) {
+  struct vmem_probe_info p = {.size = sizeof(p)};
+  return !vmem_probe(backend(), 0, 0, &p) && p.caps & VMEM_CAP_ONE_CALL;
+}
+
 /* An undone unmap in the middle of a run leaves three calls, not one and a half. */
 static void calls_after_an_undone_unmap(void) {
   vmem_t vm = open_vm(0);
@@ -50,7 +55,7 @@ static void calls_after_an_undone_unmap(void) {
   OK(vmem_inject(vm, VMEM_INJECT_UNMAP, 1, 1, EIO));
   EQ(vmem_batch(vm, &take, 1, NULL, 0), -EIO);
   OK(vmem_check(vm));
-  EQ(stats_of(vm).mappings, 4);
+  EQ(stats_of(vm).mappings, one_call() ? 2 : 4); /* where nothing was unmapped, nothing is undone */
   OK(vmem_close(vm));
 }
 

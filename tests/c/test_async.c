@@ -62,8 +62,8 @@ static void waits_for_work(void) {
   OK(vmem_wait(vm, other, -1));
   EQ(vmem_wait(vm, unmap, 0), -ETIMEDOUT);
   EQ(vmem_wait(vm, unmap, 20000000), -ETIMEDOUT);
-  EQ(GET(va), 7);
-  EQ(GET(va + 2 * PAGE), 7);
+  EQ(touch(vm, va, false), 7);
+  EQ(touch(vm, va + 2 * PAGE, false), 7);
   OK(vmem_range_query(vm, va, &r));
   CHECK(r.flags & VMEM_RANGE_BUSY);
   EQ(vMemUnmap(vm, va, PAGE), -EBUSY);
@@ -73,7 +73,7 @@ static void waits_for_work(void) {
   OK(vmem_wait(vm, unmap, -1));
   OK(vmem_range_query(vm, va, &r));
   EQ(r.flags & VMEM_RANGE_MAPPED, 0);
-  EQ(GET(va + 2 * PAGE), 7);
+  EQ(touch(vm, va + 2 * PAGE, false), 7);
   OK(vmem_check(vm));
   OK(vmem_close(vm));
   close(fd);
@@ -162,22 +162,23 @@ static void failures_reach_the_waiter(void) {
 }
 
 static void ticket_limits(void) {
-  vmem_t vm = open_vm(on_host() ? KIB(4) : 0);
+  const uint64_t page = on_host() ? KIB(4) : PAGE, pages = on_host() ? VMEM_MAX_TICKETS : 512;
+  vmem_t vm = open_vm(page);
   uint64_t va;
   struct vmem_op op;
   struct vmem_after a;
   vmem_ticket first = 0, t = 0;
   int fd = eventfd(0, EFD_CLOEXEC);
-  OK(vMemReserve(vm, MIB(64), NULL, &va));
-  op = populate(va, MIB(64));
+  OK(vMemReserve(vm, pages * page, NULL, &va));
+  op = populate(va, pages * page);
   OK(vmem_batch(vm, &op, 1, NULL, 0));
   a = after_fd(fd);
-  op = (struct vmem_op){.op = VMEM_OP_FILL, .bytes = KIB(4)};
+  op = (struct vmem_op){.op = VMEM_OP_FILL, .bytes = page};
   /* Descriptors are scarce: one blocked batch is enough to hold its place. */
   op.addr = va;
   OK(vmem_submit(vm, &op, 1, &a, 1, &first));
   for (int i = 1; i < VMEM_MAX_TICKETS; i++) {
-    op.addr = va + i * KIB(4);
+    op.addr = va + (1 + i % (pages - 1)) * page;
     OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
     OK(vmem_wait(vm, t, -1));
   }

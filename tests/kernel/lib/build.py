@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Builds libvmem's tests for the guest, with /dev/softgpu as the way to look at memory.
+
+Into build/kernel/lib: the C tests that can run on a GPU, static, and pyvmem's extension module.
+What the library links is the same objects that users get; only `vm_uvm_contents` is added.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+BUILD = Path(os.environ.get("VMEM_KERNEL_BUILD", ROOT / "build" / "kernel")).resolve()
+OUT = BUILD / "lib"
+OBJECTS = BUILD / "cache" / "libvmem"
+SOFTGPU = ROOT / "tests" / "kernel" / "softgpu"
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-fvisibility=hidden", "-pthread"]
+INCLUDES = ["libvmem/include", "libvmem/src", "kernel_module", "tests/kernel/softgpu"]
+ACCESSOR = [Path(__file__).resolve().parent / "contents_softgpu.c", SOFTGPU / "softgpu_user.c"]
+# What needs nothing of host but that it is a back end.
+TESTS = ("accounting", "async", "basic", "batch", "errors", "pool", "stress", "threads", "zeroing")
+OWN_TESTS = ("uvm",)
+
+
+def run(*words: str | Path) -> None:
+    """Runs a command in the repository; its output is shown when it fails."""
+    done = subprocess.run(
+        [str(word) for word in words],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{done.stdout}\nexit status {done.returncode}: {' '.join(map(str, words))}")
+
+
+def stale(target: Path, sources: Iterable[Path]) -> bool:
+    """Whether a source is newer than what was made of it."""
+    if not target.exists():
+        return True
+    return any(source.stat().st_mtime > target.stat().st_mtime for source in sources)
+
+
+def compiler() -> list[str]:
+    """The C compiler with what everything here is compiled with."""
+    return ["gcc", *FLAGS, *(f"-I{ROOT / folder}" for folder in INCLUDES)]
+
+
+def library() -> list[Path]:
+    """libvmem's objects, built by its own Makefile."""
+    run("make", "-s", "-C", "libvmem", "-j2", f"BUILD={OBJECTS}", "lib")
+    return sorted((OBJECTS / "lib" / "obj").glob("*.o"))
+
+
+def c_tests(objects: list[Path]) -> None:
+    """The C programs, static: they run in the guest's initramfs."""
+    tests = ROOT / "tests" / "c"
+    own = Path(__file__).resolve().parent
+    for name in (*TESTS, *OWN_TESTS):
+        folder = own if name in OWN_TESTS else tests
+        sources = [folder / f"test_{name}.c", tests / "open.c", *ACCESSOR]
+        target = OUT / f"test_{name}"
+        if not stale(target, [*sources, *objects, tests / "check.h", *SOFTGPU.glob("softgpu*.h")]):
+            continue
+        part = OUT / f".test_{name}"
+        # The library looks for libcuda at run time; in the guest there is none to find.
+        run(*compiler(), "-static", f"-I{tests}", "-Wl,--no-warnings", "-o", part, *sources, *objects)
+        part.replace(target)
+
+
+def extension(objects: list[Path]) -> None:
+    """pyvmem's extension module, as setup.py builds it but for the accessor."""
+    target = OUT / "_vmem.abi3.so"
+    script = ROOT / "pyvmem" / "_build.py"
+    more = [ROOT / "pyvmem" / "_dlpack.c", *ACCESSOR]
+    if not stale(target, [*objects, *more, script, ROOT / "libvmem" / "include" / "vmem.h"]):
+        return
+    os.chdir(ROOT)
+    source = OUT / "_vmem.c"
+    runpy.run_path(str(script))["ffibuilder"]().emit_c_code(str(source))
+    part = OUT / "._vmem.so"
+    include = sysconfig.get_paths()["include"]
+    words = [*compiler(), "-shared", "-DPy_LIMITED_API=0x030a0000", f"-I{include}", "-o", part]
+    exports = "-Wl,--version-script=pyvmem/_vmem.map"
+    run(*words, source, *more, *objects, exports, "-ldl")
+    part.replace(target)
+
+
+def main() -> None:
+    """Builds what is out of date."""
+    python = ROOT / "build" / "venv" / "bin" / "python"
+    if Path(sys.prefix).resolve() != python.parent.parent.resolve():
+        os.execv(python, [str(python), *sys.argv])  # cffi is there
+    OUT.mkdir(parents=True, exist_ok=True)
+    objects = library()
+    c_tests(objects)
+    extension(objects)
+
+
+if __name__ == "__main__":
+    main()
