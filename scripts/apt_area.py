@@ -83,8 +83,9 @@ def system_sources(folder: Path) -> list[Source]:
     return found
 
 
-def archive_source(folder: Path = SYSTEM) -> Source:
+def archive_source(folder: Path | None = None) -> Source:
     """Debian's main archive as the system's sources name it."""
+    folder = folder or SYSTEM
     for source in system_sources(folder):
         main = source.uri.rstrip("/").endswith("/debian") or "/archive/debian/" in source.uri
         if main and any(SUITE.fullmatch(suite) for suite in source.suites):

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: MIT
+"""The patch series: which one serves which version, and that nothing is applied by guessing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import check_patches
+import driver_patches
+import pytest
+from check_patches import check_letters, check_on
+from driver_patches import (
+    PATCHES,
+    ambiguous_hunks,
+    apply_patch,
+    built_versions,
+    changed_lines,
+    kernel_files,
+    series_folder,
+    series_for,
+)
+from kernel_common import KernelBuildError
+
+FOLDERS = sorted(path for path in PATCHES.iterdir() if path.is_dir())
+
+FILE = "int first;\nint one;\nint two;\nint three;\nint last;\n"
+PATCH = """\
+From 0 Mon Sep 17 00:00:00 2001
+Subject: [PATCH 1/1] uvm: A hook
+
+Forwarded: not-needed
+---
+diff --git a/kernel-open/nvidia-uvm/uvm.c b/kernel-open/nvidia-uvm/uvm.c
+--- a/kernel-open/nvidia-uvm/uvm.c
++++ b/kernel-open/nvidia-uvm/uvm.c
+@@ -2,3 +2,4 @@
+ int one;
+-int two;
++int two; // with ours
++int ours;
+ int three;
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A tree of one file."""
+    (tmp_path / "tree" / "nvidia-uvm").mkdir(parents=True)
+    (tmp_path / "tree" / "nvidia-uvm" / "uvm.c").write_text(FILE)
+    return tmp_path / "tree"
+
+
+@pytest.fixture
+def patch(tmp_path: Path) -> Path:
+    path = tmp_path / "0001-a.patch"
+    path.write_text(PATCH)
+    return path
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_letters_are_in_order(folder: Path) -> None:
+    assert check_letters(folder) == []
+
+
+def test_each_folder_is_in_the_table_and_serves_itself() -> None:
+    assert {path.name for path in FOLDERS} == set(driver_patches.series_table())
+    for version, folder in built_versions().items():
+        assert version in driver_patches.series_table()[folder]["applies"]
+    for folder in FOLDERS:
+        assert series_folder(folder.name) == folder
+        assert folder.name in built_versions()
+
+
+def test_no_version_is_served_twice() -> None:
+    served = [v for known in driver_patches.series_table().values() for v in known["applies"]]
+    assert len(served) == len(set(served))
+
+
+@pytest.mark.parametrize(
+    ("version", "folder"),
+    [
+        ("535.261.03", "535.261.03"),
+        ("535.300.01", "535.261.03"),
+        ("580.159.04", "580.105.08"),
+        ("595.45.04", "580.105.08"),
+        ("595.50.01", "580.105.08"),
+        ("550.78", "555.58.02"),
+    ],
+)
+def test_a_version_finds_its_series(version: str, folder: str) -> None:
+    assert series_folder(version).name == folder
+
+
+def test_a_branch_without_series_is_told() -> None:
+    with pytest.raises(KernelBuildError, match=r"no patches for driver 470\.10\.01"):
+        series_for("470.10.01")
+
+
+def test_lines_are_counted(patch: Path) -> None:
+    assert changed_lines(patch) == 3
+
+
+def test_a_patch_goes_in_and_out(tree: Path, patch: Path) -> None:
+    apply_patch(patch, tree)
+    assert "int ours;\n" in (tree / "nvidia-uvm/uvm.c").read_text()
+    with pytest.raises(KernelBuildError, match="does not apply"):
+        apply_patch(patch, tree)
+    apply_patch(patch, tree, reverse=True)
+    assert (tree / "nvidia-uvm/uvm.c").read_text() == FILE
+    assert [path.name for path in (tree / "nvidia-uvm").iterdir()] == ["uvm.c"]
+
+
+def test_a_patch_that_has_moved_is_taken(tree: Path, patch: Path) -> None:
+    (tree / "nvidia-uvm/uvm.c").write_text("int more;\n" * 50 + FILE)
+    apply_patch(patch, tree)
+
+
+@pytest.mark.parametrize("line", ["int one;", "int two;", "int three;"])
+def test_context_that_fits_nearly_is_refused(tree: Path, patch: Path, line: str) -> None:
+    (tree / "nvidia-uvm/uvm.c").write_text(FILE.replace(line, line + " // changed"))
+    with pytest.raises(KernelBuildError, match="does not apply"):
+        apply_patch(patch, tree)
+
+
+def test_a_hunk_that_fits_twice_is_found(tree: Path, patch: Path) -> None:
+    assert ambiguous_hunks(patch, tree) == []
+    (tree / "nvidia-uvm/uvm.c").write_text(FILE + FILE)
+    assert ambiguous_hunks(patch, tree) == ["0001-a.patch: nvidia-uvm/uvm.c, hunk 1"]
+
+
+def test_a_patch_that_adds_a_file_is_refused(tree: Path, patch: Path) -> None:
+    patch.write_text(PATCH.replace("--- a/kernel-open/nvidia-uvm/uvm.c", "--- /dev/null"))
+    with pytest.raises(KernelBuildError, match="only hooks"):
+        ambiguous_hunks(patch, tree)
+
+
+def test_the_check_finds_what_is_wrong(
+    tree: Path, patch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_patches, "series_for", lambda version: [patch])
+    assert check_on(tree, "535.261.03") == []
+    (tree / "nvidia-uvm/uvm.c").write_text(FILE + FILE)
+    assert len(check_on(tree, "535.261.03")) == 1
+    (tree / "nvidia-uvm/uvm.c").write_text("int other;\n")
+    assert "does not apply" in check_on(tree, "535.261.03")[-1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("[PATCH 1/1]", "[PATCH 2/1]", "subject without"),
+        ("uvm: A hook", "uvm: " + "x" * 70, "longer than"),
+        ("Forwarded: not-needed\n", "", "no line Forwarded"),
+        ("+int ours;\n", "+int ours;\n" * 40, "more than 40"),
+        ("+int ours;\n", "", "does not say 2 changed lines"),
+    ],
+)
+def test_the_check_of_letters(
+    tmp_path: Path, patch: Path, old: str, new: str, problem: str
+) -> None:
+    cover = tmp_path / "0000-cover-letter.patch"
+    cover.write_text("Subject: [PATCH 0/1] uvm: hooks\n\n3 changed lines\n")
+    assert check_letters(tmp_path) == []
+    patch.write_text(PATCH.replace(old, new))
+    assert any(problem in one for one in check_letters(tmp_path))
+
+
+def test_kernel_files_and_their_list_agree() -> None:
+    names = {name for name in kernel_files() if name.endswith(".c")}
+    listed = kernel_files()["uvm_vmem-sources.Kbuild"].decode()
+    built = {
+        line.rsplit("/", 1)[1] for line in listed.splitlines() if "NVIDIA_UVM_SOURCES +=" in line
+    }
+    assert built == names
+
+
+def test_a_mutant_is_applied_to_our_files_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_patches, "KERNEL_MODULE", tmp_path)
+    monkeypatch.setattr(driver_patches, "MUTANTS", tmp_path / "mutants")
+    (tmp_path / "uvm_vmem_x.c").write_text("int a;\nint b;\nint c;\n")
+    (tmp_path / "mutants").mkdir()
+    name = "kernel_module/uvm_vmem_x.c"
+    (tmp_path / "mutants" / "no-b.patch").write_text(
+        f"--- a/{name}\n+++ b/{name}\n@@ -1,3 +1,2 @@\n int a;\n-int b;\n int c;\n"
+    )
+    assert kernel_files("no-b") == {"uvm_vmem_x.c": b"int a;\nint c;\n"}
+    assert kernel_files() == {"uvm_vmem_x.c": b"int a;\nint b;\nint c;\n"}
+    with pytest.raises(KernelBuildError, match="no such mutant"):
+        kernel_files("no-c")
