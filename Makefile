@@ -37,6 +37,7 @@ test-kernel: setup ## the patched driver on software GPUs, in virtual machines (
 	@$(VPY) scripts/run_tests.py kernel
 
 kernel-test: setup ## one of these tests with its output: T=name; without T their list
+	@$(VPY) scripts/kernel_setup.py
 	@$(VPY) tests/kernel/suite.py $(if $(T),--show '$(T)',--list)
 
 test-gpu: setup ## the tests that need a GPU: the suite on the back ends stock and cuda, and tests/gpu

@@ -145,12 +145,14 @@ def python_tests(session: Session) -> None:
 
 def kernel_scripts(session: Session) -> None:
     """What builds, loads and tests the driver, as far as no driver is needed for it."""
+    call(PYTHON, ROOT / "scripts" / "kernel_setup.py")
     call(PYTHON, "-m", "pytest", "-q", "tests/kernel")
 
 
 def kernel(session: Session) -> None:
     """The patched driver on software GPUs, in virtual machines."""
     long = ["--long"] if session.long else []
+    call(PYTHON, ROOT / "scripts" / "kernel_setup.py", *long)
     call(PYTHON, ROOT / "tests" / "kernel" / "suite.py", *long)
 
 

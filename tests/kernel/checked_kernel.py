@@ -26,8 +26,22 @@ __all__ = ["main"]
 
 CONFIG = HERE / "guest" / "checked.config"
 PACKAGE = "linux-source-6.1"
+INSTALLED = Path(f"/usr/src/{PACKAGE}.tar.xz")
 PARTS = ("bzImage", "modules_prepare")
 JOBS = os.cpu_count() or 1
+
+
+def fetched_archive(folder: Path) -> Path:
+    """The archive in Debian's package, which need not be installed for that."""
+    area = AptArea(None)
+    if not area.versions(PACKAGE):
+        area.update()
+    versions = area.versions(PACKAGE)
+    if not versions:
+        raise KernelBuildError(f"no package {PACKAGE} here: give the source of Linux by LINUX_SRC")
+    package = area.download(PACKAGE, versions[0], folder)
+    run("dpkg-deb", "-x", package, folder / "package")
+    return folder / "package" / INSTALLED.relative_to("/")
 
 
 def unpacked_source(folder: Path) -> Path:
@@ -38,21 +52,12 @@ def unpacked_source(folder: Path) -> Path:
     source = folder / PACKAGE
     if source.is_dir():
         return source
-    area = AptArea(None)
-    versions = area.versions(PACKAGE)
-    if not versions:
-        area.update()
-        versions = area.versions(PACKAGE)
-    if not versions:
-        raise KernelBuildError(f"no package {PACKAGE} here: give the source of Linux by LINUX_SRC")
-    say(f"fetching and unpacking {PACKAGE} {versions[0]}")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as name:
         new = Path(name)
-        package = area.download(PACKAGE, versions[0], new)
-        run("dpkg-deb", "-x", package, new / "package")
-        (archive,) = (new / "package" / "usr" / "src").glob("*.tar.xz")
+        archive = INSTALLED if INSTALLED.exists() else fetched_archive(new)
+        say(f"unpacking {archive.name}")
         run("tar", "-xf", archive, "-C", new)
-        (new / archive.name.removesuffix(".tar.xz")).rename(source)
+        (new / PACKAGE).rename(source)
     return source
 
 
@@ -79,7 +84,7 @@ def main() -> int:
     try:
         for tool in ("flex", "bison", "bc"):
             if not shutil.which(tool):
-                raise KernelBuildError(f"no {tool} here: apt-get install {tool} libelf-dev")
+                raise KernelBuildError(f"no {tool} here: scripts/kernel_setup.py --long")
         with locked(folder / ".lock"):
             build = folder / "build"
             source = unpacked_source(folder)

@@ -14,6 +14,7 @@ Trees of modules and C programs are built when the first test needs them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import json
 import os
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +80,7 @@ class Builder:
 
     def tree(self, test: Test) -> Path:
         """The folder of the modules that a test loads."""
-        words = [test.version, "--type", test.type]
-        words += ["--mutant", test.mutant] if test.mutant else []
-        words += [] if test.patched else ["--unpatched"]
+        words = list(test.tree)
         if test.checked:
             words += ["--kernel-headers", str(self.checked_kernel() / "build")]
         script = [sys.executable, str(ROOT / "scripts" / "kernel_tree.py")]
@@ -88,7 +88,7 @@ class Builder:
         def make() -> Path:
             return Path(_output([*script, *words, "-j", str(self._jobs)]).splitlines()[-1])
 
-        return self._once.get(tuple(words), make)
+        return self._once.get((*test.tree, str(test.checked)), make)
 
     def programs(self, tree: Path) -> Path:
         """The folder of the C programs for a tree."""
@@ -248,7 +248,20 @@ def run_all(tests: list[Test], builder: Builder, jobs: int, show: bool) -> list[
         return result
 
     with ThreadPoolExecutor(jobs) as pool:
+        # Two tests that wait for one tree would leave a processor idle. Mutants share a folder.
+        list(
+            pool.map(
+                partial(build_first, builder), {(t.tree, t.checked): t for t in tests}.values()
+            )
+        )
         return list(pool.map(one, tests))
+
+
+def build_first(builder: Builder, test: Test) -> None:
+    """Builds the tree of a test; what goes wrong is the tests' to tell."""
+    if not test.mutant and (test.load or test.program):
+        with contextlib.suppress(BuildError):
+            builder.tree(test)
 
 
 def main() -> int:

@@ -50,3 +50,10 @@ class Test:
     timeout: float = 120.0
     caught: str = ""
     long: bool = False  # left to `make test-long`
+
+    @property
+    def tree(self) -> tuple[str, ...]:
+        """What scripts/kernel_tree.py is to build, the kernel aside."""
+        words = [self.version, "--type", self.type]
+        words += ["--mutant", self.mutant] if self.mutant else []
+        return (*words,) if self.patched else (*words, "--unpatched")
