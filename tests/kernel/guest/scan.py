@@ -35,18 +35,17 @@ SUSPECT = re.compile(
             r"list_(add|del) corruption",
             r"refcount_t: ",
             r"Assert failed, condition",  # UVM_ASSERT
-            r"nvidia-uvm.*panic",
+            r"nvidia-uvm.*[Pp]anic",
             r"Memory leak of \d+ bytes",  # UVM's leak checker
             r"nvidia-uvm: .*(ERROR|Fatal)",
-            r"softgpu.*\b(error|leak|leaked|assert)\b",
+            r"(?i:softgpu.*\b(error|leak|leaked|assert)\b)",
             r"Objects remaining in .* on __kmem_cache_shutdown",
             r"Bad page (state|map)",
             r"Out of memory: Killed",
             r"scheduling while atomic|sleeping function called from invalid context",
             r"segfault at|traps: .* trap ",
         )
-    ),
-    re.IGNORECASE,
+    )
 )
 
 

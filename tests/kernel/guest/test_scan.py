@@ -28,6 +28,7 @@ nvidia-uvm: uvm_lock.c:290 __uvm_record_lock[pid:99]Assert failed, condition 0 n
 nvidia-uvm: Memory leak of 128 bytes detected.
 nvidia-uvm: uvm_channel.c:100 uvm_channel_check_errors[pid:9] ERROR: channel error
 softgpu: error: a stale translation was used
+softgpu: Error: an unknown method
 softgpu: leaked 3 allocations
 Kernel panic - not syncing: Fatal exception
 basic[99]: segfault at 0 ip 0000000000401000 sp 00007ffd error 4
@@ -40,6 +41,7 @@ nvidia-uvm: Loaded the UVM driver, major device number 245.
 nvidia-uvm: Built-in UVM tests are enabled. This is a security risk.
 nvidia-uvm: Unloaded the UVM driver.
 softgpu: 1 GPU, hopper, 256 MB each
+..MP-BIOS bug: 8254 timer not connected to IO-APIC
 debug: BUGS are not mentioned
 ACPI: PM: Preparing to enter system sleep state S5
 """.strip().splitlines()
