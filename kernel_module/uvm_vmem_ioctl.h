@@ -265,7 +265,7 @@ struct uvm_vmem_stat {
     __aligned_u64 out_kernel_bytes;     /* kernel memory of our own for all this; not UVM's page tables */
     __u32 out_reservations;
     __u32 out_objects;
-    __u32 out_slots;                    /* that have page tables */
+    __u32 out_slots;                    /* that were bound at least once; they stay until FREE */
     __u32 out_tickets;                  /* unfinished */
     __aligned_u64 out_binds;            /* calls that succeeded */
     __aligned_u64 out_pushes;           /* command buffers sent to a GPU by BIND and FREE */
