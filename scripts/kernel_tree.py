@@ -166,6 +166,9 @@ def wanted_files(tree: Tree) -> dict[str, bytes]:
         source = driver_source(tree.version)
     parts = [part for part in PARTS if (source / part).exists()]
     files = {path.as_posix(): (source / path).read_bytes() for path in tree_files(source, parts)}
+    # Like KCFLAGS in make(), which come before this: what is not loaded is not made.
+    kbuild = files["nvidia-uvm/nvidia-uvm.Kbuild"]
+    files["nvidia-uvm/nvidia-uvm.Kbuild"] = kbuild.replace(b"-DDEBUG -O1 -g\n", b"-DDEBUG -O1\n")
     for header in sorted((source / "nvidia").glob("*.h")):
         files[f"nvidia/{header.name}"] = header.read_bytes()
     for name, content in softgpu_files(tree.version, source).items():

@@ -49,6 +49,7 @@ def source(tmp_path: Path) -> Path:
     (tree / "nvidia/nvidia.Kbuild").write_text(
         "NVIDIA_SOURCES += nvidia/nv.c\nNV_CONFTEST_TYPE_COMPILE_TESTS += proc_ops\n"
     )
+    (tree / "nvidia-uvm/nvidia-uvm.Kbuild").write_text("NVIDIA_UVM_CFLAGS += -DDEBUG -O1 -g\n")
     (tree / "nvidia/nv.h").write_text("int nv;\n")
     (tree / "nvidia/nv.c").write_text("int nv;\n")
     (tree / "nvidia-uvm/uvm.c").write_text("nvUvmInterfaceB ();\nx(nvUvmInterfaceA(1));\n")
@@ -136,6 +137,8 @@ def test_only_what_changed_is_written(
     update_work(tree)
     assert not (tree.work / "nvidia" / "nv.c").exists()
     assert (tree.work / "nvidia" / "nv.h").exists()
+    flags = (tree.work / "nvidia-uvm/nvidia-uvm.Kbuild").read_text()
+    assert flags == "NVIDIA_UVM_CFLAGS += -DDEBUG -O1\n"
     (tree.work / "nvidia-uvm" / "uvm.o").write_text("built")
     old = 10**18
     for path in tree.work.rglob("*"):

@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Builds a tree a second time, elsewhere and from nothing, and compares the modules byte by byte.
+
+The first build is the usual one, with what it took over from others (kept conftests, objects of an
+earlier state); the second has none of that. So this also says that taking over changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from driver_source import driver_source
+from kernel_common import ROOT, KernelBuildError, say
+
+__all__ = ["compare"]
+
+MODULES = ("nvidia.ko", "nvidia-uvm.ko")
+
+
+def build(words: list[str], folder: Path | None, source: Path) -> Path:
+    """Runs kernel_tree.py, in another build folder if one is given; the folder with the modules."""
+    env = {**os.environ, "NV_SRC": str(source)} if folder else dict(os.environ)
+    if folder:
+        env["VMEM_KERNEL_BUILD"] = str(folder)
+    command = [sys.executable, str(ROOT / "scripts" / "kernel_tree.py"), *words]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise KernelBuildError(f"exit status {done.returncode}: {' '.join(command)}")
+    return Path(done.stdout.strip())
+
+
+def compare(one: Path, two: Path) -> list[str]:
+    """The modules that are not the same in two folders."""
+    different = []
+    for name in MODULES:
+        digests = [
+            hashlib.sha256((folder / name).read_bytes()).hexdigest() for folder in (one, two)
+        ]
+        say(f"{name}: {digests[0][:16]} {digests[1][:16]}")
+        if digests[0] != digests[1]:
+            different.append(f"{name} is not the same in {one} and {two}")
+    return different
+
+
+def main() -> int:
+    """Compares two builds of what kernel_tree.py's arguments say."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("version", nargs="?", default="535.261.03")
+    parser.add_argument("--type", choices=("release", "debug"), default="release")
+    options = parser.parse_args()
+    words = [options.version, "--type", options.type]
+    try:
+        source = driver_source(options.version)
+        with tempfile.TemporaryDirectory(prefix="vmem-a-folder-of-another-length-") as name:
+            different = compare(build(words, None, source), build(words, Path(name), source))
+    except KernelBuildError as error:
+        say(str(error))
+        return 1
+    print(*different, sep="\n", end="\n" if different else "")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
