@@ -16,6 +16,7 @@ __all__ = ["main"]
 # module with add_parser(sub) and run(args) -> int, and the line for `vmem --help`
 _COMMANDS = {
     "probe": ("pyvmem.probe", "which back ends work on this machine"),
+    "selftest": ("pyvmem.selftest.cli", "check on the GPU itself that it works on this machine"),
     "bench": ("pyvmem.bench.cli", "measure the calls, against CUDA's own where there is a GPU"),
     "serve-demo": ("pyvmem.serve.cli", "serve prompts with a small model through the KV cache"),
 }

@@ -46,8 +46,8 @@ class Context(AddressSpace):
     warns (ResourceWarning).
 
     Args:
-        backend: ``"host"``, ``"cuda"``, ``"stock"``, ``"uvm"``; ``"auto"``: the first usable of uvm,
-            stock, cuda, host.
+        backend: ``"host"``, ``"cuda"``, ``"stock"``, ``"uvm"``; ``"auto"``: the first usable of
+            uvm, stock, cuda, host.
         device: where pages lie: CUDA ordinal in this process, torch.device, cuda.core Device.
         devices: all devices that mappings are made on, the first one holding the pages; replaces
             `device`.

@@ -99,7 +99,8 @@ def second_library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     target = tmp_path_factory.mktemp("lib") / "libvmem.so"
     subprocess.run(
         ["gcc", "-std=c11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
-        + ["-pthread", "-I", str(HEADER.parent), "-I", str(ROOT / "kernel_module"), *map(str, SOURCES), "-ldl", "-o", str(target)],
+        + ["-pthread", "-I", str(HEADER.parent), "-I", str(ROOT / "kernel_module")]
+        + [*map(str, SOURCES), "-ldl", "-o", str(target)],
         check=True,
     )
     return ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL)

@@ -74,7 +74,16 @@ def c_tests(objects: list[Path]) -> None:
             continue
         part = OUT / f".test_{name}"
         # The library looks for libcuda at run time; in the guest there is none to find.
-        run(*compiler(), "-static", f"-I{tests}", "-Wl,--no-warnings", "-o", part, *sources, *objects)
+        run(
+            *compiler(),
+            "-static",
+            f"-I{tests}",
+            "-Wl,--no-warnings",
+            "-o",
+            part,
+            *sources,
+            *objects,
+        )
         part.replace(target)
 
 

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: MIT
+"""What the checks are made of."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pyvmem import Context
+from pyvmem.errors import VMemError
+
+__all__ = ["Failed", "NotRun", "Result", "expect", "pattern", "raises", "run_check"]
+
+
+class Failed(Exception):
+    """The machine did something else than it should."""
+
+
+class NotRun(Exception):
+    """The check does not apply here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one check.
+
+    Attributes:
+        name: of the check.
+        what: what it looks at, one sentence.
+        result: ``"passed"``, ``"failed"`` or ``"not run"``.
+        detail: what was done, or what went wrong.
+        seconds: how long it took.
+    """
+
+    name: str
+    what: str
+    result: str
+    detail: str
+    seconds: float
+
+
+def pattern(seed: int, offset: int) -> bytes:
+    """64 bytes that no other seed and offset have."""
+    return hashlib.sha512(f"{seed} {offset}".encode()).digest()
+
+
+def expect(condition: bool, otherwise: str) -> None:
+    """Failed with the text unless the condition holds."""
+    if not condition:
+        raise Failed(otherwise)
+
+
+def raises(error: type[VMemError], call: Callable[[], Any]) -> None:
+    """Failed unless the call raises just this error."""
+    try:
+        call()
+    except error:
+        return
+    except VMemError as other:
+        raise Failed(f"expected {error.__name__}, got {type(other).__name__}: {other}") from other
+    raise Failed(f"expected {error.__name__}, and nothing was raised")
+
+
+def run_check(check: Callable[[Context], str], context: Context) -> Result:
+    """Runs one check; the library's own invariants are checked after it."""
+    name = check.__name__.replace("_", " ")
+    what = (check.__doc__ or "").strip().splitlines()[0]
+    start = time.monotonic()
+    try:
+        detail, result = check(context), "passed"
+        context.check()
+    except NotRun as reason:
+        detail, result = str(reason), "not run"
+    except Failed as error:
+        detail, result = str(error), "failed"
+    except VMemError as error:
+        text = f"{error.op}: {error.errno_name}: {error}"
+        detail, result = text, "failed"
+    return Result(name, what, result, detail, round(time.monotonic() - start, 6))

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: MIT
+"""Checks of what memory holds: mapping, zeroing, the invalidate, aliases, read-only."""
+
+from __future__ import annotations
+
+from pyvmem import Caps, Context, OpBatch, ReadOnly
+from pyvmem.selftest.check import Failed, NotRun, expect, pattern, raises
+
+__all__ = ["CHECKS"]
+
+_PAGES = 64  # of a round: more than a GPU's first-level TLBs share
+
+
+def _holds(context: Context, addr: int, seed: int, what: str) -> None:
+    """The page's first, middle and last bytes are those of `pattern`."""
+    page = context.info.granule
+    for offset in (0, page // 2, page - 64):
+        got = context.read(addr + offset, 64)
+        if got != pattern(seed, offset):
+            raise Failed(
+                f"{what}: {addr + offset:#x} holds {got[:8].hex()}..., not what was written"
+            )
+
+
+def _put(context: Context, addr: int, seed: int) -> None:
+    page = context.info.granule
+    for offset in (0, page // 2, page - 64):
+        context.write(addr + offset, pattern(seed, offset))
+
+
+def map_and_read(context: Context) -> str:
+    """Pages scattered over 1 GB: each holds what was written to it and to no other."""
+    page, stride = context.info.granule, max(16 << 20, context.info.granule)
+    with context.reserve(stride * _PAGES, visible=False) as range_:
+        ops = OpBatch(1)
+        ops.populate(range_.addr, page, _PAGES, stride)
+        context.batch(ops)
+        for i in range(_PAGES):
+            _put(context, range_.addr + i * stride, i)
+        for i in range(_PAGES):
+            _holds(context, range_.addr + i * stride, i, "a page")
+    return f"{_PAGES} pages of {page} bytes, {stride} apart"
+
+
+def remap_elsewhere(context: Context) -> str:
+    """The invalidate: an address that was read shows the page that is mapped there next, at once.
+
+    Two sets of pages change places, round after round, each read before and after.
+    """
+    page, rounds = context.info.granule, 16
+    with context.reserve(2 * _PAGES * page, visible=False) as range_:
+        sets = [context.create(_PAGES * page), context.create(_PAGES * page)]
+        places = (range_.addr, range_.addr + _PAGES * page)
+        for place, pages in enumerate(sets):
+            context.map(places[place], _PAGES * page, pages)
+            for i in range(_PAGES):
+                _put(context, places[place] + i * page, 1000 * place + i)
+        for turn in range(rounds):
+            for place in (0, 1):
+                for i in range(_PAGES):
+                    seed = 1000 * ((place + turn) % 2) + i
+                    _holds(context, places[place] + i * page, seed, f"round {turn}, after a remap")
+            context.unmap(range_.addr, 2 * _PAGES * page)
+            for place in (0, 1):
+                context.map(places[place], _PAGES * page, sets[(place + turn + 1) % 2])
+        context.unmap(range_.addr, 2 * _PAGES * page)
+        for pages in sets:
+            pages.release()
+    return f"{2 * rounds * _PAGES} reads of pages that changed places"
+
+
+def zeroing(context: Context) -> str:
+    """New pages are zero, from the pool and from the driver, whatever they held before."""
+    page, count = context.info.granule, 32
+    with context.reserve(count * page, visible=False) as range_:
+        ops = OpBatch(1)
+        for turn in range(6):
+            ops.clear()
+            ops.populate(range_.addr, count * page)
+            context.batch(ops)
+            data = context.read(range_.addr, count * page)
+            if data.count(0) != len(data):
+                at = next(i for i, byte in enumerate(data) if byte)
+                raise Failed(f"turn {turn}: byte {at} of new pages is {data[at]:#x}")
+            context.fill(range_.addr, count * page, 0xA5)
+            context.unmap(range_.addr, count * page)
+            if turn % 2:
+                context.trim(0)  # back to the driver: the next pages are its own zeroing
+    return f"6 x {count} pages, every byte"
+
+
+def alias(context: Context) -> str:
+    """One page at two addresses is one page."""
+    page = context.info.granule
+    with context.reserve(4 * page, visible=False) as range_, context.create(page) as pages:
+        context.map(range_.addr, page, pages)
+        context.map(range_.addr + 2 * page, page, pages)
+        _put(context, range_.addr, 7)
+        _holds(context, range_.addr + 2 * page, 7, "the other address")
+        context.unmap(range_.addr, page)
+        _holds(context, range_.addr + 2 * page, 7, "the address that is left")
+        context.unmap(range_.addr + 2 * page, page)
+    return "seen through the other address"
+
+
+def read_only(context: Context) -> str:
+    """A read-only mapping reads, and the library refuses to write through it."""
+    if Caps.READONLY not in context.info.caps:
+        raise NotRun("this back end has no read-only mappings")
+    page = context.info.granule
+    with context.reserve(4 * page, visible=False) as range_, context.create(page) as pages:
+        context.map(range_.addr, page, pages)
+        _put(context, range_.addr, 9)
+        context.map(range_.addr + page, page, pages, readonly=True)
+        _holds(context, range_.addr + page, 9, "the read-only address")
+        raises(ReadOnly, lambda: context.write(range_.addr + page, b"x"))
+        _holds(context, range_.addr, 9, "after a refused write")
+        context.unmap(range_.addr, 2 * page)
+    return "reads; see `device faults` for writes by a kernel"
+
+
+def sparse(context: Context) -> str:
+    """Where nothing is mapped in a sparse reservation a copy of a neighbour reads as before."""
+    if Caps.SPARSE not in context.info.caps:
+        raise NotRun("this back end has no sparse reservations")
+    page = context.info.granule
+    with context.reserve(8 * page, sparse=True, visible=False) as range_:
+        ops = OpBatch(1)
+        ops.populate(range_.addr + page, page)
+        context.batch(ops)
+        _put(context, range_.addr + page, 3)
+        _holds(context, range_.addr + page, 3, "a page in a sparse reservation")
+        context.unmap(range_.addr + page, page)
+        context.batch(ops)
+        data = context.read(range_.addr + page, page)
+        expect(not any(data), "a page mapped again in a sparse reservation is not zero")
+        context.unmap(range_.addr + page, page)
+    return "mapped, unmapped, mapped again"
+
+
+def page_sizes(context: Context) -> str:
+    """Pages of every size that the back end says it has."""
+    sizes = context.info.page_sizes
+    for size in sizes:
+        with context.reserve(4 * max(size, 2 << 20), visible=False) as range_:
+            ops = OpBatch(1)
+            ops.populate(range_.addr, size, 2, 2 * size, page_size=size)
+            context.batch(ops)
+            for addr in (range_.addr, range_.addr + 2 * size):
+                context.write(addr + size - 64, pattern(size, addr))
+            for addr in (range_.addr, range_.addr + 2 * size):
+                got = context.read(addr + size - 64, 64)
+                expect(got == pattern(size, addr), f"a page of {size} bytes holds something else")
+            context.unmap(range_.addr, size)
+            context.unmap(range_.addr + 2 * size, size)
+    return ", ".join(str(size) for size in sizes)
+
+
+CHECKS = (map_and_read, remap_elsewhere, zeroing, alias, read_only, sparse, page_sizes)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: MIT
+"""Times of a growth, beside CUDA's own calls: for information, never a reason to fail.
+
+One sample is a growth of 64 tensors by a page each, then the same unmapped. CUDA's own calls map
+pages of 2 MB, 32 times as much memory, which is the point of the comparison: it has no smaller.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from pyvmem import Context, OpBatch
+from pyvmem.bench.cumem import Cuda, CudaCallError, CudaUnavailable, CuMem
+
+__all__ = ["measure"]
+
+_TENSORS = 64
+
+
+def _summary(samples: list[float]) -> dict[str, float]:
+    """Microseconds: median, quartiles and range."""
+    values = sorted(1e6 * sample for sample in samples)
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {
+        "median_us": round(middle, 3),
+        "quartile_1_us": round(low, 3),
+        "quartile_3_us": round(high, 3),
+        "min_us": round(values[0], 3),
+        "max_us": round(values[-1], 3),
+        "samples": len(values),
+    }
+
+
+def _ours(context: Context, samples: int) -> dict[str, Any]:
+    page, stride = context.info.granule, max(2 << 20, context.info.granule)
+    grow, shrink = OpBatch(1), OpBatch(1)
+    times: tuple[list[float], list[float]] = ([], [])
+    with context.reserve(stride * _TENSORS, visible=False) as range_:
+        context.warm(_TENSORS * page)
+        grow.populate(range_.addr, page, _TENSORS, stride, dirty=True)
+        shrink.unmap(range_.addr, page, _TENSORS, stride)
+        for turn in range(samples + 3):
+            start = time.perf_counter()
+            context.batch(grow)
+            middle = time.perf_counter()
+            context.batch(shrink)
+            end = time.perf_counter()
+            if turn >= 3:  # the first ones make page tables
+                times[0].append(middle - start)
+                times[1].append(end - middle)
+    return {"page_bytes": page, "map": _summary(times[0]), "unmap": _summary(times[1])}
+
+
+def _cumem(device: int, samples: int) -> dict[str, Any]:
+    """The same growth with cuMemMap and cuMemSetAccess, on allocations that are there already."""
+    times: tuple[list[float], list[float]] = ([], [])
+    with Cuda(device) as cuda:
+        cumem = CuMem(cuda)
+        page = cumem.page
+        base = cumem.reserve(page * _TENSORS)
+        handles = [cumem.create(page) for _ in range(_TENSORS)]
+        for turn in range(samples + 3):
+            start = time.perf_counter()
+            for i, handle in enumerate(handles):
+                cumem.map(base + i * page, page, handle)
+                cumem.set_access(base + i * page, page)
+            middle = time.perf_counter()
+            for i in range(_TENSORS):
+                cumem.unmap(base + i * page, page)
+            end = time.perf_counter()
+            if turn >= 3:
+                times[0].append(middle - start)
+                times[1].append(end - middle)
+        for handle in handles:
+            cumem.release(handle)
+        cumem.free(base, page * _TENSORS)
+    return {"page_bytes": page, "map": _summary(times[0]), "unmap": _summary(times[1])}
+
+
+def measure(context: Context, samples: int) -> dict[str, Any]:
+    """Both, as they go into the report; what cannot be measured says why instead."""
+    result: dict[str, Any] = {"tensors": _TENSORS, context.info.backend: _ours(context, samples)}
+    try:
+        result["cuMem"] = _cumem(context.cuda_device or 0, samples)
+    except (CudaUnavailable, CudaCallError) as error:
+        result["cuMem"] = {"not measured": str(error)}
+    return result
