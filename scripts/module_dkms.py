@@ -96,8 +96,8 @@ class Dkms:
             options += ["--installtree", str(modules), "--no-depmod"]
             os.environ["VMEM_MODULES_DIR"] = str(modules)
             # The machine's own keys for signing are not made for this, nor used.
-            os.environ["mok_signing_key"] = str(self.tree / "mok.key")
-            os.environ["mok_certificate"] = str(self.tree / "mok.pub")
+            key, certificate = self.tree / "mok.key", self.tree / "mok.pub"
+            os.environ.update(mok_signing_key=str(key), mok_certificate=str(certificate))
         return run("dkms", *words, *options)
 
     def versions(self) -> list[str]:

@@ -35,8 +35,8 @@ def in_use(system: System) -> list[str]:
     count = system.uvm_references()
     if count:
         return [
-            f"nvidia-uvm has {count} users that cannot be seen from here (processes outside "
-            "this container?); end them first"
+            f"the kernel counts {count} uses of nvidia-uvm by what cannot be seen from here "
+            "(processes outside this container?); end them first"
         ]
     return []
 

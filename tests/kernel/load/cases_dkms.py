@@ -100,7 +100,7 @@ def driver_was_upgraded(machine: Machine) -> None:
     )
     assert machine.system.loaded("nvidia_uvm")
     assert not machine.system.uvm_is_ours()
-    machine.run("dmesg").expect(0, f"vmem: the patched nvidia-uvm is for driver {wrong}")
+    assert f"vmem: the patched nvidia-uvm is for driver {wrong}" in machine.kernel_log()
 
 
 def not_built_for_this_kernel(machine: Machine) -> None:

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
-from guest_machine import Machine
+from guest_machine import Machine, process
 
 __all__ = ["CASES"]
 
@@ -65,13 +64,9 @@ def there_was_no_stock_module(machine: Machine) -> None:
 
 
 def persistence_daemon_does_not_count(machine: Machine) -> None:
-    words = ["bash", "-c", "exec -a nvidia-persistenced sleep 1000"]
-    with open("/dev/nvidia0", "rb") as node, subprocess.Popen(words, stdin=node) as daemon:
-        while b"nvidia-persistenced" not in Path(f"/proc/{daemon.pid}/cmdline").read_bytes():
-            pass
+    with process("sleep", "1000", stdin="/dev/nvidia0", name="nvidia-persistenced"):
         machine.load().expect(0)
         machine.unload().expect(0)
-        daemon.kill()
 
 
 def selftest_decides_on_the_patched_module(machine: Machine) -> None:
@@ -82,13 +77,9 @@ def selftest_decides_on_the_patched_module(machine: Machine) -> None:
 
 def unload_refused_in_use(machine: Machine) -> None:
     machine.load().expect(0)
-    with (
-        open("/dev/nvidia-uvm", "rb") as node,
-        subprocess.Popen(["sleep", "1000"], stdin=node) as user,
-    ):
-        machine.unload().expect(1, "the GPU is in use", rf"{user.pid} \(sleep: /dev/nvidia-uvm\)")
+    with process("sleep", "1000", stdin="/dev/nvidia-uvm") as pid:
+        machine.unload().expect(1, "the GPU is in use", rf"{pid} \(sleep: /dev/nvidia-uvm\)")
         assert machine.is_ours()
-        user.kill()
     machine.unload().expect(0)
 
 

@@ -9,6 +9,7 @@ its own out; /load holds them and what `make module` built for them (prepare.py)
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -37,10 +38,11 @@ def main() -> int:
             if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
                 continue
             count += 1
+            start = time.monotonic()
             try:
                 machine.reset()
                 case(machine)
-                print(f"ok   {name}", flush=True)
+                print(f"ok   {name} ({time.monotonic() - start:.1f} s)", flush=True)
             except Exception:
                 failed += 1
                 print(f"FAIL {name}\n{traceback.format_exc()}", flush=True)

@@ -11,7 +11,8 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import module_load
 from module_query import query
 from module_system import UVM, System
 
-__all__ = ["GIVEN", "Machine", "Outcome"]
+__all__ = ["DEBIAN_RULES", "GIVEN", "Machine", "Outcome", "Running", "process"]
 
 # nvidia.ko, stock.ko (UVM without the patches) and ours.ko.
 GIVEN = Path("/load")
@@ -171,6 +172,18 @@ class Machine:
 
     # What is there
 
+    def kernel_log(self) -> str:
+        """What the kernel has said since it started."""
+        lines: list[bytes] = []
+        file = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while True:
+                lines.append(os.read(file, 8192))
+        except BlockingIOError:
+            return b"".join(lines).decode("utf-8", "replace")
+        finally:
+            os.close(file)
+
     def is_stock(self) -> bool:
         """Whether the stock module runs, and its nodes lead to it."""
         return self.system.loaded(UVM) and not self.system.uvm_is_ours() and self.nodes_fit()
@@ -190,6 +203,25 @@ class Machine:
     def parameter(self, name: str) -> str:
         """A parameter of the loaded UVM."""
         return self.system.text(f"sys/module/{UVM}/parameters/{name}")
+
+
+@contextmanager
+def process(*words: str, stdin: str = "/dev/null", name: str = "") -> Iterator[int]:
+    """A process that runs beside, with a file as its standard input; ended at the end.
+
+    With a name it calls itself that.
+    """
+    command = ["bash", "-c", f'exec -a {name} "$0" "$@"', *words] if name else list(words)
+    file = os.open(stdin, os.O_RDONLY)
+    with subprocess.Popen(command, stdin=file) as running:
+        os.close(file)
+        try:
+            shown = Path(f"/proc/{running.pid}/cmdline")
+            while not shown.read_bytes().startswith((name or words[0]).encode()):
+                time.sleep(0.05)
+            yield running.pid
+        finally:
+            running.kill()
 
 
 @dataclass

@@ -58,7 +58,10 @@ def test_nothing_speaks_against_it(lay: Lay) -> None:
         ({"sys/module/module/parameters/sig_enforce": "Y\n"}, "signed modules only"),
         ({"sys/kernel/security/lockdown": LOCKED}, "locked down (integrity)"),
         ({"sys/module/nvidia_uvm/parameters/uvm_vmem_limit": "0\n"}, "loaded already"),
-        ({"sys/module/nvidia_uvm/refcnt": "2\n"}, "2 users that cannot be seen"),
+        (
+            {"sys/module/nvidia_uvm/refcnt": "2\n"},
+            "counts 2 uses of nvidia-uvm by what cannot be seen",
+        ),
         ({"sys/module/nvidia_uvm/holders/other/x": ""}, "are built on nvidia-uvm: other"),
     ],
 )
@@ -178,7 +181,7 @@ def test_unload(lay: Lay) -> None:
     ours = {"sys/module/nvidia_uvm/parameters/uvm_vmem_limit": "0\n"}
     assert unload_refusals(lay(ours)) == []
     (only,) = unload_refusals(lay({**ours, "sys/module/nvidia_uvm/refcnt": "1\n"}))
-    assert "1 users that cannot be seen" in only
+    assert "counts 1 uses of nvidia-uvm" in only
 
 
 def test_unload_of_the_stock_module(lay: Lay) -> None:
