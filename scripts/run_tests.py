@@ -156,6 +156,15 @@ def kernel(session: Session) -> None:
     call(PYTHON, ROOT / "tests" / "kernel" / "suite.py", *long)
 
 
+def kernel_checks(session: Session) -> None:
+    """The patches on every version; sparse and all warnings; with --long, builds that repeat."""
+    call(PYTHON, ROOT / "scripts" / "kernel_setup.py")
+    call(PYTHON, ROOT / "scripts" / "check_patches.py", *(["--build"] if session.long else []))
+    call("make", "-s", "--no-print-directory", "-C", "kernel_module", "check")
+    for kind in ("release", "debug") if session.long else ():
+        call(PYTHON, ROOT / "scripts" / "check_reproducible.py", "--type", kind)
+
+
 def gpu_checks(session: Session) -> None:
     """The layouts of the driver's interface; the GPU back ends alone, where there is a GPU."""
     build = BUILD / "gpu"
@@ -244,6 +253,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "gpu-checks": gpu_checks,
     "kernel-scripts": kernel_scripts,
     "kernel": kernel,
+    "kernel-checks": kernel_checks,
     "wheel": wheel,
     "gpu": gpu_tests,
 }
