@@ -14,6 +14,7 @@
 #include <linux/bitops.h>
 #include <linux/mm.h>
 #include <linux/slab.h>
+#include <linux/sort.h>
 
 #include "impl.h"
 
@@ -159,10 +160,53 @@ static bool copy_run(struct sg_channel *channel, const struct sg_transfer *t)
 	return true;
 }
 
+/* Which memory a transfer writes: addresses of different kinds cannot be compared. */
+static u32 dst_kind(const struct sg_transfer *t)
+{
+	return t->dst_physical | t->dst_sys << 1 | t->dst_peer << 2 | t->dst_peer_id << 3;
+}
+
+static int by_destination(const void *left, const void *right)
+{
+	const struct sg_transfer *a = *(struct sg_transfer *const *)left, *b = *(struct sg_transfer *const *)right;
+
+	if (dst_kind(a) != dst_kind(b))
+		return dst_kind(a) < dst_kind(b) ? -1 : 1;
+	return a->dst < b->dst ? -1 : a->dst > b->dst;
+}
+
+/* Transfers with no order among them may not write the same bytes. */
+static void check_overlap(struct sg_channel *channel)
+{
+	struct sg_transfer **sorted = channel->sorted;
+	u64 end = 0;
+	u32 i;
+
+	for (i = 0; i < channel->pending_count; i++)
+		sorted[i] = &channel->pending[i];
+	sort(sorted, channel->pending_count, sizeof(*sorted), by_destination, NULL);
+	for (i = 0; i < channel->pending_count; i++) {
+		const struct sg_transfer *t = sorted[i];
+		bool table;
+
+		if (i && dst_kind(t) == dst_kind(sorted[i - 1]) && t->dst < end) {
+			table = t->dst_physical && !t->dst_peer && sg_tables_holds(channel->gpu, t->dst_sys, t->dst, t->length);
+			sg_error(channel->gpu, table ? SOFTGPU_ERROR_TWICE : SOFTGPU_ERROR_OVERLAP, t->dst, 0,
+				 "channel %u: %s at %llx + %llx is written twice without order", channel->id,
+				 table ? "page table" : "memory", t->dst, t->length);
+		}
+		if (!i || dst_kind(t) != dst_kind(sorted[i - 1]))
+			end = 0;
+		end = max(end, t->dst + t->length);
+	}
+}
+
 void sg_ce_flush(struct sg_channel *channel)
 {
 	u32 n = channel->pending_count, i;
 
+	if (settings.check_ordering && n > 1)
+		check_overlap(channel);
 	for (i = 0; i < n && !channel->dead; i++) {
 		struct sg_transfer t;
 
@@ -182,28 +226,6 @@ void sg_ce_flush(struct sg_channel *channel)
 }
 
 /* ---- launching --------------------------------------------------------------------------------------- */
-
-static void check_overlap(struct sg_channel *channel, const struct sg_transfer *new)
-{
-	u32 i;
-
-	for (i = 0; i < channel->pending_count; i++) {
-		const struct sg_transfer *t = &channel->pending[i];
-		bool table;
-
-		if (t->dst_physical != new->dst_physical || t->dst_sys != new->dst_sys || t->dst_peer != new->dst_peer)
-			continue;
-		if (t->dst_peer && t->dst_peer_id != new->dst_peer_id)
-			continue;
-		if (t->dst >= new->dst + new->length || new->dst >= t->dst + t->length)
-			continue;
-		table = new->dst_physical && !new->dst_peer && sg_tables_holds(channel->gpu, new->dst_sys, new->dst, new->length);
-		sg_error(channel->gpu, table ? SOFTGPU_ERROR_TWICE : SOFTGPU_ERROR_OVERLAP, new->dst, 0,
-			 "channel %u: %s at %llx + %llx is written twice without order", channel->id,
-			 table ? "page table" : "memory", new->dst, new->length);
-		return;
-	}
-}
 
 /* false: a combination that the model does not know */
 static bool pattern_of(struct sg_channel *channel, u32 launch, struct sg_transfer *t)
@@ -267,8 +289,6 @@ static void transfer_launch(struct sg_channel *channel, u32 launch)
 		sg_ce_flush(channel);
 	if (channel->dead || !t.length)
 		return;
-	if (settings.check_ordering)
-		check_overlap(channel, &t);
 	channel->pending[channel->pending_count++] = t;
 }
 

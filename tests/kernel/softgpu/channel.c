@@ -49,6 +49,7 @@ static void channel_free(struct sg_channel *channel)
 	free_page((unsigned long)channel->userd);
 	kfree((void *)channel->error);
 	kvfree(channel->pending);
+	kvfree(channel->sorted);
 	kvfree(channel->segment);
 	kvfree(channel);
 }
@@ -66,7 +67,8 @@ static struct sg_channel *channel_new(struct group *group, u32 entries)
 	channel->userd = (void *)get_zeroed_page(GFP_KERNEL);
 	channel->error = kcalloc(NOTIFIERS, sizeof(*channel->error), GFP_KERNEL);
 	channel->pending = kvcalloc(SG_CE_PENDING, sizeof(*channel->pending), GFP_KERNEL);
-	if (!channel->gpfifo || !channel->userd || !channel->error || !channel->pending) {
+	channel->sorted = kvcalloc(SG_CE_PENDING, sizeof(*channel->sorted), GFP_KERNEL);
+	if (!channel->gpfifo || !channel->userd || !channel->error || !channel->pending || !channel->sorted) {
 		channel_free(channel);
 		return NULL;
 	}

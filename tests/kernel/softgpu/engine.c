@@ -53,6 +53,8 @@ void sg_channel_die(struct sg_channel *channel, u32 kind, const char *what, u64 
 {
 	if (kind)
 		sg_error(channel->gpu, kind, value, 0, "channel %u: %s %llx", channel->id, what, value);
+	else
+		channel->gpu->died = true;
 	channel->error->info32 = ROBUST_CHANNEL_FAULT;
 	WRITE_ONCE(channel->error->status, NOTIFIER_ERROR);
 	channel->dead = true;

@@ -291,6 +291,7 @@ struct sg_channel {
 	/* state of the copy engine */
 	u32 ce[SG_CE_METHODS];
 	struct sg_transfer *pending;
+	struct sg_transfer **sorted; /* room for as many pointers */
 	u32 pending_count;
 };
 
@@ -318,6 +319,7 @@ struct softgpu {
 	bool hopper;
 	const struct sg_mmu_format *format;
 	bool lost;
+	bool died;        /* a channel was killed on purpose: UVM can submit nothing any more, so it cannot unmap either */
 
 	u64 vidmem;
 	u64 frames;

@@ -112,9 +112,9 @@ static void wipe(struct softgpu *gpu, u64 frame)
 	struct sg_frame *f = &gpu->frame[frame];
 	u64 pa = frame << SOFTGPU_FRAME_SHIFT;
 
-	if (f->mappings)
+	if (f->mappings && !gpu->lost && !gpu->died)
 		sg_error(gpu, SOFTGPU_ERROR_FREED_MAPPED, pa, f->mappings, "frame %llx freed while %u live entries map it", pa, f->mappings);
-	if (f->tables)
+	if (f->tables && !gpu->lost && !gpu->died)
 		sg_error(gpu, SOFTGPU_ERROR_TABLE_FREED, pa, f->tables, "frame %llx freed while it holds %u live tables", pa, f->tables);
 	sg_frame_poison(gpu, pa);
 }

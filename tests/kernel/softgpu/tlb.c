@@ -20,6 +20,7 @@ struct tlb_root {
 	struct list_head node;
 	struct sg_root root;
 	struct list_head entries;
+	u64 count;
 };
 
 enum entry_kind { ENTRY_PAGE, ENTRY_DIRECTORY };
@@ -83,6 +84,7 @@ static void entry_drop(struct softgpu *gpu, struct tlb_entry *e)
 {
 	hash_del(&e->hash);
 	list_del(&e->node);
+	e->root->count--;
 	kfree(e);
 	gpu->tlb.count--;
 }
@@ -107,6 +109,7 @@ static struct tlb_entry *entry_add(struct softgpu *gpu, struct sg_root root, u64
 	e->level = level;
 	hash_add(gpu->tlb.entries, &e->hash, key_of(r, e->number, shift, kind));
 	list_add(&e->node, &r->entries);
+	r->count++;
 	gpu->tlb.count++;
 	return e;
 }
@@ -143,13 +146,48 @@ void sg_tlb_exit(struct softgpu *gpu)
 	sg_tlb_flush(gpu);
 }
 
+static const u8 page_shifts[] = { 16, 21, 12, 29 };
+
+/* How many entries [start, last] could have. */
+static u64 probes_for(struct softgpu *gpu, u64 start, u64 last)
+{
+	u64 probes = 0;
+	u32 i;
+
+	for (i = 0; i < ARRAY_SIZE(page_shifts); i++)
+		probes += (last >> page_shifts[i]) - (start >> page_shifts[i]) + 1;
+	for (i = SG_LEVEL_PDE0; i <= gpu->format->root_level; i++)
+		probes += (last >> gpu->format->shift[i]) - (start >> gpu->format->shift[i]) + 1;
+	return probes;
+}
+
+static void probe(struct softgpu *gpu, struct tlb_root *r, u8 shift, u8 kind, u8 max_level, u64 start, u64 last)
+{
+	u64 number;
+
+	for (number = start >> shift; number <= last >> shift; number++) {
+		struct tlb_entry *e = entry_find(gpu, r, number << shift, shift, kind);
+
+		if (e && e->level <= max_level)
+			entry_drop(gpu, e);
+	}
+}
+
 void sg_tlb_invalidate(struct softgpu *gpu, struct sg_root root, u8 max_level, u64 start, u64 last)
 {
 	struct tlb_root *r = root_find(gpu, root);
 	struct tlb_entry *e, *next;
+	u32 i;
 
 	if (!r)
 		return;
+	if (last - start < SG_PAGE_512M && probes_for(gpu, start, last) < r->count) {
+		for (i = 0; i < ARRAY_SIZE(page_shifts); i++)
+			probe(gpu, r, page_shifts[i], ENTRY_PAGE, max_level, start, last);
+		for (i = SG_LEVEL_PDE0; i <= gpu->format->root_level; i++)
+			probe(gpu, r, gpu->format->shift[i], ENTRY_DIRECTORY, max_level, start, last);
+		return;
+	}
 	list_for_each_entry_safe(e, next, &r->entries, node) {
 		u64 first = e->number << e->shift;
 		u64 end = first + (1ull << e->shift) - 1;
@@ -183,8 +221,6 @@ void sg_tlb_add_directory(struct softgpu *gpu, struct sg_root root, u64 va, u8 l
 	e->raw[0] = raw[0];
 	e->raw[1] = raw[1];
 }
-
-static const u8 page_shifts[] = { 16, 21, 12, 29 };
 
 void sg_tlb_translate(struct softgpu *gpu, struct sg_root root, u64 va, struct sg_translation *out)
 {

@@ -65,8 +65,8 @@ void sg_vidmem_exit(struct softgpu *gpu)
 	gpu->frame = NULL;
 }
 
-/* The backing of the 4 KB at pa; makes it if needed. NULL: no guest memory. */
-static u8 *frame_part(struct softgpu *gpu, u64 pa)
+/* The backing of the 4 KB at pa; makes it if needed, filled unless all of it is about to be written. NULL: no guest memory. */
+static u8 *frame_part(struct softgpu *gpu, u64 pa, bool fill)
 {
 	struct sg_frame *frame = &gpu->frame[pa >> SOFTGPU_FRAME_SHIFT];
 	u32 i = (pa / SG_PAGE_4K) % SG_SUBPAGES;
@@ -79,7 +79,8 @@ static u8 *frame_part(struct softgpu *gpu, u64 pa)
 		frame->part[i] = (void *)__get_free_page(GFP_KERNEL);
 		if (!frame->part[i])
 			return NULL;
-		memset64(frame->part[i], frame->word, SG_PAGE_4K / sizeof(u64));
+		if (fill)
+			memset64(frame->part[i], frame->word, SG_PAGE_4K / sizeof(u64));
 		gpu->backing_bytes += SG_PAGE_4K;
 	}
 	return frame->part[i];
@@ -150,7 +151,7 @@ static int vid_write(struct softgpu *gpu, u64 pa, const u8 *buf, u64 length)
 {
 	while (length) {
 		u64 n = to_page_end(pa, length);
-		u8 *part = frame_part(gpu, pa);
+		u8 *part = frame_part(gpu, pa, n != SG_PAGE_4K);
 
 		if (!part)
 			return -ENOMEM;
@@ -247,7 +248,7 @@ static int vid_fill(struct softgpu *gpu, u64 pa, u64 word, u64 length)
 		}
 		n = to_page_end(to, length - at);
 		if (frame->poison || frame->part || frame->word != word || phase || !IS_ALIGNED(to, sizeof(u64))) {
-			part = frame_part(gpu, to);
+			part = frame_part(gpu, to, n != SG_PAGE_4K);
 			if (!part)
 				return -ENOMEM;
 			repeat_word(part + (to & (SG_PAGE_4K - 1)), word, phase, n);
@@ -297,7 +298,7 @@ void *sg_vidmem_map(struct softgpu *gpu, u64 pa, u64 length)
 	if (!pages)
 		return NULL;
 	for (i = 0; i < count; i++) {
-		u8 *part = frame_part(gpu, pa + i * SG_PAGE_4K);
+		u8 *part = frame_part(gpu, pa + i * SG_PAGE_4K, true);
 
 		if (!part)
 			goto out;
