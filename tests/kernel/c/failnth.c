@@ -14,6 +14,8 @@
 
 #define RES 0x7c0000000000ull
 #define SPARE (RES + GIB(8))
+#define WIDE (RES + GIB(16))
+#define MANY 2500 /* slots */
 #define LIMIT 2000 /* failures of one call; beyond that it never passes */
 
 static struct world W;
@@ -27,6 +29,7 @@ static int furnish(void) {
   int result = vm_query(W.uvm, NULL, &q);
   capabilities = q.out_capabilities;
   if (!result) result = vm_reserve(W.uvm, W.uuid[0], RES, MIB(256), 16, capabilities & UVM_VMEM_CAP_BIG ? UVM_VMEM_RESERVE_BIG : 0);
+  if (!result) result = vm_reserve(W.uvm, W.uuid[0], WIDE, MANY * SLOT, 16, 0);
   if (!result) result = vm_create(W.uvm, W.uuid[0], 16, 64, 0, &small);
   if (!result) result = vm_create(W.uvm, W.uuid[0], 21, 4, 0, &large);
   if (!result) result = vm_map(W.uvm, RES, RES, small, 0, 8, 0);
@@ -43,7 +46,7 @@ struct action {
 };
 
 static int do_reserve(void) { return vm_reserve(W.uvm, W.uuid[0], SPARE, MIB(64), 16, 0); }
-static int do_reserve_eager(void) { return vm_reserve(W.uvm, W.uuid[0], SPARE, MIB(16), 16, UVM_VMEM_RESERVE_EAGER); }
+static int do_reserve_eager(void) { return vm_reserve(W.uvm, W.uuid[0], SPARE, MANY * SLOT, 16, UVM_VMEM_RESERVE_EAGER); }
 static void undo_reserve(void) { vm_free(W.uvm, SPARE, 0); }
 
 static int do_create(void) { return vm_create(W.uvm, W.uuid[0], 16, 40, 0, &made); }
@@ -67,6 +70,13 @@ static int do_bind_new(void) {
   ops[9] = op_map(RES, small, 40, 2, UVM_VMEM_OP_REPLACE);
   ops[10] = op_unmap(RES + 6 * UNIT, 2, 0);
   return vm_bind(W.uvm, RES, ops, 11, NULL, NULL);
+}
+
+/* More new tables than UVM has memory at hand for: it has to ask the resource manager. */
+static int do_bind_many(void) {
+  static struct uvm_vmem_op ops[MANY];
+  for (unsigned i = 0; i < MANY; i++) ops[i] = op_map(WIDE + i * SLOT, small, i % 64, 1, 0);
+  return vm_bind(W.uvm, WIDE, ops, MANY, NULL, NULL);
 }
 
 static int do_bind_async(void) {
@@ -100,6 +110,7 @@ static const struct action actions[] = {
     {"CREATE, host memory", do_create_host, undo_create, false},
     {"BIND, tables there", do_bind_steady, undo_bind_steady, false},
     {"BIND, new tables", do_bind_new, NULL, true},
+    {"BIND, 2,500 new tables", do_bind_many, NULL, true},
     {"BIND, asynchronous", do_bind_async, NULL, true},
     {"BIND, 2 MB entries", do_bind_big, NULL, true},
     {"BIND, unmap all", do_unmap, NULL, true},
@@ -150,7 +161,7 @@ struct view {
 static struct view look(void) {
   struct view v;
   if (vm_stat(W.uvm, NULL, &v.stat)) memset(&v.stat, 0xff, sizeof(v.stat));
-  v.mapped = gpu_scan(&W, 0, RES, MIB(256)).out_bytes;
+  v.mapped = gpu_scan(&W, 0, RES, MIB(256)).out_bytes + gpu_scan(&W, 0, WIDE, MANY * SLOT).out_bytes;
   return v;
 }
 
@@ -233,14 +244,14 @@ static void from_the_nth_on(void) {
     OK(furnish());
     struct view before = look();
     OK(softgpu_inject(W.dev, "", SOFTGPU_INJECT_MINE, nth, ~0ull, SOFTGPU_STATUS_NO_MEMORY, 0));
-    int result = do_bind_new();
+    int result = do_bind_many();
     int create = do_create_large();
     bool fired = rm_disarm();
     struct view after = look();
     if (result) {
       CHECK(result == -ENOMEM || result == -ENOSPC);
       EQ(after.mapped, before.mapped);
-      OK(do_bind_new());
+      OK(do_bind_many());
     }
     if (!create) undo_create();
     OK(do_create_large());

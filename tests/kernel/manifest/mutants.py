@@ -51,9 +51,7 @@ TESTS = [
     ),
     mutant("returns_early", "async", ["calls_wait_for_the_gpu"], r"returned before the GPU had"),
     mutant("pte_written_twice", "basic", ["map_move_unmap"], r"written twice|overlap"),
-    mutant(
-        "wrong_rollback", "lifecycle", ["memory_runs_out"], r"is (?!0 ).*|frames_free"
-    ),
+    mutant("wrong_rollback", "lifecycle", ["memory_runs_out"], r"is (?!0 ).*|frames_free"),
     mutant("slots_kept", "failnth", ["resource_manager"], r"STAT changed"),
     mutant("staged_in_place", "basic", ["all_or_nothing"], r"all_or_nothing"),
     mutant("leaked_reference", "basic", ["statistics"], r"out_(created_bytes|objects) is"),
