@@ -2,7 +2,7 @@
 //
 // vmem: fine-grained GPU memory for address ranges that stay contiguous.
 //
-// The interface is in uvm_vmem_ioctl.h. This file takes the ioctls apart; the others do one thing each:
+// The interface is in uvm_vmem_ioctl.h. This file parses and dispatches the ioctls; the others do one thing each:
 //
 //   uvm_vmem_memory.c  stores and chunks: 2 MB pieces of physical memory, cut into units of 64 KB
 //   uvm_vmem_object.c  objects: the pages of one CREATE, and the table of handles
@@ -21,7 +21,8 @@
 //   uvm_vmem_slot_t      2 MB of a reservation that were bound once: the page tables, and what each PTE says. Stays
 //                        until the reservation goes, so that a steady state writes PTEs only.
 //   uvm_vmem_object_t    pages; alive while its handle was not released or one of its units is mapped.
-//   uvm_vmem_chunk_t     2 MB of physical memory; alive while one of its units belongs to an object.
+//   uvm_vmem_chunk_t     2 MB of physical memory; alive while one of its units belongs to an object (after a fatal error:
+//                        until close).
 //   uvm_vmem_ticket_t    an unfinished BIND, until somebody sees that it is finished.
 //
 // Locks, in this order
@@ -30,8 +31,8 @@
 //                   RESERVE, FREE and the hooks by which GPUs, page trees and ranges go.
 //   range->lock     (UVM_LOCK_ORDER_EXT_RANGE_TREE) one BIND on a reservation at a time, until its pushes are sent.
 //   state->lock     (UVM_LOCK_ORDER_VMEM) objects, stores, chunks, tickets. Not held while memory is taken from other
-//                   users of the GPU, nor across a wait for the GPU, but for one: a chunk that goes back while the
-//                   ASYNC push that unmapped it is still under way.
+//                   users of the GPU. Waits for the GPU under it are rare: for a chunk that goes back while the ASYNC
+//                   push that unmapped it is under way, when a GPU leaves, and when a tracker finds no memory.
 //   then UVM's own: page tree, push, PMM.
 //
 // User memory is only touched with none of them held: a fault on managed memory takes mmap_lock and the VA space lock.
@@ -64,7 +65,7 @@
 MODULE_INFO(vmem_abi, __stringify(UVM_VMEM_ABI_VERSION));
 
 // The sizes of version 1, which are the least that is accepted, and the layouts that user space relies on.
-#define QUERY_SIZE_1   112
+#define QUERY_SIZE_1   120
 #define RESERVE_SIZE_1 40
 #define FREE_SIZE_1    16
 #define CREATE_SIZE_1  40
@@ -160,6 +161,7 @@ bool uvm_vmem_page_shift_is_valid(NvU32 page_shift)
 NvU32 uvm_vmem_gpu_refusal(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
 {
     uvm_page_tree_t *tree = &uvm_gpu_va_space_get(va_space, gpu)->page_tables;
+    NvU64 needed_sizes = UVM_PAGE_SIZE_64K | UVM_PAGE_SIZE_2M;
 
     if (g_uvm_global.conf_computing_enabled)
         return UVM_VMEM_GPU_CONFIDENTIAL;
@@ -169,7 +171,12 @@ NvU32 uvm_vmem_gpu_refusal(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
         return UVM_VMEM_GPU_MIG;
     if (uvm_vmem_gpu_is_coherent(gpu))
         return UVM_VMEM_GPU_COHERENT;
-    if (!(tree->hal->page_sizes() & UVM_PAGE_SIZE_64K) || tree->big_page_size != UVM_PAGE_SIZE_64K)
+    if (gpu->mem_info.size == 0)
+        return UVM_VMEM_GPU_INTEGRATED;
+
+    // Before Pascal there are no 2 MB pages, and a table of 64 KB PTEs reaches further than one slot.
+    if ((tree->hal->page_sizes() & needed_sizes) != needed_sizes || tree->big_page_size != UVM_PAGE_SIZE_64K ||
+        uvm_mmu_pde_coverage(tree, UVM_PAGE_SIZE_64K) != UVM_VMEM_SLOT)
         return UVM_VMEM_GPU_NO_64K;
 
     return UVM_VMEM_GPU_OK;
@@ -241,6 +248,7 @@ static int run_query(struct file *filp, uvm_vmem_state_t *state, params_t *param
     query->out_max_gpus = UVM_VMEM_MAX_GPUS;
     query->out_max_tickets = UVM_VMEM_MAX_TICKETS;
     query->out_max_reserve_bytes = UVM_VMEM_MAX_RESERVE_BYTES;
+    query->out_max_eager_bytes = UVM_VMEM_MAX_EAGER_BYTES;
     strscpy(query->out_driver_version, NV_VERSION_STRING, sizeof(query->out_driver_version));
     return ret;
 }
@@ -323,6 +331,7 @@ static int run_bind(struct file *filp, uvm_vmem_state_t *state, params_t *params
     int ret;
 
     bind->out_failed_op = ~0u;
+    bind->out_ticket = 0;
 
     ret = copy_array(bind->ops, bind->op_count, UVM_VMEM_MAX_BIND_OPS, sizeof(struct uvm_vmem_op), &ops);
     if (!ret) {
@@ -330,6 +339,7 @@ static int run_bind(struct file *filp, uvm_vmem_state_t *state, params_t *params
         uvm_kvfree(ops);
     }
 
+    trace_uvm_vmem_bind(bind->start, bind->op_count, bind->out_failed_op, bind->out_ticket, ret);
     return ret;
 }
 
@@ -532,7 +542,8 @@ void uvm_vmem_va_space_destroy(uvm_vmem_va_space_t *vmem)
 
         uvm_vmem_stat_remove(state);
 
-        // What is left lies in host memory: the GPUs were unregistered, and pending is empty since.
+        // The GPUs were unregistered, and all that was pending is completed: what is left lies in host memory, or is
+        // the description of objects whose GPU is gone.
         uvm_vmem_object_destroy_all(state);
         uvm_vmem_store_destroy_all(state);
         uvm_tracker_deinit(&state->pending);

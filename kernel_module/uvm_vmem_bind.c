@@ -10,14 +10,14 @@
 //   commit     the staged content becomes the slots'; references to objects move along
 //   wait       unless the caller wants a ticket
 //
-// Up to the first push nothing is visible to a GPU or in the state, and every failure goes back. A push cannot be begun
-// only after a fatal error; what was sent before it is not known then, and the reservation is marked broken.
+// Up to the first push nothing is visible to a GPU or in the state, and every failure is rolled back (page tables that a
+// slot of a BIG reservation was given stay with it). A push cannot be begun only after a fatal error; what was sent before it is not known then, and the reservation is marked broken.
 
+#include <linux/sched/signal.h>
 #include <linux/sort.h>
 
 #include "uvm_kvmalloc.h"
 #include "uvm_vmem_internal.h"
-#include "uvm_vmem_trace.h"
 
 // An operation, checked. Units count from the beginning of the reservation.
 typedef struct
@@ -146,6 +146,9 @@ static int check_op_in_range(bind_t *bind, const struct uvm_vmem_op *op, bind_op
         if (owner && owner != gpu &&
             !uvm_processor_mask_test(&bind->state->va_space->can_access[uvm_id_value(gpu->id)], owner->id))
             return -EXDEV;
+
+        if (owner != gpu)
+            range->remote = true;
     }
 
     out->first_unit = (op->addr - range->start) / UVM_VMEM_UNIT;
@@ -262,7 +265,7 @@ static NvU64 count_stages(bind_t *bind)
         bind_op_t *op = &bind->ops[i];
 
         for (slot = max(next, op_first_slot(op)); slot <= op_last_slot(op); slot++) {
-            if (!bind->range->slots[slot] && !op_needs_slot(op))
+            if (!uvm_vmem_slot(bind->range, slot) && !op_needs_slot(op))
                 continue;
 
             count++;
@@ -335,14 +338,14 @@ static int stage_ops(bind_t *bind)
 
         for (slot = op_first_slot(op); slot <= op_last_slot(op); slot++) {
             if (!stage || stage->index != slot) {
-                if (!range->slots[slot] && !op_needs_slot(op))
+                if (!uvm_vmem_slot(range, slot) && !op_needs_slot(op))
                     continue;
 
                 UVM_ASSERT(bind->num_stages < max_stages);
                 stage = &bind->stages[bind->num_stages++];
                 stage->index = slot;
-                if (range->slots[slot])
-                    memcpy(stage->entries, range->slots[slot]->entries, sizeof(stage->entries));
+                if (uvm_vmem_slot(range, slot))
+                    memcpy(stage->entries, uvm_vmem_slot(range, slot)->entries, sizeof(stage->entries));
             }
 
             ret = stage_op(bind, op, stage);
@@ -400,7 +403,7 @@ static int prepare_tables(bind_t *bind)
         if (!stage->touched)
             continue;
 
-        ret = uvm_vmem_slot_get(range, stage->index, &stage->made);
+        ret = fatal_signal_pending(current) ? -EINTR : uvm_vmem_slot_get(range, stage->index, &stage->made);
         if (ret)
             return ret;
 
@@ -419,7 +422,7 @@ static int prepare_tables(bind_t *bind)
         if (!stage->touched)
             continue;
 
-        if (uvm_vmem_slot_target(range, range->slots[stage->index], stage->entries) != UVM_VMEM_SLOT_SMALL)
+        if (uvm_vmem_slot_target(range, uvm_vmem_slot(range, stage->index), stage->entries) != UVM_VMEM_SLOT_SMALL)
             continue;
 
         ret = uvm_vmem_slot_get_small(range, stage->index);
@@ -460,10 +463,10 @@ static int send_to_gpu(bind_t *bind, NvU32 gpu_index, bool *sent)
         ret = uvm_vmem_writer_slot(&writer, bind->stages[i].index, bind->stages[i].entries, bind->stages[i].touched);
 
     if (!ret && writer.second_phase) {
-        ret = uvm_vmem_writer_turn(&writer);
+        ret = uvm_vmem_writer_begin_phase2(&writer);
         for (i = 0; i < bind->num_stages && !ret; i++) {
             if (bind->stages[i].touched)
-                ret = uvm_vmem_writer_slot_second(&writer, bind->stages[i].index, bind->stages[i].entries);
+                ret = uvm_vmem_writer_slot_phase2(&writer, bind->stages[i].index, bind->stages[i].entries);
         }
     }
 
@@ -495,7 +498,7 @@ static int send(bind_t *bind)
 static void commit_stage(bind_t *bind, bind_stage_t *stage)
 {
     uvm_vmem_range_t *range = bind->range;
-    uvm_vmem_slot_t *slot = range->slots[stage->index];
+    uvm_vmem_slot_t *slot = uvm_vmem_slot(range, stage->index);
     NvU32 units;
 
     for (units = stage->touched; units; units &= units - 1) {
@@ -512,6 +515,9 @@ static void commit_stage(bind_t *bind, bind_stage_t *stage)
         else
             slot->mapped &= ~(1u << i);
     }
+
+    // Objects may be gone now, but none that the new content names.
+    slot->state = uvm_vmem_slot_target(range, slot, stage->entries);
 }
 
 // What was sent becomes the reservation's content. Cannot fail.
@@ -537,9 +543,7 @@ static void commit(bind_t *bind, NvU64 *ticket_out)
         if (!stage->touched)
             continue;
 
-        // commit_stage may free objects, but none that the new content names.
         commit_stage(bind, stage);
-        range->slots[stage->index]->state = uvm_vmem_slot_target(range, range->slots[stage->index], stage->entries);
     }
 
     unpin_objects(bind);
@@ -659,7 +663,6 @@ int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct 
     params->out_ticket = ticket;
 
 out:
-    trace_uvm_vmem_bind(params->start, params->op_count, bind.num_stages, ticket, ret);
     uvm_tracker_deinit(&bind.tracker);
     uvm_kvfree(bind.stages);
     uvm_kvfree(bind.ops);

@@ -25,8 +25,8 @@
 #define UVM_VMEM_SLOT       (1ull << UVM_VMEM_SLOT_SHIFT)
 #define UVM_VMEM_SLOT_UNITS ((NvU32)(UVM_VMEM_SLOT / UVM_VMEM_UNIT))
 
-// A batch's description takes 64 bytes an operation and 272 bytes a slot while it runs: at these limits 4 MB and, for
-// operations that lie together, 17 MB.
+// While a batch runs it takes 80 bytes an operation and 280 bytes a slot: at these limits 5 MB and, for operations that
+// lie together, 18 MB.
 #define UVM_VMEM_MAX_BIND_OPS   (1u << 16)
 #define UVM_VMEM_MAX_BIND_UNITS (1u << 21)
 
@@ -38,8 +38,13 @@
 // Well below the 1024 entries of a channel of UVM's, where the next push would wait for the GPU.
 #define UVM_VMEM_MAX_TICKETS 256
 
-// A reservation takes 8 bytes of kernel memory a slot: 64 MB at this limit.
+// The slots of a reservation hang in leaves of one page, each of which reaches 1 GB. At this limit the pointers to the
+// leaves take 128 KB.
+#define UVM_VMEM_LEAF_SLOTS        512
 #define UVM_VMEM_MAX_RESERVE_BYTES (1ull << 44)
+
+// Each slot costs a push and a TLB invalidate, all under locks that the GPU's fault handling needs: 8,192 of them.
+#define UVM_VMEM_MAX_EAGER_BYTES (1ull << 34)
 
 // A handle is an index into the table of objects and, above it, how often the index had come round when it was given:
 // a handle comes again after 2^32 objects.
@@ -176,14 +181,16 @@ struct uvm_vmem_range_struct
     // write it protects by itself.
     uvm_mutex_t lock;
 
-    // num_slots pointers; NULL: never bound.
-    uvm_vmem_slot_t **slots;
+    // Arrays of UVM_VMEM_LEAF_SLOTS slots; a NULL at either level: never bound.
+    uvm_vmem_slot_t ***leaves;
 
-    NvU64 used_slots;
     NvU64 mapped_units;
 
-    // A push failed after part of a batch was sent: the GPUs' page tables are not known any more.
+    // A push failed after part of a batch was sent: the contents of the GPUs' page tables are unknown.
     bool broken;
+
+    // Something was mapped that is not in the mapping GPU's own memory.
+    bool remote;
 
     uvm_vmem_range_gpu_t gpus[UVM_VMEM_MAX_GPUS];
 };
@@ -215,6 +222,9 @@ struct uvm_vmem_state_struct
 
     // Order UVM_LOCK_ORDER_VMEM. Protects what is below, and the contents of objects, stores and chunks.
     uvm_mutex_t lock;
+
+    // A GPU left after a fatal error, which only happens when the descriptor is closed: user channels are stopped.
+    bool closing;
 
     struct xarray objects;
     NvU32 next_index;
@@ -294,14 +304,14 @@ void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count,
 // LOCKING: the VA space lock is held for read; state->lock is taken.
 int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shift, NvU32 count, const unsigned long *pages);
 
-// A GPU leaves. remove_gpu frees the store in its memory, of which no object may be left; unmap_gpu takes its access
+// A GPU leaves. remove_gpu frees the store in its memory with all chunks, of which no object may be left; unmap_gpu takes its access
 // to host memory away.
 //
 // LOCKING: the VA space lock is held for write; state->lock is held.
 void uvm_vmem_store_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
 void uvm_vmem_store_unmap_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
 
-// The end: free the stores, in which no chunk is left.
+// The end: free what is left, which is host memory.
 void uvm_vmem_store_destroy_all(uvm_vmem_state_t *state);
 
 static uvm_vmem_chunk_t *uvm_vmem_page_chunk(unsigned long page)
@@ -337,7 +347,7 @@ void uvm_vmem_object_put(uvm_vmem_state_t *state, uvm_vmem_object_t *object);
 // Chunk and unit in it of an object's unit.
 uvm_vmem_chunk_t *uvm_vmem_object_unit(uvm_vmem_object_t *object, NvU64 unit, NvU32 *unit_out);
 
-// Forget all objects in the store of a GPU that leaves; none is mapped or pinned. LOCKING: state->lock is held.
+// Forget all objects in the store of a GPU that leaves; none is mapped. LOCKING: state->lock is held.
 void uvm_vmem_object_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
 void uvm_vmem_object_destroy_all(uvm_vmem_state_t *state);
 
@@ -350,13 +360,22 @@ int uvm_vmem_free_range(uvm_vmem_state_t *state, const struct uvm_vmem_free *par
 // The reservation that starts at start (-ENOENT). LOCKING: the VA space lock is held.
 int uvm_vmem_range_find(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out);
 
-// Count count entries of a reservation's slot as mapped, or as not mapped any more, in its object and store.
+// Count an entry as mapped, or as not mapped any more, in its object and store. Entries that map nothing do not count.
 //
 // LOCKING: state->lock is held; range->lock is held or the VA space lock is held for write.
 void uvm_vmem_range_ref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry);
 void uvm_vmem_range_unref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry);
 
 // uvm_vmem_table.c: page tables and what is written to them
+
+// The slot with that number, or NULL.
+uvm_vmem_slot_t *uvm_vmem_slot(uvm_vmem_range_t *range, NvU64 index);
+
+// The first slot that was bound with a number of at least *index, which becomes its number; NULL: there is none.
+uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index);
+
+#define for_each_vmem_slot(slot, index, range)                                                                           \
+    for ((index) = 0; ((slot) = uvm_vmem_slot_next((range), &(index))) != NULL; (index)++)
 
 // Make sure that a slot exists. *made says whether it was made now (then it must be unmade on failure).
 //
@@ -371,8 +390,7 @@ int uvm_vmem_slot_get_small(uvm_vmem_range_t *range, NvU64 index);
 // uvm_page_tree_wait returned for each GPU.
 void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index);
 
-// Give back all page tables on one GPU, whose tracker is waited for; uvm_page_tree_wait and the tracker say when it has
-// forgotten them.
+// Give back all page tables on one GPU, and wait until the TLB invalidates are completed. Its tracker is completed.
 //
 // LOCKING: the VA space lock is held for write.
 void uvm_vmem_table_remove_gpu(uvm_vmem_range_t *range, NvU32 gpu_index);
@@ -381,8 +399,8 @@ void uvm_vmem_table_remove_gpu(uvm_vmem_range_t *range, NvU32 gpu_index);
 int uvm_vmem_range_wait_tables(uvm_vmem_range_t *range);
 
 // What one batch writes to the page tables of one GPU. The calls come in this order: begin; slot for each slot that
-// changes; if second_phase is set then turn, and slot_second for the same slots; end. After a failure of one of them
-// (-EIO) no other may follow; sent says whether the GPU was sent anything.
+// changes; if second_phase is set then begin_phase2, and slot_phase2 for the same slots; end. After a failure of one of
+// them (-EIO) no other may follow; sent says whether the GPU was sent anything.
 typedef struct
 {
     uvm_vmem_range_t *range;
@@ -392,7 +410,7 @@ typedef struct
     bool open;
     bool sent;
 
-    // Hull of the units that change, and the page sizes (ORed) and membar to invalidate them with.
+    // Bounding range of the units that change, and the page sizes (ORed) and membar to invalidate them with.
     NvU64 first_unit;
     NvU64 last_unit;
     NvU32 page_sizes;
@@ -407,8 +425,8 @@ void uvm_vmem_writer_begin(uvm_vmem_writer_t *writer, uvm_vmem_range_t *range, N
 
 // Bring the slot from slot->entries to entries, which differ in the units of touched only.
 int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_entry_t *entries, NvU32 touched);
-int uvm_vmem_writer_turn(uvm_vmem_writer_t *writer);
-int uvm_vmem_writer_slot_second(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_entry_t *entries);
+int uvm_vmem_writer_begin_phase2(uvm_vmem_writer_t *writer);
+int uvm_vmem_writer_slot_phase2(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_entry_t *entries);
 int uvm_vmem_writer_end(uvm_vmem_writer_t *writer);
 
 // What the slot's state is to be for this content.
@@ -423,13 +441,16 @@ int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct 
 // Take a place for a ticket (-EAGAIN, -ENOMEM).
 int uvm_vmem_ticket_alloc(uvm_vmem_state_t *state, uvm_vmem_ticket_t **ticket_out);
 
-// Give the ticket its number, or free it if nothing is pending in its tracker; the number or 0.
+// Give the ticket its number and make it known, or free it if nothing is pending in its tracker; the number or 0. free
+// is for a ticket that was not published.
 //
 // LOCKING: state->lock is held for both.
 NvU64 uvm_vmem_ticket_publish(uvm_vmem_state_t *state, uvm_vmem_ticket_t *ticket);
 void uvm_vmem_ticket_free(uvm_vmem_state_t *state, uvm_vmem_ticket_t *ticket);
 
-// Wait for all that is pending on any GPU. LOCKING: the VA space lock is held for write.
+// Wait for all that is pending on any GPU, and free all published tickets.
+//
+// LOCKING: the VA space lock is held for write.
 void uvm_vmem_ticket_drain(uvm_vmem_state_t *state);
 
 int uvm_vmem_wait(uvm_vmem_state_t *state, const struct uvm_vmem_wait *params);

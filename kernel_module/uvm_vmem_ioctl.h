@@ -22,7 +22,8 @@
  * What starts with out_ is written by the kernel, on success only unless said otherwise. Reserved
  * fields and undefined flags must be zero. Arrays are passed as user addresses in a __u64.
  *
- * A command that fails changes nothing, with EIO as the one exception.
+ * A command that fails changes nothing, with two exceptions: EIO, and EFAULT from a BIND whose struct another thread
+ * unmapped while it ran.
  * A struct with out_ fields must be writable: EFAULT before anything is done if it is not.
  *
  * Errors mean the same in all commands:
@@ -51,7 +52,7 @@
  *   EBADFD      the descriptor is not initialised (UVM_INITIALIZE)
  *   EAGAIN      the system is being suspended, or too many tickets are unfinished: call again
  *   ETIMEDOUT   WAIT: the ticket is not finished yet
- *   EINTR       a signal that kills the process arrived while waiting
+ *   EINTR       a signal that kills the process arrived meanwhile
  *   EIO         the GPU failed. What had been sent to it is in an unknown state until FREE or close. UVM lets
  *               nothing but QUERY, FREE, RELEASE and STAT work from then on.
  */
@@ -63,7 +64,7 @@
 
 #define UVM_VMEM_ABI_VERSION 1
 
-/* UVM's own commands are bare numbers below 0x1000; these can meet none of them. */
+/* UVM's own commands are bare numbers, of which none has this type byte. */
 #define UVM_VMEM_IOCTL_TYPE 0xB7
 
 #define UVM_VMEM_QUERY   _IO(UVM_VMEM_IOCTL_TYPE, 0x80)
@@ -85,7 +86,7 @@
 #define UVM_VMEM_PAGE_SIZES (0x10000ull | 0x20000ull | 0x40000ull | 0x200000ull)
 
 /*
- * QUERY: what this kernel can do; with UVM_VMEM_QUERY_GPU also what it can do with one GPU.
+ * QUERY: what this kernel can do; with UVM_VMEM_QUERY_GPU also whether it refuses that GPU, and why.
  */
 #define UVM_VMEM_QUERY_GPU (1u << 0)
 
@@ -104,7 +105,8 @@
 #define UVM_VMEM_GPU_MIG          2
 #define UVM_VMEM_GPU_VIRTUAL      3 /* vGPU, or SR-IOV */
 #define UVM_VMEM_GPU_CONFIDENTIAL 4 /* confidential computing */
-#define UVM_VMEM_GPU_NO_64K       5 /* its page tables have no 64 KB entries here */
+#define UVM_VMEM_GPU_NO_64K       5 /* its page tables are not of the kind that Pascal and later have */
+#define UVM_VMEM_GPU_INTEGRATED   6 /* it has no memory of its own */
 
 struct uvm_vmem_query {
     __u32 size;
@@ -121,14 +123,19 @@ struct uvm_vmem_query {
     __u32 out_max_tickets;               /* unfinished at a time */
     __u32 __reserved;
     __aligned_u64 out_max_reserve_bytes;
+    __aligned_u64 out_max_eager_bytes;   /* of a reservation with UVM_VMEM_RESERVE_EAGER */
     __u8  out_driver_version[UVM_VMEM_VERSION_BYTES]; /* text, ends with a zero byte */
 };
 
 /*
  * RESERVE: take [start, start + length) for pages of 1 << page_shift bytes and above on gpu_count GPUs;
- * every mapping is made on all of them. start and length are multiples of 2 MB. The addresses may lie in
+ * every mapping is made on all of them. start and length are multiples of 2 MB; start is not 0. The addresses may lie in
  * a range that CUDA knows, if UVM holds no range there. Page tables are made when a slot is first bound
  * and kept until FREE; EAGER makes all of them now.
+ *
+ * When peer access between two GPUs of a reservation is disabled, its mappings of pages in either of them go away, on
+ * all GPUs; when a GPU is unregistered, so do the mappings of its pages, and the reservation takes no MAP any more
+ * (ENODEV), but lives on until FREE.
  *
  * BIG: where one object's 2 MB aligned, physically contiguous pages fill a slot with one access right, the
  * slot is mapped by one 2 MB PTE; it is cut again when a part of it changes. Without BIG only 64 KB PTEs
@@ -163,7 +170,7 @@ struct uvm_vmem_free {
  * CREATE: count pages of 1 << page_shift bytes, all zero, pinned, as one object. Pages of 128 KB and above
  * are physically contiguous and aligned to their size; whether neighbouring pages are neighbours in memory
  * is tried for and not promised, unless CONTIGUOUS is given: then the object is one physical run inside one
- * 2 MB chunk, or ENOSPC. HOST: in pinned host memory that the GPU can reach, instead of in the GPU; that memory is
+ * 2 MB chunk (more than 2 MB: EINVAL). HOST: in pinned host memory that the GPU can reach, instead of in the GPU; that memory is
  * physically contiguous in 64 KB only.
  *
  * RELEASE: drop the handle. Pages that are mapped live until the last mapping is taken away.
@@ -205,6 +212,7 @@ struct uvm_vmem_release {
  * caller does. The caller makes sure that no GPU work uses the addresses whose translation changes.
  *
  * out_failed_op is also written on failure: the number of the operation that was found wrong, or ~0.
+ * Should an operation ever need more than 32 bytes, its size will be a field at the end of struct uvm_vmem_bind.
  */
 #define UVM_VMEM_OP_MAP   1
 #define UVM_VMEM_OP_UNMAP 2
@@ -247,9 +255,8 @@ struct uvm_vmem_wait {
 };
 
 /*
- * STAT: what this descriptor holds, and has done since it was initialised; with UVM_VMEM_STAT_GPU what lies
- * in that GPU alone (the counts of calls and kernel bytes are always the descriptor's). Units of memory are
- * bytes. A page mapped at n addresses counts n times in out_mapped_bytes.
+ * STAT: what this descriptor holds, and has done since it was initialised. With UVM_VMEM_STAT_GPU the created,
+ * mapped, chunk and host bytes are of pages in that GPU alone; all else is always the descriptor's. A page mapped at n addresses counts n times in out_mapped_bytes.
  */
 #define UVM_VMEM_STAT_GPU (1u << 0)
 

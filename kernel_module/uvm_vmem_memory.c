@@ -8,14 +8,17 @@
 //
 // A chunk hangs in the list of the order of its largest aligned block of free units, so that neither taking nor giving
 // depends on how many chunks there are. What is taken is, in this order: a block that holds all that is still wanted,
-// from the fullest chunks that have one; else the largest blocks that there are; else a new chunk. A chunk whose last
-// unit comes back goes back at once.
+// from the fullest chunks that have one; else the largest blocks that there are; else a new chunk. A chunk of which no
+// unit is in use goes back at once; after a fatal error of UVM's, when page tables may not have been cleared and user
+// channels still run, it goes back when the file descriptor is closed, which stops them.
 //
 // A unit is zeroed when it is handed out, if its chunk was not known to be zero or it was used before. It is handed out
 // again only after the pushes in state->pending, which take the translations to it away.
 
 #include <linux/module.h>
+#include <linux/sched/signal.h>
 
+#include "uvm_global.h"
 #include "uvm_hal.h"
 #include "uvm_kvmalloc.h"
 #include "uvm_vmem_internal.h"
@@ -23,12 +26,14 @@
 static ulong uvm_vmem_limit_mb;
 module_param(uvm_vmem_limit_mb, ulong, S_IRUGO | S_IWUSR);
 MODULE_PARM_DESC(uvm_vmem_limit_mb,
-                 "GPU memory, in MB, that one file descriptor may pin on each GPU with vmem; 0: no limit.");
+                 "GPU memory, in MB, that one file descriptor may pin on each GPU with vmem (0: no limit). Above it "
+                 "pages are refused with EDQUOT; what is held already stays.");
 
 static ulong uvm_vmem_host_limit_mb;
 module_param(uvm_vmem_host_limit_mb, ulong, S_IRUGO | S_IWUSR);
 MODULE_PARM_DESC(uvm_vmem_host_limit_mb,
-                 "Host memory, in MB, that one file descriptor may pin with vmem; 0: no limit.");
+                 "Host memory, in MB, that one file descriptor may pin with vmem (0: no limit but the memory "
+                 "cgroup's; RLIMIT_MEMLOCK does not count). Above it pages are refused with EDQUOT.");
 
 // One memset of the copy engine takes 13 to 15 words; a chunk of host memory takes 32 of them. With room to end the push.
 #define ZERO_PUSH_ROOM 4096
@@ -120,7 +125,7 @@ uvm_gpu_phys_address_t uvm_vmem_chunk_address(uvm_vmem_chunk_t *chunk, NvU32 uni
     return address;
 }
 
-// Free the memory of a chunk that no unit is in use of.
+// Free the memory of a chunk.
 //
 // Units are only given back after the pushes that unmap them were added to state->pending, so it covers them all.
 static void chunk_destroy(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk)
@@ -133,12 +138,23 @@ static void chunk_destroy(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk)
         uvm_pmm_gpu_free(&chunk->store->gpu->pmm, chunk->gpu_chunk, &state->pending);
     }
     else {
-        // The kernel does not wait for a GPU before it uses a page again. A failure is a fatal one: no GPU runs then.
+        // The kernel does not wait for a GPU before it uses a page again.
         (void)uvm_tracker_wait(&state->pending);
         uvm_mem_free(chunk->host_mem);
     }
 
     uvm_vmem_free(state, chunk);
+}
+
+// Give a chunk back of which no unit is in use, if that is safe now.
+static void chunk_put(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk)
+{
+    UVM_ASSERT(chunk->free == ~0u);
+
+    if (state->closing || uvm_global_get_status() == NV_OK)
+        chunk_destroy(state, chunk);
+    else
+        chunk_file(chunk);
 }
 
 static int chunk_alloc_gpu(uvm_vmem_chunk_t *chunk, uvm_gpu_t *gpu)
@@ -179,10 +195,10 @@ static int chunk_alloc_host(uvm_vmem_chunk_t *chunk)
     return uvm_vmem_errno(uvm_mem_alloc(&params, &chunk->host_mem), -ENOSPC);
 }
 
-// Add a new chunk to the store.
+// Add a new chunk to the store, for the caller to take pages from.
 //
 // LOCKING: state->lock is dropped meanwhile, because taking memory from other users of the GPU takes long.
-static int store_grow(uvm_vmem_state_t *state, uvm_vmem_store_t *store)
+static int store_grow(uvm_vmem_state_t *state, uvm_vmem_store_t *store, uvm_vmem_chunk_t **chunk_out)
 {
     ulong limit = READ_ONCE(*(store->gpu ? &uvm_vmem_limit_mb : &uvm_vmem_host_limit_mb));
     uvm_vmem_chunk_t *chunk;
@@ -216,7 +232,7 @@ static int store_grow(uvm_vmem_state_t *state, uvm_vmem_store_t *store)
 
     store->num_chunks++;
     list_add(&chunk->all_node, &store->all);
-    chunk_file(chunk);
+    *chunk_out = chunk;
     return 0;
 }
 
@@ -281,7 +297,7 @@ void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count,
         chunk->store->created_units -= 1u << page_order;
 
         if (chunk->free == ~0u)
-            chunk_destroy(state, chunk);
+            chunk_put(state, chunk);
         else if (i + 1 == count || uvm_vmem_page_chunk(pages[i + 1]) != chunk)
             chunk_file(chunk);
     }
@@ -309,16 +325,18 @@ int uvm_vmem_store_take(uvm_vmem_state_t *state,
         NvU32 n;
 
         if (!chunk) {
-            ret = store_grow(state, store);
+            ret = fatal_signal_pending(current) ? -EINTR : store_grow(state, store, &chunk);
             if (ret)
                 break;
-            continue;
         }
 
         if (chunk->host_mem) {
             ret = uvm_vmem_chunk_map_host(chunk, gpu);
-            if (ret)
+            if (ret) {
+                if (chunk->free == ~0u)
+                    chunk_put(state, chunk);
                 break;
+            }
         }
 
         n = chunk_take(chunk, page_order, wanted, count - taken, pages + taken);
@@ -435,19 +453,30 @@ int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shif
     return 0;
 }
 
-void uvm_vmem_store_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
+static void store_destroy(uvm_vmem_state_t *state, NvU32 index)
 {
-    NvU32 index = 1 + uvm_id_gpu_index(gpu->id);
+    uvm_vmem_store_t *store = state->stores[index];
+    uvm_vmem_chunk_t *chunk, *next;
 
-    uvm_assert_mutex_locked(&state->lock);
-
-    if (!state->stores[index])
+    if (!store)
         return;
 
-    UVM_ASSERT(state->stores[index]->created_units == 0);
-    UVM_ASSERT(list_empty(&state->stores[index]->all));
-    uvm_vmem_free(state, state->stores[index]);
+    UVM_ASSERT(store->created_units == 0);
+    UVM_ASSERT(store->num_growing == 0);
+
+    // Chunks that a fatal error kept from going back.
+    list_for_each_entry_safe(chunk, next, &store->all, all_node)
+        chunk_destroy(state, chunk);
+
+    uvm_vmem_free(state, store);
     state->stores[index] = NULL;
+}
+
+void uvm_vmem_store_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
+{
+    uvm_assert_mutex_locked(&state->lock);
+
+    store_destroy(state, 1 + uvm_id_gpu_index(gpu->id));
 }
 
 void uvm_vmem_store_unmap_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
@@ -468,11 +497,6 @@ void uvm_vmem_store_destroy_all(uvm_vmem_state_t *state)
 {
     NvU32 i;
 
-    for (i = 0; i < UVM_VMEM_STORES; i++) {
-        if (!state->stores[i])
-            continue;
-
-        UVM_ASSERT(list_empty(&state->stores[i]->all));
-        uvm_vmem_free(state, state->stores[i]);
-    }
+    for (i = 0; i < UVM_VMEM_STORES; i++)
+        store_destroy(state, i);
 }

@@ -4,9 +4,10 @@
 //
 // An object lives while its handle was not released, while a unit of it is mapped, or while a BIND works with it. Its
 // index stays taken for as long, because entries name objects by index. Indices are given in a circle, and a handle
-// also holds how often the circle was closed: an old handle does not name a new object.
+// also holds how often the circle was closed: an old handle does not name a new object. (Whether a handle that names
+// nothing was released or never given, -ESTALE or -ENOENT, is a guess once 2^32 of them were given.)
 
-#include "uvm_kvmalloc.h"
+#include "uvm_global.h"
 #include "uvm_vmem_internal.h"
 
 static NvU32 handle_index(NvU32 handle)
@@ -110,7 +111,7 @@ int uvm_vmem_create(uvm_vmem_state_t *state, struct uvm_vmem_create *params)
         return -EMSGSIZE;
 
     if (contiguous && ((NvU64)params->count << params->page_shift) > UVM_VMEM_SLOT)
-        return -ENOSPC;
+        return -EINVAL;
 
     object = uvm_vmem_alloc(state, sizeof(*object) + params->count * sizeof(object->pages[0]));
     if (!object)
@@ -196,7 +197,9 @@ void uvm_vmem_object_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
             continue;
 
         UVM_ASSERT(object->mapped_units == 0);
-        UVM_ASSERT(object->pins == 0);
+
+        // A broken batch keeps its pins.
+        UVM_ASSERT(object->pins == 0 || uvm_global_get_status() != NV_OK);
         uvm_vmem_store_give(state, object->page_shift, object->count, object->pages);
         object->dead = true;
         object->store = NULL;

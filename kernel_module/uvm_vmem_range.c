@@ -3,14 +3,18 @@
 // Reservations. To UVM a reservation is an external VA range without mappings of its own, so that nothing else takes
 // its addresses and UVM_FREE works; the range points to a uvm_vmem_range_t, and UVM's own map calls refuse it.
 //
-// Ways out, all with the VA space lock held for write, so that no BIND is under way:
+// Teardown paths, all with the VA space lock held for write, so that no BIND is under way:
 //   FREE, UVM_FREE, end of the VA space   -> uvm_vmem_range_destroy
 //   the GPU VA space is unregistered      -> uvm_vmem_range_remove_gpu (the range stays, without this GPU)
 //   peer access ends                      -> uvm_vmem_range_disable_peer
 //   a GPU is unregistered                 -> uvm_vmem_unregister_gpu
-// In each, page tables go first; memory is given back when no GPU can reach it any more.
+// In each, page tables go first; memory is given back when no GPU can reach it any more. After a fatal error of UVM's no
+// push can be begun and page tables stay as they are: memory then goes back when the file descriptor is closed, after
+// the user channels were stopped (uvm_vmem_memory.c).
 
-#include "uvm_kvmalloc.h"
+#include <linux/sched/signal.h>
+
+#include "uvm_global.h"
 #include "uvm_vmem_internal.h"
 
 void uvm_vmem_range_ref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry)
@@ -66,7 +70,8 @@ static int check_reserve(const struct uvm_vmem_reserve *params, const __u8 *uuid
     if (params->flags & ~(UVM_VMEM_RESERVE_EAGER | UVM_VMEM_RESERVE_BIG))
         return -EOPNOTSUPP;
 
-    if (!IS_ALIGNED(params->start | params->length, UVM_VMEM_SLOT) || params->length == 0 ||
+    // UVM takes no range at 0, which would make null pointers valid.
+    if (!IS_ALIGNED(params->start | params->length, UVM_VMEM_SLOT) || params->start == 0 || params->length == 0 ||
         !uvm_vmem_page_shift_is_valid(params->page_shift))
         return -EINVAL;
 
@@ -74,6 +79,9 @@ static int check_reserve(const struct uvm_vmem_reserve *params, const __u8 *uuid
         return -EOVERFLOW;
 
     if (params->length > UVM_VMEM_MAX_RESERVE_BYTES)
+        return -EMSGSIZE;
+
+    if ((params->flags & UVM_VMEM_RESERVE_EAGER) && params->length > UVM_VMEM_MAX_EAGER_BYTES)
         return -EMSGSIZE;
 
     for (i = 0; i < params->gpu_count; i++) {
@@ -93,7 +101,7 @@ static int make_all_tables(uvm_vmem_range_t *range)
     int ret;
 
     for (i = 0; i < range->num_slots; i++) {
-        ret = uvm_vmem_slot_get(range, i, &made);
+        ret = fatal_signal_pending(current) ? -EINTR : uvm_vmem_slot_get(range, i, &made);
         if (ret)
             return ret;
         cond_resched();
@@ -102,9 +110,26 @@ static int make_all_tables(uvm_vmem_range_t *range)
     return uvm_vmem_range_wait_tables(range);
 }
 
+static NvU64 range_num_leaves(uvm_vmem_range_t *range)
+{
+    return DIV_ROUND_UP(range->num_slots, UVM_VMEM_LEAF_SLOTS);
+}
+
+// Free the range and its slots. No GPU has page tables of it any more.
 static void range_free(uvm_vmem_range_t *range)
 {
-    uvm_vmem_free(range->state, range->slots);
+    uvm_vmem_slot_t *slot;
+    NvU64 i;
+
+    for_each_vmem_slot(slot, i, range) {
+        uvm_vmem_slot_put(range, i);
+        cond_resched();
+    }
+
+    for (i = 0; i < range_num_leaves(range); i++)
+        uvm_vmem_free(range->state, range->leaves[i]);
+
+    uvm_vmem_free(range->state, range->leaves);
     uvm_vmem_free(range->state, range);
 }
 
@@ -138,8 +163,8 @@ int uvm_vmem_reserve(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *par
     for (i = 0; i < range->gpu_count; i++)
         uvm_tracker_init(&range->gpus[i].tracker);
 
-    range->slots = uvm_vmem_alloc(state, range->num_slots * sizeof(range->slots[0]));
-    if (!range->slots) {
+    range->leaves = uvm_vmem_alloc(state, range_num_leaves(range) * sizeof(range->leaves[0]));
+    if (!range->leaves) {
         uvm_vmem_free(state, range);
         return -ENOMEM;
     }
@@ -222,17 +247,13 @@ int uvm_vmem_free_range(uvm_vmem_state_t *state, const struct uvm_vmem_free *par
 // Forget all mappings. No GPU has any page tables of the range any more.
 static void forget_mappings(uvm_vmem_range_t *range)
 {
+    uvm_vmem_slot_t *slot;
     NvU64 i;
     NvU32 j;
 
     uvm_mutex_lock(&range->state->lock);
 
-    for (i = 0; i < range->num_slots && range->mapped_units; i++) {
-        uvm_vmem_slot_t *slot = range->slots[i];
-
-        if (!slot)
-            continue;
-
+    for_each_vmem_slot(slot, i, range) {
         for (j = 0; j < UVM_VMEM_SLOT_UNITS; j++) {
             uvm_vmem_range_unref(range, slot->entries[j]);
             slot->entries[j] = 0;
@@ -241,10 +262,11 @@ static void forget_mappings(uvm_vmem_range_t *range)
         cond_resched();
     }
 
+    UVM_ASSERT(range->mapped_units == 0);
     uvm_mutex_unlock(&range->state->lock);
 }
 
-// Give back the page tables that the range has on one GPU, and wait until the GPU has forgotten them.
+// Give back the page tables that the range has on one GPU, and wait until the TLB invalidates are completed.
 //
 // The PTEs need not be cleared: each table serves this range alone, so that putting it clears the entry that points to
 // it and invalidates the TLBs. A 2 MB PTE lies in a table that neighbours may use, and is cleared.
@@ -252,11 +274,8 @@ static void remove_tables(uvm_vmem_range_t *range, NvU32 gpu_index)
 {
     uvm_vmem_range_gpu_t *range_gpu = &range->gpus[gpu_index];
 
-    // A push fails after a fatal error only. No GPU runs then.
-    (void)uvm_tracker_wait_deinit(&range_gpu->tracker);
+    (void)uvm_tracker_wait(&range_gpu->tracker);
     uvm_vmem_table_remove_gpu(range, gpu_index);
-    (void)uvm_page_tree_wait(range_gpu->tree);
-    (void)uvm_tracker_wait_deinit(&range_gpu->tracker);
     range_gpu->tree = NULL;
 }
 
@@ -293,7 +312,7 @@ void uvm_vmem_range_remove_gpu(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
 void uvm_vmem_range_destroy(uvm_vmem_range_t *range)
 {
     uvm_vmem_state_t *state;
-    NvU64 i;
+    NvU32 i;
 
     if (!range)
         return;
@@ -307,18 +326,16 @@ void uvm_vmem_range_destroy(uvm_vmem_range_t *range)
     }
 
     forget_mappings(range);
-    for (i = 0; i < range->num_slots && range->used_slots; i++) {
-        if (range->slots[i])
-            uvm_vmem_slot_put(range, i);
-    }
 
     list_del(&range->node);
     atomic64_dec(&state->reservations);
     atomic64_sub(range->length, &state->reserved_bytes);
+    for (i = 0; i < range->gpu_count; i++)
+        uvm_tracker_deinit(&range->gpus[i].tracker);
     range_free(range);
 }
 
-// The slot's content without the pages that lie in gpu (NULL: anywhere), and which units that changes.
+// The slot's content without the pages that lie in gpu, and which units that changes.
 static NvU32 without_gpu(uvm_vmem_range_t *range, uvm_vmem_slot_t *slot, uvm_gpu_t *gpu, uvm_vmem_entry_t *entries)
 {
     NvU32 touched = 0;
@@ -343,26 +360,25 @@ static void evict_ptes(uvm_vmem_range_t *range, NvU32 gpu_index, uvm_gpu_t *gpu)
 {
     uvm_vmem_entry_t entries[UVM_VMEM_SLOT_UNITS];
     uvm_vmem_writer_t writer;
+    uvm_vmem_slot_t *slot;
     NvU64 i;
     int ret = 0;
 
     uvm_vmem_writer_begin(&writer, range, gpu_index);
-    for (i = 0; i < range->num_slots && !ret; i++) {
-        NvU32 touched;
+    for_each_vmem_slot(slot, i, range) {
+        NvU32 touched = without_gpu(range, slot, gpu, entries);
 
-        if (!range->slots[i] || !range->slots[i]->mapped)
-            continue;
-
-        touched = without_gpu(range, range->slots[i], gpu, entries);
         ret = uvm_vmem_writer_slot(&writer, i, entries, touched);
+        if (ret)
+            break;
+        cond_resched();
     }
 
     // Fewer pages never make a 2 MB PTE, and those of one that is there lie in one place.
     UVM_ASSERT(!writer.second_phase);
     if (!ret)
-        ret = uvm_vmem_writer_end(&writer);
+        (void)uvm_vmem_writer_end(&writer);
 
-    // Only a fatal error makes this fail. No GPU runs then.
     (void)uvm_tracker_wait(&range->gpus[gpu_index].tracker);
 }
 
@@ -372,12 +388,15 @@ static void evict_ptes(uvm_vmem_range_t *range, NvU32 gpu_index, uvm_gpu_t *gpu)
 static void range_evict(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
 {
     uvm_vmem_entry_t entries[UVM_VMEM_SLOT_UNITS];
+    uvm_vmem_store_t *store;
+    uvm_vmem_slot_t *slot;
     NvU64 i;
     NvU32 j;
 
     uvm_assert_rwsem_locked_write(&range->state->va_space->lock);
 
-    if (!range->mapped_units)
+    store = range->state->stores[1 + uvm_id_gpu_index(gpu->id)];
+    if (!range->mapped_units || !store || !store->mapped_units)
         return;
 
     for (j = 0; j < range->gpu_count; j++) {
@@ -387,14 +406,9 @@ static void range_evict(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
 
     uvm_mutex_lock(&range->state->lock);
 
-    for (i = 0; i < range->num_slots; i++) {
-        uvm_vmem_slot_t *slot = range->slots[i];
-        NvU32 touched;
+    for_each_vmem_slot(slot, i, range) {
+        NvU32 touched = without_gpu(range, slot, gpu, entries);
 
-        if (!slot || !slot->mapped)
-            continue;
-
-        touched = without_gpu(range, slot, gpu, entries);
         if (touched && slot->state == UVM_VMEM_SLOT_BIG)
             slot->state = UVM_VMEM_SLOT_EMPTY;
 
@@ -405,6 +419,7 @@ static void range_evict(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
 
         slot->mapped &= ~touched;
         memcpy(slot->entries, entries, sizeof(entries));
+        cond_resched();
     }
 
     uvm_mutex_unlock(&range->state->lock);
@@ -450,6 +465,11 @@ void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
         range_evict(range, gpu);
 
     uvm_mutex_lock(&state->lock);
+
+    // After a fatal error UVM unregisters a GPU only when the file descriptor is closed.
+    if (uvm_global_get_status() != NV_OK)
+        state->closing = true;
+
     uvm_vmem_object_remove_gpu(state, gpu);
     uvm_vmem_store_unmap_gpu(state, gpu);
     uvm_vmem_store_remove_gpu(state, gpu);

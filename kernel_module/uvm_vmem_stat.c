@@ -40,11 +40,13 @@ static void add_store(struct uvm_vmem_stat *stat, uvm_vmem_store_t *store)
 }
 
 // What does not depend on a GPU, and what lies in the stores from first to last.
+//
+// LOCKING: state->lock is held; it is released.
 static void fill_stat(uvm_vmem_state_t *state, struct uvm_vmem_stat *stat, NvU32 first, NvU32 last)
 {
     NvU32 i;
 
-    uvm_mutex_lock(&state->lock);
+    uvm_assert_mutex_locked(&state->lock);
 
     for (i = first; i <= last; i++) {
         if (state->stores[i])
@@ -80,6 +82,7 @@ int uvm_vmem_stat(uvm_vmem_state_t *state, struct uvm_vmem_stat *params)
         if (memchr_inv(params->gpu_uuid, 0, sizeof(params->gpu_uuid)))
             return -EINVAL;
 
+        uvm_mutex_lock(&state->lock);
         fill_stat(state, params, 0, UVM_VMEM_STORES - 1);
         return 0;
     }
@@ -90,6 +93,7 @@ int uvm_vmem_stat(uvm_vmem_state_t *state, struct uvm_vmem_stat *params)
     if (!ret) {
         NvU32 index = 1 + uvm_id_gpu_index(gpu->id);
 
+        uvm_mutex_lock(&state->lock);
         fill_stat(state, params, index, index);
     }
 
@@ -101,17 +105,22 @@ static int show_states(struct seq_file *file)
 {
     uvm_vmem_state_t *state;
 
-    seq_puts(file, "# pid command reservations reserved_kb objects created_kb mapped_kb gpu_kb host_kb slots kernel_kb binds\n");
+    seq_puts(file, "# pid reservations reserved_kb objects created_kb mapped_kb gpu_kb host_kb slots kernel_kb binds command\n");
 
     mutex_lock(&g_states_lock);
     list_for_each_entry(state, &g_states, node) {
         struct uvm_vmem_stat stat = { 0 };
 
+        // Whoever waits for a GPU must not make the readers of this file wait, and with them every open and close.
+        if (!uvm_mutex_trylock(&state->lock)) {
+            seq_printf(file, "%d busy\n", state->process);
+            continue;
+        }
+
         fill_stat(state, &stat, 0, UVM_VMEM_STORES - 1);
         seq_printf(file,
-                   "%d %s %u %llu %u %llu %llu %llu %llu %u %llu %llu\n",
+                   "%d %u %llu %u %llu %llu %llu %llu %u %llu %llu ",
                    state->process,
-                   state->command,
                    stat.out_reservations,
                    stat.out_reserved_bytes >> 10,
                    stat.out_objects,
@@ -122,6 +131,8 @@ static int show_states(struct seq_file *file)
                    stat.out_slots,
                    stat.out_kernel_bytes >> 10,
                    stat.out_binds);
+        seq_escape(file, state->command, " \t\n\\");
+        seq_putc(file, '\n');
     }
     mutex_unlock(&g_states_lock);
 

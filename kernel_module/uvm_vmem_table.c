@@ -36,6 +36,29 @@ static NvU64 slot_address(uvm_vmem_range_t *range, NvU64 index)
     return range->start + index * UVM_VMEM_SLOT;
 }
 
+uvm_vmem_slot_t *uvm_vmem_slot(uvm_vmem_range_t *range, NvU64 index)
+{
+    uvm_vmem_slot_t **leaf = range->leaves[index / UVM_VMEM_LEAF_SLOTS];
+
+    return leaf ? leaf[index % UVM_VMEM_LEAF_SLOTS] : NULL;
+}
+
+uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index)
+{
+    while (*index < range->num_slots) {
+        uvm_vmem_slot_t **leaf = range->leaves[*index / UVM_VMEM_LEAF_SLOTS];
+
+        if (!leaf)
+            *index = UVM_ALIGN_DOWN(*index, UVM_VMEM_LEAF_SLOTS) + UVM_VMEM_LEAF_SLOTS;
+        else if (!leaf[*index % UVM_VMEM_LEAF_SLOTS])
+            (*index)++;
+        else
+            return leaf[*index % UVM_VMEM_LEAF_SLOTS];
+    }
+
+    return NULL;
+}
+
 static void put_table(uvm_page_tree_t *tree, uvm_page_table_range_t *table)
 {
     if (table->entry_count == 0)
@@ -47,7 +70,7 @@ static void put_table(uvm_page_tree_t *tree, uvm_page_table_range_t *table)
 
 void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index)
 {
-    uvm_vmem_slot_t *slot = range->slots[index];
+    uvm_vmem_slot_t *slot = uvm_vmem_slot(range, index);
     NvU32 i;
 
     for (i = 0; i < range->gpu_count; i++) {
@@ -64,21 +87,27 @@ void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index)
 
     uvm_vmem_free(range->state, slot->entries);
     uvm_vmem_free(range->state, slot);
-    range->slots[index] = NULL;
-    range->used_slots--;
+    range->leaves[index / UVM_VMEM_LEAF_SLOTS][index % UVM_VMEM_LEAF_SLOTS] = NULL;
     atomic64_dec(&range->state->slots);
 }
 
 int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made)
 {
-    uvm_vmem_slot_t *slot;
+    uvm_vmem_slot_t ***leaf = &range->leaves[index / UVM_VMEM_LEAF_SLOTS];
     NvU32 num_tables = range->gpu_count * (range->big ? 2 : 1);
+    uvm_vmem_slot_t *slot;
     NV_STATUS status;
     NvU32 i;
 
     *made = false;
-    if (range->slots[index])
+    if (uvm_vmem_slot(range, index))
         return 0;
+
+    // A leaf stays until the reservation goes.
+    if (!*leaf)
+        *leaf = uvm_vmem_alloc(range->state, UVM_VMEM_LEAF_SLOTS * sizeof(**leaf));
+    if (!*leaf)
+        return -ENOMEM;
 
     slot = uvm_vmem_alloc(range->state, sizeof(*slot) + num_tables * sizeof(slot->tables[0]));
     if (!slot)
@@ -91,8 +120,7 @@ int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made)
     }
 
     slot->state = range->big ? UVM_VMEM_SLOT_EMPTY : UVM_VMEM_SLOT_SMALL;
-    range->slots[index] = slot;
-    range->used_slots++;
+    (*leaf)[index % UVM_VMEM_LEAF_SLOTS] = slot;
     atomic64_inc(&range->state->slots);
 
     for (i = 0; i < range->gpu_count; i++) {
@@ -119,7 +147,7 @@ int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made)
 
 int uvm_vmem_slot_get_small(uvm_vmem_range_t *range, NvU64 index)
 {
-    uvm_vmem_slot_t *slot = range->slots[index];
+    uvm_vmem_slot_t *slot = uvm_vmem_slot(range, index);
     NV_STATUS status;
     NvU32 i;
 
@@ -285,10 +313,16 @@ static void writer_close(uvm_vmem_writer_t *writer)
     writer->sent = true;
 }
 
+// What the PTE batch has written into the push beyond its end: uvm_push_has_space does not know of it.
+static NvU32 writer_inline_size(uvm_vmem_writer_t *writer)
+{
+    return writer->pte_batch.inlining ? uvm_push_inline_data_size(&writer->pte_batch.inline_data) : 0;
+}
+
 // Go on in a new push if this one has no room for another slot.
 static int writer_make_room(uvm_vmem_writer_t *writer)
 {
-    if (writer->open && !uvm_push_has_space(&writer->push, UVM_VMEM_PUSH_ROOM)) {
+    if (writer->open && !uvm_push_has_space(&writer->push, UVM_VMEM_PUSH_ROOM + writer_inline_size(writer))) {
         uvm_pte_batch_end(&writer->pte_batch);
 
         // pte_batch_end ordered the writes already; the invalidate comes in the last push.
@@ -386,7 +420,7 @@ static uvm_membar_t entry_membar(uvm_vmem_writer_t *writer, uvm_vmem_entry_t ent
 int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_entry_t *entries, NvU32 touched)
 {
     uvm_vmem_range_t *range = writer->range;
-    uvm_vmem_slot_t *slot = range->slots[index];
+    uvm_vmem_slot_t *slot = uvm_vmem_slot(range, index);
     uvm_vmem_slot_state_t target = uvm_vmem_slot_target(range, slot, entries);
     NvU32 units;
     int ret;
@@ -401,7 +435,7 @@ int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_
     for (units = touched; units; units &= units - 1)
         writer->membar = max(writer->membar, entry_membar(writer, slot->entries[__ffs(units)]));
 
-    // What goes by a 2 MB entry concerns the whole slot.
+    // A change of the 2 MB entry affects all units of the slot.
     if (target != UVM_VMEM_SLOT_SMALL || slot->state != UVM_VMEM_SLOT_SMALL) {
         writer->page_sizes |= UVM_PAGE_SIZE_2M;
         units = ~0u;
@@ -440,7 +474,7 @@ int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_
     return 0;
 }
 
-int uvm_vmem_writer_turn(uvm_vmem_writer_t *writer)
+int uvm_vmem_writer_begin_phase2(uvm_vmem_writer_t *writer)
 {
     int ret = writer_open(writer);
 
@@ -456,10 +490,10 @@ int uvm_vmem_writer_turn(uvm_vmem_writer_t *writer)
     return 0;
 }
 
-int uvm_vmem_writer_slot_second(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_entry_t *entries)
+int uvm_vmem_writer_slot_phase2(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_entry_t *entries)
 {
     uvm_vmem_range_t *range = writer->range;
-    uvm_vmem_slot_t *slot = range->slots[index];
+    uvm_vmem_slot_t *slot = uvm_vmem_slot(range, index);
     uvm_vmem_slot_state_t target = uvm_vmem_slot_target(range, slot, entries);
     int ret;
 
@@ -512,47 +546,72 @@ int uvm_vmem_writer_end(uvm_vmem_writer_t *writer)
     return 0;
 }
 
-void uvm_vmem_table_remove_gpu(uvm_vmem_range_t *range, NvU32 gpu_index)
+// Clear the 2 MB PTEs that the range has on one GPU.
+static void clear_big(uvm_vmem_range_t *range, NvU32 gpu_index)
 {
-    uvm_page_tree_t *tree = range->gpus[gpu_index].tree;
     uvm_vmem_writer_t writer;
-    NvU64 left = range->used_slots;
+    uvm_vmem_slot_t *slot;
     NvU64 i;
     int ret = 0;
 
-    if (range->big) {
-        uvm_vmem_writer_begin(&writer, range, gpu_index);
-        writer.page_sizes |= UVM_PAGE_SIZE_2M;
-        writer.membar = UVM_MEMBAR_SYS;
+    uvm_vmem_writer_begin(&writer, range, gpu_index);
+    writer.page_sizes |= UVM_PAGE_SIZE_2M;
+    writer.membar = UVM_MEMBAR_SYS;
 
-        for (i = 0; i < range->num_slots && !ret; i++) {
-            if (!range->slots[i] || range->slots[i]->state != UVM_VMEM_SLOT_BIG)
-                continue;
-
-            ret = writer_make_room(&writer);
-            if (ret)
-                break;
-
-            write_entry_2m(&writer, range->slots[i], 0);
-            writer.first_unit = min(writer.first_unit, i * UVM_VMEM_SLOT_UNITS);
-            writer.last_unit = (i + 1) * UVM_VMEM_SLOT_UNITS - 1;
-        }
-
-        if (!ret)
-            ret = uvm_vmem_writer_end(&writer);
-
-        // After a failure, which is a fatal one, no GPU runs.
-        (void)uvm_tracker_wait(&range->gpus[gpu_index].tracker);
-    }
-
-    for (i = 0; i < range->num_slots && left; i++) {
-        if (!range->slots[i])
+    for_each_vmem_slot(slot, i, range) {
+        if (slot->state != UVM_VMEM_SLOT_BIG)
             continue;
 
-        left--;
-        put_table(tree, slot_ptes(range->slots[i], gpu_index));
-        if (range->big)
-            put_table(tree, slot_entry_2m(range, range->slots[i], gpu_index));
+        ret = writer_make_room(&writer);
+        if (ret)
+            break;
+
+        write_entry_2m(&writer, slot, 0);
+        writer.first_unit = min(writer.first_unit, i * UVM_VMEM_SLOT_UNITS);
+        writer.last_unit = (i + 1) * UVM_VMEM_SLOT_UNITS - 1;
         cond_resched();
     }
+
+    // It fails after a fatal error only: then no page goes back before the user channels were stopped.
+    if (!ret)
+        (void)uvm_vmem_writer_end(&writer);
+
+    (void)uvm_tracker_wait(&range->gpus[gpu_index].tracker);
+}
+
+// Accesses through translations to other memory than the GPU's own that were under way when the TLBs forgot them: wait
+// until they are completed. Putting page tables brings the membar for the memory that the tables lie in.
+static void membar_sys(uvm_vmem_range_t *range, NvU32 gpu_index)
+{
+    uvm_vmem_writer_t writer;
+
+    uvm_vmem_writer_begin(&writer, range, gpu_index);
+    if (writer_open(&writer) == 0) {
+        uvm_pte_batch_end(&writer.pte_batch);
+        uvm_hal_wfi_membar(&writer.push, UVM_MEMBAR_SYS);
+        writer_close(&writer);
+    }
+
+    (void)uvm_tracker_wait(&range->gpus[gpu_index].tracker);
+}
+
+void uvm_vmem_table_remove_gpu(uvm_vmem_range_t *range, NvU32 gpu_index)
+{
+    uvm_page_tree_t *tree = range->gpus[gpu_index].tree;
+    uvm_vmem_slot_t *slot;
+    NvU64 i;
+
+    if (range->big)
+        clear_big(range, gpu_index);
+
+    for_each_vmem_slot(slot, i, range) {
+        put_table(tree, slot_ptes(slot, gpu_index));
+        if (range->big)
+            put_table(tree, slot_entry_2m(range, slot, gpu_index));
+        cond_resched();
+    }
+
+    (void)uvm_page_tree_wait(tree);
+    if (range->remote)
+        membar_sys(range, gpu_index);
 }

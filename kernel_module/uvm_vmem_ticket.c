@@ -28,8 +28,7 @@ static void tickets_reap(uvm_vmem_state_t *state)
     uvm_vmem_ticket_t *ticket, *next;
 
     list_for_each_entry_safe(ticket, next, &state->tickets, node) {
-        // Without a number it belongs to a BIND that is not that far yet.
-        if (ticket->number == 0 || !uvm_tracker_is_completed(&ticket->tracker))
+        if (!uvm_tracker_is_completed(&ticket->tracker))
             break;
 
         uvm_vmem_ticket_free(state, ticket);
@@ -44,6 +43,7 @@ int uvm_vmem_ticket_alloc(uvm_vmem_state_t *state, uvm_vmem_ticket_t **ticket_ou
     if (!ticket)
         return -ENOMEM;
 
+    INIT_LIST_HEAD(&ticket->node);
     uvm_tracker_init(&ticket->tracker);
 
     uvm_mutex_lock(&state->lock);
@@ -55,7 +55,6 @@ int uvm_vmem_ticket_alloc(uvm_vmem_state_t *state, uvm_vmem_ticket_t **ticket_ou
         return -EAGAIN;
     }
 
-    list_add_tail(&ticket->node, &state->tickets);
     state->num_tickets++;
 
     uvm_mutex_unlock(&state->lock);
@@ -74,7 +73,7 @@ NvU64 uvm_vmem_ticket_publish(uvm_vmem_state_t *state, uvm_vmem_ticket_t *ticket
     }
 
     ticket->number = ++state->last_ticket;
-    list_move_tail(&ticket->node, &state->tickets);
+    list_add_tail(&ticket->node, &state->tickets);
     return ticket->number;
 }
 
@@ -85,7 +84,7 @@ void uvm_vmem_ticket_drain(uvm_vmem_state_t *state)
     uvm_assert_rwsem_locked_write(&state->va_space->lock);
     uvm_mutex_lock(&state->lock);
 
-    // A failure is a fatal one: no GPU runs then.
+    // Waiting fails after a fatal error only, and empties the trackers all the same.
     (void)uvm_tracker_wait(&state->pending);
     list_for_each_entry(ticket, &state->tickets, node)
         (void)uvm_tracker_wait(&ticket->tracker);
@@ -108,7 +107,7 @@ static int ticket_query(uvm_vmem_state_t *state, NvU64 number)
         ret = -ENOENT;
 
     list_for_each_entry(ticket, &state->tickets, node) {
-        if (ticket->number == number && number != 0) {
+        if (ticket->number == number) {
             NV_STATUS status = uvm_tracker_query(&ticket->tracker);
 
             if (status == NV_WARN_MORE_PROCESSING_REQUIRED)

@@ -46,14 +46,14 @@ TRACE_EVENT(uvm_vmem_release,
 );
 
 TRACE_EVENT(uvm_vmem_bind,
-    TP_PROTO(u64 start, u32 ops, u64 slots, u64 ticket, int result),
-    TP_ARGS(start, ops, slots, ticket, result),
-    TP_STRUCT__entry(__field(u64, start) __field(u32, ops) __field(u64, slots) __field(u64, ticket)
+    TP_PROTO(u64 start, u32 ops, u32 failed_op, u64 ticket, int result),
+    TP_ARGS(start, ops, failed_op, ticket, result),
+    TP_STRUCT__entry(__field(u64, start) __field(u32, ops) __field(u32, failed_op) __field(u64, ticket)
                      __field(int, result)),
-    TP_fast_assign(__entry->start = start; __entry->ops = ops; __entry->slots = slots; __entry->ticket = ticket;
+    TP_fast_assign(__entry->start = start; __entry->ops = ops; __entry->failed_op = failed_op; __entry->ticket = ticket;
                    __entry->result = result;),
-    TP_printk("start=0x%llx ops=%u slots=%llu ticket=%llu result=%d",
-              __entry->start, __entry->ops, __entry->slots, __entry->ticket, __entry->result)
+    TP_printk("start=0x%llx ops=%u failed_op=%d ticket=%llu result=%d",
+              __entry->start, __entry->ops, (int)__entry->failed_op, __entry->ticket, __entry->result)
 );
 
 TRACE_EVENT(uvm_vmem_wait,
