@@ -11,7 +11,7 @@ from pyvmem import Caps, Context, NotMapped, OpBatch
 from pyvmem.bench.cumem import Cuda, CudaUnavailable
 from pyvmem.errors import VMemError
 from pyvmem.info import Inject
-from pyvmem.selftest.check import Failed, NotRun, expect, raises
+from pyvmem.selftest.check import Failed, NotRun, expect, raises, reserve
 
 __all__ = ["CHECKS"]
 
@@ -21,7 +21,7 @@ _TENSORS = 64
 def one_call_per_batch(context: Context) -> str:
     """A page more in each of 64 tensors is one call of the driver, and so is taking them away."""
     page, stride = context.info.granule, max(2 << 20, 4 * context.info.granule)
-    with context.reserve(stride * _TENSORS, visible=False) as range_:
+    with reserve(context, stride * _TENSORS) as range_:
         ops = OpBatch(2)
         ops.populate(range_.addr, page, _TENSORS, stride)
         context.batch(ops)
@@ -42,7 +42,7 @@ def one_call_per_batch(context: Context) -> str:
 def worker(context: Context) -> str:
     """Batches given to the worker thread end, in order, and are seen."""
     page, count = context.info.granule, 100
-    with context.reserve(2 * count * page, visible=False) as range_:
+    with reserve(context, 2 * count * page) as range_:
         tickets = []
         ops = OpBatch(1)
         for i in range(count):
@@ -62,7 +62,7 @@ def worker(context: Context) -> str:
 def unmapped(context: Context) -> str:
     """What is unmapped is gone: the library refuses it, and a second unmap."""
     page = context.info.granule
-    with context.reserve(4 * page, visible=False) as range_, context.create(page) as pages:
+    with context.create(page) as pages, reserve(context, 4 * page) as range_:
         context.map(range_.addr, page, pages)
         context.unmap(range_.addr, page)
         raises(NotMapped, lambda: context.read(range_.addr, 1))
@@ -73,7 +73,7 @@ def unmapped(context: Context) -> str:
 def failed_batch(context: Context) -> str:
     """A batch that fails in the middle changes nothing."""
     page = context.info.granule
-    with context.reserve(64 * page, visible=False) as range_:
+    with reserve(context, 64 * page) as range_:
         ops = OpBatch(2)
         ops.populate(range_.addr, page, 4, 2 * page)
         context.batch(ops)
@@ -100,8 +100,12 @@ def failed_batch(context: Context) -> str:
 
 def accounting(context: Context) -> str:
     """When everything was given back, the context holds nothing, nor does the device."""
+    if context.cuda_device is None:
+        _take_and_give_back(context)
+        return "by the context's own books; there is no GPU"
+    context.trim(0)
     try:
-        with Cuda(context.cuda_device or 0) as cuda:
+        with Cuda(context.cuda_device) as cuda:
             free = [cuda.memory()[0]]
             _take_and_give_back(context)
             free.append(cuda.memory()[0])
@@ -115,7 +119,7 @@ def accounting(context: Context) -> str:
 
 def _take_and_give_back(context: Context) -> None:
     context.trim(0)
-    with context.reserve(256 << 20, visible=False) as range_:
+    with reserve(context, 256 << 20) as range_:
         ops = OpBatch(1)
         ops.populate(range_.addr, 8 << 20, 4, 64 << 20)
         context.batch(ops)

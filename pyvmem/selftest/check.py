@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pyvmem import Context
+from pyvmem import Caps, Context, Reservation
 from pyvmem.errors import VMemError
 
-__all__ = ["Failed", "NotRun", "Result", "expect", "pattern", "raises", "run_check"]
+__all__ = ["Failed", "NotRun", "Result", "expect", "pattern", "raises", "reserve", "run_check"]
 
 
 class Failed(Exception):
@@ -62,6 +62,12 @@ def raises(error: type[VMemError], call: Callable[[], Any]) -> None:
     except VMemError as other:
         raise Failed(f"expected {error.__name__}, got {type(other).__name__}: {other}") from other
     raise Failed(f"expected {error.__name__}, and nothing was raised")
+
+
+def reserve(context: Context, size: int, *, sparse: bool = False) -> Reservation:
+    """Addresses that only kernels need know: CUDA has a limit on those that its copies know."""
+    visible = False if Caps.PLAIN in context.info.caps else None
+    return context.reserve(size, visible=visible, sparse=sparse)
 
 
 def run_check(check: Callable[[Context], str], context: Context) -> Result:

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from pyvmem import Context
 from pyvmem.bench.cumem import Cuda, CudaCallError, CudaUnavailable
+from pyvmem.selftest.check import reserve
 
 __all__ = ["main"]
 
@@ -67,7 +68,7 @@ def main(words: list[str]) -> int:
         return 77
     context = Context(backend, device=int(device))
     page = context.info.granule
-    range_ = context.reserve(4 * page, visible=False)
+    range_ = reserve(context, 4 * page)
     pages = context.create(page)
     context.map(range_.addr, page, pages)
     context.map(range_.addr + page, page, pages, readonly=kind == "readonly")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pyvmem import Caps, Context, OpBatch, ReadOnly
-from pyvmem.selftest.check import Failed, NotRun, expect, pattern, raises
+from pyvmem.selftest.check import Failed, NotRun, expect, pattern, raises, reserve
 
 __all__ = ["CHECKS"]
 
@@ -31,7 +31,7 @@ def _put(context: Context, addr: int, seed: int) -> None:
 def map_and_read(context: Context) -> str:
     """Pages scattered over 1 GB: each holds what was written to it and to no other."""
     page, stride = context.info.granule, max(16 << 20, context.info.granule)
-    with context.reserve(stride * _PAGES, visible=False) as range_:
+    with reserve(context, stride * _PAGES) as range_:
         ops = OpBatch(1)
         ops.populate(range_.addr, page, _PAGES, stride)
         context.batch(ops)
@@ -48,10 +48,13 @@ def remap_elsewhere(context: Context) -> str:
     Two sets of pages change places, round after round, each read before and after.
     """
     page, rounds = context.info.granule, 16
-    with context.reserve(2 * _PAGES * page, visible=False) as range_:
-        sets = [context.create(_PAGES * page), context.create(_PAGES * page)]
+    with (
+        context.create(_PAGES * page) as one,
+        context.create(_PAGES * page) as other,
+        reserve(context, 2 * _PAGES * page) as range_,
+    ):
         places = (range_.addr, range_.addr + _PAGES * page)
-        for place, pages in enumerate(sets):
+        for place, pages in enumerate((one, other)):
             context.map(places[place], _PAGES * page, pages)
             for i in range(_PAGES):
                 _put(context, places[place] + i * page, 1000 * place + i)
@@ -62,17 +65,15 @@ def remap_elsewhere(context: Context) -> str:
                     _holds(context, places[place] + i * page, seed, f"round {turn}, after a remap")
             context.unmap(range_.addr, 2 * _PAGES * page)
             for place in (0, 1):
-                context.map(places[place], _PAGES * page, sets[(place + turn + 1) % 2])
-        context.unmap(range_.addr, 2 * _PAGES * page)
-        for pages in sets:
-            pages.release()
+                pages = (one, other)[(place + turn + 1) % 2]
+                context.map(places[place], _PAGES * page, pages)
     return f"{2 * rounds * _PAGES} reads of pages that changed places"
 
 
 def zeroing(context: Context) -> str:
     """New pages are zero, from the pool and from the driver, whatever they held before."""
     page, count = context.info.granule, 32
-    with context.reserve(count * page, visible=False) as range_:
+    with reserve(context, count * page) as range_:
         ops = OpBatch(1)
         for turn in range(6):
             ops.clear()
@@ -92,7 +93,7 @@ def zeroing(context: Context) -> str:
 def alias(context: Context) -> str:
     """One page at two addresses is one page."""
     page = context.info.granule
-    with context.reserve(4 * page, visible=False) as range_, context.create(page) as pages:
+    with context.create(page) as pages, reserve(context, 4 * page) as range_:
         context.map(range_.addr, page, pages)
         context.map(range_.addr + 2 * page, page, pages)
         _put(context, range_.addr, 7)
@@ -108,7 +109,7 @@ def read_only(context: Context) -> str:
     if Caps.READONLY not in context.info.caps:
         raise NotRun("this back end has no read-only mappings")
     page = context.info.granule
-    with context.reserve(4 * page, visible=False) as range_, context.create(page) as pages:
+    with context.create(page) as pages, reserve(context, 4 * page) as range_:
         context.map(range_.addr, page, pages)
         _put(context, range_.addr, 9)
         context.map(range_.addr + page, page, pages, readonly=True)
@@ -124,7 +125,7 @@ def sparse(context: Context) -> str:
     if Caps.SPARSE not in context.info.caps:
         raise NotRun("this back end has no sparse reservations")
     page = context.info.granule
-    with context.reserve(8 * page, sparse=True, visible=False) as range_:
+    with reserve(context, 8 * page, sparse=True) as range_:
         ops = OpBatch(1)
         ops.populate(range_.addr + page, page)
         context.batch(ops)
@@ -142,7 +143,7 @@ def page_sizes(context: Context) -> str:
     """Pages of every size that the back end says it has."""
     sizes = context.info.page_sizes
     for size in sizes:
-        with context.reserve(4 * max(size, 2 << 20), visible=False) as range_:
+        with reserve(context, 4 * max(size, 2 << 20)) as range_:
             ops = OpBatch(1)
             ops.populate(range_.addr, size, 2, 2 * size, page_size=size)
             context.batch(ops)

@@ -13,6 +13,7 @@ from typing import Any
 
 from pyvmem import Context, OpBatch
 from pyvmem.bench.cumem import Cuda, CudaCallError, CudaUnavailable, CuMem
+from pyvmem.selftest.check import reserve
 
 __all__ = ["measure"]
 
@@ -37,7 +38,7 @@ def _ours(context: Context, samples: int) -> dict[str, Any]:
     page, stride = context.info.granule, max(2 << 20, context.info.granule)
     grow, shrink = OpBatch(1), OpBatch(1)
     times: tuple[list[float], list[float]] = ([], [])
-    with context.reserve(stride * _TENSORS, visible=False) as range_:
+    with reserve(context, stride * _TENSORS) as range_:
         context.warm(_TENSORS * page)
         grow.populate(range_.addr, page, _TENSORS, stride, dirty=True)
         shrink.unmap(range_.addr, page, _TENSORS, stride)
@@ -82,8 +83,10 @@ def _cumem(device: int, samples: int) -> dict[str, Any]:
 def measure(context: Context, samples: int) -> dict[str, Any]:
     """Both, as they go into the report; what cannot be measured says why instead."""
     result: dict[str, Any] = {"tensors": _TENSORS, context.info.backend: _ours(context, samples)}
+    if context.cuda_device is None:
+        return result
     try:
-        result["cuMem"] = _cumem(context.cuda_device or 0, samples)
+        result["cuMem"] = _cumem(context.cuda_device, samples)
     except (CudaUnavailable, CudaCallError) as error:
         result["cuMem"] = {"not measured": str(error)}
     return result

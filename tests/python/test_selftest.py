@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: MIT
+"""Description: `vmem selftest`: passes where memory is right, fails by name where it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pyvmem
+from pyvmem import cli
+from pyvmem.selftest import books, memory
+from pyvmem.selftest.check import run_check
+
+CHECKS = [*memory.CHECKS, *books.CHECKS]
+
+
+def result_of(report: dict[str, Any], name: str) -> dict[str, Any]:
+    """The entry of one check."""
+    (found,) = [one for one in report["checks"] if one["name"] == name]
+    return dict(found)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_each_check(context: pyvmem.Context, check: Callable[[pyvmem.Context], str]) -> None:
+    result = run_check(check, context)
+    assert result.result in ("passed", "not run"), result
+    assert result.detail
+    assert result.what.endswith(".")
+
+
+def test_report(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.json"
+    assert cli.main(["selftest", "--backend", backend, "--json", str(file), "--samples", "3"]) == 0
+    report = json.loads(file.read_text())
+    assert report["passed"] is True
+    assert report["tested"]["backend"] == backend
+    assert {one["result"] for one in report["checks"]} <= {"passed", "not run"}
+    assert len(report["checks"]) == len(CHECKS)
+    assert report["times"][backend]["map"]["samples"] == 3
+    assert {"commit", "kernel", "driver", "cpu"} <= set(report["machine"])
+    assert capsys.readouterr().out.splitlines()[-1] == "passed"
+
+
+# What a machine might do wrong, and the check that must say so.
+def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads show what an address held when it was first read: a translation that stays."""
+    seen: dict[tuple[int, int], bytes] = {}
+    read = pyvmem.Context.read
+
+    def stale(self: pyvmem.Context, addr: int, size: int) -> bytes:
+        return seen.setdefault((addr, size), read(self, addr, size))
+
+    monkeypatch.setattr(pyvmem.Context, "read", stale)
+
+
+def _dirty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New pages show what their last owner left."""
+    populate = pyvmem.OpBatch.populate
+
+    def dirty(self: pyvmem.OpBatch, *args: Any, **options: Any) -> None:
+        populate(self, *args, **{**options, "dirty": True})
+
+    batch = pyvmem.Context.batch
+
+    def left(self: pyvmem.Context, ops: pyvmem.OpBatch, after: Any = ()) -> None:
+        batch(self, ops, after)
+        for space in list(self._reservations):
+            if space.is_open and space.nbytes == 32 * self.info.granule:
+                self.fill(space.addr, self.info.granule, 0x5A)
+
+    monkeypatch.setattr(pyvmem.OpBatch, "populate", dirty)
+    monkeypatch.setattr(pyvmem.Context, "batch", left)
+
+
+def _swallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes are lost."""
+    monkeypatch.setattr(pyvmem.Context, "write", lambda self, addr, data: None)
+
+
+def _leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory does not go back."""
+    monkeypatch.setattr(pyvmem.Context, "trim", lambda self, keep=0: 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        (_stale, "remap elsewhere"),
+        (_dirty, "zeroing"),
+        (_swallow, "map and read"),
+        (_swallow, "alias"),
+        (_leak, "accounting"),
+    ],
+)
+def test_a_fault_is_found(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    check: str,
+    backend: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "report.json"
+    fault(monkeypatch)
+    assert cli.main(["selftest", "--backend", backend, "--json", str(file)]) == 1
+    report = json.loads(file.read_text())
+    assert report["passed"] is False
+    assert result_of(report, check)["result"] == "failed"
+    assert "times" not in report
+    assert capsys.readouterr().out.splitlines()[-1] == "FAILED"
+
+
+def test_what_cannot_be_tested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.json"
+    assert cli.main(["selftest", "--backend", "floppy"]) == 2
+    missing = next((one for one in pyvmem.probe() if not one.usable), None)
+    if missing is None:
+        pytest.skip("every back end works here")
+    assert cli.main(["selftest", "--backend", missing.backend, "--json", str(file)]) == 1
+    report = json.loads(file.read_text())
+    assert report["passed"] is False
+    assert report["probe"]["reason"] == missing.reason
+    assert "checks" not in report
+    assert missing.reason in capsys.readouterr().out
