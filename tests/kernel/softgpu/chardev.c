@@ -228,6 +228,7 @@ static void hold_release(struct softgpu *gpu)
 {
 	gpu->hold = SOFTGPU_HOLD_RELEASE;
 	gpu->hold_owner = NULL;
+	gpu->hold_pass = false;
 	WRITE_ONCE(gpu->held, false);
 	wake_up_all(&gpu->wait);
 }
@@ -237,6 +238,7 @@ static long do_hold(struct file *file, void *argument)
 {
 	struct softgpu_hold *h = argument;
 	struct softgpu *gpu = sg_gpu_by_index(h->gpu);
+	bool stands;
 	long left;
 
 	if (!gpu)
@@ -249,8 +251,10 @@ static long do_hold(struct file *file, void *argument)
 		return left < 0 ? left : h->out_held ? 0 : -ETIMEDOUT;
 	}
 	mutex_lock(&model.lock);
+	stands = gpu->held;
 	hold_release(gpu);
 	gpu->hold = h->op;
+	gpu->hold_pass = stands;
 	gpu->hold_owner = file;
 	mutex_unlock(&model.lock);
 	h->out_held = 0;

@@ -61,6 +61,19 @@ void sg_channel_die(struct sg_channel *channel, u32 kind, const char *what, u64 
 	channel->pending_count = 0;
 }
 
+/* Does the engine stop at this kind of place? */
+bool sg_holds(struct softgpu *gpu, u32 where)
+{
+	if (gpu->hold != where)
+		return false;
+	if (gpu->hold_pass) {
+		gpu->hold_pass = false;
+		return false;
+	}
+	gpu->held = true;
+	return true;
+}
+
 static bool method(struct sg_channel *channel, u32 subchannel, u32 number, u32 value)
 {
 	bool done = true;
@@ -178,10 +191,8 @@ static bool segment_run(struct sg_channel *channel)
 	while (channel->segment_at < channel->segment_words && !channel->dead) {
 		u32 word = channel->segment[channel->segment_at];
 
-		if (channel->gpu->hold == SOFTGPU_HOLD_NOW) {
-			channel->gpu->held = true;
+		if (sg_holds(channel->gpu, SOFTGPU_HOLD_NOW))
 			return false;
-		}
 		if (channel->left == 0) {
 			channel->segment_at++;
 			header(channel, word);
@@ -215,10 +226,8 @@ static bool channel_run(struct sg_channel *channel, bool one_segment)
 
 		if (!channel->segment) {
 			smp_rmb(); /* GPPut was written after the entry */
-			if (gpu->hold == SOFTGPU_HOLD_PUSH || gpu->hold == SOFTGPU_HOLD_NOW) {
-				gpu->held = true;
+			if (sg_holds(gpu, SOFTGPU_HOLD_PUSH) || sg_holds(gpu, SOFTGPU_HOLD_NOW))
 				return progress;
-			}
 			at = 0;
 			entry_fetch(channel);
 		}

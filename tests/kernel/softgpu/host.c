@@ -228,11 +228,9 @@ static bool holds_before_invalidate(struct sg_channel *channel, u32 d)
 	u32 operation = FIELD_GET(OP_D_OPERATION, d);
 	bool invalidate = operation == OP_TLB_INVALIDATE || operation == OP_TLB_INVALIDATE_TARGETED;
 
-	if (!invalidate || channel->gpu->hold != SOFTGPU_HOLD_INVALIDATE ||
-	    FIELD_GET(OP_C_REPLAY, channel->mem_op[2]) != REPLAY_NONE)
+	if (!invalidate || FIELD_GET(OP_C_REPLAY, channel->mem_op[2]) != REPLAY_NONE)
 		return false;
-	channel->gpu->held = true;
-	return true;
+	return sg_holds(channel->gpu, SOFTGPU_HOLD_INVALIDATE);
 }
 
 bool sg_host_method(struct sg_channel *channel, u32 method, u32 value)

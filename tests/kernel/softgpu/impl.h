@@ -301,6 +301,7 @@ int sg_engine_start(struct softgpu *gpu);
 void sg_engine_stop(struct softgpu *gpu);
 void sg_channel_die(struct sg_channel *channel, u32 kind, const char *what, u64 value);
 /* false: the channel waits (semaphore, hold); the same word comes again later */
+bool sg_holds(struct softgpu *gpu, u32 where);
 bool sg_host_method(struct sg_channel *channel, u32 method, u32 value);
 void sg_ce_method(struct sg_channel *channel, u32 method, u32 value);
 void sg_ce_flush(struct sg_channel *channel);
@@ -345,6 +346,7 @@ struct softgpu {
 	wait_queue_head_t wait;    /* for: held, released */
 	u32 hold;                  /* SOFTGPU_HOLD_* */
 	bool held;
+	bool hold_pass;            /* where it stands now it does not stop again */
 	const void *hold_owner;
 	u8 *bounce;                /* one page, for copies */
 

@@ -324,6 +324,7 @@ struct softgpu_call {
  *   NOW         before the next word
  *   INVALIDATE  before the next TLB invalidate
  *   PUSH        before the next push
+ * Where it stands already does not count: with the same op again it goes on to the next such place.
  * WAIT waits until it stands there: ETIMEDOUT after timeout_ms. out_held: 1 if it stands. The hold ends when the
  * descriptor that asked for it is closed.
  */

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: MIT
+"""The software GPU itself, on the unpatched driver: what it claims to notice, it notices."""
+
+from __future__ import annotations
+
+from manifest.entry import Test
+
+__all__ = ["TESTS"]
+
+TESTS = [
+    Test(
+        name=f"gpu-model-{arch}",
+        program="gpu_model",
+        arch=arch,
+        gpus=2,
+        module_args=f"p2p={p2p} delay_us=300",
+        patched=False,
+    )
+    for arch, p2p in (("hopper", "nvlink"), ("ampere", "pcie"))
+]
