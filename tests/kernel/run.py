@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -107,6 +108,8 @@ def show(data: bytes) -> None:
 def main() -> int:
     """Boots once."""
     options = parse(sys.argv[1:])
+    # Whoever ends this process means the guest too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     program = re.sub(r"[^\w.-]+", "_", Path(options.command[0]).name)
     name = options.name or f"{program}-{os.getpid()}"
     log = BUILD / "logs" / f"{name}.log"

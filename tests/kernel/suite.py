@@ -19,13 +19,13 @@ import fnmatch
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,118 +33,38 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from builder import BUILD, ROOT, Builder, BuildError, child, end_children  # noqa: E402
 from manifest import Test, all_tests  # noqa: E402
 
 __all__ = ["main"]
 
-ROOT = HERE.parent.parent
-BUILD = Path(os.environ.get("VMEM_KERNEL_BUILD", ROOT / "build" / "kernel")).resolve()
 SKIPPED = 77
 # What the runner itself needs beside the test's own time, on a machine that does other things too.
 MARGIN = 60.0
+# A machine that is slower, or has more to do, gives every test this many times its time.
+PATIENCE = float(os.environ.get("VMEM_TEST_PATIENCE", "1"))
+# Of the output of a test that has failed; its log has everything.
+MOST_LINES = 300
+CHECKED_MEMORY = 4096
 
 
-class BuildError(Exception):
-    """Modules or programs could not be built; the text is the end of what make said."""
-
-
-@dataclass
-class _Once:
-    """Values made once, by whichever thread comes first; the others wait for it."""
-
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _locks: dict[tuple[str, ...], threading.Lock] = field(default_factory=dict)
-    _made: dict[tuple[str, ...], Path | BuildError] = field(default_factory=dict)
-
-    def get(self, key: tuple[str, ...], make: Callable[[], Path]) -> Path:
-        with self._lock:
-            lock = self._locks.setdefault(key, threading.Lock())
-        with lock:
-            if key not in self._made:
-                try:
-                    self._made[key] = make()
-                except BuildError as error:
-                    self._made[key] = error
-            made = self._made[key]
-        if isinstance(made, BuildError):
-            raise made
-        return made
-
-
-class Builder:
-    """Builds what tests need."""
-
-    def __init__(self, jobs: int) -> None:
-        self._jobs = jobs
-        self._once = _Once()
-
-    def tree(self, test: Test) -> Path:
-        """The folder of the modules that a test loads."""
-        words = list(test.tree)
-        if test.checked:
-            words += ["--kernel-headers", str(self.checked_kernel() / "build")]
-        script = [sys.executable, str(ROOT / "scripts" / "kernel_tree.py")]
-
-        def make() -> Path:
-            return Path(_output([*script, *words, "-j", str(self._jobs)]).splitlines()[-1])
-
-        return self._once.get((*test.tree, str(test.checked)), make)
-
-    def programs(self, tree: Path) -> Path:
-        """The folder of the C programs for a tree."""
-        out = BUILD / "c" / tree.name
-        command = ["make", "-s", "--no-print-directory", "-C", str(HERE / "c"), f"-j{self._jobs}"]
-
-        def make() -> Path:
-            _output([*command, f"TREE={tree}", f"OUT={out}"])
-            return out
-
-        return self._once.get(("c", str(tree)), make)
-
-    def prepare(self, command: Sequence[str]) -> None:
-        """Runs the command by which a test makes what it needs."""
-        words = [sys.executable if word == "python3" else word for word in command]
-
-        def make() -> Path:
-            _output(words)
-            return ROOT
-
-        if words:
-            self._once.get(("command", *words), make)
-
-    def checked_kernel(self) -> Path:
-        """The folder of the kernel that checks itself: bzImage's link and its build folder."""
-        script = [sys.executable, str(HERE / "checked_kernel.py")]
-        return self._once.get(("checked",), lambda: Path(_output(script).splitlines()[-1]))
-
-
-def _output(command: list[str]) -> str:
-    """What a command prints; BuildError with the end of it when it fails."""
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        last = (done.stdout + done.stderr).splitlines()[-40:]
-        raise BuildError("\n".join([*last, f"exit status {done.returncode}: {' '.join(command)}"]))
-    return done.stdout
+def patience(test: Test) -> float:
+    """How many seconds a test may take."""
+    return test.timeout * PATIENCE
 
 
 def guest_command(test: Test, builder: Builder) -> list[str]:
     """The call of run.py for a test."""
     builder.prepare(test.build)
     words = [sys.executable, str(HERE / "run.py"), "--name", test.name]
-    words += ["--arch", test.arch, "--gpus", str(test.gpus), "--timeout", str(test.timeout)]
+    words += ["--arch", test.arch, "--gpus", str(test.gpus), "--timeout", str(patience(test))]
     tree = builder.tree(test) if test.load or test.program else None
     if test.load:
         words += ["--tree", str(tree)]
     if test.checked:
         words += ["--kernel", str(builder.checked_kernel() / "bzImage")]
-    for option, value in (("--vidmem", test.vidmem), ("--memory", test.memory)):
+    memory = test.memory or (CHECKED_MEMORY if test.checked else None)
+    for option, value in (("--vidmem", test.vidmem), ("--memory", memory)):
         words += [option, str(value)] if value is not None else []
     words += ["--image", "python"] if test.image else []
     words += [f"--module-args={test.module_args}", f"--uvm-args={test.uvm_args}"]
@@ -192,14 +112,8 @@ def run_test(test: Test, builder: Builder, show: bool) -> Result:
     command[2:2] = ["--report", str(report)]
     start = time.monotonic()
     output = b""
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    ) as process:
-        late = threading.Timer(test.timeout + MARGIN, process.kill)
+    with child(command, stderr=subprocess.STDOUT) as process:
+        late = threading.Timer(patience(test) + MARGIN, process.terminate)
         late.start()
         assert process.stdout is not None
         while data := os.read(process.stdout.fileno(), 65536):
@@ -243,18 +157,25 @@ def run_all(tests: list[Test], builder: Builder, jobs: int, show: bool) -> list[
         result = run_test(test, builder, show)
         with lock:
             if result.word == "FAIL" and not show:
-                print("\n".join(f"    {line}" for line in result.output.splitlines()))
+                lines = result.output.splitlines()
+                if len(lines) > MOST_LINES:
+                    print(f"    ({len(lines) - MOST_LINES} lines before these)")
+                print("\n".join(f"    {line}" for line in lines[-MOST_LINES:]))
             print(result.line(), flush=True)
         return result
 
-    with ThreadPoolExecutor(jobs) as pool:
+    trees = {(test.tree, test.checked): test for test in tests}
+    pool = ThreadPoolExecutor(jobs)
+    try:
         # Two tests that wait for one tree would leave a processor idle. Mutants share a folder.
-        list(
-            pool.map(
-                partial(build_first, builder), {(t.tree, t.checked): t for t in tests}.values()
-            )
-        )
+        list(pool.map(partial(build_first, builder), trees.values()))
         return list(pool.map(one, tests))
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        end_children()
+        raise
+    finally:
+        pool.shutdown()
 
 
 def build_first(builder: Builder, test: Test) -> None:
@@ -275,6 +196,7 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="one at a time, with their output")
     parser.add_argument("--jobs", "-j", type=int, default=min(2, os.cpu_count() or 1))
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     tests = select(all_tests(), options.names, options.long)
     if options.list:
         for test in tests:

@@ -30,7 +30,7 @@ SUSPECT = re.compile(
             r"suspicious RCU usage",
             r"held lock.* freed|lock held when returning to user space",
             r"bad unlock balance",
-            r"kmemleak: \d+ new suspected",
+            r"kmemleak: (\d+ new suspected|Memory pool empty|Kernel memory leak detector disabled)",
             r"unreferenced object 0x",
             r"list_(add|del) corruption",
             r"refcount_t: ",

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: MIT
+"""Builds what the tests of the manifest need, each thing once a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manifest import Test
+
+__all__ = ["BUILD", "ROOT", "BuildError", "Builder", "child", "end_children"]
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+BUILD = Path(os.environ.get("VMEM_KERNEL_BUILD", ROOT / "build" / "kernel")).resolve()
+
+
+_CHILDREN: set[subprocess.Popen[bytes]] = set()
+
+
+class BuildError(Exception):
+    """Modules or programs could not be built; the text is the end of what make said."""
+
+
+@dataclass
+class _Once:
+    """Values made once, by whichever thread comes first; the others wait for it."""
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _locks: dict[tuple[str, ...], threading.Lock] = field(default_factory=dict)
+    _made: dict[tuple[str, ...], Path | BuildError] = field(default_factory=dict)
+
+    def get(self, key: tuple[str, ...], make: Callable[[], Path]) -> Path:
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._made:
+                try:
+                    self._made[key] = make()
+                except BuildError as error:
+                    self._made[key] = error
+            made = self._made[key]
+        if isinstance(made, BuildError):
+            raise made
+        return made
+
+
+class Builder:
+    """Builds what tests need."""
+
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+        self._once = _Once()
+
+    def tree(self, test: Test) -> Path:
+        """The folder of the modules that a test loads."""
+        words = list(test.tree)
+        if test.checked:
+            words += ["--kernel-headers", str(self.checked_kernel() / "build")]
+        script = [sys.executable, str(ROOT / "scripts" / "kernel_tree.py")]
+
+        def make() -> Path:
+            return Path(_output([*script, *words, "-j", str(self._jobs)]).splitlines()[-1])
+
+        return self._once.get((*test.tree, str(test.checked)), make)
+
+    def programs(self, tree: Path) -> Path:
+        """The folder of the C programs for a tree."""
+        out = BUILD / "c" / tree.name
+        command = ["make", "-s", "--no-print-directory", "-C", str(HERE / "c"), f"-j{self._jobs}"]
+
+        def make() -> Path:
+            _output([*command, f"TREE={tree}", f"OUT={out}"])
+            return out
+
+        return self._once.get(("c", str(tree)), make)
+
+    def prepare(self, command: Sequence[str]) -> None:
+        """Runs the command by which a test makes what it needs."""
+        words = [sys.executable if word == "python3" else word for word in command]
+
+        def make() -> Path:
+            _output(words)
+            return ROOT
+
+        if words:
+            self._once.get(("command", *words), make)
+
+    def checked_kernel(self) -> Path:
+        """The folder of the kernel that checks itself: bzImage's link and its build folder."""
+        script = [sys.executable, str(HERE / "checked_kernel.py")]
+        return self._once.get(("checked",), lambda: Path(_output(script).splitlines()[-1]))
+
+
+def _output(command: list[str]) -> str:
+    """What a command prints; BuildError with the end of it when it fails."""
+    with child(command, stderr=subprocess.PIPE) as process:
+        out, errors = (data.decode(errors="replace") for data in process.communicate())
+    if process.returncode:
+        last = (out + errors).splitlines()[-40:]
+        last.append(f"exit status {process.returncode}: {' '.join(command)}")
+        raise BuildError("\n".join(last))
+    return out
+
+
+@contextlib.contextmanager
+def child(command: Sequence[str], stderr: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that `end_children` ends, with what it has started itself."""
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        start_new_session=True,
+    ) as process:
+        _CHILDREN.add(process)
+        try:
+            yield process
+        finally:
+            _CHILDREN.remove(process)
+
+
+def end_children() -> None:
+    """Ends the processes that run."""
+    for process in list(_CHILDREN):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
