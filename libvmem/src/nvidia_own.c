@@ -99,6 +99,8 @@ static int register_device(struct nvidia *n, uint32_t index) {
   return uvm_call(n, UVM_REGISTER_GPU_VASPACE, &va, &va.status, "UVM_REGISTER_GPU_VASPACE");
 }
 
+/* GPUs that NVLink joins are peers from their registration on, and UVM refuses to be told so again. Whether
+ * the others are peers now or cannot be shows when the first page is mapped. */
 static int enable_peers(struct nvidia *n) {
   for (uint32_t i = 0; i < n->num_devices; i++)
     for (uint32_t k = i + 1; k < n->num_devices; k++) {
@@ -108,7 +110,7 @@ static int enable_peers(struct nvidia *n) {
       memcpy(p.a, n->devices[i].uuid, sizeof(p.a));
       memcpy(p.b, n->devices[k].uuid, sizeof(p.b));
       err = uvm_call(n, UVM_ENABLE_PEER_ACCESS, &p, &p.status, "UVM_ENABLE_PEER_ACCESS");
-      if (err)
+      if (err && p.status != NV_ERR_INVALID_DEVICE)
         return err;
     }
   return 0;

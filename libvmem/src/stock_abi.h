@@ -300,7 +300,7 @@ enum {
   UVM_MM_INITIALIZE = 75,
   UVM_INITIALIZE = 0x30000001 /* uvm_linux_ioctl.h */
 };
-enum { NV_WARN_NOTHING_TO_DO = 0x10006 }; /* nvstatuscodes.h */
+enum { NV_ERR_INVALID_DEVICE = 0x26, NV_WARN_NOTHING_TO_DO = 0x10006 }; /* nvstatuscodes.h */
 
 /* UVM_INITIALIZE_PARAMS; UVM_INIT_FLAGS_* in uvm_types.h */
 struct uvm_initialize {

@@ -5,6 +5,7 @@
  *
  *   test_uvm             all of it
  *   test_uvm gpu-fails   a push that dies, after which UVM gives the GPU up
+ *   test_uvm two-gpus    with two software GPUs
  *   test_uvm unpatched   the probe on a driver without the patch
  */
 #include <dirent.h>
@@ -325,6 +326,42 @@ static void forked_child(void) {
   OK(vmem_close(vm));
 }
 
+/* One reservation on two GPUs: pages of the first seen by the second, pages in the second seen by the first. */
+static void two_gpus(void) {
+  struct vmem_open_opts o = {.size = sizeof(o), .num_devices = 2, .devices = {0, 1}};
+  struct vmem_info info = {.size = sizeof(info)};
+  struct vmem_create_opts peer = {.size = sizeof(peer), .location = VMEM_PEER, .device = 1};
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE, .count = 4, .stride = MIB(2)};
+  struct softgpu_space second = {.gpu = 1};
+  vmem_t vm;
+  vmem_handle h;
+  uint64_t va, value = 0;
+  OK(open_opts(&o, &vm));
+  OK(vmem_query(vm, &info));
+  EQ(info.num_devices, 2);
+  CHECK(memcmp(info.uuid[0], info.uuid[1], 16));
+  CHECK(info.caps & VMEM_CAP_PEER);
+  second.client = state_of(vm)->nv.rm.client;
+  second.vaspace = state_of(vm)->nv.devices[1].va_space;
+  OK(vMemReserve(vm, MIB(16), NULL, &va));
+  op.addr = va;
+  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_fill(vm, va, PAGE, 0x42));
+  OK(softgpu_peek(dev, second, va, &value));
+  EQ(value, 0x4242424242424242);
+  OK(vMemCreate(vm, 2 * PAGE, &peer, &h));
+  OK(vMemMap(vm, va + PAGE, 2 * PAGE, h, 0, 0));
+  EQ(GET(va + PAGE), 0);
+  PUT(va + 2 * PAGE, 0x77);
+  OK(softgpu_peek(dev, second, va + 2 * PAGE, &value));
+  EQ(value, 0x77);
+  OK(vMemRelease(vm, h));
+  EQ(softgpu_peek(dev, second, va + 2 * PAGE, &value), -EFAULT);
+  OK(vmem_check(vm));
+  OK(vMemFree(vm, va, VMEM_FREE_UNMAP));
+  OK(vmem_close(vm));
+}
+
 static int unpatched(void) {
   struct vmem_probe_info p = {.size = sizeof(p)};
   struct vmem_open_opts o = {.size = sizeof(o)};
@@ -342,7 +379,7 @@ int main(int argc, char **argv) {
   static const struct test tests[] = {TEST(probing),      TEST(automatic),   TEST(growth_is_one_call), TEST(everything_goes_back),
                                       TEST(small_limits), TEST(several_reservations), TEST(no_memory), TEST(granules),
                                       TEST(pages_in_host_memory), TEST(forked_child)};
-  static const struct test failing[] = {TEST(gpu_fails)};
+  static const struct test failing[] = {TEST(gpu_fails)}, two[] = {TEST(two_gpus)};
   if (argc > 1 && !strcmp(argv[1], "unpatched")) return unpatched();
   setenv("VMEM_TEST_BACKEND", "uvm", 1);
   if ((dev = softgpu_open()) < 0) {
@@ -350,5 +387,6 @@ int main(int argc, char **argv) {
     return 77;
   }
   if (argc > 1 && !strcmp(argv[1], "gpu-fails")) return run_tests(failing, 1);
+  if (argc > 1 && !strcmp(argv[1], "two-gpus")) return run_tests(two, 1);
   return run_tests(tests, sizeof(tests) / sizeof(tests[0]));
 }

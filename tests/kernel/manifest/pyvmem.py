@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: MIT
+"""libvmem and pyvmem on the patched driver: the suites of both, where they need no CUDA."""
+
+from __future__ import annotations
+
+from manifest.entry import Test
+
+__all__ = ["TESTS"]
+
+BUILD = ("python3", "tests/kernel/lib/build.py")
+BUILT = "build/kernel/lib"
+BACKEND = ("VMEM_TEST_BACKEND=uvm",)
+C_TESTS = ("accounting", "async", "basic", "batch", "errors", "pool", "threads", "zeroing")
+# A GPU that has failed for good keeps its page tables as they are: nothing can be written there.
+AFTER_A_FAILURE = (r"softgpu: error: gpu \d: frame [0-9a-f]+ freed while \d+ live entries map it",)
+
+
+def _uvm(name: str, argument: str = "", **options: object) -> Test:
+    """The tests of the back end itself."""
+    values: dict[str, object] = {
+        "name": f"lib-{name}",
+        "command": ["/test/test_uvm", *([argument] if argument else [])],
+        "files": [f"{BUILT}/test_uvm"],
+        "build": BUILD,
+        **options,
+    }
+    return Test(**values)  # type: ignore[arg-type]
+
+
+def _suite(name: str, tests: tuple[str, ...], **options: object) -> Test:
+    """The C tests of libvmem, one after the other in one boot."""
+    script = " ".join(f"echo == {test}; /test/test_{test} || bad=1;" for test in tests)
+    values: dict[str, object] = {
+        "name": f"lib-{name}",
+        "command": ["sh", "-c", f"bad=0; {script} exit $bad"],
+        "files": [f"{BUILT}/test_{test}" for test in tests],
+        "build": BUILD,
+        "env": BACKEND,
+        "timeout": 300.0,
+        **options,
+    }
+    return Test(**values)  # type: ignore[arg-type]
+
+
+def _python(name: str, words: str, **options: object) -> Test:
+    """A command where Python and the project are, with the extension that sees the software GPU."""
+    values: dict[str, object] = {
+        "name": f"pyvmem-{name}",
+        "command": ["sh", "-c", f"cp /test/_vmem.abi3.so pyvmem/ && {words}"],
+        "image": True,
+        "files": [f"{BUILT}/_vmem.abi3.so"],
+        "build": BUILD,
+        "env": BACKEND,
+        "timeout": 300.0,
+        **options,
+    }
+    return Test(**values)  # type: ignore[arg-type]
+
+
+def _pytest(*files: str) -> str:
+    paths = " ".join(f"tests/python/test_{name}.py" for name in files)
+    return f"python -m pytest -q -rs -m 'not long' -p no:cacheprovider {paths}"
+
+
+TESTS = [
+    *(
+        _uvm(f"uvm-{arch}-{kind}", arch=arch, type=kind)
+        for arch in ("hopper", "ampere")
+        for kind in ("release", "debug")
+    ),
+    _uvm("two-gpus", "two-gpus", gpus=2),
+    _uvm("gpu-fails", "gpu-fails", allow=AFTER_A_FAILURE),
+    _uvm("unpatched", "unpatched", patched=False),
+    _suite("c", C_TESTS),
+    _suite("c-debug", C_TESTS, type="debug", module_args="delay_us=200", long=True),
+    _suite("stress", ("stress",)),
+    _python("selftest", "vmem probe && vmem selftest --samples 0 --json /tmp/report.json"),
+    _python("calls", _pytest("errors", "context", "selftest"), timeout=600.0),
+    _python("kvcache", _pytest("kvcache", "kvcache_order", "kvcache_failures"), timeout=900.0),
+    _python(
+        "more",
+        _pytest("bad_input", "fork", "fork_kill", "model", "native", "kvcache_config"),
+        timeout=1800.0,
+        long=True,
+    ),
+]
