@@ -129,7 +129,8 @@ class Swap:
             if "File exists" in str(error):
                 return
             raise SwapError(f"the kernel does not take the module: {error}") from error
-        raise SwapError("the stock module went away by itself")
+        self.tool("rmmod", UVM)
+        raise SwapError("the stock module was taken away by someone else meanwhile")
 
     def nodes(self, access: dict[str, Access]) -> None:
         """Makes UVM's device nodes anew where its number has changed."""
@@ -203,10 +204,10 @@ class Swap:
             self.nodes(access)
             self.check(module)
             self.run_selftest()
-        except (SwapError, Interrupted, OSError) as error:
+        except BaseException as error:
             with undisturbed():
                 self.undo(access)
-            raise SwapError(str(error) or "interrupted") from error
+            raise SwapError(str(error) or type(error).__name__) from error
 
     def undo(self, access: dict[str, Access]) -> None:
         """Goes back to what the machine had before load()."""

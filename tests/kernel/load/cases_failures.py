@@ -141,11 +141,10 @@ def killed_in_the_selftest(machine: Machine) -> None:
 
 def killed_between_the_modules(machine: Machine) -> None:
     """The stock module is out and ours not in: unload, and a failing load, bring it back."""
-    script = '[ -d /sys/module/nvidia_uvm ] || kill -9 $PPID\nexec /usr/sbin/insmod "$@"'
+    script = '[ -d /sys/module/nvidia_uvm ] && exec /usr/sbin/insmod "$@"; kill -9 $PPID; exit 1'
     for undo in (machine.unload, lambda: machine.load(selftest="false")):
         words = ("load", "--module", str(machine.ours), "--selftest", "true")
-        # The program is gone before its insmod has ended: that one is not to succeed.
-        killed = machine.swap(*words, before=with_tool("insmod", script.replace("exec", "exit #")))
+        killed = machine.swap(*words, before=with_tool("insmod", script))
         assert killed.status == -signal.SIGKILL, killed
         assert not machine.system.loaded("nvidia_uvm")
         assert undo().status in (0, 2)

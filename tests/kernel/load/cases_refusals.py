@@ -103,12 +103,14 @@ def no_symbol_versions(machine: Machine) -> None:
 
 
 def file_of_driver_gone(machine: Machine) -> None:
+    machine.changed = True
     (machine.modules / "nvidia-current-open.ko").unlink()
     refused(machine, machine.ours, "the file of the loaded nvidia.ko .* is not in /lib/modules")
 
 
 def file_of_driver_replaced(machine: Machine) -> None:
     """A driver was installed anew: its file is not what is loaded."""
+    machine.changed = True
     source = read_module(GIVEN / "nvidia.ko").first("srcversion")
     path = machine.modules / "nvidia-current-open.ko"
     other_text(GIVEN / "nvidia.ko", path, f"srcversion={source}", f"srcversion={source[::-1]}")

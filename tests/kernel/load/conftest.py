@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,25 +12,12 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[2] / "scripts")]
 
+from kernel_common import KernelBuildError  # noqa: E402
+from kernel_headers import KernelHeaders, default_headers  # noqa: E402
+from machines import USUAL, Lay  # noqa: E402
+from mini_driver import make_driver, write_driver  # noqa: E402
+from module_kbuild import conftests_only  # noqa: E402
 from module_system import System  # noqa: E402
-
-# A machine where the patched module can be loaded.
-USUAL = {
-    "proc/sys/kernel/osrelease": "6.1.0-1-amd64\n",
-    "proc/sys/kernel/modules_disabled": "0\n",
-    "proc/self/status": "Name:\tpython3\nCapEff:\t000001ffffffffff\n",
-    "proc/devices": "Character devices:\n  1 mem\n195 nvidia\n195 nvidiactl\n511 nvidia-uvm\n"
-    "\nBlock devices:\n  8 sd\n",
-    "sys/module/nvidia/version": "535.261.03\n",
-    "sys/module/nvidia/refcnt": "1\n",
-    "sys/module/nvidia/srcversion": "0123456789ABCDEF\n",
-    "sys/module/nvidia_uvm/refcnt": "0\n",
-    "sys/module/nvidia_uvm/parameters/uvm_leak_checker": "0\n",
-    "sys/module/module/parameters/sig_enforce": "N\n",
-    "sys/kernel/security/lockdown": "[none] integrity confidentiality\n",
-}
-
-Lay = Callable[..., System]
 
 
 @pytest.fixture
@@ -50,3 +37,39 @@ def lay(tmp_path: Path) -> Lay:
         return System(root)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def headers() -> KernelHeaders:
+    try:
+        return default_headers()
+    except KernelBuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory, headers: KernelHeaders) -> Path:
+    """The files of an installed driver."""
+    tree = write_driver(tmp_path_factory.mktemp("installed"), patched=False)
+    make_driver(tree, headers.source, headers.build)
+    return tree
+
+
+@pytest.fixture
+def machine(tmp_path: Path, installed: Path, headers: KernelHeaders) -> System:
+    """A machine with that driver as Debian installs it, not loaded."""
+    modules = tmp_path / "root/lib/modules" / headers.release / "updates/dkms"
+    modules.mkdir(parents=True)
+    shutil.copyfile(installed / "nvidia.ko", modules / "nvidia-current.ko")
+    shutil.copyfile(installed / "nvidia-uvm.ko", modules / "nvidia-current-uvm.ko")
+    for folder in ("usr/src", "var/lib/dkms"):
+        (tmp_path / "root" / folder).mkdir(parents=True)
+    return System(tmp_path / "root")
+
+
+@pytest.fixture
+def staged(tmp_path: Path) -> Path:
+    """A patched tree as `make module` lays it out."""
+    tree = write_driver(tmp_path / "tree")
+    conftests_only(tree)
+    return tree

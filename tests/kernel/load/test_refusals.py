@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import Lay
+from machines import Lay
 from module_elf import Export, KernelModule
 from module_refuse import load_refusals, unload_refusals
 from module_system import SECURE_BOOT
