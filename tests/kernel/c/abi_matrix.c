@@ -174,6 +174,7 @@ static void reserve_fields(void) {
   static const struct row rows[] = {
       ROW(struct uvm_vmem_reserve, flags, 4, EOPNOTSUPP),
       ROW(struct uvm_vmem_reserve, flags, 1u << 31, EOPNOTSUPP),
+      ROW(struct uvm_vmem_reserve, start, 0, EINVAL),
       ROW(struct uvm_vmem_reserve, start, SPARE + 4096, EINVAL),
       ROW(struct uvm_vmem_reserve, start, SPARE + UNIT, EINVAL),
       ROW(struct uvm_vmem_reserve, start, SPARE + 1, EINVAL),
@@ -210,6 +211,11 @@ static void reserve_fields(void) {
   longer.value = limits.out_max_reserve_bytes + SLOT;
   run_rows(W.uvm, &commands[RESERVE], &over, 1);
   if (longer.value && longer.value < GIB(1) << 10) run_rows(W.uvm, &commands[RESERVE], &longer, 1);
+  struct uvm_vmem_reserve eager;
+  reserve_valid(&eager);
+  eager.flags = UVM_VMEM_RESERVE_EAGER;
+  eager.length = limits.out_max_eager_bytes + SLOT;
+  expect(W.uvm, "RESERVE of more tables than may be made at once", UVM_VMEM_RESERVE, &eager, EMSGSIZE);
   reserve_valid(argument);
   memset(reserve_gpus, NO_GPU, UVM_VMEM_UUID_BYTES);
   expect(W.uvm, "RESERVE on an unknown GPU", UVM_VMEM_RESERVE, argument, ENODEV);
@@ -273,7 +279,7 @@ static void create_fields(void) {
   create_valid(&c);
   c.flags = UVM_VMEM_CREATE_CONTIGUOUS;
   c.count = SLOT_UNITS + 1;
-  expect(W.uvm, "CREATE, one run of more than 2 MB", UVM_VMEM_CREATE, &c, ENOSPC);
+  expect(W.uvm, "CREATE, one run of more than 2 MB", UVM_VMEM_CREATE, &c, EINVAL);
   if (!(limits.out_capabilities & UVM_VMEM_CAP_HOST)) {
     create_valid(&c);
     c.flags = UVM_VMEM_CREATE_HOST;
