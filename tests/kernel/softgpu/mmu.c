@@ -73,7 +73,7 @@ static u8 leaf_aperture(u64 raw)
 
 static void decode_ver2(u8 level, u8 half, u64 raw, struct sg_entry *out)
 {
-	bool leaf_level = level == SG_LEVEL_PTE || (level == SG_LEVEL_PDE0 && half == 0);
+	bool leaf_level = level == SG_LEVEL_PTE || level == SG_LEVEL_PDE1 || (level == SG_LEVEL_PDE0 && half == 0);
 	u64 aperture = FIELD_GET(ENTRY_APERTURE, raw);
 	bool vid;
 
