@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 from guest_machine import Machine, process
 
 __all__ = ["CASES"]
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def there_and_back(machine: Machine) -> None:
@@ -75,6 +79,19 @@ def selftest_decides_on_the_patched_module(machine: Machine) -> None:
     machine.load(selftest=test).expect(0, "/parameters/uvm_vmem_")
 
 
+def selftest_of_the_project(machine: Machine) -> None:
+    """What `make load` runs when nothing else is asked for, with the report that it leaves."""
+    shutil.copy("/test/_vmem.abi3.so", ROOT / "pyvmem")
+    report = ROOT / "build" / "selftest.json"
+    report.unlink(missing_ok=True)
+    outcome = machine.swap("load", "--module", str(machine.ours))
+    outcome.expect(0, "self test: .*/vmem selftest", "\npassed\n", "loaded;")
+    assert machine.is_ours()
+    found = json.loads(report.read_text(encoding="utf-8"))
+    assert found["passed"]
+    assert found["tested"]["backend"] == "uvm"
+
+
 def unload_refused_in_use(machine: Machine) -> None:
     machine.load().expect(0)
     with process("sleep", "1000", stdin="/dev/nvidia-uvm") as pid:
@@ -91,5 +108,6 @@ CASES = (
     there_was_no_stock_module,
     persistence_daemon_does_not_count,
     selftest_decides_on_the_patched_module,
+    selftest_of_the_project,
     unload_refused_in_use,
 )

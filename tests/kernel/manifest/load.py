@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The user's way: `make module` for the software GPU's nvidia.ko, then loads that end well or not."""
+"""The user's way: `make module` for the software GPU's nvidia.ko, then loads of every kind."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ HERE = "tests/kernel/load"
 TESTS = [
     Test(
         name="load",
-        build=("python3", f"{HERE}/prepare.py"),
+        build=("sh", "-c", f"python3 {HERE}/prepare.py && python3 tests/kernel/lib/build.py"),
         image=True,
         load=False,
-        files=("build/kernel/load:/load",),
+        files=("build/kernel/load:/load", "build/kernel/lib/_vmem.abi3.so"),
+        env=("VMEM_TEST_BACKEND=uvm",),
         command=("python3", f"{HERE}/guest_load.py"),
         timeout=500,
     ),
