@@ -18,6 +18,6 @@ TESTS = [
         files=("build/kernel/load:/load", "build/kernel/lib/_vmem.abi3.so"),
         env=("VMEM_TEST_BACKEND=uvm",),
         command=("python3", f"{HERE}/guest_load.py"),
-        timeout=500,
+        timeout=900,
     ),
 ]
