@@ -20,6 +20,14 @@ from module_kbuild import conftests_only  # noqa: E402
 from module_system import System  # noqa: E402
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a word about it (-m), what takes minutes is left out."""
+    if not config.getoption("markexpr"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: -m long"))
+
+
 @pytest.fixture
 def lay(tmp_path: Path) -> Lay:
     """Makes a machine: the usual one with some files changed, or taken away (None)."""

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import module_dkms
 import pytest
+from driver_source import driver_source
 from kernel_common import KernelBuildError
 from kernel_headers import KernelHeaders
+from kernel_tree import Tree, build_tree
 from machines import VERSION, found
 from mini_driver import write_driver
 from module_dkms import Dkms, make_package, providers
 from module_elf import read_module
 from module_kbuild import tree_version
-from module_refuse import wrong_symbols
+from module_refuse import PREFIX, wrong_symbols
+from module_source import DriverSource, stage
 from module_system import System
 
 
@@ -124,3 +127,24 @@ def test_package_names_the_drivers_package(tmp_path: Path, staged: Path) -> None
     assert f'PACKAGE_VERSION="{VERSION}"' in conf
     assert "@" not in conf
     assert tree_version(package) == VERSION
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_dkms_with_the_real_driver(tmp_path: Path, headers: KernelHeaders) -> None:
+    """NVIDIA's sources with our patches, for the software GPU's nvidia.ko as the installed one."""
+    if not shutil.which("dkms"):
+        pytest.skip("dkms is not installed")
+    tree = build_tree(Tree(version=VERSION, headers=headers, patched=False))
+    root = tmp_path / "root"
+    modules = root / "lib/modules" / headers.release / "updates/dkms"
+    for folder in (modules, root / "usr/src", root / "var/lib/dkms"):
+        folder.mkdir(parents=True)
+    shutil.copyfile(tree / "nvidia.ko", modules / "nvidia-current.ko")
+    stage(DriverSource(driver_source(VERSION), VERSION, "as it is published"), tmp_path / "tree")
+    package = make_package(tmp_path / "tree", tmp_path / "packages", [])
+    machine = System(root)
+    Dkms(machine, own_folders=True).install(package, headers.release, headers.build)
+    built = read_module(modules / "nvidia-uvm-vmem.ko")
+    assert wrong_symbols(built, found(machine, headers.release)) == []
+    assert any(name.startswith(PREFIX) for name in built.parameters)
