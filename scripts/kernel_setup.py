@@ -27,6 +27,8 @@ IMAGE = KERNEL_BUILD / "image"
 
 # A program that shows that a package is there, and the package.
 PROGRAMS = {
+    "dkms": "dkms",
+    "gpg": "gnupg",
     "qemu-system-x86_64": "qemu-system-x86",
     "mke2fs": "e2fsprogs",
     "modinfo": "kmod",
@@ -34,6 +36,7 @@ PROGRAMS = {
     "sparse": "sparse",
     "strip": "binutils",
     "xz": "xz-utils",
+    "zstd": "zstd",
 }
 # What else it takes to build a kernel with sanitizers.
 PROGRAMS_LONG = {"bc": "bc", "bison": "bison", "flex": "flex"}
