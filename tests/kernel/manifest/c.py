@@ -27,7 +27,7 @@ PROGRAMS = [
     Test(name="lifecycle", program="lifecycle", vidmem=256),
     Test(name="peers", program="peers", gpus=2, module_args="p2p=pcie"),
     Test(name="nvlink", program="peers", gpus=2, module_args="p2p=nvlink"),
-    Test(name="failnth", program="failnth"),
+    Test(name="failnth", program="failnth", timeout=300),
 ]
 
 # Each in both builds of the driver and on both architectures, but not in all four pairs.
