@@ -326,8 +326,12 @@ static long do_suspend(struct file *file, void *argument)
 {
 	struct softgpu_suspend *s = argument;
 
+	u32 i;
+
 	if (!model.events)
 		return -ENODEV;
+	for (i = 0; i < model.gpus; i++)
+		sg_registers_settle(model.gpu[i]);
 	s->out_status = s->suspend ? model.events->suspend() : model.events->resume();
 	return 0;
 }

@@ -265,6 +265,7 @@ static void tick(struct softgpu *gpu)
 
 	gpu->registers[SG_REGISTER_TIME] = lower_32_bits(now);
 	gpu->registers[SG_REGISTER_TIME + 1] = upper_32_bits(now);
+	sg_registers_settle(gpu);
 }
 
 static int engine(void *data)

@@ -311,7 +311,6 @@ bool sg_semaphore_read(struct sg_channel *channel, u64 va, u64 *value);
 /* ---- GPUs -------------------------------------------------------------------------------------------- */
 
 #define SG_FAULT_LOG 256
-#define SG_REGISTERS 1024
 
 struct softgpu {
 	u32 index;
@@ -360,6 +359,7 @@ struct softgpu {
 };
 
 #define SG_REGISTER_TIME 64 /* two words: nanoseconds */
+void sg_registers_settle(struct softgpu *gpu);
 
 struct sg_settings {
 	uint delay_us;

@@ -3,6 +3,7 @@
  * rmfault.c - the resource manager's interface: fault buffers, access counters (there are buffers, and nothing is ever
  * put into them), confidential computing and access bits (there are none).
  */
+#include <linux/bits.h>
 #include <linux/mm.h>
 #include <linux/slab.h>
 #include <linux/vmalloc.h>
@@ -44,6 +45,19 @@ static struct softgpu *to_gpu(uvmGpuDeviceHandle device)
 static volatile NvU32 *reg(struct softgpu *gpu, u32 number)
 {
 	return (volatile NvU32 *)&gpu->registers[number];
+}
+
+/* NV_PFB_PRI_MMU_FAULT_BUFFER_GET_GETPTR_CORRUPTED and _OVERFLOW (dev_fb.h of gv100): written as 1 to clear, read as 0 then. */
+#define FAULT_GET_CLEAR GENMASK(31, 30)
+
+/* What hardware does at once, and memory that plays a register does not. */
+void sg_registers_settle(struct softgpu *gpu)
+{
+	volatile u32 *get = &gpu->registers[FAULT_GET];
+	u32 value = *get;
+
+	if (value & FAULT_GET_CLEAR)
+		cmpxchg((u32 *)get, value, value & ~FAULT_GET_CLEAR);
 }
 
 NV_STATUS nvUvmInterfaceOwnPageFaultIntr(uvmGpuDeviceHandle device, NvBool own)
