@@ -194,7 +194,7 @@ def main() -> int:
     parser.add_argument("--long", action="store_true", help="also those left out of `make test`")
     parser.add_argument("--list", action="store_true", help="names and what they run")
     parser.add_argument("--show", action="store_true", help="one at a time, with their output")
-    parser.add_argument("--jobs", "-j", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--jobs", "-j", type=int, default=min(4, os.cpu_count() or 1))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     tests = select(all_tests(), options.names, options.long)
