@@ -104,10 +104,14 @@ static int no_events(void) {
   return vm_fail(-EOPNOTSUPP, "back end uvm has no streams and events without CUDA");
 }
 
+/* The default stream is always there; without CUDA nothing was ever put into it. */
 int uvm_event_from(void *be, uint32_t kind, uint64_t handle, vm_event *event) {
   struct uvm *u = be;
 
-  return u->nv.base.gpu ? gpu_be_event_from(be, kind, handle, event) : no_events();
+  if (u->nv.base.gpu)
+    return gpu_be_event_from(be, kind, handle, event);
+  *event = 0;
+  return kind == VMEM_AFTER_STREAM && !handle ? 0 : no_events();
 }
 
 int uvm_event_query(void *be, vm_event event) {

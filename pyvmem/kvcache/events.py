@@ -44,6 +44,8 @@ def record(stream: Any, device: int | None) -> Any:
     if stream is None or stream is CurrentStream:
         import torch
 
+        if not torch.cuda.is_available():
+            return None  # a torch for the CPU has no GPU work
         return torch.cuda.current_stream(device).record_event()
     if hasattr(stream, "record_event"):  # torch
         return stream.record_event()
@@ -92,6 +94,9 @@ def order_after(event: Any, stream: Any, device: int | None) -> None:
         return
     import torch
 
+    if not torch.cuda.is_available():
+        wait_for(event)
+        return
     event.wait(
         stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.current_stream(device)
     )

@@ -106,6 +106,8 @@ def _available_bytes(cuda_device: int | None, unknown: int) -> int:
             import torch
         except ImportError:
             return unknown
+        if not torch.cuda.is_available():
+            return unknown
         return int(torch.cuda.mem_get_info(cuda_device)[0])
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

@@ -160,7 +160,7 @@ static void batches(void) {
   FAILS(vmem_batch(vm, NULL, 1, NULL, 0), -EINVAL);
   FAILS(vmem_batch(vm, &good, 1, NULL, 1), -EINVAL);
   FAILS(vmem_batch(vm, &good, 1, &(struct vmem_after){.kind = 77}, 1), -EINVAL);
-  FAILS(vmem_batch(vm, &good, 1, &(struct vmem_after){.kind = VMEM_AFTER_STREAM}, 1), -EOPNOTSUPP);
+  FAILS(vmem_batch(vm, &good, 1, &(struct vmem_after){.kind = VMEM_AFTER_STREAM, .handle = 1}, 1), -EOPNOTSUPP);
   FAILS(vmem_batch(vm, &good, 1, &(struct vmem_after){.kind = VMEM_AFTER_FD, .handle = 99999}, 1), -EINVAL);
   EQ(pipe(fds), 0);
   {

@@ -40,6 +40,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", usable_backends(), scope="session")
 
 
+def has_cuda() -> bool:
+    """Whether a GPU's memory can become a torch tensor here."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a patched driver without CUDA (a software GPU) there are no tensors: skipped, and said."""
+    reason = "needs torch tensors over GPU memory, and there is no CUDA here"
+    for item in items:
+        chosen = getattr(item, "callspec", None)
+        if item.get_closest_marker("needs_tensors") is None or chosen is None:
+            continue
+        if chosen.params.get("backend") == "uvm" and not has_cuda():
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
 @pytest.fixture
 def context(backend: str) -> Iterator[pyvmem.Context]:
     """An open context; its invariants are checked when the test is over."""

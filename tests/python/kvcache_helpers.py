@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import random
 import threading
@@ -52,18 +53,57 @@ def lens(cache: KVCache, **by_reqid: int) -> list[int]:
     return out
 
 
+def _tensors(cache: KVCache) -> bool:
+    """Whether torch can see the cache's memory; where not, rows are read and written as bytes."""
+    return cache._core.device is None or torch.cuda.is_available()
+
+
+def _rows(cache: KVCache, layer: int, which: int, reqid: int, low: int, high: int) -> Iterator[int]:
+    """The offset of each row of K (`which` 0) or V (1) in the reservation."""
+    layout = cache.layout
+    group, member = divmod(layer, cache.config.group_size)
+    start = layout.offset(reqid, 0, 2 * group + which) + member * layout.head_row_bytes
+    for row in range(low, high):
+        yield start + row * layout.row_bytes
+
+
+def _row(cache: KVCache, value: float) -> bytes:
+    assert str(cache.config.dtype) == "float32"
+    return array.array("f", [value]).tobytes() * (cache.layout.head_row_bytes // 4)
+
+
+def _put(cache: KVCache, layer: int, which: int, reqid: int, rows: range, value: float) -> None:
+    if _tensors(cache):
+        view = cache.v(layer) if which else cache.k(layer)
+        view[reqid, rows.start : rows.stop] = value
+        return
+    for offset in _rows(cache, layer, which, reqid, rows.start, rows.stop):
+        cache._core.parts.reservation.write(offset, _row(cache, value))
+
+
+def _are(cache: KVCache, layer: int, which: int, reqid: int, rows: range, value: float) -> bool:
+    if _tensors(cache):
+        view = cache.v(layer) if which else cache.k(layer)
+        return bool((view[reqid, rows.start : rows.stop] == value).all())
+    size = cache.layout.head_row_bytes
+    return all(
+        cache._core.parts.reservation.read(offset, size) == _row(cache, value)
+        for offset in _rows(cache, layer, which, reqid, rows.start, rows.stop)
+    )
+
+
 def stamp(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> None:
     """Writes rows [low, high) of a slot in every layer, different in each."""
     for layer in range(cache.config.num_layers):
-        cache.k(layer)[reqid, low:high] = tag + layer / 16
-        cache.v(layer)[reqid, low:high] = -tag - layer / 16
+        _put(cache, layer, 0, reqid, range(low, high), tag + layer / 16)
+        _put(cache, layer, 1, reqid, range(low, high), -tag - layer / 16)
 
 
 def rows_are(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> bool:
     """Whether `stamp`'s rows are there, every element of them."""
     return all(
-        bool((cache.k(layer)[reqid, low:high] == tag + layer / 16).all())
-        and bool((cache.v(layer)[reqid, low:high] == -tag - layer / 16).all())
+        _are(cache, layer, 0, reqid, range(low, high), tag + layer / 16)
+        and _are(cache, layer, 1, reqid, range(low, high), -tag - layer / 16)
         for layer in range(cache.config.num_layers)
     )
 
@@ -71,9 +111,9 @@ def rows_are(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> boo
 def rows_are_zero(cache: KVCache, reqid: int, low: int, high: int) -> bool:
     """Whether every element of the rows is zero (NaN is not)."""
     return all(
-        not bool(torch.count_nonzero(view[reqid, low:high]))
+        _are(cache, layer, which, reqid, range(low, high), 0.0)
         for layer in range(cache.config.num_layers)
-        for view in (cache.k(layer), cache.v(layer))
+        for which in (0, 1)
     )
 
 

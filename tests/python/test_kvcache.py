@@ -36,7 +36,6 @@ TENSORS = 2 * LAYERS
 # ---- contents -----------------------------------------------------------------------------------
 
 
-@needs_tensors
 def test_contents_survive_growth(context: Context) -> None:
     with small_cache(context) as cache:
         a, b = cache.alloc_reqid(3), cache.alloc_reqid(1)
@@ -116,7 +115,6 @@ def test_rows_that_do_not_divide_a_page(context: Context) -> None:
             previous = length
 
 
-@needs_tensors
 def test_every_page_size(context: Context) -> None:
     for size in context.info.page_sizes:
         if size > 64 << 20:  # a row of such a page is beyond what a model has
@@ -346,7 +344,6 @@ def test_the_callers_list_is_copied(context: Context) -> None:
 # ---- ahead of time ------------------------------------------------------------------------------
 
 
-@needs_tensors
 def test_step_async_maps_for_the_next_step(context: Context) -> None:
     with small_cache(context) as cache:
         cache.alloc_reqid()

@@ -22,7 +22,6 @@ from kvcache_helpers import (
 
 from pyvmem import Context, DriverError, FdEvent, Inject, KVCache, NotRecoverable, VMemError
 
-needs_tensors = pytest.mark.needs_tensors
 TENSORS = 2 * LAYERS
 DRIVER = Inject.MAP | Inject.UNMAP | Inject.SLAB | Inject.FILL
 
@@ -40,7 +39,6 @@ def test_a_failed_step_changes_nothing(context: Context) -> None:
         assert cache.step(lens(cache, r0=6 * ROWS)) == 0
 
 
-@needs_tensors
 def test_a_failure_in_the_background_surfaces_at_the_next_step(context: Context) -> None:
     with small_cache(context) as cache:
         cache.alloc_reqid()
@@ -110,7 +108,6 @@ def test_a_reclaim_that_cannot_be_undone_costs_its_slot_alone(backend: str) -> N
         _still_works(cache)
 
 
-@needs_tensors
 def test_a_failed_fill_hands_nothing_over(context: Context) -> None:
     for wait in (False, True):
         with small_cache(context, max_batch=1) as cache, FdEvent.create() as work:

@@ -69,7 +69,6 @@ def test_pages_are_not_zeroed_before_the_work_is_over(context: Context) -> None:
         assert cache.stats().last_wait_ns > 0
 
 
-@needs_tensors
 @pytest.mark.parametrize("zero_fill", [True, False])
 def test_a_reused_slot_is_not_handed_over_before_the_work_is_over(
     context: Context, zero_fill: bool
@@ -90,7 +89,6 @@ def test_a_reused_slot_is_not_handed_over_before_the_work_is_over(
         assert rows_are(cache, 0, 0, ROWS, 4.0) != zero_fill
 
 
-@needs_tensors
 def test_growth_beyond_what_was_used_need_not_wait(context: Context) -> None:
     """New pages of a slot are nobody's: only the used ones wait for the earlier owner's work."""
     with small_cache(context, max_batch=2) as cache, FdEvent.create() as work:
@@ -119,7 +117,6 @@ def test_the_callers_event_may_be_closed_at_once(context: Context) -> None:
             eventually(lambda: cache.stats().mapped_bytes == 0)
 
 
-@needs_tensors
 def test_two_owners_ago_still_counts(context: Context) -> None:
     """The first owner's work goes on while the second one's, elsewhere, is over."""
     with (
@@ -187,7 +184,6 @@ def test_of_several_reclaims_any_may_end_first(context: Context) -> None:
 # ---- zeros --------------------------------------------------------------------------------------
 
 
-@needs_tensors
 def test_a_page_full_of_nan_is_handed_on_as_zeros(context: Context) -> None:
     """Within its slot, and from one slot to another by way of the pool."""
     limit = 3 * TENSORS * context.info.granule
@@ -207,7 +203,6 @@ def test_a_page_full_of_nan_is_handed_on_as_zeros(context: Context) -> None:
         assert rows_are_zero(cache, 1, 0, ROWS)
 
 
-@needs_tensors
 def test_only_what_may_be_dirty_is_zeroed(context: Context) -> None:
     with small_cache(context, max_batch=1) as cache:
         cache.alloc_reqid()
@@ -229,7 +224,6 @@ def test_only_what_may_be_dirty_is_zeroed(context: Context) -> None:
         assert cache.stats().zeroed_pages == (2 + 5) * TENSORS
 
 
-@needs_tensors
 def test_growth_without_zero_fill_keeps_contents(context: Context) -> None:
     with small_cache(context, zero_fill=False) as cache:
         cache.alloc_reqid()
