@@ -87,6 +87,11 @@ class Tree:
         return KERNEL_BUILD / "work" / self.base
 
     @property
+    def lock(self) -> Path:
+        """What is locked while it is built."""
+        return KERNEL_BUILD / "work" / f".{self.base}.lock"
+
+    @property
     def out(self) -> Path:
         """Where the modules are put."""
         return KERNEL_BUILD / "trees" / self.name
@@ -229,11 +234,12 @@ def publish(tree: Tree) -> None:
 
 def build_tree(tree: Tree, jobs: int = 2) -> Path:
     """Builds a tree, or what has changed in it, and returns the folder with the modules."""
-    with locked(KERNEL_BUILD / "work" / f".{tree.base}.lock"):
+    with locked(tree.lock):
         if tree.mutant and not tree.work.is_dir():
             unchanged = replace(tree, mutant=None)
             build_tree(unchanged, jobs)
-            copy_build(unchanged.work, tree.work)
+            with locked(unchanged.lock):
+                copy_build(unchanged.work, tree.work)
         tree.work.mkdir(parents=True, exist_ok=True)
         update_work(tree)
         take_conftests(tree.work, tree.headers)
