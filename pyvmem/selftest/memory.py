@@ -143,17 +143,19 @@ def page_sizes(context: Context) -> str:
     """Pages of every size that the back end says it has."""
     sizes = context.info.page_sizes
     for size in sizes:
-        with reserve(context, 4 * max(size, 2 << 20)) as range_:
+        with reserve(context, 5 * max(size, 2 << 20)) as range_:
+            # A reservation is aligned to its smallest page.
+            first = -(-range_.addr // size) * size
             ops = OpBatch(1)
-            ops.populate(range_.addr, size, 2, 2 * size, page_size=size)
+            ops.populate(first, size, 2, 2 * size, page_size=size)
             context.batch(ops)
-            for addr in (range_.addr, range_.addr + 2 * size):
+            for addr in (first, first + 2 * size):
                 context.write(addr + size - 64, pattern(size, addr))
-            for addr in (range_.addr, range_.addr + 2 * size):
+            for addr in (first, first + 2 * size):
                 got = context.read(addr + size - 64, 64)
                 expect(got == pattern(size, addr), f"a page of {size} bytes holds something else")
-            context.unmap(range_.addr, size)
-            context.unmap(range_.addr + 2 * size, size)
+            context.unmap(first, size)
+            context.unmap(first + 2 * size, size)
     return ", ".join(str(size) for size in sizes)
 
 
