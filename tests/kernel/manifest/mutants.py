@@ -34,9 +34,26 @@ def mutant(
         type=kind,
         module_args=module_args,
         uvm_args=uvm_args,
-        timeout=90,
+        timeout=120,
+        long=name not in IN_TEST,
     )
 
+
+# The others of them are left to the long run.
+IN_TEST = {
+    "no_invalidate",
+    "no_zeroing",
+    "freed_while_mapped",
+    "returns_early",
+    "pte_written_twice",
+    "wrong_rollback",
+    "leaked_reference",
+    "released_not_checked",
+    "no_owner_check",
+    "reused_before_unmapped",
+    "published_early",
+    "tables_not_waited_for",
+}
 
 STALE = r"stale translations? used|stale translation"
 
