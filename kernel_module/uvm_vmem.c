@@ -175,7 +175,7 @@ NvU32 uvm_vmem_gpu_refusal(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
         return UVM_VMEM_GPU_INTEGRATED;
 
     // Before Pascal there are no 2 MB pages, and a table of 64 KB PTEs reaches further than one slot.
-    if ((tree->hal->page_sizes() & needed_sizes) != needed_sizes || tree->big_page_size != UVM_PAGE_SIZE_64K ||
+    if ((tree->hal->page_sizes() & needed_sizes) != needed_sizes || uvm_vmem_big_page_size(tree) != UVM_PAGE_SIZE_64K ||
         uvm_mmu_pde_coverage(tree, UVM_PAGE_SIZE_64K) != UVM_VMEM_SLOT)
         return UVM_VMEM_GPU_NO_64K;
 

@@ -10,8 +10,9 @@
 //   commit     the staged content becomes the slots'; references to objects move along
 //   wait       unless the caller wants a ticket
 //
-// Up to the first push nothing is visible to a GPU or in the state, and every failure is rolled back (page tables that a
-// slot of a BIG reservation was given stay with it). A push cannot be begun only after a fatal error; what was sent before it is not known then, and the reservation is marked broken.
+// Up to the first push nothing is visible to a GPU or in the state, and every failure is rolled back (page tables that
+// a slot of a BIG reservation was given stay with it). Beginning a push fails after a fatal error only; what was sent
+// before is not known then, and the reservation is marked broken.
 
 #include <linux/sched/signal.h>
 #include <linux/sort.h>

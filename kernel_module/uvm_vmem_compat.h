@@ -64,6 +64,16 @@ static bool uvm_vmem_gpu_has_sparse(uvm_gpu_t *gpu)
 #endif
 }
 
+// The size of the pages between 4 KB and 2 MB; since 595 it is no choice any more.
+static NvU64 uvm_vmem_big_page_size(uvm_page_tree_t *tree)
+{
+#if UVM_VMEM_BRANCH >= 595
+    return UVM_BIG_PAGE_SIZE;
+#else
+    return tree->big_page_size;
+#endif
+}
+
 // Where accessing_gpu finds the beginning of a chunk that lies in owner.
 static uvm_gpu_phys_address_t uvm_vmem_peer_address(uvm_gpu_t *owner, uvm_gpu_chunk_t *chunk, uvm_gpu_t *accessing_gpu)
 {

@@ -129,13 +129,13 @@ struct uvm_vmem_query {
 
 /*
  * RESERVE: take [start, start + length) for pages of 1 << page_shift bytes and above on gpu_count GPUs;
- * every mapping is made on all of them. start and length are multiples of 2 MB; start is not 0. The addresses may lie in
- * a range that CUDA knows, if UVM holds no range there. Page tables are made when a slot is first bound
- * and kept until FREE; EAGER makes all of them now.
+ * every mapping is made on all of them. start and length are multiples of 2 MB; start is not 0. The
+ * addresses may lie in a range that CUDA knows, if UVM holds no range there. Page tables are made when a slot
+ * is first bound and kept until FREE; EAGER makes all of them now.
  *
- * When peer access between two GPUs of a reservation is disabled, its mappings of pages in either of them go away, on
- * all GPUs; when a GPU is unregistered, so do the mappings of its pages, and the reservation takes no MAP any more
- * (ENODEV), but lives on until FREE.
+ * When peer access between two GPUs of a reservation is disabled, its mappings of pages in either of them go
+ * away, on all GPUs. When a GPU is unregistered, so do the mappings of its pages, and the reservation takes no
+ * MAP any more (ENODEV), but lives on until FREE.
  *
  * BIG: where one object's 2 MB aligned, physically contiguous pages fill a slot with one access right, the
  * slot is mapped by one 2 MB PTE; it is cut again when a part of it changes. Without BIG only 64 KB PTEs
@@ -170,8 +170,8 @@ struct uvm_vmem_free {
  * CREATE: count pages of 1 << page_shift bytes, all zero, pinned, as one object. Pages of 128 KB and above
  * are physically contiguous and aligned to their size; whether neighbouring pages are neighbours in memory
  * is tried for and not promised, unless CONTIGUOUS is given: then the object is one physical run inside one
- * 2 MB chunk (more than 2 MB: EINVAL). HOST: in pinned host memory that the GPU can reach, instead of in the GPU; that memory is
- * physically contiguous in 64 KB only.
+ * 2 MB chunk (more than 2 MB: EINVAL). HOST: in pinned host memory that the GPU can reach, instead of in the
+ * GPU; that memory is physically contiguous in 64 KB only.
  *
  * RELEASE: drop the handle. Pages that are mapped live until the last mapping is taken away.
  */
@@ -256,7 +256,8 @@ struct uvm_vmem_wait {
 
 /*
  * STAT: what this descriptor holds, and has done since it was initialised. With UVM_VMEM_STAT_GPU the created,
- * mapped, chunk and host bytes are of pages in that GPU alone; all else is always the descriptor's. A page mapped at n addresses counts n times in out_mapped_bytes.
+ * mapped, chunk and host bytes are of pages in that GPU alone; all else is always the descriptor's. A page
+ * mapped at n addresses counts n times in out_mapped_bytes.
  */
 #define UVM_VMEM_STAT_GPU (1u << 0)
 

@@ -195,8 +195,49 @@ def part_memory(_: list[Result]) -> list[str]:
     return lines[:-1] or ["Not measured yet: `benchmarks/results/` holds no run of the demo."]
 
 
+COUNTS = [
+    ("a page more in each of 64 tensors", "grow 64 tensors, tables there"),
+    ("the same, `stock`'s calls", "stock path: grow 64 tensors, tables there"),
+    ("the same in 64 slots never touched before", "grow 64 tensors, first touch of 64 slots"),
+    ("the same, `stock`'s calls", "stock path: grow 64 tensors, first touch"),
+    ("a page less in each of 64 tensors", "unmap one page of 64 tensors"),
+    ("the same, `stock`'s calls", "stock path: unmap one page of 64 tensors"),
+    ("beside 100,000 live pages, a page more in each", "grow 64 tensors beside 100,000 live pages"),
+    ("growing from 0 to 8K tokens in 256 steps", "grow from 0 to 8K tokens, 256 steps"),
+    ("unmapping the 8K tokens", "unmap a request of 8K tokens"),
+]
+COUNTED = [
+    ("ioctls", "ioctls"),
+    ("pushes", "pushes"),
+    ("PTE writes", "pte_writes"),
+    ("PDE writes", "pde_writes"),
+    ("TLB invalidates", "invalidates"),
+    ("waits for tables", "table_waits"),
+]
+
+
+def part_counts(_: list[Result]) -> list[str]:
+    """What the patched driver does for one request, counted by the software GPU."""
+    path = RESULTS / "softgpu-counts.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    cases = {line["case"]: line for line in lines[1:]}
+    body = [[what, *(f"{cases[case][field]:,}" for _, field in COUNTED)] for what, case in COUNTS]
+    full = cases["100000 live pages in full slots"]["per_page"]
+    alone = cases["2000 slots with one page each"]["per_slot"]
+    return [
+        f"Llama-3-8B's shape, 64 KB pages, nvidia-uvm {lines[0]['driver']} on the software GPU "
+        f"({lines[0]['architecture']}; [raw]({path.relative_to(ROOT).as_posix()})):",
+        "",
+        *table(["", *(name for name, _ in COUNTED)], body),
+        "",
+        f"Kernel memory: {number(full)} bytes a page with 100,000 live pages in full slots of 2 MB, "
+        f"{number(alone)} bytes for a slot with one page; UVM's own page tables not counted.",
+    ]
+
+
 PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "memory": part_memory,
+    "counts": part_counts,
     "calls": part_calls,
     "aims": part_aims,
     "verified": part_verified,
@@ -210,7 +251,7 @@ def render(text: str, results: list[Result]) -> str:
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.S)
         if len(pattern.findall(text)) != 1:
             sys.exit(f"README.md needs one part between '{begin}' and '{end}'")
-        lines = part(results) if results or name == "memory" else [NOTHING]
+        lines = part(results) if results or name in ("memory", "counts") else [NOTHING]
         block = "\n".join([begin, *lines, end])
         text = pattern.sub(lambda _, block=block: block, text)  # type: ignore[misc]
     return text
