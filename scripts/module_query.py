@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: MIT
-"""Asks the loaded nvidia-uvm whether it is the patched one: UVM_VMEM_QUERY, with no library."""
+"""Asks the loaded nvidia-uvm whether it is the patched one: UVM_VMEM_QUERY, with no library.
+
+The layout is read from the header that the kernel and libvmem are compiled with.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["QUERY", "Answer", "query"]
+from kernel_common import ROOT
 
-# _IO(0xB7, 0x80) and struct uvm_vmem_query of kernel_module/uvm_vmem_ioctl.h.
-QUERY = 0xB780
-STRUCT = struct.Struct("=II16sIIQQIIIIIIQ32s")
+__all__ = ["Answer", "Layout", "query", "query_layout"]
+
+HEADER = ROOT / "kernel_module" / "uvm_vmem_ioctl.h"
+CODES = {"__u8": "s", "__u32": "I", "__u64": "Q", "__aligned_u64": "Q"}
+FIELD = re.compile(r"^\s*(__\w+)\s+(\w+)(?:\[(\w+)\])?;", re.MULTILINE)
+NUMBER = re.compile(r"^#define (UVM_VMEM_\w+)\s+(0x\w+|\d+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -24,14 +31,45 @@ class Answer:
     driver: str
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The number of the ioctl, and its struct: names of fields and how they are packed."""
+
+    request: int
+    names: tuple[str, ...]
+    packing: struct.Struct
+
+
+def query_layout(header: str) -> Layout:
+    """UVM_VMEM_QUERY as the header has it; the struct has no gaps."""
+    numbers = {
+        name: int(value, 0)
+        for name, value in re.findall(
+            r"^#define (UVM_VMEM_\w+)\s+(0x\w+|\d+)$", header, re.MULTILINE
+        )
+    }
+    number = re.search(r"UVM_VMEM_QUERY\s+_IO\(UVM_VMEM_IOCTL_TYPE, (\w+)\)", header)
+    body = re.search(r"struct uvm_vmem_query \{(.*?)^\};", header, re.MULTILINE | re.DOTALL)
+    if number is None or body is None:
+        raise ValueError(f"{HEADER} does not define UVM_VMEM_QUERY")
+    names, codes = [], "="
+    for kind, name, count in FIELD.findall(body.group(1)):
+        names.append(name)
+        codes += (str(numbers[count]) if count else "") + CODES[kind]
+    request = numbers["UVM_VMEM_IOCTL_TYPE"] << 8 | int(number.group(1), 0)
+    return Layout(request, tuple(names), struct.Struct(codes))
+
+
 def query(node: Path) -> Answer:
     """The answer of the driver behind a device node; OSError from one that knows no QUERY."""
-    buffer = bytearray(STRUCT.size)
-    STRUCT.pack_into(buffer, 0, STRUCT.size, 0, b"", *([0] * 11), b"")
+    layout = query_layout(HEADER.read_text(encoding="utf-8"))
+    buffer = bytearray(layout.packing.size)
+    struct.pack_into("=I", buffer, 0, layout.packing.size)
     file = os.open(node, os.O_RDWR | os.O_CLOEXEC)
     try:
-        fcntl.ioctl(file, QUERY, buffer)
+        fcntl.ioctl(file, layout.request, buffer)
     finally:
         os.close(file)
-    fields = STRUCT.unpack(buffer)
-    return Answer(abi=fields[3], driver=fields[-1].split(b"\0")[0].decode("ascii", "replace"))
+    values = dict(zip(layout.names, layout.packing.unpack(buffer)))  # noqa: B905 - Python 3.9
+    driver = values["out_driver_version"].split(b"\0")[0].decode("ascii", "replace")
+    return Answer(abi=values["out_abi_version"], driver=driver)
