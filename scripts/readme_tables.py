@@ -231,7 +231,7 @@ def part_counts(_: list[Result]) -> list[str]:
         *table(["", *(name for name, _ in COUNTED)], body),
         "",
         f"Kernel memory: {number(full)} bytes a page, with 100,000 live pages in full slots of "
-        f"2 MB; {number(alone)} bytes for a slot with one page. UVM's own page tables are not counted.",
+        f"2 MB; {number(alone)} bytes for a slot with one page. UVM's page tables do not count.",
     ]
 
 
