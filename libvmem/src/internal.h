@@ -303,6 +303,7 @@ struct vm_plan {
   struct vm_list zeros;   /* vm_be_range: of maps, to be zeroed */
   struct vm_list fills;   /* vm_piece: FILL, `handle` is the byte */
   struct vm_list consumed; /* uint32_t handle indices */
+  struct vm_bind_op *bind_ops; /* room for plan_bind.c, which must not fail for want of heap memory */
   bool claims;            /* some of the mapped units are claimed: dirty, and zeroed by this plan */
   bool aliases;           /* some of the mapped units are mapped elsewhere, or held by two handles */
   uint64_t grow_id;       /* slabs made for this plan; 0 = none */
@@ -324,7 +325,8 @@ int vm_check_access(struct vm_ctx *c, uint64_t addr, uint64_t bytes);
 /* Driver calls, then commit, or undo. Lock not held. `after` is for the fills alone. With done != NULL
  * the event of the fills is handed over, else waited for. */
 int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done);
-/* The same for a back end that takes a batch in one call. */
+/* The same for a back end that takes a batch in one call; and, when the plan is complete, the heap memory for it. */
+int vm_plan_bind_room(struct vm_ctx *c, struct vm_plan *p);
 int vm_plan_run_bind(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done);
 /* Parts of the two: zeroes and fills what the plan says, on one stream; *last covers it all. Waits for an event
  * and puts it. Takes note of a range that is in an unknown state. */

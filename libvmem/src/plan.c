@@ -38,6 +38,7 @@ void vm_plan_clear(struct vm_plan *p) {
   free(p->zeros.v);
   free(p->fills.v);
   free(p->consumed.v);
+  free(p->bind_ops);
   memset(p, 0, sizeof(*p));
 }
 
@@ -474,6 +475,7 @@ int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct v
       err = do_op(&m);
     }
     if (!err) err = check_room(c, p);
+    if (!err) err = vm_plan_bind_room(c, p);
     if (err) {
       vm_error_save(&why);
       take_back(c, p);
@@ -525,7 +527,8 @@ int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p) {
       struct vm_pte *pte = vm_pte(c, s, end);
       if (!pte || !(pte->flags & PTE_MAPPED) || (pte->flags & PTE_START) || pte->handle != vm_hdl_index(c, hdl)) break;
     }
-    if ((err = mark_live(&m, s, hdl->start_sum, end - hdl->start_sum, false)) || (err = check_room(c, p))) {
+    if ((err = mark_live(&m, s, hdl->start_sum, end - hdl->start_sum, false)) || (err = check_room(c, p)) ||
+        (err = vm_plan_bind_room(c, p))) {
       struct vmem_error why;
       vm_error_save(&why);
       take_back(c, p);
@@ -546,7 +549,8 @@ int vm_plan_make_free(struct vm_ctx *c, struct vm_space *s, struct vm_plan *p) {
   struct maker m = {.c = c, .p = p, .op = &op, .page_size = c->granule};
   int err = 0;
   p->keep = keep_bytes(c);
-  if (s->mapped && ((err = mark_live(&m, s, s->base, s->bytes, false)) || (err = check_room(c, p)))) {
+  if (s->mapped && ((err = mark_live(&m, s, s->base, s->bytes, false)) || (err = check_room(c, p)) ||
+                    (err = vm_plan_bind_room(c, p)))) {
     struct vmem_error why;
     vm_error_save(&why);
     take_back(c, p);

@@ -16,34 +16,46 @@
 
 struct bind {
   struct vm_ctx *c;
-  struct vm_bind_op *ops;
-  size_t n, cap;
+  struct vm_bind_op *ops; /* a part of the plan's */
+  size_t n;
 };
 
+/* How many operations push_map makes of a run. */
+static size_t parts(const struct vm_ctx *c, const struct vm_seg *s) {
+  uint64_t most = c->info.bind_bytes;
+  return most ? (size_t)((s->bytes + most - 1) / most) : 1;
+}
+
+static size_t most_maps(const struct vm_ctx *c, struct vm_plan *p) {
+  size_t n = 0;
+  for (size_t i = 0; i < p->maps.n; i++) n += parts(c, AT(p->maps, struct vm_seg, i));
+  return n;
+}
+
+int vm_plan_bind_room(struct vm_ctx *c, struct vm_plan *p) {
+  size_t n;
+  if (!c->be->bind) return 0;
+  /* Each map may be made twice: writable, then read-only. */
+  n = 2 * most_maps(c, p) + p->unmaps.n;
+  return !n || (p->bind_ops = vm_calloc(c, n, sizeof(*p->bind_ops))) ? 0 : -ENOMEM;
+}
+
 static struct vm_bind_op *push(struct bind *b, uint32_t kind, struct vm_space *s, uint64_t addr, uint64_t bytes) {
-  if (b->n == b->cap) {
-    size_t cap = b->cap ? 2 * b->cap : 64;
-    struct vm_bind_op *v = vm_realloc(b->c, b->ops, cap, sizeof(*v));
-    if (!v) return NULL;
-    b->ops = v;
-    b->cap = cap;
-  }
   b->ops[b->n] = (struct vm_bind_op){
       .kind = kind, .addr = addr, .bytes = bytes, .priv = s->priv, .sparse = s->kind & VMEM_RANGE_SPARSE};
   return &b->ops[b->n++];
 }
 
-static int push_map(struct bind *b, uint32_t kind, const struct vm_seg *s, uint32_t flags) {
+static void push_map(struct bind *b, uint32_t kind, const struct vm_seg *s, uint32_t flags) {
   uint64_t most = b->c->info.bind_bytes ? b->c->info.bind_bytes : s->bytes, n;
   for (uint64_t at = 0; at < s->bytes; at += n) {
     struct vm_bind_op *op;
     n = s->bytes - at < most ? s->bytes - at : most;
-    if (!(op = push(b, kind, s->space, s->addr + at, n))) return -ENOMEM;
+    op = push(b, kind, s->space, s->addr + at, n);
     op->flags = flags;
     op->slab = s->slab->priv;
     op->offset = ((uint64_t)s->unit << b->c->shift) + at;
   }
-  return 0;
 }
 
 /* Entries of zeros that lie in the run; *z is the first that may. */
@@ -54,26 +66,23 @@ static size_t zeros_in(struct vm_plan *p, const struct vm_seg *s, size_t *z) {
   return *z - first;
 }
 
-static int push_maps(struct bind *b, struct vm_plan *p, bool made_read_only) {
+static void push_maps(struct bind *b, struct vm_plan *p, bool made_read_only) {
   size_t z = 0;
-  int err = 0;
-  for (size_t i = 0; i < p->maps.n && !err; i++) {
+  for (size_t i = 0; i < p->maps.n; i++) {
     struct vm_seg *s = AT(p->maps, struct vm_seg, i);
     bool later = zeros_in(p, s, &z) && s->flags & VMEM_MAP_READONLY;
     if (!made_read_only)
-      err = push_map(b, VM_BIND_MAP, s, later ? 0 : s->flags);
+      push_map(b, VM_BIND_MAP, s, later ? 0 : s->flags);
     else if (later)
-      err = push_map(b, VM_BIND_REMAP, s, s->flags);
+      push_map(b, VM_BIND_REMAP, s, s->flags);
   }
-  return err;
 }
 
-static int push_unmaps(struct bind *b, struct vm_plan *p) {
+static void push_unmaps(struct bind *b, struct vm_plan *p) {
   for (size_t i = 0; i < p->unmaps.n; i++) {
     struct vm_piece *piece = AT(p->unmaps, struct vm_piece, i);
-    if (!push(b, VM_BIND_UNMAP, piece->space, piece->addr, piece->bytes)) return -ENOMEM;
+    push(b, VM_BIND_UNMAP, piece->space, piece->addr, piece->bytes);
   }
-  return 0;
 }
 
 static int by_reservation(const void *a, const void *b) {
@@ -179,10 +188,11 @@ static void undo(struct bind *done, int *worst, const struct vmem_error *why) {
 /* Everything in one call. */
 static int run_whole(struct vm_ctx *c, struct vm_plan *p, struct bind *b) {
   struct vm_bind_result r;
-  int err = push_maps(b, p, false);
-  if (!err) err = push_unmaps(b, p);
+  int err = 0;
+  push_maps(b, p, false);
+  push_unmaps(b, p);
   /* No fill may be running on what is about to vanish, nor on what shows at a second address now. */
-  if (!err && (p->unmaps.n || p->aliases)) err = vm_fills_finish(c);
+  if (p->unmaps.n || p->aliases) err = vm_fills_finish(c);
   if (err) b->n = 0;
   return err ? err : run(b, &r);
 }
@@ -191,14 +201,10 @@ static int run_whole(struct vm_ctx *c, struct vm_plan *p, struct bind *b) {
 static int run_in_two(struct vm_ctx *c, struct vm_plan *p, struct bind *first, struct bind *second, const vm_event *after,
                       size_t num_after, bool wait, vm_event *event) {
   struct vm_bind_result r;
-  int err = push_maps(first, p, false);
-  /* Before anything is done: what has no heap memory must not fail half-way. */
-  if (!err) err = push_maps(second, p, true);
-  if (!err) err = push_unmaps(second, p);
-  if (err) {
-    first->n = second->n = 0;
-    return err;
-  }
+  int err;
+  push_maps(first, p, false);
+  push_maps(second, p, true);
+  push_unmaps(second, p);
   if ((err = run(first, &r))) {
     second->n = 0;
     return err;
@@ -214,10 +220,11 @@ static int run_in_two(struct vm_ctx *c, struct vm_plan *p, struct bind *first, s
 }
 
 int vm_plan_run_bind(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done) {
-  struct bind first = {.c = c}, second = {.c = c};
+  struct bind first = {.c = c, .ops = p->bind_ops}, second = {.c = c};
   struct vmem_error why;
   vm_event event = 0;
   int err, worst;
+  if (p->bind_ops) second.ops = p->bind_ops + most_maps(c, p);
   if (!p->zeros.n && !p->fills.n)
     err = run_whole(c, p, &first);
   else
@@ -237,7 +244,5 @@ int vm_plan_run_bind(struct vm_ctx *c, struct vm_plan *p, const vm_event *after,
     vm_error_restore(&why);
     err = worst;
   }
-  free(first.ops);
-  free(second.ops);
   return err;
 }

@@ -218,6 +218,28 @@ static void heap_runs_out(void) {
   }
 }
 
+/* What is given to the worker has all the heap memory that it needs, or is refused at once. */
+static void heap_runs_out_at_submit(void) {
+  for (uint64_t nth = 0;; nth++) {
+    struct scene s;
+    struct vmem_op ops[2] = {{.op = VMEM_OP_UNMAP, .bytes = PAGE, .count = PIECES, .stride = STRIDE},
+                             {.op = VMEM_OP_POPULATE, .bytes = PAGE, .count = 70, .stride = 2 * PAGE}};
+    vmem_ticket t;
+    int ret;
+    CHECK(scene_open(&s, 1000, nth & 1));
+    ops[0].addr = s.va;
+    ops[1].addr = s.other;
+    OK(vmem_inject(s.vm, VMEM_INJECT_HEAP, nth, 1, ENOMEM));
+    ret = vmem_submit(s.vm, ops, 2, NULL, 0, &t);
+    if (!ret) OK(vmem_wait(s.vm, t, -1));
+    OK(vmem_inject(s.vm, 0, 0, 0, 0));
+    OK(vmem_check(s.vm));
+    OK(vmem_close(s.vm));
+    if (!ret && nth > 30) break;
+    CHECK(!ret || ret == -ENOMEM);
+  }
+}
+
 /* A driver that maps no more than so much at a time is given no longer range, back and forth. */
 static void long_runs(void) {
   vmem_t vm = open_fake(1000, true);
@@ -245,4 +267,5 @@ static void long_runs(void) {
 }
 
 MAIN(TEST(one_call), TEST(two_calls_with_fills), TEST(nth_call_fails), TEST(unknown_state), TEST(undo_fails), TEST(read_only),
-     TEST(heap_runs_out), TEST(long_runs))
+     TEST(heap_runs_out), TEST(heap_runs_out_at_submit),
+     TEST(long_runs))

@@ -442,7 +442,8 @@ def test_stats(context: Context) -> None:
             2,
             0,
         )
-        assert now.driver_calls >= TENSORS
+        one_call = pyvmem.Caps.ONE_CALL in context.info.caps
+        assert now.driver_calls >= (1 if one_call else TENSORS)
         assert now.driver_ns >= now.critical_driver_ns > 0
         assert now.background_driver_ns == now.driver_ns - now.critical_driver_ns
         assert now.waits == 1
