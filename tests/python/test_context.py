@@ -550,7 +550,8 @@ def test_memory_goes_back_to_the_system(host: pyvmem.Context) -> None:
         pages = host.create(size)
         rsv.map(0, pages)
         rsv.fill(0, size, 1)
-        assert shmem_of_this_process() - start >= size
+        # The kernel adds up its per-thread counts now and then only.
+        assert shmem_of_this_process() - start >= size - (1 << 20)
         rsv.unmap(0, size // 2)
         pages.release()
         assert shmem_of_this_process() - start < 1 << 20
