@@ -20,7 +20,6 @@
 
 #include "uvm_global.h"
 #include "uvm_hal.h"
-#include "uvm_kvmalloc.h"
 #include "uvm_vmem_internal.h"
 
 static ulong uvm_vmem_limit_mb;

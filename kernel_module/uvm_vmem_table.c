@@ -8,7 +8,6 @@
 // because the writes of a uvm_pte_batch_t are not ordered among each other.
 
 #include "uvm_hal.h"
-#include "uvm_kvmalloc.h"
 #include "uvm_tlb_batch.h"
 #include "uvm_vmem_internal.h"
 

@@ -6,7 +6,6 @@
 #include <linux/ktime.h>
 #include <linux/sched/signal.h>
 
-#include "uvm_kvmalloc.h"
 #include "uvm_vmem_internal.h"
 
 // A batch takes some ten microseconds on a GPU (guess from the times of UVM's own pushes): look that often.
