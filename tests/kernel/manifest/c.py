@@ -33,7 +33,6 @@ PROGRAMS = [
     Test(name="failnth", program="failnth", uvm_args=TABLES_IN_GPU, timeout=300),
 ]
 
-# Each in both builds of the driver and on both architectures, but not in all four pairs.
 # Each in both builds of the driver and on both architectures, but not in all four pairs; of those
 # that take long one pair is left to the long run.
 SLOW = ("failnth", "nvlink")
@@ -81,9 +80,7 @@ BUILTIN = [
         arch=arch,
         patched=patched,
         allow=BUILTIN_NOISE,
-        timeout=900 if arch == "hopper" else 300,
-        # Hopper's PMM_SANITY is not through after four minutes.
-        long=arch == "hopper",
+        timeout=240,
     )
     for arch in ("hopper", "ampere")
     for patched in (True, False)
@@ -128,14 +125,12 @@ LONG = [
         for version in ("550.163.01", "555.58.02")
     ),
     *(
-        Test(
-            name=f"builtin-{version}",
-            program="builtin",
-            version=version,
-            long=True,
-            allow=BUILTIN_NOISE,
-            timeout=240,
-        )
+        replace(test, name=f"{test.name}-full", long=True, args=["FULL=1"], timeout=1800)
+        for test in BUILTIN
+    ),
+    *(
+        replace(test, name=f"{test.name}-{version}", version=version, long=True)
+        for test in BUILTIN
         for version in ("550.163.01", "555.58.02")
     ),
 ]
