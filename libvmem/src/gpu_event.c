@@ -77,10 +77,11 @@ void gpu_events_free(struct gpu *g) {
     }
 }
 
-int gpu_event_record(struct gpu *g, gpu_stream stream, vm_event *event) {
-  struct gpu_event *e;
+/* `device` is the stream's, and its context current. */
+static int record(struct gpu *g, gpu_stream stream, uint32_t device, vm_event *event) {
+  struct gpu_event *e = NULL;
   gpu_result r;
-  int err = event_get(g, 0, &e);
+  int err = event_get(g, device, &e);
 
   if (err)
     return err;
@@ -91,6 +92,10 @@ int gpu_event_record(struct gpu *g, gpu_stream stream, vm_event *event) {
   }
   *event = (vm_event)(uintptr_t)e;
   return 0;
+}
+
+int gpu_event_record(struct gpu *g, gpu_stream stream, vm_event *event) {
+  return record(g, stream, 0, event);
 }
 
 /* Which of our devices a stream belongs to. 0, 1 and 2 name default streams of the current context.
@@ -124,22 +129,9 @@ static int refuse_captured(struct gpu *g, gpu_stream stream) {
 }
 
 static int record_on(struct gpu *g, gpu_stream stream, uint32_t device, vm_event *event) {
-  struct gpu_event *e;
-  gpu_result r;
   int err = refuse_captured(g, stream);
 
-  if (err)
-    return err;
-  err = event_get(g, device, &e);
-  if (err)
-    return err;
-  r = g->api->event_record(e->handle, stream);
-  if (r != GPU_SUCCESS) {
-    gpu_event_put(g, (vm_event)(uintptr_t)e);
-    return gpu_fail(g->api, r, "cuEventRecord");
-  }
-  *event = (vm_event)(uintptr_t)e;
-  return 0;
+  return err ? err : record(g, stream, device, event);
 }
 
 int gpu_event_from(struct gpu *g, uint32_t kind, uint64_t handle, vm_event *event) {
