@@ -293,7 +293,7 @@ struct vm_piece { /* what commit writes down */
 
 struct vm_list {
   void *v;
-  size_t n, cap, item;
+  size_t n, cap;
 };
 
 struct vm_plan {

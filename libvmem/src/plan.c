@@ -14,7 +14,6 @@
 static bool list_room(struct vm_ctx *c, struct vm_list *l, size_t item, size_t more) {
   size_t cap;
   void *v;
-  l->item = item;
   if (l->n + more <= l->cap) return true;
   cap = l->cap * 2 > l->n + more ? l->cap * 2 : l->n + more;
   if (cap < 4) cap = 4;
