@@ -97,12 +97,7 @@ VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts 
     }
     seen = pool->free_units;
     pthread_mutex_unlock(&c->lock);
-    if (err && !missing) {
-      struct vmem_error why;
-      vm_error_save(&why);
-      vm_pool_undo_grow(c, grow_id);
-      vm_error_restore(&why);
-    }
+    if (err && !missing) VM_UNDO(vm_pool_undo_grow(c, grow_id));
     if (!err || !missing || (err = vm_pool_grow(c, pool, missing, units, align, seen, &grow_id))) break;
   }
   vm_put(c);

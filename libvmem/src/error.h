@@ -23,4 +23,13 @@ void vm_error_begin(const char *op);
 void vm_error_save(struct vmem_error *out);
 void vm_error_restore(const struct vmem_error *in);
 
+/* Undoes something: the error recorded before stays the one that is reported. */
+#define VM_UNDO(call)        \
+  do {                       \
+    struct vmem_error why_;  \
+    vm_error_save(&why_);    \
+    (void)(call);            \
+    vm_error_restore(&why_); \
+  } while (0)
+
 #endif

@@ -45,10 +45,7 @@ VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const st
       if (!(err = vm_deps_wait(c, &deps))) {
         err = vm_plan_run(c, &p, NULL, 0, NULL);
       } else {
-        struct vmem_error why;
-        vm_error_save(&why);
-        vm_plan_cancel(c, &p);
-        vm_error_restore(&why);
+        VM_UNDO(vm_plan_cancel(c, &p));
       }
     }
     vm_deps_put(c, &deps);

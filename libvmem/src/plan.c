@@ -528,10 +528,7 @@ int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p) {
     }
     if ((err = mark_live(&m, s, hdl->start_sum, end - hdl->start_sum, false)) || (err = check_room(c, p)) ||
         (err = vm_plan_bind_room(c, p))) {
-      struct vmem_error why;
-      vm_error_save(&why);
-      take_back(c, p);
-      vm_error_restore(&why);
+      VM_UNDO(take_back(c, p));
       goto out;
     }
   }
@@ -550,11 +547,8 @@ int vm_plan_make_free(struct vm_ctx *c, struct vm_space *s, struct vm_plan *p) {
   p->keep = keep_bytes(c);
   if (s->mapped && ((err = mark_live(&m, s, s->base, s->bytes, false)) || (err = check_room(c, p)) ||
                     (err = vm_plan_bind_room(c, p)))) {
-    struct vmem_error why;
-    vm_error_save(&why);
-    take_back(c, p);
+    VM_UNDO(take_back(c, p));
     vm_plan_clear(p);
-    vm_error_restore(&why);
   }
   return err;
 }

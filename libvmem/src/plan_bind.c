@@ -239,9 +239,7 @@ int vm_plan_run_bind(struct vm_ctx *c, struct vm_plan *p, const vm_event *after,
     undo(&second, &worst, &why);
     undo(&first, &worst, &why);
     if (worst == err) vm_error_restore(&why);
-    vm_error_save(&why);
-    vm_plan_cancel(c, p);
-    vm_error_restore(&why);
+    VM_UNDO(vm_plan_cancel(c, p));
     err = worst;
   }
   return err;

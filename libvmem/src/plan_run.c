@@ -301,8 +301,6 @@ int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size
   undo_unmaps(c, p, unmapped, &worst, &why);
   undo_maps(c, p, mapped, &worst, &why);
   if (worst == err) vm_error_restore(&why);
-  vm_error_save(&why);
-  vm_plan_cancel(c, p);
-  vm_error_restore(&why);
+  VM_UNDO(vm_plan_cancel(c, p));
   return worst;
 }

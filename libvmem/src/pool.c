@@ -471,10 +471,7 @@ int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t p
       if (reclaim(c, p, align, left)) continue;
     }
     if (err) {
-      struct vmem_error why;
-      vm_error_save(&why);
-      vm_pool_undo_grow(c, *id);
-      vm_error_restore(&why);
+      VM_UNDO(vm_pool_undo_grow(c, *id));
       return err == -ENOMEM && has_grown(c, p, seen) ? 0 : err;
     }
   }

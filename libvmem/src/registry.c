@@ -257,10 +257,7 @@ int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm) {
   if (err) return err;
   c->opts.backend = c->be->name; /* the caller's string need not live on */
   if (c->opts.pool_low && (err = vm_worker_start(c))) {
-    struct vmem_error why;
-    vm_error_save(&why);
-    tear_down(c);
-    vm_error_restore(&why);
+    VM_UNDO(tear_down(c));
     return err;
   }
   pthread_mutex_lock(&table.lock);

@@ -63,14 +63,10 @@ VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opt
   pthread_mutex_lock(&c->lock);
   err = c->closing ? vm_fail(-EBADF, "the context is being closed") : space_insert(c, s);
   pthread_mutex_unlock(&c->lock);
-  if (err) {
-    struct vmem_error why;
-    vm_error_save(&why);
-    vm_drv_unreserve(c, s);
-    vm_error_restore(&why);
-  } else {
+  if (err)
+    VM_UNDO(vm_drv_unreserve(c, s));
+  else
     *addr = s->base;
-  }
 out:
   if (err && s) vm_space_destroy(s);
   vm_put(c);
@@ -135,10 +131,7 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags) {
     if (!(err = vm_fills_finish(c)) && !(err = vm_drv_unreserve(c, s))) {
       vm_plan_commit(c, &p);
     } else {
-      struct vmem_error why;
-      vm_error_save(&why);
-      vm_plan_cancel(c, &p);
-      vm_error_restore(&why);
+      VM_UNDO(vm_plan_cancel(c, &p));
     }
   } else if (!(err = vm_plan_run(c, &p, NULL, 0, NULL))) {
     err = vm_drv_unreserve(c, s);

@@ -145,11 +145,7 @@ int stock_find_uvm(struct nvidia *s) {
     munmap((void *)(uintptr_t)t.addr, t.bytes);
   }
   if (err) {
-    struct vmem_error why;
-
-    vm_error_save(&why);
-    stock_slab_destroy(s, slab, t.bytes);
-    vm_error_restore(&why);
+    VM_UNDO(stock_slab_destroy(s, slab, t.bytes));
     return err;
   }
   return stock_slab_destroy(s, slab, t.bytes);

@@ -33,13 +33,8 @@ static int make_range(struct nvidia *s, uint64_t addr, uint64_t bytes, uint32_t 
   if (err || !(flags & VMEM_RESERVE_SPARSE))
     return err;
   err = make_sparse(s, addr, bytes);
-  if (err) {
-    struct vmem_error why;
-
-    vm_error_save(&why);
-    ext_free(s, addr, bytes);
-    vm_error_restore(&why);
-  }
+  if (err)
+    VM_UNDO(ext_free(s, addr, bytes));
   return err;
 }
 
@@ -57,11 +52,7 @@ int stock_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint
     return err;
   err = make_range(s, r->addr, bytes, flags);
   if (err) {
-    struct vmem_error why;
-
-    vm_error_save(&why);
-    nvidia_addresses_put(s, r);
-    vm_error_restore(&why);
+    VM_UNDO(nvidia_addresses_put(s, r));
     return err;
   }
   *addr = r->addr;

@@ -159,11 +159,7 @@ static int uvm_open(const struct vmem_open_opts *opts, struct vm_be_info *info, 
   nvidia_init(&u->nv);
   err = open_all(u, opts);
   if (err) {
-    struct vmem_error why;
-
-    vm_error_save(&why);
-    uvm_close(u);
-    vm_error_restore(&why);
+    VM_UNDO(uvm_close(u));
     return err;
   }
   describe(u, opts, info);

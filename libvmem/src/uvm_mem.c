@@ -77,11 +77,7 @@ int uvm_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64
     return err;
   err = make_reservation(u, r, bytes, flags);
   if (err) {
-    struct vmem_error why;
-
-    vm_error_save(&why);
-    nvidia_addresses_put(&u->nv, r);
-    vm_error_restore(&why);
+    VM_UNDO(nvidia_addresses_put(&u->nv, r));
     return err;
   }
   *addr = r->addr;
@@ -165,11 +161,7 @@ int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t locat
       s->handles[s->count++] = c.out_handle;
   }
   if (err) {
-    struct vmem_error why;
-
-    vm_error_save(&why);
-    release_all(u, s, bytes);
-    vm_error_restore(&why);
+    VM_UNDO(release_all(u, s, bytes));
     return err;
   }
   if (s->on_device)

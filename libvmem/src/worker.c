@@ -245,12 +245,7 @@ static struct vm_job *next_job(struct vm_ctx *c, bool *waiting) {
     if (!err) return job;
     /* Work that cannot be waited for: nothing may change. */
     vm_deps_put(c, &job->deps);
-    {
-      struct vmem_error why;
-      vm_error_save(&why);
-      vm_plan_cancel(c, &job->plan);
-      vm_error_restore(&why);
-    }
+    VM_UNDO(vm_plan_cancel(c, &job->plan));
     pthread_mutex_lock(&c->lock);
     ticket_done(c, job->slot, err);
     pthread_mutex_unlock(&c->lock);
