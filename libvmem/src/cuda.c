@@ -5,9 +5,7 @@
  * so a slab is one page.
  */
 #include <errno.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "backend.h"
 #include "error.h"
@@ -277,49 +275,8 @@ static int cuda_open(const struct vmem_open_opts *opts, struct vm_be_info *info,
   return 0;
 }
 
-static int prove(struct cuda *c) {
-  uint64_t addr, slab, priv;
-  uint32_t kind;
-  int err = cuda_reserve(c, c->granule, 0, 0, &addr, &kind, &priv), undo;
-
-  if (err)
-    return err;
-  err = cuda_slab_create(c, c->granule, c->granule, VMEM_DEVICE, 0, &slab);
-  if (!err) {
-    err = cuda_map(c, addr, c->granule, slab, 0, 0, false);
-    if (!err) {
-      err = gpu_prove(c->base.gpu, addr, c->granule);
-      undo = cuda_unmap(c, addr, c->granule, false);
-      err = err ? err : undo;
-    }
-    undo = cuda_slab_destroy(c, slab, c->granule);
-    err = err ? err : undo;
-  }
-  undo = cuda_unreserve(c, addr, c->granule, priv);
-  return err ? err : undo;
-}
-
 static int cuda_probe(int32_t device, uint32_t flags, struct vmem_probe_info *info) {
-  struct vmem_open_opts opts = {.size = sizeof(opts), .flags = flags, .num_devices = 1};
-  struct vm_be_info be_info = {0};
-  void *be;
-  int err;
-
-  opts.devices[0] = device;
-  err = cuda_open(&opts, &be_info, &be);
-  if (err)
-    return err;
-  info->caps = be_info.pub.caps;
-  info->page_sizes = be_info.pub.page_sizes;
-  memcpy(info->driver, be_info.pub.driver, sizeof(info->driver));
-  memcpy(info->device_name, be_info.pub.device_name, sizeof(info->device_name));
-  err = prove(be);
-  if (!err)
-    snprintf(info->reason, sizeof(info->reason),
-             "a page of %llu bytes was mapped with cuMemMap, written, read and unmapped",
-             (unsigned long long)be_info.pub.granule);
-  cuda_close(be);
-  return err;
+  return gpu_be_probe(&vm_backend_cuda, " with cuMemMap", device, flags, info);
 }
 
 const struct vm_backend vm_backend_cuda = {

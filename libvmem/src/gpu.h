@@ -72,10 +72,6 @@ void gpu_describe(const struct gpu *g, struct vmem_info *info);
 /* "580.159.04" from /proc/driver/nvidia/version, else "CUDA 13.0". */
 void gpu_driver_text(const struct gpu *g, char *text, size_t size);
 
-/* Writes a pattern with our kernel at a mapped range, reads it back and compares. -EIO on
- * difference. */
-int gpu_prove(struct gpu *g, uint64_t addr, uint64_t bytes);
-
 /* Table entries (backend.h); the first argument is a struct gpu. */
 int gpu_fill(struct gpu *g, const struct vm_be_range *ranges, size_t n, uint8_t value,
              const vm_event *after, size_t num_after, vm_event *done);

@@ -5,8 +5,6 @@
  * Both kernels split a range into a head up to the first 16-byte boundary, a body of 16-byte words
  * and a tail. A copy whose source and destination differ modulo 16 goes byte by byte.
  */
-#include <errno.h>
-#include <stdio.h>
 #include <string.h>
 
 #include "error.h"
@@ -255,31 +253,4 @@ int gpu_read(struct gpu *g, void *dst, uint64_t addr, uint64_t bytes) {
 
 int gpu_write(struct gpu *g, uint64_t addr, const void *src, uint64_t bytes) {
   return transfer(g, NULL, src, addr, bytes);
-}
-
-int gpu_prove(struct gpu *g, uint64_t addr, uint64_t bytes) {
-  struct vm_be_range range = {addr, bytes};
-  uint8_t got[64];
-  vm_event done;
-  int err;
-
-  for (unsigned round = 0; round < 2; round++) {
-    uint8_t value = round ? 0x5a : 0xa5;
-
-    err = gpu_fill(g, &range, 1, value, NULL, 0, &done);
-    if (!err) {
-      err = gpu_event_wait(g, done);
-      gpu_event_put(g, done);
-    }
-    for (unsigned end = 0; end < 2 && !err; end++) {
-      err = gpu_read(g, got, end ? addr + bytes - sizeof(got) : addr, sizeof(got));
-      for (unsigned i = 0; i < sizeof(got) && !err; i++)
-        if (got[i] != value)
-          err = vm_fail_at(-EIO, addr, bytes, 0,
-                           "a page that was filled with 0x%02x reads as 0x%02x", value, got[i]);
-    }
-    if (err)
-      return err;
-  }
-  return 0;
 }

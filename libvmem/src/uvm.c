@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* The back end "uvm": finding out whether the driver is the patched one, opening, proving. See uvm.h. */
+/* The back end "uvm": finding out whether the driver is the patched one, opening. See uvm.h. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,6 +31,7 @@ static int ask_driver(struct uvm *u) {
   if (err)
     return err;
   err = uvm_query(fd, &u->query);
+  u->nv.base.abi = u->query.out_abi_version;
   close(fd);
   return err;
 }
@@ -127,7 +128,7 @@ static uint32_t caps_of(const struct uvm *u) {
   return caps;
 }
 
-static void describe(const struct uvm *u, const struct vmem_open_opts *opts, struct vm_be_info *info) {
+static void describe(const struct uvm *u, struct vm_be_info *info) {
   uint64_t granule = u->nv.granule;
 
   info->pub.num_devices = u->nv.num_devices;
@@ -138,9 +139,7 @@ static void describe(const struct uvm *u, const struct vmem_open_opts *opts, str
   info->pub.caps = caps_of(u);
   info->pub.granule = granule;
   info->pub.page_sizes = u->query.out_page_sizes & ~(granule - 1);
-  info->pub.slab_size = opts->slab_size ? opts->slab_size : DEFAULT_SLAB;
-  if (info->pub.slab_size < granule)
-    info->pub.slab_size = granule;
+  info->pub.slab_size = DEFAULT_SLAB;
   info->pool_high = 1ull << 30;
   info->fresh_is_zero = true;
   info->one_page_slabs = false;
@@ -162,62 +161,14 @@ static int uvm_open(const struct vmem_open_opts *opts, struct vm_be_info *info, 
     VM_UNDO(uvm_close(u));
     return err;
   }
-  describe(u, opts, info);
+  describe(u, info);
   vm_error_restore(&before);
   *be = u;
   return 0;
 }
 
-/* Leaves nothing behind, whatever fails; the first failure is the one reported. */
-static int prove(struct uvm *u) {
-  uint64_t page = u->nv.granule, slab_bytes = 4 * page, addr, slab, priv;
-  struct vmem_error why = {0};
-  uint32_t kind;
-  int err = uvm_reserve(u, SLOT * 2, 0, VMEM_RESERVE_PLAIN, &addr, &kind, &priv), undo;
-
-  if (err)
-    return err;
-  err = uvm_slab_create(u, slab_bytes, page, VMEM_DEVICE, 0, &slab);
-  if (!err) {
-    err = uvm_map(u, addr + page, page, slab, 3 * page, 0, false);
-    if (!err)
-      err = uvm_prove(u, addr + page, page);
-    if (!err)
-      err = uvm_unmap(u, addr + page, page, false);
-    if (err)
-      vm_error_save(&why);
-    undo = uvm_unreserve(u, addr, SLOT * 2, priv);
-    if (!undo)
-      undo = uvm_slab_destroy(u, slab, slab_bytes);
-  } else {
-    vm_error_save(&why);
-    undo = uvm_unreserve(u, addr, SLOT * 2, priv);
-  }
-  if (err)
-    vm_error_restore(&why);
-  return err ? err : undo;
-}
-
 static int uvm_probe(int32_t device, uint32_t flags, struct vmem_probe_info *info) {
-  struct vmem_open_opts opts = {.size = sizeof(opts), .backend = "auto", .flags = flags, .num_devices = 1};
-  struct vm_be_info be_info = {0};
-  void *be;
-  int err;
-
-  opts.devices[0] = device;
-  err = uvm_open(&opts, &be_info, &be);
-  if (err)
-    return err;
-  info->caps = be_info.pub.caps;
-  info->page_sizes = be_info.pub.page_sizes;
-  memcpy(info->driver, be_info.pub.driver, sizeof(info->driver));
-  memcpy(info->device_name, be_info.pub.device_name, sizeof(info->device_name));
-  err = prove(be);
-  if (!err)
-    snprintf(info->reason, sizeof(info->reason), "patched driver, ABI %u: a page of %llu bytes was mapped, written, read and unmapped",
-             ((struct uvm *)be)->query.out_abi_version, (unsigned long long)be_info.pub.granule);
-  uvm_close(be);
-  return err;
+  return gpu_be_probe(&vm_backend_uvm, "", device, flags, info);
 }
 
 const struct vm_backend vm_backend_uvm = {

@@ -74,8 +74,6 @@ int uvm_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t o
 
 int uvm_contents_open(struct uvm *u);
 void uvm_contents_close(struct uvm *u);
-/* Writes, reads and compares at a mapped range. */
-int uvm_prove(struct uvm *u, uint64_t addr, uint64_t bytes);
 int uvm_mem_info(void *be, uint32_t location, int32_t device, uint64_t *free_bytes,
                  uint64_t *total_bytes);
 int uvm_fill(void *be, const struct vm_be_range *ranges, size_t n, uint8_t value,

@@ -25,24 +25,6 @@ static int no_contents(uint64_t addr, uint64_t bytes) {
   return vm_fail_at(-EOPNOTSUPP, addr, bytes, 0, "without CUDA nothing in this process can read or write GPU memory");
 }
 
-int uvm_prove(struct uvm *u, uint64_t addr, uint64_t bytes) {
-  uint64_t pattern[64], back[64];
-  int err;
-
-  if (u->nv.base.gpu)
-    return gpu_prove(u->nv.base.gpu, addr, bytes);
-  if (!u->contents)
-    return no_contents(addr, bytes);
-  for (size_t i = 0; i < 64; i++)
-    pattern[i] = (addr + i) * 0x9e3779b97f4a7c15u;
-  err = vm_uvm_contents->write(u->contents, addr + bytes - sizeof(pattern), pattern, sizeof(pattern));
-  if (!err)
-    err = vm_uvm_contents->read(u->contents, back, addr + bytes - sizeof(back), sizeof(back));
-  if (!err && memcmp(pattern, back, sizeof(back)))
-    err = vm_fail_at(-EIO, addr, bytes, 0, "a page did not hold what was written to it");
-  return err;
-}
-
 int uvm_mem_info(void *be, uint32_t location, int32_t device, uint64_t *free_bytes,
                  uint64_t *total_bytes) {
   struct uvm *u = be;
