@@ -29,6 +29,7 @@ struct vm_be_info {
                              each slab one page of the size asked for */
   bool unreserve_unmaps;  /* unreserve may be called with live mappings */
   uint64_t bind_bytes;    /* with `bind`: the longest range that one MAP or REMAP may have; 0 = any */
+  const struct vm_backend *table; /* to be used from now on; NULL = the one that was opened */
 };
 
 struct vm_be_range {

@@ -117,6 +117,8 @@ int gpu_be_probe(const struct vm_backend *t, const char *how, int32_t device, ui
 
   if (err)
     return err;
+  if (be_info.table)
+    t = be_info.table;
   info->caps = be_info.pub.caps;
   info->page_sizes = be_info.pub.page_sizes;
   memcpy(info->driver, be_info.pub.driver, sizeof(info->driver));

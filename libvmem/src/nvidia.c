@@ -96,6 +96,7 @@ static int open_cuda_device(struct nvidia *n, uint32_t index) {
   if (d->mps)
     return vm_fail(-ENODEV, "device %d (%s) is shared through MPS, not supported", d->ordinal,
                    d->name);
+  n->devices[index].ordinal = d->ordinal;
   memcpy(n->devices[index].uuid, d->uuid.bytes, sizeof(n->devices[index].uuid));
   memcpy(n->devices[index].name, d->name, sizeof(n->devices[index].name));
   return nvidia_open_device(n, index);
@@ -141,10 +142,9 @@ int nvidia_open(struct nvidia *n, const struct vmem_open_opts *opts) {
   return err;
 }
 
-int nvidia_find(const struct nvidia *n, const struct vmem_open_opts *opts, int32_t ordinal,
-                uint32_t *index) {
+int nvidia_find(const struct nvidia *n, int32_t ordinal, uint32_t *index) {
   for (uint32_t i = 0; i < n->num_devices; i++)
-    if (opts->devices[i] == ordinal) {
+    if (n->devices[i].ordinal == ordinal) {
       *index = i;
       return 0;
     }

@@ -15,6 +15,7 @@
 #define UVM_NODE "/dev/nvidia-uvm"
 
 struct nvidia_device {
+  int32_t ordinal;    /* CUDA's number, or the library's own where there is no CUDA */
   int fd;             /* /dev/nvidiaN, held so that RM lets this process use the GPU */
   uint32_t object;    /* RM device, parent of slabs */
   uint32_t subdevice; /* RM objects of nvidia_own.c, else 0 */
@@ -55,8 +56,8 @@ int nvidia_open(struct nvidia *n, const struct vmem_open_opts *opts);
 /* Holds the node of devices[index], whose uuid and name are set, and makes its RM device. */
 int nvidia_open_device(struct nvidia *n, uint32_t index);
 void nvidia_close(struct nvidia *n);
-/* Index in n->devices; -EINVAL when the CUDA ordinal is not one of the context's. */
-int nvidia_find(const struct nvidia *n, const struct vmem_open_opts *opts, int32_t ordinal, uint32_t *index);
+/* Index in n->devices; -EINVAL when the ordinal is not one of the context's. */
+int nvidia_find(const struct nvidia *n, int32_t ordinal, uint32_t *index);
 
 /* ---- nvidia_fd.c: CUDA's descriptor ---- */
 

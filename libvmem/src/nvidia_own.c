@@ -40,6 +40,7 @@ static int find_cards(struct nvidia *n, const int32_t *ordinals) {
                          "asking for the GPU's UUID");
       if (err)
         return err;
+      n->devices[k].ordinal = ordinal;
       memcpy(n->devices[k].uuid, id.uuid, sizeof(n->devices[k].uuid));
       found++;
     }

@@ -165,6 +165,7 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
     free(c);
     return err;
   }
+  if (c->info.table) c->be = c->info.table;
   c->granule = c->info.pub.granule;
   c->shift = log2_of(c->granule);
   c->chunk_units = c->granule < 2u << 20 ? (uint32_t)((2u << 20) >> c->shift) : 1;

@@ -14,7 +14,7 @@ enum { DEFAULT_GRANULE = 64 << 10, SLOT = 1 << UVM_VMEM_SLOT_SHIFT };
 #define DEFAULT_SLAB (64ull << 20)
 #define LARGEST_OBJECT (1ull << 30) /* the core makes no larger slab but for a single page */
 
-static void uvm_close(void *be) {
+void uvm_close(void *be) {
   struct uvm *u = be;
 
   uvm_contents_close(u);
@@ -47,8 +47,6 @@ static int check_options(struct uvm *u, const struct vmem_open_opts *opts) {
   if (devices > 1 && (devices > u->query.out_max_gpus || !(u->query.out_capabilities & UVM_VMEM_CAP_MULTI_GPU)))
     return vm_fail_at(-EOPNOTSUPP, 0, devices, u->query.out_max_gpus,
                       "%u devices: the driver maps a reservation on %u at most", devices, u->query.out_max_gpus);
-  for (uint32_t i = 0; i < devices; i++)
-    u->ordinals[i] = opts->num_devices ? opts->devices[i] : 0;
   u->nv.granule = granule;
   u->shift = (unsigned)__builtin_ctzll(granule);
   u->object_bytes = (uint64_t)u->query.out_max_create_pages << u->shift;
@@ -145,9 +143,10 @@ static void describe(const struct uvm *u, struct vm_be_info *info) {
   info->one_page_slabs = false;
   info->unreserve_unmaps = true;
   info->bind_bytes = u->bind_bytes;
+  info->table = u->nv.base.gpu ? NULL : &uvm_without_cuda;
 }
 
-static int uvm_open(const struct vmem_open_opts *opts, struct vm_be_info *info, void **be) {
+int uvm_open(const struct vmem_open_opts *opts, struct vm_be_info *info, void **be) {
   struct uvm *u = calloc(1, sizeof(*u));
   struct vmem_error before;
   int err;
@@ -167,31 +166,8 @@ static int uvm_open(const struct vmem_open_opts *opts, struct vm_be_info *info, 
   return 0;
 }
 
-static int uvm_probe(int32_t device, uint32_t flags, struct vmem_probe_info *info) {
+int uvm_probe(int32_t device, uint32_t flags, struct vmem_probe_info *info) {
   return gpu_be_probe(&vm_backend_uvm, "", device, flags, info);
 }
 
-const struct vm_backend vm_backend_uvm = {
-    .name = "uvm",
-    .probe = uvm_probe,
-    .open = uvm_open,
-    .close = uvm_close,
-    .mem_info = uvm_mem_info,
-    .reserve = uvm_reserve,
-    .unreserve = uvm_unreserve,
-    .slab_create = uvm_slab_create,
-    .slab_destroy = uvm_slab_destroy,
-    .map = uvm_map,
-    .unmap = uvm_unmap,
-    .remap = uvm_remap,
-    .bind = uvm_bind,
-    .fill = uvm_fill,
-    .read = uvm_read,
-    .write = uvm_write,
-    .copy = uvm_copy,
-    .event_from = uvm_event_from,
-    .event_query = uvm_event_query,
-    .event_wait = uvm_event_wait,
-    .stream_wait = uvm_stream_wait,
-    .event_put = uvm_event_put,
-};
+const struct vm_backend vm_backend_uvm = {UVM_ENTRIES, GPU_BE_ENTRIES};

@@ -28,13 +28,18 @@ extern const struct uvm_contents *vm_uvm_contents;
 
 struct uvm {
   struct nvidia nv;
-  int32_t ordinals[VMEM_MAX_DEVICES];
   struct uvm_vmem_query query; /* of the driver */
   unsigned shift;              /* log2(nv.granule) */
   uint64_t object_bytes;       /* of one object of a slab, but for its last */
   uint64_t bind_bytes;         /* of one map operation */
   void *contents;              /* state of vm_uvm_contents; NULL = not in use */
 };
+
+/* ---- uvm.c ---- */
+
+int uvm_probe(int32_t device, uint32_t flags, struct vmem_probe_info *info);
+int uvm_open(const struct vmem_open_opts *opts, struct vm_be_info *info, void **be);
+void uvm_close(void *be);
 
 /* ---- uvm_ioctl.c ---- */
 
@@ -70,21 +75,17 @@ int uvm_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse);
 int uvm_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset,
               uint32_t flags);
 
-/* ---- uvm_contents.c: contents and GPU work, by CUDA or by vm_uvm_contents ---- */
+/* ---- uvm_contents.c: contents without CUDA, by vm_uvm_contents ---- */
 
 int uvm_contents_open(struct uvm *u);
 void uvm_contents_close(struct uvm *u);
-int uvm_mem_info(void *be, uint32_t location, int32_t device, uint64_t *free_bytes,
-                 uint64_t *total_bytes);
-int uvm_fill(void *be, const struct vm_be_range *ranges, size_t n, uint8_t value,
-             const vm_event *after, size_t num_after, vm_event *done);
-int uvm_read(void *be, void *dst, uint64_t addr, uint64_t bytes);
-int uvm_write(void *be, uint64_t addr, const void *src, uint64_t bytes);
-int uvm_copy(void *be, uint64_t dst, uint64_t src, uint64_t bytes);
-int uvm_event_from(void *be, uint32_t kind, uint64_t handle, vm_event *event);
-int uvm_event_query(void *be, vm_event event);
-int uvm_event_wait(void *be, vm_event event);
-int uvm_stream_wait(void *be, uint64_t stream, vm_event event);
-void uvm_event_put(void *be, vm_event event);
+
+/* The back end's table where there is no CUDA. vm_backend_uvm has the same entries and GPU_BE_ENTRIES. */
+extern const struct vm_backend uvm_without_cuda;
+
+#define UVM_ENTRIES                                                                                \
+  .name = "uvm", .probe = uvm_probe, .open = uvm_open, .close = uvm_close, .reserve = uvm_reserve, \
+  .unreserve = uvm_unreserve, .slab_create = uvm_slab_create, .slab_destroy = uvm_slab_destroy,    \
+  .map = uvm_map, .unmap = uvm_unmap, .remap = uvm_remap, .bind = uvm_bind
 
 #endif

@@ -137,10 +137,7 @@ int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t locat
 
   (void)page_size;
   if (location == VMEM_PEER) {
-    struct vmem_open_opts opts = {.num_devices = u->nv.num_devices};
-
-    memcpy(opts.devices, u->ordinals, sizeof(opts.devices));
-    err = nvidia_find(&u->nv, &opts, device, &index);
+    err = nvidia_find(&u->nv, device, &index);
     if (err)
       return err;
   }
