@@ -151,3 +151,10 @@ int nvidia_find(const struct nvidia *n, int32_t ordinal, uint32_t *index) {
   return vm_fail(-EINVAL, "device %d is not one of the context's %u devices", ordinal,
                  n->num_devices);
 }
+
+int nvidia_uvm_call(const struct nvidia *n, unsigned long request, void *params, const uint32_t *status,
+                    uint64_t addr, uint64_t bytes, const char *what) {
+  int err = rm_ioctl(n->uvm_fd, request, params);
+
+  return err ? rm_fail_errno(err, addr, bytes, what) : rm_fail(*status, addr, bytes, what);
+}

@@ -66,13 +66,6 @@ static void find_name(struct nvidia *n, struct nvidia_device *d) {
     snprintf(d->name, sizeof(d->name), "%s", name.ascii);
 }
 
-static int uvm_call(struct nvidia *n, unsigned long request, void *params, const uint32_t *status,
-                    const char *what) {
-  int err = rm_ioctl(n->uvm_fd, request, params);
-
-  return err ? rm_fail_errno(err, 0, 0, what) : rm_fail(*status, 0, 0, what);
-}
-
 static int register_device(struct nvidia *n, uint32_t index) {
   struct nvidia_device *d = &n->devices[index];
   struct nv2080_alloc sub = {0};
@@ -92,12 +85,12 @@ static int register_device(struct nvidia *n, uint32_t index) {
     return err;
   find_name(n, d);
   memcpy(gpu.uuid, d->uuid, sizeof(gpu.uuid));
-  err = uvm_call(n, UVM_REGISTER_GPU, &gpu, &gpu.status, "UVM_REGISTER_GPU");
+  err = nvidia_uvm_call(n, UVM_REGISTER_GPU, &gpu, &gpu.status, 0, 0, "UVM_REGISTER_GPU");
   if (err)
     return err;
   memcpy(va.uuid, d->uuid, sizeof(va.uuid));
   va.va_space = d->va_space;
-  return uvm_call(n, UVM_REGISTER_GPU_VASPACE, &va, &va.status, "UVM_REGISTER_GPU_VASPACE");
+  return nvidia_uvm_call(n, UVM_REGISTER_GPU_VASPACE, &va, &va.status, 0, 0, "UVM_REGISTER_GPU_VASPACE");
 }
 
 /* GPUs that NVLink joins are peers from their registration on, and UVM refuses to be told so again. Whether
@@ -110,7 +103,7 @@ static int enable_peers(struct nvidia *n) {
 
       memcpy(p.a, n->devices[i].uuid, sizeof(p.a));
       memcpy(p.b, n->devices[k].uuid, sizeof(p.b));
-      err = uvm_call(n, UVM_ENABLE_PEER_ACCESS, &p, &p.status, "UVM_ENABLE_PEER_ACCESS");
+      err = nvidia_uvm_call(n, UVM_ENABLE_PEER_ACCESS, &p, &p.status, 0, 0, "UVM_ENABLE_PEER_ACCESS");
       if (err && p.status != NV_ERR_INVALID_DEVICE)
         return err;
     }
@@ -147,7 +140,7 @@ int nvidia_open_own(struct nvidia *n, const struct vmem_open_opts *opts) {
   if (!err)
     err = rm_open_node(UVM_NODE, &n->uvm_fd);
   if (!err)
-    err = uvm_call(n, UVM_INITIALIZE, &init, &init.status, "UVM_INITIALIZE");
+    err = nvidia_uvm_call(n, UVM_INITIALIZE, &init, &init.status, 0, 0, "UVM_INITIALIZE");
   if (!err)
     err = tie_to_memory(n);
   for (uint32_t i = 0; i < n->num_devices && !err; i++)

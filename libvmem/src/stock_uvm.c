@@ -1,8 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/*
- * UVM's ioctls. Each must be checked twice: what ioctl returns says whether the driver took the
- * call, the status in the structure whether it did the work.
- */
+/* UVM's ioctls. */
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -10,33 +7,20 @@
 #include "error.h"
 #include "stock.h"
 
-static int result(int err, uint32_t status, uint64_t addr, uint64_t bytes, const char *what) {
-  return err ? rm_fail_errno(err, addr, bytes, what) : rm_fail(status, addr, bytes, what);
-}
-
 int ext_create(const struct nvidia *s, uint64_t addr, uint64_t bytes) {
   struct uvm_create_range p = {.base = addr, .length = bytes};
-  int err = rm_ioctl(s->uvm_fd, UVM_CREATE_EXTERNAL_RANGE, &p);
 
-  return result(err, p.status, addr, bytes, "UVM_CREATE_EXTERNAL_RANGE");
+  return nvidia_uvm_call(s, UVM_CREATE_EXTERNAL_RANGE, &p, &p.status, addr, bytes,
+                         "UVM_CREATE_EXTERNAL_RANGE");
 }
 
 int ext_free(const struct nvidia *s, uint64_t addr, uint64_t bytes) {
-  uint32_t status;
-  int err;
+  struct uvm_free_580 with_length = {.base = addr, .length = bytes};
+  struct uvm_free_590 p = {.base = addr};
 
-  if (s->rm.abi.free_has_length) {
-    struct uvm_free_580 p = {.base = addr, .length = bytes};
-
-    err = rm_ioctl(s->uvm_fd, UVM_FREE, &p);
-    status = p.status;
-  } else {
-    struct uvm_free_590 p = {.base = addr};
-
-    err = rm_ioctl(s->uvm_fd, UVM_FREE, &p);
-    status = p.status;
-  }
-  return result(err, status, addr, bytes, "UVM_FREE");
+  if (s->rm.abi.free_has_length)
+    return nvidia_uvm_call(s, UVM_FREE, &with_length, &with_length.status, addr, bytes, "UVM_FREE");
+  return nvidia_uvm_call(s, UVM_FREE, &p, &p.status, addr, bytes, "UVM_FREE");
 }
 
 static void fill_records(const struct nvidia *s, struct uvm_gpu_record *records, uint32_t type) {
@@ -60,7 +44,8 @@ int ext_map(const struct nvidia *s, uint64_t addr, uint64_t bytes, uint32_t memo
     p.head = head;
     fill_records(s, p.gpus, mapping_type);
     p.tail = tail;
-    err = rm_ioctl(s->uvm_fd, UVM_MAP_EXTERNAL_ALLOCATION, &p);
+    err = nvidia_uvm_call(s, UVM_MAP_EXTERNAL_ALLOCATION, &p, &p.tail.status, addr, bytes,
+                          "UVM_MAP_EXTERNAL_ALLOCATION");
     status = p.tail.status;
   } else {
     struct uvm_map_32 p;
@@ -69,10 +54,11 @@ int ext_map(const struct nvidia *s, uint64_t addr, uint64_t bytes, uint32_t memo
     p.head = head;
     fill_records(s, p.gpus, mapping_type);
     p.tail = tail;
-    err = rm_ioctl(s->uvm_fd, UVM_MAP_EXTERNAL_ALLOCATION, &p);
+    err = nvidia_uvm_call(s, UVM_MAP_EXTERNAL_ALLOCATION, &p, &p.tail.status, addr, bytes,
+                          "UVM_MAP_EXTERNAL_ALLOCATION");
     status = p.tail.status;
   }
-  if (!err && status == NV_ERR_INSUFFICIENT_RESOURCES) {
+  if (status == NV_ERR_INSUFFICIENT_RESOURCES) {
     vm_fail_at(
         -ENOSPC, addr, bytes, STOCK_MAX_MAPPINGS,
         "the driver has no handle left for another mapping (all processes together have %d): "
@@ -80,7 +66,7 @@ int ext_map(const struct nvidia *s, uint64_t addr, uint64_t bytes, uint32_t memo
         RM_HANDLES);
     return vm_fail_status(status, rm_status_name(status));
   }
-  return result(err, status, addr, bytes, "UVM_MAP_EXTERNAL_ALLOCATION");
+  return err;
 }
 
 static int each_device(const struct nvidia *s, uint64_t addr, uint64_t bytes, unsigned long request,
@@ -90,8 +76,7 @@ static int each_device(const struct nvidia *s, uint64_t addr, uint64_t bytes, un
     int err;
 
     memcpy(p.uuid, s->devices[i].uuid, sizeof(p.uuid));
-    err = rm_ioctl(s->uvm_fd, request, &p);
-    err = result(err, p.status, addr, bytes, what);
+    err = nvidia_uvm_call(s, request, &p, &p.status, addr, bytes, what);
     if (err && i > 0)
       return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0, "%s was done on %u of %u devices only",
                         what, i, s->num_devices);
