@@ -47,6 +47,10 @@
 #define SG_HAS_PDB_DMA        (SOFTGPU_BRANCH >= 580)
 #define SG_HAS_EVENTS         (SOFTGPU_BRANCH >= 590) /* RegisterUvmEvents instead of RegisterUvmCallbacks */
 
+#if !SG_HAS_EVENTS
+#define UvmEventsLinux UvmOpsUvmEvents
+#endif
+
 #define SG_PAGE_4K   0x1000ull
 #define SG_PAGE_64K  0x10000ull
 #define SG_PAGE_2M   0x200000ull
@@ -380,11 +384,7 @@ struct sg_model {
 	struct list_head clients;   /* struct sg_client */
 	u32 next_handle;
 	u64 random;
-#if SG_HAS_EVENTS
 	struct UvmEventsLinux *events;
-#else
-	struct UvmOpsUvmEvents *events;
-#endif
 };
 
 extern struct sg_model model;

@@ -91,7 +91,13 @@ void nvUvmInterfaceDeviceDestroy(uvmGpuDeviceHandle device)
 	sg_call(SG_CALL_DeviceDestroy, to_gpu(device));
 }
 
-#if SG_HAS_EVENTS
+#if !SG_HAS_EVENTS
+#define nvUvmInterfaceRegisterUvmEvents nvUvmInterfaceRegisterUvmCallbacks
+#define nvUvmInterfaceDeRegisterUvmEvents nvUvmInterfaceDeRegisterUvmOps
+#define SG_CALL_RegisterUvmEvents SG_CALL_RegisterUvmCallbacks
+#define SG_CALL_DeRegisterUvmEvents SG_CALL_DeRegisterUvmOps
+#endif
+
 NV_STATUS nvUvmInterfaceRegisterUvmEvents(struct UvmEventsLinux *events)
 {
 	SG_CALL(RegisterUvmEvents, NULL);
@@ -104,20 +110,6 @@ void nvUvmInterfaceDeRegisterUvmEvents(void)
 	sg_call(SG_CALL_DeRegisterUvmEvents, NULL);
 	model.events = NULL;
 }
-#else
-NV_STATUS nvUvmInterfaceRegisterUvmCallbacks(struct UvmOpsUvmEvents *events)
-{
-	SG_CALL(RegisterUvmCallbacks, NULL);
-	model.events = events;
-	return NV_OK;
-}
-
-void nvUvmInterfaceDeRegisterUvmOps(void)
-{
-	sg_call(SG_CALL_DeRegisterUvmOps, NULL);
-	model.events = NULL;
-}
-#endif
 
 NV_STATUS nvUvmInterfaceQueryCaps(uvmGpuDeviceHandle device, UvmGpuCaps *caps)
 {
