@@ -279,6 +279,13 @@ void uvm_vmem_writer_begin(uvm_vmem_writer_t *writer, uvm_vmem_range_t *range, N
     writer->page_sizes = UVM_PAGE_SIZE_64K;
 }
 
+// The units from first to last change.
+static void writer_extend(uvm_vmem_writer_t *writer, NvU64 first, NvU64 last)
+{
+    writer->first_unit = min(writer->first_unit, first);
+    writer->last_unit = max(writer->last_unit, last);
+}
+
 static int writer_open(uvm_vmem_writer_t *writer)
 {
     uvm_vmem_range_gpu_t *range_gpu = &writer->range->gpus[writer->gpu_index];
@@ -443,8 +450,7 @@ int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_
         units = touched;
     }
 
-    writer->first_unit = min(writer->first_unit, index * UVM_VMEM_SLOT_UNITS + __ffs(units));
-    writer->last_unit = max(writer->last_unit, index * UVM_VMEM_SLOT_UNITS + fls(units) - 1);
+    writer_extend(writer, index * UVM_VMEM_SLOT_UNITS + __ffs(units), index * UVM_VMEM_SLOT_UNITS + fls(units) - 1);
 
     if (slot->state != target && (slot->state == UVM_VMEM_SLOT_SMALL || target == UVM_VMEM_SLOT_SMALL)) {
         writer->second_phase = true;
@@ -566,8 +572,7 @@ static void clear_big(uvm_vmem_range_t *range, NvU32 gpu_index)
             break;
 
         write_entry_2m(&writer, slot, 0);
-        writer.first_unit = min(writer.first_unit, i * UVM_VMEM_SLOT_UNITS);
-        writer.last_unit = (i + 1) * UVM_VMEM_SLOT_UNITS - 1;
+        writer_extend(&writer, i * UVM_VMEM_SLOT_UNITS, (i + 1) * UVM_VMEM_SLOT_UNITS - 1);
         cond_resched();
     }
 
