@@ -41,6 +41,7 @@ __all__ = ["Tree", "build_tree"]
 # Of a driver source only this is needed: nvidia/ for its headers and its list of conftests.
 PARTS = ("Kbuild", "Makefile", "conftest.sh", "header-presence-tests.mk", "common", "nvidia-uvm")
 MODULES = ("nvidia", "nvidia-uvm")
+LOCK_CLASSES = ROOT / "tests" / "kernel" / "guest" / "lockdep_classes.h"
 
 # In place of nvidia/nvidia.Kbuild: the software GPU, with the conftests that the driver asks for.
 SOFTGPU_KBUILD = """\
@@ -174,6 +175,8 @@ def wanted_files(tree: Tree) -> dict[str, bytes]:
     # Like KCFLAGS in make(), which come before this: what is not loaded is not made.
     kbuild = files["nvidia-uvm/nvidia-uvm.Kbuild"]
     files["nvidia-uvm/nvidia-uvm.Kbuild"] = kbuild.replace(b"-DDEBUG -O1 -g\n", b"-DDEBUG -O1\n")
+    if tree.own_kernel:
+        add_lock_classes(files)
     for header in sorted((source / "nvidia").glob("*.h")):
         files[f"nvidia/{header.name}"] = header.read_bytes()
     for name, content in softgpu_files(tree.version, source).items():
@@ -182,6 +185,17 @@ def wanted_files(tree: Tree) -> dict[str, bytes]:
         for name, content in kernel_files(tree.mutant).items():
             files[f"nvidia-uvm/{name}"] = content
     return files
+
+
+def add_lock_classes(files: dict[str, bytes]) -> None:
+    """Tells lockdep UVM's locks apart; see the header."""
+    files["nvidia-uvm/lockdep_classes.h"] = LOCK_CLASSES.read_bytes()
+    flag = b"NVIDIA_UVM_CFLAGS += -DNVIDIA_UVM_ENABLED\n"
+    kbuild = files["nvidia-uvm/nvidia-uvm.Kbuild"]
+    if flag not in kbuild:
+        raise KernelBuildError("nvidia-uvm.Kbuild: no place for lockdep_classes.h")
+    include = b"NVIDIA_UVM_CFLAGS += -include $(src)/nvidia-uvm/lockdep_classes.h\n"
+    files["nvidia-uvm/nvidia-uvm.Kbuild"] = kbuild.replace(flag, flag + include)
 
 
 def update_work(tree: Tree) -> None:

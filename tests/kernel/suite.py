@@ -106,6 +106,8 @@ def run_test(test: Test, builder: Builder, show: bool) -> Result:
             return Result(test, "ok", time.monotonic() - start)
         command = guest_command(test, builder)
     except BuildError as error:
+        if show:
+            print(error)
         return Result(test, "FAIL", time.monotonic() - start, str(error))
     report = BUILD / "logs" / f"{test.name}.json"
     report.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ QEMU = "qemu-system-x86_64"
 PROCESSOR = "max,la57=off"
 # A busy host is late with the timer that the kernel would check.
 COMMAND_LINE = (
-    "console=ttyS0 quiet panic=-1 oops=panic printk.devkmsg=on no_timer_check"
+    "console=ttyS0 quiet panic=-1 oops=panic printk.devkmsg=on no_timer_check watchdog_thresh=60"
     " rcupdate.rcu_cpu_stall_timeout=120"
 )
 # How long before its time is over a run shows where it hangs.
