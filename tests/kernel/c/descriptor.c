@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * Whose descriptor it is: not initialised, inherited by a child, passed to another process, kept through
- * execve, used by a thread, duplicated, closed by its owner while another still has it.
+ * execve, used by a thread, duplicated, closed by its owner while another still has it. And what one may pin at most.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -254,10 +254,98 @@ static void owner_closes_first(void) {
   close(dev);
 }
 
+/* A CREATE that is above the limit, and leaves everything as it was. */
+static void refused(struct world *w, unsigned shift, unsigned count, unsigned flags) {
+  struct uvm_vmem_stat before, after;
+  struct softgpu_counters base = gpu_counters(w, 0), now;
+  uint32_t handle;
+  OK(vm_stat(w->uvm, NULL, &before));
+  EQ(vm_create(w->uvm, w->uuid[0], shift, count, flags, &handle), -EDQUOT);
+  OK(vm_stat(w->uvm, NULL, &after));
+  CHECK(stat_same(&before, &after));
+  EQ(after.out_chunk_bytes, before.out_chunk_bytes);
+  EQ(after.out_kernel_bytes, before.out_kernel_bytes);
+  EQ(after.out_zeroed_bytes, before.out_zeroed_bytes);
+  now = gpu_counters(w, 0);
+  EQ(now.frames_free_now, base.frames_free_now);
+}
+
+/* The limit is of 8 MB, in GPU memory or (flags) the host's; it counts what is pinned, which is 2 MB at a time. */
+static void fill_to_limit(struct world *w, const char *limit, unsigned flags) {
+  uint32_t large, small, mapped, more;
+  OK(set_parameter(limit, 8));
+  OK(vm_create(w->uvm, w->uuid[0], 21, 2, flags, &large));
+  OK(vm_create(w->uvm, w->uuid[0], 16, 31, flags, &small));
+  refused(w, 21, 2, flags); /* the first page would fit */
+  OK(vm_create(w->uvm, w->uuid[0], 17, 16, flags, &mapped)); /* 8 MB */
+  OK(vm_create(w->uvm, w->uuid[0], 16, 1, flags, &more));    /* inside them */
+  refused(w, 16, 1, flags);
+  refused(w, 21, 1, flags);
+  refused(w, 18, 100, flags);
+  /* The other kind of memory has its own limit. */
+  OK(vm_release(w->uvm, more));
+  OK(vm_create(w->uvm, w->uuid[0], 21, 1, flags ^ UVM_VMEM_CREATE_HOST, &more));
+  OK(vm_release(w->uvm, more));
+  OK(vm_create(w->uvm, w->uuid[0], 16, 1, flags, &more));
+  /* Room comes when memory is given back: not when it is released while it is mapped. */
+  OK(vm_reserve(w->uvm, w->uuid[0], RES, MIB(16), 16, 0));
+  OK(vm_map(w->uvm, RES, RES, mapped, 0, 16, 0));
+  OK(vm_release(w->uvm, mapped));
+  refused(w, 16, 1, flags);
+  OK(vm_unmap(w->uvm, RES, RES, MIB(16) / UNIT, 0));
+  OK(vm_create(w->uvm, w->uuid[0], 21, 1, flags, &mapped));
+  refused(w, 16, 1, flags);
+  OK(vm_release(w->uvm, large));
+  OK(vm_create(w->uvm, w->uuid[0], 16, 64, flags, &large));
+  refused(w, 16, 1, flags);
+  /* A lower one leaves what is held, and what is not a multiple of 2 MB counts down. */
+  OK(set_parameter(limit, 3));
+  OK(vm_map(w->uvm, RES, RES, large, 0, 64, 0));
+  OK(vm_unmap(w->uvm, RES, RES, 64, 0));
+  refused(w, 16, 1, flags);
+  OK(vm_release(w->uvm, large));
+  OK(vm_release(w->uvm, mapped));
+  refused(w, 21, 1, flags);
+  OK(vm_release(w->uvm, small));
+  OK(vm_release(w->uvm, more));
+  OK(vm_create(w->uvm, w->uuid[0], 21, 1, flags, &large));
+  refused(w, 16, 1, flags);
+  OK(set_parameter(limit, 0));
+  OK(vm_create(w->uvm, w->uuid[0], 21, 8, flags, &more));
+  OK(vm_release(w->uvm, more));
+  OK(vm_release(w->uvm, large));
+  OK(vm_free(w->uvm, RES, 0));
+}
+
+static void limits(void) {
+  static const struct {
+    const char *name;
+    unsigned flags;
+  } kinds[] = {{"uvm_vmem_limit_mb", 0}, {"uvm_vmem_host_limit_mb", UVM_VMEM_CREATE_HOST}};
+  for (size_t i = 0; i < ARRAY_SIZE(kinds); i++) {
+    struct world a, b;
+    uint32_t large, more;
+    world_open(&a, 1);
+    fill_to_limit(&a, kinds[i].name, kinds[i].flags);
+    /* Each descriptor has a limit of its own. */
+    world_open(&b, 1);
+    int error = set_parameter(kinds[i].name, 8);
+    if (!error) error = vm_create(a.uvm, a.uuid[0], 21, 4, kinds[i].flags, &large);
+    if (!error) error = vm_create(b.uvm, b.uuid[0], 21, 4, kinds[i].flags, &large);
+    int above = vm_create(a.uvm, a.uuid[0], 16, 1, kinds[i].flags, &more);
+    set_parameter(kinds[i].name, 0);
+    if (failures_here) printf("with %s\n", kinds[i].name);
+    EQ(error, 0);
+    EQ(above, -EDQUOT);
+    world_close(&b);
+    world_close(&a);
+  }
+}
+
 int main(int argc, char **argv) {
   static const struct test tests[] = {TEST(not_initialised),      TEST(forked_child),   TEST(passed_over_a_socket),
                                       TEST(kept_through_execve),  TEST(another_thread), TEST(duplicated),
-                                      TEST(owner_closes_first)};
+                                      TEST(owner_closes_first),   TEST(limits)};
   if (argc == 4 && strcmp(argv[1], "--after-exec") == 0) return after_exec(atoi(argv[2]), (uint32_t)atoi(argv[3]));
   return run_tests(tests, ARRAY_SIZE(tests), argc, argv);
 }

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * A process with several threads at work is killed at a random point, again and again; afterwards everything
- * that it had is back, and nobody sees what it wrote.
+ * that it had is back, and nobody sees what it wrote. And /proc/driver/nvidia-uvm/vmem, which shows the living.
  *
  * Parameters: KILLS, SEED.
  */
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include "abi.h"
 #include "kcheck.h"
@@ -113,4 +115,254 @@ static void kill_the_only_client(void) {
   close(dev);
 }
 
-MAIN(TEST(kill_at_random), TEST(kill_the_only_client))
+/* A line of the file; busy: of a client that held its lock. */
+struct row {
+  int pid;
+  bool busy;
+  unsigned long long reservations, reserved_kb, objects, created_kb, mapped_kb, gpu_kb, host_kb, slots, kernel_kb, binds;
+  char command[64];
+};
+
+#define PROC_FILE "/proc/driver/nvidia-uvm/vmem"
+#define COLUMNS \
+  "# pid reservations reserved_kb objects created_kb mapped_kb gpu_kb host_kb slots kernel_kb binds command\n"
+
+/* The lines, at most `most` of them; -1 if the file is not as it should be. */
+static int read_rows(struct row *rows, int most) {
+  FILE *file = fopen(PROC_FILE, "r");
+  char line[512], rest[8];
+  int n = 0;
+  if (!file) return -1;
+  if (!fgets(line, sizeof(line), file) || strcmp(line, COLUMNS) != 0) n = -1;
+  while (n >= 0 && fgets(line, sizeof(line), file)) {
+    struct row r = {0};
+    int fields = sscanf(line, "%d %llu %llu %llu %llu %llu %llu %llu %llu %llu %llu %63s %7s", &r.pid, &r.reservations,
+                        &r.reserved_kb, &r.objects, &r.created_kb, &r.mapped_kb, &r.gpu_kb, &r.host_kb, &r.slots,
+                        &r.kernel_kb, &r.binds, r.command, rest);
+    r.busy = fields == 1 && strstr(line, " busy\n");
+    if ((fields != 12 && !r.busy) || n == most) {
+      printf("line %d of %d: %s", n, most, line);
+      n = -1;
+    } else {
+      rows[n++] = r;
+    }
+  }
+  fclose(file);
+  return n;
+}
+
+enum { MOST_ROWS = 64 };
+
+/* The only line of a process; none: false. */
+static bool row_of(pid_t pid, struct row *row) {
+  static struct row rows[MOST_ROWS];
+  int found = 0, n = read_rows(rows, MOST_ROWS);
+  if (n < 0) fail("the file cannot be read");
+  for (int i = 0; i < n; i++) {
+    if (rows[i].pid != pid) continue;
+    *row = rows[i];
+    found++;
+  }
+  if (found > 1) fail("%d lines of process %d", found, pid);
+  return found == 1;
+}
+
+static void row_agrees(const struct row *r, const struct uvm_vmem_stat *s, const char *command) {
+  CHECK(!r->busy);
+  EQ(r->reservations, s->out_reservations);
+  EQ(r->reserved_kb, s->out_reserved_bytes >> 10);
+  EQ(r->objects, s->out_objects);
+  EQ(r->created_kb, s->out_created_bytes >> 10);
+  EQ(r->mapped_kb, s->out_mapped_bytes >> 10);
+  EQ(r->gpu_kb, s->out_chunk_bytes >> 10);
+  EQ(r->host_kb, s->out_host_bytes >> 10);
+  EQ(r->slots, s->out_slots);
+  EQ(r->kernel_kb, s->out_kernel_bytes >> 10);
+  EQ(r->binds, s->out_binds);
+  if (strcmp(r->command, command) != 0) fail("command %s, not %s", r->command, command);
+}
+
+/* A client of its own size and name, which tells what STAT says over the pipe and stays. */
+__attribute__((noreturn)) static void sits(unsigned number, int pipe) {
+  struct uvm_vmem_stat s;
+  uint32_t object[3];
+  char name[16];
+  snprintf(name, sizeof(name), "sits %u", number);
+  prctl(PR_SET_NAME, name);
+  world_open(&W, 1);
+  int bad = vm_reserve(W.uvm, W.uuid[0], RES, MIB(32) << number, 16, 0) != 0;
+  if (number) bad |= vm_reserve(W.uvm, W.uuid[0], RES + GIB(8), MIB(2), 16, 0) != 0;
+  bad |= vm_create(W.uvm, W.uuid[0], 16, 5 + number, 0, &object[0]) != 0;
+  bad |= vm_create(W.uvm, W.uuid[0], 21, 1 + number, 0, &object[1]) != 0;
+  bad |= vm_create(W.uvm, W.uuid[0], 17, 3 + number, UVM_VMEM_CREATE_HOST, &object[2]) != 0;
+  for (unsigned i = 0; i <= number; i++) bad |= vm_map(W.uvm, RES, RES + i * MIB(4), object[0], 0, 2 + i, 0) != 0;
+  bad |= vm_map(W.uvm, RES, RES + MIB(2), object[2], 0, 2, 0) != 0;
+  bad |= vm_stat(W.uvm, NULL, &s) != 0;
+  if (bad || write(pipe, &s, sizeof(s)) != sizeof(s)) _exit(1);
+  for (;;) sleep_ms(1000);
+}
+
+/* Lines of killed processes go, if not at once. */
+static void row_goes(pid_t pid) {
+  struct row row;
+  for (unsigned tries = 0; row_of(pid, &row); tries++) {
+    if (tries == 100) {
+      fail("process %d is dead and still there", pid);
+      return;
+    }
+    sleep_ms(50);
+  }
+}
+
+/* Each client has its line, with what STAT says; a line goes with its client, and takes nothing along. */
+static void proc_shows_the_living(void) {
+  enum { CLIENTS = 3 };
+  struct uvm_vmem_stat s, own, none;
+  struct row row, rows[MOST_ROWS];
+  pid_t child[CLIENTS];
+  struct world w;
+  uint32_t object = 0;
+  char name[32];
+  int ends[2];
+  struct uvm_vmem_stat stat[CLIENTS];
+  OK(pipe(ends));
+  EQ(read_rows(rows, MOST_ROWS), 0);
+  world_open(&w, 1);
+  fflush(stdout);
+  for (unsigned i = 0; i < CLIENTS; i++) {
+    child[i] = fork();
+    if (child[i] == 0) sits(i, ends[1]);
+    EQ(read(ends[0], &stat[i], sizeof(stat[i])), sizeof(stat[i]));
+  }
+  CHECK(!row_of(getpid(), &row)); /* it has asked for nothing yet */
+  OK(vm_stat(w.uvm, NULL, &none));
+  for (unsigned step = 0; step < 6; step++) {
+    if (step == 1) OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(64), 16, UVM_VMEM_RESERVE_EAGER));
+    if (step == 2) OK(vm_create(w.uvm, w.uuid[0], 16, 40, 0, &object));
+    if (step == 3) OK(vm_map(w.uvm, RES, RES, object, 0, 40, 0));
+    if (step == 4) OK(vm_release(w.uvm, object));
+    if (step == 5) OK(vm_unmap(w.uvm, RES, RES, 39, 0));
+    OK(vm_stat(w.uvm, NULL, &own));
+    CHECK(row_of(getpid(), &row));
+    row_agrees(&row, &own, "kill");
+  }
+  EQ(own.out_mapped_bytes, UNIT); /* and it is not all zeros that agree */
+  EQ(own.out_created_bytes, 40 * UNIT);
+  for (unsigned dead = 0; dead <= CLIENTS; dead++) {
+    for (unsigned i = dead; i < CLIENTS; i++) {
+      snprintf(name, sizeof(name), "sits\\040%u", i);
+      CHECK(row_of(child[i], &row));
+      row_agrees(&row, &stat[i], name);
+    }
+    if (dead < CLIENTS) {
+      kill(child[dead], SIGKILL);
+      EQ(waitpid(child[dead], NULL, 0), child[dead]);
+      row_goes(child[dead]);
+    }
+    EQ(read_rows(rows, MOST_ROWS), dead < CLIENTS ? CLIENTS - dead : 1);
+  }
+  OK(vm_stat(w.uvm, NULL, &s));
+  CHECK(row_of(getpid(), &row));
+  row_agrees(&row, &s, "kill");
+  world_close(&w);
+  EQ(read_rows(rows, MOST_ROWS), 0);
+  close(ends[0]);
+  close(ends[1]);
+}
+
+/* Whose memory is where is the administrator's to know. */
+static void proc_is_for_root(void) {
+  int status = -1;
+  fflush(stdout);
+  pid_t child = fork();
+  if (child == 0) {
+    if (setuid(1000)) _exit(1);
+    _exit(open(PROC_FILE, O_RDONLY) >= 0 || errno != EACCES);
+  }
+  EQ(waitpid(child, &status, 0), child);
+  EQ(status, 0);
+}
+
+static volatile bool stop;
+static _Atomic unsigned reads, seen, was_busy;
+
+/* What a line of a client of come_and_go can say. */
+static bool plausible(const struct row *r) {
+  if (r->busy) return true;
+  return strcmp(r->command, "kill") == 0 && r->objects <= 1 && r->host_kb == 0 && (!r->created_kb || r->created_kb == 1024) &&
+         (!r->mapped_kb || r->mapped_kb == 512) && (!r->reserved_kb || r->reserved_kb == 32768);
+}
+
+static void *reads_on(void *unused) {
+  struct row rows[MOST_ROWS];
+  uintptr_t wrong = 0;
+  (void)unused;
+  while (!stop) {
+    int n = read_rows(rows, MOST_ROWS);
+    if (n < 0) wrong++;
+    for (int i = 0; i < n; i++) {
+      was_busy += rows[i].busy;
+      seen++;
+      if (rows[i].pid != getpid() || plausible(&rows[i])) continue;
+      printf("%llu objects, %llu KB of %s\n", rows[i].objects, rows[i].created_kb, rows[i].command);
+      wrong++;
+    }
+    reads++;
+  }
+  return (void *)wrong;
+}
+
+static void *come_and_go(void *number) {
+  const uint64_t base = RES + (uintptr_t)number * GIB(4);
+  struct softgpu_client c;
+  uintptr_t wrong = 0;
+  while (!stop) {
+    uint32_t object;
+    if (softgpu_client_open(&c, 1)) return (void *)1;
+    wrong += vm_reserve(c.uvm, c.uuid[0], base, MIB(32), 16, 0) != 0;
+    wrong += vm_create(c.uvm, c.uuid[0], 16, 16, 0, &object) != 0;
+    for (unsigned i = 0; i < 4; i++) {
+      wrong += vm_map(c.uvm, base, base + MIB(2), object, 0, 8, 0) != 0;
+      wrong += vm_unmap(c.uvm, base, base, 64, 0) != 0;
+    }
+    if (wrong % 2 == 0) wrong += vm_release(c.uvm, object) != 0;
+    softgpu_client_close(&c);
+  }
+  return (void *)wrong;
+}
+
+/* Two threads read while clients come and go, and others are killed. */
+static void proc_under_fire(void) {
+  uint64_t kills = 5 + parameter("KILLS", 50) / 50;
+  struct softgpu_counters base;
+  struct row rows[MOST_ROWS];
+  struct world stays;
+  pthread_t thread[4];
+  void *wrong;
+  stop = false;
+  reads = seen = was_busy = 0;
+  world_open(&stays, 1);
+  base = gpu_counters(&stays, 0);
+  for (uintptr_t t = 0; t < 4; t++) OK(pthread_create(&thread[t], NULL, t < 2 ? reads_on : come_and_go, (void *)t));
+  for (uint64_t i = 0; i < kills; i++) {
+    pid_t child = fork();
+    if (child == 0) victim(900001 + i);
+    sleep_ms(100);
+    kill(child, SIGKILL);
+    EQ(waitpid(child, NULL, 0), child);
+    row_goes(child);
+  }
+  stop = true;
+  for (unsigned t = 0; t < 4; t++) {
+    OK(pthread_join(thread[t], &wrong));
+    EQ((uintptr_t)wrong, 0);
+  }
+  printf("%u reads, %u lines, %u of them busy\n", reads, seen, was_busy);
+  CHECK(reads > 20 && seen > was_busy);
+  gpu_check_clean(stays.dev, 0, &base, true);
+  world_close(&stays);
+  EQ(read_rows(rows, MOST_ROWS), 0);
+}
+
+MAIN(TEST(proc_shows_the_living), TEST(proc_is_for_root), TEST(kill_at_random), TEST(kill_the_only_client),
+     TEST(proc_under_fire))

@@ -353,7 +353,7 @@ static void suspended(void) {
 static void handles_come_round(void) {
   struct world w;
   uint32_t keeps_the_chunk, first, handle = 0;
-  if (!parameter("ROUND", 0)) SKIP("takes minutes (ROUND=1)");
+  if (!parameter("ROUND", 0)) SKIP("takes long (ROUND=1)");
   world_open(&w, 1);
   OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(2), 16, 0));
   OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &keeps_the_chunk));

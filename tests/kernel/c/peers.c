@@ -135,4 +135,21 @@ static void peer_memory(void) {
   world_close(&w);
 }
 
-MAIN(TEST(apart), TEST(one_reservation_on_both), TEST(peer_memory))
+/* The administrator's limit is one for each GPU. */
+static void limit_of_each_gpu(void) {
+  struct world w;
+  uint32_t object[2], more;
+  int result = 0, above[2];
+  if (world_gpus() < 2) SKIP("one GPU (run with --gpus 2)");
+  world_open(&w, 2);
+  OK(set_parameter("uvm_vmem_limit_mb", 4));
+  for (unsigned gpu = 0; gpu < 2 && !result; gpu++) result = vm_create(w.uvm, w.uuid[gpu], 21, 2, 0, &object[gpu]);
+  for (unsigned gpu = 0; gpu < 2; gpu++) above[gpu] = vm_create(w.uvm, w.uuid[gpu], 16, 1, 0, &more);
+  OK(set_parameter("uvm_vmem_limit_mb", 0));
+  EQ(result, 0);
+  EQ(above[0], -EDQUOT);
+  EQ(above[1], -EDQUOT);
+  world_close(&w);
+}
+
+MAIN(TEST(limit_of_each_gpu), TEST(apart), TEST(one_reservation_on_both), TEST(peer_memory))

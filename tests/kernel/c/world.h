@@ -48,6 +48,16 @@ static inline struct softgpu_counters gpu_counters(struct world *w, unsigned gpu
   return c;
 }
 
+/* A parameter of nvidia-uvm.ko that may change while it is loaded. */
+static inline int set_parameter(const char *name, uint64_t value) {
+  char path[96];
+  snprintf(path, sizeof(path), "/sys/module/nvidia_uvm/parameters/%s", name);
+  FILE *file = fopen(path, "w");
+  if (!file) return -errno;
+  fprintf(file, "%llu\n", (unsigned long long)value);
+  return fclose(file) ? -errno : 0;
+}
+
 static inline void sleep_ms(unsigned ms) {
   struct timespec t = {.tv_sec = ms / 1000, .tv_nsec = (long)(ms % 1000) * 1000000};
   nanosleep(&t, NULL);

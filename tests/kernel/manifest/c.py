@@ -27,6 +27,7 @@ PROGRAMS = [
     Test(name="descriptor", program="descriptor"),
     Test(name="basic", program="basic"),
     Test(name="async", program="async"),
+    Test(name="batch", program="batch"),
     Test(name="lifecycle", program="lifecycle", vidmem=256),
     Test(name="peers", program="peers", gpus=2, module_args="p2p=pcie"),
     Test(name="nvlink", program="peers", gpus=2, module_args="p2p=nvlink"),
@@ -35,7 +36,7 @@ PROGRAMS = [
 
 # Each in both builds of the driver and on both architectures, but not in all four pairs; of those
 # that take long one pair is left to the long run.
-SLOW = ("failnth", "nvlink")
+SLOW = ("batch", "failnth", "nvlink")
 
 SHORT = [
     replace(
@@ -100,6 +101,13 @@ LONG = [
         long=True,
         args=["CALLS=1000000", "SEED=3"],
         timeout=21600,
+    ),
+    Test(
+        name="handles-come-round",
+        program="lifecycle",
+        long=True,
+        args=["handles_come_round", "ROUND=1"],
+        timeout=1800,
     ),
     Test(name="kill-long", program="kill", long=True, args=["KILLS=1000"], timeout=3600),
     Test(name="kill-checked", program="kill", long=True, checked=True, timeout=3600),
