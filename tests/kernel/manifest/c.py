@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from manifest.entry import Test
+from manifest.entry import DELAYS, Test
 
 __all__ = ["TESTS"]
 
@@ -44,6 +44,7 @@ SHORT = [
         name=f"{test.name}-{arch}-{kind}",
         arch=arch,
         type=kind,
+        module_args=f"{test.module_args} {DELAYS}" if kind == "debug" else test.module_args,
         long=test.name in SLOW and arch == "ampere",
     )
     for test in PROGRAMS
@@ -63,9 +64,21 @@ HEAVY = [
         arch="ampere",
         args=["OPS=3000", "PROCS=2", "THREADS=2", "SEED=2"],
     ),
-    Test(name="fuzz-hopper-debug", program="fuzz", type="debug", args=["CALLS=25000", "SEED=1"]),
+    Test(
+        name="fuzz-hopper-debug",
+        program="fuzz",
+        type="debug",
+        module_args=DELAYS,
+        args=["CALLS=25000", "SEED=1"],
+    ),
     Test(name="fuzz-ampere", program="fuzz", arch="ampere", args=["CALLS=25000", "SEED=2"]),
-    Test(name="kill-hopper-debug", program="kill", type="debug", args=["KILLS=50"]),
+    Test(
+        name="kill-hopper-debug",
+        program="kill",
+        type="debug",
+        module_args=DELAYS,
+        args=["KILLS=50"],
+    ),
     Test(name="counts-hopper", program="counts", vidmem=8192),
     Test(name="counts-ampere", program="counts", arch="ampere", vidmem=8192, long=True),
     *(

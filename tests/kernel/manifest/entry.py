@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["DRIVER", "Test"]
+__all__ = ["DELAYS", "DRIVER", "Test"]
 
 # The version whose tests are all run; the others are built, and some of the tests run on them.
 DRIVER = "535.261.03"
+# Of the software GPU, for the driver that checks itself: each push begins up to so much later.
+DELAYS = "delay_us=200"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from manifest.entry import Test
+from manifest.entry import DELAYS, Test
 
 __all__ = ["TESTS"]
 
@@ -64,7 +64,12 @@ def _pytest(*files: str) -> str:
 
 TESTS = [
     *(
-        _uvm(f"uvm-{arch}-{kind}", arch=arch, type=kind)
+        _uvm(
+            f"uvm-{arch}-{kind}",
+            arch=arch,
+            type=kind,
+            module_args=DELAYS if kind == "debug" else "",
+        )
         for arch in ("hopper", "ampere")
         for kind in ("release", "debug")
     ),
@@ -72,7 +77,7 @@ TESTS = [
     _uvm("gpu-fails", "gpu-fails", allow=AFTER_A_FAILURE),
     _uvm("unpatched", "unpatched", patched=False),
     _suite("c", C_TESTS),
-    _suite("c-debug", C_TESTS, type="debug", module_args="delay_us=200", long=True),
+    _suite("c-debug", C_TESTS, type="debug", module_args=DELAYS, long=True),
     _suite("stress", ("stress",)),
     _python("selftest", "vmem probe && vmem selftest --samples 0 --json /tmp/report.json"),
     _python("calls", _pytest("errors", "context", "selftest"), timeout=600.0),
