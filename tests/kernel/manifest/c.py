@@ -120,7 +120,7 @@ LONG = [
         program="lifecycle",
         long=True,
         args=["handles_come_round", "ROUND=1"],
-        timeout=1800,
+        timeout=10800,
     ),
     Test(name="kill-long", program="kill", long=True, args=["KILLS=1000"], timeout=3600),
     Test(name="kill-checked", program="kill", long=True, checked=True, timeout=3600),
