@@ -93,10 +93,12 @@ struct test {
   void (*run)(void);
 };
 
+/* Arguments: NAME to run, -NAME to leave out, NAME=VALUE for parameter(). */
 static inline bool wanted(const char *name, int argc, char **argv) {
   bool any = false;
   for (int i = 1; i < argc; i++) {
-    if (strchr(argv[i], '=')) continue;
+    if (argv[i][0] == '-' && strcmp(argv[i] + 1, name) == 0) return false;
+    if (argv[i][0] == '-' || strchr(argv[i], '=')) continue;
     any = true;
     if (strcmp(argv[i], name) == 0) return true;
   }

@@ -100,7 +100,9 @@ BUILTIN = [
     for patched in (True, False)
 ]
 
-# Not the debug build for failnth: UVM's lock checker needs memory itself, and asserts without it.
+# Not the debug build for failnth: UVM's lock checker needs memory itself, and asserts without it. Not
+# `suspended`: uvm_resume takes the global lock under those that uvm_suspend took, and keeps that from
+# UVM's lock checker, but not from lockdep.
 CHECKED = [
     replace(
         test,
@@ -109,6 +111,7 @@ CHECKED = [
         long=True,
         timeout=3600 if test.name == "failnth" else 1800,
         type="release" if test.name == "failnth" else "debug",
+        args=["-suspended"] if test.name == "lifecycle" else test.args,
     )
     for test in PROGRAMS
 ]
