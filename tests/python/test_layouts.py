@@ -28,6 +28,7 @@ from pyvmem.layouts import (
     read_trace,
     shape_of,
 )
+from pyvmem.layouts.adviser import name
 from pyvmem.layouts.cli import budget
 from pyvmem.layouts.cost import page_table_bytes
 
@@ -133,9 +134,19 @@ def test_sharing_unit_is_the_first_token_at_a_page_border() -> None:
 
 def test_small_pages_where_requests_are_short() -> None:
     found = advise(LLAMA, MANY, 40 * GB)
-    assert found.best.choice == Choice(1, 64 * KB)
-    assert found.why.startswith("a tensor per layer, 64 KB pages: ")
-    assert "2 map calls a token" in found.why
+    best = found.best
+    assert best in found.costs
+    assert best.choice.page_size < 2 * MB
+    assert best.batch >= 0.97 * max(one.batch for one in found.costs)
+    assert found.why.startswith(name(best.choice) + f": {int(best.batch)} requests")
+    assert f"{best.calls_per_token:.3g} map calls a token" in found.why
+
+
+def test_a_tensor_per_layer_where_groups_gain_nothing() -> None:
+    """With the same calls and a batch within 1 %, strided rows are not worth it."""
+    considered = [Choice(group, 64 * KB) for group in (8, 1, 2)]
+    best = advise(LLAMA, [Request(4000, 500)], 40 * GB, considered).best
+    assert best.choice == Choice(1, 64 * KB)
 
 
 def test_large_pages_where_requests_are_long() -> None:
