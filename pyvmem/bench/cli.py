@@ -25,6 +25,7 @@ from pyvmem.bench import (
     calls,
     capacity,
     live,
+    prefixes,
     report,
     sizes,
     step,
@@ -114,6 +115,7 @@ def add_parser(sub: Any) -> None:
     api.add_argument("--list", action="store_true", help="list the parts and stop")
     api.set_defaults(run=run)
     capacity.add_parser(which)
+    prefixes.add_parser(which)
 
 
 def measure(
