@@ -209,6 +209,20 @@ def test_match_and_pin_in_one() -> None:
     assert tree.check() == []
 
 
+def test_a_pinned_match_keeps_no_more_than_what_matched() -> None:
+    tree: Tree = PrefixTree(UNIT)
+    node = add(tree, units(1, 2, 3, 4))
+    match = tree.match(units(1, 2, 9), pin=True)
+    assert (match.length, match.node.end, match.node.units) == (2 * UNIT, 2 * UNIT, 2)
+    assert match.parts == [(match.node.span, 2)]
+    assert node.parent is match.node
+    assert tree.locked_pages == 2 * PAGES
+    assert sum(span.pages for span in tree.evict(100)) == 2 * PAGES
+    assert length(tree, units(1, 2, 3, 4)) == 2 * UNIT
+    tree.unpin(match.node)
+    assert tree.check() == []
+
+
 def test_evicted_prefixes_cannot_be_pinned() -> None:
     tree: Tree = PrefixTree(UNIT)
     node = add(tree, units(1, 2, 3))
@@ -447,7 +461,7 @@ def test_check_finds_what_is_wrong() -> None:
     assert "pages is 1; the nodes have 9" in broken(set_tree("pages", 1))
     assert "tokens is 0" in broken(set_tree("tokens", 0))
     assert "nodes is 7" in broken(set_tree("nodes", 7))
-    assert "locked_pages is 2" in broken(set_tree("locked_pages", 2))
+    assert "locked_pages is 2" in broken(lambda tree, node: setattr(tree._order, "locked_pages", 2))
     assert "it has 0 locks" in broken(set_node("pins", 1))
     assert "just when it is not locked" in broken(set_node("_locks", 1))
     assert "the root has 1 locks" in broken(lambda tree, node: setattr(tree.root, "_locks", 1))
@@ -455,8 +469,8 @@ def test_check_finds_what_is_wrong() -> None:
     assert "under another unit" in broken(set_node("_run", bytes(16)))
     assert "are not 2 units" in broken(set_node("units", 2))
     assert "its parent at 0" in broken(set_node("used", 1))
-    assert "after its parent" in broken(lambda tree, node: tree._order.move_to_end(node))
-    assert "2 nodes stand" in broken(lambda tree, node: tree._order.pop(node))
+    assert "after its parent" in broken(lambda tree, node: tree._order.nodes.move_to_end(node))
+    assert "2 nodes stand" in broken(lambda tree, node: tree._order.nodes.pop(node))
 
 
 # ---- token ids -----------------------------------------------------------------------------------
