@@ -18,6 +18,7 @@ _COMMANDS = {
     "probe": ("pyvmem.probe", "which back ends work on this machine"),
     "selftest": ("pyvmem.selftest.cli", "check on the GPU itself that it works on this machine"),
     "bench": ("pyvmem.bench.cli", "measure the calls, against CUDA's own where there is a GPU"),
+    "layouts": ("pyvmem.layouts.cli", "what layouts of the KV cache cost, and which to take"),
     "serve-demo": ("pyvmem.serve.cli", "serve prompts with a small model through the KV cache"),
 }
 

@@ -235,13 +235,74 @@ def part_counts(_: list[Result]) -> list[str]:
     ]
 
 
+LAYOUTS = ["g1/64K", "g1/256K", "g1/2M", "g4/64K", "g4/2M", "blocks/16", "blocks/256"]
+
+
+def layout_name(layout: str) -> str:
+    """The heading of a layout: g4/2M is four layers in a tensor, pages of 2 MB."""
+    how, _, size = layout.partition("/")
+    if how == "blocks":
+        return f"paged, {size} tokens"
+    return PAGES.get(size, size.replace("K", " KB")) + (
+        "" if how == "g1" else f", groups of {how[1:]}"
+    )
+
+
+def part_capacity(_: list[Result]) -> list[str]:
+    """Requests at a time, and what each wastes, by layout."""
+    path = RESULTS / "capacity.json"
+    run: Result = json.loads(path.read_text(encoding="utf-8"))
+    found = rows(run)
+    body = []
+    for part, data in run["parts"].items():
+        models = {r["id"].split("/")[1]: r["what"].rpartition(", ")[0] for r in data["rows"]}
+        for model, name in models.items():
+            cells = [found[f"{part}/{model}/{layout}"] for layout in LAYOUTS]
+            shown = [f"{number(c['value'])} ({number(c['wasted_bytes'] / 2**20)})" for c in cells]
+            body.append([f"{name}; {part}", *shown])
+    memory = run["options"]["memory"] >> 30
+    return [
+        f"Requests that run at a time in {memory} GB (and MB that each wastes), replayed "
+        f"([raw]({path.relative_to(ROOT).as_posix()})):",
+        "",
+        *table(["", *map(layout_name, LAYOUTS)], body),
+    ]
+
+
+def part_prefixes(_: list[Result]) -> list[str]:
+    """What the tree of prefixes finds for each budget, beside hashed blocks."""
+    path = RESULTS / "prefixes.json"
+    run: Result = json.loads(path.read_text(encoding="utf-8"))
+    found = rows(run)
+    hits = [row for row in run["parts"]["hits"]["rows"] if "budget_bytes" in row]
+    budgets = list(dict.fromkeys(row["id"].rpartition("/")[2] for row in hits))
+    systems = {row["id"].rpartition("/")[0]: row["what"].rpartition(", ")[0] for row in hits}
+    body = [
+        [what, *(f"{number(found[f'{system}/{budget}']['value'])} %" for budget in budgets)]
+        for system, what in systems.items()
+    ]
+    bound = found["hits/bound"]["value"]
+    return [
+        f"Tokens of prompts found in the cache, {run['options']['trace'] or 'made up'}, keys and "
+        f"values of {run['options']['model']} ([raw]({path.relative_to(ROOT).as_posix()})); "
+        f"{number(bound)} % without a budget:",
+        "",
+        *table(["", *(budget.replace("G", " GB") for budget in budgets)], body),
+    ]
+
+
 PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "memory": part_memory,
     "counts": part_counts,
+    "capacity": part_capacity,
+    "prefixes": part_prefixes,
     "calls": part_calls,
     "aims": part_aims,
     "verified": part_verified,
 }
+
+
+NO_GPU = {"memory", "counts", "capacity", "prefixes"}  # parts that have results of their own
 
 
 def render(text: str, results: list[Result]) -> str:
@@ -251,7 +312,7 @@ def render(text: str, results: list[Result]) -> str:
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.S)
         if len(pattern.findall(text)) != 1:
             sys.exit(f"README.md needs one part between '{begin}' and '{end}'")
-        lines = part(results) if results or name in ("memory", "counts") else [NOTHING]
+        lines = part(results) if results or name in NO_GPU else [NOTHING]
         block = "\n".join([begin, *lines, end])
         text = pattern.sub(lambda _, block=block: block, text)  # type: ignore[misc]
     return text

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench api`: measures our calls beside CUDA's, in one process, in turns."""
+"""`vmem bench api`: measures our calls beside CUDA's, in one process, in turns.
+
+The other benchmarks have modules of their own, which bring their parsers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,19 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from pyvmem.bench import attention, bandwidth, batches, busy, calls, live, report, sizes, step
+from pyvmem.bench import (
+    attention,
+    bandwidth,
+    batches,
+    busy,
+    calls,
+    capacity,
+    live,
+    prefixes,
+    report,
+    sizes,
+    step,
+)
 from pyvmem.bench.aims import compute
 from pyvmem.bench.cumem import Cuda, CudaUnavailable, CuMem
 from pyvmem.bench.machine import describe
@@ -69,7 +84,7 @@ def _parts(text: str) -> list[str]:
 
 
 def add_parser(sub: Any) -> None:
-    """Adds `bench` with its one benchmark, `api`, to the subparsers `sub`."""
+    """Adds `bench` with its benchmarks to the subparsers `sub`."""
     bench = sub.add_parser("bench", help="benchmarks")
     which = bench.add_subparsers(dest="benchmark", required=True)
     api = which.add_parser(
@@ -99,6 +114,8 @@ def add_parser(sub: Any) -> None:
     )
     api.add_argument("--list", action="store_true", help="list the parts and stop")
     api.set_defaults(run=run)
+    capacity.add_parser(which)
+    prefixes.add_parser(which)
 
 
 def measure(

@@ -181,6 +181,7 @@ class Record:
     aims: list[dict[str, Any]] = field(default_factory=list)
     started: str = ""
     seconds: float = 0.0
+    format: str = FORMAT
 
     def part(self, name: str, title: str) -> Part:
         """Starts a part."""
@@ -202,7 +203,7 @@ class Record:
                     row.pop("samples", None)
             parts[name] = data
         return {
-            "format": FORMAT,
+            "format": self.format,
             "started": self.started,
             "seconds": _round(self.seconds),
             "options": self.options,
@@ -220,9 +221,16 @@ class Record:
         """
         raw = path.parent / "raw" / path.name
         raw.parent.mkdir(parents=True, exist_ok=True)
-        for target, with_samples in ((path, False), (raw, True)):
-            text = json.dumps(self.document(with_samples), indent=None if with_samples else 1)
-            partial = target.with_name(target.name + ".part")
-            partial.write_text(text + "\n", encoding="utf-8")
-            os.replace(partial, target)
+        self.write_one(path)
+        _replace(raw, json.dumps(self.document(raw=True)))
         return raw
+
+    def write_one(self, path: Path) -> None:
+        """Writes `path` alone: for a run that took no samples."""
+        _replace(path, json.dumps(self.document(raw=False), indent=1))
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(text + "\n", encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: MIT
+"""`vmem bench capacity`: how many requests run at a time in a GPU's memory, by layout.
+
+The question of figure 12 of the vAttention paper (ASPLOS'25), which gives the largest batch of
+64 KB and of 2 MB pages with another trace (OpenChat); its artifact has no script for it. Here:
+
+- Memory for keys and values is each GPU's memory less a tenth (activations, CUDA's context and
+  libraries: the 0.9 that engines take by default) and less the weights, counted from the model's
+  public configuration in bfloat16. Yi-34B runs on two ranks, each with half of the heads and
+  weights: on one card its weights leave too little for the long trace. Numbers are of one rank.
+- The batch is the mean number of running requests while memory is the limit; the largest seen in a
+  single iteration stands beside it. `pyvmem.bench.replay` says what an iteration is.
+- PagedAttention is counted without its block tables: blocks of 16 or 256 tokens, for all layers at
+  once.
+
+No GPU is needed: the arithmetic is the cache's own (`Layout.pages_for`), and a test runs the same
+replay through a `KVCache` with real pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from pyvmem.bench.machine import describe
+from pyvmem.bench.record import Part, Record
+from pyvmem.bench.report import number, table
+from pyvmem.kvcache.layout import Layout
+from pyvmem.layouts.cli import RESERVE, budget, size, sizes
+from pyvmem.layouts.shapes import ModelShape, shape_of
+from pyvmem.layouts.workload import Request, generate, read_trace
+
+__all__ = ["FORMAT", "System", "add_parser", "aims", "measure", "run", "systems"]
+
+FORMAT = "vmem-bench-capacity/1"
+MODELS = "Yi-6B,Llama-3-8B,Yi-34B:2"
+_MB = 1 << 20
+_AGAINST_2M = {"Yi-6B": 1.7, "Llama-3-8B": 1.5, "Yi-34B": 1.5}  # the aims on Azure's trace
+_AGAINST_BLOCKS = 0.97
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to keep keys and values.
+
+    Attributes:
+        name: ``g1/64K``: groups of one layer, pages of 64 KB; ``blocks/16``: PagedAttention.
+        group_size: layers in one tensor.
+        page_size: bytes; 0 for blocks.
+        block: tokens; 0 for pages.
+    """
+
+    name: str
+    group_size: int
+    page_size: int
+    block: int = 0
+
+    def layout(self, shape: ModelShape, longest: int) -> Layout:
+        """The cache's arithmetic for requests of up to `longest` tokens."""
+        config = shape.config(max_batch=1, max_seq_len=longest, group_size=self.group_size)
+        row = Layout(config, 2 * _MB).row_bytes
+        return Layout(config, self.page_size or self.block * row)
+
+
+def systems(
+    shape: ModelShape, page_sizes: list[int], groups: list[int], blocks: list[int]
+) -> Iterator[System]:
+    """All that are compared.
+
+    Args:
+        shape: the model.
+        page_sizes: bytes.
+        groups: layers in a tensor; 0 is all of them; those that do not divide them are left out.
+        blocks: PagedAttention's, in tokens.
+    """
+    wanted = dict.fromkeys(group or shape.num_layers for group in groups)
+    for group in wanted:
+        if shape.num_layers % group == 0:
+            for page in page_sizes:
+                label = f"{page >> 20}M" if page >= _MB else f"{page >> 10}K"
+                yield System(f"g{group}/{label}", group, page)
+    for block in blocks:
+        yield System(f"blocks/{block}", 1, 0, block)
+
+
+def measure(
+    part: Part,
+    shape: ModelShape,
+    model: str,
+    requests: list[Request],
+    memory: int,
+    compared: list[System],
+) -> None:
+    """Adds a row for each system: the mean batch, and the rest of the `Outcome` beside it."""
+    from pyvmem.bench.replay import Pages, replay  # needs numpy, which nothing else here does
+
+    longest = max(request.longest for request in requests)
+    part.notes.append(
+        f"{shape.name}: {shape.weight_bytes / 1e9:.1f} GB of weights, {memory / 2**30:.1f} GiB for "
+        f"keys and values, {shape.token_bytes:,} bytes a token"
+    )
+    for system in compared:
+        layout = system.layout(shape, longest)
+        found = replay(requests, Pages(layout, memory), shape.token_bytes)
+        words = f"blocks of {system.block} tokens" if system.block else system.name
+        more = {key: value for key, value in asdict(found).items() if key != "mean_batch"}
+        part.value(
+            f"{model}/{system.name}",
+            f"{shape.name}, {words}: requests at a time",
+            "paged" if system.block else "pages",
+            found.mean_batch,
+            "requests",
+            page=system.page_size,
+            tensors=layout.num_tensors,
+            memory_bytes=memory,
+            **more,
+        )
+
+
+def aims(record: Record) -> list[dict[str, Any]]:
+    """Ratios of batches, of 64 KB pages with a tensor per layer; goals for Azure's trace alone."""
+    found = []
+    for part in record.parts.values():
+        azure = part.name.startswith("azure")
+        models = dict.fromkeys(row["id"].split("/")[1] for row in part.rows)
+        for model in models:
+            for other, words, goal in (
+                ("g1/2M", "2 MB pages, a tensor per layer", _AGAINST_2M.get(model)),
+                ("blocks/16", "blocks of 16 tokens", _AGAINST_BLOCKS),
+            ):
+                ours, theirs = part.find(f"{model}/g1/64K"), part.find(f"{model}/{other}")
+                if ours is None or theirs is None:
+                    continue
+                value = ours["value"] / theirs["value"]
+                goal = goal if azure else None
+                found.append(
+                    {
+                        "id": f"{part.name}/{model}/{other}",
+                        "what": f"{part.name}: {model}, batch of 64 KB pages over {words}",
+                        "value": value,
+                        "unit": "x",
+                        "op": ">=" if goal else None,
+                        "aim": goal,
+                        "pass": value >= goal if goal else None,
+                        "applies": goal is not None,
+                        "rows": [ours["id"], theirs["id"]],
+                        "why": "" if goal else "no goal for this trace",
+                    }
+                )
+    return found
+
+
+def _models(text: str) -> list[tuple[str, int]]:
+    out = []
+    for item in text.split(","):
+        model, _, ranks = item.partition(":")
+        if ranks and not ranks.isdecimal():
+            raise argparse.ArgumentTypeError(f"{item!r}: expected MODEL or MODEL:RANKS")
+        out.append((model, int(ranks or 1)))
+    return out
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        found = [0 if one == "all" else int(one) for one in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected e.g. 1,8,all") from None
+    if min(found) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: a negative number")
+    return found
+
+
+def add_parser(which: Any) -> None:
+    """Adds ``capacity`` to the benchmarks."""
+    parser = which.add_parser(
+        "capacity",
+        help="requests at a time, by layout, for a trace",
+        description="Replays traces against a GPU's memory and counts the requests that run at a "
+        "time, by page size, group size, and for PagedAttention. Needs no GPU.",
+    )
+    add = parser.add_argument
+    add("--trace", type=Path, nargs="+", default=[], help="Azure's or vAttention's CSV, Mooncake's")
+    add("--requests", type=int, default=10000, help="without a trace: so many made-up ones (10000)")
+    add("--seed", type=int, default=1, help="of the made-up requests (1)")
+    add("--models", type=_models, default=_models(MODELS), help=f"MODEL[:RANKS],... ({MODELS})")
+    add("--memory", type=size, default=80 << 30, help="of each GPU (80G)")
+    add("--pages", type=sizes, default=sizes("64K,256K,2M"), help="page sizes (64K,256K,2M)")
+    add("--groups", type=_numbers, default=[1, 4, 0], help="layers in a tensor (1,4,all)")
+    add("--blocks", type=_numbers, default=[16, 256], help="PagedAttention's blocks (16,256)")
+    add("--out", type=Path, metavar="FILE", help="write JSON here")
+    add("--json", action="store_true", help="print the JSON instead of the tables")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command."""
+    start = time.monotonic()
+    record = Record(
+        machine=describe(),
+        options={
+            "traces": [path.name for path in args.trace],
+            "seed": None if args.trace else args.seed,
+            "memory": args.memory,
+            "reserve": RESERVE,
+        },
+        method={"batch": "mean of running requests over iterations in which memory is the limit"},
+        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        format=FORMAT,
+    )
+    workloads = {path.stem: read_trace(path) for path in args.trace}
+    if not workloads:
+        workloads = {"generated": generate(args.requests, args.seed)}
+    for name, requests in workloads.items():
+        part = record.part(name, f"{len(requests):,} requests")
+        part.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        began = time.monotonic()
+        for model, ranks in args.models:
+            shape = shape_of(model).on_ranks(ranks)
+            compared = list(systems(shape, args.pages, args.groups, args.blocks))
+            print(f"{name}: {shape.name}, {len(compared)} layouts", file=sys.stderr, flush=True)
+            measure(part, shape, model, requests, budget(shape, args.memory), compared)
+        part.status, part.seconds = "done", time.monotonic() - began
+    record.aims = aims(record)
+    record.seconds = time.monotonic() - start
+    if args.out is not None:
+        record.write_one(args.out)
+    if args.json:
+        print(json.dumps(record.document(raw=False), indent=1))
+        return 0
+    print("\n\n".join(_table(part) for part in record.parts.values()))
+    print()
+    for aim in record.aims:
+        verdict = {True: "pass", False: "MISS", None: ""}[aim["pass"]]
+        wanted = f", wanted {aim['aim']}: {verdict}" if aim["applies"] else ""
+        print(f"{aim['what']}: {aim['value']:.3f}{wanted}")
+    return 0
+
+
+def _table(part: Part) -> str:
+    header = ["layout", "batch", "most", "wasted MB a request", "preempted"]
+    body = [
+        [
+            row["id"].partition("/")[2],
+            number(row["value"]),
+            number(row["max_batch"]),
+            number(row["wasted_bytes"] / _MB),
+            number(row["preemptions"]),
+        ]
+        for row in part.rows
+    ]
+    return "\n".join([f"== {part.name}: {part.title}", *part.notes, table(header, body, 1)])

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: MIT
+"""`vmem bench prefixes`: what the tree of prefixes finds, and how long a look-up takes.
+
+- Part ``hits``: Mooncake's trace against the tree, with units of the layouts named, and against
+  blocks of 16 tokens known by their hash, at the same budgets of bytes. `prefix_replay` says what
+  both do.
+- Part ``match``: a prompt of 100,000 tokens against 10,000 recorded prefixes, half of which agree
+  with it up to some token and then go on differently, so that its own path is cut into many nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from pyvmem.bench.machine import describe
+from pyvmem.bench.record import Part, Record
+from pyvmem.bench.report import part_table
+from pyvmem.bench.timing import Samples, quiet, time_each
+from pyvmem.kvcache.config import invalid
+from pyvmem.layouts.cli import sizes
+from pyvmem.layouts.cost import Choice, cost
+from pyvmem.layouts.shapes import ModelShape, shape_of
+from pyvmem.layouts.workload import Request
+
+__all__ = ["FORMAT", "add_parser", "hits", "match", "run"]
+
+FORMAT = "vmem-bench-prefixes/1"
+_LAYOUTS = ((1, 64 << 10), (8, 64 << 10), (1, 2 << 20))
+_BLOCK = 16
+_PROMPT = 100_000
+_AIM_MS = 1.0
+
+
+def add_parser(which: Any) -> None:
+    """Adds ``prefixes`` to the benchmarks."""
+    parser = which.add_parser(
+        "prefixes",
+        help="hits of the tree of prefixes, and the time of a match",
+        description="Replays Mooncake's trace against the tree of prefixes and against a cache of "
+        "hashed blocks at the same budgets, and times matches. Needs no GPU.",
+    )
+    add = parser.add_argument
+    add("--trace", type=Path, help="Mooncake's JSONL (without: made-up conversations)")
+    add("--requests", type=int, default=2000, help="so many made-up prompts (2000)")
+    add("--seed", type=int, default=1, help="of the made-up prompts (1)")
+    add("--model", default="Llama-3-8B", help="whose keys and values are kept (Llama-3-8B)")
+    add("--budgets", type=sizes, default=sizes("10G,20G,50G,100G,200G"), help="10G,20G,...,200G")
+    add("--prefixes", type=int, default=10_000, help="recorded ones in the timed match (10000)")
+    add("--prompt", type=int, default=_PROMPT, help="tokens of the timed prompt (100000)")
+    add("--rounds", type=int, default=20, help="of the timed match (20)")
+    add("--out", type=Path, metavar="FILE", help="write JSON here, raw samples in raw/")
+    add("--json", action="store_true", help="print the JSON instead of the tables")
+    parser.set_defaults(run=run)
+
+
+def hits(part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int]) -> None:
+    """Adds the part of the prompts' tokens that each cache finds, for each budget."""
+    from pyvmem.bench.prefix_replay import Blocks, Cache, Tree, bound, hit_tokens
+
+    total = sum(prompt.length for prompt in prompts)
+    part.value(
+        "bound",
+        "hit rate without a budget, in the trace's blocks of 512",
+        "bound",
+        100 * bound(prompts) / total,
+        "%",
+    )
+    systems: dict[str, tuple[str, int]] = {}
+    for group, page in _LAYOUTS:
+        if shape.num_layers % group:
+            continue
+        unit = cost(shape, Choice(group, page), [Request(1, 1)], page).sharing_unit
+        label = f"g{group}/" + (f"{page >> 20}M" if page >> 20 else f"{page >> 10}K")
+        systems[label] = (f"tree, units of {unit} tokens", unit)
+    for budget in budgets:
+        caches: dict[str, tuple[str, int, Cache]] = {
+            f"tree/{label}": (what, unit, Tree(unit, shape.token_bytes, budget))
+            for label, (what, unit) in systems.items()
+        }
+        caches[f"blocks/{_BLOCK}"] = (
+            f"blocks of {_BLOCK} tokens by hash",
+            _BLOCK,
+            Blocks(_BLOCK, shape.token_bytes, budget),
+        )
+        for label, (what, unit, cache) in caches.items():
+            gigabytes = f"{budget / 2**30:g}G"
+            print(f"{gigabytes}: {what}", file=sys.stderr, flush=True)
+            began = time.monotonic()
+            found, most = hit_tokens(prompts, cache)
+            part.value(
+                f"{label}/{gigabytes}",
+                f"{what}, {gigabytes}: hit rate",
+                label.partition("/")[0],
+                100 * found / total,
+                "%",
+                budget_bytes=budget,
+                most_bytes=most,
+                unit_tokens=unit,
+                evicted_units=cache.evicted,
+                serve_us=1e6 * (time.monotonic() - began) / len(prompts),
+            )
+
+
+def match(part: Part, count: int, length: int, rounds: int) -> None:
+    """Adds the times of a match of one long prompt, by the form that its ids come in."""
+    import numpy as np
+
+    from pyvmem.bench.prefix_replay import Units
+    from pyvmem.kvcache.prefix_tree import PrefixTree
+    from pyvmem.kvcache.token_ids import TokenIds
+
+    if count < 1 or length < 200 or rounds < 1:
+        raise invalid("a timed match needs a prefix, a prompt of 200 tokens, and a round")
+    rng = random.Random(1)
+    ids = np.array([rng.randrange(128_000) for _ in range(length)], dtype=np.int64)
+    tree: PrefixTree[Units] = PrefixTree(32)
+    for number in range(count - 1):
+        size = rng.randrange(64, min(8000, length))
+        other = ids[:size].copy()
+        other[rng.randrange(size) if number % 2 else 0] += 128_000
+        if not number % 2:
+            other[0] += number
+        tree.insert(TokenIds(other), lambda start, stop: Units(stop - start))
+    tree.insert(TokenIds(ids), lambda start, stop: Units(stop - start))
+    forms = {"TokenIds": TokenIds(ids), "numpy int64": ids, "list of int": ids.tolist()}
+    nodes = len(tree.match(ids).parts)
+    part.notes.append(
+        f"{count:,} prefixes of {tree.tokens:,} tokens in {tree.nodes:,} nodes, units of "
+        f"{tree.unit} tokens; the prompt's path has {nodes} nodes"
+    )
+    with quiet():
+        for name, form in forms.items():
+            samples = Samples()
+            for _ in range(rounds + 1):
+                time_each(tree.match, [(form,)] * 10, samples.new_round())
+            samples.drop_first_round()
+            row = name.replace(" ", "_")
+            part.time(row, f"match of {length:,} tokens: {name}", "tree", samples, unit="ms")
+            samples = Samples()
+            for _ in range(rounds + 1):
+                time_each(TokenIds, [(form,)] * 10, samples.new_round())
+            samples.drop_first_round()
+            part.time(f"{row}/convert", f"of that, TokenIds({name})", "tree", samples, unit="ms")
+
+
+def _aims(record: Record) -> list[dict[str, Any]]:
+    row = record.row("match/TokenIds")
+    if row is None:
+        return []
+    applies = record.options["prefixes"] >= 10_000 and record.options["prompt"] >= _PROMPT
+    return [
+        {
+            "id": "prefix_match",
+            "what": "match of a 100 k-token prompt among 10 k recorded prefixes, median",
+            "value": row["median"],
+            "unit": "ms",
+            "op": "<=",
+            "aim": _AIM_MS,
+            "pass": row["median"] <= _AIM_MS,
+            "applies": applies,
+            "rows": ["match/TokenIds"],
+            "why": "" if applies else "smaller than the aim is for",
+        }
+    ]
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command."""
+    from pyvmem.bench.prefix_replay import conversations, read_prompts
+
+    start = time.monotonic()
+    shape = shape_of(args.model)
+    prompts = read_prompts(args.trace) if args.trace else conversations(args.requests, args.seed)
+    record = Record(
+        machine=describe(),
+        options={
+            "trace": args.trace.name if args.trace else None,
+            "seed": None if args.trace else args.seed,
+            "model": shape.name,
+            "prefixes": args.prefixes,
+            "prompt": args.prompt,
+        },
+        method={"hit rate": "tokens found over tokens of all prompts; requests one by one"},
+        started=_now(),
+        format=FORMAT,
+    )
+    part = record.part("hits", f"{len(prompts):,} prompts, keys and values of {shape.name}")
+    part.started, began = _now(), time.monotonic()
+    hits(part, shape, prompts, args.budgets)
+    part.status, part.seconds = "done", time.monotonic() - began
+    part = record.part("match", "how long a match takes")
+    part.started, began = _now(), time.monotonic()
+    match(part, args.prefixes, args.prompt, args.rounds)
+    part.status, part.seconds = "done", time.monotonic() - began
+    record.aims = _aims(record)
+    record.seconds = time.monotonic() - start
+    if args.out is not None:
+        record.write(args.out)
+    if args.json:
+        print(json.dumps(record.document(raw=False), indent=1))
+    else:
+        print("\n\n".join(part_table(part) for part in record.parts.values()))
+    return 0
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

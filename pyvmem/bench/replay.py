@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: MIT
+"""Replays requests against a memory that is too small for all of them, and counts what runs.
+
+Arrival times do not matter: the queue is never empty, so that memory alone decides how many run.
+One iteration, as of an engine that batches continuously:
+
+1. Every running request needs a token more than in the iteration before. While memory is too short
+   for that, the one that was admitted last goes back to the head of the queue, with all its tokens
+   (preemption by recomputation).
+2. Requests are admitted in the order of the queue while the next one's tokens fit.
+3. The batch is counted, with what it holds and what its tokens need.
+4. Requests that have generated their last token leave.
+
+A request of c prompt tokens and o output tokens runs o iterations and holds c, c + 1, ...,
+c + o - 1 tokens. Only iterations count in which memory was the limit, that is, in which a request
+still waited after step 2; so the end of the trace, when the batch runs dry, does not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.layout import Layout
+from pyvmem.layouts.workload import Request
+
+__all__ = ["Lengths", "Memory", "Outcome", "Pages", "replay"]
+
+Lengths = NDArray[np.int64]
+
+
+class Memory(Protocol):
+    """What the requests run in; they are known by their place in order of admission."""
+
+    def hold(self, lengths: Lengths) -> bool:
+        """Makes the requests hold so many tokens; one length more than before is a new request.
+
+        Returns False, with nothing changed, when memory is too short.
+        """
+        ...
+
+    def leave(self, places: Sequence[int]) -> None:
+        """Takes requests out, by their places; those behind move up."""
+        ...
+
+    def mapped_bytes(self) -> int:
+        """Physical memory behind the requests as of the last `hold`."""
+        ...
+
+
+class Pages:
+    """A memory by the cache's arithmetic alone: `Layout.pages_for`, nothing mapped.
+
+    A block of PagedAttention is a page of so many rows of a layer.
+    """
+
+    def __init__(self, layout: Layout, memory_bytes: int) -> None:
+        self.layout = layout
+        self._table = np.fromiter(
+            map(layout.pages_for, range(layout.max_rows + 1)), np.int64, layout.max_rows + 1
+        )
+        self._page = layout.page_size * layout.num_tensors
+        self._limit = memory_bytes // layout.page_size // layout.num_tensors
+        self._held: Lengths = np.zeros(0, np.int64)
+
+    def hold(self, lengths: Lengths) -> bool:
+        """See `Memory.hold`."""
+        pages = self._table[lengths]
+        if int(pages.sum()) > self._limit:
+            return False
+        self._held = pages
+        return True
+
+    def leave(self, places: Sequence[int]) -> None:
+        """See `Memory.leave`."""
+        self._held = np.delete(self._held, places)
+
+    def mapped_bytes(self) -> int:
+        """See `Memory.mapped_bytes`."""
+        return int(self._held.sum()) * self._page
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a replay showed, over the iterations in which memory was the limit.
+
+    Attributes:
+        iterations: of the whole trace.
+        limited: of these, those that count; 0 when all requests fitted at once, and then all count.
+        mean_batch: running requests.
+        max_batch: the most of them.
+        wasted_bytes: of a running request in the mean: mapped, and no token needs it.
+        mapped_bytes: of all running requests in the mean.
+        preemptions: requests that went back to the queue, in the whole trace.
+    """
+
+    iterations: int
+    limited: int
+    mean_batch: float
+    max_batch: int
+    wasted_bytes: float
+    mapped_bytes: float
+    preemptions: int
+
+
+class _Sums:
+    """What is added up over iterations."""
+
+    def __init__(self) -> None:
+        self.iterations = self.requests = self.most = self.mapped = self.tokens = 0
+
+    def add(self, lengths: Lengths, mapped: int) -> None:
+        self.iterations += 1
+        self.requests += len(lengths)
+        self.most = max(self.most, len(lengths))
+        self.mapped += mapped
+        self.tokens += int(lengths.sum())
+
+
+def replay(requests: Sequence[Request], memory: Memory, token_bytes: int) -> Outcome:
+    """Runs all requests to their end; see the top of this file.
+
+    Args:
+        requests: in the order of their admission.
+        memory: empty.
+        token_bytes: of one token's keys and values in all layers.
+
+    Raises:
+        InvalidArgument: no request, or one that does not fit alone.
+    """
+    if not requests:
+        raise invalid("a replay needs at least one request")
+    queue = deque((request.context, request.longest) for request in requests)
+    lengths: Lengths = np.zeros(0, np.int64)  # of the running, in order of admission
+    last: Lengths = np.zeros(0, np.int64)  # of each, the length in its last iteration
+    every, limited = _Sums(), _Sums()
+    preemptions = 0
+    while queue or len(lengths):
+        lengths = lengths + 1
+        while len(lengths) and not memory.hold(lengths):
+            if len(lengths) == 1:
+                raise _too_long(int(lengths[0]))
+            queue.appendleft((int(lengths[-1]), int(last[-1])))
+            memory.leave([len(lengths) - 1])
+            lengths, last = lengths[:-1], last[:-1]
+            preemptions += 1
+        while queue:
+            more = np.append(lengths, queue[0][0])
+            if not memory.hold(more):
+                break
+            lengths, last = more, np.append(last, queue.popleft()[1])
+        if not len(lengths):
+            raise _too_long(queue[0][0])
+        mapped = memory.mapped_bytes()
+        every.add(lengths, mapped)
+        if queue:
+            limited.add(lengths, mapped)
+        over = lengths >= last
+        if over.any():
+            memory.leave(np.flatnonzero(over).tolist())
+            lengths, last = lengths[~over], last[~over]
+    sums = limited if limited.iterations else every
+    return Outcome(
+        iterations=every.iterations,
+        limited=limited.iterations,
+        mean_batch=sums.requests / sums.iterations,
+        max_batch=sums.most,
+        wasted_bytes=(sums.mapped - sums.tokens * token_bytes) / sums.requests,
+        mapped_bytes=sums.mapped / sums.iterations,
+        preemptions=preemptions,
+    )
+
+
+def _too_long(tokens: int) -> Exception:
+    return invalid(f"a request of {tokens} tokens does not fit into the memory alone", size=tokens)

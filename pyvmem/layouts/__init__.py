@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: MIT
+"""The layout adviser: what group size and page size cost, and which to take (`vmem layouts`)."""
+
+from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Advice, Limits, advise, choices
+from pyvmem.layouts.cost import Choice, Cost, Held, cost
+from pyvmem.layouts.shapes import SHAPES, ModelShape, shape_of
+from pyvmem.layouts.workload import Request, generate, read_trace
+
+__all__ = [
+    "CALL_US",
+    "PAGE_SIZES",
+    "SHAPES",
+    "Advice",
+    "Choice",
+    "Cost",
+    "Held",
+    "Limits",
+    "ModelShape",
+    "Request",
+    "advise",
+    "choices",
+    "cost",
+    "generate",
+    "read_trace",
+    "shape_of",
+]

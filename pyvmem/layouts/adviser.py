@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: MIT
+"""Picks a layout for a model, a workload and a memory, and says why.
+
+The rule, in order:
+
+1. Mapping must be hidden: at the layout's own batch, the map calls of an iteration take at most
+   half of an iteration, in which they run in the background.
+2. Of these, the layouts within 1 % of the largest batch. A tensor that several layers share counts
+   2 % less: its rows are strided, and attention over 8 layers in one tensor took 0 to 3.6 % longer
+   (FlashAttention-3, H100). More than 8 layers in one were not measured; they are considered only
+   when asked for.
+3. Of these, the one with the fewest map calls, then the smallest group, then the smallest page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pyvmem.kvcache.config import invalid
+from pyvmem.layouts.cost import Choice, Cost, cost
+from pyvmem.layouts.shapes import ModelShape
+from pyvmem.layouts.workload import Request
+
+__all__ = ["CALL_US", "PAGE_SIZES", "Advice", "Limits", "advise", "choices", "mapping_ms", "name"]
+
+PAGE_SIZES = (64 << 10, 128 << 10, 256 << 10, 2 << 20)
+
+CALL_US = {"stock": 13.0, "cuda": 24.6, "uvm": 0.0}
+"""Microseconds of a map call of one run, by back end.
+
+Measured on an H200: `stock` one ioctl; `cuda` create, map and set access of 2 MB. `uvm` makes one
+call for a whole step, which no hardware has timed yet: 0 leaves rule 1 out.
+"""
+
+_CLOSE = 0.01  # of the largest batch
+_STRIDED = 0.02  # of the batch
+_HIDDEN = 0.5  # of an iteration
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a layout has to keep to.
+
+    Attributes:
+        call_us: microseconds of a map call; see `CALL_US`.
+        iteration_ms: of a decode iteration of the whole batch.
+        max_group: most layers in one tensor.
+    """
+
+    call_us: float = CALL_US["stock"]
+    iteration_ms: float = 25.0
+    max_group: int = 8
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What `advise` found.
+
+    Attributes:
+        best: the layout to take.
+        costs: all that were considered, in the order given.
+        why: one sentence.
+    """
+
+    best: Cost
+    costs: list[Cost]
+    why: str
+
+
+def choices(
+    shape: ModelShape,
+    page_sizes: Iterable[int] = PAGE_SIZES,
+    runs: Iterable[int] = (1,),
+    max_group: int = 0,
+) -> list[Choice]:
+    """All layouts: every divisor of the layers (up to `max_group`; 0: all) x page x run."""
+    layers, sizes, lengths = shape.num_layers, list(page_sizes), list(runs)
+    groups = [
+        n for n in range(1, layers + 1) if layers % n == 0 and (not max_group or n <= max_group)
+    ]
+    return [Choice(group, size, run) for group in groups for size in sizes for run in lengths]
+
+
+def mapping_ms(one: Cost, limits: Limits) -> float:
+    """Milliseconds of map calls in an iteration of the layout's own batch."""
+    return one.batch * one.calls_per_token * limits.call_us / 1e3
+
+
+def advise(
+    shape: ModelShape,
+    requests: Sequence[Request],
+    memory_bytes: int,
+    considered: Sequence[Choice] | None = None,
+    limits: Limits | None = None,
+) -> Advice:
+    """Picks a layout.
+
+    Args:
+        shape: the model, on one rank.
+        requests: the workload.
+        memory_bytes: for keys and values, on this rank.
+        considered: layouts; None: `choices` of the shape with `limits.max_group`.
+        limits: None: `stock`'s.
+
+    Raises:
+        InvalidArgument: as `cost`, or nothing to choose from.
+    """
+    limits = limits or Limits()
+    if considered is None:
+        considered = choices(shape, max_group=limits.max_group)
+    costs = [cost(shape, choice, requests, memory_bytes) for choice in considered]
+    allowed = [one for one in costs if one.choice.group_size <= limits.max_group]
+    if not allowed:
+        raise invalid(f"no layout has groups of {limits.max_group} layers or fewer")
+    budget = _HIDDEN * limits.iteration_ms
+    hidden = [one for one in allowed if mapping_ms(one, limits) <= budget]
+    if hidden:
+        most = max(map(_worth, hidden))
+        close = [one for one in hidden if _worth(one) >= (1 - _CLOSE) * most]
+        best = min(close, key=_trouble)
+    else:
+        best = min(allowed, key=lambda one: (mapping_ms(one, limits), -one.batch))
+    return Advice(best, costs, _why(best, costs, allowed, hidden, limits))
+
+
+def _worth(one: Cost) -> float:
+    return one.batch * (1 - _STRIDED if one.choice.group_size > 1 else 1)
+
+
+def _trouble(one: Cost) -> tuple[float, int, int]:
+    return one.calls_per_token, one.choice.group_size, one.choice.page_size
+
+
+def name(choice: Choice) -> str:
+    """The layout in words."""
+    size = choice.page_size
+    page = f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
+    group = (
+        "a tensor per layer" if choice.group_size == 1 else f"{choice.group_size} layers a tensor"
+    )
+    return f"{group}, {page} pages" + (f" in runs of {choice.run}" if choice.run > 1 else "")
+
+
+def _why(
+    best: Cost, costs: list[Cost], allowed: list[Cost], hidden: list[Cost], limits: Limits
+) -> str:
+    largest = max(costs, key=lambda one: one.batch)
+    text = f"{name(best.choice)}: {int(best.batch)} requests at a time"
+    if largest is not best:
+        text += f" of the {int(largest.batch)} that any layout holds ({name(largest.choice)})"
+    spent = mapping_ms(best, limits)
+    if not hidden:
+        return (
+            f"{text}; every layout maps for more than half of an iteration of "
+            f"{limits.iteration_ms:g} ms, this one the shortest time, {spent:.1f} ms."
+        )
+    text += f", at {best.calls_per_token:.3g} map calls a token"
+    if limits.call_us:
+        text += f", {spent:.1f} ms in the background of an iteration of {limits.iteration_ms:g} ms"
+    dropped = [one for one in allowed if one not in hidden and _worth(one) > _worth(best)]
+    if dropped:
+        other = max(dropped, key=_worth)
+        text += f"; {name(other.choice)} holds {int(other.batch)} but maps for "
+        text += f"{mapping_ms(other, limits):.1f} ms"
+    return text + "."

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: MIT
+"""``vmem layouts``: what each layout costs a model and a workload, and which one to take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pyvmem.kvcache.config import invalid
+from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Advice, Limits, advise, choices, name
+from pyvmem.layouts.shapes import SHAPES, ModelShape, shape_of
+from pyvmem.layouts.workload import Request, generate, read_trace
+
+__all__ = ["add_parser", "budget", "run", "size", "sizes"]
+
+RESERVE = 0.1
+"""The part of a GPU's memory that is for neither weights nor keys and values.
+
+Activations, the CUDA context and libraries: what engines leave by default (vLLM's
+``gpu_memory_utilization`` of 0.9).
+"""
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def size(text: str) -> int:
+    """Bytes of "80G", "64K", "65536"; units are powers of 1,024."""
+    number = text.strip().upper().removesuffix("IB").removesuffix("B")
+    unit = number[-1:] if number[-1:] in ("K", "M", "G") else ""
+    try:
+        value = float(number.removesuffix(unit)) * _UNITS[unit]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64K or 80G") from None
+    if not 1 <= value < 1 << 62:
+        raise argparse.ArgumentTypeError(f"{text!r} is out of range")
+    return int(value)
+
+
+def sizes(text: str) -> list[int]:
+    """Bytes of "64K,2M"."""
+    return [size(one) for one in text.split(",")]
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        return [int(one) for one in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected e.g. 1,8") from None
+
+
+def budget(shape: ModelShape, memory: int, reserve: float = RESERVE) -> int:
+    """Bytes for keys and values on each rank: the memory less `reserve` of it and the weights.
+
+    Raises:
+        InvalidArgument: nothing is left.
+    """
+    left = int(memory * (1 - reserve)) - shape.weight_bytes
+    if left <= 0:
+        raise invalid(
+            f"{shape.name}: weights of {shape.weight_bytes} bytes and a reserve of "
+            f"{int(memory * reserve)} leave nothing of {memory}; use more ranks",
+            size=shape.weight_bytes,
+            limit=memory,
+        )
+    return left
+
+
+def add_parser(sub: Any) -> None:
+    """Adds the subcommand to ``argparse`` subparsers."""
+    parser = sub.add_parser(
+        "layouts",
+        help="what layouts of the KV cache cost, and which to take",
+        description="Lists what every layout (layers that share a tensor x page size) costs a "
+        "model and a workload, and picks one. Needs no GPU.",
+    )
+    add = parser.add_argument
+    add("--model", default="Llama-3-8B", help=f"{', '.join(SHAPES)}, or a config.json")
+    add("--ranks", type=int, default=1, help="GPUs that share the heads and the weights (1)")
+    add("--memory", type=size, default=80 << 30, help="of each GPU (80G)")
+    add("--kv-memory", type=size, help="for keys and values alone, instead of --memory")
+    add("--trace", type=Path, help="requests: Azure's or vAttention's CSV, Mooncake's JSONL")
+    add("--requests", type=int, default=10000, help="without a trace: so many made-up ones")
+    add("--seed", type=int, default=1, help="of the made-up requests (1)")
+    add("--pages", type=sizes, default=list(PAGE_SIZES), help="page sizes (64K,128K,256K,2M)")
+    add("--runs", type=_counts, default=[1], help="pages mapped at a time, as 1,8 (1)")
+    add("--backend", choices=sorted(CALL_US), default="stock", help="what a map call takes (stock)")
+    add("--iteration-ms", type=float, default=25.0, help="of a decode iteration (25)")
+    add("--max-group", type=int, default=8, help="most layers in one tensor that are advised (8)")
+    add("--all", action="store_true", help="list groups between --max-group and all layers too")
+    add("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; InvalidArgument is for the caller to print."""
+    shape = shape_of(args.model).on_ranks(args.ranks)
+    requests = read_trace(args.trace) if args.trace else generate(args.requests, args.seed)
+    memory = args.kv_memory or budget(shape, args.memory)
+    limits = Limits(CALL_US[args.backend], args.iteration_ms, args.max_group)
+    considered = [
+        choice
+        for choice in choices(shape, args.pages, args.runs)
+        if args.all or choice.group_size <= args.max_group or choice.group_size == shape.num_layers
+    ]
+    found = advise(shape, requests, memory, considered, limits)
+    if args.json:
+        print(json.dumps(_document(args, shape, memory, found), indent=1))
+    else:
+        print(_table(args, shape, requests, memory, found))
+    return 0
+
+
+def _document(
+    args: argparse.Namespace, shape: ModelShape, memory: int, found: Advice
+) -> dict[str, Any]:
+    def entry(one: Any) -> dict[str, Any]:
+        return {**asdict(one), "waste": one.waste, "calls_per_growth": one.calls_per_growth}
+
+    return {
+        "model": asdict(shape),
+        "kv_memory_bytes": memory,
+        "trace": str(args.trace) if args.trace else None,
+        "seed": None if args.trace else args.seed,
+        "best": entry(found.best),
+        "why": found.why,
+        "layouts": [entry(one) for one in found.costs],
+    }
+
+
+def _table(
+    args: argparse.Namespace,
+    shape: ModelShape,
+    requests: list[Request],
+    memory: int,
+    found: Advice,
+) -> str:
+    from pyvmem.bench.report import number, table
+
+    tokens = found.best.held.used / shape.token_bytes
+    source = args.trace.name if args.trace else f"made up from seed {args.seed}"
+    lines = [
+        f"{shape.name}: {shape.num_layers} layers, {shape.num_kv_heads} KV heads of "
+        f"{shape.head_dim}, {shape.dtype}; {shape.token_bytes:,} bytes a token",
+        f"{len(requests):,} requests, {source}; a running one holds {tokens:,.0f} tokens in the "
+        "mean",
+        f"{memory / 2**30:.1f} GiB for keys and values",
+        "",
+    ]
+    header = ["layout", "tensors", "waste MB", "below", "calls/token", "at once", "tokens", "share"]
+    header += ["table KB", "books MB", "batch", ""]
+    body = [
+        [
+            name(one.choice),
+            str(one.tensors),
+            number(one.waste / 2**20),
+            number(one.waste_bound / 2**20),
+            number(one.calls_per_token),
+            str(one.calls_per_growth),
+            number(one.tokens_per_growth),
+            f"{one.sharing_unit:,}",
+            number(one.page_table_bytes / 1024),
+            number(one.books_bytes / 2**20),
+            f"{one.batch:,.1f}",
+            "<-" if one is found.best else "",
+        ]
+        for one in found.costs
+    ]
+    return "\n".join(
+        [
+            *lines,
+            table(header, body, 1),
+            "",
+            "waste: of a running request, in the mean and at most; at once: map calls when it",
+            "outgrows its pages, and the tokens that it then has room for; share: tokens in a unit",
+            "that requests can share; table, books: the GPU's page table and, at most, the kernel",
+            "memory of `stock`, for what a running request holds",
+            "",
+            f"Take {found.why}",
+        ]
+    )

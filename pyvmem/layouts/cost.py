@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: MIT
+"""What a layout costs: how many layers share a tensor, the page, and the pages mapped at a time.
+
+A request that runs holds its prompt and what it generated before: in its iteration k (from 0),
+``context + k`` tokens. Means are over all iterations of all requests of the workload, so that a
+request counts for as long as it holds memory. With M bytes for keys and values, and m bytes held
+by a request in the mean, M / m requests run at a time in the long run (Little's law).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import gcd
+
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.layout import Layout
+from pyvmem.layouts.shapes import ModelShape
+from pyvmem.layouts.workload import Request
+
+__all__ = ["Choice", "Cost", "Held", "cost", "held_by", "layout_of", "page_table_bytes"]
+
+_KB64 = 64 << 10
+_MAX_RUN = 1 << 12
+_MAPPING_BYTES = 2360  # kernel memory of a mapping of `stock` (580.159.04; README, "decode")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout.
+
+    Attributes:
+        group_size: layers that share one K and one V tensor; divides the model's layers.
+        page_size: bytes, a power of two.
+        run: pages mapped with one call when a request grows; a power of two. `KVCache` grows by
+            single pages while a request generates: 1.
+    """
+
+    group_size: int
+    page_size: int
+    run: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.run <= _MAX_RUN or self.run & (self.run - 1):
+            raise invalid(f"run is {self.run}; it must be a power of two up to {_MAX_RUN}")
+        if self.page_size < 1:
+            raise invalid(f"page_size is {self.page_size}; it must be positive")
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes by which a request grows in one tensor."""
+        return self.page_size * self.run
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a request holds in the mean; bytes.
+
+    Attributes:
+        mapped: physical memory.
+        used: rows that hold tokens.
+    """
+
+    mapped: float
+    used: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a layout costs a model with a workload. Bytes, tokens and calls are of one rank.
+
+    Attributes:
+        choice: the layout.
+        tensors: virtual tensors, and pieces that a growth consists of.
+        held: by a running request in the mean.
+        waste_bound: a request wastes less than this: the bytes of one growth.
+        tokens_per_growth: tokens that a growth has room for, in the mean.
+        calls_per_token: map calls of a back end that maps a run with a call (`stock`, `cuda`,
+            `host`). `uvm` maps all that a step needs with one.
+        sharing_unit: tokens; requests can share whole multiples of it, because only there a row and
+            a page end together.
+        page_table_bytes: of the GPU's last level, for what a request holds in the mean.
+        books_bytes: kernel memory that `stock` needs for it at most, when every growth was mapped
+            by itself; much less where a prompt was mapped in runs. `uvm` needs about 28 bytes a
+            page.
+        batch: requests at a time in the memory given.
+    """
+
+    choice: Choice
+    tensors: int
+    held: Held
+    waste_bound: int
+    tokens_per_growth: float
+    calls_per_token: float
+    sharing_unit: int
+    page_table_bytes: float
+    books_bytes: float
+    batch: float
+
+    @property
+    def waste(self) -> float:
+        """Bytes that a running request wastes in the mean."""
+        return self.held.mapped - self.held.used
+
+    @property
+    def calls_per_growth(self) -> int:
+        """Map calls at once when a request outgrows its pages, as `calls_per_token`."""
+        return self.tensors
+
+
+def page_table_bytes(page_size: int) -> int:
+    """Bytes of the GPU's page table for a page.
+
+    Entries have 8 bytes. 128 and 256 KB are two and four neighbouring entries of 64 KB; a page
+    of 2 MB is one entry of the level above, of which the hardware reads 16 bytes.
+    """
+    if page_size >= 2 << 20:
+        return 16 * (page_size // (2 << 20))
+    return 8 * max(1, page_size // _KB64)
+
+
+def layout_of(shape: ModelShape, choice: Choice, longest: int) -> Layout:
+    """The cache's own arithmetic for a request of up to `longest` tokens.
+
+    A run counts as a page: that is how the request grows.
+    """
+    config = shape.config(max_batch=1, max_seq_len=longest, group_size=choice.group_size)
+    return Layout(config, choice.step_bytes)
+
+
+def held_by(layout: Layout, requests: Sequence[Request]) -> Held:
+    """What a running request holds in the mean; see the top of this file."""
+    pages = list(accumulate(map(layout.pages_for, range(layout.max_rows + 1))))
+    total = iterations = tokens = 0
+    for request in requests:
+        total += pages[request.longest] - pages[request.context - 1]
+        iterations += request.output
+        tokens += request.output * (request.context + request.longest) // 2
+    return Held(
+        mapped=total * layout.num_tensors * layout.page_size / iterations,
+        used=tokens * layout.num_tensors * layout.row_bytes / iterations,
+    )
+
+
+def cost(shape: ModelShape, choice: Choice, requests: Sequence[Request], memory_bytes: int) -> Cost:
+    """What `choice` costs.
+
+    Args:
+        shape: the model, on one rank.
+        choice: the layout.
+        requests: the workload, at least one request.
+        memory_bytes: for keys and values, on this rank.
+
+    Raises:
+        InvalidArgument: a group size that does not divide the layers, no request, no memory.
+    """
+    if not requests:
+        raise invalid("a workload must have at least one request")
+    if memory_bytes < 1:
+        raise invalid(f"{memory_bytes} bytes of memory are left for keys and values")
+    layout = layout_of(shape, choice, max(request.longest for request in requests))
+    held = held_by(layout, requests)
+    pages = held.mapped / choice.page_size
+    return Cost(
+        choice=choice,
+        tensors=layout.num_tensors,
+        held=held,
+        waste_bound=choice.step_bytes * layout.num_tensors,
+        tokens_per_growth=choice.step_bytes / layout.row_bytes,
+        calls_per_token=layout.num_tensors * layout.row_bytes / choice.step_bytes,
+        sharing_unit=choice.page_size // gcd(choice.page_size, layout.row_bytes),
+        page_table_bytes=pages * page_table_bytes(choice.page_size),
+        books_bytes=pages / choice.run * _MAPPING_BYTES,
+        batch=memory_bytes / held.mapped,
+    )

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: MIT
+"""Requests by length: read from public traces, or made from a seed.
+
+Formats, known by their columns:
+
+    Azure LLM inference (CSV)    TIMESTAMP,ContextTokens,GeneratedTokens
+    vAttention's artifact (CSV)  num_prefill_tokens,num_decode_tokens,...
+    Mooncake (a JSON a line)     {"input_length": ..., "output_length": ..., ...}
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pyvmem.kvcache.config import invalid
+
+__all__ = ["Request", "generate", "read_trace"]
+
+_COLUMNS = (
+    ("ContextTokens", "GeneratedTokens"),
+    ("num_prefill_tokens", "num_decode_tokens"),
+    ("input_length", "output_length"),
+)
+
+
+class Request(NamedTuple):
+    """A request: tokens of its prompt, and tokens that it generates."""
+
+    context: int
+    output: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens whose keys and values it holds in its last iteration.
+
+        Those of the last token that it generates are never needed.
+        """
+        return self.context + self.output - 1
+
+
+def read_trace(path: Path | str) -> list[Request]:
+    """The requests of a trace in its order; those without a prompt or an output are left out.
+
+    Raises:
+        InvalidArgument: the file cannot be read, has none of the formats, or holds no request.
+    """
+    path = Path(path)
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            rows: Iterable[Mapping[str, Any]]
+            if path.suffix == ".jsonl":
+                rows = (json.loads(line) for line in lines)
+            else:
+                rows = csv.DictReader(lines)
+            requests = [_request(path, number, row) for number, row in enumerate(rows, 1)]
+    except (OSError, ValueError) as error:  # also what json and float say
+        raise invalid(f"{path}: {error}") from None
+    found = [request for request in requests if min(request) > 0]
+    if not found:
+        raise invalid(f"{path}: no request")
+    return found
+
+
+def _request(path: Path, number: int, row: Mapping[str, Any]) -> Request:
+    for context, output in _COLUMNS:
+        if row.get(context) is not None and row.get(output) is not None:
+            return Request(int(float(row[context])), int(float(row[output])))
+    wanted = " or ".join(map(", ".join, _COLUMNS))
+    raise ValueError(f"row {number} lacks the columns {wanted}")
+
+
+def generate(count: int, seed: int) -> list[Request]:
+    """Requests about as long as those of Azure's conversation trace of 2023.
+
+    Log-normal lengths with its medians (1,020 and 129 tokens), cut at its longest (14,050 and
+    1,000); the same for the same seed.
+
+    Raises:
+        InvalidArgument: `count` is not positive.
+    """
+    if count < 1:
+        raise invalid(f"count is {count}; it must be at least 1")
+    rng = random.Random(seed)
+
+    def length(median: float, spread: float, longest: int) -> int:
+        return max(1, min(longest, round(median * math.exp(rng.gauss(0.0, spread)))))
+
+    return [Request(length(1020, 0.8, 14050), length(129, 0.8, 1000)) for _ in range(count)]

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: MIT
+"""The layout adviser: shapes, traces, what a layout costs, and the choice."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyvmem import InvalidArgument, cli
+from pyvmem.kvcache.layout import Layout
+from pyvmem.layouts import (
+    PAGE_SIZES,
+    SHAPES,
+    Choice,
+    Limits,
+    ModelShape,
+    Request,
+    advise,
+    choices,
+    cost,
+    generate,
+    read_trace,
+    shape_of,
+)
+from pyvmem.layouts.adviser import name
+from pyvmem.layouts.cli import budget
+from pyvmem.layouts.cost import page_table_bytes
+
+KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
+LLAMA = SHAPES["Llama-3-8B"]
+SMALL = ModelShape("small", 4, 2, 64, "float16")  # a row of 256 bytes
+ONE = [Request(1000, 200)]
+MANY = [Request(context, 200) for context in range(300, 1600, 7)]
+
+
+# ---- the numbers of the documentation ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("choice", "bound_mb", "at_once", "tokens", "per_token"),
+    [
+        (Choice(1, 64 * KB), 4, 64, 32, 2.0),
+        (Choice(8, 64 * KB, run=8), 4, 8, 32, 0.25),
+        (Choice(8, 64 * KB), 0.5, 8, 4, 2.0),
+    ],
+    ids=("a tensor per layer", "groups of 8 in runs", "groups of 8"),
+)
+def test_llama_3_8b(
+    choice: Choice, bound_mb: float, at_once: int, tokens: int, per_token: float
+) -> None:
+    found = cost(LLAMA, choice, ONE, 40 * GB)
+    assert found.waste_bound == bound_mb * MB
+    assert found.calls_per_growth == found.tensors == at_once
+    assert found.tokens_per_growth == tokens
+    assert found.calls_per_token == per_token
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "megabytes"),
+    [("Llama-3-8B", 1, (4, 8, 16, 128)), ("Yi-34B", 2, (7.5, 15, 30, 240))],
+)
+def test_waste_by_page_size(model: str, ranks: int, megabytes: tuple[float, ...]) -> None:
+    """The bound of the vAttention paper's table 8, whose Yi-34B counts both ranks."""
+    shape = SHAPES[model].on_ranks(ranks)
+    found = [cost(shape, Choice(1, size), ONE, GB).waste_bound / MB for size in PAGE_SIZES]
+    assert found == list(megabytes)
+
+
+def test_rows_that_do_not_divide_the_page_share_in_larger_units() -> None:
+    small = SHAPES["SmolLM2-135M"]
+    assert cost(small, Choice(1, 64 * KB), ONE, GB).sharing_unit == 512  # rows of 384 bytes
+    assert cost(LLAMA, Choice(1, 64 * KB), ONE, GB).sharing_unit == 32
+    assert cost(LLAMA, Choice(32, 64 * KB), ONE, GB).sharing_unit == 1
+
+
+def test_page_tables() -> None:
+    assert [page_table_bytes(size) for size in (4 * KB, *PAGE_SIZES)] == [8, 8, 16, 32, 16]
+
+
+def test_presets_are_the_public_models() -> None:
+    billions = {name: shape.weight_bytes / 2e9 for name, shape in SHAPES.items()}
+    assert billions == pytest.approx(
+        {"Yi-6B": 6.06, "Llama-3-8B": 8.03, "Yi-34B": 34.4, "SmolLM2-135M": 0.1345}, rel=2e-3
+    )
+    kilobytes = {name: shape.token_bytes / KB for name, shape in SHAPES.items()}
+    assert kilobytes == {"Yi-6B": 64, "Llama-3-8B": 128, "Yi-34B": 240, "SmolLM2-135M": 22.5}
+
+
+# ---- costs against a plain calculation -----------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    group=st.sampled_from((1, 2, 4)),
+    page=st.sampled_from((4 * KB, 64 * KB)),
+    run=st.sampled_from((1, 2, 8)),
+    requests=st.lists(st.builds(Request, st.integers(1, 400), st.integers(1, 60)), min_size=1),
+)
+def test_means_are_those_of_every_iteration(
+    group: int, page: int, run: int, requests: list[Request]
+) -> None:
+    held = [r.context + k for r in requests for k in range(r.output)]
+    row, tensors, unit = 256 * group, 2 * 4 // group, page * run
+    mapped = sum(-(-tokens * row // unit) * unit * tensors for tokens in held) / len(held)
+    used = sum(tokens * row * tensors for tokens in held) / len(held)
+    found = cost(SMALL, Choice(group, page, run), requests, 10 * MB)
+    assert found.held.mapped == pytest.approx(mapped)
+    assert found.held.used == pytest.approx(used)
+    assert found.waste == pytest.approx(mapped - used)
+    assert found.waste < found.waste_bound
+    assert found.batch == pytest.approx(10 * MB / mapped)
+    assert found.page_table_bytes == pytest.approx(mapped / page * 8)
+    assert found.books_bytes == pytest.approx(mapped / unit * 2360)
+
+
+def test_sharing_unit_is_the_first_token_at_a_page_border() -> None:
+    for shape in SHAPES.values():
+        for choice in choices(shape, (64 * KB,)):
+            config = shape.config(max_batch=1, max_seq_len=4096, group_size=choice.group_size)
+            row = Layout(config, choice.page_size).row_bytes
+            unit = cost(shape, choice, ONE, GB).sharing_unit
+            assert unit * row % choice.page_size == 0
+            assert not any(n * row % choice.page_size == 0 for n in range(1, unit))
+
+
+# ---- the choice ----------------------------------------------------------------------------------
+
+
+def test_small_pages_where_requests_are_short() -> None:
+    found = advise(LLAMA, MANY, 40 * GB)
+    best = found.best
+    assert best in found.costs
+    assert best.choice.page_size < 2 * MB
+    assert best.batch >= 0.97 * max(one.batch for one in found.costs)
+    assert found.why.startswith(name(best.choice) + f": {int(best.batch)} requests")
+    assert f"{best.calls_per_token:.3g} map calls a token" in found.why
+
+
+def test_a_tensor_per_layer_where_groups_gain_nothing() -> None:
+    """With the same calls and a batch within 1 %, strided rows are not worth it."""
+    considered = [Choice(group, 64 * KB) for group in (8, 1, 2)]
+    best = advise(LLAMA, [Request(4000, 500)], 40 * GB, considered).best
+    assert best.choice == Choice(1, 64 * KB)
+
+
+def test_large_pages_where_requests_are_long() -> None:
+    found = advise(LLAMA, [Request(100_000, 500)], 60 * GB)
+    assert found.best.choice.page_size == 2 * MB
+    assert found.best.choice.group_size == 1
+
+
+def test_no_more_calls_than_an_iteration_hides() -> None:
+    slow = advise(LLAMA, MANY, 40 * GB, limits=Limits(call_us=100.0))
+    assert slow.best.calls_per_token < 2
+    assert "but maps for" in slow.why
+    hopeless = advise(LLAMA, MANY, 40 * GB, limits=Limits(call_us=1e6))
+    assert hopeless.best.choice.page_size == 2 * MB
+    assert "every layout maps for more than half" in hopeless.why
+    free = advise(LLAMA, MANY, 40 * GB, limits=Limits(call_us=0))
+    assert "in the background" not in free.why
+
+
+def test_groups_only_up_to_the_limit() -> None:
+    every = choices(LLAMA)
+    for most in (1, 2, 8, 32):
+        best = advise(LLAMA, ONE, 10 * GB, every, Limits(max_group=most)).best
+        assert best.choice.group_size <= most
+    with pytest.raises(InvalidArgument, match="no layout has groups of 4 layers or fewer"):
+        advise(LLAMA, ONE, GB, [Choice(8, 64 * KB)], Limits(max_group=4))
+
+
+def test_choices_are_all_divisors() -> None:
+    assert len(choices(SHAPES["Yi-34B"], (64 * KB,))) == 12
+    assert choices(SMALL, (4096,), (1, 2), 2) == [
+        Choice(1, 4096),
+        Choice(1, 4096, 2),
+        Choice(2, 4096),
+        Choice(2, 4096, 2),
+    ]
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+def test_bad_layouts_and_workloads() -> None:
+    with pytest.raises(InvalidArgument, match="run is 3; it must be a power of two"):
+        Choice(1, 4096, 3)
+    with pytest.raises(InvalidArgument, match="page_size is 0"):
+        Choice(1, 0)
+    with pytest.raises(InvalidArgument, match="group_size 3 does not divide num_layers 4"):
+        cost(SMALL, Choice(3, 4096), ONE, GB)
+    with pytest.raises(InvalidArgument, match="at least one request"):
+        cost(SMALL, Choice(1, 4096), [], GB)
+    with pytest.raises(InvalidArgument, match="0 bytes of memory are left"):
+        cost(SMALL, Choice(1, 4096), ONE, 0)
+
+
+def test_bad_shapes(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="'Llama-9' is none of Yi-6B"):
+        shape_of("Llama-9")
+    with pytest.raises(InvalidArgument, match="8 KV heads cannot be shared evenly by 3 ranks"):
+        LLAMA.on_ranks(3)
+    with pytest.raises(InvalidArgument, match="evenly by 0 ranks"):
+        LLAMA.on_ranks(0)
+    path = tmp_path / "config.json"
+    path.write_text("[1]")
+    with pytest.raises(InvalidArgument, match="give num_layers yourself"):
+        shape_of(str(path))
+    with pytest.raises(InvalidArgument, match=r"leave nothing of 1073741824; use more ranks"):
+        budget(LLAMA, GB)
+
+
+def test_a_model_from_its_configuration(tmp_path: Path) -> None:
+    values = {
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+        "torch_dtype": "bfloat16",
+        "max_position_embeddings": 8192,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for path in (tmp_path, tmp_path / "config.json"):
+        shape = shape_of(str(path))
+        assert (shape.name, shape.weight_bytes) == (tmp_path.name, 0)
+        assert shape.token_bytes == LLAMA.token_bytes
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": values}))
+    assert shape_of(str(tmp_path)).token_bytes == LLAMA.token_bytes
+    assert shape_of("llama-3-8b") is LLAMA
+    assert budget(LLAMA.on_ranks(2), 80 * GB) == int(72 * GB) - LLAMA.weight_bytes // 2
+
+
+# ---- traces --------------------------------------------------------------------------------------
+
+
+def test_the_three_formats(tmp_path: Path) -> None:
+    azure = tmp_path / "azure.csv"
+    azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,374,44\nx,396,0\nx,0,9\n")
+    assert read_trace(azure) == [Request(374, 44)]
+    arxiv = tmp_path / "arxiv.csv"
+    arxiv.write_text("num_prefill_tokens,num_decode_tokens,num_total_tokens\n71989.0,386,72375\n")
+    assert read_trace(str(arxiv)) == [Request(71989, 386)]
+    mooncake = tmp_path / "m.jsonl"
+    mooncake.write_text('{"timestamp": 0, "input_length": 6758, "output_length": 500}\n')
+    assert read_trace(mooncake) == [Request(6758, 500)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,2\n", "row 1 lacks the columns ContextTokens, GeneratedTokens or"),
+        ("ContextTokens,GeneratedTokens\n5,x\n", "could not convert string to float"),
+        ("ContextTokens,GeneratedTokens\n5\n", "row 1 lacks"),
+        ("ContextTokens,GeneratedTokens\n0,1\n", "no request"),
+        ("", "no request"),
+        (None, "No such file"),
+    ],
+)
+def test_bad_traces(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "trace.csv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InvalidArgument, match=message):
+        read_trace(path)
+
+
+def test_made_up_requests_are_azures_in_the_middle() -> None:
+    requests = generate(5000, seed=3)
+    assert requests == generate(5000, seed=3)
+    assert requests != generate(5000, seed=4)
+    contexts, outputs = (sorted(column) for column in zip(*requests, strict=True))
+    assert contexts[2500] == pytest.approx(1020, rel=0.1)
+    assert outputs[2500] == pytest.approx(129, rel=0.1)
+    assert contexts[0] >= 1
+    assert contexts[-1] <= 14050
+    assert outputs[-1] <= 1000
+    with pytest.raises(InvalidArgument, match="count is 0"):
+        generate(0, 1)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["layouts", "--model", "Yi-6B", "--memory", "80G", "--requests", "200"]
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert "65,536 bytes a token" in text
+    assert "made up from seed 1" in text
+    assert text.count("<-") == 1
+    assert "\nTake " in text
+    assert cli.main([*words, "--runs", "1,8", "--all", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["layouts"]) == 6 * len(PAGE_SIZES) * 2
+    assert found["best"] in found["layouts"]
+    assert found["kv_memory_bytes"] == budget(SHAPES["Yi-6B"], 80 * GB)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "GPT-9"], "'GPT-9' is none of"),
+        (["--model", "Yi-34B", "--memory", "40G"], "use more ranks"),
+        (["--trace", "/nonexistent.csv"], "No such file"),
+        (["--ranks", "3"], "cannot be shared evenly"),
+        (["--runs", "3"], "run is 3"),
+        (["--requests", "0"], "count is 0"),
+        (["--max-group", "0"], "no layout has groups"),
+    ],
+)
+def test_command_with_bad_input(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["layouts", *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--memory", "x"], ["--pages", "0"], ["--runs", "a"]])
+def test_command_with_bad_words(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["layouts", *words])
+    assert caught.value.code == 2
+
+
+def test_azure_trace() -> None:
+    folder = os.environ.get("VMEM_TRACES")
+    if not folder:
+        pytest.skip("VMEM_TRACES does not name the folder of azure_2023_conv.csv")
+    requests = read_trace(Path(folder) / "azure_2023_conv.csv")
+    assert len(requests) == 19366
+    batch: dict[Any, float] = {
+        size: cost(LLAMA, Choice(1, size), requests, 57 * GB).batch for size in PAGE_SIZES
+    }
+    assert batch[64 * KB] >= 1.5 * batch[2 * MB]
