@@ -96,7 +96,8 @@ class Prefixes:
             return span
 
         done = self.tree.insert(ids, make)
-        if done.length and done.node not in slot.pins:
+        # A slot whose pages were recorded by another shares none of them, and keeps nothing.
+        if done.length and slot.shared and done.node not in slot.pins:
             self.tree.pin(done.node)
             slot.pins = [*slot.pins, done.node]
         return done.length

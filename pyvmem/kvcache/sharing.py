@@ -293,7 +293,8 @@ class Sharing:
             self.detach(slots)
             raise
         for slot in slots:
-            slot.pins = core.prefixes.pin_again(parent.pins)
+            if slot.shared:
+                slot.pins = core.prefixes.pin_again(parent.pins)
             core.enter(slot, rows)
         core.note_peaks()
         return [slot.index for slot in slots]

@@ -14,7 +14,7 @@ back to the pool, also out of the middle of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem.errors import OutOfMemory
@@ -156,7 +156,7 @@ class SharedPages:
             refs = block.refs
             for page in range(low, high):
                 refs[page] -= 1
-            gone.extend(_runs(block, low, high, lambda page, refs=refs: not refs[page]))
+            gone.extend(_unreferenced(block, low, high))
         return sum(self._drop(part) for part in gone)
 
     def _drop(self, part: Part) -> int:
@@ -210,11 +210,11 @@ class SharedPages:
         return found
 
 
-def _runs(block: Block, low: int, high: int, wanted: Callable[[int], bool]) -> Iterator[Part]:
-    """The longest stretches of [low, high) whose pages are all wanted."""
+def _unreferenced(block: Block, low: int, high: int) -> Iterator[Part]:
+    """The longest stretches of [low, high) that nobody refers to."""
     start = low
     for page in range(low, high + 1):
-        if page < high and wanted(page):
+        if page < high and not block.refs[page]:
             continue
         if start < page:
             yield Part(block, start, page)

@@ -64,8 +64,8 @@ def _host_memory(size: int, device: int | None) -> memoryview:
         import torch
 
         if torch.cuda.is_available():
-            pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            return memoryview(pinned.numpy())
+            pinned: Any = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+            return memoryview(pinned)
     return memoryview(bytearray(size))
 
 
