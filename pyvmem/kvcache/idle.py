@@ -62,6 +62,9 @@ class IdleThread(threading.Thread):
         self._period = core.config.idle_seconds / _LOOKS
         self._lock = lock
         self._ended = threading.Event()
+        self._seen: tuple[int, ...] | None = None
+        self._quiet = 0  # looks in a row that saw the same
+        self._trimmed = False
 
     def end(self) -> None:
         """Lets the thread end; does not wait for it."""
@@ -69,19 +72,22 @@ class IdleThread(threading.Thread):
 
     def run(self) -> None:
         """Looks, and trims."""
-        seen: tuple[int, ...] | None = None
-        quiet, trimmed = 0, False
         while not self._ended.wait(self._period):
-            core = self._core()
-            if core is None:
-                return
-            now = core.activity()
-            if now != seen:
-                seen, quiet, trimmed = now, 0, False
-                continue
-            quiet += 1
-            if quiet >= _LOOKS and not trimmed:
-                trimmed = self._trim(core)
+            self._look()
+
+    def _look(self) -> None:
+        """Trims when nothing happened in the last looks. Keeps no reference to the core."""
+        core = self._core()
+        if core is None:
+            self.end()
+            return
+        now = core.activity()
+        if now != self._seen:
+            self._seen, self._quiet, self._trimmed = now, 0, False
+            return
+        self._quiet += 1
+        if self._quiet >= _LOOKS and not self._trimmed:
+            self._trimmed = self._trim(core)
 
     def _trim(self, core: Core) -> bool:
         """One step of a trim that waits for nothing; True when it is complete."""

@@ -183,20 +183,25 @@ class Reclaimer:
                 pending += take * tensors
                 if pending >= pages:
                     break
-        back = self.held
+        start = self.held
         if pending < pages:
             self.evict(-(-(pages - pending) // tensors))
-        back -= self.held
-        if not self.cuts:
-            return back > 0
-        with self.counters.waiting():
-            while back < pages and self.cuts:
-                # Their GPU work may end in any order, so none is waited for alone.
-                for cut in list(self.cuts):
-                    back += self._finish(cut, None if len(self.cuts) == 1 else _SLICE_S)
-                    if back >= pages:
-                        break
-        return back > 0
+        if self.cuts:
+            with self.counters.waiting():
+                self._wait_for_pages(pages - (start - self.held))
+        missing = pages - (start - self.held)
+        if missing > 0:  # a prefix may be nobody's only now that a cut is over
+            self.evict(-(-missing // tensors))
+        return self.held < start
+
+    def _wait_for_pages(self, pages: int) -> None:
+        """Waits until so many physical pages came back, or no cut is left."""
+        while pages > 0 and self.cuts:
+            # Their GPU work may end in any order, so none is waited for alone.
+            for cut in list(self.cuts):
+                pages -= self._finish(cut, None if len(self.cuts) == 1 else _SLICE_S)
+                if pages <= 0:
+                    break
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
         """Physical pages that are free, on their way back, or could be taken back."""

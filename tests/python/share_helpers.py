@@ -238,5 +238,3 @@ class ShareModel:
         self.cache.trim(prefixes=True)
         self.cache.check_integrity()
         assert self.cache.stats().mapped_bytes == 0
-
-
