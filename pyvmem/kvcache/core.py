@@ -177,7 +177,7 @@ class Core:
         used, shared = self.used_tokens * self.token_bytes, self.reclaimer.shared
         if shared.used:
             size = self.layout.page_size * self.layout.num_tensors
-            used -= (sum(s.shared for s in self.table if s.active) - shared.used) * size
+            used -= (shared.uses - shared.used) * size
             used = min(max(0, used), self.active_pages * self.layout.page_size)
         return used
 

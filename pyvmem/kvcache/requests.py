@@ -27,7 +27,8 @@ class RequestCalls(CacheBase):
 
         Both share the pages that are full below `length`, read-only from then on: a write to one
         faults. Only the last, partly filled page is copied, in every tensor. So neither may write
-        rows below `length` again, and each may append as if it were alone.
+        rows below `length` again, and each may append as if it were alone. (To cut a request short
+        and write other rows there, fork it at that length and free it.)
 
         Waits for the GPU work on `stream` where pages were written since the last fork.
 

@@ -103,12 +103,13 @@ class SharedPages:
     Attributes:
         pages: shared pages, each counted once.
         used: of these, pages that a request uses.
+        uses: the same, counted once for each request.
         blocks: those that have a page left.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.pages = self.used = 0
+        self.pages = self.used = self.uses = 0
         self.blocks: set[Block] = set()
         self._late: list[Part] = []
 
@@ -128,6 +129,7 @@ class SharedPages:
 
     def use(self, span: Span) -> None:
         """Notes that a request uses the pages; whoever calls it holds the span."""
+        self.uses += span.pages
         for block, low, high in span.parts:
             users = block.users
             for page in range(low, high):
@@ -136,6 +138,7 @@ class SharedPages:
 
     def unuse(self, span: Span) -> None:
         """Takes one `use` back."""
+        self.uses -= span.pages
         for block, low, high in span.parts:
             users = block.users
             for page in range(low, high):
@@ -184,7 +187,7 @@ class SharedPages:
             block.handle.drop()
         self.blocks.clear()
         self._late.clear()
-        self.pages = self.used = 0
+        self.pages = self.used = self.uses = 0
 
     def check(self, held: list[Span], used: list[Span]) -> list[str]:
         """Compares the counts with the spans that are held and used; what contradicts, in words."""
@@ -204,6 +207,8 @@ class SharedPages:
         live = sum(sum(map(bool, block.refs)) for block in self.blocks) + late
         if live != self.pages or self.pages != sum(block.live for block in self.blocks):
             found.append(f"{self.pages} shared pages per tensor, counted {live}")
+        if self.uses != sum(span.pages for span in used):
+            found.append(f"{self.uses} uses of shared pages, of {sum(s.pages for s in used)}")
         busy = sum(sum(map(bool, block.users)) for block in self.blocks)
         if busy != self.used:
             found.append(f"{self.used} shared pages in use per tensor, counted {busy}")
