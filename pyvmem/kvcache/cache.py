@@ -41,6 +41,9 @@ class KVCache(RequestCalls):
         cache.step_async(next_seq_lens)        # maps while the model runs
         cache.free_reqid(reqid)
 
+    Requests may share pages, read-only: `fork`, `record`, `alloc_prefix`. Where memory is short, an
+    engine preempts one, by `free_reqid` or `swap_out`; `can_admit` tells before.
+
     Thread-safe; calls take turns. The cache owns its reservation, and the context unless one was
     given. A context manager.
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from pyvmem.kvcache.token_ids import ID_BYTES
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache.prefix_tree import Node, PrefixTree, S
+    from pyvmem.kvcache.prefix_node import Node, S
+    from pyvmem.kvcache.prefix_tree import PrefixTree
 
 __all__ = ["check"]
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.errors import OutOfMemory, TooManyBatches
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
-from pyvmem.kvcache.prefix_tree import Node, PrefixTree
+from pyvmem.kvcache.prefix_node import Node
+from pyvmem.kvcache.prefix_tree import PrefixTree
 from pyvmem.kvcache.spans import Span
 from pyvmem.kvcache.token_ids import TokenIds
 
@@ -125,6 +126,9 @@ class Prefixes:
         core.sharing.require()
         node = match._node
         self.tree.pin(node, match.length)
+        if node.end > match.length:  # the rest of its run may go, so only a part of it is kept
+            whole, node = node, self.tree.match(node.tokens(), match.length, pin=True).node
+            self.tree.unpin(whole)
         try:
             slots = core.sharing.vacate(1)
             if slots is not None:

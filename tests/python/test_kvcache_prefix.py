@@ -229,6 +229,17 @@ def test_a_prefix_in_use_stays(context: Context) -> None:
         assert rows_are_zero(cache, other, 0, 3 * ROWS), "nothing of the prefix is left"
 
 
+def test_only_the_part_of_a_prefix_in_use_stays(context: Context) -> None:
+    with small_cache(context) as cache:
+        recorded(cache, PROMPT[: 4 * ROWS])
+        taken = cache.alloc_prefix(PROMPT[: 2 * ROWS + 1])
+        assert taken is not None
+        cache.trim(prefixes=True)
+        assert cache.stats().mapped_bytes == 2 * TENSORS * cache.layout.page_size
+        assert cache.match(PROMPT).length == 2 * ROWS
+        assert rows_are(cache, taken[0], 0, 2 * ROWS, 1.0)
+
+
 def test_a_match_that_was_evicted_is_refused(context: Context) -> None:
     with small_cache(context) as cache:
         recorded(cache, PROMPT[: 3 * ROWS])
