@@ -149,6 +149,23 @@ def test_a_row_across_two_pages(context: Context) -> None:
         assert rows_are(cache, parent, 0, rows, 7.0)
 
 
+def test_pages_of_several_granules(context: Context) -> None:
+    sizes = [size for size in context.info.page_sizes if size <= 2 << 20]
+    size = sizes[min(1, len(sizes) - 1)]
+    shape = {"page_size": size, "num_kv_heads": size // (ROWS * 256)}
+    with small_cache(context, memory_limit=64 * TENSORS * size, **shape) as cache:
+        parent = started(cache, 2 * ROWS + 1)
+        child = cache.fork(parent)
+        assert child is not None
+        assert cache.snapshot()[child].shared_pages == 2
+        cache.record(parent, range(2 * ROWS))
+        cache.free_reqid(parent)
+        assert rows_are(cache, child, 0, 2 * ROWS + 1, 1.0)
+        cache.free_reqid(child)
+        cache.trim(prefixes=True)
+        assert cache.stats().mapped_bytes == 0
+
+
 # ---- read-only -----------------------------------------------------------------------------------
 
 
