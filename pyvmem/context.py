@@ -196,6 +196,15 @@ class Context(AddressSpace):
         """A new handle to the pages behind a range, all of which must be mapped."""
         return Pages(self, _native.retain(self.handle, addr, size), size)
 
+    def gather(self, addr: int, size: int, count: int, stride: int) -> Pages:
+        """`retain` for `count` ranges whose starts are `stride` apart: one handle to all of them.
+
+        Range i begins ``i * size`` bytes into the handle, so that one `OpBatch.map` of as many
+        pieces maps them elsewhere.
+        """
+        handle = _native.gather(self.handle, addr, size, count, stride)
+        return Pages(self, handle, size * count)
+
     # ---- batches -------------------------------------------------------------------------------
 
     def batch(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:

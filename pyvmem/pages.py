@@ -78,6 +78,24 @@ class Pages:
         _native.drop(self._context.handle, self.handle)
         self._done = True
 
+    def drop_range(self, offset: int, size: int, count: int = 1, stride: int = 0) -> None:
+        """Drops the reference to parts: `count` pieces of `size` bytes, the first at `offset`.
+
+        Pages that nothing else refers to return to the pool; the others keep their offsets. The
+        handle itself stays until it is dropped.
+
+        Args:
+            offset: of the first piece, a multiple of the page size, like `size` and `stride`.
+            size: bytes of one piece.
+            count: pieces.
+            stride: bytes between the starts of pieces.
+
+        Raises:
+            OutOfRange: beyond the end, or given back before; nothing changed.
+            BadHandle: released, dropped or consumed before.
+        """
+        _native.drop_range(self._context.handle, self.handle, offset, size, count, stride)
+
     def __enter__(self) -> Pages:
         return self
 

@@ -72,6 +72,15 @@ class AddressSpace:
         _native.read(self.handle, buffer, addr, size)
         return bytes(_native.ffi.buffer(buffer, size))
 
+    def read_into(self, addr: int, data: Any) -> None:
+        """Copies as many bytes as `data`, a writable buffer, has; it may be pinned host memory.
+
+        Raises:
+            NotMapped: a byte is not mapped.
+        """
+        buffer = _native.ffi.from_buffer(data, require_writable=True)
+        _native.read(self.handle, buffer, addr, len(buffer))
+
     def write(self, addr: int, data: Any) -> None:
         """Copies a bytes-like object to `addr`.
 

@@ -48,7 +48,7 @@
  *   -EEXIST           map over a live mapping
  *   -EFAULT           unmap of, or access to, an address with nothing mapped
  *   -EACCES           write to a read-only mapping; or a device node that this user may not open
- *   -ERANGE           beyond the end of the handle
+ *   -ERANGE           beyond the end of the handle, or in a part of it that was given back
  *   -EBUSY            live mappings (vMemFree, vMemRelease); a range under change; a page that a batch is
  *                     still to zero
  *   -ENOMEM           not enough physical memory: the device's, the context's limit, or the heap
@@ -277,6 +277,17 @@ VMEM_API int vmem_drop(vmem_t vm, vmem_handle handle);
 
 /* A new handle to the pages behind [addr, addr + bytes), all of which must be mapped. */
 VMEM_API int vmem_retain(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle *handle);
+
+/* The same for `count` pieces (0 = 1) whose starts are `stride` apart, as in a 2-D copy: in the handle they
+ * follow one another, so that one VMEM_OP_MAP of as many pieces maps them elsewhere. */
+VMEM_API int vmem_gather(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t count, uint64_t stride,
+                         vmem_handle *handle);
+
+/* Drops the caller's reference to a part of a handle's pages: `count` pieces (0 = 1) of `bytes` bytes, the
+ * first at `offset`, `stride` apart; multiples of the page size. What no mapping or other handle refers to
+ * returns to the pool. The other pages keep their offsets; mapping or dropping these again is -ERANGE. */
+VMEM_API int vmem_drop_range(vmem_t vm, vmem_handle handle, uint64_t offset, uint64_t bytes, uint64_t count,
+                             uint64_t stride);
 
 struct vmem_handle_info {
   size_t size;

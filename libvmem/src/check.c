@@ -92,7 +92,7 @@ static int check_all(struct vm_ctx *c, struct census *n) {
   for (uint32_t i = 1; i < c->nhdls; i++) {
     struct vm_hdl *h = &c->hdls[i];
     for (uint32_t k = 0; k < h->nruns; k++)
-      for (uint32_t u = 0; u < h->runs[k].n; u++) n->refs[h->runs[k].slab->index][h->runs[k].unit + u]++;
+      for (uint32_t u = 0; h->runs[k].slab && u < h->runs[k].n; u++) n->refs[h->runs[k].slab->index][h->runs[k].unit + u]++;
     if (h->mappings != n->mappings[i] || (h->mappings && h->start_sum != n->starts[i]))
       BROKEN("handle %u: %llu mappings, counted %llu", i, (ull)h->mappings, (ull)n->mappings[i]);
   }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Physical pages and the handles to them: vMemCreate, vMemRelease, vmem_drop, vmem_retain. */
+/* Physical pages and the handles to them: vMemCreate, vMemRelease, vmem_drop, vmem_retain, vmem_gather. */
 #include <stdlib.h>
 
 #include "internal.h"
@@ -132,49 +132,84 @@ VMEM_API int vMemRelease(vmem_t vm, vmem_handle handle) {
   return err;
 }
 
-VMEM_API int vmem_retain(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle *handle) {
-  int err = 0;
-  struct vm_ctx *c = vm_get(vm, "vmem_retain", &err);
-  struct vm_space *s;
+/* What is asked of the pieces, before any is looked at. */
+static int check_pieces(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t count, uint64_t stride) {
+  uint64_t span, total;
+  if (count < 2) return 0;
+  if (stride & (c->granule - 1) || stride < bytes)
+    return vm_fail_at(-EINVAL, addr, bytes, stride, "a stride of %llu does not fit pieces of %llu bytes",
+                      (unsigned long long)stride, (unsigned long long)bytes);
+  if (__builtin_mul_overflow(count, bytes, &total) || __builtin_mul_overflow(count - 1, stride, &span) ||
+      addr + span < span)
+    return vm_fail_at(-EOVERFLOW, addr, bytes, 0, "%llu pieces %llu apart leave the address space",
+                      (unsigned long long)count, (unsigned long long)stride);
+  return 0;
+}
+
+/* Adds a reference to each page behind [addr, addr + bytes) to the runs. Lock held. */
+static int retain_piece(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struct vm_pool **pool, struct vm_run **runs,
+                        uint32_t *n) {
+  int err;
+  struct vm_space *s = vm_space_range(c, addr, bytes, c->granule, &err);
+  if (!s) return err;
+  for (uint64_t a = addr; a < addr + bytes; a += c->granule) {
+    struct vm_pte *p = vm_pte(c, s, a);
+    struct vm_run *v;
+    if (!p || (p->flags & (PTE_MAPPED | PTE_BUSY)) != PTE_MAPPED)
+      return p && p->flags & PTE_BUSY
+                 ? vm_fail_at(-EBUSY, a, c->granule, 0, "0x%llx is being changed by another call", (unsigned long long)a)
+                 : vm_fail_at(-EFAULT, a, c->granule, 0, "nothing is mapped at 0x%llx", (unsigned long long)a);
+    if (*pool && c->slabs[p->slab]->pool != *pool)
+      return vm_fail_at(-EINVAL, a, c->granule, 0, "the pages lie in different locations");
+    if (!(v = add_run(c, *runs, n, (struct vm_run){c->slabs[p->slab], p->unit, 1}))) return -ENOMEM;
+    *runs = v;
+    v[*n - 1].slab->refs[p->unit]++;
+    *pool = v[*n - 1].slab->pool;
+  }
+  return 0;
+}
+
+static int retain_pieces(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t count, uint64_t stride,
+                         vmem_handle *handle) {
+  int err;
   struct vm_run *runs = NULL;
   struct vm_hdl *h;
   struct vm_pool *pool = NULL;
   uint32_t n = 0;
-  if (!c) return err;
+  if (!handle) return vm_fail(-EINVAL, "NULL argument");
+  if (!count) count = 1;
+  if ((err = check_pieces(c, addr, bytes, count, stride))) return err;
   pthread_mutex_lock(&c->lock);
-  s = handle ? vm_space_range(c, addr, bytes, c->granule, &err) : NULL;
-  if (!handle) err = vm_fail(-EINVAL, "NULL argument");
-  for (uint64_t a = addr; s && !err && a < addr + bytes; a += c->granule) {
-    struct vm_pte *p = vm_pte(c, s, a);
-    struct vm_run *v;
-    if (!p || (p->flags & (PTE_MAPPED | PTE_BUSY)) != PTE_MAPPED)
-      err = p && p->flags & PTE_BUSY
-                ? vm_fail_at(-EBUSY, a, c->granule, 0, "0x%llx is being changed by another call", (unsigned long long)a)
-                : vm_fail_at(-EFAULT, a, c->granule, 0, "nothing is mapped at 0x%llx", (unsigned long long)a);
-    else if (pool && c->slabs[p->slab]->pool != pool)
-      err = vm_fail_at(-EINVAL, a, c->granule, 0, "the pages lie in different locations");
-    else if (!(v = add_run(c, runs, &n, (struct vm_run){c->slabs[p->slab], p->unit, 1})))
-      err = -ENOMEM;
-    else {
-      runs = v;
-      runs[n - 1].slab->refs[p->unit]++;
-      pool = runs[n - 1].slab->pool;
-    }
+  for (uint64_t i = 0; i < count && !err; i++) err = retain_piece(c, addr + i * stride, bytes, &pool, &runs, &n);
+  if (!err && !(h = vm_hdl_new(c, handle))) err = -ENOMEM;
+  if (!err) {
+    h->bytes = count * bytes;
+    h->page_size = c->granule;
+    h->location = pool->location;
+    h->device = pool->device;
+    h->runs = runs;
+    h->nruns = n;
+  } else {
+    put_runs(c, runs, n);
   }
-  if (s && !err) {
-    if ((h = vm_hdl_new(c, handle))) {
-      h->bytes = bytes;
-      h->page_size = c->granule;
-      h->location = pool->location;
-      h->device = pool->device;
-      h->runs = runs;
-      h->nruns = n;
-    } else {
-      err = -ENOMEM;
-    }
-  }
-  if (err) put_runs(c, runs, n);
   pthread_mutex_unlock(&c->lock);
+  return err;
+}
+
+VMEM_API int vmem_retain(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle *handle) {
+  int err;
+  struct vm_ctx *c = vm_get(vm, "vmem_retain", &err);
+  if (!c) return err;
+  err = retain_pieces(c, addr, bytes, 1, 0, handle);
+  vm_put(c);
+  return err;
+}
+
+VMEM_API int vmem_gather(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t count, uint64_t stride, vmem_handle *handle) {
+  int err;
+  struct vm_ctx *c = vm_get(vm, "vmem_gather", &err);
+  if (!c) return err;
+  err = retain_pieces(c, addr, bytes, count, stride, handle);
   vm_put(c);
   return err;
 }
@@ -189,7 +224,7 @@ VMEM_API int vmem_handle_query(vmem_t vm, vmem_handle handle, struct vmem_handle
   if ((h = vm_hdl_find(c, handle, &err))) {
     r.bytes = h->bytes;
     r.page_size = h->page_size;
-    r.runs = h->nruns;
+    for (uint32_t i = 0; i < h->nruns; i++) r.runs += h->runs[i].slab != NULL;
     r.mappings = h->mappings;
     r.location = h->location;
     r.device = h->device;

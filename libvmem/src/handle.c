@@ -63,6 +63,7 @@ void vm_hdl_drop(struct vm_ctx *c, struct vm_hdl *h) {
   h->nruns = 0;
   c->live_hdls--;
   vm_hdl_settle(c, h);
-  for (i = 0; i < n; i++) vm_units_put(c, runs[i].slab, runs[i].unit, runs[i].n);
+  for (i = 0; i < n; i++)
+    if (runs[i].slab) vm_units_put(c, runs[i].slab, runs[i].unit, runs[i].n);
   free(runs);
 }

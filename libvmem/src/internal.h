@@ -113,7 +113,7 @@ struct vm_hdl {
   uint64_t mappings;   /* ptes with PTE_START */
   uint64_t start_sum;  /* sum of their addresses: with one mapping, its address */
   uint32_t nruns;
-  struct vm_run *runs; /* freed with the caller's reference */
+  struct vm_run *runs; /* freed with the caller's reference; slab NULL: given back by vmem_drop_range */
   uint32_t next_free;
 };
 

@@ -192,6 +192,9 @@ static int map_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes, ui
       skip -= r.n;
       continue;
     }
+    if (!r.slab)
+      return vm_fail_at(-ERANGE, addr, bytes, 0, "the pages for 0x%llx were given back (vmem_drop_range)",
+                        (unsigned long long)addr);
     r.unit += (uint32_t)skip;
     r.n -= (uint32_t)skip;
     skip = 0;

@@ -14,7 +14,9 @@ __all__ = [
     "close",
     "create",
     "drop",
+    "drop_range",
     "free",
+    "gather",
     "get_stats",
     "handle_query",
     "open",
@@ -163,6 +165,19 @@ def retain(vm: int, addr: int, size: int) -> int:
     call(lib.vmem_retain, vm, addr, size, out)
     handle: int = out[0]
     return handle
+
+
+def gather(vm: int, addr: int, size: int, count: int, stride: int) -> int:
+    """A new handle to the pages behind several ranges, one after the other."""
+    out = ffi.new("vmem_handle *")
+    call(lib.vmem_gather, vm, addr, size, count, stride, out)
+    handle: int = out[0]
+    return handle
+
+
+def drop_range(vm: int, handle: int, offset: int, size: int, count: int, stride: int) -> None:
+    """Drops the reference to parts of a handle's pages."""
+    call(lib.vmem_drop_range, vm, handle, offset, size, count, stride)
 
 
 def handle_query(vm: int, handle: int) -> Any:

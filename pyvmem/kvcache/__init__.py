@@ -3,7 +3,19 @@
 
 from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.config import KVCacheConfig
+from pyvmem.kvcache.prefixes import PrefixMatch
 from pyvmem.kvcache.report import IntegrityError
 from pyvmem.kvcache.stats import CacheStats, SlotInfo
+from pyvmem.kvcache.swap import SwappedRequest
+from pyvmem.kvcache.token_ids import TokenIds
 
-__all__ = ["CacheStats", "IntegrityError", "KVCache", "KVCacheConfig", "SlotInfo"]
+__all__ = [
+    "CacheStats",
+    "IntegrityError",
+    "KVCache",
+    "KVCacheConfig",
+    "PrefixMatch",
+    "SlotInfo",
+    "SwappedRequest",
+    "TokenIds",
+]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""`KVCache`: what an engine calls. Pages move in pager.py and reclaim.py."""
+"""`KVCache`: what an engine calls, with requests.py. Pages move in pager.py and reclaim.py."""
 
 from __future__ import annotations
 
-import errno
 import threading
 import warnings
 from collections.abc import Sequence
@@ -11,13 +10,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.context import Context
-from pyvmem.errors import BadHandle, Busy
+from pyvmem.errors import Busy
 from pyvmem.kvcache import report, setup, steps
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.events import record
+from pyvmem.kvcache.idle import IdleThread
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.report import IntegrityError
+from pyvmem.kvcache.requests import RequestCalls
 from pyvmem.kvcache.stats import CacheStats, SlotInfo
 from pyvmem.kvcache.views import Views
 from pyvmem.reservation import Reservation
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["KVCache"]
 
 
-class KVCache:
+class KVCache(RequestCalls):
     """Keys and values of many requests, contiguous in virtual memory, mapped as they grow.
 
     Every request has a slot (its reqid) in every tensor. `step` tells how many tokens each slot
@@ -39,6 +40,9 @@ class KVCache:
         ...                                    # run the model over cache.k(layer), cache.v(layer)
         cache.step_async(next_seq_lens)        # maps while the model runs
         cache.free_reqid(reqid)
+
+    Requests may share pages, read-only: `fork`, `record`, `alloc_prefix`. Where memory is short, an
+    engine preempts one, by `free_reqid` or `swap_out`; `can_admit` tells before.
 
     Thread-safe; calls take turns. The cache owns its reservation, and the context unless one was
     given. A context manager.
@@ -63,6 +67,7 @@ class KVCache:
     ) -> None:
         self._closed = True  # until the core is made
         self._lock = threading.RLock()
+        self._idle: IdleThread | None = None
         self.config = config
         self._core = Core(config, setup.make(config, context, backend, device))
         self._views = Views(self._core.layout, self._core.parts.reservation)
@@ -72,6 +77,9 @@ class KVCache:
         except BaseException:
             self.close()
             raise
+        if config.idle_seconds:
+            self._idle = IdleThread(self._core, self._lock)
+            self._idle.start()
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -89,17 +97,9 @@ class KVCache:
             InvalidArgument: `seq_len` is negative or above `max_seq_len`.
         """
         with self._lock:
-            core = self._open_core()
-            core.reclaimer.poll()
-            core.pager.poll()
-            slot = core.fit(seq_len)
-            if slot is None:
-                return None
-            core.table.take(slot)
-            core.prepare()
-            return slot.index
+            return self._open_core().alloc(seq_len)
 
-    def free_reqid(self, reqid: int, stream: Any = None) -> None:
+    def free_reqid(self, reqid: int, stream: Any = None, tokens: Any = None) -> None:
         """Gives a slot back, together with what it holds.
 
         The pages stay mapped for the next request, or are unmapped in the background, in both cases
@@ -110,14 +110,20 @@ class KVCache:
             stream: the stream (torch, cuda.core, ``__cuda_stream__``) of the slot's last work, an
                 event recorded after it, or an `FdEvent`; None: torch's current stream, on host
                 nothing.
+            tokens: record the request's rows under these ids, as `record` does, for requests that
+                begin with them; None: record nothing.
 
         Raises:
-            InvalidArgument: no such reqid, or it is not taken.
+            InvalidArgument: no such reqid, or it is not taken; bad tokens, or more than it holds.
+            VMemError: it could not be recorded; it was not freed.
         """
         with self._lock:
             core = self._open_core()
             slot = core.slot(reqid)
-            core.release(slot, record(stream, core.device))
+            event = record(stream, core.device)
+            if tokens is not None:
+                core.prefixes.record_last(slot, tokens, event)
+            core.release(slot, event)
             core.prepare()
             core.tidy()
 
@@ -270,6 +276,8 @@ class KVCache:
             if self.context.is_open:  # else everything went with it, or is the parent's
                 self._core.close(stream)
             self._closed = True
+            if self._idle is not None:
+                self._idle.end()
 
     def __enter__(self) -> KVCache:
         return self
@@ -289,11 +297,3 @@ class KVCache:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and self.context.is_open:
             warnings.warn("KVCache was not closed", ResourceWarning, stacklevel=2, source=self)
-
-    def _open_core(self) -> Core:
-        core = self._core
-        if self._closed:
-            raise BadHandle("the KVCache is closed", errno=errno.EBADF, op="KVCache")
-        if not core.context.is_open:
-            core.context.stats()  # raises what is wrong: closed, or of the parent of a fork
-        return core

@@ -74,6 +74,12 @@ class KVCacheConfig:
             in the background, least recently used first; 0 to 1.
         overread_rows: rows past a request's length that a kernel may read. FlashAttention-3 and
             FlexAttention read whole tiles, up to 191 rows beyond the length.
+        sparse: reads of rows that have no page give zeros, also past the end of every mapped page,
+            where the back end can do that (`pyvmem.Caps.SPARSE`). Writes there fault (host) or
+            vanish (GPU).
+        idle_seconds: after so long without a call that takes, gives or steps a request, unmap
+            all pages of no request and give the pool's memory back to the device; 0: never.
+        idle_prefixes: recorded prefixes go then too.
     """
 
     num_layers: int
@@ -91,6 +97,9 @@ class KVCacheConfig:
     eager_pages: int = 0
     low_watermark: float = 0.1
     overread_rows: int = 0
+    sparse: bool = False
+    idle_seconds: float = 0.0
+    idle_prefixes: bool = False
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
@@ -115,12 +124,17 @@ class KVCacheConfig:
             )
         if self.page_size & (self.page_size - 1):
             raise invalid(f"page_size {self.page_size} is not a power of two", size=self.page_size)
+        self._check_real("low_watermark", 1)
+        self._check_real("idle_seconds", 10**9)
+
+    def _check_real(self, name: str, high: int) -> None:
+        value = getattr(self, name)
         try:
-            fraction = float(self.low_watermark)
+            number = float(value)
         except (TypeError, ValueError):
-            raise invalid(f"low_watermark must be a number, not {self.low_watermark!r}") from None
-        if not 0.0 <= fraction <= 1.0:  # also refuses NaN
-            raise invalid(f"low_watermark is {fraction}; it must lie between 0 and 1", limit=1)
+            raise invalid(f"{name} must be a number, not {value!r}") from None
+        if not 0.0 <= number <= high:  # also refuses NaN
+            raise invalid(f"{name} is {number}; it must lie between 0 and {high}", limit=high)
 
     @property
     def itemsize(self) -> int:

@@ -14,8 +14,10 @@ from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.jobs import Growth
 from pyvmem.kvcache.pager import Pager
+from pyvmem.kvcache.prefixes import Prefixes
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.setup import Parts
+from pyvmem.kvcache.sharing import Sharing
 from pyvmem.kvcache.slots import Slot, SlotTable
 from pyvmem.kvcache.stats import Counters
 
@@ -54,6 +56,8 @@ class Core:
             zero_fill=config.zero_fill,
             device=parts.cuda_device,
         )
+        self.sharing = Sharing(self)
+        self.prefixes = Prefixes(self)
         self.indices = range(config.max_batch)
         self.seq_lens = [0] * config.max_batch
         self.used_tokens = 0
@@ -101,6 +105,8 @@ class Core:
                 raise invalid(
                     f"seq_lens[{index}] is {length}; max_seq_len is {longest}", limit=longest
                 )
+            if slot.stale:
+                self.pager.release(slot)
             want.append((slot, pages_for(length)))
         return want
 
@@ -124,12 +130,56 @@ class Core:
             )
         return self.table.best_fit(self.layout.pages_for(length) or max(1, self._eager_pages))
 
+    def alloc(self, seq_len: int) -> int | None:
+        """See `KVCache.alloc_reqid`."""
+        self.reclaimer.poll()
+        self.pager.poll()
+        slot = self.fit(seq_len)
+        if slot is None:
+            return None
+        self.table.take(slot)
+        self.prepare()
+        return slot.index
+
+    def activity(self) -> tuple[int, int, int, int]:
+        """Something else after every call that takes, gives back or steps a request."""
+        counters = self.counters
+        return self.clock, counters.steps_async, counters.short, self.table.changes
+
     def release(self, slot: Slot, event: Any) -> None:
         """Ends an ownership; `event`: the GPU work that may still touch the slot."""
         self.pager.revoke(slot)
+        if slot.shared and not slot.stale:
+            self.reclaimer.shared.unuse(slot.span)
         self.table.give_back(slot, event, self.clock)
         self.used_tokens -= self.seq_lens[slot.index]
         self.seq_lens[slot.index] = 0
+        if (
+            slot.stale
+            and not slot.lost
+            and (slot.job is not None or not self.reclaimer.try_cut(slot, 0))
+        ):
+            self.untidy = True
+
+    def enter(self, slot: Slot, length: int) -> None:
+        """Notes that a slot holds so many tokens, before a `step` says so."""
+        self.used_tokens += length - self.seq_lens[slot.index]
+        self.seq_lens[slot.index] = length
+
+    @property
+    def active_pages(self) -> int:
+        """Physical pages that requests own, shared ones once."""
+        return (self.pager.active_pages + self.reclaimer.shared.used) * self.layout.num_tensors
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of rows that hold tokens; what requests share is counted once."""
+        used, shared = self.used_tokens * self.token_bytes, self.reclaimer.shared
+        if shared.used:
+            size = self.layout.page_size * self.layout.num_tensors
+            used -= (shared.uses - shared.used) * size
+            used = min(max(0, used), self.active_pages * self.layout.page_size)
+        return used
 
     # ---- on the side -----------------------------------------------------------------------------
 
@@ -147,12 +197,15 @@ class Core:
         """Begins to unmap what policy does not keep: see `KVCacheConfig`."""
         self.reclaimer.poll()
         config = self.config
+        stale = not self.reclaimer.release_stale()
         if config.reclaim_steps or not config.deferred_reclaim:
             age = config.reclaim_steps if config.deferred_reclaim else 0
             complete = self.reclaimer.release_before(
                 self.clock - age, self._prepared, self._eager_pages
             )
-            self.untidy = bool(age) or not complete
+            self.untidy = bool(age) or not complete or stale
+        else:
+            self.untidy = stale
         self.keep_watermark()
 
     def prepare(self) -> None:
@@ -161,7 +214,7 @@ class Core:
         if not pages:
             return
         self.pager.poll()
-        free = list(self.table.free.values())
+        free = [slot for slot in self.table.free.values() if not slot.stale]
         ready = [slot for slot in free if slot.mapped >= pages]
         if ready:
             self._prepared = min(ready, key=lambda slot: slot.mapped)
@@ -198,10 +251,13 @@ class Core:
                 self.release(slot, event)
         # Slot by slot, each after its own GPU work, which the worker waits for.
         for slot in self.table:
+            if slot.lost:
+                continue
             if slot.mapped and not self.reclaimer.try_cut(slot, 0):
                 self.reclaimer.finish_all()
                 self.reclaimer.try_cut(slot, 0)
         self.reclaimer.finish_all()
+        self.reclaimer.shared.close()
         try:
             reservation.close(unmap=True)
         except NotRecoverable:
@@ -212,8 +268,8 @@ class Core:
 
     def note_peaks(self) -> None:
         """Keeps the highest use and waste so far."""
-        used = self.used_tokens * self.token_bytes
-        wasted = self.pager.active_pages * self.layout.page_size * self.layout.num_tensors - used
+        used = self.used_bytes
+        wasted = self.active_pages * self.layout.page_size - used
         counters = self.counters
         if used > counters.peak_used:
             counters.peak_used = used

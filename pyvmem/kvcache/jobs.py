@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 from pyvmem.kvcache.slots import Slot
+from pyvmem.kvcache.spans import EMPTY, Span
 
 __all__ = ["Cut", "Grant", "Growth", "Piece"]
 
@@ -51,7 +52,8 @@ class Growth:
 class Cut:
     """Pages [low, high) of a slot on their way back to the pool, after its last GPU work.
 
-    `dirty` is what the slot's was before.
+    `dirty` is what the slot's was before. `span` names the shared pages among them, which come back
+    when nobody else refers to them, and `pins` the prefixes that were kept for them.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -61,11 +63,13 @@ class Cut:
     high: int
     dirty: int
     ticket: Any
+    span: Span = EMPTY
+    pins: list[Any] = field(default_factory=list)
 
     @property
     def pages(self) -> int:
-        """Pages per tensor."""
-        return self.high - self.low
+        """Pages per tensor that were the slot's alone."""
+        return self.high - self.low - self.span.pages
 
     def done(self) -> bool:
         """Whether the batch is finished, well or not."""

@@ -12,6 +12,7 @@ from pyvmem.kvcache.jobs import Cut, Growth, Piece
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.spans import Span
 from pyvmem.kvcache.stats import Counters
 from pyvmem.ops import OpBatch
 
@@ -28,7 +29,8 @@ class Pager:
         capacity: per slot, the longest sequence that the granted pages are enough for; 0 for free
             slots.
         growths: batches that no `settle` has seen finished.
-        active_pages: pages per tensor granted to requests, all slots together.
+        active_pages: pages per tensor granted to requests, all slots together; shared ones are
+            counted in `SharedPages.used`.
     """
 
     def __init__(
@@ -121,7 +123,11 @@ class Pager:
             raise first
 
     def release(self, slot: Slot) -> None:
-        """Waits until no batch is in flight over the slot's addresses."""
+        """Waits until no batch is in flight over the slot's addresses, and it is not stale.
+
+        Raises:
+            VMemError: a batch failed, or the earlier owner's shared pages could not be unmapped.
+        """
         if isinstance(slot.job, Cut):
             with self.counters.waiting():
                 self.reclaimer.finish(slot.job)
@@ -131,6 +137,20 @@ class Pager:
                 error = self._complete(job, None, whole=True)
             if error is not None:
                 raise error
+        if slot.stale:
+            self.reclaimer.cut(slot, 0)
+            with self.counters.waiting():
+                self.reclaimer.finish(slot.job)
+            if slot.stale:
+                self.reclaimer.raise_errors()
+
+    def finish_idle(self) -> None:
+        """Waits for growths that no owner waits for, so that their pages can be taken back."""
+        for job in [job for job in self.growths if job.granted or not job.grants]:
+            with self.counters.waiting():
+                error = self._complete(job, None, whole=True)
+            if error is not None:
+                self.reclaimer.errors.append(error)
 
     # ---- batches -------------------------------------------------------------------------------
 
@@ -196,7 +216,7 @@ class Pager:
                     missing = pages
             if keep is None:
                 return False, None
-            self._finish_idle()
+            self.finish_idle()
             if pages > reclaimer.obtainable(keep):
                 return False, None
             if not reclaimer.make_room(missing, keep):
@@ -251,14 +271,6 @@ class Pager:
             if error is not None:
                 self.reclaimer.errors.append(error)
 
-    def _finish_idle(self) -> None:
-        """Waits for growths that no owner waits for, so that their pages can be taken back."""
-        for job in [job for job in self.growths if job.granted or not job.grants]:
-            with self.counters.waiting():
-                error = self._complete(job, None, whole=True)
-            if error is not None:
-                self.reclaimer.errors.append(error)
-
     def _grant(self, slot: Slot, pages: int) -> None:
         if pages <= slot.granted:
             return
@@ -266,9 +278,15 @@ class Pager:
         slot.granted = pages
         self.capacity[slot.index] = self.layout.capacity(pages)
 
+    def lend(self, slot: Slot, span: Span) -> None:
+        """Grants an empty slot shared pages, which are mapped there."""
+        slot.span = span
+        slot.mapped = slot.granted = span.pages
+        self.capacity[slot.index] = self.layout.capacity(span.pages)
+
     def revoke(self, slot: Slot) -> None:
         """Takes an owner's pages out of the counts, before the slot is freed."""
-        self.active_pages -= slot.granted
+        self.active_pages -= max(0, slot.granted - slot.shared)
         self.capacity[slot.index] = 0
 
     def _retire(self, job: Growth) -> None:

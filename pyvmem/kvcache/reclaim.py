@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, Timeout, TooManyBatches, VMemError
 from pyvmem.info import RangeFlags
 from pyvmem.kvcache.jobs import Cut, Piece
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.spans import EMPTY, SharedPages, Span
 from pyvmem.kvcache.stats import Counters
 from pyvmem.ops import OpBatch
 
@@ -27,7 +28,10 @@ class Reclaimer:
 
     Attributes:
         limit: physical pages that the cache may have.
-        held: physical pages behind the cache, those on their way back included.
+        held: physical pages behind the cache, shared ones once, those on their way back included.
+        shared: pages that several places may refer to.
+        evict: takes recorded prefixes of so many pages per tensor out; set by who keeps them.
+        unpin: lets go of a recorded prefix that was kept for a slot; likewise.
         cuts: unfinished batches.
         errors: failures of finished batches that no call has raised yet.
     """
@@ -48,6 +52,9 @@ class Reclaimer:
         self.limit = limit
         self.counters = counters
         self.held = 0
+        self.shared = SharedPages(layout)
+        self.evict: Callable[[int], int] = lambda pages: 0
+        self.unpin: Callable[[Any], None] = lambda pin: None
         self.cuts: list[Cut] = []
         self.errors: list[VMemError] = []
         self._ops = OpBatch(1)
@@ -60,10 +67,14 @@ class Reclaimer:
     def cut(self, slot: Slot, keep: int) -> None:
         """Unmaps a slot's pages from `keep` on, after its earlier owners' GPU work; does not wait.
 
+        Of a stale slot all pages go, since what it shares cannot be kept for a next owner.
+
         Raises:
             TooManyBatches, OutOfMemory: the batch could not be queued; nothing changed.
         """
         layout = self.layout
+        if slot.stale:
+            keep = 0
         self._ops.clear()
         self._ops.unmap(
             self.base + layout.offset(slot.index, keep),
@@ -73,6 +84,9 @@ class Reclaimer:
         )
         ticket = self.context.submit(self._ops, after=slot.events)
         slot.job = job = Cut(slot, keep, slot.mapped, slot.dirty, ticket)
+        if slot.stale:
+            job.span, job.pins = slot.span, slot.pins
+            slot.span, slot.pins = EMPTY, []
         slot.mapped = keep
         slot.dirty = min(slot.dirty, keep)
         self.cuts.append(job)
@@ -101,7 +115,7 @@ class Reclaimer:
 
     def _finish(self, cut: Cut, timeout: float | None = 0.0) -> int:
         """Waits for a cut; returns the physical pages that came back, 0 when not finished."""
-        slot, pages = cut.slot, cut.pages
+        slot, pages, before = cut.slot, cut.pages, self.held
         try:
             cut.ticket.wait(timeout)
         except Timeout:
@@ -113,13 +127,26 @@ class Reclaimer:
             else:  # undone: the pages are where they were
                 slot.mapped = cut.high
                 slot.dirty = cut.dirty
-                pages = 0
+                if cut.span.pages:
+                    slot.span, slot.pins = cut.span, cut.pins
+                pages, cut.span, cut.pins = 0, EMPTY, []
         self.cuts.remove(cut)
         slot.job = None
+        self._came_back(pages)
+        for pin in cut.pins:
+            self.unpin(pin)
+        self.let_go(cut.span)
+        return before - self.held
+
+    def let_go(self, span: Span) -> None:
+        """Takes a reference to shared pages back; those without another go to the pool."""
+        self._came_back(self.shared.release(span))
+
+    def _came_back(self, pages: int) -> None:
+        """Counts pages per tensor that are no longer behind the cache."""
         back = pages * self.layout.num_tensors
         self.held -= back
         self.counters.reclaimed += back
-        return back
 
     def condemn(self, pieces: list[Piece]) -> None:
         """Never hands a slot out again in whose new pages an undo failed."""
@@ -137,11 +164,14 @@ class Reclaimer:
     def make_room(self, pages: int, keep: Mapping[Slot, int]) -> bool:
         """Brings up to `pages` physical pages back and waits for them; False when none came.
 
+        Pages of slots go before recorded prefixes: they save a driver call, those a computation.
+
         Args:
             pages: physical pages.
             keep: slots that are to have at least so many pages per tensor.
         """
         tensors = self.layout.num_tensors
+        self.release_stale()
         pending = self.returning
         if pending < pages:
             for slot in self.table.victims():
@@ -153,23 +183,32 @@ class Reclaimer:
                 pending += take * tensors
                 if pending >= pages:
                     break
-        if not self.cuts:
-            return False
-        back = 0
-        with self.counters.waiting():
-            while back < pages and self.cuts:
-                # Their GPU work may end in any order, so none is waited for alone.
-                for cut in list(self.cuts):
-                    back += self._finish(cut, None if len(self.cuts) == 1 else _SLICE_S)
-                    if back >= pages:
-                        break
-        return back > 0
+        start = self.held
+        if pending < pages:
+            self.evict(-(-(pages - pending) // tensors))
+        if self.cuts:
+            with self.counters.waiting():
+                self._wait_for_pages(pages - (start - self.held))
+        missing = pages - (start - self.held)
+        if missing > 0:  # a prefix may be nobody's only now that a cut is over
+            self.evict(-(-missing // tensors))
+        return self.held < start
+
+    def _wait_for_pages(self, pages: int) -> None:
+        """Waits until so many physical pages came back, or no cut is left."""
+        while pages > 0 and self.cuts:
+            # Their GPU work may end in any order, so none is waited for alone.
+            for cut in list(self.cuts):
+                pages -= self._finish(cut, None if len(self.cuts) == 1 else _SLICE_S)
+                if pages <= 0:
+                    break
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
         """Physical pages that are free, on their way back, or could be taken back."""
         # What a slot keeps beyond a cut in flight can be had too, once that cut is over.
         slots = (s for s in self.table.slots if s.job is None or isinstance(s.job, Cut))
         spare = sum(max(0, _spare(slot, keep)) for slot in slots)
+        spare += self.shared.pages - self.shared.used
         return self.limit - self.held + self.returning + spare * self.layout.num_tensors
 
     def release_below(self, free_pages: int) -> None:
@@ -195,9 +234,17 @@ class Reclaimer:
         """
         complete = True
         for slot in list(self.table.free.values()):
-            rest = keep if slot is prepared else 0
+            rest = keep if slot is prepared and not slot.stale else 0
             if slot.freed_at <= step and slot.mapped > rest:
                 complete &= slot.job is None and self.try_cut(slot, rest)
+        return complete
+
+    def release_stale(self) -> bool:
+        """Starts cuts of free slots that still have shared pages; False when some must wait."""
+        complete = True
+        for slot in self.table.slots:
+            if slot.stale and not slot.active and not slot.lost:
+                complete &= slot.job is None and self.try_cut(slot, 0)
         return complete
 
     def raise_errors(self) -> None:
@@ -215,5 +262,5 @@ class Reclaimer:
 
 
 def _spare(slot: Slot, keep: Mapping[Slot, int]) -> int:
-    """Pages per tensor that the slot can do without."""
-    return slot.mapped - max(slot.granted, keep.get(slot, 0))
+    """Pages per tensor that the slot can do without; shared ones are counted elsewhere."""
+    return slot.mapped - max(slot.shared, slot.granted, keep.get(slot, 0))

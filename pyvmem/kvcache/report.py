@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 
 from pyvmem.errors import VMemError
+from pyvmem.info import RangeFlags
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.jobs import Cut, Growth
 from pyvmem.kvcache.slots import Slot
@@ -43,6 +44,7 @@ def snapshot(core: Core) -> list[SlotInfo]:
             seq_len=core.seq_lens[slot.index],
             granted_pages=slot.granted,
             mapped_pages=slot.mapped,
+            shared_pages=slot.shared,
             in_flight=slot.job is not None and not slot.job.done(),
         )
         for slot in core.table
@@ -52,8 +54,7 @@ def snapshot(core: Core) -> list[SlotInfo]:
 def stats(core: Core) -> CacheStats:
     """The present state and the counters."""
     counters, reclaimer, layout = core.counters, core.reclaimer, core.layout
-    active_pages = core.pager.active_pages * layout.num_tensors
-    used = core.used_tokens * core.token_bytes
+    active_pages, used = core.active_pages, core.used_bytes
     states = [_state(slot) for slot in core.table]
     calls, ns = counters.driver()
     return CacheStats(
@@ -61,6 +62,9 @@ def stats(core: Core) -> CacheStats:
         free_pages=reclaimer.limit - reclaimer.held,
         cached_pages=reclaimer.held - active_pages,
         active_pages=active_pages,
+        shared_pages=reclaimer.shared.pages * layout.num_tensors,
+        prefix_pages=core.prefixes.tree.pages * layout.num_tensors,
+        prefix_tokens=core.prefixes.tree.tokens,
         mapped_bytes=reclaimer.held * layout.page_size,
         used_bytes=used,
         wasted_bytes=active_pages * layout.page_size - used,
@@ -96,14 +100,16 @@ def check(core: Core) -> list[str]:
     held = returning = granted = 0
     for slot in table:
         name = f"slot {slot.index}"
-        held += slot.mapped
+        held += slot.mapped - slot.shared
         if isinstance(slot.job, Cut):
             returning += slot.job.pages
-        granted += slot.granted
+        granted += max(0, slot.granted - slot.shared)
         if not 0 <= slot.granted <= slot.mapped <= layout.slot_pages:
             found.append(
                 f"{name}: granted {slot.granted}, mapped {slot.mapped} of {layout.slot_pages}"
             )
+        if slot.shared > slot.mapped:
+            found.append(f"{name}: {slot.shared} shared pages, mapped {slot.mapped}")
         if not slot.active and slot.granted:
             found.append(f"{name}: free, but {slot.granted} pages are granted")
         if (
@@ -122,6 +128,16 @@ def check(core: Core) -> list[str]:
             found.append(f"{name}: its batch is in no list")
         if not slot.broken:
             found.extend(_check_pages(core, slot))
+    shared = reclaimer.shared
+    holders = [*table, *reclaimer.cuts]
+    found.extend(
+        shared.check(
+            [one.span for one in holders] + core.prefixes.spans(),
+            [slot.span for slot in table if slot.active and not slot.stale],
+        )
+    )
+    found.extend(core.prefixes.check())
+    held += shared.pages
     if (
         held + returning != reclaimer.held // layout.num_tensors
         or reclaimer.held % layout.num_tensors
@@ -155,17 +171,27 @@ def _check_pages(core: Core, slot: Slot) -> list[str]:
         end = job.high
     elif isinstance(job, Growth) and not job.granted:
         sure = min([slot.mapped, *(low for other, low, _ in job.pieces if other is slot)])
+    # A stale slot's pages may be as its earlier owner had them.
+    shared = min(slot.shared, sure)
+    ranges = [
+        (0, shared, None if slot.stale else "read-only"),
+        (shared, sure, "mapped"),
+        (end, layout.slot_pages, "not mapped"),
+    ]
     found = []
     for tensor in range(layout.num_tensors):
         start = core.parts.reservation.addr + layout.offset(slot.index, 0, tensor)
-        for low, high, mapped in ((0, sure, True), (end, layout.slot_pages, False)):
+        for low, high, wanted in ranges:
             at, stop = start + low * size, start + high * size
-            while at < stop:
+            while wanted and at < stop:
                 info = core.context.query(at)
-                if info.mapped != mapped:
+                is_now = "not mapped"
+                if info.mapped:
+                    is_now = "read-only" if RangeFlags.READONLY in info.flags else "mapped"
+                if is_now != wanted:
+                    page = (at - start) // size
                     found.append(
-                        f"slot {slot.index}, tensor {tensor}, page {(at - start) // size}: "
-                        f"{'not ' if mapped else ''}mapped"
+                        f"slot {slot.index}, tensor {tensor}, page {page}: {is_now}, not {wanted}"
                     )
                     break
                 at += info.run_bytes

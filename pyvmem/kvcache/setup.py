@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pyvmem.context import Context
-from pyvmem.info import ContextInfo
+from pyvmem.errors import NotSupported
+from pyvmem.info import Caps, ContextInfo
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.layout import Layout
 from pyvmem.reservation import Reservation
@@ -59,8 +61,17 @@ def make(config: KVCacheConfig, context: Context | None, backend: str, device: A
         layout = Layout(config, page_size)
         cuda_device = context.cuda_device
         limit = _limit_pages(config, layout, info, cuda_device)
+        if config.sparse and Caps.SPARSE not in info.caps:
+            raise NotSupported(
+                f"sparse: back end {info.backend} with pages of {info.granule} bytes has no sparse "
+                "reservations",
+                errno=errno.EOPNOTSUPP,
+                op="KVCache",
+            )
         # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
-        reservation = context.reserve(layout.total_bytes, align=max(page_size, 2 << 20))
+        reservation = context.reserve(
+            layout.total_bytes, sparse=config.sparse, align=max(page_size, 2 << 20)
+        )
     except BaseException:
         if owned:
             context.close()

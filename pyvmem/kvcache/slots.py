@@ -3,14 +3,17 @@
 
 Pages of one slot, counted per tensor (every tensor of a slot has the same):
 
-    0 ........ granted ........ mapped ........ slot_pages
-    | owner's | kept mapped,   | addresses     |
-    |         | no owner       | alone         |
+    0 ..... shared ..... granted ..... mapped ..... slot_pages
+    | owner's,  | owner's  | kept mapped, | addresses |
+    | read-only | alone    | no owner     | alone     |
 
 `dirty` marks how far earlier owners may have written: before pages below it are granted they are
 filled with zeros. A free slot has granted == 0; what it has mapped is its cache. Pages between
 granted and mapped belong to nobody, so they may be taken away at any time once the earlier owners'
 GPU work is over.
+
+Shared pages (spans.py) are mapped read-only; others may have them too. A free slot keeps none: all
+its pages are unmapped together, and until that has happened the slot is *stale*.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from itertools import count as count_up
 from typing import Any
 
 from pyvmem.kvcache.events import prune
+from pyvmem.kvcache.spans import EMPTY, Span
 
 __all__ = ["Slot", "SlotTable"]
 
@@ -33,12 +37,15 @@ class Slot:
         index: the reqid.
         active: given to a request.
         broken: an undo failed in its addresses; never handed out again.
+        lost: pages in its middle could not be mapped again; all stay until the cache is closed.
         mapped: pages there, or promised by a growth in flight.
         granted: pages that the owner may use.
         dirty: pages below this may hold what an earlier owner wrote.
         owner: counts owners, so that work begun for one is not credited to the next.
         events: earlier owners' last GPU work, as far as it is not known to be over.
         job: the one batch in flight over this slot's addresses.
+        span: the shared pages.
+        pins: nodes of the prefix tree that are kept for the slot.
         freed_at: step at which it became free.
         freed_order: counts up with every slot that becomes free.
     """
@@ -46,6 +53,7 @@ class Slot:
     index: int
     active: bool = False
     broken: bool = False
+    lost: bool = False
     mapped: int = 0
     granted: int = 0
     dirty: int = 0
@@ -54,6 +62,18 @@ class Slot:
     job: Any = None
     freed_at: int = 0
     freed_order: int = 0
+    span: Span = EMPTY
+    pins: list[Any] = field(default_factory=list)
+
+    @property
+    def shared(self) -> int:
+        """Shared pages, the first ones of the slot."""
+        return self.span.pages
+
+    @property
+    def stale(self) -> bool:
+        """Whether an earlier owner's shared pages are still mapped."""
+        return self.span.pages > self.granted
 
     @property
     def spare(self) -> int:
@@ -62,9 +82,14 @@ class Slot:
 
 
 class SlotTable:
-    """All slots; `free` is ordered, least recently used first."""
+    """All slots; `free` is ordered, least recently used first.
+
+    Attributes:
+        changes: counts slots taken and given back.
+    """
 
     def __init__(self, count: int) -> None:
+        self.changes = 0
         self.slots = [Slot(i) for i in range(count)]
         self._order = count_up(1)
         self.free: dict[int, Slot] = {slot.index: slot for slot in self.slots}
@@ -89,7 +114,7 @@ class SlotTable:
         return min(
             self.free.values(),
             key=lambda s: (
-                s.job is not None and s.job.takes_pages,
+                s.stale or (s.job is not None and s.job.takes_pages),
                 s.mapped < pages,
                 s.mapped if s.mapped >= pages else -s.mapped,
             ),
@@ -98,11 +123,13 @@ class SlotTable:
     def take(self, slot: Slot) -> None:
         """Gives a free slot to a new owner, with no page granted yet."""
         del self.free[slot.index]
+        self.changes += 1
         slot.active = True
         slot.owner += 1
 
     def give_back(self, slot: Slot, event: Any, now: int) -> None:
         """Ends an ownership; what was granted is dirty from now on."""
+        self.changes += 1
         slot.active = False
         slot.owner += 1
         slot.dirty = max(slot.dirty, slot.granted)
@@ -114,6 +141,15 @@ class SlotTable:
             slot.events.append(event)
         if not slot.broken:
             self.free[slot.index] = slot
+
+    def emptiest(self, count: int) -> list[Slot]:
+        """The free slots that are soonest without a page; fewer when there are not so many."""
+        for slot in self.free.values():
+            slot.events = prune(slot.events)
+        return sorted(
+            self.free.values(),
+            key=lambda s: (s.job is not None or bool(s.mapped), bool(s.events), s.mapped),
+        )[:count]
 
     def condemn(self, slot: Slot) -> None:
         """Never hands this slot out again."""
@@ -128,7 +164,7 @@ class SlotTable:
         """
         found: list[Slot] = []
         for slot in self.slots:
-            if slot.job is None and slot.mapped > slot.granted:
+            if slot.job is None and slot.mapped > slot.granted and not slot.lost:
                 slot.events = prune(slot.events)
                 found.append(slot)
         return sorted(found, key=lambda s: (s.active, bool(s.events), s.freed_order))

@@ -23,10 +23,13 @@ class CacheStats:
         total_pages: pages that the cache may have; always free + cached + active.
         free_pages: pages that are not behind the cache.
         cached_pages: mapped pages that no request owns: of free slots, beyond what an active slot
-            was granted, promised by a growth in flight, or on their way back.
-        active_pages: pages that requests own.
+            was granted, promised by a growth in flight, on their way back, or of recorded prefixes
+            that no request uses.
+        active_pages: pages that requests own; one that several share is counted once.
+        shared_pages: pages, active or cached, that are mapped read-only or recorded.
+        prefix_pages, prefix_tokens: of these, the recorded ones, and the tokens that they hold.
         mapped_bytes: cached and active pages.
-        used_bytes: rows that hold tokens, by the last `step`.
+        used_bytes: rows that hold tokens, by the last `step`; shared ones once.
         wasted_bytes: active pages without the rows that hold tokens (internal fragmentation).
         peak_mapped_bytes, peak_used_bytes, peak_wasted_bytes: the highest so far.
         active_slots, cached_slots, empty_slots, broken_slots: slots by state; cached ones are free
@@ -51,6 +54,9 @@ class CacheStats:
     free_pages: int
     cached_pages: int
     active_pages: int
+    shared_pages: int
+    prefix_pages: int
+    prefix_tokens: int
     mapped_bytes: int
     used_bytes: int
     wasted_bytes: int
@@ -88,6 +94,7 @@ class SlotInfo:
         seq_len: tokens by the last `step`.
         granted_pages: pages that the owner may use.
         mapped_pages: pages there, or promised by a growth in flight.
+        shared_pages: of these, pages that are mapped read-only.
         in_flight: a batch over the slot's addresses is not finished.
     """
 
@@ -96,6 +103,7 @@ class SlotInfo:
     seq_len: int
     granted_pages: int
     mapped_pages: int
+    shared_pages: int
     in_flight: bool
 
 

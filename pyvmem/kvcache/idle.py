@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: MIT
+"""Giving memory back: when asked, and by a small thread when an engine is idle.
+
+An idle engine makes no calls, so its calls cannot notice that it is: that takes a thread. It looks
+a few times within `idle_seconds` whether a request was taken, given back or stepped, which costs
+those calls nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from pyvmem.errors import VMemError
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.core import Core
+
+__all__ = ["IdleThread", "begin_trim", "trim"]
+
+_LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
+
+
+def begin_trim(core: Core, prefixes: bool) -> bool:
+    """Begins to unmap all pages of no request; True when none is on its way any more."""
+    core.pager.poll()
+    core.reclaimer.poll()
+    if prefixes:
+        core.prefixes.evict_all()
+    core.reclaimer.release_stale()
+    for slot in core.table.victims():
+        core.reclaimer.try_cut(slot, slot.granted)
+    return not core.reclaimer.cuts
+
+
+def trim(core: Core, prefixes: bool) -> int:
+    """See `KVCache.trim`."""
+    before = core.context.stats().slab_bytes
+    core.pager.finish_idle()
+    with core.counters.waiting():
+        while not begin_trim(core, prefixes):
+            core.reclaimer.finish_all()
+            if core.reclaimer.errors:
+                break
+    core.context.trim(0)
+    core.reclaimer.raise_errors()
+    return max(0, before - core.context.stats().slab_bytes)
+
+
+class IdleThread(threading.Thread):
+    """Trims a cache once for every time that it is idle for so long; ends with the cache.
+
+    Args:
+        core: what is trimmed.
+        lock: the cache's.
+    """
+
+    def __init__(self, core: Core, lock: threading.RLock) -> None:
+        super().__init__(name="pyvmem-idle", daemon=True)
+        self._core = weakref.ref(core)
+        self._period = core.config.idle_seconds / _LOOKS
+        self._lock = lock
+        self._ended = threading.Event()
+        self._seen: tuple[int, ...] | None = None
+        self._quiet = 0  # looks in a row that saw the same
+        self._trimmed = False
+
+    def end(self) -> None:
+        """Lets the thread end; does not wait for it."""
+        self._ended.set()
+
+    def run(self) -> None:
+        """Looks, and trims."""
+        while not self._ended.wait(self._period):
+            self._look()
+
+    def _look(self) -> None:
+        """Trims when nothing happened in the last looks. Keeps no reference to the core."""
+        core = self._core()
+        if core is None:
+            self.end()
+            return
+        now = core.activity()
+        if now != self._seen:
+            self._seen, self._quiet, self._trimmed = now, 0, False
+            return
+        self._quiet += 1
+        if self._quiet >= _LOOKS and not self._trimmed:
+            self._trimmed = self._trim(core)
+
+    def _trim(self, core: Core) -> bool:
+        """One step of a trim that waits for nothing; True when it is complete."""
+        with self._lock:
+            if self._ended.is_set() or not core.context.is_open:
+                return True
+            try:
+                if not begin_trim(core, core.config.idle_prefixes):
+                    return False
+                core.context.trim(0)
+            except VMemError as error:
+                core.reclaimer.errors.append(error)  # the next step raises it
+            return True

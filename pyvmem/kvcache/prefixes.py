@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: MIT
+"""Recorded prefixes: which tokens' rows are kept, and requests that begin with them.
+
+The sharing unit is the fewest tokens that fill whole pages of a tensor, ``lcm(row_bytes, page_size)
+/ row_bytes``: 32 tokens where rows are 2 KiB and pages 64 KiB. A row of 384 bytes does not divide
+64 KiB; the row that crosses into the next page ends there, so that whoever continues after it would
+write into a page that is shared. Only every 512 tokens do page and row end together.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.errors import OutOfMemory, TooManyBatches
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.events import record, wait_for
+from pyvmem.kvcache.prefix_node import Node
+from pyvmem.kvcache.prefix_tree import PrefixTree
+from pyvmem.kvcache.spans import Span
+from pyvmem.kvcache.token_ids import TokenIds
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.core import Core
+    from pyvmem.kvcache.slots import Slot
+
+__all__ = ["PrefixMatch", "Prefixes"]
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """What of a prompt was recorded at the time of `KVCache.match`.
+
+    Attributes:
+        length: tokens, a multiple of the sharing unit; 0: nothing.
+    """
+
+    length: int
+    _node: Node[Span] = field(repr=False)
+
+
+class Prefixes:
+    """The tree of a cache, and the references that it keeps to shared pages.
+
+    Attributes:
+        tree: by token ids; its spans are held in `Reclaimer.shared`.
+        unit_pages: pages per tensor of a sharing unit.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        layout = core.layout
+        whole = math.lcm(layout.row_bytes, layout.page_size)
+        self.tree: PrefixTree[Span] = PrefixTree(whole // layout.row_bytes)
+        self.unit_pages = whole // layout.page_size
+        core.reclaimer.evict = self.evict
+        core.reclaimer.unpin = self.tree.unpin
+
+    # ---- recording -------------------------------------------------------------------------------
+
+    def record(self, slot: Slot, tokens: Any, stream: Any) -> int:
+        """See `KVCache.record`."""
+        ids, pages = self._check(slot, tokens)
+        if self.tree.match(ids).length < len(ids) // self.tree.unit * self.tree.unit:
+            self._core.sharing.require()
+            self._core.pager.release(slot)
+            if pages > slot.shared:
+                wait_for(record(stream, self._core.device))
+            self._core.sharing.share(slot, pages)
+        return self._insert(slot, ids)
+
+    def record_last(self, slot: Slot, tokens: Any, event: Any) -> None:
+        """Records what a slot holds that is freed next; `event` is its last GPU work."""
+        ids, pages = self._check(slot, tokens)
+        if self.tree.match(ids).length < len(ids) // self.tree.unit * self.tree.unit:
+            self._core.sharing.require()
+            self._core.pager.release(slot)
+            self._core.sharing.bequeath(slot, pages, event)
+        self._insert(slot, ids)
+
+    def _check(self, slot: Slot, tokens: Any) -> tuple[TokenIds, int]:
+        """The ids, and the pages per tensor of their whole units."""
+        ids = TokenIds.of(tokens)
+        held = self._core.seq_lens[slot.index]
+        if len(ids) > held:
+            raise invalid(
+                f"{len(ids)} tokens to record; reqid {slot.index} holds {held}", limit=held
+            )
+        return ids, len(ids) // self.tree.unit * self.unit_pages
+
+    def _insert(self, slot: Slot, ids: TokenIds) -> int:
+        def make(first: int, last: int) -> Span:
+            span = slot.span.cut(first * self.unit_pages, last * self.unit_pages)
+            self._core.reclaimer.shared.hold(span)
+            return span
+
+        done = self.tree.insert(ids, make)
+        # A slot whose pages were recorded by another shares none of them, and keeps nothing.
+        if done.length and slot.shared and done.node not in slot.pins:
+            self.tree.pin(done.node)
+            slot.pins = [*slot.pins, done.node]
+        return done.length
+
+    def pin_again(self, pins: list[Node[Span]]) -> list[Node[Span]]:
+        """Keeps prefixes for one more slot."""
+        for node in pins:
+            self.tree.pin(node)
+        return list(pins)
+
+    # ---- matching --------------------------------------------------------------------------------
+
+    def match(self, tokens: Any, leave: int) -> PrefixMatch:
+        """See `KVCache.match`."""
+        ids = TokenIds.of(tokens)
+        left = operator.index(leave)
+        if left < 0:
+            raise invalid(f"leave is {left}; it must not be negative")
+        found = self.tree.match(ids, max(0, min(len(ids) - left, self._core.config.max_seq_len)))
+        return PrefixMatch(found.length, found.node)
+
+    def alloc(self, match: PrefixMatch, stream: Any) -> int | None:
+        """See `KVCache.alloc_prefix`; for a match of at least a unit."""
+        core = self._core
+        core.sharing.require()
+        node = match._node
+        self.tree.pin(node, match.length)
+        if node.end > match.length:  # the rest of its run may go, so only a part of it is kept
+            whole, node = node, self.tree.match(node.tokens(), match.length, pin=True).node
+            self.tree.unpin(whole)
+        try:
+            slots = core.sharing.vacate(1)
+            if slots is not None:
+                span = sum((one.span for one in node.path()), Span((), self.unit_pages))
+                span = span.cut(0, match.length // self.tree.unit * self.unit_pages)
+                core.sharing.attach(slots, span)
+        except (OutOfMemory, TooManyBatches):
+            slots = None
+        except BaseException:
+            self.tree.unpin(node)
+            raise
+        if slots is None:
+            self.tree.unpin(node)
+            return None
+        slot = slots[0]
+        slot.pins = [node]
+        core.enter(slot, match.length)
+        core.note_peaks()
+        core.sharing.order_after_writers(span, stream)
+        return slot.index
+
+    # ---- giving up -------------------------------------------------------------------------------
+
+    def evict(self, pages: int) -> int:
+        """Takes least recently used prefixes out until so many pages per tensor come back.
+
+        Returns:
+            Pages per tensor that came back, or will when the batches that unmap them are done.
+        """
+        shared, done = self._core.reclaimer.shared, 0
+        while done < pages:
+            spans = self.tree.evict(pages - done)
+            if not spans:
+                break
+            for span in spans:
+                done += shared.idle(span)
+                self._core.reclaimer.let_go(span)
+        return done
+
+    def evict_all(self) -> None:
+        """Takes every prefix out that no request uses."""
+        self.evict(self.tree.evictable_pages)
+
+    def check(self) -> list[str]:
+        """What contradicts in the tree, its pins and its spans, in words."""
+        found = self.tree.check()
+        wanted: dict[Node[Span], int] = {}
+        for holder in (*self._core.table, *self._core.reclaimer.cuts):
+            for node in holder.pins:
+                wanted[node] = wanted.get(node, 0) + 1
+        for node in self.tree:
+            if node.pins != wanted.pop(node, 0):
+                found.append(f"{node!r} has {node.pins} pins, other than slots and cuts hold")
+            if node.span.pages != node.units * self.unit_pages:
+                found.append(f"{node!r} has a span of {node.span.pages} pages")
+        if wanted:
+            found.append(f"{len(wanted)} pinned prefixes are not in the tree")
+        return found
+
+    def spans(self) -> list[Span]:
+        """What the tree holds, for checks."""
+        return [node.span for node in self.tree]

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: MIT
+"""The calls of `KVCache` for what requests share, and for memory that is short or idle."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from pyvmem.kvcache import idle, swap
+from pyvmem.kvcache.base import CacheBase
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.prefixes import PrefixMatch
+from pyvmem.kvcache.swap import SwappedRequest
+from pyvmem.kvcache.token_ids import TokenIds
+
+__all__ = ["RequestCalls"]
+
+
+class RequestCalls(CacheBase):
+    """Forks, prefixes, preemption, admission. Part of `KVCache`."""
+
+    # ---- forks -----------------------------------------------------------------------------------
+
+    def fork(self, reqid: int, length: int | None = None, stream: Any = None) -> int | None:
+        """A new request that begins with the rows of another, for sampling or beam search.
+
+        Both share the pages that are full below `length`, read-only from then on: a write to one
+        faults. Only the last, partly filled page is copied, in every tensor. So neither may write
+        rows below `length` again, and each may append as if it were alone. (To cut a request short
+        and write other rows there, fork it at that length and free it.)
+
+        Waits for the GPU work on `stream` where pages were written since the last fork.
+
+        Args:
+            reqid: the parent; it goes on as before.
+            length: tokens that the new request begins with; None: all, by the last `step`.
+            stream: the stream (or event) of the parent's last work, as in `free_reqid`.
+
+        Returns:
+            The new reqid, which holds `length` tokens; None when no slot is free or memory is
+            short. Then nothing changed, except that pages of no request may have been reclaimed
+            and that the parent's full pages may be read-only already.
+
+        Raises:
+            InvalidArgument: no such reqid, not taken, or it holds fewer tokens than `length`.
+            NotSupported: the back end cannot map pages twice, or read-only.
+            NotRecoverable: undoing failed, and the text names the reqid that must be freed.
+            VMemError: the driver failed; as for None.
+        """
+        forked = self.fork_many(reqid, 1, length, stream)
+        return None if forked is None else forked[0]
+
+    def fork_many(
+        self, reqid: int, count: int, length: int | None = None, stream: Any = None
+    ) -> list[int] | None:
+        """`fork` for `count` new requests, with one batch for all: all of them or none."""
+        with self._lock:
+            core = self._open_core()
+            forked = core.sharing.fork(reqid, operator.index(count), length, stream)
+            core.prepare()
+            return forked
+
+    # ---- prefixes --------------------------------------------------------------------------------
+
+    @property
+    def sharing_unit(self) -> int:
+        """Tokens that prefixes are recorded and matched in: the fewest that fill whole pages.
+
+        ``lcm(row_bytes, page_size) / row_bytes``, since the row that crosses a page's end would
+        have to be written into a page that others share.
+        """
+        return self._core.prefixes.tree.unit
+
+    def record(self, reqid: int, tokens: Any, stream: Any = None) -> int:
+        """Records the rows of a running request under their tokens, for later ones to begin with.
+
+        Their pages become read-only. For a finished request `free_reqid` with `tokens` does the
+        same without mapping anything again. What is recorded stays until memory is short or `trim`
+        asks for it: least recently used first, and only when no page of a free slot is left.
+
+        Waits for the GPU work on `stream` where something new is recorded.
+
+        Args:
+            reqid: the request.
+            tokens: the ids whose keys and values its first rows hold, at most as many as it holds
+                tokens (`TokenIds` says in which forms). Those behind the last whole
+                `sharing_unit` are left out.
+            stream: as in `free_reqid`.
+
+        Returns:
+            The tokens, from the first on, that are recorded now.
+
+        Raises:
+            InvalidArgument: more tokens than rows, bad tokens, or a reqid that is not taken.
+            NotSupported, NotRecoverable, VMemError: as `fork`.
+        """
+        with self._lock:
+            core = self._open_core()
+            return core.prefixes.record(core.slot(reqid), tokens, stream)
+
+    def match(self, tokens: Any, leave: int = 1) -> PrefixMatch:
+        """How much of a prompt is recorded. Counts as a use of it, and keeps nothing from eviction.
+
+        Args:
+            tokens: the prompt.
+            leave: tokens at its end that are not matched: an engine must compute the last one.
+
+        Raises:
+            InvalidArgument: bad tokens, or a negative `leave`.
+        """
+        with self._lock:
+            return self._open_core().prefixes.match(tokens, leave)
+
+    def alloc_prefix(
+        self, tokens: Any, leave: int = 1, stream: Any = None
+    ) -> tuple[int, int] | None:
+        """Takes a slot for a prompt, with the longest recorded prefix mapped there, read-only.
+
+        Args:
+            tokens: the prompt, or what `match` returned for it.
+            leave: as in `match`; not used with a match.
+            stream: the stream that will read the rows; it is made to wait for the work that wrote
+                them.
+
+        Returns:
+            The reqid and the tokens that it holds already, 0 where nothing is recorded; None, with
+            nothing changed, when every slot is taken or memory is short.
+
+        Raises:
+            InvalidArgument: bad tokens, more of them than `max_seq_len`, or a match that was
+                evicted since.
+            NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
+        """
+        with self._lock:
+            core = self._open_core()
+            if isinstance(tokens, PrefixMatch):
+                match, length = tokens, tokens.length
+            else:
+                ids = TokenIds.of(tokens)
+                length, longest = len(ids), core.config.max_seq_len
+                if length > longest:
+                    raise invalid(f"{length} tokens; max_seq_len is {longest}", limit=longest)
+                match = core.prefixes.match(ids, leave)
+            if not match.length:
+                reqid = core.alloc(length)
+                return None if reqid is None else (reqid, 0)
+            reqid = core.prefixes.alloc(match, stream)
+            core.prepare()
+            return None if reqid is None else (reqid, match.length)
+
+    # ---- preemption and admission ----------------------------------------------------------------
+
+    def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
+        """Copies a request's rows to host memory and frees it, for `swap_in` later.
+
+        Waits for the GPU work on `stream`, then for the copy. (To preempt by computing again,
+        `free_reqid` is all there is to do.)
+
+        Args:
+            reqid: the request; free afterwards.
+            stream: as in `free_reqid`.
+
+        Raises:
+            InvalidArgument: no such reqid, or it is not taken.
+            MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
+        """
+        with self._lock:
+            core = self._open_core()
+            swapped = swap.swap_out(core, reqid, stream)
+            core.tidy()
+            return swapped
+
+    def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
+        """Brings a swapped request back, into any slot.
+
+        Args:
+            swapped: of this cache; closed afterwards.
+            stream: the stream that will use the rows. Waits for it, and for the copy.
+
+        Returns:
+            The reqid, which holds the request's tokens; None when no slot is free or memory is
+            short although all of no request was reclaimed: then `swapped` is as before.
+
+        Raises:
+            InvalidArgument: another cache's. BadHandle: closed, or swapped in before.
+            VMemError: the driver failed; `swapped` is as before.
+        """
+        with self._lock:
+            return swap.swap_in(self._open_core(), swapped, stream)
+
+    def can_admit(self, seq_lens: Sequence[int]) -> bool:
+        """Whether new requests of so many tokens would all fit now, beside the present ones.
+
+        Counts free slots and all that is free or could be reclaimed, recorded prefixes that no
+        request uses included. Says nothing of memory that others take from the device.
+
+        Raises:
+            InvalidArgument: a length that is negative or above `max_seq_len`.
+        """
+        with self._lock:
+            core = self._open_core()
+            lengths = [operator.index(length) for length in seq_lens]
+            longest = core.config.max_seq_len
+            for place, length in enumerate(lengths):
+                if not 0 <= length <= longest:
+                    raise invalid(
+                        f"seq_lens[{place}] is {length}; it must lie between 0 and {longest}",
+                        limit=longest,
+                    )
+            pages = sum(map(core.layout.pages_for, lengths)) * core.layout.num_tensors
+            return len(lengths) <= len(core.table.free) and pages <= core.reclaimer.obtainable({})
+
+    def trim(self, prefixes: bool = False) -> int:
+        """Unmaps all pages of no request and gives the pool's free memory back to the device.
+
+        Waits for the GPU work on freed slots.
+
+        Args:
+            prefixes: evict the recorded prefixes that no request uses, too.
+
+        Returns:
+            Bytes that the context has given back to the device meanwhile.
+
+        Raises:
+            VMemError: a batch failed; its pages are still there, the cache is consistent.
+        """
+        with self._lock:
+            return idle.trim(self._open_core(), prefixes)

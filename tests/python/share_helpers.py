@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: MIT
+"""A plain Python model of a cache whose requests share pages: what every row must hold.
+
+Rows are read and written through the reservation, so it works where no tensors are to be had.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from kvcache_helpers import state
+
+from pyvmem import FdEvent, KVCache
+from pyvmem.kvcache import SwappedRequest
+
+__all__ = ["ShareModel", "read_rows", "row_bytes", "write_rows"]
+
+
+def row_bytes(cache: KVCache, tensor: int, tag: int) -> bytes:
+    """What a row with this tag holds in a tensor: different in each of its first bytes."""
+    pattern = (tag * 64 + tensor + 1).to_bytes(4, "little")
+    size = cache.layout.row_bytes
+    return (pattern * (size // 4 + 1))[:size]
+
+
+def write_rows(cache: KVCache, reqid: int, low: int, tags: list[int]) -> None:
+    """Writes rows from `low` on in every tensor."""
+    size = cache.layout.row_bytes
+    for tensor in range(cache.layout.num_tensors):
+        data = b"".join(row_bytes(cache, tensor, tag) for tag in tags)
+        if not data:
+            return
+        cache.reservation.write(cache.layout.offset(reqid, 0, tensor) + low * size, data)
+
+
+def read_rows(cache: KVCache, reqid: int, low: int, tags: list[int]) -> bool:
+    """Whether the rows from `low` on are those, byte by byte, in every tensor."""
+    size = cache.layout.row_bytes
+    return all(
+        cache.reservation.read(cache.layout.offset(reqid, 0, tensor) + low * size, len(tags) * size)
+        == b"".join(row_bytes(cache, tensor, tag) for tag in tags)
+        for tensor in range(cache.layout.num_tensors)
+        if tags
+    )
+
+
+class ShareModel:
+    """Drives a cache at random. A token's row depends on all tokens before it, as a model's does.
+
+    Attributes:
+        tokens: by reqid, the ids whose rows the request holds.
+        tags: by reqid, what the rows hold.
+    """
+
+    def __init__(self, cache: KVCache, seed: int) -> None:
+        self.cache = cache
+        self.random = random.Random(seed)
+        self.tokens: dict[int, list[int]] = {}
+        self.tags: dict[int, list[int]] = {}
+        self.swapped: list[tuple[SwappedRequest, list[int], list[int]]] = []
+        self.events: list[FdEvent] = []
+        self.known: dict[tuple[int, ...], int] = {}
+        self.counts: dict[str, int] = {}
+
+    def tag(self, tokens: list[int]) -> int:
+        """The row of the last of these tokens, the same whoever computes it."""
+        return self.known.setdefault(tuple(tokens), len(self.known) + 1)
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def stream(self) -> FdEvent | None:
+        """GPU work that is not over yet, or none."""
+        if self.random.random() < 0.6:
+            return None
+        event = FdEvent.create()
+        self.events.append(event)
+        return event
+
+    def lens(self, more: dict[int, int] | None = None) -> list[int]:
+        out = [0] * self.cache.config.max_batch
+        for reqid, tokens in self.tokens.items():
+            out[reqid] = len(tokens) + (more or {}).get(reqid, 0)
+        return out
+
+    def prompt(self) -> list[int]:
+        """Mostly the beginning of something seen before."""
+        longest = self.cache.config.max_seq_len
+        seen = self.random.choice(list(self.known)) if self.known else ()
+        keep = self.random.randint(0, len(seen))
+        more = [self.random.randint(0, 2) for _ in range(self.random.randint(1, 20))]
+        return [*seen[:keep], *more][:longest]
+
+    # ---- what an engine does ---------------------------------------------------------------------
+
+    def append(self, reqid: int, ids: list[int]) -> None:
+        """Writes the rows of new tokens, which a step has made room for."""
+        tokens, tags = self.tokens[reqid], self.tags[reqid]
+        low = len(tokens)
+        for one in ids:
+            tokens.append(one)
+            tags.append(self.tag(tokens))
+        write_rows(self.cache, reqid, low, tags[low:])
+
+    def grow(self, more: dict[int, list[int]]) -> None:
+        self.fire()  # the model's stand-in for GPU work ends before anyone waits for it
+        longest = self.cache.config.max_seq_len
+        more = {r: ids[: longest - len(self.tokens[r])] for r, ids in more.items()}
+        want = self.lens({reqid: len(ids) for reqid, ids in more.items()})
+        ahead = self.random.random() < 0.5
+        if (ahead and self.cache.step_async(want) == -1) or self.cache.step(want) == -1:
+            self.count("short")
+            self.give_up()
+            return
+        for reqid, ids in more.items():
+            self.append(reqid, ids)
+
+    def start(self) -> None:
+        prompt = self.prompt()
+        self.fire()
+        before = state(self.cache)
+        found = self.cache.match(prompt).length
+        taken = self.cache.alloc_prefix(prompt)
+        if taken is None:
+            self.count("no slot")
+            assert len(self.tokens) == self.cache.config.max_batch
+            assert state(self.cache)[0] == before[0]
+            return
+        reqid, length = taken
+        assert length == found < len(prompt)
+        assert reqid not in self.tokens
+        self.count("hit" if length else "miss")
+        self.tokens[reqid] = prompt[:length]
+        self.tags[reqid] = [self.tag(prompt[: n + 1]) for n in range(length)]
+        assert read_rows(self.cache, reqid, 0, self.tags[reqid])
+        self.grow({reqid: prompt[length:]})
+
+    def fork(self, reqid: int) -> None:
+        length = self.random.choice((None, self.random.randint(0, len(self.tokens[reqid]))))
+        count = self.random.choice((1, 1, 2))
+        self.fire()
+        if self.lens() != [info.seq_len for info in self.cache.snapshot()]:
+            length = min(len(self.tokens[reqid]), self.cache.snapshot()[reqid].seq_len)
+        forked = self.cache.fork_many(reqid, count, length)
+        if forked is None:
+            self.count("no fork")
+            return
+        self.count("fork")
+        for child in forked:
+            assert child not in self.tokens
+            self.tokens[child] = self.tokens[reqid][:length]
+            self.tags[child] = self.tags[reqid][:length]
+
+    def free(self, reqid: int, record: bool) -> None:
+        tokens = self.tokens.pop(reqid)
+        del self.tags[reqid]
+        held = self.cache.snapshot()[reqid].seq_len
+        self.cache.free_reqid(reqid, self.stream(), tokens[:held] if record else None)
+
+    def record(self, reqid: int) -> None:
+        self.fire()
+        held = self.cache.snapshot()[reqid].seq_len
+        tokens = self.tokens[reqid][:held]
+        unit = self.cache.sharing_unit
+        assert self.cache.record(reqid, tokens) == len(tokens) // unit * unit
+        assert self.cache.match(tokens, leave=0).length == len(tokens) // unit * unit
+
+    def swap_out(self, reqid: int) -> None:
+        self.fire()
+        swapped = self.cache.swap_out(reqid)
+        self.count("swap")
+        self.swapped.append((swapped, self.tokens.pop(reqid), self.tags.pop(reqid)))
+
+    def swap_in(self) -> None:
+        self.fire()
+        swapped, tokens, tags = self.swapped[-1]
+        reqid = self.cache.swap_in(swapped)
+        if reqid is None:
+            self.count("no swap-in")
+            assert swapped.is_open
+            return
+        assert not swapped.is_open
+        self.swapped.pop()
+        self.tokens[reqid], self.tags[reqid] = tokens[: swapped.seq_len], tags[: swapped.seq_len]
+
+    def give_up(self) -> None:
+        """Preempts the longest request."""
+        if self.tokens:
+            reqid = max(self.tokens, key=lambda one: len(self.tokens[one]))
+            self.free(reqid, record=False)
+            self.fire()
+
+    def fire(self) -> None:
+        """All GPU work is over."""
+        for event in self.events:
+            event.set()
+            event.close()
+        self.events.clear()
+
+    def check(self) -> None:
+        self.cache.check_integrity()
+        for reqid, tags in self.tags.items():
+            assert read_rows(self.cache, reqid, 0, tags), f"rows of reqid {reqid}"
+        now = self.cache.stats()
+        assert now.used_bytes <= now.active_pages * self.cache.layout.page_size
+
+    def any_step(self) -> None:
+        """One random thing."""
+        pick, requests = self.random.random(), list(self.tokens)
+        any_one: Any = self.random.choice(requests) if requests else None
+        if pick < 0.2 or not requests:
+            self.start()
+        elif pick < 0.5:
+            self.grow({r: self.prompt()[: self.random.choice((0, 1, 1, 9))] for r in requests})
+        elif pick < 0.65:
+            self.fork(any_one)
+        elif pick < 0.75:
+            self.record(any_one)
+        elif pick < 0.88:
+            self.free(any_one, record=self.random.random() < 0.6)
+        elif pick < 0.93:
+            self.swap_out(any_one)
+        elif pick < 0.97 and self.swapped:
+            self.swap_in()
+        else:
+            self.fire()
+            self.cache.trim(prefixes=self.random.random() < 0.3)
+
+    def end(self) -> None:
+        """Gives everything back; then nothing may be left."""
+        self.fire()
+        for reqid in list(self.tokens):
+            self.free(reqid, record=False)
+        self.fire()
+        for swapped, _, _ in self.swapped:
+            swapped.close()
+        self.cache.trim(prefixes=True)
+        self.cache.check_integrity()
+        assert self.cache.stats().mapped_bytes == 0

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: MIT
+"""Description: recorded prefixes of a KVCache: matching, mapping, eviction, and bad input."""
+
+from __future__ import annotations
+
+import pytest
+from kvcache_helpers import (
+    LAYERS,
+    ROWS,
+    eventually,
+    firing_later,
+    lens,
+    rows_are,
+    rows_are_zero,
+    small_cache,
+    stamp,
+    state,
+)
+
+from pyvmem import Context, DriverError, FdEvent, Inject, InvalidArgument, KVCache
+from pyvmem.kvcache import PrefixMatch, TokenIds
+
+TENSORS = 2 * LAYERS
+PROMPT = list(range(100, 100 + 6 * ROWS))
+
+
+def started(cache: KVCache, rows: int, tag: float = 1.0) -> int:
+    """A request with so many rows of one tag."""
+    reqid = cache.alloc_reqid(rows)
+    assert reqid is not None
+    grown(cache, reqid, 0, rows, tag)
+    return reqid
+
+
+def grown(cache: KVCache, reqid: int, low: int, rows: int, tag: float) -> None:
+    """More rows of another tag."""
+    want = [slot.seq_len for slot in cache.snapshot()]
+    want[reqid] = rows
+    assert cache.step(want) == 0
+    stamp(cache, reqid, low, rows, tag)
+
+
+def recorded(cache: KVCache, tokens: list[int], tag: float = 1.0) -> None:
+    """A finished request that left its prefix behind."""
+    cache.free_reqid(started(cache, len(tokens), tag), tokens=tokens)
+
+
+# ---- the unit ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row_heads", [1, 3])
+def test_the_sharing_unit_fills_whole_pages(host: Context, row_heads: int) -> None:
+    """384-byte rows in pages of 4096: 32 rows are three pages; with 64 KiB pages it is 512 rows."""
+    shape = {"num_kv_heads": row_heads, "head_dim": 64, "dtype": "float16", "max_seq_len": 80}
+    with small_cache(host, **shape) as cache:
+        row = cache.layout.row_bytes
+        unit = cache.sharing_unit
+        assert unit * row % 4096 == 0
+        assert all(rows * row % 4096 for rows in range(1, unit))
+        assert unit == {128: 32, 384: 32}[row]
+        recorded(cache, PROMPT[:40])
+        assert cache.match(PROMPT).length == 32
+        taken = cache.alloc_prefix(PROMPT[:40])
+        assert taken is not None
+        assert rows_are(cache, taken[0], 0, 32, 1.0)
+        grown(cache, taken[0], 32, 40, 2.0)
+        assert rows_are(cache, taken[0], 0, 32, 1.0)
+
+
+def test_a_unit_longer_than_a_request_records_nothing(host: Context) -> None:
+    with small_cache(host, num_kv_heads=3, head_dim=8, max_seq_len=30) as cache:
+        assert cache.sharing_unit > 30
+        assert cache.record(started(cache, 30), PROMPT[:30]) == 0
+        assert cache.alloc_prefix(PROMPT[:30]) == (1, 0)
+
+
+# ---- recording and matching ----------------------------------------------------------------------
+
+
+def test_a_prompt_begins_with_what_a_finished_request_left(context: Context) -> None:
+    with small_cache(context) as cache:
+        first = started(cache, 3 * ROWS + 2)
+        cache.free_reqid(first, tokens=PROMPT[: 3 * ROWS + 2])
+        eventually(lambda: not cache.snapshot()[first].in_flight)
+        now = cache.stats()
+        assert (now.prefix_pages, now.prefix_tokens) == (3 * TENSORS, 3 * ROWS)
+        assert now.cached_pages == 3 * TENSORS
+        assert now.mapped_bytes == 3 * TENSORS * cache.layout.page_size
+        found = cache.match(PROMPT)
+        assert found.length == 3 * ROWS
+        taken = cache.alloc_prefix(PROMPT)
+        assert taken is not None
+        reqid, length = taken
+        assert length == 3 * ROWS
+        assert cache.snapshot()[reqid].seq_len == cache.snapshot()[reqid].shared_pages * ROWS
+        assert cache.stats().active_pages == 3 * TENSORS
+        assert cache.stats().used_bytes == 3 * ROWS * TENSORS * cache.layout.row_bytes
+        assert rows_are(cache, reqid, 0, length, 1.0)
+        grown(cache, reqid, length, 5 * ROWS, 2.0)
+        assert rows_are(cache, reqid, 0, length, 1.0)
+
+
+def test_the_last_tokens_are_left_to_compute(context: Context) -> None:
+    with small_cache(context) as cache:
+        recorded(cache, PROMPT[: 2 * ROWS])
+        assert cache.match(PROMPT[: 2 * ROWS]).length == ROWS
+        assert cache.match(PROMPT[: 2 * ROWS], leave=0).length == 2 * ROWS
+        assert cache.match(PROMPT[: 2 * ROWS + 1]).length == 2 * ROWS
+        assert cache.match(PROMPT[:3], leave=9).length == 0
+        assert cache.alloc_prefix(PROMPT[: 2 * ROWS]) == (1, ROWS)
+        assert cache.alloc_prefix(PROMPT[: 2 * ROWS], leave=0) == (2, 2 * ROWS)
+
+
+def test_prefixes_part_in_the_middle(context: Context) -> None:
+    """Two requests that agree in two of three pages: the third is each one's own."""
+    with small_cache(context) as cache:
+        other = PROMPT[: 2 * ROWS] + [7] * ROWS
+        recorded(cache, PROMPT[: 3 * ROWS], 1.0)
+        taken = cache.alloc_prefix([*other, 0])
+        assert taken is not None
+        assert taken[1] == 2 * ROWS
+        grown(cache, taken[0], 2 * ROWS, 3 * ROWS, 2.0)
+        assert cache.record(taken[0], other) == 3 * ROWS
+        cache.check_integrity()
+        assert cache.stats().prefix_pages == 4 * TENSORS
+        third = cache.alloc_prefix([*PROMPT[: 3 * ROWS], 0])
+        fourth = cache.alloc_prefix([*other, 0])
+        assert third is not None
+        assert fourth is not None
+        assert third[1] == fourth[1] == 3 * ROWS
+        assert rows_are(cache, third[0], 0, 3 * ROWS, 1.0)
+        assert rows_are(cache, fourth[0], 0, 2 * ROWS, 1.0)
+        assert rows_are(cache, fourth[0], 2 * ROWS, 3 * ROWS, 2.0)
+
+
+def test_turns_of_a_conversation(context: Context) -> None:
+    with small_cache(context) as cache:
+        done = 0
+        for turn in range(1, 6):
+            taken = cache.alloc_prefix(PROMPT[: turn * ROWS + 1])
+            assert taken is not None
+            reqid, length = taken
+            assert length == done
+            for page in range(length // ROWS):
+                assert rows_are(cache, reqid, page * ROWS, (page + 1) * ROWS, page + 1.0)
+            grown(cache, reqid, length, turn * ROWS + 1, float(turn))
+            cache.free_reqid(reqid, tokens=PROMPT[: turn * ROWS + 1])
+            done = turn * ROWS
+            cache.check_integrity()
+
+
+def test_what_is_recorded_already_is_not_recorded_twice(context: Context) -> None:
+    with small_cache(context) as cache:
+        a, b = started(cache, 2 * ROWS, 1.0), started(cache, 3 * ROWS, 2.0)
+        assert cache.record(a, PROMPT[: 2 * ROWS]) == 2 * ROWS
+        assert cache.record(a, PROMPT[: 2 * ROWS]) == 2 * ROWS
+        assert cache.record(b, PROMPT[: 2 * ROWS]) == 2 * ROWS
+        assert cache.snapshot()[b].shared_pages == 0, "nothing of it was new"
+        assert cache.record(b, PROMPT[: 3 * ROWS]) == 3 * ROWS
+        assert cache.stats().prefix_pages == 3 * TENSORS
+        grown(cache, a, 2 * ROWS, 3 * ROWS, 3.0)
+        taken = cache.alloc_prefix(PROMPT)
+        assert taken is not None
+        assert rows_are(cache, taken[0], 0, 2 * ROWS, 1.0)
+        assert rows_are(cache, taken[0], 2 * ROWS, 3 * ROWS, 2.0)
+        for reqid in (a, b, taken[0]):
+            cache.free_reqid(reqid)
+        cache.trim(prefixes=True)
+        assert cache.stats().mapped_bytes == 0
+
+
+def test_a_reader_waits_for_the_work_that_wrote_the_rows(context: Context) -> None:
+    with small_cache(context) as cache, FdEvent.create() as work:
+        reqid = started(cache, 2 * ROWS)
+        cache.free_reqid(reqid, work, PROMPT[: 2 * ROWS])
+        with firing_later(work) as fired:
+            assert cache.alloc_prefix(PROMPT) is not None
+            assert fired
+
+
+# ---- eviction ------------------------------------------------------------------------------------
+
+
+def test_prefixes_go_when_memory_is_short_least_recently_used_first(context: Context) -> None:
+    limit = 6 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache:
+        old, new = PROMPT[: 2 * ROWS], [5] * (2 * ROWS)
+        recorded(cache, old)
+        recorded(cache, new, 2.0)
+        eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
+        cache.match(old)  # now the other one is the older
+        assert cache.can_admit([6 * ROWS])
+        reqid = started(cache, 3 * ROWS)
+        assert cache.match(old, leave=0).length == 2 * ROWS
+        assert cache.match(new, leave=0).length == ROWS, "only the page that was needed"
+        cache.check_integrity()
+        grown(cache, reqid, 3 * ROWS, 6 * ROWS, 3.0)
+        assert cache.match(old, leave=0).length == 0
+        assert cache.stats().free_pages == 0
+        assert cache.match([1]).length == 0
+
+
+def test_free_slots_lose_their_pages_before_prefixes_go(context: Context) -> None:
+    limit = 4 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache:
+        recorded(cache, PROMPT[: 2 * ROWS])
+        cache.free_reqid(started(cache, 2 * ROWS))
+        started(cache, 1)
+        a = cache.alloc_reqid()
+        assert a is not None
+        assert cache.match(PROMPT).length == 2 * ROWS
+
+
+def test_a_prefix_in_use_stays(context: Context) -> None:
+    limit = 4 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache:
+        recorded(cache, PROMPT[: 2 * ROWS])
+        taken = cache.alloc_prefix(PROMPT)
+        assert taken is not None
+        assert not cache.can_admit([3 * ROWS])
+        other = cache.alloc_reqid()
+        assert other is not None
+        want = lens(cache, **{f"r{taken[0]}": 2 * ROWS, f"r{other}": 3 * ROWS})
+        assert cache.step(want) == -1
+        assert rows_are(cache, taken[0], 0, 2 * ROWS, 1.0)
+        cache.free_reqid(taken[0])
+        want[taken[0]] = 0
+        assert cache.step(want) == 0
+        assert rows_are_zero(cache, other, 0, 3 * ROWS), "nothing of the prefix is left"
+
+
+def test_only_the_part_of_a_prefix_in_use_stays(context: Context) -> None:
+    with small_cache(context) as cache:
+        recorded(cache, PROMPT[: 4 * ROWS])
+        taken = cache.alloc_prefix(PROMPT[: 2 * ROWS + 1])
+        assert taken is not None
+        cache.trim(prefixes=True)
+        assert cache.stats().mapped_bytes == 2 * TENSORS * cache.layout.page_size
+        assert cache.match(PROMPT).length == 2 * ROWS
+        assert rows_are(cache, taken[0], 0, 2 * ROWS, 1.0)
+
+
+def test_a_match_that_was_evicted_is_refused(context: Context) -> None:
+    with small_cache(context) as cache:
+        recorded(cache, PROMPT[: 3 * ROWS])
+        found = cache.match(PROMPT)
+        assert isinstance(found, PrefixMatch)
+        cache.trim(prefixes=True)
+        before = state(cache)
+        with pytest.raises(InvalidArgument, match="evicted"):
+            cache.alloc_prefix(found)
+        assert state(cache) == before
+        recorded(cache, PROMPT[: 3 * ROWS])
+        taken = cache.alloc_prefix(cache.match(PROMPT))
+        assert taken is not None
+        assert taken[1] == 3 * ROWS
+
+
+def test_a_match_survives_a_split_of_its_run(context: Context) -> None:
+    with small_cache(context) as cache:
+        recorded(cache, PROMPT[: 3 * ROWS])
+        found = cache.match(PROMPT)
+        recorded(cache, PROMPT[:ROWS] + [3] * ROWS, 2.0)
+        taken = cache.alloc_prefix(found)
+        assert taken is not None
+        assert taken[1] == 3 * ROWS
+        assert rows_are(cache, taken[0], 0, 3 * ROWS, 1.0)
+
+
+# ---- bad input and failures ----------------------------------------------------------------------
+
+
+def test_bad_tokens_change_nothing(context: Context) -> None:
+    with small_cache(context) as cache:
+        reqid = started(cache, ROWS + 1)
+        before = state(cache)
+        with pytest.raises(InvalidArgument, match=f"{ROWS + 2} tokens to record; reqid {reqid}"):
+            cache.record(reqid, PROMPT[: ROWS + 2])
+        with pytest.raises(InvalidArgument, match="to record"):
+            cache.free_reqid(reqid, tokens=PROMPT[: ROWS + 2])
+        with pytest.raises(InvalidArgument, match="reqid 3 is not taken"):
+            cache.record(3, PROMPT[:1])
+        for bad in ("text", [-1], [1 << 32], [1.5], 7, None):
+            with pytest.raises(InvalidArgument):
+                cache.record(reqid, bad)
+            with pytest.raises(InvalidArgument):
+                cache.match(bad)
+            with pytest.raises(InvalidArgument):
+                cache.alloc_prefix(bad)
+        with pytest.raises(InvalidArgument, match="leave is -1"):
+            cache.match(PROMPT, leave=-1)
+        with pytest.raises(InvalidArgument, match="max_seq_len is"):
+            cache.alloc_prefix(PROMPT + [1])
+        assert state(cache) == before
+        assert cache.record(reqid, TokenIds(PROMPT[:ROWS])) == ROWS
+
+
+def test_without_a_slot_nothing_changes(context: Context) -> None:
+    with small_cache(context, max_batch=2) as cache:
+        recorded(cache, PROMPT[:ROWS])
+        eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
+        assert cache.alloc_reqid() is not None
+        assert cache.alloc_reqid() is not None
+        before = state(cache)
+        assert cache.alloc_prefix(PROMPT) is None
+        assert state(cache) == before
+
+
+def test_every_driver_call_of_record_and_match_may_fail(context: Context) -> None:
+    kinds = Inject.MAP | Inject.UNMAP
+    with small_cache(context) as cache:
+        reqid = started(cache, 2 * ROWS + 1)
+
+        def record() -> object:
+            return cache.record(reqid, PROMPT[: 2 * ROWS])
+
+        def match() -> object:
+            return cache.alloc_prefix(PROMPT)
+
+        for call, wanted in ((record, 2 * ROWS), (match, (1, 2 * ROWS))):
+            failures = 0
+            for skip in range(100):
+                context.inject(kinds, skip=skip)
+                try:
+                    result = call()
+                except DriverError:
+                    failures += 1
+                    continue
+                finally:
+                    context.inject(kinds, count=0)
+                    cache.check_integrity()
+                    assert rows_are(cache, reqid, 0, 2 * ROWS + 1, 1.0)
+                assert result == wanted
+                break
+            assert failures
+        assert rows_are(cache, 1, 0, 2 * ROWS, 1.0)
+
+
+def test_short_of_heap_for_a_part_given_back(context: Context) -> None:
+    """What cannot be given back now is counted as held, and goes later."""
+    with small_cache(context) as cache:
+        recorded(cache, PROMPT[: 4 * ROWS])
+        eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
+        reclaimer = cache._core.reclaimer
+        (span,) = cache._core.prefixes.tree.evict(1)
+        context.inject(Inject.HEAP, count=9, error=12)
+        reclaimer.let_go(span)
+        context.inject(Inject.HEAP, count=0)
+        assert cache.stats().shared_pages == 4 * TENSORS
+        cache.check_integrity()
+        recorded(cache, [4] * ROWS)
+        assert cache.trim(prefixes=True) >= 0
+        assert cache.stats().mapped_bytes == 0

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: MIT
+"""Description: random engines that fork, record, match, swap and trim, against a plain model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kvcache_helpers import LAYERS, small_config
+from share_helpers import ShareModel
+
+from pyvmem import Context, KVCache
+
+TENSORS = 2 * LAYERS
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "short of memory": {"limit": 14},
+    "nothing kept": {"deferred_reclaim": False, "limit": 20},
+    "eager": {"eager_pages": 2, "limit": 16},
+    "not zeroed": {"zero_fill": False, "low_watermark": 0.3, "limit": 16},
+    "one tensor, over-read": {"group_size": LAYERS, "overread_rows": 3, "limit": 24},
+    "odd rows": {"num_kv_heads": 3, "head_dim": 8, "dtype": "float16", "max_seq_len": 0},
+}
+
+
+def cache_of(context: Context, policy: dict[str, Any]) -> KVCache:
+    options = dict(policy)
+    page = context.info.granule
+    limit = options.pop("limit", 40) * TENSORS * page
+    if options.get("max_seq_len") == 0:  # 48-byte rows: the unit is three pages of them
+        options["max_seq_len"] = 5 * page // 48 if page <= 4096 else 60
+    return KVCache(small_config(page, memory_limit=limit, max_batch=6, **options), context)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_engine(context: Context, policy: str, seed: int) -> None:
+    with cache_of(context, POLICIES[policy]) as cache:
+        model = ShareModel(cache, seed)
+        for count in range(200):
+            model.any_step()
+            if count % 8 == 0:
+                model.check()
+        model.check()
+        model.end()
+        if policy == "plain":
+            assert {"hit", "miss", "fork", "swap"} <= set(model.counts)
