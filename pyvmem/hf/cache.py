@@ -87,8 +87,9 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
         assert self._v is not None
         first, last = self._length, self._length + new
         self._rows.hold(batch, last)
-        self._k[:batch, first:last] = key_states.transpose(1, 2)
-        self._v[:batch, first:last] = value_states.transpose(1, 2)
+        where = self._rows.where(first, last, key_states.device)
+        self._k[:batch].index_copy_(1, where, key_states.transpose(1, 2))
+        self._v[:batch].index_copy_(1, where, value_states.transpose(1, 2))
         self._length = last
         return self._show()
 
@@ -271,7 +272,8 @@ class VMemCache(_Cache):  # type: ignore[misc]  # a base that is Any
         """Gives memory and addresses back; again: nothing. The cache cannot be used afterwards.
 
         Raises:
-            Busy: tensors that `update` returned live elsewhere; drop them first.
+            Busy: tensors that `update` returned live elsewhere; drop them and call it again. What
+                the cache held is forgotten in any case.
         """
         self._rows.close()
         self._finalizer.detach()

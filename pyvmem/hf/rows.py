@@ -59,6 +59,7 @@ class Rows:
         self.length = 0
         self.layers: list[Any] = []  # those of the VMemCache; they hold tensors of the cache
         self._closed = False
+        self._where: tuple[int, int, torch.Tensor] | None = None
 
     def open(self, key: torch.Tensor) -> KVCache:
         """The cache for such keys, ``[batch, num_kv_heads, any, head_dim]``.
@@ -139,6 +140,16 @@ class Rows:
         if tokens < settings.max_length:
             cache.step_async(self._lengths(tokens + 1))  # -1: a later `hold` will tell
 
+    def where(self, first: int, last: int, device: torch.device) -> torch.Tensor:
+        """Positions [first, last) as an index, made once for all layers.
+
+        Copying by an index is a kernel; a plain copy between contiguous tensors is CUDA's memcpy,
+        which refuses addresses that were reserved plain.
+        """
+        if self._where is None or self._where[:2] != (first, last):
+            self._where = (first, last, torch.arange(first, last, device=device))
+        return self._where[2]
+
     def shrink(self, count: int, length: int) -> None:
         """Gives up rows from `count` on; `length`: what the longest layer holds now."""
         if count < self.count:
@@ -170,7 +181,7 @@ class Rows:
         """Drops the layers' tensors and closes the cache; again: nothing.
 
         Raises:
-            Busy: tensors that `update` returned live elsewhere.
+            Busy: tensors that `update` returned live elsewhere; the layers are empty all the same.
         """
         for layer in self.layers:
             layer.forget()
