@@ -231,6 +231,8 @@ def _generate(
             background=not args.no_background,
             observer=recorder,
         ) as engine:
+            if not args.json:
+                write(str(engine.attention.choice))
             for event in engine.run(requests):
                 if not args.json:
                     printer.feed(event)

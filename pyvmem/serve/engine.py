@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pyvmem.attention import Attention
 from pyvmem.serve import attention
 from pyvmem.serve.request import Completion, FinishReason, Request, Sequence
 from pyvmem.serve.scheduler import Scheduler
@@ -93,6 +94,10 @@ class Engine:
         prefill_chunk: most prompt tokens of a request in one step; 0: the whole prompt.
         background: map the next step's pages while the present one is computed.
         observer: called with every `StepRecord`.
+        kernel: of the attention, as `pyvmem.attention.Attention` takes it.
+
+    Attributes:
+        attention: its `choice` tells the kernel.
 
     Raises:
         ValueError: the model's layers or heads are not the cache's.
@@ -106,6 +111,7 @@ class Engine:
         prefill_chunk: int = 0,
         background: bool = True,
         observer: Callable[[StepRecord], None] | None = None,
+        kernel: str = "auto",
     ) -> None:
         if prefill_chunk < 0:
             raise ValueError(f"prefill_chunk is {prefill_chunk}; it must not be negative")
@@ -113,9 +119,8 @@ class Engine:
         layers = model.config.get_text_config().num_hidden_layers
         if layers != config.num_layers:
             raise ValueError(f"the model has {layers} layers, the cache {config.num_layers}")
-        self._k = [cache.k(layer) for layer in range(layers)]
-        self._v = [cache.v(layer) for layer in range(layers)]
-        self._device = self._k[0].device
+        self.attention = Attention(cache, kernel)
+        self._device = model.device
         self._max_seq_len = config.max_seq_len
         self._scheduler = Scheduler(
             cache,
@@ -131,6 +136,7 @@ class Engine:
         self._model_attention: str = model.config._attn_implementation
         model.set_attn_implementation(attention.NAME)
         model.eval()
+        self._open = True
 
     def __enter__(self) -> Engine:
         return self
@@ -145,9 +151,10 @@ class Engine:
 
     def close(self) -> None:
         """Drops unfinished requests and the views of the cache, so that the cache can be closed."""
-        if self._k:
+        if self._open:
+            self._open = False
             self._scheduler.clear()
-            self._k, self._v = [], []
+            self.attention.close()
             self._model.set_attn_implementation(self._model_attention)
 
     @property
@@ -233,25 +240,21 @@ class Engine:
     def _forward(self, batch: list[Sequence]) -> list[int]:
         """Runs the model on the batch's new tokens; the likeliest next token of each request."""
         tokens: list[int] = []
-        slots: list[int] = []
-        positions: list[int] = []
-        spans: list[attention.Span] = []
+        ends: list[int] = []
         for sequence in batch:
-            slot = sequence.slot
-            assert slot is not None
-            start, first, last = len(tokens), sequence.cached, sequence.needed
-            tokens += sequence.tokens[first:last]
-            slots += [slot] * (last - first)
-            positions += range(first, last)
-            spans.append(attention.Span(slot, start, len(tokens), last))
-        index = torch.tensor([tokens, slots, positions], device=self._device)
-        ends = torch.tensor([span.end - 1 for span in spans], device=self._device)
+            tokens += sequence.tokens[sequence.cached : sequence.needed]
+            ends.append(len(tokens) - 1)
+        step = self.attention.batch(
+            [sequence.slot for sequence in batch if sequence.slot is not None],
+            [sequence.needed - sequence.cached for sequence in batch],
+            [sequence.needed for sequence in batch],
+        )
         output = self._model(
-            input_ids=index[0:1],
-            position_ids=index[2:3],
+            input_ids=torch.tensor([tokens], device=self._device),
+            position_ids=step.positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=ends,
-            vmem_step=attention.AttentionStep(self._k, self._v, index[1], index[2], spans),
+            logits_to_keep=torch.tensor(ends, device=self._device),
+            vmem_step=attention.AttentionStep(self.attention, step),
         )
         choices: list[int] = output.logits[0].float().argmax(dim=-1).tolist()
         return choices

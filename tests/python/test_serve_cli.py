@@ -58,6 +58,7 @@ def test_answers_and_tables_are_printed(folder: Path, capsys: pytest.CaptureFixt
     assert run(folder, "--max-batch", "3", "--max-new-tokens", "20", "--verify") == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("back end host")
+    assert out[1].startswith("attention by sdpa (fa3: ")
     for name in range(6):
         assert sum(line.startswith(f"[{name}] ?") for line in out) == 1
         assert any(line.startswith(f"[{name}]   w") for line in out)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: MIT
+"""FlashAttention: version 3 where a package brings it, version 2 of torch itself. CUDA only."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from pyvmem.attention.batch import Batch
+    from pyvmem.kvcache import KVCache
+
+__all__ = ["fa2", "fa3", "why_not_fa2", "why_not_fa3"]
+
+_VLLM = "_vllm_fa3_C"
+_HALF = ("float16", "bfloat16")
+
+
+def _why_not_here(cache: KVCache, device: torch.device, major: int, exactly: bool) -> str:
+    """What both versions need of the GPU and of the cache's shape."""
+    if device.type != "cuda":
+        return "it needs a GPU"
+    have = torch.cuda.get_device_capability(device)
+    if have[0] < major or (exactly and have[0] != major):
+        return f"it needs compute capability {major}.x, this GPU has {have[0]}.{have[1]}"
+    config = cache.config
+    if str(config.dtype) not in _HALF:
+        return f"it has no {config.dtype}"
+    if config.head_dim > 256 or config.head_dim % 8:
+        return f"head_dim {config.head_dim} is not a multiple of 8 up to 256"
+    return ""
+
+
+# ---- version 3 -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _fa3() -> tuple[Any, str]:
+    """The function that calls it, or None and why."""
+    library = os.environ.get("VMEM_FA3", "")
+    if not hasattr(torch.ops, _VLLM) or not hasattr(getattr(torch.ops, _VLLM), "fwd"):
+        path = Path(library) if library else _in_vllm()
+        if path is not None:
+            try:
+                load: Any = torch.ops.load_library
+                load(str(path))
+            except OSError as error:
+                return None, f"{path} cannot be loaded: {str(error).splitlines()[0]}"
+    operators = getattr(torch.ops, _VLLM)
+    if hasattr(operators, "fwd"):
+        return _vllm_call(operators.fwd)
+    if importlib.util.find_spec("flash_attn_interface") is not None:
+        interface: Any = importlib.import_module("flash_attn_interface")
+        return functools.partial(_interface_call, interface.flash_attn_with_kvcache), ""
+    return None, "neither vLLM's package (nor $VMEM_FA3) nor flash_attn_interface brings it"
+
+
+def _in_vllm() -> Path | None:
+    """The shared object in an installed vLLM, which is not imported."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent / "vllm_flash_attn" / f"{_VLLM}.abi3.so"
+    return path if path.is_file() else None
+
+
+def _vllm_call(op: Any) -> tuple[Any, str]:
+    """A call of vLLM's op by the names of its schema, which grows from release to release."""
+    arguments = op.default._schema.arguments
+    names = {argument.name for argument in arguments}
+    needed = {"q", "k", "v", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
+    needed |= {"kv_batch_idx", "softmax_scale", "is_causal"}
+    if needed - names:
+        return None, f"vLLM's op has no argument {', '.join(sorted(needed - names))}"
+    fixed = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "num_splits": 0}
+    fixed |= {"is_rotary_interleaved": True, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0}
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float) -> Any:
+        values: dict[str, Any] = {
+            **fixed,
+            "q": q,
+            "k": k,
+            "v": v,
+            "cu_seqlens_q": batch.starts,
+            "seqused_k": batch.used,
+            "max_seqlen_q": batch.max_q,
+            "max_seqlen_k": batch.max_kv,
+            "kv_batch_idx": batch.index,
+            "softmax_scale": scale,
+            "is_causal": True,
+        }
+        return op(*[values.get(argument.name) for argument in arguments])[0]
+
+    return call, ""
+
+
+def _interface_call(
+    function: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
+) -> Any:
+    return function(
+        q,
+        k,
+        v,
+        cache_seqlens=batch.used,
+        cache_batch_idx=batch.index,
+        cu_seqlens_q=batch.starts,
+        max_seqlen_q=batch.max_q,
+        softmax_scale=scale,
+        causal=True,
+    )
+
+
+def why_not_fa3(cache: KVCache, device: torch.device) -> str:
+    """Why FlashAttention-3 cannot be used, "" where it can."""
+    return _why_not_here(cache, device, 9, True) or str(_fa3()[1])
+
+
+def fa3(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
+) -> torch.Tensor:
+    """One call; reads whole tiles of up to 192 rows."""
+    out: torch.Tensor = _fa3()[0](q, k, v, batch, scale)
+    return out
+
+
+# ---- version 2 -----------------------------------------------------------------------------------
+
+
+def why_not_fa2(cache: KVCache, device: torch.device) -> str:
+    """Why torch's FlashAttention-2 cannot be used, "" where it can."""
+    why = _why_not_here(cache, device, 8, False)
+    if why:
+        return why
+    op: Any = torch.ops.aten._flash_attention_forward
+    if "seqused_k" not in {argument.name for argument in op.default._schema.arguments}:
+        return f"torch {torch.__version__} has no seqused_k"
+    layout = cache.layout
+    if layout.slot_bytes % layout.row_bytes:
+        return (
+            f"slots are {layout.slot_bytes} bytes apart, which is no whole number of rows of "
+            f"{layout.row_bytes}"
+        )
+    return ""
+
+
+def fa2(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
+) -> torch.Tensor:
+    """One call, and no row past a length is read (``seqused_k``).
+
+    The op knows no batch of slots: all slots are one long sequence, in which request i starts at
+    ``cum_seq_k[i]``.
+    """
+    pitch = k.stride(0) // k.stride(1)
+    rows = (k.shape[0] - 1) * pitch + k.shape[1]
+    shape, stride = (rows, k.shape[2], k.shape[3]), (k.stride(1), k.stride(2), k.stride(3))
+    first = torch.nn.functional.pad(batch.index * pitch, (0, 1), value=rows)
+    op: Any = torch.ops.aten._flash_attention_forward
+    out: torch.Tensor = op(
+        q,
+        k.as_strided(shape, stride),
+        v.as_strided(shape, stride),
+        batch.starts,
+        first,
+        batch.max_q,
+        batch.max_kv,
+        0.0,
+        True,
+        False,
+        scale=scale,
+        seqused_k=batch.used,
+    )[0]
+    return out

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: MIT
+"""torch's FlexAttention: compiled for the whole batch on a GPU, request by request on the CPU."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from pyvmem.attention.batch import Batch
+    from pyvmem.kvcache import KVCache
+
+__all__ = ["flex", "why_not"]
+
+_BLOCK = 128  # rows that FlexAttention's block mask is made of, and that it reads at once
+
+
+def why_not(cache: KVCache, device: torch.device) -> str:
+    """Why FlexAttention cannot be used, "" where it can."""
+    try:
+        from torch.nn.attention import flex_attention
+    except ImportError:
+        return f"torch {torch.__version__} has no flex_attention"
+    if not hasattr(flex_attention, "BlockMask"):
+        return f"torch {torch.__version__} has no BlockMask"
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            return "Triton is not installed, which compiles it"
+        if cache.config.itemsize == 8:
+            return "it has no float64"
+    return ""
+
+
+def flex(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
+) -> torch.Tensor:
+    """On a GPU one call, reading blocks of 128 rows; eager on the CPU, over the valid rows."""
+    return (_compiled if q.device.type == "cuda" else _eager)(q, k, v, batch, scale)
+
+
+def _eager(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
+) -> torch.Tensor:
+    """Without a compiler the scores of all rows of a view are computed: it must end in time."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    gqa = q.shape[1] != k.shape[2]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for run in batch.runs:
+        end = run.start + run.count * run.q_len
+        slots, shift = slice(run.slot, run.slot + run.count), run.kv_len - run.q_len
+        shape = (run.count, run.q_len, *q.shape[1:])
+        rows = q[run.start : end].reshape(shape)
+
+        def causal(score: Any, b: Any, h: Any, row: Any, column: Any, shift: int = shift) -> Any:
+            return torch.where(column <= row + shift, score, -math.inf)
+
+        found: Any = flex_attention(
+            rows.transpose(1, 2),
+            k[slots, : run.kv_len].transpose(1, 2),
+            v[slots, : run.kv_len].transpose(1, 2),
+            score_mod=causal,
+            scale=scale,
+            enable_gqa=gqa,
+        )
+        out[run.start : end].view(shape).copy_(found.transpose(1, 2))
+    return out
+
+
+@functools.cache
+def _kernel() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _compiled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
+) -> torch.Tensor:
+    """All slots between the first and the last of the batch; those without a request read nothing.
+
+    Queries are padded to the longest request's. Blocks behind a request's length are not in its
+    mask, so only its last block is read beyond the length.
+    """
+    low, high = min(batch.reqids), max(batch.reqids) + 1
+    rows = min(k.shape[1], -(-batch.max_kv // _BLOCK) * _BLOCK)
+    padded = q.new_zeros((high - low, batch.max_q, q.shape[1], q.shape[2]))
+    where = (batch.slots - low, batch.ranks)
+    padded[where] = q
+    mask = _mask(batch, low, high, rows)
+    found = _kernel()(
+        padded.transpose(1, 2),
+        k[low:high, :rows].transpose(1, 2),
+        v[low:high, :rows].transpose(1, 2),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[2],
+    )
+    out: torch.Tensor = found.transpose(1, 2)[where]
+    return out
+
+
+def _mask(batch: Batch, low: int, high: int, rows: int) -> Any:
+    """The block mask, made from lengths alone; kept with the batch, for all layers."""
+    kept = batch.__dict__.get("_flex_mask")
+    if kept is not None:
+        return kept
+    from torch.nn.attention.flex_attention import BlockMask
+
+    count, device = high - low, batch.device
+    used = torch.zeros(count, dtype=torch.int32, device=device)
+    shift = torch.zeros_like(used)
+    where = batch.index.long() - low
+    used[where] = batch.used
+    shift[where] = batch.used - batch.starts.diff()
+
+    def mask_mod(b: Any, h: Any, row: Any, column: Any) -> Any:
+        return (column <= row + shift[b]) & (column < used[b])
+
+    q_blocks, kv_blocks = -(-batch.max_q // _BLOCK), -(-rows // _BLOCK)
+    ends = torch.arange(1, q_blocks + 1, device=device, dtype=torch.int32) * _BLOCK
+    seen = torch.minimum(ends[None] + shift[:, None], used[:, None])
+    number = (-(-seen // _BLOCK))[:, None].contiguous()
+    indices = torch.arange(kv_blocks, device=device, dtype=torch.int32)
+    indices = indices.expand(count, 1, q_blocks, kv_blocks).contiguous()
+    mask = BlockMask.from_kv_blocks(
+        number,
+        indices,
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(batch.max_q, rows),
+        compute_q_blocks=False,
+    )
+    batch.__dict__["_flex_mask"] = mask
+    return mask

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: MIT
+"""What stands behind `pyvmem.compat.vattention`: one cache, and the lengths that it was told."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.context import Context
+from pyvmem.errors import Busy, OutOfMemory
+from pyvmem.info import KEEP_ALL
+from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.control import claim, reclaim_free, set_limit
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Manager", "OutOfKVBlocks", "close_retired"]
+
+
+class OutOfKVBlocks(OutOfMemory, RuntimeError):
+    """A step needs more pages than the cache has; RuntimeError is what the artifact raises."""
+
+
+# Caches that ended while the program still had tensors of them: addresses without memory.
+_retired: list[KVCache] = []
+
+
+def close_retired() -> None:
+    """Closes ended caches whose tensors are gone."""
+    for cache in list(_retired):
+        try:
+            cache.close()
+        except Busy:
+            continue
+        cache.context.close()
+        _retired.remove(cache)
+
+
+atexit.register(close_retired)
+
+
+class Manager:
+    """A cache whose ids the caller may choose, and whose memory comes after its tensors.
+
+    Attributes:
+        cache: the cache, over a context of its own.
+        megacache: all layers share one K and one V tensor.
+        lengths: tokens by id, as `alloc` and `step` were told; 0: free.
+    """
+
+    def __init__(
+        self, *, backend: str, device: Any, page_size: int, megacache: bool, **shape: Any
+    ) -> None:
+        if not page_size:
+            raise invalid("page_size is 0; it must be a power of two")
+        group = shape["num_layers"] if megacache else 1
+        config = KVCacheConfig(page_size=page_size, group_size=group, **shape)
+        # What was reserved stays the cache's: nothing goes back to the driver before the end.
+        context = Context(backend, device=device, granule=page_size, pool_high=KEEP_ALL)
+        try:
+            self.cache = KVCache(config, context)
+        except BaseException:
+            context.close()
+            raise
+        set_limit(self.cache, 0)
+        self.megacache = bool(megacache)
+        self.lengths = [0] * config.max_batch
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Whole rows in a page."""
+        return self.cache.layout.page_size // self.cache.layout.row_bytes
+
+    def tensors(self) -> list[torch.Tensor]:
+        """In the artifact's order and shapes; see `vattention.init_kvcache`."""
+        cache, layers = self.cache, self.cache.config.num_layers
+        if self.megacache:
+            return cache.tensors
+        return [view(layer) for view in (cache.k, cache.v) for layer in range(layers)]
+
+    def reserve(self, nbytes: int) -> int:
+        """Takes memory up to `nbytes`; returns the pages that there are."""
+        page, layers = self.cache.layout.page_size, self.cache.config.num_layers
+        least = 2 * layers * page
+        if nbytes < least:
+            raise invalid(
+                f"reserve_physical_pages({nbytes}): one page of {page} bytes for K and V of "
+                f"{layers} layers is {least}",
+                size=max(0, nbytes),
+                limit=least,
+            )
+        stats = self.cache.stats()
+        pages = max(nbytes // least * 2 * layers, stats.total_pages)
+        self.cache.context.warm((pages - stats.total_pages + stats.free_pages) * page)
+        set_limit(self.cache, pages)
+        return pages
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def alloc(self, length: int) -> int:
+        """An id, or -1."""
+        reqid = self.cache.alloc_reqid(length)
+        if reqid is None:
+            return -1
+        self.lengths[reqid] = operator.index(length)
+        return reqid
+
+    def free(self, reqid: int) -> None:
+        """Ends a request; a free id stays free."""
+        index, last = operator.index(reqid), len(self.lengths) - 1
+        if not 0 <= index <= last:
+            raise invalid(f"free_batch_idx({index}): ids are 0 to {last}", limit=last)
+        if self._taken(index):
+            self.cache.free_reqid(index)
+        self.lengths[index] = 0
+
+    def free_blocks(self) -> int:
+        """Blocks that are not needed: those that nobody has, and those mapped beyond a length."""
+        layout = self.cache.layout
+        total = self.cache.stats().total_pages // layout.num_tensors
+        return max(0, total - sum(map(layout.pages_for, self.lengths)))
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def step(self, seq_lens: Sequence[int]) -> None:
+        """Frees what became 0, takes what has tokens, and maps; all of the last two, or nothing."""
+        lengths = self._checked(seq_lens)
+        claimed = []
+        for index, length in enumerate(lengths):
+            if not length:
+                self.free(index)
+        try:
+            for index, length in enumerate(lengths):
+                if length and not self._taken(index):
+                    claim(self.cache, index)
+                    claimed.append(index)
+            if self.cache.step(lengths) == -1:
+                raise self._short(lengths)
+        except BaseException:
+            for index in claimed:
+                self.cache.free_reqid(index)
+            raise
+        self.lengths = lengths
+
+    def look_ahead(self) -> None:
+        """Begins to map one more token for all; without the memory, nothing: a step will tell."""
+        longest = self.cache.config.max_seq_len
+        self.cache.step_async(
+            [min(length + 1, longest) if length else 0 for length in self.lengths]
+        )
+
+    def reclaim(self, keep_next: bool) -> None:
+        """Unmaps idle pages in the background; `keep_next`: not of the next request's slot."""
+        keep: list[int] = []
+        if keep_next:
+            free = [slot for slot in self.cache.snapshot() if slot.state == "cached"]
+            keep = [slot.reqid for slot in sorted(free, key=lambda slot: -slot.mapped_pages)[:1]]
+        reclaim_free(self.cache, keep)
+
+    def _taken(self, index: int) -> bool:
+        return self.cache._core.table[index].active
+
+    def _checked(self, seq_lens: Sequence[int]) -> list[int]:
+        lengths = [operator.index(length) for length in seq_lens]
+        count, longest = len(self.lengths), self.cache.config.max_seq_len
+        if len(lengths) != count:
+            raise invalid(f"seq_lens has {len(lengths)} entries for {count} ids", limit=count)
+        for index, length in enumerate(lengths):
+            if not 0 <= length <= longest:
+                raise invalid(
+                    f"seq_lens[{index}] is {length}; it must lie between 0 and max_context_length "
+                    f"{longest}",
+                    limit=longest,
+                )
+        return lengths
+
+    def _short(self, lengths: list[int]) -> OutOfKVBlocks:
+        layout = self.cache.layout
+        need = sum(map(layout.pages_for, lengths))
+        have = self.cache.stats().total_pages // layout.num_tensors
+        if not have:
+            text = "there is no memory; call reserve_physical_pages"
+        else:
+            text = f"{need} KV blocks are needed, {have} are there; preempt a request"
+        return OutOfKVBlocks(
+            f"vattention: {text}",
+            errno=errno.ENOMEM,
+            op="step",
+            bytes=need * layout.num_tensors * layout.page_size,
+            limit=have * layout.num_tensors * layout.page_size,
+        )
+
+    # ---- end and pictures ----------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Unmaps everything and gives the memory back; `close_retired` does the rest."""
+        for index in range(len(self.lengths)):
+            self.free(index)
+        _retired.append(self.cache)
+        reclaim_free(self.cache, wait=True)
+        self.cache.context.trim()
+
+    def describe(self) -> list[str]:
+        """Lines for `show_kvcache_config`."""
+        config, layout = self.cache.config, self.cache.layout
+        return [
+            f"layers: {config.num_layers}, KV heads: {config.num_kv_heads}, "
+            f"head size: {config.head_dim}, bytes of an element: {config.itemsize}",
+            f"batch: {config.max_batch}, context: {config.max_seq_len}, "
+            f"page: {layout.page_size} bytes, {self.tokens_per_block} tokens",
+            f"addresses: {layout.slot_bytes} bytes a request, {layout.tensor_bytes} a tensor",
+        ]
+
+    def picture(self) -> list[str]:
+        """Lines for `show_allocator_state`."""
+        layout = self.cache.layout
+        lines = [f"free: {self.free_blocks()} KV blocks", "id: tokens, mapped, required"]
+        for slot in self.cache.snapshot():
+            length = self.lengths[slot.reqid]
+            lines.append(f"{slot.reqid}: {length}, {slot.mapped_pages}, {layout.pages_for(length)}")
+        return lines

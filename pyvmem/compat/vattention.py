@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: MIT
+"""The Python module of the vAttention artifact, over `pyvmem.KVCache`.
+
+    import pyvmem.compat.vattention as vattention     # or, for a program left as it is:
+    pyvmem.compat.vattention.install()                # before its own ``import vattention``
+
+The same functions, argument order, tensor shapes and return values as the pybind11 module of
+github.com/microsoft/vattention (``vattention.cu``, ``apis.h``). Like there, the state is global:
+one cache a process, from `init_kvcache` to `cleanup`, then another. A *KV block* is one page in
+every tensor.
+
+What is different, all of it deliberate:
+
+- Physical memory is found by an opaque handle, checked; a freed id's pages are unmapped for real,
+  after its GPU work, and zeroed before the next request sees them.
+- Driver errors raise; nothing ends the process, and a step that fails for want of memory
+  (`OutOfKVBlocks`, also a RuntimeError as there) has mapped nothing.
+- `alloc_new_batch_idx` is best fit: the fewest mapped pages that are enough, else the most.
+- `step_async` waits for what runs in the background before it changes anything, and reclaims idle
+  pages in the background when less than a tenth of the memory is free.
+- `cleanup` gives memory and addresses back, the addresses as soon as no tensor over them lives.
+- Pages may have any size that the back end has, and `max_context_length` rows of a request need
+  not be a multiple of it. Slots then lie further apart: ``stride(0)`` is the distance of two
+  requests; the tensors are contiguous where that is ``max_context_length * stride(1)``, as it is
+  for slots of a multiple of 2 MiB. The artifact refuses the other shapes.
+- Any number of devices' processes may use it; the back end is "auto", or what `configure` or
+  ``$VMEM_VATTENTION_BACKEND`` names.
+
+After `cleanup` nothing may touch the tensors: there is no memory behind them.
+"""
+
+from __future__ import annotations
+
+import errno
+import operator
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from pyvmem.compat import _common
+from pyvmem.compat._manager import Manager, OutOfKVBlocks, close_retired
+from pyvmem.errors import BadHandle, Busy
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "OutOfKVBlocks",
+    "alloc_new_batch_idx",
+    "cleanup",
+    "configure",
+    "free_batch_idx",
+    "init_kvcache",
+    "install",
+    "map_common_pages",
+    "num_free_kvblocks",
+    "reserve_physical_pages",
+    "set_deferred_reclamation",
+    "set_verbose",
+    "show_allocator_state",
+    "show_kvcache_config",
+    "step",
+    "step_async",
+]
+
+_lock = threading.RLock()
+_manager: Manager | None = None
+_backend: str | None = None
+_verbose = False
+_deferred = True
+
+
+def _the() -> Manager:
+    if _manager is None:
+        raise BadHandle("vattention: call init_kvcache first", errno=errno.EBADF, op="vattention")
+    return _manager
+
+
+# ---- beside the artifact's own -------------------------------------------------------------------
+
+
+def install() -> ModuleType:
+    """Makes ``import vattention`` mean this module.
+
+    Raises:
+        Busy: another module of that name is imported already.
+    """
+    module = sys.modules[__name__]
+    present = sys.modules.setdefault("vattention", module)
+    if present is not module:
+        raise Busy(
+            f"vattention is imported already, from {getattr(present, '__file__', 'elsewhere')}",
+            errno=errno.EBUSY,
+            op="install",
+        )
+    return module
+
+
+def configure(backend: str | None) -> None:
+    """Names the back end of the next `init_kvcache`; None: the environment's, else "auto"."""
+    global _backend
+    _backend = backend
+
+
+# ---- life ----------------------------------------------------------------------------------------
+
+
+def init_kvcache(
+    num_layers: int,
+    num_kv_heads: int,
+    head_size: int,
+    max_batch_size: int,
+    max_context_length: int,
+    device: int,
+    dtype: torch.dtype,
+    page_size: int,
+    megacache: bool,
+) -> list[torch.Tensor]:
+    """Reserves the addresses; there is no memory before `reserve_physical_pages`.
+
+    Args:
+        device: CUDA ordinal.
+        page_size: bytes.
+        megacache: one K and one V tensor for all layers.
+
+    Returns:
+        The K tensors of all layers, then the V tensors, each ``[max_batch_size,
+        max_context_length, num_kv_heads, head_size]``; as megacache K and V, each
+        ``[max_batch_size, max_context_length, num_layers, num_kv_heads, head_size]``.
+
+    Raises:
+        Busy: there is a cache already. InvalidArgument, BackendUnavailable: see `KVCache`.
+    """
+    global _manager
+    with _lock:
+        if _manager is not None:
+            raise Busy(
+                "vattention: init_kvcache was called already; call cleanup first",
+                errno=errno.EBUSY,
+                op="init_kvcache",
+            )
+        close_retired()
+        manager = Manager(
+            backend=_backend or os.environ.get("VMEM_VATTENTION_BACKEND") or "auto",
+            device=device,
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_size,
+            max_batch=max_batch_size,
+            max_seq_len=max_context_length,
+            dtype=dtype,
+            page_size=page_size,
+            megacache=megacache,
+        )
+        tensors = manager.tensors()
+        _manager = manager
+        if _verbose:
+            print(f"vattention: {manager.tokens_per_block} tokens in a KV block")
+        return tensors
+
+
+def reserve_physical_pages(free_memory: int) -> int:
+    """Takes physical memory for the cache; called again with more, what is missing.
+
+    Args:
+        free_memory: bytes, rounded down to ``2 * num_layers`` pages.
+
+    Returns:
+        The cache's physical pages, of all tensors together.
+
+    Raises:
+        InvalidArgument: less than one page for every layer's K and V. OutOfMemory: the device has
+            not that much; nothing changed.
+    """
+    with _lock:
+        return _the().reserve(operator.index(free_memory))
+
+
+def cleanup() -> None:
+    """Ends the cache: waits for it and gives its memory back. Without a cache: nothing."""
+    global _manager
+    with _lock:
+        manager, _manager = _manager, None
+        if manager is not None:
+            manager.end()
+        close_retired()
+
+
+# ---- requests ------------------------------------------------------------------------------------
+
+
+def alloc_new_batch_idx(seqlen: int) -> int:
+    """Takes an id for a request that will hold `seqlen` tokens; maps nothing.
+
+    Returns:
+        The index into the tensors and into `step`'s list, or -1 when every id is taken.
+    """
+    with _lock:
+        return _the().alloc(seqlen)
+
+
+def free_batch_idx(reqId: int) -> None:  # the artifact's name
+    """Gives an id back, with the pages still mapped for the next one; a free id: nothing."""
+    with _lock:
+        _the().free(reqId)
+
+
+def num_free_kvblocks() -> int:
+    """KV blocks that no request needs by its length, mapped or not."""
+    with _lock:
+        return _the().free_blocks()
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def step(seq_lens: Sequence[int], eager_reclaim: bool) -> None:
+    """Maps what the requests need now.
+
+    Args:
+        seq_lens: tokens by id. An id with tokens need not come from `alloc_new_batch_idx`; one that
+            is 0 is free from now on.
+        eager_reclaim: unmap the pages of free ids at once.
+
+    Raises:
+        OutOfKVBlocks: memory is short. InvalidArgument: a wrong length, or a number out of range.
+    """
+    with _lock:
+        _the().step(seq_lens)
+        if eager_reclaim:
+            _the().reclaim(keep_next=False)
+
+
+def step_async(seq_lens: Sequence[int]) -> None:
+    """`step`, then maps in the background what one more token of every request will need."""
+    with _lock:
+        _the().step(seq_lens)
+        _the().look_ahead()
+        if not _deferred:
+            _the().reclaim(keep_next=True)
+
+
+def map_common_pages(num_tokens: int) -> None:
+    """Maps the same physical pages for the next tokens of all ids; see `_common`."""
+    with _lock:
+        _common.map_common_pages(_the().cache, num_tokens)
+
+
+# ---- tunables and pictures -----------------------------------------------------------------------
+
+
+def set_deferred_reclamation(val: bool) -> None:
+    """False: every `step_async` unmaps idle pages, but those of the id that comes next."""
+    global _deferred
+    _deferred = bool(val)
+
+
+def set_verbose(val: bool) -> None:
+    """Whether the ``show_`` functions print."""
+    global _verbose
+    _verbose = bool(val)
+
+
+def show_kvcache_config() -> None:
+    """Prints shape and sizes, if verbose."""
+    with _lock:
+        lines = _the().describe()
+    if _verbose:
+        print("\n".join(lines))
+
+
+def show_allocator_state() -> None:
+    """Prints free KV blocks and every id's length and pages, if verbose."""
+    with _lock:
+        lines = _the().picture()
+    if _verbose:
+        print("\n".join(lines))

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: MIT
+"""Description: every kernel that this GPU has, over slots, against a softmax written out.
+
+Needs a CUDA device, torch, and a back end (cuda, stock) that its probe proves; skipped otherwise.
+FlashAttention-3 takes part where vLLM, flash_attn_interface or $VMEM_FA3 brings it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pyvmem
+from pyvmem import Context
+
+torch = pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
+from attention_helpers import CASES, LAYERS, Case, filled, queries, reference  # noqa: E402
+
+from pyvmem.attention import Attention, probe  # noqa: E402
+
+BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
+pytestmark = [
+    pytest.mark.needs_tensors,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
+]
+
+
+@pytest.fixture(params=BACKENDS)
+def context(request: pytest.FixtureRequest) -> Iterator[Context]:
+    with Context(request.param) as ctx:
+        yield ctx
+        torch.cuda.synchronize()
+        ctx.check()
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("kernel", ["fa3", "fa2", "flex", "sdpa"])
+def test_a_kernel_is_softmax_attention(context: Context, kernel: str, width: int) -> None:
+    """Those that read exactly meet NaN behind the lengths; those that read tiles meet zeros."""
+    overread = {"fa3": 191, "flex": 127}.get(kernel, 0)
+    for case in CASES:
+        more = {"overread_rows": overread, "poison": not overread}
+        with filled(context, case, "bfloat16", 2, width, **more) as cache:
+            q = queries(cache, case, 4)
+            why = probe(cache, q.device)[kernel]
+            if why:
+                pytest.skip(why)
+            attend = Attention(cache, kernel)
+            batch = attend.batch(case.reqids, case.q_lens, case.kv_lens)
+            for layer in range(LAYERS):
+                out = attend(q, layer, batch)
+                want = reference(q, cache, layer, case)
+                torch.testing.assert_close(out.double().cpu(), want, atol=2e-2, rtol=2e-2)
+            attend.close()
+
+
+def test_a_tile_reader_is_not_chosen_without_rows_to_read(context: Context) -> None:
+    with filled(context, CASES[0], "bfloat16", 2, 64) as cache:
+        attend = Attention(cache)
+        assert attend.choice.name in ("fa2", "sdpa")
+        for name in ("fa3", "flex"):
+            assert attend.choice.why_not[name]
+        attend.close()
+
+
+def test_many_steps_of_different_lengths(context: Context) -> None:
+    """Decoding and chunks in turn, as one engine mixes them; a kernel is compiled for all."""
+    for kernel in ("auto", "flex"):
+        for step in range(6):
+            lens = tuple(40 * step + 17 * i + 2 for i in range(4))
+            news = tuple(1 if i % 2 else min(lens[i], 1 + 30 * step) for i in range(4))
+            case = Case("step", (4, 0, 2, 1), news, lens)
+            with filled(context, case, "bfloat16", 2, 64, False, overread_rows=191) as cache:
+                q = queries(cache, case, 4)
+                if kernel != "auto" and probe(cache, q.device)[kernel]:
+                    continue
+                attend = Attention(cache, kernel)
+                out = attend(q, 1, attend.batch(case.reqids, case.q_lens, case.kv_lens))
+                want = reference(q, cache, 1, case)
+                torch.testing.assert_close(out.double().cpu(), want, atol=2e-2, rtol=2e-2)
+                attend.close()

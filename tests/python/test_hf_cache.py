@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: MIT
+"""Description: VMemCache is DynamicCache in every behaviour, on random models and operations."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
+
+from serve_helpers import VOCABULARY, one_thread, tiny_model
+from transformers import DynamicCache, LlamaConfig, MistralConfig, MistralForCausalLM
+
+import pyvmem
+from pyvmem import BadHandle, Busy, InvalidArgument, NotSupported, OutOfMemory
+from pyvmem.hf import VMemCache
+
+__all__ = ["one_thread"]
+pytestmark = pytest.mark.needs_tensors
+
+LAYERS, HEADS, DIM = 3, 2, 24
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model(LAYERS).model
+
+
+def device_of(context: pyvmem.Context) -> torch.device:
+    ordinal = context.cuda_device
+    return torch.device("cpu") if ordinal is None else torch.device("cuda", ordinal)
+
+
+def make(
+    context: pyvmem.Context, config: Any, rows: int = 12, length: int = 96, **more: Any
+) -> Any:
+    return VMemCache(config, rows, length, context=context, **more)
+
+
+def prompts(rows: int, length: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Left-padded, as a batch of different lengths is."""
+    dice = torch.Generator().manual_seed(5)
+    ids = torch.randint(1, VOCABULARY, (rows, length), generator=dice)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : 3 * row] = 0
+    return {"input_ids": (ids * mask).to(device), "attention_mask": mask.to(device)}
+
+
+# ---- generate ------------------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 1.3, "top_k": 20},
+    "parallel": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
+    "beam sampling": {"do_sample": True, "num_beams": 3},
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_generate_gives_the_tokens_of_dynamic_cache(
+    model: Any, context: pyvmem.Context, attention: str
+) -> None:
+    device = device_of(context)
+    model = model.to(device)
+    inputs = prompts(3, 13, device)
+    model.set_attn_implementation(attention)
+    try:
+        for way in WAYS.values() if attention == "sdpa" else [WAYS["greedy"], WAYS["beams"]]:
+            answers = []
+            with make(context, model.config) as cache:
+                for past in (DynamicCache(config=model.config), cache):
+                    torch.manual_seed(11)
+                    run = {"max_new_tokens": 24, "pad_token_id": 0, **way}
+                    answers.append(model.generate(**inputs, past_key_values=past, **run))
+                assert cache.kvcache.stats().grown_pages > 0
+                cache.kvcache.check_integrity()
+            assert torch.equal(*answers), way
+            assert answers[0].shape[1] == 13 + 24
+    finally:
+        model.set_attn_implementation("sdpa")
+        model.to("cpu")
+
+
+def test_a_second_turn_continues_and_reset_begins_anew(model: Any, host: pyvmem.Context) -> None:
+    inputs = prompts(2, 9, torch.device("cpu"))
+    dynamic = DynamicCache(config=model.config)
+    with make(host, model.config) as cache:
+        for _ in range(2):
+            cache.reset()
+            assert cache.get_seq_length() == 0
+            dynamic = DynamicCache(config=model.config)
+            turn = dict(inputs)
+            for _ in range(3):
+                want = model.generate(
+                    **turn, past_key_values=dynamic, max_new_tokens=6, do_sample=False
+                )
+                got = model.generate(
+                    **turn, past_key_values=cache, max_new_tokens=6, do_sample=False
+                )
+                assert torch.equal(got, want)
+                more = torch.full((2, 2), 7)
+                ids = torch.cat([got, more], 1)
+                mask = torch.cat(
+                    [inputs["attention_mask"], torch.ones(2, ids.shape[1] - 9, dtype=torch.long)], 1
+                )
+                turn = {"input_ids": ids, "attention_mask": mask}
+
+
+def test_a_sliding_window_is_masked(host: pyvmem.Context) -> None:
+    torch.manual_seed(2)
+    config = MistralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        sliding_window=8,
+        eos_token_id=None,
+        initializer_range=0.4,
+    )
+    model = MistralForCausalLM(config).eval()
+    inputs = prompts(2, 14, torch.device("cpu"))
+    run = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(**inputs, **run, past_key_values=DynamicCache(config=config))
+    with make(host, config) as cache:
+        assert torch.equal(model.generate(**inputs, **run, past_key_values=cache), want)
+
+
+def test_assisted_generation_crops(model: Any, host: pyvmem.Context) -> None:
+    assistant = tiny_model(1).model
+    ids = prompts(1, 10, torch.device("cpu"))["input_ids"]
+    run = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(ids, **run)
+    with make(host, model.config) as cache:
+        got = model.generate(ids, **run, assistant_model=assistant, past_key_values=cache)
+        assert torch.equal(got, want)
+
+
+# ---- every operation, against DynamicCache -------------------------------------------------------
+
+
+class Pair:
+    """The same random operations on both caches."""
+
+    def __init__(self, config: Any, cache: Any, device: torch.device, seed: int) -> None:
+        self.dynamic, self.cache = DynamicCache(config=config), cache
+        self.device, self.dice = device, random.Random(seed)
+        self.noise = torch.Generator().manual_seed(seed)
+        self.batch = 0
+
+    def update(self, new: int) -> None:
+        batch = self.batch = self.batch or self.dice.randint(1, 4)
+        for layer in range(LAYERS):
+            states = [
+                torch.randn(batch, HEADS, new, DIM, generator=self.noise).to(self.device)
+                for _ in range(2)
+            ]
+            got = self.cache.update(*states, layer)
+            want = self.dynamic.update(*states, layer)
+            assert torch.equal(got[0], want[0])
+            assert torch.equal(got[1], want[1])
+
+    def both(self, name: str, *arguments: Any) -> None:
+        for cache in (self.dynamic, self.cache):
+            getattr(cache, name)(*arguments)
+
+    def any_operation(self) -> None:
+        pick, length = self.dice.random(), self.cache.get_seq_length()
+        if pick < 0.5 or not self.batch:
+            self.update(min(self.dice.choice((1, 1, 2, 9)), 96 - length))
+        elif pick < 0.6 and length > 1:
+            self.both("crop", -self.dice.randint(0, length - 1))
+        elif pick < 0.72:
+            order = [self.dice.randrange(self.batch) for _ in range(self.batch)]
+            self.both("reorder_cache", torch.tensor(order, device=self.device))
+        elif pick < 0.82:
+            kept = [self.dice.randrange(self.batch) for _ in range(self.dice.randint(1, 5))]
+            self.both("batch_select_indices", torch.tensor(kept, device=self.device))
+            self.batch = len(kept)
+        elif pick < 0.88:
+            kept_mask = torch.zeros(self.batch, dtype=torch.bool, device=self.device)
+            kept_mask[self.dice.randrange(self.batch)] = True
+            self.both("batch_select_indices", kept_mask)
+            self.batch = 1
+        elif pick < 0.96 and self.batch <= 4:
+            repeats = self.dice.randint(1, 3)
+            self.both("batch_repeat_interleave", repeats)
+            self.batch *= repeats
+        elif pick >= 0.96:
+            self.both("reset")
+            self.batch = 0
+            # DynamicCache of 5.17 keeps zeros; a new one is what `reset` means.
+            self.dynamic = DynamicCache(config=self.cache._config)
+
+    def check(self) -> None:
+        assert self.cache.get_seq_length() == self.dynamic.get_seq_length()
+        assert self.cache.get_mask_sizes(3, 0) == self.dynamic.get_mask_sizes(3, 0)
+        assert self.cache.batch_size == (self.batch or -1)
+        for mine, its in zip(self.cache.layers, self.dynamic.layers, strict=True):
+            if self.batch:
+                assert torch.equal(mine.keys, its.keys)
+                assert torch.equal(mine.values, its.values)
+        if self.cache.kvcache is not None:
+            self.cache.kvcache.check_integrity()
+            assert self.cache.kvcache.stats().active_slots == self.batch
+
+
+def test_random_operations_are_those_of_dynamic_cache(model: Any, context: pyvmem.Context) -> None:
+    for seed in range(4):
+        with make(context, model.config) as cache:
+            pair = Pair(model.config, cache, device_of(context), seed)
+            for _ in range(80):
+                pair.any_operation()
+                pair.check()
+            del pair
+
+
+def test_flags_and_sizes(model: Any, host: pyvmem.Context) -> None:
+    with make(host, model.config, 2, 50) as cache:
+        assert len(cache) == LAYERS
+        assert (cache.is_compileable, cache.is_croppable, cache.is_initialized) == (
+            False,
+            True,
+            False,
+        )
+        assert cache.is_sliding == [False] * LAYERS
+        assert cache.batch_size == -1
+        assert cache.get_max_length() == cache.get_max_length(1) == 50
+        cache.early_initialization(2, HEADS, DIM, torch.float32, torch.device("cpu"))
+        assert cache.is_initialized
+        assert (cache.batch_size, cache.get_seq_length()) == (2, 0)
+        assert cache.kvcache.stats().active_slots == 2
+        states = torch.ones(2, HEADS, 5, DIM)
+        assert cache.update(states, states, 0)[0].shape == (2, HEADS, 5, DIM)
+        assert (cache.get_seq_length(0), cache.get_seq_length(1)) == (5, 0)
+
+
+def test_the_past_is_never_copied(model: Any, host: pyvmem.Context) -> None:
+    """What `update` returns is the slots' own memory, and stays where it is."""
+    with make(host, model.config) as cache:
+        states = torch.ones(2, HEADS, 1, DIM)
+        places = set()
+        for _ in range(40):
+            keys, values = cache.update(states, states, 1)
+            places.add((keys.data_ptr(), values.data_ptr()))
+        assert places == {(cache.kvcache.k(1).data_ptr(), cache.kvcache.v(1).data_ptr())}
+        assert cache.kvcache.stats().steps == 41  # the slots, then 40 tokens
+        del keys, values
+
+
+def test_a_deep_copy_has_memory_of_its_own(model: Any, host: pyvmem.Context) -> None:
+    with make(host, model.config) as cache:
+        states = torch.randn(2, HEADS, 7, DIM)
+        for layer in range(LAYERS):
+            cache.update(states, -states, layer)
+        with copy.deepcopy(cache) as other:
+            for layer in range(LAYERS):
+                other.update(states, states, layer)
+            other.layers[0].keys[:, :, :7].zero_()
+            assert torch.equal(cache.layers[0].keys, states)
+            assert torch.equal(other.layers[1].values, torch.cat([-states, states], 2))
+
+
+# ---- memory, ends, errors ------------------------------------------------------------------------
+
+
+def test_out_of_memory_is_said_and_the_cache_goes_on(model: Any, host: pyvmem.Context) -> None:
+    limit = 4 * 2 * LAYERS * 4096  # four pages of 21 tokens in every tensor
+    with make(host, model.config, 4, 96, memory_limit=limit) as cache:
+        states = torch.ones(2, HEADS, 42, DIM)
+        cache.update(states, states, 0)
+        with pytest.raises(OutOfMemory, match="2 rows of 43 tokens need 36 pages"):
+            cache.update(states[:, :, :1], states[:, :, :1], 0)
+        with pytest.raises(OutOfMemory, match="4 rows of 42 tokens"):
+            cache.batch_repeat_interleave(2)
+        assert (cache.get_seq_length(), cache.batch_size) == (42, 2)
+        cache.kvcache.check_integrity()
+        cache.crop(-40)
+        cache.update(states[:, :, :1], states[:, :, :1], 0)
+        assert bool((cache.layers[0].keys == 1).all())
+
+
+def test_bad_input_is_named(model: Any, host: pyvmem.Context) -> None:
+    states = torch.ones(2, HEADS, 5, DIM)
+    for rows, length, name in ((0, 9, "max_batch_size is 0"), (2, -1, "max_cache_len is -1")):
+        with pytest.raises(InvalidArgument, match=name):
+            VMemCache(model.config, rows, length)
+    with make(host, model.config, 2, 8) as cache:
+        with pytest.raises(InvalidArgument, match=r"a batch of 3 rows; .* max_batch_size 2"):
+            cache.update(torch.ones(3, HEADS, 1, DIM), torch.ones(3, HEADS, 1, DIM), 0)
+        cache.update(states, states, 0)
+        with pytest.raises(InvalidArgument, match=r"10 tokens; .* max_cache_len 8"):
+            cache.update(states, states, 0)
+        with pytest.raises(InvalidArgument, match="a batch of 1 rows; layer 0 has 2"):
+            cache.update(states[:1], states[:1], 0)
+        with pytest.raises(InvalidArgument, match="keys of 1 heads of 24 float32"):
+            cache.update(states[:, :1], states[:, :1], 1)
+        with pytest.raises(InvalidArgument, match="keys of 24 elements and values of 12"):
+            cache.update(states, states[..., :12], 1)
+        with pytest.raises(ValueError, match=r"crop\(3\)"):
+            cache.crop(3)
+        with pytest.raises(InvalidArgument, match="row 2 is not between 0 and 1"):
+            cache.reorder_cache(torch.tensor([0, 2]))
+        with pytest.raises(InvalidArgument, match="no row is left"):
+            cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+        for name in ("offload", "prefetch"):
+            with pytest.raises(NotSupported, match="no offloading"):
+                getattr(cache.layers[0], name)()
+        assert (cache.get_seq_length(), cache.get_seq_length(1)) == (5, 0)
+        cache.kvcache.check_integrity()
+
+
+def test_models_with_other_layers_are_refused() -> None:
+    config = LlamaConfig(num_hidden_layers=2)
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(NotSupported, match="layers of kind linear_attention"):
+        VMemCache(config, 1, 8)
+    config = LlamaConfig(num_hidden_layers=2)
+    config.num_kv_shared_layers = 1
+    with pytest.raises(NotSupported, match="other layers' keys"):
+        VMemCache(config, 1, 8)
+    with pytest.raises(NotSupported, match="an encoder"):
+        VMemCache(LlamaConfig(num_hidden_layers=2, is_encoder_decoder=True), 1, 8)
+
+
+def test_memory_goes_back_at_close_and_when_forgotten(model: Any, host: pyvmem.Context) -> None:
+    states = torch.ones(2, HEADS, 5, DIM)
+    cache = make(host, model.config)
+    keys, values = cache.update(states, states, 0)
+    assert host.stats().used_bytes > 0
+    with pytest.raises(Busy):
+        cache.close()
+    del keys, values
+    cache.close()
+    cache.close()
+    assert host.stats().used_bytes == 0
+    with pytest.raises(BadHandle, match="the VMemCache is closed"):
+        cache.update(states, states, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache = make(host, model.config)
+        cache.update(states, states, 0)
+        del cache
+        gc.collect()
+    assert host.stats().used_bytes == 0

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: MIT
+"""Description: what plug-ins need of a cache: a slot of their choice, a limit, idle pages back."""
+
+from __future__ import annotations
+
+import pytest
+from kvcache_helpers import LAYERS, ROWS, lens, rows_are_zero, small_cache, stamp, state
+
+from pyvmem import Context, InvalidArgument
+from pyvmem.kvcache.control import claim, reclaim_free, set_limit
+
+TENSORS = 2 * LAYERS
+
+
+def test_a_claimed_slot_is_as_an_allocated_one(context: Context) -> None:
+    with small_cache(context) as cache:
+        claim(cache, 2)
+        assert cache.step(lens(cache, r2=ROWS)) == 0
+        stamp(cache, 2, 0, ROWS, 3.0)
+        before = state(cache)
+        for reqid, text in ((2, "reqid 2 is taken"), (4, "reqid 4 is not between 0 and 3")):
+            with pytest.raises(InvalidArgument, match=text):
+                claim(cache, reqid)
+        assert state(cache) == before
+        assert sorted(cache.alloc_reqid() or 0 for _ in range(3)) == [0, 1, 3]
+        assert cache.alloc_reqid() is None
+        cache.free_reqid(2)
+        claim(cache, 2)
+        assert cache.step(lens(cache, r2=1)) == 0
+        assert rows_are_zero(cache, 2, 0, 1)
+
+
+def test_a_limit_can_be_changed_but_not_below_what_is_held(context: Context) -> None:
+    with small_cache(context) as cache:
+        claim(cache, 0)
+        set_limit(cache, 2 * TENSORS)
+        assert cache.num_free_pages == 2 * TENSORS
+        assert cache.step(lens(cache, r0=3 * ROWS)) == -1
+        assert cache.step(lens(cache, r0=2 * ROWS)) == 0
+        for pages in (-1, 2 * TENSORS - 1):
+            with pytest.raises(InvalidArgument, match=f"a limit of {pages} pages"):
+                set_limit(cache, pages)
+        set_limit(cache, 3 * TENSORS)
+        assert cache.step(lens(cache, r0=3 * ROWS)) == 0
+
+
+def test_pages_of_free_slots_come_back_but_those_that_are_kept(context: Context) -> None:
+    with small_cache(context) as cache:
+        for reqid in range(4):
+            claim(cache, reqid)
+        assert cache.step([ROWS, 2 * ROWS, 3 * ROWS, ROWS]) == 0
+        for reqid in range(3):
+            cache.free_reqid(reqid)
+        reclaim_free(cache, keep=[1], wait=True)
+        assert [slot.mapped_pages for slot in cache.snapshot()] == [0, 2, 0, 1]
+        reclaim_free(cache)
+        reclaim_free(cache, wait=True)
+        assert [slot.mapped_pages for slot in cache.snapshot()] == [0, 0, 0, 1]
