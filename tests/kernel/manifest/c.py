@@ -100,9 +100,9 @@ BUILTIN = [
     for patched in (True, False)
 ]
 
-# Not the debug build for failnth: UVM's lock checker needs memory itself, and asserts without it. Not
-# `suspended`: uvm_resume takes the global lock under those that uvm_suspend took, and keeps that from
-# UVM's lock checker, but not from lockdep.
+# Not the debug build for failnth: UVM's lock checker needs memory itself, and asserts without it.
+# Not `suspended`: uvm_resume takes the global lock under those that uvm_suspend took, and keeps that
+# from UVM's lock checker, but not from lockdep.
 CHECKED = [
     replace(
         test,
