@@ -101,9 +101,7 @@ class SlotCache:
 
     # ---- scheduler and offloading ----------------------------------------------------------------
 
-    def can_store_request_tokens(
-        self, state: Any, request_len: int, dry_run: bool = False
-    ) -> bool:
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         """Maps what the next `request_len` tokens need, if it can be had."""
         total = state.current_len() + request_len
         if dry_run:

@@ -31,7 +31,7 @@ _Manager: Any = continuous_api.ContinuousBatchingManager
 _StockCache: Any = continuous_api.PagedAttentionCache
 
 _building = threading.local()  # .cache: what makes the cache, while a manager of ours does so
-_options_for: Callable[[Any], Options | None] = lambda model: None
+_options_for: Callable[[Any], Options | None] | None = None
 _slot_cache: Any = None
 
 
@@ -80,7 +80,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         continuous_batching_config: Any,
         workload_hints: Any = None,
     ) -> None:
-        self._vmem = _options_for(model)
+        self._vmem = None if _options_for is None else _options_for(model)
         if self._vmem is not None:
             check_model(model.config.get_text_config())
             continuous_batching_config = copy.deepcopy(continuous_batching_config)

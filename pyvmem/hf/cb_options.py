@@ -71,7 +71,7 @@ def check_model(config: Any, tensor_parallel: int = 1) -> None:
     what = ""
     if kinds:
         what = f"the model has layers of kind {', '.join(sorted(kinds))}"
-    elif not hasattr(config, "layer_types") and getattr(config, "sliding_window", None):
+    elif getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
         what = f"all its layers have a sliding window of {config.sliding_window} tokens"
     elif shared:
         what = f"{shared} of its layers use other layers' keys"
