@@ -9,25 +9,22 @@ indices and no trash blocks, as attention takes slots and lengths.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 
-from pyvmem.hf.cb_options import Options, check_model, make_requests
+from pyvmem.hf.cb_common import FULL, SlotCacheBase
+from pyvmem.hf.cb_options import Options
 from pyvmem.hf.named import NamedRequests
 
 __all__ = ["SlotCache"]
-
-_FULL = "full_attention"
-_MAX_BATCH_TOKENS = 8192  # transformers' own default
 
 
 class _Allocator:
     """What is asked of the one allocator, that of the layers with full attention."""
 
     index = 0
-    layer_type = _FULL
+    layer_type = FULL
     supports_block_sharing = True
     supports_block_table = False
     read_trash_index = 0
@@ -56,15 +53,10 @@ class _Pool:
         """Nothing to do."""
 
 
-class SlotCache:
-    """Requests in slots, where transformers has blocks. Takes `PagedAttentionCache`'s arguments.
-
-    Attributes:
-        requests: the slots.
-    """
+class SlotCache(SlotCacheBase):
+    """Takes the arguments of transformers' `PagedAttentionCache`, after the options."""
 
     read_cache_limit = None
-    max_blocks_per_request = 0
     max_decode_fast_path_length = 0
 
     def __init__(
@@ -77,26 +69,21 @@ class SlotCache:
         dtype: torch.dtype = torch.float16,
         model_supports_logits_to_keep: bool = False,
     ) -> None:
-        check_model(config, distributed_helper.tp_size)
-        cb_config = continuous_batching_config
-        block = operator.index(cb_config.page_size)
-        self.config = config
-        self.dtype = dtype
-        self.device = torch.device(device)
-        self.requests = requests = make_requests(
-            options, config, cb_config, block, self.device, dtype, not model_supports_logits_to_keep
+        block = continuous_batching_config.page_size
+        super().__init__(
+            options,
+            config,
+            continuous_batching_config,
+            block,
+            device,
+            dtype,
+            distributed_helper.tp_size,
+            not model_supports_logits_to_keep,
         )
-        layout, shape = requests.kvcache.layout, requests.kvcache.config
-        token_bytes = layout.row_bytes * layout.num_tensors
-        tokens = requests.pages()[1] * layout.page_size // token_bytes
-        slots = shape.max_batch
-        cb_config.max_requests_per_batch = min(cb_config.max_requests_per_batch or slots, slots)
-        self.max_batch_tokens = cb_config.max_batch_tokens or _MAX_BATCH_TOKENS
-        self.max_tokens_read = min(tokens, slots * shape.max_seq_len)
-        self.num_blocks = max(1, tokens // block)
-        self.bytes_per_sector = block * token_bytes
-        self.allow_block_sharing = self.use_prefix_sharing = requests.sharing
-        self.cache_allocators = {_FULL: _Allocator(requests, block, self.bytes_per_sector)}
+        self.max_tokens_read = self.tokens
+        self.num_blocks = max(1, self.tokens // block)
+        self.bytes_per_sector = block * self.token_bytes
+        self.cache_allocators = {FULL: _Allocator(self.requests, block, self.bytes_per_sector)}
         self.pool = _Pool()
 
     # ---- scheduler and offloading ----------------------------------------------------------------
@@ -140,23 +127,13 @@ class SlotCache:
 
     # ---- prefixes and forks ----------------------------------------------------------------------
 
-    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Tokens of the prompt that the request has from now on, by sharing."""
-        return self.requests.match(request_id, prompt_ids)
-
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
         """Tokens, where transformers counts blocks; comes back by `mark_complete_blocks`."""
-        return {_FULL: request_len} if self.use_prefix_sharing else {}
+        return {FULL: request_len} if self.use_prefix_sharing else {}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """The tokens' keys and values are computed."""
-        if complete_blocks:
-            self.requests.computed(
-                state.request_id,
-                complete_blocks[_FULL],
-                lambda: state.initial_tokens + state.generated_tokens,
-                len(state.initial_tokens),
-            )
+        self.note_computed(state, complete_blocks.get(FULL, 0) if complete_blocks else 0)
 
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any
@@ -171,16 +148,3 @@ class SlotCache:
 
     def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
         """Nothing to do."""
-
-    # ---- inputs ----------------------------------------------------------------------------------
-
-    def extend_read_and_write_indices(
-        self,
-        request_id: str,
-        past_length: int,
-        query_length: int,
-        read_index: Any,
-        write_index: Any,
-    ) -> None:
-        """Notes the request's place in the batch; the indices stay empty."""
-        self.requests.queue(request_id, past_length, query_length)

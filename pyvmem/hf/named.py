@@ -142,7 +142,14 @@ class NamedRequests:
     def missing(self, name: str, tokens: int) -> int:
         """Physical pages that the request lacks to hold so many tokens."""
         request = self._requests.get(name)
-        return control.missing_pages(self.kvcache, request and request.reqid, tokens)
+        reqid = None if request is None else request.reqid
+        return control.missing_pages(self.kvcache, reqid, tokens)
+
+    def granted(self, name: str) -> int:
+        """Pages that the request has in each tensor; 0 without a slot."""
+        if name not in self:
+            return 0
+        return self.kvcache.snapshot()[self._requests[name].reqid].granted_pages
 
     def room(self, name: str, tokens: int) -> bool:
         """Whether `hold` would do it; nothing changes."""

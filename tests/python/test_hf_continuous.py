@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -154,7 +155,7 @@ def test_preempted_requests_are_computed_again(
         got = answers(model, inputs, config(safety_margin=0.0), how)
     assert got == want
     if context.info.granule <= 4096:  # else no request is long enough
-        assert any(not record for _, record in dropped)
+        assert len(dropped) > len(inputs)
 
 
 def test_prefixes_are_shared(model: Any, context: pyvmem.Context) -> None:
@@ -220,8 +221,8 @@ def test_parallel_answers_are_forks(
     with vmem_continuous_batching(model, **options(context, max_batch=6)):
         got = answers(model, inputs, config(), how)
     assert got == want
-    assert len(got) == 9
-    assert any(forked)
+    assert len(got) == (3 if VERSION == "5.17" else 9)  # 5.17 returns one answer for each prompt
+    assert any(forked) == (VERSION != "5.17")  # there they share the recorded prompt instead
 
 
 # ---- life ----------------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ def test_other_versions_and_other_attention_are_refused(
     )
     with pytest.raises(NotSupported, match="sliding"):
         install(sliding, context=context)
-    monkeypatch.setattr(transformers, "__version__", "6.1.0")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "6.1.0")
     with pytest.raises(NotSupported, match=r"transformers 6\.1\.0.*checked"):
         install(model, context=context)
 
