@@ -27,8 +27,8 @@ __all__ = ["ATTENTION", "patch", "unpatch"]
 ATTENTION = "vmem"  # as transformers' registry knows it
 
 _api: Any = continuous_api
-_Manager: Any = continuous_api.ContinuousBatchingManager
-_StockCache: Any = continuous_api.PagedAttentionCache
+_Manager: Any = _api.ContinuousBatchingManager
+_StockCache: Any = _api.PagedAttentionCache
 
 _building = threading.local()  # .cache: what makes the cache, while a manager of ours does so
 _options_for: Callable[[Any], Options | None] | None = None
@@ -124,7 +124,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             if len(input_ids) + new > longest:
                 raise invalid(
                     f"a prompt of {len(input_ids)} tokens and {new} new ones; max_seq_len is "
-                    f"{longest}",
+                    f"{longest}, which install takes",
                     limit=longest,
                 )
             max_new_tokens = new
@@ -178,7 +178,8 @@ def patch(options_for: Callable[[Any], Options | None], slot_cache: Any) -> None
     """
     global _options_for, _slot_cache
     _options_for, _slot_cache = options_for, slot_cache
-    AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))
+    disable: Any = torch.compiler.disable  # lengths are lists: nothing that could be compiled
+    AttentionInterface.register(ATTENTION, disable(_attention))
     _api.ContinuousBatchingManager = VMemManager
     _api.PagedAttentionCache = _make_cache
 

@@ -19,9 +19,7 @@ Called by one thread at a time.
 
 from __future__ import annotations
 
-import errno
-import gc
-import logging
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,15 +27,14 @@ from typing import Any
 
 import torch
 
-from pyvmem.attention import Attention, Batch
-from pyvmem.errors import Busy, OutOfMemory, VMemError
+from pyvmem.attention import Attention
+from pyvmem.errors import VMemError
+from pyvmem.hf.next_batch import NextBatch, close_quietly
 from pyvmem.info import Caps
 from pyvmem.kvcache import KVCache, control
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["NamedRequests"]
-
-_log = logging.getLogger("pyvmem.hf")
 
 
 def _no_tokens() -> list[int]:
@@ -64,6 +61,8 @@ class _Request:
 class NamedRequests:
     """Requests by name on a `KVCache` that is this object's own from now on.
 
+    Without `close`, memory goes back when the object is collected.
+
     Args:
         cache: closed by `close`.
         kernel: of attention, see `pyvmem.attention.Attention`.
@@ -78,15 +77,16 @@ class NamedRequests:
 
     def __init__(self, cache: KVCache, kernel: str = "auto", sharing: bool = True) -> None:
         self.kvcache = cache
-        self._attention: Attention | None = Attention(cache, kernel)
-        self.choice = self._attention.choice
+        attention = Attention(cache, kernel)
+        self.choice = attention.choice
+        self._next = NextBatch(cache, attention)
+        self._finalizer = weakref.finalize(self, close_quietly, cache, attention)
+        self._finalizer.atexit = False
         self.can_fork = Caps.ALIAS | Caps.READONLY in cache.context.info.caps
         self.sharing = sharing and self.can_fork
         self.stream: Any = None
         self._requests: dict[str, _Request] = {}
         self._lens = [0] * cache.config.max_batch
-        self._queued: list[tuple[str, int, int]] = []
-        self._batch: Batch | None = None
 
     def __contains__(self, name: object) -> bool:
         return name in self._requests
@@ -166,7 +166,7 @@ class NamedRequests:
             record: what it computed is kept for requests that begin with the same tokens, until
                 memory is short.
         """
-        self._queued = [one for one in self._queued if one[0] != name]
+        self._next.leave(name)
         request = self._requests.pop(name, None)
         if request is None:
             return
@@ -240,23 +240,7 @@ class NamedRequests:
 
     def queue(self, name: str, past: int, new: int) -> None:
         """Puts a request into the next batch: `new` tokens behind `past` ones."""
-        self._queued.append((name, past, new))
-
-    def _begin(self) -> Batch:
-        """The queued batch. Maps what its requests need for one token more, in the background."""
-        attention, cache = self._attention, self.kvcache
-        assert attention is not None
-        queued, self._queued = self._queued, []
-        if cache.step(self._lens, self.stream) == -1:
-            raise OutOfMemory("pages that were held are gone", errno=errno.ENOMEM, op="attend")
-        reqids = [self._requests[name].reqid for name, _, _ in queued]
-        new = [count for _, _, count in queued]
-        self._batch = attention.batch(reqids, new, [past + count for _, past, count in queued])
-        ahead = self._lens[:]
-        for reqid in reqids:
-            ahead[reqid] = min(ahead[reqid] + 1, cache.config.max_seq_len)
-        cache.step_async(ahead)  # -1: the next `hold` tells
-        return self._batch
+        self._next.queue(name, past, new)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
@@ -275,17 +259,10 @@ class NamedRequests:
         Raises:
             InvalidArgument: fewer tokens than were queued, or no batch.
         """
-        batch = self._begin() if self._queued else self._batch
-        if batch is None or self._attention is None:
-            raise invalid("attend without a batch")
-        count = batch.tokens
-        if q.shape[0] < count:
-            raise invalid(f"{q.shape[0]} tokens; the batch has {count}")
-        self._attention.write(layer, k[:count], v[:count], batch)
-        out = self._attention(q[:count], layer, batch, scale=scale)
-        if q.shape[0] > count:
-            out = torch.cat([out, out.new_zeros((q.shape[0] - count, *out.shape[1:]))])
-        return out
+        if self._next.queued:
+            reqids = {name: request.reqid for name, request in self._requests.items()}
+            self._next.begin(reqids, self._lens, self.stream)
+        return self._next.attend(layer, q, k, v, scale)
 
     # ---- end -------------------------------------------------------------------------------------
 
@@ -294,15 +271,7 @@ class NamedRequests:
 
         Where tensors of the cache live elsewhere, it stays open, with a warning in the log.
         """
-        attention, self._attention = self._attention, None
-        self._batch = None
-        if attention is not None:
-            attention.close()
-        try:
-            self.kvcache.close(self.stream)
-        except Busy:
-            gc.collect()
-            try:
-                self.kvcache.close(self.stream)
-            except Busy as error:
-                _log.warning("the KV cache stays open: %s", error)
+        if self._finalizer.detach() is None:
+            return
+        self._requests.clear()
+        self._next.end(self.stream)

@@ -356,3 +356,16 @@ def test_our_attention_elsewhere_is_an_error(model: Any, context: pyvmem.Context
         with pytest.raises(NotSupported, match="continuous batching only"):
             model(torch.tensor([[1, 2]], device=model.device))
         model.set_attn_implementation("sdpa")
+
+
+def test_attention_that_is_more_than_causal_is_an_error(context: pyvmem.Context) -> None:
+    with vmem_continuous_batching(**options(context)):
+        from pyvmem.hf import cb_manager
+
+        cache = object.__new__(cb_manager._slot_cache)
+        rows = torch.zeros(1, 2, 3, 4)
+        for name in ("softcap", "sliding_window", "s_aux"):
+            with pytest.raises(NotSupported, match=name):
+                cb_manager._attention(
+                    torch.nn.Identity(), rows, rows, rows, None, cache=cache, **{name: 2}
+                )

@@ -7,6 +7,7 @@ returns is compared with dense attention over a plain copy.
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -153,6 +154,7 @@ def test_room_and_missing_tell_what_hold_does(requests: NamedRequests) -> None:
     assert requests.missing("a", 1) == 2 * LAYERS
     assert requests.hold("a", 1)
     assert "a" in requests
+    assert (requests.granted("a"), requests.granted("b")) == (1, 0)
     assert requests.missing("a", 1) == 0
     free, total = requests.pages()
     assert free == total - 2 * LAYERS
@@ -198,3 +200,12 @@ def test_without_sharing_nothing_is_recorded(context: pyvmem.Context) -> None:
     assert requests.match("b", tokens) == 0
     assert requests.kvcache.stats().prefix_pages == 0
     requests.close()
+
+
+def test_memory_goes_back_when_the_object_is_collected(context: pyvmem.Context) -> None:
+    requests = make(context)
+    assert requests.hold("a", 5)
+    assert context.stats().used_bytes
+    del requests
+    gc.collect()
+    assert context.stats().used_bytes == 0
