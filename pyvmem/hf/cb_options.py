@@ -158,7 +158,6 @@ def make_requests(
         else:
             limit = int(available_bytes(ordinal, 0) * cb_config.max_memory_percent)
             limit -= _batch_bytes(config, cb_config, shape, logits_of_all)
-            limit = min(limit, slots * longest * token_bytes)
         shape = dataclasses.replace(shape, memory_limit=max(1, limit))
     backend = options.backend or ("host" if ordinal is None else "auto")
     cache = KVCache(shape, options.context, backend, ordinal or 0)

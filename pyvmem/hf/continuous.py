@@ -73,7 +73,8 @@ def install(
     Managers that exist are not changed.
 
     Args:
-        model: for this one only; None: for every model of the process.
+        model: for this one only; None: for every model of the process (one that cannot be served
+            so is then refused when its continuous batching begins).
         max_batch: slots, that is, requests that are worked on at a time; None: what
             ``ContinuousBatchingConfig.max_requests_per_batch`` says, at most 256.
         max_seq_len: tokens of a slot, for which addresses are reserved; None: the model's

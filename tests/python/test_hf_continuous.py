@@ -37,6 +37,7 @@ pytestmark = [
 
 BLOCK = "page_size" if VERSION != "5.17" else "block_size"
 STOCK = "sdpa" if VERSION != "5.17" else "paged|sdpa"
+NO_FLASH = {"auto_switch_to_flash": False} if VERSION != "5.17" else {}
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +64,14 @@ def prompts(count: int, seed: int = 3, longest: int = 60) -> list[list[int]]:
     ]
 
 
-def config(blocks: int = 100, tokens: int = 24, **more: Any) -> ContinuousBatchingConfig:
+def config(blocks: int | None = 100, tokens: int = 24, **more: Any) -> ContinuousBatchingConfig:
     """A budget of few tokens, so that long prompts are prefilled in chunks."""
     return ContinuousBatchingConfig(
-        **{BLOCK: 16}, num_blocks=blocks, max_batch_tokens=tokens, **more
+        **{BLOCK: 16}, **NO_FLASH, num_blocks=blocks, max_batch_tokens=tokens, **more
     )
 
 
-def generation(new_tokens: int = 14, **more: Any) -> GenerationConfig:
+def generation(new_tokens: int | None = 14, **more: Any) -> GenerationConfig:
     how = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, **more}
     return GenerationConfig(max_new_tokens=new_tokens, **how)
 
@@ -96,7 +97,8 @@ def stock(model: Any, *args: Any) -> list[list[int]]:
 
 
 def options(context: pyvmem.Context, **more: Any) -> dict[str, Any]:
-    return {"context": context, "max_batch": 4, **more}
+    enough = 4 * 80 * context.info.granule  # 80 pages of K and of V of two layers
+    return {"context": context, "max_batch": 4, "memory_limit": enough, **more}
 
 
 def on(context: pyvmem.Context, model: Any) -> Any:
@@ -171,7 +173,6 @@ def test_prefixes_are_shared(model: Any, context: pyvmem.Context) -> None:
     with vmem_continuous_batching(model, **options(context)):
         manager = model.init_continuous_batching(generation(), config())
         manager.start()
-        assert kvcache_of(manager) is None or kvcache_of(manager).stats().prefix_tokens == 0
         got = []
         for one in inputs:  # one after the other, so that the second finds what the first left
             manager.add_request(one, max_new_tokens=14)
@@ -223,6 +224,18 @@ def test_parallel_answers_are_forks(
     assert got == want
     assert len(got) == (3 if VERSION == "5.17" else 9)  # 5.17 returns one answer for each prompt
     assert any(forked) == (VERSION != "5.17")  # there they share the recorded prompt instead
+
+
+def test_memory_is_taken_from_what_is_free_without_a_number_of_blocks(
+    model: Any, context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = on(context, model), prompts(3)
+    want = stock(model, inputs)
+    pages = watch(monkeypatch, "pages", lambda self, out: out)
+    with vmem_continuous_batching(model, **options(context, max_batch=2, memory_limit=0)):
+        assert answers(model, inputs, config(None, max_memory_percent=0.5)) == want
+    assert all(free <= total for free, total in pages)
+    assert max(total for _, total in pages) > 100 * 16  # more than `config` asks for
 
 
 # ---- life ----------------------------------------------------------------------------------------
