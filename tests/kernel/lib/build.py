@@ -91,7 +91,7 @@ def extension(objects: list[Path]) -> None:
     """pyvmem's extension module, as setup.py builds it but for the accessor."""
     target = OUT / "_vmem.abi3.so"
     script = ROOT / "pyvmem" / "_build.py"
-    more = [ROOT / "pyvmem" / "_dlpack.c", *ACCESSOR]
+    more = [ROOT / "pyvmem" / "_dlpack.c", ROOT / "pyvmem" / "_torch_alloc.c", *ACCESSOR]
     if not stale(target, [*objects, *more, script, ROOT / "libvmem" / "include" / "vmem.h"]):
         return
     os.chdir(ROOT)
@@ -99,9 +99,9 @@ def extension(objects: list[Path]) -> None:
     runpy.run_path(str(script))["ffibuilder"]().emit_c_code(str(source))
     part = OUT / "._vmem.so"
     include = sysconfig.get_paths()["include"]
-    words = [*compiler(), "-shared", "-DPy_LIMITED_API=0x030a0000", f"-I{include}", "-o", part]
+    words = [*compiler(), "-shared", "-DPy_LIMITED_API=0x030a0000", f"-I{include}", "-Ipyvmem"]
     exports = "-Wl,--version-script=pyvmem/_vmem.map"
-    run(*words, source, *more, *objects, exports, "-ldl")
+    run(*words, "-o", part, source, *more, *objects, exports, "-ldl")
     part.replace(target)
 
 
