@@ -159,15 +159,14 @@ def test_freed_segments_come_back(context: pyvmem.Context, pool: VMemPool) -> No
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_exhaustion_is_torchs_own_error(backend: str) -> None:
-    with pyvmem.Context(backend, mem_limit=64 * MIB) as context:
-        with VMemPool(context) as pool:
-            with pytest.raises(torch.OutOfMemoryError), pool.use("t"):
-                torch.empty(256 * MIB, device="cuda", dtype=torch.uint8)
-            assert "limit" in pool.stats().last_error
-            with pool.use("t"):
-                small = torch.ones(MIB, device="cuda", dtype=torch.uint8)
-            assert int(small.sum().item()) == MIB
-            del small
+    with pyvmem.Context(backend, mem_limit=64 * MIB) as context, VMemPool(context) as pool:
+        with pytest.raises(torch.OutOfMemoryError), pool.use("t"):
+            torch.empty(256 * MIB, device="cuda", dtype=torch.uint8)
+        assert "limit" in pool.stats().last_error
+        with pool.use("t"):
+            small = torch.ones(MIB, device="cuda", dtype=torch.uint8)
+        assert int(small.sum().item()) == MIB
+        del small
 
 
 def test_close_with_living_tensors_is_refused(context: pyvmem.Context) -> None:

@@ -102,23 +102,23 @@ def test_frees_of_what_is_no_block_are_counted_and_change_nothing(
 
 
 def test_exhaustion_gives_null_and_says_why(backend: str, page: int) -> None:
-    with pyvmem.Context(backend, granule=page, mem_limit=4 * SEGMENT) as context:
-        with VMemPool(context) as pool:
-            torch = Torch(pool._device)
-            blocks = []
-            while (block := torch.malloc(SEGMENT)) is not None:
-                blocks.append(block)
-                assert len(blocks) <= 4
-            assert blocks
-            now = pool.stats()
-            assert now.failures == 1
-            assert f"vmem_malloc(0, {SEGMENT} bytes)" in now.last_error
-            assert "limit" in now.last_error
-            torch.free(blocks.pop())
-            blocks.append(torch.malloc(SEGMENT))
-            assert blocks[-1] is not None
-            for block in blocks:
-                torch.free(block)
+    context = pyvmem.Context(backend, granule=page, mem_limit=4 * SEGMENT)
+    with context, VMemPool(context) as pool:
+        torch = Torch(pool._device)
+        blocks = []
+        while (block := torch.malloc(SEGMENT)) is not None:
+            blocks.append(block)
+            assert len(blocks) <= 4
+        assert blocks
+        now = pool.stats()
+        assert now.failures == 1
+        assert f"vmem_malloc(0, {SEGMENT} bytes)" in now.last_error
+        assert "limit" in now.last_error
+        torch.free(blocks.pop())
+        blocks.append(torch.malloc(SEGMENT))
+        assert blocks[-1] is not None
+        for block in blocks:
+            torch.free(block)
 
 
 @pytest.mark.parametrize(
@@ -304,27 +304,27 @@ def test_a_failed_pause_or_resume_changes_nothing(
 
 
 def test_resume_without_memory_can_be_tried_again(backend: str, page: int) -> None:
-    with pyvmem.Context(backend, granule=page, mem_limit=4 * SEGMENT) as context:
-        with VMemPool(context) as pool:
-            torch = Torch(pool._device)
-            with pool._allocating("t"):
-                block = torch.malloc(2 * SEGMENT)
-            context.write(block, b"kept")
-            pool.pause()
-            rest = []
-            while True:
-                try:
-                    rest.append(context.create(SEGMENT))
-                except pyvmem.OutOfMemory:
-                    break
-            with pytest.raises(pyvmem.OutOfMemory):
-                pool.resume()
-            assert pool.paused == {"t"}
-            for pages in rest:
-                pages.release()
+    context = pyvmem.Context(backend, granule=page, mem_limit=4 * SEGMENT)
+    with context, VMemPool(context) as pool:
+        torch = Torch(pool._device)
+        with pool._allocating("t"):
+            block = torch.malloc(2 * SEGMENT)
+        context.write(block, b"kept")
+        pool.pause()
+        rest = []
+        while True:
+            try:
+                rest.append(context.create(SEGMENT))
+            except pyvmem.OutOfMemory:
+                break
+        with pytest.raises(pyvmem.OutOfMemory):
             pool.resume()
-            assert context.read(block, 4) == b"kept"
-            torch.free(block)
+        assert pool.paused == {"t"}
+        for pages in rest:
+            pages.release()
+        pool.resume()
+        assert context.read(block, 4) == b"kept"
+        torch.free(block)
 
 
 def test_host_memory_that_does_not_exist(
@@ -372,9 +372,10 @@ def test_a_forgotten_pool_warns(context: pyvmem.Context) -> None:
 
 
 def test_use_needs_a_gpu(host: pyvmem.Context) -> None:
-    with VMemPool(host) as pool, pytest.raises(pyvmem.NotSupported, match="CPU allocator"):
-        with pool.use("t"):
-            pass
+    with VMemPool(host) as pool:
+        block = pool.use("t")
+        with pytest.raises(pyvmem.NotSupported, match="CPU allocator"):
+            block.__enter__()
 
 
 def test_random_segments_against_a_model(
