@@ -96,15 +96,16 @@ def play(rank: Rank, cache: ParallelKVCache, seed: int, count: int) -> list[Any]
             cache.free_reqid(reqid, rank.work() if same.random() < 0.7 else None)
         else:
             want = list(lens)
-            for reqid in alive:
-                want[reqid] = min(want[reqid] + same.choice((0, 1, 7, 9, 20)), 48)
-            pages = [max(o, -(-length // ROWS)) for o, length in zip(owned, want, strict=True)]
             for name in ("step_async",) * same.choice((0, 0, 1, 2)) + ("step",):
+                for reqid in alive:
+                    want[reqid] = min(want[reqid] + same.choice((0, 1, 7, 9, 20)), 48)
+                pages = [max(o, -(-length // ROWS)) for o, length in zip(owned, want, strict=True)]
                 answer = getattr(cache, name)(want)
                 answers.append([name, answer])
                 assert (answer == 0) == (sum(pages) <= budget_pages), (name, pages, budget_pages)
-                if answer == 0:
-                    owned = pages
+                if answer == -1:
+                    break
+                owned = pages
             if answer == 0:
                 lens = want
                 assert cache.available_pages == (budget_pages - sum(owned)) * TENSORS

@@ -117,6 +117,17 @@ def test_the_slot_freed_last_comes_first(cache: ParallelKVCache) -> None:
     assert [cache.alloc_reqid(40) for _ in range(3)] == [3, 0, 2]
 
 
+def test_a_second_step_async_counts_what_requests_own(cache: ParallelKVCache) -> None:
+    """Pages of no owner in a slot whose growth is in flight can be had, finished or not."""
+    assert cache.alloc_reqid() == 0
+    assert cache.step([48, 0, 0, 0]) == 0
+    cache.free_reqid(0)
+    assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
+    assert cache.step_async([8, 0, 0, 0]) == 0
+    assert cache.step_async([8, 48, 0, 0]) == 0  # 7 pages of 8, though slot 0 has 6 mapped
+    assert cache.step([8, 48, 0, 0]) == 0
+
+
 def test_bad_arguments_poison_nothing(cache: ParallelKVCache) -> None:
     for call in (
         lambda: cache.step([0] * 3),
