@@ -65,7 +65,7 @@ class VMemPool:
         self._allocator: Any = None
         visible = Caps.VISIBLE in context.info.caps
         # A living array: what closes the context is told that somebody needs it.
-        self._anchor = context.reserve(context.info.granule, visible=False if visible else None)
+        self._anchor = context.reserve(context.info.granule)
         self._hold: Any = self._anchor.array((1,), "uint8")
         flags = _VISIBLE if visible else 0
         try:
@@ -169,6 +169,7 @@ class VMemPool:
                     _native.fail(errno.EBUSY, f"tag {one.name!r} has a `use` block", op="pause")
             before = self._context.stats()
             self._synchronize()
+            self._drop_workspaces()
             for one in tags:
                 one.pause(keep)
             self._context.trim(before.free_bytes)
@@ -244,12 +245,23 @@ class VMemPool:
             self._tags.clear()
             self._let_go()
 
+    def _drop_workspaces(self) -> None:
+        """Makes torch forget cuBLAS's workspace, which lies in the pool if a `use` block needed it.
+
+        A matrix product elsewhere would go on using it, paused or not; it gets a new one.
+        """
+        if self._context.cuda_device is not None:
+            import torch
+
+            torch._C._cuda_clearCublasWorkspaces()
+
     def _return_segments(self) -> None:
         """torch keeps the segments of a MemPool until that is gone and the cache is emptied."""
         pools = [tag for tag in self._tags.values() if tag.pool is not None]
         if pools:
             import torch
 
+            self._drop_workspaces()
             for tag in pools:
                 tag.pool = None
             gc.collect()
