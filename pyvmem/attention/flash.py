@@ -144,7 +144,7 @@ def why_not_fa2(cache: KVCache, device: torch.device) -> str:
     if layout.slot_bytes % layout.row_bytes:
         return (
             f"slots are {layout.slot_bytes} bytes apart, which is no whole number of rows of "
-            f"{layout.row_bytes}"
+            f"{layout.row_bytes} (see KVCacheConfig.packed_slots)"
         )
     return ""
 

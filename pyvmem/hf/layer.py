@@ -10,6 +10,7 @@ import torch
 from transformers import cache_utils
 
 from pyvmem.errors import NotSupported
+from pyvmem.hf.ancestry import Ancestry
 from pyvmem.hf.rows import Rows, move_rows
 from pyvmem.kvcache.config import invalid
 
@@ -23,7 +24,7 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
     """One layer of a `VMemCache`; made by it.
 
     `keys` and `values` are views ``[batch, num_kv_heads, length, head_dim]`` of the virtual
-    tensors.
+    tensors, to be read: what somebody else writes there, `reorder_cache` may leave behind.
     """
 
     is_compileable = False  # the views grow
@@ -36,6 +37,7 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
         self._rows = rows
         self._index = index
         self._length = 0
+        self._ancestry = Ancestry(0)
         self._k: torch.Tensor | None = None
         self._v: torch.Tensor | None = None
         self.keys: torch.Tensor | None = None
@@ -53,6 +55,7 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
         self._k, self._v = cache.k(self._index), cache.v(self._index)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size = key_states.shape[0]
+        self._ancestry = Ancestry(self.batch_size)
         self.is_initialized = True
         self._show()
 
@@ -112,6 +115,7 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
             )
         if self.is_initialized and tokens_to_remove:
             self._length = max(0, self._length + tokens_to_remove)
+            self._ancestry.crop(self._length)
             self._settle()
 
     def reset(self) -> None:
@@ -120,7 +124,7 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
         self._settle()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes what row ``beam_idx[i]`` was."""
+        """Row i becomes what row ``beam_idx[i]`` was: by a copy, of what they do not share."""
         self._take(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -162,8 +166,9 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
         assert self._k is not None
         assert self._v is not None
         self._rows.hold(len(source), self._length)
-        move_rows(self._k, self._length, source)
-        move_rows(self._v, self._length, source)
+        first = self._ancestry.take(source, self._length)
+        move_rows(self._k, first, self._length, source)
+        move_rows(self._v, first, self._length, source)
         self.batch_size = len(source)
         self._show()
         self._settle()

@@ -25,7 +25,18 @@ FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-fvisibility=hidden
 INCLUDES = ["libvmem/include", "libvmem/src", "kernel_module", "tests/kernel/softgpu"]
 ACCESSOR = [Path(__file__).resolve().parent / "contents_softgpu.c", SOFTGPU / "softgpu_user.c"]
 # What needs nothing of host but that it is a back end.
-TESTS = ("accounting", "async", "basic", "batch", "errors", "pool", "stress", "threads", "zeroing")
+TESTS = (
+    "accounting",
+    "async",
+    "basic",
+    "batch",
+    "errors",
+    "parts",
+    "pool",
+    "stress",
+    "threads",
+    "zeroing",
+)
 OWN_TESTS = ("uvm",)
 
 
