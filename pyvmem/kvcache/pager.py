@@ -193,16 +193,20 @@ class Pager:
     # ---- completion ----------------------------------------------------------------------------
 
     def _complete(self, job: Growth, stream: Any, whole: bool = False) -> VMemError | None:
-        """Waits for a growth, grants its pages or undoes it; `whole`: its fills too, on the CPU."""
+        """Waits for a growth, grants its pages or undoes it.
+
+        `whole`: on the CPU, for its fills and for earlier owners' work too; no stream is known.
+        """
+        device = None if whole else self.device
         try:
             for ticket in (job.mapping, job.filling):
                 if ticket is not None:
-                    order_ticket(ticket, stream, None if whole else self.device)
+                    order_ticket(ticket, stream, device)
         except VMemError as error:
             self._undo(job, error)
             return error
         for event in job.handover:
-            order_after(event, stream, self.device)
+            order_after(event, stream, device)
         job.handover.clear()
         if not job.granted:
             job.granted = True
