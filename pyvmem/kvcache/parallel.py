@@ -29,12 +29,12 @@ import torch
 from pyvmem.context import Context
 from pyvmem.errors import InvalidArgument, VMemError
 from pyvmem.info import KEEP_ALL
-from pyvmem.kvcache.budget import agree_on_pages, rank_config, shard_kv_heads, take_pages
-from pyvmem.kvcache.cache import KVCache
+from pyvmem.kvcache.alone import WithoutSharing, refuse
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.lockstep import Failure, LockstepTable, RankFailed, Ranks, RanksDiffer
+from pyvmem.kvcache.ranks import agree_on_pages, rank_config, shard_kv_heads, take_pages
 from pyvmem.streams import device_ordinal
 
 __all__ = ["ParallelKVCache", "RankFailed", "RanksDiffer", "rank_config", "shard_kv_heads"]
@@ -43,8 +43,10 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class ParallelKVCache(KVCache):
+class ParallelKVCache(WithoutSharing):
     """A `KVCache` on every rank of a group. Every rank makes the same calls in the same order.
+
+    Forks, prefixes and swapping are refused with NotSupported: see `pyvmem.kvcache.alone`.
 
     Making one, `check_step`, `together` and `recover` are collectives; nothing else communicates.
     An `InvalidArgument` changes nothing and poisons nothing: every rank has it, for the same call.
@@ -116,8 +118,10 @@ class ParallelKVCache(KVCache):
         """As `KVCache.alloc_reqid`, but the slot is the one freed last; the same on every rank."""
         return self._call(super().alloc_reqid, seq_len)
 
-    def free_reqid(self, reqid: int, stream: Any = None) -> None:
-        """See `KVCache.free_reqid`."""
+    def free_reqid(self, reqid: int, stream: Any = None, tokens: Any = None) -> None:
+        """See `KVCache.free_reqid`; `tokens` must be None."""
+        if tokens is not None:
+            refuse("free_reqid with tokens")
         self._call(super().free_reqid, reqid, stream)
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:

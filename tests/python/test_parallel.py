@@ -141,6 +141,25 @@ def test_bad_arguments_poison_nothing(cache: ParallelKVCache) -> None:
     cache.check_step()
 
 
+def test_what_depends_on_timing_is_refused_and_poisons_nothing(cache: ParallelKVCache) -> None:
+    assert cache.alloc_reqid() == 0
+    assert cache.step([8, 0, 0, 0]) == 0
+    for call in (
+        lambda: cache.fork(0),
+        lambda: cache.fork_many(0, 2),
+        lambda: cache.record(0, [1] * 8),
+        lambda: cache.match([1] * 8),
+        lambda: cache.alloc_prefix([1] * 8),
+        lambda: cache.swap_out(0),
+        lambda: cache.swap_in(None),
+        lambda: cache.free_reqid(0, tokens=[1] * 8),
+    ):
+        with pytest.raises(pyvmem.NotSupported, match="could differ between ranks"):
+            call()
+    assert cache.failed is None
+    cache.free_reqid(0)
+
+
 def test_a_poisoned_cache_can_be_closed(backend: str, page: int, group: None) -> None:
     cache = ParallelKVCache(small_config(page), backend=backend)
     context = cache.context
