@@ -27,7 +27,7 @@ setup: ## the Python environment build/venv with this project in it
 run: setup ## serves the prompts with a real model on the best back end; ARGS=... for options
 	$(VENV)/bin/vmem serve-demo $(ARGS)
 
-test: setup ## every test this machine can run (at most 12 minutes on 2 cores)
+test: setup ## every test this machine can run (about half an hour on 2 cores)
 	@$(VPY) scripts/run_tests.py
 
 test-long: setup ## the same and the tests marked `long`

@@ -15,6 +15,7 @@ __all__ = ["declarations", "ffibuilder", "library_version"]
 
 HEADER = Path("libvmem/include/vmem.h")
 KERNEL_HEADER = "kernel_module/uvm_vmem_ioctl.h"
+TORCH_HEADER = Path("pyvmem/_torch_alloc.h")
 
 DLPACK = """
 void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t device_id,
@@ -41,7 +42,9 @@ def declarations(header: str) -> str:
     """
     text = re.sub(r"/\*.*?\*/|//[^\n]*", " ", header, flags=re.DOTALL)
     text = re.sub(r"#ifdef __cplusplus.*?#endif", "", text, flags=re.DOTALL)
-    macros = re.findall(r"^#define (VMEM_[A-Z0-9_]+) (?!\")(\S.*)$", text, flags=re.MULTILINE)
+    macros = re.findall(
+        r"^#define ((?:PY)?VMEM_[A-Z0-9_]+) (?!\")(\S.*)$", text, flags=re.MULTILINE
+    )
     text = re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\bVMEM_API\b", "", text)
     numbers = {name: value for name, value in macros if value.isdigit()}
@@ -54,14 +57,15 @@ def ffibuilder() -> FFI:
     """The module's description; paths are relative to the project's root, where builds run."""
     ffi = FFI()
     ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")) + DLPACK)
+    ffi.cdef(declarations(TORCH_HEADER.read_text(encoding="utf-8")))
     sources = sorted(str(path) for path in Path("libvmem/src").glob("*.c"))
     headers = sorted(str(path) for path in Path("libvmem").rglob("*.h")) + [KERNEL_HEADER]
     ffi.set_source(
         "pyvmem._vmem",
-        '#include "vmem.h"\n' + DLPACK,
-        sources=[*sources, "pyvmem/_dlpack.c"],
-        depends=[*headers, "pyvmem/_vmem.map"],
-        include_dirs=["libvmem/include", "libvmem/src", "kernel_module"],
+        '#include "vmem.h"\n#include "_torch_alloc.h"\n' + DLPACK,
+        sources=[*sources, "pyvmem/_dlpack.c", "pyvmem/_torch_alloc.c"],
+        depends=[*headers, str(TORCH_HEADER), "pyvmem/_vmem.map"],
+        include_dirs=["libvmem/include", "libvmem/src", "kernel_module", "pyvmem"],
         define_macros=[("_GNU_SOURCE", "1")],
         extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-pthread"],
         extra_link_args=["-pthread", "-Wl,--version-script=pyvmem/_vmem.map"],

@@ -13,6 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from pyvmem import _native
@@ -22,7 +23,7 @@ from pyvmem.ops import OpBatch
 from pyvmem.pages import Pages, Ticket
 from pyvmem.reservation import Reservation
 from pyvmem.space import AddressSpace
-from pyvmem.streams import after_items, device_ordinal
+from pyvmem.streams import KeptEvents, after_items, device_ordinal
 
 __all__ = ["Context", "PlainReservationWarning"]
 
@@ -89,7 +90,7 @@ class Context(AddressSpace):
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
-        self._events: list[tuple[int, list[Any]]] = []
+        self._events = KeptEvents(partial(_native.poll, self.handle))
         self._warned = False
         self._info = ContextInfo._from_c(_native.query(self.handle), ordinals)
         host = self._info.backend == "host"
@@ -239,23 +240,13 @@ class Context(AddressSpace):
             items, keep = after_items(after, self.cuda_device)
             ticket = _native.submit(self.handle, ops._array, len(ops), items)
             if keep:
-                self._keep_events(ticket, keep)
+                self._events.keep(ticket, keep)
         consumed = ops._consumed
         if not consumed:
             return Ticket(self, ticket, consumed)
         for pages in consumed:
             pages._done = True
         return Ticket(self, ticket, list(consumed))
-
-    def _keep_events(self, ticket: int, events: list[Any]) -> None:
-        """Keeps events alive until their batch is finished, as vmem.h asks of its caller."""
-        with self._lock:
-            kept = self._events
-            kept.append((ticket, events))
-            # Two of the oldest for each new one: the list cannot grow beyond what is unfinished.
-            for _ in range(2):
-                if len(kept) > 1 and _native.poll(self.handle, kept[0][0]):
-                    kept.pop(0)
 
     # ---- end -----------------------------------------------------------------------------------
 
@@ -283,7 +274,7 @@ class Context(AddressSpace):
         except BaseException:
             self._closed = False
             raise
-        self._events = []
+        self._events.clear()
 
     def __enter__(self) -> Context:
         return self

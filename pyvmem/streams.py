@@ -9,12 +9,20 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from pyvmem import _native
 
-__all__ = ["CurrentStream", "FdEvent", "after_items", "device_ordinal", "stream_handle"]
+__all__ = [
+    "CurrentStream",
+    "FdEvent",
+    "KeptEvents",
+    "after_items",
+    "device_ordinal",
+    "stream_handle",
+]
 
 _STREAM: Final = _native.constant("VMEM_AFTER_STREAM")
 _EVENT: Final = _native.constant("VMEM_AFTER_EVENT")
@@ -70,6 +78,34 @@ class _CurrentStream:
 
 CurrentStream: Final = _CurrentStream()
 """torch's current stream on the context's device at the time of the call; nothing on ``host``."""
+
+
+class KeptEvents:
+    """Events that live until the batches that wait for them are finished, as vmem.h asks.
+
+    Args:
+        finished: whether the batch of a ticket is finished.
+    """
+
+    def __init__(self, finished: Callable[[int], bool]) -> None:
+        self._finished = finished
+        self._lock = threading.Lock()
+        self._kept: list[tuple[int, list[Any]]] = []
+
+    def keep(self, ticket: int, events: list[Any]) -> None:
+        """Keeps what `after_items` returned for a batch; forgets what is no longer needed."""
+        with self._lock:
+            kept = self._kept
+            kept.append((ticket, events))
+            # Two of the oldest for each new one: the list cannot grow beyond what is unfinished.
+            for _ in range(2):
+                if len(kept) > 1 and self._finished(kept[0][0]):
+                    kept.pop(0)
+
+    def clear(self) -> None:
+        """Forgets all; no batch may be unfinished."""
+        with self._lock:
+            self._kept.clear()
 
 
 def device_ordinal(device: Any) -> int:

@@ -90,7 +90,7 @@ def _vllm_call(op: Any) -> tuple[Any, str]:
             "cu_seqlens_q": batch.starts,
             "seqused_k": batch.used,
             "max_seqlen_q": batch.max_q,
-            "max_seqlen_k": batch.max_kv,
+            "max_seqlen_k": k.shape[1],  # the op takes it for the slots' length
             "kv_batch_idx": batch.index,
             "softmax_scale": scale,
             "is_causal": True,
@@ -144,7 +144,7 @@ def why_not_fa2(cache: KVCache, device: torch.device) -> str:
     if layout.slot_bytes % layout.row_bytes:
         return (
             f"slots are {layout.slot_bytes} bytes apart, which is no whole number of rows of "
-            f"{layout.row_bytes}"
+            f"{layout.row_bytes} (see KVCacheConfig.packed_slots)"
         )
     return ""
 

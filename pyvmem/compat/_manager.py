@@ -7,6 +7,7 @@ import atexit
 import errno
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.context import Context
@@ -60,6 +61,8 @@ class Manager:
             raise invalid("page_size is 0; it must be a power of two")
         group = shape["num_layers"] if megacache else 1
         config = KVCacheConfig(page_size=page_size, group_size=group, **shape)
+        if not config.max_seq_len * config.row_bytes % page_size:
+            config = replace(config, packed_slots=True)
         # What was reserved stays the cache's: nothing goes back to the driver before the end.
         context = Context(backend, device=device, granule=page_size, pool_high=KEEP_ALL)
         try:

@@ -20,9 +20,10 @@ What is different, all of it deliberate:
   pages in the background when less than a tenth of the memory is free.
 - `cleanup` gives memory and addresses back, the addresses as soon as no tensor over them lives.
 - Pages may have any size that the back end has, and `max_context_length` rows of a request need
-  not be a multiple of it. Slots then lie further apart: ``stride(0)`` is the distance of two
-  requests; the tensors are contiguous where that is ``max_context_length * stride(1)``, as it is
-  for slots of a multiple of 2 MiB. The artifact refuses the other shapes.
+  not be a multiple of it. Where they are, the tensors are contiguous, as the artifact's. Where they
+  are not (the artifact refuses these shapes), the distance of two requests, ``stride(0)``, is
+  greater than ``max_context_length * stride(1)``.
+- `map_common_pages` raises: no memory here is written through two ids. See its docstring.
 - Any number of devices' processes may use it; the back end is "auto", or what `configure` or
   ``$VMEM_VATTENTION_BACKEND`` names.
 
@@ -40,9 +41,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pyvmem.compat import _common
 from pyvmem.compat._manager import Manager, OutOfKVBlocks, close_retired
-from pyvmem.errors import BadHandle, Busy
+from pyvmem.errors import BadHandle, Busy, NotSupported
 
 if TYPE_CHECKING:
     import torch
@@ -244,9 +244,26 @@ def step_async(seq_lens: Sequence[int]) -> None:
 
 
 def map_common_pages(num_tokens: int) -> None:
-    """Maps the same physical pages for the next tokens of all ids; see `_common`."""
+    """Refused: there are no pages that several ids may write.
+
+    The artifact maps one page for the next tokens of every id, taken or free, each at its own
+    length, writable, before it holds anything. It does so to show that a page can be mapped twice
+    (its words); what each id writes there, all read. Of an id's end its books know nothing: the
+    page comes back once for every id. Pages that requests share here are full and read-only, and
+    begin at a request's first token, so a program written for that call would fault at its first
+    write. What it can use instead is `KVCache` itself: `fork` and `alloc_prefix`.
+
+    Raises:
+        NotSupported: always; nothing changed.
+    """
     with _lock:
-        _common.map_common_pages(_the().cache, num_tokens)
+        config = _the().cache.config
+    raise NotSupported(
+        f"map_common_pages({num_tokens}): {config.max_batch} ids would write the same pages; "
+        "KVCache.fork and alloc_prefix share rows that are written already",
+        errno=errno.EOPNOTSUPP,
+        op="map_common_pages",
+    )
 
 
 # ---- tunables and pictures -----------------------------------------------------------------------

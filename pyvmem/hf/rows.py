@@ -199,17 +199,16 @@ def _name(device: int | None) -> str:
     return "cpu" if device is None else f"cuda:{device}"
 
 
-def move_rows(rows: torch.Tensor, length: int, source: Sequence[int]) -> None:
-    """Row i becomes what row ``source[i]`` was, in one layer's K or V; by copying.
+def move_rows(rows: torch.Tensor, first: int, last: int, source: Sequence[int]) -> None:
+    """Tokens [first, last) of row i become those of row ``source[i]``, in one layer's K or V.
 
     Args:
         rows: ``[slots, max_length, num_kv_heads, head_dim]``.
-        length: valid tokens of every row.
         source: for each new row, an old one.
     """
     moved = [(new, old) for new, old in enumerate(source) if new != old]
-    if not moved or not length:
+    if not moved or first >= last:
         return
     to, of = (torch.tensor(part, device=rows.device) for part in zip(*moved, strict=True))
-    valid = rows[:, :length]
+    valid = rows[:, first:last]
     valid[to] = valid[of]  # the right side is a copy, made first

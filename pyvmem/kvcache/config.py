@@ -77,6 +77,10 @@ class KVCacheConfig:
         sparse: reads of rows that have no page give zeros, also past the end of every mapped page,
             where the back end can do that (`pyvmem.Caps.SPARSE`). Writes there fault (host) or
             vanish (GPU).
+        packed_slots: slots follow each other without a gap, so that every tensor is contiguous
+            (``stride(0) == max_seq_len * stride(1)``); a full slot must then be whole pages.
+            Otherwise slots lie on 2 MiB where that costs few addresses: a run of small pages can
+            then become one big mapping.
         idle_seconds: after so long without a call that takes, gives or steps a request, unmap
             all pages of no request and give the pool's memory back to the device; 0: never.
         idle_prefixes: recorded prefixes go then too.
@@ -98,6 +102,7 @@ class KVCacheConfig:
     low_watermark: float = 0.1
     overread_rows: int = 0
     sparse: bool = False
+    packed_slots: bool = False
     idle_seconds: float = 0.0
     idle_prefixes: bool = False
 
@@ -140,6 +145,11 @@ class KVCacheConfig:
     def itemsize(self) -> int:
         """Bytes of one element."""
         return DTYPE_BYTES[str(self.dtype)]
+
+    @property
+    def row_bytes(self) -> int:
+        """One token in one tensor: all layers of a group."""
+        return self.group_size * self.num_kv_heads * self.head_dim * self.itemsize
 
     @classmethod
     def from_hf(cls, config: Any, **overrides: Any) -> KVCacheConfig:

@@ -27,6 +27,16 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
+def _spaced(used: int, page_size: int) -> int:
+    """The distance of slots of so many bytes.
+
+    Slots that start on 2 MiB let a run of small pages become one big mapping; taken where it costs
+    at most an eighth more addresses.
+    """
+    aligned = _round_up(used, max(_BIG_PAGE, page_size))
+    return aligned if aligned - used <= used // 8 else used
+
+
 class Layout:
     """Sizes and offsets of a cache, in bytes, rows (tokens) and pages.
 
@@ -40,7 +50,8 @@ class Layout:
         total_bytes: of the reservation.
 
     Raises:
-        InvalidArgument: the addresses needed exceed what a process has.
+        InvalidArgument: the addresses needed exceed what a process has, or slots are to be packed
+            and a full one is not whole pages.
     """
 
     def __init__(self, config: KVCacheConfig, page_size: int) -> None:
@@ -48,15 +59,20 @@ class Layout:
         self.page_size = page_size
         self.num_tensors = 2 * (config.num_layers // config.group_size)
         self.head_row_bytes = config.num_kv_heads * config.head_dim * config.itemsize
-        self.row_bytes = self.head_row_bytes * config.group_size
+        self.row_bytes = config.row_bytes
         self.max_rows = config.max_seq_len
         self.overread = config.overread_rows
-        used = _round_up(self.max_rows * self.row_bytes, page_size)
+        full = self.max_rows * self.row_bytes
+        used = _round_up(full, page_size)
+        if config.packed_slots and used != full:
+            raise invalid(
+                f"packed_slots: {self.max_rows} rows of {self.row_bytes} bytes are {full} bytes, "
+                f"which is no multiple of page_size {page_size}",
+                size=full,
+                limit=page_size,
+            )
         self.slot_pages = used // page_size
-        # Slots that start on 2 MiB let a run of small pages become one big mapping; taken where it
-        # costs at most an eighth more addresses.
-        aligned = _round_up(used, max(_BIG_PAGE, page_size))
-        self.slot_bytes = aligned if aligned - used <= used // 8 else used
+        self.slot_bytes = used if config.packed_slots else _spaced(used, page_size)
         self.tensor_bytes = self.slot_bytes * config.max_batch
         self.total_bytes = self.tensor_bytes * self.num_tensors
         if self.total_bytes > _MAX_ADDRESSES:

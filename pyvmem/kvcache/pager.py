@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, VMemError
-from pyvmem.kvcache.events import order_after, order_ticket, prune
+from pyvmem.kvcache.events import order_after, order_ticket
 from pyvmem.kvcache.jobs import Cut, Growth, Piece
 from pyvmem.kvcache.layout import Layout
+from pyvmem.kvcache.plan import Planner
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Slot, SlotTable
 from pyvmem.kvcache.spans import Span
 from pyvmem.kvcache.stats import Counters
-from pyvmem.ops import OpBatch
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
@@ -51,13 +51,11 @@ class Pager:
         self.table = table
         self.reclaimer = reclaimer
         self.counters = counters
-        self.zero_fill = zero_fill
         self.device = device
         self.capacity = [0] * len(table)
         self.growths: list[Growth] = []
         self.active_pages = 0
-        self._mapping = OpBatch(2 * len(table))
-        self._filling = OpBatch(len(table))
+        self._planner = Planner(base, layout, len(table), zero_fill=zero_fill)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -79,8 +77,8 @@ class Pager:
         """
         job = Growth([slot for slot, _ in want])
         after: list[Any] = []
-        late = self._plan(want, job, after)
-        if len(self._mapping):
+        late = self._planner.plan(want, job, after)
+        if len(self._planner.mapping):
             done, job.mapping = self._map(job, background, dict(want) if reclaim else None)
             if not done:
                 return False
@@ -154,60 +152,19 @@ class Pager:
 
     # ---- batches -------------------------------------------------------------------------------
 
-    def _plan(self, want: Sequence[tuple[Slot, int]], job: Growth, after: list[Any]) -> list[Piece]:
-        """Writes the mapping batch; returns the fills that must wait, `after` gets for what."""
-        layout, ops = self.layout, self._mapping
-        size, tensors, stride = layout.page_size, layout.num_tensors, layout.tensor_bytes
-        base, slot_bytes, unclean = self.base, layout.slot_bytes, not self.zero_fill
-        late: list[Piece] = []
-        new = reused = 0
-        ops.clear()
-        for slot, pages in want:
-            low = slot.mapped
-            if pages > low:
-                job.pieces.append((slot, low, pages))
-                new += pages - low
-                address = base + slot.index * slot_bytes + low * size
-                ops.populate(
-                    address, (pages - low) * size, tensors, stride, size, unclean, spread=True
-                )
-            if not slot.active:
-                continue
-            job.grants.append((slot, slot.owner, pages))
-            granted = slot.granted
-            if low <= granted:
-                continue
-            reused += min(pages, low) - granted
-            dirty = min(pages, slot.dirty)
-            if dirty <= granted:
-                continue
-            slot.events = prune(slot.events)
-            if unclean:
-                job.handover.extend(slot.events)
-            elif slot.events:
-                late.append((slot, granted, dirty))
-                after.extend(slot.events)
-            else:
-                job.zeroed_pages += (dirty - granted) * tensors
-                address = base + slot.index * slot_bytes + granted * size
-                ops.fill(address, (dirty - granted) * size, 0, tensors, stride)
-        job.new_pages = new * tensors
-        job.reused_pages = reused * tensors
-        return late
-
     def _map(
         self, job: Growth, background: bool, keep: Mapping[Slot, int] | None
     ) -> tuple[bool, Any]:
         """Runs or submits the mapping batch: (whether memory was enough, the ticket)."""
-        reclaimer, pages = self.reclaimer, job.new_pages
+        reclaimer, mapping, pages = self.reclaimer, self._planner.mapping, job.new_pages
         while True:
             missing = pages - (reclaimer.limit - reclaimer.held)
             if missing <= 0:
                 try:
                     if background:
-                        return True, self.context.submit(self._mapping)
+                        return True, self.context.submit(mapping)
                     with self.counters.waiting():
-                        self.context.batch(self._mapping)
+                        self.context.batch(mapping)
                     return True, None
                 except NotRecoverable:
                     self.reclaimer.condemn(job.pieces)
@@ -228,32 +185,28 @@ class Pager:
 
     def _fill(self, pieces: list[Piece], after: list[Any]) -> Any:
         """Submits zero-fills that follow earlier owners' GPU work."""
-        layout, ops = self.layout, self._filling
-        ops.clear()
-        for slot, low, high in pieces:
-            ops.fill(
-                self.base + layout.offset(slot.index, low),
-                (high - low) * layout.page_size,
-                count=layout.num_tensors,
-                stride=layout.tensor_bytes,
-            )
-        ticket = self.context.submit(ops, after=after)
-        self.counters.zeroed += sum(high - low for _, low, high in pieces) * layout.num_tensors
+        ticket = self.context.submit(self._planner.filling(pieces), after=after)
+        pages = sum(high - low for _, low, high in pieces)
+        self.counters.zeroed += pages * self.layout.num_tensors
         return ticket
 
     # ---- completion ----------------------------------------------------------------------------
 
     def _complete(self, job: Growth, stream: Any, whole: bool = False) -> VMemError | None:
-        """Waits for a growth, grants its pages or undoes it; `whole`: its fills too, on the CPU."""
+        """Waits for a growth, grants its pages or undoes it.
+
+        `whole`: on the CPU, for its fills and for earlier owners' work too; no stream is known.
+        """
+        device = None if whole else self.device
         try:
             for ticket in (job.mapping, job.filling):
                 if ticket is not None:
-                    order_ticket(ticket, stream, None if whole else self.device)
+                    order_ticket(ticket, stream, device)
         except VMemError as error:
             self._undo(job, error)
             return error
         for event in job.handover:
-            order_after(event, stream, self.device)
+            order_after(event, stream, device)
         job.handover.clear()
         if not job.granted:
             job.granted = True

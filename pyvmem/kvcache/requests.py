@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from pyvmem.kvcache import idle, swap
+from pyvmem.kvcache import fork, idle, swap
 from pyvmem.kvcache.base import CacheBase
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.prefixes import PrefixMatch
@@ -57,7 +57,7 @@ class RequestCalls(CacheBase):
         """`fork` for `count` new requests, with one batch for all: all of them or none."""
         with self._lock:
             core = self._open_core()
-            forked = core.sharing.fork(reqid, operator.index(count), length, stream)
+            forked = fork.fork(core, reqid, operator.index(count), length, stream)
             core.prepare()
             return forked
 

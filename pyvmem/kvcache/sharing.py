@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Several slots over the same pages: making a slot's pages shared, mapping them, forking."""
+"""Several slots over the same pages: making a slot's pages shared, mapping them."""
 
 from __future__ import annotations
 
 import errno
-import operator
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,7 @@ from pyvmem.errors import (
     VMemError,
 )
 from pyvmem.info import Caps
-from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.events import order_after, prune, record, wait_for
+from pyvmem.kvcache.events import order_after, prune
 from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.spans import Span
 from pyvmem.ops import OpBatch
@@ -248,66 +246,3 @@ class Sharing:
         for slot in slots:
             with suppress(VMemError):
                 core.pager.release(slot)
-
-    # ---- fork ------------------------------------------------------------------------------------
-
-    def fork(self, reqid: int, count: int, length: int | None, stream: Any) -> list[int] | None:
-        """See `KVCache.fork_many`."""
-        core = self._core
-        layout = core.layout
-        self.require()
-        parent = core.slot(reqid)
-        held = core.seq_lens[parent.index]
-        rows = held if length is None else operator.index(length)
-        if not 0 <= rows <= held:
-            raise invalid(f"length {rows}: reqid {parent.index} holds {held} tokens", limit=held)
-        if not 1 <= count <= len(core.table):
-            raise invalid(
-                f"fork of {count} requests; it must lie between 1 and {len(core.table)}",
-                limit=len(core.table),
-            )
-        full = rows * layout.row_bytes // layout.page_size
-        pages = layout.pages_for(rows)
-        core.pager.release(parent)
-        slots = self.vacate(count)
-        if slots is None:
-            return None
-        new_pages = (pages - full) * count * layout.num_tensors
-        if new_pages > core.reclaimer.obtainable({}):
-            return None
-        if rows * layout.row_bytes > parent.shared * layout.page_size:
-            wait_for(record(stream, core.device))
-        self.share(parent, full)
-        try:
-            self.attach(slots, parent.span.cut(0, full), parent)
-        except OutOfMemory:
-            return None
-        try:
-            if pages > full:
-                if not core.pager.grow([(slot, pages) for slot in slots], background=False):
-                    self.detach(slots)
-                    return None
-                core.pager.settle(stream)
-                self._copy_tail(parent, slots, full, rows)
-        except BaseException:
-            self.detach(slots)
-            raise
-        for slot in slots:
-            if slot.shared:
-                slot.pins = core.prefixes.pin_again(parent.pins)
-            core.enter(slot, rows)
-        core.note_peaks()
-        return [slot.index for slot in slots]
-
-    def _copy_tail(self, parent: Slot, slots: Sequence[Slot], page: int, rows: int) -> None:
-        """Copies the rows, or parts of one, behind the last full page."""
-        core = self._core
-        layout, base = core.layout, core.pager.base
-        size = rows * layout.row_bytes - page * layout.page_size
-        if size <= 0:
-            return
-        for tensor in range(layout.num_tensors):
-            source = base + layout.offset(parent.index, page, tensor)
-            for slot in slots:
-                target = base + layout.offset(slot.index, page, tensor)
-                core.context.copy(target, source, size)

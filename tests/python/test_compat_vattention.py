@@ -82,6 +82,21 @@ def test_k_of_all_layers_come_before_v_of_all_layers(page: int) -> None:
     ]
 
 
+@pytest.mark.parametrize("megacache", [False, True])
+def test_tensors_are_contiguous_whatever_a_request_takes(page: int, megacache: bool) -> None:
+    """Three pages less than 48 MiB; slots of a cache that is not packed would lie on 48 MiB."""
+    row = ROW * (LAYERS if megacache else 1)
+    rows = ((16 << 20) // page * 3 - 3) * page // row  # three pages hold whole rows of both kinds
+    assert rows * row % page == 0
+    for tensor in init(page, megacache, rows):
+        assert tensor.is_contiguous()
+
+
+def test_rows_that_end_within_a_page_need_a_gap(page: int) -> None:
+    k, *_ = init(page, rows=page // ROW + 1)
+    assert k.stride() == (2 * page // 2, HEADS * DIM, DIM, 1)
+
+
 @pytest.mark.parametrize("layers", [1, LAYERS])
 def test_a_megacache_is_two_tensors_of_five_dimensions(page: int, layers: int) -> None:
     rows = 4 * page // ROW

@@ -20,6 +20,8 @@ from transformers import DynamicCache, LlamaConfig, MistralConfig, MistralForCau
 import pyvmem
 from pyvmem import BadHandle, Busy, InvalidArgument, NotSupported, OutOfMemory
 from pyvmem.hf import VMemCache
+from pyvmem.hf.ancestry import Ancestry
+from pyvmem.hf.rows import move_rows
 
 __all__ = ["one_thread"]
 pytestmark = pytest.mark.needs_tensors
@@ -223,6 +225,53 @@ def test_random_operations_are_those_of_dynamic_cache(model: Any, context: pyvme
                 pair.any_operation()
                 pair.check()
             del pair
+
+
+def test_a_reorder_copies_only_what_rows_do_not_share() -> None:
+    """Lines of descent against whole rows, token by token."""
+    dice = random.Random(8)
+    tokens = iter(range(10**6))
+    for _ in range(30):
+        rows = [[next(tokens) for _ in range(3)] for _ in range(3)]
+        ancestry = Ancestry(len(rows))
+        for _ in range(40):
+            pick, length = dice.random(), len(rows[0])
+            if pick < 0.5:
+                rows = [[*row, next(tokens)] for row in rows]
+            elif pick < 0.6:
+                ancestry.crop(length := dice.randrange(length + 1))
+                rows = [row[:length] for row in rows]
+            else:
+                source = [dice.randrange(len(rows)) for _ in range(dice.randint(1, 5))]
+                first = ancestry.take(source, length)
+                before = [*rows, *([[]] * len(source))]
+                for new, old in enumerate(source):
+                    assert before[new][:first] == rows[old][:first] or new == old
+                moved = [(before[new], rows[old]) for new, old in enumerate(source) if new != old]
+                assert first == length or any(a[: first + 1] != b[: first + 1] for a, b in moved)
+                rows = [list(rows[old]) for old in source]
+
+
+def test_beams_copy_what_is_behind_their_last_common_token(
+    model: Any, host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = []
+
+    def counting(rows: torch.Tensor, first: int, last: int, source: list[int]) -> None:
+        copied.append(last - first)
+        move_rows(rows, first, last, source)
+
+    monkeypatch.setattr("pyvmem.hf.layer.move_rows", counting)
+    states = torch.randn(2, HEADS, 50, DIM)
+    with make(host, model.config) as cache:
+        for layer in range(LAYERS):
+            cache.update(states, states, layer)
+        for order, tokens in (([0, 0], 50), ([1, 1], 1), ([1, 0], 1), ([1, 1], 2), ([0, 1], 0)):
+            cache.reorder_cache(torch.tensor(order))
+            assert copied == [tokens] * 2 * LAYERS
+            copied.clear()
+            for layer in range(LAYERS):
+                cache.update(states[:, :, :1], states[:, :, :1], layer)
 
 
 def test_flags_and_sizes(model: Any, host: pyvmem.Context) -> None:

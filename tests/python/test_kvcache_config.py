@@ -227,3 +227,39 @@ def test_slots_are_aligned_for_big_pages_where_it_is_cheap() -> None:
     assert many.slot_bytes % (2 << 20) == 0
     few = Layout(KVCacheConfig(1, 1, 64, "float16", max_seq_len=512), 64 << 10)
     assert few.slot_bytes == 64 << 10
+
+
+@given(log_page=st.integers(12, 21), pages=st.integers(1, 600), groups=st.integers(1, 3))
+def test_packed_slots_have_no_gap(log_page: int, pages: int, groups: int) -> None:
+    page = 1 << log_page
+    config = KVCacheConfig(
+        num_layers=2 * groups,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype="float32",
+        group_size=2,
+        max_seq_len=pages * page // 1024,
+        packed_slots=True,
+    )
+    layout = Layout(config, page)
+    assert layout.slot_bytes == config.max_seq_len * layout.row_bytes == pages * page
+    assert layout.tensor_bytes == config.max_batch * layout.slot_bytes
+
+
+def test_packed_slots_must_be_whole_pages(context: Context) -> None:
+    page = context.info.granule
+    before = context.stats()
+    with pytest.raises(InvalidArgument, match=rf"packed_slots: .* no multiple of page_size {page}"):
+        KVCache(small_config(page, max_seq_len=12, packed_slots=True), context)
+    assert context.stats() == before
+
+
+@pytest.mark.needs_tensors
+def test_tensors_of_packed_slots_are_contiguous(context: Context) -> None:
+    page = context.info.granule
+    rows = 8 * ((16 << 20) // page - 1)  # a page less than 16 MiB: otherwise slots lie on 16 MiB
+    for packed in (False, True):
+        config = small_config(page, max_seq_len=rows, packed_slots=packed)
+        with KVCache(config, context) as cache:
+            assert cache.tensors[0].is_contiguous() == (packed or page >= 2 << 20)
+            assert cache.step([0] * config.max_batch) == 0

@@ -21,6 +21,7 @@ from kvcache_helpers import (
 )
 
 from pyvmem import Context, FdEvent
+from pyvmem.kvcache import pager
 
 needs_tensors = pytest.mark.needs_tensors
 TENSORS = 2 * LAYERS
@@ -134,6 +135,29 @@ def test_two_owners_ago_still_counts(context: Context) -> None:
         with firing_later(first) as fired:
             assert cache.step([ROWS]) == 0
             assert fired
+
+
+def test_a_growth_that_another_call_finishes_leaves_nothing_to_a_stream(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That call knows no stream, and the next step may name any."""
+    devices = []
+    monkeypatch.setattr(pager, "order_after", lambda event, stream, on: devices.append(on))
+    with (
+        small_cache(context, max_batch=1, zero_fill=False) as cache,
+        FdEvent.create() as first,
+    ):
+        cache.alloc_reqid()
+        assert cache.step([ROWS]) == 0
+        cache.free_reqid(0, first)
+        cache.alloc_reqid()
+        assert cache.step_async([ROWS]) == 0
+        core = cache._core
+        monkeypatch.setattr(core.pager, "device", 0)
+        core.pager.release(core.slot(0))
+        monkeypatch.undo()
+        first.set()
+        assert devices == [None]
 
 
 def test_a_step_short_of_memory_waits_for_the_work_on_freed_pages(context: Context) -> None:

@@ -72,7 +72,8 @@ def test_the_extension_keeps_its_libvmem_to_itself() -> None:
     listed = subprocess.run(
         ["nm", "-D", "--defined-only", _vmem.__file__], capture_output=True, text=True, check=True
     )
-    assert [line.split()[-1] for line in listed.stdout.splitlines()] == ["PyInit__vmem"]
+    names = {line.split()[-1] for line in listed.stdout.splitlines()}
+    assert names == {"PyInit__vmem", "vmem_malloc", "vmem_free"}  # torch looks up the last two
 
 
 def test_everything_public_exists() -> None:

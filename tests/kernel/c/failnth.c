@@ -15,13 +15,14 @@
 #define RES 0x7c0000000000ull
 #define SPARE (RES + GIB(64))
 #define WIDE (RES + GIB(16))
-#define MANY 8400  /* slots; 2 MB hold the tables of 8192 */
-#define EAGER 8192 /* slots of a reservation with all tables at once, at most */
+#define MANY 8400 /* slots; 2 MB hold the tables of 8192 */
 #define LIMIT 2000 /* failures of one call; beyond that it never passes */
 
 static struct world W;
 static uint32_t small, large, made; /* 64 x 64 KB; 4 x 2 MB; of the action */
 static uint64_t capabilities;
+static unsigned many = MANY;   /* slots that a BIND touches first */
+static unsigned eager = 8192;  /* slots of a reservation with all tables at once */
 
 /* The furniture: slot 0 of RES has tables and 8 units mapped; slot 2 is mapped whole; the others are untouched. */
 static int furnish(void) {
@@ -47,7 +48,7 @@ struct action {
 };
 
 static int do_reserve(void) { return vm_reserve(W.uvm, W.uuid[0], SPARE, MIB(64), 16, 0); }
-static int do_reserve_eager(void) { return vm_reserve(W.uvm, W.uuid[0], SPARE, EAGER * SLOT, 16, UVM_VMEM_RESERVE_EAGER); }
+static int do_reserve_eager(void) { return vm_reserve(W.uvm, W.uuid[0], SPARE, eager * SLOT, 16, UVM_VMEM_RESERVE_EAGER); }
 static void undo_reserve(void) { vm_free(W.uvm, SPARE, 0); }
 
 static int do_create(void) { return vm_create(W.uvm, W.uuid[0], 16, 40, 0, &made); }
@@ -76,8 +77,8 @@ static int do_bind_new(void) {
 /* More new tables than UVM has memory at hand for: it has to ask the resource manager. */
 static int do_bind_many(void) {
   static struct uvm_vmem_op ops[MANY];
-  for (unsigned i = 0; i < MANY; i++) ops[i] = op_map(WIDE + i * SLOT, small, i % 64, 1, 0);
-  return vm_bind(W.uvm, WIDE, ops, MANY, NULL, NULL);
+  for (unsigned i = 0; i < many; i++) ops[i] = op_map(WIDE + i * SLOT, small, i % 64, 1, 0);
+  return vm_bind(W.uvm, WIDE, ops, many, NULL, NULL);
 }
 
 static int do_bind_async(void) {
@@ -111,7 +112,7 @@ static const struct action actions[] = {
     {"CREATE, host memory", do_create_host, undo_create, false},
     {"BIND, tables there", do_bind_steady, undo_bind_steady, false},
     {"BIND, new tables", do_bind_new, NULL, true},
-    {"BIND, 8,400 new tables", do_bind_many, NULL, true},
+    {"BIND, many new tables", do_bind_many, NULL, true},
     {"BIND, asynchronous", do_bind_async, NULL, true},
     {"BIND, 2 MB entries", do_bind_big, NULL, true},
     {"BIND, unmap all", do_unmap, NULL, true},
@@ -241,6 +242,9 @@ static void kernel_memory(void) {
   set("/sys/kernel/debug/fail_page_alloc/min-order", "0");
   set("/sys/kernel/debug/failslab/verbose", "0");
   set("/sys/kernel/debug/fail_page_alloc/verbose", "0");
+  /* A few allocations for each slot, and all of them one by one: few slots. */
+  many = 20;
+  eager = 20;
   sweep_all(&by);
   close(fail_nth_fd);
 }

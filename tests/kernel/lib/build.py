@@ -25,7 +25,18 @@ FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-fvisibility=hidden
 INCLUDES = ["libvmem/include", "libvmem/src", "kernel_module", "tests/kernel/softgpu"]
 ACCESSOR = [Path(__file__).resolve().parent / "contents_softgpu.c", SOFTGPU / "softgpu_user.c"]
 # What needs nothing of host but that it is a back end.
-TESTS = ("accounting", "async", "basic", "batch", "errors", "pool", "stress", "threads", "zeroing")
+TESTS = (
+    "accounting",
+    "async",
+    "basic",
+    "batch",
+    "errors",
+    "parts",
+    "pool",
+    "stress",
+    "threads",
+    "zeroing",
+)
 OWN_TESTS = ("uvm",)
 
 
@@ -91,7 +102,7 @@ def extension(objects: list[Path]) -> None:
     """pyvmem's extension module, as setup.py builds it but for the accessor."""
     target = OUT / "_vmem.abi3.so"
     script = ROOT / "pyvmem" / "_build.py"
-    more = [ROOT / "pyvmem" / "_dlpack.c", *ACCESSOR]
+    more = [ROOT / "pyvmem" / "_dlpack.c", ROOT / "pyvmem" / "_torch_alloc.c", *ACCESSOR]
     if not stale(target, [*objects, *more, script, ROOT / "libvmem" / "include" / "vmem.h"]):
         return
     os.chdir(ROOT)
@@ -99,9 +110,9 @@ def extension(objects: list[Path]) -> None:
     runpy.run_path(str(script))["ffibuilder"]().emit_c_code(str(source))
     part = OUT / "._vmem.so"
     include = sysconfig.get_paths()["include"]
-    words = [*compiler(), "-shared", "-DPy_LIMITED_API=0x030a0000", f"-I{include}", "-o", part]
+    words = [*compiler(), "-shared", "-DPy_LIMITED_API=0x030a0000", f"-I{include}", "-Ipyvmem"]
     exports = "-Wl,--version-script=pyvmem/_vmem.map"
-    run(*words, source, *more, *objects, exports, "-ldl")
+    run(*words, "-o", part, source, *more, *objects, exports, "-ldl")
     part.replace(target)
 
 

@@ -101,8 +101,8 @@ BUILTIN = [
 ]
 
 # Not the debug build for failnth: UVM's lock checker needs memory itself, and asserts without it.
-# Not `suspended`: uvm_resume takes the global lock under those that uvm_suspend took, and keeps that
-# from UVM's lock checker, but not from lockdep.
+# Not `suspended`: uvm_resume takes the global lock under those that uvm_suspend took; UVM keeps
+# that from its own lock checker, but not from lockdep.
 CHECKED = [
     replace(
         test,

@@ -10,7 +10,17 @@ __all__ = ["TESTS"]
 BUILD = ("python3", "tests/kernel/lib/build.py")
 BUILT = "build/kernel/lib"
 BACKEND = ("VMEM_TEST_BACKEND=uvm",)
-C_TESTS = ("accounting", "async", "basic", "batch", "errors", "pool", "threads", "zeroing")
+C_TESTS = (
+    "accounting",
+    "async",
+    "basic",
+    "batch",
+    "errors",
+    "parts",
+    "pool",
+    "threads",
+    "zeroing",
+)
 # A GPU that has failed for good keeps its page tables as they are: nothing can be written there.
 AFTER_A_FAILURE = (r"softgpu: error: gpu \d: frame [0-9a-f]+ freed while \d+ live entries map it",)
 
@@ -82,6 +92,11 @@ TESTS = [
     _python("selftest", "vmem probe && vmem selftest --samples 0 --json /tmp/report.json"),
     _python("calls", _pytest("errors", "context", "selftest"), timeout=600.0),
     _python("kvcache", _pytest("kvcache", "kvcache_order", "kvcache_failures"), timeout=900.0),
+    _python(
+        "sharing",
+        _pytest("parts", "kvcache_share", "kvcache_prefix", "kvcache_swap", "kvcache_share_model"),
+        timeout=1200.0,
+    ),
     _python(
         "more",
         _pytest("bad_input", "fork", "fork_kill", "model", "native", "kvcache_config"),

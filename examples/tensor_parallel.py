@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: MIT
+"""A KV cache on every tensor-parallel rank: an engine's loop with random requests.
+
+Two ranks on one machine, with NCCL where torch sees as many GPUs, else on the CPU with gloo:
+
+    torchrun --nproc-per-node 2 examples/tensor_parallel.py
+
+Two machines with one rank each; on both, with the first one's address:
+
+    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
+        examples/tensor_parallel.py
+
+How processes are started and find each other is the engine's matter (torchrun, ray, its own). The
+cache only needs their torch.distributed group, and every rank to make the same calls.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import torch
+import torch.distributed as dist
+
+from pyvmem import KVCacheConfig
+from pyvmem.kvcache.parallel import ParallelKVCache, RankFailed, shard_kv_heads
+
+MIB = 1 << 20
+
+
+def serve(cache: ParallelKVCache, iterations: int) -> int:
+    """Prefill, decode, preemption; returns the tokens made. The same on every rank."""
+    chance = random.Random(0)  # an engine's scheduler sends its decisions to the ranks instead
+    lens = [0] * cache.config.max_batch
+    tokens = 0
+    for _ in range(iterations):
+        if cache.available_pages > 0 and chance.random() < 0.3:
+            length = chance.randint(1, cache.config.max_seq_len // 2)
+            reqid = cache.alloc_reqid(length)
+            if reqid is not None:
+                lens[reqid] = length
+        try:
+            with cache.together():  # one small all_reduce: has a rank failed?
+                answer = cache.step(lens)
+        except RankFailed as error:
+            print(f"rank {dist.get_rank()}: {error}")
+            cache.recover()  # on every rank; the requests must be computed again
+            lens = [0] * len(lens)
+            continue
+        if answer == -1:  # on every rank
+            longest = max(range(len(lens)), key=lens.__getitem__)
+            cache.free_reqid(longest)
+            lens[longest] = 0
+            continue
+        # Here the model runs over cache.k(layer) and cache.v(layer), with its own collectives.
+        tokens += sum(1 for length in lens if length)
+        lens = [min(one + 1, cache.config.max_seq_len) if one else 0 for one in lens]
+        cache.step_async(lens)
+    return tokens
+
+
+def main() -> None:
+    """Makes the group and the cache."""
+    local, world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    on_gpu = torch.cuda.device_count() >= world
+    if on_gpu:
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    config = KVCacheConfig(
+        num_layers=4,
+        num_kv_heads=shard_kv_heads(8, dist.get_world_size()),
+        head_dim=128,
+        dtype="bfloat16",
+        max_batch=8,
+        max_seq_len=2048,
+        memory_limit=64 * MIB,  # of each rank
+    )
+    with ParallelKVCache(config, backend="auto" if on_gpu else "host") as cache:
+        tokens = serve(cache, 500)
+        stats = cache.stats()
+        print(
+            f"rank {dist.get_rank()}: {tokens} tokens, {stats.total_pages} pages, "
+            f"{stats.short} preemptions"
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: MIT
+"""Torch's allocator interface: one function per function of _torch_alloc.h."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyvmem._native.boundary import call, constant
+from pyvmem._vmem import ffi, lib
+
+__all__ = ["ALL", "close", "open", "owns", "pause", "resume", "set_tag", "stats"]
+
+ALL = constant("PYVMEM_TORCH_ALL")
+
+
+def open(device: int, vm: int, page: int, reserve_flags: int, sync: int) -> None:
+    """Makes `vm` the context that torch's allocations on a device come from."""
+    call(lib.pyvmem_torch_open, device, vm, page, reserve_flags, sync)
+
+
+def close(device: int) -> None:
+    """Ends that; Busy while torch holds blocks."""
+    call(lib.pyvmem_torch_close, device)
+
+
+def set_tag(tag: int) -> int:
+    """The tag of the calling thread's coming allocations; returns the one before."""
+    before: int = lib.pyvmem_torch_tag(tag)
+    return before
+
+
+def pause(device: int, tag: int, save: Any) -> None:
+    """Unmaps a tag's blocks; `save`: a writable buffer for their contents, or None."""
+    if save is None:
+        call(lib.pyvmem_torch_pause, device, tag, ffi.NULL, 0)
+    else:
+        buffer = ffi.from_buffer(save, require_writable=True)
+        call(lib.pyvmem_torch_pause, device, tag, buffer, len(buffer))
+
+
+def resume(device: int, tag: int) -> None:
+    """Maps a tag's paused blocks again."""
+    call(lib.pyvmem_torch_resume, device, tag)
+
+
+def owns(device: int, addr: int, size: int) -> bool:
+    """Whether a range lies in one block."""
+    return bool(lib.pyvmem_torch_owns(device, addr, size))
+
+
+def stats(device: int, tag: int) -> Any:
+    """Counters, as a ``struct pyvmem_torch_stats``."""
+    out = ffi.new("struct pyvmem_torch_stats *")
+    call(lib.pyvmem_torch_stats, device, tag, out)
+    return out

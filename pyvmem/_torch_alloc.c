@@ -1,0 +1,353 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * torch's allocator interface over vmem: vmem_malloc and vmem_free, for CUDAPluggableAllocator.
+ *
+ * torch finds the two functions by name in this extension and calls them without any pointer of ours, so
+ * which context a device uses is kept here, for the whole process: one pool a device. All else is torch's
+ * caching allocator, which asks for segments (2 MiB, 20 MiB, or more) and keeps them.
+ *
+ * A block is one segment: a reservation of its own, mapped or paused. A paused block keeps its addresses
+ * and has no memory; `save` is where its contents lie, NULL when they were given up.
+ *
+ * A pool's lock is held across driver calls: what torch frees meanwhile in another thread must find a
+ * block either mapped or paused. pyvmem/torch_pool.py is the only caller of the rest.
+ */
+#include <errno.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/types.h>
+
+#include "error.h"
+#include "_torch_alloc.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+struct block {
+  struct block *next;
+  uint64_t addr, bytes; /* bytes: of the reservation, whole pages */
+  uint32_t tag;
+  int paused;
+  const unsigned char *save;
+};
+
+static struct pool {
+  pthread_mutex_t lock;
+  vmem_t vm; /* 0: no context is registered */
+  uint64_t page;
+  uint32_t reserve_flags;
+  int (*sync)(void);
+  struct block *blocks;
+  uint64_t mallocs, frees, failures;
+  char error[640];
+} pools[VMEM_MAX_DEVICES] = {[0 ... VMEM_MAX_DEVICES - 1] = {.lock = PTHREAD_MUTEX_INITIALIZER}};
+
+static _Thread_local uint32_t thread_tag;
+
+EXPORT void *vmem_malloc(ssize_t size, int device, void *stream);
+EXPORT void vmem_free(void *ptr, size_t size, int device, void *stream);
+
+/* ---- blocks; the pool's lock is held ----------------------------------------------------------- */
+
+static int is_of(const struct block *b, uint32_t tag)
+{
+  return tag == PYVMEM_TORCH_ALL || b->tag == tag;
+}
+
+/* Notes for last_error what torch's interface has no room for. */
+static void note(struct pool *p, const char *what, uint64_t addr, uint64_t bytes)
+{
+  p->failures++;
+  snprintf(p->error, sizeof(p->error), "%s(%#" PRIx64 ", %" PRIu64 " bytes): %s", what, addr, bytes,
+           vmem_last_error());
+}
+
+static int make_block(struct pool *p, uint64_t size, struct block **out)
+{
+  struct vmem_reserve_opts opts = {.size = sizeof(opts), .flags = p->reserve_flags};
+  struct vmem_op op = {.op = VMEM_OP_POPULATE};
+  struct block *b;
+  int err;
+
+  vm_error_begin("vmem_malloc");
+  if (!p->vm)
+    return vm_fail(-ENODEV, "no VMemPool is open on this device");
+  if (size == 0 || size > INT64_MAX - p->page)
+    return vm_fail_at(-EINVAL, 0, size, 0, "a size that no tensor has");
+  b = calloc(1, sizeof(*b));
+  if (!b)
+    return vm_fail(-ENOMEM, "the heap is exhausted");
+  b->bytes = (size + p->page - 1) / p->page * p->page;
+  b->tag = thread_tag;
+  err = vMemReserve(p->vm, b->bytes, &opts, &b->addr);
+  if (err) {
+    free(b);
+    return err;
+  }
+  op.addr = b->addr;
+  op.bytes = b->bytes;
+  op.page_size = p->page;
+  err = vmem_batch(p->vm, &op, 1, NULL, 0);
+  if (err) {
+    VM_UNDO(vMemFree(p->vm, b->addr, 0));
+    free(b);
+    return err;
+  }
+  *out = b;
+  return 0;
+}
+
+/* GPU work on a block may be unfinished when torch gives it up: cudaFree waits for it, so do we. */
+static int end_block(struct pool *p, struct block *b)
+{
+  if (!b->paused && p->sync) {
+    int status = p->sync();
+    if (status) {
+      vm_error_begin("vmem_free");
+      return vm_fail(-EIO, "cuCtxSynchronize returned %d; the memory stays mapped", status);
+    }
+  }
+  return vMemFree(p->vm, b->addr, VMEM_FREE_UNMAP);
+}
+
+/* ---- what torch calls -------------------------------------------------------------------------- */
+
+/* Whole zeroed pages for the tensors of the thread's tag; NULL when there are none. */
+void *vmem_malloc(ssize_t size, int device, void *stream)
+{
+  struct pool *p;
+  struct block *b = NULL;
+  (void)stream; /* new addresses: no earlier work can touch them */
+  if (device < 0 || device >= VMEM_MAX_DEVICES)
+    return NULL;
+  p = &pools[device];
+  pthread_mutex_lock(&p->lock);
+  if (make_block(p, size < 0 ? 0 : (uint64_t)size, &b)) {
+    note(p, "vmem_malloc", 0, size < 0 ? 0 : (uint64_t)size);
+  } else {
+    b->next = p->blocks;
+    p->blocks = b;
+    p->mallocs++;
+  }
+  pthread_mutex_unlock(&p->lock);
+  return b ? (void *)(uintptr_t)b->addr : NULL;
+}
+
+/* A block that cannot be freed stays, and is counted as a failure. */
+void vmem_free(void *ptr, size_t size, int device, void *stream)
+{
+  uint64_t addr = (uint64_t)(uintptr_t)ptr;
+  struct block **at, *b;
+  struct pool *p;
+  (void)stream; /* torch's events have ended its work on other streams, end_block waits for this one */
+  if (!ptr || device < 0 || device >= VMEM_MAX_DEVICES)
+    return;
+  p = &pools[device];
+  pthread_mutex_lock(&p->lock);
+  for (at = &p->blocks; *at && (*at)->addr != addr; at = &(*at)->next)
+    ;
+  b = *at;
+  if (!b) {
+    vm_error_begin("vmem_free");
+    vm_fail_at(-EINVAL, addr, size, 0, "no block begins there: freed before, or not of this pool");
+    note(p, "vmem_free", addr, size);
+  } else if (end_block(p, b)) {
+    note(p, "vmem_free", addr, b->bytes);
+  } else {
+    *at = b->next;
+    p->frees++;
+    free(b);
+  }
+  pthread_mutex_unlock(&p->lock);
+}
+
+/* ---- what torch_pool.py calls ------------------------------------------------------------------ */
+
+uint32_t pyvmem_torch_tag(uint32_t tag)
+{
+  uint32_t before = thread_tag;
+  thread_tag = tag;
+  return before;
+}
+
+/* The pool of a device that the caller may touch, locked; NULL and an error else. */
+static struct pool *get(const char *op, int device, int *err)
+{
+  struct pool *p;
+  vm_error_begin(op);
+  if (device < 0 || device >= VMEM_MAX_DEVICES) {
+    *err = vm_fail_at(-EINVAL, 0, 0, VMEM_MAX_DEVICES - 1, "device %d is not between 0 and %d", device,
+                      VMEM_MAX_DEVICES - 1);
+    return NULL;
+  }
+  p = &pools[device];
+  pthread_mutex_lock(&p->lock);
+  *err = 0;
+  return p;
+}
+
+int pyvmem_torch_open(int device, vmem_t vm, uint64_t page, uint32_t reserve_flags, uint64_t sync)
+{
+  int err;
+  struct pool *p = get("VMemPool", device, &err);
+  if (!p)
+    return err;
+  if (p->vm) {
+    err = vm_fail(-EBUSY, "device %d has an open VMemPool already", device);
+  } else {
+    p->vm = vm;
+    p->page = page;
+    p->reserve_flags = reserve_flags;
+    p->sync = (int (*)(void))(uintptr_t)sync;
+    p->mallocs = p->frees = p->failures = 0;
+    p->error[0] = 0;
+  }
+  pthread_mutex_unlock(&p->lock);
+  return err;
+}
+
+int pyvmem_torch_close(int device)
+{
+  struct block *b;
+  uint64_t blocks = 0, bytes = 0;
+  int err;
+  struct pool *p = get("VMemPool.close", device, &err);
+  if (!p)
+    return err;
+  for (b = p->blocks; b; b = b->next) {
+    blocks++;
+    bytes += b->bytes;
+  }
+  if (blocks)
+    err = vm_fail_at(-EBUSY, 0, bytes, 0, "torch holds %" PRIu64 " blocks of the pool (%" PRIu64 " bytes)",
+                     blocks, bytes);
+  else
+    p->vm = 0;
+  pthread_mutex_unlock(&p->lock);
+  return err;
+}
+
+/* A batch of one operation for each block of the tag that is paused, or is not; the array is the caller's to
+ * free. */
+static int ops_of(struct pool *p, uint32_t tag, int paused, uint32_t kind, struct vmem_op **ops, size_t *count)
+{
+  struct block *b;
+  size_t n = 0;
+  for (b = p->blocks; b; b = b->next)
+    n += is_of(b, tag) && b->paused == paused;
+  *ops = calloc(n ? n : 1, sizeof(**ops));
+  if (!*ops)
+    return vm_fail(-ENOMEM, "the heap is exhausted");
+  n = 0;
+  for (b = p->blocks; b; b = b->next)
+    if (is_of(b, tag) && b->paused == paused)
+      (*ops)[n++] = (struct vmem_op){.op = kind, .addr = b->addr, .bytes = b->bytes, .page_size = p->page};
+  *count = n;
+  return 0;
+}
+
+int pyvmem_torch_pause(int device, uint32_t tag, void *save, uint64_t room)
+{
+  struct vmem_op *ops = NULL;
+  struct block *b;
+  size_t i, n = 0;
+  uint64_t used = 0;
+  int err;
+  struct pool *p = get("VMemPool.pause", device, &err);
+  if (!p)
+    return err;
+  err = ops_of(p, tag, 0, VMEM_OP_UNMAP, &ops, &n);
+  for (i = 0; !err && save && i < n; i++) {
+    if (ops[i].bytes > room - used)
+      err = vm_fail(-EAGAIN, "blocks were added meanwhile");
+    else
+      err = vmem_read(p->vm, (char *)save + used, ops[i].addr, ops[i].bytes);
+    used += ops[i].bytes;
+  }
+  for (i = 0; i < n; i++)
+    ops[i].page_size = 0;
+  if (!err && n)
+    err = vmem_batch(p->vm, ops, n, NULL, 0);
+  if (!err) {
+    used = 0;
+    for (b = p->blocks; b; b = b->next) {
+      if (!is_of(b, tag) || b->paused)
+        continue;
+      b->paused = 1;
+      b->save = save ? (unsigned char *)save + used : NULL;
+      used += b->bytes;
+    }
+  }
+  pthread_mutex_unlock(&p->lock);
+  free(ops);
+  return err;
+}
+
+int pyvmem_torch_resume(int device, uint32_t tag)
+{
+  struct vmem_op *ops = NULL;
+  struct block *b;
+  size_t i, n = 0;
+  int err;
+  struct pool *p = get("VMemPool.resume", device, &err);
+  if (!p)
+    return err;
+  err = ops_of(p, tag, 1, VMEM_OP_POPULATE, &ops, &n);
+  if (!err && n)
+    err = vmem_batch(p->vm, ops, n, NULL, 0);
+  if (!err) {
+    for (b = p->blocks; b && !err; b = b->next)
+      if (is_of(b, tag) && b->paused && b->save)
+        err = vmem_write(p->vm, b->addr, b->save, b->bytes);
+    for (i = 0; err && i < n; i++) {
+      ops[i].op = VMEM_OP_UNMAP;
+      ops[i].page_size = 0;
+    }
+    if (err)
+      VM_UNDO(vmem_batch(p->vm, ops, n, NULL, 0));
+  }
+  for (b = p->blocks; b && !err; b = b->next) {
+    if (is_of(b, tag)) {
+      b->paused = 0;
+      b->save = NULL;
+    }
+  }
+  pthread_mutex_unlock(&p->lock);
+  free(ops);
+  return err;
+}
+
+int pyvmem_torch_owns(int device, uint64_t addr, uint64_t bytes)
+{
+  struct block *b;
+  int err, owns = 0;
+  struct pool *p = get("VMemPool.owns", device, &err);
+  if (!p)
+    return 0;
+  for (b = p->blocks; b && !owns; b = b->next)
+    owns = addr >= b->addr && addr - b->addr < b->bytes && bytes <= b->bytes - (addr - b->addr);
+  pthread_mutex_unlock(&p->lock);
+  return owns;
+}
+
+int pyvmem_torch_stats(int device, uint32_t tag, struct pyvmem_torch_stats *out)
+{
+  struct block *b;
+  int err;
+  struct pool *p = get("VMemPool.stats", device, &err);
+  if (!p)
+    return err;
+  *out = (struct pyvmem_torch_stats){.mallocs = p->mallocs, .frees = p->frees, .failures = p->failures};
+  memcpy(out->error, p->error, sizeof(p->error));
+  for (b = p->blocks; b; b = b->next) {
+    if (!is_of(b, tag))
+      continue;
+    out->blocks++;
+    *(b->paused ? &out->paused_bytes : &out->mapped_bytes) += b->bytes;
+    out->saved_bytes += b->save ? b->bytes : 0;
+  }
+  pthread_mutex_unlock(&p->lock);
+  return 0;
+}

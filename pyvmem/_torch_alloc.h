@@ -1,0 +1,29 @@
+/* SPDX-License-Identifier: MIT */
+/* What torch_pool.py calls of _torch_alloc.c; cffi reads the part after the includes (see _build.py).
+ * Functions return 0 or a negative errno as in vmem.h, with the thread's error set. Thread-safe. */
+#include <vmem.h>
+
+#define PYVMEM_TORCH_ALL 4294967295u /* every tag */
+
+struct pyvmem_torch_stats {
+  uint64_t blocks, mapped_bytes, paused_bytes, saved_bytes; /* of the tag; saved: paused with contents */
+  uint64_t mallocs, frees, failures;                        /* of the device, since the pool was opened */
+  char error[640];                                          /* the last failure, "" = none */
+};
+
+/* Makes `vm` the context of a device. `sync`: the address of cuCtxSynchronize, 0 = nothing to wait for.
+ * -EBUSY: the device has one. */
+int pyvmem_torch_open(int device, vmem_t vm, uint64_t page, uint32_t reserve_flags, uint64_t sync);
+/* -EBUSY: blocks live. */
+int pyvmem_torch_close(int device);
+/* Sets the tag of what the calling thread allocates from now on; returns the one before. */
+uint32_t pyvmem_torch_tag(uint32_t tag);
+/* Unmaps the mapped blocks of a tag, all or none. No GPU work may be unfinished. `save`: memory for their
+ * contents, kept by the caller until they are resumed or freed; NULL = contents are given up. -EAGAIN: `room`
+ * bytes are too few. */
+int pyvmem_torch_pause(int device, uint32_t tag, void *save, uint64_t room);
+/* Maps the paused blocks of a tag again, all or none, with what was saved or with zeros. */
+int pyvmem_torch_resume(int device, uint32_t tag);
+/* Whether a range lies in one block. */
+int pyvmem_torch_owns(int device, uint64_t addr, uint64_t bytes);
+int pyvmem_torch_stats(int device, uint32_t tag, struct pyvmem_torch_stats *stats);

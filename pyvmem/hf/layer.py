@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: MIT
+"""One layer of a `VMemCache`: views of the valid tokens, which grow in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import cache_utils
+
+from pyvmem.errors import NotSupported
+from pyvmem.hf.ancestry import Ancestry
+from pyvmem.hf.rows import Rows, move_rows
+from pyvmem.kvcache.config import invalid
+
+__all__ = ["VMemLayer"]
+
+# Any: the same to a type checker with and without transformers.
+_Layer: Any = cache_utils.CacheLayerMixin
+
+
+class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
+    """One layer of a `VMemCache`; made by it.
+
+    `keys` and `values` are views ``[batch, num_kv_heads, length, head_dim]`` of the virtual
+    tensors, to be read: what somebody else writes there, `reorder_cache` may leave behind.
+    """
+
+    is_compileable = False  # the views grow
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = True
+
+    def __init__(self, rows: Rows, index: int) -> None:
+        super().__init__()
+        self._rows = rows
+        self._index = index
+        self._length = 0
+        self._ancestry = Ancestry(0)
+        self._k: torch.Tensor | None = None
+        self._v: torch.Tensor | None = None
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Takes a slot for every row of ``[batch, num_kv_heads, any, head_dim]``."""
+        if key_states.shape[-1] != value_states.shape[-1]:
+            raise invalid(
+                f"keys of {key_states.shape[-1]} elements and values of {value_states.shape[-1]}: "
+                "VMemCache has one head size"
+            )
+        cache = self._rows.open(key_states)
+        self._rows.hold(key_states.shape[0], self._rows.length)
+        self._k, self._v = cache.k(self._index), cache.v(self._index)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size = key_states.shape[0]
+        self._ancestry = Ancestry(self.batch_size)
+        self.is_initialized = True
+        self._show()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends tokens ``[batch, num_kv_heads, new, head_dim]``; returns all, as views.
+
+        Raises:
+            InvalidArgument: another batch size, or more tokens than the cache was made for.
+            OutOfMemory: too few pages. In both cases nothing changed.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        batch, new = key_states.shape[0], key_states.shape[-2]
+        if batch != self.batch_size:
+            raise invalid(f"a batch of {batch} rows; layer {self._index} has {self.batch_size}")
+        assert self._k is not None
+        assert self._v is not None
+        first, last = self._length, self._length + new
+        self._rows.hold(batch, last)
+        where = self._rows.where(first, last, key_states.device)
+        self._k[:batch].index_copy_(1, where, key_states.transpose(1, 2))
+        self._v[:batch].index_copy_(1, where, value_states.transpose(1, 2))
+        self._length = last
+        return self._show()
+
+    def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._k is not None
+        assert self._v is not None
+        valid = (slice(self.batch_size), slice(self._length))
+        self.keys = keys = self._k[valid].transpose(1, 2)
+        self.values = values = self._v[valid].transpose(1, 2)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that the mask is for."""
+        return self._length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens of every row."""
+        return self._length
+
+    def get_max_length(self) -> int:
+        """Most tokens of a row."""
+        return self._rows.settings.max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``-tokens_to_remove`` tokens; their pages stay.
+
+        Raises:
+            InvalidArgument: a positive number, as transformers 5.23 refuses it too.
+        """
+        if tokens_to_remove > 0:
+            raise invalid(
+                f"crop({tokens_to_remove}): give the tokens to remove as a negative number"
+            )
+        if self.is_initialized and tokens_to_remove:
+            self._length = max(0, self._length + tokens_to_remove)
+            self._ancestry.crop(self._length)
+            self._settle()
+
+    def reset(self) -> None:
+        """Empties the layer; with the last layer the slots become free, their pages stay."""
+        self.forget()
+        self._settle()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes what row ``beam_idx[i]`` was: by a copy, of what they do not share."""
+        self._take(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, one after the other."""
+        if self.is_initialized:
+            self._take([row for row in range(self.batch_size) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps these rows, in this order; numbers or a mask."""
+        if self.is_initialized:
+            self._take(torch.arange(self.batch_size)[torch.as_tensor(indices).cpu()].tolist())
+
+    def offload(self) -> None:
+        """Raises NotSupported."""
+        raise NotSupported("VMemCache has no offloading by layers", op="VMemLayer.offload")
+
+    def prefetch(self) -> None:
+        """Raises NotSupported."""
+        raise NotSupported("VMemCache has no offloading by layers", op="VMemLayer.prefetch")
+
+    def forget(self) -> None:
+        """Drops every tensor; as before the first `update`."""
+        self._k = self._v = self.keys = self.values = None
+        self._length = 0
+        self.is_initialized = False
+        self.__dict__.pop("batch_size", None)  # transformers asks whether it is there
+
+    def _take(self, source: Sequence[int]) -> None:
+        if not self.is_initialized:
+            return
+        wrong = [row for row in source if not 0 <= row < self.batch_size]
+        if wrong or not source:
+            raise invalid(
+                f"row {wrong[0]} is not between 0 and {self.batch_size - 1}"
+                if wrong
+                else "no row is left; use reset",
+                limit=self.batch_size,
+            )
+        assert self._k is not None
+        assert self._v is not None
+        self._rows.hold(len(source), self._length)
+        first = self._ancestry.take(source, self._length)
+        move_rows(self._k, first, self._length, source)
+        move_rows(self._v, first, self._length, source)
+        self.batch_size = len(source)
+        self._show()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Lets go of rows that no layer has; the layers follow each other."""
+        if self.is_initialized:
+            self._show()
+        layers = [layer for layer in self._rows.layers if layer.is_initialized]
+        if self._rows.cache is not None:
+            self._rows.shrink(
+                max((layer.batch_size for layer in layers), default=0),
+                max((layer.get_seq_length() for layer in layers), default=0),
+            )

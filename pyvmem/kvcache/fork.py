@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: MIT
+"""Forking: new requests over a request's full pages, and a copy of its last one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.errors import OutOfMemory
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.events import record, wait_for
+from pyvmem.kvcache.slots import Slot
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.core import Core
+
+__all__ = ["fork"]
+
+
+def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) -> list[int] | None:
+    """See `KVCache.fork_many`."""
+    layout, sharing = core.layout, core.sharing
+    sharing.require()
+    parent = core.slot(reqid)
+    held = core.seq_lens[parent.index]
+    rows = held if length is None else operator.index(length)
+    if not 0 <= rows <= held:
+        raise invalid(f"length {rows}: reqid {parent.index} holds {held} tokens", limit=held)
+    if not 1 <= count <= len(core.table):
+        raise invalid(
+            f"fork of {count} requests; it must lie between 1 and {len(core.table)}",
+            limit=len(core.table),
+        )
+    full = rows * layout.row_bytes // layout.page_size
+    pages = layout.pages_for(rows)
+    core.pager.release(parent)
+    slots = sharing.vacate(count)
+    if slots is None:
+        return None
+    new_pages = (pages - full) * count * layout.num_tensors
+    if new_pages > core.reclaimer.obtainable({}):
+        return None
+    if rows * layout.row_bytes > parent.shared * layout.page_size:
+        wait_for(record(stream, core.device))
+    sharing.share(parent, full)
+    try:
+        sharing.attach(slots, parent.span.cut(0, full), parent)
+    except OutOfMemory:
+        return None
+    try:
+        if pages > full:
+            if not core.pager.grow([(slot, pages) for slot in slots], background=False):
+                sharing.detach(slots)
+                return None
+            core.pager.settle(stream)
+            _copy_tail(core, parent, slots, full, rows)
+    except BaseException:
+        sharing.detach(slots)
+        raise
+    for slot in slots:
+        if slot.shared:
+            slot.pins = core.prefixes.pin_again(parent.pins)
+        core.enter(slot, rows)
+    core.note_peaks()
+    return [slot.index for slot in slots]
+
+
+def _copy_tail(core: Core, parent: Slot, slots: Sequence[Slot], page: int, rows: int) -> None:
+    """Copies the rows, or parts of one, behind the last full page."""
+    layout, base = core.layout, core.pager.base
+    size = rows * layout.row_bytes - page * layout.page_size
+    if size <= 0:
+        return
+    for tensor in range(layout.num_tensors):
+        source = base + layout.offset(parent.index, page, tensor)
+        for slot in slots:
+            target = base + layout.offset(slot.index, page, tensor)
+            core.context.copy(target, source, size)

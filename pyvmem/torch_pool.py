@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: MIT
+"""torch tensors on vmem pages, and their memory given back while the tensors live.
+
+    pool = VMemPool(context)
+    with pool.use("weights"):
+        model = make_model()            # every tensor made here lies in the pool
+    pool.pause("weights")               # contents to host memory, pages to the device
+    ...                                 # another program, or another phase, has the memory
+    pool.resume("weights")              # same addresses, same contents
+
+torch reaches the pool by two C functions without a user pointer (`CUDAPluggableAllocator`), so a
+process has one pool a device. Tensors are cut by torch's caching allocator out of segments that it
+asks for and keeps: 2 MiB, 20 MiB or more each. A tag has a ``torch.cuda.MemPool`` of its own, so a
+segment holds tensors of one tag. Expandable segments are another allocator of torch's: a tensor
+that came from it is not in the pool, which `VMemPool.owns` tells.
+
+Memory that NCCL or another process registered by its physical pages must be registered again after
+`VMemPool.resume`: the addresses are the same, the pages behind them are not. A CUDA graph may be
+replayed: it holds addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pyvmem import _native, _vmem
+from pyvmem._native import torch_alloc
+from pyvmem.context import Context
+from pyvmem.info import Caps
+from pyvmem.torch_tags import Tag, TorchPoolStats
+
+__all__ = ["TorchPoolStats", "VMemPool"]
+
+_VISIBLE = _native.constant("VMEM_RESERVE_VISIBLE")
+
+
+class VMemPool:
+    """Places torch's tensors on pages of a context. A context manager.
+
+    The context is the caller's; it cannot be closed before the pool. On ``host`` torch has no
+    interface for this: `use` raises, and only C callers of ``vmem_malloc`` reach the pool.
+    Thread-safe.
+
+    Args:
+        context: where pages come from. With `Caps.VISIBLE`, segments are reserved so that CUDA's
+            own copies accept them.
+
+    Raises:
+        Busy: the device has an open pool already.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._closed = True
+        self._context = context
+        self._device = context.cuda_device if context.cuda_device is not None else 0
+        self._lock = threading.RLock()
+        self._tags: dict[str, Tag] = {}
+        self._allocator: Any = None
+        visible = Caps.VISIBLE in context.info.caps
+        # A living array: what closes the context is told that somebody needs it.
+        self._anchor = context.reserve(context.info.granule)
+        self._hold: Any = self._anchor.array((1,), "uint8")
+        flags = _VISIBLE if visible else 0
+        try:
+            torch_alloc.open(
+                self._device, context.handle, context.info.granule, flags, self._synchronizer()
+            )
+        except BaseException:
+            self._let_go()
+            raise
+        self._closed = False
+
+    def _synchronizer(self) -> int:
+        """The address of cuCtxSynchronize, which `vmem_free` calls; 0 on ``host``."""
+        if self._context.cuda_device is None:
+            return 0
+        function = ctypes.CDLL("libcuda.so.1").cuCtxSynchronize
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+    # ---- allocation ----------------------------------------------------------------------------
+
+    @contextmanager
+    def use(self, tag: str = "default") -> Iterator[None]:
+        """Places what this thread allocates on the device inside the block in the pool.
+
+        Allocate before a CUDA graph is captured, not during the capture.
+
+        Raises:
+            NotSupported: a ``host`` context.
+            Busy: the tag is paused: torch might reuse a part of a segment that has no memory.
+            torch.OutOfMemoryError: (inside the block) no pages; `stats` has the reason.
+        """
+        if self._context.cuda_device is None:
+            _native.fail(errno.EOPNOTSUPP, "torch's CPU allocator cannot be replaced", op="use")
+        import torch
+
+        with self._allocating(tag) as one:
+            with self._lock:
+                if one.pool is None:
+                    one.pool = torch.cuda.MemPool(self._torch_allocator())
+            with torch.cuda.use_mem_pool(one.pool, device=self._device):
+                yield
+
+    def _torch_allocator(self) -> Any:
+        """The allocator object that all MemPools share; it must outlive them."""
+        if self._allocator is None:
+            from torch.cuda.memory import CUDAPluggableAllocator
+
+            path = _vmem.__file__
+            self._allocator = CUDAPluggableAllocator(path, "vmem_malloc", "vmem_free")
+        return self._allocator.allocator()
+
+    @contextmanager
+    def _allocating(self, name: str) -> Iterator[Tag]:
+        """Inside the block, `vmem_malloc` in this thread works for the tag."""
+        with self._lock:
+            self._check_open("use")
+            number = len(self._tags) + 1
+            tag = self._tags.setdefault(name, Tag(name, number, self._device))
+            if tag.paused:
+                _native.fail(errno.EBUSY, f"tag {name!r} is paused; resume it first", op="use")
+            tag.users += 1
+        before = torch_alloc.set_tag(tag.number)
+        try:
+            yield tag
+        finally:
+            torch_alloc.set_tag(before)
+            with self._lock:
+                tag.users -= 1
+
+    def owns(self, tensor: Any) -> bool:
+        """Whether a tensor's storage lies in the pool, paused or not."""
+        storage = tensor.untyped_storage()
+        return torch_alloc.owns(self._device, storage.data_ptr(), max(1, storage.nbytes()))
+
+    # ---- pause and resume ----------------------------------------------------------------------
+
+    def pause(self, tag: str | None = None, *, keep: bool = True) -> int:
+        """Gives physical memory back to the device; addresses stay, and nothing may touch them.
+
+        Waits for the device's work first. Of several tags each is paused as a whole; those before
+        one that fails are paused. Repeated: what was added since.
+
+        Args:
+            tag: None: every tag.
+            keep: copy the contents to host memory; else they are zeros after `resume`.
+
+        Returns:
+            Bytes that left the context for the device. The context's other free memory stays.
+
+        Raises:
+            InvalidArgument: no such tag.
+            Busy: a `use` block of a tag is active; nothing changed.
+            OutOfMemory: no host memory for the contents; the tag is as before.
+            VMemError: the driver failed; the tag is as before.
+        """
+        with self._lock:
+            self._check_open("pause")
+            tags = self._chosen(tag)
+            for one in tags:
+                if one.users:
+                    _native.fail(errno.EBUSY, f"tag {one.name!r} has a `use` block", op="pause")
+            before = self._context.stats()
+            self._synchronize()
+            self._drop_workspaces()
+            for one in tags:
+                one.pause(keep)
+            self._context.trim(before.free_bytes)
+            return max(0, before.slab_bytes - self._context.stats().slab_bytes)
+
+    def resume(self, tag: str | None = None) -> int:
+        """Maps paused segments again, at their addresses, with their contents or with zeros.
+
+        Of several tags each is resumed as a whole; one that fails stays paused, those before it
+        are resumed.
+
+        Args:
+            tag: None: every paused tag, in the order of their first use.
+
+        Returns:
+            Bytes mapped again; 0 when nothing was paused.
+
+        Raises:
+            InvalidArgument: no such tag.
+            OutOfMemory: the device has not enough memory now; contents are kept for the next try.
+        """
+        with self._lock:
+            self._check_open("resume")
+            return sum(one.resume() for one in self._chosen(tag) if one.paused)
+
+    def _chosen(self, name: str | None) -> list[Tag]:
+        if name is None:
+            return list(self._tags.values())
+        if name not in self._tags:
+            known = ", ".join(map(repr, self._tags)) or "none"
+            text = f"tag {name!r} was never used; there are: {known}"
+            _native.fail(errno.EINVAL, text, op="VMemPool")
+        return [self._tags[name]]
+
+    def _synchronize(self) -> None:
+        if self._context.cuda_device is not None:
+            import torch
+
+            torch.cuda.synchronize(self._device)
+
+    @property
+    def paused(self) -> frozenset[str]:
+        """The paused tags."""
+        with self._lock:
+            return frozenset(tag.name for tag in self._tags.values() if tag.paused)
+
+    def stats(self, tag: str | None = None) -> TorchPoolStats:
+        """The present state of one tag, or of all; the counters are of the pool."""
+        with self._lock:
+            self._check_open("stats")
+            if tag is None:
+                return TorchPoolStats.of(self._device)
+            return self._chosen(tag)[0].stats()
+
+    # ---- end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Takes back the segments that hold no tensor, and lets the context go; again: nothing.
+
+        Raises:
+            Busy: tensors of the pool live, or a `use` block is active; the pool can still be used.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            if any(tag.users for tag in self._tags.values()):
+                _native.fail(errno.EBUSY, "a `use` block is active", op="VMemPool.close")
+            if not self._context.is_open:
+                self._context.stats()  # raises: the pool is the parent's of a fork
+            self._return_segments()
+            torch_alloc.close(self._device)
+            self._closed = True
+            self._tags.clear()
+            self._let_go()
+
+    def _drop_workspaces(self) -> None:
+        """Makes torch forget cuBLAS's workspace, which lies in the pool if a `use` block needed it.
+
+        A matrix product elsewhere would go on using it, paused or not; it gets a new one.
+        """
+        if self._context.cuda_device is not None:
+            import torch
+
+            torch._C._cuda_clearCublasWorkspaces()
+
+    def _return_segments(self) -> None:
+        """torch keeps the segments of a MemPool until that is gone and the cache is emptied."""
+        pools = [tag for tag in self._tags.values() if tag.pool is not None]
+        if pools:
+            import torch
+
+            self._drop_workspaces()
+            for tag in pools:
+                tag.pool = None
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _let_go(self) -> None:
+        self._hold = None
+        self._anchor.close()
+
+    def _check_open(self, op: str) -> None:
+        if self._closed:
+            _native.fail(errno.EBADF, "the VMemPool is closed", op=op)
+        if not self._context.is_open:
+            self._context.stats()  # raises what is wrong: of the parent of a fork
+
+    def __enter__(self) -> VMemPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            self.close()
+        except Exception:
+            if kind is None:
+                raise  # else the traceback keeps tensors alive, and that error matters more
+
+    def __del__(self, _warn: Any = warnings.warn) -> None:
+        if not getattr(self, "_closed", True) and self._context.is_open:
+            _warn("VMemPool was not closed", ResourceWarning, source=self)

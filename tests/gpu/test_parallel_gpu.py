@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: MIT
+"""Description: two ranks of a ParallelKVCache on two GPUs, agreeing through NCCL.
+
+Needs two CUDA devices, torch with NCCL, and a back end (cuda, stock) that its probe proves.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import pyvmem
+
+torch = pytest.importorskip("torch")
+sys.path.append(str(Path(__file__).parents[1] / "python"))
+from rank_runner import run_ranks  # noqa: E402
+
+BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
+pytestmark = [
+    pytest.mark.needs_tensors,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_gpus(backend: str, tmp_path: Path) -> None:
+    """What tests/python/test_parallel.py expects of two ranks on the CPU."""
+    results = run_ranks(backend, tmp_path)
+    for answers in results["same_answers"]:
+        assert ["step", -1] in answers
+        assert ["step", 0] in answers
+    assert results["least_budget"] == [7, 5, 0, -1, 0]
+    failed = results["one_rank_fails"]
+    assert failed[2:9] == ["RankFailed 1 EIO"] * 7
+    assert failed[9:14] == [12, [0, 1, 2, 3, None], 0, 0, "RankFailed 0 EIO"]
+    assert results["ranks_differ"] == ["RanksDiffer  "] * 2 + [[0, 1]]
+    assert results["init_fails"][:2] == ["InvalidArgument  EINVAL", "RankFailed 1 EINVAL"]

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: MIT
+"""Description: torch's tensors in a VMemPool: kernels, pause and resume, CUDA graphs, exhaustion.
+
+Needs a CUDA device, torch, and a back end (cuda, stock) that its probe proves; skipped otherwise.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import pyvmem
+from pyvmem.torch_pool import VMemPool
+
+torch = pytest.importorskip("torch")
+BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
+pytestmark = [
+    pytest.mark.needs_tensors,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
+]
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=BACKENDS)
+def context(request: pytest.FixtureRequest) -> Iterator[pyvmem.Context]:
+    with pyvmem.Context(request.param, pool_high=0) as ctx:
+        yield ctx
+        torch.cuda.synchronize()
+        ctx.check()
+
+
+@pytest.fixture
+def pool(context: pyvmem.Context) -> Iterator[VMemPool]:
+    one = VMemPool(context)
+    yield one
+    gc.collect()
+    torch.cuda.synchronize()
+    one.close()
+    assert context.stats().used_bytes == 0
+
+
+def free_bytes() -> int:
+    torch.cuda.synchronize()
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def matrix(size: int = 1024) -> Any:
+    """Whole numbers, so that products are exact."""
+    return torch.randint(-4, 5, (size, size), device="cuda").float()
+
+
+def test_tensors_of_the_pool_compute(context: pyvmem.Context, pool: VMemPool) -> None:
+    left, right = matrix(), matrix()
+    with pool.use("t"):
+        a, b = left.clone(), right.clone()
+        small = torch.arange(1000, device="cuda")
+        out = a @ b
+    assert not pool.owns(left)
+    for tensor in (a, b, small, out):
+        assert pool.owns(tensor)
+    assert torch.equal(out.cpu(), (left @ right).cpu())
+    assert small.sum().item() == 499500
+    assert pool.stats("t").blocks > 0
+    assert context.stats().mapped_bytes == pool.stats().mapped_bytes
+    outside = torch.ones(1000, device="cuda")
+    assert not pool.owns(outside)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_pause_gives_memory_to_the_device(
+    context: pyvmem.Context, pool: VMemPool, keep: bool
+) -> None:
+    with pool.use("weights"):
+        weights = [matrix(4096) for _ in range(8)]  # 512 MiB
+    with pool.use("cache"):
+        cache = torch.full((MIB,), 7, device="cuda", dtype=torch.int32)
+    wanted = [one.cpu() for one in weights]
+    where = [one.data_ptr() for one in weights]
+    before = free_bytes()
+    given = pool.pause("weights", keep=keep)
+    assert given >= 512 * MIB
+    assert free_bytes() - before >= 500 * MIB
+    assert bool((cache == 7).all())
+    with pytest.raises(pyvmem.Busy), pool.use("weights"):
+        pass
+    filler = torch.full((400 * MIB,), 0x55, device="cuda", dtype=torch.uint8)
+    assert int(filler[-1].item()) == 0x55
+    del filler
+    torch.cuda.empty_cache()
+    pool.resume("weights")
+    assert [one.data_ptr() for one in weights] == where
+    for one, want in zip(weights, wanted, strict=True):
+        assert torch.equal(one.cpu(), want if keep else torch.zeros_like(want))
+    product = weights[0] @ weights[1]
+    want = wanted[0].cuda() @ wanted[1].cuda() if keep else torch.zeros_like(product)
+    assert torch.equal(product, want)
+
+
+def test_pause_waits_for_running_kernels(pool: VMemPool) -> None:
+    side = torch.cuda.Stream()
+    with pool.use("t"):
+        a = matrix(4096)
+        b = torch.zeros_like(a)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        for _ in range(200):
+            torch.mul(a, 3, out=b)
+    pool.pause("t")
+    pool.resume("t")
+    assert torch.equal(b, a * 3)
+
+
+def test_a_graph_replays_after_resume(pool: VMemPool) -> None:
+    with pool.use("t"):
+        a, b = matrix(), matrix()
+        out = torch.zeros(1024, 1024, device="cuda")
+    torch.matmul(a, b, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.matmul(a, b, out=out)
+    for round_ in range(3):
+        a.fill_(round_ + 1)
+        graph.replay()
+        assert torch.equal(out, a @ b)
+        pool.pause("t")
+        pool.resume("t")
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, a @ b)
+    torch.cuda.synchronize()
+    del graph
+
+
+def test_freed_segments_come_back(context: pyvmem.Context, pool: VMemPool) -> None:
+    """Work is in flight when the segment goes: vmem_free waits for it, as cudaFree does."""
+    with pool.use("t"):
+        a = matrix(4096)
+        for _ in range(100):
+            a.mul_(1)
+    used = context.stats().used_bytes
+    assert used >= 64 * MIB
+    del a
+    pool._tags["t"].pool = None  # the MemPool keeps its segments while it lives
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    assert context.stats().used_bytes == 0
+    assert pool.stats().failures == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_exhaustion_is_torchs_own_error(backend: str) -> None:
+    with pyvmem.Context(backend, mem_limit=64 * MIB) as context, VMemPool(context) as pool:
+        with pytest.raises(torch.OutOfMemoryError), pool.use("t"):
+            torch.empty(256 * MIB, device="cuda", dtype=torch.uint8)
+        assert "limit" in pool.stats().last_error
+        with pool.use("t"):
+            small = torch.ones(MIB, device="cuda", dtype=torch.uint8)
+        assert int(small.sum().item()) == MIB
+        del small
+
+
+def test_close_with_living_tensors_is_refused(context: pyvmem.Context) -> None:
+    pool = VMemPool(context)
+    with pool.use("t"):
+        a = torch.ones(10, device="cuda")
+    with pytest.raises(pyvmem.Busy, match="torch holds 1 blocks"):
+        pool.close()
+    assert a.sum().item() == 10
+    with pool.use("t"):  # a new MemPool
+        b = a + 1
+    assert pool.owns(b)
+    del a, b
+    torch.cuda.synchronize()
+    pool.close()
+
+
+EXPANDABLE = """
+import torch, pyvmem
+from pyvmem.torch_pool import VMemPool
+with pyvmem.Context(%r) as context, VMemPool(context) as pool:
+    with pool.use("t"):
+        a = torch.ones(1 << 20, device="cuda")
+    outside = torch.ones(1 << 20, device="cuda")
+    assert pool.owns(a), "torch took an expandable segment"
+    assert not pool.owns(outside)
+    where = a.data_ptr()
+    pool.pause()
+    pool.resume()
+    assert a.data_ptr() == where and bool((a == 1).all())
+    del a
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_beside_expandable_segments(backend: str) -> None:
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    settings["PYTORCH_ALLOC_CONF"] = settings["PYTORCH_CUDA_ALLOC_CONF"]
+    done = subprocess.run(
+        [sys.executable, "-c", EXPANDABLE % backend],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

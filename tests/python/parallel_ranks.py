@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: MIT
+"""One rank of test_parallel.py and tests/gpu/test_parallel_gpu.py, a process of its own.
+
+    python parallel_ranks.py RANK STORE BACKEND
+
+runs all scenarios and prints what they return as one line of JSON. With BACKEND ``host`` the ranks
+use gloo, else NCCL and a GPU each. Ranks sleep differently and their GPU work ends at different
+times.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import pyvmem
+from pyvmem import FdEvent, Inject, KVCacheConfig
+from pyvmem.kvcache import ranks
+from pyvmem.kvcache.parallel import ParallelKVCache, RankFailed, RanksDiffer
+
+LAYERS, ROWS = 2, 8
+PAGE = 2 << 20 if sys.argv[3:] == ["cuda"] else 64 << 10
+TENSORS = 2 * LAYERS
+
+
+class Rank:
+    """What a scenario knows of its process."""
+
+    def __init__(self, index: int, backend: str) -> None:
+        self.index = index
+        self.backend = backend
+        self.random = random.Random(1000 + index)  # the other rank has other numbers
+
+    def dawdle(self) -> None:
+        if self.random.random() < 0.3:
+            time.sleep(self.random.random() * 0.004)
+
+    @contextmanager
+    def cache(self, pages: int = 12, **changes: Any) -> Iterator[ParallelKVCache]:
+        """A cache with a budget of `pages` pages per tensor, 8 rows each, 6 in a slot."""
+        values: dict[str, Any] = {
+            "num_layers": LAYERS,
+            "num_kv_heads": PAGE // (ROWS * 64 * 4),
+            "head_dim": 64,
+            "dtype": "float32",
+            "max_batch": 4,
+            "max_seq_len": 6 * ROWS,
+            "page_size": PAGE,
+            "memory_limit": pages * TENSORS * PAGE,
+        }
+        config = KVCacheConfig(**{**values, **changes})
+        with ParallelKVCache(config, backend=self.backend) as cache:
+            yield cache
+            if cache.failed is None:
+                cache.check_integrity()
+
+    def work(self) -> FdEvent:
+        """GPU work that ends some time later."""
+        event = FdEvent.create()
+        timer = threading.Timer(self.random.random() * 0.006, event.set)
+        timer.daemon = True
+        timer.start()
+        return event
+
+
+def play(rank: Rank, cache: ParallelKVCache, seed: int, count: int) -> list[Any]:
+    """Random calls, the same on every rank; checks that 0 means exactly: the owned pages fit."""
+    same = random.Random(seed)
+    lens = [0] * 4
+    owned = [0] * 4  # pages per tensor
+    alive: set[int] = set()
+    budget_pages = cache.stats().total_pages // TENSORS
+    answers: list[Any] = []
+    for _ in range(count):
+        rank.dawdle()
+        pick = same.random()
+        if pick < 0.25:
+            reqid = cache.alloc_reqid(same.randint(1, 48))
+            answers.append(["alloc", reqid])
+            assert (reqid is None) == (len(alive) == 4)
+            if reqid is not None:
+                alive.add(reqid)
+        elif pick < 0.45 and alive:
+            reqid = same.choice(sorted(alive))
+            alive.remove(reqid)
+            lens[reqid] = owned[reqid] = 0
+            cache.free_reqid(reqid, rank.work() if same.random() < 0.7 else None)
+        else:
+            want = list(lens)
+            for name in ("step_async",) * same.choice((0, 0, 1, 2)) + ("step",):
+                for reqid in alive:
+                    want[reqid] = min(want[reqid] + same.choice((0, 1, 7, 9, 20)), 48)
+                pages = [max(o, -(-length // ROWS)) for o, length in zip(owned, want, strict=True)]
+                answer = getattr(cache, name)(want)
+                answers.append([name, answer])
+                assert (answer == 0) == (sum(pages) <= budget_pages), (name, pages, budget_pages)
+                if answer == -1:
+                    break
+                owned = pages
+            if answer == 0:
+                lens = want
+                assert cache.available_pages == (budget_pages - sum(owned)) * TENSORS
+            elif alive:
+                reqid = max(alive, key=lambda one: (owned[one], one))
+                alive.remove(reqid)
+                lens[reqid] = owned[reqid] = 0
+                cache.free_reqid(reqid, rank.work())
+    for reqid in sorted(alive):
+        cache.free_reqid(reqid)
+    cache.check_step()
+    return answers
+
+
+def same_answers(rank: Rank) -> Any:
+    policies: list[dict[str, Any]] = [
+        {"low_watermark": 0.0},
+        {"low_watermark": 0.4, "eager_pages": 2},
+        {"deferred_reclaim": False},
+        {"reclaim_steps": 2, "zero_fill": False, "low_watermark": 0.2},
+    ]
+    played = []
+    for seed, policy in enumerate(policies):
+        with rank.cache(**policy) as cache:
+            played.append(play(rank, cache, seed, 250))
+    return played
+
+
+def least_budget(rank: Rank) -> Any:
+    out = []
+    with rank.cache(pages=(9, 7)[rank.index]) as cache:
+        out.append(cache.stats().total_pages // TENSORS)
+        assert cache.context.stats().slab_bytes >= 7 * TENSORS * PAGE
+    available = (5 * TENSORS * PAGE, 8 * TENSORS * PAGE)[rank.index]
+    ranks._available_bytes = lambda device, unknown: available  # type: ignore[assignment]
+    with rank.cache(memory_limit=0) as cache:
+        out.append(cache.stats().total_pages // TENSORS)
+        # From now on no call needs the driver's memory.
+        cache.context.inject(Inject.SLAB, count=1 << 30)
+        first, second = cache.alloc_reqid(), cache.alloc_reqid()
+        assert (first, second) == (0, 1)
+        out.append(cache.step([4 * ROWS, ROWS, 0, 0]))
+        out.append(cache.step([4 * ROWS, ROWS + 1, 0, 0]))
+        cache.free_reqid(first, rank.work())
+        out.append(cache.step([0, 5 * ROWS, 0, 0]))
+        cache.context.inject(Inject.SLAB, count=0)
+    return out
+
+
+def caught(call: Any, *args: Any) -> str:
+    try:
+        call(*args)
+    except pyvmem.VMemError as error:
+        number = getattr(error, "rank", "")
+        return f"{type(error).__name__} {number} {error.errno_name}"
+    return "nothing"
+
+
+def one_rank_fails(rank: Rank) -> Any:
+    with rank.cache() as cache:
+        out: list[Any] = [cache.alloc_reqid(), cache.step([8, 0, 0, 0])]
+        cache.check_step()
+        if rank.index == 1:
+            cache.context.inject(Inject.MAP)
+        own = caught(cache.step, [40, 0, 0, 0])
+        assert own == ("nothing", "DriverError  EIO")[rank.index]
+        cache.context.inject(Inject.MAP, count=0)
+        out.append(caught(cache.check_step))
+        calls: list[tuple[Any, ...]] = [
+            (cache.step, [8, 0, 0, 0]),
+            (cache.step_async, [8, 0, 0, 0]),
+            (cache.alloc_reqid,),
+            (cache.free_reqid, 0),
+            (cache.stats,),
+            (cache.check_step,),
+        ]
+        for call in calls:
+            out.append(caught(*call))
+        cache.recover()
+        out.append(cache.available_pages // TENSORS)
+        out.append([cache.alloc_reqid() for _ in range(5)])
+        out.append(cache.step([24, 24, 24, 24]))
+        cache.check_step()
+        # In the background, found by the step after it; reduced with a collective of the engine.
+        if rank.index == 0:
+            cache.context.inject(Inject.MAP)
+        out.append(cache.step_async([24, 24, 24, 24]))
+        cache.free_reqid(3)
+        own = caught(cache.step_async, [40, 24, 24, 0])
+        if rank.index == 1:
+            assert own == "nothing"
+        caught(cache.step, [40, 24, 24, 0])
+        cache.context.inject(Inject.MAP, count=0)
+        engine = torch.tensor([7, *cache.status()])
+        if rank.backend != "host":
+            engine = engine.cuda()
+        dist.all_reduce(engine, op=dist.ReduceOp.MAX)
+        out.append(caught(cache.agree, engine[1:].tolist()))
+        cache.recover()
+        # An engine's own exception between the step and the model.
+        try:
+            with cache.together():
+                cache.step([0, 0, 0, 0])
+                if rank.index == 1:
+                    raise KeyError("engine")
+        except RankFailed as error:
+            out.append(error.rank)
+            assert ("KeyError" in str(error)) == (rank.index == 1)
+        cache.recover()
+        with cache.together():
+            out.append(cache.alloc_reqid())
+        try:
+            with cache.together():  # alike on every rank: nothing is poisoned
+                cache.step([0, 99, 0, 0])
+        except pyvmem.InvalidArgument:
+            out.append("invalid")
+        cache.check_step()
+        out.extend(play(rank, cache, 77, 60) if cache.free_reqid(out[-2]) is None else [])
+    return out
+
+
+def ranks_differ(rank: Rank) -> Any:
+    with rank.cache() as cache:
+        cache.alloc_reqid()
+        if rank.index == 1:
+            cache.alloc_reqid()
+        out = [caught(cache.check_step), caught(cache.alloc_reqid)]
+        assert isinstance(cache.failed, RanksDiffer)
+        cache.recover()
+        out.append([cache.alloc_reqid(), cache.alloc_reqid()])
+        cache.check_step()
+    return out
+
+
+def init_fails(rank: Rank) -> Any:
+    def make(**changes: Any) -> None:
+        with rank.cache(**changes):
+            pass
+
+    out = [caught(lambda: make(max_seq_len=48 + rank.index))]
+    real, rank.backend = rank.backend, "nonsense" if rank.index else rank.backend
+    out.append(caught(make))
+    rank.backend = real
+    out.append(caught(lambda: make(page_size=0 if real == "host" else PAGE)))
+    tiny = 3 * PAGE if rank.index == 0 else 12 * TENSORS * PAGE
+    out.append(caught(lambda: make(memory_limit=tiny)))
+    out.append(caught(make))
+    return out
+
+
+SCENARIOS = (same_answers, least_budget, one_rank_fails, ranks_differ, init_fails)
+
+
+def main() -> None:
+    index, store, backend = sys.argv[1:]
+    rank = Rank(int(index), backend)
+    on_gpu = backend != "host"
+    if on_gpu:
+        torch.cuda.set_device(rank.index)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", init_method=f"file://{store}", rank=rank.index, world_size=2
+    )
+    results = {scenario.__name__: scenario(rank) for scenario in SCENARIOS}
+    dist.barrier()
+    dist.destroy_process_group()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

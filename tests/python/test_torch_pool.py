@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: MIT
+"""torch's allocator interface, driven as torch does it: by its C symbols, without a GPU.
+
+On a GPU back end these tests use plain addresses; torch itself is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import pyvmem
+from pyvmem import Inject, _vmem
+from pyvmem._native import torch_alloc
+from pyvmem.torch_pool import VMemPool
+
+SEGMENT = 2 << 20
+
+
+class Torch:
+    """The two symbols, with the signatures that torch calls them by."""
+
+    def __init__(self, device: int) -> None:
+        library = ctypes.CDLL(_vmem.__file__)
+        self._malloc, self._free = library.vmem_malloc, library.vmem_free
+        self._malloc.restype = ctypes.c_void_p
+        self._malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        self._free.restype = None
+        self._free.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+        self.device = device
+
+    def malloc(self, size: int, device: int | None = None) -> int | None:
+        where = self.device if device is None else device
+        address: int | None = self._malloc(size, where, None)
+        return address
+
+    def free(self, address: int | None, size: int = 0) -> None:
+        self._free(address, size, self.device, None)
+
+
+@pytest.fixture
+def pool(context: pyvmem.Context) -> Iterator[VMemPool]:
+    one = VMemPool(context)
+    yield one
+    one.close()
+    stats = context.stats()
+    assert (stats.mapped_bytes, stats.used_bytes, stats.reservations) == (0, 0, 0)
+
+
+@pytest.fixture
+def torch(pool: VMemPool) -> Torch:
+    return Torch(pool._device)
+
+
+def test_memory_comes_zeroed_and_goes_back(
+    context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
+) -> None:
+    first, second = torch.malloc(3 * page - 5), torch.malloc(SEGMENT)
+    assert first is not None
+    assert second is not None
+    assert context.read(first, 3 * page) == bytes(3 * page)
+    assert context.query(first).nbytes == 3 * page
+    context.write(first, b"first")
+    context.write(second, b"other")
+    now = pool.stats()
+    assert (now.blocks, now.mapped_bytes, now.mallocs) == (2, 3 * page + SEGMENT, 2)
+    assert context.stats().mapped_bytes == 3 * page + SEGMENT
+    torch.free(first)
+    assert context.read(second, 5) == b"other"
+    torch.free(second)
+    again = torch.malloc(3 * page)
+    assert again is not None
+    assert context.read(again, 5) == bytes(5)
+    torch.free(again)
+    now = pool.stats()
+    assert (now.blocks, now.mapped_bytes, now.frees, now.failures) == (0, 0, 3, 0)
+
+
+def test_frees_of_what_is_no_block_are_counted_and_change_nothing(
+    context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
+) -> None:
+    block = torch.malloc(2 * page)
+    assert block is not None
+    torch.free(None)  # as free(NULL)
+    torch.free(block + page, 7)
+    now = pool.stats()
+    assert now.failures == 1
+    assert f"{block + page:#x}, 7 bytes" in now.last_error
+    assert "no block begins there" in now.last_error
+    torch.free(block)
+    torch.free(block)
+    now = pool.stats()
+    assert (now.failures, now.frees) == (2, 1)
+    assert "freed before" in now.last_error
+    context.check()
+
+
+def test_exhaustion_gives_null_and_says_why(backend: str, page: int) -> None:
+    context = pyvmem.Context(backend, granule=page, mem_limit=4 * SEGMENT)
+    with context, VMemPool(context) as pool:
+        torch = Torch(pool._device)
+        blocks = []
+        while (block := torch.malloc(SEGMENT)) is not None:
+            blocks.append(block)
+            assert len(blocks) <= 4
+        assert blocks
+        now = pool.stats()
+        assert now.failures == 1
+        assert f"vmem_malloc(0, {SEGMENT} bytes)" in now.last_error
+        assert "limit" in now.last_error
+        torch.free(blocks.pop())
+        blocks.append(torch.malloc(SEGMENT))
+        assert blocks[-1] is not None
+        for block in blocks:
+            torch.free(block)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "size"), (-1, "size"), ((1 << 63) - 1, "size"), (1 << 60, "")]
+)
+def test_sizes_that_nobody_has(pool: VMemPool, torch: Torch, size: int, text: str) -> None:
+    assert torch.malloc(size) is None
+    assert pool.stats().failures == 1
+    assert text in pool.stats().last_error.split("):", 1)[1]
+
+
+def test_devices_without_a_pool(context: pyvmem.Context, pool: VMemPool, torch: Torch) -> None:
+    for device in (-1, 16, 15):
+        assert torch.malloc(SEGMENT, device) is None
+    assert "no VMemPool is open" in pyvmem._native.text_of(
+        torch_alloc.stats(15, torch_alloc.ALL).error
+    )
+    with pytest.raises(pyvmem.Busy, match="open VMemPool already"):
+        VMemPool(context)
+    assert pool.stats().failures == 0
+    with pytest.raises(pyvmem.InvalidArgument, match="device 16"):
+        torch_alloc.stats(16, 0)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_pause_and_resume_keep_addresses(
+    context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int, keep: bool
+) -> None:
+    with pool._allocating("weights"):
+        weights = [torch.malloc(SEGMENT), torch.malloc(5 * page)]
+    with pool._allocating("cache"):
+        cache = torch.malloc(SEGMENT)
+    for number, block in enumerate([*weights, cache]):
+        assert block is not None
+        context.fill(block, 5 * page, number + 1)
+    slabs = context.stats().slab_bytes
+    given = pool.pause("weights", keep=keep)
+    assert given == slabs - context.stats().slab_bytes
+    assert pool.paused == {"weights"}
+    now = pool.stats("weights")
+    assert (now.blocks, now.mapped_bytes) == (2, 0)
+    assert now.paused_bytes == SEGMENT + 5 * page
+    assert now.saved_bytes == (now.paused_bytes if keep else 0)
+    assert context.stats().used_bytes == SEGMENT
+    for block in weights:
+        with pytest.raises(pyvmem.NotMapped):
+            context.read(block, 1)
+    assert context.read(cache, page) == b"\3" * page
+    with pytest.raises(pyvmem.Busy, match="'weights' is paused"):
+        pool._allocating("weights").__enter__()
+    other = context.create(SEGMENT)  # somebody else has the memory meanwhile
+    scratch = context.reserve(SEGMENT)
+    scratch.map(0, other)
+    scratch.fill(0, SEGMENT, 9)
+    other.release()
+    scratch.close()
+    assert pool.resume("weights") == SEGMENT + 5 * page
+    assert pool.paused == frozenset()
+    assert pool.stats().paused_bytes == pool.stats().saved_bytes == 0
+    for number, block in enumerate(weights):
+        want = number + 1 if keep else 0
+        assert context.read(block, 5 * page) == bytes([want]) * (5 * page)
+    assert context.read(weights[0] + SEGMENT - page, page) == bytes(page)
+    for block in [*weights, cache]:
+        torch.free(block)
+
+
+def test_all_tags_and_repeated_calls(
+    context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
+) -> None:
+    assert pool.pause() == 0
+    blocks = {}
+    for tag in ("a", "b"):
+        with pool._allocating(tag):
+            blocks[tag] = torch.malloc(page)
+            context.write(blocks[tag], tag.encode())
+    pool.pause("a")
+    pool.pause()
+    pool.pause()  # nothing is left to pause
+    assert pool.paused == {"a", "b"}
+    assert pool.stats().saved_bytes == 2 * page
+    assert pool.resume() == 2 * page
+    assert pool.resume() == 0
+    for tag, block in blocks.items():
+        assert context.read(block, 2) == tag.encode() + b"\0"
+        torch.free(block)
+
+
+def test_a_block_freed_while_paused_is_gone(
+    context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
+) -> None:
+    with pool._allocating("t"):
+        first, second = torch.malloc(page), torch.malloc(page)
+    context.write(second, b"kept")
+    pool.pause("t")
+    torch.free(first)
+    assert pool.stats("t").saved_bytes == page
+    assert pool.resume("t") == page
+    assert context.read(second, 4) == b"kept"
+    torch.free(second)
+    assert pool.stats().failures == 0
+
+
+def test_blocks_added_by_another_thread_are_paused_too(
+    context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int, monkeypatch: Any
+) -> None:
+    """Between counting and pausing a segment appears: the host buffer is made anew."""
+    with pool._allocating("t"):
+        blocks = [torch.malloc(page)]
+    real = torch_alloc.pause
+
+    def late(device: int, tag: int, save: Any) -> None:
+        if len(blocks) == 1:
+            before = torch_alloc.set_tag(tag)
+            blocks.append(torch.malloc(page))
+            torch_alloc.set_tag(before)
+            context.write(blocks[1], b"late")
+        real(device, tag, save)
+
+    monkeypatch.setattr(torch_alloc, "pause", late)
+    pool.pause("t")
+    assert pool.stats("t").saved_bytes == 2 * page
+    pool.resume("t")
+    assert context.read(blocks[1], 4) == b"late"
+    for block in blocks:
+        torch.free(block)
+
+
+def test_tags_are_of_the_thread(pool: VMemPool, torch: Torch, page: int) -> None:
+    blocks: list[int | None] = []
+    with pool._allocating("outer"):
+        thread = threading.Thread(target=lambda: blocks.append(torch.malloc(page)))
+        thread.start()
+        thread.join()
+        with pool._allocating("inner"):
+            blocks.append(torch.malloc(page))
+        blocks.append(torch.malloc(page))
+    assert pool.stats("inner").blocks == pool.stats("outer").blocks == 1
+    assert pool.stats().blocks == 3
+    for block in blocks:
+        torch.free(block)
+
+
+def test_pause_within_a_block_is_refused(pool: VMemPool, torch: Torch, page: int) -> None:
+    with pool._allocating("t"):
+        block = torch.malloc(page)
+        with pytest.raises(pyvmem.Busy, match="'t' has a `use` block"):
+            pool.pause()
+        with pytest.raises(pyvmem.Busy, match="`use` block is active"):
+            pool.close()
+    torch.free(block)
+    for call in (pool.pause, pool.resume, pool.stats):
+        with pytest.raises(pyvmem.InvalidArgument, match=r"'none' was never used; there are: 't'"):
+            call("none")
+
+
+def test_a_failed_pause_or_resume_changes_nothing(
+    context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
+) -> None:
+    with pool._allocating("t"):
+        blocks = [torch.malloc(page) for _ in range(3)]
+    for number, block in enumerate(blocks):
+        context.fill(block, page, number + 1)
+    context.inject(Inject.UNMAP, skip=1)
+    with pytest.raises(pyvmem.DriverError):
+        pool.pause("t")
+    context.inject(Inject.UNMAP, count=0)
+    assert pool.paused == frozenset()
+    assert pool.stats().mapped_bytes == 3 * page
+    assert [context.read(block, 1)[0] for block in blocks] == [1, 2, 3]
+    pool.pause("t")
+    context.inject(Inject.MAP, skip=1)
+    with pytest.raises(pyvmem.DriverError):
+        pool.resume("t")
+    context.inject(Inject.MAP, count=0)
+    assert pool.paused == {"t"}
+    assert pool.stats().saved_bytes == 3 * page
+    assert context.stats().mapped_bytes == 0
+    pool.resume("t")
+    assert [context.read(block, 1)[0] for block in blocks] == [1, 2, 3]
+    for block in blocks:
+        torch.free(block)
+
+
+def test_resume_without_memory_can_be_tried_again(backend: str, page: int) -> None:
+    context = pyvmem.Context(backend, granule=page, mem_limit=4 * SEGMENT)
+    with context, VMemPool(context) as pool:
+        torch = Torch(pool._device)
+        with pool._allocating("t"):
+            block = torch.malloc(2 * SEGMENT)
+        context.write(block, b"kept")
+        pool.pause()
+        rest = []
+        while True:
+            try:
+                rest.append(context.create(SEGMENT))
+            except pyvmem.OutOfMemory:
+                break
+        with pytest.raises(pyvmem.OutOfMemory):
+            pool.resume()
+        assert pool.paused == {"t"}
+        for pages in rest:
+            pages.release()
+        pool.resume()
+        assert context.read(block, 4) == b"kept"
+        torch.free(block)
+
+
+def test_host_memory_that_does_not_exist(
+    pool: VMemPool, torch: Torch, page: int, monkeypatch: Any
+) -> None:
+    with pool._allocating("t"):
+        block = torch.malloc(page)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mmap.mmap", refuse)
+        with pytest.raises(pyvmem.OutOfMemory, match=f"no host memory for {page} bytes"):
+            pool.pause()
+    assert pool.stats().mapped_bytes == page
+    torch.free(block)
+
+
+def test_close(context: pyvmem.Context, page: int) -> None:
+    pool = VMemPool(context)
+    torch = Torch(pool._device)
+    block = torch.malloc(page)
+    with pytest.raises(pyvmem.Busy, match=f"1 blocks of the pool .{page} bytes"):
+        pool.close()
+    with pytest.raises(pyvmem.Busy, match="alive"):
+        context.close()
+    torch.free(block)
+    pool.close()
+    pool.close()
+    for call in (pool.pause, pool.resume, pool.stats):
+        with pytest.raises(pyvmem.BadHandle, match="VMemPool is closed"):
+            call()
+    assert torch.malloc(page) is None
+    with VMemPool(context) as again:  # the device is free for another
+        assert again.stats().mallocs == 0
+    assert context.stats().reservations == 0
+
+
+def test_a_forgotten_pool_warns(context: pyvmem.Context) -> None:
+    pool = VMemPool(context)
+    with pytest.warns(ResourceWarning, match="VMemPool was not closed"):
+        pool.__del__()
+    pool.close()
+
+
+def test_use_needs_a_gpu(host: pyvmem.Context) -> None:
+    with VMemPool(host) as pool:
+        block = pool.use("t")
+        with pytest.raises(pyvmem.NotSupported, match="CPU allocator"):
+            block.__enter__()
+
+
+def test_random_segments_against_a_model(
+    context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
+) -> None:
+    """Random mallocs, frees, pauses and resumes; every block must hold what the model says."""
+    chance = random.Random(5)
+    tags = ("a", "b", "c")
+    blocks: dict[int, tuple[str, int, int]] = {}  # address: tag, pages, byte
+    for _ in range(300):
+        pick, tag = chance.random(), chance.choice(tags)
+        if pick < 0.4 and tag not in pool.paused:
+            with pool._allocating(tag):
+                count = chance.randint(1, 4)
+                block = torch.malloc(count * page)
+            assert block is not None
+            assert context.read(block, count * page) == bytes(count * page)
+            value = chance.randint(1, 255)
+            context.fill(block, count * page, value)
+            blocks[block] = (tag, count, value)
+        elif pick < 0.6 and blocks:
+            block = chance.choice(list(blocks))
+            torch.free(block)
+            del blocks[block]
+        elif pick < 0.8 and any(tag == one for one, _, _ in blocks.values()):
+            keep = chance.random() < 0.6
+            live = tag not in pool.paused
+            pool.pause(tag, keep=keep)
+            if live and not keep:
+                for block, (one, count, _) in blocks.items():
+                    if one == tag:
+                        blocks[block] = (one, count, 0)
+        elif pool.paused:
+            pool.resume(chance.choice(sorted(pool.paused)))
+        for block, (one, count, value) in blocks.items():
+            if one not in pool.paused:
+                assert context.read(block, count * page) == bytes([value]) * (count * page)
+    pool.resume()
+    for block in blocks:
+        torch.free(block)
+    assert pool.stats().failures == 0
