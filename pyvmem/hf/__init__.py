@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Plugs for the library transformers (the extra ``serve``): `VMemCache` for ``generate``."""
+"""Plugs for the library transformers (the extra ``serve``).
+
+`VMemCache` for ``generate``; `vmem_continuous_batching` for ``generate_batch`` and, by
+``python -m pyvmem.hf.serve``, for ``transformers serve``.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pyvmem.hf.cache import VMemCache
+    from pyvmem.hf.continuous import vmem_continuous_batching
 
-__all__ = ["VMemCache"]
+__all__ = ["VMemCache", "vmem_continuous_batching"]
 
 
 def __getattr__(name: str) -> Any:
     # Not imported here: transformers takes seconds.
-    if name in __all__:
+    if name == "VMemCache":
         from pyvmem.hf import cache
 
-        return getattr(cache, name)
+        return cache.VMemCache
+    if name == "vmem_continuous_batching":
+        from pyvmem.hf import continuous
+
+        return continuous.vmem_continuous_batching
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

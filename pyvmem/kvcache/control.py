@@ -16,7 +16,14 @@ from pyvmem.kvcache.config import invalid
 if TYPE_CHECKING:
     from pyvmem.kvcache.cache import KVCache
 
-__all__ = ["claim", "reclaim_free", "set_limit"]
+__all__ = [
+    "capacity",
+    "claim",
+    "missing_pages",
+    "obtainable_pages",
+    "reclaim_free",
+    "set_limit",
+]
 
 
 def claim(cache: KVCache, reqid: int) -> None:
@@ -82,3 +89,45 @@ def reclaim_free(cache: KVCache, keep: Collection[int] = (), *, wait: bool = Fal
         if wait:
             reclaimer.finish_all()
             reclaimer.raise_errors()
+
+
+def capacity(cache: KVCache, reqid: int) -> int:
+    """Tokens that a taken slot has pages for; a `KVCache.step` up to there maps nothing.
+
+    Raises:
+        InvalidArgument: no such reqid, or it is not taken.
+    """
+    with cache._lock:
+        core = cache._open_core()
+        return core.pager.capacity[core.slot(reqid).index]
+
+
+def missing_pages(cache: KVCache, reqid: int | None, seq_len: int) -> int:
+    """Physical pages, in all tensors together, that a request lacks to hold `seq_len` tokens.
+
+    Args:
+        reqid: a taken slot; None: a request that has none yet.
+        seq_len: tokens.
+
+    Raises:
+        InvalidArgument: no such reqid, not taken, or a length out of range.
+    """
+    with cache._lock:
+        core = cache._open_core()
+        length, longest = operator.index(seq_len), core.config.max_seq_len
+        if not 0 <= length <= longest:
+            raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)
+        have = 0 if reqid is None else core.slot(reqid).granted
+        return max(0, core.layout.pages_for(length) - have) * core.layout.num_tensors
+
+
+def obtainable_pages(cache: KVCache) -> tuple[int, int]:
+    """Physical pages that requests could still get, and all that the cache may have.
+
+    The first number counts what is free and what could be reclaimed, recorded prefixes that no
+    request uses included.
+    """
+    with cache._lock:
+        core = cache._open_core()
+        core.reclaimer.poll()
+        return core.reclaimer.obtainable({}), core.reclaimer.limit

@@ -12,7 +12,7 @@ from pyvmem.errors import OutOfMemory
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.lockstep import Failure, Ranks
-from pyvmem.kvcache.setup import _available_bytes
+from pyvmem.kvcache.setup import available_bytes
 
 __all__ = ["agree_on_pages", "rank_config", "shard_kv_heads", "take_pages"]
 
@@ -66,7 +66,7 @@ def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
     layout = Layout(config, page)
     everything = layout.slot_pages * layout.num_tensors * config.max_batch * page
     wanted = config.memory_limit or min(
-        everything, _available_bytes(context.cuda_device, everything)
+        everything, available_bytes(context.cuda_device, everything)
     )
     wanted -= wanted % page
     least = page * layout.num_tensors

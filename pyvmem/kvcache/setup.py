@@ -15,7 +15,7 @@ from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.layout import Layout
 from pyvmem.reservation import Reservation
 
-__all__ = ["Parts", "make"]
+__all__ = ["Parts", "available_bytes", "make"]
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
@@ -97,7 +97,7 @@ def _limit_pages(
     if not config.memory_limit:
         return min(
             everything,
-            _available_bytes(cuda_device, everything * layout.page_size) // layout.page_size,
+            available_bytes(cuda_device, everything * layout.page_size) // layout.page_size,
         )
     least = layout.page_size * layout.num_tensors
     if config.memory_limit < least:
@@ -110,7 +110,7 @@ def _limit_pages(
     return config.memory_limit // layout.page_size
 
 
-def _available_bytes(cuda_device: int | None, unknown: int) -> int:
+def available_bytes(cuda_device: int | None, unknown: int) -> int:
     """Memory that is free now on the device; `unknown` where nothing tells."""
     if cuda_device is not None:
         try:

@@ -140,7 +140,7 @@ def least_budget(rank: Rank) -> Any:
         out.append(cache.stats().total_pages // TENSORS)
         assert cache.context.stats().slab_bytes >= 7 * TENSORS * PAGE
     available = (5 * TENSORS * PAGE, 8 * TENSORS * PAGE)[rank.index]
-    ranks._available_bytes = lambda device, unknown: available  # type: ignore[assignment]
+    ranks.available_bytes = lambda device, unknown: available  # type: ignore[assignment]
     with rank.cache(memory_limit=0) as cache:
         out.append(cache.stats().total_pages // TENSORS)
         # From now on no call needs the driver's memory.

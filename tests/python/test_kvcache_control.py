@@ -7,7 +7,14 @@ import pytest
 from kvcache_helpers import LAYERS, ROWS, lens, rows_are_zero, small_cache, stamp, state
 
 from pyvmem import Context, InvalidArgument
-from pyvmem.kvcache.control import claim, reclaim_free, set_limit
+from pyvmem.kvcache.control import (
+    capacity,
+    claim,
+    missing_pages,
+    obtainable_pages,
+    reclaim_free,
+    set_limit,
+)
 
 TENSORS = 2 * LAYERS
 
@@ -56,3 +63,29 @@ def test_pages_of_free_slots_come_back_but_those_that_are_kept(context: Context)
         reclaim_free(cache)
         reclaim_free(cache, wait=True)
         assert [slot.mapped_pages for slot in cache.snapshot()] == [0, 0, 0, 1]
+
+
+def test_what_a_request_has_and_what_it_lacks(context: Context) -> None:
+    with small_cache(context) as cache:
+        set_limit(cache, 4 * TENSORS)
+        claim(cache, 1)
+        assert capacity(cache, 1) == 0
+        assert missing_pages(cache, 1, ROWS + 1) == missing_pages(cache, None, ROWS + 1)
+        assert missing_pages(cache, 1, ROWS + 1) == 2 * TENSORS
+        assert obtainable_pages(cache) == (4 * TENSORS, 4 * TENSORS)
+        assert cache.step(lens(cache, r1=ROWS + 1)) == 0
+        assert capacity(cache, 1) == 2 * ROWS
+        assert missing_pages(cache, 1, 2 * ROWS) == missing_pages(cache, 1, 0) == 0
+        assert missing_pages(cache, 1, 2 * ROWS + 1) == TENSORS
+        assert obtainable_pages(cache) == (2 * TENSORS, 4 * TENSORS)
+        before = state(cache)
+        for call in (lambda: capacity(cache, 0), lambda: missing_pages(cache, 0, 1)):
+            with pytest.raises(InvalidArgument, match="reqid 0 is not taken"):
+                call()
+        longest = cache.config.max_seq_len
+        for length in (-1, longest + 1):
+            with pytest.raises(InvalidArgument, match=f"seq_len {length} is not between 0 and"):
+                missing_pages(cache, 1, length)
+        assert state(cache) == before
+        cache.free_reqid(1)  # its pages can be had again
+        assert obtainable_pages(cache) == (4 * TENSORS, 4 * TENSORS)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: MIT
+"""The cache that continuous batching of transformers 5.17 is given.
+
+There, the scheduler itself counts blocks and asks for more of them. A block is one token here, so
+that its arithmetic is about tokens; memory is told in tokens too, by whole pages in every tensor.
+Parallel answers are not forked but begin with the prompt that the first one recorded: the number of
+forks must be promised there before they are made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pyvmem.hf.cb_common import FULL, SlotCacheBase
+from pyvmem.hf.cb_options import Options
+
+__all__ = ["SlotCache"]
+
+
+class SlotCache(SlotCacheBase):
+    """Takes the arguments of transformers' `PagedAttentionCache`, after the options."""
+
+    block_size = 1
+    num_groups = 1
+    num_full_attention_groups = 1
+    num_sliding_attention_groups = 0
+    read_trash_index = 0
+    write_trash_index = 0
+
+    def __init__(
+        self,
+        options: Options,
+        config: Any,
+        continuous_batching_config: Any,
+        device: torch.device | str,
+        distributed_helper: Any,
+        dtype: torch.dtype = torch.float16,
+        tp_plan: Any = None,
+    ) -> None:
+        super().__init__(
+            options,
+            config,
+            continuous_batching_config,
+            continuous_batching_config.block_size,
+            device,
+            dtype,
+            distributed_helper.tp_size,
+            True,
+        )
+        layout = self.requests.kvcache.layout
+        self._page_tokens = max(1, layout.page_size // layout.row_bytes)
+        self._tensors = layout.num_tensors
+        self.num_blocks = self.num_pages = self.tokens
+        # What offloading looks at before it finds that it is switched off.
+        self.num_key_value_heads = layout.config.num_kv_heads
+        self.head_dim = layout.config.head_dim
+        self.key_cache = [None] * layout.config.num_layers
+        self.group_cache_managers: list[Any] = []
+
+    # ---- scheduler and offloading ----------------------------------------------------------------
+
+    def allocate_blocks(self, n_blocks: int, request_id: str, allocated_blocks: int) -> int | None:
+        """Maps what `n_blocks` tokens more need; None: it cannot be had."""
+        total = min(allocated_blocks + n_blocks, self.requests.kvcache.config.max_seq_len)
+        return n_blocks if self.requests.hold(request_id, total) else None
+
+    def blocks_needed(self, num_requested_blocks: int, allocated_blocks: int) -> int:
+        """Tokens that the pages hold which are missing."""
+        pages_for = self.requests.kvcache.layout.pages_for
+        return self._page_tokens * (
+            pages_for(allocated_blocks + num_requested_blocks) - pages_for(allocated_blocks)
+        )
+
+    def blocks_in_use(self, request_id: str) -> int:
+        """Tokens that a request's pages hold."""
+        return self._page_tokens * self.requests.granted(request_id)
+
+    def get_num_free_blocks(self) -> int:
+        """Tokens that the pages hold which requests could still get."""
+        return self._page_tokens * (self.requests.pages()[0] // self._tensors)
+
+    def free_blocks(self, request_id: str) -> None:
+        """Frees a request's slot."""
+        self.requests.drop(request_id)
+
+    def free_all_requests(self) -> None:
+        """Frees all slots."""
+        self.requests.drop_all()
+
+    # ---- prefixes and forks ----------------------------------------------------------------------
+
+    def mark_shareable_blocks_as_complete(self, state: Any, num_complete_blocks: int) -> None:
+        """The tokens' keys and values are computed."""
+        self.note_computed(state, num_complete_blocks)
+
+    def compute_max_num_forks(self, source_request_id: str) -> int:
+        """None: every answer is a request that matches the recorded prompt."""
+        return 0
+
+    # ---- inputs ----------------------------------------------------------------------------------
+
+    def get_seqlens_k(self, past_length: int, query_length: int) -> dict[str, int]:
+        """Keys that a request's new tokens attend to."""
+        return {FULL: past_length + query_length}

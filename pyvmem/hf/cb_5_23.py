@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: MIT
+"""The cache that continuous batching of transformers 5.23 is given.
+
+It answers what scheduler, inputs, offloading and runner ask of ``PagedAttentionCache`` and its
+allocators there (``generation/continuous_batching/cache.py``), which share no abstract base. Their
+blocks are counted here in pages of physical memory; there are no block tables, no read and write
+indices and no trash blocks, as attention takes slots and lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pyvmem.hf.cb_common import FULL, SlotCacheBase
+from pyvmem.hf.cb_options import Options
+from pyvmem.hf.named import NamedRequests
+
+__all__ = ["SlotCache"]
+
+
+class _Allocator:
+    """What is asked of the one allocator, that of the layers with full attention."""
+
+    index = 0
+    layer_type = FULL
+    supports_block_sharing = True
+    supports_block_table = False
+    read_trash_index = 0
+    write_trash_index = 0
+    blocks_per_sector = 1
+
+    def __init__(self, requests: NamedRequests, tokens_per_page: int, bytes_per_block: int) -> None:
+        self._requests = requests
+        self.tokens_per_page = tokens_per_page
+        self.bytes_per_block = bytes_per_block
+        self.block_table: dict[str, list[int]] = {}  # stays empty
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        """Physical pages, where transformers counts blocks."""
+        return self._requests.missing(request_id, past_length + query_length)
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        """Keys that a request's new tokens attend to."""
+        return past_length + query_length
+
+
+class _Pool:
+    """Sectors are not needed: pages are free or not."""
+
+    def try_to_free_sectors(self) -> None:
+        """Nothing to do."""
+
+
+class SlotCache(SlotCacheBase):
+    """Takes the arguments of transformers' `PagedAttentionCache`, after the options."""
+
+    read_cache_limit = None
+    max_decode_fast_path_length = 0
+
+    def __init__(
+        self,
+        options: Options,
+        config: Any,
+        continuous_batching_config: Any,
+        device: torch.device | str,
+        distributed_helper: Any,
+        dtype: torch.dtype = torch.float16,
+        model_supports_logits_to_keep: bool = False,
+    ) -> None:
+        block = continuous_batching_config.page_size
+        super().__init__(
+            options,
+            config,
+            continuous_batching_config,
+            block,
+            device,
+            dtype,
+            distributed_helper.tp_size,
+            not model_supports_logits_to_keep,
+        )
+        self.max_tokens_read = self.tokens
+        self.num_blocks = max(1, self.tokens // block)
+        self.bytes_per_sector = block * self.token_bytes
+        self.cache_allocators = {FULL: _Allocator(self.requests, block, self.bytes_per_sector)}
+        self.pool = _Pool()
+
+    # ---- scheduler and offloading ----------------------------------------------------------------
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        """Maps what the next `request_len` tokens need, if it can be had."""
+        total = state.current_len() + request_len
+        if dry_run:
+            return self.requests.room(state.request_id, total)
+        return self.requests.hold(state.request_id, total)
+
+    def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
+        """How many of the requests, in order, could have the pages that they lack."""
+        free = self.requests.pages()[0]
+        for count, needed in enumerate(list_blocks_needed):
+            free -= sum(needed.values())
+            if free < 0:
+                return count
+        return len(list_blocks_needed)
+
+    def compute_free_capacity(self, relative: bool = True) -> float:
+        """Pages that requests could get: a part of all, or in bytes."""
+        free, total = self.requests.pages()
+        return free / total if relative else free * self.requests.kvcache.layout.page_size
+
+    def evict_cached_blocks(self) -> bool:
+        """False: the KV cache itself evicts prefixes, and only when pages are needed."""
+        return False
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Frees a request's slot; `no_cache`: what it computed is not kept."""
+        self.requests.drop(request_id, record=not no_cache)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        """Frees all slots; `clear_ledgers`: recorded prefixes go too."""
+        self.requests.drop_all(forget=clear_ledgers)
+
+    def reset(self) -> None:
+        """As new."""
+        self.free_all_requests(clear_ledgers=True)
+
+    # ---- prefixes and forks ----------------------------------------------------------------------
+
+    def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
+        """Tokens, where transformers counts blocks; comes back by `mark_complete_blocks`."""
+        return {FULL: request_len} if self.use_prefix_sharing else {}
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        """The tokens' keys and values are computed."""
+        self.note_computed(state, complete_blocks.get(FULL, 0) if complete_blocks else 0)
+
+    def prepare_fork_request(
+        self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any
+    ) -> list[str]:
+        """Forks as many children as there is room for; nothing is left to copy."""
+        forked: list[str] = []
+        for child in dst_req_ids:
+            if not self.requests.fork(src_state.request_id, child, src_state.current_len()):
+                break
+            forked.append(child)
+        return forked
+
+    def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
+        """Nothing to do."""

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: MIT
+"""What the caches for all versions of transformers have in common; see cb_5_23.py."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from pyvmem.hf.cb_options import Options, check_model, make_requests
+from pyvmem.hf.named import NamedRequests
+
+__all__ = ["FULL", "SlotCacheBase"]
+
+FULL = "full_attention"
+_MAX_BATCH_TOKENS = 8192  # transformers' own default
+
+
+class SlotCacheBase:
+    """Requests in slots, where transformers has blocks.
+
+    Args:
+        options: as installed.
+        config: of the text model.
+        cb_config: resolved; ``max_requests_per_batch`` is lowered to the slots.
+        block_tokens: tokens of a block, in which ``num_blocks`` counts memory.
+        device, dtype: of the model.
+        tensor_parallel: devices that it is split over.
+        logits_of_all: see `make_requests`.
+
+    Attributes:
+        requests: the slots.
+        token_bytes: one token's in all tensors.
+        tokens: tokens that all memory could hold.
+        max_batch_tokens: tokens of a forward pass.
+        use_prefix_sharing, allow_block_sharing: prompts are recorded for others.
+        max_blocks_per_request: 0: there is no paged kernel for decoding.
+    """
+
+    max_blocks_per_request = 0
+
+    def __init__(
+        self,
+        options: Options,
+        config: Any,
+        cb_config: Any,
+        block_tokens: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        tensor_parallel: int,
+        logits_of_all: bool,
+    ) -> None:
+        check_model(config, tensor_parallel)
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        block = operator.index(block_tokens)
+        self.requests: NamedRequests = make_requests(
+            options, config, cb_config, block, self.device, dtype, logits_of_all
+        )
+        layout = self.requests.kvcache.layout
+        slots = layout.config.max_batch
+        self.token_bytes = layout.row_bytes * layout.num_tensors
+        tokens = self.requests.pages()[1] * layout.page_size // self.token_bytes
+        self.tokens = max(1, min(tokens, slots * layout.max_rows))
+        cb_config.max_requests_per_batch = min(cb_config.max_requests_per_batch or slots, slots)
+        self.max_batch_tokens: int = cb_config.max_batch_tokens or _MAX_BATCH_TOKENS
+        self.allow_block_sharing = self.use_prefix_sharing = self.requests.sharing
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Tokens of the prompt that the request has from now on, by sharing."""
+        return self.requests.match(request_id, prompt_ids)
+
+    def note_computed(self, state: Any, new: int) -> None:
+        """A forward pass over a request's next `new` tokens is done."""
+        if new and self.use_prefix_sharing:
+            self.requests.computed(
+                state.request_id,
+                new,
+                lambda: state.initial_tokens + state.generated_tokens,
+                len(state.initial_tokens),
+            )
+
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: Any,
+        write_index: Any,
+    ) -> None:
+        """Notes the request's place in the batch; the indices stay empty."""
+        self.requests.queue(request_id, past_length, query_length)

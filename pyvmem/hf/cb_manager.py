@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: MIT
+"""Where transformers' continuous batching is entered: its manager, its cache, its attention.
+
+transformers has a registry for attention functions, which is used, and none for caches: the name
+``PagedAttentionCache`` in its module ``continuous_api`` is looked up when a manager makes its
+cache. It and ``ContinuousBatchingManager`` are replaced there while the plug is installed. Managers
+of models that it was not installed for do what they did before.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.generation.continuous_batching import continuous_api
+
+from pyvmem.errors import NotSupported
+from pyvmem.hf.cb_options import Options, adjust, check_model, request_limits
+from pyvmem.kvcache.config import invalid
+
+__all__ = ["ATTENTION", "patch", "unpatch"]
+
+ATTENTION = "vmem"  # as transformers' registry knows it
+
+_api: Any = continuous_api
+_Manager: Any = _api.ContinuousBatchingManager
+_StockCache: Any = _api.PagedAttentionCache
+
+_building = threading.local()  # .cache: what makes the cache, while a manager of ours does so
+_options_for: Callable[[Any], Options | None] | None = None
+_slot_cache: Any = None
+
+
+def _make_cache(*args: Any, **kwargs: Any) -> Any:
+    """Stands for the class `PagedAttentionCache`."""
+    make = getattr(_building, "cache", None)
+    return _StockCache(*args, **kwargs) if make is None else make(*args, **kwargs)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: ``[1, heads, tokens, head_dim]`` to ``[1, tokens, ...]``.
+
+    Raises:
+        NotSupported: called without a cache of ours, or for attention that is more than causal.
+    """
+    cache = kwargs.get("cache")
+    if not isinstance(cache, _slot_cache):
+        raise NotSupported(
+            f"attention {ATTENTION!r} works in continuous batching only; the model goes back to "
+            "its own when the manager stops",
+            op=ATTENTION,
+        )
+    for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise NotSupported(f"attention {ATTENTION!r} has no {name}", op=ATTENTION)
+    layer: Any = module.layer_idx
+    q, k, v = (one.squeeze(0).transpose(0, 1) for one in (query, key, value))
+    return cache.requests.attend(layer, q, k, v, scaling).unsqueeze(0), None
+
+
+class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
+    """transformers' manager; with slots for models that the plug is installed for."""
+
+    def __init__(
+        self,
+        model: Any,
+        generation_config: Any,
+        continuous_batching_config: Any,
+        workload_hints: Any = None,
+    ) -> None:
+        self._vmem = None if _options_for is None else _options_for(model)
+        if self._vmem is not None:
+            check_model(model.config.get_text_config())
+            continuous_batching_config = copy.deepcopy(continuous_batching_config)
+            adjust(continuous_batching_config)
+        super().__init__(model, generation_config, continuous_batching_config, workload_hints)
+        self._vmem_cache: Any = None
+
+    def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Gives the model our attention, until the manager is stopped."""
+        if self._vmem is None:
+            super().switch_to_cb_friendly_attn(model, *args, **kwargs)
+            return
+        original = model.config._attn_implementation
+        if original != ATTENTION:
+            model.set_attn_implementation(ATTENTION)
+            self._original_attn_impl = original
+
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As transformers', which see; refuses a request that no slot can hold.
+
+        Without a number of new tokens, a request ends when its slot is full.
+
+        Raises:
+            InvalidArgument: prompt and new tokens together are more than ``max_seq_len``.
+        """
+        if self._vmem is not None:
+            config = self.model.config.get_text_config()
+            longest = request_limits(self._vmem, config, self.continuous_batching_config)[1]
+            new = max_new_tokens
+            if new is None:
+                new = self.generation_config.max_new_tokens
+            if new is None:
+                new = max(1, longest - len(input_ids))
+            if len(input_ids) + new > longest:
+                raise invalid(
+                    f"a prompt of {len(input_ids)} tokens and {new} new ones; max_seq_len is "
+                    f"{longest}, which install takes",
+                    limit=longest,
+                )
+            max_new_tokens = new
+        return super().add_request(input_ids, request_id, max_new_tokens, *args, **kwargs)
+
+    def _create_batch_processor(self) -> Any:
+        if self._vmem is None or self.batch_processor is not None:
+            return super()._create_batch_processor()
+        options = self._vmem
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            self._vmem_cache = _slot_cache(options, *args, **kwargs)
+            return self._vmem_cache
+
+        _building.cache = make
+        try:
+            processor = super()._create_batch_processor()
+        except BaseException:
+            self._close_cache()
+            raise
+        finally:
+            _building.cache = None
+        self._vmem_cache.requests.stream = processor.inputs_and_outputs.compute_stream
+        return processor
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """As transformers', which see; gives all memory back unless the manager is kept."""
+        super().stop(*args, **kwargs)
+        if self.batch_processor is None:
+            self._close_cache()
+
+    def destroy(self) -> None:
+        """As transformers', which see; gives all memory back."""
+        super().destroy()
+        self._close_cache()
+
+    def _close_cache(self) -> None:
+        # A thread that did not end in time may still use the cache; it goes with the manager then.
+        if not self.is_running() and self._vmem_cache is not None:
+            cache, self._vmem_cache = self._vmem_cache, None
+            self.batch_processor = None
+            cache.requests.close()
+
+
+def patch(options_for: Callable[[Any], Options | None], slot_cache: Any) -> None:
+    """Enters transformers.
+
+    Args:
+        options_for: a model's options; None: the plug is not installed for it.
+        slot_cache: the cache class of this version.
+    """
+    global _options_for, _slot_cache
+    _options_for, _slot_cache = options_for, slot_cache
+    disable: Any = torch.compiler.disable  # lengths are lists: nothing that could be compiled
+    AttentionInterface.register(ATTENTION, disable(_attention))
+    _api.ContinuousBatchingManager = VMemManager
+    _api.PagedAttentionCache = _make_cache
+
+
+def unpatch() -> None:
+    """Leaves transformers as it was. Managers that were made stay as they are."""
+    _api.ContinuousBatchingManager = _Manager
+    _api.PagedAttentionCache = _StockCache

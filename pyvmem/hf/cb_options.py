@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: MIT
+"""What continuous batching over virtual memory is made with, and the cache for a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pyvmem.attention.kernels import KERNELS
+from pyvmem.context import Context
+from pyvmem.errors import NotSupported
+from pyvmem.hf.named import NamedRequests
+from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.setup import available_bytes
+
+__all__ = ["MAX_SLOTS", "Options", "adjust", "check_model", "make_requests", "request_limits"]
+
+_log = logging.getLogger("pyvmem.hf")
+
+MAX_SLOTS = 256  # unless asked for; transformers' own default is 1024 requests in a batch
+_OF_THE_MODEL = {"num_layers", "num_kv_heads", "head_dim", "dtype", "max_batch", "max_seq_len"}
+_POLICY = {one.name for one in dataclasses.fields(KVCacheConfig)} - _OF_THE_MODEL
+
+
+@dataclass(frozen=True)
+class Options:
+    """See `pyvmem.hf.continuous.install`. Checked on construction.
+
+    Attributes:
+        max_batch: slots; None: `max_requests_per_batch`, at most `MAX_SLOTS`.
+        max_seq_len: tokens of a slot; None: the model's `max_position_embeddings`.
+        kernel: of attention.
+        backend: None: "host" for a model on the CPU, else "auto".
+        context: shared; None: one is opened and owned.
+        kvcache: other fields of `KVCacheConfig`.
+    """
+
+    max_batch: int | None = None
+    max_seq_len: int | None = None
+    kernel: str = "auto"
+    backend: str | None = None
+    context: Context | None = None
+    kvcache: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_seq_len"):
+            value = getattr(self, name)
+            if value is not None and operator.index(value) < 1:
+                raise invalid(f"{name} is {value}; it must be at least 1")
+        if self.kernel != "auto" and self.kernel not in KERNELS:
+            raise invalid(f"kernel {self.kernel!r} is none of auto, {', '.join(KERNELS)}")
+        unknown = sorted(set(self.kvcache) - _POLICY)
+        if unknown:
+            raise invalid(f"{unknown[0]!r} is none of the options {', '.join(sorted(_POLICY))}")
+
+
+def check_model(config: Any, tensor_parallel: int = 1) -> None:
+    """Refuses models that need another cache than all keys and values of every layer.
+
+    Raises:
+        NotSupported: sliding windows, states, layers that share keys, or several devices.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    shared = getattr(config, "num_kv_shared_layers", None)
+    what = ""
+    if kinds:
+        what = f"the model has layers of kind {', '.join(sorted(kinds))}"
+    elif getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
+        what = f"all its layers have a sliding window of {config.sliding_window} tokens"
+    elif shared:
+        what = f"{shared} of its layers use other layers' keys"
+    elif getattr(config, "attn_logit_softcapping", None):
+        what = "its attention scores are capped"
+    elif tensor_parallel > 1:
+        what = f"it is split over {tensor_parallel} devices"
+    if what:
+        raise NotSupported(
+            f"continuous batching over virtual memory: {what}", op="continuous batching"
+        )
+
+
+def adjust(cb_config: Any) -> None:
+    """Switches off, in place, what has no sense or is not there on slots, and says so.
+
+    * the decode fast path is a paged kernel: switched off silently, as attention is never paged;
+    * CUDA graphs replay a batch's lengths, which attention over slots takes from the host;
+    * asynchronous batching needs CUDA graphs to be of use;
+    * offloading to the host copies blocks by number; preempted requests are computed again.
+    """
+    cb_config.max_blocks_per_request = 0
+    graphs, asynchronous = cb_config.use_cuda_graph, cb_config.use_async_batching
+    space = cb_config.cpu_offload_space
+    for name, asked, off in (
+        ("use_cuda_graph", any(graphs) if isinstance(graphs, tuple) else bool(graphs), False),
+        ("use_async_batching", bool(asynchronous), False),
+        ("cpu_offload_space", space is None or space > 0, 0.0),
+    ):
+        if asked:
+            _log.warning(
+                "%s=%r has no effect over virtual memory: it is switched off",
+                name,
+                getattr(cb_config, name),
+            )
+        setattr(cb_config, name, off)
+
+
+def request_limits(options: Options, config: Any, cb_config: Any) -> tuple[int, int]:
+    """Slots, and tokens of each, for a resolved configuration.
+
+    Raises:
+        InvalidArgument: the model does not tell its longest sequence.
+    """
+    slots = options.max_batch or min(cb_config.max_requests_per_batch or MAX_SLOTS, MAX_SLOTS)
+    longest = options.max_seq_len or getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        raise invalid(f"{type(config).__name__} has no max_position_embeddings; give max_seq_len")
+    return slots, longest
+
+
+def make_requests(
+    options: Options,
+    config: Any,
+    cb_config: Any,
+    block_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    logits_of_all: bool,
+) -> NamedRequests:
+    """The cache for a model, and requests on it.
+
+    Args:
+        options: as installed.
+        config: of the text model.
+        cb_config: transformers' ``ContinuousBatchingConfig``, resolved.
+        block_tokens: tokens of a block, in which ``num_blocks`` counts memory.
+        device, dtype: of the model.
+        logits_of_all: the model computes scores for every token of a batch, not for the last of
+            each request; memory is left for them.
+
+    Raises:
+        InvalidArgument: a value that the model or the context cannot serve.
+    """
+    slots, longest = request_limits(options, config, cb_config)
+    shape = KVCacheConfig.from_hf(
+        config, dtype=dtype, max_batch=slots, max_seq_len=longest, **options.kvcache
+    )
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.itemsize
+    ordinal = None if device.type == "cpu" else device.index or 0
+    if not shape.memory_limit:
+        if cb_config.num_blocks is not None:
+            limit = cb_config.num_blocks * block_tokens * token_bytes
+        else:
+            limit = int(available_bytes(ordinal, 0) * cb_config.max_memory_percent)
+            limit -= _batch_bytes(config, cb_config, shape, logits_of_all)
+        shape = dataclasses.replace(shape, memory_limit=max(1, limit))
+    backend = options.backend or ("host" if ordinal is None else "auto")
+    cache = KVCache(shape, options.context, backend, ordinal or 0)
+    try:
+        if cache.context.cuda_device != ordinal:
+            raise invalid(
+                f"the model is on {device}; back end {cache.context.info.backend} has memory of "
+                f"CUDA device {cache.context.cuda_device}"
+            )
+        return NamedRequests(cache, options.kernel, cb_config.allow_block_sharing)
+    except BaseException:
+        cache.close()
+        raise
+
+
+def _batch_bytes(config: Any, cb_config: Any, shape: KVCacheConfig, logits_of_all: bool) -> int:
+    """An estimate of what a forward pass needs beside weights and cache."""
+    tokens = cb_config.max_batch_tokens or 8192
+    rows = tokens if logits_of_all else shape.max_batch
+    scores = rows * config.vocab_size * 4
+    return int(scores + tokens * 16 * config.hidden_size * shape.itemsize)

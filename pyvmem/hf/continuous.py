@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: MIT
+"""transformers' continuous batching with requests that are contiguous in virtual memory.
+
+    with vmem_continuous_batching(model, max_batch=64):
+        model.generate_batch(inputs, generation_config)
+
+transformers' own cache is paged: to attend, it gathers every request's whole past into one tensor,
+or calls a paged kernel. Here a request lies in a slot of a `pyvmem.KVCache`, and the kernels of
+`pyvmem.attention`, none of them paged, read it in place. transformers' scheduler, sampling and
+server stay as they are: chunked prefill, prefix sharing, parallel sampling, and preemption by
+computing again work as before. CUDA graphs, asynchronous batching and offloading to the host are
+switched off, with a warning where they were asked for.
+
+Checked with the versions of `CHECKED`; others are refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pyvmem.context import Context
+from pyvmem.errors import NotSupported
+from pyvmem.hf.cb_options import Options, check_model
+from pyvmem.kvcache import KVCache
+from pyvmem.kvcache.config import invalid
+
+__all__ = ["CHECKED", "install", "kvcache_of", "uninstall", "vmem_continuous_batching"]
+
+#: transformers' versions that were checked, and the cache that each one needs.
+CHECKED = {"5.17": "pyvmem.hf.cb_5_17", "5.23": "pyvmem.hf.cb_5_23"}
+
+_lock = threading.Lock()
+_models: weakref.WeakKeyDictionary[Any, Options] = weakref.WeakKeyDictionary()
+_default: Options | None = None
+
+
+def _adapter() -> Any:
+    """The cache class for the transformers that is installed."""
+    import transformers
+
+    version = transformers.__version__
+    module = CHECKED.get(".".join(version.split(".")[:2]))
+    if module is None:
+        raise NotSupported(
+            f"transformers {version}: continuous batching over virtual memory was checked with "
+            f"{', '.join(CHECKED)} only, and its inside changes from release to release",
+            op="continuous batching",
+        )
+    return importlib.import_module(module).SlotCache
+
+
+def _options_for(model: Any) -> Options | None:
+    return _models.get(model, _default)
+
+
+def install(
+    model: Any = None,
+    *,
+    max_batch: int | None = None,
+    max_seq_len: int | None = None,
+    kernel: str = "auto",
+    backend: str | None = None,
+    context: Context | None = None,
+    **kvcache_options: Any,
+) -> None:
+    """Makes continuous batching use virtual memory from now on; again: with other options.
+
+    Managers that exist are not changed.
+
+    Args:
+        model: for this one only; None: for every model of the process (one that cannot be served
+            so is then refused when its continuous batching begins).
+        max_batch: slots, that is, requests that are worked on at a time; None: what
+            ``ContinuousBatchingConfig.max_requests_per_batch`` says, at most 256.
+        max_seq_len: tokens of a slot, for which addresses are reserved; None: the model's
+            ``max_position_embeddings``. A longer request is refused when it is added.
+        kernel: see `pyvmem.attention.Attention`.
+        backend: as of `pyvmem.Context`; None: "host" for a model on the CPU, else "auto".
+        context: a context to share; it must outlive the managers.
+        **kvcache_options: other fields of `pyvmem.KVCacheConfig`. ``memory_limit`` is, where it is
+            not given, ``num_blocks`` blocks of the ``ContinuousBatchingConfig``, or else what
+            ``max_memory_percent`` leaves.
+
+    Raises:
+        InvalidArgument: an unknown option or value; a model with a manager that was kept
+            (``destroy_cached_continuous_batching_manager`` ends it).
+        NotSupported: a version of transformers that was not checked, or a model whose attention is
+            more than causal: sliding windows, capped scores, shared layers.
+    """
+    global _default
+    options = Options(max_batch, max_seq_len, kernel, backend, context, kvcache_options)
+    slot_cache = _adapter()
+    if model is not None:
+        check_model(model.config.get_text_config())
+        if getattr(model, "_cached_continuous_batching_manager", None) is not None:
+            raise invalid(
+                "the model has a manager of continuous batching that was kept; call "
+                "destroy_cached_continuous_batching_manager first"
+            )
+    from pyvmem.hf import cb_manager
+
+    with _lock:
+        if model is None:
+            _default = options
+        else:
+            _models[model] = options
+        cb_manager.patch(_options_for, slot_cache)
+
+
+def uninstall(model: Any = None) -> None:
+    """Undoes `install` with the same model; what was not installed: nothing."""
+    global _default
+    with _lock:
+        if model is None:
+            _default = None
+        else:
+            _models.pop(model, None)
+        if _default is None and not _models:
+            from pyvmem.hf import cb_manager
+
+            cb_manager.unpatch()
+
+
+@contextmanager
+def vmem_continuous_batching(model: Any = None, **options: Any) -> Iterator[None]:
+    """`install`, whose arguments it takes, for a block of code."""
+    install(model, **options)
+    try:
+        yield
+    finally:
+        uninstall(model)
+
+
+def kvcache_of(manager: Any) -> KVCache | None:
+    """The KV cache of a manager, for its `stats`; None before the first request, or without one."""
+    cache = getattr(manager, "_vmem_cache", None)
+    return None if cache is None else cache.requests.kvcache

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: MIT
+"""`NamedRequests`: an engine's requests, by its own names, on the slots of a KV cache.
+
+Continuous batching asks of a cache: is there room for so many tokens of this request, free it,
+share a prefix, fork, and attention for the batch that was just put together. Nothing here knows
+transformers; what it asks in which version is in the modules beside.
+
+A step of the engine:
+
+    hold(name, tokens)           for each request of the next batch: a slot, pages; False: no room
+    queue(name, past, new)       the batch, request by request
+    attend(layer, q, k, v)       in every layer; the first call after `queue` steps the cache, and
+                                 begins to map what the next token needs
+    computed(name, new, tokens)  when the batch's results are there: these rows may be recorded
+    drop(name)                   at a request's end
+
+Called by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pyvmem.attention import Attention
+from pyvmem.errors import VMemError
+from pyvmem.hf.next_batch import NextBatch, close_quietly
+from pyvmem.info import Caps
+from pyvmem.kvcache import KVCache, control
+from pyvmem.kvcache.config import invalid
+
+__all__ = ["NamedRequests"]
+
+
+def _no_tokens() -> list[int]:
+    return []
+
+
+@dataclass
+class _Request:
+    """A request that has a slot.
+
+    Attributes:
+        reqid: the slot.
+        valid: rows whose keys and values are computed.
+        ids: the tokens of these rows, and perhaps more; called when something is recorded.
+        recorded: its prompt was offered to others.
+    """
+
+    reqid: int
+    valid: int = 0
+    ids: Callable[[], list[int]] = _no_tokens
+    recorded: bool = False
+
+
+class NamedRequests:
+    """Requests by name on a `KVCache` that is this object's own from now on.
+
+    Without `close`, memory goes back when the object is collected.
+
+    Args:
+        cache: closed by `close`.
+        kernel: of attention, see `pyvmem.attention.Attention`.
+        sharing: record prompts, for requests that begin with the same tokens.
+
+    Attributes:
+        kvcache: for its reports.
+        choice: attention's kernel, and why not another.
+        sharing: asked for, and the back end can map a page twice.
+        stream: CUDA stream of the model's work; None: torch's current one.
+    """
+
+    def __init__(self, cache: KVCache, kernel: str = "auto", sharing: bool = True) -> None:
+        self.kvcache = cache
+        attention = Attention(cache, kernel)
+        self.choice = attention.choice
+        self._next = NextBatch(cache, attention)
+        self._finalizer = weakref.finalize(self, close_quietly, cache, attention)
+        self._finalizer.atexit = False
+        self.can_fork = Caps.ALIAS | Caps.READONLY in cache.context.info.caps
+        self.sharing = sharing and self.can_fork
+        self.stream: Any = None
+        self._requests: dict[str, _Request] = {}
+        self._lens = [0] * cache.config.max_batch
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    # ---- room ------------------------------------------------------------------------------------
+
+    def hold(self, name: str, tokens: int) -> bool:
+        """Maps pages until the request's slot holds so many tokens; takes a slot at first.
+
+        Returns:
+            False, with nothing changed: every slot is taken, or memory is short although all that
+            belongs to no request was reclaimed.
+
+        Raises:
+            InvalidArgument: more tokens than a slot can hold. VMemError: as `KVCache.step`.
+        """
+        cache, longest = self.kvcache, self.kvcache.config.max_seq_len
+        if tokens > longest:
+            raise invalid(f"request {name}: {tokens} tokens; max_seq_len is {longest}")
+        request = self._requests.get(name)
+        if request is None:
+            reqid = cache.alloc_reqid(tokens)
+            if reqid is None:
+                return False
+            try:
+                held = self._map(reqid, tokens)
+            except BaseException:
+                cache.free_reqid(reqid, self.stream)
+                raise
+            if not held:
+                cache.free_reqid(reqid, self.stream)
+                return False
+            self._requests[name] = _Request(reqid)
+            return True
+        return self._map(request.reqid, tokens)
+
+    def _map(self, reqid: int, tokens: int) -> bool:
+        if tokens > control.capacity(self.kvcache, reqid):
+            lens = self._lens[:]
+            lens[reqid] = tokens
+            if self.kvcache.step(lens, self.stream) == -1:
+                return False
+        self._lens[reqid] = tokens
+        return True
+
+    def pages(self) -> tuple[int, int]:
+        """Physical pages that requests could still get, and all that there are."""
+        return control.obtainable_pages(self.kvcache)
+
+    def missing(self, name: str, tokens: int) -> int:
+        """Physical pages that the request lacks to hold so many tokens."""
+        request = self._requests.get(name)
+        reqid = None if request is None else request.reqid
+        return control.missing_pages(self.kvcache, reqid, tokens)
+
+    def granted(self, name: str) -> int:
+        """Pages that the request has in each tensor; 0 without a slot."""
+        if name not in self:
+            return 0
+        return self.kvcache.snapshot()[self._requests[name].reqid].granted_pages
+
+    def room(self, name: str, tokens: int) -> bool:
+        """Whether `hold` would do it; nothing changes."""
+        if name not in self._requests and len(self) >= self.kvcache.config.max_batch:
+            return False
+        fits = tokens <= self.kvcache.config.max_seq_len
+        return fits and self.missing(name, tokens) <= self.pages()[0]
+
+    def drop(self, name: str, record: bool = True) -> None:
+        """Frees a request's slot; a name without one: nothing.
+
+        Args:
+            name: the request.
+            record: what it computed is kept for requests that begin with the same tokens, until
+                memory is short.
+        """
+        self._next.leave(name)
+        request = self._requests.pop(name, None)
+        if request is None:
+            return
+        self._lens[request.reqid] = 0
+        if record and self.sharing and request.valid >= self.kvcache.sharing_unit:
+            with suppress(VMemError):  # it was not freed then
+                ids = request.ids()[: request.valid]
+                self.kvcache.free_reqid(request.reqid, self.stream, ids)
+                return
+        self.kvcache.free_reqid(request.reqid, self.stream)
+
+    def drop_all(self, forget: bool = False) -> None:
+        """`drop` for all; `forget`: recorded prefixes go too, and idle memory."""
+        for name in list(self._requests):
+            self.drop(name, record=not forget)
+        if forget:
+            self.kvcache.trim(prefixes=True)
+
+    # ---- sharing ---------------------------------------------------------------------------------
+
+    def match(self, name: str, prompt: list[int]) -> int:
+        """Gives a request without a slot the longest recorded prefix of its prompt.
+
+        Returns:
+            The tokens that it holds now, never all; 0: none is recorded, or there is no slot.
+        """
+        if not self.sharing or name in self._requests:
+            return 0
+        found = self.kvcache.match(prompt)
+        taken = self.kvcache.alloc_prefix(found, stream=self.stream) if found.length else None
+        if taken is None:
+            return 0
+        reqid, tokens = taken
+        self._requests[name] = _Request(reqid, tokens, lambda: prompt, recorded=False)
+        self._lens[reqid] = tokens
+        return tokens
+
+    def fork(self, name: str, child: str, tokens: int) -> bool:
+        """A new request that begins with another's first rows; False: no room for it."""
+        parent = self._requests[name]
+        reqid = None
+        if self.can_fork:
+            reqid = self.kvcache.fork(parent.reqid, tokens, self.stream)
+        if reqid is None:
+            return False
+        self._requests[child] = _Request(reqid, min(tokens, parent.valid), parent.ids, True)
+        self._lens[reqid] = tokens
+        return True
+
+    def computed(self, name: str, new: int, ids: Callable[[], list[int]], prompt: int) -> None:
+        """Tells that a request's next rows are computed; records a prompt when it is complete.
+
+        Args:
+            name: the request; one without a slot is ignored.
+            new: rows.
+            ids: gives the request's tokens, of all rows so far at least.
+            prompt: tokens of its prompt.
+        """
+        request = self._requests.get(name)
+        if request is None:
+            return
+        request.valid += new
+        request.ids = ids
+        if not self.sharing or request.recorded or request.valid < prompt:
+            return
+        request.recorded = True
+        if prompt >= self.kvcache.sharing_unit:
+            self.kvcache.record(request.reqid, ids()[:prompt], self.stream)
+
+    # ---- the batch -------------------------------------------------------------------------------
+
+    def queue(self, name: str, past: int, new: int) -> None:
+        """Puts a request into the next batch: `new` tokens behind `past` ones."""
+        self._next.queue(name, past, new)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Writes the batch's new rows and attends, causally, each request over its own.
+
+        Args:
+            layer: of the cache.
+            q: ``[tokens, num_heads, head_dim]``; tokens behind the batch's are padding.
+            k, v: ``[tokens, num_kv_heads, head_dim]``.
+            scale: of the scores; None: ``head_dim ** -0.5``.
+
+        Returns:
+            As `q`; zeros where there is padding.
+
+        Raises:
+            InvalidArgument: fewer tokens than were queued, or no batch.
+        """
+        if self._next.queued:
+            reqids = {name: request.reqid for name, request in self._requests.items()}
+            self._next.begin(reqids, self._lens, self.stream)
+        return self._next.attend(layer, q, k, v, scale)
+
+    # ---- end -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Frees everything and closes the cache; again: nothing.
+
+        Where tensors of the cache live elsewhere, it stays open, with a warning in the log.
+        """
+        if self._finalizer.detach() is None:
+            return
+        self._requests.clear()
+        self._next.end(self.stream)

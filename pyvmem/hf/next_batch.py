@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: MIT
+"""The batch that an engine puts together request by request, and its attention in every layer."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pyvmem.attention import Attention, Batch
+from pyvmem.errors import Busy, OutOfMemory
+from pyvmem.kvcache import KVCache
+from pyvmem.kvcache.config import invalid
+
+__all__ = ["NextBatch", "close_quietly"]
+
+_log = logging.getLogger("pyvmem.hf")
+
+
+class NextBatch:
+    """Requests by name, with their tokens; then the same as slots. Part of `NamedRequests`.
+
+    Attributes:
+        queued: name, tokens that are there, new tokens; emptied by `begin`.
+    """
+
+    def __init__(self, cache: KVCache, attention: Attention) -> None:
+        self._cache = cache
+        self._attention = attention
+        self._batch: Batch | None = None
+        self.queued: list[tuple[str, int, int]] = []
+
+    def queue(self, name: str, past: int, new: int) -> None:
+        """See `NamedRequests.queue`."""
+        self.queued.append((name, past, new))
+
+    def leave(self, name: str) -> None:
+        """Takes a request out of the queue."""
+        self.queued = [one for one in self.queued if one[0] != name]
+
+    def begin(self, reqids: Mapping[str, int], lens: Sequence[int], stream: Any) -> None:
+        """Steps the cache for the queued requests, which are the batch from now on.
+
+        Begins to map, in the background, what they need for one token more.
+
+        Args:
+            reqids: slots by name.
+            lens: tokens that every slot holds with this batch; pages are there.
+            stream: of the model's work.
+
+        Raises:
+            OutOfMemory: pages are missing. VMemError: as `KVCache.step`.
+        """
+        cache = self._cache
+        queued, self.queued = self.queued, []
+        if cache.step(lens, stream) == -1:
+            raise OutOfMemory("pages that were held are gone", errno=errno.ENOMEM, op="attend")
+        slots = [reqids[name] for name, _, _ in queued]
+        new = [count for _, _, count in queued]
+        kv_lens = [past + count for _, past, count in queued]
+        self._batch = self._attention.batch(slots, new, kv_lens)
+        ahead = list(lens)
+        for slot in slots:
+            ahead[slot] = min(ahead[slot] + 1, cache.config.max_seq_len)
+        cache.step_async(ahead)  # -1: memory is short, as the next `hold` tells
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """See `NamedRequests.attend`."""
+        batch = self._batch
+        if batch is None:
+            raise invalid("attend without a batch")
+        count = batch.tokens
+        if q.shape[0] < count:
+            raise invalid(f"{q.shape[0]} tokens; the batch has {count}")
+        self._attention.write(layer, k[:count], v[:count], batch)
+        out = self._attention(q[:count], layer, batch, scale=scale)
+        if q.shape[0] > count:
+            out = torch.cat([out, out.new_zeros((q.shape[0] - count, *out.shape[1:]))])
+        return out
+
+    def end(self, stream: Any) -> None:
+        """Closes attention and cache; no batch is possible afterwards."""
+        self._batch = None
+        self.queued = []
+        close_quietly(self._cache, self._attention, stream)
+
+
+def close_quietly(cache: KVCache, attention: Attention, stream: Any = None) -> None:
+    """Closes both; where tensors live elsewhere the cache stays open, which the log tells."""
+    attention.close()
+    try:
+        cache.close(stream)
+    except Busy:
+        gc.collect()  # tracebacks and compilers hold tensors in cycles of references
+        try:
+            cache.close(stream)
+        except Busy as error:
+            _log.warning("the KV cache stays open: %s", error)

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: MIT
+"""Description: continuous batching on slots gives the tokens of transformers' own paged path."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
+
+import torch
+import transformers
+from serve_helpers import VOCABULARY, one_thread, tiny_model
+from transformers import ContinuousBatchingConfig, GenerationConfig, MistralConfig
+
+import pyvmem
+from pyvmem import InvalidArgument, NotSupported
+from pyvmem.hf import continuous
+from pyvmem.hf.continuous import install, kvcache_of, uninstall, vmem_continuous_batching
+from pyvmem.hf.named import NamedRequests
+
+__all__ = ["one_thread"]
+
+VERSION = ".".join(transformers.__version__.split(".")[:2])
+pytestmark = [
+    pytest.mark.needs_tensors,
+    pytest.mark.filterwarnings("default"),  # transformers' own
+    pytest.mark.skipif(VERSION not in continuous.CHECKED, reason=f"transformers {VERSION}"),
+]
+
+BLOCK = "page_size" if VERSION != "5.17" else "block_size"
+STOCK = "sdpa" if VERSION != "5.17" else "paged|sdpa"
+NO_FLASH = {"auto_switch_to_flash": False} if VERSION != "5.17" else {}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model(2).model
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(context: pyvmem.Context) -> Iterator[None]:
+    """After every test transformers is as it was, and no page is left."""
+    from transformers.generation.continuous_batching import continuous_api as api
+
+    before = api.PagedAttentionCache, api.ContinuousBatchingManager
+    yield
+    assert (api.PagedAttentionCache, api.ContinuousBatchingManager) == before
+    assert context.stats().used_bytes == 0
+
+
+def prompts(count: int, seed: int = 3, longest: int = 60) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [
+        [dice.randrange(1, VOCABULARY) for _ in range(dice.randint(1, longest))]
+        for _ in range(count)
+    ]
+
+
+def config(blocks: int | None = 100, tokens: int = 24, **more: Any) -> ContinuousBatchingConfig:
+    """A budget of few tokens, so that long prompts are prefilled in chunks."""
+    return ContinuousBatchingConfig(
+        **{BLOCK: 16}, **NO_FLASH, num_blocks=blocks, max_batch_tokens=tokens, **more
+    )
+
+
+def generation(new_tokens: int | None = 14, **more: Any) -> GenerationConfig:
+    how = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, **more}
+    return GenerationConfig(max_new_tokens=new_tokens, **how)
+
+
+def answers(
+    model: Any, inputs: list[list[int]], cb_config: Any = None, config_of: Any = None
+) -> list[list[int]]:
+    found = model.generate_batch(
+        inputs,
+        generation_config=config_of or generation(),
+        continuous_batching_config=cb_config or config(),
+    )
+    assert [one.error for one in found.values()] == [None] * len(found)
+    return [one.generated_tokens for one in found.values()]
+
+
+def stock(model: Any, *args: Any) -> list[list[int]]:
+    model.set_attn_implementation(STOCK)
+    try:
+        return answers(model, *args)
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+def options(context: pyvmem.Context, **more: Any) -> dict[str, Any]:
+    enough = 4 * 80 * context.info.granule  # 80 pages of K and of V of two layers
+    return {"context": context, "max_batch": 4, "memory_limit": enough, **more}
+
+
+def on(context: pyvmem.Context, model: Any) -> Any:
+    ordinal = context.cuda_device
+    return model.to("cpu" if ordinal is None else f"cuda:{ordinal}")
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, name: str, what: Callable[..., Any]) -> list[Any]:
+    """Collects `what` of every call of a method of `NamedRequests`."""
+    seen: list[Any] = []
+    method = getattr(NamedRequests, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = method(self, *args, **kwargs)
+        seen.append(what(self, out, *args, **kwargs))
+        return out
+
+    monkeypatch.setattr(NamedRequests, name, call)
+    return seen
+
+
+# ---- the same tokens -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
+def test_mixed_prompts_in_chunks_and_more_requests_than_slots(
+    model: Any, context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch, scheduler: str
+) -> None:
+    model, inputs = on(context, model), prompts(9)
+    want = stock(model, inputs, config(scheduler_type=scheduler))
+    held = watch(monkeypatch, "hold", lambda self, out, *args: (len(self), out))
+    queued = watch(monkeypatch, "queue", lambda self, out, name, past, new: (past, new))
+    with vmem_continuous_batching(model, **options(context)):
+        got = answers(model, inputs, config(scheduler_type=scheduler))
+    assert got == want
+    assert max(count for count, _ in held) == 4
+    assert any(past and new > 1 for past, new in queued)  # a later chunk
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_preempted_requests_are_computed_again(
+    model: Any, context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = on(context, model), prompts(4, longest=20)
+    length = context.info.granule // 192  # tokens whose rows, of 192 bytes, fill a page
+    new_tokens = min(2 * length, 500 - 20)
+    inputs = [one[:12] for one in inputs]
+    how = generation(min(new_tokens, 40))
+    want = stock(model, inputs, config(), how)
+    dropped = watch(
+        monkeypatch, "drop", lambda self, out, name, record=True: (name in self, record)
+    )
+    pages = 2 * 2 * 5  # K and V of two layers, five pages of each
+    limit = pages * context.info.granule
+    with vmem_continuous_batching(model, **options(context, memory_limit=limit)):
+        got = answers(model, inputs, config(safety_margin=0.0), how)
+    assert got == want
+    if context.info.granule <= 4096:  # else no request is long enough
+        assert len(dropped) > len(inputs)
+
+
+def test_prefixes_are_shared(model: Any, context: pyvmem.Context) -> None:
+    page = context.info.granule
+    dice = random.Random(9)
+    unit = page // 64 if page <= 4096 else 0  # lcm(192, page) / 192
+    if not unit:
+        pytest.skip("pages hold more tokens than the model's longest sequence")
+    model = on(context, model)
+    common = [dice.randrange(1, VOCABULARY) for _ in range(3 * unit)]
+    inputs = [common + one for one in prompts(3, longest=9)]
+    want = stock(model, inputs)
+    with vmem_continuous_batching(model, **options(context)):
+        manager = model.init_continuous_batching(generation(), config())
+        manager.start()
+        got = []
+        for one in inputs:  # one after the other, so that the second finds what the first left
+            manager.add_request(one, max_new_tokens=14)
+            got.append(result(manager).generated_tokens)
+        cache = kvcache_of(manager)
+        assert cache is not None
+        assert cache.stats().prefix_tokens == 3 * unit
+        cache.check_integrity()
+        manager.stop(block=True)
+        assert kvcache_of(manager) is None
+    assert got == want
+
+
+def result(manager: Any) -> Any:
+    for _ in range(600):
+        found = manager.get_result(timeout=0.1)
+        if found is not None and found.is_finished():
+            return found
+    raise AssertionError("no result")
+
+
+def test_prefixes_of_running_requests_and_without_sharing(
+    model: Any, context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = on(context, model)
+    dice = random.Random(8)
+    common = [dice.randrange(1, VOCABULARY) for _ in range(200)]
+    inputs = [common + one for one in prompts(6, longest=9)]
+    want = stock(model, inputs)
+    matched = watch(monkeypatch, "match", lambda self, out, *args: out)
+    with vmem_continuous_batching(model, **options(context, max_batch=2)):
+        assert answers(model, inputs) == want
+        if context.info.granule <= 4096:
+            assert max(matched) == 192
+        del matched[:]
+        assert answers(model, inputs, config(allow_block_sharing=False)) == want
+    assert not any(matched)
+
+
+def test_parallel_answers_are_forks(
+    model: Any, context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = on(context, model), prompts(3, longest=90)
+    how = generation(do_sample=True, top_k=1, num_return_sequences=3)  # the likeliest token
+    want = stock(model, inputs, config(), how)
+    forked = watch(monkeypatch, "fork", lambda self, out, *args: out)
+    with vmem_continuous_batching(model, **options(context, max_batch=6)):
+        got = answers(model, inputs, config(), how)
+    assert got == want
+    assert len(got) == (3 if VERSION == "5.17" else 9)  # 5.17 returns one answer for each prompt
+    assert any(forked) == (VERSION != "5.17")  # there they share the recorded prompt instead
+
+
+def test_memory_is_taken_from_what_is_free_without_a_number_of_blocks(
+    model: Any, context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = on(context, model), prompts(3)
+    want = stock(model, inputs)
+    pages = watch(monkeypatch, "pages", lambda self, out: out)
+    with vmem_continuous_batching(model, **options(context, max_batch=2, memory_limit=0)):
+        assert answers(model, inputs, config(None, max_memory_percent=0.5)) == want
+    assert all(free <= total for free, total in pages)
+    assert max(total for _, total in pages) > 100 * 16  # more than `config` asks for
+
+
+# ---- life ----------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_request_gives_its_slot_back(model: Any, context: pyvmem.Context) -> None:
+    model = on(context, model)
+    with vmem_continuous_batching(model, **options(context, max_batch=1)):
+        manager = model.init_continuous_batching(generation(), config())
+        manager.start()
+        first = manager.add_request([1, 2, 3], max_new_tokens=400)
+        while kvcache_of(manager) is None or not kvcache_of(manager).stats().active_slots:
+            time.sleep(0.01)
+        manager.cancel_request(first)
+        manager.add_request([4, 5, 6], max_new_tokens=5)
+        assert len(result(manager).generated_tokens) == 5
+        manager.stop(block=True)
+
+
+def test_a_manager_that_is_kept(model: Any, context: pyvmem.Context) -> None:
+    model, inputs = on(context, model), prompts(4)
+    want = stock(model, inputs)
+    with vmem_continuous_batching(model, **options(context)):
+        for _ in range(2):
+            found = model.generate_batch(
+                inputs,
+                generation_config=generation(),
+                continuous_batching_config=config(),
+                persistent_manager=True,
+            )
+            assert [one.generated_tokens for one in found.values()] == want
+        with pytest.raises(InvalidArgument, match="kept"):
+            install(model)
+        model.destroy_cached_continuous_batching_manager()
+
+
+def test_install_for_one_model_for_all_and_for_none(context: pyvmem.Context) -> None:
+    mine, other = on(context, tiny_model(1).model), on(context, tiny_model(1).model)
+    inputs = prompts(2)
+    install(mine, **options(context))
+    for model, ours in ((mine, True), (other, False)):
+        manager = model.init_continuous_batching(generation(), config())
+        assert (model.config._attn_implementation == "vmem") is ours
+        manager.start()
+        manager.add_request(inputs[0])
+        assert result(manager).error is None
+        assert (kvcache_of(manager) is not None) is ours
+        manager.stop(block=True)
+    uninstall(mine)
+    uninstall(mine)
+    install(**options(context, max_seq_len=20))
+    with pytest.raises(InvalidArgument, match="max_seq_len is 20"):
+        other.init_continuous_batching(generation(), config()).add_request([1] * 7)
+    other.set_attn_implementation("sdpa")
+    uninstall()
+
+
+# ---- what is refused or switched off -------------------------------------------------------------
+
+
+def test_bad_options_change_nothing(model: Any, context: pyvmem.Context) -> None:
+    for bad, match in (
+        ({"max_batch": 0}, "max_batch is 0"),
+        ({"max_seq_len": -3}, "max_seq_len is -3"),
+        ({"kernel": "magic"}, "'magic'"),
+        ({"num_layers": 3}, "'num_layers' is none"),
+        ({"pages": 3}, "'pages' is none"),
+    ):
+        with pytest.raises(InvalidArgument, match=match):
+            install(model, context=context, **bad)
+    with (
+        vmem_continuous_batching(model, **options(context, memory_limit=1)),
+        pytest.raises(InvalidArgument, match="less than one page"),
+    ):
+        answers(on(context, model), [[1]])
+    model.set_attn_implementation("sdpa")
+
+
+def test_other_versions_and_other_attention_are_refused(
+    model: Any, context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
+    sliding = transformers.MistralForCausalLM(
+        MistralConfig(**small, sliding_window=4, vocab_size=9, intermediate_size=8)
+    )
+    with pytest.raises(NotSupported, match="sliding"):
+        install(sliding, context=context)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "6.1.0")
+    with pytest.raises(NotSupported, match=r"transformers 6\.1\.0.*checked"):
+        install(model, context=context)
+
+
+def test_a_request_that_no_slot_holds_is_refused(model: Any, context: pyvmem.Context) -> None:
+    model = on(context, model)
+    with vmem_continuous_batching(model, **options(context, max_seq_len=32)):
+        manager = model.init_continuous_batching(generation(None), config())
+        with pytest.raises(InvalidArgument, match="30 tokens and 3 new ones; max_seq_len is 32"):
+            manager.add_request([1] * 30, max_new_tokens=3)
+        manager.start()
+        manager.add_request([1] * 30, max_new_tokens=2)
+        assert len(result(manager).generated_tokens) == 2
+        manager.add_request([1] * 30)  # no number: until the slot is full
+        assert len(result(manager).generated_tokens) == 2
+        manager.stop(block=True)
+
+
+def test_what_is_switched_off_says_so(
+    model: Any, context: pyvmem.Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = config(use_cuda_graph=True, use_async_batching=True, cpu_offload_space=0.5)
+    with (
+        vmem_continuous_batching(model, **options(context)),
+        caplog.at_level(logging.WARNING, "pyvmem.hf"),
+    ):
+        manager = model.init_continuous_batching(generation(), asked)
+        model.set_attn_implementation("sdpa")
+    said = [record.getMessage() for record in caplog.records if record.name == "pyvmem.hf"]
+    assert [one.split("=")[0] for one in said] == [
+        "use_cuda_graph",
+        "use_async_batching",
+        "cpu_offload_space",
+    ]
+    assert not any(manager.continuous_batching_config.cuda_graph_booleans)
+    assert asked.use_cuda_graph is True  # the caller's own is not changed
+
+
+def test_our_attention_elsewhere_is_an_error(model: Any, context: pyvmem.Context) -> None:
+    model = on(context, model)
+    with vmem_continuous_batching(model, **options(context)):
+        model.set_attn_implementation("vmem")
+        with pytest.raises(NotSupported, match="continuous batching only"):
+            model(torch.tensor([[1, 2]], device=model.device))
+        model.set_attn_implementation("sdpa")
+
+
+def test_attention_that_is_more_than_causal_is_an_error(context: pyvmem.Context) -> None:
+    with vmem_continuous_batching(**options(context)):
+        from pyvmem.hf import cb_manager
+
+        cache = object.__new__(cb_manager._slot_cache)
+        rows = torch.zeros(1, 2, 3, 4)
+        for name in ("softcap", "sliding_window", "s_aux"):
+            with pytest.raises(NotSupported, match=name):
+                cb_manager._attention(
+                    torch.nn.Identity(), rows, rows, rows, None, cache=cache, **{name: 2}
+                )
