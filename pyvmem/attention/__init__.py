@@ -88,16 +88,10 @@ class Attention:
         return self._run(q, k, v, batch, q.shape[2] ** -0.5 if scale is None else scale)
 
     def close(self) -> None:
-        """Lets go of the cache's tensors, so that the cache can be closed.
-
-        FlexAttention: what torch has compiled in this process is compiled again when it is next
-        used, since it keeps the tensors that it was first called with.
-        """
+        """Lets go of the cache's tensors, so that the cache can be closed."""
         self._k, self._v = [], []
         if self.choice.name == "flex":
-            if self._device.type == "cuda":
-                torch.compiler.reset()
-            gc.collect()  # traces hold their inputs in cycles of references
+            gc.collect()  # the compiler's traces hold their inputs in cycles of references
 
     def _check(self, name: str, rows: torch.Tensor, batch: Batch, heads: int) -> None:
         config = self._cache.config

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["flex", "why_not"]
 
+_SHAPES = 128  # of models and batches in one process that it is compiled for; then it raises
 _BLOCK = 128  # rows that FlexAttention's block mask is made of, and that it reads at once
 
 
@@ -76,7 +77,8 @@ def _eager(
 def _kernel() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    # Whole, or not at all: uncompiled it would read every row, those without memory too.
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def _compiled(
@@ -93,14 +95,15 @@ def _compiled(
     where = (batch.slots - low, batch.ranks)
     padded[where] = q
     mask = _mask(batch, low, high, rows)
-    found = _kernel()(
-        padded.transpose(1, 2),
-        k[low:high, :rows].transpose(1, 2),
-        v[low:high, :rows].transpose(1, 2),
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[2],
-    )
+    with torch._dynamo.config.patch(recompile_limit=_SHAPES):
+        found = _kernel()(
+            padded.transpose(1, 2),
+            k[low:high, :rows].transpose(1, 2),
+            v[low:high, :rows].transpose(1, 2),
+            block_mask=mask,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[2],
+        )
     out: torch.Tensor = found.transpose(1, 2)[where]
     return out
 

@@ -27,6 +27,8 @@ pytestmark = [
     pytest.mark.needs_tensors,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
     pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
+    # torch's own compiler uses it.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
 ]
 
 
