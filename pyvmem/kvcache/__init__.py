@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A KV cache whose requests are contiguous in virtual memory and mapped page by page."""
 
+from pyvmem.kvcache.budget import Budget, BudgetStats, ShareInfo
 from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.prefixes import PrefixMatch
@@ -10,11 +11,14 @@ from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.kvcache.token_ids import TokenIds
 
 __all__ = [
+    "Budget",
+    "BudgetStats",
     "CacheStats",
     "IntegrityError",
     "KVCache",
     "KVCacheConfig",
     "PrefixMatch",
+    "ShareInfo",
     "SlotInfo",
     "SwappedRequest",
     "TokenIds",

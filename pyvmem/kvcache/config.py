@@ -31,11 +31,13 @@ _BOUNDS = {
     "num_layers": (1, 1 << 14),
     "num_kv_heads": (1, 1 << 16),
     "head_dim": (1, 1 << 16),
+    "tensors_per_layer": (1, 2),
     "max_batch": (1, 1 << 16),
     "max_seq_len": (1, 1 << 30),
     "group_size": (1, 1 << 14),
     "page_size": (0, 1 << 30),
     "memory_limit": (0, 1 << 62),
+    "memory_floor": (0, 1 << 62),
     "overread_rows": (0, 1 << 16),
     "eager_pages": (0, 1 << 30),
     "reclaim_steps": (0, 1 << 30),
@@ -55,6 +57,8 @@ class KVCacheConfig:
         num_layers: layers of the model that have keys and values.
         num_kv_heads: key/value heads of a layer (on this device).
         head_dim: elements of one head.
+        tensors_per_layer: 2: keys and values; 1: one tensor, such as MLA's latent (one head of the
+            latent and the rotary part together), which `KVCache.k` returns.
         dtype: name of the elements' type (see `DTYPE_BYTES`), or a `torch.dtype`.
         max_batch: slots, that is, requests at a time.
         max_seq_len: tokens that a slot can hold; addresses for all of them are reserved.
@@ -64,6 +68,7 @@ class KVCacheConfig:
             ``group_size * num_kv_heads * head_dim`` elements.
         memory_limit: most bytes of physical memory behind the cache, rounded down to pages. 0: what
             is free on the device when the cache is made.
+        memory_floor: bytes that the other caches of its `Budget` leave for it.
         zero_fill: hand pages to another request only after zeroing them.
         deferred_reclaim: a freed slot keeps its pages for the next request; otherwise they are
             unmapped in the background as soon as the slot's last GPU work is over.
@@ -91,6 +96,7 @@ class KVCacheConfig:
     page_size: int = 0
     group_size: int = 1
     memory_limit: int = 0
+    memory_floor: int = 0
     zero_fill: bool = True
     deferred_reclaim: bool = True
     reclaim_steps: int = 0
@@ -100,6 +106,7 @@ class KVCacheConfig:
     sparse: bool = False
     idle_seconds: float = 0.0
     idle_prefixes: bool = False
+    tensors_per_layer: int = 2
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
@@ -124,6 +131,12 @@ class KVCacheConfig:
             )
         if self.page_size & (self.page_size - 1):
             raise invalid(f"page_size {self.page_size} is not a power of two", size=self.page_size)
+        if 0 < self.memory_limit < self.memory_floor:
+            raise invalid(
+                f"memory_floor {self.memory_floor} is more than memory_limit {self.memory_limit}",
+                size=self.memory_floor,
+                limit=self.memory_limit,
+            )
         self._check_real("low_watermark", 1)
         self._check_real("idle_seconds", 10**9)
 

@@ -190,7 +190,7 @@ class Core:
     def keep_watermark(self) -> None:
         """With too little memory free, begins to unmap pages of free slots."""
         reclaimer = self.reclaimer
-        if reclaimer.limit - reclaimer.held < self._low_pages:
+        if reclaimer.free < self._low_pages:
             reclaimer.release_below(self._low_pages)
 
     def tidy(self) -> None:
@@ -226,7 +226,7 @@ class Core:
         if slot is None:
             return
         new_pages = (pages - slot.mapped) * self.layout.num_tensors
-        if reclaimer.limit - reclaimer.held - new_pages < self._low_pages:
+        if reclaimer.free - new_pages < self._low_pages:
             return
         with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
             self.pager.grow([(slot, pages)], background=True, reclaim=False)

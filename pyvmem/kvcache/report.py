@@ -58,8 +58,8 @@ def stats(core: Core) -> CacheStats:
     states = [_state(slot) for slot in core.table]
     calls, ns = counters.driver()
     return CacheStats(
-        total_pages=reclaimer.limit,
-        free_pages=reclaimer.limit - reclaimer.held,
+        total_pages=reclaimer.free + reclaimer.held,
+        free_pages=reclaimer.free,
         cached_pages=reclaimer.held - active_pages,
         active_pages=active_pages,
         shared_pages=reclaimer.shared.pages * layout.num_tensors,
@@ -147,6 +147,8 @@ def check(core: Core) -> list[str]:
         found.append(f"{granted} pages per tensor granted, {pager.active_pages} counted")
     if reclaimer.held > reclaimer.limit:
         found.append(f"{reclaimer.held} pages held, the limit is {reclaimer.limit}")
+    if reclaimer.share is not None:
+        found.extend(reclaimer.share.budget.check())
     if core.used_tokens != sum(core.seq_lens):
         found.append(f"{sum(core.seq_lens)} tokens, {core.used_tokens} counted")
     now = stats(core)
