@@ -13,7 +13,7 @@ from pyvmem.errors import InvalidArgument
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPE_BYTES", "KVCacheConfig", "invalid"]
+__all__ = ["DTYPE_BYTES", "KVCacheConfig", "invalid", "text_config"]
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -32,6 +32,8 @@ _BOUNDS = {
     "num_kv_heads": (1, 1 << 16),
     "head_dim": (1, 1 << 16),
     "tensors_per_layer": (1, 2),
+    "window": (0, 1 << 30),
+    "window_tile": (0, 1 << 16),
     "max_batch": (1, 1 << 16),
     "max_seq_len": (1, 1 << 30),
     "group_size": (1, 1 << 14),
@@ -59,6 +61,12 @@ class KVCacheConfig:
         head_dim: elements of one head.
         tensors_per_layer: 2: keys and values; 1: one tensor, such as MLA's latent (one head of the
             latent and the rotary part together), which `KVCache.k` returns.
+        window: tokens that every layer attends to, the present one included; 0: all. Pages of rows
+            before it are unmapped while a request runs, and no kernel may read them, nor may
+            requests share pages or be swapped out. A `step` with a larger number than before says
+            that the work for the rows so far was launched on its stream.
+        window_tile: rows before the window that stay: the most that a kernel reads there, since it
+            reads whole tiles, and the tokens that an engine may take back.
         dtype: name of the elements' type (see `DTYPE_BYTES`), or a `torch.dtype`.
         max_batch: slots, that is, requests at a time.
         max_seq_len: tokens that a slot can hold; addresses for all of them are reserved.
@@ -107,6 +115,8 @@ class KVCacheConfig:
     idle_seconds: float = 0.0
     idle_prefixes: bool = False
     tensors_per_layer: int = 2
+    window: int = 0
+    window_tile: int = 192
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
@@ -156,7 +166,11 @@ class KVCacheConfig:
 
     @classmethod
     def from_hf(cls, config: Any, **overrides: Any) -> KVCacheConfig:
-        """The configuration for a transformers model.
+        """The configuration for a transformers model whose layers are all alike.
+
+        Where every layer slides, `window` is the model's; of a model of both kinds all rows are
+        kept (`layer_shapes` tells its layers apart, for `LayeredCache`). MLA's latent is one tensor
+        a layer; transformers itself stores keys and values: for these, give the three fields.
 
         Args:
             config: a transformers ``PreTrainedConfig`` (or anything with its attributes); of a
@@ -166,8 +180,7 @@ class KVCacheConfig:
         Raises:
             InvalidArgument: an attribute is missing and was not overridden, or a value is refused.
         """
-        get_text_config = getattr(config, "get_text_config", None)
-        text = get_text_config() if callable(get_text_config) else config
+        text = text_config(config)
 
         def first(field: str, *names: str) -> Any:
             for name in names:
@@ -178,6 +191,12 @@ class KVCacheConfig:
             raise invalid(f"{kind} has no {' or '.join(names)}; give {field} yourself")
 
         values = dict(overrides)
+        rank = getattr(text, "kv_lora_rank", None)
+        if rank and not {"num_kv_heads", "head_dim", "tensors_per_layer"} & set(values):
+            rotary = first("head_dim", "qk_rope_head_dim")
+            values.update(num_kv_heads=1, head_dim=rank + rotary, tensors_per_layer=1)
+        if "window" not in values:
+            values["window"] = _window(text)
         if "num_layers" not in values:
             values["num_layers"] = first("num_layers", "num_hidden_layers", "n_layer")
         if "num_kv_heads" not in values:
@@ -200,3 +219,19 @@ class KVCacheConfig:
         if "max_seq_len" not in values:
             values["max_seq_len"] = first("max_seq_len", "max_position_embeddings", "n_positions")
         return cls(**values)
+
+
+def text_config(config: Any) -> Any:
+    """The language model's part of a transformers configuration."""
+    get_text_config = getattr(config, "get_text_config", None)
+    return get_text_config() if callable(get_text_config) else config
+
+
+def _window(text: Any) -> int:
+    """The window that every layer has; 0 where one attends to everything."""
+    kinds = getattr(text, "layer_types", None)
+    if kinds is not None and set(kinds) != {"sliding_attention"}:
+        return 0
+    if getattr(text, "use_sliding_window", True) is False:
+        return 0
+    return getattr(text, "sliding_window", None) or 0

@@ -35,6 +35,7 @@ class Cuts:
         unpin: lets go of a recorded prefix that was kept for a slot; likewise.
         cuts: unfinished batches.
         errors: failures of finished batches that no call has raised yet.
+        slid: pages per tensor that left the windows of running requests.
         share: the cache's part of a budget, None where it has its limit for itself.
     """
 
@@ -53,7 +54,7 @@ class Cuts:
         self.table = table
         self.limit = limit
         self.counters = counters
-        self.held = 0
+        self.held = self.slid = 0
         self.shared = SharedPages(layout)
         self.evict: Callable[[int], int] = lambda pages: 0
         self.unpin: Callable[[Any], None] = lambda pin: None
@@ -73,19 +74,21 @@ class Cuts:
         layout = self.layout
         if slot.stale:
             keep = 0
+        low = max(keep, slot.head)
         self._ops.clear()
         self._ops.unmap(
-            self.base + layout.offset(slot.index, keep),
-            (slot.mapped - keep) * layout.page_size,
+            self.base + layout.offset(slot.index, low),
+            (slot.mapped - low) * layout.page_size,
             count=layout.num_tensors,
             stride=layout.tensor_bytes,
         )
         ticket = self.context.submit(self._ops, after=slot.events)
-        slot.job = job = Cut(slot, keep, slot.mapped, slot.dirty, ticket)
+        slot.job = job = Cut(slot, low, slot.mapped, slot.dirty, ticket, slot.head)
         if slot.stale:
             job.span, job.pins = slot.span, slot.pins
             slot.span, slot.pins = EMPTY, []
         slot.mapped = keep
+        slot.head = min(slot.head, keep)
         slot.dirty = min(slot.dirty, keep)
         self.cuts.append(job)
 
@@ -95,6 +98,29 @@ class Cuts:
             self.cut(slot, keep)
         except (TooManyBatches, OutOfMemory):
             return False
+        return True
+
+    def try_slide(self, slot: Slot, head: int, events: list[Any]) -> bool:
+        """Unmaps a taken slot's pages below `head` after the GPU work; False: the queue is full.
+
+        No batch may be in flight over the slot's addresses.
+        """
+        layout, low = self.layout, slot.head
+        self._ops.clear()
+        self._ops.unmap(
+            self.base + layout.offset(slot.index, low),
+            (head - low) * layout.page_size,
+            count=layout.num_tensors,
+            stride=layout.tensor_bytes,
+        )
+        try:
+            ticket = self.context.submit(self._ops, after=events)
+        except (TooManyBatches, OutOfMemory):
+            return False
+        slot.job = job = Cut(slot, low, head, slot.dirty, ticket, low, slot.owner, True)
+        slot.head = head
+        self.slid += head - low
+        self.cuts.append(job)
         return True
 
     def poll(self) -> None:
@@ -123,8 +149,12 @@ class Cuts:
             if isinstance(error, NotRecoverable):
                 self.table.condemn(slot)  # and its pages count no longer
             else:  # undone: the pages are where they were
-                slot.mapped = cut.high
-                slot.dirty = cut.dirty
+                slot.head = cut.head
+                if not cut.slides:
+                    slot.mapped = cut.high
+                    slot.dirty = cut.dirty
+                elif slot.owner == cut.owner:
+                    self.slid -= pages
                 if cut.span.pages:
                     slot.span, slot.pins = cut.span, cut.pins
                 pages, cut.span, cut.pins = 0, EMPTY, []

@@ -93,7 +93,7 @@ class SlotInfo:
         reqid: the slot.
         state: "active", "cached" (free, with pages), "empty" (free, without) or "broken".
         seq_len: tokens by the last `step`.
-        granted_pages: pages that the owner may use.
+        granted_pages: pages that the owner may use, without those that left its window.
         mapped_pages: pages there, or promised by a growth in flight.
         shared_pages: of these, pages that are mapped read-only.
         in_flight: a batch over the slot's addresses is not finished.
