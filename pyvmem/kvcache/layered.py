@@ -18,7 +18,7 @@ from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.events import record
-from pyvmem.kvcache.shapes import LayerShape, classes_of
+from pyvmem.kvcache.shapes import LayerShape, Place, classes_of
 
 if TYPE_CHECKING:
     import torch
@@ -180,17 +180,17 @@ class LayeredCache(Closing):
         Raises InvalidArgument for a layer that does not exist.
         """
         place = self._place(layer)[0]
-        return self.caches[place.index].k(place.member)
+        return self.caches[place.part].k(place.member)
 
     def v(self, layer: int) -> torch.Tensor:
         """Values of a layer, with `v_head_dim` elements; InvalidArgument where it has none."""
         place = self._place(layer)[1]
         if place is None:
             raise invalid(f"layer {layer} has no values")
-        cache = self.caches[place.index]
+        cache = self.caches[place.part]
         return cache.v(place.member) if place.which else cache.k(place.member)
 
-    def _place(self, layer: int) -> Any:
+    def _place(self, layer: int) -> tuple[Place, Place | None]:
         index, last = operator.index(layer), len(self._places) - 1
         if not 0 <= index <= last:
             raise invalid(f"layer {index} is not between 0 and {last}", limit=last)

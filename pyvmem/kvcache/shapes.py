@@ -66,7 +66,7 @@ class LayerClass(NamedTuple):
 class Place(NamedTuple):
     """Where a layer's keys or values lie: the class, the layer's number there, K (0) or V (1)."""
 
-    index: int
+    part: int
     member: int
     which: int
 
