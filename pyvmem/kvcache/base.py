@@ -5,19 +5,61 @@ from __future__ import annotations
 
 import errno
 import threading
+import warnings
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import BadHandle
+from pyvmem.errors import BadHandle, Busy
 from pyvmem.kvcache.core import Core
 
-__all__ = ["CacheBase"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["CacheBase", "Closing"]
 
 
-class CacheBase:
+class Closing:
+    """A context manager that closes, and a warning where nobody did."""
+
+    _closed: bool
+
+    def close(self, stream: Any = None) -> None:
+        """Gives everything back."""
+        raise NotImplementedError
+
+    def _gone(self) -> bool:
+        """Whether there is nothing left to close."""
+        return getattr(self, "_closed", True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Busy:
+            if error is None:
+                raise  # else the traceback keeps tensors alive, and that error matters more
+
+    def __del__(self) -> None:
+        if not self._gone():
+            name = type(self).__name__
+            warnings.warn(f"{name} was not closed", ResourceWarning, stacklevel=2, source=self)
+
+
+class CacheBase(Closing):
     """A core behind a lock."""
 
     _core: Core
-    _closed: bool
     _lock: threading.RLock
+
+    def _gone(self) -> bool:
+        return super()._gone() or not self._core.context.is_open
 
     def _open_core(self) -> Core:
         """The core, for a call that holds the lock.

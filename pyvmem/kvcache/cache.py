@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.context import Context
-from pyvmem.errors import Busy
 from pyvmem.kvcache import report, setup, steps
+from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.events import record
@@ -52,6 +50,7 @@ class KVCache(RequestCalls):
         context: a context to share; it must outlive the cache. None: one is opened and owned.
         backend: of the owned context.
         device: of the owned context: CUDA ordinal, torch or cuda.core device.
+        budget: memory to share with other caches of its context, which is the cache's, too.
 
     Raises:
         InvalidArgument: a value that the context cannot serve, such as the page size.
@@ -64,15 +63,19 @@ class KVCache(RequestCalls):
         context: Context | None = None,
         backend: str = "auto",
         device: Any = 0,
+        budget: Budget | None = None,
     ) -> None:
         self._closed = True  # until the core is made
-        self._lock = threading.RLock()
+        self._budget = budget
+        self._lock = threading.RLock() if budget is None else budget.lock
         self._idle: IdleThread | None = None
         self.config = config
-        self._core = Core(config, setup.make(config, context, backend, device))
+        self._core = Core(config, setup.make(config, context, backend, device, budget))
         self._views = Views(self._core.layout, self._core.parts.reservation)
         self._closed = False
         try:
+            if budget is not None:
+                budget.join(self._core)
             self._core.prepare()
         except BaseException:
             self.close()
@@ -175,7 +178,7 @@ class KVCache(RequestCalls):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """K and V of every group, in turn.
+        """K and V of every group, in turn; with `tensors_per_layer` 1, the one of each.
 
         Each is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only mapped rows
         may be touched. A living tensor keeps the cache from closing.
@@ -195,7 +198,7 @@ class KVCache(RequestCalls):
             return self._views.layer(layer, 0)
 
     def v(self, layer: int) -> torch.Tensor:
-        """Values of a layer; see `k`."""
+        """Values of a layer; see `k`. InvalidArgument where `tensors_per_layer` is 1."""
         with self._lock:
             self._open_core()
             return self._views.layer(layer, 1)
@@ -204,14 +207,15 @@ class KVCache(RequestCalls):
 
     @property
     def num_free_pages(self) -> int:
-        """Physical pages that are not behind the cache.
+        """Physical pages that the cache could take without reclaiming any.
 
         A request can have these and `CacheStats.cached_pages` too: those are reclaimed when needed.
+        Of a budget: as far as the other caches leave it now.
         """
         with self._lock:
             reclaimer = self._open_core().reclaimer
             reclaimer.poll()
-            return reclaimer.limit - reclaimer.held
+            return reclaimer.free
 
     @property
     def layout(self) -> Layout:
@@ -276,24 +280,7 @@ class KVCache(RequestCalls):
             if self.context.is_open:  # else everything went with it, or is the parent's
                 self._core.close(stream)
             self._closed = True
+            if self._budget is not None:
+                self._budget.leave(self._core)
             if self._idle is not None:
                 self._idle.end()
-
-    def __enter__(self) -> KVCache:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except Busy:
-            if error is None:
-                raise  # else the traceback keeps tensors alive, and that error matters more
-
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and self.context.is_open:
-            warnings.warn("KVCache was not closed", ResourceWarning, stacklevel=2, source=self)

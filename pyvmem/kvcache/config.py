@@ -13,7 +13,7 @@ from pyvmem.errors import InvalidArgument
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPE_BYTES", "KVCacheConfig", "invalid"]
+__all__ = ["DTYPE_BYTES", "KVCacheConfig", "invalid", "text_config"]
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -31,11 +31,15 @@ _BOUNDS = {
     "num_layers": (1, 1 << 14),
     "num_kv_heads": (1, 1 << 16),
     "head_dim": (1, 1 << 16),
+    "tensors_per_layer": (1, 2),
+    "window": (0, 1 << 30),
+    "window_tile": (0, 1 << 16),
     "max_batch": (1, 1 << 16),
     "max_seq_len": (1, 1 << 30),
     "group_size": (1, 1 << 14),
     "page_size": (0, 1 << 30),
     "memory_limit": (0, 1 << 62),
+    "memory_floor": (0, 1 << 62),
     "overread_rows": (0, 1 << 16),
     "eager_pages": (0, 1 << 30),
     "reclaim_steps": (0, 1 << 30),
@@ -55,6 +59,14 @@ class KVCacheConfig:
         num_layers: layers of the model that have keys and values.
         num_kv_heads: key/value heads of a layer (on this device).
         head_dim: elements of one head.
+        tensors_per_layer: 2: keys and values; 1: one tensor, such as MLA's latent (one head of the
+            latent and the rotary part together), which `KVCache.k` returns.
+        window: tokens that every layer attends to, the present one included; 0: all. Pages of rows
+            before it are unmapped while a request runs, and no kernel may read them, nor may
+            requests share pages or be swapped out. A `step` with a larger number than before says
+            that the work for the rows so far was launched on its stream.
+        window_tile: rows before the window that stay: the most that a kernel reads there, since it
+            reads whole tiles, and the tokens that an engine may take back.
         dtype: name of the elements' type (see `DTYPE_BYTES`), or a `torch.dtype`.
         max_batch: slots, that is, requests at a time.
         max_seq_len: tokens that a slot can hold; addresses for all of them are reserved.
@@ -64,6 +76,7 @@ class KVCacheConfig:
             ``group_size * num_kv_heads * head_dim`` elements.
         memory_limit: most bytes of physical memory behind the cache, rounded down to pages. 0: what
             is free on the device when the cache is made.
+        memory_floor: bytes that the other caches of its `Budget` leave for it.
         zero_fill: hand pages to another request only after zeroing them.
         deferred_reclaim: a freed slot keeps its pages for the next request; otherwise they are
             unmapped in the background as soon as the slot's last GPU work is over.
@@ -95,6 +108,7 @@ class KVCacheConfig:
     page_size: int = 0
     group_size: int = 1
     memory_limit: int = 0
+    memory_floor: int = 0
     zero_fill: bool = True
     deferred_reclaim: bool = True
     reclaim_steps: int = 0
@@ -105,6 +119,9 @@ class KVCacheConfig:
     packed_slots: bool = False
     idle_seconds: float = 0.0
     idle_prefixes: bool = False
+    tensors_per_layer: int = 2
+    window: int = 0
+    window_tile: int = 192
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
@@ -129,6 +146,12 @@ class KVCacheConfig:
             )
         if self.page_size & (self.page_size - 1):
             raise invalid(f"page_size {self.page_size} is not a power of two", size=self.page_size)
+        if 0 < self.memory_limit < self.memory_floor:
+            raise invalid(
+                f"memory_floor {self.memory_floor} is more than memory_limit {self.memory_limit}",
+                size=self.memory_floor,
+                limit=self.memory_limit,
+            )
         self._check_real("low_watermark", 1)
         self._check_real("idle_seconds", 10**9)
 
@@ -153,7 +176,11 @@ class KVCacheConfig:
 
     @classmethod
     def from_hf(cls, config: Any, **overrides: Any) -> KVCacheConfig:
-        """The configuration for a transformers model.
+        """The configuration for a transformers model whose layers are all alike.
+
+        Where every layer slides, `window` is the model's; of a model of both kinds all rows are
+        kept (`layer_shapes` tells its layers apart, for `LayeredCache`). MLA's latent is one tensor
+        a layer; transformers itself stores keys and values: for these, give the three fields.
 
         Args:
             config: a transformers ``PreTrainedConfig`` (or anything with its attributes); of a
@@ -163,8 +190,7 @@ class KVCacheConfig:
         Raises:
             InvalidArgument: an attribute is missing and was not overridden, or a value is refused.
         """
-        get_text_config = getattr(config, "get_text_config", None)
-        text = get_text_config() if callable(get_text_config) else config
+        text = text_config(config)
 
         def first(field: str, *names: str) -> Any:
             for name in names:
@@ -175,6 +201,12 @@ class KVCacheConfig:
             raise invalid(f"{kind} has no {' or '.join(names)}; give {field} yourself")
 
         values = dict(overrides)
+        rank = getattr(text, "kv_lora_rank", None)
+        if rank and not {"num_kv_heads", "head_dim", "tensors_per_layer"} & set(values):
+            rotary = first("head_dim", "qk_rope_head_dim")
+            values.update(num_kv_heads=1, head_dim=rank + rotary, tensors_per_layer=1)
+        if "window" not in values:
+            values["window"] = _window(text)
         if "num_layers" not in values:
             values["num_layers"] = first("num_layers", "num_hidden_layers", "n_layer")
         if "num_kv_heads" not in values:
@@ -197,3 +229,19 @@ class KVCacheConfig:
         if "max_seq_len" not in values:
             values["max_seq_len"] = first("max_seq_len", "max_position_embeddings", "n_positions")
         return cls(**values)
+
+
+def text_config(config: Any) -> Any:
+    """The language model's part of a transformers configuration."""
+    get_text_config = getattr(config, "get_text_config", None)
+    return get_text_config() if callable(get_text_config) else config
+
+
+def _window(text: Any) -> int:
+    """The window that every layer has; 0 where one attends to everything."""
+    kinds = getattr(text, "layer_types", None)
+    if kinds is not None and set(kinds) != {"sliding_attention"}:
+        return 0
+    if getattr(text, "use_sliding_window", True) is False:
+        return 0
+    return getattr(text, "sliding_window", None) or 0

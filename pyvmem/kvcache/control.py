@@ -52,7 +52,7 @@ def set_limit(cache: KVCache, pages: int) -> None:
     """Changes the physical pages that the cache may have; nothing is mapped or unmapped.
 
     Raises:
-        InvalidArgument: negative, or less than what is behind the cache now.
+        InvalidArgument: negative, less than what is behind the cache now, or than its floor.
     """
     with cache._lock:
         core = cache._open_core()
@@ -60,6 +60,9 @@ def set_limit(cache: KVCache, pages: int) -> None:
         count, held = operator.index(pages), core.reclaimer.held
         if count < max(0, held):
             raise invalid(f"a limit of {count} pages: {held} are behind the cache", limit=held)
+        floor = -(-core.config.memory_floor // core.layout.page_size)
+        if count < floor:
+            raise invalid(f"a limit of {count} pages: the floor is {floor}", limit=floor)
         core.reclaimer.limit = count
         core._low_pages = int(core.config.low_watermark * count)
 

@@ -20,6 +20,7 @@ from pyvmem.kvcache.setup import Parts
 from pyvmem.kvcache.sharing import Sharing
 from pyvmem.kvcache.slots import Slot, SlotTable
 from pyvmem.kvcache.stats import Counters
+from pyvmem.kvcache.window import Window
 
 __all__ = ["Core"]
 
@@ -31,6 +32,7 @@ class Core:
         seq_lens: tokens by the last `step`, 0 for free slots.
         used_tokens: their sum.
         clock: steps so far.
+        window: what slides; None: every row is kept.
         untidy: `tidy` is to be called by the next step.
     """
 
@@ -58,6 +60,7 @@ class Core:
         )
         self.sharing = Sharing(self)
         self.prefixes = Prefixes(self)
+        self.window = Window(self) if config.window else None
         self.indices = range(config.max_batch)
         self.seq_lens = [0] * config.max_batch
         self.used_tokens = 0
@@ -149,6 +152,8 @@ class Core:
     def release(self, slot: Slot, event: Any) -> None:
         """Ends an ownership; `event`: the GPU work that may still touch the slot."""
         self.pager.revoke(slot)
+        if self.window is not None:
+            self.window.forget(slot)
         if slot.shared and not slot.stale:
             self.reclaimer.shared.unuse(slot.span)
         self.table.give_back(slot, event, self.clock)
@@ -169,12 +174,16 @@ class Core:
     @property
     def active_pages(self) -> int:
         """Physical pages that requests own, shared ones once."""
-        return (self.pager.active_pages + self.reclaimer.shared.used) * self.layout.num_tensors
+        pages = self.pager.active_pages - self.reclaimer.slid + self.reclaimer.shared.used
+        return pages * self.layout.num_tensors
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of rows that hold tokens; what requests share is counted once."""
+        """Bytes of rows that hold tokens; what requests share is counted once, what slid is not."""
         used, shared = self.used_tokens * self.token_bytes, self.reclaimer.shared
+        if self.window is not None:
+            slid = self.reclaimer.slid * self.layout.num_tensors * self.layout.page_size
+            used = max(0, used - slid)
         if shared.used:
             size = self.layout.page_size * self.layout.num_tensors
             used -= (shared.uses - shared.used) * size
@@ -190,7 +199,7 @@ class Core:
     def keep_watermark(self) -> None:
         """With too little memory free, begins to unmap pages of free slots."""
         reclaimer = self.reclaimer
-        if reclaimer.limit - reclaimer.held < self._low_pages:
+        if reclaimer.free < self._low_pages:
             reclaimer.release_below(self._low_pages)
 
     def tidy(self) -> None:
@@ -226,7 +235,7 @@ class Core:
         if slot is None:
             return
         new_pages = (pages - slot.mapped) * self.layout.num_tensors
-        if reclaimer.limit - reclaimer.held - new_pages < self._low_pages:
+        if reclaimer.free - new_pages < self._low_pages:
             return
         with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
             self.pager.grow([(slot, pages)], background=True, reclaim=False)

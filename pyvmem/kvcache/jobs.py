@@ -52,8 +52,10 @@ class Growth:
 class Cut:
     """Pages [low, high) of a slot on their way back to the pool, after its last GPU work.
 
-    `dirty` is what the slot's was before. `span` names the shared pages among them, which come back
-    when nobody else refers to them, and `pins` the prefixes that were kept for them.
+    `dirty` and `head` are what the slot's were before. `slides`: the pages left the window of
+    `owner`, and the slot keeps what lies behind them. `span` names the shared pages among them,
+    which come back when nobody else refers to them, and `pins` the prefixes that were kept for
+    them.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -63,6 +65,9 @@ class Cut:
     high: int
     dirty: int
     ticket: Any
+    head: int = 0
+    owner: int = 0
+    slides: bool = False
     span: Span = EMPTY
     pins: list[Any] = field(default_factory=list)
 

@@ -42,7 +42,7 @@ class Layout:
 
     Attributes:
         page_size: bytes of a page.
-        num_tensors: two (K, then V) for each group of layers.
+        num_tensors: for each group of layers two, K, then V; or one (`tensors_per_layer`).
         row_bytes: one token in one tensor.
         slot_pages: pages per tensor of a full slot.
         slot_bytes: distance between slots of one tensor.
@@ -57,7 +57,7 @@ class Layout:
     def __init__(self, config: KVCacheConfig, page_size: int) -> None:
         self.config = config
         self.page_size = page_size
-        self.num_tensors = 2 * (config.num_layers // config.group_size)
+        self.num_tensors = config.tensors_per_layer * (config.num_layers // config.group_size)
         self.head_row_bytes = config.num_kv_heads * config.head_dim * config.itemsize
         self.row_bytes = config.row_bytes
         self.max_rows = config.max_seq_len

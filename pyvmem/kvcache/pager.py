@@ -158,7 +158,7 @@ class Pager:
         """Runs or submits the mapping batch: (whether memory was enough, the ticket)."""
         reclaimer, mapping, pages = self.reclaimer, self._planner.mapping, job.new_pages
         while True:
-            missing = pages - (reclaimer.limit - reclaimer.held)
+            missing = pages - reclaimer.free
             if missing <= 0:
                 try:
                     if background:
@@ -174,9 +174,12 @@ class Pager:
             if keep is None:
                 return False, None
             self.finish_idle()
+            if reclaimer.share is not None:
+                reclaimer.share.finish_idle()
             if pages > reclaimer.obtainable(keep):
                 return False, None
-            if not reclaimer.make_room(missing, keep):
+            own = max(0, pages - (reclaimer.limit - reclaimer.held))
+            if not reclaimer.make_room(missing, keep, own):
                 reclaimer.raise_errors()
                 return False, None
             for slot in job.slots:

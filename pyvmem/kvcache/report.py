@@ -42,8 +42,8 @@ def snapshot(core: Core) -> list[SlotInfo]:
             reqid=slot.index,
             state=_state(slot),
             seq_len=core.seq_lens[slot.index],
-            granted_pages=slot.granted,
-            mapped_pages=slot.mapped,
+            granted_pages=max(0, slot.granted - slot.head),
+            mapped_pages=slot.mapped - slot.head,
             shared_pages=slot.shared,
             in_flight=slot.job is not None and not slot.job.done(),
         )
@@ -58,8 +58,8 @@ def stats(core: Core) -> CacheStats:
     states = [_state(slot) for slot in core.table]
     calls, ns = counters.driver()
     return CacheStats(
-        total_pages=reclaimer.limit,
-        free_pages=reclaimer.limit - reclaimer.held,
+        total_pages=reclaimer.free + reclaimer.held,
+        free_pages=reclaimer.free,
         cached_pages=reclaimer.held - active_pages,
         active_pages=active_pages,
         shared_pages=reclaimer.shared.pages * layout.num_tensors,
@@ -97,10 +97,11 @@ def check(core: Core) -> list[str]:
     """Every contradiction found; empty when the books agree with themselves and with libvmem."""
     found: list[str] = []
     table, pager, reclaimer, layout = core.table, core.pager, core.reclaimer, core.layout
-    held = returning = granted = 0
+    held = returning = granted = slid = 0
     for slot in table:
         name = f"slot {slot.index}"
-        held += slot.mapped - slot.shared
+        held += slot.mapped - slot.head - slot.shared
+        slid += slot.head if slot.active and not slot.stale else 0
         if isinstance(slot.job, Cut):
             returning += slot.job.pages
         granted += max(0, slot.granted - slot.shared)
@@ -108,6 +109,8 @@ def check(core: Core) -> list[str]:
             found.append(
                 f"{name}: granted {slot.granted}, mapped {slot.mapped} of {layout.slot_pages}"
             )
+        if not 0 <= slot.head <= slot.mapped:
+            found.append(f"{name}: head {slot.head}, mapped {slot.mapped}")
         if slot.shared > slot.mapped:
             found.append(f"{name}: {slot.shared} shared pages, mapped {slot.mapped}")
         if not slot.active and slot.granted:
@@ -145,8 +148,12 @@ def check(core: Core) -> list[str]:
         found.append(f"{held} + {returning} pages per tensor counted, {reclaimer.held} pages held")
     if granted != pager.active_pages:
         found.append(f"{granted} pages per tensor granted, {pager.active_pages} counted")
+    if slid != reclaimer.slid:
+        found.append(f"{slid} pages per tensor slid, {reclaimer.slid} counted")
     if reclaimer.held > reclaimer.limit:
         found.append(f"{reclaimer.held} pages held, the limit is {reclaimer.limit}")
+    if reclaimer.share is not None:
+        found.extend(reclaimer.share.budget.check())
     if core.used_tokens != sum(core.seq_lens):
         found.append(f"{sum(core.seq_lens)} tokens, {core.used_tokens} counted")
     now = stats(core)
@@ -166,16 +173,19 @@ def _check_pages(core: Core, slot: Slot) -> list[str]:
     layout = core.layout
     size = layout.page_size
     sure, end = slot.mapped, slot.mapped  # mapped below `sure`, not mapped from `end` on
-    job = slot.job
-    if isinstance(job, Cut):
+    gone, job = slot.head, slot.job
+    if isinstance(job, Cut) and job.slides:
+        gone = job.low
+    elif isinstance(job, Cut):
         end = job.high
     elif isinstance(job, Growth) and not job.granted:
         sure = min([slot.mapped, *(low for other, low, _ in job.pieces if other is slot)])
     # A stale slot's pages may be as its earlier owner had them.
     shared = min(slot.shared, sure)
     ranges = [
+        (0, gone, "not mapped"),
         (0, shared, None if slot.stale else "read-only"),
-        (shared, sure, "mapped"),
+        (max(shared, slot.head), sure, "mapped"),
         (end, layout.slot_pages, "not mapped"),
     ]
     found = []

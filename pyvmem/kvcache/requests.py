@@ -44,7 +44,7 @@ class RequestCalls(CacheBase):
 
         Raises:
             InvalidArgument: no such reqid, not taken, or it holds fewer tokens than `length`.
-            NotSupported: the back end cannot map pages twice, or read-only.
+            NotSupported: the back end cannot map pages twice, or read-only; the cache has a window.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; as for None.
         """
@@ -163,6 +163,7 @@ class RequestCalls(CacheBase):
 
         Raises:
             InvalidArgument: no such reqid, or it is not taken.
+            NotSupported: the cache has a window.
             MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
         """
         with self._lock:

@@ -6,16 +6,19 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported
-from pyvmem.info import Caps, ContextInfo
+from pyvmem.info import Caps
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.layout import Layout
 from pyvmem.reservation import Reservation
 
-__all__ = ["Parts", "available_bytes", "make"]
+if TYPE_CHECKING:
+    from pyvmem.kvcache.budget import Budget
+
+__all__ = ["Parts", "available_bytes", "make", "pool_low"]
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
@@ -42,12 +45,19 @@ class Parts:
     cuda_device: int | None
 
 
-def make(config: KVCacheConfig, context: Context | None, backend: str, device: Any) -> Parts:
+def make(
+    config: KVCacheConfig,
+    context: Context | None,
+    backend: str,
+    device: Any,
+    budget: Budget | None = None,
+) -> Parts:
     """Opens what is missing; on failure nothing stays open."""
+    context = _context_of(config, context, budget)
     owned = context is None
     if context is None:
         context = Context(
-            backend, device=device, granule=config.page_size, pool_low=_pool_low(config)
+            backend, device=device, granule=config.page_size, pool_low=pool_low(config)
         )
     try:
         info = context.info
@@ -60,7 +70,7 @@ def make(config: KVCacheConfig, context: Context | None, backend: str, device: A
             )
         layout = Layout(config, page_size)
         cuda_device = context.cuda_device
-        limit = _limit_pages(config, layout, info, cuda_device)
+        limit = _limit_pages(config, layout, cuda_device, budget)
         if config.sparse and Caps.SPARSE not in info.caps:
             raise NotSupported(
                 f"sparse: back end {info.backend} with pages of {info.granule} bytes has no sparse "
@@ -79,26 +89,39 @@ def make(config: KVCacheConfig, context: Context | None, backend: str, device: A
     return Parts(context, owned, layout, reservation, limit, cuda_device)
 
 
-def _pool_low(config: KVCacheConfig) -> int:
+def pool_low(config: KVCacheConfig) -> int:
     """Free bytes that the worker of an owned context keeps ready, so that no step meets the driver.
 
     A page in every tensor for an eighth of the slots, but at most 256 MiB and a sixteenth of the
     memory limit: what lies ready is memory that the cache does not use.
     """
     page_size = config.page_size or _DEFAULT_GRANULE
-    growth = config.max_batch * 2 * (config.num_layers // config.group_size) * page_size // 8
+    tensors = config.tensors_per_layer * (config.num_layers // config.group_size)
+    growth = config.max_batch * tensors * page_size // 8
     return min(growth, _MAX_READY, config.memory_limit // 16 or _MAX_READY)
 
 
+def _context_of(
+    config: KVCacheConfig, context: Context | None, budget: Budget | None
+) -> Context | None:
+    """The context to use; None: one is to be opened."""
+    if budget is None:
+        if config.memory_floor:
+            raise invalid(f"memory_floor {config.memory_floor}: the cache has no budget")
+        return context
+    if context is not None and context is not budget.context:
+        raise invalid(f"{context!r} is not the budget's context, {budget.context!r}")
+    return budget.context
+
+
 def _limit_pages(
-    config: KVCacheConfig, layout: Layout, info: ContextInfo, cuda_device: int | None
+    config: KVCacheConfig, layout: Layout, cuda_device: int | None, budget: Budget | None
 ) -> int:
     everything = layout.slot_pages * layout.num_tensors * config.max_batch
     if not config.memory_limit:
-        return min(
-            everything,
-            available_bytes(cuda_device, everything * layout.page_size) // layout.page_size,
-        )
+        unknown = everything * layout.page_size
+        available = available_bytes(cuda_device, unknown) if budget is None else budget.total_bytes
+        return min(everything, available // layout.page_size)
     least = layout.page_size * layout.num_tensors
     if config.memory_limit < least:
         raise invalid(

@@ -20,6 +20,7 @@ from pyvmem.info import Caps
 from pyvmem.kvcache.events import order_after, prune
 from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.spans import Span
+from pyvmem.kvcache.window import refuse
 from pyvmem.ops import OpBatch
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class Sharing:
         self._core = core
 
     def require(self) -> None:
-        """Raises NotSupported where pages cannot be mapped twice or read-only."""
+        """Raises NotSupported where pages cannot be mapped twice or read-only, or they slide."""
+        refuse(self._core, "sharing pages")
         info = self._core.context.info
         for cap, what in ((Caps.ALIAS, "maps a page once only"), (Caps.READONLY, "cannot protect")):
             if cap not in info.caps:

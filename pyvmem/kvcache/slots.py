@@ -12,8 +12,11 @@ filled with zeros. A free slot has granted == 0; what it has mapped is its cache
 granted and mapped belong to nobody, so they may be taken away at any time once the earlier owners'
 GPU work is over.
 
+With a sliding window (window.py) the first pages, below `head`, have been unmapped again.
+
 Shared pages (spans.py) are mapped read-only; others may have them too. A free slot keeps none: all
-its pages are unmapped together, and until that has happened the slot is *stale*.
+its pages are unmapped together, and until that has happened the slot is *stale*; so is one that
+slid.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ class Slot:
         lost: pages in its middle could not be mapped again; all stay until the cache is closed.
         mapped: pages there, or promised by a growth in flight.
         granted: pages that the owner may use.
+        head: pages below this have left the owner's window and are not there; 0 without a window.
         dirty: pages below this may hold what an earlier owner wrote.
         owner: counts owners, so that work begun for one is not credited to the next.
         events: earlier owners' last GPU work, as far as it is not known to be over.
@@ -56,6 +60,7 @@ class Slot:
     lost: bool = False
     mapped: int = 0
     granted: int = 0
+    head: int = 0
     dirty: int = 0
     owner: int = 0
     events: list[Any] = field(default_factory=list)
@@ -72,13 +77,13 @@ class Slot:
 
     @property
     def stale(self) -> bool:
-        """Whether an earlier owner's shared pages are still mapped."""
-        return self.span.pages > self.granted
+        """Whether an earlier owner's shared pages are still mapped, or its first ones missing."""
+        return self.span.pages > self.granted or self.head > self.granted
 
     @property
     def spare(self) -> int:
         """Mapped pages that no request owns."""
-        return self.mapped - self.granted
+        return self.mapped - max(self.granted, self.head)
 
 
 class SlotTable:

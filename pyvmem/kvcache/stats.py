@@ -20,8 +20,9 @@ class CacheStats:
     """State and counters of a `KVCache`; bytes are physical, times are nanoseconds.
 
     Attributes:
-        total_pages: pages that the cache may have; always free + cached + active.
-        free_pages: pages that are not behind the cache.
+        total_pages: pages that the cache may have; always free + cached + active. Of a `Budget`:
+            now, so less while other caches have more than their floors.
+        free_pages: pages that it could take without reclaiming any.
         cached_pages: mapped pages that no request owns: of free slots, beyond what an active slot
             was granted, promised by a growth in flight, on their way back, or of recorded prefixes
             that no request uses.
@@ -92,7 +93,7 @@ class SlotInfo:
         reqid: the slot.
         state: "active", "cached" (free, with pages), "empty" (free, without) or "broken".
         seq_len: tokens by the last `step`.
-        granted_pages: pages that the owner may use.
+        granted_pages: pages that the owner may use, without those that left its window.
         mapped_pages: pages there, or promised by a growth in flight.
         shared_pages: of these, pages that are mapped read-only.
         in_flight: a batch over the slot's addresses is not finished.

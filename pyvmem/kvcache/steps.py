@@ -9,15 +9,76 @@ from itertools import compress
 from typing import Any
 
 from pyvmem.kvcache.core import Core
+from pyvmem.kvcache.jobs import Growth
+from pyvmem.kvcache.slots import Slot
 
-__all__ = ["step", "step_async"]
+__all__ = ["step", "step_all", "step_async", "step_async_all"]
+
+_Want = list[tuple[Slot, int]]
 
 
 def step(core: Core, seq_lens: Sequence[int], stream: Any) -> int:
     """See `KVCache.step`."""
-    pager, reclaimer, counters = core.pager, core.reclaimer, core.counters
+    lens, total, want = _begin(core, seq_lens, stream)
+    if want:
+        if not _grow(core, want, background=False):
+            core.counters.short += 1
+            return -1
+        core.pager.settle(stream)
+        core.keep_watermark()
+    _commit(core, lens, total, stream)
+    return 0
+
+
+def step_async(core: Core, seq_lens: Sequence[int]) -> int:
+    """See `KVCache.step_async`."""
+    short, want = _begin_async(core, seq_lens)
+    if want and not _grow(core, want, background=True):
+        core.counters.short += 1
+        return -1
+    if short:
+        core.keep_watermark()
+    core.counters.steps_async += 1
+    return 0
+
+
+def step_all(cores: Sequence[Core], seq_lens: Sequence[int], stream: Any) -> int:
+    """`step` of several caches with the same requests: all of them or none."""
+    begun = [(core, *_begin(core, seq_lens, stream)) for core in cores]
+    if any(want for *_, want in begun):
+        if not _grow_all([(core, want) for core, _, _, want in begun], background=False):
+            return -1
+        for core in cores:
+            core.pager.settle(stream)
+        for core in cores:
+            core.keep_watermark()
+    for core, lens, total, _ in begun:
+        _commit(core, lens, total, stream)
+    return 0
+
+
+def step_async_all(cores: Sequence[Core], seq_lens: Sequence[int]) -> int:
+    """`step_async` of several caches with the same requests: all of them or none."""
+    begun = [(core, *_begin_async(core, seq_lens)) for core in cores]
+    if not _grow_all([(core, want) for core, _, want in begun], background=True):
+        return -1
+    for core, short, _ in begun:
+        if short:
+            core.keep_watermark()
+        core.counters.steps_async += 1
+    return 0
+
+
+# ---- the parts of a step -------------------------------------------------------------------------
+
+
+def _begin(core: Core, seq_lens: Sequence[int], stream: Any) -> tuple[list[int], int, _Want]:
+    """Checks the numbers and ends what is under way: numbers, their sum, and what is missing."""
+    pager, reclaimer = core.pager, core.reclaimer
     lens, total = core.validate(seq_lens)
-    counters.last_wait_ns = 0
+    if core.window is not None:
+        core.window.check(lens)
+    core.counters.last_wait_ns = 0
     if pager.growths:
         pager.settle(stream)
     if reclaimer.cuts:
@@ -26,41 +87,87 @@ def step(core: Core, seq_lens: Sequence[int], stream: Any) -> int:
         reclaimer.raise_errors()
     # Capacity is 0 for free slots, so whatever is wrong with a single number shows up here too.
     short = list(compress(core.indices, map(operator.gt, lens, pager.capacity)))
-    if short:
-        want = core.want(lens, short)
-        for slot, _ in want:
-            pager.release(slot)
-        if not pager.grow(want, background=False):
-            counters.short += 1
-            return -1
-        pager.settle(stream)
-        core.keep_watermark()
-    core.seq_lens = lens[:]
-    core.used_tokens = total
-    core.note_peaks()
-    counters.steps += 1
-    core.clock += 1
-    if core.untidy:
-        core.tidy()
-    return 0
+    return lens, total, core.want(lens, short) if short else []
 
 
-def step_async(core: Core, seq_lens: Sequence[int]) -> int:
-    """See `KVCache.step_async`."""
-    pager, reclaimer, counters = core.pager, core.reclaimer, core.counters
+def _begin_async(core: Core, seq_lens: Sequence[int]) -> tuple[list[int], _Want]:
+    """The slots that are short, and what no growth under way will give them."""
+    pager, reclaimer = core.pager, core.reclaimer
     lens, _ = core.validate(seq_lens)
     if reclaimer.cuts:
         reclaimer.poll()
     short = list(compress(core.indices, map(operator.gt, lens, pager.capacity)))
-    if short:
-        want = core.want(lens, short)
-        if pager.growths or reclaimer.cuts:
-            want = core.unpromised(want)
-            for slot, _ in want:
-                pager.release(slot)
-        if want and not pager.grow(want, background=True):
-            counters.short += 1
-            return -1
-        core.keep_watermark()
-    counters.steps_async += 1
-    return 0
+    want = core.want(lens, short) if short else []
+    if want and (pager.growths or reclaimer.cuts):
+        want = core.unpromised(want)
+    return short, want
+
+
+def _grow(core: Core, want: _Want, *, background: bool) -> bool:
+    """Begins to give slots their pages, once nothing is in flight over them."""
+    for slot, _ in want:
+        core.pager.release(slot)
+    return core.pager.grow(want, background=background)
+
+
+def _grow_all(wants: Sequence[tuple[Core, _Want]], *, background: bool) -> bool:
+    """`_grow` in several caches; where one is short, what the others mapped is no request's."""
+    if _grow_each(wants, background):
+        return True
+    # What a growing slot has beyond its request, another cache cannot take meanwhile.
+    cut = [_cut_surplus(core, want) for core, want in wants]
+    if any(cut) and _grow_each(wants, background):
+        return True
+    for core, _ in wants:
+        core.counters.short += 1
+    return False
+
+
+def _grow_each(wants: Sequence[tuple[Core, _Want]], background: bool) -> bool:
+    grown: list[tuple[Core, _Want]] = []
+    done = False
+    try:
+        for core, want in wants:
+            if want:
+                if not _grow(core, want, background=background):
+                    return False
+                grown.append((core, want))
+        done = True
+        return True
+    finally:
+        if not done:
+            for core, want in grown:
+                _disown(core, want)
+
+
+def _cut_surplus(core: Core, want: _Want) -> bool:
+    """Begins to unmap what slots have beyond what they are to have; whether there was something."""
+    found = False
+    for slot, pages in want:
+        core.pager.release(slot)
+        keep = max(pages, slot.granted)
+        if slot.mapped > keep:
+            found |= core.reclaimer.try_cut(slot, keep)
+    return found
+
+
+def _disown(core: Core, want: _Want) -> None:
+    """Makes a growth in flight one that no request waits for; its pages can be taken back."""
+    for slot, _ in want:
+        if isinstance(slot.job, Growth):
+            slot.job.grants.clear()
+            slot.job.handover.clear()  # the slot keeps these events for its next owner
+    core.pager.poll()
+
+
+def _commit(core: Core, lens: list[int], total: int, stream: Any) -> None:
+    """Notes what the slots hold from now on."""
+    if core.window is not None:
+        core.window.slide(lens, stream)
+    core.seq_lens = lens[:]
+    core.used_tokens = total
+    core.note_peaks()
+    core.counters.steps += 1
+    core.clock += 1
+    if core.untidy:
+        core.tidy()

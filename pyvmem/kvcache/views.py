@@ -26,7 +26,7 @@ class Views:
         self._tensors: list[torch.Tensor] = []
 
     def tensors(self) -> list[torch.Tensor]:
-        """K and V of every group, ``[batch, rows, group_size, num_kv_heads, head_dim]``."""
+        """Each group's tensors: ``[batch, rows, group_size, num_kv_heads, head_dim]``."""
         if not self._tensors:
             self._tensors = [self._make(index) for index in range(self._layout.num_tensors)]
         return list(self._tensors)
@@ -37,8 +37,11 @@ class Views:
         index, last = operator.index(layer), config.num_layers - 1
         if not 0 <= index <= last:
             raise invalid(f"layer {index} is not between 0 and {last}", limit=last)
+        per_layer = config.tensors_per_layer
+        if which >= per_layer:
+            raise invalid(f"layer {index} has no values: tensors_per_layer is {per_layer}")
         group, member = divmod(index, config.group_size)
-        return self.tensors()[2 * group + which][:, :, member]
+        return self.tensors()[per_layer * group + which][:, :, member]
 
     def drop(self) -> None:
         """Lets go of the tensors, so that only the caller's own keep the reservation."""

@@ -146,6 +146,7 @@ def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
         page_size=args.page_size,
         group_size=args.group_size or layers,
         memory_limit=args.memory_limit,
+        window=0,  # the engine's requests share pages
         **({"max_seq_len": args.max_seq_len} if args.max_seq_len else {}),
     )
     if not args.json:

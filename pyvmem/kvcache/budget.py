@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: MIT
+"""Physical memory that several caches share, with a floor and a ceiling each.
+
+What a cache has and what is kept for it, in bytes:
+
+    0 ......... floor ......... used ......... ceiling          0 .... used .... floor .... ceiling
+    | kept for it | others may make it     |                    | has  | kept for it |
+    |             | give back what belongs |
+    |             | to no request          |
+
+At all times the sum of ``max(used, floor)`` over the caches is at most the budget's total.
+
+One lock serves all caches of a budget. So a cache that is short can look into the others and take
+from them, nobody can wait in a circle, and whether a call gets its memory depends on the sequence
+of the calls alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import operator
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyvmem.errors import OutOfMemory
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.cuts import wait_for_cuts
+from pyvmem.kvcache.setup import available_bytes
+
+if TYPE_CHECKING:
+    from pyvmem.context import Context
+    from pyvmem.kvcache.core import Core
+    from pyvmem.kvcache.reclaim import Reclaimer
+
+__all__ = ["Budget", "BudgetStats", "Share", "ShareInfo"]
+
+_UNKNOWN = 1 << 62  # a device whose free memory nothing tells
+
+
+@dataclass(frozen=True)
+class ShareInfo:
+    """One cache of a budget; bytes.
+
+    Attributes:
+        floor_bytes: kept for it (`KVCacheConfig.memory_floor`).
+        ceiling_bytes: the most that it may have (`KVCacheConfig.memory_limit`).
+        used_bytes: physical pages behind it.
+    """
+
+    floor_bytes: int
+    ceiling_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True)
+class BudgetStats:
+    """A `Budget` as it is now; bytes.
+
+    Attributes:
+        total_bytes: of the budget.
+        used_bytes: physical pages behind its caches.
+        free_bytes: what neither a cache has nor a floor keeps.
+        caches: in the order in which they were made.
+    """
+
+    total_bytes: int
+    used_bytes: int
+    free_bytes: int
+    caches: tuple[ShareInfo, ...]
+
+
+class Budget:
+    """Memory of one context for several caches: ``KVCache(config, budget=budget)``.
+
+    A cache takes up to its ceiling, `KVCacheConfig.memory_limit`, as long as the floors of the
+    others, `KVCacheConfig.memory_floor`, stay free for them. Where that is not enough, the others
+    give back what belongs to no request (pages of free slots, then recorded prefixes), down to
+    their floors. What a request owns is never taken.
+
+    Thread-safe. Calls of its caches take turns, also those that wait for GPU work.
+
+    Args:
+        context: the context that all its caches use; it must outlive them.
+        total_bytes: physical memory for all caches together; 0: what is free on the device now.
+
+    Raises:
+        InvalidArgument: a negative total, or less than a page.
+    """
+
+    def __init__(self, context: Context, total_bytes: int = 0) -> None:
+        total = operator.index(total_bytes)
+        least = context.info.granule
+        if total and total < least:
+            raise invalid(
+                f"a budget of {total} bytes: a page of the context has {least}",
+                size=max(0, total),
+                limit=least,
+            )
+        self.context = context
+        self.total_bytes = total or available_bytes(context.cuda_device, _UNKNOWN)
+        self.lock = threading.RLock()
+        self._shares: list[Share] = []
+
+    def stats(self) -> BudgetStats:
+        """What every cache has. Polls the batches in flight, waits for none."""
+        with self.lock:
+            self._poll()
+            return BudgetStats(
+                total_bytes=self.total_bytes,
+                used_bytes=sum(share.used for share in self._shares),
+                free_bytes=self.total_bytes - self._reserved(),
+                caches=tuple(
+                    ShareInfo(share.floor, share.ceiling, share.used) for share in self._shares
+                ),
+            )
+
+    def check(self) -> list[str]:
+        """What contradicts in the books, in words; `KVCache.check_integrity` raises it."""
+        reserved = self._reserved()
+        if reserved <= self.total_bytes:
+            return []
+        return [f"{reserved} bytes are used or kept by floors; the budget has {self.total_bytes}"]
+
+    def _poll(self) -> None:
+        for share in self._shares:
+            share.core.reclaimer.poll()
+
+    def _reserved(self) -> int:
+        return sum(max(share.used, share.floor) for share in self._shares)
+
+    # ---- caches ----------------------------------------------------------------------------------
+
+    def join(self, core: Core) -> None:
+        """Takes a new cache in; `KVCache` calls it.
+
+        Raises:
+            InvalidArgument: the floors together exceed the budget.
+            OutOfMemory: requests of the other caches have what the floor would keep.
+        """
+        floor = core.config.memory_floor
+        with self.lock:
+            kept = sum(share.floor for share in self._shares)
+            if kept + floor > self.total_bytes:
+                raise invalid(
+                    f"memory_floor {floor}: the budget has {self.total_bytes} bytes, of which the "
+                    f"floors of other caches keep {kept}",
+                    size=floor,
+                    limit=self.total_bytes - kept,
+                )
+            share = Share(self, core, floor)
+            if floor > share.room():
+                share.finish_idle()
+            if share.room() < floor <= share.within_reach():
+                share.begin_cuts(floor - share.room())
+                share.evict(floor - share.room() - share.returning())
+                wait_for_cuts(share.others(), lambda: share.room() >= floor)
+            if share.room() < floor:
+                raise OutOfMemory(
+                    f"memory_floor {floor}: requests of the other caches leave "
+                    f"{share.within_reach()} bytes of the budget of {self.total_bytes}",
+                    errno=errno.ENOMEM,
+                    op="KVCache",
+                    bytes=floor,
+                    limit=share.within_reach(),
+                )
+            self._shares.append(share)
+            core.reclaimer.share = share
+
+    def leave(self, core: Core) -> None:
+        """Forgets a cache that has been closed."""
+        with self.lock:
+            self._shares = [share for share in self._shares if share.core is not core]
+
+
+class Share:
+    """A cache's part of a budget: what it may take, and from whom. The caller holds the lock."""
+
+    def __init__(self, budget: Budget, core: Core, floor: int) -> None:
+        self.budget = budget
+        self.core = core
+        self.floor = floor
+
+    @property
+    def used(self) -> int:
+        """Bytes of physical pages behind the cache."""
+        return self.core.reclaimer.held * self.core.layout.page_size
+
+    @property
+    def ceiling(self) -> int:
+        """The most bytes that the cache may have."""
+        return self.core.reclaimer.limit * self.core.layout.page_size
+
+    def room(self) -> int:
+        """Bytes that the cache could take now, as far as the others are concerned."""
+        kept = sum(max(one.used, one.floor) for one in self._rest())
+        return self.budget.total_bytes - kept - self.used
+
+    def within_reach(self) -> int:
+        """`room`, once the others have given back what belongs to no request."""
+        return self.room() + sum(one._givable() for one in self._rest())
+
+    def others(self) -> list[Reclaimer]:
+        """What takes pages back from the other caches."""
+        return [one.core.reclaimer for one in self._rest()]
+
+    def returning(self) -> int:
+        """Bytes that are on their way back from the other caches, above their floors."""
+        return sum(one._returning() for one in self._rest())
+
+    def finish_idle(self) -> None:
+        """Waits for the other caches' growths that no request waits for."""
+        for one in self._rest():
+            one.core.pager.finish_idle()
+
+    def begin_cuts(self, nbytes: int) -> None:
+        """Lets the others begin to unmap pages of no request until so many bytes are on the way."""
+        for one in self._by_excess():
+            reclaimer, column = one.core.reclaimer, one._column
+            reclaimer.release_stale()
+            for slot in one.core.table.victims():
+                missing = nbytes - self.returning()
+                columns = min(slot.spare, one._excess() // column, -(-missing // column))
+                if columns <= 0 or not reclaimer.try_cut(slot, slot.mapped - columns):
+                    break
+
+    def evict(self, nbytes: int) -> None:
+        """Lets the others take out recorded prefixes of so many bytes that no request uses."""
+        for one in self._by_excess():
+            columns = min(one._excess() // one._column, -(-nbytes // one._column))
+            if columns > 0:
+                nbytes -= one.core.reclaimer.evict(columns) * one._column
+
+    # ---- the arithmetic --------------------------------------------------------------------------
+
+    def _rest(self) -> Iterator[Share]:
+        return (one for one in self.budget._shares if one is not self)
+
+    def _by_excess(self) -> list[Share]:
+        return sorted(self._rest(), key=Share._excess, reverse=True)
+
+    @property
+    def _column(self) -> int:
+        """Bytes of a page in every tensor: what slots and prefixes give back in."""
+        return self.core.layout.page_size * self.core.layout.num_tensors
+
+    def _excess(self) -> int:
+        """Bytes above the floor that are not on their way back."""
+        returning = self.core.reclaimer.returning * self.core.layout.page_size
+        return max(0, self.used - returning - self.floor)
+
+    def _returning(self) -> int:
+        return max(0, self.used - self.floor) - self._excess()
+
+    def _givable(self) -> int:
+        spare = self.core.reclaimer.spare({})
+        return self._returning() + min(spare, self._excess() // self._column) * self._column

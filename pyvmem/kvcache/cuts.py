@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: MIT
+"""The batches that unmap pages: how they are made, waited for, and undone in the books."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.errors import NotRecoverable, OutOfMemory, Timeout, TooManyBatches, VMemError
+from pyvmem.info import RangeFlags
+from pyvmem.kvcache.jobs import Cut, Piece
+from pyvmem.kvcache.layout import Layout
+from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.spans import EMPTY, SharedPages, Span
+from pyvmem.kvcache.stats import Counters
+from pyvmem.ops import OpBatch
+
+if TYPE_CHECKING:
+    from pyvmem.context import Context
+    from pyvmem.kvcache.budget import Share
+
+__all__ = ["Cuts", "wait_for_cuts"]
+
+_SLICE_S = 0.0005  # how long one of several unfinished cuts is waited for before the next is asked
+
+
+class Cuts:
+    """Unmaps pages of no owner in the background, each batch after their owners' last GPU work.
+
+    Attributes:
+        limit: physical pages that the cache may have.
+        held: physical pages behind the cache, shared ones once, those on their way back included.
+        shared: pages that several places may refer to.
+        evict: takes recorded prefixes of so many pages per tensor out; set by who keeps them.
+        unpin: lets go of a recorded prefix that was kept for a slot; likewise.
+        cuts: unfinished batches.
+        errors: failures of finished batches that no call has raised yet.
+        slid: pages per tensor that left the windows of running requests.
+        share: the cache's part of a budget, None where it has its limit for itself.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        base: int,
+        layout: Layout,
+        table: SlotTable,
+        limit: int,
+        counters: Counters,
+    ) -> None:
+        self.context = context
+        self.base = base
+        self.layout = layout
+        self.table = table
+        self.limit = limit
+        self.counters = counters
+        self.held = self.slid = 0
+        self.shared = SharedPages(layout)
+        self.evict: Callable[[int], int] = lambda pages: 0
+        self.unpin: Callable[[Any], None] = lambda pin: None
+        self.cuts: list[Cut] = []
+        self.errors: list[VMemError] = []
+        self.share: Share | None = None
+        self._ops = OpBatch(1)
+
+    def cut(self, slot: Slot, keep: int) -> None:
+        """Unmaps a slot's pages from `keep` on, after its earlier owners' GPU work; does not wait.
+
+        Of a stale slot all pages go, since what it shares cannot be kept for a next owner.
+
+        Raises:
+            TooManyBatches, OutOfMemory: the batch could not be queued; nothing changed.
+        """
+        layout = self.layout
+        if slot.stale:
+            keep = 0
+        low = max(keep, slot.head)
+        self._ops.clear()
+        self._ops.unmap(
+            self.base + layout.offset(slot.index, low),
+            (slot.mapped - low) * layout.page_size,
+            count=layout.num_tensors,
+            stride=layout.tensor_bytes,
+        )
+        ticket = self.context.submit(self._ops, after=slot.events)
+        slot.job = job = Cut(slot, low, slot.mapped, slot.dirty, ticket, slot.head)
+        if slot.stale:
+            job.span, job.pins = slot.span, slot.pins
+            slot.span, slot.pins = EMPTY, []
+        slot.mapped = keep
+        slot.head = min(slot.head, keep)
+        slot.dirty = min(slot.dirty, keep)
+        self.cuts.append(job)
+
+    def try_cut(self, slot: Slot, keep: int) -> bool:
+        """`cut`, or False where the queue is full: the pages stay cached; it is tried again."""
+        try:
+            self.cut(slot, keep)
+        except (TooManyBatches, OutOfMemory):
+            return False
+        return True
+
+    def try_slide(self, slot: Slot, head: int, events: list[Any]) -> bool:
+        """Unmaps a taken slot's pages below `head` after the GPU work; False: the queue is full.
+
+        No batch may be in flight over the slot's addresses.
+        """
+        layout, low = self.layout, slot.head
+        self._ops.clear()
+        self._ops.unmap(
+            self.base + layout.offset(slot.index, low),
+            (head - low) * layout.page_size,
+            count=layout.num_tensors,
+            stride=layout.tensor_bytes,
+        )
+        try:
+            ticket = self.context.submit(self._ops, after=events)
+        except (TooManyBatches, OutOfMemory):
+            return False
+        slot.job = job = Cut(slot, low, head, slot.dirty, ticket, low, slot.owner, True)
+        slot.head = head
+        self.slid += head - low
+        self.cuts.append(job)
+        return True
+
+    def poll(self) -> None:
+        """Notes which cuts are finished."""
+        for cut in [cut for cut in self.cuts if cut.done()]:
+            self._finish(cut)
+
+    def finish(self, cut: Cut) -> None:
+        """Waits for one cut."""
+        self._finish(cut, None)
+
+    def finish_all(self) -> None:
+        """Waits for every cut."""
+        for cut in list(self.cuts):
+            self._finish(cut, None)
+
+    def _finish(self, cut: Cut, timeout: float | None = 0.0) -> None:
+        """Waits for a cut, and notes what came back; nothing where it is not finished in time."""
+        slot, pages = cut.slot, cut.pages
+        try:
+            cut.ticket.wait(timeout)
+        except Timeout:
+            return
+        except VMemError as error:
+            self.errors.append(error)
+            if isinstance(error, NotRecoverable):
+                self.table.condemn(slot)  # and its pages count no longer
+            else:  # undone: the pages are where they were
+                slot.head = cut.head
+                if not cut.slides:
+                    slot.mapped = cut.high
+                    slot.dirty = cut.dirty
+                elif slot.owner == cut.owner:
+                    self.slid -= pages
+                if cut.span.pages:
+                    slot.span, slot.pins = cut.span, cut.pins
+                pages, cut.span, cut.pins = 0, EMPTY, []
+        self.cuts.remove(cut)
+        slot.job = None
+        self._came_back(pages)
+        for pin in cut.pins:
+            self.unpin(pin)
+        self.let_go(cut.span)
+
+    def let_go(self, span: Span) -> None:
+        """Takes a reference to shared pages back; those without another go to the pool."""
+        self._came_back(self.shared.release(span))
+
+    def _came_back(self, pages: int) -> None:
+        """Counts pages per tensor that are no longer behind the cache."""
+        back = pages * self.layout.num_tensors
+        self.held -= back
+        self.counters.reclaimed += back
+
+    def condemn(self, pieces: list[Piece]) -> None:
+        """Never hands a slot out again in whose new pages an undo failed."""
+        layout = self.layout
+        for slot, low, high in pieces:
+            for tensor in range(layout.num_tensors):
+                at = self.base + layout.offset(slot.index, low, tensor)
+                end = at + (high - low) * layout.page_size
+                while at < end and not slot.broken:
+                    info = self.context.query(at)
+                    if RangeFlags.QUARANTINED in info.flags:
+                        self.table.condemn(slot)
+                    at += info.run_bytes
+
+    def raise_errors(self) -> None:
+        """Raises the oldest failure of a background batch, with the others as notes."""
+        if not self.errors:
+            return
+        first, *others = self.errors
+        self.errors.clear()
+        if others:
+            first.args = (
+                f"{first}; and {len(others)} more background batches failed",
+                *first.args[1:],
+            )
+        raise first
+
+
+def wait_for_cuts(reclaimers: Sequence[Cuts], enough: Callable[[], bool]) -> None:
+    """Waits until it is enough, or no cut is left."""
+    while not enough():
+        cuts = [(one, cut) for one in reclaimers for cut in one.cuts]
+        if not cuts:
+            return
+        # Their GPU work may end in any order, so none is waited for alone.
+        for one, cut in cuts:
+            one._finish(cut, None if len(cuts) == 1 else _SLICE_S)
+            if enough():
+                return

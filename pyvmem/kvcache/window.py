@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: MIT
+"""Sliding windows: pages whose rows no later token attends to are unmapped while a request runs.
+
+A step from `old` to `new` tokens computes the tokens from `old` on. The first of them attends to
+rows from ``old - window + 1`` on, and its kernel reads the whole tile that this row lies in:
+
+    0 ............... head ..... old - window - window_tile ..... old - window ..... old .... new
+    | unmapped, pages | slack    | kernel's tile                 | attended to      | computed |
+
+So when a step asks for `new`, pages wholly below ``old - window - window_tile`` go, after the work
+that was launched before: that step's work is the last that read them. A prefill of more tokens than
+the window has all of them mapped until the next step.
+"""
+
+from __future__ import annotations
+
+import errno
+import operator
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.errors import NotSupported
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.events import record
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.core import Core
+    from pyvmem.kvcache.slots import Slot
+
+__all__ = ["Window", "refuse"]
+
+
+class Window:
+    """Decides which pages leave the window."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        config, self._layout = core.config, core.layout
+        self._window = config.window
+        self._kept = config.window + config.window_tile
+        self._first = self._kept + self._rows(1)
+        # By slot: the length at which the next page can go, and the least that may be asked for.
+        self._next = [self._first] * config.max_batch
+        self._least = [0] * config.max_batch
+
+    def _rows(self, pages: int) -> int:
+        """Rows that so many pages hold a byte of."""
+        return -(-pages * self._layout.page_size // self._layout.row_bytes)
+
+    def check(self, lens: list[int]) -> None:
+        """Raises InvalidArgument for a length whose window is not there any more."""
+        for index in compress(self._core.indices, map(operator.lt, lens, self._least)):
+            least = self._least[index]
+            if lens[index]:
+                raise invalid(
+                    f"seq_lens[{index}] is {lens[index]}; with fewer than {least} tokens its "
+                    f"window of {self._window} begins in rows that are gone",
+                    limit=least,
+                )
+
+    def slide(self, lens: list[int], stream: Any) -> None:
+        """Begins to unmap what the step to `lens` no longer needs; does not wait."""
+        core = self._core
+        old = core.seq_lens
+        events: list[Any] | None = None
+        for index in compress(core.indices, map(operator.ge, old, self._next)):
+            slot = core.table[index]
+            # The same length again: perhaps its work has not been launched yet.
+            if lens[index] <= old[index] or slot.job is not None:
+                continue
+            if events is None:
+                event = record(stream, core.device)
+                events = [] if event is None else [event]
+            layout = self._layout
+            head = (old[index] - self._kept) * layout.row_bytes // layout.page_size
+            if not core.reclaimer.try_slide(slot, head, [*slot.events, *events]):
+                return  # the queue is full; the next step tries again
+            self._next[index] = self._kept + self._rows(head + 1)
+            self._least[index] = self._window + self._rows(head)
+
+    def forget(self, slot: Slot) -> None:
+        """Ends a request; call it while the slot is still its own."""
+        if not slot.stale:
+            self._core.reclaimer.slid -= slot.head
+        self._next[slot.index], self._least[slot.index] = self._first, 0
+
+
+def refuse(core: Core, what: str) -> None:
+    """Raises NotSupported where the rows that a call would need have left a window."""
+    if core.window is not None:
+        raise NotSupported(
+            f"{what}: a cache with a sliding window does not keep all rows of a request",
+            errno=errno.EOPNOTSUPP,
+            op="KVCache",
+        )

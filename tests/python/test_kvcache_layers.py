@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: MIT
+"""Description: layers that differ: MLA's one tensor, uneven heads and sizes, one step for all."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from share_helpers import read_rows, write_rows
+
+from pyvmem import BadHandle, Busy, Context, InvalidArgument, KVCache, KVCacheConfig
+from pyvmem.kvcache import Budget, LayeredCache, LayerShape
+
+
+def units(page: int) -> int:
+    """Heads of 64 float32 that fill an eighth of a page."""
+    return page // (8 * 64 * 4)
+
+
+def uneven(page: int) -> list[LayerShape]:
+    """Four classes: wide, narrow, keys with narrower values (two classes)."""
+    heads = units(page)
+    return [
+        LayerShape(2 * heads, 64),
+        LayerShape(heads, 64),
+        LayerShape(2 * heads, 64),
+        LayerShape(heads, 96, 32),
+    ]
+
+
+def layered(context: Context, pages: int = 400, **changes: Any) -> LayeredCache:
+    page = context.info.granule
+    policy: dict[str, Any] = {
+        "dtype": "float32",
+        "max_batch": 4,
+        "max_seq_len": 40,
+        "page_size": page,
+        "memory_limit": pages * page,
+        "low_watermark": 0.0,
+    }
+    policy.update(changes)
+    return LayeredCache(uneven(page), context, **policy)
+
+
+def write(cache: LayeredCache, reqid: int, low: int, tags: list[int]) -> None:
+    for one in cache.caches:
+        write_rows(one, reqid, low, tags)
+
+
+def holds(cache: LayeredCache, reqid: int, tags: list[int]) -> bool:
+    return all(read_rows(one, reqid, 0, tags) for one in cache.caches)
+
+
+def state(cache: LayeredCache) -> list[Any]:
+    """What requests see."""
+    return [
+        [(slot.reqid, slot.seq_len, slot.granted_pages) for slot in one.snapshot()]
+        for one in cache.caches
+    ]
+
+
+# ---- one tensor a layer --------------------------------------------------------------------------
+
+
+def test_a_layer_may_have_one_tensor(context: Context) -> None:
+    page = context.info.granule
+    config = KVCacheConfig(
+        num_layers=3,
+        num_kv_heads=1,
+        head_dim=576,
+        tensors_per_layer=1,
+        dtype="bfloat16",
+        max_batch=2,
+        max_seq_len=3 * page // 1152 + 1,
+        page_size=page,
+        memory_limit=64 * page,
+    )
+    with KVCache(config, context) as cache:
+        assert cache.layout.num_tensors == 3
+        assert cache.layout.row_bytes == 1152
+        reqid = cache.alloc_reqid()
+        assert reqid == 0
+        rows = page // 1152 + 1
+        assert cache.step([rows, 0]) == 0
+        assert cache.stats().active_pages == 2 * 3
+        tags = [1 + row for row in range(rows)]
+        write_rows(cache, reqid, 0, tags)
+        assert read_rows(cache, reqid, 0, tags)
+        with pytest.raises(InvalidArgument, match="layer 2 has no values: tensors_per_layer is 1"):
+            cache.v(2)
+        cache.check_integrity()
+
+
+@pytest.mark.needs_tensors
+def test_the_tensor_of_a_layer_with_one(context: Context) -> None:
+    page = context.info.granule
+    config = KVCacheConfig(4, 1, 64, tensors_per_layer=1, group_size=2, dtype="float32",
+                           max_batch=2, max_seq_len=16, page_size=page)  # fmt: skip
+    with KVCache(config, context) as cache:
+        assert len(cache.tensors) == 2
+        assert cache.k(3).shape == (2, 16, 1, 64)
+        cache.alloc_reqid()
+        assert cache.step([4, 0]) == 0
+        for layer in range(4):
+            cache.k(layer)[0, :4] = layer + 1.0
+        for layer in range(4):
+            assert bool((cache.k(layer)[0, :4] == layer + 1.0).all())
+
+
+def test_tensors_per_layer_is_one_or_two() -> None:
+    for value in (0, 3):
+        with pytest.raises(InvalidArgument, match=f"tensors_per_layer is {value}; it must lie"):
+            KVCacheConfig(1, 1, 64, tensors_per_layer=value)
+
+
+# ---- classes -------------------------------------------------------------------------------------
+
+
+def test_equal_layers_share_a_class(context: Context) -> None:
+    page = context.info.granule
+    with layered(context) as cache:
+        found = [
+            (one.config.num_layers, one.config.tensors_per_layer, one.layout.row_bytes)
+            for one in cache.caches
+        ]
+        row = units(page) * 4
+        assert found == [
+            (2, 2, 2 * row * 64),
+            (1, 2, row * 64),
+            (1, 1, row * 96),
+            (1, 1, row * 32),
+        ]
+
+
+def test_every_class_gets_the_pages_of_its_own_rows(context: Context) -> None:
+    with layered(context) as cache:
+        reqid = cache.alloc_reqid(20)
+        assert reqid is not None
+        lens = [0] * 4
+        lens[reqid] = 20
+        assert cache.step_async(lens) == 0
+        assert cache.step(lens) == 0
+        pages = [one.snapshot()[reqid].granted_pages for one in cache.caches]
+        assert pages == [5, 3, 4, 2]  # 4, 8, 5 1/3 and 16 rows in a page
+        tags = list(range(1, 21))
+        write(cache, reqid, 0, tags)
+        assert holds(cache, reqid, tags)
+        cache.free_reqid(reqid)
+        assert cache.trim() >= 0
+        assert cache.budget.stats().used_bytes == 0
+        cache.check_integrity()
+
+
+def test_where_one_class_is_short_none_changes(context: Context) -> None:
+    # 20 rows need 5 * 4 + 3 * 2 + 4 + 2 = 32 pages, and each class alone fits.
+    for pages, ahead in ((31, False), (31, True), (21, False), (27, True)):
+        with layered(context, pages) as cache:
+            assert not cache.can_admit([20])
+            reqid = cache.alloc_reqid()
+            assert reqid is not None
+            lens = [0] * 4
+            lens[reqid] = 4
+            assert cache.step(lens) == 0
+            write(cache, reqid, 0, [1, 2, 3, 4])
+            before = state(cache)
+            lens[reqid] = 20
+            assert (cache.step_async(lens) if ahead else cache.step(lens)) == -1
+            assert state(cache) == before
+            cache.check_integrity()
+            lens[reqid] = 8  # what the first classes mapped can be had by all
+            assert cache.step(lens) == 0
+            assert holds(cache, reqid, [1, 2, 3, 4])
+            cache.check_integrity()
+    with layered(context, 32) as cache:
+        assert cache.can_admit([20])
+        reqid = cache.alloc_reqid()
+        assert reqid is not None
+        lens = [0] * 4
+        lens[reqid] = 20
+        assert cache.step(lens) == 0
+
+
+@pytest.mark.needs_tensors
+def test_tensors_of_the_layers(context: Context) -> None:
+    heads = units(context.info.granule)
+    with layered(context) as cache:
+        cache.alloc_reqid()
+        assert cache.step([8, 0, 0, 0]) == 0
+        assert cache.k(2).shape == (4, 40, 2 * heads, 64)
+        assert cache.k(3).shape == (4, 40, heads, 96)
+        assert cache.v(3).shape == (4, 40, heads, 32)
+        for layer in range(4):
+            cache.k(layer)[0, :8] = layer + 1.0
+            cache.v(layer)[0, :8] = -layer - 1.0
+        for layer in range(4):
+            assert bool((cache.k(layer)[0, :8] == layer + 1.0).all())
+            assert bool((cache.v(layer)[0, :8] == -layer - 1.0).all())
+        kept = cache.k(0)
+        with pytest.raises(Busy, match="tensors of the cache live"):
+            cache.close()
+        assert cache.step([9, 0, 0, 0]) == 0
+        del kept
+
+
+def test_a_budget_can_be_shared_with_another_cache(context: Context) -> None:
+    page = context.info.granule
+    budget = Budget(context, 40 * page)
+    small = KVCacheConfig(1, units(page), 64, dtype="float32", max_batch=2, max_seq_len=40,
+                          page_size=page, memory_floor=8 * page, low_watermark=0)  # fmt: skip
+    with KVCache(small, budget=budget), layered(context, 0, memory_limit=0) as alone:
+        assert alone.budget is not budget
+    policy = {"dtype": "float32", "max_batch": 4, "max_seq_len": 40, "page_size": page}
+    with (
+        KVCache(small, budget=budget) as other,
+        LayeredCache(uneven(page), budget=budget, **policy) as cache,
+    ):
+        cache.alloc_reqid()
+        assert cache.can_admit([20])
+        assert not cache.can_admit([24])
+        assert cache.step([20, 0, 0, 0]) == 0
+        assert other.num_free_pages == 8
+
+
+def test_a_context_of_its_own(backend: str) -> None:
+    granule = 4096 if backend == "host" else 64 << 10
+    cache = LayeredCache([LayerShape(1, 64)], backend=backend, page_size=granule, max_batch=1,
+                         memory_limit=4 << 20)  # fmt: skip
+    with cache:
+        assert cache.alloc_reqid() == 0
+        assert cache.step([3]) == 0
+    assert not cache.budget.context.is_open
+    with pytest.raises(BadHandle, match="the LayeredCache is closed"):
+        cache.step([3])
+
+
+def test_bad_input(context: Context) -> None:
+    page = context.info.granule
+    for shape, text in (
+        ((0, 64), "num_kv_heads is 0"),
+        ((1, 0), "head_dim is 0"),
+        ((1, 64, -1), "v_head_dim is -1"),
+        ((1, 64, 64, -1), "window is -1"),
+        ((1, 1.5), "head_dim must be a whole number, not 1.5"),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            LayerShape(*shape)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="at least one layer"):
+        LayeredCache([], context)
+    with pytest.raises(InvalidArgument, match="head_dim is told by the layers"):
+        layered(context, head_dim=64)
+    with pytest.raises(InvalidArgument, match="less than one page in every tensor"):
+        layered(context, 7)
+    with pytest.raises(InvalidArgument, match="group_size 2 does not divide num_layers 1"):
+        layered(context, group_size=2)
+    with pytest.raises(InvalidArgument, match="the budget is given"):
+        LayeredCache(uneven(page), budget=Budget(context, 64 * page), memory_limit=64 * page)
+    with layered(context) as cache:
+        for call in (cache.k, cache.v):
+            with pytest.raises(InvalidArgument, match="layer 4 is not between 0 and 3"):
+                call(4)
+        before = state(cache)
+        for lens, text in (
+            ([1, 0, 0, 0], "reqid 0 is not taken"),
+            ([0] * 3, "3 entries; the cache has 4 slots"),
+            ([0, -1, 0, 0], "must not be negative"),
+        ):
+            with pytest.raises(InvalidArgument, match=text):
+                cache.step(lens)
+        with pytest.raises(InvalidArgument, match="reqid 1 is not taken"):
+            cache.free_reqid(1)
+        assert state(cache) == before
+    latent = LayeredCache([LayerShape(1, 576, 0)], context, max_batch=1, page_size=page)
+    with latent, pytest.raises(InvalidArgument, match="layer 0 has no values"):
+        latent.v(0)
+
+
+@pytest.mark.parametrize("policy", [{}, {"deferred_reclaim": False}, {"zero_fill": False}])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> None:
+    """Rows and refusals against a plain account: what requests own in all classes together."""
+    total = 80
+    choose = random.Random(seed)
+    with layered(context, total, **policy) as cache:
+        rows: dict[int, list[int]] = {}
+        owned: dict[int, list[int]] = {}
+        refused = 0
+        for tag in range(1, 120):
+            pick = choose.random()
+            if pick < 0.3:
+                reqid = cache.alloc_reqid(choose.randint(0, 40))
+                assert (reqid is None) == (len(rows) == 4)
+                if reqid is not None:
+                    rows[reqid], owned[reqid] = [], [0] * 4
+            elif pick < 0.8:
+                lens = [0] * 4
+                for reqid in rows:
+                    lens[reqid] = min(40, len(rows[reqid]) + choose.choice((0, 1, 4, 11)))
+                want = {
+                    reqid: [
+                        max(had, one.layout.pages_for(lens[reqid]) * one.layout.num_tensors)
+                        for had, one in zip(owned[reqid], cache.caches, strict=True)
+                    ]
+                    for reqid in rows
+                }
+                fits = sum(map(sum, want.values())) <= total
+                ahead = choose.random() < 0.4
+                before = state(cache)
+                done = (not ahead or cache.step_async(lens) == 0) and cache.step(lens) == 0
+                assert done == fits
+                if not done:
+                    refused += 1
+                    assert state(cache) == before
+                    gone = max(rows, key=lambda reqid: len(rows[reqid]))
+                    cache.free_reqid(gone)
+                    del rows[gone], owned[gone]
+                    continue
+                owned = want
+                for reqid, held in rows.items():
+                    more = [tag] * (lens[reqid] - len(held))
+                    write(cache, reqid, len(held), more)
+                    held.extend(more)
+            elif rows:
+                gone = choose.choice(list(rows))
+                cache.free_reqid(gone)
+                del rows[gone], owned[gone]
+            if tag % 10 == 0:
+                cache.check_integrity()
+                assert all(holds(cache, reqid, held) for reqid, held in rows.items())
+        assert refused

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: MIT
+"""Description: sliding windows: pages before the window go while a request runs, the rest stays."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvcache_helpers import LAYERS, ROWS, eventually, firing_later, lens, small_cache, state
+from share_helpers import read_rows, write_rows
+
+from pyvmem import (
+    Context,
+    DriverError,
+    FdEvent,
+    Inject,
+    InvalidArgument,
+    KVCache,
+    KVCacheConfig,
+    NotMapped,
+    NotSupported,
+)
+from pyvmem.kvcache import LayeredCache, LayerShape, layer_shapes
+
+TENSORS = 2 * LAYERS
+WINDOW = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
+
+
+def mapped(cache: KVCache, reqid: int = 0) -> int:
+    """Pages per tensor, once what is on its way back has come back."""
+    eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
+    return cache.snapshot()[reqid].mapped_pages
+
+
+def decode(cache: KVCache, low: int, high: int) -> None:
+    """Appends rows to reqid 0, one by one; row n holds n + 1."""
+    for length in range(low + 1, high + 1):
+        assert cache.step(lens(cache, r0=length)) == 0
+        write_rows(cache, 0, length - 1, [length])
+
+
+def rows_are_there(cache: KVCache, low: int, high: int) -> bool:
+    return read_rows(cache, 0, low, list(range(low + 1, high + 1)))
+
+
+def test_a_request_keeps_its_window_and_a_tile(context: Context) -> None:
+    with small_cache(context, **WINDOW) as cache:
+        assert cache.alloc_reqid() == 0
+        for length in range(1, 12 * ROWS + 1):
+            decode(cache, length - 1, length)
+            low = max(0, length - 1 - 12)  # the step to `length` reads no row before these
+            assert rows_are_there(cache, low, length)
+            assert mapped(cache) <= 12 // ROWS + 3
+            cache.check_integrity()
+        now = cache.stats()
+        assert now.active_pages == mapped(cache) * TENSORS
+        assert 0 < now.used_bytes <= now.active_pages * cache.layout.page_size
+        with pytest.raises(NotMapped):
+            read_rows(cache, 0, 0, [1])
+        cache.free_reqid(0)
+
+
+def test_a_page_goes_with_the_row_that_no_kernel_reads(context: Context) -> None:
+    with small_cache(context, **WINDOW) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=20)) == 0
+        assert mapped(cache) == 3
+        assert cache.step(lens(cache, r0=21)) == 0  # row 20 sees rows 13 to 20, its tile from 9
+        assert mapped(cache) == 2
+
+
+def test_the_same_length_again_moves_nothing(context: Context) -> None:
+    with small_cache(context, **WINDOW) as cache:
+        cache.alloc_reqid()
+        for _ in range(3):  # a prefill whose work is launched after the last of these
+            assert cache.step(lens(cache, r0=40)) == 0
+        assert mapped(cache) == 5
+        write_rows(cache, 0, 0, list(range(1, 41)))
+        assert cache.step(lens(cache, r0=41)) == 0
+        assert mapped(cache) == 3
+        assert rows_are_there(cache, 28, 40)
+
+
+def test_pages_go_after_the_work_that_read_them(context: Context) -> None:
+    with small_cache(context, **WINDOW) as cache:
+        cache.alloc_reqid()
+        decode(cache, 0, 20)
+        with FdEvent.create() as event:
+            assert cache.step(lens(cache, r0=21), event) == 0
+            assert cache.snapshot()[0].in_flight
+            for tensor in range(TENSORS):
+                offset = cache.layout.offset(0, 0, tensor)
+                assert cache.reservation.query(offset).mapped
+            assert rows_are_there(cache, 8, 20)
+            cache.check_integrity()
+            with firing_later(event) as fired:
+                assert cache.step(lens(cache, r0=25)) == 0  # a page more: the slot's turn comes
+                assert fired
+        assert mapped(cache) == 3
+
+
+def test_a_request_freed_while_pages_go(context: Context) -> None:
+    with small_cache(context, **WINDOW) as cache:
+        cache.alloc_reqid()
+        decode(cache, 0, 20)
+        with FdEvent.create() as event:
+            assert cache.step(lens(cache, r0=21), event) == 0
+            cache.free_reqid(0)
+            cache.check_integrity()
+            event.set()
+        cache.trim()
+        assert cache.stats().mapped_bytes == 0
+
+
+def test_the_next_request_finds_zeros_everywhere(context: Context) -> None:
+    with small_cache(context, max_batch=1, **WINDOW) as cache:
+        for _ in range(3):
+            assert cache.alloc_reqid() == 0
+            decode(cache, 0, 50)
+            cache.free_reqid(0)
+            assert cache.alloc_reqid() == 0
+            assert cache.step([60]) == 0
+            size = cache.layout.row_bytes
+            for tensor in range(TENSORS):
+                at = cache.layout.offset(0, 0, tensor)
+                assert cache.reservation.read(at, 60 * size) == bytes(60 * size)
+            cache.check_integrity()
+            cache.free_reqid(0)
+
+
+def test_a_long_request_fits_into_little_memory(context: Context) -> None:
+    page = context.info.granule
+    with small_cache(context, memory_limit=5 * TENSORS * page, **WINDOW) as cache:
+        cache.alloc_reqid()
+        decode(cache, 0, 12 * ROWS)
+        assert cache.stats().short == 0
+        other = cache.alloc_reqid()
+        assert other == 1
+        before = state(cache)[0]
+        assert cache.step(lens(cache, r0=12 * ROWS, r1=4 * ROWS)) == -1
+        assert state(cache)[0] == before
+        assert rows_are_there(cache, 12 * ROWS - 12, 12 * ROWS)
+
+
+def test_a_slide_that_fails_is_undone_and_told(context: Context) -> None:
+    with small_cache(context, **WINDOW) as cache:
+        cache.alloc_reqid()
+        decode(cache, 0, 20)
+        context.inject(Inject.UNMAP)
+        assert cache.step(lens(cache, r0=21)) == 0
+        eventually(lambda: not cache.snapshot()[0].in_flight)
+        context.inject(Inject.UNMAP, 0, 0)
+        assert mapped(cache) == 3
+        assert rows_are_there(cache, 0, 20)
+        cache.check_integrity()
+        with pytest.raises(DriverError):
+            cache.step(lens(cache, r0=22))
+        decode(cache, 21, 40)
+        assert mapped(cache) <= 4
+        assert rows_are_there(cache, 28, 40)
+
+
+def test_what_a_window_does_not_allow(context: Context) -> None:
+    for change, text in (
+        ({"window": -1}, "window is -1; it must lie between 0"),
+        ({"window_tile": 70000}, "window_tile is 70000; it must lie between 0 and 65536"),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            KVCacheConfig(1, 1, 64, **change)
+    with small_cache(context, **WINDOW) as cache:
+        cache.alloc_reqid()
+        decode(cache, 0, 41)
+        before = state(cache)
+        with pytest.raises(
+            InvalidArgument, match=r"seq_lens\[0\] is 31; with fewer than 32 tokens"
+        ):
+            cache.step(lens(cache, r0=31))
+        for call in (
+            lambda: cache.fork(0),
+            lambda: cache.record(0, range(41)),
+            lambda: cache.swap_out(0),
+            lambda: cache.free_reqid(0, tokens=range(41)),
+        ):
+            with pytest.raises(NotSupported, match="sliding window"):
+                call()
+        assert state(cache) == before
+        assert cache.step(lens(cache, r0=37)) == 0  # four tokens taken back
+        assert rows_are_there(cache, 37 - 8, 37)
+        assert cache.alloc_prefix([1, 2, 3]) == (1, 0)
+
+
+@pytest.mark.parametrize("policy", [{}, {"zero_fill": False}, {"eager_pages": 2, "limit": 24}])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> None:
+    """Every row that a kernel may read holds what was written, whatever was asked for between."""
+    choose = random.Random(seed)
+    options = dict(policy)
+    limit = options.pop("limit", 40) * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit, **WINDOW, **options) as cache:
+        rows: dict[int, list[int]] = {}
+        seen: dict[int, int] = {}  # the length before the last step
+        for tag in range(1, 250):
+            pick = choose.random()
+            if pick < 0.1:
+                reqid = cache.alloc_reqid()
+                if reqid is not None:
+                    rows[reqid], seen[reqid] = [], 0
+            elif pick < 0.95:
+                want = [0] * 4
+                for reqid in rows:
+                    more = choose.choice((0, 1, 1, 3, 17))
+                    want[reqid] = min(len(rows[reqid]) + more, 12 * ROWS)
+                if choose.random() < 0.5:
+                    cache.step_async(want)
+                if cache.step(want) == -1:
+                    gone = max(rows, key=lambda reqid: len(rows[reqid]))
+                    cache.free_reqid(gone)
+                    del rows[gone], seen[gone]
+                    continue
+                for reqid, held in rows.items():
+                    if want[reqid] > len(held):
+                        seen[reqid] = len(held)
+                    write_rows(cache, reqid, len(held), [tag] * (want[reqid] - len(held)))
+                    held.extend([tag] * (want[reqid] - len(held)))
+            elif rows:
+                gone = choose.choice(list(rows))
+                cache.free_reqid(gone)
+                del rows[gone], seen[gone]
+            for reqid, held in rows.items():
+                low = max(0, seen[reqid] - 12)
+                assert read_rows(cache, reqid, low, held[low:])
+            if tag % 10 == 0:
+                cache.check_integrity()
+
+
+# ---- models of both kinds ------------------------------------------------------------------------
+
+
+def test_sliding_layers_beside_others(context: Context) -> None:
+    page = context.info.granule
+    heads = page // (ROWS * 64 * 4)
+    layers = [LayerShape(heads, 64, window=8), LayerShape(heads, 64)]
+    policy = {"dtype": "float32", "max_batch": 2, "max_seq_len": 96, "page_size": page}
+    with LayeredCache(layers, context, window_tile=4, memory_limit=64 * page, **policy) as cache:
+        slides, keeps = cache.caches
+        assert cache.alloc_reqid() == 0
+        for length in range(1, 97):
+            assert cache.step_async([length, 0]) == 0
+            assert cache.step([length, 0]) == 0
+            for one in cache.caches:
+                write_rows(one, 0, length - 1, [length])
+        assert mapped(keeps) == 12
+        assert mapped(slides) <= 4
+        assert rows_are_there(keeps, 0, 96)
+        assert rows_are_there(slides, 96 - 12, 96)
+        cache.check_integrity()
+
+
+def model(**values: Any) -> SimpleNamespace:
+    text = {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "dtype": "bfloat16",
+        "max_position_embeddings": 512,
+    }
+    return SimpleNamespace(**{**text, **values})
+
+
+def test_layers_of_a_transformers_model() -> None:
+    sliding, full = "sliding_attention", "full_attention"
+    every = LayerShape(2, 32, window=128)
+    whole = LayerShape(2, 32)
+    assert layer_shapes(model(sliding_window=128)) == [every] * 4
+    assert KVCacheConfig.from_hf(model(sliding_window=128)).window == 128
+    assert KVCacheConfig.from_hf(model(sliding_window=128), window=0).window == 0
+    assert layer_shapes(model(sliding_window=128, use_sliding_window=False)) == [whole] * 4
+    mixed = model(sliding_window=128, layer_types=[sliding, full, sliding, "chunked_attention"])
+    assert layer_shapes(mixed) == [every, whole, every, whole]
+    assert KVCacheConfig.from_hf(mixed).window == 0
+    mixed.per_layer_config = {1: {"head_dim": 64, "num_key_value_heads": 1}}
+    assert layer_shapes(mixed)[1] == LayerShape(1, 64)
+    latent = model(kv_lora_rank=512, qk_rope_head_dim=64)
+    assert layer_shapes(latent) == [LayerShape(1, 576, 0)] * 4
+    config = KVCacheConfig.from_hf(latent)
+    assert (config.num_kv_heads, config.head_dim, config.tensors_per_layer) == (1, 576, 1)
+    assert KVCacheConfig.from_hf(latent, head_dim=192).tensors_per_layer == 2
+
+
+def test_layers_that_are_refused() -> None:
+    for values, text in (
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, the model has 4"),
+        ({"layer_types": ["linear_attention"] * 4}, "layer 0 is linear_attention: it keeps no"),
+        (
+            {"layer_types": ["full_attention", *["sliding_attention"] * 3]},
+            "layer 1 is sliding_attention, but sliding_window is None",
+        ),
+        ({"kv_lora_rank": 512}, "no qk_rope_head_dim"),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            layer_shapes(model(**values))
+
+
+def test_layers_of_real_configurations() -> None:
+    transformers = pytest.importorskip("transformers")
+    gemma = transformers.Gemma3TextConfig(num_hidden_layers=6, sliding_window=64)
+    windows = [shape.window for shape in layer_shapes(gemma)]
+    assert windows == [64] * 5 + [0]
+    deepseek = transformers.DeepseekV3Config(num_hidden_layers=2)
+    assert layer_shapes(deepseek) == [LayerShape(1, 576, 0)] * 2
