@@ -39,7 +39,7 @@ def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) ->
     if slots is None:
         return None
     new_pages = (pages - full) * count * layout.num_tensors
-    if new_pages > core.reclaimer.obtainable({}):
+    if not core.pager.can_have(new_pages, {}):
         return None
     if rows * layout.row_bytes > parent.shared * layout.page_size:
         wait_for(record(stream, core.device))

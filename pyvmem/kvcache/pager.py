@@ -150,6 +150,18 @@ class Pager:
             if error is not None:
                 self.reclaimer.errors.append(error)
 
+    def can_have(self, pages: int, keep: Mapping[Slot, int]) -> bool:
+        """Whether so many physical pages are obtainable, with the slots of `finish_idle` counted.
+
+        Args:
+            pages: physical pages.
+            keep: slots that are to have at least so many pages per tensor.
+        """
+        self.finish_idle()
+        if self.reclaimer.share is not None:
+            self.reclaimer.share.finish_idle()
+        return pages <= self.reclaimer.obtainable(keep)
+
     # ---- batches -------------------------------------------------------------------------------
 
     def _map(
@@ -173,10 +185,7 @@ class Pager:
                     missing = pages
             if keep is None:
                 return False, None
-            self.finish_idle()
-            if reclaimer.share is not None:
-                reclaimer.share.finish_idle()
-            if pages > reclaimer.obtainable(keep):
+            if not self.can_have(pages, keep):
                 return False, None
             own = max(0, pages - (reclaimer.limit - reclaimer.held))
             if not reclaimer.make_room(missing, keep, own):

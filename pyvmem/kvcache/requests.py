@@ -194,7 +194,8 @@ class RequestCalls(CacheBase):
         """Whether new requests of so many tokens would all fit now, beside the present ones.
 
         Counts free slots and all that is free or could be reclaimed, recorded prefixes that no
-        request uses included. Says nothing of memory that others take from the device.
+        request uses included. Says nothing of memory that others take from the device. Waits for
+        fills that are in flight.
 
         Raises:
             InvalidArgument: a length that is negative or above `max_seq_len`.
@@ -210,7 +211,7 @@ class RequestCalls(CacheBase):
                         limit=longest,
                     )
             pages = sum(map(core.layout.pages_for, lengths)) * core.layout.num_tensors
-            return len(lengths) <= len(core.table.free) and pages <= core.reclaimer.obtainable({})
+            return len(lengths) <= len(core.table.free) and core.pager.can_have(pages, {})
 
     def trim(self, prefixes: bool = False) -> int:
         """Unmaps all pages of no request and gives the pool's free memory back to the device.

@@ -178,9 +178,11 @@ def test_deferred_reclamation_keeps_idle_pages(page: int, deferred: bool) -> Non
     vattention.reserve_physical_pages(24 * 2 * LAYERS * page)
     rows = page // ROW
     vattention.step_async([1, 3 * rows, 2 * rows, rows])
-    vattention.step_async([1, 0, 0, 0])
     assert vattention._manager is not None
-    vattention._manager.cache._core.reclaimer.finish_all()
+    core = vattention._manager.cache._core
+    core.pager.settle()
+    vattention.step_async([1, 0, 0, 0])
+    core.reclaimer.finish_all()
     idle = [slot.mapped_pages for slot in vattention._manager.cache.snapshot()[1:]]
     assert idle == ([4, 3, 2] if deferred else [4, 0, 0])  # the next request's stay
 

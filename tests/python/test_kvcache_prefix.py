@@ -351,3 +351,23 @@ def test_short_of_heap_for_a_part_given_back(context: Context) -> None:
         recorded(cache, [4] * ROWS)
         assert cache.trim(prefixes=True) >= 0
         assert cache.stats().mapped_bytes == 0
+
+
+def test_a_prefix_whose_last_user_is_going_is_memory_to_be_had(context: Context) -> None:
+    """Until its slot is unmapped the prefix is in use: a step that is short waits for that."""
+    limit = 4 * TENSORS * context.info.granule
+    tokens = range(2 * ROWS)
+    with small_cache(context, memory_limit=limit) as cache, FdEvent.create() as work:
+        cache.free_reqid(started(cache, 2 * ROWS), tokens=tokens)
+        found = cache.alloc_prefix(tokens, leave=0)
+        assert found is not None
+        assert found[1] == 2 * ROWS
+        cache.free_reqid(found[0], work)
+        reqid = cache.alloc_reqid()
+        assert reqid is not None
+        wanted = [0] * cache.config.max_batch
+        wanted[reqid] = 4 * ROWS
+        with firing_later(work) as fired:
+            assert cache.step(wanted) == 0
+            assert fired
+        assert cache.stats().prefix_pages == 0
