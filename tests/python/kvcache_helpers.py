@@ -283,3 +283,19 @@ class Model:
             self.free(self.random.choice(list(self.rows)), wait=self.random.random() < 0.5)
         else:
             self.fire()
+
+
+def started(cache: KVCache, rows: int, tag: float = 1.0) -> int:
+    """A request with so many rows of one tag."""
+    reqid = cache.alloc_reqid(rows)
+    assert reqid is not None
+    grown(cache, reqid, 0, rows, tag)
+    return reqid
+
+
+def grown(cache: KVCache, reqid: int, low: int, rows: int, tag: float) -> None:
+    """A request's rows become so many, those from `low` on of another tag."""
+    want = [slot.seq_len for slot in cache.snapshot()]
+    want[reqid] = rows
+    assert cache.step(want) == 0
+    stamp(cache, reqid, low, rows, tag)

@@ -9,11 +9,12 @@ from kvcache_helpers import (
     ROWS,
     eventually,
     firing_later,
+    grown,
     lens,
     rows_are,
     rows_are_zero,
     small_cache,
-    stamp,
+    started,
     state,
 )
 
@@ -22,22 +23,6 @@ from pyvmem.kvcache import PrefixMatch, TokenIds
 
 TENSORS = 2 * LAYERS
 PROMPT = list(range(100, 100 + 6 * ROWS))
-
-
-def started(cache: KVCache, rows: int, tag: float = 1.0) -> int:
-    """A request with so many rows of one tag."""
-    reqid = cache.alloc_reqid(rows)
-    assert reqid is not None
-    grown(cache, reqid, 0, rows, tag)
-    return reqid
-
-
-def grown(cache: KVCache, reqid: int, low: int, rows: int, tag: float) -> None:
-    """More rows of another tag."""
-    want = [slot.seq_len for slot in cache.snapshot()]
-    want[reqid] = rows
-    assert cache.step(want) == 0
-    stamp(cache, reqid, low, rows, tag)
 
 
 def recorded(cache: KVCache, tokens: list[int], tag: float = 1.0) -> None:

@@ -16,11 +16,12 @@ from kvcache_helpers import (
     ROWS,
     eventually,
     firing_later,
+    grown,
     lens,
     rows_are,
     rows_are_zero,
     small_cache,
-    stamp,
+    started,
     state,
 )
 
@@ -31,32 +32,12 @@ from pyvmem import (
     FdEvent,
     Inject,
     InvalidArgument,
-    KVCache,
     NotRecoverable,
     NotSupported,
     ReadOnly,
 )
 
 TENSORS = 2 * LAYERS
-
-
-def started(cache: KVCache, rows: int, tag: float = 1.0) -> int:
-    """A request with so many rows of one tag."""
-    reqid = cache.alloc_reqid(rows)
-    assert reqid is not None
-    want = [slot.seq_len for slot in cache.snapshot()]
-    want[reqid] = rows
-    assert cache.step(want) == 0
-    stamp(cache, reqid, 0, rows, tag)
-    return reqid
-
-
-def grown(cache: KVCache, reqid: int, low: int, rows: int, tag: float) -> None:
-    """More rows of another tag."""
-    want = [slot.seq_len for slot in cache.snapshot()]
-    want[reqid] = rows
-    assert cache.step(want) == 0
-    stamp(cache, reqid, low, rows, tag)
 
 
 # ---- what a fork holds ---------------------------------------------------------------------------

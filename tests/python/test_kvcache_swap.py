@@ -21,7 +21,7 @@ from kvcache_helpers import (
     rows_are_zero,
     small_cache,
     small_config,
-    stamp,
+    started,
     state,
 )
 
@@ -40,17 +40,6 @@ from pyvmem import (
 from pyvmem.kvcache import SwappedRequest
 
 TENSORS = 2 * LAYERS
-
-
-def started(cache: KVCache, rows: int, tag: float = 1.0) -> int:
-    """A request with so many rows of one tag."""
-    reqid = cache.alloc_reqid(rows)
-    assert reqid is not None
-    want = [slot.seq_len for slot in cache.snapshot()]
-    want[reqid] = rows
-    assert cache.step(want) == 0
-    stamp(cache, reqid, 0, rows, tag)
-    return reqid
 
 
 # ---- swapping ------------------------------------------------------------------------------------
