@@ -13,7 +13,7 @@ from pyvmem.errors import InvalidArgument
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPE_BYTES", "KVCacheConfig", "invalid", "text_config"]
+__all__ = ["DTYPE_BYTES", "KVCacheConfig", "bounded", "invalid", "text_config"]
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -49,6 +49,17 @@ _BOUNDS = {
 def invalid(message: str, *, limit: int = 0, size: int = 0) -> InvalidArgument:
     """An `InvalidArgument` of the cache itself, in the form that libvmem's own take."""
     return InvalidArgument(message, errno=errno.EINVAL, op="KVCache", bytes=size, limit=limit)
+
+
+def bounded(name: str, value: Any, low: int, high: int) -> int:
+    """A whole number within its bounds; raises InvalidArgument otherwise."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise invalid(f"{name} must be a whole number, not {value!r}") from None
+    if not low <= number <= high:
+        raise invalid(f"{name} is {number}; it must lie between {low} and {high}", limit=high)
+    return number
 
 
 @dataclass(frozen=True)
@@ -125,16 +136,7 @@ class KVCacheConfig:
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
-            value = getattr(self, name)
-            try:
-                number = operator.index(value)
-            except TypeError:
-                raise invalid(f"{name} must be a whole number, not {value!r}") from None
-            if not low <= number <= high:
-                raise invalid(
-                    f"{name} is {number}; it must lie between {low} and {high}", limit=high
-                )
-            object.__setattr__(self, name, number)
+            object.__setattr__(self, name, bounded(name, getattr(self, name), low, high))
         dtype = str(self.dtype).removeprefix("torch.")
         if dtype not in DTYPE_BYTES:
             raise invalid(f"dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")

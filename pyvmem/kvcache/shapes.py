@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.config import bounded
 
 __all__ = ["LayerClass", "LayerShape", "Place", "classes_of"]
 
@@ -39,15 +38,7 @@ class LayerShape:
             ("v_head_dim", 0, 1 << 16),
             ("window", 0, 1 << 30),
         ):
-            value = getattr(self, name)
-            try:
-                number = operator.index(value)
-            except TypeError:
-                raise invalid(f"{name} must be a whole number, not {value!r}") from None
-            if not low <= number <= high:
-                raise invalid(
-                    f"{name} is {number}; it must lie between {low} and {high}", limit=high
-                )
+            bounded(name, getattr(self, name), low, high)
 
 
 class LayerClass(NamedTuple):
