@@ -16,6 +16,7 @@ from pyvmem.kvcache.jobs import Growth
 from pyvmem.kvcache.pager import Pager
 from pyvmem.kvcache.prefixes import Prefixes
 from pyvmem.kvcache.reclaim import Reclaimer
+from pyvmem.kvcache.scratch import Scratch
 from pyvmem.kvcache.setup import Parts
 from pyvmem.kvcache.sharing import Sharing
 from pyvmem.kvcache.slots import Slot, SlotTable
@@ -58,6 +59,8 @@ class Core:
             zero_fill=config.zero_fill,
             device=parts.cuda_device,
         )
+        large = layout.large_pages * layout.page_size
+        self.scratch = Scratch(parts.context, max(large, layout.page_size))
         self.sharing = Sharing(self)
         self.prefixes = Prefixes(self)
         self.window = Window(self) if config.window else None
@@ -173,21 +176,33 @@ class Core:
 
     @property
     def active_pages(self) -> int:
-        """Physical pages that requests own, shared ones once."""
+        """Physical pages of the device that requests own, shared ones once."""
         pages = self.pager.active_pages - self.reclaimer.slid + self.reclaimer.shared.used
-        return pages * self.layout.num_tensors
+        return (pages - self._away()) * self.layout.num_tensors
+
+    def _away(self) -> int:
+        """Pages per tensor that requests own alone, and that do not lie in the device."""
+        if not any(self.reclaimer.away.values()):
+            return 0
+        return sum(
+            sum(slot.places.away(max(slot.shared, slot.head), slot.granted).values())
+            for slot in self.table
+            if slot.active and slot.places
+        )
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of rows that hold tokens; what requests share is counted once, what slid is not."""
+        """Bytes of rows in the device that hold tokens; shared ones once, those that slid not."""
         used, shared = self.used_tokens * self.token_bytes, self.reclaimer.shared
+        gone = self._away() + shared.away_uses
         if self.window is not None:
-            slid = self.reclaimer.slid * self.layout.num_tensors * self.layout.page_size
-            used = max(0, used - slid)
-        if shared.used:
+            gone += self.reclaimer.slid
+        if gone or shared.used:
             size = self.layout.page_size * self.layout.num_tensors
-            used -= (shared.uses - shared.used) * size
-            used = min(max(0, used), self.active_pages * self.layout.page_size)
+            used -= (gone + shared.uses - shared.used) * size
+            used = max(0, used)
+        if shared.used or shared.away_uses:
+            used = min(used, self.active_pages * self.layout.page_size)
         return used
 
     # ---- on the side -----------------------------------------------------------------------------
@@ -267,6 +282,7 @@ class Core:
                 self.reclaimer.try_cut(slot, 0)
         self.reclaimer.finish_all()
         self.reclaimer.shared.close()
+        self.scratch.close()
         try:
             reservation.close(unmap=True)
         except NotRecoverable:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""Forking: new requests over a request's full pages, and a copy of its last one."""
+"""Forking: new requests over a request's full pages, and a copy of its last one.
+
+A large page that is not full is copied as far as it is, into small pages where that is not whole.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import OutOfMemory
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
-from pyvmem.kvcache.slots import Slot
+from pyvmem.kvcache.plan import Source
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
@@ -32,9 +34,9 @@ def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) ->
             f"fork of {count} requests; it must lie between 1 and {len(core.table)}",
             limit=len(core.table),
         )
-    full = rows * layout.row_bytes // layout.page_size
-    pages = layout.pages_for(rows)
     core.pager.release(parent)
+    full = parent.places.floor(rows * layout.row_bytes // layout.page_size)
+    pages = layout.pages_for(rows)
     slots = sharing.vacate(count)
     if slots is None:
         return None
@@ -50,11 +52,16 @@ def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) ->
         return None
     try:
         if pages > full:
-            if not core.pager.grow([(slot, pages) for slot in slots], background=False):
+            tail = Source(
+                core.pager.base + layout.offset(parent.index),
+                layout.tensor_bytes,
+                rows * layout.row_bytes,
+            )
+            want = [(slot, pages) for slot in slots]
+            if not core.pager.grow(want, background=False, source=tail):
                 sharing.detach(slots)
                 return None
             core.pager.settle(stream)
-            _copy_tail(core, parent, slots, full, rows)
     except BaseException:
         sharing.detach(slots)
         raise
@@ -64,16 +71,3 @@ def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) ->
         core.enter(slot, rows)
     core.note_peaks()
     return [slot.index for slot in slots]
-
-
-def _copy_tail(core: Core, parent: Slot, slots: Sequence[Slot], page: int, rows: int) -> None:
-    """Copies the rows, or parts of one, behind the last full page."""
-    layout, base = core.layout, core.pager.base
-    size = rows * layout.row_bytes - page * layout.page_size
-    if size <= 0:
-        return
-    for tensor in range(layout.num_tensors):
-        source = base + layout.offset(parent.index, page, tensor)
-        for slot in slots:
-            target = base + layout.offset(slot.index, page, tensor)
-            core.context.copy(target, source, size)

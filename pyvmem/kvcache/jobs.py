@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
+from pyvmem.kvcache.places import Stretch, Tier
 from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.spans import EMPTY, Span
 
@@ -25,13 +26,15 @@ class Growth:
     Two batches at most: `mapping` (new pages, and fills that need not wait), all or nothing, and
     `filling` (fills that come after earlier owners' GPU work). None: there was nothing to do, or it
     is done. `handover` holds earlier owners' work that the new owner's stream must follow where
-    nothing is filled. The counts are of physical pages.
+    nothing is filled. `large` holds the pieces that are large pages. The counts are of physical
+    pages.
     """
 
     takes_pages: ClassVar[bool] = False
 
     slots: list[Slot]
     pieces: list[Piece] = field(default_factory=list)
+    large: list[Piece] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
     handover: list[Any] = field(default_factory=list)
     mapping: Any = None
@@ -52,7 +55,8 @@ class Growth:
 class Cut:
     """Pages [low, high) of a slot on their way back to the pool, after its last GPU work.
 
-    `dirty` and `head` are what the slot's were before. `slides`: the pages left the window of
+    `dirty`, `head` and `places` are what the slot's were before; `away` counts those of the pages
+    that do not lie in the device and are the slot's alone. `slides`: the pages left the window of
     `owner`, and the slot keeps what lies behind them. `span` names the shared pages among them,
     which come back when nobody else refers to them, and `pins` the prefixes that were kept for
     them.
@@ -70,11 +74,13 @@ class Cut:
     slides: bool = False
     span: Span = EMPTY
     pins: list[Any] = field(default_factory=list)
+    places: list[Stretch] = field(default_factory=list)
+    away: dict[Tier, int] = field(default_factory=dict)
 
     @property
     def pages(self) -> int:
-        """Pages per tensor that were the slot's alone."""
-        return self.high - self.low - self.span.pages
+        """Pages per tensor of the device that were the slot's alone."""
+        return self.high - self.low - self.span.pages - sum(self.away.values())
 
     def done(self) -> bool:
         """Whether the batch is finished, well or not."""

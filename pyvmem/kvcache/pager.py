@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, VMemError
-from pyvmem.kvcache.events import order_after, order_ticket
+from pyvmem.kvcache.events import order_after, order_ticket, wait_for
 from pyvmem.kvcache.jobs import Cut, Growth, Piece
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.plan import Planner
+from pyvmem.kvcache.places import DEVICE, Kind
+from pyvmem.kvcache.plan import Planner, Source
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Slot, SlotTable
 from pyvmem.kvcache.spans import Span
@@ -56,11 +57,18 @@ class Pager:
         self.growths: list[Growth] = []
         self.active_pages = 0
         self._planner = Planner(base, layout, len(table), zero_fill=zero_fill)
+        self._large = Kind(layout.large_pages, DEVICE)
 
     # ---- requests ------------------------------------------------------------------------------
 
     def grow(
-        self, want: Sequence[tuple[Slot, int]], *, background: bool, reclaim: bool = True
+        self,
+        want: Sequence[tuple[Slot, int]],
+        *,
+        background: bool,
+        reclaim: bool = True,
+        source: Source | None = None,
+        after: Sequence[Any] = (),
     ) -> bool:
         """Starts to give each slot so many pages per tensor; `settle` completes it.
 
@@ -71,19 +79,25 @@ class Pager:
             want: slots and the pages that each shall have.
             background: on the worker thread; else mapped when this returns.
             reclaim: unmap pages of no owner, and wait for that, when memory is short.
+            source: what the new pages begin with, in each slot.
+            after: GPU work that writes it; waited for here.
 
         Returns:
             False when memory is short; then nothing changed, except that reclaimed pages are free.
         """
         job = Growth([slot for slot, _ in want])
-        after: list[Any] = []
-        late = self._planner.plan(want, job, after)
+        writers: list[Any] = []
+        late = self._planner.plan(want, job, writers, source=source)
         if len(self._planner.mapping):
-            done, job.mapping = self._map(job, background, dict(want) if reclaim else None)
+            for event in after:
+                wait_for(event)
+            done, job.mapping = self._map(job, want, background, reclaim, source)
             if not done:
                 return False
         for slot, _, high in job.pieces:
             slot.mapped = high
+        for slot, low, high in job.large:
+            slot.places.put(low, high, self._large)
         for slot in job.slots:
             slot.job = job
         self.growths.append(job)
@@ -95,7 +109,7 @@ class Pager:
         counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
         if late:
             try:
-                job.filling = self._fill(late, after)
+                job.filling = self._fill(late, writers)
             except VMemError:
                 job.grants.clear()  # the pages stay, without an owner
                 raise
@@ -165,10 +179,16 @@ class Pager:
     # ---- batches -------------------------------------------------------------------------------
 
     def _map(
-        self, job: Growth, background: bool, keep: Mapping[Slot, int] | None
+        self,
+        job: Growth,
+        want: Sequence[tuple[Slot, int]],
+        background: bool,
+        reclaim: bool,
+        source: Source | None,
     ) -> tuple[bool, Any]:
         """Runs or submits the mapping batch: (whether memory was enough, the ticket)."""
         reclaimer, mapping, pages = self.reclaimer, self._planner.mapping, job.new_pages
+        keep = dict(want) if reclaim else None
         while True:
             missing = pages - reclaimer.free
             if missing <= 0:
@@ -182,6 +202,10 @@ class Pager:
                     self.reclaimer.condemn(job.pieces)
                     raise
                 except OutOfMemory:  # of the device, or of a context shared with others
+                    if job.large:  # small pages may fit where no large one does
+                        job.large.clear()
+                        self._planner.plan(want, Growth(job.slots), [], False, source)
+                        continue
                     missing = pages
             if keep is None:
                 return False, None
@@ -224,7 +248,7 @@ class Pager:
             job.granted = True
             for slot, owner, pages in job.grants:
                 if slot.owner == owner:
-                    self._grant(slot, pages)
+                    self.grant(slot, pages)
         if job.done():
             self._retire(job)
         return None
@@ -236,7 +260,8 @@ class Pager:
             if error is not None:
                 self.reclaimer.errors.append(error)
 
-    def _grant(self, slot: Slot, pages: int) -> None:
+    def grant(self, slot: Slot, pages: int) -> None:
+        """Makes pages that are mapped the owner's."""
         if pages <= slot.granted:
             return
         self.active_pages += pages - slot.granted
@@ -247,6 +272,7 @@ class Pager:
         """Grants an empty slot shared pages, which are mapped there."""
         slot.span = span
         slot.mapped = slot.granted = span.pages
+        slot.places.put_all(span.stretches())
         self.capacity[slot.index] = self.layout.capacity(span.pages)
 
     def revoke(self, slot: Slot) -> None:
@@ -264,8 +290,9 @@ class Pager:
         if job.filling is not None:
             _failed(job.filling)  # waited for alone: it touches pages that were there before
         if job.mapping is not None and _failed(job.mapping):
-            for slot, low, _ in job.pieces:
+            for slot, low, high in job.pieces:
                 slot.mapped = low
+                slot.places.forget(low, high)
             if isinstance(error, NotRecoverable):
                 self.reclaimer.condemn(job.pieces)
             self.reclaimer.held -= job.new_pages

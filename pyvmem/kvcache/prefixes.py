@@ -20,7 +20,7 @@ from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.prefix_node import Node
 from pyvmem.kvcache.prefix_tree import PrefixTree
 from pyvmem.kvcache.spans import Span
-from pyvmem.kvcache.token_ids import TokenIds
+from pyvmem.kvcache.token_ids import ID_BYTES, TokenIds
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
@@ -66,6 +66,7 @@ class Prefixes:
         if self.tree.match(ids).length < len(ids) // self.tree.unit * self.tree.unit:
             self._core.sharing.require()
             self._core.pager.release(slot)
+            pages = slot.places.floor(pages)  # the rest of a large page is still to be written
             if pages > slot.shared:
                 wait_for(record(stream, self._core.device))
             self._core.sharing.share(slot, pages)
@@ -91,8 +92,15 @@ class Prefixes:
         return ids, len(ids) // self.tree.unit * self.unit_pages
 
     def _insert(self, slot: Slot, ids: TokenIds) -> int:
+        known = self.tree.match(ids)
+        units = max(known.length // self.tree.unit, slot.shared // self.unit_pages)
+        ids = TokenIds.from_bytes(ids.data[: units * self.tree.unit * ID_BYTES])
+
         def make(first: int, last: int) -> Span:
-            span = slot.span.cut(first * self.unit_pages, last * self.unit_pages)
+            begin = first * self.unit_pages
+            lead = self._lead(slot.span, known.node, begin)
+            span = slot.span.cut(begin - lead, last * self.unit_pages)
+            span.lead = lead
             self._core.reclaimer.shared.hold(span)
             return span
 
@@ -102,6 +110,22 @@ class Prefixes:
             self.tree.pin(done.node)
             slot.pins = [*slot.pins, done.node]
         return done.length
+
+    def _lead(self, span: Span, node: Node[Span], begin: int) -> int:
+        """Pages before `begin` that a span must have of its own, to follow what the tree has."""
+        large = self._core.layout.large_pages
+        lead = begin % large if large else 0
+        if not lead:
+            return 0
+        before = self._path(node, begin).parts[-1]
+        own = span.cut(begin, begin + 1).parts[0]
+        if before.block is own.block and before.high == own.low:
+            return 0  # the tree has the same page
+        return lead if before.block.kind.unit > 1 or own.block.kind.unit > 1 else 0
+
+    def _path(self, node: Node[Span], pages: int) -> Span:
+        """The first pages of the way to a node, as a slot can have them mapped."""
+        return sum((one.span for one in node.path()), Span((), self.unit_pages)).cut(0, pages)
 
     def pin_again(self, pins: list[Node[Span]]) -> list[Node[Span]]:
         """Keeps prefixes for one more slot."""
@@ -132,9 +156,9 @@ class Prefixes:
         try:
             slots = core.sharing.vacate(1)
             if slots is not None:
-                span = sum((one.span for one in node.path()), Span((), self.unit_pages))
-                span = span.cut(0, match.length // self.tree.unit * self.unit_pages)
-                core.sharing.attach(slots, span)
+                span = self._path(node, match.length // self.tree.unit * self.unit_pages)
+                if not core.sharing.attach_copy(slots[0], span, match.length):
+                    slots = None
         except (OutOfMemory, TooManyBatches):
             slots = None
         except BaseException:
@@ -182,7 +206,7 @@ class Prefixes:
         for node in self.tree:
             if node.pins != wanted.pop(node, 0):
                 found.append(f"{node!r} has {node.pins} pins, other than slots and cuts hold")
-            if node.span.pages != node.units * self.unit_pages:
+            if node.span.pages - node.span.lead != node.units * self.unit_pages:
                 found.append(f"{node!r} has a span of {node.span.pages} pages")
         if wanted:
             found.append(f"{len(wanted)} pinned prefixes are not in the tree")

@@ -62,12 +62,13 @@ def make(
     try:
         info = context.info
         page_size = config.page_size or info.granule
-        if page_size not in info.page_sizes:
-            sizes = ", ".join(str(size) for size in info.page_sizes)
-            raise invalid(
-                f"page_size {page_size} is none of this context's ({info.backend}): {sizes}",
-                size=page_size,
-            )
+        large = config.large_page_size
+        for name, size in (("page_size", page_size), ("large_page_size", large)):
+            if size and size not in info.page_sizes:
+                sizes = ", ".join(str(one) for one in info.page_sizes)
+                raise invalid(
+                    f"{name} {size} is none of this context's ({info.backend}): {sizes}", size=size
+                )
         layout = Layout(config, page_size)
         cuda_device = context.cuda_device
         limit = _limit_pages(config, layout, cuda_device, budget)
@@ -80,7 +81,7 @@ def make(
             )
         # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
         reservation = context.reserve(
-            layout.total_bytes, sparse=config.sparse, align=max(page_size, 2 << 20)
+            layout.total_bytes, sparse=config.sparse, align=max(page_size, large, 2 << 20)
         )
     except BaseException:
         if owned:

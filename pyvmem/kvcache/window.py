@@ -73,6 +73,12 @@ class Window:
                 events = [] if event is None else [event]
             layout = self._layout
             head = (old[index] - self._kept) * layout.row_bytes // layout.page_size
+            places = slot.places
+            if places and places.floor(head) != head:  # in the middle of a large page
+                end, head = places.ceil(head), places.floor(head)
+                if head <= slot.head:
+                    self._next[index] = self._kept + self._rows(end)
+                    continue
             if not core.reclaimer.try_slide(slot, head, [*slot.events, *events]):
                 return  # the queue is full; the next step tries again
             self._next[index] = self._kept + self._rows(head + 1)
