@@ -190,8 +190,7 @@ class Cuts:
         self._came_back(self.shared.release(span, away), away)
 
     def _came_back(self, pages: int, away: Mapping[Tier, int]) -> None:
-        """Counts pages per tensor that are not behind the cache any more, in and out of the device.
-        """
+        """Counts pages per tensor that are not behind the cache any more, in and out of the device."""
         tensors = self.layout.num_tensors
         self.held -= pages * tensors
         for tier, count in away.items():

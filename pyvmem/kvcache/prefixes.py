@@ -168,7 +168,10 @@ class Prefixes:
             self.tree.unpin(node)
             return None
         slot = slots[0]
-        slot.pins = [node]
+        if slot.shared:
+            slot.pins = [node]
+        else:
+            self.tree.unpin(node)  # all was copied
         core.enter(slot, match.length)
         core.note_peaks()
         core.sharing.order_after_writers(span, stream)

@@ -62,6 +62,7 @@ class ShareModel:
         self.events: list[FdEvent] = []
         self.known: dict[tuple[int, ...], int] = {}
         self.counts: dict[str, int] = {}
+        self.more = 20  # most new tokens of a prompt
 
     def tag(self, tokens: list[int]) -> int:
         """The row of the last of these tokens, the same whoever computes it."""
@@ -89,7 +90,7 @@ class ShareModel:
         longest = self.cache.config.max_seq_len
         seen = self.random.choice(list(self.known)) if self.known else ()
         keep = self.random.randint(0, len(seen))
-        more = [self.random.randint(0, 2) for _ in range(self.random.randint(1, 20))]
+        more = [self.random.randint(0, 2) for _ in range(self.random.randint(1, self.more))]
         return [*seen[:keep], *more][:longest]
 
     # ---- what an engine does ---------------------------------------------------------------------
@@ -123,9 +124,7 @@ class ShareModel:
         found = self.cache.match(prompt).length
         taken = self.cache.alloc_prefix(prompt)
         if taken is None:
-            self.count("no slot")
-            assert len(self.tokens) == self.cache.config.max_batch
-            assert state(self.cache)[0] == before[0]
+            self.refused(before)
             return
         reqid, length = taken
         assert length == found < len(prompt)
@@ -135,6 +134,12 @@ class ShareModel:
         self.tags[reqid] = [self.tag(prompt[: n + 1]) for n in range(length)]
         assert read_rows(self.cache, reqid, 0, self.tags[reqid])
         self.grow({reqid: prompt[length:]})
+
+    def refused(self, before: tuple[Any, ...]) -> None:
+        """`alloc_prefix` returned None."""
+        self.count("no slot")
+        assert len(self.tokens) == self.cache.config.max_batch
+        assert state(self.cache)[0] == before[0]
 
     def fork(self, reqid: int) -> None:
         length = self.random.choice((None, self.random.randint(0, len(self.tokens[reqid]))))
