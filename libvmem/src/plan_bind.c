@@ -160,9 +160,14 @@ static void map_again(struct undo *u, const struct vm_bind_op *op) {
   uint64_t most = c->info.bind_bytes ? c->info.bind_bytes : op->bytes, end = op->addr + op->bytes;
   for (uint64_t a = op->addr; a < end;) {
     struct vm_seg run = vm_run_before(c, s, a, end - a < most ? end : a + most);
-    put_back(u, (struct vm_bind_op){.kind = op->kind == VM_BIND_UNMAP ? VM_BIND_MAP : VM_BIND_REMAP, .flags = run.flags, .addr = a, .bytes = run.bytes,
-                                    .slab = run.slab->priv, .offset = (uint64_t)run.unit << c->shift,
-                                    .priv = op->priv, .sparse = op->sparse});
+    put_back(u, (struct vm_bind_op){.kind = op->kind == VM_BIND_UNMAP ? VM_BIND_MAP : VM_BIND_REMAP,
+                                    .flags = run.flags,
+                                    .addr = a,
+                                    .bytes = run.bytes,
+                                    .slab = run.slab->priv,
+                                    .offset = (uint64_t)run.unit << c->shift,
+                                    .priv = op->priv,
+                                    .sparse = op->sparse});
     a += run.bytes;
   }
 }

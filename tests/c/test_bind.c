@@ -115,12 +115,15 @@ static void two_calls_with_fills(void) {
   OK(vmem_close(s.vm));
 }
 
+#define COPY_OF_ALL                                                                                                          \
+  {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE, .src_stride = STRIDE}
+
 /* Pages move under their address in one call; whichever driver call fails, they are where they were. */
 static void replaces(void) {
   for (int fail = -1; fail < 6; fail++)
     for (size_t per_call = 1; per_call < 1000; per_call += 998) {
       struct scene s;
-      struct vmem_op copy = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE, .src_stride = STRIDE};
+      struct vmem_op copy = COPY_OF_ALL;
       struct vmem_op swap[] = {
           {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE},
           {.op = VMEM_OP_UNMAP, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE},
@@ -153,7 +156,7 @@ static void replaces(void) {
 /* A call whose outcome is unknown takes the pages of both sides with it. */
 static void lost_replace(void) {
   struct scene s;
-  struct vmem_op copy = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE, .src_stride = STRIDE};
+  struct vmem_op copy = COPY_OF_ALL;
   struct vmem_op swap = {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE};
   CHECK(scene_open(&s, 1, true));
   copy.src = swap.addr = s.va;
@@ -323,6 +326,7 @@ static void long_runs(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(one_call), TEST(replaces), TEST(lost_replace), TEST(two_calls_with_fills), TEST(nth_call_fails), TEST(unknown_state), TEST(undo_fails), TEST(read_only),
+MAIN(TEST(one_call), TEST(replaces), TEST(lost_replace), TEST(two_calls_with_fills),
+     TEST(nth_call_fails), TEST(unknown_state), TEST(undo_fails), TEST(read_only),
      TEST(heap_runs_out), TEST(heap_runs_out_at_submit),
      TEST(long_runs))

@@ -154,14 +154,15 @@ static void promotion(void) {
 /* The slabs of the one kind are given back where the other is short. */
 static void memory_goes_over(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .granule = PAGE, .mem_limit = MIB(64), .slab_size = MIB(16), .pool_high = VMEM_KEEP_ALL};
-  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(48)};
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(48)}, more;
   vmem_t vm;
   OK(open_opts(&o, &vm));
   OK(vMemReserve(vm, MIB(128), NULL, &op.addr));
   for (int round = 0; round < 4; round++) {
     op.page_size = round & 1 ? LARGE : PAGE;
     OK(vmem_batch(vm, &op, 1, NULL, 0));
-    EQ(vmem_batch(vm, &(struct vmem_op){.op = VMEM_OP_POPULATE, .addr = op.addr + MIB(48), .bytes = MIB(18), .page_size = LARGE}, 1, NULL, 0), -ENOMEM);
+    more = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = op.addr + MIB(48), .bytes = MIB(18), .page_size = LARGE};
+    EQ(vmem_batch(vm, &more, 1, NULL, 0), -ENOMEM);
     OK(vMemUnmap(vm, op.addr, op.bytes));
     OK(vmem_check(vm));
   }

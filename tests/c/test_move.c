@@ -261,7 +261,8 @@ static void a_handle_is_held(void) {
   OK(vmem_batch(s.vm, &op, 1, NULL, 0));
   OK(vmem_gather(s.vm, s.scratch, 2 * PAGE, 3, STRIDE, &h));
   OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE)); /* two pages are the handle's alone now */
-  op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .count = 3, .stride = STRIDE, .handle = h};
+  op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .count = 3,
+                        .stride = STRIDE, .handle = h};
   OK(vmem_submit(s.vm, &op, 1, &after, 1, &t));
   EQ(vmem_drop(s.vm, h), -EBUSY);
   EQ(vMemRelease(s.vm, h), -EBUSY);
