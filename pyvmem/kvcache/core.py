@@ -13,8 +13,10 @@ from pyvmem.errors import Busy, NotRecoverable, OutOfMemory, TooManyBatches, VMe
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.jobs import Growth
+from pyvmem.kvcache.moves import Mover
 from pyvmem.kvcache.pager import Pager
 from pyvmem.kvcache.prefixes import Prefixes
+from pyvmem.kvcache.promote import Promoter
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.scratch import Scratch
 from pyvmem.kvcache.setup import Parts
@@ -33,6 +35,8 @@ class Core:
         seq_lens: tokens by the last `step`, 0 for free slots.
         used_tokens: their sum.
         clock: steps so far.
+        mover: other pages under the same addresses.
+        promoter: None: there are no large pages.
         window: what slides; None: every row is kept.
         untidy: `tidy` is to be called by the next step.
     """
@@ -63,6 +67,9 @@ class Core:
         self.scratch = Scratch(parts.context, max(large, layout.page_size))
         self.sharing = Sharing(self)
         self.prefixes = Prefixes(self)
+        self.mover = Mover(self)
+        self.pager.stop_promoting = self.mover.stop_promoting
+        self.promoter = Promoter(self) if layout.large_pages else None
         self.window = Window(self) if config.window else None
         self.indices = range(config.max_batch)
         self.seq_lens = [0] * config.max_batch
@@ -154,6 +161,9 @@ class Core:
 
     def release(self, slot: Slot, event: Any) -> None:
         """Ends an ownership; `event`: the GPU work that may still touch the slot."""
+        self.mover.abandon(slot)
+        if self.promoter is not None:
+            self.promoter.forget(slot)
         self.pager.revoke(slot)
         if self.window is not None:
             self.window.forget(slot)
@@ -204,6 +214,11 @@ class Core:
         if shared.used or shared.away_uses:
             used = min(used, self.active_pages * self.layout.page_size)
         return used
+
+    @property
+    def low_pages(self) -> int:
+        """Physical pages below which memory is scarce: see `KVCacheConfig.low_watermark`."""
+        return self._low_pages
 
     # ---- on the side -----------------------------------------------------------------------------
 
@@ -268,6 +283,7 @@ class Core:
                 bytes=reservation.nbytes,
             )
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
+        self.mover.close()
         for slot in self.table:
             with suppress(VMemError):  # undone: its pages are as before
                 self.pager.release(slot)

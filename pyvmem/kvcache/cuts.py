@@ -179,7 +179,7 @@ class Cuts:
                 pages, cut.span, cut.pins = 0, EMPTY, []
         self.cuts.remove(cut)
         slot.job = None
-        self._came_back(pages, cut.away)
+        self.came_back(pages, cut.away)
         for pin in cut.pins:
             self.unpin(pin)
         self.let_go(cut.span)
@@ -187,15 +187,16 @@ class Cuts:
     def let_go(self, span: Span) -> None:
         """Takes a reference to shared pages back; those without another go to the pool."""
         away: dict[Tier, int] = {}
-        self._came_back(self.shared.release(span, away), away)
+        self.came_back(self.shared.release(span, away), away)
 
-    def _came_back(self, pages: int, away: Mapping[Tier, int]) -> None:
-        """Counts pages per tensor that are not behind the cache any more, in and out of the device."""
+    def came_back(self, pages: int, away: Mapping[Tier, int], *, reclaimed: bool = True) -> None:
+        """Counts pages per tensor that are no longer behind the cache: device's, then others'."""
         tensors = self.layout.num_tensors
         self.held -= pages * tensors
         for tier, count in away.items():
             self.away[tier] -= count * tensors
-        self.counters.reclaimed += (pages + sum(away.values())) * tensors
+        if reclaimed:
+            self.counters.reclaimed += (pages + sum(away.values())) * tensors
 
     def condemn(self, pieces: list[Piece]) -> None:
         """Never hands a slot out again in whose new pages an undo failed."""

@@ -34,6 +34,7 @@ def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) ->
             f"fork of {count} requests; it must lie between 1 and {len(core.table)}",
             limit=len(core.table),
         )
+    core.mover.finish(parent, stream)
     core.pager.release(parent)
     full = parent.places.floor(rows * layout.row_bytes // layout.page_size)
     pages = layout.pages_for(rows)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, VMemError
@@ -32,6 +32,8 @@ class Pager:
         growths: batches that no `settle` has seen finished.
         active_pages: pages per tensor granted to requests, all slots together; shared ones are
             counted in `SharedPages.used`.
+        stop_promoting: gives up copies that are not needed, whether there were any; set by who
+            makes them.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Pager:
         self.active_pages = 0
         self._planner = Planner(base, layout, len(table), zero_fill=zero_fill)
         self._large = Kind(layout.large_pages, DEVICE)
+        self.stop_promoting: Callable[[], bool] = lambda: False
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -174,7 +177,23 @@ class Pager:
         self.finish_idle()
         if self.reclaimer.share is not None:
             self.reclaimer.share.finish_idle()
-        return pages <= self.reclaimer.obtainable(keep)
+        if pages <= self.reclaimer.obtainable(keep):
+            return True
+        return self.stop_promoting() and pages <= self.reclaimer.obtainable(keep)
+
+    def have(self, pages: int) -> bool:
+        """Whether so many physical pages are free, once what belongs to no request was reclaimed.
+
+        Raises:
+            VMemError: pages of no request could not be unmapped.
+        """
+        reclaimer = self.reclaimer
+        while (missing := pages - reclaimer.free) > 0:
+            own = max(0, pages - (reclaimer.limit - reclaimer.held))
+            if not self.can_have(pages, {}) or not reclaimer.make_room(missing, {}, own):
+                reclaimer.raise_errors()
+                return False
+        return True
 
     # ---- batches -------------------------------------------------------------------------------
 

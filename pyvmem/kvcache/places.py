@@ -113,7 +113,7 @@ class Places:
         for first, last, kind in self._noted:
             if last <= low:
                 continue
-            if first >= high:
+            if first >= high or low >= high:
                 break
             if low < first:
                 yield low, first, PLAIN

@@ -65,6 +65,7 @@ class Prefixes:
         ids, pages = self._check(slot, tokens)
         if self.tree.match(ids).length < len(ids) // self.tree.unit * self.tree.unit:
             self._core.sharing.require()
+            self._core.mover.finish(slot, stream)
             self._core.pager.release(slot)
             pages = slot.places.floor(pages)  # the rest of a large page is still to be written
             if pages > slot.shared:

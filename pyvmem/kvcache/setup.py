@@ -81,7 +81,10 @@ def make(
             )
         # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
         reservation = context.reserve(
-            layout.total_bytes, sparse=config.sparse, align=max(page_size, large, 2 << 20)
+            layout.total_bytes,
+            sparse=config.sparse,
+            align=max(page_size, large, 2 << 20),
+            large=bool(large),
         )
     except BaseException:
         if owned:

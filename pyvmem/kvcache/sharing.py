@@ -122,7 +122,8 @@ class Sharing:
 
     def _gather(self, slot: Slot, low: int, high: int) -> list[_Held]:
         """Handles to a slot's pages, one for each stretch of a kind."""
-        core, found = self._core, list[_Held]()
+        core = self._core
+        found: list[_Held] = []
         layout = core.layout
         try:
             for first, last, kind in slot.places.stretches(low, high):

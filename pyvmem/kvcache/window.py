@@ -74,6 +74,8 @@ class Window:
             layout = self._layout
             head = (old[index] - self._kept) * layout.row_bytes // layout.page_size
             places = slot.places
+            if not core.mover.make_way(slot, head):
+                continue
             if places and places.floor(head) != head:  # in the middle of a large page
                 end, head = places.ceil(head), places.floor(head)
                 if head <= slot.head:
