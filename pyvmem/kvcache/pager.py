@@ -189,8 +189,11 @@ class Pager:
         """
         reclaimer = self.reclaimer
         while (missing := pages - reclaimer.free) > 0:
+            free = reclaimer.free
+            if not self.can_have(pages, {}):
+                return False
             own = max(0, pages - (reclaimer.limit - reclaimer.held))
-            if not self.can_have(pages, {}) or not reclaimer.make_room(missing, {}, own):
+            if reclaimer.free == free and not reclaimer.make_room(missing, {}, own):
                 reclaimer.raise_errors()
                 return False
         return True
@@ -228,8 +231,11 @@ class Pager:
                     missing = pages
             if keep is None:
                 return False, None
+            free = reclaimer.free
             if not self.can_have(pages, keep):
                 return False, None
+            if reclaimer.free > free:  # copies were given up
+                continue
             own = max(0, pages - (reclaimer.limit - reclaimer.held))
             if not reclaimer.make_room(missing, keep, own):
                 reclaimer.raise_errors()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pyvmem.info import Location
 from pyvmem.kvcache.places import PLAIN, Tier
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def _check_memory(core: Core, slot: Slot, low: int, high: int, tier: Tier) -> li
         pages = core.context.retain(at, (high - low) * layout.page_size)
         info = pages.info
         pages.drop()
-        if (info.location, info.device if tier.device else 0) != tier:
+        peer = tier.location is Location.PEER
+        if (info.location, info.device if peer else 0) != tier:
             found.append(f"tensor {tensor}, pages {low} to {high} lie elsewhere than in {tier}")
     return found
 

@@ -14,7 +14,16 @@ from kvcache_helpers import state
 from pyvmem import FdEvent, KVCache
 from pyvmem.kvcache import SwappedRequest
 
-__all__ = ["ShareModel", "read_rows", "row_bytes", "write_rows"]
+__all__ = [
+    "ShareModel",
+    "grow",
+    "is_zero",
+    "read_rows",
+    "row_bytes",
+    "start",
+    "whole",
+    "write_rows",
+]
 
 
 def row_bytes(cache: KVCache, tensor: int, tag: int) -> bytes:
@@ -42,6 +51,37 @@ def read_rows(cache: KVCache, reqid: int, low: int, tags: list[int]) -> bool:
         == b"".join(row_bytes(cache, tensor, tag) for tag in tags)
         for tensor in range(cache.layout.num_tensors)
         if tags
+    )
+
+
+def start(cache: KVCache, rows: int, first: int = 1, by: int = 0) -> int:
+    """A request of so many rows with the tags `first`, `first` + 1, ...; `by`: rows of a step."""
+    reqid = cache.alloc_reqid(rows)
+    assert reqid is not None
+    grow(cache, reqid, 0, rows, first, by)
+    return reqid
+
+
+def grow(cache: KVCache, reqid: int, low: int, rows: int, first: int = 1, by: int = 0) -> None:
+    """A request's rows become so many; those from `low` on get the tags ``first + row``."""
+    for end in [*range(low + by, rows, by), rows] if by else [rows]:
+        want = [slot.seq_len for slot in cache.snapshot()]
+        want[reqid] = end
+        assert cache.step(want) == 0
+    write_rows(cache, reqid, low, list(range(first + low, first + rows)))
+
+
+def whole(cache: KVCache, reqid: int, rows: int, first: int = 1) -> bool:
+    """Whether the rows are those of `start`."""
+    return read_rows(cache, reqid, 0, list(range(first, first + rows)))
+
+
+def is_zero(cache: KVCache, reqid: int, low: int, rows: int) -> bool:
+    """Whether so many rows from `low` on are zero in every tensor."""
+    size = cache.layout.row_bytes
+    return not any(
+        any(cache.reservation.read(cache.layout.offset(reqid, 0, t) + low * size, rows * size))
+        for t in range(cache.layout.num_tensors)
     )
 
 
