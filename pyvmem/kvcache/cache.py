@@ -142,7 +142,8 @@ class KVCache(RequestCalls, PlaceCalls):
                 are never taken from an owner: a smaller number than before unmaps nothing.
             stream: the stream that will use the pages (None: torch's current one). Fills may still
                 run when this returns; the stream waits for them. Given an event, and on host, the
-                CPU does.
+                CPU does. Where pages that `promote` or `move` have copied take their places, the
+                call waits for the work on it so far.
 
         Returns:
             0, with everything mapped; or -1, with nothing changed, when memory is short although

@@ -81,7 +81,8 @@ class KVCacheConfig:
             requests share pages or be swapped out. A `step` with a larger number than before says
             that the work for the rows so far was launched on its stream.
         window_tile: rows before the window that stay: the most that a kernel reads there, since it
-            reads whole tiles, and the tokens that an engine may take back.
+            reads whole tiles, and the tokens that an engine may take back. Promotion by itself
+            (`promote_tokens`) leaves so many of the last rows alone.
         dtype: name of the elements' type (see `DTYPE_BYTES`), or a `torch.dtype`.
         max_batch: slots, that is, requests at a time.
         max_seq_len: tokens that a slot can hold; addresses for all of them are reserved.

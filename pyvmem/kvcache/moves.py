@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.jobs import Cut, Move, Quiet
+from pyvmem.kvcache.move_plan import MovePlanner
 from pyvmem.kvcache.places import Tier
 from pyvmem.kvcache.slots import Slot
-from pyvmem.ops import OpBatch
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
@@ -43,6 +43,7 @@ class Mover:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._plan = MovePlanner(core)
         self.moves: dict[Slot, Move] = {}
         self.given_up: list[Move] = []
 
@@ -56,15 +57,11 @@ class Mover:
         Raises:
             OutOfMemory: of the back end; nothing changed. VMemError: the driver failed; likewise.
         """
-        core, layout = self._core, self._core.layout
+        core = self._core
         if move.stretches:
-            unit = max(1, layout.large_pages)
-            move.first = move.stretches[0][0] // unit * unit
-            pages = -(-move.stretches[-1][1] // unit) * unit - move.first
-            move.stride = pages * layout.page_size
-            move.addresses = core.scratch.take(move.stride * layout.num_tensors)
+            move.addresses = core.scratch.take(self._plan.place(move))
             try:
-                ops = self._copies(move)
+                ops = self._plan.copies(move)
                 if background:
                     move.ticket = core.context.submit(ops, after=after)
                 else:
@@ -75,28 +72,6 @@ class Mover:
                 raise
             self._count(move, 1)
         self.moves[move.slot] = move
-
-    def _copies(self, move: Move) -> OpBatch:
-        core, layout = self._core, self._core.layout
-        size, ops = layout.page_size, OpBatch(len(move.stretches))
-        for low, high, kind in move.stretches:
-            ops.populate(
-                self._scratch(move, low),
-                (high - low) * size,
-                layout.num_tensors,
-                move.stride,
-                kind.unit * size,
-                location=int(kind.tier.location),
-                device=kind.tier.device,
-                copy_from=core.pager.base + layout.offset(move.slot.index, low),
-                copy_stride=layout.tensor_bytes,
-            )
-        return ops
-
-    def _scratch(self, move: Move, page: int) -> int:
-        """Where a page's successor lies in tensor 0."""
-        assert move.addresses is not None
-        return move.addresses.addr + (page - move.first) * self._core.layout.page_size
 
     def _count(self, move: Move, sign: int) -> None:
         """Counts scratch pages as behind the cache, or no longer."""
@@ -120,11 +95,19 @@ class Mover:
             with self._core.counters.waiting():
                 self._end(move, [record(stream, self._core.device)])
 
-    def step(self, stream: Any) -> None:
-        """Ends the moves whose copies are over, after the work on `stream`; failures are noted."""
+    def step(self, lens: list[int], stream: Any) -> None:
+        """Ends the moves whose copies are over, after the work on `stream`; failures are noted.
+
+        So ends, when they are over, that of a request which gets shorter: it may write rows again.
+        """
         if self.given_up:
             self.sweep()
-        ready = [move for move in self.moves.values() if move.done()]
+        held = self._core.seq_lens
+        ready = [
+            move
+            for slot, move in self.moves.items()
+            if move.done() or lens[slot.index] < held[slot.index]
+        ]
         if not ready:
             return
         event = record(stream, self._core.device)
@@ -159,25 +142,9 @@ class Mover:
     def _swap(self, move: Move, after: list[Any]) -> None:
         """One batch: the new pages replace the old ones, the scratch addresses are empty again."""
         core, layout, slot = self._core, self._core.layout, move.slot
-        size, tensors = layout.page_size, layout.num_tensors
-        ops = OpBatch(2 * len(move.stretches))
         handles: list[Pages] = []
         try:
-            for low, high, _ in move.stretches:
-                scratch, nbytes = self._scratch(move, low), (high - low) * size
-                handle = core.context.gather(scratch, nbytes, tensors, move.stride)
-                handles.append(handle)
-                ops.map(
-                    core.pager.base + layout.offset(slot.index, low),
-                    nbytes,
-                    handle,
-                    0,
-                    tensors,
-                    layout.tensor_bytes,
-                    consume=True,
-                    replace=True,
-                )
-                ops.unmap(scratch, nbytes, tensors, move.stride)
+            ops = self._plan.swap(move, handles)
             core.context.batch(ops, after=after)
         except BaseException:
             for handle in handles:
@@ -191,7 +158,7 @@ class Mover:
             away = slot.places.away(low, high)
             core.reclaimer.came_back(high - low - sum(away.values()), away, reclaimed=False)
             slot.places.put(low, high, kind)
-            core.counters.moved += (high - low) * tensors
+            core.counters.moved += (high - low) * layout.num_tensors
 
     def _join(self, move: Move, after: list[Any]) -> None:
         """Maps each run in one piece."""
@@ -256,6 +223,7 @@ class Mover:
 
     def sweep(self) -> None:
         """Takes back the scratch pages of moves that were given up, and whose copies are over."""
+        self._core.scratch.retry()
         for move in [move for move in self.given_up if move.done()]:
             self.given_up.remove(move)
             try:
@@ -271,7 +239,7 @@ class Mover:
         """Unmaps the scratch pages; where that fails, the next sweep tries again."""
         assert move.addresses is not None
         try:
-            self._core.context.batch(self._unmaps(move))
+            self._core.context.batch(self._plan.unmaps(move))
         except NotRecoverable:
             move.addresses._closed = True  # quarantined; it goes with the context
             move.addresses = None
@@ -280,13 +248,6 @@ class Mover:
             self.given_up.append(move)
         else:
             self._forget(move)
-
-    def _unmaps(self, move: Move) -> OpBatch:
-        layout, ops = self._core.layout, OpBatch(len(move.stretches))
-        for low, high, _ in move.stretches:
-            nbytes = (high - low) * layout.page_size
-            ops.unmap(self._scratch(move, low), nbytes, layout.num_tensors, move.stride, holes=True)
-        return ops
 
     def _forget(self, move: Move) -> None:
         """Takes a move whose scratch is empty out of the books."""

@@ -29,7 +29,8 @@ class PlaceCalls(CacheBase):
         there is no memory for.
 
         Args:
-            reqid: the request. The work that writes its rows must have been launched.
+            reqid: the request. The work that writes its rows must have been launched, and no row of
+                a full part may be written again while `SlotInfo.moving_pages` is not 0.
             wait: for all that, in this call.
             stream: as in `free_reqid`.
 
@@ -73,7 +74,8 @@ class PlaceCalls(CacheBase):
                 None: all that it holds.
             stream: the stream (or event) of the last work on the request; waited for.
             wait: False: full pages are copied in the background, after the work on `stream` so
-                far, and the first `step` after that replaces them, as in `promote`.
+                far, and the first `step` after that replaces them, as in `promote`; nor may their
+                rows be written meanwhile.
 
         Returns:
             The pages that moved or are on their way, and those that stay because they are shared.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.errors import OutOfMemory, TooManyBatches
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
+from pyvmem.kvcache.partly import attach_copy
 from pyvmem.kvcache.prefix_node import Node
 from pyvmem.kvcache.prefix_tree import PrefixTree
 from pyvmem.kvcache.spans import Span
@@ -158,7 +159,7 @@ class Prefixes:
             slots = core.sharing.vacate(1)
             if slots is not None:
                 span = self._path(node, match.length // self.tree.unit * self.unit_pages)
-                if not core.sharing.attach_copy(slots[0], span, match.length):
+                if not attach_copy(core, slots[0], span, match.length):
                     slots = None
         except (OutOfMemory, TooManyBatches):
             slots = None

@@ -9,6 +9,7 @@ copied to a large page while the GPU goes on, and replaced at the step that find
 
 from __future__ import annotations
 
+import operator
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,8 @@ class Promoter:
         layout = core.layout
         self._unit = layout.large_pages
         self._large = Kind(self._unit, DEVICE)
-        self._from = core.config.promote_tokens or _NEVER
+        self._kept = core.config.window_tile
+        self._from = max(core.config.promote_tokens or _NEVER, self._kept)
         # By slot: the length at which a part more may be promoted.
         self._next = [self._from] * core.config.max_batch
         self._joined: dict[int, set[int]] = {}  # by slot: parts that are one piece already
@@ -48,21 +50,19 @@ class Promoter:
     def step(self, lens: list[int], stream: Any) -> None:
         """Begins to promote what is long enough, of requests that the step to `lens` lengthens.
 
-        That a request grows says that the work for its rows so far was launched.
+        That a request grows says that the work for its rows so far was launched. The last of them
+        may be taken back and written again (`KVCacheConfig.window_tile`); they are left alone.
         """
         core, old = self._core, self._core.seq_lens
-        for index in compress(core.indices, map(self._due, old, self._next)):
+        for index in compress(core.indices, map(operator.ge, old, self._next)):
             slot = core.table[index]
             if lens[index] > old[index] and slot not in core.mover.moves:
-                self.promote(slot, old[index], stream, wait=False)
+                held = old[index] - self._kept
+                self.promote(slot, held, stream, wait=False)
                 rows = core.layout.row_bytes
-                part = old[index] * rows // (self._unit * core.layout.page_size) + 1
+                part = held * rows // (self._unit * core.layout.page_size) + 1
                 end = -(-part * self._unit * core.layout.page_size // rows)
-                self._next[index] = max(self._from, end)
-
-    @staticmethod
-    def _due(held: int, least: int) -> bool:
-        return held >= least
+                self._next[index] = max(self._from, end + self._kept)
 
     def promote(self, slot: Slot, held: int, stream: Any, *, wait: bool) -> int:
         """See `KVCache.promote`; of the first `held` rows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyvmem.errors import VMemError
+from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.info import Caps
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class Scratch:
         self._context = context
         self._align = max(align, 2 << 20)
         self._kept: Reservation | None = None
+        self._full: list[Reservation] = []  # pages in them could not be unmapped
 
     def take(self, nbytes: int) -> Reservation:
         """Addresses with no memory behind them, at least so many bytes.
@@ -37,6 +38,7 @@ class Scratch:
         Raises:
             VMemError: none can be had.
         """
+        self.retry()
         kept, self._kept = self._kept, None
         if kept is not None:
             if kept.nbytes >= nbytes:
@@ -52,11 +54,33 @@ class Scratch:
         else:
             addresses.close()
 
-    def close(self) -> None:
-        """Gives the kept addresses back."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
+    def give_mapped(self, addresses: Reservation, nbytes: int) -> None:
+        """Takes addresses back, unmaps the first `nbytes`; where that fails, it is tried again."""
+        try:
+            self._context.unmap(addresses.addr, nbytes)
+        except VMemError:
+            self._full.append(addresses)
+        else:
+            self.give(addresses)
+
+    def retry(self) -> None:
+        """Unmaps what could not be unmapped."""
+        full, self._full = self._full, []
+        for addresses in full:
             try:
-                kept.close()
-            except VMemError:  # they go with the context
-                kept._closed = True
+                addresses.close(unmap=True)
+            except NotRecoverable:
+                addresses._closed = True  # quarantined; they go with the context
+            except VMemError:
+                self._full.append(addresses)
+
+    def close(self) -> None:
+        """Gives all addresses back."""
+        self.retry()
+        kept = [*self._full, *([] if self._kept is None else [self._kept])]
+        self._kept, self._full = None, []
+        for addresses in kept:
+            try:
+                addresses.close(unmap=True)
+            except VMemError:
+                addresses._closed = True  # they go with the context

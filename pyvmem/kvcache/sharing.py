@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pyvmem.errors import (
@@ -19,9 +19,8 @@ from pyvmem.errors import (
 from pyvmem.info import Caps
 from pyvmem.kvcache.events import order_after, prune
 from pyvmem.kvcache.places import Kind
-from pyvmem.kvcache.plan import Source
 from pyvmem.kvcache.slots import Slot
-from pyvmem.kvcache.spans import Block, Span
+from pyvmem.kvcache.spans import Span
 from pyvmem.kvcache.window import refuse
 from pyvmem.ops import OpBatch
 
@@ -222,62 +221,6 @@ class Sharing:
             core.reclaimer.shared.use(span)
             slot.dirty = 0
             core.pager.lend(slot, span)
-
-    def attach_copy(self, slot: Slot, span: Span, rows: int) -> bool:
-        """`attach` in one slot, where the span may end in the middle of a large page.
-
-        What the span has of that page is copied into pages of the slot's own.
-
-        Args:
-            slot: empty, from `vacate`.
-            span: the pages; they begin a slot.
-            rows: tokens that they hold.
-
-        Returns:
-            Whether memory was enough; where not, the slot is free again.
-        """
-        core, layout = self._core, self._core.layout
-        whole = span.floor(span.pages)
-        self.attach([slot], span.cut(0, whole))
-        if whole == span.pages:
-            return True
-        last = span.parts[-1]
-        done = False
-        try:
-            with self._reading(last.block, last.high - (span.pages - whole)) as address:
-                source = Source(
-                    address - whole * layout.page_size,
-                    last.block.kind.unit * layout.page_size,
-                    rows * layout.row_bytes,
-                )
-                want = [(slot, layout.pages_for(rows))]
-                events = last.block.events
-                done = core.pager.grow(want, background=False, source=source, after=events)
-                if done:
-                    core.pager.settle()
-        finally:
-            if not done:
-                self.detach([slot])
-        return done
-
-    @contextmanager
-    def _reading(self, block: Block, page: int) -> Iterator[int]:
-        """Addresses of one large page of a block, tensor after tensor, for as long as inside."""
-        core, layout = self._core, self._core.layout
-        size = block.kind.unit * layout.page_size
-        addresses = core.scratch.take(size * layout.num_tensors)
-        ops = OpBatch(layout.num_tensors)
-        for tensor in range(layout.num_tensors):
-            offset = (tensor * block.pages + page) * layout.page_size
-            ops.map(addresses.addr + tensor * size, size, block.handle, offset, readonly=True)
-        try:
-            core.context.batch(ops)
-            try:
-                yield addresses.addr
-            finally:
-                core.context.unmap(addresses.addr, size * layout.num_tensors)
-        finally:
-            core.scratch.give(addresses)
 
     def _mapping(self, slots: Sequence[Slot], span: Span, pieces: list[_Held]) -> OpBatch:
         """The maps of a span in each slot: whole blocks by one operation, parts by tensor."""

@@ -82,7 +82,7 @@ def _begin(core: Core, seq_lens: Sequence[int], stream: Any) -> tuple[list[int],
     if pager.growths:
         pager.settle(stream)
     if core.mover.moves or core.mover.given_up:
-        core.mover.step(stream)
+        core.mover.step(lens, stream)
     if reclaimer.cuts:
         reclaimer.poll()
     if reclaimer.errors:

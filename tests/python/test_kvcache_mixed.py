@@ -11,10 +11,12 @@ from share_helpers import grow, is_zero, read_rows, start, whole, write_rows
 from pyvmem import (
     Context,
     FdEvent,
+    Inject,
     InvalidArgument,
     KVCache,
     KVCacheConfig,
     RangeFlags,
+    VMemError,
 )
 from pyvmem.info import Location
 from pyvmem.kvcache import Budget
@@ -25,6 +27,7 @@ UNIT = 4  # small pages of a large one
 PART = UNIT * ROWS  # rows of it
 LARGE = Kind(UNIT, DEVICE)
 MIB2 = 2 << 20
+DRIVER = Inject.MAP | Inject.UNMAP | Inject.SLAB | Inject.FILL
 
 
 def mixed(context: Context, **changes: object):  # type: ignore[no-untyped-def]
@@ -405,3 +408,50 @@ def test_a_swapped_request_comes_back_to_large_pages(context: Context) -> None:
         assert back is not None
         assert cache.snapshot()[back].large_pages == UNIT
         assert whole(cache, back, PART + 3)
+
+
+def test_every_driver_call_of_a_shared_beginning_fails_once(backend: str) -> None:
+    """Forks and matches that end in the middle of a large page."""
+    survived, skip = False, 0
+    while not survived:
+        with open_context(backend) as context:
+            with mixed(context, max_batch=5) as cache:
+                parent = start(cache, 2 * PART)
+                cache.free_reqid(start(cache, 2 * PART, 300), tokens=range(2 * PART))
+                cache.trim()
+                context.inject(DRIVER, skip=skip)
+                survived = True
+                for fork, rows in ((True, PART + ROWS + 1), (False, PART + 2 * ROWS), (False, 9)):
+                    try:
+                        if fork:
+                            survived &= cache.fork_many(parent, 2, rows) is not None
+                        else:
+                            survived &= cache.alloc_prefix([*range(rows), 999]) is not None
+                    except VMemError:
+                        survived = False
+                    cache.check_integrity()
+                    assert whole(cache, parent, 2 * PART)
+                context.inject(DRIVER, count=0)
+                for slot in cache.snapshot():
+                    if slot.state == "active" and slot.reqid != parent:
+                        rows = slot.seq_len
+                        assert whole(cache, slot.reqid, rows, 1 if rows == PART + ROWS + 1 else 300)
+                        cache.free_reqid(slot.reqid)
+                for _ in range(2):
+                    try:
+                        cache.step([slot.seq_len for slot in cache.snapshot()])
+                    except VMemError:
+                        survived = False
+                forked = cache.fork(parent, PART + 1)
+                assert forked is not None
+                assert whole(cache, forked, PART + 1)
+                again = cache.alloc_prefix([*range(PART + ROWS), 999])
+                assert again is not None
+                assert whole(cache, *again, 300)
+                for reqid in (parent, forked, again[0]):
+                    cache.free_reqid(reqid)
+                cache.trim(prefixes=True)
+                assert cache.stats().mapped_bytes == 0
+            assert context.stats().used_bytes == 0
+        skip += 1
+    assert skip > 10, "the run makes more driver calls than that"

@@ -20,7 +20,7 @@ UNIT = 4  # small pages of a large one
 POLICIES: dict[str, dict[str, Any]] = {
     "plain": {"host_limit": 24},
     "short of memory": {"limit": 22},
-    "promoted by itself": {"promote_tokens": 1, "limit": 44},
+    "promoted by itself": {"promote_tokens": 1, "window_tile": 2, "limit": 44},
     "nothing kept": {"deferred_reclaim": False, "limit": 30},
     "eager": {"eager_pages": 5, "limit": 26},
     "not zeroed": {"zero_fill": False, "low_watermark": 0.3, "limit": 30},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import open_context
 from kvcache_helpers import LAYERS, ROWS, eventually, firing_later, small_cache, state
-from share_helpers import grow, is_zero, start, whole
+from share_helpers import grow, is_zero, read_rows, start, whole
 
 from pyvmem import (
     Caps,
@@ -21,9 +21,11 @@ from pyvmem import (
     Inject,
     InvalidArgument,
     KVCache,
+    KVCacheConfig,
     Location,
     NotSupported,
     OutOfMemory,
+    RangeFlags,
     VMemError,
 )
 from pyvmem.kvcache import Moved
@@ -31,6 +33,7 @@ from pyvmem.kvcache import Moved
 TENSORS = 2 * LAYERS
 UNIT = 4  # small pages of a large one
 PART = UNIT * ROWS
+MIB2 = 2 << 20
 DRIVER = Inject.MAP | Inject.UNMAP | Inject.SLAB | Inject.FILL
 
 
@@ -51,7 +54,7 @@ def with_tiers(backend: str, **options: Any) -> Context:
     return context
 
 
-def in_pieces(cache: KVCache, rows: int) -> tuple[int, int]:
+def in_pieces(cache: KVCache, rows: int, by: int = ROWS) -> tuple[int, int]:
     """Two requests that grew page by page in turn, so that no part of them is one run.
 
     The context's slabs must be small, or it prefers to keep each in a run.
@@ -59,11 +62,15 @@ def in_pieces(cache: KVCache, rows: int) -> tuple[int, int]:
     one, two = cache.alloc_reqid(), cache.alloc_reqid()
     assert one is not None
     assert two is not None
-    for low in range(0, rows, ROWS):
-        grow(cache, one, low, min(rows, low + ROWS))
-        grow(cache, two, low, min(rows, low + ROWS), 500)
+    for low in range(0, rows, by):
+        grow(cache, one, low, min(rows, low + by))
+        grow(cache, two, low, min(rows, low + by), 500)
     at, part = cache.reservation.addr, UNIT * cache.layout.page_size
-    if rows >= PART and cache.context.query(at + cache.layout.offset(one)).run_bytes >= part:
+    if (
+        by == ROWS
+        and rows >= PART
+        and cache.context.query(at + cache.layout.offset(one)).run_bytes >= part
+    ):
         pytest.skip("the back end's slabs are larger than asked for: the pages are a run")
     return one, two
 
@@ -165,7 +172,10 @@ def test_a_run_is_mapped_in_one_piece(context: Context, monkeypatch: pytest.Monk
 
 
 def test_long_requests_are_promoted_by_themselves(backend: str) -> None:
-    with in_slabs(backend) as context, cache_over(context, promote_tokens=PART + 2) as cache:
+    with (
+        in_slabs(backend) as context,
+        cache_over(context, promote_tokens=PART + 2, window_tile=0) as cache,
+    ):
         one, two = in_pieces(cache, PART + ROWS)
         assert cache.stats().moving_pages == 0
         grow(cache, one, PART + ROWS, PART + ROWS + 1)
@@ -182,6 +192,34 @@ def test_long_requests_are_promoted_by_themselves(backend: str) -> None:
         short = start(cache, PART, 700, by=ROWS)
         grow(cache, short, PART, PART + 1, 700)
         assert cache.snapshot()[short].moving_pages == 0
+
+
+def test_rows_that_may_be_taken_back_are_left_alone(backend: str) -> None:
+    with (
+        in_slabs(backend) as context,
+        cache_over(context, promote_tokens=1, window_tile=5) as cache,
+    ):
+        one, _ = in_pieces(cache, PART)
+        for low in range(PART, PART + 6):
+            assert cache.snapshot()[one].moving_pages == 0
+            grow(cache, one, low, low + 1)
+        assert cache.snapshot()[one].moving_pages == UNIT
+
+
+def test_a_request_that_gets_shorter_ends_what_is_under_way(backend: str) -> None:
+    with in_slabs(backend) as context, cache_over(context) as cache, FdEvent.create() as work:
+        one, _ = in_pieces(cache, PART + 1)
+        assert cache.promote(one, stream=work) == 1
+        want = lens(cache)
+        want[one] = PART - 3
+        with firing_later(work) as fired:
+            assert cache.step(want) == 0
+            assert fired
+        assert cache.snapshot()[one].moving_pages == 0
+        grow(cache, one, PART - 3, PART + ROWS, 900)
+        assert cache.step(lens(cache)) == 0
+        assert whole(cache, one, PART - 3)
+        assert read_rows(cache, one, PART - 3, list(range(900 + PART - 3, 900 + PART + ROWS)))
 
 
 def test_promotion_takes_what_memory_there_is(backend: str) -> None:
@@ -485,6 +523,42 @@ def test_bad_moves(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(InvalidArgument, match=f"device {device} is none of the context's"):
                 cache.move(reqid, "peer", device)
         assert state(cache) == before
+
+
+def test_pages_of_two_mebibytes(backend: str) -> None:
+    with open_context(backend) as probe:
+        page = probe.info.granule
+        if page >= MIB2:
+            pytest.skip("no smaller pages")
+    with open_context(backend, slab_size=4 * page) as context:
+        config = KVCacheConfig(
+            num_layers=1,
+            num_kv_heads=8,
+            head_dim=128,
+            dtype="float32",
+            max_batch=2,
+            max_seq_len=1536,  # three parts
+            page_size=page,
+            large_page_size=MIB2,
+            memory_limit=20 * MIB2,
+        )
+        with KVCache(config, context) as cache:
+            reqid, _ = in_pieces(cache, 1100, 100)
+            assert cache.promote(reqid) == 2
+            settled(cache, reqid)
+            parts = 2 * MIB2 // page
+            at = cache.reservation.addr + cache.layout.offset(reqid)
+            if not cache._core.promoter._joined:  # type: ignore[union-attr]
+                assert cache.snapshot()[reqid].large_pages == parts
+                assert RangeFlags.LARGE in context.query(at + MIB2).flags
+            assert whole(cache, reqid, 1100)
+            if Caps.HOST_PAGES in context.info.caps:
+                assert cache.move(reqid, "host", tokens=(0, 600)).pages == parts // 2 * 2
+                cache.check_integrity()
+                assert whole(cache, reqid, 1100)
+                assert cache.move(reqid, "device").pages == parts // 2 * 2
+            cache.check_integrity()
+            assert whole(cache, reqid, 1100)
 
 
 # ---- faults --------------------------------------------------------------------------------------
