@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from pyvmem.errors import Busy, NotRecoverable, OutOfMemory, TooManyBatches, VMemError
+from pyvmem.kvcache.accounts import Accounts
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.jobs import Growth
@@ -28,7 +29,7 @@ from pyvmem.kvcache.window import Window
 __all__ = ["Core"]
 
 
-class Core:
+class Core(Accounts):
     """What `KVCache` and its reports work on; not thread-safe by itself.
 
     Attributes:
@@ -185,37 +186,6 @@ class Core:
         self.seq_lens[slot.index] = length
 
     @property
-    def active_pages(self) -> int:
-        """Physical pages of the device that requests own, shared ones once."""
-        pages = self.pager.active_pages - self.reclaimer.slid + self.reclaimer.shared.used
-        return (pages - self._away()) * self.layout.num_tensors
-
-    def _away(self) -> int:
-        """Pages per tensor that requests own alone, and that do not lie in the device."""
-        if not any(self.reclaimer.away.values()):
-            return 0
-        return sum(
-            sum(slot.places.away(max(slot.shared, slot.head), slot.granted).values())
-            for slot in self.table
-            if slot.active and slot.places
-        )
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of rows in the device that hold tokens; shared ones once, those that slid not."""
-        used, shared = self.used_tokens * self.token_bytes, self.reclaimer.shared
-        gone = self._away() + shared.away_uses
-        if self.window is not None:
-            gone += self.reclaimer.slid
-        if gone or shared.used:
-            size = self.layout.page_size * self.layout.num_tensors
-            used -= (gone + shared.uses - shared.used) * size
-            used = max(0, used)
-        if shared.used or shared.away_uses:
-            used = min(used, self.active_pages * self.layout.page_size)
-        return used
-
-    @property
     def low_pages(self) -> int:
         """Physical pages below which memory is scarce: see `KVCacheConfig.low_watermark`."""
         return self._low_pages
@@ -306,16 +276,6 @@ class Core:
             reservation._closed = True
         if self.parts.owns_context:
             self.context.close()
-
-    def note_peaks(self) -> None:
-        """Keeps the highest use and waste so far."""
-        used = self.used_bytes
-        wasted = self.active_pages * self.layout.page_size - used
-        counters = self.counters
-        if used > counters.peak_used:
-            counters.peak_used = used
-        if wasted > counters.peak_wasted:
-            counters.peak_wasted = wasted
 
 
 def _promised(slot: Slot, pages: int) -> bool:

@@ -120,14 +120,15 @@ class Mover:
 
     def _end(self, move: Move, events: list[Any]) -> None:
         after = [event for event in events if event is not None]
-        del self.moves[move.slot]
         try:
             if move.ticket is not None:
                 move.ticket.wait()
                 move.ticket = None
         except VMemError:
+            del self.moves[move.slot]
             self._forget(move)
             raise
+        del self.moves[move.slot]
         try:
             if move.stretches:
                 self._swap(move, after)

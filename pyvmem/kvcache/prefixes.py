@@ -193,7 +193,7 @@ class Prefixes:
             if not spans:
                 break
             for span in spans:
-                done += shared.idle(span)
+                done += shared.returns(span)
                 self._core.reclaimer.let_go(span)
         return done
 

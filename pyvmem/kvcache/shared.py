@@ -77,9 +77,18 @@ class SharedPages:
             self.used += used
 
     def idle(self, span: Span) -> int:
-        """Pages of the device in the span that no request uses.
+        """Pages of the device in the span that no request uses."""
+        return sum(
+            not block.users[page]
+            for block, low, high in span.parts
+            if not block.kind.away
+            for page in range(low, high)
+        )
 
-        Of large pages, those that go back when the span is released.
+    def returns(self, span: Span) -> int:
+        """Pages of the device that come back with the span, now or after batches under way.
+
+        Those that no request uses; of large ones, those that nothing else refers to.
         """
         found = 0
         for block, low, high in span.parts:
