@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyvmem.context import Context
 from pyvmem.kvcache import report, setup, steps
@@ -17,6 +17,7 @@ from pyvmem.kvcache.idle import IdleThread
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.report import IntegrityError
 from pyvmem.kvcache.requests import RequestCalls
+from pyvmem.kvcache.slots import SlotTable
 from pyvmem.kvcache.stats import CacheStats, SlotInfo
 from pyvmem.kvcache.views import Views
 from pyvmem.reservation import Reservation
@@ -57,6 +58,8 @@ class KVCache(RequestCalls):
         VMemError: the context or the reservation could not be made.
     """
 
+    _table: ClassVar[type[SlotTable]] = SlotTable
+
     def __init__(
         self,
         config: KVCacheConfig,
@@ -70,7 +73,8 @@ class KVCache(RequestCalls):
         self._lock = threading.RLock() if budget is None else budget.lock
         self._idle: IdleThread | None = None
         self.config = config
-        self._core = Core(config, setup.make(config, context, backend, device, budget))
+        parts = setup.make(config, context, backend, device, budget)
+        self._core = Core(config, parts, self._table)
         self._views = Views(self._core.layout, self._core.parts.reservation)
         self._closed = False
         try:

@@ -17,7 +17,7 @@ from pyvmem.errors import VMemError
 if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
 
-__all__ = ["IdleThread", "begin_trim", "trim"]
+__all__ = ["IdleThread", "begin_trim", "trim", "unmap_idle"]
 
 _LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
 
@@ -37,15 +37,20 @@ def begin_trim(core: Core, prefixes: bool) -> bool:
 def trim(core: Core, prefixes: bool) -> int:
     """See `KVCache.trim`."""
     before = core.context.stats().slab_bytes
+    unmap_idle(core, prefixes)
+    core.context.trim(0)
+    core.reclaimer.raise_errors()
+    return max(0, before - core.context.stats().slab_bytes)
+
+
+def unmap_idle(core: Core, prefixes: bool) -> None:
+    """Unmaps all pages of no request, and waits for that; failures are in `Cuts.errors`."""
     core.pager.finish_idle()
     with core.counters.waiting():
         while not begin_trim(core, prefixes):
             core.reclaimer.finish_all()
             if core.reclaimer.errors:
                 break
-    core.context.trim(0)
-    core.reclaimer.raise_errors()
-    return max(0, before - core.context.stats().slab_bytes)
 
 
 class IdleThread(threading.Thread):
