@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyvmem.context import Context
@@ -70,7 +71,9 @@ class KVCache(RequestCalls):
     ) -> None:
         self._closed = True  # until the core is made
         self._budget = budget
-        self._lock = threading.RLock() if budget is None else budget.lock
+        self._lock: AbstractContextManager[Any] = (
+            threading.RLock() if budget is None else budget.lock
+        )
         self._idle: IdleThread | None = None
         self.config = config
         parts = setup.make(config, context, backend, device, budget)

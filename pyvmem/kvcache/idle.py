@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import VMemError
 
@@ -61,7 +62,7 @@ class IdleThread(threading.Thread):
         lock: the cache's.
     """
 
-    def __init__(self, core: Core, lock: threading.RLock) -> None:
+    def __init__(self, core: Core, lock: AbstractContextManager[Any]) -> None:
         super().__init__(name="pyvmem-idle", daemon=True)
         self._core = weakref.ref(core)
         self._period = core.config.idle_seconds / _LOOKS
