@@ -39,7 +39,7 @@ def shared_pages(rank: Any) -> Any:
     """Random engines that do everything a cache can do, short of memory most of the time."""
     policies: list[dict[str, Any]] = [
         {"pages": 13},
-        {"pages": 11, "low_watermark": 0.4, "eager_pages": 2},
+        {"pages": 11.5, "low_watermark": 0.4, "eager_pages": 2},
         {"pages": 9, "deferred_reclaim": False},
         {"pages": 16, "reclaim_steps": 2, "zero_fill": False},
     ]
