@@ -21,7 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel_scenarios import caught, shared_pages, sharing_fails, swap_without_memory, windows
+from parallel_scenarios import (
+    caught,
+    held_back,
+    shared_pages,
+    sharing_fails,
+    swap_without_memory,
+    windows,
+)
 
 import pyvmem
 from pyvmem import FdEvent, Inject, KVCacheConfig
@@ -262,6 +269,7 @@ SCENARIOS = (
     ranks_differ,
     init_fails,
     shared_pages,
+    held_back,
     sharing_fails,
     swap_without_memory,
     windows,
