@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyvmem.context import Context
 from pyvmem.kvcache import report, setup, steps
@@ -18,6 +19,7 @@ from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.placing import PlaceCalls
 from pyvmem.kvcache.report import IntegrityError
 from pyvmem.kvcache.requests import RequestCalls
+from pyvmem.kvcache.slots import SlotTable
 from pyvmem.kvcache.stats import CacheStats, SlotInfo
 from pyvmem.kvcache.views import Views
 from pyvmem.reservation import Reservation
@@ -59,6 +61,8 @@ class KVCache(RequestCalls, PlaceCalls):
         VMemError: the context or the reservation could not be made.
     """
 
+    _table: ClassVar[type[SlotTable]] = SlotTable
+
     def __init__(
         self,
         config: KVCacheConfig,
@@ -69,10 +73,13 @@ class KVCache(RequestCalls, PlaceCalls):
     ) -> None:
         self._closed = True  # until the core is made
         self._budget = budget
-        self._lock = threading.RLock() if budget is None else budget.lock
+        self._lock: AbstractContextManager[Any] = (
+            threading.RLock() if budget is None else budget.lock
+        )
         self._idle: IdleThread | None = None
         self.config = config
-        self._core = Core(config, setup.make(config, context, backend, device, budget))
+        parts = setup.make(config, context, backend, device, budget)
+        self._core = Core(config, parts, self._table)
         self._views = Views(self._core.layout, self._core.parts.reservation)
         self._closed = False
         try:
@@ -269,6 +276,9 @@ class KVCache(RequestCalls, PlaceCalls):
 
     def close(self, stream: Any = None) -> None:
         """Waits for what is in flight and for GPU work on freed slots, then gives everything back.
+
+        Pages that the GPU may touch cannot be taken away, so work that never ends is waited for
+        until a signal ends the wait (Ctrl-C); the call may then be repeated.
 
         Args:
             stream: the last work on slots that are still taken, as in `free_reqid`.

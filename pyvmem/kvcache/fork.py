@@ -7,20 +7,29 @@ A large page that is not full is copied as far as it is, into small pages where 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import OutOfMemory
+from pyvmem.errors import VMemError
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.plan import Source
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
+    from pyvmem.kvcache.slots import Slot
 
 __all__ = ["fork"]
 
 
-def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) -> list[int] | None:
+def fork(
+    core: Core,
+    reqid: int,
+    count: int,
+    length: int | None,
+    stream: Any,
+    into: Sequence[int] | None = None,
+) -> list[int] | None:
     """See `KVCache.fork_many`."""
     layout, sharing = core.layout, core.sharing
     sharing.require()
@@ -34,11 +43,17 @@ def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) ->
             f"fork of {count} requests; it must lie between 1 and {len(core.table)}",
             limit=len(core.table),
         )
+    chosen = None if into is None else _chosen(core, count, into)
     core.mover.finish(parent, stream)
     core.pager.release(parent)
     full = parent.places.floor(rows * layout.row_bytes // layout.page_size)
     pages = layout.pages_for(rows)
-    slots = sharing.vacate(count)
+    try:
+        slots = sharing.vacate(count, chosen)
+    except VMemError as error:
+        if sharing.is_shortage(error):
+            return None
+        raise
     if slots is None:
         return None
     new_pages = (pages - full) * count * layout.num_tensors
@@ -49,8 +64,10 @@ def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) ->
     sharing.share(parent, full)
     try:
         sharing.attach(slots, parent.span.cut(0, full), parent)
-    except OutOfMemory:
-        return None
+    except VMemError as error:
+        if sharing.is_shortage(error):
+            return None
+        raise
     try:
         if pages > full:
             tail = Source(
@@ -72,3 +89,13 @@ def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) ->
         core.enter(slot, rows)
     core.note_peaks()
     return [slot.index for slot in slots]
+
+
+def _chosen(core: Core, count: int, into: Sequence[int]) -> list[Slot]:
+    """The free slots that the caller named."""
+    slots = [core.free_slot(index) for index in into]
+    if len(slots) != count:
+        raise invalid(f"into names {len(slots)} slots for {count} requests", limit=count)
+    if len(set(slots)) != count:
+        raise invalid(f"into names a slot twice: {[slot.index for slot in slots]}")
+    return slots

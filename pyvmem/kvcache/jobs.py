@@ -63,8 +63,7 @@ class Cut:
     `dirty`, `head` and `places` are what the slot's were before; `away` counts those of the pages
     that do not lie in the device and are the slot's alone. `slides`: the pages left the window of
     `owner`, and the slot keeps what lies behind them. `span` names the shared pages among them,
-    which come back when nobody else refers to them, and `pins` the prefixes that were kept for
-    them.
+    which come back when nobody else refers to them.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -78,7 +77,6 @@ class Cut:
     owner: int = 0
     slides: bool = False
     span: Span = EMPTY
-    pins: list[Any] = field(default_factory=list)
     places: list[Stretch] = field(default_factory=list)
     away: dict[Tier, int] = field(default_factory=dict)
 

@@ -14,7 +14,6 @@ import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import OutOfMemory, TooManyBatches
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.partly import attach_copy
@@ -57,7 +56,6 @@ class Prefixes:
         self.tree: PrefixTree[Span] = PrefixTree(whole // layout.row_bytes)
         self.unit_pages = whole // layout.page_size
         core.reclaimer.evict = self.evict
-        core.reclaimer.unpin = self.tree.unpin
 
     # ---- recording -------------------------------------------------------------------------------
 
@@ -135,6 +133,12 @@ class Prefixes:
             self.tree.pin(node)
         return list(pins)
 
+    def unpin(self, slot: Slot) -> None:
+        """Keeps nothing for a slot any longer; counts as a use."""
+        for node in slot.pins:
+            self.tree.unpin(node)
+        slot.pins = []
+
     # ---- matching --------------------------------------------------------------------------------
 
     def match(self, tokens: Any, leave: int) -> PrefixMatch:
@@ -159,12 +163,13 @@ class Prefixes:
             slots = core.sharing.vacate(1)
             if slots is not None:
                 span = self._path(node, match.length // self.tree.unit * self.unit_pages)
+                core.sharing.order_after_writers(span, stream)
                 if not attach_copy(core, slots[0], span, match.length):
                     slots = None
-        except (OutOfMemory, TooManyBatches):
-            slots = None
-        except BaseException:
+        except BaseException as error:
             self.tree.unpin(node)
+            if core.sharing.is_shortage(error):
+                return None
             raise
         if slots is None:
             self.tree.unpin(node)
@@ -176,7 +181,6 @@ class Prefixes:
             self.tree.unpin(node)  # all was copied
         core.enter(slot, match.length)
         core.note_peaks()
-        core.sharing.order_after_writers(span, stream)
         return slot.index
 
     # ---- giving up -------------------------------------------------------------------------------
@@ -184,33 +188,46 @@ class Prefixes:
     def evict(self, pages: int) -> int:
         """Takes least recently used prefixes out until so many pages per tensor come back.
 
+        Those that a request began with or recorded go last, and only where there are pages among
+        them that no request uses: the request keeps its own.
+
         Returns:
             Pages per tensor that came back, or will when the batches that unmap them are done.
         """
         shared, done = self._core.reclaimer.shared, 0
         while done < pages:
             spans = self.tree.evict(pages - done)
-            if not spans:
+            if not spans and not self._unpin_all():
                 break
             for span in spans:
                 done += shared.returns(span)
                 self._core.reclaimer.let_go(span)
         return done
 
+    def _unpin_all(self) -> bool:
+        """Keeps nothing for any slot; False, and nothing changed, where that would free no page."""
+        holders = [slot for slot in self._core.table if slot.pins]
+        if not any(self._core.reclaimer.shared.idle(span) for span in self.spans()):
+            return False
+        for slot in holders:
+            self.unpin(slot)
+        return bool(holders)
+
     def evict_all(self) -> None:
         """Takes every prefix out that no request uses."""
-        self.evict(self.tree.evictable_pages)
+        for span in self.tree.evict(self.tree.evictable_pages):
+            self._core.reclaimer.let_go(span)
 
     def check(self) -> list[str]:
         """What contradicts in the tree, its pins and its spans, in words."""
         found = self.tree.check()
         wanted: dict[Node[Span], int] = {}
-        for holder in (*self._core.table, *self._core.reclaimer.cuts):
-            for node in holder.pins:
+        for slot in self._core.table:
+            for node in slot.pins:
                 wanted[node] = wanted.get(node, 0) + 1
         for node in self.tree:
             if node.pins != wanted.pop(node, 0):
-                found.append(f"{node!r} has {node.pins} pins, other than slots and cuts hold")
+                found.append(f"{node!r} has {node.pins} pins, other than slots hold")
             if node.span.pages - node.span.lead != node.units * self.unit_pages:
                 found.append(f"{node!r} has a span of {node.span.pages} pages")
         if wanted:
@@ -218,5 +235,5 @@ class Prefixes:
         return found
 
     def spans(self) -> list[Span]:
-        """What the tree holds, for checks."""
+        """What the tree holds."""
         return [node.span for node in self.tree]

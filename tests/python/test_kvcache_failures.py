@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -13,14 +14,16 @@ from kvcache_helpers import (
     ROWS,
     eventually,
     lens,
+    pending,
     rows_are,
     rows_are_zero,
     small_cache,
+    small_config,
     stamp,
     state,
 )
 
-from pyvmem import Caps, Context, DriverError, FdEvent, Inject, KVCache, NotRecoverable, VMemError
+from pyvmem import Caps, Context, DriverError, Inject, KVCache, NotRecoverable, VMemError
 
 TENSORS = 2 * LAYERS
 DRIVER = Inject.MAP | Inject.UNMAP | Inject.SLAB | Inject.FILL
@@ -112,7 +115,7 @@ def test_a_reclaim_that_cannot_be_undone_costs_its_slot_alone(backend: str) -> N
 
 def test_a_failed_fill_hands_nothing_over(context: Context) -> None:
     for wait in (False, True):
-        with small_cache(context, max_batch=1) as cache, FdEvent.create() as work:
+        with small_cache(context, max_batch=1) as cache, pending() as work:
             cache.alloc_reqid()
             assert cache.step([2 * ROWS]) == 0
             stamp(cache, 0, 0, 2 * ROWS, 3.0)
@@ -248,3 +251,28 @@ def _step_without_heap(backend: str, ahead: bool, skip: int) -> bool:
         assert step(lens(cache, r0=6 * ROWS)) == 0
         assert cache.step(lens(cache, r0=6 * ROWS)) == 0
         return short
+
+
+def test_a_close_that_waits_can_be_interrupted_and_repeated(backend: str) -> None:
+    """Work that never ends keeps its pages, but not the program: a signal ends the wait."""
+
+    def ring(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, ring)
+    with open_context(backend) as context, pending() as endless:
+        cache = KVCache(small_config(context.info.granule), context)
+        try:
+            assert cache.alloc_reqid() == 0
+            assert cache.step([ROWS, 0, 0, 0]) == 0
+            cache.free_reqid(0, endless)
+            with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+                cache.close()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert context.query(cache.reservation.addr).mapped, "the work may still touch it"
+        endless.set()
+        cache.close()
+        assert context.stats().mapped_bytes == 0
