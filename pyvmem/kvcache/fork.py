@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import OutOfMemory
+from pyvmem.features.table import FORK
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.slots import Slot
@@ -21,7 +22,7 @@ __all__ = ["fork"]
 def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) -> list[int] | None:
     """See `KVCache.fork_many`."""
     layout, sharing = core.layout, core.sharing
-    sharing.require()
+    sharing.require(FORK, "fork")
     parent = core.slot(reqid)
     held = core.seq_lens[parent.index]
     rows = held if length is None else operator.index(length)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import OutOfMemory, TooManyBatches
+from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.prefix_node import Node
@@ -64,7 +65,7 @@ class Prefixes:
         """See `KVCache.record`."""
         ids, pages = self._check(slot, tokens)
         if self.tree.match(ids).length < len(ids) // self.tree.unit * self.tree.unit:
-            self._core.sharing.require()
+            self._core.sharing.require(PREFIXES, "record")
             self._core.pager.release(slot)
             if pages > slot.shared:
                 wait_for(record(stream, self._core.device))
@@ -75,7 +76,7 @@ class Prefixes:
         """Records what a slot holds that is freed next; `event` is its last GPU work."""
         ids, pages = self._check(slot, tokens)
         if self.tree.match(ids).length < len(ids) // self.tree.unit * self.tree.unit:
-            self._core.sharing.require()
+            self._core.sharing.require(PREFIXES, "record")
             self._core.pager.release(slot)
             self._core.sharing.bequeath(slot, pages, event)
         self._insert(slot, ids)
@@ -123,7 +124,7 @@ class Prefixes:
     def alloc(self, match: PrefixMatch, stream: Any) -> int | None:
         """See `KVCache.alloc_prefix`; for a match of at least a unit."""
         core = self._core
-        core.sharing.require()
+        core.sharing.require(PREFIXES, "alloc_prefix")
         node = match._node
         self.tree.pin(node, match.length)
         if node.end > match.length:  # the rest of its run may go, so only a part of it is kept

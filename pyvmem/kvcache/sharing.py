@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.errors import (
     DriverError,
     NotRecoverable,
-    NotSupported,
     OutOfMemory,
     TooManyBatches,
     VMemError,
 )
-from pyvmem.info import Caps
 from pyvmem.kvcache.events import order_after, prune
 from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.spans import Span
-from pyvmem.kvcache.window import refuse
 from pyvmem.ops import OpBatch
 
 if TYPE_CHECKING:
+    from pyvmem.features import Feature
     from pyvmem.kvcache.core import Core
     from pyvmem.pages import Pages
 
@@ -36,17 +34,10 @@ class Sharing:
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    def require(self) -> None:
-        """Raises NotSupported where pages cannot be mapped twice or read-only, or they slide."""
-        refuse(self._core, "sharing pages")
-        info = self._core.context.info
-        for cap, what in ((Caps.ALIAS, "maps a page once only"), (Caps.READONLY, "cannot protect")):
-            if cap not in info.caps:
-                raise NotSupported(
-                    f"back end {info.backend} {what}: requests cannot share pages",
-                    errno=errno.EOPNOTSUPP,
-                    op="KVCache",
-                )
+    def require(self, feature: Feature, what: str) -> None:
+        """Raises NotSupported where the cache cannot have the feature that `what` is a call of."""
+        core = self._core
+        feature.require(core.context.info, what, window=core.config.window)
 
     # ---- a slot's own pages become shared --------------------------------------------------------
 

@@ -11,9 +11,9 @@ import errno
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import BadHandle
+from pyvmem.features.table import SWAP
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
-from pyvmem.kvcache.window import refuse
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
@@ -81,7 +81,7 @@ def _pieces(core: Core, slot: Slot, size: int) -> list[int]:
 
 def swap_out(core: Core, reqid: int, stream: Any) -> SwappedRequest:
     """See `KVCache.swap_out`."""
-    refuse(core, "swap_out")
+    core.sharing.require(SWAP, "swap_out")
     slot = core.slot(reqid)
     length = core.seq_lens[slot.index]
     core.pager.release(slot)

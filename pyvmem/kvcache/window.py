@@ -14,12 +14,10 @@ the window has all of them mapped until the next step.
 
 from __future__ import annotations
 
-import errno
 import operator
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import NotSupported
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
     from pyvmem.kvcache.slots import Slot
 
-__all__ = ["Window", "refuse"]
+__all__ = ["Window"]
 
 
 class Window:
@@ -83,13 +81,3 @@ class Window:
         if not slot.stale:
             self._core.reclaimer.slid -= slot.head
         self._next[slot.index], self._least[slot.index] = self._first, 0
-
-
-def refuse(core: Core, what: str) -> None:
-    """Raises NotSupported where the rows that a call would need have left a window."""
-    if core.window is not None:
-        raise NotSupported(
-            f"{what}: a cache with a sliding window does not keep all rows of a request",
-            errno=errno.EOPNOTSUPP,
-            op="KVCache",
-        )
