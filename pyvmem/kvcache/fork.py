@@ -19,8 +19,15 @@ if TYPE_CHECKING:
 __all__ = ["fork"]
 
 
-def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) -> list[int] | None:
-    """See `KVCache.fork_many`."""
+def fork(
+    core: Core,
+    reqid: int,
+    count: int,
+    length: int | None,
+    stream: Any,
+    into: Sequence[int] | None = None,
+) -> list[int] | None:
+    """See `KVCache.fork_many`; `into`: free slots for them, None: those that suit best."""
     layout, sharing = core.layout, core.sharing
     sharing.require(FORK, "fork")
     parent = core.slot(reqid)
@@ -36,7 +43,7 @@ def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) ->
     full = rows * layout.row_bytes // layout.page_size
     pages = layout.pages_for(rows)
     core.pager.release(parent)
-    slots = sharing.vacate(count)
+    slots = sharing.vacate(count, None if into is None else [core.table[one] for one in into])
     if slots is None:
         return None
     new_pages = (pages - full) * count * layout.num_tensors

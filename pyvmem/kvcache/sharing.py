@@ -81,18 +81,22 @@ class Sharing:
         self._core.reclaimer.shared.use(slot.span.cut(low, pages))
         self._core.pager.active_pages -= pages - low
 
-    def bequeath(self, slot: Slot, pages: int, event: Any) -> None:
+    def gather(self, slot: Slot, pages: int) -> Pages | None:
+        """What `bequeath` needs of a slot's first `pages` pages; None where all are shared."""
+        return self._gather(slot, slot.shared, pages) if pages > slot.shared else None
+
+    def bequeath(self, slot: Slot, pages: int, handle: Pages | None, event: Any) -> None:
         """Makes the pages of a slot shared that is freed next: as they are mapped goes with it.
 
         Args:
             slot: taken, without a batch in flight.
             pages: how many.
+            handle: what `gather` returned for them.
             event: the GPU work that writes them, which those who map them wait for.
         """
-        low = slot.shared
-        if pages <= low:
+        if handle is None:
             return
-        handle = self._gather(slot, low, pages)
+        low = slot.shared
         self._adopt(slot, handle, pages - low, [] if event is None else [event])
         self._core.reclaimer.shared.use(slot.span.cut(low, pages))
         self._core.pager.active_pages -= pages - low
@@ -143,10 +147,14 @@ class Sharing:
 
     # ---- shared pages in more slots --------------------------------------------------------------
 
-    def vacate(self, count: int) -> list[Slot] | None:
+    def vacate(self, count: int, into: Sequence[Slot] | None = None) -> Sequence[Slot] | None:
         """Free slots without a page, emptied where there is no other; None when too few are free.
 
         Waits for the GPU work on slots that it must empty.
+
+        Args:
+            count: how many.
+            into: so many free slots; None: those that suit best.
 
         Raises:
             VMemError: pages of an earlier owner could not be unmapped.
@@ -154,7 +162,7 @@ class Sharing:
         core = self._core
         core.reclaimer.poll()
         core.pager.poll()
-        slots = core.table.emptiest(count)
+        slots = core.table.emptiest(count) if into is None else into
         if len(slots) < count:
             return None
         for slot in slots:
