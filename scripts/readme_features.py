@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 """The README's table of features: the package's own rows, over kept records of probed back ends.
 

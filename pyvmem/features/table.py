@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The features. The cache refuses by these rows, so what they say is what happens."""
+"""The features, each with what it needs of a back end.
+
+The cache refuses by these rows. Rows whose calls are a context's (create, map, retain) are refused
+by libvmem itself, which goes by the same capabilities; a test holds every row against what happens.
+"""
 
 from __future__ import annotations
 

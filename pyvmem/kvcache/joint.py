@@ -87,7 +87,7 @@ class JointPrefixes(Prefixes):
         node = self._pin(match)
         units = match.length // self.tree.unit
         joint = [_of(one.span) for one in node.path()]
-        taken: list[tuple[Core, Slot, Span]] = []
+        taken: list[tuple[Core, Slot]] = []
         try:
             for place, core in enumerate(self._cores):
                 span = sum((spans[place] for spans in joint), Span((), 1))
@@ -96,23 +96,23 @@ class JointPrefixes(Prefixes):
                 slots = core.sharing.vacate(1, into)
                 if slots is None:
                     break
+                core.sharing.order_after_writers(span, stream)
                 core.sharing.attach(slots, span)
-                taken.append((core, slots[0], span))
+                taken.append((core, slots[0]))
         except (OutOfMemory, TooManyBatches):
             pass
         finally:
             if len(taken) < len(self._cores):
-                for core, slot, _ in taken:
+                for core, slot in taken:
                     core.sharing.detach([slot])
                 self.tree.unpin(node)
         if len(taken) < len(self._cores):
             return None
         slot = taken[0][1]
         slot.pins = [node]
-        for core, one, span in taken:
+        for core, one in taken:
             core.enter(one, match.length)
             core.note_peaks()
-            core.sharing.order_after_writers(span, stream)
         return slot.index
 
     # ---- giving up -------------------------------------------------------------------------------
