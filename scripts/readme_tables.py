@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Writes the measured parts of README.md from benchmarks/results/*.json.
+"""Writes the measured parts of README.md, and the table of features, from benchmarks/results.
 
 A part lies between `<!-- measured NAME -->` and `<!-- /measured NAME -->`; nothing there is written
-by hand. `--check` changes nothing and fails where the file does not say what the results say.
+by hand, nor between `<!-- features -->` and `<!-- /features -->`. `--check` changes nothing and
+fails where the file does not say what the results say.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import readme_features
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -299,16 +302,24 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "calls": part_calls,
     "aims": part_aims,
     "verified": part_verified,
+    "features": lambda _: readme_features.part(),
 }
 
 
-NO_GPU = {"memory", "counts", "capacity", "prefixes"}  # parts that have results of their own
+NO_GPU = {
+    "memory",
+    "counts",
+    "capacity",
+    "prefixes",
+    "features",
+}  # parts that have results of their own
 
 
 def render(text: str, results: list[Result]) -> str:
     """The README with its measured parts written anew."""
     for name, part in PARTS.items():
-        begin, end = f"<!-- measured {name} -->", f"<!-- /measured {name} -->"
+        label = name if name == "features" else f"measured {name}"
+        begin, end = f"<!-- {label} -->", f"<!-- /{label} -->"
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.S)
         if len(pattern.findall(text)) != 1:
             sys.exit(f"README.md needs one part between '{begin}' and '{end}'")

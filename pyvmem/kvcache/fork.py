@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import VMemError
+from pyvmem.features.table import FORK
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.plan import Source
@@ -30,9 +31,9 @@ def fork(
     stream: Any,
     into: Sequence[int] | None = None,
 ) -> list[int] | None:
-    """See `KVCache.fork_many`."""
+    """See `KVCache.fork_many`; `into`: free slots for them, None: those that suit best."""
     layout, sharing = core.layout, core.sharing
-    sharing.require()
+    sharing.require(FORK, "fork")
     parent = core.slot(reqid)
     held = core.seq_lens[parent.index]
     rows = held if length is None else operator.index(length)

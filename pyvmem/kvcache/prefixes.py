@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 import operator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.partly import attach_copy
@@ -44,15 +46,19 @@ class PrefixMatch:
 class Prefixes:
     """The tree of a cache, and the references that it keeps to shared pages.
 
+    Args:
+        core: the cache.
+        unit: tokens of a sharing unit, a multiple of the cache's own; 0: that.
+
     Attributes:
         tree: by token ids; its spans are held in `Reclaimer.shared`.
         unit_pages: pages per tensor of a sharing unit.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, unit: int = 0) -> None:
         self._core = core
         layout = core.layout
-        whole = math.lcm(layout.row_bytes, layout.page_size)
+        whole = unit * layout.row_bytes or math.lcm(layout.row_bytes, layout.page_size)
         self.tree: PrefixTree[Span] = PrefixTree(whole // layout.row_bytes)
         self.unit_pages = whole // layout.page_size
         core.reclaimer.evict = self.evict
@@ -61,55 +67,81 @@ class Prefixes:
 
     def record(self, slot: Slot, tokens: Any, stream: Any) -> int:
         """See `KVCache.record`."""
-        ids, pages = self._check(slot, tokens)
-        if self.tree.match(ids).length < len(ids) // self.tree.unit * self.tree.unit:
-            self._core.sharing.require()
-            self._core.mover.finish(slot, stream)
-            self._core.pager.release(slot)
-            pages = slot.places.floor(pages)  # the rest of a large page is still to be written
-            if pages > slot.shared:
+        ids, units = self._check(slot, tokens)
+        if self.tree.match(ids).length < units * self.tree.unit:
+            for core, one in self._each(slot):
+                core.mover.finish(one, stream)
+            # The rest of a large page is still to be written.
+            ready = self._ready(slot, units)
+            parts = [(core, one, one.places.floor(pages)) for core, one, pages in ready]
+            if any(pages > one.shared for _, one, pages in parts):
                 wait_for(record(stream, self._core.device))
-            self._core.sharing.share(slot, pages)
+            for core, one, pages in parts:
+                core.sharing.share(one, pages)
         return self._insert(slot, ids)
 
     def record_last(self, slot: Slot, tokens: Any, event: Any) -> None:
         """Records what a slot holds that is freed next; `event` is its last GPU work."""
-        ids, pages = self._check(slot, tokens)
-        if self.tree.match(ids).length < len(ids) // self.tree.unit * self.tree.unit:
-            self._core.sharing.require()
-            self._core.pager.release(slot)
-            self._core.sharing.bequeath(slot, pages, event)
+        ids, units = self._check(slot, tokens)
+        if self.tree.match(ids).length < units * self.tree.unit:
+            parts = self._ready(slot, units)
+            handles = []
+            with ExitStack() as undo:  # where one fails, none is kept
+                for core, one, pages in parts:
+                    handles.append(core.sharing.gather(one, pages))
+                    for handle, *_ in handles[-1]:
+                        undo.callback(handle.drop)
+                undo.pop_all()
+            for (core, one, pages), held in zip(parts, handles, strict=True):
+                core.sharing.bequeath(one, pages, held, event)
         self._insert(slot, ids)
 
+    def _ready(self, slot: Slot, units: int) -> list[tuple[Core, Slot, int]]:
+        """Where the units' pages are to be shared: caches, slots, pages per tensor."""
+        parts = [(core, one, units * core.prefixes.unit_pages) for core, one in self._each(slot)]
+        for core, _, _ in parts:
+            core.sharing.require(PREFIXES, "record")
+        for core, one, _ in parts:
+            core.pager.release(one)
+        return parts
+
+    def _each(self, slot: Slot) -> list[tuple[Core, Slot]]:
+        """The caches that keep the rows of a request together, and its slot in each."""
+        return [(self._core, slot)]
+
     def _check(self, slot: Slot, tokens: Any) -> tuple[TokenIds, int]:
-        """The ids, and the pages per tensor of their whole units."""
+        """The ids, and how many whole units they are."""
         ids = TokenIds.of(tokens)
         held = self._core.seq_lens[slot.index]
         if len(ids) > held:
             raise invalid(
                 f"{len(ids)} tokens to record; reqid {slot.index} holds {held}", limit=held
             )
-        return ids, len(ids) // self.tree.unit * self.unit_pages
+        return ids, len(ids) // self.tree.unit
 
     def _insert(self, slot: Slot, ids: TokenIds) -> int:
         known = self.tree.match(ids)
-        units = max(known.length // self.tree.unit, slot.shared // self.unit_pages)
+        own = min(one.shared // core.prefixes.unit_pages for core, one in self._each(slot))
+        units = max(known.length // self.tree.unit, own)
         ids = TokenIds.from_bytes(ids.data[: units * self.tree.unit * ID_BYTES])
-
-        def make(first: int, last: int) -> Span:
-            begin = first * self.unit_pages
-            lead = self._lead(slot.span, known.node, begin)
-            span = slot.span.cut(begin - lead, last * self.unit_pages)
-            span.lead = lead
-            self._core.reclaimer.shared.hold(span)
-            return span
-
-        done = self.tree.insert(ids, make)
+        done = self.tree.insert(ids, lambda first, last: self._take(slot, known.node, first, last))
         # A slot whose pages were recorded by another shares none of them, and keeps nothing.
         if done.length and slot.shared and done.node not in slot.pins:
             self.tree.pin(done.node)
             slot.pins = [*slot.pins, done.node]
         return done.length
+
+    def _take(self, slot: Slot, node: Node[Span], first: int, last: int) -> Span:
+        """The pages of a slot's units from `first` to before `last`, held for the tree.
+
+        They come behind what the tree has on the way to the node.
+        """
+        begin = first * self.unit_pages
+        lead = self._lead(slot.span, node, begin)
+        span = slot.span.cut(begin - lead, last * self.unit_pages)
+        span.lead = lead
+        self._core.reclaimer.shared.hold(span)
+        return span
 
     def _lead(self, span: Span, node: Node[Span], begin: int) -> int:
         """Pages before `begin` that a span must have of its own, to follow what the tree has."""
@@ -125,7 +157,11 @@ class Prefixes:
 
     def _path(self, node: Node[Span], pages: int) -> Span:
         """The first pages of the way to a node, as a slot can have them mapped."""
-        return sum((one.span for one in node.path()), Span((), self.unit_pages)).cut(0, pages)
+        return sum(self._spans_to(node), Span((), self.unit_pages)).cut(0, pages)
+
+    def _spans_to(self, node: Node[Span]) -> list[Span]:
+        """The cache's own spans on the way to a node."""
+        return [one.span for one in node.path()]
 
     def pin_again(self, pins: list[Node[Span]]) -> list[Node[Span]]:
         """Keeps prefixes for one more slot."""
@@ -150,15 +186,33 @@ class Prefixes:
         found = self.tree.match(ids, max(0, min(len(ids) - left, self._core.config.max_seq_len)))
         return PrefixMatch(found.length, found.node)
 
-    def alloc(self, match: PrefixMatch, stream: Any) -> int | None:
-        """See `KVCache.alloc_prefix`; for a match of at least a unit."""
-        core = self._core
-        core.sharing.require()
+    def wanted(self, tokens: Any, leave: int) -> tuple[PrefixMatch, int]:
+        """What of a prompt is recorded, and how long it is; of a match, the match and its length.
+
+        Raises InvalidArgument for bad tokens, or more than `max_seq_len`.
+        """
+        if isinstance(tokens, PrefixMatch):
+            return tokens, tokens.length
+        ids = TokenIds.of(tokens)
+        length, longest = len(ids), self._core.config.max_seq_len
+        if length > longest:
+            raise invalid(f"{length} tokens; max_seq_len is {longest}", limit=longest)
+        return self.match(ids, leave), length
+
+    def _pin(self, match: PrefixMatch) -> Node[Span]:
+        """Keeps what matched; raises InvalidArgument where it was evicted since."""
         node = match._node
         self.tree.pin(node, match.length)
         if node.end > match.length:  # the rest of its run may go, so only a part of it is kept
             whole, node = node, self.tree.match(node.tokens(), match.length, pin=True).node
             self.tree.unpin(whole)
+        return node
+
+    def alloc(self, match: PrefixMatch, stream: Any) -> int | None:
+        """See `KVCache.alloc_prefix`; for a match of at least a unit."""
+        core = self._core
+        core.sharing.require(PREFIXES, "alloc_prefix")
+        node = self._pin(match)
         try:
             slots = core.sharing.vacate(1)
             if slots is not None:
@@ -175,10 +229,7 @@ class Prefixes:
             self.tree.unpin(node)
             return None
         slot = slots[0]
-        if slot.shared:
-            slot.pins = [node]
-        else:
-            self.tree.unpin(node)  # all was copied
+        slot.pins = [node]
         core.enter(slot, match.length)
         core.note_peaks()
         return slot.index
@@ -233,6 +284,11 @@ class Prefixes:
         if wanted:
             found.append(f"{len(wanted)} pinned prefixes are not in the tree")
         return found
+
+    @property
+    def pages(self) -> int:
+        """Pages per tensor that are recorded."""
+        return self.tree.tokens // self.tree.unit * self.unit_pages
 
     def spans(self) -> list[Span]:
         """What the tree holds."""

@@ -71,7 +71,7 @@ def stats(core: Core) -> CacheStats:
         moving_pages=core.mover.pages()[0] * layout.num_tensors,
         host_pages=_away(core, Location.HOST),
         peer_pages=_away(core, Location.PEER),
-        prefix_pages=core.prefixes.tree.pages * layout.num_tensors,
+        prefix_pages=core.prefixes.pages * layout.num_tensors,
         prefix_tokens=core.prefixes.tree.tokens,
         mapped_bytes=reclaimer.held * layout.page_size,
         used_bytes=used,

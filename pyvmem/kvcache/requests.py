@@ -12,7 +12,6 @@ from pyvmem.kvcache.base import CacheBase
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.prefixes import PrefixMatch
 from pyvmem.kvcache.swap import SwappedRequest
-from pyvmem.kvcache.token_ids import TokenIds
 
 __all__ = ["RequestCalls"]
 
@@ -150,14 +149,7 @@ class RequestCalls(CacheBase):
         """
         with self._lock:
             core = self._open_core()
-            if isinstance(tokens, PrefixMatch):
-                match, length = tokens, tokens.length
-            else:
-                ids = TokenIds.of(tokens)
-                length, longest = len(ids), core.config.max_seq_len
-                if length > longest:
-                    raise invalid(f"{length} tokens; max_seq_len is {longest}", limit=longest)
-                match = core.prefixes.match(ids, leave)
+            match, length = core.prefixes.wanted(tokens, leave)
             if not match.length:
                 reqid = core.alloc(length)
                 return None if reqid is None else (reqid, 0)
@@ -184,7 +176,7 @@ class RequestCalls(CacheBase):
         """
         with self._lock:
             core = self._open_core()
-            swapped = swap.swap_out(core, reqid, stream)
+            swapped = swap.swap_out([core], reqid, stream)
             core.tidy()
             return swapped
 
@@ -204,7 +196,7 @@ class RequestCalls(CacheBase):
             VMemError: the driver failed; `swapped` is as before.
         """
         with self._lock:
-            return swap.swap_in(self._open_core(), swapped, stream)
+            return swap.swap_in([self._open_core()], swapped, stream)
 
     def can_admit(self, seq_lens: Sequence[int]) -> bool:
         """Whether new requests of so many tokens would all fit now, beside the present ones.

@@ -11,20 +11,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pyvmem.errors import (
     DriverError,
     NotRecoverable,
-    NotSupported,
     OutOfMemory,
     TooManyBatches,
     VMemError,
 )
-from pyvmem.info import Caps
 from pyvmem.kvcache.events import order_after, prune
 from pyvmem.kvcache.places import Kind
 from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.spans import Span
-from pyvmem.kvcache.window import refuse
 from pyvmem.ops import OpBatch
 
 if TYPE_CHECKING:
+    from pyvmem.features import Feature
     from pyvmem.kvcache.core import Core
     from pyvmem.pages import Pages
 
@@ -40,17 +38,10 @@ class Sharing:
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    def require(self) -> None:
-        """Raises NotSupported where pages cannot be mapped twice or read-only, or they slide."""
-        refuse(self._core, "sharing pages")
-        info = self._core.context.info
-        for cap, what in ((Caps.ALIAS, "maps a page once only"), (Caps.READONLY, "cannot protect")):
-            if cap not in info.caps:
-                raise NotSupported(
-                    f"back end {info.backend} {what}: requests cannot share pages",
-                    errno=errno.EOPNOTSUPP,
-                    op="KVCache",
-                )
+    def require(self, feature: Feature, what: str) -> None:
+        """Raises NotSupported where the cache cannot have the feature that `what` is a call of."""
+        core = self._core
+        feature.require(core.context.info, what, window=core.config.window)
 
     # ---- a slot's own pages become shared --------------------------------------------------------
 
@@ -95,18 +86,23 @@ class Sharing:
         self._core.reclaimer.shared.use(slot.span.cut(low, pages))
         self._core.pager.active_pages -= pages - low
 
-    def bequeath(self, slot: Slot, pages: int, event: Any) -> None:
+    def gather(self, slot: Slot, pages: int) -> list[_Held]:
+        """What `bequeath` needs of a slot's first `pages` pages, beyond those that are shared."""
+        return self._gather(slot, slot.shared, slot.places.ceil(pages))
+
+    def bequeath(self, slot: Slot, pages: int, handles: list[_Held], event: Any) -> None:
         """Makes the pages of a slot shared that is freed next: as they are mapped goes with it.
 
         Args:
             slot: taken, without a batch in flight.
             pages: how many; of a large page all go.
+            handles: what `gather` returned for them.
             event: the GPU work that writes them, which those who map them wait for.
         """
         low, pages = slot.shared, slot.places.ceil(pages)
         if pages <= low:
             return
-        self._adopt(slot, self._gather(slot, low, pages), [] if event is None else [event])
+        self._adopt(slot, handles, [] if event is None else [event])
         self._core.pager.grant(slot, pages)  # the rest of a large page is the owner's now, too
         self._core.reclaimer.shared.use(slot.span.cut(low, pages))
         self._core.pager.active_pages -= pages - low

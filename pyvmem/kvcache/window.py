@@ -19,7 +19,7 @@ import operator
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import NotSupported, TooManyBatches
+from pyvmem.errors import TooManyBatches
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
     from pyvmem.kvcache.slots import Slot
 
-__all__ = ["Window", "refuse"]
+__all__ = ["Window"]
 
 
 class Window:
@@ -103,13 +103,3 @@ class Window:
         if not slot.stale:
             self._core.reclaimer.slid -= slot.head
         self._next[slot.index], self._least[slot.index] = self._first, 0
-
-
-def refuse(core: Core, what: str) -> None:
-    """Raises NotSupported where the rows that a call would need have left a window."""
-    if core.window is not None:
-        raise NotSupported(
-            f"{what}: a cache with a sliding window does not keep all rows of a request",
-            errno=errno.EOPNOTSUPP,
-            op="KVCache",
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
 import random
 import threading
 import time
@@ -53,7 +54,7 @@ def lens(cache: KVCache, **by_reqid: int) -> list[int]:
     return out
 
 
-def _tensors(cache: KVCache) -> bool:
+def has_tensors(cache: KVCache) -> bool:
     """Whether torch can see the cache's memory; where not, rows are read and written as bytes."""
     return cache._core.device is None or torch.cuda.is_available()
 
@@ -73,7 +74,7 @@ def _row(cache: KVCache, value: float) -> bytes:
 
 
 def _put(cache: KVCache, layer: int, which: int, reqid: int, rows: range, value: float) -> None:
-    if _tensors(cache):
+    if has_tensors(cache):
         view = cache.v(layer) if which else cache.k(layer)
         view[reqid, rows.start : rows.stop] = value
         return
@@ -82,7 +83,7 @@ def _put(cache: KVCache, layer: int, which: int, reqid: int, rows: range, value:
 
 
 def _are(cache: KVCache, layer: int, which: int, reqid: int, rows: range, value: float) -> bool:
-    if _tensors(cache):
+    if has_tensors(cache):
         view = cache.v(layer) if which else cache.k(layer)
         return bool((view[reqid, rows.start : rows.stop] == value).all())
     size = cache.layout.head_row_bytes
@@ -115,6 +116,14 @@ def rows_are_zero(cache: KVCache, reqid: int, low: int, high: int) -> bool:
         for layer in range(cache.config.num_layers)
         for which in (0, 1)
     )
+
+
+def without(context: pyvmem.Context, caps: pyvmem.Caps) -> None:
+    """Makes a context report fewer capabilities: the one way for tests to have a poorer back end.
+
+    The cache goes by what the context reports; libvmem, below, still does what the back end can.
+    """
+    context._info = dataclasses.replace(context.info, caps=context.info.caps & ~caps)
 
 
 def eventually(condition: Callable[[], bool]) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import gc
 import time
@@ -24,6 +23,7 @@ from kvcache_helpers import (
     small_config,
     started,
     state,
+    without,
 )
 
 from pyvmem import (
@@ -306,9 +306,11 @@ def test_sparse_where_the_back_end_cannot(context: Context) -> None:
     if Caps.SPARSE in context.info.caps:
         with small_cache(context, sparse=True) as cache:
             assert cache.reservation.sparse
-        context._info = dataclasses.replace(context.info, caps=context.info.caps & ~Caps.SPARSE)
+        without(context, Caps.SPARSE)
     before = context.stats().reserved_bytes
-    with pytest.raises(NotSupported, match="sparse: back end") as caught:
+    with pytest.raises(
+        NotSupported, match=r"sparse, with .*: back end .* VMEM_CAP_SPARSE"
+    ) as caught:
         KVCache(small_config(context.info.granule, sparse=True), context)
     assert caught.value.errno == errno.EOPNOTSUPP
     assert context.stats().reserved_bytes == before
