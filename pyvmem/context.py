@@ -21,7 +21,7 @@ from pyvmem.errors import VMemError
 from pyvmem.info import Caps, ContextInfo, Location, RangeInfo, Stats
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Pages, Ticket
-from pyvmem.reservation import Reservation
+from pyvmem.reservation import PlainReservationWarning, Reservation, warn_plain
 from pyvmem.space import AddressSpace
 from pyvmem.streams import KeptEvents, after_items, device_ordinal
 
@@ -32,11 +32,8 @@ _VISIBLE = _native.constant("VMEM_RESERVE_VISIBLE")
 _PLAIN = _native.constant("VMEM_RESERVE_PLAIN")
 _SPARSE = _native.constant("VMEM_RESERVE_SPARSE")
 _RESERVE_FORCE = _native.constant("VMEM_RESERVE_FORCE")
+_LARGE = _native.constant("VMEM_RESERVE_LARGE")
 _DIRTY = _native.constant("VMEM_CREATE_DIRTY")
-
-
-class PlainReservationWarning(UserWarning):
-    """A reservation became plain because no visible one fits: CUDA's own copies refuse it."""
 
 
 class Context(AddressSpace):
@@ -123,6 +120,7 @@ class Context(AddressSpace):
         sparse: bool = False,
         align: int = 0,
         force: bool = False,
+        large: bool = False,
     ) -> Reservation:
         """Reserves `size` bytes of addresses, with no memory behind them.
 
@@ -133,6 +131,7 @@ class Context(AddressSpace):
             sparse: unmapped parts read as zeros.
             align: a power of two; 0 = 2 MiB, or the granule where larger.
             force: visible even beyond the card's free memory.
+            large: pages of 2 MiB are to be expected here, beside smaller ones.
 
         Raises:
             InvalidArgument: size 0, unaligned or absurd.
@@ -141,6 +140,7 @@ class Context(AddressSpace):
         """
         kind = 0 if visible is None else _VISIBLE if visible else _PLAIN
         flags = kind | (_SPARSE if sparse else 0) | (_RESERVE_FORCE if force else 0)
+        flags |= _LARGE if large else 0
         addr = _native.reserve(self.handle, size, flags, align)
         info = RangeInfo._from_c(_native.range_query(self.handle, addr))
         reservation = Reservation(self, info)
@@ -150,14 +150,7 @@ class Context(AddressSpace):
             warn = warn and Caps.VISIBLE in self._info.caps
             self._warned = self._warned or warn
         if warn:
-            warnings.warn(
-                f"{size} bytes were reserved plain: visible reservations together must stay below "
-                "the card's free memory. Kernels, DLPack, index_copy_ and strided copies work; "
-                "contiguous copy_, clone, .cpu() and .item() call cudaMemcpy, which refuses these "
-                "addresses: use Context.copy, read, write and fill instead, or reserve less.",
-                PlainReservationWarning,
-                stacklevel=2,
-            )
+            warn_plain(size)
         return reservation
 
     def create(

@@ -64,6 +64,7 @@ class RangeFlags(enum.Flag):
     SPARSE = _c("VMEM_RANGE_SPARSE")
     BUSY = _c("VMEM_RANGE_BUSY")
     QUARANTINED = _c("VMEM_RANGE_QUARANTINED")
+    LARGE = _c("VMEM_RANGE_LARGE")
 
 
 class Inject(enum.IntFlag):

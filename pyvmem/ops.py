@@ -20,8 +20,9 @@ __all__ = ["OpBatch"]
 _FIELDS: Final = (
     *("op", "flags", "addr", "bytes", "count", "stride"),
     *("handle", "offset", "location", "device", "page_size", "value"),
+    *("src", "src_stride", "src_bytes"),
 )
-_LAYOUT: Final = struct.Struct("=IIQQQQQQIiQQ")
+_LAYOUT: Final = struct.Struct("=IIQQQQQQIiQQQQQ")
 _PACK: Final = _LAYOUT.pack_into
 _SIZE: Final = _LAYOUT.size
 
@@ -34,6 +35,8 @@ _CONSUME: Final = _native.constant("VMEM_OP_CONSUME")
 _DIRTY: Final = _native.constant("VMEM_OP_DIRTY")
 _HOLES: Final = _native.constant("VMEM_OP_HOLES")
 _SPREAD: Final = _native.constant("VMEM_OP_SPREAD")
+_COPY: Final = _native.constant("VMEM_OP_COPY")
+_REPLACE: Final = _native.constant("VMEM_OP_REPLACE")
 _DEVICE: Final = int(Location.DEVICE)
 
 
@@ -105,6 +108,7 @@ class OpBatch:
         stride: int = 0,
         readonly: bool = False,
         consume: bool = False,
+        replace: bool = False,
     ) -> None:
         """Piece i: ``addr + i * stride`` gets the pages at ``offset + i * size``.
 
@@ -117,15 +121,19 @@ class OpBatch:
             stride: bytes between the starts of pieces.
             readonly: writes through this mapping are errors.
             consume: on success, drop the reference that `pages` holds; the mapping owns the pages.
+            replace: over what is mapped there, all of it, which loses its reference. `pages` must
+                have been mapped before. Only ``uvm`` has no moment without a mapping.
         """
         flags = (_READONLY if readonly else 0) | (_CONSUME if consume else 0)
+        if replace:
+            flags |= _REPLACE
         end = self._end
         if end == self._limit:
             self._full()
         try:
             _PACK(
                 self._buffer, end,
-                _MAP, flags, addr, size, count, stride, pages.handle, offset, 0, 0, 0, 0,
+                _MAP, flags, addr, size, count, stride, pages.handle, offset, 0, 0, 0, 0, 0, 0, 0,
             )  # fmt: skip
         except struct.error as error:
             _bad_number(error, addr=addr, size=size, offset=offset, count=count, stride=stride)
@@ -144,6 +152,9 @@ class OpBatch:
         spread: bool = False,
         location: int = _DEVICE,
         device: int = 0,
+        copy_from: int | None = None,
+        copy_stride: int = 0,
+        copy_bytes: int = 0,
     ) -> None:
         """New pages for every piece, owned by the mapping alone.
 
@@ -157,8 +168,16 @@ class OpBatch:
             spread: let each stretch grow in a 2 MiB chunk of its own while there are empty ones.
             location: a `Location`.
             device: CUDA ordinal for `Location.PEER`.
+            copy_from: the new pages hold what lies at this address, mapped and in no need of being
+                aligned, instead of zeros. Taking it away before the batch is over is `Busy`.
+            copy_stride: bytes between the sources of the pieces; 0: all hold the same.
+            copy_bytes: of one piece; what is beyond is zero. 0: all of it.
         """
         flags = (_DIRTY if dirty else 0) | (_SPREAD if spread else 0)
+        if copy_from is None:
+            copy_from = 0
+        else:
+            flags |= _COPY
         end = self._end
         if end == self._limit:
             self._full()
@@ -166,11 +185,13 @@ class OpBatch:
             _PACK(
                 self._buffer, end,
                 _POPULATE, flags, addr, size, count, stride, 0, 0, location, device, page_size, 0,
+                copy_from, copy_stride, copy_bytes,
             )  # fmt: skip
         except struct.error as error:
             _bad_number(
                 error, addr=addr, size=size, count=count, stride=stride, page_size=page_size,
-                location=location, device=device,
+                location=location, device=device, copy_from=copy_from, copy_stride=copy_stride,
+                copy_bytes=copy_bytes,
             )  # fmt: skip
         self._end = end + _SIZE
 
@@ -185,6 +206,7 @@ class OpBatch:
             _PACK(
                 self._buffer, end,
                 _UNMAP, _HOLES if holes else 0, addr, size, count, stride, 0, 0, 0, 0, 0, 0,
+                0, 0, 0,
             )  # fmt: skip
         except struct.error as error:
             _bad_number(error, addr=addr, size=size, count=count, stride=stride)
@@ -207,6 +229,7 @@ class OpBatch:
             _PACK(
                 self._buffer, end,
                 _FILL, _HOLES if holes else 0, addr, size, count, stride, 0, 0, 0, 0, 0, value,
+                0, 0, 0,
             )  # fmt: skip
         except struct.error as error:
             _bad_number(error, addr=addr, size=size, count=count, stride=stride, value=value)

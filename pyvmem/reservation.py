@@ -18,9 +18,25 @@ if TYPE_CHECKING:
     from pyvmem.context import Context
     from pyvmem.pages import Pages
 
-__all__ = ["Reservation"]
+__all__ = ["PlainReservationWarning", "Reservation", "warn_plain"]
 
 _UNMAP = _native.constant("VMEM_FREE_UNMAP")
+
+
+class PlainReservationWarning(UserWarning):
+    """A reservation became plain because no visible one fits: CUDA's own copies refuse it."""
+
+
+def warn_plain(size: int) -> None:
+    """Warns the caller of `Context.reserve`."""
+    warnings.warn(
+        f"{size} bytes were reserved plain: visible reservations together must stay below "
+        "the card's free memory. Kernels, DLPack, index_copy_ and strided copies work; "
+        "contiguous copy_, clone, .cpu() and .item() call cudaMemcpy, which refuses these "
+        "addresses: use Context.copy, read, write and fill instead, or reserve less.",
+        PlainReservationWarning,
+        stacklevel=3,
+    )
 
 
 class Reservation:

@@ -8,6 +8,9 @@
  *   slab         one large physical allocation made with the driver; pages are cut from slabs.
  *   run          pages that are neighbours physically and virtually; one driver call maps a run.
  *   reservation  a range of virtual addresses with no memory behind it.
+ *   large page   a page of 2 MiB in a context with a smaller granule. Large pages are cut from slabs of their
+ *                own. Where all of one lies on a 2 MiB boundary of addresses, one entry of the GPU's page
+ *                tables maps it, and it is unmapped or replaced as a whole.
  *   handle       a reference to physical pages, made by vMemCreate or vmem_retain.
  *   mapping      what one vMemMap made (a partial unmap may cut it in two).
  *   batch        map and unmap operations that succeed or fail as one.
@@ -39,7 +42,8 @@
  *     work in `after` (vmem_batch, vmem_submit). A page that vanishes under a kernel is a fatal fault.
  *
  * Errors
- *   -EINVAL           a malformed argument: size 0, unaligned, unknown flag, non-zero reserved field
+ *   -EINVAL           a malformed argument: size 0, unaligned, unknown flag, non-zero reserved field; a range
+ *                     that cuts a large page
  *   -EOVERFLOW        address + size (or count x stride) leaves 64 bits
  *   -EOPNOTSUPP       this back end cannot do it (page size, sparse, read-only, location)
  *   -EBADF            a context or handle that is closed, freed, or of another context; a ticket too old
@@ -212,6 +216,8 @@ VMEM_API const char *vmem_version(void);
 #define VMEM_RESERVE_SPARSE (1u << 2)  /* unmapped parts read as zeros (on host a write to them faults,
                                           on a GPU it vanishes) */
 #define VMEM_RESERVE_FORCE (1u << 3)   /* visible even beyond the card's free memory; see stock below */
+#define VMEM_RESERVE_LARGE (1u << 4)   /* large pages are to be expected: "uvm" then maps 2 MiB that are one
+                                          run by one entry, the others do so for large pages anyway */
 
 struct vmem_reserve_opts {
   size_t size;
@@ -236,6 +242,7 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags);
 #define VMEM_RANGE_SPARSE (1u << 3)
 #define VMEM_RANGE_BUSY (1u << 4)
 #define VMEM_RANGE_QUARANTINED (1u << 5)
+#define VMEM_RANGE_LARGE (1u << 6) /* a large page, which is not to be cut */
 
 struct vmem_range_info {
   size_t size;
@@ -325,6 +332,11 @@ enum vmem_op_kind {
 #define VMEM_OP_HOLES (1u << 3)    /* UNMAP, FILL: skip what is not mapped instead of -EFAULT */
 #define VMEM_OP_SPREAD (1u << 4)   /* POPULATE: let each stretch grow in a 2 MiB chunk of its own while
                                       the pool has empty chunks, so that later pages join its run */
+#define VMEM_OP_COPY (1u << 5)     /* POPULATE: the new pages hold what lies at `src` */
+#define VMEM_OP_REPLACE (1u << 6)  /* MAP: over what is mapped there, all of it, which loses its reference.
+                                      The handle's pages must have been mapped before (-EINVAL: their
+                                      contents are not known). On "uvm" there is no moment without a
+                                      mapping; elsewhere there is */
 
 /* One operation on `count` pieces of `bytes` bytes, `stride` apart (as in a 2-D copy). */
 struct vmem_op {
@@ -340,6 +352,11 @@ struct vmem_op {
   int32_t device;     /* POPULATE: VMEM_PEER's CUDA ordinal */
   uint64_t page_size; /* POPULATE: 0 = granule */
   uint64_t value;     /* FILL: 0 to 255 */
+  /* POPULATE with COPY. The source is mapped, and not changed by a call meanwhile; until the batch is over,
+   * taking it away is -EBUSY. It need not be aligned. */
+  uint64_t src;        /* address of the first piece's contents */
+  uint64_t src_stride; /* between those of the pieces; 0: all pieces hold the same */
+  uint64_t src_bytes;  /* of one piece; 0 = bytes. What is beyond is zero */
 };
 
 /* GPU work that must be over before a batch changes anything. */
@@ -357,8 +374,10 @@ struct vmem_after {
 };
 
 /* Runs `n` operations as one, after the work in `after` (waits in the calling thread). Pages appear
- * before pages vanish: maps, then fills, then unmaps; so a batch cannot map where it unmaps (-EEXIST),
- * nor fill what it maps (-EBUSY; new pages are zero). The arguments of all operations are checked before
+ * before pages vanish: maps (new pages are zeroed, or copied to), then fills, then replaces, then unmaps; so a
+ * batch cannot map where it unmaps (-EEXIST), nor fill what it maps (-EBUSY; new pages are zero).
+ * To move pages under their addresses: POPULATE with COPY elsewhere; then, when no GPU work is under way,
+ * vmem_gather there and one batch of MAP with REPLACE and UNMAP. The arguments of all operations are checked before
  * the pages of any, so a malformed one is what the call reports, wherever it stands.
  * On failure maps and unmaps are undone; bytes written by FILL stay written. */
 VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after,

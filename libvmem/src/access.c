@@ -26,7 +26,7 @@ static int begin(struct vm_ctx *c, struct vm_access *a, uint64_t addr, uint64_t 
       err = vm_fail_at(-EACCES, p, bytes, 0, "0x%llx is mapped read-only", (unsigned long long)p);
   }
   if (!err) {
-    *a = (struct vm_access){addr, bytes, c->accesses};
+    *a = (struct vm_access){.addr = addr, .bytes = bytes, .count = 1, .next = c->accesses};
     c->accesses = a;
   }
   pthread_mutex_unlock(&c->lock);
@@ -80,10 +80,12 @@ VMEM_API int vmem_copy(vmem_t vm, uint64_t dst, uint64_t src, uint64_t bytes) {
   if (!c) return err;
   if (!(err = begin(c, &a, dst, bytes, true))) {
     if (!(err = begin(c, &b, src, bytes, false))) {
+      struct vm_be_copy one = {dst, src, bytes};
+      vm_event e = 0;
       if (dst < src + bytes && src < dst + bytes)
         err = vm_fail_at(-EINVAL, dst, bytes, 0, "source and destination overlap");
-      else if (!(err = vm_fills_finish(c)))
-        err = c->be->copy(c->bes, dst, src, bytes);
+      else if (!(err = vm_fills_finish(c)) && !(err = vm_drv_copy(c, &one, 1, NULL, 0, &e)))
+        err = vm_drv_event_finish(c, e);
       end(c, &b);
     }
     end(c, &a);

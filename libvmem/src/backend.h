@@ -36,6 +36,10 @@ struct vm_be_range {
   uint64_t addr, bytes;
 };
 
+struct vm_be_copy {
+  uint64_t dst, src, bytes;
+};
+
 /* What scattered mappings cost, now and (at most) more. */
 struct vm_be_load {
   uint64_t segments, more_segments; /* runs and holes between them: the VMAs of a process */
@@ -46,6 +50,7 @@ struct vm_be_load {
 enum vm_bind_kind {
   VM_BIND_MAP = 1, /* as `map` */
   VM_BIND_REMAP,   /* over what is mapped there, with no gap between: as `remap`, to any pages */
+  VM_BIND_REPLACE, /* the same for the back end; the core's undo differs */
   VM_BIND_UNMAP    /* as `unmap` */
 };
 
@@ -53,7 +58,7 @@ struct vm_bind_op {
   uint32_t kind;
   uint32_t flags;        /* VMEM_MAP_* */
   uint64_t addr, bytes;
-  uint64_t slab, offset; /* MAP, REMAP */
+  uint64_t slab, offset; /* all but UNMAP */
   uint64_t priv;         /* of the reservation */
   bool sparse;
 };
@@ -114,10 +119,13 @@ struct vm_backend {
    * event that the core waits for and puts; 0 when the fill is already complete. */
   int (*fill)(void *be, const struct vm_be_range *ranges, size_t n, uint8_t value, const vm_event *after,
               size_t num_after, vm_event *done);
-  /* Complete on return. Addresses are device addresses, dst of read and src of write host pointers. */
+  /* The same for n copies; no destination overlaps a source or another destination. Fills and copies that
+   * have the same events in `after` run in the order of the calls. */
+  int (*copy)(void *be, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
+              vm_event *done);
+  /* Complete on return. addr is a device address, dst and src are host pointers. */
   int (*read)(void *be, void *dst, uint64_t addr, uint64_t bytes);
   int (*write)(void *be, uint64_t addr, const void *src, uint64_t bytes);
-  int (*copy)(void *be, uint64_t dst, uint64_t src, uint64_t bytes);
 
   /* GPU work as events (NULL on host). event_from: kind VMEM_AFTER_STREAM records an event of ours on
    * the stream; VMEM_AFTER_EVENT wraps the caller's, which event_put then leaves alone. */

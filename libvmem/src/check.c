@@ -57,7 +57,7 @@ static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want,
       if (++run > longest) longest = run;
     } else {
       run = 0;
-      if (!ref) ++*limbo;
+      if (!s->refs[u]) ++*limbo;
       if (s->refs[u] & REF_QUARANTINED)
         ++*quarantined;
       else if (ref)

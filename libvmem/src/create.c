@@ -69,7 +69,7 @@ VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts 
   if (!c) return err;
   if (!handle) err = vm_fail(-EINVAL, "NULL argument");
   else if (!(err = vm_copy_in(&o, sizeof(o), opts, "vmem_create_opts")) && !(err = check_create(c, size, &o)))
-    pool = vm_pool_of(c, o.location, o.device, &err);
+    pool = vm_pool_of(c, o.location, o.device, o.page_size, &err);
   while (pool) {
     uint32_t align = (uint32_t)vm_units(c, o.page_size), n = 0;
     uint64_t missing = 0, units = vm_units(c, size), seen;
@@ -111,8 +111,8 @@ VMEM_API int vmem_drop(vmem_t vm, vmem_handle handle) {
   if (!c) return err;
   pthread_mutex_lock(&c->lock);
   if ((h = vm_hdl_find(c, handle, &err))) {
-    if (h->busy)
-      err = vm_fail(-EBUSY, "another call is releasing the handle");
+    if (h->busy || h->pins)
+      err = vm_fail(-EBUSY, "another call is using the handle");
     else
       vm_hdl_drop(c, h);
   }
@@ -159,7 +159,7 @@ static int retain_piece(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struct 
       return p && p->flags & PTE_BUSY
                  ? vm_fail_at(-EBUSY, a, c->granule, 0, "0x%llx is being changed by another call", (unsigned long long)a)
                  : vm_fail_at(-EFAULT, a, c->granule, 0, "nothing is mapped at 0x%llx", (unsigned long long)a);
-    if (*pool && c->slabs[p->slab]->pool != *pool)
+    if (*pool && (c->slabs[p->slab]->pool->location != (*pool)->location || c->slabs[p->slab]->pool->device != (*pool)->device))
       return vm_fail_at(-EINVAL, a, c->granule, 0, "the pages lie in different locations");
     if (!(v = add_run(c, *runs, n, (struct vm_run){c->slabs[p->slab], p->unit, 1}))) return -ENOMEM;
     *runs = v;

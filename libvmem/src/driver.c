@@ -126,6 +126,11 @@ int vm_drv_fill(struct vm_ctx *c, const struct vm_be_range *r, size_t n, uint8_t
   return CALL(VMEM_INJECT_FILL, &c->fill_calls, c->be->fill(c->bes, r, n, value, after, num_after, done));
 }
 
+int vm_drv_copy(struct vm_ctx *c, const struct vm_be_copy *copies, size_t n, const vm_event *after,
+                size_t num_after, vm_event *done) {
+  return CALL(VMEM_INJECT_FILL, &c->fill_calls, c->be->copy(c->bes, copies, n, after, num_after, done));
+}
+
 int vm_drv_event_finish(struct vm_ctx *c, vm_event e) {
   int ret;
   if (!e) return 0;

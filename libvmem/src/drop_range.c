@@ -30,7 +30,7 @@ static uint64_t stretch(const struct pieces *p, uint64_t at, bool *drop) {
 static int check(const struct vm_hdl *h, uint64_t offset, uint64_t bytes, uint64_t count,
                  uint64_t stride) {
   uint64_t mask = h->page_size - 1, span = 0;
-  if (h->busy) return vm_fail(-EBUSY, "another call is releasing the handle");
+  if (h->busy || h->pins) return vm_fail(-EBUSY, "another call is using the handle");
   if (!bytes || (bytes | offset) & mask)
     return vm_fail_at(-EINVAL, offset, bytes, h->page_size,
                       "offset %llu and %llu bytes are no multiples of the page size %llu, or there are none",

@@ -77,7 +77,8 @@ int gpu_fill(struct gpu *g, const struct vm_be_range *ranges, size_t n, uint8_t 
              const vm_event *after, size_t num_after, vm_event *done);
 int gpu_read(struct gpu *g, void *dst, uint64_t addr, uint64_t bytes);
 int gpu_write(struct gpu *g, uint64_t addr, const void *src, uint64_t bytes);
-int gpu_copy(struct gpu *g, uint64_t dst, uint64_t src, uint64_t bytes);
+int gpu_copy(struct gpu *g, const struct vm_be_copy *copies, size_t n, const vm_event *after,
+             size_t num_after, vm_event *done);
 int gpu_event_from(struct gpu *g, uint32_t kind, uint64_t handle, vm_event *event);
 int gpu_event_query(struct gpu *g, vm_event event);
 int gpu_event_wait(struct gpu *g, vm_event event);

@@ -28,8 +28,9 @@ int gpu_be_write(void *be, uint64_t addr, const void *src, uint64_t bytes) {
   return gpu_write(gpu_of(be), addr, src, bytes);
 }
 
-int gpu_be_copy(void *be, uint64_t dst, uint64_t src, uint64_t bytes) {
-  return gpu_copy(gpu_of(be), dst, src, bytes);
+int gpu_be_copy(void *be, const struct vm_be_copy *copies, size_t n, const vm_event *after,
+                size_t num_after, vm_event *done) {
+  return gpu_copy(gpu_of(be), copies, n, after, num_after, done);
 }
 
 int gpu_be_event_from(void *be, uint32_t kind, uint64_t handle, vm_event *event) {

@@ -20,7 +20,8 @@ int gpu_be_fill(void *be, const struct vm_be_range *ranges, size_t n, uint8_t va
                 const vm_event *after, size_t num_after, vm_event *done);
 int gpu_be_read(void *be, void *dst, uint64_t addr, uint64_t bytes);
 int gpu_be_write(void *be, uint64_t addr, const void *src, uint64_t bytes);
-int gpu_be_copy(void *be, uint64_t dst, uint64_t src, uint64_t bytes);
+int gpu_be_copy(void *be, const struct vm_be_copy *copies, size_t n, const vm_event *after,
+                size_t num_after, vm_event *done);
 int gpu_be_event_from(void *be, uint32_t kind, uint64_t handle, vm_event *event);
 int gpu_be_event_query(void *be, vm_event event);
 int gpu_be_event_wait(void *be, vm_event event);

@@ -14,6 +14,7 @@ enum {
   BLOCK = 256,
   BLOCK_BYTES = 16 * 1024, /* work of one block: four 16-byte words a thread */
   FILL_RANGES = 250,       /* so that the parameters stay below the 4 KiB every driver accepts */
+  COPY_RANGES = 166,
   STAGE_BYTES = 4 << 20,
 };
 
@@ -24,8 +25,9 @@ struct fill_params {
 _Static_assert(sizeof(struct fill_params) == 4008, "the PTX below names this size");
 
 struct copy_params {
-  uint64_t dst, src, bytes;
+  struct vm_be_copy copies[COPY_RANGES];
 };
+_Static_assert(sizeof(struct copy_params) == 3984, "the PTX below names this size");
 
 /* %a5 = this thread, %a7 = threads in the grid's x direction. */
 #define PTX_THREAD                                                                                 \
@@ -53,8 +55,10 @@ static const char kernels[] =
     "st.global.v4.u32 [%a12], {%r2, %r2, %r2, %r2};\n add.s64 %a12, %a12, %a13;\n bra loop;\n"
     "done:\n ret;\n}\n"
     /* %a14 = src - dst */
-    ".visible .entry vmem_copy(.param .align 8 .b8 p[24])\n{\n" PTX_REGS
-    "ld.param.u64 %a3, [p];\n ld.param.u64 %a14, [p+8];\n ld.param.u64 %a4, [p+16];\n"
+    ".visible .entry vmem_copy(.param .align 8 .b8 p[3984])\n{\n" PTX_REGS
+    "mov.u32 %r1, %ctaid.y;\n mul.wide.u32 %a1, %r1, 24;\n mov.b64 %a2, p;\n add.s64 %a2, %a2, "
+    "%a1;\n"
+    "ld.param.u64 %a3, [%a2];\n ld.param.u64 %a14, [%a2+8];\n ld.param.u64 %a4, [%a2+16];\n"
     "sub.s64 %a14, %a14, %a3;\n add.s64 %a4, %a4, %a3;\n" PTX_THREAD PTX_SPLIT
     "and.b64 %a15, %a14, 15;\n setp.ne.u64 %q4, %a15, 0;\n @%q4 bra bytes;\n"
     "add.s64 %a10, %a3, %a5;\n setp.ge.u64 %q1, %a10, %a8;\n @%q1 bra tail;\n"
@@ -103,10 +107,51 @@ static int launch_fills(struct gpu *g, gpu_stream stream, const struct vm_be_ran
   return 0;
 }
 
-int gpu_fill(struct gpu *g, const struct vm_be_range *ranges, size_t n, uint8_t value,
-             const vm_event *after, size_t num_after, vm_event *done) {
-  gpu_stream stream = g->work;
+static int launch_copies(struct gpu *g, gpu_stream stream, const struct vm_be_copy *copies,
+                         size_t n) {
+  struct copy_params p = {0};
+
+  while (n) {
+    unsigned count = n < COPY_RANGES ? (unsigned)n : COPY_RANGES;
+    void *args[] = {&p};
+    uint64_t longest = 0;
+    gpu_result r;
+
+    memcpy(p.copies, copies, count * sizeof(*copies));
+    for (unsigned i = 0; i < count; i++)
+      if (copies[i].bytes > longest)
+        longest = copies[i].bytes;
+    r = g->api->launch(g->copy, blocks_for(g, longest, count), count, 1, BLOCK, 1, 1, 0, stream,
+                       args, NULL);
+    if (r != GPU_SUCCESS)
+      return gpu_fail_at(g->api, r, copies[0].dst, copies[0].bytes, "cuLaunchKernel (copy)");
+    copies += count;
+    n -= count;
+  }
+  return 0;
+}
+
+/* The stream for work after these events, which it is made to wait for. */
+static int stream_after(struct gpu *g, const vm_event *after, size_t n, gpu_stream *stream) {
+  *stream = g->work;
+  for (size_t i = 0; i < n; i++) {
+    gpu_result r;
+
+    if (!after[i])
+      continue;
+    *stream = g->after;
+    r = g->api->stream_wait(*stream, gpu_event_handle(after[i]), 0);
+    if (r != GPU_SUCCESS)
+      return gpu_fail(g->api, r, "cuStreamWaitEvent");
+  }
+  return 0;
+}
+
+/* Fills, or with copies copies. */
+static int start(struct gpu *g, const struct vm_be_range *ranges, const struct vm_be_copy *copies,
+                 size_t n, uint8_t value, const vm_event *after, size_t num_after, vm_event *done) {
   struct gpu_scope scope;
+  gpu_stream stream;
   int err;
 
   *done = 0;
@@ -115,69 +160,37 @@ int gpu_fill(struct gpu *g, const struct vm_be_range *ranges, size_t n, uint8_t 
   err = gpu_enter(g, 0, &scope);
   if (err)
     return err;
-  for (size_t i = 0; i < num_after && !err; i++) {
-    gpu_result r;
-
-    if (!after[i])
-      continue;
-    stream = g->after;
-    r = g->api->stream_wait(stream, gpu_event_handle(after[i]), 0);
-    err = gpu_fail(g->api, r, "cuStreamWaitEvent");
-  }
+  err = stream_after(g, after, num_after, &stream);
   if (!err)
-    err = launch_fills(g, stream, ranges, n, value);
+    err = copies ? launch_copies(g, stream, copies, n) : launch_fills(g, stream, ranges, n, value);
   if (!err)
     err = gpu_event_record(g, stream, done);
   gpu_leave(g, &scope);
   return err;
 }
 
+int gpu_fill(struct gpu *g, const struct vm_be_range *ranges, size_t n, uint8_t value,
+             const vm_event *after, size_t num_after, vm_event *done) {
+  return start(g, ranges, NULL, n, value, after, num_after, done);
+}
+
+int gpu_copy(struct gpu *g, const struct vm_be_copy *copies, size_t n, const vm_event *after,
+             size_t num_after, vm_event *done) {
+  return start(g, NULL, copies, n, 0, after, num_after, done);
+}
+
 /* Copies and waits; a context of devices[0] is current. */
 static int copy_sync(struct gpu *g, uint64_t dst, uint64_t src, uint64_t bytes) {
-  struct copy_params p = {dst, src, bytes};
-  void *args[] = {&p};
+  struct vm_be_copy one = {dst, src, bytes};
   vm_event done;
-  gpu_result r;
-  int err;
+  int err = launch_copies(g, g->work, &one, 1);
 
-  r = g->api->launch(g->copy, blocks_for(g, bytes, 1), 1, 1, BLOCK, 1, 1, 0, g->work, args, NULL);
-  if (r != GPU_SUCCESS)
-    return gpu_fail_at(g->api, r, dst, bytes, "cuLaunchKernel (copy)");
-  err = gpu_event_record(g, g->work, &done);
+  if (!err)
+    err = gpu_event_record(g, g->work, &done);
   if (err)
     return err;
   err = gpu_event_wait(g, done);
   gpu_event_put(g, done);
-  return err;
-}
-
-int gpu_copy(struct gpu *g, uint64_t dst, uint64_t src, uint64_t bytes) {
-  struct gpu_scope scope;
-  int err;
-
-  if (!bytes)
-    return 0;
-  err = gpu_enter(g, 0, &scope);
-  if (err)
-    return err;
-  /* The kernel's order of bytes is any order, so overlapping ranges go through a gap-sized window.
-   */
-  if (dst == src) {
-    err = 0;
-  } else if (dst < src + bytes && src < dst + bytes) {
-    uint64_t gap = dst < src ? src - dst : dst - src;
-
-    for (uint64_t left = bytes; left && !err;) {
-      uint64_t part = left < gap ? left : gap;
-      uint64_t at = dst < src ? bytes - left : left - part;
-
-      err = copy_sync(g, dst + at, src + at, part);
-      left -= part;
-    }
-  } else {
-    err = copy_sync(g, dst, src, bytes);
-  }
-  gpu_leave(g, &scope);
   return err;
 }
 

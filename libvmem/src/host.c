@@ -115,7 +115,8 @@ static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, vo
   }
   pthread_mutex_init(&h->lock, NULL);
   recount(h, 0);
-  info->pub.caps = VMEM_CAP_ALIAS | VMEM_CAP_READONLY | VMEM_CAP_SPARSE | VMEM_CAP_CPU_ACCESS | VMEM_CAP_VISIBLE | VMEM_CAP_PLAIN;
+  info->pub.caps = VMEM_CAP_ALIAS | VMEM_CAP_READONLY | VMEM_CAP_SPARSE | VMEM_CAP_HOST_PAGES | VMEM_CAP_CPU_ACCESS |
+                   VMEM_CAP_VISIBLE | VMEM_CAP_PLAIN;
   info->pub.granule = granule;
   info->pub.page_sizes = sizes & ~(granule - 1);
   info->pub.slab_size = SLAB_SIZE;
@@ -277,9 +278,13 @@ static int host_write(void *be, uint64_t addr, const void *src, uint64_t bytes) 
   return 0;
 }
 
-static int host_copy(void *be, uint64_t dst, uint64_t src, uint64_t bytes) {
+static int host_copy(void *be, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
+                     vm_event *done) {
   (void)be;
-  memcpy(at(dst), at(src), bytes);
+  (void)after;
+  (void)num_after;
+  for (size_t i = 0; i < n; i++) memcpy(at(copies[i].dst), at(copies[i].src), copies[i].bytes);
+  *done = 0;
   return 0;
 }
 

@@ -85,11 +85,14 @@ struct vm_slab {
 };
 
 #define POOL_BINS 33
-#define VM_POOLS (1 + VMEM_MAX_DEVICES)
+#define VM_PLACES (1 + VMEM_MAX_DEVICES)
+#define VM_POOLS (2 * VM_PLACES)
+#define LARGE_PAGE (2ull << 20)
 
-struct vm_pool { /* the slabs of one location */
+struct vm_pool { /* the slabs of one location and kind */
   uint32_t location;
   int32_t device;
+  bool large; /* of large pages */
   uint64_t free_units;
   struct vm_slab *bins[POOL_BINS]; /* bin k: 2^(k-1) <= max_run < 2^k; bin 0: full slabs */
   struct vm_slab *elist;
@@ -107,6 +110,7 @@ struct vm_hdl {
   bool busy;      /* vMemRelease is at work */
   bool dirty_ok;  /* VMEM_CREATE_DIRTY */
   uint32_t pending;    /* plans that map it */
+  uint32_t pins;       /* those of them that need its references: it is not to be dropped */
   uint32_t location;
   int32_t device;
   uint64_t bytes, page_size;
@@ -117,9 +121,9 @@ struct vm_hdl {
   uint32_t next_free;
 };
 
-/* A range that vmem_read, _write or _copy is using: unmapping it is -EBUSY meanwhile. */
+/* Ranges that vmem_read, _write, _copy or a plan's copies are using: unmapping them is -EBUSY meanwhile. */
 struct vm_access {
-  uint64_t addr, bytes;
+  uint64_t addr, bytes, count, stride; /* as in struct vmem_op; stride 0: the same range again */
   struct vm_access *next;
 };
 
@@ -152,6 +156,7 @@ struct vm_ctx {
   unsigned shift;       /* log2(granule) */
   uint32_t chunk_units; /* units in 2 MiB, at least 1 */
   unsigned chunk_shift; /* its log2 */
+  bool large_pages;     /* 2 MiB are more than a granule, and pages of them have slabs of their own */
   uint32_t tag;         /* in every handle of this context */
 
   uint32_t pins;        /* registry's lock */
@@ -166,7 +171,7 @@ struct vm_ctx {
   struct vm_slab **slabs;   /* by index; NULL = free entry; entry 0 unused */
   uint32_t nslabs, cap_slabs, live_slabs, slab_hint;
   uint64_t grow_ids;
-  struct vm_pool pools[VM_POOLS]; /* devices[0], host, devices[1], ... */
+  struct vm_pool pools[VM_POOLS]; /* devices[0], host, devices[1], ...; then the same for large pages */
 
   struct vm_hdl *hdls;      /* entry 0 unused */
   uint32_t nhdls, cap_hdls, free_hdl, live_hdls;
@@ -220,6 +225,8 @@ int vm_drv_remap(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struct vm_slab
 int vm_drv_bind(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 int vm_drv_fill(struct vm_ctx *c, const struct vm_be_range *r, size_t n, uint8_t value,
                 const vm_event *after, size_t num_after, vm_event *done);
+int vm_drv_copy(struct vm_ctx *c, const struct vm_be_copy *copies, size_t n, const vm_event *after,
+                size_t num_after, vm_event *done);
 int vm_drv_event_finish(struct vm_ctx *c, vm_event e); /* wait and put */
 void vm_inject_arm(struct vm_ctx *c, uint32_t kinds, uint64_t skip, uint64_t count, int error);
 void vm_drv_mark_worker(void);                         /* this thread's time is the worker's */
@@ -239,9 +246,12 @@ bool vm_space_cuts(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
  * nothing; at most max. */
 uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max);
 void vm_space_destroy(struct vm_space *s);
+/* Whether a boundary at addr, in the space or at its end, would cut a page that the driver maps as a whole; the
+ * address and the size of the page. */
+bool vm_space_cuts_page(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t *page, uint64_t *bytes);
 
 /* pool.c */
-struct vm_pool *vm_pool_of(struct vm_ctx *c, uint32_t location, int32_t device, int *err);
+struct vm_pool *vm_pool_of(struct vm_ctx *c, uint32_t location, int32_t device, uint64_t page_size, int *err);
 /* Where a run would best lie: after `left` (may be NULL), at chunk offset `offset` (in units). */
 struct vm_place {
   const struct vm_pte *left;
@@ -301,6 +311,10 @@ struct vm_plan {
   struct vm_list mapped;  /* vm_piece */
   struct vm_list unmaps;  /* vm_piece, wholly mapped; one driver call each */
   struct vm_list zeros;   /* vm_be_range: of maps, to be zeroed */
+  struct vm_list copies;  /* vm_be_copy: to maps, after the zeroing */
+  struct vm_list sources; /* vm_access: what they read, in the context's list when the plan is complete */
+  struct vm_list replaced; /* vm_piece, wholly mapped: shows the pages of the handle afterwards */
+  struct vm_list replaces; /* vm_seg: these pages, in the order of the pieces */
   struct vm_list fills;   /* vm_piece: FILL, `handle` is the byte */
   struct vm_list consumed; /* uint32_t handle indices */
   struct vm_bind_op *bind_ops; /* room for plan_bind.c, which must not fail for want of heap memory */
@@ -343,10 +357,23 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p);
 /* Takes back what vm_plan_make did. Lock not held. */
 void vm_plan_cancel(struct vm_ctx *c, struct vm_plan *p);
 void vm_plan_clear(struct vm_plan *p);
+/* What the plan copies from may be changed again. Lock held. */
+void vm_sources_end(struct vm_ctx *c, struct vm_plan *p);
 bool vm_plan_only_fills(const struct vm_plan *p);
 /* Writes PTE_QUARANTINED over [addr, addr + bytes). Lock held. */
 void vm_quarantine(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
+void vm_quarantine_unit(struct vm_ctx *c, struct vm_slab *s, uint32_t unit);
+/* The ptes stop being mapped but keep their units: [addr, addr + bytes) is busy with this plan. Lock held. */
+void vm_detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
+/* Busy ptes that name their units become mapped. Lock held. */
+void vm_commit_map(struct vm_ctx *c, struct vm_piece *piece);
 void vm_unmap_ptes(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
+
+/* plan_replace.c: new pages under addresses that are mapped. */
+int vm_replace_all(struct vm_ctx *c, struct vm_plan *p, size_t *replaced); /* pieces; lock not held */
+void vm_replace_undo(struct vm_ctx *c, struct vm_plan *p, size_t n, int *worst, const struct vmem_error *why);
+void vm_replace_commit(struct vm_ctx *c, struct vm_plan *p); /* lock held, let go for the driver */
+void vm_replace_take_back(struct vm_ctx *c, struct vm_plan *p); /* lock held */
 
 /* after.c: GPU work to wait for */
 struct vm_deps {
@@ -379,6 +406,9 @@ static inline void vm_set_call(struct vm_ctx *c, struct vm_pte *p, bool first) {
   if (first && !(p->flags & PTE_CALL)) c->mappings++;
   if (!first && p->flags & PTE_CALL) c->mappings--;
   p->flags = first ? p->flags | PTE_CALL : p->flags & ~PTE_CALL;
+}
+static inline bool vm_is_large(const struct vm_ctx *c, uint64_t page_size) {
+  return c->large_pages && page_size >= LARGE_PAGE;
 }
 static inline bool vm_is_pow2(uint64_t x) { return x && !(x & (x - 1)); }
 static inline uint64_t vm_round_up(uint64_t x, uint64_t a) { return (x + a - 1) & ~(a - 1); }

@@ -35,6 +35,10 @@ void vm_plan_clear(struct vm_plan *p) {
   free(p->mapped.v);
   free(p->unmaps.v);
   free(p->zeros.v);
+  free(p->copies.v);
+  free(p->sources.v);
+  free(p->replaced.v);
+  free(p->replaces.v);
   free(p->fills.v);
   free(p->consumed.v);
   free(p->bind_ops);
@@ -153,11 +157,14 @@ static uint32_t marked_units(struct vm_ctx *c, const struct vm_piece *piece, uin
   return (uint32_t)vm_units(c, piece->addr + piece->bytes - addr);
 }
 
+static uint64_t source_bytes(const struct vmem_op *op) { return op->src_bytes ? op->src_bytes : op->bytes; }
+
 static int populate_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes) {
   struct vm_ctx *c = m->c;
   uint64_t addr = piece->addr, left = vm_units(c, bytes);
   uint32_t align = (uint32_t)vm_units(c, m->page_size);
   struct vm_place place = {.spread = m->op->flags & VMEM_OP_SPREAD};
+  bool zero = m->op->flags & VMEM_OP_COPY ? source_bytes(m->op) < bytes : !(m->op->flags & VMEM_OP_DIRTY);
   place.left = addr > piece->space->base ? vm_pte(c, piece->space, addr - c->granule) : NULL;
   if (place.left && !place.left->flags) place.left = NULL;
   while (left) {
@@ -169,7 +176,7 @@ static int populate_piece(struct maker *m, struct vm_piece *piece, uint64_t byte
       m->short_units = left;
       return -ENOMEM;
     }
-    err = mark_run(m, piece, addr, r, !(m->op->flags & VMEM_OP_DIRTY));
+    err = mark_run(m, piece, addr, r, zero);
     if (err) {
       uint32_t done = marked_units(c, piece, addr);
       vm_units_put(c, r.slab, r.unit + done, r.n - done);
@@ -182,14 +189,70 @@ static int populate_piece(struct maker *m, struct vm_piece *piece, uint64_t byte
   return 0;
 }
 
+/* What is mapped in [addr, addr + bytes), all of it, becomes busy with this plan and part of the piece. */
+static int mark_live_ptes(struct maker *m, struct vm_piece *piece, uint64_t addr, uint64_t bytes) {
+  struct vm_ctx *c = m->c;
+  for (uint64_t a = addr; a < addr + bytes; a += c->granule) {
+    struct vm_pte *p = vm_pte(c, piece->space, a);
+    if (!p || (p->flags & (PTE_MAPPED | PTE_BUSY | PTE_QUARANTINED)) != PTE_MAPPED) return pte_not_live(p, a, c->granule);
+    p->flags |= PTE_BUSY;
+    piece->space->busy++;
+    piece->bytes += c->granule;
+  }
+  return 0;
+}
+
+/* The first units of a run that are one driver call at addr. The whole large pages of a run that lie on a
+ * boundary of their size are calls of their own: they get entries of that size, and the rest must not. */
+static uint32_t one_call(struct vm_ctx *c, uint64_t addr, struct vm_run r) {
+  uint32_t page = c->chunk_units, at = (uint32_t)vm_units(c, addr) & (page - 1), rest = (page - at) & (page - 1);
+  if (!r.slab->pool->large || at != (r.unit & (page - 1))) return r.n;
+  if (rest) return rest < r.n ? rest : r.n;
+  return r.n < page ? r.n : r.n & ~(page - 1);
+}
+
+/* Makes the run what addr is to show: a new mapping, with references of its own. */
+static int map_run(struct maker *m, struct vm_piece *piece, uint64_t addr, struct vm_run r) {
+  struct vm_ctx *c = m->c;
+  int err;
+  for (uint32_t k = 0; k < r.n; k++)
+    if (r.slab->refs[r.unit + k]++ > 1) m->p->aliases = true;
+  err = mark_run(m, piece, addr, r, !m->hdl->dirty_ok);
+  if (err) {
+    uint32_t done = marked_units(c, piece, addr);
+    vm_units_put(c, r.slab, r.unit + done, r.n - done);
+  }
+  return err;
+}
+
+/* The same in the place of what is mapped there, which stays in the ptes until the plan is committed. The handle,
+ * which is pinned, holds the references till then. */
+static int replace_run(struct maker *m, struct vm_piece *piece, uint64_t addr, struct vm_run r) {
+  struct vm_ctx *c = m->c;
+  struct vm_seg *seg;
+  int err = check_claims(m, addr, r);
+  if (err) return err;
+  for (uint32_t i = 0; i < r.n; i++)
+    if (vm_bit(r.slab->dirty_map, r.unit + i))
+      return vm_fail_at(-EINVAL, addr, (uint64_t)r.n << c->shift, 0,
+                        "the pages that are to replace those at 0x%llx were never mapped: their contents are not known",
+                        (unsigned long long)addr);
+  if (!(seg = PUSH(c, &m->p->replaces, struct vm_seg))) return -ENOMEM;
+  *seg = (struct vm_seg){addr, (uint64_t)r.n << c->shift, piece->space, r.slab, r.unit,
+                         m->op->flags & VMEM_OP_READONLY ? VMEM_MAP_READONLY : 0};
+  return mark_live_ptes(m, piece, addr, seg->bytes);
+}
+
 static int map_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes, uint64_t offset) {
   struct vm_ctx *c = m->c;
   uint64_t addr = piece->addr, skip = vm_units(c, offset), left = vm_units(c, bytes);
-  for (uint32_t i = 0; left; i++) {
-    struct vm_run r = m->hdl->runs[i];
+  const struct vm_run *run = m->hdl->runs;
+  while (left) {
+    struct vm_run r = *run;
     int err;
     if (skip >= r.n) {
       skip -= r.n;
+      run++;
       continue;
     }
     if (!r.slab)
@@ -197,44 +260,64 @@ static int map_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes, ui
                         (unsigned long long)addr);
     r.unit += (uint32_t)skip;
     r.n -= (uint32_t)skip;
-    skip = 0;
     if (r.n > left) r.n = (uint32_t)left;
     if (c->info.one_page_slabs && r.n != r.slab->units)
       return vm_fail_at(-EINVAL, addr, bytes, r.slab->bytes, "0x%llx + %llu bytes cuts a page of %llu bytes, which %s cannot map in parts",
                         (unsigned long long)piece->addr, (unsigned long long)bytes, (unsigned long long)r.slab->bytes, c->be->name);
-    for (uint32_t k = 0; k < r.n; k++)
-      if (r.slab->refs[r.unit + k]++ > 1) m->p->aliases = true;
-    err = mark_run(m, piece, addr, r, !m->hdl->dirty_ok);
-    if (err) {
-      uint32_t done = marked_units(c, piece, addr);
-      vm_units_put(c, r.slab, r.unit + done, r.n - done);
-      return err;
-    }
+    r.n = one_call(c, addr, r);
+    err = m->op->flags & VMEM_OP_REPLACE ? replace_run(m, piece, addr, r) : map_run(m, piece, addr, r);
+    if (err) return err;
     left -= r.n;
+    skip += r.n;
     addr += (uint64_t)r.n << c->shift;
   }
   return 0;
 }
 
-int vm_check_access(struct vm_ctx *c, uint64_t addr, uint64_t bytes) {
-  for (struct vm_access *a = c->accesses; a; a = a->next)
-    if (a->addr < addr + bytes && addr < a->addr + a->bytes)
-      return vm_fail_at(-EBUSY, a->addr, a->bytes, 0, "0x%llx + %llu bytes is being read or written",
-                        (unsigned long long)a->addr, (unsigned long long)a->bytes);
+/* What fills the piece's new pages, and where it comes from. */
+static int copy_piece(struct maker *m, uint64_t addr, uint64_t src, uint64_t bytes) {
+  struct vm_ctx *c = m->c;
+  uint64_t first = src & ~(c->granule - 1), end = vm_round_up(src + bytes, c->granule);
+  struct vm_be_copy *copy = PUSH(c, &m->p->copies, struct vm_be_copy);
+  struct vm_space *s;
+  int err;
+  if (!copy) return -ENOMEM;
+  *copy = (struct vm_be_copy){addr, src, bytes};
+  if (!(s = vm_space_range(c, first, end - first, c->granule, &err))) return err;
+  for (uint64_t a = first; a < end; a += c->granule) {
+    struct vm_pte *p = vm_pte(c, s, a);
+    if (!p || (p->flags & (PTE_MAPPED | PTE_BUSY | PTE_QUARANTINED)) != PTE_MAPPED) return pte_not_live(p, a, c->granule);
+  }
   return 0;
 }
 
-/* With one_page_slabs the driver unmaps whole pages only. */
+/* The first of an access's ranges that ends beyond addr; UINT64_MAX = none. */
+static uint64_t next_range(const struct vm_access *a, uint64_t addr) {
+  uint64_t i = 0;
+  if (addr >= a->addr + a->bytes && a->stride) i = (addr - a->addr - a->bytes) / a->stride + 1;
+  if (i >= a->count || (!a->stride && addr >= a->addr + a->bytes)) return UINT64_MAX;
+  return a->addr + i * a->stride;
+}
+
+int vm_check_access(struct vm_ctx *c, uint64_t addr, uint64_t bytes) {
+  for (struct vm_access *a = c->accesses; a; a = a->next) {
+    uint64_t at = next_range(a, addr);
+    if (at < addr + bytes)
+      return vm_fail_at(-EBUSY, at, a->bytes, 0, "0x%llx + %llu bytes is being read or written",
+                        (unsigned long long)at, (unsigned long long)a->bytes);
+  }
+  return 0;
+}
+
+/* The driver unmaps some pages only as a whole. */
 static int check_whole_pages(struct vm_ctx *c, const struct vm_piece *piece) {
-  struct vm_pte *first, *last;
-  if (!c->info.one_page_slabs) return 0;
-  first = vm_pte(c, piece->space, piece->addr);
-  last = vm_pte(c, piece->space, piece->addr + piece->bytes - c->granule);
-  if (!first->unit && last->unit + 1 == c->slabs[last->slab]->units) return 0;
-  return vm_fail_at(-EINVAL, piece->addr, piece->bytes, c->slabs[last->slab]->bytes,
-                    "0x%llx + %llu bytes cuts a page of %llu bytes, which %s cannot unmap in parts",
-                    (unsigned long long)piece->addr, (unsigned long long)piece->bytes,
-                    (unsigned long long)c->slabs[last->slab]->bytes, c->be->name);
+  uint64_t end = piece->addr + piece->bytes, page, size;
+  if (!vm_space_cuts_page(c, piece->space, piece->addr, &page, &size) && !vm_space_cuts_page(c, piece->space, end, &page, &size))
+    return 0;
+  return vm_fail_at(-EINVAL, piece->addr, piece->bytes, size,
+                    "0x%llx + %llu bytes cuts the page of %llu bytes at 0x%llx, which %s cannot unmap in parts",
+                    (unsigned long long)piece->addr, (unsigned long long)piece->bytes, (unsigned long long)size,
+                    (unsigned long long)page, c->be->name);
 }
 
 /* UNMAP and FILL: marks what is live in [addr, addr + bytes). */
@@ -267,9 +350,11 @@ static int mark_live(struct maker *m, struct vm_space *s, uint64_t addr, uint64_
   return piece && !fill ? check_whole_pages(c, piece) : 0;
 }
 
-static int do_piece(struct maker *m, uint64_t addr, uint64_t offset) {
+/* Where the units of piece i come from is at `offset` of the handle, or at `src`. */
+static int do_piece(struct maker *m, uint64_t addr, uint64_t offset, uint64_t src) {
   struct vm_ctx *c = m->c;
   const struct vmem_op *op = m->op;
+  bool replace = op->flags & VMEM_OP_REPLACE;
   struct vm_piece *piece;
   int err;
   if (!m->space || addr < m->space->base || addr - m->space->base > m->space->bytes - op->bytes ||
@@ -277,12 +362,18 @@ static int do_piece(struct maker *m, uint64_t addr, uint64_t offset) {
     if (!(m->space = vm_space_range(c, addr, op->bytes, m->page_size, &err))) return err;
   if (op->op == VMEM_OP_UNMAP || op->op == VMEM_OP_FILL)
     return mark_live(m, m->space, addr, op->bytes, op->op == VMEM_OP_FILL);
-  if (!(piece = PUSH(c, &m->p->mapped, struct vm_piece))) return -ENOMEM;
+  if (replace && (err = vm_check_access(c, addr, op->bytes))) return err;
+  if (!(piece = PUSH(c, replace ? &m->p->replaced : &m->p->mapped, struct vm_piece))) return -ENOMEM;
   *piece = (struct vm_piece){addr, 0, m->space, 0};
-  if (op->op == VMEM_OP_POPULATE) return populate_piece(m, piece, op->bytes);
+  if (op->op == VMEM_OP_POPULATE) {
+    err = populate_piece(m, piece, op->bytes);
+    return err || !(op->flags & VMEM_OP_COPY) ? err : copy_piece(m, addr, src, source_bytes(op));
+  }
   piece->handle = vm_hdl_index(c, m->hdl);
   m->hdl->pending++;
-  return map_piece(m, piece, op->bytes, offset);
+  m->hdl->pins += replace;
+  err = map_piece(m, piece, op->bytes, offset);
+  return err || !replace ? err : check_whole_pages(c, piece);
 }
 
 static int check_map(struct maker *m, uint64_t count) {
@@ -315,11 +406,24 @@ int vm_page_size(struct vm_ctx *c, uint64_t *page_size) {
                     (unsigned long long)size, c->be->name, (unsigned long long)c->granule);
 }
 
+static int check_source(const struct vmem_op *op, uint64_t count) {
+  uint64_t span;
+  if (!(op->flags & VMEM_OP_COPY)) return 0;
+  if (op->src_bytes > op->bytes)
+    return vm_fail_at(-EINVAL, op->src, op->src_bytes, op->bytes, "%llu bytes to be copied into a piece of %llu",
+                      (unsigned long long)op->src_bytes, (unsigned long long)op->bytes);
+  if (__builtin_mul_overflow(count - 1, op->src_stride, &span) || op->src + span < span ||
+      op->src + span + source_bytes(op) < op->src + span)
+    return vm_fail_at(-EOVERFLOW, op->src, op->bytes, 0, "%llu sources %llu apart leave the address space",
+                      (unsigned long long)count, (unsigned long long)op->src_stride);
+  return 0;
+}
+
 /* Everything about an operation that can be said without looking at its pages. */
 static int check_op(struct maker *m) {
   static const uint32_t allowed[] = {
-      [VMEM_OP_MAP] = VMEM_OP_READONLY | VMEM_OP_CONSUME,
-      [VMEM_OP_POPULATE] = VMEM_OP_DIRTY | VMEM_OP_SPREAD,
+      [VMEM_OP_MAP] = VMEM_OP_READONLY | VMEM_OP_CONSUME | VMEM_OP_REPLACE,
+      [VMEM_OP_POPULATE] = VMEM_OP_DIRTY | VMEM_OP_SPREAD | VMEM_OP_COPY,
       [VMEM_OP_UNMAP] = VMEM_OP_HOLES,
       [VMEM_OP_FILL] = VMEM_OP_HOLES,
   };
@@ -338,7 +442,8 @@ static int check_op(struct maker *m) {
   if (op->op == VMEM_OP_POPULATE) {
     m->page_size = op->page_size;
     if ((err = vm_page_size(c, &m->page_size))) return err;
-    if (!(m->pool = vm_pool_of(c, op->location, op->device, &err))) return err;
+    if (!(m->pool = vm_pool_of(c, op->location, op->device, m->page_size, &err))) return err;
+    if ((err = check_source(op, count))) return err;
   }
   if (count > 1 && ((op->stride & (m->page_size - 1)) || op->stride < op->bytes))
     return vm_fail_at(-EINVAL, op->addr, op->bytes, op->stride, "a stride of %llu does not fit pieces of %llu bytes",
@@ -357,13 +462,19 @@ static int do_op(struct maker *m) {
   uint64_t count = op->count ? op->count : 1;
   int err = check_op(m);
   if (err) return err;
-  if (!list_room(c, op->op == VMEM_OP_UNMAP  ? &m->p->unmaps
-                    : op->op == VMEM_OP_FILL ? &m->p->fills
-                                             : &m->p->mapped,
+  if (!list_room(c, op->op == VMEM_OP_UNMAP             ? &m->p->unmaps
+                    : op->op == VMEM_OP_FILL            ? &m->p->fills
+                    : op->flags & VMEM_OP_REPLACE       ? &m->p->replaced
+                                                        : &m->p->mapped,
                  sizeof(struct vm_piece), count < 4096 ? count : 4096))
     return -ENOMEM;
+  if (op->flags & VMEM_OP_COPY) {
+    struct vm_access *source = PUSH(c, &m->p->sources, struct vm_access);
+    if (!source) return -ENOMEM;
+    *source = (struct vm_access){.addr = op->src, .bytes = source_bytes(op), .count = count, .stride = op->src_stride};
+  }
   for (uint64_t i = 0; i < count; i++)
-    if ((err = do_piece(m, op->addr + i * op->stride, op->offset + i * op->bytes))) return err;
+    if ((err = do_piece(m, op->addr + i * op->stride, op->offset + i * op->bytes, op->src + i * op->src_stride))) return err;
   if (op->flags & VMEM_OP_CONSUME) {
     uint32_t *consumed = PUSH(c, &m->p->consumed, uint32_t);
     if (!consumed) return -ENOMEM;
@@ -394,6 +505,7 @@ static void unmark(struct vm_ctx *c, const struct vm_piece *piece) {
  * stays as it is. */
 static void take_back(struct vm_ctx *c, struct vm_plan *p) {
   size_t i;
+  vm_sources_end(c, p);
   for (i = 0; i < p->mapped.n && p->claims; i++) vm_end_claims(c, AT(p->mapped, struct vm_piece, i), false);
   for (i = 0; i < p->mapped.n; i++) {
     struct vm_piece *piece = AT(p->mapped, struct vm_piece, i);
@@ -407,6 +519,15 @@ static void take_back(struct vm_ctx *c, struct vm_plan *p) {
       c->hdls[piece->handle].pending--;
       vm_hdl_settle(c, &c->hdls[piece->handle]);
     }
+  }
+  vm_replace_take_back(c, p);
+  for (i = 0; i < p->replaced.n; i++) {
+    struct vm_piece *piece = AT(p->replaced, struct vm_piece, i);
+    unmark(c, piece);
+    if (!piece->handle) continue;
+    c->hdls[piece->handle].pins--;
+    c->hdls[piece->handle].pending--;
+    vm_hdl_settle(c, &c->hdls[piece->handle]);
   }
   for (i = 0; i < p->unmaps.n; i++) unmark(c, AT(p->unmaps, struct vm_piece, i));
   for (i = 0; i < p->fills.n; i++) unmark(c, AT(p->fills, struct vm_piece, i));
@@ -430,15 +551,19 @@ static uint64_t keep_bytes(const struct vm_ctx *c) {
   return have > c->opts.pool_high ? have : c->opts.pool_high;
 }
 
+static void add_cuts(struct vm_ctx *c, struct vm_be_load *load, const struct vm_piece *piece) {
+  bool front = vm_space_cuts(c, piece->space, piece->addr);
+  bool back = vm_space_cuts(c, piece->space, piece->addr + piece->bytes);
+  load->more_segments += front + back;
+  load->more_mappings += front && back;
+}
+
 /* A map adds its run and the hole behind it; an unmap adds a piece at each end that cuts a run. */
 static int check_room(struct vm_ctx *c, const struct vm_plan *p) {
-  struct vm_be_load load = {c->segments, 2 * p->maps.n, c->mappings, p->maps.n};
-  for (size_t i = 0; i < p->unmaps.n; i++) {
-    const struct vm_piece *piece = AT(p->unmaps, struct vm_piece, i);
-    uint64_t end = piece->addr + piece->bytes;
-    load.more_segments += vm_space_cuts(c, piece->space, piece->addr) + vm_space_cuts(c, piece->space, end);
-    load.more_mappings += vm_space_cuts(c, piece->space, piece->addr) && vm_space_cuts(c, piece->space, end);
-  }
+  struct vm_be_load load = {c->segments, 2 * (p->maps.n + p->replaces.n), c->mappings, p->maps.n + p->replaces.n};
+  for (size_t i = 0; i < p->replaced.n; i++) add_cuts(c, &load, AT(p->replaced, struct vm_piece, i));
+  for (size_t i = 0; i < p->unmaps.n; i++)
+    add_cuts(c, &load, AT(p->unmaps, struct vm_piece, i));
   return c->be->room && (load.more_segments || load.more_mappings) ? c->be->room(c->bes, &load) : 0;
 }
 
@@ -447,12 +572,31 @@ static uint64_t wanted(struct vm_ctx *c, const struct vmem_op *ops, size_t n, co
   uint64_t total = 0, most = vm_units(c, c->reserved_bytes);
   for (size_t i = 0; i < n; i++) {
     uint64_t units;
-    if (ops[i].op != VMEM_OP_POPULATE || ops[i].location != like->location || ops[i].device != like->device) continue;
+    if (ops[i].op != VMEM_OP_POPULATE || ops[i].location != like->location || ops[i].device != like->device ||
+        vm_is_large(c, ops[i].page_size) != vm_is_large(c, like->page_size))
+      continue;
     if (__builtin_mul_overflow(vm_units(c, ops[i].bytes), ops[i].count ? ops[i].count : 1, &units) || units > most - total)
       return most;
     total += units;
   }
   return total;
+}
+
+/* The plan is complete: its list moves no more. */
+static void sources_begin(struct vm_ctx *c, struct vm_plan *p) {
+  for (size_t i = 0; i < p->sources.n; i++) {
+    struct vm_access *a = AT(p->sources, struct vm_access, i);
+    a->next = c->accesses;
+    c->accesses = a;
+  }
+}
+
+void vm_sources_end(struct vm_ctx *c, struct vm_plan *p) {
+  for (size_t i = 0; i < p->sources.n; i++) {
+    struct vm_access *a = AT(p->sources, struct vm_access, i), **link = &c->accesses;
+    while (*link && *link != a) link = &(*link)->next;
+    if (*link) *link = a->next;
+  }
 }
 
 int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct vm_plan *p) {
@@ -478,6 +622,7 @@ int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct v
     }
     if (!err) err = check_room(c, p);
     if (!err) err = vm_plan_bind_room(c, p);
+    if (!err) sources_begin(c, p);
     if (err) {
       vm_error_save(&why);
       take_back(c, p);

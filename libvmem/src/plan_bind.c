@@ -2,7 +2,7 @@
 /*
  * plan_bind.c - carries a plan out on a back end that takes many operations in one call.
  *
- * A plan without fills is one call: maps and unmaps together. One with fills is two, because pages must be
+ * A plan without fills is one call: maps, replaces and unmaps together. One with fills is two, because pages must be
  * there before they are filled and may only vanish after: the maps, then (the fills being over) the unmaps.
  * What must be zeroed and is mapped read-only is mapped writable by the first, and made read-only by the
  * second call. The back end's call is all or nothing as far as one call of the driver goes; beyond that it
@@ -37,6 +37,7 @@ int vm_plan_bind_room(struct vm_ctx *c, struct vm_plan *p) {
   if (!c->be->bind) return 0;
   /* Each map may be made twice: writable, then read-only. */
   n = 2 * most_maps(c, p) + p->unmaps.n;
+  for (size_t i = 0; i < p->replaces.n; i++) n += parts(c, AT(p->replaces, struct vm_seg, i));
   return !n || (p->bind_ops = vm_calloc(c, n, sizeof(*p->bind_ops))) ? 0 : -ENOMEM;
 }
 
@@ -78,7 +79,12 @@ static void push_maps(struct bind *b, struct vm_plan *p, bool made_read_only) {
   }
 }
 
-static void push_unmaps(struct bind *b, struct vm_plan *p) {
+/* What takes the place of something, or takes it away. */
+static void push_takes(struct bind *b, struct vm_plan *p) {
+  for (size_t i = 0; i < p->replaces.n; i++) {
+    struct vm_seg *s = AT(p->replaces, struct vm_seg, i);
+    push_map(b, VM_BIND_REPLACE, s, s->flags);
+  }
   for (size_t i = 0; i < p->unmaps.n; i++) {
     struct vm_piece *piece = AT(p->unmaps, struct vm_piece, i);
     push(b, VM_BIND_UNMAP, piece->space, piece->addr, piece->bytes);
@@ -147,16 +153,21 @@ static void put_back(struct undo *u, struct vm_bind_op op) {
   u->ops[u->n++] = op;
 }
 
-/* Maps again what an unmap took away. */
+/* Maps again what an unmap took away, or a replace. */
 static void map_again(struct undo *u, const struct vm_bind_op *op) {
   struct vm_ctx *c = u->c;
   struct vm_space *s = space_at(c, op->addr);
   uint64_t most = c->info.bind_bytes ? c->info.bind_bytes : op->bytes, end = op->addr + op->bytes;
   for (uint64_t a = op->addr; a < end;) {
     struct vm_seg run = vm_run_before(c, s, a, end - a < most ? end : a + most);
-    put_back(u, (struct vm_bind_op){.kind = VM_BIND_MAP, .flags = run.flags, .addr = a, .bytes = run.bytes,
-                                    .slab = run.slab->priv, .offset = (uint64_t)run.unit << c->shift,
-                                    .priv = op->priv, .sparse = op->sparse});
+    put_back(u, (struct vm_bind_op){.kind = op->kind == VM_BIND_UNMAP ? VM_BIND_MAP : VM_BIND_REMAP,
+                                    .flags = run.flags,
+                                    .addr = a,
+                                    .bytes = run.bytes,
+                                    .slab = run.slab->priv,
+                                    .offset = (uint64_t)run.unit << c->shift,
+                                    .priv = op->priv,
+                                    .sparse = op->sparse});
     a += run.bytes;
   }
 }
@@ -174,7 +185,7 @@ static void undo(struct bind *done, int *worst, const struct vmem_error *why) {
   for (size_t i = 0; i < done->n; i++) {
     struct vm_bind_op *op = &done->ops[i];
     /* A remap goes with the map that it followed; a map may be lost since, by its remap. */
-    if (op->kind == VM_BIND_UNMAP)
+    if (op->kind == VM_BIND_UNMAP || op->kind == VM_BIND_REPLACE)
       map_again(&u, op);
     else if (op->kind == VM_BIND_MAP && !quarantined(done->c, op->addr))
       put_back(&u, (struct vm_bind_op){.kind = VM_BIND_UNMAP, .addr = op->addr, .bytes = op->bytes, .priv = op->priv,
@@ -190,9 +201,9 @@ static int run_whole(struct vm_ctx *c, struct vm_plan *p, struct bind *b) {
   struct vm_bind_result r;
   int err = 0;
   push_maps(b, p, false);
-  push_unmaps(b, p);
+  push_takes(b, p);
   /* No fill may be running on what is about to vanish, nor on what shows at a second address now. */
-  if (p->unmaps.n || p->aliases) err = vm_fills_finish(c);
+  if (p->unmaps.n || p->replaced.n || p->aliases) err = vm_fills_finish(c);
   if (err) b->n = 0;
   return err ? err : run(b, &r);
 }
@@ -204,7 +215,7 @@ static int run_in_two(struct vm_ctx *c, struct vm_plan *p, struct bind *first, s
   int err;
   push_maps(first, p, false);
   push_maps(second, p, true);
-  push_unmaps(second, p);
+  push_takes(second, p);
   if ((err = run(first, &r))) {
     second->n = 0;
     return err;
@@ -225,10 +236,11 @@ int vm_plan_run_bind(struct vm_ctx *c, struct vm_plan *p, const vm_event *after,
   vm_event event = 0;
   int err, worst;
   if (p->bind_ops) second.ops = p->bind_ops + most_maps(c, p);
-  if (!p->zeros.n && !p->fills.n)
+  if (!p->zeros.n && !p->copies.n && !p->fills.n)
     err = run_whole(c, p, &first);
   else
-    err = run_in_two(c, p, &first, &second, after, num_after, !done, &event);
+    /* A copy's source is only held until the commit. */
+    err = run_in_two(c, p, &first, &second, after, num_after, !done || p->copies.n, &event);
   if (!err) {
     vm_plan_commit(c, p);
     if (done) *done = event;

@@ -4,7 +4,7 @@
  *
  * plan_bind.c does the same for back ends that take a batch in one call.
  *
- * Order: maps, zeroing of new pages, fills, unmaps. An undo runs the other way. Where an undo fails, the
+ * Order: maps, zeroing of new pages, copies to them, fills, replaces, unmaps. An undo runs the other way. Where an undo fails, the
  * range and its pages are quarantined: their ptes keep their references and are never changed again.
  */
 #include <stdlib.h>
@@ -23,8 +23,7 @@ static void count_start(struct vm_ctx *c, const struct vm_pte *p, uint64_t addr,
   h->start_sum += begins ? addr : -addr;
 }
 
-/* The ptes stop being mapped but keep their units: [addr, addr + bytes) is busy with this plan. */
-static void detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
+void vm_detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   uint64_t end = addr + bytes, units = 0, before = vm_space_edges(c, s, addr, bytes), after;
   struct vm_pte *next = end < s->base + s->bytes ? vm_pte(c, s, end) : NULL;
   /* First: it may be all that keeps the entry of a dropped handle. */
@@ -59,7 +58,7 @@ void vm_unmap_ptes(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t
   struct vm_slab *slab;
   uint32_t unit, n;
   if (!bytes) return;
-  detach(c, s, addr, bytes);
+  vm_detach(c, s, addr, bytes);
   while (a < end) {
     struct vm_pte *p = vm_pte(c, s, a), *q = p;
     uint64_t b = a + c->granule;
@@ -78,16 +77,18 @@ void vm_unmap_ptes(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t
   }
 }
 
+void vm_quarantine_unit(struct vm_ctx *c, struct vm_slab *s, uint32_t unit) {
+  if (s->refs[unit] & REF_QUARANTINED) return;
+  s->refs[unit] |= REF_QUARANTINED;
+  c->used_units--;
+  c->quarantined_units++;
+}
+
 void vm_quarantine(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
-  detach(c, s, addr, bytes);
+  vm_detach(c, s, addr, bytes);
   for (uint64_t a = addr; a < addr + bytes; a += c->granule) {
     struct vm_pte *p = vm_pte(c, s, a);
-    uint32_t *ref = &c->slabs[p->slab]->refs[p->unit];
-    if (!(*ref & REF_QUARANTINED)) {
-      *ref |= REF_QUARANTINED;
-      c->used_units--;
-      c->quarantined_units++;
-    }
+    vm_quarantine_unit(c, c->slabs[p->slab], p->unit);
     p->handle = 0;
     p->flags = PTE_QUARANTINED;
   }
@@ -209,7 +210,16 @@ int vm_plan_fill(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, siz
   size_t i = 0;
   int err = 0;
   *last = 0;
-  if (p->zeros.n) err = vm_drv_fill(c, p->zeros.v, p->zeros.n, 0, after, num_after, last);
+  if (p->copies.n) err = vm_fills_finish(c); /* a source may still be filled */
+  if (!err && p->zeros.n) err = vm_drv_fill(c, p->zeros.v, p->zeros.n, 0, after, num_after, last);
+  if (!err && p->copies.n) {
+    vm_event e = 0;
+    err = vm_drv_copy(c, p->copies.v, p->copies.n, after, num_after, &e);
+    if (!err) {
+      if (*last) c->be->event_put(c->bes, *last);
+      *last = e;
+    }
+  }
   /* Fills of equal value go in one call. Calls run in order on one stream: the last event covers all. */
   while (!err && i < p->fills.n) {
     struct vm_be_range r[64];
@@ -229,7 +239,7 @@ int vm_plan_fill(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, siz
 
 /* ---- commit ---------------------------------------------------------------------------------- */
 
-static void commit_map(struct vm_ctx *c, struct vm_piece *piece) {
+void vm_commit_map(struct vm_ctx *c, struct vm_piece *piece) {
   struct vm_space *s = piece->space;
   uint64_t before = vm_space_edges(c, s, piece->addr, piece->bytes), units = vm_units(c, piece->bytes), after;
   for (uint64_t a = piece->addr; a < piece->addr + piece->bytes; a += c->granule) {
@@ -252,9 +262,10 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   pthread_mutex_lock(&c->lock);
   for (i = 0; i < p->mapped.n; i++) {
     struct vm_piece *piece = AT(p->mapped, struct vm_piece, i);
-    commit_map(c, piece);
+    vm_commit_map(c, piece);
     if (p->claims) vm_end_claims(c, piece, true);
   }
+  vm_sources_end(c, p);
   vm_note_peaks(c);
   for (i = 0; i < p->fills.n; i++) {
     struct vm_piece *piece = AT(p->fills, struct vm_piece, i);
@@ -262,6 +273,7 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
       vm_pte(c, piece->space, a)->flags &= ~PTE_BUSY;
     piece->space->busy -= vm_units(c, piece->bytes);
   }
+  vm_replace_commit(c, p);
   for (i = 0; i < p->unmaps.n; i++) {
     struct vm_piece *piece = AT(p->unmaps, struct vm_piece, i);
     vm_unmap_ptes(c, piece->space, piece->addr, piece->bytes);
@@ -270,21 +282,24 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   if (p->release) vm_hdl_drop(c, &c->hdls[p->release]);
   c->batches++;
   pthread_mutex_unlock(&c->lock);
-  if (p->unmaps.n || p->release) vm_pool_trim(c, c->opts.pool_high);
+  if (p->unmaps.n || p->replaced.n || p->release) vm_pool_trim(c, c->opts.pool_high);
   vm_plan_clear(p);
 }
 
 int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done) {
-  size_t mapped = 0, unmapped = 0;
+  size_t mapped = 0, replaced = 0, unmapped = 0;
+  bool takes = p->unmaps.n || p->replaced.n;
   vm_event event = 0;
   struct vmem_error why;
   int err, worst;
   if (c->be->bind) return vm_plan_run_bind(c, p, after, num_after, done);
   err = map_all(c, p, &mapped);
   if (!err) err = vm_plan_fill(c, p, after, num_after, &event);
-  if (!err && (!done || p->unmaps.n) && event) err = vm_event_finish(c, &event);
+  /* A copy's source is only held until the commit. */
+  if (!err && (!done || takes || p->copies.n) && event) err = vm_event_finish(c, &event);
   /* No fill may be running on what is about to vanish, nor on what shows at a second address now. */
-  if (!err && (p->unmaps.n || p->aliases)) err = vm_fills_finish(c);
+  if (!err && (takes || p->aliases)) err = vm_fills_finish(c);
+  if (!err) err = vm_replace_all(c, p, &replaced);
   while (!err && unmapped < p->unmaps.n) {
     struct vm_piece *piece = AT(p->unmaps, struct vm_piece, unmapped);
     if (!(err = vm_drv_unmap(c, piece->addr, piece->bytes, sparse(piece->space)))) unmapped++;
@@ -299,6 +314,7 @@ int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size
   worst = err;
   if (event) vm_event_finish(c, &event);
   undo_unmaps(c, p, unmapped, &worst, &why);
+  vm_replace_undo(c, p, replaced, &worst, &why);
   undo_maps(c, p, mapped, &worst, &why);
   if (worst == err) vm_error_restore(&why);
   VM_UNDO(vm_plan_cancel(c, p));

@@ -221,11 +221,12 @@ struct vm_run vm_pool_take(struct vm_ctx *c, struct vm_pool *p, uint64_t want, u
   return (struct vm_run){NULL, 0, 0};
 }
 
-struct vm_pool *vm_pool_of(struct vm_ctx *c, uint32_t location, int32_t device, int *err) {
+struct vm_pool *vm_pool_of(struct vm_ctx *c, uint32_t location, int32_t device, uint64_t page_size, int *err) {
+  struct vm_pool *pools = vm_is_large(c, page_size) ? c->pools + VM_PLACES : c->pools;
   uint32_t i;
-  if (location == VMEM_DEVICE) return &c->pools[0];
+  if (location == VMEM_DEVICE) return &pools[0];
   if (location == VMEM_HOST) {
-    if (c->info.pub.caps & VMEM_CAP_HOST_PAGES) return &c->pools[1];
+    if (c->info.pub.caps & VMEM_CAP_HOST_PAGES) return &pools[1];
     *err = vm_fail(-EOPNOTSUPP, "back end %s has no host-memory pages", c->be->name);
     return NULL;
   }
@@ -238,7 +239,7 @@ struct vm_pool *vm_pool_of(struct vm_ctx *c, uint32_t location, int32_t device, 
     return NULL;
   }
   for (i = 0; i < c->opts.num_devices; i++)
-    if (c->opts.devices[i] == device) return i ? &c->pools[1 + i] : &c->pools[0];
+    if (c->opts.devices[i] == device) return i ? &pools[1 + i] : &pools[0];
   *err = vm_fail_at(-EINVAL, 0, 0, 0, "device %d is not one of this context's", device);
   return NULL;
 }

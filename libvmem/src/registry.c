@@ -151,6 +151,10 @@ static void pools_init(struct vm_ctx *c) {
   c->pools[1] = (struct vm_pool){.location = VMEM_HOST, .device = c->opts.devices[0]};
   for (uint32_t i = 1; i < c->opts.num_devices; i++)
     c->pools[1 + i] = (struct vm_pool){.location = VMEM_PEER, .device = c->opts.devices[i]};
+  for (uint32_t i = 0; i < VM_PLACES; i++) {
+    c->pools[VM_PLACES + i] = c->pools[i];
+    c->pools[VM_PLACES + i].large = true;
+  }
 }
 
 static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o, struct vm_ctx **out) {
@@ -168,7 +172,8 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
   if (c->info.table) c->be = c->info.table;
   c->granule = c->info.pub.granule;
   c->shift = log2_of(c->granule);
-  c->chunk_units = c->granule < 2u << 20 ? (uint32_t)((2u << 20) >> c->shift) : 1;
+  c->chunk_units = c->granule < LARGE_PAGE ? (uint32_t)(LARGE_PAGE >> c->shift) : 1;
+  c->large_pages = c->granule < LARGE_PAGE && !c->info.one_page_slabs;
   c->chunk_shift = log2_of(c->chunk_units);
   c->info.pub.size = sizeof(c->info.pub);
   c->info.pub.num_devices = c->opts.num_devices;

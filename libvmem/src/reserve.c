@@ -23,7 +23,8 @@ static int space_insert(struct vm_ctx *c, struct vm_space *s) {
 }
 
 static int check_reserve(struct vm_ctx *c, uint64_t size, struct vmem_reserve_opts *o) {
-  const uint32_t both = VMEM_RESERVE_VISIBLE | VMEM_RESERVE_PLAIN, known = both | VMEM_RESERVE_SPARSE | VMEM_RESERVE_FORCE;
+  const uint32_t both = VMEM_RESERVE_VISIBLE | VMEM_RESERVE_PLAIN;
+  const uint32_t known = both | VMEM_RESERVE_SPARSE | VMEM_RESERVE_FORCE | VMEM_RESERVE_LARGE;
   uint64_t least = c->granule > 2u << 20 ? c->granule : 2u << 20;
   if (!size || size & (c->granule - 1))
     return vm_fail_at(-EINVAL, 0, size, c->granule, "size %llu is no positive multiple of the granule %llu",
@@ -146,6 +147,11 @@ out:
   return err;
 }
 
+static bool is_large(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
+  uint64_t page, bytes;
+  return c->large_pages && vm_space_cuts_page(c, s, (addr & ~(LARGE_PAGE - 1)) + c->granule, &page, &bytes);
+}
+
 VMEM_API int vmem_range_query(vmem_t vm, uint64_t addr, struct vmem_range_info *info) {
   int err;
   struct vm_ctx *c = vm_get(vm, "vmem_range_query", &err);
@@ -163,6 +169,7 @@ VMEM_API int vmem_range_query(vmem_t vm, uint64_t addr, struct vmem_range_info *
     r.segments = s->segments;
     r.run_bytes = vm_space_run(c, s, addr & ~(c->granule - 1), s->bytes);
     r.flags = s->kind | (f & PTE_MAPPED ? VMEM_RANGE_MAPPED : 0) | (f & PTE_READONLY ? VMEM_RANGE_READONLY : 0) |
+              (is_large(c, s, addr) ? VMEM_RANGE_LARGE : 0) |
               (f & PTE_BUSY ? VMEM_RANGE_BUSY : 0) | (f & PTE_QUARANTINED ? VMEM_RANGE_QUARANTINED : 0);
     err = 0;
   }

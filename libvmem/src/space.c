@@ -99,6 +99,23 @@ bool vm_space_cuts(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
   return live(p) && joined(vm_pte(c, s, addr - c->granule), p);
 }
 
+bool vm_space_cuts_page(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t *page, uint64_t *bytes) {
+  struct vm_pte *p;
+  if (addr <= s->base || addr >= s->base + s->bytes || !live(p = vm_pte(c, s, addr))) return false;
+  if (c->info.one_page_slabs) {
+    *page = addr - ((uint64_t)p->unit << c->shift);
+    *bytes = c->slabs[p->slab]->bytes;
+    return p->unit != 0;
+  }
+  *page = addr & ~(LARGE_PAGE - 1);
+  *bytes = LARGE_PAGE;
+  if (addr == *page || !c->slabs[p->slab]->pool->large || *page < s->base || s->base + s->bytes - *page < LARGE_PAGE) return false;
+  if ((p->unit & (c->chunk_units - 1)) != vm_units(c, addr - *page)) return false;
+  for (uint64_t a = *page + c->granule; a < *page + LARGE_PAGE; a += c->granule)
+    if (!live(vm_pte(c, s, a)) || !joined(vm_pte(c, s, a - c->granule), vm_pte(c, s, a))) return false;
+  return true;
+}
+
 uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max) {
   struct vm_pte *prev = vm_pte(c, s, addr);
   uint64_t a = addr, end = addr + max;

@@ -53,7 +53,7 @@ static int check_options(struct uvm *u, const struct vmem_open_opts *opts) {
   if (u->object_bytes > LARGEST_OBJECT)
     u->object_bytes = LARGEST_OBJECT;
   /* One operation of the core fits on the stack of uvm_bind, and in one BIND. */
-  u->bind_bytes = u->object_bytes * ((u->query.out_max_bind_ops < 64 ? u->query.out_max_bind_ops : 64) - 1);
+  u->bind_bytes = SLOT * ((u->query.out_max_bind_ops < 64 ? u->query.out_max_bind_ops : 64) - 1);
   if (u->bind_bytes > (uint64_t)u->query.out_max_bind_units << UVM_VMEM_UNIT_SHIFT)
     u->bind_bytes = (uint64_t)u->query.out_max_bind_units << UVM_VMEM_UNIT_SHIFT;
   u->bind_bytes &= ~(granule - 1);
@@ -65,7 +65,7 @@ static int check_options(struct uvm *u, const struct vmem_open_opts *opts) {
 static int trial(struct nvidia *n, void *arg) {
   struct uvm *u = (struct uvm *)n;
   uint64_t addr = *(uint64_t *)arg;
-  int err = uvm_take(u, addr, SLOT);
+  int err = uvm_take(u, addr, SLOT, false);
 
   return err ? err : uvm_give_back(u, addr, SLOT, 0);
 }

@@ -30,7 +30,7 @@ struct uvm {
   struct nvidia nv;
   struct uvm_vmem_query query; /* of the driver */
   unsigned shift;              /* log2(nv.granule) */
-  uint64_t object_bytes;       /* of one object of a slab, but for its last */
+  uint64_t object_bytes;       /* of one object of a slab of small pages, but for its last */
   uint64_t bind_bytes;         /* of one map operation */
   void *contents;              /* state of vm_uvm_contents; NULL = not in use */
 };
@@ -55,7 +55,7 @@ int uvm_check_gpu(int fd, const struct nvidia_device *d);
 /* ---- uvm_mem.c: reservations and physical memory ---- */
 
 /* Takes the addresses on every device of the context. */
-int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes);
+int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, bool large);
 int uvm_give_back(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags);
 int uvm_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr,
                 uint32_t *kind, uint64_t *priv);
@@ -64,7 +64,9 @@ int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t locat
                     uint64_t *slab);
 int uvm_slab_destroy(void *be, uint64_t slab, uint64_t bytes);
 /* The object that holds a slab's byte `offset`. */
-uint32_t uvm_slab_handle(const struct uvm *u, uint64_t slab, uint64_t offset);
+uint32_t uvm_slab_handle(uint64_t slab, uint64_t offset);
+/* Bytes of its objects, but for the last. */
+uint64_t uvm_slab_object_bytes(uint64_t slab);
 
 /* ---- uvm_bind.c: mappings ---- */
 

@@ -22,10 +22,13 @@ struct group {
 };
 
 /* The kernel's operations that a map takes: one for each object that it touches. */
-static uint32_t pieces(const struct uvm *u, const struct vm_bind_op *op) {
+static uint32_t pieces(const struct vm_bind_op *op) {
+  uint64_t object;
+
   if (op->kind == VM_BIND_UNMAP)
     return 1;
-  return (uint32_t)((op->offset + op->bytes - 1) / u->object_bytes - op->offset / u->object_bytes + 1);
+  object = uvm_slab_object_bytes(op->slab);
+  return (uint32_t)((op->offset + op->bytes - 1) / object - op->offset / object + 1);
 }
 
 static uint64_t units(const struct vm_bind_op *op) {
@@ -34,7 +37,7 @@ static uint64_t units(const struct vm_bind_op *op) {
 
 static void add(struct group *g, const struct vm_bind_op *op) {
   const struct uvm *u = g->u;
-  uint64_t n;
+  uint64_t object, n;
 
   g->units += units(op);
   g->count++;
@@ -45,16 +48,17 @@ static void add(struct group *g, const struct vm_bind_op *op) {
                                           .count = (uint32_t)(op->bytes >> u->shift)};
     return;
   }
+  object = uvm_slab_object_bytes(op->slab);
   for (uint64_t at = 0; at < op->bytes; at += n) {
-    uint64_t offset = op->offset + at, inside = offset % u->object_bytes;
+    uint64_t offset = op->offset + at, inside = offset % object;
 
-    n = u->object_bytes - inside < op->bytes - at ? u->object_bytes - inside : op->bytes - at;
+    n = object - inside < op->bytes - at ? object - inside : op->bytes - at;
     g->ops[g->n++] = (struct uvm_vmem_op){
         .addr = op->addr + at,
         .op = UVM_VMEM_OP_MAP,
         .flags = (op->flags & VMEM_MAP_READONLY ? UVM_VMEM_OP_READ_ONLY : 0) |
-                 (op->kind == VM_BIND_REMAP ? UVM_VMEM_OP_REPLACE : 0),
-        .handle = uvm_slab_handle(u, op->slab, offset),
+                 (op->kind == VM_BIND_MAP ? 0 : UVM_VMEM_OP_REPLACE),
+        .handle = uvm_slab_handle(op->slab, offset),
         .first = (uint32_t)(inside >> u->shift),
         .count = (uint32_t)(n >> u->shift),
     };
@@ -62,7 +66,7 @@ static void add(struct group *g, const struct vm_bind_op *op) {
 }
 
 static bool fits(const struct group *g, const struct vm_bind_op *op) {
-  return g->n + pieces(g->u, op) <= g->room && g->units + units(op) <= g->u->query.out_max_bind_units;
+  return g->n + pieces(op) <= g->room && g->units + units(op) <= g->u->query.out_max_bind_units;
 }
 
 static int send(struct group *g, const struct nvidia_range *r, const struct vm_bind_op *ops,
@@ -101,7 +105,7 @@ int uvm_bind(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_re
 
   *result = (struct vm_bind_result){0};
   for (size_t i = 0; i < n; i++)
-    want += pieces(u, &ops[i]);
+    want += pieces(&ops[i]);
   if (want > u->query.out_max_bind_ops)
     want = u->query.out_max_bind_ops;
   if (want > FEW) {

@@ -63,10 +63,18 @@ static int own_write(void *be, uint64_t addr, const void *src, uint64_t bytes) {
   return u->contents ? vm_uvm_contents->write(u->contents, addr, src, bytes) : no_contents(addr, bytes);
 }
 
-static int own_copy(void *be, uint64_t dst, uint64_t src, uint64_t bytes) {
+static int own_copy(void *be, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
+                    vm_event *done) {
   struct uvm *u = be;
+  int err = 0;
 
-  return u->contents ? vm_uvm_contents->copy(u->contents, dst, src, bytes) : no_contents(dst, bytes);
+  (void)after;
+  (void)num_after;
+  *done = 0;
+  for (size_t i = 0; i < n && !err; i++)
+    err = u->contents ? vm_uvm_contents->copy(u->contents, copies[i].dst, copies[i].src, copies[i].bytes)
+                      : no_contents(copies[i].dst, copies[i].bytes);
+  return err;
 }
 
 /* The default stream is always there, and nothing was ever put into it. There are no events, so no other

@@ -15,11 +15,11 @@ static uint64_t whole_slots(uint64_t bytes) { return (bytes + SLOT - 1) & ~(SLOT
 /* ---- reservations ---- */
 
 /*
- * BIG only where every page is a slot of its own. With smaller pages a slot would be turned into one 2 MiB entry
- * by the page that fills it, and back by the first that leaves: work in the middle of a growth, for reads that are
- * no faster (see rm_page_size in stock_mem.c).
+ * BIG only where every page is a slot of its own, or large pages are asked for. With smaller pages a slot would be
+ * turned into one 2 MiB entry by the page that fills it, and back by the first that leaves: work in the middle of a
+ * growth, for reads that are no faster (see rm_page_size in stock_mem.c).
  */
-int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes) {
+int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, bool large) {
   uint8_t uuids[VMEM_MAX_DEVICES][UVM_VMEM_UUID_BYTES];
   struct uvm_vmem_reserve r = {.size = sizeof(r),
                                .start = addr,
@@ -28,7 +28,7 @@ int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes) {
                                .gpu_count = u->nv.num_devices,
                                .gpus = (uint64_t)(uintptr_t)uuids};
 
-  if (u->nv.granule == SLOT && (u->query.out_capabilities & UVM_VMEM_CAP_BIG))
+  if ((large || u->nv.granule == SLOT) && (u->query.out_capabilities & UVM_VMEM_CAP_BIG))
     r.flags = UVM_VMEM_RESERVE_BIG;
   for (uint32_t i = 0; i < u->nv.num_devices; i++)
     memcpy(uuids[i], u->nv.devices[i].uuid, sizeof(uuids[i]));
@@ -42,7 +42,7 @@ int uvm_give_back(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t f
 }
 
 static int make_reservation(struct uvm *u, const struct nvidia_range *r, uint64_t bytes, uint32_t flags) {
-  int err = uvm_take(u, r->addr, bytes);
+  int err = uvm_take(u, r->addr, bytes, flags & VMEM_RESERVE_LARGE);
 
   if (err || !(flags & VMEM_RESERVE_SPARSE))
     return err;
@@ -102,15 +102,18 @@ int uvm_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv) {
 
 struct slab {
   bool on_device; /* devices[0] */
+  uint64_t object_bytes; /* of each object but the last */
   uint32_t count;
   uint32_t handles[];
 };
 
 static struct slab *slab_of(uint64_t slab) { return (struct slab *)(uintptr_t)slab; }
 
-uint32_t uvm_slab_handle(const struct uvm *u, uint64_t slab, uint64_t offset) {
-  return slab_of(slab)->handles[offset / u->object_bytes];
+uint32_t uvm_slab_handle(uint64_t slab, uint64_t offset) {
+  return slab_of(slab)->handles[offset / slab_of(slab)->object_bytes];
 }
+
+uint64_t uvm_slab_object_bytes(uint64_t slab) { return slab_of(slab)->object_bytes; }
 
 /* What cannot be released now is released with the descriptor; the first failure is reported. */
 static int release_all(struct uvm *u, struct slab *s, uint64_t bytes) {
@@ -130,12 +133,15 @@ static int release_all(struct uvm *u, struct slab *s, uint64_t bytes) {
 int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
                     uint64_t *slab) {
   struct uvm *u = be;
-  uint64_t objects = (bytes + u->object_bytes - 1) / u->object_bytes;
+  /* A large page is one run of memory, of which parts may be mapped too: a contiguous object of its own. The
+   * kernel's host memory is contiguous in 64 KiB only. */
+  bool contiguous = page_size >= SLOT && location != VMEM_HOST;
+  uint64_t object_bytes = contiguous ? SLOT : u->object_bytes;
+  uint64_t objects = (bytes + object_bytes - 1) / object_bytes;
   uint32_t index = 0;
   struct slab *s;
   int err = 0;
 
-  (void)page_size;
   if (location == VMEM_PEER) {
     err = nvidia_find(&u->nv, device, &index);
     if (err)
@@ -145,10 +151,12 @@ int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t locat
   if (!s)
     return vm_fail(-ENOMEM, "heap: %llu handles", (unsigned long long)objects);
   s->on_device = location != VMEM_HOST && index == 0;
-  for (uint64_t at = 0; at < bytes && !err; at += u->object_bytes) {
-    uint64_t part = bytes - at < u->object_bytes ? bytes - at : u->object_bytes;
+  s->object_bytes = object_bytes;
+  for (uint64_t at = 0; at < bytes && !err; at += object_bytes) {
+    uint64_t part = bytes - at < object_bytes ? bytes - at : object_bytes;
     struct uvm_vmem_create c = {.size = sizeof(c),
-                                .flags = location == VMEM_HOST ? UVM_VMEM_CREATE_HOST : 0,
+                                .flags = (location == VMEM_HOST ? UVM_VMEM_CREATE_HOST : 0) |
+                                         (contiguous ? UVM_VMEM_CREATE_CONTIGUOUS : 0),
                                 .page_shift = u->shift,
                                 .count = (uint32_t)(part >> u->shift)};
 

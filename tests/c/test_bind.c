@@ -115,6 +115,66 @@ static void two_calls_with_fills(void) {
   OK(vmem_close(s.vm));
 }
 
+#define COPY_OF_ALL                                                                                                          \
+  {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE, .src_stride = STRIDE}
+
+/* Pages move under their address in one call; whichever driver call fails, they are where they were. */
+static void replaces(void) {
+  for (int fail = -1; fail < 6; fail++)
+    for (size_t per_call = 1; per_call < 1000; per_call += 998) {
+      struct scene s;
+      struct vmem_op copy = COPY_OF_ALL;
+      struct vmem_op swap[] = {
+          {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE},
+          {.op = VMEM_OP_UNMAP, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE},
+      };
+      struct vmem_stats before, after;
+      int err;
+      CHECK(scene_open(&s, per_call, true));
+      copy.src = swap[0].addr = s.va;
+      copy.addr = swap[1].addr = s.other;
+      OK(vmem_batch(s.vm, &copy, 1, NULL, 0));
+      OK(vmem_gather(s.vm, s.other, 2 * PAGE, PIECES, STRIDE, &swap[0].handle));
+      before = stats_of(s.vm);
+      calls = 0;
+      fail_at = fail;
+      err = vmem_batch(s.vm, swap, 2, NULL, 0);
+      CHECK(!err || err == -ENOMEM);
+      if (!err && per_call > 1) EQ(calls, 1);
+      fail_at = -1;
+      CHECK(untouched(&s));
+      OK(vmem_check(s.vm));
+      after = stats_of(s.vm);
+      if (err)
+        CHECK(same_state(&before, &after));
+      else
+        EQ(after.used_bytes, 2 * PIECES * PAGE);
+      OK(vmem_close(s.vm));
+    }
+}
+
+/* A call whose outcome is unknown takes the pages of both sides with it. */
+static void lost_replace(void) {
+  struct scene s;
+  struct vmem_op copy = COPY_OF_ALL;
+  struct vmem_op swap = {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE};
+  CHECK(scene_open(&s, 1, true));
+  copy.src = swap.addr = s.va;
+  copy.addr = s.other;
+  OK(vmem_batch(s.vm, &copy, 1, NULL, 0));
+  OK(vmem_gather(s.vm, s.other, 2 * PAGE, PIECES, STRIDE, &swap.handle));
+  lose_at = 2;
+  EQ(vmem_batch(s.vm, &swap, 1, NULL, 0), -ENOTRECOVERABLE);
+  EQ(stats_of(s.vm).quarantined_bytes, 4 * PAGE);
+  OK(vmem_check(s.vm));
+  for (int i = 0; i < PIECES; i++)
+    if (i != 2) EQ(BYTE(s.va + i * STRIDE), 1 + i);
+  OK(vmem_drop(s.vm, swap.handle));
+  OK(vMemUnmap(s.vm, s.va, 2 * PAGE));
+  OK(vmem_check(s.vm));
+  OK(vmem_close(s.vm));
+}
+
 /* Whichever driver call fails, everything is as it was. */
 static void nth_call_fails(void) {
   for (int fresh = 0; fresh < 2; fresh++)
@@ -266,6 +326,7 @@ static void long_runs(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(one_call), TEST(two_calls_with_fills), TEST(nth_call_fails), TEST(unknown_state), TEST(undo_fails), TEST(read_only),
+MAIN(TEST(one_call), TEST(replaces), TEST(lost_replace), TEST(two_calls_with_fills),
+     TEST(nth_call_fails), TEST(unknown_state), TEST(undo_fails), TEST(read_only),
      TEST(heap_runs_out), TEST(heap_runs_out_at_submit),
      TEST(long_runs))

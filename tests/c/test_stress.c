@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Description: random batches, submits, accesses, consolidation and injected failures from several threads.
+ * Description: random batches, submits, accesses, moves, consolidation and injected failures from several threads.
  *
  * Each thread knows what its own pages hold and sees to it after every call; besides, all fight for one
  * reservation, which comes and goes. Between rounds, when nothing runs, the invariants are checked and
@@ -194,6 +194,39 @@ static bool alias(struct worker *w, unsigned a, unsigned b) {
   return true;
 }
 
+/* New pages with the contents of others, which one cannot take away meanwhile. */
+static bool copy_some(struct worker *w, unsigned from, unsigned to, unsigned n) {
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .addr = at(w, to), .bytes = G, .count = n, .stride = G,
+                       .src = at(w, from), .src_stride = G};
+  bool can = count(w, to, n, NOTHING) == n && count(w, from, n, LIVE) + count(w, from, n, READONLY) == n;
+  int err = go(w, &op, 1);
+  MUST(err ? !can || injected(err) : can);
+  for (unsigned i = 0; !err && i < n; i++) w->pages[to + i] = (struct page){LIVE, w->pages[from + i].value};
+  return err ? unchanged(w) : true;
+}
+
+/* Pages take the place of others and leave their own. */
+static bool replace_some(struct worker *w, unsigned from, unsigned to, unsigned n) {
+  struct vmem_op ops[] = {
+      {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | (pick(w, 2) ? VMEM_OP_CONSUME : 0), .addr = at(w, to), .bytes = n * G},
+      {.op = VMEM_OP_UNMAP, .addr = at(w, from), .bytes = n * G},
+  };
+  bool can = count(w, to, n, LIVE) + count(w, to, n, READONLY) == n && (from + n <= to || to + n <= from);
+  int err;
+  if (count(w, from, n, LIVE) != n) return true;
+  err = vmem_retain(w->s->vm, at(w, from), n * G, &ops[0].handle);
+  MUST(!err || injected(err));
+  if (err) return true;
+  err = go(w, ops, 2);
+  MUST(err ? !can || injected(err) : can);
+  if (err || !(ops[0].flags & VMEM_OP_CONSUME)) MUST(!vmem_drop(w->s->vm, ops[0].handle));
+  for (unsigned i = 0; !err && i < n; i++) {
+    w->pages[to + i] = (struct page){LIVE, w->pages[from + i].value};
+    w->pages[from + i] = (struct page){NOTHING, 0};
+  }
+  return err ? unchanged(w) : true;
+}
+
 static bool consolidate(struct worker *w) {
   int err = vmem_consolidate(w->s->vm, w->base, (uint64_t)OWN * G, NULL);
   MUST(!err || injected(err));
@@ -246,7 +279,13 @@ static bool step(struct worker *w) {
   unsigned first = pick(w, OWN - 8), n = 1 + pick(w, 8);
   vmem_t vm = w->s->vm;
   int err;
-  switch (pick(w, 12)) {
+  switch (pick(w, 14)) {
+  case 12:
+    if (!copy_some(w, first, pick(w, OWN - 8), n)) return false;
+    break;
+  case 13:
+    if (!replace_some(w, pick(w, OWN - 8), first, n)) return false;
+    break;
   case 0:
   case 1:
   case 2:

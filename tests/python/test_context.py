@@ -265,25 +265,29 @@ def test_copy_and_buffers(context: pyvmem.Context, rsv: pyvmem.Reservation, page
 
 def test_opbatch_writes_what_the_structure_says() -> None:
     """Every field, with values that differ, as C sees them."""
-    batch = pyvmem.OpBatch(4)
+    batch = pyvmem.OpBatch(6)
     with pyvmem.Context("host") as context, context.create(65536) as pages:
         batch.map(1, 2, pages, 3, 4, 5, readonly=True, consume=True)
         batch.populate(6, 7, 8, 9, 10, True, True, pyvmem.Location.PEER, -1)
         batch.unmap(11, 12, 13, 14, holes=True)
         batch.fill(15, 16, 17, 18, 19, holes=True)
+        batch.map(1, 2, pages, replace=True)
+        batch.populate(20, 21, copy_from=22, copy_stride=23, copy_bytes=24)
         handle = pages.handle
     names = [name for name, _ in _native.ffi.typeof("struct vmem_op").fields]
-    rows = [tuple(getattr(batch._array[k], name) for name in names) for k in range(4)]
+    rows = [tuple(getattr(batch._array[k], name) for name in names) for k in range(6)]
     c = _native.constant
     assert rows == [
         (c("VMEM_OP_MAP"), c("VMEM_OP_READONLY") | c("VMEM_OP_CONSUME"), 1, 2, 4, 5, handle, 3)
-        + (0, 0, 0, 0),
+        + (0, 0, 0, 0, 0, 0, 0),
         (c("VMEM_OP_POPULATE"), c("VMEM_OP_DIRTY") | c("VMEM_OP_SPREAD"), 6, 7, 8, 9, 0, 0)
-        + (2, -1, 10, 0),
-        (c("VMEM_OP_UNMAP"), c("VMEM_OP_HOLES"), 11, 12, 13, 14, 0, 0, 0, 0, 0, 0),
-        (c("VMEM_OP_FILL"), c("VMEM_OP_HOLES"), 15, 16, 18, 19, 0, 0, 0, 0, 0, 17),
+        + (2, -1, 10, 0, 0, 0, 0),
+        (c("VMEM_OP_UNMAP"), c("VMEM_OP_HOLES"), 11, 12, 13, 14) + (0,) * 9,
+        (c("VMEM_OP_FILL"), c("VMEM_OP_HOLES"), 15, 16, 18, 19, 0, 0, 0, 0, 0, 17, 0, 0, 0),
+        (c("VMEM_OP_MAP"), c("VMEM_OP_REPLACE"), 1, 2, 1, 0, handle) + (0,) * 8,
+        (c("VMEM_OP_POPULATE"), c("VMEM_OP_COPY"), 20, 21, 1) + (0,) * 7 + (22, 23, 24),
     ]
-    assert (len(batch), batch.capacity) == (4, 4)
+    assert (len(batch), batch.capacity) == (6, 6)
     batch.clear()
     assert len(batch) == 0
     batch.fill(1, 2)
@@ -316,6 +320,45 @@ def test_batch(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int, how:
     assert context.stats().used_bytes == 0
     run(batch)  # the same batch again: only holes
     assert context.stats().mapped_bytes == 0
+
+
+def test_pages_move_under_their_address(
+    context: pyvmem.Context, rsv: pyvmem.Reservation, page: int
+) -> None:
+    """New pages with the old contents, then in the old ones' place."""
+    batch = pyvmem.OpBatch(2)
+    batch.populate(rsv.addr, page, count=2, stride=2 * page)
+    context.batch(batch)
+    rsv.write(0, b"one")
+    rsv.write(2 * page, b"two")
+    scratch = rsv.addr + 4 * page
+    batch.clear()
+    batch.populate(
+        scratch, page, count=2, stride=2 * page, copy_from=rsv.addr, copy_stride=2 * page
+    )
+    context.batch(batch)
+    pages = context.gather(scratch, page, 2, 2 * page)
+    batch.clear()
+    batch.map(rsv.addr, page, pages, count=2, stride=2 * page, consume=True, replace=True)
+    batch.unmap(scratch, page, count=2, stride=2 * page)
+    context.batch(batch)
+    assert (rsv.read(0, 3), rsv.read(2 * page, 3)) == (b"one", b"two")
+    assert context.stats().used_bytes == 2 * page
+    context.check()
+
+
+def test_large_pages_are_not_cut(context: pyvmem.Context) -> None:
+    large = 2 << 20
+    if large not in context.info.page_sizes or context.info.granule >= large:
+        pytest.skip("its smallest page is as large")
+    with context.reserve(4 * large, large=True) as reservation:
+        batch = pyvmem.OpBatch(1)
+        batch.populate(reservation.addr, large, page_size=large)
+        context.batch(batch)
+        assert pyvmem.RangeFlags.LARGE in reservation.query(large // 2).flags
+        with pytest.raises(pyvmem.InvalidArgument, match="cuts the page of 2097152 bytes"):
+            reservation.unmap(0, large // 2)
+        reservation.unmap(0, large)
 
 
 def test_consumed_pages_belong_to_the_mapping(

@@ -1,0 +1,423 @@
+/* SPDX-License-Identifier: MIT */
+/* Description: new pages with copied contents, pages under addresses that are mapped, and both together: moving. */
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "internal.h"
+
+#define STRIDE MIB(1)
+
+struct scene {
+  vmem_t vm;
+  uint64_t va, scratch;
+};
+
+/* Three pieces of two pages, a byte of each with a value of its own. */
+static bool scene_open(struct scene *s) {
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = 2 * PAGE, .count = 3, .stride = STRIDE};
+  s->vm = open_vm(PAGE);
+  if (vMemReserve(s->vm, MIB(8), NULL, &s->va) || vMemReserve(s->vm, MIB(8), NULL, &s->scratch)) return false;
+  op.addr = s->va;
+  if (vmem_batch(s->vm, &op, 1, NULL, 0)) return false;
+  for (int i = 0; i < 6; i++)
+    if (!put_byte(s->vm, s->va + i / 2 * STRIDE + i % 2 * PAGE + 5, 1 + i)) return false;
+  return true;
+}
+
+static bool holds(const struct scene *s, uint64_t base) {
+  for (int i = 0; i < 6; i++)
+    if (get_byte(s->vm, base + i / 2 * STRIDE + i % 2 * PAGE + 5) != 1 + i) return false;
+  return true;
+}
+
+static struct vmem_op copy_to_scratch(const struct scene *s) {
+  return (struct vmem_op){.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .addr = s->scratch, .bytes = 2 * PAGE, .count = 3,
+                          .stride = STRIDE, .src = s->va, .src_stride = STRIDE};
+}
+
+/* The scratch pages take the place of the others, and leave the scratch range. */
+static int swap(const struct scene *s, vmem_handle *h) {
+  struct vmem_op ops[] = {
+      {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = s->va, .bytes = 2 * PAGE, .count = 3, .stride = STRIDE},
+      {.op = VMEM_OP_UNMAP, .addr = s->scratch, .bytes = 2 * PAGE, .count = 3, .stride = STRIDE},
+  };
+  int err = vmem_gather(s->vm, s->scratch, 2 * PAGE, 3, STRIDE, h);
+  ops[0].handle = *h;
+  return err ? err : vmem_batch(s->vm, ops, 2, NULL, 0);
+}
+
+static void end(struct scene *s) {
+  OK(vmem_check(s->vm));
+  OK(vMemFree(s->vm, s->va, VMEM_FREE_UNMAP));
+  OK(vMemFree(s->vm, s->scratch, VMEM_FREE_UNMAP));
+  EQ(stats_of(s->vm).used_bytes, 0);
+  OK(vmem_check(s->vm));
+  OK(vmem_close(s->vm));
+}
+
+static void copies(void) {
+  struct scene s;
+  struct vmem_op op;
+  CHECK(scene_open(&s));
+  op = copy_to_scratch(&s);
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  CHECK(holds(&s, s.scratch) && holds(&s, s.va));
+  CHECK(put_byte(s.vm, s.scratch + 5, 99)); /* they are two */
+  EQ(get_byte(s.vm, s.va + 5), 1);
+  /* The same, unaligned source for two pieces, less than a piece of it: the rest is zero. */
+  op.addr = s.scratch + MIB(4);
+  op.count = 2;
+  op.src = s.va + PAGE + 5;
+  op.src_stride = 0;
+  op.src_bytes = 3;
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  for (int i = 0; i < 2; i++) {
+    EQ(get_byte(s.vm, s.scratch + MIB(4) + i * STRIDE), 2);
+    EQ(get_byte(s.vm, s.scratch + MIB(4) + i * STRIDE + 3), 0);
+    EQ(get_byte(s.vm, s.scratch + MIB(4) + i * STRIDE + 2 * PAGE - 1), 0);
+  }
+  end(&s);
+}
+
+/* Pages that were used before are zeroed where nothing is copied to. */
+static void copies_into_used_pages(void) {
+  struct scene s;
+  struct vmem_op op;
+  CHECK(scene_open(&s));
+  op = copy_to_scratch(&s);
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_fill(s.vm, s.scratch, 2 * PAGE, 0x77));
+  OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE));
+  op.count = 1;
+  op.src_bytes = 6;
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  EQ(get_byte(s.vm, s.scratch + 5), 1);
+  EQ(get_byte(s.vm, s.scratch + 6), 0);
+  EQ(get_byte(s.vm, s.scratch + PAGE + 5), 0);
+  end(&s);
+}
+
+#define REFUSED(err)                                     \
+  do {                                                   \
+    before = stats_of(s.vm);                             \
+    EQ(vmem_batch(s.vm, &op, 1, NULL, 0), err);          \
+    after = stats_of(s.vm);                              \
+    CHECK(same_state(&before, &after));                  \
+  } while (0)
+
+static void bad_copies(void) {
+  struct scene s;
+  struct vmem_op op;
+  struct vmem_stats before, after;
+  CHECK(scene_open(&s));
+  OK(vmem_warm(s.vm, MIB(4)));
+  op = copy_to_scratch(&s);
+  op.src += PAGE; /* its second page is a hole */
+  REFUSED(-EFAULT);
+  op = copy_to_scratch(&s);
+  op.src_bytes = op.bytes + 1;
+  REFUSED(-EINVAL);
+  op = copy_to_scratch(&s);
+  op.src_stride = UINT64_MAX;
+  REFUSED(-EOVERFLOW);
+  op = copy_to_scratch(&s);
+  op.src = 4096;
+  REFUSED(-ENXIO);
+  op = copy_to_scratch(&s);
+  op.src = op.addr; /* what the batch itself is about to map */
+  REFUSED(-EBUSY);
+  op = copy_to_scratch(&s);
+  op.op = VMEM_OP_UNMAP;
+  REFUSED(-EINVAL);
+  op.op = VMEM_OP_POPULATE;
+  op.flags = VMEM_OP_REPLACE;
+  REFUSED(-EINVAL);
+  end(&s);
+}
+
+/* A source stays until the batch is over; what lies between its pieces may go. */
+static void a_source_is_held(void) {
+  struct scene s;
+  struct vmem_op op, between;
+  struct vmem_after after = {.kind = VMEM_AFTER_FD};
+  uint64_t one = 1;
+  vmem_ticket t;
+  int fd = eventfd(0, EFD_CLOEXEC);
+  CHECK(fd >= 0 && scene_open(&s));
+  between = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = s.va + 2 * PAGE, .bytes = PAGE};
+  OK(vmem_batch(s.vm, &between, 1, NULL, 0));
+  after.handle = (uint64_t)fd;
+  op = copy_to_scratch(&s);
+  OK(vmem_submit(s.vm, &op, 1, &after, 1, &t));
+  EQ(vMemUnmap(s.vm, s.va, PAGE), -EBUSY);
+  EQ(vMemUnmap(s.vm, s.va + 2 * STRIDE + PAGE, PAGE), -EBUSY);
+  OK(vMemUnmap(s.vm, s.va + 2 * PAGE, PAGE));
+  EQ(get_byte(s.vm, s.va + 5), 1); /* reading goes on */
+  OK(vmem_check(s.vm));
+  EQ(write(fd, &one, 8), 8);
+  OK(vmem_wait(s.vm, t, -1));
+  CHECK(holds(&s, s.scratch));
+  OK(vMemUnmap(s.vm, s.va, PAGE));
+  close(fd);
+  end(&s);
+}
+
+static void moves(void) {
+  struct scene s;
+  struct vmem_op op;
+  vmem_handle h, old;
+  struct vmem_handle_info info = {.size = sizeof(info)};
+  uint64_t used;
+  CHECK(scene_open(&s));
+  OK(vmem_retain(s.vm, s.va, 2 * PAGE, &old));
+  used = stats_of(s.vm).used_bytes;
+  op = copy_to_scratch(&s);
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  EQ(stats_of(s.vm).used_bytes, 2 * used);
+  OK(swap(&s, &h));
+  CHECK(holds(&s, s.va));
+  EQ(vmem_handle_query(s.vm, h, &info), -EBADF); /* consumed */
+  EQ(stats_of(s.vm).used_bytes, used + 2 * PAGE); /* those that `old` names are still there */
+  EQ(stats_of(s.vm).mapped_bytes, used);
+  CHECK(put_byte(s.vm, s.va + 5, 42));
+  OK(vMemMap(s.vm, s.scratch, 2 * PAGE, old, 0, 0));
+  EQ(get_byte(s.vm, s.scratch + 5), 1);
+  OK(vMemRelease(s.vm, old));
+  EQ(stats_of(s.vm).used_bytes, used);
+  end(&s);
+}
+
+/* With a handle that is kept, in parts of what one call mapped, read-only; then over that again. */
+static void replaces_in_parts(void) {
+  struct scene s;
+  vmem_handle h;
+  struct vmem_handle_info info = {.size = sizeof(info)};
+  struct vmem_range_info r = {.size = sizeof(r)};
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = 4 * PAGE};
+  CHECK(scene_open(&s));
+  op.addr = s.scratch;
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_fill(s.vm, s.scratch, 4 * PAGE, 7));
+  OK(vmem_retain(s.vm, s.scratch + PAGE, 2 * PAGE, &h));
+  op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_READONLY, .addr = s.va + PAGE, .bytes = PAGE,
+                        .handle = h, .offset = PAGE};
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  EQ(get_byte(s.vm, s.va + 5), 1);
+  EQ(get_byte(s.vm, s.va + PAGE + 5), 7);
+  OK(vmem_range_query(s.vm, s.va + PAGE, &r));
+  EQ(r.flags & (VMEM_RANGE_MAPPED | VMEM_RANGE_READONLY), VMEM_RANGE_MAPPED | VMEM_RANGE_READONLY);
+  EQ(vmem_fill(s.vm, s.va + PAGE, 1, 0), -EACCES);
+  OK(vmem_handle_query(s.vm, h, &info));
+  EQ(info.mappings, 1);
+  OK(vmem_check(s.vm));
+  op.flags = VMEM_OP_REPLACE;
+  op.offset = 0;
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_fill(s.vm, s.va + PAGE, PAGE, 8));
+  EQ(get_byte(s.vm, s.scratch + PAGE), 8);
+  EQ(get_byte(s.vm, s.scratch + 2 * PAGE), 7);
+  OK(vmem_handle_query(s.vm, h, &info));
+  EQ(info.mappings, 1);
+  OK(vMemRelease(s.vm, h)); /* unmaps it */
+  EQ(get_byte(s.vm, s.va + 5), 1);
+  OK(vmem_range_query(s.vm, s.va + PAGE, &r));
+  EQ(r.flags & VMEM_RANGE_MAPPED, 0);
+  end(&s);
+}
+
+static void bad_replaces(void) {
+  struct scene s;
+  struct vmem_op op;
+  struct vmem_stats before, after;
+  vmem_handle h;
+  CHECK(scene_open(&s));
+  OK(vmem_gather(s.vm, s.va, PAGE, 2, STRIDE, &h));
+  op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va + PAGE, .bytes = 2 * PAGE, .handle = h};
+  REFUSED(-EFAULT); /* half of it is a hole */
+  op.addr = s.scratch;
+  REFUSED(-EFAULT);
+  op.addr = s.va;
+  op.count = 2;
+  op.stride = STRIDE;
+  REFUSED(-ERANGE);
+  OK(vmem_drop(s.vm, h));
+  REFUSED(-EBADF);
+  end(&s);
+}
+
+/* A handle that a batch is to take pages from is not to be dropped, nor are its pages. */
+static void a_handle_is_held(void) {
+  struct scene s;
+  struct vmem_after after = {.kind = VMEM_AFTER_FD};
+  struct vmem_op op;
+  vmem_handle h;
+  vmem_ticket t;
+  uint64_t one = 1;
+  int fd = eventfd(0, EFD_CLOEXEC);
+  CHECK(fd >= 0 && scene_open(&s));
+  after.handle = (uint64_t)fd;
+  op = copy_to_scratch(&s);
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_gather(s.vm, s.scratch, 2 * PAGE, 3, STRIDE, &h));
+  OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE)); /* two pages are the handle's alone now */
+  op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .count = 3,
+                        .stride = STRIDE, .handle = h};
+  OK(vmem_submit(s.vm, &op, 1, &after, 1, &t));
+  EQ(vmem_drop(s.vm, h), -EBUSY);
+  EQ(vMemRelease(s.vm, h), -EBUSY);
+  EQ(vmem_drop_range(s.vm, h, 0, PAGE, 1, 0), -EBUSY);
+  EQ(vMemUnmap(s.vm, s.va, PAGE), -EBUSY);
+  OK(vmem_check(s.vm));
+  EQ(write(fd, &one, 8), 8);
+  OK(vmem_wait(s.vm, t, -1));
+  CHECK(holds(&s, s.va));
+  OK(vmem_drop(s.vm, h));
+  close(fd);
+  end(&s);
+}
+
+/* Whichever driver call of a move fails, everything is as it was. */
+static void nth_call_fails(void) {
+  for (unsigned kind = 0; kind < 3; kind++)
+    for (uint64_t nth = 0; nth < 8; nth++) {
+      static const uint32_t kinds[] = {VMEM_INJECT_MAP, VMEM_INJECT_UNMAP, VMEM_INJECT_FILL};
+      struct scene s;
+      struct vmem_stats before, after;
+      struct vmem_op op;
+      vmem_handle h = 0;
+      int err;
+      CHECK(scene_open(&s));
+      OK(vmem_warm(s.vm, MIB(4)));
+      op = copy_to_scratch(&s);
+      before = stats_of(s.vm);
+      OK(vmem_inject(s.vm, kinds[kind], nth, 1, EIO));
+      err = vmem_batch(s.vm, &op, 1, NULL, 0);
+      CHECK(!err || err == -EIO);
+      after = stats_of(s.vm);
+      if (err) {
+        CHECK(same_state(&before, &after));
+        OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+      }
+      OK(vmem_inject(s.vm, kinds[kind], nth, 1, EIO));
+      before = stats_of(s.vm);
+      err = swap(&s, &h);
+      CHECK(!err || err == -EIO);
+      OK(vmem_inject(s.vm, 0, 0, 0, 0));
+      if (err) {
+        OK(vmem_drop(s.vm, h));
+        after = stats_of(s.vm);
+        CHECK(same_state(&before, &after));
+        CHECK(holds(&s, s.scratch));
+      }
+      CHECK(holds(&s, s.va));
+      end(&s);
+    }
+}
+
+static struct vm_backend fake;
+static int unmaps_left, maps_left;
+
+static int fake_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse) {
+  if (maps_left-- == 0) return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0, "mapped on some devices only");
+  return vm_backend_host.map(be, addr, bytes, slab, offset, flags, sparse);
+}
+
+static int fake_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
+  if (unmaps_left-- == 0) return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0, "unmapped on some devices only");
+  return vm_backend_host.unmap(be, addr, bytes, sparse);
+}
+
+/* What is in an unknown state is quarantined, with the pages on both sides; the rest is as it was. */
+static void unknown_state(void) {
+  ONLY_HOST();
+  for (int map = 0; map < 2; map++)
+    for (int nth = 0; nth < 3; nth++) {
+      struct scene s;
+      struct vmem_op op;
+      struct vm_ctx *c;
+      vmem_handle h = 0;
+      int err;
+      CHECK(scene_open(&s));
+      op = copy_to_scratch(&s);
+      OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+      c = vm_get(s.vm, "test", &err);
+      fake = vm_backend_host;
+      fake.map = fake_map;
+      fake.unmap = fake_unmap;
+      c->be = &fake;
+      vm_put(c);
+      maps_left = map ? nth : 1000;
+      unmaps_left = map ? 1000 : nth;
+      EQ(swap(&s, &h), -ENOTRECOVERABLE);
+      OK(vmem_check(s.vm));
+      EQ(stats_of(s.vm).quarantined_bytes, 4 * PAGE);
+      for (int i = 0; i < 6; i++)
+        if (i / 2 != nth) EQ(BYTE(s.va + i / 2 * STRIDE + i % 2 * PAGE + 5), 1 + i);
+      CHECK(holds(&s, s.scratch));
+      EQ(vMemUnmap(s.vm, s.va + nth * STRIDE, PAGE), -ENOTRECOVERABLE);
+      OK(vmem_drop(s.vm, h));
+      OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE));
+      OK(vmem_check(s.vm));
+      EQ(stats_of(s.vm).quarantined_bytes, 4 * PAGE);
+      OK(vmem_close(s.vm));
+    }
+}
+
+/* Contents that nobody knows are not put under somebody's address. */
+static void never_mapped(void) {
+  struct scene s;
+  struct vm_ctx *c;
+  struct vmem_op op;
+  vmem_handle h;
+  int err;
+  ONLY_HOST();
+  CHECK(scene_open(&s));
+  c = vm_get(s.vm, "test", &err);
+  fake = vm_backend_host;
+  fake.discard = NULL;
+  c->be = &fake;
+  c->info.fresh_is_zero = false;
+  vm_put(c);
+  OK(vmem_trim(s.vm, 0, NULL));
+  OK(vMemCreate(s.vm, MIB(128), NULL, &h));
+  op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = PAGE, .handle = h, .offset = MIB(127)};
+  EQ(vmem_batch(s.vm, &op, 1, NULL, 0), -EINVAL);
+  CHECK(strstr(vmem_last_error(), "never mapped"));
+  CHECK(holds(&s, s.va));
+  OK(vmem_drop(s.vm, h));
+  end(&s);
+}
+
+/* Between memories: the address stays, the location is another. */
+static void between_locations(void) {
+  struct scene s;
+  struct vmem_op op;
+  struct vmem_info info = {.size = sizeof(info)};
+  struct vmem_handle_info hi = {.size = sizeof(hi)};
+  vmem_handle h;
+  CHECK(scene_open(&s));
+  OK(vmem_query(s.vm, &info));
+  op = copy_to_scratch(&s);
+  op.location = VMEM_HOST;
+  if (!(info.caps & VMEM_CAP_HOST_PAGES)) {
+    EQ(vmem_batch(s.vm, &op, 1, NULL, 0), -EOPNOTSUPP);
+    OK(vmem_close(s.vm));
+    return;
+  }
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(swap(&s, &h));
+  CHECK(holds(&s, s.va));
+  OK(vmem_retain(s.vm, s.va, 2 * PAGE, &h));
+  OK(vmem_handle_query(s.vm, h, &hi));
+  EQ(hi.location, VMEM_HOST);
+  OK(vmem_drop(s.vm, h));
+  op.location = VMEM_DEVICE;
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0)); /* a copy in the device again */
+  OK(swap(&s, &h));
+  CHECK(holds(&s, s.va));
+  end(&s);
+}
+
+MAIN(TEST(copies), TEST(copies_into_used_pages), TEST(bad_copies), TEST(a_source_is_held), TEST(moves), TEST(replaces_in_parts),
+     TEST(bad_replaces), TEST(a_handle_is_held), TEST(nth_call_fails), TEST(unknown_state), TEST(never_mapped), TEST(between_locations))
