@@ -16,6 +16,8 @@ C_TESTS = (
     "basic",
     "batch",
     "errors",
+    "large",
+    "move",
     "parts",
     "pool",
     "threads",
