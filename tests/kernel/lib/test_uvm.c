@@ -429,7 +429,8 @@ static int unpatched(void) {
 
 int main(int argc, char **argv) {
   static const struct test tests[] = {TEST(probing),      TEST(automatic),   TEST(growth_is_one_call), TEST(everything_goes_back),
-                                      TEST(small_limits), TEST(large_pages), TEST(a_move_is_one_call), TEST(several_reservations), TEST(no_memory), TEST(granules),
+                                      TEST(small_limits), TEST(large_pages), TEST(a_move_is_one_call),
+                                      TEST(several_reservations), TEST(no_memory), TEST(granules),
                                       TEST(pages_in_host_memory), TEST(forked_child)};
   static const struct test failing[] = {TEST(gpu_fails)}, two[] = {TEST(two_gpus)};
   if (argc > 1 && !strcmp(argv[1], "unpatched")) return unpatched();

@@ -104,6 +104,11 @@ TESTS = [
         timeout=1200.0,
     ),
     _python(
+        "layers",
+        _pytest("kvcache_budget", "kvcache_layers", "kvcache_window", "prefix_tree"),
+        timeout=1200.0,
+    ),
+    _python(
         "more",
         _pytest("bad_input", "fork", "fork_kill", "model", "native", "kvcache_config"),
         timeout=1800.0,
