@@ -24,6 +24,7 @@ from pyvmem.bench import (
     capacity,
     live,
     overlap,
+    paged,
     prefixes,
     report,
     sizes,
@@ -116,6 +117,7 @@ def add_parser(sub: Any) -> None:
     capacity.add_parser(which)
     prefixes.add_parser(which)
     overlap.add_parser(which)
+    paged.add_parser(which)
 
 
 def measure(

@@ -130,7 +130,7 @@ class Decoder:
         x = self.embedding[ids]
         for number, layer in enumerate(self._layers):
             normed = rms_norm(x, shape, layer.attention_norm, _EPS)
-            q, k, v = torch.split(linear(normed, layer.qkv), (across, kv, kv), dim=1)
+            q, k, v = torch.split(linear(normed, layer.qkv), [across, kv, kv], dim=1)
             keys = k.view(tokens, s.kv_heads, s.head_dim)
             values = v.view(tokens, s.kv_heads, s.head_dim)
             attend.write(number, keys, values, batch)

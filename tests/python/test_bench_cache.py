@@ -3,17 +3,23 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import pyvmem
-from pyvmem.bench import overlap
+from pyvmem.bench import overlap, overlap_modes, paged
+from pyvmem.bench.command import Command
+from pyvmem.bench.paged_flashinfer import FlashInfer
+from pyvmem.bench.paged_kernels import CASES, TINY_CASES, Call, Case, Gather
 from pyvmem.cli import main
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 
 def conduct(name: str, folder: Path, backend: str, *options: str) -> dict[str, Any]:
@@ -51,8 +57,6 @@ def test_the_models_size_is_that_of_its_public_configuration() -> None:
 @pytest.mark.needs_tensors
 def test_decoding_agrees_with_one_prefill(backend: str) -> None:
     """Token by token through the cache, or all at once: the last token's logits are the same."""
-    import torch
-
     from pyvmem.attention import Attention
     from pyvmem.bench.decoder import TINY, Decoder
 
@@ -78,7 +82,7 @@ def test_decoding_agrees_with_one_prefill(backend: str) -> None:
 
 
 def test_lengths_grow_and_start_again() -> None:
-    lengths = overlap.Lengths(4, 64, 640)
+    lengths = overlap_modes.Lengths(4, 64, 640)
     for iteration in range(1200):
         now, after = lengths.at(iteration), lengths.at(iteration + 1)
         assert all(64 < length <= 640 for length in now)
@@ -88,11 +92,11 @@ def test_lengths_grow_and_start_again() -> None:
     assert lengths.replaced(0) == [False] * 4
     assert lengths.replaced(1) == [False, False, False, True]
     assert lengths.replaced(600) == [True] * 4
-    assert overlap.Lengths(1, 4, 8).at(0) == [5]
+    assert overlap_modes.Lengths(1, 4, 8).at(0) == [5]
 
 
 def test_spikes_are_counted_against_the_median() -> None:
-    assert overlap.spikes([1.0] * 9 + [1.19, 1.21, 5.0]) == 2
+    assert overlap_modes.spikes([1.0] * 9 + [1.19, 1.21, 5.0]) == 2
 
 
 @pytest.mark.needs_tensors
@@ -101,7 +105,7 @@ def test_overlap(tmp_path: Path, backend: str) -> None:
     part = data["parts"]["iterations"]
     assert part["status"] == "done", part
     found = rows(data)
-    for mode in overlap.MODES:
+    for mode in overlap_modes.MODES:
         assert found[f"iterations/time/{mode}"]["n"] == 90
         assert found[f"iterations/time/{mode}"]["rounds"] == 5
         assert found[f"iterations/spikes/{mode}"]["value"] >= 0
@@ -160,3 +164,151 @@ def test_an_unusable_back_end(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("every back end works here")
     assert main(["bench", "overlap", "--backend", unusable[0]]) == 2
     assert capsys.readouterr().err.startswith("vmem bench: ")
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of everything on host, where only SDPA can be had."""
+    folder = tmp_path_factory.mktemp("kernels")
+    return conduct("kernels", folder, "host", "--kernels", "fa3,flashinfer,sdpa")
+
+
+def test_kernels_that_cannot_run_say_why(kernels: dict[str, Any]) -> None:
+    for name in ("fa3", "flashinfer"):
+        part = kernels["parts"][name]
+        assert part["status"] == "not run"
+        assert part["why"] == "needs a GPU"
+        assert part["missing"] == [{"id": f"{name}/*", "why": "needs a GPU"}]
+
+
+def test_every_case_has_every_form_and_memory(kernels: dict[str, Any]) -> None:
+    assert kernels["parts"]["sdpa"]["status"] == "done"
+    found = rows(kernels)
+    forms = [f"contiguous/{name}" for name in ("random0", "random1", "malloc0", "malloc1")]
+    forms += [f"paged{block}/{name}" for block in (16, 64) for name in ("malloc0", "malloc1")]
+    assert set(found) == {f"sdpa/{case.name}/{form}" for case in TINY_CASES for form in forms}
+    assert found["sdpa/decode_b1_1k_tuned/paged16/malloc0"]["note"].endswith("splits")
+    assert found["sdpa/decode_b1_1k_tuned/contiguous/random0"]["calls"] == 2
+    assert found["sdpa/prefill_512/contiguous/random0"]["calls"] == 1
+    # Eight forms, and two requests' last tokens against float32.
+    assert sum("10 outputs checked" in n for n in kernels["parts"]["sdpa"]["notes"]) == 4
+
+
+def test_ours_is_held_against_the_best_block_and_against_16(kernels: dict[str, Any]) -> None:
+    found, known = rows(kernels), aims(kernels)
+
+    def median(form: str) -> float:
+        names = ("random0", "random1") if form == "contiguous" else ("malloc0", "malloc1")
+        values = [found[f"sdpa/prefill_512/{form}/{name}"]["median"] for name in names]
+        return sum(values) / 2
+
+    best = min(median("paged16"), median("paged64")) / median("contiguous")
+    assert known["sdpa_prefill_512_best"]["value"] == pytest.approx(best, rel=1e-3)
+    expected = median("paged16") / median("contiguous")
+    assert known["sdpa_prefill_512_16"]["value"] == pytest.approx(expected, rel=1e-3)
+    assert known["sdpa_prefill_512_best"]["aim"] is None  # it is no paged kernel
+
+
+def test_the_goals_of_paged_kernels(tmp_path: Path) -> None:
+    args = argparse.Namespace(backend="host", device=0, quick=True, fa3=None, deadline=1, out=None)
+    command = Command(args, "kernels", {})
+    paged._aims(command, "fa3", CASES, (16, 256))
+    goals = {aim["id"]: aim["aim"] for aim in command.aims.found if aim["aim"]}
+    assert goals == {
+        "fa3_decode_b1_16k_tuned_best": 0.97,
+        "fa3_decode_b16_16k_best": 0.97,
+        "fa3_decode_b32_16k_best": 0.97,
+        "fa3_decode_b128_4k_best": 0.97,
+        "fa3_prefill_16k_best": 0.99,
+        "fa3_prefill_64k_best": 0.99,
+        "fa3_chunk_2k_64k_best": 0.99,
+        "fa3_chunks_512_32k_best": 0.99,
+    }
+    assert all(aim["value"] is None and aim["why"] for aim in command.aims.found)
+
+
+@pytest.mark.parametrize("form", ["contiguous", "paged"])
+def test_a_kernel_that_computes_something_else_fails_the_run(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(Gather, form)
+
+    def wrong(self: Gather, case: Case, *more: Any) -> Call:
+        call: Call = right(self, case, *more)
+        if case.name == "prefill_512":
+            return lambda q, k, v: call(q, k, v.roll(1, 1))
+        return call
+
+    monkeypatch.setattr(Gather, form, wrong)
+    out = tmp_path / "k.json"
+    words = ["bench", "kernels", "--quick", "--backend", "host", "--kernels", "sdpa"]
+    assert main([*words, "--out", str(out)]) == 1
+    part = json.loads(out.read_text())["parts"]["sdpa"]
+    assert part["status"] == "failed"
+    assert "prefill_512" in part["why"]
+    assert [item["id"] for item in part["missing"]] == ["sdpa/prefill_512"]
+    assert any(row["id"].startswith("sdpa/chunks_128_512/") for row in part["rows"])
+
+
+def test_chosen_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--kernels", "sdpa", "--cases", "decode_b2_1k"]
+    data = conduct("kernels", tmp_path, "host", *options)
+    assert {name.split("/")[1] for name in rows(data)} == {"decode_b2_1k"}
+    words = ["bench", "kernels", "--quick", "--backend", "host", "--cases", "nothing"]
+    assert main(words) == 2
+    assert "no case of nothing" in capsys.readouterr().err
+
+
+class _Wrapper:
+    """FlashInfer's wrappers as far as `plan` and `run` are seen from outside."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
+        assert layout == "NHD"
+        self.backend = backend
+
+    def plan(self, *shape: Any, **more: Any) -> None:
+        self.shape, self.more = shape, more
+
+    def run(self, q: torch.Tensor, *rows: Any, out: torch.Tensor) -> torch.Tensor:
+        k, v = rows if len(rows) == 2 else rows[0]
+        starts, wheres, *_ = self.shape
+        batch = len(starts) - 1
+        case = Case("", "", batch, int(starts[1]), 0, False, *q.shape[1:2], *k.shape[-2:])
+        if len(rows) == 1:
+            table, last = self.shape[2].view(batch, -1), self.shape[3]
+            size = self.shape[7]
+            assert k.shape[1] == size == int(last[0])
+            assert int(wheres[-1]) == table.numel()
+            case = replace(case, kv_len=int(wheres[1]) * size)
+            return out.copy_(Gather().paged(case, table, 0)(q, k, v))
+        case = replace(case, kv_len=int(wheres[1]))
+        shape = (batch, case.kv_len, *k.shape[1:])
+        return out.copy_(Gather().contiguous(case, 0)(q, k.view(shape), v.view(shape)))
+
+
+def test_flashinfer_is_told_the_right_shapes() -> None:
+    flashinfer = object.__new__(FlashInfer)
+    flashinfer._device = torch.device("cpu")
+    flashinfer._workspace = torch.empty(0)
+    flashinfer._why = {"fa2": "", "fa3": "no compiler"}
+    flashinfer._prefill = SimpleNamespace(
+        BatchPrefillWithRaggedKVCacheWrapper=_Wrapper, BatchPrefillWithPagedKVCacheWrapper=_Wrapper
+    )
+    case = TINY_CASES[1]
+    q = torch.randn(2, 4, 32, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, 1024, 2, 32, dtype=torch.bfloat16)
+    wanted = Gather().contiguous(case, 0)(q, k, v)
+    assert torch.equal(flashinfer.contiguous(case, 0)(q, k, v), wanted)
+    table = torch.randperm(32, dtype=torch.int32).view(2, 16)
+    cut = (32, 64, 2, 32)
+    found = flashinfer.paged(case, table, 0)(q, k.view(cut), v.view(cut))
+    wanted = Gather().paged(case, table, 0)(q, k.view(cut), v.view(cut))
+    assert torch.equal(found, wanted)
+    assert flashinfer._plan(case, 4, 64)["fixed_split_size"] == 4
+    assert flashinfer._plan(case, 1, 1)["fixed_split_size"] == 1024
+    assert "fixed_split_size" not in flashinfer._plan(case, 0, 1)
+    with pytest.raises(RuntimeError, match="fa3 was not compiled: no compiler"):
+        flashinfer.contiguous(TINY_CASES[2], 0)
