@@ -22,9 +22,11 @@ from pyvmem.bench import (
     busy,
     calls,
     capacity,
+    deferred,
     live,
     overlap,
     paged,
+    prefix_map,
     prefixes,
     report,
     sizes,
@@ -118,6 +120,8 @@ def add_parser(sub: Any) -> None:
     prefixes.add_parser(which)
     overlap.add_parser(which)
     paged.add_parser(which)
+    deferred.add_parser(which)
+    prefix_map.add_parser(which)
 
 
 def measure(

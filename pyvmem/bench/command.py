@@ -134,8 +134,13 @@ class Command:
 
     @property
     def page(self) -> int:
-        """64 KiB; of a tiny model on host 4 KiB, so that its requests need several pages."""
-        return 4 << 10 if self.quick and self.backend == "host" else 64 << 10
+        """64 KiB, or the smallest page that is larger; in a quick run on host 4 KiB.
+
+        A tiny model's requests then need several.
+        """
+        if self.quick and self.backend == "host":
+            return 4 << 10
+        return min(size for size in self.page_sizes if size >= 64 << 10)
 
     def device(self) -> torch.device:
         """Where the tensors are. RuntimeError: there are none; the text says why."""

@@ -74,7 +74,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     from pyvmem.bench.decoder import LLAMA_3_8B, TINY, Decoder
 
     args = command.args
-    sizes = TINY if command.quick else LLAMA_3_8B
+    sizes = TINY if command.quick or device.type == "cpu" else LLAMA_3_8B
     low, high = (64, 640) if command.quick else (args.low, args.high)
     batch = min(args.batch, 4) if command.quick else args.batch
     iterations = min(args.iterations, 90) if command.quick else args.iterations

@@ -126,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
     parts = {name: command.record.part(name, KERNELS[name]) for name in args.kernels}
     try:
         device = command.device()
+        if _PAGE not in command.page_sizes:
+            raise RuntimeError(f"{command.backend} has no pages of 64 KB")
     except RuntimeError as error:
         for part in parts.values():
             with conducted(part):

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import pyvmem
-from pyvmem.bench import overlap, overlap_modes, paged
+from pyvmem.bench import deferred, overlap, overlap_modes, paged, prefix_map
 from pyvmem.bench.command import Command
+from pyvmem.bench.fragments import Fragments
 from pyvmem.bench.paged_flashinfer import FlashInfer
 from pyvmem.bench.paged_kernels import CASES, TINY_CASES, Call, Case, Gather
 from pyvmem.cli import main
@@ -164,6 +165,97 @@ def test_an_unusable_back_end(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("every back end works here")
     assert main(["bench", "overlap", "--backend", unusable[0]]) == 2
     assert capsys.readouterr().err.startswith("vmem bench: ")
+
+
+# ---- deferred ------------------------------------------------------------------------------------
+
+
+@pytest.mark.needs_tensors
+def test_deferred(tmp_path: Path, backend: str) -> None:
+    data = conduct("deferred", tmp_path, backend)
+    part = data["parts"]["prefill"]
+    assert part["status"] == "done", part
+    found = rows(data)
+    for mode in deferred.MODES:
+        assert found[f"prefill/time/{mode}"]["n"] == 3
+    pages = found["prefill/reused_pages/reuse"]["value"]
+    assert pages > 0
+    for mode, grown, reused in (
+        ("mapped", 0, 0),
+        ("reuse", 0, pages),
+        ("sync", pages, 0),
+        ("pages", pages, 0),
+    ):
+        assert found[f"prefill/grown_pages/{mode}"]["value"] == grown
+        assert found[f"prefill/reused_pages/{mode}"]["value"] == reused
+    assert found["prefill/difference"]["value"] <= 0.02
+    known = aims(data)
+    assert known["prefill_reuse"]["aim"] == 1.01
+    assert known["prefill_sync"]["value"] is not None
+    assert known["prefill_sync"]["aim"] is None
+    assert not any(aim["applies"] for aim in known.values())
+
+
+def test_prefills_that_differ_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "_compare", lambda _: float("nan"))
+    out = tmp_path / "deferred.json"
+    assert main(["bench", "deferred", "--quick", "--backend", "host", "--out", str(out)]) == 1
+    part = json.loads(out.read_text())["parts"]["prefill"]
+    assert part["status"] == "failed"
+    assert "outputs differ by nan" in part["why"]
+    assert part["rows"]
+
+
+def test_fragments_are_single_pages(backend: str) -> None:
+    page = 4096 if backend == "host" else 64 << 10
+    if backend == "cuda":
+        pytest.skip("pages of 2 MB")
+    with Fragments(backend, 0, page, 64 * page) as fragments:
+        context = fragments.context
+        assert context.stats().free_bytes >= 64 * page
+        reservation = context.reserve(128 * page)
+        with context.create(64 * page) as pages:
+            before = context.stats().map_calls
+            reservation.map(0, pages)
+            if backend != "uvm":  # which maps in one call, whatever the pages
+                assert context.stats().map_calls - before == 64
+            reservation.unmap(0, 64 * page)
+        reservation.close()
+        context.check()
+
+
+# ---- prefix-map ----------------------------------------------------------------------------------
+
+
+def test_prefix_map(tmp_path: Path, backend: str) -> None:
+    data = conduct("prefix-map", tmp_path, backend)
+    found, part = rows(data), data["parts"]["prefix"]
+    if backend == "cuda":  # 2 MB only, and read-only by the driver's version
+        assert part["status"] in ("done", "not run"), part
+        return
+    assert part["status"] == "done", part
+    for kind in prefix_map.KINDS:
+        assert found[f"prefix/map/{kind}"]["n"] == 3
+        assert found[f"prefix/match/{kind}"]["n"] == 3
+        assert found[f"prefix/bytes/{kind}"]["value"] == 2048 * 4 * 2048
+    pages = 4 * 2048 * 2048 // found["prefix/map/fragmented"]["page"]
+    assert found["prefix/segments/fragmented"]["value"] >= pages
+    assert found["prefix/segments/runs"]["value"] < pages
+    known = aims(data)
+    assert [known[f"prefix_{kind}"]["aim"] for kind in prefix_map.KINDS] == [6.0, 2.0, None]
+    assert not any(aim["applies"] for aim in known.values())
+
+
+def test_a_prefix_with_other_contents_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks = iter(range(1 << 30))
+    monkeypatch.setattr(prefix_map._Kind, "_mark", lambda *_: next(marks).to_bytes(16, "little"))
+    out = tmp_path / "p.json"
+    assert main(["bench", "prefix-map", "--quick", "--backend", "host", "--out", str(out)]) == 1
+    part = json.loads(out.read_text())["parts"]["prefix"]
+    assert part["status"] == "failed"
+    assert "WrongResult: tensor" in part["why"]
 
 
 # ---- kernels -------------------------------------------------------------------------------------
