@@ -7,6 +7,7 @@ queries and keys that move no weights and no cache) or tensor parallelism.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["LLAMA_3_8B", "TINY", "Decoder", "Sizes"]
 
 _EPS = 1e-5
+_FIRST_LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,19 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def __call__(self, ids: torch.Tensor, attend: Attention, batch: Batch) -> torch.Tensor:
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        attend: Attention,
+        batch: Batch,
+        during: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
         """One forward pass: writes the new tokens' rows into the cache and reads it.
 
         Args:
             ids: of the new tokens, one request after the other, int64 ``[tokens]``.
             attend, batch: see `pyvmem.attention`.
+            during: called when the first layers were launched, so that a GPU is busy meanwhile.
 
         Returns:
             The logits of each request's last token, ``[requests, vocabulary]``.
@@ -139,5 +148,7 @@ class Decoder:
             normed = rms_norm(x, shape, layer.inner_norm, _EPS)
             gate, up = linear(normed, layer.gate_up).chunk(2, dim=1)
             x = x + linear(silu(gate) * up, layer.down)
+            if during is not None and number == min(_FIRST_LAYERS, s.layers) - 1:
+                during()
         last = x[batch.starts[1:].long() - 1]
         return linear(rms_norm(last, shape, self._norm, _EPS), self._head)

@@ -150,6 +150,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     sizes = TINY if command.quick or device.type == "cpu" else LLAMA_3_8B
     length = min(args.tokens, 64) if command.quick else args.tokens
     rounds = min(args.rounds, 3) if command.quick else args.rounds
+    command.record.options.update(model=sizes.name, tokens=length)
     model = Decoder(sizes, device)
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(sizes.vocabulary, (length,), generator=generator).to(device)
@@ -223,7 +224,7 @@ def add_parser(which: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
-    command = open_command(args, "deferred", _METHOD, tokens=args.tokens, rounds=args.rounds)
+    command = open_command(args, "deferred", _METHOD)
     if command is None:
         return 2
     part = command.record.part("prefill", "prefill of one prompt")

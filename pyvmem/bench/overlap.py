@@ -5,7 +5,8 @@ The question of figure 9 of the vAttention paper (ASPLOS'25). One process decode
 over three caches, in blocks of iterations that take turns, each with the same lengths and tokens:
 
 - ``mapped``: every page was mapped before; the cache is not called while the model runs.
-- ``async``: `step_async` for the next iteration while the GPU runs this one, then `step`.
+- ``async``: `step_async` for the next iteration when the first layers of this one were launched,
+  then `step`.
 - ``sync``: `step` alone, on the critical path.
 
 Requests grow from `low` to `high` tokens; one that reaches `high` makes room for a fresh one of
@@ -89,6 +90,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
             part.notes.append(f"{fits} requests, since {batch} do not fit {free >> 30} GiB")
             batch = fits
     lengths = Lengths(batch, low, high)
+    command.record.options.update(model=sizes.name, batch=batch, low=low, high=high, block=block)
     command.show(f"{sizes.name}, {batch} requests of {low} to {high} tokens")
     model = Decoder(sizes, device)
     with ExitStack() as stack:
@@ -229,9 +231,7 @@ def add_parser(which: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
-    command = open_command(
-        args, "overlap", _METHOD, batch=args.batch, low=args.low, high=args.high, block=args.block
-    )
+    command = open_command(args, "overlap", _METHOD)
     if command is None:
         return 2
     part = command.record.part("iterations", "iterations of decoding")

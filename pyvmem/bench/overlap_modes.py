@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.bench.command import Command
@@ -32,15 +33,15 @@ class Lengths:
     """How many tokens each request has, at every iteration.
 
     Args:
-        batch: requests; they start evenly between `low` and `high`.
+        batch: requests; they start evenly between `low` and `high`, a whole number of tokens apart.
         low: tokens of a fresh request, before its first iteration.
         high: tokens with which one ends.
     """
 
     def __init__(self, batch: int, low: int, high: int) -> None:
         self.low, self.high = low, high
-        span = high - low
-        self._starts = [i * (span - 1) // max(1, batch - 1) for i in range(batch)]
+        distance = (high - low - 1) // max(1, batch - 1)
+        self._starts = [i * distance for i in range(batch)]
 
     def at(self, iteration: int) -> list[int]:
         """Tokens of each, the new one included."""
@@ -120,6 +121,7 @@ class Mode:
             event = self._cuda.Event
             self._events = (event(enable_timing=True), event(enable_timing=True))
         self.reqids: list[int] = []
+        self._ahead_ns = 0
         self.before = self.cache.stats()
 
     def prepare(self) -> None:
@@ -171,16 +173,14 @@ class Mode:
         _ = batch.slots, batch.index, batch.used, batch.starts  # copied before the GPU is busy
         if self._cuda is not None:
             self._events[0].record()
-        self.out = self.model(ids, self.attend, batch)
+        during = partial(self._ahead, iteration) if self.name == "async" else None
+        self._ahead_ns = 0
+        self.out = self.model(ids, self.attend, batch, during)
         if self._cuda is not None:
             self._events[1].record()
         launched = clock()
-        if maps:
-            for request in self.lengths.ended(iteration):
-                self.cache.free_reqid(self.reqids[request])
-                self.reqids[request] = self._take(self.lengths.low + 1)
-        if self.name == "async":
-            must(self.cache.step_async(self._by_slot(self.lengths.at(iteration + 1))))
+        if maps and self.lengths.ended(iteration):
+            self._replace(iteration)
         begun = clock()
         self._synchronize()
         end = clock()
@@ -189,10 +189,25 @@ class Mode:
         times = self.times
         times.total.rounds[-1].append(end - start)
         times.step.rounds[-1].append(stepped - start)
-        times.begin.rounds[-1].append(begun - launched)
+        times.begin.rounds[-1].append(self._ahead_ns + begun - launched)
         if self._cuda is not None:
             elapsed = self._events[0].elapsed_time(self._events[1])
             times.gpu.rounds[-1].append(elapsed * 1e6)
+
+    def _ahead(self, iteration: int) -> None:
+        """Begins to map for the next iteration; requests that end now need no more."""
+        start = time.perf_counter_ns()
+        after = zip(self.lengths.at(iteration), self.lengths.at(iteration + 1), strict=True)
+        must(self.cache.step_async(self._by_slot([max(now, then) for now, then in after])))
+        self._ahead_ns = time.perf_counter_ns() - start
+
+    def _replace(self, iteration: int) -> None:
+        """Frees the requests that end, after their last work was launched, and takes new ones."""
+        for request in self.lengths.ended(iteration):
+            self.cache.free_reqid(self.reqids[request])
+            self.reqids[request] = self._take(self.lengths.low + 1)
+        if self.name == "async":
+            must(self.cache.step_async(self._by_slot(self.lengths.at(iteration + 1))))
 
     def add_rows(self, part: Part) -> None:
         """What is known by now."""

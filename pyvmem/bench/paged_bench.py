@@ -28,7 +28,7 @@ __all__ = ["OURS", "THEIRS", "PagedBench"]
 OURS = ("random0", "random1")  # of `Buffers`
 THEIRS = ("malloc0", "malloc1")
 _LAYERS = 16  # calls of decoding in one sample, at most
-_TOLERANCE = 0.02  # of the largest number of an output: bfloat16 has 8 bits
+_TOLERANCE = 0.03  # of the largest number of a head: bfloat16 has 8 bits
 
 
 @dataclass
@@ -59,7 +59,7 @@ class PagedBench:
         self._clock = timer(self.device)
         self._graphs: list[Any] = []
         self._graph_why = ""
-        self._checked: list[tuple[float, float]] = []
+        self._checked: list[float] = []
 
     def measure(self, case: Case, deadline: Deadline) -> None:
         """Adds the rows of a case. WrongResult: a form computes something else than it must."""
@@ -74,10 +74,9 @@ class PagedBench:
         self._checked.clear()
         try:
             forms = [*self._contiguous(case, q), *self._paged(case, q, generator)]
-            worst = max(difference / largest for difference, largest in self._checked)
             self.part.notes.append(
-                f"{case.name}: {len(self._checked)} outputs checked, largest difference "
-                f"{worst:.2g} of the largest number"
+                f"{case.name}: {len(self._checked)} outputs checked, the largest difference is "
+                f"{max(self._checked):.2g} of the largest number of its head"
             )
             book = Book(self.part)
             turns = []
@@ -234,10 +233,10 @@ class PagedBench:
         return out
 
     def _check(self, what: str, out: torch.Tensor, wanted: torch.Tensor) -> None:
-        difference = float((out.float() - wanted.float()).abs().max())
-        largest = float(wanted.float().abs().max())
-        self._checked.append((difference, largest))
-        if not difference <= _TOLERANCE * largest:  # also refuses NaN
-            raise WrongResult(
-                f"{what}: differs by {difference:.2g}, where {largest:.2g} is largest"
-            )
+        """Compares head by head of every token: later tokens' numbers are smaller."""
+        wanted = wanted.float()
+        difference = (out.float() - wanted).abs().amax(-1)
+        worst = float((difference / wanted.abs().amax(-1).clamp_min(1e-9)).max())
+        self._checked.append(worst)
+        if not worst <= _TOLERANCE:  # also refuses NaN
+            raise WrongResult(f"{what}: differs by {worst:.2g} of a head's largest number")

@@ -65,10 +65,10 @@ CASES = (
     Case("chunks_512_32k", "8 chunks of 512 at the end of 32K", 8, 512, 32 * _K),
 )
 TINY_CASES = (
-    Case("decode_b1_1k_tuned", "decode, 1 request of 1K, best splits", 1, 1, _K, True, 4, 2, 32),
-    Case("decode_b2_1k", "decode, 2 requests of 1K", 2, 1, _K, False, 4, 2, 32),
-    Case("prefill_512", "prefill of 512", 1, 512, 512, False, 4, 2, 32),
-    Case("chunks_128_512", "2 chunks of 128 at the end of 512", 2, 128, 512, False, 4, 2, 32),
+    Case("decode_b1_1k_tuned", "decode, 1 request of 1K, best splits", 1, 1, _K, True, 4, 2),
+    Case("decode_b2_1k", "decode, 2 requests of 1K", 2, 1, _K, False, 4, 2),
+    Case("prefill_512", "prefill of 512", 1, 512, 512, False, 4, 2),
+    Case("chunks_128_512", "2 chunks of 128 at the end of 512", 2, 128, 512, False, 4, 2),
 )
 
 

@@ -89,9 +89,10 @@ def test_lengths_grow_and_start_again() -> None:
         assert all(64 < length <= 640 for length in now)
         for request, (a, b) in enumerate(zip(now, after, strict=True)):
             assert b == (65 if request in lengths.ended(iteration) else a + 1)
-    assert lengths.at(0) == [65, 65 + 575 // 3, 65 + 2 * 575 // 3, 640]
+    assert lengths.at(0) == [65, 65 + 191, 65 + 2 * 191, 65 + 3 * 191]
     assert lengths.replaced(0) == [False] * 4
-    assert lengths.replaced(1) == [False, False, False, True]
+    assert lengths.replaced(2) == [False] * 4
+    assert lengths.replaced(3) == [False, False, False, True]
     assert lengths.replaced(600) == [True] * 4
     assert overlap_modes.Lengths(1, 4, 8).at(0) == [5]
 
@@ -390,12 +391,12 @@ def test_flashinfer_is_told_the_right_shapes() -> None:
         BatchPrefillWithRaggedKVCacheWrapper=_Wrapper, BatchPrefillWithPagedKVCacheWrapper=_Wrapper
     )
     case = TINY_CASES[1]
-    q = torch.randn(2, 4, 32, dtype=torch.bfloat16)
-    k, v = torch.randn(2, 2, 1024, 2, 32, dtype=torch.bfloat16)
+    q = torch.randn(2, 4, 128, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, 1024, 2, 128, dtype=torch.bfloat16)
     wanted = Gather().contiguous(case, 0)(q, k, v)
     assert torch.equal(flashinfer.contiguous(case, 0)(q, k, v), wanted)
     table = torch.randperm(32, dtype=torch.int32).view(2, 16)
-    cut = (32, 64, 2, 32)
+    cut = (32, 64, 2, 128)
     found = flashinfer.paged(case, table, 0)(q, k.view(cut), v.view(cut))
     wanted = Gather().paged(case, table, 0)(q, k.view(cut), v.view(cut))
     assert torch.equal(found, wanted)
