@@ -62,7 +62,7 @@ class Sizes:
 
 
 LLAMA_3_8B = Sizes("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256)
-TINY = Sizes("a tiny model", 2, 64, 4, 2, 32, 96, 128)
+TINY = Sizes("a tiny model", 2, 64, 4, 2, 64, 96, 128)
 
 
 @dataclass(frozen=True)

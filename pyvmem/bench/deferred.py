@@ -17,12 +17,14 @@ from __future__ import annotations
 import argparse
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.bench.command import Command, WrongResult, add_common, conducted, open_command
 from pyvmem.bench.fragments import Fragments
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.timing import Deadline, Samples, interleave, quiet
+from pyvmem.errors import VMemError
 from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.layout import Layout
 
@@ -49,54 +51,68 @@ _METHOD = {
 
 
 class _Mode:
-    """One of `MODES`, with its cache of one slot. A context manager, to be entered at once."""
+    """One of `MODES`, with its cache of one slot, which a `with` opens and closes."""
 
     def __init__(
         self, name: str, command: Command, model: Decoder, ids: torch.Tensor, book: Book
     ) -> None:
         import torch
 
+        self.name, self._command, self._model, self._ids = name, command, model, ids
+        self.length = len(ids)
+        self.out: torch.Tensor | None = None
+        what = f"prefill of {self.length:,} tokens, {MODES[name]}"
+        self._open_rows = partial(book.samples, system=name)
+        self._what = what
+        self._cuda: Any = torch.cuda if ids.device.type == "cuda" else None
+        self._total = self._step = self._gpu = Samples()
+
+    def __enter__(self) -> _Mode:
         from pyvmem.attention import Attention
 
-        self.name, self._model, self._ids = name, model, ids
-        self.length = len(ids)
-        config = model.sizes.config(
+        command, page = self._command, self._command.page
+        config = self._model.sizes.config(
             max_batch=1,
             max_seq_len=self.length + _OVERREAD,
-            page_size=command.page,
+            page_size=page,
             low_watermark=0.0,
             overread_rows=_OVERREAD,
-            deferred_reclaim=name == "reuse",
+            deferred_reclaim=self.name == "reuse",
         )
         backend, ordinal = command.backend, command.args.device
         with ExitStack() as stack:
             context = None
-            if name == "pages":
-                layout = Layout(config, command.page)
-                need = layout.slot_pages * layout.num_tensors * command.page
-                fragments = Fragments(backend, ordinal, command.page, need)
-                context = stack.enter_context(fragments).context
+            if self.name == "pages":
+                layout = Layout(config, page)
+                need = layout.slot_pages * layout.num_tensors * page
+                context = stack.enter_context(Fragments(backend, ordinal, page, need)).context
             cache = KVCache(config, context, backend=backend, device=ordinal)
             self.cache = stack.enter_context(cache)
+            self.attend = Attention(self.cache, command.args.kernel)
+            stack.callback(self.attend.close)
+            self._begin()
+            # There is one slot, so the batch is the same every time.
+            self._batch = self.attend.batch([0], [self.length], [self.length])
+            _ = self._batch.slots, self._batch.index, self._batch.used, self._batch.starts
+            if self.name != "mapped":
+                self._end()
             self._stack = stack.pop_all()
-        self.attend = Attention(self.cache, command.args.kernel)
-        self.out: torch.Tensor | None = None
-        what = f"prefill of {self.length:,} tokens, {MODES[name]}"
-        self._total = book.samples(f"time/{name}", what, name, unit="ms")
-        self._step = self._gpu = Samples()
+        self._name_rows()
+        return self
+
+    def _name_rows(self) -> None:
+        """The rows of a mode that could be made."""
+        name, what = self.name, self._what
+        self._total = self._open_rows(f"time/{name}", what, unit="ms")
         if name != "mapped":
-            self._step = book.samples(f"step/{name}", f"of that, step: {what}", name)
-        self._cuda: Any = torch.cuda if ids.device.type == "cuda" else None
+            self._step = self._open_rows(f"step/{name}", f"of that, step: {what}")
         if self._cuda is not None:
-            self._gpu = book.samples(f"gpu/{name}", f"its forward pass: {what}", name, unit="ms")
+            self._gpu = self._open_rows(f"gpu/{name}", f"its forward pass: {what}", unit="ms")
             event = self._cuda.Event
             self._events = (event(enable_timing=True), event(enable_timing=True))
-        self._begin()
-        # There is one slot, so the batch is the same every time.
-        self._batch = self.attend.batch([0], [self.length], [self.length])
-        _ = self._batch.slots, self._batch.index, self._batch.used, self._batch.starts
-        if name != "mapped":
-            self._end()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.__exit__(*exc)
 
     def _begin(self) -> None:
         if self.cache.alloc_reqid(self.length) is None or self.cache.step([self.length]):
@@ -133,13 +149,6 @@ class _Mode:
             self._step.new_round().append(stepped - start)
             self._end()
 
-    def __enter__(self) -> _Mode:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.attend.close()
-        self._stack.__exit__(*exc)
-
 
 def _measure(command: Command, part: Part, device: torch.device) -> None:
     import torch
@@ -156,7 +165,14 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     ids = torch.randint(sizes.vocabulary, (length,), generator=generator).to(device)
     book = Book(part)
     with ExitStack() as stack:
-        modes = [stack.enter_context(_Mode(name, command, model, ids, book)) for name in MODES]
+        modes: list[_Mode] = []
+        for name in MODES:
+            try:
+                modes.append(stack.enter_context(_Mode(name, command, model, ids, book)))
+            except (RuntimeError, VMemError) as error:
+                part.not_run(f"time/{name}", str(error).splitlines()[0])
+        if not modes:
+            return
         part.notes.append(str(modes[0].attend.choice))
         before = {mode.name: mode.cache.stats() for mode in modes}
         command.show(f"{sizes.name}, prefill of {length:,} tokens")

@@ -207,6 +207,42 @@ def test_prefills_that_differ_fail_the_run(tmp_path: Path, monkeypatch: pytest.M
     assert part["rows"]
 
 
+def test_a_mode_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: Any) -> None:
+        raise pyvmem.OutOfMemory("the device is full", errno=12)
+
+    monkeypatch.setattr(deferred, "Fragments", none)
+    data = conduct("deferred", tmp_path, "host")
+    part = data["parts"]["prefill"]
+    assert part["status"] == "partial"
+    assert part["missing"] == [{"id": "prefill/time/pages", "why": "the device is full"}]
+    assert "prefill/time/sync" in rows(data)
+    assert "prefill/time/pages" in aims(data)["prefill_pages"]["why"]
+
+
+def test_a_failure_on_the_way_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iterate = overlap_modes.Mode.iterate
+
+    def failing(self: overlap_modes.Mode, iteration: int, *more: Any, **options: Any) -> None:
+        if iteration == 250 and self.name == "async":
+            raise RuntimeError("deliberate")
+        iterate(self, iteration, *more, **options)
+
+    monkeypatch.setattr(overlap_modes.Mode, "iterate", failing)
+    out = tmp_path / "o.json"
+    words = ["bench", "overlap", "--backend", "host", "--low", "64", "--high", "640"]
+    words += ["--batch", "4", "--block", "20", "--iterations", "300", "--out", str(out)]
+    assert main(words) == 1
+    part = json.loads(out.read_text())["parts"]["iterations"]
+    assert part["status"] == "failed"
+    assert part["why"] == "RuntimeError: deliberate"
+    assert next(r for r in part["rows"] if r["id"] == "iterations/time/sync")["n"] == 200
+
+
 def test_fragments_are_single_pages(backend: str) -> None:
     page = 4096 if backend == "host" else 64 << 10
     if backend == "cuda":
