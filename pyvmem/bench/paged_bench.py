@@ -78,12 +78,17 @@ class PagedBench:
                 f"{case.name}: {len(self._checked)} outputs checked, the largest difference is "
                 f"{max(self._checked):.2g} of the largest number of its head"
             )
+            if case.tuned:
+                chosen = {form.row.split("/")[1]: str(form.splits) for form in forms}
+                splits = ", ".join(f"{how} {number}" for how, number in chosen.items())
+                self.part.notes.append(f"{case.name}, splits (0: the kernel's own): {splits}")
             book = Book(self.part)
             turns = []
             for form in forms:
-                note = f"{form.splits} splits" if case.tuned else ""
+                notes = [f"{form.splits} splits"] if case.tuned else []
+                notes += [f"a sample is the mean of {form.calls} calls"] if case.decodes else []
                 samples = book.samples(
-                    form.row, form.what, form.system, unit="ms", note=note, calls=form.calls
+                    form.row, form.what, form.system, unit="ms", note=", ".join(notes)
                 )
                 turns.append(partial(self._turn, form, samples.rounds))
             with quiet():

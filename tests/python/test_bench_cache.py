@@ -319,9 +319,10 @@ def test_every_case_has_every_form_and_memory(kernels: dict[str, Any]) -> None:
     forms = [f"contiguous/{name}" for name in ("random0", "random1", "malloc0", "malloc1")]
     forms += [f"paged{block}/{name}" for block in (16, 64) for name in ("malloc0", "malloc1")]
     assert set(found) == {f"sdpa/{case.name}/{form}" for case in TINY_CASES for form in forms}
-    assert found["sdpa/decode_b1_1k_tuned/paged16/malloc0"]["note"].endswith("splits")
-    assert found["sdpa/decode_b1_1k_tuned/contiguous/random0"]["calls"] == 2
-    assert found["sdpa/prefill_512/contiguous/random0"]["calls"] == 1
+    note = found["sdpa/decode_b1_1k_tuned/paged16/malloc0"]["note"]
+    assert note.endswith(" splits, a sample is the mean of 2 calls")
+    assert "note" not in found["sdpa/prefill_512/contiguous/random0"]
+    assert any("splits (0: the" in note for note in kernels["parts"]["sdpa"]["notes"])
     # Eight forms, and two requests' last tokens against float32.
     assert sum("10 outputs checked" in n for n in kernels["parts"]["sdpa"]["notes"]) == 4
 
