@@ -147,6 +147,8 @@ def _turns(
     with quiet():
         for mode in modes:
             turn(mode, 0, warm_up, False)
+        why = [mode.capture() for mode in modes]
+        part.notes.append(f"no CUDA graph: {why[0]}" if any(why) else "forward in CUDA graphs")
         last = warm_up
         for number, first in enumerate(range(warm_up, warm_up + iterations, block)):
             if number and not command.deadline.allows(slowest):
@@ -224,6 +226,7 @@ def add_parser(which: Any) -> None:
     add("--high", type=int, default=8192, help="tokens with which one ends (8192)")
     add("--iterations", type=int, default=2500, help="of each mode (2500)")
     add("--block", type=int, default=100, help="iterations before the next mode's turn (100)")
+    add("--ahead", type=int, default=16, help="tokens ahead that are mapped (16)")
     add("--kernel", default="auto", help="of pyvmem.attention (auto)")
     add("--modes", type=_modes, default=list(MODES), help=",".join(MODES))
     parser.set_defaults(run=run)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from pyvmem.kvcache import KVCache
 if TYPE_CHECKING:
     import torch
 
+    from pyvmem.attention import Batch
     from pyvmem.bench.decoder import Decoder
 
 __all__ = ["MODES", "OVERREAD", "SPIKE", "Lengths", "Mode", "must", "spikes"]
@@ -121,6 +123,10 @@ class Mode:
             event = self._cuda.Event
             self._events = (event(enable_timing=True), event(enable_timing=True))
         self.reqids: list[int] = []
+        self._ahead_tokens = command.args.ahead
+        self._batch: Batch | None = None  # in the same tensors at every iteration
+        self._graph: Any = None
+        self._ids: torch.Tensor | None = None
         self._ahead_ns = 0
         self.before = self.cache.stats()
 
@@ -169,13 +175,16 @@ class Mode:
         if maps:
             must(self.cache.step(wanted))
         stepped = clock()
-        batch = self.attend.batch(self.reqids, [1] * len(lengths), lengths)
-        _ = batch.slots, batch.index, batch.used, batch.starts  # copied before the GPU is busy
+        if self._batch is None:
+            self._batch = self.attend.batch(self.reqids, [1] * len(lengths), lengths)
+            _ = self._batch.slots, self._batch.index, self._batch.used, self._batch.starts
+        else:
+            self._batch.advance(self.reqids, lengths)
         if self._cuda is not None:
             self._events[0].record()
         during = partial(self._ahead, iteration) if self.name == "async" else None
         self._ahead_ns = 0
-        self.out = self.model(ids, self.attend, batch, during)
+        self._forward(ids, during)
         if self._cuda is not None:
             self._events[1].record()
         launched = clock()
@@ -194,11 +203,45 @@ class Mode:
             elapsed = self._events[0].elapsed_time(self._events[1])
             times.gpu.rounds[-1].append(elapsed * 1e6)
 
+    def _forward(self, ids: torch.Tensor, during: Callable[[], None] | None) -> None:
+        """Launches a forward pass, and `during` once the GPU is busy with it."""
+        if self._graph is None:
+            self.out = self.model(ids, self.attend, self._current(), during)
+            return
+        assert self._ids is not None
+        self._ids.copy_(ids)
+        self._graph.replay()
+        if during is not None:
+            during()
+
+    def _current(self) -> Batch:
+        assert self._batch is not None
+        return self._batch
+
+    def capture(self) -> str:
+        """From now on the forward pass is a CUDA graph; after an iteration. Why not, or ""."""
+        import torch
+
+        if self._cuda is None:
+            return "there is no GPU"
+        if self.attend.choice.name != "fa3":
+            return f"{self.attend.choice.name} takes lengths from the host"
+        self._ids = torch.zeros(len(self.reqids), dtype=torch.int64, device=self.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self.out = self.model(self._ids, self.attend, self._current())
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        self._graph = graph
+        return ""
+
     def _ahead(self, iteration: int) -> None:
-        """Begins to map for the next iteration; requests that end now need no more."""
+        """Begins to map for iterations to come; requests that end before need no more."""
         start = time.perf_counter_ns()
-        after = zip(self.lengths.at(iteration), self.lengths.at(iteration + 1), strict=True)
-        must(self.cache.step_async(self._by_slot([max(now, then) for now, then in after])))
+        now = self.lengths.at(iteration)
+        then = [min(length + self._ahead_tokens, self.lengths.high) for length in now]
+        must(self.cache.step_async(self._by_slot(then)))
         self._ahead_ns = time.perf_counter_ns() - start
 
     def _replace(self, iteration: int) -> None:
@@ -244,6 +287,7 @@ class Mode:
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        self._graph = self._batch = self.out = None
         self.attend.close()
         self.cache.__exit__(*exc)
 

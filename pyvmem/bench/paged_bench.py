@@ -57,7 +57,7 @@ class PagedBench:
         self.part, self.kernel, self.buffers, self.quick = part, kernel, buffers, quick
         self.device = buffers.device
         self._clock = timer(self.device)
-        self._graphs: list[Any] = []
+        self._graphs: list[Any] = []  # with what they read
         self._graph_why = ""
         self._checked: list[float] = []
 
@@ -198,7 +198,7 @@ class PagedBench:
             self.part.notes.append(f"no CUDA graph: {self._graph_why}")
             torch.cuda.synchronize(self.device)
             return plain
-        self._graphs.append(captured)
+        self._graphs.append((captured, plain))
         return captured.replay
 
     def _best(
