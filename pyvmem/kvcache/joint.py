@@ -130,7 +130,14 @@ class JointPrefixes(Prefixes):
             missing = pages * column - back
             spans = self.tree.evict(-(-missing // unit) * self.unit_pages)
             if not spans:
-                break
+                if not any(
+                    one.reclaimer.shared.idle(span)
+                    for one in self._cores
+                    for span in one.prefixes.spans()
+                ):
+                    break
+                for slot in self._core.table:
+                    self.unpin(slot)
             back += sum(map(self._let_go, spans))
         return back // column
 

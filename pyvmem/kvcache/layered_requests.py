@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.cache import KVCache
     from pyvmem.kvcache.prefixes import PrefixMatch
     from pyvmem.kvcache.swap import SwappedRequest
+    from pyvmem.kvcache.turns import Turns
 
 __all__ = ["LayeredRequests"]
 
@@ -29,7 +29,7 @@ class LayeredRequests(Closing):
     by a `KVCache` with one.
     """
 
-    _lock: threading.RLock
+    _lock: Turns
     caches: tuple[KVCache, ...]
 
     def _open(self) -> list[Core]:

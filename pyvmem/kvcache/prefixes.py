@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import OutOfMemory, TooManyBatches
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
@@ -62,7 +61,6 @@ class Prefixes:
         self.tree: PrefixTree[Span] = PrefixTree(whole // layout.row_bytes)
         self.unit_pages = whole // layout.page_size
         core.reclaimer.evict = self.evict
-        core.reclaimer.unpin = self.tree.unpin
 
     # ---- recording -------------------------------------------------------------------------------
 
@@ -136,6 +134,12 @@ class Prefixes:
             self.tree.pin(node)
         return list(pins)
 
+    def unpin(self, slot: Slot) -> None:
+        """Keeps nothing for a slot any longer; counts as a use."""
+        for node in slot.pins:
+            self.tree.unpin(node)
+        slot.pins = []
+
     # ---- matching --------------------------------------------------------------------------------
 
     def match(self, tokens: Any, leave: int) -> PrefixMatch:
@@ -179,11 +183,12 @@ class Prefixes:
             if slots is not None:
                 span = sum((one.span for one in node.path()), Span((), self.unit_pages))
                 span = span.cut(0, match.length // self.tree.unit * self.unit_pages)
+                core.sharing.order_after_writers(span, stream)
                 core.sharing.attach(slots, span)
-        except (OutOfMemory, TooManyBatches):
-            slots = None
-        except BaseException:
+        except BaseException as error:
             self.tree.unpin(node)
+            if core.sharing.is_shortage(error):
+                return None
             raise
         if slots is None:
             self.tree.unpin(node)
@@ -192,13 +197,15 @@ class Prefixes:
         slot.pins = [node]
         core.enter(slot, match.length)
         core.note_peaks()
-        core.sharing.order_after_writers(span, stream)
         return slot.index
 
     # ---- giving up -------------------------------------------------------------------------------
 
     def evict(self, pages: int) -> int:
         """Takes least recently used prefixes out until so many pages per tensor come back.
+
+        Those that a request began with or recorded go last, and only where there are pages among
+        them that no request uses: the request keeps its own.
 
         Returns:
             Pages per tensor that came back, or will when the batches that unmap them are done.
@@ -207,7 +214,10 @@ class Prefixes:
         while done < pages:
             spans = self.tree.evict(pages - done)
             if not spans:
-                break
+                if not any(shared.idle(span) for span in self.spans()):
+                    break
+                for slot in self._core.table:
+                    self.unpin(slot)
             for span in spans:
                 done += shared.idle(span)
                 self._core.reclaimer.let_go(span)
@@ -215,18 +225,19 @@ class Prefixes:
 
     def evict_all(self) -> None:
         """Takes every prefix out that no request uses."""
-        self.evict(self.tree.evictable_pages)
+        for span in self.tree.evict(self.tree.evictable_pages):
+            self._core.reclaimer.let_go(span)
 
     def check(self) -> list[str]:
         """What contradicts in the tree, its pins and its spans, in words."""
         found = self.tree.check()
         wanted: dict[Node[Span], int] = {}
-        for holder in (*self._core.table, *self._core.reclaimer.cuts):
-            for node in holder.pins:
+        for slot in self._core.table:
+            for node in slot.pins:
                 wanted[node] = wanted.get(node, 0) + 1
         for node in self.tree:
             if node.pins != wanted.pop(node, 0):
-                found.append(f"{node!r} has {node.pins} pins, other than slots and cuts hold")
+                found.append(f"{node!r} has {node.pins} pins, other than slots hold")
             if node.span.pages != node.units * self.unit_pages:
                 found.append(f"{node!r} has a span of {node.span.pages} pages")
         if wanted:

@@ -157,7 +157,7 @@ class Sharing:
             into: so many free slots; None: those that suit best.
 
         Raises:
-            VMemError: pages of an earlier owner could not be unmapped.
+            VMemError: pages of an earlier owner could not be unmapped; `is_shortage` of some.
         """
         core = self._core
         core.reclaimer.poll()
@@ -168,15 +168,20 @@ class Sharing:
         for slot in slots:
             core.pager.release(slot)
             if slot.mapped:
-                try:
-                    core.reclaimer.cut(slot, 0)
-                except (TooManyBatches, OutOfMemory):
-                    return None
+                core.reclaimer.cut(slot, 0)
                 core.pager.release(slot)
             if slot.mapped or slot.broken:
                 core.reclaimer.raise_errors()
                 raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
         return slots
+
+    def is_shortage(self, error: BaseException) -> bool:
+        """Whether a failure of `vacate` or `attach` is answered as a lack of memory is.
+
+        They need none of the cache's, only some for books and page tables. So one of several ranks
+        may lack it alone, and there it is an error.
+        """
+        return isinstance(error, (OutOfMemory, TooManyBatches)) and not self._core.table.lockstep
 
     def attach(self, slots: Sequence[Slot], span: Span, source: Slot | None = None) -> None:
         """Takes empty slots and maps shared pages there, in one batch; on failure takes none.

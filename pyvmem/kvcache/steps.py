@@ -101,8 +101,17 @@ def _begin_async(core: Core, seq_lens: Sequence[int]) -> tuple[list[int], _Want]
     short = list(compress(core.indices, map(operator.gt, lens, pager.capacity)))
     want = core.want(lens, short) if short else []
     if want and (pager.growths or reclaimer.cuts):
-        want = core.unpromised(want)
+        want = [(slot, pages) for slot, pages in want if not _promised(slot, pages)]
     return short, want
+
+
+def _promised(slot: Slot, pages: int) -> bool:
+    """Whether a growth in flight will grant its owner so many pages."""
+    job = slot.job
+    return isinstance(job, Growth) and any(
+        other is slot and owner == slot.owner and promise >= pages
+        for other, owner, promise in job.grants
+    )
 
 
 def _grow(core: Core, want: _Want, *, background: bool) -> bool:

@@ -14,10 +14,12 @@ the window has all of them mapped until the next step.
 
 from __future__ import annotations
 
+import errno
 import operator
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
+from pyvmem.errors import TooManyBatches
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record
 
@@ -63,16 +65,28 @@ class Window:
         events: list[Any] | None = None
         for index in compress(core.indices, map(operator.ge, old, self._next)):
             slot = core.table[index]
-            # The same length again: perhaps its work has not been launched yet.
-            if lens[index] <= old[index] or slot.job is not None:
-                continue
+            if lens[index] <= old[index]:
+                continue  # the same length again: perhaps its work has not been launched yet
+            if slot.job is not None:
+                if not core.table.lockstep:
+                    continue  # the next step is soon enough
+                core.pager.release(slot)
             if events is None:
                 event = record(stream, core.device)
                 events = [] if event is None else [event]
             layout = self._layout
             head = (old[index] - self._kept) * layout.row_bytes // layout.page_size
-            if not core.reclaimer.try_slide(slot, head, [*slot.events, *events]):
-                return  # the queue is full; the next step tries again
+            after = [*slot.events, *events]
+            if not core.reclaimer.try_slide(slot, head, after):  # the queue is full
+                if not core.table.lockstep:
+                    return  # the next step tries again
+                core.reclaimer.finish_all()
+                if not core.reclaimer.try_slide(slot, head, after):
+                    raise TooManyBatches(
+                        "pages behind the window could not be unmapped",
+                        errno=errno.EAGAIN,
+                        op="KVCache",
+                    )
             self._next[index] = self._kept + self._rows(head + 1)
             self._least[index] = self._window + self._rows(head)
 

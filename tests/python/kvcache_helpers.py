@@ -134,6 +134,27 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def at_the_gate(turns: Any) -> bool:
+    """Whether a thread waits for a budget's lock; not for the thread that waits."""
+    if turns._gate.acquire(blocking=False):
+        turns._gate.release()
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def pending() -> Iterator[FdEvent]:
+    """GPU work that is over at the end of the block at the latest.
+
+    In a block of the cache's: what fails there fails, and does not hang where the cache is closed.
+    """
+    with FdEvent.create() as event:
+        try:
+            yield event
+        finally:
+            event.set()
+
+
 @contextlib.contextmanager
 def firing_later(event: FdEvent) -> Iterator[list[bool]]:
     """Sets the event from another thread; the list is true from just before that."""

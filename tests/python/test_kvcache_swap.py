@@ -16,6 +16,7 @@ from kvcache_helpers import (
     eventually,
     firing_later,
     lens,
+    pending,
     rows_are,
     rows_are_zero,
     small_cache,
@@ -30,7 +31,6 @@ from pyvmem import (
     Caps,
     Context,
     DriverError,
-    FdEvent,
     Inject,
     InvalidArgument,
     KVCache,
@@ -104,7 +104,7 @@ def test_swap_in_without_memory(context: Context) -> None:
 
 
 def test_swap_out_waits_for_the_work(context: Context) -> None:
-    with small_cache(context) as cache, FdEvent.create() as work:
+    with small_cache(context) as cache, pending() as work:
         reqid = started(cache, 1)
         with firing_later(work) as fired:
             cache.swap_out(reqid, work)
@@ -200,7 +200,7 @@ def test_trim_gives_memory_back_to_the_device(backend: str) -> None:
 
 
 def test_trim_waits_for_work_on_freed_slots(context: Context) -> None:
-    with small_cache(context) as cache, FdEvent.create() as work:
+    with small_cache(context) as cache, pending() as work:
         cache.free_reqid(started(cache, ROWS), work)
         with firing_later(work) as fired:
             cache.trim()
