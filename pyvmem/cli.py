@@ -16,6 +16,7 @@ __all__ = ["main"]
 # module with add_parser(sub) and run(args) -> int, and the line for `vmem --help`
 _COMMANDS = {
     "probe": ("pyvmem.probe", "which back ends work on this machine"),
+    "features": ("pyvmem.features.cli", "what of the cache works on them, and what is missing"),
     "selftest": ("pyvmem.selftest.cli", "check on the GPU itself that it works on this machine"),
     "bench": ("pyvmem.bench.cli", "measure the calls, against CUDA's own where there is a GPU"),
     "layouts": ("pyvmem.layouts.cli", "what layouts of the KV cache cost, and which to take"),

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Writes the measured parts of README.md from benchmarks/results/*.json.
+"""Writes the measured parts of README.md, and the table of features, from benchmarks/results.
 
 A part lies between `<!-- measured NAME -->` and `<!-- /measured NAME -->`; nothing there is written
-by hand. `--check` changes nothing and fails where the file does not say what the results say. The
-parts of readme_cache.py are only asked for when there is a result for them.
+by hand, nor between `<!-- features -->` and `<!-- /features -->`. `--check` changes nothing and
+fails where the file does not say what the results say. The parts of readme_cache.py are only asked
+for when there is a result for them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable
 
+import readme_features
 from readme_cache import CACHE_PARTS
 from readme_format import RESULTS, ROOT, Result, number, rows, table, title
 
@@ -274,6 +276,7 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "calls": part_calls,
     "aims": part_aims,
     "verified": part_verified,
+    "features": lambda _: readme_features.part(),
 }
 
 
@@ -284,7 +287,8 @@ def render(text: str, results: list[Result]) -> str:
     """The README with its measured parts written anew."""
     optional = {name: part for name, part in CACHE_PARTS.items() if part([])}
     for name, part in {**PARTS, **optional}.items():
-        begin, end = f"<!-- measured {name} -->", f"<!-- /measured {name} -->"
+        label = name if name == "features" else f"measured {name}"
+        begin, end = f"<!-- {label} -->", f"<!-- /{label} -->"
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.S)
         if len(pattern.findall(text)) != 1:
             sys.exit(f"README.md needs one part between '{begin}' and '{end}'")

@@ -29,8 +29,8 @@ import torch
 
 from pyvmem.attention import Attention
 from pyvmem.errors import VMemError
+from pyvmem.features.table import FORK
 from pyvmem.hf.next_batch import NextBatch, close_quietly
-from pyvmem.info import Caps
 from pyvmem.kvcache import KVCache, control
 from pyvmem.kvcache.config import invalid
 
@@ -82,7 +82,7 @@ class NamedRequests:
         self._next = NextBatch(cache, attention)
         self._finalizer = weakref.finalize(self, close_quietly, cache, attention)
         self._finalizer.atexit = False
-        self.can_fork = Caps.ALIAS | Caps.READONLY in cache.context.info.caps
+        self.can_fork = not FORK.lacks(cache.context.info)
         self.sharing = sharing and self.can_fork
         self.stream: Any = None
         self._requests: dict[str, _Request] = {}

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import errno
-import threading
 import warnings
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ class CacheBase(Closing):
     """A core behind a lock."""
 
     _core: Core
-    _lock: threading.RLock
+    _lock: AbstractContextManager[Any]
 
     def _gone(self) -> bool:
         return super()._gone() or not self._core.context.is_open

@@ -10,16 +10,20 @@ What a cache has and what is kept for it, in bytes:
 
 At all times the sum of ``max(used, floor)`` over the caches is at most the budget's total.
 
-One lock serves all caches of a budget. So a cache that is short can look into the others and take
-from them, nobody can wait in a circle, and whether a call gets its memory depends on the sequence
-of the calls alone.
+One lock serves all caches of a budget, instead of one for each. So a cache that is short can look
+into the others and take from them, nobody can wait in a circle, and whether a call gets its memory
+depends on the sequence of the calls alone. Nobody has the lock twice while another waits (`Turns`).
+
+A call keeps it while it waits for GPU work: a cache's calls may take as long as the GPU work on the
+free slots of another cache. So that work must end without a further call to any cache of the
+budget, as work that is launched does. An `FdEvent` that a thread sets after its next call would
+never be set.
 """
 
 from __future__ import annotations
 
 import errno
 import operator
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,6 +32,7 @@ from pyvmem.errors import OutOfMemory
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.cuts import wait_for_cuts
 from pyvmem.kvcache.setup import available_bytes
+from pyvmem.kvcache.turns import Turns
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
@@ -79,7 +84,8 @@ class Budget:
     give back what belongs to no request (pages of free slots, then recorded prefixes), down to
     their floors. What a request owns is never taken.
 
-    Thread-safe. Calls of its caches take turns, also those that wait for GPU work.
+    Thread-safe. Calls of its caches take turns, also those that wait for GPU work; none waits for
+    more than one call of each other thread.
 
     Args:
         context: the context that all its caches use; it must outlive them.
@@ -100,7 +106,7 @@ class Budget:
             )
         self.context = context
         self.total_bytes = total or available_bytes(context.cuda_device, _UNKNOWN)
-        self.lock = threading.RLock()
+        self.lock = Turns()
         self._shares: list[Share] = []
 
     def stats(self) -> BudgetStats:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyvmem.context import Context
 from pyvmem.kvcache import report, setup, steps
@@ -17,6 +18,7 @@ from pyvmem.kvcache.idle import IdleThread
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.report import IntegrityError
 from pyvmem.kvcache.requests import RequestCalls
+from pyvmem.kvcache.slots import SlotTable
 from pyvmem.kvcache.stats import CacheStats, SlotInfo
 from pyvmem.kvcache.views import Views
 from pyvmem.reservation import Reservation
@@ -57,6 +59,8 @@ class KVCache(RequestCalls):
         VMemError: the context or the reservation could not be made.
     """
 
+    _table: ClassVar[type[SlotTable]] = SlotTable
+
     def __init__(
         self,
         config: KVCacheConfig,
@@ -67,10 +71,13 @@ class KVCache(RequestCalls):
     ) -> None:
         self._closed = True  # until the core is made
         self._budget = budget
-        self._lock = threading.RLock() if budget is None else budget.lock
+        self._lock: AbstractContextManager[Any] = (
+            threading.RLock() if budget is None else budget.lock
+        )
         self._idle: IdleThread | None = None
         self.config = config
-        self._core = Core(config, setup.make(config, context, backend, device, budget))
+        parts = setup.make(config, context, backend, device, budget)
+        self._core = Core(config, parts, self._table)
         self._views = Views(self._core.layout, self._core.parts.reservation)
         self._closed = False
         try:

@@ -7,10 +7,12 @@ cache may name slots itself, or reserve memory after the tensors exist.
 
 from __future__ import annotations
 
+import errno
 import operator
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from pyvmem.errors import NotSupported
 from pyvmem.kvcache.config import invalid
 
 if TYPE_CHECKING:
@@ -36,15 +38,7 @@ def claim(cache: KVCache, reqid: int) -> None:
         core = cache._open_core()
         core.reclaimer.poll()
         core.pager.poll()
-        index, last = operator.index(reqid), len(core.table) - 1
-        if not 0 <= index <= last:
-            raise invalid(f"reqid {index} is not between 0 and {last}", limit=last)
-        slot = core.table[index]
-        if slot.active:
-            raise invalid(f"reqid {index} is taken")
-        if slot.broken:
-            raise invalid(f"reqid {index} is broken: a failed batch could not be undone there")
-        core.table.take(slot)
+        core.table.take(core.free_slot(reqid))
         core.prepare()
 
 
@@ -53,9 +47,16 @@ def set_limit(cache: KVCache, pages: int) -> None:
 
     Raises:
         InvalidArgument: negative, less than what is behind the cache now, or than its floor.
+        NotSupported: the ranks of a `ParallelKVCache` have agreed on their limit.
     """
     with cache._lock:
         core = cache._open_core()
+        if core.table.lockstep:
+            raise NotSupported(
+                "set_limit: the ranks have agreed on their limit",
+                errno=errno.EOPNOTSUPP,
+                op="KVCache",
+            )
         core.reclaimer.poll()
         count, held = operator.index(pages), core.reclaimer.held
         if count < max(0, held):

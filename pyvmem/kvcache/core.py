@@ -12,7 +12,6 @@ from typing import Any
 from pyvmem.errors import Busy, NotRecoverable, OutOfMemory, TooManyBatches, VMemError
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
-from pyvmem.kvcache.jobs import Growth
 from pyvmem.kvcache.pager import Pager
 from pyvmem.kvcache.prefixes import Prefixes
 from pyvmem.kvcache.reclaim import Reclaimer
@@ -36,14 +35,16 @@ class Core:
         untidy: `tidy` is to be called by the next step.
     """
 
-    def __init__(self, config: KVCacheConfig, parts: Parts) -> None:
+    def __init__(
+        self, config: KVCacheConfig, parts: Parts, table: type[SlotTable] = SlotTable
+    ) -> None:
         self.config = config
         self.parts = parts
         self.context = parts.context
         self.layout = layout = parts.layout
         self.device = parts.cuda_device
         self.counters = Counters(parts.context)
-        self.table = SlotTable(config.max_batch)
+        self.table = table(config.max_batch)
         base = parts.reservation.addr
         self.reclaimer = Reclaimer(
             parts.context, base, layout, self.table, parts.limit_pages, self.counters
@@ -124,6 +125,18 @@ class Core:
             raise invalid(f"reqid {index} is not taken")
         return slot
 
+    def free_slot(self, reqid: int) -> Slot:
+        """A free slot by its number; raises InvalidArgument where it cannot be taken."""
+        index, last = operator.index(reqid), len(self.table) - 1
+        if not 0 <= index <= last:
+            raise invalid(f"reqid {index} is not between 0 and {last}", limit=last)
+        slot = self.table[index]
+        if slot.active:
+            raise invalid(f"reqid {index} is taken")
+        if slot.broken:
+            raise invalid(f"reqid {index} is broken: a failed batch could not be undone there")
+        return slot
+
     def fit(self, seq_len: int) -> Slot | None:
         """The free slot for a request of so many tokens (0: not known)."""
         length, longest = operator.index(seq_len), self.config.max_seq_len
@@ -156,6 +169,7 @@ class Core:
             self.window.forget(slot)
         if slot.shared and not slot.stale:
             self.reclaimer.shared.unuse(slot.span)
+        self.prefixes.unpin(slot)
         self.table.give_back(slot, event, self.clock)
         self.used_tokens -= self.seq_lens[slot.index]
         self.seq_lens[slot.index] = 0
@@ -191,10 +205,6 @@ class Core:
         return used
 
     # ---- on the side -----------------------------------------------------------------------------
-
-    def unpromised(self, want: list[tuple[Slot, int]]) -> list[tuple[Slot, int]]:
-        """`want` without what a growth in flight will grant."""
-        return [(slot, pages) for slot, pages in want if not _promised(slot, pages)]
 
     def keep_watermark(self) -> None:
         """With too little memory free, begins to unmap pages of free slots."""
@@ -284,11 +294,3 @@ class Core:
             counters.peak_used = used
         if wasted > counters.peak_wasted:
             counters.peak_wasted = wasted
-
-
-def _promised(slot: Slot, pages: int) -> bool:
-    job = slot.job
-    return isinstance(job, Growth) and any(
-        other is slot and owner == slot.owner and promise >= pages
-        for other, owner, promise in job.grants
-    )

@@ -32,7 +32,6 @@ class Cuts:
         held: physical pages behind the cache, shared ones once, those on their way back included.
         shared: pages that several places may refer to.
         evict: takes recorded prefixes of so many pages per tensor out; set by who keeps them.
-        unpin: lets go of a recorded prefix that was kept for a slot; likewise.
         cuts: unfinished batches.
         errors: failures of finished batches that no call has raised yet.
         slid: pages per tensor that left the windows of running requests.
@@ -57,7 +56,6 @@ class Cuts:
         self.held = self.slid = 0
         self.shared = SharedPages(layout)
         self.evict: Callable[[int], int] = lambda pages: 0
-        self.unpin: Callable[[Any], None] = lambda pin: None
         self.cuts: list[Cut] = []
         self.errors: list[VMemError] = []
         self.share: Share | None = None
@@ -85,8 +83,7 @@ class Cuts:
         ticket = self.context.submit(self._ops, after=slot.events)
         slot.job = job = Cut(slot, low, slot.mapped, slot.dirty, ticket, slot.head)
         if slot.stale:
-            job.span, job.pins = slot.span, slot.pins
-            slot.span, slot.pins = EMPTY, []
+            job.span, slot.span = slot.span, EMPTY
         slot.mapped = keep
         slot.head = min(slot.head, keep)
         slot.dirty = min(slot.dirty, keep)
@@ -156,13 +153,11 @@ class Cuts:
                 elif slot.owner == cut.owner:
                     self.slid -= pages
                 if cut.span.pages:
-                    slot.span, slot.pins = cut.span, cut.pins
-                pages, cut.span, cut.pins = 0, EMPTY, []
+                    slot.span = cut.span
+                pages, cut.span = 0, EMPTY
         self.cuts.remove(cut)
         slot.job = None
         self._came_back(pages)
-        for pin in cut.pins:
-            self.unpin(pin)
         self.let_go(cut.span)
 
     def let_go(self, span: Span) -> None:
@@ -187,6 +182,36 @@ class Cuts:
                     if RangeFlags.QUARANTINED in info.flags:
                         self.table.condemn(slot)
                     at += info.run_bytes
+
+    def salvage(self, slot: Slot) -> None:
+        """Unmaps what is left of a freed request that lost its rows, after its GPU work.
+
+        Raises:
+            VMemError: it could not be unmapped; nothing changed.
+        """
+        layout = self.layout
+        runs: list[tuple[int, int]] = []
+        quarantined = False
+        for tensor in range(layout.num_tensors):
+            at = self.base + layout.offset(slot.index, 0, tensor)
+            end = at + slot.mapped * layout.page_size
+            while at < end:
+                info = self.context.query(at)
+                size = min(info.run_bytes, end - at)
+                if info.mapped:
+                    runs.append((at, size))
+                quarantined |= RangeFlags.QUARANTINED in info.flags
+                at += size
+        if runs:
+            ops = OpBatch(len(runs))
+            for at, size in runs:
+                ops.unmap(at, size)
+            self.context.batch(ops, after=slot.events)
+        span, own = slot.span, slot.mapped - slot.head - slot.shared
+        slot.span, slot.mapped, slot.head, slot.dirty = EMPTY, 0, 0, 0
+        slot.lost, slot.broken = False, quarantined
+        self._came_back(own)
+        self.let_go(span)
 
     def raise_errors(self) -> None:
         """Raises the oldest failure of a background batch, with the others as notes."""

@@ -7,7 +7,8 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import OutOfMemory
+from pyvmem.errors import VMemError
+from pyvmem.features.table import FORK
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.slots import Slot
@@ -18,10 +19,17 @@ if TYPE_CHECKING:
 __all__ = ["fork"]
 
 
-def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) -> list[int] | None:
+def fork(
+    core: Core,
+    reqid: int,
+    count: int,
+    length: int | None,
+    stream: Any,
+    into: Sequence[int] | None = None,
+) -> list[int] | None:
     """See `KVCache.fork_many`."""
     layout, sharing = core.layout, core.sharing
-    sharing.require()
+    sharing.require(FORK, "fork")
     parent = core.slot(reqid)
     held = core.seq_lens[parent.index]
     rows = held if length is None else operator.index(length)
@@ -32,10 +40,16 @@ def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) ->
             f"fork of {count} requests; it must lie between 1 and {len(core.table)}",
             limit=len(core.table),
         )
+    chosen = None if into is None else _chosen(core, count, into)
     full = rows * layout.row_bytes // layout.page_size
     pages = layout.pages_for(rows)
     core.pager.release(parent)
-    slots = sharing.vacate(count)
+    try:
+        slots = sharing.vacate(count, chosen)
+    except VMemError as error:
+        if sharing.is_shortage(error):
+            return None
+        raise
     if slots is None:
         return None
     new_pages = (pages - full) * count * layout.num_tensors
@@ -46,8 +60,10 @@ def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) ->
     sharing.share(parent, full)
     try:
         sharing.attach(slots, parent.span.cut(0, full), parent)
-    except OutOfMemory:
-        return None
+    except VMemError as error:
+        if sharing.is_shortage(error):
+            return None
+        raise
     try:
         if pages > full:
             if not core.pager.grow([(slot, pages) for slot in slots], background=False):
@@ -64,6 +80,16 @@ def fork(core: Core, reqid: int, count: int, length: int | None, stream: Any) ->
         core.enter(slot, rows)
     core.note_peaks()
     return [slot.index for slot in slots]
+
+
+def _chosen(core: Core, count: int, into: Sequence[int]) -> list[Slot]:
+    """The free slots that the caller named."""
+    slots = [core.free_slot(index) for index in into]
+    if len(slots) != count:
+        raise invalid(f"into names {len(slots)} slots for {count} requests", limit=count)
+    if len(set(slots)) != count:
+        raise invalid(f"into names a slot twice: {[slot.index for slot in slots]}")
+    return slots
 
 
 def _copy_tail(core: Core, parent: Slot, slots: Sequence[Slot], page: int, rows: int) -> None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import VMemError
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
 
-__all__ = ["IdleThread", "begin_trim", "trim"]
+__all__ = ["IdleThread", "begin_trim", "trim", "unmap_idle"]
 
 _LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
 
@@ -37,15 +38,20 @@ def begin_trim(core: Core, prefixes: bool) -> bool:
 def trim(core: Core, prefixes: bool) -> int:
     """See `KVCache.trim`."""
     before = core.context.stats().slab_bytes
+    unmap_idle(core, prefixes)
+    core.context.trim(0)
+    core.reclaimer.raise_errors()
+    return max(0, before - core.context.stats().slab_bytes)
+
+
+def unmap_idle(core: Core, prefixes: bool) -> None:
+    """Unmaps all pages of no request, and waits for that; failures are in `Cuts.errors`."""
     core.pager.finish_idle()
     with core.counters.waiting():
         while not begin_trim(core, prefixes):
             core.reclaimer.finish_all()
             if core.reclaimer.errors:
                 break
-    core.context.trim(0)
-    core.reclaimer.raise_errors()
-    return max(0, before - core.context.stats().slab_bytes)
 
 
 class IdleThread(threading.Thread):
@@ -56,7 +62,7 @@ class IdleThread(threading.Thread):
         lock: the cache's.
     """
 
-    def __init__(self, core: Core, lock: threading.RLock) -> None:
+    def __init__(self, core: Core, lock: AbstractContextManager[Any]) -> None:
         super().__init__(name="pyvmem-idle", daemon=True)
         self._core = weakref.ref(core)
         self._period = core.config.idle_seconds / _LOOKS

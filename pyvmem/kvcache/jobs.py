@@ -54,8 +54,7 @@ class Cut:
 
     `dirty` and `head` are what the slot's were before. `slides`: the pages left the window of
     `owner`, and the slot keeps what lies behind them. `span` names the shared pages among them,
-    which come back when nobody else refers to them, and `pins` the prefixes that were kept for
-    them.
+    which come back when nobody else refers to them.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -69,7 +68,6 @@ class Cut:
     owner: int = 0
     slides: bool = False
     span: Span = EMPTY
-    pins: list[Any] = field(default_factory=list)
 
     @property
     def pages(self) -> int:

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy
-from pyvmem.kvcache import setup, steps
-from pyvmem.kvcache.base import Closing
+from pyvmem.kvcache import report, setup, steps
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.core import Core
-from pyvmem.kvcache.events import record
+from pyvmem.kvcache.joint import JointPrefixes
+from pyvmem.kvcache.layered_requests import LayeredRequests
 from pyvmem.kvcache.shapes import LayerShape, Place, classes_of
+from pyvmem.kvcache.stats import CacheStats, together
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 __all__ = ["LayeredCache"]
 
 
-class LayeredCache(Closing):
+class LayeredCache(LayeredRequests):
     """One `KVCache` for each class of equal layers, behind one reqid and one `step`.
 
-    The classes share a budget. A step is all or nothing over all of them. Forks, prefixes and
-    swapping are `KVCache`'s alone: the sharing unit differs from class to class.
+    The classes share a budget. What changes a request is all or nothing over all of them. Prefixes
+    are recorded in one tree, in units that fill whole pages in every class (joint.py).
 
     Thread-safe; calls take turns. A context manager.
 
@@ -95,6 +96,7 @@ class LayeredCache(Closing):
                     size=budget.total_bytes,
                     limit=least,
                 )
+            JointPrefixes([cache._core for cache in caches])
             undo.pop_all()
         self._lock = budget.lock
         self._closed = False
@@ -111,37 +113,7 @@ class LayeredCache(Closing):
     def _gone(self) -> bool:
         return super()._gone() or not self.budget.context.is_open
 
-    # ---- requests ------------------------------------------------------------------------------
-
-    def alloc_reqid(self, seq_len: int = 0) -> int | None:
-        """As `KVCache.alloc_reqid`; the slot fits the class of the first layer best."""
-        with self._lock:
-            cores = self._open()
-            for core in cores:
-                core.reclaimer.poll()
-                core.pager.poll()
-            if len({len(core.table.free) for core in cores}) > 1:
-                _condemn_together(cores)
-            found = cores[0].fit(seq_len)
-            if found is None:
-                return None
-            for core in cores:
-                core.table.take(core.table[found.index])
-            for core in cores:
-                core.prepare()
-            return found.index
-
-    def free_reqid(self, reqid: int, stream: Any = None) -> None:
-        """As `KVCache.free_reqid`, but that nothing can be recorded."""
-        with self._lock:
-            cores = self._open()
-            slots = [core.slot(reqid) for core in cores]
-            event = record(stream, cores[0].device)
-            for core, slot in zip(cores, slots, strict=True):
-                core.release(slot, event)
-            for core in cores:
-                core.prepare()
-                core.tidy()
+    # ---- steps ---------------------------------------------------------------------------------
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step`, over all classes: where one is short, none has changed."""
@@ -152,25 +124,6 @@ class LayeredCache(Closing):
         """As `KVCache.step_async`, over all classes."""
         with self._lock:
             return steps.step_async_all(self._open(), seq_lens)
-
-    def can_admit(self, seq_lens: Sequence[int]) -> bool:
-        """As `KVCache.can_admit`."""
-        with self._lock:
-            cores = self._open()
-            fit = [cache.can_admit(seq_lens) for cache in self.caches]
-            need = sum(_bytes_for(core, seq_lens) for core in cores)
-            share = cores[0].reclaimer.share
-            assert share is not None
-            own = cores[0].reclaimer
-            column = own.layout.page_size * own.layout.num_tensors
-            reach = share.within_reach() + own.returning * own.layout.page_size
-            return all(fit) and need <= reach + own.spare({}) * column
-
-    def trim(self) -> int:
-        """As `KVCache.trim`; returns the bytes given back to the device."""
-        with self._lock:
-            self._open()
-            return sum(cache.trim() for cache in self.caches)
 
     # ---- tensors -------------------------------------------------------------------------------
 
@@ -197,6 +150,21 @@ class LayeredCache(Closing):
         return self._places[index]
 
     # ---- reports and end -----------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """As `KVCache.stats`, all classes together.
+
+        Slots, steps and prefix tokens, which are the same in all, are the first class's. Peaks are
+        the sum of the classes' peaks.
+        """
+        with self._lock:
+            cores = self._open()
+            for core in cores:
+                core.reclaimer.poll()
+            share = cores[0].reclaimer.share
+            assert share is not None
+            room = share.room() // cores[0].layout.page_size
+            return together([report.stats(core) for core in cores], room)
 
     def check_integrity(self) -> None:
         """As `KVCache.check_integrity`, for every class."""
@@ -236,16 +204,3 @@ def _shape_free(policy: dict[str, Any]) -> dict[str, Any]:
         if name in policy:
             raise invalid(f"{name} is told by the layers")
     return {**policy, "group_size": 1}
-
-
-def _condemn_together(cores: list[Core]) -> None:
-    """A slot that a failure broke in one class is handed out in none."""
-    broken = {slot.index for core in cores for slot in core.table if slot.broken}
-    for core in cores:
-        for index in broken:
-            core.table.condemn(core.table[index])
-
-
-def _bytes_for(core: Core, seq_lens: Sequence[int]) -> int:
-    pages = sum(core.layout.pages_for(operator.index(length)) for length in seq_lens)
-    return pages * core.layout.num_tensors * core.layout.page_size

@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ class Failure:
     @classmethod
     def of(cls, rank: int, error: BaseException, where: str) -> Failure:
         """A rank's own failure."""
-        code = getattr(error, "errno", None)
+        code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
         text = f" in {where}: {type(error).__name__}: {error}"
         return cls(rank, code % _ERRNOS if isinstance(code, int) else 0, text)
 
@@ -116,15 +116,22 @@ class Ranks:
 
 
 class LockstepTable(SlotTable):
-    """Chooses the slot that was freed last, then the lowest: a matter of the calls alone.
+    """Chooses by the order in which slots were freed: a matter of the calls alone.
 
-    `SlotTable.best_fit` looks at mapped pages and at batches in flight, which depend on when
-    background work ends. The slot freed last is also the one that loses its pages last.
+    `SlotTable` looks at mapped pages, at batches in flight and at GPU work, all of which depend on
+    when something ends. The slot freed last is also the one that loses its pages last, and the one
+    freed first has most likely lost them.
     """
+
+    lockstep: ClassVar[bool] = True
 
     def best_fit(self, pages: int) -> Slot | None:
         """The free slot that was freed last; `pages` does not matter."""
         return max(self.free.values(), key=lambda s: (s.freed_order, -s.index), default=None)
+
+    def emptiest(self, count: int) -> list[Slot]:
+        """The free slots that were freed first; whoever takes them waits until they are empty."""
+        return sorted(self.free.values(), key=lambda s: (s.freed_order, s.index))[:count]
 
     def reset_order(self) -> None:
         """Forgets which slot was freed when; all that can be used are free."""

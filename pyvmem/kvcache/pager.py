@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +102,10 @@ class Pager:
                 raise
         return True
 
-    def settle(self, stream: Any = None) -> None:
+    def settle(self, stream: Any = None, whole: bool = False) -> None:
         """Returns when every growth begun so far is mapped, and filled or ordered before `stream`.
+
+        `whole`: filled, and earlier owners' work is over, whatever stream comes next.
 
         Raises:
             VMemError: the first failure; what failed was undone, the rest is granted.
@@ -110,12 +113,12 @@ class Pager:
         first: VMemError | None = None
         for job in list(self.growths):
             if job.done():
-                error = self._complete(job, stream)
+                error = self._complete(job, stream, whole)
             elif not job.grants:  # an eager allocation: nobody needs it yet
                 continue
             else:
                 with self.counters.waiting():
-                    error = self._complete(job, stream)
+                    error = self._complete(job, stream, whole)
             first = first or error
         if first is not None:
             raise first
@@ -182,6 +185,8 @@ class Pager:
                     self.reclaimer.condemn(job.pieces)
                     raise
                 except OutOfMemory:  # of the device, or of a context shared with others
+                    if self.table.lockstep:
+                        raise
                     missing = pages
             if keep is None:
                 return False, None
@@ -190,6 +195,13 @@ class Pager:
             own = max(0, pages - (reclaimer.limit - reclaimer.held))
             if not reclaimer.make_room(missing, keep, own):
                 reclaimer.raise_errors()
+                if self.table.lockstep:  # the other ranks have them
+                    raise OutOfMemory(
+                        f"{missing} pages that no request owns did not come back",
+                        errno=errno.ENOMEM,
+                        op="KVCache",
+                        bytes=missing * self.layout.page_size,
+                    )
                 return False, None
             for slot in job.slots:
                 if slot.job is not None:  # it lost pages beyond those it is to have

@@ -5,36 +5,42 @@ What the ranks agree on, once, when the caches are made: how many pages each has
 the ranks could take from their devices; every rank holds that memory from then on). After that a
 rank decides alone, and decides as the others do, because answers depend on the calls alone:
 
-- a reqid is the slot freed last (`LockstepTable`), not the best fit;
-- `step` returns 0 exactly when the pages that requests own fit into the budget. Which pages of no
-  owner are unmapped for that, and when, may differ between ranks and never changes an answer.
+- a slot is chosen by the order in which slots were freed (`LockstepTable`), not by its pages;
+- there is memory exactly when the pages that requests own fit into the budget. Which pages of no
+  owner are unmapped for that, and when, may differ between ranks and never changes an answer;
+- recorded prefixes are evicted when all slots have given all that they have, and then in the order
+  of their use, which calls alone change;
+- what a `step_async` began is waited for by the calls that share, swap or admit.
 
 `num_free_pages` and most of `stats` do depend on what the background has finished: an engine that
-admits requests by memory asks `available_pages`.
+admits requests by memory asks `available_pages` or `can_admit`.
 
-A rank whose driver fails all the same is *poisoned*: the call raises there, and the others learn
-of it in the engine's next collective, by `check_step` or by `status` and `agree`.
+A rank that fails all the same (its driver, or its host memory in `swap_out`) is *poisoned*: the
+call raises there, and the others learn of it in the engine's next collective, by `check_step` or by
+`status` and `agree` (agreed.py).
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
 from pyvmem.context import Context
-from pyvmem.errors import InvalidArgument, VMemError
+from pyvmem.errors import VMemError
 from pyvmem.info import KEEP_ALL
-from pyvmem.kvcache.alone import WithoutSharing, refuse
+from pyvmem.kvcache import idle
+from pyvmem.kvcache.agreed import AgreedCache
 from pyvmem.kvcache.config import KVCacheConfig, invalid
-from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.lockstep import Failure, LockstepTable, RankFailed, Ranks, RanksDiffer
+from pyvmem.kvcache.prefixes import PrefixMatch
 from pyvmem.kvcache.ranks import agree_on_pages, rank_config, shard_kv_heads, take_pages
+from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.streams import device_ordinal
 
 __all__ = ["ParallelKVCache", "RankFailed", "RanksDiffer", "rank_config", "shard_kv_heads"]
@@ -43,13 +49,13 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class ParallelKVCache(WithoutSharing):
+class ParallelKVCache(AgreedCache):
     """A `KVCache` on every rank of a group. Every rank makes the same calls in the same order.
 
-    Forks, prefixes and swapping are refused with NotSupported: see `pyvmem.kvcache.alone`.
-
     Making one, `check_step`, `together` and `recover` are collectives; nothing else communicates.
-    An `InvalidArgument` changes nothing and poisons nothing: every rank has it, for the same call.
+    Calls that share and swap are among these, and what they return is a rank's own: a
+    `SwappedRequest` is swapped in on every rank, or closed on every rank. An `InvalidArgument`
+    changes nothing and poisons nothing: every rank has it, for the same call.
 
     Args:
         config: the same on every rank, but for `memory_limit`. `num_kv_heads` is one rank's
@@ -64,6 +70,8 @@ class ParallelKVCache(WithoutSharing):
         RankFailed: a rank could not open its context or take a single page; on every rank.
     """
 
+    _table = LockstepTable
+
     def __init__(
         self,
         config: KVCacheConfig,
@@ -74,7 +82,8 @@ class ParallelKVCache(WithoutSharing):
         self._closed = True
         self._failure: Failure | None = None
         self._digest = 0
-        self._ahead = False
+        self._ahead = False  # a `step_async` was answered with 0, and no `step` has followed
+        self._swapped: weakref.WeakSet[SwappedRequest] = weakref.WeakSet()
         self._own: Context | None = None
         if getattr(config, "idle_seconds", 0):
             raise invalid("idle_seconds depends on the clock; it must be 0 with several ranks")
@@ -110,7 +119,6 @@ class ParallelKVCache(WithoutSharing):
         assert self._own is not None
         self._own.trim(config.memory_limit)
         super().__init__(config, self._own)
-        self._core.table.__class__ = LockstepTable
 
     # ---- calls that every rank makes -----------------------------------------------------------
 
@@ -119,10 +127,11 @@ class ParallelKVCache(WithoutSharing):
         return self._call(super().alloc_reqid, seq_len)
 
     def free_reqid(self, reqid: int, stream: Any = None, tokens: Any = None) -> None:
-        """See `KVCache.free_reqid`; `tokens` must be None."""
-        if tokens is not None:
-            refuse("free_reqid with tokens")
-        self._call(super().free_reqid, reqid, stream)
+        """See `KVCache.free_reqid`."""
+        if tokens is None:
+            self._call(super().free_reqid, reqid, stream)
+        else:
+            self._settled(super().free_reqid, reqid, stream, tokens)
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step`; 0 or -1 on every rank alike.
@@ -138,13 +147,76 @@ class ParallelKVCache(WithoutSharing):
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step_async`. A second one before `step` first completes the one before."""
         with self._lock:
-            if self._ahead:
-                # What a growth in flight has promised is no page of an owner yet: memory would
-                # be short, or not, as the background is slow or fast.
-                self._call(self._open_core().pager.settle, stream)
-            answer = self._call(super().step_async, seq_lens, stream)
-            self._ahead = self._ahead or answer == 0
+            answer = self._settled(super().step_async, seq_lens, stream)
+            self._ahead = answer == 0
             return answer
+
+    def fork_many(
+        self,
+        reqid: int,
+        count: int,
+        length: int | None = None,
+        stream: Any = None,
+        into: Sequence[int] | None = None,
+    ) -> list[int] | None:
+        """See `KVCache.fork_many`; the slots are those freed first."""
+        return self._settled(super().fork_many, reqid, count, length, stream, into)
+
+    def record(self, reqid: int, tokens: Any, stream: Any = None) -> int:
+        """See `KVCache.record`."""
+        return self._settled(super().record, reqid, tokens, stream)
+
+    def match(self, tokens: Any, leave: int = 1) -> PrefixMatch:
+        """See `KVCache.match`. A use of what matches: every rank makes this call, too."""
+        return self._call(super().match, tokens, leave)
+
+    def alloc_prefix(
+        self, tokens: Any, leave: int = 1, stream: Any = None
+    ) -> tuple[int, int] | None:
+        """See `KVCache.alloc_prefix`; the slot is the one freed first."""
+        return self._settled(super().alloc_prefix, tokens, leave, stream)
+
+    def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
+        """See `KVCache.swap_out`.
+
+        Raises:
+            MemoryError: of this rank's host: it alone failed, as in `step`.
+        """
+        with self._lock:
+            swapped = self._settled(super().swap_out, reqid, stream)
+            self._swapped.add(swapped)
+            return swapped
+
+    def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
+        """See `KVCache.swap_in`; the slot is the one freed last."""
+        return self._settled(super().swap_in, swapped, stream)
+
+    def can_admit(self, seq_lens: Sequence[int]) -> bool:
+        """See `KVCache.can_admit`; the same on every rank."""
+        return self._settled(super().can_admit, seq_lens)
+
+    def trim(self, prefixes: bool = False) -> int:
+        """Unmaps all pages of no request, as `KVCache.trim`; returns 0.
+
+        The memory stays the cache's, ready in its context: the ranks have agreed on it.
+        """
+        return self._settled(self._trim, prefixes)
+
+    def _trim(self, prefixes: bool) -> int:
+        idle.unmap_idle(self._open_core(), prefixes)
+        return 0
+
+    def _settled(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """`_call`, when what a `step_async` began is done.
+
+        What a growth in flight has promised is no page of an owner yet: memory would be short, or
+        not, as the background is slow or fast.
+        """
+        with self._lock:
+            if self._ahead:
+                self._call(self._open_core().pager.settle, None, True)
+                self._ahead = False
+            return self._call(method, *args, **kwargs)
 
     @property
     def available_pages(self) -> int:
@@ -152,99 +224,14 @@ class ParallelKVCache(WithoutSharing):
         now = self.stats()
         return now.total_pages - now.active_pages
 
-    def _call(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Calls, and keeps the answer for `agree`, or the failure."""
-        with self._lock:
-            self._open_core()
-            try:
-                result = method(*args, **kwargs)
-            except BaseException as error:
-                # Bad arguments are checked before anything changes, on every rank.
-                if not (isinstance(error, InvalidArgument) and error.op == "KVCache"):
-                    self._poison(error, method.__name__)
-                raise
-            self._digest = zlib.crc32(f"{method.__name__} {result}".encode(), self._digest)
-            return result
-
-    def _poison(self, error: BaseException, where: str) -> None:
-        self._failure = Failure.of(self._ranks.rank, error, where)
-
-    def _open_core(self) -> Core:
-        if not self._closed and self._failure is not None:
-            raise self._failure.error()
-        return super()._open_core()
-
     # ---- failures ------------------------------------------------------------------------------
 
-    @property
-    def failed(self) -> VMemError | None:
-        """Why no call can be made; None: all is well, as far as this rank knows."""
-        return self._failure.error() if self._failure else None
-
-    def status(self) -> list[int]:
-        """Three whole numbers for an all_reduce (MAX) of the engine's own, then for `agree`.
-
-        Below 2**32 in magnitude, or 4096 times the number of ranks: int64 or float64.
-        """
-        with self._lock:
-            own = self._failure.status if self._failure else 0
-            return [own, self._digest, -self._digest]
-
-    def agree(self, maxima: Sequence[int]) -> None:
-        """Reads what became of `status` in the all_reduce.
-
-        Raises:
-            RankFailed: a rank failed; from now on every call raises this.
-            RanksDiffer: the calls or the answers of the ranks differ; likewise.
-        """
-        status, digest, negative = (int(value) for value in maxima)
-        with self._lock:
-            failure = Failure.from_status(status)
-            if failure is None and digest != -negative:
-                failure = Failure(-1)
-            if failure is None:
-                return
-            if self._failure is None or self._failure.status != failure.status:
-                self._failure = failure  # else the own one, which knows more
-            raise self._failure.error()
-
-    def check_step(self) -> None:
-        """`status`, one all_reduce of three numbers, and `agree`. A collective.
-
-        Between `step` and the launch of the model, unless the engine reduces `status` itself.
-
-        Raises:
-            RankFailed, RanksDiffer: as `agree`, on every rank.
-        """
-        self.agree(self._ranks.maxima(self.status()))
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Ends the block with `check_step` on every rank, also where the block raised.
-
-            with cache.together():
-                answer = cache.step(seq_lens)
-
-        An exception inside, of whatever kind, fails the rank; only the cache's own
-        `InvalidArgument`, which all ranks have alike, comes out as it is.
-
-        Raises:
-            RankFailed, RanksDiffer: as `agree`, on every rank.
-        """
-        try:
-            yield
-        except InvalidArgument:
-            raise
-        except Exception as error:
-            if self._failure is None:
-                self._poison(error, "a block of together()")
-        self.check_step()
-
     def recover(self, stream: Any = None) -> None:
-        """Frees every request and makes the ranks the same again. A collective.
+        """Gives everything up and makes the ranks the same again. A collective.
 
-        Requests are to be computed again. What failed undos cost one rank, every rank gives up: a
-        slot that cannot be used, pages that are lost.
+        Every request is freed and to be computed again, swapped ones are closed, and no prefix is
+        recorded: a call that one rank failed in the others may have done. What failed undos cost
+        one rank, every rank gives up: a slot that cannot be used, pages that are lost.
 
         Args:
             stream: the last work on the slots, as in `free_reqid`.
@@ -269,14 +256,19 @@ class ParallelKVCache(WithoutSharing):
 
     def _reset(self, stream: Any) -> list[int]:
         """Frees everything; returns the pages that are left, and which slots can be used."""
-        core = super()._open_core()
+        core = self._open_core()
         event = record(stream, core.device)
         for slot in core.table:
             with suppress(VMemError):  # undone: its pages are as before
                 core.pager.release(slot)
             if slot.active:
                 core.release(slot, event)
-        core.reclaimer.finish_all()
+        for swapped in list(self._swapped):
+            swapped.close()
+        idle.unmap_idle(core, prefixes=True)
+        for slot in core.table:
+            if slot.lost:
+                core.reclaimer.salvage(slot)
         core.reclaimer.errors.clear()
         cast(LockstepTable, core.table).reset_order()
         self._digest, self._ahead = 0, False

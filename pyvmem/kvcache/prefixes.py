@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 import operator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import OutOfMemory, TooManyBatches
+from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.prefix_node import Node
@@ -44,70 +45,100 @@ class PrefixMatch:
 class Prefixes:
     """The tree of a cache, and the references that it keeps to shared pages.
 
+    Args:
+        core: the cache.
+        unit: tokens of a sharing unit, a multiple of the cache's own; 0: that.
+
     Attributes:
         tree: by token ids; its spans are held in `Reclaimer.shared`.
         unit_pages: pages per tensor of a sharing unit.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, unit: int = 0) -> None:
         self._core = core
         layout = core.layout
-        whole = math.lcm(layout.row_bytes, layout.page_size)
+        whole = unit * layout.row_bytes or math.lcm(layout.row_bytes, layout.page_size)
         self.tree: PrefixTree[Span] = PrefixTree(whole // layout.row_bytes)
         self.unit_pages = whole // layout.page_size
         core.reclaimer.evict = self.evict
-        core.reclaimer.unpin = self.tree.unpin
 
     # ---- recording -------------------------------------------------------------------------------
 
     def record(self, slot: Slot, tokens: Any, stream: Any) -> int:
         """See `KVCache.record`."""
-        ids, pages = self._check(slot, tokens)
-        if self.tree.match(ids).length < len(ids) // self.tree.unit * self.tree.unit:
-            self._core.sharing.require()
-            self._core.pager.release(slot)
-            if pages > slot.shared:
+        ids, units = self._check(slot, tokens)
+        if self.tree.match(ids).length < units * self.tree.unit:
+            parts = self._ready(slot, units)
+            if any(pages > one.shared for _, one, pages in parts):
                 wait_for(record(stream, self._core.device))
-            self._core.sharing.share(slot, pages)
+            for core, one, pages in parts:
+                core.sharing.share(one, pages)
         return self._insert(slot, ids)
 
     def record_last(self, slot: Slot, tokens: Any, event: Any) -> None:
         """Records what a slot holds that is freed next; `event` is its last GPU work."""
-        ids, pages = self._check(slot, tokens)
-        if self.tree.match(ids).length < len(ids) // self.tree.unit * self.tree.unit:
-            self._core.sharing.require()
-            self._core.pager.release(slot)
-            self._core.sharing.bequeath(slot, pages, event)
+        ids, units = self._check(slot, tokens)
+        if self.tree.match(ids).length < units * self.tree.unit:
+            parts = self._ready(slot, units)
+            handles = []
+            with ExitStack() as undo:  # where one fails, none is kept
+                for core, one, pages in parts:
+                    handles.append(core.sharing.gather(one, pages))
+                    if handles[-1] is not None:
+                        undo.callback(handles[-1].drop)
+                undo.pop_all()
+            for (core, one, pages), handle in zip(parts, handles, strict=True):
+                core.sharing.bequeath(one, pages, handle, event)
         self._insert(slot, ids)
 
+    def _ready(self, slot: Slot, units: int) -> list[tuple[Core, Slot, int]]:
+        """Where the units' pages are to be shared: caches, slots, pages per tensor."""
+        parts = [(core, one, units * core.prefixes.unit_pages) for core, one in self._each(slot)]
+        for core, _, _ in parts:
+            core.sharing.require(PREFIXES, "record")
+        for core, one, _ in parts:
+            core.pager.release(one)
+        return parts
+
+    def _each(self, slot: Slot) -> list[tuple[Core, Slot]]:
+        """The caches that keep the rows of a request together, and its slot in each."""
+        return [(self._core, slot)]
+
     def _check(self, slot: Slot, tokens: Any) -> tuple[TokenIds, int]:
-        """The ids, and the pages per tensor of their whole units."""
+        """The ids, and how many whole units they are."""
         ids = TokenIds.of(tokens)
         held = self._core.seq_lens[slot.index]
         if len(ids) > held:
             raise invalid(
                 f"{len(ids)} tokens to record; reqid {slot.index} holds {held}", limit=held
             )
-        return ids, len(ids) // self.tree.unit * self.unit_pages
+        return ids, len(ids) // self.tree.unit
 
     def _insert(self, slot: Slot, ids: TokenIds) -> int:
-        def make(first: int, last: int) -> Span:
-            span = slot.span.cut(first * self.unit_pages, last * self.unit_pages)
-            self._core.reclaimer.shared.hold(span)
-            return span
-
-        done = self.tree.insert(ids, make)
+        done = self.tree.insert(ids, lambda first, last: self._take(slot, first, last))
         # A slot whose pages were recorded by another shares none of them, and keeps nothing.
         if done.length and slot.shared and done.node not in slot.pins:
             self.tree.pin(done.node)
             slot.pins = [*slot.pins, done.node]
         return done.length
 
+    def _take(self, slot: Slot, first: int, last: int) -> Span:
+        """The pages of a slot's units from `first` to before `last`, held for the tree."""
+        span = slot.span.cut(first * self.unit_pages, last * self.unit_pages)
+        self._core.reclaimer.shared.hold(span)
+        return span
+
     def pin_again(self, pins: list[Node[Span]]) -> list[Node[Span]]:
         """Keeps prefixes for one more slot."""
         for node in pins:
             self.tree.pin(node)
         return list(pins)
+
+    def unpin(self, slot: Slot) -> None:
+        """Keeps nothing for a slot any longer; counts as a use."""
+        for node in slot.pins:
+            self.tree.unpin(node)
+        slot.pins = []
 
     # ---- matching --------------------------------------------------------------------------------
 
@@ -120,25 +151,44 @@ class Prefixes:
         found = self.tree.match(ids, max(0, min(len(ids) - left, self._core.config.max_seq_len)))
         return PrefixMatch(found.length, found.node)
 
-    def alloc(self, match: PrefixMatch, stream: Any) -> int | None:
-        """See `KVCache.alloc_prefix`; for a match of at least a unit."""
-        core = self._core
-        core.sharing.require()
+    def wanted(self, tokens: Any, leave: int) -> tuple[PrefixMatch, int]:
+        """What of a prompt is recorded, and how long it is; of a match, the match and its length.
+
+        Raises InvalidArgument for bad tokens, or more than `max_seq_len`.
+        """
+        if isinstance(tokens, PrefixMatch):
+            return tokens, tokens.length
+        ids = TokenIds.of(tokens)
+        length, longest = len(ids), self._core.config.max_seq_len
+        if length > longest:
+            raise invalid(f"{length} tokens; max_seq_len is {longest}", limit=longest)
+        return self.match(ids, leave), length
+
+    def _pin(self, match: PrefixMatch) -> Node[Span]:
+        """Keeps what matched; raises InvalidArgument where it was evicted since."""
         node = match._node
         self.tree.pin(node, match.length)
         if node.end > match.length:  # the rest of its run may go, so only a part of it is kept
             whole, node = node, self.tree.match(node.tokens(), match.length, pin=True).node
             self.tree.unpin(whole)
+        return node
+
+    def alloc(self, match: PrefixMatch, stream: Any) -> int | None:
+        """See `KVCache.alloc_prefix`; for a match of at least a unit."""
+        core = self._core
+        core.sharing.require(PREFIXES, "alloc_prefix")
+        node = self._pin(match)
         try:
             slots = core.sharing.vacate(1)
             if slots is not None:
                 span = sum((one.span for one in node.path()), Span((), self.unit_pages))
                 span = span.cut(0, match.length // self.tree.unit * self.unit_pages)
+                core.sharing.order_after_writers(span, stream)
                 core.sharing.attach(slots, span)
-        except (OutOfMemory, TooManyBatches):
-            slots = None
-        except BaseException:
+        except BaseException as error:
             self.tree.unpin(node)
+            if core.sharing.is_shortage(error):
+                return None
             raise
         if slots is None:
             self.tree.unpin(node)
@@ -147,13 +197,15 @@ class Prefixes:
         slot.pins = [node]
         core.enter(slot, match.length)
         core.note_peaks()
-        core.sharing.order_after_writers(span, stream)
         return slot.index
 
     # ---- giving up -------------------------------------------------------------------------------
 
     def evict(self, pages: int) -> int:
         """Takes least recently used prefixes out until so many pages per tensor come back.
+
+        Those that a request began with or recorded go last, and only where there are pages among
+        them that no request uses: the request keeps its own.
 
         Returns:
             Pages per tensor that came back, or will when the batches that unmap them are done.
@@ -162,7 +214,10 @@ class Prefixes:
         while done < pages:
             spans = self.tree.evict(pages - done)
             if not spans:
-                break
+                if not any(shared.idle(span) for span in self.spans()):
+                    break
+                for slot in self._core.table:
+                    self.unpin(slot)
             for span in spans:
                 done += shared.idle(span)
                 self._core.reclaimer.let_go(span)
@@ -170,23 +225,29 @@ class Prefixes:
 
     def evict_all(self) -> None:
         """Takes every prefix out that no request uses."""
-        self.evict(self.tree.evictable_pages)
+        for span in self.tree.evict(self.tree.evictable_pages):
+            self._core.reclaimer.let_go(span)
 
     def check(self) -> list[str]:
         """What contradicts in the tree, its pins and its spans, in words."""
         found = self.tree.check()
         wanted: dict[Node[Span], int] = {}
-        for holder in (*self._core.table, *self._core.reclaimer.cuts):
-            for node in holder.pins:
+        for slot in self._core.table:
+            for node in slot.pins:
                 wanted[node] = wanted.get(node, 0) + 1
         for node in self.tree:
             if node.pins != wanted.pop(node, 0):
-                found.append(f"{node!r} has {node.pins} pins, other than slots and cuts hold")
+                found.append(f"{node!r} has {node.pins} pins, other than slots hold")
             if node.span.pages != node.units * self.unit_pages:
                 found.append(f"{node!r} has a span of {node.span.pages} pages")
         if wanted:
             found.append(f"{len(wanted)} pinned prefixes are not in the tree")
         return found
+
+    @property
+    def pages(self) -> int:
+        """Pages per tensor that are recorded."""
+        return self.tree.tokens // self.tree.unit * self.unit_pages
 
     def spans(self) -> list[Span]:
         """What the tree holds, for checks."""

@@ -32,46 +32,53 @@ class Reclaimer(Cuts):
         """Brings up to `pages` physical pages back and waits for them; False when none came.
 
         Pages of slots go before recorded prefixes: they save a driver call, those a computation.
-        The cache's own of each go before those of other caches of its budget.
+        The cache's own of each go before those of other caches of its budget. A prefix goes only
+        when the slots have given all that they have and it is back: so which ones are evicted is
+        no matter of how far the background is.
 
         Args:
             pages: physical pages.
             keep: slots that are to have at least so many pages per tensor.
             own: of `pages`, those that must be the cache's own, since it is at its ceiling.
         """
-        tensors, size, share = self.layout.num_tensors, self.layout.page_size, self.share
+        size, share = self.layout.page_size, self.share
         before = self._room()
-        lent = (pages - own) * size if share is not None else 0
-        self.release_stale()
-        pending = self.returning
-        if pending < pages:
-            for slot in self.table.victims():
-                take = min(_spare(slot, keep), -(-(pages - pending) // tensors))
-                if take <= 0:
-                    continue
-                if not self.try_cut(slot, slot.mapped - take):
-                    break
-                pending += take * tensors
-                if pending >= pages:
-                    break
-        if share is not None and pending < pages and lent > 0:
-            share.begin_cuts(min((pages - pending) * size, lent))
-            pending += share.returning() // size
-        if pending < pages:
-            pending += self.evict(-(-(pages - pending) // tensors)) * tensors
-        if share is not None and pending < pages and lent > 0:
-            share.evict(min((pages - pending) * size, lent))
-        reclaimers = [self] if share is None else [self, *share.others()]
         goal = before + pages * size
-        if any(one.cuts for one in reclaimers):
+        lent = (pages - own) * size if share is not None else 0
+        reclaimers = [self] if share is None else [self, *share.others()]
+        failed = sum(len(one.errors) for one in reclaimers)
+        while (missing := goal - self._room()) > 0:
+            self._begin_cuts(-(-missing // size), keep)
+            missing -= self.returning * size
+            if share is not None and missing > 0 and lent > 0:
+                share.begin_cuts(min(missing, lent))
+                lent -= share.returning()  # all of it is back before the next turn
+            if not any(one.cuts for one in reclaimers):
+                break
             with self.counters.waiting():
                 wait_for_cuts(reclaimers, lambda: self._room() >= goal)
-        missing = goal - self._room()
-        if missing > 0:  # a prefix may be nobody's only now that a cut is over
-            self.evict(-(-missing // (tensors * size)))
-            if share is not None:
-                share.evict(min(missing, lent))
+            if sum(len(one.errors) for one in reclaimers) > failed:
+                break  # what could not be unmapped would be tried for ever
+        if (missing := goal - self._room()) > 0:
+            self.evict(-(-missing // (self.layout.num_tensors * size)))
+        if share is not None and (missing := min(goal - self._room(), lent)) > 0:
+            share.evict(missing)
         return self._room() > before
+
+    def _begin_cuts(self, pages: int, keep: Mapping[Slot, int]) -> None:
+        """Begins to unmap until so many physical pages are on their way back."""
+        tensors = self.layout.num_tensors
+        self.release_stale()
+        pending = self.returning
+        for slot in self.table.victims():
+            if pending >= pages:
+                return
+            take = min(_spare(slot, keep), -(-(pages - pending) // tensors))
+            if take <= 0:
+                continue
+            if not self.try_cut(slot, slot.mapped - take):
+                return
+            pending += take * tensors
 
     def _room(self) -> int:
         """Bytes that rise by what comes back."""

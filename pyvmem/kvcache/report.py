@@ -63,7 +63,7 @@ def stats(core: Core) -> CacheStats:
         cached_pages=reclaimer.held - active_pages,
         active_pages=active_pages,
         shared_pages=reclaimer.shared.pages * layout.num_tensors,
-        prefix_pages=core.prefixes.tree.pages * layout.num_tensors,
+        prefix_pages=core.prefixes.pages * layout.num_tensors,
         prefix_tokens=core.prefixes.tree.tokens,
         mapped_bytes=reclaimer.held * layout.page_size,
         used_bytes=used,

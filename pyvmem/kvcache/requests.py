@@ -12,7 +12,6 @@ from pyvmem.kvcache.base import CacheBase
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.prefixes import PrefixMatch
 from pyvmem.kvcache.swap import SwappedRequest
-from pyvmem.kvcache.token_ids import TokenIds
 
 __all__ = ["RequestCalls"]
 
@@ -22,7 +21,13 @@ class RequestCalls(CacheBase):
 
     # ---- forks -----------------------------------------------------------------------------------
 
-    def fork(self, reqid: int, length: int | None = None, stream: Any = None) -> int | None:
+    def fork(
+        self,
+        reqid: int,
+        length: int | None = None,
+        stream: Any = None,
+        into: int | None = None,
+    ) -> int | None:
         """A new request that begins with the rows of another, for sampling or beam search.
 
         Both share the pages that are full below `length`, read-only from then on: a write to one
@@ -36,6 +41,7 @@ class RequestCalls(CacheBase):
             reqid: the parent; it goes on as before.
             length: tokens that the new request begins with; None: all, by the last `step`.
             stream: the stream (or event) of the parent's last work, as in `free_reqid`.
+            into: the reqid that the new request shall have; None: any that is free.
 
         Returns:
             The new reqid, which holds `length` tokens; None when no slot is free or memory is
@@ -43,21 +49,30 @@ class RequestCalls(CacheBase):
             and that the parent's full pages may be read-only already.
 
         Raises:
-            InvalidArgument: no such reqid, not taken, or it holds fewer tokens than `length`.
+            InvalidArgument: no such reqid, not taken, or it holds fewer tokens than `length`;
+                `into` is not free.
             NotSupported: the back end cannot map pages twice, or read-only; the cache has a window.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; as for None.
         """
-        forked = self.fork_many(reqid, 1, length, stream)
+        forked = self.fork_many(reqid, 1, length, stream, None if into is None else [into])
         return None if forked is None else forked[0]
 
     def fork_many(
-        self, reqid: int, count: int, length: int | None = None, stream: Any = None
+        self,
+        reqid: int,
+        count: int,
+        length: int | None = None,
+        stream: Any = None,
+        into: Sequence[int] | None = None,
     ) -> list[int] | None:
-        """`fork` for `count` new requests, with one batch for all: all of them or none."""
+        """`fork` for `count` new requests, with one batch for all: all of them or none.
+
+        `into` names as many different free reqids, in the order of what is returned.
+        """
         with self._lock:
             core = self._open_core()
-            forked = fork.fork(core, reqid, operator.index(count), length, stream)
+            forked = fork.fork(core, reqid, operator.index(count), length, stream, into)
             core.prepare()
             return forked
 
@@ -134,14 +149,7 @@ class RequestCalls(CacheBase):
         """
         with self._lock:
             core = self._open_core()
-            if isinstance(tokens, PrefixMatch):
-                match, length = tokens, tokens.length
-            else:
-                ids = TokenIds.of(tokens)
-                length, longest = len(ids), core.config.max_seq_len
-                if length > longest:
-                    raise invalid(f"{length} tokens; max_seq_len is {longest}", limit=longest)
-                match = core.prefixes.match(ids, leave)
+            match, length = core.prefixes.wanted(tokens, leave)
             if not match.length:
                 reqid = core.alloc(length)
                 return None if reqid is None else (reqid, 0)
@@ -168,7 +176,7 @@ class RequestCalls(CacheBase):
         """
         with self._lock:
             core = self._open_core()
-            swapped = swap.swap_out(core, reqid, stream)
+            swapped = swap.swap_out([core], reqid, stream)
             core.tidy()
             return swapped
 
@@ -188,7 +196,7 @@ class RequestCalls(CacheBase):
             VMemError: the driver failed; `swapped` is as before.
         """
         with self._lock:
-            return swap.swap_in(self._open_core(), swapped, stream)
+            return swap.swap_in([self._open_core()], swapped, stream)
 
     def can_admit(self, seq_lens: Sequence[int]) -> bool:
         """Whether new requests of so many tokens would all fit now, beside the present ones.

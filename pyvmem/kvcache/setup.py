@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import errno
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.context import Context
-from pyvmem.errors import NotSupported
-from pyvmem.info import Caps
+from pyvmem.features import require_page_size
+from pyvmem.features.table import OVERREAD
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.layout import Layout
 from pyvmem.reservation import Reservation
@@ -62,22 +61,12 @@ def make(
     try:
         info = context.info
         page_size = config.page_size or info.granule
-        if page_size not in info.page_sizes:
-            sizes = ", ".join(str(size) for size in info.page_sizes)
-            raise invalid(
-                f"page_size {page_size} is none of this context's ({info.backend}): {sizes}",
-                size=page_size,
-            )
+        require_page_size(info, page_size)
         layout = Layout(config, page_size)
         cuda_device = context.cuda_device
         limit = _limit_pages(config, layout, cuda_device, budget)
-        if config.sparse and Caps.SPARSE not in info.caps:
-            raise NotSupported(
-                f"sparse: back end {info.backend} with pages of {info.granule} bytes has no sparse "
-                "reservations",
-                errno=errno.EOPNOTSUPP,
-                op="KVCache",
-            )
+        if config.sparse:
+            OVERREAD.require(info, f"sparse, with pages of {info.granule} bytes")
         # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
         reservation = context.reserve(
             layout.total_bytes, sparse=config.sparse, align=max(page_size, 2 << 20)

@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.errors import (
     DriverError,
     NotRecoverable,
-    NotSupported,
     OutOfMemory,
     TooManyBatches,
     VMemError,
 )
-from pyvmem.info import Caps
 from pyvmem.kvcache.events import order_after, prune
 from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.spans import Span
-from pyvmem.kvcache.window import refuse
 from pyvmem.ops import OpBatch
 
 if TYPE_CHECKING:
+    from pyvmem.features import Feature
     from pyvmem.kvcache.core import Core
     from pyvmem.pages import Pages
 
@@ -36,17 +34,10 @@ class Sharing:
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    def require(self) -> None:
-        """Raises NotSupported where pages cannot be mapped twice or read-only, or they slide."""
-        refuse(self._core, "sharing pages")
-        info = self._core.context.info
-        for cap, what in ((Caps.ALIAS, "maps a page once only"), (Caps.READONLY, "cannot protect")):
-            if cap not in info.caps:
-                raise NotSupported(
-                    f"back end {info.backend} {what}: requests cannot share pages",
-                    errno=errno.EOPNOTSUPP,
-                    op="KVCache",
-                )
+    def require(self, feature: Feature, what: str) -> None:
+        """Raises NotSupported where the cache cannot have the feature that `what` is a call of."""
+        core = self._core
+        feature.require(core.context.info, what, window=core.config.window)
 
     # ---- a slot's own pages become shared --------------------------------------------------------
 
@@ -90,18 +81,22 @@ class Sharing:
         self._core.reclaimer.shared.use(slot.span.cut(low, pages))
         self._core.pager.active_pages -= pages - low
 
-    def bequeath(self, slot: Slot, pages: int, event: Any) -> None:
+    def gather(self, slot: Slot, pages: int) -> Pages | None:
+        """What `bequeath` needs of a slot's first `pages` pages; None where all are shared."""
+        return self._gather(slot, slot.shared, pages) if pages > slot.shared else None
+
+    def bequeath(self, slot: Slot, pages: int, handle: Pages | None, event: Any) -> None:
         """Makes the pages of a slot shared that is freed next: as they are mapped goes with it.
 
         Args:
             slot: taken, without a batch in flight.
             pages: how many.
+            handle: what `gather` returned for them.
             event: the GPU work that writes them, which those who map them wait for.
         """
-        low = slot.shared
-        if pages <= low:
+        if handle is None:
             return
-        handle = self._gather(slot, low, pages)
+        low = slot.shared
         self._adopt(slot, handle, pages - low, [] if event is None else [event])
         self._core.reclaimer.shared.use(slot.span.cut(low, pages))
         self._core.pager.active_pages -= pages - low
@@ -152,32 +147,41 @@ class Sharing:
 
     # ---- shared pages in more slots --------------------------------------------------------------
 
-    def vacate(self, count: int) -> list[Slot] | None:
+    def vacate(self, count: int, into: Sequence[Slot] | None = None) -> Sequence[Slot] | None:
         """Free slots without a page, emptied where there is no other; None when too few are free.
 
         Waits for the GPU work on slots that it must empty.
 
+        Args:
+            count: how many.
+            into: so many free slots; None: those that suit best.
+
         Raises:
-            VMemError: pages of an earlier owner could not be unmapped.
+            VMemError: pages of an earlier owner could not be unmapped; `is_shortage` of some.
         """
         core = self._core
         core.reclaimer.poll()
         core.pager.poll()
-        slots = core.table.emptiest(count)
+        slots = core.table.emptiest(count) if into is None else into
         if len(slots) < count:
             return None
         for slot in slots:
             core.pager.release(slot)
             if slot.mapped:
-                try:
-                    core.reclaimer.cut(slot, 0)
-                except (TooManyBatches, OutOfMemory):
-                    return None
+                core.reclaimer.cut(slot, 0)
                 core.pager.release(slot)
             if slot.mapped or slot.broken:
                 core.reclaimer.raise_errors()
                 raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
         return slots
+
+    def is_shortage(self, error: BaseException) -> bool:
+        """Whether a failure of `vacate` or `attach` is answered as a lack of memory is.
+
+        They need none of the cache's, only some for books and page tables. So one of several ranks
+        may lack it alone, and there it is an error.
+        """
+        return isinstance(error, (OutOfMemory, TooManyBatches)) and not self._core.table.lockstep
 
     def attach(self, slots: Sequence[Slot], span: Span, source: Slot | None = None) -> None:
         """Takes empty slots and maps shared pages there, in one batch; on failure takes none.

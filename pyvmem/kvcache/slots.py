@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count as count_up
-from typing import Any
+from typing import Any, ClassVar
 
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.spans import EMPTY, Span
@@ -49,7 +49,7 @@ class Slot:
         events: earlier owners' last GPU work, as far as it is not known to be over.
         job: the one batch in flight over this slot's addresses.
         span: the shared pages.
-        pins: nodes of the prefix tree that are kept for the slot.
+        pins: nodes of the prefix tree that are kept for the request.
         freed_at: step at which it became free.
         freed_order: counts up with every slot that becomes free.
     """
@@ -90,8 +90,13 @@ class SlotTable:
     """All slots; `free` is ordered, least recently used first.
 
     Attributes:
+        lockstep: answers depend on the sequence of calls alone (lockstep.py), never on how far the
+            background is. What else would be an answer, such as a driver that is out of memory, is
+            an error then.
         changes: counts slots taken and given back.
     """
+
+    lockstep: ClassVar[bool] = False
 
     def __init__(self, count: int) -> None:
         self.changes = 0

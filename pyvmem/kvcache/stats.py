@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
 
-__all__ = ["CacheStats", "Counters", "SlotInfo"]
+__all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,35 @@ class SlotInfo:
     mapped_pages: int
     shared_pages: int
     in_flight: bool
+
+
+_SAME = (
+    "prefix_tokens",
+    *("active_slots", "cached_slots", "empty_slots", "broken_slots"),
+    *("steps", "steps_async", "short", "driver_calls", "driver_ns"),
+)
+
+
+def together(each: Sequence[CacheStats], room: int) -> CacheStats:
+    """Of several caches with the same requests and one budget; `_SAME` are those of the first.
+
+    `room`: pages that the budget has for them.
+    """
+    first = each[0]
+    names = [one.name for one in fields(CacheStats)]
+    sums = {name: sum(getattr(one, name) for one in each) for name in names}
+    sums |= {name: getattr(first, name) for name in _SAME}
+    free = min(room, sums["free_pages"])  # each sees the whole room, or what is left of its own
+    critical = min(first.driver_ns, sums["critical_driver_ns"])
+    return CacheStats(
+        **{
+            **sums,
+            "free_pages": free,
+            "total_pages": free + sums["active_pages"] + sums["cached_pages"],
+            "critical_driver_ns": critical,
+            "background_driver_ns": first.driver_ns - critical,
+        }
+    )
 
 
 def _driver_calls(context: Context) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.jobs import Growth
 from pyvmem.kvcache.slots import Slot
 
-__all__ = ["step", "step_all", "step_async", "step_async_all"]
+__all__ = ["grow_all", "step", "step_all", "step_async", "step_async_all"]
 
 _Want = list[tuple[Slot, int]]
 
@@ -46,7 +46,8 @@ def step_all(cores: Sequence[Core], seq_lens: Sequence[int], stream: Any) -> int
     """`step` of several caches with the same requests: all of them or none."""
     begun = [(core, *_begin(core, seq_lens, stream)) for core in cores]
     if any(want for *_, want in begun):
-        if not _grow_all([(core, want) for core, _, _, want in begun], background=False):
+        if not grow_all([(core, want) for core, _, _, want in begun], background=False):
+            _note_short(cores)
             return -1
         for core in cores:
             core.pager.settle(stream)
@@ -60,7 +61,8 @@ def step_all(cores: Sequence[Core], seq_lens: Sequence[int], stream: Any) -> int
 def step_async_all(cores: Sequence[Core], seq_lens: Sequence[int]) -> int:
     """`step_async` of several caches with the same requests: all of them or none."""
     begun = [(core, *_begin_async(core, seq_lens)) for core in cores]
-    if not _grow_all([(core, want) for core, _, want in begun], background=True):
+    if not grow_all([(core, want) for core, _, want in begun], background=True):
+        _note_short(cores)
         return -1
     for core, short, _ in begun:
         if short:
@@ -99,8 +101,17 @@ def _begin_async(core: Core, seq_lens: Sequence[int]) -> tuple[list[int], _Want]
     short = list(compress(core.indices, map(operator.gt, lens, pager.capacity)))
     want = core.want(lens, short) if short else []
     if want and (pager.growths or reclaimer.cuts):
-        want = core.unpromised(want)
+        want = [(slot, pages) for slot, pages in want if not _promised(slot, pages)]
     return short, want
+
+
+def _promised(slot: Slot, pages: int) -> bool:
+    """Whether a growth in flight will grant its owner so many pages."""
+    job = slot.job
+    return isinstance(job, Growth) and any(
+        other is slot and owner == slot.owner and promise >= pages
+        for other, owner, promise in job.grants
+    )
 
 
 def _grow(core: Core, want: _Want, *, background: bool) -> bool:
@@ -110,17 +121,21 @@ def _grow(core: Core, want: _Want, *, background: bool) -> bool:
     return core.pager.grow(want, background=background)
 
 
-def _grow_all(wants: Sequence[tuple[Core, _Want]], *, background: bool) -> bool:
-    """`_grow` in several caches; where one is short, what the others mapped is no request's."""
+def grow_all(wants: Sequence[tuple[Core, _Want]], *, background: bool) -> bool:
+    """Begins to give slots of several caches their pages; False where one is short.
+
+    What the others have mapped is no request's then.
+    """
     if _grow_each(wants, background):
         return True
     # What a growing slot has beyond its request, another cache cannot take meanwhile.
     cut = [_cut_surplus(core, want) for core, want in wants]
-    if any(cut) and _grow_each(wants, background):
-        return True
-    for core, _ in wants:
+    return any(cut) and _grow_each(wants, background)
+
+
+def _note_short(cores: Sequence[Core]) -> None:
+    for core in cores:
         core.counters.short += 1
-    return False
 
 
 def _grow_each(wants: Sequence[tuple[Core, _Want]], background: bool) -> bool:

@@ -8,12 +8,14 @@ back all its pages are its own.
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import BadHandle
+from pyvmem.features.table import SWAP
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
-from pyvmem.kvcache.window import refuse
+from pyvmem.kvcache.steps import grow_all
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
@@ -23,7 +25,7 @@ __all__ = ["SwappedRequest", "swap_in", "swap_out"]
 
 
 class SwappedRequest:
-    """A request that `KVCache.swap_out` made; `KVCache.swap_in` takes it back, once.
+    """A request that a cache's `swap_out` made; its `swap_in` takes it back, once.
 
     Holds host memory (pinned where torch has CUDA) until it is swapped in or closed, whether its
     cache is open or not. A context manager.
@@ -33,11 +35,11 @@ class SwappedRequest:
         nbytes: host memory that was taken.
     """
 
-    def __init__(self, core: Core, seq_len: int, rows: memoryview) -> None:
+    def __init__(self, cores: Sequence[Core], seq_len: int, rows: Sequence[memoryview]) -> None:
         self.seq_len = seq_len
-        self.nbytes = rows.nbytes
-        self._core = core
-        self._rows: memoryview | None = rows
+        self.nbytes = sum(one.nbytes for one in rows)
+        self._cores = tuple(cores)
+        self._rows: Sequence[memoryview] | None = rows
 
     @property
     def is_open(self) -> bool:
@@ -79,52 +81,70 @@ def _pieces(core: Core, slot: Slot, size: int) -> list[int]:
     ]
 
 
-def swap_out(core: Core, reqid: int, stream: Any) -> SwappedRequest:
-    """See `KVCache.swap_out`."""
-    refuse(core, "swap_out")
-    slot = core.slot(reqid)
-    length = core.seq_lens[slot.index]
-    core.pager.release(slot)
-    size = length * core.layout.row_bytes
-    rows = _host_memory(size * core.layout.num_tensors, core.device)
-    event = record(stream, core.device)
-    wait_for(event)
-    for tensor, address in enumerate(_pieces(core, slot, size)):
-        core.context.read_into(address, rows[tensor * size : (tensor + 1) * size])
-    core.release(slot, None)  # the work is over
-    return SwappedRequest(core, length, rows)
+def swap_out(cores: Sequence[Core], reqid: int, stream: Any) -> SwappedRequest:
+    """See `KVCache.swap_out`; of several caches with the same requests, all or none."""
+    for core in cores:
+        core.sharing.require(SWAP, "swap_out")
+    slots = [core.slot(reqid) for core in cores]
+    length = cores[0].seq_lens[slots[0].index]
+    for core, slot in zip(cores, slots, strict=True):
+        core.pager.release(slot)
+    sizes = [length * core.layout.row_bytes for core in cores]
+    rows = [
+        _host_memory(size * core.layout.num_tensors, core.device)
+        for core, size in zip(cores, sizes, strict=True)
+    ]
+    wait_for(record(stream, cores[0].device))
+    for core, slot, size, held in zip(cores, slots, sizes, rows, strict=True):
+        for tensor, address in enumerate(_pieces(core, slot, size)):
+            core.context.read_into(address, held[tensor * size : (tensor + 1) * size])
+    for core, slot in zip(cores, slots, strict=True):
+        core.release(slot, None)  # the work is over
+    return SwappedRequest(cores, length, rows)
 
 
-def swap_in(core: Core, swapped: SwappedRequest, stream: Any) -> int | None:
-    """See `KVCache.swap_in`."""
+def swap_in(cores: Sequence[Core], swapped: SwappedRequest, stream: Any) -> int | None:
+    """See `KVCache.swap_in`; into several caches with the same requests, all or none."""
     if not isinstance(swapped, SwappedRequest):
         raise TypeError(f"expected a SwappedRequest, not {swapped!r:.80}")
     if swapped._rows is None:
         raise BadHandle(
             f"{swapped!r} was closed or swapped in before", errno=errno.EBADF, op="KVCache.swap_in"
         )
-    if swapped._core is not core:
+    if swapped._cores != tuple(cores):
         raise invalid(f"{swapped!r} is another cache's")
-    slot = core.fit(swapped.seq_len)
-    if slot is None:
+    length = swapped.seq_len
+    found = cores[0].fit(length)
+    if found is None:
         return None
-    pages = core.layout.pages_for(swapped.seq_len)
-    core.pager.release(slot)
-    core.table.take(slot)
+    slots = [core.table[found.index] for core in cores]
+    for core, slot in zip(cores, slots, strict=True):
+        core.pager.release(slot)
+    for core, slot in zip(cores, slots, strict=True):
+        core.table.take(slot)
+    done = False
     try:
-        if pages and not core.pager.grow([(slot, pages)], background=False):
-            core.release(slot, None)
+        want = [
+            (core, [(slot, core.layout.pages_for(length))] if length else [])
+            for core, slot in zip(cores, slots, strict=True)
+        ]
+        if not grow_all(want, background=False):
             return None
-        core.pager.settle(stream)
-        event = record(stream, core.device)
-        wait_for(event)  # zero-fills, and earlier owners' work where nothing is filled
-        size = swapped.seq_len * core.layout.row_bytes
-        for tensor, address in enumerate(_pieces(core, slot, size)):
-            core.context.write(address, swapped._rows[tensor * size : (tensor + 1) * size])
-    except BaseException:
-        core.release(slot, None)
-        raise
-    core.enter(slot, swapped.seq_len)
-    core.note_peaks()
+        for core in cores:
+            core.pager.settle(stream)
+        # Zero-fills, and earlier owners' work where nothing is filled.
+        wait_for(record(stream, cores[0].device))
+        for core, slot, rows in zip(cores, slots, swapped._rows, strict=True):
+            size = length * core.layout.row_bytes
+            for tensor, address in enumerate(_pieces(core, slot, size)):
+                core.context.write(address, rows[tensor * size : (tensor + 1) * size])
+        done = True
+    finally:
+        if not done:
+            for core, slot in zip(cores, slots, strict=True):
+                core.release(slot, None)
+    for core, slot in zip(cores, slots, strict=True):
+        core.enter(slot, length)
+        core.note_peaks()
     swapped.close()
-    return slot.index
+    return found.index

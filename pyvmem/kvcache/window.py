@@ -19,7 +19,7 @@ import operator
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import NotSupported
+from pyvmem.errors import TooManyBatches
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
     from pyvmem.kvcache.slots import Slot
 
-__all__ = ["Window", "refuse"]
+__all__ = ["Window"]
 
 
 class Window:
@@ -65,16 +65,28 @@ class Window:
         events: list[Any] | None = None
         for index in compress(core.indices, map(operator.ge, old, self._next)):
             slot = core.table[index]
-            # The same length again: perhaps its work has not been launched yet.
-            if lens[index] <= old[index] or slot.job is not None:
-                continue
+            if lens[index] <= old[index]:
+                continue  # the same length again: perhaps its work has not been launched yet
+            if slot.job is not None:
+                if not core.table.lockstep:
+                    continue  # the next step is soon enough
+                core.pager.release(slot)
             if events is None:
                 event = record(stream, core.device)
                 events = [] if event is None else [event]
             layout = self._layout
             head = (old[index] - self._kept) * layout.row_bytes // layout.page_size
-            if not core.reclaimer.try_slide(slot, head, [*slot.events, *events]):
-                return  # the queue is full; the next step tries again
+            after = [*slot.events, *events]
+            if not core.reclaimer.try_slide(slot, head, after):  # the queue is full
+                if not core.table.lockstep:
+                    return  # the next step tries again
+                core.reclaimer.finish_all()
+                if not core.reclaimer.try_slide(slot, head, after):
+                    raise TooManyBatches(
+                        "pages behind the window could not be unmapped",
+                        errno=errno.EAGAIN,
+                        op="KVCache",
+                    )
             self._next[index] = self._kept + self._rows(head + 1)
             self._least[index] = self._window + self._rows(head)
 
@@ -83,13 +95,3 @@ class Window:
         if not slot.stale:
             self._core.reclaimer.slid -= slot.head
         self._next[slot.index], self._least[slot.index] = self._first, 0
-
-
-def refuse(core: Core, what: str) -> None:
-    """Raises NotSupported where the rows that a call would need have left a window."""
-    if core.window is not None:
-        raise NotSupported(
-            f"{what}: a cache with a sliding window does not keep all rows of a request",
-            errno=errno.EOPNOTSUPP,
-            op="KVCache",
-        )

@@ -13,6 +13,7 @@ from typing import Any
 import pyvmem
 from pyvmem import _native
 from pyvmem.bench.machine import describe
+from pyvmem.features import about
 from pyvmem.probe import probe
 from pyvmem.selftest import books, memory
 from pyvmem.selftest.check import Result, run_check
@@ -37,20 +38,6 @@ def add_parser(sub: Any) -> None:
     add("--json", type=Path, metavar="FILE", help="write the report there")
     add("--samples", type=int, default=200, help="of each time (default: 200); 0: no times")
     parser.set_defaults(run=run)
-
-
-def _about(context: pyvmem.Context) -> dict[str, Any]:
-    """What was tested."""
-    info = context.info
-    return {
-        "backend": info.backend,
-        "driver": info.driver,
-        "device": info.device_name,
-        "uuid": info.uuid,
-        "granule": info.granule,
-        "page_sizes": list(info.page_sizes),
-        "caps": [cap.name for cap in pyvmem.Caps if cap in info.caps],
-    }
 
 
 def _checks(context: pyvmem.Context) -> list[Result]:
@@ -89,7 +76,7 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
     if not found.usable:
         return report
     with pyvmem.Context(args.backend, device=args.device, pool_high=1) as context:
-        report["tested"] = _about(context)
+        report["tested"] = about(context.info)
         results = _checks(context)
         report["checks"] = [asdict(result) for result in results]
         ran = len(results) == len(memory.CHECKS) + len(books.CHECKS)

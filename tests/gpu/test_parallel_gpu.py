@@ -37,4 +37,12 @@ def test_two_gpus(backend: str, tmp_path: Path) -> None:
     assert failed[2:9] == ["RankFailed 1 EIO"] * 7
     assert failed[9:14] == [12, [0, 1, 2, 3, None], 0, 0, "RankFailed 0 EIO"]
     assert results["ranks_differ"] == ["RanksDiffer  "] * 2 + [[0, 1]]
+    for answers in results["shared_pages"]:
+        assert any(answer[1] for call, answer in answers if call == "alloc_prefix" and answer)
+        assert any(answer for call, answer in answers if call == "fork")
+        assert any(answer == -1 for call, answer in answers if call == "step")
+    assert -1 in results["windows"]
+    for _, skip, said in results["sharing_fails"]:
+        assert said in (f"RankFailed {skip % 2} EIO", "nothing")
+    assert results["swap_without_memory"][0] == "RankFailed 1 ENOMEM"
     assert results["init_fails"][:2] == ["InvalidArgument  EINVAL", "RankFailed 1 EINVAL"]

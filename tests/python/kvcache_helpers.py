@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
 import random
 import threading
 import time
@@ -53,7 +54,7 @@ def lens(cache: KVCache, **by_reqid: int) -> list[int]:
     return out
 
 
-def _tensors(cache: KVCache) -> bool:
+def has_tensors(cache: KVCache) -> bool:
     """Whether torch can see the cache's memory; where not, rows are read and written as bytes."""
     return cache._core.device is None or torch.cuda.is_available()
 
@@ -73,7 +74,7 @@ def _row(cache: KVCache, value: float) -> bytes:
 
 
 def _put(cache: KVCache, layer: int, which: int, reqid: int, rows: range, value: float) -> None:
-    if _tensors(cache):
+    if has_tensors(cache):
         view = cache.v(layer) if which else cache.k(layer)
         view[reqid, rows.start : rows.stop] = value
         return
@@ -82,7 +83,7 @@ def _put(cache: KVCache, layer: int, which: int, reqid: int, rows: range, value:
 
 
 def _are(cache: KVCache, layer: int, which: int, reqid: int, rows: range, value: float) -> bool:
-    if _tensors(cache):
+    if has_tensors(cache):
         view = cache.v(layer) if which else cache.k(layer)
         return bool((view[reqid, rows.start : rows.stop] == value).all())
     size = cache.layout.head_row_bytes
@@ -117,12 +118,41 @@ def rows_are_zero(cache: KVCache, reqid: int, low: int, high: int) -> bool:
     )
 
 
+def without(context: pyvmem.Context, caps: pyvmem.Caps) -> None:
+    """Makes a context report fewer capabilities: the one way for tests to have a poorer back end.
+
+    The cache goes by what the context reports; libvmem, below, still does what the back end can.
+    """
+    context._info = dataclasses.replace(context.info, caps=context.info.caps & ~caps)
+
+
 def eventually(condition: Callable[[], bool]) -> None:
     """Returns when it holds; the limit only keeps a broken build from hanging."""
     limit = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < limit, "it never came true"
         time.sleep(0.001)
+
+
+def at_the_gate(turns: Any) -> bool:
+    """Whether a thread waits for a budget's lock; not for the thread that waits."""
+    if turns._gate.acquire(blocking=False):
+        turns._gate.release()
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def pending() -> Iterator[FdEvent]:
+    """GPU work that is over at the end of the block at the latest.
+
+    In a block of the cache's: what fails there fails, and does not hang where the cache is closed.
+    """
+    with FdEvent.create() as event:
+        try:
+            yield event
+        finally:
+            event.set()
 
 
 @contextlib.contextmanager

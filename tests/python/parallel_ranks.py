@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from parallel_scenarios import caught, shared_pages, sharing_fails, swap_without_memory, windows
 
 import pyvmem
 from pyvmem import FdEvent, Inject, KVCacheConfig
@@ -64,9 +65,16 @@ class Rank:
                 cache.check_integrity()
 
     def work(self) -> FdEvent:
-        """GPU work that ends some time later."""
+        """GPU work that ends some time later: at once on one rank, on the other now and then so
+        late that several calls find it unfinished.
+        """
         event = FdEvent.create()
-        timer = threading.Timer(self.random.random() * 0.006, event.set)
+        slow = self.random.random() < 0.2
+        delay = self.random.random() * (0.03 if slow else 0.005)
+        if self.index == 0 and not slow:
+            event.set()
+            return event
+        timer = threading.Timer(delay, event.set)
         timer.daemon = True
         timer.start()
         return event
@@ -153,15 +161,6 @@ def least_budget(rank: Rank) -> Any:
         out.append(cache.step([0, 5 * ROWS, 0, 0]))
         cache.context.inject(Inject.SLAB, count=0)
     return out
-
-
-def caught(call: Any, *args: Any) -> str:
-    try:
-        call(*args)
-    except pyvmem.VMemError as error:
-        number = getattr(error, "rank", "")
-        return f"{type(error).__name__} {number} {error.errno_name}"
-    return "nothing"
 
 
 def one_rank_fails(rank: Rank) -> Any:
@@ -256,7 +255,17 @@ def init_fails(rank: Rank) -> Any:
     return out
 
 
-SCENARIOS = (same_answers, least_budget, one_rank_fails, ranks_differ, init_fails)
+SCENARIOS = (
+    same_answers,
+    least_budget,
+    one_rank_fails,
+    ranks_differ,
+    init_fails,
+    shared_pages,
+    sharing_fails,
+    swap_without_memory,
+    windows,
+)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from kvcache_helpers import state
 
 from pyvmem import FdEvent, KVCache
-from pyvmem.kvcache import SwappedRequest
+from pyvmem.kvcache import LayeredCache, SwappedRequest
 
 __all__ = ["ShareModel", "read_rows", "row_bytes", "write_rows"]
 
@@ -49,12 +49,15 @@ class ShareModel:
     """Drives a cache at random. A token's row depends on all tokens before it, as a model's does.
 
     Attributes:
+        parts: the cache, or those of its classes of layers.
         tokens: by reqid, the ids whose rows the request holds.
         tags: by reqid, what the rows hold.
     """
 
-    def __init__(self, cache: KVCache, seed: int) -> None:
+    def __init__(self, cache: KVCache | LayeredCache, seed: int) -> None:
         self.cache = cache
+        self.parts = cache.caches if isinstance(cache, LayeredCache) else (cache,)
+        self.first = self.parts[0]
         self.random = random.Random(seed)
         self.tokens: dict[int, list[int]] = {}
         self.tags: dict[int, list[int]] = {}
@@ -79,14 +82,14 @@ class ShareModel:
         return event
 
     def lens(self, more: dict[int, int] | None = None) -> list[int]:
-        out = [0] * self.cache.config.max_batch
+        out = [0] * self.first.config.max_batch
         for reqid, tokens in self.tokens.items():
             out[reqid] = len(tokens) + (more or {}).get(reqid, 0)
         return out
 
     def prompt(self) -> list[int]:
         """Mostly the beginning of something seen before."""
-        longest = self.cache.config.max_seq_len
+        longest = self.first.config.max_seq_len
         seen = self.random.choice(list(self.known)) if self.known else ()
         keep = self.random.randint(0, len(seen))
         more = [self.random.randint(0, 2) for _ in range(self.random.randint(1, 20))]
@@ -101,11 +104,16 @@ class ShareModel:
         for one in ids:
             tokens.append(one)
             tags.append(self.tag(tokens))
-        write_rows(self.cache, reqid, low, tags[low:])
+        for one in self.parts:
+            write_rows(one, reqid, low, tags[low:])
+
+    def holds(self, reqid: int) -> bool:
+        """Whether a request has its rows, all of them, in every class."""
+        return all(read_rows(one, reqid, 0, self.tags[reqid]) for one in self.parts)
 
     def grow(self, more: dict[int, list[int]]) -> None:
         self.fire()  # the model's stand-in for GPU work ends before anyone waits for it
-        longest = self.cache.config.max_seq_len
+        longest = self.first.config.max_seq_len
         more = {r: ids[: longest - len(self.tokens[r])] for r, ids in more.items()}
         want = self.lens({reqid: len(ids) for reqid, ids in more.items()})
         ahead = self.random.random() < 0.5
@@ -119,13 +127,13 @@ class ShareModel:
     def start(self) -> None:
         prompt = self.prompt()
         self.fire()
-        before = state(self.cache)
+        before = state(self.first)
         found = self.cache.match(prompt).length
         taken = self.cache.alloc_prefix(prompt)
         if taken is None:
             self.count("no slot")
-            assert len(self.tokens) == self.cache.config.max_batch
-            assert state(self.cache)[0] == before[0]
+            assert len(self.tokens) == self.first.config.max_batch
+            assert state(self.first)[0] == before[0]
             return
         reqid, length = taken
         assert length == found < len(prompt)
@@ -133,15 +141,15 @@ class ShareModel:
         self.count("hit" if length else "miss")
         self.tokens[reqid] = prompt[:length]
         self.tags[reqid] = [self.tag(prompt[: n + 1]) for n in range(length)]
-        assert read_rows(self.cache, reqid, 0, self.tags[reqid])
+        assert self.holds(reqid)
         self.grow({reqid: prompt[length:]})
 
     def fork(self, reqid: int) -> None:
         length = self.random.choice((None, self.random.randint(0, len(self.tokens[reqid]))))
         count = self.random.choice((1, 1, 2))
         self.fire()
-        if self.lens() != [info.seq_len for info in self.cache.snapshot()]:
-            length = min(len(self.tokens[reqid]), self.cache.snapshot()[reqid].seq_len)
+        if self.lens() != [info.seq_len for info in self.first.snapshot()]:
+            length = min(len(self.tokens[reqid]), self.first.snapshot()[reqid].seq_len)
         forked = self.cache.fork_many(reqid, count, length)
         if forked is None:
             self.count("no fork")
@@ -155,12 +163,12 @@ class ShareModel:
     def free(self, reqid: int, record: bool) -> None:
         tokens = self.tokens.pop(reqid)
         del self.tags[reqid]
-        held = self.cache.snapshot()[reqid].seq_len
+        held = self.first.snapshot()[reqid].seq_len
         self.cache.free_reqid(reqid, self.stream(), tokens[:held] if record else None)
 
     def record(self, reqid: int) -> None:
         self.fire()
-        held = self.cache.snapshot()[reqid].seq_len
+        held = self.first.snapshot()[reqid].seq_len
         tokens = self.tokens[reqid][:held]
         unit = self.cache.sharing_unit
         assert self.cache.record(reqid, tokens) == len(tokens) // unit * unit
@@ -200,10 +208,10 @@ class ShareModel:
 
     def check(self) -> None:
         self.cache.check_integrity()
-        for reqid, tags in self.tags.items():
-            assert read_rows(self.cache, reqid, 0, tags), f"rows of reqid {reqid}"
+        for reqid in self.tags:
+            assert self.holds(reqid), f"rows of reqid {reqid}"
         now = self.cache.stats()
-        assert now.used_bytes <= now.active_pages * self.cache.layout.page_size
+        assert now.used_bytes <= now.active_pages * self.first.layout.page_size
 
     def any_step(self) -> None:
         """One random thing."""

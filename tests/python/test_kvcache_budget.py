@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import open_context
-from kvcache_helpers import firing_later, small_config, state
+from kvcache_helpers import at_the_gate, eventually, firing_later, pending, small_config, state
 from share_helpers import read_rows, write_rows
 
 from pyvmem import Caps, Context, FdEvent, InvalidArgument, KVCache, OutOfMemory
@@ -253,6 +253,36 @@ def test_steps_of_both_in_two_threads(context: Context) -> None:
             thread.join(120)
             assert not thread.is_alive(), "they wait for each other"
         assert not failures, failures
+
+
+def test_a_cache_that_is_busy_lets_others_in(context: Context) -> None:
+    """While one waits for GPU work on the other's slot, the other's call waits, and then has its
+    turn before the first one's next call: nobody waits in a circle.
+    """
+    with two(context, 8, {}, {}) as (_, a, b), pending() as work:
+        b.free_reqid(hold(b, 4), work)
+        order: list[str] = []
+
+        def busy() -> None:
+            hold(a, 2)  # all that there is: waits for the work on b's slot
+            with a._lock:
+                order.append("a again")
+
+        def other() -> None:
+            with b._lock:
+                order.append("b")
+            assert b.step([0] * 4) == 0
+
+        threads = [threading.Thread(target=one, daemon=True) for one in (busy, other)]
+        threads[0].start()
+        eventually(lambda: bool(b._core.reclaimer.cuts))
+        threads[1].start()
+        eventually(lambda: at_the_gate(b._lock))
+        work.set()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert order == ["b", "a again"]
 
 
 class BudgetModel:

@@ -13,6 +13,7 @@ from kvcache_helpers import (
     ROWS,
     eventually,
     lens,
+    pending,
     rows_are,
     rows_are_zero,
     small_cache,
@@ -20,7 +21,7 @@ from kvcache_helpers import (
     state,
 )
 
-from pyvmem import Caps, Context, DriverError, FdEvent, Inject, KVCache, NotRecoverable, VMemError
+from pyvmem import Caps, Context, DriverError, Inject, KVCache, NotRecoverable, VMemError
 
 TENSORS = 2 * LAYERS
 DRIVER = Inject.MAP | Inject.UNMAP | Inject.SLAB | Inject.FILL
@@ -112,7 +113,7 @@ def test_a_reclaim_that_cannot_be_undone_costs_its_slot_alone(backend: str) -> N
 
 def test_a_failed_fill_hands_nothing_over(context: Context) -> None:
     for wait in (False, True):
-        with small_cache(context, max_batch=1) as cache, FdEvent.create() as work:
+        with small_cache(context, max_batch=1) as cache, pending() as work:
             cache.alloc_reqid()
             assert cache.step([2 * ROWS]) == 0
             stamp(cache, 0, 0, 2 * ROWS, 3.0)

@@ -14,6 +14,7 @@ from kvcache_helpers import (
     eventually,
     firing_later,
     lens,
+    pending,
     rows_are,
     rows_are_zero,
     small_cache,
@@ -33,7 +34,7 @@ NAN = float("nan")
 
 @needs_tensors
 def test_pages_are_not_unmapped_before_the_work_is_over(context: Context) -> None:
-    with small_cache(context, deferred_reclaim=False) as cache, FdEvent.create() as work:
+    with small_cache(context, deferred_reclaim=False) as cache, pending() as work:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=2 * ROWS)) == 0
         stamp(cache, 0, 0, 2 * ROWS, 4.0)
@@ -53,7 +54,7 @@ def test_pages_are_not_unmapped_before_the_work_is_over(context: Context) -> Non
 
 @needs_tensors
 def test_pages_are_not_zeroed_before_the_work_is_over(context: Context) -> None:
-    with small_cache(context, max_batch=1) as cache, FdEvent.create() as work:
+    with small_cache(context, max_batch=1) as cache, pending() as work:
         cache.alloc_reqid()
         assert cache.step([2 * ROWS]) == 0
         stamp(cache, 0, 0, 2 * ROWS, 4.0)
@@ -76,7 +77,7 @@ def test_a_reused_slot_is_not_handed_over_before_the_work_is_over(
 ) -> None:
     with (
         small_cache(context, max_batch=1, zero_fill=zero_fill) as cache,
-        FdEvent.create() as work,
+        pending() as work,
     ):
         cache.alloc_reqid()
         assert cache.step([ROWS]) == 0
@@ -92,7 +93,7 @@ def test_a_reused_slot_is_not_handed_over_before_the_work_is_over(
 
 def test_growth_beyond_what_was_used_need_not_wait(context: Context) -> None:
     """New pages of a slot are nobody's: only the used ones wait for the earlier owner's work."""
-    with small_cache(context, max_batch=2) as cache, FdEvent.create() as work:
+    with small_cache(context, max_batch=2) as cache, pending() as work:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=ROWS)) == 0
         cache.free_reqid(0, work)
@@ -122,8 +123,8 @@ def test_two_owners_ago_still_counts(context: Context) -> None:
     """The first owner's work goes on while the second one's, elsewhere, is over."""
     with (
         small_cache(context, max_batch=1, zero_fill=False) as cache,
-        FdEvent.create() as first,
-        FdEvent.create() as second,
+        pending() as first,
+        pending() as second,
     ):
         cache.alloc_reqid()
         assert cache.step([ROWS]) == 0
@@ -145,7 +146,7 @@ def test_a_growth_that_another_call_finishes_leaves_nothing_to_a_stream(
     monkeypatch.setattr(pager, "order_after", lambda event, stream, on: devices.append(on))
     with (
         small_cache(context, max_batch=1, zero_fill=False) as cache,
-        FdEvent.create() as first,
+        pending() as first,
     ):
         cache.alloc_reqid()
         assert cache.step([ROWS]) == 0
@@ -162,7 +163,7 @@ def test_a_growth_that_another_call_finishes_leaves_nothing_to_a_stream(
 
 def test_a_step_short_of_memory_waits_for_the_work_on_freed_pages(context: Context) -> None:
     limit = 4 * TENSORS * context.info.granule
-    with small_cache(context, memory_limit=limit) as cache, FdEvent.create() as work:
+    with small_cache(context, memory_limit=limit) as cache, pending() as work:
         cache.alloc_reqid()
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=3 * ROWS, r1=ROWS)) == 0
@@ -176,7 +177,7 @@ def test_a_step_short_of_memory_waits_for_the_work_on_freed_pages(context: Conte
 def test_a_step_short_of_memory_takes_what_is_over_first(context: Context) -> None:
     """The older slot's work never ends; its pages are not needed."""
     limit = 4 * TENSORS * context.info.granule
-    with small_cache(context, memory_limit=limit) as cache, FdEvent.create() as endless:
+    with small_cache(context, memory_limit=limit) as cache, pending() as endless:
         for _ in range(3):
             cache.alloc_reqid()
         assert cache.step(lens(cache, r0=ROWS, r1=2 * ROWS, r2=ROWS)) == 0
@@ -191,8 +192,8 @@ def test_of_several_reclaims_any_may_end_first(context: Context) -> None:
     limit = 4 * TENSORS * context.info.granule
     with (
         small_cache(context, memory_limit=limit, deferred_reclaim=False) as cache,
-        FdEvent.create() as endless,
-        FdEvent.create() as work,
+        pending() as endless,
+        pending() as work,
     ):
         for _ in range(3):
             cache.alloc_reqid()
@@ -390,7 +391,7 @@ def test_what_a_slot_keeps_beyond_a_cut_in_flight_can_be_had_too(context: Contex
     limit = 4 * TENSORS * page
     with (
         small_cache(context, memory_limit=limit, low_watermark=0.25) as cache,
-        FdEvent.create() as work,
+        pending() as work,
     ):
         assert cache.alloc_reqid() == 0
         assert cache.step(lens(cache, r0=4 * ROWS)) == 0

@@ -11,6 +11,7 @@ from kvcache_helpers import (
     firing_later,
     grown,
     lens,
+    pending,
     rows_are,
     rows_are_zero,
     small_cache,
@@ -18,7 +19,7 @@ from kvcache_helpers import (
     state,
 )
 
-from pyvmem import Context, DriverError, FdEvent, Inject, InvalidArgument, KVCache
+from pyvmem import Context, DriverError, Inject, InvalidArgument, KVCache
 from pyvmem.kvcache import PrefixMatch, TokenIds
 
 TENSORS = 2 * LAYERS
@@ -155,7 +156,7 @@ def test_what_is_recorded_already_is_not_recorded_twice(context: Context) -> Non
 
 
 def test_a_reader_waits_for_the_work_that_wrote_the_rows(context: Context) -> None:
-    with small_cache(context) as cache, FdEvent.create() as work:
+    with small_cache(context) as cache, pending() as work:
         reqid = started(cache, 2 * ROWS)
         cache.free_reqid(reqid, work, PROMPT[: 2 * ROWS])
         with firing_later(work) as fired:
@@ -223,6 +224,57 @@ def test_only_the_part_of_a_prefix_in_use_stays(context: Context) -> None:
         assert cache.stats().mapped_bytes == 2 * TENSORS * cache.layout.page_size
         assert cache.match(PROMPT).length == 2 * ROWS
         assert rows_are(cache, taken[0], 0, 2 * ROWS, 1.0)
+
+
+def test_a_prefix_goes_only_when_slots_have_given_everything(context: Context) -> None:
+    """Also what a slot has beyond the pages that are on their way back already."""
+    limit = 6 * TENSORS * context.info.granule
+    with (
+        small_cache(context, memory_limit=limit, low_watermark=0.5) as cache,
+        pending() as work,
+    ):
+        recorded(cache, PROMPT[:ROWS])
+        cache.trim()
+        cache.free_reqid(started(cache, 3 * ROWS), work)
+        assert any(slot.in_flight for slot in cache.snapshot()), "the watermark takes one page"
+        first, second = cache.alloc_reqid(), cache.alloc_reqid()
+        with firing_later(work):
+            assert cache.step(lens(cache, **{f"r{first}": 2 * ROWS, f"r{second}": 3 * ROWS})) == 0
+        assert cache.match(PROMPT).length == ROWS
+
+
+def test_pages_of_no_request_can_be_had_below_a_request_too(context: Context) -> None:
+    """A fork of the first page keeps the whole record, until its other pages are needed."""
+    limit = 5 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache:
+        parent = started(cache, 3 * ROWS)
+        cache.record(parent, PROMPT[: 3 * ROWS])
+        child = cache.fork(parent, ROWS)
+        assert child is not None
+        cache.free_reqid(parent)
+        assert cache.can_admit([4 * ROWS])
+        assert not cache.can_admit([4 * ROWS, 1])
+        other = started(cache, 4 * ROWS, 2.0)
+        assert rows_are(cache, child, 0, ROWS, 1.0)
+        assert rows_are(cache, other, 0, 4 * ROWS, 2.0)
+        cache.check_integrity()
+        cache.free_reqid(other)
+        cache.free_reqid(child)
+        cache.trim(prefixes=True)
+        assert cache.stats().mapped_bytes == 0
+
+
+def test_a_finished_request_keeps_nothing_recorded(context: Context) -> None:
+    """Though its pages are unmapped later: the order of use is that of the calls."""
+    limit = 5 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache, pending() as work:
+        first, second = PROMPT[: 2 * ROWS], [5] * (2 * ROWS)
+        cache.free_reqid(started(cache, 2 * ROWS), work, first)
+        cache.free_reqid(started(cache, 2 * ROWS, 2.0), tokens=second)
+        with firing_later(work):
+            started(cache, 3 * ROWS, 3.0)
+        assert cache.match(first, leave=0).length == 0, "used before the other one"
+        assert cache.match(second, leave=0).length == 2 * ROWS
 
 
 def test_a_match_that_was_evicted_is_refused(context: Context) -> None:
@@ -342,7 +394,7 @@ def test_a_prefix_whose_last_user_is_going_is_memory_to_be_had(context: Context)
     """Until its slot is unmapped the prefix is in use: a step that is short waits for that."""
     limit = 4 * TENSORS * context.info.granule
     tokens = range(2 * ROWS)
-    with small_cache(context, memory_limit=limit) as cache, FdEvent.create() as work:
+    with small_cache(context, memory_limit=limit) as cache, pending() as work:
         cache.free_reqid(started(cache, 2 * ROWS), tokens=tokens)
         found = cache.alloc_prefix(tokens, leave=0)
         assert found is not None

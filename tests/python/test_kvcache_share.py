@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -18,18 +17,19 @@ from kvcache_helpers import (
     firing_later,
     grown,
     lens,
+    pending,
     rows_are,
     rows_are_zero,
     small_cache,
     started,
     state,
+    without,
 )
 
 from pyvmem import (
     Caps,
     Context,
     DriverError,
-    FdEvent,
     Inject,
     InvalidArgument,
     NotRecoverable,
@@ -63,6 +63,34 @@ def test_a_fork_shares_full_pages_and_copies_the_last(context: Context) -> None:
         assert rows_are(cache, parent, 2 * ROWS + 3, 3 * ROWS, 2.0)
         assert rows_are(cache, parent, 0, 2 * ROWS + 3, 1.0)
         assert rows_are(cache, child, 0, 2 * ROWS + 3, 1.0)
+
+
+def test_a_fork_onto_named_slots(context: Context) -> None:
+    with small_cache(context) as cache:
+        parent = started(cache, ROWS + 3)
+        cache.free_reqid(started(cache, 2 * ROWS, 9.0))  # its pages are still mapped there
+        assert cache.fork(parent, into=3) == 3
+        assert cache.fork_many(parent, 2, ROWS + 1, into=[2, 1]) == [2, 1]
+        for child, length in ((1, ROWS + 1), (2, ROWS + 1), (3, ROWS + 3)):
+            assert cache.snapshot()[child].seq_len == length
+            assert rows_are(cache, child, 0, length, 1.0)
+        grown(cache, 1, ROWS + 1, 2 * ROWS, 2.0)
+        assert rows_are(cache, 2, 0, ROWS + 1, 1.0)
+        cache.free_reqid(2)
+        before = state(cache)
+        for into, text in (
+            ([3], "reqid 3 is taken"),
+            ([4], "reqid 4 is not between 0 and 3"),
+            ([-1], "reqid -1 is not between"),
+            ([2, 2], "into names 2 slots for 1 requests"),
+        ):
+            with pytest.raises(InvalidArgument, match=text):
+                cache.fork_many(parent, 1, into=into)
+        with pytest.raises(InvalidArgument, match=r"into names a slot twice: \[2, 2\]"):
+            cache.fork_many(parent, 2, into=[2, 2])
+        with pytest.raises(InvalidArgument, match="reqid 0 is taken"):
+            cache.fork(parent, into=parent)
+        assert state(cache) == before
 
 
 def test_a_shorter_fork(context: Context) -> None:
@@ -195,7 +223,7 @@ def test_a_cpu_write_to_a_shared_page_ends_the_process(where: str) -> None:
 
 
 def test_shared_pages_stay_until_their_last_request_and_its_work(context: Context) -> None:
-    with small_cache(context) as cache, FdEvent.create() as work:
+    with small_cache(context) as cache, pending() as work:
         parent = started(cache, 2 * ROWS)
         child = cache.fork(parent)
         assert child is not None
@@ -212,7 +240,7 @@ def test_shared_pages_stay_until_their_last_request_and_its_work(context: Contex
 
 @pytest.mark.needs_tensors  # the library's own reads are refused while a batch is in flight
 def test_nothing_is_unmapped_under_running_work(context: Context) -> None:
-    with small_cache(context) as cache, FdEvent.create() as work:
+    with small_cache(context) as cache, pending() as work:
         parent = started(cache, 2 * ROWS)
         child = cache.fork(parent)
         assert child is not None
@@ -224,7 +252,7 @@ def test_nothing_is_unmapped_under_running_work(context: Context) -> None:
 
 
 def test_a_fork_waits_for_the_work_that_writes_the_rows(context: Context) -> None:
-    with small_cache(context) as cache, FdEvent.create() as work:
+    with small_cache(context) as cache, pending() as work:
         parent = started(cache, ROWS + 1)
         with firing_later(work) as fired:
             assert cache.fork(parent, stream=work) is not None
@@ -354,9 +382,9 @@ def test_a_request_whose_rows_are_lost_is_named(backend: str) -> None:
 def test_a_back_end_without_read_only_mappings_says_so(host: Context) -> None:
     with small_cache(host) as cache:
         parent = started(cache, ROWS)
-        host._info = dataclasses.replace(host.info, caps=host.info.caps & ~Caps.READONLY)
-        with pytest.raises(NotSupported, match="cannot protect"):
+        without(host, Caps.READONLY)
+        with pytest.raises(NotSupported, match="has no VMEM_CAP_READONLY"):
             cache.fork(parent)
-        with pytest.raises(NotSupported, match="cannot protect"):
+        with pytest.raises(NotSupported, match="has no VMEM_CAP_READONLY"):
             cache.record(parent, range(ROWS))
         assert cache.snapshot()[parent].shared_pages == 0

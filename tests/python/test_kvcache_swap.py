@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import gc
 import time
@@ -17,12 +16,14 @@ from kvcache_helpers import (
     eventually,
     firing_later,
     lens,
+    pending,
     rows_are,
     rows_are_zero,
     small_cache,
     small_config,
     started,
     state,
+    without,
 )
 
 from pyvmem import (
@@ -30,7 +31,6 @@ from pyvmem import (
     Caps,
     Context,
     DriverError,
-    FdEvent,
     Inject,
     InvalidArgument,
     KVCache,
@@ -104,7 +104,7 @@ def test_swap_in_without_memory(context: Context) -> None:
 
 
 def test_swap_out_waits_for_the_work(context: Context) -> None:
-    with small_cache(context) as cache, FdEvent.create() as work:
+    with small_cache(context) as cache, pending() as work:
         reqid = started(cache, 1)
         with firing_later(work) as fired:
             cache.swap_out(reqid, work)
@@ -200,7 +200,7 @@ def test_trim_gives_memory_back_to_the_device(backend: str) -> None:
 
 
 def test_trim_waits_for_work_on_freed_slots(context: Context) -> None:
-    with small_cache(context) as cache, FdEvent.create() as work:
+    with small_cache(context) as cache, pending() as work:
         cache.free_reqid(started(cache, ROWS), work)
         with firing_later(work) as fired:
             cache.trim()
@@ -306,9 +306,11 @@ def test_sparse_where_the_back_end_cannot(context: Context) -> None:
     if Caps.SPARSE in context.info.caps:
         with small_cache(context, sparse=True) as cache:
             assert cache.reservation.sparse
-        context._info = dataclasses.replace(context.info, caps=context.info.caps & ~Caps.SPARSE)
+        without(context, Caps.SPARSE)
     before = context.stats().reserved_bytes
-    with pytest.raises(NotSupported, match="sparse: back end") as caught:
+    with pytest.raises(
+        NotSupported, match=r"sparse, with .*: back end .* VMEM_CAP_SPARSE"
+    ) as caught:
         KVCache(small_config(context.info.granule, sparse=True), context)
     assert caught.value.errno == errno.EOPNOTSUPP
     assert context.stats().reserved_bytes == before

@@ -8,13 +8,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvcache_helpers import LAYERS, ROWS, eventually, firing_later, lens, small_cache, state
+from kvcache_helpers import (
+    LAYERS,
+    ROWS,
+    eventually,
+    firing_later,
+    lens,
+    pending,
+    small_cache,
+    state,
+)
 from share_helpers import read_rows, write_rows
 
 from pyvmem import (
     Context,
     DriverError,
-    FdEvent,
     Inject,
     InvalidArgument,
     KVCache,
@@ -87,7 +95,7 @@ def test_pages_go_after_the_work_that_read_them(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
         decode(cache, 0, 20)
-        with FdEvent.create() as event:
+        with pending() as event:
             assert cache.step(lens(cache, r0=21), event) == 0
             assert cache.snapshot()[0].in_flight
             for tensor in range(TENSORS):
@@ -105,7 +113,7 @@ def test_a_request_freed_while_pages_go(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
         decode(cache, 0, 20)
-        with FdEvent.create() as event:
+        with pending() as event:
             assert cache.step(lens(cache, r0=21), event) == 0
             cache.free_reqid(0)
             cache.check_integrity()

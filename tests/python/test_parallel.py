@@ -7,7 +7,8 @@ Two ranks are two processes with gloo (parallel_ranks.py); what needs only one i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import errno
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,8 @@ from kvcache_helpers import small_config
 from rank_runner import run_ranks
 
 import pyvmem
-from pyvmem import Inject
+from pyvmem import Caps, Inject
+from pyvmem.kvcache.control import set_limit
 from pyvmem.kvcache.lockstep import LockstepTable
 from pyvmem.kvcache.parallel import (
     ParallelKVCache,
@@ -69,6 +71,40 @@ def test_a_cache_that_one_rank_cannot_make(results: dict[str, Any]) -> None:
         "RankFailed 0 EINVAL",
         "nothing",
     ]
+
+
+def test_ranks_that_share_and_swap_give_the_same_answers(results: dict[str, Any]) -> None:
+    """Each checked its rows and its memory against a model; here: that it was short and shared."""
+    played = results["shared_pages"]
+    assert len(played) == 4
+    for answers in played:
+        for name in ("step", "step_async"):
+            assert {answer for call, answer in answers if call == name} == {0, -1}
+        for name in ("fork", "alloc_prefix"):
+            assert any(answer for call, answer in answers if call == name)
+            assert any(answer is None for call, answer in answers if call == name)
+        assert any(answer[1] for call, answer in answers if call == "alloc_prefix" and answer)
+        assert any(isinstance(answer, int) for call, answer in answers if call == "swap_in")
+
+
+def test_windows_slide_alike(results: dict[str, Any]) -> None:
+    assert -1 in results["windows"]
+    assert results["windows"].count(0) > 50
+
+
+def test_whichever_call_fails_all_ranks_learn_of_it(results: dict[str, Any]) -> None:
+    failures = results["sharing_fails"]
+    calls = ("fork", "record", "free", "alloc_prefix", "swap_out", "swap_in", "step")
+    for name in calls:
+        said = [(skip % 2, what) for call, skip, what in failures if call == name]
+        assert len(said) > 4
+        for rank, what in said:
+            assert what in (f"RankFailed {rank} EIO", "nothing")
+        assert said[0][1] == "RankFailed 0 EIO"
+
+
+def test_a_rank_without_host_memory_for_a_swap(results: dict[str, Any]) -> None:
+    assert results["swap_without_memory"] == ["RankFailed 1 ENOMEM", 0, 0, 0, "BadHandle  EBADF"]
 
 
 # ---- one rank ----------------------------------------------------------------------------------
@@ -141,23 +177,127 @@ def test_bad_arguments_poison_nothing(cache: ParallelKVCache) -> None:
     cache.check_step()
 
 
-def test_what_depends_on_timing_is_refused_and_poisons_nothing(cache: ParallelKVCache) -> None:
+PROMPT = list(range(40))
+
+
+def with_spare_pages(cache: ParallelKVCache) -> None:
+    """Slot 0 grows in the background by one page of the six that are mapped there already."""
     assert cache.alloc_reqid() == 0
-    assert cache.step([8, 0, 0, 0]) == 0
-    for call in (
-        lambda: cache.fork(0),
-        lambda: cache.fork_many(0, 2),
-        lambda: cache.record(0, [1] * 8),
-        lambda: cache.match([1] * 8),
-        lambda: cache.alloc_prefix([1] * 8),
-        lambda: cache.swap_out(0),
-        lambda: cache.swap_in(None),
-        lambda: cache.free_reqid(0, tokens=[1] * 8),
-    ):
-        with pytest.raises(pyvmem.NotSupported, match="could differ between ranks"):
-            call()
-    assert cache.failed is None
+    assert cache.step([48, 0, 0, 0]) == 0
     cache.free_reqid(0)
+    assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
+    assert cache.step([0, 8, 0, 0]) == 0
+    assert cache.step_async([8, 8, 0, 0]) == 0
+
+
+def test_what_a_step_async_began_is_waited_for(cache: ParallelKVCache) -> None:
+    """Of 8 pages 2 are owned: 6 can be had, whether the growth is over or not."""
+    with_spare_pages(cache)
+    assert cache.can_admit([48])
+    assert not cache.can_admit([48, 1])
+    cache.free_reqid(0)
+    cache.free_reqid(1)
+    cache.recover()
+    with_spare_pages(cache)
+    assert cache.fork_many(1, 2, 7) == [2, 3]  # a page each: 4 pages are left
+    assert cache.available_pages == 4 * 4
+    assert cache.step([40, 8, 7, 7]) == 0
+    assert cache.step([40, 9, 7, 7]) == -1
+
+
+def test_slots_of_forks_and_prefixes_are_those_freed_first(cache: ParallelKVCache) -> None:
+    assert [cache.alloc_reqid() for _ in range(4)] == [0, 1, 2, 3]
+    assert cache.step([9, 8, 8, 8]) == 0
+    cache.free_reqid(2, tokens=PROMPT[:8])
+    cache.free_reqid(3)
+    cache.free_reqid(1)
+    assert cache.alloc_prefix(PROMPT[:9]) == (2, 8)
+    assert cache.fork(0) == 3
+    assert cache.fork(0, into=1) == 1
+    assert cache.fork(0) is None
+
+
+def test_trimmed_memory_stays_the_caches(cache: ParallelKVCache) -> None:
+    cache.alloc_reqid()
+    assert cache.step([48, 0, 0, 0]) == 0
+    cache.free_reqid(0, tokens=PROMPT)
+    assert cache.trim() == 0
+    assert cache.stats().mapped_bytes == 5 * 4 * cache.layout.page_size
+    assert cache.trim(prefixes=True) == 0
+    assert cache.stats().mapped_bytes == 0
+    assert cache.context.stats().free_bytes >= 32 * cache.layout.page_size
+    with pytest.raises(pyvmem.NotSupported, match="the ranks have agreed"):
+        set_limit(cache, 16)
+
+
+def test_what_a_driver_lacks_is_an_error_and_no_answer(cache: ParallelKVCache) -> None:
+    """-1 would be an answer that the other ranks do not give."""
+    calls: list[Callable[[], Any]] = [
+        lambda: cache.step([24, 0, 0, 0]),
+        lambda: cache.fork(0),
+        lambda: cache.alloc_prefix(PROMPT),
+    ]
+    for call in calls:
+        cache.alloc_reqid()
+        cache.alloc_reqid()
+        assert cache.step([9, 8, 0, 0]) == 0
+        cache.free_reqid(1, tokens=PROMPT[:8])
+        cache.trim()
+        kinds = Inject.MAP | Inject.HEAP
+        cache.context.inject(kinds, count=1 << 20, error=errno.ENOMEM)
+        with pytest.raises(pyvmem.VMemError) as caught:
+            call()
+        cache.context.inject(kinds, count=0)
+        assert caught.value.errno in (errno.ENOMEM, errno.ENOTRECOVERABLE)
+        assert isinstance(cache.failed, RankFailed)
+        cache.recover()
+
+
+def test_recover_gives_up_records_and_swapped_requests(cache: ParallelKVCache) -> None:
+    for _ in range(3):
+        cache.alloc_reqid()
+    assert cache.step([8, 16, 24, 0]) == 0
+    cache.free_reqid(0, tokens=PROMPT[:8])
+    found, swapped = cache.match(PROMPT), cache.swap_out(1)
+    assert found.length == 8
+    cache.recover()
+    assert not swapped.is_open
+    assert cache.available_pages == 32
+    assert cache.match(PROMPT).length == 0
+    with pytest.raises(pyvmem.BadHandle):
+        cache.swap_in(swapped)
+    with pytest.raises(pyvmem.InvalidArgument, match="evicted"):
+        cache.alloc_prefix(found)
+    assert cache.failed is None
+
+
+def test_a_request_that_lost_its_rows_costs_nothing_after_recovery(cache: ParallelKVCache) -> None:
+    if Caps.ONE_CALL in cache.context.info.caps:
+        pytest.skip("a batch is one driver call: there is nothing to undo")
+    cache.alloc_reqid()
+    assert cache.step([20, 0, 0, 0]) == 0
+    assert cache.record(0, PROMPT[:8]) == 8
+    cache.context.inject(Inject.MAP, count=64)
+    with pytest.raises(pyvmem.NotRecoverable, match="reqid 0 has lost its rows"):
+        cache.fork(0)
+    cache.context.inject(Inject.MAP, count=0)
+    cache.recover()
+    assert [cache.alloc_reqid() for _ in range(4)] == [0, 1, 2, 3]
+    assert cache.step([16, 16, 16, 16]) == 0
+    assert cache.available_pages == 0
+
+
+def test_refusals_are_compared(cache: ParallelKVCache) -> None:
+    cache.alloc_reqid()
+    before = cache.status()
+    with pytest.raises(pyvmem.InvalidArgument, match="reqid 1 is not taken"):
+        cache.fork(1)
+    after = cache.status()
+    assert before[0] == after[0] == 0, "nothing is poisoned"
+    assert before[1] != after[1]
+    with pytest.raises(TypeError):
+        cache.swap_in(None)  # type: ignore[arg-type]
+    assert cache.failed is None
 
 
 def test_a_poisoned_cache_can_be_closed(backend: str, page: int, group: None) -> None:

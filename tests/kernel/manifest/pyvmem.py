@@ -95,6 +95,8 @@ TESTS = [
     _suite("c-debug", C_TESTS, type="debug", module_args=DELAYS, long=True),
     _suite("stress", ("stress",)),
     _python("selftest", "vmem probe && vmem selftest --samples 0 --json /tmp/report.json"),
+    # Its record is what the README's column uvm is made from: benchmarks/results/features-*.json.
+    _python("features", "vmem features --json /tmp/features.json && cat /tmp/features.json"),
     _python("calls", _pytest("errors", "context", "selftest"), timeout=600.0),
     _python("kvcache", _pytest("kvcache", "kvcache_order", "kvcache_failures"), timeout=900.0),
     _python(

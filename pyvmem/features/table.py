@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: MIT
+"""The features, each with what it needs of a back end.
+
+The cache refuses by these rows. Rows whose calls are a context's (create, map, retain) are refused
+by libvmem itself, which goes by the same capabilities; a test holds every row against what happens.
+"""
+
+from __future__ import annotations
+
+from pyvmem.features.feature import Feature
+from pyvmem.info import Caps
+
+__all__ = ["FEATURES", "FORK", "OVERREAD", "PREFIXES", "SWAP"]
+
+_SHARED = Caps.ALIAS | Caps.READONLY
+_KB, _MB = 1 << 10, 1 << 20
+
+PREFIXES = Feature(
+    "prefixes",
+    "Prefix record and match: radix tree, LRU eviction, multi-turn chat",
+    "vTensor",
+    "record, match, alloc_prefix, free_reqid(tokens=)",
+    caps=_SHARED,
+    all_rows=True,
+)
+FORK = Feature(
+    "fork",
+    "Fork and copy-on-write: parallel sampling, beam search",
+    "PagedAttention",
+    "fork, fork_many",
+    caps=_SHARED,
+    all_rows=True,
+)
+SWAP = Feature(
+    "swap",
+    "Preemption by swapping to host memory",
+    "PagedAttention",
+    "swap_out, swap_in",
+    all_rows=True,
+)
+OVERREAD = Feature(
+    "overread",
+    "Safe over-read: rows past the end read as zeros",
+    "vmem",
+    "KVCacheConfig(sparse=True)",
+    caps=Caps.SPARSE,
+)
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "demand",
+        "Pages on demand under contiguous tensors, mapped while the model runs",
+        "vAttention",
+        "alloc_reqid, step, step_async, free_reqid",
+    ),
+    Feature(
+        "small_pages",
+        "Pages of 64 KB",
+        "vAttention",
+        "KVCacheConfig(page_size=65536)",
+        page_sizes=(64 * _KB,),
+    ),
+    Feature(
+        "reclaim",
+        "Deferred reclamation, eager allocation, zero-fill between requests",
+        "vAttention",
+        "KVCacheConfig(deferred_reclaim=, eager_pages=, zero_fill=)",
+    ),
+    Feature(
+        "parallel",
+        "Tensor parallelism: a cache on each rank, in lockstep",
+        "vAttention",
+        "ParallelKVCache",
+        packages=("torch",),
+    ),
+    Feature(
+        "aliases",
+        "Create, Extend, Release: reference-counted pages at several addresses",
+        "vTensor",
+        "Context.create, Context.retain, Reservation.map, Pages.release",
+        caps=Caps.ALIAS,
+    ),
+    PREFIXES,
+    Feature(
+        "trim",
+        "Idle memory back to the device",
+        "vTensor",
+        "trim, KVCacheConfig(idle_seconds=)",
+    ),
+    FORK,
+    SWAP,
+    Feature(
+        "recompute",
+        "Preemption by recomputation, admission by free pages",
+        "PagedAttention",
+        "free_reqid, can_admit",
+    ),
+    Feature(
+        "layouts",
+        "Layouts: layers in a tensor x page size, and an adviser",
+        "vmem",
+        "KVCacheConfig(group_size=, page_size=), vmem layouts",
+    ),
+    Feature(
+        "mixed_pages",
+        "Pages of several sizes under one tensor",
+        "vmem",
+        "Context.create(page_size=), Reservation.map",
+        page_sizes=(64 * _KB, 2 * _MB),
+    ),
+    Feature(
+        "host_pages",
+        "Pages in host memory under a tensor of the device",
+        "vmem",
+        "Context.create(location=Location.HOST)",
+        caps=Caps.HOST_PAGES,
+    ),
+    Feature(
+        "peer_pages",
+        "Pages in a peer GPU under a tensor of the device",
+        "vmem",
+        "Context.create(location=Location.PEER)",
+        caps=Caps.PEER,
+        devices=2,
+    ),
+    Feature(
+        "readonly",
+        "Read-only pages: a write to what is shared is a fault",
+        "vmem",
+        "Reservation.map(readonly=True)",
+        caps=Caps.READONLY,
+    ),
+    OVERREAD,
+    Feature(
+        "budget",
+        "Several caches on one memory, with a floor and a ceiling each",
+        "vmem",
+        "Budget, KVCache(budget=)",
+    ),
+    Feature(
+        "uneven",
+        "Layers that differ in heads and head size, MLA's latent",
+        "vmem",
+        "LayeredCache, KVCacheConfig(tensors_per_layer=1)",
+    ),
+    Feature(
+        "window",
+        "Sliding windows: pages before the window are unmapped",
+        "vmem",
+        "KVCacheConfig(window=)",
+    ),
+)
+"""In the order in which they are shown."""

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: MIT
+"""The calls of `LayeredCache` for requests: each is done in all classes, or in none."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.kvcache import swap
+from pyvmem.kvcache.base import Closing
+from pyvmem.kvcache.core import Core
+from pyvmem.kvcache.events import record
+from pyvmem.kvcache.joint import fork_all
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.cache import KVCache
+    from pyvmem.kvcache.prefixes import PrefixMatch
+    from pyvmem.kvcache.swap import SwappedRequest
+    from pyvmem.kvcache.turns import Turns
+
+__all__ = ["LayeredRequests"]
+
+
+class LayeredRequests(Closing):
+    """Requests, forks, prefixes, preemption, admission. Part of `LayeredCache`.
+
+    Where layers have a sliding window, what shares or swaps rows is refused with NotSupported, as
+    by a `KVCache` with one.
+    """
+
+    _lock: Turns
+    caches: tuple[KVCache, ...]
+
+    def _open(self) -> list[Core]:
+        """The classes, for a call that holds the lock."""
+        raise NotImplementedError
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    def alloc_reqid(self, seq_len: int = 0) -> int | None:
+        """As `KVCache.alloc_reqid`; the slot fits the class of the first layer best."""
+        with self._lock:
+            return _alloc(_agreed(self._open()), seq_len)
+
+    def free_reqid(self, reqid: int, stream: Any = None, tokens: Any = None) -> None:
+        """As `KVCache.free_reqid`; with `tokens`, all classes record the request's rows."""
+        with self._lock:
+            cores = self._open()
+            slots = [core.slot(reqid) for core in cores]
+            event = record(stream, cores[0].device)
+            if tokens is not None:
+                cores[0].prefixes.record_last(slots[0], tokens, event)
+            for core, slot in zip(cores, slots, strict=True):
+                core.release(slot, event)
+            for core in cores:
+                core.prepare()
+                core.tidy()
+
+    # ---- forks -----------------------------------------------------------------------------------
+
+    def fork(self, reqid: int, length: int | None = None, stream: Any = None) -> int | None:
+        """As `KVCache.fork`: in every class the full pages are shared, and the last one copied."""
+        forked = self.fork_many(reqid, 1, length, stream)
+        return None if forked is None else forked[0]
+
+    def fork_many(
+        self, reqid: int, count: int, length: int | None = None, stream: Any = None
+    ) -> list[int] | None:
+        """`fork` for `count` new requests: all of them, in all classes, or none.
+
+        Where a class fails, the others have given up what they forked; the parent's full pages may
+        be read-only already.
+        """
+        with self._lock:
+            cores = _agreed(self._open())
+            forked = fork_all(cores, reqid, operator.index(count), length, stream)
+            for core in cores:
+                core.prepare()
+            return forked
+
+    # ---- prefixes --------------------------------------------------------------------------------
+
+    @property
+    def sharing_unit(self) -> int:
+        """As `KVCache.sharing_unit`: the fewest tokens that fill whole pages in every class."""
+        return self.caches[0].sharing_unit
+
+    def record(self, reqid: int, tokens: Any, stream: Any = None) -> int:
+        """As `KVCache.record`. After a failure, pages of the request may be read-only already."""
+        with self._lock:
+            core = self._open()[0]
+            return core.prefixes.record(core.slot(reqid), tokens, stream)
+
+    def match(self, tokens: Any, leave: int = 1) -> PrefixMatch:
+        """As `KVCache.match`."""
+        with self._lock:
+            return self._open()[0].prefixes.match(tokens, leave)
+
+    def alloc_prefix(
+        self, tokens: Any, leave: int = 1, stream: Any = None
+    ) -> tuple[int, int] | None:
+        """As `KVCache.alloc_prefix`."""
+        with self._lock:
+            cores = _agreed(self._open())
+            prefixes = cores[0].prefixes
+            match, length = prefixes.wanted(tokens, leave)
+            if match.length:
+                reqid = prefixes.alloc(match, stream)
+                for core in cores:
+                    core.prepare()
+            else:
+                reqid = _alloc(cores, length)
+            return None if reqid is None else (reqid, match.length)
+
+    # ---- preemption and admission ----------------------------------------------------------------
+
+    def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
+        """As `KVCache.swap_out`."""
+        with self._lock:
+            cores = self._open()
+            swapped = swap.swap_out(cores, reqid, stream)
+            for core in cores:
+                core.tidy()
+            return swapped
+
+    def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
+        """As `KVCache.swap_in`; the slot fits the class of the first layer best."""
+        with self._lock:
+            return swap.swap_in(_agreed(self._open()), swapped, stream)
+
+    def can_admit(self, seq_lens: Sequence[int]) -> bool:
+        """As `KVCache.can_admit`."""
+        with self._lock:
+            cores = self._open()
+            fit = [cache.can_admit(seq_lens) for cache in self.caches]
+            need = sum(_bytes_for(core, seq_lens) for core in cores)
+            share = cores[0].reclaimer.share
+            assert share is not None
+            own = cores[0].reclaimer
+            column = own.layout.page_size * own.layout.num_tensors
+            reach = share.within_reach() + own.returning * own.layout.page_size
+            return all(fit) and need <= reach + own.spare({}) * column
+
+    def trim(self, prefixes: bool = False) -> int:
+        """As `KVCache.trim`; returns the bytes given back to the device."""
+        with self._lock:
+            self._open()
+            return sum(cache.trim(prefixes) for cache in self.caches)
+
+
+def _agreed(cores: list[Core]) -> list[Core]:
+    """The same, with the same free slots: one that a failure broke in one class is none's."""
+    for core in cores:
+        core.reclaimer.poll()
+        core.pager.poll()
+    if len({len(core.table.free) for core in cores}) > 1:
+        broken = {slot.index for core in cores for slot in core.table if slot.broken}
+        for core in cores:
+            for index in broken:
+                core.table.condemn(core.table[index])
+    return cores
+
+
+def _alloc(cores: list[Core], seq_len: int) -> int | None:
+    """Takes the slot that fits the first class best, in all of them."""
+    found = cores[0].fit(seq_len)
+    if found is None:
+        return None
+    for core in cores:
+        core.table.take(core.table[found.index])
+    for core in cores:
+        core.prepare()
+    return found.index
+
+
+def _bytes_for(core: Core, seq_lens: Sequence[int]) -> int:
+    pages = sum(core.layout.pages_for(operator.index(length)) for length in seq_lens)
+    return pages * core.layout.num_tensors * core.layout.page_size

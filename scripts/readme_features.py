@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: MIT
+"""The README's table of features: the package's own rows, over kept records of probed back ends.
+
+A record is what `vmem features --json` or `vmem selftest --json` wrote. Needs pyvmem to import.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BACKENDS = ("host", "stock", "cuda", "uvm")
+
+sys.path.insert(0, str(ROOT))
+
+from pyvmem.features import FEATURES, Feature, Probed  # noqa: E402
+
+Record = dict[str, Any]
+
+
+def records() -> dict[str, Record]:
+    """By back end, the newest record of those on the most devices."""
+    best: dict[str, Record] = {}
+    for path in [*RESULTS.glob("features-*.json"), *RESULTS.glob("logs/*selftest*.json")]:
+        report: Record = json.loads(path.read_text(encoding="utf-8"))
+        found = [one for one in report.get("backends", [report.get("tested")]) if one]
+        for record in found:
+            if not record.get("usable", True):
+                continue
+            record |= {"date": report["date"], "file": path.relative_to(ROOT).as_posix()}
+            name = record["backend"]
+            if name not in best or rank(best[name]) < rank(record):
+                best[name] = record
+    return best
+
+
+def rank(record: Record) -> tuple[int, str]:
+    """Devices, then date."""
+    return len(Probed.of(record).devices), record["date"]
+
+
+def cell(feature: Feature, record: Record | None) -> str:
+    """Whether the feature works on a back end, and what is missing where not."""
+    if record is None:
+        return "not probed"
+    info = Probed.of(record)
+    lacks = feature.lacks(info)
+    if lacks and info.backend != "host" and len(info.devices) < feature.devices:
+        return f"not probed on {feature.devices}"
+    return f"no: {', '.join(map(code, lacks))}" if lacks else "yes"
+
+
+def code(text: str) -> str:
+    """A capability in the type of code; other needs as they are."""
+    return f"`{text}`" if text.startswith("VMEM_") else text
+
+
+def source(name: str, record: Record | None) -> str:
+    """Where a column comes from."""
+    if record is None:
+        return f"`{name}`: not probed"
+    driver = f", driver {record['driver']}" if record["driver"] else ""
+    return f"`{name}`: {record['device']}{driver} ([raw]({record['file']}))"
+
+
+def part() -> list[str]:
+    """The lines of the table."""
+    found = records()
+    head = ["feature", "known from", "calls", "needs", *(f"`{name}`" for name in BACKENDS)]
+    lines = ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head)]]
+    for one in FEATURES:
+        needs = ", ".join(map(code, one.needs()))
+        cells = [cell(one, found.get(name)) for name in BACKENDS]
+        row = [one.name, one.source, f"`{one.calls}`", needs, *cells]
+        lines.append("| " + " | ".join(row) + " |")
+    sources = "; ".join(source(name, found.get(name)) for name in BACKENDS)
+    return [
+        "What works on which back end, by what each reported when it was opened; a call that "
+        "needs what is not there is refused, and nothing is emulated. `vmem features` prints the "
+        "same for your machine.",
+        "",
+        *lines,
+        "",
+        f"{sources}.",
+    ]

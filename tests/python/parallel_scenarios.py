@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: MIT
+"""More of what the ranks of parallel_ranks.py play: sharing, swapping, windows, and failures there.
+
+A `rank` is parallel_ranks.Rank.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from parallel_share import RankModel
+
+import pyvmem
+from pyvmem import Inject
+from pyvmem.kvcache import swap
+from pyvmem.kvcache.parallel import ParallelKVCache
+
+__all__ = ["caught", "shared_pages", "sharing_fails", "swap_without_memory", "windows"]
+
+SLOTS = 6
+
+
+def caught(call: Any, *args: Any) -> str:
+    """The error of a call, in words that are the same on every rank."""
+    try:
+        call(*args)
+    except pyvmem.VMemError as error:
+        number = getattr(error, "rank", "")
+        return f"{type(error).__name__} {number} {error.errno_name}"
+    return "nothing"
+
+
+def model_of(rank: Any, cache: ParallelKVCache, seed: int) -> RankModel:
+    return RankModel(cache, rank.index, seed, rank.work, rank.dawdle)
+
+
+def shared_pages(rank: Any) -> Any:
+    """Random engines that do everything a cache can do, short of memory most of the time."""
+    policies: list[dict[str, Any]] = [
+        {"pages": 13},
+        {"pages": 11, "low_watermark": 0.4, "eager_pages": 2},
+        {"pages": 9, "deferred_reclaim": False},
+        {"pages": 16, "reclaim_steps": 2, "zero_fill": False},
+    ]
+    played = []
+    for seed, policy in enumerate(policies):
+        with rank.cache(max_batch=SLOTS, **policy) as cache:
+            played.append(model_of(rank, cache, seed).play(180))
+    return played
+
+
+def windows(rank: Any) -> Any:
+    """What slides out of a window counts as the calls say, not as the unmapping proceeds."""
+    same = random.Random(5)
+    answers: list[Any] = []
+    with rank.cache(pages=8, window=4, window_tile=4) as cache:
+        lens = [0] * 4
+        for _ in range(150):
+            rank.dawdle()
+            if same.random() < 0.2:
+                reqid = cache.alloc_reqid()
+                answers.append(reqid)
+                if reqid is not None:
+                    lens[reqid] = 1
+            want = [n and min(n + same.choice((1, 3, 9)), 48) for n in lens]
+            try:
+                answers.append(cache.step(want, rank.work()))
+            except pyvmem.InvalidArgument:
+                answers.append("refused")
+            answers.append(cache.available_pages)
+            if answers[-2] == 0:
+                lens = want
+            if answers[-2] == -1 or 48 in lens:
+                longest = lens.index(max(lens))
+                cache.free_reqid(longest, rank.work())
+                lens[longest] = 0
+        cache.check_step()
+    return answers
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+def sharing_fails(rank: Any) -> Any:
+    """Every driver call of a call that shares or swaps fails once, on one rank."""
+    kinds = Inject.MAP | Inject.UNMAP | Inject.FILL
+    out = []
+    prompt = list(range(30))
+    with rank.cache(pages=14, max_batch=SLOTS) as cache:
+        calls: dict[str, Any] = {
+            "fork": lambda parent, _: cache.fork_many(parent, 2),
+            "record": lambda parent, _: cache.record(parent, prompt[:20]),
+            "free": lambda parent, _: cache.free_reqid(parent, rank.work(), prompt[:20]),
+            "alloc_prefix": lambda *_: cache.alloc_prefix([7] * 9),
+            "swap_out": lambda parent, _: cache.swap_out(parent),
+            "swap_in": lambda _, swapped: cache.swap_in(swapped),
+            "step": lambda parent, _: cache.step([48 * (i == parent) for i in range(SLOTS)]),
+        }
+        for name, call in calls.items():
+            for skip in range(9):
+                failing = skip % 2
+                parent, swapped = prepared(cache, prompt)
+                if rank.index == failing:
+                    cache.context.inject(kinds, skip=skip)
+                own = caught(call, parent, swapped)
+                if own == "nothing":
+                    own = caught(cache.trim)  # what the background does for it
+                cache.context.inject(kinds, count=0)
+                assert own == "nothing" or rank.index == failing
+                learnt = caught(cache.check_step)
+                assert (learnt == "nothing") == (own == "nothing") or rank.index != failing
+                out.append([name, skip, learnt])
+                cache.recover()
+                assert not swapped.is_open
+                assert cache.match(prompt).length == 0
+                assert cache.available_pages == cache.stats().total_pages
+                if learnt == "nothing":
+                    break
+                model_of(rank, cache, skip).play(6)
+                cache.recover()
+    return out
+
+
+def prepared(cache: ParallelKVCache, prompt: list[int]) -> tuple[int, Any]:
+    """Two requests, one recorded prefix, one swapped request, and free slots with pages."""
+    reqids = [cache.alloc_reqid() for _ in range(4)]
+    assert reqids == [0, 1, 2, 3]
+    assert cache.step([20, 20, 9, 9, 0, 0]) == 0
+    cache.free_reqid(1, tokens=[7] * 20)
+    swapped = cache.swap_out(2)
+    cache.free_reqid(3)
+    cache.check_step()
+    return 0, swapped
+
+
+def swap_without_memory(rank: Any) -> Any:
+    """The host of one rank has no memory for a request that is swapped out."""
+    out: list[Any] = []
+    real = swap._host_memory
+
+    def none(*args: Any) -> Any:
+        raise MemoryError
+
+    with rank.cache() as cache:
+        cache.alloc_reqid()
+        cache.step([20, 0, 0, 0])
+        if rank.index == 1:
+            swap._host_memory = none  # type: ignore[assignment]
+        try:
+            cache.swap_out(0)
+        except MemoryError:
+            assert rank.index == 1
+        else:
+            assert rank.index == 0
+        swap._host_memory = real
+        out.append(caught(cache.check_step))
+        cache.recover()
+        out.append(cache.alloc_reqid())
+        out.append(cache.step([48, 0, 0, 0]))
+        with cache.together():
+            swapped = cache.swap_out(0)
+        with cache.together():
+            out.append(cache.swap_in(swapped))
+        out.append(caught(cache.swap_in, swapped))  # alike on every rank: nothing is poisoned
+        cache.check_step()
+    return out

@@ -1,0 +1,449 @@
+# SPDX-License-Identifier: MIT
+"""Description: requests over layers that differ: forks, prefixes, swapping, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from share_helpers import ShareModel
+from test_kvcache_layers import holds, layered, state, uneven, write
+
+from pyvmem import (
+    BadHandle,
+    Context,
+    DriverError,
+    Inject,
+    InvalidArgument,
+    NotSupported,
+    OutOfMemory,
+    VMemError,
+)
+from pyvmem.kvcache import LayeredCache, LayerShape, swap
+
+UNIT = 16  # tokens that fill whole pages in all classes: of their own 4, 8, 16 and 16
+PAGES = 4 * 4 + 2 * 2 + 3 + 1  # of a unit: by class, tensors times pages
+LONGEST = 5 * UNIT
+
+
+def shared(context: Context, pages: int = 20 * PAGES, **changes: Any) -> LayeredCache:
+    return layered(context, pages, **{"max_seq_len": LONGEST, **changes})
+
+
+def started(cache: LayeredCache, rows: int, first: int = 1) -> tuple[int, list[int]]:
+    """A request with so many rows, and what they hold."""
+    reqid = cache.alloc_reqid(rows)
+    assert reqid is not None
+    return reqid, grown(cache, reqid, [], [first + row for row in range(rows)])
+
+
+def grown(cache: LayeredCache, reqid: int, tags: list[int], more: list[int]) -> list[int]:
+    lens = [slot.seq_len for slot in cache.caches[0].snapshot()]
+    lens[reqid] = len(tags) + len(more)
+    assert cache.step(lens) == 0
+    write(cache, reqid, len(tags), more)
+    return tags + more
+
+
+# ---- forks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, UNIT - 3, UNIT, 2 * UNIT + 5])
+def test_a_fork_has_the_rows_of_every_class(context: Context, rows: int) -> None:
+    with shared(context) as cache:
+        parent, tags = started(cache, rows)
+        children = cache.fork_many(parent, 2)
+        assert children is not None
+        assert len({parent, *children}) == 3
+        for child in children:
+            assert holds(cache, child, tags)
+            assert [one.snapshot()[child].seq_len for one in cache.caches] == [rows] * 4
+        whole = [rows * one.layout.row_bytes // one.layout.page_size for one in cache.caches]
+        assert [one.snapshot()[parent].shared_pages for one in cache.caches] == whole
+        one, other = (
+            grown(cache, child, tags, [1000 * child + 1000, 1000 * child + 1001])
+            for child in children
+        )
+        assert holds(cache, parent, tags)
+        cache.free_reqid(parent)
+        assert holds(cache, children[0], one)
+        assert holds(cache, children[1], other)
+        cache.check_integrity()
+
+
+def test_a_fork_at_a_length(context: Context) -> None:
+    with shared(context) as cache:
+        parent, tags = started(cache, 2 * UNIT)
+        child = cache.fork(parent, length=UNIT + 3)
+        assert child is not None
+        assert holds(cache, child, tags[: UNIT + 3])
+        empty = cache.fork(parent, length=0)
+        assert empty is not None
+        assert [one.snapshot()[empty].mapped_pages for one in cache.caches] == [0] * 4
+        before = state(cache)
+        for call, text in (
+            (lambda: cache.fork(parent, length=99), "length 99: reqid .* holds 32"),
+            (lambda: cache.fork(3), "reqid 3 is not taken"),
+            (lambda: cache.fork_many(parent, 0), "fork of 0 requests"),
+        ):
+            with pytest.raises(InvalidArgument, match=text):
+                call()
+        assert cache.fork_many(parent, 2) is None  # one slot is left
+        assert state(cache) == before
+        cache.check_integrity()
+
+
+def test_a_fork_that_one_class_has_no_page_for(context: Context) -> None:
+    # A token more than a unit: each child needs a page in all 8 tensors, and 7 are there.
+    with shared(context, 2 * PAGES + 8 - 8 * 2 + 7) as cache:
+        parent, tags = started(cache, UNIT + 1)
+        before = state(cache)
+        free = cache.stats().free_pages
+        assert free == PAGES - 9
+        forked = cache.fork_many(parent, 1)
+        assert forked is not None
+        cache.free_reqid(forked[0])
+        assert cache.fork_many(parent, 2) is None
+        assert state(cache) == before
+        assert holds(cache, parent, tags)
+        cache.check_integrity()
+        cache.trim()
+        assert cache.stats().free_pages == free
+        grown(cache, parent, tags, [7])
+
+
+Call = Callable[[LayeredCache, int], Any]
+
+
+def record(cache: LayeredCache, parent: int) -> Any:
+    return cache.record(parent, range(2 * UNIT))
+
+
+def free_recorded(cache: LayeredCache, parent: int) -> Any:
+    return cache.free_reqid(parent, tokens=range(2 * UNIT))
+
+
+def fork_two(cache: LayeredCache, parent: int) -> Any:
+    return cache.fork_many(parent, 2)
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+@pytest.mark.parametrize("error", [OutOfMemory, DriverError])
+def test_a_fork_that_fails_in_a_later_class_leaves_no_trace(
+    context: Context, monkeypatch: pytest.MonkeyPatch, place: int, error: type[VMemError]
+) -> None:
+    with shared(context) as cache:
+        parent, tags = started(cache, 2 * UNIT + 1)
+        cache.record(parent, range(2 * UNIT))
+        before, pages = state(cache), cache.stats().active_pages
+        sharing = cache.caches[place]._core.sharing
+
+        def broken(*args: Any, **options: Any) -> None:
+            raise error("the driver has no more of it")
+
+        for name in ("attach", "share"):
+            with monkeypatch.context() as patch:
+                patch.setattr(sharing, name, broken)
+                if name == "attach" and error is OutOfMemory:
+                    assert cache.fork(parent) is None
+                    assert cache.alloc_prefix(range(2 * UNIT)) is None
+                else:
+                    with pytest.raises(error, match="no more of it"):
+                        cache.fork(parent)
+            assert state(cache) == before
+            assert cache.stats().active_pages == pages
+            assert holds(cache, parent, tags)
+            cache.check_integrity()
+        child = cache.fork(parent)
+        assert child is not None
+        assert holds(cache, child, tags)
+
+
+@pytest.mark.parametrize("call", [fork_two, record, free_recorded])
+def test_every_driver_call_may_fail(context: Context, call: Call) -> None:
+    """The first, the second, ... map or unmap fails, until there are no more of them."""
+    for kind in (Inject.MAP, Inject.UNMAP, Inject.HEAP):
+        for skip in range(200):
+            with shared(context) as cache:
+                parent, tags = started(cache, 2 * UNIT + 1)
+                before = state(cache)
+                context.inject(kind, skip=skip, count=1)
+                try:
+                    done = call(cache, parent)
+                    failed = call is fork_two and done is None
+                except VMemError:
+                    failed = True
+                finally:
+                    context.inject(kind, count=0)
+                cache.check_integrity()
+                if failed:
+                    assert [list(map(tuple, one)) for one in state(cache)] == before
+                    assert holds(cache, parent, tags)
+                    assert cache.match(range(2 * UNIT), leave=0).length == 0
+                    call(cache, parent)
+                    cache.check_integrity()
+                    continue
+                break
+        else:
+            pytest.fail("it never worked")
+
+
+# ---- prefixes ------------------------------------------------------------------------------------
+
+
+def test_the_sharing_unit_fills_whole_pages_in_every_class(context: Context) -> None:
+    with shared(context) as cache:
+        assert cache.sharing_unit == UNIT
+        for one in cache.caches:
+            assert one.sharing_unit == UNIT
+            assert UNIT * one.layout.row_bytes % one.layout.page_size == 0
+
+
+def test_a_recorded_prefix_begins_a_request_in_every_class(context: Context) -> None:
+    with shared(context) as cache:
+        first, tags = started(cache, 2 * UNIT + 7)
+        tokens = list(range(100, 100 + 2 * UNIT + 7))
+        assert cache.match(tokens).length == 0
+        assert cache.record(first, tokens) == 2 * UNIT
+        assert cache.stats().prefix_tokens == 2 * UNIT
+        assert cache.stats().prefix_pages == 2 * PAGES
+        found = cache.alloc_prefix(tokens)
+        assert found is not None
+        reqid, length = found
+        assert length == 2 * UNIT
+        assert holds(cache, reqid, tags[:length])
+        other = [*tokens[: UNIT + 3], 1, 2, 3]  # the run is split after its first unit
+        found = cache.alloc_prefix(cache.match(other))
+        assert found is not None
+        assert found[1] == UNIT
+        assert holds(cache, found[0], tags[:UNIT])
+        own = grown(cache, found[0], tags[:UNIT], list(range(500, 500 + UNIT)))
+        cache.free_reqid(found[0], tokens=[*tokens[:UNIT], *range(UNIT)])
+        cache.check_integrity()
+        found = cache.alloc_prefix([*tokens[:UNIT], *range(UNIT), 0])
+        assert found is not None
+        assert found[1] == 2 * UNIT
+        assert holds(cache, found[0], own)
+        assert holds(cache, first, tags)
+        miss = cache.alloc_prefix([5, 6, 7])
+        assert miss is not None
+        assert miss[1] == 0
+        assert cache.alloc_prefix(tokens) is None  # every slot is taken
+        cache.check_integrity()
+
+
+def test_prefixes_go_in_all_classes_when_memory_is_short(context: Context) -> None:
+    with shared(context, 5 * PAGES) as cache:
+        for turn in range(3):
+            reqid, _ = started(cache, UNIT, first=10 * turn)
+            cache.free_reqid(reqid, tokens=[turn] * UNIT)
+        kept = cache.alloc_prefix([2] * UNIT, leave=0)
+        assert kept is not None
+        cache.trim()
+        assert cache.stats().prefix_tokens == 3 * UNIT
+        assert cache.can_admit([4 * UNIT])
+        assert not cache.can_admit([4 * UNIT + 1])
+        long, tags = started(cache, 4 * UNIT, first=1000)
+        assert cache.match([2] * UNIT, leave=0).length == UNIT  # a request uses it
+        assert cache.match([0] * UNIT, leave=0).length == 0
+        assert holds(cache, long, tags)
+        assert holds(cache, kept[0], [20 + row for row in range(UNIT)])
+        cache.check_integrity()
+        cache.free_reqid(long)
+        cache.free_reqid(kept[0])
+        cache.trim(prefixes=True)
+        assert cache.stats().mapped_bytes == 0
+        assert cache.budget.stats().used_bytes == 0
+        cache.check_integrity()
+
+
+def test_no_more_prefixes_go_than_must(context: Context) -> None:
+    with shared(context, 4 * PAGES) as cache:
+        for turn in range(4):
+            reqid, _ = started(cache, UNIT)
+            cache.free_reqid(reqid, tokens=[turn] * UNIT)
+        cache.trim()
+        assert cache.stats().free_pages == 0
+        started(cache, UNIT)
+        assert [cache.match([turn] * UNIT, leave=0).length for turn in range(4)] == [
+            *(0, UNIT, UNIT, UNIT)
+        ]
+        cache.check_integrity()
+
+
+def test_a_match_that_went_since(context: Context) -> None:
+    with shared(context) as cache:
+        reqid, _ = started(cache, UNIT)
+        cache.free_reqid(reqid, tokens=range(UNIT))
+        match = cache.match(range(UNIT), leave=0)
+        cache.trim(prefixes=True)
+        before = state(cache)
+        with pytest.raises(InvalidArgument, match="was evicted"):
+            cache.alloc_prefix(match)
+        with pytest.raises(InvalidArgument, match="81 tokens; max_seq_len is 80"):
+            cache.alloc_prefix(range(LONGEST + 1))
+        assert state(cache) == before
+        reqid, _ = started(cache, 3)
+        for call in (cache.record, lambda *args: cache.free_reqid(args[0], tokens=args[1])):
+            with pytest.raises(InvalidArgument, match=f"4 tokens to record; reqid {reqid} holds 3"):
+                call(reqid, range(4))
+
+
+# ---- swapping ------------------------------------------------------------------------------------
+
+
+def test_a_swapped_request_comes_back_in_every_class(context: Context) -> None:
+    with shared(context, 3 * PAGES) as cache:
+        reqid, tags = started(cache, UNIT + 5)
+        swapped = cache.swap_out(reqid)
+        assert swapped.seq_len == UNIT + 5
+        assert swapped.nbytes == sum(
+            (UNIT + 5) * one.layout.row_bytes * one.layout.num_tensors for one in cache.caches
+        )
+        assert cache.stats().active_pages == 0
+        other, others = started(cache, 2 * UNIT, first=500)
+        before = state(cache)
+        assert cache.swap_in(swapped) is None
+        assert swapped.is_open
+        assert state(cache) == before
+        assert holds(cache, other, others)
+        cache.check_integrity()
+        cache.free_reqid(other)
+        back = cache.swap_in(swapped)
+        assert back is not None
+        assert holds(cache, back, tags)
+        with pytest.raises(BadHandle, match="swapped in before"):
+            cache.swap_in(swapped)
+        cache.check_integrity()
+        with shared(context) as stranger:
+            mine = stranger.swap_out(started(stranger, 3)[0])
+            with pytest.raises(InvalidArgument, match="another cache's"):
+                cache.swap_in(mine)
+
+
+def test_no_host_memory_for_a_later_class(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shared(context) as cache:
+        reqid, tags = started(cache, UNIT)
+        before, taken = state(cache), []
+        real = swap._host_memory
+
+        def host_memory(size: int, device: int | None) -> memoryview:
+            if len(taken) == 2:
+                raise MemoryError
+            taken.append(size)
+            return real(size, device)
+
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(swap, "_host_memory", host_memory)
+            cache.swap_out(reqid)
+        assert state(cache) == before
+        assert holds(cache, reqid, tags)
+        cache.check_integrity()
+
+
+def test_a_swap_in_that_fails_in_a_later_class(context: Context) -> None:
+    with shared(context) as cache:
+        reqid, tags = started(cache, UNIT)
+        swapped = cache.swap_out(reqid)
+        cache.trim()
+        before = state(cache)
+        context.inject(Inject.MAP, skip=17, count=1)
+        with pytest.raises(VMemError):
+            for _ in range(30):  # back ends map a different number of runs in a call
+                back = cache.swap_in(swapped)
+                assert back is not None
+                swapped = cache.swap_out(back)
+                cache.trim()
+        context.inject(Inject.MAP, count=0)
+        assert state(cache) == before
+        assert swapped.is_open
+        cache.check_integrity()
+        back = cache.swap_in(swapped)
+        assert back is not None
+        assert holds(cache, back, tags)
+
+
+# ---- the whole -----------------------------------------------------------------------------------
+
+
+def test_stats_count_all_classes(context: Context) -> None:
+    with shared(context) as cache:
+        first, _ = started(cache, UNIT)
+        second = cache.fork(first)
+        assert second is not None
+        now = cache.stats()
+        each = [one.stats() for one in cache.caches]
+        row = sum(one.layout.row_bytes * one.layout.num_tensors for one in cache.caches)
+        assert now.total_pages == 20 * PAGES
+        assert now.active_pages == now.shared_pages == PAGES
+        assert now.used_bytes == UNIT * row == now.mapped_bytes
+        assert now.wasted_bytes == 0
+        assert now.free_pages == now.total_pages - PAGES - now.cached_pages
+        assert now.active_slots == 2
+        assert now.steps == each[0].steps == 1
+        assert now.grown_pages == sum(one.grown_pages for one in each)
+        assert now.driver_calls >= max(one.driver_calls for one in each[1:])
+        assert now.critical_driver_ns + now.background_driver_ns == now.driver_ns
+        lens = [0] * 4
+        lens[first] = lens[second] = LONGEST
+        while cache.step(lens) == 0:
+            third = cache.alloc_reqid()
+            if third is None:
+                break
+            lens[third] = LONGEST
+        assert cache.stats().short == cache.caches[0].stats().short
+    with pytest.raises(BadHandle, match="the LayeredCache is closed"):
+        cache.stats()
+
+
+def test_what_layers_with_a_window_do_not_allow(context: Context) -> None:
+    page = context.info.granule
+    shapes = [*uneven(page), LayerShape(1, 64, window=8)]
+    options = {"dtype": "float32", "max_batch": 4, "max_seq_len": LONGEST, "page_size": page}
+    with LayeredCache(shapes, context, memory_limit=400 * page, **options) as cache:
+        reqid, tags = started(cache, UNIT)
+        before = state(cache)
+        for call in (
+            lambda: cache.fork(reqid),
+            lambda: cache.fork_many(reqid, 2),
+            lambda: cache.record(reqid, range(UNIT)),
+            lambda: cache.free_reqid(reqid, tokens=range(UNIT)),
+            lambda: cache.swap_out(reqid),
+        ):
+            with pytest.raises(NotSupported, match="sliding window"):
+                call()
+        assert state(cache) == before
+        assert holds(cache, reqid, tags)
+        assert cache.match(range(UNIT)).length == 0
+        found = cache.alloc_prefix(range(UNIT))
+        assert found is not None
+        assert found[1] == 0
+        cache.check_integrity()
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "plain": {"pages": 40 * PAGES},
+    "short of memory": {"pages": 8 * PAGES},
+    "nothing kept": {"pages": 12 * PAGES, "deferred_reclaim": False},
+    "eager": {"pages": 12 * PAGES, "eager_pages": 2, "low_watermark": 0.2},
+    "not zeroed": {"pages": 10 * PAGES, "zero_fill": False, "overread_rows": 3},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_engine(context: Context, policy: str, seed: int) -> None:
+    """Random forks, records, matches, swaps and trims, against a plain model of every row."""
+    with shared(context, **POLICIES[policy], max_batch=6) as cache:
+        model = ShareModel(cache, seed)
+        for count in range(200):
+            model.any_step()
+            if count % 8 == 0:
+                model.check()
+        model.check()
+        model.end()
+        if policy == "plain":
+            assert {"hit", "miss", "fork", "swap"} <= set(model.counts)
