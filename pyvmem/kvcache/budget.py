@@ -12,7 +12,7 @@ At all times the sum of ``max(used, floor)`` over the caches is at most the budg
 
 One lock serves all caches of a budget, instead of one for each. So a cache that is short can look
 into the others and take from them, nobody can wait in a circle, and whether a call gets its memory
-depends on the sequence of the calls alone. Nobody has the lock twice while another waits (`Turns`).
+depends on the sequence of the calls alone. It goes to the first that waits (`Turns`).
 
 A call keeps it while it waits for GPU work: a cache's calls may take as long as the GPU work on the
 free slots of another cache. So that work must end without a further call to any cache of the
@@ -84,8 +84,7 @@ class Budget:
     give back what belongs to no request (pages of free slots, then recorded prefixes), down to
     their floors. What a request owns is never taken.
 
-    Thread-safe. Calls of its caches take turns, also those that wait for GPU work; none waits for
-    more than one call of each other thread.
+    Thread-safe. Calls of its caches take turns, also those that wait for GPU work.
 
     Args:
         context: the context that all its caches use; it must outlive them.

@@ -274,6 +274,9 @@ class KVCache(RequestCalls):
     def close(self, stream: Any = None) -> None:
         """Waits for what is in flight and for GPU work on freed slots, then gives everything back.
 
+        Pages that the GPU may touch cannot be taken away, so work that never ends is waited for
+        until a signal ends the wait (Ctrl-C); the call may then be repeated.
+
         Args:
             stream: the last work on slots that are still taken, as in `free_reqid`.
 

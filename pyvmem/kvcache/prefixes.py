@@ -213,15 +213,21 @@ class Prefixes:
         shared, done = self._core.reclaimer.shared, 0
         while done < pages:
             spans = self.tree.evict(pages - done)
-            if not spans:
-                if not any(shared.idle(span) for span in self.spans()):
-                    break
-                for slot in self._core.table:
-                    self.unpin(slot)
+            if not spans and not self._unpin_all():
+                break
             for span in spans:
                 done += shared.idle(span)
                 self._core.reclaimer.let_go(span)
         return done
+
+    def _unpin_all(self) -> bool:
+        """Keeps nothing for any slot; False, and nothing changed, where that would free no page."""
+        holders = [slot for slot in self._core.table if slot.pins]
+        if not any(self._core.reclaimer.shared.idle(span) for span in self.spans()):
+            return False
+        for slot in holders:
+            self.unpin(slot)
+        return bool(holders)
 
     def evict_all(self) -> None:
         """Takes every prefix out that no request uses."""
@@ -250,5 +256,5 @@ class Prefixes:
         return self.tree.tokens // self.tree.unit * self.unit_pages
 
     def spans(self) -> list[Span]:
-        """What the tree holds, for checks."""
+        """What the tree holds."""
         return [node.span for node in self.tree]

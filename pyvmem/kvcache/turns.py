@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A re-entrant lock that nobody takes again while another thread waits for it.
+"""A re-entrant lock that goes to a thread that waits before the one that had it has it again.
 
 Several engines share a budget, each in a thread that calls again as soon as its call returns. With
 `threading.RLock` the one that has just let go takes it again before another has woken up: measured
@@ -14,9 +14,10 @@ __all__ = ["Turns"]
 
 
 class Turns:
-    """A lock for `with` blocks. Who waits first stands at the gate; the others wait behind it.
+    """A lock for `with` blocks. Who waits first holds the gate, and the others wait for that.
 
-    Both locks are re-entrant, since Python's collector may run a finalizer at any line, and that
+    So it goes to the first that waits; behind the gate the order is the operating system's. Both
+    locks are re-entrant, since Python's collector may run a finalizer at any line, and that
     may close a cache and come here again.
     """
 

@@ -41,6 +41,7 @@ def test_two_gpus(backend: str, tmp_path: Path) -> None:
         assert any(answer[1] for call, answer in answers if call == "alloc_prefix" and answer)
         assert any(answer for call, answer in answers if call == "fork")
         assert any(answer == -1 for call, answer in answers if call == "step")
+    assert results["held_back"] == [1, 0, 8]
     assert -1 in results["windows"]
     for _, skip, said in results["sharing_fails"]:
         assert said in (f"RankFailed {skip % 2} EIO", "nothing")

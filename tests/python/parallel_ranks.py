@@ -21,7 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel_scenarios import caught, shared_pages, sharing_fails, swap_without_memory, windows
+from parallel_scenarios import (
+    caught,
+    held_back,
+    shared_pages,
+    sharing_fails,
+    swap_without_memory,
+    windows,
+)
 
 import pyvmem
 from pyvmem import FdEvent, Inject, KVCacheConfig
@@ -46,7 +53,7 @@ class Rank:
             time.sleep(self.random.random() * 0.004)
 
     @contextmanager
-    def cache(self, pages: int = 12, **changes: Any) -> Iterator[ParallelKVCache]:
+    def cache(self, pages: float = 12, **changes: Any) -> Iterator[ParallelKVCache]:
         """A cache with a budget of `pages` pages per tensor, 8 rows each, 6 in a slot."""
         values: dict[str, Any] = {
             "num_layers": LAYERS,
@@ -56,7 +63,7 @@ class Rank:
             "max_batch": 4,
             "max_seq_len": 6 * ROWS,
             "page_size": PAGE,
-            "memory_limit": pages * TENSORS * PAGE,
+            "memory_limit": int(pages * TENSORS) * PAGE,
         }
         config = KVCacheConfig(**{**values, **changes})
         with ParallelKVCache(config, backend=self.backend) as cache:
@@ -262,6 +269,7 @@ SCENARIOS = (
     ranks_differ,
     init_fails,
     shared_pages,
+    held_back,
     sharing_fails,
     swap_without_memory,
     windows,

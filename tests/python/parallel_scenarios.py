@@ -7,16 +7,25 @@ A `rank` is parallel_ranks.Rank.
 from __future__ import annotations
 
 import random
+import threading
+import time
 from typing import Any
 
 from parallel_share import RankModel
 
 import pyvmem
-from pyvmem import Inject
+from pyvmem import FdEvent, Inject
 from pyvmem.kvcache import swap
 from pyvmem.kvcache.parallel import ParallelKVCache
 
-__all__ = ["caught", "shared_pages", "sharing_fails", "swap_without_memory", "windows"]
+__all__ = [
+    "caught",
+    "held_back",
+    "shared_pages",
+    "sharing_fails",
+    "swap_without_memory",
+    "windows",
+]
 
 SLOTS = 6
 
@@ -39,7 +48,7 @@ def shared_pages(rank: Any) -> Any:
     """Random engines that do everything a cache can do, short of memory most of the time."""
     policies: list[dict[str, Any]] = [
         {"pages": 13},
-        {"pages": 11, "low_watermark": 0.4, "eager_pages": 2},
+        {"pages": 11.5, "low_watermark": 0.4, "eager_pages": 2},
         {"pages": 9, "deferred_reclaim": False},
         {"pages": 16, "reclaim_steps": 2, "zero_fill": False},
     ]
@@ -75,6 +84,33 @@ def windows(rank: Any) -> Any:
                 longest = lens.index(max(lens))
                 cache.free_reqid(longest, rank.work())
                 lens[longest] = 0
+        cache.check_step()
+    return answers
+
+
+def held_back(rank: Any) -> Any:
+    """On rank 1 alone GPU work ends when a step waits for it, long after rank 0 saw it over."""
+    answers: list[Any] = []
+    prompt = list(range(8))
+    with rank.cache(pages=6, low_watermark=0.5) as cache, FdEvent.create() as work:
+        cache.alloc_reqid()
+        cache.step([8, 0, 0, 0])
+        cache.free_reqid(0, tokens=prompt)
+        cache.trim()
+        assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
+        cache.step([24, 0, 0, 0])
+        timer = threading.Timer(0.05, work.set)
+        if rank.index == 0:
+            work.set()
+        cache.free_reqid(0, work)  # the watermark takes a page of three
+        cache.free_reqid(1)
+        while rank.index == 0 and any(slot.in_flight for slot in cache.snapshot()):
+            time.sleep(0.001)
+        timer.start()
+        answers.append(cache.alloc_reqid())
+        answers.append(cache.step([0, 40, 0, 0]))
+        answers.append(cache.match(prompt, leave=0).length)
+        timer.join()
         cache.check_step()
     return answers
 

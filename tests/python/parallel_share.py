@@ -272,7 +272,8 @@ class RankModel:
             self.admit()
         else:
             self.cache.trim(prefixes=self.random.random() < 0.3)
-        assert self.cache.available_pages == self.left() * self.cache.layout.num_tensors
+        tensors = self.cache.layout.num_tensors
+        assert self.cache.available_pages == self.left() * tensors + self.budget % tensors
 
     def check(self) -> None:
         """Every row of every request, the books, and that the other ranks did the same."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +18,7 @@ from kvcache_helpers import (
     rows_are,
     rows_are_zero,
     small_cache,
+    small_config,
     stamp,
     state,
 )
@@ -249,3 +251,28 @@ def _step_without_heap(backend: str, ahead: bool, skip: int) -> bool:
         assert step(lens(cache, r0=6 * ROWS)) == 0
         assert cache.step(lens(cache, r0=6 * ROWS)) == 0
         return short
+
+
+def test_a_close_that_waits_can_be_interrupted_and_repeated(backend: str) -> None:
+    """Work that never ends keeps its pages, but not the program: a signal ends the wait."""
+
+    def ring(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, ring)
+    with open_context(backend) as context, pending() as endless:
+        cache = KVCache(small_config(context.info.granule), context)
+        try:
+            assert cache.alloc_reqid() == 0
+            assert cache.step([ROWS, 0, 0, 0]) == 0
+            cache.free_reqid(0, endless)
+            with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+                cache.close()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert context.query(cache.reservation.addr).mapped, "the work may still touch it"
+        endless.set()
+        cache.close()
+        assert context.stats().mapped_bytes == 0

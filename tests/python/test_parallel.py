@@ -87,6 +87,11 @@ def test_ranks_that_share_and_swap_give_the_same_answers(results: dict[str, Any]
         assert any(isinstance(answer, int) for call, answer in answers if call == "swap_in")
 
 
+def test_work_that_ends_later_on_one_rank_evicts_no_more(results: dict[str, Any]) -> None:
+    """6 pages: 1 recorded, 5 for a request, of which 3 are in the slot that is waited for."""
+    assert results["held_back"] == [1, 0, 8]
+
+
 def test_windows_slide_alike(results: dict[str, Any]) -> None:
     assert -1 in results["windows"]
     assert results["windows"].count(0) > 50

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the lock of a budget: re-entrant, and nobody has it twice while another waits."""
+"""Description: the lock of a budget: re-entrant, and it goes to who waits before who had it."""
 
 from __future__ import annotations
 
