@@ -136,7 +136,7 @@ class Pager:
             if error is not None:
                 raise error
         if slot.stale:
-            self.reclaimer.cut(slot, 0)
+            self.reclaimer.cut(slot, 0, now=True)
             with self.counters.waiting():
                 self.reclaimer.finish(slot.job)
             if slot.stale:

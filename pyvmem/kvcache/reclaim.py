@@ -42,14 +42,14 @@ class Reclaimer(Cuts):
         tensors, size, share = self.layout.num_tensors, self.layout.page_size, self.share
         before = self._room()
         lent = (pages - own) * size if share is not None else 0
-        self.release_stale()
+        self.release_stale(now=True)
         pending = self.returning
         if pending < pages:
             for slot in self.table.victims():
                 take = min(_spare(slot, keep), -(-(pages - pending) // tensors))
                 if take <= 0:
                     continue
-                if not self.try_cut(slot, slot.mapped - take):
+                if not self.try_cut(slot, slot.mapped - take, now=True):
                     break
                 pending += take * tensors
                 if pending >= pages:
@@ -121,12 +121,12 @@ class Reclaimer(Cuts):
                 complete &= slot.job is None and self.try_cut(slot, rest)
         return complete
 
-    def release_stale(self) -> bool:
+    def release_stale(self, now: bool = False) -> bool:
         """Starts cuts of free slots that still have shared pages; False when some must wait."""
         complete = True
         for slot in self.table.slots:
             if slot.stale and not slot.active and not slot.lost:
-                complete &= slot.job is None and self.try_cut(slot, 0)
+                complete &= slot.job is None and self.try_cut(slot, 0, now)
         return complete
 
 

@@ -13,7 +13,6 @@ from pyvmem.errors import (
     NotRecoverable,
     NotSupported,
     OutOfMemory,
-    TooManyBatches,
     VMemError,
 )
 from pyvmem.info import Caps
@@ -170,8 +169,8 @@ class Sharing:
             core.pager.release(slot)
             if slot.mapped:
                 try:
-                    core.reclaimer.cut(slot, 0)
-                except (TooManyBatches, OutOfMemory):
+                    core.reclaimer.cut(slot, 0, now=True)
+                except OutOfMemory:
                     return None
                 core.pager.release(slot)
             if slot.mapped or slot.broken:

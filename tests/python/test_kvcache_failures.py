@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from conftest import open_context
@@ -20,7 +21,18 @@ from kvcache_helpers import (
     state,
 )
 
-from pyvmem import Caps, Context, DriverError, FdEvent, Inject, KVCache, NotRecoverable, VMemError
+from pyvmem import (
+    Caps,
+    Context,
+    DriverError,
+    FdEvent,
+    Inject,
+    KVCache,
+    NotRecoverable,
+    OpBatch,
+    TooManyBatches,
+    VMemError,
+)
 
 TENSORS = 2 * LAYERS
 DRIVER = Inject.MAP | Inject.UNMAP | Inject.SLAB | Inject.FILL
@@ -248,3 +260,60 @@ def _step_without_heap(backend: str, ahead: bool, skip: int) -> bool:
         assert step(lens(cache, r0=6 * ROWS)) == 0
         assert cache.step(lens(cache, r0=6 * ROWS)) == 0
         return short
+
+
+@contextlib.contextmanager
+def full_queue(context: Context) -> Iterator[None]:
+    """As many unfinished batches as a context has place for."""
+    nothing = OpBatch(1)
+    with FdEvent.create() as gate:
+        waiting = [context.submit(nothing, after=[gate]) for _ in range(4096)]
+        try:
+            with pytest.raises(TooManyBatches):
+                context.submit(nothing)
+            yield
+        finally:
+            gate.set()
+            for ticket in waiting:
+                ticket.wait(60)
+
+
+def test_a_full_queue_is_not_a_lack_of_memory(context: Context) -> None:
+    """What must come back at once is unmapped in the calling thread where no batch fits."""
+    limit = 4 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit, max_batch=3) as cache:
+        cache.alloc_reqid()
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=3 * ROWS, r1=1)) == 0
+        stamp(cache, 1, 0, 1, 2.0)
+        cache.free_reqid(0)
+        with full_queue(context):
+            context.inject(Inject.UNMAP)
+            with pytest.raises(DriverError):
+                cache.step(lens(cache, r1=4 * ROWS))
+            cache.check_integrity()
+            assert cache.snapshot()[0].mapped_pages == 3, "undone"
+            assert cache.step(lens(cache, r1=4 * ROWS)) == 0
+            assert rows_are(cache, 1, 0, 1, 2.0)
+            assert rows_are_zero(cache, 1, 1, 4 * ROWS)
+            assert cache.step(lens(cache, r1=4 * ROWS + 1)) == -1, "this is"
+
+
+def test_a_full_queue_is_not_a_lack_of_slots(context: Context) -> None:
+    if Caps.ALIAS | Caps.READONLY not in context.info.caps:
+        pytest.skip("requests cannot share pages")
+    with small_cache(context, max_batch=2) as cache:
+        for reqid in range(2):
+            assert cache.alloc_reqid() == reqid
+        assert cache.step(lens(cache, r0=2 * ROWS, r1=3 * ROWS)) == 0
+        stamp(cache, 0, 0, 2 * ROWS, 2.0)
+        stamp(cache, 1, 0, 3 * ROWS, 3.0)
+        cache.free_reqid(1)
+        with full_queue(context):
+            assert cache.fork(0, 2 * ROWS) == 1
+            assert rows_are(cache, 1, 0, 2 * ROWS, 2.0)
+            cache.check_integrity()
+            cache.free_reqid(1)  # its shared pages cannot be queued for unmapping
+            assert cache.alloc_reqid() == 1
+            assert cache.step(lens(cache, r0=2 * ROWS, r1=1)) == 0
+            assert rows_are_zero(cache, 1, 0, 1)
