@@ -56,7 +56,8 @@ class NextBatch:
             OutOfMemory: pages are missing. VMemError: as `KVCache.step`.
         """
         cache = self._cache
-        queued, self.queued = self.queued, []
+        # A prompt that is to be forked keeps its last token for the answers, and may have no other.
+        queued, self.queued = [one for one in self.queued if one[2]], []
         if cache.step(lens, stream) == -1:
             raise OutOfMemory("pages that were held are gone", errno=errno.ENOMEM, op="attend")
         slots = [reqids[name] for name, _, _ in queued]
