@@ -165,18 +165,27 @@ class Sharing:
         slots = core.table.emptiest(count)
         if len(slots) < count:
             return None
-        for slot in slots:
-            core.pager.release(slot)
-            if slot.mapped:
-                try:
-                    core.reclaimer.cut(slot, 0, now=True)
-                except OutOfMemory:
-                    return None
-                core.pager.release(slot)
-            if slot.mapped or slot.broken:
-                core.reclaimer.raise_errors()
-                raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
+        try:
+            for slot in slots:
+                self.empty(slot)
+        except OutOfMemory:
+            return None
         return slots
+
+    def empty(self, slot: Slot) -> None:
+        """Unmaps all of a free slot, and waits for that and for the GPU work on it.
+
+        Raises:
+            OutOfMemory: it could not begin; nothing changed. VMemError: it could not be unmapped.
+        """
+        core = self._core
+        core.pager.release(slot)
+        if slot.mapped:
+            core.reclaimer.cut(slot, 0, now=True)
+            core.pager.release(slot)
+        if slot.mapped or slot.broken:
+            core.reclaimer.raise_errors()
+            raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
 
     def attach(self, slots: Sequence[Slot], span: Span, source: Slot | None = None) -> None:
         """Takes empty slots and maps shared pages there, in one batch; on failure takes none.
