@@ -60,19 +60,19 @@ def test_calls_before_the_first_keys_do_nothing(model: Any, host: pyvmem.Context
         dynamic = DynamicCache(config=model.config)
         for one in (dynamic, cache):
             one.reset()
-            one.crop(0)
             one.reorder_cache(torch.tensor([1, 0]))
             one.batch_repeat_interleave(3)
             one.batch_select_indices(torch.tensor([0]))
             one.activate_past_recording()
-            assert not one.is_recording_past(0)
             assert one.get_query_offset() == 0
             assert one.get_mask_sizes(4, 0) == (4, 0)
             assert one.batch_size == -1
             with pytest.raises(ValueError, match="LinearAttention"):
                 one.has_previous_state()
-            assert not any((*one.is_sliding, *one.is_linear, *one.is_dummy))
-        cache.crop(-3)  # an error of DynamicCache in 5.17
+            for name in ("is_sliding", "is_linear", "is_dummy"):  # what the version has of them
+                assert not any(getattr(one, name, ()))
+        cache.crop(-3)  # DynamicCache of 5.17 fails there
+        cache.crop(0)
         assert cache.kvcache is None
 
 
