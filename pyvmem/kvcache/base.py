@@ -7,7 +7,7 @@ import errno
 import threading
 import warnings
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pyvmem.errors import BadHandle, Busy
 from pyvmem.kvcache.core import Core
@@ -23,7 +23,7 @@ class Closing:
 
     _closed: bool
 
-    def close(self, stream: Any = None) -> None:
+    def close(self) -> None:
         """Gives everything back."""
         raise NotImplementedError
 

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.errors import NotRecoverable, OutOfMemory, VMemError
 from pyvmem.kvcache.events import order_after, order_ticket
 from pyvmem.kvcache.jobs import Cut, Growth, Piece
-from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.plan import Planner
 from pyvmem.kvcache.reclaim import Reclaimer
-from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.spans import Span
-from pyvmem.kvcache.stats import Counters
 
 if TYPE_CHECKING:
-    from pyvmem.context import Context
+    pass
 
 __all__ = ["Pager"]
 
@@ -33,29 +31,18 @@ class Pager:
             counted in `SharedPages.used`.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        base: int,
-        layout: Layout,
-        table: SlotTable,
-        reclaimer: Reclaimer,
-        counters: Counters,
-        *,
-        zero_fill: bool,
-        device: int | None,
-    ) -> None:
-        self.context = context
-        self.base = base
-        self.layout = layout
-        self.table = table
+    def __init__(self, reclaimer: Reclaimer, *, zero_fill: bool, device: int | None) -> None:
         self.reclaimer = reclaimer
-        self.counters = counters
+        self.context = reclaimer.context
+        self.base = reclaimer.base
+        self.layout = reclaimer.layout
+        self.counters = reclaimer.counters
         self.device = device
-        self.capacity = [0] * len(table)
+        slots = len(reclaimer.table)
+        self.capacity = [0] * slots
         self.growths: list[Growth] = []
         self.active_pages = 0
-        self._planner = Planner(base, layout, len(table), zero_fill=zero_fill)
+        self._planner = Planner(self.base, self.layout, slots, zero_fill=zero_fill)
 
     # ---- requests ------------------------------------------------------------------------------
 

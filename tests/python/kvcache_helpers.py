@@ -45,6 +45,15 @@ def small_cache(context: pyvmem.Context, **changes: Any) -> Iterator[KVCache]:
         cache.check_integrity()
 
 
+def policy_cache(
+    context: pyvmem.Context, policy: dict[str, Any], limit: int, **changes: Any
+) -> KVCache:
+    """A cache for random engines; the policy may give another `limit`, in pages per tensor."""
+    page, options = context.info.granule, {"limit": limit, **policy, **changes}
+    options["memory_limit"] = options.pop("limit") * 2 * LAYERS * page
+    return KVCache(small_config(page, **options), context)
+
+
 def lens(cache: KVCache, **by_reqid: int) -> list[int]:
     """Lengths by reqid, as keywords r0=..., r2=..."""
     out = [0] * cache.config.max_batch
