@@ -127,13 +127,12 @@ class Manager:
         index, last = operator.index(reqid), len(self.lengths) - 1
         if not 0 <= index <= last:
             raise invalid(f"free_batch_idx({index}): ids are 0 to {last}", limit=last)
+        if self._taken(index):
+            if self.common is not None:
+                self.common.renew(index)
+            else:
+                self.cache.free_reqid(index)
         self.lengths[index] = 0
-        if not self._taken(index):
-            return
-        if self.common is not None:
-            self.common.renew(index)
-        else:
-            self.cache.free_reqid(index)
 
     def free_blocks(self) -> int:
         """Blocks that are not needed: those that nobody has, and those mapped beyond a length."""
