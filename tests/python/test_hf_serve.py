@@ -48,6 +48,18 @@ def test_a_bad_option_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert "max_batch is 0" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("default")  # transformers' own
+def test_a_missing_package_is_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = pytest.importorskip("transformers.cli.serve")
+    monkeypatch.setattr(command, "is_serve_available", lambda: False)
+    monkeypatch.setattr(continuous, "install", lambda **options: None)
+    monkeypatch.setattr(serve, "_refuse_with_400", lambda server: None)
+    assert serve.main(["m"]) == 2
+    assert "pyvmem.hf.serve: Missing dependencies" in capsys.readouterr().err
+
+
 def save_model(folder: Path) -> Any:
     """A model of random weights with a tokenizer of whole words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -209,3 +221,23 @@ def test_a_client_that_goes_away_leaves_the_slots_to_others(server: Server) -> N
         next(iter(chunks))
         chunks.close()
     assert chat(server, prompt).split() == server.words(prompt)
+
+
+@pytest.mark.slow
+@pytest.mark.needs_tensors
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_no_slot_holds_is_the_clients_error(server: Server, stream: bool) -> None:
+    import openai
+
+    with pytest.raises(
+        openai.BadRequestError, match="3 tokens and 999 new ones; max_seq_len is 256"
+    ):
+        server.client().chat.completions.create(
+            model=str(server.folder),
+            messages=[{"role": "user", "content": "w1 w2 w3"}],
+            max_tokens=999,
+            stream=stream,
+        )
+    assert chat(server, "w1 w2").split() == server.words("w1 w2"), "it goes on"
