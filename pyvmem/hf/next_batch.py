@@ -7,12 +7,13 @@ import errno
 import gc
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from pyvmem.attention import Attention, Batch
-from pyvmem.errors import Busy, OutOfMemory
+from pyvmem.errors import Busy, OutOfMemory, TooManyBatches
 from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
 
@@ -67,7 +68,8 @@ class NextBatch:
         ahead = list(lens)
         for slot in slots:
             ahead[slot] = min(ahead[slot] + 1, cache.config.max_seq_len)
-        cache.step_async(ahead)  # -1: memory is short, as the next `hold` tells
+        with suppress(TooManyBatches):  # the next `hold` maps it
+            cache.step_async(ahead)  # -1: memory is short, as the next `hold` tells
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 
 import pyvmem
@@ -147,6 +148,22 @@ def firing_later(event: FdEvent) -> Iterator[list[bool]]:
     timer.start()
     yield fired
     timer.join()
+
+
+@contextlib.contextmanager
+def full_queue(context: pyvmem.Context) -> Iterator[None]:
+    """As many unfinished batches as a context has place for."""
+    nothing = pyvmem.OpBatch(1)
+    with FdEvent.create() as gate:
+        waiting = [context.submit(nothing, after=[gate]) for _ in range(4096)]
+        try:
+            with pytest.raises(pyvmem.TooManyBatches):
+                context.submit(nothing)
+            yield
+        finally:
+            gate.set()
+            for ticket in waiting:
+                ticket.wait(60)
 
 
 def state(cache: KVCache) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
 
+from kvcache_helpers import full_queue
 from serve_helpers import one_thread, tiny_model
 from test_hf_cache import DIM, HEADS, LAYERS, device_of, make, prompts
 from transformers import DynamicCache, LlamaConfig, StaticCache
@@ -159,3 +160,10 @@ def test_a_prompt_in_chunks_and_answers_from_the_prompt(model: Any, host: pyvmem
     for way in ({"prefill_chunk_size": 7}, {"prompt_lookup_num_tokens": 3}):
         with make(host, model.config) as cache:
             assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY, **way), want)
+
+
+def test_a_full_queue_delays_what_is_mapped_ahead(model: Any, host: pyvmem.Context) -> None:
+    states = torch.randn(1, HEADS, 22, DIM)  # 21 tokens fill a page of 4 KB
+    with make(host, model.config) as cache, full_queue(host):
+        cache.update(states[:, :, :21], states[:, :, :21], 0)
+        assert torch.equal(cache.update(states[:, :, 21:], states[:, :, 21:], 0)[0], states)

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from kvcache_helpers import full_queue
 
 import pyvmem
 from pyvmem import InvalidArgument
@@ -203,6 +204,17 @@ def test_a_dropped_request_is_not_in_the_batch(requests: NamedRequests) -> None:
     assert requests.hold("c", 0)
     requests.queue("c", 0, 0)  # of no token: nothing of it is in the batch
     compute(requests, [("b", [5, 6], 0)])
+
+
+def test_a_full_queue_delays_what_is_mapped_ahead(requests: NamedRequests) -> None:
+    rows = requests.kvcache.context.info.granule // 512
+    tokens = [n % 7 for n in range(rows + 1)]
+    assert requests.hold("a", rows)
+    with full_queue(requests.kvcache.context):
+        compute(requests, [("a", tokens[:rows], 0)])  # the next token needs another page
+        assert requests.granted("a") == 1
+        assert requests.hold("a", rows + 1)
+        compute(requests, [("a", tokens, rows)])
 
 
 def test_without_sharing_nothing_is_recorded(context: pyvmem.Context) -> None:

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from conftest import open_context
@@ -13,6 +12,7 @@ from kvcache_helpers import (
     LAYERS,
     ROWS,
     eventually,
+    full_queue,
     lens,
     rows_are,
     rows_are_zero,
@@ -29,8 +29,6 @@ from pyvmem import (
     Inject,
     KVCache,
     NotRecoverable,
-    OpBatch,
-    TooManyBatches,
     VMemError,
 )
 
@@ -260,22 +258,6 @@ def _step_without_heap(backend: str, ahead: bool, skip: int) -> bool:
         assert step(lens(cache, r0=6 * ROWS)) == 0
         assert cache.step(lens(cache, r0=6 * ROWS)) == 0
         return short
-
-
-@contextlib.contextmanager
-def full_queue(context: Context) -> Iterator[None]:
-    """As many unfinished batches as a context has place for."""
-    nothing = OpBatch(1)
-    with FdEvent.create() as gate:
-        waiting = [context.submit(nothing, after=[gate]) for _ in range(4096)]
-        try:
-            with pytest.raises(TooManyBatches):
-                context.submit(nothing)
-            yield
-        finally:
-            gate.set()
-            for ticket in waiting:
-                ticket.wait(60)
 
 
 def test_a_full_queue_is_not_a_lack_of_memory(context: Context) -> None:
