@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, VMemError
 from pyvmem.kvcache.events import order_after, order_ticket
@@ -13,9 +13,6 @@ from pyvmem.kvcache.plan import Planner
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.spans import Span
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Pager"]
 
