@@ -49,16 +49,7 @@ class Core:
         self.reclaimer = Reclaimer(
             parts.context, base, layout, self.table, parts.limit_pages, self.counters
         )
-        self.pager = Pager(
-            parts.context,
-            base,
-            layout,
-            self.table,
-            self.reclaimer,
-            self.counters,
-            zero_fill=config.zero_fill,
-            device=parts.cuda_device,
-        )
+        self.pager = Pager(self.reclaimer, zero_fill=config.zero_fill, device=parts.cuda_device)
         self.sharing = Sharing(self)
         self.prefixes = Prefixes(self)
         self.window = Window(self) if config.window else None

@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
+from pyvmem.errors import VMemError
 from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.spans import EMPTY, Span
 
-__all__ = ["Cut", "Grant", "Growth", "Piece"]
+__all__ = ["Cut", "Grant", "Growth", "Piece", "Ran"]
 
 # Plain tuples: dozens are made in a `step_async` that must take microseconds.
 Piece: TypeAlias = tuple[Slot, int, int]
@@ -77,3 +78,19 @@ class Cut:
     def done(self) -> bool:
         """Whether the batch is finished, well or not."""
         return bool(self.ticket.done())
+
+
+@dataclass(slots=True)
+class Ran:
+    """Stands for the ticket of a batch that ran in the calling thread."""
+
+    error: VMemError | None = None
+
+    def done(self) -> bool:
+        """It is."""
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Raises what the batch failed with."""
+        if self.error is not None:
+            raise self.error

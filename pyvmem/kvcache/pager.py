@@ -5,20 +5,15 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, VMemError
 from pyvmem.kvcache.events import order_after, order_ticket
 from pyvmem.kvcache.jobs import Cut, Growth, Piece
-from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.plan import Planner
 from pyvmem.kvcache.reclaim import Reclaimer
-from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.spans import Span
-from pyvmem.kvcache.stats import Counters
-
-if TYPE_CHECKING:
-    from pyvmem.context import Context
 
 __all__ = ["Pager"]
 
@@ -34,29 +29,18 @@ class Pager:
             counted in `SharedPages.used`.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        base: int,
-        layout: Layout,
-        table: SlotTable,
-        reclaimer: Reclaimer,
-        counters: Counters,
-        *,
-        zero_fill: bool,
-        device: int | None,
-    ) -> None:
-        self.context = context
-        self.base = base
-        self.layout = layout
-        self.table = table
+    def __init__(self, reclaimer: Reclaimer, *, zero_fill: bool, device: int | None) -> None:
         self.reclaimer = reclaimer
-        self.counters = counters
+        self.context = reclaimer.context
+        self.base = reclaimer.base
+        self.layout = reclaimer.layout
+        self.counters = reclaimer.counters
         self.device = device
-        self.capacity = [0] * len(table)
+        slots = len(reclaimer.table)
+        self.capacity = [0] * slots
         self.growths: list[Growth] = []
         self.active_pages = 0
-        self._planner = Planner(base, layout, len(table), zero_fill=zero_fill)
+        self._planner = Planner(self.base, self.layout, slots, zero_fill=zero_fill)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -139,7 +123,7 @@ class Pager:
             if error is not None:
                 raise error
         if slot.stale:
-            self.reclaimer.cut(slot, 0)
+            self.reclaimer.cut(slot, 0, now=True)
             with self.counters.waiting():
                 self.reclaimer.finish(slot.job)
             if slot.stale:
@@ -185,7 +169,7 @@ class Pager:
                     self.reclaimer.condemn(job.pieces)
                     raise
                 except OutOfMemory:  # of the device, or of a context shared with others
-                    if self.table.lockstep:
+                    if self.reclaimer.table.lockstep:
                         raise
                     missing = pages
             if keep is None:
@@ -195,7 +179,7 @@ class Pager:
             own = max(0, pages - (reclaimer.limit - reclaimer.held))
             if not reclaimer.make_room(missing, keep, own):
                 reclaimer.raise_errors()
-                if self.table.lockstep:  # the other ranks have them
+                if self.reclaimer.table.lockstep:  # the other ranks have them
                     raise OutOfMemory(
                         f"{missing} pages that no request owns did not come back",
                         errno=errno.ENOMEM,
