@@ -110,7 +110,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self) -> Any:
-        """A client as a program that uses the server would make it, without second tries."""
+        """A client as programs make it, but without second tries; the caller closes it."""
         import openai
 
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
@@ -158,40 +158,50 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def complete(server: Server, prompt: str) -> str:
-    reply = server.client().completions.create(
-        model=str(server.folder), prompt=prompt, max_tokens=NEW, temperature=0
-    )
+    with server.client() as client:
+        reply = client.completions.create(
+            model=str(server.folder), prompt=prompt, max_tokens=NEW, temperature=0
+        )
     return str(reply.choices[0].text)
 
 
-def chat(server: Server, prompt: str) -> str:
-    reply = server.client().chat.completions.create(
+def ask(server: Server, client: Any, prompt: str, tokens: int = NEW, **how: Any) -> Any:
+    return client.chat.completions.create(
         model=str(server.folder),
         messages=[{"role": "user", "content": prompt}],
-        max_tokens=NEW,
+        max_tokens=tokens,
         temperature=0,
+        **how,
     )
+
+
+def chat(server: Server, prompt: str) -> str:
+    with server.client() as client:
+        reply = ask(server, client, prompt)
     assert reply.usage.prompt_tokens == len(prompt.split())
     return str(reply.choices[0].message.content)
 
 
 def chat_streamed(server: Server, prompt: str) -> str:
-    chunks = server.client().chat.completions.create(
-        model=str(server.folder),
-        messages=[{"role": "user", "content": prompt}],
-        max_tokens=NEW,
-        temperature=0,
-        stream=True,
-    )
-    parts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    with server.client() as client, ask(server, client, prompt, stream=True) as chunks:
+        parts = [chunk.choices[0].delta.content or "" for chunk in chunks]
     assert sum(map(bool, parts)) > 1, "it came in one piece"
     return "".join(parts)
 
 
-@pytest.mark.slow
-@pytest.mark.needs_tensors
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("default")  # transformers' own
+def drives_the_server(test: Any) -> Any:
+    """The marks of a test that uses the process."""
+    for mark in (
+        pytest.mark.slow,
+        pytest.mark.needs_tensors,
+        pytest.mark.timeout(600),
+        pytest.mark.filterwarnings("default"),  # transformers' own
+    ):
+        test = mark(test)
+    return test
+
+
+@drives_the_server
 @pytest.mark.parametrize("call", [complete, chat, chat_streamed])
 def test_four_clients_at_once_get_what_generate_gives(
     server: Server, call: Callable[[Server, str], str]
@@ -204,40 +214,23 @@ def test_four_clients_at_once_get_what_generate_gives(
     assert "attention by sdpa" in server.log.read_text()  # ours, not transformers' paged one
 
 
-@pytest.mark.slow
-@pytest.mark.needs_tensors
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("default")
+@drives_the_server
 def test_a_client_that_goes_away_leaves_the_slots_to_others(server: Server) -> None:
     prompt = " ".join(WORDS[3:9])
     for _ in range(4):  # more than there are slots
-        chunks = server.client().chat.completions.create(
-            model=str(server.folder),
-            messages=[{"role": "user", "content": prompt}],
-            max_tokens=200,
-            temperature=0,
-            stream=True,
-        )
-        next(iter(chunks))
-        chunks.close()
+        with server.client() as client, ask(server, client, prompt, 200, stream=True) as chunks:
+            next(iter(chunks))
     assert chat(server, prompt).split() == server.words(prompt)
 
 
-@pytest.mark.slow
-@pytest.mark.needs_tensors
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("default")
+@drives_the_server
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_no_slot_holds_is_the_clients_error(server: Server, stream: bool) -> None:
     import openai
 
-    with pytest.raises(
-        openai.BadRequestError, match="3 tokens and 999 new ones; max_seq_len is 256"
+    with (
+        server.client() as client,
+        pytest.raises(openai.BadRequestError, match=r"3 tokens and 999 new .*max_seq_len is 256"),
     ):
-        server.client().chat.completions.create(
-            model=str(server.folder),
-            messages=[{"role": "user", "content": "w1 w2 w3"}],
-            max_tokens=999,
-            stream=stream,
-        )
+        ask(server, client, "w1 w2 w3", 999, stream=stream)
     assert chat(server, "w1 w2").split() == server.words("w1 w2"), "it goes on"
