@@ -4,7 +4,8 @@
 
 A part lies between `<!-- measured NAME -->` and `<!-- /measured NAME -->`; nothing there is written
 by hand, nor between `<!-- features -->` and `<!-- /features -->`. `--check` changes nothing and
-fails where the file does not say what the results say.
+fails where the file does not say what the results say. The parts of readme_cache.py are only asked
+for when there is a result for them.
 """
 
 from __future__ import annotations
@@ -14,18 +15,14 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import readme_features
+from readme_cache import CACHE_PARTS
+from readme_format import RESULTS, ROOT, Result, number, rows, table, title
 
-ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-RESULTS = ROOT / "benchmarks" / "results"
 FORMAT = "vmem-bench-api/1"
 NOTHING = "Not measured yet: `benchmarks/results/` holds no run on a GPU."
-
-Result = dict[str, Any]
 
 OPERATIONS = [
     ("reserve addresses", "reserve", False),
@@ -63,34 +60,11 @@ def load() -> list[Result]:
     return [newest[key] for key in sorted(newest)]
 
 
-def rows(result: Result) -> dict[str, Result]:
-    """All rows of a run by id."""
-    return {row["id"]: row for part in result["parts"].values() for row in part["rows"]}
-
-
-def number(value: float, digits: int = 3) -> str:
-    """So many significant digits, without an exponent."""
-    text = f"{value:.{digits}g}"
-    return f"{float(text):,.0f}" if "e+" in text else text
-
-
 def time_of(row: Result | None) -> str:
     """Median and 99th percentile of a row of times in microseconds."""
     if row is None:
         return ""
     return f"{number(row['median'])} ({number(row['p99'])})"
-
-
-def title(result: Result) -> str:
-    """What was measured on, and where the numbers are kept."""
-    machine = result["machine"]
-    return f"{machine['gpu']}, driver {machine['driver']} ([raw]({result['file']}))"
-
-
-def table(head: list[str], body: list[list[str]]) -> list[str]:
-    """A table in Markdown; the first column is text."""
-    rule = ["---"] + ["---:"] * (len(head) - 1)
-    return ["| " + " | ".join(line) + " |" for line in [head, rule, *body]]
 
 
 def part_calls(results: list[Result]) -> list[str]:
@@ -306,24 +280,19 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
 }
 
 
-NO_GPU = {
-    "memory",
-    "counts",
-    "capacity",
-    "prefixes",
-    "features",
-}  # parts that have results of their own
+OF_GPU = {"calls", "aims", "verified"}  # the other parts have results of their own
 
 
 def render(text: str, results: list[Result]) -> str:
     """The README with its measured parts written anew."""
-    for name, part in PARTS.items():
+    optional = {name: part for name, part in CACHE_PARTS.items() if part([])}
+    for name, part in {**PARTS, **optional}.items():
         label = name if name == "features" else f"measured {name}"
         begin, end = f"<!-- {label} -->", f"<!-- /{label} -->"
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.S)
         if len(pattern.findall(text)) != 1:
             sys.exit(f"README.md needs one part between '{begin}' and '{end}'")
-        lines = part(results) if results or name in NO_GPU else [NOTHING]
+        lines = part(results) if results or name not in OF_GPU else [NOTHING]
         block = "\n".join([begin, *lines, end])
         text = pattern.sub(lambda _, block=block: block, text)  # type: ignore[misc]
     return text

@@ -67,6 +67,45 @@ class Batch:
         device: torch.device,
     ) -> None:
         self.device = device
+        self.reqids: list[int]
+        self.q_lens: list[int]
+        self.kv_lens: list[int]
+        self._cache = cache
+        self._set(reqids, q_lens, kv_lens)
+
+    def advance(self, reqids: Sequence[int], kv_lens: Sequence[int]) -> None:
+        """The same number of new tokens of each request, at other lengths, in the same tensors.
+
+        For a CUDA graph, which is captured once and reads `slots`, `positions`, `ranks`, `index`,
+        `used` and `starts` at every replay; of the kernels FlashAttention-3 can be captured, since
+        it takes no length from the host. On the current stream.
+
+        Args:
+            reqids: the requests' slots, as many as before.
+            kv_lens: tokens of each, the new ones included.
+
+        Raises:
+            InvalidArgument: as for a new one, or another number of requests; nothing is changed.
+        """
+        if len(reqids) != len(self.reqids):
+            raise invalid(f"{len(reqids)} reqids; the batch has {len(self.reqids)}")
+        kept = (self.reqids, self.kv_lens)
+        try:
+            self._set(reqids, self.q_lens, kv_lens)
+        except BaseException:
+            self.reqids, self.kv_lens = kept
+            raise
+        self.__dict__.pop("runs", None)
+        made = self.__dict__
+        if "_where" in made:
+            made["_where"].copy_(torch.tensor(self._rows()))
+        if "index" in made:
+            made["index"].copy_(torch.tensor(self.reqids, dtype=torch.int32))
+        if "used" in made:
+            made["used"].copy_(torch.tensor(self.kv_lens, dtype=torch.int32))
+
+    def _set(self, reqids: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]) -> None:
+        cache = self._cache
         self.reqids = [operator.index(reqid) for reqid in reqids]
         self.q_lens = [operator.index(length) for length in q_lens]
         self.kv_lens = [operator.index(length) for length in kv_lens]
@@ -114,12 +153,15 @@ class Batch:
 
     @cached_property
     def _where(self) -> torch.Tensor:
+        return torch.tensor(self._rows(), device=self.device)
+
+    def _rows(self) -> tuple[list[int], list[int], list[int]]:
         rows: tuple[list[int], list[int], list[int]] = ([], [], [])
         for reqid, q_len, kv_len in zip(self.reqids, self.q_lens, self.kv_lens, strict=True):
             rows[0].extend([reqid] * q_len)
             rows[1].extend(range(kv_len - q_len, kv_len))
             rows[2].extend(range(q_len))
-        return torch.tensor(rows, device=self.device)
+        return rows
 
     @cached_property
     def index(self) -> torch.Tensor:

@@ -17,14 +17,14 @@ from pyvmem.bench.attention import CASES
 from pyvmem.bench.buffers import malloc_names, vmem_names
 from pyvmem.bench.record import Record
 
-__all__ = ["compute"]
+__all__ = ["Aims", "compute"]
 
 _GPUS = ("H100", "H200")
 
 
 def compute(record: Record, system: str) -> list[dict[str, Any]]:
     """All aims; those whose rows are missing have no value and say which row."""
-    aims = _Aims(record, system)
+    aims = Aims(record, system)
     _single_pages(aims)
     _steps(aims)
     _live(aims)
@@ -32,7 +32,9 @@ def compute(record: Record, system: str) -> list[dict[str, Any]]:
     return aims.found
 
 
-class _Aims:
+class Aims:
+    """Aims of a record; `applies`: its machine and back end are those that they are for."""
+
     def __init__(self, record: Record, system: str) -> None:
         self.record, self.system = record, system
         self.found: list[dict[str, Any]] = []
@@ -87,7 +89,7 @@ def _net(over: str = "net") -> Callable[[Any, Any], float]:
     return lambda a, b: float(a[over]) / float(b[over])
 
 
-def _single_pages(aims: _Aims) -> None:
+def _single_pages(aims: Aims) -> None:
     s = aims.system
     small, big = f"calls/map_access/{s}/64K", "calls/map_access/cumem/2M"
     what = "one 64 KB page mapped with access, over one 2 MB page by cuMemMap + cuMemSetAccess"
@@ -133,7 +135,7 @@ def _single_pages(aims: _Aims) -> None:
     )
 
 
-def _steps(aims: _Aims) -> None:
+def _steps(aims: Aims) -> None:
     s = aims.system
 
     def median(row: Any) -> float:
@@ -164,7 +166,7 @@ def _steps(aims: _Aims) -> None:
         )
 
 
-def _live(aims: _Aims) -> None:
+def _live(aims: Aims) -> None:
     s = aims.system
 
     def value(row: Any) -> float:
@@ -207,7 +209,7 @@ def _live(aims: _Aims) -> None:
         )
 
 
-def _attention(aims: _Aims) -> None:
+def _attention(aims: Aims) -> None:
     where = "small" if aims.quick or aims.system == "host" else "full"
     targets = [
         (f"{kernel}_{case.name}", f"{kernel}, {case.what}", f"attention/{kernel}/{case.name}")

@@ -9,20 +9,19 @@ memories in turns.
 
 from __future__ import annotations
 
-import tempfile
-import time
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pyvmem.bench import fa3
 from pyvmem.bench.buffers import Buffers, malloc_names, vmem_names
 from pyvmem.bench.kernels import Kernels
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.setting import GB, KB, MB, Setting
 from pyvmem.bench.timing import Deadline, interleave, quiet
+from pyvmem.bench.torch_timer import timer
 
 if TYPE_CHECKING:
     import torch
@@ -79,31 +78,6 @@ def _device(setting: Setting) -> torch.device:
     return torch.device("cpu" if setting.system == "host" else f"cuda:{setting.device}")
 
 
-def _timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """Nanoseconds that a call takes: between events of the GPU, or by the clock on the CPU."""
-    import torch
-
-    if device.type == "cpu":
-
-        def by_clock(work: Callable[[], object]) -> float:
-            start = time.perf_counter_ns()
-            work()
-            return time.perf_counter_ns() - start
-
-        return by_clock
-    event: Any = torch.cuda.Event
-    start, end = event(enable_timing=True), event(enable_timing=True)
-
-    def by_events(work: Callable[[], object]) -> float:
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e6
-
-    return by_events
-
-
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
     """attention/KERNEL/CASE/MEMORY, KERNEL in sdpa and fa3."""
     why = _why_not(setting)
@@ -147,7 +121,7 @@ def _measure(
     import torch
 
     book, turns = Book(part), list[Callable[[], None]]()
-    timer, on_gpu = _timer(buffers.device), buffers.device.type == "cuda"
+    clock, on_gpu = timer(buffers.device), buffers.device.type == "cuda"
     shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
     reference: torch.Tensor | None = None
     different: list[str] = []
@@ -166,7 +140,7 @@ def _measure(
             f"{kernel}/{case.name}/{name}", f"{case.what}, {kernel}", name, unit="ms"
         )
         work = partial(call, k, v)
-        turns.append(partial(_turn, timer, work, samples.rounds))
+        turns.append(partial(_turn, clock, work, samples.rounds))
     with quiet():
         interleave(turns, setting.count(30 if on_gpu else 10, 2), deadline)
     book.close()
@@ -175,11 +149,11 @@ def _measure(
 
 
 def _turn(
-    timer: Callable[[Callable[[], object]], float],
+    clock: Callable[[Callable[[], object]], float],
     work: Callable[[], object],
     into: list[list[float]],
 ) -> None:
-    into.append([timer(work)])
+    into.append([clock(work)])
 
 
 def _sdpa(case: _Case, device: torch.device) -> _Call:
@@ -204,29 +178,10 @@ def _sdpa(case: _Case, device: torch.device) -> _Call:
 
 
 def _fa3(source: Path | None, device: torch.device) -> Callable[[_Case], _Call]:
-    """FlashAttention-3 as vLLM compiles it: a shared object with one torch op, or a zip of it.
-
-    The argument order is that of vLLM 0.24.0's `_vllm_fa3_C.fwd`. Raises ValueError without a file,
-    OSError or RuntimeError where it cannot be loaded.
-    """
+    """FlashAttention-3; raises as `fa3.load`."""
     import torch
 
-    load: Any = torch.ops.load_library
-    if device.type != "cuda":
-        raise ValueError("needs a GPU")
-    if source is None:
-        raise ValueError("no FlashAttention-3 op was named (--fa3)")
-    if not source.exists():
-        raise ValueError(f"{source} is not there")
-    if source.suffix in (".zip", ".whl"):
-        with zipfile.ZipFile(source) as archive, tempfile.TemporaryDirectory() as folder:
-            names = [n for n in archive.namelist() if n.endswith("_vllm_fa3_C.abi3.so")]
-            if not names:
-                raise ValueError(f"{source} holds no _vllm_fa3_C.abi3.so")
-            load(archive.extract(names[0], folder))
-    else:
-        load(str(source))
-    fwd: Any = torch.ops._vllm_fa3_C.fwd
+    op = fa3.load(source, device)
 
     def make(case: _Case) -> _Call:
         int32: dict[str, Any] = {"device": device, "dtype": torch.int32}
@@ -234,15 +189,9 @@ def _fa3(source: Path | None, device: torch.device) -> Callable[[_Case], _Call]:
         q = torch.randn(shape, device=device, dtype=torch.bfloat16)
         starts = torch.arange(case.batch + 1, **int32) * case.q_len
         used = torch.full((case.batch,), case.kv_len, **int32)
-        none8 = (None,) * 8
-        scale = case.head_dim**-0.5
 
         def call(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            lengths = (None, None, None, used, case.q_len, case.kv_len, None)
-            window = (True, -1, -1, 0.0, True, None, 0, None, 0, None, 1, 0, None)
-            head = (q, k, v, None, None, None, None, starts)
-            out: torch.Tensor = fwd(*head, *lengths, *none8, scale, *window)[0]
-            return out
+            return fa3.call(op, q, k, v, starts, used, case.q_len, case.kv_len)
 
         return call
 
@@ -279,7 +228,7 @@ def _read_all(
     size = buffers.nbytes
     if kernels is not None:
         size -= size % kernels.chunk()
-    by_clock = _timer(torch.device("cpu"))
+    by_clock = timer(torch.device("cpu"))
     turns: list[Callable[[], None]] = []
     for name in (*malloc_names(), *vmem_names()):
         samples = book.samples(name, "read once", name, unit="ms", nbytes=size)

@@ -26,14 +26,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from pyvmem.bench.machine import describe
 from pyvmem.bench.record import Part, Record
 from pyvmem.bench.report import number, table
 from pyvmem.kvcache.layout import Layout
-from pyvmem.layouts.cli import RESERVE, budget, size, sizes
+from pyvmem.layouts.cli import RESERVE, budget
+from pyvmem.layouts.options import add_output, add_workload, counts, page_name, size, sizes
 from pyvmem.layouts.shapes import ModelShape, shape_of
 from pyvmem.layouts.workload import Request, generate, read_trace
 
@@ -84,8 +85,7 @@ def systems(
     for group in wanted:
         if shape.num_layers % group == 0:
             for page in page_sizes:
-                label = f"{page >> 20}M" if page >= _MB else f"{page >> 10}K"
-                yield System(f"g{group}/{label}", group, page)
+                yield System(f"g{group}/{page_name(page)}", group, page)
     for block in blocks:
         yield System(f"blocks/{block}", 1, 0, block)
 
@@ -167,16 +167,6 @@ def _models(text: str) -> list[tuple[str, int]]:
     return out
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        found = [0 if one == "all" else int(one) for one in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected e.g. 1,8,all") from None
-    if min(found) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: a negative number")
-    return found
-
-
 def add_parser(which: Any) -> None:
     """Adds ``capacity`` to the benchmarks."""
     parser = which.add_parser(
@@ -186,16 +176,15 @@ def add_parser(which: Any) -> None:
         "time, by page size, group size, and for PagedAttention. Needs no GPU.",
     )
     add = parser.add_argument
-    add("--trace", type=Path, nargs="+", default=[], help="Azure's or vAttention's CSV, Mooncake's")
-    add("--requests", type=int, default=10000, help="without a trace: so many made-up ones (10000)")
-    add("--seed", type=int, default=1, help="of the made-up requests (1)")
+    traces = "Azure's or vAttention's CSV, Mooncake's JSONL"
+    add_workload(parser, traces, "requests", 10000, nargs="+", default=[])
     add("--models", type=_models, default=_models(MODELS), help=f"MODEL[:RANKS],... ({MODELS})")
     add("--memory", type=size, default=80 << 30, help="of each GPU (80G)")
     add("--pages", type=sizes, default=sizes("64K,256K,2M"), help="page sizes (64K,256K,2M)")
-    add("--groups", type=_numbers, default=[1, 4, 0], help="layers in a tensor (1,4,all)")
-    add("--blocks", type=_numbers, default=[16, 256], help="PagedAttention's blocks (16,256)")
-    add("--out", type=Path, metavar="FILE", help="write JSON here")
-    add("--json", action="store_true", help="print the JSON instead of the tables")
+    groups = partial(counts, all_is=0)
+    add("--groups", type=groups, default=[1, 4, 0], help="layers in a tensor (1,4,all)")
+    add("--blocks", type=counts, default=[16, 256], help="PagedAttention's blocks (16,256)")
+    add_output(parser, "write JSON here")
     parser.set_defaults(run=run)
 
 

@@ -10,10 +10,8 @@ import argparse
 import json
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,18 @@ from pyvmem.bench import (
     busy,
     calls,
     capacity,
+    deferred,
     live,
+    overlap,
+    paged,
+    prefix_map,
     prefixes,
     report,
     sizes,
     step,
 )
 from pyvmem.bench.aims import compute
+from pyvmem.bench.command import backends, conducted, now
 from pyvmem.bench.cumem import Cuda, CudaUnavailable, CuMem
 from pyvmem.bench.machine import describe
 from pyvmem.bench.merge import MergeError, merge
@@ -40,7 +43,6 @@ from pyvmem.bench.setting import PartFunction, Setting
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
-from pyvmem.probe import probe
 
 __all__ = ["PARTS", "add_parser", "measure", "run"]
 
@@ -116,6 +118,10 @@ def add_parser(sub: Any) -> None:
     api.set_defaults(run=run)
     capacity.add_parser(which)
     prefixes.add_parser(which)
+    overlap.add_parser(which)
+    paged.add_parser(which)
+    deferred.add_parser(which)
+    prefix_map.add_parser(which)
 
 
 def measure(
@@ -133,24 +139,11 @@ def measure(
     for name in ("noop", *names):
         title, function, seconds = PARTS.get(name, ("what an empty call costs", _noop, 5.0))
         part, deadline = record.part(name, title), Deadline(budget or seconds)
-        part.started = _now()
-        try:
+        with conducted(part):
             function(setting, part, deadline)
-            part.status = "not run" if not part.rows else "partial" if part.missing else "done"
-            if not part.rows and part.missing:
-                part.why = part.missing[0]["why"]
-        except Exception as error:  # a part must not take the others' results with it
-            part.status = "failed"
-            part.why = f"{type(error).__name__}: {error}"
-            part.notes += traceback.format_exc().strip().splitlines()[-6:]
-        part.seconds = deadline.used
         record.seconds = time.monotonic() - start
         record.aims = compute(record, setting.system)
         after(part)
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _noop(setting: Setting, part: Part, deadline: Deadline) -> None:
@@ -209,8 +202,8 @@ def run(args: argparse.Namespace) -> int:
                 "live": list(args.live),
                 "fa3": args.fa3 is not None,
             },
-            backends=[_probed(result) for result in probe(args.device)],
-            started=_now(),
+            backends=backends(args.device),
+            started=now(),
         )
         failed = _measure_and_show(args, setting, record, names)
     return 1 if failed else 0
@@ -232,12 +225,6 @@ def _merge(args: argparse.Namespace) -> int:
         print("\n" + report.part_table(part))
     print("\n" + report.aims_table(record))
     return 0
-
-
-def _probed(result: Any) -> dict[str, Any]:
-    names = ("backend", "usable", "reason", "driver", "device_name")
-    found = {name: getattr(result, name) for name in names}
-    return {"name": found.pop("backend"), **found}
 
 
 def _measure_and_show(

@@ -72,15 +72,18 @@ def driver_version() -> str | None:
 def commit() -> tuple[str | None, bool | None]:
     """(commit, whether the tree differs from it) of the source this package lies in.
 
-    VMEM_COMMIT names the commit where the source came without its history.
+    VMEM_COMMIT names the commit where the source came without its history, or with another one.
     """
+    named = os.environ.get("VMEM_COMMIT")
+    if named:
+        return named, None
     root = Path(__file__).resolve().parents[2]
     if (root / ".git").exists():
         head = _run("git", "-C", str(root), "rev-parse", "HEAD")
         status = _run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
         if head is not None:
             return head, None if status is None else bool(status)
-    return os.environ.get("VMEM_COMMIT"), None
+    return None, None
 
 
 def _gpu() -> dict[str, str] | None:

@@ -16,7 +16,6 @@ import random
 import sys
 import time
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from pyvmem.bench.machine import describe
@@ -24,8 +23,8 @@ from pyvmem.bench.record import Part, Record
 from pyvmem.bench.report import part_table
 from pyvmem.bench.timing import Samples, quiet, time_each
 from pyvmem.kvcache.config import invalid
-from pyvmem.layouts.cli import sizes
 from pyvmem.layouts.cost import Choice, cost
+from pyvmem.layouts.options import add_output, add_workload, page_name, sizes
 from pyvmem.layouts.shapes import ModelShape, shape_of
 from pyvmem.layouts.workload import Request
 
@@ -47,16 +46,13 @@ def add_parser(which: Any) -> None:
         "hashed blocks at the same budgets, and times matches. Needs no GPU.",
     )
     add = parser.add_argument
-    add("--trace", type=Path, help="Mooncake's JSONL (without: made-up conversations)")
-    add("--requests", type=int, default=2000, help="so many made-up prompts (2000)")
-    add("--seed", type=int, default=1, help="of the made-up prompts (1)")
+    add_workload(parser, "Mooncake's JSONL", "prompts", 2000)
     add("--model", default="Llama-3-8B", help="whose keys and values are kept (Llama-3-8B)")
     add("--budgets", type=sizes, default=sizes("10G,20G,50G,100G,200G"), help="10G,20G,...,200G")
     add("--prefixes", type=int, default=10_000, help="recorded ones in the timed match (10000)")
     add("--prompt", type=int, default=_PROMPT, help="tokens of the timed prompt (100000)")
     add("--rounds", type=int, default=20, help="of the timed match (20)")
-    add("--out", type=Path, metavar="FILE", help="write JSON here, raw samples in raw/")
-    add("--json", action="store_true", help="print the JSON instead of the tables")
+    add_output(parser, "write JSON here, raw samples in raw/")
     parser.set_defaults(run=run)
 
 
@@ -77,8 +73,7 @@ def hits(part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int]) 
         if shape.num_layers % group:
             continue
         unit = cost(shape, Choice(group, page), [Request(1, 1)], page).sharing_unit
-        label = f"g{group}/" + (f"{page >> 20}M" if page >> 20 else f"{page >> 10}K")
-        systems[label] = (f"tree, units of {unit} tokens", unit)
+        systems[f"g{group}/{page_name(page)}"] = (f"tree, units of {unit} tokens", unit)
     for budget in budgets:
         caches: dict[str, tuple[str, int, Cache]] = {
             f"tree/{label}": (what, unit, Tree(unit, shape.token_bytes, budget))

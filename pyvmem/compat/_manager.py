@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pyvmem.compat._common import CommonPages
 from pyvmem.context import Context
 from pyvmem.errors import Busy, OutOfMemory
 from pyvmem.info import KEEP_ALL
 from pyvmem.kvcache import KVCache, KVCacheConfig
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.control import claim, reclaim_free, set_limit
+from pyvmem.kvcache.control import claim, missing_pages, reclaim_free, set_limit
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,7 @@ class Manager:
         cache: the cache, over a context of its own.
         megacache: all layers share one K and one V tensor.
         lengths: tokens by id, as `alloc` and `step` were told; 0: free.
+        common: pages that all ids have; None: `map_common` was not called.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Manager:
         set_limit(self.cache, 0)
         self.megacache = bool(megacache)
         self.lengths = [0] * config.max_batch
+        self.common: CommonPages | None = None
 
     @property
     def tokens_per_block(self) -> int:
@@ -107,7 +110,13 @@ class Manager:
 
     def alloc(self, length: int) -> int:
         """An id, or -1."""
-        reqid = self.cache.alloc_reqid(length)
+        reqid: int | None
+        if self.common is not None and self.common.idle:
+            missing_pages(self.cache, None, length)  # raises for a length out of range
+            reqid = min(self.common.idle)
+            self.common.idle.remove(reqid)
+        else:
+            reqid = self.cache.alloc_reqid(length)
         if reqid is None:
             return -1
         self.lengths[reqid] = operator.index(length)
@@ -119,14 +128,37 @@ class Manager:
         if not 0 <= index <= last:
             raise invalid(f"free_batch_idx({index}): ids are 0 to {last}", limit=last)
         if self._taken(index):
-            self.cache.free_reqid(index)
+            if self.common is not None:
+                self.common.renew(index)
+            else:
+                self.cache.free_reqid(index)
         self.lengths[index] = 0
 
     def free_blocks(self) -> int:
         """Blocks that are not needed: those that nobody has, and those mapped beyond a length."""
-        layout = self.cache.layout
-        total = self.cache.stats().total_pages // layout.num_tensors
-        return max(0, total - sum(map(layout.pages_for, self.lengths)))
+        total = self.cache.stats().total_pages // self.cache.layout.num_tensors
+        return max(0, total - self._needed(self.lengths))
+
+    def map_common(self, tokens: int) -> None:
+        """See `vattention.map_common_pages`."""
+        taken = [index for index in range(len(self.lengths)) if self._taken(index)]
+        if self.common is not None or taken:
+            what = "there are some" if self.common is not None else f"id {taken[0]} is taken"
+            raise Busy(
+                f"map_common_pages({tokens}): {what}; call it once, before the first request",
+                errno=errno.EBUSY,
+                op="map_common_pages",
+            )
+        try:
+            self.common = CommonPages(self.cache, tokens)
+        except OutOfMemory:
+            raise self._short([tokens]) from None
+
+    def _needed(self, lengths: Sequence[int]) -> int:
+        """Blocks for so many tokens each, the common ones once."""
+        common = 0 if self.common is None else self.common.pages
+        own = (self.cache.layout.pages_for(length) - common for length in lengths)
+        return common + sum(max(0, pages) for pages in own)
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -139,7 +171,7 @@ class Manager:
                 self.free(index)
         try:
             for index, length in enumerate(lengths):
-                if length and not self._taken(index):
+                if length and not self.cache._core.table[index].active:
                     claim(self.cache, index)
                     claimed.append(index)
             if self.cache.step(lengths) == -1:
@@ -148,6 +180,8 @@ class Manager:
             for index in claimed:
                 self.cache.free_reqid(index)
             raise
+        if self.common is not None:
+            self.common.idle -= {index for index, length in enumerate(lengths) if length}
         self.lengths = lengths
 
     def look_ahead(self) -> None:
@@ -166,7 +200,9 @@ class Manager:
         reclaim_free(self.cache, keep)
 
     def _taken(self, index: int) -> bool:
-        return self.cache._core.table[index].active
+        """Whether a request has the id."""
+        idle = self.common is not None and index in self.common.idle
+        return not idle and self.cache._core.table[index].active
 
     def _checked(self, seq_lens: Sequence[int]) -> list[int]:
         lengths = [operator.index(length) for length in seq_lens]
@@ -184,7 +220,7 @@ class Manager:
 
     def _short(self, lengths: list[int]) -> OutOfKVBlocks:
         layout = self.cache.layout
-        need = sum(map(layout.pages_for, lengths))
+        need = self._needed(lengths)
         have = self.cache.stats().total_pages // layout.num_tensors
         if not have:
             text = "there is no memory; call reserve_physical_pages"
@@ -202,6 +238,7 @@ class Manager:
 
     def end(self) -> None:
         """Unmaps everything and gives the memory back; `close_retired` does the rest."""
+        self.common = None
         for index in range(len(self.lengths)):
             self.free(index)
         _retired.append(self.cache)

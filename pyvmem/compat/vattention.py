@@ -23,7 +23,7 @@ What is different, all of it deliberate:
   not be a multiple of it. Where they are, the tensors are contiguous, as the artifact's. Where they
   are not (the artifact refuses these shapes), the distance of two requests, ``stride(0)``, is
   greater than ``max_context_length * stride(1)``.
-- `map_common_pages` raises: no memory here is written through two ids. See its docstring.
+- The pages of `map_common_pages` are written through one id; another's write to them is a fault.
 - Any number of devices' processes may use it; the back end is "auto", or what `configure` or
   ``$VMEM_VATTENTION_BACKEND`` names.
 
@@ -42,7 +42,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from pyvmem.compat._manager import Manager, OutOfKVBlocks, close_retired
-from pyvmem.errors import BadHandle, Busy, NotSupported
+from pyvmem.errors import BadHandle, Busy
 
 if TYPE_CHECKING:
     import torch
@@ -244,26 +244,28 @@ def step_async(seq_lens: Sequence[int]) -> None:
 
 
 def map_common_pages(num_tokens: int) -> None:
-    """Refused: there are no pages that several ids may write.
+    """Gives every id the same pages for its first `num_tokens` tokens, such as a system prompt's.
 
-    The artifact maps one page for the next tokens of every id, taken or free, each at its own
-    length, writable, before it holds anything. It does so to show that a page can be mapped twice
-    (its words); what each id writes there, all read. Of an id's end its books know nothing: the
-    page comes back once for every id. Pages that requests share here are full and read-only, and
-    begin at a request's first token, so a program written for that call would fault at its first
-    write. What it can use instead is `KVCache` itself: `fork` and `alloc_prefix`.
+    Called once, before the first request. The pages hold zeros; id 0, which the next
+    `alloc_new_batch_idx` returns, writes them until its request ends. All other ids read them, each
+    at its own address: there they are mapped read-only, and a write is a fault. The artifact maps
+    them writable for all, where each id writes over the others'.
+
+    Rows up to the end of the last of these pages are common; a request's own begin behind them. Its
+    length counts both. They stay until `cleanup`: a request that ends gives its own pages back
+    alone, and `free_batch_idx` then waits for its GPU work.
+
+    Args:
+        num_tokens: 0: nothing happens.
 
     Raises:
-        NotSupported: always; nothing changed.
+        Busy: an id is taken, or it was called already. OutOfKVBlocks, InvalidArgument: memory or
+        ``max_context_length`` is short. NotSupported: not on this back end. Nothing changed.
     """
     with _lock:
-        config = _the().cache.config
-    raise NotSupported(
-        f"map_common_pages({num_tokens}): {config.max_batch} ids would write the same pages; "
-        "KVCache.fork and alloc_prefix share rows that are written already",
-        errno=errno.EOPNOTSUPP,
-        op="map_common_pages",
-    )
+        manager, tokens = _the(), operator.index(num_tokens)
+        if tokens:
+            manager.map_common(tokens)
 
 
 # ---- tunables and pictures -----------------------------------------------------------------------

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 import weakref
-from types import TracebackType
 from typing import Any
 
 from transformers import cache_utils
@@ -21,6 +20,7 @@ from pyvmem.errors import NotSupported
 from pyvmem.hf.layer import VMemLayer
 from pyvmem.hf.rows import Rows, Settings
 from pyvmem.kvcache import KVCache
+from pyvmem.kvcache.base import Closing
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["VMemCache"]
@@ -30,7 +30,7 @@ _Cache: Any = cache_utils.Cache
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-class VMemCache(_Cache):  # type: ignore[misc]  # a base that is Any
+class VMemCache(_Cache, Closing):  # type: ignore[misc]  # a base that is Any
     """A cache for ``model.generate(past_key_values=...)`` and for ``model.forward``.
 
         with VMemCache(model.config, max_batch_size=4, max_cache_len=4096) as cache:
@@ -114,20 +114,6 @@ class VMemCache(_Cache):  # type: ignore[misc]  # a base that is Any
         """
         self._rows.close()
         self._finalizer.detach()
-
-    def __enter__(self) -> VMemCache:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        else:  # its traceback may keep tensors alive, and that error matters more
-            self._rows.close_quietly()
 
 
 def _check_layers(config: Any, text: Any) -> None:

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from pyvmem.hf.cb_common import FULL, SlotCacheBase
-from pyvmem.hf.cb_options import Options
 
 __all__ = ["SlotCache"]
 
 
 class SlotCache(SlotCacheBase):
-    """Takes the arguments of transformers' `PagedAttentionCache`, after the options."""
+    """Takes the arguments of `SlotCacheBase`."""
 
+    block_option = "block_size"
     block_size = 1
     num_groups = 1
     num_full_attention_groups = 1
@@ -29,26 +27,8 @@ class SlotCache(SlotCacheBase):
     read_trash_index = 0
     write_trash_index = 0
 
-    def __init__(
-        self,
-        options: Options,
-        config: Any,
-        continuous_batching_config: Any,
-        device: torch.device | str,
-        distributed_helper: Any,
-        dtype: torch.dtype = torch.float16,
-        tp_plan: Any = None,
-    ) -> None:
-        super().__init__(
-            options,
-            config,
-            continuous_batching_config,
-            continuous_batching_config.block_size,
-            device,
-            dtype,
-            distributed_helper.tp_size,
-            True,
-        )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         layout = self.requests.kvcache.layout
         self._page_tokens = max(1, layout.page_size // layout.row_bytes)
         self._tensors = layout.num_tensors

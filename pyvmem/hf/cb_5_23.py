@@ -11,10 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from pyvmem.hf.cb_common import FULL, SlotCacheBase
-from pyvmem.hf.cb_options import Options
 from pyvmem.hf.named import NamedRequests
 
 __all__ = ["SlotCache"]
@@ -54,32 +51,14 @@ class _Pool:
 
 
 class SlotCache(SlotCacheBase):
-    """Takes the arguments of transformers' `PagedAttentionCache`, after the options."""
+    """Takes the arguments of `SlotCacheBase`."""
 
     read_cache_limit = None
     max_decode_fast_path_length = 0
 
-    def __init__(
-        self,
-        options: Options,
-        config: Any,
-        continuous_batching_config: Any,
-        device: torch.device | str,
-        distributed_helper: Any,
-        dtype: torch.dtype = torch.float16,
-        model_supports_logits_to_keep: bool = False,
-    ) -> None:
-        block = continuous_batching_config.page_size
-        super().__init__(
-            options,
-            config,
-            continuous_batching_config,
-            block,
-            device,
-            dtype,
-            distributed_helper.tp_size,
-            not model_supports_logits_to_keep,
-        )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        block = self.block_tokens
         self.max_tokens_read = self.tokens
         self.num_blocks = max(1, self.tokens // block)
         self.bytes_per_sector = block * self.token_bytes

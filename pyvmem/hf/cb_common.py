@@ -20,16 +20,22 @@ _MAX_BATCH_TOKENS = 8192  # transformers' own default
 class SlotCacheBase:
     """Requests in slots, where transformers has blocks.
 
+    Takes the arguments of transformers' ``PagedAttentionCache``, after the options.
+
     Args:
         options: as installed.
         config: of the text model.
-        cb_config: resolved; ``max_requests_per_batch`` is lowered to the slots.
-        block_tokens: tokens of a block, in which ``num_blocks`` counts memory.
+        continuous_batching_config: resolved; ``max_requests_per_batch`` is lowered to the slots.
         device, dtype: of the model.
-        tensor_parallel: devices that it is split over.
-        logits_of_all: see `make_requests`.
+        distributed_helper: tells the devices that it is split over.
+        model_supports_logits_to_keep: it computes scores for the last token of each request alone;
+            no version that leaves this out does.
+        tp_plan: not used.
 
     Attributes:
+        block_option: the version's name for the tokens of a block, in which ``num_blocks`` counts
+            memory.
+        block_tokens: these tokens.
         requests: the slots.
         token_bytes: one token's in all tensors.
         tokens: tokens that all memory could hold.
@@ -38,26 +44,34 @@ class SlotCacheBase:
         max_blocks_per_request: 0: there is no paged kernel for decoding.
     """
 
+    block_option = "page_size"
     max_blocks_per_request = 0
 
     def __init__(
         self,
         options: Options,
         config: Any,
-        cb_config: Any,
-        block_tokens: int,
+        continuous_batching_config: Any,
         device: torch.device | str,
-        dtype: torch.dtype,
-        tensor_parallel: int,
-        logits_of_all: bool,
+        distributed_helper: Any,
+        dtype: torch.dtype = torch.float16,
+        model_supports_logits_to_keep: bool = False,
+        tp_plan: Any = None,
     ) -> None:
-        check_model(config, tensor_parallel)
+        check_model(config, distributed_helper.tp_size)
+        cb_config = continuous_batching_config
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
-        block = operator.index(block_tokens)
+        self.block_tokens = operator.index(getattr(cb_config, self.block_option))
         self.requests: NamedRequests = make_requests(
-            options, config, cb_config, block, self.device, dtype, logits_of_all
+            options,
+            config,
+            cb_config,
+            self.block_tokens,
+            self.device,
+            dtype,
+            not model_supports_logits_to_keep,
         )
         layout = self.requests.kvcache.layout
         slots = layout.config.max_batch

@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching import continuous_api
 
 from pyvmem.errors import NotSupported
 from pyvmem.hf.cb_options import Options, adjust, check_model, request_limits
+from pyvmem.hf.named import NamedRequests
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["ATTENTION", "patch", "unpatch"]
@@ -70,6 +71,30 @@ def _attention(
     return cache.requests.attend(layer, q, k, v, scaling).unsqueeze(0), None
 
 
+def _guard(scheduler: Any, requests: NamedRequests) -> None:
+    """Lets a scheduler refuse a request that memory can never hold.
+
+    It would come to where nothing is left to preempt, and there transformers ends every request.
+    One without a number of new tokens ends when its slot or all memory is full.
+    """
+    add, longest = scheduler.add_waiting_request, requests.longest()
+
+    def checked(state: Any) -> None:
+        prompt = len(state.initial_tokens)
+        if state.max_new_tokens is None:
+            state.max_new_tokens = max(1, longest - prompt)
+            state.__post_init__()  # takes the number over
+        if prompt + state.max_new_tokens > longest:
+            raise invalid(
+                f"a prompt of {prompt} tokens and {state.max_new_tokens} new ones; the memory of "
+                f"continuous batching holds {longest}",
+                limit=longest,
+            )
+        add(state)
+
+    scheduler.add_waiting_request = checked
+
+
 class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
     """transformers' manager; with slots for models that the plug is installed for."""
 
@@ -108,7 +133,8 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
     ) -> Any:
         """As transformers', which see; refuses a request that no slot can hold.
 
-        Without a number of new tokens, a request ends when its slot is full.
+        Without a number of new tokens, a request ends when its slot or all memory is full. One that
+        all memory could not hold fails alone, with an error in its result.
 
         Raises:
             InvalidArgument: prompt and new tokens together are more than ``max_seq_len``.
@@ -119,15 +145,13 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             new = max_new_tokens
             if new is None:
                 new = self.generation_config.max_new_tokens
-            if new is None:
-                new = max(1, longest - len(input_ids))
+            new = 1 if new is None else new
             if len(input_ids) + new > longest:
                 raise invalid(
                     f"a prompt of {len(input_ids)} tokens and {new} new ones; max_seq_len is "
                     f"{longest}, which install takes",
                     limit=longest,
                 )
-            max_new_tokens = new
         return super().add_request(input_ids, request_id, max_new_tokens, *args, **kwargs)
 
     def _create_batch_processor(self) -> Any:
@@ -147,6 +171,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             raise
         finally:
             _building.cache = None
+        _guard(processor.scheduler, self._vmem_cache.requests)
         self._vmem_cache.requests.stream = processor.inputs_and_outputs.compute_stream
         return processor
 

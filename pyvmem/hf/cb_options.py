@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import operator
 from dataclasses import dataclass, field
@@ -86,28 +87,44 @@ def check_model(config: Any, tensor_parallel: int = 1) -> None:
 
 
 def adjust(cb_config: Any) -> None:
-    """Switches off, in place, what has no sense or is not there on slots, and says so.
+    """Switches off, in place, what has no sense or is not there on slots.
 
-    * the decode fast path is a paged kernel: switched off silently, as attention is never paged;
-    * CUDA graphs replay a batch's lengths, which attention over slots takes from the host;
-    * asynchronous batching needs CUDA graphs to be of use;
-    * offloading to the host copies blocks by number; preempted requests are computed again.
+    What was asked for is named in a warning, once a process. The decode fast path is a paged
+    kernel; it goes silently, as attention is never paged.
     """
     cb_config.max_blocks_per_request = 0
-    graphs, asynchronous = cb_config.use_cuda_graph, cb_config.use_async_batching
-    space = cb_config.cpu_offload_space
-    for name, asked, off in (
-        ("use_cuda_graph", any(graphs) if isinstance(graphs, tuple) else bool(graphs), False),
-        ("use_async_batching", bool(asynchronous), False),
-        ("cpu_offload_space", space is None or space > 0, 0.0),
+    graphs, space = cb_config.use_cuda_graph, cb_config.cpu_offload_space
+    for name, asked, off, why in (
+        (
+            "use_cuda_graph",
+            any(graphs) if isinstance(graphs, tuple) else bool(graphs),
+            False,
+            "a graph replays a batch's lengths, which attention over slots takes from the host",
+        ),
+        (
+            "use_async_batching",
+            bool(cb_config.use_async_batching),
+            False,
+            "it gains nothing without CUDA graphs",
+        ),
+        (
+            "cpu_offload_space",
+            space is None or space > 0,
+            0.0,
+            "it copies blocks by number; preempted requests are computed again",
+        ),
     ):
         if asked:
-            _log.warning(
-                "%s=%r has no effect over virtual memory: it is switched off",
-                name,
-                getattr(cb_config, name),
+            _warn_once(
+                f"ContinuousBatchingConfig.{name}={getattr(cb_config, name)!r} is switched off "
+                f"over virtual memory: {why}"
             )
         setattr(cb_config, name, off)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
 
 
 def request_limits(options: Options, config: Any, cb_config: Any) -> tuple[int, int]:

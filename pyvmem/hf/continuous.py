@@ -9,7 +9,8 @@ or calls a paged kernel. Here a request lies in a slot of a `pyvmem.KVCache`, an
 `pyvmem.attention`, none of them paged, read it in place. transformers' scheduler, sampling and
 server stay as they are: chunked prefill, prefix sharing, parallel sampling, and preemption by
 computing again work as before. CUDA graphs, asynchronous batching and offloading to the host are
-switched off, with a warning where they were asked for.
+switched off, with a warning where they were asked for. A request that all memory could not hold
+fails alone, where transformers would end every request.
 
 Checked with the versions of `CHECKED`; others are refused.
 """

@@ -135,6 +135,12 @@ class NamedRequests:
         self._lens[reqid] = tokens
         return True
 
+    def longest(self) -> int:
+        """Tokens that a request can have: of a slot, and in all memory."""
+        cache = self.kvcache
+        pages = self.pages()[1] // cache.layout.num_tensors
+        return min(cache.config.max_seq_len, cache.layout.capacity(pages))
+
     def pages(self) -> tuple[int, int]:
         """Physical pages that requests could still get, and all that there are."""
         return control.obtainable_pages(self.kvcache)

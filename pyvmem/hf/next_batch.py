@@ -7,12 +7,13 @@ import errno
 import gc
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from pyvmem.attention import Attention, Batch
-from pyvmem.errors import Busy, OutOfMemory
+from pyvmem.errors import Busy, OutOfMemory, TooManyBatches
 from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
 
@@ -56,7 +57,8 @@ class NextBatch:
             OutOfMemory: pages are missing. VMemError: as `KVCache.step`.
         """
         cache = self._cache
-        queued, self.queued = self.queued, []
+        # A prompt that is to be forked keeps its last token for the answers, and may have no other.
+        queued, self.queued = [one for one in self.queued if one[2]], []
         if cache.step(lens, stream) == -1:
             raise OutOfMemory("pages that were held are gone", errno=errno.ENOMEM, op="attend")
         slots = [reqids[name] for name, _, _ in queued]
@@ -66,7 +68,8 @@ class NextBatch:
         ahead = list(lens)
         for slot in slots:
             ahead[slot] = min(ahead[slot] + 1, cache.config.max_seq_len)
-        cache.step_async(ahead)  # -1: memory is short, as the next `hold` tells
+        with suppress(TooManyBatches):  # the next `hold` maps it
+            cache.step_async(ahead)  # -1: memory is short, as the next `hold` tells
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pyvmem.context import Context
-from pyvmem.errors import BadHandle, Busy, OutOfMemory
+from pyvmem.errors import BadHandle, Busy, OutOfMemory, TooManyBatches
 from pyvmem.kvcache import KVCache, KVCacheConfig
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.control import claim
@@ -138,7 +138,8 @@ class Rows:
             raise
         self.length = tokens
         if tokens < settings.max_length:
-            cache.step_async(self._lengths(tokens + 1))  # -1: a later `hold` will tell
+            with suppress(TooManyBatches):
+                cache.step_async(self._lengths(tokens + 1))  # -1: a later `hold` will tell
 
     def where(self, first: int, last: int, device: torch.device) -> torch.Tensor:
         """Positions [first, last) as an index, made once for all layers.

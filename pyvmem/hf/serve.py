@@ -4,7 +4,7 @@
     python -m pyvmem.hf.serve --vmem-max-batch 64 HuggingFaceTB/SmolLM2-135M --port 8000
 
 Options that begin with ``--vmem-`` are of `pyvmem.hf.continuous.install`; everything else goes to
-transformers' own command as it is. Needs what that needs (``pip install transformers[serving]``).
+transformers' own command as it is. Needs what that needs: ``pip install pyvmem[server]``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pyvmem.errors import VMemError
+from pyvmem.errors import InvalidArgument, VMemError
 
 __all__ = ["main", "split"]
 
@@ -56,10 +56,34 @@ def split(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return options, theirs
 
 
+def _refuse_with_400(server: Any) -> None:
+    """Lets the server's application tell a client what is wrong with a request that we refuse.
+
+    transformers knows no error of a manager that is the client's: it would answer 500 without a
+    word. Where the module has no ``build_server``, that stays so.
+    """
+    build = getattr(server, "build_server", None)
+    if build is None:
+        return
+
+    def build_server(*args: Any, **kwargs: Any) -> Any:
+        from fastapi.responses import JSONResponse
+
+        def answer(_request: Any, error: Exception) -> Any:
+            reason = {"message": str(error), "type": "invalid_request_error"}
+            return JSONResponse({"error": reason}, status_code=400)
+
+        app = build(*args, **kwargs)
+        app.add_exception_handler(InvalidArgument, answer)
+        return app
+
+    server.build_server = build_server
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Installs the plug for all models, then runs ``transformers serve``; its exit status.
 
-    2 with a message: transformers' version was not checked, or a bad option.
+    2 with a message: transformers' version was not checked, a bad option, or a missing package.
     """
     options, theirs = split(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.WARNING)
@@ -68,11 +92,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pyvmem.hf import continuous
 
         continuous.install(**options)
+        from transformers.cli.serving import server
         from transformers.cli.transformers import app
+
+        _refuse_with_400(server)
+        app(["serve", *theirs], standalone_mode=False)
     except (VMemError, ImportError) as error:
         print(f"pyvmem.hf.serve: {error}", file=sys.stderr)
         return 2
-    app(["serve", *theirs], standalone_mode=False)
     return 0
 
 

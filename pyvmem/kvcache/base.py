@@ -23,7 +23,7 @@ class Closing:
 
     _closed: bool
 
-    def close(self, stream: Any = None) -> None:
+    def close(self) -> None:
         """Gives everything back."""
         raise NotImplementedError
 

@@ -223,13 +223,13 @@ class Share:
         """Lets the others begin to unmap pages of no request until so many bytes are on the way."""
         for one in self._by_excess():
             reclaimer, column = one.core.reclaimer, one._column
-            reclaimer.release_stale()
+            reclaimer.release_stale(now=True)
             for slot in one.core.table.victims():
                 missing = nbytes - self.returning()
                 columns = min(slot.spare, one._excess() // column, -(-missing // column))
                 if not slot.spare:  # a large page that its owner has a part of
                     continue
-                if columns <= 0 or not reclaimer.try_cut(slot, slot.mapped - columns):
+                if columns <= 0 or not reclaimer.try_cut(slot, slot.mapped - columns, now=True):
                     break
 
     def evict(self, nbytes: int) -> None:

@@ -87,9 +87,8 @@ def reclaim_free(cache: KVCache, keep: Collection[int] = (), *, wait: bool = Fal
                 continue
             if wait:
                 core.pager.release(slot)
-            if slot.mapped and slot.job is None and not reclaimer.try_cut(slot, 0) and wait:
-                reclaimer.finish_all()  # the queue was full
-                reclaimer.try_cut(slot, 0)
+            if slot.mapped and slot.job is None:
+                reclaimer.try_cut(slot, 0, now=wait)
         if wait:
             reclaimer.finish_all()
             reclaimer.raise_errors()

@@ -55,16 +55,7 @@ class Core(Accounts):
         self.reclaimer = Reclaimer(
             parts.context, base, layout, self.table, parts.limit_pages, self.counters
         )
-        self.pager = Pager(
-            parts.context,
-            base,
-            layout,
-            self.table,
-            self.reclaimer,
-            self.counters,
-            zero_fill=config.zero_fill,
-            device=parts.cuda_device,
-        )
+        self.pager = Pager(self.reclaimer, zero_fill=config.zero_fill, device=parts.cuda_device)
         large = layout.large_pages * layout.page_size
         self.scratch = Scratch(parts.context, max(large, layout.page_size))
         self.sharing = Sharing(self)

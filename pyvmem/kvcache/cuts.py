@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, Timeout, TooManyBatches, VMemError
 from pyvmem.info import RangeFlags
-from pyvmem.kvcache.jobs import Cut, Piece
+from pyvmem.kvcache.jobs import Cut, Piece, Ran
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.places import Tier
 from pyvmem.kvcache.shared import SharedPages
@@ -66,11 +66,16 @@ class Cuts:
         self.share: Share | None = None
         self._ops = OpBatch(1)
 
-    def cut(self, slot: Slot, keep: int) -> None:
+    def cut(self, slot: Slot, keep: int, now: bool = False) -> None:
         """Unmaps a slot's pages from `keep` on, after its earlier owners' GPU work; does not wait.
 
         Of a stale slot all pages go, since what it shares cannot be kept for a next owner. A large
         page that `keep` would cut goes too, unless its owner has a part of it.
+
+        Args:
+            slot: without a batch in flight.
+            keep: pages per tensor.
+            now: the caller waits for it: where the queue is full, it is done in this thread.
 
         Raises:
             TooManyBatches, OutOfMemory: the batch could not be queued; nothing changed.
@@ -91,7 +96,13 @@ class Cuts:
             count=layout.num_tensors,
             stride=layout.tensor_bytes,
         )
-        ticket = self.context.submit(self._ops, after=slot.events)
+        ticket: Any
+        try:
+            ticket = self.context.submit(self._ops, after=slot.events)
+        except TooManyBatches:
+            if not now:
+                raise
+            ticket = self._run(slot.events)
         slot.job = job = Cut(slot, low, slot.mapped, slot.dirty, ticket, slot.head)
         if slot.stale:
             job.span, slot.span = slot.span, EMPTY
@@ -103,10 +114,20 @@ class Cuts:
         slot.dirty = min(slot.dirty, keep)
         self.cuts.append(job)
 
-    def try_cut(self, slot: Slot, keep: int) -> bool:
-        """`cut`, or False where the queue is full: the pages stay cached; it is tried again."""
+    def _run(self, after: list[Any]) -> Ran:
+        """The batch, in this thread; its failure is told to who waits for the cut."""
         try:
-            self.cut(slot, keep)
+            self.context.batch(self._ops, after=after)
+        except OutOfMemory:
+            raise
+        except VMemError as error:
+            return Ran(error)
+        return Ran()
+
+    def try_cut(self, slot: Slot, keep: int, now: bool = False) -> bool:
+        """`cut`, or False where it could not be queued: the pages stay; it is tried again."""
+        try:
+            self.cut(slot, keep, now)
         except (TooManyBatches, OutOfMemory):
             return False
         return True

@@ -31,7 +31,7 @@ def fork(
     stream: Any,
     into: Sequence[int] | None = None,
 ) -> list[int] | None:
-    """See `KVCache.fork_many`; `into`: free slots for them, None: those that suit best."""
+    """See `KVCache.fork_many`."""
     layout, sharing = core.layout, core.sharing
     sharing.require(FORK, "fork")
     parent = core.slot(reqid)

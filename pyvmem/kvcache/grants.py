@@ -8,11 +8,9 @@ from typing import Any
 from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.events import order_after, order_ticket
 from pyvmem.kvcache.jobs import Growth
-from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.reclaim import Reclaimer
-from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.spans import Span
-from pyvmem.kvcache.stats import Counters
 
 __all__ = ["Grants"]
 
@@ -28,20 +26,12 @@ class Grants:
             counted in `SharedPages.used`.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        table: SlotTable,
-        reclaimer: Reclaimer,
-        counters: Counters,
-        device: int | None,
-    ) -> None:
-        self.layout = layout
-        self.table = table
+    def __init__(self, reclaimer: Reclaimer, device: int | None) -> None:
         self.reclaimer = reclaimer
-        self.counters = counters
+        self.layout = reclaimer.layout
+        self.counters = reclaimer.counters
         self.device = device
-        self.capacity = [0] * len(table)
+        self.capacity = [0] * len(reclaimer.table)
         self.growths: list[Growth] = []
         self.active_pages = 0
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pyvmem.pages import Ticket
     from pyvmem.reservation import Reservation
 
-__all__ = ["Cut", "Grant", "Growth", "Move", "Piece", "Quiet"]
+__all__ = ["Cut", "Grant", "Growth", "Move", "Piece", "Quiet", "Ran"]
 
 # Plain tuples: dozens are made in a `step_async` that must take microseconds.
 Piece: TypeAlias = tuple[Slot, int, int]
@@ -88,6 +88,22 @@ class Cut:
     def done(self) -> bool:
         """Whether the batch is finished, well or not."""
         return bool(self.ticket.done())
+
+
+@dataclass(slots=True)
+class Ran:
+    """Stands for the ticket of a batch that ran in the calling thread."""
+
+    error: VMemError | None = None
+
+    def done(self) -> bool:
+        """It is."""
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Raises what the batch failed with."""
+        if self.error is not None:
+            raise self.error
 
 
 @dataclass(slots=True, eq=False)

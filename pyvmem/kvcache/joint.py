@@ -134,8 +134,15 @@ class JointPrefixes(Prefixes):
         while back < pages * column:
             missing = pages * column - back
             spans = self.tree.evict(-(-missing // unit) * self.unit_pages)
-            if not spans and not self._unpin_all():
-                break
+            if not spans:
+                if not any(
+                    one.reclaimer.shared.idle(span)
+                    for one in self._cores
+                    for span in one.prefixes.spans()
+                ):
+                    break
+                for slot in self._core.table:
+                    self.unpin(slot)
             back += sum(map(self._let_go, spans))
         return back // column
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.kvcache import swap
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.cache import KVCache
     from pyvmem.kvcache.prefixes import PrefixMatch
     from pyvmem.kvcache.swap import SwappedRequest
+    from pyvmem.kvcache.turns import Turns
 
 __all__ = ["LayeredRequests"]
 
@@ -29,7 +29,7 @@ class LayeredRequests(Closing):
     by a `KVCache` with one.
     """
 
-    _lock: AbstractContextManager[Any]
+    _lock: Turns
     caches: tuple[KVCache, ...]
 
     def _open(self) -> list[Core]:

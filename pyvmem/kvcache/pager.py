@@ -5,21 +5,16 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, VMemError
 from pyvmem.kvcache.events import wait_for
 from pyvmem.kvcache.grants import Grants
 from pyvmem.kvcache.jobs import Cut, Growth, Piece
-from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.places import DEVICE, Kind
 from pyvmem.kvcache.plan import Planner, Source
 from pyvmem.kvcache.reclaim import Reclaimer
-from pyvmem.kvcache.slots import Slot, SlotTable
-from pyvmem.kvcache.stats import Counters
-
-if TYPE_CHECKING:
-    from pyvmem.context import Context
+from pyvmem.kvcache.slots import Slot
 
 __all__ = ["Pager"]
 
@@ -32,23 +27,13 @@ class Pager(Grants):
             makes them.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        base: int,
-        layout: Layout,
-        table: SlotTable,
-        reclaimer: Reclaimer,
-        counters: Counters,
-        *,
-        zero_fill: bool,
-        device: int | None,
-    ) -> None:
-        super().__init__(layout, table, reclaimer, counters, device)
-        self.context = context
-        self.base = base
-        self._planner = Planner(base, layout, len(table), zero_fill=zero_fill)
-        self._large = Kind(layout.large_pages, DEVICE)
+    def __init__(self, reclaimer: Reclaimer, *, zero_fill: bool, device: int | None) -> None:
+        super().__init__(reclaimer, device)
+        self.context = reclaimer.context
+        self.base = reclaimer.base
+        slots = len(reclaimer.table)
+        self._planner = Planner(self.base, self.layout, slots, zero_fill=zero_fill)
+        self._large = Kind(self.layout.large_pages, DEVICE)
         self.stop_promoting: Callable[[], bool] = lambda: False
 
     # ---- requests ------------------------------------------------------------------------------
@@ -144,7 +129,7 @@ class Pager(Grants):
             if error is not None:
                 raise error
         if slot.stale:
-            self.reclaimer.cut(slot, 0)
+            self.reclaimer.cut(slot, 0, now=True)
             with self.counters.waiting():
                 self.reclaimer.finish(slot.job)
             if slot.stale:
@@ -215,7 +200,7 @@ class Pager(Grants):
                     self.reclaimer.condemn(job.pieces)
                     raise
                 except OutOfMemory:  # of the device, or of a context shared with others
-                    if self.table.lockstep:
+                    if self.reclaimer.table.lockstep:
                         raise
                     if job.large:  # small pages may fit where no large one does
                         job.large.clear()
@@ -232,7 +217,7 @@ class Pager(Grants):
             own = max(0, pages - (reclaimer.limit - reclaimer.held))
             if not reclaimer.make_room(missing, keep, own):
                 reclaimer.raise_errors()
-                if self.table.lockstep:  # the other ranks have them
+                if self.reclaimer.table.lockstep:  # the other ranks have them
                     raise OutOfMemory(
                         f"{missing} pages that no request owns did not come back",
                         errno=errno.ENOMEM,

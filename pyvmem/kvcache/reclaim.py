@@ -68,7 +68,7 @@ class Reclaimer(Cuts):
     def _begin_cuts(self, pages: int, keep: Mapping[Slot, int]) -> None:
         """Begins to unmap until so many physical pages are on their way back."""
         tensors = self.layout.num_tensors
-        self.release_stale()
+        self.release_stale(now=True)
         pending = self.returning
         for slot in self.table.victims():
             if pending >= pages:
@@ -76,7 +76,7 @@ class Reclaimer(Cuts):
             take = min(_spare(slot, keep), -(-(pages - pending) // tensors))
             if take <= 0:
                 continue
-            if not self.try_cut(slot, slot.mapped - take):
+            if not self.try_cut(slot, slot.mapped - take, now=True):
                 return
             pending += take * tensors
 
@@ -128,12 +128,12 @@ class Reclaimer(Cuts):
                 complete &= slot.job is None and self.try_cut(slot, rest)
         return complete
 
-    def release_stale(self) -> bool:
+    def release_stale(self, now: bool = False) -> bool:
         """Starts cuts of free slots that still have shared pages; False when some must wait."""
         complete = True
         for slot in self.table.slots:
             if slot.stale and not slot.active and not slot.lost:
-                complete &= slot.job is None and self.try_cut(slot, 0)
+                complete &= slot.job is None and self.try_cut(slot, 0, now)
         return complete
 
 

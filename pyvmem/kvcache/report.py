@@ -214,10 +214,10 @@ def _check_pages(core: Core, slot: Slot) -> list[str]:
     elif isinstance(job, Growth) and not job.granted:
         sure = min([slot.mapped, *(low for other, low, _ in job.pieces if other is slot)])
     # A stale slot's pages may be as its earlier owner had them.
-    shared = min(slot.shared, sure)
+    shared, how = min(slot.shared, sure), "mapped" if slot.writer else "read-only"
     ranges = [
         (0, gone, "not mapped"),
-        (0, shared, None if slot.stale else "read-only"),
+        (0, shared, None if slot.stale else how),
         (max(shared, slot.head), sure, "mapped"),
         (end, layout.slot_pages, "not mapped"),
     ]

@@ -184,14 +184,23 @@ class Sharing:
         if len(slots) < count:
             return None
         for slot in slots:
-            core.pager.release(slot)
-            if slot.mapped:
-                core.reclaimer.cut(slot, 0)
-                core.pager.release(slot)
-            if slot.mapped or slot.broken:
-                core.reclaimer.raise_errors()
-                raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
+            self.empty(slot)
         return slots
+
+    def empty(self, slot: Slot) -> None:
+        """Unmaps all of a free slot, and waits for that and for the GPU work on it.
+
+        Raises:
+            OutOfMemory: it could not begin; nothing changed. VMemError: it could not be unmapped.
+        """
+        core = self._core
+        core.pager.release(slot)
+        if slot.mapped:
+            core.reclaimer.cut(slot, 0, now=True)
+            core.pager.release(slot)
+        if slot.mapped or slot.broken:
+            core.reclaimer.raise_errors()
+            raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
 
     def is_shortage(self, error: BaseException) -> bool:
         """Whether a failure of `vacate` or `attach` is answered as a lack of memory is.

@@ -14,9 +14,9 @@ GPU work is over.
 
 With a sliding window (window.py) the first pages, below `head`, have been unmapped again.
 
-Shared pages (spans.py) are mapped read-only; others may have them too. A free slot keeps none: all
-its pages are unmapped together, and until that has happened the slot is *stale*; so is one that
-slid, or that has pages outside the device (places.py).
+Shared pages (spans.py) are mapped read-only, but in a `writer`; others may have them too. A free
+slot keeps none: all its pages are unmapped together, and until that has happened the slot is
+*stale*; so is one that slid, or that has pages outside the device (places.py).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Slot:
         index: the reqid.
         active: given to a request.
         broken: an undo failed in its addresses; never handed out again.
+        writer: its owner may write the shared pages, which are read-only elsewhere.
         lost: pages in its middle could not be mapped again; all stay until the cache is closed.
         mapped: pages there, or promised by a growth in flight.
         granted: pages that the owner may use.
@@ -59,6 +60,7 @@ class Slot:
     index: int
     active: bool = False
     broken: bool = False
+    writer: bool = False
     lost: bool = False
     mapped: int = 0
     granted: int = 0
@@ -148,7 +150,7 @@ class SlotTable:
     def give_back(self, slot: Slot, event: Any, now: int) -> None:
         """Ends an ownership; what was granted is dirty from now on."""
         self.changes += 1
-        slot.active = False
+        slot.active = slot.writer = False
         slot.owner += 1
         slot.dirty = max(slot.dirty, slot.granted)
         slot.granted = 0

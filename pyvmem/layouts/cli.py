@@ -6,15 +6,15 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from pyvmem.kvcache.config import invalid
 from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Advice, Limits, advise, choices, name
+from pyvmem.layouts.options import add_workload, counts, size, sizes
 from pyvmem.layouts.shapes import SHAPES, ModelShape, shape_of
 from pyvmem.layouts.workload import Request, generate, read_trace
 
-__all__ = ["add_parser", "budget", "run", "size", "sizes"]
+__all__ = ["RESERVE", "add_parser", "budget", "run"]
 
 RESERVE = 0.1
 """The part of a GPU's memory that is for neither weights nor keys and values.
@@ -22,33 +22,6 @@ RESERVE = 0.1
 Activations, the CUDA context and libraries: what engines leave by default (vLLM's
 ``gpu_memory_utilization`` of 0.9).
 """
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-def size(text: str) -> int:
-    """Bytes of "80G", "64K", "65536"; units are powers of 1,024."""
-    number = text.strip().upper().removesuffix("IB").removesuffix("B")
-    unit = number[-1:] if number[-1:] in ("K", "M", "G") else ""
-    try:
-        value = float(number.removesuffix(unit)) * _UNITS[unit]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64K or 80G") from None
-    if not 1 <= value < 1 << 62:
-        raise argparse.ArgumentTypeError(f"{text!r} is out of range")
-    return int(value)
-
-
-def sizes(text: str) -> list[int]:
-    """Bytes of "64K,2M"."""
-    return [size(one) for one in text.split(",")]
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        return [int(one) for one in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected e.g. 1,8") from None
 
 
 def budget(shape: ModelShape, memory: int, reserve: float = RESERVE) -> int:
@@ -81,11 +54,9 @@ def add_parser(sub: Any) -> None:
     add("--ranks", type=int, default=1, help="GPUs that share the heads and the weights (1)")
     add("--memory", type=size, default=80 << 30, help="of each GPU (80G)")
     add("--kv-memory", type=size, help="for keys and values alone, instead of --memory")
-    add("--trace", type=Path, help="requests: Azure's or vAttention's CSV, Mooncake's JSONL")
-    add("--requests", type=int, default=10000, help="without a trace: so many made-up ones")
-    add("--seed", type=int, default=1, help="of the made-up requests (1)")
+    add_workload(parser, "Azure's or vAttention's CSV, Mooncake's JSONL", "requests", 10000)
     add("--pages", type=sizes, default=list(PAGE_SIZES), help="page sizes (64K,128K,256K,2M)")
-    add("--runs", type=_counts, default=[1], help="pages mapped at a time, as 1,8 (1)")
+    add("--runs", type=counts, default=[1], help="pages mapped at a time, as 1,8 (1)")
     add("--backend", choices=sorted(CALL_US), default="stock", help="what a map call takes (stock)")
     add("--iteration-ms", type=float, default=25.0, help="of a decode iteration (25)")
     add("--max-group", type=int, default=8, help="most layers in one tensor that are advised (8)")

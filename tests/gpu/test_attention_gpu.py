@@ -70,6 +70,32 @@ def test_a_tile_reader_is_not_chosen_without_rows_to_read(context: Context) -> N
         attend.close()
 
 
+def test_a_captured_graph_follows_the_batch(context: Context) -> None:
+    """FlashAttention-3 in a CUDA graph: replayed with other slots and lengths, nothing else."""
+    first = Case("captured", (0, 1, 2), (1, 1, 1), (5, 60, 200))
+    last = Case("replayed", (3, 0, 2), (1, 1, 1), (300, 40, 220))
+    case = Case("both", (0, 1, 2, 3), (1, 1, 1, 1), (300, 300, 300, 300))
+    with filled(context, case, "bfloat16", 2, 64, False, overread_rows=191) as cache:
+        q = queries(cache, first, 4)
+        why = probe(cache, q.device)["fa3"]
+        if why:
+            pytest.skip(why)
+        attend = Attention(cache, "fa3")
+        batch = attend.batch(first.reqids, first.q_lens, first.kv_lens)
+        out = attend(q, 1, batch)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = attend(q, 1, batch)
+        for one in (first, last):
+            batch.advance(one.reqids, one.kv_lens)
+            graph.replay()
+            want = reference(q, cache, 1, one)
+            torch.testing.assert_close(out.double().cpu(), want, atol=2e-2, rtol=2e-2)
+        del graph
+        attend.close()
+
+
 def test_many_steps_of_different_lengths(context: Context) -> None:
     """Decoding and chunks in turn, as one engine mixes them; a kernel is compiled for all."""
     for kernel in ("auto", "flex"):

@@ -58,6 +58,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def short_collections() -> None:
+    """Leaves what was loaded so far out of the collections that follow every test.
+
+    With torch, its compiler and transformers loaded, one took 0.2 to 0.4 s.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def context(backend: str) -> Iterator[pyvmem.Context]:
     """An open context; its invariants are checked when the test is over."""

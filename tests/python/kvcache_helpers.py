@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 
 import pyvmem
@@ -44,6 +45,15 @@ def small_cache(context: pyvmem.Context, **changes: Any) -> Iterator[KVCache]:
     with KVCache(small_config(context.info.granule, **changes), context) as cache:
         yield cache
         cache.check_integrity()
+
+
+def policy_cache(
+    context: pyvmem.Context, policy: dict[str, Any], limit: int, **changes: Any
+) -> KVCache:
+    """A cache for random engines; the policy may give another `limit`, in pages per tensor."""
+    page, options = context.info.granule, {"limit": limit, **policy, **changes}
+    options["memory_limit"] = options.pop("limit") * 2 * LAYERS * page
+    return KVCache(small_config(page, **options), context)
 
 
 def lens(cache: KVCache, **by_reqid: int) -> list[int]:
@@ -168,6 +178,22 @@ def firing_later(event: FdEvent) -> Iterator[list[bool]]:
     timer.start()
     yield fired
     timer.join()
+
+
+@contextlib.contextmanager
+def full_queue(context: pyvmem.Context) -> Iterator[None]:
+    """As many unfinished batches as a context has place for."""
+    nothing = pyvmem.OpBatch(1)
+    with FdEvent.create() as gate:
+        waiting = [context.submit(nothing, after=[gate]) for _ in range(4096)]
+        try:
+            with pytest.raises(pyvmem.TooManyBatches):
+                context.submit(nothing)
+            yield
+        finally:
+            gate.set()
+            for ticket in waiting:
+                ticket.wait(60)
 
 
 def state(cache: KVCache) -> tuple[Any, ...]:

@@ -79,6 +79,29 @@ def _requests(case: Case) -> list[tuple[int, int, int]]:
     return list(zip(case.reqids, case.q_lens, case.kv_lens, strict=True))
 
 
+def test_a_batch_advances_in_its_own_tensors(context: pyvmem.Context) -> None:
+    """As a new one would be; what was wrong changes nothing."""
+    with filled(context, MIXED) as cache:
+        attend = Attention(cache)
+        batch = attend.batch((5, 0), (1, 2), (9, 9))
+        names = ("slots", "positions", "ranks", "index", "used", "starts")
+        before = {name: getattr(batch, name).data_ptr() for name in names}
+        assert len(batch.runs) == 2
+        batch.advance((0, 1), (12, 2))
+        wanted = attend.batch((0, 1), (1, 2), (12, 2))
+        for name in names:
+            assert getattr(batch, name).data_ptr() == before[name]
+            assert torch.equal(getattr(batch, name), getattr(wanted, name))
+        assert batch.runs == wanted.runs
+        assert (batch.max_kv, batch.max_q, batch.tokens) == (12, 2, 3)
+        for reqids, lens in (((0,), (12,)), ((0, 0), (12, 12)), ((0, 1), (12, 1 << 20))):
+            with pytest.raises(InvalidArgument):
+                batch.advance(reqids, lens)
+            assert (batch.reqids, batch.kv_lens, batch.max_kv) == ([0, 1], [12, 2], 12)
+            assert torch.equal(batch.used, wanted.used)
+        attend.close()
+
+
 def test_neighbours_of_equal_length_are_one_call(host: pyvmem.Context) -> None:
     case = Case("runs", (0, 1, 2, 4, 5, 3), (1, 1, 1, 1, 2, 2), (9, 9, 9, 9, 9, 9))
     with filled(host, case) as cache:

@@ -422,7 +422,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["key"] for row in report["features"]] == [one.key for one in FEATURES]
     host = {row["key"]: row["lacks"]["host"] for row in report["features"]}
     assert host["fork"] == []
-    assert host["host_pages"] == ["VMEM_CAP_HOST_PAGES"]
-    assert "no: VMEM_CAP_HOST_PAGES" in text
+    assert host["host_pages"] == []
+    assert host["peer_pages"] == ["VMEM_CAP_PEER", "2 devices"]
+    assert "no: VMEM_CAP_PEER" in text
     assert cli.main(["features", "--devices", "zero"]) == 2
     assert "not 'zero'" in capsys.readouterr().out

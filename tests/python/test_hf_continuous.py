@@ -22,7 +22,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, MistralConf
 
 import pyvmem
 from pyvmem import InvalidArgument, NotSupported
-from pyvmem.hf import continuous
+from pyvmem.hf import cb_options, continuous
 from pyvmem.hf.continuous import install, kvcache_of, uninstall, vmem_continuous_batching
 from pyvmem.hf.named import NamedRequests
 
@@ -139,25 +139,59 @@ def test_mixed_prompts_in_chunks_and_more_requests_than_slots(
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_preempted_requests_are_computed_again(
-    model: Any, context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("scheduler", "sharing", "count"),
+    [("fifo", False, 1), ("fifo", True, 3), ("prefill_first", True, 1)],
+)
+def test_requests_that_all_lack_a_page_are_computed_again(
+    model: Any,
+    context: pyvmem.Context,
+    monkeypatch: pytest.MonkeyPatch,
+    scheduler: str,
+    sharing: bool,
+    count: int,
 ) -> None:
-    model, inputs = on(context, model), prompts(4, longest=20)
-    length = context.info.granule // 192  # tokens whose rows, of 192 bytes, fill a page
-    new_tokens = min(2 * length, 500 - 20)
-    inputs = [one[:12] for one in inputs]
-    how = generation(min(new_tokens, 40))
-    want = stock(model, inputs, config(), how)
-    dropped = watch(
-        monkeypatch, "drop", lambda self, out, name, record=True: (name in self, record)
-    )
-    pages = 2 * 2 * 5  # K and V of two layers, five pages of each
-    limit = pages * context.info.granule
+    """Four requests fill all memory and reach the next page together; two more wait for a slot.
+
+    Nobody can go on, so transformers preempts, newest first, and computes again what it threw away.
+    """
+    from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+
+    rows = context.info.granule // 192  # tokens of a page
+    if rows > 400:
+        pytest.skip("pages hold more tokens than the model's longest sequence")
+    model, dice = on(context, model), random.Random(4)
+    inputs = [[dice.randrange(1, VOCABULARY) for _ in range(rows - 3)] for _ in range(6)]
+    sampling = {"do_sample": True, "top_k": 1, "num_return_sequences": count}  # the likeliest token
+    how = generation(14, **(sampling if count > 1 else {}))
+    asked = {"tokens": 4 * rows, "scheduler_type": scheduler, "allow_block_sharing": sharing}
+    want = stock(model, inputs, config(400, **asked), how)
+    stuck: list[bool] = []
+    preempt = OffloadingManager.offload_requests
+
+    def offload(self: Any) -> Any:
+        active = self.scheduler.active_requests
+        stuck.append(len(self.scheduler.starved_requests) == len(active) > 1)
+        before = len(active)
+        done = preempt(self)
+        assert len(active) < before or not stuck[-1], "nobody was preempted"
+        return done
+
+    monkeypatch.setattr(OffloadingManager, "offload_requests", offload)
+    limit = 4 * 4 * context.info.granule  # four pages of each of K and V of two layers
     with vmem_continuous_batching(model, **options(context, memory_limit=limit)):
-        got = answers(model, inputs, config(safety_margin=0.0), how)
+        got = answers(model, inputs, config(safety_margin=0.0, **asked), how)
     assert got == want
-    if context.info.granule <= 4096:  # else no request is long enough
-        assert len(dropped) > len(inputs)
+    assert any(stuck)
+
+
+def test_answers_of_a_prompt_of_one_token(model: Any, context: pyvmem.Context) -> None:
+    """Its pass before the fork computes nothing: the token is the answers' first."""
+    model, inputs = on(context, model), [[5], [7, 8], [9]]
+    how = generation(6, do_sample=True, top_k=1, num_return_sequences=3)
+    want = stock(model, inputs, config(), how)
+    with vmem_continuous_batching(model, **options(context, max_batch=9)):
+        assert answers(model, inputs, config(), how) == want
 
 
 def test_prefixes_are_shared(model: Any, context: pyvmem.Context) -> None:
@@ -342,23 +376,58 @@ def test_a_request_that_no_slot_holds_is_refused(model: Any, context: pyvmem.Con
         manager.stop(block=True)
 
 
-def test_what_is_switched_off_says_so(
+def test_a_request_that_memory_never_holds_fails_alone(model: Any, context: pyvmem.Context) -> None:
+    rows = 4 * context.info.granule // 192  # of all memory
+    if rows > 400:
+        pytest.skip("pages hold more tokens than the model's longest sequence")
+    model, limit = on(context, model), 4 * 4 * context.info.granule
+    inputs = [[5] * 10, [7] * (rows - 5), [9] * 10]
+    want = stock(model, [inputs[0], inputs[2]], config(), generation(6))
+    with vmem_continuous_batching(model, **options(context, memory_limit=limit)):
+        first, bad, last = model.generate_batch(
+            inputs, generation_config=generation(6), continuous_batching_config=config()
+        ).values()
+        assert [first.generated_tokens, last.generated_tokens] == want
+        assert f"{rows - 5} tokens and 6 new ones" in bad.error
+        assert f"holds {rows}" in bad.error
+        manager = model.init_continuous_batching(generation(None), config())
+        manager.start()
+        manager.add_request([7] * (rows - 5))  # no number: until memory is full
+        assert len(result(manager).generated_tokens) == 5
+        manager.stop(block=True)
+
+
+def test_what_is_switched_off_says_so_once(
     model: Any, context: pyvmem.Context, caplog: pytest.LogCaptureFixture
 ) -> None:
+    cb_options._warn_once.cache_clear()
+    model, inputs = on(context, model), prompts(2)
+    want = stock(model, inputs)
     asked = config(use_cuda_graph=True, use_async_batching=True, cpu_offload_space=0.5)
     with (
         vmem_continuous_batching(model, **options(context)),
         caplog.at_level(logging.WARNING, "pyvmem.hf"),
     ):
+        assert answers(model, inputs, config()) == want, "nothing was asked for"
+        assert not [record for record in caplog.records if record.name == "pyvmem.hf"]
+        for _ in range(2):
+            assert answers(model, inputs, asked) == want
         manager = model.init_continuous_batching(generation(), asked)
         model.set_attn_implementation("sdpa")
     said = [record.getMessage() for record in caplog.records if record.name == "pyvmem.hf"]
-    assert [one.split("=")[0] for one in said] == [
-        "use_cuda_graph",
-        "use_async_batching",
-        "cpu_offload_space",
-    ]
-    assert not any(manager.continuous_batching_config.cuda_graph_booleans)
+    assert len(said) == 3
+    for option, why, text in zip(
+        ("use_cuda_graph=True", "use_async_batching=True", "cpu_offload_space=0.5"),
+        ("lengths", "without CUDA graphs", "computed again"),
+        said,
+        strict=True,
+    ):
+        assert text.startswith(f"ContinuousBatchingConfig.{option} is switched off over virtual")
+        assert why in text
+    resolved = manager.continuous_batching_config
+    assert not any(resolved.cuda_graph_booleans)
+    assert not resolved.use_async_batching
+    assert resolved.cpu_offload_space == 0
     assert asked.use_cuda_graph is True  # the caller's own is not changed
 
 

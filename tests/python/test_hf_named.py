@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from kvcache_helpers import full_queue
 
 import pyvmem
 from pyvmem import InvalidArgument
@@ -168,6 +169,18 @@ def test_room_and_missing_tell_what_hold_does(requests: NamedRequests) -> None:
     assert requests.pages()[0] == total
 
 
+def test_longest_is_what_a_slot_or_all_memory_holds(context: pyvmem.Context) -> None:
+    rows = context.info.granule // 512
+    for pages in (1, 2, 9):
+        requests = make(context, pages)
+        longest = min(pages * rows, requests.kvcache.config.max_seq_len)
+        assert requests.longest() == longest
+        assert requests.hold("a", longest)
+        if pages * rows == longest:
+            assert not requests.room("a", longest + 1)
+        requests.close()
+
+
 def test_bad_calls_change_nothing(requests: NamedRequests) -> None:
     longest = requests.kvcache.config.max_seq_len
     with pytest.raises(InvalidArgument, match=f"max_seq_len is {longest}"):
@@ -188,7 +201,20 @@ def test_a_dropped_request_is_not_in_the_batch(requests: NamedRequests) -> None:
     assert requests.hold("b", 2)
     requests.queue("a", 0, 3)
     requests.drop("a")
+    assert requests.hold("c", 0)
+    requests.queue("c", 0, 0)  # of no token: nothing of it is in the batch
     compute(requests, [("b", [5, 6], 0)])
+
+
+def test_a_full_queue_delays_what_is_mapped_ahead(requests: NamedRequests) -> None:
+    rows = requests.kvcache.context.info.granule // 512
+    tokens = [n % 7 for n in range(rows + 1)]
+    assert requests.hold("a", rows)
+    with full_queue(requests.kvcache.context):
+        compute(requests, [("a", tokens[:rows], 0)])  # the next token needs another page
+        assert requests.granted("a") == 1
+        assert requests.hold("a", rows + 1)
+        compute(requests, [("a", tokens, rows)])
 
 
 def test_without_sharing_nothing_is_recorded(context: pyvmem.Context) -> None:

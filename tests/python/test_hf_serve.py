@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from pyvmem.hf import continuous, serve
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORDS = ["<pad>", "<end>", "<other>", *(f"w{number}" for number in range(60))]
+NEW = 12  # words of an answer
 
 
 def test_our_options_are_taken_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +46,18 @@ def test_our_options_are_taken_out(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_bad_option_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--vmem-max-batch", "0", "m"]) == 2
     assert "max_batch is 0" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("default")  # transformers' own
+def test_a_missing_package_is_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = pytest.importorskip("transformers.cli.serve")
+    monkeypatch.setattr(command, "is_serve_available", lambda: False)
+    monkeypatch.setattr(continuous, "install", lambda **options: None)
+    monkeypatch.setattr(serve, "_refuse_with_400", lambda server: None)
+    assert serve.main(["m"]) == 2
+    assert "pyvmem.hf.serve: Missing dependencies" in capsys.readouterr().err
 
 
 def save_model(folder: Path) -> Any:
@@ -77,62 +91,146 @@ def save_model(folder: Path) -> Any:
     return tokenizer, model
 
 
-def ask(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as reply:
-        return json.load(reply)
+@dataclass
+class Server:
+    """A server that runs, and the model that it serves.
+
+    Attributes:
+        log: what it has printed.
+    """
+
+    folder: Path
+    port: int
+    log: Path
+    tokenizer: Any
+    model: Any
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self) -> Any:
+        """A client as programs make it, but without second tries; the caller closes it."""
+        import openai
+
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def words(self, prompt: str) -> list[str]:
+        """What `generate` answers to a prompt: `NEW` words."""
+        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            new = self.model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
+        return str(self.tokenizer.decode(new, skip_special_tokens=True)).split()
 
 
-@pytest.mark.slow
-@pytest.mark.needs_tensors
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("default")  # transformers' own
-def test_the_server_answers_as_generate_does(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """``python -m pyvmem.hf.serve`` in a process of its own, on a free port of this machine."""
     for package in ("fastapi", "uvicorn", "openai", "pydantic", "rich", "accelerate", "tokenizers"):
-        pytest.importorskip(package, reason=f"transformers serve needs {package}")
+        pytest.importorskip(package, reason=f"transformers serve needs {package}: extra 'server'")
     if ".".join(transformers.__version__.split(".")[:2]) not in continuous.CHECKED:
         pytest.skip(f"transformers {transformers.__version__}")
-    tokenizer, model = save_model(tmp_path)
+    folder = tmp_path_factory.mktemp("serve")
+    tokenizer, model = save_model(folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = tmp_path / "log"
-    command = [sys.executable, "-m", "pyvmem.hf.serve", str(tmp_path), "--device", "cpu"]
+    one = Server(folder, port, folder / "log", tokenizer, model)
+    command = [sys.executable, "-m", "pyvmem.hf.serve", str(folder), "--device", "cpu"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--vmem-max-batch", "3", "--vmem-page-size", "4096", "--vmem-backend", "host"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with log.open("w") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    with one.log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
     try:
         for _ in range(1200):
-            assert server.poll() is None, log.read_text()[-4000:]
-            try:
-                ask(port, "/health")
+            if process.poll() is not None:
+                pytest.fail(f"the server ended: {one.log.read_text()[-4000:]}")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{one.url}/health"):
                 break
-            except OSError:
-                time.sleep(0.2)
-        prompts = [" ".join(WORDS[3 + i : 8 + 3 * i]) for i in range(6)]
-
-        def complete(prompt: str) -> str:
-            body = {"model": str(tmp_path), "prompt": prompt, "max_tokens": 12, "temperature": 0}
-            reply = ask(port, "/v1/completions", body)
-            return str(reply["choices"][0]["text"])
-
-        with ThreadPoolExecutor(len(prompts)) as clients:
-            got = list(clients.map(complete, prompts))
-        for prompt, answer in zip(prompts, got, strict=True):
-            ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-            with torch.no_grad():
-                new = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
-            assert answer.split() == tokenizer.decode(new, skip_special_tokens=True).split()
-        assert "attention by sdpa" in log.read_text()  # ours, and not transformers' paged one
-    except (AssertionError, urllib.error.HTTPError):
-        print(log.read_text()[-4000:])
-        raise
+            time.sleep(0.2)
+        yield one
+        assert process.poll() is None, one.log.read_text()[-4000:]
     finally:
-        server.terminate()
-        server.wait(60)
+        process.terminate()
+        process.wait(60)
+
+
+def complete(server: Server, prompt: str) -> str:
+    with server.client() as client:
+        reply = client.completions.create(
+            model=str(server.folder), prompt=prompt, max_tokens=NEW, temperature=0
+        )
+    return str(reply.choices[0].text)
+
+
+def ask(server: Server, client: Any, prompt: str, tokens: int = NEW, **how: Any) -> Any:
+    return client.chat.completions.create(
+        model=str(server.folder),
+        messages=[{"role": "user", "content": prompt}],
+        max_tokens=tokens,
+        temperature=0,
+        **how,
+    )
+
+
+def chat(server: Server, prompt: str) -> str:
+    with server.client() as client:
+        reply = ask(server, client, prompt)
+    assert reply.usage.prompt_tokens == len(prompt.split())
+    return str(reply.choices[0].message.content)
+
+
+def chat_streamed(server: Server, prompt: str) -> str:
+    with server.client() as client, ask(server, client, prompt, stream=True) as chunks:
+        parts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert sum(map(bool, parts)) > 1, "it came in one piece"
+    return "".join(parts)
+
+
+def drives_the_server(test: Any) -> Any:
+    """The marks of a test that uses the process."""
+    for mark in (
+        pytest.mark.slow,
+        pytest.mark.needs_tensors,
+        pytest.mark.timeout(600),
+        pytest.mark.filterwarnings("default"),  # transformers' own
+    ):
+        test = mark(test)
+    return test
+
+
+@drives_the_server
+@pytest.mark.parametrize("call", [complete, chat, chat_streamed])
+def test_four_clients_at_once_get_what_generate_gives(
+    server: Server, call: Callable[[Server, str], str]
+) -> None:
+    """More of them than slots, so that one waits for another's."""
+    prompts = [" ".join(WORDS[3 + i : 8 + 3 * i]) for i in range(4)]
+    with ThreadPoolExecutor(len(prompts)) as clients:
+        got = list(clients.map(lambda prompt: call(server, prompt), prompts))
+    assert [answer.split() for answer in got] == [server.words(prompt) for prompt in prompts]
+    assert "attention by sdpa" in server.log.read_text()  # ours, not transformers' paged one
+
+
+@drives_the_server
+def test_a_client_that_goes_away_leaves_the_slots_to_others(server: Server) -> None:
+    prompt = " ".join(WORDS[3:9])
+    for _ in range(4):  # more than there are slots
+        with server.client() as client, ask(server, client, prompt, 200, stream=True) as chunks:
+            next(iter(chunks))
+    assert chat(server, prompt).split() == server.words(prompt)
+
+
+@drives_the_server
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_no_slot_holds_is_the_clients_error(server: Server, stream: bool) -> None:
+    import openai
+
+    with (
+        server.client() as client,
+        pytest.raises(openai.BadRequestError, match=r"3 tokens and 999 new .*max_seq_len is 256"),
+    ):
+        ask(server, client, "w1 w2 w3", 999, stream=stream)
+    assert chat(server, "w1 w2").split() == server.words("w1 w2"), "it goes on"

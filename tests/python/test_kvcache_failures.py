@@ -13,6 +13,7 @@ from kvcache_helpers import (
     LAYERS,
     ROWS,
     eventually,
+    full_queue,
     lens,
     pending,
     rows_are,
@@ -23,7 +24,15 @@ from kvcache_helpers import (
     state,
 )
 
-from pyvmem import Caps, Context, DriverError, Inject, KVCache, NotRecoverable, VMemError
+from pyvmem import (
+    Caps,
+    Context,
+    DriverError,
+    Inject,
+    KVCache,
+    NotRecoverable,
+    VMemError,
+)
 
 TENSORS = 2 * LAYERS
 DRIVER = Inject.MAP | Inject.UNMAP | Inject.SLAB | Inject.FILL
@@ -276,3 +285,44 @@ def test_a_close_that_waits_can_be_interrupted_and_repeated(backend: str) -> Non
         endless.set()
         cache.close()
         assert context.stats().mapped_bytes == 0
+
+
+def test_a_full_queue_is_not_a_lack_of_memory(context: Context) -> None:
+    """What must come back at once is unmapped in the calling thread where no batch fits."""
+    limit = 4 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit, max_batch=3) as cache:
+        cache.alloc_reqid()
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=3 * ROWS, r1=1)) == 0
+        stamp(cache, 1, 0, 1, 2.0)
+        cache.free_reqid(0)
+        with full_queue(context):
+            context.inject(Inject.UNMAP)
+            with pytest.raises(DriverError):
+                cache.step(lens(cache, r1=4 * ROWS))
+            cache.check_integrity()
+            assert cache.snapshot()[0].mapped_pages == 3, "undone"
+            assert cache.step(lens(cache, r1=4 * ROWS)) == 0
+            assert rows_are(cache, 1, 0, 1, 2.0)
+            assert rows_are_zero(cache, 1, 1, 4 * ROWS)
+            assert cache.step(lens(cache, r1=4 * ROWS + 1)) == -1, "this is"
+
+
+def test_a_full_queue_is_not_a_lack_of_slots(context: Context) -> None:
+    if Caps.ALIAS | Caps.READONLY not in context.info.caps:
+        pytest.skip("requests cannot share pages")
+    with small_cache(context, max_batch=2) as cache:
+        for reqid in range(2):
+            assert cache.alloc_reqid() == reqid
+        assert cache.step(lens(cache, r0=2 * ROWS, r1=3 * ROWS)) == 0
+        stamp(cache, 0, 0, 2 * ROWS, 2.0)
+        stamp(cache, 1, 0, 3 * ROWS, 3.0)
+        cache.free_reqid(1)
+        with full_queue(context):
+            assert cache.fork(0, 2 * ROWS) == 1
+            assert rows_are(cache, 1, 0, 2 * ROWS, 2.0)
+            cache.check_integrity()
+            cache.free_reqid(1)  # its shared pages cannot be queued for unmapping
+            assert cache.alloc_reqid() == 1
+            assert cache.step(lens(cache, r0=2 * ROWS, r1=1)) == 0
+            assert rows_are_zero(cache, 1, 0, 1)

@@ -10,12 +10,11 @@ from conftest import open_context, usable_backends
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kvcache_helpers import LAYERS, ROWS, Model, small_config
+from kvcache_helpers import LAYERS, ROWS, Model, policy_cache
 
-from pyvmem import Context, KVCache
+from pyvmem import Context
 
 pytestmark = pytest.mark.needs_tensors
-TENSORS = 2 * LAYERS
 
 POLICIES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -29,17 +28,10 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def _cache(context: Context, policy: dict[str, Any]) -> KVCache:
-    options = dict(policy)
-    page = context.info.granule
-    limit = options.pop("limit", 64) * TENSORS * page
-    return KVCache(small_config(page, memory_limit=limit, **options), context)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_engine(context: Context, policy: str, seed: int) -> None:
-    with _cache(context, POLICIES[policy]) as cache:
+    with policy_cache(context, POLICIES[policy], 64) as cache:
         model = Model(cache, seed)
         for count in range(250):
             model.any_step()
@@ -57,7 +49,7 @@ class Engine(RuleBasedStateMachine):
     )
     def start(self, backend: str, policy: str) -> None:
         self.context = open_context(backend)
-        self.model = Model(_cache(self.context, POLICIES[policy]), 0)
+        self.model = Model(policy_cache(self.context, POLICIES[policy], 64), 0)
 
     @rule(length=st.integers(1, 6 * ROWS))
     def alloc(self, length: int) -> None:

@@ -6,12 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvcache_helpers import LAYERS, small_config
+from kvcache_helpers import LAYERS, policy_cache
 from share_helpers import ShareModel
 
 from pyvmem import Context, KVCache
-
-TENSORS = 2 * LAYERS
 
 POLICIES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -25,12 +23,10 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def cache_of(context: Context, policy: dict[str, Any]) -> KVCache:
-    options = dict(policy)
-    page = context.info.granule
-    limit = options.pop("limit", 40) * TENSORS * page
-    if options.get("max_seq_len") == 0:  # 48-byte rows: the unit is three pages of them
-        options["max_seq_len"] = 5 * page // 48 if page <= 4096 else 60
-    return KVCache(small_config(page, memory_limit=limit, max_batch=6, **options), context)
+    more, page = {}, context.info.granule
+    if policy.get("max_seq_len") == 0:  # 48-byte rows: the unit is three pages of them
+        more["max_seq_len"] = 5 * page // 48 if page <= 4096 else 60
+    return policy_cache(context, policy, 40, max_batch=6, **more)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

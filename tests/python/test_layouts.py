@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -25,6 +26,7 @@ from pyvmem.layouts import (
     choices,
     cost,
     generate,
+    options,
     read_trace,
     shape_of,
 )
@@ -338,3 +340,16 @@ def test_azure_trace() -> None:
         size: cost(LLAMA, Choice(1, size), requests, 57 * GB).batch for size in PAGE_SIZES
     }
     assert batch[64 * KB] >= 1.5 * batch[2 * MB]
+
+
+def test_numbers_on_the_command_line() -> None:
+    assert options.sizes("64K,2M,1GiB,512") == [64 << 10, 2 << 20, 1 << 30, 512]
+    assert options.counts("1,8") == [1, 8]
+    assert options.counts("all,4", all_is=0) == [0, 4]
+    assert [options.page_name(page) for page in (64 << 10, 2 << 20)] == ["64K", "2M"]
+    for bad in ("1,all", "0", "-1", "", "1,,2", "1.5"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected 1,8"):
+            options.counts(bad)
+    for bad in ("x", "0", "64Q", "9999999999G"):
+        with pytest.raises(argparse.ArgumentTypeError, match=bad):
+            options.size(bad)

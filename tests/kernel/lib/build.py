@@ -31,6 +31,8 @@ TESTS = (
     "basic",
     "batch",
     "errors",
+    "large",
+    "move",
     "parts",
     "pool",
     "stress",

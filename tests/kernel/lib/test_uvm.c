@@ -196,6 +196,58 @@ static void small_limits(void) {
   OK(vmem_close(vm));
 }
 
+/* A large page is one entry of the page tables, where the reservation says that there are such; else 32. */
+static void large_pages(void) {
+  for (int large = 0; large < 2; large++) {
+    vmem_t vm = open_vm(0);
+    struct vmem_reserve_opts o = {.size = sizeof(o), .flags = large ? VMEM_RESERVE_LARGE : 0};
+    struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(4), .page_size = MIB(2)};
+    uint64_t va, writes;
+    OK(vMemReserve(vm, MIB(16), &o, &va));
+    op.addr = va;
+    OK(vmem_batch(vm, &op, 1, NULL, 0));
+    writes = driver_stat(vm).out_pte_writes;
+    EQ(writes, large ? 2 : 64);
+    PUT(va + MIB(3), 7);
+    op.op = VMEM_OP_UNMAP;
+    OK(vmem_batch(vm, &op, 1, NULL, 0));
+    EQ(driver_stat(vm).out_pte_writes - writes, large ? 2 : 64);
+    OK(vmem_close(vm));
+  }
+}
+
+/* Pages of two tensors move in one call. */
+static void a_move_is_one_call(void) {
+  vmem_t vm = open_vm(0);
+  struct vmem_op copy = {.op = VMEM_OP_POPULATE, .bytes = 3 * PAGE, .count = 2, .stride = MIB(4), .src_stride = MIB(4)};
+  struct vmem_op ops[] = {
+      {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .bytes = 3 * PAGE, .count = 2, .stride = MIB(4)},
+      {.op = VMEM_OP_UNMAP, .bytes = 3 * PAGE, .count = 2, .stride = MIB(4)},
+  };
+  struct uvm_vmem_stat before, now;
+  uint64_t va;
+  OK(vMemReserve(vm, MIB(32), NULL, &va));
+  ops[0].addr = copy.src = va;
+  ops[1].addr = va + MIB(16);
+  copy.addr = va;
+  OK(vmem_batch(vm, &copy, 1, NULL, 0));
+  PUT(va + MIB(4) + PAGE, 9);
+  copy.flags = VMEM_OP_COPY;
+  copy.addr = va + MIB(16);
+  OK(vmem_batch(vm, &copy, 1, NULL, 0));
+  OK(vmem_gather(vm, va + MIB(16), 3 * PAGE, 2, MIB(4), &ops[0].handle));
+  before = driver_stat(vm);
+  OK(vmem_batch(vm, ops, 2, NULL, 0));
+  now = driver_stat(vm);
+  EQ(now.out_binds - before.out_binds, 1);
+  EQ(now.out_pushes - before.out_pushes, 1);
+  EQ(now.out_invalidates - before.out_invalidates, 1);
+  EQ(now.out_pte_writes - before.out_pte_writes, 2 * 2 * 3);
+  EQ(GET(va + MIB(4) + PAGE), 9);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
 /* A reservation a call: the kernel takes no batch over several. */
 static void several_reservations(void) {
   vmem_t vm = open_vm(0);
@@ -377,7 +429,8 @@ static int unpatched(void) {
 
 int main(int argc, char **argv) {
   static const struct test tests[] = {TEST(probing),      TEST(automatic),   TEST(growth_is_one_call), TEST(everything_goes_back),
-                                      TEST(small_limits), TEST(several_reservations), TEST(no_memory), TEST(granules),
+                                      TEST(small_limits), TEST(large_pages), TEST(a_move_is_one_call),
+                                      TEST(several_reservations), TEST(no_memory), TEST(granules),
                                       TEST(pages_in_host_memory), TEST(forked_child)};
   static const struct test failing[] = {TEST(gpu_fails)}, two[] = {TEST(two_gpus)};
   if (argc > 1 && !strcmp(argv[1], "unpatched")) return unpatched();

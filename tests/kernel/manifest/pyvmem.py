@@ -16,6 +16,8 @@ C_TESTS = (
     "basic",
     "batch",
     "errors",
+    "large",
+    "move",
     "parts",
     "pool",
     "threads",
@@ -101,6 +103,11 @@ TESTS = [
         "sharing",
         _pytest("parts", "kvcache_share", "kvcache_prefix", "kvcache_swap", "kvcache_share_model"),
         allow=WRITES_TO_SHARED,
+        timeout=1200.0,
+    ),
+    _python(
+        "layers",
+        _pytest("kvcache_budget", "kvcache_layers", "kvcache_window", "prefix_tree"),
         timeout=1200.0,
     ),
     _python(

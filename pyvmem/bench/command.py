@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: MIT
+"""What the commands that measure the KV cache and attention have in common.
+
+A command is a list of parts. Each part is conducted under one deadline, and the file is written
+again after each, and whenever a part asks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.bench import fa3, report
+from pyvmem.bench.aims import Aims
+from pyvmem.bench.machine import describe
+from pyvmem.bench.record import Part, Record
+from pyvmem.bench.timing import Deadline
+from pyvmem.context import Context
+from pyvmem.errors import VMemError
+from pyvmem.probe import probe
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Command",
+    "WrongResult",
+    "add_common",
+    "backends",
+    "conducted",
+    "now",
+    "open_command",
+]
+
+
+class WrongResult(RuntimeError):
+    """What was measured computed something else than it must."""
+
+
+def now() -> str:
+    """The time of day for a record."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def backends(device: int) -> list[dict[str, Any]]:
+    """What the probes of all back ends say."""
+    names = ("usable", "reason", "driver", "device_name")
+    return [
+        {"name": result.backend, **{name: getattr(result, name) for name in names}}
+        for result in probe(device)
+    ]
+
+
+@contextmanager
+def conducted(part: Part) -> Iterator[None]:
+    """Notes when and how a part ended; one that fails must not take the others' results with it."""
+    part.started, began = now(), time.monotonic()
+    try:
+        yield
+        part.status = "not run" if not part.rows else "partial" if part.missing else "done"
+        if not part.rows and part.missing:
+            part.why = part.missing[0]["why"]
+    except Exception as error:
+        part.status, part.why = "failed", f"{type(error).__name__}: {error}"
+        part.notes += traceback.format_exc().strip().splitlines()[-6:]
+    part.seconds = time.monotonic() - began
+
+
+def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
+    """The options of every such command; `seconds` is its usual deadline."""
+    add = parser.add_argument
+    add("--backend", default="auto", help="back end of the cache (default: auto)")
+    add("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
+    add("--fa3", type=Path, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
+    add("--deadline", type=float, default=seconds, metavar="S", help=f"seconds ({seconds})")
+    add("--quick", action="store_true", help="a tiny model, a few samples: is it working at all?")
+    add("--out", type=Path, metavar="FILE", help="write JSON here, raw samples in raw/")
+    add("--json", action="store_true", help="print the JSON instead of the tables")
+
+
+class Command:
+    """One run of a command: the record that it fills, and the place where it is written.
+
+    Args:
+        args: with the options of `add_common`.
+        name: of the benchmark; the format is ``vmem-bench-NAME/1``.
+        method: how it measures, in words.
+        **options: for the record, beside the common ones.
+
+    Attributes:
+        backend: the back end that was opened to look at it, by name.
+        page_sizes, max_segments: of its `ContextInfo`.
+        deadline: of the whole command.
+
+    Raises:
+        VMemError: the back end cannot be opened.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, name: str, method: dict[str, str], **options: Any
+    ) -> None:
+        self.args = args
+        self.quick: bool = args.quick
+        self.deadline = Deadline(args.deadline)
+        with Context(args.backend, device=args.device) as context:
+            self.backend = context.info.backend
+            self.page_sizes = context.info.page_sizes
+            self.max_segments = context.info.max_segments
+        self.record = Record(
+            machine=describe(),
+            options={
+                "quick": args.quick,
+                "backend": self.backend,
+                "asked": args.backend,
+                "device": args.device,
+                "deadline": args.deadline,
+                "fa3": args.fa3 is not None,
+                **options,
+            },
+            backends=backends(args.device),
+            method=method,
+            started=now(),
+            format=f"vmem-bench-{name}/1",
+        )
+        self.aims = Aims(self.record, self.backend)
+
+    @property
+    def page(self) -> int:
+        """64 KiB, or the smallest page that is larger; in a quick run on host 4 KiB.
+
+        A tiny model's requests then need several.
+        """
+        if self.quick and self.backend == "host":
+            return 4 << 10
+        return min(size for size in self.page_sizes if size >= 64 << 10)
+
+    def device(self) -> torch.device:
+        """Where the tensors are. RuntimeError: there are none; the text says why."""
+        try:
+            import torch
+        except ImportError as error:
+            raise RuntimeError(f"torch cannot be imported: {error}") from None
+        if self.backend == "host":
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise RuntimeError("torch has no CUDA here")
+        return torch.device(f"cuda:{self.args.device}")
+
+    def load_fa3(self, part: Part, device: torch.device) -> None:
+        """Makes FlashAttention-3 known to `pyvmem.attention`, or notes why it is not."""
+        if self.args.fa3 is None and device.type != "cuda":
+            return
+        try:
+            fa3.load(self.args.fa3, device)
+        except (OSError, RuntimeError, ValueError, AttributeError) as error:
+            part.notes.append(f"fa3: {str(error).splitlines()[0]}")
+
+    def write(self) -> None:
+        """Writes the file as it is by now, where one was asked for."""
+        self.record.seconds = self.deadline.used
+        self.record.aims = self.aims.found
+        if self.args.out is not None:
+            self.record.write(self.args.out)
+
+    def show(self, text: str) -> None:
+        """A line about progress."""
+        print(f"{self.deadline.used:5.0f} s  {text}", file=sys.stderr, flush=True)
+
+    def finish(self) -> int:
+        """Writes and prints everything. Returns the command's status, 1 if a part failed."""
+        self.write()
+        if self.args.json:
+            print(json.dumps(self.record.document(raw=False), indent=1))
+        else:
+            print(report.head(self.record))
+            for part in self.record.parts.values():
+                print("\n" + report.part_table(part))
+            print("\n" + report.aims_table(self.record))
+        return int(any(part.status == "failed" for part in self.record.parts.values()))
+
+
+def open_command(*args: Any, **options: Any) -> Command | None:
+    """A `Command`, or None with a line on stderr where the back end cannot be opened."""
+    try:
+        return Command(*args, **options)
+    except VMemError as error:
+        print(f"vmem bench: {error}", file=sys.stderr)
+        return None

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: MIT
+"""FlashAttention-3 as vLLM compiles it: one torch op in a shared object, `_vllm_fa3_C.fwd`.
+
+Its schema is that of vLLM 0.24.0, whose op is built for torch 2.11 and compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["call", "load"]
+
+_FILE = "_vllm_fa3_C.abi3.so"
+
+
+def load(source: Path | None, device: torch.device) -> Any:
+    """The op, from the shared object or a zip (a wheel) that holds it; once it is loaded, it stays.
+
+    Raises:
+        ValueError: no file, or not a GPU. OSError, RuntimeError: it cannot be loaded.
+    """
+    import torch
+
+    load_library: Any = torch.ops.load_library
+    if device.type != "cuda":
+        raise ValueError("needs a GPU")
+    if source is None:
+        raise ValueError("no FlashAttention-3 op was named (--fa3)")
+    if not source.exists():
+        raise ValueError(f"{source} is not there")
+    if source.suffix in (".zip", ".whl"):
+        with zipfile.ZipFile(source) as archive, tempfile.TemporaryDirectory() as folder:
+            names = [n for n in archive.namelist() if n.endswith(_FILE)]
+            if not names:
+                raise ValueError(f"{source} holds no {_FILE}")
+            load_library(archive.extract(names[0], folder))
+    else:
+        load_library(str(source))
+    return torch.ops._vllm_fa3_C.fwd
+
+
+def call(
+    op: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    used: torch.Tensor,
+    max_q: int,
+    max_kv: int,
+    table: torch.Tensor | None = None,
+    splits: int = 0,
+) -> torch.Tensor:
+    """Causal attention, aligned at the lower right.
+
+    Args:
+        op: as `load` returned it.
+        q: ``[tokens, heads, dim]``, one request after the other.
+        k, v: ``[requests, rows, kv_heads, dim]``; with a table ``[blocks, block, kv_heads, dim]``.
+        starts: each request's first token in `q`, and the end; int32 ``[requests + 1]``.
+        used: rows of each request, int32 ``[requests]``.
+        max_q, max_kv: the most new tokens and rows of a request.
+        table: the requests' blocks, int32 ``[requests, blocks of each]``.
+        splits: parts that a request's rows are divided into; 0: the op chooses.
+
+    Returns:
+        As `q`.
+    """
+    lengths = (None, None, None, used, max_q, max_kv, table)
+    unused = (None,) * 8  # batch indices, left padding, rotary and scales of 8-bit types
+    window = (True, -1, -1, 0.0, True, None, splits, None, 0, None, 1, 0, None)
+    head = (q, k, v, None, None, None, None, starts)
+    scale = q.shape[-1] ** -0.5
+    out: torch.Tensor = op(*head, *lengths, *unused, scale, *window)[0]
+    return out

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: MIT
+"""A context as a long-running server may find it: free memory in single pages only."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from pyvmem.context import Context
+from pyvmem.errors import OutOfMemory
+from pyvmem.pages import Pages
+
+__all__ = ["Fragments"]
+
+_SPARE = 64 << 20  # slabs are whole, so the limit may not be reached exactly
+
+
+class Fragments:
+    """Free pages with taken neighbours, so that whatever is mapped is mapped page by page.
+
+    A context manager.
+
+    Args:
+        backend: by name.
+        device: CUDA ordinal.
+        page: bytes.
+        nbytes: free memory wanted; as much again is taken.
+
+    Attributes:
+        context: this object's own.
+
+    Raises:
+        VMemError: it cannot be opened, or the device has less.
+    """
+
+    def __init__(self, backend: str, device: int, page: int, nbytes: int) -> None:
+        limit = 2 * nbytes + _SPARE
+        self.context = Context(backend, device=device, granule=page, mem_limit=limit)
+        self._kept: list[Pages] = []
+        try:
+            for number, pages in enumerate(self._all(page, limit)):
+                if number % 2:
+                    pages.release()
+                else:
+                    self._kept.append(pages)
+        except BaseException:
+            self.context.close()
+            raise
+
+    def _all(self, page: int, limit: int) -> list[Pages]:
+        """Every page that the context can have, neighbours one after the other."""
+        taken: list[Pages] = []
+        with suppress(OutOfMemory):
+            for _ in range(limit // page):
+                taken.append(self.context.create(page))
+        return taken
+
+    def __enter__(self) -> Fragments:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        """Gives everything back; what was mapped must be gone."""
+        for pages in self._kept:
+            pages.release()
+        self._kept.clear()
+        self.context.__exit__(*exc)

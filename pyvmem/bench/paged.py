@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: MIT
+"""`vmem bench kernels`: the same attention kernel, contiguous and paged.
+
+Contiguous over our 64 KB pages in random physical order and over memory of cudaMalloc, paged over
+memory of cudaMalloc with the blocks in random order, for every size of block. All memories hold the
+same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.bench.buffers import Buffers
+from pyvmem.bench.command import Command, WrongResult, add_common, conducted, open_command
+from pyvmem.bench.paged_bench import OURS, THEIRS, PagedBench
+from pyvmem.bench.paged_flashinfer import FlashInfer
+from pyvmem.bench.paged_kernels import CASES, TINY_CASES, Case, Fa3, Gather, Kernel
+from pyvmem.bench.record import Part
+from pyvmem.bench.timing import Deadline
+from pyvmem.context import Context
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KERNELS", "add_parser", "run"]
+
+_PAGE = 64 << 10
+_OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
+_PREFILL, _DECODE = 0.99, 0.97
+KERNELS = {
+    "fa3": "FlashAttention-3, vLLM's op",
+    "flashinfer": "FlashInfer",
+    "sdpa": "torch's SDPA, with a copy of the blocks before it",
+}
+_METHOD = {
+    "time": "events; decoding: of a CUDA graph of calls over different memory, divided by them",
+    "turns": "every form and memory in turn, the order rotated every round, the first left out",
+    "splits": "where tuned, the fastest of 0 (the kernel chooses), 1, 2, 4, 8, 16, 32, for each "
+    "form and block",
+    "checked": "each output against that of the contiguous form over a copy in the right order, "
+    "and the last token's against float32",
+}
+
+
+def _make(name: str, command: Command, device: torch.device) -> Kernel:
+    if name == "fa3":
+        return Fa3(command.args.fa3, device)
+    return FlashInfer(device) if name == "flashinfer" else Gather()
+
+
+def _aims(command: Command, kernel: str, cases: Sequence[Case], blocks: Sequence[int]) -> None:
+    """Speed of our contiguous form over the best paged one's, and over blocks of 16."""
+    for case in cases:
+        prefix = f"{kernel}/{case.name}"
+        ours = [f"{prefix}/contiguous/{memory}" for memory in OURS]
+        goal = _DECODE if case.decodes else _PREFILL
+        # Of one request's decoding both sides choose their splits: the tuned case is what counts.
+        plain = case.decodes and case.batch == 1 and not case.tuned
+        for block in (0, *blocks):
+            sizes = blocks if block == 0 else (block,)
+            theirs = [f"{prefix}/paged{size}/{memory}" for size in sizes for memory in THEIRS]
+            words = "the best paged form" if block == 0 else f"blocks of {block}"
+            judged = block == 0 and not plain and kernel != Gather.name
+            wanted = goal if judged else None
+            command.aims.add(
+                f"{kernel}_{case.name}_{block or 'best'}",
+                f"{kernel}, {case.what}: speed of contiguous 64 KB pages over {words}",
+                [*ours, *theirs],
+                partial(_speed, len(ours), len(THEIRS)),
+                op=">=" if wanted else None,
+                aim=wanted,
+            )
+
+
+def _speed(ours: int, each: int, *rows: Any) -> float:
+    """The fastest paged form's time over ours, each the median over its memories."""
+    medians = [float(row["median"]) for row in rows]
+    paged = medians[ours:]
+    best = min(statistics.median(paged[i : i + each]) for i in range(0, len(paged), each))
+    return best / statistics.median(medians[:ours])
+
+
+def _kernels(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= set(KERNELS) or len(set(names)) != len(names):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected some of {','.join(KERNELS)}")
+    return names
+
+
+def add_parser(which: Any) -> None:
+    """Adds ``kernels`` to the benchmarks."""
+    parser = which.add_parser(
+        "kernels",
+        help="the same attention kernel, contiguous and paged",
+        description="Times attention kernels over contiguous rows in 64 KB pages and in memory of "
+        "cudaMalloc, and over blocks of several sizes. Needs a GPU; without one, or with --quick, "
+        "only --kernels sdpa runs, which measures nothing of interest.",
+    )
+    add_common(parser, 180)
+    parser.add_argument(
+        "--kernels", type=_kernels, default=["fa3", "flashinfer"], help=",".join(KERNELS)
+    )
+    parser.add_argument("--cases", metavar="NAME,...", help="some of the cases (all)")
+    parser.set_defaults(run=run)
+
+
+def _chosen(command: Command) -> list[Case]:
+    cases = TINY_CASES if command.quick or command.backend == "host" else CASES
+    wanted = command.args.cases.split(",") if command.args.cases else [c.name for c in cases]
+    return [case for case in cases if case.name in wanted]
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command. Returns 0, 1 if a part failed, 2 if the back end or a case is not there."""
+    command = open_command(args, "kernels", _METHOD, kernels=args.kernels)
+    if command is None:
+        return 2
+    cases = _chosen(command)
+    if not cases:
+        command.show(f"no case of {args.cases}")
+        return 2
+    parts = {name: command.record.part(name, KERNELS[name]) for name in args.kernels}
+    try:
+        device = command.device()
+        if _PAGE not in command.page_sizes:
+            raise RuntimeError(f"{command.backend} has no pages of 64 KB")
+    except RuntimeError as error:
+        for part in parts.values():
+            with conducted(part):
+                part.not_run("*", str(error))
+        return command.finish()
+    kernels: dict[str, Kernel] = {}
+    for name, part in parts.items():
+        with conducted(part):
+            try:
+                command.show(f"{name}: {KERNELS[name]}")
+                kernels[name] = _make(name, command, device)
+                part.notes += getattr(kernels[name], "notes", [])
+            except (ImportError, OSError, RuntimeError, ValueError, AttributeError) as error:
+                part.not_run("*", str(error).split("\n")[0])
+    _run_all(command, parts, kernels, cases, device)
+    for name, kernel in kernels.items():
+        _aims(command, name, cases, kernel.blocks)
+    return command.finish()
+
+
+def _run_all(
+    command: Command,
+    parts: dict[str, Part],
+    kernels: dict[str, Kernel],
+    cases: list[Case],
+    device: torch.device,
+) -> None:
+    """Every case of every kernel, over the same buffers; the file is written after each."""
+    if not kernels:
+        return
+    deadline = Deadline(command.args.deadline)  # what was compiled does not count
+    rows = max(case.kv_heads * case.head_dim for case in cases)
+    nbytes = 2 * 2 * (max(case.elements for case in cases) + _OVERREAD * rows)
+    nbytes = -(-nbytes // _PAGE) * _PAGE
+    share = len(kernels) * len(cases)
+    with Context(command.backend, device=command.args.device) as context:
+        buffers = Buffers(context, nbytes, _PAGE, device)
+        try:
+            for name, kernel in kernels.items():
+                part = parts[name]
+                with conducted(part):
+                    bench = PagedBench(part, kernel, buffers, command.quick)
+                    for case in cases:
+                        left = Deadline(deadline.left / share)
+                        share -= 1
+                        command.show(f"{name}, {case.what}")
+                        _one(bench, part, case, left)
+                        command.write()
+                    _raise_wrong(part)
+        finally:
+            gc.collect()  # a failed case's frames hold views of the buffers
+            buffers.close()
+
+
+def _one(bench: PagedBench, part: Part, case: Case, deadline: Deadline) -> None:
+    """One case; what fails is noted, and the next one runs."""
+    try:
+        bench.measure(case, deadline)
+    except WrongResult as error:
+        part.not_run(case.name, f"WRONG: {error}")
+    except (RuntimeError, AssertionError, TypeError) as error:
+        part.not_run(case.name, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def _raise_wrong(part: Part) -> None:
+    wrong = [item["why"] for item in part.missing if item["why"].startswith("WRONG: ")]
+    if wrong:
+        raise WrongResult(wrong[0].removeprefix("WRONG: "))

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: MIT
+"""Attention kernels that take a request's rows contiguous, or in blocks named by a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from pyvmem.bench import fa3
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CASES", "TINY_CASES", "Call", "Case", "Fa3", "Gather", "Kernel"]
+
+Call = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
+"""Queries ``[tokens, heads, dim]``, keys and values, to ``[tokens, heads, dim]``."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch of equal requests.
+
+    Attributes:
+        name, what: for rows, and for people.
+        batch: requests.
+        q_len: new tokens of each, at the end of its rows.
+        kv_len: rows of each.
+        tuned: the best number of splits is looked for; otherwise the kernel chooses.
+    """
+
+    name: str
+    what: str
+    batch: int
+    q_len: int
+    kv_len: int
+    tuned: bool = False
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def decodes(self) -> bool:
+        """A new token each."""
+        return self.q_len == 1
+
+    @property
+    def elements(self) -> int:
+        """Of the keys; the values are as many."""
+        return self.batch * self.kv_len * self.kv_heads * self.head_dim
+
+
+_K = 1024
+CASES = (
+    Case("decode_b1_16k", "decode, 1 request of 16K", 1, 1, 16 * _K),
+    Case("decode_b1_16k_tuned", "decode, 1 request of 16K, best splits", 1, 1, 16 * _K, True),
+    Case("decode_b16_16k", "decode, 16 requests of 16K", 16, 1, 16 * _K),
+    Case("decode_b32_16k", "decode, 32 requests of 16K", 32, 1, 16 * _K),
+    Case("decode_b128_4k", "decode, 128 requests of 4K", 128, 1, 4 * _K),
+    Case("prefill_16k", "prefill of 16K", 1, 16 * _K, 16 * _K),
+    Case("prefill_64k", "prefill of 64K", 1, 64 * _K, 64 * _K),
+    Case("chunk_2k_64k", "chunk of 2K at the end of 64K", 1, 2 * _K, 64 * _K),
+    Case("chunks_512_32k", "8 chunks of 512 at the end of 32K", 8, 512, 32 * _K),
+)
+TINY_CASES = (
+    Case("decode_b1_1k_tuned", "decode, 1 request of 1K, best splits", 1, 1, _K, True, 4, 2),
+    Case("decode_b2_1k", "decode, 2 requests of 1K", 2, 1, _K, False, 4, 2),
+    Case("prefill_512", "prefill of 512", 1, 512, 512, False, 4, 2),
+    Case("chunks_128_512", "2 chunks of 128 at the end of 512", 2, 128, 512, False, 4, 2),
+)
+
+
+class Kernel(Protocol):
+    """One kernel in both forms.
+
+    Attributes:
+        name: for rows.
+        blocks: tokens of a block, the sizes that are compared.
+    """
+
+    name: str
+    blocks: tuple[int, ...]
+
+    def splits(self, case: Case) -> tuple[int, ...]:
+        """Parts that a request's rows may be divided into; 0: the kernel chooses."""
+
+    def contiguous(self, case: Case, splits: int) -> Call:
+        """A call over keys and values ``[batch, kv_len, kv_heads, dim]``."""
+
+    def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
+        """The same over ``[blocks, block, kv_heads, dim]``.
+
+        `table`: each request's blocks, int32 ``[batch, blocks of each]``.
+        """
+
+
+class Fa3:
+    """FlashAttention-3, vLLM's op. Raises as `fa3.load`."""
+
+    name = "fa3"
+    blocks: tuple[int, ...] = (16, 64, 128, 256)
+
+    def __init__(self, source: Path | None, device: torch.device) -> None:
+        self._op = fa3.load(source, device)
+        self._device = device
+
+    def splits(self, case: Case) -> tuple[int, ...]:
+        """`num_splits`."""
+        return (0, 1, 2, 4, 8, 16, 32) if case.tuned else (0,)
+
+    def contiguous(self, case: Case, splits: int) -> Call:
+        """The op's batch of slots."""
+        return self._call(case, None, splits)
+
+    def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
+        """The op's page table."""
+        return self._call(case, table, splits)
+
+    def _call(self, case: Case, table: torch.Tensor | None, splits: int) -> Call:
+        import torch
+
+        starts = torch.arange(case.batch + 1, dtype=torch.int32, device=self._device) * case.q_len
+        used = torch.full((case.batch,), case.kv_len, dtype=torch.int32, device=self._device)
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return fa3.call(self._op, q, k, v, starts, used, case.q_len, case.kv_len, table, splits)
+
+        return call
+
+
+class Gather:
+    """torch's SDPA, and for blocks a copy before it: no paged kernel, but it runs everywhere."""
+
+    name = "sdpa"
+    blocks: tuple[int, ...] = (16, 64)
+
+    def splits(self, case: Case) -> tuple[int, ...]:
+        """It has none; the two are the same."""
+        return (0, 1) if case.tuned else (0,)
+
+    def contiguous(self, case: Case, splits: int) -> Call:
+        """One call for the batch."""
+        import torch
+        from torch.nn.functional import scaled_dot_product_attention
+
+        rows, columns = torch.arange(case.q_len), torch.arange(case.kv_len)
+        seen = columns <= rows[:, None] + (case.kv_len - case.q_len)
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            shape = (case.batch, case.q_len, case.heads, case.head_dim)
+            found = scaled_dot_product_attention(
+                q.view(shape).transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                attn_mask=None if case.decodes else seen.to(q.device),
+                enable_gqa=True,
+            )
+            return found.transpose(1, 2).reshape(q.shape)
+
+        return call
+
+    def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
+        """A copy of the blocks in their order, then the same."""
+        whole = self.contiguous(case, splits)
+        shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
+        order = table.flatten().long()
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return whole(q, k[order].view(shape), v[order].view(shape))
+
+        return call

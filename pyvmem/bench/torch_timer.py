@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: MIT
+"""How long torch's work takes on its device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["timer"]
+
+
+def timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    """Nanoseconds that a call takes: between events of the GPU, or by the clock on the CPU."""
+    import torch
+
+    if device.type == "cpu":
+
+        def by_clock(work: Callable[[], object]) -> float:
+            start = time.perf_counter_ns()
+            work()
+            return time.perf_counter_ns() - start
+
+        return by_clock
+    event: Any = torch.cuda.Event
+    start, end = event(enable_timing=True), event(enable_timing=True)
+
+    def by_events(work: Callable[[], object]) -> float:
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e6
+
+    return by_events

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: MIT
+"""What the commands about layouts and traces have in common on their command lines."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+__all__ = ["add_output", "add_workload", "counts", "page_name", "size", "sizes"]
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def size(text: str) -> int:
+    """Bytes of "80G", "64K", "65536"; units are powers of 1,024."""
+    number = text.strip().upper().removesuffix("IB").removesuffix("B")
+    unit = number[-1:] if number[-1:] in ("K", "M", "G") else ""
+    try:
+        value = float(number.removesuffix(unit)) * _UNITS[unit]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64K or 80G") from None
+    if not 1 <= value < 1 << 62:
+        raise argparse.ArgumentTypeError(f"{text!r} is out of range")
+    return int(value)
+
+
+def sizes(text: str) -> list[int]:
+    """Bytes of "64K,2M"."""
+    return [size(one) for one in text.split(",")]
+
+
+def counts(text: str, all_is: int | None = None) -> list[int]:
+    """Whole numbers of "1,8", each at least 1; "all" is `all_is`, where that is given."""
+    found = []
+    for one in text.split(","):
+        if one == "all" and all_is is not None:
+            found.append(all_is)
+        elif one.strip().isdecimal() and int(one) > 0:
+            found.append(int(one))
+        else:
+            example = "1,8" if all_is is None else "1,8,all"
+            raise argparse.ArgumentTypeError(f"{text!r}: {one!r} is no count; expected {example}")
+    return found
+
+
+def page_name(page_size: int) -> str:
+    """ "64K" or "2M"."""
+    return f"{page_size >> 20}M" if page_size >= 1 << 20 else f"{page_size >> 10}K"
+
+
+def add_workload(parser: Any, trace: str, what: str, requests: int, **how: Any) -> None:
+    """Adds ``--trace``, or else so many made-up `what` of a seed.
+
+    Args:
+        parser: gets the arguments.
+        trace: which traces are read.
+        what: "requests" or "prompts".
+        requests: the default.
+        **how: more for ``--trace``.
+    """
+    add = parser.add_argument
+    add("--trace", type=Path, help=trace, **how)
+    add("--requests", type=int, default=requests, help=f"made-up {what} instead ({requests})")
+    add("--seed", type=int, default=1, help=f"of the made-up {what} (1)")
+
+
+def add_output(parser: Any, out: str) -> None:
+    """Adds ``--out`` and ``--json``; `out`: what is written."""
+    add = parser.add_argument
+    add("--out", type=Path, metavar="FILE", help=out)
+    add("--json", action="store_true", help="print the JSON instead of the tables")

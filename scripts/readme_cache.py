@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: MIT
+"""README.md's tables of the benchmarks of the cache and of attention, one for each run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+
+from readme_format import RESULTS, ROOT, Result, number, rows, table, title
+
+MODES = {
+    "mapped": "everything mapped before",
+    "async": "mapped in the background",
+    "reuse": "an earlier request's pages",
+    "sync": "mapped first",
+    "pages": "mapped first, page by page",
+}
+KINDS = {
+    "runs": "runs of 64 KB pages",
+    "runs_2m": "runs of 2 MB pages",
+    "fragmented": "single 64 KB pages",
+}
+KERNELS = {"fa3": "FlashAttention-3", "flashinfer": "FlashInfer"}
+
+
+def runs(name: str) -> Iterator[Result]:
+    """The full runs of a benchmark that are kept."""
+    for path in sorted(RESULTS.glob("*.json")):
+        result: Result = json.loads(path.read_text(encoding="utf-8"))
+        if result.get("format") == f"vmem-bench-{name}/1" and not result["options"]["quick"]:
+            result["file"] = path.relative_to(ROOT).as_posix()
+            yield result
+
+
+def over(row: Result | None, base: Result | None, field: str = "median") -> str:
+    """One row's number over another's; nothing where one was not run."""
+    if row is None or base is None or row is base:
+        return ""
+    return f"{row[field] / base[field]:.3f}"
+
+
+def part_overlap(_: list[Result]) -> list[str]:
+    """Iterations of decoding, by when their memory is mapped."""
+    lines: list[str] = []
+    for run in runs("overlap"):
+        found, body = rows(run), []
+        base = found.get("iterations/time/mapped")
+        for mode, words in MODES.items():
+            row = found.get(f"iterations/time/{mode}")
+            if row is None:
+                continue
+            spikes = found[f"iterations/spikes/{mode}"]["value"]
+            times = [number(row[field], 4) for field in ("median", "p99", "max")]
+            body.append([words, *times, over(row, base, "p99"), str(spikes)])
+        options = run["options"]
+        count = base["n"] if base else 0
+        head = ["", "median ms", "99th percentile", "longest", "99th, over the first"]
+        lines += [
+            f"Iterations of decoding, Llama-3-8B's shape, {options['batch']} requests of "
+            f"{options['low']:,} to {options['high']:,} tokens, {count:,} iterations each, "
+            f"{title(run)}:",
+            "",
+            *table([*head, "above 1.2 times the median"], body),
+            "",
+        ]
+    return lines[:-1]
+
+
+def part_deferred(_: list[Result]) -> list[str]:
+    """Prefill, by when its memory is mapped."""
+    lines: list[str] = []
+    for run in runs("deferred"):
+        found, body = rows(run), []
+        base = found.get("prefill/time/mapped")
+        for mode, words in MODES.items():
+            row, step = (found.get(f"prefill/{what}/{mode}") for what in ("time", "step"))
+            if row is None:
+                continue
+            of_that = number(step["median"] / 1000) if step else ""
+            spread = f"{100 * row['spread']:.1f} %"
+            body.append([words, number(row["median"], 4), of_that, spread, over(row, base)])
+        lines += [
+            f"Prefill of {run['options']['tokens']:,} tokens, Llama-3-8B's shape, medians of "
+            f"{base['n'] if base else 0}, {title(run)}:",
+            "",
+            *table(["", "ms", "of that, step", "spread", "over the first"], body),
+            "",
+        ]
+    return lines[:-1]
+
+
+def part_kernels(_: list[Result]) -> list[str]:
+    """One kernel contiguous and paged: times over those of contiguous 64 KB pages."""
+    lines: list[str] = []
+    for run in runs("kernels"):
+        found = rows(run)
+        for kernel, name in KERNELS.items():
+            part = run["parts"].get(kernel)
+            if part is None or not part["rows"]:
+                continue
+            lines += [*_one_kernel(found, run, kernel, name), ""]
+    return lines[:-1]
+
+
+def _one_kernel(found: dict[str, Result], run: Result, kernel: str, name: str) -> list[str]:
+    ids = [row["id"].split("/") for row in run["parts"][kernel]["rows"]]
+    cases = list(dict.fromkeys(case for _, case, _, _ in ids))
+    forms = dict.fromkeys(form for _, _, form, _ in ids if form != "contiguous")
+
+    def median(case: str, form: str, memories: tuple[str, ...]) -> float | None:
+        picked = [found.get(f"{kernel}/{case}/{form}/{memory}") for memory in memories]
+        medians = [row["median"] for row in picked if row]
+        return statistics.median(medians) if medians else None
+
+    ours, theirs = ("random0", "random1"), ("malloc0", "malloc1")
+    body = []
+    for case in cases:
+        base = median(case, "contiguous", ours)
+        what = found[f"{kernel}/{case}/contiguous/{ours[0]}"]["what"].rpartition(":")[0]
+        times = [median(case, form, theirs) for form in ("contiguous", *forms)]
+        shown = [f"{time / base:.3f}" if time and base else "" for time in times]
+        body.append([what, number(base or 0.0), *shown])
+    blocks = [f"blocks of {form.removeprefix('paged')}" for form in forms]
+    head = ["", "contiguous, 64 KB pages: ms", "contiguous, cudaMalloc", *blocks]
+    return [
+        f"{name}, bfloat16, 32 query and 8 KV heads of 128: time over that of contiguous 64 KB "
+        f"pages (above 1: paging costs that), {title(run)}:",
+        "",
+        *table(head, body),
+    ]
+
+
+def part_prefix_map(_: list[Result]) -> list[str]:
+    """How long a request takes to begin with a recorded prefix."""
+    lines: list[str] = []
+    for run in runs("prefix-map"):
+        found, body = rows(run), []
+        for kind, words in KINDS.items():
+            row = found.get(f"prefix/map/{kind}")
+            if row is None:
+                continue
+            match, pieces = (found[f"prefix/{what}/{kind}"] for what in ("match", "segments"))
+            times = [number(row["median"]), number(row["p99"]), number(match["median"])]
+            body.append([words, *times, f"{pieces['value']:,}"])
+        where = title(run) if run["machine"]["gpu"] else f"back end `host` ([raw]({run['file']}))"
+        head = ["the prefix lies in", "median ms", "99th percentile", "of that, match: µs"]
+        lines += [
+            f"A request begins with {run['options']['tokens']:,} recorded tokens of Llama-3-8B's "
+            f"shape (64 tensors), {where}:",
+            "",
+            *table([*head, "pieces of mappings"], body),
+            "",
+        ]
+    return lines[:-1]
+
+
+CACHE_PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
+    "overlap": part_overlap,
+    "deferred": part_deferred,
+    "kernels": part_kernels,
+    "prefix-map": part_prefix_map,
+}

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: MIT
+"""What the generators of README.md's tables have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+Result = dict[str, Any]
+
+
+def rows(result: Result) -> dict[str, Result]:
+    """All rows of a run by id."""
+    return {row["id"]: row for part in result["parts"].values() for row in part["rows"]}
+
+
+def number(value: float, digits: int = 3) -> str:
+    """So many significant digits, without an exponent."""
+    text = f"{value:.{digits}g}"
+    return f"{float(text):,.0f}" if "e+" in text else text
+
+
+def title(result: Result) -> str:
+    """What was measured on, and where the numbers are kept."""
+    machine = result["machine"]
+    return f"{machine['gpu']}, driver {machine['driver']} ([raw]({result['file']}))"
+
+
+def table(head: list[str], body: list[list[str]]) -> list[str]:
+    """A table in Markdown; the first column is text."""
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    return ["| " + " | ".join(line) + " |" for line in [head, rule, *body]]

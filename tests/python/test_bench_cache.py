@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: MIT
+"""The benchmarks of the cache and of attention, in their quick form: structure and results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import pyvmem
+from pyvmem.bench import deferred, overlap, overlap_modes, paged, prefix_map
+from pyvmem.bench.command import Command
+from pyvmem.bench.fragments import Fragments
+from pyvmem.bench.paged_flashinfer import FlashInfer
+from pyvmem.bench.paged_kernels import CASES, TINY_CASES, Call, Case, Gather
+from pyvmem.cli import main
+
+torch = pytest.importorskip("torch")
+
+
+def conduct(name: str, folder: Path, backend: str, *options: str) -> dict[str, Any]:
+    """The raw file of one quick run."""
+    out = folder / f"{name}.json"
+    words = ["bench", name, "--quick", "--backend", backend, "--out", str(out), *options]
+    assert main(words) == 0
+    small = json.loads(out.read_text())
+    assert small["format"] == f"vmem-bench-{name}/1"
+    assert not any("samples" in row for part in small["parts"].values() for row in part["rows"])
+    data: dict[str, Any] = json.loads((folder / "raw" / out.name).read_text())
+    return data
+
+
+def rows(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["id"]: row for part in data["parts"].values() for row in part["rows"]}
+
+
+def aims(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {aim["id"]: aim for aim in data["aims"]}
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+def test_the_models_size_is_that_of_its_public_configuration() -> None:
+    from pyvmem.bench.decoder import LLAMA_3_8B
+    from pyvmem.layouts.shapes import SHAPES
+
+    shape = SHAPES["Llama-3-8B"]
+    assert 2 * LLAMA_3_8B.weights == shape.weight_bytes
+    assert LLAMA_3_8B.token_bytes == shape.token_bytes == 128 << 10
+
+
+@pytest.mark.needs_tensors
+def test_decoding_agrees_with_one_prefill(backend: str) -> None:
+    """Token by token through the cache, or all at once: the last token's logits are the same."""
+    from pyvmem.attention import Attention
+    from pyvmem.bench.decoder import TINY, Decoder
+
+    config = TINY.config(max_batch=2, max_seq_len=256, overread_rows=192)
+    with pyvmem.KVCache(config, backend=backend) as cache:
+        attend = Attention(cache)
+        model = Decoder(TINY, cache.k(0).device)
+        ids = torch.randint(TINY.vocabulary, (9,)).to(cache.k(0).device)
+        one, other = cache.alloc_reqid(9), cache.alloc_reqid(9)
+        assert one is not None
+        assert other is not None
+        cache.step([9, 9])
+        whole = model(ids, attend, attend.batch([one], [9], [9]))
+        assert whole.shape == (1, TINY.vocabulary)
+        for length in range(1, 10):
+            last = model(ids[length - 1 : length], attend, attend.batch([other], [1], [length]))
+        assert torch.allclose(whole.float(), last.float(), atol=0.1)
+        assert not torch.equal(whole[0], torch.zeros_like(whole[0]))
+        attend.close()
+
+
+# ---- overlap -------------------------------------------------------------------------------------
+
+
+def test_lengths_grow_and_start_again() -> None:
+    lengths = overlap_modes.Lengths(4, 64, 640)
+    for iteration in range(1200):
+        now, after = lengths.at(iteration), lengths.at(iteration + 1)
+        assert all(64 < length <= 640 for length in now)
+        for request, (a, b) in enumerate(zip(now, after, strict=True)):
+            assert b == (65 if request in lengths.ended(iteration) else a + 1)
+    assert lengths.at(0) == [65, 65 + 191, 65 + 2 * 191, 65 + 3 * 191]
+    assert lengths.replaced(0) == [False] * 4
+    assert lengths.replaced(2) == [False] * 4
+    assert lengths.replaced(3) == [False, False, False, True]
+    assert lengths.replaced(600) == [True] * 4
+    assert overlap_modes.Lengths(1, 4, 8).at(0) == [5]
+
+
+def test_spikes_are_counted_against_the_median() -> None:
+    assert overlap_modes.spikes([1.0] * 9 + [1.19, 1.21, 5.0]) == 2
+
+
+@pytest.mark.needs_tensors
+def test_overlap(tmp_path: Path, backend: str) -> None:
+    data = conduct("overlap", tmp_path, backend, "--ahead", "1")
+    part = data["parts"]["iterations"]
+    assert part["status"] == "done", part
+    found = rows(data)
+    for mode in overlap_modes.MODES:
+        assert found[f"iterations/time/{mode}"]["n"] == 90
+        assert found[f"iterations/time/{mode}"]["rounds"] == 5
+        assert found[f"iterations/spikes/{mode}"]["value"] >= 0
+    # The same lengths need the same pages, whoever maps them.
+    for what in ("grown_pages", "reused_pages", "zeroed_pages"):
+        values = [found[f"iterations/{what}/{mode}"]["value"] for mode in ("async", "sync")]
+        assert values[0] == values[1]
+    if backend == "host":
+        assert found["iterations/grown_pages/async"]["value"] > 0
+    assert found["iterations/difference"]["value"] <= 0.02
+    known = aims(data)
+    assert known["p99_async"]["aim"] == 1.03
+    assert known["p99_sync"]["aim"] is None
+    assert known["spikes_async"]["value"] is not None
+    assert not any(aim["applies"] for aim in known.values())
+    assert any("attention by" in note for note in part["notes"])
+
+
+@pytest.mark.needs_tensors
+def test_overlap_stops_at_its_deadline(tmp_path: Path, backend: str) -> None:
+    data = conduct("overlap", tmp_path, backend, "--deadline", "0")
+    assert rows(data)["iterations/time/sync"]["n"] == 20
+    assert "the deadline came after 20 iterations" in data["parts"]["iterations"]["notes"]
+
+
+def test_overlap_of_one_mode_names_what_the_aims_lack(tmp_path: Path) -> None:
+    data = conduct("overlap", tmp_path, "host", "--modes", "sync", "--iterations", "10")
+    assert "iterations/time/mapped" in aims(data)["p99_sync"]["why"]
+    assert "iterations/time/async" not in rows(data)
+
+
+def test_outputs_that_differ_fail_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(overlap, "_compare", lambda *_: 0.5)
+    out = tmp_path / "overlap.json"
+    words = ["bench", "overlap", "--quick", "--backend", "host", "--iterations", "5"]
+    assert main([*words, "--out", str(out)]) == 1
+    part = json.loads(out.read_text())["parts"]["iterations"]
+    assert part["status"] == "failed"
+    assert "outputs differ by 0.5" in part["why"]
+    assert part["rows"]
+
+
+@pytest.mark.parametrize("text", ["mapped,fast", "sync,sync", ""])
+def test_unknown_modes_are_named(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as found:
+        main(["bench", "overlap", "--modes", text])
+    assert found.value.code == 2
+    assert "mapped,async,sync" in capsys.readouterr().err
+
+
+def test_an_unusable_back_end(capsys: pytest.CaptureFixture[str]) -> None:
+    unusable = [one.backend for one in pyvmem.probe() if not one.usable]
+    if not unusable:
+        pytest.skip("every back end works here")
+    assert main(["bench", "overlap", "--backend", unusable[0]]) == 2
+    assert capsys.readouterr().err.startswith("vmem bench: ")
+
+
+# ---- deferred ------------------------------------------------------------------------------------
+
+
+@pytest.mark.needs_tensors
+def test_deferred(tmp_path: Path, backend: str) -> None:
+    data = conduct("deferred", tmp_path, backend)
+    part = data["parts"]["prefill"]
+    assert part["status"] == "done", part
+    found = rows(data)
+    for mode in deferred.MODES:
+        assert found[f"prefill/time/{mode}"]["n"] == (1 if mode == "pages" else 3)
+    pages = found["prefill/reused_pages/reuse"]["value"]
+    assert pages > 0
+    for mode, grown, reused in (
+        ("mapped", 0, 0),
+        ("reuse", 0, pages),
+        ("sync", pages, 0),
+        ("pages", pages, 0),
+    ):
+        assert found[f"prefill/grown_pages/{mode}"]["value"] == grown
+        assert found[f"prefill/reused_pages/{mode}"]["value"] == reused
+    assert found["prefill/difference"]["value"] <= 0.02
+    known = aims(data)
+    assert known["prefill_reuse"]["aim"] == 1.01
+    assert known["prefill_sync"]["value"] is not None
+    assert known["prefill_sync"]["aim"] is None
+    assert not any(aim["applies"] for aim in known.values())
+
+
+def test_prefills_that_differ_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "_compare", lambda _: float("nan"))
+    out = tmp_path / "deferred.json"
+    assert main(["bench", "deferred", "--quick", "--backend", "host", "--out", str(out)]) == 1
+    part = json.loads(out.read_text())["parts"]["prefill"]
+    assert part["status"] == "failed"
+    assert "outputs differ by nan" in part["why"]
+    assert part["rows"]
+
+
+def test_a_mode_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: Any) -> None:
+        raise pyvmem.OutOfMemory("the device is full", errno=12)
+
+    monkeypatch.setattr(deferred, "Fragments", none)
+    data = conduct("deferred", tmp_path, "host")
+    part = data["parts"]["prefill"]
+    assert part["status"] == "partial"
+    assert part["missing"] == [{"id": "prefill/time/pages", "why": "the device is full"}]
+    assert "prefill/time/sync" in rows(data)
+    assert "prefill/time/pages" in aims(data)["prefill_pages"]["why"]
+
+
+def test_a_failure_on_the_way_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iterate = overlap_modes.Mode.iterate
+
+    def failing(self: overlap_modes.Mode, iteration: int, *more: Any, **options: Any) -> None:
+        if iteration == 250 and self.name == "async":
+            raise RuntimeError("deliberate")
+        iterate(self, iteration, *more, **options)
+
+    monkeypatch.setattr(overlap_modes.Mode, "iterate", failing)
+    out = tmp_path / "o.json"
+    words = ["bench", "overlap", "--backend", "host", "--low", "64", "--high", "640"]
+    words += ["--batch", "4", "--block", "20", "--iterations", "300", "--out", str(out)]
+    assert main(words) == 1
+    part = json.loads(out.read_text())["parts"]["iterations"]
+    assert part["status"] == "failed"
+    assert part["why"] == "RuntimeError: deliberate"
+    assert next(r for r in part["rows"] if r["id"] == "iterations/time/sync")["n"] == 200
+
+
+def test_fragments_are_single_pages(backend: str) -> None:
+    page = 4096 if backend == "host" else 64 << 10
+    if backend == "cuda":
+        pytest.skip("pages of 2 MB")
+    with Fragments(backend, 0, page, 64 * page) as fragments:
+        context = fragments.context
+        assert context.stats().free_bytes >= 64 * page
+        reservation = context.reserve(128 * page)
+        with context.create(64 * page) as pages:
+            before = context.stats().map_calls
+            reservation.map(0, pages)
+            if backend != "uvm":  # which maps in one call, whatever the pages
+                assert context.stats().map_calls - before == 64
+            reservation.unmap(0, 64 * page)
+        reservation.close()
+        context.check()
+
+
+# ---- prefix-map ----------------------------------------------------------------------------------
+
+
+def test_prefix_map(tmp_path: Path, backend: str) -> None:
+    data = conduct("prefix-map", tmp_path, backend)
+    found, part = rows(data), data["parts"]["prefix"]
+    if backend == "cuda":  # 2 MB only, and read-only by the driver's version
+        assert part["status"] in ("done", "not run"), part
+        return
+    assert part["status"] == "done", part
+    for kind in prefix_map.KINDS:
+        assert found[f"prefix/map/{kind}"]["n"] == 3
+        assert found[f"prefix/match/{kind}"]["n"] == 3
+        assert found[f"prefix/bytes/{kind}"]["value"] == 2048 * 4 * 2048
+    pages = 4 * 2048 * 2048 // found["prefix/map/fragmented"]["page"]
+    assert found["prefix/segments/fragmented"]["value"] >= pages
+    assert found["prefix/segments/runs"]["value"] < pages
+    known = aims(data)
+    assert [known[f"prefix_{kind}"]["aim"] for kind in prefix_map.KINDS] == [6.0, 2.0, None]
+    assert not any(aim["applies"] for aim in known.values())
+
+
+def test_a_prefix_with_other_contents_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks = iter(range(1 << 30))
+    monkeypatch.setattr(prefix_map._Kind, "_mark", lambda *_: next(marks).to_bytes(16, "little"))
+    out = tmp_path / "p.json"
+    assert main(["bench", "prefix-map", "--quick", "--backend", "host", "--out", str(out)]) == 1
+    part = json.loads(out.read_text())["parts"]["prefix"]
+    assert part["status"] == "failed"
+    assert "WrongResult: tensor" in part["why"]
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of everything on host, where only SDPA can be had."""
+    folder = tmp_path_factory.mktemp("kernels")
+    return conduct("kernels", folder, "host", "--kernels", "fa3,flashinfer,sdpa")
+
+
+def test_kernels_that_cannot_run_say_why(kernels: dict[str, Any]) -> None:
+    for name in ("fa3", "flashinfer"):
+        part = kernels["parts"][name]
+        assert part["status"] == "not run"
+        assert part["why"] == "needs a GPU"
+        assert part["missing"] == [{"id": f"{name}/*", "why": "needs a GPU"}]
+
+
+def test_every_case_has_every_form_and_memory(kernels: dict[str, Any]) -> None:
+    assert kernels["parts"]["sdpa"]["status"] == "done"
+    found = rows(kernels)
+    forms = [f"contiguous/{name}" for name in ("random0", "random1", "malloc0", "malloc1")]
+    forms += [f"paged{block}/{name}" for block in (16, 64) for name in ("malloc0", "malloc1")]
+    assert set(found) == {f"sdpa/{case.name}/{form}" for case in TINY_CASES for form in forms}
+    note = found["sdpa/decode_b1_1k_tuned/paged16/malloc0"]["note"]
+    assert note.endswith(" splits, a sample is the mean of 2 calls")
+    assert "note" not in found["sdpa/prefill_512/contiguous/random0"]
+    assert any("splits (0: the" in note for note in kernels["parts"]["sdpa"]["notes"])
+    # Eight forms, and two requests' last tokens against float32.
+    assert sum("10 outputs checked" in n for n in kernels["parts"]["sdpa"]["notes"]) == 4
+
+
+def test_ours_is_held_against_the_best_block_and_against_16(kernels: dict[str, Any]) -> None:
+    found, known = rows(kernels), aims(kernels)
+
+    def median(form: str) -> float:
+        names = ("random0", "random1") if form == "contiguous" else ("malloc0", "malloc1")
+        values = [found[f"sdpa/prefill_512/{form}/{name}"]["median"] for name in names]
+        return sum(values) / 2
+
+    best = min(median("paged16"), median("paged64")) / median("contiguous")
+    assert known["sdpa_prefill_512_best"]["value"] == pytest.approx(best, rel=1e-3)
+    expected = median("paged16") / median("contiguous")
+    assert known["sdpa_prefill_512_16"]["value"] == pytest.approx(expected, rel=1e-3)
+    assert known["sdpa_prefill_512_best"]["aim"] is None  # it is no paged kernel
+
+
+def test_the_goals_of_paged_kernels(tmp_path: Path) -> None:
+    args = argparse.Namespace(backend="host", device=0, quick=True, fa3=None, deadline=1, out=None)
+    command = Command(args, "kernels", {})
+    paged._aims(command, "fa3", CASES, (16, 256))
+    goals = {aim["id"]: aim["aim"] for aim in command.aims.found if aim["aim"]}
+    assert goals == {
+        "fa3_decode_b1_16k_tuned_best": 0.97,
+        "fa3_decode_b16_16k_best": 0.97,
+        "fa3_decode_b32_16k_best": 0.97,
+        "fa3_decode_b128_4k_best": 0.97,
+        "fa3_prefill_16k_best": 0.99,
+        "fa3_prefill_64k_best": 0.99,
+        "fa3_chunk_2k_64k_best": 0.99,
+        "fa3_chunks_512_32k_best": 0.99,
+    }
+    assert all(aim["value"] is None and aim["why"] for aim in command.aims.found)
+
+
+@pytest.mark.parametrize("form", ["contiguous", "paged"])
+def test_a_kernel_that_computes_something_else_fails_the_run(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(Gather, form)
+
+    def wrong(self: Gather, case: Case, *more: Any) -> Call:
+        call: Call = right(self, case, *more)
+        if case.name == "prefill_512":
+            return lambda q, k, v: call(q, k, v.roll(1, 1))
+        return call
+
+    monkeypatch.setattr(Gather, form, wrong)
+    out = tmp_path / "k.json"
+    words = ["bench", "kernels", "--quick", "--backend", "host", "--kernels", "sdpa"]
+    assert main([*words, "--out", str(out)]) == 1
+    part = json.loads(out.read_text())["parts"]["sdpa"]
+    assert part["status"] == "failed"
+    assert "prefill_512" in part["why"]
+    assert [item["id"] for item in part["missing"]] == ["sdpa/prefill_512"]
+    assert any(row["id"].startswith("sdpa/chunks_128_512/") for row in part["rows"])
+
+
+def test_chosen_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--kernels", "sdpa", "--cases", "decode_b2_1k"]
+    data = conduct("kernels", tmp_path, "host", *options)
+    assert {name.split("/")[1] for name in rows(data)} == {"decode_b2_1k"}
+    words = ["bench", "kernels", "--quick", "--backend", "host", "--cases", "nothing"]
+    assert main(words) == 2
+    assert "no case of nothing" in capsys.readouterr().err
+
+
+class _Wrapper:
+    """FlashInfer's wrappers as far as `plan` and `run` are seen from outside."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
+        assert layout == "NHD"
+        self.backend = backend
+
+    def plan(self, *shape: Any, **more: Any) -> None:
+        self.shape, self.more = shape, more
+
+    def run(self, q: torch.Tensor, *rows: Any, out: torch.Tensor) -> torch.Tensor:
+        k, v = rows if len(rows) == 2 else rows[0]
+        starts, wheres, *_ = self.shape
+        batch = len(starts) - 1
+        case = Case("", "", batch, int(starts[1]), 0, False, *q.shape[1:2], *k.shape[-2:])
+        if len(rows) == 1:
+            table, last = self.shape[2].view(batch, -1), self.shape[3]
+            size = self.shape[7]
+            assert k.shape[1] == size == int(last[0])
+            assert int(wheres[-1]) == table.numel()
+            case = replace(case, kv_len=int(wheres[1]) * size)
+            return out.copy_(Gather().paged(case, table, 0)(q, k, v))
+        case = replace(case, kv_len=int(wheres[1]))
+        shape = (batch, case.kv_len, *k.shape[1:])
+        return out.copy_(Gather().contiguous(case, 0)(q, k.view(shape), v.view(shape)))
+
+
+def test_flashinfer_is_told_the_right_shapes() -> None:
+    flashinfer = object.__new__(FlashInfer)
+    flashinfer._device = torch.device("cpu")
+    flashinfer._workspace = torch.empty(0)
+    flashinfer._why = {"fa2": "", "fa3": "no compiler"}
+    flashinfer._prefill = SimpleNamespace(
+        BatchPrefillWithRaggedKVCacheWrapper=_Wrapper, BatchPrefillWithPagedKVCacheWrapper=_Wrapper
+    )
+    case = TINY_CASES[1]
+    q = torch.randn(2, 4, 128, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, 1024, 2, 128, dtype=torch.bfloat16)
+    wanted = Gather().contiguous(case, 0)(q, k, v)
+    assert torch.equal(flashinfer.contiguous(case, 0)(q, k, v), wanted)
+    table = torch.randperm(32, dtype=torch.int32).view(2, 16)
+    cut = (32, 64, 2, 128)
+    found = flashinfer.paged(case, table, 0)(q, k.view(cut), v.view(cut))
+    wanted = Gather().paged(case, table, 0)(q, k.view(cut), v.view(cut))
+    assert torch.equal(found, wanted)
+    assert flashinfer._plan(case, 4, 64)["fixed_split_size"] == 4
+    assert flashinfer._plan(case, 1, 1)["fixed_split_size"] == 1024
+    assert "fixed_split_size" not in flashinfer._plan(case, 0, 1)
+    with pytest.raises(RuntimeError, match="fa3 was not compiled: no compiler"):
+        flashinfer.contiguous(TINY_CASES[2], 0)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: MIT
+"""Description: what transformers tests of its own caches holds for VMemCache too.
+
+The list is that of its tests/utils/test_cache_utils.py: head counts, layers on their own, padding,
+prompts that are used again, static caches' tokens, early initialisation, calls before the first
+keys. torch.export is not on it: the views grow, so `is_compileable` is False.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
+
+from kvcache_helpers import full_queue
+from serve_helpers import one_thread, tiny_model
+from test_hf_cache import DIM, HEADS, LAYERS, device_of, make, prompts
+from transformers import DynamicCache, LlamaConfig, StaticCache
+
+import pyvmem
+from pyvmem import InvalidArgument
+
+__all__ = ["one_thread"]
+pytestmark = pytest.mark.needs_tensors
+
+GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model(LAYERS).model
+
+
+@pytest.mark.parametrize("heads", [8, 4, 1])
+def test_any_number_of_heads(context: pyvmem.Context, heads: int) -> None:
+    """Multi-head, grouped-query and multi-query attention, layer by layer on its own."""
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=8, num_key_value_heads=heads, num_hidden_layers=2
+    )
+    ours, dynamic = make(context, config, 2, 10), DynamicCache(config=config)
+    device = device_of(context)
+    with ours:
+        for layer, new in ((1, 3), (0, 2), (0, 1), (1, 1), (0, 7)):
+            keys = torch.randn(2, heads, new, 8, device=device)
+            got = ours.update(keys, -keys, layer)
+            want = dynamic.update(keys, -keys, layer)
+            assert got[0].shape == want[0].shape
+            assert all(map(torch.equal, got, want))
+        assert [ours.get_seq_length(layer) for layer in range(2)] == [10, 4]
+        with pytest.raises(InvalidArgument, match="max_cache_len 10"):
+            ours.update(keys, keys, 0)
+        del got
+
+
+def test_calls_before_the_first_keys_do_nothing(model: Any, host: pyvmem.Context) -> None:
+    with make(host, model.config) as cache:
+        dynamic = DynamicCache(config=model.config)
+        for one in (dynamic, cache):
+            one.reset()
+            one.reorder_cache(torch.tensor([1, 0]))
+            one.batch_repeat_interleave(3)
+            one.batch_select_indices(torch.tensor([0]))
+            one.activate_past_recording()
+            assert one.get_query_offset() == 0
+            assert one.get_mask_sizes(4, 0) == (4, 0)
+            assert one.batch_size == -1
+            with pytest.raises(ValueError, match="LinearAttention"):
+                one.has_previous_state()
+            for name in ("is_sliding", "is_linear", "is_dummy"):  # what the version has of them
+                assert not any(getattr(one, name, ()))
+        cache.crop(-3)  # DynamicCache of 5.17 fails there
+        cache.crop(0)
+        assert cache.kvcache is None
+
+
+def test_nothing_is_left_after_a_crop_of_all(model: Any, host: pyvmem.Context) -> None:
+    states = torch.randn(2, HEADS, 7, DIM)
+    with make(host, model.config) as cache:
+        dynamic = DynamicCache(config=model.config)
+        for one in (dynamic, cache):
+            for removed in (7, 9):
+                for layer in range(LAYERS):
+                    one.update(states, -states, layer)
+                one.crop(-removed)
+                assert one.get_seq_length() == 0
+            for layer in range(LAYERS):
+                keys, values = one.update(states[:, :, :2], states[:, :, 2:4], layer)
+                assert torch.equal(keys, states[:, :, :2])
+                assert torch.equal(values, states[:, :, 2:4])
+            assert one.get_query_offset() == 2
+        del keys, values
+
+
+def test_the_tokens_of_a_static_cache_and_the_same_object_back(
+    model: Any, host: pyvmem.Context
+) -> None:
+    inputs = prompts(3, 11, torch.device("cpu"))
+    static = StaticCache(config=model.config, max_cache_len=40)
+    want = model.generate(**inputs, past_key_values=static, disable_compile=True, **GREEDY)
+    with make(host, model.config) as cache:
+        out = model.generate(
+            **inputs, past_key_values=cache, return_dict_in_generate=True, **GREEDY
+        )
+        assert out.past_key_values is cache
+        assert torch.equal(out.sequences, want)
+
+
+def test_more_padding_gives_the_same_words(model: Any, host: pyvmem.Context) -> None:
+    inputs = prompts(2, 9, torch.device("cpu"))
+    answers = []
+    for more in (0, 23):
+        padded = {name: torch.nn.functional.pad(one, (more, 0)) for name, one in inputs.items()}
+        with make(host, model.config) as cache:
+            answers.append(model.generate(**padded, past_key_values=cache, **GREEDY)[:, more:])
+    assert torch.equal(*answers)
+
+
+def test_a_prompt_is_computed_once_and_copied(model: Any, context: pyvmem.Context) -> None:
+    """transformers' way of using a prompt again: a deep copy of its cache for every question."""
+    device = device_of(context)
+    model = model.to(device)
+    prompt, dice = torch.randint(1, 99, (1, 40), device=device), torch.Generator().manual_seed(4)
+    try:
+        with make(context, model.config) as cache, torch.no_grad():
+            model(prompt, past_key_values=cache)
+            held = cache.kvcache.stats().mapped_bytes
+            for _ in range(3):
+                question = torch.randint(1, 99, (1, 5), generator=dice).to(device)
+                ids = torch.cat([prompt, question], 1)
+                with copy.deepcopy(cache) as mine:
+                    got = model.generate(ids, past_key_values=mine, **GREEDY)
+                assert torch.equal(got, model.generate(ids, **GREEDY))
+            assert cache.get_seq_length() == 40
+            assert cache.kvcache.stats().mapped_bytes == held
+    finally:
+        model.to("cpu")
+
+
+def test_early_initialisation_then_generate(model: Any, host: pyvmem.Context) -> None:
+    ids = prompts(1, 12, torch.device("cpu"))["input_ids"]
+    want = model.generate(ids, **GREEDY)
+    with make(host, model.config) as cache:
+        heads, widths = [HEADS] * LAYERS, [DIM] * LAYERS
+        cache.early_initialization(1, heads, widths, torch.float32, torch.device("cpu"))
+        assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), want)
+    with (
+        make(host, model.config) as cache,
+        pytest.raises(InvalidArgument, match="this cache has 2 heads of 24"),
+    ):
+        cache.early_initialization(1, [2, 1, 2], DIM, torch.float32, torch.device("cpu"))
+
+
+def test_a_prompt_in_chunks_and_answers_from_the_prompt(model: Any, host: pyvmem.Context) -> None:
+    ids = prompts(1, 30, torch.device("cpu"))["input_ids"]
+    want = model.generate(ids, **GREEDY)
+    for way in ({"prefill_chunk_size": 7}, {"prompt_lookup_num_tokens": 3}):
+        with make(host, model.config) as cache:
+            assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY, **way), want)
+
+
+def test_a_full_queue_delays_what_is_mapped_ahead(model: Any, host: pyvmem.Context) -> None:
+    states = torch.randn(1, HEADS, 22, DIM)  # 21 tokens fill a page of 4 KB
+    with make(host, model.config) as cache, full_queue(host):
+        cache.update(states[:, :, :21], states[:, :, :21], 0)
+        assert torch.equal(cache.update(states[:, :, 21:], states[:, :, 21:], 0)[0], states)
