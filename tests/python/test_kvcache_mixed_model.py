@@ -10,6 +10,7 @@ import pytest
 from conftest import open_context
 from kvcache_helpers import LAYERS, ROWS, small_config
 from share_helpers import ShareModel
+from test_kvcache_layers import layered
 
 from pyvmem import Caps, Context, KVCache, OutOfMemory
 from pyvmem.kvcache import SlotInfo
@@ -136,3 +137,41 @@ def drive(backend: str, policy: str, seed: int, steps: int) -> MixedModel:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_engine(backend: str, policy: str, seed: int) -> None:
     drive(backend, policy, seed, 150)
+
+
+class LayeredModel(MixedModel):
+    """Of several classes: what is recorded ends where no class cuts a page. Nothing moves."""
+
+    def refused(self, before: tuple[Any, ...]) -> None:
+        self.count("no memory")
+        if len(self.tokens) < self.first.config.max_batch:
+            self.give_up()
+
+    def record(self, reqid: int) -> None:
+        self.fire()
+        tokens = self.tokens[reqid][: self.first.snapshot()[reqid].seq_len]
+        done = self.cache.record(reqid, tokens)
+        assert done <= len(tokens)
+        assert done % self.cache.sharing_unit == 0
+        assert self.cache.match(tokens, leave=0).length == done
+
+    def any_step(self) -> None:
+        ShareModel.any_step(self)
+
+
+@pytest.mark.parametrize("pages", [500, 260])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_engine_over_layers_that_differ(context: Context, pages: int, seed: int) -> None:
+    page = context.info.granule
+    if UNIT * page not in context.info.page_sizes:
+        pytest.skip("no such page size")
+    options = {"max_seq_len": 80, "max_batch": 6, "large_page_size": UNIT * page}
+    with layered(context, pages, **options) as cache:
+        model = LayeredModel(cache, seed)
+        model.more = 60
+        for count in range(150):
+            model.any_step()
+            if count % 8 == 0:
+                model.check()
+        model.check()
+        model.end()
