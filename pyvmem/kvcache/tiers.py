@@ -8,8 +8,9 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyvmem.errors import NotSupported, OutOfMemory
-from pyvmem.info import Caps, Location
+from pyvmem.errors import OutOfMemory
+from pyvmem.features.table import HOST_PAGES, PEER_PAGES
+from pyvmem.info import Location
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.jobs import Move
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.slots import Slot
 
 __all__ = ["Moved", "move", "tier_of"]
-
-_NEEDS = {Location.HOST: Caps.HOST_PAGES, Location.PEER: Caps.PEER}
 
 
 class Moved(NamedTuple):
@@ -46,14 +45,8 @@ def tier_of(core: Core, location: str | Location, device: Any) -> Tier:
     if place is not Location.PEER and device is not None:
         raise invalid(f"device {device!r}: a location of {place.name.lower()!r} takes none")
     info = core.context.info
-    need = _NEEDS.get(place)
-    if need is not None and need not in info.caps:
-        what = "host memory" if place is Location.HOST else "another device's memory"
-        raise NotSupported(
-            f"move: back end {info.backend} has no pages in {what} ({need.name})",
-            errno=errno.EOPNOTSUPP,
-            op="KVCache.move",
-        )
+    if place is not Location.DEVICE:
+        (HOST_PAGES if place is Location.HOST else PEER_PAGES).require(info, "move")
     if place is not Location.PEER:
         return Tier(place)
     if device is None:

@@ -515,7 +515,9 @@ def test_bad_moves(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(NotSupported, match=f"move: back end {info.backend} has no") as got:
                 cache.move(reqid, location)
             assert got.value.errno == errno.EOPNOTSUPP
-        info = dataclasses.replace(context.info, caps=context.info.caps | Caps.PEER)
+        devices = (context.info.devices[0], 7)
+        caps = context.info.caps | Caps.PEER
+        info = dataclasses.replace(context.info, caps=caps, devices=devices)
         monkeypatch.setattr(context, "_info", info)
         with pytest.raises(InvalidArgument, match="'peer' needs a device"):
             cache.move(reqid, "peer")
