@@ -161,14 +161,18 @@ class LayeredModel(MixedModel):
 
 @pytest.mark.parametrize("pages", [500, 260])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_engine_over_layers_that_differ(context: Context, pages: int, seed: int) -> None:
-    page = context.info.granule
-    if UNIT * page not in context.info.page_sizes:
-        pytest.skip("no such page size")
+def test_random_engine_over_layers_that_differ(backend: str, pages: int, seed: int) -> None:
+    with open_context(backend) as context:
+        page = context.info.granule
+        if UNIT * page not in context.info.page_sizes:
+            pytest.skip("no such page size")
     options = {"max_seq_len": 80, "max_batch": 6, "large_page_size": UNIT * page}
-    with layered(context, pages, **options) as cache:
+    with (
+        open_context(backend, slab_size=16 * page) as context,
+        layered(context, pages, promote_tokens=1, window_tile=2, **options) as cache,
+    ):
         model = LayeredModel(cache, seed)
-        model.more = 60
+        model.more = 60 if seed else 15
         for count in range(150):
             model.any_step()
             if count % 8 == 0:
