@@ -111,12 +111,12 @@ class Feature:
             raise NotSupported(f"{what}: {reason}", errno=errno.EOPNOTSUPP, op="KVCache")
 
 
-def require_page_size(info: BackEnd, size: int) -> None:
+def require_page_size(info: BackEnd, size: int, name: str = "page_size") -> None:
     """Raises InvalidArgument, which tells the sizes, where no page can have `size` bytes."""
     if size not in info.page_sizes:
         sizes = ", ".join(str(one) for one in info.page_sizes)
         raise InvalidArgument(
-            f"page_size {size} is none of this context's ({info.backend}): {sizes}",
+            f"{name} {size} is none of this context's ({info.backend}): {sizes}",
             errno=errno.EINVAL,
             op="KVCache",
             bytes=size,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pyvmem.features.feature import Feature
 from pyvmem.info import Caps
 
-__all__ = ["FEATURES", "FORK", "OVERREAD", "PREFIXES", "SWAP"]
+__all__ = ["FEATURES", "FORK", "HOST_PAGES", "OVERREAD", "PEER_PAGES", "PREFIXES", "SWAP"]
 
 _SHARED = Caps.ALIAS | Caps.READONLY
 _KB, _MB = 1 << 10, 1 << 20
@@ -44,6 +44,22 @@ OVERREAD = Feature(
     "vmem",
     "KVCacheConfig(sparse=True)",
     caps=Caps.SPARSE,
+)
+
+HOST_PAGES = Feature(
+    "host_pages",
+    "Tiers: pages moved to host memory and back under an unchanged address",
+    "vmem",
+    "KVCache.move, KVCacheConfig(host_limit=)",
+    caps=Caps.HOST_PAGES,
+)
+PEER_PAGES = Feature(
+    "peer_pages",
+    "Tiers: pages moved to a peer GPU and back under an unchanged address",
+    "vmem",
+    "KVCache.move, KVCacheConfig(peer_limit=)",
+    caps=Caps.PEER,
+    devices=2,
 )
 
 FEATURES: tuple[Feature, ...] = (
@@ -103,26 +119,13 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "mixed_pages",
-        "Pages of several sizes under one tensor",
+        "Mixed sizes: full parts in large pages, the tail in small ones; promotion",
         "vmem",
-        "Context.create(page_size=), Reservation.map",
+        "KVCacheConfig(large_page_size=, promote_tokens=), promote",
         page_sizes=(64 * _KB, 2 * _MB),
     ),
-    Feature(
-        "host_pages",
-        "Pages in host memory under a tensor of the device",
-        "vmem",
-        "Context.create(location=Location.HOST)",
-        caps=Caps.HOST_PAGES,
-    ),
-    Feature(
-        "peer_pages",
-        "Pages in a peer GPU under a tensor of the device",
-        "vmem",
-        "Context.create(location=Location.PEER)",
-        caps=Caps.PEER,
-        devices=2,
-    ),
+    HOST_PAGES,
+    PEER_PAGES,
     Feature(
         "readonly",
         "Read-only pages: a write to what is shared is a fault",

@@ -11,6 +11,7 @@ from pyvmem.kvcache.report import IntegrityError
 from pyvmem.kvcache.shapes import LayerShape
 from pyvmem.kvcache.stats import CacheStats, SlotInfo
 from pyvmem.kvcache.swap import SwappedRequest
+from pyvmem.kvcache.tiers import Moved
 from pyvmem.kvcache.token_ids import TokenIds
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "KVCacheConfig",
     "LayerShape",
     "LayeredCache",
+    "Moved",
     "PrefixMatch",
     "ShareInfo",
     "SlotInfo",

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import errno
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 from pyvmem.errors import BadHandle, InvalidArgument, NotSupported, VMemError
+from pyvmem.info import Location
 from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.lockstep import Failure, Ranks
+from pyvmem.kvcache.tiers import Moved
 
 __all__ = ["AgreedCache"]
 
@@ -58,6 +61,22 @@ class AgreedCache(KVCache):
         if not self._closed and self._failure is not None:
             raise self._failure.error()
         return super()._open_core()
+
+    def move(
+        self,
+        reqid: int,
+        location: str | Location,
+        device: Any = None,
+        tokens: Sequence[int] | None = None,
+        stream: Any = None,
+        wait: bool = True,
+    ) -> Moved:
+        """NotSupported: a tier may be full on one rank alone, which is no answer for all."""
+        raise NotSupported(
+            "move: the ranks of a group have agreed on the memory of their devices alone",
+            errno=errno.EOPNOTSUPP,
+            op="KVCache.move",
+        )
 
     @property
     def failed(self) -> VMemError | None:

@@ -227,6 +227,8 @@ class Share:
             for slot in one.core.table.victims():
                 missing = nbytes - self.returning()
                 columns = min(slot.spare, one._excess() // column, -(-missing // column))
+                if not slot.spare:  # a large page that its owner has a part of
+                    continue
                 if columns <= 0 or not reclaimer.try_cut(slot, slot.mapped - columns, now=True):
                     break
 

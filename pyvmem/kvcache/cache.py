@@ -16,6 +16,7 @@ from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.idle import IdleThread
 from pyvmem.kvcache.layout import Layout
+from pyvmem.kvcache.placing import PlaceCalls
 from pyvmem.kvcache.report import IntegrityError
 from pyvmem.kvcache.requests import RequestCalls
 from pyvmem.kvcache.slots import SlotTable
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["KVCache"]
 
 
-class KVCache(RequestCalls):
+class KVCache(RequestCalls, PlaceCalls):
     """Keys and values of many requests, contiguous in virtual memory, mapped as they grow.
 
     Every request has a slot (its reqid) in every tensor. `step` tells how many tokens each slot
@@ -42,7 +43,8 @@ class KVCache(RequestCalls):
         cache.free_reqid(reqid)
 
     Requests may share pages, read-only: `fork`, `record`, `alloc_prefix`. Where memory is short, an
-    engine preempts one, by `free_reqid` or `swap_out`; `can_admit` tells before.
+    engine preempts one, by `free_reqid` or `swap_out`; `can_admit` tells before. What a running
+    request's pages are may change under its addresses: `promote`, `move`.
 
     Thread-safe; calls take turns. The cache owns its reservation, and the context unless one was
     given. A context manager.
@@ -147,7 +149,8 @@ class KVCache(RequestCalls):
                 are never taken from an owner: a smaller number than before unmaps nothing.
             stream: the stream that will use the pages (None: torch's current one). Fills may still
                 run when this returns; the stream waits for them. Given an event, and on host, the
-                CPU does.
+                CPU does. Where pages that `promote` or `move` have copied take their places, the
+                call waits for the work on it so far.
 
         Returns:
             0, with everything mapped; or -1, with nothing changed, when memory is short although
@@ -266,7 +269,7 @@ class KVCache(RequestCalls):
             found = report.check(core)
             if found:
                 raise IntegrityError(found)
-            if not core.pager.growths and not core.reclaimer.cuts:
+            if not (core.pager.growths or core.reclaimer.cuts or core.mover.moves):
                 core.context.check()
 
     # ---- end -----------------------------------------------------------------------------------

@@ -38,8 +38,12 @@ _BOUNDS = {
     "max_seq_len": (1, 1 << 30),
     "group_size": (1, 1 << 14),
     "page_size": (0, 1 << 30),
+    "large_page_size": (0, 1 << 30),
+    "promote_tokens": (0, 1 << 30),
     "memory_limit": (0, 1 << 62),
     "memory_floor": (0, 1 << 62),
+    "host_limit": (0, 1 << 62),
+    "peer_limit": (0, 1 << 62),
     "overread_rows": (0, 1 << 16),
     "eager_pages": (0, 1 << 30),
     "reclaim_steps": (0, 1 << 30),
@@ -77,17 +81,28 @@ class KVCacheConfig:
             requests share pages or be swapped out. A `step` with a larger number than before says
             that the work for the rows so far was launched on its stream.
         window_tile: rows before the window that stay: the most that a kernel reads there, since it
-            reads whole tiles, and the tokens that an engine may take back.
+            reads whole tiles, and the tokens that an engine may take back. Promotion by itself
+            (`promote_tokens`) leaves so many of the last rows alone.
         dtype: name of the elements' type (see `DTYPE_BYTES`), or a `torch.dtype`.
         max_batch: slots, that is, requests at a time.
         max_seq_len: tokens that a slot can hold; addresses for all of them are reserved.
         page_size: bytes of a page, a power of two; 0 takes the context's granule.
+        large_page_size: bytes of the pages that whole aligned parts of a growing request get, and
+            that `KVCache.promote` makes of small ones; the rest has `page_size`. A power of two
+            above `page_size`, such as 2 MiB: fewer driver calls, and one entry of the GPU's page
+            tables for each. Where none can be had, small pages take its place. 0: small pages only.
+            A large page is shared and given back as a whole.
+        promote_tokens: requests of more tokens have their full parts made large in the background;
+            0: only where `KVCache.promote` asks for it.
         group_size: layers that share one K and one V tensor, a divisor of `num_layers`. 1 is a
             tensor per layer; `num_layers` is vAttention's megacache. A row of a tensor is
             ``group_size * num_kv_heads * head_dim`` elements.
         memory_limit: most bytes of physical memory behind the cache, rounded down to pages. 0: what
             is free on the device when the cache is made.
         memory_floor: bytes that the other caches of its `Budget` leave for it.
+        host_limit: most bytes of host memory that `KVCache.move` puts pages into; 0: no limit but
+            the machine's.
+        peer_limit: the same for all peer devices together.
         zero_fill: hand pages to another request only after zeroing them.
         deferred_reclaim: a freed slot keeps its pages for the next request; otherwise they are
             unmapped in the background as soon as the slot's last GPU work is over.
@@ -133,6 +148,10 @@ class KVCacheConfig:
     tensors_per_layer: int = 2
     window: int = 0
     window_tile: int = 192
+    large_page_size: int = 0
+    promote_tokens: int = 0
+    host_limit: int = 0
+    peer_limit: int = 0
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
@@ -146,8 +165,12 @@ class KVCacheConfig:
                 f"group_size {self.group_size} does not divide num_layers {self.num_layers}",
                 limit=self.num_layers,
             )
-        if self.page_size & (self.page_size - 1):
-            raise invalid(f"page_size {self.page_size} is not a power of two", size=self.page_size)
+        for name in ("page_size", "large_page_size"):
+            size = getattr(self, name)
+            if size & (size - 1):
+                raise invalid(f"{name} {size} is not a power of two", size=size)
+        if self.promote_tokens and not self.large_page_size:
+            raise invalid(f"promote_tokens {self.promote_tokens} without a large_page_size")
         if 0 < self.memory_limit < self.memory_floor:
             raise invalid(
                 f"memory_floor {self.memory_floor} is more than memory_limit {self.memory_limit}",

@@ -10,11 +10,15 @@ from contextlib import suppress
 from typing import Any
 
 from pyvmem.errors import Busy, NotRecoverable, OutOfMemory, TooManyBatches, VMemError
+from pyvmem.kvcache.accounts import Accounts
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
+from pyvmem.kvcache.moves import Mover
 from pyvmem.kvcache.pager import Pager
 from pyvmem.kvcache.prefixes import Prefixes
+from pyvmem.kvcache.promote import Promoter
 from pyvmem.kvcache.reclaim import Reclaimer
+from pyvmem.kvcache.scratch import Scratch
 from pyvmem.kvcache.setup import Parts
 from pyvmem.kvcache.sharing import Sharing
 from pyvmem.kvcache.slots import Slot, SlotTable
@@ -24,13 +28,15 @@ from pyvmem.kvcache.window import Window
 __all__ = ["Core"]
 
 
-class Core:
+class Core(Accounts):
     """What `KVCache` and its reports work on; not thread-safe by itself.
 
     Attributes:
         seq_lens: tokens by the last `step`, 0 for free slots.
         used_tokens: their sum.
         clock: steps so far.
+        mover: other pages under the same addresses.
+        promoter: None: there are no large pages.
         window: what slides; None: every row is kept.
         untidy: `tidy` is to be called by the next step.
     """
@@ -50,8 +56,13 @@ class Core:
             parts.context, base, layout, self.table, parts.limit_pages, self.counters
         )
         self.pager = Pager(self.reclaimer, zero_fill=config.zero_fill, device=parts.cuda_device)
+        large = layout.large_pages * layout.page_size
+        self.scratch = Scratch(parts.context, max(large, layout.page_size))
         self.sharing = Sharing(self)
         self.prefixes = Prefixes(self)
+        self.mover = Mover(self)
+        self.pager.stop_promoting = self.mover.stop_promoting
+        self.promoter = Promoter(self) if layout.large_pages else None
         self.window = Window(self) if config.window else None
         self.indices = range(config.max_batch)
         self.seq_lens = [0] * config.max_batch
@@ -155,6 +166,9 @@ class Core:
 
     def release(self, slot: Slot, event: Any) -> None:
         """Ends an ownership; `event`: the GPU work that may still touch the slot."""
+        self.mover.abandon(slot)
+        if self.promoter is not None:
+            self.promoter.forget(slot)
         self.pager.revoke(slot)
         if self.window is not None:
             self.window.forget(slot)
@@ -177,23 +191,9 @@ class Core:
         self.seq_lens[slot.index] = length
 
     @property
-    def active_pages(self) -> int:
-        """Physical pages that requests own, shared ones once."""
-        pages = self.pager.active_pages - self.reclaimer.slid + self.reclaimer.shared.used
-        return pages * self.layout.num_tensors
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of rows that hold tokens; what requests share is counted once, what slid is not."""
-        used, shared = self.used_tokens * self.token_bytes, self.reclaimer.shared
-        if self.window is not None:
-            slid = self.reclaimer.slid * self.layout.num_tensors * self.layout.page_size
-            used = max(0, used - slid)
-        if shared.used:
-            size = self.layout.page_size * self.layout.num_tensors
-            used -= (shared.uses - shared.used) * size
-            used = min(max(0, used), self.active_pages * self.layout.page_size)
-        return used
+    def low_pages(self) -> int:
+        """Physical pages below which memory is scarce: see `KVCacheConfig.low_watermark`."""
+        return self._low_pages
 
     # ---- on the side -----------------------------------------------------------------------------
 
@@ -254,6 +254,7 @@ class Core:
                 bytes=reservation.nbytes,
             )
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
+        self.mover.close()
         for slot in self.table:
             with suppress(VMemError):  # undone: its pages are as before
                 self.pager.release(slot)
@@ -268,6 +269,7 @@ class Core:
                 self.reclaimer.try_cut(slot, 0)
         self.reclaimer.finish_all()
         self.reclaimer.shared.close()
+        self.scratch.close()
         try:
             reservation.close(unmap=True)
         except NotRecoverable:
@@ -275,13 +277,3 @@ class Core:
             reservation._closed = True
         if self.parts.owns_context:
             self.context.close()
-
-    def note_peaks(self) -> None:
-        """Keeps the highest use and waste so far."""
-        used = self.used_bytes
-        wasted = self.active_pages * self.layout.page_size - used
-        counters = self.counters
-        if used > counters.peak_used:
-            counters.peak_used = used
-        if wasted > counters.peak_wasted:
-            counters.peak_wasted = wasted

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, Timeout, TooManyBatches, VMemError
 from pyvmem.info import RangeFlags
 from pyvmem.kvcache.jobs import Cut, Piece, Ran
 from pyvmem.kvcache.layout import Layout
+from pyvmem.kvcache.places import Tier
+from pyvmem.kvcache.shared import SharedPages
 from pyvmem.kvcache.slots import Slot, SlotTable
-from pyvmem.kvcache.spans import EMPTY, SharedPages, Span
+from pyvmem.kvcache.spans import EMPTY, Span
 from pyvmem.kvcache.stats import Counters
 from pyvmem.ops import OpBatch
 
@@ -30,6 +33,7 @@ class Cuts:
     Attributes:
         limit: physical pages that the cache may have.
         held: physical pages behind the cache, shared ones once, those on their way back included.
+        away: the same of pages that do not lie in the device, which `held` leaves out.
         shared: pages that several places may refer to.
         evict: takes recorded prefixes of so many pages per tensor out; set by who keeps them.
         cuts: unfinished batches.
@@ -54,6 +58,7 @@ class Cuts:
         self.limit = limit
         self.counters = counters
         self.held = self.slid = 0
+        self.away: Counter[Tier] = Counter()
         self.shared = SharedPages(layout)
         self.evict: Callable[[int], int] = lambda pages: 0
         self.cuts: list[Cut] = []
@@ -64,7 +69,8 @@ class Cuts:
     def cut(self, slot: Slot, keep: int, now: bool = False) -> None:
         """Unmaps a slot's pages from `keep` on, after its earlier owners' GPU work; does not wait.
 
-        Of a stale slot all pages go, since what it shares cannot be kept for a next owner.
+        Of a stale slot all pages go, since what it shares cannot be kept for a next owner. A large
+        page that `keep` would cut goes too, unless its owner has a part of it.
 
         Args:
             slot: without a batch in flight.
@@ -75,9 +81,14 @@ class Cuts:
             TooManyBatches, OutOfMemory: the batch could not be queued; nothing changed.
         """
         layout = self.layout
+        places = slot.places
         if slot.stale:
             keep = 0
+        elif places:
+            keep = max(places.floor(keep), places.ceil(slot.granted))
         low = max(keep, slot.head)
+        if low >= slot.mapped:
+            return
         self._ops.clear()
         self._ops.unmap(
             self.base + layout.offset(slot.index, low),
@@ -95,6 +106,9 @@ class Cuts:
         slot.job = job = Cut(slot, low, slot.mapped, slot.dirty, ticket, slot.head)
         if slot.stale:
             job.span, slot.span = slot.span, EMPTY
+        if places:
+            job.away = places.away(max(low, job.span.pages), slot.mapped)
+            job.places = places.take(low, slot.mapped)
         slot.mapped = keep
         slot.head = min(slot.head, keep)
         slot.dirty = min(slot.dirty, keep)
@@ -136,6 +150,9 @@ class Cuts:
         except (TooManyBatches, OutOfMemory):
             return False
         slot.job = job = Cut(slot, low, head, slot.dirty, ticket, low, slot.owner, True)
+        if slot.places:
+            job.away = slot.places.away(low, head)
+            job.places = slot.places.take(low, head)
         slot.head = head
         self.slid += head - low
         self.cuts.append(job)
@@ -168,28 +185,34 @@ class Cuts:
                 self.table.condemn(slot)  # and its pages count no longer
             else:  # undone: the pages are where they were
                 slot.head = cut.head
+                slot.places.put_all(cut.places)
+                cut.away.clear()
                 if not cut.slides:
                     slot.mapped = cut.high
                     slot.dirty = cut.dirty
                 elif slot.owner == cut.owner:
-                    self.slid -= pages
+                    self.slid -= cut.high - cut.low
                 if cut.span.pages:
                     slot.span = cut.span
                 pages, cut.span = 0, EMPTY
         self.cuts.remove(cut)
         slot.job = None
-        self._came_back(pages)
+        self.came_back(pages, cut.away)
         self.let_go(cut.span)
 
     def let_go(self, span: Span) -> None:
         """Takes a reference to shared pages back; those without another go to the pool."""
-        self._came_back(self.shared.release(span))
+        away: dict[Tier, int] = {}
+        self.came_back(self.shared.release(span, away), away)
 
-    def _came_back(self, pages: int) -> None:
-        """Counts pages per tensor that are no longer behind the cache."""
-        back = pages * self.layout.num_tensors
-        self.held -= back
-        self.counters.reclaimed += back
+    def came_back(self, pages: int, away: Mapping[Tier, int], *, reclaimed: bool = True) -> None:
+        """Counts pages per tensor that are no longer behind the cache: device's, then others'."""
+        tensors = self.layout.num_tensors
+        self.held -= pages * tensors
+        for tier, count in away.items():
+            self.away[tier] -= count * tensors
+        if reclaimed:
+            self.counters.reclaimed += (pages + sum(away.values())) * tensors
 
     def condemn(self, pieces: list[Piece]) -> None:
         """Never hands a slot out again in whose new pages an undo failed."""
@@ -228,10 +251,12 @@ class Cuts:
             for at, size in runs:
                 ops.unmap(at, size)
             self.context.batch(ops, after=slot.events)
-        span, own = slot.span, slot.mapped - slot.head - slot.shared
+        span, first = slot.span, max(slot.head, slot.shared)
+        own, away = slot.mapped - first, slot.places.away(first, slot.mapped)
+        slot.places.forget(0, slot.mapped)
         slot.span, slot.mapped, slot.head, slot.dirty = EMPTY, 0, 0, 0
         slot.lost, slot.broken = False, quarantined
-        self._came_back(own)
+        self.came_back(own - sum(away.values()), away)
         self.let_go(span)
 
     def raise_errors(self) -> None:

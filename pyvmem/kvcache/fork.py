@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Forking: new requests over a request's full pages, and a copy of its last one."""
+"""Forking: new requests over a request's full pages, and a copy of its last one.
+
+A large page that is not full is copied as far as it is, into small pages where that is not whole.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from pyvmem.errors import VMemError
 from pyvmem.features.table import FORK
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
-from pyvmem.kvcache.slots import Slot
+from pyvmem.kvcache.plan import Source
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
+    from pyvmem.kvcache.slots import Slot
 
 __all__ = ["fork"]
 
@@ -41,9 +45,10 @@ def fork(
             limit=len(core.table),
         )
     chosen = None if into is None else _chosen(core, count, into)
-    full = rows * layout.row_bytes // layout.page_size
-    pages = layout.pages_for(rows)
+    core.mover.finish(parent, stream)
     core.pager.release(parent)
+    full = parent.places.floor(rows * layout.row_bytes // layout.page_size)
+    pages = layout.pages_for(rows)
     try:
         slots = sharing.vacate(count, chosen)
     except VMemError as error:
@@ -66,11 +71,16 @@ def fork(
         raise
     try:
         if pages > full:
-            if not core.pager.grow([(slot, pages) for slot in slots], background=False):
+            tail = Source(
+                core.pager.base + layout.offset(parent.index),
+                layout.tensor_bytes,
+                rows * layout.row_bytes,
+            )
+            want = [(slot, pages) for slot in slots]
+            if not core.pager.grow(want, background=False, source=tail):
                 sharing.detach(slots)
                 return None
             core.pager.settle(stream)
-            _copy_tail(core, parent, slots, full, rows)
     except BaseException:
         sharing.detach(slots)
         raise
@@ -90,16 +100,3 @@ def _chosen(core: Core, count: int, into: Sequence[int]) -> list[Slot]:
     if len(set(slots)) != count:
         raise invalid(f"into names a slot twice: {[slot.index for slot in slots]}")
     return slots
-
-
-def _copy_tail(core: Core, parent: Slot, slots: Sequence[Slot], page: int, rows: int) -> None:
-    """Copies the rows, or parts of one, behind the last full page."""
-    layout, base = core.layout, core.pager.base
-    size = rows * layout.row_bytes - page * layout.page_size
-    if size <= 0:
-        return
-    for tensor in range(layout.num_tensors):
-        source = base + layout.offset(parent.index, page, tensor)
-        for slot in slots:
-            target = base + layout.offset(slot.index, page, tensor)
-            core.context.copy(target, source, size)

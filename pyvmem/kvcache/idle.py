@@ -27,6 +27,7 @@ def begin_trim(core: Core, prefixes: bool) -> bool:
     """Begins to unmap all pages of no request; True when none is on its way any more."""
     core.pager.poll()
     core.reclaimer.poll()
+    core.mover.sweep()
     if prefixes:
         core.prefixes.evict_all()
     core.reclaimer.release_stale()

@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.errors import OutOfMemory, TooManyBatches
 from pyvmem.features.table import FORK, PREFIXES
 from pyvmem.kvcache import fork
+from pyvmem.kvcache.partly import attach_copy
 from pyvmem.kvcache.prefixes import Prefixes
 from pyvmem.kvcache.spans import Span
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
+    from pyvmem.kvcache.prefix_node import Node
     from pyvmem.kvcache.prefixes import PrefixMatch
     from pyvmem.kvcache.slots import Slot
 
@@ -37,7 +39,7 @@ class _JointSpan(Span):
     __slots__ = ("parts_of",)
 
     def __init__(self, parts_of: Sequence[Span]) -> None:
-        super().__init__(parts_of[0].parts, parts_of[0].unit_pages)
+        super().__init__(parts_of[0].parts, parts_of[0].unit_pages, parts_of[0].lead)
         self.parts_of = tuple(parts_of)
 
     def split(self, units: int) -> tuple[Span, Span]:
@@ -73,10 +75,14 @@ class JointPrefixes(Prefixes):
     def _each(self, slot: Slot) -> list[tuple[Core, Slot]]:
         return [(core, core.table[slot.index]) for core in self._cores]
 
-    def _take(self, slot: Slot, first: int, last: int) -> Span:
-        own = super()._take(slot, first, last)
-        others = (core.prefixes._take(one, first, last) for core, one in self._each(slot)[1:])
+    def _take(self, slot: Slot, node: Node[Span], first: int, last: int) -> Span:
+        own = super()._take(slot, node, first, last)
+        rest = self._each(slot)[1:]
+        others = (core.prefixes._take(one, node, first, last) for core, one in rest)
         return _JointSpan([own, *others])
+
+    def _spans_to(self, node: Node[Span]) -> list[Span]:
+        return [_of(one.span)[0] for one in node.path()]
 
     # ---- matching --------------------------------------------------------------------------------
 
@@ -86,18 +92,17 @@ class JointPrefixes(Prefixes):
             core.sharing.require(PREFIXES, "alloc_prefix")
         node = self._pin(match)
         units = match.length // self.tree.unit
-        joint = [_of(one.span) for one in node.path()]
         taken: list[tuple[Core, Slot]] = []
         try:
-            for place, core in enumerate(self._cores):
-                span = sum((spans[place] for spans in joint), Span((), 1))
-                span = span.cut(0, units * core.prefixes.unit_pages)
+            for core in self._cores:
+                span = core.prefixes._path(node, units * core.prefixes.unit_pages)
                 into = [core.table[taken[0][1].index]] if taken else None
                 slots = core.sharing.vacate(1, into)
                 if slots is None:
                     break
                 core.sharing.order_after_writers(span, stream)
-                core.sharing.attach(slots, span)
+                if not attach_copy(core, slots[0], span, match.length):
+                    break
                 taken.append((core, slots[0]))
         except (OutOfMemory, TooManyBatches):
             pass
@@ -150,7 +155,7 @@ class JointPrefixes(Prefixes):
         """The bytes of an evicted span that come back."""
         back = 0
         for core, span in zip(self._cores, _of(joint), strict=True):
-            back += core.reclaimer.shared.idle(span) * _column(core)
+            back += core.reclaimer.shared.returns(span) * _column(core)
             core.reclaimer.let_go(span)
         return back
 
@@ -177,8 +182,11 @@ class _Follower(Prefixes):
         return [
             f"{node!r} has a span of {span.pages} pages"
             for node, span in zip(self.tree, self.spans(), strict=True)
-            if span.pages != node.units * self.unit_pages
+            if span.pages - span.lead != node.units * self.unit_pages
         ]
+
+    def _spans_to(self, node: Node[Span]) -> list[Span]:
+        return [_of(one.span)[self._place] for one in node.path()]
 
     def spans(self) -> list[Span]:
         """What the tree holds of this class, for checks."""

@@ -27,12 +27,14 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _spaced(used: int, page_size: int) -> int:
+def _spaced(used: int, page_size: int, large: int) -> int:
     """The distance of slots of so many bytes.
 
     Slots that start on 2 MiB let a run of small pages become one big mapping; taken where it costs
-    at most an eighth more addresses.
+    at most an eighth more addresses. Large pages need slots that start on their size.
     """
+    if large:
+        return _round_up(used, large)
     aligned = _round_up(used, max(_BIG_PAGE, page_size))
     return aligned if aligned - used <= used // 8 else used
 
@@ -42,6 +44,7 @@ class Layout:
 
     Attributes:
         page_size: bytes of a page.
+        large_pages: pages that a large page stands for; 0: there are none.
         num_tensors: for each group of layers two, K, then V; or one (`tensors_per_layer`).
         row_bytes: one token in one tensor.
         slot_pages: pages per tensor of a full slot.
@@ -50,8 +53,8 @@ class Layout:
         total_bytes: of the reservation.
 
     Raises:
-        InvalidArgument: the addresses needed exceed what a process has, or slots are to be packed
-            and a full one is not whole pages.
+        InvalidArgument: the addresses needed exceed what a process has; slots are to be packed and
+            a full one is not whole pages, or not whole large ones; large pages are not larger.
     """
 
     def __init__(self, config: KVCacheConfig, page_size: int) -> None:
@@ -64,15 +67,24 @@ class Layout:
         self.overread = config.overread_rows
         full = self.max_rows * self.row_bytes
         used = _round_up(full, page_size)
-        if config.packed_slots and used != full:
+        large = config.large_page_size
+        if 0 < large <= page_size:
             raise invalid(
-                f"packed_slots: {self.max_rows} rows of {self.row_bytes} bytes are {full} bytes, "
-                f"which is no multiple of page_size {page_size}",
-                size=full,
+                f"large_page_size {large} is not more than page_size {page_size}",
+                size=large,
                 limit=page_size,
             )
+        self.large_pages = large // page_size
+        if config.packed_slots and full % (large or page_size):
+            name = "large_page_size" if large else "page_size"
+            raise invalid(
+                f"packed_slots: {self.max_rows} rows of {self.row_bytes} bytes are {full} bytes, "
+                f"which is no multiple of {name} {large or page_size}",
+                size=full,
+                limit=large or page_size,
+            )
         self.slot_pages = used // page_size
-        self.slot_bytes = used if config.packed_slots else _spaced(used, page_size)
+        self.slot_bytes = used if config.packed_slots else _spaced(used, page_size, large)
         self.tensor_bytes = self.slot_bytes * config.max_batch
         self.total_bytes = self.tensor_bytes * self.num_tensors
         if self.total_bytes > _MAX_ADDRESSES:

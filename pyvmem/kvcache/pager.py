@@ -4,48 +4,48 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, VMemError
-from pyvmem.kvcache.events import order_after, order_ticket
+from pyvmem.kvcache.events import wait_for
+from pyvmem.kvcache.grants import Grants
 from pyvmem.kvcache.jobs import Cut, Growth, Piece
-from pyvmem.kvcache.plan import Planner
+from pyvmem.kvcache.places import DEVICE, Kind
+from pyvmem.kvcache.plan import Planner, Source
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Slot
-from pyvmem.kvcache.spans import Span
 
 __all__ = ["Pager"]
 
 
-class Pager:
+class Pager(Grants):
     """Grows slots, in the calling thread or in the background.
 
     Attributes:
-        capacity: per slot, the longest sequence that the granted pages are enough for; 0 for free
-            slots.
-        growths: batches that no `settle` has seen finished.
-        active_pages: pages per tensor granted to requests, all slots together; shared ones are
-            counted in `SharedPages.used`.
+        stop_promoting: gives up copies that are not needed, whether there were any; set by who
+            makes them.
     """
 
     def __init__(self, reclaimer: Reclaimer, *, zero_fill: bool, device: int | None) -> None:
-        self.reclaimer = reclaimer
+        super().__init__(reclaimer, device)
         self.context = reclaimer.context
         self.base = reclaimer.base
-        self.layout = reclaimer.layout
-        self.counters = reclaimer.counters
-        self.device = device
         slots = len(reclaimer.table)
-        self.capacity = [0] * slots
-        self.growths: list[Growth] = []
-        self.active_pages = 0
         self._planner = Planner(self.base, self.layout, slots, zero_fill=zero_fill)
+        self._large = Kind(self.layout.large_pages, DEVICE)
+        self.stop_promoting: Callable[[], bool] = lambda: False
 
     # ---- requests ------------------------------------------------------------------------------
 
     def grow(
-        self, want: Sequence[tuple[Slot, int]], *, background: bool, reclaim: bool = True
+        self,
+        want: Sequence[tuple[Slot, int]],
+        *,
+        background: bool,
+        reclaim: bool = True,
+        source: Source | None = None,
+        after: Sequence[Any] = (),
     ) -> bool:
         """Starts to give each slot so many pages per tensor; `settle` completes it.
 
@@ -56,19 +56,25 @@ class Pager:
             want: slots and the pages that each shall have.
             background: on the worker thread; else mapped when this returns.
             reclaim: unmap pages of no owner, and wait for that, when memory is short.
+            source: what the new pages begin with, in each slot.
+            after: GPU work that writes it; waited for here.
 
         Returns:
             False when memory is short; then nothing changed, except that reclaimed pages are free.
         """
         job = Growth([slot for slot, _ in want])
-        after: list[Any] = []
-        late = self._planner.plan(want, job, after)
+        writers: list[Any] = []
+        late = self._planner.plan(want, job, writers, source=source)
         if len(self._planner.mapping):
-            done, job.mapping = self._map(job, background, dict(want) if reclaim else None)
+            for event in after:
+                wait_for(event)
+            done, job.mapping = self._map(job, want, background, reclaim, source)
             if not done:
                 return False
         for slot, _, high in job.pieces:
             slot.mapped = high
+        for slot, low, high in job.large:
+            slot.places.put(low, high, self._large)
         for slot in job.slots:
             slot.job = job
         self.growths.append(job)
@@ -80,7 +86,7 @@ class Pager:
         counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
         if late:
             try:
-                job.filling = self._fill(late, after)
+                job.filling = self._fill(late, writers)
             except VMemError:
                 job.grants.clear()  # the pages stay, without an owner
                 raise
@@ -147,15 +153,40 @@ class Pager:
         self.finish_idle()
         if self.reclaimer.share is not None:
             self.reclaimer.share.finish_idle()
-        return pages <= self.reclaimer.obtainable(keep)
+        if pages <= self.reclaimer.obtainable(keep):
+            return True
+        return self.stop_promoting() and pages <= self.reclaimer.obtainable(keep)
+
+    def have(self, pages: int) -> bool:
+        """Whether so many physical pages are free, once what belongs to no request was reclaimed.
+
+        Raises:
+            VMemError: pages of no request could not be unmapped.
+        """
+        reclaimer = self.reclaimer
+        while (missing := pages - reclaimer.free) > 0:
+            free = reclaimer.free
+            if not self.can_have(pages, {}):
+                return False
+            own = max(0, pages - (reclaimer.limit - reclaimer.held))
+            if reclaimer.free == free and not reclaimer.make_room(missing, {}, own):
+                reclaimer.raise_errors()
+                return False
+        return True
 
     # ---- batches -------------------------------------------------------------------------------
 
     def _map(
-        self, job: Growth, background: bool, keep: Mapping[Slot, int] | None
+        self,
+        job: Growth,
+        want: Sequence[tuple[Slot, int]],
+        background: bool,
+        reclaim: bool,
+        source: Source | None,
     ) -> tuple[bool, Any]:
         """Runs or submits the mapping batch: (whether memory was enough, the ticket)."""
         reclaimer, mapping, pages = self.reclaimer, self._planner.mapping, job.new_pages
+        keep = dict(want) if reclaim else None
         while True:
             missing = pages - reclaimer.free
             if missing <= 0:
@@ -171,11 +202,18 @@ class Pager:
                 except OutOfMemory:  # of the device, or of a context shared with others
                     if self.reclaimer.table.lockstep:
                         raise
+                    if job.large:  # small pages may fit where no large one does
+                        job.large.clear()
+                        self._planner.plan(want, Growth(job.slots), [], False, source)
+                        continue
                     missing = pages
             if keep is None:
                 return False, None
+            free = reclaimer.free
             if not self.can_have(pages, keep):
                 return False, None
+            if reclaimer.free > free:  # copies were given up
+                continue
             own = max(0, pages - (reclaimer.limit - reclaimer.held))
             if not reclaimer.make_room(missing, keep, own):
                 reclaimer.raise_errors()
@@ -197,82 +235,3 @@ class Pager:
         pages = sum(high - low for _, low, high in pieces)
         self.counters.zeroed += pages * self.layout.num_tensors
         return ticket
-
-    # ---- completion ----------------------------------------------------------------------------
-
-    def _complete(self, job: Growth, stream: Any, whole: bool = False) -> VMemError | None:
-        """Waits for a growth, grants its pages or undoes it.
-
-        `whole`: on the CPU, for its fills and for earlier owners' work too; no stream is known.
-        """
-        device = None if whole else self.device
-        try:
-            for ticket in (job.mapping, job.filling):
-                if ticket is not None:
-                    order_ticket(ticket, stream, device)
-        except VMemError as error:
-            self._undo(job, error)
-            return error
-        for event in job.handover:
-            order_after(event, stream, device)
-        job.handover.clear()
-        if not job.granted:
-            job.granted = True
-            for slot, owner, pages in job.grants:
-                if slot.owner == owner:
-                    self._grant(slot, pages)
-        if job.done():
-            self._retire(job)
-        return None
-
-    def poll(self) -> None:
-        """Notes which growths that no owner waits for are finished."""
-        for job in [job for job in self.growths if not job.grants and job.done()]:
-            error = self._complete(job, None, whole=True)
-            if error is not None:
-                self.reclaimer.errors.append(error)
-
-    def _grant(self, slot: Slot, pages: int) -> None:
-        if pages <= slot.granted:
-            return
-        self.active_pages += pages - slot.granted
-        slot.granted = pages
-        self.capacity[slot.index] = self.layout.capacity(pages)
-
-    def lend(self, slot: Slot, span: Span) -> None:
-        """Grants an empty slot shared pages, which are mapped there."""
-        slot.span = span
-        slot.mapped = slot.granted = span.pages
-        self.capacity[slot.index] = self.layout.capacity(span.pages)
-
-    def revoke(self, slot: Slot) -> None:
-        """Takes an owner's pages out of the counts, before the slot is freed."""
-        self.active_pages -= max(0, slot.granted - slot.shared)
-        self.capacity[slot.index] = 0
-
-    def _retire(self, job: Growth) -> None:
-        self.growths.remove(job)
-        for slot in job.slots:
-            slot.job = None
-
-    def _undo(self, job: Growth, error: VMemError) -> None:
-        """Takes a failed growth back into the books; libvmem has undone the mapping."""
-        if job.filling is not None:
-            _failed(job.filling)  # waited for alone: it touches pages that were there before
-        if job.mapping is not None and _failed(job.mapping):
-            for slot, low, _ in job.pieces:
-                slot.mapped = low
-            if isinstance(error, NotRecoverable):
-                self.reclaimer.condemn(job.pieces)
-            self.reclaimer.held -= job.new_pages
-            self.counters.grown -= job.new_pages
-        self._retire(job)
-
-
-def _failed(ticket: Any) -> bool:
-    """Waits for a batch and tells whether it failed."""
-    try:
-        ticket.wait()
-    except VMemError:
-        return True
-    return False

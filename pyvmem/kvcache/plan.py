@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.jobs import Growth, Piece
@@ -12,7 +12,21 @@ from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.slots import Slot
 from pyvmem.ops import OpBatch
 
-__all__ = ["Planner"]
+__all__ = ["Planner", "Source"]
+
+
+class Source(NamedTuple):
+    """Rows that new pages begin with, at the same places of their slot.
+
+    Attributes:
+        addr: where page 0 of the slot is, or would be, in tensor 0.
+        stride: bytes between tensors.
+        nbytes: from there to the end of the rows; what is beyond is zero.
+    """
+
+    addr: int
+    stride: int
+    nbytes: int
 
 
 class Planner:
@@ -29,19 +43,29 @@ class Planner:
     """
 
     def __init__(self, base: int, layout: Layout, count: int, *, zero_fill: bool) -> None:
-        self.mapping = OpBatch(2 * count)
+        # Of a slot: small pages, large ones, small ones again, and a fill.
+        self.mapping = OpBatch((4 if layout.large_pages else 2) * count)
         self._filling = OpBatch(count)
         self._base = base
         self._layout = layout
         self._zero_fill = zero_fill
 
-    def plan(self, want: Sequence[tuple[Slot, int]], job: Growth, after: list[Any]) -> list[Piece]:
+    def plan(
+        self,
+        want: Sequence[tuple[Slot, int]],
+        job: Growth,
+        after: list[Any],
+        large: bool = True,
+        source: Source | None = None,
+    ) -> list[Piece]:
         """Writes `mapping`: new pages, and zero-fills of old ones that need not wait.
 
         Args:
             want: slots and the pages per tensor that each shall have.
             job: gets pieces, grants, handover and counts.
             after: gets the GPU work that the returned fills must follow.
+            large: whether whole aligned parts become large pages, where the cache has them.
+            source: what the new pages hold; None: zeros.
 
         Returns:
             The pieces for `filling`.
@@ -50,6 +74,7 @@ class Planner:
         size, tensors, stride = layout.page_size, layout.num_tensors, layout.tensor_bytes
         base, slot_bytes, unclean = self._base, layout.slot_bytes, not self._zero_fill
         late: list[Piece] = []
+        unit = layout.large_pages if large else 0
         new = reused = 0
         ops.clear()
         for slot, pages in want:
@@ -57,10 +82,13 @@ class Planner:
             if pages > low:
                 job.pieces.append((slot, low, pages))
                 new += pages - low
-                address = base + slot.index * slot_bytes + low * size
-                ops.populate(
-                    address, (pages - low) * size, tensors, stride, size, unclean, spread=True
-                )
+                if source is not None or (unit and pages - low >= unit):
+                    self._populate(slot, low, pages, unit, source, job)
+                else:
+                    address = base + slot.index * slot_bytes + low * size
+                    ops.populate(
+                        address, (pages - low) * size, tensors, stride, size, unclean, spread=True
+                    )
             if not slot.active:
                 continue
             job.grants.append((slot, slot.owner, pages))
@@ -84,6 +112,40 @@ class Planner:
         job.new_pages = new * tensors
         job.reused_pages = reused * tensors
         return late
+
+    def _populate(
+        self, slot: Slot, low: int, high: int, unit: int, source: Source | None, job: Growth
+    ) -> None:
+        """New pages [low, high): large ones for whole aligned parts, and with contents."""
+        layout = self._layout
+        size, first, last = layout.page_size, high, high
+        if unit:
+            first = min(-(-low // unit) * unit, high)
+            last = max(high // unit * unit, first)
+        for begin, end in ((low, first), (first, last), (last, high)):
+            if begin == end:
+                continue
+            large = begin == first < last
+            if large:
+                job.large.append((slot, begin, end))
+            copied = 0 if source is None else min(end * size, source.nbytes) - begin * size
+            contents = {}
+            if source is not None and copied > 0:
+                contents = {
+                    "copy_from": source.addr + begin * size,
+                    "copy_stride": source.stride,
+                    "copy_bytes": copied,
+                }
+            self.mapping.populate(
+                self._base + layout.offset(slot.index, begin),
+                (end - begin) * size,
+                layout.num_tensors,
+                layout.tensor_bytes,
+                unit * size if large else size,
+                not self._zero_fill and not contents,
+                spread=not large,
+                **contents,
+            )
 
     def filling(self, pieces: Sequence[Piece]) -> OpBatch:
         """The zero-fills of pages that an earlier owner's GPU work may still touch."""

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
+from pyvmem.kvcache.partly import attach_copy
 from pyvmem.kvcache.prefix_node import Node
 from pyvmem.kvcache.prefix_tree import PrefixTree
 from pyvmem.kvcache.spans import Span
-from pyvmem.kvcache.token_ids import TokenIds
+from pyvmem.kvcache.token_ids import ID_BYTES, TokenIds
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
@@ -68,7 +69,11 @@ class Prefixes:
         """See `KVCache.record`."""
         ids, units = self._check(slot, tokens)
         if self.tree.match(ids).length < units * self.tree.unit:
-            parts = self._ready(slot, units)
+            for core, one in self._each(slot):
+                core.mover.finish(one, stream)
+            # The rest of a large page is still to be written.
+            ready = self._ready(slot, units)
+            parts = [(core, one, one.places.floor(pages)) for core, one, pages in ready]
             if any(pages > one.shared for _, one, pages in parts):
                 wait_for(record(stream, self._core.device))
             for core, one, pages in parts:
@@ -84,11 +89,11 @@ class Prefixes:
             with ExitStack() as undo:  # where one fails, none is kept
                 for core, one, pages in parts:
                     handles.append(core.sharing.gather(one, pages))
-                    if handles[-1] is not None:
-                        undo.callback(handles[-1].drop)
+                    for handle, *_ in handles[-1]:
+                        undo.callback(handle.drop)
                 undo.pop_all()
-            for (core, one, pages), handle in zip(parts, handles, strict=True):
-                core.sharing.bequeath(one, pages, handle, event)
+            for (core, one, pages), held in zip(parts, handles, strict=True):
+                core.sharing.bequeath(one, pages, held, event)
         self._insert(slot, ids)
 
     def _ready(self, slot: Slot, units: int) -> list[tuple[Core, Slot, int]]:
@@ -115,18 +120,48 @@ class Prefixes:
         return ids, len(ids) // self.tree.unit
 
     def _insert(self, slot: Slot, ids: TokenIds) -> int:
-        done = self.tree.insert(ids, lambda first, last: self._take(slot, first, last))
+        known = self.tree.match(ids)
+        own = min(one.shared // core.prefixes.unit_pages for core, one in self._each(slot))
+        units = max(known.length // self.tree.unit, own)
+        ids = TokenIds.from_bytes(ids.data[: units * self.tree.unit * ID_BYTES])
+        done = self.tree.insert(ids, lambda first, last: self._take(slot, known.node, first, last))
         # A slot whose pages were recorded by another shares none of them, and keeps nothing.
         if done.length and slot.shared and done.node not in slot.pins:
             self.tree.pin(done.node)
             slot.pins = [*slot.pins, done.node]
         return done.length
 
-    def _take(self, slot: Slot, first: int, last: int) -> Span:
-        """The pages of a slot's units from `first` to before `last`, held for the tree."""
-        span = slot.span.cut(first * self.unit_pages, last * self.unit_pages)
+    def _take(self, slot: Slot, node: Node[Span], first: int, last: int) -> Span:
+        """The pages of a slot's units from `first` to before `last`, held for the tree.
+
+        They come behind what the tree has on the way to the node.
+        """
+        begin = first * self.unit_pages
+        lead = self._lead(slot.span, node, begin)
+        span = slot.span.cut(begin - lead, last * self.unit_pages)
+        span.lead = lead
         self._core.reclaimer.shared.hold(span)
         return span
+
+    def _lead(self, span: Span, node: Node[Span], begin: int) -> int:
+        """Pages before `begin` that a span must have of its own, to follow what the tree has."""
+        large = self._core.layout.large_pages
+        lead = begin % large if large else 0
+        if not lead:
+            return 0
+        before = self._path(node, begin).parts[-1]
+        own = span.cut(begin, begin + 1).parts[0]
+        if before.block is own.block and before.high == own.low:
+            return 0  # the tree has the same page
+        return lead if before.block.kind.unit > 1 or own.block.kind.unit > 1 else 0
+
+    def _path(self, node: Node[Span], pages: int) -> Span:
+        """The first pages of the way to a node, as a slot can have them mapped."""
+        return sum(self._spans_to(node), Span((), self.unit_pages)).cut(0, pages)
+
+    def _spans_to(self, node: Node[Span]) -> list[Span]:
+        """The cache's own spans on the way to a node."""
+        return [one.span for one in node.path()]
 
     def pin_again(self, pins: list[Node[Span]]) -> list[Node[Span]]:
         """Keeps prefixes for one more slot."""
@@ -181,10 +216,10 @@ class Prefixes:
         try:
             slots = core.sharing.vacate(1)
             if slots is not None:
-                span = sum((one.span for one in node.path()), Span((), self.unit_pages))
-                span = span.cut(0, match.length // self.tree.unit * self.unit_pages)
+                span = self._path(node, match.length // self.tree.unit * self.unit_pages)
                 core.sharing.order_after_writers(span, stream)
-                core.sharing.attach(slots, span)
+                if not attach_copy(core, slots[0], span, match.length):
+                    slots = None
         except BaseException as error:
             self.tree.unpin(node)
             if core.sharing.is_shortage(error):
@@ -216,7 +251,7 @@ class Prefixes:
             if not spans and not self._unpin_all():
                 break
             for span in spans:
-                done += shared.idle(span)
+                done += shared.returns(span)
                 self._core.reclaimer.let_go(span)
         return done
 
@@ -244,7 +279,7 @@ class Prefixes:
         for node in self.tree:
             if node.pins != wanted.pop(node, 0):
                 found.append(f"{node!r} has {node.pins} pins, other than slots hold")
-            if node.span.pages != node.units * self.unit_pages:
+            if node.span.pages - node.span.lead != node.units * self.unit_pages:
                 found.append(f"{node!r} has a span of {node.span.pages} pages")
         if wanted:
             found.append(f"{len(wanted)} pinned prefixes are not in the tree")

@@ -139,4 +139,5 @@ class Reclaimer(Cuts):
 
 def _spare(slot: Slot, keep: Mapping[Slot, int]) -> int:
     """Pages per tensor that the slot can do without; shared ones are counted elsewhere."""
-    return slot.mapped - max(slot.shared, slot.granted, slot.head, keep.get(slot, 0))
+    kept = max(slot.shared, slot.granted, slot.head, keep.get(slot, 0))
+    return slot.mapped - slot.places.ceil(kept)

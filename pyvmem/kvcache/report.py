@@ -6,9 +6,10 @@ from __future__ import annotations
 import errno
 
 from pyvmem.errors import VMemError
-from pyvmem.info import RangeFlags
+from pyvmem.info import Location, RangeFlags
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.jobs import Cut, Growth
+from pyvmem.kvcache.place_check import check_away, check_places
 from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.stats import CacheStats, SlotInfo
 
@@ -45,6 +46,9 @@ def snapshot(core: Core) -> list[SlotInfo]:
             granted_pages=max(0, slot.granted - slot.head),
             mapped_pages=slot.mapped - slot.head,
             shared_pages=slot.shared,
+            large_pages=slot.places.large(slot.head, slot.mapped),
+            away_pages=sum(slot.places.away(slot.head, slot.mapped).values()),
+            moving_pages=core.mover.moving(slot),
             in_flight=slot.job is not None and not slot.job.done(),
         )
         for slot in core.table
@@ -63,6 +67,10 @@ def stats(core: Core) -> CacheStats:
         cached_pages=reclaimer.held - active_pages,
         active_pages=active_pages,
         shared_pages=reclaimer.shared.pages * layout.num_tensors,
+        large_pages=_large(core) * layout.num_tensors,
+        moving_pages=core.mover.pages()[0] * layout.num_tensors,
+        host_pages=_away(core, Location.HOST),
+        peer_pages=_away(core, Location.PEER),
         prefix_pages=core.prefixes.pages * layout.num_tensors,
         prefix_tokens=core.prefixes.tree.tokens,
         mapped_bytes=reclaimer.held * layout.page_size,
@@ -83,6 +91,8 @@ def stats(core: Core) -> CacheStats:
         zeroed_pages=counters.zeroed,
         reclaimed_pages=counters.reclaimed,
         reused_pages=counters.reused,
+        moved_pages=counters.moved,
+        promoted_pages=counters.promoted,
         waits=counters.waits,
         wait_ns=counters.wait_ns,
         last_wait_ns=counters.last_wait_ns,
@@ -93,6 +103,26 @@ def stats(core: Core) -> CacheStats:
     )
 
 
+def _large(core: Core) -> int:
+    """Small pages per tensor that large pages of the device stand for, shared ones once."""
+    if not core.layout.large_pages:
+        return 0
+    own = sum(
+        high - low
+        for slot in core.table
+        if slot.places
+        for low, high, kind in slot.places.stretches(max(slot.shared, slot.head), slot.mapped)
+        if kind.unit > 1 and not kind.away
+    )
+    blocks = core.reclaimer.shared.blocks
+    return own + sum(one.live for one in blocks if one.kind.unit > 1 and not one.kind.away)
+
+
+def _away(core: Core, location: Location) -> int:
+    away = core.reclaimer.away.items()
+    return sum(pages for tier, pages in away if tier.location is location)
+
+
 def check(core: Core) -> list[str]:
     """Every contradiction found; empty when the books agree with themselves and with libvmem."""
     found: list[str] = []
@@ -101,6 +131,7 @@ def check(core: Core) -> list[str]:
     for slot in table:
         name = f"slot {slot.index}"
         held += slot.mapped - slot.head - slot.shared
+        held -= sum(slot.places.away(max(slot.shared, slot.head), slot.mapped).values())
         slid += slot.head if slot.active and not slot.stale else 0
         if isinstance(slot.job, Cut):
             returning += slot.job.pages
@@ -131,6 +162,7 @@ def check(core: Core) -> list[str]:
             found.append(f"{name}: its batch is in no list")
         if not slot.broken:
             found.extend(_check_pages(core, slot))
+            found.extend(check_places(core, slot))
     shared = reclaimer.shared
     holders = [*table, *reclaimer.cuts]
     found.extend(
@@ -140,7 +172,7 @@ def check(core: Core) -> list[str]:
         )
     )
     found.extend(core.prefixes.check())
-    held += shared.pages
+    held += shared.pages + core.mover.pages()[0]
     if (
         held + returning != reclaimer.held // layout.num_tensors
         or reclaimer.held % layout.num_tensors
@@ -150,6 +182,7 @@ def check(core: Core) -> list[str]:
         found.append(f"{granted} pages per tensor granted, {pager.active_pages} counted")
     if slid != reclaimer.slid:
         found.append(f"{slid} pages per tensor slid, {reclaimer.slid} counted")
+    found.extend(check_away(core))
     if reclaimer.held > reclaimer.limit:
         found.append(f"{reclaimer.held} pages held, the limit is {reclaimer.limit}")
     if reclaimer.share is not None:

@@ -61,7 +61,10 @@ def make(
     try:
         info = context.info
         page_size = config.page_size or info.granule
+        large = config.large_page_size
         require_page_size(info, page_size)
+        if large:
+            require_page_size(info, large, "large_page_size")
         layout = Layout(config, page_size)
         cuda_device = context.cuda_device
         limit = _limit_pages(config, layout, cuda_device, budget)
@@ -69,7 +72,10 @@ def make(
             OVERREAD.require(info, f"sparse, with pages of {info.granule} bytes")
         # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
         reservation = context.reserve(
-            layout.total_bytes, sparse=config.sparse, align=max(page_size, 2 << 20)
+            layout.total_bytes,
+            sparse=config.sparse,
+            align=max(page_size, large, 2 << 20),
+            large=bool(large),
         )
     except BaseException:
         if owned:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pyvmem.errors import (
     DriverError,
@@ -16,6 +16,7 @@ from pyvmem.errors import (
     VMemError,
 )
 from pyvmem.kvcache.events import order_after, prune
+from pyvmem.kvcache.places import Kind
 from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.spans import Span
 from pyvmem.ops import OpBatch
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from pyvmem.pages import Pages
 
 __all__ = ["Sharing"]
+
+_Held: TypeAlias = "tuple[Pages, int, int, Kind]"
+"""A handle to pages [low, high) of a slot, which are of one kind."""
 
 
 class Sharing:
@@ -44,7 +48,8 @@ class Sharing:
     def share(self, slot: Slot, pages: int) -> None:
         """Makes the first `pages` pages of a taken slot shared: maps them again, read-only.
 
-        No GPU work may touch them, and no batch be in flight over them.
+        No GPU work may touch them, and no batch be in flight over them. `pages` cuts no large page
+        (`Places.floor`).
 
         Raises:
             NotRecoverable: they could be mapped neither read-only nor as before; the request has
@@ -53,19 +58,19 @@ class Sharing:
         low = slot.shared
         if pages <= low:
             return
-        handle = self._gather(slot, low, pages)
-        ops = OpBatch(1)
+        pieces = self._gather(slot, low, pages)
+        ops = OpBatch(len(pieces))
         try:
             self._unmap(ops, slot, low, pages)
             self._core.context.batch(ops)
         except BaseException:
-            handle.drop()
+            _drop(pieces)
             raise
         try:
-            self._map(ops, slot, handle, low, pages, readonly=True)
+            self._map(ops, slot, pieces, readonly=True)
         except VMemError as error:
             try:
-                self._map(ops, slot, handle, low, pages, readonly=False)
+                self._map(ops, slot, pieces, readonly=False)
             except VMemError:
                 self._core.table.condemn(slot)
                 slot.lost = True
@@ -75,47 +80,59 @@ class Sharing:
                     op="KVCache",
                 ) from error
             finally:
-                handle.drop()
+                _drop(pieces)
             raise
-        self._adopt(slot, handle, pages - low, [])
+        self._adopt(slot, pieces, [])
         self._core.reclaimer.shared.use(slot.span.cut(low, pages))
         self._core.pager.active_pages -= pages - low
 
-    def gather(self, slot: Slot, pages: int) -> Pages | None:
-        """What `bequeath` needs of a slot's first `pages` pages; None where all are shared."""
-        return self._gather(slot, slot.shared, pages) if pages > slot.shared else None
+    def gather(self, slot: Slot, pages: int) -> list[_Held]:
+        """What `bequeath` needs of a slot's first `pages` pages, beyond those that are shared."""
+        return self._gather(slot, slot.shared, slot.places.ceil(pages))
 
-    def bequeath(self, slot: Slot, pages: int, handle: Pages | None, event: Any) -> None:
+    def bequeath(self, slot: Slot, pages: int, handles: list[_Held], event: Any) -> None:
         """Makes the pages of a slot shared that is freed next: as they are mapped goes with it.
 
         Args:
             slot: taken, without a batch in flight.
-            pages: how many.
-            handle: what `gather` returned for them.
+            pages: how many; of a large page all go.
+            handles: what `gather` returned for them.
             event: the GPU work that writes them, which those who map them wait for.
         """
-        if handle is None:
+        low, pages = slot.shared, slot.places.ceil(pages)
+        if pages <= low:
             return
-        low = slot.shared
-        self._adopt(slot, handle, pages - low, [] if event is None else [event])
+        self._adopt(slot, handles, [] if event is None else [event])
+        self._core.pager.grant(slot, pages)  # the rest of a large page is the owner's now, too
         self._core.reclaimer.shared.use(slot.span.cut(low, pages))
         self._core.pager.active_pages -= pages - low
 
-    def _adopt(self, slot: Slot, handle: Pages, pages: int, events: list[Any]) -> None:
+    def _adopt(self, slot: Slot, pieces: list[_Held], events: list[Any]) -> None:
         shared = self._core.reclaimer.shared
-        span = shared.adopt(handle, pages, events, self._core.prefixes.unit_pages)
-        shared.hold(span)
-        slot.span = slot.span + span
+        for handle, low, high, kind in pieces:
+            unit_pages = self._core.prefixes.unit_pages
+            span = shared.adopt(handle, high - low, list(events), unit_pages, kind)
+            shared.hold(span)
+            slot.span = slot.span + span
 
-    def _gather(self, slot: Slot, low: int, high: int) -> Pages:
+    def _gather(self, slot: Slot, low: int, high: int) -> list[_Held]:
+        """Handles to a slot's pages, one for each stretch of a kind."""
         core = self._core
+        found: list[_Held] = []
         layout = core.layout
-        return core.context.gather(
-            core.pager.base + layout.offset(slot.index, low),
-            (high - low) * layout.page_size,
-            layout.num_tensors,
-            layout.tensor_bytes,
-        )
+        try:
+            for first, last, kind in slot.places.stretches(low, high):
+                handle = core.context.gather(
+                    core.pager.base + layout.offset(slot.index, first),
+                    (last - first) * layout.page_size,
+                    layout.num_tensors,
+                    layout.tensor_bytes,
+                )
+                found.append((handle, first, last, kind))
+        except BaseException:
+            _drop(found)
+            raise
+        return found
 
     def _unmap(self, ops: OpBatch, slot: Slot, low: int, high: int) -> None:
         core = self._core
@@ -128,22 +145,23 @@ class Sharing:
             layout.tensor_bytes,
         )
 
-    def _map(
-        self, ops: OpBatch, slot: Slot, handle: Pages, low: int, high: int, readonly: bool
-    ) -> None:
-        core = self._core
-        layout = core.layout
+    def _map(self, ops: OpBatch, slot: Slot, pieces: list[_Held], readonly: bool) -> None:
         ops.clear()
-        ops.map(
-            core.pager.base + layout.offset(slot.index, low),
-            (high - low) * layout.page_size,
-            handle,
-            0,
-            layout.num_tensors,
-            layout.tensor_bytes,
-            readonly,
-        )
-        core.context.batch(ops)
+        self._map_pieces(ops, slot, pieces, readonly)
+        self._core.context.batch(ops)
+
+    def _map_pieces(self, ops: OpBatch, slot: Slot, pieces: list[_Held], readonly: bool) -> None:
+        layout = self._core.layout
+        for handle, low, high, _ in pieces:
+            ops.map(
+                self._core.pager.base + layout.offset(slot.index, low),
+                (high - low) * layout.page_size,
+                handle,
+                0,
+                layout.num_tensors,
+                layout.tensor_bytes,
+                readonly,
+            )
 
     # ---- shared pages in more slots --------------------------------------------------------------
 
@@ -198,19 +216,19 @@ class Sharing:
         Args:
             slots: free and without a page.
             span: the pages.
-            source: a slot that has them mapped first; then one operation for each slot is enough.
+            source: a slot that has them mapped first; then one operation for each slot and kind of
+                pages is enough.
         """
         core = self._core
         if span.pages:
-            handle = self._gather(source, 0, span.pages) if source else None
+            pieces = self._gather(source, 0, span.pages) if source else []
             try:
-                core.context.batch(self._mapping(slots, span, handle))
+                core.context.batch(self._mapping(slots, span, pieces))
             except NotRecoverable:
                 core.reclaimer.condemn([(slot, 0, span.pages) for slot in slots])
                 raise
             finally:
-                if handle is not None:
-                    handle.drop()
+                _drop(pieces)
         for slot in slots:
             core.table.take(slot)
             core.reclaimer.shared.hold(span)
@@ -218,16 +236,15 @@ class Sharing:
             slot.dirty = 0
             core.pager.lend(slot, span)
 
-    def _mapping(self, slots: Sequence[Slot], span: Span, handle: Pages | None) -> OpBatch:
+    def _mapping(self, slots: Sequence[Slot], span: Span, pieces: list[_Held]) -> OpBatch:
         """The maps of a span in each slot: whole blocks by one operation, parts by tensor."""
         core = self._core
         layout, base = core.layout, core.pager.base
         size, tensors, stride = layout.page_size, layout.num_tensors, layout.tensor_bytes
-        if handle is not None:
-            ops = OpBatch(len(slots))
+        if pieces:
+            ops = OpBatch(len(slots) * len(pieces))
             for slot in slots:
-                address = base + layout.offset(slot.index)
-                ops.map(address, span.pages * size, handle, 0, tensors, stride, True)
+                self._map_pieces(ops, slot, pieces, readonly=True)
             return ops
         ops = OpBatch(len(slots) * len(span.parts) * tensors)
         for slot in slots:
@@ -261,3 +278,8 @@ class Sharing:
         for slot in slots:
             with suppress(VMemError):
                 core.pager.release(slot)
+
+
+def _drop(pieces: list[_Held]) -> None:
+    for handle, *_ in pieces:
+        handle.drop()

@@ -16,7 +16,7 @@ With a sliding window (window.py) the first pages, below `head`, have been unmap
 
 Shared pages (spans.py) are mapped read-only, but in a `writer`; others may have them too. A free
 slot keeps none: all its pages are unmapped together, and until that has happened the slot is
-*stale*; so is one that slid.
+*stale*; so is one that slid, or that has pages outside the device (places.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from itertools import count as count_up
 from typing import Any, ClassVar
 
 from pyvmem.kvcache.events import prune
+from pyvmem.kvcache.places import Places
 from pyvmem.kvcache.spans import EMPTY, Span
 
 __all__ = ["Slot", "SlotTable"]
@@ -51,6 +52,7 @@ class Slot:
         job: the one batch in flight over this slot's addresses.
         span: the shared pages.
         pins: nodes of the prefix tree that are kept for the request.
+        places: which pages are large, or outside the device.
         freed_at: step at which it became free.
         freed_order: counts up with every slot that becomes free.
     """
@@ -71,6 +73,7 @@ class Slot:
     freed_order: int = 0
     span: Span = EMPTY
     pins: list[Any] = field(default_factory=list)
+    places: Places = field(default_factory=Places)
 
     @property
     def shared(self) -> int:
@@ -79,13 +82,18 @@ class Slot:
 
     @property
     def stale(self) -> bool:
-        """Whether an earlier owner's shared pages are still mapped, or its first ones missing."""
-        return self.span.pages > self.granted or self.head > self.granted
+        """Whether an earlier owner's shared or moved pages are there, or its first ones missing."""
+        granted = self.granted
+        return (
+            self.span.pages > granted
+            or self.head > granted
+            or (bool(self.places) and self.places.away_end > granted)
+        )
 
     @property
     def spare(self) -> int:
-        """Mapped pages that no request owns."""
-        return self.mapped - max(self.granted, self.head)
+        """Mapped pages that no request owns, and that can go."""
+        return self.mapped - self.places.ceil(max(self.granted, self.head))
 
 
 class SlotTable:

@@ -28,6 +28,10 @@ class CacheStats:
             that no request uses.
         active_pages: pages that requests own; one that several share is counted once.
         shared_pages: pages, active or cached, that are mapped read-only or recorded.
+        large_pages: pages, active or cached, that large ones stand for.
+        moving_pages: cached pages that pages on their way are copied to.
+        host_pages, peer_pages: pages that lie in host memory and in peer devices; no other number
+            here counts them.
         prefix_pages, prefix_tokens: of these, the recorded ones, and the tokens that they hold.
         mapped_bytes: cached and active pages.
         used_bytes: rows that hold tokens, by the last `step`; shared ones once.
@@ -41,6 +45,8 @@ class CacheStats:
         short: calls that returned -1.
         grown_pages, zeroed_pages, reclaimed_pages: pages mapped, filled for a new owner, unmapped.
         reused_pages: pages granted to a request that were mapped already.
+        moved_pages: pages that took the place of others under the same addresses.
+        promoted_pages: pages that `KVCache.promote` gave a large page, or mapped in one piece.
         waits: times that a call waited for mapping, filling or reclaiming.
         wait_ns: time spent so.
         last_wait_ns: the last `step`'s part of it.
@@ -56,6 +62,10 @@ class CacheStats:
     cached_pages: int
     active_pages: int
     shared_pages: int
+    large_pages: int
+    moving_pages: int
+    host_pages: int
+    peer_pages: int
     prefix_pages: int
     prefix_tokens: int
     mapped_bytes: int
@@ -76,6 +86,8 @@ class CacheStats:
     zeroed_pages: int
     reclaimed_pages: int
     reused_pages: int
+    moved_pages: int
+    promoted_pages: int
     waits: int
     wait_ns: int
     last_wait_ns: int
@@ -96,6 +108,9 @@ class SlotInfo:
         granted_pages: pages that the owner may use, without those that left its window.
         mapped_pages: pages there, or promised by a growth in flight.
         shared_pages: of these, pages that are mapped read-only.
+        large_pages: of the mapped ones, those that large pages stand for.
+        away_pages: of the mapped ones, those that do not lie in the device.
+        moving_pages: of the mapped ones, those that a later `step` replaces.
         in_flight: a batch over the slot's addresses is not finished.
     """
 
@@ -105,6 +120,9 @@ class SlotInfo:
     granted_pages: int
     mapped_pages: int
     shared_pages: int
+    large_pages: int
+    away_pages: int
+    moving_pages: int
     in_flight: bool
 
 
@@ -151,6 +169,7 @@ class Counters:
         self.base_calls, self.base_ns = _driver_calls(context)
         self.steps = self.steps_async = self.short = 0
         self.grown = self.zeroed = self.reclaimed = self.reused = 0
+        self.moved = self.promoted = 0
         self.waits = self.wait_ns = self.last_wait_ns = 0
         self.critical_driver_ns = 0
         self.peak_mapped = self.peak_used = self.peak_wasted = 0

@@ -83,6 +83,8 @@ def _begin(core: Core, seq_lens: Sequence[int], stream: Any) -> tuple[list[int],
     core.counters.last_wait_ns = 0
     if pager.growths:
         pager.settle(stream)
+    if core.mover.moves or core.mover.given_up:
+        core.mover.step(lens, stream)
     if reclaimer.cuts:
         reclaimer.poll()
     if reclaimer.errors:
@@ -179,6 +181,8 @@ def _commit(core: Core, lens: list[int], total: int, stream: Any) -> None:
     """Notes what the slots hold from now on."""
     if core.window is not None:
         core.window.slide(lens, stream)
+    if core.config.promote_tokens and core.promoter is not None:
+        core.promoter.step(lens, stream)
     core.seq_lens = lens[:]
     core.used_tokens = total
     core.note_peaks()

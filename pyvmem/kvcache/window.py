@@ -76,6 +76,14 @@ class Window:
                 events = [] if event is None else [event]
             layout = self._layout
             head = (old[index] - self._kept) * layout.row_bytes // layout.page_size
+            places = slot.places
+            if not core.mover.make_way(slot, head):
+                continue
+            if places and places.floor(head) != head:  # in the middle of a large page
+                end, head = places.ceil(head), places.floor(head)
+                if head <= slot.head:
+                    self._next[index] = self._kept + self._rows(end)
+                    continue
             after = [*slot.events, *events]
             if not core.reclaimer.try_slide(slot, head, after):  # the queue is full
                 if not core.table.lockstep:

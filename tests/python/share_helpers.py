@@ -14,7 +14,16 @@ from kvcache_helpers import state
 from pyvmem import FdEvent, KVCache
 from pyvmem.kvcache import LayeredCache, SwappedRequest
 
-__all__ = ["ShareModel", "read_rows", "row_bytes", "write_rows"]
+__all__ = [
+    "ShareModel",
+    "grow",
+    "is_zero",
+    "read_rows",
+    "row_bytes",
+    "start",
+    "whole",
+    "write_rows",
+]
 
 
 def row_bytes(cache: KVCache, tensor: int, tag: int) -> bytes:
@@ -45,6 +54,37 @@ def read_rows(cache: KVCache, reqid: int, low: int, tags: list[int]) -> bool:
     )
 
 
+def start(cache: KVCache, rows: int, first: int = 1, by: int = 0) -> int:
+    """A request of so many rows with the tags `first`, `first` + 1, ...; `by`: rows of a step."""
+    reqid = cache.alloc_reqid(rows)
+    assert reqid is not None
+    grow(cache, reqid, 0, rows, first, by)
+    return reqid
+
+
+def grow(cache: KVCache, reqid: int, low: int, rows: int, first: int = 1, by: int = 0) -> None:
+    """A request's rows become so many; those from `low` on get the tags ``first + row``."""
+    for end in [*range(low + by, rows, by), rows] if by else [rows]:
+        want = [slot.seq_len for slot in cache.snapshot()]
+        want[reqid] = end
+        assert cache.step(want) == 0
+    write_rows(cache, reqid, low, list(range(first + low, first + rows)))
+
+
+def whole(cache: KVCache, reqid: int, rows: int, first: int = 1) -> bool:
+    """Whether the rows are those of `start`."""
+    return read_rows(cache, reqid, 0, list(range(first, first + rows)))
+
+
+def is_zero(cache: KVCache, reqid: int, low: int, rows: int) -> bool:
+    """Whether so many rows from `low` on are zero in every tensor."""
+    size = cache.layout.row_bytes
+    return not any(
+        any(cache.reservation.read(cache.layout.offset(reqid, 0, t) + low * size, rows * size))
+        for t in range(cache.layout.num_tensors)
+    )
+
+
 class ShareModel:
     """Drives a cache at random. A token's row depends on all tokens before it, as a model's does.
 
@@ -65,6 +105,7 @@ class ShareModel:
         self.events: list[FdEvent] = []
         self.known: dict[tuple[int, ...], int] = {}
         self.counts: dict[str, int] = {}
+        self.more = 20  # most new tokens of a prompt
 
     def tag(self, tokens: list[int]) -> int:
         """The row of the last of these tokens, the same whoever computes it."""
@@ -92,7 +133,7 @@ class ShareModel:
         longest = self.first.config.max_seq_len
         seen = self.random.choice(list(self.known)) if self.known else ()
         keep = self.random.randint(0, len(seen))
-        more = [self.random.randint(0, 2) for _ in range(self.random.randint(1, 20))]
+        more = [self.random.randint(0, 2) for _ in range(self.random.randint(1, self.more))]
         return [*seen[:keep], *more][:longest]
 
     # ---- what an engine does ---------------------------------------------------------------------
@@ -131,9 +172,7 @@ class ShareModel:
         found = self.cache.match(prompt).length
         taken = self.cache.alloc_prefix(prompt)
         if taken is None:
-            self.count("no slot")
-            assert len(self.tokens) == self.first.config.max_batch
-            assert state(self.first)[0] == before[0]
+            self.refused(before)
             return
         reqid, length = taken
         assert length == found < len(prompt)
@@ -143,6 +182,12 @@ class ShareModel:
         self.tags[reqid] = [self.tag(prompt[: n + 1]) for n in range(length)]
         assert self.holds(reqid)
         self.grow({reqid: prompt[length:]})
+
+    def refused(self, before: tuple[Any, ...]) -> None:
+        """`alloc_prefix` returned None."""
+        self.count("no slot")
+        assert len(self.tokens) == self.first.config.max_batch
+        assert state(self.first)[0] == before[0]
 
     def fork(self, reqid: int) -> None:
         length = self.random.choice((None, self.random.randint(0, len(self.tokens[reqid]))))

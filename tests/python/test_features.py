@@ -177,6 +177,13 @@ def use_mixed_pages(context: Context) -> None:
         reservation.write(2 * MB - 4, b"over the edge")
         assert reservation.read(2 * MB - 4, 13) == b"over the edge"
         reservation.unmap(0, 2 * MB + 64 * KB)
+    # Nine rows of 256 KiB in each tensor: a large page, and small ones.
+    options = {"page_size": 64 * KB, "num_kv_heads": 4 * KB // 4, "memory_limit": 0}
+    with small_cache(context, large_page_size=2 * MB, max_batch=1, **options) as cache:
+        reqid = started(cache, 9)
+        assert cache.snapshot()[reqid].large_pages == 2 * MB // (64 * KB)
+        assert cache.promote(reqid) == 0
+        assert rows_are(cache, reqid, 0, 9, 1.0)
 
 
 def use_pages_at(location: Location) -> Callable[[Context], None]:
@@ -190,6 +197,14 @@ def use_pages_at(location: Location) -> Callable[[Context], None]:
             reservation.write(0, b"elsewhere")
             assert reservation.read(0, 9) == b"elsewhere"
             reservation.unmap(0, page)
+        peer = device if location is Location.PEER else None
+        with small_cache(context) as cache:
+            reqid = started(cache, 2 * ROWS)
+            assert cache.move(reqid, location, peer).pages == 4 * LAYERS
+            assert cache.snapshot()[reqid].away_pages == 2
+            assert rows_are(cache, reqid, 0, 2 * ROWS, 1.0)
+            assert cache.move(reqid, "device").pages == 4 * LAYERS
+            assert rows_are(cache, reqid, 0, 2 * ROWS, 1.0)
 
     return use
 
@@ -350,6 +365,7 @@ def test_a_match_cannot_be_mapped_where_pages_cannot(context: Context) -> None:
         pytest.skip("nothing can be recorded")
     with small_cache(context) as cache:
         cache.free_reqid(started(cache, PARENT), tokens=TOKENS)
+        eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         without(context, Caps.ALIAS)
         before = state(cache)
         with pytest.raises(NotSupported, match=r"alloc_prefix: back end .* VMEM_CAP_ALIAS"):

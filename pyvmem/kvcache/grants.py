@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: MIT
+"""How growths end: their pages are granted, or they are undone in the books."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyvmem.errors import NotRecoverable, VMemError
+from pyvmem.kvcache.events import order_after, order_ticket
+from pyvmem.kvcache.jobs import Growth
+from pyvmem.kvcache.reclaim import Reclaimer
+from pyvmem.kvcache.slots import Slot
+from pyvmem.kvcache.spans import Span
+
+__all__ = ["Grants"]
+
+
+class Grants:
+    """What requests own, and the growths that will give them more.
+
+    Attributes:
+        capacity: per slot, the longest sequence that the granted pages are enough for; 0 for free
+            slots.
+        growths: batches that no `settle` has seen finished.
+        active_pages: pages per tensor granted to requests, all slots together; shared ones are
+            counted in `SharedPages.used`.
+    """
+
+    def __init__(self, reclaimer: Reclaimer, device: int | None) -> None:
+        self.reclaimer = reclaimer
+        self.layout = reclaimer.layout
+        self.counters = reclaimer.counters
+        self.device = device
+        self.capacity = [0] * len(reclaimer.table)
+        self.growths: list[Growth] = []
+        self.active_pages = 0
+
+    def _complete(self, job: Growth, stream: Any, whole: bool = False) -> VMemError | None:
+        """Waits for a growth, grants its pages or undoes it.
+
+        `whole`: on the CPU, for its fills and for earlier owners' work too; no stream is known.
+        """
+        device = None if whole else self.device
+        try:
+            for ticket in (job.mapping, job.filling):
+                if ticket is not None:
+                    order_ticket(ticket, stream, device)
+        except VMemError as error:
+            self._undo(job, error)
+            return error
+        for event in job.handover:
+            order_after(event, stream, device)
+        job.handover.clear()
+        if not job.granted:
+            job.granted = True
+            for slot, owner, pages in job.grants:
+                if slot.owner == owner:
+                    self.grant(slot, pages)
+        if job.done():
+            self._retire(job)
+        return None
+
+    def poll(self) -> None:
+        """Notes which growths that no owner waits for are finished."""
+        for job in [job for job in self.growths if not job.grants and job.done()]:
+            error = self._complete(job, None, whole=True)
+            if error is not None:
+                self.reclaimer.errors.append(error)
+
+    def grant(self, slot: Slot, pages: int) -> None:
+        """Makes pages that are mapped the owner's."""
+        if pages <= slot.granted:
+            return
+        self.active_pages += pages - slot.granted
+        slot.granted = pages
+        self.capacity[slot.index] = self.layout.capacity(pages)
+
+    def lend(self, slot: Slot, span: Span) -> None:
+        """Grants an empty slot shared pages, which are mapped there."""
+        slot.span = span
+        slot.mapped = slot.granted = span.pages
+        slot.places.put_all(span.stretches())
+        self.capacity[slot.index] = self.layout.capacity(span.pages)
+
+    def revoke(self, slot: Slot) -> None:
+        """Takes an owner's pages out of the counts, before the slot is freed."""
+        self.active_pages -= max(0, slot.granted - slot.shared)
+        self.capacity[slot.index] = 0
+
+    def _retire(self, job: Growth) -> None:
+        self.growths.remove(job)
+        for slot in job.slots:
+            slot.job = None
+
+    def _undo(self, job: Growth, error: VMemError) -> None:
+        """Takes a failed growth back into the books; libvmem has undone the mapping."""
+        if job.filling is not None:
+            _failed(job.filling)  # waited for alone: it touches pages that were there before
+        if job.mapping is not None and _failed(job.mapping):
+            for slot, low, high in job.pieces:
+                slot.mapped = low
+                slot.places.forget(low, high)
+            if isinstance(error, NotRecoverable):
+                self.reclaimer.condemn(job.pieces)
+            self.reclaimer.held -= job.new_pages
+            self.counters.grown -= job.new_pages
+        self._retire(job)
+
+
+def _failed(ticket: Any) -> bool:
+    """Waits for a batch and tells whether it failed."""
+    try:
+        ticket.wait()
+    except VMemError:
+        return True
+    return False

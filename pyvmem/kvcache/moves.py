@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: MIT
+"""Other pages under the same addresses: how they get there, and how that ends.
+
+A *move* has two phases. First new pages appear at scratch addresses and the old ones are copied to
+them, after the work that writes the rows; the GPU may read the old ones meanwhile. Then, when no
+work is under way, one batch puts the new pages in the place of the old ones:
+
+    slot      | old | old | old |          | new | new | new |
+                 copy                ->       replaces the old ones, which go to their pool
+    scratch   | new | new | new |          |     |     |     |
+
+In the scratch addresses the tensors follow one another, each with the slot's pages from `first` on.
+Until the second phase is over both are behind the cache, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.errors import NotRecoverable, VMemError
+from pyvmem.kvcache.events import record, wait_for
+from pyvmem.kvcache.jobs import Cut, Move, Quiet
+from pyvmem.kvcache.move_plan import MovePlanner
+from pyvmem.kvcache.places import Tier
+from pyvmem.kvcache.slots import Slot
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.core import Core
+    from pyvmem.pages import Pages
+
+__all__ = ["Mover"]
+
+
+class Mover:
+    """The moves of a cache, one for a slot at a time.
+
+    Attributes:
+        moves: by slot; begun, and not swapped yet.
+        given_up: their slots go without; the scratch pages go when the copies are over.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._plan = MovePlanner(core)
+        self.moves: dict[Slot, Move] = {}
+        self.given_up: list[Move] = []
+
+    # ---- the first phase -------------------------------------------------------------------------
+
+    def begin(self, move: Move, after: Sequence[Any], *, background: bool) -> None:
+        """Takes the new pages and copies to them, or lets the worker do so.
+
+        Memory is the caller's to check first; the slot has no other move.
+
+        Raises:
+            OutOfMemory: of the back end; nothing changed. VMemError: the driver failed; likewise.
+        """
+        core = self._core
+        if move.stretches:
+            move.addresses = core.scratch.take(self._plan.place(move))
+            try:
+                ops = self._plan.copies(move)
+                if background:
+                    move.ticket = core.context.submit(ops, after=after)
+                else:
+                    with core.counters.waiting():
+                        core.context.batch(ops, after=after)
+            except BaseException:
+                core.scratch.give(move.addresses)
+                raise
+            self._count(move, 1)
+        self.moves[move.slot] = move
+
+    def _count(self, move: Move, sign: int) -> None:
+        """Counts scratch pages as behind the cache, or no longer."""
+        reclaimer, tensors = self._core.reclaimer, self._core.layout.num_tensors
+        reclaimer.held += sign * move.here() * tensors
+        counters = self._core.counters
+        counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
+        for tier, pages in move.away().items():
+            reclaimer.away[tier] += sign * pages * tensors
+
+    # ---- the second phase ------------------------------------------------------------------------
+
+    def finish(self, slot: Slot, stream: Any) -> None:
+        """Ends a slot's move, if it has one: waits for the copies and for the work on `stream`.
+
+        Raises:
+            NotRecoverable: the request has lost its rows. VMemError: the pages are as before.
+        """
+        move = self.moves.get(slot)
+        if move is not None:
+            with self._core.counters.waiting():
+                self._end(move, [record(stream, self._core.device)])
+
+    def step(self, lens: list[int], stream: Any) -> None:
+        """Ends the moves whose copies are over, after the work on `stream`; failures are noted.
+
+        So ends, when they are over, that of a request which gets shorter: it may write rows again.
+        """
+        if self.given_up:
+            self.sweep()
+        held = self._core.seq_lens
+        ready = [
+            move
+            for slot, move in self.moves.items()
+            if move.done() or lens[slot.index] < held[slot.index]
+        ]
+        if not ready:
+            return
+        event = record(stream, self._core.device)
+        with self._core.counters.waiting():
+            for move in ready:
+                try:
+                    self._end(move, [event])
+                except VMemError as error:
+                    self._core.reclaimer.errors.append(error)
+
+    def _end(self, move: Move, events: list[Any]) -> None:
+        after = [event for event in events if event is not None]
+        try:
+            if move.ticket is not None:
+                move.ticket.wait()
+                move.ticket = None
+        except VMemError:
+            del self.moves[move.slot]
+            self._forget(move)
+            raise
+        del self.moves[move.slot]
+        try:
+            if move.stretches:
+                self._swap(move, after)
+            if move.runs:
+                self._join(move, [] if move.stretches else after)
+        except NotRecoverable as error:
+            self._lose(move.slot, error)
+        finally:
+            if move.addresses is not None:
+                self._drop(move)
+
+    def _swap(self, move: Move, after: list[Any]) -> None:
+        """One batch: the new pages replace the old ones, the scratch addresses are empty again."""
+        core, layout, slot = self._core, self._core.layout, move.slot
+        handles: list[Pages] = []
+        try:
+            ops = self._plan.swap(move, handles)
+            core.context.batch(ops, after=after)
+        except BaseException:
+            for handle in handles:
+                with suppress(VMemError):
+                    handle.drop()
+            raise
+        assert move.addresses is not None
+        core.scratch.give(move.addresses)
+        move.addresses = None
+        for low, high, kind in move.stretches:  # the old ones are gone
+            away = slot.places.away(low, high)
+            core.reclaimer.came_back(high - low - sum(away.values()), away, reclaimed=False)
+            slot.places.put(low, high, kind)
+            core.counters.moved += (high - low) * layout.num_tensors
+
+    def _join(self, move: Move, after: list[Any]) -> None:
+        """Maps each run in one piece."""
+        core, layout = self._core, self._core.layout
+        for event in after:
+            wait_for(event)
+        for low, high in move.runs:
+            for tensor in range(layout.num_tensors):
+                at = core.pager.base + layout.offset(move.slot.index, low, tensor)
+                core.context.consolidate(at, (high - low) * layout.page_size)
+
+    def _lose(self, slot: Slot, error: VMemError) -> None:
+        self._core.table.condemn(slot)
+        slot.lost = True
+        raise NotRecoverable(
+            f"reqid {slot.index} has lost its rows, free it: {error}",
+            errno=error.errno,
+            op="KVCache",
+        ) from error
+
+    # ---- giving up -------------------------------------------------------------------------------
+
+    def abandon(self, slot: Slot) -> None:
+        """Gives a slot's move up; does not wait, unless another batch is in flight over the slot.
+
+        Until the copies are over no page of the slot can be unmapped: a cut of none stands for
+        that.
+        """
+        move = self.moves.pop(slot, None)
+        if move is None:
+            return
+        if move.ticket is not None:
+            core = self._core
+            cut = Cut(slot, slot.mapped, slot.mapped, slot.dirty, Quiet(move.ticket), slot.head)
+            if slot.job is None:
+                slot.job = cut
+                core.reclaimer.cuts.append(cut)
+            else:
+                cut.ticket.wait()
+        if move.addresses is not None:
+            self.given_up.append(move)
+            self.sweep()
+
+    def make_way(self, slot: Slot, page: int) -> bool:
+        """Gives up what changes pages below this one; whether nothing is under way there."""
+        move = self.moves.get(slot)
+        if move is not None and move.begins_before(page):
+            self.abandon(slot)
+            return slot.job is None
+        return True
+
+    def stop_promoting(self) -> bool:
+        """Gives up what makes larger pages and waits until its memory is back."""
+        slots = [slot for slot, move in self.moves.items() if move.promotes]
+        for slot in slots:
+            self.abandon(slot)
+        for move in self.given_up:
+            if move.ticket is not None:
+                Quiet(move.ticket).wait()
+        self.sweep()
+        return bool(slots)
+
+    def sweep(self) -> None:
+        """Takes back the scratch pages of moves that were given up, and whose copies are over."""
+        self._core.scratch.retry()
+        for move in [move for move in self.given_up if move.done()]:
+            self.given_up.remove(move)
+            try:
+                if move.ticket is not None:
+                    move.ticket.wait()
+                    move.ticket = None
+            except VMemError:  # nothing was mapped
+                self._forget(move)
+            else:
+                self._drop(move)
+
+    def _drop(self, move: Move) -> None:
+        """Unmaps the scratch pages; where that fails, the next sweep tries again."""
+        assert move.addresses is not None
+        try:
+            self._core.context.batch(self._plan.unmaps(move))
+        except NotRecoverable:
+            move.addresses._closed = True  # quarantined; it goes with the context
+            move.addresses = None
+            self._count(move, -1)
+        except VMemError:
+            self.given_up.append(move)
+        else:
+            self._forget(move)
+
+    def _forget(self, move: Move) -> None:
+        """Takes a move whose scratch is empty out of the books."""
+        if move.addresses is not None:
+            self._core.scratch.give(move.addresses)
+            move.addresses = None
+            self._count(move, -1)
+
+    def close(self) -> None:
+        """Gives every move up, and waits."""
+        for slot in list(self.moves):
+            self.abandon(slot)
+        for move in self.given_up:
+            if move.ticket is not None:
+                Quiet(move.ticket).wait()
+        self.sweep()
+        for move in self.given_up:
+            if move.addresses is not None:
+                with suppress(VMemError):
+                    move.addresses.close(unmap=True)
+                move.addresses._closed = True
+
+    def moving(self, slot: Slot) -> int:
+        """Pages per tensor of a slot that the end of its move changes."""
+        move = self.moves.get(slot)
+        if move is None:
+            return 0
+        runs = sum(high - low for low, high in move.runs)
+        return runs + sum(high - low for low, high, _ in move.stretches)
+
+    def pages(self) -> tuple[int, dict[Tier, int]]:
+        """Scratch pages per tensor: of the device, and by tier."""
+        here = 0
+        away: dict[Tier, int] = {}
+        for move in (*self.moves.values(), *self.given_up):
+            here += move.here()
+            for tier, pages in move.away().items():
+                away[tier] = away.get(tier, 0) + pages
+        return here, away

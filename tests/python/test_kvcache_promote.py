@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: MIT
+"""Description: full parts of a running request become large pages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from kvcache_helpers import ROWS, eventually, firing_later
+from move_helpers import (
+    PART,
+    TENSORS,
+    UNIT,
+    cache_over,
+    in_pieces,
+    in_slabs,
+    lens,
+    settled,
+)
+from share_helpers import grow, is_zero, read_rows, start, whole
+
+from pyvmem import Caps, Context, FdEvent, KVCache
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_full_parts_become_large(backend: str, wait: bool) -> None:
+    with in_slabs(backend) as context, cache_over(context) as cache:
+        rows = 2 * PART + 3
+        one, two = in_pieces(cache, rows)
+        assert cache.snapshot()[one].large_pages == 0
+        held = cache.stats().mapped_bytes
+        assert cache.promote(one, wait=wait) == 2
+        if not wait:
+            assert cache.snapshot()[one].moving_pages == 2 * UNIT
+            assert cache.stats().moving_pages == 2 * UNIT * TENSORS
+            assert cache.promote(one) == 2, "under way"
+            cache.check_integrity()
+            grow(cache, one, rows, rows + ROWS)
+            settled(cache, one)
+        assert cache.snapshot()[one].large_pages == 2 * UNIT
+        assert cache.stats().promoted_pages == cache.stats().moved_pages == 2 * UNIT * TENSORS
+        cache.check_integrity()
+        assert whole(cache, one, rows)
+        assert whole(cache, two, rows, 500)
+        cache.step(lens(cache))
+        size = cache.layout.page_size * TENSORS
+        assert cache.stats().mapped_bytes == held + (0 if wait else size)
+        assert cache.promote(one) == 0
+        grow(cache, one, rows, rows + 2 * ROWS)
+        assert whole(cache, one, rows)
+
+
+def test_a_promotion_follows_the_writers_and_is_swapped_after_the_readers(backend: str) -> None:
+    with (
+        in_slabs(backend) as context,
+        cache_over(context) as cache,
+        FdEvent.create() as writers,
+        FdEvent.create() as readers,
+    ):
+        one, _ = in_pieces(cache, PART)
+        assert cache.promote(one, stream=writers) == 1
+        for _ in range(3):
+            assert cache.step(lens(cache)) == 0, "does not wait for copies"
+        assert cache.snapshot()[one].moving_pages == UNIT
+        writers.set()
+        eventually(lambda: cache._core.mover.moves[cache._core.table[one]].done())
+        with firing_later(readers) as fired:
+            assert cache.step(lens(cache), readers) == 0
+            assert fired, "the pages were replaced under running work"
+        assert cache.snapshot()[one].large_pages == UNIT
+        assert whole(cache, one, PART)
+
+
+def test_a_run_is_mapped_in_one_piece(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    caps = context.info.caps | Caps.CONSOLIDATE
+    monkeypatch.setattr(context, "_info", dataclasses.replace(context.info, caps=caps))
+    pieces: list[tuple[int, int]] = []
+    monkeypatch.setattr(Context, "consolidate", lambda self, *piece: pieces.append(piece))
+    with cache_over(context) as cache:
+        reqid = start(cache, 2 * PART, by=ROWS)
+        assert cache.promote(reqid) == 2
+        assert not pieces, "at the next step"
+        assert cache.stats().moving_pages == 0, "nothing is copied"
+        assert cache.step(lens(cache)) == 0
+        base, size = cache.reservation.addr, UNIT * cache.layout.page_size
+        assert set(pieces) == {
+            (base + cache.layout.offset(reqid, page, tensor), size)
+            for page in (0, UNIT)
+            for tensor in range(TENSORS)
+        }
+        assert cache.promote(reqid) == 0, "once"
+        cache.free_reqid(reqid)
+        assert cache.promote(start(cache, PART, by=ROWS), wait=True) == 1, "another request's"
+        assert len(pieces) == 3 * TENSORS
+
+
+def test_long_requests_are_promoted_by_themselves(backend: str) -> None:
+    with (
+        in_slabs(backend) as context,
+        cache_over(context, promote_tokens=PART + 2, window_tile=0) as cache,
+    ):
+        one, two = in_pieces(cache, PART + ROWS)
+        assert cache.stats().moving_pages == 0
+        grow(cache, one, PART + ROWS, PART + ROWS + 1)
+        assert cache.stats().moving_pages == UNIT * TENSORS
+        settled(cache, one)
+        assert cache.snapshot()[one].large_pages == UNIT
+        assert cache.snapshot()[two].large_pages == 0, "it does not grow"
+        for low in range(PART + ROWS + 1, 2 * PART + 2 * ROWS):
+            grow(cache, one, low, low + 1)
+        settled(cache, one)
+        assert cache.snapshot()[one].large_pages == 2 * UNIT
+        assert whole(cache, one, 2 * PART)
+        cache.free_reqid(one)
+        short = start(cache, PART, 700, by=ROWS)
+        grow(cache, short, PART, PART + 1, 700)
+        assert cache.snapshot()[short].moving_pages == 0
+
+
+def test_rows_that_may_be_taken_back_are_left_alone(backend: str) -> None:
+    with (
+        in_slabs(backend) as context,
+        cache_over(context, promote_tokens=1, window_tile=5) as cache,
+    ):
+        one, _ = in_pieces(cache, PART)
+        for low in range(PART, PART + 6):
+            assert cache.snapshot()[one].moving_pages == 0
+            grow(cache, one, low, low + 1)
+        assert cache.snapshot()[one].moving_pages == UNIT
+
+
+def test_a_request_that_gets_shorter_ends_what_is_under_way(backend: str) -> None:
+    with in_slabs(backend) as context, cache_over(context) as cache, FdEvent.create() as work:
+        one, _ = in_pieces(cache, PART + 1)
+        assert cache.promote(one, stream=work) == 1
+        want = lens(cache)
+        want[one] = PART - 3
+        with firing_later(work) as fired:
+            assert cache.step(want) == 0
+            assert fired
+        assert cache.snapshot()[one].moving_pages == 0
+        grow(cache, one, PART - 3, PART + ROWS, 900)
+        assert cache.step(lens(cache)) == 0
+        assert whole(cache, one, PART - 3)
+        assert read_rows(cache, one, PART - 3, list(range(900 + PART - 3, 900 + PART + ROWS)))
+
+
+def test_promotion_takes_what_memory_there_is(backend: str) -> None:
+    with in_slabs(backend) as context:
+        limit = (2 * 2 * UNIT + UNIT) * TENSORS * context.info.granule
+        with cache_over(context, memory_limit=limit) as cache:
+            one, two = in_pieces(cache, 2 * PART)
+            assert cache.promote(one, wait=True) == 1, "there is room for one part at a time"
+            assert cache.promote(one, wait=True) == 1
+            assert cache.promote(two) == 1
+            assert cache.num_free_pages == 0
+            grow(cache, one, 2 * PART, 2 * PART + 1)
+            assert cache.snapshot()[two].moving_pages == 0, "given up for a request that grows"
+            assert cache.stats().moving_pages == 0
+            assert whole(cache, two, 2 * PART, 500)
+            assert whole(cache, one, 2 * PART + 1)
+
+
+def _fork(cache: KVCache, reqid: int) -> int | None:
+    return cache.fork(reqid)
+
+
+def _record(cache: KVCache, reqid: int) -> int | None:
+    assert cache.record(reqid, range(2 * PART)) == 2 * PART
+    return reqid
+
+
+def _swap(cache: KVCache, reqid: int) -> int | None:
+    return cache.swap_in(cache.swap_out(reqid))
+
+
+def _free(cache: KVCache, reqid: int) -> int | None:
+    cache.free_reqid(reqid, tokens=range(2 * PART))
+    taken = cache.alloc_prefix([*range(2 * PART), 1])
+    assert taken is not None
+    return taken[0]
+
+
+def _move(cache: KVCache, reqid: int) -> int | None:
+    cache.move(reqid, "device")
+    return reqid
+
+
+@pytest.mark.parametrize("what", [_fork, _record, _swap, _free, _move])
+@pytest.mark.parametrize("kind", ["promote", "move"])
+def test_what_is_under_way_is_ended_first(
+    backend: str, kind: str, what: Callable[[KVCache, int], int | None]
+) -> None:
+    with in_slabs(backend) as context, cache_over(context) as cache:
+        one, two = in_pieces(cache, 2 * PART)
+        if kind == "promote":
+            assert cache.promote(one) == 2
+        elif Caps.HOST_PAGES in context.info.caps:
+            assert cache.move(one, "host", wait=False).pages == 2 * UNIT * TENSORS
+        got = what(cache, one)
+        assert got is not None
+        cache.check_integrity()
+        assert whole(cache, got, 2 * PART)
+        assert whole(cache, two, 2 * PART, 500)
+        for _ in range(3):
+            cache.step(lens(cache))
+        cache.check_integrity()
+
+
+def test_a_slot_freed_in_the_middle_is_safe_for_the_next_owner(backend: str) -> None:
+    with (
+        in_slabs(backend) as context,
+        cache_over(context, max_batch=2, deferred_reclaim=False) as cache,
+        FdEvent.create() as work,
+    ):
+        one, two = in_pieces(cache, 2 * PART)
+        assert cache.promote(one, stream=work) == 2
+        cache.free_reqid(one)
+        assert cache.snapshot()[one].in_flight, "its pages are still read"
+        cache.check_integrity()
+        again = cache.alloc_reqid(PART)
+        assert again == one
+        with firing_later(work) as fired:
+            want = lens(cache)
+            want[again] = PART
+            assert cache.step(want) == 0
+            assert fired
+        assert is_zero(cache, again, 0, PART)
+        cache.step(want)
+        assert cache.stats().moving_pages == 0
+        assert whole(cache, two, 2 * PART, 500)
+
+
+def test_a_window_takes_pages_that_are_under_way(backend: str) -> None:
+    with (
+        in_slabs(backend) as context,
+        cache_over(context, window=ROWS, window_tile=0) as cache,
+        FdEvent.create() as work,
+    ):
+        reqid, _ = in_pieces(cache, 2)
+        want = lens(cache)
+        want[reqid] = 2 * PART
+        assert cache.step_async(want) == 0
+        assert cache.step(want) == 0
+        assert cache.promote(reqid, stream=work) >= 0
+        want[reqid] += 1
+        for _ in range(2):
+            assert cache.step(want) == 0
+        work.set()
+        eventually(lambda: not cache.snapshot()[reqid].in_flight)
+        want[reqid] += 1
+        assert cache.step(want) == 0
+        cache._core.reclaimer.finish_all()
+        assert cache._core.table[reqid].head > 0
+        cache.check_integrity()
