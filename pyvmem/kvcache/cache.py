@@ -172,7 +172,8 @@ class KVCache(RequestCalls, PlaceCalls):
         where memory is short and pages of no owner must come back first.
 
         Args:
-            seq_lens: as in `step`.
+            seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does
+                not wait for what it does not need: so even a slow call of the driver is hidden.
             stream: accepted for symmetry; the `step` that follows orders its own stream.
 
         Returns:

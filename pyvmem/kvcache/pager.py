@@ -92,10 +92,15 @@ class Pager(Grants):
                 raise
         return True
 
-    def settle(self, stream: Any = None, whole: bool = False) -> None:
+    def settle(
+        self, stream: Any = None, whole: bool = False, lens: Sequence[int] | None = None
+    ) -> None:
         """Returns when every growth begun so far is mapped, and filled or ordered before `stream`.
 
-        `whole`: filled, and earlier owners' work is over, whatever stream comes next.
+        Args:
+            stream: the work that comes next.
+            whole: filled, and earlier owners' work is over, whatever stream comes next.
+            lens: of all slots; what none of these lengths needs is not waited for.
 
         Raises:
             VMemError: the first failure; what failed was undone, the rest is granted.
@@ -104,7 +109,7 @@ class Pager(Grants):
         for job in list(self.growths):
             if job.done():
                 error = self._complete(job, stream, whole)
-            elif not job.grants:  # an eager allocation: nobody needs it yet
+            elif not self._is_needed(job, lens):
                 continue
             else:
                 with self.counters.waiting():
@@ -112,6 +117,16 @@ class Pager(Grants):
             first = first or error
         if first is not None:
             raise first
+
+    def _is_needed(self, job: Growth, lens: Sequence[int] | None) -> bool:
+        """Whether an owner waits for a growth; for an eager allocation nobody does."""
+        if lens is None or job.granted:
+            return bool(job.grants)
+        capacity = self.capacity
+        return any(
+            slot.owner == owner and capacity[slot.index] < lens[slot.index]
+            for slot, owner, _ in job.grants
+        )
 
     def release(self, slot: Slot) -> None:
         """Waits until no batch is in flight over the slot's addresses, and it is not stale.

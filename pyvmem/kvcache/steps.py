@@ -82,7 +82,8 @@ def _begin(core: Core, seq_lens: Sequence[int], stream: Any) -> tuple[list[int],
         core.window.check(lens)
     core.counters.last_wait_ns = 0
     if pager.growths:
-        pager.settle(stream)
+        # What the worker maps further ahead may take its time. Ranks wait for all, as one.
+        pager.settle(stream, lens=None if core.table.lockstep else lens)
     if core.mover.moves or core.mover.given_up:
         core.mover.step(lens, stream)
     if reclaimer.cuts:

@@ -107,6 +107,23 @@ def test_growth_beyond_what_was_used_need_not_wait(context: Context) -> None:
         assert cache.step(lens(cache, r0=2 * ROWS, r1=3 * ROWS)) == 0
 
 
+def test_what_is_mapped_ahead_is_waited_for_by_those_who_need_it(context: Context) -> None:
+    with small_cache(context, max_batch=2) as cache, pending() as work:
+        assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
+        assert cache.step(lens(cache, r0=ROWS, r1=2 * ROWS)) == 0
+        stamp(cache, 1, 0, 2 * ROWS, 4.0)
+        cache.free_reqid(1, work)
+        assert cache.alloc_reqid() == 1
+        assert cache.step_async(lens(cache, r0=ROWS, r1=2 * ROWS)) == 0
+        assert cache.step(lens(cache, r0=ROWS)) == 0, "it has what it needs"
+        assert cache.snapshot()[1].in_flight
+        assert rows_are(cache, 1, 0, 2 * ROWS, 4.0)
+        with firing_later(work) as fired:
+            assert cache.step(lens(cache, r0=ROWS, r1=1)) == 0
+            assert fired, "step returned before the pages could be zeroed"
+        assert rows_are_zero(cache, 1, 0, 2 * ROWS)
+
+
 def test_the_callers_event_may_be_closed_at_once(context: Context) -> None:
     with small_cache(context, max_batch=1, deferred_reclaim=False) as cache:
         for _ in range(3):
