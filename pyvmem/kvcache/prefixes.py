@@ -99,8 +99,6 @@ class Prefixes:
     def _ready(self, slot: Slot, units: int) -> list[tuple[Core, Slot, int]]:
         """Where the units' pages are to be shared: caches, slots, pages per tensor."""
         parts = [(core, one, units * core.prefixes.unit_pages) for core, one in self._each(slot)]
-        for core, _, _ in parts:
-            core.sharing.require(PREFIXES, "record")
         for core, one, _ in parts:
             core.pager.release(one)
         return parts
@@ -111,6 +109,8 @@ class Prefixes:
 
     def _check(self, slot: Slot, tokens: Any) -> tuple[TokenIds, int]:
         """The ids, and how many whole units they are."""
+        for core, _ in self._each(slot):
+            core.sharing.require(PREFIXES, "record")
         ids = TokenIds.of(tokens)
         held = self._core.seq_lens[slot.index]
         if len(ids) > held:
