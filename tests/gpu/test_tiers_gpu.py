@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: MIT
+"""Description: a request's pages move to another GPU, to the host and back, and are read there.
+
+Needs two CUDA devices that reach each other, torch, and a back end (cuda, stock) that its probe
+proves.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pyvmem
+from pyvmem import Caps, Context, KVCache, KVCacheConfig
+
+torch = pytest.importorskip("torch")
+sys.path.append(str(Path(__file__).parents[1] / "python"))
+from share_helpers import grow, start, whole  # noqa: E402
+
+BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
+pytestmark = [
+    pytest.mark.needs_tensors,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
+]
+
+
+@pytest.fixture(params=BACKENDS)
+def cache(request: pytest.FixtureRequest) -> Iterator[KVCache]:
+    with Context(request.param, devices=[0, 1]) as context:
+        if Caps.PEER not in context.info.caps:
+            pytest.skip("the devices do not reach each other")
+        config = KVCacheConfig(
+            num_layers=2, num_kv_heads=8, head_dim=128, max_batch=4, max_seq_len=1 << 14
+        )
+        with KVCache(config, context) as made:
+            yield made
+        context.check()
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_to_a_peer_to_the_host_and_back(cache: KVCache, wait: bool) -> None:
+    rows = 6000
+    reqid = start(cache, rows)
+    tensor = cache.k(1)
+    address = tensor.data_ptr()
+
+    def total() -> int:
+        return int(tensor[reqid, :rows].view(torch.int16).sum())
+
+    wanted = total()
+    there = torch.cuda.mem_get_info(1)[0]
+    for location, device in (("peer", 1), ("host", None), ("device", None), ("peer", 1)):
+        stream = torch.cuda.current_stream()
+        moved = cache.move(reqid, location, device, stream=stream, wait=wait)
+        assert moved.shared == 0
+        while cache.snapshot()[reqid].moving_pages:
+            lengths = [0] * 4
+            lengths[reqid] = rows
+            assert cache.step(lengths, stream) == 0
+        stats = cache.stats()
+        assert bool(stats.peer_pages) == (location == "peer")
+        assert bool(stats.host_pages) == (location == "host")
+        assert cache.k(1).data_ptr() == address
+        assert total() == wanted
+        assert whole(cache, reqid, rows)
+        if location == "peer":
+            assert torch.cuda.mem_get_info(1)[0] < there
+        cache.check_integrity()
+    grow(cache, reqid, rows, rows + 100)
+    child = cache.fork(reqid)
+    assert child is not None
+    assert whole(cache, child, rows + 100)
+    cache.free_reqid(reqid)
+    cache.free_reqid(child)
+    del tensor
