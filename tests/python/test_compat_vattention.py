@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import open_context
 
 import pyvmem
 import pyvmem.compat.vattention as vattention
@@ -362,6 +363,9 @@ def test_install_makes_the_import_mean_this_module(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_program_that_forgets_cleanup_ends_well(backend: str) -> None:
+    with open_context(backend) as context:
+        if 65536 not in context.info.page_sizes:
+            pytest.skip("no pages of 64 KiB")
     program = (
         "import sys, torch, pyvmem.compat.vattention as v\n"
         f"v.configure({backend!r})\n"

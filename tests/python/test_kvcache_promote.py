@@ -79,11 +79,13 @@ def test_a_run_is_mapped_in_one_piece(context: Context, monkeypatch: pytest.Monk
     monkeypatch.setattr(Context, "consolidate", lambda self, *piece: pieces.append(piece))
     with cache_over(context) as cache:
         reqid = start(cache, 2 * PART, by=ROWS)
+        base, size = cache.reservation.addr, UNIT * cache.layout.page_size
+        if context.query(base + cache.layout.offset(reqid)).run_bytes < size:
+            pytest.skip("every page is an allocation of its own")
         assert cache.promote(reqid) == 2
         assert not pieces, "at the next step"
         assert cache.stats().moving_pages == 0, "nothing is copied"
         assert cache.step(lens(cache)) == 0
-        base, size = cache.reservation.addr, UNIT * cache.layout.page_size
         assert set(pieces) == {
             (base + cache.layout.offset(reqid, page, tensor), size)
             for page in (0, UNIT)
