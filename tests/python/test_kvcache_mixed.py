@@ -101,8 +101,9 @@ def test_large_pages_that_cannot_be(context: Context, page: int) -> None:
     before = context.stats().reserved_bytes
     with pytest.raises(InvalidArgument, match=f"large_page_size {page} is not more than page_size"):
         KVCache(small_config(page, large_page_size=page), context)
-    with pytest.raises(InvalidArgument, match="large_page_size 2147483648 is none of this"):
-        KVCache(small_config(page, large_page_size=1 << 31), context)
+    if 1 << 30 not in context.info.page_sizes:
+        with pytest.raises(InvalidArgument, match="large_page_size 1073741824 is none of this"):
+            KVCache(small_config(page, large_page_size=1 << 30), context)
     with pytest.raises(InvalidArgument, match="no multiple of large_page_size"):
         KVCache(small_config(page, large_page_size=UNIT * page, packed_slots=True), context)
     with (
