@@ -45,7 +45,7 @@ void vm_plan_clear(struct vm_plan *p) {
   memset(p, 0, sizeof(*p));
 }
 
-bool vm_plan_only_fills(const struct vm_plan *p) { return !p->maps.n && !p->unmaps.n && p->fills.n; }
+bool vm_plan_only_fills(const struct vm_plan *p) { return !p->maps.n && !p->replaced.n && !p->unmaps.n && p->fills.n; }
 
 /* What a plan in the making works on. */
 struct maker {
@@ -456,6 +456,18 @@ static int check_op(struct maker *m) {
   return 0;
 }
 
+/* The caller's reference goes with the batch: no other plan may count on it. */
+static int consume(struct maker *m) {
+  struct vm_ctx *c = m->c;
+  uint32_t index = vm_hdl_index(c, m->hdl), own = 0, *consumed;
+  for (size_t i = 0; i < m->p->replaced.n; i++) own += AT(m->p->replaced, struct vm_piece, i)->handle == index;
+  if (m->hdl->pins != own) return vm_fail(-EBUSY, "another call takes pages from the handle that is to be consumed");
+  if (!(consumed = PUSH(c, &m->p->consumed, uint32_t))) return -ENOMEM;
+  m->hdl->busy = true;
+  *consumed = index;
+  return 0;
+}
+
 static int do_op(struct maker *m) {
   const struct vmem_op *op = m->op;
   struct vm_ctx *c = m->c;
@@ -475,13 +487,7 @@ static int do_op(struct maker *m) {
   }
   for (uint64_t i = 0; i < count; i++)
     if ((err = do_piece(m, op->addr + i * op->stride, op->offset + i * op->bytes, op->src + i * op->src_stride))) return err;
-  if (op->flags & VMEM_OP_CONSUME) {
-    uint32_t *consumed = PUSH(c, &m->p->consumed, uint32_t);
-    if (!consumed) return -ENOMEM;
-    m->hdl->busy = true;
-    *consumed = vm_hdl_index(c, m->hdl);
-  }
-  return 0;
+  return op->flags & VMEM_OP_CONSUME ? consume(m) : 0;
 }
 
 /* Bytes from addr on, at most to end, that are quarantined or not, as the first granule is. */
