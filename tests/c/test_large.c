@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: pages of 2 MiB beside small ones in one context: never cut, from slabs of their own. */
 #include "check.h"
+#include "internal.h"
 
 #define LARGE MIB(2)
 
@@ -186,4 +187,58 @@ static void handles(void) {
   end(&s);
 }
 
-MAIN(TEST(never_cut), TEST(parts_elsewhere), TEST(misaligned), TEST(promotion), TEST(memory_goes_over), TEST(handles))
+static struct vm_backend fake;
+static uint64_t remapped, longest; /* calls, bytes */
+static bool cuts;
+
+static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags) {
+  cuts |= (addr | bytes) & (LARGE - 1);
+  remapped++;
+  if (bytes > longest) longest = bytes;
+  return vm_backend_host.map(be, addr, bytes, slab, offset, flags, false);
+}
+
+/* Nor does consolidation cut one, wherever its range begins and ends, and what a batch is filling in one; and it
+ * makes no call that is longer than the back end takes. */
+static void consolidated_whole(void) {
+  struct scene s;
+  struct vm_ctx *c;
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = LARGE, .page_size = LARGE};
+  struct vmem_op fill = {.op = VMEM_OP_FILL, .bytes = 3 * PAGE};
+  struct vm_plan p;
+  uint64_t at;
+  int err;
+  ONLY_HOST();
+  CHECK(scene_open(&s));
+  c = vm_get(s.vm, "test", &err);
+  fake = vm_backend_host;
+  fake.remap = fake_remap;
+  c->be = &fake;
+  c->info.bind_bytes = 4 * LARGE;
+  remapped = longest = 0;
+  cuts = false;
+  at = s.va + 8 * LARGE;
+  for (op.addr = at; op.addr < at + 6 * LARGE; op.addr += LARGE) OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_consolidate(s.vm, at + PAGE, LARGE, NULL));
+  EQ(remapped, 0);
+  OK(vmem_consolidate(s.vm, at + PAGE, 3 * LARGE, NULL));
+  EQ(remapped, 1);
+  EQ(longest, 2 * LARGE);
+  fill.addr = at + 4 * LARGE - 2 * PAGE;
+  OK(vm_plan_make(c, &fill, 1, &p)); /* in the fourth and the fifth page */
+  OK(vmem_consolidate(s.vm, at, 6 * LARGE, NULL));
+  EQ(remapped, 2);
+  EQ(longest, 3 * LARGE);
+  vm_plan_cancel(c, &p);
+  OK(vmem_consolidate(s.vm, at, 6 * LARGE, NULL));
+  EQ(remapped, 4);
+  EQ(longest, 4 * LARGE);
+  CHECK(!cuts);
+  OK(vmem_consolidate(s.vm, at, 6 * LARGE, NULL));
+  EQ(remapped, 4);
+  OK(vmem_check(s.vm));
+  vm_put(c);
+  end(&s);
+}
+
+MAIN(TEST(never_cut), TEST(parts_elsewhere), TEST(misaligned), TEST(promotion), TEST(memory_goes_over), TEST(handles), TEST(consolidated_whole))
