@@ -74,13 +74,15 @@ static void never_cut(void) {
 static void parts_elsewhere(void) {
   struct scene s;
   struct vmem_op op = {.op = VMEM_OP_MAP, .flags = VMEM_OP_READONLY};
-  uint64_t at;
+  uint64_t at, calls;
   CHECK(scene_open(&s));
   at = s.va + 8 * LARGE;
   OK(vmem_retain(s.vm, s.va, 2 * LARGE + PAGE, &op.handle));
   op.addr = at;
   op.bytes = LARGE + 5 * PAGE; /* a whole one, and a part of the next */
+  calls = stats_of(s.vm).mappings;
   OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  EQ(stats_of(s.vm).mappings - calls, 2);
   EQ(flags_at(&s, 8 * LARGE) & VMEM_RANGE_LARGE, VMEM_RANGE_LARGE);
   EQ(flags_at(&s, 9 * LARGE) & (VMEM_RANGE_MAPPED | VMEM_RANGE_LARGE), VMEM_RANGE_MAPPED);
   EQ(get_byte(s.vm, at + LARGE + 4 * PAGE), 1 + 32 + 4);
@@ -92,11 +94,19 @@ static void parts_elsewhere(void) {
   EQ(flags_at(&s, 12 * LARGE + PAGE) & VMEM_RANGE_LARGE, 0);
   OK(vMemUnmap(s.vm, op.addr + PAGE, LARGE - 2 * PAGE));
   EQ(get_byte(s.vm, op.addr + LARGE - PAGE), 32);
+  OK(vMemUnmap(s.vm, op.addr, PAGE));
+  OK(vMemUnmap(s.vm, op.addr + LARGE - PAGE, PAGE));
+  op.bytes = 2 * LARGE; /* the same for all that lies between two boundaries */
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  EQ(flags_at(&s, 13 * LARGE) & VMEM_RANGE_LARGE, 0);
+  OK(vMemUnmap(s.vm, s.va + 13 * LARGE + PAGE, PAGE));
   /* From the middle on: the part, then the whole, in two calls, each with its entries. */
   op.addr = at + 2 * LARGE + 30 * PAGE;
   op.offset = 30 * PAGE;
   op.bytes = 2 * PAGE + LARGE + PAGE;
+  calls = stats_of(s.vm).mappings;
   OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  EQ(stats_of(s.vm).mappings - calls, 3);
   EQ(flags_at(&s, 10 * LARGE + 30 * PAGE) & VMEM_RANGE_LARGE, 0);
   EQ(flags_at(&s, 11 * LARGE) & VMEM_RANGE_LARGE, VMEM_RANGE_LARGE);
   for (unsigned i = 30; i < 65; i++) EQ(get_byte(s.vm, at + 2 * LARGE + i * PAGE), 1 + i);
@@ -241,4 +251,5 @@ static void consolidated_whole(void) {
   end(&s);
 }
 
-MAIN(TEST(never_cut), TEST(parts_elsewhere), TEST(misaligned), TEST(promotion), TEST(memory_goes_over), TEST(handles), TEST(consolidated_whole))
+MAIN(TEST(never_cut), TEST(parts_elsewhere), TEST(misaligned), TEST(promotion), TEST(memory_goes_over), TEST(handles),
+     TEST(consolidated_whole))

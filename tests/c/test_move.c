@@ -153,6 +153,9 @@ static void a_source_is_held(void) {
   EQ(vMemUnmap(s.vm, s.va, PAGE), -EBUSY);
   EQ(vMemUnmap(s.vm, s.va + 2 * STRIDE + PAGE, PAGE), -EBUSY);
   OK(vMemUnmap(s.vm, s.va + 2 * PAGE, PAGE));
+  between.addr = s.va + 3 * STRIDE; /* where a fourth piece would be */
+  OK(vmem_batch(s.vm, &between, 1, NULL, 0));
+  OK(vMemUnmap(s.vm, between.addr, PAGE));
   EQ(get_byte(s.vm, s.va + 5), 1); /* reading goes on */
   OK(vmem_check(s.vm));
   EQ(write(fd, &one, 8), 8);
@@ -447,9 +450,11 @@ static void nth_call_fails(void) {
       }
       OK(vmem_inject(s.vm, kinds[kind], nth, 1, error));
       before = stats_of(s.vm);
+      for (int i = 0; i < 3; i++) CHECK(put_byte(s.vm, s.scratch + i * STRIDE + 6, 1)); /* to tell the pages apart */
       err = swap(&s, &h);
       CHECK(!err || err == -error);
       OK(vmem_inject(s.vm, 0, 0, 0, 0));
+      for (int i = 0; i < 3; i++) EQ(get_byte(s.vm, s.va + i * STRIDE + 6), !err);
       if (err) {
         if (h) OK(vmem_drop(s.vm, h));
         after = stats_of(s.vm);
@@ -472,6 +477,73 @@ static int fake_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint
 static int fake_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
   if (unmaps_left-- == 0) return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0, "unmapped on some devices only");
   return vm_backend_host.unmap(be, addr, bytes, sparse);
+}
+
+static bool shown[2 * MIB(8) / PAGE], violated;
+static uint64_t shown_from[2];
+
+/* As a driver that maps over nothing and unmaps nothing that is not mapped. */
+static int strict(uint64_t addr, uint64_t bytes, bool map) {
+  for (uint64_t a = addr; a < addr + bytes; a += PAGE) {
+    int which = a - shown_from[1] < MIB(8);
+    bool *here = &shown[(a - shown_from[which] + which * MIB(8)) / PAGE];
+    if (*here == map) violated = true;
+    *here = map;
+  }
+  return violated ? vm_fail_at(-EIO, addr, bytes, 0, "not what the driver expects") : 0;
+}
+
+static int strict_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse) {
+  int err = strict(addr, bytes, true);
+  return err ? err : vm_backend_host.map(be, addr, bytes, slab, offset, flags, sparse);
+}
+
+static int strict_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
+  int err = strict(addr, bytes, false);
+  return err ? err : vm_backend_host.unmap(be, addr, bytes, sparse);
+}
+
+/* A piece of several runs whose replacing fails in the middle: what is there already goes before the old comes back. */
+static void replace_fails_within_a_piece(void) {
+  ONLY_HOST();
+  for (uint64_t nth = 0; nth < 9; nth++) {
+    struct scene s;
+    struct vmem_op op;
+    struct vm_ctx *c;
+    struct vmem_stats before, after;
+    vmem_handle h;
+    int err;
+    CHECK(scene_open(&s));
+    memset(shown, 0, sizeof(shown));
+    shown_from[0] = s.va;
+    shown_from[1] = s.scratch;
+    for (int i = 0; i < 6; i++) shown[(i / 2 * STRIDE + i % 2 * PAGE) / PAGE] = true;
+    violated = false;
+    c = vm_get(s.vm, "test", &err);
+    fake = vm_backend_host;
+    fake.map = strict_map;
+    fake.unmap = strict_unmap;
+    c->be = &fake;
+    vm_put(c);
+    OK(vMemCreate(s.vm, 6 * PAGE, NULL, &h));
+    for (uint64_t i = 0; i < 6; i++) OK(vMemMap(s.vm, s.scratch + i * PAGE, PAGE, h, (5 - i) * PAGE, 0)); /* six runs */
+    OK(vmem_drop(s.vm, h));
+    OK(vmem_fill(s.vm, s.scratch, 6 * PAGE, 77));
+    OK(vmem_retain(s.vm, s.scratch, 6 * PAGE, &h));
+    before = stats_of(s.vm);
+    op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .count = 3,
+                          .stride = STRIDE, .handle = h};
+    OK(vmem_inject(s.vm, VMEM_INJECT_MAP, nth, 1, EIO));
+    EQ(vmem_batch(s.vm, &op, 1, NULL, 0), nth < 6 ? -EIO : 0);
+    OK(vmem_inject(s.vm, 0, 0, 0, 0));
+    CHECK(!violated);
+    after = stats_of(s.vm);
+    if (nth < 6) CHECK(same_state(&before, &after) && holds(&s, s.va));
+    if (nth >= 6) EQ(after.mappings, before.mappings + 3); /* a call for each run */
+    for (int i = 0; i < 6 && nth >= 6; i++) EQ(BYTE(s.va + i / 2 * STRIDE + i % 2 * PAGE), 77);
+    OK(vmem_drop(s.vm, h));
+    end(&s);
+  }
 }
 
 /* What is in an unknown state is quarantined, with the pages on both sides; the rest is as it was. */
@@ -535,6 +607,67 @@ static void never_mapped(void) {
   end(&s);
 }
 
+/* A used page that is copied to in part shows none of its old contents beside the copy, where the back end zeroes
+ * nothing by itself. */
+static void copies_into_dirty_pages(void) {
+  struct scene s;
+  struct vm_ctx *c;
+  struct vmem_op op;
+  int err;
+  ONLY_HOST();
+  CHECK(scene_open(&s));
+  c = vm_get(s.vm, "test", &err);
+  fake = vm_backend_host;
+  fake.discard = NULL;
+  c->be = &fake;
+  c->info.fresh_is_zero = false;
+  vm_put(c);
+  op = copy_to_scratch(&s);
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  for (int i = 0; i < 3; i++) OK(vmem_fill(s.vm, s.scratch + i * STRIDE, 2 * PAGE, 0x77));
+  for (int round = 0; round < 3; round++) {
+    OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE));
+    op.count = 1;
+    op.src_bytes = round == 1 ? 2 * PAGE : 6;
+    if (round == 2) { /* a copy that fails leaves pages that are as dirty as they were */
+      OK(vmem_inject(s.vm, VMEM_INJECT_FILL, 0, 1, EIO));
+      op.src_bytes = 0;
+      EQ(vmem_batch(s.vm, &op, 1, NULL, 0), -EIO);
+      op = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = s.scratch, .bytes = 2 * PAGE};
+    }
+    OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+    EQ(BYTE(s.scratch + 5), round == 2 ? 0 : 1);
+    if (round != 1) EQ(BYTE(s.scratch + 6), 0);
+    EQ(BYTE(s.scratch + PAGE + 5), round == 1 ? 2 : 0);
+    if (round != 1) EQ(BYTE(s.scratch + 2 * PAGE - 1), 0);
+    OK(vmem_fill(s.vm, s.scratch, 2 * PAGE, 0x77));
+  }
+  end(&s);
+}
+
+/* What another batch is changing gets no second handle, nor does what lies before it. */
+static void gathers_beside_a_batch(void) {
+  struct scene s;
+  struct vmem_after after = {.kind = VMEM_AFTER_FD};
+  struct vmem_op op;
+  vmem_handle h;
+  vmem_ticket t;
+  uint64_t one = 1;
+  int fd = eventfd(0, EFD_CLOEXEC);
+  CHECK(fd >= 0 && scene_open(&s));
+  after.handle = (uint64_t)fd;
+  op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = s.va + PAGE, .bytes = PAGE};
+  OK(vmem_submit(s.vm, &op, 1, &after, 1, &t));
+  EQ(vmem_retain(s.vm, s.va, 2 * PAGE, &h), -EBUSY);
+  EQ(vmem_gather(s.vm, s.va, PAGE, 2, PAGE, &h), -EBUSY);
+  OK(vmem_check(s.vm));
+  EQ(write(fd, &one, 8), 8);
+  OK(vmem_wait(s.vm, t, -1));
+  EQ(vmem_retain(s.vm, s.va, 2 * PAGE, &h), -EFAULT);
+  close(fd);
+  end(&s);
+}
+
 /* Between memories: the address stays, the location is another. */
 static void between_locations(void) {
   struct scene s;
@@ -568,4 +701,5 @@ static void between_locations(void) {
 MAIN(TEST(copies), TEST(copies_into_used_pages), TEST(bad_copies), TEST(a_source_is_held), TEST(moves), TEST(replaces_in_parts),
      TEST(bad_replaces), TEST(a_handle_is_held), TEST(a_held_handle_is_not_consumed), TEST(one_handle_twice),
      TEST(copies_from_what_goes), TEST(fills_beside_replaces), TEST(closed_under_way),
-     TEST(nth_call_fails), TEST(unknown_state), TEST(never_mapped), TEST(between_locations))
+     TEST(nth_call_fails), TEST(unknown_state), TEST(never_mapped), TEST(copies_into_dirty_pages),
+     TEST(gathers_beside_a_batch), TEST(replace_fails_within_a_piece), TEST(between_locations))
