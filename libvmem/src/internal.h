@@ -188,6 +188,7 @@ struct vm_ctx {
   pthread_t worker;
   struct vm_job *queue, **queue_tail;
   struct vm_job *filling;   /* finished but for their fills */
+  uint32_t landing;         /* committed by the worker, and about to be one of those */
   uint64_t pending;
   vmem_ticket next_ticket;
   struct vm_ticket_slot *tickets; /* VMEM_MAX_TICKETS, made at the first submit */
@@ -322,6 +323,7 @@ struct vm_plan {
   struct vm_list fills;   /* vm_piece: FILL, `handle` is the byte */
   struct vm_list consumed; /* uint32_t handle indices */
   struct vm_bind_op *bind_ops; /* room for plan_bind.c, which must not fail for want of heap memory */
+  bool runs_on;           /* its fills are under way at the commit, and the worker's to wait for */
   bool claims;            /* some of the mapped units are claimed: dirty, and zeroed by this plan */
   bool aliases;           /* some of the mapped units are mapped elsewhere, or held by two handles */
   uint64_t grow_id;       /* slabs made for this plan; 0 = none */

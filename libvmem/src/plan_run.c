@@ -279,6 +279,7 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   for (i = 0; i < p->consumed.n; i++) vm_hdl_drop(c, &c->hdls[*AT(p->consumed, uint32_t, i)]);
   if (p->release) vm_hdl_drop(c, &c->hdls[p->release]);
   c->batches++;
+  c->landing += p->runs_on;
   pthread_mutex_unlock(&c->lock);
   if (p->unmaps.n || p->replaced.n || p->release) vm_pool_trim(c, c->opts.pool_high);
   vm_plan_clear(p);
@@ -304,6 +305,7 @@ int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size
     if (err == -ENOTRECOVERABLE) vm_range_lost(c, piece->space, piece->addr, piece->bytes);
   }
   if (!err) {
+    p->runs_on = event;
     vm_plan_commit(c, p);
     if (done) *done = event;
     return 0;

@@ -25,6 +25,7 @@ static struct {
   unsigned n;
   uint64_t waited_stream, waited_event;
   int fail_query;
+  vm_event hold; /* putting this one takes long */
 } gpu = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static struct vm_backend fake;
@@ -84,6 +85,7 @@ static int fake_stream_wait(void *be, uint64_t stream, vm_event e) {
 
 static void fake_put(void *be, vm_event e) {
   (void)be;
+  while (e && __atomic_load_n(&gpu.hold, __ATOMIC_ACQUIRE) == e) usleep(200);
   pthread_mutex_lock(&gpu.lock);
   gpu.e[e].put = true;
   pthread_mutex_unlock(&gpu.lock);
@@ -368,6 +370,43 @@ static void broken_work(void) {
   OK(vmem_close(vm));
 }
 
+static void *let_go_then_finish(void *arg) {
+  usleep(20000);
+  __atomic_store_n(&gpu.hold, 0, __ATOMIC_RELEASE);
+  return finish_later(arg);
+}
+
+/* Nor in the moment between a batch's commit and the worker's note of its fill. */
+static void fills_are_never_overlooked(void) {
+  vmem_t vm = open_fake();
+  uint64_t va;
+  struct vmem_op op;
+  struct vmem_after a = {.kind = VMEM_AFTER_EVENT};
+  struct vmem_range_info r = {.size = sizeof(r)};
+  vmem_ticket t;
+  pthread_t thread;
+  OK(vMemReserve(vm, MIB(8), NULL, &va));
+  op = populate(va);
+  OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+  CHECK(reached(1));
+  finish(1);
+  OK(vmem_wait(vm, t, -1));
+  a.handle = new_event(); /* 2, which the worker puts after the commit */
+  __atomic_store_n(&gpu.hold, 2, __ATOMIC_RELEASE);
+  op = (struct vmem_op){.op = VMEM_OP_FILL, .addr = va, .bytes = PAGE};
+  OK(vmem_submit(vm, &op, 1, &a, 1, &t));
+  CHECK(reached(3));
+  do OK(vmem_range_query(vm, va, &r));
+  while (r.flags & VMEM_RANGE_BUSY);
+  EQ(pthread_create(&thread, NULL, let_go_then_finish, (void *)3), 0);
+  OK(vMemUnmap(vm, va, PAGE));
+  CHECK(gpu.e[3].done);
+  pthread_join(thread, NULL);
+  OK(vmem_wait(vm, t, -1));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
 /* A copy begins when what fills its source is over, and the source is held until the copy is. */
 static void copies_hold_their_source(void) {
   for (int one_call = 0; one_call < 2; one_call++) {
@@ -432,4 +471,4 @@ static void replace_waits_for_fills(void) {
 
 MAIN(TEST(order_does_not_wait_for_fills), TEST(unmap_waits_for_fills), TEST(fill_batches_wait_on_the_gpu), TEST(broken_work),
      TEST(second_address_waits_for_fills), TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name),
-     TEST(copies_hold_their_source), TEST(replace_waits_for_fills))
+     TEST(fills_are_never_overlooked), TEST(copies_hold_their_source), TEST(replace_waits_for_fills))
