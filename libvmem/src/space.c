@@ -113,8 +113,9 @@ bool vm_space_cuts_page(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uin
   *bytes = LARGE_PAGE;
   if (addr == *page || !c->slabs[p->slab]->pool->large || *page < s->base || s->base + s->bytes - *page < LARGE_PAGE) return false;
   if ((p->unit & (c->chunk_units - 1)) != vm_units(c, addr - *page)) return false;
+  /* What two calls have mapped has no entry that covers both. */
   for (uint64_t a = *page + c->granule; a < *page + LARGE_PAGE; a += c->granule)
-    if (!live(vm_pte(c, s, a)) || !joined(vm_pte(c, s, a - c->granule), vm_pte(c, s, a))) return false;
+    if (!live(p = vm_pte(c, s, a)) || p->flags & PTE_CALL || !joined(vm_pte(c, s, a - c->granule), p)) return false;
   return true;
 }
 

@@ -117,6 +117,37 @@ static void parts_elsewhere(void) {
   end(&s);
 }
 
+/* Mapped by two calls, a large page has small entries, and each of the two handles is released by itself; mapped
+ * again by one call it is a page. */
+static void halves(void) {
+  struct scene s;
+  vmem_handle h[2];
+  uint64_t at;
+  CHECK(scene_open(&s));
+  at = s.va + 8 * LARGE;
+  for (uint64_t round = 0; round < 2; round++) {
+    for (uint64_t i = 0; i < 2; i++) {
+      OK(vmem_retain(s.vm, s.va + i * LARGE / 2, LARGE / 2, &h[i]));
+      OK(vMemMap(s.vm, at + i * LARGE / 2, LARGE / 2, h[i], 0, 0));
+    }
+    EQ(flags_at(&s, 8 * LARGE) & VMEM_RANGE_LARGE, 0);
+    if (!round) {
+      OK(vMemRelease(s.vm, h[1]));
+      EQ(get_byte(s.vm, at + LARGE / 2 - PAGE), 16);
+      OK(vMemRelease(s.vm, h[0]));
+      continue;
+    }
+    for (uint64_t i = 0; i < 2; i++) OK(vmem_drop(s.vm, h[i]));
+  }
+  OK(vMemUnmap(s.vm, at, LARGE));
+  OK(vmem_retain(s.vm, s.va, LARGE, &h[0]));
+  OK(vMemMap(s.vm, at, LARGE, h[0], 0, 0));
+  EQ(flags_at(&s, 8 * LARGE) & VMEM_RANGE_LARGE, VMEM_RANGE_LARGE);
+  EQ(vMemUnmap(s.vm, at, LARGE / 2), -EINVAL);
+  OK(vMemRelease(s.vm, h[0]));
+  end(&s);
+}
+
 static void misaligned(void) {
   struct scene s;
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = LARGE, .page_size = LARGE};
@@ -252,5 +283,5 @@ static void consolidated_whole(void) {
   end(&s);
 }
 
-MAIN(TEST(never_cut), TEST(parts_elsewhere), TEST(misaligned), TEST(promotion), TEST(memory_goes_over), TEST(handles),
+MAIN(TEST(never_cut), TEST(parts_elsewhere), TEST(halves), TEST(misaligned), TEST(promotion), TEST(memory_goes_over), TEST(handles),
      TEST(consolidated_whole))
