@@ -205,24 +205,28 @@ static bool copy_some(struct worker *w, unsigned from, unsigned to, unsigned n) 
   return err ? unchanged(w) : true;
 }
 
-/* Pages take the place of others and leave their own. */
+/* Pages, or every other one of a range, take the place of others and leave their own. */
 static bool replace_some(struct worker *w, unsigned from, unsigned to, unsigned n) {
+  unsigned gap = n <= 4 ? 1 + pick(w, 2) : 1, last = from + gap * (n - 1);
   struct vmem_op ops[] = {
       {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | (pick(w, 2) ? VMEM_OP_CONSUME : 0), .addr = at(w, to), .bytes = n * G},
-      {.op = VMEM_OP_UNMAP, .addr = at(w, from), .bytes = n * G},
+      {.op = VMEM_OP_UNMAP, .addr = at(w, from), .bytes = G, .count = n, .stride = gap * G},
   };
-  bool can = count(w, to, n, LIVE) + count(w, to, n, READONLY) == n && (from + n <= to || to + n <= from);
+  bool can = count(w, to, n, LIVE) + count(w, to, n, READONLY) == n;
   int err;
-  if (count(w, from, n, LIVE) != n) return true;
-  err = vmem_retain(w->s->vm, at(w, from), n * G, &ops[0].handle);
+  for (unsigned i = from; i <= last; i += gap) {
+    if (w->pages[i].what != LIVE) return true;
+    can &= i < to || i >= to + n;
+  }
+  err = vmem_gather(w->s->vm, at(w, from), G, n, gap * G, &ops[0].handle);
   MUST(!err || injected(err));
   if (err) return true;
   err = go(w, ops, 2);
   MUST(err ? !can || injected(err) : can);
   if (err || !(ops[0].flags & VMEM_OP_CONSUME)) MUST(!vmem_drop(w->s->vm, ops[0].handle));
   for (unsigned i = 0; !err && i < n; i++) {
-    w->pages[to + i] = (struct page){LIVE, w->pages[from + i].value};
-    w->pages[from + i] = (struct page){NOTHING, 0};
+    w->pages[to + i] = (struct page){LIVE, w->pages[from + gap * i].value};
+    w->pages[from + gap * i] = (struct page){NOTHING, 0};
   }
   return err ? unchanged(w) : true;
 }
