@@ -117,6 +117,18 @@ static unsigned count(struct worker *w, unsigned first, unsigned n, enum what wh
   return found;
 }
 
+/* Where n pages are of a kind, or anywhere when that is not found soon. */
+static unsigned find(struct worker *w, unsigned n, enum what what) {
+  unsigned first = pick(w, OWN - 8);
+  for (int i = 0; i < 32 && count(w, first, n, what) < n; i++) first = pick(w, OWN - 8);
+  return first;
+}
+
+/* The next of somebody's allocations fails. */
+static void short_of_heap(struct worker *w) {
+  if (!pick(w, 4)) vmem_inject(w->s->vm, VMEM_INJECT_HEAP, pick(w, 8), 1, ENOMEM);
+}
+
 static bool map_some(struct worker *w, unsigned first, unsigned n) {
   bool readonly = pick(w, 4) == 0;
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = pick(w, 2) ? VMEM_OP_SPREAD : 0, .addr = at(w, first), .bytes = (uint64_t)n * G};
@@ -285,10 +297,13 @@ static bool step(struct worker *w) {
   int err;
   switch (pick(w, 14)) {
   case 12:
-    if (!copy_some(w, first, pick(w, OWN - 8), n)) return false;
+    short_of_heap(w);
+    if (!copy_some(w, find(w, n, LIVE), find(w, n, NOTHING), n)) return false;
     break;
   case 13:
-    if (!replace_some(w, pick(w, OWN - 8), first, n)) return false;
+    short_of_heap(w);
+    first = find(w, n, LIVE);
+    if (!replace_some(w, find(w, n, LIVE), first, n)) return false;
     break;
   case 0:
   case 1:
