@@ -9,8 +9,8 @@
  *   run          pages that are neighbours physically and virtually; one driver call maps a run.
  *   reservation  a range of virtual addresses with no memory behind it.
  *   large page   a page of 2 MiB in a context with a smaller granule. Large pages are cut from slabs of their
- *                own. Where all of one lies on a 2 MiB boundary of addresses, one entry of the GPU's page
- *                tables maps it, and it is unmapped or replaced as a whole.
+ *                own. Where all of one is mapped at once, on a 2 MiB boundary of addresses, one entry of the
+ *                GPU's page tables maps it, and it is unmapped or replaced as a whole.
  *   handle       a reference to physical pages, made by vMemCreate or vmem_retain.
  *   mapping      what one vMemMap made (a partial unmap may cut it in two).
  *   batch        map and unmap operations that succeed or fail as one.

@@ -113,11 +113,22 @@ VMEM_API int vmem_fill(vmem_t vm, uint64_t addr, uint64_t bytes, uint8_t value) 
 
 /* ---- consolidation --------------------------------------------------------------------------- */
 
-/* The next run in [*addr, end) that several driver calls have mapped, marked busy. Lock held. */
+/* The next run in [*addr, end) that several driver calls have mapped, marked busy: no longer than one call takes,
+ * and no page of it is cut. Lock held. */
 static uint64_t next_candidate(struct vm_ctx *c, struct vm_space *s, uint64_t *addr, uint64_t end, int *err) {
+  uint64_t most = c->info.bind_bytes ? c->info.bind_bytes : end;
   while (*addr < end) {
-    uint64_t n = vm_space_run(c, s, *addr, end - *addr), calls = 0;
+    uint64_t n = vm_space_run(c, s, *addr, end - *addr < most ? end - *addr : most), calls = 0, page, bytes;
     struct vm_pte *p = vm_pte(c, s, *addr);
+    bool cuts = vm_space_cuts_page(c, s, *addr, &page, &bytes);
+    if (!cuts && vm_space_cuts_page(c, s, *addr + n, &page, &bytes)) {
+      cuts = page == *addr; /* a batch is changing the rest of it */
+      n = page - *addr;
+    }
+    if (cuts) {
+      *addr = page + bytes;
+      continue;
+    }
     if (p && (p->flags & (PTE_MAPPED | PTE_BUSY | PTE_QUARANTINED)) == PTE_MAPPED) {
       for (uint64_t a = *addr + c->granule; a < *addr + n; a += c->granule)
         if (vm_pte(c, s, a)->flags & PTE_CALL) calls++;

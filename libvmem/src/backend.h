@@ -28,7 +28,8 @@ struct vm_be_info {
   bool one_page_slabs;    /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes
                              each slab one page of the size asked for */
   bool unreserve_unmaps;  /* unreserve may be called with live mappings */
-  uint64_t bind_bytes;    /* with `bind`: the longest range that one MAP or REMAP may have; 0 = any */
+  uint64_t bind_bytes;    /* the longest range that one MAP, REMAP or REPLACE of `bind` may have, and one `remap`;
+                             0 = any */
   const struct vm_backend *table; /* to be used from now on; NULL = the one that was opened */
 };
 

@@ -148,23 +148,25 @@ static int check_pieces(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_
 
 /* Adds a reference to each page behind [addr, addr + bytes) to the runs. Lock held. */
 static int retain_piece(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struct vm_pool **pool, struct vm_run **runs,
-                        uint32_t *n) {
+                        uint32_t *nruns) {
   int err;
   struct vm_space *s = vm_space_range(c, addr, bytes, c->granule, &err);
   if (!s) return err;
-  for (uint64_t a = addr; a < addr + bytes; a += c->granule) {
+  for (uint64_t a = addr, n; a < addr + bytes; a += n << c->shift) {
     struct vm_pte *p = vm_pte(c, s, a);
-    struct vm_run *v;
+    struct vm_run *v, r;
     if (!p || (p->flags & (PTE_MAPPED | PTE_BUSY)) != PTE_MAPPED)
       return p && p->flags & PTE_BUSY
                  ? vm_fail_at(-EBUSY, a, c->granule, 0, "0x%llx is being changed by another call", (unsigned long long)a)
                  : vm_fail_at(-EFAULT, a, c->granule, 0, "nothing is mapped at 0x%llx", (unsigned long long)a);
-    if (*pool && (c->slabs[p->slab]->pool->location != (*pool)->location || c->slabs[p->slab]->pool->device != (*pool)->device))
+    n = vm_space_units(c, s, a, addr + bytes, PTE_MAPPED | PTE_BUSY);
+    r = (struct vm_run){c->slabs[p->slab], p->unit, (uint32_t)n};
+    if (*pool && (r.slab->pool->location != (*pool)->location || r.slab->pool->device != (*pool)->device))
       return vm_fail_at(-EINVAL, a, c->granule, 0, "the pages lie in different locations");
-    if (!(v = add_run(c, *runs, n, (struct vm_run){c->slabs[p->slab], p->unit, 1}))) return -ENOMEM;
+    if (!(v = add_run(c, *runs, nruns, r))) return -ENOMEM;
     *runs = v;
-    v[*n - 1].slab->refs[p->unit]++;
-    *pool = v[*n - 1].slab->pool;
+    for (uint32_t i = 0; i < r.n; i++) r.slab->refs[r.unit + i]++;
+    *pool = r.slab->pool;
   }
   return 0;
 }

@@ -165,6 +165,9 @@ static int start(struct gpu *g, const struct vm_be_range *ranges, const struct v
     err = copies ? launch_copies(g, stream, copies, n) : launch_fills(g, stream, ranges, n, value);
   if (!err)
     err = gpu_event_record(g, stream, done);
+  /* What was launched before the failure must not run on when the caller unmaps its pages. */
+  if (err)
+    g->api->stream_sync(stream);
   gpu_leave(g, &scope);
   return err;
 }

@@ -188,6 +188,7 @@ struct vm_ctx {
   pthread_t worker;
   struct vm_job *queue, **queue_tail;
   struct vm_job *filling;   /* finished but for their fills */
+  uint32_t landing;         /* committed by the worker, and about to be one of those */
   uint64_t pending;
   vmem_ticket next_ticket;
   struct vm_ticket_slot *tickets; /* VMEM_MAX_TICKETS, made at the first submit */
@@ -236,15 +237,18 @@ uint64_t vm_now_ns(void);
 struct vm_space *vm_space_find(struct vm_ctx *c, uint64_t addr);
 /* The space that holds [addr, addr + bytes) whole; records -EINVAL, -EOVERFLOW or -ENXIO. */
 struct vm_space *vm_space_range(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t align, int *err);
-struct vm_pte *vm_pte(struct vm_ctx *c, struct vm_space *s, uint64_t addr); /* NULL: nothing there */
 struct vm_pte *vm_pte_make(struct vm_ctx *c, struct vm_space *s, uint64_t addr); /* NULL: no heap */
 /* Pieces the back end sees between [first, last] granules, for vm_space.segments. */
 uint64_t vm_space_edges(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
+/* The same for a range with nothing mapped in it. */
+uint64_t vm_space_edges_bare(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* Whether a boundary at addr would cut a run in two. */
 bool vm_space_cuts(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
 /* Bytes from addr on with one run behind them (same slab, neighbours, same protection), or with
  * nothing; at most max. */
 uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max);
+/* Granules from addr on whose ptes name units that follow one another, with the same flags of `mask`. */
+uint32_t vm_space_units(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, uint32_t mask);
 void vm_space_destroy(struct vm_space *s);
 /* Whether a boundary at addr, in the space or at its end, would cut a page that the driver maps as a whole; the
  * address and the size of the page. */
@@ -275,7 +279,8 @@ void vm_units_put(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n
 uint64_t vm_pool_free_units(const struct vm_ctx *c); /* lock held */
 /* Gives empty slabs back while `keep` free bytes remain. Lock not held. */
 uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep);
-bool vm_bit(const uint64_t *map, uint32_t i);
+/* Number of equal bits from i on, at most max. */
+uint32_t vm_bits_run(const uint64_t *map, uint32_t i, uint32_t max, bool value);
 void vm_bits_set(uint64_t *map, uint32_t i, uint32_t n, bool value);
 void vm_slab_free(struct vm_slab *s);
 
@@ -318,6 +323,7 @@ struct vm_plan {
   struct vm_list fills;   /* vm_piece: FILL, `handle` is the byte */
   struct vm_list consumed; /* uint32_t handle indices */
   struct vm_bind_op *bind_ops; /* room for plan_bind.c, which must not fail for want of heap memory */
+  bool runs_on;           /* its fills are under way at the commit, and the worker's to wait for */
   bool claims;            /* some of the mapped units are claimed: dirty, and zeroed by this plan */
   bool aliases;           /* some of the mapped units are mapped elsewhere, or held by two handles */
   uint64_t grow_id;       /* slabs made for this plan; 0 = none */
@@ -396,6 +402,17 @@ static inline uint64_t vm_units(const struct vm_ctx *c, uint64_t bytes) { return
 static inline uint64_t vm_units_up(const struct vm_ctx *c, uint64_t bytes) {
   return (bytes >> c->shift) + ((bytes & (c->granule - 1)) != 0);
 }
+static inline struct vm_pte *vm_pte(const struct vm_ctx *c, const struct vm_space *s, uint64_t addr) { /* NULL: nothing there */
+  uint64_t unit = vm_units(c, addr - s->base);
+  struct vm_leaf *leaf = s->leaves[unit / LEAF_PTES];
+  return leaf ? &leaf->pte[unit % LEAF_PTES] : NULL;
+}
+/* Granules from addr on whose ptes follow one another in a leaf, at most to end. */
+static inline uint32_t vm_leaf_rest(const struct vm_ctx *c, const struct vm_space *s, uint64_t addr, uint64_t end) {
+  uint32_t rest = LEAF_PTES - vm_units(c, addr - s->base) % LEAF_PTES;
+  return vm_units(c, end - addr) < rest ? (uint32_t)vm_units(c, end - addr) : rest;
+}
+static inline bool vm_bit(const uint64_t *map, uint32_t i) { return map[i / 64] >> (i % 64) & 1; }
 /* Called where a success becomes final, so that what a failed call took for a while does not count. */
 static inline void vm_note_peaks(struct vm_ctx *c) {
   if (c->mapped_units > c->peak_mapped_units) c->peak_mapped_units = c->mapped_units;

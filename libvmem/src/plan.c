@@ -45,7 +45,7 @@ void vm_plan_clear(struct vm_plan *p) {
   memset(p, 0, sizeof(*p));
 }
 
-bool vm_plan_only_fills(const struct vm_plan *p) { return !p->maps.n && !p->unmaps.n && p->fills.n; }
+bool vm_plan_only_fills(const struct vm_plan *p) { return !p->maps.n && !p->replaced.n && !p->unmaps.n && p->fills.n; }
 
 /* What a plan in the making works on. */
 struct maker {
@@ -89,8 +89,8 @@ static bool own_claim(struct maker *m, const struct vm_slab *s, uint32_t unit) {
 
 /* What another plan is about to zero would show its old contents here, and lose what is written to it. */
 static int check_claims(struct maker *m, uint64_t addr, struct vm_run r) {
-  for (uint32_t i = 0; i < r.n; i++)
-    if (vm_bit(r.slab->claim_map, r.unit + i) && !own_claim(m, r.slab, r.unit + i))
+  for (uint32_t i = 0; (i += vm_bits_run(r.slab->claim_map, r.unit + i, r.n - i, false)) < r.n; i++)
+    if (!own_claim(m, r.slab, r.unit + i))
       return vm_fail_at(-EBUSY, addr + ((uint64_t)i << m->c->shift), m->c->granule, 0,
                         "the page for 0x%llx is being zeroed by another call",
                         (unsigned long long)(addr + ((uint64_t)i << m->c->shift)));
@@ -106,7 +106,7 @@ static bool must_zero(const struct vm_slab *s, uint32_t unit) {
  * marked. */
 static bool claim_dirty(struct maker *m, struct vm_slab *s, uint32_t unit, uint32_t n, uint64_t addr, bool zero) {
   struct vm_ctx *c = m->c;
-  for (uint32_t i = 0; i < n; i++) {
+  for (uint32_t i = 0; (i += vm_bits_run(s->dirty_map, unit + i, n - i, false)) < n; i++) {
     uint32_t k = i;
     if (!must_zero(s, unit + i)) continue;
     while (i + 1 < n && must_zero(s, unit + i + 1)) i++;
@@ -140,14 +140,16 @@ static int mark_run(struct maker *m, struct vm_piece *piece, uint64_t addr, stru
   if (!(seg = PUSH(c, &m->p->maps, struct vm_seg))) return -ENOMEM;
   *seg = (struct vm_seg){addr, (uint64_t)r.n << c->shift, piece->space, r.slab, r.unit,
                          m->op->flags & VMEM_OP_READONLY ? VMEM_MAP_READONLY : 0};
-  for (uint32_t i = 0; i < r.n; i++) {
-    struct vm_pte *p = vm_pte_make(c, piece->space, addr + ((uint64_t)i << c->shift));
+  for (uint64_t a = addr, end = addr + seg->bytes; a < end;) {
+    struct vm_pte *p = vm_pte_make(c, piece->space, a);
     if (!p) return -ENOMEM;
-    if (p->flags) return pte_taken(p, addr + ((uint64_t)i << c->shift), c->granule);
-    *p = (struct vm_pte){r.slab->index, r.unit + i, piece->handle, flags};
-    if (!i) p->flags |= PTE_CALL | (piece->bytes ? 0 : PTE_START);
-    piece->bytes += c->granule;
-    piece->space->busy++;
+    for (uint32_t n = vm_leaf_rest(c, piece->space, a, end); n; n--, p++, a += c->granule) {
+      if (p->flags) return pte_taken(p, a, c->granule);
+      *p = (struct vm_pte){r.slab->index, r.unit + (uint32_t)vm_units(c, a - addr), piece->handle, flags};
+      if (a == addr) p->flags |= PTE_CALL | (piece->bytes ? 0 : PTE_START);
+      piece->bytes += c->granule;
+      piece->space->busy++;
+    }
   }
   return claim_dirty(m, r.slab, r.unit, r.n, addr, zero) ? 0 : -ENOMEM;
 }
@@ -232,11 +234,10 @@ static int replace_run(struct maker *m, struct vm_piece *piece, uint64_t addr, s
   struct vm_seg *seg;
   int err = check_claims(m, addr, r);
   if (err) return err;
-  for (uint32_t i = 0; i < r.n; i++)
-    if (vm_bit(r.slab->dirty_map, r.unit + i))
-      return vm_fail_at(-EINVAL, addr, (uint64_t)r.n << c->shift, 0,
-                        "the pages that are to replace those at 0x%llx were never mapped: their contents are not known",
-                        (unsigned long long)addr);
+  if (vm_bits_run(r.slab->dirty_map, r.unit, r.n, false) < r.n)
+    return vm_fail_at(-EINVAL, addr, (uint64_t)r.n << c->shift, 0,
+                      "the pages that are to replace those at 0x%llx were never mapped: their contents are not known",
+                      (unsigned long long)addr);
   if (!(seg = PUSH(c, &m->p->replaces, struct vm_seg))) return -ENOMEM;
   *seg = (struct vm_seg){addr, (uint64_t)r.n << c->shift, piece->space, r.slab, r.unit,
                          m->op->flags & VMEM_OP_READONLY ? VMEM_MAP_READONLY : 0};
@@ -456,6 +457,18 @@ static int check_op(struct maker *m) {
   return 0;
 }
 
+/* The caller's reference goes with the batch: no other plan may count on it. */
+static int consume(struct maker *m) {
+  struct vm_ctx *c = m->c;
+  uint32_t index = vm_hdl_index(c, m->hdl), own = 0, *consumed;
+  for (size_t i = 0; i < m->p->replaced.n; i++) own += AT(m->p->replaced, struct vm_piece, i)->handle == index;
+  if (m->hdl->pins != own) return vm_fail(-EBUSY, "another call takes pages from the handle that is to be consumed");
+  if (!(consumed = PUSH(c, &m->p->consumed, uint32_t))) return -ENOMEM;
+  m->hdl->busy = true;
+  *consumed = index;
+  return 0;
+}
+
 static int do_op(struct maker *m) {
   const struct vmem_op *op = m->op;
   struct vm_ctx *c = m->c;
@@ -475,13 +488,7 @@ static int do_op(struct maker *m) {
   }
   for (uint64_t i = 0; i < count; i++)
     if ((err = do_piece(m, op->addr + i * op->stride, op->offset + i * op->bytes, op->src + i * op->src_stride))) return err;
-  if (op->flags & VMEM_OP_CONSUME) {
-    uint32_t *consumed = PUSH(c, &m->p->consumed, uint32_t);
-    if (!consumed) return -ENOMEM;
-    m->hdl->busy = true;
-    *consumed = vm_hdl_index(c, m->hdl);
-  }
-  return 0;
+  return op->flags & VMEM_OP_CONSUME ? consume(m) : 0;
 }
 
 /* Bytes from addr on, at most to end, that are quarantined or not, as the first granule is. */

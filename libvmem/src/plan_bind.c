@@ -242,6 +242,7 @@ int vm_plan_run_bind(struct vm_ctx *c, struct vm_plan *p, const vm_event *after,
     /* A copy's source is only held until the commit. */
     err = run_in_two(c, p, &first, &second, after, num_after, !done || p->copies.n, &event);
   if (!err) {
+    p->runs_on = event;
     vm_plan_commit(c, p);
     if (done) *done = event;
   } else {

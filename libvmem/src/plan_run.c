@@ -8,6 +8,7 @@
  * range and its pages are quarantined: their ptes keep their references and are never changed again.
  */
 #include <stdlib.h>
+#include <string.h>
 
 #include "internal.h"
 
@@ -34,20 +35,22 @@ void vm_detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t byt
     }
     vm_set_call(c, next, true);
   }
-  for (uint64_t a = addr; a < end; a += c->granule) {
+  for (uint64_t a = addr; a < end;) {
     struct vm_pte *p = vm_pte(c, s, a);
-    if (!(p->flags & PTE_MAPPED)) continue;
-    if (p->flags & PTE_START) {
-      count_start(c, p, a, false);
-      if (p->handle) vm_hdl_settle(c, &c->hdls[p->handle]);
+    for (uint32_t n = vm_leaf_rest(c, s, a, end); n; n--, p++, a += c->granule) {
+      if (!(p->flags & PTE_MAPPED)) continue;
+      if (p->flags & PTE_START) {
+        count_start(c, p, a, false);
+        if (p->handle) vm_hdl_settle(c, &c->hdls[p->handle]);
+      }
+      if (p->flags & PTE_CALL) c->mappings--;
+      p->flags &= ~(PTE_MAPPED | PTE_START | PTE_CALL);
+      units++;
     }
-    if (p->flags & PTE_CALL) c->mappings--;
-    p->flags &= ~(PTE_MAPPED | PTE_START | PTE_CALL);
-    units++;
   }
   s->mapped -= units;
   c->mapped_units -= units;
-  after = vm_space_edges(c, s, addr, bytes);
+  after = vm_space_edges_bare(c, s, addr, bytes);
   s->segments += after - before;
   c->segments += after - before;
 }
@@ -55,25 +58,18 @@ void vm_detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t byt
 /* Detaches busy ptes, gives their references back and frees the ptes. Lock held, let go for the driver. */
 void vm_unmap_ptes(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   uint64_t a = addr, end = addr + bytes;
-  struct vm_slab *slab;
-  uint32_t unit, n;
   if (!bytes) return;
   vm_detach(c, s, addr, bytes);
   while (a < end) {
-    struct vm_pte *p = vm_pte(c, s, a), *q = p;
-    uint64_t b = a + c->granule;
-    for (; b < end; b += c->granule) {
-      struct vm_pte *r = vm_pte(c, s, b);
-      if (r->slab != q->slab || r->unit != q->unit + 1) break;
-      q = r;
-    }
-    slab = c->slabs[p->slab];
-    unit = p->unit;
-    n = (uint32_t)vm_units(c, b - a);
+    struct vm_pte first = *vm_pte(c, s, a);
+    uint32_t n = vm_space_units(c, s, a, end, 0), rest;
     /* The ptes go first: with the lock let go they would name units without a reference. */
-    for (; a < b; a += c->granule) *vm_pte(c, s, a) = (struct vm_pte){0};
+    for (uint64_t stop = a + ((uint64_t)n << c->shift); a < stop; a += (uint64_t)rest << c->shift) {
+      rest = vm_leaf_rest(c, s, a, stop);
+      memset(vm_pte(c, s, a), 0, rest * sizeof(struct vm_pte));
+    }
     s->busy -= n;
-    vm_units_put(c, slab, unit, n);
+    vm_units_put(c, c->slabs[first.slab], first.unit, n);
   }
 }
 
@@ -241,12 +237,14 @@ int vm_plan_fill(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, siz
 
 void vm_commit_map(struct vm_ctx *c, struct vm_piece *piece) {
   struct vm_space *s = piece->space;
-  uint64_t before = vm_space_edges(c, s, piece->addr, piece->bytes), units = vm_units(c, piece->bytes), after;
-  for (uint64_t a = piece->addr; a < piece->addr + piece->bytes; a += c->granule) {
+  uint64_t before = vm_space_edges_bare(c, s, piece->addr, piece->bytes), units = vm_units(c, piece->bytes), after;
+  for (uint64_t a = piece->addr, end = a + piece->bytes; a < end;) {
     struct vm_pte *p = vm_pte(c, s, a);
-    p->flags = (p->flags & ~PTE_BUSY) | PTE_MAPPED;
-    if (p->flags & PTE_START) count_start(c, p, a, true);
-    if (p->flags & PTE_CALL) c->mappings++;
+    for (uint32_t n = vm_leaf_rest(c, s, a, end); n; n--, p++, a += c->granule) {
+      p->flags = (p->flags & ~PTE_BUSY) | PTE_MAPPED;
+      if (p->flags & PTE_START) count_start(c, p, a, true);
+      if (p->flags & PTE_CALL) c->mappings++;
+    }
   }
   after = vm_space_edges(c, s, piece->addr, piece->bytes);
   s->segments += after - before;
@@ -281,6 +279,7 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   for (i = 0; i < p->consumed.n; i++) vm_hdl_drop(c, &c->hdls[*AT(p->consumed, uint32_t, i)]);
   if (p->release) vm_hdl_drop(c, &c->hdls[p->release]);
   c->batches++;
+  c->landing += p->runs_on;
   pthread_mutex_unlock(&c->lock);
   if (p->unmaps.n || p->replaced.n || p->release) vm_pool_trim(c, c->opts.pool_high);
   vm_plan_clear(p);
@@ -306,6 +305,7 @@ int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size
     if (err == -ENOTRECOVERABLE) vm_range_lost(c, piece->space, piece->addr, piece->bytes);
   }
   if (!err) {
+    p->runs_on = event;
     vm_plan_commit(c, p);
     if (done) *done = event;
     return 0;

@@ -22,8 +22,6 @@
 #define WORD 64u
 #define MAX_SLAB (1ull << 30) /* larger ones would seldom be empty again */
 
-bool vm_bit(const uint64_t *map, uint32_t i) { return map[i / WORD] >> (i % WORD) & 1; }
-
 void vm_bits_set(uint64_t *map, uint32_t i, uint32_t n, bool value) {
   while (n) {
     uint32_t off = i % WORD, take = WORD - off < n ? WORD - off : n;
@@ -37,8 +35,7 @@ void vm_bits_set(uint64_t *map, uint32_t i, uint32_t n, bool value) {
   }
 }
 
-/* Number of equal bits from i on, at most max. */
-static uint32_t bits_run(const uint64_t *map, uint32_t i, uint32_t max, bool value) {
+uint32_t vm_bits_run(const uint64_t *map, uint32_t i, uint32_t max, bool value) {
   uint32_t n = 0;
   while (n < max) {
     uint64_t w = map[(i + n) / WORD];
@@ -137,9 +134,9 @@ static uint32_t slab_search(struct vm_slab *s, uint32_t n, uint32_t align, uint3
   uint32_t pos = 0, best = 0;
   while (pos < s->units) {
     uint32_t skip, len, start;
-    pos += bits_run(s->free_map, pos, s->units - pos, false);
+    pos += vm_bits_run(s->free_map, pos, s->units - pos, false);
     if (pos >= s->units) break;
-    len = bits_run(s->free_map, pos, s->units - pos, true);
+    len = vm_bits_run(s->free_map, pos, s->units - pos, true);
     if (len > best) best = len;
     start = (pos & ~(align - 1)) + offset;
     if (start < pos) start += align;
@@ -210,7 +207,7 @@ struct vm_run vm_pool_take(struct vm_ctx *c, struct vm_pool *p, uint64_t want, u
     uint32_t unit = place->left->unit + 1;
     if (s && s->pool == p && unit < s->units && (unit & (align - 1)) == 0 && vm_bit(s->free_map, unit)) {
       uint32_t max = s->units - unit < n ? s->units - unit : n;
-      uint32_t len = bits_run(s->free_map, unit, max, true) & ~(align - 1);
+      uint32_t len = vm_bits_run(s->free_map, unit, max, true) & ~(align - 1);
       if (len) return take_units(c, s, unit, len);
     }
   }
@@ -498,11 +495,9 @@ static void units_free(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint3
 void vm_units_put(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
   while (n) {
     uint32_t k = 0;
+    for (; n && s->refs[unit] != 1; unit++, n--) s->refs[unit]--;
     while (k < n && s->refs[unit + k] == 1) s->refs[unit + k++] = 0;
-    if (k)
-      units_free(c, s, unit, k);
-    else
-      s->refs[unit]--, k = 1;
+    if (k) units_free(c, s, unit, k);
     unit += k;
     n -= k;
   }

@@ -52,12 +52,6 @@ struct vm_space *vm_space_range(struct vm_ctx *c, uint64_t addr, uint64_t bytes,
   return s;
 }
 
-struct vm_pte *vm_pte(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
-  uint64_t unit = vm_units(c, addr - s->base);
-  struct vm_leaf *leaf = s->leaves[unit / LEAF_PTES];
-  return leaf ? &leaf->pte[unit % LEAF_PTES] : NULL;
-}
-
 struct vm_pte *vm_pte_make(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
   uint64_t unit = vm_units(c, addr - s->base);
   struct vm_leaf **leaf = &s->leaves[unit / LEAF_PTES];
@@ -68,28 +62,36 @@ struct vm_pte *vm_pte_make(struct vm_ctx *c, struct vm_space *s, uint64_t addr) 
   return &(*leaf)->pte[unit % LEAF_PTES];
 }
 
-static bool live(const struct vm_pte *p) { return p && (p->flags & PTE_MAPPED); }
+static inline bool live(const struct vm_pte *p) { return p && (p->flags & PTE_MAPPED); }
 
 /* Whether the back end sees b as the continuation of a. */
-static bool joined(const struct vm_pte *a, const struct vm_pte *b) {
+static inline bool joined(const struct vm_pte *a, const struct vm_pte *b) {
   if (!live(a) || !live(b)) return live(a) == live(b);
   return a->slab == b->slab && a->unit + 1 == b->unit &&
          (a->flags & PTE_READONLY) == (b->flags & PTE_READONLY);
 }
 
 uint64_t vm_space_edges(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
-  uint64_t edges = 0, a, end = addr + bytes;
+  uint64_t edges = 0, end = addr + bytes;
   struct vm_pte *prev;
+  uint32_t n;
   /* The edge after the last granule counts too, if there is a granule. */
   if (end < s->base + s->bytes) end += c->granule;
   if (addr > s->base) addr -= c->granule;
   prev = vm_pte(c, s, addr);
-  for (a = addr + c->granule; a < end; a += c->granule) {
+  for (uint64_t a = addr + c->granule; a < end; a += (uint64_t)n << c->shift) {
     struct vm_pte *p = vm_pte(c, s, a);
-    if (!joined(prev, p)) edges++;
-    prev = p;
+    n = vm_leaf_rest(c, s, a, end);
+    edges += !joined(prev, p);
+    for (uint32_t i = 1; p && i < n; i++) edges += !joined(p + i - 1, p + i);
+    prev = p ? p + n - 1 : NULL;
   }
   return edges;
+}
+
+uint64_t vm_space_edges_bare(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
+  uint64_t end = addr + bytes;
+  return (addr > s->base && live(vm_pte(c, s, addr - c->granule))) + (end < s->base + s->bytes && live(vm_pte(c, s, end)));
 }
 
 bool vm_space_cuts(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
@@ -111,8 +113,9 @@ bool vm_space_cuts_page(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uin
   *bytes = LARGE_PAGE;
   if (addr == *page || !c->slabs[p->slab]->pool->large || *page < s->base || s->base + s->bytes - *page < LARGE_PAGE) return false;
   if ((p->unit & (c->chunk_units - 1)) != vm_units(c, addr - *page)) return false;
+  /* What two calls have mapped has no entry that covers both. */
   for (uint64_t a = *page + c->granule; a < *page + LARGE_PAGE; a += c->granule)
-    if (!live(vm_pte(c, s, a)) || !joined(vm_pte(c, s, a - c->granule), vm_pte(c, s, a))) return false;
+    if (!live(p = vm_pte(c, s, a)) || p->flags & PTE_CALL || !joined(vm_pte(c, s, a - c->granule), p)) return false;
   return true;
 }
 
@@ -138,6 +141,17 @@ uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint6
     prev = p;
   }
   return (a < end ? a : end) - addr;
+}
+
+uint32_t vm_space_units(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, uint32_t mask) {
+  struct vm_pte *p = vm_pte(c, s, addr), first = *p;
+  uint32_t n = 0;
+  for (uint64_t a = addr; a < end;) {
+    if (!(p = vm_pte(c, s, a))) break;
+    for (uint32_t left = vm_leaf_rest(c, s, a, end); left; left--, p++, n++, a += c->granule)
+      if (p->slab != first.slab || p->unit != first.unit + n || (p->flags ^ first.flags) & mask) return n;
+  }
+  return n;
 }
 
 void vm_space_destroy(struct vm_space *s) {

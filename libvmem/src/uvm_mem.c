@@ -133,9 +133,9 @@ static int release_all(struct uvm *u, struct slab *s, uint64_t bytes) {
 int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
                     uint64_t *slab) {
   struct uvm *u = be;
-  /* A large page is one run of memory, of which parts may be mapped too: a contiguous object of its own. The
-   * kernel's host memory is contiguous in 64 KiB only. */
-  bool contiguous = page_size >= SLOT && location != VMEM_HOST;
+  /* A large page of smaller granules is one run of memory, of which parts may be mapped too: a contiguous object of
+   * its own. The kernel's host memory is contiguous in 64 KiB only. */
+  bool contiguous = page_size >= SLOT && u->nv.granule < SLOT && location != VMEM_HOST;
   uint64_t object_bytes = contiguous ? SLOT : u->object_bytes;
   uint64_t objects = (bytes + object_bytes - 1) / object_bytes;
   uint32_t index = 0;

@@ -164,6 +164,7 @@ static void job_run(struct vm_ctx *c, struct vm_job *job) {
   vm_deps_put(c, &job->deps);
   pthread_mutex_lock(&c->lock);
   if (!err && event) {
+    c->landing--;
     job->slot->fill_event = event;
     job->slot->state = TICKET_MAPPED;
     job->next = c->filling;
@@ -182,6 +183,7 @@ static void job_run(struct vm_ctx *c, struct vm_job *job) {
 static int retire_fills(struct vm_ctx *c, bool wait) {
   int worst = 0;
   pthread_mutex_lock(&c->lock);
+  while (wait && c->landing) pthread_cond_wait(&c->done_cond, &c->lock);
   for (struct vm_job **link = &c->filling; *link;) {
     struct vm_job *job = *link;
     struct vm_ticket_slot *s = job->slot;

@@ -25,6 +25,7 @@ static struct {
   unsigned n;
   uint64_t waited_stream, waited_event;
   int fail_query;
+  vm_event hold; /* putting this one takes long */
 } gpu = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static struct vm_backend fake;
@@ -84,6 +85,7 @@ static int fake_stream_wait(void *be, uint64_t stream, vm_event e) {
 
 static void fake_put(void *be, vm_event e) {
   (void)be;
+  while (e && __atomic_load_n(&gpu.hold, __ATOMIC_ACQUIRE) == e) usleep(200);
   pthread_mutex_lock(&gpu.lock);
   gpu.e[e].put = true;
   pthread_mutex_unlock(&gpu.lock);
@@ -112,15 +114,38 @@ static bool reached(unsigned n) {
   return events() >= n;
 }
 
-static bool fills_over_at_remap;
-
-static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags) {
-  fills_over_at_remap = true;
+static bool fills_over(void) {
+  bool over = true;
   pthread_mutex_lock(&gpu.lock);
   for (unsigned e = 1; e <= gpu.n; e++)
-    if (gpu.e[e].fill && !gpu.e[e].done) fills_over_at_remap = false;
+    if (gpu.e[e].fill && !gpu.e[e].done) over = false;
   pthread_mutex_unlock(&gpu.lock);
+  return over;
+}
+
+static bool fills_over_at_remap, fills_over_at_copy;
+
+static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags) {
+  fills_over_at_remap = fills_over();
   return vm_backend_host.map(be, addr, bytes, slab, offset, flags, false);
+}
+
+/* Over when the test says so, though the bytes are there at once. */
+static int fake_copy(void *be, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after, vm_event *done) {
+  fills_over_at_copy = fills_over();
+  vm_backend_host.copy(be, copies, n, after, num_after, done);
+  *done = new_event();
+  return 0;
+}
+
+static int fake_bind(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *r) {
+  for (r->done = 0; r->done < n; r->done++) {
+    const struct vm_bind_op *op = &ops[r->done];
+    int err = op->kind == VM_BIND_UNMAP ? vm_backend_host.unmap(be, op->addr, op->bytes, op->sparse)
+                                        : vm_backend_host.map(be, op->addr, op->bytes, op->slab, op->offset, op->flags, op->sparse);
+    if (err) return err;
+  }
+  return 0;
 }
 
 /* Waits until the worker has given the event back, which it does after the ticket is done. */
@@ -142,6 +167,7 @@ static vmem_t open_fake(void) {
   fake = vm_backend_host;
   fake.discard = NULL; /* pages come back dirty, as on a GPU */
   fake.fill = fake_fill;
+  fake.copy = fake_copy;
   fake.remap = fake_remap;
   fake.event_from = fake_from;
   fake.event_query = fake_query;
@@ -344,5 +370,105 @@ static void broken_work(void) {
   OK(vmem_close(vm));
 }
 
+static void *let_go_then_finish(void *arg) {
+  usleep(20000);
+  __atomic_store_n(&gpu.hold, 0, __ATOMIC_RELEASE);
+  return finish_later(arg);
+}
+
+/* Nor in the moment between a batch's commit and the worker's note of its fill. */
+static void fills_are_never_overlooked(void) {
+  vmem_t vm = open_fake();
+  uint64_t va;
+  struct vmem_op op;
+  struct vmem_after a = {.kind = VMEM_AFTER_EVENT};
+  struct vmem_range_info r = {.size = sizeof(r)};
+  vmem_ticket t;
+  pthread_t thread;
+  OK(vMemReserve(vm, MIB(8), NULL, &va));
+  op = populate(va);
+  OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+  CHECK(reached(1));
+  finish(1);
+  OK(vmem_wait(vm, t, -1));
+  a.handle = new_event(); /* 2, which the worker puts after the commit */
+  __atomic_store_n(&gpu.hold, 2, __ATOMIC_RELEASE);
+  op = (struct vmem_op){.op = VMEM_OP_FILL, .addr = va, .bytes = PAGE};
+  OK(vmem_submit(vm, &op, 1, &a, 1, &t));
+  CHECK(reached(3));
+  do OK(vmem_range_query(vm, va, &r));
+  while (r.flags & VMEM_RANGE_BUSY);
+  EQ(pthread_create(&thread, NULL, let_go_then_finish, (void *)3), 0);
+  OK(vMemUnmap(vm, va, PAGE));
+  CHECK(gpu.e[3].done);
+  pthread_join(thread, NULL);
+  OK(vmem_wait(vm, t, -1));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+/* A copy begins when what fills its source is over, and the source is held until the copy is. */
+static void copies_hold_their_source(void) {
+  for (int one_call = 0; one_call < 2; one_call++) {
+    vmem_t vm = open_fake();
+    uint64_t va;
+    struct vmem_op op;
+    vmem_ticket t, u;
+    pthread_t thread;
+    fake.bind = one_call ? fake_bind : NULL;
+    OK(vMemReserve(vm, MIB(8), NULL, &va));
+    op = populate(va);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+    OK(vmem_order(vm, t, 0)); /* event 1: the zeroing of the source */
+    op.addr = va + MIB(4);
+    op.src = va;
+    op.flags = VMEM_OP_COPY;
+    EQ(pthread_create(&thread, NULL, finish_later, (void *)1), 0);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, &u));
+    CHECK(reached(2)); /* event 2: the copy */
+    CHECK(fills_over_at_copy);
+    pthread_join(thread, NULL);
+    EQ(vmem_wait(vm, u, 20000000), -ETIMEDOUT);
+    EQ(vMemUnmap(vm, va, PAGE), -EBUSY);
+    finish(2);
+    OK(vmem_wait(vm, u, -1));
+    OK(vmem_wait(vm, t, -1));
+    OK(vMemUnmap(vm, va, PAGE));
+    OK(vmem_check(vm));
+    OK(vmem_close(vm));
+  }
+}
+
+/* What a fill may be writing is not replaced before the fill is over. */
+static void replace_waits_for_fills(void) {
+  for (int one_call = 0; one_call < 2; one_call++) {
+    vmem_t vm = open_fake();
+    uint64_t va;
+    struct vmem_op op;
+    vmem_ticket t;
+    pthread_t thread;
+    fake.bind = one_call ? fake_bind : NULL;
+    OK(vMemReserve(vm, MIB(8), NULL, &va));
+    op = populate(va + MIB(4));
+    OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+    CHECK(reached(1));
+    finish(1);
+    OK(vmem_wait(vm, t, -1));
+    op.addr = va;
+    OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+    OK(vmem_order(vm, t, 0));
+    op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va, .bytes = PAGE};
+    OK(vmem_retain(vm, va + MIB(4), PAGE, &op.handle));
+    EQ(pthread_create(&thread, NULL, finish_later, (void *)2), 0);
+    OK(vmem_batch(vm, &op, 1, NULL, 0));
+    CHECK(gpu.e[2].done);
+    pthread_join(thread, NULL);
+    OK(vmem_wait(vm, t, -1));
+    OK(vmem_check(vm));
+    OK(vmem_close(vm));
+  }
+}
+
 MAIN(TEST(order_does_not_wait_for_fills), TEST(unmap_waits_for_fills), TEST(fill_batches_wait_on_the_gpu), TEST(broken_work),
-     TEST(second_address_waits_for_fills), TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name))
+     TEST(second_address_waits_for_fills), TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name),
+     TEST(fills_are_never_overlooked), TEST(copies_hold_their_source), TEST(replace_waits_for_fills))

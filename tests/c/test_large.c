@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: pages of 2 MiB beside small ones in one context: never cut, from slabs of their own. */
 #include "check.h"
+#include "internal.h"
 
 #define LARGE MIB(2)
 
@@ -73,13 +74,15 @@ static void never_cut(void) {
 static void parts_elsewhere(void) {
   struct scene s;
   struct vmem_op op = {.op = VMEM_OP_MAP, .flags = VMEM_OP_READONLY};
-  uint64_t at;
+  uint64_t at, calls;
   CHECK(scene_open(&s));
   at = s.va + 8 * LARGE;
   OK(vmem_retain(s.vm, s.va, 2 * LARGE + PAGE, &op.handle));
   op.addr = at;
   op.bytes = LARGE + 5 * PAGE; /* a whole one, and a part of the next */
+  calls = stats_of(s.vm).mappings;
   OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  EQ(stats_of(s.vm).mappings - calls, 2);
   EQ(flags_at(&s, 8 * LARGE) & VMEM_RANGE_LARGE, VMEM_RANGE_LARGE);
   EQ(flags_at(&s, 9 * LARGE) & (VMEM_RANGE_MAPPED | VMEM_RANGE_LARGE), VMEM_RANGE_MAPPED);
   EQ(get_byte(s.vm, at + LARGE + 4 * PAGE), 1 + 32 + 4);
@@ -91,17 +94,57 @@ static void parts_elsewhere(void) {
   EQ(flags_at(&s, 12 * LARGE + PAGE) & VMEM_RANGE_LARGE, 0);
   OK(vMemUnmap(s.vm, op.addr + PAGE, LARGE - 2 * PAGE));
   EQ(get_byte(s.vm, op.addr + LARGE - PAGE), 32);
+  OK(vMemUnmap(s.vm, op.addr, PAGE));
+  OK(vMemUnmap(s.vm, op.addr + LARGE - PAGE, PAGE));
+  op.bytes = 2 * LARGE; /* the same for all that lies between two boundaries */
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  EQ(flags_at(&s, 13 * LARGE) & VMEM_RANGE_LARGE, 0);
+  OK(vMemUnmap(s.vm, s.va + 13 * LARGE + PAGE, PAGE));
   /* From the middle on: the part, then the whole, in two calls, each with its entries. */
   op.addr = at + 2 * LARGE + 30 * PAGE;
   op.offset = 30 * PAGE;
   op.bytes = 2 * PAGE + LARGE + PAGE;
+  calls = stats_of(s.vm).mappings;
   OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  EQ(stats_of(s.vm).mappings - calls, 3);
   EQ(flags_at(&s, 10 * LARGE + 30 * PAGE) & VMEM_RANGE_LARGE, 0);
   EQ(flags_at(&s, 11 * LARGE) & VMEM_RANGE_LARGE, VMEM_RANGE_LARGE);
   for (unsigned i = 30; i < 65; i++) EQ(get_byte(s.vm, at + 2 * LARGE + i * PAGE), 1 + i);
   OK(vMemUnmap(s.vm, at + 2 * LARGE + 31 * PAGE, PAGE));
+  EQ(stats_of(s.vm).mappings - calls, 3); /* the whole one is no part of the call that was cut */
   OK(vmem_drop(s.vm, op.handle));
   CHECK(holds(&s, 0, 2 * LARGE + 3 * PAGE));
+  end(&s);
+}
+
+/* Mapped by two calls, a large page has small entries, and each of the two handles is released by itself; mapped
+ * again by one call it is a page. */
+static void halves(void) {
+  struct scene s;
+  vmem_handle h[2];
+  uint64_t at;
+  CHECK(scene_open(&s));
+  at = s.va + 8 * LARGE;
+  for (uint64_t round = 0; round < 2; round++) {
+    for (uint64_t i = 0; i < 2; i++) {
+      OK(vmem_retain(s.vm, s.va + i * LARGE / 2, LARGE / 2, &h[i]));
+      OK(vMemMap(s.vm, at + i * LARGE / 2, LARGE / 2, h[i], 0, 0));
+    }
+    EQ(flags_at(&s, 8 * LARGE) & VMEM_RANGE_LARGE, 0);
+    if (!round) {
+      OK(vMemRelease(s.vm, h[1]));
+      EQ(get_byte(s.vm, at + LARGE / 2 - PAGE), 16);
+      OK(vMemRelease(s.vm, h[0]));
+      continue;
+    }
+    for (uint64_t i = 0; i < 2; i++) OK(vmem_drop(s.vm, h[i]));
+  }
+  OK(vMemUnmap(s.vm, at, LARGE));
+  OK(vmem_retain(s.vm, s.va, LARGE, &h[0]));
+  OK(vMemMap(s.vm, at, LARGE, h[0], 0, 0));
+  EQ(flags_at(&s, 8 * LARGE) & VMEM_RANGE_LARGE, VMEM_RANGE_LARGE);
+  EQ(vMemUnmap(s.vm, at, LARGE / 2), -EINVAL);
+  OK(vMemRelease(s.vm, h[0]));
   end(&s);
 }
 
@@ -186,4 +229,59 @@ static void handles(void) {
   end(&s);
 }
 
-MAIN(TEST(never_cut), TEST(parts_elsewhere), TEST(misaligned), TEST(promotion), TEST(memory_goes_over), TEST(handles))
+static struct vm_backend fake;
+static uint64_t remapped, longest; /* calls, bytes */
+static bool cuts;
+
+static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags) {
+  cuts |= (addr | bytes) & (LARGE - 1);
+  remapped++;
+  if (bytes > longest) longest = bytes;
+  return vm_backend_host.map(be, addr, bytes, slab, offset, flags, false);
+}
+
+/* Nor does consolidation cut one, wherever its range begins and ends, and what a batch is filling in one; and it
+ * makes no call that is longer than the back end takes. */
+static void consolidated_whole(void) {
+  struct scene s;
+  struct vm_ctx *c;
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = LARGE, .page_size = LARGE};
+  struct vmem_op fill = {.op = VMEM_OP_FILL, .bytes = 3 * PAGE};
+  struct vm_plan p;
+  uint64_t at;
+  int err;
+  ONLY_HOST();
+  CHECK(scene_open(&s));
+  c = vm_get(s.vm, "test", &err);
+  fake = vm_backend_host;
+  fake.remap = fake_remap;
+  c->be = &fake;
+  c->info.bind_bytes = 4 * LARGE;
+  remapped = longest = 0;
+  cuts = false;
+  at = s.va + 8 * LARGE;
+  for (op.addr = at; op.addr < at + 6 * LARGE; op.addr += LARGE) OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_consolidate(s.vm, at + PAGE, LARGE, NULL));
+  EQ(remapped, 0);
+  OK(vmem_consolidate(s.vm, at + PAGE, 3 * LARGE, NULL));
+  EQ(remapped, 1);
+  EQ(longest, 2 * LARGE);
+  fill.addr = at + 4 * LARGE - 2 * PAGE;
+  OK(vm_plan_make(c, &fill, 1, &p)); /* in the fourth and the fifth page */
+  OK(vmem_consolidate(s.vm, at, 6 * LARGE, NULL));
+  EQ(remapped, 2);
+  EQ(longest, 3 * LARGE);
+  vm_plan_cancel(c, &p);
+  OK(vmem_consolidate(s.vm, at, 6 * LARGE, NULL));
+  EQ(remapped, 4);
+  EQ(longest, 4 * LARGE);
+  CHECK(!cuts);
+  OK(vmem_consolidate(s.vm, at, 6 * LARGE, NULL));
+  EQ(remapped, 4);
+  OK(vmem_check(s.vm));
+  vm_put(c);
+  end(&s);
+}
+
+MAIN(TEST(never_cut), TEST(parts_elsewhere), TEST(halves), TEST(misaligned), TEST(promotion), TEST(memory_goes_over), TEST(handles),
+     TEST(consolidated_whole))

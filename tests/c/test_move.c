@@ -153,6 +153,9 @@ static void a_source_is_held(void) {
   EQ(vMemUnmap(s.vm, s.va, PAGE), -EBUSY);
   EQ(vMemUnmap(s.vm, s.va + 2 * STRIDE + PAGE, PAGE), -EBUSY);
   OK(vMemUnmap(s.vm, s.va + 2 * PAGE, PAGE));
+  between.addr = s.va + 3 * STRIDE; /* where a fourth piece would be */
+  OK(vmem_batch(s.vm, &between, 1, NULL, 0));
+  OK(vMemUnmap(s.vm, between.addr, PAGE));
   EQ(get_byte(s.vm, s.va + 5), 1); /* reading goes on */
   OK(vmem_check(s.vm));
   EQ(write(fd, &one, 8), 8);
@@ -277,11 +280,157 @@ static void a_handle_is_held(void) {
   end(&s);
 }
 
-/* Whichever driver call of a move fails, everything is as it was. */
+/* Nor is it to be consumed by another batch; the one that takes the pages may do so itself. */
+static void a_held_handle_is_not_consumed(void) {
+  struct scene s;
+  struct vmem_after after = {.kind = VMEM_AFTER_FD};
+  struct vmem_op op, other;
+  vmem_handle h;
+  vmem_ticket t;
+  uint64_t one = 1;
+  int fd = eventfd(0, EFD_CLOEXEC);
+  CHECK(fd >= 0 && scene_open(&s));
+  after.handle = (uint64_t)fd;
+  op = copy_to_scratch(&s);
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_gather(s.vm, s.scratch, 2 * PAGE, 3, STRIDE, &h));
+  OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE));
+  op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .count = 3,
+                        .stride = STRIDE, .handle = h};
+  OK(vmem_submit(s.vm, &op, 1, &after, 1, &t));
+  other = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_CONSUME, .addr = s.scratch, .bytes = 2 * PAGE, .handle = h};
+  EQ(vmem_batch(s.vm, &other, 1, NULL, 0), -EBUSY);
+  other.flags = 0;
+  OK(vmem_batch(s.vm, &other, 1, NULL, 0));
+  OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE));
+  EQ(write(fd, &one, 8), 8);
+  OK(vmem_wait(s.vm, t, -1));
+  CHECK(holds(&s, s.va));
+  OK(vmem_drop(s.vm, h));
+  close(fd);
+  end(&s);
+}
+
+/* One handle in several operations of a batch, the last of which consumes it; whatever comes first, the caller's
+ * reference is dropped once, at the end. */
+static void one_handle_twice(void) {
+  struct scene s;
+  struct vmem_op op;
+  vmem_handle h;
+  CHECK(scene_open(&s));
+  op = copy_to_scratch(&s);
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_gather(s.vm, s.scratch, 2 * PAGE, 3, STRIDE, &h));
+  for (int consume_first = 1; consume_first >= 0; consume_first--) {
+    struct vmem_op ops[] = {
+        {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .handle = h},
+        {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va + STRIDE, .bytes = 2 * PAGE, .handle = h, .offset = 2 * PAGE},
+        {.op = VMEM_OP_MAP, .addr = s.scratch + MIB(4), .bytes = 6 * PAGE, .handle = h},
+        {.op = VMEM_OP_UNMAP, .addr = s.scratch, .bytes = 2 * PAGE, .count = 3, .stride = STRIDE},
+    };
+    ops[consume_first ? 0 : 2].flags |= VMEM_OP_CONSUME;
+    EQ(vmem_batch(s.vm, ops, 4, NULL, 0), consume_first ? -EBUSY : 0);
+    OK(vmem_check(s.vm));
+  }
+  EQ(vmem_drop(s.vm, h), -EBADF);
+  CHECK(holds(&s, s.va));
+  for (int i = 0; i < 6; i++) EQ(get_byte(s.vm, s.scratch + MIB(4) + i * PAGE + 5), 1 + i);
+  end(&s);
+}
+
+/* A batch copies from what it takes away or replaces itself: the contents are those before. Named before the copy,
+ * the range is being changed. A range is taken away or replaced, not both. */
+static void copies_from_what_goes(void) {
+  struct scene s;
+  struct vmem_op ops[2];
+  vmem_handle h;
+  CHECK(scene_open(&s));
+  OK(vmem_gather(s.vm, s.va, 2 * PAGE, 1, 0, &h));
+  ops[0] = copy_to_scratch(&s);
+  ops[0].src = s.va + STRIDE;
+  ops[0].count = 1;
+  ops[1] = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va + STRIDE, .bytes = 2 * PAGE, .handle = h};
+  OK(vmem_batch(s.vm, ops, 2, NULL, 0));
+  EQ(get_byte(s.vm, s.scratch + 5), 3);
+  EQ(get_byte(s.vm, s.va + STRIDE + 5), 1);
+  ops[0].addr += STRIDE;
+  ops[0].src += STRIDE;
+  ops[1] = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = s.va + 2 * STRIDE, .bytes = 2 * PAGE};
+  OK(vmem_batch(s.vm, ops, 2, NULL, 0));
+  EQ(get_byte(s.vm, s.scratch + STRIDE + PAGE + 5), 6);
+  ops[1] = ops[0];
+  ops[1].addr += STRIDE;
+  ops[1].src = s.va;
+  ops[0] = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = s.va, .bytes = 2 * PAGE};
+  EQ(vmem_batch(s.vm, ops, 2, NULL, 0), -EBUSY);
+  ops[1] = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .handle = h};
+  EQ(vmem_batch(s.vm, ops, 2, NULL, 0), -EBUSY);
+  ops[0] = ops[1];
+  EQ(vmem_batch(s.vm, ops, 2, NULL, 0), -EBUSY);
+  OK(vmem_check(s.vm));
+  EQ(get_byte(s.vm, s.va + PAGE + 5), 2);
+  OK(vmem_drop(s.vm, h));
+  end(&s);
+}
+
+/* Fills alone wait for GPU work on the GPU; what replaces must hold back, and let other batches pass. */
+static void fills_beside_replaces(void) {
+  struct scene s;
+  struct vmem_op ops[2];
+  struct vm_plan p;
+  struct vm_ctx *c;
+  vmem_handle h;
+  int err;
+  CHECK(scene_open(&s));
+  OK(vmem_gather(s.vm, s.va, 2 * PAGE, 1, 0, &h));
+  ops[0] = (struct vmem_op){.op = VMEM_OP_FILL, .addr = s.va, .bytes = PAGE};
+  ops[1] = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va + STRIDE, .bytes = 2 * PAGE, .handle = h};
+  c = vm_get(s.vm, "test", &err);
+  for (size_t n = 1; n < 3; n++) {
+    OK(vm_plan_make(c, ops, n, &p));
+    EQ(vm_plan_only_fills(&p), n == 1);
+    vm_plan_cancel(c, &p);
+  }
+  vm_put(c);
+  OK(vmem_drop(s.vm, h));
+  end(&s);
+}
+
+/* A context ends with copies and replaces under way, whether they wait for somebody or not. */
+static void closed_under_way(void) {
+  for (int waits = 0; waits < 2; waits++) {
+    struct scene s;
+    struct vmem_after after = {.kind = VMEM_AFTER_FD};
+    struct vmem_op op;
+    vmem_handle h;
+    vmem_ticket t;
+    int fd = eventfd(0, EFD_CLOEXEC);
+    CHECK(fd >= 0 && scene_open(&s));
+    after.handle = (uint64_t)fd;
+    OK(vmem_gather(s.vm, s.va, 2 * PAGE, 3, STRIDE, &h));
+    op = copy_to_scratch(&s);
+    OK(vmem_submit(s.vm, &op, 1, &after, (size_t)waits, &t));
+    op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = s.scratch + MIB(4),
+                          .bytes = PAGE, .handle = h};
+    EQ(vmem_submit(s.vm, &op, 1, &after, 1, &t), -EFAULT);
+    OK(vmem_drop(s.vm, h));
+    OK(vmem_retain(s.vm, s.va + STRIDE, PAGE, &h));
+    op.addr = s.va + PAGE;
+    op.handle = h;
+    if (waits) EQ(vmem_submit(s.vm, &op, 1, &after, 1, &t), -EBUSY); /* a source is not to be replaced */
+    op.addr = s.scratch + PAGE; /* mapped, or about to be */
+    vmem_submit(s.vm, &op, 1, &after, 1, &t);
+    OK(vmem_close(s.vm));
+    close(fd);
+  }
+}
+
+/* Whichever driver call of a move fails, or allocation, everything is as it was. */
 static void nth_call_fails(void) {
-  for (unsigned kind = 0; kind < 3; kind++)
-    for (uint64_t nth = 0; nth < 8; nth++) {
-      static const uint32_t kinds[] = {VMEM_INJECT_MAP, VMEM_INJECT_UNMAP, VMEM_INJECT_FILL};
+  for (unsigned kind = 0; kind < 4; kind++)
+    for (uint64_t nth = 0; nth < (kind < 3 ? 8 : 16); nth++) {
+      static const uint32_t kinds[] = {VMEM_INJECT_MAP, VMEM_INJECT_UNMAP, VMEM_INJECT_FILL, VMEM_INJECT_HEAP};
+      const int error = kind < 3 ? EIO : ENOMEM;
       struct scene s;
       struct vmem_stats before, after;
       struct vmem_op op;
@@ -291,21 +440,23 @@ static void nth_call_fails(void) {
       OK(vmem_warm(s.vm, MIB(4)));
       op = copy_to_scratch(&s);
       before = stats_of(s.vm);
-      OK(vmem_inject(s.vm, kinds[kind], nth, 1, EIO));
+      OK(vmem_inject(s.vm, kinds[kind], nth, 1, error));
       err = vmem_batch(s.vm, &op, 1, NULL, 0);
-      CHECK(!err || err == -EIO);
+      CHECK(!err || err == -error);
       after = stats_of(s.vm);
       if (err) {
         CHECK(same_state(&before, &after));
         OK(vmem_batch(s.vm, &op, 1, NULL, 0));
       }
-      OK(vmem_inject(s.vm, kinds[kind], nth, 1, EIO));
+      OK(vmem_inject(s.vm, kinds[kind], nth, 1, error));
       before = stats_of(s.vm);
+      for (int i = 0; i < 3; i++) CHECK(put_byte(s.vm, s.scratch + i * STRIDE + 6, 1)); /* to tell the pages apart */
       err = swap(&s, &h);
-      CHECK(!err || err == -EIO);
+      CHECK(!err || err == -error);
       OK(vmem_inject(s.vm, 0, 0, 0, 0));
+      for (int i = 0; i < 3; i++) EQ(get_byte(s.vm, s.va + i * STRIDE + 6), !err);
       if (err) {
-        OK(vmem_drop(s.vm, h));
+        if (h) OK(vmem_drop(s.vm, h));
         after = stats_of(s.vm);
         CHECK(same_state(&before, &after));
         CHECK(holds(&s, s.scratch));
@@ -326,6 +477,73 @@ static int fake_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint
 static int fake_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
   if (unmaps_left-- == 0) return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0, "unmapped on some devices only");
   return vm_backend_host.unmap(be, addr, bytes, sparse);
+}
+
+static bool shown[2 * MIB(8) / PAGE], violated;
+static uint64_t shown_from[2];
+
+/* As a driver that maps over nothing and unmaps nothing that is not mapped. */
+static int strict(uint64_t addr, uint64_t bytes, bool map) {
+  for (uint64_t a = addr; a < addr + bytes; a += PAGE) {
+    int which = a - shown_from[1] < MIB(8);
+    bool *here = &shown[(a - shown_from[which] + which * MIB(8)) / PAGE];
+    if (*here == map) violated = true;
+    *here = map;
+  }
+  return violated ? vm_fail_at(-EIO, addr, bytes, 0, "not what the driver expects") : 0;
+}
+
+static int strict_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse) {
+  int err = strict(addr, bytes, true);
+  return err ? err : vm_backend_host.map(be, addr, bytes, slab, offset, flags, sparse);
+}
+
+static int strict_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
+  int err = strict(addr, bytes, false);
+  return err ? err : vm_backend_host.unmap(be, addr, bytes, sparse);
+}
+
+/* A piece of several runs whose replacing fails in the middle: what is there already goes before the old comes back. */
+static void replace_fails_within_a_piece(void) {
+  ONLY_HOST();
+  for (uint64_t nth = 0; nth < 9; nth++) {
+    struct scene s;
+    struct vmem_op op;
+    struct vm_ctx *c;
+    struct vmem_stats before, after;
+    vmem_handle h;
+    int err;
+    CHECK(scene_open(&s));
+    memset(shown, 0, sizeof(shown));
+    shown_from[0] = s.va;
+    shown_from[1] = s.scratch;
+    for (int i = 0; i < 6; i++) shown[(i / 2 * STRIDE + i % 2 * PAGE) / PAGE] = true;
+    violated = false;
+    c = vm_get(s.vm, "test", &err);
+    fake = vm_backend_host;
+    fake.map = strict_map;
+    fake.unmap = strict_unmap;
+    c->be = &fake;
+    vm_put(c);
+    OK(vMemCreate(s.vm, 6 * PAGE, NULL, &h));
+    for (uint64_t i = 0; i < 6; i++) OK(vMemMap(s.vm, s.scratch + i * PAGE, PAGE, h, (5 - i) * PAGE, 0)); /* six runs */
+    OK(vmem_drop(s.vm, h));
+    OK(vmem_fill(s.vm, s.scratch, 6 * PAGE, 77));
+    OK(vmem_retain(s.vm, s.scratch, 6 * PAGE, &h));
+    before = stats_of(s.vm);
+    op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .count = 3,
+                          .stride = STRIDE, .handle = h};
+    OK(vmem_inject(s.vm, VMEM_INJECT_MAP, nth, 1, EIO));
+    EQ(vmem_batch(s.vm, &op, 1, NULL, 0), nth < 6 ? -EIO : 0);
+    OK(vmem_inject(s.vm, 0, 0, 0, 0));
+    CHECK(!violated);
+    after = stats_of(s.vm);
+    if (nth < 6) CHECK(same_state(&before, &after) && holds(&s, s.va));
+    if (nth >= 6) EQ(after.mappings, before.mappings + 3); /* a call for each run */
+    for (int i = 0; i < 6 && nth >= 6; i++) EQ(BYTE(s.va + i / 2 * STRIDE + i % 2 * PAGE), 77);
+    OK(vmem_drop(s.vm, h));
+    end(&s);
+  }
 }
 
 /* What is in an unknown state is quarantined, with the pages on both sides; the rest is as it was. */
@@ -389,6 +607,67 @@ static void never_mapped(void) {
   end(&s);
 }
 
+/* A used page that is copied to in part shows none of its old contents beside the copy, where the back end zeroes
+ * nothing by itself. */
+static void copies_into_dirty_pages(void) {
+  struct scene s;
+  struct vm_ctx *c;
+  struct vmem_op op;
+  int err;
+  ONLY_HOST();
+  CHECK(scene_open(&s));
+  c = vm_get(s.vm, "test", &err);
+  fake = vm_backend_host;
+  fake.discard = NULL;
+  c->be = &fake;
+  c->info.fresh_is_zero = false;
+  vm_put(c);
+  op = copy_to_scratch(&s);
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  for (int i = 0; i < 3; i++) OK(vmem_fill(s.vm, s.scratch + i * STRIDE, 2 * PAGE, 0x77));
+  for (int round = 0; round < 3; round++) {
+    OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE));
+    op.count = 1;
+    op.src_bytes = round == 1 ? 2 * PAGE : 6;
+    if (round == 2) { /* a copy that fails leaves pages that are as dirty as they were */
+      OK(vmem_inject(s.vm, VMEM_INJECT_FILL, 0, 1, EIO));
+      op.src_bytes = 0;
+      EQ(vmem_batch(s.vm, &op, 1, NULL, 0), -EIO);
+      op = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = s.scratch, .bytes = 2 * PAGE};
+    }
+    OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+    EQ(BYTE(s.scratch + 5), round == 2 ? 0 : 1);
+    if (round != 1) EQ(BYTE(s.scratch + 6), 0);
+    EQ(BYTE(s.scratch + PAGE + 5), round == 1 ? 2 : 0);
+    if (round != 1) EQ(BYTE(s.scratch + 2 * PAGE - 1), 0);
+    OK(vmem_fill(s.vm, s.scratch, 2 * PAGE, 0x77));
+  }
+  end(&s);
+}
+
+/* What another batch is changing gets no second handle, nor does what lies before it. */
+static void gathers_beside_a_batch(void) {
+  struct scene s;
+  struct vmem_after after = {.kind = VMEM_AFTER_FD};
+  struct vmem_op op;
+  vmem_handle h;
+  vmem_ticket t;
+  uint64_t one = 1;
+  int fd = eventfd(0, EFD_CLOEXEC);
+  CHECK(fd >= 0 && scene_open(&s));
+  after.handle = (uint64_t)fd;
+  op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = s.va + PAGE, .bytes = PAGE};
+  OK(vmem_submit(s.vm, &op, 1, &after, 1, &t));
+  EQ(vmem_retain(s.vm, s.va, 2 * PAGE, &h), -EBUSY);
+  EQ(vmem_gather(s.vm, s.va, PAGE, 2, PAGE, &h), -EBUSY);
+  OK(vmem_check(s.vm));
+  EQ(write(fd, &one, 8), 8);
+  OK(vmem_wait(s.vm, t, -1));
+  EQ(vmem_retain(s.vm, s.va, 2 * PAGE, &h), -EFAULT);
+  close(fd);
+  end(&s);
+}
+
 /* Between memories: the address stays, the location is another. */
 static void between_locations(void) {
   struct scene s;
@@ -420,4 +699,7 @@ static void between_locations(void) {
 }
 
 MAIN(TEST(copies), TEST(copies_into_used_pages), TEST(bad_copies), TEST(a_source_is_held), TEST(moves), TEST(replaces_in_parts),
-     TEST(bad_replaces), TEST(a_handle_is_held), TEST(nth_call_fails), TEST(unknown_state), TEST(never_mapped), TEST(between_locations))
+     TEST(bad_replaces), TEST(a_handle_is_held), TEST(a_held_handle_is_not_consumed), TEST(one_handle_twice),
+     TEST(copies_from_what_goes), TEST(fills_beside_replaces), TEST(closed_under_way),
+     TEST(nth_call_fails), TEST(unknown_state), TEST(never_mapped), TEST(copies_into_dirty_pages),
+     TEST(gathers_beside_a_batch), TEST(replace_fails_within_a_piece), TEST(between_locations))

@@ -117,6 +117,18 @@ static unsigned count(struct worker *w, unsigned first, unsigned n, enum what wh
   return found;
 }
 
+/* Where n pages are of a kind, or anywhere when that is not found soon. */
+static unsigned find(struct worker *w, unsigned n, enum what what) {
+  unsigned first = pick(w, OWN - 8);
+  for (int i = 0; i < 32 && count(w, first, n, what) < n; i++) first = pick(w, OWN - 8);
+  return first;
+}
+
+/* The next of somebody's allocations fails. */
+static void short_of_heap(struct worker *w) {
+  if (!pick(w, 4)) vmem_inject(w->s->vm, VMEM_INJECT_HEAP, pick(w, 8), 1, ENOMEM);
+}
+
 static bool map_some(struct worker *w, unsigned first, unsigned n) {
   bool readonly = pick(w, 4) == 0;
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = pick(w, 2) ? VMEM_OP_SPREAD : 0, .addr = at(w, first), .bytes = (uint64_t)n * G};
@@ -205,24 +217,28 @@ static bool copy_some(struct worker *w, unsigned from, unsigned to, unsigned n) 
   return err ? unchanged(w) : true;
 }
 
-/* Pages take the place of others and leave their own. */
+/* Pages, or every other one of a range, take the place of others and leave their own. */
 static bool replace_some(struct worker *w, unsigned from, unsigned to, unsigned n) {
+  unsigned gap = n <= 4 ? 1 + pick(w, 2) : 1, last = from + gap * (n - 1);
   struct vmem_op ops[] = {
       {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | (pick(w, 2) ? VMEM_OP_CONSUME : 0), .addr = at(w, to), .bytes = n * G},
-      {.op = VMEM_OP_UNMAP, .addr = at(w, from), .bytes = n * G},
+      {.op = VMEM_OP_UNMAP, .addr = at(w, from), .bytes = G, .count = n, .stride = gap * G},
   };
-  bool can = count(w, to, n, LIVE) + count(w, to, n, READONLY) == n && (from + n <= to || to + n <= from);
+  bool can = count(w, to, n, LIVE) + count(w, to, n, READONLY) == n;
   int err;
-  if (count(w, from, n, LIVE) != n) return true;
-  err = vmem_retain(w->s->vm, at(w, from), n * G, &ops[0].handle);
+  for (unsigned i = from; i <= last; i += gap) {
+    if (w->pages[i].what != LIVE) return true;
+    can &= i < to || i >= to + n;
+  }
+  err = vmem_gather(w->s->vm, at(w, from), G, n, gap * G, &ops[0].handle);
   MUST(!err || injected(err));
   if (err) return true;
   err = go(w, ops, 2);
   MUST(err ? !can || injected(err) : can);
   if (err || !(ops[0].flags & VMEM_OP_CONSUME)) MUST(!vmem_drop(w->s->vm, ops[0].handle));
   for (unsigned i = 0; !err && i < n; i++) {
-    w->pages[to + i] = (struct page){LIVE, w->pages[from + i].value};
-    w->pages[from + i] = (struct page){NOTHING, 0};
+    w->pages[to + i] = (struct page){LIVE, w->pages[from + gap * i].value};
+    w->pages[from + gap * i] = (struct page){NOTHING, 0};
   }
   return err ? unchanged(w) : true;
 }
@@ -281,10 +297,13 @@ static bool step(struct worker *w) {
   int err;
   switch (pick(w, 14)) {
   case 12:
-    if (!copy_some(w, first, pick(w, OWN - 8), n)) return false;
+    short_of_heap(w);
+    if (!copy_some(w, find(w, n, LIVE), find(w, n, NOTHING), n)) return false;
     break;
   case 13:
-    if (!replace_some(w, pick(w, OWN - 8), first, n)) return false;
+    short_of_heap(w);
+    first = find(w, n, LIVE);
+    if (!replace_some(w, find(w, n, LIVE), first, n)) return false;
     break;
   case 0:
   case 1:
