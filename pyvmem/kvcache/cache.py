@@ -115,7 +115,8 @@ class KVCache(RequestCalls, PlaceCalls):
         """Gives a slot back, together with what it holds.
 
         The pages stay mapped for the next request, or are unmapped in the background, in both cases
-        only after the GPU work on `stream` so far. Does not wait.
+        only after the GPU work on `stream` so far. Does not wait, except for copies of a
+        `promote` or `move` while other pages of the slot are being mapped or unmapped.
 
         Args:
             reqid: as `alloc_reqid` returned it.

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from kvcache_helpers import ROWS, eventually, firing_later, pending
+from kvcache_helpers import ROWS, eventually, firing_later, pending, small_config
 from move_helpers import (
     PART,
     TENSORS,
@@ -278,3 +278,22 @@ def test_a_window_takes_pages_that_are_under_way(backend: str) -> None:
         cache._core.reclaimer.finish_all()
         assert cache._core.table[reqid].head > 0
         cache.check_integrity()
+
+
+def test_a_cache_is_closed_while_copies_are_under_way(backend: str) -> None:
+    with in_slabs(backend) as context:
+        page = context.info.granule
+        if UNIT * page not in context.info.page_sizes:
+            pytest.skip("no such page size")
+        config = small_config(page, max_seq_len=11 * ROWS, large_page_size=UNIT * page)
+        with KVCache(config, context) as cache, pending() as writers:
+            one, two = in_pieces(cache, PART)
+            assert cache.promote(one, stream=writers) == 1
+            assert cache.promote(two, stream=writers) == 1
+            cache.free_reqid(two)
+            cache.check_integrity()
+            with firing_later(writers) as fired:
+                cache.close()
+                assert fired, "the copies read the pages that were given back"
+        context.check()
+        assert context.stats().used_bytes == 0
