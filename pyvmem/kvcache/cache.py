@@ -115,7 +115,7 @@ class KVCache(RequestCalls, PlaceCalls):
         """Gives a slot back, together with what it holds.
 
         The pages stay mapped for the next request, or are unmapped in the background, after the GPU
-        work on `stream` so far. Waits only for copies of a `promote` or `move` beside another batch.
+        work on `stream` so far. Waits only for a move's copies beside another batch of the slot.
 
         Args:
             reqid: as `alloc_reqid` returned it.
