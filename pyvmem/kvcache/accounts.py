@@ -35,9 +35,16 @@ class Accounts:
         return (pages - self._away()) * self.layout.num_tensors
 
     def _away(self) -> int:
-        """Pages per tensor that requests own alone, and that do not lie in the device."""
-        if not any(self.reclaimer.away.values()):
+        """`count_away`, counted again only when it may have changed: every `step` asks for it."""
+        reclaimer = self.reclaimer
+        if not any(reclaimer.away.values()):
             return 0
+        if reclaimer.own_away is None:
+            reclaimer.own_away = self.count_away()
+        return reclaimer.own_away
+
+    def count_away(self) -> int:
+        """Pages per tensor that requests own alone, and that do not lie in the device."""
         return sum(
             sum(slot.places.away(max(slot.shared, slot.head), slot.granted).values())
             for slot in self.table

@@ -114,8 +114,8 @@ class KVCache(RequestCalls, PlaceCalls):
     def free_reqid(self, reqid: int, stream: Any = None, tokens: Any = None) -> None:
         """Gives a slot back, together with what it holds.
 
-        The pages stay mapped for the next request, or are unmapped in the background, in both cases
-        only after the GPU work on `stream` so far. Does not wait.
+        The pages stay mapped for the next request, or are unmapped in the background, after the GPU
+        work on `stream` so far. Waits only for a move's copies beside another batch of the slot.
 
         Args:
             reqid: as `alloc_reqid` returned it.

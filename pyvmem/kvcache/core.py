@@ -176,6 +176,7 @@ class Core(Accounts):
             self.reclaimer.shared.unuse(slot.span)
         self.prefixes.unpin(slot)
         self.table.give_back(slot, event, self.clock)
+        self.reclaimer.own_away = None
         self.used_tokens -= self.seq_lens[slot.index]
         self.seq_lens[slot.index] = 0
         if (

@@ -34,6 +34,7 @@ class Cuts:
         limit: physical pages that the cache may have.
         held: physical pages behind the cache, shared ones once, those on their way back included.
         away: the same of pages that do not lie in the device, which `held` leaves out.
+        own_away: what `Accounts.count_away` found; None: it may be another number now.
         shared: pages that several places may refer to.
         evict: takes recorded prefixes of so many pages per tensor out; set by who keeps them.
         cuts: unfinished batches.
@@ -59,6 +60,7 @@ class Cuts:
         self.counters = counters
         self.held = self.slid = 0
         self.away: Counter[Tier] = Counter()
+        self.own_away: int | None = None
         self.shared = SharedPages(layout)
         self.evict: Callable[[int], int] = lambda pages: 0
         self.cuts: list[Cut] = []
@@ -154,6 +156,7 @@ class Cuts:
             job.away = slot.places.away(low, head)
             job.places = slot.places.take(low, head)
         slot.head = head
+        self.own_away = None
         self.slid += head - low
         self.cuts.append(job)
         return True
@@ -209,6 +212,7 @@ class Cuts:
         """Counts pages per tensor that are no longer behind the cache: device's, then others'."""
         tensors = self.layout.num_tensors
         self.held -= pages * tensors
+        self.own_away = None
         for tier, count in away.items():
             self.away[tier] -= count * tensors
         if reclaimed:

@@ -80,7 +80,7 @@ def fork(
             if not core.pager.grow(want, background=False, source=tail):
                 sharing.detach(slots)
                 return None
-            core.pager.settle(stream)
+            core.pager.release(slots[0])  # of one growth for all; other requests' go on
     except BaseException:
         sharing.detach(slots)
         raise

@@ -84,6 +84,11 @@ class JointPrefixes(Prefixes):
     def _spans_to(self, node: Node[Span]) -> list[Span]:
         return [_of(one.span)[0] for one in node.path()]
 
+    def _any_idle(self) -> bool:
+        return any(
+            one.reclaimer.shared.idle(span) for one in self._cores for span in one.prefixes.spans()
+        )
+
     # ---- matching --------------------------------------------------------------------------------
 
     def alloc(self, match: PrefixMatch, stream: Any) -> int | None:
@@ -134,15 +139,8 @@ class JointPrefixes(Prefixes):
         while back < pages * column:
             missing = pages * column - back
             spans = self.tree.evict(-(-missing // unit) * self.unit_pages)
-            if not spans:
-                if not any(
-                    one.reclaimer.shared.idle(span)
-                    for one in self._cores
-                    for span in one.prefixes.spans()
-                ):
-                    break
-                for slot in self._core.table:
-                    self.unpin(slot)
+            if not spans and not self._unpin_all():
+                break
             back += sum(map(self._let_go, spans))
         return back // column
 

@@ -212,7 +212,7 @@ class Mover:
         return True
 
     def stop_promoting(self) -> bool:
-        """Gives up what makes larger pages and waits until its memory is back."""
+        """Gives up what makes larger pages, and waits: its memory is back, its slots can grow."""
         slots = [slot for slot, move in self.moves.items() if move.promotes]
         for slot in slots:
             self.abandon(slot)
@@ -220,6 +220,7 @@ class Mover:
             if move.ticket is not None:
                 Quiet(move.ticket).wait()
         self.sweep()
+        self._core.reclaimer.poll()  # the cuts that stood for the copies
         return bool(slots)
 
     def sweep(self) -> None:

@@ -49,7 +49,7 @@ def attach_copy(core: Core, slot: Slot, span: Span, rows: int) -> bool:
             events = last.block.events
             done = core.pager.grow(want, background=False, source=source, after=events)
             if done:
-                core.pager.settle()
+                core.pager.release(slot)
     finally:
         if not done:
             core.sharing.detach([slot])

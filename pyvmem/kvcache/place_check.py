@@ -67,6 +67,8 @@ def check_away(core: Core) -> list[str]:
     counted.update(core.reclaimer.shared.away())
     counted.update(core.mover.pages()[1])
     found = []
+    if core.reclaimer.own_away not in (None, core.count_away()):
+        found.append(f"requests own {core.count_away()} pages per tensor outside the device")
     for tier in {*counted, *core.reclaimer.away}:
         if counted[tier] * tensors != core.reclaimer.away[tier]:
             found.append(

@@ -258,11 +258,15 @@ class Prefixes:
     def _unpin_all(self) -> bool:
         """Keeps nothing for any slot; False, and nothing changed, where that would free no page."""
         holders = [slot for slot in self._core.table if slot.pins]
-        if not any(self._core.reclaimer.shared.idle(span) for span in self.spans()):
+        if not self._any_idle():
             return False
         for slot in holders:
             self.unpin(slot)
         return bool(holders)
+
+    def _any_idle(self) -> bool:
+        """Whether a page is recorded that no request uses."""
+        return any(self._core.reclaimer.shared.idle(span) for span in self.spans())
 
     def evict_all(self) -> None:
         """Takes every prefix out that no request uses."""

@@ -24,7 +24,7 @@ def step(core: Core, seq_lens: Sequence[int], stream: Any) -> int:
         if not _grow(core, want, background=False):
             core.counters.short += 1
             return -1
-        core.pager.settle(stream)
+        _settle(core, lens, stream)
         core.keep_watermark()
     _commit(core, lens, total, stream)
     return 0
@@ -49,8 +49,8 @@ def step_all(cores: Sequence[Core], seq_lens: Sequence[int], stream: Any) -> int
         if not grow_all([(core, want) for core, _, _, want in begun], background=False):
             _note_short(cores)
             return -1
-        for core in cores:
-            core.pager.settle(stream)
+        for core, lens, *_ in begun:
+            _settle(core, lens, stream)
         for core in cores:
             core.keep_watermark()
     for core, lens, total, _ in begun:
@@ -82,8 +82,7 @@ def _begin(core: Core, seq_lens: Sequence[int], stream: Any) -> tuple[list[int],
         core.window.check(lens)
     core.counters.last_wait_ns = 0
     if pager.growths:
-        # What the worker maps further ahead may take its time. Ranks wait for all, as one.
-        pager.settle(stream, lens=None if core.table.lockstep else lens)
+        _settle(core, lens, stream)
     if core.mover.moves or core.mover.given_up:
         core.mover.step(lens, stream)
     if reclaimer.cuts:
@@ -93,6 +92,11 @@ def _begin(core: Core, seq_lens: Sequence[int], stream: Any) -> tuple[list[int],
     # Capacity is 0 for free slots, so whatever is wrong with a single number shows up here too.
     short = list(compress(core.indices, map(operator.gt, lens, pager.capacity)))
     return lens, total, core.want(lens, short) if short else []
+
+
+def _settle(core: Core, lens: list[int], stream: Any) -> None:
+    """Waits for the growths that the step to `lens` needs; ranks wait for all, as one."""
+    core.pager.settle(stream, lens=None if core.table.lockstep else lens)
 
 
 def _begin_async(core: Core, seq_lens: Sequence[int]) -> tuple[list[int], _Want]:

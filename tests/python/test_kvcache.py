@@ -623,6 +623,27 @@ def test_close_while_the_worker_maps(context: Context) -> None:
         assert context.stats().used_bytes == 0
 
 
+def test_an_engine_that_fails_between_step_and_forward(context: Context) -> None:
+    """What the step mapped is the request's; it can be freed, and the next one finds zeros."""
+    with small_cache(context) as cache:
+        assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
+        assert cache.step(lens(cache, r0=ROWS, r1=ROWS)) == 0
+        stamp(cache, 1, 0, ROWS, 3.0)
+        with pytest.raises(RuntimeError, match="of the engine"):
+            cache.step(lens(cache, r0=3 * ROWS, r1=2 * ROWS))
+            stamp(cache, 0, 0, 2 * ROWS, 5.0)
+            cache.step_async(lens(cache, r0=4 * ROWS, r1=2 * ROWS))
+            raise RuntimeError("of the engine")
+        cache.check_integrity()
+        cache.free_reqid(0)
+        assert cache.step(lens(cache, r1=ROWS)) == 0, "the other one is stepped back, and goes on"
+        assert rows_are(cache, 1, 0, ROWS, 3.0)
+        assert cache.alloc_reqid(4 * ROWS) == 0
+        assert cache.step(lens(cache, r0=4 * ROWS, r1=2 * ROWS)) == 0
+        assert rows_are_zero(cache, 0, 0, 4 * ROWS)
+        assert rows_are_zero(cache, 1, ROWS, 2 * ROWS)
+
+
 def test_a_forgotten_cache_warns(context: Context) -> None:
     config = small_config(context.info.granule)
     assert "KVCache was not closed" in _warnings_of(lambda: KVCache(config, context).alloc_reqid())

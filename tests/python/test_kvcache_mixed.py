@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from conftest import open_context
-from kvcache_helpers import LAYERS, ROWS, firing_later, small_cache, small_config
+from kvcache_helpers import LAYERS, ROWS, firing_later, lens, pending, small_cache, small_config
 from share_helpers import grow, is_zero, read_rows, start, whole, write_rows
 
 from pyvmem import (
@@ -399,6 +399,21 @@ def test_without_memory_for_the_copy_nothing_is_taken(context: Context) -> None:
         assert cache.alloc_prefix([*range(ROWS), 9]) is None
         assert [slot.state for slot in cache.snapshot()].count("active") == before
         cache.check_integrity()
+
+
+def test_copies_wait_for_no_other_request(context: Context) -> None:
+    """Pages of a third request cannot be zeroed yet: neither a match nor a fork needs that."""
+    with mixed(context) as cache, pending() as work:
+        cache.free_reqid(start(cache, PART), tokens=range(PART))
+        other = start(cache, ROWS)
+        cache.free_reqid(other, work)
+        assert cache.alloc_reqid(ROWS) == other
+        assert cache.step_async(lens(cache, **{f"r{other}": ROWS})) == 0
+        found = cache.alloc_prefix([*range(2 * ROWS), 99])
+        assert found is not None
+        assert found[1] == 2 * ROWS
+        assert cache.fork(found[0], ROWS + 1) is not None
+        assert cache.snapshot()[other].in_flight
 
 
 def test_a_swapped_request_comes_back_to_large_pages(context: Context) -> None:

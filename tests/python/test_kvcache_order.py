@@ -124,6 +124,18 @@ def test_what_is_mapped_ahead_is_waited_for_by_those_who_need_it(context: Contex
         assert rows_are_zero(cache, 1, 0, 2 * ROWS)
 
 
+def test_a_step_that_maps_pages_waits_for_no_others(context: Context) -> None:
+    with small_cache(context, max_batch=2) as cache, pending() as work:
+        assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
+        assert cache.step(lens(cache, r0=ROWS, r1=2 * ROWS)) == 0
+        cache.free_reqid(1, work)
+        assert cache.alloc_reqid() == 1
+        assert cache.step_async(lens(cache, r0=ROWS, r1=2 * ROWS)) == 0
+        assert cache.step(lens(cache, r0=2 * ROWS)) == 0
+        assert cache.snapshot()[0].granted_pages == 2
+        assert cache.snapshot()[1].in_flight
+
+
 def test_the_callers_event_may_be_closed_at_once(context: Context) -> None:
     with small_cache(context, max_batch=1, deferred_reclaim=False) as cache:
         for _ in range(3):

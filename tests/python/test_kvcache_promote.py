@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from kvcache_helpers import ROWS, eventually, firing_later
+from kvcache_helpers import ROWS, eventually, firing_later, pending, small_config
 from move_helpers import (
     PART,
     TENSORS,
@@ -234,6 +234,30 @@ def test_a_slot_freed_in_the_middle_is_safe_for_the_next_owner(backend: str) -> 
         assert whole(cache, two, 2 * PART, 500)
 
 
+def test_a_request_grows_in_the_room_that_its_promotion_gives_up(backend: str) -> None:
+    """Zeros for another one keep the growth under way."""
+    with in_slabs(backend) as context:
+        limit = (3 * UNIT + 1) * TENSORS * context.info.granule
+        with cache_over(context, memory_limit=limit, max_batch=3) as cache, pending() as work:
+            one, _ = in_pieces(cache, PART)
+            third = start(cache, 1)
+            cache.free_reqid(third, work)
+            assert cache.alloc_reqid() == third
+            assert cache.promote(one) == 1
+            assert cache.num_free_pages == 0
+            want = lens(cache)
+            want[one], want[third] = PART + ROWS, 1
+            assert cache.step_async(want) == 0
+            assert cache.snapshot()[one].in_flight
+            cache.check_integrity()
+            assert cache.num_free_pages == (UNIT - 1) * TENSORS
+            assert cache.snapshot()[one].in_flight, "what was given up ended the growth"
+            work.set()
+            assert cache.step(want) == 0
+            assert whole(cache, one, PART)
+            assert is_zero(cache, one, PART, ROWS)
+
+
 def test_a_window_takes_pages_that_are_under_way(backend: str) -> None:
     with (
         in_slabs(backend) as context,
@@ -256,3 +280,22 @@ def test_a_window_takes_pages_that_are_under_way(backend: str) -> None:
         cache._core.reclaimer.finish_all()
         assert cache._core.table[reqid].head > 0
         cache.check_integrity()
+
+
+def test_a_cache_is_closed_while_copies_are_under_way(backend: str) -> None:
+    with in_slabs(backend) as context:
+        page = context.info.granule
+        if UNIT * page not in context.info.page_sizes:
+            pytest.skip("no such page size")
+        config = small_config(page, max_seq_len=11 * ROWS, large_page_size=UNIT * page)
+        with KVCache(config, context) as cache, pending() as writers:
+            one, two = in_pieces(cache, PART)
+            assert cache.promote(one, stream=writers) == 1
+            assert cache.promote(two, stream=writers) == 1
+            cache.free_reqid(two)
+            cache.check_integrity()
+            with firing_later(writers) as fired:
+                cache.close()
+                assert fired, "the copies read the pages that were given back"
+        context.check()
+        assert context.stats().used_bytes == 0
