@@ -54,23 +54,29 @@ def _eager(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for run in batch.runs:
         end = run.start + run.count * run.q_len
-        slots, shift = slice(run.slot, run.slot + run.count), run.kv_len - run.q_len
+        slots = slice(run.slot, run.slot + run.count)
         shape = (run.count, run.q_len, *q.shape[1:])
         rows = q[run.start : end].reshape(shape)
-
-        def causal(score: Any, b: Any, h: Any, row: Any, column: Any, shift: int = shift) -> Any:
-            return torch.where(column <= row + shift, score, -math.inf)
-
         found: Any = flex_attention(
             rows.transpose(1, 2),
             k[slots, : run.kv_len].transpose(1, 2),
             v[slots, : run.kv_len].transpose(1, 2),
-            score_mod=causal,
+            score_mod=_causal(run.kv_len - run.q_len),
             scale=scale,
             enable_gqa=gqa,
         )
         out[run.start : end].view(shape).copy_(found.transpose(1, 2))
     return out
+
+
+def _causal(shift: int) -> Any:
+    """Hides what comes after a row. A tensor, since torch 2.11 takes a number of an earlier call."""
+    last = torch.tensor(shift)
+
+    def causal(score: Any, b: Any, h: Any, row: Any, column: Any) -> Any:
+        return torch.where(column <= row + last, score, -math.inf)
+
+    return causal
 
 
 @functools.cache
