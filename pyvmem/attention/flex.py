@@ -70,7 +70,7 @@ def _eager(
 
 
 def _causal(shift: int) -> Any:
-    """Hides what comes after a row. A tensor, since torch 2.11 takes a number of an earlier call."""
+    """Hides what comes after a row. By a tensor: torch 2.11 takes an earlier call's number."""
     last = torch.tensor(shift)
 
     def causal(score: Any, b: Any, h: Any, row: Any, column: Any) -> Any:

@@ -12,7 +12,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -38,6 +38,7 @@ __all__ = [
     "conducted",
     "now",
     "open_command",
+    "run_on_device",
 ]
 
 
@@ -194,3 +195,24 @@ def open_command(*args: Any, **options: Any) -> Command | None:
     except VMemError as error:
         print(f"vmem bench: {error}", file=sys.stderr)
         return None
+
+
+def run_on_device(
+    command: Command | None,
+    name: str,
+    title: str,
+    measure: Callable[[Command, Part, torch.device], None],
+) -> int:
+    """Conducts one part on the back end's device. 0, 1 if it failed, 2 without a back end."""
+    if command is None:
+        return 2
+    part = command.record.part(name, title)
+    with conducted(part):
+        try:
+            device = command.device()
+        except RuntimeError as error:
+            part.not_run("*", str(error))
+        else:
+            command.load_fa3(part, device)
+            measure(command, part, device)
+    return command.finish()

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.bench.command import Command, WrongResult, add_common, conducted, open_command
+from pyvmem.bench.command import Command, WrongResult, add_common, open_command, run_on_device
 from pyvmem.bench.fragments import Fragments
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.timing import Deadline, Samples, interleave, quiet
@@ -249,15 +249,4 @@ def add_parser(which: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
     command = open_command(args, "deferred", _METHOD)
-    if command is None:
-        return 2
-    part = command.record.part("prefill", "prefill of one prompt")
-    with conducted(part):
-        try:
-            device = command.device()
-        except RuntimeError as error:
-            part.not_run("*", str(error))
-        else:
-            command.load_fa3(part, device)
-            _measure(command, part, device)
-    return command.finish()
+    return run_on_device(command, "prefill", "prefill of one prompt", _measure)

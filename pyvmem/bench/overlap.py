@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.bench.command import Command, WrongResult, add_common, conducted, open_command
+from pyvmem.bench.command import Command, WrongResult, add_common, open_command, run_on_device
 from pyvmem.bench.overlap_modes import MODES, SPIKE, Lengths, Mode
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import quiet
@@ -235,15 +235,4 @@ def add_parser(which: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
     command = open_command(args, "overlap", _METHOD)
-    if command is None:
-        return 2
-    part = command.record.part("iterations", "iterations of decoding")
-    with conducted(part):
-        try:
-            device = command.device()
-        except RuntimeError as error:
-            part.not_run("*", str(error))
-        else:
-            command.load_fa3(part, device)
-            _measure(command, part, device)
-    return command.finish()
+    return run_on_device(command, "iterations", "iterations of decoding", _measure)
