@@ -219,6 +219,11 @@ class Share:
         for one in self._rest():
             one.core.pager.finish_idle()
 
+    def stop_promoting(self) -> bool:
+        """Gives up what makes larger pages in the other caches, and waits; whether there was any."""
+        stopped = [one.core.pager.stop_promoting() for one in self._rest()]
+        return any(stopped)
+
     def begin_cuts(self, nbytes: int) -> None:
         """Lets the others begin to unmap pages of no request until so many bytes are on the way."""
         for one in self._by_excess():

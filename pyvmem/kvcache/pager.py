@@ -170,7 +170,11 @@ class Pager(Grants):
             self.reclaimer.share.finish_idle()
         if pages <= self.reclaimer.obtainable(keep):
             return True
-        return self.stop_promoting() and pages <= self.reclaimer.obtainable(keep)
+        share = self.reclaimer.share
+        if self.stop_promoting() and pages <= self.reclaimer.obtainable(keep):
+            return True
+        stopped = share is not None and share.stop_promoting()
+        return stopped and pages <= self.reclaimer.obtainable(keep)
 
     def have(self, pages: int) -> bool:
         """Whether so many physical pages are free, once what belongs to no request was reclaimed.

@@ -21,6 +21,7 @@ from move_helpers import (
 from share_helpers import grow, is_zero, read_rows, start, whole
 
 from pyvmem import Caps, Context, FdEvent, KVCache
+from pyvmem.kvcache import Budget
 
 
 @pytest.mark.parametrize("wait", [False, True])
@@ -256,6 +257,25 @@ def test_a_request_grows_in_the_room_that_its_promotion_gives_up(backend: str) -
             assert cache.step(want) == 0
             assert whole(cache, one, PART)
             assert is_zero(cache, one, PART, ROWS)
+
+
+def test_another_cache_of_the_budget_gives_its_copies_up(backend: str) -> None:
+    with in_slabs(backend) as context:
+        page = context.info.granule
+        budget = Budget(context, 3 * UNIT * TENSORS * page)
+        large = small_config(page, max_seq_len=11 * ROWS, large_page_size=UNIT * page)
+        with KVCache(large, budget=budget) as cache, KVCache(large, budget=budget) as other:
+            one, two = in_pieces(cache, PART)
+            assert cache.promote(one) == 1
+            assert budget.stats().free_bytes == 0
+            assert other.can_admit([ROWS, 0, 0, 0])
+            third = start(other, ROWS)
+            assert cache.stats().moving_pages == 0
+            assert whole(cache, one, PART)
+            assert whole(cache, two, PART, 500)
+            assert whole(other, third, ROWS)
+            cache.check_integrity()
+            other.check_integrity()
 
 
 def test_a_window_takes_pages_that_are_under_way(backend: str) -> None:
