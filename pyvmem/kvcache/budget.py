@@ -220,7 +220,7 @@ class Share:
             one.core.pager.finish_idle()
 
     def stop_promoting(self) -> bool:
-        """Gives up what makes larger pages in the other caches, and waits; whether there was any."""
+        """Gives up what makes larger pages in the other caches; whether there was any."""
         stopped = [one.core.pager.stop_promoting() for one in self._rest()]
         return any(stopped)
 
