@@ -141,9 +141,9 @@ def test_create_unknown_location(context: pyvmem.Context, page: int) -> None:
         context.create(page, location=9)  # type: ignore[arg-type]
 
 
-def test_create_in_host_memory_where_there_is_none(host: pyvmem.Context) -> None:
+def test_create_in_a_peer_where_there_is_none(host: pyvmem.Context) -> None:
     with refused(host, pyvmem.NotSupported):
-        host.create(4096, location=pyvmem.Location.HOST)
+        host.create(4096, location=pyvmem.Location.PEER, device=1)
 
 
 # ---- mapping -----------------------------------------------------------------------------------
