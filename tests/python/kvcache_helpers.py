@@ -7,6 +7,7 @@ import array
 import contextlib
 import dataclasses
 import random
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -180,10 +181,24 @@ def firing_later(event: FdEvent) -> Iterator[list[bool]]:
     timer.join()
 
 
+def _allow_descriptors(count: int) -> None:
+    """Raises this process's limit where that is allowed; skips the test where it is not."""
+    limit = resource.RLIMIT_NOFILE
+    soft, hard = resource.getrlimit(limit)
+    if resource.RLIM_INFINITY == soft or soft >= count:
+        return
+    more = hard if hard == resource.RLIM_INFINITY else max(hard, count)
+    try:
+        resource.setrlimit(limit, (count, more))
+    except (ValueError, OSError):
+        pytest.skip(f"a process may have {hard} descriptors, not {count}")
+
+
 @contextlib.contextmanager
 def full_queue(context: pyvmem.Context) -> Iterator[None]:
     """As many unfinished batches as a context has place for."""
     nothing = pyvmem.OpBatch(1)
+    _allow_descriptors(8192)  # each batch has its own
     with FdEvent.create() as gate:
         waiting = [context.submit(nothing, after=[gate]) for _ in range(4096)]
         try:

@@ -107,6 +107,7 @@ def test_growth_beyond_what_was_used_need_not_wait(context: Context) -> None:
         assert cache.step(lens(cache, r0=2 * ROWS, r1=3 * ROWS)) == 0
 
 
+@pytest.mark.needs_tensors
 def test_what_is_mapped_ahead_is_waited_for_by_those_who_need_it(context: Context) -> None:
     with small_cache(context, max_batch=2) as cache, pending() as work:
         assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
