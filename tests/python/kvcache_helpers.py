@@ -185,7 +185,7 @@ def _allow_descriptors(count: int) -> None:
     """Raises this process's limit where that is allowed; skips the test where it is not."""
     limit = resource.RLIMIT_NOFILE
     soft, hard = resource.getrlimit(limit)
-    if resource.RLIM_INFINITY == soft or soft >= count:
+    if soft == resource.RLIM_INFINITY or soft >= count:
         return
     more = hard if hard == resource.RLIM_INFINITY else max(hard, count)
     try:
