@@ -191,12 +191,17 @@ static int populate_piece(struct maker *m, struct vm_piece *piece, uint64_t byte
   return 0;
 }
 
+/* Mapped, and nobody is changing it. */
+static bool is_live(const struct vm_pte *p) {
+  return p && (p->flags & (PTE_MAPPED | PTE_BUSY | PTE_QUARANTINED)) == PTE_MAPPED;
+}
+
 /* What is mapped in [addr, addr + bytes), all of it, becomes busy with this plan and part of the piece. */
 static int mark_live_ptes(struct maker *m, struct vm_piece *piece, uint64_t addr, uint64_t bytes) {
   struct vm_ctx *c = m->c;
   for (uint64_t a = addr; a < addr + bytes; a += c->granule) {
     struct vm_pte *p = vm_pte(c, piece->space, a);
-    if (!p || (p->flags & (PTE_MAPPED | PTE_BUSY | PTE_QUARANTINED)) != PTE_MAPPED) return pte_not_live(p, a, c->granule);
+    if (!is_live(p)) return pte_not_live(p, a, c->granule);
     p->flags |= PTE_BUSY;
     piece->space->busy++;
     piece->bytes += c->granule;
@@ -287,7 +292,7 @@ static int copy_piece(struct maker *m, uint64_t addr, uint64_t src, uint64_t byt
   if (!(s = vm_space_range(c, first, end - first, c->granule, &err))) return err;
   for (uint64_t a = first; a < end; a += c->granule) {
     struct vm_pte *p = vm_pte(c, s, a);
-    if (!p || (p->flags & (PTE_MAPPED | PTE_BUSY | PTE_QUARANTINED)) != PTE_MAPPED) return pte_not_live(p, a, c->granule);
+    if (!is_live(p)) return pte_not_live(p, a, c->granule);
   }
   return 0;
 }
@@ -329,7 +334,7 @@ static int mark_live(struct maker *m, struct vm_space *s, uint64_t addr, uint64_
   if (err) return err;
   for (uint64_t a = addr, end = addr + bytes; a < end; a += c->granule) {
     struct vm_pte *p = vm_pte(c, s, a);
-    if (!p || (p->flags & (PTE_MAPPED | PTE_BUSY | PTE_QUARANTINED)) != PTE_MAPPED) {
+    if (!is_live(p)) {
       if ((m->op->flags & VMEM_OP_HOLES) && (!p || !p->flags)) {
         if (piece && !fill && (err = check_whole_pages(c, piece))) return err;
         piece = NULL;

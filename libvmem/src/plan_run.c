@@ -202,6 +202,12 @@ static int map_all(struct vm_ctx *c, struct vm_plan *p, size_t *mapped) {
   return 0;
 }
 
+/* Calls run in order on one stream: the last event covers all. */
+static void follow(struct vm_ctx *c, vm_event *last, vm_event e) {
+  if (*last) c->be->event_put(c->bes, *last);
+  *last = e;
+}
+
 int vm_plan_fill(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *last) {
   size_t i = 0;
   int err = 0;
@@ -211,12 +217,9 @@ int vm_plan_fill(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, siz
   if (!err && p->copies.n) {
     vm_event e = 0;
     err = vm_drv_copy(c, p->copies.v, p->copies.n, after, num_after, &e);
-    if (!err) {
-      if (*last) c->be->event_put(c->bes, *last);
-      *last = e;
-    }
+    if (!err) follow(c, last, e);
   }
-  /* Fills of equal value go in one call. Calls run in order on one stream: the last event covers all. */
+  /* Fills of equal value go in one call. */
   while (!err && i < p->fills.n) {
     struct vm_be_range r[64];
     uint32_t value = AT(p->fills, struct vm_piece, i)->handle;
@@ -225,10 +228,7 @@ int vm_plan_fill(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, siz
     for (; i < p->fills.n && n < 64 && AT(p->fills, struct vm_piece, i)->handle == value; i++, n++)
       r[n] = (struct vm_be_range){AT(p->fills, struct vm_piece, i)->addr, AT(p->fills, struct vm_piece, i)->bytes};
     err = vm_drv_fill(c, r, n, (uint8_t)value, after, num_after, &e);
-    if (!err) {
-      if (*last) c->be->event_put(c->bes, *last);
-      *last = e;
-    }
+    if (!err) follow(c, last, e);
   }
   return err;
 }

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -70,6 +70,7 @@ class Batch:
         self.reqids: list[int]
         self.q_lens: list[int]
         self.kv_lens: list[int]
+        self.mask: Any  # what a kernel has made of these lengths, for all layers
         self._cache = cache
         self._set(reqids, q_lens, kv_lens)
 
@@ -95,7 +96,6 @@ class Batch:
         except BaseException:
             self.reqids, self.kv_lens = kept
             raise
-        self.__dict__.pop("runs", None)
         made = self.__dict__
         if "_where" in made:
             made["_where"].copy_(torch.tensor(self._rows()))
@@ -132,6 +132,8 @@ class Batch:
         self.tokens = sum(self.q_lens)
         self.max_q = max(self.q_lens)
         self.max_kv = max(self.kv_lens)
+        self.mask = None
+        self.__dict__.pop("runs", None)
 
     def _int32(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

@@ -116,9 +116,8 @@ def _compiled(
 
 def _mask(batch: Batch, low: int, high: int, rows: int) -> Any:
     """The block mask, made from lengths alone; kept with the batch, for all layers."""
-    kept = batch.__dict__.get("_flex_mask")
-    if kept is not None:
-        return kept
+    if batch.mask is not None:
+        return batch.mask
     from torch.nn.attention.flex_attention import BlockMask
 
     count, device = high - low, batch.device
@@ -145,5 +144,5 @@ def _mask(batch: Batch, low: int, high: int, rows: int) -> Any:
         seq_lengths=(batch.max_q, rows),
         compute_q_blocks=False,
     )
-    batch.__dict__["_flex_mask"] = mask
+    batch.mask = mask
     return mask

@@ -165,12 +165,12 @@ class Pager(Grants):
             pages: physical pages.
             keep: slots that are to have at least so many pages per tensor.
         """
+        share = self.reclaimer.share
         self.finish_idle()
-        if self.reclaimer.share is not None:
-            self.reclaimer.share.finish_idle()
+        if share is not None:
+            share.finish_idle()
         if pages <= self.reclaimer.obtainable(keep):
             return True
-        share = self.reclaimer.share
         if self.stop_promoting() and pages <= self.reclaimer.obtainable(keep):
             return True
         stopped = share is not None and share.stop_promoting()

@@ -12,7 +12,7 @@ from attention_helpers import CASES, LAYERS, Case, filled, queries, reference
 
 import pyvmem
 from pyvmem import InvalidArgument
-from pyvmem.attention import KERNELS, Attention, attention, choose, kernels, probe
+from pyvmem.attention import KERNELS, Attention, attention, choose, flex, kernels, probe
 
 pytestmark = pytest.mark.needs_tensors
 
@@ -99,6 +99,19 @@ def test_a_batch_advances_in_its_own_tensors(context: pyvmem.Context) -> None:
                 batch.advance(reqids, lens)
             assert (batch.reqids, batch.kv_lens, batch.max_kv) == ([0, 1], [12, 2], 12)
             assert torch.equal(batch.used, wanted.used)
+        attend.close()
+
+
+def test_an_advanced_batch_has_a_mask_of_its_own(host: pyvmem.Context) -> None:
+    with filled(host, MIXED, max_seq_len=1024) as cache:
+        attend = Attention(cache)
+        batch = attend.batch((5, 0), (1, 2), (9, 60))
+        first = flex._mask(batch, 0, 6, 384)
+        assert flex._mask(batch, 0, 6, 384) is first, "kept for all layers"
+        batch.advance((5, 0), (260, 64))
+        wanted = flex._mask(attend.batch((5, 0), (1, 2), (260, 64)), 0, 6, 384)
+        assert torch.equal(flex._mask(batch, 0, 6, 384).kv_num_blocks, wanted.kv_num_blocks)
+        assert not torch.equal(first.kv_num_blocks, wanted.kv_num_blocks)
         attend.close()
 
 
