@@ -10,7 +10,7 @@ from conftest import open_context
 from kvcache_helpers import LAYERS, ROWS, eventually, small_cache
 from share_helpers import grow
 
-from pyvmem import Caps, Context, KVCache
+from pyvmem import Caps, Context, KVCache, KVCacheConfig
 
 TENSORS = 2 * LAYERS
 UNIT = 4  # small pages of a large one
@@ -25,6 +25,23 @@ def cache_over(context: Context, **changes: Any) -> Any:
     if changes["large_page_size"] not in (0, *context.info.page_sizes):
         pytest.skip("no such page size")
     return small_cache(context, **changes)
+
+
+def two_mebibytes(page: int, parts: int) -> KVCacheConfig:
+    """Slots of three parts of 2 MiB, memory for so many; skipped where no page is smaller."""
+    if page >= MIB2:
+        pytest.skip("no smaller pages")
+    return KVCacheConfig(
+        num_layers=1,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype="float32",
+        max_batch=2,
+        max_seq_len=1536,
+        page_size=page,
+        large_page_size=MIB2,
+        memory_limit=parts * MIB2,
+    )
 
 
 def with_tiers(backend: str, **options: Any) -> Context:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 from conftest import open_context
-from kvcache_helpers import LAYERS, ROWS, firing_later, lens, pending, small_cache, small_config
+from kvcache_helpers import ROWS, firing_later, lens, pending, small_cache, small_config
+from move_helpers import MIB2, PART, TENSORS, UNIT, two_mebibytes
 from share_helpers import grow, is_zero, read_rows, start, whole, write_rows
 
 from pyvmem import (
@@ -22,11 +23,7 @@ from pyvmem.info import Location
 from pyvmem.kvcache import Budget
 from pyvmem.kvcache.places import DEVICE, PLAIN, Kind, Places, Tier
 
-TENSORS = 2 * LAYERS
-UNIT = 4  # small pages of a large one
-PART = UNIT * ROWS  # rows of it
 LARGE = Kind(UNIT, DEVICE)
-MIB2 = 2 << 20
 DRIVER = Inject.MAP | Inject.UNMAP | Inject.SLAB | Inject.FILL
 
 
@@ -138,20 +135,7 @@ def test_whole_parts_get_large_pages(context: Context) -> None:
 def test_pages_of_two_mebibytes(backend: str) -> None:
     with open_context(backend) as context:
         page = context.info.granule
-        if page >= MIB2:
-            pytest.skip("no smaller pages")
-        config = KVCacheConfig(
-            num_layers=1,
-            num_kv_heads=8,
-            head_dim=128,
-            dtype="float32",
-            max_batch=2,
-            max_seq_len=1536,  # three parts
-            page_size=page,
-            large_page_size=MIB2,
-            memory_limit=10 * MIB2,
-        )
-        with KVCache(config, context) as cache:
+        with KVCache(two_mebibytes(page, 10), context) as cache:
             reqid = start(cache, 1100)
             small = -(-(1100 * 4096 - 2 * MIB2) // page)
             assert cache.snapshot()[reqid].large_pages == 2 * MIB2 // page

@@ -21,6 +21,7 @@ from move_helpers import (
     in_slabs,
     lens,
     settled,
+    two_mebibytes,
     with_tiers,
 )
 from share_helpers import grow, is_zero, start, whole
@@ -33,7 +34,6 @@ from pyvmem import (
     Inject,
     InvalidArgument,
     KVCache,
-    KVCacheConfig,
     Location,
     NotSupported,
     OutOfMemory,
@@ -242,37 +242,27 @@ def test_bad_moves(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_of_two_mebibytes(backend: str) -> None:
     with open_context(backend) as probe:
         page = probe.info.granule
-        if page >= MIB2:
-            pytest.skip("no smaller pages")
-    with open_context(backend, slab_size=4 * page) as context:
-        config = KVCacheConfig(
-            num_layers=1,
-            num_kv_heads=8,
-            head_dim=128,
-            dtype="float32",
-            max_batch=2,
-            max_seq_len=1536,  # three parts
-            page_size=page,
-            large_page_size=MIB2,
-            memory_limit=20 * MIB2,
-        )
-        with KVCache(config, context) as cache:
-            reqid, _ = in_pieces(cache, 1100, 100)
-            assert cache.promote(reqid) == 2
-            settled(cache, reqid)
-            parts = 2 * MIB2 // page
-            at = cache.reservation.addr + cache.layout.offset(reqid)
-            if not cache._core.promoter._joined:  # type: ignore[union-attr]
-                assert cache.snapshot()[reqid].large_pages == parts
-                assert RangeFlags.LARGE in context.query(at + MIB2).flags
-            assert whole(cache, reqid, 1100)
-            if Caps.HOST_PAGES in context.info.caps:
-                assert cache.move(reqid, "host", tokens=(0, 600)).pages == parts // 2 * 2
-                cache.check_integrity()
-                assert whole(cache, reqid, 1100)
-                assert cache.move(reqid, "device").pages == parts // 2 * 2
+        config = two_mebibytes(page, 20)
+    with (
+        open_context(backend, slab_size=4 * page) as context,
+        KVCache(config, context) as cache,
+    ):
+        reqid, _ = in_pieces(cache, 1100, 100)
+        assert cache.promote(reqid) == 2
+        settled(cache, reqid)
+        parts = 2 * MIB2 // page
+        at = cache.reservation.addr + cache.layout.offset(reqid)
+        if not cache._core.promoter._joined:  # type: ignore[union-attr]
+            assert cache.snapshot()[reqid].large_pages == parts
+            assert RangeFlags.LARGE in context.query(at + MIB2).flags
+        assert whole(cache, reqid, 1100)
+        if Caps.HOST_PAGES in context.info.caps:
+            assert cache.move(reqid, "host", tokens=(0, 600)).pages == parts // 2 * 2
             cache.check_integrity()
             assert whole(cache, reqid, 1100)
+            assert cache.move(reqid, "device").pages == parts // 2 * 2
+        cache.check_integrity()
+        assert whole(cache, reqid, 1100)
 
 
 # ---- faults --------------------------------------------------------------------------------------
