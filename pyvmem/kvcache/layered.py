@@ -96,7 +96,8 @@ class LayeredCache(LayeredRequests):
                     size=budget.total_bytes,
                     limit=least,
                 )
-            JointPrefixes([cache._core for cache in caches])
+            with budget.lock, budget.journal:
+                JointPrefixes([cache._core for cache in caches])
             undo.pop_all()
         self._lock = budget.lock
         self._journal = budget.journal

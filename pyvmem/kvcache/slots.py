@@ -160,7 +160,7 @@ class SlotTable:
 
     def take(self, slot: Slot) -> None:
         """Gives a free slot to a new owner, with no page granted yet."""
-        self._undo(self.free.__setitem__, slot.index, slot)
+        self._undo(self.rebuild)  # what is undone last: by then the slot is as it was
         del self.free[slot.index]
         self.changes += 1
         slot.active = True
@@ -168,6 +168,7 @@ class SlotTable:
 
     def give_back(self, slot: Slot, event: Any, now: int) -> None:
         """Ends an ownership; what was granted is dirty from now on."""
+        self._undo(self.rebuild)
         self.changes += 1
         slot.active = slot.writer = False
         slot.owner += 1
@@ -177,7 +178,6 @@ class SlotTable:
         slot.freed_order = next(self._order)
         slot.events = [*prune(slot.events), *(() if event is None else (event,))]
         if not slot.broken:
-            self._undo(self.free.pop, slot.index, None)
             self.free[slot.index] = slot
 
     def emptiest(self, count: int) -> list[Slot]:
@@ -191,9 +191,9 @@ class SlotTable:
 
     def condemn(self, slot: Slot) -> None:
         """Never hands this slot out again."""
+        self._undo(self.rebuild)
         slot.broken = True
         if slot.index in self.free:
-            self._undo(self.free.__setitem__, slot.index, slot)
             del self.free[slot.index]
 
     def victims(self) -> list[Slot]:
