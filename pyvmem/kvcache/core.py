@@ -81,6 +81,7 @@ class Core(Accounts):
         self._low_pages = int(config.low_watermark * parts.limit_pages)
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._prepared: Slot | None = None
+        journal.keep_list(journal.books)
         journal.books.append(self)
 
     # ---- after an exception from outside ---------------------------------------------------------
@@ -104,6 +105,7 @@ class Core(Accounts):
         blocks = self.reclaimer.shared.blocks
         return (
             held is self.parts.reservation
+            or (held is self.context and self.parts.owns_context)
             or self.scratch.owns(held)
             or self.mover.owns(held)
             or any(held is block.handle for block in blocks)
@@ -215,7 +217,10 @@ class Core(Accounts):
         return self.clock, counters.steps_async, counters.short, self.table.changes
 
     def release(self, slot: Slot, event: Any) -> None:
-        """Ends an ownership; `event`: the GPU work that may still touch the slot."""
+        """Ends an ownership; `event`: the GPU work that may still touch the slot.
+
+        Nothing is unmapped: `tidy` does that.
+        """
         self.mover.abandon(slot)
         if self.promoter is not None:
             self.promoter.forget(slot)
@@ -228,11 +233,7 @@ class Core(Accounts):
         self.table.give_back(slot, event, self.clock)
         self.reclaimer.own_away = None
         self.enter(slot, 0)
-        if (
-            slot.stale
-            and not slot.lost
-            and (slot.job is not None or not self.reclaimer.try_cut(slot, 0))
-        ):
+        if slot.stale and not slot.lost:
             self.untidy = True
 
     def enter(self, slot: Slot, length: int) -> None:
@@ -294,8 +295,8 @@ class Core(Accounts):
         with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
             self.pager.grow([(slot, pages)], background=True, reclaim=False)
 
-    def close(self, stream: Any) -> None:
-        """Waits for everything, then gives pages, reservation and an owned context back."""
+    def check_no_tensors(self) -> None:
+        """Raises Busy where tensors of the cache live."""
         reservation = self.parts.reservation
         living = reservation.live_arrays
         if living:
@@ -306,6 +307,10 @@ class Core(Accounts):
                 addr=reservation.addr,
                 bytes=reservation.nbytes,
             )
+
+    def close(self, stream: Any) -> None:
+        """Waits for everything, then gives pages, reservation and an owned context back."""
+        reservation = self.parts.reservation
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.mover.close()
         for slot in self.table:
@@ -324,7 +329,7 @@ class Core(Accounts):
         self.reclaimer.shared.close()
         self.scratch.close()
         try:
-            reservation.close(unmap=True)
+            self.mapper.close(reservation)
         except NotRecoverable:
             # Quarantined pages keep their addresses; both go when the context is closed.
             reservation._closed = True
