@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: opening proves a page; what fails its proof is closed whole, named, and passed over by "auto". */
+/* Description: opening proves a page, and what fails its proof is passed over; a back end odd in vMemFree, and in room. */
 #include "check.h"
 #include "internal.h"
 
@@ -70,6 +70,23 @@ static int odd_read(void *be, void *dst, uint64_t addr, uint64_t bytes) {
   return fault == NO_READ ? vm_fail_at(-EIO, addr, bytes, 0, "the device is gone") : HOST.read(be, dst, addr, bytes);
 }
 
+/* Room for mappings: refused so often. */
+static unsigned refusals, recounts;
+static vmem_t recounted;
+
+static int odd_room(void *be, const struct vm_be_load *load) {
+  if (!refusals) return HOST.room(be, load);
+  refusals--;
+  return vm_fail(-ENOSPC, "no room");
+}
+
+/* Counting is slow: others go on meanwhile, which they cannot under the context's lock. */
+static void odd_recount(void *be, uint64_t segments) {
+  recounts++;
+  stats_of(recounted);
+  HOST.recount(be, segments);
+}
+
 /* The table of host with our functions in it, whose own are known at run time only. */
 static int odd_open(const struct vmem_open_opts *o, struct vm_be_info *info, void **be) {
   static struct vm_backend table;
@@ -85,6 +102,8 @@ static int odd_open(const struct vmem_open_opts *o, struct vm_be_info *info, voi
   table.unmap = odd_unmap;
   table.fill = odd_fill;
   table.read = odd_read;
+  table.room = odd_room;
+  table.recount = odd_recount;
   err = HOST.open(o, info, be);
   if (!err) opened++;
   info->table = &table;
@@ -286,6 +305,39 @@ static void a_range_that_is_not_gone_keeps_its_mappings(void) {
   OK(vmem_close(vm));
 }
 
+/* ---- room for mappings ------------------------------------------------------------------------- */
+
+static void a_refusal_is_counted_again_without_the_lock(void) {
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE};
+  struct vmem_stats before, after;
+  uint64_t va;
+  vmem_handle h;
+  vmem_t vm;
+  start(NONE);
+  OK(open_named("odd", &vm));
+  recounted = vm;
+  recounts = 0;
+  OK(vMemReserve(vm, MIB(2), NULL, &va));
+  OK(vMemCreate(vm, 4 * PAGE, NULL, &h));
+  refusals = 1;
+  OK(vMemMap(vm, va, 4 * PAGE, h, 0, 0));
+  EQ(recounts, 1);
+  refusals = 1;
+  OK(vMemUnmap(vm, va + PAGE, PAGE)); /* a piece more */
+  EQ(recounts, 2);
+  before = stats_of(vm);
+  op.addr = va + MIB(1);
+  refusals = 2;
+  EQ(vmem_batch(vm, &op, 1, NULL, 0), -ENOSPC);
+  EQ(recounts, 3);
+  after = stats_of(vm);
+  CHECK(same_state(&before, &after));
+  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
 MAIN(TEST(each_failure_is_named_and_leaves_nothing), TEST(the_byte_that_differs_is_named), TEST(auto_passes_it_over),
      TEST(probe_says_the_same), TEST(nothing_of_the_proof_shows), TEST(each_granule_is_proved),
-     TEST(a_range_that_is_gone_shows_no_mappings), TEST(a_range_that_is_not_gone_keeps_its_mappings))
+     TEST(a_range_that_is_gone_shows_no_mappings), TEST(a_range_that_is_not_gone_keeps_its_mappings),
+     TEST(a_refusal_is_counted_again_without_the_lock))
