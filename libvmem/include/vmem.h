@@ -435,7 +435,7 @@ VMEM_API int vmem_consolidate(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t
 #define VMEM_INJECT_HEAP (1u << 5) /* libvmem's own heap allocations in this context */
 
 /* From now on, of the driver calls of these kinds, lets `skip` pass and fails the next `count` with
- * -error. count 0 ends it. */
+ * -error. count 0 ends it. An undo repeats what fails with EAGAIN, as it does when the driver says so. */
 VMEM_API int vmem_inject(vmem_t vm, uint32_t kinds, uint64_t skip, uint64_t count, int error);
 
 /* Checks every internal invariant (free + used + quarantined = slabs, reference counts against

@@ -75,7 +75,7 @@ void env_open(struct env *e, const struct vm_backend *b, uint64_t granule) {
 
   e->b = b;
   memset(&e->info, 0, sizeof(e->info));
-  err = b->open(&opts, &e->info, &e->be);
+  err = vm_backend_open(b, &opts, &e->info, &e->be);
   if (err) {
     printf("%s: open: %d %s\n", b->name, err, vmem_last_error());
     exit(err == -ENODEV ? 77 : 1);
@@ -330,7 +330,7 @@ static void check_two_devices(const struct vm_backend *b) {
   e.cu->device_count(&count);
   if (count < 2)
     return note(&e, "two devices", "not run: %d here", count);
-  if (!check(&e, "open on devices 1 and 0", !b->open(&opts, &e.info, &e.be)))
+  if (!check(&e, "open on devices 1 and 0", !vm_backend_open(b, &opts, &e.info, &e.be)))
     return;
   e.page = e.info.pub.granule;
   bytes = e.info.one_page_slabs ? e.page : 16 * e.page;
