@@ -225,16 +225,9 @@ class Core(Accounts):
         if not pages:
             return
         self.pager.poll()
-        free = [slot for slot in self.table.free.values() if not slot.stale]
-        ready = [slot for slot in free if slot.mapped >= pages]
-        if ready:
-            self._prepared = min(ready, key=lambda slot: slot.mapped)
-            return
-        self._prepared = slot = max(
-            (slot for slot in free if slot.job is None), key=lambda slot: slot.mapped, default=None
-        )
+        self._prepared = slot = self.table.to_prepare(pages)
         reclaimer = self.reclaimer
-        if slot is None:
+        if slot is None or slot.mapped >= pages:
             return
         new_pages = (pages - slot.mapped) * self.layout.num_tensors
         if reclaimer.free - new_pages < self._low_pages:

@@ -105,6 +105,7 @@ class Cuts:
             if not now:
                 raise
             ticket = self._run(slot.events)
+        self.table.changed(slot)
         slot.job = job = Cut(slot, low, slot.mapped, slot.dirty, ticket, slot.head)
         if slot.stale:
             job.span, slot.span = slot.span, EMPTY
@@ -151,6 +152,7 @@ class Cuts:
             ticket = self.context.submit(self._ops, after=events)
         except (TooManyBatches, OutOfMemory):
             return False
+        self.table.changed(slot)
         slot.job = job = Cut(slot, low, head, slot.dirty, ticket, low, slot.owner, True)
         if slot.places:
             job.away = slot.places.away(low, head)
@@ -183,6 +185,7 @@ class Cuts:
         except Timeout:
             return
         except VMemError as error:
+            self.table.changed(slot)
             self.errors.append(error)
             if isinstance(error, NotRecoverable):
                 self.table.condemn(slot)  # and its pages count no longer
@@ -198,6 +201,7 @@ class Cuts:
                 if cut.span.pages:
                     slot.span = cut.span
                 pages, cut.span = 0, EMPTY
+        self.table.changed(slot)
         self.cuts.remove(cut)
         slot.job = None
         self.came_back(pages, cut.away)
@@ -255,6 +259,7 @@ class Cuts:
             for at, size in runs:
                 ops.unmap(at, size)
             self.context.batch(ops, after=slot.events)
+        self.table.changed(slot)
         span, first = slot.span, max(slot.head, slot.shared)
         own, away = slot.mapped - first, slot.places.away(first, slot.mapped)
         slot.places.forget(0, slot.mapped)

@@ -71,12 +71,14 @@ class Grants:
         """Makes pages that are mapped the owner's."""
         if pages <= slot.granted:
             return
+        self.reclaimer.table.changed(slot)
         self.active_pages += pages - slot.granted
         slot.granted = pages
         self.capacity[slot.index] = self.layout.capacity(pages)
 
     def lend(self, slot: Slot, span: Span) -> None:
         """Grants an empty slot shared pages, which are mapped there."""
+        self.reclaimer.table.changed(slot)
         slot.span = span
         slot.mapped = slot.granted = span.pages
         slot.places.put_all(span.stretches())
@@ -88,6 +90,7 @@ class Grants:
         self.capacity[slot.index] = 0
 
     def _retire(self, job: Growth) -> None:
+        self.reclaimer.table.all_changed(job.slots)
         self.growths.remove(job)
         for slot in job.slots:
             slot.job = None

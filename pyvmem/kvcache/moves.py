@@ -155,6 +155,7 @@ class Mover:
         assert move.addresses is not None
         core.scratch.give(move.addresses)
         move.addresses = None
+        core.table.changed(slot)
         for low, high, kind in move.stretches:  # the old ones are gone
             away = slot.places.away(low, high)
             core.reclaimer.came_back(high - low - sum(away.values()), away, reclaimed=False)
@@ -195,6 +196,7 @@ class Mover:
             core = self._core
             cut = Cut(slot, slot.mapped, slot.mapped, slot.dirty, Quiet(move.ticket), slot.head)
             if slot.job is None:
+                core.table.changed(slot)
                 slot.job = cut
                 core.reclaimer.cuts.append(cut)
             else:

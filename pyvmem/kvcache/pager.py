@@ -62,6 +62,7 @@ class Pager(Grants):
         Returns:
             False when memory is short; then nothing changed, except that reclaimed pages are free.
         """
+        reclaimer = self.reclaimer
         job = Growth([slot for slot, _ in want])
         writers: list[Any] = []
         late = self._planner.plan(want, job, writers, source=source)
@@ -71,6 +72,7 @@ class Pager(Grants):
             done, job.mapping = self._map(job, want, background, reclaim, source)
             if not done:
                 return False
+        reclaimer.table.all_changed(job.slots)
         for slot, _, high in job.pieces:
             slot.mapped = high
         for slot, low, high in job.large:
@@ -78,7 +80,7 @@ class Pager(Grants):
         for slot in job.slots:
             slot.job = job
         self.growths.append(job)
-        counters, reclaimer = self.counters, self.reclaimer
+        counters = self.counters
         reclaimer.held += job.new_pages
         counters.grown += job.new_pages
         counters.reused += job.reused_pages
