@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
+from pyvmem._native import Limits
 from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.events import order_after, order_ticket
 from pyvmem.kvcache.jobs import Growth
@@ -31,9 +33,14 @@ class Grants:
         self.layout = reclaimer.layout
         self.counters = reclaimer.counters
         self.device = device
-        self.capacity = [0] * len(reclaimer.table)
+        self._limits = Limits(len(reclaimer.table))
+        self.capacity = self._limits.values
         self.growths: list[Growth] = []
         self.active_pages = 0
+
+    def short(self, lens: array[int]) -> list[int]:
+        """The slots whose length, of all that are given, is above their capacity."""
+        return self._limits.exceeded(lens)
 
     def _complete(self, job: Growth, stream: Any, whole: bool = False) -> VMemError | None:
         """Waits for a growth, grants its pages or undoes it.

@@ -259,7 +259,8 @@ class SlotTable:
                 if len(found) == count:
                     return found
                 slot = self.slots[key[-1]]
-                slot.events = prune(slot.events)
+                if slot.events:
+                    slot.events = prune(slot.events)
                 (later if slot.events else found).append(slot)
             found += later
         return found[:count]
@@ -279,7 +280,8 @@ class SlotTable:
             for slot in slots:
                 if slot.job is not None:
                     continue
-                slot.events = prune(slot.events)
+                if slot.events:
+                    slot.events = prune(slot.events)
                 if slot.events:
                     later.append(slot)
                 else:

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from itertools import compress
 from typing import Any
 
 from pyvmem.kvcache.core import Core
@@ -89,8 +87,7 @@ def _begin(core: Core, seq_lens: Sequence[int], stream: Any) -> tuple[list[int],
         reclaimer.poll()
     if reclaimer.errors:
         reclaimer.raise_errors()
-    # Capacity is 0 for free slots, so whatever is wrong with a single number shows up here too.
-    short = list(compress(core.indices, map(operator.gt, lens, pager.capacity)))
+    short = core.short()
     return lens, total, core.want(lens, short) if short else []
 
 
@@ -105,7 +102,7 @@ def _begin_async(core: Core, seq_lens: Sequence[int]) -> tuple[list[int], _Want]
     lens, _ = core.validate(seq_lens)
     if reclaimer.cuts:
         reclaimer.poll()
-    short = list(compress(core.indices, map(operator.gt, lens, pager.capacity)))
+    short = core.short()
     want = core.want(lens, short) if short else []
     if want and (pager.growths or reclaimer.cuts):
         want = [(slot, pages) for slot, pages in want if not _promised(slot, pages)]
@@ -123,9 +120,15 @@ def _promised(slot: Slot, pages: int) -> bool:
 
 def _grow(core: Core, want: _Want, *, background: bool) -> bool:
     """Begins to give slots their pages, once nothing is in flight over them."""
+    pager, reclaimer = core.pager, core.reclaimer
     for slot, _ in want:
-        core.pager.release(slot)
-    return core.pager.grow(want, background=background)
+        if slot.job is not None or slot.mapped > slot.granted:  # else there is nothing to wait for
+            pager.release(slot)
+    lacking = sum([pages - slot.mapped for slot, pages in want if pages > slot.mapped])
+    lacking *= core.layout.num_tensors
+    if lacking > reclaimer.free and not pager.can_have(lacking, dict(want)):
+        return False  # known before anything is planned
+    return pager.grow(want, background=background)
 
 
 def grow_all(wants: Sequence[tuple[Core, _Want]], *, background: bool) -> bool:
