@@ -30,6 +30,8 @@ from pyvmem._native import Outcome
 from pyvmem.errors import VMemError
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from pyvmem.pages import Pages
     from pyvmem.reservation import Reservation
 
@@ -41,12 +43,19 @@ _put: Final = object.__setattr__
 class Book:
     """An object whose attributes belong to the books: what they were is journaled.
 
-    A subclass sets `_log`, its journal's entries, before any other attribute.
+    A subclass makes itself by `_with`, in `__new__`.
     """
 
     __slots__ = ("_log",)
 
     _log: list[Any]
+
+    @classmethod
+    def _with(cls, log: list[Any]) -> Self:
+        """An object without any other attribute yet."""
+        self = object.__new__(cls)
+        _put(self, "_log", log)
+        return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._log.append((_put, self, name, getattr(self, name, None)))
@@ -57,7 +66,7 @@ class Books(Protocol):
     """What recovers with a journal: the books of one cache."""
 
     def rebuild(self) -> None:
-        """Makes again, from the slots and nodes themselves, what is only an index of them."""
+        """Counts and indexes again what the slots, nodes and batches say by themselves."""
 
     def owns(self, held: Pages | Reservation) -> bool:
         """Whether the books name a handle or a reservation."""
@@ -142,8 +151,7 @@ class Journal:
 
     def rollback(self, mark: int) -> None:
         """Takes back what was written since; no act since then may have happened."""
-        if len(self.entries) > mark:
-            self._undo(lambda entries: len(entries) > mark)
+        self._undo(lambda entries: len(entries) > mark)
 
     # ---- around a call ---------------------------------------------------------------------------
 
@@ -175,6 +183,8 @@ class Journal:
         """Settles what an exception interrupted, by what the context has done."""
         self._undo(lambda entries: bool(entries) and not _stays(entries[-1]))
         entries = self.entries
+        for books in self.books:
+            books.rebuild()
         if entries:
             self._pending = [
                 *self._pending,
@@ -185,7 +195,8 @@ class Journal:
             try:
                 self._pending[-1]()
             except VMemError as error:
-                self.books[0].failed(error)
+                for books in self.books[:1]:
+                    books.failed(error)
             entries.clear()
             self._pending.pop()
         self._give_back()
@@ -199,8 +210,6 @@ class Journal:
             if type(entry) is tuple:
                 entry[0](*entry[1:])
             entries.pop()
-        for books in self.books:
-            books.rebuild()
 
     def _give_back(self) -> None:
         """Drops what the call made and the books do not name."""

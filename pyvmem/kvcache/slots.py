@@ -23,23 +23,27 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from heapq import merge
 from itertools import count as count_up
 from itertools import islice
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyvmem.kvcache.events import prune
+from pyvmem.kvcache.journal import Book
 from pyvmem.kvcache.places import Places
 from pyvmem.kvcache.slot_index import Ordered, SlotIndex
 from pyvmem.kvcache.spans import EMPTY, Span
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.journal import Journal
 
 __all__ = ["Slot", "SlotTable"]
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
-    """One request's place in every tensor.
+class Slot(Book):
+    """One request's place in every tensor; what changes it is journaled.
 
     Attributes:
         index: the reqid.
@@ -61,6 +65,7 @@ class Slot:
         freed_order: counts up with every slot that becomes free.
     """
 
+    log: InitVar[list[Any]]
     index: int
     active: bool = False
     broken: bool = False
@@ -77,7 +82,14 @@ class Slot:
     freed_order: int = 0
     span: Span = EMPTY
     pins: list[Any] = field(default_factory=list)
-    places: Places = field(default_factory=Places)
+    places: Places = field(init=False)
+
+    def __new__(cls, log: list[Any], *args: Any, **kwargs: Any) -> Slot:
+        """A slot whose changes are noted in `log`."""
+        return cls._with(log)
+
+    def __post_init__(self, log: list[Any]) -> None:
+        self.places = Places(log)
 
     @property
     def shared(self) -> int:
@@ -116,9 +128,9 @@ class SlotTable:
 
     lockstep: ClassVar[bool] = False
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, journal: Journal) -> None:
         self.changes = 0
-        self.slots = [Slot(i) for i in range(count)]
+        self.slots = [Slot(journal.entries, i) for i in range(count)]
         self._order = count_up(1)
         self._touched: set[Slot] = set()
         self._index: SlotIndex | None = SlotIndex(self.slots)
@@ -146,19 +158,17 @@ class SlotTable:
         self._touched.update(slots)
 
     def rebuild(self) -> None:
-        """Makes the index anew from the slots' attributes."""
+        """Lets the next look make the index anew from the slots, which an undo has changed."""
         self._index = None
-        self._touched.clear()
-        self._index = SlotIndex(self.slots)
 
     @property
     def index(self) -> SlotIndex:
         """The slots, filed as they are now."""
         index, touched = self._index, self._touched
         if index is None:
-            self.rebuild()
-            return self.index
-        if touched:
+            touched.clear()
+            self._index = index = SlotIndex(self.slots)
+        elif touched:
             self._index = None  # until it is whole again
             for slot in touched:
                 index.file(slot)
@@ -194,9 +204,7 @@ class SlotTable:
         slot.granted = 0
         slot.freed_at = now
         slot.freed_order = next(self._order)
-        slot.events = prune(slot.events)
-        if event is not None:
-            slot.events.append(event)
+        slot.events = [*prune(slot.events), *(() if event is None else (event,))]
 
     def condemn(self, slot: Slot) -> None:
         """Never hands this slot out again."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pyvmem.info import Location
+from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.lockstep import LockstepTable
 from pyvmem.kvcache.places import PLAIN, Kind, Tier
 from pyvmem.kvcache.slot_index import SlotIndex
@@ -115,7 +116,7 @@ def _to_prepare(table: SlotTable, pages: int) -> Slot | None:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_index_answers_as_a_look_at_every_slot(seed: int) -> None:
     rng = random.Random(seed)
-    table = SlotTable(COUNT)
+    table = SlotTable(COUNT, Journal())
     for _ in range(3000):
         for _ in range(rng.choice([1, 1, 1, 5])):
             _change(table, rng)
@@ -130,7 +131,7 @@ def test_the_index_answers_as_a_look_at_every_slot(seed: int) -> None:
 
 
 def test_of_equal_fits_that_which_has_been_free_for_longest() -> None:
-    table = SlotTable(4)
+    table = SlotTable(4, Journal())
     for slot in table:
         table.take(slot)
     for index in (2, 0, 3, 1):
@@ -148,7 +149,7 @@ def test_of_equal_fits_that_which_has_been_free_for_longest() -> None:
 
 
 def test_ranks_take_the_slot_that_was_freed_last() -> None:
-    table = LockstepTable(3)
+    table = LockstepTable(3, Journal())
     assert table.best_fit(1) is table[0], "by number, where none was ever taken"
     for slot in table:
         table.take(slot)
@@ -163,7 +164,7 @@ def test_ranks_take_the_slot_that_was_freed_last() -> None:
 
 
 def test_victims_may_be_cut_while_they_are_gone_through() -> None:
-    table = SlotTable(3)
+    table = SlotTable(3, Journal())
     for slot in table:
         table.changed(slot)
         slot.mapped = 2
@@ -178,7 +179,7 @@ def test_victims_may_be_cut_while_they_are_gone_through() -> None:
 
 
 def test_what_nobody_noted_is_found() -> None:
-    table = SlotTable(2)
+    table = SlotTable(2, Journal())
     assert table.check() == []
     table[1].mapped = 3
     found = table.check()
@@ -191,7 +192,7 @@ def test_what_nobody_noted_is_found() -> None:
 def test_an_exception_while_slots_are_filed_costs_nothing(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = SlotTable(4)
+    table = SlotTable(4, Journal())
     assert len(table.free) == 4
     table.take(table[1])
     table.take(table[2])
