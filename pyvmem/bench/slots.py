@@ -6,7 +6,7 @@ the slots that count. All slots are taken but a few, every request holds some to
 its pages is shared. One call is timed at a time, and the caches of all sizes take turns.
 
 `step_async` has a cache of its own, 8 requests over 64 tensors, which the number of slots is no
-matter of: *cold* is the first batch after a pause and with new addresses, *warm* one of many.
+matter of: *cold* is the first batch after a pause, *warm* one of many. The pool is warm in both.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from pyvmem.bench.setting import Setting, label
 from pyvmem.bench.timing import Deadline, interleave, quiet
 from pyvmem.context import Context
 from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.kvcache.control import reclaim_free
 
 __all__ = ["SLOTS", "run"]
 
 SLOTS = (256, 1024, 4096)
+_KEEP_ALL = (1 << 64) - 1
 _QUICK = (16, 64, 256)
 _HEADS, _HEAD_DIM, _ITEM = 8, 128, 2
 _ROW = _HEADS * _HEAD_DIM * _ITEM
@@ -36,7 +38,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
     """The calls at every number of slots, in turns."""
     book = Book(part)
     with ExitStack() as stack:
-        context = stack.enter_context(setting.open())
+        context = stack.enter_context(setting.open(pool_high=_KEEP_ALL))
         turns: list[Callable[[], None]] = []
         for count in SLOTS if not setting.quick else _QUICK:
             turns.append(stack.enter_context(_Slots(setting, book, context, count)).turn)
@@ -46,7 +48,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
     book.close()
     part.notes.append(
         "grow: the step less the driver's time in it and less a step with nothing to do, for each "
-        "request that grew; full: memory is short for the requests named, and nothing can be had"
+        "request that grew; -1: memory is short, and nothing of no request can be had"
     )
 
 
@@ -149,7 +151,7 @@ class _Slots:
             self._steps(more, rounds[-1], -1)
         for reqid in last_ids:
             cache.free_reqid(reqid)
-        cache.trim()
+        reclaim_free(cache, wait=True)
         self.ids = [*self.ids[: -self.needy], *(_alloc(cache) for _ in last_ids)]
         self.lens = [0] * self.count
         for reqid in self.ids:
@@ -202,7 +204,7 @@ class _Async:
             _must(cache.step(lens), 0)
         for reqid in ids:
             cache.free_reqid(reqid)
-        cache.trim()
+        reclaim_free(cache, wait=True)
 
 
 def _alloc(cache: KVCache, seq_len: int = 0) -> int:

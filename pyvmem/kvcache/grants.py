@@ -70,9 +70,7 @@ class Grants(Book):
         job.handover = []
         if not job.granted:
             job.granted = True
-            for slot, owner, pages in job.grants:
-                if slot.owner == owner:
-                    self.grant(slot, pages)
+            self._grant_all(job)
         if job.done():
             self._retire(job)
         return None
@@ -92,6 +90,17 @@ class Grants(Book):
         self.active_pages += pages - slot.granted
         slot.granted = pages
         self._set_capacity(slot, pages)
+
+    def _grant_all(self, job: Growth) -> None:
+        """`grant` to those owners of a growth that are still there."""
+        self.reclaimer.table.all_changed(job.slots)
+        granted = 0
+        for slot, owner, pages in job.grants:
+            if slot.owner == owner and pages > slot.granted:
+                granted += pages - slot.granted
+                slot.granted = pages
+                self._set_capacity(slot, pages)
+        self.active_pages += granted
 
     def lend(self, slot: Slot, span: Span) -> None:
         """Grants an empty slot shared pages, which are mapped there."""
