@@ -8,6 +8,7 @@ from array import array
 
 import pytest
 
+from pyvmem import InvalidArgument, KVCache, KVCacheConfig
 from pyvmem._native import Limits
 
 
@@ -33,3 +34,26 @@ def test_as_many_numbers_as_limits() -> None:
     for count in (0, 2, 4):
         with pytest.raises(ValueError, match=f"{count} numbers for 3 limits"):
             Limits(3).exceeded(array("Q", [1] * count))
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (-1, r"seq_lens\[1\] is -1; it must not be negative"),
+        (-(1 << 70), r"seq_lens\[1\] is -1180591620717411303424; it must not be negative"),
+        (65, r"seq_lens\[1\] is 65; max_seq_len is 64"),
+        (1 << 64, r"seq_lens\[1\] is 18446744073709551616; max_seq_len is 64"),
+    ],
+)
+def test_numbers_that_a_step_refuses(number: int, text: str) -> None:
+    config = KVCacheConfig(
+        num_layers=1, num_kv_heads=1, head_dim=8, dtype="float16", max_batch=2, max_seq_len=64
+    )
+    with KVCache(config, backend="host") as cache:
+        assert [cache.alloc_reqid() for _ in range(2)] == [0, 1]
+        assert cache.step([8, 8]) == 0
+        for call in (cache.step, cache.step_async):
+            with pytest.raises(InvalidArgument, match=text):
+                call([64, number])
+        assert [slot.seq_len for slot in cache.snapshot()] == [8, 8]
+        cache.check_integrity()
