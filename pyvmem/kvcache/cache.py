@@ -105,8 +105,8 @@ class KVCache(RequestCalls, PlaceCalls):
         """Takes a free slot for a request of `seq_len` tokens (0: not known yet).
 
         Best fit: the free slot with the fewest mapped pages that are enough, else the one with the
-        most. Nothing is mapped by this call; with `eager_pages`, the next slot is prepared in the
-        background.
+        most; of equal ones that which has been free for longest. Nothing is mapped by this call;
+        with `eager_pages`, the next slot is prepared in the background.
 
         Returns:
             The reqid, an index into `step`'s list; None when every slot is taken.

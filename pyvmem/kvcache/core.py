@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import operator
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -72,6 +73,7 @@ class Core(Accounts):
         self.pager.stop_promoting = self.mover.stop_promoting
         self.promoter = Promoter(self) if layout.large_pages else None
         self.window = Window(self) if config.window else None
+        self._asked = array("Q")
         self.indices = range(config.max_batch)
         self.seq_lens = [0] * config.max_batch
         self.used_tokens = 0
@@ -134,10 +136,24 @@ class Core(Accounts):
                 total = sum(lens)
         except TypeError:
             raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
-        lowest = min(lens)
-        if lowest < 0:
-            raise invalid(f"seq_lens[{lens.index(lowest)}] is {lowest}; it must not be negative")
+        try:
+            self._asked = array("Q", lens)
+        except OverflowError:
+            lowest, highest = min(lens), max(lens)
+            bad = lowest if lowest < 0 else highest
+            longest = self.config.max_seq_len
+            raise invalid(
+                f"seq_lens[{lens.index(bad)}] is {bad}; it must not be negative"
+                if bad < 0
+                else f"seq_lens[{lens.index(bad)}] is {bad}; max_seq_len is {longest}",
+                limit=longest,
+            ) from None
         return lens, total
+
+    def short(self) -> list[int]:
+        """The slots whose pages are not enough for the numbers that `validate` saw last."""
+        # Capacity is 0 for free slots, so whatever is wrong with a single number shows up here too.
+        return self.pager.short(self._asked)
 
     def want(self, lens: list[int], short: list[int]) -> list[tuple[Slot, int]]:
         """The slots that lack pages, with the pages per tensor that they need."""
@@ -152,7 +168,7 @@ class Core(Accounts):
                 raise invalid(
                     f"seq_lens[{index}] is {length}; max_seq_len is {longest}", limit=longest
                 )
-            if slot.stale:
+            if slot.mapped > slot.granted and slot.stale:
                 self.pager.release(slot)
             want.append((slot, pages_for(length)))
         return want
@@ -278,16 +294,9 @@ class Core(Accounts):
         if not pages:
             return
         self.pager.poll()
-        free = [slot for slot in self.table.free.values() if not slot.stale]
-        ready = [slot for slot in free if slot.mapped >= pages]
-        if ready:
-            self._prepared = min(ready, key=lambda slot: slot.mapped)
-            return
-        self._prepared = slot = max(
-            (slot for slot in free if slot.job is None), key=lambda slot: slot.mapped, default=None
-        )
+        self._prepared = slot = self.table.to_prepare(pages)
         reclaimer = self.reclaimer
-        if slot is None:
+        if slot is None or slot.mapped >= pages:
             return
         new_pages = (pages - slot.mapped) * self.layout.num_tensors
         if reclaimer.free - new_pages < self._low_pages:
