@@ -38,7 +38,7 @@ from share_helpers import ShareModel, row_bytes
 from test_kvcache_layers import layered
 from test_kvcache_mixed_model import LayeredModel, MixedModel
 
-from pyvmem import Caps, Context, FdEvent, KVCache
+from pyvmem import Caps, Context, FdEvent, KVCache, OutOfMemory
 from pyvmem.kvcache import Budget, LayeredCache
 
 __all__ = ["Soak", "main"]
@@ -219,6 +219,25 @@ class Endless:
 
 class SoakModel(Endless, MixedModel):
     """Of one cache."""
+
+    def move(self, reqid: int) -> None:
+        """To the host or back; what was on its way before arrives even where memory is short."""
+        before = self.cache.snapshot()[reqid]
+        held = before.seq_len
+        tokens = None
+        if self.random.random() < 0.5:
+            tokens = sorted((self.random.randint(0, held), self.random.randint(0, held)))
+        place = "device" if before.away_pages and self.random.random() < 0.5 else "host"
+        wait = self.random.random() < 0.5
+        try:
+            moved = self.cache.move(reqid, place, tokens=tokens, wait=wait)
+        except OutOfMemory:
+            self.count(f"{place} full")
+            after = self.cache.snapshot()[reqid]
+            assert before.moving_pages or after.away_pages == before.away_pages
+            return
+        if moved.pages:
+            self.count(f"to the {place}")
 
 
 class SoakLayers(Endless, LayeredModel):
