@@ -11,7 +11,7 @@ looks at its eval breaker
 - 3.12 and 3.13: after CALL, CALL_KW, CALL_FUNCTION_EX, JUMP_BACKWARD and RESUME.
 
 Taken here is what any of them does: after each of these, also after calls of Python functions, and
-in 3.10 before the first instruction of a frame. The exception is raised before the next instruction
+where a frame begins or goes on. The exception is raised before the next instruction
 runs. Where that one has another handler than the call (``return f()`` inside ``with``), the point
 is left out: CPython would enter the call's handler, which tracing cannot. Left out, too, are
 finalizers, whose exceptions are lost, and frames of other packages.
@@ -90,6 +90,7 @@ class Instructions:
     def __init__(self, code: CodeType, package: str) -> None:
         self.file = code.co_filename.removeprefix(package)
         self.checked: set[int] = set()
+        self.prologue: set[int] = set()
         self.handler: dict[int, int] | None = None
         self._lines = dict(dis.findlinestarts(code))
         prefix: list[int] = []
@@ -97,6 +98,8 @@ class Instructions:
             prefix.append(one.offset)  # those of EXTENDED_ARG stand for what they extend
             if one.opname == "EXTENDED_ARG":
                 continue
+            if one.opname in ("RESUME", "COPY_FREE_VARS", "MAKE_CELL", "RETURN_GENERATOR"):
+                self.prologue.update(prefix)
             if _checked(one.opname):
                 self.checked.update(prefix)
             prefix = []
@@ -151,7 +154,6 @@ class Interrupts:
         if not code.co_filename.startswith(self._package) or self._finalizes(frame):
             return None
         frame.f_trace_opcodes = True
-        frame.f_trace_lines = False
         return self._tracer(code)
 
     def _finalizes(self, frame: FrameType | None) -> bool:
@@ -167,16 +169,19 @@ class Interrupts:
         known = self._known.get(code)
         if known is None:
             known = self._known[code] = Instructions(code, self._package)
-        checked, entry = known.checked, sys.version_info < (3, 11) and not begun
+        checked, entry = known.checked, not begun
         last = -1
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:
             nonlocal last, entry
             if event == "opcode":
                 at = frame.f_lasti
-                if entry or (last in checked and known.same_handler(last, at)):
-                    entry = False
-                    self._point(known, at if last < 0 else last)
+                if entry:  # RESUME itself may have been traced or not
+                    if at not in known.prologue:
+                        entry = False
+                        self._point(known, at)
+                elif last in checked and known.same_handler(last, at):
+                    self._point(known, last)
                 last = at
             elif event == "exception":
                 last = -1  # an instruction that raises looks at nothing
@@ -201,7 +206,6 @@ class Interrupts:
         while here is not None:
             if here.f_code.co_filename.startswith(self._package) and not self._finalizes(here):
                 here.f_trace_opcodes = True
-                here.f_trace_lines = False
                 here.f_trace = self._tracer(here.f_code, begun=True)
             here = here.f_back
 
