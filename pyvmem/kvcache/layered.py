@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy
 from pyvmem.kvcache import report, setup, steps
+from pyvmem.kvcache.base import half_closed
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.joint import JointPrefixes
+from pyvmem.kvcache.journal import Books
 from pyvmem.kvcache.layered_requests import LayeredRequests
 from pyvmem.kvcache.shapes import LayerShape, Place, classes_of
 from pyvmem.kvcache.stats import CacheStats, together
@@ -60,6 +62,7 @@ class LayeredCache(LayeredRequests):
         **policy: Any,
     ) -> None:
         self._closed = True  # until all classes are there
+        self._closing = False
         self.layers = tuple(layers)
         if not self.layers:
             raise invalid("a LayeredCache needs at least one layer")
@@ -84,6 +87,7 @@ class LayeredCache(LayeredRequests):
                 assert context is not None
                 budget = Budget(context, whole.memory_limit)
             self.budget = budget
+            undo.callback(_close_others, budget, list(budget.journal.books))
             caches = []
             for config in configs:
                 caches.append(KVCache(config, context, budget=budget))
@@ -110,6 +114,8 @@ class LayeredCache(LayeredRequests):
     def _open(self) -> list[Core]:
         if self._closed:
             raise BadHandle("the LayeredCache is closed", errno=errno.EBADF, op="LayeredCache")
+        if self._closing:
+            raise half_closed("LayeredCache")
         return [cache._open_core() for cache in self.caches]
 
     def _gone(self) -> bool:
@@ -193,11 +199,21 @@ class LayeredCache(LayeredRequests):
                     errno=errno.EBUSY,
                     op="LayeredCache.close",
                 )
+            self._closing = True
             for cache in self.caches:
                 cache.close(stream)
             self._closed = True
             if self._owned is not None and self._owned.is_open:
                 self._owned.close()
+
+
+def _close_others(budget: Budget, books: list[Books]) -> None:
+    """Closes the caches of a budget that were made since, also one that nobody was told of."""
+    with budget.lock, budget.journal as journal:
+        for core in [one for one in journal.books if one not in books]:
+            assert isinstance(core, Core)
+            core.close(None)
+            budget.leave(core)
 
 
 def _shape_free(policy: dict[str, Any]) -> dict[str, Any]:

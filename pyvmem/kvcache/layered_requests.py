@@ -123,10 +123,7 @@ class LayeredRequests(Closing):
         """As `KVCache.swap_out`."""
         with self._lock, self._journal:
             cores = self._open()
-            swapped = swap.swap_out(cores, reqid, stream)
-            for core in cores:
-                core.tidy()
-            return swapped
+            return swap.swap_out(cores, reqid, stream)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """As `KVCache.swap_in`; the slot fits the class of the first layer best."""

@@ -162,7 +162,7 @@ class Pager(Grants):
 
     def finish_idle(self) -> None:
         """Waits for growths that no owner waits for, so that their pages can be taken back."""
-        for job in [job for job in self.growths if job.granted or not job.grants]:
+        for job in [job for job in self.growths if not job.awaited]:
             with self.counters.waiting():
                 error = self._complete(job, None, whole=True)
             if error is not None:
