@@ -127,7 +127,7 @@ VMEM_API int vMemRelease(vmem_t vm, vmem_handle handle) {
   struct vm_ctx *c = vm_get(vm, "vMemRelease", &err);
   struct vm_plan p;
   if (!c) return err;
-  if (!(err = vm_plan_make_release(c, handle, &p))) err = vm_plan_run(c, &p, NULL, 0, NULL);
+  if (!(err = vm_plan_make_release(c, handle, &p))) err = vm_plan_run_now(c, &p);
   vm_put(c);
   return err;
 }

@@ -6,7 +6,7 @@
 #include <vmem.h>
 
 /* Records the error and returns `code` (a negative errno). The text needs no newline and no function
- * name: the public entry point sets that with vm_error_op. */
+ * name: the public entry point sets that with vm_error_begin. */
 int vm_fail(int code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
 /* The same with the range or size in question and the limit met (0 = none). */

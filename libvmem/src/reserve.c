@@ -129,12 +129,12 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags) {
   if (err) goto out;
   at_once = c->info.unreserve_unmaps || !p.unmaps.n;
   if (at_once) {
-    if (!(err = vm_fills_finish(c)) && !(err = vm_drv_unreserve(c, s))) {
+    if (!(err = vm_plan_await_fills(c, &p)) && !(err = vm_drv_unreserve(c, s))) {
       vm_plan_commit(c, &p);
     } else {
       VM_UNDO(vm_plan_cancel(c, &p));
     }
-  } else if (!(err = vm_plan_run(c, &p, NULL, 0, NULL))) {
+  } else if (!(err = vm_plan_run_now(c, &p))) {
     err = vm_drv_unreserve(c, s);
   }
   pthread_mutex_lock(&c->lock);

@@ -194,7 +194,7 @@ static void order_does_not_wait_for_fills(void) {
   vmem_ticket t;
   OK(vMemReserve(vm, MIB(8), NULL, &va));
   op = populate(va);
-  OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
   OK(vmem_order(vm, t, 4711)); /* returns with the zeroing still queued */
   EQ(events(), 1);
   EQ(gpu.waited_stream, 4711);
@@ -227,7 +227,7 @@ static void unmap_waits_for_fills(void) {
   for (int how = 0; how < 2; how++) {
     unsigned e = events() + 1;
     op = populate(va);
-    OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
     OK(vmem_order(vm, t, 0));
     CHECK(!gpu.e[e].done);
     EQ(pthread_create(&thread, NULL, finish_later, (void *)(uintptr_t)e), 0);
@@ -253,22 +253,22 @@ static void fill_batches_wait_on_the_gpu(void) {
   vmem_ticket t, u;
   OK(vMemReserve(vm, MIB(8), NULL, &va));
   op = populate(va);
-  OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
   CHECK(reached(1));
   finish(1);
   OK(vmem_wait(vm, t, -1));
   a.handle = new_event(); /* 2: the last user's work */
   op = (struct vmem_op){.op = VMEM_OP_FILL, .addr = va, .bytes = PAGE, .value = 3};
-  OK(vmem_submit(vm, &op, 1, &a, 1, &t));
+  OK(vmem_submit(vm, &op, 1, &a, 1, 0, &t));
   CHECK(reached(3)); /* the fill is queued behind event 2, without this thread or the worker waiting */
   EQ(gpu.e[3].after, 2);
   EQ(gpu.e[2].done, false);
   /* A batch that unmaps waits for the event itself, and lets others pass. */
   op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE};
   OK(vmem_order(vm, t, 1));
-  OK(vmem_submit(vm, &op, 1, &a, 1, &u));
+  OK(vmem_submit(vm, &op, 1, &a, 1, 0, &u));
   op = populate(va + MIB(4));
-  OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
   CHECK(reached(4));
   EQ(vmem_wait(vm, u, 0), -ETIMEDOUT);
   finish(2);
@@ -290,7 +290,7 @@ static void second_address_waits_for_fills(void) {
   OK(vMemReserve(vm, MIB(8), NULL, &va));
   OK(vMemCreate(vm, PAGE, NULL, &op.handle));
   op.addr = va;
-  OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
   OK(vmem_order(vm, t, 0));
   BYTE(va) = 9; /* stands for old contents */
   CHECK(!gpu.e[1].done);
@@ -313,7 +313,7 @@ static void consolidation_waits_for_fills(void) {
   OK(vMemReserve(vm, MIB(8), NULL, &va));
   for (unsigned i = 0; i < 2; i++) {
     op = populate(va + i * PAGE);
-    OK(vmem_submit(vm, &op, 1, NULL, 0, &t[i]));
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t[i]));
     OK(vmem_order(vm, t[i], 0));
   }
   finish(2);
@@ -334,7 +334,7 @@ static void errors_keep_their_name(void) {
   struct vmem_op op;
   OK(vMemReserve(vm, MIB(8), NULL, &va));
   op = populate(va);
-  OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
   OK(vmem_order(vm, t, 0));
   EQ(pthread_create(&thread, NULL, finish_later, (void *)(uintptr_t)1), 0);
   OK(vmem_inject(vm, VMEM_INJECT_UNMAP, 0, 1, EIO));
@@ -354,15 +354,15 @@ static void broken_work(void) {
   OK(vMemReserve(vm, MIB(8), NULL, &va));
   op = populate(va);
   op.flags = VMEM_OP_DIRTY;
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   EQ(events(), 0); /* nothing to zero */
   gpu.fail_query = -EIO;
   op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE};
-  OK(vmem_submit(vm, &op, 1, &a, 1, &t));
+  OK(vmem_submit(vm, &op, 1, &a, 1, 0, &t));
   EQ(vmem_wait(vm, t, -1), -EIO);
   CHECK(strstr(vmem_last_error(), "broken"));
   EQ(stats_of(vm).mapped_bytes, PAGE);
-  EQ(vmem_batch(vm, &op, 1, &a, 1), -EIO);
+  EQ(vmem_batch(vm, &op, 1, &a, 1, 0), -EIO);
   EQ(stats_of(vm).mapped_bytes, PAGE);
   gpu.fail_query = 0;
   OK(vmem_check(vm));
@@ -387,14 +387,14 @@ static void fills_are_never_overlooked(void) {
   pthread_t thread;
   OK(vMemReserve(vm, MIB(8), NULL, &va));
   op = populate(va);
-  OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
   CHECK(reached(1));
   finish(1);
   OK(vmem_wait(vm, t, -1));
   a.handle = new_event(); /* 2, which the worker puts after the commit */
   __atomic_store_n(&gpu.hold, 2, __ATOMIC_RELEASE);
   op = (struct vmem_op){.op = VMEM_OP_FILL, .addr = va, .bytes = PAGE};
-  OK(vmem_submit(vm, &op, 1, &a, 1, &t));
+  OK(vmem_submit(vm, &op, 1, &a, 1, 0, &t));
   CHECK(reached(3));
   do OK(vmem_range_query(vm, va, &r));
   while (r.flags & VMEM_RANGE_BUSY);
@@ -418,13 +418,13 @@ static void copies_hold_their_source(void) {
     fake.bind = one_call ? fake_bind : NULL;
     OK(vMemReserve(vm, MIB(8), NULL, &va));
     op = populate(va);
-    OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
     OK(vmem_order(vm, t, 0)); /* event 1: the zeroing of the source */
     op.addr = va + MIB(4);
     op.src = va;
     op.flags = VMEM_OP_COPY;
     EQ(pthread_create(&thread, NULL, finish_later, (void *)1), 0);
-    OK(vmem_submit(vm, &op, 1, NULL, 0, &u));
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &u));
     CHECK(reached(2)); /* event 2: the copy */
     CHECK(fills_over_at_copy);
     pthread_join(thread, NULL);
@@ -450,17 +450,17 @@ static void replace_waits_for_fills(void) {
     fake.bind = one_call ? fake_bind : NULL;
     OK(vMemReserve(vm, MIB(8), NULL, &va));
     op = populate(va + MIB(4));
-    OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
     CHECK(reached(1));
     finish(1);
     OK(vmem_wait(vm, t, -1));
     op.addr = va;
-    OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
     OK(vmem_order(vm, t, 0));
     op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va, .bytes = PAGE};
     OK(vmem_retain(vm, va + MIB(4), PAGE, &op.handle));
     EQ(pthread_create(&thread, NULL, finish_later, (void *)2), 0);
-    OK(vmem_batch(vm, &op, 1, NULL, 0));
+    OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
     CHECK(gpu.e[2].done);
     pthread_join(thread, NULL);
     OK(vmem_wait(vm, t, -1));
