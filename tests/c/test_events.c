@@ -11,7 +11,7 @@
 #include "check.h"
 #include "internal.h"
 
-enum { MAX_EVENTS = 64, MAX_RANGES = 64 };
+enum { MAX_EVENTS = 4096, MAX_RANGES = 64 };
 
 static struct {
   pthread_mutex_t lock;
@@ -469,6 +469,250 @@ static void replace_waits_for_fills(void) {
   }
 }
 
+/* ---- a fill behind work that does not end ------------------------------------------------------- */
+
+/* A reservation with pages at [va, va + MIB(1)). */
+static bool mapped(vmem_t vm, uint64_t *va) {
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_DIRTY, .bytes = PAGE, .count = 16, .stride = PAGE};
+  if (vMemReserve(vm, MIB(8), NULL, va)) return false;
+  op.addr = *va;
+  return !vmem_batch(vm, &op, 1, NULL, 0, 0);
+}
+
+/* Submits a FILL of a page behind an event, which is returned: the fill's own is the next one. */
+static vm_event fill_behind(vmem_t vm, uint64_t addr, int value, vmem_ticket *t) {
+  struct vmem_op op = {.op = VMEM_OP_FILL, .addr = addr, .bytes = PAGE, .value = (uint64_t)value};
+  struct vmem_after a = {.kind = VMEM_AFTER_EVENT, .handle = new_event()};
+  return vmem_submit(vm, &op, 1, &a, 1, 0, t) || vmem_order(vm, *t, 0) ? 0 : a.handle;
+}
+
+static struct vmem_op unmap(uint64_t addr) { return (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = addr, .bytes = PAGE}; }
+
+/* Everything that may meet a fill, elsewhere: in this thread and on the worker. */
+static void fills_hold_up_only_their_range(void) {
+  for (int one_call = 0; one_call < 2; one_call++) {
+    vmem_t vm = open_fake();
+    uint64_t va, other;
+    struct vmem_op op;
+    vmem_ticket filling, own, t;
+    vm_event work;
+    char b[8] = {0};
+    fake.bind = one_call ? fake_bind : NULL;
+    CHECK(mapped(vm, &va) && mapped(vm, &other));
+    work = fill_behind(vm, va, 7, &filling);
+    CHECK(work);
+    op = unmap(va);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &own)); /* waits, and is in nobody's way */
+    OK(vmem_read(vm, b, va + PAGE, sizeof(b)));
+    OK(vmem_write(vm, va + PAGE, b, sizeof(b)));
+    OK(vMemUnmap(vm, va + 2 * PAGE, PAGE));
+    OK(vmem_retain(vm, va + 3 * PAGE, PAGE, &op.handle));
+    OK(vMemMap(vm, va + MIB(4), PAGE, op.handle, 0, 0)); /* a second address */
+    OK(vmem_drop(vm, op.handle));
+    OK(vmem_consolidate(vm, va + 4 * PAGE, 4 * PAGE, NULL));
+    op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va + 4 * PAGE, .bytes = PAGE};
+    OK(vmem_retain(vm, va + 5 * PAGE, PAGE, &op.handle));
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+    OK(vmem_wait(vm, t, -1));
+    op = unmap(va + 6 * PAGE);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+    OK(vmem_wait(vm, t, -1));
+    op = (struct vmem_op){.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .addr = va + MIB(5), .bytes = PAGE, .src = va + PAGE};
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+    CHECK(reached((unsigned)work + 2)); /* the copy */
+    finish(work + 2);
+    OK(vmem_wait(vm, t, -1));
+    OK(vMemFree(vm, other, VMEM_FREE_UNMAP));
+    EQ(vmem_wait(vm, own, 0), -ETIMEDOUT);
+    EQ(vmem_wait(vm, filling, 0), -ETIMEDOUT);
+    EQ(vMemUnmap(vm, va, PAGE), -EBUSY);
+    OK(vmem_check(vm));
+    finish(work + 1);
+    OK(vmem_wait(vm, own, -1));
+    OK(vmem_wait(vm, filling, -1));
+    CHECK(was_put(work + 1));
+    OK(vmem_check(vm));
+    OK(vmem_close(vm));
+  }
+}
+
+enum meeting { UNMAP, REPLACE, ALIAS, COPY, FILL, MEETINGS };
+
+/* What touches the page of a running fill through the other address of it, on the worker. */
+static void fills_hold_up_their_pages(void) {
+  for (int what = 0; what < MEETINGS; what++) {
+    vmem_t vm = open_fake();
+    uint64_t va, second;
+    struct vmem_op op = {0};
+    vmem_ticket filling, meets, elsewhere;
+    vm_event work;
+    vmem_handle h;
+    CHECK(mapped(vm, &va));
+    second = va + MIB(4);
+    OK(vmem_retain(vm, va, PAGE, &h));
+    OK(vMemMap(vm, second, PAGE, h, 0, 0));
+    work = fill_behind(vm, va, 7, &filling);
+    CHECK(work);
+    op.addr = second;
+    op.bytes = PAGE;
+    if (what == UNMAP) {
+      op.op = VMEM_OP_UNMAP;
+    } else if (what == REPLACE) {
+      op.op = VMEM_OP_MAP;
+      op.flags = VMEM_OP_REPLACE;
+      OK(vmem_retain(vm, va + PAGE, PAGE, &op.handle));
+    } else if (what == ALIAS) {
+      op.op = VMEM_OP_MAP;
+      op.addr = va + MIB(5);
+      op.handle = h;
+    } else if (what == COPY) {
+      op.op = VMEM_OP_POPULATE;
+      op.flags = VMEM_OP_COPY;
+      op.addr = va + MIB(5);
+      op.src = second;
+    } else {
+      op.op = VMEM_OP_FILL;
+      op.value = 8;
+    }
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &meets));
+    op = unmap(va + 2 * PAGE);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &elsewhere));
+    OK(vmem_wait(vm, elsewhere, -1));
+    EQ(vmem_wait(vm, meets, 10000000), -ETIMEDOUT);
+    EQ(events(), work + 1);
+    finish(work + 1);
+    if (what == COPY || what == FILL) {
+      CHECK(reached((unsigned)work + 2));
+      CHECK(what == FILL || fills_over_at_copy);
+      finish(work + 2);
+    }
+    OK(vmem_wait(vm, meets, -1));
+    OK(vmem_wait(vm, filling, -1));
+    EQ(BYTE(va), what == FILL ? 8 : 7);
+    OK(vmem_check(vm));
+    OK(vmem_close(vm));
+  }
+}
+
+struct host_side {
+  vmem_t vm;
+  vmem_ticket first;
+  vm_event fill;
+  int ret;
+};
+
+/* Lets the GPU go on when the other batch is finished, as a stream that waits for the host. */
+static void *signal_after(void *arg) {
+  struct host_side *h = arg;
+  h->ret = vmem_wait(h->vm, h->first, -1);
+  finish(h->fill);
+  return NULL;
+}
+
+static void no_deadlock_with_the_host(void) {
+  struct host_side h = {.vm = open_fake()};
+  uint64_t va;
+  struct vmem_op op;
+  vmem_ticket filling, own;
+  vm_event work;
+  pthread_t thread;
+  CHECK(mapped(h.vm, &va));
+  work = fill_behind(h.vm, va, 7, &filling);
+  CHECK(work);
+  h.fill = work + 1;
+  op = unmap(va);
+  OK(vmem_submit(h.vm, &op, 1, NULL, 0, 0, &own));
+  op = unmap(va + PAGE);
+  OK(vmem_submit(h.vm, &op, 1, NULL, 0, 0, &h.first));
+  EQ(pthread_create(&thread, NULL, signal_after, &h), 0);
+  OK(vmem_wait(h.vm, own, -1));
+  pthread_join(thread, NULL);
+  OK(h.ret);
+  OK(vmem_wait(h.vm, filling, -1));
+  OK(vmem_check(h.vm));
+  OK(vmem_close(h.vm));
+}
+
+/* More than 64 ranges are several calls of the back end: each waits for the one before. */
+static void long_fills_are_chained(void) {
+  vmem_t vm = open_fake();
+  uint64_t va;
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_DIRTY, .bytes = PAGE, .count = 100, .stride = 2 * PAGE};
+  struct vmem_after a = {.kind = VMEM_AFTER_EVENT};
+  vmem_ticket t;
+  OK(vMemReserve(vm, MIB(16), NULL, &va));
+  op.addr = va;
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  a.handle = new_event();
+  op.op = VMEM_OP_FILL;
+  op.flags = 0;
+  op.value = 3;
+  OK(vmem_submit(vm, &op, 1, &a, 1, 0, &t));
+  OK(vmem_order(vm, t, 9));
+  EQ(events(), 3);
+  EQ(gpu.e[2].after, 1);
+  EQ(gpu.e[3].after, 2);
+  EQ(gpu.waited_event, 3);
+  EQ(vmem_wait(vm, t, 0), -ETIMEDOUT);
+  finish(2);
+  finish(3);
+  OK(vmem_wait(vm, t, -1));
+  EQ(BYTE(va + 99 * 2 * PAGE), 3);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+/* Many fills at once cost no one a walk through all of them each time. */
+static void many_fills(void) {
+  enum { MANY = 1000 };
+  vmem_t vm = open_fake();
+  uint64_t va;
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_DIRTY, .bytes = 2 * MANY * PAGE};
+  vmem_ticket t, filling[MANY];
+  OK(vMemReserve(vm, 2 * MANY * PAGE, NULL, &va));
+  op.addr = va;
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  for (int i = 0; i < MANY; i++) CHECK(fill_behind(vm, va + (uint64_t)i * PAGE, 7, &filling[i]));
+  for (int i = 0; i < MANY; i++) {
+    op = unmap(va + (uint64_t)(MANY + i) * PAGE);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+    if (i % 100 == 99) OK(vmem_wait(vm, t, -1));
+    OK(vmem_ticket_drop(vm, t));
+  }
+  OK(vmem_check(vm));
+  EQ(stats_of(vm).pending, MANY);
+  for (int i = 0; i < MANY; i++) finish((vm_event)(2 * i + 2));
+  for (int i = 0; i < MANY; i++) {
+    OK(vmem_wait(vm, filling[i], -1));
+    EQ(BYTE(va + (uint64_t)i * PAGE), 7);
+  }
+  EQ(stats_of(vm).pending, 0);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+/* A ticket dropped while its fill runs: the fill is still one, and close waits for it. */
+static void dropped_while_filling(void) {
+  vmem_t vm = open_fake();
+  uint64_t va;
+  vmem_ticket filling;
+  vm_event work;
+  pthread_t thread;
+  CHECK(mapped(vm, &va));
+  work = fill_behind(vm, va, 7, &filling);
+  CHECK(work);
+  OK(vmem_ticket_drop(vm, filling));
+  EQ(vmem_order(vm, filling, 0), -EBADF);
+  EQ(stats_of(vm).pending, 1);
+  OK(vmem_check(vm));
+  EQ(pthread_create(&thread, NULL, finish_later, (void *)(uintptr_t)(work + 1)), 0);
+  OK(vmem_close(vm));
+  CHECK(gpu.e[work + 1].done && gpu.e[work + 1].put);
+  pthread_join(thread, NULL);
+}
+
 MAIN(TEST(order_does_not_wait_for_fills), TEST(unmap_waits_for_fills), TEST(fill_batches_wait_on_the_gpu), TEST(broken_work),
      TEST(second_address_waits_for_fills), TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name),
-     TEST(fills_are_never_overlooked), TEST(copies_hold_their_source), TEST(replace_waits_for_fills))
+     TEST(fills_are_never_overlooked), TEST(copies_hold_their_source), TEST(replace_waits_for_fills),
+     TEST(fills_hold_up_only_their_range), TEST(fills_hold_up_their_pages), TEST(no_deadlock_with_the_host),
+     TEST(long_fills_are_chained), TEST(many_fills), TEST(dropped_while_filling))
