@@ -43,6 +43,7 @@ from pyvmem.errors import (
     Timeout,
     TooManyBatches,
     TooManyMappings,
+    TooManyTickets,
     VMemError,
 )
 from pyvmem.info import (
@@ -106,6 +107,7 @@ __all__ = [
     "Timeout",
     "TooManyBatches",
     "TooManyMappings",
+    "TooManyTickets",
     "VMemError",
     "VirtualArray",
     "__version__",

@@ -58,7 +58,7 @@ def ffibuilder() -> FFI:
     ffi = FFI()
     ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")) + DLPACK)
     ffi.cdef(declarations(TORCH_HEADER.read_text(encoding="utf-8")))
-    sources = sorted(str(path) for path in Path("libvmem/src").glob("*.c"))
+    sources = sorted(str(path) for path in Path("libvmem/src").rglob("*.c"))
     headers = sorted(str(path) for path in Path("libvmem").rglob("*.h")) + [KERNEL_HEADER]
     ffi.set_source(
         "pyvmem._vmem",

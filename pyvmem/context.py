@@ -12,15 +12,15 @@ import os
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from pyvmem import _native
 from pyvmem.errors import VMemError
 from pyvmem.info import Caps, ContextInfo, Location, RangeInfo, Stats
 from pyvmem.ops import OpBatch
-from pyvmem.pages import Pages, Ticket
+from pyvmem.pages import Pages, Ticket, drop_forgotten
 from pyvmem.reservation import PlainReservationWarning, Reservation, warn_plain
 from pyvmem.space import AddressSpace
 from pyvmem.streams import KeptEvents, after_items, device_ordinal
@@ -87,7 +87,8 @@ class Context(AddressSpace):
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
-        self._events = KeptEvents(partial(_native.poll, self.handle))
+        self._events = KeptEvents()
+        self._forgotten: deque[int] = deque()  # tickets that were collected before their end
         self._warned = False
         self._info = ContextInfo._from_c(_native.query(self.handle), ordinals)
         host = self._info.backend == "host"
@@ -225,21 +226,23 @@ class Context(AddressSpace):
         Raises:
             OutOfMemory: now or never.
             TooManyBatches: too many unfinished batches.
+            TooManyTickets: too many `Ticket` objects that live and were never waited for.
             VMemError: a bad operation; nothing changed.
         """
+        if self._forgotten:
+            drop_forgotten(self.handle, self._forgotten)
+        consumed = list(ops._consumed) if ops._consumed else ops._consumed
         if not after:
-            ticket = _native.submit(self.handle, ops._array, len(ops))
+            ticket = Ticket(self, _native.submit(self.handle, ops._array, len(ops)), consumed)
         else:
             items, keep = after_items(after, self.cuda_device)
-            ticket = _native.submit(self.handle, ops._array, len(ops), items)
+            number = _native.submit(self.handle, ops._array, len(ops), items)
+            ticket = Ticket(self, number, consumed)
             if keep:
                 self._events.keep(ticket, keep)
-        consumed = ops._consumed
-        if not consumed:
-            return Ticket(self, ticket, consumed)
         for pages in consumed:
             pages._done = True
-        return Ticket(self, ticket, list(consumed))
+        return ticket
 
     # ---- end -----------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ __all__ = [
     "Timeout",
     "TooManyBatches",
     "TooManyMappings",
+    "TooManyTickets",
     "VMemError",
     "error_class",
 ]
@@ -156,6 +157,10 @@ class TooManyBatches(VMemError):
     """EAGAIN: too many unfinished batches."""
 
 
+class TooManyTickets(TooManyBatches):
+    """ENOBUFS: too many tickets are kept; the text names the oldest whose batch is finished."""
+
+
 class Timeout(VMemError, TimeoutError):  # type: ignore[misc]  # errno is int in both
     """ETIMEDOUT: a batch was not finished in time."""
 
@@ -187,6 +192,7 @@ _CLASSES: Final[dict[int, type[VMemError]]] = {
     _errno.ENOMEM: OutOfMemory,
     _errno.ENOSPC: TooManyMappings,
     _errno.EAGAIN: TooManyBatches,
+    _errno.ENOBUFS: TooManyTickets,
     _errno.ETIMEDOUT: Timeout,
     _errno.ENODEV: BackendUnavailable,
     _errno.EIO: DriverError,

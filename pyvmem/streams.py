@@ -10,10 +10,13 @@ import errno
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
 
 from pyvmem import _native
+
+if TYPE_CHECKING:
+    from pyvmem.pages import Ticket
 
 __all__ = [
     "CurrentStream",
@@ -81,25 +84,24 @@ CurrentStream: Final = _CurrentStream()
 
 
 class KeptEvents:
-    """Events that live until the batches that wait for them are finished, as vmem.h asks.
+    """Events that live until the batches that wait for them are finished, as vmem.h asks."""
 
-    Args:
-        finished: whether the batch of a ticket is finished.
-    """
-
-    def __init__(self, finished: Callable[[int], bool]) -> None:
-        self._finished = finished
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: list[tuple[int, list[Any]]] = []
+        self._kept: list[tuple[Ticket, list[Any]]] = []
 
-    def keep(self, ticket: int, events: list[Any]) -> None:
-        """Keeps what `after_items` returned for a batch; forgets what is no longer needed."""
+    def keep(self, ticket: Ticket, events: list[Any]) -> None:
+        """Keeps what `after_items` returned for a batch; forgets what is no longer needed.
+
+        The ticket is kept too: once it is dropped, nobody can ask whether its batch is finished.
+        """
         with self._lock:
+            ticket._held = True
             kept = self._kept
             kept.append((ticket, events))
             # Two of the oldest for each new one: the list cannot grow beyond what is unfinished.
             for _ in range(2):
-                if len(kept) > 1 and self._finished(kept[0][0]):
+                if len(kept) > 1 and kept[0][0].done():
                     kept.pop(0)
 
     def clear(self) -> None:

@@ -36,7 +36,7 @@ int main(int argc, char **argv)
   if (vmem_submit(vm, &grow, 1, NULL, 0, 0, &mapping))
     return failed("submit");
   /* ... the caller does something else here ... */
-  if (vmem_wait(vm, mapping, -1) || vmem_fill(vm, addr, bytes, 7))
+  if (vmem_wait(vm, mapping, -1) || vmem_ticket_drop(vm, mapping) || vmem_fill(vm, addr, bytes, 7))
     return failed("wait");
   printf("mapped %llu KiB in the background\n", (unsigned long long)bytes >> 10);
 
@@ -62,7 +62,7 @@ int main(int argc, char **argv)
 
   if (write(work, &one, sizeof(one)) != sizeof(one))
     return perror("write"), 1;
-  if (vmem_wait(vm, freeing, -1))
+  if (vmem_wait(vm, freeing, -1) || vmem_ticket_drop(vm, freeing))
     return failed("wait");
   err = vmem_read(vm, &byte, addr, 1);
   printf("when it is over: %s\n", vmem_last_error());

@@ -21,9 +21,9 @@ __all__ = [
     "new_after",
     "new_ops",
     "order",
-    "poll",
     "read",
     "submit",
+    "ticket_drop",
     "trim",
     "unmap",
     "wait",
@@ -60,13 +60,13 @@ def new_after(items: list[tuple[int, int]]) -> tuple[Any, int]:
 
 def batch(vm: int, ops: Any, count: int, after: tuple[Any, int] = AFTER_NONE) -> None:
     """Runs operations as one, in the calling thread."""
-    call(lib.vmem_batch, vm, ops, count, after[0], after[1])
+    call(lib.vmem_batch, vm, ops, count, after[0], after[1], 0)
 
 
 def submit(vm: int, ops: Any, count: int, after: tuple[Any, int] = AFTER_NONE) -> int:
-    """Gives operations to the worker; returns the ticket."""
+    """Gives operations to the worker; returns the ticket, which is kept until `ticket_drop`."""
     out = ffi.new("vmem_ticket *")
-    code = lib.vmem_submit(vm, ops, count, after[0], after[1], out)
+    code = lib.vmem_submit(vm, ops, count, after[0], after[1], 0, out)
     if code != 0:
         raise last_error(code, "vmem_submit")
     ticket: int = out[0]
@@ -83,12 +83,9 @@ def wait(vm: int, ticket: int, timeout_ns: int) -> bool:
     raise last_error(code, "vmem_wait")
 
 
-def poll(vm: int, ticket: int) -> bool:
-    """Whether the batch is finished, with whatever result."""
-    code: int = lib.vmem_wait(vm, ticket, 0)
-    if code in (-_errno.EBADF, -_errno.ECHILD):
-        raise last_error(code, "vmem_wait")
-    return code != -_errno.ETIMEDOUT
+def ticket_drop(vm: int, ticket: int) -> None:
+    """Forgets a ticket and the result of its batch; nothing where it is gone already."""
+    lib.vmem_ticket_drop(vm, ticket)
 
 
 def order(vm: int, ticket: int, stream: int) -> None:
