@@ -691,6 +691,117 @@ static void many_fills(void) {
   OK(vmem_close(vm));
 }
 
+/* ---- fills that end in any order ---------------------------------------------------------------- */
+
+enum { STEPS = 1500, PAGES = 12 };
+
+static int gpu_stops;
+
+/* The "GPU": reaches the events in any order, each after what it waits for. A fill writes where it was told to, so one
+ * whose page is no longer there dies. */
+static void *run_gpu(void *arg) {
+  unsigned seed = (unsigned)(uintptr_t)arg;
+  while (!__atomic_load_n(&gpu_stops, __ATOMIC_ACQUIRE)) {
+    vm_event ready[MAX_EVENTS];
+    unsigned n = 0;
+    pthread_mutex_lock(&gpu.lock);
+    for (vm_event e = 1; e <= gpu.n; e++)
+      if (!gpu.e[e].done && (!gpu.e[e].after || gpu.e[gpu.e[e].after].done)) ready[n++] = e;
+    pthread_mutex_unlock(&gpu.lock);
+    seed = seed * 1664525u + 1013904223u;
+    if (n) finish(ready[(seed >> 8) % n]);
+    usleep((seed >> 24) % 64);
+  }
+  return NULL;
+}
+
+/* Each page has two addresses. What is begun in order on one page happens in that order. */
+static void fills_in_any_order(void) {
+  vmem_t vm = open_fake();
+  uint64_t va, alias, spare;
+  unsigned seed = 20261122;
+  int value[PAGES] = {0};
+  bool second[PAGES] = {false};
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_DIRTY, .bytes = PAGE, .count = PAGES, .stride = PAGE};
+  struct vmem_after a = {.kind = VMEM_AFTER_EVENT};
+  vmem_ticket t;
+  vmem_handle h;
+  pthread_t thread;
+  OK(vMemReserve(vm, MIB(8), NULL, &va));
+  alias = va + MIB(2);
+  spare = va + MIB(4);
+  op.addr = va;
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  __atomic_store_n(&gpu_stops, 0, __ATOMIC_RELEASE);
+  EQ(pthread_create(&thread, NULL, run_gpu, (void *)(uintptr_t)seed), 0);
+  for (int step = 0; step < STEPS && events() < MAX_EVENTS - 8; step++) {
+    unsigned r = seed = seed * 1664525u + 1013904223u, i = (r >> 8) % PAGES;
+    uint64_t at = (r >> 4 & 1 && second[i] ? alias : va) + i * PAGE;
+    unsigned char b;
+    switch ((r >> 16) % 6) {
+    case 0:
+    case 1: /* a fill, behind an event or not */
+      a.handle = r >> 20 & 1 ? new_event() : 0;
+      op = (struct vmem_op){.op = VMEM_OP_FILL, .addr = at, .bytes = PAGE, .value = value[i] = (int)(r >> 24)};
+      OK(vmem_submit(vm, &op, 1, &a, a.handle != 0, 0, &t));
+      OK(vmem_order(vm, t, 0));
+      OK(vmem_ticket_drop(vm, t));
+      break;
+    case 2:
+      OK(vmem_read(vm, &b, at + PAGE - 1, 1));
+      EQ(b, value[i]);
+      break;
+    case 3: /* the second address comes or goes */
+      op = (struct vmem_op){.op = second[i] ? VMEM_OP_UNMAP : VMEM_OP_MAP, .addr = alias + i * PAGE, .bytes = PAGE};
+      if (!second[i]) {
+        OK(vmem_retain(vm, va + i * PAGE, PAGE, &h));
+        op.handle = h;
+        op.flags = VMEM_OP_CONSUME;
+      }
+      OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+      OK(vmem_wait(vm, t, -1));
+      OK(vmem_ticket_drop(vm, t));
+      second[i] = !second[i];
+      break;
+    case 4: /* a copy, which takes the page's place */
+      op = (struct vmem_op){.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .addr = spare, .bytes = PAGE, .src = at};
+      OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+      OK(vmem_wait(vm, t, -1));
+      OK(vmem_ticket_drop(vm, t));
+      EQ(BYTE(spare), value[i]);
+      if (second[i]) OK(vMemUnmap(vm, alias + i * PAGE, PAGE));
+      second[i] = false;
+      op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va + i * PAGE, .bytes = PAGE};
+      OK(vmem_retain(vm, spare, PAGE, &op.handle));
+      OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+      OK(vMemUnmap(vm, spare, PAGE));
+      break;
+    default: /* gone, and back as a new page */
+      if (second[i]) OK(vMemUnmap(vm, alias + i * PAGE, PAGE));
+      second[i] = false;
+      op = unmap(va + i * PAGE);
+      OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+      OK(vmem_wait(vm, t, -1));
+      OK(vmem_ticket_drop(vm, t));
+      op.op = VMEM_OP_POPULATE;
+      OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+      OK(vmem_order(vm, t, 0));
+      OK(vmem_ticket_drop(vm, t));
+      value[i] = 0;
+    }
+    if (step % 64 == 0) OK(vmem_check(vm));
+  }
+  for (unsigned i = 0; i < PAGES; i++) {
+    unsigned char b;
+    OK(vmem_read(vm, &b, va + i * PAGE, 1));
+    EQ(b, value[i]);
+  }
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+  __atomic_store_n(&gpu_stops, 1, __ATOMIC_RELEASE);
+  pthread_join(thread, NULL);
+}
+
 /* A ticket dropped while its fill runs: the fill is still one, and close waits for it. */
 static void dropped_while_filling(void) {
   vmem_t vm = open_fake();
@@ -715,4 +826,5 @@ MAIN(TEST(order_does_not_wait_for_fills), TEST(unmap_waits_for_fills), TEST(fill
      TEST(second_address_waits_for_fills), TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name),
      TEST(fills_are_never_overlooked), TEST(copies_hold_their_source), TEST(replace_waits_for_fills),
      TEST(fills_hold_up_only_their_range), TEST(fills_hold_up_their_pages), TEST(no_deadlock_with_the_host),
-     TEST(long_fills_are_chained), TEST(many_fills), TEST(dropped_while_filling))
+     TEST(long_fills_are_chained), TEST(many_fills), TEST(fills_in_any_order),
+     TEST(dropped_while_filling))

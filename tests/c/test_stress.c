@@ -104,7 +104,9 @@ static int go(struct worker *w, const struct vmem_op *ops, size_t n) {
     if (write(fd, &one, 8) != 8) err = 1;
     close(fd);
   }
-  return err ? err : vmem_wait(w->s->vm, t, -1);
+  if (err) return err;
+  err = vmem_wait(w->s->vm, t, -1);
+  return vmem_ticket_drop(w->s->vm, t) ? 1 : err;
 }
 
 static void note(struct worker *w, unsigned first, unsigned n, enum what what, int value) {

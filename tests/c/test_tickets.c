@@ -48,7 +48,7 @@ static void kept_until_dropped(void) {
   OK(vmem_inject(vm, VMEM_INJECT_MAP, 0, 1, EIO));
   op = populate(va + MIB(1));
   OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &bad));
-  CHECK(run_batches(vm, 1000000));
+  CHECK(run_batches(vm, on_host() ? 1000000 : 20000));
   EQ(stats_of(vm).tickets, 2);
   for (int i = 0; i < 3; i++) {
     OK(vmem_wait(vm, good, 0));
@@ -176,13 +176,48 @@ static void never_ending(void) {
   a = after_fd(fd);
   op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE};
   OK(vmem_submit(vm, &op, 1, &a, 1, 0, &endless));
-  CHECK(run_batches(vm, 100000));
+  CHECK(run_batches(vm, on_host() ? 100000 : 10000));
   op = populate(va + MIB(1));
   OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
   OK(vmem_wait(vm, t, -1));
   EQ(vmem_wait(vm, endless, 0), -ETIMEDOUT);
   EQ(vMemUnmap(vm, va, PAGE), -EBUSY);
   EQ(stats_of(vm).pending, 1);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+  close(fd);
+}
+
+/* A fill that waits keeps its own pages from others, and nothing else. */
+static void fill_behind_a_descriptor(void) {
+  vmem_t vm = open_vm(0);
+  uint64_t va;
+  struct vmem_op op;
+  struct vmem_after a;
+  vmem_ticket fill, t;
+  unsigned char b = 0;
+  int fd = eventfd(0, EFD_CLOEXEC);
+  OK(vMemReserve(vm, MIB(8), NULL, &va));
+  op = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = va, .bytes = 16 * PAGE};
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  a = after_fd(fd);
+  op = (struct vmem_op){.op = VMEM_OP_FILL, .addr = va, .bytes = PAGE, .value = 7};
+  OK(vmem_submit(vm, &op, 1, &a, 1, 0, &fill));
+  EQ(vMemUnmap(vm, va, PAGE), -EBUSY);
+  EQ(vmem_read(vm, &b, va, 1), -EBUSY);
+  OK(vmem_read(vm, &b, va + PAGE, 1));
+  OK(vmem_copy(vm, va + 2 * PAGE, va + 3 * PAGE, PAGE));
+  OK(vMemUnmap(vm, va + 4 * PAGE, PAGE));
+  op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va + 5 * PAGE, .bytes = PAGE};
+  OK(vmem_retain(vm, va + 6 * PAGE, PAGE, &op.handle));
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+  OK(vmem_wait(vm, t, -1));
+  EQ(vmem_wait(vm, fill, 0), -ETIMEDOUT);
+  fire(fd);
+  OK(vmem_wait(vm, fill, -1));
+  OK(vmem_read(vm, &b, va, 1));
+  EQ(b, 7);
+  OK(vMemUnmap(vm, va, PAGE));
   OK(vmem_check(vm));
   OK(vmem_close(vm));
   close(fd);
@@ -393,5 +428,5 @@ static void heap_is_short(void) {
   close(fd);
 }
 
-MAIN(TEST(kept_until_dropped), TEST(limit_on_tickets), TEST(limit_on_unfinished), TEST(never_ending), TEST(detached_batches),
-     TEST(drop_wakes_waiters), TEST(drops_and_waits), TEST(many_dependencies), TEST(heap_is_short))
+MAIN(TEST(kept_until_dropped), TEST(limit_on_tickets), TEST(limit_on_unfinished), TEST(never_ending), TEST(fill_behind_a_descriptor),
+     TEST(detached_batches), TEST(drop_wakes_waiters), TEST(drops_and_waits), TEST(many_dependencies), TEST(heap_is_short))
