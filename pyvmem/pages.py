@@ -11,7 +11,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
-from pyvmem.errors import VMemError
+from pyvmem._native import Outcome
+from pyvmem.errors import BadHandle, VMemError
 from pyvmem.info import PagesInfo
 from pyvmem.streams import stream_handle
 
@@ -32,16 +33,18 @@ class Pages:
     and warns (ResourceWarning).
     """
 
-    __slots__ = ("_context", "_done", "_nbytes", "handle")
+    __slots__ = ("_context", "_done", "_nbytes", "_outcome")
 
-    handle: int
-    """libvmem's handle, never 0."""
-
-    def __init__(self, context: Context, handle: int, nbytes: int) -> None:
+    def __init__(self, context: Context, outcome: Outcome, nbytes: int) -> None:
         self._context = context
-        self.handle = handle
+        self._outcome = outcome
         self._nbytes = nbytes
         self._done = False
+
+    @property
+    def handle(self) -> int:
+        """libvmem's handle; 0: the call that makes it has not been made."""
+        return self._outcome.value
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +84,22 @@ class Pages:
         _native.drop(self._context.handle, self.handle)
         self._done = True
 
-    def drop_range(self, offset: int, size: int, count: int = 1, stride: int = 0) -> None:
+    def abandon(self) -> None:
+        """`drop`, unless it was dropped or consumed before, or never made."""
+        if not self._done:
+            if self._outcome.happened:
+                with suppress(BadHandle):
+                    _native.drop(self._context.handle, self.handle)
+            self._done = True
+
+    def drop_range(
+        self,
+        offset: int,
+        size: int,
+        count: int = 1,
+        stride: int = 0,
+        outcome: Outcome | None = None,
+    ) -> None:
         """Drops the reference to parts: `count` pieces of `size` bytes, the first at `offset`.
 
         Pages that nothing else refers to return to the pool; the others keep their offsets. The
@@ -92,12 +110,15 @@ class Pages:
             size: bytes of one piece.
             count: pieces.
             stride: bytes between the starts of pieces.
+            outcome: tells what became of it, whatever interrupts this call.
 
         Raises:
             OutOfRange: beyond the end, or given back before; nothing changed.
             BadHandle: released, dropped or consumed before.
         """
-        _native.drop_range(self._context.handle, self.handle, offset, size, count, stride)
+        _native.drop_range(
+            self._context.handle, self.handle, offset, size, count, stride, outcome=outcome
+        )
 
     def __enter__(self) -> Pages:
         return self
@@ -108,7 +129,8 @@ class Pages:
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
         # Half-built objects have no _done.
-        if not getattr(self, "_done", True) and self._context.is_open:
+        made = not getattr(self, "_done", True) and self._outcome.happened
+        if made and self._context.is_open:
             _warn(f"pages never released: {self!r}", ResourceWarning, source=self)
 
     def __repr__(self) -> str:
@@ -124,20 +146,29 @@ class Ticket:
     not cancel its batch.
     """
 
-    # _outcome: None: not known; True: success; else what the batch failed with. It is written
-    # before libvmem's ticket is dropped, so who finds that one gone finds the outcome here.
-    __slots__ = ("__weakref__", "_consumed", "_context", "_dropped", "_held", "_outcome", "handle")
+    # _result: None: not known; True: success; else what the batch failed with. It is written before
+    # libvmem's ticket is dropped, so who finds that one gone finds the result here.
+    __slots__ = (
+        "__weakref__", "_consumed", "_context", "_dropped", "_held", "_outcome", "_result",
+    )  # fmt: skip
 
-    handle: int
-    """libvmem's ticket, never 0."""
-
-    def __init__(self, context: Context, handle: int, consumed: list[Pages]) -> None:
-        self._dropped = False
-        self._held = False  # by the context, which keeps events for the batch
-        self._outcome: VMemError | bool | None = None
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._consumed = consumed
-        self.handle = handle
+        self._outcome = Outcome()
+        self._consumed: list[Pages] = []
+        self._result: VMemError | bool | None = None
+        self._held = False  # by the context, which keeps events for the batch
+        self._dropped = False
+
+    @property
+    def handle(self) -> int:
+        """libvmem's ticket; 0: the batch has not been submitted."""
+        return self._outcome.value
+
+    @property
+    def sent(self) -> bool:
+        """Whether the batch was submitted."""
+        return self._outcome.happened
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the batch is finished, its fills included.
@@ -161,23 +192,23 @@ class Ticket:
                     op="vmem_wait",
                 )
             left -= _SLICE_NS
-        if isinstance(self._outcome, VMemError):
-            raise copy.copy(self._outcome)  # each raise adds to a traceback
+        if isinstance(self._result, VMemError):
+            raise copy.copy(self._result)  # each raise adds to a traceback
 
     def _ask(self, timeout_ns: int) -> bool:
-        """Whether the outcome is known, after waiting so long. Each step can be done again."""
-        if self._outcome is None:
+        """Whether the result is known, after waiting so long. Each step can be done again."""
+        if self._result is None:
             try:
                 if not _native.wait(self._context.handle, self.handle, timeout_ns):
                     return False
-                self._outcome = True
+                self._result = True
             except VMemError as error:
                 if error.errno not in (errno.EBADF, errno.ECHILD):
                     # An undone batch consumed nothing: the references are the caller's again.
                     for pages in self._consumed:
                         pages._done = False
-                    self._outcome = error.with_traceback(None)
-                elif self._outcome is None:  # else another thread was faster
+                    self._result = error.with_traceback(None)
+                elif self._result is None:  # else another thread was faster
                     raise
         if not self._dropped:
             self._drop()
@@ -195,6 +226,10 @@ class Ticket:
         """
         return self._ask(0)
 
+    def _over(self) -> bool:
+        """Whether libvmem needs its events no more."""
+        return self.done() if self.sent else bool(self._outcome.cell.called)
+
     def order(self, stream: Any = None) -> None:
         """Waits until the mappings are made, then lets `stream` wait for the fills.
 
@@ -205,23 +240,23 @@ class Ticket:
             VMemError: what the batch failed with.
         """
         device = self._context.cuda_device
-        if device is not None and self._outcome is None:
+        if device is not None and self._result is None:
             try:
                 _native.order(self._context.handle, self.handle, stream_handle(stream, device))
                 return
             except VMemError:
-                if self._outcome is None:
+                if self._result is None:
                     raise
         self.wait()
 
     def close(self) -> None:
         """Gives up the result, where it is not known yet; the batch runs on. Again: nothing."""
-        if not self._dropped and not self._held:
+        if self.sent and not self._dropped and not self._held:
             self._drop()
 
     def __del__(self) -> None:
         # Not by a call of C: this may run between a failed call and the question why it failed.
-        if not getattr(self, "_dropped", True) and hasattr(self, "handle"):
+        if not getattr(self, "_dropped", True) and self.sent:
             self._context._forgotten.append(self.handle)
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ import errno
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -88,21 +89,24 @@ class KeptEvents:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: list[tuple[Ticket, list[Any]]] = []
+        self._kept: deque[tuple[Ticket, list[Any]]] = deque()
 
     def keep(self, ticket: Ticket, events: list[Any]) -> None:
-        """Keeps what `after_items` returned for a batch; forgets what is no longer needed.
+        """Keeps what `after_items` returned for a batch that will be submitted with `ticket`.
 
-        The ticket is kept too: once it is dropped, nobody can ask whether its batch is finished.
+        Forgets what is no longer needed. The ticket is kept too: once libvmem's is dropped, nobody
+        can ask whether the batch is finished.
         """
         with self._lock:
-            ticket._held = True
             kept = self._kept
+            # Two for each new one, in turn: a batch that never ends does not hide those behind it.
+            for _ in range(min(2, len(kept))):
+                if kept[0][0]._over():
+                    kept.popleft()
+                else:
+                    kept.rotate(-1)
+            ticket._held = True
             kept.append((ticket, events))
-            # Two of the oldest for each new one: the list cannot grow beyond what is unfinished.
-            for _ in range(2):
-                if len(kept) > 1 and kept[0][0].done():
-                    kept.pop(0)
 
     def clear(self) -> None:
         """Forgets all; no batch may be unfinished."""

@@ -306,9 +306,11 @@ static int run_calls(struct vm_ctx *c, struct vm_plan *p, const vm_event *after,
   vm_error_save(&why);
   worst = err;
   vm_event_finish(c, &p->event);
+  vm_undo_begin();
   undo_unmaps(c, p, unmapped, &worst, &why);
   vm_replace_undo(c, p, replaced, &worst, &why);
   undo_maps(c, p, mapped, &worst, &why);
+  vm_undo_end();
   if (worst == err) vm_error_restore(&why);
   return worst;
 }

@@ -189,7 +189,7 @@ def test_events_live_until_their_batch_is_over(host: pyvmem.Context) -> None:
             ticket = host.submit(empty)
             ticket.wait(60)
             host._events.keep(ticket, ["another"])
-        assert host._events._kept[0][1] == ["event of the first"]
+        assert "event of the first" in [event for _, (event,) in host._events._kept]
         gate.set()
         first.wait(60)
     for _ in range(12):
