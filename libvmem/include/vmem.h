@@ -94,8 +94,8 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 
 #define VMEM_MAX_DEVICES 16
 #define VMEM_MAX_PENDING 4096  /* unfinished batches of a context */
-#define VMEM_MAX_TICKETS 65536 /* tickets of a context that were not dropped: about 150 bytes each, 850 when the
-                                  batch failed, so 10 to 56 MB at the most */
+#define VMEM_MAX_TICKETS 65536 /* tickets of a context that were not dropped: about 100 bytes each, 740 when the
+                                  batch is unfinished or failed; so 7 MB, 48 MB where all failed */
 #define VMEM_KEEP_ALL UINT64_MAX
 
 /* What a back end can do (vmem_info.caps, vmem_probe_info.caps). */
