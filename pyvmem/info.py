@@ -165,6 +165,7 @@ class Stats:
     driver_ns: int
     worker_driver_ns: int
     mappings: int
+    tickets: int
 
     @classmethod
     def _from_c(cls, stats: Any) -> Stats:

@@ -23,7 +23,7 @@ static void open_dirty(void) {
   OK(open_opts(&o, &vm));
   OK(vMemReserve(vm, MIB(8), NULL, &va));
   op.addr = va;
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   OK(vmem_fill(vm, va, PAGES * PAGE, 0xdd));
   OK(vmem_inject(vm, VMEM_INJECT_SLAB, 0, 1, EIO));
   OK(vMemUnmap(vm, va, PAGES * PAGE));
@@ -64,7 +64,7 @@ static void a_failed_map_and_another_batch(void) {
   OK(vMemCreate(vm, 2 * PAGE, NULL, &h));
   op.addr = va + PAGE;
   op.handle = theirs;
-  OK(vmem_submit(vm, &op, 1, &after, 1, &t));
+  OK(vmem_submit(vm, &op, 1, &after, 1, 0, &t));
   EQ(vMemMap(vm, va, 2 * PAGE, h, 0, 0), -EBUSY);
   EQ(write(fd, &one, 8), 8);
   OK(vmem_wait(vm, t, -1));
@@ -90,7 +90,7 @@ static void two_batches_one_page(void) {
   OK(vMemCreate(vm, 4 * PAGE, NULL, &h));
   op.addr = va;
   op.handle = h;
-  OK(vmem_submit(vm, &op, 1, &after, 1, &t));
+  OK(vmem_submit(vm, &op, 1, &after, 1, 0, &t));
   EQ(vMemMap(vm, va + MIB(1), 2 * PAGE, h, PAGE, 0), -EBUSY);
   OK(vMemMap(vm, va + MIB(1), PAGE, h, 2 * PAGE, 0));
   CHECK(all(va + MIB(1), PAGE, 0));
@@ -114,8 +114,8 @@ static void twice_in_one_batch(void) {
   op[1].addr = va + MIB(1);
   op[0].handle = op[1].handle = h;
   OK(vmem_inject(vm, VMEM_INJECT_MAP, 1, 1, EIO));
-  EQ(vmem_batch(vm, op, 2, NULL, 0), -EIO);
-  OK(vmem_batch(vm, op, 2, NULL, 0));
+  EQ(vmem_batch(vm, op, 2, NULL, 0, 0), -EIO);
+  OK(vmem_batch(vm, op, 2, NULL, 0, 0));
   CHECK(all(va, 2 * PAGE, 0) && all(va + MIB(1), PAGE, 0));
   OK(vmem_check(vm));
   OK(vmem_close(vm));
