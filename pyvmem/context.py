@@ -206,9 +206,10 @@ class Context(AddressSpace):
 
         Args:
             ops: stays as it is and can be used again.
-            after: GPU work to wait for first, in this thread (see `pyvmem.streams.after_items`).
+            after: GPU work to wait for first, in this thread (see `pyvmem.streams`).
 
         Raises:
+            NotGpuWork: something in `after` is none.
             VMemError: what failed; maps and unmaps were undone, bytes written by fills stay.
         """
         items, _keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, ())
@@ -225,6 +226,7 @@ class Context(AddressSpace):
         Raises:
             OutOfMemory: now or never.
             TooManyBatches: too many unfinished batches.
+            NotGpuWork: something in `after` is none.
             VMemError: a bad operation; nothing changed.
         """
         if not after:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pyvmem import _native
 from pyvmem.errors import VMemError
 from pyvmem.info import PagesInfo
-from pyvmem.streams import stream_handle
+from pyvmem.streams import stream_handle, work_of
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
@@ -174,13 +174,15 @@ class Ticket:
         """Waits until the mappings are made, then lets `stream` wait for the fills.
 
         Args:
-            stream: as in ``after``; None: the current stream. On ``host`` the same as `wait`.
+            stream: a stream as in ``after``; None: the current stream. Given an event, which cannot
+                be made to wait, and on ``host``: the same as `wait`.
 
         Raises:
+            NotGpuWork: it is neither. InvalidArgument: the stream is being captured.
             VMemError: what the batch failed with.
         """
         device = self._context.cuda_device
-        if device is None:
+        if not work_of(stream).is_stream or device is None:
             self.wait()
         else:
             _native.order(self._context.handle, self.handle, stream_handle(stream, device))

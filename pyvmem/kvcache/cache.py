@@ -23,6 +23,7 @@ from pyvmem.kvcache.slots import SlotTable
 from pyvmem.kvcache.stats import CacheStats, SlotInfo
 from pyvmem.kvcache.views import Views
 from pyvmem.reservation import Reservation
+from pyvmem.streams import check
 
 if TYPE_CHECKING:
     import torch
@@ -121,12 +122,13 @@ class KVCache(RequestCalls, PlaceCalls):
             reqid: as `alloc_reqid` returned it.
             stream: the stream (torch, cuda.core, ``__cuda_stream__``) of the slot's last work, an
                 event recorded after it, or an `FdEvent`; None: torch's current stream, on host
-                nothing.
+                nothing. What else it may be, and what holds beside CUDA graphs: `pyvmem.streams`.
             tokens: record the request's rows under these ids, as `record` does, for requests that
                 begin with them; None: record nothing.
 
         Raises:
-            InvalidArgument: no such reqid, or it is not taken; bad tokens, or more than it holds.
+            InvalidArgument: no such reqid, or it is not taken; bad tokens, or more than it holds;
+                the stream is being captured into a CUDA graph, or (`NotGpuWork`) is none.
             VMemError: it could not be recorded; it was not freed.
         """
         with self._lock:
@@ -162,6 +164,7 @@ class KVCache(RequestCalls, PlaceCalls):
             slot. VMemError: the driver failed, now or in a batch that an earlier call began in the
                 background; that was undone, the cache is consistent, and the call may be repeated.
         """
+        check(stream)
         with self._lock:
             return steps.step(self._open_core(), seq_lens, stream)
 
@@ -182,6 +185,7 @@ class KVCache(RequestCalls, PlaceCalls):
         Raises:
             InvalidArgument: as in `step`. A failure in the background is raised by the next `step`.
         """
+        check(stream)
         with self._lock:
             return steps.step_async(self._open_core(), seq_lens)
 
@@ -287,6 +291,7 @@ class KVCache(RequestCalls, PlaceCalls):
         Raises:
             Busy: tensors of the cache live; nothing changed, and the cache can still be used.
         """
+        check(stream)
         with self._lock:
             if self._closed:
                 return

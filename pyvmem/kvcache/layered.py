@@ -20,6 +20,7 @@ from pyvmem.kvcache.joint import JointPrefixes
 from pyvmem.kvcache.layered_requests import LayeredRequests
 from pyvmem.kvcache.shapes import LayerShape, Place, classes_of
 from pyvmem.kvcache.stats import CacheStats, together
+from pyvmem.streams import check
 
 if TYPE_CHECKING:
     import torch
@@ -117,11 +118,13 @@ class LayeredCache(LayeredRequests):
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step`, over all classes: where one is short, none has changed."""
+        check(stream)
         with self._lock:
             return steps.step_all(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step_async`, over all classes."""
+        check(stream)
         with self._lock:
             return steps.step_async_all(self._open(), seq_lens)
 
@@ -179,6 +182,7 @@ class LayeredCache(LayeredRequests):
         Raises:
             Busy: tensors of a class live; nothing changed.
         """
+        check(stream)
         with self._lock:
             if self._closed:
                 return
