@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyvmem.context import Context
+from pyvmem.info import Caps
 from pyvmem.kvcache import report, setup, steps
 from pyvmem.kvcache.budget import Budget
-from pyvmem.kvcache.config import KVCacheConfig
+from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.idle import IdleThread
@@ -246,6 +247,31 @@ class KVCache(RequestCalls, PlaceCalls):
     def reservation(self) -> Reservation:
         """The addresses of all tensors; `layout` tells what lies where. The cache's own."""
         return self._core.parts.reservation
+
+    @property
+    def safe_overread(self) -> bool:
+        """Whether rows without memory read as zeros, also while memory grows beside the reader.
+
+        With `KVCacheConfig.sparse`, small pages only, and a back end on which a page takes the
+        place of the zeros in one step (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``.
+        """
+        atomic = Caps.SPARSE_ATOMIC in self.context.info.caps
+        small = self.layout.page_size < 2 << 20 and not self.layout.large_pages
+        return self.config.sparse and atomic and small
+
+    def readable_rows(self, reqids: Sequence[int]) -> list[int]:
+        """For each reqid, how many rows, from the first on, have memory; 0 for free slots.
+
+        Raises InvalidArgument for a reqid that does not exist.
+        """
+        with self._lock:
+            core = self._open_core()
+            size, row, most = core.layout.page_size, core.layout.row_bytes, core.layout.max_rows
+            last = len(core.table) - 1
+            for reqid in reqids:
+                if not 0 <= reqid <= last:
+                    raise invalid(f"reqid {reqid} is not between 0 and {last}", limit=last)
+            return [min(core.table[reqid].granted * size // row, most) for reqid in reqids]
 
     def stats(self) -> CacheStats:
         """The present state and the counters."""
