@@ -173,7 +173,7 @@ def fa3_paged(
     """
     blocks = Blocks.of(k.shape[1], k.stride(0), k.stride(1))
     table = batch.block_table(blocks)
-    if not torch.cuda.is_current_stream_capturing():
+    if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         table = table[:, : blocks.wanted(batch.max_kv)]
     out: torch.Tensor = _fa3()[0](q, blocks.view(k), blocks.view(v), batch, scale, table)
     return out
