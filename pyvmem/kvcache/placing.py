@@ -45,7 +45,7 @@ class PlaceCalls(CacheBase):
                 it.
         """
         check(stream)
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             slot = core.slot(reqid)
             if core.promoter is None:
@@ -94,7 +94,7 @@ class PlaceCalls(CacheBase):
                 it.
         """
         check(stream)
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             slot = core.slot(reqid)
             tier = tiers.tier_of(core, location, device)

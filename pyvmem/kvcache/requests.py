@@ -72,7 +72,7 @@ class RequestCalls(CacheBase):
         `into` names as many different free reqids, in the order of what is returned.
         """
         check(stream)
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             forked = fork.fork(core, reqid, operator.index(count), length, stream, into)
             core.prepare()
@@ -113,7 +113,7 @@ class RequestCalls(CacheBase):
             NotSupported, NotRecoverable, VMemError: as `fork`.
         """
         check(stream)
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             return core.prefixes.record(core.slot(reqid), tokens, stream)
 
@@ -127,7 +127,7 @@ class RequestCalls(CacheBase):
         Raises:
             InvalidArgument: bad tokens, or a negative `leave`.
         """
-        with self._lock:
+        with self._lock, self._journal:
             return self._open_core().prefixes.match(tokens, leave)
 
     def alloc_prefix(
@@ -151,7 +151,7 @@ class RequestCalls(CacheBase):
             NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
         """
         check(stream)
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             match, length = core.prefixes.wanted(tokens, leave)
             if not match.length:
@@ -179,7 +179,7 @@ class RequestCalls(CacheBase):
             MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
         """
         check(stream)
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             swapped = swap.swap_out([core], reqid, stream)
             core.tidy()
@@ -201,7 +201,7 @@ class RequestCalls(CacheBase):
             VMemError: the driver failed; `swapped` is as before.
         """
         check(stream)
-        with self._lock:
+        with self._lock, self._journal:
             return swap.swap_in([self._open_core()], swapped, stream)
 
     def can_admit(self, seq_lens: Sequence[int]) -> bool:
@@ -214,7 +214,7 @@ class RequestCalls(CacheBase):
         Raises:
             InvalidArgument: a length that is negative or above `max_seq_len`.
         """
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             lengths = [operator.index(length) for length in seq_lens]
             longest = core.config.max_seq_len
@@ -241,5 +241,5 @@ class RequestCalls(CacheBase):
         Raises:
             VMemError: a batch failed; its pages are still there, the cache is consistent.
         """
-        with self._lock:
+        with self._lock, self._journal:
             return idle.trim(self._open_core(), prefixes)
