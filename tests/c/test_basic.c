@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: the five calls, aliases, references, ranges, contents, and memory that really goes back. */
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <stdatomic.h>
 
 #include "check.h"
 
@@ -233,7 +235,7 @@ static void readonly_pages_are_zero(void) {
 }
 
 struct reader {
-  volatile const char *at;
+  char *at;
   size_t bytes;
   atomic_bool stop;
   uint64_t wrong;
@@ -242,7 +244,10 @@ struct reader {
 static void *read_on(void *arg) {
   struct reader *r = arg;
   while (!atomic_load(&r->stop))
-    for (size_t i = 0; i < r->bytes; i += PAGE / 4) r->wrong += r->at[i] != 0 && r->at[i] != 7;
+    for (size_t i = 0; i < r->bytes; i += PAGE / 4) {
+      char c = __atomic_load_n(r->at + i, __ATOMIC_RELAXED);
+      r->wrong += c != 0 && c != 7;
+    }
   return NULL;
 }
 
@@ -262,12 +267,12 @@ static void sparse_is_atomic(void) {
   }
   OK(vMemReserve(vm, r.bytes, &o, &va));
   OK(vMemCreate(vm, PAGE, NULL, &h));
-  r.at = (const char *)(uintptr_t)va;
+  r.at = (char *)(uintptr_t)va;
   CHECK(!pthread_create(&thread, NULL, read_on, &r));
   for (int i = 0; i < 2000; i++) {
     uint64_t at = va + (uint64_t)(i % 16) * PAGE;
     OK(vMemMap(vm, at, PAGE, h, 0, 0));
-    PUT(at, 7);
+    __atomic_store_n((char *)(uintptr_t)at, 7, __ATOMIC_RELAXED);
     OK(vMemUnmap(vm, at, PAGE));
   }
   atomic_store(&r.stop, true);
