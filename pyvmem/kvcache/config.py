@@ -113,8 +113,8 @@ class KVCacheConfig:
             in the background, least recently used first; 0 to 1.
         overread_rows: rows past a request's length that are mapped, too, since a kernel may read
             them: 191 for FlashAttention-3's contiguous call, 127 for FlexAttention on a GPU, 0 for
-            all others (`pyvmem.attention.overread_rows`). Growth goes on in what is mapped, and
-            they count as waste wherever memory is reported.
+            all others (`pyvmem.attention.overread_rows`). They stay ahead of the length as it
+            grows, zero or the request's own, and count as waste wherever memory is reported.
         sparse: reads of rows that have no page give zeros, also past the end of every mapped page,
             where the back end can do that (`pyvmem.Caps.SPARSE`). Writes there fault (host) or
             vanish (GPU). It lets a kernel read past the mapped rows while memory grows only with

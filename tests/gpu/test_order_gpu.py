@@ -65,7 +65,7 @@ class Lane:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._core: Any = None
-        self._setter: threading.Thread | None = None
+        self._setters: list[tuple[threading.Thread, FdEvent]] = []
         if kind.startswith("cuda.core"):
             device = pytest.importorskip("cuda.core").Device(0)
             device.set_current()
@@ -100,16 +100,16 @@ class Lane:
         if self.kind == "cuda.core event":
             return self._core.record()
         fd, done = FdEvent.create(), self.stream.record_event()
-        self._setter = threading.Thread(target=lambda: (done.synchronize(), fd.set()))
-        self._setter.start()
-        self._fd = fd
+        setter = threading.Thread(target=lambda: (done.synchronize(), fd.set()))
+        setter.start()
+        self._setters.append((setter, fd))
         return fd
 
     def close(self) -> None:
         self.stream.synchronize()
-        if self._setter is not None:
-            self._setter.join()
-            self._fd.close()
+        for setter, fd in self._setters:
+            setter.join()
+            fd.close()
 
 
 @pytest.fixture(params=STREAMS + EVENTS)
