@@ -19,6 +19,7 @@ from kvcache_helpers import ROWS, lens, small_cache, state
 
 import pyvmem
 from pyvmem import Context, CurrentStream, FdEvent, InvalidArgument, NotGpuWork, OpBatch, streams
+from pyvmem.kvcache import LayeredCache, LayerShape
 from pyvmem.kvcache.events import is_over, order_after, order_ticket, prune, record, wait_for
 from pyvmem.streams import Kind, work_of
 
@@ -408,6 +409,39 @@ def test_no_call_of_a_cache_takes_it(context: Context, wrong: Any) -> None:
             assert state(cache) == before
             assert swapped.is_open
         cache.check_integrity()
+        swapped.close()
+
+
+def test_no_call_over_several_classes_takes_it(context: Context) -> None:
+    with LayeredCache(
+        [LayerShape(1, 64), LayerShape(2, 64)],
+        context,
+        max_batch=2,
+        max_seq_len=64,
+        memory_limit=32 << 20,
+        page_size=context.info.granule,
+    ) as cache:
+        assert cache.alloc_reqid() == 0
+        assert cache.step([20, 0]) == 0
+        swapped = cache.swap_out(0)
+        assert cache.alloc_reqid() == 0
+        assert cache.step([20, 0]) == 0
+        before = [state(one) for one in cache.caches]
+        calls = [
+            lambda: cache.free_reqid(0, "nonsense"),
+            lambda: cache.step([40, 0], "nonsense"),
+            lambda: cache.step_async([40, 0], "nonsense"),
+            lambda: cache.fork(0, stream="nonsense"),
+            lambda: cache.record(0, range(20), "nonsense"),
+            lambda: cache.alloc_prefix(range(20), stream="nonsense"),
+            lambda: cache.swap_out(0, "nonsense"),
+            lambda: cache.swap_in(swapped, "nonsense"),
+            lambda: cache.close("nonsense"),
+        ]
+        for call in calls:
+            with pytest.raises(NotGpuWork):
+                call()
+            assert [state(one) for one in cache.caches] == before
         swapped.close()
 
 
