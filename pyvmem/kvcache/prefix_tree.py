@@ -239,8 +239,7 @@ class PrefixTree(Generic[S]):
         self.nodes = len(nodes)
         self.tokens = sum(node.units for node in nodes) * self.unit
         self.pages = sum(node.span.pages for node in nodes)
-        self.root.pins = self.root._locks = 0
-        self._order.rebuild(nodes, pins)
+        self._order.rebuild(self.root, nodes, pins)
 
     def _keep(self, node: Node[S], *names: str) -> None:
         """Notes attributes of a node before they change."""
