@@ -219,10 +219,11 @@ class Context(AddressSpace):
 
         Args:
             ops: stays as it is and can be used again.
-            after: GPU work to wait for first, in this thread (see `pyvmem.streams.after_items`).
+            after: GPU work to wait for first, in this thread (see `pyvmem.streams`).
             outcome: tells what became of it, whatever interrupts this call.
 
         Raises:
+            NotGpuWork: something in `after` is none.
             VMemError: what failed; maps and unmaps were undone, bytes written by fills stay.
         """
         items, _keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, ())
@@ -248,6 +249,7 @@ class Context(AddressSpace):
             OutOfMemory: now or never.
             TooManyBatches: too many unfinished batches.
             TooManyTickets: too many `Ticket` objects that live and were never waited for.
+            NotGpuWork: something in `after` is none.
             VMemError: a bad operation; nothing changed.
         """
         if self._forgotten:

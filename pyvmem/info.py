@@ -45,6 +45,7 @@ class Caps(enum.Flag):
     PLAIN = _c("VMEM_CAP_PLAIN")
     CONSOLIDATE = _c("VMEM_CAP_CONSOLIDATE")
     ONE_CALL = _c("VMEM_CAP_ONE_CALL")
+    SPARSE_ATOMIC = _c("VMEM_CAP_SPARSE_ATOMIC")
 
 
 class Location(enum.IntEnum):

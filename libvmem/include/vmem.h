@@ -109,6 +109,8 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 #define VMEM_CAP_PLAIN (1u << 7)       /* addresses that only kernels accept, unlimited in number */
 #define VMEM_CAP_CONSOLIDATE (1u << 8) /* vmem_consolidate saves something */
 #define VMEM_CAP_ONE_CALL (1u << 9)    /* the maps and unmaps of a batch are one driver call, which does all or nothing */
+#define VMEM_CAP_SPARSE_ATOMIC (1u << 10) /* a page below 2 MiB replaces the zeros of a sparse reservation made without
+                                             VMEM_RESERVE_LARGE in one step: who reads there meanwhile does not fault */
 
 /* ---- context ------------------------------------------------------------------------------- */
 

@@ -134,8 +134,8 @@ static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, vo
   }
   pthread_mutex_init(&h->lock, NULL);
   host_recount(h, 0);
-  info->pub.caps = VMEM_CAP_ALIAS | VMEM_CAP_READONLY | VMEM_CAP_SPARSE | VMEM_CAP_HOST_PAGES | VMEM_CAP_CPU_ACCESS |
-                   VMEM_CAP_VISIBLE | VMEM_CAP_PLAIN;
+  info->pub.caps = VMEM_CAP_ALIAS | VMEM_CAP_READONLY | VMEM_CAP_SPARSE | VMEM_CAP_SPARSE_ATOMIC | VMEM_CAP_HOST_PAGES |
+                   VMEM_CAP_CPU_ACCESS | VMEM_CAP_VISIBLE | VMEM_CAP_PLAIN;
   info->pub.granule = granule;
   info->pub.page_sizes = sizes & ~(granule - 1);
   info->all_page_sizes = sizes;

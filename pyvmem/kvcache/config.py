@@ -111,11 +111,15 @@ class KVCacheConfig:
             background.
         low_watermark: with less than this part of the memory free, pages of free slots are unmapped
             in the background, least recently used first; 0 to 1.
-        overread_rows: rows past a request's length that a kernel may read. FlashAttention-3 and
-            FlexAttention read whole tiles, up to 191 rows beyond the length.
+        overread_rows: rows past a request's length that are mapped, too, since a kernel may read
+            them: 191 for FlashAttention-3's contiguous call, 127 for FlexAttention on a GPU, 0 for
+            all others (`pyvmem.attention.overread_rows`). They stay ahead of the length as it
+            grows, zero or the request's own, and count as waste wherever memory is reported.
         sparse: reads of rows that have no page give zeros, also past the end of every mapped page,
             where the back end can do that (`pyvmem.Caps.SPARSE`). Writes there fault (host) or
-            vanish (GPU).
+            vanish (GPU). It lets a kernel read past the mapped rows while memory grows only with
+            `pyvmem.Caps.SPARSE_ATOMIC` and without large pages (`KVCache.safe_overread`); elsewhere
+            a page that is being mapped is invalid for a moment, which kills the process's context.
         packed_slots: slots follow each other without a gap, so that every tensor is contiguous
             (``stride(0) == max_seq_len * stride(1)``); a full slot must then be whole pages.
             Otherwise slots lie on 2 MiB where that costs few addresses: a run of small pages can

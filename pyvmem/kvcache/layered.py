@@ -22,6 +22,7 @@ from pyvmem.kvcache.journal import Books
 from pyvmem.kvcache.layered_requests import LayeredRequests
 from pyvmem.kvcache.shapes import LayerShape, Place, classes_of
 from pyvmem.kvcache.stats import CacheStats, together
+from pyvmem.streams import check
 
 if TYPE_CHECKING:
     import torch
@@ -125,11 +126,13 @@ class LayeredCache(LayeredRequests):
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step`, over all classes: where one is short, none has changed."""
+        check(stream)
         with self._lock, self._journal:
             return steps.step_all(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step_async`, over all classes."""
+        check(stream)
         with self._lock, self._journal:
             return steps.step_async_all(self._open(), seq_lens)
 
@@ -187,6 +190,7 @@ class LayeredCache(LayeredRequests):
         Raises:
             Busy: tensors of a class live; nothing changed.
         """
+        check(stream)
         with self._lock, self._journal:
             if self._closed:
                 return

@@ -41,7 +41,7 @@ from pyvmem.kvcache.lockstep import Failure, LockstepTable, RankFailed, Ranks, R
 from pyvmem.kvcache.prefixes import PrefixMatch
 from pyvmem.kvcache.ranks import agree_on_pages, rank_config, shard_kv_heads, take_pages
 from pyvmem.kvcache.swap import SwappedRequest
-from pyvmem.streams import device_ordinal
+from pyvmem.streams import check, device_ordinal
 
 __all__ = ["ParallelKVCache", "RankFailed", "RanksDiffer", "rank_config", "shard_kv_heads"]
 
@@ -244,6 +244,7 @@ class ParallelKVCache(AgreedCache):
         Raises:
             RankFailed: a rank could not be made ready; every rank stays poisoned.
         """
+        check(stream)
         with self._lock, self._journal:
             have = [0] * (len(self._core.table) + 1)
             self._failure = None

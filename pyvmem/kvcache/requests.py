@@ -12,6 +12,7 @@ from pyvmem.kvcache.base import CacheBase
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.prefixes import PrefixMatch
 from pyvmem.kvcache.swap import SwappedRequest
+from pyvmem.streams import check
 
 __all__ = ["RequestCalls"]
 
@@ -70,6 +71,7 @@ class RequestCalls(CacheBase):
 
         `into` names as many different free reqids, in the order of what is returned.
         """
+        check(stream)
         with self._lock, self._journal:
             core = self._open_core()
             forked = fork.fork(core, reqid, operator.index(count), length, stream, into)
@@ -110,6 +112,7 @@ class RequestCalls(CacheBase):
             InvalidArgument: more tokens than rows, bad tokens, or a reqid that is not taken.
             NotSupported, NotRecoverable, VMemError: as `fork`.
         """
+        check(stream)
         with self._lock, self._journal:
             core = self._open_core()
             return core.prefixes.record(core.slot(reqid), tokens, stream)
@@ -147,6 +150,7 @@ class RequestCalls(CacheBase):
                 evicted since.
             NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
         """
+        check(stream)
         with self._lock, self._journal:
             core = self._open_core()
             match, length = core.prefixes.wanted(tokens, leave)
@@ -174,6 +178,7 @@ class RequestCalls(CacheBase):
             NotSupported: the cache has a window.
             MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
         """
+        check(stream)
         with self._lock, self._journal:
             core = self._open_core()
             return swap.swap_out([core], reqid, stream)
@@ -193,6 +198,7 @@ class RequestCalls(CacheBase):
             InvalidArgument: another cache's. BadHandle: closed, or swapped in before.
             VMemError: the driver failed; `swapped` is as before.
         """
+        check(stream)
         with self._lock, self._journal:
             return swap.swap_in([self._open_core()], swapped, stream)
 

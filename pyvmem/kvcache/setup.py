@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pyvmem._native import Outcome
 from pyvmem.context import Context
 from pyvmem.features import require_page_size
-from pyvmem.features.table import OVERREAD
+from pyvmem.features.table import SPARSE
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.layout import Layout
 from pyvmem.reservation import Reservation
@@ -72,7 +72,7 @@ def make(
     cuda_device = context.cuda_device
     limit = _limit_pages(config, layout, cuda_device, budget)
     if config.sparse:
-        OVERREAD.require(info, f"sparse, with pages of {info.granule} bytes")
+        SPARSE.require(info, f"sparse, with pages of {info.granule} bytes")
     # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
     reservation = Reservation(context, Outcome())
     journal.hold(reservation)
