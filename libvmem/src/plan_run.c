@@ -258,6 +258,7 @@ void vm_commit_map(struct vm_ctx *c, struct vm_piece *piece) {
 void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   size_t i;
   pthread_mutex_lock(&c->lock);
+  vm_mappings_end(c, p);
   for (i = 0; i < p->mapped.n; i++) {
     struct vm_piece *piece = AT(p->mapped, struct vm_piece, i);
     vm_commit_map(c, piece);

@@ -7,7 +7,7 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pyvmem.errors import NotRecoverable, OutOfMemory, VMemError
+from pyvmem.errors import NotRecoverable, OutOfMemory, TooManyMappings, VMemError
 from pyvmem.kvcache.events import wait_for
 from pyvmem.kvcache.grants import Grants
 from pyvmem.kvcache.jobs import Cut, Growth, Piece
@@ -25,6 +25,8 @@ class Pager(Grants):
     Attributes:
         stop_promoting: gives up copies that are not needed, whether there were any; set by who
             makes them.
+        goals: chooses the pages to map beyond what is wanted; `grown` learns what became of it, and
+            `relieve` makes fewer mappings of those there are, at a safe point (runs.py).
     """
 
     def __init__(self, reclaimer: Reclaimer, *, zero_fill: bool, device: int | None) -> None:
@@ -35,6 +37,9 @@ class Pager(Grants):
         self._planner = Planner(self.base, self.layout, slots, zero_fill=zero_fill)
         self._large = Kind(self.layout.large_pages, DEVICE)
         self.stop_promoting: Callable[[], bool] = lambda: False
+        self.goals: Callable[[Sequence[tuple[Slot, int]]], list[int] | None] = lambda want: None
+        self.grown: Callable[[Sequence[Piece]], None] = lambda pieces: None
+        self.relieve: Callable[[], bool] = lambda: False
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -62,21 +67,29 @@ class Pager(Grants):
         Returns:
             False when memory is short; then nothing changed, except that reclaimed pages are free.
         """
-        job = Growth([slot for slot, _ in want])
-        writers: list[Any] = []
-        late = self._planner.plan(want, job, writers, source=source)
-        if len(self._planner.mapping):
+        goals = self.goals(want)
+        while True:
+            job = Growth([slot for slot, _ in want])
+            writers: list[Any] = []
+            late = self._planner.plan(want, job, writers, source=source, goals=goals)
+            if not len(self._planner.mapping):
+                break
             for event in after:
                 wait_for(event)
-            done, job.mapping = self._map(job, want, background, reclaim, source)
-            if not done:
+            more = goals is not None
+            done, job.mapping = self._map(job, want, background, reclaim, source, more)
+            if done:
+                break
+            if not more:
                 return False
+            goals = None
         for slot, _, high in job.pieces:
             slot.mapped = high
         for slot, low, high in job.large:
             slot.places.put(low, high, self._large)
         for slot in job.slots:
             slot.job = job
+        self.grown(job.pieces)
         self.growths.append(job)
         counters, reclaimer = self.counters, self.reclaimer
         reclaimer.held += job.new_pages
@@ -202,8 +215,12 @@ class Pager(Grants):
         background: bool,
         reclaim: bool,
         source: Source | None,
+        more: bool,
     ) -> tuple[bool, Any]:
-        """Runs or submits the mapping batch: (whether memory was enough, the ticket)."""
+        """Runs or submits the mapping batch: (whether memory was enough, the ticket).
+
+        `more`: it maps more than is wanted, for which nothing is taken back.
+        """
         reclaimer, mapping, pages = self.reclaimer, self._planner.mapping, job.new_pages
         keep = dict(want) if reclaim else None
         while True:
@@ -218,7 +235,17 @@ class Pager(Grants):
                 except NotRecoverable:
                     self.reclaimer.condemn(job.pieces)
                     raise
+                except TooManyMappings:
+                    if more:
+                        return False, None
+                    if self._fewer_mappings(job, keep, background):
+                        continue
+                    if self.reclaimer.table.lockstep:
+                        raise
+                    return False, None
                 except OutOfMemory:  # of the device, or of a context shared with others
+                    if more:
+                        return False, None
                     if self.reclaimer.table.lockstep:
                         raise
                     if job.large:  # small pages may fit where no large one does
@@ -226,7 +253,7 @@ class Pager(Grants):
                         self._planner.plan(want, Growth(job.slots), [], False, source)
                         continue
                     missing = pages
-            if keep is None:
+            if keep is None or more:
                 return False, None
             free = reclaimer.free
             if not self.can_have(pages, keep):
@@ -247,6 +274,21 @@ class Pager(Grants):
             for slot in job.slots:
                 if slot.job is not None:  # it lost pages beyond those it is to have
                     reclaimer.finish(slot.job)
+
+    def _fewer_mappings(
+        self, job: Growth, keep: Mapping[Slot, int] | None, background: bool
+    ) -> bool:
+        """Brings mappings back: joins what can be joined, else unmaps pages of no request."""
+        reclaimer = self.reclaimer
+        if (reclaimer.table.lockstep or not background) and self.relieve():
+            return True
+        if keep is None or not reclaimer.make_room(job.new_pages, keep):
+            reclaimer.raise_errors()
+            return False
+        for slot in job.slots:
+            if slot.job is not None:  # it lost pages beyond those it is to have
+                reclaimer.finish(slot.job)
+        return True
 
     def _fill(self, pieces: list[Piece], after: list[Any]) -> Any:
         """Submits zero-fills that follow earlier owners' GPU work."""
