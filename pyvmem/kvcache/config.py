@@ -44,6 +44,7 @@ _BOUNDS = {
     "memory_floor": (0, 1 << 62),
     "host_limit": (0, 1 << 62),
     "peer_limit": (0, 1 << 62),
+    "max_mappings": (0, 1 << 40),
     "overread_rows": (0, 1 << 16),
     "eager_pages": (0, 1 << 30),
     "reclaim_steps": (0, 1 << 30),
@@ -130,6 +131,8 @@ class KVCacheConfig:
             piece what grew in pieces, where its back end can (`pyvmem.Caps.CONSOLIDATE`): it waits
             for all work on the device first, and other threads must not launch work on the cache
             meanwhile. 1: only a `step` that would otherwise say -1; 0: never.
+        max_mappings: of the context that the cache opens (`Context`): what the processes of a machine
+            have together may be less than what their defaults add up to. 0: the default.
         idle_seconds: after so long without a call that takes, gives or steps a request, unmap
             all pages of no request and give the pool's memory back to the device; 0: never.
         idle_prefixes: recorded prefixes go then too.
@@ -164,6 +167,7 @@ class KVCacheConfig:
     peer_limit: int = 0
     growth_fraction: float = 1 / 16
     join_at: float = 0.75
+    max_mappings: int = 0
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
