@@ -82,9 +82,7 @@ class _Filling:
         page = min(size for size in command.page_sizes if size >= 64 << 10)
         with ExitStack() as stack:
             context = stack.enter_context(
-                Context(
-                    command.backend, device=args.device, granule=page, max_mappings=mappings
-                )
+                Context(command.backend, device=args.device, granule=page, max_mappings=mappings)
             )
             memory = args.memory or (
                 _QUICK if quick else available_bytes(context.cuda_device, 8 * _LEFT) - _LEFT
@@ -141,7 +139,7 @@ class _Filling:
             now = cache.stats()
             if short:
                 found.end = "-1"
-            surplus = max(surplus, now.cached_pages)
+            surplus = max(surplus, now.ahead_pages)
             if not halfway and 2 * now.active_pages >= now.total_pages:
                 halfway = True
                 self._share(found)
@@ -151,7 +149,7 @@ class _Filling:
     def _share(self, found: _Filled) -> None:
         """Forks the longest request, and lets another begin with its rows."""
         cache = self.cache
-        if not {Caps.ALIAS, Caps.READONLY} <= set(cache.context.info.caps):
+        if Caps.ALIAS | Caps.READONLY not in cache.context.info.caps:
             return
         reqid = max(range(len(self.lens)), key=self.lens.__getitem__)
         length = self.lens[reqid]
@@ -268,29 +266,21 @@ def _measure(command: Command, part: Part) -> None:
 
 
 def _add_aims(command: Command) -> None:
-    for aim, row, text, op, goal in (
-        ("fill_default", "fill/filled/default", "memory filled with the defaults", ">=", 98.0),
-        ("fill_waste", "fill/surplus/default", "most memory mapped ahead", None, None),
-    ):
-        command.aims.add(
-            aim,
-            text,
-            [row],
-            lambda found: float(found["value"]),
-            unit="%" if goal else "GB",
-            op=op,
-            aim=goal,
-        )
+    command.aims.add(
+        "fill_default",
+        "memory filled with the default settings",
+        ["fill/filled/default"],
+        lambda row: float(row["value"]),
+        unit="%",
+        op=">=",
+        aim=98.0,
+    )
 
 
 def add_parser(which: Any) -> None:
     """Adds ``fill`` to the benchmarks."""
-    parser = which.add_parser(
-        "fill",
-        help="requests grow until the card is full: mappings, waste, driver time",
-        description="Fills the memory with growing requests of Llama-3-8B's shape, with the "
-        "default settings, with parts of them switched off, and page by page.",
-    )
+    text = "requests grow until the card is full: mappings, waste, driver time"
+    parser = which.add_parser("fill", help=text, description=text)
     add_common(parser, 300)
     add = parser.add_argument
     add("--requests", type=int, default=128, help="that grow together (128)")
@@ -304,15 +294,9 @@ def add_parser(which: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
-    command = open_command(
-        args,
-        "fill",
-        _METHOD,
-        requests=args.requests,
-        rounds=args.rounds,
-        memory=args.memory,
-        max_mappings=args.max_mappings,
-    )
+    names = ("requests", "rounds", "memory", "max_mappings")
+    options = {name: getattr(args, name) for name in names}
+    command = open_command(args, "fill", _METHOD, **options)
     if command is None:
         return 2
     part = command.record.part("fill", "requests grow until no page is left")

@@ -131,8 +131,8 @@ class KVCacheConfig:
             piece what grew in pieces, where its back end can (`pyvmem.Caps.CONSOLIDATE`): it waits
             for all work on the device first, and other threads must not launch work on the cache
             meanwhile. 1: only a `step` that would otherwise say -1; 0: never.
-        max_mappings: of the context that the cache opens (`Context`): what the processes of a machine
-            have together may be less than what their defaults add up to. 0: the default.
+        max_mappings: of the context that the cache opens (`Context`); 0: its default. For several
+            caches on one machine, whose defaults may add up to more than the driver has.
         idle_seconds: after so long without a call that takes, gives or steps a request, unmap
             all pages of no request and give the pool's memory back to the device; 0: never.
         idle_prefixes: recorded prefixes go then too.

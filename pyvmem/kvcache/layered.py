@@ -68,7 +68,9 @@ class LayeredCache(LayeredRequests):
         if budget is not None and (whole.memory_limit or whole.memory_floor):
             raise invalid("memory_limit and memory_floor are of the whole; the budget is given")
         if whole.max_mappings and (context is not None or budget is not None):
-            raise invalid(f"max_mappings {whole.max_mappings}: the context is given, and has its own")
+            raise invalid(
+                f"max_mappings {whole.max_mappings}: the context is given, and has its own"
+            )
         policy = {**policy, "memory_limit": 0, "memory_floor": 0, "max_mappings": 0}
         configs = [
             KVCacheConfig(num_layers=count, **kind.fields(), **policy)

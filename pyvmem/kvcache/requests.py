@@ -201,8 +201,8 @@ class RequestCalls(CacheBase):
     def can_admit(self, seq_lens: Sequence[int]) -> bool:
         """Whether new requests of so many tokens would all fit now, beside the present ones.
 
-        Counts free slots, mappings that the context may still make, and all that is free or could be reclaimed, recorded prefixes that no
-        request uses included. Says nothing of memory that others take from the device. Waits for
+        Counts free slots, mappings that the context may still make, and all that is free or could
+        be reclaimed, recorded prefixes that no request uses included. Says nothing of memory that others take from the device. Waits for
         fills that are in flight.
 
         Raises:

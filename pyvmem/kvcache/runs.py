@@ -174,7 +174,7 @@ class Runs:
         return self._used < before
 
     def _join(self, spare: int, most: int) -> None:
-        """Joins slots, most pieces first, until `spare` mappings fewer or `most` calls were made."""
+        """Joins slots, most pieces first: for `spare` mappings fewer, in `most` calls or so."""
         core = self._core
         tensors = core.layout.num_tensors
         slots = [slot for slot in core.table if self._can_join(slot)]
