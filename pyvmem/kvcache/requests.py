@@ -202,8 +202,8 @@ class RequestCalls(CacheBase):
         """Whether new requests of so many tokens would all fit now, beside the present ones.
 
         Counts free slots, mappings that the context may still make, and all that is free or could
-        be reclaimed, recorded prefixes that no request uses included. Says nothing of memory that others take from the device. Waits for
-        fills that are in flight.
+        be reclaimed, recorded prefixes that no request uses included. Says nothing of memory that
+        others take from the device. Waits for fills that are in flight.
 
         Raises:
             InvalidArgument: a length that is negative or above `max_seq_len`.
