@@ -16,6 +16,7 @@ __all__ = ["declarations", "ffibuilder", "library_version"]
 HEADER = Path("libvmem/include/vmem.h")
 KERNEL_HEADER = "kernel_module/uvm_vmem_ioctl.h"
 TORCH_HEADER = Path("pyvmem/_torch_alloc.h")
+OUTCOME_HEADER = Path("pyvmem/_outcome.h")
 
 DLPACK = """
 void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t device_id,
@@ -57,14 +58,15 @@ def ffibuilder() -> FFI:
     """The module's description; paths are relative to the project's root, where builds run."""
     ffi = FFI()
     ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")) + DLPACK)
-    ffi.cdef(declarations(TORCH_HEADER.read_text(encoding="utf-8")))
+    for own in (TORCH_HEADER, OUTCOME_HEADER):
+        ffi.cdef(declarations(own.read_text(encoding="utf-8")))
     sources = sorted(str(path) for path in Path("libvmem/src").glob("*.c"))
     headers = sorted(str(path) for path in Path("libvmem").rglob("*.h")) + [KERNEL_HEADER]
     ffi.set_source(
         "pyvmem._vmem",
-        '#include "vmem.h"\n#include "_torch_alloc.h"\n' + DLPACK,
-        sources=[*sources, "pyvmem/_dlpack.c", "pyvmem/_torch_alloc.c"],
-        depends=[*headers, str(TORCH_HEADER), "pyvmem/_vmem.map"],
+        '#include "vmem.h"\n#include "_torch_alloc.h"\n#include "_outcome.h"\n' + DLPACK,
+        sources=[*sources, "pyvmem/_dlpack.c", "pyvmem/_outcome.c", "pyvmem/_torch_alloc.c"],
+        depends=[*headers, str(TORCH_HEADER), str(OUTCOME_HEADER), "pyvmem/_vmem.map"],
         include_dirs=["libvmem/include", "libvmem/src", "kernel_module", "pyvmem"],
         define_macros=[("_GNU_SOURCE", "1")],
         extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-pthread"],

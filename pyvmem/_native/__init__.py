@@ -51,13 +51,14 @@ from pyvmem._native.objects import (
     range_query,
     release,
     reserve,
-    retain,
     version,
 )
+from pyvmem._native.outcome import Outcome
 from pyvmem._vmem import ffi
 
 __all__ = [
     "AFTER_NONE",
+    "Outcome",
     "address_of",
     "backend_names",
     "batch",
@@ -93,7 +94,6 @@ __all__ = [
     "read",
     "release",
     "reserve",
-    "retain",
     "submit",
     "text_of",
     "trim",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import BadHandle, Busy
 from pyvmem.kvcache.core import Core
+from pyvmem.kvcache.journal import Journal
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,6 +58,7 @@ class CacheBase(Closing):
 
     _core: Core
     _lock: AbstractContextManager[Any]
+    _journal: Journal
 
     def _gone(self) -> bool:
         return super()._gone() or not self._core.context.is_open

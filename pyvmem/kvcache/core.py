@@ -13,6 +13,8 @@ from pyvmem.errors import Busy, NotRecoverable, OutOfMemory, TooManyBatches, VMe
 from pyvmem.kvcache.accounts import Accounts
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
+from pyvmem.kvcache.journal import Journal
+from pyvmem.kvcache.mapper import Mapper
 from pyvmem.kvcache.moves import Mover
 from pyvmem.kvcache.pager import Pager
 from pyvmem.kvcache.prefixes import Prefixes
@@ -44,22 +46,28 @@ class Core(Accounts):
     """
 
     def __init__(
-        self, config: KVCacheConfig, parts: Parts, table: type[SlotTable] = SlotTable
+        self,
+        config: KVCacheConfig,
+        parts: Parts,
+        journal: Journal,
+        table: type[SlotTable] = SlotTable,
     ) -> None:
         self.config = config
         self.parts = parts
         self.context = parts.context
+        self.journal = journal
+        self.mapper = Mapper(parts.context, journal)
         self.layout = layout = parts.layout
         self.device = parts.cuda_device
         self.counters = Counters(parts.context)
-        self.table = table(config.max_batch)
+        self.table = table(config.max_batch, journal)
         base = parts.reservation.addr
         self.reclaimer = Reclaimer(
-            parts.context, base, layout, self.table, parts.limit_pages, self.counters
+            self.mapper, base, layout, self.table, parts.limit_pages, self.counters
         )
         self.pager = Pager(self.reclaimer, zero_fill=config.zero_fill, device=parts.cuda_device)
         large = layout.large_pages * layout.page_size
-        self.scratch = Scratch(parts.context, max(large, layout.page_size))
+        self.scratch = Scratch(self.mapper, max(large, layout.page_size))
         self.sharing = Sharing(self)
         self.prefixes = Prefixes(self)
         self.mover = Mover(self)
@@ -78,6 +86,37 @@ class Core(Accounts):
         self._low_pages = int(config.low_watermark * parts.limit_pages)
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._prepared: Slot | None = None
+        journal.books.append(self)
+
+    # ---- after an exception from outside ---------------------------------------------------------
+
+    def rebuild(self) -> None:
+        """See `Books.rebuild`."""
+        self.table.rebuild()
+        self.prefixes.rebuild()
+        reclaimer = self.reclaimer
+        reclaimer.shared.rebuild(
+            [one.span for one in (*self.table, *reclaimer.cuts)] + self.prefixes.spans(),
+            [slot.span for slot in self.table if slot.active and not slot.stale],
+        )
+        self.pager.rebuild()
+        reclaimer.rebuild(*self.mover.pages())
+        self.used_tokens = sum(self.seq_lens)
+        self.untidy = True
+
+    def owns(self, held: object) -> bool:
+        """See `Books.owns`."""
+        blocks = self.reclaimer.shared.blocks
+        return (
+            held is self.parts.reservation
+            or self.scratch.owns(held)
+            or self.mover.owns(held)
+            or any(held is block.handle for block in blocks)
+        )
+
+    def failed(self, error: VMemError) -> None:
+        """See `Books.failed`."""
+        self.reclaimer.errors.append(error)
 
     # ---- numbers from outside --------------------------------------------------------------------
 
@@ -160,9 +199,20 @@ class Core(Accounts):
         slot = self.fit(seq_len)
         if slot is None:
             return None
-        self.table.take(slot)
+        self.take(slot)
         self.prepare()
         return slot.index
+
+    def take(self, slot: Slot) -> None:
+        """Gives a free slot to a new owner; free again if the call is not completed."""
+        owner = slot.owner + 1
+
+        def free() -> None:
+            if slot.active and slot.owner == owner:
+                self.release(slot, None)
+
+        self.journal.on_abort(free)
+        self.table.take(slot)
 
     def activity(self) -> tuple[int, int, int, int]:
         """Something else after every call that takes, gives back or steps a request."""
@@ -182,8 +232,7 @@ class Core(Accounts):
         self.prefixes.unpin(slot)
         self.table.give_back(slot, event, self.clock)
         self.reclaimer.own_away = None
-        self.used_tokens -= self.seq_lens[slot.index]
-        self.seq_lens[slot.index] = 0
+        self.enter(slot, 0)
         if (
             slot.stale
             and not slot.lost
@@ -193,8 +242,11 @@ class Core(Accounts):
 
     def enter(self, slot: Slot, length: int) -> None:
         """Notes that a slot holds so many tokens, before a `step` says so."""
-        self.used_tokens += length - self.seq_lens[slot.index]
-        self.seq_lens[slot.index] = length
+        lens, index = self.seq_lens, slot.index
+        self.journal.keep(self, "used_tokens")
+        self.journal.undo(lens.__setitem__, index, lens[index])
+        self.used_tokens += length - lens[index]
+        lens[index] = length
 
     @property
     def low_pages(self) -> int:
@@ -283,3 +335,5 @@ class Core(Accounts):
             reservation._closed = True
         if self.parts.owns_context:
             self.context.close()
+        if self in self.journal.books:
+            self.journal.books.remove(self)

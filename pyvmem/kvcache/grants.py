@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.events import order_after, order_ticket
 from pyvmem.kvcache.jobs import Growth
+from pyvmem.kvcache.journal import Book
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.spans import Span
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["Grants"]
 
 
-class Grants:
+class Grants(Book):
     """What requests own, and the growths that will give them more.
 
     Attributes:
@@ -26,8 +30,13 @@ class Grants:
             counted in `SharedPages.used`.
     """
 
+    def __new__(cls, reclaimer: Reclaimer, *args: Any, **kwargs: Any) -> Self:
+        """No page yet."""
+        return cls._with(reclaimer.mapper.journal.entries)
+
     def __init__(self, reclaimer: Reclaimer, device: int | None) -> None:
         self.reclaimer = reclaimer
+        self.journal = reclaimer.mapper.journal
         self.layout = reclaimer.layout
         self.counters = reclaimer.counters
         self.device = device
@@ -50,7 +59,8 @@ class Grants:
             return error
         for event in job.handover:
             order_after(event, stream, device)
-        job.handover.clear()
+        self.journal.keep(job, "handover", "granted")
+        job.handover = []
         if not job.granted:
             job.granted = True
             for slot, owner, pages in job.grants:
@@ -73,21 +83,34 @@ class Grants:
             return
         self.active_pages += pages - slot.granted
         slot.granted = pages
-        self.capacity[slot.index] = self.layout.capacity(pages)
+        self._set_capacity(slot, pages)
 
     def lend(self, slot: Slot, span: Span) -> None:
         """Grants an empty slot shared pages, which are mapped there."""
         slot.span = span
         slot.mapped = slot.granted = span.pages
         slot.places.put_all(span.stretches())
-        self.capacity[slot.index] = self.layout.capacity(span.pages)
+        self._set_capacity(slot, span.pages)
 
     def revoke(self, slot: Slot) -> None:
         """Takes an owner's pages out of the counts, before the slot is freed."""
         self.active_pages -= max(0, slot.granted - slot.shared)
-        self.capacity[slot.index] = 0
+        self._set_capacity(slot, 0)
+
+    def _set_capacity(self, slot: Slot, pages: int) -> None:
+        capacity, index = self.capacity, slot.index
+        self._log.append((capacity.__setitem__, index, capacity[index]))
+        capacity[index] = self.layout.capacity(pages) if pages else 0
+
+    def rebuild(self) -> None:
+        """Counts again, by the slots, what is granted."""
+        self.active_pages = 0
+        for slot in self.reclaimer.table:
+            self.capacity[slot.index] = self.layout.capacity(slot.granted) if slot.granted else 0
+            self.active_pages += max(0, slot.granted - slot.shared)
 
     def _retire(self, job: Growth) -> None:
+        self.journal.keep_list(self.growths)
         self.growths.remove(job)
         for slot in job.slots:
             slot.job = None

@@ -31,7 +31,7 @@ class Pager(Grants):
 
     def __init__(self, reclaimer: Reclaimer, *, zero_fill: bool, device: int | None) -> None:
         super().__init__(reclaimer, device)
-        self.context = reclaimer.context
+        self.mapper = reclaimer.mapper
         self.base = reclaimer.base
         slots = len(reclaimer.table)
         self._planner = Planner(self.base, self.layout, slots, zero_fill=zero_fill)
@@ -72,38 +72,45 @@ class Pager(Grants):
             job = Growth([slot for slot, _ in want])
             writers: list[Any] = []
             late = self._planner.plan(want, job, writers, source=source, goals=goals)
+            grants = job.grants
+            if late:
+                job.grants = []  # nobody's before its old contents are about to be zeroed
             if not len(self._planner.mapping):
+                self._begin(job)
                 break
             for event in after:
                 wait_for(event)
-            more = goals is not None
-            done, job.mapping = self._map(job, want, background, reclaim, source, more)
-            if done:
+            if self._map(job, want, background, reclaim, source, goals is not None):
                 break
-            if not more:
+            if goals is None:
                 return False
             goals = None
+        self.grown(job.pieces)
+        counters = self.counters
+        counters.grown += job.new_pages
+        counters.reused += job.reused_pages
+        counters.zeroed += job.zeroed_pages
+        counters.peak_mapped = max(counters.peak_mapped, self.reclaimer.held)
+        if late:
+            with self.mapper.transaction() as change:
+                self.journal.keep(job, "grants", "filling")
+                job.grants, job.filling = grants, change.ticket
+                change.submit(self._planner.filling(late), writers)
+            pages = sum(high - low for _, low, high in late)
+            self.counters.zeroed += pages * self.layout.num_tensors
+        return True
+
+    def _begin(self, job: Growth) -> None:
+        """Writes a growth into the books."""
         for slot, _, high in job.pieces:
             slot.mapped = high
         for slot, low, high in job.large:
             slot.places.put(low, high, self._large)
         for slot in job.slots:
             slot.job = job
-        self.grown(job.pieces)
+        self.journal.keep_list(self.growths)
         self.growths.append(job)
-        counters, reclaimer = self.counters, self.reclaimer
-        reclaimer.held += job.new_pages
-        counters.grown += job.new_pages
-        counters.reused += job.reused_pages
-        counters.zeroed += job.zeroed_pages
-        counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
-        if late:
-            try:
-                job.filling = self._fill(late, writers)
-            except VMemError:
-                job.grants.clear()  # the pages stay, without an owner
-                raise
-        return True
+        self.reclaimer.held += job.new_pages
 
     def settle(
         self, stream: Any = None, whole: bool = False, lens: Sequence[int] | None = None
@@ -216,8 +223,8 @@ class Pager(Grants):
         reclaim: bool,
         source: Source | None,
         more: bool,
-    ) -> tuple[bool, Any]:
-        """Runs or submits the mapping batch: (whether memory was enough, the ticket).
+    ) -> bool:
+        """Runs or submits the mapping batch, with the growth in the books; False: no memory.
 
         `more`: it maps more than is wanted, for which nothing is taken back.
         """
@@ -227,25 +234,29 @@ class Pager(Grants):
             missing = pages - reclaimer.free
             if missing <= 0:
                 try:
-                    if background:
-                        return True, self.context.submit(mapping)
-                    with self.counters.waiting():
-                        self.context.batch(mapping)
-                    return True, None
+                    with self.mapper.transaction() as change:
+                        job.mapping = change.ticket if background else None
+                        self._begin(job)
+                        if background:
+                            change.submit(mapping)
+                        else:
+                            with self.counters.waiting():
+                                change.run(mapping)
+                    return True
                 except NotRecoverable:
                     self.reclaimer.condemn(job.pieces)
                     raise
                 except TooManyMappings:
                     if more:
-                        return False, None
+                        return False
                     if self._fewer_mappings(job, keep, background):
                         continue
                     if self.reclaimer.table.lockstep:
                         raise
-                    return False, None
+                    return False
                 except OutOfMemory:  # of the device, or of a context shared with others
                     if more:
-                        return False, None
+                        return False
                     if self.reclaimer.table.lockstep:
                         raise
                     if job.large:  # small pages may fit where no large one does
@@ -254,10 +265,10 @@ class Pager(Grants):
                         continue
                     missing = pages
             if keep is None or more:
-                return False, None
+                return False
             free = reclaimer.free
             if not self.can_have(pages, keep):
-                return False, None
+                return False
             if reclaimer.free > free:  # copies were given up
                 continue
             own = max(0, pages - (reclaimer.limit - reclaimer.held))
@@ -270,7 +281,7 @@ class Pager(Grants):
                         op="KVCache",
                         bytes=missing * self.layout.page_size,
                     )
-                return False, None
+                return False
             for slot in job.slots:
                 if slot.job is not None:  # it lost pages beyond those it is to have
                     reclaimer.finish(slot.job)
@@ -289,10 +300,3 @@ class Pager(Grants):
             if slot.job is not None:  # it lost pages beyond those it is to have
                 reclaimer.finish(slot.job)
         return True
-
-    def _fill(self, pieces: list[Piece], after: list[Any]) -> Any:
-        """Submits zero-fills that follow earlier owners' GPU work."""
-        ticket = self.context.submit(self._planner.filling(pieces), after=after)
-        pages = sum(high - low for _, low, high in pieces)
-        self.counters.zeroed += pages * self.layout.num_tensors
-        return ticket

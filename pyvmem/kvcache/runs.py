@@ -65,6 +65,7 @@ class Runs:
         self._longest = min(self._chunk, layout.large_pages // 2 or self._chunk)
         self._used = self._seen = 0  # mappings, and pages grown when they were counted
         self._count()
+        # Hints: an exception from outside may leave them wrong, and only choices hang on them.
         # By slot: map calls of each tensor since its pages were last one piece for each run.
         self._calls = [0] * config.max_batch
         self._joined = [0] * config.max_batch  # pages that are
@@ -226,7 +227,7 @@ class Runs:
             nbytes = (slot.mapped - first) * layout.page_size
             for tensor in range(layout.num_tensors):
                 at = core.pager.base + layout.offset(slot.index, first, tensor)
-                calls += core.context.consolidate(at, nbytes)
+                calls += core.mapper.consolidate(at, nbytes)
         self._calls[slot.index] = 1
         self._joined[slot.index] = slot.mapped
         return calls

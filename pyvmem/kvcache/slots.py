@@ -22,20 +22,24 @@ slot keeps none: all its pages are unmapped together, and until that has happene
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import count as count_up
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyvmem.kvcache.events import prune
+from pyvmem.kvcache.journal import Book
 from pyvmem.kvcache.places import Places
 from pyvmem.kvcache.spans import EMPTY, Span
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.journal import Journal
 
 __all__ = ["Slot", "SlotTable"]
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
-    """One request's place in every tensor.
+class Slot(Book):
+    """One request's place in every tensor; what changes it is journaled.
 
     Attributes:
         index: the reqid.
@@ -57,6 +61,7 @@ class Slot:
         freed_order: counts up with every slot that becomes free.
     """
 
+    log: InitVar[list[Any]]
     index: int
     active: bool = False
     broken: bool = False
@@ -73,7 +78,14 @@ class Slot:
     freed_order: int = 0
     span: Span = EMPTY
     pins: list[Any] = field(default_factory=list)
-    places: Places = field(default_factory=Places)
+    places: Places = field(init=False)
+
+    def __new__(cls, log: list[Any], *args: Any, **kwargs: Any) -> Slot:
+        """A slot whose changes are noted in `log`."""
+        return cls._with(log)
+
+    def __post_init__(self, log: list[Any]) -> None:
+        self.places = Places(log)
 
     @property
     def shared(self) -> int:
@@ -108,11 +120,17 @@ class SlotTable:
 
     lockstep: ClassVar[bool] = False
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, journal: Journal) -> None:
         self.changes = 0
-        self.slots = [Slot(i) for i in range(count)]
+        self._undo = journal.undo
+        self.slots = [Slot(journal.entries, i) for i in range(count)]
         self._order = count_up(1)
         self.free: dict[int, Slot] = {slot.index: slot for slot in self.slots}
+
+    def rebuild(self) -> None:
+        """Makes `free` again from the slots."""
+        free = [slot for slot in self.slots if not slot.active and not slot.broken]
+        self.free = {slot.index: slot for slot in sorted(free, key=lambda s: s.freed_order)}
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -142,6 +160,7 @@ class SlotTable:
 
     def take(self, slot: Slot) -> None:
         """Gives a free slot to a new owner, with no page granted yet."""
+        self._undo(self.rebuild)  # what is undone last: by then the slot is as it was
         del self.free[slot.index]
         self.changes += 1
         slot.active = True
@@ -149,6 +168,7 @@ class SlotTable:
 
     def give_back(self, slot: Slot, event: Any, now: int) -> None:
         """Ends an ownership; what was granted is dirty from now on."""
+        self._undo(self.rebuild)
         self.changes += 1
         slot.active = slot.writer = False
         slot.owner += 1
@@ -156,9 +176,7 @@ class SlotTable:
         slot.granted = 0
         slot.freed_at = now
         slot.freed_order = next(self._order)
-        slot.events = prune(slot.events)
-        if event is not None:
-            slot.events.append(event)
+        slot.events = [*prune(slot.events), *(() if event is None else (event,))]
         if not slot.broken:
             self.free[slot.index] = slot
 
@@ -173,8 +191,10 @@ class SlotTable:
 
     def condemn(self, slot: Slot) -> None:
         """Never hands this slot out again."""
+        self._undo(self.rebuild)
         slot.broken = True
-        self.free.pop(slot.index, None)
+        if slot.index in self.free:
+            del self.free[slot.index]
 
     def victims(self) -> list[Slot]:
         """Slots with spare pages, in the order in which they should lose them.

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from itertools import compress
 from typing import Any
 
-from pyvmem.errors import TooManyMappings
+from pyvmem.errors import TooManyMappings, VMemError
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.jobs import Growth
 from pyvmem.kvcache.slots import Slot
@@ -165,19 +166,23 @@ def _note_crowded(cores: Sequence[Core]) -> None:
 
 def _grow_each(wants: Sequence[tuple[Core, _Want]], background: bool) -> bool:
     grown: list[tuple[Core, _Want]] = []
-    done = False
+
+    def disown() -> None:
+        for core, want in grown:
+            _disown(core, want)
+
     try:
         for core, want in wants:
             if want:
+                core.journal.on_abort(partial(_disown, core, want))
                 if not _grow(core, want, background=background):
+                    disown()
                     return False
                 grown.append((core, want))
-        done = True
-        return True
-    finally:
-        if not done:
-            for core, want in grown:
-                _disown(core, want)
+    except VMemError:
+        disown()
+        raise
+    return True
 
 
 def _cut_surplus(core: Core, want: _Want) -> bool:
@@ -195,8 +200,9 @@ def _disown(core: Core, want: _Want) -> None:
     """Makes a growth in flight one that no request waits for; its pages can be taken back."""
     for slot, _ in want:
         if isinstance(slot.job, Growth):
-            slot.job.grants.clear()
-            slot.job.handover.clear()  # the slot keeps these events for its next owner
+            core.journal.keep(slot.job, "grants", "handover")
+            slot.job.grants = []
+            slot.job.handover = []  # the slot keeps these events for its next owner
     core.pager.poll()
 
 
@@ -207,6 +213,7 @@ def _commit(core: Core, lens: list[int], total: int, stream: Any) -> None:
     if core.config.promote_tokens and core.promoter is not None:
         core.promoter.step(lens, stream)
     core.runs.step(stream)
+    core.journal.keep(core, "seq_lens", "used_tokens", "clock")
     core.seq_lens = lens[:]
     core.used_tokens = total
     core.note_peaks()
