@@ -292,6 +292,10 @@ class Context(AddressSpace):
             raise
         self._events.clear()
 
+    def abandon(self) -> None:
+        """`close`, unless it was closed before."""
+        self.close()
+
     def __enter__(self) -> Context:
         return self
 

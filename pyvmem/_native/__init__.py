@@ -54,10 +54,12 @@ from pyvmem._native.objects import (
     version,
 )
 from pyvmem._native.outcome import Outcome
+from pyvmem._native.scan import Limits
 from pyvmem._vmem import ffi
 
 __all__ = [
     "AFTER_NONE",
+    "Limits",
     "Outcome",
     "address_of",
     "backend_names",

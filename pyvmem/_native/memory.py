@@ -60,14 +60,24 @@ def new_after(items: list[tuple[int, int]]) -> tuple[Any, int]:
 
 
 def batch(
-    vm: int, ops: Any, count: int, after: tuple[Any, int] = AFTER_NONE, *, outcome: Outcome | None = None
+    vm: int,
+    ops: Any,
+    count: int,
+    after: tuple[Any, int] = AFTER_NONE,
+    *,
+    outcome: Outcome | None = None,
 ) -> None:
     """Runs operations as one, in the calling thread."""
     call(lib.pyvmem_batch, cell_of(outcome), vm, ops, count, after[0], after[1])
 
 
 def submit(
-    vm: int, ops: Any, count: int, after: tuple[Any, int] = AFTER_NONE, *, outcome: Outcome | None = None
+    vm: int,
+    ops: Any,
+    count: int,
+    after: tuple[Any, int] = AFTER_NONE,
+    *,
+    outcome: Outcome | None = None,
 ) -> int:
     """Gives operations to the worker; returns the ticket."""
     made = outcome or Outcome()

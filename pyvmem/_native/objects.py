@@ -178,7 +178,14 @@ def gather(
 
 
 def drop_range(
-    vm: int, handle: int, offset: int, size: int, count: int, stride: int, *, outcome: Outcome | None = None
+    vm: int,
+    handle: int,
+    offset: int,
+    size: int,
+    count: int,
+    stride: int,
+    *,
+    outcome: Outcome | None = None,
 ) -> None:
     """Drops the reference to parts of a handle's pages."""
     call(lib.pyvmem_drop_range, cell_of(outcome), vm, handle, offset, size, count, stride)

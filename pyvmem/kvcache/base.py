@@ -57,6 +57,7 @@ class CacheBase(Closing):
     """A core behind a lock."""
 
     _core: Core
+    _closing: bool
     _lock: AbstractContextManager[Any]
     _journal: Journal
 
@@ -72,6 +73,12 @@ class CacheBase(Closing):
         core = self._core
         if self._closed:
             raise BadHandle("the KVCache is closed", errno=errno.EBADF, op="KVCache")
+        if self._closing:
+            raise BadHandle(
+                "the KVCache is half closed: an exception ended its close, call that again",
+                errno=errno.EBADF,
+                op="KVCache",
+            )
         if not core.context.is_open:
             core.context.stats()  # raises what is wrong: closed, or of the parent of a fork
         return core

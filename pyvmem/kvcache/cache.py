@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyvmem.context import Context
+from pyvmem.errors import VMemError
 from pyvmem.kvcache import report, setup, steps
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import KVCacheConfig
@@ -73,25 +74,27 @@ class KVCache(RequestCalls, PlaceCalls):
         budget: Budget | None = None,
     ) -> None:
         self._closed = True  # until the core is made
+        self._closing = False  # and some of it is gone already
         self._budget = budget
         self._lock: AbstractContextManager[Any] = (
             threading.RLock() if budget is None else budget.lock
         )
         self._idle: IdleThread | None = None
         self.config = config
-        parts = setup.make(config, context, backend, device, budget)
         self._journal = Journal() if budget is None else budget.journal
         with self._lock, self._journal:
-            self._core = Core(config, parts, self._journal, self._table)
-            self._views = Views(self._core.layout, self._core.parts.reservation)
-            self._closed = False
+            parts = setup.make(config, context, backend, device, self._journal, budget)
+            self._core = core = Core(config, parts, self._journal, self._table)
+            self._views = Views(core.layout, parts.reservation)
+            self._journal.on_abort(self._shut)
             try:
                 if budget is not None:
-                    budget.join(self._core)
-                self._core.prepare()
-            except BaseException:
-                self.close()
+                    budget.join(core)
+                core.prepare()
+            except VMemError:
+                self._shut()
                 raise
+            self._closed = False
         if config.idle_seconds:
             self._idle = IdleThread(self._core, self._lock)
             self._idle.start()
@@ -102,8 +105,8 @@ class KVCache(RequestCalls, PlaceCalls):
         """Takes a free slot for a request of `seq_len` tokens (0: not known yet).
 
         Best fit: the free slot with the fewest mapped pages that are enough, else the one with the
-        most. Nothing is mapped by this call; with `eager_pages`, the next slot is prepared in the
-        background.
+        most; of equal ones that which has been free for longest. Nothing is mapped by this call;
+        with `eager_pages`, the next slot is prepared in the background.
 
         Returns:
             The reqid, an index into `step`'s list; None when every slot is taken.
@@ -293,11 +296,16 @@ class KVCache(RequestCalls, PlaceCalls):
         with self._lock, self._journal:
             if self._closed:
                 return
-            self._views.drop()
-            if self.context.is_open:  # else everything went with it, or is the parent's
-                self._core.close(stream)
+            self._shut(stream)
             self._closed = True
-            if self._budget is not None:
-                self._budget.leave(self._core)
             if self._idle is not None:
                 self._idle.end()
+
+    def _shut(self, stream: Any = None) -> None:
+        self._views.drop()
+        if self.context.is_open:  # else everything went with it, or is the parent's
+            self._core.check_no_tensors()
+            self._closing = True
+            self._core.close(stream)
+        if self._budget is not None:
+            self._budget.leave(self._core)

@@ -83,7 +83,7 @@ def reclaim_free(cache: KVCache, keep: Collection[int] = (), *, wait: bool = Fal
         core = cache._open_core()
         reclaimer = core.reclaimer
         reclaimer.poll()
-        for slot in list(core.table.free.values()):
+        for slot in core.table.free:
             if slot.index in keep:
                 continue
             if wait:

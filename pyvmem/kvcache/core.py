@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import operator
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -77,6 +78,7 @@ class Core(Accounts):
         self.pager.relieve = self.runs.relieve
         self.promoter = Promoter(self) if layout.large_pages else None
         self.window = Window(self) if config.window else None
+        self._asked = array("Q")
         self.indices = range(config.max_batch)
         self.seq_lens = [0] * config.max_batch
         self.used_tokens = 0
@@ -86,6 +88,7 @@ class Core(Accounts):
         self._low_pages = int(config.low_watermark * parts.limit_pages)
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._prepared: Slot | None = None
+        journal.keep_list(journal.books)
         journal.books.append(self)
 
     # ---- after an exception from outside ---------------------------------------------------------
@@ -109,6 +112,7 @@ class Core(Accounts):
         blocks = self.reclaimer.shared.blocks
         return (
             held is self.parts.reservation
+            or (held is self.context and self.parts.owns_context)
             or self.scratch.owns(held)
             or self.mover.owns(held)
             or any(held is block.handle for block in blocks)
@@ -137,10 +141,24 @@ class Core(Accounts):
                 total = sum(lens)
         except TypeError:
             raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
-        lowest = min(lens)
-        if lowest < 0:
-            raise invalid(f"seq_lens[{lens.index(lowest)}] is {lowest}; it must not be negative")
+        try:
+            self._asked = array("Q", lens)
+        except OverflowError:
+            lowest, highest = min(lens), max(lens)
+            bad = lowest if lowest < 0 else highest
+            longest = self.config.max_seq_len
+            raise invalid(
+                f"seq_lens[{lens.index(bad)}] is {bad}; it must not be negative"
+                if bad < 0
+                else f"seq_lens[{lens.index(bad)}] is {bad}; max_seq_len is {longest}",
+                limit=longest,
+            ) from None
         return lens, total
+
+    def short(self) -> list[int]:
+        """The slots whose pages are not enough for the numbers that `validate` saw last."""
+        # Capacity is 0 for free slots, so whatever is wrong with a single number shows up here too.
+        return self.pager.short(self._asked)
 
     def want(self, lens: list[int], short: list[int]) -> list[tuple[Slot, int]]:
         """The slots that lack pages, with the pages per tensor that they need."""
@@ -155,7 +173,7 @@ class Core(Accounts):
                 raise invalid(
                     f"seq_lens[{index}] is {length}; max_seq_len is {longest}", limit=longest
                 )
-            if slot.stale:
+            if slot.mapped > slot.granted and slot.stale:
                 self.pager.release(slot)
             want.append((slot, pages_for(length)))
         return want
@@ -220,7 +238,10 @@ class Core(Accounts):
         return self.clock, counters.steps_async, counters.short, self.table.changes
 
     def release(self, slot: Slot, event: Any) -> None:
-        """Ends an ownership; `event`: the GPU work that may still touch the slot."""
+        """Ends an ownership; `event`: the GPU work that may still touch the slot.
+
+        Nothing is unmapped: `tidy` does that.
+        """
         self.mover.abandon(slot)
         if self.promoter is not None:
             self.promoter.forget(slot)
@@ -233,11 +254,7 @@ class Core(Accounts):
         self.table.give_back(slot, event, self.clock)
         self.reclaimer.own_away = None
         self.enter(slot, 0)
-        if (
-            slot.stale
-            and not slot.lost
-            and (slot.job is not None or not self.reclaimer.try_cut(slot, 0))
-        ):
+        if slot.stale and not slot.lost:
             self.untidy = True
 
     def enter(self, slot: Slot, length: int) -> None:
@@ -282,16 +299,9 @@ class Core(Accounts):
         if not pages:
             return
         self.pager.poll()
-        free = [slot for slot in self.table.free.values() if not slot.stale]
-        ready = [slot for slot in free if slot.mapped >= pages]
-        if ready:
-            self._prepared = min(ready, key=lambda slot: slot.mapped)
-            return
-        self._prepared = slot = max(
-            (slot for slot in free if slot.job is None), key=lambda slot: slot.mapped, default=None
-        )
+        self._prepared = slot = self.table.to_prepare(pages)
         reclaimer = self.reclaimer
-        if slot is None:
+        if slot is None or slot.mapped >= pages:
             return
         new_pages = (pages - slot.mapped) * self.layout.num_tensors
         if reclaimer.free - new_pages < self._low_pages:
@@ -299,8 +309,8 @@ class Core(Accounts):
         with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
             self.pager.grow([(slot, pages)], background=True, reclaim=False)
 
-    def close(self, stream: Any) -> None:
-        """Waits for everything, then gives pages, reservation and an owned context back."""
+    def check_no_tensors(self) -> None:
+        """Raises Busy where tensors of the cache live."""
         reservation = self.parts.reservation
         living = reservation.live_arrays
         if living:
@@ -311,6 +321,10 @@ class Core(Accounts):
                 addr=reservation.addr,
                 bytes=reservation.nbytes,
             )
+
+    def close(self, stream: Any) -> None:
+        """Waits for everything, then gives pages, reservation and an owned context back."""
+        reservation = self.parts.reservation
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.mover.close()
         for slot in self.table:
@@ -329,7 +343,7 @@ class Core(Accounts):
         self.reclaimer.shared.close()
         self.scratch.close()
         try:
-            reservation.close(unmap=True)
+            self.mapper.close(reservation)
         except NotRecoverable:
             # Quarantined pages keep their addresses; both go when the context is closed.
             reservation._closed = True

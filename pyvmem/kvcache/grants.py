@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, Any
 
+from pyvmem._native import Limits
 from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.events import order_after, order_ticket
 from pyvmem.kvcache.jobs import Growth
@@ -40,9 +42,14 @@ class Grants(Book):
         self.layout = reclaimer.layout
         self.counters = reclaimer.counters
         self.device = device
-        self.capacity = [0] * len(reclaimer.table)
+        self._limits = Limits(len(reclaimer.table))
+        self.capacity = self._limits.values
         self.growths: list[Growth] = []
         self.active_pages = 0
+
+    def short(self, lens: array[int]) -> list[int]:
+        """The slots whose length, of all that are given, is above their capacity."""
+        return self._limits.exceeded(lens)
 
     def _complete(self, job: Growth, stream: Any, whole: bool = False) -> VMemError | None:
         """Waits for a growth, grants its pages or undoes it.
@@ -63,9 +70,7 @@ class Grants(Book):
         job.handover = []
         if not job.granted:
             job.granted = True
-            for slot, owner, pages in job.grants:
-                if slot.owner == owner:
-                    self.grant(slot, pages)
+            self._grant_all(job)
         if job.done():
             self._retire(job)
         return None
@@ -81,12 +86,25 @@ class Grants(Book):
         """Makes pages that are mapped the owner's."""
         if pages <= slot.granted:
             return
+        self.reclaimer.table.changed(slot)
         self.active_pages += pages - slot.granted
         slot.granted = pages
         self._set_capacity(slot, pages)
 
+    def _grant_all(self, job: Growth) -> None:
+        """`grant` to those owners of a growth that are still there."""
+        self.reclaimer.table.all_changed(job.slots)
+        granted = 0
+        for slot, owner, pages in job.grants:
+            if slot.owner == owner and pages > slot.granted:
+                granted += pages - slot.granted
+                slot.granted = pages
+                self._set_capacity(slot, pages)
+        self.active_pages += granted
+
     def lend(self, slot: Slot, span: Span) -> None:
         """Grants an empty slot shared pages, which are mapped there."""
+        self.reclaimer.table.changed(slot)
         slot.span = span
         slot.mapped = slot.granted = span.pages
         slot.places.put_all(span.stretches())
@@ -110,6 +128,7 @@ class Grants(Book):
             self.active_pages += max(0, slot.granted - slot.shared)
 
     def _retire(self, job: Growth) -> None:
+        self.reclaimer.table.all_changed(job.slots)
         self.journal.keep_list(self.growths)
         self.growths.remove(job)
         for slot in job.slots:

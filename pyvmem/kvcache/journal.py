@@ -32,8 +32,6 @@ from pyvmem.errors import VMemError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pyvmem.pages import Pages
-    from pyvmem.reservation import Reservation
 
 __all__ = ["Book", "Books", "Journal"]
 
@@ -62,14 +60,21 @@ class Book:
         _put(self, name, value)
 
 
+class Made(Protocol):
+    """Something of the context that a call has made: a handle, addresses."""
+
+    def abandon(self) -> None:
+        """Gives it back, if it was made and not given back before."""
+
+
 class Books(Protocol):
     """What recovers with a journal: the books of one cache."""
 
     def rebuild(self) -> None:
         """Counts and indexes again what the slots, nodes and batches say by themselves."""
 
-    def owns(self, held: Pages | Reservation) -> bool:
-        """Whether the books name a handle or a reservation."""
+    def owns(self, held: Made) -> bool:
+        """Whether the books name what a call has made."""
 
     def failed(self, error: VMemError) -> None:
         """Notes a failure that the next `step` raises."""
@@ -102,7 +107,7 @@ class Journal:
     def __init__(self) -> None:
         self.entries: list[Any] = []
         self.books: list[Books] = []
-        self._held: list[Pages | Reservation] = []  # made by the call, and perhaps nobody's
+        self._held: list[Made] = []  # made by the call, and perhaps nobody's
         self._pending: list[Callable[[], None]] = []  # aborts to be run by `recover`
         self._caller: FrameType | None = None  # of the call that is under way
 
@@ -140,7 +145,7 @@ class Journal:
         self.entries.append(_Abort(run, final=True))
         run()
 
-    def hold(self, made: Pages | Reservation) -> None:
+    def hold(self, made: Made) -> None:
         """Notes a handle or reservation about to be made; unless the books name it when the call
         ends, it is given back."""
         self._held.append(made)
@@ -172,9 +177,9 @@ class Journal:
         if self._caller is not sys._getframe(1):
             return
         if kind is None or issubclass(kind, VMemError):
+            self.entries.clear()
             if self._held:
                 self._give_back()
-            self.entries.clear()
         else:
             self.recover()
         self._caller = None

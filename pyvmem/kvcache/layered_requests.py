@@ -15,6 +15,7 @@ from pyvmem.kvcache.joint import fork_all
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.cache import KVCache
+    from pyvmem.kvcache.journal import Journal
     from pyvmem.kvcache.prefixes import PrefixMatch
     from pyvmem.kvcache.swap import SwappedRequest
     from pyvmem.kvcache.turns import Turns
@@ -30,6 +31,7 @@ class LayeredRequests(Closing):
     """
 
     _lock: Turns
+    _journal: Journal
     caches: tuple[KVCache, ...]
 
     def _open(self) -> list[Core]:
@@ -51,6 +53,8 @@ class LayeredRequests(Closing):
             event = record(stream, cores[0].device)
             if tokens is not None:
                 cores[0].prefixes.record_last(slots[0], tokens, event)
+            for core, slot in zip(cores, slots, strict=True):
+                core.mover.abandon(slot)
             for core, slot in zip(cores, slots, strict=True):
                 core.release(slot, event)
             for core in cores:

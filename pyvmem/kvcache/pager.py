@@ -102,6 +102,7 @@ class Pager(Grants):
 
     def _begin(self, job: Growth) -> None:
         """Writes a growth into the books."""
+        self.reclaimer.table.all_changed(job.slots)
         for slot, _, high in job.pieces:
             slot.mapped = high
         for slot, low, high in job.large:

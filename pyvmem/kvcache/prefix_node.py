@@ -159,20 +159,21 @@ class Order(Generic[S]):
         self.locked_pages = 0
         self._stamps = count_up(1)
 
-    def rebuild(self, nodes: Iterable[Node[S]], pins: Iterable[Node[S]]) -> None:
+    def rebuild(self, root: Node[S], nodes: Iterable[Node[S]], pins: Iterable[Node[S]]) -> None:
         """Makes pins, locks and order again.
 
         Args:
-            nodes: all but the root.
+            root: of the tree.
+            nodes: all others.
             pins: of these, one for each pin.
         """
         every = list(nodes)
-        for node in every:
+        for node in (root, *every):
             node.pins = node._locks = 0
         self.locked_pages = 0
         for node in pins:
             node.pins += 1
-            for one in node.path():
+            for one in (root, *node.path()):
                 one._locks += 1
         self.locked_pages = sum(node.span.pages for node in every if node._locks)
         free = sorted((node for node in every if not node._locks), key=lambda n: n._stamp)

@@ -239,8 +239,7 @@ class PrefixTree(Generic[S]):
         self.nodes = len(nodes)
         self.tokens = sum(node.units for node in nodes) * self.unit
         self.pages = sum(node.span.pages for node in nodes)
-        self.root.pins = self.root._locks = 0
-        self._order.rebuild(nodes, pins)
+        self._order.rebuild(self.root, nodes, pins)
 
     def _keep(self, node: Node[S], *names: str) -> None:
         """Notes attributes of a node before they change."""
@@ -253,7 +252,11 @@ class PrefixTree(Generic[S]):
         children, first = node._children, child._run[: self._width]
         if self._log is not None:
             before = children.get(first)
-            undo = (children.pop, first, None) if before is None else (children.__setitem__, first, before)
+            undo = (
+                (children.pop, first, None)
+                if before is None
+                else (children.__setitem__, first, before)
+            )
             self._log.append(undo)
         children[first] = child
 

@@ -176,9 +176,7 @@ class RequestCalls(CacheBase):
         """
         with self._lock, self._journal:
             core = self._open_core()
-            swapped = swap.swap_out([core], reqid, stream)
-            core.tidy()
-            return swapped
+            return swap.swap_out([core], reqid, stream)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """Brings a swapped request back, into any slot.

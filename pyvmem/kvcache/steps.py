@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from functools import partial
-from itertools import compress
 from typing import Any
 
 from pyvmem.errors import TooManyMappings, VMemError
@@ -101,8 +99,7 @@ def _begin(core: Core, seq_lens: Sequence[int], stream: Any) -> tuple[list[int],
         reclaimer.poll()
     if reclaimer.errors:
         reclaimer.raise_errors()
-    # Capacity is 0 for free slots, so whatever is wrong with a single number shows up here too.
-    short = list(compress(core.indices, map(operator.gt, lens, pager.capacity)))
+    short = core.short()
     return lens, total, core.want(lens, short) if short else []
 
 
@@ -117,27 +114,29 @@ def _begin_async(core: Core, seq_lens: Sequence[int]) -> tuple[list[int], _Want]
     lens, _ = core.validate(seq_lens)
     if reclaimer.cuts:
         reclaimer.poll()
-    short = list(compress(core.indices, map(operator.gt, lens, pager.capacity)))
+    short = core.short()
     want = core.want(lens, short) if short else []
     if want and (pager.growths or reclaimer.cuts):
-        want = [(slot, pages) for slot, pages in want if not _promised(slot, pages)]
+        promised = {
+            (slot, owner): pages for job in pager.growths for slot, owner, pages in job.grants
+        }
+        want = [
+            (slot, pages) for slot, pages in want if promised.get((slot, slot.owner), 0) < pages
+        ]
     return short, want
-
-
-def _promised(slot: Slot, pages: int) -> bool:
-    """Whether a growth in flight will grant its owner so many pages."""
-    job = slot.job
-    return isinstance(job, Growth) and any(
-        other is slot and owner == slot.owner and promise >= pages
-        for other, owner, promise in job.grants
-    )
 
 
 def _grow(core: Core, want: _Want, *, background: bool) -> bool:
     """Begins to give slots their pages, once nothing is in flight over them."""
+    pager, reclaimer = core.pager, core.reclaimer
     for slot, _ in want:
-        core.pager.release(slot)
-    return core.pager.grow(want, background=background)
+        if slot.job is not None or slot.mapped > slot.granted:  # else there is nothing to wait for
+            pager.release(slot)
+    lacking = sum([pages - slot.mapped for slot, pages in want if pages > slot.mapped])
+    lacking *= core.layout.num_tensors
+    if lacking > reclaimer.free and not pager.can_have(lacking, dict(want)):
+        return False  # known before anything is planned
+    return pager.grow(want, background=background)
 
 
 def grow_all(wants: Sequence[tuple[Core, _Want]], *, background: bool) -> bool:

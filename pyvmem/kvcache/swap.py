@@ -98,9 +98,11 @@ def swap_out(cores: Sequence[Core], reqid: int, stream: Any) -> SwappedRequest:
     for core, slot, size, held in zip(cores, slots, sizes, rows, strict=True):
         for tensor, address in enumerate(_pieces(core, slot, size)):
             core.context.read_into(address, held[tensor * size : (tensor + 1) * size])
+    swapped = SwappedRequest(cores, length, rows)
+    # Nothing but the books from here on: an exception from outside leaves the request where it is.
     for core, slot in zip(cores, slots, strict=True):
         core.release(slot, None)  # the work is over
-    return SwappedRequest(cores, length, rows)
+    return swapped
 
 
 def swap_in(cores: Sequence[Core], swapped: SwappedRequest, stream: Any) -> int | None:

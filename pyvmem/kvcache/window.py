@@ -84,6 +84,9 @@ class Window:
                 if head <= slot.head:
                     self._set(index, self._kept + self._rows(end), self._least[index])
                     continue
+            if head <= slot.head:  # they went in a step that an exception ended
+                self._set(index, self._kept + self._rows(head + 1), self._window + self._rows(head))
+                continue
             after = [*slot.events, *events]
             if not core.reclaimer.try_slide(slot, head, after):  # the queue is full
                 if not core.table.lockstep:

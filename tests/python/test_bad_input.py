@@ -13,6 +13,7 @@ import pytest
 from conftest import open_context
 
 import pyvmem
+from pyvmem import _native
 
 U64 = 2**64
 
@@ -297,8 +298,6 @@ def test_close_reservation_with_live_mappings(
 
 
 def test_double_free_of_a_reservation(context: pyvmem.Context, rsv: pyvmem.Reservation) -> None:
-    from pyvmem import _native
-
     rsv.close()
     with refused(context, pyvmem.NotReserved):
         _native.free(context.handle, rsv.addr, 0)
@@ -306,8 +305,6 @@ def test_double_free_of_a_reservation(context: pyvmem.Context, rsv: pyvmem.Reser
 
 
 def test_free_in_the_middle(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
-    from pyvmem import _native
-
     with refused(context, pyvmem.InvalidArgument):
         _native.free(context.handle, rsv.addr + page, 0)
 
