@@ -49,10 +49,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "pages": {"growth_fraction": 0, "join_at": 0},
 }
 _METHOD = {
-    "growth": "every request by at most one page's rows in a step, each at a pace of its own; "
-    "lengths at the start are drawn with a fixed seed",
+    "growth": "every request by at most a page's rows in a step, each at a pace of its own",
     "step": "perf_counter_ns around step, from Python; one sample a step",
-    "driver": "time in driver calls, as libvmem counts it",
     "kernel memory": "the larger of two estimates by difference (pyvmem.bench.memory)",
     "order": "the ways take turns, in another order in each round",
 }
@@ -84,9 +82,8 @@ class _Filling:
             context = stack.enter_context(
                 Context(command.backend, device=args.device, granule=page, max_mappings=mappings)
             )
-            memory = args.memory or (
-                _QUICK if quick else available_bytes(context.cuda_device, 8 * _LEFT) - _LEFT
-            )
+            free = available_bytes(context.cuda_device, 8 * _LEFT) - _LEFT
+            memory = args.memory or (_QUICK if quick else free)
             config = KVCacheConfig(
                 num_layers=2 if quick else 32,
                 num_kv_heads=8,
@@ -127,7 +124,7 @@ class _Filling:
             if min(self._at) >= longest:
                 raise WrongResult(f"requests of {longest} tokens do not fill the memory")
             if not command.deadline.allows():
-                found.end = "the deadline came"
+                found.end = "the deadline"
                 break
             start = time.perf_counter_ns()
             try:
@@ -242,11 +239,12 @@ def _add(part: Part, way: str, rounds: list[_Filled], page: int) -> None:
 
 def _measure(command: Command, part: Part) -> None:
     rounds = 1 if command.quick else command.args.rounds
-    ways = [way for way in WAYS if not command.args.ways or way in command.args.ways]
+    ways = command.args.ways or list(WAYS)
     found: dict[str, list[_Filled]] = {way: [] for way in ways}
     page = 0
     for number in range(rounds):
-        for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+        first = number % len(ways)
+        for way in ways[first:] + ways[:first]:
             try:
                 with _Filling(command, way) as filling, quiet():
                     found[way].append(filling.fill(command))
