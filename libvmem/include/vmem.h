@@ -130,6 +130,8 @@ struct vmem_open_opts {
   uint64_t pool_low;  /* the worker keeps at least so many free bytes in the pool; 0 = none */
   uint64_t pool_high; /* free bytes above this go back to the driver in whole slabs; 0 = the back end's
                          default (host: 0, GPU: 1 GiB), VMEM_KEEP_ALL = only vmem_trim gives back */
+  uint64_t max_mappings; /* most vmem_stats.mappings at a time; 0 = the back end's share (stock: 237,568, less on
+                            several devices; half of what the driver has for all processes), elsewhere no limit */
 };
 
 struct vmem_info {
@@ -139,8 +141,8 @@ struct vmem_info {
   uint64_t granule;
   uint64_t page_sizes;  /* bit k set: pages of 2^k bytes */
   uint64_t slab_size;
-  uint64_t max_segments; /* limit on vmem_stats.segments (host: vm.max_map_count) or .mappings (stock: the
-                            driver's handles); 0 = none */
+  uint64_t max_segments; /* limit on vmem_stats.segments (host: vm.max_map_count); 0 = none */
+  uint64_t max_mappings; /* limit on vmem_stats.mappings (vmem_open_opts); 0 = none */
   char backend[16];
   char driver[64];      /* driver version, "" on host */
   char device_name[64]; /* of devices[0] */

@@ -174,6 +174,7 @@ struct vm_ctx {
   uint64_t reserved_bytes, mapped_units, used_units, limbo_units, quarantined_units, slab_bytes;
   uint64_t growing_bytes; /* of slabs being made */
   uint64_t peak_mapped_units, peak_used_units, segments, mappings, batches;
+  uint64_t planned_mappings; /* the most that plans neither committed nor cancelled add to `mappings` */
 
   /* worker */
   bool worker_started, worker_stop, closing;
@@ -325,6 +326,7 @@ struct vm_plan {
   vm_event event;         /* they do; 0 = over */
   bool claims;            /* some of the mapped units are claimed: dirty, and zeroed by this plan */
   bool aliases;           /* some of the mapped units are mapped elsewhere, or held by two handles */
+  uint64_t mappings;      /* its part of vm_ctx.planned_mappings */
   uint64_t grow_id;       /* slabs made for this plan; 0 = none */
   uint64_t keep;          /* free bytes that stay in the pool when it comes to nothing */
   uint32_t release;       /* handle that vMemRelease drops with this plan; 0 = none */
@@ -339,6 +341,11 @@ int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p);
 bool vm_recount(struct vm_ctx *c, int err);
 /* A plan that unmaps all of a reservation that nobody is changing. The caller has zeroed *p, and holds the lock. */
 int vm_plan_make_free(struct vm_ctx *c, struct vm_space *s, struct vm_plan *p);
+/* The plan is committed or cancelled: its mappings are counted, or will never be. Lock held. */
+static inline void vm_mappings_end(struct vm_ctx *c, struct vm_plan *p) {
+  c->planned_mappings -= p->mappings;
+  p->mappings = 0;
+}
 /* The piece's units are zeroed, or will not be. Lock held. */
 void vm_end_claims(struct vm_ctx *c, const struct vm_piece *piece, bool zeroed);
 /* -EBUSY when vmem_read, _write, _copy or _fill is using a part of the range, or an unfinished plan copies from it.

@@ -12,6 +12,8 @@ The question of figure 12 of the vAttention paper (ASPLOS'25), which gives the l
   single iteration stands beside it. `pyvmem.bench.replay` says what an iteration is.
 - PagedAttention is counted without its block tables: blocks of 16 or 256 tokens, for all layers at
   once.
+- Pages that a request has mapped ahead of its need (`KVCacheConfig.growth_fraction`) are not
+  counted: where memory is the limit they are unmapped for whoever needs them.
 
 No GPU is needed: the arithmetic is the cache's own (`Layout.pages_for`), and a test runs the same
 replay through a `KVCache` with real pages.

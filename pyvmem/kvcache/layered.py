@@ -71,7 +71,11 @@ class LayeredCache(LayeredRequests):
         whole = KVCacheConfig(num_layers=1, num_kv_heads=1, head_dim=1, **_shape_free(policy))
         if budget is not None and (whole.memory_limit or whole.memory_floor):
             raise invalid("memory_limit and memory_floor are of the whole; the budget is given")
-        policy = {**policy, "memory_limit": 0, "memory_floor": 0}
+        if whole.max_mappings and (context is not None or budget is not None):
+            raise invalid(
+                f"max_mappings {whole.max_mappings}: the context is given, and has its own"
+            )
+        policy = {**policy, "memory_limit": 0, "memory_floor": 0, "max_mappings": 0}
         configs = [
             KVCacheConfig(num_layers=count, **kind.fields(), **policy)
             for kind, count in counts.items()
@@ -79,7 +83,13 @@ class LayeredCache(LayeredRequests):
         with ExitStack() as undo:
             if context is None and budget is None:
                 ready = sum(map(setup.pool_low, configs))
-                context = Context(backend, device=device, granule=whole.page_size, pool_low=ready)
+                context = Context(
+                    backend,
+                    device=device,
+                    granule=whole.page_size,
+                    pool_low=ready,
+                    max_mappings=whole.max_mappings,
+                )
                 undo.callback(context.close)
                 self._owned: Context | None = context
             else:

@@ -99,7 +99,11 @@ class ParallelKVCache(AgreedCache):
         failure = None
         try:
             self._own = Context(
-                backend, device=device, granule=config.page_size, pool_high=KEEP_ALL
+                backend,
+                device=device,
+                granule=config.page_size,
+                pool_high=KEEP_ALL,
+                max_mappings=config.max_mappings,
             )
             page = config.page_size or self._own.info.granule
             pages = take_pages(self._own, config, page)
@@ -123,7 +127,7 @@ class ParallelKVCache(AgreedCache):
         """Gives back what other ranks could not match, and makes the cache over the rest."""
         assert self._own is not None
         self._own.trim(config.memory_limit)
-        super().__init__(config, self._own)
+        super().__init__(replace(config, max_mappings=0), self._own)
 
     # ---- calls that every rank makes -----------------------------------------------------------
 

@@ -205,9 +205,9 @@ class RequestCalls(CacheBase):
     def can_admit(self, seq_lens: Sequence[int]) -> bool:
         """Whether new requests of so many tokens would all fit now, beside the present ones.
 
-        Counts free slots and all that is free or could be reclaimed, recorded prefixes that no
-        request uses included. Says nothing of memory that others take from the device. Waits for
-        fills that are in flight.
+        Counts free slots, mappings that the context may still make, and all that is free or could
+        be reclaimed, recorded prefixes that no request uses included. Says nothing of memory that
+        others take from the device. Waits for fills that are in flight.
 
         Raises:
             InvalidArgument: a length that is negative or above `max_seq_len`.
@@ -222,8 +222,12 @@ class RequestCalls(CacheBase):
                         f"seq_lens[{place}] is {length}; it must lie between 0 and {longest}",
                         limit=longest,
                     )
-            pages = sum(map(core.layout.pages_for, lengths)) * core.layout.num_tensors
-            return len(lengths) <= len(core.table.free) and core.pager.can_have(pages, {})
+            pages = [core.layout.pages_for(length) for length in lengths]
+            return (
+                len(lengths) <= len(core.table.free)
+                and core.runs.fits(pages)
+                and core.pager.can_have(sum(pages) * core.layout.num_tensors, {})
+            )
 
     def trim(self, prefixes: bool = False) -> int:
         """Unmaps all pages of no request and gives the pool's free memory back to the device.

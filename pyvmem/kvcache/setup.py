@@ -59,7 +59,11 @@ def make(
     owned = context is None
     if context is None:
         context = Context(
-            backend, device=device, granule=config.page_size, pool_low=pool_low(config)
+            backend,
+            device=device,
+            granule=config.page_size,
+            pool_low=pool_low(config),
+            max_mappings=config.max_mappings,
         )
         journal.hold(context)
     info = context.info
@@ -102,6 +106,8 @@ def _context_of(
     config: KVCacheConfig, context: Context | None, budget: Budget | None
 ) -> Context | None:
     """The context to use; None: one is to be opened."""
+    if config.max_mappings and (context is not None or budget is not None):
+        raise invalid(f"max_mappings {config.max_mappings}: the context is given, and has its own")
     if budget is None:
         if config.memory_floor:
             raise invalid(f"memory_floor {config.memory_floor}: the cache has no budget")
