@@ -32,7 +32,8 @@ class Core(Accounts):
     """What `KVCache` and its reports work on; not thread-safe by itself.
 
     Attributes:
-        seq_lens: tokens by the last `step`, 0 for free slots.
+        rows: tokens whose rows every slot holds; 0 for free slots. They grow with `step`, and
+            shrink only where the request gives them up: `truncate`, the end of the request.
         used_tokens: their sum.
         clock: steps so far.
         mover: other pages under the same addresses.
@@ -65,7 +66,7 @@ class Core(Accounts):
         self.promoter = Promoter(self) if layout.large_pages else None
         self.window = Window(self) if config.window else None
         self.indices = range(config.max_batch)
-        self.seq_lens = [0] * config.max_batch
+        self.rows = [0] * config.max_batch
         self.used_tokens = 0
         self.clock = 0
         self.untidy = config.reclaim_steps > 0
@@ -76,8 +77,11 @@ class Core(Accounts):
 
     # ---- numbers from outside --------------------------------------------------------------------
 
-    def validate(self, seq_lens: Sequence[int]) -> tuple[list[int], int]:
-        """The numbers as a list, and their sum; single ones are looked at to name a bad one."""
+    def validate(self, seq_lens: Sequence[int]) -> tuple[list[int], list[int], int]:
+        """The numbers as a list, the rows held after a step to them, and the sum of those.
+
+        A number below the rows held, 0 among them, asks for nothing: the rows stay.
+        """
         lens = seq_lens if type(seq_lens) is list else list(seq_lens)
         count = len(self.table)
         if len(lens) != count:
@@ -93,10 +97,14 @@ class Core(Accounts):
                 total = sum(lens)
         except TypeError:
             raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
+        if not any(map(operator.lt, lens, self.rows)):  # as every negative number is
+            return lens, lens, total
         lowest = min(lens)
         if lowest < 0:
             raise invalid(f"seq_lens[{lens.index(lowest)}] is {lowest}; it must not be negative")
-        return lens, total
+        pairs = zip(lens, self.rows, strict=True)
+        rows = [length if length > held else held for length, held in pairs]
+        return lens, rows, sum(rows)
 
     def want(self, lens: list[int], short: list[int]) -> list[tuple[Slot, int]]:
         """The slots that lack pages, with the pages per tensor that they need."""
@@ -177,8 +185,8 @@ class Core(Accounts):
         self.prefixes.unpin(slot)
         self.table.give_back(slot, event, self.clock)
         self.reclaimer.own_away = None
-        self.used_tokens -= self.seq_lens[slot.index]
-        self.seq_lens[slot.index] = 0
+        self.used_tokens -= self.rows[slot.index]
+        self.rows[slot.index] = 0
         if (
             slot.stale
             and not slot.lost
@@ -187,9 +195,9 @@ class Core(Accounts):
             self.untidy = True
 
     def enter(self, slot: Slot, length: int) -> None:
-        """Notes that a slot holds so many tokens, before a `step` says so."""
-        self.used_tokens += length - self.seq_lens[slot.index]
-        self.seq_lens[slot.index] = length
+        """Notes that a slot holds so many rows, whatever `step` said."""
+        self.used_tokens += length - self.rows[slot.index]
+        self.rows[slot.index] = length
 
     @property
     def low_pages(self) -> int:

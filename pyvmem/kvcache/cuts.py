@@ -192,7 +192,7 @@ class Cuts:
                 cut.away.clear()
                 if not cut.slides:
                     slot.mapped = cut.high
-                    slot.dirty = cut.dirty
+                    slot.dirty = max(slot.dirty, cut.dirty)  # an owner may have ended since
                 elif slot.owner == cut.owner:
                     self.slid -= cut.high - cut.low
                 if cut.span.pages:

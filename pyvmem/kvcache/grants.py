@@ -75,6 +75,14 @@ class Grants:
         slot.granted = pages
         self.capacity[slot.index] = self.layout.capacity(pages)
 
+    def shrink(self, slot: Slot, pages: int) -> None:
+        """Makes an owner's pages from this one on nobody's; they stay mapped, and are dirty."""
+        before = max(0, slot.granted - slot.shared)
+        slot.dirty = max(slot.dirty, slot.granted)
+        slot.granted = pages
+        self.active_pages += max(0, pages - slot.shared) - before
+        self.capacity[slot.index] = self.layout.capacity(pages) if pages else 0
+
     def lend(self, slot: Slot, span: Span) -> None:
         """Grants an empty slot shared pages, which are mapped there."""
         slot.span = span

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.kvcache import swap
+from pyvmem.kvcache import swap, truncate
 from pyvmem.kvcache.base import Closing
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.events import record
@@ -56,6 +56,11 @@ class LayeredRequests(Closing):
             for core in cores:
                 core.prepare()
                 core.tidy()
+
+    def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
+        """As `KVCache.truncate`, in all classes or in none."""
+        with self._lock:
+            return truncate.truncate(self._open(), reqid, length, stream)
 
     # ---- forks -----------------------------------------------------------------------------------
 

@@ -138,6 +138,10 @@ class ParallelKVCache(AgreedCache):
         else:
             self._settled(super().free_reqid, reqid, stream, tokens)
 
+    def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
+        """See `KVCache.truncate`; 0 or -1 on every rank alike."""
+        return self._settled(super().truncate, reqid, length, stream)
+
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step`; 0 or -1 on every rank alike.
 

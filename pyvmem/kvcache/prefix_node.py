@@ -9,7 +9,7 @@ and eviction needs no search. Pinned nodes and their ancestors stand outside it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -43,17 +43,38 @@ class Node(Generic[S]):
     """A run of units behind its parent's. A handle: only the tree changes it.
 
     Attributes:
-        parent: None for the root, and for a node that left the tree.
+        namespace: of the prefix; the root's key.
+        parent: None for a root, and for a node that left the tree.
         units: length of the run.
         end: tokens from the first of the prefix to the last of this run.
         pins: `PrefixTree.pin` calls on this node without their `unpin`.
         used: `PrefixTree.now` at the last use.
     """
 
-    __slots__ = ("_children", "_locks", "_run", "_span", "end", "parent", "pins", "units", "used")
+    __slots__ = (
+        "_children",
+        "_locks",
+        "_run",
+        "_span",
+        "end",
+        "namespace",
+        "parent",
+        "pins",
+        "units",
+        "used",
+    )
 
-    def __init__(self, parent: Node[S] | None, run: bytes, units: int, end: int, used: int) -> None:
+    def __init__(
+        self,
+        parent: Node[S] | None,
+        run: bytes,
+        units: int,
+        end: int,
+        used: int,
+        namespace: Hashable = None,
+    ) -> None:
         self.parent = parent
+        self.namespace = namespace if parent is None else parent.namespace
         self.units = units
         self.end = end
         self.pins = 0
@@ -65,7 +86,7 @@ class Node(Generic[S]):
 
     @property
     def span(self) -> S:
-        """The caller's payload. InvalidArgument for the root, which has none."""
+        """The caller's payload. InvalidArgument for a root, which has none."""
         if self._span is None:
             raise invalid("the root of a prefix tree has no span")
         return self._span
@@ -98,7 +119,7 @@ class Node(Generic[S]):
 
     def tokens(self) -> TokenIds:
         """The whole prefix, up to `end`."""
-        return TokenIds.from_bytes(b"".join(node._run for node in self.path()))
+        return TokenIds.from_bytes(b"".join(node._run for node in self.path()), self.namespace)
 
     def below(self) -> Iterator[Node[S]]:
         """This node and all behind it, parents before children."""

@@ -8,6 +8,7 @@ would begin in the middle of a page. A node holds a run of units, and the caller
     root --[system prompt: 6 units]--+--[question A: 2 units]
                                      +--[question B: 3 units]--[next turn: 4 units]
 
+Every namespace (`TokenIds.namespace`) has a root of its own; order, counts and eviction are of all.
 A run that a new prefix leaves in its middle is split; both halves get a part of the span. The node
 stays the lower half, so that what was said of it (its end, a pin) stays true. Eviction takes
 leaves, least recently used first (`prefix_node.Order`).
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import errno
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic
 
 from pyvmem.errors import Busy
@@ -43,7 +44,8 @@ class PrefixTree(Generic[S]):
         unit: tokens in a unit, at least 1.
 
     Attributes:
-        root: stands for the empty prefix.
+        root: stands for the empty prefix without a namespace.
+        roots: by namespace; those of others come with their first prefix and go with their last.
         now: the time of the uses that follow, set by the caller in any unit (steps, seconds); it
             must not go back. Only `evict_unused` reads it.
         nodes, tokens, pages: in the tree.
@@ -64,6 +66,7 @@ class PrefixTree(Generic[S]):
         self._width = self.unit * ID_BYTES
         self._order: Order[S] = Order()
         self.root: Node[S] = Node(None, b"", 0, 0, 0)
+        self.roots: dict[Hashable, Node[S]] = {None: self.root}
         self.now = 0
         self.nodes = self.tokens = self.pages = 0
 
@@ -85,8 +88,11 @@ class PrefixTree(Generic[S]):
         Raises:
             InvalidArgument: bad tokens, or a negative `limit`.
         """
-        data, end = self._whole(tokens, limit)
-        node, parts, at = walk(self.root, data, end, self._width)
+        ids, end = self._whole(tokens, limit)
+        root = self.roots.get(ids.namespace)
+        if root is None:
+            root, end = self.root, 0  # nothing is recorded there
+        node, parts, at = walk(root, ids.data, end, self._width)
         if pin and parts and parts[-1][1] < node.units:
             node = self._split(node, parts[-1][1])
             parts[-1] = (node.span, node.units)
@@ -107,13 +113,17 @@ class PrefixTree(Generic[S]):
             InvalidArgument: bad tokens.
             Whatever `make` raises; the tree then holds what it held.
         """
-        data, end = self._whole(tokens, None)
-        node, parts, at = walk(self.root, data, end, self._width)
+        ids, end = self._whole(tokens, None)
+        root = self.roots.get(ids.namespace)
+        if root is None:
+            root = self.root if not end else Node(None, b"", 0, 0, 0, ids.namespace)
+        node, parts, at = walk(root, ids.data, end, self._width)
         if at < end:
             if parts and parts[-1][1] < node.units:
                 node = self._split(node, parts[-1][1])
             span = make(at // self._width, end // self._width)
-            node = self._link(node, data[at:end], end // ID_BYTES, span)
+            self.roots.setdefault(ids.namespace, root)
+            node = self._link(node, ids.data[at:end], end // ID_BYTES, span)
         self._order.touch(node, self.now)
         return Inserted(node, end // ID_BYTES, at // ID_BYTES)
 
@@ -181,7 +191,7 @@ class PrefixTree(Generic[S]):
         """Takes a node out together with all that is recorded behind it.
 
         Args:
-            node: of this tree; the root empties the tree.
+            node: of this tree; a root empties its namespace.
 
         Returns:
             The spans, children before parents; the caller owns them.
@@ -196,7 +206,7 @@ class PrefixTree(Generic[S]):
                 errno=errno.EBUSY,
                 op="PrefixTree.remove",
             )
-        below = [one for one in node.below() if one is not self.root]
+        below = [one for one in node.below() if one.parent is not None]
         return [self._unlink(one) for one in reversed(below)]
 
     # ---- reports ---------------------------------------------------------------------------------
@@ -215,10 +225,11 @@ class PrefixTree(Generic[S]):
         return self.nodes
 
     def __iter__(self) -> Iterator[Node[S]]:
-        """All nodes but the root, parents before children."""
-        nodes = self.root.below()
-        next(nodes)
-        return nodes
+        """All nodes but the roots, parents before children."""
+        for root in list(self.roots.values()):
+            nodes = root.below()
+            next(nodes)
+            yield from nodes
 
     def eviction_order(self) -> list[Node[S]]:
         """The nodes that may be evicted, first the one that is next."""
@@ -230,13 +241,14 @@ class PrefixTree(Generic[S]):
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _whole(self, tokens: Any, limit: int | None) -> tuple[bytes, int]:
+    def _whole(self, tokens: Any, limit: int | None) -> tuple[TokenIds, int]:
         """The ids, and where their last whole unit ends, in bytes."""
-        data = TokenIds.of(tokens).data
+        ids = TokenIds.of(tokens)
+        data = ids.data
         if limit is not None and limit < 0:
             raise invalid(f"limit is {limit}; it must not be negative")
         end = len(data) if limit is None else min(len(data), limit * ID_BYTES)
-        return data, end // self._width * self._width
+        return ids, end // self._width * self._width
 
     def _split(self, node: Node[S], units: int) -> Node[S]:
         """Puts the first units of a run into a new node above; returns that one."""
@@ -269,7 +281,11 @@ class PrefixTree(Generic[S]):
         """Takes out a node without children and without locks."""
         assert node.parent is not None
         assert node.is_leaf
-        del node.parent._children[node._run[: self._width]]
+        parent = node.parent
+        del parent._children[node._run[: self._width]]
+        if parent.parent is None and parent is not self.root and parent.is_leaf:
+            if not parent._locks:
+                del self.roots[parent.namespace]
         del self._order.nodes[node]
         node.parent = None
         self.nodes -= 1
@@ -294,5 +310,5 @@ class PrefixTree(Generic[S]):
 
     def _own(self, node: Node[S]) -> None:
         """Refuses a node that left the tree, or is another tree's."""
-        if node.top() is not self.root:
+        if self.roots.get(node.namespace) is not node.top():
             raise invalid(f"the prefix of {node.end} tokens was evicted, or is another tree's")

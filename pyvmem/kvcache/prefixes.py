@@ -112,7 +112,7 @@ class Prefixes:
         for core, _ in self._each(slot):
             core.sharing.require(PREFIXES, "record")
         ids = TokenIds.of(tokens)
-        held = self._core.seq_lens[slot.index]
+        held = self._core.rows[slot.index]
         if len(ids) > held:
             raise invalid(
                 f"{len(ids)} tokens to record; reqid {slot.index} holds {held}", limit=held
@@ -168,6 +168,21 @@ class Prefixes:
         for node in pins:
             self.tree.pin(node)
         return list(pins)
+
+    def shorten(self, slot: Slot, rows: int) -> None:
+        """Keeps for a slot only what its first rows are of."""
+        kept: list[Node[Span]] = []
+        for node in slot.pins:
+            part = node
+            if node.end > rows:
+                found = self.tree.match(node.tokens(), rows, pin=True)
+                part = found.node
+                self.tree.unpin(node)
+                if not found.length:
+                    self.tree.unpin(part)
+                    continue
+            kept.append(part)
+        slot.pins = kept
 
     def unpin(self, slot: Slot) -> None:
         """Keeps nothing for a slot any longer; counts as a use."""

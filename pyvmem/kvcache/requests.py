@@ -32,14 +32,14 @@ class RequestCalls(CacheBase):
 
         Both share the pages that are full below `length`, read-only from then on: a write to one
         faults. Only the last, partly filled page is copied, in every tensor. So neither may write
-        rows below `length` again, and each may append as if it were alone. (To cut a request short
-        and write other rows there, fork it at that length and free it.)
+        rows below `length` again, and each may append as if it were alone. (Who must write them
+        again gives them up first: `truncate`.)
 
         Waits for the GPU work on `stream` where pages were written since the last fork.
 
         Args:
             reqid: the parent; it goes on as before.
-            length: tokens that the new request begins with; None: all, by the last `step`.
+            length: tokens that the new request begins with; None: all that the parent holds.
             stream: the stream (or event) of the parent's last work, as in `free_reqid`.
             into: the reqid that the new request shall have; None: any that is free.
 
