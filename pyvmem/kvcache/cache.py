@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -112,7 +112,9 @@ class KVCache(RequestCalls, PlaceCalls):
         with self._lock:
             return self._open_core().alloc(seq_len)
 
-    def free_reqid(self, reqid: int, stream: Any = None, tokens: Any = None) -> None:
+    def free_reqid(
+        self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
+    ) -> None:
         """Gives a slot back, together with what it holds.
 
         The pages stay mapped for the next request, or are unmapped in the background, after the GPU
@@ -124,10 +126,12 @@ class KVCache(RequestCalls, PlaceCalls):
                 event recorded after it, or an `FdEvent`; None: torch's current stream, on host
                 nothing.
             tokens: record the request's rows under these ids, as `record` does, for requests that
-                begin with them; None: record nothing.
+                begin with them; None: record nothing. They may be more than its rows: the last
+                token that was sampled has none yet.
+            namespace: as in `record`.
 
         Raises:
-            InvalidArgument: no such reqid, or it is not taken; bad tokens, or more than it holds.
+            InvalidArgument: no such reqid, or it is not taken; bad tokens or namespace.
             VMemError: it could not be recorded; it was not freed.
         """
         with self._lock:
@@ -135,7 +139,7 @@ class KVCache(RequestCalls, PlaceCalls):
             slot = core.slot(reqid)
             event = record(stream, core.device)
             if tokens is not None:
-                core.prefixes.record_last(slot, tokens, event)
+                core.prefixes.record_last(slot, tokens, event, namespace)
             core.release(slot, event)
             core.prepare()
             core.tidy()

@@ -23,13 +23,13 @@ __all__ = ["IdleThread", "begin_trim", "trim", "unmap_idle"]
 _LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
 
 
-def begin_trim(core: Core, prefixes: bool) -> bool:
+def begin_trim(core: Core, prefixes: bool, leased: bool = False) -> bool:
     """Begins to unmap all pages of no request; True when none is on its way any more."""
     core.pager.poll()
     core.reclaimer.poll()
     core.mover.sweep()
     if prefixes:
-        core.prefixes.evict_all()
+        core.prefixes.evict_all(leased)
     core.reclaimer.release_stale()
     for slot in core.table.victims():
         core.reclaimer.try_cut(slot, slot.granted)
@@ -49,7 +49,7 @@ def unmap_idle(core: Core, prefixes: bool) -> None:
     """Unmaps all pages of no request, and waits for that; failures are in `Cuts.errors`."""
     core.pager.finish_idle()
     with core.counters.waiting():
-        while not begin_trim(core, prefixes):
+        while not begin_trim(core, prefixes, leased=True):
             core.reclaimer.finish_all()
             if core.reclaimer.errors:
                 break

@@ -74,7 +74,7 @@ class Node(Generic[S]):
         namespace: Hashable = None,
     ) -> None:
         self.parent = parent
-        self.namespace = namespace if parent is None else parent.namespace
+        self.namespace: Hashable = namespace if parent is None else parent.namespace
         self.units = units
         self.end = end
         self.pins = 0

@@ -157,6 +157,7 @@ class PrefixTree(Generic[S]):
             raise invalid(f"the prefix of {node.end} tokens is not pinned")
         self._order.unlock(node)
         self._order.touch(node, self.now)
+        self._forget_root(node)
 
     # ---- giving up -------------------------------------------------------------------------------
 
@@ -283,9 +284,7 @@ class PrefixTree(Generic[S]):
         assert node.is_leaf
         parent = node.parent
         del parent._children[node._run[: self._width]]
-        if parent.parent is None and parent is not self.root and parent.is_leaf:
-            if not parent._locks:
-                del self.roots[parent.namespace]
+        self._forget_root(parent)
         del self._order.nodes[node]
         node.parent = None
         self.nodes -= 1
@@ -307,6 +306,11 @@ class PrefixTree(Generic[S]):
         self.tokens -= gone
         self.pages -= right.pages
         return right
+
+    def _forget_root(self, node: Node[S]) -> None:
+        """Where a node is the root of a namespace without a prefix, it goes."""
+        if node.parent is None and node.is_leaf and not node._locks and node is not self.root:
+            self.roots.pop(node.namespace, None)
 
     def _own(self, node: Node[S]) -> None:
         """Refuses a node that left the tree, or is another tree's."""

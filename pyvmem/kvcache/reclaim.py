@@ -91,7 +91,7 @@ class Reclaimer(Cuts):
         # What a slot keeps beyond a cut in flight can be had too, once that cut is over.
         slots = (s for s in self.table.slots if s.job is None or isinstance(s.job, Cut))
         spare = sum(max(0, _spare(slot, keep)) for slot in slots)
-        return spare + self.shared.pages - self.shared.used
+        return spare + self.shared.pages - self.shared.used - self.leased()
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
         """Physical pages that are free, on their way back, or could be taken back."""

@@ -197,5 +197,7 @@ def _commit(core: Core, rows: list[int], total: int, stream: Any) -> None:
     core.note_peaks()
     core.counters.steps += 1
     core.clock += 1
+    if core.table.lockstep:
+        core.prefixes.leases.end_all()  # a collector must not decide when they end
     if core.untidy:
         core.tidy()
