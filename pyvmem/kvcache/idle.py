@@ -8,6 +8,7 @@ those calls nothing.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["IdleThread", "begin_trim", "trim", "unmap_idle"]
 
+_log = logging.getLogger("pyvmem.kvcache")
 _LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
 
 
@@ -58,6 +60,9 @@ def unmap_idle(core: Core, prefixes: bool) -> None:
 class IdleThread(threading.Thread):
     """Trims a cache once for every time that it is idle for so long; ends with the cache.
 
+    What is no failure of the cache's own, such as an error of torch for an event, is logged the
+    first time; the next look tries again.
+
     Args:
         core: what is trimmed.
         lock: the cache's.
@@ -72,6 +77,7 @@ class IdleThread(threading.Thread):
         self._seen: tuple[int, ...] | None = None
         self._quiet = 0  # looks in a row that saw the same
         self._trimmed = False
+        self._failed = False
 
     def end(self) -> None:
         """Lets the thread end; does not wait for it."""
@@ -80,7 +86,12 @@ class IdleThread(threading.Thread):
     def run(self) -> None:
         """Looks, and trims."""
         while not self._ended.wait(self._period):
-            self._look()
+            try:
+                self._look()
+            except Exception:
+                if not self._failed:
+                    _log.exception("an idle cache could not be trimmed; it will be tried again")
+                self._failed = True
 
     def _look(self) -> None:
         """Trims when nothing happened in the last looks. Keeps no reference to the core."""

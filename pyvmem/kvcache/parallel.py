@@ -59,8 +59,7 @@ class ParallelKVCache(AgreedCache):
 
     Args:
         config: the same on every rank, but for `memory_limit`. `num_kv_heads` is one rank's
-            (`rank_config`). With `memory_limit` 0 the free memory of the device is taken: leave an
-            engine its own. The memory is taken at once and kept until `close`.
+            (`rank_config`). With `memory_limit` 0 that is 0.9 of the device's free memory. The memory is taken at once and kept until `close`.
         group: torch.distributed group of the ranks; None: the default group.
         backend: of the context that the cache opens, for itself alone.
         device: of this rank; None: torch's current CUDA device, 0 on ``host``.

@@ -234,7 +234,8 @@ def _check_pages(core: Core, slot: Slot) -> list[str]:
                 if is_now != wanted:
                     page = (at - start) // size
                     found.append(
-                        f"slot {slot.index}, tensor {tensor}, page {page}: {is_now}, not {wanted}"
+                        f"slot {slot.index}, tensor {tensor}, page {page}: expected {wanted}, "
+                        f"found {is_now}"
                     )
                     break
                 at += info.run_bytes

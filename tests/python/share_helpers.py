@@ -223,7 +223,8 @@ class ShareModel:
         """Gives up some rows; where memory is short for a copy, none."""
         self.fire()
         held = self.first.snapshot()[reqid].seq_len
-        length = self.random.randint(0, min(held, len(self.tokens[reqid])))
+        held = min(held, len(self.tokens[reqid]))
+        length = self.random.randint(self.random.choice((0, max(0, held - 6))), held)
         before = self.first.snapshot()[reqid]
         if self.cache.truncate(reqid, length) == -1:
             self.count("no truncation")
@@ -282,7 +283,7 @@ class ShareModel:
             self.grow({r: self.prompt()[: self.random.choice((0, 1, 1, 9))] for r in requests})
         elif pick < 0.65:
             self.fork(any_one)
-        elif pick < 0.7:
+        elif pick < 0.68:
             self.truncate(any_one)
         elif pick < 0.77:
             self.record(any_one)
