@@ -15,7 +15,7 @@ import errno
 from collections import deque
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import BadHandle
 from pyvmem.kvcache.prefix_node import Node
@@ -43,10 +43,12 @@ class Lease:
     Attributes:
         node: the last node of it.
         held: the pin is there.
+        dropped: nobody will use it.
     """
 
     node: Node[Span]
     held: bool = True
+    dropped: bool = False
 
 
 @dataclass(eq=False)
@@ -90,11 +92,13 @@ class Leases:
 
     Args:
         tree: the prefixes.
+        log: a journal's entries (journal.py), which get how each change is taken back.
         lockstep: the cache's answers are those of other ranks.
     """
 
-    def __init__(self, tree: PrefixTree[Span], *, lockstep: bool) -> None:
+    def __init__(self, tree: PrefixTree[Span], log: list[Any], *, lockstep: bool) -> None:
         self.lockstep = lockstep
+        self._log = log
         self._tree = tree
         self._open: dict[Lease, None] = {}
         self._dropped: deque[Lease] = deque()
@@ -107,12 +111,14 @@ class Leases:
         """A lease of a node that the caller has pinned for it, or of a root, which needs no pin."""
         lease = Lease(node, node.parent is not None)
         if lease.held:
+            self._log.append((self._open.pop, lease, None))
             self._open[lease] = None
         return lease
 
     def drop(self, lease: Lease) -> None:
         """Puts a lease aside; from any thread, at any time."""
-        if lease.held:
+        if lease.held and not lease.dropped:
+            lease.dropped = True
             self._dropped.append(lease)
 
     def collect(self) -> None:
@@ -122,15 +128,23 @@ class Leases:
 
     def end(self, lease: Lease) -> None:
         """Gives one lease up; again: nothing."""
-        if lease.held:
+        if lease.held and lease in self._open:
+            self._log.append((self._open.__setitem__, lease, None))
+            del self._open[lease]  # from here on it is none of the pins that are counted again
             lease.held = False
-            del self._open[lease]
             self._tree.unpin(lease.node)
 
     def end_all(self) -> None:
         """Gives every lease up."""
         for lease in list(self._open):
             self.end(lease)
+
+    def rebuilt(self) -> list[Node[Span]]:
+        """The nodes of the leases that are there, after an exception from outside."""
+        for lease in self._open:
+            lease.held = True
+        self._dropped.extend(lease for lease in self._open if lease.dropped)
+        return [lease.node for lease in self._open]
 
     def nodes(self) -> list[Node[Span]]:
         """The leased nodes, once for each lease."""

@@ -59,7 +59,8 @@ class ParallelKVCache(AgreedCache):
 
     Args:
         config: the same on every rank, but for `memory_limit`. `num_kv_heads` is one rank's
-            (`rank_config`). With `memory_limit` 0 that is 0.9 of the device's free memory. The memory is taken at once and kept until `close`.
+            (`rank_config`). With `memory_limit` 0 that is 0.9 of the device's free memory. The
+            memory is taken at once and kept until `close`.
         group: torch.distributed group of the ranks; None: the default group.
         backend: of the context that the cache opens, for itself alone.
         device: of this rank; None: torch's current CUDA device, 0 on ``host``.
@@ -149,14 +150,14 @@ class ParallelKVCache(AgreedCache):
         Raises:
             VMemError: this rank alone failed: go on to `check_step`, where the others wait.
         """
-        with self._lock:
+        with self._lock, self._journal:
             answer = self._call(super().step, seq_lens, stream)
             self._ahead = False
             return answer
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step_async`. A second one before `step` first completes the one before."""
-        with self._lock:
+        with self._lock, self._journal:
             answer = self._settled(super().step_async, seq_lens, stream)
             self._ahead = answer == 0
             return answer
@@ -199,7 +200,7 @@ class ParallelKVCache(AgreedCache):
         Raises:
             MemoryError: of this rank's host: it alone failed, as in `step`.
         """
-        with self._lock:
+        with self._lock, self._journal:
             swapped = self._settled(super().swap_out, reqid, stream)
             self._swapped.add(swapped)
             return swapped
@@ -231,7 +232,7 @@ class ParallelKVCache(AgreedCache):
         What a growth in flight has promised is no page of an owner yet: memory would be short, or
         not, as the background is slow or fast.
         """
-        with self._lock:
+        with self._lock, self._journal:
             if self._ahead:
                 self._call(self._open_core().pager.settle, None, True)
                 self._ahead = False
@@ -258,7 +259,7 @@ class ParallelKVCache(AgreedCache):
         Raises:
             RankFailed: a rank could not be made ready; every rank stays poisoned.
         """
-        with self._lock:
+        with self._lock, self._journal:
             have = [0] * (len(self._core.table) + 1)
             self._failure = None
             try:

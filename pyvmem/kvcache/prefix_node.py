@@ -9,8 +9,9 @@ and eviction needs no search. Pinned nodes and their ancestors stand outside it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count as count_up
 from typing import Generic, Protocol, TypeVar
 
 from pyvmem.kvcache.config import invalid
@@ -52,16 +53,8 @@ class Node(Generic[S]):
     """
 
     __slots__ = (
-        "_children",
-        "_locks",
-        "_run",
-        "_span",
-        "end",
-        "namespace",
-        "parent",
-        "pins",
-        "units",
-        "used",
+        *("_children", "_locks", "_run", "_span", "_stamp"),
+        *("end", "namespace", "parent", "pins", "units", "used"),
     )
 
     def __init__(
@@ -83,6 +76,7 @@ class Node(Generic[S]):
         self._span: S | None = None
         self._children: dict[bytes, Node[S]] = {}  # by the first unit of their runs
         self._locks = 0  # pins of this node and of all below
+        self._stamp = 0  # counts up with every use, children before parents
 
     @property
     def span(self) -> S:
@@ -173,6 +167,29 @@ class Order(Generic[S]):
     def __init__(self) -> None:
         self.nodes: OrderedDict[Node[S], None] = OrderedDict()  # least recently used first
         self.locked_pages = 0
+        self._stamps = count_up(1)
+
+    def rebuild(
+        self, roots: Iterable[Node[S]], nodes: Iterable[Node[S]], pins: Iterable[Node[S]]
+    ) -> None:
+        """Makes pins, locks and order again.
+
+        Args:
+            roots: of the tree.
+            nodes: all others.
+            pins: of these, one for each pin.
+        """
+        every = list(nodes)
+        for node in (*roots, *every):
+            node.pins = node._locks = 0
+        self.locked_pages = 0
+        for node in pins:
+            node.pins += 1
+            for one in (node.top(), *node.path()):
+                one._locks += 1
+        self.locked_pages = sum(node.span.pages for node in every if node._locks)
+        free = sorted((node for node in every if not node._locks), key=lambda n: n._stamp)
+        self.nodes = OrderedDict.fromkeys(free)
 
     def first(self) -> Node[S] | None:
         """The leaf to be evicted next."""
@@ -183,6 +200,7 @@ class Order(Generic[S]):
         step = node
         while step.parent is not None:
             step.used = now
+            step._stamp = next(self._stamps)
             if not step._locks:
                 self.nodes[step] = None
                 self.nodes.move_to_end(step)

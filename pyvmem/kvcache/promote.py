@@ -44,14 +44,18 @@ class Promoter:
 
     def forget(self, slot: Slot) -> None:
         """Ends a request."""
+        self._core.journal.undo(self._next.__setitem__, slot.index, self._next[slot.index])
         self._next[slot.index] = self._from
+        self._core.journal.keep_dict(self._joined)
         self._joined.pop(slot.index, None)
 
     def shorten(self, slot: Slot, page: int) -> None:
         """Takes note that pages from this one on may be other ones from now on."""
         joined = self._joined.get(slot.index)
         if joined:
-            joined.difference_update([low for low in joined if low + self._unit > page])
+            self._core.journal.keep_dict(self._joined)
+            self._joined[slot.index] = {low for low in joined if low + self._unit <= page}
+        self._core.journal.undo(self._next.__setitem__, slot.index, self._next[slot.index])
         rows = -(-page * self._core.layout.page_size // self._core.layout.row_bytes)
         self._next[slot.index] = min(self._next[slot.index], max(self._from, rows + self._kept))
 
@@ -93,7 +97,8 @@ class Promoter:
             if not move.runs:
                 return 0
             core.mover.begin(move, [], background=True)
-        self._joined.setdefault(slot.index, set()).update(runs)
+        core.journal.keep_dict(self._joined)
+        self._joined[slot.index] = self._joined.get(slot.index, set()) | set(runs)
         parts = len(move.runs) + len(move.stretches)
         core.counters.promoted += parts * self._unit * core.layout.num_tensors
         if wait:
@@ -128,7 +133,7 @@ class Promoter:
         """Whether the pages of a part are neighbours, in every tensor."""
         layout, base = self._core.layout, self._core.pager.base
         size = self._unit * layout.page_size
-        query = self._core.context.query
+        query = self._core.mapper.query
         return all(
             query(base + layout.offset(slot.index, low, tensor)).run_bytes >= size
             for tensor in range(layout.num_tensors)

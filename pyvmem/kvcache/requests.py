@@ -69,7 +69,7 @@ class RequestCalls(CacheBase):
 
         `into` names as many different free reqids, in the order of what is returned.
         """
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             forked = fork.fork(core, reqid, operator.index(count), length, stream, into)
             core.prepare()
@@ -113,7 +113,7 @@ class RequestCalls(CacheBase):
             InvalidArgument: bad tokens or namespace, or a reqid that is not taken.
             NotSupported, NotRecoverable, VMemError: as `fork`.
         """
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             return core.prefixes.record(core.slot(reqid), tokens, stream, namespace)
 
@@ -132,7 +132,7 @@ class RequestCalls(CacheBase):
         Raises:
             InvalidArgument: bad tokens or namespace, or a negative `leave`.
         """
-        with self._lock:
+        with self._lock, self._journal:
             return self._open_core().prefixes.match(tokens, leave, namespace)
 
     def alloc_prefix(
@@ -157,7 +157,7 @@ class RequestCalls(CacheBase):
             PrefixEvicted: the match has lost its lease, and the prefix is not recorded any more.
             NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
         """
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             match, length = core.prefixes.wanted(tokens, leave, namespace)
             try:
@@ -188,11 +188,9 @@ class RequestCalls(CacheBase):
             NotSupported: the cache has a window.
             MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
         """
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
-            swapped = swap.swap_out([core], reqid, stream)
-            core.tidy()
-            return swapped
+            return swap.swap_out([core], reqid, stream)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """Brings a swapped request back, into any slot.
@@ -209,7 +207,7 @@ class RequestCalls(CacheBase):
             InvalidArgument: another cache's. BadHandle: closed, or swapped in before.
             VMemError: the driver failed; `swapped` is as before.
         """
-        with self._lock:
+        with self._lock, self._journal:
             return swap.swap_in([self._open_core()], swapped, stream)
 
     def can_admit(
@@ -233,7 +231,7 @@ class RequestCalls(CacheBase):
                 None, for each; a match longer than its request, or another cache's.
             PrefixEvicted: as in `alloc_prefix`.
         """
-        with self._lock:
+        with self._lock, self._journal:
             return admission.can_admit([self._open_core()], seq_lens, matches)
 
     def trim(self, prefixes: bool = False) -> int:
@@ -251,5 +249,5 @@ class RequestCalls(CacheBase):
         Raises:
             VMemError: a batch failed; its pages are still there, the cache is consistent.
         """
-        with self._lock:
+        with self._lock, self._journal:
             return idle.trim(self._open_core(), prefixes)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import operator
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from pyvmem.ops import OpBatch
 if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
     from pyvmem.kvcache.slots import Slot
+    from pyvmem.kvcache.spans import Span
     from pyvmem.reservation import Reservation
 
 __all__ = ["truncate"]
@@ -36,7 +36,7 @@ __all__ = ["truncate"]
 def truncate(cores: Sequence[Core], reqid: int, length: int, stream: Any) -> int:
     """See `KVCache.truncate`; of several caches with the same requests, all or none."""
     slots = [core.slot(reqid) for core in cores]
-    rows, held = operator.index(length), cores[0].rows[slots[0].index]
+    rows, held = operator.index(length), max(core.rows[slots[0].index] for core in cores)
     if not 0 <= rows <= held:
         raise invalid(f"length {rows}: reqid {slots[0].index} holds {held} tokens", limit=held)
     for core, slot in zip(cores, slots, strict=True):
@@ -74,9 +74,7 @@ def _disown(core: Core, slot: Slot, keep: int, event: Any) -> None:
     """Makes a slot's pages from `keep` on nobody's, after the work that the event stands for."""
     core.pager.shrink(slot, keep)
     core.reclaimer.own_away = None
-    slot.events = prune(slot.events)
-    if event is not None:
-        slot.events.append(event)
+    slot.events = [*prune(slot.events), *(() if event is None else (event,))]
     if not core.config.deferred_reclaim and slot.job is None:
         core.reclaimer.try_cut(slot, keep)
 
@@ -150,34 +148,33 @@ class _Truncation:
         nbytes = self.rows * layout.row_bytes - self.shared * layout.page_size
         ops = OpBatch(1)
         addresses = core.scratch.take(self.stride * layout.num_tensors)
+        ops.populate(
+            addresses.addr,
+            self.stride,
+            layout.num_tensors,
+            self.stride,
+            layout.page_size,
+            copy_from=core.pager.base + layout.offset(slot.index, self.shared),
+            copy_stride=layout.tensor_bytes,
+            copy_bytes=nbytes,
+        )
         try:
-            ops.populate(
-                addresses.addr,
-                self.stride,
-                layout.num_tensors,
-                self.stride,
-                layout.page_size,
-                copy_from=core.pager.base + layout.offset(slot.index, self.shared),
-                copy_stride=layout.tensor_bytes,
-                copy_bytes=nbytes,
-            )
-            with core.counters.waiting():
-                core.context.batch(ops)
-        except BaseException as error:
+            with core.counters.waiting(), core.mapper.transaction() as change:
+                core.reclaimer.held += self.new_pages
+                change.run(ops)
+        except VMemError as error:
             core.scratch.give(addresses)
             if core.sharing.is_shortage(error):
                 return False
             raise
         self.addresses = addresses
-        core.reclaimer.held += self.new_pages
         return True
 
     def give_up(self) -> None:
         """Undoes `copy`."""
         if self.addresses is not None:
-            size = self.stride * self.core.layout.num_tensors
-            self.core.scratch.give_mapped(self.addresses, size)
-            self.addresses = None
+            addresses, self.addresses = self.addresses, None
+            self.core.scratch.give_mapped(addresses, self.stride * self.core.layout.num_tensors)
             self.core.reclaimer.held -= self.new_pages
 
     def unmap(self) -> None:
@@ -185,63 +182,53 @@ class _Truncation:
         core, slot, layout = self.core, self.slot, self.core.layout
         tensors, base = layout.num_tensors, core.pager.base
         ops = OpBatch(3)
-        handle = None
-        try:
-            if self.addresses is not None:
-                scratch, size = self.addresses.addr, self.stride
-                handle = core.context.gather(scratch, size, tensors, size)
-                ops.map(
-                    base + layout.offset(slot.index, self.shared),
-                    size,
-                    handle,
-                    0,
-                    tensors,
-                    layout.tensor_bytes,
-                    consume=True,
-                    replace=True,
-                )
-                ops.unmap(scratch, size, tensors, size)
-            if self.end < slot.mapped:
-                ops.unmap(
-                    base + layout.offset(slot.index, self.end),
-                    (slot.mapped - self.end) * layout.page_size,
-                    tensors,
-                    layout.tensor_bytes,
-                )
-            with core.counters.waiting():
-                core.context.batch(ops, after=slot.events)
-        except BaseException as error:
-            if handle is not None:
-                with suppress(VMemError):
-                    handle.drop()
-            if isinstance(error, NotRecoverable):
-                raise _lost(core, slot, error) from error
-            raise
         if self.addresses is not None:
-            core.scratch.give(self.addresses)
-            self.addresses = None
-        self._note()
+            scratch, size = self.addresses.addr, self.stride
+            ops.map(
+                base + layout.offset(slot.index, self.shared),
+                size,
+                core.mapper.gather(scratch, size, tensors, size),
+                0,
+                tensors,
+                layout.tensor_bytes,
+                consume=True,
+                replace=True,
+            )
+            ops.unmap(scratch, size, tensors, size)
+        if self.end < slot.mapped:
+            ops.unmap(
+                base + layout.offset(slot.index, self.end),
+                (slot.mapped - self.end) * layout.page_size,
+                tensors,
+                layout.tensor_bytes,
+            )
+        try:
+            with core.counters.waiting(), core.mapper.transaction() as change:
+                tail = self._note()
+                change.run(ops, slot.events)
+        except NotRecoverable as error:
+            raise _lost(core, slot, error) from error
+        core.reclaimer.let_go(tail)
+        if self.addresses is not None:
+            addresses, self.addresses = self.addresses, None
+            core.scratch.give(addresses)
 
-    def _note(self) -> None:
-        """What `unmap` did, in the books."""
+    def _note(self) -> Span:
+        """What `unmap` does, in the books; returns the shared pages that go."""
         core, slot, places = self.core, self.slot, self.slot.places
-        pager, reclaimer = core.pager, core.reclaimer
-        before = max(0, slot.granted - slot.shared)
+        core.table.changed(slot)
         own = max(self.end, slot.shared)
         away = places.away(own, slot.mapped)
         gone = max(0, slot.mapped - own) - sum(away.values())
         tail = slot.span.cut(self.shared, slot.shared)
-        slot.span = slot.span.cut(0, self.shared)
         places.forget(self.shared, self.copied)
         places.forget(self.end, slot.mapped)
-        slot.mapped = min(slot.mapped, self.end)
-        slot.dirty = min(max(slot.dirty, slot.granted), slot.mapped)
-        slot.granted = max(self.keep, places.away_end)
-        pager.active_pages += max(0, slot.granted - slot.shared) - before
-        pager.capacity[slot.index] = core.layout.capacity(slot.granted) if slot.granted else 0
-        reclaimer.shared.unuse(tail)
-        reclaimer.came_back(gone, away)
-        reclaimer.let_go(tail)
+        mapped, granted = min(slot.mapped, self.end), max(self.keep, places.away_end)
+        core.pager.replace(slot, slot.span.cut(0, self.shared), mapped, granted)
+        core.reclaimer.shared.unuse(tail)
+        core.reclaimer.came_back(gone, away)
+        core.enter(slot, self.rows)
+        return tail
 
 
 def _unmap_all(each: Sequence[_Truncation]) -> bool:

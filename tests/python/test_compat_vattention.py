@@ -379,7 +379,7 @@ def test_a_program_that_forgets_cleanup_ends_well(backend: str) -> None:
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "2", "")
 
 
-# ---- lengths that become less, and the demos' call -------------------------------------------------
+# ---- lengths that become less, and the demos' call ---------------------------------------------
 
 
 def test_a_smaller_number_gives_rows_and_blocks_up(page: int) -> None:
