@@ -97,7 +97,6 @@ class PrefixTree(Generic[S]):
             root, end = self.root, 0  # nothing is recorded there
         node, parts, at = walk(root, ids.data, end, self._width)
         if pin and parts and parts[-1][1] < node.units:
-            self._order.touch(node, self.now)
             node = self._split(node, parts[-1][1])
             parts[-1] = (node.span, node.units)
         self._order.touch(node, self.now)

@@ -185,11 +185,10 @@ class Prefixes:
         if left < 0:
             raise invalid(f"leave is {left}; it must not be negative")
         limit = max(0, min(len(ids) - left, self._core.config.max_seq_len))
-        found = self.tree.match(ids, limit, pin=True)
-        node = found.node
-        if not found.length:
-            self.tree.unpin(node)
-            node = self.tree.root
+        found = self.tree.match(ids, limit)  # a use of all that the run goes on with, too
+        node = self.tree.root
+        if found.length:
+            node = self.tree.match(ids, found.length, pin=True).node
         return PrefixMatch(found.length, self.leases.add(node), self.leases)
 
     def wanted(
