@@ -35,6 +35,7 @@ class CommonPages:
 
     Attributes:
         pages: common pages per tensor.
+        rows: what they hold.
         idle: slots that no request has.
 
     Raises:
@@ -57,7 +58,7 @@ class CommonPages:
             unit = core.prefixes.unit_pages
             self.pages = min(-(-layout.pages_for(tokens) // unit) * unit, layout.slot_pages)
             lengths = [0] * config.max_batch
-            lengths[_WRITER] = layout.capacity(self.pages)
+            self.rows = lengths[_WRITER] = layout.capacity(self.pages)
             claim(cache, _WRITER)
             slot = core.table[_WRITER]
             try:

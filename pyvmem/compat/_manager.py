@@ -163,12 +163,17 @@ class Manager:
     # ---- steps ---------------------------------------------------------------------------------
 
     def step(self, seq_lens: Sequence[int]) -> None:
-        """Frees what became 0, takes what has tokens, and maps; all of the last two, or nothing."""
+        """Frees what became 0, cuts what became less, takes what has tokens, and maps.
+
+        All of the last two, or nothing of them.
+        """
         lengths = self._checked(seq_lens)
         claimed = []
         for index, length in enumerate(lengths):
             if not length:
                 self.free(index)
+            elif length < self.lengths[index] and self._taken(index):
+                self._truncate(index, length)
         try:
             for index, length in enumerate(lengths):
                 if length and not self.cache._core.table[index].active:
@@ -183,6 +188,15 @@ class Manager:
         if self.common is not None:
             self.common.idle -= {index for index, length in enumerate(lengths) if length}
         self.lengths = lengths
+
+    def _truncate(self, index: int, length: int) -> None:
+        """Cuts a request short; the common pages stay."""
+        rows = length
+        if self.common is not None:
+            rows = max(rows, self.common.rows)
+        if rows < self.cache.snapshot()[index].seq_len:
+            self.cache.truncate(index, rows)  # none of its pages is shared: never short of memory
+        self.lengths[index] = length
 
     def look_ahead(self) -> None:
         """Begins to map one more token for all; without the memory, nothing: a step will tell."""

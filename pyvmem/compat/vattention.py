@@ -66,6 +66,9 @@ __all__ = [
     "step_async",
 ]
 
+_UVM_PAGE = 64 << 10
+_CUDA_PAGE = 2 << 20
+
 _lock = threading.RLock()
 _manager: Manager | None = None
 _backend: str | None = None
@@ -117,13 +120,14 @@ def init_kvcache(
     device: int,
     dtype: torch.dtype,
     page_size: int,
-    megacache: bool,
+    megacache: bool = False,
 ) -> list[torch.Tensor]:
     """Reserves the addresses; there is no memory before `reserve_physical_pages`.
 
     Args:
         device: CUDA ordinal.
-        page_size: bytes.
+        page_size: bytes; or, as the artifact's demos and its earlier versions call it, whether to
+            use its UVM driver: True stands for pages of 64 KiB, False for 2 MiB.
         megacache: one K and one V tensor for all layers.
 
     Returns:
@@ -142,6 +146,8 @@ def init_kvcache(
                 errno=errno.EBUSY,
                 op="init_kvcache",
             )
+        if isinstance(page_size, bool):
+            page_size = _UVM_PAGE if page_size else _CUDA_PAGE
         close_retired()
         manager = Manager(
             backend=_backend or os.environ.get("VMEM_VATTENTION_BACKEND") or "auto",
@@ -222,7 +228,7 @@ def step(seq_lens: Sequence[int], eager_reclaim: bool) -> None:
 
     Args:
         seq_lens: tokens by id. An id with tokens need not come from `alloc_new_batch_idx`; one that
-            is 0 is free from now on.
+            is 0 is free from now on, one with fewer than before has given up its last rows.
         eager_reclaim: unmap the pages of free ids at once.
 
     Raises:

@@ -95,6 +95,13 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
     scheduler.add_waiting_request = checked
 
 
+def _adapters(model: Any) -> tuple[str, ...] | None:
+    """The names of a model's active adapters; None: it has none."""
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        return None
+    return tuple(model.active_adapters())
+
+
 class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
     """transformers' manager; with slots for models that the plug is installed for."""
 
@@ -172,6 +179,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         finally:
             _building.cache = None
         _guard(processor.scheduler, self._vmem_cache.requests)
+        self._vmem_cache.requests.namespace = lambda: _adapters(self.model)
         self._vmem_cache.requests.stream = processor.inputs_and_outputs.compute_stream
         return processor
 

@@ -18,7 +18,7 @@ from pyvmem.errors import NotSupported
 from pyvmem.hf.named import NamedRequests
 from pyvmem.kvcache import KVCache, KVCacheConfig
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.setup import available_bytes
+from pyvmem.kvcache.setup import free_bytes
 
 __all__ = ["MAX_SLOTS", "Options", "adjust", "check_model", "make_requests", "request_limits"]
 
@@ -173,7 +173,7 @@ def make_requests(
         if cb_config.num_blocks is not None:
             limit = cb_config.num_blocks * block_tokens * token_bytes
         else:
-            limit = int(available_bytes(ordinal, 0) * cb_config.max_memory_percent)
+            limit = int(free_bytes(ordinal, 0) * cb_config.max_memory_percent)
             limit -= _batch_bytes(config, cb_config, shape, logits_of_all)
         shape = dataclasses.replace(shape, memory_limit=max(1, limit))
     backend = options.backend or ("host" if ordinal is None else "auto")

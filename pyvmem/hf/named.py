@@ -20,7 +20,7 @@ Called by one thread at a time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,10 @@ def _no_tokens() -> list[int]:
     return []
 
 
+def _no_namespace() -> Hashable:
+    return None
+
+
 @dataclass
 class _Request:
     """A request that has a slot.
@@ -50,12 +54,14 @@ class _Request:
         valid: rows whose keys and values are computed.
         ids: the tokens of these rows, and perhaps more; called when something is recorded.
         recorded: its prompt was offered to others.
+        namespace: what its rows depend on beside the tokens.
     """
 
     reqid: int
     valid: int = 0
     ids: Callable[[], list[int]] = _no_tokens
     recorded: bool = False
+    namespace: Hashable = None
 
 
 class NamedRequests:
@@ -73,6 +79,8 @@ class NamedRequests:
         choice: attention's kernel, and why not another.
         sharing: asked for, and the back end can map a page twice.
         stream: CUDA stream of the model's work; None: torch's current one.
+        namespace: called when a request gets its slot: what its keys and values depend on beside
+            its tokens, such as the model's adapters. Prefixes are shared within one alone.
     """
 
     def __init__(self, cache: KVCache, kernel: str = "auto", sharing: bool = True) -> None:
@@ -85,6 +93,7 @@ class NamedRequests:
         self.can_fork = not FORK.lacks(cache.context.info)
         self.sharing = sharing and self.can_fork
         self.stream: Any = None
+        self.namespace: Callable[[], Hashable] = _no_namespace
         self._requests: dict[str, _Request] = {}
         self._lens = [0] * cache.config.max_batch
 
@@ -122,7 +131,7 @@ class NamedRequests:
             if not held:
                 cache.free_reqid(reqid, self.stream)
                 return False
-            self._requests[name] = _Request(reqid)
+            self._requests[name] = _Request(reqid, namespace=self.namespace())
             return True
         return self._map(request.reqid, tokens)
 
@@ -180,7 +189,7 @@ class NamedRequests:
         if record and self.sharing and request.valid >= self.kvcache.sharing_unit:
             with suppress(VMemError):  # it was not freed then
                 ids = request.ids()[: request.valid]
-                self.kvcache.free_reqid(request.reqid, self.stream, ids)
+                self.kvcache.free_reqid(request.reqid, self.stream, ids, request.namespace)
                 return
         self.kvcache.free_reqid(request.reqid, self.stream)
 
@@ -201,12 +210,13 @@ class NamedRequests:
         """
         if not self.sharing or name in self._requests:
             return 0
-        found = self.kvcache.match(prompt)
-        taken = self.kvcache.alloc_prefix(found, stream=self.stream) if found.length else None
+        namespace = self.namespace()
+        with self.kvcache.match(prompt, namespace=namespace) as found:
+            taken = self.kvcache.alloc_prefix(found, stream=self.stream) if found.length else None
         if taken is None:
             return 0
         reqid, tokens = taken
-        self._requests[name] = _Request(reqid, tokens, lambda: prompt, recorded=False)
+        self._requests[name] = _Request(reqid, tokens, lambda: prompt, namespace=namespace)
         self._lens[reqid] = tokens
         return tokens
 
@@ -218,7 +228,8 @@ class NamedRequests:
             reqid = self.kvcache.fork(parent.reqid, tokens, self.stream)
         if reqid is None:
             return False
-        self._requests[child] = _Request(reqid, min(tokens, parent.valid), parent.ids, True)
+        valid = min(tokens, parent.valid)
+        self._requests[child] = _Request(reqid, valid, parent.ids, True, parent.namespace)
         self._lens[reqid] = tokens
         return True
 
@@ -240,7 +251,8 @@ class NamedRequests:
             return
         request.recorded = True
         if prompt >= self.kvcache.sharing_unit:
-            self.kvcache.record(request.reqid, ids()[:prompt], self.stream)
+            ids_ = ids()[:prompt]
+            self.kvcache.record(request.reqid, ids_, self.stream, request.namespace)
 
     # ---- the batch -------------------------------------------------------------------------------
 

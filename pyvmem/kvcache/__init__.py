@@ -6,7 +6,7 @@ from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.hf_shapes import layer_shapes
 from pyvmem.kvcache.layered import LayeredCache
-from pyvmem.kvcache.prefixes import PrefixMatch
+from pyvmem.kvcache.leases import PrefixEvicted, PrefixMatch
 from pyvmem.kvcache.report import IntegrityError
 from pyvmem.kvcache.shapes import LayerShape
 from pyvmem.kvcache.stats import CacheStats, SlotInfo
@@ -24,6 +24,7 @@ __all__ = [
     "LayerShape",
     "LayeredCache",
     "Moved",
+    "PrefixEvicted",
     "PrefixMatch",
     "ShareInfo",
     "SlotInfo",

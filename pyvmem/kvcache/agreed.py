@@ -13,6 +13,7 @@ from pyvmem.errors import BadHandle, InvalidArgument, NotSupported, VMemError
 from pyvmem.info import Location
 from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.core import Core
+from pyvmem.kvcache.leases import PrefixEvicted
 from pyvmem.kvcache.lockstep import Failure, Ranks
 from pyvmem.kvcache.tiers import Moved
 
@@ -129,14 +130,14 @@ class AgreedCache(KVCache):
                 answer = cache.step(seq_lens)
 
         An exception inside, of whatever kind, fails the rank; only the cache's own
-        `InvalidArgument`, which all ranks have alike, comes out as it is.
+        `InvalidArgument` and `PrefixEvicted`, which all ranks have alike, come out as they are.
 
         Raises:
             RankFailed, RanksDiffer: as `agree`, on every rank.
         """
         try:
             yield
-        except InvalidArgument:
+        except (InvalidArgument, PrefixEvicted):
             raise
         except Exception as error:
             if self._failure is None:

@@ -89,7 +89,8 @@ class Budget:
 
     Args:
         context: the context that all its caches use; it must outlive them.
-        total_bytes: physical memory for all caches together; 0: what is free on the device now.
+        total_bytes: physical memory for all caches together; 0: 0.9 of what is free on the GPU
+            now, on host all that is available.
 
     Raises:
         InvalidArgument: a negative total, or less than a page.

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
 from pyvmem.info import Caps
-from pyvmem.kvcache import report, setup, steps
+from pyvmem.kvcache import report, setup, steps, truncate
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.core import Core
@@ -38,7 +38,8 @@ class KVCache(RequestCalls, PlaceCalls):
     """Keys and values of many requests, contiguous in virtual memory, mapped as they grow.
 
     Every request has a slot (its reqid) in every tensor. `step` tells how many tokens each slot
-    must hold and maps what is missing. An engine's loop:
+    must hold and maps what is missing; who is not in this step has 0 there. What a request holds,
+    it keeps until `truncate`, `free_reqid` or `swap_out`. An engine's loop:
 
         reqid = cache.alloc_reqid(len(prompt))
         if cache.step(seq_lens) == -1: ...     # preempt a request and try again
@@ -119,7 +120,9 @@ class KVCache(RequestCalls, PlaceCalls):
         with self._lock, self._journal:
             return self._open_core().alloc(seq_len)
 
-    def free_reqid(self, reqid: int, stream: Any = None, tokens: Any = None) -> None:
+    def free_reqid(
+        self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
+    ) -> None:
         """Gives a slot back, together with what it holds.
 
         The pages stay mapped for the next request, or are unmapped in the background, after the GPU
@@ -131,11 +134,13 @@ class KVCache(RequestCalls, PlaceCalls):
                 event recorded after it, or an `FdEvent`; None: torch's current stream, on host
                 nothing. What else it may be, and what holds beside CUDA graphs: `pyvmem.streams`.
             tokens: record the request's rows under these ids, as `record` does, for requests that
-                begin with them; None: record nothing.
+                begin with them; None: record nothing. They may be more than its rows: the last
+                token that was sampled has none yet.
+            namespace: as in `record`.
 
         Raises:
-            InvalidArgument: no such reqid, or it is not taken; bad tokens, or more than it holds;
-                the stream is being captured into a CUDA graph, or (`NotGpuWork`) is none.
+            InvalidArgument: no such reqid, or it is not taken; bad tokens or namespace; the stream
+                is being captured into a CUDA graph, or (`NotGpuWork`) is none.
             VMemError: it could not be recorded; it was not freed.
         """
         with self._lock, self._journal:
@@ -143,10 +148,45 @@ class KVCache(RequestCalls, PlaceCalls):
             slot = core.slot(reqid)
             event = record(stream, core.device)
             if tokens is not None:
-                core.prefixes.record_last(slot, tokens, event)
+                core.prefixes.record_last(slot, tokens, event, namespace)
             core.release(slot, event)
             core.prepare()
             core.tidy()
+
+    def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
+        """Gives a request's rows from `length` on up, and the pages that hold nothing else.
+
+        For tokens that were not accepted (speculative decoding), and for a request that goes back.
+        The only way in which a running request gets shorter: a smaller number in `step` takes
+        nothing away.
+
+        Pages of the request's own stay mapped and belong to nobody: the request has them again
+        when it grows, others when they need them, after the GPU work on `stream` so far. Nothing
+        waits. Shared pages lose the request's reference, and pages outside the device go back; that
+        waits for the work on `stream`. A page shared with others that `length` lies within is
+        copied, since the request may write behind its last row.
+
+        Rows that the request gets again by a `step` hold what it wrote there before where their
+        page was kept, which is the one that row ``length - 1`` ends in, or was promised to it by a
+        `step_async`; all others are zero, or, without `KVCacheConfig.zero_fill`, anything.
+
+        Args:
+            reqid: the request.
+            length: tokens that it keeps, at most as many as it holds.
+            stream: the stream (or event) of the last work on these rows, as in `free_reqid`.
+
+        Returns:
+            0; or -1, with nothing changed but that pages of no request may have been reclaimed:
+            memory is short for the copy of a shared page.
+
+        Raises:
+            InvalidArgument: no such reqid, not taken, a length out of range, or one whose sliding
+                window begins in rows that are gone (`KVCacheConfig.window_tile` can be taken back).
+            NotRecoverable: undoing failed, and the text names the reqid that must be freed.
+            VMemError: the driver failed; nothing changed.
+        """
+        with self._lock, self._journal:
+            return truncate.truncate([self._open_core()], reqid, length, stream)
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -154,8 +194,9 @@ class KVCache(RequestCalls, PlaceCalls):
         """Makes every slot hold its tokens, for the work that the caller is about to launch.
 
         Args:
-            seq_lens: for every reqid the tokens that the slot must hold, 0 for free slots. Pages
-                are never taken from an owner: a smaller number than before unmaps nothing.
+            seq_lens: for every reqid the tokens that the slot must hold, 0 for free slots. A
+                request keeps its rows: 0, or a number below the rows that it holds, asks for
+                nothing more in this step and takes nothing away (`truncate` does).
             stream: the stream that will use the pages (None: torch's current one). Fills may still
                 run when this returns; the stream waits for them. Given an event, and on host, the
                 CPU does. Where pages that `promote` or `move` have copied take their places, the

@@ -98,8 +98,8 @@ class KVCacheConfig:
         group_size: layers that share one K and one V tensor, a divisor of `num_layers`. 1 is a
             tensor per layer; `num_layers` is vAttention's megacache. A row of a tensor is
             ``group_size * num_kv_heads * head_dim`` elements.
-        memory_limit: most bytes of physical memory behind the cache, rounded down to pages. 0: what
-            is free on the device when the cache is made.
+        memory_limit: most bytes of physical memory behind the cache, rounded down to pages. 0: 0.9
+            of what is free on the GPU when the cache is made, on host all that is available.
         memory_floor: bytes that the other caches of its `Budget` leave for it.
         host_limit: most bytes of host memory that `KVCache.move` puts pages into; 0: no limit but
             the machine's.

@@ -36,7 +36,8 @@ class Core(Accounts):
     """What `KVCache` and its reports work on; not thread-safe by itself.
 
     Attributes:
-        seq_lens: tokens by the last `step`, 0 for free slots.
+        rows: tokens whose rows every slot holds; 0 for free slots. They grow with `step`, and
+            shrink only where the request gives them up: `truncate`, the end of the request.
         used_tokens: their sum.
         clock: steps so far.
         mover: other pages under the same addresses.
@@ -80,7 +81,7 @@ class Core(Accounts):
         self.window = Window(self) if config.window else None
         self._asked = array("Q")
         self.indices = range(config.max_batch)
-        self.seq_lens = [0] * config.max_batch
+        self.rows = [0] * config.max_batch
         self.used_tokens = 0
         self.clock = 0
         self.untidy = config.reclaim_steps > 0
@@ -104,7 +105,7 @@ class Core(Accounts):
         )
         self.pager.rebuild()
         reclaimer.rebuild(*self.mover.pages())
-        self.used_tokens = sum(self.seq_lens)
+        self.used_tokens = sum(self.rows)
         self.untidy = True
 
     def undone(self) -> None:
@@ -128,8 +129,11 @@ class Core(Accounts):
 
     # ---- numbers from outside --------------------------------------------------------------------
 
-    def validate(self, seq_lens: Sequence[int]) -> tuple[list[int], int]:
-        """The numbers as a list, and their sum; single ones are looked at to name a bad one."""
+    def validate(self, seq_lens: Sequence[int]) -> tuple[list[int], list[int], int]:
+        """The numbers as a list, the rows held after a step to them, and the sum of those.
+
+        A number below the rows held, 0 among them, asks for nothing: the rows stay.
+        """
         lens = seq_lens if type(seq_lens) is list else list(seq_lens)
         count = len(self.table)
         if len(lens) != count:
@@ -157,7 +161,10 @@ class Core(Accounts):
                 else f"seq_lens[{lens.index(bad)}] is {bad}; max_seq_len is {longest}",
                 limit=longest,
             ) from None
-        return lens, total
+        if not any(map(operator.lt, lens, self.rows)):
+            return lens, lens, total
+        rows = [max(length, held) for length, held in zip(lens, self.rows, strict=True)]
+        return lens, rows, sum(rows)
 
     def short(self) -> list[int]:
         """The slots whose pages are not enough for the numbers that `validate` saw last."""
@@ -262,12 +269,12 @@ class Core(Accounts):
             self.untidy = True
 
     def enter(self, slot: Slot, length: int) -> None:
-        """Notes that a slot holds so many tokens, before a `step` says so."""
-        lens, index = self.seq_lens, slot.index
+        """Notes that a slot holds so many rows, whatever `step` said."""
+        rows, index = self.rows, slot.index
         self.journal.keep(self, "used_tokens")
-        self.journal.undo(lens.__setitem__, index, lens[index])
-        self.used_tokens += length - lens[index]
-        lens[index] = length
+        self.journal.undo(rows.__setitem__, index, rows[index])
+        self.used_tokens += length - rows[index]
+        rows[index] = length
 
     @property
     def low_pages(self) -> int:

@@ -40,6 +40,7 @@ class Cuts(Book):
         own_away: what `Accounts.count_away` found; None: it may be another number now.
         shared: pages that several places may refer to.
         evict: takes recorded prefixes of so many pages per tensor out; set by who keeps them.
+        leased: tells the pages per tensor that it cannot take out, though no request uses them.
         cuts: unfinished batches.
         errors: failures of finished batches that no call has raised yet.
         slid: pages per tensor that left the windows of running requests.
@@ -71,6 +72,7 @@ class Cuts(Book):
         self.own_away: int | None = None
         self.shared = SharedPages(layout, mapper)
         self.evict: Callable[[int], int] = lambda pages: 0
+        self.leased: Callable[[], int] = lambda: 0
         self.cuts: list[Cut] = []
         self.errors: list[VMemError] = []
         self.share: Share | None = None
@@ -241,7 +243,7 @@ class Cuts(Book):
                 cut.away = {}
                 if not cut.slides:
                     slot.mapped = cut.high
-                    slot.dirty = cut.dirty
+                    slot.dirty = max(slot.dirty, cut.dirty)  # an owner may have ended since
                 elif slot.owner == cut.owner:
                     self.slid -= cut.high - cut.low
                 if cut.span.pages:

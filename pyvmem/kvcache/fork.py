@@ -35,7 +35,7 @@ def fork(
     layout, sharing = core.layout, core.sharing
     sharing.require(FORK, "fork")
     parent = core.slot(reqid)
-    held = core.seq_lens[parent.index]
+    held = core.rows[parent.index]
     rows = held if length is None else operator.index(length)
     if not 0 <= rows <= held:
         raise invalid(f"length {rows}: reqid {parent.index} holds {held} tokens", limit=held)

@@ -102,6 +102,24 @@ class Grants(Book):
                 self._set_capacity(slot, pages)
         self.active_pages += granted
 
+    def shrink(self, slot: Slot, pages: int) -> None:
+        """Makes an owner's pages from this one on nobody's; they stay mapped, and are dirty."""
+        self.reclaimer.table.changed(slot)
+        before = max(0, slot.granted - slot.shared)
+        slot.dirty = max(slot.dirty, slot.granted)
+        slot.granted = pages
+        self.active_pages += max(0, pages - slot.shared) - before
+        self._set_capacity(slot, pages)
+
+    def replace(self, slot: Slot, span: Span, mapped: int, granted: int) -> None:
+        """What a slot has once pages at its end are gone, and shared ones are its own."""
+        self.reclaimer.table.changed(slot)
+        before = max(0, slot.granted - slot.shared)
+        slot.dirty = min(max(slot.dirty, slot.granted), mapped)
+        slot.span, slot.mapped, slot.granted = span, mapped, granted
+        self.active_pages += max(0, granted - slot.shared) - before
+        self._set_capacity(slot, granted)
+
     def lend(self, slot: Slot, span: Span) -> None:
         """Grants an empty slot shared pages, which are mapped there."""
         self.reclaimer.table.changed(slot)

@@ -8,6 +8,7 @@ those calls nothing.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from contextlib import AbstractContextManager
@@ -20,16 +21,17 @@ if TYPE_CHECKING:
 
 __all__ = ["IdleThread", "begin_trim", "trim", "unmap_idle"]
 
+_log = logging.getLogger("pyvmem.kvcache")
 _LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
 
 
-def begin_trim(core: Core, prefixes: bool) -> bool:
+def begin_trim(core: Core, prefixes: bool, leased: bool = False) -> bool:
     """Begins to unmap all pages of no request; True when none is on its way any more."""
     core.pager.poll()
     core.reclaimer.poll()
     core.mover.sweep()
     if prefixes:
-        core.prefixes.evict_all()
+        core.prefixes.evict_all(leased)
     core.reclaimer.release_stale()
     for slot in core.table.victims():
         core.reclaimer.try_cut(slot, slot.granted)
@@ -49,7 +51,7 @@ def unmap_idle(core: Core, prefixes: bool) -> None:
     """Unmaps all pages of no request, and waits for that; failures are in `Cuts.errors`."""
     core.pager.finish_idle()
     with core.counters.waiting():
-        while not begin_trim(core, prefixes):
+        while not begin_trim(core, prefixes, leased=True):
             core.reclaimer.finish_all()
             if core.reclaimer.errors:
                 break
@@ -57,6 +59,9 @@ def unmap_idle(core: Core, prefixes: bool) -> None:
 
 class IdleThread(threading.Thread):
     """Trims a cache once for every time that it is idle for so long; ends with the cache.
+
+    What is no failure of the cache's own, such as an error of torch for an event, is logged the
+    first time; the next look tries again.
 
     Args:
         core: what is trimmed.
@@ -72,6 +77,7 @@ class IdleThread(threading.Thread):
         self._seen: tuple[int, ...] | None = None
         self._quiet = 0  # looks in a row that saw the same
         self._trimmed = False
+        self._failed = False
 
     def end(self) -> None:
         """Lets the thread end; does not wait for it."""
@@ -80,7 +86,12 @@ class IdleThread(threading.Thread):
     def run(self) -> None:
         """Looks, and trims."""
         while not self._ended.wait(self._period):
-            self._look()
+            try:
+                self._look()
+            except Exception:
+                if not self._failed:
+                    _log.exception("an idle cache could not be trimmed; it will be tried again")
+                self._failed = True
 
     def _look(self) -> None:
         """Trims when nothing happened in the last looks. Keeps no reference to the core."""

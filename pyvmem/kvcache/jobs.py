@@ -152,6 +152,11 @@ class Move:
         starts = [low for low, *_ in self.runs] + [low for low, *_ in self.stretches]
         return min(starts, default=page) < page
 
+    def ends_after(self, page: int) -> bool:
+        """Whether this page or a later one is on its way."""
+        ends = [high for _, high in self.runs] + [high for _, high, _ in self.stretches]
+        return max(ends, default=0) > page
+
     def done(self) -> bool:
         """Whether the copies are over, well or not."""
         return self.ticket is None or self.ticket.done()

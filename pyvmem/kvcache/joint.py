@@ -84,10 +84,13 @@ class JointPrefixes(Prefixes):
     def _spans_to(self, node: Node[Span]) -> list[Span]:
         return [_of(one.span)[0] for one in node.path()]
 
+    def _own_span(self, node: Node[Span]) -> Span:
+        return _of(node.span)[0]
+
     def _any_idle(self) -> bool:
-        return any(
-            one.reclaimer.shared.idle(span) for one in self._cores for span in one.prefixes.spans()
-        )
+        kept = self.leases.kept()
+        rest = [node for node in self.tree if node not in kept]
+        return any(one.prefixes.idle_pages(rest) for one in self._cores)
 
     # ---- matching --------------------------------------------------------------------------------
 
@@ -95,6 +98,7 @@ class JointPrefixes(Prefixes):
         """As `Prefixes.alloc`, in every class or in none; the first one chooses the slot."""
         for core in self._cores:
             core.sharing.require(PREFIXES, "alloc_prefix")
+        self.leases.collect()
         node = self._pin(match)
         units = match.length // self.tree.unit
         taken: list[tuple[Core, Slot]] = []
@@ -119,6 +123,7 @@ class JointPrefixes(Prefixes):
             return None
         slot = taken[0][1]
         slot.pins = [node]
+        self.leases.end(match._lease)
         for core, one in taken:
             core.enter(one, match.length)
             core.note_peaks()
@@ -137,6 +142,7 @@ class JointPrefixes(Prefixes):
 
     def evict_for(self, core: Core, pages: int) -> int:
         """`evict` for one class: its budget has room for what comes back in any of them."""
+        self.leases.collect()
         column = _column(core)
         unit = sum(one.prefixes.unit_pages * _column(one) for one in self._cores)
         back = 0
@@ -148,8 +154,11 @@ class JointPrefixes(Prefixes):
             back += sum(map(self._let_go, spans))
         return back // column
 
-    def evict_all(self) -> None:
-        """Takes every prefix out that no request uses."""
+    def evict_all(self, leased: bool = False) -> None:
+        """As `Prefixes.evict_all`."""
+        self.leases.collect()
+        if leased:
+            self.leases.end_all()
         for span in self.tree.evict(self.tree.evictable_pages):
             self._let_go(span)
 
@@ -168,6 +177,7 @@ class _Follower(Prefixes):
     def __init__(self, core: Core, joint: JointPrefixes, place: int) -> None:
         super().__init__(core, joint.tree.unit)
         self.tree = joint.tree
+        self.leases = joint.leases
         self._joint = joint
         self._place = place
 
@@ -175,9 +185,9 @@ class _Follower(Prefixes):
         """As `JointPrefixes.evict`, for this class."""
         return self._joint.evict_for(self._core, pages)
 
-    def evict_all(self) -> None:
+    def evict_all(self, leased: bool = False) -> None:
         """As `JointPrefixes.evict_all`."""
-        self._joint.evict_all()
+        self._joint.evict_all(leased)
 
     def rebuild(self) -> None:
         """The tree is the first class's, which does it."""
@@ -189,6 +199,9 @@ class _Follower(Prefixes):
             for node, span in zip(self.tree, self.spans(), strict=True)
             if span.pages - span.lead != node.units * self.unit_pages
         ]
+
+    def _own_span(self, node: Node[Span]) -> Span:
+        return _of(node.span)[self._place]
 
     def _spans_to(self, node: Node[Span]) -> list[Span]:
         return [_of(one.span)[self._place] for one in node.path()]

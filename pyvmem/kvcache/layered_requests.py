@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.kvcache import swap
+from pyvmem.kvcache import admission, swap, truncate
 from pyvmem.kvcache.base import Closing
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.events import record
@@ -17,7 +17,7 @@ from pyvmem.streams import check
 if TYPE_CHECKING:
     from pyvmem.kvcache.cache import KVCache
     from pyvmem.kvcache.journal import Journal
-    from pyvmem.kvcache.prefixes import PrefixMatch
+    from pyvmem.kvcache.leases import PrefixMatch
     from pyvmem.kvcache.swap import SwappedRequest
     from pyvmem.kvcache.turns import Turns
 
@@ -46,14 +46,16 @@ class LayeredRequests(Closing):
         with self._lock, self._journal:
             return _alloc(_agreed(self._open()), seq_len)
 
-    def free_reqid(self, reqid: int, stream: Any = None, tokens: Any = None) -> None:
+    def free_reqid(
+        self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
+    ) -> None:
         """As `KVCache.free_reqid`; with `tokens`, all classes record the request's rows."""
         with self._lock, self._journal:
             cores = self._open()
             slots = [core.slot(reqid) for core in cores]
             event = record(stream, cores[0].device)
             if tokens is not None:
-                cores[0].prefixes.record_last(slots[0], tokens, event)
+                cores[0].prefixes.record_last(slots[0], tokens, event, namespace)
             for core, slot in zip(cores, slots, strict=True):
                 core.mover.abandon(slot)
             for core, slot in zip(cores, slots, strict=True):
@@ -61,6 +63,11 @@ class LayeredRequests(Closing):
             for core in cores:
                 core.prepare()
                 core.tidy()
+
+    def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
+        """As `KVCache.truncate`, in all classes or in none."""
+        with self._lock, self._journal:
+            return truncate.truncate(self._open(), reqid, length, stream)
 
     # ---- forks -----------------------------------------------------------------------------------
 
@@ -92,33 +99,39 @@ class LayeredRequests(Closing):
         """As `KVCache.sharing_unit`: the fewest tokens that fill whole pages in every class."""
         return self.caches[0].sharing_unit
 
-    def record(self, reqid: int, tokens: Any, stream: Any = None) -> int:
+    def record(
+        self, reqid: int, tokens: Any, stream: Any = None, namespace: Hashable = None
+    ) -> int:
         """As `KVCache.record`. After a failure, pages of the request may be read-only already."""
         check(stream)
         with self._lock, self._journal:
             core = self._open()[0]
-            return core.prefixes.record(core.slot(reqid), tokens, stream)
+            return core.prefixes.record(core.slot(reqid), tokens, stream, namespace)
 
-    def match(self, tokens: Any, leave: int = 1) -> PrefixMatch:
+    def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
         """As `KVCache.match`."""
         with self._lock, self._journal:
-            return self._open()[0].prefixes.match(tokens, leave)
+            return self._open()[0].prefixes.match(tokens, leave, namespace)
 
     def alloc_prefix(
-        self, tokens: Any, leave: int = 1, stream: Any = None
+        self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None
     ) -> tuple[int, int] | None:
         """As `KVCache.alloc_prefix`."""
         check(stream)
         with self._lock, self._journal:
             cores = _agreed(self._open())
             prefixes = cores[0].prefixes
-            match, length = prefixes.wanted(tokens, leave)
-            if match.length:
-                reqid = prefixes.alloc(match, stream)
-                for core in cores:
-                    core.prepare()
-            else:
-                reqid = _alloc(cores, length)
+            match, length = prefixes.wanted(tokens, leave, namespace)
+            try:
+                if match.length:
+                    reqid = prefixes.alloc(match, stream)
+                    for core in cores:
+                        core.prepare()
+                else:
+                    reqid = _alloc(cores, length)
+            finally:
+                if match is not tokens:
+                    match.release()
             return None if reqid is None else (reqid, match.length)
 
     # ---- preemption and admission ----------------------------------------------------------------
@@ -136,18 +149,12 @@ class LayeredRequests(Closing):
         with self._lock, self._journal:
             return swap.swap_in(_agreed(self._open()), swapped, stream)
 
-    def can_admit(self, seq_lens: Sequence[int]) -> bool:
+    def can_admit(
+        self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
+    ) -> bool:
         """As `KVCache.can_admit`."""
         with self._lock, self._journal:
-            cores = self._open()
-            fit = [cache.can_admit(seq_lens) for cache in self.caches]
-            need = sum(_bytes_for(core, seq_lens) for core in cores)
-            share = cores[0].reclaimer.share
-            assert share is not None
-            own = cores[0].reclaimer
-            column = own.layout.page_size * own.layout.num_tensors
-            reach = share.within_reach() + own.returning * own.layout.page_size
-            return all(fit) and need <= reach + own.spare({}) * column
+            return admission.can_admit(self._open(), seq_lens, matches)
 
     def trim(self, prefixes: bool = False) -> int:
         """As `KVCache.trim`; returns the bytes given back to the device."""
@@ -179,8 +186,3 @@ def _alloc(cores: list[Core], seq_len: int) -> int | None:
     for core in cores:
         core.prepare()
     return found.index
-
-
-def _bytes_for(core: Core, seq_lens: Sequence[int]) -> int:
-    pages = sum(core.layout.pages_for(operator.index(length)) for length in seq_lens)
-    return pages * core.layout.num_tensors * core.layout.page_size

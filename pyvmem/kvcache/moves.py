@@ -110,19 +110,11 @@ class Mover:
             with self._core.counters.waiting():
                 self._end(move, [record(stream, self._core.device)])
 
-    def step(self, lens: list[int], stream: Any) -> None:
-        """Ends the moves whose copies are over, after the work on `stream`; failures are noted.
-
-        So ends, when they are over, that of a request which gets shorter: it may write rows again.
-        """
+    def step(self, stream: Any) -> None:
+        """Ends the moves whose copies are over, after the work on `stream`; failures are noted."""
         if self.given_up:
             self.sweep()
-        held = self._core.seq_lens
-        ready = [
-            move
-            for slot, move in self.moves.items()
-            if move.done() or lens[slot.index] < held[slot.index]
-        ]
+        ready = [move for move in self.moves.values() if move.done()]
         if not ready:
             return
         event = record(stream, self._core.device)
@@ -234,6 +226,19 @@ class Mover:
             self.abandon(slot)
             return slot.job is None
         return True
+
+    def shorten(self, slot: Slot, page: int, stream: Any) -> None:
+        """Ends what changes pages from this one on: their rows may be written again.
+
+        What makes larger pages is given up; another move is finished, which waits for it.
+        """
+        move = self.moves.get(slot)
+        if move is None or not move.ends_after(page):
+            return
+        if move.promotes:
+            self.abandon(slot)
+        else:
+            self.finish(slot, stream)
 
     def stop_promoting(self) -> bool:
         """Gives up what makes larger pages, and waits: its memory is back, its slots can grow."""

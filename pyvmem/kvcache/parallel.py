@@ -23,7 +23,7 @@ call raises there, and the others learn of it in the engine's next collective, b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast
@@ -37,8 +37,8 @@ from pyvmem.kvcache import idle
 from pyvmem.kvcache.agreed import AgreedCache
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
+from pyvmem.kvcache.leases import PrefixMatch
 from pyvmem.kvcache.lockstep import Failure, LockstepTable, RankFailed, Ranks, RanksDiffer
-from pyvmem.kvcache.prefixes import PrefixMatch
 from pyvmem.kvcache.ranks import agree_on_pages, rank_config, shard_kv_heads, take_pages
 from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.streams import check, device_ordinal
@@ -59,8 +59,8 @@ class ParallelKVCache(AgreedCache):
 
     Args:
         config: the same on every rank, but for `memory_limit`. `num_kv_heads` is one rank's
-            (`rank_config`). With `memory_limit` 0 the free memory of the device is taken: leave an
-            engine its own. The memory is taken at once and kept until `close`.
+            (`rank_config`). With `memory_limit` 0 that is 0.9 of the device's free memory. The
+            memory is taken at once and kept until `close`.
         group: torch.distributed group of the ranks; None: the default group.
         backend: of the context that the cache opens, for itself alone.
         device: of this rank; None: torch's current CUDA device, 0 on ``host``.
@@ -135,12 +135,18 @@ class ParallelKVCache(AgreedCache):
         """As `KVCache.alloc_reqid`, but the slot is the one freed last; the same on every rank."""
         return self._call(super().alloc_reqid, seq_len)
 
-    def free_reqid(self, reqid: int, stream: Any = None, tokens: Any = None) -> None:
+    def free_reqid(
+        self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
+    ) -> None:
         """See `KVCache.free_reqid`."""
         if tokens is None:
             self._call(super().free_reqid, reqid, stream)
         else:
-            self._settled(super().free_reqid, reqid, stream, tokens)
+            self._settled(super().free_reqid, reqid, stream, tokens, namespace)
+
+    def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
+        """See `KVCache.truncate`; 0 or -1 on every rank alike."""
+        return self._settled(super().truncate, reqid, length, stream)
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step`; 0 or -1 on every rank alike.
@@ -171,19 +177,26 @@ class ParallelKVCache(AgreedCache):
         """See `KVCache.fork_many`; the slots are those freed first."""
         return self._settled(super().fork_many, reqid, count, length, stream, into)
 
-    def record(self, reqid: int, tokens: Any, stream: Any = None) -> int:
+    def record(
+        self, reqid: int, tokens: Any, stream: Any = None, namespace: Hashable = None
+    ) -> int:
         """See `KVCache.record`."""
-        return self._settled(super().record, reqid, tokens, stream)
+        return self._settled(super().record, reqid, tokens, stream, namespace)
 
-    def match(self, tokens: Any, leave: int = 1) -> PrefixMatch:
-        """See `KVCache.match`. A use of what matches: every rank makes this call, too."""
-        return self._call(super().match, tokens, leave)
+    def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
+        """See `KVCache.match`. A use of what matches: every rank makes this call, too.
+
+        The lease ends with `alloc_prefix`, `PrefixMatch.release`, or the next `step` that answers
+        0, whichever comes first, and not when the match is collected: ranks collect at their own
+        times. Every rank releases alike.
+        """
+        return self._call(super().match, tokens, leave, namespace)
 
     def alloc_prefix(
-        self, tokens: Any, leave: int = 1, stream: Any = None
+        self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None
     ) -> tuple[int, int] | None:
         """See `KVCache.alloc_prefix`; the slot is the one freed first."""
-        return self._settled(super().alloc_prefix, tokens, leave, stream)
+        return self._settled(super().alloc_prefix, tokens, leave, stream, namespace)
 
     def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
         """See `KVCache.swap_out`.
@@ -200,9 +213,11 @@ class ParallelKVCache(AgreedCache):
         """See `KVCache.swap_in`; the slot is the one freed last."""
         return self._settled(super().swap_in, swapped, stream)
 
-    def can_admit(self, seq_lens: Sequence[int]) -> bool:
+    def can_admit(
+        self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
+    ) -> bool:
         """See `KVCache.can_admit`; the same on every rank."""
-        return self._settled(super().can_admit, seq_lens)
+        return self._settled(super().can_admit, seq_lens, matches)
 
     def trim(self, prefixes: bool = False) -> int:
         """Unmaps all pages of no request, as `KVCache.trim`; returns 0.

@@ -51,7 +51,7 @@ class PlaceCalls(CacheBase):
             if core.promoter is None:
                 raise invalid("promote: the cache has no large_page_size")
             core.mover.sweep()
-            return core.promoter.promote(slot, core.seq_lens[slot.index], stream, wait=wait)
+            return core.promoter.promote(slot, core.rows[slot.index], stream, wait=wait)
 
     def move(
         self,

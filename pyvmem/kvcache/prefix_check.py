@@ -31,9 +31,15 @@ def check(tree: PrefixTree[S]) -> list[str]:
             found.append(f"{name} is {getattr(tree, name)}; the nodes have {value}")
     if len(order) != sum(not node._locks for node in nodes):
         found.append(f"{len(order)} nodes stand in the order of use, which are not all unlocked")
-    locks = tree.root.pins + sum(child._locks for child in tree.root.children)
-    if tree.root._locks != locks:
-        found.append(f"the root has {tree.root._locks} locks; it and its children have {locks}")
+    for namespace, root in tree.roots.items():
+        of = "" if namespace is None else f" of {namespace!r:.40}"
+        locks = root.pins + sum(child._locks for child in root.children)
+        if root._locks != locks:
+            found.append(f"the root{of} has {root._locks} locks; it and its children have {locks}")
+        if root.namespace != namespace or root.parent is not None:
+            found.append(f"the root{of} is another namespace's, or no root")
+        if root is not tree.root and not locks and root.is_leaf:
+            found.append(f"the root{of} has no prefix")
     return found
 
 
@@ -53,6 +59,8 @@ def _node(tree: PrefixTree[S], node: Node[S], order: dict[Node[S], int]) -> list
         found.append("it must stand in the order of use just when it is not locked")
     if parent in order and order.get(node, len(order)) > order[parent]:
         found.append("it would be evicted after its parent")
-    if parent is not tree.root and node.used > parent.used:
+    if node.namespace != parent.namespace:
+        found.append(f"its namespace is {node.namespace!r:.40}, its parent's another")
+    if parent.parent is not None and node.used > parent.used:
         found.append(f"it was used at {node.used}, its parent at {parent.used}")
     return found

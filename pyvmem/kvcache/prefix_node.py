@@ -9,7 +9,7 @@ and eviction needs no search. Pinned nodes and their ancestors stand outside it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count as count_up
 from typing import Generic, Protocol, TypeVar
@@ -44,7 +44,8 @@ class Node(Generic[S]):
     """A run of units behind its parent's. A handle: only the tree changes it.
 
     Attributes:
-        parent: None for the root, and for a node that left the tree.
+        namespace: of the prefix; the root's key.
+        parent: None for a root, and for a node that left the tree.
         units: length of the run.
         end: tokens from the first of the prefix to the last of this run.
         pins: `PrefixTree.pin` calls on this node without their `unpin`.
@@ -53,11 +54,20 @@ class Node(Generic[S]):
 
     __slots__ = (
         *("_children", "_locks", "_run", "_span", "_stamp"),
-        *("end", "parent", "pins", "units", "used"),
+        *("end", "namespace", "parent", "pins", "units", "used"),
     )
 
-    def __init__(self, parent: Node[S] | None, run: bytes, units: int, end: int, used: int) -> None:
+    def __init__(
+        self,
+        parent: Node[S] | None,
+        run: bytes,
+        units: int,
+        end: int,
+        used: int,
+        namespace: Hashable = None,
+    ) -> None:
         self.parent = parent
+        self.namespace: Hashable = namespace if parent is None else parent.namespace
         self.units = units
         self.end = end
         self.pins = 0
@@ -70,7 +80,7 @@ class Node(Generic[S]):
 
     @property
     def span(self) -> S:
-        """The caller's payload. InvalidArgument for the root, which has none."""
+        """The caller's payload. InvalidArgument for a root, which has none."""
         if self._span is None:
             raise invalid("the root of a prefix tree has no span")
         return self._span
@@ -103,7 +113,7 @@ class Node(Generic[S]):
 
     def tokens(self) -> TokenIds:
         """The whole prefix, up to `end`."""
-        return TokenIds.from_bytes(b"".join(node._run for node in self.path()))
+        return TokenIds.from_bytes(b"".join(node._run for node in self.path()), self.namespace)
 
     def below(self) -> Iterator[Node[S]]:
         """This node and all behind it, parents before children."""
@@ -159,21 +169,23 @@ class Order(Generic[S]):
         self.locked_pages = 0
         self._stamps = count_up(1)
 
-    def rebuild(self, root: Node[S], nodes: Iterable[Node[S]], pins: Iterable[Node[S]]) -> None:
+    def rebuild(
+        self, roots: Iterable[Node[S]], nodes: Iterable[Node[S]], pins: Iterable[Node[S]]
+    ) -> None:
         """Makes pins, locks and order again.
 
         Args:
-            root: of the tree.
+            roots: of the tree.
             nodes: all others.
             pins: of these, one for each pin.
         """
         every = list(nodes)
-        for node in (root, *every):
+        for node in (*roots, *every):
             node.pins = node._locks = 0
         self.locked_pages = 0
         for node in pins:
             node.pins += 1
-            for one in (root, *node.path()):
+            for one in (node.top(), *node.path()):
                 one._locks += 1
         self.locked_pages = sum(node.span.pages for node in every if node._locks)
         free = sorted((node for node in every if not node._locks), key=lambda n: n._stamp)

@@ -8,6 +8,7 @@ would begin in the middle of a page. A node holds a run of units, and the caller
     root --[system prompt: 6 units]--+--[question A: 2 units]
                                      +--[question B: 3 units]--[next turn: 4 units]
 
+Every namespace (`TokenIds.namespace`) has a root of its own; order, counts and eviction are of all.
 A run that a new prefix leaves in its middle is split; both halves get a part of the span. The node
 stays the lower half, so that what was said of it (its end, a pin) stays true. Eviction takes
 leaves, least recently used first (`prefix_node.Order`).
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import errno
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Generic
 
 from pyvmem.errors import Busy
@@ -45,7 +46,8 @@ class PrefixTree(Generic[S]):
             such changes are asked for.
 
     Attributes:
-        root: stands for the empty prefix.
+        root: stands for the empty prefix without a namespace.
+        roots: by namespace; those of others come with their first prefix and go with their last.
         now: the time of the uses that follow, set by the caller in any unit (steps, seconds); it
             must not go back. Only `evict_unused` reads it.
         nodes, tokens, pages: in the tree.
@@ -67,6 +69,7 @@ class PrefixTree(Generic[S]):
         self._log = log
         self._order: Order[S] = Order()
         self.root: Node[S] = Node(None, b"", 0, 0, 0)
+        self.roots: dict[Hashable, Node[S]] = {None: self.root}
         self.now = 0
         self.nodes = self.tokens = self.pages = 0
 
@@ -88,8 +91,11 @@ class PrefixTree(Generic[S]):
         Raises:
             InvalidArgument: bad tokens, or a negative `limit`.
         """
-        data, end = self._whole(tokens, limit)
-        node, parts, at = walk(self.root, data, end, self._width)
+        ids, end = self._whole(tokens, limit)
+        root = self.roots.get(ids.namespace)
+        if root is None:
+            root, end = self.root, 0  # nothing is recorded there
+        node, parts, at = walk(root, ids.data, end, self._width)
         if pin and parts and parts[-1][1] < node.units:
             node = self._split(node, parts[-1][1])
             parts[-1] = (node.span, node.units)
@@ -110,13 +116,20 @@ class PrefixTree(Generic[S]):
             InvalidArgument: bad tokens.
             Whatever `make` raises; the tree then holds what it held.
         """
-        data, end = self._whole(tokens, None)
-        node, parts, at = walk(self.root, data, end, self._width)
+        ids, end = self._whole(tokens, None)
+        root = self.roots.get(ids.namespace)
+        if root is None:
+            root = self.root if not end else Node(None, b"", 0, 0, 0, ids.namespace)
+        node, parts, at = walk(root, ids.data, end, self._width)
         if at < end:
             if parts and parts[-1][1] < node.units:
                 node = self._split(node, parts[-1][1])
             span = make(at // self._width, end // self._width)
-            node = self._link(node, data[at:end], end // ID_BYTES, span)
+            if ids.namespace not in self.roots:
+                if self._log is not None:
+                    self._log.append((self.roots.pop, ids.namespace, None))
+                self.roots[ids.namespace] = root
+            node = self._link(node, ids.data[at:end], end // ID_BYTES, span)
         self._order.touch(node, self.now)
         return Inserted(node, end // ID_BYTES, at // ID_BYTES)
 
@@ -150,6 +163,7 @@ class PrefixTree(Generic[S]):
             raise invalid(f"the prefix of {node.end} tokens is not pinned")
         self._order.unlock(node)
         self._order.touch(node, self.now)
+        self._forget_root(node)
 
     # ---- giving up -------------------------------------------------------------------------------
 
@@ -184,7 +198,7 @@ class PrefixTree(Generic[S]):
         """Takes a node out together with all that is recorded behind it.
 
         Args:
-            node: of this tree; the root empties the tree.
+            node: of this tree; a root empties its namespace.
 
         Returns:
             The spans, children before parents; the caller owns them.
@@ -199,7 +213,7 @@ class PrefixTree(Generic[S]):
                 errno=errno.EBUSY,
                 op="PrefixTree.remove",
             )
-        below = [one for one in node.below() if one is not self.root]
+        below = [one for one in node.below() if one.parent is not None]
         return [self._unlink(one) for one in reversed(below)]
 
     # ---- reports ---------------------------------------------------------------------------------
@@ -218,10 +232,11 @@ class PrefixTree(Generic[S]):
         return self.nodes
 
     def __iter__(self) -> Iterator[Node[S]]:
-        """All nodes but the root, parents before children."""
-        nodes = self.root.below()
-        next(nodes)
-        return nodes
+        """All nodes but the roots, parents before children."""
+        for root in list(self.roots.values()):
+            nodes = root.below()
+            next(nodes)
+            yield from nodes
 
     def eviction_order(self) -> list[Node[S]]:
         """The nodes that may be evicted, first the one that is next."""
@@ -239,7 +254,7 @@ class PrefixTree(Generic[S]):
         self.nodes = len(nodes)
         self.tokens = sum(node.units for node in nodes) * self.unit
         self.pages = sum(node.span.pages for node in nodes)
-        self._order.rebuild(self.root, nodes, pins)
+        self._order.rebuild(list(self.roots.values()), nodes, pins)
 
     def _keep(self, node: Node[S], *names: str) -> None:
         """Notes attributes of a node before they change."""
@@ -268,13 +283,14 @@ class PrefixTree(Generic[S]):
             self._log.append((children.__setitem__, first, node))
         del children[first]
 
-    def _whole(self, tokens: Any, limit: int | None) -> tuple[bytes, int]:
+    def _whole(self, tokens: Any, limit: int | None) -> tuple[TokenIds, int]:
         """The ids, and where their last whole unit ends, in bytes."""
-        data = TokenIds.of(tokens).data
+        ids = TokenIds.of(tokens)
+        data = ids.data
         if limit is not None and limit < 0:
             raise invalid(f"limit is {limit}; it must not be negative")
         end = len(data) if limit is None else min(len(data), limit * ID_BYTES)
-        return data, end // self._width * self._width
+        return ids, end // self._width * self._width
 
     def _split(self, node: Node[S], units: int) -> Node[S]:
         """Puts the first units of a run into a new node above; returns that one."""
@@ -308,7 +324,10 @@ class PrefixTree(Generic[S]):
     def _unlink(self, node: Node[S]) -> S:
         """Takes out a node without children and without locks."""
         assert node.is_leaf
+        parent = node.parent
+        assert parent is not None
         self._take_out(node)
+        self._forget_root(parent)
         del self._order.nodes[node]
         self._keep(node, "parent")
         node.parent = None
@@ -333,7 +352,14 @@ class PrefixTree(Generic[S]):
         self.pages -= right.pages
         return right
 
+    def _forget_root(self, node: Node[S]) -> None:
+        """Where a node is the root of a namespace without a prefix, it goes."""
+        if node.parent is None and node.is_leaf and not node._locks and node is not self.root:
+            if self._log is not None:
+                self._log.append((self.roots.__setitem__, node.namespace, node))
+            self.roots.pop(node.namespace, None)
+
     def _own(self, node: Node[S]) -> None:
         """Refuses a node that left the tree, or is another tree's."""
-        if node.top() is not self.root:
+        if self.roots.get(node.namespace) is not node.top():
             raise invalid(f"the prefix of {node.end} tokens was evicted, or is another tree's")

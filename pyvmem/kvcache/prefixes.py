@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import VMemError
+from pyvmem.errors import InvalidArgument, VMemError
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
+from pyvmem.kvcache.leases import Leases, PrefixMatch, evicted
 from pyvmem.kvcache.partly import attach_copy
 from pyvmem.kvcache.prefix_node import Node
 from pyvmem.kvcache.prefix_tree import PrefixTree
@@ -31,18 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["PrefixMatch", "Prefixes"]
 
 
-@dataclass(frozen=True)
-class PrefixMatch:
-    """What of a prompt was recorded at the time of `KVCache.match`.
-
-    Attributes:
-        length: tokens, a multiple of the sharing unit; 0: nothing.
-    """
-
-    length: int
-    _node: Node[Span] = field(repr=False)
-
-
 class Prefixes:
     """The tree of a cache, and the references that it keeps to shared pages.
 
@@ -53,6 +42,7 @@ class Prefixes:
     Attributes:
         tree: by token ids; its spans are held in `Reclaimer.shared`.
         unit_pages: pages per tensor of a sharing unit.
+        leases: what matches keep from eviction.
     """
 
     def __init__(self, core: Core, unit: int = 0) -> None:
@@ -61,13 +51,15 @@ class Prefixes:
         whole = unit * layout.row_bytes or math.lcm(layout.row_bytes, layout.page_size)
         self.tree: PrefixTree[Span] = PrefixTree(whole // layout.row_bytes, core.journal.entries)
         self.unit_pages = whole // layout.page_size
+        self.leases = Leases(self.tree, core.journal.entries, lockstep=core.table.lockstep)
         core.reclaimer.evict = self.evict
+        core.reclaimer.leased = self.leased
 
     # ---- recording -------------------------------------------------------------------------------
 
-    def record(self, slot: Slot, tokens: Any, stream: Any) -> int:
+    def record(self, slot: Slot, tokens: Any, stream: Any, namespace: Hashable = None) -> int:
         """See `KVCache.record`."""
-        ids, units = self._check(slot, tokens)
+        ids, units = self._check(slot, tokens, namespace)
         if self.tree.match(ids).length < units * self.tree.unit:
             for core, one in self._each(slot):
                 core.mover.finish(one, stream)
@@ -80,9 +72,9 @@ class Prefixes:
                 core.sharing.share(one, pages)
         return self._insert(slot, ids)
 
-    def record_last(self, slot: Slot, tokens: Any, event: Any) -> None:
+    def record_last(self, slot: Slot, tokens: Any, event: Any, namespace: Hashable = None) -> None:
         """Records what a slot holds that is freed next; `event` is its last GPU work."""
-        ids, units = self._check(slot, tokens)
+        ids, units = self._check(slot, tokens, namespace)
         if self.tree.match(ids).length < units * self.tree.unit:
             parts = self._ready(slot, units)
             handles = [core.sharing.gather(one, pages) for core, one, pages in parts]
@@ -101,23 +93,22 @@ class Prefixes:
         """The caches that keep the rows of a request together, and its slot in each."""
         return [(self._core, slot)]
 
-    def _check(self, slot: Slot, tokens: Any) -> tuple[TokenIds, int]:
-        """The ids, and how many whole units they are."""
+    def _check(self, slot: Slot, tokens: Any, namespace: Hashable) -> tuple[TokenIds, int]:
+        """The ids of the rows that are held, and how many whole units they are."""
         for core, _ in self._each(slot):
             core.sharing.require(PREFIXES, "record")
-        ids = TokenIds.of(tokens)
-        held = self._core.seq_lens[slot.index]
+        ids = TokenIds.of(tokens, namespace)
+        held = self._core.rows[slot.index]
         if len(ids) > held:
-            raise invalid(
-                f"{len(ids)} tokens to record; reqid {slot.index} holds {held}", limit=held
-            )
+            ids = TokenIds.from_bytes(ids.data[: held * ID_BYTES], ids.namespace)
         return ids, len(ids) // self.tree.unit
 
     def _insert(self, slot: Slot, ids: TokenIds) -> int:
         known = self.tree.match(ids)
         own = min(one.shared // core.prefixes.unit_pages for core, one in self._each(slot))
         units = max(known.length // self.tree.unit, own)
-        ids = TokenIds.from_bytes(ids.data[: units * self.tree.unit * ID_BYTES])
+        end = units * self.tree.unit * ID_BYTES
+        ids = TokenIds.from_bytes(ids.data[:end], ids.namespace)
         done = self.tree.insert(ids, lambda first, last: self._take(slot, known.node, first, last))
         # A slot whose pages were recorded by another shares none of them, and keeps nothing.
         if done.length and slot.shared and done.node not in slot.pins:
@@ -163,6 +154,21 @@ class Prefixes:
             self.tree.pin(node)
         return list(pins)
 
+    def shorten(self, slot: Slot, rows: int) -> None:
+        """Keeps for a slot only what its first rows are of."""
+        kept: list[Node[Span]] = []
+        for node in slot.pins:
+            part = node
+            if node.end > rows:
+                found = self.tree.match(node.tokens(), rows, pin=True)
+                part = found.node
+                self.tree.unpin(node)
+                if not found.length:
+                    self.tree.unpin(part)
+                    continue
+            kept.append(part)
+        slot.pins = kept
+
     def unpin(self, slot: Slot) -> None:
         """Keeps nothing for a slot any longer; counts as a use."""
         for node in slot.pins:
@@ -171,32 +177,58 @@ class Prefixes:
 
     # ---- matching --------------------------------------------------------------------------------
 
-    def match(self, tokens: Any, leave: int) -> PrefixMatch:
+    def match(self, tokens: Any, leave: int, namespace: Hashable = None) -> PrefixMatch:
         """See `KVCache.match`."""
-        ids = TokenIds.of(tokens)
+        self.leases.collect()
+        ids = TokenIds.of(tokens, namespace)
         left = operator.index(leave)
         if left < 0:
             raise invalid(f"leave is {left}; it must not be negative")
-        found = self.tree.match(ids, max(0, min(len(ids) - left, self._core.config.max_seq_len)))
-        return PrefixMatch(found.length, found.node)
+        limit = max(0, min(len(ids) - left, self._core.config.max_seq_len))
+        found = self.tree.match(ids, limit)  # a use of all that the run goes on with, too
+        node = self.tree.root
+        if found.length:
+            node = self.tree.match(ids, found.length, pin=True).node
+        return PrefixMatch(found.length, self.leases.add(node), self.leases)
 
-    def wanted(self, tokens: Any, leave: int) -> tuple[PrefixMatch, int]:
+    def wanted(
+        self, tokens: Any, leave: int, namespace: Hashable = None
+    ) -> tuple[PrefixMatch, int]:
         """What of a prompt is recorded, and how long it is; of a match, the match and its length.
 
         Raises InvalidArgument for bad tokens, or more than `max_seq_len`.
         """
         if isinstance(tokens, PrefixMatch):
-            return tokens, tokens.length
-        ids = TokenIds.of(tokens)
+            return self.own(tokens), tokens.length
+        ids = TokenIds.of(tokens, namespace)
         length, longest = len(ids), self._core.config.max_seq_len
         if length > longest:
             raise invalid(f"{length} tokens; max_seq_len is {longest}", limit=longest)
         return self.match(ids, leave), length
 
+    def own(self, match: PrefixMatch) -> PrefixMatch:
+        """A match of this cache; raises InvalidArgument for another's."""
+        if match._owner is not self.leases:
+            raise invalid(f"{match!r} is another cache's")
+        return match
+
+    def renew(self, match: PrefixMatch) -> None:
+        """Takes a lease again that was lost, where the prefix is still there.
+
+        Raises:
+            PrefixEvicted: it is not.
+        """
+        self.leases.collect()
+        if match.length and not match._lease.held:
+            match._lease = self.leases.add(self._pin(match))
+
     def _pin(self, match: PrefixMatch) -> Node[Span]:
-        """Keeps what matched; raises InvalidArgument where it was evicted since."""
-        node = match._node
-        self.tree.pin(node, match.length)
+        """Keeps what matched; raises PrefixEvicted where it is not there any more."""
+        node = match._lease.node
+        try:
+            self.tree.pin(node, match.length)
+        except InvalidArgument:
+            raise evicted(match.length) from None
         if node.end > match.length:  # the rest of its run may go, so only a part of it is kept
             whole, node = node, self.tree.match(node.tokens(), match.length, pin=True).node
             self.tree.unpin(whole)
@@ -206,6 +238,7 @@ class Prefixes:
         """See `KVCache.alloc_prefix`; for a match of at least a unit."""
         core = self._core
         core.sharing.require(PREFIXES, "alloc_prefix")
+        self.leases.collect()
         node = self._pin(match)
         try:
             slots = core.sharing.vacate(1)
@@ -224,6 +257,7 @@ class Prefixes:
             return None
         slot = slots[0]
         slot.pins = [node]
+        self.leases.end(match._lease)
         core.enter(slot, match.length)
         core.note_peaks()
         return slot.index
@@ -234,11 +268,12 @@ class Prefixes:
         """Takes least recently used prefixes out until so many pages per tensor come back.
 
         Those that a request began with or recorded go last, and only where there are pages among
-        them that no request uses: the request keeps its own.
+        them that no request uses: the request keeps its own. Leased ones stay.
 
         Returns:
             Pages per tensor that came back, or will when the batches that unmap them are done.
         """
+        self.leases.collect()
         shared, done = self._core.reclaimer.shared, 0
         while done < pages:
             spans = self.tree.evict(pages - done)
@@ -259,17 +294,42 @@ class Prefixes:
         return bool(holders)
 
     def _any_idle(self) -> bool:
-        """Whether a page is recorded that no request uses."""
-        return any(self._core.reclaimer.shared.idle(span) for span in self.spans())
+        """Whether a page is recorded that no request uses and no match has leased."""
+        shared, kept = self._core.reclaimer.shared, self.leases.kept()
+        return any(shared.idle(node.span) for node in self.tree if node not in kept)
 
-    def evict_all(self) -> None:
-        """Takes every prefix out that no request uses."""
+    def leased(self) -> int:
+        """Pages per tensor that no request uses, and that cannot be evicted: matches lease them."""
+        if not self.leases:
+            return 0
+        return self.idle_pages(self.leases.kept())
+
+    def idle_pages(self, nodes: Iterable[Node[Span]]) -> int:
+        """The cache's own pages per tensor of these nodes that no request uses."""
+        return sum(map(self._core.reclaimer.shared.idle, map(self._own_span, nodes)))
+
+    def kept_pages(self, match: PrefixMatch) -> int:
+        """Pages per tensor that a request which begins with the match need not find."""
+        if not match.length:
+            return 0
+        span = self._path(match._lease.node, match.length // self.tree.unit * self.unit_pages)
+        return span.floor(span.pages)
+
+    def _own_span(self, node: Node[Span]) -> Span:
+        return node.span
+
+    def evict_all(self, leased: bool = False) -> None:
+        """Takes every prefix out that no request uses; `leased`: those of matches, too."""
+        self.leases.collect()
+        if leased:
+            self.leases.end_all()
         for span in self.tree.evict(self.tree.evictable_pages):
             self._core.reclaimer.let_go(span)
 
     def rebuild(self) -> None:
         """Counts again which prefixes slots keep."""
-        self.tree.rebuild(node for slot in self._core.table for node in slot.pins)
+        pins = [node for slot in self._core.table for node in slot.pins]
+        self.tree.rebuild([*pins, *self.leases.rebuilt()])
 
     def check(self) -> list[str]:
         """What contradicts in the tree, its pins and its spans, in words."""
@@ -278,9 +338,11 @@ class Prefixes:
         for slot in self._core.table:
             for node in slot.pins:
                 wanted[node] = wanted.get(node, 0) + 1
+        for node in self.leases.nodes():
+            wanted[node] = wanted.get(node, 0) + 1
         for node in self.tree:
             if node.pins != wanted.pop(node, 0):
-                found.append(f"{node!r} has {node.pins} pins, other than slots hold")
+                found.append(f"{node!r} has {node.pins} pins, other than slots and leases hold")
             if node.span.pages - node.span.lead != node.units * self.unit_pages:
                 found.append(f"{node!r} has a span of {node.span.pages} pages")
         if wanted:

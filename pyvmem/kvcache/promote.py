@@ -49,13 +49,23 @@ class Promoter:
         self._core.journal.keep_dict(self._joined)
         self._joined.pop(slot.index, None)
 
+    def shorten(self, slot: Slot, page: int) -> None:
+        """Takes note that pages from this one on may be other ones from now on."""
+        joined = self._joined.get(slot.index)
+        if joined:
+            self._core.journal.keep_dict(self._joined)
+            self._joined[slot.index] = {low for low in joined if low + self._unit <= page}
+        self._core.journal.undo(self._next.__setitem__, slot.index, self._next[slot.index])
+        rows = -(-page * self._core.layout.page_size // self._core.layout.row_bytes)
+        self._next[slot.index] = min(self._next[slot.index], max(self._from, rows + self._kept))
+
     def step(self, lens: list[int], stream: Any) -> None:
         """Begins to promote what is long enough, of requests that the step to `lens` lengthens.
 
         That a request grows says that the work for its rows so far was launched. The last of them
         may be taken back and written again (`KVCacheConfig.window_tile`); they are left alone.
         """
-        core, old = self._core, self._core.seq_lens
+        core, old = self._core, self._core.rows
         for index in compress(core.indices, map(operator.ge, old, self._next)):
             slot = core.table[index]
             if lens[index] > old[index] and slot not in core.mover.moves:

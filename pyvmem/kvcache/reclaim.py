@@ -94,7 +94,7 @@ class Reclaimer(Cuts):
             if slot.mapped == slot.granted or slot.lost or not (job is None or job.takes_pages):
                 continue  # not counted
             spare += max(0, _spare(slot, keep)) - max(0, _spare(slot, {}))
-        return spare + self.shared.pages - self.shared.used
+        return spare + self.shared.pages - self.shared.used - self.leased()
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
         """Physical pages that are free, on their way back, or could be taken back."""

@@ -42,7 +42,7 @@ def snapshot(core: Core) -> list[SlotInfo]:
         SlotInfo(
             reqid=slot.index,
             state=_state(slot),
-            seq_len=core.seq_lens[slot.index],
+            seq_len=core.rows[slot.index],
             granted_pages=max(0, slot.granted - slot.head),
             mapped_pages=slot.mapped - slot.head,
             shared_pages=slot.shared,
@@ -159,8 +159,8 @@ def check(core: Core) -> list[str]:
             found.append(f"{name}: capacity {pager.capacity[slot.index]} with {slot.granted} pages")
         if not slot.granted and pager.capacity[slot.index]:
             found.append(f"{name}: capacity {pager.capacity[slot.index]} without a page")
-        if not slot.active and core.seq_lens[slot.index]:
-            found.append(f"{name}: free, but holds {core.seq_lens[slot.index]} tokens")
+        if not slot.active and core.rows[slot.index]:
+            found.append(f"{name}: free, but holds {core.rows[slot.index]} tokens")
         if (slot in table.free) == (slot.active or slot.broken):
             found.append(f"{name}: in the wrong list")
         if slot.job is not None and slot.job not in (*pager.growths, *reclaimer.cuts):
@@ -193,8 +193,8 @@ def check(core: Core) -> list[str]:
         found.append(f"{reclaimer.held} pages held, the limit is {reclaimer.limit}")
     if reclaimer.share is not None:
         found.extend(reclaimer.share.budget.check())
-    if core.used_tokens != sum(core.seq_lens):
-        found.append(f"{sum(core.seq_lens)} tokens, {core.used_tokens} counted")
+    if core.used_tokens != sum(core.rows):
+        found.append(f"{sum(core.rows)} tokens, {core.used_tokens} counted")
     now = stats(core)
     if now.free_pages + now.cached_pages + now.active_pages != now.total_pages:
         found.append(
@@ -240,7 +240,8 @@ def _check_pages(core: Core, slot: Slot) -> list[str]:
                 if is_now != wanted:
                     page = (at - start) // size
                     found.append(
-                        f"slot {slot.index}, tensor {tensor}, page {page}: {is_now}, not {wanted}"
+                        f"slot {slot.index}, tensor {tensor}, page {page}: expected {wanted}, "
+                        f"found {is_now}"
                     )
                     break
                 at += info.run_bytes

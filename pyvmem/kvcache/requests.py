@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-from pyvmem.kvcache import fork, idle, swap
+from pyvmem.kvcache import admission, fork, idle, swap
 from pyvmem.kvcache.base import CacheBase
-from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.prefixes import PrefixMatch
+from pyvmem.kvcache.leases import PrefixMatch
 from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.streams import check
 
@@ -33,14 +32,14 @@ class RequestCalls(CacheBase):
 
         Both share the pages that are full below `length`, read-only from then on: a write to one
         faults. Only the last, partly filled page is copied, in every tensor. So neither may write
-        rows below `length` again, and each may append as if it were alone. (To cut a request short
-        and write other rows there, fork it at that length and free it.)
+        rows below `length` again, and each may append as if it were alone. (Who must write them
+        again gives them up first: `truncate`.)
 
         Waits for the GPU work on `stream` where pages were written since the last fork.
 
         Args:
             reqid: the parent; it goes on as before.
-            length: tokens that the new request begins with; None: all, by the last `step`.
+            length: tokens that the new request begins with; None: all that the parent holds.
             stream: the stream (or event) of the parent's last work, as in `free_reqid`.
             into: the reqid that the new request shall have; None: any that is free.
 
@@ -89,7 +88,9 @@ class RequestCalls(CacheBase):
         """
         return self._core.prefixes.tree.unit
 
-    def record(self, reqid: int, tokens: Any, stream: Any = None) -> int:
+    def record(
+        self, reqid: int, tokens: Any, stream: Any = None, namespace: Hashable = None
+    ) -> int:
         """Records the rows of a running request under their tokens, for later ones to begin with.
 
         Their pages become read-only. For a finished request `free_reqid` with `tokens` does the
@@ -100,38 +101,45 @@ class RequestCalls(CacheBase):
 
         Args:
             reqid: the request.
-            tokens: the ids whose keys and values its first rows hold, at most as many as it holds
-                tokens (`TokenIds` says in which forms). Those behind the last whole
-                `sharing_unit` are left out.
+            tokens: the ids whose keys and values its first rows hold (`TokenIds` says in which
+                forms). Those behind the rows that it holds, such as a last token that was not
+                computed yet, are left out, and those behind the last whole `sharing_unit`.
             stream: as in `free_reqid`.
+            namespace: what the rows depend on beside the ids, such as an adapter, an image or a
+                tenant; only matches with the same one find them.
 
         Returns:
             The tokens, from the first on, that are recorded now.
 
         Raises:
-            InvalidArgument: more tokens than rows, bad tokens, or a reqid that is not taken.
+            InvalidArgument: bad tokens or namespace, or a reqid that is not taken.
             NotSupported, NotRecoverable, VMemError: as `fork`.
         """
         check(stream)
         with self._lock, self._journal:
             core = self._open_core()
-            return core.prefixes.record(core.slot(reqid), tokens, stream)
+            return core.prefixes.record(core.slot(reqid), tokens, stream, namespace)
 
-    def match(self, tokens: Any, leave: int = 1) -> PrefixMatch:
-        """How much of a prompt is recorded. Counts as a use of it, and keeps nothing from eviction.
+    def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
+        """How much of a prompt is recorded, as a lease: what matches is kept from eviction.
+
+        The lease ends when `alloc_prefix` has used the match, when it is released or collected, and
+        with ``trim(prefixes=True)``; memory that it keeps counts as no request's, but nobody gets
+        it. Counts as a use of the prefix.
 
         Args:
             tokens: the prompt.
             leave: tokens at its end that are not matched: an engine must compute the last one.
+            namespace: as in `record`.
 
         Raises:
-            InvalidArgument: bad tokens, or a negative `leave`.
+            InvalidArgument: bad tokens or namespace, or a negative `leave`.
         """
         with self._lock, self._journal:
-            return self._open_core().prefixes.match(tokens, leave)
+            return self._open_core().prefixes.match(tokens, leave, namespace)
 
     def alloc_prefix(
-        self, tokens: Any, leave: int = 1, stream: Any = None
+        self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None
     ) -> tuple[int, int] | None:
         """Takes a slot for a prompt, with the longest recorded prefix mapped there, read-only.
 
@@ -140,24 +148,30 @@ class RequestCalls(CacheBase):
             leave: as in `match`; not used with a match.
             stream: the stream that will read the rows; it is made to wait for the work that wrote
                 them.
+            namespace: as in `record`; not used with a match.
 
         Returns:
             The reqid and the tokens that it holds already, 0 where nothing is recorded; None, with
-            nothing changed, when every slot is taken or memory is short.
+            nothing changed, when every slot is taken or memory is short: a match keeps its lease.
 
         Raises:
-            InvalidArgument: bad tokens, more of them than `max_seq_len`, or a match that was
-                evicted since.
+            InvalidArgument: bad tokens or namespace, more tokens than `max_seq_len`, or another
+                cache's match.
+            PrefixEvicted: the match has lost its lease, and the prefix is not recorded any more.
             NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
         """
         check(stream)
         with self._lock, self._journal:
             core = self._open_core()
-            match, length = core.prefixes.wanted(tokens, leave)
-            if not match.length:
-                reqid = core.alloc(length)
-                return None if reqid is None else (reqid, 0)
-            reqid = core.prefixes.alloc(match, stream)
+            match, length = core.prefixes.wanted(tokens, leave, namespace)
+            try:
+                if not match.length:
+                    reqid = core.alloc(length)
+                    return None if reqid is None else (reqid, 0)
+                reqid = core.prefixes.alloc(match, stream)
+            finally:
+                if match is not tokens:
+                    match.release()
             core.prepare()
             return None if reqid is None else (reqid, match.length)
 
@@ -202,32 +216,29 @@ class RequestCalls(CacheBase):
         with self._lock, self._journal:
             return swap.swap_in([self._open_core()], swapped, stream)
 
-    def can_admit(self, seq_lens: Sequence[int]) -> bool:
+    def can_admit(
+        self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
+    ) -> bool:
         """Whether new requests of so many tokens would all fit now, beside the present ones.
 
         Counts free slots, mappings that the context may still make, and all that is free or could
-        be reclaimed, recorded prefixes that no request uses included. Says nothing of memory that
-        others take from the device. Waits for fills that are in flight.
+        be reclaimed, recorded prefixes that no request uses and no match leases included. Says
+        nothing of memory that others take from the device. Waits for fills that are in flight.
+
+        Args:
+            seq_lens: tokens of each request, with those of its prefix.
+            matches: for each request, the match that it will begin with, or None: the pages of that
+                are there, and need not be found. None: no request has one. A lease that was lost is
+                taken again. An engine that asks with the match is never refused for ever by an idle
+                cache that could serve the request.
 
         Raises:
-            InvalidArgument: a length that is negative or above `max_seq_len`.
+            InvalidArgument: a length that is negative or above `max_seq_len`; not one match, or
+                None, for each; a match longer than its request, or another cache's.
+            PrefixEvicted: as in `alloc_prefix`.
         """
         with self._lock, self._journal:
-            core = self._open_core()
-            lengths = [operator.index(length) for length in seq_lens]
-            longest = core.config.max_seq_len
-            for place, length in enumerate(lengths):
-                if not 0 <= length <= longest:
-                    raise invalid(
-                        f"seq_lens[{place}] is {length}; it must lie between 0 and {longest}",
-                        limit=longest,
-                    )
-            pages = [core.layout.pages_for(length) for length in lengths]
-            return (
-                len(lengths) <= len(core.table.free)
-                and core.runs.fits(pages)
-                and core.pager.can_have(sum(pages) * core.layout.num_tensors, {})
-            )
+            return admission.can_admit([self._open_core()], seq_lens, matches)
 
     def trim(self, prefixes: bool = False) -> int:
         """Unmaps all pages of no request and gives the pool's free memory back to the device.
@@ -235,7 +246,8 @@ class RequestCalls(CacheBase):
         Waits for the GPU work on freed slots.
 
         Args:
-            prefixes: evict the recorded prefixes that no request uses, too.
+            prefixes: evict the recorded prefixes that no request uses, too, also those that
+                matches lease: `alloc_prefix` then raises PrefixEvicted for them.
 
         Returns:
             Bytes that the context has given back to the device meanwhile.

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.budget import Budget
     from pyvmem.kvcache.journal import Journal
 
-__all__ = ["Parts", "available_bytes", "make", "pool_low"]
+__all__ = ["Parts", "available_bytes", "free_bytes", "make", "pool_low"]
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
+_PART_OF_CARD = 0.9  # of a GPU's free memory; kernels, libraries and graphs need some, too
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,12 @@ def _limit_pages(
 
 
 def available_bytes(cuda_device: int | None, unknown: int) -> int:
+    """Memory that a cache may take by default: of a GPU's free memory a part, on host all."""
+    free = free_bytes(cuda_device, unknown)
+    return free if cuda_device is None else int(free * _PART_OF_CARD)
+
+
+def free_bytes(cuda_device: int | None, unknown: int) -> int:
     """Memory that is free now on the device; `unknown` where nothing tells."""
     if cuda_device is not None:
         try:

@@ -36,7 +36,7 @@ class CacheStats:
             here counts them.
         prefix_pages, prefix_tokens: of these, the recorded ones, and the tokens that they hold.
         mapped_bytes: cached and active pages.
-        used_bytes: rows that hold tokens, by the last `step`; shared ones once.
+        used_bytes: rows that requests hold; shared ones once.
         wasted_bytes: active pages without the rows that hold tokens (internal fragmentation).
         peak_mapped_bytes, peak_used_bytes, peak_wasted_bytes: the highest so far.
         active_slots, cached_slots, empty_slots, broken_slots: slots by state; cached ones are free
@@ -109,7 +109,7 @@ class SlotInfo:
     Attributes:
         reqid: the slot.
         state: "active", "cached" (free, with pages), "empty" (free, without) or "broken".
-        seq_len: tokens by the last `step`.
+        seq_len: tokens whose rows it holds.
         granted_pages: pages that the owner may use, without those that left its window.
         mapped_pages: pages there, or promised by a growth in flight.
         shared_pages: of these, pages that are mapped read-only.

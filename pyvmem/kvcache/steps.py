@@ -20,7 +20,7 @@ _Want = list[tuple[Slot, int]]
 def step(core: Core, seq_lens: Sequence[int], stream: Any) -> int:
     """See `KVCache.step`."""
     try:
-        lens, total, want = _begin(core, seq_lens, stream)
+        lens, rows, total, want = _begin(core, seq_lens, stream)
         if want:
             if not _grow(core, want, background=False):
                 core.counters.short += 1
@@ -32,7 +32,7 @@ def step(core: Core, seq_lens: Sequence[int], stream: Any) -> int:
             raise
         _note_crowded([core])
         return -1
-    _commit(core, lens, total, stream)
+    _commit(core, rows, total, stream)
     return 0
 
 
@@ -53,7 +53,7 @@ def step_all(cores: Sequence[Core], seq_lens: Sequence[int], stream: Any) -> int
     try:
         begun = [(core, *_begin(core, seq_lens, stream)) for core in cores]
         if any(want for *_, want in begun):
-            if not grow_all([(core, want) for core, _, _, want in begun], background=False):
+            if not grow_all([(core, want) for core, *_, want in begun], background=False):
                 _note_short(cores)
                 return -1
             for core, lens, *_ in begun:
@@ -63,8 +63,8 @@ def step_all(cores: Sequence[Core], seq_lens: Sequence[int], stream: Any) -> int
     except TooManyMappings:
         _note_crowded(cores)
         return -1
-    for core, lens, total, _ in begun:
-        _commit(core, lens, total, stream)
+    for core, _, rows, total, _ in begun:
+        _commit(core, rows, total, stream)
     return 0
 
 
@@ -84,23 +84,27 @@ def step_async_all(cores: Sequence[Core], seq_lens: Sequence[int]) -> int:
 # ---- the parts of a step -------------------------------------------------------------------------
 
 
-def _begin(core: Core, seq_lens: Sequence[int], stream: Any) -> tuple[list[int], int, _Want]:
-    """Checks the numbers and ends what is under way: numbers, their sum, and what is missing."""
+def _begin(
+    core: Core, seq_lens: Sequence[int], stream: Any
+) -> tuple[list[int], list[int], int, _Want]:
+    """Checks the numbers and ends what is under way.
+
+    Returns:
+        The numbers, the rows held after the step, the sum of these, and what pages are missing.
+    """
     pager, reclaimer = core.pager, core.reclaimer
-    lens, total = core.validate(seq_lens)
-    if core.window is not None:
-        core.window.check(lens)
+    lens, rows, total = core.validate(seq_lens)
     core.counters.last_wait_ns = 0
     if pager.growths:
         _settle(core, lens, stream)
     if core.mover.moves or core.mover.given_up:
-        core.mover.step(lens, stream)
+        core.mover.step(stream)
     if reclaimer.cuts:
         reclaimer.poll()
     if reclaimer.errors:
         reclaimer.raise_errors()
     short = core.short()
-    return lens, total, core.want(lens, short) if short else []
+    return lens, rows, total, core.want(lens, short) if short else []
 
 
 def _settle(core: Core, lens: list[int], stream: Any) -> None:
@@ -111,7 +115,7 @@ def _settle(core: Core, lens: list[int], stream: Any) -> None:
 def _begin_async(core: Core, seq_lens: Sequence[int]) -> tuple[list[int], _Want]:
     """The slots that are short, and what no growth under way will give them."""
     pager, reclaimer = core.pager, core.reclaimer
-    lens, _ = core.validate(seq_lens)
+    lens, *_ = core.validate(seq_lens)
     if reclaimer.cuts:
         reclaimer.poll()
     short = core.short()
@@ -205,18 +209,20 @@ def _disown(core: Core, want: _Want) -> None:
     core.pager.poll()
 
 
-def _commit(core: Core, lens: list[int], total: int, stream: Any) -> None:
+def _commit(core: Core, rows: list[int], total: int, stream: Any) -> None:
     """Notes what the slots hold from now on."""
     if core.window is not None:
-        core.window.slide(lens, stream)
+        core.window.slide(rows, stream)
     if core.config.promote_tokens and core.promoter is not None:
-        core.promoter.step(lens, stream)
+        core.promoter.step(rows, stream)
     core.runs.step(stream)
-    core.journal.keep(core, "seq_lens", "used_tokens", "clock")
-    core.seq_lens = lens[:]
+    core.journal.keep(core, "rows", "used_tokens", "clock")
+    core.rows = rows[:]
     core.used_tokens = total
     core.note_peaks()
     core.counters.steps += 1
     core.clock += 1
+    if core.table.lockstep:
+        core.prefixes.leases.end_all()  # a collector must not decide when they end
     if core.untidy:
         core.tidy()

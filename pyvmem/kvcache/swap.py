@@ -87,7 +87,7 @@ def swap_out(cores: Sequence[Core], reqid: int, stream: Any) -> SwappedRequest:
     for core in cores:
         core.sharing.require(SWAP, "swap_out")
     slots = [core.slot(reqid) for core in cores]
-    length = cores[0].seq_lens[slots[0].index]
+    length = cores[0].rows[slots[0].index]
     for core, slot in zip(cores, slots, strict=True):
         core.pager.release(slot)
     sizes = [length * core.layout.row_bytes for core in cores]

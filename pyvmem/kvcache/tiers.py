@@ -93,7 +93,7 @@ def move(
 
 def _pages(core: Core, slot: Slot, tokens: Sequence[int] | None, wait: bool) -> tuple[int, int]:
     """The pages that hold rows of these tokens alone, none of them cut."""
-    layout, held = core.layout, core.seq_lens[slot.index]
+    layout, held = core.layout, core.rows[slot.index]
     first, last = 0, held
     if tokens is not None:
         try:

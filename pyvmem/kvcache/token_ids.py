@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from pyvmem.kvcache.config import invalid
@@ -25,30 +25,39 @@ class TokenIds:
         tokens: ids from 0 to 2**32 - 1: a list or another sequence of whole numbers, an
             ``array.array``, a one-dimensional numpy array or torch tensor of integers (one on a GPU
             is copied, which waits for its stream), or a `TokenIds`.
+        namespace: what the keys and values depend on beside the ids: an adapter, an image, a
+            tenant. Equal ids of different namespaces are different prefixes. None, the default, is
+            a namespace too; of a `TokenIds` that is given without one, its own is taken.
 
     Raises:
-        InvalidArgument: an id out of range, no whole number, more than one dimension, or text.
+        InvalidArgument: an id out of range, no whole number, more than one dimension, or text; a
+            namespace that cannot be hashed, or another one than that of the `TokenIds` given.
     """
 
-    __slots__ = ("data",)
+    __slots__ = ("data", "namespace")
 
     data: bytes  #: the ids as native 32-bit words
+    namespace: Hashable
 
-    def __init__(self, tokens: Any) -> None:
+    def __init__(self, tokens: Any, namespace: Hashable = None) -> None:
         self.data = _encode(tokens)
+        self.namespace = _namespace(tokens, namespace)
 
     @classmethod
-    def of(cls, tokens: Any) -> TokenIds:
-        """`tokens` itself where it is one already."""
-        return tokens if isinstance(tokens, cls) else cls(tokens)
+    def of(cls, tokens: Any, namespace: Hashable = None) -> TokenIds:
+        """`tokens` itself where it is one already, of that namespace."""
+        if isinstance(tokens, cls) and (namespace is None or namespace == tokens.namespace):
+            return tokens
+        return cls(tokens, namespace)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> TokenIds:
+    def from_bytes(cls, data: bytes, namespace: Hashable = None) -> TokenIds:
         """Ids that are there as native 32-bit words. InvalidArgument: not a multiple of 4 bytes."""
         if len(data) % ID_BYTES:
             raise invalid(f"{len(data)} bytes are no whole number of ids of {ID_BYTES} bytes")
         out = object.__new__(cls)
         out.data = bytes(data)
+        out.namespace = _namespace(data, namespace)
         return out
 
     def __len__(self) -> int:
@@ -59,16 +68,31 @@ class TokenIds:
 
     def __add__(self, more: Any) -> TokenIds:
         """These ids and then `more`, at the cost of a copy."""
-        return TokenIds.from_bytes(self.data + TokenIds.of(more).data)
+        return TokenIds.from_bytes(self.data + TokenIds.of(more).data, self.namespace)
 
     def __eq__(self, other: object) -> bool:
-        return self.data == other.data if isinstance(other, TokenIds) else NotImplemented
+        if not isinstance(other, TokenIds):
+            return NotImplemented
+        return self.data == other.data and self.namespace == other.namespace
 
     def __hash__(self) -> int:
-        return hash(self.data)
+        return hash((self.data, self.namespace))
 
     def __repr__(self) -> str:
-        return f"<TokenIds: {len(self)} ids>"
+        of = "" if self.namespace is None else f" of {self.namespace!r:.40}"
+        return f"<TokenIds: {len(self)} ids{of}>"
+
+
+def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
+    """The namespace of ids that are given with one, or bring their own."""
+    try:
+        hash(namespace)
+    except TypeError:
+        raise invalid(f"namespace {_brief(namespace)} cannot be hashed") from None
+    own = tokens.namespace if isinstance(tokens, TokenIds) else None
+    if own is None or namespace is None or namespace == own:
+        return own if namespace is None else namespace
+    raise invalid(f"namespace {namespace!r:.40}: the ids are of {own!r:.40}")
 
 
 def _encode(tokens: Any) -> bytes:

@@ -47,21 +47,20 @@ class Window:
         """Rows that so many pages hold a byte of."""
         return -(-pages * self._layout.page_size // self._layout.row_bytes)
 
-    def check(self, lens: list[int]) -> None:
+    def check(self, slot: Slot, length: int) -> None:
         """Raises InvalidArgument for a length whose window is not there any more."""
-        for index in compress(self._core.indices, map(operator.lt, lens, self._least)):
-            least = self._least[index]
-            if lens[index]:
-                raise invalid(
-                    f"seq_lens[{index}] is {lens[index]}; with fewer than {least} tokens its "
-                    f"window of {self._window} begins in rows that are gone",
-                    limit=least,
-                )
+        least = self._least[slot.index]
+        if length < least:
+            raise invalid(
+                f"length {length}: with fewer than {least} tokens the window of "
+                f"{self._window} of reqid {slot.index} begins in rows that are gone",
+                limit=least,
+            )
 
     def slide(self, lens: list[int], stream: Any) -> None:
         """Begins to unmap what the step to `lens` no longer needs; does not wait."""
         core = self._core
-        old = core.seq_lens
+        old = core.rows
         events: list[Any] | None = None
         for index in compress(core.indices, map(operator.ge, old, self._next)):
             slot = core.table[index]

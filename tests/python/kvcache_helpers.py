@@ -238,6 +238,7 @@ class Model:
         self.cache = cache
         self.random = random.Random(seed)
         self.rows: dict[int, list[float]] = {}
+        self.written: dict[int, int] = {}  # rows that the request ever had
         self.events: list[FdEvent] = []
         self.tag = 0.0
 
@@ -297,7 +298,8 @@ class Model:
     def write(self, reqid: int, length: int) -> None:
         rows = self.rows[reqid]
         low = len(rows)
-        assert rows_are_zero(self.cache, reqid, low, length)
+        assert rows_are_zero(self.cache, reqid, max(low, self.written.get(reqid, 0)), length)
+        self.written[reqid] = max(length, self.written.get(reqid, 0))
         self.tag += 1
         stamp(self.cache, reqid, low, length, self.tag)
         rows.extend([self.tag] * (length - low))
@@ -315,6 +317,18 @@ class Model:
             self.events.append(event)
         self.cache.free_reqid(reqid, event)
         del self.rows[reqid]
+        self.written.pop(reqid, None)
+
+    def truncate(self, reqid: int) -> None:
+        """Gives up some rows, with GPU work on them that is not over yet, or none."""
+        rows = self.rows[reqid]
+        event = None
+        if self.random.random() < 0.5:
+            event = FdEvent.create()
+            self.events.append(event)
+        length = self.random.randint(0, min(len(rows), self.cache.snapshot()[reqid].seq_len))
+        assert self.cache.truncate(reqid, length, event) == 0
+        del rows[length:]
 
     def fire(self) -> None:
         """All GPU work is over."""
@@ -350,6 +364,8 @@ class Model:
         elif pick < 0.75:
             more = {reqid: self.random.choice((0, 1, 1, 2, 9)) for reqid in self.rows}
             self.grow(more, ahead=self.random.random() < 0.5)
+        elif pick < 0.8 and self.rows:
+            self.truncate(self.random.choice(list(self.rows)))
         elif pick < 0.95 and self.rows:
             self.free(self.random.choice(list(self.rows)), wait=self.random.random() < 0.5)
         else:

@@ -157,6 +157,8 @@ class RankModel:
             match = self.cache.match(prompt)
         taken = self.said("alloc_prefix", self.cache.alloc_prefix(match))
         assert (taken is None) == (not self.slots_left())
+        if match is not prompt:
+            match.release()
         if taken is None:
             return
         reqid, length = taken
@@ -193,7 +195,8 @@ class RankModel:
 
     def note_record(self, reqid: int, ids: list[int]) -> None:
         """What is new of it lies in the request's pages."""
-        before = self.said("match", self.cache.match(ids, leave=0).length)
+        with self.cache.match(ids, leave=0) as found:
+            before = self.said("match", found.length)
         for end in range(before + self.rows, len(ids) + 1, self.rows):
             self.recorded[tuple(ids[:end])] = self.requests[reqid].pages[end // self.rows - 1]
 

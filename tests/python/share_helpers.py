@@ -219,6 +219,21 @@ class ShareModel:
         assert self.cache.record(reqid, tokens) == len(tokens) // unit * unit
         assert self.cache.match(tokens, leave=0).length == len(tokens) // unit * unit
 
+    def truncate(self, reqid: int) -> None:
+        """Gives up some rows; where memory is short for a copy, none."""
+        self.fire()
+        held = self.first.snapshot()[reqid].seq_len
+        held = min(held, len(self.tokens[reqid]))
+        length = self.random.randint(self.random.choice((0, max(0, held - 6))), held)
+        before = self.first.snapshot()[reqid]
+        if self.cache.truncate(reqid, length) == -1:
+            self.count("no truncation")
+            assert self.first.snapshot()[reqid] == before
+            return
+        self.count("truncation")
+        del self.tokens[reqid][length:]
+        del self.tags[reqid][length:]
+
     def swap_out(self, reqid: int) -> None:
         self.fire()
         swapped = self.cache.swap_out(reqid)
@@ -268,7 +283,9 @@ class ShareModel:
             self.grow({r: self.prompt()[: self.random.choice((0, 1, 1, 9))] for r in requests})
         elif pick < 0.65:
             self.fork(any_one)
-        elif pick < 0.75:
+        elif pick < 0.68:
+            self.truncate(any_one)
+        elif pick < 0.77:
             self.record(any_one)
         elif pick < 0.88:
             self.free(any_one, record=self.random.random() < 0.6)

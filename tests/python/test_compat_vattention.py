@@ -377,3 +377,45 @@ def test_a_program_that_forgets_cleanup_ends_well(backend: str) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "2", "")
+
+
+# ---- lengths that become less, and the demos' call ---------------------------------------------
+
+
+def test_a_smaller_number_gives_rows_and_blocks_up(page: int) -> None:
+    rows = page // ROW
+    k = init(page)[0]
+    vattention.reserve_physical_pages(2 * LAYERS * 4 * page)
+    vattention.step([4 * rows, 0, 0, 0], False)
+    k[0, : 4 * rows] = 3
+    assert vattention.num_free_kvblocks() == 0
+    vattention.step([rows + 1, 0, 0, 0], False)
+    assert vattention.num_free_kvblocks() == 2
+    vattention.step([rows + 1, 2 * rows, 0, 0], False)
+    assert bool((k[0, : rows + 1] == 3).all())
+    assert bool((k[1, : 2 * rows] == 0).all())
+    with pytest.raises(OutOfKVBlocks):
+        vattention.step([3 * rows, 2 * rows, 0, 0], False)
+    vattention.step([0, 2 * rows, 0, 0], False)
+    assert vattention.num_free_kvblocks() == 2
+
+
+@pytest.mark.parametrize(("last", "size"), [(False, 2 << 20), (True, 64 << 10), (1 << 16, 1 << 16)])
+def test_the_demos_call_with_eight_arguments(backend: str, last: int, size: int) -> None:
+    """The last one tells whether to use the artifact's UVM driver, or is a page size."""
+    with pyvmem.Context(backend) as context:
+        if size not in context.info.page_sizes:
+            pytest.skip(f"{backend} has no pages of {size} bytes")
+    vattention.configure(backend)
+    try:
+        tensors = vattention.init_kvcache(2, HEADS, DIM, 2, 2 * size // ROW, 0, DTYPE, last)
+        assert len(tensors) == 4
+        assert vattention.reserve_physical_pages(8 * size) == 8
+        vattention.step([1, 0], False)
+        tensors[0][0, :1].fill_(1.0)
+        assert vattention._manager is not None
+        assert vattention._manager.cache.layout.page_size == size
+    finally:
+        del tensors
+        vattention.cleanup()
+        vattention.configure(None)

@@ -307,6 +307,17 @@ def test_best_fit(context: Context, length: int, best: int) -> None:
         assert cache.alloc_reqid(length) == best
 
 
+def test_among_equal_fits_the_one_freed_first_is_taken(context: Context) -> None:
+    """So that a reqid that somebody kept by mistake is another's as late as possible."""
+    with small_cache(context) as cache:
+        for _ in range(4):
+            cache.alloc_reqid()
+        assert cache.step([ROWS] * 4) == 0
+        for reqid in (2, 0, 3, 1):
+            cache.free_reqid(reqid)
+        assert [cache.alloc_reqid(ROWS) for _ in range(4)] == [2, 0, 3, 1]
+
+
 def test_a_slot_whose_pages_are_there_maps_nothing(context: Context) -> None:
     with small_cache(context) as cache:
         cache.alloc_reqid()

@@ -20,7 +20,7 @@ from kvcache_helpers import (
 )
 
 from pyvmem import Context, DriverError, Inject, InvalidArgument, KVCache
-from pyvmem.kvcache import PrefixMatch, TokenIds
+from pyvmem.kvcache import PrefixEvicted, PrefixMatch, TokenIds
 
 TENSORS = 2 * LAYERS
 PROMPT = list(range(100, 100 + 6 * ROWS))
@@ -164,6 +164,184 @@ def test_a_reader_waits_for_the_work_that_wrote_the_rows(context: Context) -> No
             assert fired
 
 
+@pytest.mark.parametrize("how", ["record", "free_reqid"])
+@pytest.mark.parametrize("more", [1, 2 * ROWS])
+def test_ids_without_a_row_yet_are_left_out(context: Context, how: str, more: int) -> None:
+    """The last token that was sampled: its row comes with the step that nobody asks for."""
+    with small_cache(context) as cache:
+        reqid = started(cache, 2 * ROWS)
+        if how == "record":
+            assert cache.record(reqid, PROMPT[: 2 * ROWS + more]) == 2 * ROWS
+        else:
+            cache.free_reqid(reqid, tokens=PROMPT[: 2 * ROWS + more])
+        assert cache.match(PROMPT, leave=0).length == 2 * ROWS
+        assert cache.stats().prefix_tokens == 2 * ROWS
+
+
+# ---- namespaces ----------------------------------------------------------------------------------
+
+
+def test_equal_ids_of_different_namespaces_never_meet(context: Context) -> None:
+    names = [None, "adapter", ("tenant", 7), 0]
+    with small_cache(context, max_batch=8) as cache:
+        for tag, name in enumerate(names, 1):
+            reqid = started(cache, 2 * ROWS + tag, float(tag))
+            assert cache.match(PROMPT, namespace=name).length == 0
+            if tag % 2:
+                assert cache.record(reqid, PROMPT[: 2 * ROWS], namespace=name) == 2 * ROWS
+                cache.free_reqid(reqid)
+            else:
+                cache.free_reqid(reqid, tokens=PROMPT[: 2 * ROWS], namespace=name)
+            cache.check_integrity()
+        assert cache.stats().prefix_tokens == 4 * 2 * ROWS
+        for tag, name in enumerate(names, 1):
+            for taken in (
+                cache.alloc_prefix(TokenIds(PROMPT, namespace=name)),
+                cache.alloc_prefix(cache.match(PROMPT, namespace=name)),
+                cache.alloc_prefix(PROMPT, namespace=name),
+            ):
+                assert taken is not None
+                assert taken[1] == 2 * ROWS
+                assert rows_are(cache, taken[0], 0, 2 * ROWS, float(tag))
+                cache.free_reqid(taken[0])
+        assert cache.match(PROMPT, namespace="another").length == 0
+        cache.trim(prefixes=True)
+        assert cache.stats().prefix_pages == cache.stats().mapped_bytes == 0
+        assert list(cache._core.prefixes.tree.roots) == [None]
+
+
+def test_eviction_is_over_all_namespaces(context: Context) -> None:
+    limit = 4 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache:
+        for name in ("old", "new"):
+            cache.free_reqid(started(cache, 2 * ROWS), tokens=PROMPT[: 2 * ROWS], namespace=name)
+        started(cache, 2 * ROWS)
+        assert cache.match(PROMPT, namespace="old").length == 0
+        assert cache.match(PROMPT, namespace="new").length == 2 * ROWS
+
+
+def test_what_is_no_namespace(context: Context) -> None:
+    with small_cache(context) as cache:
+        reqid = started(cache, ROWS)
+        before = state(cache)
+        for call in (
+            lambda **of: cache.record(reqid, PROMPT[:ROWS], **of),
+            lambda **of: cache.free_reqid(reqid, tokens=PROMPT[:ROWS], **of),
+            lambda **of: cache.match(PROMPT, **of),
+            lambda **of: cache.alloc_prefix(PROMPT, **of),
+        ):
+            with pytest.raises(InvalidArgument, match=r"namespace \[1\].* cannot be hashed"):
+                call(namespace=[1])
+        with pytest.raises(InvalidArgument, match="namespace 'b': the ids are of 'a'"):
+            cache.match(TokenIds(PROMPT, "a"), namespace="b")
+        assert state(cache) == before
+
+
+# ---- leases --------------------------------------------------------------------------------------
+
+
+def test_a_match_keeps_its_pages_until_it_is_used_or_dropped(context: Context) -> None:
+    limit = 4 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache:
+        recorded(cache, PROMPT[: 2 * ROWS], 3.0)
+        found = cache.match(PROMPT)
+        one = cache.alloc_reqid()
+        assert one is not None
+        want = lens(cache, **{f"r{one}": 3 * ROWS})
+        assert not cache.can_admit([3 * ROWS])
+        assert cache.step(want) == -1
+        cache.check_integrity()
+        taken = cache.alloc_prefix(found)
+        assert taken is not None
+        assert taken[1] == 2 * ROWS
+        assert rows_are(cache, taken[0], 0, 2 * ROWS, 3.0)
+        cache.free_reqid(taken[0])
+        assert cache.step(want) == 0, "the lease ended with its use"
+        cache.free_reqid(one)
+
+
+@pytest.mark.parametrize("how", ["release", "with", "collected", "trim"])
+def test_a_lease_ends(context: Context, how: str) -> None:
+    limit = 4 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache:
+        recorded(cache, PROMPT[: 2 * ROWS])
+        found = cache.match(PROMPT)
+        if how == "release":
+            found.release()
+            found.release()
+        elif how == "with":
+            with found:
+                assert not cache.can_admit([3 * ROWS])
+        elif how == "trim":
+            cache.trim(prefixes=True)
+        else:
+            del found
+        assert cache.can_admit([4 * ROWS])
+        started(cache, 4 * ROWS)
+        cache.check_integrity()
+
+
+def test_a_lost_lease_whose_prefix_is_still_there_can_be_used(context: Context) -> None:
+    with small_cache(context) as cache:
+        recorded(cache, PROMPT[: 2 * ROWS])
+        found = cache.match(PROMPT)
+        found.release()
+        first, second = cache.alloc_prefix(found), cache.alloc_prefix(found)
+        assert first is not None
+        assert second is not None
+        assert first[1] == second[1] == 2 * ROWS
+        with small_cache(context) as other, pytest.raises(InvalidArgument, match="another cache's"):
+            other.alloc_prefix(found)
+
+
+def test_a_match_may_outlive_its_cache(context: Context) -> None:
+    with small_cache(context) as cache:
+        recorded(cache, PROMPT[: 2 * ROWS])
+        found = cache.match(PROMPT)
+    found.release()
+
+
+# ---- admission -----------------------------------------------------------------------------------
+
+
+def test_admission_knows_the_prefix_that_a_request_begins_with(context: Context) -> None:
+    """An idle cache never refuses for ever what it can serve."""
+    limit = 4 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache:
+        running = started(cache, 3 * ROWS)
+        cache.record(running, PROMPT[: 3 * ROWS])
+        length = 3 * ROWS + 5
+        assert not cache.can_admit([length])
+        found = cache.match(PROMPT)
+        assert cache.can_admit([length], [found])
+        assert not cache.can_admit([length, length], [found, found])
+        assert not cache.can_admit([length, 1], [found, None])
+        taken = cache.alloc_prefix(found)
+        assert taken is not None
+        want = lens(cache, **{f"r{taken[0]}": length})
+        assert cache.step(want) == 0
+
+
+def test_admission_does_not_reclaim_what_the_request_begins_with(context: Context) -> None:
+    limit = 4 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache:
+        recorded(cache, PROMPT[: 3 * ROWS])
+        with cache.match(PROMPT) as found:
+            assert found.length == 3 * ROWS
+            assert cache.can_admit([4 * ROWS], [found])
+            assert not cache.can_admit([4 * ROWS + 1], [found])
+            assert not cache.can_admit([4 * ROWS]), "leased"
+        with cache.match(PROMPT[:ROWS] + [1] * 9) as found:
+            assert found.length == ROWS
+            assert cache.can_admit([4 * ROWS], [found]), "only what it begins with is kept"
+        assert cache.can_admit([4 * ROWS])
+        with pytest.raises(InvalidArgument, match="1 matches for 2 requests"):
+            cache.can_admit([1, 1], [None])
+        found = cache.match(PROMPT)
+        with pytest.raises(InvalidArgument, match=r"matches\[0\] has 24 tokens"):
+            cache.can_admit([ROWS], [found])
+
+
 # ---- eviction ------------------------------------------------------------------------------------
 
 
@@ -277,15 +455,18 @@ def test_a_finished_request_keeps_nothing_recorded(context: Context) -> None:
         assert cache.match(second, leave=0).length == 2 * ROWS
 
 
-def test_a_match_that_was_evicted_is_refused(context: Context) -> None:
+def test_a_match_that_lost_its_lease_is_refused_once_it_is_evicted(context: Context) -> None:
     with small_cache(context) as cache:
         recorded(cache, PROMPT[: 3 * ROWS])
         found = cache.match(PROMPT)
         assert isinstance(found, PrefixMatch)
         cache.trim(prefixes=True)
         before = state(cache)
-        with pytest.raises(InvalidArgument, match="evicted"):
+        with pytest.raises(PrefixEvicted, match="24 tokens has lost its lease") as caught:
             cache.alloc_prefix(found)
+        assert not isinstance(caught.value, InvalidArgument)
+        with pytest.raises(PrefixEvicted):
+            cache.can_admit([4 * ROWS], [found])
         assert state(cache) == before
         recorded(cache, PROMPT[: 3 * ROWS])
         taken = cache.alloc_prefix(cache.match(PROMPT))
@@ -311,10 +492,6 @@ def test_bad_tokens_change_nothing(context: Context) -> None:
     with small_cache(context) as cache:
         reqid = started(cache, ROWS + 1)
         before = state(cache)
-        with pytest.raises(InvalidArgument, match=f"{ROWS + 2} tokens to record; reqid {reqid}"):
-            cache.record(reqid, PROMPT[: ROWS + 2])
-        with pytest.raises(InvalidArgument, match="to record"):
-            cache.free_reqid(reqid, tokens=PROMPT[: ROWS + 2])
         with pytest.raises(InvalidArgument, match="reqid 3 is not taken"):
             cache.record(3, PROMPT[:1])
         for bad in ("text", [-1], [1 << 32], [1.5], 7, None):

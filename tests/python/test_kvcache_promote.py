@@ -18,7 +18,7 @@ from move_helpers import (
     lens,
     settled,
 )
-from share_helpers import grow, is_zero, read_rows, start, whole
+from share_helpers import grow, is_zero, start, whole
 
 from pyvmem import Caps, Context, FdEvent, KVCache
 from pyvmem.kvcache import Budget
@@ -131,22 +131,6 @@ def test_rows_that_may_be_taken_back_are_left_alone(backend: str) -> None:
             assert cache.snapshot()[one].moving_pages == 0
             grow(cache, one, low, low + 1)
         assert cache.snapshot()[one].moving_pages == UNIT
-
-
-def test_a_request_that_gets_shorter_ends_what_is_under_way(backend: str) -> None:
-    with in_slabs(backend) as context, cache_over(context) as cache, FdEvent.create() as work:
-        one, _ = in_pieces(cache, PART + 1)
-        assert cache.promote(one, stream=work) == 1
-        want = lens(cache)
-        want[one] = PART - 3
-        with firing_later(work) as fired:
-            assert cache.step(want) == 0
-            assert fired
-        assert cache.snapshot()[one].moving_pages == 0
-        grow(cache, one, PART - 3, PART + ROWS, 900)
-        assert cache.step(lens(cache)) == 0
-        assert whole(cache, one, PART - 3)
-        assert read_rows(cache, one, PART - 3, list(range(900 + PART - 3, 900 + PART + ROWS)))
 
 
 def test_promotion_takes_what_memory_there_is(backend: str) -> None:

@@ -7,6 +7,7 @@ import errno
 import gc
 import time
 import warnings
+from typing import Any
 
 import pytest
 from conftest import open_context
@@ -37,7 +38,7 @@ from pyvmem import (
     NotMapped,
     NotSupported,
 )
-from pyvmem.kvcache import SwappedRequest
+from pyvmem.kvcache import SwappedRequest, idle
 
 TENSORS = 2 * LAYERS
 
@@ -265,6 +266,28 @@ def test_the_idle_thread_ends_with_its_cache(host: Context) -> None:
         gc.collect()
     thread.join(60)
     assert not thread.is_alive(), "forgotten, not closed"
+
+
+def test_an_idle_thread_survives_an_error_that_is_not_the_caches(
+    host: Context, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as torch's, for an event of a context that is gone."""
+    calls: list[int] = []
+    real = idle.begin_trim
+
+    def failing(*args: Any) -> bool:
+        calls.append(1)
+        if len(calls) < 3:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return real(*args)
+
+    monkeypatch.setattr(idle, "begin_trim", failing)
+    with small_cache(host, idle_seconds=0.02) as cache:
+        cache.free_reqid(started(cache, ROWS))
+        eventually(lambda: cache.stats().mapped_bytes == 0)
+    logged = [one for one in caplog.records if one.name == "pyvmem.kvcache"]
+    assert len(logged) == 1
+    assert logged[0].exc_info is not None
 
 
 def test_without_idle_seconds_nothing_goes(host: Context) -> None:

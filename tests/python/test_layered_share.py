@@ -20,7 +20,7 @@ from pyvmem import (
     OutOfMemory,
     VMemError,
 )
-from pyvmem.kvcache import LayeredCache, LayerShape, swap
+from pyvmem.kvcache import LayeredCache, LayerShape, PrefixEvicted, swap
 
 UNIT = 16  # tokens that fill whole pages in all classes: of their own 4, 8, 16 and 16
 PAGES = 4 * 4 + 2 * 2 + 3 + 1  # of a unit: by class, tensors times pages
@@ -279,15 +279,29 @@ def test_a_match_that_went_since(context: Context) -> None:
         match = cache.match(range(UNIT), leave=0)
         cache.trim(prefixes=True)
         before = state(cache)
-        with pytest.raises(InvalidArgument, match="was evicted"):
+        with pytest.raises(PrefixEvicted, match="has lost its lease"):
             cache.alloc_prefix(match)
         with pytest.raises(InvalidArgument, match="81 tokens; max_seq_len is 80"):
             cache.alloc_prefix(range(LONGEST + 1))
         assert state(cache) == before
-        reqid, _ = started(cache, 3)
-        for call in (cache.record, lambda *args: cache.free_reqid(args[0], tokens=args[1])):
-            with pytest.raises(InvalidArgument, match=f"4 tokens to record; reqid {reqid} holds 3"):
-                call(reqid, range(4))
+
+
+def test_admission_and_namespaces_over_classes(context: Context) -> None:
+    with shared(context, 4 * PAGES) as cache:
+        for name in ("a", "b"):
+            reqid, _ = started(cache, UNIT + 3)
+            cache.free_reqid(reqid, tokens=range(UNIT + 4), namespace=name)
+        assert cache.match(range(UNIT + 1)).length == 0
+        with (
+            cache.match(range(UNIT + 1), namespace="a") as one,
+            cache.match(range(UNIT + 1), namespace="b") as other,
+        ):
+            assert one.length == other.length == UNIT
+            assert not cache.can_admit([4 * UNIT])
+            assert cache.can_admit([2 * UNIT, 2 * UNIT], [one, other])
+            assert not cache.can_admit([2 * UNIT, 3 * UNIT], [one, other])
+            cache.check_integrity()
+        assert cache.can_admit([4 * UNIT])
 
 
 # ---- swapping ------------------------------------------------------------------------------------

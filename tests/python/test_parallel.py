@@ -21,6 +21,7 @@ from rank_runner import run_ranks
 
 import pyvmem
 from pyvmem import Caps, Inject
+from pyvmem.kvcache import PrefixEvicted
 from pyvmem.kvcache.control import set_limit
 from pyvmem.kvcache.lockstep import LockstepTable
 from pyvmem.kvcache.parallel import (
@@ -277,7 +278,7 @@ def test_recover_gives_up_records_and_swapped_requests(cache: ParallelKVCache) -
     assert cache.match(PROMPT).length == 0
     with pytest.raises(pyvmem.BadHandle):
         cache.swap_in(swapped)
-    with pytest.raises(pyvmem.InvalidArgument, match="evicted"):
+    with pytest.raises(PrefixEvicted, match="has lost its lease"):
         cache.alloc_prefix(found)
     assert cache.failed is None
 

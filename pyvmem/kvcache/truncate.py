@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: MIT
+"""Truncating: a request gives up its last rows, and the pages that hold nothing else.
+
+    0 ......... length ......... granted ......... mapped
+    | rows kept | given up      |                 |
+    | pages kept   | nobody's from here on        |
+
+Pages of the request's own stay mapped, as those of a freed slot do: the request may have them
+again, zeroed, and whoever is short may take them. Pages that a request shares or that lie outside
+the device cannot stay where nobody owns them. They are unmapped at once, and of a shared page that
+is kept in part the request gets a copy of its own, since it may write behind its last row.
+"""
+
+from __future__ import annotations
+
+import errno
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.errors import NotRecoverable, VMemError
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.events import prune, record, wait_for
+from pyvmem.ops import OpBatch
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.core import Core
+    from pyvmem.kvcache.slots import Slot
+    from pyvmem.kvcache.spans import Span
+    from pyvmem.reservation import Reservation
+
+__all__ = ["truncate"]
+
+
+def truncate(cores: Sequence[Core], reqid: int, length: int, stream: Any) -> int:
+    """See `KVCache.truncate`; of several caches with the same requests, all or none."""
+    slots = [core.slot(reqid) for core in cores]
+    rows, held = operator.index(length), max(core.rows[slots[0].index] for core in cores)
+    if not 0 <= rows <= held:
+        raise invalid(f"length {rows}: reqid {slots[0].index} holds {held} tokens", limit=held)
+    for core, slot in zip(cores, slots, strict=True):
+        if core.window is not None:
+            core.window.check(slot, rows)
+    if rows == held:
+        return 0
+    for core, slot in zip(cores, slots, strict=True):
+        page = rows * core.layout.row_bytes // core.layout.page_size
+        core.mover.shorten(slot, page, stream)
+    each = [_Truncation.of(core, slot, rows) for core, slot in zip(cores, slots, strict=True)]
+    if any(one.unmaps for one in each):
+        for one in each:
+            one.core.pager.release(one.slot)
+        each = [_Truncation.of(one.core, one.slot, rows) for one in each]
+        wait_for(record(stream, cores[0].device))
+        if not _unmap_all(each):
+            return -1
+    event, recorded = None, False
+    for one in each:
+        core, slot = one.core, one.slot
+        if not one.unmaps and one.keep < slot.granted:
+            if not recorded:
+                event, recorded = record(stream, core.device), True
+            _disown(core, slot, one.keep, event)
+        if core.promoter is not None:
+            core.promoter.shorten(slot, one.first)
+        core.prefixes.shorten(slot, rows)
+        core.enter(slot, rows)
+        core.table.changes += 1
+    return 0
+
+
+def _disown(core: Core, slot: Slot, keep: int, event: Any) -> None:
+    """Makes a slot's pages from `keep` on nobody's, after the work that the event stands for."""
+    core.pager.shrink(slot, keep)
+    core.reclaimer.own_away = None
+    slot.events = [*prune(slot.events), *(() if event is None else (event,))]
+    if not core.config.deferred_reclaim and slot.job is None:
+        core.reclaimer.try_cut(slot, keep)
+
+
+@dataclass
+class _Truncation:
+    """What becomes of a slot's pages.
+
+    Attributes:
+        rows: tokens that are kept.
+        first: the page that the first row given up begins in.
+        keep: pages that the request keeps.
+        shared: of these, shared ones.
+        copied: end of the pages, from `shared` on, that copies take the place of.
+        end: pages from here on go where pages are unmapped at once.
+        unmaps: they are.
+        addresses: where the copies are before they take their place.
+    """
+
+    core: Core
+    slot: Slot
+    rows: int
+    first: int
+    keep: int
+    shared: int
+    copied: int
+    end: int
+    unmaps: bool
+    addresses: Reservation | None = None
+
+    @classmethod
+    def of(cls, core: Core, slot: Slot, rows: int) -> _Truncation:
+        """The slot is the request's, without a move under way behind its rows."""
+        layout, places = core.layout, slot.places
+        first, cut = divmod(rows * layout.row_bytes, layout.page_size)
+        keep = min(layout.pages_for(rows), slot.granted)
+        shared = min(slot.shared, places.floor(first))
+        copied = shared
+        if shared < slot.shared:
+            if cut or shared < first:
+                copied = min(places.ceil(keep), slot.shared)
+            else:
+                keep = shared  # what a kernel may over-read comes with the next step
+        unmaps = shared < slot.shared or places.away_end > keep
+        end = max(places.ceil(keep), copied)
+        return cls(core, slot, rows, first, keep, shared, copied, end, unmaps)
+
+    @property
+    def stride(self) -> int:
+        """Bytes of the copies in each tensor."""
+        return (self.copied - self.shared) * self.core.layout.page_size
+
+    @property
+    def new_pages(self) -> int:
+        """Physical pages that the copies take."""
+        return (self.copied - self.shared) * self.core.layout.num_tensors
+
+    def copy(self) -> bool:
+        """Copies what is kept of shared pages; False where memory is short.
+
+        The work that the pages wait for is over, but for that of those who wrote them for others.
+        """
+        core, slot, layout = self.core, self.slot, self.core.layout
+        if not self.new_pages:
+            return True
+        if not core.pager.have(self.new_pages):
+            return False
+        for block, *_ in slot.span.cut(self.shared, self.copied).parts:
+            for event in prune(block.events):
+                wait_for(event)
+        nbytes = self.rows * layout.row_bytes - self.shared * layout.page_size
+        ops = OpBatch(1)
+        addresses = core.scratch.take(self.stride * layout.num_tensors)
+        ops.populate(
+            addresses.addr,
+            self.stride,
+            layout.num_tensors,
+            self.stride,
+            layout.page_size,
+            copy_from=core.pager.base + layout.offset(slot.index, self.shared),
+            copy_stride=layout.tensor_bytes,
+            copy_bytes=nbytes,
+        )
+        try:
+            with core.counters.waiting(), core.mapper.transaction() as change:
+                core.reclaimer.held += self.new_pages
+                change.run(ops)
+        except VMemError as error:
+            core.scratch.give(addresses)
+            if core.sharing.is_shortage(error):
+                return False
+            raise
+        self.addresses = addresses
+        return True
+
+    def give_up(self) -> None:
+        """Undoes `copy`."""
+        if self.addresses is not None:
+            addresses, self.addresses = self.addresses, None
+            self.core.scratch.give_mapped(addresses, self.stride * self.core.layout.num_tensors)
+            self.core.reclaimer.held -= self.new_pages
+
+    def unmap(self) -> None:
+        """The copies take their place, and what is behind them goes: one batch, all or nothing."""
+        core, slot, layout = self.core, self.slot, self.core.layout
+        tensors, base = layout.num_tensors, core.pager.base
+        ops = OpBatch(3)
+        if self.addresses is not None:
+            scratch, size = self.addresses.addr, self.stride
+            ops.map(
+                base + layout.offset(slot.index, self.shared),
+                size,
+                core.mapper.gather(scratch, size, tensors, size),
+                0,
+                tensors,
+                layout.tensor_bytes,
+                consume=True,
+                replace=True,
+            )
+            ops.unmap(scratch, size, tensors, size)
+        if self.end < slot.mapped:
+            ops.unmap(
+                base + layout.offset(slot.index, self.end),
+                (slot.mapped - self.end) * layout.page_size,
+                tensors,
+                layout.tensor_bytes,
+            )
+        try:
+            with core.counters.waiting(), core.mapper.transaction() as change:
+                tail = self._note()
+                change.run(ops, slot.events)
+        except NotRecoverable as error:
+            raise _lost(core, slot, error) from error
+        core.reclaimer.let_go(tail)
+        if self.addresses is not None:
+            addresses, self.addresses = self.addresses, None
+            core.scratch.give(addresses)
+
+    def _note(self) -> Span:
+        """What `unmap` does, in the books; returns the shared pages that go."""
+        core, slot, places = self.core, self.slot, self.slot.places
+        core.table.changed(slot)
+        own = max(self.end, slot.shared)
+        away = places.away(own, slot.mapped)
+        gone = max(0, slot.mapped - own) - sum(away.values())
+        tail = slot.span.cut(self.shared, slot.shared)
+        places.forget(self.shared, self.copied)
+        places.forget(self.end, slot.mapped)
+        mapped, granted = min(slot.mapped, self.end), max(self.keep, places.away_end)
+        core.pager.replace(slot, slot.span.cut(0, self.shared), mapped, granted)
+        core.reclaimer.shared.unuse(tail)
+        core.reclaimer.came_back(gone, away)
+        core.enter(slot, self.rows)
+        return tail
+
+
+def _unmap_all(each: Sequence[_Truncation]) -> bool:
+    """Unmaps what has to go at once, in every cache; False, with nothing changed: memory is short.
+
+    Raises:
+        NotRecoverable: the request has lost rows; the text names it. VMemError: nothing changed.
+    """
+    begun = [one for one in each if one.unmaps]
+    done: list[_Truncation] = []
+    try:
+        if not all(one.copy() for one in begun):
+            return False
+        for one in begun:
+            one.unmap()
+            done.append(one)
+    except VMemError as error:
+        if done and not isinstance(error, NotRecoverable):
+            raise _lost(begun[len(done)].core, begun[len(done)].slot, error) from error
+        raise
+    finally:
+        for one in begun:
+            one.give_up()
+    return True
+
+
+def _lost(core: Core, slot: Slot, error: VMemError) -> NotRecoverable:
+    """A request that has lost rows: its slot is used no more."""
+    core.table.condemn(slot)
+    slot.lost = True
+    return NotRecoverable(
+        f"reqid {slot.index} has lost its rows, free it: {error}",
+        errno=errno.ENOTRECOVERABLE,
+        op="KVCache",
+    )
