@@ -232,7 +232,9 @@ static struct vm_job *next_job(struct vm_ctx *c, bool *waiting) {
     int err;
     pthread_mutex_unlock(&c->lock);
     vm_error_begin("vmem worker");
-    err = vm_deps_poll(c, &job->deps, !job->gpu_waits);
+    /* New pages are nobody's yet: they are zeroed while the job waits for others' work. */
+    err = vm_plan_zero(c, &job->plan, false);
+    if (!err) err = vm_deps_poll(c, &job->deps, !job->gpu_waits);
     pthread_mutex_lock(&c->lock);
     if (err == -EAGAIN) {
       *waiting = true;
@@ -276,6 +278,7 @@ static void *thread(void *arg) {
   for (;;) {
     bool waiting, stop;
     struct vm_job *job = next_job(c, &waiting);
+    waiting |= vm_clean_step(c);
     if (job) {
       vm_error_begin("vmem worker");
       job_run(c, job);
@@ -295,7 +298,7 @@ static void *thread(void *arg) {
         nap = nap < 500000 ? nap * 2 : 1000000;
       else
         nap = 20000;
-    } else if (!stop && !c->queue && !c->low) {
+    } else if (!stop && !c->queue && !c->low && !(c->clean.wanted && !c->clean.hold)) {
       pthread_cond_wait(&c->work_cond, &c->lock);
       nap = 20000;
     }
@@ -358,6 +361,9 @@ void vm_worker_stop(struct vm_ctx *c) {
     free(job);
   }
   retire_fills(c, true);
+  pthread_mutex_lock(&c->lock);
+  vm_clean_hold(c); /* for good */
+  pthread_mutex_unlock(&c->lock);
   free(c->tickets);
   c->tickets = NULL;
 }
