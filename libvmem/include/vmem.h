@@ -274,7 +274,7 @@ struct vmem_create_opts {
 };
 
 /* Takes `size` bytes (a multiple of the page size) of physical pages, as few runs as the pool has.
- * Pages are zeroed when they are first mapped, unless VMEM_CREATE_DIRTY. Usually no driver call. */
+ * They are zero before they are first mapped, unless VMEM_CREATE_DIRTY. Usually no driver call. */
 VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts *opts, vmem_handle *handle);
 
 /* Unmaps the one mapping of the handle, if there is one, and drops the caller's reference. The pages
@@ -376,7 +376,7 @@ struct vmem_after {
 };
 
 /* Runs `n` operations as one, after the work in `after` (waits in the calling thread). Pages appear
- * before pages vanish: maps (new pages are zeroed, or copied to), then fills, then replaces, then unmaps; so a
+ * before pages vanish: maps (of new pages that are zero already; then they are copied to), then fills, then replaces, then unmaps; so a
  * batch cannot map where it unmaps (-EEXIST), nor fill what it maps (-EBUSY; new pages are zero).
  * To move pages under their addresses: POPULATE with COPY elsewhere; then, when no GPU work is under way,
  * vmem_gather there and one batch of MAP with REPLACE and UNMAP. The arguments of all operations are checked before
@@ -437,7 +437,7 @@ VMEM_API int vmem_consolidate(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t
 
 #define VMEM_INJECT_MAP (1u << 0)
 #define VMEM_INJECT_UNMAP (1u << 1)
-#define VMEM_INJECT_SLAB (1u << 2)
+#define VMEM_INJECT_SLAB (1u << 2) /* physical memory, and the mapping through which a slab is zeroed or copied */
 #define VMEM_INJECT_FILL (1u << 3)
 #define VMEM_INJECT_RESERVE (1u << 4)
 #define VMEM_INJECT_HEAP (1u << 5) /* libvmem's own heap allocations in this context */
