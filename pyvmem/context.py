@@ -246,10 +246,10 @@ class Context(AddressSpace):
     def compact(self, nbytes: int | None = None, after: Iterable[Any] = ()) -> int:
         """Gives memory back to the driver: empty slabs, then those of which half or less is used.
 
-        Their pages are copied to free pages of fuller slabs, which take their place at every address
-        and in every `Pages`. A safe point only: from the end of the work in `after` until this
-        returns, no GPU work may touch any mapping of the context. Slabs that an unfinished batch is
-        using stay.
+        Their pages are copied to free pages of fuller slabs, which take their place at every
+        address and in every `Pages`. A safe point only: from the end of the work in `after` until
+        this returns, no GPU work may touch any mapping of the context. Slabs that an unfinished
+        batch is using stay.
 
         Args:
             nbytes: bytes to be given back at least, as far as possible; None is all that can be.
