@@ -16,6 +16,9 @@ __all__ = ["declarations", "ffibuilder", "library_version"]
 HEADER = Path("libvmem/include/vmem.h")
 KERNEL_HEADER = "kernel_module/uvm_vmem_ioctl.h"
 TORCH_HEADER = Path("pyvmem/_torch_alloc.h")
+OUTCOME_HEADER = Path("pyvmem/_outcome.h")
+
+OWN = ("dlpack", "outcome", "scan", "torch_alloc")
 
 DLPACK = """
 void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t device_id,
@@ -23,6 +26,11 @@ void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t
                         const int64_t *strides, int versioned);
 uint64_t pyvmem_dlpack_destructor(int versioned);
 void pyvmem_dlpack_discard(void *tensor, int versioned);
+"""
+
+SCAN = """
+uint32_t pyvmem_exceeding(const uint64_t *values, const uint64_t *limits, uint32_t count,
+                          uint32_t *found);
 """
 
 
@@ -56,15 +64,16 @@ def declarations(header: str) -> str:
 def ffibuilder() -> FFI:
     """The module's description; paths are relative to the project's root, where builds run."""
     ffi = FFI()
-    ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")) + DLPACK)
-    ffi.cdef(declarations(TORCH_HEADER.read_text(encoding="utf-8")))
+    ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")) + DLPACK + SCAN)
+    for own in (TORCH_HEADER, OUTCOME_HEADER):
+        ffi.cdef(declarations(own.read_text(encoding="utf-8")))
     sources = sorted(str(path) for path in Path("libvmem/src").glob("*.c"))
     headers = sorted(str(path) for path in Path("libvmem").rglob("*.h")) + [KERNEL_HEADER]
     ffi.set_source(
         "pyvmem._vmem",
-        '#include "vmem.h"\n#include "_torch_alloc.h"\n' + DLPACK,
-        sources=[*sources, "pyvmem/_dlpack.c", "pyvmem/_torch_alloc.c"],
-        depends=[*headers, str(TORCH_HEADER), "pyvmem/_vmem.map"],
+        '#include "vmem.h"\n#include "_torch_alloc.h"\n#include "_outcome.h"\n' + DLPACK + SCAN,
+        sources=[*sources, *(f"pyvmem/_{name}.c" for name in OWN)],
+        depends=[*headers, str(TORCH_HEADER), str(OUTCOME_HEADER), "pyvmem/_vmem.map"],
         include_dirs=["libvmem/include", "libvmem/src", "kernel_module", "pyvmem"],
         define_macros=[("_GNU_SOURCE", "1")],
         extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-pthread"],

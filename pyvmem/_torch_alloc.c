@@ -260,10 +260,12 @@ int pyvmem_torch_pause(int device, uint32_t tag, void *save, uint64_t room)
     return err;
   err = ops_of(p, tag, 0, VMEM_OP_UNMAP, &ops, &n);
   for (i = 0; !err && save && i < n; i++) {
-    if (ops[i].bytes > room - used)
+    if (ops[i].bytes > room - used) {
+      vm_error_begin("VMemPool.pause"); /* vmem_read has put its own name there */
       err = vm_fail(-EAGAIN, "blocks were added meanwhile");
-    else
+    } else {
       err = vmem_read(p->vm, (char *)save + used, ops[i].addr, ops[i].bytes);
+    }
     used += ops[i].bytes;
   }
   for (i = 0; i < n; i++)

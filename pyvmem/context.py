@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from pyvmem import _native
+from pyvmem._native import Outcome
 from pyvmem.errors import VMemError
 from pyvmem.info import Caps, ContextInfo, Location, RangeInfo, Stats
 from pyvmem.ops import OpBatch
@@ -121,6 +122,7 @@ class Context(AddressSpace):
         align: int = 0,
         force: bool = False,
         large: bool = False,
+        into: Reservation | None = None,
     ) -> Reservation:
         """Reserves `size` bytes of addresses, with no memory behind them.
 
@@ -132,6 +134,8 @@ class Context(AddressSpace):
             align: a power of two; 0 = 2 MiB, or the granule where larger.
             force: visible even beyond the card's free memory.
             large: pages of 2 MiB are to be expected here, beside smaller ones.
+            into: what becomes the reservation, for a caller who must know it before the call; None:
+                a new one.
 
         Raises:
             InvalidArgument: size 0, unaligned or absurd.
@@ -141,9 +145,9 @@ class Context(AddressSpace):
         kind = 0 if visible is None else _VISIBLE if visible else _PLAIN
         flags = kind | (_SPARSE if sparse else 0) | (_RESERVE_FORCE if force else 0)
         flags |= _LARGE if large else 0
-        addr = _native.reserve(self.handle, size, flags, align)
-        info = RangeInfo._from_c(_native.range_query(self.handle, addr))
-        reservation = Reservation(self, info)
+        reservation = into or Reservation(self, Outcome())
+        addr = _native.reserve(self.handle, size, flags, align, outcome=reservation._outcome)
+        reservation._info = RangeInfo._from_c(_native.range_query(self.handle, addr))
         with self._lock:
             self._reservations.add(reservation)
             warn = not (self._warned or reservation.visible or visible is not None)
@@ -176,70 +180,84 @@ class Context(AddressSpace):
             OutOfMemory: the device's memory or the context's limit is exhausted.
             NotSupported: a page size or location that the back end lacks.
         """
-        handle = _native.create(
+        pages = Pages(self, Outcome(), size)
+        _native.create(
             self.handle,
             size,
             page_size,
             int(location),
             device_ordinal(device),
             _DIRTY if dirty else 0,
+            outcome=pages._outcome,
         )
-        return Pages(self, handle, size)
+        return pages
 
     def retain(self, addr: int, size: int) -> Pages:
         """A new handle to the pages behind a range, all of which must be mapped."""
-        return Pages(self, _native.retain(self.handle, addr, size), size)
+        return self.gather(addr, size, 1, 0)
 
-    def gather(self, addr: int, size: int, count: int, stride: int) -> Pages:
+    def gather(
+        self, addr: int, size: int, count: int, stride: int, pages: Pages | None = None
+    ) -> Pages:
         """`retain` for `count` ranges whose starts are `stride` apart: one handle to all of them.
 
         Range i begins ``i * size`` bytes into the handle, so that one `OpBatch.map` of as many
-        pieces maps them elsewhere.
+        pieces maps them elsewhere. `pages`: what becomes the handle, for a caller who must know it
+        before the call; None: a new one.
         """
-        handle = _native.gather(self.handle, addr, size, count, stride)
-        return Pages(self, handle, size * count)
+        pages = pages or Pages(self, Outcome(), size * count)
+        _native.gather(self.handle, addr, size, count, stride, outcome=pages._outcome)
+        return pages
 
     # ---- batches -------------------------------------------------------------------------------
 
-    def batch(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
+    def batch(
+        self, ops: OpBatch, after: Iterable[Any] = (), outcome: Outcome | None = None
+    ) -> None:
         """Runs the operations as one, after the work in `after`: maps, then fills, then unmaps.
 
         Args:
             ops: stays as it is and can be used again.
             after: GPU work to wait for first, in this thread (see `pyvmem.streams.after_items`).
+            outcome: tells what became of it, whatever interrupts this call.
 
         Raises:
             VMemError: what failed; maps and unmaps were undone, bytes written by fills stay.
         """
         items, _keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, ())
-        _native.batch(self.handle, ops._array, len(ops), items)
+        _native.batch(self.handle, ops._array, len(ops), items, outcome=outcome)
         for pages in ops._consumed:
             pages._done = True
 
-    def submit(self, ops: OpBatch, after: Iterable[Any] = ()) -> Ticket:
+    def submit(
+        self, ops: OpBatch, after: Iterable[Any] = (), ticket: Ticket | None = None
+    ) -> Ticket:
         """The same on the worker thread, which waits for `after`; this call waits for nothing.
 
         Everything is checked and the pages are taken before it returns. Until the batch is finished
         its ranges are Busy for other calls.
+
+        Args:
+            ops: may be changed at once.
+            after: as for `batch`.
+            ticket: of this context and not used yet (``Ticket(context)``), for a caller who must
+                know it before the batch is under way; None: a new one.
 
         Raises:
             OutOfMemory: now or never.
             TooManyBatches: too many unfinished batches.
             VMemError: a bad operation; nothing changed.
         """
-        if not after:
-            ticket = _native.submit(self.handle, ops._array, len(ops))
-        else:
-            items, keep = after_items(after, self.cuda_device)
-            ticket = _native.submit(self.handle, ops._array, len(ops), items)
-            if keep:
-                self._events.keep(ticket, keep)
-        consumed = ops._consumed
-        if not consumed:
-            return Ticket(self, ticket, consumed)
+        ticket = ticket or Ticket(self)
+        items, keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, [])
+        ticket._events = keep
+        ticket._consumed = consumed = list(ops._consumed)
+        _native.submit(self.handle, ops._array, len(ops), items, outcome=ticket._outcome)
+        if keep:
+            self._events.keep(ticket.handle, keep)
         for pages in consumed:
             pages._done = True
-        return Ticket(self, ticket, list(consumed))
+        return ticket
 
     # ---- pool ----------------------------------------------------------------------------------
 
@@ -286,12 +304,17 @@ class Context(AddressSpace):
                     bytes=live,
                 )
             self._closed = True  # from here on no new tensor
+        outcome = Outcome()
         try:
-            _native.close(self.handle)
+            _native.close(self.handle, outcome=outcome)
         except BaseException:
-            self._closed = False
+            self._closed = outcome.happened
             raise
         self._events.clear()
+
+    def abandon(self) -> None:
+        """`close`, unless it was closed before."""
+        self.close()
 
     def __enter__(self) -> Context:
         return self

@@ -28,6 +28,7 @@ __all__ = [
     "OutOfMemory",
     "OutOfRange",
     "ReadOnly",
+    "Suspended",
     "Timeout",
     "TooManyBatches",
     "TooManyMappings",
@@ -156,6 +157,10 @@ class TooManyBatches(VMemError):
     """EAGAIN: too many unfinished batches."""
 
 
+class Suspended(VMemError):
+    """EAGAIN: the driver was suspended for a minute, as the machine goes to sleep; call again."""
+
+
 class Timeout(VMemError, TimeoutError):  # type: ignore[misc]  # errno is int in both
     """ETIMEDOUT: a batch was not finished in time."""
 
@@ -197,9 +202,11 @@ _CLASSES: Final[dict[int, type[VMemError]]] = {
 def error_class(errno: int, op: str = "") -> type[VMemError]:
     """The class for a positive errno.
 
-    EACCES has two meanings in vmem.h, told apart by the function: only opening and probing meet a
-    device node.
+    Two have two meanings in vmem.h, told apart by the function: for EACCES only opening and probing
+    meet a device node; for EAGAIN only submitting meets other batches.
     """
+    if errno == _errno.EAGAIN and op.startswith(("vMem", "vmem_")) and op != "vmem_submit":
+        return Suspended
     if errno == _errno.EACCES and op in ("vmem_open", "vmem_probe"):
         return AccessDenied
     return _CLASSES.get(errno, VMemError)

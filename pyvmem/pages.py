@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import errno
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
-from pyvmem.errors import VMemError
+from pyvmem._native import Outcome
+from pyvmem.errors import BadHandle, VMemError
 from pyvmem.info import PagesInfo
 from pyvmem.streams import stream_handle
 
@@ -29,16 +31,18 @@ class Pages:
     and warns (ResourceWarning).
     """
 
-    __slots__ = ("_context", "_done", "_nbytes", "handle")
+    __slots__ = ("_context", "_done", "_nbytes", "_outcome")
 
-    handle: int
-    """libvmem's handle, never 0."""
-
-    def __init__(self, context: Context, handle: int, nbytes: int) -> None:
+    def __init__(self, context: Context, outcome: Outcome, nbytes: int) -> None:
         self._context = context
-        self.handle = handle
+        self._outcome = outcome
         self._nbytes = nbytes
         self._done = False
+
+    @property
+    def handle(self) -> int:
+        """libvmem's handle; 0: the call that makes it has not been made."""
+        return self._outcome.value
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +82,22 @@ class Pages:
         _native.drop(self._context.handle, self.handle)
         self._done = True
 
-    def drop_range(self, offset: int, size: int, count: int = 1, stride: int = 0) -> None:
+    def abandon(self) -> None:
+        """`drop`, unless it was dropped or consumed before, or never made."""
+        if not self._done:
+            if self._outcome.happened:
+                with suppress(BadHandle):
+                    _native.drop(self._context.handle, self.handle)
+            self._done = True
+
+    def drop_range(
+        self,
+        offset: int,
+        size: int,
+        count: int = 1,
+        stride: int = 0,
+        outcome: Outcome | None = None,
+    ) -> None:
         """Drops the reference to parts: `count` pieces of `size` bytes, the first at `offset`.
 
         Pages that nothing else refers to return to the pool; the others keep their offsets. The
@@ -89,12 +108,15 @@ class Pages:
             size: bytes of one piece.
             count: pieces.
             stride: bytes between the starts of pieces.
+            outcome: tells what became of it, whatever interrupts this call.
 
         Raises:
             OutOfRange: beyond the end, or given back before; nothing changed.
             BadHandle: released, dropped or consumed before.
         """
-        _native.drop_range(self._context.handle, self.handle, offset, size, count, stride)
+        _native.drop_range(
+            self._context.handle, self.handle, offset, size, count, stride, outcome=outcome
+        )
 
     def __enter__(self) -> Pages:
         return self
@@ -105,7 +127,8 @@ class Pages:
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
         # Half-built objects have no _done.
-        if not getattr(self, "_done", True) and self._context.is_open:
+        made = not getattr(self, "_done", True) and self._outcome.happened
+        if made and self._context.is_open:
             _warn(f"pages never released: {self!r}", ResourceWarning, source=self)
 
     def __repr__(self) -> str:
@@ -119,15 +142,23 @@ class Ticket:
     later batches were submitted.
     """
 
-    __slots__ = ("_consumed", "_context", "handle")
+    __slots__ = ("_consumed", "_context", "_events", "_outcome")
 
-    handle: int
-    """libvmem's ticket, never 0."""
-
-    def __init__(self, context: Context, handle: int, consumed: list[Pages]) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self.handle = handle
-        self._consumed = consumed
+        self._outcome = Outcome()
+        self._consumed: list[Pages] = []
+        self._events: list[Any] = []  # what it waits for; libvmem does not keep them
+
+    @property
+    def handle(self) -> int:
+        """libvmem's ticket; 0: the batch has not been submitted."""
+        return self._outcome.value
+
+    @property
+    def sent(self) -> bool:
+        """Whether the batch was submitted."""
+        return self._outcome.happened
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the batch is finished, its fills included.

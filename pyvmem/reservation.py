@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
+from pyvmem._native import Outcome
 from pyvmem.array import VirtualArray, torch_tensor
 from pyvmem.errors import VMemError
 from pyvmem.info import RangeFlags, RangeInfo
@@ -48,12 +49,14 @@ class Reservation:
     warns (ResourceWarning).
     """
 
-    __slots__ = ("__weakref__", "_arrays", "_closed", "_context", "_info")
+    __slots__ = ("__weakref__", "_arrays", "_closed", "_context", "_info", "_outcome")
 
-    def __init__(self, context: Context, info: RangeInfo) -> None:
+    _info: RangeInfo
+
+    def __init__(self, context: Context, outcome: Outcome) -> None:
         self._closed = False
         self._context = context
-        self._info = info
+        self._outcome = outcome
         self._arrays: weakref.WeakSet[VirtualArray] = weakref.WeakSet()
 
     @property
@@ -63,8 +66,8 @@ class Reservation:
 
     @property
     def addr(self) -> int:
-        """The first address."""
-        return self._info.base
+        """The first address; 0: the call that makes it has not been made."""
+        return self._outcome.value
 
     @property
     def nbytes(self) -> int:
@@ -237,11 +240,19 @@ class Reservation:
                     limit=live,
                 )
             self._closed = True
+        outcome = _native.Outcome()
         try:
-            _native.free(self._context.handle, self.addr, _UNMAP if unmap else 0)
+            flags = _UNMAP if unmap else 0
+            _native.free(self._context.handle, self.addr, flags, outcome=outcome)
         except BaseException:
-            self._closed = False
+            self._closed = outcome.happened
             raise
+
+    def abandon(self) -> None:
+        """``close(unmap=True)``, unless it was closed before, or never made."""
+        if self._outcome.happened:
+            self.close(unmap=True)
+        self._closed = True
 
     def __enter__(self) -> Reservation:
         return self
@@ -257,7 +268,8 @@ class Reservation:
                 raise
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
-        if not getattr(self, "_closed", True) and self._context.is_open:
+        made = not getattr(self, "_closed", True) and self._outcome.happened
+        if made and self._context.is_open:
             _warn(f"reservation never closed: {self!r}", ResourceWarning, source=self)
 
     def __repr__(self) -> str:

@@ -58,7 +58,9 @@
  *   -ENOMEM           not enough physical memory: the device's, the context's limit, or the heap
  *   -ENOSPC           a limit of the system on the number of mappings (message names the sysctl);
  *                     or visible reservations beyond the card's free memory
- *   -EAGAIN           too many unfinished batches (VMEM_MAX_TICKETS)
+ *   -EAGAIN           too many unfinished batches (VMEM_MAX_TICKETS); or NVIDIA's driver has been suspended for
+ *                     a minute, as the machine goes to sleep: call again. What takes back, or closes, waits for
+ *                     as long as that lasts
  *   -ETIMEDOUT        vmem_wait: not finished in time
  *   -ENODEV           the back end cannot be used on this machine (message says why)
  *   -EIO              the driver refused something it should not have; status in vmem_error
@@ -186,17 +188,19 @@ struct vmem_error {
   char text[512];
 };
 
-/* Opens a back end. The caller owns *vm and ends it with vmem_close. */
+/* Opens a back end and proves it as vmem_probe does: what fails is passed over by "auto", and by name is the error
+ * of the proof (-EIO where a byte differs: vmem_error.addr and text name it). The caller owns *vm and ends it with
+ * vmem_close. */
 VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm);
 
 /* Ends a context: unfinished batches are completed or cancelled, every mapping, page and reservation is
- * given back. Later use of `vm` gives -EBADF. -EBUSY when called from inside the worker. */
+ * given back. Later use of `vm` gives -EBADF. A suspended driver is waited for. */
 VMEM_API int vmem_close(vmem_t vm);
 
 /* Tells what the context is. The size field of *info must be set. */
 VMEM_API int vmem_query(vmem_t vm, struct vmem_info *info);
 
-/* Whether `backend` works here, proved by mapping, writing, reading and unmapping a page; opens and
+/* Whether `backend` works here, proved by mapping, writing, reading and unmapping a page, as vmem_open proves it; opens and
  * closes what it needs. Returns 0 with info->usable telling the result, -EINVAL for an unknown name. */
 VMEM_API int vmem_probe(const char *backend, int32_t device, uint32_t flags, struct vmem_probe_info *info);
 
@@ -235,7 +239,8 @@ VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opt
 
 #define VMEM_FREE_UNMAP (1u << 0) /* unmap what is still mapped, instead of -EBUSY */
 
-/* Gives a reservation back; `addr` is its first address. */
+/* Gives a reservation back; `addr` is its first address. Where the driver has dropped it and only its addresses cannot
+ * be given back (-EIO), nothing is mapped there any more, and nothing can be: vMemFree may be called again. */
 VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags);
 
 #define VMEM_RANGE_MAPPED (1u << 0)
@@ -444,7 +449,7 @@ VMEM_API int vmem_consolidate(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t
 #define VMEM_INJECT_CLEAN (1u << 6) /* zeroing of free pages in the background */
 
 /* From now on, of the driver calls of these kinds, lets `skip` pass and fails the next `count` with
- * -error. count 0 ends it. */
+ * -error. count 0 ends it. An undo repeats what fails with EAGAIN, as it does when the driver says so. */
 VMEM_API int vmem_inject(vmem_t vm, uint32_t kinds, uint64_t skip, uint64_t count, int error);
 
 /* Checks every internal invariant (free + used + quarantined = slabs, reference counts against

@@ -30,6 +30,10 @@ struct vm_be_info {
   bool unreserve_unmaps;  /* unreserve may be called with live mappings */
   uint64_t bind_bytes;    /* the longest range that one MAP, REMAP or REPLACE of `bind` may have, and one `remap`;
                              0 = any */
+  bool no_contents;       /* nothing in this process can read or write what is mapped */
+  uint64_t all_page_sizes; /* with any granule; 0 = as in pub */
+  const char *how;        /* with what a page is mapped: " through UVM"; NULL = "" */
+  char patched[40];       /* "patched driver, ABI 1: ", else "" */
   const struct vm_backend *table; /* to be used from now on; NULL = the one that was opened */
 };
 
@@ -75,11 +79,8 @@ typedef uint64_t vm_event; /* 0 = none, already over */
 struct vm_backend {
   const char *name;
 
-  /* Says whether open would succeed, and proves it by mapping, writing, reading and unmapping a page.
-   * Fills driver, device_name, caps, page_sizes, reason. Returns 0 = usable. */
-  int (*probe)(int32_t device, uint32_t flags, struct vmem_probe_info *info);
-
-  /* opts is complete (all fields of this version of the library). *be is the back end's own state. */
+  /* opts is complete (all fields of this version of the library). *be is the back end's own state. Nobody
+   * calls it but vm_backend_open, which proves it. */
   int (*open)(const struct vmem_open_opts *opts, struct vm_be_info *info, void **be);
   /* Everything was unreserved and destroyed before, as far as that succeeded. */
   void (*close)(void *be);
@@ -91,7 +92,9 @@ struct vm_backend {
    * unreserve needs. A sparse reservation reads as zeros from the start. */
   int (*reserve)(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,
                  uint64_t *priv);
-  int (*unreserve)(void *be, uint64_t addr, uint64_t bytes, uint64_t priv);
+  /* A failure sets *gone when the driver's reservation, and every mapping in it, is gone all the same, and only
+   * addresses could not be given back: the range may be handed in again, to try that. */
+  int (*unreserve)(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone);
 
   /* One physical allocation. -ENOMEM with the driver's own status when memory is short. */
   int (*slab_create)(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
@@ -111,9 +114,10 @@ struct vm_backend {
   int (*remap)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags);
 
   /* Optional: many operations in as few driver calls as take them; no range overlaps another, and those of
-   * one reservation are neighbours. Where there is a bind, the core puts a whole batch into one, and calls
-   * map and unmap for nothing. With one driver call it is all or nothing; for more, and for a driver that
-   * fails in the middle, *result says what was done. -ENOTRECOVERABLE if and only if result->lost. */
+   * one reservation follow one another. Where there is a bind, the core puts a batch into one, or into two
+   * where it fills pages in between; map and unmap then serve the proof of opening alone, and remap
+   * vmem_consolidate. With one driver call it is all or nothing; for more, and for a driver that fails in the
+   * middle, *result says what was done. -ENOTRECOVERABLE if and only if result->lost. */
   int (*bind)(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 
   /* Start filling n ranges (all mapped, writable) with a byte, after the events in `after`. *done is an
@@ -136,9 +140,20 @@ struct vm_backend {
   int (*stream_wait)(void *be, uint64_t stream, vm_event event);
   void (*event_put)(void *be, vm_event event);
 
-  /* Optional: -ENOSPC when so many more scattered pieces do not fit. */
+  /* Optional: -ENOSPC when so many more scattered pieces do not fit. The one function that is called under the
+   * core's lock: it compares numbers. */
   int (*room)(void *be, const struct vm_be_load *load);
+  /* Optional: `room` has refused; counts anew what it compares with, the core's pieces being `segments`. */
+  void (*recount)(void *be, uint64_t segments);
 };
+
+/* prove.c: opens a back end and proves it on its device; fills *info, table included. What fails is closed. */
+int vm_backend_open(const struct vm_backend *t, const struct vmem_open_opts *opts, struct vm_be_info *info, void **be);
+/* Opens it for one device as "auto" would, and closes it. Fills *found, whose error it returns. */
+int vm_backend_probe(const struct vm_backend *t, int32_t device, uint32_t flags, struct vmem_probe_info *found);
+
+/* registry.c: in the order of "auto", up to a NULL. A program that links the objects may bring its own. */
+extern const struct vm_backend *const vm_backends[];
 
 extern const struct vm_backend vm_backend_host;
 extern const struct vm_backend vm_backend_cuda;

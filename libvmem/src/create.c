@@ -127,7 +127,9 @@ VMEM_API int vMemRelease(vmem_t vm, vmem_handle handle) {
   struct vm_ctx *c = vm_get(vm, "vMemRelease", &err);
   struct vm_plan p;
   if (!c) return err;
-  if (!(err = vm_plan_make_release(c, handle, &p))) err = vm_plan_run(c, &p, NULL, 0, NULL);
+  err = vm_plan_make_release(c, handle, &p);
+  if (vm_recount(c, err)) err = vm_plan_make_release(c, handle, &p);
+  if (!err) err = vm_plan_run(c, &p, NULL, 0, NULL);
   vm_put(c);
   return err;
 }

@@ -113,13 +113,14 @@ static int cuda_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags
   return 0;
 }
 
-static int cuda_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv) {
+static int cuda_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone) {
   struct cuda *c = be;
   struct gpu_scope scope;
   gpu_result r;
   int err = gpu_enter(c->base.gpu, 0, &scope);
 
   (void)priv;
+  (void)gone;
   if (err)
     return err;
   r = c->base.gpu->api->va_free(addr, bytes);
@@ -174,7 +175,7 @@ static int cuda_slab_destroy(void *be, uint64_t slab, uint64_t bytes) {
 static bool try_read_only(struct cuda *c) {
   uint64_t addr = 0, slab = 0, priv;
   uint32_t kind;
-  bool works = false;
+  bool works = false, gone;
 
   if (cuda_reserve(c, c->granule, 0, 0, &addr, &kind, &priv))
     return false;
@@ -184,7 +185,7 @@ static bool try_read_only(struct cuda *c) {
       unmap_range(c, addr, c->granule);
     cuda_slab_destroy(c, slab, c->granule);
   }
-  cuda_unreserve(c, addr, c->granule, 0);
+  cuda_unreserve(c, addr, c->granule, 0, &gone);
   return works;
 }
 
@@ -272,19 +273,15 @@ static int cuda_open(const struct vmem_open_opts *opts, struct vm_be_info *info,
   info->pool_high = 1ull << 30;
   info->fresh_is_zero = false; /* CUDA promises nothing */
   info->one_page_slabs = true;
+  info->how = " with cuMemMap";
   info->unreserve_unmaps = false;
   vm_error_restore(&before);
   *be = c;
   return 0;
 }
 
-static int cuda_probe(int32_t device, uint32_t flags, struct vmem_probe_info *info) {
-  return gpu_be_probe(&vm_backend_cuda, " with cuMemMap", device, flags, info);
-}
-
 const struct vm_backend vm_backend_cuda = {
     .name = "cuda",
-    .probe = cuda_probe,
     .open = cuda_open,
     .close = cuda_close,
     .reserve = cuda_reserve,

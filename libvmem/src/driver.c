@@ -47,9 +47,15 @@ void vm_inject_arm(struct vm_ctx *c, uint32_t kinds, uint64_t skip, uint64_t cou
   __atomic_store_n(&c->inject.kinds, count ? kinds : 0, __ATOMIC_RELEASE);
 }
 
+/* As the back ends do: what takes back is repeated while the driver is suspended. Others have been by now. */
 static int injected(struct vm_ctx *c, uint32_t kind) {
-  if (!injection_hit(c, kind)) return 0;
-  return vm_fail(-__atomic_load_n(&c->inject.error, __ATOMIC_RELAXED), "failure injected");
+  struct vm_patience p = {0};
+  int error;
+  do {
+    if (!injection_hit(c, kind)) return 0;
+    error = -__atomic_load_n(&c->inject.error, __ATOMIC_RELAXED);
+  } while (error == -EAGAIN && vm_undoing() && vm_again(&p));
+  return vm_fail(error, "failure injected");
 }
 
 #define CALL(kind, calls, expr)                \
@@ -68,8 +74,9 @@ int vm_drv_reserve(struct vm_ctx *c, uint64_t bytes, uint64_t align, uint32_t fl
   return CALL(VMEM_INJECT_RESERVE, NULL, c->be->reserve(c->bes, bytes, align, flags, addr, kind, priv));
 }
 
-int vm_drv_unreserve(struct vm_ctx *c, struct vm_space *s) {
-  return CALL(VMEM_INJECT_RESERVE, NULL, c->be->unreserve(c->bes, s->base, s->bytes, s->priv));
+int vm_drv_unreserve(struct vm_ctx *c, struct vm_space *s, bool *gone) {
+  *gone = false;
+  return CALL(VMEM_INJECT_RESERVE, NULL, c->be->unreserve(c->bes, s->base, s->bytes, s->priv, gone));
 }
 
 int vm_drv_slab_create(struct vm_ctx *c, uint64_t bytes, uint64_t page_size, uint32_t location,
@@ -78,8 +85,13 @@ int vm_drv_slab_create(struct vm_ctx *c, uint64_t bytes, uint64_t page_size, uin
               c->be->slab_create(c->bes, bytes, page_size, location, device, priv));
 }
 
+/* The core has forgotten the slab whatever comes of it, so a suspended driver is waited for. */
 int vm_drv_slab_destroy(struct vm_ctx *c, struct vm_slab *s) {
-  return CALL(0, &c->slab_calls, c->be->slab_destroy(c->bes, s->priv, s->bytes));
+  int err;
+  vm_undo_begin();
+  err = CALL(0, &c->slab_calls, c->be->slab_destroy(c->bes, s->priv, s->bytes));
+  vm_undo_end();
+  return err;
 }
 
 /* As part of a slab's life these count as slab calls. */

@@ -5,8 +5,10 @@
 
 #include <vmem.h>
 
+#include "again.h"
+
 /* Records the error and returns `code` (a negative errno). The text needs no newline and no function
- * name: the public entry point sets that with vm_error_op. */
+ * name: the public entry point sets that with vm_error_begin. */
 int vm_fail(int code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
 /* The same with the range or size in question and the limit met (0 = none). */
@@ -23,12 +25,15 @@ void vm_error_begin(const char *op);
 void vm_error_save(struct vmem_error *out);
 void vm_error_restore(const struct vmem_error *in);
 
-/* Undoes something: the error recorded before stays the one that is reported. */
+/* Undoes something: the error recorded before stays the one that is reported, and a suspended driver is waited
+ * for (again.h). */
 #define VM_UNDO(call)        \
   do {                       \
     struct vmem_error why_;  \
     vm_error_save(&why_);    \
+    vm_undo_begin();         \
     (void)(call);            \
+    vm_undo_end();           \
     vm_error_restore(&why_); \
   } while (0)
 

@@ -7,12 +7,7 @@
 
 struct gpu_be {
   struct gpu *gpu;
-  uint32_t abi; /* of the patched driver; 0 = in no need of one */
 };
-
-/* What `probe` does, through the table; `how` says with what a page was mapped: " with ..." or "". */
-int gpu_be_probe(const struct vm_backend *t, const char *how, int32_t device, uint32_t flags,
-                 struct vmem_probe_info *info);
 
 int gpu_be_mem_info(void *be, uint32_t location, int32_t device, uint64_t *free_bytes,
                     uint64_t *total_bytes);

@@ -25,10 +25,11 @@
 
 struct host {
   int fd;
-  pthread_mutex_t lock;  /* next_offset, slab_bytes */
+  pthread_mutex_t lock;  /* what follows */
   uint64_t next_offset;  /* offsets are never used twice: a file may have 2^63 bytes of holes */
   uint64_t slab_bytes;
-  uint64_t other_vmas, counted_at, max_vmas; /* used by room(), which the core calls under its lock */
+  uint64_t other_vmas, counted_at, max_vmas, segments; /* what room() compares, and the core's last number */
+  bool recount_due;
 };
 
 /* ---- limits of the machine -------------------------------------------------------------------- */
@@ -66,31 +67,49 @@ static uint64_t count_vmas(void) {
   return lines;
 }
 
-static void recount(struct host *h, uint64_t segments) {
+static void host_recount(void *be, uint64_t segments) {
+  struct host *h = be;
   unsigned long long max = 65530;
-  uint64_t all = count_vmas();
+  uint64_t all = count_vmas(), others = all > segments ? all - segments : 0;
   read_number("/proc/sys/vm/max_map_count", "%llu", &max);
+  pthread_mutex_lock(&h->lock);
   h->max_vmas = max;
-  h->other_vmas = all > segments ? all - segments : 0;
+  h->other_vmas = others;
   h->counted_at = segments;
+  h->recount_due = false;
+  pthread_mutex_unlock(&h->lock);
 }
 
-static int no_room(struct host *h, uint64_t have, uint64_t more) {
-  return vm_fail_at(-ENOSPC, 0, have + more, h->max_vmas,
+/* Counting takes milliseconds, so it is done again only where it may matter, and by who maps: room() is called under
+ * the core's lock. */
+static void recount_if_due(struct host *h) {
+  uint64_t segments;
+  bool due;
+  pthread_mutex_lock(&h->lock);
+  due = h->recount_due;
+  h->recount_due = false;
+  segments = h->segments;
+  pthread_mutex_unlock(&h->lock);
+  if (due) host_recount(h, segments);
+}
+
+static int no_room(uint64_t have, uint64_t more, uint64_t max) {
+  return vm_fail_at(-ENOSPC, 0, have + more, max,
                     "%llu scattered pieces more would exceed the limit on mappings of a process: %llu in use of "
                     "vm.max_map_count = %llu (margin %u); raise it with sysctl, or use larger pages",
-                    (unsigned long long)more, (unsigned long long)have, (unsigned long long)h->max_vmas, VMA_MARGIN);
+                    (unsigned long long)more, (unsigned long long)have, (unsigned long long)max, VMA_MARGIN);
 }
 
 static int host_room(void *be, const struct vm_be_load *load) {
   struct host *h = be;
-  uint64_t segments = load->segments, more = load->more_segments;
-  uint64_t expected = segments + more + h->other_vmas + VMA_MARGIN;
-  /* Counting takes milliseconds, so it is done again only where it may matter. */
-  if (expected > h->max_vmas || (expected > h->max_vmas / 4 * 3 && segments > h->counted_at + VMA_RECOUNT))
-    recount(h, segments);
-  if (segments + more + h->other_vmas + VMA_MARGIN <= h->max_vmas) return 0;
-  return no_room(h, segments + h->other_vmas, more);
+  uint64_t segments = load->segments, more = load->more_segments, have, max;
+  pthread_mutex_lock(&h->lock);
+  have = segments + h->other_vmas;
+  max = h->max_vmas;
+  h->segments = segments;
+  if (have + more + VMA_MARGIN > max / 4 * 3 && segments > h->counted_at + VMA_RECOUNT) h->recount_due = true;
+  pthread_mutex_unlock(&h->lock);
+  return have + more + VMA_MARGIN <= max ? 0 : no_room(have, more, max);
 }
 
 /* ---- open, close ------------------------------------------------------------------------------ */
@@ -114,11 +133,12 @@ static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, vo
     return vm_fail(err == -ENOSYS ? -ENODEV : -ENOMEM, "memfd_create: %s", strerror(-err));
   }
   pthread_mutex_init(&h->lock, NULL);
-  recount(h, 0);
+  host_recount(h, 0);
   info->pub.caps = VMEM_CAP_ALIAS | VMEM_CAP_READONLY | VMEM_CAP_SPARSE | VMEM_CAP_HOST_PAGES | VMEM_CAP_CPU_ACCESS |
                    VMEM_CAP_VISIBLE | VMEM_CAP_PLAIN;
   info->pub.granule = granule;
   info->pub.page_sizes = sizes & ~(granule - 1);
+  info->all_page_sizes = sizes;
   info->pub.slab_size = SLAB_SIZE;
   info->pub.max_segments = h->max_vmas;
   snprintf(info->pub.device_name, sizeof(info->pub.device_name), "host memory");
@@ -181,15 +201,19 @@ static int host_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags
   return 0;
 }
 
-static int host_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv) {
+static int host_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone) {
   (void)be;
   (void)priv;
+  (void)gone;
   return munmap(at(addr), bytes) ? vm_fail_at(-EIO, addr, bytes, 0, "munmap: %s", strerror(errno)) : 0;
 }
 
 static int map_failed(struct host *h, uint64_t addr, uint64_t bytes, int err) {
-  uint64_t vmas = err == -ENOMEM ? count_vmas() : 0;
-  if (err == -ENOMEM && vmas + VMA_MARGIN >= h->max_vmas) return no_room(h, vmas, 1);
+  uint64_t vmas = err == -ENOMEM ? count_vmas() : 0, max;
+  pthread_mutex_lock(&h->lock);
+  max = h->max_vmas;
+  pthread_mutex_unlock(&h->lock);
+  if (err == -ENOMEM && vmas + VMA_MARGIN >= max) return no_room(vmas, 1, max);
   return vm_fail_at(err == -ENOMEM ? -ENOMEM : -EIO, addr, bytes, 0, "mmap: %s", strerror(-err));
 }
 
@@ -201,7 +225,9 @@ static int host_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
 static int host_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse) {
   struct host *h = be;
   int prot = PROT_READ | (flags & VMEM_MAP_READONLY ? 0 : PROT_WRITE), err;
-  void *p = mmap(at(addr), bytes, prot, MAP_SHARED | MAP_FIXED, h->fd, (off_t)(slab + offset));
+  void *p;
+  recount_if_due(h);
+  p = mmap(at(addr), bytes, prot, MAP_SHARED | MAP_FIXED, h->fd, (off_t)(slab + offset));
   if (p == MAP_FAILED) return map_failed(h, addr, bytes, -errno);
   if (!madvise(p, bytes, MADV_DONTFORK)) return 0;
   err = -errno;
@@ -288,38 +314,8 @@ static int host_copy(void *be, const struct vm_be_copy *copies, size_t n, const 
   return 0;
 }
 
-/* ---- probe ------------------------------------------------------------------------------------ */
-
-static int host_probe(int32_t device, uint32_t flags, struct vmem_probe_info *out) {
-  struct vmem_open_opts o = {.size = sizeof(o), .num_devices = 1, .devices = {device}, .flags = flags};
-  struct vm_be_info info = {0};
-  uint64_t addr = 0, priv, slab = 0, value = 0x6d656d76, page;
-  uint32_t kind;
-  void *be = NULL;
-  int err = host_open(&o, &info, &be);
-  if (err) return err;
-  page = info.pub.granule;
-  if (!(err = host_reserve(be, page, page, 0, &addr, &kind, &priv))) {
-    if (!(err = host_slab_create(be, page, page, VMEM_DEVICE, 0, &slab)) && !(err = host_map(be, addr, page, slab, 0, 0, false))) {
-      uint64_t back = 0;
-      host_write(be, addr, &value, sizeof(value));
-      if (pread(((struct host *)be)->fd, &back, sizeof(back), (off_t)slab) != sizeof(back) || back != value)
-        err = vm_fail(-EIO, "a page did not hold what was written to it");
-      if (!err) err = host_unmap(be, addr, page, false);
-    }
-    host_unreserve(be, addr, page, priv);
-  }
-  host_close(be);
-  out->caps = info.pub.caps;
-  out->page_sizes = page_sizes();
-  memcpy(out->device_name, info.pub.device_name, sizeof(out->device_name));
-  if (!err) snprintf(out->reason, sizeof(out->reason), "a page was mapped, written, read back and unmapped");
-  return err;
-}
-
 const struct vm_backend vm_backend_host = {
     .name = "host",
-    .probe = host_probe,
     .open = host_open,
     .close = host_close,
     .mem_info = host_mem_info,
@@ -335,4 +331,5 @@ const struct vm_backend vm_backend_host = {
     .write = host_write,
     .copy = host_copy,
     .room = host_room,
+    .recount = host_recount,
 };

@@ -11,7 +11,7 @@
  *   plan         a checked batch: what to call, in which order, and what to write down after (plan.c)
  *
  * vm_ctx.lock protects everything here except where a comment says "immutable". It is never held
- * across a call of the back end: a plan marks its ptes PTE_BUSY under the lock, makes its driver calls
+ * across a call of the back end that may wait: a plan marks its ptes PTE_BUSY under the lock, makes its driver calls
  * without it, and commits or takes back under it again. A busy pte belongs to its plan alone.
  */
 #ifndef VMEM_INTERNAL_H
@@ -53,6 +53,7 @@ struct vm_space { /* a reservation */
   uint64_t priv;        /* immutable, the back end's */
   uint32_t kind;        /* immutable, VMEM_RANGE_VISIBLE | VMEM_RANGE_SPARSE */
   bool freeing;
+  bool gone;            /* all but its addresses went back to the driver: vMemFree alone may have it */
   uint64_t mapped;      /* granules */
   uint64_t busy;        /* granules */
   uint64_t quarantined; /* granules */
@@ -245,7 +246,7 @@ void *vm_realloc(struct vm_ctx *c, void *p, size_t n, size_t size);
 /* driver.c: the back end's functions with injection, counting and timing. */
 int vm_drv_reserve(struct vm_ctx *c, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr,
                    uint32_t *kind, uint64_t *priv);
-int vm_drv_unreserve(struct vm_ctx *c, struct vm_space *s);
+int vm_drv_unreserve(struct vm_ctx *c, struct vm_space *s, bool *gone);
 int vm_drv_slab_create(struct vm_ctx *c, uint64_t bytes, uint64_t page_size, uint32_t location,
                        int32_t device, uint64_t *priv);
 int vm_drv_slab_destroy(struct vm_ctx *c, struct vm_slab *s);
@@ -409,7 +410,9 @@ int vm_page_size(struct vm_ctx *c, uint64_t *page_size);
 /* Checks, takes pages, marks ptes. Lock not held. On failure nothing is changed. */
 int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct vm_plan *p);
 int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p);
-/* Unmaps all of a reservation that nobody is changing. *p is zeroed; lock held. */
+/* Whether a plan that came to `err` may find room at a second attempt, what was counted being older. Lock not held. */
+bool vm_recount(struct vm_ctx *c, int err);
+/* A plan that unmaps all of a reservation that nobody is changing. The caller has zeroed *p, and holds the lock. */
 int vm_plan_make_free(struct vm_ctx *c, struct vm_space *s, struct vm_plan *p);
 /* The piece's units are zeroed, or will not be. Lock held. */
 void vm_end_claims(struct vm_ctx *c, const struct vm_piece *piece, bool zeroed);

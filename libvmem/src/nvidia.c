@@ -152,9 +152,9 @@ int nvidia_find(const struct nvidia *n, int32_t ordinal, uint32_t *index) {
                  n->num_devices);
 }
 
-int nvidia_uvm_call(const struct nvidia *n, unsigned long request, void *params, const uint32_t *status,
+int nvidia_uvm_call(const struct nvidia *n, unsigned long request, void *params, uint32_t *status,
                     uint64_t addr, uint64_t bytes, const char *what) {
-  int err = rm_ioctl(n->uvm_fd, request, params);
+  int err = rm_call(n->uvm_fd, request, params, status);
 
   return err ? rm_fail_errno(err, addr, bytes, what) : rm_fail(*status, addr, bytes, what);
 }

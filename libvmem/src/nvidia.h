@@ -58,7 +58,7 @@ int nvidia_open_device(struct nvidia *n, uint32_t index);
 void nvidia_close(struct nvidia *n);
 /* One of UVM's ioctls. What ioctl returns says whether the driver took the call, *status, which is in the
  * structure, whether it did the work. */
-int nvidia_uvm_call(const struct nvidia *n, unsigned long request, void *params, const uint32_t *status,
+int nvidia_uvm_call(const struct nvidia *n, unsigned long request, void *params, uint32_t *status,
                     uint64_t addr, uint64_t bytes, const char *what);
 /* Index in n->devices; -EINVAL when the ordinal is not one of the context's. */
 int nvidia_find(const struct nvidia *n, int32_t ordinal, uint32_t *index);

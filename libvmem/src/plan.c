@@ -584,6 +584,16 @@ int vm_plan_room(struct vm_ctx *c, const struct vm_plan *p) {
   return c->be->room && (load.more_segments || load.more_mappings) ? c->be->room(c->bes, &load) : 0;
 }
 
+bool vm_recount(struct vm_ctx *c, int err) {
+  uint64_t segments;
+  if (err != -ENOSPC || !c->be->recount) return false;
+  pthread_mutex_lock(&c->lock);
+  segments = c->segments;
+  pthread_mutex_unlock(&c->lock);
+  c->be->recount(c->bes, segments);
+  return true;
+}
+
 /* Units that the batch's POPULATE operations take from a pool: no more than there are addresses for. */
 static uint64_t wanted(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struct vmem_op *like) {
   uint64_t total = 0, most = vm_units(c, c->reserved_bytes);
@@ -616,7 +626,7 @@ void vm_sources_end(struct vm_ctx *c, struct vm_plan *p) {
   }
 }
 
-int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct vm_plan *p) {
+static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct vm_plan *p) {
   uint64_t grow_id = 0, keep = 0;
   for (;;) {
     struct maker m = {.c = c, .p = p};
@@ -664,6 +674,11 @@ int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct v
                        free_units, &grow_id);
     if (err) return err;
   }
+}
+
+int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct vm_plan *p) {
+  int err = make_batch(c, ops, n, p);
+  return vm_recount(c, err) ? make_batch(c, ops, n, p) : err;
 }
 
 int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p) {

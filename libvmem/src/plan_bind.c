@@ -224,8 +224,10 @@ int vm_plan_run_bind(struct vm_ctx *c, struct vm_plan *p, const vm_event *after,
     vm_error_save(&why);
     worst = err;
     if (event) vm_event_finish(c, &event);
+    vm_undo_begin();
     undo(&second, &worst, &why);
     undo(&first, &worst, &why);
+    vm_undo_end();
     if (worst == err) vm_error_restore(&why);
     VM_UNDO(vm_plan_cancel(c, p));
     err = worst;

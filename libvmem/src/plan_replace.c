@@ -48,10 +48,13 @@ static int replace_one(struct vm_ctx *c, struct vm_plan *p, const struct vm_piec
   if (!err) return 0;
   worst = err;
   vm_error_save(&why);
-  if (err == -ENOTRECOVERABLE)
+  if (err == -ENOTRECOVERABLE) {
     vm_range_lost(c, piece->space, piece->addr, piece->bytes);
-  else
+  } else {
+    vm_undo_begin();
     restore(c, piece, shown, &worst, &why);
+    vm_undo_end();
+  }
   if (worst == err) vm_error_restore(&why);
   return worst;
 }

@@ -283,9 +283,11 @@ int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size
   vm_error_save(&why);
   worst = err;
   if (event) vm_event_finish(c, &event);
+  vm_undo_begin();
   undo_unmaps(c, p, unmapped, &worst, &why);
   vm_replace_undo(c, p, replaced, &worst, &why);
   undo_maps(c, p, mapped, &worst, &why);
+  vm_undo_end();
   if (worst == err) vm_error_restore(&why);
   VM_UNDO(vm_plan_cancel(c, p));
   return worst;

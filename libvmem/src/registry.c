@@ -14,9 +14,8 @@
 
 #define MAX_CONTEXTS 256u
 
-static const struct vm_backend *const backends[] = {&vm_backend_uvm, &vm_backend_stock, &vm_backend_cuda,
-                                                  &vm_backend_host};
-#define NUM_BACKENDS (sizeof(backends) / sizeof(backends[0]))
+__attribute__((weak)) const struct vm_backend *const vm_backends[] = {&vm_backend_uvm, &vm_backend_stock, &vm_backend_cuda,
+                                                                     &vm_backend_host, NULL};
 
 static struct {
   pthread_mutex_t lock;
@@ -44,7 +43,11 @@ static void set_up(void) { pthread_atfork(NULL, NULL, in_child); }
 
 const char *vmem_version(void) { return VMEM_VERSION; }
 
-const char *vmem_backend_name(unsigned index) { return index < NUM_BACKENDS ? backends[index]->name : NULL; }
+const char *vmem_backend_name(unsigned index) {
+  for (unsigned i = 0; vm_backends[i]; i++)
+    if (i == index) return vm_backends[i]->name;
+  return NULL;
+}
 
 #define MAX_STRUCT 4096u /* no version's structure is larger: a larger size field is rubbish */
 
@@ -103,8 +106,8 @@ void vm_put(struct vm_ctx *c) {
 /* ---- opening --------------------------------------------------------------------------------- */
 
 static const struct vm_backend *find_backend(const char *name) {
-  for (size_t i = 0; i < NUM_BACKENDS; i++)
-    if (!strcmp(backends[i]->name, name)) return backends[i];
+  for (size_t i = 0; vm_backends[i]; i++)
+    if (!strcmp(vm_backends[i]->name, name)) return vm_backends[i];
   vm_fail(-EINVAL, "no back end is called \"%.32s\"", name);
   return NULL;
 }
@@ -112,18 +115,11 @@ static const struct vm_backend *find_backend(const char *name) {
 int vmem_probe(const char *backend, int32_t device, uint32_t flags, struct vmem_probe_info *info) {
   struct vmem_probe_info found = {.size = sizeof(found)};
   const struct vm_backend *be;
-  struct vmem_error e;
   vm_error_begin("vmem_probe");
   if (!backend || !info) return vm_fail(-EINVAL, "NULL argument");
   if (flags & ~VMEM_OPEN_FORCE) return vm_fail(-EINVAL, "unknown flags 0x%x", flags & ~VMEM_OPEN_FORCE);
   if (!(be = find_backend(backend))) return -EINVAL;
-  snprintf(found.backend, sizeof(found.backend), "%s", be->name);
-  found.error = be->probe(device, flags, &found);
-  found.usable = !found.error;
-  if (found.error && !found.reason[0]) {
-    vm_error_save(&e);
-    memcpy(found.reason, e.text, sizeof(found.reason));
-  }
+  vm_backend_probe(be, device, flags, &found);
   vm_error_begin("vmem_probe");
   return vm_copy_out(info, &found, sizeof(found), "vmem_probe_info");
 }
@@ -162,14 +158,13 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
   pthread_condattr_t attr;
   int err;
   if (!c) return vm_fail(-ENOMEM, "no heap memory for a context");
-  c->be = be;
   c->opts = *o;
   if (!c->opts.num_devices) c->opts.num_devices = 1;
-  if ((err = be->open(&c->opts, &c->info, &c->bes))) {
+  if ((err = vm_backend_open(be, &c->opts, &c->info, &c->bes))) {
     free(c);
     return err;
   }
-  if (c->info.table) c->be = c->info.table;
+  c->be = c->info.table;
   c->granule = c->info.pub.granule;
   c->shift = log2_of(c->granule);
   c->chunk_units = c->granule < LARGE_PAGE ? (uint32_t)(LARGE_PAGE >> c->shift) : 1;
@@ -195,43 +190,45 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
   return 0;
 }
 
-/* The first usable back end; notes why those before it were passed over. */
+/* The first back end that opens; notes why those before it were passed over. */
 static int open_auto(const struct vmem_open_opts *o, struct vm_ctx **out) {
   char why[sizeof((*out)->info.pub.why)] = "";
   size_t used = 0;
   int err = -ENODEV;
-  for (size_t i = 0; i < NUM_BACKENDS; i++) {
+  for (size_t i = 0; vm_backends[i]; i++) {
     struct vmem_error e;
-    if (!(err = open_one(backends[i], o, out))) {
+    if (!(err = open_one(vm_backends[i], o, out))) {
       memcpy((*out)->info.pub.why, why, sizeof(why));
       return 0;
     }
     vm_error_save(&e);
     if (used < sizeof(why))
-      used += (size_t)snprintf(why + used, sizeof(why) - used, "%s%s: %.150s", used ? "; " : "", backends[i]->name, e.text);
+      used += (size_t)snprintf(why + used, sizeof(why) - used, "%s%s: %.150s", used ? "; " : "", vm_backends[i]->name, e.text);
   }
   return vm_fail(err, "no back end can be opened: %.400s", why);
 }
 
-/* Best effort: what the driver refuses to give back it takes back when the process ends. */
+/* Best effort: what the driver refuses to give back it takes back when the back end is closed. */
 static void close_spaces(struct vm_ctx *c) {
   for (size_t i = 0; i < c->nspaces; i++) {
     struct vm_space *s = c->spaces[i];
     uint64_t a = s->base, end = s->base + s->bytes, n;
+    bool gone;
     for (; a < end && s->mapped && !c->info.unreserve_unmaps; a += n) {
       struct vm_pte *p = vm_pte(c, s, a);
       n = vm_space_run(c, s, a, end - a);
       if (p && p->flags & PTE_MAPPED) vm_drv_unmap(c, a, n, s->kind & VMEM_RANGE_SPARSE);
     }
-    vm_drv_unreserve(c, s);
+    vm_drv_unreserve(c, s, &gone);
     vm_space_destroy(s);
   }
   free(c->spaces);
 }
 
-/* Nobody else knows the context any more. */
+/* Nobody else knows the context any more. A suspended driver is waited for. */
 static void tear_down(struct vm_ctx *c) {
   vm_worker_stop(c);
+  vm_undo_begin();
   close_spaces(c);
   for (uint32_t k = 1; k < c->nslabs; k++)
     if (c->slabs[k]) vm_slab_destroy(c, c->slabs[k]);
@@ -239,6 +236,7 @@ static void tear_down(struct vm_ctx *c) {
   for (uint32_t k = 1; k < c->nhdls; k++) free(c->hdls[k].runs);
   free(c->hdls);
   c->be->close(c->bes);
+  vm_undo_end();
   pthread_mutex_destroy(&c->lock);
   pthread_cond_destroy(&c->done_cond);
   pthread_cond_destroy(&c->work_cond);

@@ -51,6 +51,7 @@ VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opt
   struct vm_ctx *c = vm_get(vm, "vMemReserve", &err);
   struct vmem_reserve_opts o;
   struct vm_space *s = NULL;
+  bool gone;
   if (!c) return err;
   if (!addr) err = vm_fail(-EINVAL, "NULL argument");
   else if (!(err = vm_copy_in(&o, sizeof(o), opts, "vmem_reserve_opts"))) err = check_reserve(c, size, &o);
@@ -65,7 +66,7 @@ VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opt
   err = c->closing ? vm_fail(-EBADF, "the context is being closed") : space_insert(c, s);
   pthread_mutex_unlock(&c->lock);
   if (err)
-    VM_UNDO(vm_drv_unreserve(c, s));
+    VM_UNDO(vm_drv_unreserve(c, s, &gone));
   else
     *addr = s->base;
 out:
@@ -120,25 +121,29 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags) {
   struct vm_ctx *c = vm_get(vm, "vMemFree", &err);
   struct vm_space *s = NULL;
   struct vm_plan p;
-  bool at_once; /* the driver unmaps with the reservation */
+  struct vmem_error why;
+  bool gone = false;
   if (!c) return err;
   if (flags & ~VMEM_FREE_UNMAP)
     err = vm_fail(-EINVAL, "unknown flags 0x%x", flags & ~VMEM_FREE_UNMAP);
   else
     err = free_begin(c, addr, flags, &p, &s);
+  if (vm_recount(c, err)) err = free_begin(c, addr, flags, &p, &s);
   if (err) goto out;
-  at_once = c->info.unreserve_unmaps || !p.unmaps.n;
-  if (at_once) {
-    if (!(err = vm_fills_finish(c)) && !(err = vm_drv_unreserve(c, s))) {
+  if (c->info.unreserve_unmaps || !p.unmaps.n) { /* the driver unmaps with the reservation */
+    if (!(err = vm_fills_finish(c))) err = vm_drv_unreserve(c, s, &gone);
+    vm_error_save(&why);
+    if (err && !gone)
+      vm_plan_cancel(c, &p);
+    else
       vm_plan_commit(c, &p);
-    } else {
-      VM_UNDO(vm_plan_cancel(c, &p));
-    }
+    if (err) vm_error_restore(&why);
   } else if (!(err = vm_plan_run(c, &p, NULL, 0, NULL))) {
-    err = vm_drv_unreserve(c, s);
+    err = vm_drv_unreserve(c, s, &gone);
   }
   pthread_mutex_lock(&c->lock);
   s->freeing = false;
+  s->gone |= gone;
   if (!err) space_remove(c, s);
   pthread_mutex_unlock(&c->lock);
   if (!err) vm_space_destroy(s);
@@ -159,7 +164,8 @@ VMEM_API int vmem_range_query(vmem_t vm, uint64_t addr, struct vmem_range_info *
   struct vm_space *s;
   if (!c) return err;
   pthread_mutex_lock(&c->lock);
-  s = vm_space_range(c, addr & ~(c->granule - 1), c->granule, c->granule, &err);
+  s = vm_space_find(c, addr);
+  if (!s || !s->gone) s = vm_space_range(c, addr & ~(c->granule - 1), c->granule, c->granule, &err);
   if (s) {
     struct vm_pte *p = vm_pte(c, s, addr);
     uint32_t f = p ? p->flags : 0;

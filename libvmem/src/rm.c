@@ -6,29 +6,34 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/utsname.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "error.h"
 
 enum { FIRST_HANDLE = 0xcaf00001 };
 
-int rm_ioctl(int fd, unsigned long request, void *arg) {
-  /* The driver answers EAGAIN while the machine suspends; a second of it is no suspend any more. */
-  for (int busy = 0; busy < 1000;) {
-    struct timespec pause = {.tv_nsec = 1000000};
-
-    if (ioctl(fd, request, arg) == 0)
-      return 0;
-    if (errno == EINTR)
-      continue;
-    if (errno != EAGAIN)
-      return -errno;
-    busy++;
-    nanosleep(&pause, NULL);
-  }
-  return -EAGAIN;
+static bool is_suspended(uint32_t status) {
+  return status == NV_ERR_BUSY_RETRY || status == NV_ERR_GPU_NOT_FULL_POWER;
 }
+
+int rm_call(int fd, unsigned long request, void *arg, uint32_t *status) {
+  struct vm_patience patience = {0};
+  int err;
+
+  for (;;) {
+    err = ioctl(fd, request, arg) ? -errno : 0;
+    if (err == -EINTR)
+      continue;
+    if (err ? err != -EAGAIN : !status || !is_suspended(*status))
+      return err;
+    if (!vm_again(&patience))
+      return err;
+    if (status)
+      *status = NV_OK;
+  }
+}
+
+int rm_ioctl(int fd, unsigned long request, void *arg) { return rm_call(fd, request, arg, NULL); }
 
 static bool under_wsl(void) {
   struct utsname u;
@@ -122,11 +127,11 @@ static int alloc_raw(struct rm *rm, uint32_t parent, uint32_t class_id, void *pa
   if (rm->abi.alloc_bytes == sizeof(struct nvos64_530)) {
     struct nvos64_530 old = {a.root, a.parent, a.object, a.class_id, a.params, 0, 0, 0};
 
-    err = rm_ioctl(rm->fd, NV_IOCTL(NV_ESC_RM_ALLOC, sizeof(old)), &old);
+    err = rm_call(rm->fd, NV_IOCTL(NV_ESC_RM_ALLOC, sizeof(old)), &old, &old.status);
     a.object = old.object;
     a.status = old.status;
   } else {
-    err = rm_ioctl(rm->fd, NV_IOCTL(NV_ESC_RM_ALLOC, sizeof(a)), &a);
+    err = rm_call(rm->fd, NV_IOCTL(NV_ESC_RM_ALLOC, sizeof(a)), &a, &a.status);
   }
   *object = a.object;
   *status = a.status;
@@ -176,7 +181,7 @@ int rm_alloc(struct rm *rm, uint32_t parent, uint32_t class_id, void *params, ui
 
 int rm_free(struct rm *rm, uint32_t parent, uint32_t object) {
   struct nvos00 f = {.root = rm->client, .parent = parent, .object = object};
-  int err = rm_ioctl(rm->fd, NV_IOCTL(NV_ESC_RM_FREE, sizeof(f)), &f);
+  int err = rm_call(rm->fd, NV_IOCTL(NV_ESC_RM_FREE, sizeof(f)), &f, &f.status);
 
   return err ? rm_fail_errno(err, 0, 0, "the RM's free") : rm_fail(f.status, 0, 0, "the RM's free");
 }
@@ -188,7 +193,7 @@ int rm_control(struct rm *rm, uint32_t object, uint32_t cmd, void *params, uint3
                      .cmd = cmd,
                      .params = (uint64_t)(uintptr_t)params,
                      .params_size = bytes};
-  int err = rm_ioctl(rm->fd, NV_IOCTL(NV_ESC_RM_CONTROL, sizeof(c)), &c);
+  int err = rm_call(rm->fd, NV_IOCTL(NV_ESC_RM_CONTROL, sizeof(c)), &c, &c.status);
 
   return err ? rm_fail_errno(err, 0, 0, what) : rm_fail(c.status, 0, 0, what);
 }

@@ -21,8 +21,11 @@ struct rm_gpu {
   uint32_t minor_number; /* of the device node */
 };
 
-/* ioctl with EINTR and, up to a limit, EAGAIN retried. 0 or a negative errno, nothing recorded. */
+/* ioctl, repeated after EINTR and, as again.h says, while the driver is suspended. 0 or a negative errno, nothing
+ * recorded. */
 int rm_ioctl(int fd, unsigned long request, void *arg);
+/* The same where the driver may say so in *status, too, which is in the structure. */
+int rm_call(int fd, unsigned long request, void *arg, uint32_t *status);
 
 /* Opens a device node read-write, close-on-exec. -ENODEV or -EACCES naming the node. */
 int rm_open_node(const char *path, int *fd);

@@ -152,6 +152,9 @@ static int errno_of(uint32_t status) {
     return -ENOMEM;
   case 0x1b: /* NV_ERR_INSUFFICIENT_PERMISSIONS */
     return -EACCES;
+  case NV_ERR_BUSY_RETRY:
+  case NV_ERR_GPU_NOT_FULL_POWER:
+    return -EAGAIN;
   default:
     return -EIO;
   }
@@ -167,7 +170,13 @@ int rm_fail(uint32_t status, uint64_t addr, uint64_t bytes, const char *what) {
 }
 
 int rm_fail_errno(int err, uint64_t addr, uint64_t bytes, const char *what) {
-  int code = err == -ENOMEM || err == -EACCES ? err : err == -EPERM ? -EACCES : -EIO;
+  bool as_it_is = err == -ENOMEM || err == -EACCES || err == -EAGAIN;
+  int code = as_it_is ? err : err == -EPERM ? -EACCES : -EIO;
+
+  if (err == -EAGAIN)
+    return vm_fail_at(err, addr, bytes, 0,
+                      "%s: the driver has been suspended for %d s, as the machine is (EAGAIN)", what,
+                      VM_PATIENCE_S);
 
   return vm_fail_at(code, addr, bytes, 0, "%s failed: %s", what, strerror(-err));
 }

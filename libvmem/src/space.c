@@ -44,6 +44,12 @@ struct vm_space *vm_space_range(struct vm_ctx *c, uint64_t addr, uint64_t bytes,
                       (unsigned long long)bytes, s ? " (it ends too early)" : "");
     return NULL;
   }
+  if (s->gone) {
+    *err = vm_fail_at(-ENXIO, addr, bytes, s->base + s->bytes,
+                      "of the reservation at 0x%llx only the addresses are left: vMemFree gives them back",
+                      (unsigned long long)s->base);
+    return NULL;
+  }
   if (s->freeing) {
     *err = vm_fail_at(-EBUSY, addr, bytes, 0, "the reservation at 0x%llx is being freed",
                       (unsigned long long)s->base);

@@ -47,6 +47,8 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   info->pub.page_sizes = s->granule;
   for (uint64_t size = s->granule; size <= LARGEST_PAGE; size <<= 1)
     info->pub.page_sizes |= size;
+  info->all_page_sizes = 2 * LARGEST_PAGE - SMALLEST_GRANULE;
+  info->how = " through UVM";
   info->pub.slab_size = DEFAULT_SLAB;
   info->pub.max_segments = STOCK_MAX_MAPPINGS / s->num_devices;
   info->pool_high = 1ull << 30;
@@ -72,13 +74,8 @@ static int stock_room(void *be, const struct vm_be_load *load) {
       (unsigned long long)now, (unsigned long long)more, (unsigned long long)limit);
 }
 
-static int stock_probe(int32_t device, uint32_t flags, struct vmem_probe_info *info) {
-  return gpu_be_probe(&vm_backend_stock, " through UVM", device, flags, info);
-}
-
 const struct vm_backend vm_backend_stock = {
     .name = "stock",
-    .probe = stock_probe,
     .open = stock_open,
     .close = stock_close,
     .reserve = stock_reserve,

@@ -35,7 +35,7 @@ int stock_find_uvm(struct nvidia *s);
 
 int stock_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr,
                   uint32_t *kind, uint64_t *priv);
-int stock_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv);
+int stock_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone);
 
 /* ---- stock_mem.c: physical memory and mappings ---- */
 

@@ -300,7 +300,14 @@ enum {
   UVM_MM_INITIALIZE = 75,
   UVM_INITIALIZE = 0x30000001 /* uvm_linux_ioctl.h */
 };
-enum { NV_ERR_INVALID_DEVICE = 0x26, NV_WARN_NOTHING_TO_DO = 0x10006 }; /* nvstatuscodes.h */
+/* nvstatuscodes.h */
+enum {
+  NV_OK = 0,
+  NV_ERR_BUSY_RETRY = 0x03,
+  NV_ERR_GPU_NOT_FULL_POWER = 0x11,
+  NV_ERR_INVALID_DEVICE = 0x26,
+  NV_WARN_NOTHING_TO_DO = 0x10006
+};
 
 /* UVM_INITIALIZE_PARAMS; UVM_INIT_FLAGS_* in uvm_types.h */
 struct uvm_initialize {

@@ -87,10 +87,14 @@ int stock_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t o
 
   if (err && sparse) {
     struct vmem_error why;
+    int undo;
 
     /* The failed call has already taken the zeros away. */
     vm_error_save(&why);
-    if (ext_sparse(s, addr, bytes))
+    vm_undo_begin();
+    undo = ext_sparse(s, addr, bytes);
+    vm_undo_end();
+    if (undo)
       return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0,
                         "a map failed (%s), and the range could not be made sparse again",
                         why.text);

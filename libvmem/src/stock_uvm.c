@@ -76,7 +76,11 @@ static int each_device(const struct nvidia *s, uint64_t addr, uint64_t bytes, un
     int err;
 
     memcpy(p.uuid, s->devices[i].uuid, sizeof(p.uuid));
+    if (i > 0) /* what was begun is carried through */
+      vm_undo_begin();
     err = nvidia_uvm_call(s, request, &p, &p.status, addr, bytes, what);
+    if (i > 0)
+      vm_undo_end();
     if (err && i > 0)
       return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0, "%s was done on %u of %u devices only",
                         what, i, s->num_devices);

@@ -62,13 +62,13 @@ int stock_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint
   return 0;
 }
 
-int stock_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv) {
+int stock_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone) {
   struct nvidia *s = be;
   struct nvidia_range *r = (struct nvidia_range *)(uintptr_t)priv;
   int err = r->freed ? 0 : ext_free(s, addr, bytes);
 
   if (err)
     return err;
-  r->freed = true;
+  r->freed = *gone = true;
   return nvidia_addresses_put(s, r);
 }

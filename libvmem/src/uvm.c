@@ -31,7 +31,6 @@ static int ask_driver(struct uvm *u) {
   if (err)
     return err;
   err = uvm_query(fd, &u->query);
-  u->nv.base.abi = u->query.out_abi_version;
   close(fd);
   return err;
 }
@@ -143,6 +142,9 @@ static void describe(const struct uvm *u, struct vm_be_info *info) {
   info->one_page_slabs = false;
   info->unreserve_unmaps = true;
   info->bind_bytes = u->bind_bytes;
+  info->no_contents = !u->nv.base.gpu && !u->contents;
+  info->all_page_sizes = u->query.out_page_sizes;
+  snprintf(info->patched, sizeof(info->patched), "patched driver, ABI %u: ", u->query.out_abi_version);
   info->table = u->nv.base.gpu ? NULL : &uvm_without_cuda;
 }
 
@@ -164,10 +166,6 @@ int uvm_open(const struct vmem_open_opts *opts, struct vm_be_info *info, void **
   vm_error_restore(&before);
   *be = u;
   return 0;
-}
-
-int uvm_probe(int32_t device, uint32_t flags, struct vmem_probe_info *info) {
-  return gpu_be_probe(&vm_backend_uvm, "", device, flags, info);
 }
 
 const struct vm_backend vm_backend_uvm = {UVM_ENTRIES, GPU_BE_ENTRIES};

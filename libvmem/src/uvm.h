@@ -40,7 +40,6 @@ struct uvm {
 
 /* ---- uvm.c ---- */
 
-int uvm_probe(int32_t device, uint32_t flags, struct vmem_probe_info *info);
 int uvm_open(const struct vmem_open_opts *opts, struct vm_be_info *info, void **be);
 void uvm_close(void *be);
 
@@ -62,7 +61,7 @@ int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, bool large);
 int uvm_give_back(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags);
 int uvm_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr,
                 uint32_t *kind, uint64_t *priv);
-int uvm_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv);
+int uvm_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone);
 int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
                     uint64_t *slab);
 int uvm_slab_destroy(void *be, uint64_t slab, uint64_t bytes);
@@ -89,7 +88,7 @@ void uvm_contents_close(struct uvm *u);
 extern const struct vm_backend uvm_without_cuda;
 
 #define UVM_ENTRIES                                                                                \
-  .name = "uvm", .probe = uvm_probe, .open = uvm_open, .close = uvm_close, .reserve = uvm_reserve, \
+  .name = "uvm", .open = uvm_open, .close = uvm_close, .reserve = uvm_reserve,                     \
   .unreserve = uvm_unreserve, .slab_create = uvm_slab_create, .slab_destroy = uvm_slab_destroy,    \
   .map = uvm_map, .unmap = uvm_unmap, .remap = uvm_remap, .bind = uvm_bind
 

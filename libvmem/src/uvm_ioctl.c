@@ -25,7 +25,7 @@ static const struct {
     MEANING(EOPNOTSUPP, EOPNOTSUPP, "the driver or the GPU cannot do it"),
     MEANING(EBUSY, EBUSY, "the reservation still has mappings"),
     MEANING(EEXIST, EIO, "the addresses are taken"),
-    MEANING(EAGAIN, EIO, "the system is being suspended, or too much is unfinished"),
+    MEANING(EAGAIN, EAGAIN, "the driver has been suspended for a minute, as the machine is"),
     MEANING(EIO, EIO, "the GPU failed"),
     /* Below: the library has asked for what it never should. */
     MEANING(EINVAL, EIO, "the driver finds a value malformed"),

@@ -51,8 +51,7 @@ static int make_reservation(struct uvm *u, const struct nvidia_range *r, uint64_
     struct vmem_error why;
 
     vm_error_save(&why);
-    uvm_give_back(u, r->addr, bytes, UVM_VMEM_FREE_UNMAP);
-    vm_error_restore(&why);
+    VM_UNDO(uvm_give_back(u, r->addr, bytes, UVM_VMEM_FREE_UNMAP));
     if (err == -ENOTRECOVERABLE) /* of nobody's concern any more */
       err = vm_fail_at(-EIO, r->addr, bytes, 0, "%.400s", why.text);
   }
@@ -87,14 +86,14 @@ int uvm_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64
   return 0;
 }
 
-int uvm_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv) {
+int uvm_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone) {
   struct uvm *u = be;
   struct nvidia_range *r = (struct nvidia_range *)(uintptr_t)priv;
   int err = r->freed ? 0 : uvm_give_back(u, addr, bytes, UVM_VMEM_FREE_UNMAP);
 
   if (err)
     return err;
-  r->freed = true;
+  r->freed = *gone = true;
   return nvidia_addresses_put(&u->nv, r);
 }
 

@@ -52,13 +52,16 @@ from pyvmem._native.objects import (
     range_query,
     release,
     reserve,
-    retain,
     version,
 )
+from pyvmem._native.outcome import Outcome
+from pyvmem._native.scan import Limits
 from pyvmem._vmem import ffi
 
 __all__ = [
     "AFTER_NONE",
+    "Limits",
+    "Outcome",
     "address_of",
     "backend_names",
     "batch",
@@ -95,7 +98,6 @@ __all__ = [
     "read",
     "release",
     "reserve",
-    "retain",
     "submit",
     "text_of",
     "trim",

@@ -7,6 +7,7 @@ import errno as _errno
 from typing import Any
 
 from pyvmem._native.boundary import call, last_error
+from pyvmem._native.outcome import Outcome, cell_of
 from pyvmem._vmem import ffi, lib
 
 __all__ = [
@@ -59,19 +60,32 @@ def new_after(items: list[tuple[int, int]]) -> tuple[Any, int]:
     return array, len(items)
 
 
-def batch(vm: int, ops: Any, count: int, after: tuple[Any, int] = AFTER_NONE) -> None:
+def batch(
+    vm: int,
+    ops: Any,
+    count: int,
+    after: tuple[Any, int] = AFTER_NONE,
+    *,
+    outcome: Outcome | None = None,
+) -> None:
     """Runs operations as one, in the calling thread."""
-    call(lib.vmem_batch, vm, ops, count, after[0], after[1])
+    call(lib.pyvmem_batch, cell_of(outcome), vm, ops, count, after[0], after[1])
 
 
-def submit(vm: int, ops: Any, count: int, after: tuple[Any, int] = AFTER_NONE) -> int:
+def submit(
+    vm: int,
+    ops: Any,
+    count: int,
+    after: tuple[Any, int] = AFTER_NONE,
+    *,
+    outcome: Outcome | None = None,
+) -> int:
     """Gives operations to the worker; returns the ticket."""
-    out = ffi.new("vmem_ticket *")
-    code = lib.vmem_submit(vm, ops, count, after[0], after[1], out)
+    made = outcome or Outcome()
+    code = lib.pyvmem_submit(made.cell, vm, ops, count, after[0], after[1])
     if code != 0:
         raise last_error(code, "vmem_submit")
-    ticket: int = out[0]
-    return ticket
+    return made.value
 
 
 def wait(vm: int, ticket: int, timeout_ns: int) -> bool:

@@ -7,6 +7,7 @@ import errno as _errno
 from typing import Any
 
 from pyvmem._native.boundary import call, constant, fail, sized, text_of
+from pyvmem._native.outcome import Outcome, cell_of
 from pyvmem._vmem import ffi, lib
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "range_query",
     "release",
     "reserve",
-    "retain",
     "version",
 ]
 
@@ -86,9 +86,9 @@ def open(
     return vm
 
 
-def close(vm: int) -> None:
+def close(vm: int, *, outcome: Outcome | None = None) -> None:
     """Ends a context."""
-    call(lib.vmem_close, vm)
+    call(lib.pyvmem_close, cell_of(outcome), vm)
 
 
 def query(vm: int) -> Any:
@@ -112,18 +112,17 @@ def get_stats(vm: int) -> Any:
     return stats
 
 
-def reserve(vm: int, size: int, flags: int, align: int) -> int:
+def reserve(vm: int, size: int, flags: int, align: int, *, outcome: Outcome | None = None) -> int:
     """The first address of a new reservation."""
     opts = sized("struct vmem_reserve_opts *", "vMemReserve", flags=flags, align=align)
-    out = ffi.new("uint64_t *")
-    call(lib.vMemReserve, vm, size, opts, out)
-    addr: int = out[0]
-    return addr
+    made = outcome or Outcome()
+    call(lib.pyvmem_reserve, made.cell, vm, size, opts)
+    return made.value
 
 
-def free(vm: int, addr: int, flags: int) -> None:
+def free(vm: int, addr: int, flags: int, *, outcome: Outcome | None = None) -> None:
     """Gives a reservation back."""
-    call(lib.vMemFree, vm, addr, flags)
+    call(lib.pyvmem_free, cell_of(outcome), vm, addr, flags)
 
 
 def range_query(vm: int, addr: int) -> Any:
@@ -133,7 +132,16 @@ def range_query(vm: int, addr: int) -> Any:
     return info
 
 
-def create(vm: int, size: int, page_size: int, location: int, device: int, flags: int) -> int:
+def create(
+    vm: int,
+    size: int,
+    page_size: int,
+    location: int,
+    device: int,
+    flags: int,
+    *,
+    outcome: Outcome | None = None,
+) -> int:
     """A handle to new pages."""
     opts = sized(
         "struct vmem_create_opts *",
@@ -143,10 +151,9 @@ def create(vm: int, size: int, page_size: int, location: int, device: int, flags
         device=device,
         page_size=page_size,
     )
-    out = ffi.new("vmem_handle *")
-    call(lib.vMemCreate, vm, size, opts, out)
-    handle: int = out[0]
-    return handle
+    made = outcome or Outcome()
+    call(lib.pyvmem_create, made.cell, vm, size, opts)
+    return made.value
 
 
 def release(vm: int, handle: int) -> None:
@@ -159,25 +166,27 @@ def drop(vm: int, handle: int) -> None:
     call(lib.vmem_drop, vm, handle)
 
 
-def retain(vm: int, addr: int, size: int) -> int:
-    """A new handle to the pages behind a range."""
-    out = ffi.new("vmem_handle *")
-    call(lib.vmem_retain, vm, addr, size, out)
-    handle: int = out[0]
-    return handle
-
-
-def gather(vm: int, addr: int, size: int, count: int, stride: int) -> int:
+def gather(
+    vm: int, addr: int, size: int, count: int, stride: int, *, outcome: Outcome | None = None
+) -> int:
     """A new handle to the pages behind several ranges, one after the other."""
-    out = ffi.new("vmem_handle *")
-    call(lib.vmem_gather, vm, addr, size, count, stride, out)
-    handle: int = out[0]
-    return handle
+    made = outcome or Outcome()
+    call(lib.pyvmem_gather, made.cell, vm, addr, size, count, stride)
+    return made.value
 
 
-def drop_range(vm: int, handle: int, offset: int, size: int, count: int, stride: int) -> None:
+def drop_range(
+    vm: int,
+    handle: int,
+    offset: int,
+    size: int,
+    count: int,
+    stride: int,
+    *,
+    outcome: Outcome | None = None,
+) -> None:
     """Drops the reference to parts of a handle's pages."""
-    call(lib.vmem_drop_range, vm, handle, offset, size, count, stride)
+    call(lib.pyvmem_drop_range, cell_of(outcome), vm, handle, offset, size, count, stride)
 
 
 def handle_query(vm: int, handle: int) -> Any:

@@ -27,6 +27,7 @@ def compute(record: Record, system: str) -> list[dict[str, Any]]:
     aims = Aims(record, system)
     _single_pages(aims)
     _steps(aims)
+    _slots(aims)
     _live(aims)
     _attention(aims)
     return aims.found
@@ -164,6 +165,34 @@ def _steps(aims: Aims) -> None:
         aims.add(
             f"step_sync{tail}", "the same step, over 512 single maps" + what, rows, _net("median")
         )
+
+
+def _slots(aims: Aims) -> None:
+    s = aims.system
+
+    def median(row: Any) -> float:
+        return float(row["median"])
+
+    for call, what, most in (
+        ("alloc", "alloc_reqid", 50.0),
+        ("free", "free_reqid", 50.0),
+        ("can_admit", "can_admit", 50.0),
+        ("short", "a step that says -1", 50.0),
+        ("idle", "a step of which none needs a page", 140.0),
+        ("grow", "a request that grows, without the driver", 3.0),
+    ):
+        name = f"slots_{call}"
+        rows = [f"slots/{call}/{s}/4096"]
+        aims.add(name, f"{what}, 4,096 slots", rows, median, unit="us", op="<=", aim=most)
+    aims.add(
+        "slots_async",
+        "step_async, 8 requests x 64 tensors, after a pause: the caller's side",
+        [f"slots/async_cold/{s}"],
+        median,
+        unit="us",
+        op="<=",
+        aim=30.0,
+    )
 
 
 def _live(aims: Aims) -> None:

@@ -30,6 +30,7 @@ from pyvmem.bench import (
     prefixes,
     report,
     sizes,
+    slots,
     step,
 )
 from pyvmem.bench.aims import compute
@@ -55,6 +56,7 @@ PARTS: dict[str, tuple[str, PartFunction, float]] = {
     "bytes": ("the cost per byte: 2 MB in four ways", sizes.run_bytes, 15),
     "pool": ("the warm pool, and a run of 1,024 pages", sizes.run_pool, 15),
     "step": ("steps of the KV cache", step.run, 40),
+    "slots": ("calls of the cache by max_batch", slots.run, 30),
     "attention": ("attention over 64 KB pages and over cudaMalloc memory", attention.run, 60),
     "readbw": ("reading 64 KB pages and cudaMalloc memory", attention.run_read, 20),
     "live": ("1 k to 1 M live pages", live.run, 200),

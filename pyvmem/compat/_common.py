@@ -51,7 +51,7 @@ class CommonPages:
                 limit=config.max_seq_len,
             )
         self._cache = cache
-        with cache._lock:
+        with cache._lock, cache._journal:
             core = cache._open_core()
             core.sharing.require(FORK, "map_common_pages")
             unit = core.prefixes.unit_pages
@@ -91,7 +91,7 @@ class CommonPages:
             VMemError: the slot could not be emptied or mapped again; it is free, and has none.
         """
         cache = self._cache
-        with cache._lock:
+        with cache._lock, cache._journal:
             core = cache._open_core()
             slot, shared = core.table[reqid], core.reclaimer.shared
             shared.hold(self._span)  # where the slot's reference is the last one

@@ -36,7 +36,7 @@ class AgreedCache(KVCache):
 
     def _call(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Calls, and keeps the answer, or the failure."""
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             name = method.__name__
             try:
@@ -88,7 +88,7 @@ class AgreedCache(KVCache):
 
         Below 2**32 in magnitude, or 4096 times the number of ranks: int64 or float64.
         """
-        with self._lock:
+        with self._lock, self._journal:
             own = self._failure.status if self._failure else 0
             return [own, self._digest, -self._digest]
 
@@ -100,7 +100,7 @@ class AgreedCache(KVCache):
             RanksDiffer: the calls or the answers of the ranks differ; likewise.
         """
         status, digest, negative = (int(value) for value in maxima)
-        with self._lock:
+        with self._lock, self._journal:
             failure = Failure.from_status(status)
             if failure is None and digest != -negative:
                 failure = Failure(-1)

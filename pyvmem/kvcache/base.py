@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import BadHandle, Busy
 from pyvmem.kvcache.core import Core
+from pyvmem.kvcache.journal import Journal
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,7 +57,9 @@ class CacheBase(Closing):
     """A core behind a lock."""
 
     _core: Core
+    _closing: bool
     _lock: AbstractContextManager[Any]
+    _journal: Journal
 
     def _gone(self) -> bool:
         return super()._gone() or not self._core.context.is_open
@@ -70,6 +73,12 @@ class CacheBase(Closing):
         core = self._core
         if self._closed:
             raise BadHandle("the KVCache is closed", errno=errno.EBADF, op="KVCache")
+        if self._closing:
+            raise BadHandle(
+                "the KVCache is half closed: an exception ended its close, call that again",
+                errno=errno.EBADF,
+                op="KVCache",
+            )
         if not core.context.is_open:
             core.context.stats()  # raises what is wrong: closed, or of the parent of a fork
         return core

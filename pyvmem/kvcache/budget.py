@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from pyvmem.errors import OutOfMemory
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.cuts import wait_for_cuts
+from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.setup import available_bytes
 from pyvmem.kvcache.turns import Turns
 
@@ -106,11 +107,12 @@ class Budget:
         self.context = context
         self.total_bytes = total or available_bytes(context.cuda_device, _UNKNOWN)
         self.lock = Turns()
+        self.journal = Journal()
         self._shares: list[Share] = []
 
     def stats(self) -> BudgetStats:
         """What every cache has. Polls the batches in flight, waits for none."""
-        with self.lock:
+        with self.lock, self.journal:
             self._poll()
             return BudgetStats(
                 total_bytes=self.total_bytes,
@@ -145,7 +147,7 @@ class Budget:
             OutOfMemory: requests of the other caches have what the floor would keep.
         """
         floor = core.config.memory_floor
-        with self.lock:
+        with self.lock, self.journal:
             kept = sum(share.floor for share in self._shares)
             if kept + floor > self.total_bytes:
                 raise invalid(
@@ -175,7 +177,7 @@ class Budget:
 
     def leave(self, core: Core) -> None:
         """Forgets a cache that has been closed."""
-        with self.lock:
+        with self.lock, self.journal:
             self._shares = [share for share in self._shares if share.core is not core]
 
 

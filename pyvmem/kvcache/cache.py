@@ -9,12 +9,14 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyvmem.context import Context
+from pyvmem.errors import VMemError
 from pyvmem.kvcache import report, setup, steps
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.idle import IdleThread
+from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.placing import PlaceCalls
 from pyvmem.kvcache.report import IntegrityError
@@ -72,23 +74,27 @@ class KVCache(RequestCalls, PlaceCalls):
         budget: Budget | None = None,
     ) -> None:
         self._closed = True  # until the core is made
+        self._closing = False  # and some of it is gone already
         self._budget = budget
         self._lock: AbstractContextManager[Any] = (
             threading.RLock() if budget is None else budget.lock
         )
         self._idle: IdleThread | None = None
         self.config = config
-        parts = setup.make(config, context, backend, device, budget)
-        self._core = Core(config, parts, self._table)
-        self._views = Views(self._core.layout, self._core.parts.reservation)
-        self._closed = False
-        try:
-            if budget is not None:
-                budget.join(self._core)
-            self._core.prepare()
-        except BaseException:
-            self.close()
-            raise
+        self._journal = Journal() if budget is None else budget.journal
+        with self._lock, self._journal:
+            parts = setup.make(config, context, backend, device, self._journal, budget)
+            self._core = core = Core(config, parts, self._journal, self._table)
+            self._views = Views(core.layout, parts.reservation)
+            self._journal.on_abort(self._shut)
+            try:
+                if budget is not None:
+                    budget.join(core)
+                core.prepare()
+            except VMemError:
+                self._shut()
+                raise
+            self._closed = False
         if config.idle_seconds:
             self._idle = IdleThread(self._core, self._lock)
             self._idle.start()
@@ -99,8 +105,8 @@ class KVCache(RequestCalls, PlaceCalls):
         """Takes a free slot for a request of `seq_len` tokens (0: not known yet).
 
         Best fit: the free slot with the fewest mapped pages that are enough, else the one with the
-        most. Nothing is mapped by this call; with `eager_pages`, the next slot is prepared in the
-        background.
+        most; of equal ones that which has been free for longest. Nothing is mapped by this call;
+        with `eager_pages`, the next slot is prepared in the background.
 
         Returns:
             The reqid, an index into `step`'s list; None when every slot is taken.
@@ -108,7 +114,7 @@ class KVCache(RequestCalls, PlaceCalls):
         Raises:
             InvalidArgument: `seq_len` is negative or above `max_seq_len`.
         """
-        with self._lock:
+        with self._lock, self._journal:
             return self._open_core().alloc(seq_len)
 
     def free_reqid(self, reqid: int, stream: Any = None, tokens: Any = None) -> None:
@@ -129,7 +135,7 @@ class KVCache(RequestCalls, PlaceCalls):
             InvalidArgument: no such reqid, or it is not taken; bad tokens, or more than it holds.
             VMemError: it could not be recorded; it was not freed.
         """
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             slot = core.slot(reqid)
             event = record(stream, core.device)
@@ -162,7 +168,7 @@ class KVCache(RequestCalls, PlaceCalls):
             slot. VMemError: the driver failed, now or in a batch that an earlier call began in the
                 background; that was undone, the cache is consistent, and the call may be repeated.
         """
-        with self._lock:
+        with self._lock, self._journal:
             return steps.step(self._open_core(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
@@ -182,7 +188,7 @@ class KVCache(RequestCalls, PlaceCalls):
         Raises:
             InvalidArgument: as in `step`. A failure in the background is raised by the next `step`.
         """
-        with self._lock:
+        with self._lock, self._journal:
             return steps.step_async(self._open_core(), seq_lens)
 
     # ---- tensors -------------------------------------------------------------------------------
@@ -194,7 +200,7 @@ class KVCache(RequestCalls, PlaceCalls):
         Each is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only mapped rows
         may be touched. A living tensor keeps the cache from closing.
         """
-        with self._lock:
+        with self._lock, self._journal:
             self._open_core()
             return self._views.tensors()
 
@@ -204,13 +210,13 @@ class KVCache(RequestCalls, PlaceCalls):
         Rows are ``group_size`` layers apart. Raises InvalidArgument for a layer that does not
         exist.
         """
-        with self._lock:
+        with self._lock, self._journal:
             self._open_core()
             return self._views.layer(layer, 0)
 
     def v(self, layer: int) -> torch.Tensor:
         """Values of a layer; see `k`. InvalidArgument where `tensors_per_layer` is 1."""
-        with self._lock:
+        with self._lock, self._journal:
             self._open_core()
             return self._views.layer(layer, 1)
 
@@ -223,7 +229,7 @@ class KVCache(RequestCalls, PlaceCalls):
         A request can have these and `CacheStats.cached_pages` too: those are reclaimed when needed.
         Of a budget: as far as the other caches leave it now.
         """
-        with self._lock:
+        with self._lock, self._journal:
             reclaimer = self._open_core().reclaimer
             reclaimer.poll()
             return reclaimer.free
@@ -245,13 +251,13 @@ class KVCache(RequestCalls, PlaceCalls):
 
     def stats(self) -> CacheStats:
         """The present state and the counters."""
-        with self._lock:
+        with self._lock, self._journal:
             self._open_core().reclaimer.poll()
             return report.stats(self._core)
 
     def snapshot(self) -> list[SlotInfo]:
         """Every slot's pages as they are now."""
-        with self._lock:
+        with self._lock, self._journal:
             self._open_core().reclaimer.poll()
             return report.snapshot(self._core)
 
@@ -264,7 +270,7 @@ class KVCache(RequestCalls, PlaceCalls):
         Raises:
             IntegrityError: with every contradiction found.
         """
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             core.reclaimer.poll()
             found = report.check(core)
@@ -287,14 +293,19 @@ class KVCache(RequestCalls, PlaceCalls):
         Raises:
             Busy: tensors of the cache live; nothing changed, and the cache can still be used.
         """
-        with self._lock:
+        with self._lock, self._journal:
             if self._closed:
                 return
-            self._views.drop()
-            if self.context.is_open:  # else everything went with it, or is the parent's
-                self._core.close(stream)
+            self._shut(stream)
             self._closed = True
-            if self._budget is not None:
-                self._budget.leave(self._core)
             if self._idle is not None:
                 self._idle.end()
+
+    def _shut(self, stream: Any = None) -> None:
+        self._views.drop()
+        if self.context.is_open:  # else everything went with it, or is the parent's
+            self._core.check_no_tensors()
+            self._closing = True
+            self._core.close(stream)
+        if self._budget is not None:
+            self._budget.leave(self._core)

@@ -34,11 +34,11 @@ def claim(cache: KVCache, reqid: int) -> None:
     Raises:
         InvalidArgument: no such slot, it is taken, or its addresses are lost.
     """
-    with cache._lock:
+    with cache._lock, cache._journal:
         core = cache._open_core()
         core.reclaimer.poll()
         core.pager.poll()
-        core.table.take(core.free_slot(reqid))
+        core.take(core.free_slot(reqid))
         core.prepare()
 
 
@@ -49,7 +49,7 @@ def set_limit(cache: KVCache, pages: int) -> None:
         InvalidArgument: negative, less than what is behind the cache now, or than its floor.
         NotSupported: the ranks of a `ParallelKVCache` have agreed on their limit.
     """
-    with cache._lock:
+    with cache._lock, cache._journal:
         core = cache._open_core()
         if core.table.lockstep:
             raise NotSupported(
@@ -64,6 +64,7 @@ def set_limit(cache: KVCache, pages: int) -> None:
         floor = -(-core.config.memory_floor // core.layout.page_size)
         if count < floor:
             raise invalid(f"a limit of {count} pages: the floor is {floor}", limit=floor)
+        core.journal.keep(core, "_low_pages")
         core.reclaimer.limit = count
         core._low_pages = int(core.config.low_watermark * count)
 
@@ -78,11 +79,11 @@ def reclaim_free(cache: KVCache, keep: Collection[int] = (), *, wait: bool = Fal
     Raises:
         VMemError: a background batch failed (`wait` alone); the cache is consistent.
     """
-    with cache._lock:
+    with cache._lock, cache._journal:
         core = cache._open_core()
         reclaimer = core.reclaimer
         reclaimer.poll()
-        for slot in list(core.table.free.values()):
+        for slot in core.table.free:
             if slot.index in keep:
                 continue
             if wait:
@@ -100,7 +101,7 @@ def capacity(cache: KVCache, reqid: int) -> int:
     Raises:
         InvalidArgument: no such reqid, or it is not taken.
     """
-    with cache._lock:
+    with cache._lock, cache._journal:
         core = cache._open_core()
         return core.pager.capacity[core.slot(reqid).index]
 
@@ -115,7 +116,7 @@ def missing_pages(cache: KVCache, reqid: int | None, seq_len: int) -> int:
     Raises:
         InvalidArgument: no such reqid, not taken, or a length out of range.
     """
-    with cache._lock:
+    with cache._lock, cache._journal:
         core = cache._open_core()
         length, longest = operator.index(seq_len), core.config.max_seq_len
         if not 0 <= length <= longest:
@@ -130,7 +131,7 @@ def obtainable_pages(cache: KVCache) -> tuple[int, int]:
     The first number counts what is free and what could be reclaimed, recorded prefixes that no
     request uses included.
     """
-    with cache._lock:
+    with cache._lock, cache._journal:
         core = cache._open_core()
         core.reclaimer.poll()
         return core.reclaimer.obtainable({}), core.reclaimer.limit

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import operator
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,6 +14,8 @@ from pyvmem.errors import Busy, NotRecoverable, OutOfMemory, TooManyBatches, VMe
 from pyvmem.kvcache.accounts import Accounts
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
+from pyvmem.kvcache.journal import Journal
+from pyvmem.kvcache.mapper import Mapper
 from pyvmem.kvcache.moves import Mover
 from pyvmem.kvcache.pager import Pager
 from pyvmem.kvcache.prefixes import Prefixes
@@ -42,28 +45,35 @@ class Core(Accounts):
     """
 
     def __init__(
-        self, config: KVCacheConfig, parts: Parts, table: type[SlotTable] = SlotTable
+        self,
+        config: KVCacheConfig,
+        parts: Parts,
+        journal: Journal,
+        table: type[SlotTable] = SlotTable,
     ) -> None:
         self.config = config
         self.parts = parts
         self.context = parts.context
+        self.journal = journal
+        self.mapper = Mapper(parts.context, journal)
         self.layout = layout = parts.layout
         self.device = parts.cuda_device
         self.counters = Counters(parts.context)
-        self.table = table(config.max_batch)
+        self.table = table(config.max_batch, journal)
         base = parts.reservation.addr
         self.reclaimer = Reclaimer(
-            parts.context, base, layout, self.table, parts.limit_pages, self.counters
+            self.mapper, base, layout, self.table, parts.limit_pages, self.counters
         )
         self.pager = Pager(self.reclaimer, zero_fill=config.zero_fill, device=parts.cuda_device)
         large = layout.large_pages * layout.page_size
-        self.scratch = Scratch(parts.context, max(large, layout.page_size))
+        self.scratch = Scratch(self.mapper, max(large, layout.page_size))
         self.sharing = Sharing(self)
         self.prefixes = Prefixes(self)
         self.mover = Mover(self)
         self.pager.stop_promoting = self.mover.stop_promoting
         self.promoter = Promoter(self) if layout.large_pages else None
         self.window = Window(self) if config.window else None
+        self._asked = array("Q")
         self.indices = range(config.max_batch)
         self.seq_lens = [0] * config.max_batch
         self.used_tokens = 0
@@ -73,6 +83,39 @@ class Core(Accounts):
         self._low_pages = int(config.low_watermark * parts.limit_pages)
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._prepared: Slot | None = None
+        journal.keep_list(journal.books)
+        journal.books.append(self)
+
+    # ---- after an exception from outside ---------------------------------------------------------
+
+    def rebuild(self) -> None:
+        """See `Books.rebuild`."""
+        self.table.rebuild()
+        self.prefixes.rebuild()
+        reclaimer = self.reclaimer
+        reclaimer.shared.rebuild(
+            [one.span for one in (*self.table, *reclaimer.cuts)] + self.prefixes.spans(),
+            [slot.span for slot in self.table if slot.active and not slot.stale],
+        )
+        self.pager.rebuild()
+        reclaimer.rebuild(*self.mover.pages())
+        self.used_tokens = sum(self.seq_lens)
+        self.untidy = True
+
+    def owns(self, held: object) -> bool:
+        """See `Books.owns`."""
+        blocks = self.reclaimer.shared.blocks
+        return (
+            held is self.parts.reservation
+            or (held is self.context and self.parts.owns_context)
+            or self.scratch.owns(held)
+            or self.mover.owns(held)
+            or any(held is block.handle for block in blocks)
+        )
+
+    def failed(self, error: VMemError) -> None:
+        """See `Books.failed`."""
+        self.reclaimer.errors.append(error)
 
     # ---- numbers from outside --------------------------------------------------------------------
 
@@ -93,10 +136,24 @@ class Core(Accounts):
                 total = sum(lens)
         except TypeError:
             raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
-        lowest = min(lens)
-        if lowest < 0:
-            raise invalid(f"seq_lens[{lens.index(lowest)}] is {lowest}; it must not be negative")
+        try:
+            self._asked = array("Q", lens)
+        except OverflowError:
+            lowest, highest = min(lens), max(lens)
+            bad = lowest if lowest < 0 else highest
+            longest = self.config.max_seq_len
+            raise invalid(
+                f"seq_lens[{lens.index(bad)}] is {bad}; it must not be negative"
+                if bad < 0
+                else f"seq_lens[{lens.index(bad)}] is {bad}; max_seq_len is {longest}",
+                limit=longest,
+            ) from None
         return lens, total
+
+    def short(self) -> list[int]:
+        """The slots whose pages are not enough for the numbers that `validate` saw last."""
+        # Capacity is 0 for free slots, so whatever is wrong with a single number shows up here too.
+        return self.pager.short(self._asked)
 
     def want(self, lens: list[int], short: list[int]) -> list[tuple[Slot, int]]:
         """The slots that lack pages, with the pages per tensor that they need."""
@@ -111,7 +168,7 @@ class Core(Accounts):
                 raise invalid(
                     f"seq_lens[{index}] is {length}; max_seq_len is {longest}", limit=longest
                 )
-            if slot.stale:
+            if slot.mapped > slot.granted and slot.stale:
                 self.pager.release(slot)
             want.append((slot, pages_for(length)))
         return want
@@ -155,9 +212,20 @@ class Core(Accounts):
         slot = self.fit(seq_len)
         if slot is None:
             return None
-        self.table.take(slot)
+        self.take(slot)
         self.prepare()
         return slot.index
+
+    def take(self, slot: Slot) -> None:
+        """Gives a free slot to a new owner; free again if the call is not completed."""
+        owner = slot.owner + 1
+
+        def free() -> None:
+            if slot.active and slot.owner == owner:
+                self.release(slot, None)
+
+        self.journal.on_abort(free)
+        self.table.take(slot)
 
     def activity(self) -> tuple[int, int, int, int]:
         """Something else after every call that takes, gives back or steps a request."""
@@ -165,7 +233,10 @@ class Core(Accounts):
         return self.clock, counters.steps_async, counters.short, self.table.changes
 
     def release(self, slot: Slot, event: Any) -> None:
-        """Ends an ownership; `event`: the GPU work that may still touch the slot."""
+        """Ends an ownership; `event`: the GPU work that may still touch the slot.
+
+        Nothing is unmapped: `tidy` does that.
+        """
         self.mover.abandon(slot)
         if self.promoter is not None:
             self.promoter.forget(slot)
@@ -177,19 +248,17 @@ class Core(Accounts):
         self.prefixes.unpin(slot)
         self.table.give_back(slot, event, self.clock)
         self.reclaimer.own_away = None
-        self.used_tokens -= self.seq_lens[slot.index]
-        self.seq_lens[slot.index] = 0
-        if (
-            slot.stale
-            and not slot.lost
-            and (slot.job is not None or not self.reclaimer.try_cut(slot, 0))
-        ):
+        self.enter(slot, 0)
+        if slot.stale and not slot.lost:
             self.untidy = True
 
     def enter(self, slot: Slot, length: int) -> None:
         """Notes that a slot holds so many tokens, before a `step` says so."""
-        self.used_tokens += length - self.seq_lens[slot.index]
-        self.seq_lens[slot.index] = length
+        lens, index = self.seq_lens, slot.index
+        self.journal.keep(self, "used_tokens")
+        self.journal.undo(lens.__setitem__, index, lens[index])
+        self.used_tokens += length - lens[index]
+        lens[index] = length
 
     @property
     def low_pages(self) -> int:
@@ -225,16 +294,9 @@ class Core(Accounts):
         if not pages:
             return
         self.pager.poll()
-        free = [slot for slot in self.table.free.values() if not slot.stale]
-        ready = [slot for slot in free if slot.mapped >= pages]
-        if ready:
-            self._prepared = min(ready, key=lambda slot: slot.mapped)
-            return
-        self._prepared = slot = max(
-            (slot for slot in free if slot.job is None), key=lambda slot: slot.mapped, default=None
-        )
+        self._prepared = slot = self.table.to_prepare(pages)
         reclaimer = self.reclaimer
-        if slot is None:
+        if slot is None or slot.mapped >= pages:
             return
         new_pages = (pages - slot.mapped) * self.layout.num_tensors
         if reclaimer.free - new_pages < self._low_pages:
@@ -242,8 +304,8 @@ class Core(Accounts):
         with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
             self.pager.grow([(slot, pages)], background=True, reclaim=False)
 
-    def close(self, stream: Any) -> None:
-        """Waits for everything, then gives pages, reservation and an owned context back."""
+    def check_no_tensors(self) -> None:
+        """Raises Busy where tensors of the cache live."""
         reservation = self.parts.reservation
         living = reservation.live_arrays
         if living:
@@ -254,6 +316,10 @@ class Core(Accounts):
                 addr=reservation.addr,
                 bytes=reservation.nbytes,
             )
+
+    def close(self, stream: Any) -> None:
+        """Waits for everything, then gives pages, reservation and an owned context back."""
+        reservation = self.parts.reservation
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.mover.close()
         for slot in self.table:
@@ -272,9 +338,11 @@ class Core(Accounts):
         self.reclaimer.shared.close()
         self.scratch.close()
         try:
-            reservation.close(unmap=True)
+            self.mapper.close(reservation)
         except NotRecoverable:
             # Quarantined pages keep their addresses; both go when the context is closed.
             reservation._closed = True
         if self.parts.owns_context:
             self.context.close()
+        if self in self.journal.books:
+            self.journal.books.remove(self)

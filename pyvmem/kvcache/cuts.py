@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.errors import NotRecoverable, OutOfMemory, Timeout, TooManyBatches, VMemError
 from pyvmem.info import RangeFlags
 from pyvmem.kvcache.jobs import Cut, Piece, Ran
+from pyvmem.kvcache.journal import Book
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.places import Tier
 from pyvmem.kvcache.shared import SharedPages
@@ -19,15 +20,17 @@ from pyvmem.kvcache.stats import Counters
 from pyvmem.ops import OpBatch
 
 if TYPE_CHECKING:
-    from pyvmem.context import Context
+    from typing_extensions import Self
+
     from pyvmem.kvcache.budget import Share
+    from pyvmem.kvcache.mapper import Mapper
 
 __all__ = ["Cuts", "wait_for_cuts"]
 
 _SLICE_S = 0.0005  # how long one of several unfinished cuts is waited for before the next is asked
 
 
-class Cuts:
+class Cuts(Book):
     """Unmaps pages of no owner in the background, each batch after their owners' last GPU work.
 
     Attributes:
@@ -43,16 +46,21 @@ class Cuts:
         share: the cache's part of a budget, None where it has its limit for itself.
     """
 
+    def __new__(cls, mapper: Mapper, *args: Any) -> Self:
+        """No page yet."""
+        return cls._with(mapper.journal.entries)
+
     def __init__(
         self,
-        context: Context,
+        mapper: Mapper,
         base: int,
         layout: Layout,
         table: SlotTable,
         limit: int,
         counters: Counters,
     ) -> None:
-        self.context = context
+        self.mapper = mapper
+        self.journal = mapper.journal
         self.base = base
         self.layout = layout
         self.table = table
@@ -61,7 +69,7 @@ class Cuts:
         self.held = self.slid = 0
         self.away: Counter[Tier] = Counter()
         self.own_away: int | None = None
-        self.shared = SharedPages(layout)
+        self.shared = SharedPages(layout, mapper)
         self.evict: Callable[[int], int] = lambda pages: 0
         self.cuts: list[Cut] = []
         self.errors: list[VMemError] = []
@@ -98,33 +106,41 @@ class Cuts:
             count=layout.num_tensors,
             stride=layout.tensor_bytes,
         )
-        ticket: Any
         try:
-            ticket = self.context.submit(self._ops, after=slot.events)
+            with self.mapper.transaction() as change:
+                self._begin(Cut(slot, low, slot.mapped, slot.dirty, change.ticket, slot.head), keep)
+                change.submit(self._ops, slot.events)
         except TooManyBatches:
             if not now:
                 raise
-            ticket = self._run(slot.events)
-        slot.job = job = Cut(slot, low, slot.mapped, slot.dirty, ticket, slot.head)
+            self._run(slot, low, keep)
+
+    def _begin(self, job: Cut, keep: int) -> None:
+        """Writes a cut of all pages from `keep` on into the books."""
+        slot, places = job.slot, job.slot.places
+        self.table.changed(slot)
+        slot.job = job
         if slot.stale:
             job.span, slot.span = slot.span, EMPTY
         if places:
-            job.away = places.away(max(low, job.span.pages), slot.mapped)
-            job.places = places.take(low, slot.mapped)
+            job.away = places.away(max(job.low, job.span.pages), slot.mapped)
+            job.places = places.take(job.low, slot.mapped)
         slot.mapped = keep
         slot.head = min(slot.head, keep)
         slot.dirty = min(slot.dirty, keep)
+        self.journal.keep_list(self.cuts)
         self.cuts.append(job)
 
-    def _run(self, after: list[Any]) -> Ran:
-        """The batch, in this thread; its failure is told to who waits for the cut."""
+    def _run(self, slot: Slot, low: int, keep: int) -> None:
+        """The same in this thread; its failure is noted, as that of a cut which is waited for."""
         try:
-            self.context.batch(self._ops, after=after)
+            with self.mapper.transaction() as change:
+                self._begin(Cut(slot, low, slot.mapped, slot.dirty, Ran(), slot.head), keep)
+                change.run(self._ops, slot.events)
         except OutOfMemory:
             raise
         except VMemError as error:
-            return Ran(error)
-        return Ran()
+            self.failed(slot, error)
 
     def try_cut(self, slot: Slot, keep: int, now: bool = False) -> bool:
         """`cut`, or False where it could not be queued: the pages stay; it is tried again."""
@@ -148,18 +164,51 @@ class Cuts:
             stride=layout.tensor_bytes,
         )
         try:
-            ticket = self.context.submit(self._ops, after=events)
+            with self.mapper.transaction() as change:
+                self.table.changed(slot)
+                slot.job = job = Cut(
+                    slot, low, head, slot.dirty, change.ticket, low, slot.owner, True
+                )
+                if slot.places:
+                    job.away = slot.places.away(low, head)
+                    job.places = slot.places.take(low, head)
+                slot.head = head
+                self.own_away = None
+                self.slid += head - low
+                self.journal.keep_list(self.cuts)
+                self.cuts.append(job)
+                change.submit(self._ops, events)
         except (TooManyBatches, OutOfMemory):
             return False
-        slot.job = job = Cut(slot, low, head, slot.dirty, ticket, low, slot.owner, True)
-        if slot.places:
-            job.away = slot.places.away(low, head)
-            job.places = slot.places.take(low, head)
-        slot.head = head
-        self.own_away = None
-        self.slid += head - low
-        self.cuts.append(job)
         return True
+
+    def failed(self, slot: Slot, error: VMemError) -> None:
+        """Notes that pages of a slot could not be unmapped."""
+        self.errors.append(error)
+        if isinstance(error, NotRecoverable):
+            self.table.condemn(slot)  # and its pages count no longer
+
+    def rebuild(self, moving: int, away: Mapping[Tier, int]) -> None:
+        """Counts again, by the slots, the cuts and the shared pages, what is behind the cache.
+
+        Args:
+            moving: scratch pages per tensor of the device. away: of other tiers.
+        """
+        pages, self.slid, self.own_away = moving + self.shared.pages, 0, None
+        others = Counter(away)
+        others.update(self.shared.away())
+        for slot in self.table:
+            first = max(slot.shared, slot.head)
+            outside = slot.places.away(first, slot.mapped)
+            others.update(outside)
+            pages += slot.mapped - slot.head - slot.shared - sum(outside.values())
+            self.slid += slot.head if slot.active and not slot.stale else 0
+        for cut in self.cuts:
+            pages += cut.pages
+            others.update(cut.away)
+        tensors = self.layout.num_tensors
+        self.held = pages * tensors
+        self.away = Counter({tier: count * tensors for tier, count in others.items()})
 
     def poll(self) -> None:
         """Notes which cuts are finished."""
@@ -183,13 +232,13 @@ class Cuts:
         except Timeout:
             return
         except VMemError as error:
-            self.errors.append(error)
-            if isinstance(error, NotRecoverable):
-                self.table.condemn(slot)  # and its pages count no longer
-            else:  # undone: the pages are where they were
+            self.failed(slot, error)
+            self.table.changed(slot)
+            self.journal.keep(cut, "away", "span")
+            if not isinstance(error, NotRecoverable):  # undone: the pages are where they were
                 slot.head = cut.head
                 slot.places.put_all(cut.places)
-                cut.away.clear()
+                cut.away = {}
                 if not cut.slides:
                     slot.mapped = cut.high
                     slot.dirty = cut.dirty
@@ -198,6 +247,8 @@ class Cuts:
                 if cut.span.pages:
                     slot.span = cut.span
                 pages, cut.span = 0, EMPTY
+        self.table.changed(slot)
+        self.journal.keep_list(self.cuts)
         self.cuts.remove(cut)
         slot.job = None
         self.came_back(pages, cut.away)
@@ -213,6 +264,8 @@ class Cuts:
         tensors = self.layout.num_tensors
         self.held -= pages * tensors
         self.own_away = None
+        if away:
+            self.away = self.away.copy()
         for tier, count in away.items():
             self.away[tier] -= count * tensors
         if reclaimed:
@@ -226,7 +279,7 @@ class Cuts:
                 at = self.base + layout.offset(slot.index, low, tensor)
                 end = at + (high - low) * layout.page_size
                 while at < end and not slot.broken:
-                    info = self.context.query(at)
+                    info = self.mapper.query(at)
                     if RangeFlags.QUARANTINED in info.flags:
                         self.table.condemn(slot)
                     at += info.run_bytes
@@ -244,22 +297,23 @@ class Cuts:
             at = self.base + layout.offset(slot.index, 0, tensor)
             end = at + slot.mapped * layout.page_size
             while at < end:
-                info = self.context.query(at)
+                info = self.mapper.query(at)
                 size = min(info.run_bytes, end - at)
                 if info.mapped:
                     runs.append((at, size))
                 quarantined |= RangeFlags.QUARANTINED in info.flags
                 at += size
-        if runs:
-            ops = OpBatch(len(runs))
-            for at, size in runs:
-                ops.unmap(at, size)
-            self.context.batch(ops, after=slot.events)
+        ops = OpBatch(len(runs) or 1)
+        for at, size in runs:
+            ops.unmap(at, size)
         span, first = slot.span, max(slot.head, slot.shared)
         own, away = slot.mapped - first, slot.places.away(first, slot.mapped)
-        slot.places.forget(0, slot.mapped)
-        slot.span, slot.mapped, slot.head, slot.dirty = EMPTY, 0, 0, 0
-        slot.lost, slot.broken = False, quarantined
+        with self.mapper.transaction() as change:
+            self.table.changed(slot)
+            slot.places.forget(0, slot.mapped)
+            slot.span, slot.mapped, slot.head, slot.dirty = EMPTY, 0, 0, 0
+            slot.lost, slot.broken = False, quarantined
+            change.run(ops, slot.events)
         self.came_back(own - sum(away.values()), away)
         self.let_go(span)
 

@@ -81,7 +81,7 @@ def fork(
                 sharing.detach(slots)
                 return None
             core.pager.release(slots[0])  # of one growth for all; other requests' go on
-    except BaseException:
+    except VMemError:
         sharing.detach(slots)
         raise
     for slot in slots:

@@ -3,19 +3,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from array import array
+from typing import TYPE_CHECKING, Any
 
+from pyvmem._native import Limits
 from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.events import order_after, order_ticket
 from pyvmem.kvcache.jobs import Growth
+from pyvmem.kvcache.journal import Book
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.spans import Span
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["Grants"]
 
 
-class Grants:
+class Grants(Book):
     """What requests own, and the growths that will give them more.
 
     Attributes:
@@ -26,14 +32,24 @@ class Grants:
             counted in `SharedPages.used`.
     """
 
+    def __new__(cls, reclaimer: Reclaimer, *args: Any, **kwargs: Any) -> Self:
+        """No page yet."""
+        return cls._with(reclaimer.mapper.journal.entries)
+
     def __init__(self, reclaimer: Reclaimer, device: int | None) -> None:
         self.reclaimer = reclaimer
+        self.journal = reclaimer.mapper.journal
         self.layout = reclaimer.layout
         self.counters = reclaimer.counters
         self.device = device
-        self.capacity = [0] * len(reclaimer.table)
+        self._limits = Limits(len(reclaimer.table))
+        self.capacity = self._limits.values
         self.growths: list[Growth] = []
         self.active_pages = 0
+
+    def short(self, lens: array[int]) -> list[int]:
+        """The slots whose length, of all that are given, is above their capacity."""
+        return self._limits.exceeded(lens)
 
     def _complete(self, job: Growth, stream: Any, whole: bool = False) -> VMemError | None:
         """Waits for a growth, grants its pages or undoes it.
@@ -50,12 +66,11 @@ class Grants:
             return error
         for event in job.handover:
             order_after(event, stream, device)
-        job.handover.clear()
+        self.journal.keep(job, "handover", "granted")
+        job.handover = []
         if not job.granted:
             job.granted = True
-            for slot, owner, pages in job.grants:
-                if slot.owner == owner:
-                    self.grant(slot, pages)
+            self._grant_all(job)
         if job.done():
             self._retire(job)
         return None
@@ -71,23 +86,50 @@ class Grants:
         """Makes pages that are mapped the owner's."""
         if pages <= slot.granted:
             return
+        self.reclaimer.table.changed(slot)
         self.active_pages += pages - slot.granted
         slot.granted = pages
-        self.capacity[slot.index] = self.layout.capacity(pages)
+        self._set_capacity(slot, pages)
+
+    def _grant_all(self, job: Growth) -> None:
+        """`grant` to those owners of a growth that are still there."""
+        self.reclaimer.table.all_changed(job.slots)
+        granted = 0
+        for slot, owner, pages in job.grants:
+            if slot.owner == owner and pages > slot.granted:
+                granted += pages - slot.granted
+                slot.granted = pages
+                self._set_capacity(slot, pages)
+        self.active_pages += granted
 
     def lend(self, slot: Slot, span: Span) -> None:
         """Grants an empty slot shared pages, which are mapped there."""
+        self.reclaimer.table.changed(slot)
         slot.span = span
         slot.mapped = slot.granted = span.pages
         slot.places.put_all(span.stretches())
-        self.capacity[slot.index] = self.layout.capacity(span.pages)
+        self._set_capacity(slot, span.pages)
 
     def revoke(self, slot: Slot) -> None:
         """Takes an owner's pages out of the counts, before the slot is freed."""
         self.active_pages -= max(0, slot.granted - slot.shared)
-        self.capacity[slot.index] = 0
+        self._set_capacity(slot, 0)
+
+    def _set_capacity(self, slot: Slot, pages: int) -> None:
+        capacity, index = self.capacity, slot.index
+        self._log.append((capacity.__setitem__, index, capacity[index]))
+        capacity[index] = self.layout.capacity(pages) if pages else 0
+
+    def rebuild(self) -> None:
+        """Counts again, by the slots, what is granted."""
+        self.active_pages = 0
+        for slot in self.reclaimer.table:
+            self.capacity[slot.index] = self.layout.capacity(slot.granted) if slot.granted else 0
+            self.active_pages += max(0, slot.granted - slot.shared)
 
     def _retire(self, job: Growth) -> None:
+        self.reclaimer.table.all_changed(job.slots)
+        self.journal.keep_list(self.growths)
         self.growths.remove(job)
         for slot in job.slots:
             slot.job = None

@@ -98,7 +98,7 @@ class IdleThread(threading.Thread):
 
     def _trim(self, core: Core) -> bool:
         """One step of a trim that waits for nothing; True when it is complete."""
-        with self._lock:
+        with self._lock, core.journal:
             if self._ended.is_set() or not core.context.is_open:
                 return True
             try:

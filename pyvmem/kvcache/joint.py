@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import OutOfMemory, TooManyBatches
+from pyvmem.errors import OutOfMemory, TooManyBatches, VMemError
 from pyvmem.features.table import FORK, PREFIXES
 from pyvmem.kvcache import fork
 from pyvmem.kvcache.partly import attach_copy
@@ -111,12 +111,11 @@ class JointPrefixes(Prefixes):
                 taken.append((core, slots[0]))
         except (OutOfMemory, TooManyBatches):
             pass
-        finally:
-            if len(taken) < len(self._cores):
-                for core, slot in taken:
-                    core.sharing.detach([slot])
-                self.tree.unpin(node)
+        except VMemError:
+            self._let_be(taken, node)
+            raise
         if len(taken) < len(self._cores):
+            self._let_be(taken, node)
             return None
         slot = taken[0][1]
         slot.pins = [node]
@@ -124,6 +123,11 @@ class JointPrefixes(Prefixes):
             core.enter(one, match.length)
             core.note_peaks()
         return slot.index
+
+    def _let_be(self, taken: list[tuple[Core, Slot]], node: Node[Span]) -> None:
+        for core, slot in taken:
+            core.sharing.detach([slot])
+        self.tree.unpin(node)
 
     # ---- giving up -------------------------------------------------------------------------------
 
@@ -175,6 +179,9 @@ class _Follower(Prefixes):
         """As `JointPrefixes.evict_all`."""
         self._joint.evict_all()
 
+    def rebuild(self) -> None:
+        """The tree is the first class's, which does it."""
+
     def check(self) -> list[str]:
         """What contradicts in this class's spans; the first class checks the tree."""
         return [
@@ -204,15 +211,20 @@ def fork_all(
         core.sharing.require(FORK, "fork")
     done: list[Core] = []
     slots: list[int] | None = None
+
+    def detach() -> None:
+        for core in done:
+            core.sharing.detach([core.table[index] for index in slots or ()])
+
     try:
         for core in cores:
             forked = fork.fork(core, reqid, count, length, stream, slots)
             if forked is None:
+                detach()
                 return None
             slots = forked
             done.append(core)
-        return slots
-    finally:
-        if len(done) < len(cores):
-            for core in done:
-                core.sharing.detach([core.table[index] for index in slots or ()])
+    except VMemError:
+        detach()
+        raise
+    return slots

@@ -96,9 +96,11 @@ class LayeredCache(LayeredRequests):
                     size=budget.total_bytes,
                     limit=least,
                 )
-            JointPrefixes([cache._core for cache in caches])
+            with budget.lock, budget.journal:
+                JointPrefixes([cache._core for cache in caches])
             undo.pop_all()
         self._lock = budget.lock
+        self._journal = budget.journal
         self._closed = False
 
     caches: tuple[KVCache, ...]
@@ -117,12 +119,12 @@ class LayeredCache(LayeredRequests):
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step`, over all classes: where one is short, none has changed."""
-        with self._lock:
+        with self._lock, self._journal:
             return steps.step_all(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step_async`, over all classes."""
-        with self._lock:
+        with self._lock, self._journal:
             return steps.step_async_all(self._open(), seq_lens)
 
     # ---- tensors -------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ class LayeredCache(LayeredRequests):
         Slots, steps and prefix tokens, which are the same in all, are the first class's. Peaks are
         the sum of the classes' peaks.
         """
-        with self._lock:
+        with self._lock, self._journal:
             cores = self._open()
             for core in cores:
                 core.reclaimer.poll()
@@ -168,7 +170,7 @@ class LayeredCache(LayeredRequests):
 
     def check_integrity(self) -> None:
         """As `KVCache.check_integrity`, for every class."""
-        with self._lock:
+        with self._lock, self._journal:
             self._open()
             for cache in self.caches:
                 cache.check_integrity()
@@ -179,7 +181,7 @@ class LayeredCache(LayeredRequests):
         Raises:
             Busy: tensors of a class live; nothing changed.
         """
-        with self._lock:
+        with self._lock, self._journal:
             if self._closed:
                 return
             for cache in self.caches:

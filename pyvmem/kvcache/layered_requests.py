@@ -15,6 +15,7 @@ from pyvmem.kvcache.joint import fork_all
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.cache import KVCache
+    from pyvmem.kvcache.journal import Journal
     from pyvmem.kvcache.prefixes import PrefixMatch
     from pyvmem.kvcache.swap import SwappedRequest
     from pyvmem.kvcache.turns import Turns
@@ -30,6 +31,7 @@ class LayeredRequests(Closing):
     """
 
     _lock: Turns
+    _journal: Journal
     caches: tuple[KVCache, ...]
 
     def _open(self) -> list[Core]:
@@ -40,17 +42,19 @@ class LayeredRequests(Closing):
 
     def alloc_reqid(self, seq_len: int = 0) -> int | None:
         """As `KVCache.alloc_reqid`; the slot fits the class of the first layer best."""
-        with self._lock:
+        with self._lock, self._journal:
             return _alloc(_agreed(self._open()), seq_len)
 
     def free_reqid(self, reqid: int, stream: Any = None, tokens: Any = None) -> None:
         """As `KVCache.free_reqid`; with `tokens`, all classes record the request's rows."""
-        with self._lock:
+        with self._lock, self._journal:
             cores = self._open()
             slots = [core.slot(reqid) for core in cores]
             event = record(stream, cores[0].device)
             if tokens is not None:
                 cores[0].prefixes.record_last(slots[0], tokens, event)
+            for core, slot in zip(cores, slots, strict=True):
+                core.mover.abandon(slot)
             for core, slot in zip(cores, slots, strict=True):
                 core.release(slot, event)
             for core in cores:
@@ -72,7 +76,7 @@ class LayeredRequests(Closing):
         Where a class fails, the others have given up what they forked; the parent's full pages may
         be read-only already.
         """
-        with self._lock:
+        with self._lock, self._journal:
             cores = _agreed(self._open())
             forked = fork_all(cores, reqid, operator.index(count), length, stream)
             for core in cores:
@@ -88,20 +92,20 @@ class LayeredRequests(Closing):
 
     def record(self, reqid: int, tokens: Any, stream: Any = None) -> int:
         """As `KVCache.record`. After a failure, pages of the request may be read-only already."""
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open()[0]
             return core.prefixes.record(core.slot(reqid), tokens, stream)
 
     def match(self, tokens: Any, leave: int = 1) -> PrefixMatch:
         """As `KVCache.match`."""
-        with self._lock:
+        with self._lock, self._journal:
             return self._open()[0].prefixes.match(tokens, leave)
 
     def alloc_prefix(
         self, tokens: Any, leave: int = 1, stream: Any = None
     ) -> tuple[int, int] | None:
         """As `KVCache.alloc_prefix`."""
-        with self._lock:
+        with self._lock, self._journal:
             cores = _agreed(self._open())
             prefixes = cores[0].prefixes
             match, length = prefixes.wanted(tokens, leave)
@@ -117,7 +121,7 @@ class LayeredRequests(Closing):
 
     def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
         """As `KVCache.swap_out`."""
-        with self._lock:
+        with self._lock, self._journal:
             cores = self._open()
             swapped = swap.swap_out(cores, reqid, stream)
             for core in cores:
@@ -126,12 +130,12 @@ class LayeredRequests(Closing):
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """As `KVCache.swap_in`; the slot fits the class of the first layer best."""
-        with self._lock:
+        with self._lock, self._journal:
             return swap.swap_in(_agreed(self._open()), swapped, stream)
 
     def can_admit(self, seq_lens: Sequence[int]) -> bool:
         """As `KVCache.can_admit`."""
-        with self._lock:
+        with self._lock, self._journal:
             cores = self._open()
             fit = [cache.can_admit(seq_lens) for cache in self.caches]
             need = sum(_bytes_for(core, seq_lens) for core in cores)
@@ -144,7 +148,7 @@ class LayeredRequests(Closing):
 
     def trim(self, prefixes: bool = False) -> int:
         """As `KVCache.trim`; returns the bytes given back to the device."""
-        with self._lock:
+        with self._lock, self._journal:
             self._open()
             return sum(cache.trim(prefixes) for cache in self.caches)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -127,14 +128,18 @@ class LockstepTable(SlotTable):
 
     def best_fit(self, pages: int) -> Slot | None:
         """The free slot that was freed last; `pages` does not matter."""
-        return max(self.free.values(), key=lambda s: (s.freed_order, -s.index), default=None)
+        free = self.free
+        if not free:
+            return None
+        # Those that were never taken have 0, and go by their numbers.
+        return free.at(-1) if free.entries[-1][0] else free.at(0)
 
     def emptiest(self, count: int) -> list[Slot]:
         """The free slots that were freed first; whoever takes them waits until they are empty."""
-        return sorted(self.free.values(), key=lambda s: (s.freed_order, s.index))[:count]
+        return list(islice(self.free, count))
 
     def reset_order(self) -> None:
         """Forgets which slot was freed when; all that can be used are free."""
         for slot in self.slots:
-            slot.freed_order = 0
-        self.free = {slot.index: slot for slot in self.slots if not slot.broken}
+            slot.freed_order = slot.freed_at = 0
+        self.rebuild()

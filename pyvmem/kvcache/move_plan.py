@@ -10,7 +10,7 @@ from pyvmem.ops import OpBatch
 if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
     from pyvmem.kvcache.jobs import Move
-    from pyvmem.pages import Pages
+    from pyvmem.reservation import Reservation
 
 __all__ = ["MovePlanner"]
 
@@ -48,19 +48,16 @@ class MovePlanner:
             )
         return ops
 
-    def swap(self, move: Move, handles: list[Pages]) -> OpBatch:
+    def swap(self, move: Move) -> OpBatch:
         """The new pages replace the old ones, and the scratch addresses are empty again.
 
-        Args:
-            move: its copies are over.
-            handles: gets a handle for each stretch, which the batch consumes.
+        The copies are over. A handle is made for each stretch, which the batch consumes.
         """
         layout, ops = self._layout, OpBatch(2 * len(move.stretches))
         tensors = layout.num_tensors
         for low, high, _ in move.stretches:
             scratch, nbytes = self._scratch(move, low), (high - low) * layout.page_size
-            handle = self._core.context.gather(scratch, nbytes, tensors, move.stride)
-            handles.append(handle)
+            handle = self._core.mapper.gather(scratch, nbytes, tensors, move.stride)
             ops.map(
                 self._own(move, low),
                 nbytes,
@@ -74,12 +71,13 @@ class MovePlanner:
             ops.unmap(scratch, nbytes, tensors, move.stride)
         return ops
 
-    def unmaps(self, move: Move) -> OpBatch:
-        """The scratch addresses are empty again."""
+    def unmaps(self, move: Move, addresses: Reservation) -> OpBatch:
+        """The scratch addresses of a move are empty again."""
         layout, ops = self._layout, OpBatch(len(move.stretches))
         for low, high, _ in move.stretches:
             nbytes = (high - low) * layout.page_size
-            ops.unmap(self._scratch(move, low), nbytes, layout.num_tensors, move.stride, holes=True)
+            at = addresses.addr + (low - move.first) * layout.page_size
+            ops.unmap(at, nbytes, layout.num_tensors, move.stride, holes=True)
         return ops
 
     def _own(self, move: Move, page: int) -> int:

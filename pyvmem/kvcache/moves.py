@@ -28,7 +28,7 @@ from pyvmem.kvcache.slots import Slot
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
-    from pyvmem.pages import Pages
+    from pyvmem.reservation import Reservation
 
 __all__ = ["Mover"]
 
@@ -58,20 +58,33 @@ class Mover:
             OutOfMemory: of the back end; nothing changed. VMemError: the driver failed; likewise.
         """
         core = self._core
-        if move.stretches:
-            move.addresses = core.scratch.take(self._plan.place(move))
-            try:
-                ops = self._plan.copies(move)
+        if not move.stretches:
+            self._note(move)
+            return
+        move.addresses = core.scratch.take(self._plan.place(move))
+        ops = self._plan.copies(move)
+        try:
+            with core.mapper.transaction() as change:
+                move.ticket = change.ticket if background else None
+                self._note(move)
+                self._count(move, 1)
                 if background:
-                    move.ticket = core.context.submit(ops, after=after)
+                    change.submit(ops, after)
                 else:
                     with core.counters.waiting():
-                        core.context.batch(ops, after=after)
-            except BaseException:
-                core.scratch.give(move.addresses)
-                raise
-            self._count(move, 1)
+                        change.run(ops, after)
+        except VMemError:
+            addresses, move.addresses, move.ticket = move.addresses, None, None
+            core.scratch.give(addresses)
+            raise
+
+    def _note(self, move: Move) -> None:
+        self._core.journal.keep_dict(self.moves)
         self.moves[move.slot] = move
+
+    def _remove(self, move: Move) -> None:
+        self._core.journal.keep_dict(self.moves)
+        del self.moves[move.slot]
 
     def _count(self, move: Move, sign: int) -> None:
         """Counts scratch pages as behind the cache, or no longer."""
@@ -79,6 +92,8 @@ class Mover:
         reclaimer.held += sign * move.here() * tensors
         counters = self._core.counters
         counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
+        if move.away():
+            reclaimer.away = reclaimer.away.copy()
         for tier, pages in move.away().items():
             reclaimer.away[tier] += sign * pages * tensors
 
@@ -123,43 +138,45 @@ class Mover:
         try:
             if move.ticket is not None:
                 move.ticket.wait()
+                self._core.journal.keep(move, "ticket")
                 move.ticket = None
         except VMemError:
-            del self.moves[move.slot]
+            self._remove(move)
             self._forget(move)
             raise
-        del self.moves[move.slot]
         try:
             if move.stretches:
                 self._swap(move, after)
+            else:
+                self._remove(move)
             if move.runs:
                 self._join(move, [] if move.stretches else after)
-        except NotRecoverable as error:
-            self._lose(move.slot, error)
-        finally:
+        except VMemError as error:
+            if self.moves.get(move.slot) is move:
+                self._remove(move)
             if move.addresses is not None:
                 self._drop(move)
+            if isinstance(error, NotRecoverable):
+                self._lose(move.slot, error)
+            raise
 
     def _swap(self, move: Move, after: list[Any]) -> None:
         """One batch: the new pages replace the old ones, the scratch addresses are empty again."""
         core, layout, slot = self._core, self._core.layout, move.slot
-        handles: list[Pages] = []
-        try:
-            ops = self._plan.swap(move, handles)
-            core.context.batch(ops, after=after)
-        except BaseException:
-            for handle in handles:
-                with suppress(VMemError):
-                    handle.drop()
-            raise
-        assert move.addresses is not None
-        core.scratch.give(move.addresses)
-        move.addresses = None
-        for low, high, kind in move.stretches:  # the old ones are gone
-            away = slot.places.away(low, high)
-            core.reclaimer.came_back(high - low - sum(away.values()), away, reclaimed=False)
-            slot.places.put(low, high, kind)
-            core.counters.moved += (high - low) * layout.num_tensors
+        ops = self._plan.swap(move)
+        with core.mapper.transaction() as change:
+            self._remove(move)
+            core.table.changed(slot)
+            for low, high, kind in move.stretches:  # the old ones are gone
+                away = slot.places.away(low, high)
+                core.reclaimer.came_back(high - low - sum(away.values()), away, reclaimed=False)
+                slot.places.put(low, high, kind)
+            addresses = self._take_addresses(move)
+            change.run(ops, after)
+        core.scratch.give(addresses)
+        core.counters.moved += sum(high - low for low, high, _ in move.stretches) * (
+            layout.num_tensors
+        )
 
     def _join(self, move: Move, after: list[Any]) -> None:
         """Maps each run in one piece."""
@@ -169,7 +186,7 @@ class Mover:
         for low, high in move.runs:
             for tensor in range(layout.num_tensors):
                 at = core.pager.base + layout.offset(move.slot.index, low, tensor)
-                core.context.consolidate(at, (high - low) * layout.page_size)
+                core.mapper.consolidate(at, (high - low) * layout.page_size)
 
     def _lose(self, slot: Slot, error: VMemError) -> None:
         self._core.table.condemn(slot)
@@ -188,20 +205,27 @@ class Mover:
         Until the copies are over no page of the slot can be unmapped: a cut of none stands for
         that.
         """
-        move = self.moves.pop(slot, None)
+        move = self.moves.get(slot)
         if move is None:
             return
+        self._remove(move)
         if move.ticket is not None:
             core = self._core
             cut = Cut(slot, slot.mapped, slot.mapped, slot.dirty, Quiet(move.ticket), slot.head)
             if slot.job is None:
+                core.table.changed(slot)
                 slot.job = cut
+                core.journal.keep_list(core.reclaimer.cuts)
                 core.reclaimer.cuts.append(cut)
             else:
                 cut.ticket.wait()
         if move.addresses is not None:
-            self.given_up.append(move)
+            self._give_up(move)
             self.sweep()
+
+    def _give_up(self, move: Move) -> None:
+        self._core.journal.keep_list(self.given_up)
+        self.given_up.append(move)
 
     def make_way(self, slot: Slot, page: int) -> bool:
         """Gives up what changes pages below this one; whether nothing is under way there."""
@@ -227,10 +251,12 @@ class Mover:
         """Takes back the scratch pages of moves that were given up, and whose copies are over."""
         self._core.scratch.retry()
         for move in [move for move in self.given_up if move.done()]:
+            self._core.journal.keep_list(self.given_up)
             self.given_up.remove(move)
             try:
                 if move.ticket is not None:
                     move.ticket.wait()
+                    self._core.journal.keep(move, "ticket")
                     move.ticket = None
             except VMemError:  # nothing was mapped
                 self._forget(move)
@@ -239,24 +265,38 @@ class Mover:
 
     def _drop(self, move: Move) -> None:
         """Unmaps the scratch pages; where that fails, the next sweep tries again."""
-        assert move.addresses is not None
         try:
-            self._core.context.batch(self._plan.unmaps(move))
+            with self._core.mapper.transaction() as change:
+                addresses = self._uncount(move)
+                change.run(self._plan.unmaps(move, addresses))
         except NotRecoverable:
-            move.addresses._closed = True  # quarantined; it goes with the context
-            move.addresses = None
-            self._count(move, -1)
+            self._uncount(move)._closed = True  # quarantined; it goes with the context
         except VMemError:
-            self.given_up.append(move)
+            self._give_up(move)
         else:
-            self._forget(move)
+            self._core.scratch.give(addresses)
+
+    def _take_addresses(self, move: Move) -> Reservation:
+        """A move's scratch, which it has no longer."""
+        assert move.addresses is not None
+        addresses, journal = move.addresses, self._core.journal
+        journal.hold(addresses)
+        journal.keep(move, "addresses")
+        move.addresses = None
+        return addresses
+
+    def _uncount(self, move: Move) -> Reservation:
+        self._count(move, -1)
+        return self._take_addresses(move)
 
     def _forget(self, move: Move) -> None:
         """Takes a move whose scratch is empty out of the books."""
         if move.addresses is not None:
-            self._core.scratch.give(move.addresses)
-            move.addresses = None
-            self._count(move, -1)
+            self._core.scratch.give(self._uncount(move))
+
+    def owns(self, held: object) -> bool:
+        """Whether a move has this reservation."""
+        return any(held is move.addresses for move in (*self.moves.values(), *self.given_up))
 
     def close(self) -> None:
         """Gives every move up, and waits."""

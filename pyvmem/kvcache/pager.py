@@ -10,7 +10,7 @@ from typing import Any
 from pyvmem.errors import NotRecoverable, OutOfMemory, VMemError
 from pyvmem.kvcache.events import wait_for
 from pyvmem.kvcache.grants import Grants
-from pyvmem.kvcache.jobs import Cut, Growth, Piece
+from pyvmem.kvcache.jobs import Cut, Growth
 from pyvmem.kvcache.places import DEVICE, Kind
 from pyvmem.kvcache.plan import Planner, Source
 from pyvmem.kvcache.reclaim import Reclaimer
@@ -29,7 +29,7 @@ class Pager(Grants):
 
     def __init__(self, reclaimer: Reclaimer, *, zero_fill: bool, device: int | None) -> None:
         super().__init__(reclaimer, device)
-        self.context = reclaimer.context
+        self.mapper = reclaimer.mapper
         self.base = reclaimer.base
         slots = len(reclaimer.table)
         self._planner = Planner(self.base, self.layout, slots, zero_fill=zero_fill)
@@ -65,32 +65,42 @@ class Pager(Grants):
         job = Growth([slot for slot, _ in want])
         writers: list[Any] = []
         late = self._planner.plan(want, job, writers, source=source)
+        grants = job.grants
+        if late:
+            job.grants = []  # nobody's before its old contents are about to be zeroed
         if len(self._planner.mapping):
             for event in after:
                 wait_for(event)
-            done, job.mapping = self._map(job, want, background, reclaim, source)
-            if not done:
+            if not self._map(job, want, background, reclaim, source):
                 return False
+        else:
+            self._begin(job)
+        counters = self.counters
+        counters.grown += job.new_pages
+        counters.reused += job.reused_pages
+        counters.zeroed += job.zeroed_pages
+        counters.peak_mapped = max(counters.peak_mapped, self.reclaimer.held)
+        if late:
+            with self.mapper.transaction() as change:
+                self.journal.keep(job, "grants", "filling")
+                job.grants, job.filling = grants, change.ticket
+                change.submit(self._planner.filling(late), writers)
+            pages = sum(high - low for _, low, high in late)
+            self.counters.zeroed += pages * self.layout.num_tensors
+        return True
+
+    def _begin(self, job: Growth) -> None:
+        """Writes a growth into the books."""
+        self.reclaimer.table.all_changed(job.slots)
         for slot, _, high in job.pieces:
             slot.mapped = high
         for slot, low, high in job.large:
             slot.places.put(low, high, self._large)
         for slot in job.slots:
             slot.job = job
+        self.journal.keep_list(self.growths)
         self.growths.append(job)
-        counters, reclaimer = self.counters, self.reclaimer
-        reclaimer.held += job.new_pages
-        counters.grown += job.new_pages
-        counters.reused += job.reused_pages
-        counters.zeroed += job.zeroed_pages
-        counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
-        if late:
-            try:
-                job.filling = self._fill(late, writers)
-            except VMemError:
-                job.grants.clear()  # the pages stay, without an owner
-                raise
-        return True
+        self.reclaimer.held += job.new_pages
 
     def settle(
         self, stream: Any = None, whole: bool = False, lens: Sequence[int] | None = None
@@ -202,19 +212,23 @@ class Pager(Grants):
         background: bool,
         reclaim: bool,
         source: Source | None,
-    ) -> tuple[bool, Any]:
-        """Runs or submits the mapping batch: (whether memory was enough, the ticket)."""
+    ) -> bool:
+        """Runs or submits the mapping batch, with the growth in the books; False: no memory."""
         reclaimer, mapping, pages = self.reclaimer, self._planner.mapping, job.new_pages
         keep = dict(want) if reclaim else None
         while True:
             missing = pages - reclaimer.free
             if missing <= 0:
                 try:
-                    if background:
-                        return True, self.context.submit(mapping)
-                    with self.counters.waiting():
-                        self.context.batch(mapping)
-                    return True, None
+                    with self.mapper.transaction() as change:
+                        job.mapping = change.ticket if background else None
+                        self._begin(job)
+                        if background:
+                            change.submit(mapping)
+                        else:
+                            with self.counters.waiting():
+                                change.run(mapping)
+                    return True
                 except NotRecoverable:
                     self.reclaimer.condemn(job.pieces)
                     raise
@@ -227,10 +241,10 @@ class Pager(Grants):
                         continue
                     missing = pages
             if keep is None:
-                return False, None
+                return False
             free = reclaimer.free
             if not self.can_have(pages, keep):
-                return False, None
+                return False
             if reclaimer.free > free:  # copies were given up
                 continue
             own = max(0, pages - (reclaimer.limit - reclaimer.held))
@@ -243,14 +257,7 @@ class Pager(Grants):
                         op="KVCache",
                         bytes=missing * self.layout.page_size,
                     )
-                return False, None
+                return False
             for slot in job.slots:
                 if slot.job is not None:  # it lost pages beyond those it is to have
                     reclaimer.finish(slot.job)
-
-    def _fill(self, pieces: list[Piece], after: list[Any]) -> Any:
-        """Submits zero-fills that follow earlier owners' GPU work."""
-        ticket = self.context.submit(self._planner.filling(pieces), after=after)
-        pages = sum(high - low for _, low, high in pieces)
-        self.counters.zeroed += pages * self.layout.num_tensors
-        return ticket

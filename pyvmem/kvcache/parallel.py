@@ -144,14 +144,14 @@ class ParallelKVCache(AgreedCache):
         Raises:
             VMemError: this rank alone failed: go on to `check_step`, where the others wait.
         """
-        with self._lock:
+        with self._lock, self._journal:
             answer = self._call(super().step, seq_lens, stream)
             self._ahead = False
             return answer
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step_async`. A second one before `step` first completes the one before."""
-        with self._lock:
+        with self._lock, self._journal:
             answer = self._settled(super().step_async, seq_lens, stream)
             self._ahead = answer == 0
             return answer
@@ -187,7 +187,7 @@ class ParallelKVCache(AgreedCache):
         Raises:
             MemoryError: of this rank's host: it alone failed, as in `step`.
         """
-        with self._lock:
+        with self._lock, self._journal:
             swapped = self._settled(super().swap_out, reqid, stream)
             self._swapped.add(swapped)
             return swapped
@@ -217,7 +217,7 @@ class ParallelKVCache(AgreedCache):
         What a growth in flight has promised is no page of an owner yet: memory would be short, or
         not, as the background is slow or fast.
         """
-        with self._lock:
+        with self._lock, self._journal:
             if self._ahead:
                 self._call(self._open_core().pager.settle, None, True)
                 self._ahead = False
@@ -244,7 +244,7 @@ class ParallelKVCache(AgreedCache):
         Raises:
             RankFailed: a rank could not be made ready; every rank stays poisoned.
         """
-        with self._lock:
+        with self._lock, self._journal:
             have = [0] * (len(self._core.table) + 1)
             self._failure = None
             try:

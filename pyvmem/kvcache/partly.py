@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pyvmem.errors import VMemError
 from pyvmem.kvcache.plan import Source
 from pyvmem.kvcache.spans import Block, Span
 from pyvmem.ops import OpBatch
@@ -50,9 +51,11 @@ def attach_copy(core: Core, slot: Slot, span: Span, rows: int) -> bool:
             done = core.pager.grow(want, background=False, source=source, after=events)
             if done:
                 core.pager.release(slot)
-    finally:
-        if not done:
-            core.sharing.detach([slot])
+    except VMemError:
+        core.sharing.detach([slot])
+        raise
+    if not done:
+        core.sharing.detach([slot])
     return done
 
 
@@ -67,11 +70,13 @@ def _reading(core: Core, block: Block, page: int) -> Iterator[int]:
         offset = (tensor * block.pages + page) * layout.page_size
         ops.map(addresses.addr + tensor * size, size, block.handle, offset, readonly=True)
     try:
-        core.context.batch(ops)
-    except BaseException:
+        core.mapper.run(ops)
+    except VMemError:
         core.scratch.give(addresses)
         raise
     try:
         yield addresses.addr
-    finally:
+    except VMemError:
         core.scratch.give_mapped(addresses, size * layout.num_tensors)
+        raise
+    core.scratch.give_mapped(addresses, size * layout.num_tensors)

@@ -47,7 +47,7 @@ def _check_memory(core: Core, slot: Slot, low: int, high: int, tier: Tier) -> li
     found, layout = [], core.layout
     for tensor in range(layout.num_tensors):
         at = core.pager.base + layout.offset(slot.index, low, tensor)
-        pages = core.context.retain(at, (high - low) * layout.page_size)
+        pages = core.mapper.gather(at, (high - low) * layout.page_size, 1, 0)
         info = pages.info
         pages.drop()
         peer = tier.location is Location.PEER

@@ -15,9 +15,10 @@ cut: it is mapped, unmapped, shared and moved as a whole.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from pyvmem.info import Location
+from pyvmem.kvcache.journal import Book
 
 __all__ = ["DEVICE", "PLAIN", "Kind", "Places", "Stretch", "Tier"]
 
@@ -60,12 +61,20 @@ Stretch: TypeAlias = tuple[int, int, Kind]
 """Pages [low, high), in every tensor, of one kind."""
 
 
-class Places:
-    """The intervals of one slot that are not of the kind `PLAIN`, in order."""
+class Places(Book):
+    """The intervals of one slot that are not of the kind `PLAIN`, in order.
+
+    Args:
+        log: a journal's entries, where changes are noted.
+    """
 
     __slots__ = ("_noted",)
 
-    def __init__(self) -> None:
+    def __new__(cls, log: list[Any]) -> Places:
+        """No interval yet."""
+        return cls._with(log)
+
+    def __init__(self, log: list[Any]) -> None:
         self._noted: list[Stretch] = []
 
     def __bool__(self) -> bool:

@@ -43,7 +43,7 @@ class PlaceCalls(CacheBase):
             VMemError: the driver failed; nothing changed. In the background: the next `step` raises
                 it.
         """
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             slot = core.slot(reqid)
             if core.promoter is None:
@@ -91,7 +91,7 @@ class PlaceCalls(CacheBase):
             VMemError: the driver failed; nothing changed. In the background: the next `step` raises
                 it.
         """
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             slot = core.slot(reqid)
             tier = tiers.tier_of(core, location, device)

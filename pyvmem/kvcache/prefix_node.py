@@ -9,8 +9,9 @@ and eviction needs no search. Pinned nodes and their ancestors stand outside it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count as count_up
 from typing import Generic, Protocol, TypeVar
 
 from pyvmem.kvcache.config import invalid
@@ -50,7 +51,10 @@ class Node(Generic[S]):
         used: `PrefixTree.now` at the last use.
     """
 
-    __slots__ = ("_children", "_locks", "_run", "_span", "end", "parent", "pins", "units", "used")
+    __slots__ = (
+        *("_children", "_locks", "_run", "_span", "_stamp"),
+        *("end", "parent", "pins", "units", "used"),
+    )
 
     def __init__(self, parent: Node[S] | None, run: bytes, units: int, end: int, used: int) -> None:
         self.parent = parent
@@ -62,6 +66,7 @@ class Node(Generic[S]):
         self._span: S | None = None
         self._children: dict[bytes, Node[S]] = {}  # by the first unit of their runs
         self._locks = 0  # pins of this node and of all below
+        self._stamp = 0  # counts up with every use, children before parents
 
     @property
     def span(self) -> S:
@@ -152,6 +157,27 @@ class Order(Generic[S]):
     def __init__(self) -> None:
         self.nodes: OrderedDict[Node[S], None] = OrderedDict()  # least recently used first
         self.locked_pages = 0
+        self._stamps = count_up(1)
+
+    def rebuild(self, root: Node[S], nodes: Iterable[Node[S]], pins: Iterable[Node[S]]) -> None:
+        """Makes pins, locks and order again.
+
+        Args:
+            root: of the tree.
+            nodes: all others.
+            pins: of these, one for each pin.
+        """
+        every = list(nodes)
+        for node in (root, *every):
+            node.pins = node._locks = 0
+        self.locked_pages = 0
+        for node in pins:
+            node.pins += 1
+            for one in (root, *node.path()):
+                one._locks += 1
+        self.locked_pages = sum(node.span.pages for node in every if node._locks)
+        free = sorted((node for node in every if not node._locks), key=lambda n: n._stamp)
+        self.nodes = OrderedDict.fromkeys(free)
 
     def first(self) -> Node[S] | None:
         """The leaf to be evicted next."""
@@ -162,6 +188,7 @@ class Order(Generic[S]):
         step = node
         while step.parent is not None:
             step.used = now
+            step._stamp = next(self._stamps)
             if not step._locks:
                 self.nodes[step] = None
                 self.nodes.move_to_end(step)

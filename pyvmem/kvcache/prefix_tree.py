@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import errno
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic
 
 from pyvmem.errors import Busy
@@ -41,6 +41,8 @@ class PrefixTree(Generic[S]):
 
     Args:
         unit: tokens in a unit, at least 1.
+        log: a journal's entries (journal.py), which get how each change is taken back; None: no
+            such changes are asked for.
 
     Attributes:
         root: stands for the empty prefix.
@@ -52,7 +54,7 @@ class PrefixTree(Generic[S]):
         InvalidArgument: `unit` is no whole number or not positive.
     """
 
-    def __init__(self, unit: int) -> None:
+    def __init__(self, unit: int, log: list[Any] | None = None) -> None:
         try:
             self.unit = operator.index(unit)
         except TypeError:
@@ -62,6 +64,7 @@ class PrefixTree(Generic[S]):
                 f"unit is {unit}; it must lie between 1 and {_MAX_UNIT} tokens", limit=_MAX_UNIT
             )
         self._width = self.unit * ID_BYTES
+        self._log = log
         self._order: Order[S] = Order()
         self.root: Node[S] = Node(None, b"", 0, 0, 0)
         self.now = 0
@@ -230,6 +233,41 @@ class PrefixTree(Generic[S]):
 
     # ---- inside ----------------------------------------------------------------------------------
 
+    def rebuild(self, pins: Iterable[Node[S]]) -> None:
+        """Counts and orders again after changes were taken back; `pins` names a node for each."""
+        nodes = list(self)
+        self.nodes = len(nodes)
+        self.tokens = sum(node.units for node in nodes) * self.unit
+        self.pages = sum(node.span.pages for node in nodes)
+        self._order.rebuild(self.root, nodes, pins)
+
+    def _keep(self, node: Node[S], *names: str) -> None:
+        """Notes attributes of a node before they change."""
+        if self._log is not None:
+            for name in names:
+                self._log.append((setattr, node, name, getattr(node, name)))
+
+    def _put(self, node: Node[S], child: Node[S]) -> None:
+        """Makes a node the child for its run's first unit."""
+        children, first = node._children, child._run[: self._width]
+        if self._log is not None:
+            before = children.get(first)
+            undo = (
+                (children.pop, first, None)
+                if before is None
+                else (children.__setitem__, first, before)
+            )
+            self._log.append(undo)
+        children[first] = child
+
+    def _take_out(self, node: Node[S]) -> None:
+        """Takes a node from its parent's children."""
+        assert node.parent is not None
+        children, first = node.parent._children, node._run[: self._width]
+        if self._log is not None:
+            self._log.append((children.__setitem__, first, node))
+        del children[first]
+
     def _whole(self, tokens: Any, limit: int | None) -> tuple[bytes, int]:
         """The ids, and where their last whole unit ends, in bytes."""
         data = TokenIds.of(tokens).data
@@ -246,11 +284,13 @@ class PrefixTree(Generic[S]):
         cut = units * self._width
         end = node.end - (node.units - units) * self.unit
         upper: Node[S] = Node(parent, node._run[:cut], units, end, node.used)
+        self._keep(node, "_span")
         upper._span, node._span = upper_span, lower_span
         upper._locks = node._locks
-        parent._children[upper._run[: self._width]] = upper
+        self._put(parent, upper)
+        self._keep(node, "parent", "units", "_run")
         node.parent, node.units, node._run = upper, node.units - units, node._run[cut:]
-        upper._children[node._run[: self._width]] = node
+        self._put(upper, node)
         self.nodes += 1
         self._order.touch(upper, self.now)  # its parents must follow it
         return upper
@@ -259,7 +299,7 @@ class PrefixTree(Generic[S]):
         """Adds a leaf; `touch` must follow."""
         node: Node[S] = Node(parent, run, len(run) // self._width, end, self.now)
         node._span = span
-        parent._children[run[: self._width]] = node
+        self._put(parent, node)
         self.nodes += 1
         self.tokens += node.units * self.unit
         self.pages += span.pages
@@ -267,10 +307,10 @@ class PrefixTree(Generic[S]):
 
     def _unlink(self, node: Node[S]) -> S:
         """Takes out a node without children and without locks."""
-        assert node.parent is not None
         assert node.is_leaf
-        del node.parent._children[node._run[: self._width]]
+        self._take_out(node)
         del self._order.nodes[node]
+        self._keep(node, "parent")
         node.parent = None
         self.nodes -= 1
         self.tokens -= node.units * self.unit
@@ -283,6 +323,7 @@ class PrefixTree(Generic[S]):
         stay = leaf.units - -(-pages * leaf.units // held) if held > pages else 0
         if not stay:
             return self._unlink(leaf)
+        self._keep(leaf, "_span", "_run", "units", "end")
         leaf._span, right = leaf.span.split(stay)
         gone = (leaf.units - stay) * self.unit
         leaf._run = leaf._run[: stay * self._width]

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 import operator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pyvmem.errors import VMemError
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
@@ -59,7 +59,7 @@ class Prefixes:
         self._core = core
         layout = core.layout
         whole = unit * layout.row_bytes or math.lcm(layout.row_bytes, layout.page_size)
-        self.tree: PrefixTree[Span] = PrefixTree(whole // layout.row_bytes)
+        self.tree: PrefixTree[Span] = PrefixTree(whole // layout.row_bytes, core.journal.entries)
         self.unit_pages = whole // layout.page_size
         core.reclaimer.evict = self.evict
 
@@ -85,13 +85,7 @@ class Prefixes:
         ids, units = self._check(slot, tokens)
         if self.tree.match(ids).length < units * self.tree.unit:
             parts = self._ready(slot, units)
-            handles = []
-            with ExitStack() as undo:  # where one fails, none is kept
-                for core, one, pages in parts:
-                    handles.append(core.sharing.gather(one, pages))
-                    for handle, *_ in handles[-1]:
-                        undo.callback(handle.drop)
-                undo.pop_all()
+            handles = [core.sharing.gather(one, pages) for core, one, pages in parts]
             for (core, one, pages), held in zip(parts, handles, strict=True):
                 core.sharing.bequeath(one, pages, held, event)
         self._insert(slot, ids)
@@ -220,7 +214,7 @@ class Prefixes:
                 core.sharing.order_after_writers(span, stream)
                 if not attach_copy(core, slots[0], span, match.length):
                     slots = None
-        except BaseException as error:
+        except VMemError as error:
             self.tree.unpin(node)
             if core.sharing.is_shortage(error):
                 return None
@@ -272,6 +266,10 @@ class Prefixes:
         """Takes every prefix out that no request uses."""
         for span in self.tree.evict(self.tree.evictable_pages):
             self._core.reclaimer.let_go(span)
+
+    def rebuild(self) -> None:
+        """Counts again which prefixes slots keep."""
+        self.tree.rebuild(node for slot in self._core.table for node in slot.pins)
 
     def check(self) -> list[str]:
         """What contradicts in the tree, its pins and its spans, in words."""

@@ -44,7 +44,9 @@ class Promoter:
 
     def forget(self, slot: Slot) -> None:
         """Ends a request."""
+        self._core.journal.undo(self._next.__setitem__, slot.index, self._next[slot.index])
         self._next[slot.index] = self._from
+        self._core.journal.keep_dict(self._joined)
         self._joined.pop(slot.index, None)
 
     def step(self, lens: list[int], stream: Any) -> None:
@@ -85,7 +87,8 @@ class Promoter:
             if not move.runs:
                 return 0
             core.mover.begin(move, [], background=True)
-        self._joined.setdefault(slot.index, set()).update(runs)
+        core.journal.keep_dict(self._joined)
+        self._joined[slot.index] = self._joined.get(slot.index, set()) | set(runs)
         parts = len(move.runs) + len(move.stretches)
         core.counters.promoted += parts * self._unit * core.layout.num_tensors
         if wait:
@@ -120,7 +123,7 @@ class Promoter:
         """Whether the pages of a part are neighbours, in every tensor."""
         layout, base = self._core.layout, self._core.pager.base
         size = self._unit * layout.page_size
-        query = self._core.context.query
+        query = self._core.mapper.query
         return all(
             query(base + layout.offset(slot.index, low, tensor)).run_bytes >= size
             for tensor in range(layout.num_tensors)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pyvmem.kvcache.cuts import Cuts, wait_for_cuts
-from pyvmem.kvcache.jobs import Cut
 from pyvmem.kvcache.slots import Slot
 
 __all__ = ["Reclaimer"]
@@ -26,7 +25,7 @@ class Reclaimer(Cuts):
     @property
     def returning(self) -> int:
         """Physical pages in unfinished cuts."""
-        return sum(cut.pages for cut in self.cuts) * self.layout.num_tensors
+        return self.table.index.returning * self.layout.num_tensors
 
     def make_room(self, pages: int, keep: Mapping[Slot, int], own: int = 0) -> bool:
         """Brings up to `pages` physical pages back and waits for them; False when none came.
@@ -89,8 +88,12 @@ class Reclaimer(Cuts):
     def spare(self, keep: Mapping[Slot, int]) -> int:
         """Pages per tensor of no request, without those on their way back."""
         # What a slot keeps beyond a cut in flight can be had too, once that cut is over.
-        slots = (s for s in self.table.slots if s.job is None or isinstance(s.job, Cut))
-        spare = sum(max(0, _spare(slot, keep)) for slot in slots)
+        spare = self.table.index.spare
+        for slot in keep:
+            job = slot.job
+            if slot.mapped == slot.granted or slot.lost or not (job is None or job.takes_pages):
+                continue  # not counted
+            spare += max(0, _spare(slot, keep)) - max(0, _spare(slot, {}))
         return spare + self.shared.pages - self.shared.used
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
@@ -106,9 +109,7 @@ class Reclaimer(Cuts):
         tensors = self.layout.num_tensors
         if missing <= 0:
             return
-        for slot in self.table.victims():
-            if slot.active:
-                continue
+        for slot in self.table.victims(active=False):
             take = min(slot.spare, -(-missing // tensors))
             if not self.try_cut(slot, slot.mapped - take):
                 return
@@ -122,18 +123,19 @@ class Reclaimer(Cuts):
         All their pages go, but `keep` per tensor of the slot that is prepared for the next request.
         """
         complete = True
-        for slot in list(self.table.free.values()):
+        for slot in self.table.index.cached:
+            if slot.freed_at > step:  # so are all that follow
+                break
             rest = keep if slot is prepared and not slot.stale else 0
-            if slot.freed_at <= step and slot.mapped > rest:
+            if slot.mapped > rest and not slot.broken:
                 complete &= slot.job is None and self.try_cut(slot, rest)
         return complete
 
     def release_stale(self, now: bool = False) -> bool:
         """Starts cuts of free slots that still have shared pages; False when some must wait."""
         complete = True
-        for slot in self.table.slots:
-            if slot.stale and not slot.active and not slot.lost:
-                complete &= slot.job is None and self.try_cut(slot, 0, now)
+        for slot in self.table.index.stale:
+            complete &= slot.job is None and self.try_cut(slot, 0, now)
         return complete
 
 

@@ -156,7 +156,7 @@ def check(core: Core) -> list[str]:
             found.append(f"{name}: capacity {pager.capacity[slot.index]} without a page")
         if not slot.active and core.seq_lens[slot.index]:
             found.append(f"{name}: free, but holds {core.seq_lens[slot.index]} tokens")
-        if (slot.index in table.free) == (slot.active or slot.broken):
+        if (slot in table.free) == (slot.active or slot.broken):
             found.append(f"{name}: in the wrong list")
         if slot.job is not None and slot.job not in (*pager.growths, *reclaimer.cuts):
             found.append(f"{name}: its batch is in no list")
@@ -182,6 +182,7 @@ def check(core: Core) -> list[str]:
         found.append(f"{granted} pages per tensor granted, {pager.active_pages} counted")
     if slid != reclaimer.slid:
         found.append(f"{slid} pages per tensor slid, {reclaimer.slid} counted")
+    found.extend(table.check())
     found.extend(check_away(core))
     if reclaimer.held > reclaimer.limit:
         found.append(f"{reclaimer.held} pages held, the limit is {reclaimer.limit}")

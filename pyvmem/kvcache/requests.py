@@ -70,7 +70,7 @@ class RequestCalls(CacheBase):
 
         `into` names as many different free reqids, in the order of what is returned.
         """
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             forked = fork.fork(core, reqid, operator.index(count), length, stream, into)
             core.prepare()
@@ -110,7 +110,7 @@ class RequestCalls(CacheBase):
             InvalidArgument: more tokens than rows, bad tokens, or a reqid that is not taken.
             NotSupported, NotRecoverable, VMemError: as `fork`.
         """
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             return core.prefixes.record(core.slot(reqid), tokens, stream)
 
@@ -124,7 +124,7 @@ class RequestCalls(CacheBase):
         Raises:
             InvalidArgument: bad tokens, or a negative `leave`.
         """
-        with self._lock:
+        with self._lock, self._journal:
             return self._open_core().prefixes.match(tokens, leave)
 
     def alloc_prefix(
@@ -147,7 +147,7 @@ class RequestCalls(CacheBase):
                 evicted since.
             NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
         """
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             match, length = core.prefixes.wanted(tokens, leave)
             if not match.length:
@@ -174,11 +174,9 @@ class RequestCalls(CacheBase):
             NotSupported: the cache has a window.
             MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
         """
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
-            swapped = swap.swap_out([core], reqid, stream)
-            core.tidy()
-            return swapped
+            return swap.swap_out([core], reqid, stream)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """Brings a swapped request back, into any slot.
@@ -195,7 +193,7 @@ class RequestCalls(CacheBase):
             InvalidArgument: another cache's. BadHandle: closed, or swapped in before.
             VMemError: the driver failed; `swapped` is as before.
         """
-        with self._lock:
+        with self._lock, self._journal:
             return swap.swap_in([self._open_core()], swapped, stream)
 
     def can_admit(self, seq_lens: Sequence[int]) -> bool:
@@ -208,7 +206,7 @@ class RequestCalls(CacheBase):
         Raises:
             InvalidArgument: a length that is negative or above `max_seq_len`.
         """
-        with self._lock:
+        with self._lock, self._journal:
             core = self._open_core()
             lengths = [operator.index(length) for length in seq_lens]
             longest = core.config.max_seq_len
@@ -235,5 +233,5 @@ class RequestCalls(CacheBase):
         Raises:
             VMemError: a batch failed; its pages are still there, the cache is consistent.
         """
-        with self._lock:
+        with self._lock, self._journal:
             return idle.trim(self._open_core(), prefixes)

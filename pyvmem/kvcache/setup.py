@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pyvmem._native import Outcome
 from pyvmem.context import Context
 from pyvmem.features import require_page_size
 from pyvmem.features.table import OVERREAD
@@ -16,6 +17,7 @@ from pyvmem.reservation import Reservation
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.budget import Budget
+    from pyvmem.kvcache.journal import Journal
 
 __all__ = ["Parts", "available_bytes", "make", "pool_low"]
 
@@ -49,38 +51,38 @@ def make(
     context: Context | None,
     backend: str,
     device: Any,
+    journal: Journal,
     budget: Budget | None = None,
 ) -> Parts:
-    """Opens what is missing; on failure nothing stays open."""
+    """Opens what is missing, which the journal gives back where no cache comes of it."""
     context = _context_of(config, context, budget)
     owned = context is None
     if context is None:
         context = Context(
             backend, device=device, granule=config.page_size, pool_low=pool_low(config)
         )
-    try:
-        info = context.info
-        page_size = config.page_size or info.granule
-        large = config.large_page_size
-        require_page_size(info, page_size)
-        if large:
-            require_page_size(info, large, "large_page_size")
-        layout = Layout(config, page_size)
-        cuda_device = context.cuda_device
-        limit = _limit_pages(config, layout, cuda_device, budget)
-        if config.sparse:
-            OVERREAD.require(info, f"sparse, with pages of {info.granule} bytes")
-        # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
-        reservation = context.reserve(
-            layout.total_bytes,
-            sparse=config.sparse,
-            align=max(page_size, large, 2 << 20),
-            large=bool(large),
-        )
-    except BaseException:
-        if owned:
-            context.close()
-        raise
+        journal.hold(context)
+    info = context.info
+    page_size = config.page_size or info.granule
+    large = config.large_page_size
+    require_page_size(info, page_size)
+    if large:
+        require_page_size(info, large, "large_page_size")
+    layout = Layout(config, page_size)
+    cuda_device = context.cuda_device
+    limit = _limit_pages(config, layout, cuda_device, budget)
+    if config.sparse:
+        OVERREAD.require(info, f"sparse, with pages of {info.granule} bytes")
+    # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
+    reservation = Reservation(context, Outcome())
+    journal.hold(reservation)
+    context.reserve(
+        layout.total_bytes,
+        into=reservation,
+        sparse=config.sparse,
+        align=max(page_size, large, 2 << 20),
+        large=bool(large),
+    )
     return Parts(context, owned, layout, reservation, limit, cuda_device)
 
 

@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import OutOfMemory
+from pyvmem.kvcache.journal import Book
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.places import PLAIN, Kind, Tier
 from pyvmem.kvcache.spans import Block, Part, Span
 
 if TYPE_CHECKING:
+    from pyvmem.kvcache.mapper import Mapper
     from pyvmem.pages import Pages
 
 __all__ = ["SharedPages"]
 
 
-class SharedPages:
+class SharedPages(Book):
     """The references to shared pages; all counts are of pages per tensor.
 
     Attributes:
@@ -28,8 +30,13 @@ class SharedPages:
         blocks: those that have a page left.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __new__(cls, layout: Layout, mapper: Mapper) -> SharedPages:
+        """No page yet."""
+        return cls._with(mapper.journal.entries)
+
+    def __init__(self, layout: Layout, mapper: Mapper) -> None:
         self.layout = layout
+        self._mapper = mapper
         self.pages = self.used = self.uses = self.away_uses = 0
         self.blocks: set[Block] = set()
         self._late: list[Part] = []
@@ -39,6 +46,7 @@ class SharedPages:
     ) -> Span:
         """A new block; it owns the handle. The span is not held yet."""
         block = Block(handle, pages, events, kind)
+        self._mapper.journal.undo(self.blocks.discard, block)
         self.blocks.add(block)
         if not kind.away:
             self.pages += pages
@@ -48,6 +56,7 @@ class SharedPages:
         """Adds a reference to each page."""
         for block, low, high in span.parts:
             refs = block.refs
+            self._log.append((refs.__setitem__, slice(low, high), refs[low:high]))
             for page in range(low, high):
                 refs[page] += 1
 
@@ -55,6 +64,7 @@ class SharedPages:
         """Notes that a request uses the pages; whoever calls it holds the span."""
         for block, low, high in span.parts:
             users = block.users
+            self._log.append((users.__setitem__, slice(low, high), users[low:high]))
             first = sum(not users[page] for page in range(low, high))
             for page in range(low, high):
                 users[page] += 1
@@ -64,6 +74,7 @@ class SharedPages:
         """Takes one `use` back."""
         for block, low, high in span.parts:
             users = block.users
+            self._log.append((users.__setitem__, slice(low, high), users[low:high]))
             for page in range(low, high):
                 users[page] -= 1
             last = sum(not users[page] for page in range(low, high))
@@ -114,10 +125,11 @@ class SharedPages:
         Returns:
             The pages per tensor that went to the device's pool.
         """
-        gone = self._late
+        gone = list(self._late)
         self._late = []
         for block, low, high in span.parts:
             refs, unit = block.refs, block.kind.unit
+            self._log.append((refs.__setitem__, slice(low, high), refs[low:high]))
             for page in range(low, high):
                 refs[page] -= 1
             low, high = low - low % unit, high + -high % unit
@@ -134,29 +146,53 @@ class SharedPages:
     def _drop(self, part: Part) -> int:
         """Gives pages back that nobody refers to; returns how many."""
         block, low, high = part
-        size, pages = self.layout.page_size, high - low
+        journal, pages = self._mapper.journal, high - low
+        mark, here = journal.mark(), 0 if block.kind.away else pages
+        whole = pages == block.live
+        journal.undo(block.gone.__setitem__, slice(low, high), block.gone[low:high])
+        block.gone[low:high] = [True] * pages
+        self.pages -= here
+        if whole:
+            journal.undo(self.blocks.add, block)
+            self.blocks.discard(block)
+            self._mapper.drop(block.handle)
+            return pages
         try:
-            if pages == block.live:
-                block.handle.drop()
-                self.blocks.remove(block)
-            else:
-                block.handle.drop_range(
-                    low * size, pages * size, self.layout.num_tensors, block.pages * size
-                )
+            size, stride = self.layout.page_size, block.pages * self.layout.page_size
+            tensors = self.layout.num_tensors
+            self._mapper.drop_range(block.handle, low * size, pages * size, tensors, stride)
         except OutOfMemory:  # heap for the handle's books; the next release tries again
-            self._late.append(part)
+            journal.rollback(mark)
+            self._late = [*self._late, part]
             return 0
-        block.live -= pages
-        if not block.kind.away:
-            self.pages -= pages
         return pages
+
+    def rebuild(self, held: list[Span], used: list[Span]) -> None:
+        """Counts again who holds and who uses what.
+
+        Args:
+            held: every span that somebody holds. used: those that requests use.
+        """
+        for block in self.blocks:
+            block.refs[:] = [0] * block.pages
+            block.users[:] = [0] * block.pages
+        self.pages = sum(block.live for block in self.blocks if not block.kind.away)
+        self.used = self.uses = self.away_uses = 0
+        for span in held:
+            self.hold(span)
+        for span in used:
+            self.use(span)
+        self._late = [
+            part for block in self.blocks for part in _unreferenced(block, 0, block.pages)
+        ]
 
     def close(self) -> None:
         """Drops every handle that is left, whoever holds its pages."""
-        for block in self.blocks:
-            block.handle.drop()
-        self.blocks.clear()
-        self._late.clear()
+        for block in list(self.blocks):
+            self._mapper.journal.undo(self.blocks.add, block)
+            self.blocks.discard(block)
+            self._mapper.drop(block.handle)
+        self._late = []
         self.pages = self.used = self.uses = self.away_uses = 0
 
     def check(self, held: list[Span], used: list[Span]) -> list[str]:
@@ -209,11 +245,12 @@ def _referenced(block: Block) -> int:
 
 
 def _unreferenced(block: Block, low: int, high: int) -> Iterator[Part]:
-    """The longest stretches of [low, high), whole large pages, that nobody refers to."""
-    refs, unit = block.refs, block.kind.unit
+    """The longest stretches of [low, high) that nobody refers to, and that are still there."""
+    refs, gone, unit = block.refs, block.gone, block.kind.unit
     start = low
     for page in range(low, high + 1, unit):
-        if page < high and not (refs[page] if unit == 1 else any(refs[page : page + unit])):
+        held = page == high or gone[page]
+        if not (held or (refs[page] if unit == 1 else any(refs[page : page + unit]))):
             continue
         if start < page:
             yield Part(block, start, page)

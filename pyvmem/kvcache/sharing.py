@@ -46,7 +46,7 @@ class Sharing:
     # ---- a slot's own pages become shared --------------------------------------------------------
 
     def share(self, slot: Slot, pages: int) -> None:
-        """Makes the first `pages` pages of a taken slot shared: maps them again, read-only.
+        """Makes the first `pages` pages of a taken slot shared: mapped read-only in their place.
 
         No GPU work may touch them, and no batch be in flight over them. `pages` cuts no large page
         (`Places.floor`).
@@ -60,31 +60,21 @@ class Sharing:
             return
         pieces = self._gather(slot, low, pages)
         ops = OpBatch(len(pieces))
+        self._map_pieces(ops, slot, pieces, readonly=True, replace=True)
         try:
-            self._unmap(ops, slot, low, pages)
-            self._core.context.batch(ops)
-        except BaseException:
-            _drop(pieces)
-            raise
-        try:
-            self._map(ops, slot, pieces, readonly=True)
-        except VMemError as error:
-            try:
-                self._map(ops, slot, pieces, readonly=False)
-            except VMemError:
-                self._core.table.condemn(slot)
-                slot.lost = True
-                raise NotRecoverable(
-                    f"reqid {slot.index} has lost its rows, free it: {error}",
-                    errno=errno.ENOTRECOVERABLE,
-                    op="KVCache",
-                ) from error
-            finally:
-                _drop(pieces)
-            raise
-        self._adopt(slot, pieces, [])
-        self._core.reclaimer.shared.use(slot.span.cut(low, pages))
-        self._core.pager.active_pages -= pages - low
+            with self._core.mapper.transaction() as change:
+                self._adopt(slot, pieces, [])
+                self._core.reclaimer.shared.use(slot.span.cut(low, pages))
+                self._core.pager.active_pages -= pages - low
+                change.run(ops)
+        except NotRecoverable as error:
+            self._core.table.condemn(slot)
+            slot.lost = True
+            raise NotRecoverable(
+                f"reqid {slot.index} has lost its rows, free it: {error}",
+                errno=errno.ENOTRECOVERABLE,
+                op="KVCache",
+            ) from error
 
     def gather(self, slot: Slot, pages: int) -> list[_Held]:
         """What `bequeath` needs of a slot's first `pages` pages, beyond those that are shared."""
@@ -109,6 +99,7 @@ class Sharing:
 
     def _adopt(self, slot: Slot, pieces: list[_Held], events: list[Any]) -> None:
         shared = self._core.reclaimer.shared
+        self._core.table.changed(slot)
         self._core.reclaimer.own_away = None
         for handle, low, high, kind in pieces:
             unit_pages = self._core.prefixes.unit_pages
@@ -119,39 +110,31 @@ class Sharing:
     def _gather(self, slot: Slot, low: int, high: int) -> list[_Held]:
         """Handles to a slot's pages, one for each stretch of a kind."""
         core = self._core
-        found: list[_Held] = []
         layout = core.layout
-        try:
-            for first, last, kind in slot.places.stretches(low, high):
-                handle = core.context.gather(
+        return [
+            (
+                core.mapper.gather(
                     core.pager.base + layout.offset(slot.index, first),
                     (last - first) * layout.page_size,
                     layout.num_tensors,
                     layout.tensor_bytes,
-                )
-                found.append((handle, first, last, kind))
-        except BaseException:
-            _drop(found)
-            raise
-        return found
+                ),
+                first,
+                last,
+                kind,
+            )
+            for first, last, kind in slot.places.stretches(low, high)
+        ]
 
-    def _unmap(self, ops: OpBatch, slot: Slot, low: int, high: int) -> None:
-        core = self._core
-        layout = core.layout
-        ops.clear()
-        ops.unmap(
-            core.pager.base + layout.offset(slot.index, low),
-            (high - low) * layout.page_size,
-            layout.num_tensors,
-            layout.tensor_bytes,
-        )
-
-    def _map(self, ops: OpBatch, slot: Slot, pieces: list[_Held], readonly: bool) -> None:
-        ops.clear()
-        self._map_pieces(ops, slot, pieces, readonly)
-        self._core.context.batch(ops)
-
-    def _map_pieces(self, ops: OpBatch, slot: Slot, pieces: list[_Held], readonly: bool) -> None:
+    def _map_pieces(
+        self,
+        ops: OpBatch,
+        slot: Slot,
+        pieces: list[_Held],
+        *,
+        readonly: bool,
+        replace: bool = False,
+    ) -> None:
         layout = self._core.layout
         for handle, low, high, _ in pieces:
             ops.map(
@@ -162,6 +145,7 @@ class Sharing:
                 layout.num_tensors,
                 layout.tensor_bytes,
                 readonly,
+                replace=replace,
             )
 
     # ---- shared pages in more slots --------------------------------------------------------------
@@ -221,21 +205,30 @@ class Sharing:
                 pages is enough.
         """
         core = self._core
-        if span.pages:
-            pieces = self._gather(source, 0, span.pages) if source else []
-            try:
-                core.context.batch(self._mapping(slots, span, pieces))
-            except NotRecoverable:
-                core.reclaimer.condemn([(slot, 0, span.pages) for slot in slots])
-                raise
-            finally:
-                _drop(pieces)
-        for slot in slots:
-            core.table.take(slot)
-            core.reclaimer.shared.hold(span)
-            core.reclaimer.shared.use(span)
-            slot.dirty = 0
-            core.pager.lend(slot, span)
+        pieces = self._gather(source, 0, span.pages) if source and span.pages else []
+        self.on_abort(slots)
+        try:
+            with core.mapper.transaction() as change:
+                for slot in slots:
+                    core.table.take(slot)
+                    core.reclaimer.shared.hold(span)
+                    core.reclaimer.shared.use(span)
+                    slot.dirty = 0
+                    core.pager.lend(slot, span)
+                if span.pages:
+                    change.run(self._mapping(slots, span, pieces))
+        except NotRecoverable:
+            core.reclaimer.condemn([(slot, 0, span.pages) for slot in slots])
+            raise
+
+    def on_abort(self, slots: Sequence[Slot]) -> None:
+        """Frees slots that the call is about to take, if it is not completed."""
+        taken = [(slot, slot.owner + 1) for slot in slots]
+
+        def free() -> None:
+            self.detach([slot for slot, owner in taken if slot.active and slot.owner == owner])
+
+        self._core.mapper.journal.on_abort(free)
 
     def _mapping(self, slots: Sequence[Slot], span: Span, pieces: list[_Held]) -> OpBatch:
         """The maps of a span in each slot: whole blocks by one operation, parts by tensor."""
@@ -265,7 +258,7 @@ class Sharing:
     def order_after_writers(self, span: Span, stream: Any) -> None:
         """Lets `stream` run after the GPU work that wrote the pages."""
         for block in {part.block for part in span.parts}:
-            block.events = prune(block.events)
+            block.events = prune(block.events)  # whatever happens, those are over
             for event in block.events:
                 order_after(event, stream, self._core.device)
 
@@ -279,8 +272,3 @@ class Sharing:
         for slot in slots:
             with suppress(VMemError):
                 core.pager.release(slot)
-
-
-def _drop(pieces: list[_Held]) -> None:
-    for handle, *_ in pieces:
-        handle.drop()

@@ -21,21 +21,29 @@ slot keeps none: all its pages are unmapped together, and until that has happene
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import InitVar, dataclass, field
+from heapq import merge
 from itertools import count as count_up
-from typing import Any, ClassVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyvmem.kvcache.events import prune
+from pyvmem.kvcache.journal import Book
 from pyvmem.kvcache.places import Places
+from pyvmem.kvcache.slot_index import Ordered, SlotIndex
 from pyvmem.kvcache.spans import EMPTY, Span
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.journal import Journal
 
 __all__ = ["Slot", "SlotTable"]
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
-    """One request's place in every tensor.
+class Slot(Book):
+    """One request's place in every tensor; what changes it is journaled.
 
     Attributes:
         index: the reqid.
@@ -57,6 +65,7 @@ class Slot:
         freed_order: counts up with every slot that becomes free.
     """
 
+    log: InitVar[list[Any]]
     index: int
     active: bool = False
     broken: bool = False
@@ -73,7 +82,14 @@ class Slot:
     freed_order: int = 0
     span: Span = EMPTY
     pins: list[Any] = field(default_factory=list)
-    places: Places = field(default_factory=Places)
+    places: Places = field(init=False)
+
+    def __new__(cls, log: list[Any], *args: Any, **kwargs: Any) -> Slot:
+        """A slot whose changes are noted in `log`."""
+        return cls._with(log)
+
+    def __post_init__(self, log: list[Any]) -> None:
+        self.places = Places(log)
 
     @property
     def shared(self) -> int:
@@ -97,7 +113,11 @@ class Slot:
 
 
 class SlotTable:
-    """All slots; `free` is ordered, least recently used first.
+    """All slots, and what is looked up among them.
+
+    Whoever changes what a slot has says so, best before: `changed`. The index is brought up to date
+    when it is asked, so that a call that changes much pays for it once, and one that was broken off
+    by an exception leaves at worst an index that is made anew.
 
     Attributes:
         lockstep: answers depend on the sequence of calls alone (lockstep.py), never on how far the
@@ -108,11 +128,12 @@ class SlotTable:
 
     lockstep: ClassVar[bool] = False
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, journal: Journal) -> None:
         self.changes = 0
-        self.slots = [Slot(i) for i in range(count)]
+        self.slots = [Slot(journal.entries, i) for i in range(count)]
         self._order = count_up(1)
-        self.free: dict[int, Slot] = {slot.index: slot for slot in self.slots}
+        self._touched: set[Slot] = set()
+        self._index: SlotIndex | None = SlotIndex(self.slots)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -123,32 +144,59 @@ class SlotTable:
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots)
 
-    def best_fit(self, pages: int) -> Slot | None:
-        """The free slot with the fewest pages that are enough, else the one with the most.
+    # ---- keeping the index -----------------------------------------------------------------------
 
-        Slots that are losing pages come last: to grow one means to wait for that. None when no slot
-        is free.
+    def changed(self, slot: Slot) -> None:
+        """Notes that attributes of a slot change, now or before the next look into the table.
+
+        `Slot.events`, `Slot.dirty`, `Slot.owner` and `Slot.pins` need not be noted.
         """
-        if not self.free:
-            return None
-        return min(
-            self.free.values(),
-            key=lambda s: (
-                s.stale or (s.job is not None and s.job.takes_pages),
-                s.mapped < pages,
-                s.mapped if s.mapped >= pages else -s.mapped,
-            ),
-        )
+        self._touched.add(slot)
+
+    def all_changed(self, slots: Iterable[Slot]) -> None:
+        """`changed` of several."""
+        self._touched.update(slots)
+
+    def rebuild(self) -> None:
+        """Lets the next look make the index anew from the slots, which an undo has changed."""
+        self._index = None
+
+    @property
+    def index(self) -> SlotIndex:
+        """The slots, filed as they are now."""
+        index, touched = self._index, self._touched
+        if index is None:
+            touched.clear()
+            self._index = index = SlotIndex(self.slots)
+        elif touched:
+            self._index = None  # until it is whole again
+            for slot in touched:
+                index.file(slot)
+            touched.clear()
+            self._index = index
+        return index
+
+    def check(self) -> list[str]:
+        """What the index says that the slots do not, in words."""
+        return self.index.differences(SlotIndex(self.slots))
+
+    @property
+    def free(self) -> Ordered:
+        """The slots that a request may get, least recently used first."""
+        return self.index.free
+
+    # ---- ownership -------------------------------------------------------------------------------
 
     def take(self, slot: Slot) -> None:
         """Gives a free slot to a new owner, with no page granted yet."""
-        del self.free[slot.index]
+        self.changed(slot)
         self.changes += 1
         slot.active = True
         slot.owner += 1
 
     def give_back(self, slot: Slot, event: Any, now: int) -> None:
         """Ends an ownership; what was granted is dirty from now on."""
+        self.changed(slot)
         self.changes += 1
         slot.active = slot.writer = False
         slot.owner += 1
@@ -156,39 +204,94 @@ class SlotTable:
         slot.granted = 0
         slot.freed_at = now
         slot.freed_order = next(self._order)
-        slot.events = prune(slot.events)
-        if event is not None:
-            slot.events.append(event)
-        if not slot.broken:
-            self.free[slot.index] = slot
-
-    def emptiest(self, count: int) -> list[Slot]:
-        """The free slots that are soonest without a page; fewer when there are not so many."""
-        for slot in self.free.values():
-            slot.events = prune(slot.events)
-        return sorted(
-            self.free.values(),
-            key=lambda s: (s.job is not None or bool(s.mapped), bool(s.events), s.mapped),
-        )[:count]
+        slot.events = [*prune(slot.events), *(() if event is None else (event,))]
 
     def condemn(self, slot: Slot) -> None:
         """Never hands this slot out again."""
+        self.changed(slot)
         slot.broken = True
-        self.free.pop(slot.index, None)
 
-    def victims(self) -> list[Slot]:
+    # ---- choosing --------------------------------------------------------------------------------
+
+    def best_fit(self, pages: int) -> Slot | None:
+        """The free slot with the fewest pages that are enough, else the one with the most.
+
+        Of equal ones that which has been free for longest. Slots that are losing pages come last:
+        to grow one means to wait for that. None when no slot is free.
+        """
+        index = self.index
+        for fits in (index.ready, index.losing):
+            entries = fits.entries
+            if entries:
+                place = bisect_left(entries, (pages,))
+                if place == len(entries):
+                    place = bisect_left(entries, entries[-1][:1])
+                return fits.at(place)
+        return None
+
+    def to_prepare(self, pages: int) -> Slot | None:
+        """The free slot that shall have so many pages; None: there is none that could.
+
+        That with the fewest of those that have them, else that with the most of those without a
+        batch in flight; of equal ones as `best_fit`, and no stale one.
+        """
+        index = self.index
+        enough: list[tuple[int, ...]] = []
+        for fits in (index.ready, index.losing):
+            for place in range(bisect_left(fits.entries, (pages,)), len(fits)):
+                if not fits.at(place).stale:
+                    enough.append(fits.entries[place])
+                    break
+        if enough:
+            return self.slots[min(enough)[-1]]
+        entries = index.ready.entries
+        high = len(entries)
+        while high:
+            low = bisect_left(entries, entries[high - 1][:1])
+            for place in range(low, high):
+                slot = index.ready.at(place)
+                if slot.job is None:
+                    return slot
+            high = low
+        return None
+
+    def emptiest(self, count: int) -> list[Slot]:
+        """The free slots that are soonest without a page; fewer when there are not so many."""
+        index = self.index
+        ready, losing = index.ready.entries, index.losing.entries
+        empty = bisect_left(ready, (1,))
+        found: list[Slot] = []
+        for entries in (islice(ready, empty), merge(islice(ready, empty, None), losing)):
+            later: list[Slot] = []
+            for key in entries:
+                if len(found) == count:
+                    return found
+                slot = self.slots[key[-1]]
+                if slot.events:
+                    slot.events = prune(slot.events)
+                (later if slot.events else found).append(slot)
+            found += later
+        return found[:count]
+
+    def victims(self, active: bool = True) -> Iterator[Slot]:
         """Slots with spare pages, in the order in which they should lose them.
 
         Free slots before active ones' leftovers; those whose GPU work is over before those that
         must wait for it; least recently used first. Slots with a batch in flight are left out.
-        """
-        found: list[Slot] = []
-        for slot in self.slots:
-            if slot.job is None and slot.mapped > slot.granted and not slot.lost:
-                slot.events = prune(slot.events)
-                found.append(slot)
-        return sorted(found, key=lambda s: (s.active, bool(s.events), s.freed_order))
 
-    def spare_pages(self) -> int:
-        """Pages per tensor, all slots together, that `victims` could ever give."""
-        return sum(slot.mapped - slot.granted for slot in self.slots if not slot.broken)
+        Args:
+            active: go on with active slots.
+        """
+        index = self.index
+        for slots in (index.cached, index.leftovers) if active else (index.cached,):
+            later: list[Slot] = []
+            for slot in slots:
+                if slot.job is not None:
+                    continue
+                if slot.events:
+                    slot.events = prune(slot.events)
+                if slot.events:
+                    later.append(slot)
+                else:
+                    yield slot
+            yield from (slot for slot in later if slot.job is None)

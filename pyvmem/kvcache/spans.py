@@ -44,18 +44,24 @@ class Block:
         users: for each page, the requests among them.
         events: GPU work that wrote the pages, as far as it is not known to be over.
         kind: of all its pages.
-        live: pages that have not gone back.
+        gone: for each page, whether it has gone back.
     """
 
-    __slots__ = ("events", "handle", "kind", "live", "pages", "refs", "users")
+    __slots__ = ("events", "gone", "handle", "kind", "pages", "refs", "users")
 
     def __init__(self, handle: Pages, pages: int, events: list[Any], kind: Kind = PLAIN) -> None:
         self.handle = handle
         self.kind = kind
-        self.pages = self.live = pages
+        self.pages = pages
+        self.gone = [False] * pages
         self.refs = [0] * pages
         self.users = [0] * pages
         self.events = events
+
+    @property
+    def live(self) -> int:
+        """Pages that have not gone back."""
+        return self.pages - sum(self.gone)
 
 
 class Part(NamedTuple):

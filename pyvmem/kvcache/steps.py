@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from itertools import compress
+from functools import partial
 from typing import Any
 
+from pyvmem.errors import VMemError
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.jobs import Growth
 from pyvmem.kvcache.slots import Slot
@@ -89,8 +89,7 @@ def _begin(core: Core, seq_lens: Sequence[int], stream: Any) -> tuple[list[int],
         reclaimer.poll()
     if reclaimer.errors:
         reclaimer.raise_errors()
-    # Capacity is 0 for free slots, so whatever is wrong with a single number shows up here too.
-    short = list(compress(core.indices, map(operator.gt, lens, pager.capacity)))
+    short = core.short()
     return lens, total, core.want(lens, short) if short else []
 
 
@@ -105,27 +104,29 @@ def _begin_async(core: Core, seq_lens: Sequence[int]) -> tuple[list[int], _Want]
     lens, _ = core.validate(seq_lens)
     if reclaimer.cuts:
         reclaimer.poll()
-    short = list(compress(core.indices, map(operator.gt, lens, pager.capacity)))
+    short = core.short()
     want = core.want(lens, short) if short else []
     if want and (pager.growths or reclaimer.cuts):
-        want = [(slot, pages) for slot, pages in want if not _promised(slot, pages)]
+        promised = {
+            (slot, owner): pages for job in pager.growths for slot, owner, pages in job.grants
+        }
+        want = [
+            (slot, pages) for slot, pages in want if promised.get((slot, slot.owner), 0) < pages
+        ]
     return short, want
-
-
-def _promised(slot: Slot, pages: int) -> bool:
-    """Whether a growth in flight will grant its owner so many pages."""
-    job = slot.job
-    return isinstance(job, Growth) and any(
-        other is slot and owner == slot.owner and promise >= pages
-        for other, owner, promise in job.grants
-    )
 
 
 def _grow(core: Core, want: _Want, *, background: bool) -> bool:
     """Begins to give slots their pages, once nothing is in flight over them."""
+    pager, reclaimer = core.pager, core.reclaimer
     for slot, _ in want:
-        core.pager.release(slot)
-    return core.pager.grow(want, background=background)
+        if slot.job is not None or slot.mapped > slot.granted:  # else there is nothing to wait for
+            pager.release(slot)
+    lacking = sum([pages - slot.mapped for slot, pages in want if pages > slot.mapped])
+    lacking *= core.layout.num_tensors
+    if lacking > reclaimer.free and not pager.can_have(lacking, dict(want)):
+        return False  # known before anything is planned
+    return pager.grow(want, background=background)
 
 
 def grow_all(wants: Sequence[tuple[Core, _Want]], *, background: bool) -> bool:
@@ -147,19 +148,23 @@ def _note_short(cores: Sequence[Core]) -> None:
 
 def _grow_each(wants: Sequence[tuple[Core, _Want]], background: bool) -> bool:
     grown: list[tuple[Core, _Want]] = []
-    done = False
+
+    def disown() -> None:
+        for core, want in grown:
+            _disown(core, want)
+
     try:
         for core, want in wants:
             if want:
+                core.journal.on_abort(partial(_disown, core, want))
                 if not _grow(core, want, background=background):
+                    disown()
                     return False
                 grown.append((core, want))
-        done = True
-        return True
-    finally:
-        if not done:
-            for core, want in grown:
-                _disown(core, want)
+    except VMemError:
+        disown()
+        raise
+    return True
 
 
 def _cut_surplus(core: Core, want: _Want) -> bool:
@@ -177,8 +182,9 @@ def _disown(core: Core, want: _Want) -> None:
     """Makes a growth in flight one that no request waits for; its pages can be taken back."""
     for slot, _ in want:
         if isinstance(slot.job, Growth):
-            slot.job.grants.clear()
-            slot.job.handover.clear()  # the slot keeps these events for its next owner
+            core.journal.keep(slot.job, "grants", "handover")
+            slot.job.grants = []
+            slot.job.handover = []  # the slot keeps these events for its next owner
     core.pager.poll()
 
 
@@ -188,6 +194,7 @@ def _commit(core: Core, lens: list[int], total: int, stream: Any) -> None:
         core.window.slide(lens, stream)
     if core.config.promote_tokens and core.promoter is not None:
         core.promoter.step(lens, stream)
+    core.journal.keep(core, "seq_lens", "used_tokens", "clock")
     core.seq_lens = lens[:]
     core.used_tokens = total
     core.note_peaks()

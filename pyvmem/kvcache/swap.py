@@ -11,7 +11,7 @@ import errno
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import BadHandle
+from pyvmem.errors import BadHandle, VMemError
 from pyvmem.features.table import SWAP
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
@@ -98,9 +98,11 @@ def swap_out(cores: Sequence[Core], reqid: int, stream: Any) -> SwappedRequest:
     for core, slot, size, held in zip(cores, slots, sizes, rows, strict=True):
         for tensor, address in enumerate(_pieces(core, slot, size)):
             core.context.read_into(address, held[tensor * size : (tensor + 1) * size])
+    swapped = SwappedRequest(cores, length, rows)
+    # Nothing but the books from here on: an exception from outside leaves the request where it is.
     for core, slot in zip(cores, slots, strict=True):
         core.release(slot, None)  # the work is over
-    return SwappedRequest(cores, length, rows)
+    return swapped
 
 
 def swap_in(cores: Sequence[Core], swapped: SwappedRequest, stream: Any) -> int | None:
@@ -121,14 +123,19 @@ def swap_in(cores: Sequence[Core], swapped: SwappedRequest, stream: Any) -> int 
     for core, slot in zip(cores, slots, strict=True):
         core.pager.release(slot)
     for core, slot in zip(cores, slots, strict=True):
-        core.table.take(slot)
-    done = False
+        core.take(slot)
+
+    def give_back() -> None:
+        for core, slot in zip(cores, slots, strict=True):
+            core.release(slot, None)
+
     try:
         want = [
             (core, [(slot, core.layout.pages_for(length))] if length else [])
             for core, slot in zip(cores, slots, strict=True)
         ]
         if not grow_all(want, background=False):
+            give_back()
             return None
         for core in cores:
             core.pager.settle(stream)
@@ -138,11 +145,9 @@ def swap_in(cores: Sequence[Core], swapped: SwappedRequest, stream: Any) -> int 
             size = length * core.layout.row_bytes
             for tensor, address in enumerate(_pieces(core, slot, size)):
                 core.context.write(address, rows[tensor * size : (tensor + 1) * size])
-        done = True
-    finally:
-        if not done:
-            for core, slot in zip(cores, slots, strict=True):
-                core.release(slot, None)
+    except VMemError:
+        give_back()
+        raise
     for core, slot in zip(cores, slots, strict=True):
         core.enter(slot, length)
         core.note_peaks()

@@ -9,36 +9,30 @@ on two cores, a call that maps nothing waited for a thousand of another cache's 
 from __future__ import annotations
 
 import threading
+from _thread import RLock
 
 __all__ = ["Turns"]
 
 
-class Turns:
+class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
     """A lock for `with` blocks. Who waits first holds the gate, and the others wait for that.
 
     So it goes to the first that waits; behind the gate the order is the operating system's. Both
     locks are re-entrant, since Python's collector may run a finalizer at any line, and that
-    may close a cache and come here again.
+    may close a cache and come here again. Leaving the block is C's, where no signal comes between.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._gate = threading.RLock()
-        self._lock = threading.RLock()
-        self._owner = self._depth = 0
 
-    def __enter__(self) -> Turns:
-        me = threading.get_ident()
-        if self._owner == me:  # no other thread can make this true or false
-            self._lock.acquire()
-        else:
+    def __enter__(self) -> bool:  # type: ignore[override]
+        try:
+            if self._is_owned():  # type: ignore[attr-defined]
+                return self.acquire()
             with self._gate:
-                self._lock.acquire()
-            self._owner = me
-        self._depth += 1
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = 0
-        self._lock.release()
+                return self.acquire()
+        except BaseException:  # from outside: who does not get into the block has no lock
+            if self._is_owned():  # type: ignore[attr-defined]
+                self.release()
+            raise

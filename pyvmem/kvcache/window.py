@@ -82,8 +82,11 @@ class Window:
             if places and places.floor(head) != head:  # in the middle of a large page
                 end, head = places.ceil(head), places.floor(head)
                 if head <= slot.head:
-                    self._next[index] = self._kept + self._rows(end)
+                    self._set(index, self._kept + self._rows(end), self._least[index])
                     continue
+            if head <= slot.head:  # they went in a step that an exception ended
+                self._set(index, self._kept + self._rows(head + 1), self._window + self._rows(head))
+                continue
             after = [*slot.events, *events]
             if not core.reclaimer.try_slide(slot, head, after):  # the queue is full
                 if not core.table.lockstep:
@@ -95,11 +98,15 @@ class Window:
                         errno=errno.EAGAIN,
                         op="KVCache",
                     )
-            self._next[index] = self._kept + self._rows(head + 1)
-            self._least[index] = self._window + self._rows(head)
+            self._set(index, self._kept + self._rows(head + 1), self._window + self._rows(head))
 
     def forget(self, slot: Slot) -> None:
         """Ends a request; call it while the slot is still its own."""
         if not slot.stale:
             self._core.reclaimer.slid -= slot.head
-        self._next[slot.index], self._least[slot.index] = self._first, 0
+        self._set(slot.index, self._first, 0)
+
+    def _set(self, index: int, later: int, least: int) -> None:
+        for numbers, value in ((self._next, later), (self._least, least)):
+            self._core.journal.undo(numbers.__setitem__, index, numbers[index])
+            numbers[index] = value

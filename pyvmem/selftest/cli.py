@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""``vmem selftest``: runs the checks, prints a line for each, writes the report."""
+"""``vmem selftest``: runs the checks, prints a line for each, writes the report.
+
+Exit status: 0 every check that applies has passed, 1 one has failed, 2 bad usage, 3 nothing was
+tested, because the back end cannot be used on this machine.
+"""
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import time
 from dataclasses import asdict
@@ -14,15 +19,20 @@ import pyvmem
 from pyvmem import _native
 from pyvmem.bench.machine import describe
 from pyvmem.features import about
-from pyvmem.probe import probe
+from pyvmem.probe import ProbeResult, probe
 from pyvmem.selftest import books, memory
 from pyvmem.selftest.check import Result, run_check
 from pyvmem.selftest.timing import measure
 
-__all__ = ["FORMAT", "add_parser", "run"]
+__all__ = ["FORMAT", "NOT_TESTED", "add_parser", "run"]
 
 FORMAT = 1
 """Version of the report's layout."""
+
+NOT_TESTED = 3
+"""Exit status where the back end cannot be used on this machine, which is no failure of it."""
+
+_PARAMETERS = Path("/sys/module/nvidia_uvm/parameters")  # the patched module has some of its own
 
 
 def add_parser(sub: Any) -> None:
@@ -31,6 +41,7 @@ def add_parser(sub: Any) -> None:
         "selftest",
         help="check, on the GPU itself, that fine-grained memory works on this machine",
         description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--backend", default="uvm", help="uvm (default: the patched driver), stock, cuda, host")
@@ -60,8 +71,16 @@ def _usable(context: pyvmem.Context) -> bool:
     return context.stats().quarantined_bytes == 0
 
 
+def _why_not(found: ProbeResult, others: list[str]) -> str:
+    """One line: why nothing is tested, and what could be."""
+    missing = found.backend == "uvm" and not any(_PARAMETERS.glob("uvm_vmem_*"))
+    what = "the patched driver is not loaded" if missing else f"{found.backend} cannot be used here"
+    could = " or ".join(f"--backend {name}" for name in others) or "no other back end"
+    return f"not tested: {what} ({found.reason}); {could} can be tested on this machine"
+
+
 def _report(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything; "passed" says whether all is well."""
+    """Everything; "passed" says whether all is well, "not_tested" why nothing was tried."""
     report: dict[str, Any] = {
         "format": FORMAT,
         "tool": "vmem selftest",
@@ -70,17 +89,22 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
         "machine": describe(),
         "passed": False,
     }
-    (found,) = [one for one in probe(args.device) if one.backend == args.backend]
+    results = probe(args.device)
+    (found,) = [one for one in results if one.backend == args.backend]
     report["probe"] = {"usable": found.usable, "error": found.error_name, "reason": found.reason}
-    print(f"{found.backend}: {found.device_name} {found.driver}: {found.reason}", flush=True)
+    if found.error in (errno.ENODEV, errno.EACCES):
+        report["not_tested"] = _why_not(found, [one.backend for one in results if one.usable])
+        return report
+    device = " ".join(part for part in (found.device_name, found.driver) if part)
+    print(": ".join(part for part in (found.backend, device, found.reason) if part), flush=True)
     if not found.usable:
         return report
     with pyvmem.Context(args.backend, device=args.device, pool_high=1) as context:
         report["tested"] = about(context.info)
-        results = _checks(context)
-        report["checks"] = [asdict(result) for result in results]
-        ran = len(results) == len(memory.CHECKS) + len(books.CHECKS)
-        report["passed"] = ran and not any(result.result == "failed" for result in results)
+        checks = _checks(context)
+        report["checks"] = [asdict(result) for result in checks]
+        ran = len(checks) == len(memory.CHECKS) + len(books.CHECKS)
+        report["passed"] = ran and not any(result.result == "failed" for result in checks)
         if report["passed"] and args.samples > 1:
             report["times"] = measure(context, args.samples)
             _show(report["times"])
@@ -104,7 +128,7 @@ def _show(times: dict[str, Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: every check that applies here has passed."""
+    """The exit status, as above."""
     names = _native.backend_names()
     if args.backend not in names:
         print(f"vmem: no back end is called {args.backend!r}; there are {', '.join(names)}")
@@ -113,5 +137,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         print(f"report: {args.json}")
+    if "not_tested" in report:
+        print(report["not_tested"])
+        return NOT_TESTED
     print("passed" if report["passed"] else "FAILED")
     return 0 if report["passed"] else 1

@@ -63,13 +63,19 @@ void *cuda_symbol(const char *name) {
   return p;
 }
 
+int put_range(const struct env *e, uint64_t addr, uint64_t bytes, uint64_t priv) {
+  bool gone;
+
+  return e->b->unreserve(e->be, addr, bytes, priv, &gone);
+}
+
 void env_open(struct env *e, const struct vm_backend *b, uint64_t granule) {
   struct vmem_open_opts opts = {.size = sizeof(opts), .granule = granule};
   int err;
 
   e->b = b;
   memset(&e->info, 0, sizeof(e->info));
-  err = b->open(&opts, &e->info, &e->be);
+  err = vm_backend_open(b, &opts, &e->info, &e->be);
   if (err) {
     printf("%s: open: %d %s\n", b->name, err, vmem_last_error());
     exit(err == -ENODEV ? 77 : 1);
@@ -150,7 +156,7 @@ static void check_contents(struct env *e) {
   ok = copy_many(e, addr, model, BYTES / 2) && !e->b->read(e->be, got, addr, BYTES);
   check(e, "many copies in one call agree", ok && !memcmp(got, model, BYTES));
   check(e, "unmap both at once", !e->b->unmap(e->be, addr, BYTES, false));
-  ok = !e->b->unreserve(e->be, addr, BYTES, priv);
+  ok = !put_range(e, addr, BYTES, priv);
   for (unsigned i = 0; i < slabs && i < 2; i++)
     ok = !e->b->slab_destroy(e->be, slab[i], per) && ok;
   check(e, "contents given back", ok);
@@ -254,11 +260,11 @@ static void check_kinds(struct env *e) {
   ok = !e->b->reserve(e->be, 12ull << 40, 0, 0, &a.addr, &a.kind, &a.priv);
   check(e, "12 TiB by default is plain, no error kept",
         ok && !*vmem_last_error() && !(a.kind & VMEM_RANGE_VISIBLE));
-  check(e, "and goes back", ok && !e->b->unreserve(e->be, a.addr, 12ull << 40, a.priv));
+  check(e, "and goes back", ok && !put_range(e, a.addr, 12ull << 40, a.priv));
   ok = true;
   for (int i = 0; i < 50 && ok; i++)
     ok = !e->b->reserve(e->be, 8ull << 30, 0, VMEM_RESERVE_VISIBLE, &a.addr, &a.kind, &a.priv) &&
-         !e->b->unreserve(e->be, a.addr, 8ull << 30, a.priv);
+         !put_range(e, a.addr, 8ull << 30, a.priv);
   check(e, "visible 8 GiB, made and given back 50 times", ok);
   e->b->mem_info(e->be, VMEM_DEVICE, 0, &free1, &total);
   check(e, "no memory lost by it", free1 + (64 << 20) >= free0);
@@ -324,7 +330,7 @@ static void check_two_devices(const struct vm_backend *b) {
   e.cu->device_count(&count);
   if (count < 2)
     return note(&e, "two devices", "not run: %d here", count);
-  if (!check(&e, "open on devices 1 and 0", !b->open(&opts, &e.info, &e.be)))
+  if (!check(&e, "open on devices 1 and 0", !vm_backend_open(b, &opts, &e.info, &e.be)))
     return;
   e.page = e.info.pub.granule;
   bytes = e.info.one_page_slabs ? e.page : 16 * e.page;
@@ -397,7 +403,7 @@ static int child_readonly(struct env *e) {
 
 static int child_probe(const struct vm_backend *b) {
   struct vmem_probe_info info = {.size = sizeof(info)};
-  int err = b->probe(0, 0, &info);
+  int err = vm_backend_probe(b, 0, 0, &info);
 
   printf("                 uid %d: %d %s\n", (int)getuid(), err,
          err ? vmem_last_error() : info.reason);
@@ -410,7 +416,7 @@ static void check_backend(const struct vm_backend *b) {
   uint64_t before, after, total;
   gpu_ctx ctx;
   double start = now_us();
-  int err = b->probe(0, 0, &info);
+  int err = vm_backend_probe(b, 0, 0, &info);
 
   if (err == -ENODEV)
     return note(&e, "not run:", "%s", vmem_last_error());

@@ -62,7 +62,7 @@ static bool page_get(struct env *e, struct page *p) {
 static bool page_put(struct env *e, struct page *p) {
   return !e->b->unmap(e->be, p->addr, e->page, false) &&
          !e->b->slab_destroy(e->be, p->slab, e->page) &&
-         !e->b->unreserve(e->be, p->addr, e->page, p->priv);
+         !put_range(e, p->addr, e->page, p->priv);
 }
 
 void check_events(struct env *e) {
@@ -183,7 +183,7 @@ void check_threads(struct env *e) {
     ok = ok && jobs[i].ok;
   }
   check(e, "four threads map, fill, read and unmap at once", ok);
-  ok = !e->b->unreserve(e->be, addr, THREADS * bytes, priv);
+  ok = !put_range(e, addr, THREADS * bytes, priv);
   for (int i = 0; i < THREADS; i++)
     if (e->info.one_page_slabs || i == 0)
       ok = !e->b->slab_destroy(e->be, slab[i], e->info.one_page_slabs ? e->page : bytes) && ok;

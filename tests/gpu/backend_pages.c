@@ -30,7 +30,7 @@ bool area_get(struct env *e, struct area *a, uint64_t bytes, uint64_t slab_bytes
 }
 
 bool area_put(struct env *e, struct area *a) {
-  return !e->b->unreserve(e->be, a->addr, a->bytes, a->priv) &&
+  return !put_range(e, a->addr, a->bytes, a->priv) &&
          !e->b->slab_destroy(e->be, a->slab, a->slab_bytes);
 }
 

@@ -32,6 +32,8 @@ double median(double *values, size_t n);
 
 /* open with the given granule (0 = default); exits the process when it fails. */
 void env_open(struct env *e, const struct vm_backend *b, uint64_t granule);
+/* Gives a reservation back; 0 or the error. */
+int put_range(const struct env *e, uint64_t addr, uint64_t bytes, uint64_t priv);
 
 /* Our own kernels, in the primary context that must be current: spin for `ns`, and store a byte. */
 void kernel_spin(const struct env *e, gpu_stream stream, uint64_t ns);

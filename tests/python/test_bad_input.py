@@ -13,6 +13,7 @@ import pytest
 from conftest import open_context
 
 import pyvmem
+from pyvmem import _native
 
 U64 = 2**64
 
@@ -219,7 +220,9 @@ def test_map_handle_of_another_context(
 def test_map_made_up_handle(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
     with context.create(page) as pages:
         for handle in (0, 1, pages.handle ^ 1 << 40, pages.handle ^ 1 << 60, U64 - 1):
-            forged = pyvmem.Pages(context, handle, page)
+            made_up = _native.Outcome()
+            made_up.cell.value = handle
+            forged = pyvmem.Pages(context, made_up, page)
             with refused(context, pyvmem.BadHandle):
                 rsv.map(0, forged)
             forged._done = True
@@ -296,8 +299,6 @@ def test_close_reservation_with_live_mappings(
 
 
 def test_double_free_of_a_reservation(context: pyvmem.Context, rsv: pyvmem.Reservation) -> None:
-    from pyvmem import _native
-
     rsv.close()
     with refused(context, pyvmem.NotReserved):
         _native.free(context.handle, rsv.addr, 0)
@@ -305,8 +306,6 @@ def test_double_free_of_a_reservation(context: pyvmem.Context, rsv: pyvmem.Reser
 
 
 def test_free_in_the_middle(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
-    from pyvmem import _native
-
     with refused(context, pyvmem.InvalidArgument):
         _native.free(context.handle, rsv.addr + page, 0)
 
@@ -506,7 +505,9 @@ def test_ticket_of_another_context(backend: str, context: pyvmem.Context) -> Non
     with open_context(backend) as other:
         for handle in (0, 1, U64 - 1):
             with refused(other, pyvmem.BadHandle):
-                pyvmem.Ticket(other, handle, []).wait()
+                _native.wait(other.handle, handle, 0)
+        with refused(other, pyvmem.BadHandle):
+            pyvmem.Ticket(other).wait()  # never submitted
 
 
 def test_after_a_descriptor_that_is_none(context: pyvmem.Context) -> None:

@@ -92,6 +92,19 @@ def test_rows_that_need_torch(quick: dict[str, Any]) -> None:
     assert any("the same bits" in note for note in quick["parts"]["attention"]["notes"])
 
 
+def test_calls_of_the_cache_by_the_number_of_slots(quick: dict[str, Any]) -> None:
+    found = rows(quick)
+    counts = [name.rpartition("/")[2] for name in found if name.startswith("slots/idle/host/")]
+    assert counts == ["16", "64", "256"]
+    for call in ("alloc", "free", "can_admit", "idle", "grow", "short", "short_many"):
+        for count in counts:
+            row = found[f"slots/{call}/host/{count}"]
+            assert row["n"] > 0
+            assert 0 <= row["min"] <= row["median"] <= row["p99"]
+    for name in ("async_cold", "async_warm"):
+        assert found[f"slots/{name}/host"]["median"] > 0
+
+
 def test_more_live_pages_in_less_runs(quick: dict[str, Any]) -> None:
     found = rows(quick)
     runs = found["live/runs/host/1k/segments"]["value"]

@@ -47,10 +47,14 @@ def test_python_bases(cls: type[pyvmem.VMemError], base: type[Exception]) -> Non
     assert issubclass(cls, pyvmem.VMemError)
 
 
-def test_two_meanings_of_eacces() -> None:
+def test_two_meanings_of_one_errno() -> None:
     assert errors.error_class(errno.EACCES, "vmem_open") is pyvmem.AccessDenied
     assert errors.error_class(errno.EACCES, "vmem_probe") is pyvmem.AccessDenied
     assert errors.error_class(errno.EACCES, "vmem_write") is pyvmem.ReadOnly
+    assert errors.error_class(errno.EAGAIN, "vmem_submit") is pyvmem.TooManyBatches
+    assert errors.error_class(errno.EAGAIN) is pyvmem.TooManyBatches
+    assert errors.error_class(errno.EAGAIN, "vmem_batch") is pyvmem.Suspended
+    assert errors.error_class(errno.EAGAIN, "vMemReserve") is pyvmem.Suspended
     assert errors.error_class(errno.EXDEV) is pyvmem.VMemError
 
 

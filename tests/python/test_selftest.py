@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pyvmem
-from pyvmem import cli
+from pyvmem import Caps, ProbeResult, cli
 from pyvmem.selftest import books, memory
+from pyvmem.selftest import cli as selftest
 from pyvmem.selftest.check import run_check
+from pyvmem.selftest.cli import NOT_TESTED
 
 CHECKS = [*memory.CHECKS, *books.CHECKS]
 
@@ -114,13 +117,74 @@ def test_a_fault_is_found(
     assert capsys.readouterr().out.splitlines()[-1] == "FAILED"
 
 
+def test_no_such_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["selftest", "--backend", "floppy"]) == 2
+    assert "floppy" in capsys.readouterr().out
+
+
+def _probed(
+    monkeypatch: pytest.MonkeyPatch, error: int, reason: str, usable: Iterable[str]
+) -> None:
+    """The machine: uvm cannot be used, and of the others those named can."""
+
+    def one(name: str) -> ProbeResult:
+        works = name in usable
+        code, why = (0, "a page was mapped") if works else (errno.ENODEV, "no device")
+        if name == "uvm":
+            code, why = error, reason
+        text = errno.errorcode[code] if code else ""
+        return ProbeResult(name, works, False, code, text, Caps(0), (), "", "", why)
+
+    monkeypatch.setattr(
+        selftest, "probe", lambda device: [one(n) for n in ("uvm", "stock", "cuda", "host")]
+    )
+
+
+@pytest.mark.parametrize(
+    ("patched", "what"),
+    [(False, "the patched driver is not loaded"), (True, "uvm cannot be used here")],
+)
+def test_without_the_patched_driver(
+    patched: bool,
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One line, a status of its own, and the back ends that could be tested."""
+    file = tmp_path / "report.json"
+    if patched:
+        (tmp_path / "uvm_vmem_max_pinned").touch()
+    monkeypatch.setattr(selftest, "_PARAMETERS", tmp_path)
+    _probed(monkeypatch, errno.ENODEV, "the node is missing", ["stock", "host"])
+    assert cli.main(["selftest"]) == NOT_TESTED == 3
+    assert capsys.readouterr().out == (
+        f"not tested: {what} (the node is missing);"
+        " --backend stock or --backend host can be tested on this machine\n"
+    )
+    assert cli.main(["selftest", "--json", str(file)]) == NOT_TESTED
+    report = json.loads(file.read_text())
+    assert report["passed"] is False
+    assert what in report["not_tested"]
+    assert report["probe"]["error"] == "ENODEV"
+    assert "checks" not in report
+
+
+def test_a_failed_proof_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A driver that is there and maps wrongly is not "cannot be tested"."""
+    _probed(monkeypatch, errno.EIO, "a byte reads as 0x00", ["host"])
+    assert cli.main(["selftest"]) == 1
+    assert capsys.readouterr().out.splitlines() == ["uvm: a byte reads as 0x00", "FAILED"]
+
+
 def test_what_cannot_be_tested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
-    assert cli.main(["selftest", "--backend", "floppy"]) == 2
     missing = next((one for one in pyvmem.probe() if not one.usable), None)
     if missing is None:
         pytest.skip("every back end works here")
-    assert cli.main(["selftest", "--backend", missing.backend, "--json", str(file)]) == 1
+    assert cli.main(["selftest", "--backend", missing.backend, "--json", str(file)]) == NOT_TESTED
     report = json.loads(file.read_text())
     assert report["passed"] is False
     assert report["probe"]["reason"] == missing.reason

@@ -1,0 +1,24 @@
+/* SPDX-License-Identifier: MIT */
+/* Calls of vmem.h that leave their outcome in the caller's memory before they return to Python: an exception
+ * that a signal raises there (Ctrl-C) takes the return value with it, but not what is known of the call. cffi
+ * reads the part after the includes (see _build.py). Each function returns what the one of vmem.h did. */
+#include <vmem.h>
+
+struct pyvmem_outcome {
+  int32_t called; /* 1: the call was made and has returned */
+  int32_t code;   /* what it returned */
+  uint64_t value; /* what it made: a ticket, a handle, an address; 0 = nothing */
+};
+
+int pyvmem_batch(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,
+                 const struct vmem_after *after, size_t num_after);
+int pyvmem_submit(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,
+                  const struct vmem_after *after, size_t num_after);
+int pyvmem_create(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t size, const struct vmem_create_opts *opts);
+int pyvmem_gather(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t count,
+                  uint64_t stride);
+int pyvmem_drop_range(struct pyvmem_outcome *outcome, vmem_t vm, vmem_handle handle, uint64_t offset,
+                      uint64_t bytes, uint64_t count, uint64_t stride);
+int pyvmem_reserve(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t size, const struct vmem_reserve_opts *opts);
+int pyvmem_free(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t addr, uint32_t flags);
+int pyvmem_close(struct pyvmem_outcome *outcome, vmem_t vm);

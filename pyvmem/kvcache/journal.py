@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: MIT
+"""An undo log of a cache's books, so that an exception at any point leaves them true.
+
+An exception may come from outside between any two of Python's instructions: Ctrl-C, another
+signal's handler, a test's timeout, no memory. A call of the cache is then half done, in its books
+and in the context. So while a call runs, the journal holds, oldest first:
+
+    undo    how to take one change of the books back; harmless when done twice
+    act     a call of the context, with its outcome; the books before it say what is true when it
+            happens: *intent first*, then the act
+    abort   what takes back a part of the call that is complete by itself, such as a slot taken
+
+    | undo undo ACT undo ABORT undo undo ACT undo |
+                                         ^ did not happen: all is undone back to the first ACT,
+                                           which did; then what the aborts before it say is done
+
+What was interrupted is settled at once where the exception passes, and otherwise by the next call:
+`Journal.recover` may itself be interrupted at any point and begins again where it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from pyvmem._native import Outcome
+from pyvmem.errors import VMemError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+__all__ = ["Book", "Books", "Journal"]
+
+_put: Final = object.__setattr__
+
+
+class Book:
+    """An object whose attributes belong to the books: what they were is journaled.
+
+    A subclass makes itself by `_with`, in `__new__`.
+    """
+
+    __slots__ = ("_log",)
+
+    _log: list[Any]
+
+    @classmethod
+    def _with(cls, log: list[Any]) -> Self:
+        """An object without any other attribute yet."""
+        self = object.__new__(cls)
+        _put(self, "_log", log)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._log.append((_put, self, name, getattr(self, name, None)))
+        _put(self, name, value)
+
+
+class Made(Protocol):
+    """Something of the context that a call has made: a handle, addresses."""
+
+    def abandon(self) -> None:
+        """Gives it back, if it was made and not given back before."""
+
+
+class Books(Protocol):
+    """What recovers with a journal: the books of one cache."""
+
+    def rebuild(self) -> None:
+        """Counts and indexes again what the slots, nodes and batches say by themselves."""
+
+    def owns(self, held: Made) -> bool:
+        """Whether the books name what a call has made."""
+
+    def failed(self, error: VMemError) -> None:
+        """Notes a failure that the next `step` raises."""
+
+
+class _Abort:
+    """A part of a call that is to be taken back if the call is not completed.
+
+    `final`: it is to be done in any case, and what is before it stays.
+    """
+
+    __slots__ = ("final", "run")
+
+    def __init__(self, run: Callable[[], None], final: bool) -> None:
+        self.run = run
+        self.final = final
+
+
+class Journal:
+    """The undo log of all caches behind one lock, whose holder alone may touch it.
+
+    A context manager around a call of a cache. A `VMemError` that leaves the call has been dealt
+    with where it arose; after anything else the books are recovered.
+
+    Attributes:
+        entries: see the module; `Book` appends to it.
+        books: what recovers, one for each cache.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+        self.books: list[Books] = []
+        self._held: list[Made] = []  # made by the call, and perhaps nobody's
+        self._pending: list[Callable[[], None]] = []  # aborts to be run by `recover`
+        self._caller: FrameType | None = None  # of the call that is under way
+
+    # ---- what a call writes ----------------------------------------------------------------------
+
+    def undo(self, function: Callable[..., Any], *args: Any) -> None:
+        """Notes how a change is taken back, before it is made. C functions alone: atomic."""
+        self.entries.append((function, *args))
+
+    def keep(self, owner: Any, *names: str) -> None:
+        """Notes attributes of an object that is no `Book`, before they are changed."""
+        for name in names:
+            self.entries.append((_put, owner, name, getattr(owner, name)))
+
+    def keep_list(self, items: list[Any]) -> None:
+        """Notes what a list holds, before it is changed."""
+        self.entries.append((items.__setitem__, slice(None), items[:]))
+
+    def keep_dict(self, items: dict[Any, Any]) -> None:
+        """Notes what a dictionary holds, before it is changed."""
+        # The other way round: an undo runs from the last entry.
+        self.entries.append((items.update, dict(items)))
+        self.entries.append((items.clear,))
+
+    def act(self, outcome: Outcome) -> None:
+        """Notes a call of the context that is about to be made."""
+        self.entries.append(outcome)
+
+    def on_abort(self, run: Callable[[], None]) -> None:
+        """Notes what takes back a part of the call; `run` must bear to be run again."""
+        self.entries.append(_Abort(run, final=False))
+
+    def must(self, run: Callable[[], None]) -> None:
+        """Notes what follows from the books by now, and runs it; it must bear to be run again."""
+        self.entries.append(_Abort(run, final=True))
+        run()
+
+    def hold(self, made: Made) -> None:
+        """Notes a handle or reservation about to be made; unless the books name it when the call
+        ends, it is given back."""
+        self._held.append(made)
+
+    def mark(self) -> int:
+        """Where the journal is, for `rollback`."""
+        return len(self.entries)
+
+    def rollback(self, mark: int) -> None:
+        """Takes back what was written since; no act since then may have happened."""
+        self._undo(lambda entries: len(entries) > mark)
+
+    # ---- around a call ---------------------------------------------------------------------------
+
+    def __enter__(self) -> Journal:
+        if self._caller is not None and _is_running(self._caller):
+            return self  # a finalizer's call in the middle of another
+        if self.entries or self._pending or self._held:
+            self.recover()
+        self._caller = sys._getframe(1)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._caller is not sys._getframe(1):
+            return
+        if kind is None or issubclass(kind, VMemError):
+            self.entries.clear()
+            if self._held:
+                self._give_back()
+        else:
+            self.recover()
+        self._caller = None
+
+    def recover(self) -> None:
+        """Settles what an exception interrupted, by what the context has done."""
+        self._undo(lambda entries: bool(entries) and not _stays(entries[-1]))
+        entries = self.entries
+        for books in self.books:
+            books.rebuild()
+        if entries:
+            self._pending = [
+                *self._pending,
+                *(entry.run for entry in entries if type(entry) is _Abort),
+            ]
+            entries.clear()
+        while self._pending:
+            try:
+                self._pending[-1]()
+            except VMemError as error:
+                for books in self.books[:1]:
+                    books.failed(error)
+            entries.clear()
+            self._pending.pop()
+        self._give_back()
+        entries.clear()
+
+    def _undo(self, further: Callable[[list[Any]], bool]) -> None:
+        """Undoes the last entry while there is one to be undone."""
+        entries = self.entries
+        while further(entries):
+            entry = entries[-1]
+            if type(entry) is tuple:
+                entry[0](*entry[1:])
+            entries.pop()
+
+    def _give_back(self) -> None:
+        """Drops what the call made and the books do not name."""
+        while self._held:
+            made = self._held[-1]
+            if not any(books.owns(made) for books in self.books):
+                with suppress(VMemError):  # consumed or dropped before: as it should be
+                    made.abandon()
+            self._held.pop()
+
+
+def _stays(entry: Any) -> bool:
+    """Whether what is before an entry is true, and stays."""
+    if type(entry) is Outcome:
+        return entry.happened
+    return type(entry) is _Abort and entry.final
+
+
+def _is_running(frame: FrameType) -> bool:
+    """Whether a frame is among the callers of this function."""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None:
+        if caller is frame:
+            return True
+        caller = caller.f_back
+    return False

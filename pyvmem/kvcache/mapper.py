@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: MIT
+"""The one place where a cache calls its context for pages, each call a transaction.
+
+    with mapper.transaction() as change:
+        slot.job = Cut(slot, ..., change.ticket)    # intent: the books as they will be
+        slot.mapped = keep
+        change.submit(ops, after=slot.events)       # the act
+
+Where the act fails, or an exception comes from outside before it is made, the books are as before;
+once it is made they are as intended, whatever comes next (journal.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from pyvmem._native import Outcome
+from pyvmem.errors import VMemError
+from pyvmem.pages import Pages, Ticket
+from pyvmem.reservation import Reservation
+
+if TYPE_CHECKING:
+    from pyvmem.context import Context
+    from pyvmem.info import RangeInfo
+    from pyvmem.kvcache.journal import Journal
+    from pyvmem.ops import OpBatch
+
+__all__ = ["Mapper", "Transaction"]
+
+
+class Transaction:
+    """One batch and the change of the books that goes with it.
+
+    Attributes:
+        ticket: of the batch, for the books to name before it is submitted.
+    """
+
+    __slots__ = ("_context", "_journal", "_mark", "ticket")
+
+    def __init__(self, context: Context, journal: Journal) -> None:
+        self._context = context
+        self._journal = journal
+        self._mark = journal.mark()
+        self.ticket = Ticket(context)
+
+    def submit(self, ops: OpBatch, after: Iterable[Any] = ()) -> Ticket:
+        """Gives the batch to the worker; see `Context.submit`."""
+        self._journal.act(self.ticket._outcome)
+        return self._context.submit(ops, after, self.ticket)
+
+    def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
+        """Runs the batch in the calling thread; see `Context.batch`."""
+        outcome = self.ticket._outcome
+        self._journal.act(outcome)
+        self._context.batch(ops, after, outcome)
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, VMemError):
+            self._journal.rollback(self._mark)
+
+
+class Mapper:
+    """A cache's access to its context."""
+
+    def __init__(self, context: Context, journal: Journal) -> None:
+        self.context = context
+        self.journal = journal
+
+    def transaction(self) -> Transaction:
+        """A change of the books and of the mappings, both or neither."""
+        return Transaction(self.context, self.journal)
+
+    def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
+        """A transaction whose intent is in the books already, or needs none."""
+        with self.transaction() as change:
+            change.run(ops, after)
+
+    # ---- handles and addresses -------------------------------------------------------------------
+
+    def gather(self, addr: int, size: int, count: int, stride: int) -> Pages:
+        """A handle to mapped pages; dropped at the end of the call unless the books name it."""
+        pages = Pages(self.context, Outcome(), size * count)
+        self.journal.hold(pages)
+        return self.context.gather(addr, size, count, stride, pages)
+
+    def drop(self, pages: Pages) -> None:
+        """Drops a handle that the books name no longer."""
+        self.journal.must(pages.abandon)
+
+    def drop_range(self, pages: Pages, offset: int, size: int, count: int, stride: int) -> None:
+        """Drops a part of a handle, which the books name no longer; nothing changed on failure."""
+        outcome = Outcome()
+        self.journal.act(outcome)
+        pages.drop_range(offset, size, count, stride, outcome)
+
+    def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
+        """Addresses; given back at the end of the call unless the books name them."""
+        found = Reservation(self.context, Outcome())
+        self.journal.hold(found)
+        return self.context.reserve(size, visible=visible, align=align, into=found)
+
+    def close(self, addresses: Reservation) -> None:
+        """Gives addresses back that the books name no longer, with what is mapped there."""
+        self.journal.must(addresses.abandon)
+
+    # ---- what changes no books -------------------------------------------------------------------
+
+    def query(self, addr: int) -> RangeInfo:
+        """See `Context.query`."""
+        return self.context.query(addr)
+
+    def consolidate(self, addr: int, size: int) -> int:
+        """See `Context.consolidate`."""
+        return self.context.consolidate(addr, size)

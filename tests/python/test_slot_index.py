@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: MIT
+"""The choice among slots, against a look at every one of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pyvmem.info import Location
+from pyvmem.kvcache.journal import Journal
+from pyvmem.kvcache.lockstep import LockstepTable
+from pyvmem.kvcache.places import PLAIN, Kind, Tier
+from pyvmem.kvcache.slot_index import SlotIndex
+from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.spans import EMPTY, Span
+
+COUNT = 12
+
+
+class Event:
+    """GPU work that a test ends."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def query(self) -> bool:
+        return self.over
+
+
+def _span(pages: int) -> Span:
+    span = Span((), 1)
+    span.pages = pages
+    return span
+
+
+def _losing(slot: Slot) -> bool:
+    return slot.stale or (slot.job is not None and slot.job.takes_pages)
+
+
+def _free(table: SlotTable) -> list[Slot]:
+    found = [slot for slot in table if not slot.active and not slot.broken]
+    return sorted(found, key=lambda slot: (slot.freed_order, slot.index))
+
+
+def _change(table: SlotTable, rng: random.Random) -> None:
+    """Something that happens to a slot."""
+    slot = rng.choice(table.slots)
+    what = rng.randrange(9)
+    if what == 0 and not slot.active and not slot.broken:
+        table.take(slot)
+    elif what == 1 and slot.active:
+        table.give_back(slot, Event() if rng.random() < 0.5 else None, rng.randrange(100))
+    elif what == 2 and rng.random() < 0.1:
+        table.condemn(slot)
+    else:
+        table.changed(slot)
+        if what == 3:
+            slot.mapped = rng.randrange(slot.job is not None, 6)
+            slot.granted, slot.head = min(slot.granted, slot.mapped), min(slot.head, slot.mapped)
+            slot.span = EMPTY
+            slot.places.forget(slot.mapped, 8)
+        elif what == 4 and slot.active:
+            slot.granted = rng.randrange(slot.mapped + 1)
+        elif what == 5:
+            pages = rng.randrange(3)
+            growth, cut = (SimpleNamespace(takes_pages=takes, pages=pages) for takes in (0, 1))
+            jobs: list[Any] = [None, cut, growth] if slot.mapped else [None, cut]
+            slot.job = rng.choice(jobs)
+        elif what == 6:
+            slot.span = _span(rng.randrange(slot.mapped + 1)) if rng.random() < 0.3 else EMPTY
+        elif what == 7:
+            slot.head = rng.randrange(slot.mapped + 1) if rng.random() < 0.3 else 0
+        elif what == 8 and slot.mapped >= 2:
+            kind = rng.choice([PLAIN, Kind(2, Tier(Location.DEVICE)), Kind(1, Tier(Location.HOST))])
+            slot.places.put(0, 2, kind)
+    for one in table:
+        for event in one.events:
+            event.over |= rng.random() < 0.1
+
+
+def _best_fit(table: SlotTable, pages: int) -> Slot | None:
+    return min(
+        _free(table),
+        key=lambda s: (_losing(s), s.mapped < pages, abs(s.mapped - pages)),
+        default=None,
+    )
+
+
+def _emptiest(table: SlotTable, count: int) -> list[Slot]:
+    def key(slot: Slot) -> tuple[bool, bool, int]:
+        busy = slot.job is not None and slot.job.takes_pages
+        waits = any(not event.over for event in slot.events)
+        return (busy or bool(slot.mapped), waits, slot.mapped)
+
+    return sorted(_free(table), key=key)[:count]
+
+
+def _victims(table: SlotTable) -> list[Slot]:
+    found = [s for s in table if s.job is None and s.mapped > s.granted and not s.lost]
+    waits = {slot: any(not event.over for event in slot.events) for slot in found}
+    return sorted(found, key=lambda s: (s.active, waits[s], s.freed_order, s.index))
+
+
+def _to_prepare(table: SlotTable, pages: int) -> Slot | None:
+    free = [slot for slot in _free(table) if not slot.stale]
+    ready = [slot for slot in free if slot.mapped >= pages]
+    if ready:
+        return min(ready, key=lambda slot: slot.mapped)
+    return max((s for s in free if s.job is None), key=lambda s: s.mapped, default=None)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_index_answers_as_a_look_at_every_slot(seed: int) -> None:
+    rng = random.Random(seed)
+    table = SlotTable(COUNT, Journal())
+    for _ in range(3000):
+        for _ in range(rng.choice([1, 1, 1, 5])):
+            _change(table, rng)
+        pages = rng.randrange(8)
+        assert list(table.free) == _free(table)
+        assert table.best_fit(pages) is _best_fit(table, pages)
+        assert table.to_prepare(pages) is _to_prepare(table, pages)
+        assert table.emptiest(pages) == _emptiest(table, pages)
+        assert list(table.victims()) == _victims(table)
+        assert list(table.victims(active=False)) == [s for s in _victims(table) if not s.active]
+        assert table.check() == []
+
+
+def test_of_equal_fits_that_which_has_been_free_for_longest() -> None:
+    table = SlotTable(4, Journal())
+    for slot in table:
+        table.take(slot)
+    for index in (2, 0, 3, 1):
+        table[index].mapped = 2
+        table.give_back(table[index], None, 0)
+    for index in (2, 0, 3, 1):
+        found = table.best_fit(1)
+        assert found is table[index]
+        table.take(found)
+        table.give_back(found, None, 0)
+    table[3].mapped = 1
+    table.changed(table[3])
+    assert table.best_fit(1) is table[3], "the best fit goes first"
+    assert table.best_fit(3) is table[2], "else the most, and of these the one free for longest"
+
+
+def test_ranks_take_the_slot_that_was_freed_last() -> None:
+    table = LockstepTable(3, Journal())
+    assert table.best_fit(1) is table[0], "by number, where none was ever taken"
+    for slot in table:
+        table.take(slot)
+    assert table.best_fit(1) is None
+    for index in (1, 2, 0):
+        table.give_back(table[index], None, 0)
+    assert table.best_fit(1) is table[0]
+    assert table.emptiest(2) == [table[1], table[2]]
+    table.reset_order()
+    assert list(table.free) == [table[0], table[1], table[2]]
+    assert table.best_fit(1) is table[0]
+
+
+def test_victims_may_be_cut_while_they_are_gone_through() -> None:
+    table = SlotTable(3, Journal())
+    for slot in table:
+        table.changed(slot)
+        slot.mapped = 2
+    seen = []
+    for slot in table.victims():
+        seen.append(slot)
+        for one in table:
+            table.changed(one)
+            one.job = SimpleNamespace(takes_pages=True, pages=2)
+        assert table.index.returning == 6
+    assert seen == [table[0]]
+
+
+def test_what_nobody_noted_is_found() -> None:
+    table = SlotTable(2, Journal())
+    assert table.check() == []
+    table[1].mapped = 3
+    found = table.check()
+    assert any("spare is 0, made anew 3" in one for one in found)
+    table.rebuild()
+    assert table.check() == []
+
+
+@pytest.mark.parametrize("when", ["before", "within", "after"])
+def test_an_exception_while_slots_are_filed_costs_nothing(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = SlotTable(4, Journal())
+    assert len(table.free) == 4
+    table.take(table[1])
+    table.take(table[2])
+    file: Callable[[SlotIndex, Slot], None] = SlotIndex.file
+
+    def broken(index: SlotIndex, slot: Slot) -> None:
+        if when == "after":
+            file(index, slot)
+        if when == "within":
+            index.free.put(slot.index, None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SlotIndex, "file", broken)
+    with pytest.raises(KeyboardInterrupt):
+        len(table.free)
+    with pytest.raises(KeyboardInterrupt):
+        len(table.free)
+    monkeypatch.undo()
+    assert list(table.free) == [table[0], table[3]]
+    assert table.check() == []
