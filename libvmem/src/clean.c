@@ -18,32 +18,37 @@
 
 /* ---- aliases --------------------------------------------------------------------------------- */
 
-int vm_slab_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind) {
-  struct vm_be_load load = {.more_segments = 2, .more_mappings = 1};
+/* Lock held, let go for the driver. */
+static int make_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind) {
+  struct vm_be_load load = {c->segments, 2, c->mappings + c->alias_mappings, 1};
   uint64_t addr, priv;
+  int err = c->be->room ? c->be->room(c->bes, &load) : 0;
+  if (err) return err;
+  s->alias_making = true;
+  pthread_mutex_unlock(&c->lock);
+  err = vm_drv_alias(c, s, kind, &addr, &priv);
+  pthread_mutex_lock(&c->lock);
+  s->alias_making = false;
+  pthread_cond_broadcast(&c->done_cond);
+  if (err) return err;
+  s->alias = addr;
+  s->alias_priv = priv;
+  c->alias_mappings++;
+  return 0;
+}
+
+static int try_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind) {
   int err = 0;
   pthread_mutex_lock(&c->lock);
   while (s->alias_making) pthread_cond_wait(&c->done_cond, &c->lock);
-  if (!s->alias) {
-    load.segments = c->segments;
-    load.mappings = c->mappings + c->alias_mappings;
-    if (c->be->room) err = c->be->room(c->bes, &load);
-    if (!err) {
-      s->alias_making = true;
-      pthread_mutex_unlock(&c->lock);
-      err = vm_drv_alias(c, s, kind, &addr, &priv);
-      pthread_mutex_lock(&c->lock);
-      s->alias_making = false;
-      pthread_cond_broadcast(&c->done_cond);
-    }
-    if (!err) {
-      s->alias = addr;
-      s->alias_priv = priv;
-      c->alias_mappings++;
-    }
-  }
+  if (!s->alias) err = make_alias(c, s, kind);
   pthread_mutex_unlock(&c->lock);
   return err;
+}
+
+int vm_slab_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind) {
+  int err = try_alias(c, s, kind);
+  return vm_recount(c, err) ? try_alias(c, s, kind) : err;
 }
 
 static struct vm_be_range through_alias(const struct vm_ctx *c, const struct vm_run *r) {

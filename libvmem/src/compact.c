@@ -492,7 +492,7 @@ static int evacuate(struct vm_ctx *c, struct vm_slab *s, const struct survey *v,
 /* ---- all of them ----------------------------------------------------------------------------- */
 
 /* Lock held, let go for the driver. */
-static int compact(struct vm_ctx *c, uint64_t want, uint64_t *freed) {
+static int compact_all(struct vm_ctx *c, uint64_t want, uint64_t *freed) {
   struct survey v = {0};
   const struct vm_pool *full[VM_POOLS];
   size_t nfull = 0;
@@ -509,6 +509,20 @@ static int compact(struct vm_ctx *c, uint64_t want, uint64_t *freed) {
     if (no_room) full[nfull++] = s->pool;
   }
   survey_free(&v);
+  return err;
+}
+
+static int compact(struct vm_ctx *c, uint64_t want, uint64_t *freed) {
+  int err;
+  pthread_mutex_lock(&c->lock);
+  while (c->compacting) pthread_cond_wait(&c->done_cond, &c->lock);
+  c->compacting = true;
+  vm_clean_hold(c);
+  err = compact_all(c, want, freed);
+  vm_clean_release(c);
+  c->compacting = false;
+  pthread_cond_broadcast(&c->done_cond);
+  pthread_mutex_unlock(&c->lock);
   return err;
 }
 
@@ -537,15 +551,8 @@ VMEM_API int vmem_compact(vmem_t vm, uint64_t want, const struct vmem_after *aft
   else if (!(err = vm_deps_make(c, after, num_after, &deps))) {
     if (!(err = vm_deps_wait(c, &deps)) && want) {
       n = trim(c, want);
-      pthread_mutex_lock(&c->lock);
-      while (c->compacting) pthread_cond_wait(&c->done_cond, &c->lock);
-      c->compacting = true;
-      vm_clean_hold(c);
       err = compact(c, want, &n);
-      vm_clean_release(c);
-      c->compacting = false;
-      pthread_cond_broadcast(&c->done_cond);
-      pthread_mutex_unlock(&c->lock);
+      if (vm_recount(c, err)) err = compact(c, want, &n);
     }
     vm_deps_put(c, &deps);
   }

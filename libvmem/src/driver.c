@@ -111,20 +111,24 @@ static int alias_map(struct vm_ctx *c, const struct vm_slab *s, uint64_t addr, u
 int vm_drv_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind, uint64_t *addr, uint64_t *priv) {
   uint64_t align = c->granule > LARGE_PAGE ? c->granule : LARGE_PAGE;
   uint32_t flags = c->info.pub.caps & VMEM_CAP_PLAIN ? VMEM_RESERVE_PLAIN : 0, ignored;
+  bool gone;
   int err = CALL(kind, &c->slab_calls, c->be->reserve(c->bes, s->bytes, align, flags, addr, &ignored, priv));
   if (err) return err;
   err = CALL(kind, &c->slab_calls, alias_map(c, s, *addr, *priv));
   /* Whatever is mapped goes with the reservation, or nothing is. */
-  if (err) VM_UNDO(c->be->unreserve(c->bes, *addr, s->bytes, *priv));
+  if (err) VM_UNDO(c->be->unreserve(c->bes, *addr, s->bytes, *priv, &gone));
   return err;
 }
 
 int vm_drv_unalias(struct vm_ctx *c, struct vm_slab *s) {
+  bool gone = false;
   int err = 0;
   if (!s->alias) return 0;
+  vm_undo_begin();
   if (!c->info.unreserve_unmaps) err = CALL(0, &c->slab_calls, c->be->unmap(c->bes, s->alias, s->bytes, false));
-  if (!err) err = CALL(0, &c->slab_calls, c->be->unreserve(c->bes, s->alias, s->bytes, s->alias_priv));
-  if (err) return err;
+  if (!err) err = CALL(0, &c->slab_calls, c->be->unreserve(c->bes, s->alias, s->bytes, s->alias_priv, &gone));
+  vm_undo_end();
+  if (err && !gone) return err;
   s->alias = 0;
   pthread_mutex_lock(&c->lock);
   c->alias_mappings--;
