@@ -102,6 +102,10 @@ class Core(Accounts):
         self.used_tokens = sum(self.seq_lens)
         self.untidy = True
 
+    def undone(self) -> None:
+        """See `Books.undone`."""
+        self.table.rebuild()
+
     def owns(self, held: object) -> bool:
         """See `Books.owns`."""
         blocks = self.reclaimer.shared.blocks

@@ -73,6 +73,9 @@ class Books(Protocol):
     def rebuild(self) -> None:
         """Counts and indexes again what the slots, nodes and batches say by themselves."""
 
+    def undone(self) -> None:
+        """Notes that slots were undone, so that no index of them is to be trusted."""
+
     def owns(self, held: Made) -> bool:
         """Whether the books name what a call has made."""
 
@@ -157,6 +160,8 @@ class Journal:
     def rollback(self, mark: int) -> None:
         """Takes back what was written since; no act since then may have happened."""
         self._undo(lambda entries: len(entries) > mark)
+        for books in self.books:
+            books.undone()
 
     # ---- around a call ---------------------------------------------------------------------------
 

@@ -35,6 +35,14 @@ def open_context(backend: str, **options: object) -> pyvmem.Context:
     return pyvmem.Context(backend, **options)  # type: ignore[arg-type]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--points",
+        default=os.environ.get("VMEM_INTERRUPT_POINTS", ""),
+        help="test_interrupts.py: points of each scenario, or 'all' (VMEM_INTERRUPT_POINTS)",
+    )
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", usable_backends(), scope="session")
@@ -66,6 +74,13 @@ def short_collections() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def points(request: pytest.FixtureRequest) -> int | None:
+    """What ``--points`` asks for; 0: all, None: what the test takes by itself."""
+    asked = request.config.getoption("--points")
+    return 0 if asked == "all" else int(asked) if asked else None
 
 
 @pytest.fixture

@@ -1,0 +1,591 @@
+# SPDX-License-Identifier: MIT
+"""Raises exceptions at chosen points of a call, as signal handlers do, and checks what is left.
+
+A point is a place in a frame of the package where CPython may run a signal handler. The interpreter
+looks at its eval breaker
+
+- 3.10: after CALL_FUNCTION, CALL_FUNCTION_KW, CALL_FUNCTION_EX, CALL_METHOD, JUMP_ABSOLUTE and
+  POP_JUMP_IF_*, and where a frame begins or goes on;
+- 3.11: after CALL and its kin of C functions, CALL_FUNCTION_EX, JUMP_BACKWARD*,
+  POP_JUMP_BACKWARD_IF_* and RESUME;
+- 3.12 and 3.13: after CALL, CALL_KW, CALL_FUNCTION_EX, JUMP_BACKWARD and RESUME.
+
+Taken here is what any of them does: after each of these, also after calls of Python functions, and
+where a frame begins or goes on. The exception is raised before the next instruction
+runs. Where that one has another handler than the call (``return f()`` inside ``with``), the point
+is left out: CPython would enter the call's handler, which tracing cannot. Left out, too, are
+finalizers, whose exceptions are lost, and frames of other packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import gc
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from conftest import open_context
+from kvcache_helpers import small_config
+from share_helpers import is_zero, read_rows, write_rows
+
+import pyvmem
+from pyvmem import Context, InvalidArgument, KVCache
+from pyvmem.kvcache import Budget, LayeredCache, SwappedRequest
+
+__all__ = [
+    "Engine",
+    "Interrupted",
+    "Interrupts",
+    "NotHere",
+    "Outcome",
+    "Scenario",
+    "Stuck",
+    "alarms",
+    "lens",
+    "measure",
+    "parts",
+    "run_after",
+    "run_at",
+]
+
+LIMIT = 8  # seconds for a call; for all that is done after it
+PACKAGE = str(Path(pyvmem.__file__).parent) + "/"
+
+
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+class Stuck(BaseException):
+    """A call did not come back in time."""
+
+
+class NotHere(Exception):
+    """A scenario needs what this back end lacks."""
+
+
+# ---- points --------------------------------------------------------------------------------------
+
+
+def _checked(name: str) -> bool:
+    """Whether some CPython looks at its eval breaker after this instruction."""
+    if name.startswith("CALL") and not name.startswith("CALL_INTRINSIC"):
+        return True
+    if name == "JUMP_ABSOLUTE" or "JUMP_BACKWARD" in name or name == "RESUME":
+        return True
+    return sys.version_info < (3, 11) and name.startswith("POP_JUMP_IF")
+
+
+class Instructions:
+    """What the tracer wants to know of a code object, by the offset of an instruction."""
+
+    def __init__(self, code: CodeType, package: str) -> None:
+        self.file = code.co_filename.removeprefix(package)
+        self.checked: set[int] = set()
+        self.prologue: set[int] = set()
+        self.handler: dict[int, int] | None = None
+        self._lines = dict(dis.findlinestarts(code))
+        prefix: list[int] = []
+        for one in dis.get_instructions(code):
+            prefix.append(one.offset)  # those of EXTENDED_ARG stand for what they extend
+            if one.opname == "EXTENDED_ARG":
+                continue
+            if one.opname in ("RESUME", "COPY_FREE_VARS", "MAKE_CELL", "RETURN_GENERATOR"):
+                self.prologue.update(prefix)
+            if _checked(one.opname):
+                self.checked.update(prefix)
+            prefix = []
+        parse = getattr(dis, "_parse_exception_table", None)
+        if parse is not None:
+            self.handler = {
+                at: entry.target for entry in parse(code) for at in range(entry.start, entry.end, 2)
+            }
+
+    def place(self, offset: int) -> str:
+        """The file and the line of an instruction."""
+        line = max((at for at in self._lines if at <= offset), default=0)
+        return f"{self.file}:{self._lines.get(line)}"
+
+    def same_handler(self, one: int, other: int) -> bool:
+        table = self.handler
+        return table is None or table.get(one) == table.get(other)
+
+
+class Interrupts:
+    """Counts the points of a call; raises `Interrupted` at some of them.
+
+    Attributes:
+        places: file and line of each point where it raised.
+        count: points since the last of these, or since the beginning.
+    """
+
+    _known: dict[CodeType, Instructions] = {}  # noqa: RUF012
+
+    def __init__(self, *at: int, package: str = PACKAGE) -> None:
+        """`at`: the first, from 1 on; then how many points later the second, and so on."""
+        self._at = list(at)
+        self._package = package
+        self.places: list[str] = []
+        self.count = 0
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Makes the call; returns or raises what it does."""
+        collecting = gc.isenabled()
+        gc.disable()  # finalizers would come at other points each time
+        sys.settrace(self._enter)
+        try:
+            return call()
+        finally:
+            sys.settrace(None)
+            sys.setprofile(None)
+            if collecting:
+                gc.enable()
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(self._package) or self._finalizes(frame):
+            return None
+        frame.f_trace_opcodes = True
+        return self._tracer(code)
+
+    def _finalizes(self, frame: FrameType | None) -> bool:
+        for _ in range(4):
+            if frame is None:
+                return False
+            if frame.f_code.co_name == "__del__":
+                return True
+            frame = frame.f_back
+        return False
+
+    def _tracer(self, code: CodeType, begun: bool = False) -> Any:
+        known = self._known.get(code)
+        if known is None:
+            known = self._known[code] = Instructions(code, self._package)
+        checked, entry = known.checked, not begun
+        last = -1
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal last, entry
+            if event == "opcode":
+                at = frame.f_lasti
+                if entry:  # RESUME itself may have been traced or not
+                    if at not in known.prologue:
+                        entry = False
+                        self._point(known, at)
+                elif last in checked and known.same_handler(last, at):
+                    self._point(known, last)
+                last = at
+            elif event == "exception":
+                last = -1  # an instruction that raises looks at nothing
+            return trace
+
+        return trace
+
+    def _point(self, known: Instructions, offset: int) -> None:
+        self.count += 1
+        if self._at and self.count == self._at[0]:
+            self._at.pop(0)
+            self.count = 0
+            self.places.append(known.place(offset))
+            sys.setprofile(self._go_on)
+            raise Interrupted(self.places[-1])
+
+    def _go_on(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Traces what follows an exception of the tracer, which ends all tracing."""
+        sys.setprofile(None)
+        sys.settrace(self._enter)
+        here: FrameType | None = frame
+        while here is not None:
+            if here.f_code.co_filename.startswith(self._package) and not self._finalizes(here):
+                here.f_trace_opcodes = True
+                here.f_trace = self._tracer(here.f_code, begun=True)
+            here = here.f_back
+
+
+class Alarm:
+    """Raises an exception in the main thread after a time."""
+
+    def __init__(self) -> None:
+        self._error: type[BaseException] = Stuck
+
+    def ring(self, *_: object) -> None:
+        raise self._error
+
+    def set(self, seconds: float, error: type[BaseException]) -> None:
+        self._error = error
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def stop(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@contextlib.contextmanager
+def alarms() -> Iterator[Alarm]:
+    """The process's alarm clock; gives it back, with the time that is left, to whoever had it."""
+    alarm = Alarm()
+    begun = time.monotonic()
+    left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+    before = signal.signal(signal.SIGALRM, alarm.ring)
+    try:
+        yield alarm
+    finally:
+        alarm.stop()
+        signal.signal(signal.SIGALRM, before)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(1.0, left - (time.monotonic() - begun)))
+
+
+# ---- an engine whose calls are interrupted -------------------------------------------------------
+
+Cache = KVCache | LayeredCache
+
+
+class Engine:
+    """Caches over one context, and what the rows of their requests hold.
+
+    Attributes:
+        held: what the rows of each request hold, by cache and reqid.
+        leaving: requests that the interrupted call gives up.
+        swapped: what the interrupted call may take in.
+        orphans: slots that the interrupted call left taken, whose reqid nobody was told.
+    """
+
+    def __init__(self, backend: str = "host", **options: Any) -> None:
+        self.context: Context = open_context(backend, **options)
+        self.page = self.context.info.granule
+        self.caches: list[Cache] = []
+        self.held: dict[tuple[Cache, int], list[int]] = {}
+        self.leaving: set[tuple[Cache, int]] = set()
+        self.swapped: list[SwappedRequest] = []
+        self.orphans = 0
+        self._room: dict[Cache, int] = {}
+        self._locked = False
+        self._tag = 0
+
+    # ---- what scenarios are made of --------------------------------------------------------------
+
+    def cache(self, budget: Budget | None = None, pages: int = 64, **changes: Any) -> KVCache:
+        """A small cache; `pages`: its memory or its budget's, in pages of each tensor."""
+        config = small_config(self.page, **changes)
+        tensors = 2 * config.num_layers // config.group_size
+        if budget is None:
+            config = small_config(
+                self.page, **{"memory_limit": pages * tensors * self.page, **changes}
+            )
+        cache = KVCache(config, self.context, budget=budget)
+        self.caches.append(cache)
+        self._room[cache] = cache.layout.capacity(pages)
+        return cache
+
+    def tags(self, count: int) -> list[int]:
+        """Contents of so many rows that nobody has yet."""
+        self._tag += count
+        return list(range(self._tag - count + 1, self._tag + 1))
+
+    def write(self, cache: Cache, reqid: int, rows: int) -> None:
+        """Rows that a step has given the request get contents."""
+        held = self.held.setdefault((cache, reqid), [])
+        more = self.tags(rows - len(held))
+        for part in parts(cache):
+            write_rows(part, reqid, len(held), more)
+        held.extend(more)
+
+    def start(self, cache: Cache, rows: int) -> int:
+        """A new request with so many rows."""
+        reqid = cache.alloc_reqid(rows)
+        assert reqid is not None, "no slot is free"
+        self.held[cache, reqid] = []
+        self.grow(cache, reqid, rows)
+        return reqid
+
+    def grow(self, cache: Cache, reqid: int, rows: int) -> None:
+        assert cache.step(lens(cache, {reqid: rows})) == 0
+        self.write(cache, reqid, rows)
+
+    def take(self, cache: Cache, reqid: int | None, of: list[int]) -> None:
+        """Notes a request that begins with these rows."""
+        assert reqid is not None, "the call returned None"
+        assert (cache, reqid) not in self.held, f"reqid {reqid} is somebody's"
+        self.held[cache, reqid] = list(of)
+        assert all(read_rows(part, reqid, 0, of) for part in parts(cache)), "rows of the new one"
+
+    def free(self, cache: Cache, reqid: int, **options: Any) -> None:
+        """Gives a request up, or finds that an interrupted call has done so."""
+        try:
+            cache.free_reqid(reqid, **options)
+        except InvalidArgument as error:
+            if (cache, reqid) not in self.leaving or "not taken" not in str(error):
+                raise
+        self.leaving.discard((cache, reqid))
+        self.held.pop((cache, reqid), None)
+
+    def leaves(self, cache: Cache, reqid: int) -> None:
+        """The call that will be interrupted gives this request up."""
+        self.leaving.add((cache, reqid))
+
+    # ---- checks ----------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        for cache in self.caches:
+            if not cache._closed:
+                cache.check_integrity()
+
+    def check_rows(self) -> None:
+        """Every row of every request; of one that leaves, as long as it is taken."""
+        for (cache, reqid), tags in self.held.items():
+            if cache._closed:
+                continue
+            for part in parts(cache):
+                slot = part.snapshot()[reqid]
+                if (cache, reqid) in self.leaving and slot.state != "active":
+                    continue
+                assert slot.state == "active", f"reqid {reqid} is {slot.state}"
+                assert slot.seq_len >= len(tags), f"reqid {reqid} holds {slot.seq_len} rows"
+                assert read_rows(part, reqid, 0, tags), f"rows of reqid {reqid}"
+
+    def check_lock(self) -> None:
+        """Whether another thread gets its turn."""
+        for cache in self.caches:
+            if cache._closed:
+                continue
+            thread = threading.Thread(target=_touch, args=(cache,), daemon=True)
+            thread.start()
+            thread.join(LIMIT / 8)
+            self._locked = thread.is_alive()
+            assert not self._locked, "the lock is still held"
+
+    def unknown(self, cache: Cache) -> list[int]:
+        """Taken slots that belong to no request that the engine knows."""
+        slots = parts(cache)[0].snapshot()
+        return [s.reqid for s in slots if s.state == "active" and (cache, s.reqid) not in self.held]
+
+    def free_unknown(self) -> None:
+        for cache in self.caches:
+            for reqid in [] if cache._closed else self.unknown(cache):
+                self.orphans += 1
+                cache.free_reqid(reqid)
+
+    def ordinary(self) -> None:
+        """A new request in every cache grows to its full length; it may have all others' memory."""
+        for cache in self.caches:
+            if cache._closed:
+                continue
+            reqid = cache.alloc_reqid()
+            if reqid is None:
+                self._free_all(self.caches)
+                reqid = cache.alloc_reqid()
+            assert reqid is not None, "no slot is free"
+            full = parts(cache)[0].config.max_seq_len
+            full = min(full, self._room.get(cache, full))
+            if cache.step(lens(cache, {reqid: full})) == -1:
+                self._free_all(self.caches)
+                assert cache.step(lens(cache, {reqid: full})) == 0, "memory is short"
+            tags = self.tags(full)
+            for part in parts(cache):
+                assert is_zero(part, reqid, 0, full), "pages of a new request are not zero"
+                write_rows(part, reqid, 0, tags)
+                assert read_rows(part, reqid, 0, tags), "rows of a new request"
+            cache.free_reqid(reqid)
+
+    def _free_all(self, caches: list[Cache]) -> None:
+        for cache, reqid in list(self.held):
+            if cache in caches and not cache._closed:
+                self.free(cache, reqid)
+
+    def end(self) -> None:
+        """Gives everything back; then nothing may be left."""
+        self._free_all(self.caches)
+        for swapped in self.swapped:
+            swapped.close()
+        for cache in self.caches:
+            cache.close()
+        left = self.context.stats()
+        for name in ("mapped_bytes", "used_bytes", "handles", "reservations", "pending"):
+            value = getattr(left, name)
+            assert not value, f"after close: {name} is {value}"
+        self.context.check()
+        self.context.close()
+
+    def abandon(self) -> None:
+        """Gives back what can be, after a failure."""
+        with contextlib.suppress(Stuck):
+            for cache in [] if self._locked else self.caches:
+                with contextlib.suppress(Exception):
+                    cache.close()
+        with contextlib.suppress(Exception, Stuck):
+            self.context.close()
+
+
+def _touch(cache: Cache) -> None:
+    with contextlib.suppress(Exception):
+        cache.stats()
+
+
+def parts(cache: Cache) -> tuple[KVCache, ...]:
+    """The cache, or those of its classes of layers."""
+    return cache.caches if isinstance(cache, LayeredCache) else (cache,)
+
+
+def lens(cache: Cache, more: dict[int, int] | None = None) -> list[int]:
+    """What the slots hold by the last step, but for some."""
+    out = [slot.seq_len for slot in parts(cache)[0].snapshot()]
+    for reqid, rows in (more or {}).items():
+        out[reqid] = rows
+    return out
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+Call = Callable[[], Any]
+Scenario = Callable[[Engine], tuple[Call, Call]]
+"""Prepares an engine; returns the call to interrupt, and what makes it again and checks its effect.
+The latter is made whether the call was interrupted or came to its end."""
+
+
+class Outcome:
+    """What came of one run.
+
+    Attributes:
+        places: where it was interrupted.
+        count: points of the call, or after the last interruption.
+        broken: what is wrong; empty: nothing.
+        stuck: something did not come back in time.
+        orphans: see `Engine`.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[str] = []
+        self.count = 0
+        self.broken = ""
+        self.stuck = False
+        self.orphans = 0
+
+
+def examine(engine: Engine, again: Call, outcome: Outcome) -> None:
+    """Everything that must hold after an interruption; notes the first thing that does not."""
+    steps: list[tuple[str, Call]] = [
+        ("integrity", engine.check_integrity),
+        ("rows", engine.check_rows),
+        ("lock", engine.check_lock),
+        ("again", again),
+        ("integrity after the repeated call", engine.check_integrity),
+        ("rows after the repeated call", engine.check_rows),
+        ("slots that nobody knows", engine.free_unknown),
+        ("ordinary work", engine.ordinary),
+        ("integrity after ordinary work", engine.check_integrity),
+        ("rows after ordinary work", engine.check_rows),
+        ("close", engine.end),
+    ]
+    for name, step in steps:
+        try:
+            step()
+        except (Exception, Stuck) as error:
+            outcome.broken = f"{name}: {_told(error)}"
+            outcome.stuck = isinstance(error, Stuck) or name == "lock"
+            return
+
+
+def _told(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text:.160}"
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Forgotten objects are what is looked for here; they need not be warned of as well."""
+    hook = sys.unraisablehook
+
+    def unraisable(args: Any) -> None:
+        if not isinstance(args.exc_value, (Interrupted, Stuck)):
+            hook(args)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        sys.unraisablehook = unraisable
+        try:
+            yield
+        finally:
+            sys.unraisablehook = hook
+
+
+def _run(scenario: Scenario, backend: str, act: Callable[[Call], Outcome], alarm: Alarm) -> Outcome:
+    outcome = Outcome()
+    with _quietly():
+        engine = Engine(backend)
+        try:
+            call, again = scenario(engine)
+            alarm.set(LIMIT, Stuck)
+            outcome = act(call)
+            alarm.set(LIMIT, Stuck)
+            if not outcome.broken:
+                examine(engine, again, outcome)
+            outcome.orphans = engine.orphans
+        finally:
+            alarm.set(LIMIT / 4, Stuck)
+            engine.abandon()
+            alarm.stop()
+            del engine
+    return outcome
+
+
+def run_at(scenario: Scenario, at: tuple[int, ...], alarm: Alarm, backend: str = "host") -> Outcome:
+    """Runs a scenario, interrupted at these points (see `Interrupts`), and examines it."""
+
+    def act(call: Call) -> Outcome:
+        outcome, interrupts = Outcome(), Interrupts(*at)
+        try:
+            interrupts.run(call)
+            if interrupts.places:
+                outcome.broken = "the exception did not reach the caller"
+        except Interrupted:
+            pass
+        except (Exception, Stuck) as error:
+            outcome.stuck = isinstance(error, Stuck)
+            what = "instead of the interruption" if interrupts.places else "not interrupted"
+            outcome.broken = f"the caller got, {what}, {_told(error)}"
+        outcome.places, outcome.count = interrupts.places, interrupts.count
+        return outcome
+
+    return _run(scenario, backend, act, alarm)
+
+
+def measure(scenario: Scenario, alarm: Alarm, backend: str = "host") -> int:
+    """The points of the scenario's call. The run is examined, too: it must be sound as it is."""
+    for _ in range(2):  # the first loads modules and fills caches
+        outcome = run_at(scenario, (), alarm, backend)
+        assert not outcome.broken, f"without an interruption: {outcome.broken}"
+    return outcome.count
+
+
+def run_after(
+    scenario: Scenario, seconds: float, alarm: Alarm, backend: str = "host"
+) -> tuple[Outcome, float]:
+    """Runs a scenario, interrupted by a real signal; also the seconds that the call took."""
+    took = 0.0
+
+    def act(call: Call) -> Outcome:
+        nonlocal took
+        outcome, done = Outcome(), False
+        begun = time.perf_counter()
+        try:
+            alarm.set(seconds, Interrupted)
+            call()
+            done = True
+            took = time.perf_counter() - begun
+            alarm.stop()
+        except Interrupted:
+            took = time.perf_counter() - begun
+            outcome.places = ["after the call" if done else f"after {seconds * 1e6:.0f} us"]
+        except Exception as error:
+            outcome.broken = f"the caller got {_told(error)}"
+        return outcome
+
+    return _run(scenario, backend, act, alarm), took

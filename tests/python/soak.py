@@ -1,0 +1,402 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Random engines over one context, for a long time, against models that know every row.
+
+    python tests/python/soak.py --seconds 600 --backend stock --seed 7
+
+A run is a number of rounds. Each has a context and one to three caches: alone, of a budget, or one
+of layers that differ; a model (share_helpers.py, test_kvcache_mixed_model.py) drives each. GPU work
+of freed requests is an FdEvent that a thread signals late. In a quiet phase one cache is not called
+at all, for more batches than a context remembers. With ``--interrupts`` calls are interrupted at
+random points (interrupts_helpers.py) and the model finds out what became of them.
+
+The last line says what was done; an error ends the run with the seed and the step that repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import threading
+import time
+import zlib
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from conftest import open_context
+from interrupts_helpers import Interrupted, Interrupts
+from kvcache_helpers import ROWS, has_tensors, small_config
+from share_helpers import ShareModel, row_bytes
+from test_kvcache_layers import layered
+from test_kvcache_mixed_model import LayeredModel, MixedModel
+
+from pyvmem import Caps, Context, FdEvent, KVCache, OutOfMemory
+from pyvmem.kvcache import Budget, LayeredCache
+
+__all__ = ["Soak", "main"]
+
+TENSORS = 4  # of `small_config`
+LARGE = 4  # small pages of a large one
+QUIET = 4500  # calls of the others while one cache is quiet: each is a batch or more
+
+POLICIES: tuple[dict[str, Any], ...] = (
+    {},
+    {"deferred_reclaim": False},
+    {"deferred_reclaim": False, "zero_fill": False},
+    {"eager_pages": 2},
+    {"low_watermark": 0.3, "reclaim_steps": 5},
+    {"overread_rows": 3, "group_size": 2},
+    {"large": True},
+    {"large": True, "promote_tokens": 1, "window_tile": 2},
+    {"large": True, "deferred_reclaim": False},
+)
+
+
+class LateEvents:
+    """GPU work that a thread brings to its end some milliseconds after it was asked for."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._random = rng
+        self._lock = threading.Condition()
+        self._waiting: deque[tuple[float, FdEvent]] = deque()
+        self._ended: deque[FdEvent] = deque()
+        self._over = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def create(self) -> FdEvent:
+        event = FdEvent.create()
+        with self._lock:
+            late = time.monotonic() + self._random.choice((0.0, 0.0002, 0.002))
+            self._waiting.append((late, event))
+            self._lock.notify()
+        return event
+
+    def fire(self) -> None:
+        """All work is over."""
+        with self._lock:
+            while self._waiting:
+                self._end()
+
+    def close(self) -> None:
+        self.fire()
+        with self._lock:
+            self._over = True
+            self._lock.notify()
+        self._thread.join()
+        for event in self._ended:
+            event.close()
+
+    def _end(self) -> None:
+        event = self._waiting.popleft()[1]
+        event.set()
+        self._ended.append(event)
+        if len(self._ended) > 16:  # the call that it was made for has it by now
+            self._ended.popleft().close()
+
+    def _run(self) -> None:
+        with self._lock:
+            while not self._over:
+                if not self._waiting:
+                    self._lock.wait()
+                    continue
+                left = self._waiting[0][0] - time.monotonic()
+                if left > 0:
+                    self._lock.wait(left)
+                else:
+                    self._end()
+
+
+class Endless:
+    """Changes a `ShareModel` so that it can go on for ever, beside others."""
+
+    late: LateEvents
+    seen: deque[list[int]]
+    cache: KVCache | LayeredCache
+
+    def begin(self, late: LateEvents, seed: int) -> None:
+        self.late, self.seen = late, deque([[]], maxlen=100)
+        self.ahead: list[int] | None = None
+        self.leaving: set[int] = set()
+
+    def tag(self: Any, tokens: list[int]) -> int:
+        return zlib.crc32(bytes(tokens)) & 0x3FFFFFF
+
+    def prompt(self: Any) -> list[int]:
+        longest = self.first.config.max_seq_len
+        seen = self.random.choice(self.seen)
+        keep = self.random.randint(0, len(seen))
+        more = [self.random.randint(0, 2) for _ in range(self.random.randint(1, self.more))]
+        prompt = [*seen[:keep], *more][:longest]
+        self.seen.append(prompt)
+        return prompt
+
+    def stream(self: Any) -> FdEvent | None:
+        return None if self.random.random() < 0.5 else self.late.create()
+
+    def fire(self: Any) -> None:
+        """The thread does; often nothing is over yet when a call waits for it."""
+        if self.random.random() < 0.2:
+            self.late.fire()
+
+    def free(self: Any, reqid: int, record: bool) -> None:
+        self.leaving = {reqid}
+        super().free(reqid, record)  # type: ignore[misc]
+
+    def swap_out(self: Any, reqid: int) -> None:
+        self.leaving = {reqid}
+        super().swap_out(reqid)  # type: ignore[misc]
+
+    def step_ahead(self: Any) -> None:
+        """Asks for rows in the background that no step may ever use."""
+        longest = self.first.config.max_seq_len
+        want = self.lens()
+        for reqid, tokens in self.tokens.items():
+            want[reqid] = min(longest, len(tokens) + self.random.choice((0, 1, 8, 20)))
+        if self.cache.step_async(want) == -1:
+            self.count("short ahead")
+        self.count("ahead")
+
+    def any_step(self: Any) -> None:
+        if self.tokens and self.random.random() < 0.1:
+            self.step_ahead()
+        elif isinstance(self.cache, LayeredCache) or self.first.layout.large_pages:
+            super().any_step()  # type: ignore[misc]
+        else:
+            ShareModel.any_step(self)
+
+    def check(self: Any) -> None:
+        super().check()  # type: ignore[misc]
+        if self.random.random() < 0.2:
+            for part in self.parts:
+                self._check_tensors(part)
+
+    def _check_tensors(self: Any, part: KVCache) -> None:
+        """The rows as a kernel would read them."""
+        if not has_tensors(part):
+            return
+        size = part.layout.row_bytes
+        for reqid, tags in self.tags.items():
+            if not tags:
+                continue
+            for number, tensor in enumerate(part.tensors):
+                rows = tensor[reqid, : len(tags)].reshape(len(tags), -1).cpu()
+                want = b"".join(row_bytes(part, number, tag) for tag in tags)
+                found = rows.contiguous().view(torch.uint8).numpy().tobytes()
+                assert len(found) == len(tags) * size
+                assert found == want, f"reqid {reqid}, tensor {number}"
+
+    def settle(self: Any, before: tuple[Any, ...]) -> None:
+        """After an interruption: what the cache says is what has happened."""
+        tokens, tags, swapped = before
+        slots = self.first.snapshot()
+        self.tokens, self.tags, self.swapped = {}, {}, []
+        for one in swapped:
+            if one[0].is_open:
+                self.swapped.append(one)
+        for reqid, ids in tokens.items():
+            slot = slots[reqid]
+            if slot.state != "active":
+                assert reqid in self.leaving, f"reqid {reqid} is {slot.state}"
+                continue
+            assert slot.seq_len >= len(ids), f"reqid {reqid} has lost rows"
+            self.tokens[reqid], self.tags[reqid] = ids, tags[reqid]
+            assert self.holds(reqid), f"rows of reqid {reqid}"
+            if slot.seq_len != len(ids):  # a step was done, its rows were not written
+                self.free(reqid, record=False)
+        for slot in slots:
+            if slot.state == "active" and slot.reqid not in tokens:
+                self.cache.free_reqid(slot.reqid)
+
+
+class SoakModel(Endless, MixedModel):
+    """Of one cache."""
+
+    def move(self, reqid: int) -> None:
+        """To the host or back; what was on its way before arrives even where memory is short."""
+        before = self.cache.snapshot()[reqid]
+        held = before.seq_len
+        tokens = None
+        if self.random.random() < 0.5:
+            tokens = sorted((self.random.randint(0, held), self.random.randint(0, held)))
+        place = "device" if before.away_pages and self.random.random() < 0.5 else "host"
+        wait = self.random.random() < 0.5
+        try:
+            moved = self.cache.move(reqid, place, tokens=tokens, wait=wait)
+        except OutOfMemory:
+            self.count(f"{place} full")
+            after = self.cache.snapshot()[reqid]
+            assert before.moving_pages or after.away_pages == before.away_pages
+            return
+        if moved.pages:
+            self.count(f"to the {place}")
+
+
+class SoakLayers(Endless, LayeredModel):
+    """Of several classes of layers."""
+
+
+class Soak:
+    """A run; `steps` and `seconds` end it, whichever is first (0: no limit)."""
+
+    def __init__(self, backend: str, seed: int, *, interrupts: bool = False) -> None:
+        self.backend, self.seed, self.interrupts = backend, seed, interrupts
+        self.random = random.Random(seed)
+        self.done = self.rounds = self.interrupted = self.quiet = 0
+        self.counts: Counter[str] = Counter()
+
+    def run(self, steps: int = 0, seconds: float = 0.0) -> None:
+        self._until = time.monotonic() + seconds if seconds else float("inf")
+        self._last = steps or sys.maxsize
+        while not self._over():
+            self._round()
+            self.rounds += 1
+
+    def _over(self) -> bool:
+        return self.done >= self._last or time.monotonic() >= self._until
+
+    def _round(self) -> None:
+        rng = self.random
+        late = LateEvents(random.Random(rng.random()))
+        try:
+            with open_context(self.backend) as context:
+                page = context.info.granule
+                pages = rng.choice((0, 16 * page))
+            with open_context(self.backend, slab_size=pages) as context:
+                with self._models(context, late) as models:
+                    self._drive(models, late)
+                    for one in models:
+                        self.counts.update(one.counts)
+                left = context.stats()
+                for name in ("mapped_bytes", "used_bytes", "handles", "pending"):
+                    assert getattr(left, name) == 0, f"{name} after the end: {left}"
+                context.check()
+        finally:
+            late.close()
+
+    @contextmanager
+    def _models(self, context: Context, late: LateEvents) -> Iterator[list[Any]]:
+        """The caches of a round, each with its model."""
+        rng, made = self.random, []
+        kind = rng.choice(("one", "two", "three", "layers", "two"))
+        try:
+            if kind == "layers":
+                options: dict[str, Any] = {"max_seq_len": 80, "max_batch": 6}
+                cache = layered(context, rng.choice((260, 500)), **options)
+                made.append(SoakLayers(cache, rng.randint(0, 1 << 30)))
+            else:
+                count = {"one": 1, "two": 2, "three": 3}[kind]
+                limit = rng.choice((24, 40, 60)) * TENSORS * context.info.granule
+                budget = Budget(context, limit * count) if count > 1 else None
+                for _ in range(count):
+                    one = self._cache(context, budget, limit)
+                    made.append(SoakModel(one, rng.randint(0, 1 << 30)))
+            for one in made:
+                one.begin(late, rng.randint(0, 1 << 30))
+                one.more = rng.choice((12, 30, 60))
+            yield made
+        finally:
+            late.fire()
+            for one in made:
+                one.cache.close()
+
+    def _cache(self, context: Context, budget: Budget | None, limit: int) -> KVCache:
+        policy = dict(self.random.choice(POLICIES))
+        page = context.info.granule
+        large = LARGE * page if policy.pop("large", False) else 0
+        if large and large in context.info.page_sizes:
+            policy["large_page_size"] = large
+        else:
+            policy.pop("promote_tokens", None)
+        if Caps.HOST_PAGES in context.info.caps:
+            policy["host_limit"] = 24 * TENSORS * page
+        config = small_config(
+            page,
+            max_batch=6,
+            max_seq_len=11 * ROWS,
+            memory_limit=0 if budget else limit,
+            **policy,
+        )
+        return KVCache(config, context, budget=budget)
+
+    def _drive(self, models: list[Any], late: LateEvents) -> None:
+        rng = self.random
+        end = self.done + rng.choice((1000, 3000, 3000, 2 * QUIET))
+        resting: Any = None
+        wakes = self.done
+        while self.done < end and not self._over():
+            if self.done >= wakes:
+                if resting is not None:
+                    resting.check()
+                    self.quiet += 1
+                resting = rng.choice(models) if len(models) > 1 and rng.random() < 0.5 else None
+                wakes = self.done + (QUIET if resting else 500)
+            self._step(rng.choice([one for one in models if one is not resting]))
+            self.done += 1
+            if self.done % 40 == 0:
+                for one in models:
+                    one.check()
+        for one in models:
+            one.check()
+        late.fire()
+        for one in models:
+            one.end()
+
+    def _step(self, model: Any) -> None:
+        if not self.interrupts or self.random.random() > 0.05:
+            model.any_step()
+            return
+        before = (
+            {reqid: list(ids) for reqid, ids in model.tokens.items()},
+            {reqid: list(tags) for reqid, tags in model.tags.items()},
+            list(model.swapped),
+        )
+        model.leaving = set()
+        try:
+            Interrupts(int(2 ** self.random.uniform(0, 10))).run(model.any_step)
+        except Interrupted:
+            self.interrupted += 1
+            model.settle(before)
+
+    def told(self) -> str:
+        """The closing line."""
+        what = ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items()))
+        return (
+            f"soak: {self.backend}, seed {self.seed}: {self.done} steps in {self.rounds} rounds, "
+            f"{self.quiet} quiet phases, {self.interrupted} interruptions; {what}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--backend", default="host")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--interrupts", action="store_true")
+    options = parser.parse_args()
+    if not options.steps and not options.seconds:
+        options.seconds = 60.0
+    seed = random.randrange(1 << 30) if options.seed is None else options.seed
+    print(f"soak: {options.backend}, seed {seed}", flush=True)
+    soak = Soak(options.backend, seed, interrupts=options.interrupts)
+    begun = time.monotonic()
+    try:
+        soak.run(options.steps, options.seconds)
+    except BaseException:
+        print(f"soak: FAILED, seed {seed}, step {soak.done}", flush=True)
+        raise
+    print(f"{soak.told()}; {time.monotonic() - begun:.1f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

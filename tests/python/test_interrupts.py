@@ -1,0 +1,1123 @@
+# SPDX-License-Identifier: MIT
+"""Description: an exception from outside, at every point of every call, costs a cache nothing.
+
+A signal handler may raise anywhere (Ctrl-C, a server's timeout). Each scenario below prepares a
+cache and names a call; the call is interrupted at one point (interrupts_helpers.py says which there
+are), or at two, the second in what the first one set off. Then the exception has reached the
+caller, the books are right, all rows are intact, the call can be made again, ordinary work goes on,
+and `close` gives everything back.
+
+By default a sample of the points is taken; ``--points=all``, or VMEM_INTERRUPT_POINTS=all, takes
+all of them, ``--points=N`` so many of each scenario:
+
+    pytest tests/python/test_interrupts.py -k fork --points=all
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from interrupts_helpers import (
+    Engine,
+    Interrupted,
+    Interrupts,
+    NotHere,
+    Outcome,
+    Scenario,
+    alarms,
+    lens,
+    measure,
+    parts,
+    run_after,
+    run_at,
+)
+from kvcache_helpers import LAYERS, ROWS
+from share_helpers import is_zero, read_rows
+from test_kvcache_layers import uneven
+
+from pyvmem import BadHandle, Caps, Context, KVCache
+from pyvmem.kvcache import Budget, LayeredCache
+
+SAMPLE = 60  # points of a scenario in `make test`
+SECOND = 14  # pairs of points
+TENSORS = 2 * LAYERS
+UNIT = 16  # rows of a layered cache that fill whole pages in all classes
+
+Steps = tuple[Callable[[], Any], Callable[[], Any]]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(make: Scenario) -> Scenario:
+    SCENARIOS[make.__name__] = make
+    return make
+
+
+# ---- taking and giving slots ---------------------------------------------------------------------
+
+
+def _allocating(engine: Engine, cache: Any) -> Steps:
+    def call() -> Any:
+        return cache.alloc_reqid(ROWS)
+
+    def again() -> None:
+        engine.take(cache, call(), [])
+
+    return call, again
+
+
+@scenario
+def alloc(engine: Engine) -> Steps:
+    cache = engine.cache()
+    engine.start(cache, 3)
+    return _allocating(engine, cache)
+
+
+@scenario
+def alloc_eager(engine: Engine) -> Steps:
+    cache = engine.cache(eager_pages=2)
+    engine.start(cache, 3)
+    return _allocating(engine, cache)
+
+
+def _freeing(engine: Engine, cache: Any, reqid: int) -> Steps:
+    engine.leaves(cache, reqid)
+    return lambda: cache.free_reqid(reqid), lambda: engine.free(cache, reqid)
+
+
+@scenario
+def free(engine: Engine) -> Steps:
+    cache = engine.cache()
+    engine.start(cache, 3)
+    return _freeing(engine, cache, engine.start(cache, 2 * ROWS))
+
+
+@scenario
+def free_nothing_kept(engine: Engine) -> Steps:
+    cache = engine.cache(deferred_reclaim=False)
+    engine.start(cache, 3)
+    return _freeing(engine, cache, engine.start(cache, 2 * ROWS))
+
+
+@scenario
+def free_below_the_watermark(engine: Engine) -> Steps:
+    cache = engine.cache(low_watermark=0.9, pages=8)
+    engine.start(cache, 3)
+    return _freeing(engine, cache, engine.start(cache, 2 * ROWS))
+
+
+@scenario
+def free_shared(engine: Engine) -> Steps:
+    cache = engine.cache()
+    parent = engine.start(cache, 2 * ROWS + 3)
+    child = cache.fork(parent)
+    engine.take(cache, child, engine.held[cache, parent])
+    assert child is not None
+    return _freeing(engine, cache, child)
+
+
+def _free_recording(engine: Engine, cache: Any, rows: int) -> Steps:
+    """What was recorded, if it was, are the request's rows."""
+    reqid = engine.start(cache, rows)
+    tags, tokens = engine.held[cache, reqid], list(range(rows))
+    engine.leaves(cache, reqid)
+
+    def again() -> None:
+        engine.free(cache, reqid, tokens=tokens)
+        taken = cache.alloc_prefix(tokens, leave=0)
+        assert taken is not None
+        engine.take(cache, taken[0], tags[: taken[1]])
+
+    return lambda: cache.free_reqid(reqid, tokens=tokens), again
+
+
+@scenario
+def free_with_tokens(engine: Engine) -> Steps:
+    cache = engine.cache()
+    engine.start(cache, 3)
+    return _free_recording(engine, cache, 2 * ROWS + 3)
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def _growing(engine: Engine, cache: Any, more: dict[int, int], call: Any = None) -> Steps:
+    """A step that succeeds; new rows are zero."""
+    want = lens(cache, more)
+
+    def again() -> None:
+        assert cache.step(want) == 0
+        for reqid, rows in more.items():
+            held = len(engine.held[cache, reqid])
+            for part in parts(cache):
+                assert is_zero(part, reqid, held, rows - held), "new rows are not zero"
+            engine.write(cache, reqid, rows)
+
+    def step() -> None:
+        assert cache.step(want) == 0
+
+    return call or step, again
+
+
+@scenario
+def step_grows(engine: Engine) -> Steps:
+    cache = engine.cache()
+    return _growing(engine, cache, {engine.start(cache, 3): 3 * ROWS, engine.start(cache, 1): 2})
+
+
+@scenario
+def step_starts(engine: Engine) -> Steps:
+    """In the pages of an earlier owner, which are zeroed."""
+    cache = engine.cache(max_batch=2)
+    engine.start(cache, 3)
+    engine.free(cache, engine.start(cache, 2 * ROWS))
+    reqid = cache.alloc_reqid(2 * ROWS)
+    assert reqid is not None
+    engine.take(cache, reqid, [])
+    return _growing(engine, cache, {reqid: 3 * ROWS})
+
+
+@scenario
+def step_idle(engine: Engine) -> Steps:
+    cache = engine.cache()
+    return _growing(engine, cache, {engine.start(cache, 3): 4})
+
+
+def _reclaiming(engine: Engine) -> tuple[KVCache, int]:
+    """A request that can only grow with the pages of a free slot."""
+    cache = engine.cache(pages=4)
+    reqid = engine.start(cache, 3)
+    engine.free(cache, engine.start(cache, 3 * ROWS))
+    return cache, reqid
+
+
+@scenario
+def step_reclaims(engine: Engine) -> Steps:
+    cache, reqid = _reclaiming(engine)
+    return _growing(engine, cache, {reqid: 4 * ROWS})
+
+
+@scenario
+def step_evicts(engine: Engine) -> Steps:
+    """The pages that it needs are those of recorded prefixes."""
+    cache = engine.cache(pages=4)
+    reqid = engine.start(cache, 3)
+    engine.free(cache, engine.start(cache, 3 * ROWS), tokens=list(range(3 * ROWS)))
+    return _growing(engine, cache, {reqid: 3 * ROWS})
+
+
+def _short(engine: Engine, name: str) -> Steps:
+    cache, reqid = _reclaiming(engine)
+    want, call = lens(cache, {reqid: 6 * ROWS}), getattr(cache, name)
+
+    def short() -> None:
+        assert call(want) == -1
+
+    def again() -> None:
+        short()
+        engine.grow(cache, reqid, 4 * ROWS)
+
+    return short, again
+
+
+@scenario
+def step_short(engine: Engine) -> Steps:
+    return _short(engine, "step")
+
+
+@scenario
+def step_async_short(engine: Engine) -> Steps:
+    return _short(engine, "step_async")
+
+
+def _ahead(engine: Engine, cache: Any, more: dict[int, int]) -> Steps:
+    want = lens(cache, more)
+    _, step = _growing(engine, cache, more)
+
+    def call() -> None:
+        assert cache.step_async(want) == 0
+
+    def again() -> None:
+        call()
+        step()
+
+    return call, again
+
+
+@scenario
+def step_async(engine: Engine) -> Steps:
+    cache = engine.cache()
+    return _ahead(engine, cache, {engine.start(cache, 3): 3 * ROWS, engine.start(cache, 1): 2})
+
+
+@scenario
+def step_async_reclaims(engine: Engine) -> Steps:
+    cache, reqid = _reclaiming(engine)
+    return _ahead(engine, cache, {reqid: 4 * ROWS})
+
+
+@scenario
+def step_after_step_async(engine: Engine) -> Steps:
+    cache = engine.cache()
+    more = {engine.start(cache, 3): 3 * ROWS, engine.start(cache, 1): 2 * ROWS}
+    assert cache.step_async(lens(cache, more)) == 0
+    return _growing(engine, cache, more)
+
+
+@scenario
+def step_makes_large_pages(engine: Engine) -> Steps:
+    cache = engine.cache(large_page_size=2 * engine.page, max_seq_len=6 * ROWS)
+    return _growing(engine, cache, {engine.start(cache, 3): 5 * ROWS})
+
+
+@scenario
+def step_slides_the_window(engine: Engine) -> Steps:
+    cache = engine.cache(window=8, window_tile=4, max_seq_len=12 * ROWS)
+    engine.start(cache, 3)
+    reqid = engine.start(cache, 40)
+    tags = engine.held.pop((cache, reqid))
+    want = lens(cache, {reqid: 41})
+    low = 24  # the step to 41 leaves the rows from 28 on, and with them the page from 24 on
+
+    def call() -> None:
+        assert cache.step(want) == 0
+
+    def again() -> None:
+        call()
+        assert cache.step(lens(cache, {reqid: 42})) == 0
+        assert read_rows(cache, reqid, low, tags[low:]), "rows in the window"
+        cache.free_reqid(reqid)
+
+    return call, again
+
+
+# ---- what requests share -------------------------------------------------------------------------
+
+
+def _forking(engine: Engine, cache: Any, parent: int, length: int | None, count: int = 1) -> Steps:
+    tags = engine.held[cache, parent][:length]
+
+    def call() -> Any:
+        return cache.fork_many(parent, count, length)
+
+    def again() -> None:
+        children = call()
+        assert children is not None, "the call returned None"
+        for child in children:
+            engine.take(cache, child, tags)
+        engine.grow(cache, children[0], len(tags) + 2)
+
+    return call, again
+
+
+def _forkable(engine: Engine, rows: int) -> tuple[KVCache, int]:
+    cache = engine.cache(max_batch=6)
+    if not {Caps.ALIAS, Caps.READONLY} <= set(engine.context.info.caps):
+        raise NotHere("requests cannot share pages")
+    engine.start(cache, 3)
+    return cache, engine.start(cache, rows)
+
+
+@scenario
+def fork(engine: Engine) -> Steps:
+    cache, parent = _forkable(engine, 2 * ROWS + 3)
+    return _forking(engine, cache, parent, None)
+
+
+@scenario
+def fork_whole_pages(engine: Engine) -> Steps:
+    cache, parent = _forkable(engine, 2 * ROWS)
+    return _forking(engine, cache, parent, None)
+
+
+@scenario
+def fork_of_a_fork(engine: Engine) -> Steps:
+    cache, parent = _forkable(engine, 2 * ROWS + 3)
+    child = cache.fork(parent)
+    engine.take(cache, child, engine.held[cache, parent])
+    assert child is not None
+    engine.grow(cache, child, 3 * ROWS + 1)
+    return _forking(engine, cache, child, 2 * ROWS + 5)
+
+
+@scenario
+def fork_many(engine: Engine) -> Steps:
+    cache, parent = _forkable(engine, ROWS + 3)
+    return _forking(engine, cache, parent, None, count=2)
+
+
+@scenario
+def fork_into_used_slots(engine: Engine) -> Steps:
+    cache, parent = _forkable(engine, ROWS + 3)
+    for reqid in [engine.start(cache, 2 * ROWS) for _ in range(4)]:
+        engine.free(cache, reqid)
+    return _forking(engine, cache, parent, None)
+
+
+def _recording(engine: Engine, cache: Any, reqid: int, whole: int) -> Steps:
+    tags = engine.held[cache, reqid]
+    tokens = list(range(len(tags)))
+
+    def call() -> Any:
+        return cache.record(reqid, tokens)
+
+    def again() -> None:
+        assert call() == whole
+        taken = cache.alloc_prefix(tokens, leave=0)
+        assert taken is not None
+        assert taken[1] == whole
+        engine.take(cache, taken[0], tags[:whole])
+
+    return call, again
+
+
+@scenario
+def record(engine: Engine) -> Steps:
+    cache, reqid = _forkable(engine, 2 * ROWS + 3)
+    return _recording(engine, cache, reqid, 2 * ROWS)
+
+
+@scenario
+def record_more(engine: Engine) -> Steps:
+    """Some of it is recorded already, under a branch."""
+    cache, reqid = _forkable(engine, 3 * ROWS)
+    cache.record(reqid, [*range(ROWS), *range(500, 500 + ROWS)])
+    return _recording(engine, cache, reqid, 3 * ROWS)
+
+
+def _recorded(engine: Engine, rows: int = 2 * ROWS + 3) -> tuple[KVCache, list[int], list[int]]:
+    """A cache with a recorded prefix of nobody: its tokens, and what its rows hold."""
+    cache, reqid = _forkable(engine, rows)
+    tags, tokens = engine.held[cache, reqid], list(range(rows))
+    engine.free(cache, reqid, tokens=tokens)
+    return cache, tokens, tags
+
+
+@scenario
+def match(engine: Engine) -> Steps:
+    cache, tokens, _ = _recorded(engine)
+
+    def call() -> None:
+        assert cache.match(tokens).length == 2 * ROWS
+
+    return call, call
+
+
+def _prefixed(engine: Engine, cache: Any, prompt: Any, tags: list[int], leave: int = 1) -> Steps:
+    def call() -> Any:
+        return cache.alloc_prefix(prompt, leave)
+
+    def again() -> None:
+        taken = call()
+        assert taken is not None, "the call returned None"
+        assert taken[1] == len(tags)
+        engine.take(cache, taken[0], tags)
+        engine.grow(cache, taken[0], len(tags) + 2)
+
+    return call, again
+
+
+@scenario
+def alloc_prefix(engine: Engine) -> Steps:
+    cache, tokens, tags = _recorded(engine)
+    return _prefixed(engine, cache, [*tokens, 7, 7], tags[: 2 * ROWS])
+
+
+@scenario
+def alloc_prefix_in_part(engine: Engine) -> Steps:
+    """The prompt leaves what is recorded in the middle of a block."""
+    cache, tokens, tags = _recorded(engine, 3 * ROWS)
+    return _prefixed(engine, cache, [*tokens[:ROWS], *[999] * 4], tags[:ROWS])
+
+
+@scenario
+def alloc_prefix_misses(engine: Engine) -> Steps:
+    cache, _, _ = _recorded(engine)
+    return _prefixed(engine, cache, [999] * 4, [])
+
+
+@scenario
+def alloc_prefix_of_a_match(engine: Engine) -> Steps:
+    cache, tokens, tags = _recorded(engine)
+    return _prefixed(engine, cache, cache.match([*tokens, 7]), tags[: 2 * ROWS])
+
+
+@scenario
+def alloc_prefix_of_large_pages(engine: Engine) -> Steps:
+    """The end of what is recorded lies in a large page, and is copied."""
+    large = 2 * engine.page
+    cache = engine.cache(large_page_size=large, max_seq_len=6 * ROWS, max_batch=6)
+    reqid = engine.start(cache, 4 * ROWS)
+    tags, tokens = engine.held[cache, reqid], list(range(4 * ROWS))
+    engine.free(cache, reqid, tokens=tokens)
+    return _prefixed(engine, cache, [*tokens[: 3 * ROWS], 7], tags[: 3 * ROWS])
+
+
+# ---- preemption, admission, reports --------------------------------------------------------------
+
+
+def _swapping_out(engine: Engine, cache: Any, reqid: int) -> Steps:
+    tags = engine.held[cache, reqid]
+    engine.leaves(cache, reqid)
+
+    def call() -> None:
+        engine.swapped.append(cache.swap_out(reqid))
+
+    def again() -> None:
+        """A request that nobody has the rows of must be there still."""
+        if not engine.swapped:
+            call()
+        engine.leaving.clear()
+        del engine.held[cache, reqid]
+        engine.take(cache, cache.swap_in(engine.swapped[0]), tags)
+
+    return call, again
+
+
+@scenario
+def swap_out(engine: Engine) -> Steps:
+    cache = engine.cache()
+    engine.start(cache, 3)
+    return _swapping_out(engine, cache, engine.start(cache, 2 * ROWS + 3))
+
+
+@scenario
+def swap_out_shared(engine: Engine) -> Steps:
+    cache, parent = _forkable(engine, 2 * ROWS + 3)
+    child = cache.fork(parent)
+    engine.take(cache, child, engine.held[cache, parent])
+    return _swapping_out(engine, cache, parent)
+
+
+def _swapping_in(engine: Engine, cache: Any, reqid: int) -> Steps:
+    tags = engine.held.pop((cache, reqid))
+    swapped = cache.swap_out(reqid)
+    engine.swapped.append(swapped)
+
+    def call() -> Any:
+        return cache.swap_in(swapped)
+
+    def again() -> None:
+        """If it is in already, some slot has its rows."""
+        if swapped.is_open:
+            engine.take(cache, call(), tags)
+            return
+        with pytest.raises(BadHandle):
+            call()
+        length = len(tags)
+        found = [r for r in engine.unknown(cache) if lens(cache)[r] == length]
+        assert found, "it is neither swapped out nor in"
+        engine.take(cache, found[0], tags)
+
+    return call, again
+
+
+@scenario
+def swap_in(engine: Engine) -> Steps:
+    cache = engine.cache()
+    engine.start(cache, 3)
+    return _swapping_in(engine, cache, engine.start(cache, 2 * ROWS + 3))
+
+
+@scenario
+def swap_in_short(engine: Engine) -> Steps:
+    cache = engine.cache(pages=4)
+    reqid = engine.start(cache, 3 * ROWS)
+    tags = engine.held.pop((cache, reqid))
+    swapped = cache.swap_out(reqid)
+    engine.swapped.append(swapped)
+    other = engine.start(cache, 2 * ROWS)
+
+    def call() -> None:
+        assert cache.swap_in(swapped) is None
+
+    def again() -> None:
+        call()
+        engine.free(cache, other)
+        engine.take(cache, cache.swap_in(swapped), tags)
+
+    return call, again
+
+
+@scenario
+def can_admit(engine: Engine) -> Steps:
+    cache, _ = _reclaiming(engine)
+
+    def call() -> None:
+        assert cache.can_admit([ROWS, 2 * ROWS])
+
+    return call, call
+
+
+@scenario
+def reports(engine: Engine) -> Steps:
+    cache, _ = _reclaiming(engine)
+
+    def call() -> None:
+        cache.check_integrity()
+        assert cache.stats().active_slots == 1
+        assert len(cache.snapshot()) == 4
+        assert cache.num_free_pages == 0
+
+    return call, call
+
+
+@scenario
+def trim(engine: Engine) -> Steps:
+    cache, _ = _reclaiming(engine)
+
+    def again() -> None:
+        cache.trim()
+        assert cache.stats().cached_pages == 0
+
+    return cache.trim, again
+
+
+@scenario
+def trim_prefixes(engine: Engine) -> Steps:
+    cache, _, _ = _recorded(engine)
+
+    def again() -> None:
+        cache.trim(prefixes=True)
+        assert cache.stats().cached_pages == 0
+        assert cache.stats().prefix_pages == 0
+
+    return lambda: cache.trim(prefixes=True), again
+
+
+# ---- places --------------------------------------------------------------------------------------
+
+
+def _in_small_pages(engine: Engine, **changes: Any) -> tuple[KVCache, int]:
+    """A request that grew page by page beside another, so that no part of it is a run."""
+    large = 2 * engine.page
+    if large not in engine.context.info.page_sizes:
+        raise NotHere("no such page size")
+    options = {"large_page_size": large, "max_seq_len": 6 * ROWS, "host_limit": 0, **changes}
+    cache = engine.cache(**options)
+    one, two = engine.start(cache, ROWS), engine.start(cache, ROWS)
+    for rows in range(2 * ROWS, 4 * ROWS + 1, ROWS):
+        engine.grow(cache, one, rows)
+        engine.grow(cache, two, rows)
+    return cache, one
+
+
+@scenario
+def promote(engine: Engine) -> Steps:
+    cache, reqid = _in_small_pages(engine)
+
+    def again() -> None:
+        cache.promote(reqid, wait=True)
+        engine.grow(cache, reqid, 5 * ROWS)
+
+    return lambda: cache.promote(reqid, wait=True), again
+
+
+@scenario
+def promote_in_the_background(engine: Engine) -> Steps:
+    cache, reqid = _in_small_pages(engine)
+
+    def again() -> None:
+        cache.promote(reqid)
+        engine.grow(cache, reqid, 5 * ROWS)
+
+    return lambda: cache.promote(reqid), again
+
+
+@scenario
+def step_replaces_promoted_pages(engine: Engine) -> Steps:
+    cache, reqid = _in_small_pages(engine)
+    cache.promote(reqid)
+    return _growing(engine, cache, {reqid: 5 * ROWS})
+
+
+def _moving(engine: Engine, *, wait: bool, back: bool = False) -> Steps:
+    if Caps.HOST_PAGES not in engine.context.info.caps:
+        raise NotHere("no pages in host memory")
+    cache, reqid = _in_small_pages(engine, host_limit=0)
+    if back:
+        cache.move(reqid, "host")
+    place = "device" if back else "host"
+
+    def again() -> None:
+        cache.move(reqid, place)
+        assert cache.snapshot()[reqid].away_pages == (0 if back else 4)
+        engine.grow(cache, reqid, 5 * ROWS)
+
+    return lambda: cache.move(reqid, place, wait=wait), again
+
+
+@scenario
+def move_to_the_host(engine: Engine) -> Steps:
+    return _moving(engine, wait=True)
+
+
+@scenario
+def move_in_the_background(engine: Engine) -> Steps:
+    return _moving(engine, wait=False)
+
+
+@scenario
+def move_back(engine: Engine) -> Steps:
+    return _moving(engine, wait=True, back=True)
+
+
+@scenario
+def step_replaces_moved_pages(engine: Engine) -> Steps:
+    if Caps.HOST_PAGES not in engine.context.info.caps:
+        raise NotHere("no pages in host memory")
+    cache, reqid = _in_small_pages(engine)
+    cache.move(reqid, "host", wait=False)
+    return _growing(engine, cache, {reqid: 5 * ROWS})
+
+
+# ---- several caches ------------------------------------------------------------------------------
+
+
+def _two(engine: Engine, pages: int, **changes: Any) -> tuple[KVCache, KVCache]:
+    """Caches over one budget of so many pages of each tensor."""
+    budget = Budget(engine.context, pages * TENSORS * engine.page)
+    return (
+        engine.cache(budget, pages, memory_limit=0),
+        engine.cache(budget, pages, memory_limit=0, **changes),
+    )
+
+
+@scenario
+def budget_takes_from_free_slots(engine: Engine) -> Steps:
+    one, other = _two(engine, 4)
+    reqid = engine.start(one, 3)
+    engine.free(other, engine.start(other, 3 * ROWS))
+    return _growing(engine, one, {reqid: 3 * ROWS})
+
+
+@scenario
+def budget_finishes_anothers_cuts(engine: Engine) -> Steps:
+    one, other = _two(engine, 4, deferred_reclaim=False)
+    reqid = engine.start(one, 3)
+    engine.free(other, engine.start(other, 3 * ROWS))
+    return _growing(engine, one, {reqid: 3 * ROWS})
+
+
+@scenario
+def budget_takes_prefixes(engine: Engine) -> Steps:
+    one, other = _two(engine, 4)
+    reqid = engine.start(one, 3)
+    engine.free(other, engine.start(other, 3 * ROWS), tokens=list(range(3 * ROWS)))
+    return _growing(engine, one, {reqid: 3 * ROWS})
+
+
+@scenario
+def budget_short(engine: Engine) -> Steps:
+    one, other = _two(engine, 4)
+    reqid = engine.start(one, 3)
+    engine.start(other, 2 * ROWS)
+    want = lens(one, {reqid: 3 * ROWS})
+
+    def call() -> None:
+        assert one.step(want) == -1
+
+    def again() -> None:
+        call()
+        engine.grow(one, reqid, 2 * ROWS)
+
+    return call, again
+
+
+# ---- layers that differ --------------------------------------------------------------------------
+
+
+def _layered(engine: Engine, pages: int = 600, **changes: Any) -> LayeredCache:
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_batch": 4,
+        "max_seq_len": 4 * UNIT,
+        "page_size": engine.page,
+        "memory_limit": pages * engine.page,
+        "low_watermark": 0.0,
+        **changes,
+    }
+    cache = LayeredCache(uneven(engine.page), engine.context, **options)
+    engine.caches.append(cache)
+    return cache
+
+
+@scenario
+def layered_alloc(engine: Engine) -> Steps:
+    cache = _layered(engine)
+    engine.start(cache, 3)
+    return _allocating(engine, cache)
+
+
+@scenario
+def layered_free(engine: Engine) -> Steps:
+    cache = _layered(engine, deferred_reclaim=False)
+    engine.start(cache, 3)
+    return _freeing(engine, cache, engine.start(cache, UNIT))
+
+
+@scenario
+def layered_free_with_tokens(engine: Engine) -> Steps:
+    return _free_recording(engine, _layered(engine), UNIT + 3)
+
+
+@scenario
+def layered_step(engine: Engine) -> Steps:
+    cache = _layered(engine)
+    return _growing(engine, cache, {engine.start(cache, 3): UNIT})
+
+
+@scenario
+def layered_step_short(engine: Engine) -> Steps:
+    """The first classes have grown when the last one is short."""
+    cache = _layered(engine, pages=110)
+    reqid = engine.start(cache, 3)
+    engine.free(cache, engine.start(cache, UNIT))
+    engine.start(cache, UNIT)
+    want = lens(cache, {reqid: 4 * UNIT})
+
+    def call() -> None:
+        assert cache.step(want) == -1
+
+    def again() -> None:
+        call()
+        engine.grow(cache, reqid, UNIT)
+
+    return call, again
+
+
+@scenario
+def layered_step_async(engine: Engine) -> Steps:
+    cache = _layered(engine)
+    return _ahead(engine, cache, {engine.start(cache, 3): UNIT})
+
+
+@scenario
+def layered_fork(engine: Engine) -> Steps:
+    cache = _layered(engine)
+    return _forking(engine, cache, engine.start(cache, UNIT + 3), None)
+
+
+@scenario
+def layered_record(engine: Engine) -> Steps:
+    cache = _layered(engine)
+    return _recording(engine, cache, engine.start(cache, UNIT + 3), UNIT)
+
+
+@scenario
+def layered_alloc_prefix(engine: Engine) -> Steps:
+    cache = _layered(engine)
+    reqid = engine.start(cache, UNIT + 3)
+    tags, tokens = engine.held[cache, reqid], list(range(UNIT + 3))
+    engine.free(cache, reqid, tokens=tokens)
+    return _prefixed(engine, cache, tokens, tags[:UNIT])
+
+
+@scenario
+def layered_swap_out(engine: Engine) -> Steps:
+    cache = _layered(engine)
+    return _swapping_out(engine, cache, engine.start(cache, UNIT + 3))
+
+
+@scenario
+def layered_swap_in(engine: Engine) -> Steps:
+    cache = _layered(engine)
+    return _swapping_in(engine, cache, engine.start(cache, UNIT + 3))
+
+
+@scenario
+def layered_can_admit(engine: Engine) -> Steps:
+    cache = _layered(engine)
+    engine.start(cache, 3)
+
+    def call() -> None:
+        assert cache.can_admit([UNIT])
+
+    return call, call
+
+
+@scenario
+def layered_trim(engine: Engine) -> Steps:
+    cache = _layered(engine)
+    engine.free(cache, engine.start(cache, UNIT))
+    return cache.trim, lambda: cache.trim()
+
+
+# ---- the beginning and the end -------------------------------------------------------------------
+
+
+def _closing(engine: Engine, cache: Any) -> Steps:
+    for owner, reqid in engine.held:
+        if owner is cache:
+            engine.leaves(cache, reqid)
+    return cache.close, cache.close
+
+
+@scenario
+def close(engine: Engine) -> Steps:
+    """With a request, pages of a free slot, shared pages and a recorded prefix."""
+    cache, parent = _forkable(engine, 2 * ROWS + 3)
+    child = cache.fork(parent)
+    engine.take(cache, child, engine.held[cache, parent])
+    engine.free(cache, engine.start(cache, ROWS))
+    cache.record(parent, list(range(ROWS)))
+    return _closing(engine, cache)
+
+
+@scenario
+def close_one_of_a_budget(engine: Engine) -> Steps:
+    one, other = _two(engine, 6)
+    engine.start(one, 3)
+    engine.start(other, 2 * ROWS)
+    return _closing(engine, other)
+
+
+@scenario
+def layered_close(engine: Engine) -> Steps:
+    cache = _layered(engine)
+    engine.start(cache, UNIT)
+    return _closing(engine, cache)
+
+
+def _opening(engine: Engine, make: Callable[[], Any]) -> Steps:
+    """What was begun is given back, or forgotten and then gone with the finalizer."""
+
+    def call() -> None:
+        make().close()
+
+    def again() -> None:
+        call()
+        assert engine.context.stats().reservations == 0, "a reservation is left"
+
+    return call, again
+
+
+@scenario
+def open_and_close(engine: Engine) -> Steps:
+    def make() -> KVCache:
+        cache = engine.cache(eager_pages=2)
+        engine.caches.pop()
+        return cache
+
+    return _opening(engine, make)
+
+
+@scenario
+def layered_open_and_close(engine: Engine) -> Steps:
+    def make() -> LayeredCache:
+        cache = _layered(engine)
+        engine.caches.pop()
+        return cache
+
+    return _opening(engine, make)
+
+
+# ---- the tests -----------------------------------------------------------------------------------
+
+
+def sample(count: int, want: int, rng: random.Random) -> list[int]:
+    """So many numbers of 1 ... `count`, evenly spaced from a random one on; 0: all."""
+    if not want or want >= count:
+        return list(range(1, count + 1))
+    step = count / want
+    first = rng.random() * step
+    return [int(first + at * step) + 1 for at in range(want)]
+
+
+Seen = list[tuple[tuple[int, ...], Outcome]]
+
+
+def fail_with(name: str, count: int, seen: Seen) -> None:
+    """Fails with what broke where, if something did."""
+    broken = [(at, one) for at, one in seen if one.broken]
+    orphans = sum(bool(one.orphans) for _, one in seen)
+    if orphans:
+        print(f"{name}: {orphans} of {len(seen)} runs left a slot taken that nobody was told of")
+    if not broken:
+        return
+    kinds = Counter(one.broken for _, one in broken)
+    lines = [
+        f"{name}, {'+'.join(map(str, at))} of {count}, {' then '.join(one.places)}: {one.broken}"
+        for at, one in broken[:40]
+    ]
+    if len(broken) > len(lines):
+        lines.append(f"... and {len(broken) - len(lines)} more")
+    lines += [f"{times} times: {what}" for what, times in kinds.most_common(8)]
+    lines.append(f"{len(broken)} of {len(seen)} interruptions broke something")
+    pytest.fail("\n".join(lines), pytrace=False)
+
+
+def interrupt_all(name: str, backend: str, points: int, seed: int = 1) -> None:
+    make, rng = SCENARIOS[name], random.Random(f"{name} {seed}")
+    with alarms() as alarm:
+        count = measured(make, alarm, backend)
+        fail_with(
+            name, count, runs(make, [(n,) for n in sample(count, points, rng)], alarm, backend)
+        )
+
+
+def interrupt_twice(name: str, backend: str, points: int, seed: int = 2) -> None:
+    make, rng = SCENARIOS[name], random.Random(f"{name} {seed}")
+    with alarms() as alarm:
+        count = measured(make, alarm, backend)
+        firsts = [(first,) for first in sample(count, points, rng)]
+        pairs = [
+            (*at, rng.randint(1, one.count))
+            for at, one in runs(make, firsts, alarm, backend)
+            if one.count
+        ]
+        fail_with(name, count, runs(make, pairs, alarm, backend))
+
+
+def runs(make: Scenario, where: list[tuple[int, ...]], alarm: Any, backend: str) -> Seen:
+    """Runs interrupted at each of these; ends early where calls do not come back."""
+    seen: Seen = []
+    for at in where:
+        seen.append((at, run_at(make, at, alarm, backend)))
+        if sum(one.stuck for _, one in seen) == 2:
+            break
+    return seen
+
+
+def measured(make: Scenario, alarm: Any, backend: str) -> int:
+    try:
+        return measure(make, alarm, backend)
+    except NotHere as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_one_interruption(name: str, points: int | None) -> None:
+    interrupt_all(name, "host", SAMPLE if points is None else points)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_an_interruption_of_what_the_first_set_off(name: str, points: int | None) -> None:
+    interrupt_twice(name, "host", SECOND if points is None else points)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_interruption(name: str) -> None:
+    interrupt_all(name, "host", 0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_many_pairs_of_interruptions(name: str) -> None:
+    interrupt_twice(name, "host", 100, seed=3)
+
+
+def test_signals() -> None:
+    """Real ones, at random moments, wherever the interpreter is: also outside the package."""
+    rng = random.Random(4)
+    seen: Seen = []
+    names = [name for name in SCENARIOS if not name.startswith("layered")]
+    with alarms() as alarm:
+        for name in names:
+            try:
+                _, took = run_after(SCENARIOS[name], 10, alarm)
+            except NotHere:
+                continue
+            for _ in range(4):
+                outcome, _ = run_after(SCENARIOS[name], max(2e-6, took * rng.random()), alarm)
+                outcome.places.insert(0, name)
+                seen.append(((1,), outcome))
+    fail_with("signals", len(seen), seen)
+
+
+# ---- the tracer itself ---------------------------------------------------------------------------
+
+
+seen_all = pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="from Python 3.12 on, opcode tracing misses some points"
+)
+
+
+@seen_all
+def test_points_of_a_function() -> None:
+    """After each call and each jump back; not where a call's handler could not be entered."""
+    here = __file__
+    seen: list[str] = []
+
+    class Held:
+        def __enter__(self) -> None:
+            seen.append("taken")
+
+        def __exit__(self, *exc: object) -> None:
+            seen.append("let go")
+
+    def call() -> int:
+        with Held():
+            for number in range(3):
+                seen.append(str(number))
+            return len(seen)
+
+    counter = Interrupts(package=here)
+    assert counter.run(call) == 4
+    whole, count = list(seen), counter.count
+    assert whole == ["taken", "0", "1", "2", "let go"]
+    assert count >= 3 * 2
+    endings = set()
+    for at in range(1, count + 1):
+        seen.clear()
+        interrupts = Interrupts(at, package=here)
+        with pytest.raises(Interrupted):
+            interrupts.run(call)
+        assert len(interrupts.places) == 1
+        endings.add(tuple(seen))
+    skipped = {one for one in endings if "taken" in one and "let go" not in one}
+    assert skipped == {("taken",), tuple(whole[:-1])}, "only in __enter__, and before __exit__ runs"
+    assert ("taken", "0", "1", "let go") in endings
+
+
+@seen_all
+def test_points_go_on_after_an_interruption() -> None:
+    """The second exception arrives in what handles the first one."""
+    here = __file__
+    seen: list[str] = []
+
+    def undo() -> None:
+        seen.append("undo")
+        seen.append("undone")
+
+    def call() -> None:
+        try:
+            seen.append("do")
+        except BaseException:
+            undo()
+            raise
+
+    first = next(
+        at for at in range(1, 9) if "undone" in _seen_of(seen, Interrupts(at, package=here), call)
+    )
+    interrupts = Interrupts(first, package=here)
+    _seen_of(seen, interrupts, call)
+    assert interrupts.count >= 2, "points of `undo`"
+    both = [
+        _seen_of(seen, Interrupts(first, at, package=here), call)
+        for at in range(1, interrupts.count + 1)
+    ]
+    assert ["do", "undo"] in both
+
+
+def _seen_of(seen: list[str], interrupts: Interrupts, call: Callable[[], None]) -> list[str]:
+    seen.clear()
+    with pytest.raises(Interrupted):
+        interrupts.run(call)
+    return list(seen)
+
+
+def test_a_context_of_the_helpers_is_closed_by_them() -> None:
+    """The scaffold itself leaves nothing behind."""
+    engine = Engine("host")
+    context: Context = engine.context
+    engine.start(engine.cache(), 3)
+    engine.abandon()
+    assert not context.is_open

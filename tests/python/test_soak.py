@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: MIT
+"""Description: random engines of every kind over one context, for a long time (soak.py)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from soak import Soak
+
+pytestmark = pytest.mark.needs_tensors
+
+
+def soaked(soak: Soak, steps: int = 0, seconds: float = 0.0) -> None:
+    try:
+        soak.run(steps, seconds)
+    except BaseException:
+        print(f"seed {soak.seed}, step {soak.done}, interrupts {soak.interrupts}")
+        raise
+    print(soak.told())
+
+
+def test_a_minute_of_random_engines(backend: str) -> None:
+    """Another seed each time; it is printed where the test fails."""
+    soaked(Soak(backend, random.randrange(1 << 30)), seconds=25)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_engines_of_known_seeds(backend: str, seed: int) -> None:
+    soaked(Soak(backend, seed), steps=6000, seconds=60)
+
+
+def test_random_engines_that_are_interrupted(backend: str) -> None:
+    soak = Soak(backend, 5, interrupts=True)
+    soaked(soak, seconds=15)
+    assert soak.interrupted
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_a_million_steps(backend: str, interrupts: bool) -> None:
+    soaked(Soak(backend, 11, interrupts=interrupts), steps=1_000_000)
