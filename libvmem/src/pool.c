@@ -668,6 +668,7 @@ int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t p
       return err == -ENOMEM && has_grown(c, p, seen) ? 0 : err;
     }
   }
+  vm_clean_start(c);
   return 0;
 }
 
