@@ -44,6 +44,7 @@ from pyvmem.errors import (
     Timeout,
     TooManyBatches,
     TooManyMappings,
+    TooManyTickets,
     VMemError,
 )
 from pyvmem.info import (
@@ -108,6 +109,7 @@ __all__ = [
     "Suspended",
     "TooManyBatches",
     "TooManyMappings",
+    "TooManyTickets",
     "VMemError",
     "VirtualArray",
     "__version__",

@@ -67,7 +67,7 @@ def ffibuilder() -> FFI:
     ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")) + DLPACK + SCAN)
     for own in (TORCH_HEADER, OUTCOME_HEADER):
         ffi.cdef(declarations(own.read_text(encoding="utf-8")))
-    sources = sorted(str(path) for path in Path("libvmem/src").glob("*.c"))
+    sources = sorted(str(path) for path in Path("libvmem/src").rglob("*.c"))
     headers = sorted(str(path) for path in Path("libvmem").rglob("*.h")) + [KERNEL_HEADER]
     ffi.set_source(
         "pyvmem._vmem",

@@ -9,14 +9,14 @@ static int note(struct pyvmem_outcome *outcome, int code, uint64_t value) {
 }
 
 int pyvmem_batch(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,
-                 const struct vmem_after *after, size_t num_after) {
-  return note(outcome, vmem_batch(vm, ops, n, after, num_after), 0);
+                 const struct vmem_after *after, size_t num_after, uint32_t flags) {
+  return note(outcome, vmem_batch(vm, ops, n, after, num_after, flags), 0);
 }
 
 int pyvmem_submit(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,
-                  const struct vmem_after *after, size_t num_after) {
+                  const struct vmem_after *after, size_t num_after, uint32_t flags) {
   vmem_ticket ticket = 0;
-  int code = vmem_submit(vm, ops, n, after, num_after, &ticket);
+  int code = vmem_submit(vm, ops, n, after, num_after, flags, &ticket);
   return note(outcome, code, ticket);
 }
 

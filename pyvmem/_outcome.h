@@ -11,9 +11,9 @@ struct pyvmem_outcome {
 };
 
 int pyvmem_batch(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,
-                 const struct vmem_after *after, size_t num_after);
+                 const struct vmem_after *after, size_t num_after, uint32_t flags);
 int pyvmem_submit(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,
-                  const struct vmem_after *after, size_t num_after);
+                  const struct vmem_after *after, size_t num_after, uint32_t flags);
 int pyvmem_create(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t size, const struct vmem_create_opts *opts);
 int pyvmem_gather(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t count,
                   uint64_t stride);

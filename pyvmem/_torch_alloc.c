@@ -89,7 +89,7 @@ static int make_block(struct pool *p, uint64_t size, struct block **out)
   op.addr = b->addr;
   op.bytes = b->bytes;
   op.page_size = p->page;
-  err = vmem_batch(p->vm, &op, 1, NULL, 0);
+  err = vmem_batch(p->vm, &op, 1, NULL, 0, 0);
   if (err) {
     VM_UNDO(vMemFree(p->vm, b->addr, 0));
     free(b);
@@ -271,7 +271,7 @@ int pyvmem_torch_pause(int device, uint32_t tag, void *save, uint64_t room)
   for (i = 0; i < n; i++)
     ops[i].page_size = 0;
   if (!err && n)
-    err = vmem_batch(p->vm, ops, n, NULL, 0);
+    err = vmem_batch(p->vm, ops, n, NULL, 0, 0);
   if (!err) {
     used = 0;
     for (b = p->blocks; b; b = b->next) {
@@ -298,7 +298,7 @@ int pyvmem_torch_resume(int device, uint32_t tag)
     return err;
   err = ops_of(p, tag, 1, VMEM_OP_POPULATE, &ops, &n);
   if (!err && n)
-    err = vmem_batch(p->vm, ops, n, NULL, 0);
+    err = vmem_batch(p->vm, ops, n, NULL, 0, 0);
   if (!err) {
     for (b = p->blocks; b && !err; b = b->next)
       if (is_of(b, tag) && b->paused && b->save)
@@ -308,7 +308,7 @@ int pyvmem_torch_resume(int device, uint32_t tag)
       ops[i].page_size = 0;
     }
     if (err)
-      VM_UNDO(vmem_batch(p->vm, ops, n, NULL, 0));
+      VM_UNDO(vmem_batch(p->vm, ops, n, NULL, 0, 0));
   }
   for (b = p->blocks; b && !err; b = b->next) {
     if (is_of(b, tag)) {

@@ -12,8 +12,8 @@ import os
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from pyvmem import _native
@@ -21,7 +21,7 @@ from pyvmem._native import Outcome
 from pyvmem.errors import VMemError
 from pyvmem.info import Caps, ContextInfo, Location, RangeInfo, Stats
 from pyvmem.ops import OpBatch
-from pyvmem.pages import Pages, Ticket
+from pyvmem.pages import Pages, Ticket, drop_forgotten
 from pyvmem.reservation import PlainReservationWarning, Reservation, warn_plain
 from pyvmem.space import AddressSpace
 from pyvmem.streams import KeptEvents, after_items, device_ordinal
@@ -88,7 +88,8 @@ class Context(AddressSpace):
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
-        self._events = KeptEvents(partial(_native.poll, self.handle))
+        self._events = KeptEvents()
+        self._forgotten: deque[int] = deque()  # tickets that were collected before their end
         self._warned = False
         self._info = ContextInfo._from_c(_native.query(self.handle), ordinals)
         host = self._info.backend == "host"
@@ -246,15 +247,17 @@ class Context(AddressSpace):
         Raises:
             OutOfMemory: now or never.
             TooManyBatches: too many unfinished batches.
+            TooManyTickets: too many `Ticket` objects that live and were never waited for.
             VMemError: a bad operation; nothing changed.
         """
+        if self._forgotten:
+            drop_forgotten(self.handle, self._forgotten)
         ticket = ticket or Ticket(self)
         items, keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, [])
-        ticket._events = keep
         ticket._consumed = consumed = list(ops._consumed)
-        _native.submit(self.handle, ops._array, len(ops), items, outcome=ticket._outcome)
         if keep:
-            self._events.keep(ticket.handle, keep)
+            self._events.keep(ticket, keep)
+        _native.submit(self.handle, ops._array, len(ops), items, outcome=ticket._outcome)
         for pages in consumed:
             pages._done = True
         return ticket

@@ -32,6 +32,7 @@ __all__ = [
     "Timeout",
     "TooManyBatches",
     "TooManyMappings",
+    "TooManyTickets",
     "VMemError",
     "error_class",
 ]
@@ -157,6 +158,10 @@ class TooManyBatches(VMemError):
     """EAGAIN: too many unfinished batches."""
 
 
+class TooManyTickets(TooManyBatches):
+    """ENOBUFS: too many tickets are kept; the text names the oldest whose batch is finished."""
+
+
 class Suspended(VMemError):
     """EAGAIN: the driver was suspended for a minute, as the machine goes to sleep; call again."""
 
@@ -192,6 +197,7 @@ _CLASSES: Final[dict[int, type[VMemError]]] = {
     _errno.ENOMEM: OutOfMemory,
     _errno.ENOSPC: TooManyMappings,
     _errno.EAGAIN: TooManyBatches,
+    _errno.ENOBUFS: TooManyTickets,
     _errno.ETIMEDOUT: Timeout,
     _errno.ENODEV: BackendUnavailable,
     _errno.EIO: DriverError,

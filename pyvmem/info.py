@@ -167,6 +167,7 @@ class Stats:
     driver_ns: int
     worker_driver_ns: int
     mappings: int
+    tickets: int
     dirty_bytes: int
 
     @classmethod

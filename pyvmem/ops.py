@@ -22,7 +22,7 @@ _FIELDS: Final = (
     *("handle", "offset", "location", "device", "page_size", "value"),
     *("src", "src_stride", "src_bytes"),
 )
-_LAYOUT: Final = struct.Struct("=IIQQQQQQIiQQQQQ")
+_LAYOUT: Final = struct.Struct("=IIQQQQQQIiQQQQQ24x")  # the padding: `reserved`, zeros
 _PACK: Final = _LAYOUT.pack_into
 _SIZE: Final = _LAYOUT.size
 
@@ -42,14 +42,14 @@ _DEVICE: Final = int(Location.DEVICE)
 
 def _check_layout() -> None:
     """Compares `_LAYOUT` with what the compiler made of struct vmem_op."""
-    fields = _native.ffi.typeof("struct vmem_op").fields
-    codes = _LAYOUT.format.lstrip("=")
+    fields = _native.ffi.typeof("struct vmem_op").fields[: len(_FIELDS)]
+    codes = _LAYOUT.format.lstrip("=").removesuffix("24x")
     offset = 0
     for code, name, (c_name, field) in zip(codes, _FIELDS, fields, strict=True):
         if name != c_name or offset != field.offset:
             raise ImportError(f"struct vmem_op: {c_name} at {field.offset}, expected {name}")
         offset += struct.calcsize("=" + code)
-    if offset != _native.ffi.sizeof("struct vmem_op"):
+    if _native.ffi.sizeof("struct vmem_op") != _SIZE:
         raise ImportError("struct vmem_op: unexpected size")
 
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import warnings
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from pyvmem.streams import stream_handle
 if TYPE_CHECKING:
     from pyvmem.context import Context
 
-__all__ = ["Pages", "Ticket"]
+__all__ = ["Pages", "Ticket", "drop_forgotten"]
 
 # A wait without limit comes back to Python this often, so that signals are handled (Ctrl-C).
 _SLICE_NS = 200_000_000
@@ -138,17 +140,25 @@ class Pages:
 class Ticket:
     """A batch on the worker thread.
 
-    Dropping a ticket does not cancel the batch. Its result can be asked for until VMEM_MAX_TICKETS
-    later batches were submitted.
+    Its result is kept, however many batches follow: by libvmem until it is known here, then by this
+    object. `wait` and `done` may be called again, by several threads, and after an exception from
+    outside (KeyboardInterrupt) as if they had not been. An object that is forgotten or closed does
+    not cancel its batch.
     """
 
-    __slots__ = ("_consumed", "_context", "_events", "_outcome")
+    # _result: None: not known; True: success; else what the batch failed with. It is written before
+    # libvmem's ticket is dropped, so who finds that one gone finds the result here.
+    __slots__ = (
+        "__weakref__", "_consumed", "_context", "_dropped", "_held", "_outcome", "_result",
+    )  # fmt: skip
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._outcome = Outcome()
         self._consumed: list[Pages] = []
-        self._events: list[Any] = []  # what it waits for; libvmem does not keep them
+        self._result: VMemError | bool | None = None
+        self._held = False  # by the context, which keeps events for the batch
+        self._dropped = False
 
     @property
     def handle(self) -> int:
@@ -168,38 +178,57 @@ class Ticket:
 
         Raises:
             Timeout: not finished in time.
-            BadHandle: the context is closed, or the ticket too old.
+            BadHandle: the context is closed, or `close` was called, before the result was known.
             VMemError: what the batch failed with; all of it was undone.
         """
-        vm = self._context.handle
-        try:
+        left = _SLICE_NS if timeout is None else max(0, int(timeout * 1e9))
+        while not self._ask(min(left, _SLICE_NS)):
             if timeout is None:
-                while not _native.wait(vm, self.handle, _SLICE_NS):
-                    pass
-                return
-            left = max(0, int(timeout * 1e9))
-            while not _native.wait(vm, self.handle, min(left, _SLICE_NS)):
-                if left <= _SLICE_NS:
-                    _native.fail(
-                        errno.ETIMEDOUT,
-                        f"the batch was not finished within {timeout} s",
-                        op="vmem_wait",
-                    )
-                left -= _SLICE_NS
-        except VMemError as error:
-            if error.errno not in (errno.ETIMEDOUT, errno.EBADF, errno.ECHILD):
-                self._failed()
-            raise
+                continue
+            if left <= _SLICE_NS:
+                _native.fail(
+                    errno.ETIMEDOUT,
+                    f"the batch was not finished within {timeout} s",
+                    op="vmem_wait",
+                )
+            left -= _SLICE_NS
+        if isinstance(self._result, VMemError):
+            raise copy.copy(self._result)  # each raise adds to a traceback
 
-    def _failed(self) -> None:
-        """An undone batch consumed nothing: the references are the caller's again."""
-        for pages in self._consumed:
-            pages._done = False
-        self._consumed = []
+    def _ask(self, timeout_ns: int) -> bool:
+        """Whether the result is known, after waiting so long. Each step can be done again."""
+        if self._result is None:
+            try:
+                if not _native.wait(self._context.handle, self.handle, timeout_ns):
+                    return False
+                self._result = True
+            except VMemError as error:
+                if error.errno not in (errno.EBADF, errno.ECHILD):
+                    # An undone batch consumed nothing: the references are the caller's again.
+                    for pages in self._consumed:
+                        pages._done = False
+                    self._result = error.with_traceback(None)
+                elif self._result is None:  # else another thread was faster
+                    raise
+        if not self._dropped:
+            self._drop()
+        return True
+
+    def _drop(self) -> None:
+        _native.ticket_drop(self._context.handle, self.handle)
+        self._dropped = True
 
     def done(self) -> bool:
-        """Whether the batch is finished, well or not; does not wait."""
-        return _native.poll(self._context.handle, self.handle)
+        """Whether the batch is finished, well or not; does not wait.
+
+        Raises:
+            BadHandle: as for `wait`.
+        """
+        return self._ask(0)
+
+    def _over(self) -> bool:
+        """Whether libvmem needs its events no more."""
+        return self.done() if self.sent else bool(self._outcome.cell.called)
 
     def order(self, stream: Any = None) -> None:
         """Waits until the mappings are made, then lets `stream` wait for the fills.
@@ -211,10 +240,34 @@ class Ticket:
             VMemError: what the batch failed with.
         """
         device = self._context.cuda_device
-        if device is None:
-            self.wait()
-        else:
-            _native.order(self._context.handle, self.handle, stream_handle(stream, device))
+        if device is not None and self._result is None:
+            try:
+                _native.order(self._context.handle, self.handle, stream_handle(stream, device))
+                return
+            except VMemError:
+                if self._result is None:
+                    raise
+        self.wait()
+
+    def close(self) -> None:
+        """Gives up the result, where it is not known yet; the batch runs on. Again: nothing."""
+        if self.sent and not self._dropped and not self._held:
+            self._drop()
+
+    def __del__(self) -> None:
+        # Not by a call of C: this may run between a failed call and the question why it failed.
+        if not getattr(self, "_dropped", True) and self.sent:
+            self._context._forgotten.append(self.handle)
 
     def __repr__(self) -> str:
         return f"<Ticket {self.handle:#x}>"
+
+
+def drop_forgotten(vm: int, numbers: deque[int]) -> None:
+    """Drops the tickets whose objects were collected before their result was known."""
+    while numbers:
+        # Other threads may be here: a number goes last, so that none is left out.
+        with suppress(IndexError, ValueError):
+            number = numbers[0]
+            _native.ticket_drop(vm, number)
+            numbers.remove(number)

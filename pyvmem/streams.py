@@ -10,10 +10,14 @@ import errno
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
 
 from pyvmem import _native
+
+if TYPE_CHECKING:
+    from pyvmem.pages import Ticket
 
 __all__ = [
     "CurrentStream",
@@ -81,26 +85,28 @@ CurrentStream: Final = _CurrentStream()
 
 
 class KeptEvents:
-    """Events that live until the batches that wait for them are finished, as vmem.h asks.
+    """Events that live until the batches that wait for them are finished, as vmem.h asks."""
 
-    Args:
-        finished: whether the batch of a ticket is finished.
-    """
-
-    def __init__(self, finished: Callable[[int], bool]) -> None:
-        self._finished = finished
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: list[tuple[int, list[Any]]] = []
+        self._kept: deque[tuple[Ticket, list[Any]]] = deque()
 
-    def keep(self, ticket: int, events: list[Any]) -> None:
-        """Keeps what `after_items` returned for a batch; forgets what is no longer needed."""
+    def keep(self, ticket: Ticket, events: list[Any]) -> None:
+        """Keeps what `after_items` returned for a batch that will be submitted with `ticket`.
+
+        Forgets what is no longer needed. The ticket is kept too: once libvmem's is dropped, nobody
+        can ask whether the batch is finished.
+        """
         with self._lock:
             kept = self._kept
+            # Two for each new one, in turn: a batch that never ends does not hide those behind it.
+            for _ in range(min(2, len(kept))):
+                if kept[0][0]._over():
+                    kept.popleft()
+                else:
+                    kept.rotate(-1)
+            ticket._held = True
             kept.append((ticket, events))
-            # Two of the oldest for each new one: the list cannot grow beyond what is unfinished.
-            for _ in range(2):
-                if len(kept) > 1 and self._finished(kept[0][0]):
-                    kept.pop(0)
 
     def clear(self) -> None:
         """Forgets all; no batch may be unfinished."""

@@ -198,7 +198,7 @@ def install_project() -> None:
     """Builds the extension and installs the project, when a source has changed."""
     sources = [ROOT / "pyproject.toml", ROOT / "pyvmem" / "_build.py", VENV / "pyvenv.cfg"]
     sources += [ROOT / name for name in ("setup.py", "MANIFEST.in") if (ROOT / name).exists()]
-    sources += sorted((ROOT / "libvmem").glob("src/*.[ch]"))
+    sources += sorted((ROOT / "libvmem" / "src").rglob("*.[ch]"))
     sources += sorted((ROOT / "libvmem" / "include").glob("*.h"))
     digest = hashlib.sha256()
     for path in sources:

@@ -39,7 +39,7 @@ int main(int argc, char **argv)
   struct vmem_op grow = {
     .op = VMEM_OP_POPULATE, .addr = addr, .bytes = page, .count = TENSORS, .stride = tensor
   };
-  if (vmem_batch(vm, &grow, 1, NULL, 0))
+  if (vmem_batch(vm, &grow, 1, NULL, 0, 0))
     return failed("grow");
   printf("mapped %llu pages in one batch\n", (unsigned long long)(mapped_bytes(vm) / page));
 
@@ -50,7 +50,7 @@ int main(int argc, char **argv)
       .stride = tensor },
     { .op = VMEM_OP_POPULATE, .addr = addr, .bytes = page },
   };
-  int err = vmem_batch(vm, bad, 2, NULL, 0);
+  int err = vmem_batch(vm, bad, 2, NULL, 0, 0);
   printf("a batch with a bad entry: %s\n", vmem_last_error());
   if (err != -EEXIST || mapped_bytes(vm) != TENSORS * page)
     return 1;
@@ -61,7 +61,7 @@ int main(int argc, char **argv)
     { .op = VMEM_OP_POPULATE, .addr = addr + page, .bytes = page, .count = TENSORS,
       .stride = tensor },
   };
-  if (vmem_batch(vm, swap, 2, NULL, 0))
+  if (vmem_batch(vm, swap, 2, NULL, 0, 0))
     return failed("swap");
   printf("mapped after growing and shrinking: %llu pages\n",
          (unsigned long long)(mapped_bytes(vm) / page));

@@ -58,7 +58,7 @@ int main(int argc, char **argv)
                                    .count = TENSORS, .stride = tensor };
       have[r] = need;
     }
-    if (n && vmem_batch(vm, ops, n, NULL, 0))
+    if (n && vmem_batch(vm, ops, n, NULL, 0, 0))
       return failed("step");
     /* This step's row of each request, in each tensor. */
     for (unsigned t = 0; t < TENSORS; t++) {

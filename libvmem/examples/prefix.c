@@ -37,7 +37,7 @@ int main(int argc, char **argv)
 
   /* The first request fills 32 pages. */
   struct vmem_op fill = { .op = VMEM_OP_POPULATE, .addr = first, .bytes = prefix };
-  if (vmem_batch(vm, &fill, 1, NULL, 0) || vmem_fill(vm, first, prefix, 0x11))
+  if (vmem_batch(vm, &fill, 1, NULL, 0, 0) || vmem_fill(vm, first, prefix, 0x11))
     return failed("first request");
 
   /* The second request sees the same pages, and goes on in pages of its own. */
@@ -49,7 +49,7 @@ int main(int argc, char **argv)
       .handle = shared },
     { .op = VMEM_OP_POPULATE, .addr = second + prefix, .bytes = tail },
   };
-  if (vmem_batch(vm, share, 2, NULL, 0))
+  if (vmem_batch(vm, share, 2, NULL, 0, 0))
     return failed("share");
   if (vmem_get_stats(vm, &stats))
     return failed("stats");

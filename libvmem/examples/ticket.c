@@ -33,10 +33,10 @@ int main(int argc, char **argv)
 
   /* The pages are taken before vmem_submit returns: it cannot run out of memory later. */
   struct vmem_op grow = { .op = VMEM_OP_POPULATE, .addr = addr, .bytes = bytes };
-  if (vmem_submit(vm, &grow, 1, NULL, 0, &mapping))
+  if (vmem_submit(vm, &grow, 1, NULL, 0, 0, &mapping))
     return failed("submit");
   /* ... the caller does something else here ... */
-  if (vmem_wait(vm, mapping, -1) || vmem_fill(vm, addr, bytes, 7))
+  if (vmem_wait(vm, mapping, -1) || vmem_ticket_drop(vm, mapping) || vmem_fill(vm, addr, bytes, 7))
     return failed("wait");
   printf("mapped %llu KiB in the background\n", (unsigned long long)bytes >> 10);
 
@@ -46,7 +46,7 @@ int main(int argc, char **argv)
     return perror("eventfd"), 1;
   struct vmem_op shrink = { .op = VMEM_OP_UNMAP, .addr = addr, .bytes = bytes };
   struct vmem_after after = { .kind = VMEM_AFTER_FD, .handle = (uint64_t)work };
-  if (vmem_submit(vm, &shrink, 1, &after, 1, &freeing))
+  if (vmem_submit(vm, &shrink, 1, &after, 1, 0, &freeing))
     return failed("submit");
 
   int err = vmem_wait(vm, freeing, 1000000);
@@ -62,7 +62,7 @@ int main(int argc, char **argv)
 
   if (write(work, &one, sizeof(one)) != sizeof(one))
     return perror("write"), 1;
-  if (vmem_wait(vm, freeing, -1))
+  if (vmem_wait(vm, freeing, -1) || vmem_ticket_drop(vm, freeing))
     return failed("wait");
   err = vmem_read(vm, &byte, addr, 1);
   printf("when it is over: %s\n", vmem_last_error());

@@ -14,7 +14,7 @@
  *   handle       a reference to physical pages, made by vMemCreate or vmem_retain.
  *   mapping      what one vMemMap made (a partial unmap may cut it in two).
  *   batch        map and unmap operations that succeed or fail as one.
- *   ticket       names a batch given to the worker thread.
+ *   ticket       names a batch given to the worker thread, and its result until vmem_ticket_drop.
  *
  * Ten lines
  *      vmem_t vm; uint64_t va; vmem_handle h;
@@ -46,7 +46,8 @@
  *                     that cuts a large page
  *   -EOVERFLOW        address + size (or count x stride) leaves 64 bits
  *   -EOPNOTSUPP       this back end cannot do it (page size, sparse, read-only, location)
- *   -EBADF            a context or handle that is closed, freed, or of another context; a ticket too old
+ *   -EBADF            a context or handle that is closed, freed, or of another context; a ticket that was dropped
+ *                     or never issued
  *   -ECHILD           the context belongs to the parent of this forked process
  *   -ENXIO            the address is not inside a reservation of this context
  *   -EEXIST           map over a live mapping
@@ -58,9 +59,11 @@
  *   -ENOMEM           not enough physical memory: the device's, the context's limit, or the heap
  *   -ENOSPC           a limit of the system on the number of mappings (message names the sysctl);
  *                     or visible reservations beyond the card's free memory
- *   -EAGAIN           too many unfinished batches (VMEM_MAX_TICKETS); or NVIDIA's driver has been suspended for
+ *   -EAGAIN           too many unfinished batches (VMEM_MAX_PENDING); or NVIDIA's driver has been suspended for
  *                     a minute, as the machine goes to sleep: call again. What takes back, or closes, waits for
  *                     as long as that lasts
+ *   -ENOBUFS          too many tickets that nobody dropped (VMEM_MAX_TICKETS); the message names the oldest whose
+ *                     batch is finished
  *   -ETIMEDOUT        vmem_wait: not finished in time
  *   -ENODEV           the back end cannot be used on this machine (message says why)
  *   -EIO              the driver refused something it should not have; status in vmem_error
@@ -90,7 +93,9 @@ typedef uint64_t vmem_handle; /* physical pages; never 0 */
 typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 
 #define VMEM_MAX_DEVICES 16
-#define VMEM_MAX_TICKETS 4096
+#define VMEM_MAX_PENDING 4096  /* unfinished batches of a context */
+#define VMEM_MAX_TICKETS 65536 /* tickets of a context that were not dropped: about 100 bytes each, 740 when the
+                                  batch is unfinished or failed; so 7 MB, 48 MB where all failed */
 #define VMEM_KEEP_ALL UINT64_MAX
 
 /* What a back end can do (vmem_info.caps, vmem_probe_info.caps). */
@@ -173,6 +178,7 @@ struct vmem_stats {
   uint64_t worker_driver_ns;  /* the worker's part of it */
   uint64_t mappings;          /* map calls whose mapping lives: a run mapped page by page counts each page, and
                                  a slab's own mapping, through which it is zeroed, counts too */
+  uint64_t tickets;           /* not dropped, their batches finished or not */
   uint64_t dirty_bytes;       /* the part of free_bytes that is to be zeroed yet: handed out last */
 };
 
@@ -193,8 +199,9 @@ struct vmem_error {
  * vmem_close. */
 VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm);
 
-/* Ends a context: unfinished batches are completed or cancelled, every mapping, page and reservation is
- * given back. Later use of `vm` gives -EBADF. A suspended driver is waited for. */
+/* Ends a context: every mapping, page and reservation is given back. Of the unfinished batches, those that wait
+ * for a descriptor that is not readable are cancelled; GPU work that the others wait for, fills under way, and a
+ * suspended driver are waited for. Later use of `vm` gives -EBADF, and so does a wait for a ticket that is under way. */
 VMEM_API int vmem_close(vmem_t vm);
 
 /* Tells what the context is. The size field of *info must be set. */
@@ -364,6 +371,7 @@ struct vmem_op {
   uint64_t src;        /* address of the first piece's contents */
   uint64_t src_stride; /* between those of the pieces; 0: all pieces hold the same */
   uint64_t src_bytes;  /* of one piece; 0 = bytes. What is beyond is zero */
+  uint64_t reserved[3]; /* 0, else -EINVAL: an array of these has no size field, so later fields lie here */
 };
 
 /* GPU work that must be over before a batch changes anything. */
@@ -375,9 +383,10 @@ enum vmem_after_kind {
 };
 
 struct vmem_after {
-  uint32_t kind;
-  uint32_t reserved;
+  uint32_t kind;        /* enum vmem_after_kind */
+  uint32_t flags;       /* 0 */
   uint64_t handle;
+  uint64_t reserved[2]; /* 0 */
 };
 
 /* Runs `n` operations as one, after the work in `after` (waits in the calling thread). Pages appear
@@ -386,23 +395,38 @@ struct vmem_after {
  * To move pages under their addresses: POPULATE with COPY elsewhere; then, when no GPU work is under way,
  * vmem_gather there and one batch of MAP with REPLACE and UNMAP. The arguments of all operations are checked before
  * the pages of any, so a malformed one is what the call reports, wherever it stands.
- * On failure maps and unmaps are undone; bytes written by FILL stay written. */
+ * On failure maps and unmaps are undone; bytes written by FILL stay written.
+ * `after` may have any number of entries; each FD takes a descriptor of the process until it is readable.
+ * A fill of another batch that still runs (its GPU work waits, say) is waited for where this batch unmaps,
+ * replaces, copies, fills, or maps at a second address what that fill writes, and nowhere else.
+ * No flags are defined: 0, else -EINVAL. */
 VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after,
-                        size_t num_after);
+                        size_t num_after, uint32_t flags);
+
+#define VMEM_SUBMIT_DETACHED (1u << 0) /* nobody will ask for the result: it is dropped when the batch is finished */
 
 /* The same on the worker thread. Everything is checked, and the pages are taken from the pool, before
- * the call returns: -ENOMEM comes now or never. Until the batch is finished its ranges are -EBUSY for
- * other calls. Batches start in order, but one that waits for GPU work lets later ones pass. */
+ * the call returns: -ENOMEM comes now or never, and so do -EAGAIN (VMEM_MAX_PENDING unfinished batches) and
+ * -ENOBUFS (VMEM_MAX_TICKETS tickets that nobody dropped). Until the batch is finished its ranges are -EBUSY for
+ * other calls. Batches start in order, but one that waits, for GPU work or for a fill of an earlier batch, lets
+ * later ones pass: one that never ends holds up only what needs its ranges.
+ * The result is kept until vmem_ticket_drop, after any number of later batches. flags: VMEM_SUBMIT_*. With
+ * VMEM_SUBMIT_DETACHED there is no result, `ticket` may be NULL and is set to 0 otherwise. */
 VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after,
-                         size_t num_after, vmem_ticket *ticket);
+                         size_t num_after, uint32_t flags, vmem_ticket *ticket);
 
 /* Waits until the batch is finished, its fills included, and returns its result. timeout_ns < 0: no
- * limit; 0: ask only. A result can be asked for until VMEM_MAX_TICKETS later batches were submitted. */
+ * limit; 0: ask only. The result can be asked for again, by any thread, until vmem_ticket_drop. */
 VMEM_API int vmem_wait(vmem_t vm, vmem_ticket ticket, int64_t timeout_ns);
 
 /* Waits until the batch's mappings are made, then lets `stream` (a CUstream) wait for its fills; the
  * calling thread does not. Returns the batch's result. On host the same as vmem_wait without limit. */
 VMEM_API int vmem_order(vmem_t vm, vmem_ticket ticket, uint64_t stream);
+
+/* Nobody will ask for the result again: forgets it now, or when the batch is finished, which runs on as if
+ * submitted with VMEM_SUBMIT_DETACHED. A thread in vmem_wait or vmem_order meanwhile gets the result where there is
+ * one, else -EBADF; later calls with the ticket get -EBADF, this one included. */
+VMEM_API int vmem_ticket_drop(vmem_t vm, vmem_ticket ticket);
 
 /* ---- contents -------------------------------------------------------------------------------- */
 

@@ -2,7 +2,7 @@
 /* Contents: reading, writing, copying, filling; and consolidation of what was mapped page by page. */
 #include <string.h>
 
-#include "internal.h"
+#include "backend/fills.h"
 
 /* Checks that a range is mapped (and writable) and notes it, so that nobody unmaps it meanwhile. */
 static int begin(struct vm_ctx *c, struct vm_access *a, uint64_t addr, uint64_t bytes, bool write) {
@@ -41,6 +41,21 @@ static void end(struct vm_ctx *c, struct vm_access *a) {
   pthread_mutex_unlock(&c->lock);
 }
 
+/* Waits for what other batches' fills write in the range, which is noted. */
+static int await_fills(struct vm_ctx *c, const struct vm_access *a) {
+  uint64_t first = a->addr & ~(c->granule - 1), end = vm_round_up(a->addr + a->bytes, c->granule);
+  int err = 0;
+  while (!err) {
+    struct vm_fill *f;
+    pthread_mutex_lock(&c->lock);
+    if ((f = vm_space_fill(c, vm_space_find(c, first), first, end - first))) f->refs++;
+    pthread_mutex_unlock(&c->lock);
+    if (!f) break;
+    err = vm_fill_wait(c, f);
+  }
+  return err;
+}
+
 VMEM_API int vmem_read(vmem_t vm, void *dst, uint64_t addr, uint64_t bytes) {
   int err;
   struct vm_ctx *c = vm_get(vm, "vmem_read", &err);
@@ -49,7 +64,7 @@ VMEM_API int vmem_read(vmem_t vm, void *dst, uint64_t addr, uint64_t bytes) {
   if (!dst)
     err = vm_fail(-EINVAL, "NULL argument");
   else if (!(err = begin(c, &a, addr, bytes, false))) {
-    err = vm_fills_finish(c);
+    err = await_fills(c, &a);
     if (!err) err = c->be->read(c->bes, dst, addr, bytes);
     end(c, &a);
   }
@@ -65,7 +80,7 @@ VMEM_API int vmem_write(vmem_t vm, uint64_t addr, const void *src, uint64_t byte
   if (!src)
     err = vm_fail(-EINVAL, "NULL argument");
   else if (!(err = begin(c, &a, addr, bytes, true))) {
-    err = vm_fills_finish(c);
+    err = await_fills(c, &a);
     if (!err) err = c->be->write(c->bes, addr, src, bytes);
     end(c, &a);
   }
@@ -84,7 +99,7 @@ VMEM_API int vmem_copy(vmem_t vm, uint64_t dst, uint64_t src, uint64_t bytes) {
       vm_event e = 0;
       if (dst < src + bytes && src < dst + bytes)
         err = vm_fail_at(-EINVAL, dst, bytes, 0, "source and destination overlap");
-      else if (!(err = vm_fills_finish(c)) && !(err = vm_drv_copy(c, &one, 1, NULL, 0, &e)))
+      else if (!(err = await_fills(c, &a)) && !(err = await_fills(c, &b)) && !(err = vm_drv_copy(c, &one, 1, NULL, 0, &e)))
         err = vm_drv_event_finish(c, e);
       end(c, &b);
     }
@@ -102,7 +117,7 @@ VMEM_API int vmem_fill(vmem_t vm, uint64_t addr, uint64_t bytes, uint8_t value) 
   if (!(err = begin(c, &a, addr, bytes, true))) {
     struct vm_be_range r = {addr, bytes};
     vm_event e = 0;
-    err = vm_fills_finish(c);
+    err = await_fills(c, &a);
     if (!err) err = vm_drv_fill(c, &r, 1, value, NULL, 0, &e);
     if (!err) err = vm_drv_event_finish(c, e);
     end(c, &a);
@@ -147,12 +162,18 @@ static uint64_t next_candidate(struct vm_ctx *c, struct vm_space *s, uint64_t *a
 static int remap_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   struct vm_pte *p = vm_pte(c, s, addr);
   struct vm_slab *slab = c->slabs[p->slab];
+  struct vm_fill *f;
   uint32_t flags = p->flags & PTE_READONLY ? VMEM_MAP_READONLY : 0, unit = p->unit;
   bool lost = false;
   int err;
-  pthread_mutex_unlock(&c->lock);
   /* A fill of an unfinished batch may be at work here; if it fails, that batch says so. */
-  vm_fills_finish(c);
+  while ((f = vm_space_fill(c, s, addr, bytes))) {
+    f->refs++;
+    pthread_mutex_unlock(&c->lock);
+    VM_UNDO(vm_fill_wait(c, f));
+    pthread_mutex_lock(&c->lock);
+  }
+  pthread_mutex_unlock(&c->lock);
   err = vm_drv_remap(c, addr, bytes, slab, unit, flags);
   if (err) {
     struct vmem_error why;

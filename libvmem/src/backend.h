@@ -121,11 +121,12 @@ struct vm_backend {
   int (*bind)(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 
   /* Start filling n ranges (all mapped, writable) with a byte, after the events in `after`. *done is an
-   * event that the core waits for and puts; 0 when the fill is already complete. */
+   * event that the core polls or waits for, and puts; 0 when the fill is already complete. */
   int (*fill)(void *be, const struct vm_be_range *ranges, size_t n, uint8_t value, const vm_event *after,
               size_t num_after, vm_event *done);
-  /* The same for n copies; no destination overlaps a source or another destination. Fills and copies that
-   * have the same events in `after` run in the order of the calls. */
+  /* The same for n copies; no destination overlaps a source or another destination. Fills and copies with nothing
+   * in `after` run in the order of the calls. The others have no order: one that waits for an event that never
+   * comes should hold up none that does not name it. */
   int (*copy)(void *be, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
               vm_event *done);
   /* Complete on return. addr is a device address, dst and src are host pointers. */

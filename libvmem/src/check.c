@@ -2,7 +2,7 @@
 /* vmem_check: every invariant of the core, counted from scratch. */
 #include <stdlib.h>
 
-#include "internal.h"
+#include "backend/fills.h"
 
 #define BROKEN(...) return vm_fail(-EIO, __VA_ARGS__)
 typedef unsigned long long ull;
@@ -50,11 +50,13 @@ static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want,
   for (uint32_t u = 0; u < s->units; u++) {
     uint32_t ref = s->refs[u] & ~REF_QUARANTINED;
     if (ref != want[u]) BROKEN("slab %u unit %u: %u references, counted %u", s->index, u, ref, want[u]);
+    if (vm_bit(s->fill_map, u) && !vm_fill_on(c, s, u, 1)) BROKEN("slab %u unit %u is marked for a fill that is over", s->index, u);
     if (vm_bit(s->free_map, u)) {
       if (ref) BROKEN("slab %u unit %u is free and has %u references", s->index, u, ref);
       if (vm_bit(s->claim_map, u)) BROKEN("slab %u unit %u is free and about to be zeroed", s->index, u);
       if (vm_bit(s->soil_map, u)) BROKEN("slab %u unit %u is free, and kept apart", s->index, u);
       if (vm_bit(s->dirty_map, u) && !s->merged) BROKEN("slab %u unit %u is free and dirty", s->index, u);
+      if (vm_bit(s->fill_map, u)) BROKEN("slab %u unit %u is free and being filled", s->index, u);
       free_units++;
       if (++run > longest) longest = run;
     } else if (vm_bit(s->soil_map, u)) {

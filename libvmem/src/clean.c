@@ -12,7 +12,7 @@
  * batch's fill has been started, and starts another behind it in the same order of work: when that is over so is the
  * first. The end of the batch leaves the state of such a page alone.
  */
-#include "internal.h"
+#include "work/work.h"
 
 #define CLEAN_BYTES (256ull << 20) /* of a batch: about 0.1 ms of a GPU's memory bandwidth */
 

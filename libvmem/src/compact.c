@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "internal.h"
+#include "work/work.h"
 
 #define AT(list, type, i) (&((type *)(list).v)[i])
 #define PUSH(c, list, type) ((type *)vm_list_push(c, list, sizeof(type)))
@@ -203,7 +203,7 @@ static int count_references(struct vm_ctx *c, const struct vm_slab *s, const str
     }
   }
   for (uint32_t u = 0; u < s->units && !err; u++)
-    if (s->refs[u] != count[u] || vm_bit(s->claim_map, u)) err = -EAGAIN;
+    if (s->refs[u] != count[u] || vm_bit(s->claim_map, u) || vm_bit(s->fill_map, u)) err = -EAGAIN;
   /* Units in passing have no references, and are not free. */
   for (uint32_t u = 0; u < s->units && !err; u++)
     if (!s->refs[u] && !vm_bit(s->free_map, u) && !vm_bit(s->soil_map, u)) err = -EAGAIN;
@@ -461,13 +461,14 @@ static void move_free(struct vm_move *m) {
  * the driver. */
 static int evacuate(struct vm_ctx *c, struct vm_slab *s, const struct survey *v, bool *full, uint64_t *freed) {
   struct vm_move m = {.c = c, .from = s, .plan = {.keep = VMEM_KEEP_ALL, .move = &m}};
+  struct vm_fill *none;
   uint64_t bytes = s->bytes;
   bool written = false;
   int err = prepare(&m, v, full);
   pthread_mutex_unlock(&c->lock);
   if (!err && !(err = plan_copies(&m))) {
     written = true;
-    err = vm_plan_run(c, &m.plan, NULL, 0, NULL); /* which clears the plan, or cancels it */
+    err = vm_plan_run(c, &m.plan, NULL, 0, &none); /* which clears the plan, or cancels it */
   } else {
     VM_UNDO(vm_plan_cancel(c, &m.plan));
   }
@@ -554,7 +555,7 @@ VMEM_API int vmem_compact(vmem_t vm, uint64_t want, const struct vmem_after *aft
       err = compact(c, want, &n);
       if (vm_recount(c, err)) err = compact(c, want, &n);
     }
-    vm_deps_put(c, &deps);
+    VM_UNDO(vm_deps_put(c, &deps));
   }
   if (freed) *freed = n;
   vm_put(c);

@@ -129,7 +129,7 @@ VMEM_API int vMemRelease(vmem_t vm, vmem_handle handle) {
   if (!c) return err;
   err = vm_plan_make_release(c, handle, &p);
   if (vm_recount(c, err)) err = vm_plan_make_release(c, handle, &p);
-  if (!err) err = vm_plan_run(c, &p, NULL, 0, NULL);
+  if (!err) err = vm_plan_run_now(c, &p);
   vm_put(c);
   return err;
 }

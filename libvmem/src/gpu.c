@@ -61,8 +61,8 @@ static int make_streams(struct gpu *g) {
 
   if (r == GPU_SUCCESS)
     r = g->api->stream_create(&g->work, GPU_STREAM_NON_BLOCKING, high);
-  if (r == GPU_SUCCESS)
-    r = g->api->stream_create(&g->after, GPU_STREAM_NON_BLOCKING, high);
+  for (unsigned i = 0; i < GPU_AFTER_STREAMS && r == GPU_SUCCESS; i++)
+    r = g->api->stream_create(&g->after[i], GPU_STREAM_NON_BLOCKING, high);
   return gpu_fail(g->api, r, "cuStreamCreateWithPriority");
 }
 
@@ -140,9 +140,9 @@ void gpu_close(struct gpu *g) {
       g->api->stream_sync(g->work);
       g->api->stream_destroy(g->work);
     }
-    if (g->after) {
-      g->api->stream_sync(g->after);
-      g->api->stream_destroy(g->after);
+    for (unsigned i = 0; i < GPU_AFTER_STREAMS && g->after[i]; i++) {
+      g->api->stream_sync(g->after[i]);
+      g->api->stream_destroy(g->after[i]);
     }
     gpu_events_free(g);
     gpu_copy_exit(g);

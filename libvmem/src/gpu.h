@@ -28,13 +28,17 @@ struct gpu_device {
   struct gpu_event *free_events; /* under event_lock */
 };
 
+/* Streams for fills that wait for events, which may never come: so many of them hold up no other such fill. */
+#define GPU_AFTER_STREAMS 8
+
 struct gpu {
   const struct gpu_api *api;
   uint32_t num_devices;
   struct gpu_device devices[VMEM_MAX_DEVICES]; /* [0]: where our kernels run */
   unsigned multiprocessors;
   gpu_stream work;  /* fills and copies that wait for nothing */
-  gpu_stream after; /* fills that wait for events: must not hold up the others */
+  gpu_stream after[GPU_AFTER_STREAMS]; /* fills that wait for events: must not hold up the others */
+  unsigned next_after;
   gpu_module module;
   gpu_function fill, copy;
   pthread_mutex_t event_lock;

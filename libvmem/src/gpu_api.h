@@ -102,6 +102,7 @@ _Static_assert(sizeof(struct gpu_access) == 12, "CUmemAccessDesc");
   X(stream_create, "cuStreamCreateWithPriority", 1, (gpu_stream *, unsigned, int))                 \
   X(stream_destroy, "cuStreamDestroy_v2", 1, (gpu_stream))                                         \
   X(stream_sync, "cuStreamSynchronize", 1, (gpu_stream))                                           \
+  X(stream_query, "cuStreamQuery", 1, (gpu_stream))                                                \
   X(stream_wait, "cuStreamWaitEvent", 1, (gpu_stream, gpu_cuevent, unsigned))                      \
   X(stream_ctx, "cuStreamGetCtx", 1, (gpu_stream, gpu_ctx *))                                      \
   X(stream_capturing, "cuStreamIsCapturing", 1, (gpu_stream, int *))                               \

@@ -131,6 +131,14 @@ static int launch_copies(struct gpu *g, gpu_stream stream, const struct vm_be_co
   return 0;
 }
 
+/* A stream whose work is over; where there is none, any. Called by one thread at a time. */
+static gpu_stream free_after(struct gpu *g) {
+  for (unsigned i = 0; i < GPU_AFTER_STREAMS; i++)
+    if (g->api->stream_query(g->after[i]) == GPU_SUCCESS)
+      return g->after[i];
+  return g->after[g->next_after++ % GPU_AFTER_STREAMS];
+}
+
 /* The stream for work after these events, which it is made to wait for. */
 static int stream_after(struct gpu *g, const vm_event *after, size_t n, gpu_stream *stream) {
   *stream = g->work;
@@ -139,7 +147,8 @@ static int stream_after(struct gpu *g, const vm_event *after, size_t n, gpu_stre
 
     if (!after[i])
       continue;
-    *stream = g->after;
+    if (*stream == g->work)
+      *stream = free_after(g);
     r = g->api->stream_wait(*stream, gpu_event_handle(after[i]), 0);
     if (r != GPU_SUCCESS)
       return gpu_fail(g->api, r, "cuStreamWaitEvent");

@@ -92,6 +92,7 @@ struct vm_slab {
   uint64_t *dirty_map;      /* bit set: must be zeroed before it is mapped */
   uint64_t *claim_map;      /* bit set: dirty, and a plan is about to zero it */
   uint64_t *zero_map;       /* bit set: dirty, and the clean batch in flight zeroes it */
+  uint64_t *fill_map;       /* bit set: a fill of a committed plan still writes it (backend/fills.h) */
   uint32_t *refs;           /* per unit; REF_QUARANTINED | count */
   uint32_t *chunk_free;     /* per 2 MiB chunk: free units */
 };
@@ -143,17 +144,8 @@ struct vm_access {
   struct vm_access *next;
 };
 
-enum vm_ticket_state { TICKET_FREE, TICKET_QUEUED, TICKET_MAPPED, TICKET_DONE };
-
-struct vm_ticket_slot {
-  vmem_ticket ticket;
-  enum vm_ticket_state state;
-  int result;
-  uint32_t pins;      /* threads that use fill_event without the lock */
-  vm_event fill_event;
-  struct vmem_error error;
-};
-
+struct vm_fill;
+struct vm_ticket;
 struct vm_job;
 
 #define CLEAN_RUNS 128
@@ -220,11 +212,14 @@ struct vm_ctx {
   bool low;             /* the pool has fallen below pool_low since the worker last looked */
   pthread_t worker;
   struct vm_job *queue, **queue_tail;
-  struct vm_job *filling;   /* finished but for their fills */
-  uint32_t landing;         /* committed by the worker, and about to be one of those */
-  uint64_t pending;
-  vmem_ticket next_ticket;
-  struct vm_ticket_slot *tickets; /* VMEM_MAX_TICKETS, made at the first submit */
+  struct vm_job *waiting, **waiting_tail; /* the worker's alone */
+  struct vm_fill *fills;    /* that run on */
+  uint64_t pending;         /* batches submitted, or about to be, and not finished */
+  vmem_ticket last_ticket;
+  struct vm_ticket **tickets; /* table of those kept; ticket_slots is a power of two */
+  size_t ticket_slots;
+  uint64_t kept_tickets;    /* those about to be issued included */
+  struct vm_ticket *oldest_ticket, *newest_ticket;
 
   struct vm_inject_state inject;
   /* atomics */
@@ -279,6 +274,8 @@ struct vm_pte *vm_pte_make(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
 uint64_t vm_space_edges(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* The same for a range with nothing mapped in it. */
 uint64_t vm_space_edges_bare(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
+/* A running fill that writes a page behind the range, at whatever address; NULL = none. */
+struct vm_fill *vm_space_fill(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* Whether a boundary at addr would cut a run in two. */
 bool vm_space_cuts(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
 /* Bytes from addr on with one run behind them (same slab, neighbours, same protection), or with
@@ -394,7 +391,8 @@ struct vm_plan {
   struct vm_list fills;   /* vm_piece: FILL, `handle` is the byte */
   struct vm_list consumed; /* uint32_t handle indices */
   struct vm_bind_op *bind_ops; /* room for plan_bind.c, which must not fail for want of heap memory */
-  bool runs_on;           /* its fills are under way at the commit, and the worker's to wait for */
+  struct vm_fill *fill;   /* its fills may run on after the commit, as this; NULL = they are waited for */
+  vm_event event;         /* they do; 0 = over */
   bool claims;            /* some of the mapped units are claimed: dirty, and zeroed by this plan */
   bool zeroing;           /* their zeroing was started */
   vm_event zero_event;    /* and is over with this */
@@ -416,20 +414,32 @@ bool vm_recount(struct vm_ctx *c, int err);
 int vm_plan_make_free(struct vm_ctx *c, struct vm_space *s, struct vm_plan *p);
 /* The piece's units are zeroed, or will not be. Lock held. */
 void vm_end_claims(struct vm_ctx *c, const struct vm_piece *piece, bool zeroed);
-/* -EBUSY when vmem_read, _write, _copy or _fill is using a part of the range. Lock held. */
+/* -EBUSY when vmem_read, _write, _copy or _fill is using a part of the range, or an unfinished plan copies from it.
+ * Lock held. */
 int vm_check_access(struct vm_ctx *c, uint64_t addr, uint64_t bytes);
-/* Driver calls, then commit, or undo. Lock not held. `after` is for the fills alone. With done != NULL
- * the event of the fills is handed over, else waited for. */
-int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done);
+/* Lets the plan's fills run on after its commit; `ended` is called when they are over. On failure (heap) the plan is as
+ * it was. Lock not held. */
+int vm_plan_may_run_on(struct vm_ctx *c, struct vm_plan *p, void (*ended)(struct vm_ctx *c, void *owner, int result),
+                       void *owner);
+/* A running fill of another plan that must end before this one is run; NULL = none. Lock held. */
+struct vm_fill *vm_plan_behind(struct vm_ctx *c, struct vm_plan *p);
+/* Waits for all of those in this thread. Lock not held. */
+int vm_plan_await_fills(struct vm_ctx *c, struct vm_plan *p);
+/* Driver calls, then commit, or undo. Lock not held; no fill may be running where vm_plan_behind looks. `after` is for
+ * the fills alone. *fill is the plan's fill where it runs on, else NULL: only the worker has one. */
+int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, struct vm_fill **fill);
+/* Waits for other plans' fills, then runs it whole. A plan that cannot be run is cancelled. */
+int vm_plan_run_now(struct vm_ctx *c, struct vm_plan *p);
 /* Units of the run, from its first on, that one driver call maps at addr. */
 uint32_t vm_one_call(const struct vm_ctx *c, uint64_t addr, struct vm_run r);
 /* -ENOSPC where the back end has no room for the plan's pieces. Lock held. */
 int vm_plan_room(struct vm_ctx *c, const struct vm_plan *p);
 /* A new last item of a list, not initialised; NULL: no heap memory. */
 void *vm_list_push(struct vm_ctx *c, struct vm_list *l, size_t item);
-/* The same for a back end that takes a batch in one call; and, when the plan is complete, the heap memory for it. */
+/* The driver calls of a back end that takes a batch in one call, or their undo; and, when the plan is complete, the heap
+ * memory for it. */
 int vm_plan_bind_room(struct vm_ctx *c, struct vm_plan *p);
-int vm_plan_run_bind(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done);
+int vm_plan_run_bind(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after);
 /* Parts of the two: zeroes and fills what the plan says, on one stream; *last covers it all. Waits for an event
  * and puts it. Takes note of a range that is in an unknown state. */
 int vm_plan_fill(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *last);
@@ -463,22 +473,8 @@ void vm_replace_undo(struct vm_ctx *c, struct vm_plan *p, size_t n, int *worst, 
 void vm_replace_commit(struct vm_ctx *c, struct vm_plan *p); /* lock held, let go for the driver */
 void vm_replace_take_back(struct vm_ctx *c, struct vm_plan *p); /* lock held */
 
-/* after.c: GPU work to wait for */
-struct vm_deps {
-  vm_event events[8];
-  int fds[8];
-  unsigned nevents, nfds;
-};
-int vm_deps_make(struct vm_ctx *c, const struct vmem_after *after, size_t n, struct vm_deps *d);
-int vm_deps_poll(struct vm_ctx *c, struct vm_deps *d, bool events_too); /* 0, -EAGAIN or an error */
-int vm_deps_wait(struct vm_ctx *c, struct vm_deps *d);
-void vm_deps_put(struct vm_ctx *c, struct vm_deps *d);
-
-/* worker.c */
-void vm_worker_stop(struct vm_ctx *c);
-int vm_worker_start(struct vm_ctx *c);
+/* work/worker.c */
 void vm_worker_low(struct vm_ctx *c); /* pages were taken from the device pool; lock held */
-int vm_fills_finish(struct vm_ctx *c); /* waits for every fill in flight; lock not held */
 
 static inline uint64_t vm_units(const struct vm_ctx *c, uint64_t bytes) { return bytes >> c->shift; }
 static inline uint64_t vm_units_up(const struct vm_ctx *c, uint64_t bytes) {

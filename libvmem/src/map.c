@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: MIT */
 /* vMemMap, vMemUnmap, vmem_batch; the pool's controls; statistics. */
-#include "internal.h"
+#include "work/work.h"
 
 static int run_ops(struct vm_ctx *c, const struct vmem_op *ops, size_t n) {
   struct vm_plan p;
   int err = vm_plan_make(c, ops, n, &p);
-  return err ? err : vm_plan_run(c, &p, NULL, 0, NULL);
+  return err ? err : vm_plan_run_now(c, &p);
 }
 
 VMEM_API int vMemMap(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle handle, uint64_t offset, uint32_t flags) {
@@ -32,23 +32,26 @@ VMEM_API int vMemUnmap(vmem_t vm, uint64_t addr, uint64_t bytes) {
   return err;
 }
 
-VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after, size_t num_after) {
+VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after, size_t num_after,
+                        uint32_t flags) {
   int err;
   struct vm_ctx *c = vm_get(vm, "vmem_batch", &err);
   struct vm_deps deps;
   struct vm_plan p;
   if (!c) return err;
-  if ((n && !ops) || (num_after && !after))
+  if (flags)
+    err = vm_fail(-EINVAL, "unknown flags 0x%x", flags);
+  else if ((n && !ops) || (num_after && !after))
     err = vm_fail(-EINVAL, "NULL argument");
   else if (!(err = vm_deps_make(c, after, num_after, &deps))) {
     if (!(err = vm_plan_make(c, ops, n, &p))) {
       if (!(err = vm_deps_wait(c, &deps))) {
-        err = vm_plan_run(c, &p, NULL, 0, NULL);
+        err = vm_plan_run_now(c, &p);
       } else {
         VM_UNDO(vm_plan_cancel(c, &p));
       }
     }
-    vm_deps_put(c, &deps);
+    VM_UNDO(vm_deps_put(c, &deps));
   }
   vm_put(c);
   return err;
@@ -116,6 +119,7 @@ VMEM_API int vmem_get_stats(vmem_t vm, struct vmem_stats *stats) {
   s.mappings = c->mappings + c->alias_mappings;
   s.dirty_bytes = vm_pool_dirty_units(c) << c->shift;
   s.pending = c->pending;
+  s.tickets = c->kept_tickets;
   s.batches = c->batches;
   pthread_mutex_unlock(&c->lock);
   s.map_calls = __atomic_load_n(&c->map_calls, __ATOMIC_RELAXED);

@@ -173,20 +173,16 @@ static void undo(struct bind *done, int *worst, const struct vmem_error *why) {
 /* ---- running ---------------------------------------------------------------------------------- */
 
 /* Everything in one call. */
-static int run_whole(struct vm_ctx *c, struct vm_plan *p, struct bind *b) {
+static int run_whole(struct vm_plan *p, struct bind *b) {
   struct vm_bind_result r;
-  int err = 0;
   push_maps(b, p);
   push_takes(b, p);
-  /* No fill may be running on what is about to vanish, nor on what shows at a second address now. */
-  if (p->unmaps.n || p->replaced.n || p->aliases) err = vm_fills_finish(c);
-  if (err) b->n = 0;
-  return err ? err : run(b, &r);
+  return run(b, &r);
 }
 
 /* Maps, then fills, then the rest. */
 static int run_in_two(struct vm_ctx *c, struct vm_plan *p, struct bind *first, struct bind *second, const vm_event *after,
-                      size_t num_after, bool wait, vm_event *event) {
+                      size_t num_after) {
   struct vm_bind_result r;
   int err;
   push_maps(first, p);
@@ -195,9 +191,9 @@ static int run_in_two(struct vm_ctx *c, struct vm_plan *p, struct bind *first, s
     second->n = 0;
     return err;
   }
-  err = vm_plan_fill(c, p, after, num_after, event);
-  if (!err && (wait || second->n) && *event) err = vm_event_finish(c, event);
-  if (!err && (second->n || p->aliases)) err = vm_fills_finish(c);
+  err = vm_plan_fill(c, p, after, num_after, &p->event);
+  /* A copy's source is only held until the commit. */
+  if (!err && (!p->fill || second->n || p->copies.n)) err = vm_event_finish(c, &p->event);
   if (err) {
     second->n = 0;
     return err;
@@ -205,32 +201,23 @@ static int run_in_two(struct vm_ctx *c, struct vm_plan *p, struct bind *first, s
   return run(second, &r);
 }
 
-int vm_plan_run_bind(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done) {
+int vm_plan_run_bind(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after) {
   struct bind first = {.c = c, .ops = p->bind_ops}, second = {.c = c};
   struct vmem_error why;
-  vm_event event = 0;
   int err, worst;
   if (p->bind_ops) second.ops = p->bind_ops + most_maps(c, p);
   if (!p->copies.n && !p->fills.n)
-    err = run_whole(c, p, &first);
+    err = run_whole(p, &first);
   else
-    /* A copy's source is only held until the commit. */
-    err = run_in_two(c, p, &first, &second, after, num_after, !done || p->copies.n, &event);
-  if (!err) {
-    p->runs_on = event;
-    vm_plan_commit(c, p);
-    if (done) *done = event;
-  } else {
-    vm_error_save(&why);
-    worst = err;
-    if (event) vm_event_finish(c, &event);
-    vm_undo_begin();
-    undo(&second, &worst, &why);
-    undo(&first, &worst, &why);
-    vm_undo_end();
-    if (worst == err) vm_error_restore(&why);
-    VM_UNDO(vm_plan_cancel(c, p));
-    err = worst;
-  }
-  return err;
+    err = run_in_two(c, p, &first, &second, after, num_after);
+  if (!err) return 0;
+  vm_error_save(&why);
+  worst = err;
+  vm_event_finish(c, &p->event);
+  vm_undo_begin();
+  undo(&second, &worst, &why);
+  undo(&first, &worst, &why);
+  vm_undo_end();
+  if (worst == err) vm_error_restore(&why);
+  return worst;
 }

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "internal.h"
+#include "backend/fills.h"
 
 #define AT(list, type, i) (&((type *)(list).v)[i])
 
@@ -169,7 +169,7 @@ static int map_all(struct vm_ctx *c, struct vm_plan *p, size_t *mapped) {
   return 0;
 }
 
-/* Calls run in order on one stream: the last event covers all. */
+/* Each call runs behind the one before, so its event covers all. */
 static void follow(struct vm_ctx *c, vm_event *last, vm_event e) {
   if (*last) c->be->event_put(c->bes, *last);
   *last = e;
@@ -179,7 +179,6 @@ int vm_plan_fill(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, siz
   size_t i = 0;
   int err = 0;
   *last = 0;
-  if (p->copies.n) err = vm_fills_finish(c); /* a source may still be filled */
   if (!err && p->copies.n) {
     vm_event e = 0;
     err = vm_drv_copy(c, p->copies.v, p->copies.n, after, num_after, &e);
@@ -189,11 +188,12 @@ int vm_plan_fill(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, siz
   while (!err && i < p->fills.n) {
     struct vm_be_range r[64];
     uint32_t value = AT(p->fills, struct vm_piece, i)->handle;
+    bool chain = num_after && *last; /* calls that wait for events have no order of their own */
     vm_event e = 0;
     size_t n = 0;
     for (; i < p->fills.n && n < 64 && AT(p->fills, struct vm_piece, i)->handle == value; i++, n++)
       r[n] = (struct vm_be_range){AT(p->fills, struct vm_piece, i)->addr, AT(p->fills, struct vm_piece, i)->bytes};
-    err = vm_drv_fill(c, r, n, (uint8_t)value, after, num_after, &e);
+    err = vm_drv_fill(c, r, n, (uint8_t)value, chain ? last : after, chain ? 1 : num_after, &e);
     if (!err) follow(c, last, e);
   }
   return err;
@@ -224,6 +224,10 @@ void vm_commit_map(struct vm_ctx *c, struct vm_piece *piece) {
 void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   size_t i;
   pthread_mutex_lock(&c->lock);
+  if (p->event) { /* first: below the lock is let go */
+    vm_fill_begin(c, p->fill, p->event);
+    p->fill = NULL;
+  }
   for (i = 0; i < p->mapped.n; i++) {
     struct vm_piece *piece = AT(p->mapped, struct vm_piece, i);
     vm_commit_map(c, piece);
@@ -245,50 +249,55 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   for (i = 0; i < p->consumed.n; i++) vm_hdl_drop(c, &c->hdls[*AT(p->consumed, uint32_t, i)]);
   if (p->release) vm_hdl_drop(c, &c->hdls[p->release]);
   c->batches++;
-  c->landing += p->runs_on;
   pthread_mutex_unlock(&c->lock);
   if (p->unmaps.n || p->replaced.n || p->release) vm_pool_trim(c, c->opts.pool_high, false);
   vm_plan_clear(p);
 }
 
-int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, vm_event *done) {
+/* The driver calls of a plan, one for each run; or their undo. */
+static int run_calls(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after) {
   size_t mapped = 0, replaced = 0, unmapped = 0;
-  bool takes = p->unmaps.n || p->replaced.n;
-  vm_event event = 0;
   struct vmem_error why;
-  int err, worst;
-  if ((err = vm_plan_zero(c, p, true))) {
-    VM_UNDO(vm_plan_cancel(c, p));
-    return err;
-  }
-  if (c->be->bind) return vm_plan_run_bind(c, p, after, num_after, done);
-  err = map_all(c, p, &mapped);
-  if (!err) err = vm_plan_fill(c, p, after, num_after, &event);
-  /* A copy's source is only held until the commit. */
-  if (!err && (!done || takes || p->copies.n) && event) err = vm_event_finish(c, &event);
-  /* No fill may be running on what is about to vanish, nor on what shows at a second address now. */
-  if (!err && (takes || p->aliases)) err = vm_fills_finish(c);
+  int worst, err = map_all(c, p, &mapped);
+  if (!err) err = vm_plan_fill(c, p, after, num_after, &p->event);
+  /* No fill may be running on what is about to vanish; and a copy's source is only held until the commit. */
+  if (!err && (!p->fill || p->unmaps.n || p->replaced.n || p->copies.n)) err = vm_event_finish(c, &p->event);
   if (!err) err = vm_replace_all(c, p, &replaced);
   while (!err && unmapped < p->unmaps.n) {
     struct vm_piece *piece = AT(p->unmaps, struct vm_piece, unmapped);
     if (!(err = vm_drv_unmap(c, piece->addr, piece->bytes, sparse(piece->space)))) unmapped++;
     if (err == -ENOTRECOVERABLE) vm_range_lost(c, piece->space, piece->addr, piece->bytes);
   }
-  if (!err) {
-    p->runs_on = event;
-    vm_plan_commit(c, p);
-    if (done) *done = event;
-    return 0;
-  }
+  if (!err) return 0;
   vm_error_save(&why);
   worst = err;
-  if (event) vm_event_finish(c, &event);
+  vm_event_finish(c, &p->event);
   vm_undo_begin();
   undo_unmaps(c, p, unmapped, &worst, &why);
   vm_replace_undo(c, p, replaced, &worst, &why);
   undo_maps(c, p, mapped, &worst, &why);
   vm_undo_end();
   if (worst == err) vm_error_restore(&why);
-  VM_UNDO(vm_plan_cancel(c, p));
   return worst;
+}
+
+int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, struct vm_fill **fill) {
+  int err = vm_plan_zero(c, p, true);
+  if (!err) err = c->be->bind ? vm_plan_run_bind(c, p, after, num_after) : run_calls(c, p, after, num_after);
+  *fill = NULL;
+  if (err) {
+    VM_UNDO(vm_plan_cancel(c, p));
+    return err;
+  }
+  if (p->event) *fill = p->fill;
+  vm_plan_commit(c, p);
+  return 0;
+}
+
+int vm_plan_run_now(struct vm_ctx *c, struct vm_plan *p) {
+  struct vm_fill *none;
+  int err = vm_plan_await_fills(c, p);
+  if (!err) return vm_plan_run(c, p, NULL, 0, &none);
+  VM_UNDO(vm_plan_cancel(c, p));
+  return err;
 }

@@ -397,6 +397,7 @@ void vm_slab_free(struct vm_slab *s) {
   free(s->dirty_map);
   free(s->claim_map);
   free(s->zero_map);
+  free(s->fill_map);
   free(s->refs);
   free(s->chunk_free);
   free(s);
@@ -419,7 +420,8 @@ static struct vm_slab *slab_make(struct vm_ctx *c, struct vm_pool *p, uint64_t b
   s->dirty_map = s->soil_map ? vm_calloc(c, words, sizeof(uint64_t)) : NULL;
   s->claim_map = s->dirty_map ? vm_calloc(c, words, sizeof(uint64_t)) : NULL;
   s->zero_map = s->claim_map ? vm_calloc(c, words, sizeof(uint64_t)) : NULL;
-  s->refs = s->zero_map ? vm_calloc(c, s->units, sizeof(uint32_t)) : NULL;
+  s->fill_map = s->zero_map ? vm_calloc(c, words, sizeof(uint64_t)) : NULL;
+  s->refs = s->fill_map ? vm_calloc(c, s->units, sizeof(uint32_t)) : NULL;
   s->chunk_free = s->refs ? vm_calloc(c, s->chunks, sizeof(uint32_t)) : NULL;
   if (!s->chunk_free || (*err = vm_drv_slab_create(c, bytes, page_size, p->location, p->device, &s->priv))) {
     vm_slab_free(s);

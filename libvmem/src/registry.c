@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "internal.h"
+#include "work/work.h"
 
 #define MAX_CONTEXTS 256u
 
@@ -186,6 +186,7 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
   pthread_cond_init(&c->work_cond, &attr);
   pthread_condattr_destroy(&attr);
   c->queue_tail = &c->queue;
+  c->waiting_tail = &c->waiting;
   *out = c;
   return 0;
 }
@@ -228,6 +229,7 @@ static void close_spaces(struct vm_ctx *c) {
 /* Nobody else knows the context any more. A suspended driver is waited for. */
 static void tear_down(struct vm_ctx *c) {
   vm_worker_stop(c);
+  vm_tickets_free(c);
   vm_undo_begin();
   close_spaces(c);
   for (uint32_t k = 1; k < c->nslabs; k++)

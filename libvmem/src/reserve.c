@@ -131,14 +131,14 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags) {
   if (vm_recount(c, err)) err = free_begin(c, addr, flags, &p, &s);
   if (err) goto out;
   if (c->info.unreserve_unmaps || !p.unmaps.n) { /* the driver unmaps with the reservation */
-    if (!(err = vm_fills_finish(c))) err = vm_drv_unreserve(c, s, &gone);
+    if (!(err = vm_plan_await_fills(c, &p))) err = vm_drv_unreserve(c, s, &gone);
     vm_error_save(&why);
     if (err && !gone)
       vm_plan_cancel(c, &p);
     else
       vm_plan_commit(c, &p);
     if (err) vm_error_restore(&why);
-  } else if (!(err = vm_plan_run(c, &p, NULL, 0, NULL))) {
+  } else if (!(err = vm_plan_run_now(c, &p))) {
     err = vm_drv_unreserve(c, s, &gone);
   }
   pthread_mutex_lock(&c->lock);

@@ -2,7 +2,7 @@
 /* Reservations and their page tables. The caller holds vm_ctx.lock. */
 #include <stdlib.h>
 
-#include "internal.h"
+#include "backend/fills.h"
 
 static uint64_t leaf_bytes(const struct vm_ctx *c) { return (uint64_t)LEAF_PTES << c->shift; }
 
@@ -158,6 +158,19 @@ uint32_t vm_space_units(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uin
       if (p->slab != first.slab || p->unit != first.unit + n || (p->flags ^ first.flags) & mask) return n;
   }
   return n;
+}
+
+struct vm_fill *vm_space_fill(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
+  struct vm_fill *f = NULL;
+  uint32_t n;
+  for (uint64_t a = addr, end = addr + bytes; c->fills && !f && a < end; a += (uint64_t)n << c->shift) {
+    struct vm_pte *p = vm_pte(c, s, a);
+    n = 1;
+    if (!p || !p->flags) continue;
+    n = vm_space_units(c, s, a, end, 0);
+    f = vm_fill_on(c, c->slabs[p->slab], p->unit, n);
+  }
+  return f;
 }
 
 void vm_space_destroy(struct vm_space *s) {

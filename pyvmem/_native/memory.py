@@ -23,9 +23,9 @@ __all__ = [
     "new_after",
     "new_ops",
     "order",
-    "poll",
     "read",
     "submit",
+    "ticket_drop",
     "trim",
     "unmap",
     "wait",
@@ -69,7 +69,7 @@ def batch(
     outcome: Outcome | None = None,
 ) -> None:
     """Runs operations as one, in the calling thread."""
-    call(lib.pyvmem_batch, cell_of(outcome), vm, ops, count, after[0], after[1])
+    call(lib.pyvmem_batch, cell_of(outcome), vm, ops, count, after[0], after[1], 0)
 
 
 def submit(
@@ -80,9 +80,9 @@ def submit(
     *,
     outcome: Outcome | None = None,
 ) -> int:
-    """Gives operations to the worker; returns the ticket."""
+    """Gives operations to the worker; returns the ticket, which is kept until `ticket_drop`."""
     made = outcome or Outcome()
-    code = lib.pyvmem_submit(made.cell, vm, ops, count, after[0], after[1])
+    code = lib.pyvmem_submit(made.cell, vm, ops, count, after[0], after[1], 0)
     if code != 0:
         raise last_error(code, "vmem_submit")
     return made.value
@@ -98,12 +98,9 @@ def wait(vm: int, ticket: int, timeout_ns: int) -> bool:
     raise last_error(code, "vmem_wait")
 
 
-def poll(vm: int, ticket: int) -> bool:
-    """Whether the batch is finished, with whatever result."""
-    code: int = lib.vmem_wait(vm, ticket, 0)
-    if code in (-_errno.EBADF, -_errno.ECHILD):
-        raise last_error(code, "vmem_wait")
-    return code != -_errno.ETIMEDOUT
+def ticket_drop(vm: int, ticket: int) -> None:
+    """Forgets a ticket and the result of its batch; nothing where it is gone already."""
+    lib.vmem_ticket_drop(vm, ticket)
 
 
 def order(vm: int, ticket: int, stream: int) -> None:

@@ -207,7 +207,7 @@ def _grow(
         for k, offset in enumerate(offsets):
             ops[k].addr = base + offset
         start = clock()
-        result = vmem_batch(n.vm, ops, len(offsets), n.ffi.NULL, 0)
+        result = vmem_batch(n.vm, ops, len(offsets), n.ffi.NULL, 0, 0)
         samples.append((clock() - start) / shape.batch)
         if result:
             n.check("vmem_batch", [result])

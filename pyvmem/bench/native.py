@@ -67,7 +67,7 @@ class Native:
 
     def batch_args(self, ops: Any) -> tuple[Any, ...]:
         """Arguments of vmem_batch for all of `ops`."""
-        return (self.vm, ops, len(ops), self.ffi.NULL, 0)
+        return (self.vm, ops, len(ops), self.ffi.NULL, 0, 0)
 
     # Results.
 

@@ -50,10 +50,10 @@ static void calls_after_an_undone_unmap(void) {
   OK(vMemReserve(vm, MIB(4), NULL, &va));
   make.addr = va;
   take.addr = va + PAGE;
-  OK(vmem_batch(vm, &make, 1, NULL, 0));
+  OK(vmem_batch(vm, &make, 1, NULL, 0, 0));
   EQ(stats_of(vm).mappings, 2);
   OK(vmem_inject(vm, VMEM_INJECT_UNMAP, 1, 1, EIO));
-  EQ(vmem_batch(vm, &take, 1, NULL, 0), -EIO);
+  EQ(vmem_batch(vm, &take, 1, NULL, 0, 0), -EIO);
   OK(vmem_check(vm));
   EQ(stats_of(vm).mappings, one_call() ? 2 : 4); /* where nothing was unmapped, nothing is undone */
   OK(vmem_close(vm));
@@ -94,12 +94,12 @@ static void failed_calls_keep_the_pool(void) {
   now = stats_of(vm);
   CHECK(same_state(&before, &now));
   op[0].addr = op[1].addr = va;
-  EQ(vmem_batch(vm, op, 2, NULL, 0), -EBUSY);
+  EQ(vmem_batch(vm, op, 2, NULL, 0, 0), -EBUSY);
   now = stats_of(vm);
   CHECK(same_state(&before, &now));
   op[1].addr = va + PAGE;
   OK(vmem_inject(vm, VMEM_INJECT_MAP, 0, 1, EIO));
-  EQ(vmem_batch(vm, op, 2, NULL, 0), -EIO);
+  EQ(vmem_batch(vm, op, 2, NULL, 0, 0), -EIO);
   now = stats_of(vm);
   CHECK(same_state(&before, &now));
   OK(vmem_close(vm));
@@ -114,18 +114,18 @@ static void malformed_behind_a_shortage(void) {
   op[0].addr = va;
   op[1].addr = va + MIB(2);
   op[1].bytes = 1ull << 50;
-  EQ(vmem_batch(vm, op, 2, NULL, 0), -ENXIO);
+  EQ(vmem_batch(vm, op, 2, NULL, 0, 0), -ENXIO);
   EQ(stats_of(vm).slab_calls, 0);
   op[1].bytes = PAGE + 1;
-  EQ(vmem_batch(vm, op, 2, NULL, 0), -EINVAL);
+  EQ(vmem_batch(vm, op, 2, NULL, 0, 0), -EINVAL);
   op[1].bytes = 1ull << 60; /* times 16 units is 0 in 64 bits */
   op[1].count = 1ull << 20;
   op[1].stride = 1ull << 60;
-  EQ(vmem_batch(vm, op, 2, NULL, 0), -EOVERFLOW);
+  EQ(vmem_batch(vm, op, 2, NULL, 0, 0), -EOVERFLOW);
   op[1] = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = va + MIB(2), .bytes = PAGE, .count = 1ull << 40, .stride = PAGE};
-  EQ(vmem_batch(vm, op, 2, NULL, 0), -ENXIO);
+  EQ(vmem_batch(vm, op, 2, NULL, 0, 0), -ENXIO);
   op[1] = (struct vmem_op){.op = 99};
-  EQ(vmem_batch(vm, op, 2, NULL, 0), -EINVAL);
+  EQ(vmem_batch(vm, op, 2, NULL, 0, 0), -EINVAL);
   EQ(stats_of(vm).slab_calls, 0);
   EQ(stats_of(vm).batches, 0);
   OK(vmem_close(vm));

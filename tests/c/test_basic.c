@@ -151,7 +151,7 @@ static void memory_goes_back(void) {
   OK(vMemReserve(vm, MIB(64), NULL, &va));
   op.addr = va;
   before = rss_shmem();
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   OK(vmem_fill(vm, va, MIB(32), 1));
   CHECK(rss_shmem() - before >= MIB(32));
   OK(vMemUnmap(vm, va + MIB(8), MIB(24)));

@@ -17,7 +17,7 @@ static bool scene_open(struct scene *s) {
   s->vm = open_vm(0);
   if (vMemReserve(s->vm, MIB(64), NULL, &s->va)) return false;
   op.addr = s->va;
-  if (vmem_batch(s->vm, &op, 1, NULL, 0) || vMemCreate(s->vm, 8 * PAGE, NULL, &s->h)) return false;
+  if (vmem_batch(s->vm, &op, 1, NULL, 0, 0) || vMemCreate(s->vm, 8 * PAGE, NULL, &s->h)) return false;
   for (int i = 0; i < PIECES; i++)
     if (vmem_fill(s->vm, s->va + i * STRIDE, 2 * PAGE, (uint8_t)(1 + i))) return false;
   return true;
@@ -46,7 +46,7 @@ static void success(void) {
   struct vmem_op ops[4];
   struct vmem_stats st;
   CHECK(scene_open(&s));
-  OK(vmem_batch(s.vm, ops, scene_ops(&s, ops), NULL, 0));
+  OK(vmem_batch(s.vm, ops, scene_ops(&s, ops), NULL, 0, 0));
   st = stats_of(s.vm);
   EQ(st.mapped_bytes, (8 - 4 + 12 + 4) * PAGE);
   EQ(st.handles, 0);                           /* consumed */
@@ -71,7 +71,7 @@ static void sweep(uint32_t kinds, bool fills_run) {
     CHECK(scene_open(&s));
     before = stats_of(s.vm);
     OK(vmem_inject(s.vm, kinds, nth, 1, ENOMEM));
-    ret = vmem_batch(s.vm, ops, scene_ops(&s, ops), NULL, 0);
+    ret = vmem_batch(s.vm, ops, scene_ops(&s, ops), NULL, 0, 0);
     OK(vmem_inject(s.vm, 0, 0, 0, 0));
     OK(vmem_check(s.vm));
     if (!ret) {
@@ -83,7 +83,7 @@ static void sweep(uint32_t kinds, bool fills_run) {
     after = stats_of(s.vm);
     CHECK(same_state(&before, &after));
     CHECK(untouched(&s, false) || (fills_run && untouched(&s, true)));
-    OK(vmem_batch(s.vm, ops, scene_ops(&s, ops), NULL, 0));
+    OK(vmem_batch(s.vm, ops, scene_ops(&s, ops), NULL, 0, 0));
     OK(vmem_check(s.vm));
     OK(vmem_close(s.vm));
   }
@@ -104,7 +104,7 @@ static void undo_fails(uint32_t first, uint32_t undo) {
     struct vmem_stats st;
     CHECK(scene_open(&s));
     OK(vmem_inject(s.vm, first | undo, nth, 64, EIO));
-    int ret = vmem_batch(s.vm, ops, scene_ops(&s, ops), NULL, 0);
+    int ret = vmem_batch(s.vm, ops, scene_ops(&s, ops), NULL, 0, 0);
     OK(vmem_get_error(&e));
     OK(vmem_inject(s.vm, 0, 0, 0, 0));
     OK(vmem_check(s.vm));
@@ -116,7 +116,7 @@ static void undo_fails(uint32_t first, uint32_t undo) {
       EQ(vMemUnmap(s.vm, e.addr, PAGE), -ENOTRECOVERABLE);
       EQ(vMemFree(s.vm, s.va, VMEM_FREE_UNMAP), -ENOTRECOVERABLE);
       struct vmem_op again = {.op = VMEM_OP_POPULATE, .addr = e.addr, .bytes = PAGE};
-      EQ(vmem_batch(s.vm, &again, 1, NULL, 0), -ENOTRECOVERABLE);
+      EQ(vmem_batch(s.vm, &again, 1, NULL, 0, 0), -ENOTRECOVERABLE);
     } else {
       EQ(ret, -EIO);
       EQ(st.quarantined_bytes, 0);

@@ -64,7 +64,7 @@ static bool scene_open(struct scene *s, size_t group_of, bool fresh_is_zero) {
   s->vm = open_fake(group_of, fresh_is_zero);
   if (vMemReserve(s->vm, MIB(32), NULL, &s->va) || vMemReserve(s->vm, MIB(32), NULL, &s->other)) return false;
   op.addr = s->va;
-  if (vmem_batch(s->vm, &op, 1, NULL, 0)) return false;
+  if (vmem_batch(s->vm, &op, 1, NULL, 0, 0)) return false;
   for (int i = 0; i < PIECES; i++) BYTE(s->va + i * STRIDE) = (unsigned char)(1 + i);
   calls = 0;
   return true;
@@ -77,7 +77,7 @@ static int scene_run(struct scene *s) {
       {.op = VMEM_OP_POPULATE, .addr = s->other, .bytes = PAGE, .count = 3, .stride = STRIDE},
       {.op = VMEM_OP_POPULATE, .addr = s->va + 2 * PAGE, .bytes = PAGE, .count = PIECES, .stride = STRIDE},
   };
-  return vmem_batch(s->vm, ops, 3, NULL, 0);
+  return vmem_batch(s->vm, ops, 3, NULL, 0, 0);
 }
 
 static bool untouched(const struct scene *s) {
@@ -122,7 +122,7 @@ static int run_with_fill(struct scene *s) {
       {.op = VMEM_OP_POPULATE, .addr = s->other, .bytes = PAGE, .count = 3, .stride = STRIDE},
       {.op = VMEM_OP_FILL, .addr = s->va + PAGE, .bytes = PAGE, .value = 9},
   };
-  return vmem_batch(s->vm, ops, 3, NULL, 0);
+  return vmem_batch(s->vm, ops, 3, NULL, 0, 0);
 }
 
 static void two_calls_with_fills(void) {
@@ -155,13 +155,13 @@ static void replaces(void) {
       CHECK(scene_open(&s, per_call, true));
       copy.src = swap[0].addr = s.va;
       copy.addr = swap[1].addr = s.other;
-      OK(vmem_batch(s.vm, &copy, 1, NULL, 0));
+      OK(vmem_batch(s.vm, &copy, 1, NULL, 0, 0));
       OK(vmem_gather(s.vm, s.other, 2 * PAGE, PIECES, STRIDE, &swap[0].handle));
       for (int i = 0; i < PIECES; i++) BYTE(s.other + i * STRIDE + 1) = 1; /* to tell the pages apart */
       before = stats_of(s.vm);
       calls = 0;
       fail_at = fail;
-      err = vmem_batch(s.vm, swap, 2, NULL, 0);
+      err = vmem_batch(s.vm, swap, 2, NULL, 0, 0);
       CHECK(!err || err == -ENOMEM);
       if (!err && per_call > 1) EQ(calls, 1);
       fail_at = -1;
@@ -185,10 +185,10 @@ static void lost_replace(void) {
   CHECK(scene_open(&s, 1, true));
   copy.src = swap.addr = s.va;
   copy.addr = s.other;
-  OK(vmem_batch(s.vm, &copy, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &copy, 1, NULL, 0, 0));
   OK(vmem_gather(s.vm, s.other, 2 * PAGE, PIECES, STRIDE, &swap.handle));
   lose_at = 2;
-  EQ(vmem_batch(s.vm, &swap, 1, NULL, 0), -ENOTRECOVERABLE);
+  EQ(vmem_batch(s.vm, &swap, 1, NULL, 0, 0), -ENOTRECOVERABLE);
   EQ(stats_of(s.vm).quarantined_bytes, 4 * PAGE);
   OK(vmem_check(s.vm));
   for (int i = 0; i < PIECES; i++)
@@ -314,7 +314,7 @@ static void heap_runs_out_at_submit(void) {
     ops[0].addr = s.va;
     ops[1].addr = s.other;
     OK(vmem_inject(s.vm, VMEM_INJECT_HEAP, nth, 1, ENOMEM));
-    ret = vmem_submit(s.vm, ops, 2, NULL, 0, &t);
+    ret = vmem_submit(s.vm, ops, 2, NULL, 0, 0, &t);
     if (!ret) OK(vmem_wait(s.vm, t, -1));
     OK(vmem_inject(s.vm, 0, 0, 0, 0));
     OK(vmem_check(s.vm));
@@ -336,14 +336,14 @@ static void long_runs(void) {
   OK(vMemReserve(vm, MIB(8), NULL, &va));
   ops[1].addr = va;
   ops[1].bytes = MIB(4);
-  OK(vmem_batch(vm, &ops[1], 1, NULL, 0));
+  OK(vmem_batch(vm, &ops[1], 1, NULL, 0, 0));
   EQ(most, 3 * PAGE);
   for (int i = 0; i < 64; i++) BYTE(va + i * PAGE) = (unsigned char)i;
   ops[0].addr = va;
   ops[1].addr = va + MIB(4);
   group = 1;
   fail_at = 1 + 64 / 3; /* the maps pass, the unmap does not */
-  EQ(vmem_batch(vm, ops, 2, NULL, 0), -ENOMEM);
+  EQ(vmem_batch(vm, ops, 2, NULL, 0, 0), -ENOMEM);
   for (int i = 0; i < 64; i++) EQ(BYTE(va + i * PAGE), i);
   EQ(most, 3 * PAGE);
   OK(vmem_check(vm));

@@ -25,7 +25,7 @@ static bool open_slabs(uint64_t slab, uint64_t limit, uint64_t reserve) {
 
 static int change(uint32_t kind, uint64_t addr, uint64_t bytes, uint32_t flags) {
   struct vmem_op op = {.op = kind, .flags = flags, .addr = addr, .bytes = bytes};
-  return vmem_batch(vm, &op, 1, NULL, 0);
+  return vmem_batch(vm, &op, 1, NULL, 0, 0);
 }
 
 static int compact(uint64_t *freed) { return vmem_compact(vm, UINT64_MAX, NULL, 0, 0, freed); }
@@ -149,7 +149,7 @@ static void what_is_busy_stays(void) {
   CHECK(open_slabs(MIB(1), 0, MIB(64)));
   CHECK(scatter(160, 8));
   op.addr = va + 64 * PAGE;
-  OK(vmem_submit(vm, &op, 1, &after, 1, &t));
+  OK(vmem_submit(vm, &op, 1, &after, 1, 0, &t));
   c = vm_get(vm, "test", &err);
   access.addr = va + 96 * PAGE + 5;
   pthread_mutex_lock(&c->lock);
@@ -164,7 +164,7 @@ static void what_is_busy_stays(void) {
   EQ(write(fd, &one, 8), 8);
   OK(vmem_wait(vm, t, -1));
   op = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = va + 64 * PAGE, .bytes = PAGE};
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   OK(sign(va + 64 * PAGE, 64));
   CHECK(all_there(va, 160, 8));
   OK(vmem_check(vm));
@@ -208,9 +208,9 @@ static void large_pages(void) {
   uint64_t freed;
   CHECK(open_slabs(MIB(8), 0, MIB(64)));
   op.addr = va;
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   op.addr = va + MIB(8);
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   for (int i = 0; i < 8; i++)
     if (i == 1 || i == 6)
       OK(sign(va + i * MIB(2) + 9 * PAGE, i));

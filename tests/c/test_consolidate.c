@@ -32,11 +32,11 @@ static void grow(void) {
   for (int i = 0; i < 8; i++) {
     struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_SPREAD, .addr = va + i * PAGE, .bytes = PAGE,
                          .count = 2, .stride = MIB(8)};
-    OK(vmem_batch(vm, &op, 1, NULL, 0));
+    OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
     BYTE(va + i * PAGE) = (unsigned char)(10 + i);
   }
   struct vmem_op lone = {.op = VMEM_OP_POPULATE, .addr = va + MIB(32), .bytes = PAGE};
-  OK(vmem_batch(vm, &lone, 1, NULL, 0));
+  OK(vmem_batch(vm, &lone, 1, NULL, 0, 0));
 }
 
 static bool intact(void) {

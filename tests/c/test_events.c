@@ -11,7 +11,7 @@
 #include "check.h"
 #include "internal.h"
 
-enum { MAX_EVENTS = 64, MAX_RANGES = 64 };
+enum { MAX_EVENTS = 4096, MAX_RANGES = 64 };
 
 static struct {
   pthread_mutex_t lock;
@@ -190,9 +190,9 @@ static struct vmem_op populate(uint64_t addr) {
 static bool fill_begun(vmem_t vm, uint64_t addr, vmem_ticket *t) {
   struct vmem_op op = populate(addr);
   unsigned e = events() + 1;
-  if (vmem_batch(vm, &op, 1, NULL, 0)) return false;
+  if (vmem_batch(vm, &op, 1, NULL, 0, 0)) return false;
   op.op = VMEM_OP_FILL;
-  return !vmem_submit(vm, &op, 1, NULL, 0, t) && reached(e);
+  return !vmem_submit(vm, &op, 1, NULL, 0, 0, t) && reached(e);
 }
 
 static void order_does_not_wait_for_fills(void) {
@@ -261,16 +261,16 @@ static void fill_batches_wait_on_the_gpu(void) {
   OK(vmem_wait(vm, t, -1));
   a.handle = new_event(); /* 2: the last user's work */
   op = (struct vmem_op){.op = VMEM_OP_FILL, .addr = va, .bytes = PAGE, .value = 3};
-  OK(vmem_submit(vm, &op, 1, &a, 1, &t));
+  OK(vmem_submit(vm, &op, 1, &a, 1, 0, &t));
   CHECK(reached(3)); /* the fill is queued behind event 2, without this thread or the worker waiting */
   EQ(gpu.e[3].after, 2);
   EQ(gpu.e[2].done, false);
   /* A batch that unmaps waits for the event itself, and lets others pass. */
   op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE};
   OK(vmem_order(vm, t, 1));
-  OK(vmem_submit(vm, &op, 1, &a, 1, &u));
+  OK(vmem_submit(vm, &op, 1, &a, 1, 0, &u));
   op = populate(va + MIB(4));
-  OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
   OK(vmem_wait(vm, t, -1));
   EQ(vmem_wait(vm, u, 0), -ETIMEDOUT);
   finish(2);
@@ -349,15 +349,15 @@ static void broken_work(void) {
   OK(vMemReserve(vm, MIB(8), NULL, &va));
   op = populate(va);
   op.flags = VMEM_OP_DIRTY;
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   EQ(events(), 0);
   gpu.fail_query = -EIO;
   op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE};
-  OK(vmem_submit(vm, &op, 1, &a, 1, &t));
+  OK(vmem_submit(vm, &op, 1, &a, 1, 0, &t));
   EQ(vmem_wait(vm, t, -1), -EIO);
   CHECK(strstr(vmem_last_error(), "broken"));
   EQ(stats_of(vm).mapped_bytes, PAGE);
-  EQ(vmem_batch(vm, &op, 1, &a, 1), -EIO);
+  EQ(vmem_batch(vm, &op, 1, &a, 1, 0), -EIO);
   EQ(stats_of(vm).mapped_bytes, PAGE);
   gpu.fail_query = 0;
   OK(vmem_check(vm));
@@ -387,7 +387,7 @@ static void fills_are_never_overlooked(void) {
   a.handle = new_event(); /* 2, which the worker puts after the commit */
   __atomic_store_n(&gpu.hold, 2, __ATOMIC_RELEASE);
   op = (struct vmem_op){.op = VMEM_OP_FILL, .addr = va, .bytes = PAGE};
-  OK(vmem_submit(vm, &op, 1, &a, 1, &t));
+  OK(vmem_submit(vm, &op, 1, &a, 1, 0, &t));
   CHECK(reached(3));
   do OK(vmem_range_query(vm, va, &r));
   while (r.flags & VMEM_RANGE_BUSY);
@@ -416,7 +416,7 @@ static void copies_hold_their_source(void) {
     op.src = va;
     op.flags = VMEM_OP_COPY;
     EQ(pthread_create(&thread, NULL, finish_later, (void *)1), 0);
-    OK(vmem_submit(vm, &op, 1, NULL, 0, &u));
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &u));
     CHECK(reached(2)); /* event 2: the copy */
     CHECK(fills_over_at_copy);
     pthread_join(thread, NULL);
@@ -449,7 +449,7 @@ static void replace_waits_for_fills(void) {
     op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va, .bytes = PAGE};
     OK(vmem_retain(vm, va + MIB(4), PAGE, &op.handle));
     EQ(pthread_create(&thread, NULL, finish_later, (void *)2), 0);
-    OK(vmem_batch(vm, &op, 1, NULL, 0));
+    OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
     CHECK(gpu.e[2].done);
     pthread_join(thread, NULL);
     OK(vmem_wait(vm, t, -1));
@@ -458,6 +458,362 @@ static void replace_waits_for_fills(void) {
   }
 }
 
+/* ---- a fill behind work that does not end ------------------------------------------------------- */
+
+/* A reservation with pages at [va, va + MIB(1)). */
+static bool mapped(vmem_t vm, uint64_t *va) {
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_DIRTY, .bytes = PAGE, .count = 16, .stride = PAGE};
+  if (vMemReserve(vm, MIB(8), NULL, va)) return false;
+  op.addr = *va;
+  return !vmem_batch(vm, &op, 1, NULL, 0, 0);
+}
+
+/* Submits a FILL of a page behind an event, which is returned: the fill's own is the next one. */
+static vm_event fill_behind(vmem_t vm, uint64_t addr, int value, vmem_ticket *t) {
+  struct vmem_op op = {.op = VMEM_OP_FILL, .addr = addr, .bytes = PAGE, .value = (uint64_t)value};
+  struct vmem_after a = {.kind = VMEM_AFTER_EVENT, .handle = new_event()};
+  return vmem_submit(vm, &op, 1, &a, 1, 0, t) || vmem_order(vm, *t, 0) ? 0 : a.handle;
+}
+
+static struct vmem_op unmap(uint64_t addr) { return (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = addr, .bytes = PAGE}; }
+
+/* Everything that may meet a fill, elsewhere: in this thread and on the worker. */
+static void fills_hold_up_only_their_range(void) {
+  for (int one_call = 0; one_call < 2; one_call++) {
+    vmem_t vm = open_fake();
+    uint64_t va, other;
+    struct vmem_op op;
+    vmem_ticket filling, own, t;
+    vm_event work;
+    char b[8] = {0};
+    fake.bind = one_call ? fake_bind : NULL;
+    CHECK(mapped(vm, &va) && mapped(vm, &other));
+    work = fill_behind(vm, va, 7, &filling);
+    CHECK(work);
+    op = unmap(va);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &own)); /* waits, and is in nobody's way */
+    OK(vmem_read(vm, b, va + PAGE, sizeof(b)));
+    OK(vmem_write(vm, va + PAGE, b, sizeof(b)));
+    OK(vMemUnmap(vm, va + 2 * PAGE, PAGE));
+    OK(vmem_retain(vm, va + 3 * PAGE, PAGE, &op.handle));
+    OK(vMemMap(vm, va + MIB(4), PAGE, op.handle, 0, 0)); /* a second address */
+    OK(vmem_drop(vm, op.handle));
+    OK(vmem_consolidate(vm, va + 4 * PAGE, 4 * PAGE, NULL));
+    op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va + 4 * PAGE, .bytes = PAGE};
+    OK(vmem_retain(vm, va + 5 * PAGE, PAGE, &op.handle));
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+    OK(vmem_wait(vm, t, -1));
+    op = unmap(va + 6 * PAGE);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+    OK(vmem_wait(vm, t, -1));
+    op = (struct vmem_op){.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .addr = va + MIB(5), .bytes = PAGE, .src = va + PAGE};
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+    CHECK(reached((unsigned)work + 2)); /* the copy */
+    finish(work + 2);
+    OK(vmem_wait(vm, t, -1));
+    OK(vMemFree(vm, other, VMEM_FREE_UNMAP));
+    EQ(vmem_wait(vm, own, 0), -ETIMEDOUT);
+    EQ(vmem_wait(vm, filling, 0), -ETIMEDOUT);
+    EQ(vMemUnmap(vm, va, PAGE), -EBUSY);
+    OK(vmem_check(vm));
+    finish(work + 1);
+    OK(vmem_wait(vm, own, -1));
+    OK(vmem_wait(vm, filling, -1));
+    CHECK(was_put(work + 1));
+    OK(vmem_check(vm));
+    OK(vmem_close(vm));
+  }
+}
+
+enum meeting { UNMAP, REPLACE, ALIAS, COPY, FILL, MEETINGS };
+
+/* What touches the page of a running fill through the other address of it, on the worker. */
+static void fills_hold_up_their_pages(void) {
+  for (int what = 0; what < MEETINGS; what++) {
+    vmem_t vm = open_fake();
+    uint64_t va, second;
+    struct vmem_op op = {0};
+    vmem_ticket filling, meets, elsewhere;
+    vm_event work;
+    vmem_handle h;
+    CHECK(mapped(vm, &va));
+    second = va + MIB(4);
+    OK(vmem_retain(vm, va, PAGE, &h));
+    OK(vMemMap(vm, second, PAGE, h, 0, 0));
+    work = fill_behind(vm, va, 7, &filling);
+    CHECK(work);
+    op.addr = second;
+    op.bytes = PAGE;
+    if (what == UNMAP) {
+      op.op = VMEM_OP_UNMAP;
+    } else if (what == REPLACE) {
+      op.op = VMEM_OP_MAP;
+      op.flags = VMEM_OP_REPLACE;
+      OK(vmem_retain(vm, va + PAGE, PAGE, &op.handle));
+    } else if (what == ALIAS) {
+      op.op = VMEM_OP_MAP;
+      op.addr = va + MIB(5);
+      op.handle = h;
+    } else if (what == COPY) {
+      op.op = VMEM_OP_POPULATE;
+      op.flags = VMEM_OP_COPY;
+      op.addr = va + MIB(5);
+      op.src = second;
+    } else {
+      op.op = VMEM_OP_FILL;
+      op.value = 8;
+    }
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &meets));
+    op = unmap(va + 2 * PAGE);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &elsewhere));
+    OK(vmem_wait(vm, elsewhere, -1));
+    EQ(vmem_wait(vm, meets, 10000000), -ETIMEDOUT);
+    EQ(events(), work + 1);
+    finish(work + 1);
+    if (what == COPY || what == FILL) {
+      CHECK(reached((unsigned)work + 2));
+      CHECK(what == FILL || fills_over_at_copy);
+      finish(work + 2);
+    }
+    OK(vmem_wait(vm, meets, -1));
+    OK(vmem_wait(vm, filling, -1));
+    EQ(BYTE(va), what == FILL ? 8 : 7);
+    OK(vmem_check(vm));
+    OK(vmem_close(vm));
+  }
+}
+
+struct host_side {
+  vmem_t vm;
+  vmem_ticket first;
+  vm_event fill;
+  int ret;
+};
+
+/* Lets the GPU go on when the other batch is finished, as a stream that waits for the host. */
+static void *signal_after(void *arg) {
+  struct host_side *h = arg;
+  h->ret = vmem_wait(h->vm, h->first, -1);
+  finish(h->fill);
+  return NULL;
+}
+
+static void no_deadlock_with_the_host(void) {
+  struct host_side h = {.vm = open_fake()};
+  uint64_t va;
+  struct vmem_op op;
+  vmem_ticket filling, own;
+  vm_event work;
+  pthread_t thread;
+  CHECK(mapped(h.vm, &va));
+  work = fill_behind(h.vm, va, 7, &filling);
+  CHECK(work);
+  h.fill = work + 1;
+  op = unmap(va);
+  OK(vmem_submit(h.vm, &op, 1, NULL, 0, 0, &own));
+  op = unmap(va + PAGE);
+  OK(vmem_submit(h.vm, &op, 1, NULL, 0, 0, &h.first));
+  EQ(pthread_create(&thread, NULL, signal_after, &h), 0);
+  OK(vmem_wait(h.vm, own, -1));
+  pthread_join(thread, NULL);
+  OK(h.ret);
+  OK(vmem_wait(h.vm, filling, -1));
+  OK(vmem_check(h.vm));
+  OK(vmem_close(h.vm));
+}
+
+/* More than 64 ranges are several calls of the back end: each waits for the one before. */
+static void long_fills_are_chained(void) {
+  vmem_t vm = open_fake();
+  uint64_t va;
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_DIRTY, .bytes = PAGE, .count = 100, .stride = 2 * PAGE};
+  struct vmem_after a = {.kind = VMEM_AFTER_EVENT};
+  vmem_ticket t;
+  OK(vMemReserve(vm, MIB(16), NULL, &va));
+  op.addr = va;
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  a.handle = new_event();
+  op.op = VMEM_OP_FILL;
+  op.flags = 0;
+  op.value = 3;
+  OK(vmem_submit(vm, &op, 1, &a, 1, 0, &t));
+  OK(vmem_order(vm, t, 9));
+  EQ(events(), 3);
+  EQ(gpu.e[2].after, 1);
+  EQ(gpu.e[3].after, 2);
+  EQ(gpu.waited_event, 3);
+  EQ(vmem_wait(vm, t, 0), -ETIMEDOUT);
+  finish(2);
+  finish(3);
+  OK(vmem_wait(vm, t, -1));
+  EQ(BYTE(va + 99 * 2 * PAGE), 3);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+/* Many fills at once cost no one a walk through all of them each time. */
+static void many_fills(void) {
+  enum { MANY = 1000 };
+  vmem_t vm = open_fake();
+  uint64_t va;
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_DIRTY, .bytes = 2 * MANY * PAGE};
+  vmem_ticket t, filling[MANY];
+  OK(vMemReserve(vm, 2 * MANY * PAGE, NULL, &va));
+  op.addr = va;
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  for (int i = 0; i < MANY; i++) CHECK(fill_behind(vm, va + (uint64_t)i * PAGE, 7, &filling[i]));
+  for (int i = 0; i < MANY; i++) {
+    op = unmap(va + (uint64_t)(MANY + i) * PAGE);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+    if (i % 100 == 99) OK(vmem_wait(vm, t, -1));
+    OK(vmem_ticket_drop(vm, t));
+  }
+  OK(vmem_check(vm));
+  EQ(stats_of(vm).pending, MANY);
+  for (int i = 0; i < MANY; i++) finish((vm_event)(2 * i + 2));
+  for (int i = 0; i < MANY; i++) {
+    OK(vmem_wait(vm, filling[i], -1));
+    EQ(BYTE(va + (uint64_t)i * PAGE), 7);
+  }
+  EQ(stats_of(vm).pending, 0);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+/* ---- fills that end in any order ---------------------------------------------------------------- */
+
+enum { STEPS = 1500, PAGES = 12 };
+
+static int gpu_stops;
+
+/* The "GPU": reaches the events in any order, each after what it waits for. A fill writes where it was told to, so one
+ * whose page is no longer there dies. */
+static void *run_gpu(void *arg) {
+  unsigned seed = (unsigned)(uintptr_t)arg;
+  while (!__atomic_load_n(&gpu_stops, __ATOMIC_ACQUIRE)) {
+    vm_event ready[MAX_EVENTS];
+    unsigned n = 0;
+    pthread_mutex_lock(&gpu.lock);
+    for (vm_event e = 1; e <= gpu.n; e++)
+      if (!gpu.e[e].done && (!gpu.e[e].after || gpu.e[gpu.e[e].after].done)) ready[n++] = e;
+    pthread_mutex_unlock(&gpu.lock);
+    seed = seed * 1664525u + 1013904223u;
+    if (n) finish(ready[(seed >> 8) % n]);
+    usleep((seed >> 24) % 64);
+  }
+  return NULL;
+}
+
+/* Each page has two addresses. What is begun in order on one page happens in that order. */
+static void fills_in_any_order(void) {
+  vmem_t vm = open_fake();
+  uint64_t va, alias, spare;
+  unsigned seed = 20261122;
+  int value[PAGES] = {0};
+  bool second[PAGES] = {false};
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_DIRTY, .bytes = PAGE, .count = PAGES, .stride = PAGE};
+  struct vmem_after a = {.kind = VMEM_AFTER_EVENT};
+  vmem_ticket t;
+  vmem_handle h;
+  pthread_t thread;
+  OK(vMemReserve(vm, MIB(8), NULL, &va));
+  alias = va + MIB(2);
+  spare = va + MIB(4);
+  op.addr = va;
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  __atomic_store_n(&gpu_stops, 0, __ATOMIC_RELEASE);
+  EQ(pthread_create(&thread, NULL, run_gpu, (void *)(uintptr_t)seed), 0);
+  for (int step = 0; step < STEPS && events() < MAX_EVENTS - 8; step++) {
+    unsigned r = seed = seed * 1664525u + 1013904223u, i = (r >> 8) % PAGES;
+    uint64_t at = (r >> 4 & 1 && second[i] ? alias : va) + i * PAGE;
+    unsigned char b;
+    switch ((r >> 16) % 6) {
+    case 0:
+    case 1: /* a fill, behind an event or not */
+      a.handle = r >> 20 & 1 ? new_event() : 0;
+      op = (struct vmem_op){.op = VMEM_OP_FILL, .addr = at, .bytes = PAGE, .value = value[i] = (int)(r >> 24)};
+      OK(vmem_submit(vm, &op, 1, &a, a.handle != 0, 0, &t));
+      OK(vmem_order(vm, t, 0));
+      OK(vmem_ticket_drop(vm, t));
+      break;
+    case 2:
+      OK(vmem_read(vm, &b, at + PAGE - 1, 1));
+      EQ(b, value[i]);
+      break;
+    case 3: /* the second address comes or goes */
+      op = (struct vmem_op){.op = second[i] ? VMEM_OP_UNMAP : VMEM_OP_MAP, .addr = alias + i * PAGE, .bytes = PAGE};
+      if (!second[i]) {
+        OK(vmem_retain(vm, va + i * PAGE, PAGE, &h));
+        op.handle = h;
+        op.flags = VMEM_OP_CONSUME;
+      }
+      OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+      OK(vmem_wait(vm, t, -1));
+      OK(vmem_ticket_drop(vm, t));
+      second[i] = !second[i];
+      break;
+    case 4: /* a copy, which takes the page's place */
+      op = (struct vmem_op){.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .addr = spare, .bytes = PAGE, .src = at};
+      OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+      OK(vmem_wait(vm, t, -1));
+      OK(vmem_ticket_drop(vm, t));
+      EQ(BYTE(spare), value[i]);
+      if (second[i]) OK(vMemUnmap(vm, alias + i * PAGE, PAGE));
+      second[i] = false;
+      op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va + i * PAGE, .bytes = PAGE};
+      OK(vmem_retain(vm, spare, PAGE, &op.handle));
+      OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+      OK(vMemUnmap(vm, spare, PAGE));
+      break;
+    default: /* gone, and back as a new page */
+      if (second[i]) OK(vMemUnmap(vm, alias + i * PAGE, PAGE));
+      second[i] = false;
+      op = unmap(va + i * PAGE);
+      OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+      OK(vmem_wait(vm, t, -1));
+      OK(vmem_ticket_drop(vm, t));
+      op.op = VMEM_OP_POPULATE;
+      OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+      OK(vmem_order(vm, t, 0));
+      OK(vmem_ticket_drop(vm, t));
+      value[i] = 0;
+    }
+    if (step % 64 == 0) OK(vmem_check(vm));
+  }
+  for (unsigned i = 0; i < PAGES; i++) {
+    unsigned char b;
+    OK(vmem_read(vm, &b, va + i * PAGE, 1));
+    EQ(b, value[i]);
+  }
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+  __atomic_store_n(&gpu_stops, 1, __ATOMIC_RELEASE);
+  pthread_join(thread, NULL);
+}
+
+/* A ticket dropped while its fill runs: the fill is still one, and close waits for it. */
+static void dropped_while_filling(void) {
+  vmem_t vm = open_fake();
+  uint64_t va;
+  vmem_ticket filling;
+  vm_event work;
+  pthread_t thread;
+  CHECK(mapped(vm, &va));
+  work = fill_behind(vm, va, 7, &filling);
+  CHECK(work);
+  OK(vmem_ticket_drop(vm, filling));
+  EQ(vmem_order(vm, filling, 0), -EBADF);
+  EQ(stats_of(vm).pending, 1);
+  OK(vmem_check(vm));
+  EQ(pthread_create(&thread, NULL, finish_later, (void *)(uintptr_t)(work + 1)), 0);
+  OK(vmem_close(vm));
+  CHECK(gpu.e[work + 1].done && gpu.e[work + 1].put);
+  pthread_join(thread, NULL);
+}
+
 MAIN(TEST(order_does_not_wait_for_fills), TEST(unmap_waits_for_fills), TEST(fill_batches_wait_on_the_gpu), TEST(broken_work),
      TEST(second_address_waits_for_fills), TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name),
-     TEST(fills_are_never_overlooked), TEST(copies_hold_their_source), TEST(replace_waits_for_fills))
+     TEST(fills_are_never_overlooked), TEST(copies_hold_their_source), TEST(replace_waits_for_fills),
+     TEST(fills_hold_up_only_their_range), TEST(fills_hold_up_their_pages), TEST(no_deadlock_with_the_host),
+     TEST(long_fills_are_chained), TEST(many_fills), TEST(fills_in_any_order),
+     TEST(dropped_while_filling))

@@ -56,7 +56,7 @@ static void forked(void) {
   int status;
   OK(vMemReserve(vm, MIB(2), NULL, &va));
   op.addr = va;
-  OK(vmem_submit(vm, &op, 1, NULL, 0, &t)); /* the worker thread exists */
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t)); /* the worker thread exists */
   OK(vmem_wait(vm, t, -1));
   OK(vmem_fill(vm, va, PAGE, 5));
   before = stats_of(vm);
@@ -67,7 +67,7 @@ static void forked(void) {
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
   op.addr = va + MIB(1);
-  OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
   OK(vmem_wait(vm, t, -1));
   OK(vmem_check(vm));
   OK(vmem_close(vm));

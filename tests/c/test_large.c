@@ -21,7 +21,7 @@ static bool scene_open(struct scene *s) {
   if (vMemReserve(s->vm, 16 * LARGE, &o, &s->va)) return false;
   ops[0].addr = s->va;
   ops[1].addr = s->va + 2 * LARGE;
-  if (vmem_batch(s->vm, ops, 2, NULL, 0)) return false;
+  if (vmem_batch(s->vm, ops, 2, NULL, 0, 0)) return false;
   for (uint64_t a = 0; a < 2 * LARGE + 3 * PAGE; a += PAGE)
     if (!put_byte(s->vm, s->va + a, 1 + (int)(a / PAGE))) return false;
   return true;
@@ -81,7 +81,7 @@ static void parts_elsewhere(void) {
   op.addr = at;
   op.bytes = LARGE + 5 * PAGE; /* a whole one, and a part of the next */
   calls = stats_of(s.vm).mappings;
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   EQ(stats_of(s.vm).mappings - calls, 2);
   EQ(flags_at(&s, 8 * LARGE) & VMEM_RANGE_LARGE, VMEM_RANGE_LARGE);
   EQ(flags_at(&s, 9 * LARGE) & (VMEM_RANGE_MAPPED | VMEM_RANGE_LARGE), VMEM_RANGE_MAPPED);
@@ -90,14 +90,14 @@ static void parts_elsewhere(void) {
   EQ(vMemUnmap(s.vm, at + PAGE, PAGE), -EINVAL);
   op.addr = s.va + 12 * LARGE + PAGE;
   op.bytes = LARGE;
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   EQ(flags_at(&s, 12 * LARGE + PAGE) & VMEM_RANGE_LARGE, 0);
   OK(vMemUnmap(s.vm, op.addr + PAGE, LARGE - 2 * PAGE));
   EQ(get_byte(s.vm, op.addr + LARGE - PAGE), 32);
   OK(vMemUnmap(s.vm, op.addr, PAGE));
   OK(vMemUnmap(s.vm, op.addr + LARGE - PAGE, PAGE));
   op.bytes = 2 * LARGE; /* the same for all that lies between two boundaries */
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   EQ(flags_at(&s, 13 * LARGE) & VMEM_RANGE_LARGE, 0);
   OK(vMemUnmap(s.vm, s.va + 13 * LARGE + PAGE, PAGE));
   /* From the middle on: the part, then the whole, in two calls, each with its entries. */
@@ -105,7 +105,7 @@ static void parts_elsewhere(void) {
   op.offset = 30 * PAGE;
   op.bytes = 2 * PAGE + LARGE + PAGE;
   calls = stats_of(s.vm).mappings;
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   EQ(stats_of(s.vm).mappings - calls, 3);
   EQ(flags_at(&s, 10 * LARGE + 30 * PAGE) & VMEM_RANGE_LARGE, 0);
   EQ(flags_at(&s, 11 * LARGE) & VMEM_RANGE_LARGE, VMEM_RANGE_LARGE);
@@ -153,10 +153,10 @@ static void misaligned(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = LARGE, .page_size = LARGE};
   CHECK(scene_open(&s));
   op.addr = s.va + 8 * LARGE + PAGE;
-  EQ(vmem_batch(s.vm, &op, 1, NULL, 0), -EINVAL);
+  EQ(vmem_batch(s.vm, &op, 1, NULL, 0, 0), -EINVAL);
   op.addr = s.va + 8 * LARGE;
   op.bytes = LARGE + PAGE;
-  EQ(vmem_batch(s.vm, &op, 1, NULL, 0), -EINVAL);
+  EQ(vmem_batch(s.vm, &op, 1, NULL, 0, 0), -EINVAL);
   end(&s);
 }
 
@@ -170,21 +170,21 @@ static void promotion(void) {
   uint64_t used;
   CHECK(scene_open(&s));
   small.addr = s.va + 2 * LARGE + 3 * PAGE;
-  OK(vmem_batch(s.vm, &small, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &small, 1, NULL, 0, 0));
   for (unsigned i = 67; i < 96; i++) CHECK(put_byte(s.vm, s.va + i * PAGE, 1 + (int)i));
   used = stats_of(s.vm).used_bytes;
   for (int round = 0; round < 2; round++) {
     swap[0].addr = up[0].src = s.va + 2 * LARGE;
     swap[1].addr = up[0].addr = s.va + 8 * LARGE;
     up[0].page_size = round ? PAGE : LARGE;
-    OK(vmem_batch(s.vm, up, 1, NULL, 0));
+    OK(vmem_batch(s.vm, up, 1, NULL, 0, 0));
     OK(vmem_retain(s.vm, up[0].addr, LARGE, &swap[0].handle));
     swap[0].addr += PAGE; /* a replace does not cut either */
     swap[0].bytes -= PAGE;
-    if (round) EQ(vmem_batch(s.vm, swap, 2, NULL, 0), -EINVAL);
+    if (round) EQ(vmem_batch(s.vm, swap, 2, NULL, 0, 0), -EINVAL);
     swap[0].addr -= PAGE;
     swap[0].bytes += PAGE;
-    OK(vmem_batch(s.vm, swap, 2, NULL, 0));
+    OK(vmem_batch(s.vm, swap, 2, NULL, 0, 0));
     CHECK(holds(&s, 0, 3 * LARGE));
     EQ(flags_at(&s, 2 * LARGE) & VMEM_RANGE_LARGE, round ? 0 : VMEM_RANGE_LARGE);
     EQ(stats_of(s.vm).used_bytes, used);
@@ -203,9 +203,9 @@ static void memory_goes_over(void) {
   OK(vMemReserve(vm, MIB(128), NULL, &op.addr));
   for (int round = 0; round < 4; round++) {
     op.page_size = round & 1 ? LARGE : PAGE;
-    OK(vmem_batch(vm, &op, 1, NULL, 0));
+    OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
     more = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = op.addr + MIB(48), .bytes = MIB(18), .page_size = LARGE};
-    EQ(vmem_batch(vm, &more, 1, NULL, 0), -ENOMEM);
+    EQ(vmem_batch(vm, &more, 1, NULL, 0, 0), -ENOMEM);
     OK(vMemUnmap(vm, op.addr, op.bytes));
     OK(vmem_check(vm));
   }
@@ -260,7 +260,7 @@ static void consolidated_whole(void) {
   remapped = longest = 0;
   cuts = false;
   at = s.va + 8 * LARGE;
-  for (op.addr = at; op.addr < at + 6 * LARGE; op.addr += LARGE) OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  for (op.addr = at; op.addr < at + 6 * LARGE; op.addr += LARGE) OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   OK(vmem_consolidate(s.vm, at + PAGE, LARGE, NULL));
   EQ(remapped, 0);
   OK(vmem_consolidate(s.vm, at + PAGE, 3 * LARGE, NULL));

@@ -30,7 +30,7 @@ static void scattered_pages(void) {
   OK(vMemReserve(vm, GIB(4), NULL, &va));
   for (op.addr = va; !ret && op.addr < va + GIB(3); op.addr += op.count * op.stride) {
     before = stats_of(vm);
-    if (!(ret = vmem_batch(vm, &op, 1, NULL, 0))) mapped += op.count;
+    if (!(ret = vmem_batch(vm, &op, 1, NULL, 0, 0))) mapped += op.count;
   }
   EQ(ret, -ENOSPC);
   OK(vmem_get_error(&e));
@@ -62,7 +62,7 @@ static void more_memory_than_there_is(void) {
   OK(vMemReserve(vm, GIB(1024), NULL, &va)); /* addresses are free */
   op.addr = va;
   before = stats_of(vm);
-  EQ(vmem_batch(vm, &op, 1, NULL, 0), -ENOMEM);
+  EQ(vmem_batch(vm, &op, 1, NULL, 0, 0), -ENOMEM);
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
   OK(vmem_check(vm));

@@ -19,7 +19,7 @@ static bool scene_open(struct scene *s) {
   s->vm = open_vm(PAGE);
   if (vMemReserve(s->vm, MIB(8), NULL, &s->va) || vMemReserve(s->vm, MIB(8), NULL, &s->scratch)) return false;
   op.addr = s->va;
-  if (vmem_batch(s->vm, &op, 1, NULL, 0)) return false;
+  if (vmem_batch(s->vm, &op, 1, NULL, 0, 0)) return false;
   for (int i = 0; i < 6; i++)
     if (!put_byte(s->vm, s->va + i / 2 * STRIDE + i % 2 * PAGE + 5, 1 + i)) return false;
   return true;
@@ -44,7 +44,7 @@ static int swap(const struct scene *s, vmem_handle *h) {
   };
   int err = vmem_gather(s->vm, s->scratch, 2 * PAGE, 3, STRIDE, h);
   ops[0].handle = *h;
-  return err ? err : vmem_batch(s->vm, ops, 2, NULL, 0);
+  return err ? err : vmem_batch(s->vm, ops, 2, NULL, 0, 0);
 }
 
 static void end(struct scene *s) {
@@ -61,7 +61,7 @@ static void copies(void) {
   struct vmem_op op;
   CHECK(scene_open(&s));
   op = copy_to_scratch(&s);
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   CHECK(holds(&s, s.scratch) && holds(&s, s.va));
   CHECK(put_byte(s.vm, s.scratch + 5, 99)); /* they are two */
   EQ(get_byte(s.vm, s.va + 5), 1);
@@ -71,7 +71,7 @@ static void copies(void) {
   op.src = s.va + PAGE + 5;
   op.src_stride = 0;
   op.src_bytes = 3;
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   for (int i = 0; i < 2; i++) {
     EQ(get_byte(s.vm, s.scratch + MIB(4) + i * STRIDE), 2);
     EQ(get_byte(s.vm, s.scratch + MIB(4) + i * STRIDE + 3), 0);
@@ -86,12 +86,12 @@ static void copies_into_used_pages(void) {
   struct vmem_op op;
   CHECK(scene_open(&s));
   op = copy_to_scratch(&s);
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   OK(vmem_fill(s.vm, s.scratch, 2 * PAGE, 0x77));
   OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE));
   op.count = 1;
   op.src_bytes = 6;
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   EQ(get_byte(s.vm, s.scratch + 5), 1);
   EQ(get_byte(s.vm, s.scratch + 6), 0);
   EQ(get_byte(s.vm, s.scratch + PAGE + 5), 0);
@@ -101,7 +101,7 @@ static void copies_into_used_pages(void) {
 #define REFUSED(err)                                     \
   do {                                                   \
     before = stats_of(s.vm);                             \
-    EQ(vmem_batch(s.vm, &op, 1, NULL, 0), err);          \
+    EQ(vmem_batch(s.vm, &op, 1, NULL, 0, 0), err);          \
     after = stats_of(s.vm);                              \
     CHECK(same_state(&before, &after));                  \
   } while (0)
@@ -146,15 +146,15 @@ static void a_source_is_held(void) {
   int fd = eventfd(0, EFD_CLOEXEC);
   CHECK(fd >= 0 && scene_open(&s));
   between = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = s.va + 2 * PAGE, .bytes = PAGE};
-  OK(vmem_batch(s.vm, &between, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &between, 1, NULL, 0, 0));
   after.handle = (uint64_t)fd;
   op = copy_to_scratch(&s);
-  OK(vmem_submit(s.vm, &op, 1, &after, 1, &t));
+  OK(vmem_submit(s.vm, &op, 1, &after, 1, 0, &t));
   EQ(vMemUnmap(s.vm, s.va, PAGE), -EBUSY);
   EQ(vMemUnmap(s.vm, s.va + 2 * STRIDE + PAGE, PAGE), -EBUSY);
   OK(vMemUnmap(s.vm, s.va + 2 * PAGE, PAGE));
   between.addr = s.va + 3 * STRIDE; /* where a fourth piece would be */
-  OK(vmem_batch(s.vm, &between, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &between, 1, NULL, 0, 0));
   OK(vMemUnmap(s.vm, between.addr, PAGE));
   EQ(get_byte(s.vm, s.va + 5), 1); /* reading goes on */
   OK(vmem_check(s.vm));
@@ -176,7 +176,7 @@ static void moves(void) {
   OK(vmem_retain(s.vm, s.va, 2 * PAGE, &old));
   used = stats_of(s.vm).used_bytes;
   op = copy_to_scratch(&s);
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   EQ(stats_of(s.vm).used_bytes, 2 * used);
   OK(swap(&s, &h));
   CHECK(holds(&s, s.va));
@@ -200,12 +200,12 @@ static void replaces_in_parts(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = 4 * PAGE};
   CHECK(scene_open(&s));
   op.addr = s.scratch;
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   OK(vmem_fill(s.vm, s.scratch, 4 * PAGE, 7));
   OK(vmem_retain(s.vm, s.scratch + PAGE, 2 * PAGE, &h));
   op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_READONLY, .addr = s.va + PAGE, .bytes = PAGE,
                         .handle = h, .offset = PAGE};
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   EQ(get_byte(s.vm, s.va + 5), 1);
   EQ(get_byte(s.vm, s.va + PAGE + 5), 7);
   OK(vmem_range_query(s.vm, s.va + PAGE, &r));
@@ -216,7 +216,7 @@ static void replaces_in_parts(void) {
   OK(vmem_check(s.vm));
   op.flags = VMEM_OP_REPLACE;
   op.offset = 0;
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   OK(vmem_fill(s.vm, s.va + PAGE, PAGE, 8));
   EQ(get_byte(s.vm, s.scratch + PAGE), 8);
   EQ(get_byte(s.vm, s.scratch + 2 * PAGE), 7);
@@ -261,12 +261,12 @@ static void a_handle_is_held(void) {
   CHECK(fd >= 0 && scene_open(&s));
   after.handle = (uint64_t)fd;
   op = copy_to_scratch(&s);
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   OK(vmem_gather(s.vm, s.scratch, 2 * PAGE, 3, STRIDE, &h));
   OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE)); /* two pages are the handle's alone now */
   op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .count = 3,
                         .stride = STRIDE, .handle = h};
-  OK(vmem_submit(s.vm, &op, 1, &after, 1, &t));
+  OK(vmem_submit(s.vm, &op, 1, &after, 1, 0, &t));
   EQ(vmem_drop(s.vm, h), -EBUSY);
   EQ(vMemRelease(s.vm, h), -EBUSY);
   EQ(vmem_drop_range(s.vm, h, 0, PAGE, 1, 0), -EBUSY);
@@ -292,16 +292,16 @@ static void a_held_handle_is_not_consumed(void) {
   CHECK(fd >= 0 && scene_open(&s));
   after.handle = (uint64_t)fd;
   op = copy_to_scratch(&s);
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   OK(vmem_gather(s.vm, s.scratch, 2 * PAGE, 3, STRIDE, &h));
   OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE));
   op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .count = 3,
                         .stride = STRIDE, .handle = h};
-  OK(vmem_submit(s.vm, &op, 1, &after, 1, &t));
+  OK(vmem_submit(s.vm, &op, 1, &after, 1, 0, &t));
   other = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_CONSUME, .addr = s.scratch, .bytes = 2 * PAGE, .handle = h};
-  EQ(vmem_batch(s.vm, &other, 1, NULL, 0), -EBUSY);
+  EQ(vmem_batch(s.vm, &other, 1, NULL, 0, 0), -EBUSY);
   other.flags = 0;
-  OK(vmem_batch(s.vm, &other, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &other, 1, NULL, 0, 0));
   OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE));
   EQ(write(fd, &one, 8), 8);
   OK(vmem_wait(s.vm, t, -1));
@@ -319,7 +319,7 @@ static void one_handle_twice(void) {
   vmem_handle h;
   CHECK(scene_open(&s));
   op = copy_to_scratch(&s);
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   OK(vmem_gather(s.vm, s.scratch, 2 * PAGE, 3, STRIDE, &h));
   for (int consume_first = 1; consume_first >= 0; consume_first--) {
     struct vmem_op ops[] = {
@@ -329,7 +329,7 @@ static void one_handle_twice(void) {
         {.op = VMEM_OP_UNMAP, .addr = s.scratch, .bytes = 2 * PAGE, .count = 3, .stride = STRIDE},
     };
     ops[consume_first ? 0 : 2].flags |= VMEM_OP_CONSUME;
-    EQ(vmem_batch(s.vm, ops, 4, NULL, 0), consume_first ? -EBUSY : 0);
+    EQ(vmem_batch(s.vm, ops, 4, NULL, 0, 0), consume_first ? -EBUSY : 0);
     OK(vmem_check(s.vm));
   }
   EQ(vmem_drop(s.vm, h), -EBADF);
@@ -350,23 +350,23 @@ static void copies_from_what_goes(void) {
   ops[0].src = s.va + STRIDE;
   ops[0].count = 1;
   ops[1] = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va + STRIDE, .bytes = 2 * PAGE, .handle = h};
-  OK(vmem_batch(s.vm, ops, 2, NULL, 0));
+  OK(vmem_batch(s.vm, ops, 2, NULL, 0, 0));
   EQ(get_byte(s.vm, s.scratch + 5), 3);
   EQ(get_byte(s.vm, s.va + STRIDE + 5), 1);
   ops[0].addr += STRIDE;
   ops[0].src += STRIDE;
   ops[1] = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = s.va + 2 * STRIDE, .bytes = 2 * PAGE};
-  OK(vmem_batch(s.vm, ops, 2, NULL, 0));
+  OK(vmem_batch(s.vm, ops, 2, NULL, 0, 0));
   EQ(get_byte(s.vm, s.scratch + STRIDE + PAGE + 5), 6);
   ops[1] = ops[0];
   ops[1].addr += STRIDE;
   ops[1].src = s.va;
   ops[0] = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = s.va, .bytes = 2 * PAGE};
-  EQ(vmem_batch(s.vm, ops, 2, NULL, 0), -EBUSY);
+  EQ(vmem_batch(s.vm, ops, 2, NULL, 0, 0), -EBUSY);
   ops[1] = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .handle = h};
-  EQ(vmem_batch(s.vm, ops, 2, NULL, 0), -EBUSY);
+  EQ(vmem_batch(s.vm, ops, 2, NULL, 0, 0), -EBUSY);
   ops[0] = ops[1];
-  EQ(vmem_batch(s.vm, ops, 2, NULL, 0), -EBUSY);
+  EQ(vmem_batch(s.vm, ops, 2, NULL, 0, 0), -EBUSY);
   OK(vmem_check(s.vm));
   EQ(get_byte(s.vm, s.va + PAGE + 5), 2);
   OK(vmem_drop(s.vm, h));
@@ -409,17 +409,17 @@ static void closed_under_way(void) {
     after.handle = (uint64_t)fd;
     OK(vmem_gather(s.vm, s.va, 2 * PAGE, 3, STRIDE, &h));
     op = copy_to_scratch(&s);
-    OK(vmem_submit(s.vm, &op, 1, &after, (size_t)waits, &t));
+    OK(vmem_submit(s.vm, &op, 1, &after, (size_t)waits, 0, &t));
     op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = s.scratch + MIB(4),
                           .bytes = PAGE, .handle = h};
-    EQ(vmem_submit(s.vm, &op, 1, &after, 1, &t), -EFAULT);
+    EQ(vmem_submit(s.vm, &op, 1, &after, 1, 0, &t), -EFAULT);
     OK(vmem_drop(s.vm, h));
     OK(vmem_retain(s.vm, s.va + STRIDE, PAGE, &h));
     op.addr = s.va + PAGE;
     op.handle = h;
-    if (waits) EQ(vmem_submit(s.vm, &op, 1, &after, 1, &t), -EBUSY); /* a source is not to be replaced */
+    if (waits) EQ(vmem_submit(s.vm, &op, 1, &after, 1, 0, &t), -EBUSY); /* a source is not to be replaced */
     op.addr = s.scratch + PAGE; /* mapped, or about to be */
-    vmem_submit(s.vm, &op, 1, &after, 1, &t);
+    vmem_submit(s.vm, &op, 1, &after, 1, 0, &t);
     OK(vmem_close(s.vm));
     close(fd);
   }
@@ -441,12 +441,12 @@ static void nth_call_fails(void) {
       op = copy_to_scratch(&s);
       before = stats_of(s.vm);
       OK(vmem_inject(s.vm, kinds[kind], nth, 1, error));
-      err = vmem_batch(s.vm, &op, 1, NULL, 0);
+      err = vmem_batch(s.vm, &op, 1, NULL, 0, 0);
       CHECK(!err || err == -error);
       after = stats_of(s.vm);
       if (err) {
         CHECK(same_state(&before, &after));
-        OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+        OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
       }
       OK(vmem_inject(s.vm, kinds[kind], nth, 1, error));
       before = stats_of(s.vm);
@@ -534,7 +534,7 @@ static void replace_fails_within_a_piece(void) {
     op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .count = 3,
                           .stride = STRIDE, .handle = h};
     OK(vmem_inject(s.vm, VMEM_INJECT_MAP, nth, 1, EIO));
-    EQ(vmem_batch(s.vm, &op, 1, NULL, 0), nth < 6 ? -EIO : 0);
+    EQ(vmem_batch(s.vm, &op, 1, NULL, 0, 0), nth < 6 ? -EIO : 0);
     OK(vmem_inject(s.vm, 0, 0, 0, 0));
     CHECK(!violated);
     after = stats_of(s.vm);
@@ -558,7 +558,7 @@ static void unknown_state(void) {
       int err;
       CHECK(scene_open(&s));
       op = copy_to_scratch(&s);
-      OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+      OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
       c = vm_get(s.vm, "test", &err);
       fake = vm_backend_host;
       fake.map = fake_map;
@@ -600,7 +600,7 @@ static void never_mapped(void) {
   OK(vmem_trim(s.vm, 0, NULL));
   OK(vMemCreate(s.vm, MIB(128), NULL, &h));
   op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = PAGE, .handle = h, .offset = MIB(127)};
-  EQ(vmem_batch(s.vm, &op, 1, NULL, 0), -EINVAL);
+  EQ(vmem_batch(s.vm, &op, 1, NULL, 0, 0), -EINVAL);
   CHECK(strstr(vmem_last_error(), "never mapped"));
   CHECK(holds(&s, s.va));
   OK(vmem_drop(s.vm, h));
@@ -623,7 +623,7 @@ static void copies_into_dirty_pages(void) {
   c->info.fresh_is_zero = false;
   vm_put(c);
   op = copy_to_scratch(&s);
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   for (int i = 0; i < 3; i++) OK(vmem_fill(s.vm, s.scratch + i * STRIDE, 2 * PAGE, 0x77));
   for (int round = 0; round < 3; round++) {
     OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE));
@@ -632,10 +632,10 @@ static void copies_into_dirty_pages(void) {
     if (round == 2) { /* a copy that fails leaves pages that are as dirty as they were */
       OK(vmem_inject(s.vm, VMEM_INJECT_FILL, 0, 1, EIO));
       op.src_bytes = 0;
-      EQ(vmem_batch(s.vm, &op, 1, NULL, 0), -EIO);
+      EQ(vmem_batch(s.vm, &op, 1, NULL, 0, 0), -EIO);
       op = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = s.scratch, .bytes = 2 * PAGE};
     }
-    OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+    OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
     EQ(BYTE(s.scratch + 5), round == 2 ? 0 : 1);
     if (round != 1) EQ(BYTE(s.scratch + 6), 0);
     EQ(BYTE(s.scratch + PAGE + 5), round == 1 ? 2 : 0);
@@ -657,7 +657,7 @@ static void gathers_beside_a_batch(void) {
   CHECK(fd >= 0 && scene_open(&s));
   after.handle = (uint64_t)fd;
   op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = s.va + PAGE, .bytes = PAGE};
-  OK(vmem_submit(s.vm, &op, 1, &after, 1, &t));
+  OK(vmem_submit(s.vm, &op, 1, &after, 1, 0, &t));
   EQ(vmem_retain(s.vm, s.va, 2 * PAGE, &h), -EBUSY);
   EQ(vmem_gather(s.vm, s.va, PAGE, 2, PAGE, &h), -EBUSY);
   OK(vmem_check(s.vm));
@@ -680,11 +680,11 @@ static void between_locations(void) {
   op = copy_to_scratch(&s);
   op.location = VMEM_HOST;
   if (!(info.caps & VMEM_CAP_HOST_PAGES)) {
-    EQ(vmem_batch(s.vm, &op, 1, NULL, 0), -EOPNOTSUPP);
+    EQ(vmem_batch(s.vm, &op, 1, NULL, 0, 0), -EOPNOTSUPP);
     OK(vmem_close(s.vm));
     return;
   }
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0));
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   OK(swap(&s, &h));
   CHECK(holds(&s, s.va));
   OK(vmem_retain(s.vm, s.va, 2 * PAGE, &h));
@@ -692,7 +692,7 @@ static void between_locations(void) {
   EQ(hi.location, VMEM_HOST);
   OK(vmem_drop(s.vm, h));
   op.location = VMEM_DEVICE;
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0)); /* a copy in the device again */
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0)); /* a copy in the device again */
   OK(swap(&s, &h));
   CHECK(holds(&s, s.va));
   end(&s);

@@ -328,11 +328,11 @@ static void a_refusal_is_counted_again_without_the_lock(void) {
   before = stats_of(vm);
   op.addr = va + MIB(1);
   refusals = 2;
-  EQ(vmem_batch(vm, &op, 1, NULL, 0), -ENOSPC);
+  EQ(vmem_batch(vm, &op, 1, NULL, 0, 0), -ENOSPC);
   EQ(recounts, 3);
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   OK(vmem_check(vm));
   OK(vmem_close(vm));
 }

@@ -24,7 +24,7 @@ static void gathered_and_mapped_again(void) {
   vmem_handle h;
   start();
   op.addr = va;
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   for (int i = 0; i < 12; i++) PUT(va + (uint64_t)(i / 4) * MIB(2) + (uint64_t)(i % 4) * PAGE, i + 1);
   OK(vmem_gather(vm, va + PAGE, 2 * PAGE, 3, MIB(2), &h));
   OK(vmem_handle_query(vm, h, &info));
@@ -32,7 +32,7 @@ static void gathered_and_mapped_again(void) {
   EQ(stats_of(vm).used_bytes, 12 * PAGE);
   op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_READONLY, .addr = va + MIB(8), .bytes = 2 * PAGE,
                         .count = 3, .stride = MIB(1), .handle = h};
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   for (int i = 0; i < 3; i++) {
     EQ(GET(va + MIB(8) + (uint64_t)i * MIB(1)), 4 * i + 2);
     EQ(GET(va + MIB(8) + (uint64_t)i * MIB(1) + PAGE), 4 * i + 3);
@@ -65,7 +65,7 @@ static void parts_given_back(void) {
   op.addr = va + MIB(1);
   op.handle = h;
   op.offset = PAGE;
-  FAILS(vmem_batch(vm, &op, 1, NULL, 0), -ERANGE);
+  FAILS(vmem_batch(vm, &op, 1, NULL, 0, 0), -ERANGE);
   OK(vMemMap(vm, va, PAGE, h, 0, 0));
   OK(vMemMap(vm, va + 2 * PAGE, 3 * PAGE, h, 2 * PAGE, 0));
   OK(vMemMap(vm, va + 6 * PAGE, 2 * PAGE, h, 6 * PAGE, 0));
@@ -92,7 +92,7 @@ static void malformed(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = 4 * PAGE};
   start();
   op.addr = va;
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   FAILS(vmem_gather(vm, va, PAGE, 1, 0, NULL), -EINVAL);
   FAILS(vmem_gather(vm, va, 0, 2, PAGE, &out), -EINVAL);
   FAILS(vmem_gather(vm, va, PAGE + 1, 2, 2 * PAGE, &out), -EINVAL);
@@ -125,7 +125,7 @@ static void short_of_heap(void) {
   int err = -ENOMEM, tries = 0;
   start();
   op.addr = va;
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   for (; err; tries++) {
     OK(vmem_inject(vm, VMEM_INJECT_HEAP, (uint64_t)tries, 1, ENOMEM));
     err = vmem_gather(vm, va, PAGE, 6, MIB(1), &h);

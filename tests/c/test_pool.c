@@ -65,7 +65,7 @@ static uint64_t segments_after_growth(uint32_t flags, int requests, int steps) {
   for (int s = 0; s < steps; s++)
     for (int r = 0; r < requests; r++) {
       struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = flags, .addr = va + r * MIB(8) + s * PAGE, .bytes = PAGE};
-      if (vmem_batch(vm, &op, 1, NULL, 0)) return 0;
+      if (vmem_batch(vm, &op, 1, NULL, 0, 0)) return 0;
     }
   segments = stats_of(vm).segments;
   if (vmem_check(vm) || vmem_close(vm)) return 0;
@@ -86,7 +86,7 @@ static void spread_yields_when_short(void) {
   OK(vmem_warm(vm, MIB(4)));
   for (int i = 0; i < 64; i++) {
     struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_SPREAD, .addr = va + i * MIB(8), .bytes = PAGE};
-    OK(vmem_batch(vm, &op, 1, NULL, 0));
+    OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   }
   EQ(stats_of(vm).free_bytes, 0);
   OK(vmem_check(vm));
@@ -134,12 +134,12 @@ static void failed_batches_leave_no_slabs(void) {
   OK(vMemReserve(vm, MIB(16), NULL, &va));
   ops[0].addr = va;
   ops[1].addr = va + MIB(8);
-  EQ(vmem_batch(vm, ops, 2, NULL, 0), -EFAULT);
+  EQ(vmem_batch(vm, ops, 2, NULL, 0, 0), -EFAULT);
   EQ(stats_of(vm).slab_bytes, 0);
   OK(vmem_inject(vm, VMEM_INJECT_MAP, 0, 1, EIO));
-  EQ(vmem_batch(vm, ops, 1, NULL, 0), -EIO);
+  EQ(vmem_batch(vm, ops, 1, NULL, 0, 0), -EIO);
   EQ(stats_of(vm).slab_bytes, 0);
-  OK(vmem_batch(vm, ops, 1, NULL, 0));
+  OK(vmem_batch(vm, ops, 1, NULL, 0, 0));
   OK(vmem_check(vm));
   OK(vmem_close(vm));
 }
@@ -186,7 +186,7 @@ static void random_walk(void) {
     }
     op.op = rnd(2) ? VMEM_OP_POPULATE : VMEM_OP_UNMAP;
     if (op.op == VMEM_OP_UNMAP) op.flags = rnd(2) ? VMEM_OP_HOLES : 0;
-    int ret = vmem_batch(vm, &op, 1, NULL, 0);
+    int ret = vmem_batch(vm, &op, 1, NULL, 0, 0);
     if (!inside) {
       EQ(ret, -ENXIO);
     } else if (op.op == VMEM_OP_POPULATE) {

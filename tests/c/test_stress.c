@@ -92,19 +92,21 @@ static int go(struct worker *w, const struct vmem_op *ops, size_t n) {
   int err, fd = -1;
   switch (pick(w, 3)) {
   case 0:
-    return vmem_batch(w->s->vm, ops, n, NULL, 0);
+    return vmem_batch(w->s->vm, ops, n, NULL, 0, 0);
   case 1:
-    err = vmem_submit(w->s->vm, ops, n, NULL, 0, &t);
+    err = vmem_submit(w->s->vm, ops, n, NULL, 0, 0, &t);
     break;
   default:
     if ((fd = eventfd(0, EFD_CLOEXEC)) < 0) return -ENOMEM;
     after.handle = (uint64_t)fd;
-    err = vmem_submit(w->s->vm, ops, n, &after, 1, &t);
+    err = vmem_submit(w->s->vm, ops, n, &after, 1, 0, &t);
     if (!err && vmem_wait(w->s->vm, t, 0) != -ETIMEDOUT) err = 1;
     if (write(fd, &one, 8) != 8) err = 1;
     close(fd);
   }
-  return err ? err : vmem_wait(w->s->vm, t, -1);
+  if (err) return err;
+  err = vmem_wait(w->s->vm, t, -1);
+  return vmem_ticket_drop(w->s->vm, t) ? 1 : err;
 }
 
 static void note(struct worker *w, unsigned first, unsigned n, enum what what, int value) {
@@ -403,7 +405,7 @@ static void *batch_that_waits(void *arg) {
   struct worker *w = arg;
   struct vmem_after after = {.kind = VMEM_AFTER_FD, .handle = w->seed};
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .addr = w->base, .bytes = G};
-  w->id = (unsigned)-vmem_batch(w->s->vm, &op, 1, &after, 1);
+  w->id = (unsigned)-vmem_batch(w->s->vm, &op, 1, &after, 1, 0);
   return NULL;
 }
 

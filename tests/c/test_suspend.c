@@ -193,12 +193,12 @@ static void an_undone_map_quarantines_nothing(void) {
   suspend(0);
   before = time_ns;
   OK(vmem_inject(vm, VMEM_INJECT_MAP | VMEM_INJECT_UNMAP, 1, 200, EAGAIN));
-  EQ(vmem_batch(vm, ops, 2, NULL, 0), -EAGAIN);
+  EQ(vmem_batch(vm, ops, 2, NULL, 0, 0), -EAGAIN);
   fake_time = false;
   CHECK(time_ns > before);
   EQ(stats_of(vm).mapped_bytes, 4 * PAGE);
   OK(vmem_inject(vm, 0, 0, 0, 0));
-  OK(vmem_batch(vm, ops, 2, NULL, 0));
+  OK(vmem_batch(vm, ops, 2, NULL, 0, 0));
   EQ(stats_of(vm).mapped_bytes, 6 * PAGE);
   EQ(BYTE(va), 0x5c);
   tear_down();
@@ -215,7 +215,7 @@ static void an_undone_unmap_quarantines_nothing(void) {
   ops[1].bytes = PAGE;
   suspend(0);
   OK(vmem_inject(vm, VMEM_INJECT_MAP | VMEM_INJECT_UNMAP, 1, 500, EAGAIN));
-  EQ(vmem_batch(vm, ops, 2, NULL, 0), -EAGAIN);
+  EQ(vmem_batch(vm, ops, 2, NULL, 0, 0), -EAGAIN);
   fake_time = false;
   OK(vmem_inject(vm, 0, 0, 0, 0));
   EQ(stats_of(vm).mapped_bytes, 5 * PAGE);
@@ -232,7 +232,7 @@ static void an_undone_replace_quarantines_nothing(void) {
   op.handle = b;
   suspend(0);
   OK(vmem_inject(vm, VMEM_INJECT_MAP, 0, 300, EAGAIN));
-  EQ(vmem_batch(vm, &op, 1, NULL, 0), -EAGAIN);
+  EQ(vmem_batch(vm, &op, 1, NULL, 0, 0), -EAGAIN);
   fake_time = false;
   OK(vmem_inject(vm, 0, 0, 0, 0));
   EQ(BYTE(va), 0x5c);
@@ -248,7 +248,7 @@ static void a_real_refusal_quarantines(void) {
   ops[1].addr = va + MIB(2);
   ops[0].bytes = ops[1].bytes = PAGE;
   OK(vmem_inject(vm, VMEM_INJECT_MAP | VMEM_INJECT_UNMAP, 1, 2, EIO));
-  EQ(vmem_batch(vm, ops, 2, NULL, 0), -ENOTRECOVERABLE);
+  EQ(vmem_batch(vm, ops, 2, NULL, 0, 0), -ENOTRECOVERABLE);
   EQ(stats_of(vm).quarantined_bytes, PAGE);
   OK(vmem_check(vm));
   OK(vmem_close(vm));

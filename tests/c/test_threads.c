@@ -38,10 +38,10 @@ static void *apart(void *arg) {
     vmem_ticket t;
     vmem_handle h;
     if (i % 3) {
-      MUST(!vmem_submit(vm, &ops[0], 1, NULL, 0, &t));
+      MUST(!vmem_submit(vm, &ops[0], 1, NULL, 0, 0, &t));
       MUST(!vmem_wait(vm, t, -1));
     } else {
-      MUST(!vmem_batch(vm, &ops[0], 1, NULL, 0));
+      MUST(!vmem_batch(vm, &ops[0], 1, NULL, 0, 0));
     }
     MUST(GET(a + MIB(2)) == 0);
     MUST(put_byte(vm, a + MIB(2), 1));
@@ -49,10 +49,10 @@ static void *apart(void *arg) {
     MUST(!vMemMap(vm, a + MIB(8), PAGE, h, 0, 0));
     MUST(!vMemRelease(vm, h));
     if (i % 5) {
-      MUST(!vmem_submit(vm, &ops[1], 1, NULL, 0, &t));
+      MUST(!vmem_submit(vm, &ops[1], 1, NULL, 0, 0, &t));
       MUST(!vmem_wait(vm, t, -1));
     } else {
-      MUST(!vmem_batch(vm, &ops[1], 1, NULL, 0));
+      MUST(!vmem_batch(vm, &ops[1], 1, NULL, 0, 0));
     }
     if (i % 40 == 0) MUST(!vmem_trim(vm, 0, NULL));
   }
@@ -66,7 +66,7 @@ static void *together(void *arg) {
   for (int i = 0; i < 4 * ROUNDS; i++) {
     struct vmem_op op = {.op = i & 1 ? VMEM_OP_UNMAP : VMEM_OP_POPULATE, .addr = s->va[0], .bytes = 2 * PAGE};
     char b[16];
-    int ret = vmem_batch(s->vm[0], &op, 1, NULL, 0);
+    int ret = vmem_batch(s->vm[0], &op, 1, NULL, 0, 0);
     MUST(ret == 0 || ret == -EBUSY || ret == (i & 1 ? -EFAULT : -EEXIST));
     ret = vmem_read(s->vm[0], b, s->va[0] + PAGE - 8, sizeof(b));
     MUST(ret == 0 || ret == -EBUSY || ret == -EFAULT);
@@ -82,7 +82,7 @@ static void *checking(void *arg) {
     uint64_t a = s->va[0] + j->id * MIB(16);
     struct vmem_op op = {.op = i & 1 ? VMEM_OP_UNMAP : VMEM_OP_POPULATE, .addr = a, .bytes = PAGE, .count = 8, .stride = MIB(1)};
     if (j->id)
-      MUST(!vmem_batch(s->vm[0], &op, 1, NULL, 0));
+      MUST(!vmem_batch(s->vm[0], &op, 1, NULL, 0, 0));
     else
       MUST(!vmem_check(s->vm[0]));
   }
@@ -96,7 +96,7 @@ static void *until_closed(void *arg) {
     uint64_t a = s->va[0] + j->id * MIB(16);
     struct vmem_op op = {.op = VMEM_OP_POPULATE, .addr = a, .bytes = PAGE};
     vmem_ticket t;
-    int ret = vmem_submit(s->vm[0], &op, 1, NULL, 0, &t);
+    int ret = vmem_submit(s->vm[0], &op, 1, NULL, 0, 0, &t);
     if (!ret) ret = vmem_wait(s->vm[0], t, -1);
     if (!ret) ret = vMemUnmap(s->vm[0], a, PAGE);
     if (ret == -EBADF) return NULL;

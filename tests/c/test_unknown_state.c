@@ -37,7 +37,7 @@ static void maps(void) {
     OK(vMemReserve(vm, MIB(8), NULL, &va));
     op.addr = va;
     maps_left = nth;
-    EQ(vmem_batch(vm, &op, 1, NULL, 0), -ENOTRECOVERABLE);
+    EQ(vmem_batch(vm, &op, 1, NULL, 0, 0), -ENOTRECOVERABLE);
     EQ(stats_of(vm).quarantined_bytes, 2 * PAGE);
     EQ(stats_of(vm).mapped_bytes, 0);
     EQ(stats_of(vm).used_bytes, 0);
@@ -45,7 +45,7 @@ static void maps(void) {
     OK(vmem_check(vm));
     op.count = 1;
     op.addr = va + MIB(6);
-    OK(vmem_batch(vm, &op, 1, NULL, 0));
+    OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
     OK(vmem_close(vm));
   }
 }
@@ -57,11 +57,11 @@ static void unmaps(void) {
     struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = 2 * PAGE, .count = 4, .stride = MIB(1)};
     OK(vMemReserve(vm, MIB(8), NULL, &va));
     op.addr = va;
-    OK(vmem_batch(vm, &op, 1, NULL, 0));
+    OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
     for (int i = 0; i < 4; i++) BYTE(va + i * MIB(1)) = (unsigned char)(1 + i);
     op.op = VMEM_OP_UNMAP;
     unmaps_left = nth;
-    EQ(vmem_batch(vm, &op, 1, NULL, 0), -ENOTRECOVERABLE);
+    EQ(vmem_batch(vm, &op, 1, NULL, 0, 0), -ENOTRECOVERABLE);
     EQ(stats_of(vm).quarantined_bytes, 2 * PAGE);
     EQ(stats_of(vm).mapped_bytes, 6 * PAGE);
     for (int i = 0; i < 4; i++)

@@ -25,7 +25,7 @@ static void open_dirty(void) {
   OK(open_opts(&o, &vm));
   OK(vMemReserve(vm, MIB(8), NULL, &va));
   op.addr = va;
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   OK(vmem_fill(vm, va, PAGES * PAGE, 0xdd));
   OK(vmem_inject(vm, VMEM_INJECT_SLAB, 0, 1, EIO));
   OK(vMemUnmap(vm, va, PAGES * PAGE));
@@ -66,7 +66,7 @@ static void a_failed_map_and_another_batch(void) {
   OK(vMemCreate(vm, 2 * PAGE, NULL, &h));
   op.addr = va + PAGE;
   op.handle = theirs;
-  OK(vmem_submit(vm, &op, 1, &after, 1, &t));
+  OK(vmem_submit(vm, &op, 1, &after, 1, 0, &t));
   EQ(vMemMap(vm, va, 2 * PAGE, h, 0, 0), -EBUSY);
   EQ(write(fd, &one, 8), 8);
   OK(vmem_wait(vm, t, -1));
@@ -92,7 +92,7 @@ static void two_batches_one_page(void) {
   OK(vMemCreate(vm, 4 * PAGE, NULL, &h));
   op.addr = va;
   op.handle = h;
-  OK(vmem_submit(vm, &op, 1, &after, 1, &t));
+  OK(vmem_submit(vm, &op, 1, &after, 1, 0, &t));
   EQ(vMemMap(vm, va + MIB(1), 2 * PAGE, h, PAGE, 0), -EBUSY);
   OK(vMemMap(vm, va + MIB(1), PAGE, h, 2 * PAGE, 0));
   CHECK(all(va + MIB(1), PAGE, 0));
@@ -116,8 +116,8 @@ static void twice_in_one_batch(void) {
   op[1].addr = va + MIB(1);
   op[0].handle = op[1].handle = h;
   OK(vmem_inject(vm, VMEM_INJECT_MAP, 1, 1, EIO));
-  EQ(vmem_batch(vm, op, 2, NULL, 0), -EIO);
-  OK(vmem_batch(vm, op, 2, NULL, 0));
+  EQ(vmem_batch(vm, op, 2, NULL, 0, 0), -EIO);
+  OK(vmem_batch(vm, op, 2, NULL, 0, 0));
   CHECK(all(va, 2 * PAGE, 0) && all(va + MIB(1), PAGE, 0));
   OK(vmem_check(vm));
   OK(vmem_close(vm));
@@ -259,7 +259,7 @@ static int close_gpu(void) {
 
 static int change(uint32_t kind, uint64_t addr, uint64_t bytes, uint32_t flags) {
   struct vmem_op op = {.op = kind, .flags = flags, .addr = addr, .bytes = bytes};
-  return vmem_batch(vm, &op, 1, NULL, 0);
+  return vmem_batch(vm, &op, 1, NULL, 0, 0);
 }
 
 static bool cleaned(uint64_t dirty) {
@@ -350,15 +350,15 @@ static void submitted(void) {
   vmem_ticket t, u;
   CHECK(open_gpu(false, MIB(1)));
   op.addr = va;
-  OK(vmem_submit(vm, &op, 1, &after, 1, &t));
+  OK(vmem_submit(vm, &op, 1, &after, 1, 0, &t));
   for (int i = 0; i < 5000 && !stats_of(vm).fill_calls; i++) usleep(1000);
   EQ(stats_of(vm).fill_calls, 1);
   stall(true);
   op.addr = va + MIB(2);
-  OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
   op.addr = va + MIB(4);
   op.flags = VMEM_OP_DIRTY;
-  OK(vmem_submit(vm, &op, 1, NULL, 0, &u));
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &u));
   OK(vmem_wait(vm, u, -1));
   EQ(vmem_wait(vm, t, 0), -ETIMEDOUT);
   stall(false);

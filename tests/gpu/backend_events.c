@@ -70,7 +70,7 @@ void check_events(struct env *e) {
   struct page p;
   struct vm_be_range range;
   uint8_t got[256];
-  vm_event after = 0, done = 0, other = 0;
+  vm_event after = 0, done = 0, other = 0, soon = 0;
   gpu_stream stream = NULL;
   gpu_cuevent theirs = NULL;
   bool ok;
@@ -91,6 +91,11 @@ void check_events(struct env *e) {
   ok = !b->fill(e->be, &range, 1, 0x22, NULL, 0, &other) && !b->event_wait(e->be, other);
   check(e, "a fill that waits for nothing passes it", ok && b->event_query(e->be, done) == -EAGAIN);
   b->event_put(e->be, other);
+  ok = !b->event_from(e->be, VMEM_AFTER_STREAM, 0, &soon) &&
+       !b->fill(e->be, &range, 1, 0x22, &soon, 1, &other) && !b->event_wait(e->be, other);
+  check(e, "so does one that waits for less", ok && b->event_query(e->be, done) == -EAGAIN);
+  b->event_put(e->be, other);
+  b->event_put(e->be, soon);
   b->read(e->be, got, p.addr, sizeof(got));
   check(e, "the later fill is there first", all_bytes(got, sizeof(got), 0x22));
   check(e, "event_wait", !b->event_wait(e->be, done) && b->event_query(e->be, after) == 0);

@@ -274,7 +274,8 @@ def test_opbatch_writes_what_the_structure_says() -> None:
         batch.map(1, 2, pages, replace=True)
         batch.populate(20, 21, copy_from=22, copy_stride=23, copy_bytes=24)
         handle = pages.handle
-    names = [name for name, _ in _native.ffi.typeof("struct vmem_op").fields]
+    *names, reserved = [name for name, _ in _native.ffi.typeof("struct vmem_op").fields]
+    assert all(not any(getattr(batch._array[k], reserved)) for k in range(6))
     rows = [tuple(getattr(batch._array[k], name) for name in names) for k in range(6)]
     c = _native.constant
     assert rows == [

@@ -20,7 +20,7 @@ def test_every_errno_of_the_header_has_a_class() -> None:
     if not HEADER.exists():
         pytest.skip("the header is not beside the tests")
     listed = re.findall(r"^ \*   -(E[A-Z]+)  ", HEADER.read_text(), flags=re.MULTILINE)
-    assert len(listed) == 18
+    assert len(listed) == 19
     classes = [errors.error_class(getattr(errno, name)) for name in listed]
     assert len(set(classes)) == len(classes)
     assert errors.VMemError not in classes
@@ -40,6 +40,7 @@ def test_every_errno_of_the_header_has_a_class() -> None:
         (pyvmem.Timeout, TimeoutError),
         (pyvmem.AccessDenied, PermissionError),
         (pyvmem.ReadOnly, pyvmem.AccessDenied),
+        (pyvmem.TooManyTickets, pyvmem.TooManyBatches),
     ],
 )
 def test_python_bases(cls: type[pyvmem.VMemError], base: type[Exception]) -> None:

@@ -56,10 +56,11 @@ def test_child_gets_forked_process(host: pyvmem.Context, rsv: pyvmem.Reservation
     pages = host.create(4096)
     batch = pyvmem.OpBatch(1)
     batch.populate(rsv.addr + 8 * 4096, 4096)
-    ticket = host.submit(batch)
-    ticket.wait()
+    known, ticket = host.submit(batch), host.submit(pyvmem.OpBatch(1))
+    known.wait()
 
     def child() -> None:
+        known.wait()  # its result is in the object
         for call in (
             host.stats,
             host.check,

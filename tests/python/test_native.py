@@ -20,7 +20,7 @@ from pyvmem import _native, _vmem, cli
 
 ROOT = Path(__file__).parents[2]
 HEADER = ROOT / "libvmem" / "include" / "vmem.h"
-SOURCES = sorted((ROOT / "libvmem" / "src").glob("*.c"))
+SOURCES = sorted((ROOT / "libvmem" / "src").rglob("*.c"))
 
 needs_sources = pytest.mark.skipif(not SOURCES, reason="libvmem's sources are not beside the tests")
 
@@ -101,6 +101,7 @@ def second_library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     subprocess.run(
         ["gcc", "-std=c11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
         + ["-pthread", "-I", str(HEADER.parent), "-I", str(ROOT / "kernel_module")]
+        + ["-I", str(ROOT / "libvmem" / "src")]
         + [*map(str, SOURCES), "-ldl", "-o", str(target)],
         check=True,
     )

@@ -72,7 +72,7 @@ def compiler() -> list[str]:
 def library() -> list[Path]:
     """libvmem's objects, built by its own Makefile."""
     run("make", "-s", "-C", "libvmem", "-j2", f"BUILD={OBJECTS}", "lib")
-    return sorted((OBJECTS / "lib" / "obj").glob("*.o"))
+    return sorted((OBJECTS / "lib" / "obj").rglob("*.o"))
 
 
 def c_tests(objects: list[Path]) -> None:

@@ -98,25 +98,25 @@ static void growth_is_one_call(void) {
   OK(vMemReserve(vm, TENSORS * STRIDE, NULL, &va));
   OK(vmem_warm(vm, MIB(32)));
   op.addr = va;
-  OK(vmem_batch(vm, &op, 1, NULL, 0)); /* the tables are made */
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0)); /* the tables are made */
   for (int round = 0; round < 4; round++) {
     before = driver_stat(vm);
     calls = stats_of(vm);
     op.addr = va + (1 + (uint64_t)round) * PAGE;
     if (round == 0) {
-      OK(vmem_batch(vm, &op, 1, NULL, 0));
+      OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
     } else if (round == 1) {
-      OK(vmem_submit(vm, &op, 1, NULL, 0, &t));
+      OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
       OK(vmem_wait(vm, t, -1));
     } else if (round == 2) {
       both[0] = both[1] = op;
       both[1].op = VMEM_OP_UNMAP;
       both[1].addr = va;
-      OK(vmem_batch(vm, both, 2, NULL, 0));
+      OK(vmem_batch(vm, both, 2, NULL, 0, 0));
     } else {
       op.op = VMEM_OP_UNMAP;
       op.addr = va + PAGE;
-      OK(vmem_batch(vm, &op, 1, NULL, 0));
+      OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
     }
     now = driver_stat(vm);
     EQ(now.out_binds - before.out_binds, 1);
@@ -141,7 +141,7 @@ static void everything_goes_back(void) {
   OK(vMemReserve(vm, MIB(32), NULL, &va));
   OK(vMemReserve(vm, MIB(32), NULL, &other));
   op.addr = va;
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   CHECK(gpu_free(watch) < before);
   OK(vMemFree(vm, other, 0));
   OK(vMemFree(vm, va, VMEM_FREE_UNMAP));
@@ -154,7 +154,7 @@ static void everything_goes_back(void) {
   EQ(s.out_slots, 0);
   OK(vMemReserve(vm, MIB(32), NULL, &va));
   op.addr = va;
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   OK(vmem_close(vm)); /* with all of it alive */
   EQ(gpu_free(watch), before);
   OK(vmem_close(watch));
@@ -175,7 +175,7 @@ static void small_limits(void) {
   c->info.bind_bytes = 8 * PAGE;
   OK(vMemReserve(vm, MIB(64), NULL, &va));
   ops[0].addr = va;
-  OK(vmem_batch(vm, ops, 1, NULL, 0));
+  OK(vmem_batch(vm, ops, 1, NULL, 0, 0));
   CHECK(driver_stat(vm).out_binds > 5);
   for (uint64_t i = 0; i < 55; i++) PUT(va + i / 11 * MIB(4) + i % 11 * PAGE + 17, 1 + i);
   for (uint64_t i = 0; i < 55; i++) EQ(GET(va + i / 11 * MIB(4) + i % 11 * PAGE + 17), 1 + i);
@@ -185,7 +185,7 @@ static void small_limits(void) {
   ops[0] = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE, .count = 5, .stride = MIB(4)};
   binds = driver_stat(vm).out_binds;
   OK(softgpu_inject(dev, "PmaAllocPages", SOFTGPU_INJECT_MINE, 1, ~0ull, SOFTGPU_STATUS_NO_MEMORY, 0));
-  err = vmem_batch(vm, ops, 2, NULL, 0);
+  err = vmem_batch(vm, ops, 2, NULL, 0, 0);
   OK(softgpu_inject_clear(dev));
   CHECK(err == 0 || err == -ENOMEM);
   printf("with no page for the GPU's memory: %d, after %llu calls\n", err,
@@ -205,12 +205,12 @@ static void large_pages(void) {
     uint64_t va, writes;
     OK(vMemReserve(vm, MIB(16), &o, &va));
     op.addr = va;
-    OK(vmem_batch(vm, &op, 1, NULL, 0));
+    OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
     writes = driver_stat(vm).out_pte_writes;
     EQ(writes, large ? 2 : 64);
     PUT(va + MIB(3), 7);
     op.op = VMEM_OP_UNMAP;
-    OK(vmem_batch(vm, &op, 1, NULL, 0));
+    OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
     EQ(driver_stat(vm).out_pte_writes - writes, large ? 2 : 64);
     OK(vmem_close(vm));
   }
@@ -230,14 +230,14 @@ static void a_move_is_one_call(void) {
   ops[0].addr = copy.src = va;
   ops[1].addr = va + MIB(16);
   copy.addr = va;
-  OK(vmem_batch(vm, &copy, 1, NULL, 0));
+  OK(vmem_batch(vm, &copy, 1, NULL, 0, 0));
   PUT(va + MIB(4) + PAGE, 9);
   copy.flags = VMEM_OP_COPY;
   copy.addr = va + MIB(16);
-  OK(vmem_batch(vm, &copy, 1, NULL, 0));
+  OK(vmem_batch(vm, &copy, 1, NULL, 0, 0));
   OK(vmem_gather(vm, va + MIB(16), 3 * PAGE, 2, MIB(4), &ops[0].handle));
   before = driver_stat(vm);
-  OK(vmem_batch(vm, ops, 2, NULL, 0));
+  OK(vmem_batch(vm, ops, 2, NULL, 0, 0));
   now = driver_stat(vm);
   EQ(now.out_binds - before.out_binds, 1);
   EQ(now.out_pushes - before.out_pushes, 1);
@@ -258,7 +258,7 @@ static void several_reservations(void) {
   for (int i = 0; i < 6; i++)
     ops[i] = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = va[i % 3] + (uint64_t)i * 2 * PAGE, .bytes = PAGE};
   before = driver_stat(vm);
-  OK(vmem_batch(vm, ops, 6, NULL, 0));
+  OK(vmem_batch(vm, ops, 6, NULL, 0, 0));
   EQ(driver_stat(vm).out_binds - before.out_binds, 3);
   for (int i = 0; i < 6; i++) PUT(va[i % 3] + (uint64_t)i * 2 * PAGE, 50 + i);
   for (int i = 0; i < 6; i++) EQ(GET(va[i % 3] + (uint64_t)i * 2 * PAGE), 50 + i);
@@ -274,10 +274,10 @@ static void gpu_fails(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE, .count = 4, .stride = MIB(2)};
   OK(vMemReserve(vm, MIB(16), NULL, &va));
   op.addr = va;
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   op.addr = va + PAGE;
   OK(softgpu_inject(dev, "push", 0, 1, 1, 0, 0));
-  EQ(vmem_batch(vm, &op, 1, NULL, 0), -ENOTRECOVERABLE);
+  EQ(vmem_batch(vm, &op, 1, NULL, 0, 0), -ENOTRECOVERABLE);
   OK(vmem_get_error(&e));
   printf("%s\n", e.text);
   OK(softgpu_inject_clear(dev));
@@ -313,7 +313,7 @@ static void granules(void) {
     struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = n, .count = 3, .stride = 2 * n};
     OK(vMemReserve(vm, 7 * n, NULL, &va));
     op.addr = va;
-    OK(vmem_batch(vm, &op, 1, NULL, 0));
+    OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
     for (int k = 0; k < 3; k++) PUT(va + 2 * (uint64_t)k * n + n - 1, 1 + k);
     for (int k = 0; k < 3; k++) EQ(GET(va + 2 * (uint64_t)k * n + n - 1), 1 + k);
     CHECK(touch(vm, va + n, false) < 0);
@@ -357,7 +357,7 @@ static void forked_child(void) {
   pid_t child;
   OK(vMemReserve(vm, MIB(4), NULL, &va));
   op.addr = va;
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   PUT(va, 5);
   child = fork();
   if (!child) {
@@ -368,7 +368,7 @@ static void forked_child(void) {
     mine = open_vm(0); /* a context of its own works */
     good = good && mine && !vMemReserve(mine, MIB(4), NULL, &own);
     op.addr = own;
-    good = good && !vmem_batch(mine, &op, 1, NULL, 0) && get_byte(mine, own) == 0 && put_byte(mine, own, 7);
+    good = good && !vmem_batch(mine, &op, 1, NULL, 0, 0) && get_byte(mine, own) == 0 && put_byte(mine, own, 7);
     good = good && !vmem_close(mine);
     _exit(good ? 0 : 1);
   }
@@ -397,7 +397,7 @@ static void two_gpus(void) {
   second.vaspace = state_of(vm)->nv.devices[1].va_space;
   OK(vMemReserve(vm, MIB(16), NULL, &va));
   op.addr = va;
-  OK(vmem_batch(vm, &op, 1, NULL, 0));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   OK(vmem_fill(vm, va, PAGE, 0x42));
   OK(softgpu_peek(dev, second, va, &value));
   EQ(value, 0x4242424242424242);

@@ -2,46 +2,53 @@
 /* GPU work that a batch waits for: events of the back end, and descriptors that poll readable. */
 #include <fcntl.h>
 #include <poll.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "internal.h"
+#include "work/work.h"
 
 #define CLOSING_MS 100 /* vmem_close waits for calls that wait, and nobody may ever signal their descriptor */
-#define MAX_DEPS (sizeof(((struct vm_deps *)0)->events) / sizeof(vm_event))
+
+static int make_one(struct vm_ctx *c, const struct vmem_after *a, size_t i, struct vm_deps *d) {
+  vm_event e = 0;
+  int fd, err;
+  if (a->flags || a->reserved[0] || a->reserved[1])
+    return vm_fail(-EINVAL, "flags or a reserved field of dependency %zu is not 0", i);
+  if (a->kind == VMEM_AFTER_FD) {
+    fd = a->handle <= INT32_MAX ? fcntl((int)a->handle, F_DUPFD_CLOEXEC, 3) : -1;
+    if (fd < 0 && a->handle <= INT32_MAX && errno != EBADF)
+      return vm_fail(-ENOMEM, "descriptor %llu cannot be duplicated: %s", (unsigned long long)a->handle, strerror(errno));
+    if (fd < 0) return vm_fail(-EINVAL, "%llu is no open descriptor", (unsigned long long)a->handle);
+    d->fds[d->nfds++] = fd;
+    return 0;
+  }
+  if (a->kind != VMEM_AFTER_STREAM && a->kind != VMEM_AFTER_EVENT)
+    return vm_fail(-EINVAL, "unknown kind %u of dependency %zu", a->kind, i);
+  if (!c->be->event_from) return vm_fail(-EOPNOTSUPP, "back end %s has no streams and events", c->be->name);
+  if (!(err = c->be->event_from(c->bes, a->kind, a->handle, &e)) && e) d->events[d->nevents++] = e;
+  return err;
+}
 
 int vm_deps_make(struct vm_ctx *c, const struct vmem_after *after, size_t n, struct vm_deps *d) {
+  size_t nfds = 0;
   int err = 0;
-  memset(d, 0, sizeof(*d));
-  if (n > MAX_DEPS) return vm_fail_at(-EINVAL, 0, n, MAX_DEPS, "%zu dependencies, at most %zu", n, MAX_DEPS);
-  for (size_t i = 0; i < n && !err; i++) {
-    const struct vmem_after *a = &after[i];
-    if (a->reserved) {
-      err = vm_fail(-EINVAL, "reserved field of dependency %zu is not 0", i);
-    } else if (a->kind == VMEM_AFTER_FD) {
-      int fd = a->handle <= INT32_MAX ? fcntl((int)a->handle, F_DUPFD_CLOEXEC, 3) : -1;
-      if (fd < 0 && a->handle <= INT32_MAX && errno != EBADF)
-        err = vm_fail(-ENOMEM, "descriptor %llu cannot be duplicated: %s", (unsigned long long)a->handle, strerror(errno));
-      else if (fd < 0)
-        err = vm_fail(-EINVAL, "%llu is no open descriptor", (unsigned long long)a->handle);
-      else
-        d->fds[d->nfds++] = fd;
-    } else if (a->kind != VMEM_AFTER_STREAM && a->kind != VMEM_AFTER_EVENT) {
-      err = vm_fail(-EINVAL, "unknown kind %u of dependency %zu", a->kind, i);
-    } else if (!c->be->event_from) {
-      err = vm_fail(-EOPNOTSUPP, "back end %s has no streams and events", c->be->name);
-    } else {
-      vm_event e = 0;
-      if (!(err = c->be->event_from(c->bes, a->kind, a->handle, &e)) && e) d->events[d->nevents++] = e;
-    }
-  }
-  if (err) vm_deps_put(c, d);
+  *d = (struct vm_deps){.events = d->few_events, .fds = d->few_fds};
+  for (size_t i = 0; i < n; i++) nfds += after[i].kind == VMEM_AFTER_FD;
+  if (nfds > VM_INLINE_DEPS && !(d->fds = vm_calloc(c, nfds, sizeof(*d->fds)))) err = -ENOMEM;
+  if (!err && n - nfds > VM_INLINE_DEPS && !(d->events = vm_calloc(c, n - nfds, sizeof(*d->events)))) err = -ENOMEM;
+  for (size_t i = 0; i < n && !err; i++) err = make_one(c, &after[i], i, d);
+  if (err) VM_UNDO(vm_deps_put(c, d));
   return err;
 }
 
 void vm_deps_put(struct vm_ctx *c, struct vm_deps *d) {
   while (d->nevents) c->be->event_put(c->bes, d->events[--d->nevents]);
   while (d->nfds) close(d->fds[--d->nfds]);
+  if (d->events != d->few_events) free(d->events);
+  if (d->fds != d->few_fds) free(d->fds);
+  d->events = d->few_events;
+  d->fds = d->few_fds;
 }
 
 static int fd_ready(int fd, int timeout_ms) {

@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: MIT */
+/* work.h - batches that run later: their tickets, what they wait for, and the thread that runs them. */
+#ifndef VMEM_WORK_H
+#define VMEM_WORK_H
+
+#include "backend/fills.h"
+#include "internal.h"
+
+/* ---- tickets.c: results of submitted batches ---------------------------------------------------- */
+
+enum vm_ticket_state { TICKET_QUEUED, TICKET_MAPPED, TICKET_DONE };
+
+/* Protected by vm_ctx.lock. */
+struct vm_ticket {
+  vmem_ticket id;                /* immutable */
+  struct vm_ticket *chain;       /* in the table */
+  struct vm_ticket *prev, *next; /* in the table: older, newer */
+  bool kept;                     /* in the table: neither detached nor dropped */
+  enum vm_ticket_state state;
+  uint32_t refs;                 /* the unfinished batch's, the table's, those of waiting threads */
+  int result;
+  struct vm_fill *fill;          /* while MAPPED: runs on */
+  struct vmem_error *why;        /* made beforehand, kept with a result that is an error */
+};
+
+/* A ticket of a batch that is about to be submitted: -EAGAIN, -ENOBUFS and -ENOMEM come from here, before anything
+ * else was done. Lock not held. */
+int vm_ticket_new(struct vm_ctx *c, bool detached, struct vm_ticket **out);
+/* The batch will not be submitted. Lock not held. */
+void vm_ticket_cancel(struct vm_ctx *c, struct vm_ticket *t);
+/* Gives it the next number. It then has its batch's reference, which vm_ticket_done takes. Lock held. */
+vmem_ticket vm_ticket_issue(struct vm_ctx *c, struct vm_ticket *t);
+/* All but the fill is done. Lock held. */
+void vm_ticket_mapped(struct vm_ctx *c, struct vm_ticket *t, struct vm_fill *fill);
+/* The error of `result` is the one recorded in this thread. Lock held. */
+void vm_ticket_done(struct vm_ctx *c, struct vm_ticket *t, int result);
+void vm_tickets_free(struct vm_ctx *c); /* nobody waits any more */
+
+/* ---- dependencies.c: GPU work to wait for ------------------------------------------------------- */
+
+#define VM_INLINE_DEPS 4u
+
+/* Points into itself: stays where it was made. */
+struct vm_deps {
+  vm_event *events, few_events[VM_INLINE_DEPS];
+  int *fds, few_fds[VM_INLINE_DEPS];
+  size_t nevents, nfds;
+};
+
+/* On failure there is nothing to be put. */
+int vm_deps_make(struct vm_ctx *c, const struct vmem_after *after, size_t n, struct vm_deps *d);
+int vm_deps_poll(struct vm_ctx *c, struct vm_deps *d, bool events_too); /* 0, -EAGAIN or an error */
+int vm_deps_wait(struct vm_ctx *c, struct vm_deps *d);
+void vm_deps_put(struct vm_ctx *c, struct vm_deps *d);
+
+/* ---- worker.c ----------------------------------------------------------------------------------- */
+
+int vm_worker_start(struct vm_ctx *c);
+void vm_worker_stop(struct vm_ctx *c);
+
+#endif

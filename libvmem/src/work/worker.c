@@ -1,0 +1,286 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The worker thread: runs submitted batches, first come first served.
+ *
+ * A batch whose GPU work is not over, or that touches what an earlier batch's fill still writes, goes to a second
+ * list, which is polled; those behind it pass. A job's ranges are busy from submit on, so no two jobs touch the same
+ * pages and their order is free. The thread itself waits only for fills and copies of the batch that it is running,
+ * which wait for nothing.
+ */
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "work/work.h"
+
+/* GPU work is polled: 20 us after something has happened, backing off to 1 ms; and at most a ninth of the time, however
+ * many batches wait. */
+#define NAP_MIN 20000u
+#define NAP_MAX 1000000u
+#define COST_FACTOR 8u
+
+struct vm_job {
+  struct vm_job *next;
+  struct vm_plan plan;
+  struct vm_deps deps;
+  struct vm_fill *behind; /* a fill that must end first; a reference. NULL = none known */
+  bool gpu_waits;         /* only fills: their events go to the GPU, not to this thread */
+  struct vm_ticket *ticket;
+};
+
+/* ---- submitting ------------------------------------------------------------------------------ */
+
+static void fill_ended(struct vm_ctx *c, void *owner, int result) { vm_ticket_done(c, owner, result); }
+
+static int queue_job(struct vm_ctx *c, struct vm_job *job, vmem_ticket *ticket) {
+  vmem_ticket id;
+  pthread_mutex_lock(&c->lock);
+  if (c->closing) {
+    pthread_mutex_unlock(&c->lock);
+    return vm_fail(-EBADF, "the context is being closed");
+  }
+  id = vm_ticket_issue(c, job->ticket);
+  if (ticket) *ticket = id;
+  *c->queue_tail = job;
+  c->queue_tail = &job->next;
+  pthread_mutex_unlock(&c->lock);
+  /* After the lock is let go, or the worker would wake only to wait for it. */
+  pthread_cond_signal(&c->work_cond);
+  return 0;
+}
+
+static int submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struct vmem_after *after, size_t num_after,
+                  bool detached, vmem_ticket *ticket) {
+  struct vm_job *job = vm_calloc(c, 1, sizeof(*job));
+  int err = job ? vm_ticket_new(c, detached, &job->ticket) : -ENOMEM;
+  if (err) {
+    free(job);
+    return err;
+  }
+  if (!(err = vm_worker_start(c)) && !(err = vm_deps_make(c, after, num_after, &job->deps))) {
+    if (!(err = vm_plan_make(c, ops, n, &job->plan))) {
+      job->gpu_waits = vm_plan_only_fills(&job->plan);
+      if (!(err = vm_plan_may_run_on(c, &job->plan, fill_ended, job->ticket)) && !(err = queue_job(c, job, ticket))) return 0;
+      VM_UNDO(vm_plan_cancel(c, &job->plan));
+    }
+    VM_UNDO(vm_deps_put(c, &job->deps));
+  }
+  vm_ticket_cancel(c, job->ticket);
+  free(job);
+  return err;
+}
+
+VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after, size_t num_after,
+                         uint32_t flags, vmem_ticket *ticket) {
+  int err;
+  struct vm_ctx *c = vm_get(vm, "vmem_submit", &err);
+  bool detached = flags & VMEM_SUBMIT_DETACHED;
+  if (!c) return err;
+  if (flags & ~VMEM_SUBMIT_DETACHED)
+    err = vm_fail(-EINVAL, "unknown flags 0x%x", flags & ~VMEM_SUBMIT_DETACHED);
+  else if ((!ticket && !detached) || (n && !ops) || (num_after && !after))
+    err = vm_fail(-EINVAL, "NULL argument");
+  else
+    err = submit(c, ops, n, after, num_after, detached, ticket);
+  vm_put(c);
+  return err;
+}
+
+/* ---- the thread ------------------------------------------------------------------------------ */
+
+/* 0: it can run; -EAGAIN: not yet; another error: what it waits for cannot be waited for. */
+static int job_ready(struct vm_ctx *c, struct vm_job *job) {
+  struct vm_fill *before = job->behind, *f;
+  bool blocked;
+  /* New pages are nobody's yet: they are zeroed while the job waits for others' work. */
+  int err = vm_plan_zero(c, &job->plan, false);
+  if (!err) err = vm_deps_poll(c, &job->deps, !job->gpu_waits);
+  if (err) return err;
+  pthread_mutex_lock(&c->lock);
+  /* Which fill it was is remembered: looking through the plan's pages takes time. */
+  blocked = before && !before->over;
+  if (!blocked) {
+    if ((f = vm_plan_behind(c, &job->plan))) f->refs++;
+    job->behind = f;
+    blocked = f != NULL;
+  } else {
+    before = NULL;
+  }
+  pthread_mutex_unlock(&c->lock);
+  if (before) vm_fill_put(c, before);
+  return blocked ? -EAGAIN : 0;
+}
+
+/* Runs the job, or with an error cancels it: nothing may change then. It is in no list. */
+static void job_run(struct vm_ctx *c, struct vm_job *job, int err) {
+  struct vm_fill *fill = NULL;
+  if (job->behind) VM_UNDO(vm_fill_put(c, job->behind));
+  if (err)
+    VM_UNDO(vm_plan_cancel(c, &job->plan));
+  else if (job->gpu_waits)
+    err = vm_plan_run(c, &job->plan, job->deps.events, job->deps.nevents, &fill);
+  else
+    err = vm_plan_run(c, &job->plan, NULL, 0, &fill);
+  VM_UNDO(vm_deps_put(c, &job->deps));
+  pthread_mutex_lock(&c->lock);
+  if (!fill)
+    vm_ticket_done(c, job->ticket, err);
+  else if (!fill->over) /* it is in the list: only this thread takes it out */
+    vm_ticket_mapped(c, job->ticket, fill);
+  pthread_mutex_unlock(&c->lock);
+  free(job);
+}
+
+/* Takes the first job of the queue and runs it, or lets it wait; false: there was none. */
+static bool start_next(struct vm_ctx *c) {
+  struct vm_job *job;
+  int err;
+  pthread_mutex_lock(&c->lock);
+  if ((job = c->queue) && !(c->queue = job->next)) c->queue_tail = &c->queue;
+  pthread_mutex_unlock(&c->lock);
+  if (!job) return false;
+  job->next = NULL;
+  vm_error_begin("vmem worker");
+  if ((err = job_ready(c, job)) == -EAGAIN) {
+    *c->waiting_tail = job;
+    c->waiting_tail = &job->next;
+  } else {
+    job_run(c, job, err);
+  }
+  return true;
+}
+
+/* Runs the jobs that need not wait any more; whether there was one. */
+static bool poll_waiting(struct vm_ctx *c) {
+  struct vm_job **link = &c->waiting, *job;
+  bool any = false;
+  while ((job = *link)) {
+    int err;
+    vm_error_begin("vmem worker");
+    if ((err = job_ready(c, job)) == -EAGAIN) {
+      link = &job->next;
+      continue;
+    }
+    *link = job->next;
+    job_run(c, job, err);
+    any = true;
+  }
+  c->waiting_tail = link;
+  return any;
+}
+
+static void keep_low_watermark(struct vm_ctx *c) {
+  uint64_t units = vm_units_up(c, c->opts.pool_low), have, id = 0;
+  if (!units) return;
+  vm_error_begin("vmem worker");
+  pthread_mutex_lock(&c->lock);
+  c->low = false;
+  have = c->pools[0].free_units;
+  pthread_mutex_unlock(&c->lock);
+  /* Failure is no error here: whoever needs the memory will meet it. */
+  if (have < units) vm_pool_grow(c, &c->pools[0], units - have, 0, 1, have, &id);
+}
+
+/* When to poll. */
+struct pace {
+  uint64_t nap, due, not_before;
+};
+
+static void poll_all(struct vm_ctx *c, struct pace *p, uint64_t now) {
+  bool any;
+  uint64_t end;
+  vm_error_begin("vmem worker");
+  any = vm_fills_poll(c);
+  any |= poll_waiting(c);
+  end = vm_now_ns();
+  p->not_before = any ? end : end + COST_FACTOR * (end - now);
+  p->nap = any ? NAP_MIN : p->nap < NAP_MAX / 2 ? 2 * p->nap : NAP_MAX;
+  p->due = end + p->nap > p->not_before ? end + p->nap : p->not_before;
+}
+
+/* Something has changed: what is new may be over soon. */
+static void poll_soon(struct pace *p, uint64_t now) {
+  p->nap = NAP_MIN;
+  if (p->due > now + p->nap) p->due = now + p->nap;
+  if (p->due < p->not_before) p->due = p->not_before;
+}
+
+static void *thread(void *arg) {
+  struct vm_ctx *c = arg;
+  struct pace pace = {.nap = NAP_MIN};
+  vm_drv_mark_worker();
+  for (;;) {
+    bool stop, ran = start_next(c), cleaning = vm_clean_step(c), polls = c->waiting || c->fills || cleaning;
+    uint64_t now = polls ? vm_now_ns() : 0;
+    if (polls && ran) poll_soon(&pace, now);
+    if (polls && now >= pace.due) {
+      poll_all(c, &pace, now);
+      ran = true;
+    }
+    if (ran) continue;
+    keep_low_watermark(c);
+    pthread_mutex_lock(&c->lock);
+    stop = c->worker_stop;
+    if (!stop && !c->queue && polls) {
+      struct timespec ts = {(time_t)(pace.due / 1000000000u), (long)(pace.due % 1000000000u)};
+      pthread_cond_timedwait(&c->work_cond, &c->lock, &ts);
+    } else if (!stop && !c->queue && !c->low && !(c->clean.wanted && !c->clean.hold)) {
+      pthread_cond_wait(&c->work_cond, &c->lock);
+    }
+    pthread_mutex_unlock(&c->lock);
+    if (stop) return NULL;
+  }
+}
+
+int vm_worker_start(struct vm_ctx *c) {
+  sigset_t all, old;
+  int err = 0;
+  pthread_mutex_lock(&c->lock);
+  if (!c->worker_started) {
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    err = -pthread_create(&c->worker, NULL, thread, c);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    if (err)
+      err = vm_fail(-ENOMEM, "cannot start the worker thread: %s", strerror(-err));
+    else
+      c->worker_started = true;
+  }
+  pthread_mutex_unlock(&c->lock);
+  return err;
+}
+
+void vm_worker_low(struct vm_ctx *c) {
+  if (c->low || c->pools[0].free_units >= vm_units_up(c, c->opts.pool_low)) return;
+  c->low = true;
+  pthread_cond_signal(&c->work_cond);
+}
+
+/* At close: what waits for GPU work of ours is run after it; what waits for a descriptor that nobody may
+ * ever signal is cancelled. */
+static void finish_jobs(struct vm_ctx *c, struct vm_job *job) {
+  struct vm_job *next;
+  for (; job; job = next) {
+    int err = job->deps.nfds ? vm_deps_poll(c, &job->deps, false) : 0;
+    next = job->next;
+    if (!err) err = vm_deps_wait(c, &job->deps);
+    if (!err) err = vm_plan_await_fills(c, &job->plan);
+    job_run(c, job, err);
+  }
+}
+
+void vm_worker_stop(struct vm_ctx *c) {
+  if (c->worker_started) {
+    pthread_mutex_lock(&c->lock);
+    c->worker_stop = true;
+    pthread_cond_signal(&c->work_cond);
+    pthread_mutex_unlock(&c->lock);
+    pthread_join(c->worker, NULL);
+  }
+  finish_jobs(c, c->waiting);
+  finish_jobs(c, c->queue);
+  vm_fills_finish(c);
+  pthread_mutex_lock(&c->lock);
+  vm_clean_hold(c); /* for good */
+  pthread_mutex_unlock(&c->lock);
+}
