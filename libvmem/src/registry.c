@@ -178,7 +178,7 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
   if (!c->opts.pool_high) c->opts.pool_high = c->info.pool_high;
   if (c->opts.pool_high < c->opts.pool_low) c->opts.pool_high = c->opts.pool_low;
   pools_init(c);
-  c->clean.background = !c->be->discard;
+  c->clean.background = !c->be->discard && !c->info.no_contents;
   pthread_mutex_init(&c->lock, NULL);
   pthread_condattr_init(&attr);
   pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
