@@ -56,6 +56,9 @@ class Context(AddressSpace):
         pool_low: free bytes that the worker keeps ready.
         pool_high: free bytes above this go back to the driver; 0 = the back end's default,
             `pyvmem.KEEP_ALL` = only `trim` gives back.
+        max_mappings: most driver mappings at a time (`Stats.mappings`). 0: on ``stock`` half of
+            what the driver has for all processes of the machine, 237,568 (divided by the number of
+            `devices`); elsewhere no limit. ``stock`` takes up to twice that.
         force: use a driver version that was never checked (stock, uvm).
 
     Raises:
@@ -75,6 +78,7 @@ class Context(AddressSpace):
         mem_limit: int = 0,
         pool_low: int = 0,
         pool_high: int = 0,
+        max_mappings: int = 0,
         force: bool = False,
     ) -> None:
         self._closed = True
@@ -82,7 +86,7 @@ class Context(AddressSpace):
             _native.fail(errno.EINVAL, "devices: an empty sequence names no device", op="vmem_open")
         ordinals = tuple(device_ordinal(one) for one in (devices or (device,)))
         flags = _FORCE if force else 0
-        sizes = (granule, slab_size, mem_limit, pool_low, pool_high)
+        sizes = (granule, slab_size, mem_limit, pool_low, pool_high, max_mappings)
         self.handle = _native.open(backend, flags, ordinals, *sizes)
         self._closed = False
         self._pid = os.getpid()
@@ -219,10 +223,11 @@ class Context(AddressSpace):
 
         Args:
             ops: stays as it is and can be used again.
-            after: GPU work to wait for first, in this thread (see `pyvmem.streams.after_items`).
+            after: GPU work to wait for first, in this thread (see `pyvmem.streams`).
             outcome: tells what became of it, whatever interrupts this call.
 
         Raises:
+            NotGpuWork: something in `after` is none.
             VMemError: what failed; maps and unmaps were undone, bytes written by fills stay.
         """
         items, _keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, ())
@@ -248,6 +253,7 @@ class Context(AddressSpace):
             OutOfMemory: now or never.
             TooManyBatches: too many unfinished batches.
             TooManyTickets: too many `Ticket` objects that live and were never waited for.
+            NotGpuWork: something in `after` is none.
             VMemError: a bad operation; nothing changed.
         """
         if self._forgotten:

@@ -21,6 +21,7 @@ __all__ = [
     "DriverError",
     "ForkedProcess",
     "InvalidArgument",
+    "NotGpuWork",
     "NotMapped",
     "NotRecoverable",
     "NotReserved",
@@ -100,6 +101,10 @@ def _rebuild(cls: type[VMemError], text: str, errno: int, state: dict[str, Any])
 
 class InvalidArgument(VMemError, ValueError):
     """EINVAL: a malformed argument: size 0, unaligned, an unknown flag, out of its range."""
+
+
+class NotGpuWork(InvalidArgument, TypeError):
+    """EINVAL: an object where a stream or an event belongs, that is neither."""
 
 
 class AddressOverflow(VMemError, OverflowError):

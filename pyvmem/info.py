@@ -45,6 +45,7 @@ class Caps(enum.Flag):
     PLAIN = _c("VMEM_CAP_PLAIN")
     CONSOLIDATE = _c("VMEM_CAP_CONSOLIDATE")
     ONE_CALL = _c("VMEM_CAP_ONE_CALL")
+    SPARSE_ATOMIC = _c("VMEM_CAP_SPARSE_ATOMIC")
 
 
 class Location(enum.IntEnum):
@@ -94,8 +95,8 @@ class ContextInfo:
         granule: the smallest page, in bytes.
         page_sizes: the sizes a page can have, ascending.
         slab_size: bytes taken from the driver at once.
-        max_segments: limit on Stats.segments (host: vm.max_map_count) or Stats.mappings (stock: the
-            driver's handles), 0 = none.
+        max_segments: limit on Stats.segments (host: vm.max_map_count), 0 = none.
+        max_mappings: limit on Stats.mappings (`Context`), 0 = none.
         driver: the driver's version, ``""`` on host.
         device_name: of the first device.
         devices: CUDA ordinals, the first one holds the pages.
@@ -110,6 +111,7 @@ class ContextInfo:
     page_sizes: tuple[int, ...]
     slab_size: int
     max_segments: int
+    max_mappings: int
     driver: str
     device_name: str
     devices: tuple[int, ...]
@@ -128,6 +130,7 @@ class ContextInfo:
             page_sizes=sizes_of_mask(info.page_sizes),
             slab_size=info.slab_size,
             max_segments=info.max_segments,
+            max_mappings=info.max_mappings,
             driver=_native.text_of(info.driver),
             device_name=_native.text_of(info.device_name),
             devices=devices,

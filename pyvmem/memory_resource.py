@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pyvmem import _native
 from pyvmem.info import Caps
 from pyvmem.ops import OpBatch
+from pyvmem.streams import check
 
 try:
     from cuda.core import Buffer, MemoryResource
@@ -96,6 +97,7 @@ class VMemResource(MemoryResource):  # type: ignore[misc]  # Any without cuda-co
             stream: cuda.core Stream that may use it at once, and that orders its deallocation.
 
         Raises:
+            NotGpuWork: `stream` is no stream; nothing changed.
             OutOfMemory: not enough pages; nothing changed.
             BadHandle: the resource or the context is closed.
         """
@@ -103,6 +105,7 @@ class VMemResource(MemoryResource):  # type: ignore[misc]  # Any without cuda-co
             _native.fail(errno.EBADF, "the memory resource is closed", op="allocate", bytes=size)
         if size < 0:
             _native.fail(errno.EINVAL, f"size = {size}: negative", op="allocate")
+        check(stream)
         if size == 0:
             return self._buffer(0, 0, stream)
         nbytes = -(-size // self._page) * self._page
@@ -137,8 +140,10 @@ class VMemResource(MemoryResource):  # type: ignore[misc]  # Any without cuda-co
             stream: None: no work uses the buffer any more.
 
         Raises:
-            InvalidArgument: no buffer of this resource lies there; nothing changed.
+            InvalidArgument: no buffer of this resource lies there, or `stream` names no GPU work;
+                nothing changed.
         """
+        check(stream)
         addr = int(ptr)
         if addr == 0 and size == 0:
             return

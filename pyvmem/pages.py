@@ -14,7 +14,7 @@ from pyvmem import _native
 from pyvmem._native import Outcome
 from pyvmem.errors import BadHandle, VMemError
 from pyvmem.info import PagesInfo
-from pyvmem.streams import stream_handle
+from pyvmem.streams import stream_handle, work_of
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
@@ -234,13 +234,16 @@ class Ticket:
         """Waits until the mappings are made, then lets `stream` wait for the fills.
 
         Args:
-            stream: as in ``after``; None: the current stream. On ``host`` the same as `wait`.
+            stream: a stream as in ``after``; None: the current stream. Given an event, which cannot
+                be made to wait, and on ``host``: the same as `wait`.
 
         Raises:
+            NotGpuWork: it is neither. InvalidArgument: the stream is being captured.
             VMemError: what the batch failed with.
         """
         device = self._context.cuda_device
-        if device is not None and self._result is None:
+        stream_like = work_of(stream).is_stream
+        if stream_like and device is not None and self._result is None:
             try:
                 _native.order(self._context.handle, self.handle, stream_handle(stream, device))
                 return

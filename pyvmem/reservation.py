@@ -49,14 +49,24 @@ class Reservation:
     warns (ResourceWarning).
     """
 
-    __slots__ = ("__weakref__", "_arrays", "_closed", "_context", "_info", "_outcome")
+    __slots__ = (
+        "__weakref__",
+        "_arrays",
+        "_closed",
+        "_closing",
+        "_context",
+        "_freed",
+        "_info",
+        "_outcome",
+    )
 
     _info: RangeInfo
 
     def __init__(self, context: Context, outcome: Outcome) -> None:
-        self._closed = False
+        self._closed = self._closing = False
         self._context = context
         self._outcome = outcome
+        self._freed = Outcome()
         self._arrays: weakref.WeakSet[VirtualArray] = weakref.WeakSet()
 
     @property
@@ -96,7 +106,7 @@ class Reservation:
 
     def _at(self, offset: int, size: int, op: str) -> int:
         """The address of an offset; libvmem checks addresses, which may lie in a neighbour."""
-        if self._closed:
+        if self._closed or self._closing:
             self._raise_closed(op)
         if offset < 0 or size < 0 or offset + size > self.nbytes:
             _native.fail(
@@ -175,7 +185,7 @@ class Reservation:
         """
         array = VirtualArray(self, shape, dtype, strides, offset)
         with self._context._lock:
-            if self._closed:
+            if self._closed or self._closing:
                 self._raise_closed("tensor")
             if not self._context.is_open:
                 _native.fail(errno.EBADF, "the context is closed", op="tensor", addr=self.addr)
@@ -226,7 +236,9 @@ class Reservation:
         Raises:
             Busy: arrays or tensors live, or mappings; nothing changed.
         """
+        outcome = self._freed
         with self._context._lock:
+            self._closed = self._closed or outcome.happened
             if self._closed or self._context._closed:
                 return
             live = len(self._arrays)
@@ -239,14 +251,14 @@ class Reservation:
                     bytes=self.nbytes,
                     limit=live,
                 )
-            self._closed = True
-        outcome = _native.Outcome()
+            self._closing = True  # from here on no new tensor
+        flags = _UNMAP if unmap else 0
         try:
-            flags = _UNMAP if unmap else 0
             _native.free(self._context.handle, self.addr, flags, outcome=outcome)
-        except BaseException:
-            self._closed = outcome.happened
+        except VMemError:
+            self._closing = False
             raise
+        self._closed = True
 
     def abandon(self) -> None:
         """``close(unmap=True)``, unless it was closed before, or never made."""

@@ -1,20 +1,41 @@
 # SPDX-License-Identifier: MIT
 """GPU work and devices of other libraries as libvmem takes them.
 
+What names GPU work, wherever a call takes a ``stream`` or an ``after``:
+
+    torch.cuda.Stream, cuda.core Stream, anything with __cuda_stream__    the stream's work so far
+    None, CurrentStream                                  the same of torch's current stream
+    torch.cuda.Event, cuda.core Event                    the work before the event was recorded
+    FdEvent                                              until its descriptor polls readable
+
+`work_of` is the one place that tells them apart; it refuses everything else. An event that is
+given stays the caller's, who must not record it again before that work is over: it would stand for
+other work.
+
+CUDA graphs: a stream that is being captured has no work to wait for and cannot be made to wait for
+work outside of the capture; calls that would have to are refused (InvalidArgument), and the capture
+goes on. So call a cache before or after a capture, not within one. Asking whether work is over is
+allowed beside a capture in any thread and mode (`relaxed`).
+
 Nothing here imports torch or cuda.core: an object can only be theirs if they are loaded already.
 """
 
 from __future__ import annotations
 
+import ctypes
+import enum
 import errno
+import functools
 import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pyvmem import _native
+from pyvmem.errors import InvalidArgument, NotGpuWork
 
 if TYPE_CHECKING:
     from pyvmem.pages import Ticket
@@ -23,9 +44,17 @@ __all__ = [
     "CurrentStream",
     "FdEvent",
     "KeptEvents",
+    "Kind",
+    "Work",
     "after_items",
+    "check",
+    "core_stream",
     "device_ordinal",
+    "refuse_captured",
+    "relaxed",
     "stream_handle",
+    "torch_stream",
+    "work_of",
 ]
 
 _STREAM: Final = _native.constant("VMEM_AFTER_STREAM")
@@ -146,28 +175,200 @@ def _current_device(kind: str) -> int:
     return 0
 
 
+# ---- what names GPU work -------------------------------------------------------------------------
+
+
+class Kind(enum.Enum):
+    """How GPU work is named."""
+
+    CURRENT = enum.auto()
+    STREAM = enum.auto()
+    EVENT = enum.auto()
+    FD = enum.auto()
+
+
+class Work(NamedTuple):
+    """An object that names GPU work, told apart.
+
+    Attributes:
+        kind: stream, event or descriptor.
+        library: ``"torch"``, ``"cuda.core"``, or ``""`` for another one's stream.
+        handle: CUstream, CUevent (0: never recorded) or descriptor; 0 of the current stream.
+        source: the object itself.
+    """
+
+    kind: Kind
+    library: str
+    handle: int
+    source: Any
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it can be made to wait for other work."""
+        return self.kind in (Kind.CURRENT, Kind.STREAM)
+
+
+_CURRENT: Final = Work(Kind.CURRENT, "torch", 0, CurrentStream)
+_LEGACY: Final = 1  # CU_STREAM_LEGACY, another name of stream 0
+
+
+def work_of(given: Any, what: str = "stream") -> Work:
+    """Tells what names GPU work apart; asks no GPU, and changes nothing.
+
+    Args:
+        given: as at the top of this module.
+        what: the name of the caller's argument, for the text of the error.
+
+    Raises:
+        NotGpuWork: it is none of these, on ``host`` too.
+        InvalidArgument: an `FdEvent` whose descriptor is negative.
+    """
+    if given is None or given is CurrentStream:
+        return _CURRENT
+    if isinstance(given, FdEvent):
+        if given.fd < 0:
+            _native.fail(errno.EINVAL, f"{what}: the descriptor of {given!r} is negative")
+        return Work(Kind.FD, "", given.fd, given)
+    if not isinstance(given, type):
+        stream: Any = getattr(given, "cuda_stream", None)
+        if _is_handle(stream):
+            return Work(Kind.STREAM, "torch", int(stream), given)
+        event: Any = getattr(given, "cuda_event", None)
+        if _is_handle(event):
+            return Work(Kind.EVENT, "torch", int(event), given)
+        library = "cuda.core" if _is_core(given) else ""
+        if library and type(given).__name__ == "Event":
+            return Work(Kind.EVENT, library, int(given.handle), given)
+        protocol = getattr(given, "__cuda_stream__", None)
+        if callable(protocol):
+            return Work(Kind.STREAM, library, _protocol_handle(given, protocol(), what), given)
+    raise _refusal(given, what)
+
+
+def check(stream: Any) -> None:
+    """`work_of` for calls that use the answer later, and must not have changed anything by then."""
+    if stream is not None:
+        work_of(stream)
+
+
+def _is_handle(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_core(given: Any) -> bool:
+    return any(base.__module__.startswith("cuda.core") for base in type(given).__mro__)
+
+
+def _protocol_handle(given: Any, answer: Any, what: str) -> int:
+    """The CUstream in what ``__cuda_stream__`` returned: (version of the protocol, handle)."""
+    if isinstance(answer, tuple) and len(answer) >= 2 and answer[0] == 0 and _is_handle(answer[1]):
+        return int(answer[1])
+    raise _refusal(given, what, f"; its __cuda_stream__() is {answer!r:.60}, not (0, handle)")
+
+
+def _refusal(given: Any, what: str, more: str = "") -> NotGpuWork:
+    return NotGpuWork(
+        f"{what}: {given!r:.120} is no GPU work: expected a torch.cuda.Stream or Event, a "
+        f"cuda.core Stream or Event, anything with __cuda_stream__, CurrentStream, FdEvent{more}",
+        errno=errno.EINVAL,
+    )
+
+
 def stream_handle(stream: Any, device: int | None) -> int:
     """The CUstream of a stream object, of `CurrentStream` or of None (the current stream).
 
     Args:
         stream: torch.cuda.Stream, cuda.core Stream, anything with ``__cuda_stream__``, None.
         device: CUDA ordinal whose current stream is meant; None: ``host``, every stream is 0.
+
+    Raises:
+        NotGpuWork: it is no stream; an event is none either.
     """
+    work = work_of(stream)
+    if not work.is_stream:
+        raise _refusal(stream, "stream", "; an event cannot be made to wait")
     if device is None:
         return 0
-    if stream is None or stream is CurrentStream:
-        torch = sys.modules.get("torch")
-        # Without torch, or with one for the CPU, there is no current stream but CUDA's own default.
-        if torch is None or not torch.cuda.is_available():
-            return 0
-        return int(torch.cuda.current_stream(device).cuda_stream)
-    handle = getattr(stream, "cuda_stream", None)
-    if isinstance(handle, int):
-        return handle
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is None:
-        raise TypeError(f"not a stream: {stream!r}")
-    return int(protocol()[1])
+    if work.kind is Kind.STREAM:
+        return work.handle
+    torch = sys.modules.get("torch")
+    # Without torch, or with one for the CPU, there is no current stream but CUDA's own default.
+    if torch is None or not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def torch_stream(work: Work, device: int) -> Any:
+    """A stream as torch's, which must be loaded and have CUDA."""
+    torch = sys.modules["torch"]
+    if work.kind is Kind.CURRENT:
+        return torch.cuda.current_stream(device)
+    if work.library == "torch":
+        return work.source
+    if work.handle in (0, _LEGACY):
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(work.handle, device=device)
+
+
+def core_stream(work: Work, device: int) -> Any:
+    """A stream as cuda.core's, which must be loaded. Keep `work` for as long as it is used."""
+    if work.library == "cuda.core":
+        return work.source
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        with torch.cuda.device(device):  # names of default streams belong to the current context,
+            torch.cuda.is_current_stream_capturing()  # which a thread has from its first call on
+    core: Any = sys.modules.get("cuda.core") or sys.modules["cuda.core.experimental"]
+    return core.Stream.from_handle(stream_handle(work.source, device) or _LEGACY)
+
+
+# ---- CUDA graphs ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def _driver() -> Any:
+    """libcuda, or None where there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """Lets this thread ask for events while a stream is captured, in this thread or another.
+
+    In CUDA's default mode of capture cuEventQuery and cuEventSynchronize would break the capture.
+    """
+    exchange = getattr(_driver(), "cuThreadExchangeStreamCaptureMode", None)
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; gets the mode before
+    changed = exchange(ctypes.byref(mode)) == 0
+    try:
+        yield
+    finally:
+        if changed:
+            exchange(ctypes.byref(mode))
+
+
+def refuse_captured(stream: Any, device: int) -> None:
+    """Raises InvalidArgument for a stream that is being captured into a CUDA graph."""
+    is_capturing = getattr(_driver(), "cuStreamIsCapturing", None)
+    if is_capturing is None:
+        return
+    status = ctypes.c_int(0)
+    handle = ctypes.c_void_p(stream_handle(stream, device))
+    code = is_capturing(handle, ctypes.byref(status))
+    if (code == 0 and status.value) or code == 906:  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+        raise InvalidArgument(
+            "the stream is being captured into a CUDA graph: name one that is not",
+            errno=errno.EINVAL,
+        )
+
+
+# ---- for libvmem ---------------------------------------------------------------------------------
 
 
 def after_items(after: Iterable[Any], device: int | None) -> tuple[tuple[Any, int], list[Any]]:
@@ -183,34 +384,22 @@ def after_items(after: Iterable[Any], device: int | None) -> tuple[tuple[Any, in
         finished (streams need not: work so far is recorded at once).
 
     Raises:
-        TypeError: an item is none of these.
+        NotGpuWork: an item is none of these.
     """
     items: list[tuple[int, int]] = []
     keep: list[Any] = []
     for item in after:
-        if isinstance(item, FdEvent):
-            if item.fd < 0:
-                _native.fail(errno.EINVAL, f"FdEvent: descriptor {item.fd} is negative")
-            items.append((_FD, item.fd))
-        elif item is CurrentStream:
-            if device is not None:
-                items.append((_STREAM, stream_handle(item, device)))
-        elif (event := _event_handle(item)) is not None:
-            if event:  # 0: never recorded, hence no work to wait for
-                items.append((_EVENT, event))
+        if item is None:
+            raise _refusal(item, "after", "; say CurrentStream for the current stream")
+        work = work_of(item, "after")
+        if work.kind is Kind.FD:
+            items.append((_FD, work.handle))
+        elif work.kind is Kind.EVENT:
+            if work.handle:  # 0: never recorded, hence no work to wait for
+                items.append((_EVENT, work.handle))
                 keep.append(item)
-        elif item is None:
-            raise TypeError("after: None is no GPU work; say CurrentStream for the current stream")
-        else:
-            items.append((_STREAM, stream_handle(item, -1)))
+        elif work.kind is Kind.STREAM:
+            items.append((_STREAM, work.handle))
+        elif device is not None:
+            items.append((_STREAM, stream_handle(item, device)))
     return (_native.new_after(items) if items else _native.AFTER_NONE), keep
-
-
-def _event_handle(item: Any) -> int | None:
-    """The CUevent of torch's or cuda.core's event, None for anything else."""
-    handle = getattr(item, "cuda_event", None)
-    if isinstance(handle, int):
-        return handle
-    if type(item).__name__ == "Event" and type(item).__module__.startswith("cuda.core"):
-        return int(item.handle)
-    return None

@@ -109,6 +109,8 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 #define VMEM_CAP_PLAIN (1u << 7)       /* addresses that only kernels accept, unlimited in number */
 #define VMEM_CAP_CONSOLIDATE (1u << 8) /* vmem_consolidate saves something */
 #define VMEM_CAP_ONE_CALL (1u << 9)    /* the maps and unmaps of a batch are one driver call, which does all or nothing */
+#define VMEM_CAP_SPARSE_ATOMIC (1u << 10) /* a page below 2 MiB replaces the zeros of a sparse reservation made without
+                                             VMEM_RESERVE_LARGE in one step: who reads there meanwhile does not fault */
 
 /* ---- context ------------------------------------------------------------------------------- */
 
@@ -128,6 +130,8 @@ struct vmem_open_opts {
   uint64_t pool_low;  /* the worker keeps at least so many free bytes in the pool; 0 = none */
   uint64_t pool_high; /* free bytes above this go back to the driver in whole slabs; 0 = the back end's
                          default (host: 0, GPU: 1 GiB), VMEM_KEEP_ALL = only vmem_trim gives back */
+  uint64_t max_mappings; /* most vmem_stats.mappings at a time; 0 = the back end's share (stock: 237,568, less on
+                            several devices; half of what the driver has for all processes), elsewhere no limit */
 };
 
 struct vmem_info {
@@ -137,8 +141,8 @@ struct vmem_info {
   uint64_t granule;
   uint64_t page_sizes;  /* bit k set: pages of 2^k bytes */
   uint64_t slab_size;
-  uint64_t max_segments; /* limit on vmem_stats.segments (host: vm.max_map_count) or .mappings (stock: the
-                            driver's handles); 0 = none */
+  uint64_t max_segments; /* limit on vmem_stats.segments (host: vm.max_map_count); 0 = none */
+  uint64_t max_mappings; /* limit on vmem_stats.mappings (vmem_open_opts); 0 = none */
   char backend[16];
   char driver[64];      /* driver version, "" on host */
   char device_name[64]; /* of devices[0] */

@@ -24,6 +24,7 @@ struct vm_be_info {
   struct vmem_info pub;   /* caps, granule, page_sizes, slab_size, devices, driver, ...; the core fills
                              the rest */
   uint64_t pool_high;     /* default for vmem_open_opts.pool_high */
+  uint64_t most_mappings; /* what vmem_open_opts.max_mappings may be at most; 0 = any */
   bool fresh_is_zero;     /* a new slab, and discarded memory, reads as zeros */
   bool one_page_slabs;    /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes
                              each slab one page of the size asked for */
@@ -48,7 +49,6 @@ struct vm_be_copy {
 /* What scattered mappings cost, now and (at most) more. */
 struct vm_be_load {
   uint64_t segments, more_segments; /* runs and holes between them: the VMAs of a process */
-  uint64_t mappings, more_mappings; /* map calls whose mapping lives, in part at least */
 };
 
 /* One operation of `bind`. */

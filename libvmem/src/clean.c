@@ -20,9 +20,13 @@
 
 /* Lock held, let go for the driver. */
 static int make_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind) {
-  struct vm_be_load load = {c->segments, 2, c->mappings + c->alias_mappings, 1};
-  uint64_t addr, priv;
+  struct vm_be_load load = {c->segments, 2};
+  uint64_t addr, priv, limit = c->info.pub.max_mappings, now = c->mappings + c->alias_mappings + c->planned_mappings;
   int err = c->be->room ? c->be->room(c->bes, &load) : 0;
+  if (!err && limit && now + 1 > limit)
+    err = vm_fail_at(-ENOSPC, 0, s->bytes, limit,
+                     "%llu mappings and one of a slab, to zero its pages, exceed the %llu that this context may have",
+                     (unsigned long long)now, (unsigned long long)limit);
   if (err) return err;
   s->alias_making = true;
   pthread_mutex_unlock(&c->lock);

@@ -112,6 +112,8 @@ static int host_room(void *be, const struct vm_be_load *load) {
   return have + more + VMA_MARGIN <= max ? 0 : no_room(have, more, max);
 }
 
+static const struct vm_backend host_counted;
+
 /* ---- open, close ------------------------------------------------------------------------------ */
 
 static uint64_t page_sizes(void) {
@@ -134,13 +136,17 @@ static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, vo
   }
   pthread_mutex_init(&h->lock, NULL);
   host_recount(h, 0);
-  info->pub.caps = VMEM_CAP_ALIAS | VMEM_CAP_READONLY | VMEM_CAP_SPARSE | VMEM_CAP_HOST_PAGES | VMEM_CAP_CPU_ACCESS |
-                   VMEM_CAP_VISIBLE | VMEM_CAP_PLAIN;
+  info->pub.caps = VMEM_CAP_ALIAS | VMEM_CAP_READONLY | VMEM_CAP_SPARSE | VMEM_CAP_SPARSE_ATOMIC | VMEM_CAP_HOST_PAGES |
+                   VMEM_CAP_CPU_ACCESS | VMEM_CAP_VISIBLE | VMEM_CAP_PLAIN;
   info->pub.granule = granule;
   info->pub.page_sizes = sizes & ~(granule - 1);
   info->all_page_sizes = sizes;
   info->pub.slab_size = SLAB_SIZE;
   info->pub.max_segments = h->max_vmas;
+  if (o->max_mappings) {
+    info->pub.caps |= VMEM_CAP_CONSOLIDATE;
+    info->table = &host_counted;
+  }
   snprintf(info->pub.device_name, sizeof(info->pub.device_name), "host memory");
   info->fresh_is_zero = true;
   info->unreserve_unmaps = true;
@@ -235,6 +241,11 @@ static int host_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint
   return map_failed(h, addr, bytes, err);
 }
 
+/* mmap replaces what was there. */
+static int host_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags) {
+  return host_map(be, addr, bytes, slab, offset, flags, false);
+}
+
 /* ---- memory ----------------------------------------------------------------------------------- */
 
 /* Slabs are promises until touched, so the promises still open count against what is available. */
@@ -314,22 +325,15 @@ static int host_copy(void *be, const struct vm_be_copy *copies, size_t n, const 
   return 0;
 }
 
-const struct vm_backend vm_backend_host = {
-    .name = "host",
-    .open = host_open,
-    .close = host_close,
-    .mem_info = host_mem_info,
-    .reserve = host_reserve,
-    .unreserve = host_unreserve,
-    .slab_create = host_slab_create,
-    .slab_destroy = host_slab_destroy,
-    .discard = host_discard,
-    .map = host_map,
-    .unmap = host_unmap,
-    .fill = host_fill,
-    .read = host_read,
-    .write = host_write,
-    .copy = host_copy,
-    .room = host_room,
-    .recount = host_recount,
-};
+#define HOST_ENTRIES                                                                                        \
+  .name = "host", .open = host_open, .close = host_close, .mem_info = host_mem_info,                       \
+  .reserve = host_reserve, .unreserve = host_unreserve, .slab_create = host_slab_create,                   \
+  .slab_destroy = host_slab_destroy, .discard = host_discard, .map = host_map, .unmap = host_unmap,        \
+  .fill = host_fill, .read = host_read, .write = host_write, .copy = host_copy, .room = host_room,         \
+  .recount = host_recount
+
+const struct vm_backend vm_backend_host = {HOST_ENTRIES};
+
+/* With a limit on mappings, which is for programs that try out what they do elsewhere: a call counts here too, so
+ * consolidating saves something, while the kernel joins neighbours by itself. */
+static const struct vm_backend host_counted = {HOST_ENTRIES, .remap = host_remap};

@@ -206,6 +206,7 @@ struct vm_ctx {
   struct vm_clean clean;
   bool compacting;        /* vmem_compact is at work */
   uint64_t peak_mapped_units, peak_used_units, segments, mappings, batches;
+  uint64_t planned_mappings; /* the most that plans neither committed nor cancelled add to `mappings` */
 
   /* worker */
   bool worker_started, worker_stop, closing;
@@ -398,6 +399,7 @@ struct vm_plan {
   vm_event zero_event;    /* and is over with this */
   struct vm_move *move;   /* vmem_compact's: the replaces show the same contents in other pages */
   bool aliases;           /* some of the mapped units are mapped elsewhere, or held by two handles */
+  uint64_t mappings;      /* its part of vm_ctx.planned_mappings */
   uint64_t grow_id;       /* slabs made for this plan; 0 = none */
   uint64_t keep;          /* free bytes that stay in the pool when it comes to nothing */
   uint32_t release;       /* handle that vMemRelease drops with this plan; 0 = none */
@@ -412,6 +414,11 @@ int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p);
 bool vm_recount(struct vm_ctx *c, int err);
 /* A plan that unmaps all of a reservation that nobody is changing. The caller has zeroed *p, and holds the lock. */
 int vm_plan_make_free(struct vm_ctx *c, struct vm_space *s, struct vm_plan *p);
+/* The plan is committed or cancelled: its mappings are counted, or will never be. Lock held. */
+static inline void vm_mappings_end(struct vm_ctx *c, struct vm_plan *p) {
+  c->planned_mappings -= p->mappings;
+  p->mappings = 0;
+}
 /* The piece's units are zeroed, or will not be. Lock held. */
 void vm_end_claims(struct vm_ctx *c, const struct vm_piece *piece, bool zeroed);
 /* -EBUSY when vmem_read, _write, _copy or _fill is using a part of the range, or an unfinished plan copies from it.
@@ -433,7 +440,7 @@ int vm_plan_run_now(struct vm_ctx *c, struct vm_plan *p);
 /* Units of the run, from its first on, that one driver call maps at addr. */
 uint32_t vm_one_call(const struct vm_ctx *c, uint64_t addr, struct vm_run r);
 /* -ENOSPC where the back end has no room for the plan's pieces. Lock held. */
-int vm_plan_room(struct vm_ctx *c, const struct vm_plan *p);
+int vm_plan_room(struct vm_ctx *c, struct vm_plan *p);
 /* A new last item of a list, not initialised; NULL: no heap memory. */
 void *vm_list_push(struct vm_ctx *c, struct vm_list *l, size_t item);
 /* The driver calls of a back end that takes a batch in one call, or their undo; and, when the plan is complete, the heap

@@ -70,6 +70,9 @@ int nvidia_check_uvm_node(void);
 /* Sets n->uvm_fd to a duplicate of the first /dev/nvidia-uvm of this process for which `trial` returns 0; it
  * finds the candidate in n->uvm_fd. */
 int nvidia_find_uvm(struct nvidia *n, int (*trial)(struct nvidia *n, void *arg), void *arg);
+/* "PID NAME, PID NAME, ...": the other processes that have UVM's node open, as far as this user may see and
+ * `size` allows. Looks through /proc. */
+void nvidia_uvm_users(char *text, size_t size);
 
 /* ---- nvidia_own.c: without CUDA ---- */
 

@@ -3,6 +3,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -28,6 +29,76 @@ static bool is_uvm(int fd, const char *link, bool have_node, dev_t node) {
   if (have_node && fstat(fd, &st) == 0)
     return S_ISCHR(st.st_mode) && st.st_rdev == node;
   return strcmp(link, UVM_NODE) == 0;
+}
+
+/* Whether a process, as far as this user may look, has UVM's node open. */
+static bool has_uvm(int proc, const char *pid, bool have_node, dev_t node) {
+  char path[64];
+  DIR *dir;
+  struct dirent *entry;
+  bool found = false;
+  int fd;
+
+  snprintf(path, sizeof(path), "%.16s/fd", pid);
+  fd = openat(proc, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  dir = fd < 0 ? NULL : fdopendir(fd);
+  if (!dir) {
+    if (fd >= 0)
+      close(fd);
+    return false;
+  }
+  while (!found && (entry = readdir(dir))) {
+    char link[64];
+    struct stat st;
+    ssize_t length = readlinkat(dirfd(dir), entry->d_name, link, sizeof(link) - 1);
+
+    if (length <= 0)
+      continue;
+    link[length] = 0;
+    found = have_node && fstatat(dirfd(dir), entry->d_name, &st, 0) == 0
+                ? S_ISCHR(st.st_mode) && st.st_rdev == node
+                : strcmp(link, UVM_NODE) == 0;
+  }
+  closedir(dir);
+  return found;
+}
+
+static void process_name(int proc, const char *pid, char *name, size_t size) {
+  char path[64];
+  ssize_t length = 0;
+  int fd;
+
+  snprintf(path, sizeof(path), "%.16s/comm", pid);
+  fd = openat(proc, path, O_RDONLY | O_CLOEXEC);
+  if (fd >= 0) {
+    length = read(fd, name, size - 1);
+    close(fd);
+  }
+  name[length > 0 ? length : 0] = 0;
+  name[strcspn(name, "\n")] = 0;
+}
+
+void nvidia_uvm_users(char *text, size_t size) {
+  DIR *dir = opendir("/proc");
+  struct dirent *entry;
+  struct stat st;
+  bool have_node = stat(UVM_NODE, &st) == 0 && S_ISCHR(st.st_mode);
+  size_t used = 0;
+
+  text[0] = 0;
+  while (dir && (entry = readdir(dir)) && used + 32 < size) {
+    char name[32];
+    long pid = strtol(entry->d_name, NULL, 10);
+
+    if (pid <= 0 || pid == getpid() || !has_uvm(dirfd(dir), entry->d_name, have_node, st.st_rdev))
+      continue;
+    process_name(dirfd(dir), entry->d_name, name, sizeof(name));
+    used += (size_t)snprintf(text + used, size - used, "%s%ld %.16s", used ? ", " : "", pid, name);
+  }
+  if (!used)
+    snprintf(text, size, "none but this one that this user may see");
+  if (dir)
+    closedir(dir);
 }
 
 int nvidia_find_uvm(struct nvidia *n, int (*trial)(struct nvidia *n, void *arg), void *arg) {

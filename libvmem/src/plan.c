@@ -528,6 +528,7 @@ static void unmark(struct vm_ctx *c, const struct vm_piece *piece) {
 static void take_back(struct vm_ctx *c, struct vm_plan *p) {
   size_t i;
   vm_sources_end(c, p);
+  vm_mappings_end(c, p);
   for (i = 0; i < p->mapped.n && p->claims; i++) vm_end_claims(c, AT(p->mapped, struct vm_piece, i), false);
   for (i = 0; i < p->mapped.n; i++) {
     struct vm_piece *piece = AT(p->mapped, struct vm_piece, i);
@@ -574,21 +575,39 @@ static uint64_t keep_bytes(const struct vm_ctx *c) {
   return have > c->opts.pool_high ? have : c->opts.pool_high;
 }
 
-static void add_cuts(struct vm_ctx *c, struct vm_be_load *load, const struct vm_piece *piece) {
+/* What cutting a piece out adds: an end inside a run makes it two; both ends inside one call make that two mappings. */
+static void add_cuts(struct vm_ctx *c, struct vm_be_load *load, uint64_t *mappings, const struct vm_piece *piece) {
   bool front = vm_space_cuts(c, piece->space, piece->addr);
   bool back = vm_space_cuts(c, piece->space, piece->addr + piece->bytes);
   load->more_segments += front + back;
-  load->more_mappings += front && back;
+  *mappings += front && back;
+}
+
+static int too_many_mappings(struct vm_ctx *c, uint64_t more) {
+  uint64_t limit = c->info.pub.max_mappings;
+  return vm_fail_at(-ENOSPC, 0, 0, limit,
+                    "%llu mappings and %llu more exceed the %llu that this context may have (max_mappings of vmem_open): "
+                    "map longer runs, consolidate, or unmap",
+                    (unsigned long long)(c->mappings + c->alias_mappings + c->planned_mappings), (unsigned long long)more,
+                    (unsigned long long)limit);
 }
 
 /* A map adds its run and the hole behind it; an unmap adds a piece at each end that cuts a run. */
-int vm_plan_room(struct vm_ctx *c, const struct vm_plan *p) {
-  struct vm_be_load load = {c->segments, 2 * (p->maps.n + p->replaces.n), c->mappings + c->alias_mappings,
-                            p->maps.n + p->replaces.n};
-  for (size_t i = 0; i < p->replaced.n; i++) add_cuts(c, &load, AT(p->replaced, struct vm_piece, i));
-  for (size_t i = 0; i < p->unmaps.n; i++)
-    add_cuts(c, &load, AT(p->unmaps, struct vm_piece, i));
-  return c->be->room && (load.more_segments || load.more_mappings) ? c->be->room(c->bes, &load) : 0;
+int vm_plan_room(struct vm_ctx *c, struct vm_plan *p) {
+  uint64_t mappings = p->maps.n + p->replaces.n, limit = c->info.pub.max_mappings;
+  struct vm_be_load load = {c->segments, 2 * mappings};
+  for (size_t i = 0; i < p->replaced.n; i++) add_cuts(c, &load, &mappings, AT(p->replaced, struct vm_piece, i));
+  for (size_t i = 0; i < p->unmaps.n; i++) add_cuts(c, &load, &mappings, AT(p->unmaps, struct vm_piece, i));
+  /* An unmap that cuts one mapping in two gives memory back: the limit does not stop it. */
+  if (limit && p->maps.n + p->replaces.n && c->mappings + c->alias_mappings + c->planned_mappings + mappings > limit)
+    return too_many_mappings(c, mappings);
+  if (c->be->room && load.more_segments) {
+    int err = c->be->room(c->bes, &load);
+    if (err) return err;
+  }
+  p->mappings = mappings;
+  c->planned_mappings += mappings;
+  return 0;
 }
 
 bool vm_recount(struct vm_ctx *c, int err) {

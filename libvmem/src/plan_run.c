@@ -224,6 +224,7 @@ void vm_commit_map(struct vm_ctx *c, struct vm_piece *piece) {
 void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   size_t i;
   pthread_mutex_lock(&c->lock);
+  vm_mappings_end(c, p);
   if (p->event) { /* first: below the lock is let go */
     vm_fill_begin(c, p->fill, p->event);
     p->fill = NULL;

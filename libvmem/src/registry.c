@@ -165,6 +165,14 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
     return err;
   }
   c->be = c->info.table;
+  if (c->info.most_mappings && o->max_mappings > c->info.most_mappings) {
+    err = vm_fail_at(-EINVAL, 0, o->max_mappings, c->info.most_mappings,
+                     "max_mappings %llu: the driver has handles for %llu", (unsigned long long)o->max_mappings,
+                     (unsigned long long)c->info.most_mappings);
+    VM_UNDO(c->be->close(c->bes));
+    free(c);
+    return err;
+  }
   c->granule = c->info.pub.granule;
   c->shift = log2_of(c->granule);
   c->chunk_units = c->granule < LARGE_PAGE ? (uint32_t)(LARGE_PAGE >> c->shift) : 1;
@@ -172,6 +180,7 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
   c->chunk_shift = log2_of(c->chunk_units);
   c->info.pub.size = sizeof(c->info.pub);
   c->info.pub.num_devices = c->opts.num_devices;
+  if (o->max_mappings) c->info.pub.max_mappings = o->max_mappings;
   if (o->slab_size) c->info.pub.slab_size = o->slab_size;
   if (c->info.pub.slab_size < c->granule) c->info.pub.slab_size = c->granule;
   snprintf(c->info.pub.backend, sizeof(c->info.pub.backend), "%s", be->name);

@@ -50,7 +50,8 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   info->all_page_sizes = 2 * LARGEST_PAGE - SMALLEST_GRANULE;
   info->how = " through UVM";
   info->pub.slab_size = DEFAULT_SLAB;
-  info->pub.max_segments = STOCK_MAX_MAPPINGS / s->num_devices;
+  info->most_mappings = STOCK_MAX_MAPPINGS / s->num_devices;
+  info->pub.max_mappings = info->most_mappings / 2; /* other processes draw from the same handles */
   info->pool_high = 1ull << 30;
   info->fresh_is_zero = false; /* RM scrubs freed memory, but promises nothing */
   info->one_page_slabs = false;
@@ -58,20 +59,6 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   vm_error_restore(&before);
   *be = s;
   return 0;
-}
-
-static int stock_room(void *be, const struct vm_be_load *load) {
-  const struct nvidia *s = be;
-  uint64_t now = load->mappings, more = load->more_mappings;
-  uint64_t limit = STOCK_MAX_MAPPINGS / s->num_devices;
-
-  if (more <= limit && now <= limit - more)
-    return 0;
-  return vm_fail_at(
-      -ENOSPC, 0, 0, limit,
-      "%llu + %llu separate mappings exceed the %llu that the driver has handles for: map "
-      "longer runs, or consolidate",
-      (unsigned long long)now, (unsigned long long)more, (unsigned long long)limit);
 }
 
 const struct vm_backend vm_backend_stock = {
@@ -85,6 +72,5 @@ const struct vm_backend vm_backend_stock = {
     .map = stock_map,
     .unmap = stock_unmap,
     .remap = stock_remap,
-    .room = stock_room,
     GPU_BE_ENTRIES,
 };

@@ -118,6 +118,9 @@ static uint32_t caps_of(const struct uvm *u) {
   for (size_t i = 0; i < sizeof(same) / sizeof(same[0]); i++)
     if (u->query.out_capabilities & same[i].kernel)
       caps |= same[i].ours;
+  /* From sparse to an entry of 2 MiB the way leads through an invalid one. */
+  if ((caps & VMEM_CAP_SPARSE) && u->nv.granule < 2u << 20)
+    caps |= VMEM_CAP_SPARSE_ATOMIC;
   if (u->nv.base.gpu)
     caps |= VMEM_CAP_VISIBLE;
   if (u->nv.num_devices > 1 && (u->query.out_capabilities & UVM_VMEM_CAP_PEER))

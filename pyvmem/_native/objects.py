@@ -52,6 +52,7 @@ def open(
     mem_limit: int,
     pool_low: int,
     pool_high: int,
+    max_mappings: int,
 ) -> int:
     """Opens a context and returns it; the caller closes it."""
     limit = constant("VMEM_MAX_DEVICES")
@@ -75,6 +76,7 @@ def open(
         mem_limit=mem_limit,
         pool_low=pool_low,
         pool_high=pool_high,
+        max_mappings=max_mappings,
     )
     try:
         opts.devices[0 : len(devices)] = devices

@@ -7,8 +7,10 @@
         attend.write(layer, key, value, batch)      # the new tokens' rows
         out = attend(q, layer, batch)
 
-A slot is contiguous in virtual memory, so these are calls of ordinary, not paged, kernels: nothing
-is gathered. `attention` does the same in one call. Needs torch.
+A slot is contiguous in virtual memory, so these are calls of ordinary kernels, and nothing is
+gathered; a paged kernel takes a slot, too, by a block table that just counts. What a kernel reads
+past a request's length is known (`KERNELS`), and a call that could meet a row without memory is
+refused before it is made. `attention` does the same in one call. Needs torch.
 """
 
 from __future__ import annotations
@@ -19,14 +21,32 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pyvmem.attention.batch import Batch, Run
-from pyvmem.attention.kernels import KERNELS, Choice, choose, probe
+from pyvmem.attention.batch import Batch, OverRead, Run
+from pyvmem.attention.kernels import (
+    DECODE_TOKENS,
+    KERNELS,
+    Choice,
+    choose,
+    overread_rows,
+    probe,
+)
 from pyvmem.kvcache.config import invalid
 
 if TYPE_CHECKING:
     from pyvmem.kvcache import KVCache
 
-__all__ = ["KERNELS", "Attention", "Batch", "Choice", "Run", "attention", "choose", "probe"]
+__all__ = [
+    "KERNELS",
+    "Attention",
+    "Batch",
+    "Choice",
+    "OverRead",
+    "Run",
+    "attention",
+    "choose",
+    "overread_rows",
+    "probe",
+]
 
 
 class Attention:
@@ -34,10 +54,10 @@ class Attention:
 
     Args:
         cache: must outlive this object, which must be closed first.
-        kernel: "auto", "fa3", "fa2", "flex" or "sdpa".
+        kernel: "auto", "fa3", "fa3-paged", "fa2", "flex" or "sdpa".
 
     Attributes:
-        choice: the kernel, and why not another.
+        choice: the kernels for prefills and for decoding, and why not another.
 
     Raises:
         InvalidArgument: the kernel cannot be used on this cache; the text says why.
@@ -50,11 +70,31 @@ class Attention:
         self._v = [cache.v(layer) for layer in layers]
         self._device = self._k[0].device
         self.choice = choose(cache, self._device, kernel)
-        self._run = KERNELS[self.choice.name].run
 
     def batch(self, reqids: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]) -> Batch:
-        """Checks a step's lengths; the same batch serves all layers. See `Batch`."""
-        return Batch(self._cache, reqids, q_lens, kv_lens, self._device)
+        """Checks a step's lengths; the same batch serves all layers. See `Batch`.
+
+        Its kernel is `choice.decode` where no request has more than `DECODE_TOKENS` new tokens,
+        else `choice.name`; or `choice.decode` then, too, where that one may read rows that are not
+        mapped.
+
+        Raises:
+            OverRead: both may. InvalidArgument: as `Batch`.
+        """
+        decode, prefill = self.choice.decode, self.choice.name
+        kernel = decode if max(q_lens, default=0) <= DECODE_TOKENS else prefill
+        try:
+            return self._batch(kernel, reqids, q_lens, kv_lens)
+        except OverRead:
+            if kernel == decode:
+                raise
+            return self._batch(decode, reqids, q_lens, kv_lens)
+
+    def _batch(
+        self, kernel: str, reqids: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]
+    ) -> Batch:
+        reads = KERNELS[kernel].reads(self._device)
+        return Batch(self._cache, reqids, q_lens, kv_lens, self._device, kernel, reads)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
         """Puts the new tokens' rows, ``[tokens, num_kv_heads, head_dim]``, into their slots."""
@@ -85,12 +125,15 @@ class Attention:
         k, v = self._k[layer], self._v[layer]
         if q.shape[1] % k.shape[2]:
             raise invalid(f"{q.shape[1]} heads are not a multiple of {k.shape[2]} KV heads")
-        return self._run(q, k, v, batch, q.shape[2] ** -0.5 if scale is None else scale)
+        if batch.kernel not in KERNELS:
+            raise invalid(f"a batch with kernel {batch.kernel!r}; take one of Attention.batch")
+        run = KERNELS[batch.kernel].run
+        return run(q, k, v, batch, q.shape[2] ** -0.5 if scale is None else scale)
 
     def close(self) -> None:
         """Lets go of the cache's tensors, so that the cache can be closed."""
         self._k, self._v = [], []
-        if self.choice.name == "flex":
+        if "flex" in (self.choice.name, self.choice.decode):
             gc.collect()  # the compiler's traces hold their inputs in cycles of references
 
     def _check(self, name: str, rows: torch.Tensor, batch: Batch, heads: int) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pyvmem.attention.reads import EXACT, Blocks, Reads
+from pyvmem.errors import InvalidArgument
 from pyvmem.kvcache.config import invalid
 
 if TYPE_CHECKING:
     from pyvmem.kvcache import KVCache
 
-__all__ = ["Batch", "Run"]
+__all__ = ["Batch", "OverRead", "Run"]
+
+
+class OverRead(InvalidArgument):
+    """EINVAL: the kernel may read rows that have no memory: the GPU would fault."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +55,17 @@ class Batch:
         q_lens: new tokens of each, at least 1.
         kv_lens: tokens of each, the new ones included.
         device: of the tensors below: the cache's.
+        kernel: of `pyvmem.attention.KERNELS`, that will be called.
+        reads: what it reads.
 
     Attributes:
-        reqids, q_lens, kv_lens: as given.
+        reqids, q_lens, kv_lens, kernel, reads: as given.
         tokens: new tokens, all requests together; max_q, max_kv: the largest lengths.
 
     Raises:
         InvalidArgument: lengths that do not fit together, or more tokens than a slot has pages for:
             what is not mapped must not be read.
+        OverRead: the kernel may read rows behind them that are not mapped.
     """
 
     def __init__(
@@ -65,8 +75,12 @@ class Batch:
         q_lens: Sequence[int],
         kv_lens: Sequence[int],
         device: torch.device,
+        kernel: str = "",
+        reads: Reads = EXACT,
     ) -> None:
         self.device = device
+        self.kernel = kernel
+        self.reads = reads
         self.reqids: list[int]
         self.q_lens: list[int]
         self.kv_lens: list[int]
@@ -78,8 +92,8 @@ class Batch:
         """The same number of new tokens of each request, at other lengths, in the same tensors.
 
         For a CUDA graph, which is captured once and reads `slots`, `positions`, `ranks`, `index`,
-        `used` and `starts` at every replay; of the kernels FlashAttention-3 can be captured, since
-        it takes no length from the host. On the current stream.
+        `used`, `starts` and `block_table` at every replay; of the kernels FlashAttention-3's calls
+        can be captured, since they take no length from the host. On the current stream.
 
         Args:
             reqids: the requests' slots, as many as before.
@@ -103,6 +117,9 @@ class Batch:
             made["index"].copy_(torch.tensor(self.reqids, dtype=torch.int32))
         if "used" in made:
             made["used"].copy_(torch.tensor(self.kv_lens, dtype=torch.int32))
+        if "_table" in made:
+            blocks, table = made["_table"]
+            self._number(blocks, table)
 
     def _set(self, reqids: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]) -> None:
         cache = self._cache
@@ -117,17 +134,29 @@ class Batch:
             )
         if len(set(self.reqids)) != count:
             raise invalid(f"a reqid stands twice in {self.reqids!r:.80}")
-        capacity, last = cache._core.pager.capacity, cache.config.max_batch - 1
+        last, longest = cache.config.max_batch - 1, cache.config.max_seq_len
         for reqid, q_len, kv_len in zip(self.reqids, self.q_lens, self.kv_lens, strict=True):
             if not 0 <= reqid <= last:
                 raise invalid(f"reqid {reqid} is not between 0 and {last}", limit=last)
             if not 1 <= q_len <= kv_len:
                 raise invalid(f"reqid {reqid}: {q_len} new tokens of {kv_len}", limit=kv_len)
-            if kv_len > capacity[reqid]:
+        mapped = cache.readable_rows(self.reqids)
+        for reqid, kv_len, rows in zip(self.reqids, self.kv_lens, mapped, strict=True):
+            if kv_len > rows:
                 raise invalid(
-                    f"reqid {reqid}: {kv_len} tokens, but there are pages for {capacity[reqid]}; "
-                    "step the cache first",
-                    limit=capacity[reqid],
+                    f"reqid {reqid}: {kv_len} tokens, but there are pages for {rows}; step the "
+                    "cache first",
+                    limit=rows,
+                )
+            end = self.reads.end(kv_len, longest)
+            if end > rows and not cache.safe_overread:
+                raise OverRead(
+                    f"reqid {reqid}: {self.kernel} may read up to row {end} of {kv_len} tokens, "
+                    f"and rows are mapped up to {rows}; step the cache first, with overread_rows "
+                    f"of {self.reads.past}",
+                    errno=errno.EINVAL,
+                    op="Attention",
+                    limit=rows,
                 )
         self.tokens = sum(self.q_lens)
         self.max_q = max(self.q_lens)
@@ -182,6 +211,20 @@ class Batch:
         for q_len in self.q_lens:
             starts.append(starts[-1] + q_len)
         return self._int32(starts)
+
+    def block_table(self, blocks: Blocks) -> torch.Tensor:
+        """The requests' blocks, int32 ``[requests, blocks.per_slot]``; the same for all layers."""
+        made = self.__dict__.get("_table")
+        if made is None or made[0] != blocks:
+            shape = (len(self.reqids), blocks.per_slot)
+            made = (blocks, torch.empty(shape, dtype=torch.int32, device=self.device))
+            self._number(*made)
+            self.__dict__["_table"] = made
+        return made[1]
+
+    def _number(self, blocks: Blocks, table: torch.Tensor) -> None:
+        steps = torch.arange(blocks.per_slot, dtype=torch.int32, device=self.device) * blocks.step
+        torch.add(self.index[:, None] * blocks.slot, steps, out=table)
 
     @cached_property
     def runs(self) -> list[Run]:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pyvmem.attention.reads import BLOCK, Blocks
+
 if TYPE_CHECKING:
     from pyvmem.attention.batch import Batch
     from pyvmem.kvcache import KVCache
 
-__all__ = ["fa2", "fa3", "why_not_fa2", "why_not_fa3"]
+__all__ = ["fa2", "fa3", "fa3_paged", "why_not_fa2", "why_not_fa3", "why_not_fa3_paged"]
 
 _VLLM = "_vllm_fa3_C"
 _HALF = ("float16", "bfloat16")
@@ -42,7 +44,7 @@ def _why_not_here(cache: KVCache, device: torch.device, major: int, exactly: boo
 
 @functools.cache
 def _fa3() -> tuple[Any, str]:
-    """The function that calls it, or None and why."""
+    """The function that calls it, given a page table or none; or None and why."""
     library = os.environ.get("VMEM_FA3", "")
     if not hasattr(torch.ops, _VLLM) or not hasattr(getattr(torch.ops, _VLLM), "fwd"):
         path = Path(library) if library else _in_vllm()
@@ -75,13 +77,20 @@ def _vllm_call(op: Any) -> tuple[Any, str]:
     arguments = op.default._schema.arguments
     names = {argument.name for argument in arguments}
     needed = {"q", "k", "v", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
-    needed |= {"kv_batch_idx", "softmax_scale", "is_causal"}
+    needed |= {"kv_batch_idx", "page_table", "softmax_scale", "is_causal"}
     if needed - names:
         return None, f"vLLM's op has no argument {', '.join(sorted(needed - names))}"
     fixed = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "num_splits": 0}
     fixed |= {"is_rotary_interleaved": True, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0}
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float) -> Any:
+    def call(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        scale: float,
+        table: torch.Tensor | None = None,
+    ) -> Any:
         values: dict[str, Any] = {
             **fixed,
             "q": q,
@@ -90,25 +99,36 @@ def _vllm_call(op: Any) -> tuple[Any, str]:
             "cu_seqlens_q": batch.starts,
             "seqused_k": batch.used,
             "max_seqlen_q": batch.max_q,
-            "max_seqlen_k": k.shape[1],  # the op takes it for the slots' length
-            "kv_batch_idx": batch.index,
             "softmax_scale": scale,
             "is_causal": True,
         }
+        if table is None:
+            values["kv_batch_idx"] = batch.index
+            values["max_seqlen_k"] = k.shape[1]  # the op takes it for the slots' length
+        else:
+            values["page_table"] = table
+            values["max_seqlen_k"] = table.shape[1] * k.shape[1]
         return op(*[values.get(argument.name) for argument in arguments])[0]
 
     return call, ""
 
 
 def _interface_call(
-    function: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
+    function: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: Batch,
+    scale: float,
+    table: torch.Tensor | None = None,
 ) -> Any:
+    where = {"cache_batch_idx": batch.index} if table is None else {"page_table": table}
     return function(
         q,
         k,
         v,
         cache_seqlens=batch.used,
-        cache_batch_idx=batch.index,
+        **where,
         cu_seqlens_q=batch.starts,
         max_seqlen_q=batch.max_q,
         softmax_scale=scale,
@@ -126,6 +146,36 @@ def fa3(
 ) -> torch.Tensor:
     """One call; reads whole tiles of up to 192 rows."""
     out: torch.Tensor = _fa3()[0](q, k, v, batch, scale)
+    return out
+
+
+def why_not_fa3_paged(cache: KVCache, device: torch.device) -> str:
+    """Why FlashAttention-3's paged call cannot be used, "" where it can."""
+    why = why_not_fa3(cache, device)
+    if why:
+        return why
+    layout = cache.layout
+    if layout.max_rows < BLOCK:
+        return f"slots of {layout.max_rows} rows are no whole block of {BLOCK}"
+    blocks = Blocks.of(layout.max_rows, layout.slot_bytes, layout.row_bytes)
+    if blocks.last(cache.config.max_batch) >= 1 << 31:
+        return f"blocks of {BLOCK} rows, numbered up to {blocks.last(cache.config.max_batch)}"
+    return ""
+
+
+def fa3_paged(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
+) -> torch.Tensor:
+    """One call over the slots as blocks, with the trivial block table; reads no row past a length.
+
+    The table is as wide as the batch needs: from its width the op guesses how to split the work.
+    What a CUDA graph captures is as wide as a slot, for every length that may come.
+    """
+    blocks = Blocks.of(k.shape[1], k.stride(0), k.stride(1))
+    table = batch.block_table(blocks)
+    if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        table = table[:, : blocks.wanted(batch.max_kv)]
+    out: torch.Tensor = _fa3()[0](q, blocks.view(k), blocks.view(v), batch, scale, table)
     return out
 
 

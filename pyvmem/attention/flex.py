@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from pyvmem.attention.batch import Batch
     from pyvmem.kvcache import KVCache
 
-__all__ = ["flex", "why_not"]
+__all__ = ["BLOCK", "flex", "why_not"]
 
 _SHAPES = 128  # of models and batches in one process that it is compiled for; then it raises
-_BLOCK = 128  # rows that FlexAttention's block mask is made of, and that it reads at once
+BLOCK = 128  # rows that FlexAttention's block mask is made of, and that it reads at once
 
 
 def why_not(cache: KVCache, device: torch.device) -> str:
@@ -96,7 +96,7 @@ def _compiled(
     mask, so only its last block is read beyond the length.
     """
     low, high = min(batch.reqids), max(batch.reqids) + 1
-    rows = min(k.shape[1], -(-batch.max_kv // _BLOCK) * _BLOCK)
+    rows = min(k.shape[1], -(-batch.max_kv // BLOCK) * BLOCK)
     padded = q.new_zeros((high - low, batch.max_q, q.shape[1], q.shape[2]))
     where = (batch.slots - low, batch.ranks)
     padded[where] = q
@@ -130,16 +130,16 @@ def _mask(batch: Batch, low: int, high: int, rows: int) -> Any:
     def mask_mod(b: Any, h: Any, row: Any, column: Any) -> Any:
         return (column <= row + shift[b]) & (column < used[b])
 
-    q_blocks, kv_blocks = -(-batch.max_q // _BLOCK), -(-rows // _BLOCK)
-    ends = torch.arange(1, q_blocks + 1, device=device, dtype=torch.int32) * _BLOCK
+    q_blocks, kv_blocks = -(-batch.max_q // BLOCK), -(-rows // BLOCK)
+    ends = torch.arange(1, q_blocks + 1, device=device, dtype=torch.int32) * BLOCK
     seen = torch.minimum(ends[None] + shift[:, None], used[:, None])
-    number = (-(-seen // _BLOCK))[:, None].contiguous()
+    number = (-(-seen // BLOCK))[:, None].contiguous()
     indices = torch.arange(kv_blocks, device=device, dtype=torch.int32)
     indices = indices.expand(count, 1, q_blocks, kv_blocks).contiguous()
     mask = BlockMask.from_kv_blocks(
         number,
         indices,
-        BLOCK_SIZE=_BLOCK,
+        BLOCK_SIZE=BLOCK,
         mask_mod=mask_mod,
         seq_lengths=(batch.max_q, rows),
         compute_q_blocks=False,

@@ -12,6 +12,8 @@ The question of figure 12 of the vAttention paper (ASPLOS'25), which gives the l
   single iteration stands beside it. `pyvmem.bench.replay` says what an iteration is.
 - PagedAttention is counted without its block tables: blocks of 16 or 256 tokens, for all layers at
   once.
+- Pages that a request has mapped ahead of its need (`KVCacheConfig.growth_fraction`) are not
+  counted: where memory is the limit they are unmapped for whoever needs them.
 
 No GPU is needed: the arithmetic is the cache's own (`Layout.pages_for`), and a test runs the same
 replay through a `KVCache` with real pages.
@@ -34,7 +36,15 @@ from pyvmem.bench.record import Part, Record
 from pyvmem.bench.report import number, table
 from pyvmem.kvcache.layout import Layout
 from pyvmem.layouts.cli import RESERVE, budget
-from pyvmem.layouts.options import add_output, add_workload, counts, page_name, size, sizes
+from pyvmem.layouts.options import (
+    add_output,
+    add_overread,
+    add_workload,
+    counts,
+    page_name,
+    size,
+    sizes,
+)
 from pyvmem.layouts.shapes import ModelShape, shape_of
 from pyvmem.layouts.workload import Request, generate, read_trace
 
@@ -56,22 +66,33 @@ class System:
         group_size: layers in one tensor.
         page_size: bytes; 0 for blocks.
         block: tokens; 0 for pages.
+        overread_rows: past each length, which a kernel that reads tiles needs; none for blocks.
     """
 
     name: str
     group_size: int
     page_size: int
     block: int = 0
+    overread_rows: int = 0
 
     def layout(self, shape: ModelShape, longest: int) -> Layout:
         """The cache's arithmetic for requests of up to `longest` tokens."""
-        config = shape.config(max_batch=1, max_seq_len=longest, group_size=self.group_size)
+        config = shape.config(
+            max_batch=1,
+            max_seq_len=longest + self.overread_rows,
+            group_size=self.group_size,
+            overread_rows=self.overread_rows,
+        )
         row = Layout(config, 2 * _MB).row_bytes
         return Layout(config, self.page_size or self.block * row)
 
 
 def systems(
-    shape: ModelShape, page_sizes: list[int], groups: list[int], blocks: list[int]
+    shape: ModelShape,
+    page_sizes: list[int],
+    groups: list[int],
+    blocks: list[int],
+    overread_rows: int = 0,
 ) -> Iterator[System]:
     """All that are compared.
 
@@ -80,12 +101,13 @@ def systems(
         page_sizes: bytes.
         groups: layers in a tensor; 0 is all of them; those that do not divide them are left out.
         blocks: PagedAttention's, in tokens.
+        overread_rows: as in `KVCacheConfig`.
     """
     wanted = dict.fromkeys(group or shape.num_layers for group in groups)
     for group in wanted:
         if shape.num_layers % group == 0:
             for page in page_sizes:
-                yield System(f"g{group}/{page_name(page)}", group, page)
+                yield System(f"g{group}/{page_name(page)}", group, page, 0, overread_rows)
     for block in blocks:
         yield System(f"blocks/{block}", 1, 0, block)
 
@@ -119,6 +141,7 @@ def measure(
             "requests",
             page=system.page_size,
             tensors=layout.num_tensors,
+            overread_rows=system.overread_rows,
             memory_bytes=memory,
             **more,
         )
@@ -184,6 +207,7 @@ def add_parser(which: Any) -> None:
     groups = partial(counts, all_is=0)
     add("--groups", type=groups, default=[1, 4, 0], help="layers in a tensor (1,4,all)")
     add("--blocks", type=counts, default=[16, 256], help="PagedAttention's blocks (16,256)")
+    add_overread(parser)
     add_output(parser, "write JSON here")
     parser.set_defaults(run=run)
 
@@ -198,6 +222,7 @@ def run(args: argparse.Namespace) -> int:
             "seed": None if args.trace else args.seed,
             "memory": args.memory,
             "reserve": RESERVE,
+            "overread_rows": args.overread,
         },
         method={"batch": "mean of running requests over iterations in which memory is the limit"},
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -212,7 +237,7 @@ def run(args: argparse.Namespace) -> int:
         began = time.monotonic()
         for model, ranks in args.models:
             shape = shape_of(model).on_ranks(ranks)
-            compared = list(systems(shape, args.pages, args.groups, args.blocks))
+            compared = list(systems(shape, args.pages, args.groups, args.blocks, args.overread))
             print(f"{name}: {shape.name}, {len(compared)} layouts", file=sys.stderr, flush=True)
             measure(part, shape, model, requests, budget(shape, args.memory), compared)
         part.status, part.seconds = "done", time.monotonic() - began

@@ -23,6 +23,7 @@ from pyvmem.bench import (
     calls,
     capacity,
     deferred,
+    fill,
     live,
     overlap,
     paged,
@@ -124,6 +125,7 @@ def add_parser(sub: Any) -> None:
     paged.add_parser(which)
     deferred.add_parser(which)
     prefix_map.add_parser(which)
+    fill.add_parser(which)
 
 
 def measure(

@@ -224,8 +224,8 @@ class Mode:
 
         if self._cuda is None:
             return "there is no GPU"
-        if self.attend.choice.name != "fa3":
-            return f"{self.attend.choice.name} takes lengths from the host"
+        if self.attend.choice.decode not in ("fa3", "fa3-paged"):
+            return f"{self.attend.choice.decode} takes lengths from the host"
         self._ids = torch.zeros(len(self.reqids), dtype=torch.int64, device=self.device)
         graph = torch.cuda.CUDAGraph()
         try:

@@ -46,7 +46,7 @@ def _one(
     layers, requests, needy = setting.count(32, 2), setting.count(256, 16), setting.count(8, 2)
     # Where mappings are few (host), fewer tensors: a lone page is two pieces, mapped and not, and
     # the cache's end wants as many again.
-    limit = context.info.max_segments
+    limit = context.info.max_segments or context.info.max_mappings
     while limit and layers > 1 and 4 * requests * 2 * layers > 0.7 * limit:
         layers //= 2
     tensors = 2 * layers
@@ -130,7 +130,7 @@ def _one(
 def _events(setting: Setting, context: Context, base: int, each: int) -> int:
     """Events of each kind to time: as many as the limit on mappings has room for."""
     wanted = setting.count(100, 2)
-    limit = context.info.max_segments
+    limit = context.info.max_segments or context.info.max_mappings
     if limit:
         wanted = min(wanted, int(limit * 0.8 - 4 * base - 2 * each) // (2 * each) - 1)
     return max(wanted, 2)

@@ -38,12 +38,19 @@ SWAP = Feature(
     "swap_out, swap_in",
     all_rows=True,
 )
-OVERREAD = Feature(
-    "overread",
-    "Safe over-read: rows past the end read as zeros",
+SPARSE = Feature(
+    "sparse",
+    "Rows without memory read as zeros",
     "vmem",
     "KVCacheConfig(sparse=True)",
     caps=Caps.SPARSE,
+)
+OVERREAD = Feature(
+    "overread",
+    "Safe over-read while memory grows: rows past the end read as zeros",
+    "vmem",
+    "KVCacheConfig(sparse=True)",
+    caps=Caps.SPARSE | Caps.SPARSE_ATOMIC,
 )
 
 HOST_PAGES = Feature(

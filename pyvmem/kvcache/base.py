@@ -16,7 +16,16 @@ from pyvmem.kvcache.journal import Journal
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CacheBase", "Closing"]
+__all__ = ["CacheBase", "Closing", "half_closed"]
+
+
+def half_closed(name: str) -> BadHandle:
+    """What calls of a cache raise whose `close` was ended by an exception."""
+    return BadHandle(
+        f"the {name} is half closed: an exception ended its close, call that again",
+        errno=errno.EBADF,
+        op=name,
+    )
 
 
 class Closing:
@@ -74,11 +83,7 @@ class CacheBase(Closing):
         if self._closed:
             raise BadHandle("the KVCache is closed", errno=errno.EBADF, op="KVCache")
         if self._closing:
-            raise BadHandle(
-                "the KVCache is half closed: an exception ended its close, call that again",
-                errno=errno.EBADF,
-                op="KVCache",
-            )
+            raise half_closed("KVCache")
         if not core.context.is_open:
             core.context.stats()  # raises what is wrong: closed, or of the parent of a fork
         return core

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
+from pyvmem.info import Caps
 from pyvmem.kvcache import report, setup, steps
 from pyvmem.kvcache.budget import Budget
-from pyvmem.kvcache.config import KVCacheConfig
+from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.idle import IdleThread
@@ -25,6 +26,7 @@ from pyvmem.kvcache.slots import SlotTable
 from pyvmem.kvcache.stats import CacheStats, SlotInfo
 from pyvmem.kvcache.views import Views
 from pyvmem.reservation import Reservation
+from pyvmem.streams import check
 
 if TYPE_CHECKING:
     import torch
@@ -127,12 +129,13 @@ class KVCache(RequestCalls, PlaceCalls):
             reqid: as `alloc_reqid` returned it.
             stream: the stream (torch, cuda.core, ``__cuda_stream__``) of the slot's last work, an
                 event recorded after it, or an `FdEvent`; None: torch's current stream, on host
-                nothing.
+                nothing. What else it may be, and what holds beside CUDA graphs: `pyvmem.streams`.
             tokens: record the request's rows under these ids, as `record` does, for requests that
                 begin with them; None: record nothing.
 
         Raises:
-            InvalidArgument: no such reqid, or it is not taken; bad tokens, or more than it holds.
+            InvalidArgument: no such reqid, or it is not taken; bad tokens, or more than it holds;
+                the stream is being captured into a CUDA graph, or (`NotGpuWork`) is none.
             VMemError: it could not be recorded; it was not freed.
         """
         with self._lock, self._journal:
@@ -168,6 +171,7 @@ class KVCache(RequestCalls, PlaceCalls):
             slot. VMemError: the driver failed, now or in a batch that an earlier call began in the
                 background; that was undone, the cache is consistent, and the call may be repeated.
         """
+        check(stream)
         with self._lock, self._journal:
             return steps.step(self._open_core(), seq_lens, stream)
 
@@ -188,6 +192,7 @@ class KVCache(RequestCalls, PlaceCalls):
         Raises:
             InvalidArgument: as in `step`. A failure in the background is raised by the next `step`.
         """
+        check(stream)
         with self._lock, self._journal:
             return steps.step_async(self._open_core(), seq_lens)
 
@@ -249,6 +254,31 @@ class KVCache(RequestCalls, PlaceCalls):
         """The addresses of all tensors; `layout` tells what lies where. The cache's own."""
         return self._core.parts.reservation
 
+    @property
+    def safe_overread(self) -> bool:
+        """Whether rows without memory read as zeros, also while memory grows beside the reader.
+
+        With `KVCacheConfig.sparse`, small pages only, and a back end on which a page takes the
+        place of the zeros in one step (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``.
+        """
+        atomic = Caps.SPARSE_ATOMIC in self.context.info.caps
+        small = self.layout.page_size < 2 << 20 and not self.layout.large_pages
+        return self.config.sparse and atomic and small
+
+    def readable_rows(self, reqids: Sequence[int]) -> list[int]:
+        """For each reqid, how many rows, from the first on, have memory; 0 for free slots.
+
+        Raises InvalidArgument for a reqid that does not exist.
+        """
+        with self._lock:
+            core = self._open_core()
+            size, row, most = core.layout.page_size, core.layout.row_bytes, core.layout.max_rows
+            last = len(core.table) - 1
+            for reqid in reqids:
+                if not 0 <= reqid <= last:
+                    raise invalid(f"reqid {reqid} is not between 0 and {last}", limit=last)
+            return [min(core.table[reqid].granted * size // row, most) for reqid in reqids]
+
     def stats(self) -> CacheStats:
         """The present state and the counters."""
         with self._lock, self._journal:
@@ -293,6 +323,7 @@ class KVCache(RequestCalls, PlaceCalls):
         Raises:
             Busy: tensors of the cache live; nothing changed, and the cache can still be used.
         """
+        check(stream)
         with self._lock, self._journal:
             if self._closed:
                 return

@@ -44,6 +44,7 @@ _BOUNDS = {
     "memory_floor": (0, 1 << 62),
     "host_limit": (0, 1 << 62),
     "peer_limit": (0, 1 << 62),
+    "max_mappings": (0, 1 << 40),
     "overread_rows": (0, 1 << 16),
     "eager_pages": (0, 1 << 30),
     "reclaim_steps": (0, 1 << 30),
@@ -111,15 +112,31 @@ class KVCacheConfig:
             background.
         low_watermark: with less than this part of the memory free, pages of free slots are unmapped
             in the background, least recently used first; 0 to 1.
-        overread_rows: rows past a request's length that a kernel may read. FlashAttention-3 and
-            FlexAttention read whole tiles, up to 191 rows beyond the length.
+        overread_rows: rows past a request's length that are mapped, too, since a kernel may read
+            them: 191 for FlashAttention-3's contiguous call, 127 for FlexAttention on a GPU, 0 for
+            all others (`pyvmem.attention.overread_rows`). They stay ahead of the length as it
+            grows, zero or the request's own, and count as waste wherever memory is reported.
         sparse: reads of rows that have no page give zeros, also past the end of every mapped page,
             where the back end can do that (`pyvmem.Caps.SPARSE`). Writes there fault (host) or
-            vanish (GPU).
+            vanish (GPU). It lets a kernel read past the mapped rows while memory grows only with
+            `pyvmem.Caps.SPARSE_ATOMIC` and without large pages (`KVCache.safe_overread`); elsewhere
+            a page that is being mapped is invalid for a moment, which kills the process's context.
         packed_slots: slots follow each other without a gap, so that every tensor is contiguous
             (``stride(0) == max_seq_len * stride(1)``); a full slot must then be whole pages.
             Otherwise slots lie on 2 MiB where that costs few addresses: a run of small pages can
             then become one big mapping.
+        growth_fraction: with ample memory, a request that lacks a page gets up to this part of what
+            it has, a power of two of pages and 2 MiB of a tensor at most: driver calls and mappings
+            become fewer. Pages beyond its need are mapped and no request's (`CacheStats`:
+            cached), the next ones that it gets, and unmapped when memory is short. Where mappings
+            run out before memory (`ContextInfo.max_mappings`), runs get longer by themselves.
+            0: page by page, whatever the limit.
+        join_at: with more than this part of the context's mappings used, a `step` maps again in one
+            piece what grew in pieces, where its back end can (`pyvmem.Caps.CONSOLIDATE`): it waits
+            for all work on the device first, and other threads must not launch work on the cache
+            meanwhile. 1: only a `step` that would otherwise say -1; 0: never.
+        max_mappings: of the context that the cache opens (`Context`); 0: its default. For several
+            caches on one machine, whose defaults may add up to more than the driver has.
         idle_seconds: after so long without a call that takes, gives or steps a request, unmap
             all pages of no request and give the pool's memory back to the device; 0: never.
         idle_prefixes: recorded prefixes go then too.
@@ -152,6 +169,9 @@ class KVCacheConfig:
     promote_tokens: int = 0
     host_limit: int = 0
     peer_limit: int = 0
+    growth_fraction: float = 1 / 16
+    join_at: float = 0.75
+    max_mappings: int = 0
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
@@ -178,6 +198,8 @@ class KVCacheConfig:
                 limit=self.memory_limit,
             )
         self._check_real("low_watermark", 1)
+        self._check_real("growth_fraction", 1)
+        self._check_real("join_at", 1)
         self._check_real("idle_seconds", 10**9)
 
     def _check_real(self, name: str, high: int) -> None:

@@ -21,6 +21,7 @@ from pyvmem.kvcache.pager import Pager
 from pyvmem.kvcache.prefixes import Prefixes
 from pyvmem.kvcache.promote import Promoter
 from pyvmem.kvcache.reclaim import Reclaimer
+from pyvmem.kvcache.runs import Runs
 from pyvmem.kvcache.scratch import Scratch
 from pyvmem.kvcache.setup import Parts
 from pyvmem.kvcache.sharing import Sharing
@@ -40,6 +41,7 @@ class Core(Accounts):
         clock: steps so far.
         mover: other pages under the same addresses.
         promoter: None: there are no large pages.
+        runs: how long the runs are that requests grow by.
         window: what slides; None: every row is kept.
         untidy: `tidy` is to be called by the next step.
     """
@@ -71,6 +73,9 @@ class Core(Accounts):
         self.prefixes = Prefixes(self)
         self.mover = Mover(self)
         self.pager.stop_promoting = self.mover.stop_promoting
+        self.runs = Runs(self)
+        self.pager.goals, self.pager.grown = self.runs.goals, self.runs.grown
+        self.pager.relieve = self.runs.relieve
         self.promoter = Promoter(self) if layout.large_pages else None
         self.window = Window(self) if config.window else None
         self._asked = array("Q")

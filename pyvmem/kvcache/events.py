@@ -7,11 +7,21 @@ of our own is recorded at once. An event (or an `FdEvent`) that the caller gives
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 from typing import Any
 
-from pyvmem.streams import CurrentStream, FdEvent
+from pyvmem.errors import BadHandle
+from pyvmem.streams import (
+    FdEvent,
+    Kind,
+    core_stream,
+    refuse_captured,
+    relaxed,
+    torch_stream,
+    work_of,
+)
 
 __all__ = ["is_over", "order_after", "order_ticket", "prune", "record", "wait_for"]
 
@@ -22,53 +32,55 @@ class _HeldFd(FdEvent):
     __slots__ = ()
 
     def __init__(self, fd: int) -> None:
-        super().__init__(os.dup(fd))
+        try:
+            super().__init__(os.dup(fd))
+        except OSError as error:
+            raise BadHandle(f"FdEvent({fd}): {error.strerror}", errno=errno.EBADF) from None
         self._own = True
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_own"):
+            self.close()
 
 
 def record(stream: Any, device: int | None) -> Any:
     """An event for all work so far on `stream`; None when there is no such work to wait for.
 
     Args:
-        stream: None (torch's current stream; nothing on a host context), a torch or cuda.core
-            stream or event, anything with ``__cuda_stream__``, or an `FdEvent`.
+        stream: what names GPU work (streams.py); of None and of streams nothing on a host context.
         device: CUDA ordinal of the cache, None on host.
+
+    Raises:
+        NotGpuWork: it names no GPU work. InvalidArgument: the stream is being captured. BadHandle:
+            the descriptor is closed.
     """
-    if isinstance(stream, FdEvent):
-        return _HeldFd(stream.fd)
+    work = work_of(stream)
+    if work.kind is Kind.FD:
+        return _HeldFd(work.handle)
     if device is None:
         return None  # the CPU's own work is over when it calls
-    if stream is None or stream is CurrentStream:
-        import torch
+    if work.kind is Kind.EVENT:
+        return stream
+    if work.library == "cuda.core":
+        refuse_captured(stream, device)
+        return stream.record()
+    import torch
 
-        if not torch.cuda.is_available():
-            return None  # a torch for the CPU has no GPU work
-        return torch.cuda.current_stream(device).record_event()
-    if hasattr(stream, "record_event"):  # torch
-        return stream.record_event()
-    if hasattr(stream, "__cuda_stream__"):
-        if hasattr(stream, "record"):  # cuda.core
-            return stream.record()
-        import torch
-
-        handle = stream.__cuda_stream__()[1]
-        return torch.cuda.ExternalStream(handle, device=device).record_event()  # type: ignore[no-untyped-call]
-    return stream
+    if not torch.cuda.is_available() and work.kind is Kind.CURRENT:
+        return None  # a torch for the CPU has no GPU work
+    refuse_captured(stream, device)
+    return torch_stream(work, device).record_event()
 
 
 def is_over(event: Any) -> bool:
-    """Whether the work is known to be over; False when it cannot be asked."""
-    if isinstance(event, FdEvent):
+    """Whether the work of what `record` returned is over."""
+    work = work_of(event, "event")
+    if work.kind is Kind.FD:
         poll = select.poll()
-        poll.register(event.fd, select.POLLIN)
+        poll.register(work.handle, select.POLLIN)
         return bool(poll.poll(0))
-    query = getattr(event, "query", None)
-    if callable(query):
-        return bool(query())
-    return bool(getattr(event, "is_done", False))
+    with relaxed():
+        return bool(event.query() if work.library == "torch" else event.is_done)
 
 
 def prune(events: list[Any]) -> list[Any]:
@@ -77,29 +89,42 @@ def prune(events: list[Any]) -> list[Any]:
 
 
 def wait_for(event: Any) -> None:
-    """Returns when the work is over."""
-    if isinstance(event, FdEvent):
+    """Returns when the work of what `record` returned is over."""
+    if event is None:
+        return
+    work = work_of(event, "event")
+    if work.kind is Kind.FD:
         poll = select.poll()
-        poll.register(event.fd, select.POLLIN)
+        poll.register(work.handle, select.POLLIN)
         poll.poll()
-    elif event is not None:
-        wait = getattr(event, "synchronize", None) or event.sync  # torch's, cuda.core's
-        wait()
+        return
+    with relaxed():
+        if work.library == "torch":
+            event.synchronize()
+        else:
+            event.sync()
 
 
 def order_after(event: Any, stream: Any, device: int | None) -> None:
-    """Lets `stream` (None: torch's current one) run after the event; else waits here."""
-    if device is None or not hasattr(event, "wait"):
-        wait_for(event)
-        return
-    import torch
+    """Makes `stream`, and no other, run what comes next after the event.
 
-    if not torch.cuda.is_available():
+    Only a stream can be made to wait, and only for CUDA's events: given an event as `stream`, for
+    an `FdEvent`, and on host (`device` None), the CPU waits.
+
+    Raises:
+        NotGpuWork: `stream` names no GPU work. InvalidArgument: it is being captured.
+    """
+    work, first = work_of(stream), work_of(event, "event")
+    if device is None or not work.is_stream or first.kind is Kind.FD:
         wait_for(event)
         return
-    event.wait(
-        stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.current_stream(device)
-    )
+    if not first.handle:
+        return  # never recorded
+    refuse_captured(stream, device)
+    if first.library == "torch":
+        event.wait(torch_stream(work, device))
+    else:
+        core_stream(work, device).wait(event)
 
 
 def order_ticket(ticket: Any, stream: Any, device: int | None) -> None:
@@ -107,10 +132,7 @@ def order_ticket(ticket: Any, stream: Any, device: int | None) -> None:
 
     Only a stream can be made to wait: given an event, and on host (`device` None), the CPU waits.
     """
-    is_stream = stream in (None, CurrentStream) or any(
-        hasattr(stream, name) for name in ("record_event", "__cuda_stream__")
-    )
-    if device is None or not is_stream:
+    if device is None or not work_of(stream).is_stream:
         ticket.wait()
     else:
         ticket.order(stream)

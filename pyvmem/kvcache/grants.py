@@ -77,7 +77,7 @@ class Grants(Book):
 
     def poll(self) -> None:
         """Notes which growths that no owner waits for are finished."""
-        for job in [job for job in self.growths if not job.grants and job.done()]:
+        for job in [job for job in self.growths if not job.awaited and job.done()]:
             error = self._complete(job, None, whole=True)
             if error is not None:
                 self.reclaimer.errors.append(error)

@@ -49,6 +49,11 @@ class Growth:
     reused_pages: int = 0
     zeroed_pages: int = 0
 
+    @property
+    def awaited(self) -> bool:
+        """Whether an owner waits for it, who has not been freed since it began."""
+        return not self.granted and any(slot.owner == owner for slot, owner, _ in self.grants)
+
     def done(self) -> bool:
         """Whether both batches are finished, well or not."""
         return (self.mapping is None or self.mapping.done()) and (

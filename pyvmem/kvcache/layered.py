@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy
 from pyvmem.kvcache import report, setup, steps
+from pyvmem.kvcache.base import half_closed
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.joint import JointPrefixes
+from pyvmem.kvcache.journal import Books
 from pyvmem.kvcache.layered_requests import LayeredRequests
 from pyvmem.kvcache.shapes import LayerShape, Place, classes_of
 from pyvmem.kvcache.stats import CacheStats, together
+from pyvmem.streams import check
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +63,7 @@ class LayeredCache(LayeredRequests):
         **policy: Any,
     ) -> None:
         self._closed = True  # until all classes are there
+        self._closing = False
         self.layers = tuple(layers)
         if not self.layers:
             raise invalid("a LayeredCache needs at least one layer")
@@ -67,7 +71,11 @@ class LayeredCache(LayeredRequests):
         whole = KVCacheConfig(num_layers=1, num_kv_heads=1, head_dim=1, **_shape_free(policy))
         if budget is not None and (whole.memory_limit or whole.memory_floor):
             raise invalid("memory_limit and memory_floor are of the whole; the budget is given")
-        policy = {**policy, "memory_limit": 0, "memory_floor": 0}
+        if whole.max_mappings and (context is not None or budget is not None):
+            raise invalid(
+                f"max_mappings {whole.max_mappings}: the context is given, and has its own"
+            )
+        policy = {**policy, "memory_limit": 0, "memory_floor": 0, "max_mappings": 0}
         configs = [
             KVCacheConfig(num_layers=count, **kind.fields(), **policy)
             for kind, count in counts.items()
@@ -75,7 +83,13 @@ class LayeredCache(LayeredRequests):
         with ExitStack() as undo:
             if context is None and budget is None:
                 ready = sum(map(setup.pool_low, configs))
-                context = Context(backend, device=device, granule=whole.page_size, pool_low=ready)
+                context = Context(
+                    backend,
+                    device=device,
+                    granule=whole.page_size,
+                    pool_low=ready,
+                    max_mappings=whole.max_mappings,
+                )
                 undo.callback(context.close)
                 self._owned: Context | None = context
             else:
@@ -84,6 +98,7 @@ class LayeredCache(LayeredRequests):
                 assert context is not None
                 budget = Budget(context, whole.memory_limit)
             self.budget = budget
+            undo.callback(_close_others, budget, list(budget.journal.books))
             caches = []
             for config in configs:
                 caches.append(KVCache(config, context, budget=budget))
@@ -110,6 +125,8 @@ class LayeredCache(LayeredRequests):
     def _open(self) -> list[Core]:
         if self._closed:
             raise BadHandle("the LayeredCache is closed", errno=errno.EBADF, op="LayeredCache")
+        if self._closing:
+            raise half_closed("LayeredCache")
         return [cache._open_core() for cache in self.caches]
 
     def _gone(self) -> bool:
@@ -119,11 +136,13 @@ class LayeredCache(LayeredRequests):
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step`, over all classes: where one is short, none has changed."""
+        check(stream)
         with self._lock, self._journal:
             return steps.step_all(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step_async`, over all classes."""
+        check(stream)
         with self._lock, self._journal:
             return steps.step_async_all(self._open(), seq_lens)
 
@@ -181,6 +200,7 @@ class LayeredCache(LayeredRequests):
         Raises:
             Busy: tensors of a class live; nothing changed.
         """
+        check(stream)
         with self._lock, self._journal:
             if self._closed:
                 return
@@ -193,11 +213,21 @@ class LayeredCache(LayeredRequests):
                     errno=errno.EBUSY,
                     op="LayeredCache.close",
                 )
+            self._closing = True
             for cache in self.caches:
                 cache.close(stream)
             self._closed = True
             if self._owned is not None and self._owned.is_open:
                 self._owned.close()
+
+
+def _close_others(budget: Budget, books: list[Books]) -> None:
+    """Closes the caches of a budget that were made since, also one that nobody was told of."""
+    with budget.lock, budget.journal as journal:
+        for core in [one for one in journal.books if one not in books]:
+            assert isinstance(core, Core)
+            core.close(None)
+            budget.leave(core)
 
 
 def _shape_free(policy: dict[str, Any]) -> dict[str, Any]:

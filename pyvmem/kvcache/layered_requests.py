@@ -12,6 +12,7 @@ from pyvmem.kvcache.base import Closing
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.joint import fork_all
+from pyvmem.streams import check
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.cache import KVCache
@@ -76,6 +77,7 @@ class LayeredRequests(Closing):
         Where a class fails, the others have given up what they forked; the parent's full pages may
         be read-only already.
         """
+        check(stream)
         with self._lock, self._journal:
             cores = _agreed(self._open())
             forked = fork_all(cores, reqid, operator.index(count), length, stream)
@@ -92,6 +94,7 @@ class LayeredRequests(Closing):
 
     def record(self, reqid: int, tokens: Any, stream: Any = None) -> int:
         """As `KVCache.record`. After a failure, pages of the request may be read-only already."""
+        check(stream)
         with self._lock, self._journal:
             core = self._open()[0]
             return core.prefixes.record(core.slot(reqid), tokens, stream)
@@ -105,6 +108,7 @@ class LayeredRequests(Closing):
         self, tokens: Any, leave: int = 1, stream: Any = None
     ) -> tuple[int, int] | None:
         """As `KVCache.alloc_prefix`."""
+        check(stream)
         with self._lock, self._journal:
             cores = _agreed(self._open())
             prefixes = cores[0].prefixes
@@ -121,15 +125,14 @@ class LayeredRequests(Closing):
 
     def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
         """As `KVCache.swap_out`."""
+        check(stream)
         with self._lock, self._journal:
             cores = self._open()
-            swapped = swap.swap_out(cores, reqid, stream)
-            for core in cores:
-                core.tidy()
-            return swapped
+            return swap.swap_out(cores, reqid, stream)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """As `KVCache.swap_in`; the slot fits the class of the first layer best."""
+        check(stream)
         with self._lock, self._journal:
             return swap.swap_in(_agreed(self._open()), swapped, stream)
 

@@ -7,10 +7,10 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pyvmem.errors import NotRecoverable, OutOfMemory, VMemError
+from pyvmem.errors import NotRecoverable, OutOfMemory, TooManyMappings, VMemError
 from pyvmem.kvcache.events import wait_for
 from pyvmem.kvcache.grants import Grants
-from pyvmem.kvcache.jobs import Cut, Growth
+from pyvmem.kvcache.jobs import Cut, Growth, Piece
 from pyvmem.kvcache.places import DEVICE, Kind
 from pyvmem.kvcache.plan import Planner, Source
 from pyvmem.kvcache.reclaim import Reclaimer
@@ -25,6 +25,8 @@ class Pager(Grants):
     Attributes:
         stop_promoting: gives up copies that are not needed, whether there were any; set by who
             makes them.
+        goals: chooses the pages to map beyond what is wanted; `grown` learns what became of it, and
+            `relieve` makes fewer mappings of those there are, at a safe point (runs.py).
     """
 
     def __init__(self, reclaimer: Reclaimer, *, zero_fill: bool, device: int | None) -> None:
@@ -35,6 +37,9 @@ class Pager(Grants):
         self._planner = Planner(self.base, self.layout, slots, zero_fill=zero_fill)
         self._large = Kind(self.layout.large_pages, DEVICE)
         self.stop_promoting: Callable[[], bool] = lambda: False
+        self.goals: Callable[[Sequence[tuple[Slot, int]]], list[int] | None] = lambda want: None
+        self.grown: Callable[[Sequence[Piece]], None] = lambda pieces: None
+        self.relieve: Callable[[], bool] = lambda: False
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -62,19 +67,25 @@ class Pager(Grants):
         Returns:
             False when memory is short; then nothing changed, except that reclaimed pages are free.
         """
-        job = Growth([slot for slot, _ in want])
-        writers: list[Any] = []
-        late = self._planner.plan(want, job, writers, source=source)
-        grants = job.grants
-        if late:
-            job.grants = []  # nobody's before its old contents are about to be zeroed
-        if len(self._planner.mapping):
+        goals = self.goals(want)
+        while True:
+            job = Growth([slot for slot, _ in want])
+            writers: list[Any] = []
+            late = self._planner.plan(want, job, writers, source=source, goals=goals)
+            grants = job.grants
+            if late:
+                job.grants = []  # nobody's before its old contents are about to be zeroed
+            if not len(self._planner.mapping):
+                self._begin(job)
+                break
             for event in after:
                 wait_for(event)
-            if not self._map(job, want, background, reclaim, source):
+            if self._map(job, want, background, reclaim, source, goals is not None):
+                break
+            if goals is None:
                 return False
-        else:
-            self._begin(job)
+            goals = None
+        self.grown(job.pieces)
         counters = self.counters
         counters.grown += job.new_pages
         counters.reused += job.reused_pages
@@ -162,7 +173,7 @@ class Pager(Grants):
 
     def finish_idle(self) -> None:
         """Waits for growths that no owner waits for, so that their pages can be taken back."""
-        for job in [job for job in self.growths if job.granted or not job.grants]:
+        for job in [job for job in self.growths if not job.awaited]:
             with self.counters.waiting():
                 error = self._complete(job, None, whole=True)
             if error is not None:
@@ -212,8 +223,12 @@ class Pager(Grants):
         background: bool,
         reclaim: bool,
         source: Source | None,
+        more: bool,
     ) -> bool:
-        """Runs or submits the mapping batch, with the growth in the books; False: no memory."""
+        """Runs or submits the mapping batch, with the growth in the books; False: no memory.
+
+        `more`: it maps more than is wanted, for which nothing is taken back.
+        """
         reclaimer, mapping, pages = self.reclaimer, self._planner.mapping, job.new_pages
         keep = dict(want) if reclaim else None
         while True:
@@ -232,7 +247,17 @@ class Pager(Grants):
                 except NotRecoverable:
                     self.reclaimer.condemn(job.pieces)
                     raise
+                except TooManyMappings:
+                    if more:
+                        return False
+                    if self._fewer_mappings(job, keep, background):
+                        continue
+                    if self.reclaimer.table.lockstep:
+                        raise
+                    return False
                 except OutOfMemory:  # of the device, or of a context shared with others
+                    if more:
+                        return False
                     if self.reclaimer.table.lockstep:
                         raise
                     if job.large:  # small pages may fit where no large one does
@@ -240,7 +265,7 @@ class Pager(Grants):
                         self._planner.plan(want, Growth(job.slots), [], False, source)
                         continue
                     missing = pages
-            if keep is None:
+            if keep is None or more:
                 return False
             free = reclaimer.free
             if not self.can_have(pages, keep):
@@ -261,3 +286,18 @@ class Pager(Grants):
             for slot in job.slots:
                 if slot.job is not None:  # it lost pages beyond those it is to have
                     reclaimer.finish(slot.job)
+
+    def _fewer_mappings(
+        self, job: Growth, keep: Mapping[Slot, int] | None, background: bool
+    ) -> bool:
+        """Brings mappings back: joins what can be joined, else unmaps pages of no request."""
+        reclaimer = self.reclaimer
+        if (reclaimer.table.lockstep or not background) and self.relieve():
+            return True
+        if keep is None or not reclaimer.make_room(job.new_pages, keep):
+            reclaimer.raise_errors()
+            return False
+        for slot in job.slots:
+            if slot.job is not None:  # it lost pages beyond those it is to have
+                reclaimer.finish(slot.job)
+        return True

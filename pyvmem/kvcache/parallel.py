@@ -41,7 +41,7 @@ from pyvmem.kvcache.lockstep import Failure, LockstepTable, RankFailed, Ranks, R
 from pyvmem.kvcache.prefixes import PrefixMatch
 from pyvmem.kvcache.ranks import agree_on_pages, rank_config, shard_kv_heads, take_pages
 from pyvmem.kvcache.swap import SwappedRequest
-from pyvmem.streams import device_ordinal
+from pyvmem.streams import check, device_ordinal
 
 __all__ = ["ParallelKVCache", "RankFailed", "RanksDiffer", "rank_config", "shard_kv_heads"]
 
@@ -99,7 +99,11 @@ class ParallelKVCache(AgreedCache):
         failure = None
         try:
             self._own = Context(
-                backend, device=device, granule=config.page_size, pool_high=KEEP_ALL
+                backend,
+                device=device,
+                granule=config.page_size,
+                pool_high=KEEP_ALL,
+                max_mappings=config.max_mappings,
             )
             page = config.page_size or self._own.info.granule
             pages = take_pages(self._own, config, page)
@@ -123,7 +127,7 @@ class ParallelKVCache(AgreedCache):
         """Gives back what other ranks could not match, and makes the cache over the rest."""
         assert self._own is not None
         self._own.trim(config.memory_limit)
-        super().__init__(config, self._own)
+        super().__init__(replace(config, max_mappings=0), self._own)
 
     # ---- calls that every rank makes -----------------------------------------------------------
 
@@ -244,6 +248,7 @@ class ParallelKVCache(AgreedCache):
         Raises:
             RankFailed: a rank could not be made ready; every rank stays poisoned.
         """
+        check(stream)
         with self._lock, self._journal:
             have = [0] * (len(self._core.table) + 1)
             self._failure = None

@@ -11,6 +11,7 @@ from pyvmem.kvcache import tiers
 from pyvmem.kvcache.base import CacheBase
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.tiers import Moved
+from pyvmem.streams import check
 
 __all__ = ["PlaceCalls"]
 
@@ -43,6 +44,7 @@ class PlaceCalls(CacheBase):
             VMemError: the driver failed; nothing changed. In the background: the next `step` raises
                 it.
         """
+        check(stream)
         with self._lock, self._journal:
             core = self._open_core()
             slot = core.slot(reqid)
@@ -91,6 +93,7 @@ class PlaceCalls(CacheBase):
             VMemError: the driver failed; nothing changed. In the background: the next `step` raises
                 it.
         """
+        check(stream)
         with self._lock, self._journal:
             core = self._open_core()
             slot = core.slot(reqid)

@@ -57,6 +57,7 @@ class Planner:
         after: list[Any],
         large: bool = True,
         source: Source | None = None,
+        goals: Sequence[int] | None = None,
     ) -> list[Piece]:
         """Writes `mapping`: new pages, and zero-fills of old ones that need not wait.
 
@@ -66,6 +67,7 @@ class Planner:
             after: gets the GPU work that the returned fills must follow.
             large: whether whole aligned parts become large pages, where the cache has them.
             source: what the new pages hold; None: zeros.
+            goals: pages per tensor to map for each, what it shall have or more.
 
         Returns:
             The pieces for `filling`.
@@ -77,17 +79,18 @@ class Planner:
         unit = layout.large_pages if large else 0
         new = reused = 0
         ops.clear()
-        for slot, pages in want:
+        for place, (slot, pages) in enumerate(want):
             low = slot.mapped
             if pages > low:
-                job.pieces.append((slot, low, pages))
-                new += pages - low
-                if source is not None or (unit and pages - low >= unit):
-                    self._populate(slot, low, pages, unit, source, job)
+                high = pages if goals is None else goals[place]
+                job.pieces.append((slot, low, high))
+                new += high - low
+                if source is not None or (unit and high - low >= unit):
+                    self._populate(slot, low, high, unit, source, job)
                 else:
                     address = base + slot.index * slot_bytes + low * size
                     ops.populate(
-                        address, (pages - low) * size, tensors, stride, size, unclean, spread=True
+                        address, (high - low) * size, tensors, stride, size, unclean, spread=True
                     )
             if not slot.active:
                 continue

@@ -65,6 +65,10 @@ def stats(core: Core) -> CacheStats:
         total_pages=reclaimer.free + reclaimer.held,
         free_pages=reclaimer.free,
         cached_pages=reclaimer.held - active_pages,
+        ahead_pages=sum(
+            slot.mapped - max(slot.granted, slot.head) for slot in core.table if slot.active
+        )
+        * layout.num_tensors,
         active_pages=active_pages,
         shared_pages=reclaimer.shared.pages * layout.num_tensors,
         large_pages=_large(core) * layout.num_tensors,
@@ -84,6 +88,7 @@ def stats(core: Core) -> CacheStats:
         empty_slots=states.count("empty"),
         broken_slots=states.count("broken"),
         segments=core.context.query(core.parts.reservation.addr).segments,
+        mappings=core.context.stats().mappings,
         steps=counters.steps,
         steps_async=counters.steps_async,
         short=counters.short,

@@ -12,6 +12,7 @@ from pyvmem.kvcache.base import CacheBase
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.prefixes import PrefixMatch
 from pyvmem.kvcache.swap import SwappedRequest
+from pyvmem.streams import check
 
 __all__ = ["RequestCalls"]
 
@@ -70,6 +71,7 @@ class RequestCalls(CacheBase):
 
         `into` names as many different free reqids, in the order of what is returned.
         """
+        check(stream)
         with self._lock, self._journal:
             core = self._open_core()
             forked = fork.fork(core, reqid, operator.index(count), length, stream, into)
@@ -110,6 +112,7 @@ class RequestCalls(CacheBase):
             InvalidArgument: more tokens than rows, bad tokens, or a reqid that is not taken.
             NotSupported, NotRecoverable, VMemError: as `fork`.
         """
+        check(stream)
         with self._lock, self._journal:
             core = self._open_core()
             return core.prefixes.record(core.slot(reqid), tokens, stream)
@@ -147,6 +150,7 @@ class RequestCalls(CacheBase):
                 evicted since.
             NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
         """
+        check(stream)
         with self._lock, self._journal:
             core = self._open_core()
             match, length = core.prefixes.wanted(tokens, leave)
@@ -174,6 +178,7 @@ class RequestCalls(CacheBase):
             NotSupported: the cache has a window.
             MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
         """
+        check(stream)
         with self._lock, self._journal:
             core = self._open_core()
             return swap.swap_out([core], reqid, stream)
@@ -193,15 +198,16 @@ class RequestCalls(CacheBase):
             InvalidArgument: another cache's. BadHandle: closed, or swapped in before.
             VMemError: the driver failed; `swapped` is as before.
         """
+        check(stream)
         with self._lock, self._journal:
             return swap.swap_in([self._open_core()], swapped, stream)
 
     def can_admit(self, seq_lens: Sequence[int]) -> bool:
         """Whether new requests of so many tokens would all fit now, beside the present ones.
 
-        Counts free slots and all that is free or could be reclaimed, recorded prefixes that no
-        request uses included. Says nothing of memory that others take from the device. Waits for
-        fills that are in flight.
+        Counts free slots, mappings that the context may still make, and all that is free or could
+        be reclaimed, recorded prefixes that no request uses included. Says nothing of memory that
+        others take from the device. Waits for fills that are in flight.
 
         Raises:
             InvalidArgument: a length that is negative or above `max_seq_len`.
@@ -216,8 +222,12 @@ class RequestCalls(CacheBase):
                         f"seq_lens[{place}] is {length}; it must lie between 0 and {longest}",
                         limit=longest,
                     )
-            pages = sum(map(core.layout.pages_for, lengths)) * core.layout.num_tensors
-            return len(lengths) <= len(core.table.free) and core.pager.can_have(pages, {})
+            pages = [core.layout.pages_for(length) for length in lengths]
+            return (
+                len(lengths) <= len(core.table.free)
+                and core.runs.fits(pages)
+                and core.pager.can_have(sum(pages) * core.layout.num_tensors, {})
+            )
 
     def trim(self, prefixes: bool = False) -> int:
         """Unmaps all pages of no request and gives the pool's free memory back to the device.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pyvmem._native import Outcome
 from pyvmem.context import Context
 from pyvmem.features import require_page_size
-from pyvmem.features.table import OVERREAD
+from pyvmem.features.table import SPARSE
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.layout import Layout
 from pyvmem.reservation import Reservation
@@ -59,7 +59,11 @@ def make(
     owned = context is None
     if context is None:
         context = Context(
-            backend, device=device, granule=config.page_size, pool_low=pool_low(config)
+            backend,
+            device=device,
+            granule=config.page_size,
+            pool_low=pool_low(config),
+            max_mappings=config.max_mappings,
         )
         journal.hold(context)
     info = context.info
@@ -72,7 +76,7 @@ def make(
     cuda_device = context.cuda_device
     limit = _limit_pages(config, layout, cuda_device, budget)
     if config.sparse:
-        OVERREAD.require(info, f"sparse, with pages of {info.granule} bytes")
+        SPARSE.require(info, f"sparse, with pages of {info.granule} bytes")
     # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
     reservation = Reservation(context, Outcome())
     journal.hold(reservation)
@@ -102,6 +106,8 @@ def _context_of(
     config: KVCacheConfig, context: Context | None, budget: Budget | None
 ) -> Context | None:
     """The context to use; None: one is to be opened."""
+    if config.max_mappings and (context is not None or budget is not None):
+        raise invalid(f"max_mappings {config.max_mappings}: the context is given, and has its own")
     if budget is None:
         if config.memory_floor:
             raise invalid(f"memory_floor {config.memory_floor}: the cache has no budget")

@@ -26,6 +26,8 @@ class CacheStats:
         cached_pages: mapped pages that no request owns: of free slots, beyond what an active slot
             was granted, promised by a growth in flight, on their way back, or of recorded prefixes
             that no request uses.
+        ahead_pages: of the cached ones, those mapped for running requests beyond what they need
+            (`KVCacheConfig.growth_fraction`).
         active_pages: pages that requests own; one that several share is counted once.
         shared_pages: pages, active or cached, that are mapped read-only or recorded.
         large_pages: pages, active or cached, that large ones stand for.
@@ -41,6 +43,7 @@ class CacheStats:
             and have pages.
         segments: pieces of mappings in the cache's addresses as the back end sees them; the fewer,
             the longer its runs.
+        mappings: driver mappings of the whole context, which may have `ContextInfo.max_mappings`.
         steps, steps_async: calls that returned 0.
         short: calls that returned -1.
         grown_pages, zeroed_pages, reclaimed_pages: pages mapped, filled for a new owner, unmapped.
@@ -60,6 +63,7 @@ class CacheStats:
     total_pages: int
     free_pages: int
     cached_pages: int
+    ahead_pages: int
     active_pages: int
     shared_pages: int
     large_pages: int
@@ -79,6 +83,7 @@ class CacheStats:
     empty_slots: int
     broken_slots: int
     segments: int
+    mappings: int
     steps: int
     steps_async: int
     short: int
@@ -129,7 +134,7 @@ class SlotInfo:
 _SAME = (
     "prefix_tokens",
     *("active_slots", "cached_slots", "empty_slots", "broken_slots"),
-    *("steps", "steps_async", "short", "driver_calls", "driver_ns"),
+    *("steps", "steps_async", "short", "driver_calls", "driver_ns", "mappings"),
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from pyvmem.errors import VMemError
+from pyvmem.errors import TooManyMappings, VMemError
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.jobs import Growth
 from pyvmem.kvcache.slots import Slot
@@ -19,13 +19,19 @@ _Want = list[tuple[Slot, int]]
 
 def step(core: Core, seq_lens: Sequence[int], stream: Any) -> int:
     """See `KVCache.step`."""
-    lens, total, want = _begin(core, seq_lens, stream)
-    if want:
-        if not _grow(core, want, background=False):
-            core.counters.short += 1
-            return -1
-        _settle(core, lens, stream)
-        core.keep_watermark()
+    try:
+        lens, total, want = _begin(core, seq_lens, stream)
+        if want:
+            if not _grow(core, want, background=False):
+                core.counters.short += 1
+                return -1
+            _settle(core, lens, stream)
+            core.keep_watermark()
+    except TooManyMappings:
+        if core.table.lockstep:  # the other ranks do not know
+            raise
+        _note_crowded([core])
+        return -1
     _commit(core, lens, total, stream)
     return 0
 
@@ -44,15 +50,19 @@ def step_async(core: Core, seq_lens: Sequence[int]) -> int:
 
 def step_all(cores: Sequence[Core], seq_lens: Sequence[int], stream: Any) -> int:
     """`step` of several caches with the same requests: all of them or none."""
-    begun = [(core, *_begin(core, seq_lens, stream)) for core in cores]
-    if any(want for *_, want in begun):
-        if not grow_all([(core, want) for core, _, _, want in begun], background=False):
-            _note_short(cores)
-            return -1
-        for core, lens, *_ in begun:
-            _settle(core, lens, stream)
-        for core in cores:
-            core.keep_watermark()
+    try:
+        begun = [(core, *_begin(core, seq_lens, stream)) for core in cores]
+        if any(want for *_, want in begun):
+            if not grow_all([(core, want) for core, _, _, want in begun], background=False):
+                _note_short(cores)
+                return -1
+            for core, lens, *_ in begun:
+                _settle(core, lens, stream)
+            for core in cores:
+                core.keep_watermark()
+    except TooManyMappings:
+        _note_crowded(cores)
+        return -1
     for core, lens, total, _ in begun:
         _commit(core, lens, total, stream)
     return 0
@@ -146,6 +156,13 @@ def _note_short(cores: Sequence[Core]) -> None:
         core.counters.short += 1
 
 
+def _note_crowded(cores: Sequence[Core]) -> None:
+    """The driver had no mapping left for what was begun in the background; that was undone."""
+    _note_short(cores)
+    for core in cores:
+        core.pager.relieve()
+
+
 def _grow_each(wants: Sequence[tuple[Core, _Want]], background: bool) -> bool:
     grown: list[tuple[Core, _Want]] = []
 
@@ -194,6 +211,7 @@ def _commit(core: Core, lens: list[int], total: int, stream: Any) -> None:
         core.window.slide(lens, stream)
     if core.config.promote_tokens and core.promoter is not None:
         core.promoter.step(lens, stream)
+    core.runs.step(stream)
     core.journal.keep(core, "seq_lens", "used_tokens", "clock")
     core.seq_lens = lens[:]
     core.used_tokens = total

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import BadHandle, VMemError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
     from pyvmem.kvcache.slots import Slot
 
-__all__ = ["SwappedRequest", "swap_in", "swap_out"]
+__all__ = ["SwappedRequest", "bring_back", "swap_in", "swap_out"]
 
 
 class SwappedRequest:
@@ -99,14 +100,28 @@ def swap_out(cores: Sequence[Core], reqid: int, stream: Any) -> SwappedRequest:
         for tensor, address in enumerate(_pieces(core, slot, size)):
             core.context.read_into(address, held[tensor * size : (tensor + 1) * size])
     swapped = SwappedRequest(cores, length, rows)
-    # Nothing but the books from here on: an exception from outside leaves the request where it is.
     for core, slot in zip(cores, slots, strict=True):
         core.release(slot, None)  # the work is over
+    cores[0].journal.on_abort(partial(bring_back, cores, swapped, slots[0].index))
+    for core in cores:
+        core.tidy()
     return swapped
 
 
-def swap_in(cores: Sequence[Core], swapped: SwappedRequest, stream: Any) -> int | None:
-    """See `KVCache.swap_in`; into several caches with the same requests, all or none."""
+def bring_back(cores: Sequence[Core], swapped: SwappedRequest, reqid: int) -> None:
+    """Undoes a `swap_out` whose result nobody got; nothing, where that is done already."""
+    slot = cores[0].table[reqid]
+    if swapped.is_open and not slot.active:
+        swap_in(cores, swapped, None, into=reqid)
+
+
+def swap_in(
+    cores: Sequence[Core], swapped: SwappedRequest, stream: Any, into: int | None = None
+) -> int | None:
+    """See `KVCache.swap_in`; into several caches with the same requests, all or none.
+
+    `into`: the reqid that it shall have, which is free; None: any.
+    """
     if not isinstance(swapped, SwappedRequest):
         raise TypeError(f"expected a SwappedRequest, not {swapped!r:.80}")
     if swapped._rows is None:
@@ -116,7 +131,7 @@ def swap_in(cores: Sequence[Core], swapped: SwappedRequest, stream: Any) -> int 
     if swapped._cores != tuple(cores):
         raise invalid(f"{swapped!r} is another cache's")
     length = swapped.seq_len
-    found = cores[0].fit(length)
+    found = cores[0].fit(length) if into is None else cores[0].table[into]
     if found is None:
         return None
     slots = [core.table[found.index] for core in cores]
@@ -151,5 +166,6 @@ def swap_in(cores: Sequence[Core], swapped: SwappedRequest, stream: Any) -> int 
     for core, slot in zip(cores, slots, strict=True):
         core.enter(slot, length)
         core.note_peaks()
+    cores[0].journal.keep(swapped, "_rows")
     swapped.close()
     return found.index

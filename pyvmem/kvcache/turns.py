@@ -27,9 +27,9 @@ class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
         self._gate = threading.RLock()
 
     def __enter__(self) -> bool:  # type: ignore[override]
+        if self._is_owned():  # type: ignore[attr-defined]
+            return self.acquire()
         try:
-            if self._is_owned():  # type: ignore[attr-defined]
-                return self.acquire()
             with self._gate:
                 return self.acquire()
         except BaseException:  # from outside: who does not get into the block has no lock

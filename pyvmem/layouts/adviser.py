@@ -93,6 +93,7 @@ def advise(
     memory_bytes: int,
     considered: Sequence[Choice] | None = None,
     limits: Limits | None = None,
+    overread_rows: int = 0,
 ) -> Advice:
     """Picks a layout.
 
@@ -102,6 +103,7 @@ def advise(
         memory_bytes: for keys and values, on this rank.
         considered: layouts; None: `choices` of the shape with `limits.max_group`.
         limits: None: `stock`'s.
+        overread_rows: as in `KVCacheConfig`.
 
     Raises:
         InvalidArgument: as `cost`, or nothing to choose from.
@@ -109,7 +111,7 @@ def advise(
     limits = limits or Limits()
     if considered is None:
         considered = choices(shape, max_group=limits.max_group)
-    costs = [cost(shape, choice, requests, memory_bytes) for choice in considered]
+    costs = [cost(shape, choice, requests, memory_bytes, overread_rows) for choice in considered]
     allowed = [one for one in costs if one.choice.group_size <= limits.max_group]
     if not allowed:
         raise invalid(f"no layout has groups of {limits.max_group} layers or fewer")

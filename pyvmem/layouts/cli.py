@@ -10,7 +10,7 @@ from typing import Any
 
 from pyvmem.kvcache.config import invalid
 from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Advice, Limits, advise, choices, name
-from pyvmem.layouts.options import add_workload, counts, size, sizes
+from pyvmem.layouts.options import add_overread, add_workload, counts, size, sizes
 from pyvmem.layouts.shapes import SHAPES, ModelShape, shape_of
 from pyvmem.layouts.workload import Request, generate, read_trace
 
@@ -60,6 +60,7 @@ def add_parser(sub: Any) -> None:
     add("--backend", choices=sorted(CALL_US), default="stock", help="what a map call takes (stock)")
     add("--iteration-ms", type=float, default=25.0, help="of a decode iteration (25)")
     add("--max-group", type=int, default=8, help="most layers in one tensor that are advised (8)")
+    add_overread(parser)
     add("--all", action="store_true", help="list groups between --max-group and all layers too")
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         for choice in choices(shape, args.pages, args.runs)
         if args.all or choice.group_size <= args.max_group or choice.group_size == shape.num_layers
     ]
-    found = advise(shape, requests, memory, considered, limits)
+    found = advise(shape, requests, memory, considered, limits, args.overread)
     if args.json:
         print(json.dumps(_document(args, shape, memory, found), indent=1))
     else:
@@ -95,6 +96,7 @@ def _document(
         "kv_memory_bytes": memory,
         "trace": str(args.trace) if args.trace else None,
         "seed": None if args.trace else args.seed,
+        "overread_rows": args.overread,
         "best": entry(found.best),
         "why": found.why,
         "layouts": [entry(one) for one in found.costs],
@@ -118,6 +120,7 @@ def _table(
         f"{len(requests):,} requests, {source}; a running one holds {tokens:,.0f} tokens in the "
         "mean",
         f"{memory / 2**30:.1f} GiB for keys and values",
+        *([f"{args.overread} rows past each length, for the kernel"] if args.overread else []),
         "",
     ]
     header = ["layout", "tensors", "waste MB", "below", "calls/token", "at once", "tokens", "share"]

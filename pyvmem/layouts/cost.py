@@ -74,7 +74,8 @@ class Cost:
         choice: the layout.
         tensors: virtual tensors, and pieces that a growth consists of.
         held: by a running request in the mean.
-        waste_bound: a request wastes less than this: the bytes of one growth.
+        waste_bound: a request wastes less than this: the bytes of one growth, and of the rows that
+            a kernel may read past its length.
         tokens_per_growth: tokens that a growth has room for, in the mean.
         calls_per_token: map calls of a back end that maps a run with a call (`stock`, `cuda`,
             `host`). `uvm` maps all that a step needs with one.
@@ -120,12 +121,17 @@ def page_table_bytes(page_size: int) -> int:
     return 8 * max(1, page_size // _KB64)
 
 
-def layout_of(shape: ModelShape, choice: Choice, longest: int) -> Layout:
+def layout_of(shape: ModelShape, choice: Choice, longest: int, overread_rows: int = 0) -> Layout:
     """The cache's own arithmetic for a request of up to `longest` tokens.
 
-    A run counts as a page: that is how the request grows.
+    A run counts as a page: that is how the request grows. `overread_rows` are mapped behind it.
     """
-    config = shape.config(max_batch=1, max_seq_len=longest, group_size=choice.group_size)
+    config = shape.config(
+        max_batch=1,
+        max_seq_len=longest + overread_rows,
+        group_size=choice.group_size,
+        overread_rows=overread_rows,
+    )
     return Layout(config, choice.step_bytes)
 
 
@@ -143,7 +149,13 @@ def held_by(layout: Layout, requests: Sequence[Request]) -> Held:
     )
 
 
-def cost(shape: ModelShape, choice: Choice, requests: Sequence[Request], memory_bytes: int) -> Cost:
+def cost(
+    shape: ModelShape,
+    choice: Choice,
+    requests: Sequence[Request],
+    memory_bytes: int,
+    overread_rows: int = 0,
+) -> Cost:
     """What `choice` costs.
 
     Args:
@@ -151,6 +163,7 @@ def cost(shape: ModelShape, choice: Choice, requests: Sequence[Request], memory_
         choice: the layout.
         requests: the workload, at least one request.
         memory_bytes: for keys and values, on this rank.
+        overread_rows: as in `KVCacheConfig`; a request wastes them.
 
     Raises:
         InvalidArgument: a group size that does not divide the layers, no request, no memory.
@@ -159,14 +172,15 @@ def cost(shape: ModelShape, choice: Choice, requests: Sequence[Request], memory_
         raise invalid("a workload must have at least one request")
     if memory_bytes < 1:
         raise invalid(f"{memory_bytes} bytes of memory are left for keys and values")
-    layout = layout_of(shape, choice, max(request.longest for request in requests))
+    longest = max(request.longest for request in requests)
+    layout = layout_of(shape, choice, longest, overread_rows)
     held = held_by(layout, requests)
     pages = held.mapped / choice.page_size
     return Cost(
         choice=choice,
         tensors=layout.num_tensors,
         held=held,
-        waste_bound=choice.step_bytes * layout.num_tensors,
+        waste_bound=(choice.step_bytes + overread_rows * layout.row_bytes) * layout.num_tensors,
         tokens_per_growth=choice.step_bytes / layout.row_bytes,
         calls_per_token=layout.num_tensors * layout.row_bytes / choice.step_bytes,
         sharing_unit=choice.page_size // gcd(choice.page_size, layout.row_bytes),

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_output", "add_workload", "counts", "page_name", "size", "sizes"]
+__all__ = ["add_output", "add_overread", "add_workload", "counts", "page_name", "size", "sizes"]
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -63,6 +63,12 @@ def add_workload(parser: Any, trace: str, what: str, requests: int, **how: Any) 
     add("--trace", type=Path, help=trace, **how)
     add("--requests", type=int, default=requests, help=f"made-up {what} instead ({requests})")
     add("--seed", type=int, default=1, help=f"of the made-up {what} (1)")
+
+
+def add_overread(parser: Any) -> None:
+    """Adds ``--overread``."""
+    text = "past each request's length, mapped for a kernel that reads tiles: 191 for fa3 (0)"
+    parser.add_argument("--overread", type=int, default=0, metavar="ROWS", help=text)
 
 
 def add_output(parser: Any, out: str) -> None:

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: the five calls, aliases, references, ranges, contents, and memory that really goes back. */
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <stdatomic.h>
 
 #include "check.h"
 
@@ -232,6 +234,56 @@ static void readonly_pages_are_zero(void) {
   OK(vmem_close(vm));
 }
 
+struct reader {
+  char *at;
+  size_t bytes;
+  atomic_bool stop;
+  uint64_t wrong;
+};
+
+/* ThreadSanitizer takes an mmap for a write to all of its range. */
+__attribute__((no_sanitize("thread"))) static void *read_on(void *arg) {
+  struct reader *r = arg;
+  while (!atomic_load(&r->stop))
+    for (size_t i = 0; i < r->bytes; i += PAGE / 4) {
+      char c = *(volatile char *)(r->at + i);
+      r->wrong += c != 0 && c != 7;
+    }
+  return NULL;
+}
+
+/* Who reads a sparse range while pages appear and vanish there meets zeros or the page, and no fault. */
+static void sparse_is_atomic(void) {
+  vmem_t vm = open_vm(0);
+  struct vmem_info info = {.size = sizeof(info)};
+  struct vmem_reserve_opts o = {.size = sizeof(o), .flags = VMEM_RESERVE_SPARSE};
+  struct reader r = {.bytes = 16 * PAGE};
+  pthread_t thread;
+  uint64_t va;
+  vmem_handle h;
+  OK(vmem_query(vm, &info));
+  if (!on_host() || !(info.caps & VMEM_CAP_SPARSE_ATOMIC)) {
+    OK(vmem_close(vm));
+    return;
+  }
+  OK(vMemReserve(vm, r.bytes, &o, &va));
+  OK(vMemCreate(vm, PAGE, NULL, &h));
+  r.at = (char *)(uintptr_t)va;
+  CHECK(!pthread_create(&thread, NULL, read_on, &r));
+  for (int i = 0; i < 2000; i++) {
+    uint64_t at = va + (uint64_t)(i % 16) * PAGE;
+    OK(vMemMap(vm, at, PAGE, h, 0, 0));
+    __atomic_store_n((char *)(uintptr_t)at, 7, __ATOMIC_RELAXED);
+    OK(vMemUnmap(vm, at, PAGE));
+  }
+  atomic_store(&r.stop, true);
+  CHECK(!pthread_join(thread, NULL));
+  EQ(r.wrong, 0);
+  OK(vMemRelease(vm, h));
+  OK(vMemFree(vm, va, 0));
+  OK(vmem_close(vm));
+}
+
 static void sparse(void) {
   vmem_t vm = open_vm(0);
   struct vmem_reserve_opts o = {.size = sizeof(o), .flags = VMEM_RESERVE_SPARSE};
@@ -317,5 +369,5 @@ static void queries(void) {
 }
 
 MAIN(TEST(five_calls), TEST(alias), TEST(drop_keeps_mappings), TEST(partial_unmap), TEST(new_pages_are_zero),
-     TEST(memory_goes_back), TEST(readonly_and_holes), TEST(readonly_pages_are_zero), TEST(sparse), TEST(contents),
-     TEST(page_sizes), TEST(queries))
+     TEST(memory_goes_back), TEST(readonly_and_holes), TEST(readonly_pages_are_zero), TEST(sparse), TEST(sparse_is_atomic),
+     TEST(contents), TEST(page_sizes), TEST(queries))

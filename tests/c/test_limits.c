@@ -69,4 +69,53 @@ static void more_memory_than_there_is(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(scattered_pages), TEST(more_memory_than_there_is))
+static struct vmem_op page_at(uint64_t addr) {
+  return (struct vmem_op){.op = VMEM_OP_POPULATE, .flags = VMEM_OP_SPREAD, .addr = addr, .bytes = PAGE};
+}
+
+/* As many mappings as were asked for and none more, queued ones counted; unmapping and consolidating make room. */
+static void mappings(void) {
+  struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .max_mappings = 16};
+  struct vmem_info info = {.size = sizeof(info)};
+  struct vmem_error e = {.size = sizeof(e)};
+  struct vmem_stats before, after;
+  vmem_ticket tickets[8];
+  struct vmem_op op;
+  uint64_t va, calls;
+  vmem_t vm;
+  OK(vmem_open(&o, &vm));
+  OK(vmem_query(vm, &info));
+  EQ(info.max_mappings, 16);
+  CHECK(info.caps & VMEM_CAP_CONSOLIDATE);
+  OK(vMemReserve(vm, MIB(64), NULL, &va));
+  for (int i = 0; i < 8; i++) {
+    op = page_at(va + i * PAGE);
+    OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  }
+  for (int i = 0; i < 8; i++) {
+    op = page_at(va + (8 + i) * PAGE);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &tickets[i]));
+  }
+  op = page_at(va + MIB(32));
+  EQ(vmem_batch(vm, &op, 1, NULL, 0, 0), -ENOSPC);
+  OK(vmem_get_error(&e));
+  EQ(e.limit, 16);
+  CHECK(strstr(e.text, "max_mappings"));
+  for (int i = 0; i < 8; i++) OK(vmem_wait(vm, tickets[i], -1));
+  before = stats_of(vm);
+  EQ(before.mappings, 16);
+  EQ(vmem_batch(vm, &op, 1, NULL, 0, 0), -ENOSPC);
+  after = stats_of(vm);
+  CHECK(same_state(&before, &after));
+  OK(vMemUnmap(vm, va + 3 * PAGE, PAGE));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  OK(vmem_consolidate(vm, va, MIB(2), &calls));
+  EQ(calls, 2);
+  EQ(stats_of(vm).mappings, 3);
+  OK(vMemUnmap(vm, va + 9 * PAGE, PAGE)); /* cuts a mapping in two */
+  EQ(stats_of(vm).mappings, 4);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+MAIN(TEST(mappings), TEST(scattered_pages), TEST(more_memory_than_there_is))

@@ -440,16 +440,6 @@ static void check_backend(const struct vm_backend *b) {
     check_sparse(&e);
   check_kinds(&e);
   check_placement(&e);
-  if (b->room) {
-    uint64_t limit = e.info.pub.max_segments;
-
-    check(&e, "room for as many mappings as the limit says, not for one more",
-          !b->room(e.be, &(struct vm_be_load){.more_mappings = limit}) &&
-              b->room(e.be, &(struct vm_be_load){.mappings = limit, .more_mappings = 1}) ==
-                  -ENOSPC &&
-              b->room(e.be, &(struct vm_be_load){.mappings = 1, .more_mappings = UINT64_MAX}) ==
-                  -ENOSPC);
-  }
   check_memory(&e);
   check_events(&e);
   check_threads(&e);

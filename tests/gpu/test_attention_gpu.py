@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 from attention_helpers import CASES, LAYERS, Case, filled, queries, reference  # noqa: E402
 
-from pyvmem.attention import Attention, probe  # noqa: E402
+from pyvmem.attention import Attention, overread_rows, probe  # noqa: E402
 
 BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
 pytestmark = [
@@ -41,10 +42,10 @@ def context(request: pytest.FixtureRequest) -> Iterator[Context]:
 
 
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("kernel", ["fa3", "fa2", "flex", "sdpa"])
+@pytest.mark.parametrize("kernel", ["fa3", "fa3-paged", "fa2", "flex", "sdpa"])
 def test_a_kernel_is_softmax_attention(context: Context, kernel: str, width: int) -> None:
     """Those that read exactly meet NaN behind the lengths; those that read tiles meet zeros."""
-    overread = {"fa3": 191, "flex": 127}.get(kernel, 0)
+    overread = overread_rows(kernel, torch.device("cuda"))
     for case in CASES:
         more = {"overread_rows": overread, "poison": not overread}
         with filled(context, case, "bfloat16", 2, width, **more) as cache:
@@ -64,23 +65,51 @@ def test_a_kernel_is_softmax_attention(context: Context, kernel: str, width: int
 def test_a_tile_reader_is_not_chosen_without_rows_to_read(context: Context) -> None:
     with filled(context, CASES[0], "bfloat16", 2, 64) as cache:
         attend = Attention(cache)
-        assert attend.choice.name in ("fa2", "sdpa")
+        assert attend.choice.name == attend.choice.decode
+        assert attend.choice.name in ("fa3-paged", "fa2", "sdpa")
         for name in ("fa3", "flex"):
             assert attend.choice.why_not[name]
         attend.close()
 
 
-def test_a_captured_graph_follows_the_batch(context: Context) -> None:
+SHAPES = {
+    "rows that do not divide a page": (3, 64, {}),
+    "two layers in a tensor": (2, 64, {"group_size": 2}),
+    "heads of 256": (2, 256, {}),
+    "slots that end in a block": (2, 128, {"max_seq_len": 333}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_paged_call_over_any_contiguous_slot(context: Context, shape: Any) -> None:
+    """Blocks of the view may overlap; NaN lies behind every length, and then nothing at all."""
+    heads, width, changes = shape
+    for case in CASES:
+        with filled(context, case, "bfloat16", heads, width, **changes) as cache:
+            q = queries(cache, case, 4)
+            if why := probe(cache, q.device)["fa3-paged"]:
+                pytest.skip(why)
+            attend = Attention(cache, "fa3-paged")
+            batch = attend.batch(case.reqids, case.q_lens, case.kv_lens)
+            for layer in range(LAYERS):
+                out = attend(q, layer, batch)
+                want = reference(q, cache, layer, case)
+                torch.testing.assert_close(out.double().cpu(), want, atol=2e-2, rtol=2e-2)
+            attend.close()
+
+
+@pytest.mark.parametrize("kernel", ["fa3", "fa3-paged"])
+def test_a_captured_graph_follows_the_batch(context: Context, kernel: str) -> None:
     """FlashAttention-3 in a CUDA graph: replayed with other slots and lengths, nothing else."""
     first = Case("captured", (0, 1, 2), (1, 1, 1), (5, 60, 200))
     last = Case("replayed", (3, 0, 2), (1, 1, 1), (300, 40, 220))
     case = Case("both", (0, 1, 2, 3), (1, 1, 1, 1), (300, 300, 300, 300))
     with filled(context, case, "bfloat16", 2, 64, False, overread_rows=191) as cache:
         q = queries(cache, first, 4)
-        why = probe(cache, q.device)["fa3"]
+        why = probe(cache, q.device)[kernel]
         if why:
             pytest.skip(why)
-        attend = Attention(cache, "fa3")
+        attend = Attention(cache, kernel)
         batch = attend.batch(first.reqids, first.q_lens, first.kv_lens)
         out = attend(q, 1, batch)
         graph = torch.cuda.CUDAGraph()

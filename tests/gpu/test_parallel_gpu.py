@@ -43,6 +43,7 @@ def test_two_gpus(backend: str, tmp_path: Path) -> None:
         assert any(answer == -1 for call, answer in answers if call == "step")
     assert results["held_back"] == [1, 0, 8]
     assert -1 in results["windows"]
+    assert results["filled"][1] < 0.05 * results["filled"][2]
     for _, skip, said in results["sharing_fails"]:
         assert said in (f"RankFailed {skip % 2} EIO", "nothing")
     assert results["swap_without_memory"][0] == "RankFailed 1 ENOMEM"

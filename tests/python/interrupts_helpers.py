@@ -32,12 +32,13 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import pytest
 from conftest import open_context
 from kvcache_helpers import small_config
 from share_helpers import is_zero, read_rows, write_rows
 
 import pyvmem
-from pyvmem import Context, InvalidArgument, KVCache
+from pyvmem import BadHandle, Context, InvalidArgument, KVCache
 from pyvmem.kvcache import Budget, LayeredCache, SwappedRequest
 
 __all__ = [
@@ -248,6 +249,11 @@ def alarms() -> Iterator[Alarm]:
 Cache = KVCache | LayeredCache
 
 
+def is_over(cache: Cache) -> bool:
+    """Whether a cache is closed, or so far that only its close may be called."""
+    return cache._closed or cache._closing
+
+
 class Engine:
     """Caches over one context, and what the rows of their requests hold.
 
@@ -256,6 +262,7 @@ class Engine:
         leaving: requests that the interrupted call gives up.
         swapped: what the interrupted call may take in.
         orphans: slots that the interrupted call left taken, whose reqid nobody was told.
+        place: where the call was interrupted last.
     """
 
     def __init__(self, backend: str = "host", **options: Any) -> None:
@@ -266,6 +273,7 @@ class Engine:
         self.leaving: set[tuple[Cache, int]] = set()
         self.swapped: list[SwappedRequest] = []
         self.orphans = 0
+        self.place = ""
         self._room: dict[Cache, int] = {}
         self._locked = False
         self._tag = 0
@@ -335,13 +343,16 @@ class Engine:
 
     def check_integrity(self) -> None:
         for cache in self.caches:
-            if not cache._closed:
+            if not is_over(cache):
                 cache.check_integrity()
+            elif not cache._closed:
+                with pytest.raises(BadHandle, match="half closed"):
+                    cache.check_integrity()
 
     def check_rows(self) -> None:
         """Every row of every request; of one that leaves, as long as it is taken."""
         for (cache, reqid), tags in self.held.items():
-            if cache._closed:
+            if is_over(cache):
                 continue
             for part in parts(cache):
                 slot = part.snapshot()[reqid]
@@ -354,7 +365,7 @@ class Engine:
     def check_lock(self) -> None:
         """Whether another thread gets its turn."""
         for cache in self.caches:
-            if cache._closed:
+            if is_over(cache):
                 continue
             thread = threading.Thread(target=_touch, args=(cache,), daemon=True)
             thread.start()
@@ -369,14 +380,14 @@ class Engine:
 
     def free_unknown(self) -> None:
         for cache in self.caches:
-            for reqid in [] if cache._closed else self.unknown(cache):
+            for reqid in [] if is_over(cache) else self.unknown(cache):
                 self.orphans += 1
                 cache.free_reqid(reqid)
 
     def ordinary(self) -> None:
         """A new request in every cache grows to its full length; it may have all others' memory."""
         for cache in self.caches:
-            if cache._closed:
+            if is_over(cache):
                 continue
             reqid = cache.alloc_reqid()
             if reqid is None:
@@ -397,7 +408,7 @@ class Engine:
 
     def _free_all(self, caches: list[Cache]) -> None:
         for cache, reqid in list(self.held):
-            if cache in caches and not cache._closed:
+            if cache in caches and not is_over(cache):
                 self.free(cache, reqid)
 
     def end(self) -> None:
@@ -525,6 +536,7 @@ def _run(scenario: Scenario, backend: str, act: Callable[[Call], Outcome], alarm
             alarm.set(LIMIT, Stuck)
             outcome = act(call)
             alarm.set(LIMIT, Stuck)
+            engine.place = outcome.places[-1] if outcome.places else ""
             if not outcome.broken:
                 examine(engine, again, outcome)
             outcome.orphans = engine.orphans

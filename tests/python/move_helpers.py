@@ -41,6 +41,7 @@ def two_mebibytes(page: int, parts: int) -> KVCacheConfig:
         page_size=page,
         large_page_size=MIB2,
         memory_limit=parts * MIB2,
+        growth_fraction=0,
     )
 
 

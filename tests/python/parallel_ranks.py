@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from parallel_scenarios import (
     caught,
+    filled,
     held_back,
     shared_pages,
     sharing_fails,
@@ -273,6 +274,7 @@ SCENARIOS = (
     sharing_fails,
     swap_without_memory,
     windows,
+    filled,
 )
 
 

@@ -20,6 +20,7 @@ from pyvmem.kvcache.parallel import ParallelKVCache
 
 __all__ = [
     "caught",
+    "filled",
     "held_back",
     "shared_pages",
     "sharing_fails",
@@ -57,6 +58,28 @@ def shared_pages(rank: Any) -> Any:
         with rank.cache(max_batch=SLOTS, **policy) as cache:
             played.append(model_of(rank, cache, seed).play(180))
     return played
+
+
+def filled(rank: Any) -> Any:
+    """Many requests grow until memory is full, with far fewer mappings than pages."""
+    pace = random.Random(7)
+    slots = 20
+    mappings = 0 if rank.backend == "cuda" else 4 * 200  # pages of 2 MB are runs by themselves
+    with rank.cache(pages=600, max_batch=slots, max_seq_len=2048, max_mappings=mappings) as cache:
+        for _ in range(slots):
+            cache.alloc_reqid()
+        at = [0.0] * slots
+        answers: list[Any] = []
+        while not answers or answers[-1] == 0:
+            rank.dawdle()
+            at = [n + pace.uniform(0.3, 1) * 8 for n in at]
+            lens = [int(n) + 1 for n in at]
+            answers.append(cache.step_async(lens))
+            if answers[-1] == 0:
+                answers.append(cache.step(lens))
+            cache.check_step()
+        now = cache.stats()
+        return [len(answers), cache.available_pages, now.total_pages]
 
 
 def windows(rank: Any) -> Any:

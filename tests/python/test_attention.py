@@ -5,18 +5,39 @@ from __future__ import annotations
 
 import itertools
 import logging
+import types
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from attention_helpers import CASES, LAYERS, Case, filled, queries, reference
 
 import pyvmem
-from pyvmem import InvalidArgument
-from pyvmem.attention import KERNELS, Attention, attention, choose, flex, kernels, probe
+from pyvmem import Caps, InvalidArgument
+from pyvmem.attention import (
+    KERNELS,
+    Attention,
+    OverRead,
+    attention,
+    choose,
+    flash,
+    flex,
+    kernels,
+    overread_rows,
+    probe,
+)
+from pyvmem.attention.batch import Batch
+from pyvmem.attention.reads import BLOCK, EXACT, Blocks, Reads
+from pyvmem.bench.capacity import systems
+from pyvmem.layouts.cost import Choice, cost
+from pyvmem.layouts.shapes import shape_of
+from pyvmem.layouts.workload import generate
 
 pytestmark = pytest.mark.needs_tensors
 
 MIXED = CASES[-1]
+NAMES = ("fa3", "fa3-paged", "fa2", "flex", "sdpa")
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "flex"])
@@ -137,11 +158,12 @@ def test_the_choice_is_logged_once_and_can_be_asked(
         cpu = torch.device("cpu")
         assert choose(cache, cpu).name == choose(cache, cpu).name == "sdpa"
         assert [record.message for record in caplog.records] == [
-            "attention by sdpa (fa3: it needs a GPU; fa2: it needs a GPU)"
+            "attention by sdpa (fa3: it needs a GPU; fa3-paged: it needs a GPU; "
+            "fa2: it needs a GPU)"
         ]
         assert choose(cache, cpu, "flex").name == "flex"
         assert len(caplog.records) == 2
-        assert set(probe(cache, cpu)) == set(KERNELS) == {"fa3", "fa2", "flex", "sdpa"}
+        assert set(probe(cache, cpu)) == set(KERNELS) == set(NAMES)
 
 
 def test_a_kernel_that_reads_tiles_needs_rows_behind_the_length(
@@ -149,7 +171,7 @@ def test_a_kernel_that_reads_tiles_needs_rows_behind_the_length(
 ) -> None:
     """The rule itself; no GPU is asked."""
     one = KERNELS["fa3"]
-    monkeypatch.setitem(KERNELS, "fa3", kernels._Kernel(lambda c, d: "", one.run, one.overread))
+    monkeypatch.setitem(KERNELS, "fa3", kernels._Kernel(lambda c, d: "", one.run, one.reads))
     cpu = torch.device("cpu")
     text = r"fa3 cannot be used.*overread_rows of 191.* 0$"
     with filled(host, MIXED) as cache, pytest.raises(InvalidArgument, match=text):
@@ -187,3 +209,257 @@ def test_bad_input_is_named(host: pyvmem.Context) -> None:
         with pytest.raises(InvalidArgument, match="value is"):
             attend.write(0, q[:, :2], q[:, :1], batch)
         attend.close()
+
+
+# ---- what is read past a length ------------------------------------------------------------------
+
+
+def test_what_a_kernel_reads() -> None:
+    assert [EXACT.end(length, 512) for length in (1, 31, 512)] == [1, 31, 512]
+    assert [Reads(block=128).end(length, 500) for length in (1, 128, 129, 400)] == [
+        128,
+        128,
+        256,
+        500,
+    ]
+    assert [Reads(tile=191).end(length, 500) for length in (1, 300, 400)] == [192, 491, 500]
+    assert (EXACT.past, Reads(block=128).past, Reads(tile=191).past) == (0, 127, 191)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [overread_rows(name, gpu) for name in NAMES] == [191, 0, 0, 127, 0]
+    assert [overread_rows(name, cpu) for name in NAMES] == [191, 0, 0, 0, 0]
+
+
+SHAPES = {
+    "rows that divide a page": {"heads": 2, "width": 32},
+    "rows that do not": {"heads": 3, "width": 8},
+    "two layers in a tensor": {"heads": 2, "width": 16, "group_size": 2},
+    "slots that end in a block": {"heads": 2, "width": 32, "max_seq_len": 333},
+    "packed slots": {"heads": 2, "width": 32, "packed_slots": True},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_block_table_of_a_contiguous_slot(host: pyvmem.Context, shape: Any) -> None:
+    """Each row of each request, by its block's number and its place there."""
+    with filled(host, MIXED, **shape) as cache:
+        attend = Attention(cache)
+        batch = attend.batch(MIXED.reqids, MIXED.q_lens, MIXED.kv_lens)
+        for layer in range(LAYERS):
+            k = cache.k(layer)
+            blocks = Blocks.of(k.shape[1], k.stride(0), k.stride(1))
+            view, table = blocks.view(k), batch.block_table(blocks)
+            assert view.shape[1:] == (BLOCK, *k.shape[2:])
+            assert view.data_ptr() == k.data_ptr()
+            assert table.dtype == torch.int32
+            assert tuple(table.shape) == (len(MIXED.reqids), -(-k.shape[1] // BLOCK))
+            assert int(table.max()) <= blocks.last(cache.config.max_batch)
+            for at, (reqid, _, length) in enumerate(_requests(MIXED)):
+                for row in range(length):
+                    number = int(table[at, row // BLOCK])
+                    one = view.data_ptr() + number * view.stride(0) * view.element_size()
+                    one += row % BLOCK * view.stride(1) * view.element_size()
+                    assert one == k[reqid, row].data_ptr()
+            del k, view
+        attend.close()
+
+
+def test_a_block_table_is_made_once_and_advances(host: pyvmem.Context) -> None:
+    with filled(host, MIXED) as cache:
+        attend = Attention(cache)
+        batch = attend.batch((5, 0), (1, 2), (9, 9))
+        blocks = Blocks.of(*_strides(cache))
+        table = batch.block_table(blocks)
+        assert batch.block_table(blocks) is table
+        batch.advance((0, 1), (12, 2))
+        assert batch.block_table(blocks) is table
+        wanted = attend.batch((0, 1), (1, 2), (12, 2)).block_table(blocks)
+        assert torch.equal(table, wanted)
+        attend.close()
+
+
+def _strides(cache: pyvmem.KVCache) -> tuple[int, int, int]:
+    k = cache.k(0)
+    return k.shape[1], k.stride(0), k.stride(1)
+
+
+def test_how_wide_a_table_must_be() -> None:
+    blocks = Blocks.of(1000, 1024 * 64, 64)
+    assert blocks.per_slot == 32
+    lengths = (1, 32, 33, 65, 129, 512, 513, 1000)
+    assert [blocks.wanted(length) for length in lengths] == [1, 1, 2, 4, 8, 16, 32, 32]
+    assert Blocks.of(1000, 1024 * 64, 64).last(4) == 3 * 32 + 31
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_paged_call_gets_what_it_needs(
+    host: pyvmem.Context, shape: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An op that does what the real one does, row by row, in the call that its schema asks for."""
+    monkeypatch.setattr(flash, "_fa3", lambda: flash._vllm_call(FakeOp()))
+    for case in CASES:
+        with filled(host, case, **shape) as cache:
+            q = queries(cache, case, 2)
+            batch = Batch(cache, case.reqids, case.q_lens, case.kv_lens, q.device)
+            for layer in range(LAYERS):
+                out = flash.fa3_paged(q, cache.k(layer), cache.v(layer), batch, q.shape[2] ** -0.5)
+                close(out, reference(q, cache, layer, case))
+
+
+class FakeOp:
+    """vLLM's, as far as it is called here; paged only."""
+
+    names = (
+        *("q", "k", "v", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"),
+        *("page_table", "kv_batch_idx", "softmax_scale", "is_causal", "something_new"),
+    )
+
+    def __init__(self) -> None:
+        arguments = [types.SimpleNamespace(name=name) for name in self.names]
+        schema = types.SimpleNamespace(arguments=arguments)
+        self.default = types.SimpleNamespace(_schema=schema)
+
+    def __call__(self, *values: Any) -> list[torch.Tensor]:
+        one = dict(zip(self.names, values, strict=True))
+        assert one["kv_batch_idx"] is None
+        assert one["something_new"] is None
+        assert one["max_seqlen_k"] == one["page_table"].shape[1] * BLOCK
+        out = []
+        starts, used = one["cu_seqlens_q"].tolist(), one["seqused_k"].tolist()
+        assert max(used) <= one["max_seqlen_k"]
+        for at, length in enumerate(used):
+            table = one["page_table"][at].tolist()
+            k, v = (
+                torch.stack([rows[table[i // BLOCK], i % BLOCK] for i in range(length)])
+                for rows in (one["k"], one["v"])
+            )
+            q = one["q"][starts[at] : starts[at + 1]]
+            repeat = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+            scores = torch.einsum("qhd,nhd->hqn", q, k) * one["softmax_scale"]
+            seen = torch.ones(q.shape[0], length, dtype=torch.bool).tril(length - q.shape[0])
+            scores = scores.masked_fill(~seen, float("-inf"))
+            out.append(torch.einsum("hqn,nhd->qhd", scores.softmax(-1), v))
+        return [torch.cat(out)]
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-3's two calls on the CPU, chosen as on a GPU; SDPA does the work."""
+    for name in ("fa3", "fa3-paged"):
+        reads = KERNELS[name].reads
+        monkeypatch.setitem(
+            KERNELS, name, kernels._Kernel(lambda c, d: "", KERNELS["sdpa"].run, reads)
+        )
+    for name in ("_PREFILL", "_DECODE"):
+        order = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, {"cpu": order["cuda"]})
+
+
+def test_each_phase_takes_the_kernel_that_suits_it(host: pyvmem.Context, pretend: None) -> None:
+    cpu = torch.device("cpu")
+    with filled(host, MIXED) as cache:
+        choice = choose(cache, cpu)
+        assert (choice.name, choice.decode) == ("fa3-paged", "fa3-paged")
+        assert str(choice).startswith("attention by fa3-paged (fa3: it reads whole tiles")
+    with filled(host, MIXED, overread_rows=191) as cache:
+        choice = choose(cache, cpu)
+        assert (choice.name, choice.decode) == ("fa3", "fa3-paged")
+        assert str(choice).startswith("attention by fa3, decoding by fa3-paged (")
+        attend = Attention(cache)
+        for q_lens, kernel in (
+            ((1, 1), "fa3-paged"),
+            ((16, 1), "fa3-paged"),
+            ((17, 1), "fa3"),
+        ):
+            assert attend.batch((5, 0), q_lens, (260, 64)).kernel == kernel
+        attend.close()
+        for name in ("fa3", "fa3-paged", "sdpa"):
+            choice = choose(cache, cpu, name)
+            assert (choice.name, choice.decode) == (name, name)
+
+
+def test_rows_without_memory_are_not_read(host: pyvmem.Context, pretend: None) -> None:
+    """Rows that were mapped for the tile can be used, but then the tile's own are missing."""
+    with filled(host, MIXED, overread_rows=191) as cache:
+        (mapped,) = cache.readable_rows([4])
+        assert 90 + 191 <= mapped < 400
+        attend = Attention(cache)
+        assert attend.batch([4], [20], [mapped - 191]).kernel == "fa3"
+        assert attend.batch([4], [20], [mapped - 190]).kernel == "fa3-paged"
+        assert attend.batch([4], [20], [mapped]).kernel == "fa3-paged"
+        with pytest.raises(InvalidArgument, match=f"{mapped + 1} tokens, but there are pages"):
+            attend.batch([4], [20], [mapped + 1])
+        attend.close()
+        attend = Attention(cache, "fa3")
+        batch = attend.batch([4], [1], [mapped - 191])
+        text = f"reqid 4: fa3 may read up to row {mapped + 1} of {mapped - 190} tokens, .* {mapped}"
+        with pytest.raises(OverRead, match=text):
+            attend.batch([4], [1], [mapped - 190])
+        with pytest.raises(OverRead, match=text):
+            batch.advance([4], [mapped - 190])
+        assert batch.kv_lens == [mapped - 191]
+        q = torch.randn(1, 2, 32)
+        attend(q, 0, batch)
+        bare = Batch(cache, [4], [1], [9], torch.device("cpu"))
+        with pytest.raises(InvalidArgument, match=r"take one of Attention\.batch"):
+            attend(q, 0, bare)
+        attend.close()
+
+
+def test_the_end_of_a_slot_ends_what_is_read(host: pyvmem.Context, pretend: None) -> None:
+    """No kernel reads behind the tensor's last row, so the longest request needs no more."""
+    case = Case("full", (0,), (1,), (512,))
+    with filled(host, case, overread_rows=191) as cache:
+        assert cache.readable_rows([0, 1]) == [512, 0]
+        attend = Attention(cache, "fa3")
+        assert attend.batch([0], [1], [512]).reads.end(512, 512) == 512
+        attend.close()
+        for wrong in (-1, 6):
+            with pytest.raises(InvalidArgument, match=f"reqid {wrong} is not between 0 and 5"):
+                cache.readable_rows([wrong])
+
+
+def test_a_sparse_cache_protects_where_pages_appear_in_one_step(
+    host: pyvmem.Context, pretend: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    with filled(host, MIXED, sparse=True) as cache:
+        assert cache.safe_overread
+        attend = Attention(cache, "fa3")
+        attend.batch([4], [20], [90])
+        attend.close()
+        info = host.info
+        monkeypatch.setattr(host, "_info", replace(info, caps=info.caps & ~Caps.SPARSE_ATOMIC))
+        assert not cache.safe_overread
+        with pytest.raises(InvalidArgument, match="fa3 cannot be used: it reads whole tiles"):
+            choose(cache, cpu, "fa3")
+        monkeypatch.undo()
+    with filled(host, MIXED) as cache:
+        assert not cache.safe_overread
+    with filled(host, MIXED, sparse=True, large_page_size=2 << 20, max_seq_len=8192) as cache:
+        assert not cache.safe_overread
+
+
+def test_rows_for_tiles_are_waste(host: pyvmem.Context) -> None:
+    """In the cache's own statistics, in what layouts cost, and in how many requests run."""
+    wasted = []
+    for rows in (0, 191):
+        with filled(host, MIXED, overread_rows=rows) as cache:
+            now = cache.stats()
+            wasted.append(now.wasted_bytes)
+            assert now.used_bytes == sum(MIXED.kv_lens) * 4 * cache.layout.row_bytes
+    pages = 4096  # a row is 256 bytes
+    more = (wasted[1] - wasted[0]) / (len(MIXED.reqids) * 2 * LAYERS)
+    assert abs(more - 191 * 256) < pages
+    shape = shape_of("Llama-3-8B")
+    requests, memory = generate(200, 1), 40 << 30
+    plain, guarded = (cost(shape, Choice(1, 64 << 10), requests, memory, rows) for rows in (0, 191))
+    tensors, row = 64, 2048
+    assert guarded.held.used == plain.held.used
+    assert abs(guarded.waste - plain.waste - 191 * row * tensors) < (64 << 10) * tensors
+    assert guarded.waste_bound - plain.waste_bound == 191 * row * tensors
+    assert guarded.batch < plain.batch
+    layouts = [
+        next(systems(shape, [64 << 10], [1], [], rows)).layout(shape, 1000) for rows in (0, 191)
+    ]
+    assert [one.pages_for(1000) for one in layouts] == [32, 38]

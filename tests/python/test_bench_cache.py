@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import pyvmem
-from pyvmem.bench import deferred, overlap, overlap_modes, paged, prefix_map
+from pyvmem.bench import deferred, fill, overlap, overlap_modes, paged, prefix_map
 from pyvmem.bench.command import Command
 from pyvmem.bench.fragments import Fragments
 from pyvmem.bench.paged_flashinfer import FlashInfer
@@ -442,3 +442,25 @@ def test_flashinfer_is_told_the_right_shapes() -> None:
     assert "fixed_split_size" not in flashinfer._plan(case, 0, 1)
     with pytest.raises(RuntimeError, match="fa3 was not compiled: no compiler"):
         flashinfer.contiguous(TINY_CASES[2], 0)
+
+
+# ---- fill ----------------------------------------------------------------------------------------
+
+
+def test_fill_takes_all_ways_and_fills_with_the_defaults(tmp_path: Path) -> None:
+    """On host: `max_mappings` is a limit of libvmem's own there."""
+    data = conduct("fill", tmp_path, "host")
+    found = rows(data)
+    filled = {way: found[f"fill/filled/{way}"]["value"] for way in fill.WAYS}
+    assert filled["default"] >= 98
+    assert filled["pages"] < filled["default"]
+    for way in fill.WAYS:
+        assert found[f"fill/mappings/{way}"]["value"] <= 400
+    assert found["fill/map_calls/default"]["value"] > 0
+    assert len(found["fill/forks/default"]["samples"][0]) == 5
+    assert aims(data)["fill_default"]["value"] == filled["default"]
+
+
+def test_fill_stops_at_its_deadline(tmp_path: Path) -> None:
+    data = conduct("fill", tmp_path, "host", "--deadline", "0.001", "--ways", "pages")
+    assert any("deadline" in note for part in data["parts"].values() for note in part["notes"])

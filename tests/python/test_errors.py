@@ -35,6 +35,7 @@ def test_every_errno_of_the_header_has_a_class() -> None:
     ("cls", "base"),
     [
         (pyvmem.InvalidArgument, ValueError),
+        (pyvmem.NotGpuWork, TypeError),
         (pyvmem.AddressOverflow, OverflowError),
         (pyvmem.OutOfMemory, MemoryError),
         (pyvmem.Timeout, TimeoutError),

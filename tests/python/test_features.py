@@ -41,7 +41,7 @@ from pyvmem import (
     probe,
 )
 from pyvmem.features import FEATURES, Feature, Probed, about, require_page_size
-from pyvmem.features.table import FORK, OVERREAD, PREFIXES, SWAP
+from pyvmem.features.table import FORK, OVERREAD, PREFIXES, SPARSE, SWAP
 from pyvmem.kvcache import Budget, LayeredCache, LayerShape
 from pyvmem.kvcache.parallel import ParallelKVCache
 from pyvmem.layouts import SHAPES, advise, generate
@@ -413,7 +413,12 @@ def test_what_is_missing_is_named() -> None:
     assert caught.value.errno == errno.EOPNOTSUPP
     with pytest.raises(InvalidArgument, match=r"page_size 4096 is none .*\(poor\): 2097152"):
         require_page_size(info, 4096)
-    OVERREAD.require(Probed("rich", Caps.SPARSE, (), ()), "sparse")
+    sparse = Probed("rich", Caps.SPARSE, (), ())
+    SPARSE.require(sparse, "sparse")
+    with pytest.raises(
+        NotSupported, match="over-read: back end rich has no VMEM_CAP_SPARSE_ATOMIC"
+    ):
+        OVERREAD.require(sparse, "over-read")
 
 
 def test_a_record_tells_what_the_context_told(context: Context) -> None:

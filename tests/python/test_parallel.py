@@ -92,6 +92,12 @@ def test_work_that_ends_later_on_one_rank_evicts_no_more(results: dict[str, Any]
     assert results["held_back"] == [1, 0, 8]
 
 
+def test_ranks_fill_their_memory_before_their_mappings(results: dict[str, Any]) -> None:
+    answers, left, total = results["filled"]
+    assert answers > 50
+    assert left < 0.05 * total
+
+
 def test_windows_slide_alike(results: dict[str, Any]) -> None:
     assert -1 in results["windows"]
     assert results["windows"].count(0) > 50

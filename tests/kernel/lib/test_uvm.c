@@ -78,6 +78,7 @@ static void automatic(void) {
   EQ(strcmp(info.backend, "uvm"), 0);
   EQ(info.why[0], 0);
   CHECK(info.caps & VMEM_CAP_ONE_CALL);
+  CHECK(!(info.caps & VMEM_CAP_SPARSE) == !(info.caps & VMEM_CAP_SPARSE_ATOMIC));
   CHECK(!(info.caps & (VMEM_CAP_CPU_ACCESS | VMEM_CAP_VISIBLE)));
   CHECK(memcmp(info.uuid[0], (uint8_t[16]){0}, 16));
   OK(vmem_close(vm));

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: MIT
+"""What a kernel reads of a slot, and a slot's rows as blocks of a paged call: pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+__all__ = ["BLOCK", "EXACT", "Blocks", "Reads"]
+
+BLOCK = 32
+"""Rows in a block of FlashAttention-3's paged call.
+
+With blocks that are no multiple of its tile it loads row by row up to ``seqused_k``, not by TMA.
+No tile of its has 32 rows or fewer, whatever the head size; some have 64.
+"""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """The rows of a slot that a kernel may read, for a request of some length.
+
+    Attributes:
+        block: the length is rounded up to a multiple of so many rows.
+        tile: so many rows more.
+    """
+
+    block: int = 1
+    tile: int = 0
+
+    @property
+    def past(self) -> int:
+        """The most rows past a length."""
+        return self.block - 1 + self.tile
+
+    def end(self, length: int, longest: int) -> int:
+        """The row before which all reads lie; none behind a slot's `longest` rows is read."""
+        return min(-(-length // self.block) * self.block + self.tile, longest)
+
+
+EXACT = Reads()
+
+
+class Blocks(NamedTuple):
+    """A tensor of slots as blocks of rows, and where in it a slot's blocks are.
+
+    Block j of the view begins `unit` elements behind block j - 1, which is less than a block where
+    slots do not begin on whole ones: then blocks of the view overlap, and a slot's are some of
+    them. Block b of slot s is number ``s * slot + b * step``; its last may reach into the next
+    slot, by rows that are behind every length.
+
+    Attributes:
+        rows: of a block.
+        unit: elements.
+        slot, step: units between two slots, and between two blocks of a slot.
+        per_slot: blocks that all rows of a slot are in.
+    """
+
+    rows: int
+    unit: int
+    slot: int
+    step: int
+    per_slot: int
+
+    @classmethod
+    def of(cls, rows_per_slot: int, slot_stride: int, row_stride: int, rows: int = BLOCK) -> Blocks:
+        """For slots and rows so many elements apart."""
+        unit = math.gcd(slot_stride, rows * row_stride)
+        step = rows * row_stride // unit
+        return cls(rows, unit, slot_stride // unit, step, -(-rows_per_slot // rows))
+
+    def last(self, slots: int) -> int:
+        """The largest number of a block."""
+        return (slots - 1) * self.slot + (self.per_slot - 1) * self.step
+
+    def wanted(self, length: int) -> int:
+        """Blocks of a table that is wide enough: a power of two, for few widths, or all."""
+        needed = -(-length // self.rows)
+        return min(1 << (needed - 1).bit_length(), self.per_slot)
+
+    def view(self, tensor: Any) -> Any:
+        """``[blocks, rows, heads, head_dim]`` over ``[slots, rows, heads, head_dim]``."""
+        slots, longest, heads, width = tensor.shape
+        slot, row, head, one = tensor.stride()
+        block = (self.rows - 1) * row + (heads - 1) * head + width
+        elements = (slots - 1) * slot + (longest - 1) * row + (heads - 1) * head + width
+        count = (elements - block) // self.unit + 1
+        return tensor.as_strided((count, self.rows, heads, width), (self.unit, row, head, one))

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: MIT
+"""Description: the stream or event that is given is the one that is ordered, beside real kernels.
+
+A kernel of about 100 ms stands before the work that matters, on the stream in question; torch's
+current stream is another one, with nothing to do. In the wrong order a byte differs. No test can
+fault where the order is wrong: it compares.
+
+Needs a CUDA device, torch, and a back end (cuda, stock) that its probe proves; skipped otherwise.
+Streams and events of cuda.core take part where it is installed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+
+import pyvmem
+from pyvmem import Context, CurrentStream, FdEvent, InvalidArgument, KVCache, KVCacheConfig, OpBatch
+from pyvmem.kvcache.events import is_over, record, wait_for
+
+torch = pytest.importorskip("torch")
+BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
+pytestmark = [
+    pytest.mark.needs_tensors,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
+]
+
+CYCLES = 200_000_000  # 100 ms at 2 GHz
+ROWS = 16  # in a page
+LAYERS = 2
+STREAMS = ["none", "CurrentStream", "torch", "cuda.core", "protocol"]
+EVENTS = ["torch event", "cuda.core event", "FdEvent"]
+
+
+@pytest.fixture(params=BACKENDS)
+def context(request: pytest.FixtureRequest) -> Iterator[Context]:
+    with Context(request.param) as ctx:
+        yield ctx
+        torch.cuda.synchronize()
+        ctx.check()
+
+
+class Protocol:
+    """Another library's stream."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self._handle)
+
+
+class Lane:
+    """A stream with work, and the object that names it for a call.
+
+    Attributes:
+        stream: torch's view of it, to launch work on.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._core: Any = None
+        self._setters: list[tuple[threading.Thread, FdEvent]] = []
+        if kind.startswith("cuda.core"):
+            device = pytest.importorskip("cuda.core").Device(0)
+            device.set_current()
+            self._core = device.create_stream()
+            self.stream: Any = torch.cuda.ExternalStream(int(self._core.handle))
+        else:
+            self.stream = torch.cuda.Stream()
+
+    @property
+    def is_stream(self) -> bool:
+        return self.kind in STREAMS
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Where the call is made: the lane is torch's current stream only where that is meant."""
+        here = self.kind in ("none", "CurrentStream")
+        return torch.cuda.stream(self.stream) if here else nullcontext()
+
+    def name(self) -> Any:
+        """What names the work so far."""
+        if self.kind == "none":
+            return None
+        if self.kind == "CurrentStream":
+            return CurrentStream
+        if self.kind == "torch":
+            return self.stream
+        if self.kind == "cuda.core":
+            return self._core
+        if self.kind == "protocol":
+            return Protocol(self.stream.cuda_stream)
+        if self.kind == "torch event":
+            return self.stream.record_event()
+        if self.kind == "cuda.core event":
+            return self._core.record()
+        fd, done = FdEvent.create(), self.stream.record_event()
+        setter = threading.Thread(target=lambda: (done.synchronize(), fd.set()))
+        setter.start()
+        self._setters.append((setter, fd))
+        return fd
+
+    def close(self) -> None:
+        self.stream.synchronize()
+        for setter, fd in self._setters:
+            setter.join()
+            fd.close()
+
+
+@pytest.fixture(params=STREAMS + EVENTS)
+def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
+    one = Lane(request.param)
+    yield one
+    one.close()
+
+
+@pytest.fixture(params=["torch", "cuda.core", "FdEvent"])
+def earlier(request: pytest.FixtureRequest) -> Iterator[Lane]:
+    """The work of a slot's owner before; kept as an event of each library."""
+    one = Lane(request.param)
+    yield one
+    one.close()
+
+
+def make(context: Context, **changes: Any) -> KVCache:
+    page = context.info.granule
+    values: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "num_kv_heads": page // (ROWS * 64 * 8),
+        "head_dim": 64,
+        "dtype": "float64",
+        "max_batch": 1,
+        "max_seq_len": 8 * ROWS,
+        "low_watermark": 0.0,
+    }
+    return KVCache(KVCacheConfig(**{**values, **changes}), context)
+
+
+def put(cache: KVCache, reqid: int, length: int, value: float) -> None:
+    """On the current stream."""
+    for layer in range(LAYERS):
+        cache.k(layer)[reqid, :length].fill_(value)
+        cache.v(layer)[reqid, :length].fill_(value)
+
+
+def room(cache: KVCache, length: int) -> Any:
+    """Where `late_read` writes; the kernels that tests launch have run once when this returns."""
+    rows = cache.v(1)[0, :length]
+    out = torch.full_like(rows, -1.0)
+    torch.mul(rows, 1, out=out)
+    torch.cuda._sleep(1000)
+    torch.cuda.synchronize()
+    return out
+
+
+def late_read(lane: Lane, cache: KVCache, reqid: int, out: Any) -> None:
+    """Reads rows on the lane, 100 ms from now."""
+    with torch.cuda.stream(lane.stream):
+        torch.cuda._sleep(CYCLES)
+        torch.mul(cache.v(1)[reqid, : out.shape[0]], 1, out=out)
+
+
+def late_write(lane: Lane, cache: KVCache, reqid: int, length: int, value: float) -> None:
+    """Writes rows on the lane, 100 ms from now."""
+    with torch.cuda.stream(lane.stream):
+        torch.cuda._sleep(CYCLES)
+        put(cache, reqid, length, value)
+
+
+def started(cache: KVCache, length: int, value: float) -> None:
+    """Request 0 with rows of a value; nothing is under way."""
+    assert cache.alloc_reqid() == 0
+    lens = [0] * cache.config.max_batch
+    lens[0] = length
+    assert cache.step(lens) == 0
+    put(cache, 0, length, value)
+    torch.cuda.synchronize()
+
+
+def needs_sharing(context: Context) -> None:
+    """Skips where pages cannot be mapped twice, or read-only."""
+    for cap in (pyvmem.Caps.ALIAS, pyvmem.Caps.READONLY):
+        if cap not in context.info.caps:
+            pytest.skip(f"back end {context.info.backend} has no {cap.name}")
+
+
+def all_are(rows: Any, value: float) -> bool:
+    return bool((rows == value).all())
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("zero_fill", [True, False])
+def test_freed_pages_are_not_touched_before_the_named_work(
+    context: Context, lane: Lane, zero_fill: bool, ahead: bool
+) -> None:
+    """free_reqid with each kind; the next owner, on torch's current stream, zeroes and writes."""
+    length = 4 * ROWS
+    with make(context, zero_fill=zero_fill) as cache:
+        started(cache, length, 3.0)
+        out = room(cache, length)
+        late_read(lane, cache, 0, out)
+        with lane.current():
+            cache.free_reqid(0, lane.name())
+        assert not lane.stream.query(), "free_reqid has waited"
+        assert cache.alloc_reqid() == 0
+        if ahead:
+            assert cache.step_async([length]) == 0
+        assert cache.step([length]) == 0
+        put(cache, 0, length, 5.0)
+        torch.cuda.synchronize()
+        assert all_are(out, 3.0)
+        assert all_are(cache.v(1)[0, :length], 5.0)
+
+
+@pytest.mark.parametrize("zero_fill", [True, False])
+def test_after_a_handover_the_named_stream_waits(
+    context: Context, earlier: Lane, lane: Lane, zero_fill: bool
+) -> None:
+    """step with each kind, after each kind of event; given an event the CPU has waited."""
+    length = 4 * ROWS
+    with make(context, zero_fill=zero_fill) as cache:
+        started(cache, length, 3.0)
+        out, seen = room(cache, length), room(cache, length)
+        late_read(earlier, cache, 0, out)
+        cache.free_reqid(0, earlier.name())
+        assert cache.alloc_reqid() == 0
+        with lane.current():
+            assert cache.step([length], lane.name()) == 0
+        if not lane.is_stream or earlier.kind == "FdEvent":
+            assert earlier.stream.query(), "only a stream can wait, and only for CUDA's events"
+        elif not zero_fill:
+            assert not earlier.stream.query(), "the CPU has waited where the stream could"
+        with torch.cuda.stream(lane.stream):
+            torch.mul(cache.v(1)[0, :length], 1, out=seen)
+            put(cache, 0, length, 5.0)
+        torch.cuda.synchronize()
+        assert all_are(out, 3.0)
+        assert all_are(seen, 0.0 if zero_fill else 3.0)
+
+
+def test_a_fork_copies_what_the_named_work_writes(context: Context, lane: Lane) -> None:
+    """Less than a page, so that all of it is copied."""
+    length = ROWS // 2
+    needs_sharing(context)
+    with make(context, max_batch=2) as cache:
+        started(cache, length, 3.0)
+        room(cache, length)
+        late_write(lane, cache, 0, length, 7.0)
+        with lane.current():
+            child = cache.fork(0, stream=lane.name())
+        assert child == 1
+        torch.cuda.synchronize()
+        assert all_are(cache.k(0)[1, :length], 7.0)
+        assert all_are(cache.v(1)[1, :length], 7.0)
+
+
+def test_a_swap_saves_what_the_named_work_writes(context: Context, lane: Lane) -> None:
+    length = 4 * ROWS
+    with make(context) as cache:
+        started(cache, length, 3.0)
+        room(cache, length)
+        late_write(lane, cache, 0, length, 7.0)
+        with lane.current():
+            swapped = cache.swap_out(0, lane.name())
+        assert cache.swap_in(swapped) == 0
+        torch.cuda.synchronize()
+        assert all_are(cache.v(1)[0, :length], 7.0)
+
+
+@pytest.mark.parametrize("zero_fill", [True, False])
+def test_a_swap_in_overwrites_nothing_that_is_still_read(
+    context: Context, lane: Lane, zero_fill: bool
+) -> None:
+    length = 4 * ROWS
+    with make(context, zero_fill=zero_fill) as cache:
+        started(cache, length, 7.0)
+        swapped = cache.swap_out(0)
+        started(cache, length, 3.0)
+        out = room(cache, length)
+        late_read(lane, cache, 0, out)
+        with lane.current():
+            cache.free_reqid(0, lane.name())
+        assert cache.swap_in(swapped) == 0
+        torch.cuda.synchronize()
+        assert all_are(out, 3.0)
+        assert all_are(cache.v(1)[0, :length], 7.0)
+
+
+def test_who_begins_with_a_prefix_waits_for_those_who_wrote_it(
+    context: Context, earlier: Lane, lane: Lane
+) -> None:
+    """alloc_prefix with each kind, after each kind of event."""
+    length = 4 * ROWS
+    needs_sharing(context)
+    with make(context, max_batch=2) as cache:
+        started(cache, length, 3.0)
+        seen = room(cache, length)
+        late_write(earlier, cache, 0, length, 7.0)
+        tokens = list(range(length))
+        cache.free_reqid(0, earlier.name(), tokens)
+        with lane.current():
+            found = cache.alloc_prefix(tokens, 0, lane.name())
+        assert found is not None
+        assert found[1] == length
+        with torch.cuda.stream(lane.stream):
+            torch.mul(cache.v(1)[found[0], :length], 1, out=seen)
+        torch.cuda.synchronize()
+        assert all_are(seen, 7.0)
+
+
+def test_a_batch_runs_after_the_named_work(context: Context, lane: Lane) -> None:
+    """Context.submit and Context.batch; `after` takes no None."""
+    if lane.kind == "none":
+        pytest.skip("after: None is refused")
+    page = context.info.granule
+    with context.reserve(page, visible=True) as reservation:
+        ops = OpBatch(1)
+        ops.populate(reservation.addr, page)
+        context.batch(ops)
+        rows = reservation.tensor((page,), "uint8")
+        out = torch.zeros_like(rows)
+        for run in (lambda ops, work: context.submit(ops, work).wait(60), context.batch):
+            rows.fill_(3)
+            torch.mul(rows, 1, out=out)
+            torch.cuda._sleep(1000)
+            torch.cuda.synchronize()
+            out.zero_()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(lane.stream):
+                torch.cuda._sleep(CYCLES)
+                torch.mul(rows, 1, out=out)
+            ops.clear()
+            ops.fill(reservation.addr, page, 9)
+            with lane.current():
+                run(ops, [lane.name()])
+            torch.cuda.synchronize()
+            assert all_are(out, 3)
+            assert all_are(rows, 9)
+        del rows
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_capture_is_neither_broken_nor_joined(context: Context, kind: str) -> None:
+    """Work that is asked for beside it; a captured stream where work must be named is refused."""
+    lane, busy = Lane(kind), Lane("torch")
+    with make(context) as cache:
+        started(cache, ROWS, 3.0)
+        x = torch.zeros(8, device="cuda")
+        room(cache, ROWS)
+        event = record(busy.stream, 0)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=lane.stream):
+            x.add_(1)
+            assert is_over(event) in (True, False)
+            wait_for(event)
+            cache.stats()
+            with pytest.raises(InvalidArgument, match="captured"):
+                cache.free_reqid(0, lane.name())
+            x.add_(1)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all_are(x, 2.0)
+        assert cache.snapshot()[0].state == "active"
+    lane.close()
+    busy.close()

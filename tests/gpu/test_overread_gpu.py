@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: MIT
+"""Description: kernels at full speed over slots that grow and shrink beside them, for a while.
+
+Every step maps pages of every request, the next step's in the background while the kernel runs;
+pages go back as soon as a request ends, full of NaN, and come back in another. Whatever a kernel
+reads past a length is then unmapped, being mapped, being unmapped, or another owner's, unless it
+stays where the cache lets it. No fault, and every output finite and equal to that of the same call
+on a cache whose slots were mapped before: bit by bit, and so is no read of a page too many.
+
+VMEM_OVERREAD_SECONDS (60): for each kernel and back end. Needs a CUDA device, torch, and a back end
+(cuda, stock) that its probe proves; skipped otherwise. FlashAttention-3 takes part where vLLM,
+flash_attn_interface or $VMEM_FA3 brings it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import pyvmem
+from pyvmem import Context, KVCache, KVCacheConfig
+
+torch = pytest.importorskip("torch")
+
+from pyvmem.attention import Attention, OverRead, overread_rows, probe  # noqa: E402
+
+BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
+pytestmark = [
+    pytest.mark.needs_tensors,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
+    # torch's own compiler uses it.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+]
+
+SECONDS = float(os.environ.get("VMEM_OVERREAD_SECONDS", "60"))
+KERNELS = ["auto", "fa3", "fa3-paged", "fa2", "flex", "sdpa"]
+LAYERS = 2
+SLOTS = 8
+LONGEST = 8192
+HEADS, KV_HEADS, WIDTH = 32, 8, 128
+CHUNKS = (17, 64, 200, 512)  # new tokens of a chunk
+CHECK = 200  # iterations between looks at what was found
+
+
+@pytest.fixture(params=BACKENDS)
+def context(request: pytest.FixtureRequest) -> Iterator[Context]:
+    with Context(request.param) as ctx:
+        yield ctx
+        torch.cuda.synchronize()
+        ctx.check()
+
+
+def make(context: Context, overread: int, **changes: Any) -> KVCache:
+    config = KVCacheConfig(
+        num_layers=LAYERS,
+        num_kv_heads=KV_HEADS,
+        head_dim=WIDTH,
+        dtype="bfloat16",
+        max_batch=SLOTS,
+        max_seq_len=LONGEST,
+        overread_rows=overread,
+        low_watermark=0.0,
+        **changes,
+    )
+    return KVCache(config, context)
+
+
+class Rows:
+    """What row i of every request holds, by layer: keys and values."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        shape = (LAYERS, LONGEST, KV_HEADS, WIDTH)
+        self.k = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        self.v = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    def write(self, cache: KVCache, reqid: int, low: int, high: int) -> None:
+        for layer in range(LAYERS):
+            cache.k(layer)[reqid, low:high].copy_(self.k[layer, low:high])
+            cache.v(layer)[reqid, low:high].copy_(self.v[layer, low:high])
+
+
+class Growing:
+    """Requests that grow by a page or a chunk a step, end at the slot's end, and begin anew."""
+
+    def __init__(self, cache: KVCache, rows: Rows) -> None:
+        self.cache = cache
+        self.rows = rows
+        self.random = random.Random(3)
+        self.page_rows = -(-cache.layout.page_size // cache.layout.row_bytes)
+        self.lens = [0] * SLOTS
+        self.next = [0] * SLOTS
+        self.ended: list[int] = []
+        self.new_tokens = 1
+        for _ in range(SLOTS):
+            assert cache.alloc_reqid() is not None
+        self.plan()
+
+    def plan(self) -> None:
+        """The next step's lengths; every request needs at least a page more."""
+        decode = self.random.random() < 0.7
+        self.new_tokens = 1 if decode else self.random.choice(CHUNKS)
+        more = max(self.page_rows, self.new_tokens)
+        self.ended = []
+        for reqid, length in enumerate(self.lens):
+            want = length + more + self.random.randrange(-3, 4) * (length > 3)
+            if want > LONGEST:
+                self.ended.append(reqid)
+                want = length
+            self.next[reqid] = want
+
+    def step(self) -> None:
+        """Ends who has no room, full of NaN; makes the others as long as was planned."""
+        cache = self.cache
+        for reqid in self.ended:
+            (mapped,) = cache.readable_rows([reqid])
+            for layer in range(LAYERS):
+                cache.k(layer)[reqid, :mapped].fill_(float("nan"))
+                cache.v(layer)[reqid, :mapped].fill_(float("nan"))
+            cache.free_reqid(reqid)
+            assert cache.alloc_reqid() == reqid  # there is no other
+            self.lens[reqid] = 0
+            self.next[reqid] = self.random.randrange(self.new_tokens, self.new_tokens + 300)
+        assert cache.step(self.next) == 0
+        for reqid, length in enumerate(self.next):
+            self.rows.write(cache, reqid, self.lens[reqid], length)
+        self.lens = list(self.next)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nothing_past_a_length_is_met(context: Context, kernel: str) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    needed = overread_rows("fa3" if kernel == "auto" else kernel, device)
+    rows, order = Rows(), list(range(SLOTS))
+    tokens = SLOTS * max(CHUNKS)
+    q = torch.randn(tokens, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    bad = torch.zeros((), device="cuda", dtype=torch.int64)
+    with (
+        make(context, needed) as mapped,
+        make(context, needed, deferred_reclaim=False) as cache,
+    ):
+        if kernel != "auto" and (why := probe(cache, device)[kernel]):
+            pytest.skip(why)
+        for _ in range(SLOTS):
+            mapped.alloc_reqid()
+        assert mapped.step([LONGEST] * SLOTS) == 0
+        for reqid in range(SLOTS):
+            rows.write(mapped, reqid, 0, LONGEST)
+        growing = Growing(cache, rows)
+        ours, theirs = Attention(cache, kernel), Attention(mapped, kernel)
+        seen: set[str] = set()
+        steps, grown, until = 0, cache.stats().grown_pages, time.monotonic() + SECONDS
+        while time.monotonic() < until:
+            growing.step()
+            news = [growing.new_tokens] * SLOTS
+            one = ours.batch(order, news, growing.lens)
+            other = theirs.batch(order, news, growing.lens)
+            assert one.kernel == other.kernel
+            seen.add(one.kernel)
+            query = q[: one.tokens]
+            growing.plan()
+            for layer in range(LAYERS):
+                out = ours(query, layer, one)
+                if not layer:  # what comes next is mapped while these run
+                    assert cache.step_async(growing.next) == 0
+                want = theirs(query, layer, other)
+                bad += (~torch.isfinite(out)).sum() + (out != want).sum()
+            steps += 1
+            if steps % CHECK == 0:
+                assert int(bad) == 0, f"{int(bad)} elements in {steps} steps"
+        torch.cuda.synchronize()
+        assert int(bad) == 0, f"{int(bad)} elements in {steps} steps"
+        cache.check_integrity()
+        pages = cache.stats().grown_pages - grown
+        print(f"\n{context.info.backend}, {kernel} ({', '.join(sorted(seen))}): {steps} steps, "
+              f"{pages} pages mapped, {needed} rows past each length")  # fmt: skip
+        assert pages >= steps * LAYERS
+        ours.close()
+        theirs.close()
+
+
+def test_a_tile_reader_is_refused_where_its_rows_are_missing(context: Context) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    with make(context, 191) as cache:
+        if why := probe(cache, device)["fa3"]:
+            pytest.skip(why)
+        assert cache.alloc_reqid() == 0
+        assert cache.step([100] + [0] * (SLOTS - 1)) == 0
+        (mapped,) = cache.readable_rows([0])
+        attend, auto = Attention(cache, "fa3"), Attention(cache)
+        attend.batch([0], [64], [100])
+        with pytest.raises(OverRead, match="fa3 may read up to row"):
+            attend.batch([0], [64], [mapped])
+        assert auto.batch([0], [64], [100]).kernel == "fa3"
+        assert auto.batch([0], [1], [100]).kernel == auto.choice.decode == "fa3-paged"
+        assert auto.batch([0], [64], [mapped]).kernel == "fa3-paged"
+        attend.close()
+        auto.close()
+
+
+def test_a_sparse_cache_is_no_protection_where_a_map_unmaps_first(context: Context) -> None:
+    if pyvmem.Caps.SPARSE not in context.info.caps:
+        pytest.skip("no sparse reservations")
+    if context.info.backend == "uvm":
+        pytest.skip("uvm maps in one step")
+    assert pyvmem.Caps.SPARSE_ATOMIC not in context.info.caps
+    device = torch.device("cuda", torch.cuda.current_device())
+    with make(context, 0, sparse=True) as cache:
+        assert not cache.safe_overread
+        for name, why in probe(cache, device).items():
+            if overread_rows(name, device):
+                assert why, name

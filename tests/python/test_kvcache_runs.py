@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: MIT
+"""Description: requests grow in runs: no limit on mappings is met before memory is full.
+
+A context on host refuses mappings beyond `max_mappings` here, as ``stock`` does by itself, with the
+proportions of a card of 80 or 141 GB: a tensor pair stands for 32.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+import pyvmem
+from pyvmem import Context, KVCache, KVCacheConfig
+from pyvmem.kvcache import runs
+from pyvmem.kvcache.layered import LayeredCache
+from pyvmem.kvcache.shapes import LayerShape
+
+PAGE = 64 << 10
+ROWS = 8  # of a page
+SHARE = 237_568 // 64  # mappings of a tensor, of 64
+CARDS = {"80 GB": 1_180_000 // 64, "141 GB": 2_150_000 // 64}  # pages of a tensor
+
+
+def config(slots: int, pages: int, **policy: object) -> KVCacheConfig:
+    """Two tensors, with memory for so many pages of each."""
+    values: dict[str, object] = {
+        "num_layers": 1,
+        "num_kv_heads": 1,
+        "head_dim": PAGE // ROWS // 2,
+        "dtype": "float16",
+        "max_batch": slots,
+        "max_seq_len": 1 << 14,
+        "page_size": PAGE,
+        "memory_limit": 2 * pages * PAGE,
+        **policy,
+    }
+    return KVCacheConfig(**values)  # type: ignore[arg-type]
+
+
+@contextmanager
+def cache_of(
+    slots: int, pages: int, mappings: int, **policy: object
+) -> Iterator[tuple[KVCache, list[int]]]:
+    """A cache on host with a limit on mappings, and all its slots taken."""
+    with (
+        Context("host", granule=PAGE, max_mappings=mappings) as context,
+        KVCache(config(slots, pages, **policy), context) as cache,
+    ):
+        ids = [cache.alloc_reqid() for _ in range(slots)]
+        assert None not in ids
+        yield cache, [0] * slots
+        cache.check_integrity()
+        context.check()
+
+
+class Growing:
+    """Requests that grow by a page's rows or less in each step, each at a pace of its own."""
+
+    def __init__(self, count: int, seed: int = 3) -> None:
+        draw = random.Random(seed)
+        self._at = [draw.uniform(0, 8 * ROWS) for _ in range(count)]
+        self._pace = [draw.uniform(0.3, 1) * ROWS for _ in range(count)]
+
+    def lens(self) -> list[int]:
+        """The next step."""
+        self._at = [at + pace for at, pace in zip(self._at, self._pace, strict=True)]
+        return [int(at) + 1 for at in self._at]
+
+
+def fill(cache: KVCache | LayeredCache, count: int, ahead: bool = False) -> list[int]:
+    """Steps until one says -1; returns the lengths of the last that did not."""
+    growing = Growing(count)
+    held = [0] * count
+    while True:
+        lens = growing.lens()
+        if ahead and cache.step_async(lens):
+            return held
+        if cache.step(lens):
+            return held
+        held = lens
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["step", "step_async"])
+@pytest.mark.parametrize("count", [50, 128, 256])
+@pytest.mark.parametrize("card", list(CARDS))
+def test_default_settings_fill_the_card(card: str, count: int, ahead: bool) -> None:
+    with cache_of(count, CARDS[card], 2 * SHARE) as (cache, _):
+        fill(cache, count, ahead)
+        now = cache.stats()
+        assert now.active_pages >= 0.98 * now.total_pages
+        assert now.short == 1
+        assert cache.context.stats().mappings < 0.9 * 2 * SHARE
+
+
+def test_page_by_page_the_limit_comes_first_and_is_no_error() -> None:
+    with cache_of(64, CARDS["80 GB"], 2 * SHARE, growth_fraction=0, join_at=0) as (cache, _):
+        held = fill(cache, 64)
+        now = cache.stats()
+        assert now.active_pages < 0.5 * now.total_pages
+        assert now.short == 1
+        assert cache.context.stats().mappings <= 2 * SHARE
+        assert cache.step(held) == 0
+
+
+def test_surplus_is_nobodys_and_is_granted_without_a_driver_call() -> None:
+    with cache_of(2, 4096, 0) as (cache, lens):
+        lens[0] = 100 * ROWS
+        assert cache.step(lens) == 0
+        lens[0] += 1
+        assert cache.step(lens) == 0
+        calls = cache.context.stats().map_calls
+        slot = cache.snapshot()[0]
+        assert (slot.granted_pages, slot.mapped_pages) == (101, 104)
+        now = cache.stats()
+        assert now.active_pages == 2 * 101
+        assert now.cached_pages == 2 * 3
+        for pages in (102, 103, 104):
+            lens[0] = pages * ROWS
+            assert cache.step(lens) == 0
+        assert cache.context.stats().map_calls == calls
+        lens[0] = 104 * ROWS + 1
+        assert cache.step(lens) == 0
+        assert cache.context.stats().map_calls == calls + 2
+        assert cache.snapshot()[0].mapped_pages == 108
+
+
+@pytest.mark.parametrize("pages", [8, 40, 100, 1000])
+def test_surplus_is_at_most_a_sixteenth(pages: int) -> None:
+    with cache_of(1, 1 << 14, 0, max_seq_len=1 << 15) as (cache, lens):
+        lens[0] = pages * ROWS
+        assert cache.step(lens) == 0
+        surplus = cache.snapshot()[0].mapped_pages - pages
+        assert 0 <= surplus <= pages // 16
+        assert surplus < 32
+
+
+def test_surplus_goes_where_another_request_needs_it() -> None:
+    with cache_of(2, 256, 0, low_watermark=0) as (cache, lens):
+        lens[0] = 129 * ROWS
+        assert cache.step(lens) == 0
+        assert cache.snapshot()[0].mapped_pages > 129
+        lens[1] = 127 * ROWS
+        assert cache.step(lens) == 0
+        assert [slot.mapped_pages for slot in cache.snapshot()] == [129, 127]
+        assert cache.stats().free_pages == 0
+
+
+def test_joining_keeps_the_rows_and_makes_room() -> None:
+    with cache_of(4, 2000, 2 * 4 * 50, growth_fraction=0) as (cache, lens):
+        cache.context.warm(2 * 2000 * PAGE)
+        rows = cache.k(0)
+        for length in range(1, 100 * ROWS, ROWS):
+            lens[:] = [length] * 4
+            assert cache.step(lens) == 0
+            rows[:, length - 1, 0, 0] = length % 1000
+        assert cache.context.stats().mappings <= 2 * 4 * 50
+        assert (
+            rows[:, 0 : 100 * ROWS : ROWS, 0, 0].tolist()
+            == [[float(length % 1000) for length in range(1, 100 * ROWS, ROWS)]] * 4
+        )
+        del rows
+
+
+def test_joining_waits_for_the_work_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[object] = []
+    stream = SimpleNamespace(__cuda_stream__=lambda: (0, 7))
+    monkeypatch.setattr(runs, "record", lambda stream, device: stream)
+    monkeypatch.setattr(runs, "wait_for", order.append)
+    original = Context.consolidate
+
+    def consolidate(self: Context, addr: int, size: int) -> int:
+        order.append("join")
+        return original(self, addr, size)
+
+    monkeypatch.setattr(Context, "consolidate", consolidate)
+    with cache_of(1, 2000, 100, growth_fraction=0) as (cache, lens):
+        cache.context.warm(2 * 2000 * PAGE)
+        for length in range(1, 45 * ROWS, ROWS):
+            lens[0] = length
+            assert cache.step(lens, stream) == 0
+        assert order[:3] == [stream, "join", "join"]
+        assert order.count("join") == 2 * order.count(stream)
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_a_failed_join_is_told_and_the_cache_goes_on(refused: int) -> None:
+    """The run is mapped again (one refusal), or the request has lost its rows (two)."""
+    with cache_of(2, 2000, 100, growth_fraction=0) as (cache, lens):
+        cache.context.warm(2 * 2000 * PAGE)
+        for length in range(1, 18 * ROWS, ROWS):
+            lens[:] = [length] * 2
+            assert cache.step(lens) == 0
+        cache.context.inject(pyvmem.Inject.MAP, skip=4, count=refused)
+        lens[:] = [18 * ROWS + 1] * 2
+        assert cache.step(lens) == 0
+        with pytest.raises(pyvmem.VMemError) as told:
+            cache.step(lens)
+        cache.context.inject(0, count=0)
+        if refused == 1:
+            assert cache.step(lens) == 0
+        else:
+            assert isinstance(told.value, pyvmem.NotRecoverable)
+            broken = [slot.reqid for slot in cache.snapshot() if cache._core.table[slot.reqid].lost]
+            assert len(broken) == 1
+            cache.free_reqid(broken[0])
+            lens[broken[0]] = 0
+            assert cache.step(lens) == 0
+
+
+def test_free_slots_give_their_mappings_back() -> None:
+    with cache_of(3, 4000, 2 * 60, growth_fraction=0, join_at=0) as (cache, lens):
+        for length in range(1, 25 * ROWS, ROWS):
+            lens[:] = [length, length, 0]
+            assert cache.step(lens) == 0
+        cache.free_reqid(0)
+        lens[0] = 0
+        for length in range(1, 30 * ROWS, ROWS):
+            lens[2] = length
+            assert cache.step(lens) == 0
+        assert cache.context.stats().mappings <= 2 * 60
+
+
+def test_admission_counts_mappings() -> None:
+    with cache_of(3, 4000, 2 * 60, growth_fraction=0, join_at=0) as (cache, lens):
+        for reqid in (1, 2):
+            cache.free_reqid(reqid)
+        for length in range(1, 59 * ROWS, ROWS):
+            lens[0] = length
+            assert cache.step(lens) == 0
+        assert cache.stats().free_pages > 1000
+        assert not cache.can_admit([40 * ROWS])
+        cache.free_reqid(0)
+        assert cache.can_admit([40 * ROWS])
+
+
+def test_layered_cache_fills_too() -> None:
+    shape = LayerShape(num_kv_heads=1, head_dim=PAGE // ROWS // 2)
+    other = replace(shape, head_dim=PAGE // ROWS // 4)
+    pages = CARDS["80 GB"]
+    with (
+        Context("host", granule=PAGE, max_mappings=3 * SHARE) as context,
+        LayeredCache(
+            [shape, other],
+            context,
+            dtype="float16",
+            max_batch=128,
+            max_seq_len=1 << 14,
+            page_size=PAGE,
+            memory_limit=3 * pages * PAGE,
+        ) as cache,
+    ):
+        for _ in range(128):
+            cache.alloc_reqid()
+        fill(cache, 128)
+        now = cache.stats()
+        assert now.active_pages >= 0.98 * now.total_pages
+        cache.check_integrity()
+        context.check()
+
+
+@pytest.mark.parametrize("name", ["growth_fraction", "join_at"])
+@pytest.mark.parametrize("value", [-0.1, 1.5, float("nan"), "much"])
+def test_bad_fractions_are_refused(name: str, value: object) -> None:
+    with pytest.raises(pyvmem.InvalidArgument, match=name):
+        config(1, 64, **{name: value})
