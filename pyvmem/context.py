@@ -268,6 +268,30 @@ class Context(AddressSpace):
             pages._done = True
         return ticket
 
+    # ---- pool ----------------------------------------------------------------------------------
+
+    def compact(self, nbytes: int | None = None, after: Iterable[Any] = ()) -> int:
+        """Gives memory back to the driver: empty slabs, then those of which half or less is used.
+
+        Their pages are copied to free pages of fuller slabs, which take their place at every
+        address and in every `Pages`. A safe point only: from the end of the work in `after` until
+        this returns, no GPU work may touch any mapping of the context. Slabs that an unfinished
+        batch is using stay.
+
+        Args:
+            nbytes: bytes to be given back at least, as far as possible; None is all that can be.
+            after: GPU work to wait for first, in this thread (see `pyvmem.streams.after_items`).
+
+        Returns:
+            The bytes given back.
+
+        Raises:
+            VMemError: what failed; each slab was emptied and given back, or is as it was.
+        """
+        items, _keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, ())
+        want = _native.constant("VMEM_KEEP_ALL") if nbytes is None else nbytes
+        return _native.compact(self.handle, want, items)
+
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:

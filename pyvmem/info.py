@@ -77,6 +77,7 @@ class Inject(enum.IntFlag):
     FILL = _c("VMEM_INJECT_FILL")
     RESERVE = _c("VMEM_INJECT_RESERVE")
     HEAP = _c("VMEM_INJECT_HEAP")
+    CLEAN = _c("VMEM_INJECT_CLEAN")
 
 
 def sizes_of_mask(mask: int) -> tuple[int, ...]:
@@ -144,7 +145,8 @@ class Stats:
     """Counters since open (calls, ns) and present state (the rest): struct vmem_stats.
 
     ``slab_bytes`` is ``used_bytes + free_bytes + quarantined_bytes``; an aliased page counts once
-    in ``used_bytes`` and once per mapping in ``mapped_bytes``.
+    in ``used_bytes`` and once per mapping in ``mapped_bytes``. ``dirty_bytes`` is the part of
+    ``free_bytes`` that is to be zeroed yet. ``mappings`` counts slabs' own mappings too.
     """
 
     reserved_bytes: int
@@ -169,6 +171,7 @@ class Stats:
     worker_driver_ns: int
     mappings: int
     tickets: int
+    dirty_bytes: int
 
     @classmethod
     def _from_c(cls, stats: Any) -> Stats:

@@ -180,8 +180,10 @@ struct vmem_stats {
   uint64_t map_calls, unmap_calls, slab_calls, fill_calls; /* driver calls; one that does both is a map call */
   uint64_t driver_ns;         /* time in driver calls, all threads */
   uint64_t worker_driver_ns;  /* the worker's part of it */
-  uint64_t mappings;          /* map calls whose mapping lives: a run mapped page by page counts each page */
+  uint64_t mappings;          /* map calls whose mapping lives: a run mapped page by page counts each page, and
+                                 a slab's own mapping, through which it is zeroed, counts too */
   uint64_t tickets;           /* not dropped, their batches finished or not */
+  uint64_t dirty_bytes;       /* the part of free_bytes that is to be zeroed yet: handed out last */
 };
 
 /* The last error of the calling thread. */
@@ -288,7 +290,7 @@ struct vmem_create_opts {
 };
 
 /* Takes `size` bytes (a multiple of the page size) of physical pages, as few runs as the pool has.
- * Pages are zeroed when they are first mapped, unless VMEM_CREATE_DIRTY. Usually no driver call. */
+ * They are zero before they are first mapped, unless VMEM_CREATE_DIRTY. Usually no driver call. */
 VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts *opts, vmem_handle *handle);
 
 /* Unmaps the one mapping of the handle, if there is one, and drops the caller's reference. The pages
@@ -392,7 +394,7 @@ struct vmem_after {
 };
 
 /* Runs `n` operations as one, after the work in `after` (waits in the calling thread). Pages appear
- * before pages vanish: maps (new pages are zeroed, or copied to), then fills, then replaces, then unmaps; so a
+ * before pages vanish: maps (of new pages that are zero already; then they are copied to), then fills, then replaces, then unmaps; so a
  * batch cannot map where it unmaps (-EEXIST), nor fill what it maps (-EBUSY; new pages are zero).
  * To move pages under their addresses: POPULATE with COPY elsewhere; then, when no GPU work is under way,
  * vmem_gather there and one batch of MAP with REPLACE and UNMAP. The arguments of all operations are checked before
@@ -448,6 +450,17 @@ VMEM_API int vmem_warm(vmem_t vm, uint64_t bytes);
  * gets the bytes given back. */
 VMEM_API int vmem_trim(vmem_t vm, uint64_t keep, uint64_t *freed);
 
+/* Gives at least `want` bytes back to the driver (UINT64_MAX: all it can), after the work in `after`: empty slabs
+ * first, then slabs of which no more than half is in use, the least used first. Their pages are copied to free pages
+ * of fuller slabs, which then show at every address, and belong to every handle, that the old ones did; no memory is
+ * taken from the driver for that. Large pages move as a whole. A safe point only: from the end of that work until the
+ * call returns no GPU work may touch a mapping of the pages that move, which may be any. A slab some of whose pages a
+ * call or an unfinished batch is using stays as it is; meanwhile those of a slab that moves are -EBUSY for others.
+ * Each slab moves all or not at all: after an error those before it have been given back, and all else is as it was.
+ * *freed (may be NULL) gets the bytes given back, with an error too. Every mapped page is looked at once. flags: 0. */
+VMEM_API int vmem_compact(vmem_t vm, uint64_t want, const struct vmem_after *after, size_t num_after,
+                          uint32_t flags, uint64_t *freed);
+
 /* Maps again, with one driver call per run, what was mapped page by page in [addr, addr + bytes):
  * frees driver memory, makes later unmaps cheaper. A safe point only: no GPU work may touch the range.
  * *calls (may be NULL) gets the number of driver calls. */
@@ -457,10 +470,11 @@ VMEM_API int vmem_consolidate(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t
 
 #define VMEM_INJECT_MAP (1u << 0)
 #define VMEM_INJECT_UNMAP (1u << 1)
-#define VMEM_INJECT_SLAB (1u << 2)
+#define VMEM_INJECT_SLAB (1u << 2) /* physical memory, and the mapping through which a slab is zeroed or copied */
 #define VMEM_INJECT_FILL (1u << 3)
 #define VMEM_INJECT_RESERVE (1u << 4)
 #define VMEM_INJECT_HEAP (1u << 5) /* libvmem's own heap allocations in this context */
+#define VMEM_INJECT_CLEAN (1u << 6) /* zeroing of free pages in the background */
 
 /* From now on, of the driver calls of these kinds, lets `skip` pass and fails the next `count` with
  * -error. count 0 ends it. An undo repeats what fails with EAGAIN, as it does when the driver says so. */

@@ -46,7 +46,7 @@ static int count_space(struct vm_ctx *c, struct vm_space *s, struct census *n) {
 
 static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want, uint64_t *limbo, uint64_t *used,
                       uint64_t *quarantined) {
-  uint32_t free_units = 0, run = 0, longest = 0, empty = 0;
+  uint32_t free_units = 0, soiled = 0, run = 0, longest = 0, empty = 0;
   for (uint32_t u = 0; u < s->units; u++) {
     uint32_t ref = s->refs[u] & ~REF_QUARANTINED;
     if (ref != want[u]) BROKEN("slab %u unit %u: %u references, counted %u", s->index, u, ref, want[u]);
@@ -54,9 +54,18 @@ static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want,
     if (vm_bit(s->free_map, u)) {
       if (ref) BROKEN("slab %u unit %u is free and has %u references", s->index, u, ref);
       if (vm_bit(s->claim_map, u)) BROKEN("slab %u unit %u is free and about to be zeroed", s->index, u);
+      if (vm_bit(s->soil_map, u)) BROKEN("slab %u unit %u is free, and kept apart", s->index, u);
+      if (vm_bit(s->dirty_map, u) && !s->merged) BROKEN("slab %u unit %u is free and dirty", s->index, u);
       if (vm_bit(s->fill_map, u)) BROKEN("slab %u unit %u is free and being filled", s->index, u);
       free_units++;
       if (++run > longest) longest = run;
+    } else if (vm_bit(s->soil_map, u)) {
+      run = 0;
+      if (ref || vm_bit(s->claim_map, u) || !vm_bit(s->dirty_map, u))
+        BROKEN("slab %u unit %u is kept apart: %u references, %sclaimed, %sdirty", s->index, u, ref,
+               vm_bit(s->claim_map, u) ? "" : "not ", vm_bit(s->dirty_map, u) ? "" : "not ");
+      free_units++;
+      soiled++;
     } else {
       run = 0;
       if (!s->refs[u]) ++*limbo;
@@ -66,20 +75,26 @@ static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want,
         ++*used;
     }
   }
+  for (uint32_t u = 0; u < s->units; u++)
+    if (vm_bit(s->zero_map, u) && !s->cleaning) BROKEN("slab %u unit %u is zeroed by no batch", s->index, u);
   for (uint32_t k = 0; k < s->chunks; k++) {
     uint32_t n = 0, size = 0;
     for (uint32_t u = k << c->chunk_shift; u < s->units && u < (k + 1) << c->chunk_shift; u++, size++) n += vm_bit(s->free_map, u);
     if (n != s->chunk_free[k]) BROKEN("slab %u chunk %u: %u free, counted %u", s->index, k, s->chunk_free[k], n);
     if (n == size) empty++;
   }
-  if (free_units != s->free_units || longest > s->max_run || empty != s->empty_chunks || s->in_elist != (empty != 0))
+  if (free_units != s->free_units || longest > s->max_run || empty != s->empty_chunks ||
+      s->elevel != (empty ? s->level : -1))
     BROKEN("slab %u: %u free, longest run <= %u, %u empty chunks; counted %u, %u, %u", s->index, s->free_units, s->max_run,
            s->empty_chunks, free_units, longest, empty);
+  if (soiled != s->soiled || s->in_slist < (soiled != 0))
+    BROKEN("slab %u: %u dirty free units, counted %u", s->index, s->soiled, soiled);
+  if (s->cleaning && !c->clean.n) BROKEN("slab %u: a batch of zeroing is counted that does not exist", s->index);
   return 0;
 }
 
 static int check_all(struct vm_ctx *c, struct census *n) {
-  uint64_t mapped = 0, segments = 0, reserved = 0, limbo = 0, used = 0, quarantined = 0, bytes = 0, free_units = 0;
+  uint64_t mapped = 0, segments = 0, reserved = 0, limbo = 0, used = 0, quarantined = 0, bytes = 0, free_units = 0, aliases = 0, soiled = 0;
   int err;
   for (size_t i = 0; i < c->nspaces; i++) {
     if ((err = count_space(c, c->spaces[i], n))) return err;
@@ -102,8 +117,14 @@ static int check_all(struct vm_ctx *c, struct census *n) {
     if (!c->slabs[i]) continue;
     if ((err = check_slab(c, c->slabs[i], n->refs[i], &limbo, &used, &quarantined))) return err;
     bytes += c->slabs[i]->bytes;
+    aliases += c->slabs[i]->alias != 0;
+    soiled += c->slabs[i]->soiled;
     free_units += c->slabs[i]->free_units;
   }
+  for (uint32_t i = 0; i < VM_POOLS; i++) soiled -= c->pools[i].soiled;
+  if (aliases != c->alias_mappings || soiled)
+    BROKEN("context: %llu slabs mapped, counted %llu; %lld dirty units too many", (ull)c->alias_mappings, (ull)aliases,
+           (long long)soiled);
   if (limbo != c->limbo_units || used != c->used_units || quarantined != c->quarantined_units || bytes != c->slab_bytes ||
       free_units != vm_pool_free_units(c))
     BROKEN("context: %llu used, %llu quarantined, %llu in passing, %llu free, %llu slab bytes; counted %llu, %llu, %llu, %llu, %llu",
@@ -125,8 +146,9 @@ VMEM_API int vmem_check(vmem_t vm) {
   struct census n = {0};
   if (!c) return err;
   pthread_mutex_lock(&c->lock);
-  /* While a page is on its way back to the pool the references of its neighbours may be under way too. */
-  while (c->limbo_units) pthread_cond_wait(&c->done_cond, &c->lock);
+  /* While a page is on its way back to the pool the references of its neighbours may be under way too; and while a
+   * slab is emptied. */
+  while (c->limbo_units || c->compacting) pthread_cond_wait(&c->done_cond, &c->lock);
   n.refs = vm_calloc(c, c->nslabs + 1u, sizeof(*n.refs));
   n.mappings = vm_calloc(c, c->nhdls + 1u, sizeof(*n.mappings));
   n.starts = vm_calloc(c, c->nhdls + 1u, sizeof(*n.starts));

@@ -117,7 +117,7 @@ VMEM_API int vmem_drop(vmem_t vm, vmem_handle handle) {
       vm_hdl_drop(c, h);
   }
   pthread_mutex_unlock(&c->lock);
-  if (!err) vm_pool_trim(c, c->opts.pool_high);
+  if (!err) vm_pool_trim(c, c->opts.pool_high, false);
   vm_put(c);
   return err;
 }

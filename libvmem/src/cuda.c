@@ -3,6 +3,9 @@
  * The back end "cuda": CUDA's own virtual memory calls, at the driver's granularity (2 MiB today)
  * and powers of two above it. An allocation can only be mapped whole (cuMemMap accepts no offset),
  * so a slab is one page.
+ *
+ * CUDA promises nothing about the contents of new memory. The core zeroes a page through a second mapping of its
+ * allocation, which stays as long as the page: its addresses and its cuMemMap come once for each cuMemCreate.
  */
 #include <errno.h>
 #include <stdlib.h>

@@ -94,6 +94,48 @@ int vm_drv_slab_destroy(struct vm_ctx *c, struct vm_slab *s) {
   return err;
 }
 
+/* As part of a slab's life these count as slab calls. */
+static int alias_map(struct vm_ctx *c, const struct vm_slab *s, uint64_t addr, uint64_t priv) {
+  uint64_t most = c->info.bind_bytes ? c->info.bind_bytes : s->bytes, n;
+  int err = 0;
+  if (!c->be->bind) return c->be->map(c->bes, addr, s->bytes, s->priv, 0, 0, false);
+  for (uint64_t at = 0; at < s->bytes && !err; at += n) {
+    struct vm_bind_op op = {.kind = VM_BIND_MAP, .addr = addr + at, .slab = s->priv, .offset = at, .priv = priv};
+    struct vm_bind_result r = {0};
+    op.bytes = n = s->bytes - at < most ? s->bytes - at : most;
+    err = c->be->bind(c->bes, &op, 1, &r);
+  }
+  return err;
+}
+
+int vm_drv_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind, uint64_t *addr, uint64_t *priv) {
+  uint64_t align = c->granule > LARGE_PAGE ? c->granule : LARGE_PAGE;
+  uint32_t flags = c->info.pub.caps & VMEM_CAP_PLAIN ? VMEM_RESERVE_PLAIN : 0, ignored;
+  bool gone;
+  int err = CALL(kind, &c->slab_calls, c->be->reserve(c->bes, s->bytes, align, flags, addr, &ignored, priv));
+  if (err) return err;
+  err = CALL(kind, &c->slab_calls, alias_map(c, s, *addr, *priv));
+  /* Whatever is mapped goes with the reservation, or nothing is. */
+  if (err) VM_UNDO(c->be->unreserve(c->bes, *addr, s->bytes, *priv, &gone));
+  return err;
+}
+
+int vm_drv_unalias(struct vm_ctx *c, struct vm_slab *s) {
+  bool gone = false;
+  int err = 0;
+  if (!s->alias) return 0;
+  vm_undo_begin();
+  if (!c->info.unreserve_unmaps) err = CALL(0, &c->slab_calls, c->be->unmap(c->bes, s->alias, s->bytes, false));
+  if (!err) err = CALL(0, &c->slab_calls, c->be->unreserve(c->bes, s->alias, s->bytes, s->alias_priv, &gone));
+  vm_undo_end();
+  if (err && !gone) return err;
+  s->alias = 0;
+  pthread_mutex_lock(&c->lock);
+  c->alias_mappings--;
+  pthread_mutex_unlock(&c->lock);
+  return 0;
+}
+
 int vm_drv_discard(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
   return CALL(VMEM_INJECT_SLAB, &c->slab_calls,
               c->be->discard(c->bes, s->priv, (uint64_t)unit << c->shift, (uint64_t)n << c->shift));
@@ -136,6 +178,10 @@ int vm_drv_bind(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, struct
 int vm_drv_fill(struct vm_ctx *c, const struct vm_be_range *r, size_t n, uint8_t value,
                 const vm_event *after, size_t num_after, vm_event *done) {
   return CALL(VMEM_INJECT_FILL, &c->fill_calls, c->be->fill(c->bes, r, n, value, after, num_after, done));
+}
+
+int vm_drv_clean(struct vm_ctx *c, const struct vm_be_range *r, size_t n, vm_event *done) {
+  return CALL(VMEM_INJECT_CLEAN, &c->fill_calls, c->be->fill(c->bes, r, n, 0, NULL, 0, done));
 }
 
 int vm_drv_copy(struct vm_ctx *c, const struct vm_be_copy *copies, size_t n, const vm_event *after,

@@ -103,7 +103,7 @@ VMEM_API int vmem_drop_range(vmem_t vm, vmem_handle handle, uint64_t offset, uin
   pthread_mutex_unlock(&c->lock);
   free(kept);
   free(gone);
-  if (!err) vm_pool_trim(c, c->opts.pool_high);
+  if (!err) vm_pool_trim(c, c->opts.pool_high, false);
   vm_put(c);
   return err;
 }

@@ -70,23 +70,36 @@ struct vm_slab {
   uint64_t priv, bytes;     /* immutable */
   uint32_t units, index;    /* immutable */
   struct vm_pool *pool;     /* immutable */
-  uint32_t free_units;
-  uint32_t max_run;         /* upper bound on the longest free run */
+  uint32_t free_units;      /* the soiled among them */
+  uint32_t soiled;          /* units in soil_map */
+  uint32_t max_run;         /* upper bound on the longest run in free_map */
   uint32_t chunks, empty_chunks;
-  int bin;
+  int bin, level;
   uint64_t grow_id;
   struct vm_slab *prev, *next;   /* in the pool's bin */
   struct vm_slab *eprev, *enext; /* in the pool's list of slabs with empty chunks */
-  bool in_elist;
-  uint64_t *free_map;       /* bit set: free */
-  uint64_t *dirty_map;      /* bit set: must be zeroed before first use */
+  struct vm_slab *sprev, *snext; /* in the pool's list of slabs with dirty free units */
+  int elevel;                    /* the elist it is in; -1 = none */
+  bool in_slist;
+  bool merged;              /* some units in free_map are dirty */
+  bool evacuating;          /* vmem_compact is emptying it: in no list, and its free units not the pool's */
+  bool alias_making;
+  uint32_t cleaning;        /* runs of the clean batch in flight; it is not to be destroyed */
+  uint64_t alias;           /* where the slab itself is mapped, to be zeroed and copied through; 0 = not mapped */
+  uint64_t alias_priv;
+  uint64_t *free_map;       /* bit set: free, to be taken */
+  uint64_t *soil_map;       /* bit set: free too, but dirty: to be zeroed in the background, taken last */
+  uint64_t *dirty_map;      /* bit set: must be zeroed before it is mapped */
   uint64_t *claim_map;      /* bit set: dirty, and a plan is about to zero it */
+  uint64_t *zero_map;       /* bit set: dirty, and the clean batch in flight zeroes it */
   uint64_t *fill_map;       /* bit set: a fill of a committed plan still writes it (backend/fills.h) */
   uint32_t *refs;           /* per unit; REF_QUARANTINED | count */
   uint32_t *chunk_free;     /* per 2 MiB chunk: free units */
 };
 
 #define POOL_BINS 33
+#define POOL_LEVELS 8 /* how full a slab is: 0 = more than 6/7 in use, ..., 6; 7 = empty */
+#define LEVEL_EMPTY (POOL_LEVELS - 1)
 #define VM_PLACES (1 + VMEM_MAX_DEVICES)
 #define VM_POOLS (2 * VM_PLACES)
 #define LARGE_PAGE (2ull << 20)
@@ -95,9 +108,11 @@ struct vm_pool { /* the slabs of one location and kind */
   uint32_t location;
   int32_t device;
   bool large; /* of large pages */
-  uint64_t free_units;
-  struct vm_slab *bins[POOL_BINS]; /* bin k: 2^(k-1) <= max_run < 2^k; bin 0: full slabs */
-  struct vm_slab *elist;
+  uint64_t free_units, soiled;
+  struct vm_slab *bins[POOL_LEVELS][POOL_BINS]; /* bin k: 2^(k-1) <= max_run < 2^k; bin 0: nothing to be taken */
+  uint64_t bin_mask[POOL_LEVELS];               /* bit k set: bin k holds slabs */
+  struct vm_slab *elist[POOL_LEVELS];
+  struct vm_slab *slist;
 };
 
 struct vm_run {
@@ -132,6 +147,20 @@ struct vm_access {
 struct vm_fill;
 struct vm_ticket;
 struct vm_job;
+
+#define CLEAN_RUNS 128
+
+/* Dirty free units that are being zeroed in the background. One batch at a time. */
+struct vm_clean {
+  bool background;  /* immutable: pages come back dirty here, and the worker zeroes them */
+  bool wanted;      /* there may be dirty free units: cleared when none is found, or zeroing has failed */
+  bool issuing;     /* the fill is being started, without the lock */
+  bool retiring;    /* a thread waits for it, without the lock */
+  uint32_t hold;    /* callers that want no other batch begun */
+  uint32_t n;       /* runs of the batch in flight; 0 = none */
+  struct vm_run runs[CLEAN_RUNS];
+  vm_event event;
+};
 
 struct vm_inject_state { /* atomics */
   uint32_t kinds;
@@ -173,6 +202,9 @@ struct vm_ctx {
 
   uint64_t reserved_bytes, mapped_units, used_units, limbo_units, quarantined_units, slab_bytes;
   uint64_t growing_bytes; /* of slabs being made */
+  uint64_t alias_mappings; /* map calls that slabs' own mappings took */
+  struct vm_clean clean;
+  bool compacting;        /* vmem_compact is at work */
   uint64_t peak_mapped_units, peak_used_units, segments, mappings, batches;
   uint64_t planned_mappings; /* the most that plans neither committed nor cancelled add to `mappings` */
 
@@ -214,6 +246,9 @@ int vm_drv_unreserve(struct vm_ctx *c, struct vm_space *s, bool *gone);
 int vm_drv_slab_create(struct vm_ctx *c, uint64_t bytes, uint64_t page_size, uint32_t location,
                        int32_t device, uint64_t *priv);
 int vm_drv_slab_destroy(struct vm_ctx *c, struct vm_slab *s);
+/* Maps a slab at addresses of its own, and unmaps it; kind: of the failures that are injected. */
+int vm_drv_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind, uint64_t *addr, uint64_t *priv);
+int vm_drv_unalias(struct vm_ctx *c, struct vm_slab *s);
 int vm_drv_discard(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n);
 int vm_drv_map(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struct vm_slab *s, uint32_t unit,
                uint32_t flags, bool sparse);
@@ -223,6 +258,7 @@ int vm_drv_remap(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struct vm_slab
 int vm_drv_bind(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 int vm_drv_fill(struct vm_ctx *c, const struct vm_be_range *r, size_t n, uint8_t value,
                 const vm_event *after, size_t num_after, vm_event *done);
+int vm_drv_clean(struct vm_ctx *c, const struct vm_be_range *r, size_t n, vm_event *done); /* zeroes, in the background */
 int vm_drv_copy(struct vm_ctx *c, const struct vm_be_copy *copies, size_t n, const vm_event *after,
                 size_t num_after, vm_event *done);
 int vm_drv_event_finish(struct vm_ctx *c, vm_event e); /* wait and put */
@@ -276,12 +312,46 @@ void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id);
  * the driver and taken again. */
 void vm_units_put(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n);
 uint64_t vm_pool_free_units(const struct vm_ctx *c); /* lock held */
-/* Gives empty slabs back while `keep` free bytes remain. Lock not held. */
-uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep);
+uint64_t vm_pool_dirty_units(const struct vm_ctx *c); /* those of them that are dirty; lock held */
+/* Gives empty slabs back while `keep` free bytes remain; with `wait` also those that are being zeroed. Lock not held. */
+uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, bool wait);
+/* Units put at the pool's disposal again: as dirty_map says, to be taken or to be zeroed first. Lock held. */
+void vm_pool_give(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n);
+/* Units that are free and not dirty any more need not be kept apart. Lock held. */
+void vm_pool_cleaned(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n);
+/* Runs of dirty free units, now marked in zero_map and counted in `cleaning`: at most `most`, and *units units, which
+ * is reduced. Lock held. */
+uint32_t vm_pool_pick_dirty(struct vm_pool *p, struct vm_run *runs, uint32_t most, uint32_t *units);
+/* Takes a slab out of the pool's lists, so that nobody takes units of it, and puts it back. Lock held. */
+void vm_pool_set_aside(struct vm_slab *s);
+void vm_pool_put_back(struct vm_slab *s);
+/* As vm_pool_take, with the longest run that is free in a slab that is in use. Lock held. */
+struct vm_run vm_pool_take_packed(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align);
+/* Ends a slab that is set aside and whose units nobody refers to. Lock held; then without it. */
+void vm_slab_forget(struct vm_ctx *c, struct vm_slab *s);
+int vm_slab_destroy(struct vm_ctx *c, struct vm_slab *s); /* its memory, its mapping and the structure */
 /* Number of equal bits from i on, at most max. */
 uint32_t vm_bits_run(const uint64_t *map, uint32_t i, uint32_t max, bool value);
 void vm_bits_set(uint64_t *map, uint32_t i, uint32_t n, bool value);
 void vm_slab_free(struct vm_slab *s);
+
+struct vm_plan;
+
+/* clean.c: zeroing through the slabs' own mappings. Lock not held, except where said. */
+int vm_slab_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind); /* makes the mapping, once */
+/* Zeroes what the plan has claimed; -EAGAIN without `wait`: not over yet, to be called again. Nothing of the plan may
+ * be mapped before. */
+int vm_plan_zero(struct vm_ctx *c, struct vm_plan *p, bool wait);
+/* The worker's turn: ends a batch that is over, begins another. Whether one is in flight. */
+bool vm_clean_step(struct vm_ctx *c);
+void vm_clean_want(struct vm_ctx *c); /* there is something to zero; lock held */
+void vm_clean_start(struct vm_ctx *c); /* sees that there is a worker for what is to be zeroed */
+/* No batch is in flight from the one to the other. Lock held, let go while it waits. */
+void vm_clean_hold(struct vm_ctx *c);
+void vm_clean_release(struct vm_ctx *c);
+
+/* compact.c */
+void vm_move_commit(struct vm_ctx *c, struct vm_plan *p); /* the pages of the plan have moved; lock held */
 
 /* handle.c (lock held) */
 struct vm_hdl *vm_hdl_find(struct vm_ctx *c, vmem_handle h, int *err);
@@ -314,8 +384,8 @@ struct vm_plan {
   struct vm_list maps;    /* vm_seg, one driver call each */
   struct vm_list mapped;  /* vm_piece */
   struct vm_list unmaps;  /* vm_piece, wholly mapped; one driver call each */
-  struct vm_list zeros;   /* vm_be_range: of maps, to be zeroed */
-  struct vm_list copies;  /* vm_be_copy: to maps, after the zeroing */
+  struct vm_list zeros;   /* vm_run: claimed units, to be zeroed before anything is mapped */
+  struct vm_list copies;  /* vm_be_copy: to maps, or between slabs' own mappings */
   struct vm_list sources; /* vm_access: what they read, in the context's list when the plan is complete */
   struct vm_list replaced; /* vm_piece, wholly mapped: shows the pages of the handle afterwards */
   struct vm_list replaces; /* vm_seg: these pages, in the order of the pieces */
@@ -325,6 +395,9 @@ struct vm_plan {
   struct vm_fill *fill;   /* its fills may run on after the commit, as this; NULL = they are waited for */
   vm_event event;         /* they do; 0 = over */
   bool claims;            /* some of the mapped units are claimed: dirty, and zeroed by this plan */
+  bool zeroing;           /* their zeroing was started */
+  vm_event zero_event;    /* and is over with this */
+  struct vm_move *move;   /* vmem_compact's: the replaces show the same contents in other pages */
   bool aliases;           /* some of the mapped units are mapped elsewhere, or held by two handles */
   uint64_t mappings;      /* its part of vm_ctx.planned_mappings */
   uint64_t grow_id;       /* slabs made for this plan; 0 = none */
@@ -364,6 +437,12 @@ int vm_plan_await_fills(struct vm_ctx *c, struct vm_plan *p);
 int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, struct vm_fill **fill);
 /* Waits for other plans' fills, then runs it whole. A plan that cannot be run is cancelled. */
 int vm_plan_run_now(struct vm_ctx *c, struct vm_plan *p);
+/* Units of the run, from its first on, that one driver call maps at addr. */
+uint32_t vm_one_call(const struct vm_ctx *c, uint64_t addr, struct vm_run r);
+/* -ENOSPC where the back end has no room for the plan's pieces. Lock held. */
+int vm_plan_room(struct vm_ctx *c, struct vm_plan *p);
+/* A new last item of a list, not initialised; NULL: no heap memory. */
+void *vm_list_push(struct vm_ctx *c, struct vm_list *l, size_t item);
 /* The driver calls of a back end that takes a batch in one call, or their undo; and, when the plan is complete, the heap
  * memory for it. */
 int vm_plan_bind_room(struct vm_ctx *c, struct vm_plan *p);

@@ -80,7 +80,7 @@ VMEM_API int vmem_trim(vmem_t vm, uint64_t keep, uint64_t *freed) {
   struct vm_ctx *c = vm_get(vm, "vmem_trim", &err);
   uint64_t n;
   if (!c) return err;
-  n = vm_pool_trim(c, keep);
+  n = vm_pool_trim(c, keep, true);
   if (freed) *freed = n;
   vm_put(c);
   return 0;
@@ -90,7 +90,7 @@ VMEM_API int vmem_inject(vmem_t vm, uint32_t kinds, uint64_t skip, uint64_t coun
   int err = 0;
   struct vm_ctx *c = vm_get(vm, "vmem_inject", &err);
   if (!c) return err;
-  if (kinds & ~(VMEM_INJECT_HEAP * 2 - 1) || (count && (!kinds || error <= 0 || error > 4095)))
+  if (kinds & ~(VMEM_INJECT_CLEAN * 2 - 1) || (count && (!kinds || error <= 0 || error > 4095)))
     err = vm_fail(-EINVAL, "kinds 0x%x, error %d", kinds, error);
   else
     vm_inject_arm(c, kinds, skip, count, error);
@@ -116,7 +116,8 @@ VMEM_API int vmem_get_stats(vmem_t vm, struct vmem_stats *stats) {
   s.handles = c->live_hdls;
   s.slabs = c->live_slabs;
   s.segments = c->segments;
-  s.mappings = c->mappings;
+  s.mappings = c->mappings + c->alias_mappings;
+  s.dirty_bytes = vm_pool_dirty_units(c) << c->shift;
   s.pending = c->pending;
   s.tickets = c->kept_tickets;
   s.batches = c->batches;

@@ -23,11 +23,11 @@ static bool list_room(struct vm_ctx *c, struct vm_list *l, size_t item, size_t m
   return true;
 }
 
-static void *list_push(struct vm_ctx *c, struct vm_list *l, size_t item) {
+void *vm_list_push(struct vm_ctx *c, struct vm_list *l, size_t item) {
   return list_room(c, l, item, 1) ? (char *)l->v + item * l->n++ : NULL;
 }
 
-#define PUSH(c, list, type) ((type *)list_push(c, list, sizeof(type)))
+#define PUSH(c, list, type) ((type *)vm_list_push(c, list, sizeof(type)))
 #define AT(list, type, i) (&((type *)(list).v)[i])
 
 void vm_plan_clear(struct vm_plan *p) {
@@ -81,9 +81,8 @@ static int pte_not_live(const struct vm_pte *p, uint64_t addr, uint64_t granule)
 /* Whether this plan itself is about to zero the unit. */
 static bool own_claim(struct maker *m, const struct vm_slab *s, uint32_t unit) {
   for (size_t i = 0; i < m->p->zeros.n; i++) {
-    struct vm_be_range *r = AT(m->p->zeros, struct vm_be_range, i);
-    struct vm_pte *p = vm_pte(m->c, vm_space_find(m->c, r->addr), r->addr);
-    if (p->slab == s->index && unit - p->unit < vm_units(m->c, r->bytes)) return true;
+    const struct vm_run *r = AT(m->p->zeros, struct vm_run, i);
+    if (r->slab == s && unit - r->unit < r->n) return true;
   }
   return false;
 }
@@ -98,26 +97,27 @@ static int check_claims(struct maker *m, uint64_t addr, struct vm_run r) {
   return 0;
 }
 
-static bool must_zero(const struct vm_slab *s, uint32_t unit) {
-  return vm_bit(s->dirty_map, unit) && !vm_bit(s->claim_map, unit);
-}
+/* Whether the unit must be zeroed by this plan: `zero`, or because the clean batch in flight writes to it. */
+static bool must_zero(const struct vm_slab *s, uint32_t unit, bool zero) { return zero || vm_bit(s->zero_map, unit); }
 
-/* Units that may hold old contents are zeroed by this plan, once: they become entries of its list, each
- * inside one run and in the order of the runs, and stay dirty until it is committed. The run's ptes are
- * marked. */
-static bool claim_dirty(struct maker *m, struct vm_slab *s, uint32_t unit, uint32_t n, uint64_t addr, bool zero) {
-  struct vm_ctx *c = m->c;
+static bool is_dirty(const struct vm_slab *s, uint32_t unit) { return vm_bit(s->dirty_map, unit) && !vm_bit(s->claim_map, unit); }
+
+/* Units that may hold old contents are zeroed by this plan, once, and stay dirty until it is committed; or, without
+ * `zero`, they are taken as they are. The run's ptes are marked. */
+static bool claim_dirty(struct maker *m, struct vm_slab *s, uint32_t unit, uint32_t n, bool zero) {
   for (uint32_t i = 0; (i += vm_bits_run(s->dirty_map, unit + i, n - i, false)) < n; i++) {
     uint32_t k = i;
-    if (!must_zero(s, unit + i)) continue;
-    while (i + 1 < n && must_zero(s, unit + i + 1)) i++;
-    if (zero) {
-      struct vm_be_range *r = PUSH(c, &m->p->zeros, struct vm_be_range);
+    bool must;
+    if (!is_dirty(s, unit + i)) continue;
+    must = must_zero(s, unit + i, zero);
+    while (i + 1 < n && is_dirty(s, unit + i + 1) && must_zero(s, unit + i + 1, zero) == must) i++;
+    if (must) {
+      struct vm_run *r = PUSH(m->c, &m->p->zeros, struct vm_run);
       if (!r) return false;
-      *r = (struct vm_be_range){addr + ((uint64_t)k << c->shift), (uint64_t)(i + 1 - k) << c->shift};
+      *r = (struct vm_run){s, unit + k, i + 1 - k};
       m->p->claims = true;
     }
-    vm_bits_set(zero ? s->claim_map : s->dirty_map, unit + k, i + 1 - k, zero);
+    vm_bits_set(must ? s->claim_map : s->dirty_map, unit + k, i + 1 - k, must);
   }
   return true;
 }
@@ -125,8 +125,11 @@ static bool claim_dirty(struct maker *m, struct vm_slab *s, uint32_t unit, uint3
 void vm_end_claims(struct vm_ctx *c, const struct vm_piece *piece, bool zeroed) {
   for (uint64_t a = piece->addr; a < piece->addr + piece->bytes; a += c->granule) {
     struct vm_pte *p = vm_pte(c, piece->space, a);
-    vm_bits_set(c->slabs[p->slab]->claim_map, p->unit, 1, false);
-    if (zeroed) vm_bits_set(c->slabs[p->slab]->dirty_map, p->unit, 1, false);
+    struct vm_slab *s = c->slabs[p->slab];
+    vm_bits_set(s->claim_map, p->unit, 1, false);
+    if (!zeroed) continue;
+    vm_bits_set(s->dirty_map, p->unit, 1, false);
+    vm_bits_set(s->zero_map, p->unit, 1, false);
   }
 }
 
@@ -152,7 +155,7 @@ static int mark_run(struct maker *m, struct vm_piece *piece, uint64_t addr, stru
       piece->space->busy++;
     }
   }
-  return claim_dirty(m, r.slab, r.unit, r.n, addr, zero) ? 0 : -ENOMEM;
+  return claim_dirty(m, r.slab, r.unit, r.n, zero) ? 0 : -ENOMEM;
 }
 
 /* Granules of the run at addr that were marked. */
@@ -167,7 +170,7 @@ static int populate_piece(struct maker *m, struct vm_piece *piece, uint64_t byte
   uint64_t addr = piece->addr, left = vm_units(c, bytes);
   uint32_t align = (uint32_t)vm_units(c, m->page_size);
   struct vm_place place = {.spread = m->op->flags & VMEM_OP_SPREAD};
-  bool zero = m->op->flags & VMEM_OP_COPY ? source_bytes(m->op) < bytes : !(m->op->flags & VMEM_OP_DIRTY);
+  bool zero = m->op->flags & VMEM_OP_COPY || !(m->op->flags & VMEM_OP_DIRTY); /* mapped first, then copied to */
   place.left = addr > piece->space->base ? vm_pte(c, piece->space, addr - c->granule) : NULL;
   if (place.left && !place.left->flags) place.left = NULL;
   while (left) {
@@ -212,7 +215,7 @@ static int mark_live_ptes(struct maker *m, struct vm_piece *piece, uint64_t addr
 
 /* The first units of a run that are one driver call at addr. The whole large pages of a run that lie on a
  * boundary of their size are calls of their own: they get entries of that size, and the rest must not. */
-static uint32_t one_call(struct vm_ctx *c, uint64_t addr, struct vm_run r) {
+uint32_t vm_one_call(const struct vm_ctx *c, uint64_t addr, struct vm_run r) {
   uint32_t page = c->chunk_units, at = (uint32_t)vm_units(c, addr) & (page - 1), rest = (page - at) & (page - 1);
   if (!r.slab->pool->large || at != (r.unit & (page - 1))) return r.n;
   if (rest) return rest < r.n ? rest : r.n;
@@ -271,7 +274,7 @@ static int map_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes, ui
     if (c->info.one_page_slabs && r.n != r.slab->units)
       return vm_fail_at(-EINVAL, addr, bytes, r.slab->bytes, "0x%llx + %llu bytes cuts a page of %llu bytes, which %s cannot map in parts",
                         (unsigned long long)piece->addr, (unsigned long long)bytes, (unsigned long long)r.slab->bytes, c->be->name);
-    r.n = one_call(c, addr, r);
+    r.n = vm_one_call(c, addr, r);
     err = m->op->flags & VMEM_OP_REPLACE ? replace_run(m, piece, addr, r) : map_run(m, piece, addr, r);
     if (err) return err;
     left -= r.n;
@@ -557,12 +560,13 @@ static void take_back(struct vm_ctx *c, struct vm_plan *p) {
 
 void vm_plan_cancel(struct vm_ctx *c, struct vm_plan *p) {
   uint64_t keep = p->keep;
+  if (p->zero_event) VM_UNDO(vm_event_finish(c, &p->zero_event));
   pthread_mutex_lock(&c->lock);
   take_back(c, p);
   pthread_mutex_unlock(&c->lock);
   vm_pool_undo_grow(c, p->grow_id);
   vm_plan_clear(p);
-  vm_pool_trim(c, keep);
+  vm_pool_trim(c, keep, false);
 }
 
 /* What a plan that comes to nothing leaves in the pool: as much as was there before. */
@@ -584,18 +588,18 @@ static int too_many_mappings(struct vm_ctx *c, uint64_t more) {
   return vm_fail_at(-ENOSPC, 0, 0, limit,
                     "%llu mappings and %llu more exceed the %llu that this context may have (max_mappings of vmem_open): "
                     "map longer runs, consolidate, or unmap",
-                    (unsigned long long)(c->mappings + c->planned_mappings), (unsigned long long)more,
+                    (unsigned long long)(c->mappings + c->alias_mappings + c->planned_mappings), (unsigned long long)more,
                     (unsigned long long)limit);
 }
 
 /* A map adds its run and the hole behind it; an unmap adds a piece at each end that cuts a run. */
-static int check_room(struct vm_ctx *c, struct vm_plan *p) {
+int vm_plan_room(struct vm_ctx *c, struct vm_plan *p) {
   uint64_t mappings = p->maps.n + p->replaces.n, limit = c->info.pub.max_mappings;
   struct vm_be_load load = {c->segments, 2 * mappings};
   for (size_t i = 0; i < p->replaced.n; i++) add_cuts(c, &load, &mappings, AT(p->replaced, struct vm_piece, i));
   for (size_t i = 0; i < p->unmaps.n; i++) add_cuts(c, &load, &mappings, AT(p->unmaps, struct vm_piece, i));
   /* An unmap that cuts one mapping in two gives memory back: the limit does not stop it. */
-  if (limit && p->maps.n + p->replaces.n && c->mappings + c->planned_mappings + mappings > limit)
+  if (limit && p->maps.n + p->replaces.n && c->mappings + c->alias_mappings + c->planned_mappings + mappings > limit)
     return too_many_mappings(c, mappings);
   if (c->be->room && load.more_segments) {
     int err = c->be->room(c->bes, &load);
@@ -670,7 +674,7 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
       m.op = &ops[i];
       err = do_op(&m);
     }
-    if (!err) err = check_room(c, p);
+    if (!err) err = vm_plan_room(c, p);
     if (!err) err = vm_plan_bind_room(c, p);
     if (!err) sources_begin(c, p);
     if (err) {
@@ -687,7 +691,7 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
     vm_error_restore(&why);
     if (!m.short_units) {
       vm_pool_undo_grow(c, grow_id);
-      vm_pool_trim(c, keep);
+      vm_pool_trim(c, keep, false);
       vm_error_restore(&why);
       return err;
     }
@@ -729,7 +733,7 @@ int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p) {
       struct vm_pte *pte = vm_pte(c, s, end);
       if (!pte || !(pte->flags & PTE_MAPPED) || (pte->flags & PTE_START) || pte->handle != vm_hdl_index(c, hdl)) break;
     }
-    if ((err = mark_live(&m, s, hdl->start_sum, end - hdl->start_sum, false)) || (err = check_room(c, p)) ||
+    if ((err = mark_live(&m, s, hdl->start_sum, end - hdl->start_sum, false)) || (err = vm_plan_room(c, p)) ||
         (err = vm_plan_bind_room(c, p))) {
       VM_UNDO(take_back(c, p));
       goto out;
@@ -748,7 +752,7 @@ int vm_plan_make_free(struct vm_ctx *c, struct vm_space *s, struct vm_plan *p) {
   struct maker m = {.c = c, .p = p, .op = &op, .page_size = c->granule};
   int err = 0;
   p->keep = keep_bytes(c);
-  if (s->mapped && ((err = mark_live(&m, s, s->base, s->bytes, false)) || (err = check_room(c, p)) ||
+  if (s->mapped && ((err = mark_live(&m, s, s->base, s->bytes, false)) || (err = vm_plan_room(c, p)) ||
                     (err = vm_plan_bind_room(c, p)))) {
     VM_UNDO(take_back(c, p));
     vm_plan_clear(p);
@@ -774,10 +778,6 @@ static size_t runs_behind(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struc
 /* What the plan's fills write; how many runs that is. Lock held. */
 static size_t filled_runs(struct vm_ctx *c, const struct vm_plan *p, struct vm_run *runs) {
   size_t n = 0;
-  for (size_t i = 0; i < p->zeros.n; i++) {
-    const struct vm_be_range *r = AT(p->zeros, struct vm_be_range, i);
-    n += runs_behind(c, r->addr, r->bytes, runs ? runs + n : NULL);
-  }
   for (size_t i = 0; i < p->fills.n; i++) {
     const struct vm_piece *piece = AT(p->fills, struct vm_piece, i);
     n += runs_behind(c, piece->addr, piece->bytes, runs ? runs + n : NULL);
@@ -787,7 +787,7 @@ static size_t filled_runs(struct vm_ctx *c, const struct vm_plan *p, struct vm_r
 
 int vm_plan_may_run_on(struct vm_ctx *c, struct vm_plan *p, void (*ended)(struct vm_ctx *c, void *owner, int result),
                        void *owner) {
-  if (!p->zeros.n && !p->fills.n) return 0;
+  if (!p->fills.n) return 0;
   pthread_mutex_lock(&c->lock);
   if ((p->fill = vm_fill_new(c, filled_runs(c, p, NULL)))) {
     p->fill->nruns = filled_runs(c, p, p->fill->runs);

@@ -4,8 +4,7 @@
  *
  * A plan without fills is one call: maps, replaces and unmaps together. One with fills is two, because pages must be
  * there before they are filled and may only vanish after: the maps, then (the fills being over) the unmaps.
- * What must be zeroed and is mapped read-only is mapped writable by the first, and made read-only by the
- * second call. The back end's call is all or nothing as far as one call of the driver goes; beyond that it
+ * The back end's call is all or nothing as far as one call of the driver goes; beyond that it
  * says how far it has come, and the rest is undone and quarantined here as in plan_run.c.
  */
 #include <stdlib.h>
@@ -35,8 +34,7 @@ static size_t most_maps(const struct vm_ctx *c, struct vm_plan *p) {
 int vm_plan_bind_room(struct vm_ctx *c, struct vm_plan *p) {
   size_t n;
   if (!c->be->bind) return 0;
-  /* Each map may be made twice: writable, then read-only. */
-  n = 2 * most_maps(c, p) + p->unmaps.n;
+  n = most_maps(c, p) + p->unmaps.n;
   for (size_t i = 0; i < p->replaces.n; i++) n += parts(c, AT(p->replaces, struct vm_seg, i));
   return !n || (p->bind_ops = vm_calloc(c, n, sizeof(*p->bind_ops))) ? 0 : -ENOMEM;
 }
@@ -59,23 +57,10 @@ static void push_map(struct bind *b, uint32_t kind, const struct vm_seg *s, uint
   }
 }
 
-/* Entries of zeros that lie in the run; *z is the first that may. */
-static size_t zeros_in(struct vm_plan *p, const struct vm_seg *s, size_t *z) {
-  struct vm_be_range *r = AT(p->zeros, struct vm_be_range, 0);
-  size_t first = *z;
-  while (*z < p->zeros.n && r[*z].addr >= s->addr && r[*z].addr < s->addr + s->bytes) ++*z;
-  return *z - first;
-}
-
-static void push_maps(struct bind *b, struct vm_plan *p, bool made_read_only) {
-  size_t z = 0;
+static void push_maps(struct bind *b, struct vm_plan *p) {
   for (size_t i = 0; i < p->maps.n; i++) {
     struct vm_seg *s = AT(p->maps, struct vm_seg, i);
-    bool later = zeros_in(p, s, &z) && s->flags & VMEM_MAP_READONLY;
-    if (!made_read_only)
-      push_map(b, VM_BIND_MAP, s, later ? 0 : s->flags);
-    else if (later)
-      push_map(b, VM_BIND_REMAP, s, s->flags);
+    push_map(b, VM_BIND_MAP, s, s->flags);
   }
 }
 
@@ -172,22 +157,13 @@ static void map_again(struct undo *u, const struct vm_bind_op *op) {
   }
 }
 
-static bool quarantined(struct vm_ctx *c, uint64_t addr) {
-  bool lost;
-  pthread_mutex_lock(&c->lock);
-  lost = vm_pte(c, vm_space_find(c, addr), addr)->flags & PTE_QUARANTINED;
-  pthread_mutex_unlock(&c->lock);
-  return lost;
-}
-
 static void undo(struct bind *done, int *worst, const struct vmem_error *why) {
   struct undo u = {.c = done->c, .worst = worst, .why = why};
   for (size_t i = 0; i < done->n; i++) {
     struct vm_bind_op *op = &done->ops[i];
-    /* A remap goes with the map that it followed; a map may be lost since, by its remap. */
     if (op->kind == VM_BIND_UNMAP || op->kind == VM_BIND_REPLACE)
       map_again(&u, op);
-    else if (op->kind == VM_BIND_MAP && !quarantined(done->c, op->addr))
+    else
       put_back(&u, (struct vm_bind_op){.kind = VM_BIND_UNMAP, .addr = op->addr, .bytes = op->bytes, .priv = op->priv,
                                        .sparse = op->sparse});
   }
@@ -199,7 +175,7 @@ static void undo(struct bind *done, int *worst, const struct vmem_error *why) {
 /* Everything in one call. */
 static int run_whole(struct vm_plan *p, struct bind *b) {
   struct vm_bind_result r;
-  push_maps(b, p, false);
+  push_maps(b, p);
   push_takes(b, p);
   return run(b, &r);
 }
@@ -209,8 +185,7 @@ static int run_in_two(struct vm_ctx *c, struct vm_plan *p, struct bind *first, s
                       size_t num_after) {
   struct vm_bind_result r;
   int err;
-  push_maps(first, p, false);
-  push_maps(second, p, true);
+  push_maps(first, p);
   push_takes(second, p);
   if ((err = run(first, &r))) {
     second->n = 0;
@@ -231,7 +206,7 @@ int vm_plan_run_bind(struct vm_ctx *c, struct vm_plan *p, const vm_event *after,
   struct vmem_error why;
   int err, worst;
   if (p->bind_ops) second.ops = p->bind_ops + most_maps(c, p);
-  if (!p->zeros.n && !p->copies.n && !p->fills.n)
+  if (!p->copies.n && !p->fills.n)
     err = run_whole(p, &first);
   else
     err = run_in_two(c, p, &first, &second, after, num_after);

@@ -95,6 +95,10 @@ static void take_over(struct vm_ctx *c, const struct vm_piece *piece, const stru
 
 void vm_replace_commit(struct vm_ctx *c, struct vm_plan *p) {
   size_t seg = 0;
+  if (p->move) {
+    vm_move_commit(c, p);
+    return;
+  }
   for (size_t i = 0; i < p->replaced.n; i++) {
     struct vm_piece *piece = AT(p->replaced, struct vm_piece, i);
     vm_detach(c, piece->space, piece->addr, piece->bytes);

@@ -4,7 +4,7 @@
  *
  * plan_bind.c does the same for back ends that take a batch in one call.
  *
- * Order: maps, zeroing of new pages, copies to them, fills, replaces, unmaps. An undo runs the other way. Where an undo fails, the
+ * Order: zeroing of new pages, maps, copies to them, fills, replaces, unmaps. An undo runs the other way. Where an undo fails, the
  * range and its pages are quarantined: their ptes keep their references and are never changed again.
  */
 #include <stdlib.h>
@@ -159,46 +159,13 @@ int vm_event_finish(struct vm_ctx *c, vm_event *e) {
   return err;
 }
 
-/* Maps one run; what of it must be zeroed but is mapped read-only is zeroed through a writable mapping
- * first. *z is the next entry of zeros. Returns with *live telling whether something is mapped. */
-static int map_and_zero(struct vm_ctx *c, struct vm_plan *p, struct vm_seg *s, size_t *z, bool *live) {
-  struct vm_be_range *r = AT(p->zeros, struct vm_be_range, *z);
-  size_t n = 0;
-  int err;
-  while (*z + n < p->zeros.n && r[n].addr >= s->addr && r[n].addr < s->addr + s->bytes) n++;
-  *z += n;
-  *live = false;
-  if (n && s->flags & VMEM_MAP_READONLY) {
-    vm_event e = 0;
-    if ((err = vm_drv_map(c, s->addr, s->bytes, s->slab, s->unit, 0, sparse(s->space)))) return err;
-    *live = true;
-    if ((err = vm_drv_fill(c, r, n, 0, NULL, 0, &e)) || (err = vm_event_finish(c, &e))) return err;
-    err = vm_drv_unmap(c, s->addr, s->bytes, sparse(s->space));
-    *live = err && err != -ENOTRECOVERABLE; /* then its state is unknown, and it is lost */
-    if (err) return err;
-    for (size_t i = 0; i < n; i++) r[i].bytes = 0;
-  }
-  err = map_one(c, s);
-  if (!err) *live = true;
-  return err;
-}
-
 static int map_all(struct vm_ctx *c, struct vm_plan *p, size_t *mapped) {
-  size_t z = 0, n = 0;
-  for (*mapped = 0; *mapped < p->maps.n;) {
-    bool live;
-    int err = map_and_zero(c, p, AT(p->maps, struct vm_seg, *mapped), &z, &live);
-    if (live) ++*mapped;
-    if (err == -ENOTRECOVERABLE && !live) {
-      struct vm_seg *s = AT(p->maps, struct vm_seg, *mapped);
-      vm_range_lost(c, s->space, s->addr, s->bytes);
-    }
+  for (*mapped = 0; *mapped < p->maps.n; ++*mapped) {
+    struct vm_seg *s = AT(p->maps, struct vm_seg, *mapped);
+    int err = map_one(c, s);
+    if (err == -ENOTRECOVERABLE) vm_range_lost(c, s->space, s->addr, s->bytes);
     if (err) return err;
   }
-  for (size_t i = 0; i < p->zeros.n; i++)
-    if (AT(p->zeros, struct vm_be_range, i)->bytes)
-      *AT(p->zeros, struct vm_be_range, n++) = *AT(p->zeros, struct vm_be_range, i);
-  p->zeros.n = n;
   return 0;
 }
 
@@ -212,7 +179,6 @@ int vm_plan_fill(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, siz
   size_t i = 0;
   int err = 0;
   *last = 0;
-  if (p->zeros.n) err = vm_drv_fill(c, p->zeros.v, p->zeros.n, 0, after, num_after, last);
   if (!err && p->copies.n) {
     vm_event e = 0;
     err = vm_drv_copy(c, p->copies.v, p->copies.n, after, num_after, &e);
@@ -285,7 +251,7 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   if (p->release) vm_hdl_drop(c, &c->hdls[p->release]);
   c->batches++;
   pthread_mutex_unlock(&c->lock);
-  if (p->unmaps.n || p->replaced.n || p->release) vm_pool_trim(c, c->opts.pool_high);
+  if (p->unmaps.n || p->replaced.n || p->release) vm_pool_trim(c, c->opts.pool_high, false);
   vm_plan_clear(p);
 }
 
@@ -317,7 +283,8 @@ static int run_calls(struct vm_ctx *c, struct vm_plan *p, const vm_event *after,
 }
 
 int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, struct vm_fill **fill) {
-  int err = c->be->bind ? vm_plan_run_bind(c, p, after, num_after) : run_calls(c, p, after, num_after);
+  int err = vm_plan_zero(c, p, true);
+  if (!err) err = c->be->bind ? vm_plan_run_bind(c, p, after, num_after) : run_calls(c, p, after, num_after);
   *fill = NULL;
   if (err) {
     VM_UNDO(vm_plan_cancel(c, p));

@@ -3,16 +3,21 @@
  * The pool: slabs taken from the driver, cut into units (granules).
  *
  * A slab keeps a bitmap of free units, a count of free units per 2 MiB chunk, and an upper bound on its
- * longest free run. Slabs hang in bins by that bound, so that a run of n units is looked for only where
- * it may be; a search that fails makes the bound exact.
+ * longest free run. Slabs hang in bins by how full they are and by that bound, so that a run of n units is
+ * looked for only where it may be, in the fullest slabs first: the others can become empty and go back to
+ * the driver. A search that fails makes the bound exact.
  *
  * Where a run is taken, in this order (vm_pool_take):
  *   1. right after its left neighbour: the two then form one run
  *   2. 2 MiB or more: at the same offset in a chunk as the address has, so that 2 MiB entries fit
  *   3. with `spread`: in an empty chunk, at the address's offset, so that what grows there later finds
- *      its neighbours free (a soft reservation: chunks stay open to others when memory is short)
- *   4. the first fit in the smallest sufficient bin
+ *      its neighbours free (a soft reservation: chunks stay open to others when memory is short); the chunks
+ *      of an empty slab come last
+ *   4. the first fit in the fullest slab
  *   5. the longest piece there is; the caller comes again for the rest
+ *
+ * Units with old contents (dirty) are kept apart from the others (soil_map) until clean.c has zeroed them.
+ * When nothing else is left they are taken all the same, and whoever maps them zeroes them first.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -52,45 +57,80 @@ uint32_t vm_bits_run(const uint64_t *map, uint32_t i, uint32_t max, bool value) 
 
 static int bin_of(uint32_t run) { return run ? 32 - __builtin_clz(run) : 0; }
 
+static int level_of(const struct vm_slab *s) {
+  return s->free_units == s->units ? LEVEL_EMPTY : (int)((uint64_t)s->free_units * LEVEL_EMPTY / s->units);
+}
+
 static void bin_remove(struct vm_slab *s) {
+  struct vm_slab **head = &s->pool->bins[s->level][s->bin];
   if (s->prev)
     s->prev->next = s->next;
   else
-    s->pool->bins[s->bin] = s->next;
+    *head = s->next;
   if (s->next) s->next->prev = s->prev;
+  if (!*head) s->pool->bin_mask[s->level] &= ~(1ull << s->bin);
 }
 
 static void bin_insert(struct vm_slab *s) {
+  struct vm_slab **head;
   s->bin = bin_of(s->max_run);
+  s->level = level_of(s);
+  head = &s->pool->bins[s->level][s->bin];
   s->prev = NULL;
-  s->next = s->pool->bins[s->bin];
+  s->next = *head;
   if (s->next) s->next->prev = s;
-  s->pool->bins[s->bin] = s;
+  *head = s;
+  s->pool->bin_mask[s->level] |= 1ull << s->bin;
 }
 
-static void elist_update(struct vm_slab *s, bool want) {
-  if (want == s->in_elist) return;
-  if (want) {
-    s->eprev = NULL;
-    s->enext = s->pool->elist;
-    if (s->enext) s->enext->eprev = s;
-    s->pool->elist = s;
-  } else {
+/* Slabs with empty chunks, by level; -1: into none. */
+static void elist_move(struct vm_slab *s, int level) {
+  struct vm_pool *p = s->pool;
+  if (level == s->elevel) return;
+  if (s->elevel >= 0) {
     if (s->eprev)
       s->eprev->enext = s->enext;
     else
-      s->pool->elist = s->enext;
+      p->elist[s->elevel] = s->enext;
     if (s->enext) s->enext->eprev = s->eprev;
   }
-  s->in_elist = want;
+  s->elevel = level;
+  if (level < 0) return;
+  s->eprev = NULL;
+  s->enext = p->elist[level];
+  if (s->enext) s->enext->eprev = s;
+  p->elist[level] = s;
 }
 
-static void set_max_run(struct vm_slab *s, uint32_t run) {
-  if (run > s->free_units) run = s->free_units;
-  s->max_run = run;
-  if (bin_of(run) == s->bin) return;
-  bin_remove(s);
-  bin_insert(s);
+static void slist_update(struct vm_slab *s, bool want) {
+  struct vm_pool *p = s->pool;
+  if (want == s->in_slist) return;
+  if (want) {
+    s->sprev = NULL;
+    s->snext = p->slist;
+    if (s->snext) s->snext->sprev = s;
+    p->slist = s;
+  } else {
+    if (s->sprev)
+      s->sprev->snext = s->snext;
+    else
+      p->slist = s->snext;
+    if (s->snext) s->snext->sprev = s->sprev;
+  }
+  s->in_slist = want;
+}
+
+/* Where the slab belongs, after a change of its units; `run` bounds its longest free run. */
+static void settle(struct vm_slab *s, uint32_t run) {
+  uint32_t most = s->free_units - s->soiled;
+  s->max_run = run < most ? run : most;
+  if (s->evacuating) return;
+  if (bin_of(s->max_run) != s->bin || level_of(s) != s->level) {
+    bin_remove(s);
+    bin_insert(s);
+  }
+  elist_move(s, s->empty_chunks ? s->level : -1);
+  slist_update(s, s->soiled || s->merged);
 }
 
 static void chunks_account(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n, bool free) {
@@ -104,7 +144,6 @@ static void chunks_account(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, u
     unit += take;
     n -= take;
   }
-  elist_update(s, s->empty_chunks != 0);
 }
 
 static struct vm_run take_units(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
@@ -114,18 +153,108 @@ static struct vm_run take_units(struct vm_ctx *c, struct vm_slab *s, uint32_t un
   s->pool->free_units -= n;
   c->used_units += n;
   chunks_account(c, s, unit, n, false);
-  set_max_run(s, s->max_run);
+  settle(s, s->max_run);
   if (s->pool == &c->pools[0]) vm_worker_low(c);
   return (struct vm_run){s, unit, n};
 }
 
-static void give_units(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
+/* Units that are free (and counted so) become such that can be taken. */
+static void offer(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
   uint64_t bound = 2 * (uint64_t)s->max_run + n;
   vm_bits_set(s->free_map, unit, n, true);
-  s->free_units += n;
-  s->pool->free_units += n;
   chunks_account(c, s, unit, n, true);
-  set_max_run(s, bound < s->units ? (uint32_t)bound : s->units);
+  settle(s, bound < s->units ? (uint32_t)bound : s->units);
+}
+
+static void soil(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
+  vm_bits_set(s->soil_map, unit, n, true);
+  s->soiled += n;
+  if (!s->evacuating) s->pool->soiled += n;
+  settle(s, s->max_run);
+  vm_clean_want(c);
+}
+
+static void unsoil(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
+  vm_bits_set(s->soil_map, unit, n, false);
+  s->soiled -= n;
+  if (!s->evacuating) s->pool->soiled -= n;
+  offer(c, s, unit, n);
+}
+
+void vm_pool_give(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
+  s->free_units += n;
+  if (!s->evacuating) s->pool->free_units += n;
+  for (uint32_t i = 0, k; i < n; i += k) {
+    bool dirty = vm_bit(s->dirty_map, unit + i);
+    k = vm_bits_run(s->dirty_map, unit + i, n - i, dirty);
+    if (dirty)
+      soil(c, s, unit + i, k);
+    else
+      offer(c, s, unit + i, k);
+  }
+}
+
+void vm_pool_cleaned(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
+  for (uint32_t i = unit; i < unit + n; i++) {
+    uint32_t k = 1;
+    if (!vm_bit(s->soil_map, i)) continue;
+    while (i + k < unit + n && vm_bit(s->soil_map, i + k)) k++;
+    unsoil(c, s, i, k);
+    i += k - 1;
+  }
+}
+
+/* Puts everything that is dirty at disposal too. Whether there was anything. */
+static bool merge_soiled(struct vm_ctx *c, struct vm_pool *p) {
+  if (!p->soiled) return false;
+  for (struct vm_slab *s = p->slist, *next; s; s = next) {
+    next = s->snext;
+    if (!s->soiled) continue;
+    s->merged = true;
+    vm_pool_cleaned(c, s, 0, s->units);
+  }
+  return true;
+}
+
+/* A word of the map of units that are free and dirty. */
+static uint64_t dirty_free(const struct vm_slab *s, uint32_t w) { return s->soil_map[w] | (s->free_map[w] & s->dirty_map[w]); }
+
+uint64_t vm_pool_dirty_units(const struct vm_ctx *c) {
+  uint64_t n = 0;
+  for (size_t i = 0; i < VM_POOLS; i++)
+    for (const struct vm_slab *s = c->pools[i].slist; s; s = s->snext)
+      for (uint32_t w = 0; w * WORD < s->units; w++) n += (uint32_t)__builtin_popcountll(dirty_free(s, w));
+  return n;
+}
+
+uint32_t vm_pool_pick_dirty(struct vm_pool *p, struct vm_run *runs, uint32_t most, uint32_t *units) {
+  uint32_t n = 0;
+  for (struct vm_slab *s = p->slist, *next; s && n < most && *units; s = next) {
+    bool dirty = false;
+    uint32_t u = 0;
+    next = s->snext;
+    while (u < s->units && n < most && *units) {
+      uint32_t k = 0;
+      uint64_t w = dirty_free(s, u / WORD) >> (u % WORD), open = w & ~(s->zero_map[u / WORD] >> (u % WORD));
+      dirty |= w != 0;
+      if (!open) {
+        u = (u / WORD + 1) * WORD;
+        continue;
+      }
+      u += (uint32_t)__builtin_ctzll(open);
+      while (k < *units && u + k < s->units && vm_bit(&(uint64_t){dirty_free(s, (u + k) / WORD)}, (u + k) % WORD) &&
+             !vm_bit(s->zero_map, u + k))
+        k++;
+      vm_bits_set(s->zero_map, u, k, true);
+      runs[n++] = (struct vm_run){s, u, k};
+      s->cleaning++;
+      *units -= k;
+      u += k;
+    }
+    if (u >= s->units && !dirty) s->merged = false;
+    slist_update(s, s->soiled || s->merged);
+  }
+  return n;
 }
 
 /* First run of n free units whose start is `offset` modulo align; UINT32_MAX = none. A whole search
@@ -148,74 +277,94 @@ static uint32_t slab_search(struct vm_slab *s, uint32_t n, uint32_t align, uint3
   return UINT32_MAX;
 }
 
-static bool find_fit(struct vm_pool *p, uint32_t n, uint32_t align, uint32_t offset, struct vm_run *out) {
-  for (int b = bin_of(n); b < POOL_BINS; b++) {
-    struct vm_slab *next;
-    for (struct vm_slab *s = p->bins[b]; s; s = next) {
-      uint32_t longest = 0, unit;
-      next = s->next;
-      if (s->max_run < n) continue;
-      unit = slab_search(s, n, align, offset, &longest);
-      if (unit != UINT32_MAX) {
-        *out = (struct vm_run){s, unit, n};
-        return true;
+/* In the fullest slab that has one; `last`: the emptiest level that is looked at. */
+static bool find_fit(struct vm_pool *p, uint32_t n, uint32_t align, uint32_t offset, int last, struct vm_run *out) {
+  for (int level = 0; level <= last; level++)
+    for (uint64_t mask = p->bin_mask[level] & ~0ull << bin_of(n); mask; mask &= mask - 1) {
+      struct vm_slab *next;
+      for (struct vm_slab *s = p->bins[level][__builtin_ctzll(mask)]; s; s = next) {
+        uint32_t longest = 0, unit;
+        next = s->next;
+        if (s->max_run < n) continue;
+        unit = slab_search(s, n, align, offset, &longest);
+        if (unit != UINT32_MAX) {
+          *out = (struct vm_run){s, unit, n};
+          return true;
+        }
+        if (longest < s->max_run) settle(s, longest);
       }
-      if (longest < s->max_run) set_max_run(s, longest);
     }
-  }
   return false;
 }
 
 /* The longest aligned piece, at most n, at least align. */
-static bool find_longest(struct vm_pool *p, uint32_t n, uint32_t align, struct vm_run *out) {
+static bool find_longest(struct vm_pool *p, uint32_t n, uint32_t align, int last, struct vm_run *out) {
   for (uint32_t want = n; want >= align; want = want / 2 / align * align)
-    if (find_fit(p, want, align, 0, out)) return true;
+    if (find_fit(p, want, align, 0, last, out)) return true;
   return false;
 }
 
 static bool find_empty_chunk(struct vm_ctx *c, struct vm_pool *p, uint32_t offset, uint32_t n,
                              struct vm_run *out) {
   uint32_t cu = c->chunk_units;
-  for (struct vm_slab *s = p->elist; s; s = s->enext)
-    for (uint32_t k = 0; k < s->chunks; k++)
-      if (s->chunk_free[k] == cu) {
-        *out = (struct vm_run){s, k * cu + offset, n < cu - offset ? n : cu - offset};
-        return true;
-      }
+  for (int level = 0; level < POOL_LEVELS; level++)
+    for (struct vm_slab *s = p->elist[level]; s; s = s->enext)
+      for (uint32_t k = 0; k < s->chunks; k++)
+        if (s->chunk_free[k] == cu) {
+          *out = (struct vm_run){s, k * cu + offset, n < cu - offset ? n : cu - offset};
+          return true;
+        }
   return false;
 }
 
 /* With one_page_slabs a page is a slab of its own: one that is empty and of just this size. */
 static bool find_page_slab(struct vm_pool *p, uint32_t units, struct vm_run *out) {
-  for (struct vm_slab *s = p->bins[bin_of(units)]; s; s = s->next)
-    if (s->units == units && s->free_units == units) {
+  for (struct vm_slab *s = p->bins[LEVEL_EMPTY][bin_of(units)]; s; s = s->next)
+    if (s->units == units && s->max_run == units) {
       *out = (struct vm_run){s, 0, units};
       return true;
     }
   return false;
 }
 
-struct vm_run vm_pool_take(struct vm_ctx *c, struct vm_pool *p, uint64_t want, uint32_t align,
-                           const struct vm_place *place) {
-  uint32_t n = want > UINT32_MAX / 4 ? UINT32_MAX / 4 & ~(align - 1) : (uint32_t)want;
+/* Among what can be taken at once. */
+static struct vm_run take_ready(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align,
+                                const struct vm_place *place) {
   uint32_t cu = c->chunk_units;
   struct vm_run r = {NULL, 0, 0};
-  if (p->free_units < align) return r;
   if (c->info.one_page_slabs) return find_page_slab(p, align, &r) ? take_units(c, r.slab, r.unit, r.n) : r;
   if (place->left && place->left->slab) {
     struct vm_slab *s = c->slabs[place->left->slab];
     uint32_t unit = place->left->unit + 1;
-    if (s && s->pool == p && unit < s->units && (unit & (align - 1)) == 0 && vm_bit(s->free_map, unit)) {
+    if (s && s->pool == p && !s->evacuating && unit < s->units && (unit & (align - 1)) == 0 && vm_bit(s->free_map, unit)) {
       uint32_t max = s->units - unit < n ? s->units - unit : n;
       uint32_t len = vm_bits_run(s->free_map, unit, max, true) & ~(align - 1);
       if (len) return take_units(c, s, unit, len);
     }
   }
-  if (n >= cu && cu > align && find_fit(p, n, cu, place->offset, &r)) return take_units(c, r.slab, r.unit, r.n);
+  if (n >= cu && cu > align && find_fit(p, n, cu, place->offset, LEVEL_EMPTY, &r)) return take_units(c, r.slab, r.unit, r.n);
   if (place->spread && n < cu && (place->offset & (align - 1)) == 0 && find_empty_chunk(c, p, place->offset, n, &r))
     return take_units(c, r.slab, r.unit, r.n & ~(align - 1));
-  if (find_longest(p, n, align, &r)) return take_units(c, r.slab, r.unit, r.n);
+  if (find_longest(p, n, align, LEVEL_EMPTY, &r)) return take_units(c, r.slab, r.unit, r.n);
   return (struct vm_run){NULL, 0, 0};
+}
+
+struct vm_run vm_pool_take(struct vm_ctx *c, struct vm_pool *p, uint64_t want, uint32_t align,
+                           const struct vm_place *place) {
+  uint32_t n = want > UINT32_MAX / 4 ? UINT32_MAX / 4 & ~(align - 1) : (uint32_t)want;
+  struct vm_run r = {NULL, 0, 0};
+  if (p->free_units >= align) r = take_ready(c, p, n, align, place);
+  if (!r.n && merge_soiled(c, p)) r = take_ready(c, p, n, align, place);
+  return r;
+}
+
+struct vm_run vm_pool_take_packed(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align) {
+  struct vm_run r = {NULL, 0, 0};
+  for (int again = 0; again < 2; again++) {
+    if (find_longest(p, n, align, LEVEL_EMPTY - 1, &r)) return take_units(c, r.slab, r.unit, r.n);
+    if (!merge_soiled(c, p)) break;
+  }
+  return r;
 }
 
 struct vm_pool *vm_pool_of(struct vm_ctx *c, uint32_t location, int32_t device, uint64_t page_size, int *err) {
@@ -244,8 +393,10 @@ struct vm_pool *vm_pool_of(struct vm_ctx *c, uint32_t location, int32_t device, 
 void vm_slab_free(struct vm_slab *s) {
   if (!s) return;
   free(s->free_map);
+  free(s->soil_map);
   free(s->dirty_map);
   free(s->claim_map);
+  free(s->zero_map);
   free(s->fill_map);
   free(s->refs);
   free(s->chunk_free);
@@ -263,10 +414,13 @@ static struct vm_slab *slab_make(struct vm_ctx *c, struct vm_pool *p, uint64_t b
   s->pool = p;
   s->units = (uint32_t)vm_units(c, bytes);
   s->chunks = (s->units + c->chunk_units - 1) / c->chunk_units;
+  s->elevel = -1;
   s->free_map = vm_calloc(c, words, sizeof(uint64_t));
-  s->dirty_map = s->free_map ? vm_calloc(c, words, sizeof(uint64_t)) : NULL;
+  s->soil_map = s->free_map ? vm_calloc(c, words, sizeof(uint64_t)) : NULL;
+  s->dirty_map = s->soil_map ? vm_calloc(c, words, sizeof(uint64_t)) : NULL;
   s->claim_map = s->dirty_map ? vm_calloc(c, words, sizeof(uint64_t)) : NULL;
-  s->fill_map = s->claim_map ? vm_calloc(c, words, sizeof(uint64_t)) : NULL;
+  s->zero_map = s->claim_map ? vm_calloc(c, words, sizeof(uint64_t)) : NULL;
+  s->fill_map = s->zero_map ? vm_calloc(c, words, sizeof(uint64_t)) : NULL;
   s->refs = s->fill_map ? vm_calloc(c, s->units, sizeof(uint32_t)) : NULL;
   s->chunk_free = s->refs ? vm_calloc(c, s->chunks, sizeof(uint32_t)) : NULL;
   if (!s->chunk_free || (*err = vm_drv_slab_create(c, bytes, page_size, p->location, p->device, &s->priv))) {
@@ -283,7 +437,7 @@ static void slab_publish(struct vm_ctx *c, struct vm_slab *s) {
   c->live_slabs++;
   c->slab_bytes += s->bytes;
   bin_insert(s);
-  give_units(c, s, 0, s->units);
+  vm_pool_give(c, s, 0, s->units);
 }
 
 static int slab_entry(struct vm_ctx *c, uint32_t *index) {
@@ -305,28 +459,53 @@ static int slab_entry(struct vm_ctx *c, uint32_t *index) {
   return 0;
 }
 
-static void slab_unlink(struct vm_ctx *c, struct vm_slab *s) {
-  bin_remove(s);
-  elist_update(s, false);
-  s->pool->free_units -= s->free_units;
+static void entry_free(struct vm_ctx *c, struct vm_slab *s) {
   c->slabs[s->index] = NULL;
   if (s->index < c->slab_hint) c->slab_hint = s->index;
   c->slab_bytes -= s->bytes;
   c->live_slabs--;
 }
 
-/* Empty slabs, taken out of the tables, to be destroyed without the lock: while `keep_bytes` stay free;
- * with grow_id != 0 only those made by that call of vm_pool_grow. An empty slab's run is the slab, so
- * the fullest bins hold them. */
-static struct vm_slab *unlink_empty(struct vm_ctx *c, uint64_t keep_bytes, uint64_t grow_id) {
+void vm_pool_set_aside(struct vm_slab *s) {
+  bin_remove(s);
+  elist_move(s, -1);
+  slist_update(s, false);
+  s->pool->free_units -= s->free_units;
+  s->pool->soiled -= s->soiled;
+  s->evacuating = true;
+}
+
+void vm_pool_put_back(struct vm_slab *s) {
+  s->evacuating = false;
+  s->pool->free_units += s->free_units;
+  s->pool->soiled += s->soiled;
+  bin_insert(s);
+  settle(s, s->max_run);
+}
+
+void vm_slab_forget(struct vm_ctx *c, struct vm_slab *s) { entry_free(c, s); }
+
+static void slab_unlink(struct vm_ctx *c, struct vm_slab *s) {
+  vm_pool_set_aside(s);
+  entry_free(c, s);
+}
+
+/* Empty slabs, taken out of the tables, to be destroyed without the lock: while `keep_bytes` stay free; with
+ * grow_id != 0 only those made by that call of vm_pool_grow. *busy: one was passed over because it is being zeroed. */
+static struct vm_slab *unlink_empty(struct vm_ctx *c, uint64_t keep_bytes, uint64_t grow_id, bool *busy) {
   struct vm_slab *list = NULL, *next;
   uint64_t keep = vm_units_up(c, keep_bytes), total = vm_pool_free_units(c);
+  *busy = false;
   for (size_t i = 0; i < VM_POOLS; i++)
-    for (int b = POOL_BINS - 1; b > 0 && total > keep; b--)
-      for (struct vm_slab *s = c->pools[i].bins[b]; s && total > keep; s = next) {
+    for (int b = POOL_BINS - 1; b >= 0 && total > keep && c->pools[i].bin_mask[LEVEL_EMPTY]; b--)
+      for (struct vm_slab *s = c->pools[i].bins[LEVEL_EMPTY][b]; s && total > keep; s = next) {
         next = s->next;
-        if (s->free_units != s->units || total - s->units < keep) continue;
+        if (total - s->units < keep) continue;
         if (grow_id && s->grow_id != grow_id) continue;
+        if (s->cleaning) {
+          *busy = true;
+          continue;
+        }
         total -= s->units;
         slab_unlink(c, s);
         s->next = list;
@@ -342,23 +521,43 @@ uint64_t vm_pool_free_units(const struct vm_ctx *c) {
 }
 
 /* A slab the driver does not take back is lost to us; nothing better can be done than to forget it. */
+int vm_slab_destroy(struct vm_ctx *c, struct vm_slab *s) {
+  int err = vm_drv_unalias(c, s);
+  if (!err) err = vm_drv_slab_destroy(c, s);
+  vm_slab_free(s);
+  return err;
+}
+
 static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
   uint64_t freed = 0;
   while (list) {
     struct vm_slab *next = list->next;
-    if (!vm_drv_slab_destroy(c, list)) freed += list->bytes;
-    vm_slab_free(list);
+    uint64_t bytes = list->bytes;
+    if (!vm_slab_destroy(c, list)) freed += bytes;
     list = next;
   }
   return freed;
 }
 
-uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep) {
-  struct vm_slab *list;
+static uint64_t give_back(struct vm_ctx *c, uint64_t keep, uint64_t grow_id, bool wait) {
+  struct vm_slab *list, *rest = NULL;
+  bool busy;
+  uint64_t freed;
   pthread_mutex_lock(&c->lock);
-  list = vm_pool_free_units(c) << c->shift > keep ? unlink_empty(c, keep, 0) : NULL;
+  list = unlink_empty(c, keep, grow_id, &busy);
+  if (busy && wait) {
+    vm_clean_hold(c);
+    rest = unlink_empty(c, keep, grow_id, &busy);
+    vm_clean_release(c);
+  }
   pthread_mutex_unlock(&c->lock);
-  return destroy_list(c, list);
+  freed = destroy_list(c, list);
+  return freed + destroy_list(c, rest);
+}
+
+uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, bool wait) {
+  vm_clean_start(c);
+  return give_back(c, keep, 0, wait);
 }
 
 /* One slab more, of `bytes` or, when memory is short, as little as `least`. */
@@ -392,8 +591,7 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
       *got = bytes;
       if (s && !err) return 0;
       if (s) {
-        vm_drv_slab_destroy(c, s);
-        vm_slab_free(s);
+        VM_UNDO(vm_slab_destroy(c, s));
         return err;
       }
     }
@@ -403,12 +601,7 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
 }
 
 void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id) {
-  struct vm_slab *list;
-  if (!id) return;
-  pthread_mutex_lock(&c->lock);
-  list = unlink_empty(c, 0, id);
-  pthread_mutex_unlock(&c->lock);
-  destroy_list(c, list);
+  if (id) give_back(c, 0, id, true);
 }
 
 /* Memory is short, but not in all: empty slabs that are of no use for pages of `align` units in this pool are
@@ -417,10 +610,11 @@ static bool reclaim(struct vm_ctx *c, const struct vm_pool *p, uint32_t align, u
   struct vm_slab *list = NULL;
   uint64_t found = 0;
   pthread_mutex_lock(&c->lock);
+  vm_clean_hold(c);
   for (int pass = 0; pass < 2 && (!pass || found >= bytes); pass++)
     for (uint32_t i = 1; i < c->nslabs; i++) {
       struct vm_slab *s = c->slabs[i];
-      if (!s || s->free_units != s->units) continue;
+      if (!s || s->free_units != s->units || s->evacuating) continue;
       if (s->pool == p && (c->info.one_page_slabs ? s->units == align : s->units >= align)) continue;
       if (!pass) {
         found += s->bytes;
@@ -430,6 +624,7 @@ static bool reclaim(struct vm_ctx *c, const struct vm_pool *p, uint32_t align, u
       s->next = list;
       list = s;
     }
+  vm_clean_release(c);
   pthread_mutex_unlock(&c->lock);
   return destroy_list(c, list) != 0;
 }
@@ -475,6 +670,7 @@ int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t p
       return err == -ENOMEM && has_grown(c, p, seen) ? 0 : err;
     }
   }
+  vm_clean_start(c);
   return 0;
 }
 
@@ -491,7 +687,7 @@ static void units_free(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint3
     if (!c->limbo_units) pthread_cond_broadcast(&c->done_cond); /* vmem_check waits for it */
   }
   vm_bits_set(s->dirty_map, unit, n, dirty);
-  give_units(c, s, unit, n);
+  vm_pool_give(c, s, unit, n);
 }
 
 void vm_units_put(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {

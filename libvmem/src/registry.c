@@ -187,6 +187,7 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
   if (!c->opts.pool_high) c->opts.pool_high = c->info.pool_high;
   if (c->opts.pool_high < c->opts.pool_low) c->opts.pool_high = c->opts.pool_low;
   pools_init(c);
+  c->clean.background = !c->be->discard && !c->info.no_contents;
   pthread_mutex_init(&c->lock, NULL);
   pthread_condattr_init(&attr);
   pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
@@ -241,10 +242,7 @@ static void tear_down(struct vm_ctx *c) {
   vm_undo_begin();
   close_spaces(c);
   for (uint32_t k = 1; k < c->nslabs; k++)
-    if (c->slabs[k]) {
-      vm_drv_slab_destroy(c, c->slabs[k]);
-      vm_slab_free(c->slabs[k]);
-    }
+    if (c->slabs[k]) vm_slab_destroy(c, c->slabs[k]);
   free(c->slabs);
   for (uint32_t k = 1; k < c->nhdls; k++) free(c->hdls[k].runs);
   free(c->hdls);

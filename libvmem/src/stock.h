@@ -5,6 +5,9 @@
  * Physical memory is allocated from the resource manager (rm.h) as a client of our own; addresses
  * are external ranges in the address space that CUDA's own /dev/nvidia-uvm descriptor holds, and
  * pages are mapped into them with UVM's ioctls. One ioctl maps a run on all devices of the context.
+ *
+ * RM promises nothing about the contents of new memory, so the core zeroes it as it does what comes back: through a
+ * mapping of the whole slab in a plain range of its own, one more handle of the driver for each slab and device.
  */
 #ifndef VMEM_STOCK_H
 #define VMEM_STOCK_H

@@ -5,6 +5,9 @@
  * Reservations, physical pages and mappings are the kernel's objects, made through one /dev/nvidia-uvm: the one
  * that CUDA holds, or our own where there is no CUDA. A slab is one or more objects of CREATE, a page of which is
  * the context's granule; a batch of the core goes down as one BIND, which is all or nothing.
+ *
+ * The driver zeroes new objects. What comes back to the core's pool is zeroed by the core, through a reservation and a
+ * BIND of the whole slab, made when its first page comes back.
  */
 #ifndef VMEM_UVM_H
 #define VMEM_UVM_H

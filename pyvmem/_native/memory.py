@@ -14,6 +14,7 @@ __all__ = [
     "AFTER_NONE",
     "batch",
     "check",
+    "compact",
     "consolidate",
     "copy",
     "fill",
@@ -136,6 +137,14 @@ def trim(vm: int, keep: int) -> int:
     """Gives empty slabs back; returns the bytes."""
     out = ffi.new("uint64_t *")
     call(lib.vmem_trim, vm, keep, out)
+    freed: int = out[0]
+    return freed
+
+
+def compact(vm: int, want: int, after: tuple[Any, int] = AFTER_NONE) -> int:
+    """Empties slabs that are hardly used; returns the bytes given back."""
+    out = ffi.new("uint64_t *")
+    call(lib.vmem_compact, vm, want, after[0], after[1], 0, out)
     freed: int = out[0]
     return freed
 

@@ -71,23 +71,4 @@ static void unmaps(void) {
   }
 }
 
-/* A dirty page is zeroed through a writable mapping before it is mapped read-only; unmapping that is what fails. */
-static void on_the_way_to_read_only(void) {
-  vmem_t vm = open_fake();
-  uint64_t va;
-  vmem_handle h;
-  int err;
-  struct vm_ctx *c = vm_get(vm, "test", &err);
-  c->info.fresh_is_zero = false;
-  vm_put(c);
-  OK(vMemReserve(vm, MIB(8), NULL, &va));
-  OK(vMemCreate(vm, PAGE, NULL, &h));
-  unmaps_left = 0;
-  EQ(vMemMap(vm, va, PAGE, h, 0, VMEM_MAP_READONLY), -ENOTRECOVERABLE);
-  EQ(stats_of(vm).quarantined_bytes, PAGE);
-  EQ(vMemUnmap(vm, va, PAGE), -ENOTRECOVERABLE);
-  OK(vmem_check(vm));
-  OK(vmem_close(vm));
-}
-
-MAIN(TEST(maps), TEST(unmaps), TEST(on_the_way_to_read_only))
+MAIN(TEST(maps), TEST(unmaps))

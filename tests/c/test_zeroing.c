@@ -5,10 +5,12 @@
  * A page is "dirty" here because the host back end was made to fail when it should have discarded it; on a
  * GPU every page is that was used before.
  */
+#include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include "check.h"
+#include "internal.h"
 
 enum { PAGES = 4 };
 
@@ -121,14 +123,13 @@ static void twice_in_one_batch(void) {
   OK(vmem_close(vm));
 }
 
-/* Read-only pages are zeroed through a writable mapping first; what fails later makes them dirty again or not,
- * but never shows old contents. */
+/* Pages are zeroed before they are mapped, read-only ones too; whatever fails on the way shows no old contents. */
 static void read_only(void) {
-  for (uint64_t nth = 0; nth < 3; nth++) {
+  for (uint64_t nth = 0; nth < 4; nth++) {
     vmem_handle h;
     open_dirty();
     OK(vMemCreate(vm, 2 * PAGE, NULL, &h));
-    OK(vmem_inject(vm, VMEM_INJECT_MAP | VMEM_INJECT_UNMAP | VMEM_INJECT_FILL, nth, 1, EIO));
+    OK(vmem_inject(vm, VMEM_INJECT_MAP | VMEM_INJECT_UNMAP | VMEM_INJECT_FILL | VMEM_INJECT_SLAB, nth, 1, EIO));
     EQ(vMemMap(vm, va, 2 * PAGE, h, 0, VMEM_MAP_READONLY), -EIO);
     OK(vMemMap(vm, va, 2 * PAGE, h, 0, VMEM_MAP_READONLY));
     CHECK(all(va, 2 * PAGE, 0));
@@ -137,5 +138,351 @@ static void read_only(void) {
   }
 }
 
+/* ---- as on a GPU ----------------------------------------------------------------------------- */
+
+/* The back end host, whose pages come back dirty, and whose fills are carried out in order by a thread. */
+static struct vm_backend fake;
+
+static struct {
+  pthread_mutex_t lock;
+  pthread_cond_t cond;
+  pthread_t thread;
+  bool stop, stalled;
+  struct {
+    struct vm_be_range r[CLEAN_RUNS];
+    size_t n;
+    uint8_t value;
+  } q[256];
+  uint64_t queued, over; /* fills; an event is the number of fills queued with its own */
+} gpu = {.lock = PTHREAD_MUTEX_INITIALIZER, .cond = PTHREAD_COND_INITIALIZER};
+
+static void *gpu_thread(void *arg) {
+  pthread_mutex_lock(&gpu.lock);
+  for (;;) {
+    while (!gpu.stop && (gpu.stalled || gpu.over == gpu.queued)) pthread_cond_wait(&gpu.cond, &gpu.lock);
+    if (gpu.over == gpu.queued) break;
+    for (size_t i = 0, k = gpu.over % 256; i < gpu.q[k].n; i++)
+      memset((void *)(uintptr_t)gpu.q[k].r[i].addr, gpu.q[k].value, gpu.q[k].r[i].bytes);
+    gpu.over++;
+    pthread_cond_broadcast(&gpu.cond);
+  }
+  pthread_mutex_unlock(&gpu.lock);
+  return arg;
+}
+
+static int fake_fill(void *be, const struct vm_be_range *r, size_t n, uint8_t value, const vm_event *after, size_t num_after,
+                     vm_event *done) {
+  (void)be;
+  (void)after;
+  (void)num_after;
+  if (n > CLEAN_RUNS) return vm_fail(-EIO, "too many ranges for the stand-in");
+  pthread_mutex_lock(&gpu.lock);
+  while (gpu.queued - gpu.over == 256) pthread_cond_wait(&gpu.cond, &gpu.lock);
+  memcpy(gpu.q[gpu.queued % 256].r, r, n * sizeof(*r));
+  gpu.q[gpu.queued % 256].n = n;
+  gpu.q[gpu.queued % 256].value = value;
+  *done = ++gpu.queued;
+  pthread_cond_broadcast(&gpu.cond);
+  pthread_mutex_unlock(&gpu.lock);
+  return 0;
+}
+
+static int fake_query(void *be, vm_event e) {
+  bool over;
+  (void)be;
+  pthread_mutex_lock(&gpu.lock);
+  over = gpu.over >= e;
+  pthread_mutex_unlock(&gpu.lock);
+  return over ? 0 : -EAGAIN;
+}
+
+static int fake_wait(void *be, vm_event e) {
+  (void)be;
+  pthread_mutex_lock(&gpu.lock);
+  while (gpu.over < e) pthread_cond_wait(&gpu.cond, &gpu.lock);
+  pthread_mutex_unlock(&gpu.lock);
+  return 0;
+}
+
+static void fake_put(void *be, vm_event e) {
+  (void)be;
+  (void)e;
+}
+
+static int fake_from(void *be, uint32_t kind, uint64_t handle, vm_event *e) {
+  (void)be;
+  (void)kind;
+  *e = handle;
+  return 0;
+}
+
+static void stall(bool on) {
+  pthread_mutex_lock(&gpu.lock);
+  gpu.stalled = on;
+  pthread_cond_broadcast(&gpu.cond);
+  pthread_mutex_unlock(&gpu.lock);
+}
+
+static struct vm_ctx *open_gpu(bool background, uint64_t limit) {
+  struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .slab_size = MIB(1), .pool_high = VMEM_KEEP_ALL,
+                             .mem_limit = limit};
+  struct vm_ctx *c;
+  int err;
+  if (vmem_open(&o, &vm) || !(c = vm_get(vm, "test", &err))) return NULL;
+  fake = vm_backend_host;
+  fake.discard = NULL;
+  fake.fill = fake_fill;
+  fake.event_from = fake_from;
+  fake.event_query = fake_query;
+  fake.event_wait = fake_wait;
+  fake.event_put = fake_put;
+  c->be = &fake;
+  c->info.fresh_is_zero = false;
+  c->clean.background = background;
+  vm_put(c);
+  gpu.queued = gpu.over = 0;
+  gpu.stop = gpu.stalled = false;
+  if (pthread_create(&gpu.thread, NULL, gpu_thread, NULL) || vMemReserve(vm, MIB(64), NULL, &va)) return NULL;
+  return c;
+}
+
+static int close_gpu(void) {
+  int err = vmem_close(vm);
+  pthread_mutex_lock(&gpu.lock);
+  gpu.stop = true;
+  gpu.stalled = false;
+  pthread_cond_broadcast(&gpu.cond);
+  pthread_mutex_unlock(&gpu.lock);
+  pthread_join(gpu.thread, NULL);
+  return err;
+}
+
+static int change(uint32_t kind, uint64_t addr, uint64_t bytes, uint32_t flags) {
+  struct vmem_op op = {.op = kind, .flags = flags, .addr = addr, .bytes = bytes};
+  return vmem_batch(vm, &op, 1, NULL, 0, 0);
+}
+
+static bool cleaned(uint64_t dirty) {
+  for (int i = 0; i < 5000 && stats_of(vm).dirty_bytes != dirty; i++) usleep(1000);
+  return stats_of(vm).dirty_bytes == dirty;
+}
+
+static void taint(uint64_t addr, uint64_t bytes) { memset((void *)(uintptr_t)addr, 0xdd, bytes); }
+
+/* What comes back is zeroed in the background, and then is handed out without another fill. */
+static void in_the_background(void) {
+  uint64_t fills;
+  CHECK(open_gpu(true, MIB(1)));
+  OK(change(VMEM_OP_POPULATE, va, MIB(1), VMEM_OP_DIRTY));
+  taint(va, MIB(1));
+  OK(change(VMEM_OP_UNMAP, va, MIB(1), 0));
+  CHECK(cleaned(0));
+  EQ(stats_of(vm).free_bytes, MIB(1));
+  OK(vmem_check(vm));
+  fills = stats_of(vm).fill_calls;
+  OK(change(VMEM_OP_POPULATE, va, MIB(1), 0));
+  EQ(stats_of(vm).fill_calls, fills);
+  CHECK(all(va, MIB(1), 0));
+  EQ(stats_of(vm).mappings, 2); /* with the slab's own */
+  OK(close_gpu());
+}
+
+/* Clean pages come first; when there are no more, dirty ones are zeroed before they are mapped. */
+static void clean_pages_first(void) {
+  uint64_t fills;
+  CHECK(open_gpu(false, MIB(1)));
+  OK(change(VMEM_OP_POPULATE, va, MIB(1), 0));
+  fills = stats_of(vm).fill_calls;
+  taint(va, MIB(1));
+  OK(change(VMEM_OP_UNMAP, va, 4 * PAGE, 0));
+  EQ(stats_of(vm).dirty_bytes, 4 * PAGE);
+  OK(change(VMEM_OP_POPULATE, va, 2 * PAGE, 0));
+  CHECK(all(va, 2 * PAGE, 0) && all(va + 4 * PAGE, MIB(1) - 4 * PAGE, 0xdd));
+  EQ(stats_of(vm).fill_calls, fills + 1);
+  EQ(stats_of(vm).dirty_bytes, 2 * PAGE);
+  OK(vmem_check(vm));
+  OK(close_gpu());
+}
+
+static void *go_on(void *arg) {
+  usleep(20000);
+  stall(false);
+  return arg;
+}
+
+/* A page that the batch in flight is zeroing: whoever maps it waits, even if it wants it dirty; and what is written
+ * to it then stays. */
+static void taken_in_flight(void) {
+  for (uint32_t dirty = 0; dirty < 2; dirty++) {
+    pthread_t thread;
+    struct vm_ctx *c = open_gpu(true, MIB(1));
+    CHECK(c);
+    OK(change(VMEM_OP_POPULATE, va, MIB(1), VMEM_OP_DIRTY));
+    taint(va, MIB(1));
+    stall(true);
+    OK(change(VMEM_OP_UNMAP, va, MIB(1), 0));
+    for (bool begun = false; !begun; usleep(1000)) {
+      pthread_mutex_lock(&c->lock);
+      begun = c->clean.n && !c->clean.issuing;
+      pthread_mutex_unlock(&c->lock);
+    }
+    EQ(pthread_create(&thread, NULL, go_on, NULL), 0);
+    OK(change(VMEM_OP_POPULATE, va, MIB(1), dirty ? VMEM_OP_DIRTY : 0));
+    taint(va, MIB(1));
+    pthread_join(thread, NULL);
+    OK(vmem_check(vm));
+    CHECK(all(va, MIB(1), 0xdd));
+    OK(change(VMEM_OP_UNMAP, va, PAGE, 0));
+    CHECK(cleaned(0));
+    OK(change(VMEM_OP_POPULATE, va, PAGE, 0));
+    CHECK(all(va, PAGE, 0) && all(va + PAGE, MIB(1) - PAGE, 0xdd));
+    OK(vmem_check(vm));
+    OK(close_gpu());
+  }
+}
+
+/* A batch given to the worker is zeroed while it waits for others' work, and lets later ones pass. */
+static void submitted(void) {
+  int fd = eventfd(0, EFD_CLOEXEC);
+  struct vmem_after after = {.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd};
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE};
+  uint64_t one = 1;
+  vmem_ticket t, u;
+  CHECK(open_gpu(false, MIB(1)));
+  op.addr = va;
+  OK(vmem_submit(vm, &op, 1, &after, 1, 0, &t));
+  for (int i = 0; i < 5000 && !stats_of(vm).fill_calls; i++) usleep(1000);
+  EQ(stats_of(vm).fill_calls, 1);
+  stall(true);
+  op.addr = va + MIB(2);
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+  op.addr = va + MIB(4);
+  op.flags = VMEM_OP_DIRTY;
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &u));
+  OK(vmem_wait(vm, u, -1));
+  EQ(vmem_wait(vm, t, 0), -ETIMEDOUT);
+  stall(false);
+  OK(vmem_wait(vm, t, -1));
+  EQ(BYTE(va + MIB(2)), 0);
+  EQ(write(fd, &one, 8), 8);
+  OK(vmem_check(vm));
+  OK(close_gpu());
+  close(fd);
+}
+
+/* Whatever fails, in the background or not: no page shows old contents, and later calls go through. */
+static void failures(void) {
+  static const uint32_t kinds[] = {VMEM_INJECT_CLEAN, VMEM_INJECT_SLAB, VMEM_INJECT_FILL, VMEM_INJECT_HEAP};
+  for (size_t k = 0; k < sizeof(kinds) / sizeof(kinds[0]); k++)
+    for (uint64_t nth = 0; nth < 8; nth++) {
+      struct vmem_stats before, after;
+      int ret;
+      CHECK(open_gpu(nth & 1, MIB(2)));
+      OK(change(VMEM_OP_POPULATE, va, MIB(2), VMEM_OP_DIRTY));
+      taint(va, MIB(2));
+      OK(vmem_inject(vm, kinds[k], nth / 2, 1, EIO));
+      ret = change(VMEM_OP_UNMAP, va, MIB(1), 0);
+      if (!ret) {
+        before = stats_of(vm);
+        ret = change(VMEM_OP_POPULATE, va, MIB(1), 0);
+        after = stats_of(vm);
+        if (ret) CHECK(same_state(&before, &after));
+        OK(vmem_inject(vm, 0, 0, 0, 0));
+        if (ret) OK(change(VMEM_OP_POPULATE, va, MIB(1), 0));
+        CHECK(all(va, MIB(1), 0));
+      }
+      OK(vmem_inject(vm, 0, 0, 0, 0));
+      OK(vmem_check(vm));
+      OK(close_gpu());
+    }
+}
+
+/* What is being zeroed goes back to the driver when it is asked for. */
+static void trimmed(void) {
+  uint64_t freed;
+  CHECK(open_gpu(true, 0));
+  for (int i = 0; i < 20; i++) {
+    OK(change(VMEM_OP_POPULATE, va, MIB(8), VMEM_OP_DIRTY));
+    OK(change(VMEM_OP_UNMAP, va, MIB(8), 0));
+    OK(vmem_trim(vm, 0, &freed));
+    EQ(freed, MIB(8));
+    EQ(stats_of(vm).slab_bytes, 0);
+    EQ(stats_of(vm).mappings, 0);
+    OK(vmem_check(vm));
+  }
+  OK(close_gpu());
+}
+
+static uint64_t seed = 88172645463325252ull;
+static uint32_t rnd(uint32_t n) {
+  seed ^= seed << 13;
+  seed ^= seed >> 7;
+  seed ^= seed << 17;
+  return (uint32_t)(seed >> 33) % n;
+}
+
+static void *stutter(void *arg) {
+  while (!__atomic_load_n((bool *)arg, __ATOMIC_RELAXED)) {
+    stall(true);
+    usleep(500);
+    stall(false);
+    usleep(500);
+  }
+  return NULL;
+}
+
+/* Pages in and out, with handles, dirty and not, while the background zeroes at a pace of its own. */
+static void random_walk(void) {
+  enum { GRANULES = 64 };
+  static unsigned char mark[GRANULES];
+  pthread_t thread;
+  bool stop = false;
+  CHECK(open_gpu(true, GRANULES * PAGE * 3 / 4));
+  memset(mark, 0, sizeof(mark));
+  EQ(pthread_create(&thread, NULL, stutter, &stop), 0);
+  for (int step = 0; step < 3000; step++) {
+    uint32_t i = rnd(GRANULES), n = 1 + rnd(8), how = rnd(5);
+    bool none = true;
+    if (i + n > GRANULES) n = GRANULES - i;
+    for (uint32_t k = 0; k < n; k++) none = none && !mark[i + k];
+    if (!none) {
+      OK(change(VMEM_OP_UNMAP, va + i * PAGE, n * PAGE, VMEM_OP_HOLES));
+      memset(mark + i, 0, n);
+    } else {
+      struct vmem_create_opts o = {.size = sizeof(o), .flags = how == 1 ? VMEM_CREATE_DIRTY : 0};
+      vmem_handle h;
+      int ret;
+      if (how < 2) {
+        if (!(ret = vMemCreate(vm, n * PAGE, &o, &h))) {
+          if (rnd(3) == 0) {
+            OK(vmem_drop(vm, h));
+            continue;
+          }
+          if (rnd(2)) usleep(300);
+          OK(vMemMap(vm, va + i * PAGE, n * PAGE, h, 0, 0));
+          OK(vmem_drop(vm, h));
+        }
+      } else {
+        ret = change(VMEM_OP_POPULATE, va + i * PAGE, n * PAGE, how == 2 ? VMEM_OP_DIRTY : 0);
+      }
+      CHECK(!ret || ret == -ENOMEM);
+      for (uint32_t k = 0; !ret && k < n; k++) {
+        if (how != 1 && how != 2) CHECK(all(va + (i + k) * PAGE, PAGE, 0));
+        mark[i + k] = (unsigned char)(1 + rnd(255));
+        memset((void *)(uintptr_t)(va + (i + k) * PAGE), mark[i + k], PAGE);
+      }
+    }
+    if (step % 20 == 0) {
+      OK(vmem_check(vm));
+      for (uint32_t k = 0; k < GRANULES; k++)
+        if (mark[k]) CHECK(all(va + k * PAGE, PAGE, mark[k]));
+    }
+  }
+  __atomic_store_n(&stop, true, __ATOMIC_RELAXED);
+  pthread_join(thread, NULL);
+  OK(close_gpu());
+}
+
 MAIN(TEST(after_a_failed_map), TEST(a_failed_map_and_another_batch), TEST(two_batches_one_page), TEST(twice_in_one_batch),
-     TEST(read_only))
+     TEST(read_only), TEST(in_the_background), TEST(clean_pages_first), TEST(taken_in_flight), TEST(submitted), TEST(failures),
+     TEST(trimmed), TEST(random_walk))

@@ -526,6 +526,36 @@ def test_warm_and_trim(backend: str) -> None:
         assert context.stats().slab_bytes == 0
 
 
+def test_compact() -> None:
+    page = 64 << 10
+    with pyvmem.Context("host", granule=page, slab_size=1 << 20) as context:
+        rsv = context.reserve(160 * page)
+        for at in range(0, 160, 16):  # a larger piece would have a slab of its own
+            ops = pyvmem.OpBatch(1)
+            ops.populate(rsv.addr + at * page, 16 * page)
+            context.batch(ops)
+        for k in range(160):
+            if k % 8:
+                rsv.unmap(k * page, page)
+            else:
+                rsv.fill(k * page, page, k)
+        kept = context.retain(rsv.addr + 8 * page, page)
+        alias = context.reserve(page)
+        alias.map(0, kept, page, 0, readonly=True)
+        assert context.compact(0) == 0
+        assert context.compact(1 << 20) == 1 << 20
+        with pyvmem.FdEvent.create() as work:
+            work.set()
+            assert context.compact(after=[work]) == 7 << 20
+        stats = context.stats()
+        assert (stats.slab_bytes, stats.used_bytes) == (2 << 20, 20 * page)
+        assert [rsv.read(k * page, 1)[0] for k in range(0, 160, 8)] == list(range(0, 160, 8))
+        assert alias.read(0, page) == bytes([8]) * page
+        context.check()
+        assert context.compact() == 0
+        kept.drop()
+
+
 def test_consolidate(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
     pages = context.create(4 * page)
     for k in range(4):

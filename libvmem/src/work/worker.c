@@ -92,7 +92,9 @@ VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const s
 static int job_ready(struct vm_ctx *c, struct vm_job *job) {
   struct vm_fill *before = job->behind, *f;
   bool blocked;
-  int err = vm_deps_poll(c, &job->deps, !job->gpu_waits);
+  /* New pages are nobody's yet: they are zeroed while the job waits for others' work. */
+  int err = vm_plan_zero(c, &job->plan, false);
+  if (!err) err = vm_deps_poll(c, &job->deps, !job->gpu_waits);
   if (err) return err;
   pthread_mutex_lock(&c->lock);
   /* Which fill it was is remembered: looking through the plan's pages takes time. */
@@ -208,7 +210,7 @@ static void *thread(void *arg) {
   struct pace pace = {.nap = NAP_MIN};
   vm_drv_mark_worker();
   for (;;) {
-    bool stop, ran = start_next(c), polls = c->waiting || c->fills;
+    bool stop, ran = start_next(c), cleaning = vm_clean_step(c), polls = c->waiting || c->fills || cleaning;
     uint64_t now = polls ? vm_now_ns() : 0;
     if (polls && ran) poll_soon(&pace, now);
     if (polls && now >= pace.due) {
@@ -222,7 +224,7 @@ static void *thread(void *arg) {
     if (!stop && !c->queue && polls) {
       struct timespec ts = {(time_t)(pace.due / 1000000000u), (long)(pace.due % 1000000000u)};
       pthread_cond_timedwait(&c->work_cond, &c->lock, &ts);
-    } else if (!stop && !c->queue && !c->low) {
+    } else if (!stop && !c->queue && !c->low && !(c->clean.wanted && !c->clean.hold)) {
       pthread_cond_wait(&c->work_cond, &c->lock);
     }
     pthread_mutex_unlock(&c->lock);
@@ -278,4 +280,7 @@ void vm_worker_stop(struct vm_ctx *c) {
   finish_jobs(c, c->waiting);
   finish_jobs(c, c->queue);
   vm_fills_finish(c);
+  pthread_mutex_lock(&c->lock);
+  vm_clean_hold(c); /* for good */
+  pthread_mutex_unlock(&c->lock);
 }

@@ -1,0 +1,593 @@
+/* SPDX-License-Identifier: MIT */
+/* Description: pages move out of slabs that are hardly used; contents, aliases, handles and protection stay. */
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "internal.h"
+
+static vmem_t vm;
+static uint64_t va;
+
+static uint64_t seed = 88172645463325252ull;
+static uint32_t rnd(uint32_t n) {
+  seed ^= seed << 13;
+  seed ^= seed >> 7;
+  seed ^= seed << 17;
+  return (uint32_t)(seed >> 33) % n;
+}
+
+static bool open_slabs(uint64_t slab, uint64_t limit, uint64_t reserve) {
+  struct vmem_open_opts o = {.size = sizeof(o), .slab_size = slab, .mem_limit = limit, .pool_high = VMEM_KEEP_ALL};
+  return !open_opts(&o, &vm) && !vMemReserve(vm, reserve, NULL, &va);
+}
+
+static int change(uint32_t kind, uint64_t addr, uint64_t bytes, uint32_t flags) {
+  struct vmem_op op = {.op = kind, .flags = flags, .addr = addr, .bytes = bytes};
+  return vmem_batch(vm, &op, 1, NULL, 0, 0);
+}
+
+static int compact(uint64_t *freed) { return vmem_compact(vm, UINT64_MAX, NULL, 0, 0, freed); }
+
+/* A word that tells a page by number and time. */
+static int sign(uint64_t page, uint64_t word) {
+  uint64_t w[2] = {word, ~word};
+  int err = vmem_write(vm, page, w, sizeof(w));
+  return err ? err : vmem_write(vm, page + PAGE - sizeof(w), w, sizeof(w));
+}
+
+static bool signed_with(uint64_t page, uint64_t word) {
+  uint64_t w[2];
+  if (vmem_read(vm, w, page, sizeof(w)) || w[0] != word || w[1] != ~word) return false;
+  return !vmem_read(vm, w, page + PAGE - sizeof(w), sizeof(w)) && w[0] == word && w[1] == ~word;
+}
+
+/* n pages of which each k-th stays: slabs of 16 pages that are nearly empty. */
+static bool scatter(unsigned n, unsigned k) {
+  for (unsigned i = 0; i < n; i += 16) /* a larger piece would have a slab of its own */
+    if (change(VMEM_OP_POPULATE, va + i * PAGE, 16 * PAGE, 0)) return false;
+  for (unsigned i = 0; i < n; i++)
+    if (i % k ? change(VMEM_OP_UNMAP, va + i * PAGE, PAGE, 0) : sign(va + i * PAGE, i)) return false;
+  return true;
+}
+
+static bool all_there(uint64_t base, unsigned n, unsigned k) {
+  for (unsigned i = 0; i < n; i += k)
+    if (!signed_with(base + i * PAGE, i)) return false;
+  return true;
+}
+
+static void empties_slabs(void) {
+  struct vmem_stats before, after;
+  uint64_t freed;
+  CHECK(open_slabs(MIB(1), 0, MIB(64)));
+  CHECK(scatter(160, 8));
+  before = stats_of(vm);
+  EQ(before.slab_bytes, MIB(10));
+  OK(compact(&freed));
+  after = stats_of(vm);
+  EQ(after.slab_bytes, MIB(2)); /* 20 pages */
+  EQ(freed, MIB(8));
+  EQ(after.used_bytes, before.used_bytes);
+  EQ(after.mapped_bytes, before.mapped_bytes);
+  CHECK(all_there(va, 160, 8));
+  OK(vmem_check(vm));
+  OK(compact(&freed));
+  EQ(freed, 0);
+  OK(vmem_close(vm));
+}
+
+/* No more is moved than is wanted, and empty slabs go first. */
+static void as_much_as_wanted(void) {
+  uint64_t freed;
+  CHECK(open_slabs(MIB(1), 0, MIB(64)));
+  CHECK(scatter(160, 8));
+  OK(vmem_compact(vm, 0, NULL, 0, 0, &freed));
+  EQ(freed, 0);
+  OK(change(VMEM_OP_UNMAP, va + 16 * PAGE, 16 * PAGE, VMEM_OP_HOLES));
+  OK(vmem_compact(vm, MIB(1), NULL, 0, 0, &freed));
+  EQ(freed, MIB(1));
+  EQ(stats_of(vm).fill_calls, 0); /* nothing was copied */
+  OK(vmem_compact(vm, MIB(2) + 1, NULL, 0, 0, NULL));
+  EQ(stats_of(vm).slab_bytes, MIB(6));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+/* Every address, read-only ones too, and every handle shows the pages in their new place. */
+static void aliases_and_handles(void) {
+  struct vmem_handle_info info = {.size = sizeof(info)};
+  vmem_handle all, one, never;
+  uint64_t other, freed;
+  CHECK(open_slabs(MIB(1), 0, MIB(64)));
+  OK(vMemReserve(vm, MIB(64), NULL, &other));
+  CHECK(scatter(160, 8));
+  OK(vmem_gather(vm, va, PAGE, 20, 8 * PAGE, &all));
+  OK(vMemMap(vm, other, 20 * PAGE, all, 0, VMEM_MAP_READONLY));
+  OK(vmem_retain(vm, va + 80 * PAGE, PAGE, &one));
+  OK(vMemUnmap(vm, va + 80 * PAGE, PAGE));
+  OK(vMemCreate(vm, 2 * PAGE, NULL, &never));
+  OK(vmem_drop_range(vm, all, 3 * PAGE, PAGE, 1, 0));
+  OK(compact(&freed));
+  CHECK(freed >= MIB(7));
+  OK(vmem_check(vm));
+  for (unsigned i = 0; i < 20; i++) CHECK(signed_with(other + i * PAGE, 8 * i));
+  EQ(vmem_fill(vm, other + 5 * PAGE, PAGE, 1), -EACCES);
+  OK(sign(va + 8 * PAGE, 4711));
+  CHECK(signed_with(other + PAGE, 4711)); /* one page still */
+  OK(sign(va + 8 * PAGE, 8));
+  OK(vMemMap(vm, va + 80 * PAGE, PAGE, one, 0, 0));
+  CHECK(all_there(va, 160, 8));
+  OK(vmem_handle_query(vm, one, &info));
+  EQ(info.mappings, 1);
+  OK(vMemRelease(vm, one));
+  EQ(vMemMap(vm, va + MIB(20), 20 * PAGE, all, 0, 0), -ERANGE); /* what was given back stays so */
+  OK(vMemMap(vm, va + MIB(20), 3 * PAGE, all, 0, 0));
+  for (unsigned i = 0; i < 3; i++) CHECK(signed_with(va + MIB(20) + i * PAGE, 8 * i));
+  OK(vMemMap(vm, va + MIB(30), 2 * PAGE, never, 0, 0));
+  EQ(GET(va + MIB(30)), 0);
+  OK(vmem_check(vm));
+  OK(vMemFree(vm, va, VMEM_FREE_UNMAP));
+  OK(vMemFree(vm, other, VMEM_FREE_UNMAP));
+  OK(vmem_drop(vm, all));
+  OK(vmem_drop(vm, never));
+  EQ(stats_of(vm).used_bytes, 0);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+/* A slab that an unfinished batch, a call or a reading is using stays; the others go. */
+static void what_is_busy_stays(void) {
+  int fd = eventfd(0, EFD_CLOEXEC), err;
+  struct vmem_after after = {.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd};
+  struct vmem_op op = {.op = VMEM_OP_UNMAP, .bytes = PAGE};
+  struct vm_access access = {.bytes = 1, .count = 1};
+  struct vm_ctx *c;
+  uint64_t one = 1, freed;
+  vmem_ticket t;
+  CHECK(open_slabs(MIB(1), 0, MIB(64)));
+  CHECK(scatter(160, 8));
+  op.addr = va + 64 * PAGE;
+  OK(vmem_submit(vm, &op, 1, &after, 1, 0, &t));
+  c = vm_get(vm, "test", &err);
+  access.addr = va + 96 * PAGE + 5;
+  pthread_mutex_lock(&c->lock);
+  c->accesses = &access;
+  pthread_mutex_unlock(&c->lock);
+  vm_put(c);
+  OK(compact(&freed));
+  EQ(freed, MIB(7)); /* those two, and one to hold the other 16 pages */
+  pthread_mutex_lock(&c->lock);
+  c->accesses = NULL;
+  pthread_mutex_unlock(&c->lock);
+  EQ(write(fd, &one, 8), 8);
+  OK(vmem_wait(vm, t, -1));
+  op = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = va + 64 * PAGE, .bytes = PAGE};
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  OK(sign(va + 64 * PAGE, 64));
+  CHECK(all_there(va, 160, 8));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+  close(fd);
+}
+
+static void *signal_later(void *arg) {
+  uint64_t one = 1;
+  usleep(20000);
+  return write(*(int *)arg, &one, 8) == 8 ? arg : NULL;
+}
+
+/* Nothing moves before the work in `after` is over. */
+static void waits_for_work(void) {
+  int fd = eventfd(0, EFD_CLOEXEC);
+  struct vmem_after after = {.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd};
+  pthread_t thread;
+  uint64_t freed, word;
+  void *done;
+  CHECK(open_slabs(MIB(1), 0, MIB(64)));
+  CHECK(scatter(160, 8));
+  EQ(pthread_create(&thread, NULL, signal_later, &fd), 0);
+  OK(vmem_compact(vm, UINT64_MAX, &after, 1, 0, &freed));
+  EQ(read(fd, &word, 8), 8); /* it was signalled before the call returned */
+  EQ(freed, MIB(8));
+  pthread_join(thread, &done);
+  CHECK(done);
+  CHECK(all_there(va, 160, 8));
+  EQ(vmem_compact(vm, 1, NULL, 1, 0, NULL), -EINVAL);
+  EQ(vmem_compact(vm, 1, NULL, 0, 1, NULL), -EINVAL);
+  EQ(vmem_compact(vm + 77, 1, NULL, 0, 0, NULL), -EBADF);
+  OK(vmem_close(vm));
+  close(fd);
+}
+
+/* Large pages move whole, and are still so. */
+static void large_pages(void) {
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(8), .page_size = MIB(2)};
+  struct vmem_range_info r = {.size = sizeof(r)};
+  uint64_t freed;
+  CHECK(open_slabs(MIB(8), 0, MIB(64)));
+  op.addr = va;
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  op.addr = va + MIB(8);
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  for (int i = 0; i < 8; i++)
+    if (i == 1 || i == 6)
+      OK(sign(va + i * MIB(2) + 9 * PAGE, i));
+    else
+      OK(vMemUnmap(vm, va + i * MIB(2), MIB(2)));
+  EQ(stats_of(vm).slab_bytes, MIB(16));
+  OK(compact(&freed));
+  EQ(freed, MIB(8));
+  for (int i = 1; i < 8; i += 5) {
+    CHECK(signed_with(va + i * MIB(2) + 9 * PAGE, i));
+    OK(vmem_range_query(vm, va + i * MIB(2) + PAGE, &r));
+    CHECK(r.flags & VMEM_RANGE_LARGE);
+    EQ(vMemUnmap(vm, va + i * MIB(2), PAGE), -EINVAL);
+  }
+  OK(vmem_check(vm));
+  OK(vMemUnmap(vm, va + MIB(2), MIB(2)));
+  OK(vMemUnmap(vm, va + MIB(12), MIB(2)));
+  EQ(stats_of(vm).used_bytes, 0);
+  OK(vmem_close(vm));
+}
+
+/* No slab is made for it, and slabs that are more than half full stay. */
+static void without_new_memory(void) {
+  uint64_t freed;
+  CHECK(open_slabs(MIB(1), MIB(4), MIB(64)));
+  CHECK(scatter(64, 1));
+  for (int i = 0; i < 64; i++)
+    if (i % 16 >= 10) OK(vMemUnmap(vm, va + i * PAGE, PAGE));
+  OK(compact(&freed));
+  EQ(freed, 0);
+  for (int i = 0; i < 16; i++)
+    if (i < 10 && i >= 5) OK(vMemUnmap(vm, va + i * PAGE, PAGE));
+  OK(compact(&freed));
+  EQ(freed, MIB(1));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+/* The pattern of a cache: tensors that grow in runs of 8, 90 % freed at random. */
+static void a_fragmented_cache(void) {
+  enum { TENSORS = 12, BLOCKS = 200, RUN = 8 };
+  static bool live[TENSORS * BLOCKS];
+  uint64_t freed;
+  struct vmem_stats s;
+  unsigned left = 0;
+  ONLY_HOST(); /* more memory than a software GPU has */
+  memset(live, 0, sizeof(live));
+  CHECK(open_slabs(MIB(16), 0, TENSORS * MIB(16)));
+  for (unsigned b = 0; b < BLOCKS; b += RUN)
+    for (unsigned t = 0; t < TENSORS; t++)
+      OK(change(VMEM_OP_POPULATE, va + t * MIB(16) + b * PAGE, RUN * PAGE, VMEM_OP_SPREAD));
+  for (unsigned i = 0; i < TENSORS * BLOCKS; i++) {
+    uint64_t page = va + i / BLOCKS * MIB(16) + i % BLOCKS * PAGE;
+    live[i] = !rnd(10);
+    left += live[i];
+    if (live[i])
+      OK(sign(page, i));
+    else
+      OK(vMemUnmap(vm, page, PAGE));
+  }
+  OK(vmem_trim(vm, 0, NULL));
+  CHECK(stats_of(vm).slab_bytes > 5 * left * PAGE);
+  OK(compact(&freed));
+  s = stats_of(vm);
+  EQ(s.used_bytes, left * PAGE);
+  CHECK(s.slab_bytes <= s.used_bytes + s.used_bytes / 10 + MIB(16));
+  for (unsigned i = 0; i < TENSORS * BLOCKS; i++)
+    if (live[i]) CHECK(signed_with(va + i / BLOCKS * MIB(16) + i % BLOCKS * PAGE, i));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+/* ---- failures -------------------------------------------------------------------------------- */
+
+static bool scene(bool handles, vmem_handle *h) {
+  uint64_t other;
+  if (!open_slabs(MIB(1), 0, MIB(64)) || !scatter(48, 8)) return false;
+  if (!handles) return true;
+  return !vMemReserve(vm, MIB(8), NULL, &other) && !vmem_gather(vm, va, PAGE, 6, 8 * PAGE, h) &&
+         !vMemMap(vm, other, 6 * PAGE, *h, 0, VMEM_MAP_READONLY);
+}
+
+/* Whichever driver call or allocation fails: contents are as they were, slabs moved before it are gone, and the call
+ * can be repeated. */
+static void each_call_fails(void) {
+  static const uint32_t kinds[] = {VMEM_INJECT_MAP | VMEM_INJECT_UNMAP | VMEM_INJECT_FILL | VMEM_INJECT_SLAB, VMEM_INJECT_HEAP};
+  for (int handles = 0; handles < 2; handles++)
+    for (int k = 0; k < 2; k++)
+      for (uint64_t nth = 0;; nth++) {
+        struct vmem_stats before, after;
+        uint64_t freed = 77;
+        vmem_handle h;
+        int ret;
+        CHECK(scene(handles, &h));
+        before = stats_of(vm);
+        OK(vmem_inject(vm, kinds[k], nth, 1, k ? ENOMEM : EIO));
+        ret = compact(&freed);
+        OK(vmem_inject(vm, 0, 0, 0, 0));
+        after = stats_of(vm);
+        OK(vmem_check(vm));
+        EQ(after.slab_bytes + freed, before.slab_bytes);
+        EQ(after.used_bytes, before.used_bytes);
+        EQ(after.mapped_bytes, before.mapped_bytes);
+        EQ(after.quarantined_bytes, 0);
+        CHECK(all_there(va, 48, 8));
+        if (ret) {
+          EQ(ret, k ? -ENOMEM : -EIO);
+          OK(compact(&freed));
+          EQ(stats_of(vm).slab_bytes, MIB(1));
+          CHECK(all_there(va, 48, 8));
+          OK(vmem_check(vm));
+        }
+        OK(vMemUnmap(vm, va + 8 * PAGE, PAGE));
+        OK(vmem_close(vm));
+        if (!ret && freed == MIB(2)) break;
+        CHECK(nth < 200);
+      }
+}
+
+/* Where the undo fails too, what is lost is quarantined and named, and the rest goes on. */
+static void undo_fails(void) {
+  for (uint64_t nth = 0; nth < 12; nth++) {
+    vmem_handle h;
+    uint64_t freed;
+    int ret;
+    CHECK(scene(true, &h));
+    OK(vmem_inject(vm, VMEM_INJECT_MAP | VMEM_INJECT_UNMAP, nth, 1000, EIO));
+    ret = compact(&freed);
+    OK(vmem_inject(vm, 0, 0, 0, 0));
+    CHECK(ret == -EIO || ret == -ENOTRECOVERABLE);
+    CHECK((ret == -ENOTRECOVERABLE) == (stats_of(vm).quarantined_bytes != 0));
+    OK(vmem_check(vm));
+    OK(compact(&freed));
+    OK(vmem_check(vm));
+    OK(vmem_drop(vm, h));
+    OK(vmem_check(vm));
+    OK(vmem_close(vm));
+  }
+}
+
+/* A back end that takes a batch in one call. */
+static struct vm_backend fake;
+static int fail_at;
+
+static int fake_bind(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *r) {
+  for (r->done = 0; r->done < n; r->done++) {
+    const struct vm_bind_op *op = &ops[r->done];
+    if (fail_at-- == 0) return vm_fail(-EIO, "refused");
+    if (op->kind == VM_BIND_UNMAP ? vm_backend_host.unmap(be, op->addr, op->bytes, op->sparse)
+                                  : vm_backend_host.map(be, op->addr, op->bytes, op->slab, op->offset, op->flags, op->sparse))
+      return -EIO;
+  }
+  return 0;
+}
+
+static void in_one_call(void) {
+  ONLY_HOST();
+  for (int nth = -1; nth < 24; nth++) {
+    uint64_t freed;
+    vmem_handle h;
+    int err;
+    struct vm_ctx *c;
+    CHECK(scene(true, &h));
+    c = vm_get(vm, "test", &err);
+    fake = vm_backend_host;
+    fake.bind = fake_bind;
+    c->be = &fake;
+    vm_put(c);
+    fail_at = nth;
+    err = compact(&freed);
+    CHECK(!err || err == -EIO);
+    fail_at = -1;
+    CHECK(all_there(va, 48, 8));
+    OK(vmem_check(vm));
+    OK(compact(&freed));
+    EQ(stats_of(vm).slab_bytes, MIB(1));
+    CHECK(all_there(va, 48, 8));
+    OK(vmem_check(vm));
+    OK(vmem_close(vm));
+  }
+}
+
+/* ---- a model --------------------------------------------------------------------------------- */
+
+enum { GRANULES = 384, HANDLES = 24 };
+
+static struct {
+  uint64_t page[GRANULES]; /* what is mapped: index in words; 0 = nothing */
+  bool read_only[GRANULES];
+  struct {
+    vmem_handle h;
+    uint32_t n;
+    uint64_t page[8]; /* 0 = given back */
+  } hdl[HANDLES];
+  uint64_t word[1 << 16]; /* of a page; 0: never written */
+  uint64_t pages, freed;
+} model;
+
+static bool model_holds(void) {
+  for (uint32_t i = 0; i < GRANULES; i++) {
+    uint64_t p = model.page[i];
+    if (!p) continue;
+    if (model.word[p] ? !signed_with(va + i * PAGE, model.word[p]) : GET(va + i * PAGE) != 0) {
+      printf("granule %u does not show page %llu\n", i, (unsigned long long)p);
+      return false;
+    }
+  }
+  return true;
+}
+
+static bool free_at(uint32_t i, uint32_t n) {
+  for (uint32_t k = 0; k < n; k++)
+    if (i + k >= GRANULES || model.page[i + k]) return false;
+  return true;
+}
+
+static void model_step(void) {
+  uint32_t i = rnd(GRANULES), n = 1 + rnd(8), k = rnd(HANDLES), j;
+  uint64_t freed;
+  if (i + n > GRANULES) n = GRANULES - i;
+  switch (rnd(12)) {
+    case 0:
+    case 1:
+    case 2: /* populate */
+      if (!free_at(i, n)) break;
+      if (change(VMEM_OP_POPULATE, va + i * PAGE, n * PAGE, rnd(2) ? VMEM_OP_SPREAD : 0)) break;
+      for (j = i; j < i + n; j++) {
+        model.page[j] = ++model.pages;
+        model.word[model.pages] = 0;
+        model.read_only[j] = false;
+      }
+      break;
+    case 3:
+    case 4:
+    case 5: /* unmap */
+      OK(change(VMEM_OP_UNMAP, va + i * PAGE, n * PAGE, VMEM_OP_HOLES));
+      for (j = i; j < i + n; j++) model.page[j] = 0;
+      break;
+    case 6: /* write */
+      for (j = i; j < i + n; j++)
+        if (model.page[j] && !model.read_only[j]) {
+          model.word[model.page[j]] = ((uint64_t)rnd(1u << 30) << 8) + 1;
+          OK(sign(va + j * PAGE, model.word[model.page[j]]));
+        }
+      break;
+    case 7: /* a handle to what is mapped, or the end of one */
+      if (model.hdl[k].h) {
+        OK(vmem_drop(vm, model.hdl[k].h));
+        model.hdl[k].h = 0;
+        break;
+      }
+      for (j = i; j < i + n; j++)
+        if (!model.page[j]) return;
+      OK(vmem_retain(vm, va + i * PAGE, n * PAGE, &model.hdl[k].h));
+      model.hdl[k].n = n;
+      for (j = 0; j < n; j++) model.hdl[k].page[j] = model.page[i + j];
+      break;
+    case 8: /* new pages, not mapped yet */
+      if (model.hdl[k].h || vMemCreate(vm, n * PAGE, NULL, &model.hdl[k].h)) break;
+      model.hdl[k].n = n;
+      for (j = 0; j < n; j++) {
+        model.hdl[k].page[j] = ++model.pages;
+        model.word[model.pages] = 0;
+      }
+      break;
+    case 9: /* a second address */
+      if (!model.hdl[k].h || !free_at(i, model.hdl[k].n)) break;
+      for (j = 0; j < model.hdl[k].n; j++)
+        if (!model.hdl[k].page[j]) return;
+      n = rnd(2) ? VMEM_MAP_READONLY : 0;
+      OK(vMemMap(vm, va + i * PAGE, model.hdl[k].n * PAGE, model.hdl[k].h, 0, n));
+      for (j = 0; j < model.hdl[k].n; j++) {
+        model.page[i + j] = model.hdl[k].page[j];
+        model.read_only[i + j] = n;
+      }
+      break;
+    case 10: /* a part of a handle goes */
+      if (!model.hdl[k].h || !model.hdl[k].page[j = rnd(model.hdl[k].n)]) break;
+      OK(vmem_drop_range(vm, model.hdl[k].h, j * PAGE, PAGE, 1, 0));
+      model.hdl[k].page[j] = 0;
+      break;
+    default: /* now and then with a failure */
+      if (rnd(3) == 0) OK(vmem_inject(vm, rnd(2) ? VMEM_INJECT_HEAP : VMEM_INJECT_HEAP - 1, rnd(40), 1, ENOMEM));
+      j = (uint32_t)-vmem_compact(vm, rnd(2) ? UINT64_MAX : MIB(1), NULL, 0, 0, &freed);
+      OK(vmem_inject(vm, 0, 0, 0, 0));
+      CHECK(j == 0 || j == ENOMEM);
+      model.freed += freed;
+      CHECK(model_holds());
+  }
+}
+
+static void random_model(void) {
+  const char *from = getenv("COMPACT_SEED");
+  const int steps = on_host() ? 6000 : 1500;
+  for (int background = 0; background < 1 + on_host(); background++) {
+    seed = from ? strtoull(from, NULL, 0) : 88172645463325252ull + (uint64_t)getpid() * 7919;
+    printf("COMPACT_SEED=%llu\n", (unsigned long long)seed);
+    memset(&model, 0, sizeof(model));
+    CHECK(open_slabs(MIB(1), MIB(24), GRANULES * PAGE));
+    if (background) { /* pages come back dirty, as on a GPU */
+      int err;
+      struct vm_ctx *c = vm_get(vm, "test", &err);
+      fake = vm_backend_host;
+      fake.discard = NULL;
+      c->be = &fake;
+      c->clean.background = true;
+      vm_put(c);
+    }
+    for (int step = 0; step < steps; step++) {
+      model_step();
+      if (failures_here) return;
+      OK(vmem_check(vm));
+    }
+    CHECK(model_holds());
+    CHECK(model.freed > MIB(20));
+    for (int k = 0; k < HANDLES; k++)
+      if (model.hdl[k].h) OK(vmem_drop(vm, model.hdl[k].h));
+    OK(vMemFree(vm, va, VMEM_FREE_UNMAP));
+    EQ(stats_of(vm).used_bytes, 0);
+    OK(vmem_check(vm));
+    OK(vmem_close(vm));
+  }
+}
+
+/* ---- threads --------------------------------------------------------------------------------- */
+
+static bool stop;
+static int bad;
+
+/* Changes its own part of the addresses; a page of it that is moving is -EBUSY, for a while. */
+static void *user(void *arg) {
+  uint64_t base = va + (uint64_t)(uintptr_t)arg * MIB(8), r = 12345 + (uint64_t)(uintptr_t)arg;
+  uint64_t word[128] = {0};
+  while (!__atomic_load_n(&stop, __ATOMIC_RELAXED)) {
+    uint32_t i = (uint32_t)((r = r * 6364136223846793005ull + 1442695040888963407ull) >> 40) % 128;
+    int err = 0;
+    if (!word[i]) {
+      do err = change(VMEM_OP_POPULATE, base + i * PAGE, PAGE, 0);
+      while (err == -EBUSY);
+      if (!err) {
+        do err = sign(base + i * PAGE, r);
+        while (err == -EBUSY);
+        word[i] = r;
+      }
+    } else {
+      uint64_t w[2];
+      do err = vmem_read(vm, w, base + i * PAGE, sizeof(w));
+      while (err == -EBUSY);
+      if (err || w[0] != word[i]) bad = 1;
+      do err = change(VMEM_OP_UNMAP, base + i * PAGE, PAGE, 0);
+      while (err == -EBUSY);
+      word[i] = 0;
+    }
+    if (err) bad = err;
+  }
+  return NULL;
+}
+
+static void among_threads(void) {
+  pthread_t t[3];
+  CHECK(open_slabs(MIB(1), 0, MIB(64)));
+  stop = false;
+  bad = 0;
+  for (uintptr_t i = 0; i < 3; i++) EQ(pthread_create(&t[i], NULL, user, (void *)i), 0);
+  for (int i = 0; i < 300; i++) {
+    int err = compact(NULL);
+    if (err) bad = err;
+    if (i % 50 == 0 && vmem_check(vm)) bad = -EIO;
+    usleep(300);
+  }
+  __atomic_store_n(&stop, true, __ATOMIC_RELAXED);
+  for (int i = 0; i < 3; i++) pthread_join(t[i], NULL);
+  EQ(bad, 0);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+MAIN(TEST(empties_slabs), TEST(as_much_as_wanted), TEST(aliases_and_handles), TEST(what_is_busy_stays), TEST(waits_for_work),
+     TEST(large_pages), TEST(without_new_memory), TEST(a_fragmented_cache), TEST(each_call_fails), TEST(undo_fails),
+     TEST(in_one_call), TEST(random_model), TEST(among_threads))
