@@ -130,9 +130,6 @@ int vm_drv_unalias(struct vm_ctx *c, struct vm_slab *s) {
   vm_undo_end();
   if (err && !gone) return err;
   s->alias = 0;
-  pthread_mutex_lock(&c->lock);
-  c->alias_mappings--;
-  pthread_mutex_unlock(&c->lock);
   return 0;
 }
 

@@ -459,8 +459,10 @@ static int slab_entry(struct vm_ctx *c, uint32_t *index) {
   return 0;
 }
 
+/* The slab is nobody's any more, but its destroyer's. */
 static void entry_free(struct vm_ctx *c, struct vm_slab *s) {
   c->slabs[s->index] = NULL;
+  if (s->alias) c->alias_mappings--;
   if (s->index < c->slab_hint) c->slab_hint = s->index;
   c->slab_bytes -= s->bytes;
   c->live_slabs--;

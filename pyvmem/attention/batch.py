@@ -165,7 +165,8 @@ class Batch:
         self.__dict__.pop("runs", None)
 
     def _int32(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
+        with torch.inference_mode(False):  # `advance` writes it, inside that mode or not
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     @cached_property
     def slots(self) -> torch.Tensor:
@@ -184,7 +185,8 @@ class Batch:
 
     @cached_property
     def _where(self) -> torch.Tensor:
-        return torch.tensor(self._rows(), device=self.device)
+        with torch.inference_mode(False):
+            return torch.tensor(self._rows(), device=self.device)
 
     def _rows(self) -> tuple[list[int], list[int], list[int]]:
         rows: tuple[list[int], list[int], list[int]] = ([], [], [])
@@ -217,7 +219,8 @@ class Batch:
         made = self.__dict__.get("_table")
         if made is None or made[0] != blocks:
             shape = (len(self.reqids), blocks.per_slot)
-            made = (blocks, torch.empty(shape, dtype=torch.int32, device=self.device))
+            with torch.inference_mode(False):  # `advance` writes it, inside that mode or not
+                made = (blocks, torch.empty(shape, dtype=torch.int32, device=self.device))
             self._number(*made)
             self.__dict__["_table"] = made
         return made[1]

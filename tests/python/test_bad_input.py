@@ -30,8 +30,9 @@ def refused(
 
     def state() -> dict[str, int]:
         record = dataclasses.asdict(context.stats())
-        # Pages are zeroed in the background on a GPU, through a mapping of their slab.
-        ignored = {"driver_ns", "worker_driver_ns", "dirty_bytes", "mappings"}
+        ignored = {"driver_ns", "worker_driver_ns"}
+        if context.cuda_device is not None:  # pages are zeroed in the background
+            ignored |= {"dirty_bytes", "mappings", "slab_calls", "fill_calls"}
         if calls:
             ignored |= {"slab_calls", "map_calls", "unmap_calls", "fill_calls"}
             ignored |= {"peak_used_bytes", "peak_mapped_bytes"}

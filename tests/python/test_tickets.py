@@ -128,6 +128,9 @@ class Interrupt(Exception):
     """Stands for KeyboardInterrupt."""
 
 
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="from Python 3.12 on, opcode tracing misses some points"
+)
 @pytest.mark.parametrize("fails", [False, True])
 def test_interrupted_anywhere(context: pyvmem.Context, fails: bool) -> None:
     """An exception before any opcode of wait: the next wait says the same as ever."""
