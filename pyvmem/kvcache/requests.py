@@ -242,20 +242,25 @@ class RequestCalls(CacheBase):
         with self._lock, self._journal:
             return admission.can_admit([self._open_core()], seq_lens, matches)
 
-    def trim(self, prefixes: bool = False) -> int:
+    def trim(self, prefixes: bool = False, compact: bool = False, stream: Any = None) -> int:
         """Unmaps all pages of no request and gives the pool's free memory back to the device.
 
         Waits for the GPU work on freed slots.
 
         Args:
-            prefixes: evict the recorded prefixes that no request uses, too, also those that
-                matches lease: `alloc_prefix` then raises PrefixEvicted for them.
+            prefixes: evict the recorded prefixes that no request uses, too.
+            compact: also move pages of running requests and recorded prefixes together, so that the
+                memory between them goes back (`Context.compact`). Waits for all work of the device;
+                none may be launched on the cache until this returns.
+            stream: with `compact`, the stream of the last work on running requests, as in `step`.
 
         Returns:
             Bytes that the context has given back to the device meanwhile.
 
         Raises:
+            NotSupported: `compact` in a context that is not the cache's own.
             VMemError: a batch failed; its pages are still there, the cache is consistent.
         """
+        check(stream)
         with self._lock, self._journal:
-            return idle.trim(self._open_core(), prefixes)
+            return idle.trim(self._open_core(), prefixes, compact, stream)
