@@ -123,7 +123,8 @@ class LayeredRequests(Closing):
             prefixes = cores[0].prefixes
             match, length = prefixes.wanted(tokens, leave, namespace)
             try:
-                if match.length:
+                begins = prefixes.can_begin(match)
+                if begins:
                     reqid = prefixes.alloc(match, stream)
                     for core in cores:
                         core.prepare()
@@ -132,7 +133,7 @@ class LayeredRequests(Closing):
             finally:
                 if match is not tokens:
                     match.release()
-            return None if reqid is None else (reqid, match.length)
+            return None if reqid is None else (reqid, match.length if begins else 0)
 
     # ---- preemption and admission ----------------------------------------------------------------
 

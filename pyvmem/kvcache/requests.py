@@ -151,8 +151,10 @@ class RequestCalls(CacheBase):
             namespace: as in `record`; not used with a match.
 
         Returns:
-            The reqid and the tokens that it holds already, 0 where nothing is recorded; None, with
-            nothing changed, when every slot is taken or memory is short: a match keeps its lease.
+            The reqid and the tokens that it holds already; 0 where nothing is recorded, or where no
+            slot could be emptied without a wait for GPU work of its earlier owner; None, with
+            nothing changed, when every slot is taken or memory is short. With 0 and None a match
+            keeps its lease.
 
         Raises:
             InvalidArgument: bad tokens or namespace, more tokens than `max_seq_len`, or another
@@ -165,7 +167,7 @@ class RequestCalls(CacheBase):
             core = self._open_core()
             match, length = core.prefixes.wanted(tokens, leave, namespace)
             try:
-                if not match.length:
+                if not core.prefixes.can_begin(match):
                     reqid = core.alloc(length)
                     return None if reqid is None else (reqid, 0)
                 reqid = core.prefixes.alloc(match, stream)
