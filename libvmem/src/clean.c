@@ -69,10 +69,16 @@ static void follow(struct vm_ctx *c, vm_event *last, vm_event e) {
   *last = e;
 }
 
-static int zero_begin(struct vm_ctx *c, struct vm_plan *p) {
+int vm_plan_aliases(struct vm_ctx *c, struct vm_plan *p) {
   const struct vm_run *runs = p->zeros.v;
   int err = 0;
   for (size_t i = 0; i < p->zeros.n && !err; i++) err = vm_slab_alias(c, runs[i].slab, VMEM_INJECT_SLAB);
+  return err;
+}
+
+static int zero_begin(struct vm_ctx *c, struct vm_plan *p) {
+  const struct vm_run *runs = p->zeros.v;
+  int err = vm_plan_aliases(c, p);
   if (err) return err;
   pthread_mutex_lock(&c->lock);
   while (c->clean.issuing) pthread_cond_wait(&c->done_cond, &c->lock);

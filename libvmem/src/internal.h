@@ -340,6 +340,8 @@ struct vm_plan;
 
 /* clean.c: zeroing through the slabs' own mappings. Lock not held, except where said. */
 int vm_slab_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind); /* makes the mapping, once */
+/* Makes the mappings through which vm_plan_zero works: what it takes from the driver. */
+int vm_plan_aliases(struct vm_ctx *c, struct vm_plan *p);
 /* Zeroes what the plan has claimed, and waits for it; or, with `over`, says whether it is over: if not, it is to be
  * called again. Nothing of the plan may be mapped before. After an error the plan can only be cancelled. */
 int vm_plan_zero(struct vm_ctx *c, struct vm_plan *p, bool *over);

@@ -31,21 +31,28 @@ static struct {
 
 static struct vm_backend fake;
 
+/* Lock held: an event that somebody sees is complete. */
+static vm_event next_event(void) {
+  vm_event e = ++gpu.n;
+  memset(&gpu.e[e], 0, sizeof(gpu.e[e]));
+  return e;
+}
+
 static vm_event new_event(void) {
   vm_event e;
   pthread_mutex_lock(&gpu.lock);
-  e = ++gpu.n;
-  memset(&gpu.e[e], 0, sizeof(gpu.e[e]));
+  e = next_event();
   pthread_mutex_unlock(&gpu.lock);
   return e;
 }
 
 static int fake_fill(void *be, const struct vm_be_range *r, size_t n, uint8_t value, const vm_event *after,
                      size_t num_after, vm_event *done) {
-  vm_event e = new_event();
+  vm_event e;
   (void)be;
   if (n > MAX_RANGES) return vm_fail(-EIO, "too many ranges for the stand-in");
   pthread_mutex_lock(&gpu.lock);
+  e = next_event();
   gpu.e[e].fill = true;
   gpu.e[e].value = value;
   gpu.e[e].n = n;

@@ -382,22 +382,44 @@ static void copied_to_in_flight(void) {
 /* A driver that is suspended for too long while the worker has pages zeroed: the batch fails with that, and is not
  * taken for one whose zeroing is under way. */
 static void suspended(void) {
-  static const uint32_t kinds[] = {VMEM_INJECT_SLAB, VMEM_INJECT_FILL};
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(1)};
   vmem_ticket t;
-  for (size_t k = 0; k < 2; k++) {
+  CHECK(open_gpu(false, MIB(1)));
+  OK(change(VMEM_OP_POPULATE, va, MIB(1), VMEM_OP_DIRTY));
+  taint(va, MIB(1));
+  OK(change(VMEM_OP_UNMAP, va, MIB(1), 0));
+  op.addr = va;
+  OK(vmem_inject(vm, VMEM_INJECT_FILL, 0, 1, EAGAIN));
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+  EQ(vmem_wait(vm, t, -1), -EAGAIN);
+  EQ(stats_of(vm).mapped_bytes, 0);
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+  OK(vmem_wait(vm, t, -1));
+  CHECK(all(va, MIB(1), 0));
+  OK(vmem_check(vm));
+  OK(close_gpu());
+}
+
+/* What a submitted batch needs so that its pages can be zeroed is there, or missing, when the call returns. */
+static void short_at_submit(void) {
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE};
+  struct vmem_stats before, after;
+  vmem_ticket t;
+  for (uint64_t nth = 0; nth < 2; nth++) { /* the addresses, the mapping */
     CHECK(open_gpu(false, MIB(1)));
     OK(change(VMEM_OP_POPULATE, va, MIB(1), VMEM_OP_DIRTY));
     taint(va, MIB(1));
     OK(change(VMEM_OP_UNMAP, va, MIB(1), 0));
     op.addr = va;
-    OK(vmem_inject(vm, kinds[k], 0, 1, EAGAIN));
-    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
-    EQ(vmem_wait(vm, t, -1), -EAGAIN);
-    EQ(stats_of(vm).mapped_bytes, 0);
+    before = stats_of(vm);
+    OK(vmem_inject(vm, VMEM_INJECT_SLAB, nth, 1, ENOMEM));
+    EQ(vmem_submit(vm, &op, 1, NULL, 0, 0, &t), -ENOMEM);
+    after = stats_of(vm);
+    CHECK(same_state(&before, &after));
+    EQ(after.tickets, 0);
     OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
     OK(vmem_wait(vm, t, -1));
-    CHECK(all(va, MIB(1), 0));
+    CHECK(all(va, PAGE, 0));
     OK(vmem_check(vm));
     OK(close_gpu());
   }
@@ -599,5 +621,5 @@ static void random_walk(void) {
 
 MAIN(TEST(after_a_failed_map), TEST(a_failed_map_and_another_batch), TEST(two_batches_one_page), TEST(twice_in_one_batch),
      TEST(read_only), TEST(in_the_background), TEST(clean_pages_first), TEST(taken_in_flight), TEST(copied_to_in_flight),
-     TEST(suspended), TEST(submitted), TEST(failures), TEST(trimmed), TEST(trimmed_after_a_hold), TEST(limit_on_aliases),
+     TEST(suspended), TEST(short_at_submit), TEST(submitted), TEST(failures), TEST(trimmed), TEST(trimmed_after_a_hold), TEST(limit_on_aliases),
      TEST(random_walk))

@@ -60,7 +60,10 @@ static int submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const s
   if (!(err = vm_worker_start(c)) && !(err = vm_deps_make(c, after, num_after, &job->deps))) {
     if (!(err = vm_plan_make(c, ops, n, &job->plan))) {
       job->gpu_waits = vm_plan_only_fills(&job->plan);
-      if (!(err = vm_plan_may_run_on(c, &job->plan, fill_ended, job->ticket)) && !(err = queue_job(c, job, ticket))) return 0;
+      /* What can be short is taken now. */
+      err = vm_plan_aliases(c, &job->plan);
+      if (!err) err = vm_plan_may_run_on(c, &job->plan, fill_ended, job->ticket);
+      if (!err && !(err = queue_job(c, job, ticket))) return 0;
       VM_UNDO(vm_plan_cancel(c, &job->plan));
     }
     VM_UNDO(vm_deps_put(c, &job->deps));
