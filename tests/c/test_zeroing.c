@@ -621,5 +621,6 @@ static void random_walk(void) {
 
 MAIN(TEST(after_a_failed_map), TEST(a_failed_map_and_another_batch), TEST(two_batches_one_page), TEST(twice_in_one_batch),
      TEST(read_only), TEST(in_the_background), TEST(clean_pages_first), TEST(taken_in_flight), TEST(copied_to_in_flight),
-     TEST(suspended), TEST(short_at_submit), TEST(submitted), TEST(failures), TEST(trimmed), TEST(trimmed_after_a_hold), TEST(limit_on_aliases),
+     TEST(suspended), TEST(short_at_submit),
+     TEST(submitted), TEST(failures), TEST(trimmed), TEST(trimmed_after_a_hold), TEST(limit_on_aliases),
      TEST(random_walk))
