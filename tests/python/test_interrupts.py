@@ -340,16 +340,18 @@ def step_takes_a_surplus(engine: Engine) -> Steps:
 
 @scenario
 def step_refuses_a_surplus(engine: Engine) -> Steps:
-    """The driver has mappings for what is wanted, not for more."""
+    """The first try, with the surplus, finds no memory."""
     cache, reqid = _surplus(engine)
     want = lens(cache, {reqid: 5 * ROWS})
 
     def call() -> None:
-        engine.context.inject(Inject.MAP, count=1)
-        assert cache.step(want) == 0
+        engine.context.inject(Inject.HEAP, count=1)
+        try:
+            assert cache.step(want) == 0
+        finally:
+            engine.context.inject(0, count=0)
 
     def again() -> None:
-        engine.context.inject(0, count=0)
         _growing(engine, cache, {reqid: 5 * ROWS})[1]()
 
     return call, again
