@@ -42,9 +42,10 @@ from test_kvcache_layers import uneven
 
 from pyvmem import BadHandle, Caps, Context, Inject, InvalidArgument, KVCache
 from pyvmem.kvcache import Budget, LayeredCache, PrefixEvicted
+from pyvmem.kvcache.journal import Journal
 
-SAMPLE = 60  # points of a scenario in `make test`
-SECOND = 14  # pairs of points
+SAMPLE = 24  # points of a scenario in `make test`
+SECOND = 6  # pairs of points
 TENSORS = 2 * LAYERS
 UNIT = 16  # rows of a layered cache that fill whole pages in all classes
 
@@ -1345,6 +1346,33 @@ def test_signals() -> None:
                 outcome.places.insert(0, name)
                 seen.append(((1,), outcome))
     fail_with("signals", len(seen), seen)
+
+
+def test_a_recovery_that_was_ended_is_taken_up_though_nothing_is_left_to_undo() -> None:
+    """Counts that are no book are made again, from the beginning."""
+
+    class Counts:
+        made = 0
+
+        def rebuild(self) -> None:
+            self.made += 1
+            if self.made < 3:
+                raise Interrupted
+
+    counts, journal = Counts(), Journal()
+    journal.books.append(counts)  # type: ignore[arg-type]
+
+    def call(error: type[BaseException] | None = None) -> None:
+        with journal:
+            if error is not None:
+                raise error
+
+    for error in (Interrupted, None):
+        with pytest.raises(Interrupted):
+            call(error)
+    for _ in range(2):
+        call()
+    assert counts.made == 3
 
 
 # ---- the tracer itself ---------------------------------------------------------------------------
