@@ -98,8 +98,9 @@ class LateEvents:
             event.close()
 
     def _end(self) -> None:
-        event = self._waiting.popleft()[1]
-        event.set()
+        event = self._waiting[0][1]
+        event.set()  # may be interrupted, and is done again then
+        self._waiting.popleft()
         self._ended.append(event)
         if len(self._ended) > 16:  # the call that it was made for has it by now
             self._ended.popleft().close()
