@@ -35,7 +35,7 @@ def can_admit(
         return False
     if not all(core.runs.fits([core.layout.pages_for(one) for one in lengths]) for core in cores):
         return False
-    if not all(core.pager.can_have(need, {}) for core, need in zip(cores, pages, strict=True)):
+    if not all(core.pager.could_have(need) for core, need in zip(cores, pages, strict=True)):
         return False
     return len(cores) == 1 or _fit_together(cores, pages)
 

@@ -227,6 +227,13 @@ class Share:
         stopped = [one.core.pager.stop_promoting() for one in self._rest()]
         return any(stopped)
 
+    def unsettled(self) -> int:
+        """Bytes above their floors that the other caches would give back after a wait."""
+        return sum(
+            min(one.core.pager.unsettled * one.core.layout.page_size, one._excess())
+            for one in self._rest()
+        )
+
     def begin_cuts(self, nbytes: int) -> None:
         """Lets the others begin to unmap pages of no request until so many bytes are on the way."""
         for one in self._by_excess():

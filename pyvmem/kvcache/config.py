@@ -140,6 +140,9 @@ class KVCacheConfig:
         idle_seconds: after so long without a call that takes, gives or steps a request, unmap
             all pages of no request and give the pool's memory back to the device; 0: never.
         idle_prefixes: recorded prefixes go then too.
+        idle_compact: pages of running requests move together then, as in ``trim(compact=True)``:
+            the engine promises to launch no work on the cache between `idle_seconds` after its last
+            call and its next `step`. Only in a context of the cache's own.
     """
 
     num_layers: int
@@ -162,6 +165,7 @@ class KVCacheConfig:
     packed_slots: bool = False
     idle_seconds: float = 0.0
     idle_prefixes: bool = False
+    idle_compact: bool = False
     tensors_per_layer: int = 2
     window: int = 0
     window_tile: int = 192

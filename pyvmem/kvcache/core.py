@@ -74,6 +74,7 @@ class Core(Accounts):
         self.prefixes = Prefixes(self)
         self.mover = Mover(self)
         self.pager.stop_promoting = self.mover.stop_promoting
+        self.pager.promoting = self.mover.promoting
         self.runs = Runs(self)
         self.pager.goals, self.pager.grown = self.runs.goals, self.runs.grown
         self.pager.relieve = self.runs.relieve
@@ -184,8 +185,6 @@ class Core(Accounts):
                 raise invalid(
                     f"seq_lens[{index}] is {length}; max_seq_len is {longest}", limit=longest
                 )
-            if slot.mapped > slot.granted and slot.stale:
-                self.pager.release(slot)
             want.append((slot, pages_for(length)))
         return want
 

@@ -23,7 +23,15 @@ from pyvmem.streams import (
     work_of,
 )
 
-__all__ = ["is_over", "order_after", "order_ticket", "prune", "record", "wait_for"]
+__all__ = [
+    "is_over",
+    "order_after",
+    "order_ticket",
+    "prune",
+    "record",
+    "wait_for",
+    "wait_for_device",
+]
 
 
 class _HeldFd(FdEvent):
@@ -136,3 +144,13 @@ def order_ticket(ticket: Any, stream: Any, device: int | None) -> None:
         ticket.wait()
     else:
         ticket.order(stream)
+
+
+def wait_for_device(stream: Any, device: int | None) -> None:
+    """Returns when the work on `stream` is over, and all other work of the device (None: host)."""
+    wait_for(record(stream, device))
+    if device is not None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize(device)

@@ -8,18 +8,20 @@ those calls nothing.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import weakref
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import VMemError
+from pyvmem.errors import NotSupported, VMemError
+from pyvmem.kvcache.events import wait_for_device
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.core import Core
 
-__all__ = ["IdleThread", "begin_trim", "trim", "unmap_idle"]
+__all__ = ["IdleThread", "begin_trim", "compact", "trim", "unmap_idle"]
 
 _log = logging.getLogger("pyvmem.kvcache")
 _LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
@@ -38,13 +40,35 @@ def begin_trim(core: Core, prefixes: bool, leased: bool = False) -> bool:
     return not core.reclaimer.cuts
 
 
-def trim(core: Core, prefixes: bool) -> int:
+def trim(core: Core, prefixes: bool, compacting: bool = False, stream: Any = None) -> int:
     """See `KVCache.trim`."""
     before = core.context.stats().slab_bytes
     unmap_idle(core, prefixes)
     core.context.trim(0)
+    if compacting:
+        compact(core, stream)
     core.reclaimer.raise_errors()
     return max(0, before - core.context.stats().slab_bytes)
+
+
+def compact(core: Core, stream: Any, *, owned: bool | None = None) -> int:
+    """Empties slabs that are used in part; returns the bytes given back to the device.
+
+    `owned`: whether all of the context's pages are the caller's; None: by the cache alone.
+
+    Raises:
+        NotSupported: the context is not the cache's own.
+    """
+    if not (core.parts.owns_context if owned is None else owned):
+        raise NotSupported(
+            "compact: the context is not the cache's own, and others may be using its pages; "
+            "Context.compact is for who knows them all",
+            errno=errno.EOPNOTSUPP,
+            op="KVCache.trim",
+        )
+    with core.counters.waiting():
+        wait_for_device(stream, core.device)
+        return core.context.compact()
 
 
 def unmap_idle(core: Core, prefixes: bool) -> None:
@@ -116,6 +140,8 @@ class IdleThread(threading.Thread):
                 if not begin_trim(core, core.config.idle_prefixes):
                     return False
                 core.context.trim(0)
+                if core.config.idle_compact and core.parts.owns_context:
+                    compact(core, None)
             except VMemError as error:
                 core.reclaimer.errors.append(error)  # the next step raises it
             return True

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.kvcache import admission, swap, truncate
+from pyvmem.kvcache import admission, idle, swap, truncate
 from pyvmem.kvcache.base import Closing
 from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.events import record
@@ -15,6 +15,7 @@ from pyvmem.kvcache.joint import fork_all
 from pyvmem.streams import check
 
 if TYPE_CHECKING:
+    from pyvmem.context import Context
     from pyvmem.kvcache.cache import KVCache
     from pyvmem.kvcache.journal import Journal
     from pyvmem.kvcache.leases import PrefixMatch
@@ -33,6 +34,7 @@ class LayeredRequests(Closing):
 
     _lock: Turns
     _journal: Journal
+    _owned: Context | None
     caches: tuple[KVCache, ...]
 
     def _open(self) -> list[Core]:
@@ -123,7 +125,8 @@ class LayeredRequests(Closing):
             prefixes = cores[0].prefixes
             match, length = prefixes.wanted(tokens, leave, namespace)
             try:
-                if match.length:
+                begins = prefixes.can_begin(match)
+                if begins:
                     reqid = prefixes.alloc(match, stream)
                     for core in cores:
                         core.prepare()
@@ -132,7 +135,7 @@ class LayeredRequests(Closing):
             finally:
                 if match is not tokens:
                     match.release()
-            return None if reqid is None else (reqid, match.length)
+            return None if reqid is None else (reqid, match.length if begins else 0)
 
     # ---- preemption and admission ----------------------------------------------------------------
 
@@ -156,11 +159,17 @@ class LayeredRequests(Closing):
         with self._lock, self._journal:
             return admission.can_admit(self._open(), seq_lens, matches)
 
-    def trim(self, prefixes: bool = False) -> int:
+    def trim(self, prefixes: bool = False, compact: bool = False, stream: Any = None) -> int:
         """As `KVCache.trim`; returns the bytes given back to the device."""
+        check(stream)
         with self._lock, self._journal:
-            self._open()
-            return sum(cache.trim(prefixes) for cache in self.caches)
+            cores = self._open()
+            before = cores[0].context.stats().slab_bytes
+            for cache in self.caches:
+                cache.trim(prefixes)
+            if compact:
+                idle.compact(cores[0], stream, owned=self._owned is not None)
+            return max(0, before - cores[0].context.stats().slab_bytes)
 
 
 def _agreed(cores: list[Core]) -> list[Core]:

@@ -240,6 +240,10 @@ class Mover:
         else:
             self.finish(slot, stream)
 
+    def promoting(self) -> int:
+        """Pages per tensor of the device that `stop_promoting` would bring back."""
+        return sum(move.here() for move in self.moves.values() if move.promotes)
+
     def stop_promoting(self) -> bool:
         """Gives up what makes larger pages, and waits: its memory is back, its slots can grow."""
         slots = [slot for slot, move in self.moves.items() if move.promotes]

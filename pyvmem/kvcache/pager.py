@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, TooManyMappings, VMemError
-from pyvmem.kvcache.events import wait_for
+from pyvmem.kvcache.events import is_over, wait_for
 from pyvmem.kvcache.grants import Grants
 from pyvmem.kvcache.jobs import Cut, Growth, Piece
 from pyvmem.kvcache.places import DEVICE, Kind
@@ -25,6 +25,7 @@ class Pager(Grants):
     Attributes:
         stop_promoting: gives up copies that are not needed, whether there were any; set by who
             makes them.
+        promoting: pages per tensor that it would bring back.
         goals: chooses the pages to map beyond what is wanted; `grown` learns what became of it, and
             `relieve` makes fewer mappings of those there are, at a safe point (runs.py).
     """
@@ -37,6 +38,7 @@ class Pager(Grants):
         self._planner = Planner(self.base, self.layout, slots, zero_fill=zero_fill)
         self._large = Kind(self.layout.large_pages, DEVICE)
         self.stop_promoting: Callable[[], bool] = lambda: False
+        self.promoting: Callable[[], int] = lambda: 0
         self.goals: Callable[[Sequence[tuple[Slot, int]]], list[int] | None] = lambda want: None
         self.grown: Callable[[Sequence[Piece]], None] = lambda pieces: None
         self.relieve: Callable[[], bool] = lambda: False
@@ -171,6 +173,21 @@ class Pager(Grants):
             if slot.stale:
                 self.reclaimer.raise_errors()
 
+    def is_held_up(self, slot: Slot) -> bool:
+        """Whether `release` would wait; where that is for a slot that is stale, its cut is begun.
+
+        What it would wait for may be an earlier owner's GPU work.
+        """
+        job = slot.job
+        if job is None:
+            if slot.mapped > slot.granted and slot.stale:
+                self.reclaimer.try_cut(slot, 0)
+                return True
+            return False
+        if not job.done():
+            return True
+        return isinstance(job, Growth) and not all(map(is_over, job.handover))
+
     def finish_idle(self) -> None:
         """Waits for growths that no owner waits for, so that their pages can be taken back."""
         for job in [job for job in self.growths if not job.awaited]:
@@ -196,6 +213,20 @@ class Pager(Grants):
             return True
         stopped = share is not None and share.stop_promoting()
         return stopped and pages <= self.reclaimer.obtainable(keep)
+
+    def could_have(self, pages: int) -> bool:
+        """`can_have`, as far as it can be told without a wait."""
+        reclaimer, more = self.reclaimer, self.unsettled
+        if reclaimer.share is not None:
+            more += reclaimer.share.unsettled() // self.layout.page_size
+        return pages <= reclaimer.obtainable({}) + more
+
+    @property
+    def unsettled(self) -> int:
+        """Physical pages that `can_have` would wait for: of idle growths, and copies given up."""
+        idle = [slot for job in self.growths if not job.awaited for slot in job.slots]
+        spare = sum(max(0, slot.mapped - max(slot.granted, slot.shared)) for slot in idle)
+        return (spare + self.promoting()) * self.layout.num_tensors
 
     def have(self, pages: int) -> bool:
         """Whether so many physical pages are free, once what belongs to no request was reclaimed.

@@ -219,11 +219,13 @@ class ParallelKVCache(AgreedCache):
         """See `KVCache.can_admit`; the same on every rank."""
         return self._settled(super().can_admit, seq_lens, matches)
 
-    def trim(self, prefixes: bool = False) -> int:
+    def trim(self, prefixes: bool = False, compact: bool = False, stream: Any = None) -> int:
         """Unmaps all pages of no request, as `KVCache.trim`; returns 0.
 
-        The memory stays the cache's, ready in its context: the ranks have agreed on it.
+        The memory stays the cache's, ready in its context: the ranks have agreed on it. So there is
+        nothing for `compact` to do.
         """
+        check(stream)
         return self._settled(self._trim, prefixes)
 
     def _trim(self, prefixes: bool) -> int:

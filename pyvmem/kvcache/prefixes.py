@@ -234,6 +234,16 @@ class Prefixes:
             self.tree.unpin(whole)
         return node
 
+    def can_begin(self, match: PrefixMatch) -> bool:
+        """Whether a request can begin with a match and no wait for GPU work of earlier owners.
+
+        Ranks wait instead: how far that work is may differ.
+        """
+        if not match.length:
+            return False
+        cores = [core for core, _ in self._each(self._core.table[0])]
+        return self._core.table.lockstep or not any(core.sharing.must_wait() for core in cores)
+
     def alloc(self, match: PrefixMatch, stream: Any) -> int | None:
         """See `KVCache.alloc_prefix`; for a match of at least a unit."""
         core = self._core

@@ -151,8 +151,10 @@ class RequestCalls(CacheBase):
             namespace: as in `record`; not used with a match.
 
         Returns:
-            The reqid and the tokens that it holds already, 0 where nothing is recorded; None, with
-            nothing changed, when every slot is taken or memory is short: a match keeps its lease.
+            The reqid and the tokens that it holds already; 0 where nothing is recorded, or where no
+            slot could be emptied without a wait for GPU work of its earlier owner; None, with
+            nothing changed, when every slot is taken or memory is short. With 0 and None a match
+            keeps its lease.
 
         Raises:
             InvalidArgument: bad tokens or namespace, more tokens than `max_seq_len`, or another
@@ -165,7 +167,7 @@ class RequestCalls(CacheBase):
             core = self._open_core()
             match, length = core.prefixes.wanted(tokens, leave, namespace)
             try:
-                if not match.length:
+                if not core.prefixes.can_begin(match):
                     reqid = core.alloc(length)
                     return None if reqid is None else (reqid, 0)
                 reqid = core.prefixes.alloc(match, stream)
@@ -240,20 +242,25 @@ class RequestCalls(CacheBase):
         with self._lock, self._journal:
             return admission.can_admit([self._open_core()], seq_lens, matches)
 
-    def trim(self, prefixes: bool = False) -> int:
+    def trim(self, prefixes: bool = False, compact: bool = False, stream: Any = None) -> int:
         """Unmaps all pages of no request and gives the pool's free memory back to the device.
 
         Waits for the GPU work on freed slots.
 
         Args:
-            prefixes: evict the recorded prefixes that no request uses, too, also those that
-                matches lease: `alloc_prefix` then raises PrefixEvicted for them.
+            prefixes: evict the recorded prefixes that no request uses, too.
+            compact: also move pages of running requests and recorded prefixes together, so that the
+                memory between them goes back (`Context.compact`). Waits for all work of the device;
+                none may be launched on the cache until this returns.
+            stream: with `compact`, the stream of the last work on running requests, as in `step`.
 
         Returns:
             Bytes that the context has given back to the device meanwhile.
 
         Raises:
+            NotSupported: `compact` in a context that is not the cache's own.
             VMemError: a batch failed; its pages are still there, the cache is consistent.
         """
+        check(stream)
         with self._lock, self._journal:
-            return idle.trim(self._open_core(), prefixes)
+            return idle.trim(self._open_core(), prefixes, compact, stream)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import Busy, NotRecoverable, VMemError
 from pyvmem.info import Caps
-from pyvmem.kvcache.events import record, wait_for
+from pyvmem.kvcache.events import wait_for_device
 from pyvmem.kvcache.jobs import Piece
 
 if TYPE_CHECKING:
@@ -234,13 +234,7 @@ class Runs:
 
     def _wait(self) -> None:
         """Waits for all work on the device, of whatever stream."""
-        core = self._core
-        wait_for(record(self._stream, core.device))
-        if core.device is not None:
-            import torch
-
-            if torch.cuda.is_available():
-                torch.cuda.synchronize(core.device)
+        wait_for_device(self._stream, self._core.device)
 
 
 def _power(number: int) -> int:

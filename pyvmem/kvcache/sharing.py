@@ -150,6 +150,14 @@ class Sharing:
 
     # ---- shared pages in more slots --------------------------------------------------------------
 
+    def must_wait(self) -> bool:
+        """Whether `vacate` of one slot would wait for GPU work of earlier owners."""
+        core = self._core
+        core.reclaimer.poll()
+        core.pager.poll()
+        best = core.table.emptiest(1)
+        return bool(best and (best[0].job is not None or best[0].mapped) and prune(best[0].events))
+
     def vacate(self, count: int, into: Sequence[Slot] | None = None) -> Sequence[Slot] | None:
         """Free slots without a page, emptied where there is no other; None when too few are free.
 

@@ -120,6 +120,9 @@ def _begin_async(core: Core, seq_lens: Sequence[int]) -> tuple[list[int], _Want]
         reclaimer.poll()
     short = core.short()
     want = core.want(lens, short) if short else []
+    if want and not core.table.lockstep:
+        # What an earlier owner's GPU work holds up is left to `step`, which must wait for it.
+        want = [(slot, pages) for slot, pages in want if not _is_left(core, slot)]
     if want and (pager.growths or reclaimer.cuts):
         promised = {
             (slot, owner): pages for job in pager.growths for slot, owner, pages in job.grants
@@ -128,6 +131,15 @@ def _begin_async(core: Core, seq_lens: Sequence[int]) -> tuple[list[int], _Want]
             (slot, pages) for slot, pages in want if promised.get((slot, slot.owner), 0) < pages
         ]
     return short, want
+
+
+def _is_left(core: Core, slot: Slot) -> bool:
+    """Whether a slot can only grow after a wait, be it for a map call that the request began."""
+    job = slot.job
+    if isinstance(job, Growth) and job.filling is None and not job.handover:
+        mine = any(one is slot and owner == slot.owner for one, owner, _ in job.grants)
+        return not mine and not job.done()
+    return core.pager.is_held_up(slot)
 
 
 def _grow(core: Core, want: _Want, *, background: bool) -> bool:

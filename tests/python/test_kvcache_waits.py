@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: MIT
+"""Description: calls of a cache do not wait for GPU work of requests that they do not need.
+
+An `FdEvent` stands for a kernel of an earlier owner that does not end: a call that waited for it
+would never come back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+from kvcache_helpers import LAYERS, ROWS, eventually, lens, rows_are, small_cache, stamp, started
+
+from pyvmem import Context, FdEvent
+from pyvmem.kvcache import KVCache
+
+TENSORS = 2 * LAYERS
+PROMPT = list(range(1, 3 * ROWS))
+
+T = TypeVar("T")
+
+
+@pytest.fixture
+def work() -> Iterator[FdEvent]:
+    """GPU work; over at the end of the test at the latest."""
+    with FdEvent.create() as event:
+        yield event
+        event.set()
+
+
+def promptly(call: Callable[[], T], work: FdEvent) -> T:
+    """What a call returns; a failure where it does not come back while the work goes on."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    thread.join(10)
+    stuck = thread.is_alive()
+    if stuck:
+        work.set()
+        thread.join(10)
+    assert not stuck, "it waits for an earlier owner's work"
+    assert found, "it raised"
+    return found[0]
+
+
+def busy(cache: KVCache, work: FdEvent, tokens: list[int] | None = None) -> int:
+    """Frees a request whose work goes on; its slot is the only one."""
+    reqid = started(cache, 2 * ROWS)
+    cache.free_reqid(reqid, stream=work, tokens=tokens)
+    return reqid
+
+
+@pytest.mark.parametrize("zero_fill", [True, False])
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_step_ahead_leaves_a_busy_slot_to_the_step(
+    context: Context, work: FdEvent, zero_fill: bool, deferred: bool, recorded: bool
+) -> None:
+    tokens = PROMPT[: 2 * ROWS] if recorded else None
+    with small_cache(context, max_batch=1, zero_fill=zero_fill, deferred_reclaim=deferred) as cache:
+        busy(cache, work, tokens)
+        reqid = promptly(cache.alloc_reqid, work)
+        want = lens(cache, **{f"r{reqid}": 3 * ROWS})
+        assert promptly(lambda: cache.step_async(want), work) == 0
+        assert promptly(lambda: cache.step_async(want), work) == 0
+        work.set()
+        assert cache.step(want) == 0
+        stamp(cache, reqid, 0, 3 * ROWS, 4.0)
+        assert rows_are(cache, reqid, 0, 3 * ROWS, 4.0)
+        cache.check_integrity()
+
+
+def test_others_grow_meanwhile(context: Context, work: FdEvent) -> None:
+    with small_cache(context, max_batch=2, deferred_reclaim=False) as cache:
+        other = started(cache, ROWS)
+        busy(cache, work)
+        reqid = cache.alloc_reqid()
+        want = lens(cache, **{f"r{other}": 3 * ROWS, f"r{reqid}": ROWS})
+        assert promptly(lambda: cache.step_async(want), work) == 0
+        alone = lens(cache, **{f"r{other}": 3 * ROWS})
+        assert promptly(lambda: cache.step(alone), work) == 0
+        stamp(cache, other, 0, 3 * ROWS, 5.0)
+        work.set()
+        assert cache.step(want) == 0
+        cache.check_integrity()
+
+
+def test_a_prefix_is_left_out_where_no_slot_is_empty(context: Context, work: FdEvent) -> None:
+    with small_cache(context, max_batch=1) as cache:
+        busy(cache, work, PROMPT[: 2 * ROWS])
+        with cache.match(PROMPT) as match:
+            assert match.length
+            assert promptly(lambda: cache.alloc_prefix(match), work) == (0, 0)
+            cache.free_reqid(0, stream=work)
+            work.set()
+            eventually(lambda: cache.alloc_prefix(match) == (0, match.length) or _again(cache))
+            cache.free_reqid(0)
+        cache.check_integrity()
+
+
+def _again(cache: KVCache) -> bool:
+    cache.free_reqid(0)
+    return False
+
+
+def test_admission_and_freeing_wait_for_nothing(context: Context, work: FdEvent) -> None:
+    with small_cache(
+        context, max_batch=3, memory_limit=6 * TENSORS * context.info.granule, eager_pages=2
+    ) as cache:
+        busy(cache, work)
+        reqid = started(cache, ROWS)
+        assert promptly(lambda: cache.can_admit([2 * ROWS, ROWS]), work)
+        assert not promptly(lambda: cache.can_admit([3 * ROWS, 3 * ROWS]), work)
+        promptly(lambda: cache.free_reqid(reqid, stream=work) is None, work)
+        assert promptly(lambda: cache.alloc_reqid(ROWS), work) is not None
+        cache.check_integrity()
+        work.set()  # before the cache is closed, which waits for it
