@@ -263,6 +263,7 @@ class Engine:
         swapped: what the interrupted call may take in.
         orphans: slots that the interrupted call left taken, whose reqid nobody was told.
         place: where the call was interrupted last.
+        twice: it was more than once.
         forgotten: caches that were made, and that the exception kept from whoever made them.
     """
 
@@ -275,6 +276,7 @@ class Engine:
         self.swapped: list[SwappedRequest] = []
         self.orphans = 0
         self.place = ""
+        self.twice = False
         self.forgotten = 0
         self._room: dict[Cache, int] = {}
         self._locked = False
@@ -541,6 +543,7 @@ def _run(scenario: Scenario, backend: str, act: Callable[[Call], Outcome], alarm
             outcome = act(call)
             alarm.set(LIMIT, Stuck)
             engine.place = outcome.places[-1] if outcome.places else ""
+            engine.twice = len(outcome.places) > 1
             if not outcome.broken:
                 examine(engine, again, outcome)
             outcome.orphans = engine.orphans
