@@ -178,8 +178,7 @@ class Context(AddressSpace):
             page_size: one of ``info.page_sizes``; 0 = the granule.
             location: where the pages lie.
             device: for `Location.PEER`, one of the context's devices.
-            dirty: do not zero the pages at their first mapping; they may show an earlier user's
-            bytes.
+            dirty: do not zero the pages; they may show what an earlier user in this context wrote.
 
         Raises:
             OutOfMemory: the device's memory or the context's limit is exhausted.

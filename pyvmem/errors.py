@@ -116,7 +116,7 @@ class NotSupported(VMemError):
 
 
 class BadHandle(VMemError):
-    """EBADF: something closed, freed, or of another context; a ticket too old."""
+    """EBADF: something closed, freed, or of another context; a ticket that was dropped."""
 
 
 class ForkedProcess(VMemError):
@@ -156,7 +156,7 @@ class OutOfMemory(VMemError, MemoryError):
 
 
 class TooManyMappings(VMemError):
-    """ENOSPC: a system limit on mappings, or visible reservations beyond the card's free memory."""
+    """ENOSPC: a limit on mappings, or visible reservations beyond the card's free memory."""
 
 
 class TooManyBatches(VMemError):

@@ -39,9 +39,9 @@ def problems_of(path: Path) -> list[str]:
         long = [n for n, line in enumerate(lines, 1) if len(line) > MAX_C_COLUMNS]
         if long:
             problems.append(f"more than {MAX_C_COLUMNS} columns in line {long[0]}")
-    if path.suffix == ".py" and path.is_relative_to(ROOT / "pyvmem"):
-        if "__all__" not in text and path.name != "__main__.py":
-            problems.append("no __all__")
+    module = path.suffix == ".py" and path.is_relative_to(ROOT / "pyvmem")
+    if module and "__all__" not in text and path.name != "__main__.py":
+        problems.append("no __all__")
     return problems
 
 

@@ -57,8 +57,8 @@
  *   -EBUSY            live mappings (vMemFree, vMemRelease); a range under change; a page that a batch is
  *                     still to zero
  *   -ENOMEM           not enough physical memory: the device's, the context's limit, or the heap
- *   -ENOSPC           a limit of the system on the number of mappings (message names the sysctl);
- *                     or visible reservations beyond the card's free memory
+ *   -ENOSPC           a limit on the number of mappings: the system's (message names the sysctl) or the context's
+ *                     (max_mappings); or visible reservations beyond the card's free memory
  *   -EAGAIN           too many unfinished batches (VMEM_MAX_PENDING); or NVIDIA's driver has been suspended for
  *                     a minute, as the machine goes to sleep: call again. What takes back, or closes, waits for
  *                     as long as that lasts

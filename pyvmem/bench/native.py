@@ -39,7 +39,7 @@ class Native:
     # Arguments of the timed calls.
 
     def create_opts(self, page: int, *, dirty: bool = True) -> Any:
-        """Options of vMemCreate; `dirty` pages are not zeroed when they are mapped."""
+        """Options of vMemCreate; `dirty` pages are not zeroed."""
         opts = self.ffi.new("struct vmem_create_opts *")
         opts.size = self.ffi.sizeof("struct vmem_create_opts")
         opts.page_size = page

@@ -3,7 +3,7 @@
 
 transformers' `DynamicCache` copies the whole past with every token (`torch.cat`), its `StaticCache`
 takes all memory at once and attends over all of it. Here a row lies in a slot of a `pyvmem.KVCache`
-and grows page by page; the past is never copied, and attention is given a view of exactly the
+and grows there; the past is never copied, and attention is given a view of exactly the
 valid tokens. Checked with transformers 5.17.0 and 5.23.0.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A KV cache whose requests are contiguous in virtual memory and mapped page by page."""
+"""A KV cache whose requests are contiguous in virtual memory and mapped as they grow."""
 
 from pyvmem.kvcache.budget import Budget, BudgetStats, ShareInfo
 from pyvmem.kvcache.cache import KVCache

@@ -203,9 +203,9 @@ class KVCache(RequestCalls, PlaceCalls):
                 call waits for the work on it so far.
 
         Returns:
-            0, with everything mapped; or -1, with nothing changed, when memory is short although
-            all that belongs to no request was reclaimed. Finishes what `step_async` began; how long
-            that took is in `stats`.
+            0, with everything mapped; or -1, with nothing changed, when memory, or the context's
+            number of mappings, is short although all that belongs to no request was reclaimed.
+            Finishes what `step_async` began; how long that took is in `stats`.
 
         Raises:
             InvalidArgument: wrong length, a negative or too large number, or a number for a free
@@ -220,7 +220,8 @@ class KVCache(RequestCalls, PlaceCalls):
         """Begins to map, in the background, what `step` will ask for with the same numbers.
 
         The physical pages are taken before this returns, so shortage is known at once. Waits only
-        where memory is short and pages of no owner must come back first.
+        where memory is short and pages of no owner must come back first. A slot that GPU work of an
+        earlier owner holds up is left to the `step`.
 
         Args:
             seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does

@@ -152,7 +152,8 @@ class ParallelKVCache(AgreedCache):
         """As `KVCache.step`; 0 or -1 on every rank alike.
 
         Raises:
-            VMemError: this rank alone failed: go on to `check_step`, where the others wait.
+            VMemError: this rank alone failed: go on to `check_step`, where the others wait. A limit
+                on mappings that is met counts as that (TooManyMappings).
         """
         with self._lock, self._journal:
             answer = self._call(super().step, seq_lens, stream)

@@ -22,7 +22,7 @@ class PlaceCalls(CacheBase):
     def promote(self, reqid: int, wait: bool = False, stream: Any = None) -> int:
         """Gives the full parts of a request large pages; its addresses and rows stay as they are.
 
-        For requests that grew page by page; a prefill has large pages at once. Parts whose pages
+        For requests that grew in small pages; a prefill has large pages at once. Parts whose pages
         are one physical run are mapped in one piece, the others are copied in the background, after
         the work on `stream` so far, while the GPU goes on reading the old ones. Where the copies
         are over, the next `step` replaces the pages: it waits for the work on its stream, since

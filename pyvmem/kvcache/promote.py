@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Promotion: the full parts of a long request, which grew page by page, become large pages.
+"""Promotion: the full parts of a long request, which grew in small pages, become large.
 
 A part is `KVCacheConfig.large_page_size` bytes of every tensor, at a multiple of that. When its
 last row has been written it is only read, so it can change its pages. Where they are one physical
