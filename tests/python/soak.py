@@ -137,6 +137,7 @@ class Endless:
     late: LateEvents
     seen: deque[list[int]]
     cache: KVCache | LayeredCache
+    waits = True
 
     def begin(self, late: LateEvents, seed: int) -> None:
         self.late, self.seen = late, deque([[]], maxlen=100)
@@ -210,12 +211,16 @@ class Endless:
             self.count("lease refused")
             return
         reqid, length = taken
-        assert length == len(lease.tokens)
+        assert length in (0, len(lease.tokens))
         assert reqid not in self.tokens
-        self.tokens[reqid] = lease.tokens[:]
+        if not length:  # GPU work holds the free slots up
+            self.count("lease held up")
+            self.leases.append(lease)
+        self.tokens[reqid] = lease.tokens[:length]
         self.tags[reqid] = [self.tag(lease.tokens[: n + 1]) for n in range(length)]
         assert self.holds(reqid), "rows of a lease"
-        self.count("lease used")
+        if length:
+            self.count("lease used")
 
     def trim(self: Any) -> None:
         prefixes = self.random.random() < 0.3
