@@ -464,7 +464,7 @@ Call = Callable[[], Any]
 Scenario = Callable[[Engine], tuple[Call, Call]]
 """Prepares an engine; returns the call to interrupt, and what makes it again and checks its effect.
 The latter is made whether the call was interrupted or came to its end. An attribute `context` of
-the function holds options of the engine's context."""
+the function holds options of the engine's context. Failures that it injects end with the call."""
 
 
 class Outcome:
@@ -542,6 +542,7 @@ def _run(scenario: Scenario, backend: str, act: Callable[[Call], Outcome], alarm
             alarm.set(LIMIT, Stuck)
             outcome = act(call)
             alarm.set(LIMIT, Stuck)
+            engine.context.inject(0, count=0)
             engine.place = outcome.places[-1] if outcome.places else ""
             engine.twice = len(outcome.places) > 1
             if not outcome.broken:
