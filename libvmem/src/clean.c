@@ -29,9 +29,11 @@ static int make_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind) {
                      (unsigned long long)now, (unsigned long long)limit);
   if (err) return err;
   s->alias_making = true;
+  c->planned_mappings++;
   pthread_mutex_unlock(&c->lock);
   err = vm_drv_alias(c, s, kind, &addr, &priv);
   pthread_mutex_lock(&c->lock);
+  c->planned_mappings--;
   s->alias_making = false;
   pthread_cond_broadcast(&c->done_cond);
   if (err) return err;
@@ -67,10 +69,16 @@ static void follow(struct vm_ctx *c, vm_event *last, vm_event e) {
   *last = e;
 }
 
-static int zero_begin(struct vm_ctx *c, struct vm_plan *p) {
+int vm_plan_aliases(struct vm_ctx *c, struct vm_plan *p) {
   const struct vm_run *runs = p->zeros.v;
   int err = 0;
   for (size_t i = 0; i < p->zeros.n && !err; i++) err = vm_slab_alias(c, runs[i].slab, VMEM_INJECT_SLAB);
+  return err;
+}
+
+static int zero_begin(struct vm_ctx *c, struct vm_plan *p) {
+  const struct vm_run *runs = p->zeros.v;
+  int err = vm_plan_aliases(c, p);
   if (err) return err;
   pthread_mutex_lock(&c->lock);
   while (c->clean.issuing) pthread_cond_wait(&c->done_cond, &c->lock);
@@ -86,18 +94,24 @@ static int zero_begin(struct vm_ctx *c, struct vm_plan *p) {
   return err;
 }
 
-int vm_plan_zero(struct vm_ctx *c, struct vm_plan *p, bool wait) {
+int vm_plan_zero(struct vm_ctx *c, struct vm_plan *p, bool *over) {
   int err = 0;
+  if (over) *over = false;
   if (!p->zeroing && p->zeros.n) {
     p->zeroing = true;
     if ((err = zero_begin(c, p))) return err;
   }
-  if (!p->zero_event) return 0;
-  if (wait) return vm_event_finish(c, &p->zero_event);
-  err = c->be->event_query(c->bes, p->zero_event);
-  if (err == -EAGAIN) return err;
-  follow(c, &p->zero_event, 0);
-  return err;
+  if (p->zero_event && over) {
+    err = c->be->event_query(c->bes, p->zero_event);
+    if (err == -EAGAIN) return 0;
+    follow(c, &p->zero_event, 0);
+  } else if (p->zero_event) {
+    err = vm_event_finish(c, &p->zero_event);
+  }
+  if (err) return err;
+  p->zeroed = true;
+  if (over) *over = true;
+  return 0;
 }
 
 /* ---- the background -------------------------------------------------------------------------- */
@@ -137,6 +151,7 @@ static void end_batch(struct vm_ctx *c, int err) {
     }
   }
   k->n = 0;
+  k->ended = true;
   if (err) k->wanted = false; /* until the next page comes back */
   pthread_cond_broadcast(&c->done_cond);
 }
@@ -175,7 +190,7 @@ void vm_clean_hold(struct vm_ctx *c) {
 }
 
 void vm_clean_release(struct vm_ctx *c) {
-  if (!--c->clean.hold && c->clean.wanted) pthread_cond_signal(&c->work_cond);
+  if (!--c->clean.hold && (c->clean.wanted || c->clean.ended)) pthread_cond_signal(&c->work_cond);
 }
 
 static int issue(struct vm_ctx *c, const struct vm_run *runs, uint32_t n, vm_event *event) {
@@ -191,10 +206,10 @@ static int issue(struct vm_ctx *c, const struct vm_run *runs, uint32_t n, vm_eve
 bool vm_clean_step(struct vm_ctx *c) {
   struct vm_clean *k = &c->clean;
   uint32_t units = (uint32_t)vm_units_up(c, CLEAN_BYTES);
-  bool trim = false;
+  bool trim;
   if (!k->background) return false;
   pthread_mutex_lock(&c->lock);
-  if (k->n && !retire(c, false)) trim = true;
+  retire(c, false);
   if (k->wanted && !k->n && !k->hold) {
     for (size_t i = 0; i < VM_POOLS && k->n < CLEAN_RUNS && units; i++)
       if (c->pools[i].slist) k->n += vm_pool_pick_dirty(&c->pools[i], k->runs + k->n, CLEAN_RUNS - k->n, &units);
@@ -213,7 +228,10 @@ bool vm_clean_step(struct vm_ctx *c) {
     pthread_cond_broadcast(&c->done_cond);
   }
   units = k->n;
+  trim = k->ended;
+  k->ended = false;
   pthread_mutex_unlock(&c->lock);
+  /* Slabs that were being zeroed were passed over. */
   if (trim) vm_pool_trim(c, c->opts.pool_high, false);
   return units;
 }

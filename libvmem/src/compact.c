@@ -33,6 +33,7 @@ struct vm_move {
   struct place *to;      /* by unit of `from` */
   struct vm_list taken;  /* vm_run: the pages that `to` names, and the rest of large ones; with one reference */
   struct vm_list hdls;   /* new_runs */
+  bool stays;            /* the slab: a page of it is in use, or there is no room for them */
   struct vm_plan plan;
 };
 
@@ -179,36 +180,36 @@ static bool being_read(struct vm_ctx *c, uint64_t addr) {
   return busy;
 }
 
-/* Whether every reference of every page is known, and nobody is using one. -EAGAIN: not so. Lock held. */
-static int count_references(struct vm_ctx *c, const struct vm_slab *s, const struct survey *v) {
+/* Whether every reference of every page is known, and nobody is using one. Lock held. */
+static int count_references(struct vm_ctx *c, const struct vm_slab *s, const struct survey *v, bool *known) {
   size_t nshown, nholders;
   const struct shown *shown = shown_of(v, s->index, &nshown);
   const struct holder *holders = holders_of(v, s->index, &nholders);
   uint32_t *count = vm_calloc(c, s->units, sizeof(*count));
-  int err = 0;
+  *known = true;
   if (!count) return -ENOMEM;
-  for (size_t i = 0; i < nshown && !err; i++) {
+  for (size_t i = 0; i < nshown && *known; i++) {
     struct vm_space *space;
     struct vm_pte *p = still_shown(c, &shown[i], &space);
     if (!p) continue;
     count[p->unit]++;
-    if (p->flags & PTE_BUSY || being_read(c, shown[i].addr)) err = -EAGAIN;
+    if (p->flags & PTE_BUSY || being_read(c, shown[i].addr)) *known = false;
   }
-  for (size_t i = 0; i < nholders && !err; i++) {
+  for (size_t i = 0; i < nholders && *known; i++) {
     const struct vm_hdl *h = &c->hdls[holders[i].handle];
     for (uint32_t k = 0; k < h->nruns; k++) {
       if (h->runs[k].slab != s) continue;
-      if (h->busy || h->pins || h->pending) err = -EAGAIN;
+      if (h->busy || h->pins || h->pending) *known = false;
       for (uint32_t u = 0; u < h->runs[k].n; u++) count[h->runs[k].unit + u]++;
     }
   }
-  for (uint32_t u = 0; u < s->units && !err; u++)
-    if (s->refs[u] != count[u] || vm_bit(s->claim_map, u) || vm_bit(s->fill_map, u)) err = -EAGAIN;
+  for (uint32_t u = 0; u < s->units && *known; u++)
+    if (s->refs[u] != count[u] || vm_bit(s->claim_map, u) || vm_bit(s->fill_map, u)) *known = false;
   /* Units in passing have no references, and are not free. */
-  for (uint32_t u = 0; u < s->units && !err; u++)
-    if (!s->refs[u] && !vm_bit(s->free_map, u) && !vm_bit(s->soil_map, u)) err = -EAGAIN;
+  for (uint32_t u = 0; u < s->units && *known; u++)
+    if (!s->refs[u] && !vm_bit(s->free_map, u) && !vm_bit(s->soil_map, u)) *known = false;
   free(count);
-  return err;
+  return 0;
 }
 
 /* Units that were never mapped, nor written to. */
@@ -222,7 +223,7 @@ static void give_back_taken(struct vm_move *m) {
   m->taken.n = 0;
 }
 
-/* New places for n units from `unit` on. A large page's stays whole. -EAGAIN: there are none. */
+/* New places for n units from `unit` on. A large page's stays whole. Where there are none, the slab stays. */
 static int take_places(struct vm_move *m, uint32_t unit, uint32_t n, uint32_t align) {
   while (n) {
     struct vm_run *r = PUSH(m->c, &m->taken, struct vm_run);
@@ -230,7 +231,8 @@ static int take_places(struct vm_move *m, uint32_t unit, uint32_t n, uint32_t al
     *r = vm_pool_take_packed(m->c, m->from->pool, n, align);
     if (!r->n) {
       m->taken.n--;
-      return -EAGAIN;
+      m->stays = true;
+      return 0;
     }
     for (uint32_t i = 0; i < r->n; i++) m->to[unit + i] = (struct place){r->slab, r->unit + i};
     unit += r->n;
@@ -243,7 +245,7 @@ static int take_all(struct vm_move *m) {
   struct vm_slab *s = m->from;
   uint32_t chunk = m->c->chunk_units;
   int err = 0;
-  for (uint32_t u = 0; u < s->units && !err;) {
+  for (uint32_t u = 0; u < s->units && !err && !m->stays;) {
     uint32_t n = 0;
     if (s->pool->large) {
       uint32_t end = u + chunk < s->units ? u + chunk : s->units;
@@ -417,17 +419,20 @@ void vm_move_commit(struct vm_ctx *c, struct vm_plan *p) {
   }
 }
 
-/* Checks, marks and takes. -EAGAIN: the slab stays, *full: because there is no room. Lock held. */
+/* Checks, marks and takes, unless the slab stays; *full: because there is no room. Lock held. */
 static int prepare(struct vm_move *m, const struct survey *v, bool *full) {
   struct vm_ctx *c = m->c;
   struct vm_slab *s = m->from;
-  int err = count_references(c, s, v);
-  if (err) return err;
+  bool known;
+  int err = count_references(c, s, v, &known);
+  m->stays = !known;
+  if (err || m->stays) return err;
   if (!(m->to = vm_calloc(c, s->units, sizeof(*m->to)))) return -ENOMEM;
   vm_pool_set_aside(s);
   err = take_all(m);
-  *full = err == -EAGAIN;
-  if (!err) err = plan_addresses(m, v);
+  *full = m->stays;
+  if (err || m->stays) return err;
+  err = plan_addresses(m, v);
   if (!err) err = plan_handles(m, v);
   if (!err) err = vm_plan_room(c, &m->plan);
   if (!err) err = vm_plan_bind_room(c, &m->plan);
@@ -457,8 +462,8 @@ static void move_free(struct vm_move *m) {
   free(m->to);
 }
 
-/* Empties one slab and gives it back. 0, -EAGAIN (it stays), or an error, and nothing changed. Lock held, let go for
- * the driver. */
+/* Empties one slab and gives it back, unless it stays: then, and after an error, nothing has changed. Lock held, let go
+ * for the driver. */
 static int evacuate(struct vm_ctx *c, struct vm_slab *s, const struct survey *v, bool *full, uint64_t *freed) {
   struct vm_move m = {.c = c, .from = s, .plan = {.keep = VMEM_KEEP_ALL, .move = &m}};
   struct vm_fill *none;
@@ -466,14 +471,14 @@ static int evacuate(struct vm_ctx *c, struct vm_slab *s, const struct survey *v,
   bool written = false;
   int err = prepare(&m, v, full);
   pthread_mutex_unlock(&c->lock);
-  if (!err && !(err = plan_copies(&m))) {
+  if (!err && !m.stays && !(err = plan_copies(&m))) {
     written = true;
     err = vm_plan_run(c, &m.plan, NULL, 0, &none); /* which clears the plan, or cancels it */
   } else {
     VM_UNDO(vm_plan_cancel(c, &m.plan));
   }
   pthread_mutex_lock(&c->lock);
-  if (err) {
+  if (err || m.stays) {
     struct vmem_error why;
     vm_error_save(&why);
     take_back(&m, written);
@@ -501,12 +506,13 @@ static int compact_all(struct vm_ctx *c, uint64_t want, uint64_t *freed) {
   for (size_t i = 0; i < v.victims.n && !err && *freed < want && !c->closing; i++) {
     const struct victim *e = AT(v.victims, struct victim, i);
     struct vm_slab *s = e->index < c->nslabs && c->slabs[e->index] == e->slab ? e->slab : NULL;
+    uint64_t free_bytes;
     bool known = false, no_room = false;
     if (!s || !worth_it(s) || s->units != e->units) continue;
     for (size_t k = 0; k < nfull; k++) known |= full[k] == s->pool;
-    if (known || (vm_pool_free_units(c) << c->shift) < c->opts.pool_low + s->bytes) continue;
+    free_bytes = vm_pool_free_units(c) << c->shift;
+    if (known || free_bytes < s->bytes || free_bytes - s->bytes < c->opts.pool_low) continue;
     err = evacuate(c, s, &v, &no_room, freed);
-    if (err == -EAGAIN) err = 0;
     if (no_room) full[nfull++] = s->pool;
   }
   survey_free(&v);

@@ -156,6 +156,7 @@ struct vm_clean {
   bool wanted;      /* there may be dirty free units: cleared when none is found, or zeroing has failed */
   bool issuing;     /* the fill is being started, without the lock */
   bool retiring;    /* a thread waits for it, without the lock */
+  bool ended;       /* a batch has, since the worker last trimmed the pool */
   uint32_t hold;    /* callers that want no other batch begun */
   uint32_t n;       /* runs of the batch in flight; 0 = none */
   struct vm_run runs[CLEAN_RUNS];
@@ -339,9 +340,11 @@ struct vm_plan;
 
 /* clean.c: zeroing through the slabs' own mappings. Lock not held, except where said. */
 int vm_slab_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind); /* makes the mapping, once */
-/* Zeroes what the plan has claimed; -EAGAIN without `wait`: not over yet, to be called again. Nothing of the plan may
- * be mapped before. */
-int vm_plan_zero(struct vm_ctx *c, struct vm_plan *p, bool wait);
+/* Makes the mappings through which vm_plan_zero works: what it takes from the driver. */
+int vm_plan_aliases(struct vm_ctx *c, struct vm_plan *p);
+/* Zeroes what the plan has claimed, and waits for it; or, with `over`, says whether it is over: if not, it is to be
+ * called again. Nothing of the plan may be mapped before. After an error the plan can only be cancelled. */
+int vm_plan_zero(struct vm_ctx *c, struct vm_plan *p, bool *over);
 /* The worker's turn: ends a batch that is over, begins another. Whether one is in flight. */
 bool vm_clean_step(struct vm_ctx *c);
 void vm_clean_want(struct vm_ctx *c); /* there is something to zero; lock held */
@@ -397,8 +400,9 @@ struct vm_plan {
   bool claims;            /* some of the mapped units are claimed: dirty, and zeroed by this plan */
   bool zeroing;           /* their zeroing was started */
   vm_event zero_event;    /* and is over with this */
+  bool zeroed;            /* it is over: they may have been written to since */
   struct vm_move *move;   /* vmem_compact's: the replaces show the same contents in other pages */
-  bool aliases;           /* some of the mapped units are mapped elsewhere, or held by two handles */
+  bool shows;             /* pages of a handle: when it is run they may be mapped elsewhere, and be filled there */
   uint64_t mappings;      /* its part of vm_ctx.planned_mappings */
   uint64_t grow_id;       /* slabs made for this plan; 0 = none */
   uint64_t keep;          /* free bytes that stay in the pool when it comes to nothing */
@@ -419,8 +423,8 @@ static inline void vm_mappings_end(struct vm_ctx *c, struct vm_plan *p) {
   c->planned_mappings -= p->mappings;
   p->mappings = 0;
 }
-/* The piece's units are zeroed, or will not be. Lock held. */
-void vm_end_claims(struct vm_ctx *c, const struct vm_piece *piece, bool zeroed);
+/* The plan is committed, or comes to nothing: its claims on the piece's units end. Lock held. */
+void vm_end_claims(struct vm_ctx *c, const struct vm_plan *p, const struct vm_piece *piece, bool committed);
 /* -EBUSY when vmem_read, _write, _copy or _fill is using a part of the range, or an unfinished plan copies from it.
  * Lock held. */
 int vm_check_access(struct vm_ctx *c, uint64_t addr, uint64_t bytes);

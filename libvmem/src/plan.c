@@ -122,14 +122,14 @@ static bool claim_dirty(struct maker *m, struct vm_slab *s, uint32_t unit, uint3
   return true;
 }
 
-void vm_end_claims(struct vm_ctx *c, const struct vm_piece *piece, bool zeroed) {
+void vm_end_claims(struct vm_ctx *c, const struct vm_plan *p, const struct vm_piece *piece, bool committed) {
   for (uint64_t a = piece->addr; a < piece->addr + piece->bytes; a += c->granule) {
-    struct vm_pte *p = vm_pte(c, piece->space, a);
-    struct vm_slab *s = c->slabs[p->slab];
-    vm_bits_set(s->claim_map, p->unit, 1, false);
-    if (!zeroed) continue;
-    vm_bits_set(s->dirty_map, p->unit, 1, false);
-    vm_bits_set(s->zero_map, p->unit, 1, false);
+    const struct vm_pte *pte = vm_pte(c, piece->space, a);
+    struct vm_slab *s = c->slabs[pte->slab];
+    vm_bits_set(s->claim_map, pte->unit, 1, false);
+    /* With the plan's zeroing the clean batch's is over too: what was written since is not to be taken for its zeros. */
+    if (p->zeroed) vm_bits_set(s->zero_map, pte->unit, 1, false);
+    if (committed) vm_bits_set(s->dirty_map, pte->unit, 1, false);
   }
 }
 
@@ -226,8 +226,8 @@ uint32_t vm_one_call(const struct vm_ctx *c, uint64_t addr, struct vm_run r) {
 static int map_run(struct maker *m, struct vm_piece *piece, uint64_t addr, struct vm_run r) {
   struct vm_ctx *c = m->c;
   int err;
-  for (uint32_t k = 0; k < r.n; k++)
-    if (r.slab->refs[r.unit + k]++ > 1) m->p->aliases = true;
+  for (uint32_t k = 0; k < r.n; k++) r.slab->refs[r.unit + k]++;
+  m->p->shows = true;
   err = mark_run(m, piece, addr, r, !m->hdl->dirty_ok);
   if (err) {
     uint32_t done = marked_units(c, piece, addr);
@@ -529,7 +529,7 @@ static void take_back(struct vm_ctx *c, struct vm_plan *p) {
   size_t i;
   vm_sources_end(c, p);
   vm_mappings_end(c, p);
-  for (i = 0; i < p->mapped.n && p->claims; i++) vm_end_claims(c, AT(p->mapped, struct vm_piece, i), false);
+  for (i = 0; i < p->mapped.n && p->claims; i++) vm_end_claims(c, p, AT(p->mapped, struct vm_piece, i), false);
   for (i = 0; i < p->mapped.n; i++) {
     struct vm_piece *piece = AT(p->mapped, struct vm_piece, i);
     uint64_t end = piece->addr + piece->bytes, n;
@@ -821,7 +821,7 @@ struct vm_fill *vm_plan_behind(struct vm_ctx *c, struct vm_plan *p) {
   if (!c->fills) return NULL;
   /* What vanishes; what shows at a second address; what is written again. */
   if ((f = behind_pieces(c, &p->unmaps)) || (f = behind_pieces(c, &p->replaced)) || (f = behind_segs(c, &p->replaces)) ||
-      (p->aliases && (f = behind_segs(c, &p->maps))) || (f = behind_pieces(c, &p->fills)))
+      (p->shows && (f = behind_segs(c, &p->maps))) || (f = behind_pieces(c, &p->fills)))
     return f;
   for (size_t i = 0; i < p->copies.n && !f; i++) {
     const struct vm_be_copy *copy = AT(p->copies, struct vm_be_copy, i);

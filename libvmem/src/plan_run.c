@@ -232,7 +232,7 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   for (i = 0; i < p->mapped.n; i++) {
     struct vm_piece *piece = AT(p->mapped, struct vm_piece, i);
     vm_commit_map(c, piece);
-    if (p->claims) vm_end_claims(c, piece, true);
+    if (p->claims) vm_end_claims(c, p, piece, true);
   }
   vm_sources_end(c, p);
   vm_note_peaks(c);
@@ -283,7 +283,7 @@ static int run_calls(struct vm_ctx *c, struct vm_plan *p, const vm_event *after,
 }
 
 int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, struct vm_fill **fill) {
-  int err = vm_plan_zero(c, p, true);
+  int err = vm_plan_zero(c, p, NULL);
   if (!err) err = c->be->bind ? vm_plan_run_bind(c, p, after, num_after) : run_calls(c, p, after, num_after);
   *fill = NULL;
   if (err) {

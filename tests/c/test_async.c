@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "internal.h"
 
 static struct vmem_op populate(uint64_t addr, uint64_t bytes) {
   return (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = addr, .bytes = bytes};
@@ -207,5 +208,40 @@ static void low_watermark(void) {
   OK(vmem_close(vm));
 }
 
+/* Memory that is not to be had is asked for again when more pages are taken, not each time the worker looks at what
+ * waits. */
+static void low_watermark_out_of_reach(void) {
+  struct vmem_open_opts o = {.size = sizeof(o), .pool_low = MIB(100), .mem_limit = MIB(400)};
+  const uint64_t many = 1u << 20;
+  int fd = eventfd(0, EFD_CLOEXEC), err;
+  struct vmem_after a = after_fd(fd);
+  struct vm_ctx *c;
+  struct vmem_op op;
+  uint64_t va, left, one = 1;
+  vmem_ticket t;
+  vmem_t vm;
+  OK(open_opts(&o, &vm));
+  OK(vMemReserve(vm, MIB(200), NULL, &va));
+  for (int i = 0; i < 1000 && stats_of(vm).free_bytes < MIB(100); i++) usleep(5000);
+  OK(vmem_inject(vm, VMEM_INJECT_SLAB, 0, many, ENOMEM));
+  op = populate(va, MIB(50));
+  OK(vmem_submit(vm, &op, 1, &a, 1, 0, &t));
+  usleep(200000);
+  CHECK((c = vm_get(vm, "test", &err)));
+  left = __atomic_load_n(&c->inject.count, __ATOMIC_RELAXED);
+  vm_put(c);
+  CHECK(left < many); /* it was asked for */
+  CHECK(many - left < 50);
+  OK(vmem_inject(vm, 0, 0, 0, 0));
+  EQ(write(fd, &one, 8), 8);
+  OK(vmem_wait(vm, t, -1));
+  op = populate(va + MIB(100), PAGE);
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  for (int i = 0; i < 1000 && stats_of(vm).free_bytes < MIB(100); i++) usleep(5000);
+  CHECK(stats_of(vm).free_bytes >= MIB(100));
+  OK(vmem_close(vm));
+  close(fd);
+}
+
 MAIN(TEST(many), TEST(waits_for_work), TEST(synchronous_batch_waits), TEST(shortage_at_submit), TEST(failures_reach_the_waiter),
-     TEST(close_wakes_waiters), TEST(low_watermark))
+     TEST(close_wakes_waiters), TEST(low_watermark), TEST(low_watermark_out_of_reach))

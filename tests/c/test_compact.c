@@ -588,6 +588,23 @@ static void among_threads(void) {
   OK(vmem_close(vm));
 }
 
+/* A driver that is suspended for too long is an error like others, and not a slab that stays as it is. */
+static void suspended(void) {
+  uint64_t freed = 1;
+  CHECK(open_slabs(MIB(1), 0, MIB(64)));
+  CHECK(scatter(160, 8));
+  OK(vmem_inject(vm, VMEM_INJECT_FILL, 0, 1, EAGAIN)); /* the first slab's copies */
+  EQ(compact(&freed), -EAGAIN);
+  EQ(freed, 0);
+  EQ(stats_of(vm).slab_bytes, MIB(10));
+  CHECK(all_there(va, 160, 8));
+  OK(vmem_check(vm));
+  OK(compact(&freed));
+  EQ(freed, MIB(8));
+  CHECK(all_there(va, 160, 8));
+  OK(vmem_close(vm));
+}
+
 MAIN(TEST(empties_slabs), TEST(as_much_as_wanted), TEST(aliases_and_handles), TEST(what_is_busy_stays), TEST(waits_for_work),
      TEST(large_pages), TEST(without_new_memory), TEST(a_fragmented_cache), TEST(each_call_fails), TEST(undo_fails),
-     TEST(in_one_call), TEST(random_model), TEST(among_threads))
+     TEST(suspended), TEST(in_one_call), TEST(random_model), TEST(among_threads))

@@ -6,6 +6,7 @@
  * test lets it; an event is over when the test says so. Everything else is the real thing.
  */
 #include <pthread.h>
+#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include "check.h"
@@ -30,21 +31,28 @@ static struct {
 
 static struct vm_backend fake;
 
+/* Lock held: an event that somebody sees is complete. */
+static vm_event next_event(void) {
+  vm_event e = ++gpu.n;
+  memset(&gpu.e[e], 0, sizeof(gpu.e[e]));
+  return e;
+}
+
 static vm_event new_event(void) {
   vm_event e;
   pthread_mutex_lock(&gpu.lock);
-  e = ++gpu.n;
-  memset(&gpu.e[e], 0, sizeof(gpu.e[e]));
+  e = next_event();
   pthread_mutex_unlock(&gpu.lock);
   return e;
 }
 
 static int fake_fill(void *be, const struct vm_be_range *r, size_t n, uint8_t value, const vm_event *after,
                      size_t num_after, vm_event *done) {
-  vm_event e = new_event();
+  vm_event e;
   (void)be;
   if (n > MAX_RANGES) return vm_fail(-EIO, "too many ranges for the stand-in");
   pthread_mutex_lock(&gpu.lock);
+  e = next_event();
   gpu.e[e].fill = true;
   gpu.e[e].value = value;
   gpu.e[e].n = n;
@@ -811,8 +819,38 @@ static void dropped_while_filling(void) {
   pthread_join(thread, NULL);
 }
 
+/* A page that was mapped nowhere when a batch was submitted, and is being filled elsewhere when it is run: it shows
+ * there when the fill is over. */
+static void second_address_after_submit(void) {
+  vmem_t vm = open_fake();
+  uint64_t va, one = 1;
+  int fd = eventfd(0, EFD_CLOEXEC);
+  struct vmem_after after = {.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd};
+  struct vmem_op map = {.op = VMEM_OP_MAP, .bytes = PAGE}, fill = {.op = VMEM_OP_FILL, .bytes = PAGE, .value = 7};
+  vmem_ticket first, second;
+  OK(vMemReserve(vm, MIB(8), NULL, &va));
+  OK(vMemCreate(vm, PAGE, NULL, &map.handle));
+  map.addr = va + MIB(1);
+  OK(vmem_submit(vm, &map, 1, &after, 1, 0, &second));
+  OK(vMemMap(vm, va, PAGE, map.handle, 0, 0));
+  fill.addr = va;
+  OK(vmem_submit(vm, &fill, 1, NULL, 0, 0, &first));
+  OK(vmem_order(vm, first, 0));
+  EQ(events(), 1);
+  EQ(write(fd, &one, 8), 8);
+  EQ(vmem_wait(vm, second, 50000000), -ETIMEDOUT);
+  finish(1);
+  OK(vmem_wait(vm, second, -1));
+  EQ(BYTE(va + MIB(1)), 7);
+  OK(vmem_wait(vm, first, -1));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+  close(fd);
+}
+
 MAIN(TEST(order_does_not_wait_for_fills), TEST(unmap_waits_for_fills), TEST(fill_batches_wait_on_the_gpu), TEST(broken_work),
-     TEST(second_address_waits_for_fills), TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name),
+     TEST(second_address_waits_for_fills), TEST(second_address_after_submit),
+     TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name),
      TEST(fills_are_never_overlooked), TEST(copies_hold_their_source), TEST(replace_waits_for_fills),
      TEST(fills_hold_up_only_their_range), TEST(fills_hold_up_their_pages), TEST(no_deadlock_with_the_host),
      TEST(long_fills_are_chained), TEST(many_fills), TEST(fills_in_any_order),

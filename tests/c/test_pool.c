@@ -30,6 +30,111 @@ static void one_run_is_one_call(void) {
   OK(vmem_close(vm));
 }
 
+/* ---- where pages are taken; on a GPU those that were used come back dirty, and are taken last --------- */
+
+enum { SLABS = 4, IN_SLAB = 16 };
+
+/* Slabs of 16 pages, all of them taken, one handle each: h[i] are those of the i-th slab. */
+static vmem_t open_full(vmem_handle h[SLABS][IN_SLAB]) {
+  vmem_t vm = open_with(SLABS * MIB(1), VMEM_KEEP_ALL, MIB(1));
+  for (int s = 0; s < SLABS; s++)
+    for (int i = 0; i < IN_SLAB; i++)
+      if (vMemCreate(vm, PAGE, NULL, &h[s][i])) return 0;
+  return vm;
+}
+
+static bool release(vmem_t vm, vmem_handle *h, int n) {
+  for (int i = 0; i < n; i++)
+    if (vMemRelease(vm, h[i])) return false;
+  return true;
+}
+
+/* Bytes of empty slabs: what a trim gives back. */
+static uint64_t empty_bytes(vmem_t vm) {
+  uint64_t freed;
+  return vmem_trim(vm, 0, &freed) ? UINT64_MAX : freed;
+}
+
+/* Pages come from the slab that has the fewest free ones, so that the others become empty and go back. */
+static void fullest_slab_first(void) {
+  static const int freed[SLABS] = {12, 3, 15, 8}; /* each of another level of fullness */
+  static const int order[SLABS] = {1, 3, 0, 2};
+  vmem_handle h[SLABS][IN_SLAB], more[IN_SLAB];
+  vmem_t vm;
+  ONLY_HOST();
+  CHECK((vm = open_full(h)));
+  for (int s = 0; s < SLABS; s++) CHECK(release(vm, h[s], freed[s]));
+  for (int k = 0; k < SLABS; k++) {
+    int s = order[k];
+    for (int i = 0; i < freed[s]; i++) OK(vMemCreate(vm, PAGE, NULL, &more[i]));
+    /* Without its old pages the slab is empty but for the new ones. */
+    CHECK(release(vm, h[s] + freed[s], IN_SLAB - freed[s]));
+    EQ(empty_bytes(vm), 0);
+    CHECK(release(vm, more, freed[s]));
+    EQ(empty_bytes(vm), MIB(1));
+    OK(vmem_check(vm));
+  }
+  OK(vmem_close(vm));
+}
+
+/* An empty slab is touched when nothing else is free. */
+static void empty_slab_last(void) {
+  vmem_handle h[SLABS][IN_SLAB], more[IN_SLAB + 1];
+  vmem_t vm;
+  ONLY_HOST();
+  CHECK((vm = open_full(h)));
+  CHECK(release(vm, h[0], IN_SLAB - 1) && release(vm, h[3], 1));
+  CHECK(release(vm, h[1], IN_SLAB)); /* empty */
+  for (int i = 0; i < IN_SLAB; i++) OK(vMemCreate(vm, PAGE, NULL, &more[i])); /* as many as are free in the two others */
+  EQ(stats_of(vm).free_bytes, MIB(1));
+  OK(vMemCreate(vm, PAGE, NULL, &more[IN_SLAB])); /* nothing else is left */
+  EQ(empty_bytes(vm), 0);
+  OK(vMemRelease(vm, more[IN_SLAB]));
+  EQ(empty_bytes(vm), MIB(1));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+/* A stretch that is to grow begins in an empty chunk of a slab that is in use, while there is one. */
+static void empty_slab_last_when_spread(void) {
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_SPREAD, .bytes = PAGE};
+  vmem_handle h[4];
+  uint64_t va;
+  vmem_t vm;
+  ONLY_HOST();
+  CHECK((vm = open_with(MIB(8), VMEM_KEEP_ALL, MIB(4))));
+  OK(vMemReserve(vm, MIB(8), NULL, &va));
+  for (int i = 0; i < 4; i++) OK(vMemCreate(vm, MIB(2), NULL, &h[i])); /* two slabs of two chunks */
+  OK(vMemRelease(vm, h[3]));
+  OK(vMemRelease(vm, h[1]));
+  OK(vMemRelease(vm, h[0])); /* the first slab is empty */
+  for (int i = 0; i < 2; i++) {
+    op.addr = va + (uint64_t)i * MIB(2);
+    OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+    if (!i) EQ(empty_bytes(vm), MIB(4));
+  }
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+/* A run of some pages is not cut to spare an empty slab. */
+static void a_run_is_not_cut(void) {
+  vmem_handle h[SLABS][IN_SLAB], run;
+  vmem_t vm;
+  ONLY_HOST();
+  CHECK((vm = open_full(h)));
+  CHECK(release(vm, h[1], IN_SLAB) && release(vm, h[0], 3));
+  OK(vMemCreate(vm, 4 * PAGE, NULL, &run));
+  EQ(runs_of(vm, run), 1);
+  EQ(empty_bytes(vm), 0);
+  OK(vMemRelease(vm, run));
+  OK(vMemCreate(vm, 3 * PAGE, NULL, &run));
+  EQ(runs_of(vm, run), 1);
+  EQ(empty_bytes(vm), MIB(1));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
 static void fragments_are_used(void) {
   vmem_t vm = open_with(MIB(2), VMEM_KEEP_ALL, MIB(2));
   vmem_handle h[32], big;
@@ -212,6 +317,7 @@ static void random_walk(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(one_run_is_one_call), TEST(fragments_are_used), TEST(alignment_and_shortage), TEST(spread_keeps_neighbours),
+MAIN(TEST(one_run_is_one_call), TEST(fullest_slab_first), TEST(empty_slab_last), TEST(empty_slab_last_when_spread),
+     TEST(a_run_is_not_cut), TEST(fragments_are_used), TEST(alignment_and_shortage), TEST(spread_keeps_neighbours),
      TEST(spread_yields_when_short), TEST(watermarks_and_trim), TEST(limit), TEST(failed_batches_leave_no_slabs),
      TEST(watermark_and_limit), TEST(random_walk))

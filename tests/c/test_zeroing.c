@@ -148,6 +148,7 @@ static struct {
   pthread_cond_t cond;
   pthread_t thread;
   bool stop, stalled;
+  bool unseen; /* nobody who asks hears that a fill is over; who waits does */
   struct {
     struct vm_be_range r[CLEAN_RUNS];
     size_t n;
@@ -191,7 +192,7 @@ static int fake_query(void *be, vm_event e) {
   bool over;
   (void)be;
   pthread_mutex_lock(&gpu.lock);
-  over = gpu.over >= e;
+  over = gpu.over >= e && !gpu.unseen;
   pthread_mutex_unlock(&gpu.lock);
   return over ? 0 : -EAGAIN;
 }
@@ -223,6 +224,12 @@ static void stall(bool on) {
   pthread_mutex_unlock(&gpu.lock);
 }
 
+static void hide(bool on) {
+  pthread_mutex_lock(&gpu.lock);
+  gpu.unseen = on;
+  pthread_mutex_unlock(&gpu.lock);
+}
+
 static struct vm_ctx *open_gpu(bool background, uint64_t limit) {
   struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .slab_size = MIB(1), .pool_high = VMEM_KEEP_ALL,
                              .mem_limit = limit};
@@ -241,7 +248,7 @@ static struct vm_ctx *open_gpu(bool background, uint64_t limit) {
   c->clean.background = background;
   vm_put(c);
   gpu.queued = gpu.over = 0;
-  gpu.stop = gpu.stalled = false;
+  gpu.stop = gpu.stalled = gpu.unseen = false;
   if (pthread_create(&gpu.thread, NULL, gpu_thread, NULL) || vMemReserve(vm, MIB(64), NULL, &va)) return NULL;
   return c;
 }
@@ -310,6 +317,15 @@ static void *go_on(void *arg) {
   return arg;
 }
 
+/* Waits until a batch of the background is in flight. */
+static void begun(struct vm_ctx *c) {
+  for (bool yes = false; !yes; usleep(1000)) {
+    pthread_mutex_lock(&c->lock);
+    yes = c->clean.n && !c->clean.issuing;
+    pthread_mutex_unlock(&c->lock);
+  }
+}
+
 /* A page that the batch in flight is zeroing: whoever maps it waits, even if it wants it dirty; and what is written
  * to it then stays. */
 static void taken_in_flight(void) {
@@ -321,11 +337,7 @@ static void taken_in_flight(void) {
     taint(va, MIB(1));
     stall(true);
     OK(change(VMEM_OP_UNMAP, va, MIB(1), 0));
-    for (bool begun = false; !begun; usleep(1000)) {
-      pthread_mutex_lock(&c->lock);
-      begun = c->clean.n && !c->clean.issuing;
-      pthread_mutex_unlock(&c->lock);
-    }
+    begun(c);
     EQ(pthread_create(&thread, NULL, go_on, NULL), 0);
     OK(change(VMEM_OP_POPULATE, va, MIB(1), dirty ? VMEM_OP_DIRTY : 0));
     taint(va, MIB(1));
@@ -339,6 +351,130 @@ static void taken_in_flight(void) {
     OK(vmem_check(vm));
     OK(close_gpu());
   }
+}
+
+/* A batch copies to pages that the background is zeroing, and then fails: what it copied is not taken for zeros when
+ * the background's batch ends. */
+static void copied_to_in_flight(void) {
+  struct vmem_op op[2] = {{.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .bytes = 7 * PAGE},
+                          {.op = VMEM_OP_UNMAP, .bytes = PAGE}};
+  struct vm_ctx *c = open_gpu(true, MIB(1));
+  CHECK(c);
+  OK(change(VMEM_OP_POPULATE, va, MIB(1), VMEM_OP_DIRTY));
+  taint(va, MIB(1));
+  hide(true);
+  OK(change(VMEM_OP_UNMAP, va, 8 * PAGE, 0));
+  begun(c);
+  op[0].addr = va + MIB(2);
+  op[0].src = va + 8 * PAGE;
+  op[1].addr = va + 15 * PAGE;
+  OK(vmem_inject(vm, VMEM_INJECT_UNMAP, 0, 1, EIO));
+  EQ(vmem_batch(vm, op, 2, NULL, 0, 0), -EIO);
+  OK(vmem_check(vm));
+  hide(false);
+  CHECK(cleaned(0));
+  OK(change(VMEM_OP_POPULATE, va, 8 * PAGE, 0));
+  CHECK(all(va, 8 * PAGE, 0) && all(va + 8 * PAGE, 8 * PAGE, 0xdd));
+  OK(vmem_check(vm));
+  OK(close_gpu());
+}
+
+/* A driver that is suspended for too long while the worker has pages zeroed: the batch fails with that, and is not
+ * taken for one whose zeroing is under way. */
+static void suspended(void) {
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(1)};
+  vmem_ticket t;
+  CHECK(open_gpu(false, MIB(1)));
+  OK(change(VMEM_OP_POPULATE, va, MIB(1), VMEM_OP_DIRTY));
+  taint(va, MIB(1));
+  OK(change(VMEM_OP_UNMAP, va, MIB(1), 0));
+  op.addr = va;
+  OK(vmem_inject(vm, VMEM_INJECT_FILL, 0, 1, EAGAIN));
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+  EQ(vmem_wait(vm, t, -1), -EAGAIN);
+  EQ(stats_of(vm).mapped_bytes, 0);
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+  OK(vmem_wait(vm, t, -1));
+  CHECK(all(va, MIB(1), 0));
+  OK(vmem_check(vm));
+  OK(close_gpu());
+}
+
+/* What a submitted batch needs so that its pages can be zeroed is there, or missing, when the call returns. */
+static void short_at_submit(void) {
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE};
+  struct vmem_stats before, after;
+  vmem_ticket t;
+  for (uint64_t nth = 0; nth < 2; nth++) { /* the addresses, the mapping */
+    CHECK(open_gpu(false, MIB(1)));
+    OK(change(VMEM_OP_POPULATE, va, MIB(1), VMEM_OP_DIRTY));
+    taint(va, MIB(1));
+    OK(change(VMEM_OP_UNMAP, va, MIB(1), 0));
+    op.addr = va;
+    before = stats_of(vm);
+    OK(vmem_inject(vm, VMEM_INJECT_SLAB, nth, 1, ENOMEM));
+    EQ(vmem_submit(vm, &op, 1, NULL, 0, 0, &t), -ENOMEM);
+    after = stats_of(vm);
+    CHECK(same_state(&before, &after));
+    EQ(after.tickets, 0);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+    OK(vmem_wait(vm, t, -1));
+    CHECK(all(va, PAGE, 0));
+    OK(vmem_check(vm));
+    OK(close_gpu());
+  }
+}
+
+/* A slab above the high watermark is passed over while it is zeroed, and goes when that is over, whoever waited. */
+static void trimmed_after_a_hold(void) {
+  struct vm_ctx *c = open_gpu(true, 0);
+  CHECK(c);
+  OK(change(VMEM_OP_POPULATE, va, MIB(1), VMEM_OP_DIRTY));
+  hide(true);
+  OK(change(VMEM_OP_UNMAP, va, MIB(1), 0));
+  begun(c);
+  pthread_mutex_lock(&c->lock);
+  c->opts.pool_high = 0;
+  vm_clean_hold(c);
+  vm_clean_release(c);
+  pthread_mutex_unlock(&c->lock);
+  hide(false);
+  for (int i = 0; i < 5000 && stats_of(vm).slab_bytes; i++) usleep(1000);
+  EQ(stats_of(vm).slab_bytes, 0);
+  OK(close_gpu());
+}
+
+static struct vm_ctx *the_context;
+static struct vm_slab *other_slab;
+static int others_error;
+
+static int map_and_alias(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse) {
+  struct vm_slab *s = other_slab;
+  other_slab = NULL;
+  if (s) others_error = vm_slab_alias(the_context, s, VMEM_INJECT_SLAB);
+  return vm_backend_host.map(be, addr, bytes, slab, offset, flags, sparse);
+}
+
+/* Two slabs are mapped at the same time, and the limit leaves room for one. */
+static void limit_on_aliases(void) {
+  struct vm_ctx *c = open_gpu(false, 0);
+  vmem_handle h[2];
+  struct vm_slab *s[2];
+  CHECK(c);
+  for (int i = 0; i < 2; i++) OK(vMemCreate(vm, MIB(1), NULL, &h[i]));
+  pthread_mutex_lock(&c->lock);
+  for (int i = 0; i < 2; i++) s[i] = c->hdls[(uint32_t)h[i]].runs[0].slab;
+  c->info.pub.max_mappings = 1;
+  pthread_mutex_unlock(&c->lock);
+  CHECK(s[0] != s[1]);
+  fake.map = map_and_alias;
+  the_context = c;
+  other_slab = s[1];
+  OK(vm_slab_alias(c, s[0], VMEM_INJECT_SLAB));
+  EQ(others_error, -ENOSPC);
+  EQ(stats_of(vm).mappings, 1);
+  OK(vmem_check(vm));
+  OK(close_gpu());
 }
 
 /* A batch given to the worker is zeroed while it waits for others' work, and lets later ones pass. */
@@ -484,5 +620,7 @@ static void random_walk(void) {
 }
 
 MAIN(TEST(after_a_failed_map), TEST(a_failed_map_and_another_batch), TEST(two_batches_one_page), TEST(twice_in_one_batch),
-     TEST(read_only), TEST(in_the_background), TEST(clean_pages_first), TEST(taken_in_flight), TEST(submitted), TEST(failures),
-     TEST(trimmed), TEST(random_walk))
+     TEST(read_only), TEST(in_the_background), TEST(clean_pages_first), TEST(taken_in_flight), TEST(copied_to_in_flight),
+     TEST(suspended), TEST(short_at_submit),
+     TEST(submitted), TEST(failures), TEST(trimmed), TEST(trimmed_after_a_hold), TEST(limit_on_aliases),
+     TEST(random_walk))

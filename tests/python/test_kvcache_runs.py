@@ -170,8 +170,7 @@ def test_joining_keeps_the_rows_and_makes_room() -> None:
 def test_joining_waits_for_the_work_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[object] = []
     stream = SimpleNamespace(__cuda_stream__=lambda: (0, 7))
-    monkeypatch.setattr(runs, "record", lambda stream, device: stream)
-    monkeypatch.setattr(runs, "wait_for", order.append)
+    monkeypatch.setattr(runs, "wait_for_device", lambda stream, device: order.append(stream))
     original = Context.consolidate
 
     def consolidate(self: Context, addr: int, size: int) -> int:

@@ -60,7 +60,10 @@ static int submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const s
   if (!(err = vm_worker_start(c)) && !(err = vm_deps_make(c, after, num_after, &job->deps))) {
     if (!(err = vm_plan_make(c, ops, n, &job->plan))) {
       job->gpu_waits = vm_plan_only_fills(&job->plan);
-      if (!(err = vm_plan_may_run_on(c, &job->plan, fill_ended, job->ticket)) && !(err = queue_job(c, job, ticket))) return 0;
+      /* What can be short is taken now. */
+      err = vm_plan_aliases(c, &job->plan);
+      if (!err) err = vm_plan_may_run_on(c, &job->plan, fill_ended, job->ticket);
+      if (!err && !(err = queue_job(c, job, ticket))) return 0;
       VM_UNDO(vm_plan_cancel(c, &job->plan));
     }
     VM_UNDO(vm_deps_put(c, &job->deps));
@@ -88,14 +91,17 @@ VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const s
 
 /* ---- the thread ------------------------------------------------------------------------------ */
 
-/* 0: it can run; -EAGAIN: not yet; another error: what it waits for cannot be waited for. */
-static int job_ready(struct vm_ctx *c, struct vm_job *job) {
+/* Whether it can run. An error: its pages cannot be zeroed, or what it waits for cannot be waited for. */
+static int job_ready(struct vm_ctx *c, struct vm_job *job, bool *ready) {
   struct vm_fill *before = job->behind, *f;
   bool blocked;
-  /* New pages are nobody's yet: they are zeroed while the job waits for others' work. */
-  int err = vm_plan_zero(c, &job->plan, false);
-  if (!err) err = vm_deps_poll(c, &job->deps, !job->gpu_waits);
-  if (err) return err;
+  /* New pages are nobody's yet: they are zeroed while the job waits for others' work. -EAGAIN is an error here, of a
+   * driver that was suspended for too long. */
+  int err = vm_plan_zero(c, &job->plan, ready);
+  if (err || !*ready) return err;
+  *ready = false;
+  err = vm_deps_poll(c, &job->deps, !job->gpu_waits);
+  if (err) return err == -EAGAIN ? 0 : err;
   pthread_mutex_lock(&c->lock);
   /* Which fill it was is remembered: looking through the plan's pages takes time. */
   blocked = before && !before->over;
@@ -108,7 +114,8 @@ static int job_ready(struct vm_ctx *c, struct vm_job *job) {
   }
   pthread_mutex_unlock(&c->lock);
   if (before) vm_fill_put(c, before);
-  return blocked ? -EAGAIN : 0;
+  *ready = !blocked;
+  return 0;
 }
 
 /* Runs the job, or with an error cancels it: nothing may change then. It is in no list. */
@@ -134,6 +141,7 @@ static void job_run(struct vm_ctx *c, struct vm_job *job, int err) {
 /* Takes the first job of the queue and runs it, or lets it wait; false: there was none. */
 static bool start_next(struct vm_ctx *c) {
   struct vm_job *job;
+  bool ready;
   int err;
   pthread_mutex_lock(&c->lock);
   if ((job = c->queue) && !(c->queue = job->next)) c->queue_tail = &c->queue;
@@ -141,11 +149,12 @@ static bool start_next(struct vm_ctx *c) {
   if (!job) return false;
   job->next = NULL;
   vm_error_begin("vmem worker");
-  if ((err = job_ready(c, job)) == -EAGAIN) {
+  err = job_ready(c, job, &ready);
+  if (err || ready) {
+    job_run(c, job, err);
+  } else {
     *c->waiting_tail = job;
     c->waiting_tail = &job->next;
-  } else {
-    job_run(c, job, err);
   }
   return true;
 }
@@ -155,9 +164,11 @@ static bool poll_waiting(struct vm_ctx *c) {
   struct vm_job **link = &c->waiting, *job;
   bool any = false;
   while ((job = *link)) {
+    bool ready;
     int err;
     vm_error_begin("vmem worker");
-    if ((err = job_ready(c, job)) == -EAGAIN) {
+    err = job_ready(c, job, &ready);
+    if (!err && !ready) {
       link = &job->next;
       continue;
     }
@@ -171,14 +182,16 @@ static bool poll_waiting(struct vm_ctx *c) {
 
 static void keep_low_watermark(struct vm_ctx *c) {
   uint64_t units = vm_units_up(c, c->opts.pool_low), have, id = 0;
+  bool low;
   if (!units) return;
   vm_error_begin("vmem worker");
   pthread_mutex_lock(&c->lock);
+  low = c->low;
   c->low = false;
   have = c->pools[0].free_units;
   pthread_mutex_unlock(&c->lock);
-  /* Failure is no error here: whoever needs the memory will meet it. */
-  if (have < units) vm_pool_grow(c, &c->pools[0], units - have, 0, 1, have, &id);
+  /* Failure is no error here: whoever needs the memory will meet it. It is tried again when more is taken. */
+  if (low && have < units) vm_pool_grow(c, &c->pools[0], units - have, 0, 1, have, &id);
 }
 
 /* When to poll. */
@@ -224,7 +237,7 @@ static void *thread(void *arg) {
     if (!stop && !c->queue && polls) {
       struct timespec ts = {(time_t)(pace.due / 1000000000u), (long)(pace.due % 1000000000u)};
       pthread_cond_timedwait(&c->work_cond, &c->lock, &ts);
-    } else if (!stop && !c->queue && !c->low && !(c->clean.wanted && !c->clean.hold)) {
+    } else if (!stop && !c->queue && !c->low && !c->clean.ended && !(c->clean.wanted && !c->clean.hold)) {
       pthread_cond_wait(&c->work_cond, &c->lock);
     }
     pthread_mutex_unlock(&c->lock);
@@ -241,10 +254,12 @@ int vm_worker_start(struct vm_ctx *c) {
     pthread_sigmask(SIG_SETMASK, &all, &old);
     err = -pthread_create(&c->worker, NULL, thread, c);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
-    if (err)
+    if (err) {
       err = vm_fail(-ENOMEM, "cannot start the worker thread: %s", strerror(-err));
-    else
+    } else {
       c->worker_started = true;
+      vm_worker_low(c);
+    }
   }
   pthread_mutex_unlock(&c->lock);
   return err;
