@@ -112,7 +112,7 @@ class Journal:
         self.books: list[Books] = []
         self._held: list[Made] = []  # made by the call, and perhaps nobody's
         self._pending: list[Callable[[], None]] = []  # aborts to be run by `recover`
-        self._caller: FrameType | None = None  # of the call that is under way
+        self._caller: FrameType | None = None  # of the call under way, or not settled yet
 
     # ---- what a call writes ----------------------------------------------------------------------
 
@@ -166,10 +166,10 @@ class Journal:
     # ---- around a call ---------------------------------------------------------------------------
 
     def __enter__(self) -> Journal:
-        if self._caller is not None and _is_running(self._caller):
-            return self  # a finalizer's call in the middle of another
-        if self.entries or self._pending or self._held:
-            self.recover()
+        if self._caller is not None:
+            if _is_running(self._caller):
+                return self  # a finalizer's call in the middle of another
+            self.recover()  # its end was interrupted, perhaps where counts were made again
         self._caller = sys._getframe(1)
         return self
 

@@ -191,7 +191,7 @@ def _alloc(cores: list[Core], seq_len: int) -> int | None:
     if found is None:
         return None
     for core in cores:
-        core.table.take(core.table[found.index])
+        core.take(core.table[found.index])
     for core in cores:
         core.prepare()
     return found.index

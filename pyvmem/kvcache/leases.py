@@ -107,6 +107,10 @@ class Leases:
         self.collect()
         return bool(self._open)
 
+    def has(self, lease: Lease) -> bool:
+        """Whether a lease keeps its node; one that an exception took back does not."""
+        return lease in self._open
+
     def add(self, node: Node[Span]) -> Lease:
         """A lease of a node that the caller has pinned for it, or of a root, which needs no pin."""
         lease = Lease(node, node.parent is not None)

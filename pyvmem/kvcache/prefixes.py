@@ -219,7 +219,7 @@ class Prefixes:
             PrefixEvicted: it is not.
         """
         self.leases.collect()
-        if match.length and not match._lease.held:
+        if match.length and not self.leases.has(match._lease):
             match._lease = self.leases.add(self._pin(match))
 
     def _pin(self, match: PrefixMatch) -> Node[Span]:

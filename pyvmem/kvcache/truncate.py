@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import errno
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import NotRecoverable, VMemError
+from pyvmem.errors import NotRecoverable, OutOfMemory, VMemError
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import prune, record, wait_for
 from pyvmem.ops import OpBatch
@@ -53,30 +54,58 @@ def truncate(cores: Sequence[Core], reqid: int, length: int, stream: Any) -> int
             one.core.pager.release(one.slot)
         each = [_Truncation.of(one.core, one.slot, rows) for one in each]
         wait_for(record(stream, cores[0].device))
-        if not _unmap_all(each):
+        if not _unmap_all(each, partial(_complete, cores, reqid, slots[0].owner, rows)):
             return -1
-    event, recorded = None, False
-    for one in each:
-        core, slot = one.core, one.slot
-        if not one.unmaps and one.keep < slot.granted:
-            if not recorded:
-                event, recorded = record(stream, core.device), True
-            _disown(core, slot, one.keep, event)
-        if core.promoter is not None:
-            core.promoter.shorten(slot, one.first)
-        core.prefixes.shorten(slot, rows)
-        core.enter(slot, rows)
-        core.table.changes += 1
+        stream = None  # the work on it is over
+    _shorten(each, stream)
     return 0
 
 
-def _disown(core: Core, slot: Slot, keep: int, event: Any) -> None:
-    """Makes a slot's pages from `keep` on nobody's, after the work that the event stands for."""
-    core.pager.shrink(slot, keep)
-    core.reclaimer.own_away = None
-    slot.events = [*prune(slot.events), *(() if event is None else (event,))]
-    if not core.config.deferred_reclaim and slot.job is None:
-        core.reclaimer.try_cut(slot, keep)
+def _shorten(each: Sequence[_Truncation], stream: Any) -> None:
+    """Writes the truncation into the books, in every cache, then unmaps what policy does not keep.
+
+    `stream`: of the last work on the rows.
+    """
+    disowned = [one for one in each if not one.unmaps and one.keep < one.slot.granted]
+    event = record(stream, disowned[0].core.device) if disowned else None
+    for one in disowned:
+        core, slot = one.core, one.slot
+        core.pager.shrink(slot, one.keep)
+        core.reclaimer.own_away = None
+        slot.events = [*prune(slot.events), *(() if event is None else (event,))]
+    for one in each:
+        core, slot = one.core, one.slot
+        if core.promoter is not None:
+            core.promoter.shorten(slot, one.first)
+        core.prefixes.shorten(slot, one.rows)
+        core.enter(slot, one.rows)
+        core.table.changes += 1
+    for one in disowned:
+        if not one.core.config.deferred_reclaim and one.slot.job is None:
+            one.core.reclaimer.try_cut(one.slot, one.keep)
+
+
+def _complete(cores: Sequence[Core], reqid: int, owner: int, rows: int) -> None:
+    """Does what is left of a truncation that an exception ended after pages had gone.
+
+    Raises:
+        NotRecoverable: it could not; the request has lost rows, and the text names it.
+    """
+    slots = [core.table[reqid] for core in cores]
+    if slots[0].owner != owner or any(slot.lost for slot in slots):
+        return
+    try:
+        done = truncate(cores, reqid, rows, None) == 0
+    except VMemError as error:
+        raise _lost(cores[0], slots[0], error) from error
+    if not done:
+        short = "memory is short for its last page"
+        raise _lost(
+            cores[0], slots[0], OutOfMemory(short, errno=errno.ENOMEM, op="KVCache.truncate")
+        )
+    _shorten(
+        [_Truncation.of(core, slot, rows) for core, slot in zip(cores, slots, strict=True)], None
+    )
 
 
 @dataclass
@@ -231,8 +260,10 @@ class _Truncation:
         return tail
 
 
-def _unmap_all(each: Sequence[_Truncation]) -> bool:
+def _unmap_all(each: Sequence[_Truncation], complete: Callable[[], None]) -> bool:
     """Unmaps what has to go at once, in every cache; False, with nothing changed: memory is short.
+
+    `complete`: does the rest, if an exception from outside comes when a part has gone.
 
     Raises:
         NotRecoverable: the request has lost rows; the text names it. VMemError: nothing changed.
@@ -241,18 +272,23 @@ def _unmap_all(each: Sequence[_Truncation]) -> bool:
     done: list[_Truncation] = []
     try:
         if not all(one.copy() for one in begun):
+            _give_up(begun)
             return False
+        begun[0].core.journal.on_abort(complete)
         for one in begun:
             one.unmap()
             done.append(one)
     except VMemError as error:
+        _give_up(begun)
         if done and not isinstance(error, NotRecoverable):
             raise _lost(begun[len(done)].core, begun[len(done)].slot, error) from error
         raise
-    finally:
-        for one in begun:
-            one.give_up()
     return True
+
+
+def _give_up(begun: Sequence[_Truncation]) -> None:
+    for one in begun:
+        one.give_up()
 
 
 def _lost(core: Core, slot: Slot, error: VMemError) -> NotRecoverable:

@@ -27,12 +27,16 @@ class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
         self._gate = threading.RLock()
 
     def __enter__(self) -> bool:  # type: ignore[override]
-        if self._is_owned():  # type: ignore[attr-defined]
-            return self.acquire()
+        taken: list[bool] = []
         try:
-            with self._gate:
-                return self.acquire()
-        except BaseException:  # from outside: who does not get into the block has no lock
             if self._is_owned():  # type: ignore[attr-defined]
+                # One call of C's takes it and notes that: no exception from outside comes between.
+                taken.extend(map(self.acquire, (True,)))
+            else:
+                with self._gate:
+                    taken.extend(map(self.acquire, (True,)))
+            return True
+        except BaseException:  # from outside: who does not get into the block has no lock
+            if taken:
                 self.release()
             raise

@@ -92,7 +92,10 @@ class ShareModel:
         parts: the cache, or those of its classes of layers.
         tokens: by reqid, the ids whose rows the request holds.
         tags: by reqid, what the rows hold.
+        waits: GPU work of freed requests may go on when a call wants their slots.
     """
+
+    waits = False
 
     def __init__(self, cache: KVCache | LayeredCache, seed: int) -> None:
         self.cache = cache
@@ -110,6 +113,15 @@ class ShareModel:
     def tag(self, tokens: list[int]) -> int:
         """The row of the last of these tokens, the same whoever computes it."""
         return self.known.setdefault(tuple(tokens), len(self.known) + 1)
+
+    def named(self, tokens: list[int]) -> tuple[list[int], Any]:
+        """The ids that the cache is told for these tokens, and their namespace."""
+        return tokens, None
+
+    def length_of(self, tokens: list[int], leave: int = 1) -> int:
+        """How much of a prompt is recorded."""
+        ids, space = self.named(tokens)
+        return self.cache.match(ids, leave, space).length
 
     def count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
@@ -169,13 +181,17 @@ class ShareModel:
         prompt = self.prompt()
         self.fire()
         before = state(self.first)
-        found = self.cache.match(prompt).length
-        taken = self.cache.alloc_prefix(prompt)
+        found = self.length_of(prompt)
+        ids, space = self.named(prompt)
+        taken = self.cache.alloc_prefix(ids, namespace=space)
         if taken is None:
             self.refused(before)
             return
         reqid, length = taken
-        assert length == found < len(prompt)
+        if length != found:
+            assert (length, self.waits) == (0, True), "no slot was held up by GPU work"
+            self.count("held up")
+        assert length < len(prompt)
         assert reqid not in self.tokens
         self.count("hit" if length else "miss")
         self.tokens[reqid] = prompt[:length]
@@ -208,16 +224,17 @@ class ShareModel:
     def free(self, reqid: int, record: bool) -> None:
         tokens = self.tokens.pop(reqid)
         del self.tags[reqid]
-        held = self.first.snapshot()[reqid].seq_len
-        self.cache.free_reqid(reqid, self.stream(), tokens[:held] if record else None)
+        ids, space = self.named(tokens[: self.first.snapshot()[reqid].seq_len])
+        self.cache.free_reqid(reqid, self.stream(), ids if record else None, space)
 
     def record(self, reqid: int) -> None:
         self.fire()
         held = self.first.snapshot()[reqid].seq_len
         tokens = self.tokens[reqid][:held]
         unit = self.cache.sharing_unit
-        assert self.cache.record(reqid, tokens) == len(tokens) // unit * unit
-        assert self.cache.match(tokens, leave=0).length == len(tokens) // unit * unit
+        ids, space = self.named(tokens)
+        assert self.cache.record(reqid, ids, namespace=space) == len(tokens) // unit * unit
+        assert self.length_of(tokens, leave=0) == len(tokens) // unit * unit
 
     def truncate(self, reqid: int) -> None:
         """Gives up some rows; where memory is short for a copy, none."""
@@ -225,10 +242,11 @@ class ShareModel:
         held = self.first.snapshot()[reqid].seq_len
         held = min(held, len(self.tokens[reqid]))
         length = self.random.randint(self.random.choice((0, max(0, held - 6))), held)
-        before = self.first.snapshot()[reqid]
+        before = [one.snapshot()[reqid].seq_len for one in self.parts]
         if self.cache.truncate(reqid, length) == -1:
             self.count("no truncation")
-            assert self.first.snapshot()[reqid] == before
+            assert [one.snapshot()[reqid].seq_len for one in self.parts] == before
+            assert self.holds(reqid), f"rows of reqid {reqid}"
             return
         self.count("truncation")
         del self.tokens[reqid][length:]
@@ -294,8 +312,11 @@ class ShareModel:
         elif pick < 0.97 and self.swapped:
             self.swap_in()
         else:
-            self.fire()
-            self.cache.trim(prefixes=self.random.random() < 0.3)
+            self.trim()
+
+    def trim(self) -> None:
+        self.fire()
+        self.cache.trim(prefixes=self.random.random() < 0.3)
 
     def end(self) -> None:
         """Gives everything back; then nothing may be left."""

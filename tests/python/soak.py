@@ -24,6 +24,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,13 @@ from test_kvcache_layers import layered
 from test_kvcache_mixed_model import LayeredModel, MixedModel
 
 from pyvmem import Caps, Context, FdEvent, KVCache, OutOfMemory
-from pyvmem.kvcache import Budget, LayeredCache
+from pyvmem.kvcache import Budget, LayeredCache, PrefixEvicted, PrefixMatch
 
 __all__ = ["Soak", "main"]
 
 TENSORS = 4  # of `small_config`
 LARGE = 4  # small pages of a large one
+IDS = 4  # tokens of the model that stand for the cache's, in each namespace
 QUIET = 4500  # calls of the others while one cache is quiet: each is a batch or more
 
 POLICIES: tuple[dict[str, Any], ...] = (
@@ -96,8 +98,9 @@ class LateEvents:
             event.close()
 
     def _end(self) -> None:
-        event = self._waiting.popleft()[1]
-        event.set()
+        event = self._waiting[0][1]
+        event.set()  # may be interrupted, and is done again then
+        self._waiting.popleft()
         self._ended.append(event)
         if len(self._ended) > 16:  # the call that it was made for has it by now
             self._ended.popleft().close()
@@ -115,17 +118,33 @@ class LateEvents:
                     self._end()
 
 
+@dataclass
+class Lease:
+    """A match that is held, of the first of these tokens; `lost`: it may be."""
+
+    match: PrefixMatch
+    tokens: list[int]
+    lost: bool = False
+
+
 class Endless:
-    """Changes a `ShareModel` so that it can go on for ever, beside others."""
+    """Changes a `ShareModel` so that it can go on for ever, beside others.
+
+    A token of the model names a token of the cache and a namespace, and what a row holds depends on
+    both. Matches are held for a while, and steps need not name all requests.
+    """
 
     late: LateEvents
     seen: deque[list[int]]
     cache: KVCache | LayeredCache
+    waits = True
 
     def begin(self, late: LateEvents, seed: int) -> None:
         self.late, self.seen = late, deque([[]], maxlen=100)
         self.ahead: list[int] | None = None
         self.leaving: set[int] = set()
+        self.shorter: dict[int, int] = {}
+        self.leases: list[Lease] = []
 
     def tag(self: Any, tokens: list[int]) -> int:
         return zlib.crc32(bytes(tokens)) & 0x3FFFFFF
@@ -133,11 +152,92 @@ class Endless:
     def prompt(self: Any) -> list[int]:
         longest = self.first.config.max_seq_len
         seen = self.random.choice(self.seen)
-        keep = self.random.randint(0, len(seen))
+        kept = seen[: self.random.randint(0, len(seen))]
         more = [self.random.randint(0, 2) for _ in range(self.random.randint(1, self.more))]
-        prompt = [*seen[:keep], *more][:longest]
+        prompt = self.alike(kept or [IDS * self.random.choice((0, 0, 1, 2))], more)
+        prompt = [*kept, *prompt][:longest]
         self.seen.append(prompt)
         return prompt
+
+    def alike(self: Any, tokens: list[int], more: list[int]) -> list[int]:
+        """More tokens, in the namespace of these."""
+        space = (tokens or more or [0])[0] // IDS
+        return [space * IDS + token % IDS for token in more]
+
+    def named(self: Any, tokens: list[int]) -> tuple[list[int], Any]:
+        space = tokens[0] // IDS if tokens else 0
+        return [token % IDS for token in tokens], f"space {space}" if space else None
+
+    def lens(self: Any, more: dict[int, int] | None = None) -> list[int]:
+        """Requests that get nothing more need not be named by a step."""
+        out: list[int] = super().lens(more)  # type: ignore[misc]
+        if more is not None and self.random.random() < 0.3:
+            for reqid in self.tokens:
+                if not more.get(reqid) and self.random.random() < 0.5:
+                    out[reqid] = self.random.randint(0, out[reqid])
+        return out
+
+    def grow(self: Any, more: dict[int, list[int]]) -> None:
+        alike = {reqid: self.alike(self.tokens[reqid], ids) for reqid, ids in more.items()}
+        super().grow(alike)  # type: ignore[misc]
+
+    # ---- matches that are held -------------------------------------------------------------------
+
+    def hold(self: Any) -> None:
+        """Leases what is recorded of a prompt."""
+        tokens = self.prompt()
+        ids, space = self.named(tokens)
+        match = self.cache.match(ids, namespace=space)
+        if match.length:
+            self.leases.append(Lease(match, tokens[: match.length]))
+            self.count("lease")
+
+    def begin_with(self: Any, lease: Lease) -> None:
+        """A request begins with what is leased, which only a trim may have taken."""
+        self.fire()
+        self.leases.remove(lease)
+        try:
+            if self.random.random() < 0.5:
+                self.cache.can_admit([len(lease.tokens) + 1, 1], [lease.match, None])
+            if self.random.random() < 0.2:
+                lease.match.release()
+                return
+            taken = self.cache.alloc_prefix(lease.match)
+        except PrefixEvicted:
+            assert lease.lost, "a lease was lost"
+            self.count("lease lost")
+            return
+        if taken is None:
+            self.count("lease refused")
+            return
+        reqid, length = taken
+        assert length in (0, len(lease.tokens))
+        assert reqid not in self.tokens
+        if not length:  # GPU work holds the free slots up
+            self.count("lease held up")
+            self.leases.append(lease)
+        self.tokens[reqid] = lease.tokens[:length]
+        self.tags[reqid] = [self.tag(lease.tokens[: n + 1]) for n in range(length)]
+        assert self.holds(reqid), "rows of a lease"
+        if length:
+            self.count("lease used")
+
+    def trim(self: Any) -> None:
+        prefixes = self.random.random() < 0.3
+        for lease in self.leases if prefixes else ():
+            lease.lost = True
+        self.fire()
+        self.cache.trim(prefixes=prefixes)
+
+    def give_up(self: Any) -> None:
+        if self.leases and self.random.random() < 0.5:
+            self.leases.pop(0).match.release()
+        else:
+            super().give_up()  # type: ignore[misc]
+
+    def truncate(self: Any, reqid: int) -> None:
+        self.shorter = {reqid: 0}
+        super().truncate(reqid)  # type: ignore[misc]
 
     def stream(self: Any) -> FdEvent | None:
         return None if self.random.random() < 0.5 else self.late.create()
@@ -168,6 +268,10 @@ class Endless:
     def any_step(self: Any) -> None:
         if self.tokens and self.random.random() < 0.1:
             self.step_ahead()
+        elif len(self.leases) < 3 and self.random.random() < 0.03:
+            self.hold()
+        elif self.leases and self.random.random() < 0.04:
+            self.begin_with(self.random.choice(self.leases))
         elif isinstance(self.cache, LayeredCache) or self.first.layout.large_pages:
             super().any_step()  # type: ignore[misc]
         else:
@@ -199,6 +303,8 @@ class Endless:
         tokens, tags, swapped = before
         slots = self.first.snapshot()
         self.tokens, self.tags, self.swapped = {}, {}, []
+        for lease in self.leases:  # the call may have used it, or trimmed
+            lease.lost = True
         for one in swapped:
             if one[0].is_open:
                 self.swapped.append(one)
@@ -207,10 +313,13 @@ class Endless:
             if slot.state != "active":
                 assert reqid in self.leaving, f"reqid {reqid} is {slot.state}"
                 continue
-            assert slot.seq_len >= len(ids), f"reqid {reqid} has lost rows"
-            self.tokens[reqid], self.tags[reqid] = ids, tags[reqid]
+            least = self.shorter.get(reqid, len(ids))
+            assert slot.seq_len >= least, f"reqid {reqid} has lost rows"
+            kept = min(slot.seq_len, len(ids))
+            assert {part.snapshot()[reqid].seq_len for part in self.parts} == {slot.seq_len}
+            self.tokens[reqid], self.tags[reqid] = ids[:kept], tags[reqid][:kept]
             assert self.holds(reqid), f"rows of reqid {reqid}"
-            if slot.seq_len != len(ids):  # a step was done, its rows were not written
+            if slot.seq_len > len(ids):  # a step was done, its rows were not written
                 self.free(reqid, record=False)
         for slot in slots:
             if slot.state == "active" and slot.reqid not in tokens:
@@ -359,7 +468,7 @@ class Soak:
             {reqid: list(tags) for reqid, tags in model.tags.items()},
             list(model.swapped),
         )
-        model.leaving = set()
+        model.leaving, model.shorter = set(), {}
         try:
             Interrupts(int(2 ** self.random.uniform(0, 10))).run(model.any_step)
         except Interrupted:

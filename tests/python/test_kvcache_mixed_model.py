@@ -52,11 +52,12 @@ class MixedModel(ShareModel):
         tokens = self.tokens[reqid][:held]
         unit = self.cache.sharing_unit
         whole = len(tokens) // unit * unit
-        done = self.cache.record(reqid, tokens)
+        ids, space = self.named(tokens)
+        done = self.cache.record(reqid, ids, namespace=space)
         large = UNIT * self.cache.layout.page_size // self.cache.layout.row_bytes
         assert whole - large - unit < done <= whole
         assert done % unit == 0
-        assert self.cache.match(tokens, leave=0).length == done
+        assert self.length_of(tokens, leave=0) == done
         if done < whole:
             self.count("record cut")
 
@@ -150,10 +151,11 @@ class LayeredModel(MixedModel):
     def record(self, reqid: int) -> None:
         self.fire()
         tokens = self.tokens[reqid][: self.first.snapshot()[reqid].seq_len]
-        done = self.cache.record(reqid, tokens)
+        ids, space = self.named(tokens)
+        done = self.cache.record(reqid, ids, namespace=space)
         assert done <= len(tokens)
         assert done % self.cache.sharing_unit == 0
-        assert self.cache.match(tokens, leave=0).length == done
+        assert self.length_of(tokens, leave=0) == done
 
     def any_step(self) -> None:
         ShareModel.any_step(self)

@@ -22,7 +22,7 @@ def soaked(soak: Soak, steps: int = 0, seconds: float = 0.0) -> None:
 
 def test_a_minute_of_random_engines(backend: str) -> None:
     """Another seed each time; it is printed where the test fails."""
-    soaked(Soak(backend, random.randrange(1 << 30)), seconds=25)
+    soaked(Soak(backend, random.randrange(1 << 30)), seconds=20)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -32,7 +32,7 @@ def test_random_engines_of_known_seeds(backend: str, seed: int) -> None:
 
 def test_random_engines_that_are_interrupted(backend: str) -> None:
     soak = Soak(backend, 5, interrupts=True)
-    soaked(soak, seconds=15)
+    soaked(soak, seconds=12)
     assert soak.interrupted
 
 
