@@ -207,9 +207,18 @@ def run_pattern(name: str, args: argparse.Namespace, library: Path, folder: Path
         found["error"] = ran.stderr[-800:]
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     found["slow"] = [line for line in lines if "slow" in line]
-    found["looks"] = [line for line in lines if "look" in line]
+    found["looks"] = seen_most([line for line in lines if "look" in line])
     found["kinds"] = [line for line in lines if "kind" in line]
     return found
+
+
+def seen_most(looks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the looks at stalled threads saw, each once with how often; most often first."""
+    where = Counter((look["state"], look["wchan"], look["stack"]) for look in looks)
+    return [
+        {"times": times, "state": state, "wchan": wchan, "stack": stack}
+        for (state, wchan, stack), times in where.most_common(100)
+    ]
 
 
 def show(name: str, found: dict[str, Any]) -> None:
@@ -228,9 +237,11 @@ def show(name: str, found: dict[str, Any]) -> None:
             f"           map {one['number']:,}: {one['wall_ms']:.1f} ms, CPU {one['cpu_ms']:.1f}, "
             f"slept {one['slept']} times, preempted {one['preempted']}, CPUs {one['cpu']}"
         )
-    where = Counter((look["state"], look["wchan"], look["stack"][:160]) for look in found["looks"])
-    for (state, wchan, stack), count in where.most_common(4):
-        print(f"           seen {count} times: state {state}, in {wchan or '?'} {stack}")
+    for seen in found["looks"][:4]:
+        print(
+            f"           seen {seen['times']} times: state {seen['state']}, in "
+            f"{seen['wchan'] or '?'} {seen['stack'][:160]}"
+        )
 
 
 def main() -> int:
