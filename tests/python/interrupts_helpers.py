@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import gc
+import math
 import signal
 import sys
 import threading
@@ -216,15 +217,20 @@ class Alarm:
 
     def __init__(self) -> None:
         self._error: type[BaseException] = Stuck
+        self._due = math.inf
 
     def ring(self, *_: object) -> None:
-        raise self._error
+        # A signal that another thread took may be told of after the alarm was set anew.
+        if time.monotonic() >= self._due:
+            raise self._error
 
     def set(self, seconds: float, error: type[BaseException]) -> None:
+        self._due = time.monotonic() + seconds
         self._error = error
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
     def stop(self) -> None:
+        self._due = math.inf
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
