@@ -1201,6 +1201,7 @@ def _opening(engine: Engine, make: Callable[[], Any]) -> Steps:
         second one ended the recovery, which the next call would take up.
         """
         last = tuple(f"kvcache/{n}.py" for n in ("journal", "cache", "layered", "core", "base"))
+        last = (*last, "after ")  # a real signal: nobody knows where
         if not made and (engine.twice or engine.place.startswith(last)):
             engine.forgotten = engine.context.stats().reservations
         for cache in made:
