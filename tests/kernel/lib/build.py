@@ -8,6 +8,7 @@ What the library links is the same objects that users get; only `vm_uvm_contents
 
 from __future__ import annotations
 
+import fcntl
 import os
 import runpy
 import subprocess
@@ -125,9 +126,12 @@ def main() -> None:
     if Path(sys.prefix).resolve() != python.parent.parent.resolve():
         os.execv(python, [str(python), *sys.argv])  # cffi is there
     OUT.mkdir(parents=True, exist_ok=True)
-    objects = library()
-    c_tests(objects)
-    extension(objects)
+    # Tests that run side by side call this, each for itself.
+    with (OUT / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        objects = library()
+        c_tests(objects)
+        extension(objects)
 
 
 if __name__ == "__main__":
