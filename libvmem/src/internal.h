@@ -23,8 +23,8 @@
 #include <stdint.h>
 #include <vmem.h>
 
-#include "backend.h"
-#include "error.h"
+#include "backend/backend.h"
+#include "base/error.h"
 
 #define LEAF_PTES 32u
 

@@ -8,7 +8,7 @@
 
 #include "check.h"
 #include "internal.h"
-#include "rm.h"
+#include "backend/nvidia/rm.h"
 
 /* ---- a driver and a clock of our own ----------------------------------------------------------- */
 
@@ -148,7 +148,7 @@ static void every_rm_call_does_so(void) {
   uint32_t object, word = 0;
   for (int kind = 0; kind < 2; kind++) {
     suspend(1000);
-    rm.abi = stock_abi_for((struct nv_version){580, 0, 0});
+    rm.abi = nv_abi_for((struct nv_version){580, 0, 0});
     EQ(kind ? rm_alloc(&rm, 1, NV01_DEVICE_0, &params, sizeof(params), &object, "an allocation")
             : rm_control(&rm, 1, 5, &word, sizeof(word), "a question"),
        -EAGAIN);

@@ -3,11 +3,11 @@
  * change. Needs no GPU. */
 #include <stdio.h>
 
-#include "stock_abi.h"
+#include "backend/nvidia/abi.h"
 
 static const struct {
   struct nv_version version;
-  struct stock_abi abi;
+  struct nv_abi abi;
 } cases[] = {
     {{530, 30, 2}, {40, 120, 32, true, 4, 54, 48}},
     {{530, 41, 3}, {40, 120, 32, true, 4, 54, 48}},
@@ -32,7 +32,7 @@ int main(void) {
 
   for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
     struct nv_version v = cases[i].version;
-    struct stock_abi got = stock_abi_for(v), want = cases[i].abi;
+    struct nv_abi got = nv_abi_for(v), want = cases[i].abi;
 
     if (got.alloc_bytes != want.alloc_bytes || got.memparams_bytes != want.memparams_bytes ||
         got.map_records != want.map_records || got.free_has_length != want.free_has_length ||

@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "error.h"
+#include "base/error.h"
 
 unsigned checks_passed, checks_failed;
 static const char *self;

@@ -9,8 +9,8 @@
 #include <string.h>
 #include <time.h>
 
-#include "backend.h"
-#include "gpu_api.h"
+#include "backend/backend.h"
+#include "backend/cuda/api.h"
 
 struct env {
   const struct vm_backend *b;

@@ -16,7 +16,7 @@
 #include "check.h"
 #include "internal.h"
 #include "softgpu_user.h"
-#include "uvm.h"
+#include "backend/uvm/uvm.h"
 
 static int dev; /* /dev/softgpu */
 
