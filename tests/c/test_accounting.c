@@ -3,7 +3,7 @@
 #include <pthread.h>
 
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 
 static vmem_t open_with(uint64_t slab, uint64_t limit, uint64_t low, uint64_t high) {
   struct vmem_open_opts o = {.size = sizeof(o), .slab_size = slab, .mem_limit = limit, .pool_low = low,
@@ -175,7 +175,7 @@ static void parts_of_pages_that_are_mapped_whole(void) {
   uint64_t va;
   int err;
   struct vm_ctx *c = vm_get(vm, "test", &err);
-  c->info.one_page_slabs = true;
+  c->info->one_page_slabs = true;
   vm_put(c);
   OK(vMemReserve(vm, MIB(4), NULL, &va));
   OK(vMemCreate(vm, 4 * PAGE, &large, &h));

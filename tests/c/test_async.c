@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 
 static struct vmem_op populate(uint64_t addr, uint64_t bytes) {
   return (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = addr, .bytes = bytes};

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: a back end that takes a whole batch in one call: one call, all or nothing, and what is left if not. */
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 
 /* The back end host with a bind over its map and unmap, as a driver that takes `group` operations a call. */
 static struct vm_backend fake;
@@ -42,7 +42,7 @@ static vmem_t open_fake(size_t group_of, bool fresh_is_zero) {
   fake.map = NULL;
   fake.unmap = NULL;
   c->be = &fake;
-  c->info.fresh_is_zero = fresh_is_zero;
+  c->info->fresh_is_zero = fresh_is_zero;
   vm_put(c);
   group = group_of;
   fail_at = lose_at = -1;
@@ -331,7 +331,7 @@ static void long_runs(void) {
   uint64_t va;
   int err;
   struct vm_ctx *c = vm_get(vm, "test", &err);
-  c->info.bind_bytes = 3 * PAGE;
+  c->info->bind_bytes = 3 * PAGE;
   vm_put(c);
   OK(vMemReserve(vm, MIB(8), NULL, &va));
   ops[1].addr = va;

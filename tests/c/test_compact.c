@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 
 static vmem_t vm;
 static uint64_t va;
@@ -153,13 +153,13 @@ static void what_is_busy_stays(void) {
   c = vm_get(vm, "test", &err);
   access.addr = va + 96 * PAGE + 5;
   pthread_mutex_lock(&c->lock);
-  c->accesses = &access;
+  c->virt->accesses = &access;
   pthread_mutex_unlock(&c->lock);
   vm_put(c);
   OK(compact(&freed));
   EQ(freed, MIB(7)); /* those two, and one to hold the other 16 pages */
   pthread_mutex_lock(&c->lock);
-  c->accesses = NULL;
+  c->virt->accesses = NULL;
   pthread_mutex_unlock(&c->lock);
   EQ(write(fd, &one, 8), 8);
   OK(vmem_wait(vm, t, -1));
@@ -516,7 +516,7 @@ static void random_model(void) {
       fake = vm_backend_host;
       fake.discard = NULL;
       c->be = &fake;
-      c->clean.background = true;
+      c->phys->clean.background = true;
       vm_put(c);
     }
     for (int step = 0; step < steps; step++) {

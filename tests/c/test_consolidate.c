@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: vmem_consolidate maps again, once per run, what was mapped page by page; and its failures. */
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 
 /* The host back end with a remap, as a GPU back end has one. */
 static struct vm_backend fake;

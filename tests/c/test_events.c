@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 
 enum { MAX_EVENTS = 4096, MAX_RANGES = 64 };
 

@@ -3,7 +3,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 
 #define LARGE MIB(2)
 
@@ -260,7 +260,7 @@ static void consolidated_whole(void) {
   fake = vm_backend_host;
   fake.remap = fake_remap;
   c->be = &fake;
-  c->info.bind_bytes = 4 * LARGE;
+  c->info->bind_bytes = 4 * LARGE;
   remapped = longest = 0;
   cuts = false;
   at = s.va + 8 * LARGE;

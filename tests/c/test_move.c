@@ -4,7 +4,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 
 #define STRIDE MIB(1)
 
@@ -595,7 +595,7 @@ static void never_mapped(void) {
   fake = vm_backend_host;
   fake.discard = NULL;
   c->be = &fake;
-  c->info.fresh_is_zero = false;
+  c->info->fresh_is_zero = false;
   vm_put(c);
   OK(vmem_trim(s.vm, 0, NULL));
   OK(vMemCreate(s.vm, MIB(128), NULL, &h));
@@ -620,7 +620,7 @@ static void copies_into_dirty_pages(void) {
   fake = vm_backend_host;
   fake.discard = NULL;
   c->be = &fake;
-  c->info.fresh_is_zero = false;
+  c->info->fresh_is_zero = false;
   vm_put(c);
   op = copy_to_scratch(&s);
   OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));

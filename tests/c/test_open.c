@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: opening proves a page, and what fails its proof is passed over; a back end odd in vMemFree, and in room. */
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 
 /* A back end like host that is wrong in one way. */
 enum fault { NONE, LOST_WRITES, WRONG_PAGE, NO_MAP, LOST_MAP, NO_UNMAP, NO_SLAB, NO_DESTROY, NO_RESERVE, NO_READ };

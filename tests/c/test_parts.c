@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: handles gathered from several ranges, and parts of handles given back. */
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 
 static vmem_t vm;
 static uint64_t va;

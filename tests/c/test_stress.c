@@ -11,7 +11,8 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
+#include "base/clock.h"
 
 enum { THREADS = 4, ROUNDS = 8, OWN = 48, SHARED = 32 };
 static uint64_t G = 4096; /* granule */

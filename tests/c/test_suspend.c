@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 #include "backend/nvidia/rm.h"
 
 /* ---- a driver and a clock of our own ----------------------------------------------------------- */

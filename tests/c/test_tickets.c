@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 
 enum { RING = 1024 }; /* batches in flight */
 
@@ -393,7 +393,7 @@ static void heap_is_short(void) {
   unsigned descriptors;
   vmem_ticket t;
   struct vm_ctx *c = vm_get(vm, "test", &err);
-  c->info.fresh_is_zero = false; /* so that there is something to zero */
+  c->info->fresh_is_zero = false; /* so that there is something to zero */
   c->opts.pool_high = VMEM_KEEP_ALL;
   vm_put(c);
   OK(vMemReserve(vm, MIB(64), NULL, &va));

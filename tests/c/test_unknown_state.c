@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: a driver call that leaves its range in an unknown state: quarantined, the rest undone. */
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 
 static struct vm_backend fake;
 static int maps_left, unmaps_left;

@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 
 enum { PAGES = 4 };
 
@@ -244,8 +244,8 @@ static struct vm_ctx *open_gpu(bool background, uint64_t limit) {
   fake.event_wait = fake_wait;
   fake.event_put = fake_put;
   c->be = &fake;
-  c->info.fresh_is_zero = false;
-  c->clean.background = background;
+  c->info->fresh_is_zero = false;
+  c->phys->clean.background = background;
   vm_put(c);
   gpu.queued = gpu.over = 0;
   gpu.stop = gpu.stalled = gpu.unseen = false;
@@ -321,7 +321,7 @@ static void *go_on(void *arg) {
 static void begun(struct vm_ctx *c) {
   for (bool yes = false; !yes; usleep(1000)) {
     pthread_mutex_lock(&c->lock);
-    yes = c->clean.n && !c->clean.issuing;
+    yes = c->phys->clean.n && !c->phys->clean.issuing;
     pthread_mutex_unlock(&c->lock);
   }
 }
@@ -463,8 +463,8 @@ static void limit_on_aliases(void) {
   CHECK(c);
   for (int i = 0; i < 2; i++) OK(vMemCreate(vm, MIB(1), NULL, &h[i]));
   pthread_mutex_lock(&c->lock);
-  for (int i = 0; i < 2; i++) s[i] = c->hdls[(uint32_t)h[i]].runs[0].slab;
-  c->info.pub.max_mappings = 1;
+  for (int i = 0; i < 2; i++) s[i] = c->phys->hdls[(uint32_t)h[i]].runs[0].slab;
+  c->info->pub.max_mappings = 1;
   pthread_mutex_unlock(&c->lock);
   CHECK(s[0] != s[1]);
   fake.map = map_and_alias;

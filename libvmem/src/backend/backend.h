@@ -51,13 +51,14 @@ struct vm_be_load {
   uint64_t segments, more_segments; /* runs and holes between them: the VMAs of a process */
 };
 
-/* One operation of `bind`. */
 enum vm_bind_kind {
   VM_BIND_MAP = 1, /* as `map` */
-  VM_BIND_REMAP,   /* over what is mapped there, with no gap between: as `remap`, to any pages */
-  VM_BIND_REPLACE, /* the same for the back end; the core's undo differs */
+  VM_BIND_REMAP,   /* over what is mapped there, with no gap between: as `remap` */
+  VM_BIND_REPLACE, /* the same, with other pages */
   VM_BIND_UNMAP    /* as `unmap` */
 };
+
+/* One operation of `bind`, and of vm_bind (driver.h), which does it on any back end. */
 
 struct vm_bind_op {
   uint32_t kind;
@@ -65,6 +66,8 @@ struct vm_bind_op {
   uint64_t addr, bytes;
   uint64_t slab, offset; /* all but UNMAP */
   uint64_t priv;         /* of the reservation */
+  uint64_t clears;       /* REMAP, REPLACE: how long the piece is that is unmapped as one where there is no replacing in
+                            place; 0 for all of its operations but the first */
   bool sparse;
 };
 
@@ -72,6 +75,9 @@ struct vm_bind_op {
  * an unknown state, the others are not carried out. */
 struct vm_bind_result {
   size_t done, lost;
+  /* vm_bind's alone */
+  size_t bare;   /* from `done` on, with none lost: nothing is mapped there */
+  size_t failed; /* from `done` on: what the call that failed was to do */
 };
 
 typedef uint64_t vm_event; /* 0 = none, already over */
@@ -153,7 +159,7 @@ int vm_backend_open(const struct vm_backend *t, const struct vmem_open_opts *opt
 /* Opens it for one device as "auto" would, and closes it. Fills *found, whose error it returns. */
 int vm_backend_probe(const struct vm_backend *t, int32_t device, uint32_t flags, struct vmem_probe_info *found);
 
-/* registry.c: in the order of "auto", up to a NULL. A program that links the objects may bring its own. */
+/* table.c: in the order of "auto", up to a NULL. A program that links the objects may bring its own. */
 extern const struct vm_backend *const vm_backends[];
 
 extern const struct vm_backend vm_backend_host;

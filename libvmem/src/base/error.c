@@ -62,18 +62,4 @@ void vm_error_restore(const struct vmem_error *in) {
   memcpy(last.op, op, sizeof(op));
 }
 
-VMEM_API const char *vmem_last_error(void) {
-  static _Thread_local char text[sizeof(last.text) + sizeof(last.op) + 4];
-  if (!last.code) return "";
-  snprintf(text, sizeof(text), "%s: %s", last.op, last.text);
-  return text;
-}
-
-VMEM_API int vmem_get_error(struct vmem_error *error) {
-  size_t size = error ? error->size : 0;
-  struct vmem_error copy = last;
-  if (size < offsetof(struct vmem_error, code) + sizeof(error->code)) return -EINVAL;
-  copy.size = size;
-  memcpy(error, &copy, size < sizeof(copy) ? size : sizeof(copy));
-  return 0;
-}
+const struct vmem_error *vm_error_last(void) { return &last; }

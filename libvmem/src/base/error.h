@@ -25,6 +25,8 @@ void vm_error_begin(const char *op);
 void vm_error_save(struct vmem_error *out);
 void vm_error_restore(const struct vmem_error *in);
 
+const struct vmem_error *vm_error_last(void);
+
 /* Undoes something: the error recorded before stays the one that is reported, and a suspended driver is waited
  * for (retry.h). */
 #define VM_UNDO(call)        \

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * host.c - the back end for a machine without a GPU: real reservations (PROT_NONE mappings), real pages
+ * The back end for a machine without a GPU: real reservations (PROT_NONE mappings), real pages
  * (parts of one memfd), mapped with MAP_FIXED; a page that is given back is punched out of the file.
  *
  * Every scattered page is a VMA of the process, and the kernel allows vm.max_map_count of them (65,530
@@ -17,7 +17,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "internal.h"
+#include "backend/backend.h"
+#include "base/context.h"
 
 #define VMA_MARGIN 256u    /* for an undo, thread stacks and libraries loaded meanwhile */
 #define VMA_RECOUNT 4096u  /* new pieces after which the rest of the process is counted again */

@@ -149,14 +149,14 @@ static int bind_one(void *be, struct vm_bind_op op) {
 
 int uvm_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
             bool sparse) {
-  return bind_one(be, (struct vm_bind_op){VM_BIND_MAP, flags, addr, bytes, slab, offset, 0, sparse});
+  return bind_one(be, (struct vm_bind_op){VM_BIND_MAP, flags, addr, bytes, slab, offset, 0, 0, sparse});
 }
 
 int uvm_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
-  return bind_one(be, (struct vm_bind_op){VM_BIND_UNMAP, 0, addr, bytes, 0, 0, 0, sparse});
+  return bind_one(be, (struct vm_bind_op){VM_BIND_UNMAP, 0, addr, bytes, 0, 0, 0, 0, sparse});
 }
 
 int uvm_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset,
               uint32_t flags) {
-  return bind_one(be, (struct vm_bind_op){VM_BIND_REMAP, flags, addr, bytes, slab, offset, 0, false});
+  return bind_one(be, (struct vm_bind_op){VM_BIND_REMAP, flags, addr, bytes, slab, offset, 0, 0, false});
 }

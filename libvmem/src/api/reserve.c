@@ -1,26 +1,8 @@
 /* SPDX-License-Identifier: MIT */
-/* Reservations: vMemReserve, vMemFree, and what is asked about an address. */
-#include <stdlib.h>
+/* Reservations, and what is asked about an address. */
 #include <string.h>
 
-#include "internal.h"
-
-static int space_insert(struct vm_ctx *c, struct vm_space *s) {
-  size_t i;
-  if (c->nspaces >= c->cap_spaces) {
-    size_t cap = c->cap_spaces ? 2 * c->cap_spaces : 16;
-    struct vm_space **v = vm_realloc(c, c->spaces, cap, sizeof(*v));
-    if (!v) return -ENOMEM;
-    c->spaces = v;
-    c->cap_spaces = cap;
-  }
-  for (i = c->nspaces; i && c->spaces[i - 1]->base > s->base; i--) c->spaces[i] = c->spaces[i - 1];
-  c->spaces[i] = s;
-  c->nspaces++;
-  c->reserved_bytes += s->bytes;
-  c->segments += s->segments;
-  return 0;
-}
+#include "api/api.h"
 
 static int check_reserve(struct vm_ctx *c, uint64_t size, struct vmem_reserve_opts *o) {
   const uint32_t both = VMEM_RESERVE_VISIBLE | VMEM_RESERVE_PLAIN;
@@ -37,11 +19,11 @@ static int check_reserve(struct vm_ctx *c, uint64_t size, struct vmem_reserve_op
   if (!vm_is_pow2(o->align) || o->align > 1ull << 46)
     return vm_fail_at(-EINVAL, 0, o->align, 0, "alignment %llu is no power of two up to 64 TiB", (unsigned long long)o->align);
   if (o->align < c->granule) o->align = c->granule;
-  if ((o->flags & VMEM_RESERVE_SPARSE) && !(c->info.pub.caps & VMEM_CAP_SPARSE))
+  if ((o->flags & VMEM_RESERVE_SPARSE) && !(c->info->pub.caps & VMEM_CAP_SPARSE))
     return vm_fail(-EOPNOTSUPP, "back end %s has no sparse reservations", c->be->name);
-  if ((o->flags & VMEM_RESERVE_VISIBLE) && !(c->info.pub.caps & VMEM_CAP_VISIBLE))
+  if ((o->flags & VMEM_RESERVE_VISIBLE) && !(c->info->pub.caps & VMEM_CAP_VISIBLE))
     return vm_fail(-EOPNOTSUPP, "back end %s has no visible reservations", c->be->name);
-  if ((o->flags & VMEM_RESERVE_PLAIN) && !(c->info.pub.caps & VMEM_CAP_PLAIN))
+  if ((o->flags & VMEM_RESERVE_PLAIN) && !(c->info->pub.caps & VMEM_CAP_PLAIN))
     return vm_fail(-EOPNOTSUPP, "back end %s has no plain reservations", c->be->name);
   return 0;
 }
@@ -57,16 +39,13 @@ VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opt
   else if (!(err = vm_copy_in(&o, sizeof(o), opts, "vmem_reserve_opts"))) err = check_reserve(c, size, &o);
   if (err) goto out;
   err = -ENOMEM;
-  if (!(s = vm_calloc(c, 1, sizeof(*s)))) goto out;
-  s->bytes = size;
-  s->segments = 1;
-  if (!(s->leaves = vm_calloc(c, (vm_units(c, size) + LEAF_PTES - 1) / LEAF_PTES, sizeof(*s->leaves)))) goto out;
+  if (!(s = vm_space_new(c, size))) goto out;
   if ((err = vm_drv_reserve(c, size, o.align, o.flags, &s->base, &s->kind, &s->priv))) goto out;
   pthread_mutex_lock(&c->lock);
-  err = c->closing ? vm_fail(-EBADF, "the context is being closed") : space_insert(c, s);
+  err = c->closing ? vm_fail(-EBADF, "the context is being closed") : vm_space_insert(c, s);
   pthread_mutex_unlock(&c->lock);
   if (err)
-    VM_UNDO(vm_drv_unreserve(c, s, &gone));
+    VM_UNDO(vm_drv_unreserve(c, s->base, s->bytes, s->priv, &gone));
   else
     *addr = s->base;
 out:
@@ -85,7 +64,7 @@ static int check_free(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint3
     return vm_fail_at(-ENOTRECOVERABLE, addr, s->quarantined << c->shift, 0, "the reservation at 0x%llx holds quarantined pages", base);
   if (s->freeing || s->busy)
     return vm_fail_at(-EBUSY, addr, s->busy << c->shift, 0, "the reservation at 0x%llx is being changed by another call", base);
-  for (struct vm_access *a = c->accesses; a; a = a->next)
+  for (struct vm_access *a = c->virt->accesses; a; a = a->next)
     if (a->addr >= s->base && a->addr < s->base + s->bytes)
       return vm_fail_at(-EBUSY, a->addr, a->bytes, 0, "the reservation at 0x%llx is being read or written", base);
   if (s->mapped && !(flags & VMEM_FREE_UNMAP))
@@ -107,15 +86,6 @@ static int free_begin(struct vm_ctx *c, uint64_t addr, uint32_t flags, struct vm
   return err;
 }
 
-/* Takes the space out of the table. Lock held. */
-static void space_remove(struct vm_ctx *c, struct vm_space *s) {
-  size_t i = 0;
-  while (c->spaces[i] != s) i++;
-  memmove(&c->spaces[i], &c->spaces[i + 1], (--c->nspaces - i) * sizeof(*c->spaces));
-  c->reserved_bytes -= s->bytes;
-  c->segments -= s->segments;
-}
-
 VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags) {
   int err;
   struct vm_ctx *c = vm_get(vm, "vMemFree", &err);
@@ -130,8 +100,8 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags) {
     err = free_begin(c, addr, flags, &p, &s);
   if (vm_recount(c, err)) err = free_begin(c, addr, flags, &p, &s);
   if (err) goto out;
-  if (c->info.unreserve_unmaps || !p.unmaps.n) { /* the driver unmaps with the reservation */
-    if (!(err = vm_plan_await_fills(c, &p))) err = vm_drv_unreserve(c, s, &gone);
+  if (c->info->unreserve_unmaps || !p.unmaps.n) { /* the driver unmaps with the reservation */
+    if (!(err = vm_plan_await_fills(c, &p))) err = vm_drv_unreserve(c, s->base, s->bytes, s->priv, &gone);
     vm_error_save(&why);
     if (err && !gone)
       vm_plan_cancel(c, &p);
@@ -139,12 +109,12 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags) {
       vm_plan_commit(c, &p);
     if (err) vm_error_restore(&why);
   } else if (!(err = vm_plan_run_now(c, &p))) {
-    err = vm_drv_unreserve(c, s, &gone);
+    err = vm_drv_unreserve(c, s->base, s->bytes, s->priv, &gone);
   }
   pthread_mutex_lock(&c->lock);
   s->freeing = false;
   s->gone |= gone;
-  if (!err) space_remove(c, s);
+  if (!err) vm_space_remove(c, s);
   pthread_mutex_unlock(&c->lock);
   if (!err) vm_space_destroy(s);
 out:

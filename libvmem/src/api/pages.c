@@ -1,53 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Physical pages and the handles to them: vMemCreate, vMemRelease, vmem_drop, vmem_retain, vmem_gather. */
-#include <stdlib.h>
-
-#include "internal.h"
-
-static struct vm_run *add_run(struct vm_ctx *c, struct vm_run *runs, uint32_t *n, struct vm_run r) {
-  if (*n && runs[*n - 1].slab == r.slab && runs[*n - 1].unit + runs[*n - 1].n == r.unit) {
-    runs[*n - 1].n += r.n;
-    return runs;
-  }
-  if (!(*n & (*n - 1))) { /* capacity: the next power of two */
-    struct vm_run *v = vm_realloc(c, runs, *n ? 2 * (size_t)*n : 1, sizeof(*runs));
-    if (!v) return NULL;
-    runs = v;
-  }
-  runs[(*n)++] = r;
-  return runs;
-}
-
-static void put_runs(struct vm_ctx *c, struct vm_run *runs, uint32_t n) {
-  for (uint32_t i = 0; i < n; i++) vm_units_put(c, runs[i].slab, runs[i].unit, runs[i].n);
-  free(runs);
-}
-
-/* Lock held. -ENOMEM with *missing = units that the pool lacks (0: the heap is short). */
-static int take_runs(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint32_t align, struct vm_run **out,
-                     uint32_t *nout, uint64_t *missing) {
-  struct vm_run *runs = NULL, *v;
-  struct vm_place place = {0};
-  struct vm_pte left = {0};
-  uint32_t n = 0;
-  *missing = 0;
-  while (units) {
-    struct vm_run r = vm_pool_take(c, p, units, align, &place);
-    if (!r.n) *missing = units;
-    if (!r.n || !(v = add_run(c, runs, &n, r))) {
-      if (r.n) vm_units_put(c, r.slab, r.unit, r.n);
-      put_runs(c, runs, n);
-      return -ENOMEM;
-    }
-    runs = v;
-    units -= r.n;
-    left = (struct vm_pte){.slab = r.slab->index, .unit = r.unit + r.n - 1};
-    place.left = &left;
-  }
-  *out = runs;
-  *nout = n;
-  return 0;
-}
+/* Physical pages and the handles to them. */
+#include "api/api.h"
 
 static int check_create(struct vm_ctx *c, uint64_t size, struct vmem_create_opts *o) {
   int err;
@@ -79,7 +32,7 @@ VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts 
     if (pool->free_units < units)
       missing = units - pool->free_units, err = -ENOMEM;
     else
-      err = take_runs(c, pool, units, align, &runs, &n, &missing);
+      err = vm_runs_take(c, pool, units, align, &runs, &n, &missing);
     if (!err) {
       if ((h = vm_hdl_new(c, handle))) {
         h->bytes = size;
@@ -89,9 +42,9 @@ VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts 
         h->dirty_ok = o.flags & VMEM_CREATE_DIRTY;
         h->runs = runs;
         h->nruns = n;
-        vm_note_peaks(c);
+        vm_phys_note_peak(c);
       } else {
-        put_runs(c, runs, n);
+        vm_runs_put(c, runs, n);
         err = -ENOMEM;
       }
     }
@@ -116,6 +69,20 @@ VMEM_API int vmem_drop(vmem_t vm, vmem_handle handle) {
     else
       vm_hdl_drop(c, h);
   }
+  pthread_mutex_unlock(&c->lock);
+  if (!err) vm_pool_trim(c, c->opts.pool_high, false);
+  vm_put(c);
+  return err;
+}
+
+VMEM_API int vmem_drop_range(vmem_t vm, vmem_handle handle, uint64_t offset, uint64_t bytes, uint64_t count,
+                             uint64_t stride) {
+  int err = 0;
+  struct vm_ctx *c = vm_get(vm, "vmem_drop_range", &err);
+  struct vm_hdl *h;
+  if (!c) return err;
+  pthread_mutex_lock(&c->lock);
+  if ((h = vm_hdl_find(c, handle, &err))) err = vm_hdl_drop_range(c, h, offset, bytes, count ? count : 1, stride);
   pthread_mutex_unlock(&c->lock);
   if (!err) vm_pool_trim(c, c->opts.pool_high, false);
   vm_put(c);
@@ -157,17 +124,14 @@ static int retain_piece(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struct 
   for (uint64_t a = addr, n; a < addr + bytes; a += n << c->shift) {
     struct vm_pte *p = vm_pte(c, s, a);
     struct vm_run *v, r;
-    if (!p || (p->flags & (PTE_MAPPED | PTE_BUSY)) != PTE_MAPPED)
-      return p && p->flags & PTE_BUSY
-                 ? vm_fail_at(-EBUSY, a, c->granule, 0, "0x%llx is being changed by another call", (unsigned long long)a)
-                 : vm_fail_at(-EFAULT, a, c->granule, 0, "nothing is mapped at 0x%llx", (unsigned long long)a);
+    if (!vm_pte_is_live(p)) return vm_pte_not_live(c, p, a);
     n = vm_space_units(c, s, a, addr + bytes, PTE_MAPPED | PTE_BUSY);
-    r = (struct vm_run){c->slabs[p->slab], p->unit, (uint32_t)n};
+    r = (struct vm_run){c->phys->slabs[p->slab], p->unit, (uint32_t)n};
     if (*pool && (r.slab->pool->location != (*pool)->location || r.slab->pool->device != (*pool)->device))
       return vm_fail_at(-EINVAL, a, c->granule, 0, "the pages lie in different locations");
-    if (!(v = add_run(c, *runs, nruns, r))) return -ENOMEM;
+    if (!(v = vm_runs_add(c, *runs, nruns, r))) return -ENOMEM;
     *runs = v;
-    for (uint32_t i = 0; i < r.n; i++) r.slab->refs[r.unit + i]++;
+    vm_units_ref(r.slab, r.unit, r.n);
     *pool = r.slab->pool;
   }
   return 0;
@@ -194,7 +158,7 @@ static int retain_pieces(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64
     h->runs = runs;
     h->nruns = n;
   } else {
-    put_runs(c, runs, n);
+    vm_runs_put(c, runs, n);
   }
   pthread_mutex_unlock(&c->lock);
   return err;

@@ -2,7 +2,7 @@
 /* vmem_check: every invariant of the core, counted from scratch. */
 #include <stdlib.h>
 
-#include "backend/fills.h"
+#include "api/api.h"
 
 #define BROKEN(...) return vm_fail(-EIO, __VA_ARGS__)
 typedef unsigned long long ull;
@@ -23,7 +23,7 @@ static int count_space(struct vm_ctx *c, struct vm_space *s, struct census *n) {
       continue;
     }
     if (!p->flags) continue;
-    if (!p->slab || p->slab >= c->nslabs || !c->slabs[p->slab] || p->unit >= c->slabs[p->slab]->units)
+    if (!p->slab || p->slab >= c->phys->nslabs || !c->phys->slabs[p->slab] || p->unit >= c->phys->slabs[p->slab]->units)
       BROKEN("0x%llx names unit %u of slab %u, which does not exist", (ull)a, p->unit, p->slab);
     n->refs[p->slab][p->unit]++;
     if (p->flags & PTE_MAPPED) mapped++;
@@ -89,52 +89,52 @@ static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want,
            s->empty_chunks, free_units, longest, empty);
   if (soiled != s->soiled || s->in_slist < (soiled != 0))
     BROKEN("slab %u: %u dirty free units, counted %u", s->index, s->soiled, soiled);
-  if (s->cleaning && !c->clean.n) BROKEN("slab %u: a batch of zeroing is counted that does not exist", s->index);
+  if (s->cleaning && !c->phys->clean.n) BROKEN("slab %u: a batch of zeroing is counted that does not exist", s->index);
   return 0;
 }
 
 static int check_all(struct vm_ctx *c, struct census *n) {
   uint64_t mapped = 0, segments = 0, reserved = 0, limbo = 0, used = 0, quarantined = 0, bytes = 0, free_units = 0, aliases = 0, soiled = 0;
   int err;
-  for (size_t i = 0; i < c->nspaces; i++) {
-    if ((err = count_space(c, c->spaces[i], n))) return err;
-    mapped += c->spaces[i]->mapped;
-    segments += c->spaces[i]->segments;
-    reserved += c->spaces[i]->bytes;
+  for (size_t i = 0; i < c->virt->nspaces; i++) {
+    if ((err = count_space(c, c->virt->spaces[i], n))) return err;
+    mapped += c->virt->spaces[i]->mapped;
+    segments += c->virt->spaces[i]->segments;
+    reserved += c->virt->spaces[i]->bytes;
   }
-  if (n->calls != c->mappings) BROKEN("context: %llu driver mappings, counted %llu", (ull)c->mappings, (ull)n->calls);
-  if (mapped != c->mapped_units || segments != c->segments || reserved != c->reserved_bytes)
-    BROKEN("context: %llu mapped, %llu segments, %llu reserved bytes; counted %llu, %llu, %llu", (ull)c->mapped_units,
-           (ull)c->segments, (ull)c->reserved_bytes, (ull)mapped, (ull)segments, (ull)reserved);
-  for (uint32_t i = 1; i < c->nhdls; i++) {
-    struct vm_hdl *h = &c->hdls[i];
+  if (n->calls != c->driver->mappings) BROKEN("context: %llu driver mappings, counted %llu", (ull)c->driver->mappings, (ull)n->calls);
+  if (mapped != c->virt->mapped_units || segments != c->driver->segments || reserved != c->virt->reserved_bytes)
+    BROKEN("context: %llu mapped, %llu segments, %llu reserved bytes; counted %llu, %llu, %llu", (ull)c->virt->mapped_units,
+           (ull)c->driver->segments, (ull)c->virt->reserved_bytes, (ull)mapped, (ull)segments, (ull)reserved);
+  for (uint32_t i = 1; i < c->phys->nhdls; i++) {
+    struct vm_hdl *h = &c->phys->hdls[i];
     for (uint32_t k = 0; k < h->nruns; k++)
       for (uint32_t u = 0; h->runs[k].slab && u < h->runs[k].n; u++) n->refs[h->runs[k].slab->index][h->runs[k].unit + u]++;
     if (h->mappings != n->mappings[i] || (h->mappings && h->start_sum != n->starts[i]))
       BROKEN("handle %u: %llu mappings, counted %llu", i, (ull)h->mappings, (ull)n->mappings[i]);
   }
-  for (uint32_t i = 1; i < c->nslabs; i++) {
-    if (!c->slabs[i]) continue;
-    if ((err = check_slab(c, c->slabs[i], n->refs[i], &limbo, &used, &quarantined))) return err;
-    bytes += c->slabs[i]->bytes;
-    aliases += c->slabs[i]->alias != 0;
-    soiled += c->slabs[i]->soiled;
-    free_units += c->slabs[i]->free_units;
+  for (uint32_t i = 1; i < c->phys->nslabs; i++) {
+    if (!c->phys->slabs[i]) continue;
+    if ((err = check_slab(c, c->phys->slabs[i], n->refs[i], &limbo, &used, &quarantined))) return err;
+    bytes += c->phys->slabs[i]->bytes;
+    aliases += c->phys->slabs[i]->alias != 0;
+    soiled += c->phys->slabs[i]->soiled;
+    free_units += c->phys->slabs[i]->free_units;
   }
-  for (uint32_t i = 0; i < VM_POOLS; i++) soiled -= c->pools[i].soiled;
-  if (aliases != c->alias_mappings || soiled)
-    BROKEN("context: %llu slabs mapped, counted %llu; %lld dirty units too many", (ull)c->alias_mappings, (ull)aliases,
+  for (uint32_t i = 0; i < VM_POOLS; i++) soiled -= c->phys->pools[i].soiled;
+  if (aliases != c->driver->aliases || soiled)
+    BROKEN("context: %llu slabs mapped, counted %llu; %lld dirty units too many", (ull)c->driver->aliases, (ull)aliases,
            (long long)soiled);
-  if (limbo != c->limbo_units || used != c->used_units || quarantined != c->quarantined_units || bytes != c->slab_bytes ||
+  if (limbo != c->phys->limbo_units || used != c->phys->used_units || quarantined != c->phys->quarantined_units || bytes != c->phys->slab_bytes ||
       free_units != vm_pool_free_units(c))
     BROKEN("context: %llu used, %llu quarantined, %llu in passing, %llu free, %llu slab bytes; counted %llu, %llu, %llu, %llu, %llu",
-           (ull)c->used_units, (ull)c->quarantined_units, (ull)c->limbo_units, (ull)vm_pool_free_units(c), (ull)c->slab_bytes,
+           (ull)c->phys->used_units, (ull)c->phys->quarantined_units, (ull)c->phys->limbo_units, (ull)vm_pool_free_units(c), (ull)c->phys->slab_bytes,
            (ull)used, (ull)quarantined, (ull)limbo, (ull)free_units, (ull)bytes);
   return 0;
 }
 
 static void census_free(struct vm_ctx *c, struct census *n) {
-  for (uint32_t i = 1; n->refs && i < c->nslabs; i++) free(n->refs[i]);
+  for (uint32_t i = 1; n->refs && i < c->phys->nslabs; i++) free(n->refs[i]);
   free(n->refs);
   free(n->mappings);
   free(n->starts);
@@ -148,13 +148,13 @@ VMEM_API int vmem_check(vmem_t vm) {
   pthread_mutex_lock(&c->lock);
   /* While a page is on its way back to the pool the references of its neighbours may be under way too; and while a
    * slab is emptied. */
-  while (c->limbo_units || c->compacting) pthread_cond_wait(&c->done_cond, &c->lock);
-  n.refs = vm_calloc(c, c->nslabs + 1u, sizeof(*n.refs));
-  n.mappings = vm_calloc(c, c->nhdls + 1u, sizeof(*n.mappings));
-  n.starts = vm_calloc(c, c->nhdls + 1u, sizeof(*n.starts));
+  while (c->phys->limbo_units || c->phys->compacting) pthread_cond_wait(&c->done_cond, &c->lock);
+  n.refs = vm_calloc(c, c->phys->nslabs + 1u, sizeof(*n.refs));
+  n.mappings = vm_calloc(c, c->phys->nhdls + 1u, sizeof(*n.mappings));
+  n.starts = vm_calloc(c, c->phys->nhdls + 1u, sizeof(*n.starts));
   if (!n.refs || !n.mappings || !n.starts) err = -ENOMEM;
-  for (uint32_t i = 1; !err && i < c->nslabs; i++)
-    if (c->slabs[i] && !(n.refs[i] = vm_calloc(c, c->slabs[i]->units, sizeof(uint32_t)))) err = -ENOMEM;
+  for (uint32_t i = 1; !err && i < c->phys->nslabs; i++)
+    if (c->phys->slabs[i] && !(n.refs[i] = vm_calloc(c, c->phys->slabs[i]->units, sizeof(uint32_t)))) err = -ENOMEM;
   if (!err) err = check_all(c, &n);
   census_free(c, &n);
   pthread_mutex_unlock(&c->lock);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
-#include "backend/fills.h"
-
 #include <stdlib.h>
+
+#include "phys/phys.h"
 
 struct vm_fill *vm_fill_new(struct vm_ctx *c, size_t nruns) {
   struct vm_fill *f = vm_calloc(c, 1, sizeof(*f) + nruns * sizeof(f->runs[0]));
@@ -10,14 +10,14 @@ struct vm_fill *vm_fill_new(struct vm_ctx *c, size_t nruns) {
 }
 
 static void mark(const struct vm_fill *f, bool running) {
-  for (size_t i = 0; i < f->nruns; i++) vm_bits_set(f->runs[i].slab->fill_map, f->runs[i].unit, f->runs[i].n, running);
+  for (size_t i = 0; i < f->nruns; i++) vm_units_set_filling(f->runs[i].slab, f->runs[i].unit, f->runs[i].n, running);
 }
 
 void vm_fill_begin(struct vm_ctx *c, struct vm_fill *f, vm_event event) {
   f->event = event;
   mark(f, true);
-  f->next = c->fills;
-  c->fills = f;
+  f->next = c->phys->fills;
+  c->phys->fills = f;
 }
 
 static bool runs_on(const struct vm_fill *f, const struct vm_slab *s, uint32_t unit) {
@@ -27,9 +27,9 @@ static bool runs_on(const struct vm_fill *f, const struct vm_slab *s, uint32_t u
 }
 
 struct vm_fill *vm_fill_on(struct vm_ctx *c, const struct vm_slab *s, uint32_t unit, uint32_t n) {
-  uint32_t skip = c->fills ? vm_bits_run(s->fill_map, unit, n, false) : n;
+  uint32_t skip = c->phys->fills ? vm_bits_run(s->fill_map, unit, n, false) : n;
   if (skip == n) return NULL;
-  for (struct vm_fill *f = c->fills; f; f = f->next)
+  for (struct vm_fill *f = c->phys->fills; f; f = f->next)
     if (!f->over && runs_on(f, s, unit + skip)) return f;
   return NULL;
 }
@@ -67,7 +67,7 @@ int vm_fill_wait(struct vm_ctx *c, struct vm_fill *f) {
 }
 
 bool vm_fills_poll(struct vm_ctx *c) {
-  struct vm_fill **link = &c->fills, *f;
+  struct vm_fill **link = &c->phys->fills, *f;
   bool any = false;
   pthread_mutex_lock(&c->lock);
   while ((f = *link)) {
@@ -92,13 +92,13 @@ bool vm_fills_poll(struct vm_ctx *c) {
 
 void vm_fills_finish(struct vm_ctx *c) {
   pthread_mutex_lock(&c->lock);
-  while (c->fills) {
-    struct vm_fill *f = c->fills;
+  while (c->phys->fills) {
+    struct vm_fill *f = c->phys->fills;
     f->refs++;
     pthread_mutex_unlock(&c->lock);
     vm_fill_wait(c, f);
     pthread_mutex_lock(&c->lock);
-    c->fills = f->next;
+    c->phys->fills = f->next;
     put(c, f);
   }
   pthread_mutex_unlock(&c->lock);
