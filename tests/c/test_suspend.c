@@ -6,9 +6,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "check.h"
 #include "api/api.h"
 #include "backend/nvidia/rm.h"
+#include "check.h"
 
 /* ---- a driver and a clock of our own ----------------------------------------------------------- */
 
@@ -256,4 +256,5 @@ static void a_real_refusal_quarantines(void) {
 
 MAIN(TEST(a_call_waits_for_a_suspend), TEST(a_call_gives_up_after_a_while), TEST(an_undo_does_not_give_up),
      TEST(another_refusal_is_no_suspend), TEST(every_rm_call_does_so), TEST(an_undone_map_quarantines_nothing),
-     TEST(an_undone_unmap_quarantines_nothing), TEST(an_undone_replace_quarantines_nothing), TEST(a_real_refusal_quarantines))
+     TEST(an_undone_unmap_quarantines_nothing), TEST(an_undone_replace_quarantines_nothing),
+     TEST(a_real_refusal_quarantines))

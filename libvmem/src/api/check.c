@@ -36,8 +36,8 @@ static int count_space(struct vm_ctx *c, struct vm_space *s, struct census *n) {
     }
   }
   if (mapped != s->mapped || busy != s->busy || quarantined != s->quarantined)
-    BROKEN("reservation 0x%llx: %llu mapped, %llu busy, %llu quarantined granules; counted %llu, %llu, %llu", (ull)s->base,
-           (ull)s->mapped, (ull)s->busy, (ull)s->quarantined, (ull)mapped, (ull)busy, (ull)quarantined);
+    BROKEN("reservation 0x%llx: %llu mapped, %llu busy, %llu quarantined granules; counted %llu, %llu, %llu",
+           (ull)s->base, (ull)s->mapped, (ull)s->busy, (ull)s->quarantined, (ull)mapped, (ull)busy, (ull)quarantined);
   if (s->segments != 1 + vm_space_edges(c, s, s->base, s->bytes))
     BROKEN("reservation 0x%llx: %llu segments, counted %llu", (ull)s->base, (ull)s->segments,
            (ull)(1 + vm_space_edges(c, s, s->base, s->bytes)));
@@ -50,7 +50,8 @@ static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want,
   for (uint32_t u = 0; u < s->units; u++) {
     uint32_t ref = s->refs[u] & ~REF_QUARANTINED;
     if (ref != want[u]) BROKEN("slab %u unit %u: %u references, counted %u", s->index, u, ref, want[u]);
-    if (vm_bit(s->fill_map, u) && !vm_fill_on(c, s, u, 1)) BROKEN("slab %u unit %u is marked for a fill that is over", s->index, u);
+    if (vm_bit(s->fill_map, u) && !vm_fill_on(c, s, u, 1))
+      BROKEN("slab %u unit %u is marked for a fill that is over", s->index, u);
     if (vm_bit(s->free_map, u)) {
       if (ref) BROKEN("slab %u unit %u is free and has %u references", s->index, u, ref);
       if (vm_bit(s->claim_map, u)) BROKEN("slab %u unit %u is free and about to be zeroed", s->index, u);
@@ -79,14 +80,15 @@ static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want,
     if (vm_bit(s->zero_map, u) && !s->cleaning) BROKEN("slab %u unit %u is zeroed by no batch", s->index, u);
   for (uint32_t k = 0; k < s->chunks; k++) {
     uint32_t n = 0, size = 0;
-    for (uint32_t u = k << c->chunk_shift; u < s->units && u < (k + 1) << c->chunk_shift; u++, size++) n += vm_bit(s->free_map, u);
+    for (uint32_t u = k << c->chunk_shift; u < s->units && u < (k + 1) << c->chunk_shift; u++, size++)
+      n += vm_bit(s->free_map, u);
     if (n != s->chunk_free[k]) BROKEN("slab %u chunk %u: %u free, counted %u", s->index, k, s->chunk_free[k], n);
     if (n == size) empty++;
   }
   if (free_units != s->free_units || longest > s->max_run || empty != s->empty_chunks ||
       s->elevel != (empty ? s->level : -1))
-    BROKEN("slab %u: %u free, longest run <= %u, %u empty chunks; counted %u, %u, %u", s->index, s->free_units, s->max_run,
-           s->empty_chunks, free_units, longest, empty);
+    BROKEN("slab %u: %u free, longest run <= %u, %u empty chunks; counted %u, %u, %u", s->index, s->free_units,
+           s->max_run, s->empty_chunks, free_units, longest, empty);
   if (soiled != s->soiled || s->in_slist < (soiled != 0))
     BROKEN("slab %u: %u dirty free units, counted %u", s->index, s->soiled, soiled);
   if (s->cleaning && !c->phys->clean.n) BROKEN("slab %u: a batch of zeroing is counted that does not exist", s->index);
@@ -94,7 +96,8 @@ static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want,
 }
 
 static int check_all(struct vm_ctx *c, struct census *n) {
-  uint64_t mapped = 0, segments = 0, reserved = 0, limbo = 0, used = 0, quarantined = 0, bytes = 0, free_units = 0, aliases = 0, soiled = 0;
+  uint64_t mapped = 0, segments = 0, reserved = 0, limbo = 0, used = 0, quarantined = 0, bytes = 0, free_units = 0,
+           aliases = 0, soiled = 0;
   int err;
   for (size_t i = 0; i < c->virt->nspaces; i++) {
     if ((err = count_space(c, c->virt->spaces[i], n))) return err;
@@ -102,14 +105,17 @@ static int check_all(struct vm_ctx *c, struct census *n) {
     segments += c->virt->spaces[i]->segments;
     reserved += c->virt->spaces[i]->bytes;
   }
-  if (n->calls != c->driver->mappings) BROKEN("context: %llu driver mappings, counted %llu", (ull)c->driver->mappings, (ull)n->calls);
+  if (n->calls != c->driver->mappings)
+    BROKEN("context: %llu driver mappings, counted %llu", (ull)c->driver->mappings, (ull)n->calls);
   if (mapped != c->virt->mapped_units || segments != c->driver->segments || reserved != c->virt->reserved_bytes)
-    BROKEN("context: %llu mapped, %llu segments, %llu reserved bytes; counted %llu, %llu, %llu", (ull)c->virt->mapped_units,
-           (ull)c->driver->segments, (ull)c->virt->reserved_bytes, (ull)mapped, (ull)segments, (ull)reserved);
+    BROKEN("context: %llu mapped, %llu segments, %llu reserved bytes; counted %llu, %llu, %llu",
+           (ull)c->virt->mapped_units, (ull)c->driver->segments, (ull)c->virt->reserved_bytes, (ull)mapped,
+           (ull)segments, (ull)reserved);
   for (uint32_t i = 1; i < c->phys->nhdls; i++) {
     struct vm_hdl *h = &c->phys->hdls[i];
     for (uint32_t k = 0; k < h->nruns; k++)
-      for (uint32_t u = 0; h->runs[k].slab && u < h->runs[k].n; u++) n->refs[h->runs[k].slab->index][h->runs[k].unit + u]++;
+      for (uint32_t u = 0; h->runs[k].slab && u < h->runs[k].n; u++)
+        n->refs[h->runs[k].slab->index][h->runs[k].unit + u]++;
     if (h->mappings != n->mappings[i] || (h->mappings && h->start_sum != n->starts[i]))
       BROKEN("handle %u: %llu mappings, counted %llu", i, (ull)h->mappings, (ull)n->mappings[i]);
   }
@@ -125,11 +131,13 @@ static int check_all(struct vm_ctx *c, struct census *n) {
   if (aliases != c->driver->aliases || soiled)
     BROKEN("context: %llu slabs mapped, counted %llu; %lld dirty units too many", (ull)c->driver->aliases, (ull)aliases,
            (long long)soiled);
-  if (limbo != c->phys->limbo_units || used != c->phys->used_units || quarantined != c->phys->quarantined_units || bytes != c->phys->slab_bytes ||
-      free_units != vm_pool_free_units(c))
-    BROKEN("context: %llu used, %llu quarantined, %llu in passing, %llu free, %llu slab bytes; counted %llu, %llu, %llu, %llu, %llu",
-           (ull)c->phys->used_units, (ull)c->phys->quarantined_units, (ull)c->phys->limbo_units, (ull)vm_pool_free_units(c), (ull)c->phys->slab_bytes,
-           (ull)used, (ull)quarantined, (ull)limbo, (ull)free_units, (ull)bytes);
+  if (limbo != c->phys->limbo_units || used != c->phys->used_units || quarantined != c->phys->quarantined_units ||
+      bytes != c->phys->slab_bytes || free_units != vm_pool_free_units(c))
+    BROKEN("context: %llu used, %llu quarantined, %llu in passing, %llu free, %llu slab bytes; counted %llu, %llu, "
+           "%llu, %llu, %llu",
+           (ull)c->phys->used_units, (ull)c->phys->quarantined_units, (ull)c->phys->limbo_units,
+           (ull)vm_pool_free_units(c), (ull)c->phys->slab_bytes, (ull)used, (ull)quarantined, (ull)limbo,
+           (ull)free_units, (ull)bytes);
   return 0;
 }
 

@@ -7,8 +7,9 @@ static int begin(struct vm_ctx *c, struct vm_access *a, uint64_t addr, uint64_t 
   uint64_t first = addr & ~(c->granule - 1), last;
   struct vm_space *s;
   int err = 0;
-  if (!bytes || addr + bytes < addr) return vm_fail_at(bytes ? -EOVERFLOW : -EINVAL, addr, bytes, 0, "0x%llx + %llu bytes is no range",
-                                                       (unsigned long long)addr, (unsigned long long)bytes);
+  if (!bytes || addr + bytes < addr)
+    return vm_fail_at(bytes ? -EOVERFLOW : -EINVAL, addr, bytes, 0, "0x%llx + %llu bytes is no range",
+                      (unsigned long long)addr, (unsigned long long)bytes);
   last = (addr + bytes - 1) & ~(c->granule - 1);
   pthread_mutex_lock(&c->lock);
   s = vm_space_range(c, first, last - first + c->granule, c->granule, &err);
@@ -91,7 +92,8 @@ VMEM_API int vmem_copy(vmem_t vm, uint64_t dst, uint64_t src, uint64_t bytes) {
       vm_event e = 0;
       if (dst < src + bytes && src < dst + bytes)
         err = vm_fail_at(-EINVAL, dst, bytes, 0, "source and destination overlap");
-      else if (!(err = await_fills(c, &a)) && !(err = await_fills(c, &b)) && !(err = vm_drv_copy(c, &one, 1, NULL, 0, &e)))
+      else if (!(err = await_fills(c, &a)) && !(err = await_fills(c, &b)) &&
+               !(err = vm_drv_copy(c, &one, 1, NULL, 0, &e)))
         err = vm_drv_event_finish(c, &e);
       end(c, &b);
     }

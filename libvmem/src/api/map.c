@@ -11,7 +11,11 @@ static int run_ops(struct vm_ctx *c, const struct vmem_op *ops, size_t n) {
 VMEM_API int vMemMap(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle handle, uint64_t offset, uint32_t flags) {
   int err;
   struct vm_ctx *c = vm_get(vm, "vMemMap", &err);
-  struct vmem_op op = {.op = VMEM_OP_MAP, .addr = addr, .bytes = bytes, .handle = handle, .offset = offset,
+  struct vmem_op op = {.op = VMEM_OP_MAP,
+                       .addr = addr,
+                       .bytes = bytes,
+                       .handle = handle,
+                       .offset = offset,
                        .flags = flags & VMEM_MAP_READONLY ? VMEM_OP_READONLY : 0};
   if (!c) return err;
   if (flags & ~VMEM_MAP_READONLY)
@@ -32,8 +36,8 @@ VMEM_API int vMemUnmap(vmem_t vm, uint64_t addr, uint64_t bytes) {
   return err;
 }
 
-VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after, size_t num_after,
-                        uint32_t flags) {
+VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after,
+                        size_t num_after, uint32_t flags) {
   int err;
   struct vm_ctx *c = vm_get(vm, "vmem_batch", &err);
   struct vm_deps deps;

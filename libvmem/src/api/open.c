@@ -131,7 +131,8 @@ static int open_auto(const struct vmem_open_opts *o, struct vm_ctx **out) {
     }
     vm_error_save(&e);
     if (used < sizeof(why))
-      used += (size_t)snprintf(why + used, sizeof(why) - used, "%s%s: %.150s", used ? "; " : "", vm_backends[i]->name, e.text);
+      used += (size_t)snprintf(why + used, sizeof(why) - used, "%s%s: %.150s", used ? "; " : "", vm_backends[i]->name,
+                               e.text);
   }
   return vm_fail(err, "no back end can be opened: %.400s", why);
 }

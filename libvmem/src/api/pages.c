@@ -20,7 +20,8 @@ VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts 
   struct vm_pool *pool = NULL;
   uint64_t grow_id = 0;
   if (!c) return err;
-  if (!handle) err = vm_fail(-EINVAL, "NULL argument");
+  if (!handle)
+    err = vm_fail(-EINVAL, "NULL argument");
   else if (!(err = vm_copy_in(&o, sizeof(o), opts, "vmem_create_opts")) && !(err = check_create(c, size, &o)))
     pool = vm_pool_of(c, o.location, o.device, o.page_size, &err);
   while (pool) {
@@ -173,7 +174,8 @@ VMEM_API int vmem_retain(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle *
   return err;
 }
 
-VMEM_API int vmem_gather(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t count, uint64_t stride, vmem_handle *handle) {
+VMEM_API int vmem_gather(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t count, uint64_t stride,
+                         vmem_handle *handle) {
   int err;
   struct vm_ctx *c = vm_get(vm, "vmem_gather", &err);
   if (!c) return err;

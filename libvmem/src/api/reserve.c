@@ -12,12 +12,14 @@ static int check_reserve(struct vm_ctx *c, uint64_t size, struct vmem_reserve_op
     return vm_fail_at(-EINVAL, 0, size, c->granule, "size %llu is no positive multiple of the granule %llu",
                       (unsigned long long)size, (unsigned long long)c->granule);
   if (size > 1ull << 56)
-    return vm_fail_at(-ENOMEM, 0, size, 1ull << 56, "%llu bytes are more than any address space has", (unsigned long long)size);
+    return vm_fail_at(-ENOMEM, 0, size, 1ull << 56, "%llu bytes are more than any address space has",
+                      (unsigned long long)size);
   if (o->flags & ~known || o->reserved || (o->flags & both) == both)
     return vm_fail(-EINVAL, "bad flags 0x%x or reserved field", o->flags);
   if (!o->align) o->align = least;
   if (!vm_is_pow2(o->align) || o->align > 1ull << 46)
-    return vm_fail_at(-EINVAL, 0, o->align, 0, "alignment %llu is no power of two up to 64 TiB", (unsigned long long)o->align);
+    return vm_fail_at(-EINVAL, 0, o->align, 0, "alignment %llu is no power of two up to 64 TiB",
+                      (unsigned long long)o->align);
   if (o->align < c->granule) o->align = c->granule;
   if ((o->flags & VMEM_RESERVE_SPARSE) && !(c->info->pub.caps & VMEM_CAP_SPARSE))
     return vm_fail(-EOPNOTSUPP, "back end %s has no sparse reservations", c->be->name);
@@ -35,8 +37,10 @@ VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opt
   struct vm_space *s = NULL;
   bool gone;
   if (!c) return err;
-  if (!addr) err = vm_fail(-EINVAL, "NULL argument");
-  else if (!(err = vm_copy_in(&o, sizeof(o), opts, "vmem_reserve_opts"))) err = check_reserve(c, size, &o);
+  if (!addr)
+    err = vm_fail(-EINVAL, "NULL argument");
+  else if (!(err = vm_copy_in(&o, sizeof(o), opts, "vmem_reserve_opts")))
+    err = check_reserve(c, size, &o);
   if (err) goto out;
   err = -ENOMEM;
   if (!(s = vm_space_new(c, size))) goto out;
@@ -59,16 +63,20 @@ static int check_free(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint3
   if (!s) return vm_fail_at(-ENXIO, addr, 0, 0, "0x%llx is not inside a reservation", (unsigned long long)addr);
   base = s->base;
   if (s->base != addr)
-    return vm_fail_at(-EINVAL, addr, 0, s->base, "0x%llx is not the start of the reservation at 0x%llx", (unsigned long long)addr, base);
+    return vm_fail_at(-EINVAL, addr, 0, s->base, "0x%llx is not the start of the reservation at 0x%llx",
+                      (unsigned long long)addr, base);
   if (s->quarantined)
-    return vm_fail_at(-ENOTRECOVERABLE, addr, s->quarantined << c->shift, 0, "the reservation at 0x%llx holds quarantined pages", base);
+    return vm_fail_at(-ENOTRECOVERABLE, addr, s->quarantined << c->shift, 0,
+                      "the reservation at 0x%llx holds quarantined pages", base);
   if (s->freeing || s->busy)
-    return vm_fail_at(-EBUSY, addr, s->busy << c->shift, 0, "the reservation at 0x%llx is being changed by another call", base);
+    return vm_fail_at(-EBUSY, addr, s->busy << c->shift, 0,
+                      "the reservation at 0x%llx is being changed by another call", base);
   for (struct vm_access *a = c->virt->accesses; a; a = a->next)
     if (a->addr >= s->base && a->addr < s->base + s->bytes)
       return vm_fail_at(-EBUSY, a->addr, a->bytes, 0, "the reservation at 0x%llx is being read or written", base);
   if (s->mapped && !(flags & VMEM_FREE_UNMAP))
-    return vm_fail_at(-EBUSY, addr, s->mapped << c->shift, 0, "%llu bytes are still mapped in the reservation at 0x%llx",
+    return vm_fail_at(-EBUSY, addr, s->mapped << c->shift, 0,
+                      "%llu bytes are still mapped in the reservation at 0x%llx",
                       (unsigned long long)(s->mapped << c->shift), base);
   return 0;
 }
@@ -145,8 +153,8 @@ VMEM_API int vmem_range_query(vmem_t vm, uint64_t addr, struct vmem_range_info *
     r.segments = s->segments;
     r.run_bytes = vm_space_run(c, s, addr & ~(c->granule - 1), s->bytes);
     r.flags = s->kind | (f & PTE_MAPPED ? VMEM_RANGE_MAPPED : 0) | (f & PTE_READONLY ? VMEM_RANGE_READONLY : 0) |
-              (is_large(c, s, addr) ? VMEM_RANGE_LARGE : 0) |
-              (f & PTE_BUSY ? VMEM_RANGE_BUSY : 0) | (f & PTE_QUARANTINED ? VMEM_RANGE_QUARANTINED : 0);
+              (is_large(c, s, addr) ? VMEM_RANGE_LARGE : 0) | (f & PTE_BUSY ? VMEM_RANGE_BUSY : 0) |
+              (f & PTE_QUARANTINED ? VMEM_RANGE_QUARANTINED : 0);
     err = 0;
   }
   pthread_mutex_unlock(&c->lock);

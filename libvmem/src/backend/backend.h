@@ -21,20 +21,20 @@
 
 /* What open() tells the core. */
 struct vm_be_info {
-  struct vmem_info pub;   /* caps, granule, page_sizes, slab_size, devices, driver, ...; the core fills
-                             the rest */
-  uint64_t pool_high;     /* default for vmem_open_opts.pool_high */
-  uint64_t most_mappings; /* what vmem_open_opts.max_mappings may be at most; 0 = any */
-  bool fresh_is_zero;     /* a new slab, and discarded memory, reads as zeros */
-  bool one_page_slabs;    /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes
-                             each slab one page of the size asked for */
-  bool unreserve_unmaps;  /* unreserve may be called with live mappings */
-  uint64_t bind_bytes;    /* the longest range that one MAP, REMAP or REPLACE of `bind` may have, and one `remap`;
-                             0 = any */
-  bool no_contents;       /* nothing in this process can read or write what is mapped */
+  struct vmem_info pub;    /* caps, granule, page_sizes, slab_size, devices, driver, ...; the core fills
+                              the rest */
+  uint64_t pool_high;      /* default for vmem_open_opts.pool_high */
+  uint64_t most_mappings;  /* what vmem_open_opts.max_mappings may be at most; 0 = any */
+  bool fresh_is_zero;      /* a new slab, and discarded memory, reads as zeros */
+  bool one_page_slabs;     /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes
+                              each slab one page of the size asked for */
+  bool unreserve_unmaps;   /* unreserve may be called with live mappings */
+  uint64_t bind_bytes;     /* the longest range that one MAP, REMAP or REPLACE of `bind` may have, and one `remap`;
+                              0 = any */
+  bool no_contents;        /* nothing in this process can read or write what is mapped */
   uint64_t all_page_sizes; /* with any granule; 0 = as in pub */
-  const char *how;        /* with what a page is mapped: " through UVM"; NULL = "" */
-  char patched[40];       /* "patched driver, ABI 1: ", else "" */
+  const char *how;         /* with what a page is mapped: " through UVM"; NULL = "" */
+  char patched[40];        /* "patched driver, ABI 1: ", else "" */
   const struct vm_backend *table; /* to be used from now on; NULL = the one that was opened */
 };
 
@@ -62,7 +62,7 @@ enum vm_bind_kind {
 
 struct vm_bind_op {
   uint32_t kind;
-  uint32_t flags;        /* VMEM_MAP_* */
+  uint32_t flags; /* VMEM_MAP_* */
   uint64_t addr, bytes;
   uint64_t slab, offset; /* all but UNMAP */
   uint64_t priv;         /* of the reservation */
@@ -103,16 +103,14 @@ struct vm_backend {
   int (*unreserve)(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone);
 
   /* One physical allocation. -ENOMEM with the driver's own status when memory is short. */
-  int (*slab_create)(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
-                     uint64_t *slab);
+  int (*slab_create)(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device, uint64_t *slab);
   int (*slab_destroy)(void *be, uint64_t slab, uint64_t bytes);
   /* Optional: gives the memory behind a part of a slab back to the system; it reads as zeros later. */
   int (*discard)(void *be, uint64_t slab, uint64_t offset, uint64_t bytes);
 
   /* Map one run, accessible on all devices of the context. flags: VMEM_MAP_*. In a sparse reservation
    * the range reads as zeros before map and after unmap. */
-  int (*map)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
-             bool sparse);
+  int (*map)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse);
   /* Unmap a range that is wholly mapped, by one or several map calls, possibly parts of them. */
   int (*unmap)(void *be, uint64_t addr, uint64_t bytes, bool sparse);
   /* Optional (VMEM_CAP_CONSOLIDATE): map one run again over exactly the same pages, in one call. On

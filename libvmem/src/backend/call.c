@@ -14,15 +14,15 @@ static void account(struct vm_ctx *c, uint64_t *calls, uint64_t start) {
   if (is_worker) __atomic_fetch_add(&c->driver->worker_ns, ns, __ATOMIC_RELAXED);
 }
 
-#define CALL(kind, calls, expr)      \
-  ({                                 \
-    int ret_ = vm_injected(c, kind); \
-    if (!ret_) {                     \
-      uint64_t start_ = vm_now_ns(); \
-      ret_ = (expr);                 \
-      account(c, calls, start_);     \
-    }                                \
-    ret_;                            \
+#define CALL(kind, calls, expr)                                                                                        \
+  ({                                                                                                                   \
+    int ret_ = vm_injected(c, kind);                                                                                   \
+    if (!ret_) {                                                                                                       \
+      uint64_t start_ = vm_now_ns();                                                                                   \
+      ret_ = (expr);                                                                                                   \
+      account(c, calls, start_);                                                                                       \
+    }                                                                                                                  \
+    ret_;                                                                                                              \
   })
 
 int vm_drv_reserve(struct vm_ctx *c, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,

@@ -57,8 +57,8 @@ int vm_bind(struct vm_ctx *c, struct vm_bind_op *ops, size_t n, struct vm_bind_r
 
 /* ---- room.c (lock held) ------------------------------------------------------------------------ */
 
-/* -ENOSPC where so many more pieces or mappings do not fit; `limited`: max_mappings counts too. The mappings are planned
- * from then on. */
+/* -ENOSPC where so many more pieces or mappings do not fit; `limited`: max_mappings counts too. The mappings are
+ * planned from then on. */
 int vm_room_take(struct vm_ctx *c, uint64_t more_segments, uint64_t more_mappings, bool limited);
 /* They are counted, or will never be. */
 static inline void vm_room_end(struct vm_ctx *c, uint64_t mappings) { c->driver->planned -= mappings; }

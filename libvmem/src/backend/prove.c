@@ -34,7 +34,8 @@ static int expect(const struct vm_backend *t, void *be, uint64_t addr, uint64_t 
     if (err) return err;
     for (unsigned i = 0; i < sizeof(got); i++)
       if (got[i] != value)
-        return vm_fail_at(-EIO, at + i, 1, 0, "the byte at 0x%llx, in a page of %llu bytes filled with 0x%02x, reads as 0x%02x",
+        return vm_fail_at(-EIO, at + i, 1, 0,
+                          "the byte at 0x%llx, in a page of %llu bytes filled with 0x%02x, reads as 0x%02x",
                           (unsigned long long)(at + i), (unsigned long long)bytes, value, got[i]);
   }
   return 0;
@@ -53,14 +54,15 @@ static bool failed(struct vmem_error *first, int err) {
   return err != 0;
 }
 
-static int map_and_check(const struct vm_backend *t, void *be, const struct vm_be_info *info, uint64_t addr, uint64_t slab,
-                         uint64_t offset) {
+static int map_and_check(const struct vm_backend *t, void *be, const struct vm_be_info *info, uint64_t addr,
+                         uint64_t slab, uint64_t offset) {
   uint64_t page = info->pub.granule;
   struct vmem_error first = {0};
   bool alias = info->pub.caps & VMEM_CAP_ALIAS;
   if (failed(&first, t->map(be, addr + page, page, slab, offset, 0, false))) return first.code;
   if (alias && failed(&first, t->map(be, addr, page, slab, offset, 0, false))) alias = false;
-  if (!first.code && !info->no_contents) failed(&first, check_contents(t, be, addr + page, alias ? addr : addr + page, page));
+  if (!first.code && !info->no_contents)
+    failed(&first, check_contents(t, be, addr + page, alias ? addr : addr + page, page));
   if (alias) failed(&first, t->unmap(be, addr, page, false));
   failed(&first, t->unmap(be, addr + page, page, false));
   if (first.code) vm_error_restore(&first);
@@ -109,7 +111,8 @@ int vm_backend_open(const struct vm_backend *t, const struct vmem_open_opts *opt
 }
 
 int vm_backend_probe(const struct vm_backend *t, int32_t device, uint32_t flags, struct vmem_probe_info *found) {
-  struct vmem_open_opts opts = {.size = sizeof(opts), .backend = "auto", .flags = flags, .num_devices = 1, .devices = {device}};
+  struct vmem_open_opts opts = {
+      .size = sizeof(opts), .backend = "auto", .flags = flags, .num_devices = 1, .devices = {device}};
   struct vm_be_info info = {0};
   struct vmem_error why;
   void *be;

@@ -48,8 +48,8 @@ int vm_fail_status(uint32_t status, const char *name) {
   size_t used = strlen(last.text);
   last.status = status;
   snprintf(last.status_name, sizeof(last.status_name), "%s", name ? name : "");
-  snprintf(last.text + used, sizeof(last.text) - used, " (driver status 0x%x%s%s)", status,
-           name ? " " : "", name ? name : "");
+  snprintf(last.text + used, sizeof(last.text) - used, " (driver status 0x%x%s%s)", status, name ? " " : "",
+           name ? name : "");
   return last.code;
 }
 

@@ -29,14 +29,14 @@ const struct vmem_error *vm_error_last(void);
 
 /* Undoes something: the error recorded before stays the one that is reported, and a suspended driver is waited
  * for (retry.h). */
-#define VM_UNDO(call)        \
-  do {                       \
-    struct vmem_error why_;  \
-    vm_error_save(&why_);    \
-    vm_undo_begin();         \
-    (void)(call);            \
-    vm_undo_end();           \
-    vm_error_restore(&why_); \
+#define VM_UNDO(call)                                                                                                  \
+  do {                                                                                                                 \
+    struct vmem_error why_;                                                                                            \
+    vm_error_save(&why_);                                                                                              \
+    vm_undo_begin();                                                                                                   \
+    (void)(call);                                                                                                      \
+    vm_undo_end();                                                                                                     \
+    vm_error_restore(&why_);                                                                                           \
   } while (0)
 
 #endif

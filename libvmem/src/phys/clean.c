@@ -113,7 +113,8 @@ bool vm_clean_step(struct vm_ctx *c, bool *ended) {
   retire(c, false);
   if (k->wanted && !k->n && !k->hold) {
     for (size_t i = 0; i < VM_POOLS && k->n < CLEAN_RUNS && units; i++)
-      if (c->phys->pools[i].slist) k->n += vm_pool_pick_dirty(&c->phys->pools[i], k->runs + k->n, CLEAN_RUNS - k->n, &units);
+      if (c->phys->pools[i].slist)
+        k->n += vm_pool_pick_dirty(&c->phys->pools[i], k->runs + k->n, CLEAN_RUNS - k->n, &units);
     if (!k->n) k->wanted = false;
   }
   if (k->n && !k->event && !k->retiring) {

@@ -17,7 +17,8 @@ struct vm_hdl *vm_hdl_find(struct vm_ctx *c, vmem_handle h, int *err) {
   uint32_t index = (uint32_t)h;
   if (h >> 52 != c->tag)
     *err = vm_fail(-EBADF, "0x%llx is no handle of this context", (unsigned long long)h);
-  else if (!index || index >= c->phys->nhdls || !c->phys->hdls[index].held || c->phys->hdls[index].gen != (h >> 32 & GEN_MASK))
+  else if (!index || index >= c->phys->nhdls || !c->phys->hdls[index].held ||
+           c->phys->hdls[index].gen != (h >> 32 & GEN_MASK))
     *err = vm_fail(-EBADF, "handle 0x%llx was released", (unsigned long long)h);
   else
     return &c->phys->hdls[index];
@@ -95,8 +96,7 @@ static uint64_t stretch(const struct pieces *p, uint64_t at, bool *drop) {
   return i + 1 < p->count ? p->stride - into : UINT64_MAX;
 }
 
-static int check(const struct vm_hdl *h, uint64_t offset, uint64_t bytes, uint64_t count,
-                 uint64_t stride) {
+static int check(const struct vm_hdl *h, uint64_t offset, uint64_t bytes, uint64_t count, uint64_t stride) {
   uint64_t mask = h->page_size - 1, span = 0;
   if (h->busy || h->pins) return vm_fail(-EBUSY, "another call is using the handle");
   if (!bytes || (bytes | offset) & mask)

@@ -33,29 +33,29 @@ struct vm_slab {
   uint64_t grow_id;
   uint64_t alias, alias_priv; /* where the slab itself is mapped; 0 = not mapped */
   bool alias_making;
-  uint32_t cleaning;    /* runs of the clean batch in flight; it is not to be destroyed */
-  bool evacuating;      /* vmem_compact is emptying it: in no list, and its free units not the pool's */
+  uint32_t cleaning; /* runs of the clean batch in flight; it is not to be destroyed */
+  bool evacuating;   /* vmem_compact is emptying it: in no list, and its free units not the pool's */
   /* the pool's */
-  uint32_t free_units;  /* the soiled among them */
-  uint32_t soiled;      /* units in soil_map */
-  uint32_t max_run;     /* upper bound on the longest run in free_map */
+  uint32_t free_units; /* the soiled among them */
+  uint32_t soiled;     /* units in soil_map */
+  uint32_t max_run;    /* upper bound on the longest run in free_map */
   uint32_t empty_chunks;
   int bin, level;
-  int elevel;           /* the elist it is in; -1 = none */
+  int elevel; /* the elist it is in; -1 = none */
   bool in_slist;
-  bool merged;          /* some units in free_map are dirty */
+  bool merged;                   /* some units in free_map are dirty */
   struct vm_slab *prev, *next;   /* in the pool's bin */
   struct vm_slab *eprev, *enext; /* in the pool's list of slabs with empty chunks */
   struct vm_slab *sprev, *snext; /* in the pool's list of slabs with dirty free units */
-  uint32_t *chunk_free; /* per chunk: free units */
+  uint32_t *chunk_free;          /* per chunk: free units */
   /* slab.c's: changed by the functions below */
-  uint32_t *refs;       /* per unit; REF_QUARANTINED | count */
-  uint64_t *free_map;   /* free, to be taken */
-  uint64_t *soil_map;   /* free too, but dirty: to be zeroed in the background, taken last */
-  uint64_t *dirty_map;  /* must be zeroed before it is mapped */
-  uint64_t *claim_map;  /* dirty, and a plan is about to zero it */
-  uint64_t *zero_map;   /* dirty, and the clean batch in flight zeroes it */
-  uint64_t *fill_map;   /* a fill of a committed plan still writes it */
+  uint32_t *refs;      /* per unit; REF_QUARANTINED | count */
+  uint64_t *free_map;  /* free, to be taken */
+  uint64_t *soil_map;  /* free too, but dirty: to be zeroed in the background, taken last */
+  uint64_t *dirty_map; /* must be zeroed before it is mapped */
+  uint64_t *claim_map; /* dirty, and a plan is about to zero it */
+  uint64_t *zero_map;  /* dirty, and the clean batch in flight zeroes it */
+  uint64_t *fill_map;  /* a fill of a committed plan still writes it */
   uint64_t maps[];
 };
 
@@ -83,8 +83,8 @@ void vm_units_ref(struct vm_slab *s, uint32_t unit, uint32_t n);
  * units dealt with, those included. */
 uint32_t vm_units_unref(struct vm_slab *s, uint32_t unit, uint32_t n, uint32_t *freed);
 void vm_units_set_dirty(struct vm_slab *s, uint32_t unit, uint32_t n, bool dirty);
-/* The first units in [unit, end) with old contents that no plan has claimed: their number, from *unit on; 0 = none. With
- * *must they have to be zeroed by who maps them: `zero`, or because the clean batch in flight writes to them. */
+/* The first units in [*unit, end) with old contents that no plan has claimed: their number, from *unit on; 0 = none.
+ * With *must whoever maps them zeroes them: because of `zero`, or because the clean batch in flight writes to them. */
 uint32_t vm_units_stale(const struct vm_slab *s, uint32_t *unit, uint32_t end, bool zero, bool *must);
 void vm_units_claim(struct vm_slab *s, uint32_t unit, uint32_t n);
 /* zeroed: by the claim's plan. With that the clean batch's zeroing is over too: what was written since is not to be
@@ -151,11 +151,11 @@ void vm_pool_put_back(struct vm_slab *s);
 
 /* ---- supply.c (lock not held) ------------------------------------------------------------------ */
 
-/* Makes at least `units` more free units, in runs of `align`. A run of `piece` units should fit in one slab; 0: the pool
- * is only filled up, and nothing else is given back for it. *id (0 at first) names the growth for vm_pool_undo_grow,
- * which gives back those of its slabs that are empty; a growth that fails has done so itself. `seen`: free units when
- * the caller looked; where there are more after a shortage, because another thread brought them, the answer is 0 and
- * the caller looks again. */
+/* Makes at least `units` more free units, in runs of `align`. A run of `piece` units should fit in one slab; 0: the
+ * pool is only filled up, and nothing else is given back for it. *id (0 at first) names the growth for
+ * vm_pool_undo_grow, which gives back those of its slabs that are empty; a growth that fails has done so itself.
+ * `seen`: free units when the caller looked; where there are more after a shortage, because another thread brought
+ * them, the answer is 0 and the caller looks again. */
 int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align, uint64_t seen,
                  uint64_t *id);
 void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id);
@@ -188,8 +188,8 @@ struct vm_clean {
 
 /* Starts zeroing the runs, whose units are claimed; *done covers it all. Lock not held. */
 int vm_zero_start(struct vm_ctx *c, const struct vm_run *runs, size_t n, vm_event *done);
-/* The worker's turn: ends a batch that is over, begins another. Whether one is in flight; *ended: one has, and its slabs
- * may be empty. Lock not held. */
+/* The worker's turn: ends a batch that is over, begins another. Whether one is in flight; *ended: one has, and its
+ * slabs may be empty. Lock not held. */
 bool vm_clean_step(struct vm_ctx *c, bool *ended);
 /* No batch is in flight from the one to the other. Lock held, let go while it waits. */
 void vm_clean_hold(struct vm_ctx *c);
@@ -200,7 +200,7 @@ void vm_clean_release(struct vm_ctx *c);
 /*
  * A fill that runs on after its batch was committed writes its units until its event is over, possibly behind GPU work
  * that never ends. Whoever takes such a unit away from an address, shows it at a second one, or reads, copies or fills
- * it waits for that fill; nobody else does. At most one fill runs on a unit, because a second one waits like the others.
+ * it waits for that fill; nobody else does. At most one fill runs on a unit: a second one waits like the others.
  *
  * Only the worker begins fills and takes them out of the context's list, so that it can walk the list with the lock let
  * go. Any thread may wait for one and mark it as over.
@@ -245,17 +245,17 @@ void vm_runs_put(struct vm_ctx *c, struct vm_run *runs, uint32_t n);
 
 struct vm_hdl {
   uint32_t gen;
-  bool used;         /* the entry is taken (by a handle, or by mappings that outlive it) */
-  bool held;         /* the caller has not dropped it */
-  bool busy;         /* vMemRelease is at work */
-  bool dirty_ok;     /* VMEM_CREATE_DIRTY */
-  uint32_t pending;  /* plans that map it */
-  uint32_t pins;     /* those of them that need its references: it is not to be dropped */
+  bool used;        /* the entry is taken (by a handle, or by mappings that outlive it) */
+  bool held;        /* the caller has not dropped it */
+  bool busy;        /* vMemRelease is at work */
+  bool dirty_ok;    /* VMEM_CREATE_DIRTY */
+  uint32_t pending; /* plans that map it */
+  uint32_t pins;    /* those of them that need its references: it is not to be dropped */
   uint32_t location;
   int32_t device;
   uint64_t bytes, page_size;
-  uint64_t mappings;   /* ptes with PTE_START */
-  uint64_t start_sum;  /* sum of their addresses: with one mapping, its address */
+  uint64_t mappings;  /* ptes with PTE_START */
+  uint64_t start_sum; /* sum of their addresses: with one mapping, its address */
   uint32_t nruns;
   struct vm_run *runs; /* freed with the caller's reference; slab NULL: given back by vmem_drop_range */
   uint32_t next_free;
@@ -281,7 +281,7 @@ struct vm_phys {
   struct vm_pool pools[VM_POOLS]; /* devices[0], host, devices[1], ...; then the same for large pages */
   bool low;                       /* pools[0] has fallen below pool_low since the worker last looked */
   struct vm_clean clean;
-  bool compacting; /* vmem_compact is at work */
+  bool compacting;       /* vmem_compact is at work */
   struct vm_fill *fills; /* that run on */
 
   struct vm_hdl *hdls; /* entry 0 unused */

@@ -205,7 +205,9 @@ static bool merge_soiled(struct vm_ctx *c, struct vm_pool *p) {
 }
 
 /* A word of the map of units that are free and dirty. */
-static uint64_t dirty_free(const struct vm_slab *s, uint32_t w) { return s->soil_map[w] | (s->free_map[w] & s->dirty_map[w]); }
+static uint64_t dirty_free(const struct vm_slab *s, uint32_t w) {
+  return s->soil_map[w] | (s->free_map[w] & s->dirty_map[w]);
+}
 
 uint64_t vm_pool_dirty_units(const struct vm_ctx *c) {
   uint64_t n = 0;
@@ -292,8 +294,7 @@ static bool find_longest(struct vm_pool *p, uint32_t n, uint32_t align, int last
   return false;
 }
 
-static bool find_empty_chunk(struct vm_ctx *c, struct vm_pool *p, uint32_t offset, uint32_t n,
-                             struct vm_run *out) {
+static bool find_empty_chunk(struct vm_ctx *c, struct vm_pool *p, uint32_t offset, uint32_t n, struct vm_run *out) {
   uint32_t cu = c->chunk_units;
   for (int level = 0; level < POOL_LEVELS; level++)
     for (struct vm_slab *s = p->elist[level]; s; s = s->enext)
@@ -330,7 +331,8 @@ static struct vm_run take_ready(struct vm_ctx *c, struct vm_pool *p, uint32_t n,
       if (len) return take_units(c, s, unit, len);
     }
   }
-  if (n >= cu && cu > align && find_fit(p, n, cu, place->offset, LEVEL_EMPTY, &r)) return take_units(c, r.slab, r.unit, r.n);
+  if (n >= cu && cu > align && find_fit(p, n, cu, place->offset, LEVEL_EMPTY, &r))
+    return take_units(c, r.slab, r.unit, r.n);
   if (place->spread && n < cu && (place->offset & (align - 1)) == 0 && find_empty_chunk(c, p, place->offset, n, &r))
     return take_units(c, r.slab, r.unit, r.n & ~(align - 1));
   if (find_longest(p, n, align, LEVEL_EMPTY, &r)) return take_units(c, r.slab, r.unit, r.n);

@@ -25,7 +25,7 @@ void vm_runs_put(struct vm_ctx *c, struct vm_run *runs, uint32_t n) {
 }
 
 int vm_runs_take(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint32_t align, struct vm_run **out,
-                     uint32_t *nout, uint64_t *missing) {
+                 uint32_t *nout, uint64_t *missing) {
   struct vm_run *runs = NULL, *v;
   struct vm_place place = {0};
   uint32_t n = 0;

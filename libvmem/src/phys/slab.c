@@ -10,7 +10,8 @@ enum { MAPS = 6 };
 struct vm_slab *vm_slab_make(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64_t page_size, int *err) {
   uint32_t units = (uint32_t)vm_units(c, bytes), chunks = (units + c->chunk_units - 1) / c->chunk_units;
   size_t words = (units + 63u) / 64u;
-  struct vm_slab *s = vm_calloc(c, 1, sizeof(*s) + MAPS * words * sizeof(uint64_t) + (units + chunks) * sizeof(uint32_t));
+  struct vm_slab *s =
+      vm_calloc(c, 1, sizeof(*s) + MAPS * words * sizeof(uint64_t) + (units + chunks) * sizeof(uint32_t));
   *err = -ENOMEM;
   if (!s) return NULL;
   s->bytes = bytes;

@@ -72,7 +72,8 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
   for (;;) {
     pthread_mutex_lock(&c->lock);
     /* What another thread is making at this moment may be what is wanted, or may fail. */
-    while (c->opts.mem_limit && c->phys->growing_bytes && c->phys->slab_bytes + c->phys->growing_bytes + bytes > c->opts.mem_limit)
+    while (c->opts.mem_limit && c->phys->growing_bytes &&
+           c->phys->slab_bytes + c->phys->growing_bytes + bytes > c->opts.mem_limit)
       pthread_cond_wait(&c->done_cond, &c->lock);
     if (c->opts.mem_limit && c->phys->slab_bytes + c->phys->growing_bytes + bytes > c->opts.mem_limit)
       err = vm_fail_at(-ENOMEM, 0, bytes, c->opts.mem_limit,

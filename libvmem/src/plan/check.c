@@ -21,8 +21,8 @@ static int check_map(struct vm_ctx *c, struct vm_want *w) {
     return vm_fail_at(-EINVAL, op->offset, op->bytes, w->page_size, "offset %llu is not aligned to the page size %llu",
                       (unsigned long long)op->offset, (unsigned long long)w->page_size);
   if (__builtin_mul_overflow(op->bytes, count, &total) || op->offset + total < total)
-    return vm_fail_at(-EOVERFLOW, op->addr, op->bytes, 0, "%llu x %llu bytes leaves 64 bits",
-                      (unsigned long long)count, (unsigned long long)op->bytes);
+    return vm_fail_at(-EOVERFLOW, op->addr, op->bytes, 0, "%llu x %llu bytes leaves 64 bits", (unsigned long long)count,
+                      (unsigned long long)op->bytes);
   if (op->offset + total > w->hdl->bytes)
     return vm_fail_at(-ERANGE, op->addr, total, w->hdl->bytes, "offset %llu + %llu bytes is beyond the handle's %llu",
                       (unsigned long long)op->offset, (unsigned long long)total, (unsigned long long)w->hdl->bytes);

@@ -72,10 +72,11 @@ static void take_over(struct vm_ctx *c, const struct vm_piece *piece, const stru
       if (p->slab != old.slab || p->unit != old.unit + n) break;
       vm_units_ref(seg->slab, unit, 1);
       *p = (struct vm_pte){seg->slab->index, unit, piece->handle,
-                           PTE_BUSY | (seg->flags & VMEM_MAP_READONLY ? PTE_READONLY : 0) | (a == seg->addr ? PTE_CALL : 0) |
-                               (a == piece->addr ? PTE_START : 0)};
+                           PTE_BUSY | (seg->flags & VMEM_MAP_READONLY ? PTE_READONLY : 0) |
+                               (a == seg->addr ? PTE_CALL : 0) | (a == piece->addr ? PTE_START : 0)};
     }
-    vm_units_put(c, c->phys->slabs[old.slab], old.unit, n); /* the ptes are busy with this plan while the lock is let go */
+    vm_units_put(c, c->phys->slabs[old.slab], old.unit,
+                 n); /* the ptes are busy with this plan while the lock is let go */
   }
 }
 
@@ -104,7 +105,8 @@ static void commit_replaces(struct vm_ctx *c, struct vm_plan *p) {
 static void quarantine_lost(struct vm_ctx *c, const struct vm_piece *piece, const struct vm_seg *s) {
   uint64_t marked = piece->addr + piece->bytes;
   for (uint64_t a = s->addr; a < s->addr + s->bytes && a < marked; a += c->granule)
-    if (vm_pte(c, s->space, a)->flags & PTE_QUARANTINED) vm_unit_quarantine(c, s->slab, s->unit + (uint32_t)vm_units(c, a - s->addr));
+    if (vm_pte(c, s->space, a)->flags & PTE_QUARANTINED)
+      vm_unit_quarantine(c, s->slab, s->unit + (uint32_t)vm_units(c, a - s->addr));
 }
 
 static void take_back_replaces(struct vm_ctx *c, struct vm_plan *p) {

@@ -39,7 +39,9 @@ struct evacuation {
 
 static uint32_t used_units(const struct vm_slab *s) { return s->units - s->free_units; }
 
-static bool worth_it(const struct vm_slab *s) { return used_units(s) && used_units(s) <= s->units / 2 && !s->evacuating; }
+static bool worth_it(const struct vm_slab *s) {
+  return used_units(s) && used_units(s) <= s->units / 2 && !s->evacuating;
+}
 
 static int by_use(const void *a, const void *b) {
   const struct victim *x = a, *y = b;

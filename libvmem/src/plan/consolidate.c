@@ -4,7 +4,8 @@
 
 static uint64_t calls_within(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   uint64_t calls = 0;
-  for (uint64_t a = addr + c->granule; a < addr + bytes; a += c->granule) calls += (vm_pte(c, s, a)->flags & PTE_CALL) != 0;
+  for (uint64_t a = addr + c->granule; a < addr + bytes; a += c->granule)
+    calls += (vm_pte(c, s, a)->flags & PTE_CALL) != 0;
   return calls;
 }
 
@@ -32,8 +33,8 @@ static int make(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t by
   int err = piece && seg ? vm_access_check(c, addr, bytes) : -ENOMEM;
   if (piece) *piece = (struct vm_piece){addr, 0, s, 0};
   if (seg)
-    *seg = (struct vm_seg){addr, bytes, s, c->phys->slabs[pte->slab], pte->unit,
-                           pte->flags & PTE_READONLY ? VMEM_MAP_READONLY : 0};
+    *seg = (struct vm_seg){
+        addr, bytes, s, c->phys->slabs[pte->slab], pte->unit, pte->flags & PTE_READONLY ? VMEM_MAP_READONLY : 0};
   if (!err) err = vm_plan_ops_room(c, p);
   if (!err) piece->bytes = vm_bytes(c, vm_ptes_hold(c, s, addr, bytes));
   return err;

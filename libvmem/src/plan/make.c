@@ -55,8 +55,9 @@ static bool claim_dirty(struct maker *m, struct vm_run r, bool zero) {
 }
 
 static struct vm_seg seg_of(const struct maker *m, const struct vm_piece *piece, uint64_t addr, struct vm_run r) {
-  return (struct vm_seg){addr,   vm_bytes(m->c, r.n), piece->space, r.slab,
-                         r.unit, m->w.op->flags & VMEM_OP_READONLY ? VMEM_MAP_READONLY : 0};
+  return (struct vm_seg){addr,         vm_bytes(m->c, r.n),
+                         piece->space, r.slab,
+                         r.unit,       m->w.op->flags & VMEM_OP_READONLY ? VMEM_MAP_READONLY : 0};
 }
 
 /* Marks one run at the piece's end. Its units hold a reference for these ptes already; those of ptes that were not
@@ -153,8 +154,10 @@ static int map_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes, ui
     r.n -= (uint32_t)skip;
     if (r.n > left) r.n = (uint32_t)left;
     if (c->info->one_page_slabs && r.n != r.slab->units)
-      return vm_fail_at(-EINVAL, addr, bytes, r.slab->bytes, "0x%llx + %llu bytes cuts a page of %llu bytes, which %s cannot map in parts",
-                        (unsigned long long)piece->addr, (unsigned long long)bytes, (unsigned long long)r.slab->bytes, c->be->name);
+      return vm_fail_at(-EINVAL, addr, bytes, r.slab->bytes,
+                        "0x%llx + %llu bytes cuts a page of %llu bytes, which %s cannot map in parts",
+                        (unsigned long long)piece->addr, (unsigned long long)bytes, (unsigned long long)r.slab->bytes,
+                        c->be->name);
     r.n = vm_one_call(c, addr, r);
     err = m->w.op->flags & VMEM_OP_REPLACE ? replace_run(m, piece, r) : map_run(m, piece, r);
     if (err) return err;
@@ -185,7 +188,8 @@ static int copy_piece(struct maker *m, uint64_t addr, uint64_t src, uint64_t byt
 /* The driver unmaps some pages only as a whole. */
 static int check_whole_pages(struct vm_ctx *c, const struct vm_piece *piece) {
   uint64_t end = piece->addr + piece->bytes, page, size;
-  if (!vm_space_cuts_page(c, piece->space, piece->addr, &page, &size) && !vm_space_cuts_page(c, piece->space, end, &page, &size))
+  if (!vm_space_cuts_page(c, piece->space, piece->addr, &page, &size) &&
+      !vm_space_cuts_page(c, piece->space, end, &page, &size))
     return 0;
   return vm_fail_at(-EINVAL, piece->addr, piece->bytes, size,
                     "0x%llx + %llu bytes cuts the page of %llu bytes at 0x%llx, which %s cannot unmap in parts",
@@ -266,19 +270,22 @@ static int do_op(struct maker *m, const struct vmem_op *op) {
   if (err) return err;
   m->space = NULL;
   count = m->w.count;
-  if (!vm_list_reserve(c, op->op == VMEM_OP_UNMAP             ? &m->p->unmaps
-                    : op->op == VMEM_OP_FILL            ? &m->p->fills
-                    : op->flags & VMEM_OP_REPLACE       ? &m->p->replaced
-                                                        : &m->p->mapped,
-                 sizeof(struct vm_piece), count < 4096 ? count : 4096))
+  if (!vm_list_reserve(c,
+                       op->op == VMEM_OP_UNMAP       ? &m->p->unmaps
+                       : op->op == VMEM_OP_FILL      ? &m->p->fills
+                       : op->flags & VMEM_OP_REPLACE ? &m->p->replaced
+                                                     : &m->p->mapped,
+                       sizeof(struct vm_piece), count < 4096 ? count : 4096))
     return -ENOMEM;
   if (op->flags & VMEM_OP_COPY) {
     struct vm_access *source = VM_PUSH(c, &m->p->sources, struct vm_access);
     if (!source) return -ENOMEM;
-    *source = (struct vm_access){.addr = op->src, .bytes = vm_source_bytes(op), .count = count, .stride = op->src_stride};
+    *source =
+        (struct vm_access){.addr = op->src, .bytes = vm_source_bytes(op), .count = count, .stride = op->src_stride};
   }
   for (uint64_t i = 0; i < count; i++)
-    if ((err = do_piece(m, op->addr + i * op->stride, op->offset + i * op->bytes, op->src + i * op->src_stride))) return err;
+    if ((err = do_piece(m, op->addr + i * op->stride, op->offset + i * op->bytes, op->src + i * op->src_stride)))
+      return err;
   return op->flags & VMEM_OP_CONSUME ? consume(m) : 0;
 }
 
@@ -315,7 +322,8 @@ static uint64_t wanted(struct vm_ctx *c, const struct vmem_op *ops, size_t n, co
     if (ops[i].op != VMEM_OP_POPULATE || ops[i].location != like->location || ops[i].device != like->device ||
         vm_is_large(c, ops[i].page_size) != vm_is_large(c, like->page_size))
       continue;
-    if (__builtin_mul_overflow(vm_units(c, ops[i].bytes), ops[i].count ? ops[i].count : 1, &units) || units > most - total)
+    if (__builtin_mul_overflow(vm_units(c, ops[i].bytes), ops[i].count ? ops[i].count : 1, &units) ||
+        units > most - total)
       return most;
     total += units;
   }
@@ -367,8 +375,8 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
     }
     /* Short in all, or only of pieces that are large enough. */
     need = need > free_units ? need - free_units : m.short_units;
-    err = vm_pool_grow(c, m.w.pool, need, vm_units(c, m.w.op->bytes), (uint32_t)vm_units(c, m.w.page_size),
-                       free_units, &grow_id);
+    err = vm_pool_grow(c, m.w.pool, need, vm_units(c, m.w.op->bytes), (uint32_t)vm_units(c, m.w.page_size), free_units,
+                       &grow_id);
     if (err) return err;
   }
 }

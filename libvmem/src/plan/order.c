@@ -62,8 +62,9 @@ struct vm_fill *vm_plan_behind(struct vm_ctx *c, struct vm_plan *p) {
   struct vm_fill *f;
   if (!c->phys->fills) return NULL;
   /* What vanishes; what shows at a second address; what is written again. */
-  if ((f = behind_pieces(c, &p->unmaps)) || (f = behind_pieces(c, &p->replaced)) || (f = behind_segs(c, &p->replaces)) ||
-      (p->shows && (f = behind_segs(c, &p->maps))) || (f = behind_pieces(c, &p->fills)))
+  if ((f = behind_pieces(c, &p->unmaps)) || (f = behind_pieces(c, &p->replaced)) ||
+      (f = behind_segs(c, &p->replaces)) || (p->shows && (f = behind_segs(c, &p->maps))) ||
+      (f = behind_pieces(c, &p->fills)))
     return f;
   for (size_t i = 0; i < p->copies.n && !f; i++) {
     const struct vm_be_copy *copy = VM_AT(p->copies, struct vm_be_copy, i);

@@ -103,8 +103,8 @@ int vm_plan_aliases(struct vm_ctx *c, struct vm_plan *p);
 /* Zeroes what the plan has claimed, and waits for it; or, with `over`, says whether it is over: if not, it is to be
  * called again. Nothing of the plan may be mapped before. After an error the plan can only be cancelled. */
 int vm_plan_zero(struct vm_ctx *c, struct vm_plan *p, bool *over);
-/* Driver calls, then commit; or undo. No fill may be running where vm_plan_behind looks. `after` is for the fills alone.
- * *fill is the plan's fill where it runs on, else NULL: only the worker has one. */
+/* Driver calls, then commit; or undo. No fill may be running where vm_plan_behind looks. `after` is for the fills
+ * alone. *fill is the plan's fill where it runs on, else NULL: only the worker has one. */
 int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, struct vm_fill **fill);
 /* Waits for other plans' fills, then runs it whole. A plan that cannot be run is cancelled. */
 int vm_plan_run_now(struct vm_ctx *c, struct vm_plan *p);
@@ -133,9 +133,9 @@ struct vm_moved_handle {
 
 struct vm_move {
   struct vm_slab *from;
-  struct vm_moved *to;   /* by unit of `from` */
-  struct vm_list taken;  /* vm_run: the pages that `to` names, and the rest of large ones; with one reference */
-  struct vm_list hdls;   /* vm_moved_handle */
+  struct vm_moved *to;  /* by unit of `from` */
+  struct vm_list taken; /* vm_run: the pages that `to` names, and the rest of large ones; with one reference */
+  struct vm_list hdls;  /* vm_moved_handle */
 };
 
 /* The pages of the plan have moved. Lock held. */

@@ -37,8 +37,10 @@ int vm_plan_ops_room(struct vm_ctx *c, struct vm_plan *p) {
   return !n || (p->ops = vm_realloc(c, NULL, n, sizeof(*p->ops))) ? 0 : -ENOMEM;
 }
 
-static struct vm_bind_op *push(struct calls *b, uint32_t kind, const struct vm_space *s, uint64_t addr, uint64_t bytes) {
-  b->ops[b->n] = (struct vm_bind_op){.kind = kind, .addr = addr, .bytes = bytes, .priv = s->priv, .sparse = vm_is_sparse(s)};
+static struct vm_bind_op *push(struct calls *b, uint32_t kind, const struct vm_space *s, uint64_t addr,
+                               uint64_t bytes) {
+  b->ops[b->n] =
+      (struct vm_bind_op){.kind = kind, .addr = addr, .bytes = bytes, .priv = s->priv, .sparse = vm_is_sparse(s)};
   return &b->ops[b->n++];
 }
 
@@ -216,7 +218,8 @@ static int start_fills(struct vm_ctx *c, struct vm_plan *p, const vm_event *afte
     vm_event e = 0;
     size_t n = 0;
     for (; i < p->fills.n && n < 64 && VM_AT(p->fills, struct vm_piece, i)->handle == value; i++, n++)
-      r[n] = (struct vm_be_range){VM_AT(p->fills, struct vm_piece, i)->addr, VM_AT(p->fills, struct vm_piece, i)->bytes};
+      r[n] =
+          (struct vm_be_range){VM_AT(p->fills, struct vm_piece, i)->addr, VM_AT(p->fills, struct vm_piece, i)->bytes};
     err = vm_drv_fill(c, VMEM_INJECT_FILL, r, n, (uint8_t)value, chain ? &p->event : after, chain ? 1 : num_after, &e);
     if (!err) vm_drv_event_follow(c, &p->event, e);
   }

@@ -25,8 +25,8 @@ int vm_access_check(struct vm_ctx *c, uint64_t addr, uint64_t bytes) {
   for (struct vm_access *a = c->virt->accesses; a; a = a->next) {
     uint64_t at = next_range(a, addr);
     if (at < addr + bytes)
-      return vm_fail_at(-EBUSY, at, a->bytes, 0, "0x%llx + %llu bytes is being read or written",
-                        (unsigned long long)at, (unsigned long long)a->bytes);
+      return vm_fail_at(-EBUSY, at, a->bytes, 0, "0x%llx + %llu bytes is being read or written", (unsigned long long)at,
+                        (unsigned long long)a->bytes);
   }
   return 0;
 }

@@ -38,8 +38,7 @@ static inline bool live(const struct vm_pte *p) { return p && (p->flags & PTE_MA
 /* Whether the back end sees b as the continuation of a. */
 static inline bool joined(const struct vm_pte *a, const struct vm_pte *b) {
   if (!live(a) || !live(b)) return live(a) == live(b);
-  return a->slab == b->slab && a->unit + 1 == b->unit &&
-         (a->flags & PTE_READONLY) == (b->flags & PTE_READONLY);
+  return a->slab == b->slab && a->unit + 1 == b->unit && (a->flags & PTE_READONLY) == (b->flags & PTE_READONLY);
 }
 
 uint64_t vm_space_edges(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
@@ -62,7 +61,8 @@ uint64_t vm_space_edges(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uin
 
 uint64_t vm_space_edges_bare(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   uint64_t end = addr + bytes;
-  return (addr > s->base && live(vm_pte(c, s, addr - c->granule))) + (end < s->base + s->bytes && live(vm_pte(c, s, end)));
+  return (addr > s->base && live(vm_pte(c, s, addr - c->granule))) +
+         (end < s->base + s->bytes && live(vm_pte(c, s, end)));
 }
 
 bool vm_space_cuts(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
@@ -82,7 +82,9 @@ bool vm_space_cuts_page(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uin
   }
   *page = addr & ~(LARGE_PAGE - 1);
   *bytes = LARGE_PAGE;
-  if (addr == *page || !c->phys->slabs[p->slab]->pool->large || *page < s->base || s->base + s->bytes - *page < LARGE_PAGE) return false;
+  if (addr == *page || !c->phys->slabs[p->slab]->pool->large || *page < s->base ||
+      s->base + s->bytes - *page < LARGE_PAGE)
+    return false;
   if ((p->unit & (c->chunk_units - 1)) != vm_units(c, addr - *page)) return false;
   /* What two calls have mapped has no entry that covers both. */
   for (uint64_t a = *page + c->granule; a < *page + LARGE_PAGE; a += c->granule)

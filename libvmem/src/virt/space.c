@@ -38,9 +38,9 @@ struct vm_space *vm_space_range(struct vm_ctx *c, uint64_t addr, uint64_t bytes,
   }
   s = vm_space_find(c, addr);
   if (!s || s->bytes - (addr - s->base) < bytes) {
-    *err = vm_fail_at(-ENXIO, addr, bytes, s ? s->base + s->bytes : 0,
-                      "0x%llx + %llu bytes is not inside a reservation%s", (unsigned long long)addr,
-                      (unsigned long long)bytes, s ? " (it ends too early)" : "");
+    *err =
+        vm_fail_at(-ENXIO, addr, bytes, s ? s->base + s->bytes : 0, "0x%llx + %llu bytes is not inside a reservation%s",
+                   (unsigned long long)addr, (unsigned long long)bytes, s ? " (it ends too early)" : "");
     return NULL;
   }
   if (s->gone) {
@@ -50,8 +50,7 @@ struct vm_space *vm_space_range(struct vm_ctx *c, uint64_t addr, uint64_t bytes,
     return NULL;
   }
   if (s->freeing) {
-    *err = vm_fail_at(-EBUSY, addr, bytes, 0, "the reservation at 0x%llx is being freed",
-                      (unsigned long long)s->base);
+    *err = vm_fail_at(-EBUSY, addr, bytes, 0, "the reservation at 0x%llx is being freed", (unsigned long long)s->base);
     return NULL;
   }
   return s;
@@ -76,7 +75,8 @@ int vm_space_insert(struct vm_ctx *c, struct vm_space *s) {
     c->virt->spaces = v;
     c->virt->cap_spaces = cap;
   }
-  for (i = c->virt->nspaces; i && c->virt->spaces[i - 1]->base > s->base; i--) c->virt->spaces[i] = c->virt->spaces[i - 1];
+  for (i = c->virt->nspaces; i && c->virt->spaces[i - 1]->base > s->base; i--)
+    c->virt->spaces[i] = c->virt->spaces[i - 1];
   c->virt->spaces[i] = s;
   c->virt->nspaces++;
   c->virt->reserved_bytes += s->bytes;

@@ -43,16 +43,17 @@ struct vm_space {
   uint64_t priv;        /* immutable, the back end's */
   uint32_t kind;        /* immutable, VMEM_RANGE_VISIBLE | VMEM_RANGE_SPARSE */
   bool freeing;
-  bool gone;            /* all but its addresses went back to the driver: vMemFree alone may have it */
+  bool gone;                          /* all but its addresses went back to the driver: vMemFree alone may have it */
   uint64_t mapped, busy, quarantined; /* granules */
-  uint64_t segments;    /* pieces as the back end sees them, holes included */
+  uint64_t segments;                  /* pieces as the back end sees them, holes included */
   uint64_t live_leaves;
   struct vm_leaf **leaves;
 };
 
 static inline bool vm_is_sparse(const struct vm_space *s) { return s->kind & VMEM_RANGE_SPARSE; }
 
-static inline struct vm_pte *vm_pte(const struct vm_ctx *c, const struct vm_space *s, uint64_t addr) { /* NULL: nothing there */
+static inline struct vm_pte *vm_pte(const struct vm_ctx *c, const struct vm_space *s,
+                                    uint64_t addr) { /* NULL: nothing there */
   uint64_t unit = vm_units(c, addr - s->base);
   struct vm_leaf *leaf = s->leaves[unit / LEAF_PTES];
   return leaf ? &leaf->pte[unit % LEAF_PTES] : NULL;
@@ -97,7 +98,7 @@ bool vm_space_cuts(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
 /* Whether a boundary at addr, in the space or at its end, would cut a page that the driver maps as a whole; the address
  * and the size of the page. */
 bool vm_space_cuts_page(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t *page, uint64_t *bytes);
-/* Bytes from addr on with one run behind them (same slab, neighbours, same protection), or with nothing; at most max. */
+/* Bytes from addr on, at most max, with one run behind them (same slab, neighbours, same protection), or nothing. */
 uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max);
 /* Granules from addr on whose ptes name units that follow one another, with the same flags of `mask`. */
 uint32_t vm_space_units(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, uint32_t mask);

@@ -12,7 +12,9 @@
 
 #define FIRST_SLOTS 64u
 
-static struct vm_ticket **slot_of(struct vm_ctx *c, vmem_ticket id) { return &c->work->tickets[id & (c->work->ticket_slots - 1)]; }
+static struct vm_ticket **slot_of(struct vm_ctx *c, vmem_ticket id) {
+  return &c->work->tickets[id & (c->work->ticket_slots - 1)];
+}
 
 /* Lock held. */
 static void put(struct vm_ticket *t) {
@@ -55,9 +57,10 @@ static int check_limits(struct vm_ctx *c, bool detached) {
                       (unsigned long long)c->work->pending, VMEM_MAX_PENDING);
   if (detached || c->work->kept_tickets < VMEM_MAX_TICKETS) return 0;
   oldest = oldest_result(c);
-  return vm_fail_at(-ENOBUFS, 0, oldest, VMEM_MAX_TICKETS,
-                    "%llu tickets were not dropped, at most %d may be: the oldest whose batch is finished is ticket %llu",
-                    (unsigned long long)c->work->kept_tickets, VMEM_MAX_TICKETS, (unsigned long long)oldest);
+  return vm_fail_at(
+      -ENOBUFS, 0, oldest, VMEM_MAX_TICKETS,
+      "%llu tickets were not dropped, at most %d may be: the oldest whose batch is finished is ticket %llu",
+      (unsigned long long)c->work->kept_tickets, VMEM_MAX_TICKETS, (unsigned long long)oldest);
 }
 
 int vm_ticket_new(struct vm_ctx *c, bool detached, struct vm_ticket **out) {
@@ -168,7 +171,8 @@ static int reach(struct vm_ctx *c, struct vm_ticket *t, enum vm_ticket_state sta
   struct timespec ts = vm_timespec(deadline);
   bool late = !timeout_ns;
   while (t->state < state) {
-    if (c->closing) return vm_fail(-EBADF, "the context was closed while waiting for ticket %llu", (unsigned long long)t->id);
+    if (c->closing)
+      return vm_fail(-EBADF, "the context was closed while waiting for ticket %llu", (unsigned long long)t->id);
     if (!t->kept) return dropped(t->id);
     if (late)
       return vm_fail_at(-ETIMEDOUT, 0, t->id, (uint64_t)timeout_ns, "ticket %llu is not finished after %lld ns",

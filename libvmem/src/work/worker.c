@@ -208,7 +208,8 @@ static void *thread(void *arg) {
   struct pace pace = {.nap = NAP_MIN};
   vm_drv_mark_worker();
   for (;;) {
-    bool stop, ended, ran = start_next(c), cleaning = vm_clean_step(c, &ended), polls = c->work->waiting || c->phys->fills || cleaning;
+    bool stop, ended, ran = start_next(c), cleaning = vm_clean_step(c, &ended),
+                      polls = c->work->waiting || c->phys->fills || cleaning;
     uint64_t now = polls ? vm_now_ns() : 0;
     if (ended) vm_pool_trim(c, c->opts.pool_high, false); /* slabs that were being zeroed were passed over */
     if (polls && ran) poll_soon(&pace, now);
@@ -223,7 +224,8 @@ static void *thread(void *arg) {
     if (!stop && !c->work->queue && polls) {
       struct timespec ts = vm_timespec(pace.due);
       pthread_cond_timedwait(&c->work_cond, &c->lock, &ts);
-    } else if (!stop && !c->work->queue && !c->phys->low && !c->phys->clean.ended && !(c->phys->clean.wanted && !c->phys->clean.hold)) {
+    } else if (!stop && !c->work->queue && !c->phys->low && !c->phys->clean.ended &&
+               !(c->phys->clean.wanted && !c->phys->clean.hold)) {
       pthread_cond_wait(&c->work_cond, &c->lock);
     }
     pthread_mutex_unlock(&c->lock);

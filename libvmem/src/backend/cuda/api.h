@@ -82,58 +82,55 @@ struct gpu_access { /* CUmemAccessDesc */
 _Static_assert(sizeof(struct gpu_access) == 12, "CUmemAccessDesc");
 
 /* X(name of ours, symbol, required, argument types) */
-#define GPU_API(X)                                                                                 \
-  X(init, "cuInit", 1, (unsigned))                                                                 \
-  X(driver_version, "cuDriverGetVersion", 1, (int *))                                              \
-  X(error_name, "cuGetErrorName", 1, (gpu_result, const char **))                                  \
-  X(device_count, "cuDeviceGetCount", 1, (int *))                                                  \
-  X(device_get, "cuDeviceGet", 1, (gpu_dev *, int))                                                \
-  X(device_name, "cuDeviceGetName", 1, (char *, int, gpu_dev))                                     \
-  X(device_uuid, "cuDeviceGetUuid", 1, (struct gpu_uuid *, gpu_dev))                               \
-  X(device_uuid_v2, "cuDeviceGetUuid_v2", 0, (struct gpu_uuid *, gpu_dev))                         \
-  X(device_attribute, "cuDeviceGetAttribute", 1, (int *, int, gpu_dev))                            \
-  X(can_access_peer, "cuDeviceCanAccessPeer", 1, (int *, gpu_dev, gpu_dev))                        \
-  X(primary_retain, "cuDevicePrimaryCtxRetain", 1, (gpu_ctx *, gpu_dev))                           \
-  X(primary_release, "cuDevicePrimaryCtxRelease_v2", 1, (gpu_dev))                                 \
-  X(ctx_push, "cuCtxPushCurrent_v2", 1, (gpu_ctx))                                                 \
-  X(ctx_pop, "cuCtxPopCurrent_v2", 1, (gpu_ctx *))                                                 \
-  X(ctx_enable_peer, "cuCtxEnablePeerAccess", 1, (gpu_ctx, unsigned))                              \
-  X(ctx_priorities, "cuCtxGetStreamPriorityRange", 1, (int *, int *))                              \
-  X(stream_create, "cuStreamCreateWithPriority", 1, (gpu_stream *, unsigned, int))                 \
-  X(stream_destroy, "cuStreamDestroy_v2", 1, (gpu_stream))                                         \
-  X(stream_sync, "cuStreamSynchronize", 1, (gpu_stream))                                           \
-  X(stream_query, "cuStreamQuery", 1, (gpu_stream))                                                \
-  X(stream_wait, "cuStreamWaitEvent", 1, (gpu_stream, gpu_cuevent, unsigned))                      \
-  X(stream_ctx, "cuStreamGetCtx", 1, (gpu_stream, gpu_ctx *))                                      \
-  X(stream_capturing, "cuStreamIsCapturing", 1, (gpu_stream, int *))                               \
-  X(capture_mode, "cuThreadExchangeStreamCaptureMode", 1, (int *))                                 \
-  X(event_create, "cuEventCreate", 1, (gpu_cuevent *, unsigned))                                   \
-  X(event_destroy, "cuEventDestroy_v2", 1, (gpu_cuevent))                                          \
-  X(event_record, "cuEventRecord", 1, (gpu_cuevent, gpu_stream))                                   \
-  X(event_query, "cuEventQuery", 1, (gpu_cuevent))                                                 \
-  X(event_sync, "cuEventSynchronize", 1, (gpu_cuevent))                                            \
-  X(module_load, "cuModuleLoadData", 1, (gpu_module *, const void *))                              \
-  X(module_unload, "cuModuleUnload", 1, (gpu_module))                                              \
-  X(module_function, "cuModuleGetFunction", 1, (gpu_function *, gpu_module, const char *))         \
-  X(launch, "cuLaunchKernel", 1,                                                                   \
-    (gpu_function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,           \
-     gpu_stream, void **, void **))                                                                \
-  X(mem_info, "cuMemGetInfo_v2", 1, (size_t *, size_t *))                                          \
-  X(host_alloc, "cuMemHostAlloc", 1, (void **, size_t, unsigned))                                  \
-  X(host_free, "cuMemFreeHost", 1, (void *))                                                       \
-  X(managed_alloc, "cuMemAllocManaged", 1, (gpu_ptr *, size_t, unsigned))                          \
-  X(mem_free, "cuMemFree_v2", 1, (gpu_ptr))                                                        \
-  X(va_reserve, "cuMemAddressReserve", 1,                                                          \
-    (gpu_ptr *, size_t, size_t, gpu_ptr, unsigned long long))                                      \
-  X(va_free, "cuMemAddressFree", 1, (gpu_ptr, size_t))                                             \
-  X(vmm_create, "cuMemCreate", 1,                                                                  \
-    (unsigned long long *, size_t, const struct gpu_alloc_prop *, unsigned long long))             \
-  X(vmm_release, "cuMemRelease", 1, (unsigned long long))                                          \
-  X(vmm_map, "cuMemMap", 1, (gpu_ptr, size_t, size_t, unsigned long long, unsigned long long))     \
-  X(vmm_unmap, "cuMemUnmap", 1, (gpu_ptr, size_t))                                                 \
-  X(vmm_access, "cuMemSetAccess", 1, (gpu_ptr, size_t, const struct gpu_access *, size_t))         \
-  X(vmm_granularity, "cuMemGetAllocationGranularity", 1,                                           \
-    (size_t *, const struct gpu_alloc_prop *, int))
+#define GPU_API(X)                                                                                                     \
+  X(init, "cuInit", 1, (unsigned))                                                                                     \
+  X(driver_version, "cuDriverGetVersion", 1, (int *))                                                                  \
+  X(error_name, "cuGetErrorName", 1, (gpu_result, const char **))                                                      \
+  X(device_count, "cuDeviceGetCount", 1, (int *))                                                                      \
+  X(device_get, "cuDeviceGet", 1, (gpu_dev *, int))                                                                    \
+  X(device_name, "cuDeviceGetName", 1, (char *, int, gpu_dev))                                                         \
+  X(device_uuid, "cuDeviceGetUuid", 1, (struct gpu_uuid *, gpu_dev))                                                   \
+  X(device_uuid_v2, "cuDeviceGetUuid_v2", 0, (struct gpu_uuid *, gpu_dev))                                             \
+  X(device_attribute, "cuDeviceGetAttribute", 1, (int *, int, gpu_dev))                                                \
+  X(can_access_peer, "cuDeviceCanAccessPeer", 1, (int *, gpu_dev, gpu_dev))                                            \
+  X(primary_retain, "cuDevicePrimaryCtxRetain", 1, (gpu_ctx *, gpu_dev))                                               \
+  X(primary_release, "cuDevicePrimaryCtxRelease_v2", 1, (gpu_dev))                                                     \
+  X(ctx_push, "cuCtxPushCurrent_v2", 1, (gpu_ctx))                                                                     \
+  X(ctx_pop, "cuCtxPopCurrent_v2", 1, (gpu_ctx *))                                                                     \
+  X(ctx_enable_peer, "cuCtxEnablePeerAccess", 1, (gpu_ctx, unsigned))                                                  \
+  X(ctx_priorities, "cuCtxGetStreamPriorityRange", 1, (int *, int *))                                                  \
+  X(stream_create, "cuStreamCreateWithPriority", 1, (gpu_stream *, unsigned, int))                                     \
+  X(stream_destroy, "cuStreamDestroy_v2", 1, (gpu_stream))                                                             \
+  X(stream_sync, "cuStreamSynchronize", 1, (gpu_stream))                                                               \
+  X(stream_query, "cuStreamQuery", 1, (gpu_stream))                                                                    \
+  X(stream_wait, "cuStreamWaitEvent", 1, (gpu_stream, gpu_cuevent, unsigned))                                          \
+  X(stream_ctx, "cuStreamGetCtx", 1, (gpu_stream, gpu_ctx *))                                                          \
+  X(stream_capturing, "cuStreamIsCapturing", 1, (gpu_stream, int *))                                                   \
+  X(capture_mode, "cuThreadExchangeStreamCaptureMode", 1, (int *))                                                     \
+  X(event_create, "cuEventCreate", 1, (gpu_cuevent *, unsigned))                                                       \
+  X(event_destroy, "cuEventDestroy_v2", 1, (gpu_cuevent))                                                              \
+  X(event_record, "cuEventRecord", 1, (gpu_cuevent, gpu_stream))                                                       \
+  X(event_query, "cuEventQuery", 1, (gpu_cuevent))                                                                     \
+  X(event_sync, "cuEventSynchronize", 1, (gpu_cuevent))                                                                \
+  X(module_load, "cuModuleLoadData", 1, (gpu_module *, const void *))                                                  \
+  X(module_unload, "cuModuleUnload", 1, (gpu_module))                                                                  \
+  X(module_function, "cuModuleGetFunction", 1, (gpu_function *, gpu_module, const char *))                             \
+  X(launch, "cuLaunchKernel", 1,                                                                                       \
+    (gpu_function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, gpu_stream, void **,          \
+     void **))                                                                                                         \
+  X(mem_info, "cuMemGetInfo_v2", 1, (size_t *, size_t *))                                                              \
+  X(host_alloc, "cuMemHostAlloc", 1, (void **, size_t, unsigned))                                                      \
+  X(host_free, "cuMemFreeHost", 1, (void *))                                                                           \
+  X(managed_alloc, "cuMemAllocManaged", 1, (gpu_ptr *, size_t, unsigned))                                              \
+  X(mem_free, "cuMemFree_v2", 1, (gpu_ptr))                                                                            \
+  X(va_reserve, "cuMemAddressReserve", 1, (gpu_ptr *, size_t, size_t, gpu_ptr, unsigned long long))                    \
+  X(va_free, "cuMemAddressFree", 1, (gpu_ptr, size_t))                                                                 \
+  X(vmm_create, "cuMemCreate", 1, (unsigned long long *, size_t, const struct gpu_alloc_prop *, unsigned long long))   \
+  X(vmm_release, "cuMemRelease", 1, (unsigned long long))                                                              \
+  X(vmm_map, "cuMemMap", 1, (gpu_ptr, size_t, size_t, unsigned long long, unsigned long long))                         \
+  X(vmm_unmap, "cuMemUnmap", 1, (gpu_ptr, size_t))                                                                     \
+  X(vmm_access, "cuMemSetAccess", 1, (gpu_ptr, size_t, const struct gpu_access *, size_t))                             \
+  X(vmm_granularity, "cuMemGetAllocationGranularity", 1, (size_t *, const struct gpu_alloc_prop *, int))
 
 struct gpu_api {
 #define GPU_API_FIELD(field, symbol, required, args) gpu_result(*field) args;
@@ -149,7 +146,6 @@ bool gpu_api_present(void);
 
 /* Turns a CUresult into an errno and records it: out of memory is -ENOMEM, all else -EIO. */
 int gpu_fail(const struct gpu_api *api, gpu_result result, const char *what);
-int gpu_fail_at(const struct gpu_api *api, gpu_result result, uint64_t addr, uint64_t bytes,
-                const char *what);
+int gpu_fail_at(const struct gpu_api *api, gpu_result result, uint64_t addr, uint64_t bytes, const char *what);
 
 #endif

@@ -7,8 +7,8 @@
  */
 #include <string.h>
 
-#include "base/error.h"
 #include "backend/cuda/gpu.h"
+#include "base/error.h"
 
 enum {
   BLOCK = 256,
@@ -30,14 +30,14 @@ struct copy_params {
 _Static_assert(sizeof(struct copy_params) == 3984, "the PTX below names this size");
 
 /* %a5 = this thread, %a7 = threads in the grid's x direction. */
-#define PTX_THREAD                                                                                 \
-  "mov.u32 %r3, %ctaid.x;\n mov.u32 %r4, %ntid.x;\n mov.u32 %r5, %tid.x;\n mov.u32 %r6, "          \
-  "%nctaid.x;\n"                                                                                   \
-  "mul.wide.u32 %a5, %r3, %r4;\n cvt.u64.u32 %a6, %r5;\n add.s64 %a5, %a5, %a6;\n"                 \
+#define PTX_THREAD                                                                                                     \
+  "mov.u32 %r3, %ctaid.x;\n mov.u32 %r4, %ntid.x;\n mov.u32 %r5, %tid.x;\n mov.u32 %r6, "                              \
+  "%nctaid.x;\n"                                                                                                       \
+  "mul.wide.u32 %a5, %r3, %r4;\n cvt.u64.u32 %a6, %r5;\n add.s64 %a5, %a5, %a6;\n"                                     \
   "mul.wide.u32 %a7, %r6, %r4;\n"
 /* From %a3 = start, %a4 = end: %a8 = end of the head, %a9 = end of the body. */
-#define PTX_SPLIT                                                                                  \
-  "add.s64 %a8, %a3, 15;\n and.b64 %a8, %a8, -16;\n min.u64 %a8, %a8, %a4;\n"                      \
+#define PTX_SPLIT                                                                                                      \
+  "add.s64 %a8, %a3, 15;\n and.b64 %a8, %a8, -16;\n min.u64 %a8, %a8, %a4;\n"                                          \
   "and.b64 %a9, %a4, -16;\n max.u64 %a9, %a9, %a8;\n"
 #define PTX_REGS ".reg .pred %q<8>;\n .reg .b32 %r<16>;\n .reg .b64 %a<24>;\n"
 
@@ -77,54 +77,40 @@ static const char kernels[] =
 static unsigned blocks_for(const struct gpu *g, uint64_t bytes, unsigned sharers) {
   uint64_t want = (bytes + BLOCK_BYTES - 1) / BLOCK_BYTES;
   uint64_t most = 16u * (g->multiprocessors ? g->multiprocessors : 1) / sharers;
-
-  if (want > most)
-    want = most;
+  if (want > most) want = most;
   return want ? (unsigned)want : 1;
 }
 
-static int launch_fills(struct gpu *g, gpu_stream stream, const struct vm_be_range *ranges,
-                        size_t n, uint8_t value) {
+static int launch_fills(struct gpu *g, gpu_stream stream, const struct vm_be_range *ranges, size_t n, uint8_t value) {
   struct fill_params p = {.pattern = 0x01010101u * value};
-
   while (n) {
     unsigned count = n < FILL_RANGES ? (unsigned)n : FILL_RANGES;
     void *args[] = {&p};
     uint64_t longest = 0;
     gpu_result r;
-
     memcpy(p.ranges, ranges, count * sizeof(*ranges));
     for (unsigned i = 0; i < count; i++)
-      if (ranges[i].bytes > longest)
-        longest = ranges[i].bytes;
-    r = g->api->launch(g->fill, blocks_for(g, longest, count), count, 1, BLOCK, 1, 1, 0, stream,
-                       args, NULL);
-    if (r != GPU_SUCCESS)
-      return gpu_fail_at(g->api, r, ranges[0].addr, ranges[0].bytes, "cuLaunchKernel (fill)");
+      if (ranges[i].bytes > longest) longest = ranges[i].bytes;
+    r = g->api->launch(g->fill, blocks_for(g, longest, count), count, 1, BLOCK, 1, 1, 0, stream, args, NULL);
+    if (r != GPU_SUCCESS) return gpu_fail_at(g->api, r, ranges[0].addr, ranges[0].bytes, "cuLaunchKernel (fill)");
     ranges += count;
     n -= count;
   }
   return 0;
 }
 
-static int launch_copies(struct gpu *g, gpu_stream stream, const struct vm_be_copy *copies,
-                         size_t n) {
+static int launch_copies(struct gpu *g, gpu_stream stream, const struct vm_be_copy *copies, size_t n) {
   struct copy_params p = {0};
-
   while (n) {
     unsigned count = n < COPY_RANGES ? (unsigned)n : COPY_RANGES;
     void *args[] = {&p};
     uint64_t longest = 0;
     gpu_result r;
-
     memcpy(p.copies, copies, count * sizeof(*copies));
     for (unsigned i = 0; i < count; i++)
-      if (copies[i].bytes > longest)
-        longest = copies[i].bytes;
-    r = g->api->launch(g->copy, blocks_for(g, longest, count), count, 1, BLOCK, 1, 1, 0, stream,
-                       args, NULL);
-    if (r != GPU_SUCCESS)
-      return gpu_fail_at(g->api, r, copies[0].dst, copies[0].bytes, "cuLaunchKernel (copy)");
+      if (copies[i].bytes > longest) longest = copies[i].bytes;
+    r = g->api->launch(g->copy, blocks_for(g, longest, count), count, 1, BLOCK, 1, 1, 0, stream, args, NULL);
+    if (r != GPU_SUCCESS) return gpu_fail_at(g->api, r, copies[0].dst, copies[0].bytes, "cuLaunchKernel (copy)");
     copies += count;
     n -= count;
   }
@@ -134,8 +120,7 @@ static int launch_copies(struct gpu *g, gpu_stream stream, const struct vm_be_co
 /* A stream whose work is over; where there is none, any. Called by one thread at a time. */
 static gpu_stream free_after(struct gpu *g) {
   for (unsigned i = 0; i < GPU_AFTER_STREAMS; i++)
-    if (g->api->stream_query(g->after[i]) == GPU_SUCCESS)
-      return g->after[i];
+    if (g->api->stream_query(g->after[i]) == GPU_SUCCESS) return g->after[i];
   return g->after[g->next_after++ % GPU_AFTER_STREAMS];
 }
 
@@ -144,50 +129,40 @@ static int stream_after(struct gpu *g, const vm_event *after, size_t n, gpu_stre
   *stream = g->work;
   for (size_t i = 0; i < n; i++) {
     gpu_result r;
-
-    if (!after[i])
-      continue;
-    if (*stream == g->work)
-      *stream = free_after(g);
+    if (!after[i]) continue;
+    if (*stream == g->work) *stream = free_after(g);
     r = g->api->stream_wait(*stream, gpu_event_handle(after[i]), 0);
-    if (r != GPU_SUCCESS)
-      return gpu_fail(g->api, r, "cuStreamWaitEvent");
+    if (r != GPU_SUCCESS) return gpu_fail(g->api, r, "cuStreamWaitEvent");
   }
   return 0;
 }
 
 /* Fills, or with copies copies. */
-static int start(struct gpu *g, const struct vm_be_range *ranges, const struct vm_be_copy *copies,
-                 size_t n, uint8_t value, const vm_event *after, size_t num_after, vm_event *done) {
+static int start(struct gpu *g, const struct vm_be_range *ranges, const struct vm_be_copy *copies, size_t n,
+                 uint8_t value, const vm_event *after, size_t num_after, vm_event *done) {
   struct gpu_scope scope;
   gpu_stream stream;
   int err;
-
   *done = 0;
-  if (!n)
-    return 0;
+  if (!n) return 0;
   err = gpu_enter(g, 0, &scope);
-  if (err)
-    return err;
+  if (err) return err;
   err = stream_after(g, after, num_after, &stream);
-  if (!err)
-    err = copies ? launch_copies(g, stream, copies, n) : launch_fills(g, stream, ranges, n, value);
-  if (!err)
-    err = gpu_event_record(g, stream, done);
+  if (!err) err = copies ? launch_copies(g, stream, copies, n) : launch_fills(g, stream, ranges, n, value);
+  if (!err) err = gpu_event_record(g, stream, done);
   /* What was launched before the failure must not run on when the caller unmaps its pages. */
-  if (err)
-    g->api->stream_sync(stream);
+  if (err) g->api->stream_sync(stream);
   gpu_leave(g, &scope);
   return err;
 }
 
-int gpu_fill(struct gpu *g, const struct vm_be_range *ranges, size_t n, uint8_t value,
-             const vm_event *after, size_t num_after, vm_event *done) {
+int gpu_fill(struct gpu *g, const struct vm_be_range *ranges, size_t n, uint8_t value, const vm_event *after,
+             size_t num_after, vm_event *done) {
   return start(g, ranges, NULL, n, value, after, num_after, done);
 }
 
-int gpu_copy(struct gpu *g, const struct vm_be_copy *copies, size_t n, const vm_event *after,
-             size_t num_after, vm_event *done) {
+int gpu_copy(struct gpu *g, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
+             vm_event *done) {
   return start(g, NULL, copies, n, 0, after, num_after, done);
 }
 
@@ -196,11 +171,8 @@ static int copy_sync(struct gpu *g, uint64_t dst, uint64_t src, uint64_t bytes) 
   struct vm_be_copy one = {dst, src, bytes};
   vm_event done;
   int err = launch_copies(g, g->work, &one, 1);
-
-  if (!err)
-    err = gpu_event_record(g, g->work, &done);
-  if (err)
-    return err;
+  if (!err) err = gpu_event_record(g, g->work, &done);
+  if (err) return err;
   err = gpu_event_wait(g, done);
   gpu_event_put(g, done);
   return err;
@@ -210,14 +182,10 @@ int gpu_copy_init(struct gpu *g) {
   gpu_result r = g->api->module_load(&g->module, kernels);
   struct vm_be_range nothing = {0, 0};
   int err;
-
-  if (r != GPU_SUCCESS)
-    return gpu_fail(g->api, r, "cuModuleLoadData: the driver does not compile our kernels");
+  if (r != GPU_SUCCESS) return gpu_fail(g->api, r, "cuModuleLoadData: the driver does not compile our kernels");
   r = g->api->module_function(&g->fill, g->module, "vmem_fill");
-  if (r == GPU_SUCCESS)
-    r = g->api->module_function(&g->copy, g->module, "vmem_copy");
-  if (r != GPU_SUCCESS)
-    return gpu_fail(g->api, r, "cuModuleGetFunction");
+  if (r == GPU_SUCCESS) r = g->api->module_function(&g->copy, g->module, "vmem_copy");
+  if (r != GPU_SUCCESS) return gpu_fail(g->api, r, "cuModuleGetFunction");
   r = g->api->host_alloc(&g->stage, STAGE_BYTES, GPU_HOST_PORTABLE);
   if (r != GPU_SUCCESS) {
     g->stage = NULL;
@@ -229,10 +197,8 @@ int gpu_copy_init(struct gpu *g) {
 }
 
 void gpu_copy_exit(struct gpu *g) {
-  if (g->stage)
-    g->api->host_free(g->stage);
-  if (g->module)
-    g->api->module_unload(g->module);
+  if (g->stage) g->api->host_free(g->stage);
+  if (g->module) g->api->module_unload(g->module);
   g->stage = NULL;
   g->module = NULL;
 }
@@ -242,26 +208,21 @@ void gpu_copy_exit(struct gpu *g) {
 static int transfer(struct gpu *g, uint8_t *in, const uint8_t *out, uint64_t addr, uint64_t bytes) {
   struct gpu_scope scope;
   int err;
-
-  if (!bytes)
-    return 0;
+  if (!bytes) return 0;
   err = gpu_enter(g, 0, &scope);
-  if (err)
-    return err;
+  if (err) return err;
   pthread_mutex_lock(&g->stage_lock);
   while (bytes && !err) {
     uint64_t shift = addr & 15;
     uint64_t part = bytes < STAGE_BYTES - shift ? bytes : STAGE_BYTES - shift;
     uint8_t *window = (uint8_t *)g->stage + shift;
-
     if (out) {
       memcpy(window, out, part);
       err = copy_sync(g, addr, (uint64_t)(uintptr_t)window, part);
       out += part;
     } else {
       err = copy_sync(g, (uint64_t)(uintptr_t)window, addr, part);
-      if (!err)
-        memcpy(in, window, part);
+      if (!err) memcpy(in, window, part);
       in += part;
     }
     addr += part;
@@ -272,9 +233,7 @@ static int transfer(struct gpu *g, uint8_t *in, const uint8_t *out, uint64_t add
   return err;
 }
 
-int gpu_read(struct gpu *g, void *dst, uint64_t addr, uint64_t bytes) {
-  return transfer(g, dst, NULL, addr, bytes);
-}
+int gpu_read(struct gpu *g, void *dst, uint64_t addr, uint64_t bytes) { return transfer(g, dst, NULL, addr, bytes); }
 
 int gpu_write(struct gpu *g, uint64_t addr, const void *src, uint64_t bytes) {
   return transfer(g, NULL, src, addr, bytes);

@@ -36,7 +36,7 @@ struct gpu {
   uint32_t num_devices;
   struct gpu_device devices[VMEM_MAX_DEVICES]; /* [0]: where our kernels run */
   unsigned multiprocessors;
-  gpu_stream work;  /* fills and copies that wait for nothing */
+  gpu_stream work;                     /* fills and copies that wait for nothing */
   gpu_stream after[GPU_AFTER_STREAMS]; /* fills that wait for events: must not hold up the others */
   unsigned next_after;
   gpu_module module;
@@ -64,8 +64,7 @@ void gpu_leave(const struct gpu *g, const struct gpu_scope *scope);
  * wants enabled before it maps one GPU's memory on another. */
 int gpu_enable_peers(const struct gpu *g);
 
-int gpu_mem_info(const struct gpu *g, uint32_t location, int32_t device, uint64_t *free_bytes,
-                 uint64_t *total_bytes);
+int gpu_mem_info(const struct gpu *g, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes);
 
 /* Of host memory; needs no GPU. */
 int gpu_host_mem_info(uint64_t *free_bytes, uint64_t *total_bytes);
@@ -77,12 +76,12 @@ void gpu_describe(const struct gpu *g, struct vmem_info *info);
 void gpu_driver_text(const struct gpu *g, char *text, size_t size);
 
 /* Table entries (backend.h); the first argument is a struct gpu. */
-int gpu_fill(struct gpu *g, const struct vm_be_range *ranges, size_t n, uint8_t value,
-             const vm_event *after, size_t num_after, vm_event *done);
+int gpu_fill(struct gpu *g, const struct vm_be_range *ranges, size_t n, uint8_t value, const vm_event *after,
+             size_t num_after, vm_event *done);
 int gpu_read(struct gpu *g, void *dst, uint64_t addr, uint64_t bytes);
 int gpu_write(struct gpu *g, uint64_t addr, const void *src, uint64_t bytes);
-int gpu_copy(struct gpu *g, const struct vm_be_copy *copies, size_t n, const vm_event *after,
-             size_t num_after, vm_event *done);
+int gpu_copy(struct gpu *g, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
+             vm_event *done);
 int gpu_event_from(struct gpu *g, uint32_t kind, uint64_t handle, vm_event *event);
 int gpu_event_query(struct gpu *g, vm_event event);
 int gpu_event_wait(struct gpu *g, vm_event event);

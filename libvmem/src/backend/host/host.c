@@ -20,14 +20,14 @@
 #include "backend/backend.h"
 #include "base/context.h"
 
-#define VMA_MARGIN 256u    /* for an undo, thread stacks and libraries loaded meanwhile */
-#define VMA_RECOUNT 4096u  /* new pieces after which the rest of the process is counted again */
+#define VMA_MARGIN 256u   /* for an undo, thread stacks and libraries loaded meanwhile */
+#define VMA_RECOUNT 4096u /* new pieces after which the rest of the process is counted again */
 #define SLAB_SIZE (64ull << 20)
 
 struct host {
   int fd;
-  pthread_mutex_t lock;  /* what follows */
-  uint64_t next_offset;  /* offsets are never used twice: a file may have 2^63 bytes of holes */
+  pthread_mutex_t lock; /* what follows */
+  uint64_t next_offset; /* offsets are never used twice: a file may have 2^63 bytes of holes */
   uint64_t slab_bytes;
   uint64_t other_vmas, counted_at, max_vmas, segments; /* what room() compares, and the core's last number */
   bool recount_due;
@@ -49,7 +49,8 @@ static uint64_t memory_available(void) {
   unsigned long long kib, max, now;
   uint64_t avail = UINT64_MAX;
   if (read_number("/proc/meminfo", "MemAvailable: %llu", &kib)) avail = (uint64_t)kib << 10;
-  if (read_number("/sys/fs/cgroup/memory.max", "%llu", &max) && read_number("/sys/fs/cgroup/memory.current", "%llu", &now)) {
+  if (read_number("/sys/fs/cgroup/memory.max", "%llu", &max) &&
+      read_number("/sys/fs/cgroup/memory.current", "%llu", &now)) {
     uint64_t left = max > now ? max - now : 0;
     if (left < avail) avail = left;
   }
@@ -125,9 +126,11 @@ static uint64_t page_sizes(void) {
 static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, void **be) {
   struct host *h;
   uint64_t sizes = page_sizes(), granule = o->granule ? o->granule : 64u << 10;
-  if (o->num_devices > 1) return vm_fail_at(-EINVAL, 0, o->num_devices, 1, "back end host has one device, not %u", o->num_devices);
+  if (o->num_devices > 1)
+    return vm_fail_at(-EINVAL, 0, o->num_devices, 1, "back end host has one device, not %u", o->num_devices);
   if (!(granule & sizes) || granule & (granule - 1))
-    return vm_fail_at(-EOPNOTSUPP, 0, granule, sizes, "back end host has no granule of %llu bytes", (unsigned long long)granule);
+    return vm_fail_at(-EOPNOTSUPP, 0, granule, sizes, "back end host has no granule of %llu bytes",
+                      (unsigned long long)granule);
   if (!(h = calloc(1, sizeof(*h)))) return vm_fail(-ENOMEM, "no heap memory for a context");
   h->fd = memfd_create("vmem", MFD_CLOEXEC);
   if (h->fd < 0) {
@@ -179,28 +182,33 @@ static void *at(uint64_t addr) { return (void *)(uintptr_t)addr; }
 
 /* Nothing (or, sparse, the zero page) behind a range; a fixed mapping replaces what was there. */
 static int blank(uint64_t addr, uint64_t bytes, bool sparse) {
-  void *p = mmap(at(addr), bytes, sparse ? PROT_READ : PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  void *p = mmap(at(addr), bytes, sparse ? PROT_READ : PROT_NONE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   if (p == MAP_FAILED) return -errno;
   return madvise(p, bytes, MADV_DONTFORK) ? -errno : 0;
 }
 
-static int host_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind, uint64_t *priv) {
+static int host_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,
+                        uint64_t *priv) {
   bool sparse = flags & VMEM_RESERVE_SPARSE;
   uint64_t room = bytes + align, a;
   void *p;
   int err;
   (void)be;
   if (room < bytes)
-    return vm_fail_at(-EOVERFLOW, 0, bytes, align, "%llu bytes and their alignment leave 64 bits", (unsigned long long)bytes);
+    return vm_fail_at(-EOVERFLOW, 0, bytes, align, "%llu bytes and their alignment leave 64 bits",
+                      (unsigned long long)bytes);
   p = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED)
-    return vm_fail_at(-ENOMEM, 0, bytes, 0, "no %llu bytes of addresses: %s", (unsigned long long)bytes, strerror(errno));
+    return vm_fail_at(-ENOMEM, 0, bytes, 0, "no %llu bytes of addresses: %s", (unsigned long long)bytes,
+                      strerror(errno));
   a = vm_round_up((uint64_t)(uintptr_t)p, align);
   if (a > (uint64_t)(uintptr_t)p) munmap(p, a - (uint64_t)(uintptr_t)p);
   if (a + bytes < (uint64_t)(uintptr_t)p + room) munmap(at(a + bytes), (uint64_t)(uintptr_t)p + room - a - bytes);
   if ((err = blank(a, bytes, sparse))) {
     munmap(at(a), bytes);
-    return vm_fail_at(-ENOMEM, a, bytes, 0, "no %llu bytes of addresses: %s", (unsigned long long)bytes, strerror(-err));
+    return vm_fail_at(-ENOMEM, a, bytes, 0, "no %llu bytes of addresses: %s", (unsigned long long)bytes,
+                      strerror(-err));
   }
   *addr = a;
   *kind = VMEM_RANGE_VISIBLE | (sparse ? VMEM_RANGE_SPARSE : 0);
@@ -229,7 +237,8 @@ static int host_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
   return err ? map_failed(be, addr, bytes, err) : 0;
 }
 
-static int host_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse) {
+static int host_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
+                    bool sparse) {
   struct host *h = be;
   int prot = PROT_READ | (flags & VMEM_MAP_READONLY ? 0 : PROT_WRITE), err;
   void *p;
@@ -250,7 +259,8 @@ static int host_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
 /* ---- memory ----------------------------------------------------------------------------------- */
 
 /* Slabs are promises until touched, so the promises still open count against what is available. */
-static int host_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device, uint64_t *slab) {
+static int host_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
+                            uint64_t *slab) {
   struct host *h = be;
   uint64_t avail = memory_available(), resident, open_promises, offset;
   struct stat st;
@@ -294,8 +304,8 @@ static int host_slab_destroy(void *be, uint64_t slab, uint64_t bytes) {
   return 0;
 }
 
-static int host_fill(void *be, const struct vm_be_range *r, size_t n, uint8_t value, const vm_event *after, size_t num_after,
-                     vm_event *done) {
+static int host_fill(void *be, const struct vm_be_range *r, size_t n, uint8_t value, const vm_event *after,
+                     size_t num_after, vm_event *done) {
   (void)be;
   (void)after;
   (void)num_after;
@@ -326,12 +336,11 @@ static int host_copy(void *be, const struct vm_be_copy *copies, size_t n, const 
   return 0;
 }
 
-#define HOST_ENTRIES                                                                                        \
-  .name = "host", .open = host_open, .close = host_close, .mem_info = host_mem_info,                       \
-  .reserve = host_reserve, .unreserve = host_unreserve, .slab_create = host_slab_create,                   \
-  .slab_destroy = host_slab_destroy, .discard = host_discard, .map = host_map, .unmap = host_unmap,        \
-  .fill = host_fill, .read = host_read, .write = host_write, .copy = host_copy, .room = host_room,         \
-  .recount = host_recount
+#define HOST_ENTRIES                                                                                                   \
+  .name = "host", .open = host_open, .close = host_close, .mem_info = host_mem_info, .reserve = host_reserve,          \
+  .unreserve = host_unreserve, .slab_create = host_slab_create, .slab_destroy = host_slab_destroy,                     \
+  .discard = host_discard, .map = host_map, .unmap = host_unmap, .fill = host_fill, .read = host_read,                 \
+  .write = host_write, .copy = host_copy, .room = host_room, .recount = host_recount
 
 const struct vm_backend vm_backend_host = {HOST_ENTRIES};
 

@@ -42,8 +42,7 @@ struct nv_version {
 };
 
 static inline bool nv_before(struct nv_version v, unsigned major, unsigned minor, unsigned patch) {
-  if (v.major != major)
-    return v.major < major;
+  if (v.major != major) return v.major < major;
   return v.minor != minor ? v.minor < minor : v.patch < patch;
 }
 

@@ -28,7 +28,7 @@ struct nvidia {
   struct gpu_be base; /* .gpu is NULL where there is no CUDA */
   struct rm rm;
   int uvm_fd;
-  int mm_fd;          /* without_cuda.c: ties uvm_fd to this process's memory; -1 = none */
+  int mm_fd; /* without_cuda.c: ties uvm_fd to this process's memory; -1 = none */
   uint32_t num_devices;
   struct nvidia_device devices[VMEM_MAX_DEVICES]; /* as in base.gpu->devices, where that is */
   uint64_t granule;
@@ -58,8 +58,8 @@ int nvidia_open_device(struct nvidia *n, uint32_t index);
 void nvidia_close(struct nvidia *n);
 /* One of UVM's ioctls. What ioctl returns says whether the driver took the call, *status, which is in the
  * structure, whether it did the work. */
-int nvidia_uvm_call(const struct nvidia *n, unsigned long request, void *params, uint32_t *status,
-                    uint64_t addr, uint64_t bytes, const char *what);
+int nvidia_uvm_call(const struct nvidia *n, unsigned long request, void *params, uint32_t *status, uint64_t addr,
+                    uint64_t bytes, const char *what);
 /* Index in n->devices; -EINVAL when the ordinal is not one of the context's. */
 int nvidia_find(const struct nvidia *n, int32_t ordinal, uint32_t *index);
 
@@ -85,8 +85,7 @@ int nvidia_own_mem_info(struct nvidia *n, uint32_t index, uint64_t *free_bytes, 
 enum { NVIDIA_VA_ALIGN = 2 << 20 }; /* least alignment; CUDA rounds managed memory up to this as well */
 
 /* A new range of addresses, of which the driver knows nothing; *out goes back with nvidia_addresses_put. */
-int nvidia_addresses_get(struct nvidia *n, uint64_t bytes, uint64_t align, uint32_t flags,
-                         struct nvidia_range **out);
+int nvidia_addresses_get(struct nvidia *n, uint64_t bytes, uint64_t align, uint32_t flags, struct nvidia_range **out);
 /* The driver's reservation is gone. On failure the range stays, to be tried again. */
 int nvidia_addresses_put(struct nvidia *n, struct nvidia_range *r);
 /* The range whose reservation holds addr; NULL = none. */

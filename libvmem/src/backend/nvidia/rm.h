@@ -38,11 +38,10 @@ void rm_close(struct rm *rm);
 int rm_find_gpu(struct rm *rm, const uint8_t uuid[16], struct rm_gpu *gpu);
 
 /* *object gets a new handle. On failure the error is recorded with the RM's status. */
-int rm_alloc(struct rm *rm, uint32_t parent, uint32_t class_id, void *params, uint32_t bytes,
-             uint32_t *object, const char *what);
+int rm_alloc(struct rm *rm, uint32_t parent, uint32_t class_id, void *params, uint32_t bytes, uint32_t *object,
+             const char *what);
 int rm_free(struct rm *rm, uint32_t parent, uint32_t object);
-int rm_control(struct rm *rm, uint32_t object, uint32_t cmd, void *params, uint32_t bytes,
-               const char *what);
+int rm_control(struct rm *rm, uint32_t object, uint32_t cmd, void *params, uint32_t bytes, const char *what);
 
 /* Records an NV_STATUS as an errno; 0 for NV_OK. */
 int rm_fail(uint32_t status, uint64_t addr, uint64_t bytes, const char *what);

@@ -4,8 +4,8 @@
 #include <errno.h>
 #include <string.h>
 
-#include "base/error.h"
 #include "backend/nvidia/rm.h"
+#include "base/error.h"
 
 static const char *const names[] = {
     [0x00] = "NV_OK",
@@ -140,8 +140,7 @@ static const char *const names[] = {
 };
 
 const char *rm_status_name(uint32_t status) {
-  if (status == 0xffff)
-    return "NV_ERR_GENERIC";
+  if (status == 0xffff) return "NV_ERR_GENERIC";
   return status < sizeof(names) / sizeof(names[0]) ? names[status] : NULL;
 }
 
@@ -162,9 +161,7 @@ static int errno_of(uint32_t status) {
 
 int rm_fail(uint32_t status, uint64_t addr, uint64_t bytes, const char *what) {
   const char *name = rm_status_name(status);
-
-  if (!status)
-    return 0;
+  if (!status) return 0;
   vm_fail_at(errno_of(status), addr, bytes, 0, "%s failed", what);
   return vm_fail_status(status, name);
 }
@@ -172,11 +169,9 @@ int rm_fail(uint32_t status, uint64_t addr, uint64_t bytes, const char *what) {
 int rm_fail_errno(int err, uint64_t addr, uint64_t bytes, const char *what) {
   bool as_it_is = err == -ENOMEM || err == -EACCES || err == -EAGAIN;
   int code = as_it_is ? err : err == -EPERM ? -EACCES : -EIO;
-
   if (err == -EAGAIN)
-    return vm_fail_at(err, addr, bytes, 0,
-                      "%s: the driver has been suspended for %d s, as the machine is (EAGAIN)", what,
-                      VM_PATIENCE_S);
+    return vm_fail_at(err, addr, bytes, 0, "%s: the driver has been suspended for %d s, as the machine is (EAGAIN)",
+                      what, VM_PATIENCE_S);
 
   return vm_fail_at(code, addr, bytes, 0, "%s failed: %s", what, strerror(-err));
 }

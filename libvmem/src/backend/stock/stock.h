@@ -31,20 +31,17 @@ int ext_sparse(const struct nvidia *s, uint64_t addr, uint64_t bytes);
 
 /* ---- reserve.c: reservations ---- */
 
-int stock_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr,
-                  uint32_t *kind, uint64_t *priv);
+int stock_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,
+                  uint64_t *priv);
 int stock_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone);
 
 /* ---- slab.c: physical memory and mappings ---- */
 
-int stock_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location,
-                      int32_t device, uint64_t *slab);
+int stock_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device, uint64_t *slab);
 int stock_slab_destroy(void *be, uint64_t slab, uint64_t bytes);
-int stock_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset,
-              uint32_t flags, bool sparse);
+int stock_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse);
 int stock_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse);
-int stock_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset,
-                uint32_t flags);
+int stock_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags);
 uint32_t stock_slab_object(uint64_t slab);
 
 #endif

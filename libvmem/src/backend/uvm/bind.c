@@ -8,8 +8,8 @@
 #include <errno.h>
 #include <stdlib.h>
 
-#include "base/error.h"
 #include "backend/uvm/uvm.h"
+#include "base/error.h"
 
 enum { FEW = 64 }; /* operations on the stack; no single one of the core's takes more, see uvm_open */
 
@@ -17,16 +17,14 @@ struct group {
   const struct uvm *u;
   struct uvm_vmem_op *ops;
   uint32_t n, room;
-  uint64_t units;       /* mapped by them */
-  size_t first, count;  /* the core's operations in it */
+  uint64_t units;      /* mapped by them */
+  size_t first, count; /* the core's operations in it */
 };
 
 /* The kernel's operations that a map takes: one for each object that it touches. */
 static uint32_t pieces(const struct vm_bind_op *op) {
   uint64_t object;
-
-  if (op->kind == VM_BIND_UNMAP)
-    return 1;
+  if (op->kind == VM_BIND_UNMAP) return 1;
   object = uvm_slab_object_bytes(op->slab);
   return (uint32_t)((op->offset + op->bytes - 1) / object - op->offset / object + 1);
 }
@@ -38,7 +36,6 @@ static uint64_t units(const struct vm_bind_op *op) {
 static void add(struct group *g, const struct vm_bind_op *op) {
   const struct uvm *u = g->u;
   uint64_t object, n;
-
   g->units += units(op);
   g->count++;
   if (op->kind == VM_BIND_UNMAP) {
@@ -51,7 +48,6 @@ static void add(struct group *g, const struct vm_bind_op *op) {
   object = uvm_slab_object_bytes(op->slab);
   for (uint64_t at = 0; at < op->bytes; at += n) {
     uint64_t offset = op->offset + at, inside = offset % object;
-
     n = object - inside < op->bytes - at ? object - inside : op->bytes - at;
     g->ops[g->n++] = (struct uvm_vmem_op){
         .addr = op->addr + at,
@@ -71,24 +67,19 @@ static bool fits(const struct group *g, const struct vm_bind_op *op) {
 
 static int send(struct group *g, const struct nvidia_range *r, const struct vm_bind_op *ops,
                 struct vm_bind_result *result) {
-  struct uvm_vmem_bind b = {.size = sizeof(b),
-                            .start = r->addr,
-                            .ops = (uint64_t)(uintptr_t)g->ops,
-                            .op_count = g->n,
-                            .out_failed_op = ~0u};
+  struct uvm_vmem_bind b = {
+      .size = sizeof(b), .start = r->addr, .ops = (uint64_t)(uintptr_t)g->ops, .op_count = g->n, .out_failed_op = ~0u};
   uint64_t bytes = 0, addr;
   int err;
 
-  for (size_t i = 0; i < g->count; i++)
-    bytes += ops[g->first + i].bytes;
+  for (size_t i = 0; i < g->count; i++) bytes += ops[g->first + i].bytes;
   err = rm_ioctl(g->u->nv.uvm_fd, UVM_VMEM_BIND, &b);
   if (!err) {
     result->done = g->first + g->count;
     return 0;
   }
   addr = b.out_failed_op < g->n ? g->ops[b.out_failed_op].addr : ops[g->first].addr;
-  if (err != -EIO)
-    return uvm_fail(err, addr, bytes, "BIND");
+  if (err != -EIO) return uvm_fail(err, addr, bytes, "BIND");
   /* Only a failure of the GPU itself leaves something behind. */
   result->lost = g->count;
   return vm_fail_at(-ENOTRECOVERABLE, ops[g->first].addr, bytes, 0,
@@ -102,12 +93,9 @@ int uvm_bind(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_re
   struct group g = {.u = u, .ops = few, .room = FEW};
   uint64_t want = 0;
   int err = 0;
-
   *result = (struct vm_bind_result){0};
-  for (size_t i = 0; i < n; i++)
-    want += pieces(&ops[i]);
-  if (want > u->query.out_max_bind_ops)
-    want = u->query.out_max_bind_ops;
+  for (size_t i = 0; i < n; i++) want += pieces(&ops[i]);
+  if (want > u->query.out_max_bind_ops) want = u->query.out_max_bind_ops;
   if (want > FEW) {
     g.ops = malloc(want * sizeof(*g.ops));
     g.room = (uint32_t)want;
@@ -116,21 +104,17 @@ int uvm_bind(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_re
       g.room = FEW;
     }
   }
-  if (g.room > u->query.out_max_bind_ops)
-    g.room = u->query.out_max_bind_ops;
+  if (g.room > u->query.out_max_bind_ops) g.room = u->query.out_max_bind_ops;
   while (g.first < n && !err) {
     uint64_t priv = ops[g.first].priv;
-
-    for (size_t i = g.first; i < n && ops[i].priv == priv && (!g.n || fits(&g, &ops[i])); i++)
-      add(&g, &ops[i]);
+    for (size_t i = g.first; i < n && ops[i].priv == priv && (!g.n || fits(&g, &ops[i])); i++) add(&g, &ops[i]);
     err = send(&g, (const struct nvidia_range *)(uintptr_t)priv, ops, result);
     g.first += g.count;
     g.n = 0;
     g.count = 0;
     g.units = 0;
   }
-  if (g.ops != few)
-    free(g.ops);
+  if (g.ops != few) free(g.ops);
   return err;
 }
 
@@ -139,16 +123,13 @@ int uvm_bind(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_re
 static int bind_one(void *be, struct vm_bind_op op) {
   struct uvm *u = be;
   struct vm_bind_result ignored;
-
   op.priv = (uint64_t)(uintptr_t)nvidia_range_at(&u->nv, op.addr);
   if (!op.priv)
-    return vm_fail_at(-EIO, op.addr, op.bytes, 0, "0x%llx is not inside a reservation",
-                      (unsigned long long)op.addr);
+    return vm_fail_at(-EIO, op.addr, op.bytes, 0, "0x%llx is not inside a reservation", (unsigned long long)op.addr);
   return uvm_bind(be, &op, 1, &ignored);
 }
 
-int uvm_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
-            bool sparse) {
+int uvm_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse) {
   return bind_one(be, (struct vm_bind_op){VM_BIND_MAP, flags, addr, bytes, slab, offset, 0, 0, sparse});
 }
 
@@ -156,7 +137,6 @@ int uvm_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
   return bind_one(be, (struct vm_bind_op){VM_BIND_UNMAP, 0, addr, bytes, 0, 0, 0, 0, sparse});
 }
 
-int uvm_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset,
-              uint32_t flags) {
+int uvm_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags) {
   return bind_one(be, (struct vm_bind_op){VM_BIND_REMAP, flags, addr, bytes, slab, offset, 0, 0, false});
 }

@@ -4,8 +4,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "base/error.h"
 #include "backend/uvm/uvm.h"
+#include "base/error.h"
 
 #define MEANING(kernel, ours, text) {kernel, #kernel, ours, text}
 
@@ -41,30 +41,27 @@ static const struct {
 int uvm_fail(int err, uint64_t addr, uint64_t bytes, const char *what) {
   unsigned long long n = bytes;
   char at[32] = "";
-
-  if (addr)
-    snprintf(at, sizeof(at), " at 0x%llx", (unsigned long long)addr);
+  if (addr) snprintf(at, sizeof(at), " at 0x%llx", (unsigned long long)addr);
   for (size_t i = 0; i < sizeof(meanings) / sizeof(meanings[0]); i++)
     if (meanings[i].kernel == -err)
-      return vm_fail_at(-meanings[i].ours, addr, bytes, 0, "%s of %llu bytes%s: %s (%s)", what, n, at,
-                        meanings[i].text, meanings[i].name);
+      return vm_fail_at(-meanings[i].ours, addr, bytes, 0, "%s of %llu bytes%s: %s (%s)", what, n, at, meanings[i].text,
+                        meanings[i].name);
   return vm_fail_at(-EIO, addr, bytes, 0, "%s of %llu bytes%s: %s", what, n, at, strerror(-err));
 }
 
 int uvm_ioctl(int fd, unsigned long request, void *arg, uint64_t addr, uint64_t bytes, const char *what) {
   int err = rm_ioctl(fd, request, arg);
-
   return err ? uvm_fail(err, addr, bytes, what) : 0;
 }
 
 int uvm_query(int fd, struct uvm_vmem_query *query) {
   int err;
-
   memset(query, 0, sizeof(*query));
   query->size = sizeof(*query);
   err = rm_ioctl(fd, UVM_VMEM_QUERY, query);
   query->out_driver_version[sizeof(query->out_driver_version) - 1] = 0;
-  if (!err && query->out_abi_version >= UVM_VMEM_ABI_VERSION && query->out_max_bind_ops > 1 && query->out_max_create_pages)
+  if (!err && query->out_abi_version >= UVM_VMEM_ABI_VERSION && query->out_max_bind_ops > 1 &&
+      query->out_max_create_pages)
     return 0;
   if (!err)
     return vm_fail_at(-ENODEV, 0, query->out_abi_version, UVM_VMEM_ABI_VERSION,
@@ -87,11 +84,9 @@ int uvm_check_gpu(int fd, const struct nvidia_device *d) {
   struct uvm_vmem_query q = {.size = sizeof(q), .flags = UVM_VMEM_QUERY_GPU};
   const char *why;
   int err;
-
   memcpy(q.gpu_uuid, d->uuid, sizeof(q.gpu_uuid));
   err = uvm_ioctl(fd, UVM_VMEM_QUERY, &q, 0, 0, "QUERY");
-  if (err || q.out_gpu_refusal == UVM_VMEM_GPU_OK)
-    return err;
+  if (err || q.out_gpu_refusal == UVM_VMEM_GPU_OK) return err;
   why = q.out_gpu_refusal < sizeof(reasons) / sizeof(reasons[0]) ? reasons[q.out_gpu_refusal] : NULL;
   return vm_fail(-ENODEV, "%s is a kind of GPU that the patched driver was not tried on: %s", d->name,
                  why ? why : "for a reason that this library does not know");
