@@ -539,6 +539,70 @@ static void fills_hold_up_only_their_range(void) {
   }
 }
 
+/* A batch whose unmaps follow its own fill waits for that, and holds up no other that does not touch what it fills. */
+static void unmaps_behind_their_own_fill(void) {
+  enum { FINISHED, FAILED, CLOSED, HOWS };
+  for (int run = 0; run < 2 * HOWS; run++) {
+    int how = run % HOWS;
+    vmem_t vm = open_fake();
+    uint64_t va, other, alias;
+    struct vmem_op ops[2], op;
+    vmem_ticket mixed, t, behind;
+    pthread_t thread;
+    unsigned fill;
+    fake.bind = run < HOWS ? NULL : fake_bind;
+    CHECK(mapped(vm, &va) && mapped(vm, &other));
+    alias = va + MIB(4);
+    OK(vmem_retain(vm, va, PAGE, &op.handle));
+    OK(vMemMap(vm, alias, PAGE, op.handle, 0, 0));
+    OK(vmem_drop(vm, op.handle));
+    ops[0] = (struct vmem_op){.op = VMEM_OP_FILL, .addr = va, .bytes = PAGE, .value = 7};
+    ops[1] = unmap(other);
+    fill = events() + 1;
+    OK(vmem_submit(vm, ops, 2, NULL, 0, 0, &mixed));
+    CHECK(reached(fill));
+    op = unmap(other + PAGE);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t)); /* has nothing to do with it */
+    OK(vmem_wait(vm, t, -1));
+    op = unmap(alias);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &behind)); /* the page that is being filled */
+    op = unmap(other + 2 * PAGE);
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
+    OK(vmem_wait(vm, t, -1));
+    EQ(vmem_wait(vm, mixed, 0), -ETIMEDOUT);
+    EQ(vmem_wait(vm, behind, 0), -ETIMEDOUT);
+    EQ(vMemUnmap(vm, other, PAGE), -EBUSY);
+    OK(vmem_check(vm));
+    if (how == CLOSED) {
+      EQ(pthread_create(&thread, NULL, finish_later, (void *)(uintptr_t)fill), 0);
+      OK(vmem_close(vm));
+      pthread_join(thread, NULL);
+      CHECK(was_put(fill));
+      continue;
+    }
+    if (how == FAILED) {
+      pthread_mutex_lock(&gpu.lock);
+      gpu.fail_query = -EIO;
+      pthread_mutex_unlock(&gpu.lock);
+      EQ(vmem_wait(vm, mixed, -1), -EIO);
+      pthread_mutex_lock(&gpu.lock);
+      gpu.fail_query = 0;
+      pthread_mutex_unlock(&gpu.lock);
+      OK(vMemUnmap(vm, other, PAGE)); /* is still there */
+    }
+    finish(fill);
+    if (how == FINISHED) {
+      OK(vmem_wait(vm, mixed, -1));
+      EQ(vMemUnmap(vm, other, PAGE), -EFAULT);
+      EQ(BYTE(va), 7);
+    }
+    OK(vmem_wait(vm, behind, -1));
+    CHECK(was_put(fill));
+    OK(vmem_check(vm));
+    OK(vmem_close(vm));
+  }
+}
+
 enum meeting { UNMAP, REPLACE, ALIAS, COPY, FILL, MEETINGS };
 
 /* What touches the page of a running fill through the other address of it, on the worker. */
@@ -859,5 +923,5 @@ MAIN(TEST(order_does_not_wait_for_fills), TEST(unmap_waits_for_fills), TEST(fill
      TEST(broken_work), TEST(second_address_waits_for_fills), TEST(second_address_after_submit),
      TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name), TEST(fills_are_never_overlooked),
      TEST(copies_hold_their_source), TEST(replace_waits_for_fills), TEST(fills_hold_up_only_their_range),
-     TEST(fills_hold_up_their_pages), TEST(no_deadlock_with_the_host), TEST(long_fills_are_chained), TEST(many_fills),
-     TEST(fills_in_any_order), TEST(dropped_while_filling))
+     TEST(unmaps_behind_their_own_fill), TEST(fills_hold_up_their_pages), TEST(no_deadlock_with_the_host),
+     TEST(long_fills_are_chained), TEST(many_fills), TEST(fills_in_any_order), TEST(dropped_while_filling))

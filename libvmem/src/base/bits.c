@@ -3,7 +3,7 @@
 
 #define WORD 64u
 
-void vm_bits_set(uint64_t *map, uint32_t i, uint32_t n, bool value) {
+void vm_bits_set_many(uint64_t *map, uint32_t i, uint32_t n, bool value) {
   while (n) {
     uint32_t off = i % WORD, take = WORD - off < n ? WORD - off : n;
     uint64_t mask = (take == WORD ? ~0ull : (1ull << take) - 1) << off;
@@ -16,7 +16,7 @@ void vm_bits_set(uint64_t *map, uint32_t i, uint32_t n, bool value) {
   }
 }
 
-uint32_t vm_bits_run(const uint64_t *map, uint32_t i, uint32_t max, bool value) {
+uint32_t vm_bits_run_many(const uint64_t *map, uint32_t i, uint32_t max, bool value) {
   uint32_t n = 0;
   while (n < max) {
     uint64_t w = map[(i + n) / WORD];

@@ -63,7 +63,3 @@ bool vm_list_reserve(struct vm_ctx *c, struct vm_list *l, size_t item, size_t mo
   l->cap = cap;
   return true;
 }
-
-void *vm_list_push(struct vm_ctx *c, struct vm_list *l, size_t item) {
-  return vm_list_reserve(c, l, item, 1) ? (char *)l->v + item * l->n++ : NULL;
-}

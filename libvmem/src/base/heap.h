@@ -35,6 +35,9 @@ struct vm_list {
 /* Room for `more` items. */
 bool vm_list_reserve(struct vm_ctx *c, struct vm_list *l, size_t item, size_t more);
 /* A new last item, not initialised. */
-void *vm_list_push(struct vm_ctx *c, struct vm_list *l, size_t item);
+static inline void *vm_list_push(struct vm_ctx *c, struct vm_list *l, size_t item) {
+  if (l->n == l->cap && !vm_list_reserve(c, l, item, 1)) return NULL;
+  return (char *)l->v + item * l->n++;
+}
 
 #endif

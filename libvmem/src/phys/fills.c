@@ -38,8 +38,9 @@ struct vm_fill *vm_fill_on(struct vm_ctx *c, const struct vm_slab *s, uint32_t u
 static void end(struct vm_ctx *c, struct vm_fill *f, int result) {
   if (f->over) return; /* another thread saw it first */
   f->over = true;
+  f->result = result;
   mark(f, false);
-  f->ended(c, f->owner, result);
+  if (f->ended) f->ended(c, f->owner, result);
 }
 
 /* Lock held, let go for the driver. */

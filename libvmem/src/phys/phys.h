@@ -210,7 +210,8 @@ struct vm_fill {
   vm_event event;       /* immutable once it runs */
   uint32_t refs;        /* one of the list; one of each that uses it with the lock let go */
   bool over;
-  /* Called once, with the lock held, and the error of `result` recorded in this thread. */
+  int result; /* when it is over */
+  /* Called once, with the lock held, and the error of `result` recorded in this thread. NULL: nobody is told. */
   void (*ended)(struct vm_ctx *c, void *owner, int result);
   void *owner;
   size_t nruns;

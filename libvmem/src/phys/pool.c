@@ -25,8 +25,9 @@
 
 static int bin_of(uint32_t run) { return run ? 32 - __builtin_clz(run) : 0; }
 
+/* In 32 bits: a slab of 1 TiB has 2^28 units of 4 KiB. */
 static int level_of(const struct vm_slab *s) {
-  return s->free_units == s->units ? LEVEL_EMPTY : (int)((uint64_t)s->free_units * LEVEL_EMPTY / s->units);
+  return s->free_units == s->units ? LEVEL_EMPTY : (int)(s->free_units * LEVEL_EMPTY / s->units);
 }
 
 static void bin_remove(struct vm_slab *s) {

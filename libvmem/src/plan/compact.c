@@ -384,7 +384,7 @@ static int evacuate(struct vm_ctx *c, struct vm_slab *s, const struct survey *su
   pthread_mutex_unlock(&c->lock);
   if (!err && !v.stays && !(err = plan_copies(&v))) {
     written = true;
-    err = vm_plan_run(c, &v.plan, NULL, 0, &none); /* which clears the plan, or cancels it */
+    err = vm_plan_run(c, &v.plan, NULL, 0, NULL, &none); /* which clears the plan, or cancels it */
   } else {
     VM_UNDO(vm_plan_cancel(c, &v.plan));
   }

@@ -56,7 +56,7 @@ static int consolidate(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint
     VM_UNDO(vm_plan_cancel(c, &p));
   } else {
     VM_UNDO(await_fills(c, &p));
-    err = vm_plan_run(c, &p, NULL, 0, &none);
+    err = vm_plan_run(c, &p, NULL, 0, NULL, &none);
   }
   pthread_mutex_lock(&c->lock);
   return err;

@@ -67,10 +67,9 @@ static int mark_run(struct maker *m, struct vm_piece *piece, struct vm_run r, bo
   uint64_t addr = piece->addr + piece->bytes;
   uint32_t flags = PTE_CALL | (piece->bytes ? 0 : PTE_START) | (m->w.op->flags & VMEM_OP_READONLY ? PTE_READONLY : 0);
   uint32_t marked = 0;
-  struct vm_seg *seg;
-  int err = check_claims(m, addr, r);
-  if (!err && !(seg = VM_PUSH(c, &m->p->maps, struct vm_seg))) err = -ENOMEM;
-  if (!err) {
+  struct vm_seg *seg = VM_PUSH(c, &m->p->maps, struct vm_seg);
+  int err = seg ? 0 : -ENOMEM;
+  if (seg) {
     *seg = seg_of(m, piece, addr, r);
     err = vm_ptes_name(c, piece->space, addr, r, piece->handle, flags, &marked);
     piece->bytes += vm_bytes(c, marked);
@@ -113,6 +112,8 @@ static int hold(struct maker *m, struct vm_piece *piece, uint64_t addr, uint64_t
 
 /* A new mapping of the run, with references of its own. */
 static int map_run(struct maker *m, struct vm_piece *piece, struct vm_run r) {
+  int err = check_claims(m, piece->addr + piece->bytes, r);
+  if (err) return err;
   vm_units_ref(r.slab, r.unit, r.n);
   m->p->shows = true;
   return mark_run(m, piece, r, !m->w.hdl->dirty_ok);
@@ -263,20 +264,23 @@ static int consume(struct maker *m) {
   return 0;
 }
 
+/* The list that an operation's pieces go to. */
+static struct vm_list *pieces_of(struct vm_plan *p, const struct vmem_op *op) {
+  if (op->op == VMEM_OP_UNMAP) return &p->unmaps;
+  if (op->op == VMEM_OP_FILL) return &p->fills;
+  return op->flags & VMEM_OP_REPLACE ? &p->replaced : &p->mapped;
+}
+
 static int do_op(struct maker *m, const struct vmem_op *op) {
   struct vm_ctx *c = m->c;
-  uint64_t count;
+  uint64_t count, most;
   int err = vm_want(c, op, &m->w);
   if (err) return err;
   m->space = NULL;
   count = m->w.count;
-  if (!vm_list_reserve(c,
-                       op->op == VMEM_OP_UNMAP       ? &m->p->unmaps
-                       : op->op == VMEM_OP_FILL      ? &m->p->fills
-                       : op->flags & VMEM_OP_REPLACE ? &m->p->replaced
-                                                     : &m->p->mapped,
-                       sizeof(struct vm_piece), count < 4096 ? count : 4096))
-    return -ENOMEM;
+  most = count < 4096 ? count : 4096;
+  if (!vm_list_reserve(c, pieces_of(m->p, op), sizeof(struct vm_piece), most)) return -ENOMEM;
+  if (op->op == VMEM_OP_POPULATE && !vm_list_reserve(c, &m->p->maps, sizeof(struct vm_seg), most)) return -ENOMEM;
   if (op->flags & VMEM_OP_COPY) {
     struct vm_access *source = VM_PUSH(c, &m->p->sources, struct vm_access);
     if (!source) return -ENOMEM;

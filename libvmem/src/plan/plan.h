@@ -43,6 +43,7 @@ struct vm_plan {
   struct vm_bind_op *ops;  /* room for its driver calls, which must not fail for want of heap memory */
   struct vm_fill *fill;    /* its fills may run on after the commit, as this; NULL = they are waited for */
   vm_event event;          /* covers its fills and copies; 0 = over */
+  bool filling;            /* its maps are made, and its fills and copies started */
   bool claims;             /* some of the mapped units are claimed: dirty, and zeroed by this plan */
   bool zeroing;            /* their zeroing was started */
   vm_event zero_event;     /* and is over with this */
@@ -104,8 +105,10 @@ int vm_plan_aliases(struct vm_ctx *c, struct vm_plan *p);
  * called again. Nothing of the plan may be mapped before. After an error the plan can only be cancelled. */
 int vm_plan_zero(struct vm_ctx *c, struct vm_plan *p, bool *over);
 /* Driver calls, then commit; or undo. No fill may be running where vm_plan_behind looks. `after` is for the fills
- * alone. *fill is the plan's fill where it runs on, else NULL: only the worker has one. */
-int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, struct vm_fill **fill);
+ * alone. With `over` it does not wait for the plan's own fills: where something must follow them, *over is false, and it
+ * is to be called again. *fill is the plan's fill where it runs on, else NULL: only the worker has one. */
+int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, bool *over,
+                struct vm_fill **fill);
 /* Waits for other plans' fills, then runs it whole. A plan that cannot be run is cancelled. */
 int vm_plan_run_now(struct vm_ctx *c, struct vm_plan *p);
 

@@ -185,24 +185,26 @@ int vm_plan_aliases(struct vm_ctx *c, struct vm_plan *p) {
   return err;
 }
 
+/* Waits for the event and puts it; or, with `over`, says whether that is done. */
+static int end_event(struct vm_ctx *c, vm_event *e, bool *over) {
+  int err;
+  if (!over) return vm_drv_event_finish(c, e);
+  err = *e ? c->be->event_query(c->bes, *e) : 0;
+  *over = err != -EAGAIN;
+  if (!*over) return 0;
+  vm_drv_event_follow(c, e, 0);
+  return err;
+}
+
 int vm_plan_zero(struct vm_ctx *c, struct vm_plan *p, bool *over) {
-  int err = 0;
-  if (over) *over = false;
+  int err;
   if (!p->zeroing && p->zeros.n) {
     p->zeroing = true;
     if ((err = vm_zero_start(c, p->zeros.v, p->zeros.n, &p->zero_event))) return err;
   }
-  if (p->zero_event && over) {
-    err = c->be->event_query(c->bes, p->zero_event);
-    if (err == -EAGAIN) return 0;
-    vm_drv_event_follow(c, &p->zero_event, 0);
-  } else {
-    err = vm_drv_event_finish(c, &p->zero_event);
-  }
-  if (err) return err;
-  p->zeroed = true;
-  if (over) *over = true;
-  return 0;
+  err = end_event(c, &p->zero_event, over);
+  if (!err && (!over || *over)) p->zeroed = true;
+  return err;
 }
 
 /* Copies and fills; the plan's event covers all. */
@@ -226,20 +228,52 @@ static int start_fills(struct vm_ctx *c, struct vm_plan *p, const vm_event *afte
   return err;
 }
 
-static int run_calls(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after) {
+/* Waits for the plan's own copies and fills; or, with `over`, says whether they have ended. Meanwhile the fills hold up
+ * other plans as those of a committed one do. */
+static int end_own(struct vm_ctx *c, struct vm_plan *p, bool *over) {
+  struct vm_fill *f = p->fill;
+  int err = 0;
+  if (!f || (!over && !f->event)) return end_event(c, &p->event, over);
+  if (over) {
+    pthread_mutex_lock(&c->lock);
+    if (p->event) {
+      f->ended = NULL; /* the plan asks itself */
+      f->refs++;
+      vm_fill_begin(c, f, p->event);
+      p->event = 0;
+    }
+    *over = !f->event || f->over;
+    err = f->result;
+    pthread_mutex_unlock(&c->lock);
+    if (!*over || !f->event) return 0;
+    vm_fill_put(c, f);
+    if (err) err = vm_fail(err, "a fill of the batch failed: what follows it was not done");
+  } else {
+    err = vm_fill_wait(c, f);
+  }
+  p->fill = NULL;
+  return err;
+}
+
+/* With `over`: may have to be called again, as vm_plan_run. */
+static int run_calls(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, bool *over) {
   bool fills = p->copies.n || p->fills.n;
   struct calls first = {.c = c, .ops = p->ops}, second = {.c = c};
   struct vmem_error why;
   struct undo u = {.c = c, .why = &why};
-  int err;
+  int err = 0;
   push_maps(&first, p);
   second.ops = p->ops + first.n;
   push_takes(fills ? &second : &first, p);
-  err = run(&first);
-  if (!err && fills) {
+  if (p->filling)
+    first.r.done = first.n;
+  else if (!(err = run(&first)) && fills)
     err = start_fills(c, p, after, num_after);
+  if (!err && fills) {
+    p->filling = true;
     /* No fill may be running on what is about to vanish; and a copy's source is only held until the commit. */
-    if (!err && (!p->fill || second.n || p->copies.n)) err = vm_drv_event_finish(c, &p->event);
+    if (!p->fill || second.n || p->copies.n) err = end_own(c, p, over);
+    if (!err && over && !*over) return 0;
     if (!err) err = run(&second);
   }
   if (!err) return 0;
@@ -254,10 +288,13 @@ static int run_calls(struct vm_ctx *c, struct vm_plan *p, const vm_event *after,
   return u.worst;
 }
 
-int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, struct vm_fill **fill) {
-  int err = vm_plan_zero(c, p, NULL);
-  if (!err) err = run_calls(c, p, after, num_after);
+int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, bool *over,
+                struct vm_fill **fill) {
+  int err = p->filling ? 0 : vm_plan_zero(c, p, NULL);
   *fill = NULL;
+  if (over) *over = true;
+  if (!err) err = run_calls(c, p, after, num_after, over);
+  if (!err && over && !*over) return 0;
   if (err) {
     VM_UNDO(vm_plan_cancel(c, p));
     return err;
@@ -270,7 +307,7 @@ int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size
 int vm_plan_run_now(struct vm_ctx *c, struct vm_plan *p) {
   struct vm_fill *none;
   int err = vm_plan_await_fills(c, p);
-  if (!err) return vm_plan_run(c, p, NULL, 0, &none);
+  if (!err) return vm_plan_run(c, p, NULL, 0, NULL, &none);
   VM_UNDO(vm_plan_cancel(c, p));
   return err;
 }

@@ -3,9 +3,9 @@
  * The worker thread: runs submitted batches, first come first served.
  *
  * A batch whose GPU work is not over, or that touches what an earlier batch's fill still writes, goes to a second
- * list, which is polled; those behind it pass. A job's ranges are busy from submit on, so no two jobs touch the same
- * pages and their order is free. The thread itself waits only for fills and copies of the batch that it is running,
- * which wait for nothing.
+ * list, which is polled; so does one that has something to do behind its own fills and copies. Those behind it pass. A
+ * job's ranges are busy from submit on, so no two jobs touch the same pages and their order is free. The thread itself
+ * waits for no GPU work.
  */
 #include <signal.h>
 #include <stdlib.h>
@@ -80,9 +80,11 @@ int vm_submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struc
 static int job_ready(struct vm_ctx *c, struct vm_job *job, bool *ready) {
   struct vm_fill *before = job->behind, *f;
   bool blocked;
+  int err;
+  if ((*ready = job->plan.filling)) return 0;
   /* New pages are nobody's yet: they are zeroed while the job waits for others' work. -EAGAIN is an error here, of a
    * driver that was suspended for too long. */
-  int err = vm_plan_zero(c, &job->plan, ready);
+  err = vm_plan_zero(c, &job->plan, ready);
   if (err || !*ready) return err;
   *ready = false;
   err = vm_deps_poll(c, &job->deps, !job->gpu_waits);
@@ -103,16 +105,19 @@ static int job_ready(struct vm_ctx *c, struct vm_job *job, bool *ready) {
   return 0;
 }
 
-/* Runs the job, or with an error cancels it: nothing may change then. It is in no list. */
-static void job_run(struct vm_ctx *c, struct vm_job *job, int err) {
+/* Runs the job, or with an error cancels it: nothing may change then. Whether it is over: if not, it is to be run again;
+ * with `wait` it is. */
+static bool job_run(struct vm_ctx *c, struct vm_job *job, int err, bool wait) {
   struct vm_fill *fill = NULL;
+  size_t nevents = job->gpu_waits ? job->deps.nevents : 0;
+  bool over = true;
   if (job->behind) VM_UNDO(vm_fill_put(c, job->behind));
+  job->behind = NULL;
   if (err)
     VM_UNDO(vm_plan_cancel(c, &job->plan));
-  else if (job->gpu_waits)
-    err = vm_plan_run(c, &job->plan, job->deps.events, job->deps.nevents, &fill);
   else
-    err = vm_plan_run(c, &job->plan, NULL, 0, &fill);
+    err = vm_plan_run(c, &job->plan, job->deps.events, nevents, wait ? NULL : &over, &fill);
+  if (!over) return false;
   VM_UNDO(vm_deps_put(c, &job->deps));
   pthread_mutex_lock(&c->lock);
   if (!fill)
@@ -121,6 +126,7 @@ static void job_run(struct vm_ctx *c, struct vm_job *job, int err) {
     vm_ticket_mapped(c, job->ticket, fill);
   pthread_mutex_unlock(&c->lock);
   free(job);
+  return true;
 }
 
 /* Takes the first job of the queue and runs it, or lets it wait; false: there was none. */
@@ -135,31 +141,28 @@ static bool start_next(struct vm_ctx *c) {
   job->next = NULL;
   vm_error_begin("vmem worker");
   err = job_ready(c, job, &ready);
-  if (err || ready) {
-    job_run(c, job, err);
-  } else {
-    *c->work->waiting_tail = job;
-    c->work->waiting_tail = &job->next;
-  }
+  if ((err || ready) && job_run(c, job, err, false)) return true;
+  *c->work->waiting_tail = job;
+  c->work->waiting_tail = &job->next;
   return true;
 }
 
 /* Runs the jobs that need not wait any more; whether there was one. */
 static bool poll_waiting(struct vm_ctx *c) {
-  struct vm_job **link = &c->work->waiting, *job;
+  struct vm_job **link = &c->work->waiting, *job, *next;
   bool any = false;
   while ((job = *link)) {
     bool ready;
     int err;
     vm_error_begin("vmem worker");
+    next = job->next;
     err = job_ready(c, job, &ready);
-    if (!err && !ready) {
+    if ((err || ready) && job_run(c, job, err, false)) {
+      *link = next;
+      any = true;
+    } else {
       link = &job->next;
-      continue;
     }
-    *link = job->next;
-    job_run(c, job, err);
-    any = true;
   }
   c->work->waiting_tail = link;
   return any;
@@ -270,8 +273,8 @@ static void finish_jobs(struct vm_ctx *c, struct vm_job *job) {
     int err = job->deps.nfds ? vm_deps_poll(c, &job->deps, false) : 0;
     next = job->next;
     if (!err) err = vm_deps_wait(c, &job->deps);
-    if (!err) err = vm_plan_await_fills(c, &job->plan);
-    job_run(c, job, err);
+    if (!err && !job->plan.filling) err = vm_plan_await_fills(c, &job->plan);
+    job_run(c, job, err, true);
   }
 }
 
