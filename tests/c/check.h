@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 #include <vmem.h>
 
 #define KIB(n) ((uint64_t)(n) << 10)
@@ -79,6 +80,33 @@ static inline bool same_state(const struct vmem_stats *a, const struct vmem_stat
          a->used_bytes == b->used_bytes && a->slab_bytes == b->slab_bytes && a->free_bytes == b->free_bytes &&
          a->reservations == b->reservations && a->handles == b->handles && a->slabs == b->slabs &&
          a->segments == b->segments && a->quarantined_bytes == b->quarantined_bytes && a->pending == b->pending;
+}
+
+static inline struct vmem_op populate(uint64_t addr, uint64_t bytes) {
+  return (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = addr, .bytes = bytes};
+}
+
+/* Work that is over when fire(fd) is called; fd: an eventfd. */
+static inline struct vmem_after after_fd(int fd) {
+  return (struct vmem_after){.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd};
+}
+
+static inline void fire(int fd) {
+  uint64_t one = 1;
+  if (write(fd, &one, sizeof(one)) != sizeof(one)) failures_here++;
+}
+
+/* A thread that waits for a ticket. */
+struct waiter {
+  vmem_t vm;
+  vmem_ticket t;
+  int ret;
+};
+
+static inline void *wait_thread(void *arg) {
+  struct waiter *w = arg;
+  w->ret = vmem_wait(w->vm, w->t, -1);
+  return NULL;
 }
 
 struct test {

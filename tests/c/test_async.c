@@ -7,17 +7,6 @@
 #include "api/api.h"
 #include "check.h"
 
-static struct vmem_op populate(uint64_t addr, uint64_t bytes) {
-  return (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = addr, .bytes = bytes};
-}
-
-static struct vmem_after after_fd(int fd) { return (struct vmem_after){.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd}; }
-
-static void fire(int fd) {
-  uint64_t one = 1;
-  if (write(fd, &one, sizeof(one)) != sizeof(one)) failures_here++;
-}
-
 static void many(void) {
   vmem_t vm = open_vm(0);
   uint64_t va;
@@ -160,18 +149,6 @@ static void failures_reach_the_waiter(void) {
   OK(vmem_wait(vm, t, -1));
   OK(vmem_check(vm));
   OK(vmem_close(vm));
-}
-
-struct waiter {
-  vmem_t vm;
-  vmem_ticket t;
-  int ret;
-};
-
-static void *wait_thread(void *arg) {
-  struct waiter *w = arg;
-  w->ret = vmem_wait(w->vm, w->t, -1);
-  return NULL;
 }
 
 static void close_wakes_waiters(void) {

@@ -140,7 +140,7 @@ static void aliases_and_handles(void) {
 /* A slab that an unfinished batch, a call or a reading is using stays; the others go. */
 static void what_is_busy_stays(void) {
   int fd = eventfd(0, EFD_CLOEXEC), err;
-  struct vmem_after after = {.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd};
+  struct vmem_after after = after_fd(fd);
   struct vmem_op op = {.op = VMEM_OP_UNMAP, .bytes = PAGE};
   struct vm_access access = {.bytes = 1, .count = 1};
   struct vm_ctx *c;
@@ -181,7 +181,7 @@ static void *signal_later(void *arg) {
 /* Nothing moves before the work in `after` is over. */
 static void waits_for_work(void) {
   int fd = eventfd(0, EFD_CLOEXEC);
-  struct vmem_after after = {.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd};
+  struct vmem_after after = after_fd(fd);
   pthread_t thread;
   uint64_t freed, word;
   void *done;

@@ -192,13 +192,9 @@ static vmem_t open_fake(void) {
   return vm;
 }
 
-static struct vmem_op populate(uint64_t addr) {
-  return (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = addr, .bytes = PAGE};
-}
-
 /* A new page, and a fill of it that is under way when the call returns: the stand-in's next event. */
 static bool fill_begun(vmem_t vm, uint64_t addr, vmem_ticket *t) {
-  struct vmem_op op = populate(addr);
+  struct vmem_op op = populate(addr, PAGE);
   unsigned e = events() + 1;
   if (vmem_batch(vm, &op, 1, NULL, 0, 0)) return false;
   op.op = VMEM_OP_FILL;
@@ -279,7 +275,7 @@ static void fill_batches_wait_on_the_gpu(void) {
   op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE};
   OK(vmem_order(vm, t, 1));
   OK(vmem_submit(vm, &op, 1, &a, 1, 0, &u));
-  op = populate(va + MIB(4));
+  op = populate(va + MIB(4), PAGE);
   OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
   OK(vmem_wait(vm, t, -1));
   EQ(vmem_wait(vm, u, 0), -ETIMEDOUT);
@@ -357,7 +353,7 @@ static void broken_work(void) {
   struct vmem_after a = {.kind = VMEM_AFTER_STREAM, .handle = 5};
   vmem_ticket t;
   OK(vMemReserve(vm, MIB(8), NULL, &va));
-  op = populate(va);
+  op = populate(va, PAGE);
   op.flags = VMEM_OP_DIRTY;
   OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   EQ(events(), 0);
@@ -422,7 +418,7 @@ static void copies_hold_their_source(void) {
     OK(vMemReserve(vm, MIB(8), NULL, &va));
     CHECK(fill_begun(vm, va, &t));
     OK(vmem_order(vm, t, 0)); /* event 1: the fill of the source */
-    op = populate(va + MIB(4));
+    op = populate(va + MIB(4), PAGE);
     op.src = va;
     op.flags = VMEM_OP_COPY;
     EQ(pthread_create(&thread, NULL, finish_later, (void *)1), 0);
@@ -896,7 +892,7 @@ static void second_address_after_submit(void) {
   vmem_t vm = open_fake();
   uint64_t va, one = 1;
   int fd = eventfd(0, EFD_CLOEXEC);
-  struct vmem_after after = {.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd};
+  struct vmem_after after = after_fd(fd);
   struct vmem_op map = {.op = VMEM_OP_MAP, .bytes = PAGE}, fill = {.op = VMEM_OP_FILL, .bytes = PAGE, .value = 7};
   vmem_ticket first, second;
   OK(vMemReserve(vm, MIB(8), NULL, &va));

@@ -151,14 +151,13 @@ static void bad_copies(void) {
 static void a_source_is_held(void) {
   struct scene s;
   struct vmem_op op, between;
-  struct vmem_after after = {.kind = VMEM_AFTER_FD};
-  uint64_t one = 1;
+  struct vmem_after after;
   vmem_ticket t;
   int fd = eventfd(0, EFD_CLOEXEC);
   CHECK(fd >= 0 && scene_open(&s));
   between = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = s.va + 2 * PAGE, .bytes = PAGE};
   OK(vmem_batch(s.vm, &between, 1, NULL, 0, 0));
-  after.handle = (uint64_t)fd;
+  after = after_fd(fd);
   op = copy_to_scratch(&s);
   OK(vmem_submit(s.vm, &op, 1, &after, 1, 0, &t));
   EQ(vMemUnmap(s.vm, s.va, PAGE), -EBUSY);
@@ -169,7 +168,7 @@ static void a_source_is_held(void) {
   OK(vMemUnmap(s.vm, between.addr, PAGE));
   EQ(get_byte(s.vm, s.va + 5), 1); /* reading goes on */
   OK(vmem_check(s.vm));
-  EQ(write(fd, &one, 8), 8);
+  fire(fd);
   OK(vmem_wait(s.vm, t, -1));
   CHECK(holds(&s, s.scratch));
   OK(vMemUnmap(s.vm, s.va, PAGE));
@@ -268,14 +267,13 @@ static void bad_replaces(void) {
 /* A handle that a batch is to take pages from is not to be dropped, nor are its pages. */
 static void a_handle_is_held(void) {
   struct scene s;
-  struct vmem_after after = {.kind = VMEM_AFTER_FD};
+  struct vmem_after after;
   struct vmem_op op;
   vmem_handle h;
   vmem_ticket t;
-  uint64_t one = 1;
   int fd = eventfd(0, EFD_CLOEXEC);
   CHECK(fd >= 0 && scene_open(&s));
-  after.handle = (uint64_t)fd;
+  after = after_fd(fd);
   op = copy_to_scratch(&s);
   OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   OK(vmem_gather(s.vm, s.scratch, 2 * PAGE, 3, STRIDE, &h));
@@ -293,7 +291,7 @@ static void a_handle_is_held(void) {
   EQ(vmem_drop_range(s.vm, h, 0, PAGE, 1, 0), -EBUSY);
   EQ(vMemUnmap(s.vm, s.va, PAGE), -EBUSY);
   OK(vmem_check(s.vm));
-  EQ(write(fd, &one, 8), 8);
+  fire(fd);
   OK(vmem_wait(s.vm, t, -1));
   CHECK(holds(&s, s.va));
   OK(vmem_drop(s.vm, h));
@@ -304,14 +302,13 @@ static void a_handle_is_held(void) {
 /* Nor is it to be consumed by another batch; the one that takes the pages may do so itself. */
 static void a_held_handle_is_not_consumed(void) {
   struct scene s;
-  struct vmem_after after = {.kind = VMEM_AFTER_FD};
+  struct vmem_after after;
   struct vmem_op op, other;
   vmem_handle h;
   vmem_ticket t;
-  uint64_t one = 1;
   int fd = eventfd(0, EFD_CLOEXEC);
   CHECK(fd >= 0 && scene_open(&s));
-  after.handle = (uint64_t)fd;
+  after = after_fd(fd);
   op = copy_to_scratch(&s);
   OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   OK(vmem_gather(s.vm, s.scratch, 2 * PAGE, 3, STRIDE, &h));
@@ -330,7 +327,7 @@ static void a_held_handle_is_not_consumed(void) {
   other.flags = 0;
   OK(vmem_batch(s.vm, &other, 1, NULL, 0, 0));
   OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE));
-  EQ(write(fd, &one, 8), 8);
+  fire(fd);
   OK(vmem_wait(s.vm, t, -1));
   CHECK(holds(&s, s.va));
   OK(vmem_drop(s.vm, h));
@@ -434,13 +431,13 @@ static void fills_beside_replaces(void) {
 static void closed_under_way(void) {
   for (int waits = 0; waits < 2; waits++) {
     struct scene s;
-    struct vmem_after after = {.kind = VMEM_AFTER_FD};
+    struct vmem_after after;
     struct vmem_op op;
     vmem_handle h;
     vmem_ticket t;
     int fd = eventfd(0, EFD_CLOEXEC);
     CHECK(fd >= 0 && scene_open(&s));
-    after.handle = (uint64_t)fd;
+    after = after_fd(fd);
     OK(vmem_gather(s.vm, s.va, 2 * PAGE, 3, STRIDE, &h));
     op = copy_to_scratch(&s);
     OK(vmem_submit(s.vm, &op, 1, &after, (size_t)waits, 0, &t));
@@ -693,20 +690,19 @@ static void copies_into_dirty_pages(void) {
 /* What another batch is changing gets no second handle, nor does what lies before it. */
 static void gathers_beside_a_batch(void) {
   struct scene s;
-  struct vmem_after after = {.kind = VMEM_AFTER_FD};
+  struct vmem_after after;
   struct vmem_op op;
   vmem_handle h;
   vmem_ticket t;
-  uint64_t one = 1;
   int fd = eventfd(0, EFD_CLOEXEC);
   CHECK(fd >= 0 && scene_open(&s));
-  after.handle = (uint64_t)fd;
+  after = after_fd(fd);
   op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = s.va + PAGE, .bytes = PAGE};
   OK(vmem_submit(s.vm, &op, 1, &after, 1, 0, &t));
   EQ(vmem_retain(s.vm, s.va, 2 * PAGE, &h), -EBUSY);
   EQ(vmem_gather(s.vm, s.va, PAGE, 2, PAGE, &h), -EBUSY);
   OK(vmem_check(s.vm));
-  EQ(write(fd, &one, 8), 8);
+  fire(fd);
   OK(vmem_wait(s.vm, t, -1));
   EQ(vmem_retain(s.vm, s.va, 2 * PAGE, &h), -EFAULT);
   close(fd);

@@ -10,17 +10,6 @@
 
 enum { RING = 1024 }; /* batches in flight */
 
-static void fire(int fd) {
-  uint64_t one = 1;
-  if (write(fd, &one, sizeof(one)) != sizeof(one)) failures_here++;
-}
-
-static struct vmem_after after_fd(int fd) { return (struct vmem_after){.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd}; }
-
-static struct vmem_op populate(uint64_t addr) {
-  return (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = addr, .bytes = PAGE};
-}
-
 /* Many batches that do nothing, each of them waited for and dropped; false where one failed. */
 static bool run_batches(vmem_t vm, unsigned n) {
   vmem_ticket ring[RING];
@@ -42,11 +31,11 @@ static void kept_until_dropped(void) {
   vmem_ticket good, bad;
   OK(vMemReserve(vm, MIB(2), NULL, &va));
   OK(vmem_warm(vm, MIB(1)));
-  op = populate(va);
+  op = populate(va, PAGE);
   OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &good));
   OK(vmem_wait(vm, good, -1));
   OK(vmem_inject(vm, VMEM_INJECT_MAP, 0, 1, EIO));
-  op = populate(va + MIB(1));
+  op = populate(va + MIB(1), PAGE);
   OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &bad));
   CHECK(run_batches(vm, on_host() ? 1000000 : 20000));
   EQ(stats_of(vm).tickets, 2);
@@ -93,7 +82,7 @@ static void limit_on_tickets(void) {
   OK(vmem_wait(vm, t, -1));
   before = stats_of(vm);
   EQ(before.tickets, VMEM_MAX_TICKETS);
-  op = populate(va);
+  op = populate(va, PAGE);
   EQ(vmem_submit(vm, &op, 1, &a, 1, 0, &t), -ENOBUFS);
   OK(vmem_get_error(&e));
   EQ(e.limit, VMEM_MAX_TICKETS);
@@ -141,7 +130,7 @@ static void limit_on_unfinished(void) {
   c->be = &slow;
   vm_put(c);
   OK(vMemReserve(vm, MIB(2), NULL, &va));
-  op = populate(va);
+  op = populate(va, PAGE);
   OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   held = 1;
   op = (struct vmem_op){.op = VMEM_OP_FILL, .addr = va, .bytes = PAGE};
@@ -150,7 +139,7 @@ static void limit_on_unfinished(void) {
     OK(vmem_submit(vm, NULL, 0, NULL, 0, i % 2 ? 0 : VMEM_SUBMIT_DETACHED, i % 2 ? &last : NULL));
   before = stats_of(vm);
   EQ(before.pending, VMEM_MAX_PENDING);
-  op = populate(va + MIB(1));
+  op = populate(va + MIB(1), PAGE);
   EQ(vmem_submit(vm, &op, 1, NULL, 0, 0, &t), -EAGAIN);
   EQ(vmem_submit(vm, &op, 1, NULL, 0, VMEM_SUBMIT_DETACHED, NULL), -EAGAIN);
   after = stats_of(vm);
@@ -171,13 +160,13 @@ static void never_ending(void) {
   vmem_ticket endless, t;
   int fd = eventfd(0, EFD_CLOEXEC);
   OK(vMemReserve(vm, MIB(2), NULL, &va));
-  op = populate(va);
+  op = populate(va, PAGE);
   OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   a = after_fd(fd);
   op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE};
   OK(vmem_submit(vm, &op, 1, &a, 1, 0, &endless));
   CHECK(run_batches(vm, on_host() ? 100000 : 10000));
-  op = populate(va + MIB(1));
+  op = populate(va + MIB(1), PAGE);
   OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
   OK(vmem_wait(vm, t, -1));
   EQ(vmem_wait(vm, endless, 0), -ETIMEDOUT);
@@ -232,7 +221,7 @@ static void detached_batches(void) {
   vmem_ticket t = 4711, u;
   int fd = eventfd(0, EFD_CLOEXEC);
   OK(vMemReserve(vm, MIB(2), NULL, &va));
-  op = populate(va);
+  op = populate(va, PAGE);
   EQ(vmem_submit(vm, &op, 1, NULL, 0, 2, &t), -EINVAL);
   EQ(vmem_submit(vm, &op, 1, NULL, 0, VMEM_SUBMIT_DETACHED | 1u << 31, NULL), -EINVAL);
   CHECK(strstr(vmem_last_error(), "unknown flags 0x80000000"));
@@ -243,7 +232,7 @@ static void detached_batches(void) {
   EQ(t, 0);
   /* Dropped before it is finished: runs on, and is nobody's. */
   a = after_fd(fd);
-  op = populate(va + MIB(1));
+  op = populate(va + MIB(1), PAGE);
   OK(vmem_submit(vm, &op, 1, &a, 1, 0, &t));
   EQ(stats_of(vm).tickets, 1);
   OK(vmem_ticket_drop(vm, t));
@@ -261,18 +250,6 @@ static void detached_batches(void) {
   OK(vmem_check(vm));
   OK(vmem_close(vm));
   close(fd);
-}
-
-struct waiter {
-  vmem_t vm;
-  vmem_ticket t;
-  int ret;
-};
-
-static void *wait_thread(void *arg) {
-  struct waiter *w = arg;
-  w->ret = vmem_wait(w->vm, w->t, -1);
-  return NULL;
 }
 
 static void drop_wakes_waiters(void) {
@@ -364,11 +341,11 @@ static void many_dependencies(void) {
   vmem_ticket t;
   OK(vMemReserve(vm, MIB(2), NULL, &va));
   for (int i = 0; i < MANY; i++) after[i] = after_fd(fds[i != 77]);
-  op = populate(va);
+  op = populate(va, PAGE);
   OK(vmem_submit(vm, &op, 1, after, MANY, 0, &t));
   EQ(vmem_wait(vm, t, 20000000), -ETIMEDOUT);
   after[MANY - 1].flags = 1;
-  op = populate(va + MIB(1));
+  op = populate(va + MIB(1), PAGE);
   EQ(vmem_submit(vm, &op, 1, after, MANY, 0, &t), -EINVAL);
   CHECK(strstr(vmem_last_error(), "dependency 199"));
   after[MANY - 1].flags = 0;
@@ -401,7 +378,7 @@ static void heap_is_short(void) {
   OK(vMemReserve(vm, MIB(64), NULL, &va));
   OK(vmem_warm(vm, MIB(64)));
   for (int i = 0; i < 6; i++) after[i] = after_fd(fd);
-  ops[0] = populate(va);
+  ops[0] = populate(va, PAGE);
   OK(vmem_batch(vm, ops, 1, NULL, 0, 0));
   ops[0] = (struct vmem_op){.op = VMEM_OP_FILL, .addr = va, .bytes = PAGE, .value = 5};
   ops[1] = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = va + MIB(4), .bytes = PAGE, .count = 8, .stride = MIB(4)};

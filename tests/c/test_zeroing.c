@@ -56,7 +56,7 @@ static void after_a_failed_map(void) {
 /* A map that fails on another batch's pages leaves those as they are. */
 static void a_failed_map_and_another_batch(void) {
   int fd = eventfd(0, EFD_CLOEXEC);
-  struct vmem_after after = {.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd};
+  struct vmem_after after = after_fd(fd);
   uint64_t one = 1;
   vmem_handle h, theirs, again;
   vmem_ticket t;
@@ -83,7 +83,7 @@ static void a_failed_map_and_another_batch(void) {
  * what is written to it. Other pages of the handle are free to be mapped. */
 static void two_batches_one_page(void) {
   int fd = eventfd(0, EFD_CLOEXEC);
-  struct vmem_after after = {.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd};
+  struct vmem_after after = after_fd(fd);
   uint64_t one = 1;
   vmem_handle h;
   vmem_ticket t;
@@ -482,7 +482,7 @@ static void limit_on_aliases(void) {
 /* A batch given to the worker is zeroed while it waits for others' work, and lets later ones pass. */
 static void submitted(void) {
   int fd = eventfd(0, EFD_CLOEXEC);
-  struct vmem_after after = {.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd};
+  struct vmem_after after = after_fd(fd);
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE};
   uint64_t one = 1;
   vmem_ticket t, u;
