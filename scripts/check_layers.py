@@ -133,12 +133,13 @@ def check_includes() -> list[str]:
 
 
 def check_owners() -> list[str]:
-    """api/ alone has public functions, and phys/slab.c alone changes the states of units."""
+    """Public functions are in api/, changes of a unit in phys/slab.c, of a pte in virt/pte.c."""
     problems = []
     changes = re.compile(
         rf"vm_bits_set\([^;]*->({STATES})\b|->({STATES})\[[^;=!<>]*\](\+\+|--| [|&+-]?= )"
         rf"|(\+\+|--)[\w.>-]*->({STATES})\["
     )
+    ptes = re.compile(r"->flags [|&]?= [^;]*PTE_|\(struct vm_pte\)\{")
     for path in sorted(SRC.rglob("*.c")):
         name = str(path.relative_to(SRC))
         text = path.read_text(encoding="utf-8")
@@ -146,6 +147,8 @@ def check_owners() -> list[str]:
             problems.append(f"{name} defines a public function")
         if name != "phys/slab.c" and (found := changes.search(text)):
             problems.append(f"{name} changes what slab.c owns: {found[0]}")
+        if name != "virt/pte.c" and (found := ptes.search(text)):
+            problems.append(f"{name} changes what pte.c owns: {found[0]}")
     return problems
 
 

@@ -56,6 +56,8 @@ def test_symbols_of_objects(tmp_path: Path) -> None:
         ("plan/run.c", "bool f(struct vm_slab *s) { return s->refs[1] == 1; }", False),
         ("plan/run.c", "void f(struct vm_slab *s) { s->refs[1]++; }", True),
         ("plan/run.c", "void f(struct vm_slab *s) { vm_bits_set(s->free_map, 0, 1, true); }", True),
+        ("virt/pte.c", "void f(struct vm_pte *p) { p->flags |= PTE_BUSY; }", False),
+        ("plan/run.c", "void f(struct vm_pte *p) { p->flags |= PTE_BUSY; }", True),
         ("plan/run.c", "VMEM_API int vmem_f(void) { return 0; }", True),
         ("api/map.c", "VMEM_API int vmem_f(void) { return 0; }", False),
     ],

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * backend.h - the one table between the core and a back end.
+ * backend.h - the one table between a back end and the layers above it, the core.
  *
  * The core owns every decision: what is mapped where, reference counts, validation, rollback, threads,
  * limits. A back end makes driver calls and keeps no state about mappings. It may rely on:
@@ -59,15 +59,14 @@ enum vm_bind_kind {
 };
 
 /* One operation of `bind`, and of vm_bind (driver.h), which does it on any back end. */
-
 struct vm_bind_op {
   uint32_t kind;
   uint32_t flags; /* VMEM_MAP_* */
   uint64_t addr, bytes;
   uint64_t slab, offset; /* all but UNMAP */
   uint64_t priv;         /* of the reservation */
-  uint64_t clears;       /* REMAP, REPLACE: how long the piece is that is unmapped as one where there is no replacing in
-                            place; 0 for all of its operations but the first */
+  uint64_t clears;       /* REMAP, REPLACE: length of the piece, which is unmapped as one where the back end cannot
+                            replace in place; 0 for all of its operations but the first */
   bool sparse;
 };
 

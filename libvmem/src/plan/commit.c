@@ -60,23 +60,21 @@ static bool in_piece(const struct vm_plan *p, const struct vm_piece *piece, size
   return s->addr >= piece->addr && s->addr < piece->addr + piece->bytes;
 }
 
-/* The ptes of a segment name its units from now on; what they named loses its references. */
+/* The ptes of a segment name its units from now on; what they named loses its references. They are busy with this plan
+ * while the lock is let go for that. */
 static void take_over(struct vm_ctx *c, const struct vm_piece *piece, const struct vm_seg *seg) {
-  uint64_t a = seg->addr, end = a + seg->bytes;
-  uint32_t unit = seg->unit;
-  while (a < end) {
-    struct vm_pte old = *vm_pte(c, piece->space, a);
-    uint32_t n = 0;
-    for (; a < end; a += c->granule, n++, unit++) {
-      struct vm_pte *p = vm_pte(c, piece->space, a);
-      if (p->slab != old.slab || p->unit != old.unit + n) break;
-      vm_units_ref(seg->slab, unit, 1);
-      *p = (struct vm_pte){seg->slab->index, unit, piece->handle,
-                           PTE_BUSY | (seg->flags & VMEM_MAP_READONLY ? PTE_READONLY : 0) |
-                               (a == seg->addr ? PTE_CALL : 0) | (a == piece->addr ? PTE_START : 0)};
-    }
-    vm_units_put(c, c->phys->slabs[old.slab], old.unit,
-                 n); /* the ptes are busy with this plan while the lock is let go */
+  uint32_t flags = (seg->flags & VMEM_MAP_READONLY ? PTE_READONLY : 0) | PTE_CALL;
+  struct vm_run r = {seg->slab, seg->unit, (uint32_t)vm_units(c, seg->bytes)};
+  uint64_t a = seg->addr;
+  if (a == piece->addr) flags |= PTE_START;
+  while (r.n) {
+    struct vm_run old = vm_ptes_rename(c, piece->space, a, r, piece->handle, flags);
+    vm_units_ref(r.slab, r.unit, old.n);
+    vm_units_put(c, old.slab, old.unit, old.n);
+    a += vm_bytes(c, old.n);
+    r.unit += old.n;
+    r.n -= old.n;
+    flags &= PTE_READONLY;
   }
 }
 

@@ -2,10 +2,10 @@
 /* Pages that have moved to another slab: what is written down under every address and in every handle. */
 #include "plan/plan.h"
 
-static void move_pte(struct vm_pte *p, const struct vm_move *m) {
+static void move_pte(struct vm_ctx *c, struct vm_space *s, uint64_t addr, const struct vm_move *m) {
+  const struct vm_pte *p = vm_pte(c, s, addr);
   const struct vm_moved *to = &m->to[p->unit];
-  p->slab = to->slab->index;
-  p->unit = to->unit;
+  vm_ptes_rename(c, s, addr, (struct vm_run){to->slab, to->unit, 1}, p->handle, p->flags);
 }
 
 static void move_ptes(struct vm_ctx *c, struct vm_plan *p) {
@@ -14,7 +14,7 @@ static void move_ptes(struct vm_ctx *c, struct vm_plan *p) {
     struct vm_piece *piece = VM_AT(p->replaced, struct vm_piece, i);
     struct vm_space *s = piece->space;
     uint64_t end = piece->addr + piece->bytes, before = vm_space_edges(c, s, piece->addr, piece->bytes);
-    for (uint64_t a = piece->addr; a < end; a += c->granule) move_pte(vm_pte(c, s, a), p->move);
+    for (uint64_t a = piece->addr; a < end; a += c->granule) move_pte(c, s, a, p->move);
     for (uint64_t a = piece->addr; a < end; a += VM_AT(p->replaces, struct vm_seg, k++)->bytes)
       vm_ptes_one_call(c, s, a, VM_AT(p->replaces, struct vm_seg, k)->bytes);
     vm_ptes_release(c, s, piece->addr, piece->bytes);

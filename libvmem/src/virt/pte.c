@@ -169,6 +169,16 @@ int vm_ptes_name(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_
   return 0;
 }
 
+struct vm_run vm_ptes_rename(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_run r, uint32_t handle,
+                             uint32_t flags) {
+  const struct vm_pte *first = vm_pte(c, s, addr);
+  struct vm_run old = {c->phys->slabs[first->slab], first->unit, 0};
+  old.n = vm_space_units(c, s, addr, addr + vm_bytes(c, r.n), 0);
+  for (uint32_t i = 0; i < old.n; i++, addr += c->granule, flags &= ~(PTE_START | PTE_CALL))
+    *vm_pte(c, s, addr) = (struct vm_pte){r.slab->index, r.unit + i, handle, flags | PTE_BUSY};
+  return old;
+}
+
 uint64_t vm_ptes_hold(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   uint64_t a = addr, end = addr + bytes;
   while (a < end) {

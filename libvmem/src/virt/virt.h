@@ -111,6 +111,10 @@ uint32_t vm_one_call(const struct vm_ctx *c, uint64_t addr, struct vm_run r);
 /* Free ptes of [addr, addr + r.n) name the run's units, busy. *marked: granules; all, or those before the failure. */
 int vm_ptes_name(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_run r, uint32_t handle, uint32_t flags,
                  uint32_t *marked);
+/* Busy ptes, from addr on, name the run's units instead, for as long as what they named before follows one another:
+ * that is the result. */
+struct vm_run vm_ptes_rename(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_run r, uint32_t handle,
+                             uint32_t flags);
 /* Live ptes become busy: how many, to the first that is not live. */
 uint64_t vm_ptes_hold(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* Busy ptes are not any more; those that were quarantined meanwhile stay as they are. */
