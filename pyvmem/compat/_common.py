@@ -17,7 +17,6 @@ from pyvmem.errors import OutOfMemory
 from pyvmem.features.table import FORK
 from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.control import claim
 
 __all__ = ["CommonPages"]
 
@@ -59,7 +58,7 @@ class CommonPages:
             self.pages = min(-(-layout.pages_for(tokens) // unit) * unit, layout.slot_pages)
             lengths = [0] * config.max_batch
             self.rows = lengths[_WRITER] = layout.capacity(self.pages)
-            claim(cache, _WRITER)
+            cache.claim(_WRITER)
             slot = core.table[_WRITER]
             try:
                 if cache.step(lengths) == -1:

@@ -18,7 +18,7 @@ from pyvmem.errors import NotSupported
 from pyvmem.hf.named import NamedRequests
 from pyvmem.kvcache import KVCache, KVCacheConfig
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.setup import free_bytes
+from pyvmem.kvcache.group import free_bytes
 
 __all__ = ["MAX_SLOTS", "Options", "adjust", "check_model", "make_requests", "request_limits"]
 

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Physical memory that several caches share, with a floor and a ceiling each.
 
+Several engines share a budget, each in a thread that calls again as soon as its call returns. With
+`threading.RLock` the one that has just let go takes it again before another has woken up: measured
+on two cores, a call that maps nothing waited for a thousand of another cache's calls.
+
 What a cache has and what is kept for it, in bytes:
 
     0 ......... floor ......... used ......... ceiling          0 .... used .... floor .... ceiling
@@ -24,23 +28,53 @@ from __future__ import annotations
 
 import errno
 import operator
+import threading
+from _thread import RLock
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyvmem.errors import OutOfMemory
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.cuts import wait_for_cuts
+from pyvmem.kvcache.group import available_bytes
 from pyvmem.kvcache.journal import Journal
-from pyvmem.kvcache.setup import available_bytes
-from pyvmem.kvcache.turns import Turns
+from pyvmem.kvcache.reclaim import wait_for_cuts
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
-    from pyvmem.kvcache.core import Core
+    from pyvmem.kvcache.group import Core
     from pyvmem.kvcache.reclaim import Reclaimer
 
-__all__ = ["Budget", "BudgetStats", "Share", "ShareInfo"]
+__all__ = ["Budget", "BudgetStats", "Share", "ShareInfo", "Turns"]
+
+
+class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
+    """A lock for `with` blocks. Who waits first holds the gate, and the others wait for that.
+
+    So it goes to the first that waits; behind the gate the order is the operating system's. Both
+    locks are re-entrant, since Python's collector may run a finalizer at any line, and that
+    may close a cache and come here again. Leaving the block is C's, where no signal comes between.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gate = threading.RLock()
+
+    def __enter__(self) -> bool:  # type: ignore[override]
+        taken: list[bool] = []
+        try:
+            if self._is_owned():  # type: ignore[attr-defined]
+                # One call of C's takes it and notes that: no exception from outside comes between.
+                taken.extend(map(self.acquire, (True,)))
+            else:
+                with self._gate:
+                    taken.extend(map(self.acquire, (True,)))
+            return True
+        except BaseException:  # from outside: who does not get into the block has no lock
+            if taken:
+                self.release()
+            raise
+
 
 _UNKNOWN = 1 << 62  # a device whose free memory nothing tells
 

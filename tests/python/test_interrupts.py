@@ -42,8 +42,8 @@ from test_kvcache_layers import uneven
 
 from pyvmem import BadHandle, Caps, Context, Inject, InvalidArgument, KVCache
 from pyvmem.kvcache import Budget, LayeredCache, PrefixEvicted
+from pyvmem.kvcache.budget import Turns
 from pyvmem.kvcache.journal import Journal
-from pyvmem.kvcache.turns import Turns
 
 SAMPLE = 36  # points of a scenario in `make test`
 SECOND = 8  # pairs of points
@@ -734,9 +734,7 @@ def _swapping_out(engine: Engine, cache: Any, reqid: int) -> Steps:
             try:
                 call()
             except InvalidArgument:
-                assert engine.place.startswith(
-                    ("kvcache/journal.py", "kvcache/requests.py", "after ")
-                )
+                assert engine.place.startswith(("kvcache/journal.py", "kvcache/cache.py", "after "))
                 del engine.held[cache, reqid]
                 return
         del engine.held[cache, reqid]
@@ -1200,7 +1198,7 @@ def _opening(engine: Engine, make: Callable[[], Any]) -> Steps:
         That is so where the exception came when it was made, as the journal was closed, or where a
         second one ended the recovery, which the next call would take up.
         """
-        last = tuple(f"kvcache/{n}.py" for n in ("journal", "cache", "layered", "core", "base"))
+        last = tuple(f"kvcache/{n}.py" for n in ("journal", "cache", "layered", "group"))
         last = (*last, "after ")  # a real signal: nobody knows where
         if not made and (engine.twice or engine.place.startswith(last)):
             engine.forgotten = engine.context.stats().reservations

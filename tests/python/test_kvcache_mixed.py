@@ -21,7 +21,7 @@ from pyvmem import (
 )
 from pyvmem.info import Location
 from pyvmem.kvcache import Budget
-from pyvmem.kvcache.places import DEVICE, PLAIN, Kind, Places, Tier
+from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Places, Tier
 
 LARGE = Kind(UNIT, DEVICE)
 DRIVER = Inject.MAP | Inject.UNMAP | Inject.SLAB | Inject.FILL

@@ -17,9 +17,9 @@ import pytest
 
 import pyvmem
 from pyvmem import Context, KVCache, KVCacheConfig
-from pyvmem.kvcache import runs
+from pyvmem.kvcache import growth
+from pyvmem.kvcache.config import LayerShape
 from pyvmem.kvcache.layered import LayeredCache
-from pyvmem.kvcache.shapes import LayerShape
 
 PAGE = 64 << 10
 ROWS = 8  # of a page
@@ -170,7 +170,7 @@ def test_joining_keeps_the_rows_and_makes_room() -> None:
 def test_joining_waits_for_the_work_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[object] = []
     stream = SimpleNamespace(__cuda_stream__=lambda: (0, 7))
-    monkeypatch.setattr(runs, "wait_for_device", lambda stream, device: order.append(stream))
+    monkeypatch.setattr(growth, "wait_for_device", lambda stream, device: order.append(stream))
     original = Context.consolidate
 
     def consolidate(self: Context, addr: int, size: int) -> int:

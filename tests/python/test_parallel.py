@@ -22,9 +22,8 @@ from rank_runner import run_ranks
 import pyvmem
 from pyvmem import Caps, Inject
 from pyvmem.kvcache import PrefixEvicted
-from pyvmem.kvcache.control import set_limit
-from pyvmem.kvcache.lockstep import LockstepTable
-from pyvmem.kvcache.parallel import (
+from pyvmem.kvcache.distributed import (
+    LockstepTable,
     ParallelKVCache,
     RankFailed,
     rank_config,
@@ -239,7 +238,7 @@ def test_trimmed_memory_stays_the_caches(cache: ParallelKVCache) -> None:
     assert cache.stats().mapped_bytes == 0
     assert cache.context.stats().free_bytes >= 32 * cache.layout.page_size
     with pytest.raises(pyvmem.NotSupported, match="the ranks have agreed"):
-        set_limit(cache, 16)
+        cache.set_limit(16)
 
 
 def test_what_a_driver_lacks_is_an_error_and_no_answer(cache: ParallelKVCache) -> None:

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from pyvmem.info import Location
+from pyvmem.kvcache.distributed import LockstepTable
 from pyvmem.kvcache.journal import Journal
-from pyvmem.kvcache.lockstep import LockstepTable
-from pyvmem.kvcache.places import PLAIN, Kind, Tier
-from pyvmem.kvcache.slot_index import SlotIndex
-from pyvmem.kvcache.slots import Slot, SlotTable
-from pyvmem.kvcache.spans import EMPTY, Span
+from pyvmem.kvcache.pages import EMPTY, PLAIN, Kind, Span, Tier
+from pyvmem.kvcache.slots import Slot, SlotIndex, SlotTable
 
 COUNT = 12
 

@@ -1,35 +1,197 @@
 # SPDX-License-Identifier: MIT
-"""Recorded prefixes: which tokens' rows are kept, and requests that begin with them.
+"""What requests of a `LayeredCache` share: forks, and one tree of prefixes for all classes.
+
+A match may be dropped in any thread, and by Python's collector at any line, also in the middle of a
+call of the cache. So dropping only puts the lease aside; the cache's next call that looks at
+prefixes gives it up.
+
+On several ranks (lockstep.py) what a call answers must not depend on when a collector runs: there a
+lease ends when the match is used or released, and at the latest with the next `step`.
 
 The sharing unit is the fewest tokens that fill whole pages of a tensor, ``lcm(row_bytes, page_size)
 / row_bytes``: 32 tokens where rows are 2 KiB and pages 64 KiB. A row of 384 bytes does not divide
 64 KiB; the row that crosses into the next page ends there, so that whoever continues after it would
 write into a page that is shared. Only every 512 tokens do page and row end together.
+
+A class has rows of its own size, so the same tokens fill a different number of pages in each:
+
+    tokens   | unit 0                   | unit 1                   |
+    class 0  | page 0      | page 1     | page 2      | page 3     |   rows of 2 KiB
+    class 1  | page 0                   | page 1                   |   rows of 1 KiB
+
+All have the same pages, a power of two, so a class's own unit is one too, and the greatest of them
+is the least common multiple. The tree is the first class's. Its spans name that class's pages and
+have those of the others beside them, so that what is split, matched or evicted is so in all.
 """
 
 from __future__ import annotations
 
+import errno
 import math
 import operator
-from collections.abc import Hashable, Iterable
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import InvalidArgument, VMemError
+from pyvmem.errors import BadHandle, InvalidArgument, OutOfMemory, TooManyBatches, VMemError
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
-from pyvmem.kvcache.leases import Leases, PrefixMatch, evicted
-from pyvmem.kvcache.partly import attach_copy
-from pyvmem.kvcache.prefix_node import Node
-from pyvmem.kvcache.prefix_tree import PrefixTree
-from pyvmem.kvcache.spans import Span
-from pyvmem.kvcache.token_ids import ID_BYTES, TokenIds
+from pyvmem.kvcache.pages import Span
+from pyvmem.kvcache.prefix_tree import ID_BYTES, Node, PrefixTree, TokenIds
+from pyvmem.kvcache.sharing import attach_copy
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache.core import Core
+    from typing_extensions import Self
+
+    from pyvmem.kvcache.group import Core
+    from pyvmem.kvcache.prefix_tree import Node
     from pyvmem.kvcache.slots import Slot
 
-__all__ = ["PrefixMatch", "Prefixes"]
+__all__ = ["JointPrefixes", "Lease", "Leases", "PrefixEvicted", "PrefixMatch", "Prefixes"]
+
+
+class PrefixEvicted(BadHandle):
+    """A match whose lease was lost, and whose prefix is not recorded any more: match again.
+
+    `KVCache.trim` with ``prefixes=True`` takes leases; `PrefixMatch.release` gives one back; of a
+    `ParallelKVCache` they end with the next `step`.
+    """
+
+
+@dataclass(eq=False)
+class Lease:
+    """A pin of a prefix.
+
+    Attributes:
+        node: the last node of it.
+        held: the pin is there.
+        dropped: nobody will use it.
+    """
+
+    node: Node[Span]
+    held: bool = True
+    dropped: bool = False
+
+
+@dataclass(eq=False)
+class PrefixMatch:
+    """What of a prompt was recorded at the time of `KVCache.match`: a lease of it.
+
+    Until the match is used by `alloc_prefix`, released or collected, its pages are not evicted. A
+    context manager, which releases it.
+
+    Attributes:
+        length: tokens, a multiple of the sharing unit; 0: nothing.
+    """
+
+    length: int
+    _lease: Lease = field(repr=False)
+    _owner: Leases = field(repr=False)
+
+    def release(self) -> None:
+        """Gives the prefix free for eviction; again, or after its use: nothing."""
+        self._owner.drop(self._lease)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        owner: Leases | None = getattr(self, "_owner", None)
+        if owner is not None and not owner.lockstep:
+            owner.drop(self._lease)
+
+
+class Leases:
+    """The leases of a cache's prefixes. The caller holds the cache's lock, but for `drop`.
+
+    Args:
+        tree: the prefixes.
+        log: a journal's entries (journal.py), which get how each change is taken back.
+        lockstep: the cache's answers are those of other ranks.
+    """
+
+    def __init__(self, tree: PrefixTree[Span], log: list[Any], *, lockstep: bool) -> None:
+        self.lockstep = lockstep
+        self._log = log
+        self._tree = tree
+        self._open: dict[Lease, None] = {}
+        self._dropped: deque[Lease] = deque()
+
+    def __bool__(self) -> bool:
+        self.collect()
+        return bool(self._open)
+
+    def has(self, lease: Lease) -> bool:
+        """Whether a lease keeps its node; one that an exception took back does not."""
+        return lease in self._open
+
+    def add(self, node: Node[Span]) -> Lease:
+        """A lease of a node that the caller has pinned for it, or of a root, which needs no pin."""
+        lease = Lease(node, node.parent is not None)
+        if lease.held:
+            self._log.append((self._open.pop, lease, None))
+            self._open[lease] = None
+        return lease
+
+    def drop(self, lease: Lease) -> None:
+        """Puts a lease aside; from any thread, at any time."""
+        if lease.held and not lease.dropped:
+            lease.dropped = True
+            self._dropped.append(lease)
+
+    def collect(self) -> None:
+        """Gives up what was dropped."""
+        while self._dropped:
+            self.end(self._dropped.popleft())
+
+    def end(self, lease: Lease) -> None:
+        """Gives one lease up; again: nothing."""
+        if lease.held and lease in self._open:
+            self._log.append((self._open.__setitem__, lease, None))
+            del self._open[lease]  # from here on it is none of the pins that are counted again
+            lease.held = False
+            self._tree.unpin(lease.node)
+
+    def end_all(self) -> None:
+        """Gives every lease up."""
+        for lease in list(self._open):
+            self.end(lease)
+
+    def rebuilt(self) -> list[Node[Span]]:
+        """The nodes of the leases that are there, after an exception from outside."""
+        for lease in self._open:
+            lease.held = True
+        self._dropped.extend(lease for lease in self._open if lease.dropped)
+        return [lease.node for lease in self._open]
+
+    def nodes(self) -> list[Node[Span]]:
+        """The leased nodes, once for each lease."""
+        self.collect()
+        return [lease.node for lease in self._open]
+
+    def kept(self) -> dict[Node[Span], None]:
+        """All nodes on the way to leased ones, each once, in order."""
+        return {one: None for node in self.nodes() for one in node.path()}
+
+
+def evicted(length: int) -> PrefixEvicted:
+    """What is raised for a match that cannot be used any more."""
+    return PrefixEvicted(
+        f"the match of {length} tokens has lost its lease and its prefix was evicted; match again",
+        errno=errno.EBADF,
+        op="KVCache",
+    )
 
 
 class Prefixes:
@@ -367,3 +529,186 @@ class Prefixes:
     def spans(self) -> list[Span]:
         """What the tree holds."""
         return [node.span for node in self.tree]
+
+
+class _JointSpan(Span):
+    """The first class's pages for some units, and those of the others in turn."""
+
+    __slots__ = ("parts_of",)
+
+    def __init__(self, parts_of: Sequence[Span]) -> None:
+        super().__init__(parts_of[0].parts, parts_of[0].unit_pages, parts_of[0].lead)
+        self.parts_of = tuple(parts_of)
+
+    def split(self, units: int) -> tuple[Span, Span]:
+        """As `Span.split`, in every class."""
+        upper, lower = zip(*(span.split(units) for span in self.parts_of), strict=True)
+        return _JointSpan(upper), _JointSpan(lower)
+
+
+def _of(span: Span) -> tuple[Span, ...]:
+    """The spans of all classes."""
+    assert isinstance(span, _JointSpan)
+    return span.parts_of
+
+
+class JointPrefixes(Prefixes):
+    """The prefixes of all classes; takes the place of each class's own.
+
+    Where a method takes a slot, it is the first class's: the request's reqid is the same in all.
+
+    Args:
+        cores: the classes, before anything was recorded. They share a budget.
+    """
+
+    def __init__(self, cores: Sequence[Core]) -> None:
+        super().__init__(cores[0], max(core.prefixes.tree.unit for core in cores))
+        self._cores = tuple(cores)
+        cores[0].prefixes = self
+        for place, core in enumerate(cores[1:], 1):
+            core.prefixes = _Follower(core, self, place)
+
+    # ---- what Prefixes asks for ------------------------------------------------------------------
+
+    def _each(self, slot: Slot) -> list[tuple[Core, Slot]]:
+        return [(core, core.table[slot.index]) for core in self._cores]
+
+    def _take(self, slot: Slot, node: Node[Span], first: int, last: int) -> Span:
+        own = super()._take(slot, node, first, last)
+        rest = self._each(slot)[1:]
+        others = (core.prefixes._take(one, node, first, last) for core, one in rest)
+        return _JointSpan([own, *others])
+
+    def _spans_to(self, node: Node[Span]) -> list[Span]:
+        return [_of(one.span)[0] for one in node.path()]
+
+    def _own_span(self, node: Node[Span]) -> Span:
+        return _of(node.span)[0]
+
+    def _any_idle(self) -> bool:
+        kept = self.leases.kept()
+        rest = [node for node in self.tree if node not in kept]
+        return any(one.prefixes.idle_pages(rest) for one in self._cores)
+
+    # ---- matching --------------------------------------------------------------------------------
+
+    def alloc(self, match: PrefixMatch, stream: Any) -> int | None:
+        """As `Prefixes.alloc`, in every class or in none; the first one chooses the slot."""
+        for core in self._cores:
+            core.sharing.require(PREFIXES, "alloc_prefix")
+        self.leases.collect()
+        node = self._pin(match)
+        units = match.length // self.tree.unit
+        taken: list[tuple[Core, Slot]] = []
+        try:
+            for core in self._cores:
+                span = core.prefixes._path(node, units * core.prefixes.unit_pages)
+                into = [core.table[taken[0][1].index]] if taken else None
+                slots = core.sharing.vacate(1, into)
+                if slots is None:
+                    break
+                core.sharing.order_after_writers(span, stream)
+                if not attach_copy(core, slots[0], span, match.length):
+                    break
+                taken.append((core, slots[0]))
+        except (OutOfMemory, TooManyBatches):
+            pass
+        except VMemError:
+            self._let_be(taken, node)
+            raise
+        if len(taken) < len(self._cores):
+            self._let_be(taken, node)
+            return None
+        slot = taken[0][1]
+        slot.pins = [node]
+        self.leases.end(match._lease)
+        for core, one in taken:
+            core.enter(one, match.length)
+            core.note_peaks()
+        return slot.index
+
+    def _let_be(self, taken: list[tuple[Core, Slot]], node: Node[Span]) -> None:
+        for core, slot in taken:
+            core.sharing.detach([slot])
+        self.tree.unpin(node)
+
+    # ---- giving up -------------------------------------------------------------------------------
+
+    def evict(self, pages: int) -> int:
+        """As `Prefixes.evict`; what comes back in other classes counts by its bytes."""
+        return self.evict_for(self._core, pages)
+
+    def evict_for(self, core: Core, pages: int) -> int:
+        """`evict` for one class: its budget has room for what comes back in any of them."""
+        self.leases.collect()
+        column = _column(core)
+        unit = sum(one.prefixes.unit_pages * _column(one) for one in self._cores)
+        back = 0
+        while back < pages * column:
+            missing = pages * column - back
+            spans = self.tree.evict(-(-missing // unit) * self.unit_pages)
+            if not spans and not self._unpin_all():
+                break
+            back += sum(map(self._let_go, spans))
+        return back // column
+
+    def evict_all(self, leased: bool = False) -> None:
+        """As `Prefixes.evict_all`."""
+        self.leases.collect()
+        if leased:
+            self.leases.end_all()
+        for span in self.tree.evict(self.tree.evictable_pages):
+            self._let_go(span)
+
+    def _let_go(self, joint: Span) -> int:
+        """The bytes of an evicted span that come back."""
+        back = 0
+        for core, span in zip(self._cores, _of(joint), strict=True):
+            back += core.reclaimer.shared.returns(span) * _column(core)
+            core.reclaimer.let_go(span)
+        return back
+
+
+class _Follower(Prefixes):
+    """A class's part of what the first class's tree keeps."""
+
+    def __init__(self, core: Core, joint: JointPrefixes, place: int) -> None:
+        super().__init__(core, joint.tree.unit)
+        self.tree = joint.tree
+        self.leases = joint.leases
+        self._joint = joint
+        self._place = place
+
+    def evict(self, pages: int) -> int:
+        """As `JointPrefixes.evict`, for this class."""
+        return self._joint.evict_for(self._core, pages)
+
+    def evict_all(self, leased: bool = False) -> None:
+        """As `JointPrefixes.evict_all`."""
+        self._joint.evict_all(leased)
+
+    def rebuild(self) -> None:
+        """The tree is the first class's, which does it."""
+
+    def check(self) -> list[str]:
+        """What contradicts in this class's spans; the first class checks the tree."""
+        return [
+            f"{node!r} has a span of {span.pages} pages"
+            for node, span in zip(self.tree, self.spans(), strict=True)
+            if span.pages - span.lead != node.units * self.unit_pages
+        ]
+
+    def _own_span(self, node: Node[Span]) -> Span:
+        return _of(node.span)[self._place]
+
+    def _spans_to(self, node: Node[Span]) -> list[Span]:
+        return [_of(one.span)[self._place] for one in node.path()]
+
+    def spans(self) -> list[Span]:
+        """What the tree holds of this class, for checks."""
+        return [_of(node.span)[self._place] for node in self.tree]
+
+
+def _column(core: Core) -> int:
+    """Bytes of a page in every tensor."""
+    return core.layout.page_size * core.layout.num_tensors
