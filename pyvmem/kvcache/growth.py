@@ -254,6 +254,7 @@ class Pager(Book):
         want: Sequence[tuple[Slot, int]],
         *,
         background: bool,
+        tentative: bool = False,
         reclaim: bool = True,
         source: Source | None = None,
         after: Sequence[Any] = (),
@@ -266,6 +267,7 @@ class Pager(Book):
         Args:
             want: slots and the pages that each shall have.
             background: on the worker thread; else mapped when this returns.
+            tentative: granted by `settle` alone, although it is mapped: it may yet be given up.
             reclaim: unmap pages of no owner, and wait for that, when memory is short.
             source: what the new pages begin with, in each slot.
             after: GPU work that writes it; waited for here.
@@ -282,11 +284,12 @@ class Pager(Book):
             if late:
                 job.grants = []  # nobody's before its old contents are about to be zeroed
             if not len(self._planner.mapping):
-                self._begin(job, granted=not (late or job.handover))
+                self._begin(job, granted=not (tentative or late or job.handover))
                 break
             for event in after:
                 wait_for(event)
-            if self._map(job, want, background, reclaim, source, goals is not None, bool(late)):
+            wait_to_grant = bool(tentative or background or late or job.handover)
+            if self._map(job, want, background, reclaim, source, goals is not None, wait_to_grant):
                 break
             if goals is None:
                 return False
@@ -463,11 +466,12 @@ class Pager(Book):
         reclaim: bool,
         source: Source | None,
         more: bool,
-        late: bool,
+        wait_to_grant: bool,
     ) -> bool:
         """Runs or submits the mapping batch, with the growth in the books; False: no memory.
 
-        `more`: it maps more than is wanted, for which nothing is taken back. `late`: fills follow.
+        `more`: it maps more than is wanted, for which nothing is taken back.
+        `wait_to_grant`: `settle` grants the pages.
         """
         reclaimer, mapping, pages = self.reclaimer, self._planner.mapping, job.new_pages
         keep = dict(want) if reclaim else None
@@ -477,7 +481,7 @@ class Pager(Book):
                 try:
                     with self.mapper.transaction() as change:
                         job.mapping = change.ticket if background else None
-                        self._begin(job, granted=not (background or late or job.handover))
+                        self._begin(job, granted=not wait_to_grant)
                         if background:
                             change.submit(mapping)
                         else:

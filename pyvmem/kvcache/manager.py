@@ -204,7 +204,7 @@ def _is_left(core: Core, slot: Slot) -> bool:
     return core.pager.is_held_up(slot)
 
 
-def _grow(core: Core, want: _Want, *, background: bool) -> bool:
+def _grow(core: Core, want: _Want, *, background: bool, tentative: bool = False) -> bool:
     """Begins to give slots their pages, once nothing is in flight over them."""
     pager, reclaimer = core.pager, core.reclaimer
     for slot, _ in want:
@@ -214,7 +214,7 @@ def _grow(core: Core, want: _Want, *, background: bool) -> bool:
     lacking *= core.layout.num_tensors
     if lacking > reclaimer.free and not pager.can_have(lacking, dict(want)):
         return False  # known before anything is planned
-    return pager.grow(want, background=background)
+    return pager.grow(want, background=background, tentative=tentative)
 
 
 def grow_all(wants: Sequence[tuple[Core, _Want]], *, background: bool) -> bool:
@@ -252,7 +252,7 @@ def _grow_each(wants: Sequence[tuple[Core, _Want]], background: bool) -> bool:
         for core, want in wants:
             if want:
                 core.journal.on_abort(partial(_disown, core, want))
-                if not _grow(core, want, background=background):
+                if not _grow(core, want, background=background, tentative=True):
                     disown()
                     return False
                 grown.append((core, want))
