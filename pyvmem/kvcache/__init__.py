@@ -6,11 +6,11 @@ from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.config import KVCacheConfig, LayerShape, layer_shapes
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.layered import LayeredCache
-from pyvmem.kvcache.manager import SwappedRequest
+from pyvmem.kvcache.manager import Moved
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
-from pyvmem.kvcache.migration import Moved
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
 from pyvmem.kvcache.prefix_tree import TokenIds
+from pyvmem.kvcache.swap import SwappedRequest
 
 __all__ = [
     "Budget",

@@ -19,19 +19,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, NotSupported, VMemError
 from pyvmem.info import Caps, Location
-from pyvmem.kvcache import group, integrity, manager, migration
+from pyvmem.kvcache import group, idle, integrity, manager, swap, truncate
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.group import Core
+from pyvmem.kvcache.idle import IdleThread
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.manager import IdleThread, SwappedRequest
+from pyvmem.kvcache.manager import Moved
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
-from pyvmem.kvcache.migration import Moved
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.slots import SlotTable
+from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.reservation import Reservation
 from pyvmem.streams import check
 
@@ -319,7 +320,7 @@ class KVCache(Closing):
             VMemError: the driver failed; nothing changed.
         """
         with self._lock, self._journal:
-            return manager.truncate([self._open_core()], reqid, length, stream)
+            return truncate.truncate([self._open_core()], reqid, length, stream)
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -549,7 +550,7 @@ class KVCache(Closing):
         check(stream)
         with self._lock, self._journal:
             core = self._open_core()
-            return manager.swap_out([core], reqid, stream)
+            return swap.swap_out([core], reqid, stream)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """Brings a swapped request back, into any slot.
@@ -568,7 +569,7 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            return manager.swap_in([self._open_core()], swapped, stream)
+            return swap.swap_in([self._open_core()], swapped, stream)
 
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
@@ -615,7 +616,7 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            return manager.trim(self._open_core(), prefixes, compact, stream)
+            return idle.trim(self._open_core(), prefixes, compact, stream)
 
     # ---- where pages lie -------------------------------------------------------------------------
 
@@ -697,9 +698,9 @@ class KVCache(Closing):
         with self._lock, self._journal:
             core = self._open_core()
             slot = core.slot(reqid)
-            tier = migration.tier_of(core, location, device)
+            tier = manager.tier_of(core, location, device)
             core.mover.sweep()
-            return migration.move(core, slot, tier, tokens, stream, wait=wait)
+            return manager.move(core, slot, tier, tokens, stream, wait=wait)
 
     # ---- for programs written for another cache --------------------------------------------------
 
@@ -738,9 +739,7 @@ class KVCache(Closing):
             floor = -(-core.config.memory_floor // core.layout.page_size)
             if count < floor:
                 raise invalid(f"a limit of {count} pages: the floor is {floor}", limit=floor)
-            core.journal.keep(core, "_low_pages")
             core.reclaimer.limit = count
-            core._low_pages = int(core.config.low_watermark * count)
 
     def reclaim_free(self, keep: Collection[int] = (), *, wait: bool = False) -> None:
         """Unmaps the pages of free slots in the background, each after its owners' last GPU work.

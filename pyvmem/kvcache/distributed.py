@@ -37,16 +37,16 @@ import torch.distributed as dist
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, InvalidArgument, NotSupported, OutOfMemory, VMemError
 from pyvmem.info import KEEP_ALL, Location
-from pyvmem.kvcache import manager
+from pyvmem.kvcache import idle
 from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.group import Core, available_bytes
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.manager import SwappedRequest
-from pyvmem.kvcache.migration import Moved
+from pyvmem.kvcache.manager import Moved
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
 from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.streams import check, device_ordinal
 
 __all__ = [
@@ -583,7 +583,7 @@ class ParallelKVCache(KVCache):
         return self._settled(self._trim, prefixes)
 
     def _trim(self, prefixes: bool) -> int:
-        manager.unmap_idle(self._open_core(), prefixes)
+        idle.unmap_idle(self._open_core(), prefixes)
         return 0
 
     def _settled(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -646,7 +646,7 @@ class ParallelKVCache(KVCache):
                 core.release(slot, event)
         for swapped in list(self._swapped):
             swapped.close()
-        manager.unmap_idle(core, prefixes=True)
+        idle.unmap_idle(core, prefixes=True)
         for slot in core.table:
             if slot.lost:
                 core.reclaimer.salvage(slot)

@@ -26,12 +26,13 @@ from pyvmem.features import require_page_size
 from pyvmem.features.table import SPARSE
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
-from pyvmem.kvcache.growth import Pager, Runs
+from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.mapper import Mapper, Scratch
 from pyvmem.kvcache.metrics import Counters
-from pyvmem.kvcache.migration import Mover, Promoter, Window
+from pyvmem.kvcache.migration import Promoter, Window
+from pyvmem.kvcache.moves import Mover
 from pyvmem.kvcache.prefix_cache import Prefixes
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.sharing import Sharing
@@ -196,7 +197,6 @@ class Core:
         clock: steps so far.
         mover: other pages under the same addresses.
         promoter: None: there are no large pages.
-        runs: how long the runs are that requests grow by.
         window: what slides; None: every row is kept.
         untidy: `tidy` is to be called by the next step.
     """
@@ -219,27 +219,26 @@ class Core:
         self.table = table(config.max_batch, journal)
         base = parts.reservation.addr
         self.reclaimer = Reclaimer(
-            self.mapper, base, layout, self.table, parts.limit_pages, self.counters
+            self.mapper,
+            base,
+            layout,
+            self.table,
+            parts.limit_pages,
+            config.low_watermark,
+            self.counters,
         )
-        self.pager = Pager(self.reclaimer, zero_fill=config.zero_fill, device=parts.cuda_device)
         large = layout.large_pages * layout.page_size
         self.scratch = Scratch(self.mapper, max(large, layout.page_size))
+        self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)
+        self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device)
         self.sharing = Sharing(self)
         self.prefixes = Prefixes(self)
-        self.mover = Mover(self)
-        self.pager.stop_promoting = self.mover.stop_promoting
-        self.pager.promoting = self.mover.promoting
-        self.runs = Runs(self)
-        self.pager.goals, self.pager.grown = self.runs.goals, self.runs.grown
-        self.pager.relieve = self.runs.relieve
-        self.promoter = Promoter(self) if layout.large_pages else None
-        self.window = Window(self) if config.window else None
-        self.indices = range(config.max_batch)
+        self.promoter = Promoter(self.pager, self.mover, config) if layout.large_pages else None
+        self.window = Window(self.pager, self.mover, config) if config.window else None
         self.used_tokens = 0
         self.clock = 0
         self.untidy = config.reclaim_steps > 0
         self.token_bytes = layout.row_bytes * layout.num_tensors
-        self._low_pages = int(config.low_watermark * parts.limit_pages)
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._prepared: Slot | None = None
         journal.keep_list(journal.books)
@@ -425,11 +424,6 @@ class Core:
         """
         return self.pager.lengths.held
 
-    @property
-    def low_pages(self) -> int:
-        """Physical pages below which memory is scarce: see `KVCacheConfig.low_watermark`."""
-        return self._low_pages
-
     # ---- sums of the books -----------------------------------------------------------------------
 
     @property
@@ -485,8 +479,8 @@ class Core:
     def keep_watermark(self) -> None:
         """With too little memory free, begins to unmap pages of free slots."""
         reclaimer = self.reclaimer
-        if reclaimer.free < self._low_pages:
-            reclaimer.release_below(self._low_pages)
+        if reclaimer.free < reclaimer.low_pages:
+            reclaimer.release_below(reclaimer.low_pages)
 
     def tidy(self) -> None:
         """Begins to unmap what policy does not keep: see `KVCacheConfig`."""
@@ -514,7 +508,7 @@ class Core:
         if slot is None or slot.mapped >= pages:
             return
         new_pages = (pages - slot.mapped) * self.layout.num_tensors
-        if reclaimer.free - new_pages < self._low_pages:
+        if reclaimer.free - new_pages < reclaimer.low_pages:
             return
         with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
             self.pager.grow([(slot, pages)], background=True, reclaim=False)

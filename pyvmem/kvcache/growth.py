@@ -26,12 +26,13 @@ the addresses have no memory for a moment, so the whole device is waited for fir
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem._native import Lengths
 from pyvmem.errors import Busy, NotRecoverable, OutOfMemory, TooManyMappings, VMemError
 from pyvmem.info import Caps
+from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import (
     is_over,
     order_after,
@@ -42,6 +43,7 @@ from pyvmem.kvcache.events import (
 )
 from pyvmem.kvcache.journal import Book
 from pyvmem.kvcache.layout import Layout
+from pyvmem.kvcache.moves import Mover
 from pyvmem.kvcache.pages import DEVICE, Kind, Span
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Cut, Growth, Piece, Slot
@@ -50,7 +52,6 @@ from pyvmem.ops import OpBatch
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pyvmem.kvcache.group import Core
     from pyvmem.kvcache.slots import Slot
 
 __all__ = ["Pager", "Planner", "Runs", "Source"]
@@ -215,19 +216,19 @@ class Pager(Book):
         growths: batches that no `settle` has seen finished.
         active_pages: pages per tensor granted to requests, all slots together; shared ones are
             counted in `SharedPages.used`.
-        stop_promoting: gives up copies that are not needed, whether there were any; set by who
-            makes them.
-        promoting: pages per tensor that it would bring back.
-        goals: chooses the pages to map beyond what is wanted; `grown` learns what became of it, and
-            `relieve` makes fewer mappings of those there are, at a safe point (`Runs`).
+        runs: how long the runs are that requests grow by.
     """
 
-    def __new__(cls, reclaimer: Reclaimer, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, reclaimer: Reclaimer, *args: Any) -> Self:
         """No page yet."""
         return cls._with(reclaimer.mapper.journal.entries)
 
-    def __init__(self, reclaimer: Reclaimer, *, zero_fill: bool, device: int | None) -> None:
+    def __init__(
+        self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig, device: int | None
+    ) -> None:
         self.reclaimer = reclaimer
+        self.mover = mover
+        self.runs = Runs(reclaimer, mover, config, device)
         self.mapper = reclaimer.mapper
         self.journal = reclaimer.mapper.journal
         self.layout = reclaimer.layout
@@ -239,13 +240,8 @@ class Pager(Book):
         self.capacity = self.lengths.capacity
         self.growths: list[Growth] = []
         self.active_pages = 0
-        self._planner = Planner(self.base, self.layout, slots, zero_fill=zero_fill)
+        self._planner = Planner(self.base, self.layout, slots, zero_fill=config.zero_fill)
         self._large = Kind(self.layout.large_pages, DEVICE)
-        self.stop_promoting: Callable[[], bool] = lambda: False
-        self.promoting: Callable[[], int] = lambda: 0
-        self.goals: Callable[[Sequence[tuple[Slot, int]]], list[int] | None] = lambda want: None
-        self.grown: Callable[[Sequence[Piece]], None] = lambda pieces: None
-        self.relieve: Callable[[], bool] = lambda: False
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -275,7 +271,7 @@ class Pager(Book):
         Returns:
             False when memory is short; then nothing changed, except that reclaimed pages are free.
         """
-        goals = self.goals(want)
+        goals = self.runs.goals(want)
         while True:
             job = Growth([slot for slot, _ in want])
             writers: list[Any] = []
@@ -294,7 +290,7 @@ class Pager(Book):
             if goals is None:
                 return False
             goals = None
-        self.grown(job.pieces)
+        self.runs.grown(job.pieces)
         counters = self.counters
         counters.grown += job.new_pages
         counters.reused += job.reused_pages
@@ -420,7 +416,7 @@ class Pager(Book):
             share.finish_idle()
         if pages <= self.reclaimer.obtainable(keep):
             return True
-        if self.stop_promoting() and pages <= self.reclaimer.obtainable(keep):
+        if self.mover.stop_promoting() and pages <= self.reclaimer.obtainable(keep):
             return True
         stopped = share is not None and share.stop_promoting()
         return stopped and pages <= self.reclaimer.obtainable(keep)
@@ -437,7 +433,7 @@ class Pager(Book):
         """Physical pages that `can_have` would wait for: of idle growths, and copies given up."""
         idle = [slot for job in self.growths if not job.awaited for slot in job.slots]
         spare = sum(max(0, slot.mapped - max(slot.granted, slot.shared)) for slot in idle)
-        return (spare + self.promoting()) * self.layout.num_tensors
+        return (spare + self.mover.promoting()) * self.layout.num_tensors
 
     def have(self, pages: int) -> bool:
         """Whether so many physical pages are free, once what belongs to no request was reclaimed.
@@ -536,7 +532,7 @@ class Pager(Book):
     ) -> bool:
         """Brings mappings back: joins what can be joined, else unmaps pages of no request."""
         reclaimer = self.reclaimer
-        if (reclaimer.table.lockstep or not background) and self.relieve():
+        if (reclaimer.table.lockstep or not background) and self.runs.relieve():
             return True
         if keep is None or not reclaimer.make_room(job.new_pages, keep):
             reclaimer.raise_errors()
@@ -692,13 +688,21 @@ class Runs:
         limit: mappings that the context may have; 0: any number.
     """
 
-    def __init__(self, core: Core) -> None:
-        layout, config = core.layout, core.config
-        self._core = core
-        self.limit = core.context.info.max_mappings
+    def __init__(
+        self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig, device: int | None
+    ) -> None:
+        self._reclaimer = reclaimer
+        self._mover = mover
+        self._mapper = reclaimer.mapper
+        self._context = reclaimer.mapper.context
+        self._table = reclaimer.table
+        self._layout = layout = reclaimer.layout
+        self._counters = reclaimer.counters
+        self._device = device
+        self.limit = self._context.info.max_mappings
         self._fraction = config.growth_fraction
         self._join_at = int(config.join_at * self.limit)
-        self._joins = Caps.CONSOLIDATE in core.context.info.caps
+        self._joins = Caps.CONSOLIDATE in self._context.info.caps
         self._chunk = max(1, _RUN_BYTES // layout.page_size)
         # A large page cannot be given back in part: at most half of one is surplus.
         self._longest = min(self._chunk, layout.large_pages // 2 or self._chunk)
@@ -713,37 +717,36 @@ class Runs:
     @property
     def used(self) -> int:
         """Mappings of the context, or a few more: each page that has come since may be one."""
-        grown = self._core.counters.grown - self._seen
+        grown = self._counters.grown - self._seen
         return self._used + grown if 0 <= grown * _LOOKS <= self.limit else self._count()
 
     def _count(self) -> int:
         """The mappings that there are."""
-        self._seen = self._core.counters.grown
-        self._used = self._core.context.stats().mappings
+        self._seen = self._counters.grown
+        self._used = self._context.stats().mappings
         return self._used
 
     # ---- growth ----------------------------------------------------------------------------------
 
     def goals(self, want: Sequence[tuple[Slot, int]]) -> list[int] | None:
         """Pages per tensor to map for each slot, at least what it shall have; None: just that."""
-        core = self._core
         if self._longest == 1 or not self._fraction:
             return None
-        tensors = core.layout.num_tensors
-        reclaimer = core.reclaimer
+        tensors = self._layout.num_tensors
+        reclaimer = self._reclaimer
         need = sum([pages - slot.mapped for slot, pages in want if pages > slot.mapped])
         if not need:
             return None
         free = reclaimer.free // tensors - need
         if free <= 0:
             return None
-        active = len(core.table) - len(core.table.free)
+        active = len(self._table) - len(self._table.free)
         least = self._least(free)
         share = free // max(1, active)
         most = min(self._longest, _power(share if least > 1 else share // 2))
         if most == 1:
             return None
-        last = core.layout.slot_pages
+        last = self._layout.slot_pages
         goals = []
         longer = False
         fraction = self._fraction
@@ -772,7 +775,7 @@ class Runs:
         if used * _CROWDED < self.limit or not self.limit:
             return 1
         left = max(1, self.limit * 3 // 4 - used)
-        pages = -(-2 * free * self._core.layout.num_tensors // left)
+        pages = -(-2 * free * self._layout.num_tensors // left)
         return 1 << (pages - 1).bit_length()
 
     def grown(self, pieces: Sequence[Piece]) -> None:
@@ -788,17 +791,16 @@ class Runs:
         Theirs are taken to be runs of 2 MiB, and one more each. Those of free slots can be had, and
         what joining gives.
         """
-        core = self._core
-        active = len(core.table) - len(core.table.free)
-        if not self.limit or not active or core.table.lockstep:
+        active = len(self._table) - len(self._table.free)
+        if not self.limit or not active or self._table.lockstep:
             return True
-        tensors = core.layout.num_tensors
+        tensors = self._layout.num_tensors
         need = sum(-(-pages // self._chunk) + 1 for pages in lengths if pages) * tensors
         room = self.limit - self.used
         if need <= room:
             return True
         room = self.limit - self._count()
-        for slot in core.table:
+        for slot in self._table:
             calls = min(self._calls[slot.index], slot.mapped)
             if slot.active:
                 calls = max(0, calls - self._pieces(slot)) if self._joins and self._join_at else 0
@@ -823,14 +825,13 @@ class Runs:
 
     def _join(self, spare: int, most: int) -> None:
         """Joins slots, most pieces first: for `spare` mappings fewer, in `most` calls or so."""
-        core = self._core
-        tensors = core.layout.num_tensors
-        slots = [slot for slot in core.table if self._can_join(slot)]
+        tensors = self._layout.num_tensors
+        slots = [slot for slot in self._table if self._can_join(slot)]
         if not slots:
             return
         slots.sort(key=lambda slot: -self._calls[slot.index])
         self._wait()
-        with core.counters.waiting():
+        with self._counters.waiting():
             for slot in slots:
                 if spare <= 0 or most <= 0:
                     break
@@ -841,9 +842,9 @@ class Runs:
                     continue
                 except VMemError as error:
                     if isinstance(error, NotRecoverable):
-                        core.table.condemn(slot)
+                        self._table.condemn(slot)
                         slot.lost = True
-                    core.reclaimer.errors.append(error)
+                    self._reclaimer.errors.append(error)
                     break
         self._count()
 
@@ -853,7 +854,7 @@ class Runs:
             and slot.job is None
             and not slot.lost
             and self._calls[slot.index] >= _LEAST
-            and slot not in self._core.mover.moves
+            and slot not in self._mover.moves
         )
 
     def _pieces(self, slot: Slot) -> int:
@@ -867,21 +868,21 @@ class Runs:
 
     def _join_slot(self, slot: Slot) -> int:
         """Joins a slot's pages in every tensor; returns the driver calls."""
-        core, layout = self._core, self._core.layout
+        layout = self._layout
         first = self._first(slot)
         calls = 0
         if first < slot.mapped:
             nbytes = (slot.mapped - first) * layout.page_size
             for tensor in range(layout.num_tensors):
-                at = core.pager.base + layout.offset(slot.index, first, tensor)
-                calls += core.mapper.consolidate(at, nbytes)
+                at = self._reclaimer.base + layout.offset(slot.index, first, tensor)
+                calls += self._mapper.consolidate(at, nbytes)
         self._calls[slot.index] = 1
         self._joined[slot.index] = slot.mapped
         return calls
 
     def _wait(self) -> None:
         """Waits for all work on the device, of whatever stream."""
-        wait_for_device(self._stream, self._core.device)
+        wait_for_device(self._stream, self._device)
 
 
 def _power(number: int) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy
-from pyvmem.kvcache import group, integrity, manager
+from pyvmem.kvcache import group, idle, integrity, manager, swap, truncate
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import Closing, KVCache, half_closed
 from pyvmem.kvcache.config import KVCacheConfig, LayerShape, Place, classes_of, invalid
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from pyvmem.context import Context
     from pyvmem.kvcache.cache import KVCache
-    from pyvmem.kvcache.manager import SwappedRequest
     from pyvmem.kvcache.prefix_cache import PrefixMatch
+    from pyvmem.kvcache.swap import SwappedRequest
 
 __all__ = ["LayeredCache"]
 
@@ -188,7 +188,7 @@ class LayeredCache(Closing):
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
         """As `KVCache.truncate`, in all classes or in none."""
         with self._lock, self._journal:
-            return manager.truncate(self._open(), reqid, length, stream)
+            return truncate.truncate(self._open(), reqid, length, stream)
 
     # ---- forks -----------------------------------------------------------------------------------
 
@@ -263,13 +263,13 @@ class LayeredCache(Closing):
         check(stream)
         with self._lock, self._journal:
             cores = self._open()
-            return manager.swap_out(cores, reqid, stream)
+            return swap.swap_out(cores, reqid, stream)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """As `KVCache.swap_in`; the slot fits the class of the first layer best."""
         check(stream)
         with self._lock, self._journal:
-            return manager.swap_in(_agreed(self._open()), swapped, stream)
+            return swap.swap_in(_agreed(self._open()), swapped, stream)
 
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
@@ -287,7 +287,7 @@ class LayeredCache(Closing):
             for cache in self.caches:
                 cache.trim(prefixes)
             if compact:
-                manager.compact(cores[0], stream, owned=self._owned is not None)
+                idle.compact(cores[0], stream, owned=self._owned is not None)
             return max(0, before - cores[0].context.stats().slab_bytes)
 
     # ---- steps ---------------------------------------------------------------------------------

@@ -1,81 +1,39 @@
 # SPDX-License-Identifier: MIT
-"""Giving memory back: when asked, and by a small thread when an engine is idle.
-
-A large page that is not full is copied as far as it is, into small pages where that is not whole.
-
-All rows are copied, also those in shared pages: a swapped request holds no page, and when it comes
-back all its pages are its own.
-
-    0 ......... length ......... granted ......... mapped
-    | rows kept | given up      |                 |
-    | pages kept   | nobody's from here on        |
-
-Pages of the request's own stay mapped, as those of a freed slot do: the request may have them
-again, zeroed, and whoever is short may take them. Pages that a request shares or that lie outside
-the device cannot stay where nobody owns them. They are unmapped at once, and of a shared page that
-is kept in part the request gets a copy of its own, since it may write behind its last row.
-
-An idle engine makes no calls, so its calls cannot notice that it is: that takes a thread. It looks
-a few times within `idle_seconds` whether a request was taken, given back or stepped, which costs
-those calls nothing.
-"""
+"""What is done for requests, in every group of layers or in none: steps, forks, admission, tiers."""
 
 from __future__ import annotations
 
 import errno
-import logging
 import operator
-import threading
-import weakref
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from pyvmem.errors import (
-    BadHandle,
-    NotRecoverable,
-    NotSupported,
-    OutOfMemory,
-    TooManyMappings,
-    VMemError,
-)
-from pyvmem.features.table import FORK, SWAP
+from pyvmem.errors import OutOfMemory, TooManyMappings, VMemError
+from pyvmem.features.table import FORK, HOST_PAGES, PEER_PAGES
+from pyvmem.info import Location
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.events import prune, record, wait_for, wait_for_device
+from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.group import Core
 from pyvmem.kvcache.growth import Source
-from pyvmem.kvcache.slots import Growth, Slot
-from pyvmem.ops import OpBatch
-
-if TYPE_CHECKING:
-    from pyvmem.kvcache.group import Core
-    from pyvmem.kvcache.pages import Span
-    from pyvmem.kvcache.prefix_cache import PrefixMatch
-    from pyvmem.kvcache.slots import Slot
-    from pyvmem.reservation import Reservation
+from pyvmem.kvcache.pages import DEVICE, Kind, Stretch, Tier
+from pyvmem.kvcache.prefix_cache import PrefixMatch
+from pyvmem.kvcache.slots import Growth, Move, Slot
+from pyvmem.streams import device_ordinal
 
 __all__ = [
-    "fork_all",
-    "IdleThread",
-    "SwappedRequest",
-    "begin_trim",
-    "bring_back",
+    "Moved",
     "can_admit",
-    "compact",
     "fork",
+    "fork_all",
     "grow_all",
+    "move",
     "step",
     "step_all",
     "step_async",
     "step_async_all",
-    "swap_in",
-    "swap_out",
-    "trim",
-    "truncate",
-    "unmap_idle",
+    "tier_of",
 ]
 
 _Want = list[tuple[Slot, int]]
@@ -238,7 +196,7 @@ def _note_crowded(cores: Sequence[Core]) -> None:
     """The driver had no mapping left for what was begun in the background; that was undone."""
     _note_short(cores)
     for core in cores:
-        core.pager.relieve()
+        core.pager.runs.relieve()
 
 
 def _grow_each(wants: Sequence[tuple[Core, _Want]], background: bool) -> bool:
@@ -289,7 +247,7 @@ def _commit(core: Core, rows: array[int], total: int, stream: Any) -> None:
         core.window.slide(rows, stream)
     if core.config.promote_tokens and core.promoter is not None:
         core.promoter.step(rows, stream)
-    core.runs.step(stream)
+    core.pager.runs.step(stream)
     core.journal.keep(core, "used_tokens", "clock")
     core.journal.keep(core.pager.lengths, "held")
     core.pager.lengths.held = rows
@@ -382,420 +340,6 @@ def _chosen(core: Core, count: int, into: Sequence[int]) -> list[Slot]:
     return slots
 
 
-class SwappedRequest:
-    """A request that a cache's `swap_out` made; its `swap_in` takes it back, once.
-
-    Holds host memory (pinned where torch has CUDA) until it is swapped in or closed, whether its
-    cache is open or not. A context manager.
-
-    Attributes:
-        seq_len: tokens of the request.
-        nbytes: host memory that was taken.
-    """
-
-    def __init__(self, cores: Sequence[Core], seq_len: int, rows: Sequence[memoryview]) -> None:
-        self.seq_len = seq_len
-        self.nbytes = sum(one.nbytes for one in rows)
-        self._cores = tuple(cores)
-        self._rows: Sequence[memoryview] | None = rows
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it can still be swapped in."""
-        return self._rows is not None
-
-    def close(self) -> None:
-        """Gives the request up and its host memory back; again: nothing."""
-        self._rows = None
-
-    def __enter__(self) -> SwappedRequest:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = f"{self.nbytes} bytes" if self.is_open else "closed"
-        return f"<SwappedRequest: {self.seq_len} tokens, {state}>"
-
-
-def _host_memory(size: int, device: int | None) -> memoryview:
-    """Host memory that a GPU copies to at full speed, where there is one."""
-    if device is not None and size:
-        import torch
-
-        if torch.cuda.is_available():
-            pinned: Any = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-            return memoryview(pinned)
-    return memoryview(bytearray(size))
-
-
-def _pieces(core: Core, slot: Slot, size: int) -> list[int]:
-    """Where `size` bytes of rows begin, in every tensor."""
-    layout = core.layout
-    return [
-        core.pager.base + layout.offset(slot.index, 0, tensor)
-        for tensor in (range(layout.num_tensors) if size else ())
-    ]
-
-
-def swap_out(cores: Sequence[Core], reqid: int, stream: Any) -> SwappedRequest:
-    """See `KVCache.swap_out`; of several caches with the same requests, all or none."""
-    for core in cores:
-        core.sharing.require(SWAP, "swap_out")
-    slots = [core.slot(reqid) for core in cores]
-    length = cores[0].rows[slots[0].index]
-    for core, slot in zip(cores, slots, strict=True):
-        core.pager.release(slot)
-    sizes = [length * core.layout.row_bytes for core in cores]
-    rows = [
-        _host_memory(size * core.layout.num_tensors, core.device)
-        for core, size in zip(cores, sizes, strict=True)
-    ]
-    wait_for(record(stream, cores[0].device))
-    for core, slot, size, held in zip(cores, slots, sizes, rows, strict=True):
-        for tensor, address in enumerate(_pieces(core, slot, size)):
-            core.context.read_into(address, held[tensor * size : (tensor + 1) * size])
-    swapped = SwappedRequest(cores, length, rows)
-    for core, slot in zip(cores, slots, strict=True):
-        core.release(slot, None)  # the work is over
-    cores[0].journal.on_abort(partial(bring_back, cores, swapped, slots[0].index))
-    for core in cores:
-        core.tidy()
-    return swapped
-
-
-def bring_back(cores: Sequence[Core], swapped: SwappedRequest, reqid: int) -> None:
-    """Undoes a `swap_out` whose result nobody got; nothing, where that is done already."""
-    slot = cores[0].table[reqid]
-    if swapped.is_open and not slot.active:
-        swap_in(cores, swapped, None, into=reqid)
-
-
-def swap_in(
-    cores: Sequence[Core], swapped: SwappedRequest, stream: Any, into: int | None = None
-) -> int | None:
-    """See `KVCache.swap_in`; into several caches with the same requests, all or none.
-
-    `into`: the reqid that it shall have, which is free; None: any.
-    """
-    if not isinstance(swapped, SwappedRequest):
-        raise TypeError(f"expected a SwappedRequest, not {swapped!r:.80}")
-    if swapped._rows is None:
-        raise BadHandle(
-            f"{swapped!r} was closed or swapped in before", errno=errno.EBADF, op="KVCache.swap_in"
-        )
-    if swapped._cores != tuple(cores):
-        raise invalid(f"{swapped!r} is another cache's")
-    length = swapped.seq_len
-    found = cores[0].fit(length) if into is None else cores[0].table[into]
-    if found is None:
-        return None
-    slots = [core.table[found.index] for core in cores]
-    for core, slot in zip(cores, slots, strict=True):
-        core.pager.release(slot)
-    for core, slot in zip(cores, slots, strict=True):
-        core.take(slot)
-
-    def give_back() -> None:
-        for core, slot in zip(cores, slots, strict=True):
-            core.release(slot, None)
-
-    try:
-        want = [
-            (core, [(slot, core.layout.pages_for(length))] if length else [])
-            for core, slot in zip(cores, slots, strict=True)
-        ]
-        if not grow_all(want, background=False):
-            give_back()
-            return None
-        for core in cores:
-            core.pager.settle(stream)
-        # Zero-fills, and earlier owners' work where nothing is filled.
-        wait_for(record(stream, cores[0].device))
-        for core, slot, rows in zip(cores, slots, swapped._rows, strict=True):
-            size = length * core.layout.row_bytes
-            for tensor, address in enumerate(_pieces(core, slot, size)):
-                core.context.write(address, rows[tensor * size : (tensor + 1) * size])
-    except VMemError:
-        give_back()
-        raise
-    for core, slot in zip(cores, slots, strict=True):
-        core.enter(slot, length)
-        core.note_peaks()
-    cores[0].journal.keep(swapped, "_rows")
-    swapped.close()
-    return found.index
-
-
-def truncate(cores: Sequence[Core], reqid: int, length: int, stream: Any) -> int:
-    """See `KVCache.truncate`; of several caches with the same requests, all or none."""
-    slots = [core.slot(reqid) for core in cores]
-    rows, held = operator.index(length), max(core.rows[slots[0].index] for core in cores)
-    if not 0 <= rows <= held:
-        raise invalid(f"length {rows}: reqid {slots[0].index} holds {held} tokens", limit=held)
-    for core, slot in zip(cores, slots, strict=True):
-        if core.window is not None:
-            core.window.check(slot, rows)
-    if rows == held:
-        return 0
-    for core, slot in zip(cores, slots, strict=True):
-        page = rows * core.layout.row_bytes // core.layout.page_size
-        core.mover.shorten(slot, page, stream)
-    each = [_Truncation.of(core, slot, rows) for core, slot in zip(cores, slots, strict=True)]
-    if any(one.unmaps for one in each):
-        for one in each:
-            one.core.pager.release(one.slot)
-        each = [_Truncation.of(one.core, one.slot, rows) for one in each]
-        wait_for(record(stream, cores[0].device))
-        if not _unmap_all(each, partial(_complete, cores, reqid, slots[0].owner, rows)):
-            return -1
-        stream = None  # the work on it is over
-    _shorten(each, stream)
-    return 0
-
-
-def _shorten(each: Sequence[_Truncation], stream: Any) -> None:
-    """Writes the truncation into the books, in every cache, then unmaps what policy does not keep.
-
-    `stream`: of the last work on the rows.
-    """
-    disowned = [one for one in each if not one.unmaps and one.keep < one.slot.granted]
-    event = record(stream, disowned[0].core.device) if disowned else None
-    for one in disowned:
-        core, slot = one.core, one.slot
-        core.pager.shrink(slot, one.keep)
-        core.reclaimer.own_away = None
-        slot.events = [*prune(slot.events), *(() if event is None else (event,))]
-    for one in each:
-        core, slot = one.core, one.slot
-        if core.promoter is not None:
-            core.promoter.shorten(slot, one.first)
-        core.prefixes.shorten(slot, one.rows)
-        core.enter(slot, one.rows)
-        core.table.changes += 1
-    for one in disowned:
-        if not one.core.config.deferred_reclaim and one.slot.job is None:
-            one.core.reclaimer.try_cut(one.slot, one.keep)
-
-
-def _complete(cores: Sequence[Core], reqid: int, owner: int, rows: int) -> None:
-    """Does what is left of a truncation that an exception ended after pages had gone.
-
-    Raises:
-        NotRecoverable: it could not; the request has lost rows, and the text names it.
-    """
-    slots = [core.table[reqid] for core in cores]
-    if slots[0].owner != owner or any(slot.lost for slot in slots):
-        return
-    try:
-        done = truncate(cores, reqid, rows, None) == 0
-    except VMemError as error:
-        raise _lost(cores[0], slots[0], error) from error
-    if not done:
-        short = "memory is short for its last page"
-        raise _lost(
-            cores[0], slots[0], OutOfMemory(short, errno=errno.ENOMEM, op="KVCache.truncate")
-        )
-    _shorten(
-        [_Truncation.of(core, slot, rows) for core, slot in zip(cores, slots, strict=True)], None
-    )
-
-
-@dataclass
-class _Truncation:
-    """What becomes of a slot's pages.
-
-    Attributes:
-        rows: tokens that are kept.
-        first: the page that the first row given up begins in.
-        keep: pages that the request keeps.
-        shared: of these, shared ones.
-        copied: end of the pages, from `shared` on, that copies take the place of.
-        end: pages from here on go where pages are unmapped at once.
-        unmaps: they are.
-        addresses: where the copies are before they take their place.
-    """
-
-    core: Core
-    slot: Slot
-    rows: int
-    first: int
-    keep: int
-    shared: int
-    copied: int
-    end: int
-    unmaps: bool
-    addresses: Reservation | None = None
-
-    @classmethod
-    def of(cls, core: Core, slot: Slot, rows: int) -> _Truncation:
-        """The slot is the request's, without a move under way behind its rows."""
-        layout, places = core.layout, slot.places
-        first, cut = divmod(rows * layout.row_bytes, layout.page_size)
-        keep = min(layout.pages_for(rows), slot.granted)
-        shared = min(slot.shared, places.floor(first))
-        copied = shared
-        if shared < slot.shared:
-            if cut or shared < first:
-                copied = min(places.ceil(keep), slot.shared)
-            else:
-                keep = shared  # what a kernel may over-read comes with the next step
-        unmaps = shared < slot.shared or places.away_end > keep
-        end = max(places.ceil(keep), copied)
-        return cls(core, slot, rows, first, keep, shared, copied, end, unmaps)
-
-    @property
-    def stride(self) -> int:
-        """Bytes of the copies in each tensor."""
-        return (self.copied - self.shared) * self.core.layout.page_size
-
-    @property
-    def new_pages(self) -> int:
-        """Physical pages that the copies take."""
-        return (self.copied - self.shared) * self.core.layout.num_tensors
-
-    def copy(self) -> bool:
-        """Copies what is kept of shared pages; False where memory is short.
-
-        The work that the pages wait for is over, but for that of those who wrote them for others.
-        """
-        core, slot, layout = self.core, self.slot, self.core.layout
-        if not self.new_pages:
-            return True
-        if not core.pager.have(self.new_pages):
-            return False
-        for block, *_ in slot.span.cut(self.shared, self.copied).parts:
-            for event in prune(block.events):
-                wait_for(event)
-        nbytes = self.rows * layout.row_bytes - self.shared * layout.page_size
-        ops = OpBatch(1)
-        addresses = core.scratch.take(self.stride * layout.num_tensors)
-        ops.populate(
-            addresses.addr,
-            self.stride,
-            layout.num_tensors,
-            self.stride,
-            layout.page_size,
-            copy_from=core.pager.base + layout.offset(slot.index, self.shared),
-            copy_stride=layout.tensor_bytes,
-            copy_bytes=nbytes,
-        )
-        try:
-            with core.counters.waiting(), core.mapper.transaction() as change:
-                core.reclaimer.held += self.new_pages
-                change.run(ops)
-        except VMemError as error:
-            core.scratch.give(addresses)
-            if core.sharing.is_shortage(error):
-                return False
-            raise
-        self.addresses = addresses
-        return True
-
-    def give_up(self) -> None:
-        """Undoes `copy`."""
-        if self.addresses is not None:
-            addresses, self.addresses = self.addresses, None
-            self.core.scratch.give_mapped(addresses, self.stride * self.core.layout.num_tensors)
-            self.core.reclaimer.held -= self.new_pages
-
-    def unmap(self) -> None:
-        """The copies take their place, and what is behind them goes: one batch, all or nothing."""
-        core, slot, layout = self.core, self.slot, self.core.layout
-        tensors, base = layout.num_tensors, core.pager.base
-        ops = OpBatch(3)
-        if self.addresses is not None:
-            scratch, size = self.addresses.addr, self.stride
-            ops.map(
-                base + layout.offset(slot.index, self.shared),
-                size,
-                core.mapper.gather(scratch, size, tensors, size),
-                0,
-                tensors,
-                layout.tensor_bytes,
-                consume=True,
-                replace=True,
-            )
-            ops.unmap(scratch, size, tensors, size)
-        if self.end < slot.mapped:
-            ops.unmap(
-                base + layout.offset(slot.index, self.end),
-                (slot.mapped - self.end) * layout.page_size,
-                tensors,
-                layout.tensor_bytes,
-            )
-        try:
-            with core.counters.waiting(), core.mapper.transaction() as change:
-                tail = self._note()
-                change.run(ops, slot.events)
-        except NotRecoverable as error:
-            raise _lost(core, slot, error) from error
-        core.reclaimer.let_go(tail)
-        if self.addresses is not None:
-            addresses, self.addresses = self.addresses, None
-            core.scratch.give(addresses)
-
-    def _note(self) -> Span:
-        """What `unmap` does, in the books; returns the shared pages that go."""
-        core, slot, places = self.core, self.slot, self.slot.places
-        core.table.changed(slot)
-        own = max(self.end, slot.shared)
-        away = places.away(own, slot.mapped)
-        gone = max(0, slot.mapped - own) - sum(away.values())
-        tail = slot.span.cut(self.shared, slot.shared)
-        places.forget(self.shared, self.copied)
-        places.forget(self.end, slot.mapped)
-        mapped, granted = min(slot.mapped, self.end), max(self.keep, places.away_end)
-        core.pager.replace(slot, slot.span.cut(0, self.shared), mapped, granted)
-        core.reclaimer.shared.unuse(tail)
-        core.reclaimer.came_back(gone, away)
-        core.enter(slot, self.rows)
-        return tail
-
-
-def _unmap_all(each: Sequence[_Truncation], complete: Callable[[], None]) -> bool:
-    """Unmaps what has to go at once, in every cache; False, with nothing changed: memory is short.
-
-    `complete`: does the rest, if an exception from outside comes when a part has gone.
-
-    Raises:
-        NotRecoverable: the request has lost rows; the text names it. VMemError: nothing changed.
-    """
-    begun = [one for one in each if one.unmaps]
-    done: list[_Truncation] = []
-    try:
-        if not all(one.copy() for one in begun):
-            _give_up(begun)
-            return False
-        begun[0].core.journal.on_abort(complete)
-        for one in begun:
-            one.unmap()
-            done.append(one)
-    except VMemError as error:
-        _give_up(begun)
-        if done and not isinstance(error, NotRecoverable):
-            raise _lost(begun[len(done)].core, begun[len(done)].slot, error) from error
-        raise
-    return True
-
-
-def _give_up(begun: Sequence[_Truncation]) -> None:
-    for one in begun:
-        one.give_up()
-
-
-def _lost(core: Core, slot: Slot, error: VMemError) -> NotRecoverable:
-    """A request that has lost rows: its slot is used no more."""
-    core.table.condemn(slot)
-    slot.lost = True
-    return NotRecoverable(
-        f"reqid {slot.index} has lost its rows, free it: {error}",
-        errno=errno.ENOTRECOVERABLE,
-        op="KVCache",
-    )
-
-
 def can_admit(
     cores: Sequence[Core], seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None
 ) -> bool:
@@ -813,7 +357,9 @@ def can_admit(
     pages = [_pages(core, lengths, found) for core in cores]
     if len(lengths) > len(first.table.free):
         return False
-    if not all(core.runs.fits([core.layout.pages_for(one) for one in lengths]) for core in cores):
+    if not all(
+        core.pager.runs.fits([core.layout.pages_for(one) for one in lengths]) for core in cores
+    ):
         return False
     if not all(core.pager.could_have(need) for core, need in zip(cores, pages, strict=True)):
         return False
@@ -859,130 +405,6 @@ def _fit_together(cores: Sequence[Core], pages: list[int]) -> bool:
     return need <= reach + own.spare({}) * column
 
 
-_log = logging.getLogger("pyvmem.kvcache")
-_LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
-
-
-def begin_trim(core: Core, prefixes: bool, leased: bool = False) -> bool:
-    """Begins to unmap all pages of no request; True when none is on its way any more."""
-    core.pager.poll()
-    core.reclaimer.poll()
-    core.mover.sweep()
-    if prefixes:
-        core.prefixes.evict_all(leased)
-    core.reclaimer.release_stale()
-    for slot in core.table.victims():
-        core.reclaimer.try_cut(slot, slot.granted)
-    return not core.reclaimer.cuts
-
-
-def trim(core: Core, prefixes: bool, compacting: bool = False, stream: Any = None) -> int:
-    """See `KVCache.trim`."""
-    before = core.context.stats().slab_bytes
-    unmap_idle(core, prefixes)
-    core.context.trim(0)
-    if compacting:
-        compact(core, stream)
-    core.reclaimer.raise_errors()
-    return max(0, before - core.context.stats().slab_bytes)
-
-
-def compact(core: Core, stream: Any, *, owned: bool | None = None) -> int:
-    """Empties slabs that are used in part; returns the bytes given back to the device.
-
-    `owned`: whether all of the context's pages are the caller's; None: by the cache alone.
-
-    Raises:
-        NotSupported: the context is not the cache's own.
-    """
-    if not (core.parts.owns_context if owned is None else owned):
-        raise NotSupported(
-            "compact: the context is not the cache's own, and others may be using its pages; "
-            "Context.compact is for who knows them all",
-            errno=errno.EOPNOTSUPP,
-            op="KVCache.trim",
-        )
-    with core.counters.waiting():
-        wait_for_device(stream, core.device)
-        return core.context.compact()
-
-
-def unmap_idle(core: Core, prefixes: bool) -> None:
-    """Unmaps all pages of no request, and waits for that; failures are in `Cuts.errors`."""
-    core.pager.finish_idle()
-    with core.counters.waiting():
-        while not begin_trim(core, prefixes, leased=True):
-            core.reclaimer.finish_all()
-            if core.reclaimer.errors:
-                break
-
-
-class IdleThread(threading.Thread):
-    """Trims a cache once for every time that it is idle for so long; ends with the cache.
-
-    What is no failure of the cache's own, such as an error of torch for an event, is logged the
-    first time; the next look tries again.
-
-    Args:
-        core: what is trimmed.
-        lock: the cache's.
-    """
-
-    def __init__(self, core: Core, lock: AbstractContextManager[Any]) -> None:
-        super().__init__(name="pyvmem-idle", daemon=True)
-        self._core = weakref.ref(core)
-        self._period = core.config.idle_seconds / _LOOKS
-        self._lock = lock
-        self._ended = threading.Event()
-        self._seen: tuple[int, ...] | None = None
-        self._quiet = 0  # looks in a row that saw the same
-        self._trimmed = False
-        self._failed = False
-
-    def end(self) -> None:
-        """Lets the thread end; does not wait for it."""
-        self._ended.set()
-
-    def run(self) -> None:
-        """Looks, and trims."""
-        while not self._ended.wait(self._period):
-            try:
-                self._look()
-            except Exception:
-                if not self._failed:
-                    _log.exception("an idle cache could not be trimmed; it will be tried again")
-                self._failed = True
-
-    def _look(self) -> None:
-        """Trims when nothing happened in the last looks. Keeps no reference to the core."""
-        core = self._core()
-        if core is None:
-            self.end()
-            return
-        now = core.activity()
-        if now != self._seen:
-            self._seen, self._quiet, self._trimmed = now, 0, False
-            return
-        self._quiet += 1
-        if self._quiet >= _LOOKS and not self._trimmed:
-            self._trimmed = self._trim(core)
-
-    def _trim(self, core: Core) -> bool:
-        """One step of a trim that waits for nothing; True when it is complete."""
-        with self._lock, core.journal:
-            if self._ended.is_set() or not core.context.is_open:
-                return True
-            try:
-                if not begin_trim(core, core.config.idle_prefixes):
-                    return False
-                core.context.trim(0)
-                if core.config.idle_compact and core.parts.owns_context:
-                    compact(core, None)
-            except VMemError as error:
-                core.reclaimer.errors.append(error)  # the next step raises it
-            return True
-
-
 def fork_all(
     cores: Sequence[Core], reqid: int, count: int, length: int | None, stream: Any
 ) -> list[int] | None:
@@ -1008,3 +430,121 @@ def fork_all(
         detach()
         raise
     return slots
+
+
+class Moved(NamedTuple):
+    """What `KVCache.move` did; physical pages of `Layout.page_size`, of all tensors together.
+
+    Attributes:
+        pages: pages that moved, or are on their way.
+        shared: pages that stay where they are, since others have them too.
+    """
+
+    pages: int
+    shared: int
+
+
+def tier_of(core: Core, location: str | Location, device: Any) -> Tier:
+    """The tier that a caller names."""
+    names = {one.name.lower(): one for one in Location}
+    place = names.get(location) if isinstance(location, str) else Location(location)
+    if place is None:
+        raise invalid(f"location {location!r} is not one of {', '.join(map(repr, names))}")
+    if place is not Location.PEER and device is not None:
+        raise invalid(f"device {device!r}: a location of {place.name.lower()!r} takes none")
+    info = core.context.info
+    if place is not Location.DEVICE:
+        (HOST_PAGES if place is Location.HOST else PEER_PAGES).require(info, "move")
+    if place is not Location.PEER:
+        return Tier(place)
+    if device is None:
+        raise invalid("location 'peer' needs a device, one of the context's")
+    ordinal, own = device_ordinal(device), info.devices[0]
+    if ordinal == own or ordinal not in info.devices:
+        peers = [one for one in info.devices if one != own]
+        raise invalid(f"device {ordinal} is none of the context's peers, {peers}")
+    return Tier(place, ordinal)
+
+
+def move(
+    core: Core, slot: Slot, tier: Tier, tokens: Sequence[int] | None, stream: Any, *, wait: bool
+) -> Moved:
+    """See `KVCache.move`."""
+    core.mover.finish(slot, stream)
+    core.pager.release(slot)
+    low, high = _pages_of(core, slot, tokens, wait)
+    tensors = core.layout.num_tensors
+    shared = max(0, min(high, slot.shared) - low) * tensors
+    low = max(low, slot.shared, slot.head)
+    wanted: list[Stretch] = [
+        (first, last, Kind(kind.unit, tier))
+        for first, last, kind in slot.places.stretches(low, high)
+        if kind.tier != tier
+    ]
+    if not wanted:
+        return Moved(0, shared)
+    pages = sum(last - first for first, last, _ in wanted) * tensors
+    _make_tier_room(core, tier, pages)
+    event = record(stream, core.device)
+    after = [] if event is None else [event]
+    try:
+        core.mover.begin(Move(slot, wanted), after, background=not wait)
+    except OutOfMemory:
+        if all(kind.unit == 1 for *_, kind in wanted):
+            raise
+        small = [(first, last, Kind(1, tier)) for first, last, _ in wanted]
+        core.mover.begin(Move(slot, small), after, background=not wait)
+    if wait:
+        core.mover.finish(slot, stream)
+    return Moved(pages, shared)
+
+
+def _pages_of(core: Core, slot: Slot, tokens: Sequence[int] | None, wait: bool) -> tuple[int, int]:
+    """The pages that hold rows of these tokens alone, none of them cut."""
+    layout, held = core.layout, core.rows[slot.index]
+    first, last = 0, held
+    if tokens is not None:
+        try:
+            first, last = (tokens.start, tokens.stop) if isinstance(tokens, range) else tokens
+            first, last = operator.index(first), operator.index(last)
+        except (TypeError, ValueError):
+            raise invalid(f"tokens must be a range or (first, last), not {tokens!r:.80}") from None
+        if not 0 <= first <= last <= held:
+            raise invalid(
+                f"tokens {first} to {last}: reqid {slot.index} holds {held} tokens", limit=held
+            )
+    low = slot.places.ceil(-(-first * layout.row_bytes // layout.page_size))
+    high = last * layout.row_bytes // layout.page_size
+    if wait and last == held:  # nothing is written meanwhile, so the last page can go, too
+        high = slot.places.ceil(-(-last * layout.row_bytes // layout.page_size))
+    high = slot.places.floor(min(high, slot.granted))
+    return min(low, high), high
+
+
+def _make_tier_room(core: Core, tier: Tier, pages: int) -> None:
+    """Sees to it that a tier has room; raises OutOfMemory where it has not."""
+    size = core.layout.page_size
+    if tier == DEVICE:
+        if not core.pager.have(pages):
+            raise _tier_full(core, tier, pages, core.reclaimer.free * size)
+        return
+    host = tier.location is Location.HOST
+    limit = core.config.host_limit if host else core.config.peer_limit
+    if not limit:
+        return
+    taken = sum(
+        count for one, count in core.reclaimer.away.items() if one.location is tier.location
+    )
+    if (taken + pages) * size > limit:
+        raise _tier_full(core, tier, pages, max(0, limit - taken * size))
+
+
+def _tier_full(core: Core, tier: Tier, pages: int, left: int) -> OutOfMemory:
+    size = pages * core.layout.page_size
+    return OutOfMemory(
+        f"move of {pages} pages, {size} bytes: {tier} has {left} bytes left for the cache",
+        errno=errno.ENOMEM,
+        op="KVCache.move",
+        bytes=size,
+        limit=left,
+    )

@@ -1,16 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Other pages under the same addresses: promotion, tiers, and windows that slide.
-
-A *move* has two phases. First new pages appear at scratch addresses and the old ones are copied to
-them, after the work that writes the rows; the GPU may read the old ones meanwhile. Then, when no
-work is under way, one batch puts the new pages in the place of the old ones:
-
-    slot      | old | old | old |          | new | new | new |
-                 copy                ->       replaces the old ones, which go to their pool
-    scratch   | new | new | new |          |     |     |     |
-
-In the scratch addresses the tensors follow one another, each with the slot's pages from `first` on.
-Until the second phase is over both are behind the cache, and counted.
+"""Which pages of a running request change or go: promotion, and windows that slide.
 
 A part is `KVCacheConfig.large_page_size` bytes of every tensor, at a multiple of that. When its
 last row has been written it is only read, so it can change its pages. Where they are one physical
@@ -33,409 +22,19 @@ from __future__ import annotations
 import errno
 import operator
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import compress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from pyvmem.errors import NotRecoverable, OutOfMemory, TooManyBatches, VMemError
-from pyvmem.features.table import HOST_PAGES, PEER_PAGES
-from pyvmem.info import Caps, Location
-from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.events import record, wait_for
-from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Stretch, Tier
-from pyvmem.kvcache.slots import Cut, Move, Quiet, Slot
-from pyvmem.ops import OpBatch
-from pyvmem.streams import device_ordinal
+from pyvmem.errors import OutOfMemory, TooManyBatches
+from pyvmem.info import Caps
+from pyvmem.kvcache.config import KVCacheConfig, invalid
+from pyvmem.kvcache.events import record
+from pyvmem.kvcache.growth import Pager
+from pyvmem.kvcache.moves import Mover
+from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind
+from pyvmem.kvcache.slots import Move, Slot
 
-if TYPE_CHECKING:
-    from pyvmem.kvcache.group import Core
-    from pyvmem.kvcache.slots import Move, Slot
-    from pyvmem.reservation import Reservation
-
-__all__ = ["MovePlanner", "Moved", "Mover", "Promoter", "Window", "move", "tier_of"]
-
-
-class Mover:
-    """The moves of a cache, one for a slot at a time.
-
-    Attributes:
-        moves: by slot; begun, and not swapped yet.
-        given_up: their slots go without; the scratch pages go when the copies are over.
-    """
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._plan = MovePlanner(core)
-        self.moves: dict[Slot, Move] = {}
-        self.given_up: list[Move] = []
-
-    # ---- the first phase -------------------------------------------------------------------------
-
-    def begin(self, move: Move, after: Sequence[Any], *, background: bool) -> None:
-        """Takes the new pages and copies to them, or lets the worker do so.
-
-        Memory is the caller's to check first; the slot has no other move.
-
-        Raises:
-            OutOfMemory: of the back end; nothing changed. VMemError: the driver failed; likewise.
-        """
-        core = self._core
-        if not move.stretches:
-            self._note(move)
-            return
-        move.addresses = core.scratch.take(self._plan.place(move))
-        ops = self._plan.copies(move)
-        try:
-            with core.mapper.transaction() as change:
-                move.ticket = change.ticket if background else None
-                self._note(move)
-                self._count(move, 1)
-                if background:
-                    change.submit(ops, after)
-                else:
-                    with core.counters.waiting():
-                        change.run(ops, after)
-        except VMemError:
-            addresses, move.addresses, move.ticket = move.addresses, None, None
-            core.scratch.give(addresses)
-            raise
-
-    def _note(self, move: Move) -> None:
-        self._core.journal.keep_dict(self.moves)
-        self.moves[move.slot] = move
-
-    def _remove(self, move: Move) -> None:
-        self._core.journal.keep_dict(self.moves)
-        del self.moves[move.slot]
-
-    def _count(self, move: Move, sign: int) -> None:
-        """Counts scratch pages as behind the cache, or no longer."""
-        reclaimer, tensors = self._core.reclaimer, self._core.layout.num_tensors
-        reclaimer.held += sign * move.here() * tensors
-        counters = self._core.counters
-        counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
-        if move.away():
-            reclaimer.away = reclaimer.away.copy()
-        for tier, pages in move.away().items():
-            reclaimer.away[tier] += sign * pages * tensors
-
-    # ---- the second phase ------------------------------------------------------------------------
-
-    def finish(self, slot: Slot, stream: Any) -> None:
-        """Ends a slot's move, if it has one: waits for the copies and for the work on `stream`.
-
-        Raises:
-            NotRecoverable: the request has lost its rows. VMemError: the pages are as before.
-        """
-        move = self.moves.get(slot)
-        if move is not None:
-            with self._core.counters.waiting():
-                self._end(move, [record(stream, self._core.device)])
-
-    def step(self, stream: Any) -> None:
-        """Ends the moves whose copies are over, after the work on `stream`; failures are noted."""
-        if self.given_up:
-            self.sweep()
-        ready = [move for move in self.moves.values() if move.done()]
-        if not ready:
-            return
-        event = record(stream, self._core.device)
-        with self._core.counters.waiting():
-            for move in ready:
-                try:
-                    self._end(move, [event])
-                except VMemError as error:
-                    self._core.reclaimer.errors.append(error)
-
-    def _end(self, move: Move, events: list[Any]) -> None:
-        after = [event for event in events if event is not None]
-        try:
-            if move.ticket is not None:
-                move.ticket.wait()
-                self._core.journal.keep(move, "ticket")
-                move.ticket = None
-        except VMemError:
-            self._remove(move)
-            self._forget(move)
-            raise
-        try:
-            if move.stretches:
-                self._swap(move, after)
-            else:
-                self._remove(move)
-            if move.runs:
-                self._join(move, [] if move.stretches else after)
-        except VMemError as error:
-            if self.moves.get(move.slot) is move:
-                self._remove(move)
-            if move.addresses is not None:
-                self._drop(move)
-            if isinstance(error, NotRecoverable):
-                self._lose(move.slot, error)
-            raise
-
-    def _swap(self, move: Move, after: list[Any]) -> None:
-        """One batch: the new pages replace the old ones, the scratch addresses are empty again."""
-        core, layout, slot = self._core, self._core.layout, move.slot
-        ops = self._plan.swap(move)
-        with core.mapper.transaction() as change:
-            self._remove(move)
-            core.table.changed(slot)
-            for low, high, kind in move.stretches:  # the old ones are gone
-                away = slot.places.away(low, high)
-                core.reclaimer.came_back(high - low - sum(away.values()), away, reclaimed=False)
-                slot.places.put(low, high, kind)
-            addresses = self._take_addresses(move)
-            change.run(ops, after)
-        core.scratch.give(addresses)
-        core.counters.moved += sum(high - low for low, high, _ in move.stretches) * (
-            layout.num_tensors
-        )
-
-    def _join(self, move: Move, after: list[Any]) -> None:
-        """Maps each run in one piece."""
-        core, layout = self._core, self._core.layout
-        for event in after:
-            wait_for(event)
-        for low, high in move.runs:
-            for tensor in range(layout.num_tensors):
-                at = core.pager.base + layout.offset(move.slot.index, low, tensor)
-                core.mapper.consolidate(at, (high - low) * layout.page_size)
-
-    def _lose(self, slot: Slot, error: VMemError) -> None:
-        self._core.table.condemn(slot)
-        slot.lost = True
-        raise NotRecoverable(
-            f"reqid {slot.index} has lost its rows, free it: {error}",
-            errno=error.errno,
-            op="KVCache",
-        ) from error
-
-    # ---- giving up -------------------------------------------------------------------------------
-
-    def abandon(self, slot: Slot) -> None:
-        """Gives a slot's move up; does not wait, unless another batch is in flight over the slot.
-
-        Until the copies are over no page of the slot can be unmapped: a cut of none stands for
-        that.
-        """
-        move = self.moves.get(slot)
-        if move is None:
-            return
-        self._remove(move)
-        if move.ticket is not None:
-            core = self._core
-            cut = Cut(slot, slot.mapped, slot.mapped, slot.dirty, Quiet(move.ticket), slot.head)
-            if slot.job is None:
-                core.table.changed(slot)
-                slot.job = cut
-                core.journal.keep_list(core.reclaimer.cuts)
-                core.reclaimer.cuts.append(cut)
-            else:
-                cut.ticket.wait()
-        if move.addresses is not None:
-            self._give_up(move)
-            self.sweep()
-
-    def _give_up(self, move: Move) -> None:
-        self._core.journal.keep_list(self.given_up)
-        self.given_up.append(move)
-
-    def make_way(self, slot: Slot, page: int) -> bool:
-        """Gives up what changes pages below this one; whether nothing is under way there."""
-        move = self.moves.get(slot)
-        if move is not None and move.begins_before(page):
-            self.abandon(slot)
-            return slot.job is None
-        return True
-
-    def shorten(self, slot: Slot, page: int, stream: Any) -> None:
-        """Ends what changes pages from this one on: their rows may be written again.
-
-        What makes larger pages is given up; another move is finished, which waits for it.
-        """
-        move = self.moves.get(slot)
-        if move is None or not move.ends_after(page):
-            return
-        if move.promotes:
-            self.abandon(slot)
-        else:
-            self.finish(slot, stream)
-
-    def promoting(self) -> int:
-        """Pages per tensor of the device that `stop_promoting` would bring back."""
-        return sum(move.here() for move in self.moves.values() if move.promotes)
-
-    def stop_promoting(self) -> bool:
-        """Gives up what makes larger pages, and waits: its memory is back, its slots can grow."""
-        slots = [slot for slot, move in self.moves.items() if move.promotes]
-        for slot in slots:
-            self.abandon(slot)
-        for move in self.given_up:
-            if move.ticket is not None:
-                Quiet(move.ticket).wait()
-        self.sweep()
-        self._core.reclaimer.poll()  # the cuts that stood for the copies
-        return bool(slots)
-
-    def sweep(self) -> None:
-        """Takes back the scratch pages of moves that were given up, and whose copies are over."""
-        self._core.scratch.retry()
-        for move in [move for move in self.given_up if move.done()]:
-            self._core.journal.keep_list(self.given_up)
-            self.given_up.remove(move)
-            try:
-                if move.ticket is not None:
-                    move.ticket.wait()
-                    self._core.journal.keep(move, "ticket")
-                    move.ticket = None
-            except VMemError:  # nothing was mapped
-                self._forget(move)
-            else:
-                self._drop(move)
-
-    def _drop(self, move: Move) -> None:
-        """Unmaps the scratch pages; where that fails, the next sweep tries again."""
-        try:
-            with self._core.mapper.transaction() as change:
-                addresses = self._uncount(move)
-                change.run(self._plan.unmaps(move, addresses))
-        except NotRecoverable:
-            self._uncount(move)._closed = True  # quarantined; it goes with the context
-        except VMemError:
-            self._give_up(move)
-        else:
-            self._core.scratch.give(addresses)
-
-    def _take_addresses(self, move: Move) -> Reservation:
-        """A move's scratch, which it has no longer."""
-        assert move.addresses is not None
-        addresses, journal = move.addresses, self._core.journal
-        journal.hold(addresses)
-        journal.keep(move, "addresses")
-        move.addresses = None
-        return addresses
-
-    def _uncount(self, move: Move) -> Reservation:
-        self._count(move, -1)
-        return self._take_addresses(move)
-
-    def _forget(self, move: Move) -> None:
-        """Takes a move whose scratch is empty out of the books."""
-        if move.addresses is not None:
-            self._core.scratch.give(self._uncount(move))
-
-    def owns(self, held: object) -> bool:
-        """Whether a move has this reservation."""
-        return any(held is move.addresses for move in (*self.moves.values(), *self.given_up))
-
-    def close(self) -> None:
-        """Gives every move up, and waits."""
-        for slot in list(self.moves):
-            self.abandon(slot)
-        for move in self.given_up:
-            if move.ticket is not None:
-                Quiet(move.ticket).wait()
-        self.sweep()
-        for move in self.given_up:
-            if move.addresses is not None:
-                with suppress(VMemError):
-                    move.addresses.close(unmap=True)
-                move.addresses._closed = True
-
-    def moving(self, slot: Slot) -> int:
-        """Pages per tensor of a slot that the end of its move changes."""
-        move = self.moves.get(slot)
-        if move is None:
-            return 0
-        runs = sum(high - low for low, high in move.runs)
-        return runs + sum(high - low for low, high, _ in move.stretches)
-
-    def pages(self) -> tuple[int, dict[Tier, int]]:
-        """Scratch pages per tensor: of the device, and by tier."""
-        here = 0
-        away: dict[Tier, int] = {}
-        for move in (*self.moves.values(), *self.given_up):
-            here += move.here()
-            for tier, pages in move.away().items():
-                away[tier] = away.get(tier, 0) + pages
-        return here, away
-
-
-class MovePlanner:
-    """Writes the batches of a `Move`."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._layout = core.layout
-
-    def place(self, move: Move) -> int:
-        """Settles where in scratch addresses the pages go; returns the bytes that they need."""
-        layout = self._layout
-        unit = max(1, layout.large_pages)
-        move.first = move.stretches[0][0] // unit * unit
-        pages = -(-move.stretches[-1][1] // unit) * unit - move.first
-        move.stride = pages * layout.page_size
-        return move.stride * layout.num_tensors
-
-    def copies(self, move: Move) -> OpBatch:
-        """New pages at the scratch addresses, with what the slot has."""
-        layout, ops = self._layout, OpBatch(len(move.stretches))
-        for low, high, kind in move.stretches:
-            ops.populate(
-                self._scratch(move, low),
-                (high - low) * layout.page_size,
-                layout.num_tensors,
-                move.stride,
-                kind.unit * layout.page_size,
-                location=int(kind.tier.location),
-                device=kind.tier.device,
-                copy_from=self._own(move, low),
-                copy_stride=layout.tensor_bytes,
-            )
-        return ops
-
-    def swap(self, move: Move) -> OpBatch:
-        """The new pages replace the old ones, and the scratch addresses are empty again.
-
-        The copies are over. A handle is made for each stretch, which the batch consumes.
-        """
-        layout, ops = self._layout, OpBatch(2 * len(move.stretches))
-        tensors = layout.num_tensors
-        for low, high, _ in move.stretches:
-            scratch, nbytes = self._scratch(move, low), (high - low) * layout.page_size
-            handle = self._core.mapper.gather(scratch, nbytes, tensors, move.stride)
-            ops.map(
-                self._own(move, low),
-                nbytes,
-                handle,
-                0,
-                tensors,
-                layout.tensor_bytes,
-                consume=True,
-                replace=True,
-            )
-            ops.unmap(scratch, nbytes, tensors, move.stride)
-        return ops
-
-    def unmaps(self, move: Move, addresses: Reservation) -> OpBatch:
-        """The scratch addresses of a move are empty again."""
-        layout, ops = self._layout, OpBatch(len(move.stretches))
-        for low, high, _ in move.stretches:
-            nbytes = (high - low) * layout.page_size
-            at = addresses.addr + (low - move.first) * layout.page_size
-            ops.unmap(at, nbytes, layout.num_tensors, move.stride, holes=True)
-        return ops
-
-    def _own(self, move: Move, page: int) -> int:
-        """A page's address in tensor 0."""
-        return self._core.pager.base + self._layout.offset(move.slot.index, page)
-
-    def _scratch(self, move: Move, page: int) -> int:
-        """Where its successor lies."""
-        assert move.addresses is not None
-        return move.addresses.addr + (page - move.first) * self._layout.page_size
-
+__all__ = ["Promoter", "Window"]
 
 _NEVER = 1 << 62
 
@@ -443,32 +42,37 @@ _NEVER = 1 << 62
 class Promoter:
     """Finds what is to be promoted."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        layout = core.layout
+    def __init__(self, pager: Pager, mover: Mover, config: KVCacheConfig) -> None:
+        reclaimer = pager.reclaimer
+        self._pager = pager
+        self._mover = mover
+        self._reclaimer = reclaimer
+        self._mapper = reclaimer.mapper
+        self._journal = reclaimer.mapper.journal
+        self._layout = layout = reclaimer.layout
         self._unit = layout.large_pages
         self._large = Kind(self._unit, DEVICE)
-        self._kept = core.config.window_tile
-        self._from = max(core.config.promote_tokens or _NEVER, self._kept)
+        self._kept = config.window_tile
+        self._from = max(config.promote_tokens or _NEVER, self._kept)
         # By slot: the length at which a part more may be promoted.
-        self._next = [self._from] * core.config.max_batch
+        self._next = [self._from] * config.max_batch
         self._joined: dict[int, set[int]] = {}  # by slot: parts that are one piece already
 
     def forget(self, slot: Slot) -> None:
         """Ends a request."""
-        self._core.journal.undo(self._next.__setitem__, slot.index, self._next[slot.index])
+        self._journal.undo(self._next.__setitem__, slot.index, self._next[slot.index])
         self._next[slot.index] = self._from
-        self._core.journal.keep_dict(self._joined)
+        self._journal.keep_dict(self._joined)
         self._joined.pop(slot.index, None)
 
     def shorten(self, slot: Slot, page: int) -> None:
         """Takes note that pages from this one on may be other ones from now on."""
         joined = self._joined.get(slot.index)
         if joined:
-            self._core.journal.keep_dict(self._joined)
+            self._journal.keep_dict(self._joined)
             self._joined[slot.index] = {low for low in joined if low + self._unit <= page}
-        self._core.journal.undo(self._next.__setitem__, slot.index, self._next[slot.index])
-        rows = -(-page * self._core.layout.page_size // self._core.layout.row_bytes)
+        self._journal.undo(self._next.__setitem__, slot.index, self._next[slot.index])
+        rows = -(-page * self._layout.page_size // self._layout.row_bytes)
         self._next[slot.index] = min(self._next[slot.index], max(self._from, rows + self._kept))
 
     def step(self, lens: Sequence[int], stream: Any) -> None:
@@ -477,44 +81,43 @@ class Promoter:
         That a request grows says that the work for its rows so far was launched. The last of them
         may be taken back and written again (`KVCacheConfig.window_tile`); they are left alone.
         """
-        core, old = self._core, self._core.rows
-        for index in compress(core.indices, map(operator.ge, old, self._next)):
-            slot = core.table[index]
-            if lens[index] > old[index] and slot not in core.mover.moves:
+        table, old = self._reclaimer.table, self._pager.lengths.held
+        for index in compress(range(len(table)), map(operator.ge, old, self._next)):
+            slot = table[index]
+            if lens[index] > old[index] and slot not in self._mover.moves:
                 held = old[index] - self._kept
                 self.promote(slot, held, stream, wait=False)
-                rows = core.layout.row_bytes
-                part = held * rows // (self._unit * core.layout.page_size) + 1
-                end = -(-part * self._unit * core.layout.page_size // rows)
+                rows = self._layout.row_bytes
+                part = held * rows // (self._unit * self._layout.page_size) + 1
+                end = -(-part * self._unit * self._layout.page_size // rows)
                 self._next[index] = max(self._from, end + self._kept)
 
     def promote(self, slot: Slot, held: int, stream: Any, *, wait: bool) -> int:
         """See `KVCache.promote`; of the first `held` rows."""
-        core = self._core
-        if slot in core.mover.moves:
-            move = core.mover.moves[slot]
+        if slot in self._mover.moves:
+            move = self._mover.moves[slot]
             if wait:
-                core.mover.finish(slot, stream)
+                self._mover.finish(slot, stream)
             return len(move.runs) + sum(high - low for low, high, _ in move.stretches) // self._unit
         runs, copies = self._parts(slot, held)
         move = Move(slot, [(low, low + self._unit, self._large) for low in copies], promotes=True)
         move.runs = [(low, low + self._unit) for low in runs]
         if not move.stretches and not move.runs:
             return 0
-        event = record(stream, core.device)
+        event = record(stream, self._pager.device)
         try:
-            core.mover.begin(move, [] if event is None else [event], background=True)
+            self._mover.begin(move, [] if event is None else [event], background=True)
         except (OutOfMemory, TooManyBatches):  # they stay as they are
             move.stretches = []
             if not move.runs:
                 return 0
-            core.mover.begin(move, [], background=True)
-        core.journal.keep_dict(self._joined)
+            self._mover.begin(move, [], background=True)
+        self._journal.keep_dict(self._joined)
         self._joined[slot.index] = self._joined.get(slot.index, set()) | set(runs)
         parts = len(move.runs) + len(move.stretches)
-        core.counters.promoted += parts * self._unit * core.layout.num_tensors
+        self._reclaimer.counters.promoted += parts * self._unit * self._layout.num_tensors
         if wait:
-            core.mover.finish(slot, stream)
+            self._mover.finish(slot, stream)
         return parts
 
     def _parts(self, slot: Slot, held: int) -> tuple[list[int], list[int]]:
@@ -522,9 +125,9 @@ class Promoter:
 
         Of the others only as many as there is memory for, beyond the watermark.
         """
-        core, layout, unit = self._core, self._core.layout, self._unit
+        layout, unit = self._layout, self._unit
         joined = self._joined.get(slot.index, ())
-        room = (core.reclaimer.free - core.low_pages) // (unit * layout.num_tensors)
+        room = (self._reclaimer.free - self._reclaimer.low_pages) // (unit * layout.num_tensors)
         runs: list[int] = []
         copies: list[int] = []
         first = -(-max(slot.shared, slot.head) // unit)
@@ -535,7 +138,7 @@ class Promoter:
             ]:
                 continue
             if self._is_run(slot, low):
-                if Caps.CONSOLIDATE in core.context.info.caps:
+                if Caps.CONSOLIDATE in self._mapper.context.info.caps:
                     runs.append(low)
             elif len(copies) < room:
                 copies.append(low)
@@ -543,139 +146,24 @@ class Promoter:
 
     def _is_run(self, slot: Slot, low: int) -> bool:
         """Whether the pages of a part are neighbours, in every tensor."""
-        layout, base = self._core.layout, self._core.pager.base
+        layout, base = self._layout, self._reclaimer.base
         size = self._unit * layout.page_size
-        query = self._core.mapper.query
+        query = self._mapper.query
         return all(
             query(base + layout.offset(slot.index, low, tensor)).run_bytes >= size
             for tensor in range(layout.num_tensors)
         )
 
 
-class Moved(NamedTuple):
-    """What `KVCache.move` did; physical pages of `Layout.page_size`, of all tensors together.
-
-    Attributes:
-        pages: pages that moved, or are on their way.
-        shared: pages that stay where they are, since others have them too.
-    """
-
-    pages: int
-    shared: int
-
-
-def tier_of(core: Core, location: str | Location, device: Any) -> Tier:
-    """The tier that a caller names."""
-    names = {one.name.lower(): one for one in Location}
-    place = names.get(location) if isinstance(location, str) else Location(location)
-    if place is None:
-        raise invalid(f"location {location!r} is not one of {', '.join(map(repr, names))}")
-    if place is not Location.PEER and device is not None:
-        raise invalid(f"device {device!r}: a location of {place.name.lower()!r} takes none")
-    info = core.context.info
-    if place is not Location.DEVICE:
-        (HOST_PAGES if place is Location.HOST else PEER_PAGES).require(info, "move")
-    if place is not Location.PEER:
-        return Tier(place)
-    if device is None:
-        raise invalid("location 'peer' needs a device, one of the context's")
-    ordinal, own = device_ordinal(device), info.devices[0]
-    if ordinal == own or ordinal not in info.devices:
-        peers = [one for one in info.devices if one != own]
-        raise invalid(f"device {ordinal} is none of the context's peers, {peers}")
-    return Tier(place, ordinal)
-
-
-def move(
-    core: Core, slot: Slot, tier: Tier, tokens: Sequence[int] | None, stream: Any, *, wait: bool
-) -> Moved:
-    """See `KVCache.move`."""
-    core.mover.finish(slot, stream)
-    core.pager.release(slot)
-    low, high = _pages(core, slot, tokens, wait)
-    tensors = core.layout.num_tensors
-    shared = max(0, min(high, slot.shared) - low) * tensors
-    low = max(low, slot.shared, slot.head)
-    wanted: list[Stretch] = [
-        (first, last, Kind(kind.unit, tier))
-        for first, last, kind in slot.places.stretches(low, high)
-        if kind.tier != tier
-    ]
-    if not wanted:
-        return Moved(0, shared)
-    pages = sum(last - first for first, last, _ in wanted) * tensors
-    _make_room(core, tier, pages)
-    event = record(stream, core.device)
-    after = [] if event is None else [event]
-    try:
-        core.mover.begin(Move(slot, wanted), after, background=not wait)
-    except OutOfMemory:
-        if all(kind.unit == 1 for *_, kind in wanted):
-            raise
-        small = [(first, last, Kind(1, tier)) for first, last, _ in wanted]
-        core.mover.begin(Move(slot, small), after, background=not wait)
-    if wait:
-        core.mover.finish(slot, stream)
-    return Moved(pages, shared)
-
-
-def _pages(core: Core, slot: Slot, tokens: Sequence[int] | None, wait: bool) -> tuple[int, int]:
-    """The pages that hold rows of these tokens alone, none of them cut."""
-    layout, held = core.layout, core.rows[slot.index]
-    first, last = 0, held
-    if tokens is not None:
-        try:
-            first, last = (tokens.start, tokens.stop) if isinstance(tokens, range) else tokens
-            first, last = operator.index(first), operator.index(last)
-        except (TypeError, ValueError):
-            raise invalid(f"tokens must be a range or (first, last), not {tokens!r:.80}") from None
-        if not 0 <= first <= last <= held:
-            raise invalid(
-                f"tokens {first} to {last}: reqid {slot.index} holds {held} tokens", limit=held
-            )
-    low = slot.places.ceil(-(-first * layout.row_bytes // layout.page_size))
-    high = last * layout.row_bytes // layout.page_size
-    if wait and last == held:  # nothing is written meanwhile, so the last page can go, too
-        high = slot.places.ceil(-(-last * layout.row_bytes // layout.page_size))
-    high = slot.places.floor(min(high, slot.granted))
-    return min(low, high), high
-
-
-def _make_room(core: Core, tier: Tier, pages: int) -> None:
-    """Sees to it that a tier has room; raises OutOfMemory where it has not."""
-    size = core.layout.page_size
-    if tier == DEVICE:
-        if not core.pager.have(pages):
-            raise _full(core, tier, pages, core.reclaimer.free * size)
-        return
-    host = tier.location is Location.HOST
-    limit = core.config.host_limit if host else core.config.peer_limit
-    if not limit:
-        return
-    taken = sum(
-        count for one, count in core.reclaimer.away.items() if one.location is tier.location
-    )
-    if (taken + pages) * size > limit:
-        raise _full(core, tier, pages, max(0, limit - taken * size))
-
-
-def _full(core: Core, tier: Tier, pages: int, left: int) -> OutOfMemory:
-    size = pages * core.layout.page_size
-    return OutOfMemory(
-        f"move of {pages} pages, {size} bytes: {tier} has {left} bytes left for the cache",
-        errno=errno.ENOMEM,
-        op="KVCache.move",
-        bytes=size,
-        limit=left,
-    )
-
-
 class Window:
     """Decides which pages leave the window."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        config, self._layout = core.config, core.layout
+    def __init__(self, pager: Pager, mover: Mover, config: KVCacheConfig) -> None:
+        self._pager = pager
+        self._mover = mover
+        self._reclaimer = pager.reclaimer
+        self._journal = pager.journal
+        self._layout = pager.layout
         self._window = config.window
         self._kept = config.window + config.window_tile
         self._first = self._kept + self._rows(1)
@@ -699,24 +187,23 @@ class Window:
 
     def slide(self, lens: Sequence[int], stream: Any) -> None:
         """Begins to unmap what the step to `lens` no longer needs; does not wait."""
-        core = self._core
-        old = core.rows
+        table, old = self._reclaimer.table, self._pager.lengths.held
         events: list[Any] | None = None
-        for index in compress(core.indices, map(operator.ge, old, self._next)):
-            slot = core.table[index]
+        for index in compress(range(len(table)), map(operator.ge, old, self._next)):
+            slot = table[index]
             if lens[index] <= old[index]:
                 continue  # the same length again: perhaps its work has not been launched yet
             if slot.job is not None:
-                if not core.table.lockstep:
+                if not table.lockstep:
                     continue  # the next step is soon enough
-                core.pager.release(slot)
+                self._pager.release(slot)
             if events is None:
-                event = record(stream, core.device)
+                event = record(stream, self._pager.device)
                 events = [] if event is None else [event]
             layout = self._layout
             head = (old[index] - self._kept) * layout.row_bytes // layout.page_size
             places = slot.places
-            if not core.mover.make_way(slot, head):
+            if not self._mover.make_way(slot, head):
                 continue
             if places and places.floor(head) != head:  # in the middle of a large page
                 end, head = places.ceil(head), places.floor(head)
@@ -727,11 +214,11 @@ class Window:
                 self._set(index, self._kept + self._rows(head + 1), self._window + self._rows(head))
                 continue
             after = [*slot.events, *events]
-            if not core.reclaimer.try_slide(slot, head, after):  # the queue is full
-                if not core.table.lockstep:
+            if not self._reclaimer.try_slide(slot, head, after):  # the queue is full
+                if not table.lockstep:
                     return  # the next step tries again
-                core.reclaimer.finish_all()
-                if not core.reclaimer.try_slide(slot, head, after):
+                self._reclaimer.finish_all()
+                if not self._reclaimer.try_slide(slot, head, after):
                     raise TooManyBatches(
                         "pages behind the window could not be unmapped",
                         errno=errno.EAGAIN,
@@ -742,10 +229,10 @@ class Window:
     def forget(self, slot: Slot) -> None:
         """Ends a request; call it while the slot is still its own."""
         if not slot.stale:
-            self._core.reclaimer.slid -= slot.head
+            self._reclaimer.slid -= slot.head
         self._set(slot.index, self._first, 0)
 
     def _set(self, index: int, later: int, least: int) -> None:
         for numbers, value in ((self._next, later), (self._least, least)):
-            self._core.journal.undo(numbers.__setitem__, index, numbers[index])
+            self._journal.undo(numbers.__setitem__, index, numbers[index])
             numbers[index] = value

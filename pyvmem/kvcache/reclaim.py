@@ -55,6 +55,7 @@ class Reclaimer(Book):
         layout: Layout,
         table: SlotTable,
         limit: int,
+        low_watermark: float,
         counters: Counters,
     ) -> None:
         self.mapper = mapper
@@ -63,6 +64,7 @@ class Reclaimer(Book):
         self.layout = layout
         self.table = table
         self.limit = limit
+        self._low_watermark = low_watermark
         self.counters = counters
         self.held = self.slid = 0
         self.away: Counter[Tier] = Counter()
@@ -74,6 +76,11 @@ class Reclaimer(Book):
         self.errors: list[VMemError] = []
         self.share: Share | None = None
         self._ops = OpBatch(1)
+
+    @property
+    def low_pages(self) -> int:
+        """Physical pages below which memory is scarce: see `KVCacheConfig.low_watermark`."""
+        return int(self._low_watermark * self.limit)
 
     def cut(self, slot: Slot, keep: int, now: bool = False) -> None:
         """Unmaps a slot's pages from `keep` on, after its earlier owners' GPU work; does not wait.
