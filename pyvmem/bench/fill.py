@@ -30,7 +30,7 @@ from pyvmem.context import Context
 from pyvmem.errors import TooManyMappings, VMemError
 from pyvmem.info import Caps
 from pyvmem.kvcache import KVCache, KVCacheConfig, TokenIds
-from pyvmem.kvcache.group import available_bytes
+from pyvmem.kvcache.budget import available_bytes
 
 __all__ = ["WAYS", "add_parser", "run"]
 

@@ -208,7 +208,7 @@ class KVCache(Closing):
             self._journal.on_abort(self._shut)
             try:
                 if budget is not None:
-                    budget.join(core)
+                    budget.join(core.pager, config.memory_floor)
                 core.prepare()
             except VMemError:
                 self._shut()
@@ -439,7 +439,7 @@ class KVCache(Closing):
         ``lcm(row_bytes, page_size) / row_bytes``, since the row that crosses a page's end would
         have to be written into a page that others share.
         """
-        return self._core.prefixes.tree.unit
+        return self._core.prefixes.unit
 
     def record(
         self, reqid: int, tokens: Any, stream: Any = None, namespace: Hashable = None
@@ -523,7 +523,7 @@ class KVCache(Closing):
                 if not core.prefixes.can_begin(match):
                     reqid = core.alloc(length)
                     return None if reqid is None else (reqid, 0)
-                reqid = core.prefixes.alloc(match, stream)
+                reqid = manager.alloc_prefix([core], match, stream)
             finally:
                 if match is not tokens:
                     match.release()
@@ -746,7 +746,7 @@ class KVCache(Closing):
 
         Args:
             keep: reqids whose pages stay.
-            wait: return when it is done. Otherwise slots with a batch in flight are left as they are.
+            wait: return when it is done; otherwise slots with a batch in flight are left alone.
 
         Raises:
             VMemError: a background batch failed (`wait` alone); the cache is consistent.
@@ -948,4 +948,4 @@ class KVCache(Closing):
             self._closing = True
             self._core.close(stream)
         if self._budget is not None:
-            self._budget.leave(self._core)
+            self._budget.leave(self._core.pager)

@@ -38,10 +38,11 @@ from pyvmem.context import Context
 from pyvmem.errors import BadHandle, InvalidArgument, NotSupported, OutOfMemory, VMemError
 from pyvmem.info import KEEP_ALL, Location
 from pyvmem.kvcache import idle
+from pyvmem.kvcache.budget import available_bytes
 from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
-from pyvmem.kvcache.group import Core, available_bytes
+from pyvmem.kvcache.group import Core
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.manager import Moved
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch

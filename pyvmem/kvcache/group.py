@@ -6,10 +6,9 @@ from __future__ import annotations
 import errno
 import operator
 from array import array
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyvmem._native import Outcome
@@ -24,19 +23,22 @@ from pyvmem.errors import (
 )
 from pyvmem.features import require_page_size
 from pyvmem.features.table import SPARSE
+from pyvmem.kvcache.budget import available_bytes
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
-from pyvmem.kvcache.growth import Pager
+from pyvmem.kvcache.growth import Pager, Source
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.mapper import Mapper, Scratch
 from pyvmem.kvcache.metrics import Counters
 from pyvmem.kvcache.migration import Promoter, Window
 from pyvmem.kvcache.moves import Mover
-from pyvmem.kvcache.prefix_cache import Prefixes
+from pyvmem.kvcache.pages import Block, Span
+from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.sharing import Sharing
 from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.ops import OpBatch
 from pyvmem.reservation import Reservation
 
 if TYPE_CHECKING:
@@ -49,11 +51,10 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.reclaim import Reclaimer
     from pyvmem.kvcache.slots import SlotTable
 
-__all__ = ["Core", "Parts", "available_bytes", "free_bytes", "make", "pool_low"]
+__all__ = ["Core", "Parts", "make", "pool_low"]
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
-_PART_OF_CARD = 0.9  # of a GPU's free memory; kernels, libraries and graphs need some, too
 
 
 @dataclass(frozen=True)
@@ -167,28 +168,6 @@ def _limit_pages(
     return config.memory_limit // layout.page_size
 
 
-def available_bytes(cuda_device: int | None, unknown: int) -> int:
-    """Memory that a cache may take by default: of a GPU's free memory a part, on host all."""
-    free = free_bytes(cuda_device, unknown)
-    return free if cuda_device is None else int(free * _PART_OF_CARD)
-
-
-def free_bytes(cuda_device: int | None, unknown: int) -> int:
-    """Memory that is free now on the device; `unknown` where nothing tells."""
-    if cuda_device is not None:
-        try:
-            import torch
-        except ImportError:
-            return unknown
-        if not torch.cuda.is_available():
-            return unknown
-        return int(torch.cuda.mem_get_info(cuda_device)[0])
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return unknown
-
-
 class Core:
     """What `KVCache` and its reports work on; not thread-safe by itself.
 
@@ -196,6 +175,8 @@ class Core:
         used_tokens: the sum of `rows`.
         clock: steps so far.
         mover: other pages under the same addresses.
+        prefixes: recorded ones, of this group and others with the same requests.
+        place: the group's place among these.
         promoter: None: there are no large pages.
         window: what slides; None: every row is kept.
         untidy: `tidy` is to be called by the next step.
@@ -231,8 +212,8 @@ class Core:
         self.scratch = Scratch(self.mapper, max(large, layout.page_size))
         self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)
         self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device)
-        self.sharing = Sharing(self)
-        self.prefixes = Prefixes(self)
+        self.sharing = Sharing(self.pager, config)
+        self.use_prefixes(PrefixCache([self.sharing]), 0)
         self.promoter = Promoter(self.pager, self.mover, config) if layout.large_pages else None
         self.window = Window(self.pager, self.mover, config) if config.window else None
         self.used_tokens = 0
@@ -249,10 +230,11 @@ class Core:
     def rebuild(self) -> None:
         """See `Books.rebuild`."""
         self.table.rebuild()
-        self.prefixes.rebuild()
+        if not self.place:
+            self.prefixes.rebuild()
         reclaimer = self.reclaimer
         reclaimer.shared.rebuild(
-            [one.span for one in (*self.table, *reclaimer.cuts)] + self.prefixes.spans(),
+            [one.span for one in (*self.table, *reclaimer.cuts)] + self.prefixes.spans(self.place),
             [slot.span for slot in self.table if slot.active and not slot.stale],
         )
         self.pager.rebuild()
@@ -473,6 +455,118 @@ class Core:
             counters.peak_used = used
         if wasted > counters.peak_wasted:
             counters.peak_wasted = wasted
+
+    # ---- shared pages in more slots --------------------------------------------------------------
+
+    def use_prefixes(self, prefixes: PrefixCache, place: int) -> None:
+        """Records and finds prefixes there from now on; `place`: the group's among its groups."""
+        self.prefixes, self.place = prefixes, place
+        self.reclaimer.prefixes = prefixes.of(place)
+
+    def attach(self, slots: Sequence[Slot], span: Span, source: Slot | None = None) -> None:
+        """Takes empty slots and maps shared pages there, in one batch; on failure takes none.
+
+        Args:
+            slots: free and without a page.
+            span: the pages.
+            source: a slot that has them mapped first; then one operation for each slot and kind of
+                pages is enough.
+        """
+        pieces = self.sharing.handles(source, 0, span.pages) if source and span.pages else []
+        self._free_on_abort(slots)
+        try:
+            with self.mapper.transaction() as change:
+                for slot in slots:
+                    self.table.take(slot)
+                    self.reclaimer.shared.hold(span)
+                    self.reclaimer.shared.use(span)
+                    slot.dirty = 0
+                    self.pager.lend(slot, span)
+                if span.pages:
+                    change.run(self.sharing.mapping(slots, span, pieces))
+        except NotRecoverable:
+            self.reclaimer.condemn([(slot, 0, span.pages) for slot in slots])
+            raise
+
+    def _free_on_abort(self, slots: Sequence[Slot]) -> None:
+        """Frees slots that the call is about to take, if it is not completed."""
+        taken = [(slot, slot.owner + 1) for slot in slots]
+
+        def free() -> None:
+            self.detach([slot for slot, owner in taken if slot.active and slot.owner == owner])
+
+        self.mapper.journal.on_abort(free)
+
+    def detach(self, slots: Sequence[Slot]) -> None:
+        """Undoes `attach`, and what was grown since: frees the slots and waits until they are."""
+        for slot in slots:
+            with suppress(VMemError):
+                self.pager.release(slot)
+            self.release(slot, None)
+        for slot in slots:
+            with suppress(VMemError):
+                self.pager.release(slot)
+
+    def attach_copy(self, slot: Slot, span: Span, rows: int) -> bool:
+        """`attach` in one slot, where the span may end in the middle of a large page.
+
+        What the span has of that page is copied into pages of the slot's own.
+
+        Args:
+            slot: empty, from `Sharing.vacate`.
+            span: the pages; they begin a slot.
+            rows: tokens that they hold.
+
+        Returns:
+            Whether memory was enough; where not, the slot is free again.
+        """
+        layout = self.layout
+        whole = span.floor(span.pages)
+        self.attach([slot], span.cut(0, whole))
+        if whole == span.pages:
+            return True
+        last = span.parts[-1]
+        done = False
+        try:
+            with self._reading(last.block, last.high - (span.pages - whole)) as address:
+                source = Source(
+                    address - whole * layout.page_size,
+                    last.block.kind.unit * layout.page_size,
+                    rows * layout.row_bytes,
+                )
+                want = [(slot, layout.pages_for(rows))]
+                events = last.block.events
+                done = self.pager.grow(want, background=False, source=source, after=events)
+                if done:
+                    self.pager.release(slot)
+        except VMemError:
+            self.detach([slot])
+            raise
+        if not done:
+            self.detach([slot])
+        return done
+
+    @contextmanager
+    def _reading(self, block: Block, page: int) -> Iterator[int]:
+        """Addresses of one large page of a block, tensor after tensor, for as long as inside."""
+        layout = self.layout
+        size = block.kind.unit * layout.page_size
+        addresses = self.scratch.take(size * layout.num_tensors)
+        ops = OpBatch(layout.num_tensors)
+        for tensor in range(layout.num_tensors):
+            offset = (tensor * block.pages + page) * layout.page_size
+            ops.map(addresses.addr + tensor * size, size, block.handle, offset, readonly=True)
+        try:
+            self.mapper.run(ops)
+        except VMemError:
+            self.scratch.give(addresses)
+            raise
+        try:
+            yield addresses.addr
+        except VMemError:
+            self.scratch.give_mapped(addresses, size * layout.num_tensors)
+            raise
+        self.scratch.give_mapped(addresses, size * layout.num_tensors)
 
     # ---- on the side -----------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ def stats(core: Core) -> CacheStats:
         moving_pages=core.mover.pages()[0] * layout.num_tensors,
         host_pages=_away(core, Location.HOST),
         peer_pages=_away(core, Location.PEER),
-        prefix_pages=core.prefixes.pages * layout.num_tensors,
+        prefix_pages=core.prefixes.pages(core.place) * layout.num_tensors,
         prefix_tokens=core.prefixes.tree.tokens,
         mapped_bytes=reclaimer.held * layout.page_size,
         used_bytes=used,
@@ -177,11 +177,12 @@ def check(core: Core) -> list[str]:
     holders = [*table, *reclaimer.cuts]
     found.extend(
         shared.check(
-            [one.span for one in holders] + core.prefixes.spans(),
+            [one.span for one in holders] + core.prefixes.spans(core.place),
             [slot.span for slot in table if slot.active and not slot.stale],
         )
     )
-    found.extend(core.prefixes.check())
+    if not core.place:
+        found.extend(core.prefixes.check())
     held += shared.pages + core.mover.pages()[0]
     if (
         held + returning != reclaimer.held // layout.num_tensors
@@ -197,7 +198,7 @@ def check(core: Core) -> list[str]:
     if reclaimer.held > reclaimer.limit:
         found.append(f"{reclaimer.held} pages held, the limit is {reclaimer.limit}")
     if reclaimer.share is not None:
-        found.extend(reclaimer.share.budget.check())
+        found.extend(reclaimer.share.check())
     if core.used_tokens != sum(core.rows):
         found.append(f"{sum(core.rows)} tokens, {core.used_tokens} counted")
     now = stats(core)

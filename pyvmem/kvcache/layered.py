@@ -19,7 +19,7 @@ from pyvmem.kvcache.events import record
 from pyvmem.kvcache.group import Core
 from pyvmem.kvcache.journal import Books
 from pyvmem.kvcache.metrics import CacheStats, together
-from pyvmem.kvcache.prefix_cache import JointPrefixes
+from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.streams import check
 
 if TYPE_CHECKING:
@@ -140,7 +140,9 @@ class LayeredCache(Closing):
                     limit=least,
                 )
             with budget.lock, budget.journal:
-                JointPrefixes([cache._core for cache in caches])
+                prefixes = PrefixCache([cache._core.sharing for cache in caches])
+                for place, cache in enumerate(caches):
+                    cache._core.use_prefixes(prefixes, place)
             undo.pop_all()
         self._lock = budget.lock
         self._journal = budget.journal
@@ -246,7 +248,7 @@ class LayeredCache(Closing):
             try:
                 begins = prefixes.can_begin(match)
                 if begins:
-                    reqid = prefixes.alloc(match, stream)
+                    reqid = manager.alloc_prefix(cores, match, stream)
                     for core in cores:
                         core.prepare()
                 else:
@@ -385,7 +387,7 @@ def _close_others(budget: Budget, books: list[Books]) -> None:
         for core in [one for one in journal.books if one not in books]:
             assert isinstance(core, Core)
             core.close(None)
-            budget.leave(core)
+            budget.leave(core.pager)
 
 
 def _shape_free(policy: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What is done for requests, in every group of layers or in none: steps, forks, admission, tiers."""
+"""What is done for requests in every group of layers, or in none: steps, forks, admission."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from pyvmem.streams import device_ordinal
 
 __all__ = [
     "Moved",
+    "alloc_prefix",
     "can_admit",
     "fork",
     "fork_all",
@@ -300,9 +301,9 @@ def fork(
         return None
     if rows * layout.row_bytes > parent.shared * layout.page_size:
         wait_for(record(stream, core.device))
-    sharing.share(parent, full)
+    sharing.share(parent, full, core.prefixes.unit_pages[core.place])
     try:
-        sharing.attach(slots, parent.span.cut(0, full), parent)
+        core.attach(slots, parent.span.cut(0, full), parent)
     except VMemError as error:
         if sharing.is_shortage(error):
             return None
@@ -316,11 +317,11 @@ def fork(
             )
             want = [(slot, pages) for slot in slots]
             if not core.pager.grow(want, background=False, source=tail):
-                sharing.detach(slots)
+                core.detach(slots)
                 return None
             core.pager.release(slots[0])  # of one growth for all; other requests' go on
     except VMemError:
-        sharing.detach(slots)
+        core.detach(slots)
         raise
     for slot in slots:
         if slot.shared:
@@ -390,7 +391,9 @@ def _matches(
 def _pages(core: Core, lengths: list[int], matches: Sequence[PrefixMatch | None]) -> int:
     """Physical pages that the requests need beside those of their prefixes."""
     pages = sum(map(core.layout.pages_for, lengths))
-    pages -= sum(core.prefixes.kept_pages(match) for match in matches if match is not None)
+    pages -= sum(
+        core.prefixes.kept_pages(core.place, match) for match in matches if match is not None
+    )
     return pages * core.layout.num_tensors
 
 
@@ -416,7 +419,7 @@ def fork_all(
 
     def detach() -> None:
         for core in done:
-            core.sharing.detach([core.table[index] for index in slots or ()])
+            core.detach([core.table[index] for index in slots or ()])
 
     try:
         for core in cores:
@@ -548,3 +551,47 @@ def _tier_full(core: Core, tier: Tier, pages: int, left: int) -> OutOfMemory:
         bytes=size,
         limit=left,
     )
+
+
+def alloc_prefix(cores: Sequence[Core], match: PrefixMatch, stream: Any) -> int | None:
+    """A slot that begins with a match of at least a unit, in every group or in none.
+
+    The first group chooses the slot. See `KVCache.alloc_prefix`.
+    """
+    prefixes = cores[0].prefixes
+    prefixes.require("alloc_prefix")
+    prefixes.leases.collect()
+    node = prefixes.pin(match)
+    taken: list[tuple[Core, Slot]] = []
+
+    def let_be() -> None:
+        for core, slot in taken:
+            core.detach([slot])
+        prefixes.tree.unpin(node)
+
+    try:
+        for core in cores:
+            into = [core.table[taken[0][1].index]] if taken else None
+            slots = core.sharing.vacate(1, into)
+            if slots is None:
+                break
+            span = prefixes.span(core.place, node, match.length)
+            core.sharing.order_after_writers(span, stream)
+            if not core.attach_copy(slots[0], span, match.length):
+                break
+            taken.append((core, slots[0]))
+    except VMemError as error:
+        let_be()
+        if cores[0].sharing.is_shortage(error):
+            return None
+        raise
+    if len(taken) < len(cores):
+        let_be()
+        return None
+    slot = taken[0][1]
+    slot.pins = [node]
+    prefixes.leases.end(match._lease)
+    for core, one in taken:
+        core.enter(one, match.length)
+        core.note_peaks()
+    return slot.index

@@ -33,24 +33,23 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyvmem.errors import BadHandle, InvalidArgument, OutOfMemory, TooManyBatches, VMemError
+from pyvmem.errors import BadHandle, InvalidArgument
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_tree import ID_BYTES, Node, PrefixTree, TokenIds
-from pyvmem.kvcache.sharing import attach_copy
+from pyvmem.kvcache.sharing import Sharing
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pyvmem.kvcache.group import Core
     from pyvmem.kvcache.prefix_tree import Node
     from pyvmem.kvcache.slots import Slot
 
-__all__ = ["JointPrefixes", "Lease", "Leases", "PrefixEvicted", "PrefixMatch", "Prefixes"]
+__all__ = ["GroupPrefixes", "Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
 
 
 class PrefixEvicted(BadHandle):
@@ -194,121 +193,164 @@ def evicted(length: int) -> PrefixEvicted:
     )
 
 
-class Prefixes:
-    """The tree of a cache, and the references that it keeps to shared pages.
+class _Spans(Span):
+    """The pages of some units in every group of layers; as a span it is the first group's."""
+
+    __slots__ = ("each",)
+
+    def __init__(self, each: Sequence[Span]) -> None:
+        super().__init__(each[0].parts, each[0].unit_pages, each[0].lead)
+        self.each = tuple(each)
+
+    def split(self, units: int) -> tuple[Span, Span]:
+        """As `Span.split`, in every group."""
+        upper, lower = zip(*(span.split(units) for span in self.each), strict=True)
+        return _Spans(upper), _Spans(lower)
+
+
+class PrefixCache:
+    """The recorded prefixes of one or more groups of layers with the same requests.
+
+    A slot that a method takes is the first group's: a request's number is the same in all. `place`
+    is a group's place among them.
 
     Args:
-        core: the cache.
-        unit: tokens of a sharing unit, a multiple of the cache's own; 0: that.
+        groups: at least one; several share a budget.
 
     Attributes:
-        tree: by token ids; its spans are held in `Reclaimer.shared`.
-        unit_pages: pages per tensor of a sharing unit.
+        tree: by token ids; the spans of every group are held in its `Reclaimer.shared`.
+        unit: tokens of a sharing unit.
+        unit_pages: for each group, pages per tensor of a sharing unit.
         leases: what matches keep from eviction.
     """
 
-    def __init__(self, core: Core, unit: int = 0) -> None:
-        self._core = core
-        layout = core.layout
-        whole = unit * layout.row_bytes or math.lcm(layout.row_bytes, layout.page_size)
-        self.tree: PrefixTree[Span] = PrefixTree(whole // layout.row_bytes, core.journal.entries)
-        self.unit_pages = whole // layout.page_size
-        self.leases = Leases(self.tree, core.journal.entries, lockstep=core.table.lockstep)
-        core.reclaimer.evict = self.evict
-        core.reclaimer.leased = self.leased
+    def __init__(self, groups: Sequence[Sharing]) -> None:
+        self._groups = tuple(groups)
+        first = groups[0]
+        self._table = first.table
+        self._rows = first.pager.lengths
+        layouts = [one.layout for one in groups]
+        self.unit = math.lcm(
+            *(math.lcm(one.row_bytes, one.page_size) // one.row_bytes for one in layouts)
+        )
+        self.unit_pages = tuple(self.unit * one.row_bytes // one.page_size for one in layouts)
+        log = first.mapper.journal.entries
+        self.tree: PrefixTree[Span] = PrefixTree(self.unit, log)
+        self.leases = Leases(self.tree, log, lockstep=self._table.lockstep)
+        self._columns = [one.page_size * one.num_tensors for one in layouts]
+
+    def of(self, place: int) -> GroupPrefixes:
+        """What a group's reclaimer asks."""
+        return GroupPrefixes(self, place)
 
     # ---- recording -------------------------------------------------------------------------------
 
     def record(self, slot: Slot, tokens: Any, stream: Any, namespace: Hashable = None) -> int:
         """See `KVCache.record`."""
         ids, units = self._check(slot, tokens, namespace)
-        if self.tree.match(ids).length < units * self.tree.unit:
-            for core, one in self._each(slot):
-                core.mover.finish(one, stream)
+        if self.tree.match(ids).length < units * self.unit:
+            for group, one in self._each(slot):
+                group.mover.finish(one, stream)
             # The rest of a large page is still to be written.
             ready = self._ready(slot, units)
-            parts = [(core, one, one.places.floor(pages)) for core, one, pages in ready]
-            if any(pages > one.shared for _, one, pages in parts):
-                wait_for(record(stream, self._core.device))
-            for core, one, pages in parts:
-                core.sharing.share(one, pages)
+            parts = [(one, one.places.floor(pages)) for one, pages in ready]
+            if any(pages > one.shared for one, pages in parts):
+                wait_for(record(stream, self._groups[0].device))
+            for group, unit, (one, pages) in zip(self._groups, self.unit_pages, parts, strict=True):
+                group.share(one, pages, unit)
         return self._insert(slot, ids)
 
     def record_last(self, slot: Slot, tokens: Any, event: Any, namespace: Hashable = None) -> None:
         """Records what a slot holds that is freed next; `event` is its last GPU work."""
         ids, units = self._check(slot, tokens, namespace)
-        if self.tree.match(ids).length < units * self.tree.unit:
+        if self.tree.match(ids).length < units * self.unit:
             parts = self._ready(slot, units)
-            handles = [core.sharing.gather(one, pages) for core, one, pages in parts]
-            for (core, one, pages), held in zip(parts, handles, strict=True):
-                core.sharing.bequeath(one, pages, held, event)
+            handles = [
+                group.gather(one, pages)
+                for group, (one, pages) in zip(self._groups, parts, strict=True)
+            ]
+            for group, unit, (one, pages), held in zip(
+                self._groups, self.unit_pages, parts, handles, strict=True
+            ):
+                group.bequeath(one, pages, held, event, unit)
         self._insert(slot, ids)
 
-    def _ready(self, slot: Slot, units: int) -> list[tuple[Core, Slot, int]]:
-        """Where the units' pages are to be shared: caches, slots, pages per tensor."""
-        parts = [(core, one, units * core.prefixes.unit_pages) for core, one in self._each(slot)]
-        for core, one, _ in parts:
-            core.pager.release(one)
+    def _ready(self, slot: Slot, units: int) -> list[tuple[Slot, int]]:
+        """For each group the slot and the pages per tensor that the units are."""
+        parts = []
+        for (group, one), unit in zip(self._each(slot), self.unit_pages, strict=True):
+            group.pager.release(one)
+            parts.append((one, units * unit))
         return parts
 
-    def _each(self, slot: Slot) -> list[tuple[Core, Slot]]:
-        """The caches that keep the rows of a request together, and its slot in each."""
-        return [(self._core, slot)]
+    def _each(self, slot: Slot) -> list[tuple[Sharing, Slot]]:
+        """The groups, and the request's slot in each."""
+        return [(group, group.table[slot.index]) for group in self._groups]
 
     def _check(self, slot: Slot, tokens: Any, namespace: Hashable) -> tuple[TokenIds, int]:
         """The ids of the rows that are held, and how many whole units they are."""
-        for core, _ in self._each(slot):
-            core.sharing.require(PREFIXES, "record")
+        self.require("record")
         ids = TokenIds.of(tokens, namespace)
-        held = self._core.rows[slot.index]
+        held = self._rows.held[slot.index]
         if len(ids) > held:
             ids = TokenIds.from_bytes(ids.data[: held * ID_BYTES], ids.namespace)
-        return ids, len(ids) // self.tree.unit
+        return ids, len(ids) // self.unit
+
+    def require(self, what: str) -> None:
+        """Raises NotSupported where a group cannot have prefixes, which `what` is a call of."""
+        for group in self._groups:
+            group.require(PREFIXES, what)
 
     def _insert(self, slot: Slot, ids: TokenIds) -> int:
         known = self.tree.match(ids)
-        own = min(one.shared // core.prefixes.unit_pages for core, one in self._each(slot))
-        units = max(known.length // self.tree.unit, own)
-        end = units * self.tree.unit * ID_BYTES
+        slots = [one for _, one in self._each(slot)]
+        own = min(one.shared // unit for one, unit in zip(slots, self.unit_pages, strict=True))
+        units = max(known.length // self.unit, own)
+        end = units * self.unit * ID_BYTES
         ids = TokenIds.from_bytes(ids.data[:end], ids.namespace)
-        done = self.tree.insert(ids, lambda first, last: self._take(slot, known.node, first, last))
+        done = self.tree.insert(
+            ids,
+            lambda first, last: _Spans(
+                [self._take(place, one, known.node, first, last) for place, one in enumerate(slots)]
+            ),
+        )
         # A slot whose pages were recorded by another shares none of them, and keeps nothing.
         if done.length and slot.shared and done.node not in slot.pins:
             self.tree.pin(done.node)
             slot.pins = [*slot.pins, done.node]
         return done.length
 
-    def _take(self, slot: Slot, node: Node[Span], first: int, last: int) -> Span:
-        """The pages of a slot's units from `first` to before `last`, held for the tree.
+    def _take(self, place: int, slot: Slot, node: Node[Span], first: int, last: int) -> Span:
+        """A group's pages of the units from `first` to before `last`, held for the tree.
 
         They come behind what the tree has on the way to the node.
         """
-        begin = first * self.unit_pages
-        lead = self._lead(slot.span, node, begin)
-        span = slot.span.cut(begin - lead, last * self.unit_pages)
+        unit = self.unit_pages[place]
+        begin = first * unit
+        lead = self._lead(place, slot.span, node, begin)
+        span = slot.span.cut(begin - lead, last * unit)
         span.lead = lead
-        self._core.reclaimer.shared.hold(span)
+        self._groups[place].reclaimer.shared.hold(span)
         return span
 
-    def _lead(self, span: Span, node: Node[Span], begin: int) -> int:
+    def _lead(self, place: int, span: Span, node: Node[Span], begin: int) -> int:
         """Pages before `begin` that a span must have of its own, to follow what the tree has."""
-        large = self._core.layout.large_pages
+        large = self._groups[place].layout.large_pages
         lead = begin % large if large else 0
         if not lead:
             return 0
-        before = self._path(node, begin).parts[-1]
+        before = self._path(place, node, begin).parts[-1]
         own = span.cut(begin, begin + 1).parts[0]
         if before.block is own.block and before.high == own.low:
             return 0  # the tree has the same page
         return lead if before.block.kind.unit > 1 or own.block.kind.unit > 1 else 0
 
-    def _path(self, node: Node[Span], pages: int) -> Span:
-        """The first pages of the way to a node, as a slot can have them mapped."""
-        return sum(self._spans_to(node), Span((), self.unit_pages)).cut(0, pages)
+    def _path(self, place: int, node: Node[Span], pages: int) -> Span:
+        """A group's first pages on the way to a node, as a slot can have them mapped."""
+        spans = [_each(one.span)[place] for one in node.path()]
+        return sum(spans, Span((), self.unit_pages[place])).cut(0, pages)
 
-    def _spans_to(self, node: Node[Span]) -> list[Span]:
-        """The cache's own spans on the way to a node."""
-        return [one.span for one in node.path()]
+    # ---- what requests keep ----------------------------------------------------------------------
 
     def pin_again(self, pins: list[Node[Span]]) -> list[Node[Span]]:
         """Keeps prefixes for one more slot."""
@@ -346,7 +388,7 @@ class Prefixes:
         left = operator.index(leave)
         if left < 0:
             raise invalid(f"leave is {left}; it must not be negative")
-        limit = max(0, min(len(ids) - left, self._core.config.max_seq_len))
+        limit = max(0, min(len(ids) - left, self._groups[0].config.max_seq_len))
         found = self.tree.match(ids, limit)  # a use of all that the run goes on with, too
         node = self.tree.root
         if found.length:
@@ -363,7 +405,7 @@ class Prefixes:
         if isinstance(tokens, PrefixMatch):
             return self.own(tokens), tokens.length
         ids = TokenIds.of(tokens, namespace)
-        length, longest = len(ids), self._core.config.max_seq_len
+        length, longest = len(ids), self._groups[0].config.max_seq_len
         if length > longest:
             raise invalid(f"{length} tokens; max_seq_len is {longest}", limit=longest)
         return self.match(ids, leave), length
@@ -382,9 +424,9 @@ class Prefixes:
         """
         self.leases.collect()
         if match.length and not self.leases.has(match._lease):
-            match._lease = self.leases.add(self._pin(match))
+            match._lease = self.leases.add(self.pin(match))
 
-    def _pin(self, match: PrefixMatch) -> Node[Span]:
+    def pin(self, match: PrefixMatch) -> Node[Span]:
         """Keeps what matched; raises PrefixEvicted where it is not there any more."""
         node = match._lease.node
         try:
@@ -396,6 +438,17 @@ class Prefixes:
             self.tree.unpin(whole)
         return node
 
+    def span(self, place: int, node: Node[Span], length: int) -> Span:
+        """A group's pages of the first `length` tokens on the way to a node."""
+        return self._path(place, node, length // self.unit * self.unit_pages[place])
+
+    def kept_pages(self, place: int, match: PrefixMatch) -> int:
+        """Pages per tensor that a request which begins with the match need not find."""
+        if not match.length:
+            return 0
+        span = self.span(place, match._lease.node, match.length)
+        return span.floor(span.pages)
+
     def can_begin(self, match: PrefixMatch) -> bool:
         """Whether a request can begin with a match and no wait for GPU work of earlier owners.
 
@@ -403,62 +456,51 @@ class Prefixes:
         """
         if not match.length:
             return False
-        cores = [core for core, _ in self._each(self._core.table[0])]
-        return self._core.table.lockstep or not any(core.sharing.must_wait() for core in cores)
-
-    def alloc(self, match: PrefixMatch, stream: Any) -> int | None:
-        """See `KVCache.alloc_prefix`; for a match of at least a unit."""
-        core = self._core
-        core.sharing.require(PREFIXES, "alloc_prefix")
-        self.leases.collect()
-        node = self._pin(match)
-        try:
-            slots = core.sharing.vacate(1)
-            if slots is not None:
-                span = self._path(node, match.length // self.tree.unit * self.unit_pages)
-                core.sharing.order_after_writers(span, stream)
-                if not attach_copy(core, slots[0], span, match.length):
-                    slots = None
-        except VMemError as error:
-            self.tree.unpin(node)
-            if core.sharing.is_shortage(error):
-                return None
-            raise
-        if slots is None:
-            self.tree.unpin(node)
-            return None
-        slot = slots[0]
-        slot.pins = [node]
-        self.leases.end(match._lease)
-        core.enter(slot, match.length)
-        core.note_peaks()
-        return slot.index
+        return self._table.lockstep or not any(group.must_wait() for group in self._groups)
 
     # ---- giving up -------------------------------------------------------------------------------
 
-    def evict(self, pages: int) -> int:
+    def evict(self, place: int, pages: int) -> int:
         """Takes least recently used prefixes out until so many pages per tensor come back.
 
         Those that a request began with or recorded go last, and only where there are pages among
-        them that no request uses: the request keeps its own. Leased ones stay.
+        them that no request uses: the request keeps its own. Leased ones stay. What comes back in
+        other groups counts by its bytes, since their budget is the same.
 
         Returns:
             Pages per tensor that came back, or will when the batches that unmap them are done.
         """
         self.leases.collect()
-        shared, done = self._core.reclaimer.shared, 0
-        while done < pages:
-            spans = self.tree.evict(pages - done)
+        column = self._columns[place]
+        unit = sum(map(operator.mul, self.unit_pages, self._columns))
+        back = 0
+        while back < pages * column:
+            missing = pages * column - back
+            spans = self.tree.evict(-(-missing // unit) * self.unit_pages[0])
             if not spans and not self._unpin_all():
                 break
-            for span in spans:
-                done += shared.returns(span)
-                self._core.reclaimer.let_go(span)
-        return done
+            back += sum(map(self._let_go, spans))
+        return back // column
+
+    def evict_all(self, leased: bool = False) -> None:
+        """Takes every prefix out that no request uses; `leased`: those of matches, too."""
+        self.leases.collect()
+        if leased:
+            self.leases.end_all()
+        for span in self.tree.evict(self.tree.evictable_pages):
+            self._let_go(span)
+
+    def _let_go(self, spans: Span) -> int:
+        """The bytes of an evicted span that come back."""
+        back = 0
+        for group, column, span in zip(self._groups, self._columns, _each(spans), strict=True):
+            back += group.reclaimer.shared.returns(span) * column
+            group.reclaimer.let_go(span)
+        return back
 
     def _unpin_all(self) -> bool:
         """Keeps nothing for any slot; False, and nothing changed, where that would free no page."""
-        holders = [slot for slot in self._core.table if slot.pins]
+        holders = [slot for slot in self._table if slot.pins]
         if not self._any_idle():
             return False
         for slot in holders:
@@ -467,47 +509,41 @@ class Prefixes:
 
     def _any_idle(self) -> bool:
         """Whether a page is recorded that no request uses and no match has leased."""
-        shared, kept = self._core.reclaimer.shared, self.leases.kept()
-        return any(shared.idle(node.span) for node in self.tree if node not in kept)
+        kept = self.leases.kept()
+        rest = [node for node in self.tree if node not in kept]
+        return any(self._idle_pages(place, rest) for place in range(len(self._groups)))
 
-    def leased(self) -> int:
+    def leased(self, place: int) -> int:
         """Pages per tensor that no request uses, and that cannot be evicted: matches lease them."""
         if not self.leases:
             return 0
-        return self.idle_pages(self.leases.kept())
+        return self._idle_pages(place, self.leases.kept())
 
-    def idle_pages(self, nodes: Iterable[Node[Span]]) -> int:
-        """The cache's own pages per tensor of these nodes that no request uses."""
-        return sum(map(self._core.reclaimer.shared.idle, map(self._own_span, nodes)))
+    def _idle_pages(self, place: int, nodes: Iterable[Node[Span]]) -> int:
+        """A group's pages per tensor of these nodes that no request uses."""
+        shared = self._groups[place].reclaimer.shared
+        return sum(shared.idle(_each(node.span)[place]) for node in nodes)
 
-    def kept_pages(self, match: PrefixMatch) -> int:
-        """Pages per tensor that a request which begins with the match need not find."""
-        if not match.length:
-            return 0
-        span = self._path(match._lease.node, match.length // self.tree.unit * self.unit_pages)
-        return span.floor(span.pages)
+    # ---- reports and recovery --------------------------------------------------------------------
 
-    def _own_span(self, node: Node[Span]) -> Span:
-        return node.span
+    def spans(self, place: int) -> list[Span]:
+        """What the tree holds of a group."""
+        return [_each(node.span)[place] for node in self.tree]
 
-    def evict_all(self, leased: bool = False) -> None:
-        """Takes every prefix out that no request uses; `leased`: those of matches, too."""
-        self.leases.collect()
-        if leased:
-            self.leases.end_all()
-        for span in self.tree.evict(self.tree.evictable_pages):
-            self._core.reclaimer.let_go(span)
+    def pages(self, place: int) -> int:
+        """A group's pages per tensor that are recorded."""
+        return self.tree.tokens // self.unit * self.unit_pages[place]
 
     def rebuild(self) -> None:
         """Counts again which prefixes slots keep."""
-        pins = [node for slot in self._core.table for node in slot.pins]
+        pins = [node for slot in self._table for node in slot.pins]
         self.tree.rebuild([*pins, *self.leases.rebuilt()])
 
     def check(self) -> list[str]:
         """What contradicts in the tree, its pins and its spans, in words."""
         found = self.tree.check()
         wanted: dict[Node[Span], int] = {}
-        for slot in self._core.table:
+        for slot in self._table:
             for node in slot.pins:
                 wanted[node] = wanted.get(node, 0) + 1
         for node in self.leases.nodes():
@@ -515,200 +551,30 @@ class Prefixes:
         for node in self.tree:
             if node.pins != wanted.pop(node, 0):
                 found.append(f"{node!r} has {node.pins} pins, other than slots and leases hold")
-            if node.span.pages - node.span.lead != node.units * self.unit_pages:
-                found.append(f"{node!r} has a span of {node.span.pages} pages")
+            for span, unit in zip(_each(node.span), self.unit_pages, strict=True):
+                if span.pages - span.lead != node.units * unit:
+                    found.append(f"{node!r} has a span of {span.pages} pages")
         if wanted:
             found.append(f"{len(wanted)} pinned prefixes are not in the tree")
         return found
 
-    @property
-    def pages(self) -> int:
-        """Pages per tensor that are recorded."""
-        return self.tree.tokens // self.tree.unit * self.unit_pages
 
-    def spans(self) -> list[Span]:
-        """What the tree holds."""
-        return [node.span for node in self.tree]
+class GroupPrefixes(NamedTuple):
+    """The prefixes as the reclaimer of one group sees them."""
 
-
-class _JointSpan(Span):
-    """The first class's pages for some units, and those of the others in turn."""
-
-    __slots__ = ("parts_of",)
-
-    def __init__(self, parts_of: Sequence[Span]) -> None:
-        super().__init__(parts_of[0].parts, parts_of[0].unit_pages, parts_of[0].lead)
-        self.parts_of = tuple(parts_of)
-
-    def split(self, units: int) -> tuple[Span, Span]:
-        """As `Span.split`, in every class."""
-        upper, lower = zip(*(span.split(units) for span in self.parts_of), strict=True)
-        return _JointSpan(upper), _JointSpan(lower)
-
-
-def _of(span: Span) -> tuple[Span, ...]:
-    """The spans of all classes."""
-    assert isinstance(span, _JointSpan)
-    return span.parts_of
-
-
-class JointPrefixes(Prefixes):
-    """The prefixes of all classes; takes the place of each class's own.
-
-    Where a method takes a slot, it is the first class's: the request's reqid is the same in all.
-
-    Args:
-        cores: the classes, before anything was recorded. They share a budget.
-    """
-
-    def __init__(self, cores: Sequence[Core]) -> None:
-        super().__init__(cores[0], max(core.prefixes.tree.unit for core in cores))
-        self._cores = tuple(cores)
-        cores[0].prefixes = self
-        for place, core in enumerate(cores[1:], 1):
-            core.prefixes = _Follower(core, self, place)
-
-    # ---- what Prefixes asks for ------------------------------------------------------------------
-
-    def _each(self, slot: Slot) -> list[tuple[Core, Slot]]:
-        return [(core, core.table[slot.index]) for core in self._cores]
-
-    def _take(self, slot: Slot, node: Node[Span], first: int, last: int) -> Span:
-        own = super()._take(slot, node, first, last)
-        rest = self._each(slot)[1:]
-        others = (core.prefixes._take(one, node, first, last) for core, one in rest)
-        return _JointSpan([own, *others])
-
-    def _spans_to(self, node: Node[Span]) -> list[Span]:
-        return [_of(one.span)[0] for one in node.path()]
-
-    def _own_span(self, node: Node[Span]) -> Span:
-        return _of(node.span)[0]
-
-    def _any_idle(self) -> bool:
-        kept = self.leases.kept()
-        rest = [node for node in self.tree if node not in kept]
-        return any(one.prefixes.idle_pages(rest) for one in self._cores)
-
-    # ---- matching --------------------------------------------------------------------------------
-
-    def alloc(self, match: PrefixMatch, stream: Any) -> int | None:
-        """As `Prefixes.alloc`, in every class or in none; the first one chooses the slot."""
-        for core in self._cores:
-            core.sharing.require(PREFIXES, "alloc_prefix")
-        self.leases.collect()
-        node = self._pin(match)
-        units = match.length // self.tree.unit
-        taken: list[tuple[Core, Slot]] = []
-        try:
-            for core in self._cores:
-                span = core.prefixes._path(node, units * core.prefixes.unit_pages)
-                into = [core.table[taken[0][1].index]] if taken else None
-                slots = core.sharing.vacate(1, into)
-                if slots is None:
-                    break
-                core.sharing.order_after_writers(span, stream)
-                if not attach_copy(core, slots[0], span, match.length):
-                    break
-                taken.append((core, slots[0]))
-        except (OutOfMemory, TooManyBatches):
-            pass
-        except VMemError:
-            self._let_be(taken, node)
-            raise
-        if len(taken) < len(self._cores):
-            self._let_be(taken, node)
-            return None
-        slot = taken[0][1]
-        slot.pins = [node]
-        self.leases.end(match._lease)
-        for core, one in taken:
-            core.enter(one, match.length)
-            core.note_peaks()
-        return slot.index
-
-    def _let_be(self, taken: list[tuple[Core, Slot]], node: Node[Span]) -> None:
-        for core, slot in taken:
-            core.sharing.detach([slot])
-        self.tree.unpin(node)
-
-    # ---- giving up -------------------------------------------------------------------------------
+    cache: PrefixCache
+    place: int
 
     def evict(self, pages: int) -> int:
-        """As `Prefixes.evict`; what comes back in other classes counts by its bytes."""
-        return self.evict_for(self._core, pages)
+        """See `PrefixCache.evict`."""
+        return self.cache.evict(self.place, pages)
 
-    def evict_for(self, core: Core, pages: int) -> int:
-        """`evict` for one class: its budget has room for what comes back in any of them."""
-        self.leases.collect()
-        column = _column(core)
-        unit = sum(one.prefixes.unit_pages * _column(one) for one in self._cores)
-        back = 0
-        while back < pages * column:
-            missing = pages * column - back
-            spans = self.tree.evict(-(-missing // unit) * self.unit_pages)
-            if not spans and not self._unpin_all():
-                break
-            back += sum(map(self._let_go, spans))
-        return back // column
-
-    def evict_all(self, leased: bool = False) -> None:
-        """As `Prefixes.evict_all`."""
-        self.leases.collect()
-        if leased:
-            self.leases.end_all()
-        for span in self.tree.evict(self.tree.evictable_pages):
-            self._let_go(span)
-
-    def _let_go(self, joint: Span) -> int:
-        """The bytes of an evicted span that come back."""
-        back = 0
-        for core, span in zip(self._cores, _of(joint), strict=True):
-            back += core.reclaimer.shared.returns(span) * _column(core)
-            core.reclaimer.let_go(span)
-        return back
+    def leased(self) -> int:
+        """See `PrefixCache.leased`."""
+        return self.cache.leased(self.place)
 
 
-class _Follower(Prefixes):
-    """A class's part of what the first class's tree keeps."""
-
-    def __init__(self, core: Core, joint: JointPrefixes, place: int) -> None:
-        super().__init__(core, joint.tree.unit)
-        self.tree = joint.tree
-        self.leases = joint.leases
-        self._joint = joint
-        self._place = place
-
-    def evict(self, pages: int) -> int:
-        """As `JointPrefixes.evict`, for this class."""
-        return self._joint.evict_for(self._core, pages)
-
-    def evict_all(self, leased: bool = False) -> None:
-        """As `JointPrefixes.evict_all`."""
-        self._joint.evict_all(leased)
-
-    def rebuild(self) -> None:
-        """The tree is the first class's, which does it."""
-
-    def check(self) -> list[str]:
-        """What contradicts in this class's spans; the first class checks the tree."""
-        return [
-            f"{node!r} has a span of {span.pages} pages"
-            for node, span in zip(self.tree, self.spans(), strict=True)
-            if span.pages - span.lead != node.units * self.unit_pages
-        ]
-
-    def _own_span(self, node: Node[Span]) -> Span:
-        return _of(node.span)[self._place]
-
-    def _spans_to(self, node: Node[Span]) -> list[Span]:
-        return [_of(one.span)[self._place] for one in node.path()]
-
-    def spans(self) -> list[Span]:
-        """What the tree holds of this class, for checks."""
-        return [_of(node.span)[self._place] for node in self.tree]
-
-
-def _column(core: Core) -> int:
-    """Bytes of a page in every tensor."""
-    return core.layout.page_size * core.layout.num_tensors
+def _each(span: Span) -> tuple[Span, ...]:
+    """A node's spans, of all groups."""
+    assert isinstance(span, _Spans)
+    return span.each

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, Timeout, TooManyBatches, VMemError
 from pyvmem.info import RangeFlags
@@ -19,12 +19,55 @@ from pyvmem.ops import OpBatch
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pyvmem.kvcache.budget import Share
     from pyvmem.kvcache.mapper import Mapper
 
 __all__ = ["Reclaimer", "wait_for_cuts"]
 
 _SLICE_S = 0.0005  # how long one of several unfinished cuts is waited for before the next is asked
+
+
+class Evictable(Protocol):
+    """Pages that no request uses, and that go when memory is short: recorded prefixes."""
+
+    def evict(self, pages: int) -> int:
+        """Lets go of so many pages per tensor, or all that can go; returns how many come back."""
+
+    def leased(self) -> int:
+        """Pages per tensor that cannot go."""
+
+
+class Share(Protocol):
+    """A cache's part of a budget that several have: what it may take, and from whom; bytes."""
+
+    def room(self) -> int:
+        """What the cache could take now, as far as the others are concerned."""
+
+    def within_reach(self) -> int:
+        """`room`, once the others have given back what belongs to no request."""
+
+    def others(self) -> list[Reclaimer]:
+        """What takes pages back from the other caches."""
+
+    def returning(self) -> int:
+        """What is on its way back from the other caches, above their floors."""
+
+    def finish_idle(self) -> None:
+        """Waits for the other caches' growths that no request waits for."""
+
+    def stop_promoting(self) -> bool:
+        """Gives up what makes larger pages in the other caches; whether there was any."""
+
+    def unsettled(self) -> int:
+        """What the other caches would give back after a wait, above their floors."""
+
+    def begin_cuts(self, nbytes: int) -> None:
+        """Lets the others begin to unmap pages of no request until so much is on its way."""
+
+    def evict(self, nbytes: int) -> None:
+        """Lets the others take out recorded prefixes of so many bytes that no request uses."""
+
+    def check(self) -> list[str]:
+        """What contradicts in the budget's books, in words."""
 
 
 class Reclaimer(Book):
@@ -70,8 +113,7 @@ class Reclaimer(Book):
         self.away: Counter[Tier] = Counter()
         self.own_away: int | None = None
         self.shared = SharedPages(layout, mapper)
-        self.evict: Callable[[int], int] = lambda pages: 0
-        self.leased: Callable[[], int] = lambda: 0
+        self.prefixes: Evictable | None = None
         self.cuts: list[Cut] = []
         self.errors: list[VMemError] = []
         self.share: Share | None = None
@@ -81,6 +123,14 @@ class Reclaimer(Book):
     def low_pages(self) -> int:
         """Physical pages below which memory is scarce: see `KVCacheConfig.low_watermark`."""
         return int(self._low_watermark * self.limit)
+
+    def evict(self, pages: int) -> int:
+        """Takes recorded prefixes out until so many pages per tensor come back; how many do."""
+        return 0 if self.prefixes is None else self.prefixes.evict(pages)
+
+    def leased(self) -> int:
+        """Pages per tensor that cannot be evicted, though no request uses them."""
+        return 0 if self.prefixes is None else self.prefixes.leased()
 
     def cut(self, slot: Slot, keep: int, now: bool = False) -> None:
         """Unmaps a slot's pages from `keep` on, after its earlier owners' GPU work; does not wait.
