@@ -12,12 +12,16 @@ rank decides alone, and decides as the others do, because answers depend on the 
   of their use, which calls alone change;
 - what a `step_async` began is waited for by the calls that share, swap or admit.
 
+The driver's mappings are no such matter: how many a request's pages take depends on where they lie.
+A rank that has none left for a `step` raises TooManyMappings, and `check_step` takes the step back
+on every rank, as `agreed_step` does by itself.
+
 `num_free_pages` and most of `stats` do depend on what the background has finished: an engine that
 admits requests by memory asks `available_pages` or `can_admit`.
 
 A rank that fails all the same (its driver, or its host memory in `swap_out`) is *poisoned*: the
 call raises there, and the others learn of it in the engine's next collective, by `check_step` or by
-`status` and `agree` (agreed.py).
+`status` and `agree`.
 """
 
 from __future__ import annotations
@@ -35,7 +39,14 @@ import torch
 import torch.distributed as dist
 
 from pyvmem.context import Context
-from pyvmem.errors import BadHandle, InvalidArgument, NotSupported, OutOfMemory, VMemError
+from pyvmem.errors import (
+    BadHandle,
+    InvalidArgument,
+    NotSupported,
+    OutOfMemory,
+    TooManyMappings,
+    VMemError,
+)
 from pyvmem.info import KEEP_ALL, Location
 from pyvmem.kvcache import idle
 from pyvmem.kvcache.budget import available_bytes
@@ -281,6 +292,10 @@ def agree_on_pages(
     return -found[4]
 
 
+def _too_many(text: str) -> TooManyMappings:
+    return TooManyMappings(text, errno=errno.ENOSPC, op="ParallelKVCache")
+
+
 def _is_refusal(error: BaseException) -> bool:
     """Whether the cache refused an argument. What libvmem refuses of the cache is a failure."""
     if isinstance(error, (InvalidArgument, NotSupported, BadHandle)):
@@ -288,6 +303,7 @@ def _is_refusal(error: BaseException) -> bool:
     return isinstance(error, TypeError)
 
 
+_CROWDED = 1  # a status below those of `Failure`
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -299,6 +315,14 @@ class ParallelKVCache(KVCache):
     Calls that share and swap are among these, and what they return is a rank's own: a
     `SwappedRequest` is swapped in on every rank, or closed on every rank. An `InvalidArgument`
     changes nothing and poisons nothing: every rank has it, for the same call.
+
+    The cache's own refusals come before anything changes and on every rank alike: they are compared
+    as answers are. Every other exception *poisons*: from then on every call raises it, until
+    `recover`, and the other ranks learn of it in `check_step`.
+
+    One kind of shortage depends on where a rank's pages lie: of mappings. A rank whose `step` lacks
+    them alone raises TooManyMappings, is *crowded*, and goes on to `check_step`, where every rank
+    takes the step back.
 
     Args:
         config: the same on every rank, but for `memory_limit`. `num_kv_heads` is one rank's
@@ -325,7 +349,11 @@ class ParallelKVCache(KVCache):
         self._closed = True
         self._failure: Failure | None = None
         self._digest = 0
+        self._crowded = ""
         self._ahead = False  # a `step_async` was answered with 0, and no `step` has followed
+        self._before: tuple[Sequence[int], Any] | None = (
+            None  # the last step's rows before, its stream
+        )
         self._swapped: weakref.WeakSet[SwappedRequest] = weakref.WeakSet()
         self._own: Context | None = None
         if getattr(config, "idle_seconds", 0):
@@ -380,10 +408,15 @@ class ParallelKVCache(KVCache):
             core = self._open_core()
             name = method.__name__
             try:
+                core.reclaimer.forget_crowding()
                 result = method(*args, **kwargs)
+                core.reclaimer.forget_crowding()
                 core.reclaimer.raise_errors()  # of the background; the answer may be due to them
             except BaseException as error:
-                if _is_refusal(error):
+                if isinstance(error, TooManyMappings) and name == "step":
+                    self._crowded = str(error)
+                    self._note(name, 0)  # as on those who could; what they call next differs
+                elif _is_refusal(error):
                     self._note(name, type(error).__name__)
                 else:
                     self._poison(error, name)
@@ -400,6 +433,8 @@ class ParallelKVCache(KVCache):
     def _open_core(self) -> Core:
         if not self._closed and self._failure is not None:
             raise self._failure.error()
+        if not self._closed and self._crowded:
+            raise _too_many(f"{self._crowded}; call check_step, as the other ranks do")
         return super()._open_core()
 
     def move(
@@ -429,18 +464,28 @@ class ParallelKVCache(KVCache):
         Below 2**32 in magnitude, or 4096 times the number of ranks: int64 or float64.
         """
         with self._lock, self._journal:
-            own = self._failure.status if self._failure else 0
+            own = self._failure.status if self._failure else _CROWDED * bool(self._crowded)
             return [own, self._digest, -self._digest]
 
     def agree(self, maxima: Sequence[int]) -> None:
         """Reads what became of `status` in the all_reduce.
 
         Raises:
+            TooManyMappings: a rank had none left for the last `step`, which every rank has taken
+                back: it is as if it had said -1. What no request owns was given up.
             RankFailed: a rank failed; from now on every call raises this.
             RanksDiffer: the calls or the answers of the ranks differ; likewise.
         """
         status, digest, negative = (int(value) for value in maxima)
         with self._lock, self._journal:
+            crowded, self._crowded = self._crowded, ""
+            if status == _CROWDED:
+                if digest == -negative:
+                    self._take_back()
+                    raise _too_many(
+                        crowded or "another rank has no mapping left for the step, which was undone"
+                    )
+                status = 0
             failure = Failure.from_status(status)
             if failure is None and digest != -negative:
                 failure = Failure(-1)
@@ -457,7 +502,7 @@ class ParallelKVCache(KVCache):
         `status` itself.
 
         Raises:
-            RankFailed, RanksDiffer: as `agree`, on every rank.
+            TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
         """
         self.agree(self._ranks.maxima(self.status()))
 
@@ -472,14 +517,14 @@ class ParallelKVCache(KVCache):
         `InvalidArgument` and `PrefixEvicted`, which all ranks have alike, come out as they are.
 
         Raises:
-            RankFailed, RanksDiffer: as `agree`, on every rank.
+            TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
         """
         try:
             yield
         except (InvalidArgument, PrefixEvicted):
             raise
         except Exception as error:
-            if self._failure is None:
+            if self._failure is None and not self._crowded:
                 self._poison(error, "a block of together()")
         self.check_step()
 
@@ -506,20 +551,75 @@ class ParallelKVCache(KVCache):
         """As `KVCache.step`; 0 or -1 on every rank alike.
 
         Raises:
-            VMemError: this rank alone failed: go on to `check_step`, where the others wait. A limit
-                on mappings that is met counts as that (TooManyMappings).
+            TooManyMappings: this rank has none left: go on to `check_step`, where the others wait
+                and every rank takes the step back. With a sliding window that is a failure.
+            VMemError: this rank alone failed: go on to `check_step`, likewise.
         """
         with self._lock, self._journal:
+            self._before = (self._open_core().rows[:], stream)
             answer = self._call(super().step, seq_lens, stream)
             self._ahead = False
             return answer
 
+    def agreed_step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
+        """`step` and `check_step` in one: a collective; 0 or -1 on every rank alike.
+
+        -1 also where one rank alone has no mapping left. Nothing is called between the two.
+
+        Raises:
+            RankFailed, RanksDiffer: as `agree`, on every rank.
+        """
+        answer = -1
+        try:
+            with self.together():
+                answer = self.step(seq_lens, stream)
+        except TooManyMappings:
+            return -1
+        return answer
+
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """As `KVCache.step_async`. A second one before `step` first completes the one before."""
+        """As `KVCache.step_async`. A second one before `step` first completes the one before.
+
+        Where this rank has no mapping left, nothing is begun, and the `step` says so.
+        """
         with self._lock, self._journal:
-            answer = self._settled(super().step_async, seq_lens, stream)
+            answer = self._settled(self._begin_async, seq_lens, stream)
             self._ahead = answer == 0
             return answer
+
+    def _begin_async(self, seq_lens: Sequence[int], stream: Any) -> int:
+        try:
+            return super().step_async(seq_lens, stream)
+        except TooManyMappings:
+            return 0
+
+    def _take_back(self) -> None:
+        """Makes the last step undone: requests have the rows, and the pages, of before.
+
+        All that no request owns goes, recorded prefixes included: a rank that could step may have
+        evicted some for it, and one that could not has not.
+        """
+        assert self._before is not None
+        rows, stream = self._before
+        core = self._open_core()
+        try:
+            if core.window is not None:
+                raise _no_way_back()
+            event = record(stream, core.device)
+            for slot in core.table:
+                with suppress(TooManyMappings):  # what a `step_async` began; it is undone
+                    core.pager.release(slot)
+            for slot in core.table:
+                if slot.active:
+                    core.disown_beyond(slot, rows[slot.index], event)
+            idle.unmap_idle(core, prefixes=True)
+            core.reclaimer.forget_crowding()
+            core.reclaimer.raise_errors()
+            core.pager.runs.relieve()
+        except Exception as error:
+            self._poison(error, "taking a step back")
+            raise
+        self._ahead, self._before = False, None
 
     def fork_many(
         self,
@@ -624,6 +724,7 @@ class ParallelKVCache(KVCache):
         with self._lock, self._journal:
             have = [0] * (len(self._core.table) + 1)
             self._failure = None
+            self._crowded = ""
             try:
                 have = self._reset(stream)
             except Exception as error:
@@ -667,3 +768,11 @@ class ParallelKVCache(KVCache):
             super().close(stream)
         if self._own is not None:
             self._own.close()
+
+
+def _no_way_back() -> NotSupported:
+    return NotSupported(
+        "a rank has no mapping left for a step, which cannot be taken back: a window has slid",
+        errno=errno.EOPNOTSUPP,
+        op="ParallelKVCache",
+    )

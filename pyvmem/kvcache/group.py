@@ -24,8 +24,8 @@ from pyvmem.errors import (
 from pyvmem.features import require_page_size
 from pyvmem.features.table import SPARSE
 from pyvmem.kvcache.budget import available_bytes
-from pyvmem.kvcache.config import KVCacheConfig, invalid
-from pyvmem.kvcache.events import record
+from pyvmem.kvcache.config import PREFILL_TOKENS, KVCacheConfig, invalid
+from pyvmem.kvcache.events import prune, record
 from pyvmem.kvcache.growth import Pager, Source
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.layout import Layout
@@ -174,6 +174,7 @@ class Core:
     Attributes:
         used_tokens: the sum of `rows`.
         clock: steps so far.
+        needs: rows that `scan` last wanted pages for: of prefills, with what they may over-read.
         mover: other pages under the same addresses.
         prefixes: recorded ones, of this group and others with the same requests.
         place: the group's place among these.
@@ -216,6 +217,7 @@ class Core:
         self.use_prefixes(PrefixCache([self.sharing]), 0)
         self.promoter = Promoter(self.pager, self.mover, config) if layout.large_pages else None
         self.window = Window(self.pager, self.mover, config) if config.window else None
+        self.needs: Sequence[int] = ()
         self.used_tokens = 0
         self.clock = 0
         self.untidy = config.reclaim_steps > 0
@@ -289,6 +291,9 @@ class Core:
         if isinstance(found, int):
             raise self._bad_length(found, lens[found])
         rows, total, short = found
+        self.needs = rows
+        if self.layout.guard:
+            short = self._guard_prefills(rows, short)
         if not short:
             return rows, total, []
         want = []
@@ -301,8 +306,19 @@ class Core:
                 raise invalid(f"seq_lens[{index}] is {length}, but reqid {index} is not taken")
             if length > longest:
                 raise self._bad_length(index, length)
-            want.append((slot, pages_for(length)))
+            want.append((slot, pages_for(self.needs[index])))
         return rows, total, want
+
+    def _guard_prefills(self, rows: array[int], short: list[int]) -> list[int]:
+        """The slots that lack pages for what prefills up to `rows` may over-read, or for rows."""
+        held = self.rows
+        if max(map(operator.sub, rows, held)) <= PREFILL_TOKENS:
+            return short
+        self.needs = needs = rows[:]
+        for index, (length, have) in enumerate(zip(rows, held, strict=True)):
+            if length - have > PREFILL_TOKENS:
+                needs[index] = self.layout.guarded(length)
+        return [index for index in range(len(needs)) if needs[index] > self.pager.capacity[index]]
 
     def _bad_length(self, index: int, length: int) -> InvalidArgument:
         """The error for a number that no slot can hold."""
@@ -340,7 +356,8 @@ class Core:
             raise invalid(
                 f"seq_len {length} is not between 0 and max_seq_len {longest}", limit=longest
             )
-        return self.table.best_fit(self.layout.pages_for(length) or max(1, self._eager_pages))
+        pages = self.layout.pages_for_step(0, length)
+        return self.table.best_fit(pages or max(1, self._eager_pages))
 
     def alloc(self, seq_len: int) -> int | None:
         """See `KVCache.alloc_reqid`."""
@@ -396,6 +413,19 @@ class Core:
         self.journal.undo(rows.__setitem__, index, rows[index])
         self.used_tokens += length - rows[index]
         rows[index] = length
+
+    def disown_beyond(self, slot: Slot, length: int, event: Any) -> None:
+        """Lets a request hold its first `length` rows and the pages of these alone.
+
+        `event`: the GPU work that may still touch the others. The slot has no batch in flight.
+        """
+        pages = -(-length * self.layout.row_bytes // self.layout.page_size)
+        keep = max(pages, slot.shared)
+        if slot.granted > keep:
+            self.pager.shrink(slot, keep)
+            if event is not None:
+                slot.events = [*prune(slot.events), event]
+        self.enter(slot, length)
 
     @property
     def rows(self) -> array[int]:

@@ -308,7 +308,6 @@ class Pager(Book):
     def _begin(self, job: Growth, granted: bool = False) -> None:
         """Writes a growth into the books; `granted`: as one that is complete."""
         journal = self.journal
-        self.reclaimer.table.all_changed(job.slots)
         if job.pieces:
             slots, _, mapped = zip(*job.pieces, strict=True)
             journal.put_all(slots, "mapped", mapped)
@@ -534,7 +533,9 @@ class Pager(Book):
         reclaimer = self.reclaimer
         if (reclaimer.table.lockstep or not background) and self.runs.relieve():
             return True
-        if keep is None or not reclaimer.make_room(job.new_pages, keep):
+        # Which prefixes are evicted must not depend on a rank's mappings.
+        evict = not reclaimer.table.lockstep
+        if keep is None or not reclaimer.make_room(job.new_pages, keep, prefixes=evict):
             reclaimer.raise_errors()
             return False
         for slot in job.slots:
@@ -579,7 +580,6 @@ class Pager(Book):
         """Makes pages that are mapped the owner's."""
         if pages <= slot.granted:
             return
-        self.reclaimer.table.changed(slot)
         self.active_pages += pages - slot.granted
         slot.granted = pages
         self._set_capacity(slot, pages)
@@ -595,7 +595,6 @@ class Pager(Book):
             return
         slots, pages, added = zip(*found, strict=True)
         journal = self.journal
-        self.reclaimer.table.all_changed(slots)
         self.active_pages += sum(added)
         journal.put_all(slots, "granted", pages)
         capacities = list(map(self.layout.capacity, pages))
@@ -603,7 +602,6 @@ class Pager(Book):
 
     def shrink(self, slot: Slot, pages: int) -> None:
         """Makes an owner's pages from this one on nobody's; they stay mapped, and are dirty."""
-        self.reclaimer.table.changed(slot)
         before = max(0, slot.granted - slot.shared)
         slot.dirty = max(slot.dirty, slot.granted)
         slot.granted = pages
@@ -612,7 +610,6 @@ class Pager(Book):
 
     def replace(self, slot: Slot, span: Span, mapped: int, granted: int) -> None:
         """What a slot has once pages at its end are gone, and shared ones are its own."""
-        self.reclaimer.table.changed(slot)
         before = max(0, slot.granted - slot.shared)
         slot.dirty = min(max(slot.dirty, slot.granted), mapped)
         slot.span, slot.mapped, slot.granted = span, mapped, granted
@@ -621,7 +618,6 @@ class Pager(Book):
 
     def lend(self, slot: Slot, span: Span) -> None:
         """Grants an empty slot shared pages, which are mapped there."""
-        self.reclaimer.table.changed(slot)
         slot.span = span
         slot.mapped = slot.granted = span.pages
         slot.places.put_all(span.stretches())
@@ -645,7 +641,6 @@ class Pager(Book):
             self.active_pages += max(0, slot.granted - slot.shared)
 
     def _retire(self, job: Growth) -> None:
-        self.reclaimer.table.all_changed(job.slots)
         self.journal.keep_list(self.growths)
         self.growths.remove(job)
         self.journal.put_all(job.slots, "job", [None] * len(job.slots))
@@ -785,27 +780,31 @@ class Runs:
                 self._calls[slot.index] = self._calls[slot.index] + 1 if low else 1
                 self._joined[slot.index] = min(self._joined[slot.index], low)
 
-    def fits(self, lengths: Sequence[int]) -> bool:
-        """Whether new requests of so many pages per tensor find mappings, as far as one can tell.
+    def needed(self, lengths: Sequence[int]) -> int:
+        """Mappings of new requests of so many pages per tensor: runs of 2 MiB, and one more each.
 
-        Theirs are taken to be runs of 2 MiB, and one more each. Those of free slots can be had, and
-        what joining gives.
+        0 where any number can be had.
         """
-        active = len(self._table) - len(self._table.free)
-        if not self.limit or not active or self._table.lockstep:
-            return True
-        tensors = self._layout.num_tensors
-        need = sum(-(-pages // self._chunk) + 1 for pages in lengths if pages) * tensors
-        room = self.limit - self.used
-        if need <= room:
-            return True
-        room = self.limit - self._count()
+        table = self._table
+        if not self.limit or table.lockstep or len(table.free) == len(table):
+            return 0
+        runs = sum(-(-pages // self._chunk) + 1 for pages in lengths if pages)
+        return runs * self._layout.num_tensors
+
+    def obtainable(self) -> int:
+        """Mappings that come back with the pages of free slots, and what joining gives."""
+        found = 0
         for slot in self._table:
             calls = min(self._calls[slot.index], slot.mapped)
             if slot.active:
                 calls = max(0, calls - self._pieces(slot)) if self._joins and self._join_at else 0
-            room += calls * tensors
-        return need <= room
+            found += calls
+        return found * self._layout.num_tensors
+
+    @property
+    def left(self) -> int:
+        """Mappings that the context may still have, counted now."""
+        return self.limit - self._count()
 
     # ---- joining ---------------------------------------------------------------------------------
 

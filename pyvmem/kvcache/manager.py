@@ -48,7 +48,7 @@ def step(core: Core, seq_lens: Sequence[int], stream: Any) -> int:
             if not _grow(core, want, background=False):
                 core.counters.short += 1
                 return -1
-            _settle(core, rows, stream)
+            _settle(core, stream)
             core.keep_watermark()
     except TooManyMappings:
         if core.table.lockstep:  # the other ranks do not know
@@ -79,8 +79,8 @@ def step_all(cores: Sequence[Core], seq_lens: Sequence[int], stream: Any) -> int
             if not grow_all([(core, want) for core, *_, want in begun], background=False):
                 _note_short(cores)
                 return -1
-            for core, rows, *_ in begun:
-                _settle(core, rows, stream)
+            for core in cores:
+                _settle(core, stream)
             for core in cores:
                 core.keep_watermark()
     except TooManyMappings:
@@ -117,7 +117,7 @@ def _begin(core: Core, seq_lens: Sequence[int], stream: Any) -> tuple[array[int]
     rows, total, want = core.scan(seq_lens)
     core.counters.last_wait_ns = 0
     if pager.growths:
-        _settle(core, rows, stream)
+        _settle(core, stream)
         if want:
             rows, total, want = core.scan(seq_lens)
     if core.mover.moves or core.mover.given_up:
@@ -129,9 +129,9 @@ def _begin(core: Core, seq_lens: Sequence[int], stream: Any) -> tuple[array[int]
     return rows, total, want
 
 
-def _settle(core: Core, rows: Sequence[int], stream: Any) -> None:
-    """Waits for the growths that the step to `rows` needs; ranks wait for all, as one."""
-    core.pager.settle(stream, lens=None if core.table.lockstep else rows)
+def _settle(core: Core, stream: Any) -> None:
+    """Waits for the growths that the step needs; ranks wait for all, as one."""
+    core.pager.settle(stream, lens=None if core.table.lockstep else core.needs)
 
 
 def _begin_async(core: Core, seq_lens: Sequence[int]) -> tuple[bool, _Want]:
@@ -355,12 +355,12 @@ def can_admit(
                 limit=longest,
             )
     found = _matches(first, lengths, matches)
-    pages = [_pages(core, lengths, found) for core in cores]
+    begun = [0 if match is None else match.length for match in found] or [0] * len(lengths)
+    each = [list(map(core.layout.pages_for_step, begun, lengths)) for core in cores]
+    pages = [_pages(core, one, found) for core, one in zip(cores, each, strict=True)]
     if len(lengths) > len(first.table.free):
         return False
-    if not all(
-        core.pager.runs.fits([core.layout.pages_for(one) for one in lengths]) for core in cores
-    ):
+    if not _find_mappings(cores, each):
         return False
     if not all(core.pager.could_have(need) for core, need in zip(cores, pages, strict=True)):
         return False
@@ -388,13 +388,21 @@ def _matches(
     return found
 
 
-def _pages(core: Core, lengths: list[int], matches: Sequence[PrefixMatch | None]) -> int:
-    """Physical pages that the requests need beside those of their prefixes."""
-    pages = sum(map(core.layout.pages_for, lengths))
-    pages -= sum(
-        core.prefixes.kept_pages(core.place, match) for match in matches if match is not None
-    )
+def _pages(core: Core, each: list[int], matches: Sequence[PrefixMatch | None]) -> int:
+    """Physical pages that requests of so many each need beside those of their prefixes."""
+    kept = core.prefixes.kept_pages
+    pages = sum(each) - sum(kept(core.place, match) for match in matches if match is not None)
     return pages * core.layout.num_tensors
+
+
+def _find_mappings(cores: Sequence[Core], each: list[list[int]]) -> bool:
+    """Whether requests of so many pages in each cache find mappings of the context they share."""
+    need = sum(core.pager.runs.needed(pages) for core, pages in zip(cores, each, strict=True))
+    runs = cores[0].pager.runs
+    if not need or (len(cores) == 1 and need <= runs.limit - runs.used):
+        return True
+    room = runs.left
+    return need <= room or need <= room + sum(core.pager.runs.obtainable() for core in cores)
 
 
 def _fit_together(cores: Sequence[Core], pages: list[int]) -> bool:

@@ -162,7 +162,6 @@ class Mover:
         ops = self._plan.swap(move)
         with self._mapper.transaction() as change:
             self._remove(move)
-            self._table.changed(slot)
             for low, high, kind in move.stretches:  # the old ones are gone
                 away = slot.places.away(low, high)
                 self._reclaimer.came_back(high - low - sum(away.values()), away, reclaimed=False)
@@ -208,7 +207,6 @@ class Mover:
         if move.ticket is not None:
             cut = Cut(slot, slot.mapped, slot.mapped, slot.dirty, Quiet(move.ticket), slot.head)
             if slot.job is None:
-                self._table.changed(slot)
                 slot.job = cut
                 self._journal.keep_list(self._reclaimer.cuts)
                 self._reclaimer.cuts.append(cut)

@@ -34,7 +34,7 @@ the part that another prefix has:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pyvmem.errors import OutOfMemory
@@ -104,16 +104,25 @@ class Places(Book):
 
     Args:
         log: a journal's entries, where changes are noted.
+        changed: called before a change.
     """
 
-    __slots__ = ("_noted",)
+    __slots__ = ("_noted", "_tell")
 
-    def __new__(cls, log: list[Any]) -> Places:
+    _tell: Callable[[], None]
+
+    def __new__(cls, log: list[Any], changed: Callable[[], None]) -> Places:
         """No interval yet."""
-        return cls._with(log)
+        self = cls._with(log)
+        object.__setattr__(self, "_tell", changed)
+        return self
 
-    def __init__(self, log: list[Any]) -> None:
+    def __init__(self, log: list[Any], changed: Callable[[], None]) -> None:
         self._noted: list[Stretch] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._tell()
+        super().__setattr__(name, value)
 
     def __bool__(self) -> bool:
         return bool(self._noted)
@@ -183,6 +192,11 @@ class Places(Book):
             if first < page < last:
                 return page + -page % kind.unit
         return page
+
+    def whole_away(self, page: int) -> int:
+        """The first place from `page` on where no physical page outside the device is cut."""
+        end = self.ceil(page)
+        return end if end > page and self.away(page, end) else page
 
     def large(self, low: int, high: int) -> int:
         """Small pages of [low, high) that large ones stand for."""

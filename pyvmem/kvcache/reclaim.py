@@ -7,7 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pyvmem.errors import NotRecoverable, OutOfMemory, Timeout, TooManyBatches, VMemError
+from pyvmem.errors import (
+    NotRecoverable,
+    OutOfMemory,
+    Timeout,
+    TooManyBatches,
+    TooManyMappings,
+    VMemError,
+)
 from pyvmem.info import RangeFlags
 from pyvmem.kvcache.journal import Book
 from pyvmem.kvcache.layout import Layout
@@ -79,7 +86,7 @@ class Reclaimer(Book):
         away: the same of pages that do not lie in the device, which `held` leaves out.
         own_away: what `Accounts.count_away` found; None: it may be another number now.
         shared: pages that several places may refer to.
-        evict: takes recorded prefixes of so many pages per tensor out; set by who keeps them.
+        evict: takes recorded prefixes of so many pages per tensor out.
         leased: tells the pages per tensor that it cannot take out, though no request uses them.
         cuts: unfinished batches.
         errors: failures of finished batches that no call has raised yet.
@@ -174,7 +181,6 @@ class Reclaimer(Book):
     def _begin(self, job: Cut, keep: int) -> None:
         """Writes a cut of all pages from `keep` on into the books."""
         slot, places = job.slot, job.slot.places
-        self.table.changed(slot)
         slot.job = job
         if slot.stale:
             job.span, slot.span = slot.span, EMPTY
@@ -221,7 +227,6 @@ class Reclaimer(Book):
         )
         try:
             with self.mapper.transaction() as change:
-                self.table.changed(slot)
                 slot.job = job = Cut(
                     slot, low, head, slot.dirty, change.ticket, low, slot.owner, True
                 )
@@ -289,7 +294,6 @@ class Reclaimer(Book):
             return
         except VMemError as error:
             self.failed(slot, error)
-            self.table.changed(slot)
             self.journal.keep(cut, "away", "span")
             if not isinstance(error, NotRecoverable):  # undone: the pages are where they were
                 slot.head = cut.head
@@ -303,7 +307,6 @@ class Reclaimer(Book):
                 if cut.span.pages:
                     slot.span = cut.span
                 pages, cut.span = 0, EMPTY
-        self.table.changed(slot)
         self.journal.keep_list(self.cuts)
         self.cuts.remove(cut)
         slot.job = None
@@ -365,7 +368,6 @@ class Reclaimer(Book):
         span, first = slot.span, max(slot.head, slot.shared)
         own, away = slot.mapped - first, slot.places.away(first, slot.mapped)
         with self.mapper.transaction() as change:
-            self.table.changed(slot)
             slot.places.forget(0, slot.mapped)
             slot.span, slot.mapped, slot.head, slot.dirty = EMPTY, 0, 0, 0
             slot.lost, slot.broken = False, quarantined
@@ -401,7 +403,14 @@ class Reclaimer(Book):
         """Physical pages in unfinished cuts."""
         return self.table.index.returning * self.layout.num_tensors
 
-    def make_room(self, pages: int, keep: Mapping[Slot, int], own: int = 0) -> bool:
+    def forget_crowding(self) -> None:
+        """Drops what the background lacked mappings for: it was undone, and no request's."""
+        if self.errors:
+            self.errors = [one for one in self.errors if not isinstance(one, TooManyMappings)]
+
+    def make_room(
+        self, pages: int, keep: Mapping[Slot, int], own: int = 0, prefixes: bool = True
+    ) -> bool:
         """Brings up to `pages` physical pages back and waits for them; False when none came.
 
         Pages of slots go before recorded prefixes: they save a driver call, those a computation.
@@ -413,6 +422,7 @@ class Reclaimer(Book):
             pages: physical pages.
             keep: slots that are to have at least so many pages per tensor.
             own: of `pages`, those that must be the cache's own, since it is at its ceiling.
+            prefixes: evict some where the slots do not have enough.
         """
         size, share = self.layout.page_size, self.share
         before = self._room()
@@ -432,9 +442,9 @@ class Reclaimer(Book):
                 wait_for_cuts(reclaimers, lambda: self._room() >= goal)
             if sum(len(one.errors) for one in reclaimers) > failed:
                 break  # what could not be unmapped would be tried for ever
-        if (missing := goal - self._room()) > 0:
+        if prefixes and (missing := goal - self._room()) > 0:
             self.evict(-(-missing // (self.layout.num_tensors * size)))
-        if share is not None and (missing := min(goal - self._room(), lent)) > 0:
+        if prefixes and share is not None and (missing := min(goal - self._room(), lent)) > 0:
             share.evict(missing)
         return self._room() > before
 

@@ -107,7 +107,6 @@ class Sharing:
 
     def _adopt(self, slot: Slot, pieces: list[_Held], events: list[Any], unit_pages: int) -> None:
         shared = self.reclaimer.shared
-        self.table.changed(slot)
         self.reclaimer.own_away = None
         for handle, low, high, kind in pieces:
             span = shared.adopt(handle, high - low, list(events), unit_pages, kind)
