@@ -30,10 +30,12 @@ def can_admit(
                 limit=longest,
             )
     found = _matches(first, lengths, matches)
-    pages = [_pages(core, lengths, found) for core in cores]
+    begun = [0 if match is None else match.length for match in found] or [0] * len(lengths)
+    each = [list(map(core.layout.pages_for_step, begun, lengths)) for core in cores]
+    pages = [_pages(core, one, found) for core, one in zip(cores, each, strict=True)]
     if len(lengths) > len(first.table.free):
         return False
-    if not all(core.runs.fits([core.layout.pages_for(one) for one in lengths]) for core in cores):
+    if not all(core.runs.fits(one) for core, one in zip(cores, each, strict=True)):
         return False
     if not all(core.pager.could_have(need) for core, need in zip(cores, pages, strict=True)):
         return False
@@ -61,9 +63,9 @@ def _matches(
     return found
 
 
-def _pages(core: Core, lengths: list[int], matches: Sequence[PrefixMatch | None]) -> int:
-    """Physical pages that the requests need beside those of their prefixes."""
-    pages = sum(map(core.layout.pages_for, lengths))
+def _pages(core: Core, each: list[int], matches: Sequence[PrefixMatch | None]) -> int:
+    """Physical pages that requests of so many each need beside those of their prefixes."""
+    pages = sum(each)
     pages -= sum(core.prefixes.kept_pages(match) for match in matches if match is not None)
     return pages * core.layout.num_tensors
 

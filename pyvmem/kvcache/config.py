@@ -13,7 +13,18 @@ from pyvmem.errors import InvalidArgument
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPE_BYTES", "KVCacheConfig", "bounded", "invalid", "text_config"]
+__all__ = [
+    "DTYPE_BYTES",
+    "PREFILL_TOKENS",
+    "KVCacheConfig",
+    "bounded",
+    "invalid",
+    "text_config",
+]
+
+PREFILL_TOKENS = 16
+"""A step that adds more tokens than this to a request is a prefill, or a chunk of one; others are
+decoding (speculative decoding included)."""
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -114,8 +125,12 @@ class KVCacheConfig:
             in the background, least recently used first; 0 to 1.
         overread_rows: rows past a request's length that are mapped, too, since a kernel may read
             them: 191 for FlashAttention-3's contiguous call, 127 for FlexAttention on a GPU, 0 for
-            all others (`pyvmem.attention.overread_rows`). They stay ahead of the length as it
-            grows, zero or the request's own, and count as waste wherever memory is reported.
+            all others (`pyvmem.attention.overread_rows`). A step that adds more than
+            `PREFILL_TOKENS` tokens to a request maps them, zero or the request's own; what the
+            request grows by afterwards uses them up. They count as waste wherever memory is
+            reported.
+        overread_decode: they stay ahead of the length whatever a step adds: for a kernel that reads
+            tiles in decoding, too.
         sparse: reads of rows that have no page give zeros, also past the end of every mapped page,
             where the back end can do that (`pyvmem.Caps.SPARSE`). Writes there fault (host) or
             vanish (GPU). It lets a kernel read past the mapped rows while memory grows only with
@@ -161,6 +176,7 @@ class KVCacheConfig:
     eager_pages: int = 0
     low_watermark: float = 0.1
     overread_rows: int = 0
+    overread_decode: bool = False
     sparse: bool = False
     packed_slots: bool = False
     idle_seconds: float = 0.0

@@ -121,8 +121,12 @@ def missing_pages(cache: KVCache, reqid: int | None, seq_len: int) -> int:
         length, longest = operator.index(seq_len), core.config.max_seq_len
         if not 0 <= length <= longest:
             raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)
-        have = 0 if reqid is None else core.slot(reqid).granted
-        return max(0, core.layout.pages_for(length) - have) * core.layout.num_tensors
+        held, have = 0, 0
+        if reqid is not None:
+            slot = core.slot(reqid)
+            held, have = core.rows[slot.index], slot.granted
+        need = core.layout.pages_for_step(held, length)
+        return max(0, need - have) * core.layout.num_tensors
 
 
 def obtainable_pages(cache: KVCache) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pyvmem.errors import Busy, NotRecoverable, OutOfMemory, TooManyBatches, VMemError
 from pyvmem.kvcache.accounts import Accounts
-from pyvmem.kvcache.config import KVCacheConfig, invalid
+from pyvmem.kvcache.config import PREFILL_TOKENS, KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.mapper import Mapper
@@ -40,6 +40,7 @@ class Core(Accounts):
             shrink only where the request gives them up: `truncate`, the end of the request.
         used_tokens: their sum.
         clock: steps so far.
+        asked: what `validate` saw last, with the rows that prefills may over-read.
         mover: other pages under the same addresses.
         promoter: None: there are no large pages.
         runs: how long the runs are that requests grow by.
@@ -80,7 +81,7 @@ class Core(Accounts):
         self.pager.relieve = self.runs.relieve
         self.promoter = Promoter(self) if layout.large_pages else None
         self.window = Window(self) if config.window else None
-        self._asked = array("Q")
+        self.asked = array("Q")
         self.indices = range(config.max_batch)
         self.rows = [0] * config.max_batch
         self.used_tokens = 0
@@ -151,7 +152,7 @@ class Core(Accounts):
         except TypeError:
             raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
         try:
-            self._asked = array("Q", lens)
+            self.asked = array("Q", lens)
         except OverflowError:
             lowest, highest = min(lens), max(lens)
             bad = lowest if lowest < 0 else highest
@@ -162,21 +163,32 @@ class Core(Accounts):
                 else f"seq_lens[{lens.index(bad)}] is {bad}; max_seq_len is {longest}",
                 limit=longest,
             ) from None
+        if self.layout.guard:
+            self._guard_prefills(lens)
         if not any(map(operator.lt, lens, self.rows)):
             return lens, lens, total
         rows = [max(length, held) for length, held in zip(lens, self.rows, strict=True)]
         return lens, rows, sum(rows)
 
+    def _guard_prefills(self, lens: list[int]) -> None:
+        """Asks for the rows, too, that the prefills which a step to `lens` begins may over-read."""
+        if max(map(operator.sub, lens, self.rows)) <= PREFILL_TOKENS:
+            return
+        guarded = self.layout.guarded
+        for index, (length, held) in enumerate(zip(lens, self.rows, strict=True)):
+            if length - held > PREFILL_TOKENS:
+                self.asked[index] = guarded(length)
+
     def short(self) -> list[int]:
         """The slots whose pages are not enough for the numbers that `validate` saw last."""
         # Capacity is 0 for free slots, so whatever is wrong with a single number shows up here too.
-        return self.pager.short(self._asked)
+        return self.pager.short(self.asked)
 
     def want(self, lens: list[int], short: list[int]) -> list[tuple[Slot, int]]:
         """The slots that lack pages, with the pages per tensor that they need."""
         want = []
         longest = self.config.max_seq_len
-        slots, pages_for = self.table.slots, self.layout.pages_for
+        slots, pages_for, asked = self.table.slots, self.layout.pages_for, self.asked
         for index in short:
             slot, length = slots[index], lens[index]
             if not slot.active:
@@ -185,7 +197,7 @@ class Core(Accounts):
                 raise invalid(
                     f"seq_lens[{index}] is {length}; max_seq_len is {longest}", limit=longest
                 )
-            want.append((slot, pages_for(length)))
+            want.append((slot, pages_for(asked[index])))
         return want
 
     def slot(self, reqid: int) -> Slot:
@@ -218,7 +230,8 @@ class Core(Accounts):
             raise invalid(
                 f"seq_len {length} is not between 0 and max_seq_len {longest}", limit=longest
             )
-        return self.table.best_fit(self.layout.pages_for(length) or max(1, self._eager_pages))
+        pages = self.layout.pages_for_step(0, length)
+        return self.table.best_fit(pages or max(1, self._eager_pages))
 
     def alloc(self, seq_len: int) -> int | None:
         """See `KVCache.alloc_reqid`."""

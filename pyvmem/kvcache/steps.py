@@ -20,12 +20,12 @@ _Want = list[tuple[Slot, int]]
 def step(core: Core, seq_lens: Sequence[int], stream: Any) -> int:
     """See `KVCache.step`."""
     try:
-        lens, rows, total, want = _begin(core, seq_lens, stream)
+        rows, total, want = _begin(core, seq_lens, stream)
         if want:
             if not _grow(core, want, background=False):
                 core.counters.short += 1
                 return -1
-            _settle(core, lens, stream)
+            _settle(core, stream)
             core.keep_watermark()
     except TooManyMappings:
         if core.table.lockstep:  # the other ranks do not know
@@ -56,14 +56,14 @@ def step_all(cores: Sequence[Core], seq_lens: Sequence[int], stream: Any) -> int
             if not grow_all([(core, want) for core, *_, want in begun], background=False):
                 _note_short(cores)
                 return -1
-            for core, lens, *_ in begun:
-                _settle(core, lens, stream)
+            for core in cores:
+                _settle(core, stream)
             for core in cores:
                 core.keep_watermark()
     except TooManyMappings:
         _note_crowded(cores)
         return -1
-    for core, _, rows, total, _ in begun:
+    for core, rows, total, _ in begun:
         _commit(core, rows, total, stream)
     return 0
 
@@ -84,19 +84,17 @@ def step_async_all(cores: Sequence[Core], seq_lens: Sequence[int]) -> int:
 # ---- the parts of a step -------------------------------------------------------------------------
 
 
-def _begin(
-    core: Core, seq_lens: Sequence[int], stream: Any
-) -> tuple[list[int], list[int], int, _Want]:
+def _begin(core: Core, seq_lens: Sequence[int], stream: Any) -> tuple[list[int], int, _Want]:
     """Checks the numbers and ends what is under way.
 
     Returns:
-        The numbers, the rows held after the step, the sum of these, and what pages are missing.
+        The rows held after the step, their sum, and what pages are missing.
     """
     pager, reclaimer = core.pager, core.reclaimer
     lens, rows, total = core.validate(seq_lens)
     core.counters.last_wait_ns = 0
     if pager.growths:
-        _settle(core, lens, stream)
+        _settle(core, stream)
     if core.mover.moves or core.mover.given_up:
         core.mover.step(stream)
     if reclaimer.cuts:
@@ -104,12 +102,12 @@ def _begin(
     if reclaimer.errors:
         reclaimer.raise_errors()
     short = core.short()
-    return lens, rows, total, core.want(lens, short) if short else []
+    return rows, total, core.want(lens, short) if short else []
 
 
-def _settle(core: Core, lens: list[int], stream: Any) -> None:
-    """Waits for the growths that the step to `lens` needs; ranks wait for all, as one."""
-    core.pager.settle(stream, lens=None if core.table.lockstep else lens)
+def _settle(core: Core, stream: Any) -> None:
+    """Waits for the growths that the step needs; ranks wait for all, as one."""
+    core.pager.settle(stream, lens=None if core.table.lockstep else core.asked)
 
 
 def _begin_async(core: Core, seq_lens: Sequence[int]) -> tuple[list[int], _Want]:

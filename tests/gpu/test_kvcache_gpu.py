@@ -185,7 +185,7 @@ def test_later_work_on_the_stream_does_not_hold_up_reclaim(context: Context) -> 
 def test_nan_is_not_handed_on_to_an_over_reading_kernel(context: Context) -> None:
     """Weights are 0 past the length, and 0 times NaN is NaN: the tile's tail must be finite."""
     tile = 2 * ROWS
-    with make(context, 8, overread_rows=tile) as cache:
+    with make(context, 8, overread_rows=tile, overread_decode=True) as cache:
         cache.alloc_reqid()
         assert cache.step([8 * ROWS, 0]) == 0
         spoil(cache, 0, 8 * ROWS)
