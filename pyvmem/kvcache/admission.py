@@ -35,7 +35,7 @@ def can_admit(
     pages = [_pages(core, one, found) for core, one in zip(cores, each, strict=True)]
     if len(lengths) > len(first.table.free):
         return False
-    if not all(core.runs.fits(one) for core, one in zip(cores, each, strict=True)):
+    if not _find_mappings(cores, each):
         return False
     if not all(core.pager.could_have(need) for core, need in zip(cores, pages, strict=True)):
         return False
@@ -68,6 +68,16 @@ def _pages(core: Core, each: list[int], matches: Sequence[PrefixMatch | None]) -
     pages = sum(each)
     pages -= sum(core.prefixes.kept_pages(match) for match in matches if match is not None)
     return pages * core.layout.num_tensors
+
+
+def _find_mappings(cores: Sequence[Core], each: list[list[int]]) -> bool:
+    """Whether requests of so many pages in each cache find mappings of the context they share."""
+    need = sum(core.runs.needed(pages) for core, pages in zip(cores, each, strict=True))
+    runs = cores[0].runs
+    if not need or (len(cores) == 1 and need <= runs.limit - runs.used):
+        return True
+    room = runs.left
+    return need <= room or need <= room + sum(core.runs.obtainable() for core in cores)
 
 
 def _fit_together(cores: Sequence[Core], pages: list[int]) -> bool:

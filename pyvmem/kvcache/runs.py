@@ -135,28 +135,31 @@ class Runs:
                 self._calls[slot.index] = self._calls[slot.index] + 1 if low else 1
                 self._joined[slot.index] = min(self._joined[slot.index], low)
 
-    def fits(self, lengths: Sequence[int]) -> bool:
-        """Whether new requests of so many pages per tensor find mappings, as far as one can tell.
+    def needed(self, lengths: Sequence[int]) -> int:
+        """Mappings of new requests of so many pages per tensor: runs of 2 MiB, and one more each.
 
-        Theirs are taken to be runs of 2 MiB, and one more each. Those of free slots can be had, and
-        what joining gives.
+        0 where any number can be had.
         """
         core = self._core
-        active = len(core.table) - len(core.table.free)
-        if not self.limit or not active or core.table.lockstep:
-            return True
-        tensors = core.layout.num_tensors
-        need = sum(-(-pages // self._chunk) + 1 for pages in lengths if pages) * tensors
-        room = self.limit - self.used
-        if need <= room:
-            return True
-        room = self.limit - self._count()
-        for slot in core.table:
+        if not self.limit or core.table.lockstep or len(core.table.free) == len(core.table):
+            return 0
+        runs = sum(-(-pages // self._chunk) + 1 for pages in lengths if pages)
+        return runs * core.layout.num_tensors
+
+    def obtainable(self) -> int:
+        """Mappings that come back with the pages of free slots, and what joining gives."""
+        found = 0
+        for slot in self._core.table:
             calls = min(self._calls[slot.index], slot.mapped)
             if slot.active:
                 calls = max(0, calls - self._pieces(slot)) if self._joins and self._join_at else 0
-            room += calls * tensors
-        return need <= room
+            found += calls
+        return found * self._core.layout.num_tensors
+
+    @property
+    def left(self) -> int:
+        """Mappings that the context may still have, counted now."""
+        return self.limit - self._count()
 
     # ---- joining ---------------------------------------------------------------------------------
 
