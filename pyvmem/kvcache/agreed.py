@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
-from pyvmem.errors import BadHandle, InvalidArgument, NotSupported, VMemError
+from pyvmem.errors import BadHandle, InvalidArgument, NotSupported, TooManyMappings, VMemError
 from pyvmem.info import Location
 from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.core import Core
@@ -19,6 +19,7 @@ from pyvmem.kvcache.tiers import Moved
 
 __all__ = ["AgreedCache"]
 
+_CROWDED = 1  # a status below those of `Failure`
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -29,10 +30,15 @@ class AgreedCache(KVCache):
     The cache's own refusals, such as `InvalidArgument`, come before anything changes and on every
     rank alike: they are compared as answers are. Every other exception *poisons*: from then on
     every call raises it, until `recover`, and the other ranks learn of it in `check_step`.
+
+    One kind of shortage depends on where a rank's pages lie: of mappings. A rank whose `step` lacks
+    them alone raises TooManyMappings, is *crowded*, and goes on to `check_step`, where every rank
+    takes the step back.
     """
 
     _ranks: Ranks
     _failure: Failure | None
+    _crowded: str  # the text of the shortage; "": there is none
     _digest: int  # of the calls and their answers
 
     def _call(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -41,10 +47,15 @@ class AgreedCache(KVCache):
             core = self._open_core()
             name = method.__name__
             try:
+                core.reclaimer.forget_crowding()
                 result = method(*args, **kwargs)
+                core.reclaimer.forget_crowding()
                 core.reclaimer.raise_errors()  # of the background; the answer may be due to them
             except BaseException as error:
-                if _is_refusal(error):
+                if isinstance(error, TooManyMappings) and name == "step":
+                    self._crowded = str(error)
+                    self._note(name, 0)  # as on those who could; what they call next differs
+                elif _is_refusal(error):
                     self._note(name, type(error).__name__)
                 else:
                     self._poison(error, name)
@@ -61,7 +72,13 @@ class AgreedCache(KVCache):
     def _open_core(self) -> Core:
         if not self._closed and self._failure is not None:
             raise self._failure.error()
+        if not self._closed and self._crowded:
+            raise _too_many(f"{self._crowded}; call check_step, as the other ranks do")
         return super()._open_core()
+
+    def _take_back(self) -> None:
+        """Makes the last step undone, on a rank that could take it and on one that could not."""
+        raise NotImplementedError
 
     def move(
         self,
@@ -90,18 +107,28 @@ class AgreedCache(KVCache):
         Below 2**32 in magnitude, or 4096 times the number of ranks: int64 or float64.
         """
         with self._lock, self._journal:
-            own = self._failure.status if self._failure else 0
+            own = self._failure.status if self._failure else _CROWDED * bool(self._crowded)
             return [own, self._digest, -self._digest]
 
     def agree(self, maxima: Sequence[int]) -> None:
         """Reads what became of `status` in the all_reduce.
 
         Raises:
+            TooManyMappings: a rank had none left for the last `step`, which every rank has taken
+                back: it is as if it had said -1. What no request owns was given up.
             RankFailed: a rank failed; from now on every call raises this.
             RanksDiffer: the calls or the answers of the ranks differ; likewise.
         """
         status, digest, negative = (int(value) for value in maxima)
         with self._lock, self._journal:
+            crowded, self._crowded = self._crowded, ""
+            if status == _CROWDED:
+                if digest == -negative:
+                    self._take_back()
+                    raise _too_many(
+                        crowded or "another rank has no mapping left for the step, which was undone"
+                    )
+                status = 0
             failure = Failure.from_status(status)
             if failure is None and digest != -negative:
                 failure = Failure(-1)
@@ -118,7 +145,7 @@ class AgreedCache(KVCache):
         `status` itself.
 
         Raises:
-            RankFailed, RanksDiffer: as `agree`, on every rank.
+            TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
         """
         self.agree(self._ranks.maxima(self.status()))
 
@@ -133,16 +160,20 @@ class AgreedCache(KVCache):
         `InvalidArgument` and `PrefixEvicted`, which all ranks have alike, come out as they are.
 
         Raises:
-            RankFailed, RanksDiffer: as `agree`, on every rank.
+            TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
         """
         try:
             yield
         except (InvalidArgument, PrefixEvicted):
             raise
         except Exception as error:
-            if self._failure is None:
+            if self._failure is None and not self._crowded:
                 self._poison(error, "a block of together()")
         self.check_step()
+
+
+def _too_many(text: str) -> TooManyMappings:
+    return TooManyMappings(text, errno=errno.ENOSPC, op="ParallelKVCache")
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from pyvmem.errors import Busy, NotRecoverable, OutOfMemory, TooManyBatches, VMemError
 from pyvmem.kvcache.accounts import Accounts
 from pyvmem.kvcache.config import PREFILL_TOKENS, KVCacheConfig, invalid
-from pyvmem.kvcache.events import record
+from pyvmem.kvcache.events import prune, record
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.mapper import Mapper
 from pyvmem.kvcache.moves import Mover
@@ -287,6 +287,19 @@ class Core(Accounts):
         self.journal.undo(rows.__setitem__, index, rows[index])
         self.used_tokens += length - rows[index]
         rows[index] = length
+
+    def disown_beyond(self, slot: Slot, length: int, event: Any) -> None:
+        """Lets a request hold its first `length` rows and the pages of these alone.
+
+        `event`: the GPU work that may still touch the others. The slot has no batch in flight.
+        """
+        pages = -(-length * self.layout.row_bytes // self.layout.page_size)
+        keep = max(pages, slot.shared)
+        if slot.granted > keep:
+            self.pager.shrink(slot, keep)
+            if event is not None:
+                slot.events = [*prune(slot.events), event]
+        self.enter(slot, length)
 
     @property
     def low_pages(self) -> int:

@@ -325,7 +325,9 @@ class Pager(Grants):
         reclaimer = self.reclaimer
         if (reclaimer.table.lockstep or not background) and self.relieve():
             return True
-        if keep is None or not reclaimer.make_room(job.new_pages, keep):
+        # Which prefixes are evicted must not depend on a rank's mappings.
+        evict = not reclaimer.table.lockstep
+        if keep is None or not reclaimer.make_room(job.new_pages, keep, prefixes=evict):
             reclaimer.raise_errors()
             return False
         for slot in job.slots:

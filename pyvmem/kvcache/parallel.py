@@ -12,6 +12,10 @@ rank decides alone, and decides as the others do, because answers depend on the 
   of their use, which calls alone change;
 - what a `step_async` began is waited for by the calls that share, swap or admit.
 
+The driver's mappings are no such matter: how many a request's pages take depends on where they lie.
+A rank that has none left for a `step` raises TooManyMappings, and `check_step` takes the step back
+on every rank, as `agreed_step` does by itself.
+
 `num_free_pages` and most of `stats` do depend on what the background has finished: an engine that
 admits requests by memory asks `available_pages` or `can_admit`.
 
@@ -22,6 +26,7 @@ call raises there, and the others learn of it in the engine's next collective, b
 
 from __future__ import annotations
 
+import errno
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -31,7 +36,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 
 from pyvmem.context import Context
-from pyvmem.errors import VMemError
+from pyvmem.errors import NotSupported, TooManyMappings, VMemError
 from pyvmem.info import KEEP_ALL
 from pyvmem.kvcache import idle
 from pyvmem.kvcache.agreed import AgreedCache
@@ -82,7 +87,9 @@ class ParallelKVCache(AgreedCache):
         self._closed = True
         self._failure: Failure | None = None
         self._digest = 0
+        self._crowded = ""
         self._ahead = False  # a `step_async` was answered with 0, and no `step` has followed
+        self._before: tuple[list[int], Any] | None = None  # the last step's rows before, its stream
         self._swapped: weakref.WeakSet[SwappedRequest] = weakref.WeakSet()
         self._own: Context | None = None
         if getattr(config, "idle_seconds", 0):
@@ -152,20 +159,75 @@ class ParallelKVCache(AgreedCache):
         """As `KVCache.step`; 0 or -1 on every rank alike.
 
         Raises:
-            VMemError: this rank alone failed: go on to `check_step`, where the others wait. A limit
-                on mappings that is met counts as that (TooManyMappings).
+            TooManyMappings: this rank has none left: go on to `check_step`, where the others wait
+                and every rank takes the step back. With a sliding window that is a failure.
+            VMemError: this rank alone failed: go on to `check_step`, likewise.
         """
         with self._lock, self._journal:
+            self._before = (self._open_core().rows, stream)
             answer = self._call(super().step, seq_lens, stream)
             self._ahead = False
             return answer
 
+    def agreed_step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
+        """`step` and `check_step` in one: a collective; 0 or -1 on every rank alike.
+
+        -1 also where one rank alone has no mapping left. Nothing is called between the two.
+
+        Raises:
+            RankFailed, RanksDiffer: as `agree`, on every rank.
+        """
+        answer = -1
+        try:
+            with self.together():
+                answer = self.step(seq_lens, stream)
+        except TooManyMappings:
+            return -1
+        return answer
+
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """As `KVCache.step_async`. A second one before `step` first completes the one before."""
+        """As `KVCache.step_async`. A second one before `step` first completes the one before.
+
+        Where this rank has no mapping left, nothing is begun, and the `step` says so.
+        """
         with self._lock, self._journal:
-            answer = self._settled(super().step_async, seq_lens, stream)
+            answer = self._settled(self._begin_async, seq_lens, stream)
             self._ahead = answer == 0
             return answer
+
+    def _begin_async(self, seq_lens: Sequence[int], stream: Any) -> int:
+        try:
+            return super().step_async(seq_lens, stream)
+        except TooManyMappings:
+            return 0
+
+    def _take_back(self) -> None:
+        """Makes the last step undone: requests have the rows, and the pages, of before.
+
+        All that no request owns goes, recorded prefixes included: a rank that could step may have
+        evicted some for it, and one that could not has not.
+        """
+        assert self._before is not None
+        rows, stream = self._before
+        core = self._open_core()
+        try:
+            if core.window is not None:
+                raise _no_way_back()
+            event = record(stream, core.device)
+            for slot in core.table:
+                with suppress(TooManyMappings):  # what a `step_async` began; it is undone
+                    core.pager.release(slot)
+            for slot in core.table:
+                if slot.active:
+                    core.disown_beyond(slot, rows[slot.index], event)
+            idle.unmap_idle(core, prefixes=True)
+            core.reclaimer.forget_crowding()
+            core.reclaimer.raise_errors()
+            core.runs.relieve()
+        except Exception as error:
+            self._poison(error, "taking a step back")
+            raise
+        self._ahead, self._before = False, None
 
     def fork_many(
         self,
@@ -270,6 +332,7 @@ class ParallelKVCache(AgreedCache):
         with self._lock, self._journal:
             have = [0] * (len(self._core.table) + 1)
             self._failure = None
+            self._crowded = ""
             try:
                 have = self._reset(stream)
             except Exception as error:
@@ -313,3 +376,11 @@ class ParallelKVCache(AgreedCache):
             super().close(stream)
         if self._own is not None:
             self._own.close()
+
+
+def _no_way_back() -> NotSupported:
+    return NotSupported(
+        "a rank has no mapping left for a step, which cannot be taken back: a window has slid",
+        errno=errno.EOPNOTSUPP,
+        op="ParallelKVCache",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pyvmem.errors import TooManyMappings
 from pyvmem.kvcache.cuts import Cuts, wait_for_cuts
 from pyvmem.kvcache.slots import Slot
 
@@ -27,7 +28,14 @@ class Reclaimer(Cuts):
         """Physical pages in unfinished cuts."""
         return self.table.index.returning * self.layout.num_tensors
 
-    def make_room(self, pages: int, keep: Mapping[Slot, int], own: int = 0) -> bool:
+    def forget_crowding(self) -> None:
+        """Drops what the background lacked mappings for: it was undone, and no request's."""
+        if self.errors:
+            self.errors = [one for one in self.errors if not isinstance(one, TooManyMappings)]
+
+    def make_room(
+        self, pages: int, keep: Mapping[Slot, int], own: int = 0, prefixes: bool = True
+    ) -> bool:
         """Brings up to `pages` physical pages back and waits for them; False when none came.
 
         Pages of slots go before recorded prefixes: they save a driver call, those a computation.
@@ -39,6 +47,7 @@ class Reclaimer(Cuts):
             pages: physical pages.
             keep: slots that are to have at least so many pages per tensor.
             own: of `pages`, those that must be the cache's own, since it is at its ceiling.
+            prefixes: evict some where the slots do not have enough.
         """
         size, share = self.layout.page_size, self.share
         before = self._room()
@@ -58,9 +67,9 @@ class Reclaimer(Cuts):
                 wait_for_cuts(reclaimers, lambda: self._room() >= goal)
             if sum(len(one.errors) for one in reclaimers) > failed:
                 break  # what could not be unmapped would be tried for ever
-        if (missing := goal - self._room()) > 0:
+        if prefixes and (missing := goal - self._room()) > 0:
             self.evict(-(-missing // (self.layout.num_tensors * size)))
-        if share is not None and (missing := min(goal - self._room(), lent)) > 0:
+        if prefixes and share is not None and (missing := min(goal - self._room(), lent)) > 0:
             share.evict(missing)
         return self._room() > before
 
