@@ -146,6 +146,11 @@ class Places(Book):
                 return page + -page % kind.unit
         return page
 
+    def whole_away(self, page: int) -> int:
+        """The first place from `page` on where no physical page outside the device is cut."""
+        end = self.ceil(page)
+        return end if end > page and self.away(page, end) else page
+
     def large(self, low: int, high: int) -> int:
         """Small pages of [low, high) that large ones stand for."""
         return sum(b - a for a, b, kind in self.stretches(low, high) if kind.unit > 1)

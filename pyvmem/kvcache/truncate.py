@@ -115,7 +115,7 @@ class _Truncation:
     Attributes:
         rows: tokens that are kept.
         first: the page that the first row given up begins in.
-        keep: pages that the request keeps.
+        keep: pages that the request keeps; a large one outside the device as a whole.
         shared: of these, shared ones.
         copied: end of the pages, from `shared` on, that copies take the place of.
         end: pages from here on go where pages are unmapped at once.
@@ -139,7 +139,7 @@ class _Truncation:
         """The slot is the request's, without a move under way behind its rows."""
         layout, places = core.layout, slot.places
         first, cut = divmod(rows * layout.row_bytes, layout.page_size)
-        keep = min(layout.pages_for(rows), slot.granted)
+        keep = min(places.whole_away(layout.pages_for(rows)), slot.granted)
         shared = min(slot.shared, places.floor(first))
         copied = shared
         if shared < slot.shared:
