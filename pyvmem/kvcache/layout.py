@@ -15,6 +15,9 @@ and a slot of n pages holds ``n * page_size // row_bytes`` whole rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 from pyvmem.kvcache.config import PREFILL_TOKENS, KVCacheConfig, invalid
 
 __all__ = ["Layout"]
@@ -53,6 +56,7 @@ class Layout:
         total_bytes: of the reservation.
         overread: rows behind every length that are mapped, too.
         guard: rows more behind the length that a prefill leads to.
+        capacity: the longest sequence that so many pages per tensor are enough for.
 
     Raises:
         InvalidArgument: the addresses needed exceed what a process has; slots are to be packed and
@@ -86,6 +90,7 @@ class Layout:
                 size=full,
                 limit=large or page_size,
             )
+        self.capacity: Callable[[int], int] = lru_cache(self._capacity)
         self.slot_pages = used // page_size
         self.slot_bytes = used if config.packed_slots else _spaced(used, page_size, large)
         self.tensor_bytes = self.slot_bytes * config.max_batch
@@ -115,8 +120,7 @@ class Layout:
         prefill = seq_len - held > PREFILL_TOKENS
         return self.pages_for(self.guarded(seq_len) if prefill else seq_len)
 
-    def capacity(self, pages: int) -> int:
-        """The longest sequence that so many pages per tensor are enough for."""
+    def _capacity(self, pages: int) -> int:
         rows = pages * self.page_size // self.row_bytes
         return self.max_rows if rows >= self.max_rows else max(0, rows - self.overread)
 

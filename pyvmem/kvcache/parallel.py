@@ -89,7 +89,9 @@ class ParallelKVCache(AgreedCache):
         self._digest = 0
         self._crowded = ""
         self._ahead = False  # a `step_async` was answered with 0, and no `step` has followed
-        self._before: tuple[list[int], Any] | None = None  # the last step's rows before, its stream
+        self._before: tuple[Sequence[int], Any] | None = (
+            None  # the last step's rows before, its stream
+        )
         self._swapped: weakref.WeakSet[SwappedRequest] = weakref.WeakSet()
         self._own: Context | None = None
         if getattr(config, "idle_seconds", 0):
@@ -164,7 +166,7 @@ class ParallelKVCache(AgreedCache):
             VMemError: this rank alone failed: go on to `check_step`, likewise.
         """
         with self._lock, self._journal:
-            self._before = (self._open_core().rows, stream)
+            self._before = (self._open_core().rows[:], stream)
             answer = self._call(super().step, seq_lens, stream)
             self._ahead = False
             return answer
