@@ -8,38 +8,27 @@ FlashAttention-3 takes part where vLLM, flash_attn_interface or $VMEM_FA3 brings
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import pyvmem
 from pyvmem import Context
 
 torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 from attention_helpers import CASES, LAYERS, Case, filled, queries, reference  # noqa: E402
+from gpu_helpers import contexts, needs_gpu  # noqa: E402
 
 from pyvmem.attention import Attention, overread_rows, probe  # noqa: E402
 
 TILES: dict[str, Any] = {"overread_rows": 191, "overread_decode": True}
-BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
 pytestmark = [
-    pytest.mark.needs_tensors,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
+    *needs_gpu(),
     # torch's own compiler uses it.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
 ]
-
-
-@pytest.fixture(params=BACKENDS)
-def context(request: pytest.FixtureRequest) -> Iterator[Context]:
-    with Context(request.param) as ctx:
-        yield ctx
-        torch.cuda.synchronize()
-        ctx.check()
+context = contexts()
 
 
 @pytest.mark.parametrize("width", [64, 128])

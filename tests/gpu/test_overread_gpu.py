@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,17 +25,16 @@ import pyvmem
 from pyvmem import Context, KVCache, KVCacheConfig
 
 torch = pytest.importorskip("torch")
+from gpu_helpers import contexts, needs_gpu  # noqa: E402
 
 from pyvmem.attention import Attention, OverRead, overread_rows, probe  # noqa: E402
 
-BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
 pytestmark = [
-    pytest.mark.needs_tensors,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
+    *needs_gpu(),
     # torch's own compiler uses it.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
 ]
+context = contexts()
 
 SECONDS = float(os.environ.get("VMEM_OVERREAD_SECONDS", "60"))
 KERNELS = ["auto", "fa3", "fa3-paged", "fa2", "flex", "sdpa"]
@@ -46,14 +44,6 @@ LONGEST = 8192
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 CHUNKS = (17, 64, 200, 512)  # new tokens of a chunk
 CHECK = 200  # iterations between looks at what was found
-
-
-@pytest.fixture(params=BACKENDS)
-def context(request: pytest.FixtureRequest) -> Iterator[Context]:
-    with Context(request.param) as ctx:
-        yield ctx
-        torch.cuda.synchronize()
-        ctx.check()
 
 
 def make(context: Context, overread: int, **changes: Any) -> KVCache:
