@@ -120,7 +120,6 @@ class Cuts(Book):
     def _begin(self, job: Cut, keep: int) -> None:
         """Writes a cut of all pages from `keep` on into the books."""
         slot, places = job.slot, job.slot.places
-        self.table.changed(slot)
         slot.job = job
         if slot.stale:
             job.span, slot.span = slot.span, EMPTY
@@ -167,7 +166,6 @@ class Cuts(Book):
         )
         try:
             with self.mapper.transaction() as change:
-                self.table.changed(slot)
                 slot.job = job = Cut(
                     slot, low, head, slot.dirty, change.ticket, low, slot.owner, True
                 )
@@ -235,7 +233,6 @@ class Cuts(Book):
             return
         except VMemError as error:
             self.failed(slot, error)
-            self.table.changed(slot)
             self.journal.keep(cut, "away", "span")
             if not isinstance(error, NotRecoverable):  # undone: the pages are where they were
                 slot.head = cut.head
@@ -249,7 +246,6 @@ class Cuts(Book):
                 if cut.span.pages:
                     slot.span = cut.span
                 pages, cut.span = 0, EMPTY
-        self.table.changed(slot)
         self.journal.keep_list(self.cuts)
         self.cuts.remove(cut)
         slot.job = None
@@ -311,7 +307,6 @@ class Cuts(Book):
         span, first = slot.span, max(slot.head, slot.shared)
         own, away = slot.mapped - first, slot.places.away(first, slot.mapped)
         with self.mapper.transaction() as change:
-            self.table.changed(slot)
             slot.places.forget(0, slot.mapped)
             slot.span, slot.mapped, slot.head, slot.dirty = EMPTY, 0, 0, 0
             slot.lost, slot.broken = False, quarantined

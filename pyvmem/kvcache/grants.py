@@ -82,7 +82,6 @@ class Grants(Book):
         """Makes pages that are mapped the owner's."""
         if pages <= slot.granted:
             return
-        self.reclaimer.table.changed(slot)
         self.active_pages += pages - slot.granted
         slot.granted = pages
         self._set_capacity(slot, pages)
@@ -98,7 +97,6 @@ class Grants(Book):
             return
         slots, pages, added = zip(*found, strict=True)
         journal = self.journal
-        self.reclaimer.table.all_changed(slots)
         self.active_pages += sum(added)
         journal.put_all(slots, "granted", pages)
         capacities = list(map(self.layout.capacity, pages))
@@ -106,7 +104,6 @@ class Grants(Book):
 
     def shrink(self, slot: Slot, pages: int) -> None:
         """Makes an owner's pages from this one on nobody's; they stay mapped, and are dirty."""
-        self.reclaimer.table.changed(slot)
         before = max(0, slot.granted - slot.shared)
         slot.dirty = max(slot.dirty, slot.granted)
         slot.granted = pages
@@ -115,7 +112,6 @@ class Grants(Book):
 
     def replace(self, slot: Slot, span: Span, mapped: int, granted: int) -> None:
         """What a slot has once pages at its end are gone, and shared ones are its own."""
-        self.reclaimer.table.changed(slot)
         before = max(0, slot.granted - slot.shared)
         slot.dirty = min(max(slot.dirty, slot.granted), mapped)
         slot.span, slot.mapped, slot.granted = span, mapped, granted
@@ -124,7 +120,6 @@ class Grants(Book):
 
     def lend(self, slot: Slot, span: Span) -> None:
         """Grants an empty slot shared pages, which are mapped there."""
-        self.reclaimer.table.changed(slot)
         slot.span = span
         slot.mapped = slot.granted = span.pages
         slot.places.put_all(span.stretches())
@@ -148,7 +143,6 @@ class Grants(Book):
             self.active_pages += max(0, slot.granted - slot.shared)
 
     def _retire(self, job: Growth) -> None:
-        self.reclaimer.table.all_changed(job.slots)
         self.journal.keep_list(self.growths)
         self.growths.remove(job)
         self.journal.put_all(job.slots, "job", [None] * len(job.slots))

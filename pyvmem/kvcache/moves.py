@@ -158,7 +158,6 @@ class Mover:
         ops = self._plan.swap(move)
         with core.mapper.transaction() as change:
             self._remove(move)
-            core.table.changed(slot)
             for low, high, kind in move.stretches:  # the old ones are gone
                 away = slot.places.away(low, high)
                 core.reclaimer.came_back(high - low - sum(away.values()), away, reclaimed=False)
@@ -205,7 +204,6 @@ class Mover:
             core = self._core
             cut = Cut(slot, slot.mapped, slot.mapped, slot.dirty, Quiet(move.ticket), slot.head)
             if slot.job is None:
-                core.table.changed(slot)
                 slot.job = cut
                 core.journal.keep_list(core.reclaimer.cuts)
                 core.reclaimer.cuts.append(cut)

@@ -105,7 +105,6 @@ class Pager(Grants):
     def _begin(self, job: Growth, granted: bool = False) -> None:
         """Writes a growth into the books; `granted`: as one that is complete."""
         journal = self.journal
-        self.reclaimer.table.all_changed(job.slots)
         if job.pieces:
             slots, _, mapped = zip(*job.pieces, strict=True)
             journal.put_all(slots, "mapped", mapped)

@@ -14,7 +14,7 @@ cut: it is mapped, unmapped, shared and moved as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 from pyvmem.info import Location
@@ -66,16 +66,25 @@ class Places(Book):
 
     Args:
         log: a journal's entries, where changes are noted.
+        changed: called before a change.
     """
 
-    __slots__ = ("_noted",)
+    __slots__ = ("_noted", "_tell")
 
-    def __new__(cls, log: list[Any]) -> Places:
+    _tell: Callable[[], None]
+
+    def __new__(cls, log: list[Any], changed: Callable[[], None]) -> Places:
         """No interval yet."""
-        return cls._with(log)
+        self = cls._with(log)
+        object.__setattr__(self, "_tell", changed)
+        return self
 
-    def __init__(self, log: list[Any]) -> None:
+    def __init__(self, log: list[Any], changed: Callable[[], None]) -> None:
         self._noted: list[Stretch] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._tell()
+        super().__setattr__(name, value)
 
     def __bool__(self) -> bool:
         return bool(self._noted)

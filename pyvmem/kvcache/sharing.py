@@ -99,7 +99,6 @@ class Sharing:
 
     def _adopt(self, slot: Slot, pieces: list[_Held], events: list[Any]) -> None:
         shared = self._core.reclaimer.shared
-        self._core.table.changed(slot)
         self._core.reclaimer.own_away = None
         for handle, low, high, kind in pieces:
             unit_pages = self._core.prefixes.unit_pages

@@ -22,15 +22,16 @@ slot keeps none: all its pages are unmapped together, and until that has happene
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from heapq import merge
 from itertools import count as count_up
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyvmem.kvcache.events import prune
-from pyvmem.kvcache.journal import Book
+from pyvmem.kvcache.journal import Watched
 from pyvmem.kvcache.places import Places
 from pyvmem.kvcache.slot_index import Ordered, SlotIndex
 from pyvmem.kvcache.spans import EMPTY, Span
@@ -42,8 +43,8 @@ __all__ = ["Slot", "SlotTable"]
 
 
 @dataclass(slots=True, eq=False)
-class Slot(Book):
-    """One request's place in every tensor; what changes it is journaled.
+class Slot(Watched):
+    """One request's place in every tensor; what changes it is journaled, and filed anew.
 
     Attributes:
         index: the reqid.
@@ -65,7 +66,12 @@ class Slot(Book):
         freed_order: counts up with every slot that becomes free.
     """
 
+    _unwatched: ClassVar[frozenset[str]] = frozenset(
+        ("writer", "dirty", "owner", "events", "pins", "freed_at")
+    )
+
     log: InitVar[list[Any]]
+    changed: InitVar[set[Any]]
     index: int
     active: bool = False
     broken: bool = False
@@ -84,12 +90,14 @@ class Slot(Book):
     pins: list[Any] = field(default_factory=list)
     places: Places = field(init=False)
 
-    def __new__(cls, log: list[Any], *args: Any, **kwargs: Any) -> Slot:
-        """A slot whose changes are noted in `log`."""
-        return cls._with(log)
+    def __new__(cls, log: list[Any], changed: set[Any], *args: Any, **kwargs: Any) -> Slot:
+        """A slot whose changes are noted in `log`, and itself in `changed`."""
+        self = cls._with(log)
+        self._watch(changed)
+        return self
 
-    def __post_init__(self, log: list[Any]) -> None:
-        self.places = Places(log)
+    def __post_init__(self, log: list[Any], changed: set[Any]) -> None:
+        self.places = Places(log, partial(changed.add, self))
 
     @property
     def shared(self) -> int:
@@ -115,9 +123,9 @@ class Slot(Book):
 class SlotTable:
     """All slots, and what is looked up among them.
 
-    Whoever changes what a slot has says so, best before: `changed`. The index is brought up to date
-    when it is asked, so that a call that changes much pays for it once, and one that was broken off
-    by an exception leaves at worst an index that is made anew.
+    A slot that changes is noted by itself (`Watched`). The index is brought up to date when it is
+    asked, so that a call that changes much pays for it once, and one that was broken off by an
+    exception leaves at worst an index that is made anew.
 
     Attributes:
         lockstep: answers depend on the sequence of calls alone (lockstep.py), never on how far the
@@ -130,9 +138,9 @@ class SlotTable:
 
     def __init__(self, count: int, journal: Journal) -> None:
         self.changes = 0
-        self.slots = [Slot(journal.entries, i) for i in range(count)]
-        self._order = count_up(1)
         self._touched: set[Slot] = set()
+        self.slots = [Slot(journal.entries, self._touched, i) for i in range(count)]
+        self._order = count_up(1)
         self._index: SlotIndex | None = SlotIndex(self.slots)
 
     def __len__(self) -> int:
@@ -145,17 +153,6 @@ class SlotTable:
         return iter(self.slots)
 
     # ---- keeping the index -----------------------------------------------------------------------
-
-    def changed(self, slot: Slot) -> None:
-        """Notes that attributes of a slot change, now or before the next look into the table.
-
-        `Slot.events`, `Slot.dirty`, `Slot.owner` and `Slot.pins` need not be noted.
-        """
-        self._touched.add(slot)
-
-    def all_changed(self, slots: Iterable[Slot]) -> None:
-        """`changed` of several."""
-        self._touched.update(slots)
 
     def rebuild(self) -> None:
         """Lets the next look make the index anew from the slots, which an undo has changed."""
@@ -188,14 +185,12 @@ class SlotTable:
 
     def take(self, slot: Slot) -> None:
         """Gives a free slot to a new owner, with no page granted yet."""
-        self.changed(slot)
         self.changes += 1
         slot.active = True
         slot.owner += 1
 
     def give_back(self, slot: Slot, event: Any, now: int) -> None:
         """Ends an ownership; what was granted is dirty from now on."""
-        self.changed(slot)
         self.changes += 1
         slot.active = slot.writer = False
         slot.owner += 1
@@ -207,7 +202,6 @@ class SlotTable:
 
     def condemn(self, slot: Slot) -> None:
         """Never hands this slot out again."""
-        self.changed(slot)
         slot.broken = True
 
     # ---- choosing --------------------------------------------------------------------------------

@@ -245,7 +245,6 @@ class _Truncation:
     def _note(self) -> Span:
         """What `unmap` does, in the books; returns the shared pages that go."""
         core, slot, places = self.core, self.slot, self.slot.places
-        core.table.changed(slot)
         own = max(self.end, slot.shared)
         away = places.away(own, slot.mapped)
         gone = max(0, slot.mapped - own) - sum(away.values())
