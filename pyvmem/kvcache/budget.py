@@ -224,7 +224,7 @@ class Share:
 
     def stop_promoting(self) -> bool:
         """Gives up what makes larger pages in the other caches; whether there was any."""
-        stopped = [one.core.pager.stop_promoting() for one in self._rest()]
+        stopped = [one.core.mover.stop_promoting() for one in self._rest()]
         return any(stopped)
 
     def unsettled(self) -> int:

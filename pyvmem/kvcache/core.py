@@ -71,19 +71,28 @@ class Core(Accounts):
         self.table = table(config.max_batch, journal)
         base = parts.reservation.addr
         self.reclaimer = Reclaimer(
-            self.mapper, base, layout, self.table, parts.limit_pages, self.counters
+            self.mapper,
+            base,
+            layout,
+            self.table,
+            parts.limit_pages,
+            self.counters,
+            evict=lambda pages: self.prefixes.evict(pages),
+            leased=lambda: self.prefixes.leased(),
         )
-        self.pager = Pager(self.reclaimer, zero_fill=config.zero_fill, device=parts.cuda_device)
+        self.mover = Mover(self)
+        self.runs = Runs(self)
+        self.pager = Pager(
+            self.reclaimer,
+            zero_fill=config.zero_fill,
+            device=parts.cuda_device,
+            copies=self.mover,
+            runs=self.runs,
+        )
         large = layout.large_pages * layout.page_size
         self.scratch = Scratch(self.mapper, max(large, layout.page_size))
         self.sharing = Sharing(self)
         self.prefixes = Prefixes(self)
-        self.mover = Mover(self)
-        self.pager.stop_promoting = self.mover.stop_promoting
-        self.pager.promoting = self.mover.promoting
-        self.runs = Runs(self)
-        self.pager.goals, self.pager.grown = self.runs.goals, self.runs.grown
-        self.pager.relieve = self.runs.relieve
         self.promoter = Promoter(self) if layout.large_pages else None
         self.window = Window(self) if config.window else None
         self.needs: Sequence[int] = ()

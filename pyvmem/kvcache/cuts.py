@@ -39,7 +39,7 @@ class Cuts(Book):
         away: the same of pages that do not lie in the device, which `held` leaves out.
         own_away: what `Accounts.count_away` found; None: it may be another number now.
         shared: pages that several places may refer to.
-        evict: takes recorded prefixes of so many pages per tensor out; set by who keeps them.
+        evict: takes recorded prefixes of so many pages per tensor out.
         leased: tells the pages per tensor that it cannot take out, though no request uses them.
         cuts: unfinished batches.
         errors: failures of finished batches that no call has raised yet.
@@ -47,7 +47,7 @@ class Cuts(Book):
         share: the cache's part of a budget, None where it has its limit for itself.
     """
 
-    def __new__(cls, mapper: Mapper, *args: Any) -> Self:
+    def __new__(cls, mapper: Mapper, *args: Any, **kwargs: Any) -> Self:
         """No page yet."""
         return cls._with(mapper.journal.entries)
 
@@ -59,6 +59,9 @@ class Cuts(Book):
         table: SlotTable,
         limit: int,
         counters: Counters,
+        *,
+        evict: Callable[[int], int],
+        leased: Callable[[], int],
     ) -> None:
         self.mapper = mapper
         self.journal = mapper.journal
@@ -71,8 +74,7 @@ class Cuts(Book):
         self.away: Counter[Tier] = Counter()
         self.own_away: int | None = None
         self.shared = SharedPages(layout, mapper)
-        self.evict: Callable[[int], int] = lambda pages: 0
-        self.leased: Callable[[], int] = lambda: 0
+        self.evict, self.leased = evict, leased
         self.cuts: list[Cut] = []
         self.errors: list[VMemError] = []
         self.share: Share | None = None

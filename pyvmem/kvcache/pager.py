@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, TooManyMappings, VMemError
 from pyvmem.kvcache.events import is_over, wait_for
@@ -19,29 +19,54 @@ from pyvmem.kvcache.slots import Slot
 __all__ = ["Pager"]
 
 
+class Copies(Protocol):
+    """Pages that are copied, and that nobody needs (moves.py)."""
+
+    def stop_promoting(self) -> bool:
+        """Gives them up, waits, and tells whether there were any."""
+
+    def promoting(self) -> int:
+        """Pages per tensor that `stop_promoting` would bring back."""
+
+
+class RunLengths(Protocol):
+    """How long the runs are that requests grow by (runs.py)."""
+
+    def goals(self, want: Sequence[tuple[Slot, int]]) -> list[int] | None:
+        """Pages per tensor to map for each slot, at least what it shall have; None: just that."""
+
+    def grown(self, pieces: Sequence[Piece]) -> None:
+        """Notes what became of it."""
+
+    def relieve(self) -> bool:
+        """Makes fewer mappings of those there are, at a safe point; whether it could."""
+
+
 class Pager(Grants):
     """Grows slots, in the calling thread or in the background.
 
-    Attributes:
-        stop_promoting: gives up copies that are not needed, whether there were any; set by who
-            makes them.
-        promoting: pages per tensor that it would bring back.
-        goals: chooses the pages to map beyond what is wanted; `grown` learns what became of it, and
-            `relieve` makes fewer mappings of those there are, at a safe point (runs.py).
+    Args:
+        copies: pages that larger ones are made in.
+        runs: what to map beyond what is wanted.
     """
 
-    def __init__(self, reclaimer: Reclaimer, *, zero_fill: bool, device: int | None) -> None:
+    def __init__(
+        self,
+        reclaimer: Reclaimer,
+        *,
+        zero_fill: bool,
+        device: int | None,
+        copies: Copies,
+        runs: RunLengths,
+    ) -> None:
         super().__init__(reclaimer, device)
+        self._copies = copies
+        self._runs = runs
         self.mapper = reclaimer.mapper
         self.base = reclaimer.base
         slots = len(reclaimer.table)
         self._planner = Planner(self.base, self.layout, slots, zero_fill=zero_fill)
         self._large = Kind(self.layout.large_pages, DEVICE)
-        self.stop_promoting: Callable[[], bool] = lambda: False
-        self.promoting: Callable[[], int] = lambda: 0
-        self.goals: Callable[[Sequence[tuple[Slot, int]]], list[int] | None] = lambda want: None
-        self.grown: Callable[[Sequence[Piece]], None] = lambda pieces: None
-        self.relieve: Callable[[], bool] = lambda: False
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -69,7 +94,7 @@ class Pager(Grants):
         Returns:
             False when memory is short; then nothing changed, except that reclaimed pages are free.
         """
-        goals = self.goals(want)
+        goals = self._runs.goals(want)
         while True:
             job = Growth([slot for slot, _ in want])
             writers: list[Any] = []
@@ -87,7 +112,7 @@ class Pager(Grants):
             if goals is None:
                 return False
             goals = None
-        self.grown(job.pieces)
+        self._runs.grown(job.pieces)
         counters = self.counters
         counters.grown += job.new_pages
         counters.reused += job.reused_pages
@@ -212,7 +237,7 @@ class Pager(Grants):
             share.finish_idle()
         if pages <= self.reclaimer.obtainable(keep):
             return True
-        if self.stop_promoting() and pages <= self.reclaimer.obtainable(keep):
+        if self._copies.stop_promoting() and pages <= self.reclaimer.obtainable(keep):
             return True
         stopped = share is not None and share.stop_promoting()
         return stopped and pages <= self.reclaimer.obtainable(keep)
@@ -229,7 +254,7 @@ class Pager(Grants):
         """Physical pages that `can_have` would wait for: of idle growths, and copies given up."""
         idle = [slot for job in self.growths if not job.awaited for slot in job.slots]
         spare = sum(max(0, slot.mapped - max(slot.granted, slot.shared)) for slot in idle)
-        return (spare + self.promoting()) * self.layout.num_tensors
+        return (spare + self._copies.promoting()) * self.layout.num_tensors
 
     def have(self, pages: int) -> bool:
         """Whether so many physical pages are free, once what belongs to no request was reclaimed.
@@ -327,7 +352,7 @@ class Pager(Grants):
     ) -> bool:
         """Brings mappings back: joins what can be joined, else unmaps pages of no request."""
         reclaimer = self.reclaimer
-        if (reclaimer.table.lockstep or not background) and self.relieve():
+        if (reclaimer.table.lockstep or not background) and self._runs.relieve():
             return True
         # Which prefixes are evicted must not depend on a rank's mappings.
         evict = not reclaimer.table.lockstep

@@ -52,8 +52,6 @@ class Prefixes:
         self.tree: PrefixTree[Span] = PrefixTree(whole // layout.row_bytes, core.journal.entries)
         self.unit_pages = whole // layout.page_size
         self.leases = Leases(self.tree, core.journal.entries, lockstep=core.table.lockstep)
-        core.reclaimer.evict = self.evict
-        core.reclaimer.leased = self.leased
 
     # ---- recording -------------------------------------------------------------------------------
 

@@ -175,7 +175,7 @@ def _note_crowded(cores: Sequence[Core]) -> None:
     """The driver had no mapping left for what was begun in the background; that was undone."""
     _note_short(cores)
     for core in cores:
-        core.pager.relieve()
+        core.runs.relieve()
 
 
 def _grow_each(wants: Sequence[tuple[Core, _Want]], background: bool) -> bool:
