@@ -179,20 +179,21 @@ def _note_crowded(cores: Sequence[Core]) -> None:
 
 
 def _grow_each(wants: Sequence[tuple[Core, _Want]], background: bool) -> bool:
-    grown: list[tuple[Core, _Want]] = []
+    grown: list[tuple[Core, _Want, list[int]]] = []
 
     def disown() -> None:
-        for core, want in grown:
-            _disown(core, want)
+        for one in grown:
+            _disown(*one)
 
     try:
         for core, want in wants:
             if want:
-                core.journal.on_abort(partial(_disown, core, want))
+                granted = [slot.granted for slot, _ in want]
+                core.journal.on_abort(partial(_disown, core, want, granted))
                 if not _grow(core, want, background=background):
                     disown()
                     return False
-                grown.append((core, want))
+                grown.append((core, want, granted))
     except VMemError:
         disown()
         raise
@@ -210,13 +211,18 @@ def _cut_surplus(core: Core, want: _Want) -> bool:
     return found
 
 
-def _disown(core: Core, want: _Want) -> None:
-    """Makes a growth in flight one that no request waits for; its pages can be taken back."""
-    for slot, _ in want:
+def _disown(core: Core, want: _Want, granted: list[int]) -> None:
+    """Makes a growth one that no request waits for, or has; its pages can be taken back.
+
+    `granted`: the pages per tensor that the slots had before.
+    """
+    for (slot, _), before in zip(want, granted, strict=True):
         if isinstance(slot.job, Growth):
             core.journal.keep(slot.job, "grants", "handover")
             slot.job.grants = []
             slot.job.handover = []  # the slot keeps these events for its next owner
+        elif slot.granted > before:
+            core.pager.shrink(slot, before)
     core.pager.poll()
 
 
