@@ -136,7 +136,8 @@ class NamedRequests:
         return self._map(request.reqid, tokens)
 
     def _map(self, reqid: int, tokens: int) -> bool:
-        if tokens > self.kvcache.capacity(reqid):
+        guard = self.kvcache.layout.guard  # which a step knows of
+        if guard or tokens > self.kvcache.capacity(reqid):
             lens = self._lens[:]
             lens[reqid] = tokens
             if self.kvcache.step(lens, self.stream) == -1:

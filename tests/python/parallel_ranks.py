@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from parallel_scenarios import (
     caught,
+    crowded,
     filled,
     held_back,
     shared_pages,
@@ -275,6 +276,7 @@ SCENARIOS = (
     swap_without_memory,
     windows,
     filled,
+    crowded,
 )
 
 

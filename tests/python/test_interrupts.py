@@ -16,7 +16,6 @@ all of them, ``--points=N`` so many of each scenario:
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -1390,12 +1389,6 @@ def test_a_recovery_that_was_ended_is_taken_up_though_nothing_is_left_to_undo() 
 # ---- the tracer itself ---------------------------------------------------------------------------
 
 
-seen_all = pytest.mark.skipif(
-    sys.version_info >= (3, 12), reason="from Python 3.12 on, opcode tracing misses some points"
-)
-
-
-@seen_all
 def test_points_of_a_function() -> None:
     """After each call and each jump back; not where a call's handler could not be entered."""
     here = __file__
@@ -1432,7 +1425,6 @@ def test_points_of_a_function() -> None:
     assert ("taken", "0", "1", "let go") in endings
 
 
-@seen_all
 def test_points_go_on_after_an_interruption() -> None:
     """The second exception arrives in what handles the first one."""
     here = __file__

@@ -43,7 +43,7 @@ def require(context: Context) -> None:
 
 
 def test_places() -> None:
-    places, host = Places([]), Kind(1, Tier(Location.HOST))
+    places, host = Places([], lambda: None), Kind(1, Tier(Location.HOST))
     assert not places
     assert list(places.stretches(2, 9)) == [(2, 9, PLAIN)]
     places.put(4, 8, LARGE)

@@ -98,6 +98,14 @@ def test_ranks_fill_their_memory_before_their_mappings(results: dict[str, Any]) 
     assert left < 0.05 * total
 
 
+def test_one_rank_without_mappings_takes_the_step_back_on_all(results: dict[str, Any]) -> None:
+    out = results["crowded"]
+    assert out["steps"] == [0, 0, 0, -1, 0]
+    assert out["caught"] == ["TooManyMappings  ENOSPC"] * 3
+    assert out["later"] == ["RanksDiffer  ", 0]
+    assert {0, -1} == set(out["played"])
+
+
 def test_windows_slide_alike(results: dict[str, Any]) -> None:
     assert -1 in results["windows"]
     assert results["windows"].count(0) > 50
