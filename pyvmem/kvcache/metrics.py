@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pyvmem import _native
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
@@ -178,24 +179,41 @@ class Counters:
         self.waits = self.wait_ns = self.last_wait_ns = 0
         self.critical_driver_ns = 0
         self.peak_mapped = self.peak_used = self.peak_wasted = 0
+        self._stats: Any = None  # the structure that the last call wrote
+
+    def driver_ns(self) -> int:
+        """Nanoseconds in the driver since the context was opened: one call, no object."""
+        self._stats = stats = _native.get_stats(self.context.handle, self._stats)
+        ns: int = stats.driver_ns
+        return ns
 
     def driver(self) -> tuple[int, int]:
         """Driver calls and nanoseconds in them since the cache was made."""
         calls, ns = _driver_calls(self.context)
         return calls - self.base_calls, ns - self.base_ns
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> _Waiting:
         """Counts the time inside as waited, and the driver's time meanwhile as critical."""
-        driver = self.context.stats().driver_ns
-        start = time.perf_counter_ns()
-        try:
-            yield
-        finally:
-            took = time.perf_counter_ns() - start
-            self.waits += 1
-            self.wait_ns += took
-            self.last_wait_ns += took
-            # The context is shared with the worker, and perhaps with others: never more than the
-            # wait.
-            self.critical_driver_ns += min(took, self.context.stats().driver_ns - driver)
+        return _Waiting(self)
+
+
+class _Waiting:
+    """One wait; not a generator, since every step that maps a page makes one."""
+
+    __slots__ = ("_counters", "_driver", "_start")
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._driver = counters.driver_ns()
+        self._start = time.perf_counter_ns()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        counters, took = self._counters, time.perf_counter_ns() - self._start
+        counters.waits += 1
+        counters.wait_ns += took
+        counters.last_wait_ns += took
+        # The context is shared with the worker, and perhaps with others: never more than the wait.
+        counters.critical_driver_ns += min(took, counters.driver_ns() - self._driver)
