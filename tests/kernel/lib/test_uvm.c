@@ -14,9 +14,9 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 #include "softgpu_user.h"
-#include "uvm.h"
+#include "backend/uvm/uvm.h"
 
 static int dev; /* /dev/softgpu */
 
@@ -177,7 +177,7 @@ static void small_limits(void) {
   u->object_bytes = 4 * PAGE;
   u->query.out_max_bind_ops = 5;
   u->query.out_max_bind_units = 9;
-  c->info.bind_bytes = 8 * PAGE;
+  c->info->bind_bytes = 8 * PAGE;
   OK(vMemReserve(vm, MIB(64), NULL, &va));
   ops[0].addr = va;
   OK(vmem_batch(vm, ops, 1, NULL, 0, 0));
