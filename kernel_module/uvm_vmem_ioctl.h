@@ -22,8 +22,8 @@
  * What starts with out_ is written by the kernel, on success only unless said otherwise. Reserved
  * fields and undefined flags must be zero. Arrays are passed as user addresses in a __u64.
  *
- * A command that fails changes nothing, with two exceptions: EIO, and EFAULT from a BIND whose struct another thread
- * unmapped while it ran.
+ * A command that fails changes nothing, with three exceptions: EIO; EFAULT from a BIND whose struct another thread
+ * unmapped while it ran; and EINTR from a BIND, see there.
  * A struct with out_ fields must be writable: EFAULT before anything is done if it is not.
  *
  * Errors mean the same in all commands:
@@ -47,14 +47,30 @@
  *   ENODEV      the GPU is not registered on this descriptor, or has no address space here, or is gone
  *   ENOMEM      no kernel memory
  *   ENOSPC      no physical memory for pages or page tables, where they were asked for
- *   EDQUOT      the administrator's limit for pinned pages is reached (module parameter)
+ *   EDQUOT      an administrator's limit is reached: CREATE pinned pages; RESERVE, BIND page tables
  *   EPERM       the descriptor was initialised by another process
  *   EBADFD      the descriptor is not initialised (UVM_INITIALIZE)
  *   EAGAIN      the system is being suspended, or too many tickets are unfinished: call again
  *   ETIMEDOUT   WAIT: the ticket is not finished yet
- *   EINTR       a signal that kills the process arrived meanwhile
+ *   EINTR       a signal that kills the process arrived meanwhile: only its death is seen of this
  *   EIO         the GPU failed. What had been sent to it is in an unknown state until FREE or close. UVM lets
  *               nothing but QUERY, FREE, RELEASE and STAT work from then on.
+ */
+/*
+ * Limits of the administrator's (parameters of the module, in MB; 0 is none; they may be changed at any time, and what
+ * is held already stays). A call that would go beyond one fails with EDQUOT and changes nothing.
+ *
+ *   uvm_vmem_limit_mb, uvm_vmem_host_limit_mb
+ *       GPU memory on each GPU, and host memory, that one descriptor pins. Default: none.
+ *   uvm_vmem_user_host_limit_mb, uvm_vmem_cgroup_host_limit_mb
+ *       Host memory that all descriptors of a user, and of a cgroup, pin. Default (-1): half of the machine's memory.
+ *   uvm_vmem_user_tables_limit_mb, uvm_vmem_cgroup_tables_limit_mb
+ *       Page tables and what describes reservations, the same. Default (-1): a 32nd of the machine's memory. A
+ *       reservation counts when it is made, 1 GB and 2 MB of it when first bound; all until FREE. STAT has the sum.
+ *
+ * The user is the real user id that made the descriptor's first call. The cgroup is the one of version 2 that the
+ * process was in then; the root does not count, and for root inside of a cgroup the user's limit does not. Our own
+ * kernel memory is charged to the process's memory cgroup, too.
  */
 #ifndef UVM_VMEM_IOCTL_H
 #define UVM_VMEM_IOCTL_H
@@ -206,6 +222,10 @@ struct uvm_vmem_release {
  * addr is a multiple of the reservation's page size, and for MAP of the object's. No unit may be named twice
  * in one call. Order in the array means nothing.
  *
+ * A BIND waits for others on the same reservation, and without ASYNC for the GPU; a signal that kills the process ends
+ * both. What was committed by then is carried out all the same, as if ASYNC had been given: nobody but the GPUs sees
+ * a difference between that and what was not begun.
+ *
  * On return every GPU sees the new translations and no old one, and memory that is not mapped any more may
  * be released. With ASYNC the call may return before: out_ticket is then a ticket, or 0 if nothing is
  * pending. Memory is never given to anyone else before the translations to it are gone, whatever the
@@ -281,6 +301,8 @@ struct uvm_vmem_stat {
     __aligned_u64 out_pte_writes;       /* PTEs written by them */
     __aligned_u64 out_table_waits;      /* times that new page tables were waited for */
     __aligned_u64 out_zeroed_bytes;
+    __aligned_u64 out_table_bytes;      /* for page tables and reservations, as counted against the limits */
+    __aligned_u64 out_most_units;       /* that one hold of a lock of the descriptor's spanned */
 };
 
 #endif

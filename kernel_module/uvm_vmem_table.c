@@ -18,6 +18,11 @@
 // With more runs than this in one slot, everything between the first and the last is written as one copy.
 #define UVM_VMEM_MAX_RUNS 4
 
+// A table of 32 PTEs of 8 bytes; a directory of 512 MB, for whose 256 dual entries UVM keeps two pointers each.
+#define TABLE_BYTES       256
+#define DIRECTORY_BYTES   4096
+#define DIRECTORY_ENTRIES 512
+
 static uvm_page_table_range_t *slot_ptes(uvm_vmem_slot_t *slot, NvU32 gpu_index)
 {
     return &slot->tables[gpu_index];
@@ -58,6 +63,52 @@ uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index)
     return NULL;
 }
 
+// What is counted against the limit for a slot: ours, and a table of 32 PTEs on each GPU, whether it has one or not.
+static NvU64 slot_cost(uvm_vmem_range_t *range)
+{
+    NvU32 num_tables = range->gpu_count * (range->big ? 2 : 1);
+
+    return sizeof(uvm_vmem_slot_t) + num_tables * sizeof(uvm_page_table_range_t) +
+           UVM_VMEM_SLOT_UNITS * sizeof(uvm_vmem_entry_t) + range->gpu_count * uvm_vmem_table_cost(0, TABLE_BYTES);
+}
+
+// The same for a leaf: on each GPU two directories of 512 MB each.
+static NvU64 leaf_cost(uvm_vmem_range_t *range)
+{
+    return UVM_VMEM_LEAF_SLOTS * sizeof(uvm_vmem_slot_t *) +
+           range->gpu_count * 2 * uvm_vmem_table_cost(DIRECTORY_ENTRIES, DIRECTORY_BYTES);
+}
+
+static int leaf_get(uvm_vmem_range_t *range, NvU64 number)
+{
+    int ret;
+
+    // A leaf stays until the reservation goes.
+    if (range->leaves[number])
+        return 0;
+
+    ret = uvm_vmem_charge(range->state, UVM_VMEM_ACCOUNT_TABLES, leaf_cost(range));
+    if (ret)
+        return ret;
+
+    range->leaves[number] = uvm_vmem_alloc(range->state, UVM_VMEM_LEAF_SLOTS * sizeof(range->leaves[number][0]));
+    if (range->leaves[number])
+        return 0;
+
+    uvm_vmem_uncharge(range->state, UVM_VMEM_ACCOUNT_TABLES, leaf_cost(range));
+    return -ENOMEM;
+}
+
+void uvm_vmem_leaf_put(uvm_vmem_range_t *range, NvU64 number)
+{
+    if (!range->leaves[number])
+        return;
+
+    uvm_vmem_free(range->state, range->leaves[number]);
+    uvm_vmem_uncharge(range->state, UVM_VMEM_ACCOUNT_TABLES, leaf_cost(range));
+    range->leaves[number] = NULL;
+}
+
 static void put_table(uvm_page_tree_t *tree, uvm_page_table_range_t *table)
 {
     if (table->entry_count == 0)
@@ -86,40 +137,41 @@ void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index)
 
     uvm_vmem_free(range->state, slot->entries);
     uvm_vmem_free(range->state, slot);
+    uvm_vmem_uncharge(range->state, UVM_VMEM_ACCOUNT_TABLES, slot_cost(range));
     range->leaves[index / UVM_VMEM_LEAF_SLOTS][index % UVM_VMEM_LEAF_SLOTS] = NULL;
     atomic64_dec(&range->state->slots);
 }
 
 int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made)
 {
-    uvm_vmem_slot_t ***leaf = &range->leaves[index / UVM_VMEM_LEAF_SLOTS];
     NvU32 num_tables = range->gpu_count * (range->big ? 2 : 1);
     uvm_vmem_slot_t *slot;
     NV_STATUS status;
     NvU32 i;
+    int ret;
 
     *made = false;
     if (uvm_vmem_slot(range, index))
         return 0;
 
-    // A leaf stays until the reservation goes.
-    if (!*leaf)
-        *leaf = uvm_vmem_alloc(range->state, UVM_VMEM_LEAF_SLOTS * sizeof(**leaf));
-    if (!*leaf)
-        return -ENOMEM;
+    ret = leaf_get(range, index / UVM_VMEM_LEAF_SLOTS);
+    if (!ret)
+        ret = uvm_vmem_charge(range->state, UVM_VMEM_ACCOUNT_TABLES, slot_cost(range));
+    if (ret)
+        return ret;
 
     slot = uvm_vmem_alloc(range->state, sizeof(*slot) + num_tables * sizeof(slot->tables[0]));
-    if (!slot)
-        return -ENOMEM;
+    if (slot)
+        slot->entries = uvm_vmem_alloc(range->state, UVM_VMEM_SLOT_UNITS * sizeof(slot->entries[0]));
 
-    slot->entries = uvm_vmem_alloc(range->state, UVM_VMEM_SLOT_UNITS * sizeof(slot->entries[0]));
-    if (!slot->entries) {
+    if (!slot || !slot->entries) {
         uvm_vmem_free(range->state, slot);
+        uvm_vmem_uncharge(range->state, UVM_VMEM_ACCOUNT_TABLES, slot_cost(range));
         return -ENOMEM;
     }
 
     slot->state = range->big ? UVM_VMEM_SLOT_EMPTY : UVM_VMEM_SLOT_SMALL;
-    (*leaf)[index % UVM_VMEM_LEAF_SLOTS] = slot;
+    range->leaves[index / UVM_VMEM_LEAF_SLOTS][index % UVM_VMEM_LEAF_SLOTS] = slot;
     atomic64_inc(&range->state->slots);
 
     for (i = 0; i < range->gpu_count; i++) {
