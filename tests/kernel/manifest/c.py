@@ -28,6 +28,7 @@ PROGRAMS = [
     Test(name="basic", program="basic"),
     Test(name="async", program="async"),
     Test(name="batch", program="batch"),
+    Test(name="bounds", program="bounds", vidmem=2048, timeout=240),
     Test(name="lifecycle", program="lifecycle", vidmem=256),
     Test(name="peers", program="peers", gpus=2, module_args="p2p=pcie"),
     Test(name="nvlink", program="peers", gpus=2, module_args="p2p=nvlink"),
