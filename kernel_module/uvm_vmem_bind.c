@@ -4,7 +4,7 @@
 //
 //   check      each operation by itself, then sorted by address for overlaps
 //   look up    the reservation and the objects, which are pinned
-//   stage      the final content of each slot that the batch touches: one value for each PTE
+//   stage      the final content of each slot that the batch touches: one value for each PTE, and of which size
 //   prepare    slots, page tables, access to host memory: all that can fail. What was made is unmade on failure.
 //   send       for each GPU as few pushes as the PTEs fit in, and one TLB invalidate at the end of the last
 //   commit     the staged content becomes the slots'; references to objects move along
@@ -18,6 +18,7 @@
 #include <linux/sort.h>
 
 #include "uvm_vmem_internal.h"
+#include "uvm_vmem_trace.h"
 
 // An operation, checked. Units count from the beginning of the reservation.
 typedef struct
@@ -35,10 +36,22 @@ typedef struct
 typedef struct
 {
     NvU64 index;
+
+    // A bit a unit: an operation names it; its entry changes.
+    NvU32 named;
     NvU32 touched;
+
+    // One MAP names all of the slot.
+    bool whole;
 
     // The slot was made for this batch.
     bool made;
+
+    // Some operation that changes a unit has no CUT; its number.
+    bool uncut;
+    NvU32 uncut_op;
+
+    uvm_vmem_slot_state_t state;
 
     uvm_vmem_entry_t entries[UVM_VMEM_SLOT_UNITS];
 } bind_stage_t;
@@ -71,10 +84,10 @@ static int check_op_alone(const struct uvm_vmem_op *op)
 
     switch (op->op) {
         case UVM_VMEM_OP_MAP:
-            known_flags = UVM_VMEM_OP_READ_ONLY | UVM_VMEM_OP_REPLACE;
+            known_flags = UVM_VMEM_OP_READ_ONLY | UVM_VMEM_OP_REPLACE | UVM_VMEM_OP_CUT;
             break;
         case UVM_VMEM_OP_UNMAP:
-            known_flags = UVM_VMEM_OP_SPARSE;
+            known_flags = UVM_VMEM_OP_SPARSE | UVM_VMEM_OP_CUT;
             break;
         default:
             return -EOPNOTSUPP;
@@ -312,6 +325,9 @@ static int stage_op(bind_t *bind, const bind_op_t *op, bind_stage_t *stage)
     NvU64 end = min(op->first_unit + op->num_units, slot_unit + UVM_VMEM_SLOT_UNITS);
     NvU64 unit;
 
+    stage->named |= GENMASK(end - 1 - slot_unit, first - slot_unit);
+    stage->whole = op->op == UVM_VMEM_OP_MAP && end - first == UVM_VMEM_SLOT_UNITS;
+
     for (unit = first; unit < end; unit++) {
         uvm_vmem_entry_t *entry = &stage->entries[unit - slot_unit];
         uvm_vmem_entry_t new_entry = op_entry(op, unit);
@@ -327,8 +343,36 @@ static int stage_op(bind_t *bind, const bind_op_t *op, bind_stage_t *stage)
         if (*entry != new_entry) {
             *entry = new_entry;
             stage->touched |= 1u << (unit - slot_unit);
+            if (!(op->flags & UVM_VMEM_OP_CUT)) {
+                stage->uncut = true;
+                stage->uncut_op = op->number;
+            }
         }
     }
+
+    return 0;
+}
+
+// What the slot's entry in the table above is to be, after all operations on it.
+//
+// From a 2 MB PTE to a table and back the way leads through an invalid entry, in which nothing in the slot has a
+// translation. That must show in what the batch names only, unless the caller has said that nothing uses the rest.
+static int stage_state(bind_t *bind, bind_stage_t *stage)
+{
+    uvm_vmem_slot_t *slot = uvm_vmem_slot(bind->range, stage->index);
+
+    stage->state = uvm_vmem_slot_target(bind->range, slot, stage->entries, stage->whole);
+    if (!slot || slot->state == stage->state)
+        return 0;
+
+    if (slot->state == UVM_VMEM_SLOT_BIG && ~stage->named && stage->uncut) {
+        bind->failed_op = stage->uncut_op;
+        return -EADDRINUSE;
+    }
+
+    // The same pages, mapped by one PTE from now on.
+    if (stage->state == UVM_VMEM_SLOT_BIG)
+        stage->touched = ~0u;
 
     return 0;
 }
@@ -366,6 +410,13 @@ static int stage_ops(bind_t *bind)
                 return ret;
             cond_resched();
         }
+    }
+
+    for (slot = 0; slot < bind->num_stages; slot++) {
+        ret = stage_state(bind, &bind->stages[slot]);
+        if (ret)
+            return ret;
+        cond_resched();
     }
 
     return 0;
@@ -436,10 +487,7 @@ static int prepare_tables(bind_t *bind)
     for (i = 0; i < bind->num_stages && range->big; i++) {
         bind_stage_t *stage = &bind->stages[i];
 
-        if (!stage->touched)
-            continue;
-
-        if (uvm_vmem_slot_target(range, uvm_vmem_slot(range, stage->index), stage->entries) != UVM_VMEM_SLOT_SMALL)
+        if (!stage->touched || stage->state != UVM_VMEM_SLOT_SMALL)
             continue;
 
         cond_resched();
@@ -479,15 +527,19 @@ static int send_to_gpu(bind_t *bind, NvU32 gpu_index, bool *sent)
     uvm_vmem_writer_begin(&writer, range, gpu_index);
 
     for (i = 0; i < bind->num_stages && !ret; i++) {
-        ret = uvm_vmem_writer_slot(&writer, bind->stages[i].index, bind->stages[i].entries, bind->stages[i].touched);
+        bind_stage_t *stage = &bind->stages[i];
+
+        ret = uvm_vmem_writer_slot(&writer, stage->index, stage->entries, stage->touched, stage->state);
         cond_resched();
     }
 
     if (!ret && writer.second_phase) {
         ret = uvm_vmem_writer_begin_phase2(&writer);
         for (i = 0; i < bind->num_stages && !ret; i++) {
-            if (bind->stages[i].touched)
-                ret = uvm_vmem_writer_slot_phase2(&writer, bind->stages[i].index, bind->stages[i].entries);
+            bind_stage_t *stage = &bind->stages[i];
+
+            if (stage->touched)
+                ret = uvm_vmem_writer_slot_phase2(&writer, stage->index, stage->entries, stage->state);
         }
     }
 
@@ -537,8 +589,7 @@ static void commit_stage(bind_t *bind, bind_stage_t *stage)
             slot->mapped &= ~(1u << i);
     }
 
-    // Objects may be gone now, but none that the new content names.
-    slot->state = uvm_vmem_slot_target(range, slot, stage->entries);
+    slot->state = stage->state;
 }
 
 // What was sent becomes the reservation's content. Cannot fail.
@@ -579,6 +630,23 @@ static void commit(bind_t *bind, NvU64 *ticket_out)
     atomic64_inc(&bind->state->binds);
 }
 
+static void trace_ops(bind_t *bind)
+{
+    uvm_vmem_range_t *range = bind->range;
+    NvU32 i;
+
+    for (i = 0; i < bind->num_ops && trace_uvm_vmem_bind_op_enabled(); i++) {
+        bind_op_t *op = &bind->ops[i];
+
+        trace_uvm_vmem_bind_op(range->start,
+                               range->length,
+                               range->start + op->first_unit * UVM_VMEM_UNIT,
+                               op->num_units * UVM_VMEM_UNIT,
+                               op->op,
+                               op->flags);
+    }
+}
+
 // LOCKING: the reservation is claimed.
 static int bind_claimed(bind_t *bind, const struct uvm_vmem_op *ops, NvU64 *ticket_out)
 {
@@ -601,6 +669,8 @@ static int bind_claimed(bind_t *bind, const struct uvm_vmem_op *ops, NvU64 *tick
     // What fails from here on is no operation's fault.
     bind->failed_op = ~0u;
 
+    trace_ops(bind);
+
     ret = prepare_host_memory(bind);
     if (!ret)
         ret = prepare_tables(bind);
@@ -612,6 +682,7 @@ static int bind_claimed(bind_t *bind, const struct uvm_vmem_op *ops, NvU64 *tick
     else if (!bind->range->broken)
         unmake_slots(bind);
 
+    trace_uvm_vmem_bind_sent(bind->range->start, ret);
     return ret;
 }
 

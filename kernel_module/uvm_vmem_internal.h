@@ -26,8 +26,8 @@
 #define UVM_VMEM_SLOT       (1ull << UVM_VMEM_SLOT_SHIFT)
 #define UVM_VMEM_SLOT_UNITS ((NvU32)(UVM_VMEM_SLOT / UVM_VMEM_UNIT))
 
-// While a batch runs it takes 80 bytes an operation and 280 bytes a slot: at these limits 5 MB and, for operations that
-// lie together, 18 MB.
+// While a batch runs it takes 80 bytes an operation and 290 bytes a slot: at these limits 5 MB and, for operations that
+// lie together, 19 MB.
 #define UVM_VMEM_MAX_BIND_OPS   (1u << 16)
 #define UVM_VMEM_MAX_BIND_UNITS (1u << 21)
 
@@ -116,6 +116,9 @@ struct uvm_vmem_object_struct
 
     // The store's GPU is gone and the pages with it.
     bool dead;
+
+    // Made CONTIGUOUS.
+    bool contiguous;
 
     NvU32 index;
     NvU32 handle;
@@ -530,14 +533,27 @@ typedef struct
 
 void uvm_vmem_writer_begin(uvm_vmem_writer_t *writer, uvm_vmem_range_t *range, NvU32 gpu_index);
 
-// Bring the slot from slot->entries to entries, which differ in the units of touched only.
-int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_entry_t *entries, NvU32 touched);
+// Bring the slot from slot->entries to entries, which differ in the units of touched only, and from slot->state to
+// target. Between BIG and SMALL all of the slot is invalid for a moment; any other change shows a reader of a unit the
+// old entry or the new one.
+int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer,
+                         NvU64 index,
+                         const uvm_vmem_entry_t *entries,
+                         NvU32 touched,
+                         uvm_vmem_slot_state_t target);
 int uvm_vmem_writer_begin_phase2(uvm_vmem_writer_t *writer);
-int uvm_vmem_writer_slot_phase2(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_entry_t *entries);
+int uvm_vmem_writer_slot_phase2(uvm_vmem_writer_t *writer,
+                                NvU64 index,
+                                const uvm_vmem_entry_t *entries,
+                                uvm_vmem_slot_state_t target);
 int uvm_vmem_writer_end(uvm_vmem_writer_t *writer);
 
-// What the slot's state is to be for this content.
-uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range, uvm_vmem_slot_t *slot, const uvm_vmem_entry_t *entries);
+// What the slot's state is to be for this content. whole: one operation maps all of it. slot is NULL before the slot is
+// bound first.
+uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
+                                           uvm_vmem_slot_t *slot,
+                                           const uvm_vmem_entry_t *entries,
+                                           bool whole);
 
 // uvm_vmem_bind.c
 

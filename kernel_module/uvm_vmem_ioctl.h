@@ -42,6 +42,7 @@
  *   ENOENT      there is no reservation at that address, or no such handle or ticket
  *   ESTALE      the handle's object was released
  *   EEXIST      the addresses are taken: by another range, or, for MAP without REPLACE, by a mapping
+ *   EADDRINUSE  an operation without CUT changes a part of a 2 MB page table entry, whose rest may be in use
  *   EBUSY       the reservation still has mappings
  *   EXDEV       the object lies where a GPU of the reservation cannot reach it
  *   ENODEV      the GPU is not registered on this descriptor, or has no address space here, or is gone
@@ -133,7 +134,7 @@ struct uvm_vmem_query {
     __aligned_u64 out_capabilities;      /* UVM_VMEM_CAP_* */
     __aligned_u64 out_page_sizes;        /* a bit for each */
     __u32 out_max_bind_ops;
-    __u32 out_max_bind_units;            /* sum over a BIND's operations of the units that they map */
+    __u32 out_max_bind_units;            /* sum over a BIND's operations of the units that they name */
     __u32 out_max_create_pages;
     __u32 out_max_gpus;                  /* in one reservation */
     __u32 out_max_tickets;               /* unfinished at a time */
@@ -153,9 +154,10 @@ struct uvm_vmem_query {
  * away, on all GPUs. When a GPU is unregistered, so do the mappings of its pages, and the reservation takes no
  * MAP any more (ENODEV), but lives on until FREE.
  *
- * BIG: where one object's 2 MB aligned, physically contiguous pages fill a slot with one access right, the
- * slot is mapped by one 2 MB PTE; it is cut again when a part of it changes. Without BIG only 64 KB PTEs
- * are written.
+ * BIG: a slot that one MAP operation fills, with a page of 2 MB or an object of 2 MB that was made CONTIGUOUS, in a
+ * GPU's memory, is mapped by one 2 MB PTE, if no unit of it was sparse. Everywhere else, and without BIG, 64 KB PTEs
+ * are written. A slot keeps the PTEs it has until all of it is unmapped or filled so: what else is mapped beside never
+ * makes a 2 MB PTE, and a part of one is changed only with UVM_VMEM_OP_CUT.
  */
 #define UVM_VMEM_RESERVE_EAGER (1u << 0)
 #define UVM_VMEM_RESERVE_BIG   (1u << 1)
@@ -215,7 +217,7 @@ struct uvm_vmem_release {
  * BIND: op_count operations on one reservation, all or nothing, on all its GPUs.
  *
  *   MAP     count pages of the object, from page first on, at addr on. EEXIST where something is mapped,
- *           unless REPLACE: then the new translation takes the old one's place with no gap between.
+ *           unless REPLACE: then the new translation takes the old one's place.
  *   UNMAP   count pages of the reservation's page size. What was not mapped stays so. With SPARSE the range
  *           reads zeros and drops writes afterwards, instead of faulting.
  *
@@ -229,7 +231,19 @@ struct uvm_vmem_release {
  * On return every GPU sees the new translations and no old one, and memory that is not mapped any more may
  * be released. With ASYNC the call may return before: out_ticket is then a ticket, or 0 if nothing is
  * pending. Memory is never given to anyone else before the translations to it are gone, whatever the
- * caller does. The caller makes sure that no GPU work uses the addresses whose translation changes.
+ * caller does.
+ *
+ * What GPU work that runs meanwhile sees:
+ *   - Addresses that no operation names read and write as before, at every moment.
+ *   - At an address that is named the old translation holds, or the new one, never neither: a page, zeros of a
+ *     sparse range, or a fault where nothing is mapped. So GPU work may read where MAP takes the place of zeros,
+ *     or REPLACE that of a page; what it reads is the old or the new.
+ *   - With two exceptions, both in a BIG reservation. Where a slot gets a 2 MB PTE in the place of 64 KB PTEs, or
+ *     these in its place, all of the slot is invalid for a moment. Without CUT that happens only in slots all of
+ *     whose units the batch names: no GPU work may use what it names there.
+ *   - CUT: the operation may change a part of a slot that has a 2 MB PTE, instead of EADDRINUSE. The slot gets 64 KB
+ *     PTEs. Until the BIND is done no GPU work may use any address of the slot, named or not. It has no effect
+ *     elsewhere.
  *
  * out_failed_op is also written on failure: the number of the operation that was found wrong, or ~0.
  * Should an operation ever need more than 32 bytes, its size will be a field at the end of struct uvm_vmem_bind.
@@ -240,6 +254,7 @@ struct uvm_vmem_release {
 #define UVM_VMEM_OP_READ_ONLY (1u << 0) /* MAP */
 #define UVM_VMEM_OP_REPLACE   (1u << 1) /* MAP */
 #define UVM_VMEM_OP_SPARSE    (1u << 2) /* UNMAP */
+#define UVM_VMEM_OP_CUT       (1u << 3) /* MAP, UNMAP */
 
 struct uvm_vmem_op {
     __aligned_u64 addr;

@@ -143,6 +143,7 @@ int uvm_vmem_create(uvm_vmem_state_t *state, struct uvm_vmem_create *params)
         return -ENOMEM;
 
     object->page_shift = params->page_shift;
+    object->contiguous = contiguous;
     object->count = params->count;
 
     uvm_va_space_down_read(state->va_space);

@@ -242,7 +242,8 @@ int uvm_vmem_range_wait_tables(uvm_vmem_range_t *range)
     return ret;
 }
 
-// Do these entries map one whole chunk of GPU memory, in order and with one access right?
+// Do these entries map one whole chunk of GPU memory, in order and with one access right? Only where that was promised
+// when the object was made: a caller must know without asking where a 2 MB PTE is that it may not cut.
 static bool entries_are_big(uvm_vmem_range_t *range, const uvm_vmem_entry_t *entries)
 {
     NvU64 step = 1ull << UVM_VMEM_ENTRY_UNIT_SHIFT;
@@ -260,6 +261,9 @@ static bool entries_are_big(uvm_vmem_range_t *range, const uvm_vmem_entry_t *ent
     }
 
     object = uvm_vmem_object_of_entry(range->state, entries[0]);
+    if (object->page_shift < UVM_VMEM_SLOT_SHIFT && !object->contiguous)
+        return false;
+
     first_unit = entries[0] >> UVM_VMEM_ENTRY_UNIT_SHIFT;
     chunk = uvm_vmem_object_unit(object, first_unit, &unit);
 
@@ -275,17 +279,37 @@ static bool entries_are_big(uvm_vmem_range_t *range, const uvm_vmem_entry_t *ent
     return true;
 }
 
-uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range, uvm_vmem_slot_t *slot, const uvm_vmem_entry_t *entries)
+static bool slot_has_sparse(uvm_vmem_slot_t *slot)
+{
+    NvU32 i;
+
+    for (i = 0; i < UVM_VMEM_SLOT_UNITS; i++) {
+        if (slot->entries[i] & UVM_VMEM_ENTRY_SPARSE)
+            return true;
+    }
+
+    return false;
+}
+
+uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
+                                           uvm_vmem_slot_t *slot,
+                                           const uvm_vmem_entry_t *entries,
+                                           bool whole)
 {
     NvU32 i;
 
     if (!range->big)
         return UVM_VMEM_SLOT_SMALL;
 
-    if (entries_are_big(range, entries))
+    if (slot && slot->state == UVM_VMEM_SLOT_BIG &&
+        !memcmp(slot->entries, entries, UVM_VMEM_SLOT_UNITS * sizeof(entries[0])))
         return UVM_VMEM_SLOT_BIG;
 
-    if (slot->state == UVM_VMEM_SLOT_SMALL)
+    // Who reads a sparse unit does not expect to fault: a PTE of the same size takes its place.
+    if (whole && (!slot || !slot_has_sparse(slot)) && entries_are_big(range, entries))
+        return UVM_VMEM_SLOT_BIG;
+
+    if (slot && slot->state == UVM_VMEM_SLOT_SMALL)
         return UVM_VMEM_SLOT_SMALL;
 
     for (i = 0; i < UVM_VMEM_SLOT_UNITS; i++) {
@@ -475,11 +499,14 @@ static uvm_membar_t entry_membar(uvm_vmem_writer_t *writer, uvm_vmem_entry_t ent
     return uvm_hal_downgrade_membar_type(gpu, uvm_vmem_object_of_entry(writer->range->state, entry)->store->gpu == gpu);
 }
 
-int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_entry_t *entries, NvU32 touched)
+int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer,
+                         NvU64 index,
+                         const uvm_vmem_entry_t *entries,
+                         NvU32 touched,
+                         uvm_vmem_slot_state_t target)
 {
     uvm_vmem_range_t *range = writer->range;
     uvm_vmem_slot_t *slot = uvm_vmem_slot(range, index);
-    uvm_vmem_slot_state_t target = uvm_vmem_slot_target(range, slot, entries);
     NvU32 units;
     int ret;
 
@@ -547,11 +574,13 @@ int uvm_vmem_writer_begin_phase2(uvm_vmem_writer_t *writer)
     return 0;
 }
 
-int uvm_vmem_writer_slot_phase2(uvm_vmem_writer_t *writer, NvU64 index, const uvm_vmem_entry_t *entries)
+int uvm_vmem_writer_slot_phase2(uvm_vmem_writer_t *writer,
+                                NvU64 index,
+                                const uvm_vmem_entry_t *entries,
+                                uvm_vmem_slot_state_t target)
 {
     uvm_vmem_range_t *range = writer->range;
     uvm_vmem_slot_t *slot = uvm_vmem_slot(range, index);
-    uvm_vmem_slot_state_t target = uvm_vmem_slot_target(range, slot, entries);
     int ret;
 
     if (slot->state == target || (slot->state != UVM_VMEM_SLOT_SMALL && target != UVM_VMEM_SLOT_SMALL))

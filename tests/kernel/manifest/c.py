@@ -29,6 +29,7 @@ PROGRAMS = [
     Test(name="async", program="async"),
     Test(name="batch", program="batch"),
     Test(name="bounds", program="bounds", vidmem=2048, timeout=240),
+    Test(name="gap", program="gap", args=["-free_small", "-free_big"]),
     Test(name="lifecycle", program="lifecycle", vidmem=256),
     Test(name="peers", program="peers", gpus=2, module_args="p2p=pcie"),
     Test(name="nvlink", program="peers", gpus=2, module_args="p2p=nvlink"),
@@ -134,6 +135,7 @@ LONG = [
         args=["handles_come_round", "ROUND=1"],
         timeout=10800,
     ),
+    Test(name="gap-long", program="gap", long=True, args=["FLIPS=8"], timeout=900),
     Test(name="kill-long", program="kill", long=True, args=["KILLS=1000"], timeout=3600),
     Test(name="kill-checked", program="kill", long=True, checked=True, timeout=3600),
     Test(
