@@ -23,7 +23,7 @@
  * fields and undefined flags must be zero. Arrays are passed as user addresses in a __u64.
  *
  * A command that fails changes nothing, with three exceptions: EIO; EFAULT from a BIND whose struct another thread
- * unmapped while it ran; and EINTR from a BIND, see there.
+ * unmapped while it ran; and EINTR from a BIND that waited for the GPU.
  * A struct with out_ fields must be writable: EFAULT before anything is done if it is not.
  *
  * Errors mean the same in all commands:
@@ -53,25 +53,25 @@
  *   EBADFD      the descriptor is not initialised (UVM_INITIALIZE)
  *   EAGAIN      the system is being suspended, or too many tickets are unfinished: call again
  *   ETIMEDOUT   WAIT: the ticket is not finished yet
- *   EINTR       a signal that kills the process arrived meanwhile: only its death is seen of this
+ *   EINTR       a signal that kills the process arrived meanwhile
  *   EIO         the GPU failed. What had been sent to it is in an unknown state until FREE or close. UVM lets
  *               nothing but QUERY, FREE, RELEASE and STAT work from then on.
  */
 /*
- * Limits of the administrator's (parameters of the module, in MB; 0 is none; they may be changed at any time, and what
- * is held already stays). A call that would go beyond one fails with EDQUOT and changes nothing.
+ * Limits set by the administrator, in MB, as parameters of the module. They may be changed at any time; what is held
+ * already stays. 0 means no limit. A call that would exceed one fails with EDQUOT and changes nothing.
  *
- *   uvm_vmem_limit_mb, uvm_vmem_host_limit_mb
- *       GPU memory on each GPU, and host memory, that one descriptor pins. Default: none.
- *   uvm_vmem_user_host_limit_mb, uvm_vmem_cgroup_host_limit_mb
- *       Host memory that all descriptors of a user, and of a cgroup, pin. Default (-1): half of the machine's memory.
- *   uvm_vmem_user_tables_limit_mb, uvm_vmem_cgroup_tables_limit_mb
- *       Page tables and what describes reservations, the same. Default (-1): a 32nd of the machine's memory. A
- *       reservation counts when it is made, 1 GB and 2 MB of it when first bound; all until FREE. STAT has the sum.
+ *   uvm_vmem_limit_mb                  GPU memory that one descriptor pins on each GPU. Default: no limit.
+ *   uvm_vmem_host_limit_mb             host memory that one descriptor pins. Default: no limit.
+ *   uvm_vmem_user_host_limit_mb        host memory that all descriptors of one user pin
+ *   uvm_vmem_cgroup_host_limit_mb      ... of one cgroup. Default of both (-1): half of the machine's memory.
+ *   uvm_vmem_user_tables_limit_mb      page tables and descriptions of reservations, all descriptors of one user
+ *   uvm_vmem_cgroup_tables_limit_mb    ... of one cgroup. Default of both (-1): 1/32 of the machine's memory.
  *
- * The user is the real user id that made the descriptor's first call. The cgroup is the one of version 2 that the
- * process was in then; the root does not count, and for root inside of a cgroup the user's limit does not. Our own
- * kernel memory is charged to the process's memory cgroup, too.
+ * A reservation counts from RESERVE on, each 1 GB and each 2 MB of it from their first BIND on, all until FREE. STAT
+ * returns the sum. The user is the real user id of the process at the descriptor's first command other than QUERY, the
+ * cgroup the one (of version 2) that it is in then; the root cgroup does not count, and where there is another one the
+ * user limits do not apply to root. The module's own kernel memory is charged to the memory cgroup as well.
  */
 #ifndef UVM_VMEM_IOCTL_H
 #define UVM_VMEM_IOCTL_H
@@ -224,9 +224,9 @@ struct uvm_vmem_release {
  * addr is a multiple of the reservation's page size, and for MAP of the object's. No unit may be named twice
  * in one call. Order in the array means nothing.
  *
- * A BIND waits for others on the same reservation, and without ASYNC for the GPU; a signal that kills the process ends
- * both. What was committed by then is carried out all the same, as if ASYNC had been given: nobody but the GPUs sees
- * a difference between that and what was not begun.
+ * BIND waits for an earlier one on the same reservation and, without ASYNC, for the GPU. A signal that kills the
+ * process ends both waits with EINTR. If the wait was for the GPU, the batch is committed and the GPU carries it out;
+ * otherwise nothing has changed.
  *
  * On return every GPU sees the new translations and no old one, and memory that is not mapped any more may
  * be released. With ASYNC the call may return before: out_ticket is then a ticket, or 0 if nothing is

@@ -29,14 +29,33 @@ static uint32_t the_object, the_other;
 
 /* ---- limits --------------------------------------------------------------------------------------- */
 
-/* Touches slots, 16 at a time, until that fails: how many it were. */
+static int write_file(const char *path, const char *text) {
+  FILE *file = fopen(path, "w");
+  if (!file) return -errno;
+  int result = fputs(text, file) < 0 ? -EIO : 0;
+  return fclose(file) ? -errno : result;
+}
+
+/* As the module was loaded. */
+static void defaults(void) {
+  static const char *const names[] = {USER_TABLES, CGROUP_TABLES, USER_HOST, CGROUP_HOST};
+  char path[96];
+  for (size_t i = 0; i < ARRAY_SIZE(names); i++) {
+    snprintf(path, sizeof(path), "/sys/module/nvidia_uvm/parameters/%s", names[i]);
+    OK(write_file(path, "-1"));
+  }
+}
+
+/* Touches slots, 16 at a time and the last ones singly, until that fails: how many it were. */
 static unsigned touch(struct world *w, uint32_t object, unsigned most, int *error) {
   struct uvm_vmem_op ops[16];
   unsigned n = 0;
-  for (*error = 0; n < most; n += ARRAY_SIZE(ops)) {
-    for (unsigned i = 0; i < ARRAY_SIZE(ops); i++) ops[i] = op_map(RES + (n + i) * SLOT, object, i, 1, 0);
-    *error = vm_bind(w->uvm, RES, ops, ARRAY_SIZE(ops), NULL, NULL);
-    if (*error) break;
+  for (unsigned count = ARRAY_SIZE(ops); count; count = count > 1 ? 1 : 0) {
+    for (*error = 0; n < most; n += count) {
+      for (unsigned i = 0; i < count; i++) ops[i] = op_map(RES + (n + i) * SLOT, object, i, 1, 0);
+      *error = vm_bind(w->uvm, RES, ops, count, NULL, NULL);
+      if (*error) break;
+    }
   }
   return n;
 }
@@ -93,7 +112,7 @@ static void fill_tables(const char *limit) {
   OK(vm_create(b.uvm, b.uuid[0], 16, 64, 0, &in_b));
   unsigned second = touch(&b, in_b, 4096, &error);
   EQ(error, -EDQUOT);
-  CHECK(second > alone - 200 && second < alone + 200);
+  CHECK(second + 64 > alone && second < alone + 64);
   OK(set_parameter(limit, 0));
   OK(vm_map(b.uvm, RES, RES + GIB(63), in_b, 0, 1, 0));
   OK(set_parameter(limit, 1));
@@ -107,7 +126,7 @@ static void fill_tables(const char *limit) {
   EQ(touch(&a, in_a, 4096, &error), alone);
   EQ(error, -EDQUOT);
   world_close(&a);
-  OK(set_parameter(limit, (uint64_t)-1));
+  defaults();
 }
 
 /* 8 MB of host memory, in two descriptors. */
@@ -134,7 +153,7 @@ static void fill_host(const char *limit) {
   world_close(&a);
   OK(vm_create(b.uvm, b.uuid[0], 21, 4, UVM_VMEM_CREATE_HOST, &first));
   world_close(&b);
-  OK(set_parameter(limit, (uint64_t)-1));
+  defaults();
 }
 
 static int wait_for(pid_t pid) {
@@ -145,6 +164,7 @@ static int wait_for(pid_t pid) {
 
 /* A user's limit is not another's. */
 static void limit_of_a_user(void) {
+  defaults();
   struct world w;
   uint32_t object;
   int error;
@@ -165,7 +185,7 @@ static void limit_of_a_user(void) {
     _exit(vm_reserve(own.uvm, own.uuid[0], RES, GIB(64), 16, 0) != 0);
   }
   int result = wait_for(child);
-  OK(set_parameter(USER_TABLES, (uint64_t)-1));
+  defaults();
   EQ(result, 0);
   world_close(&w);
 }
@@ -209,13 +229,6 @@ static void limits_are_on(void) {
 /* ---- cgroups -------------------------------------------------------------------------------------- */
 
 #define CGROUPS "/tmp/cgroups"
-
-static int write_file(const char *path, const char *text) {
-  FILE *file = fopen(path, "w");
-  if (!file) return -errno;
-  int result = fputs(text, file) < 0 ? -EIO : 0;
-  return fclose(file) ? -errno : result;
-}
 
 static uint64_t read_number(const char *path, const char *key) {
   char line[256];
@@ -275,7 +288,6 @@ static void above_the_users(void) {
   world_close(&w);
 }
 
-static void hold_and_say(void);
 static int say_to, hear_from;
 
 /* Takes all that the cgroup may have and keeps it until told. */
@@ -292,13 +304,14 @@ static void hold_and_say(void) {
 }
 
 static void limit_of_a_cgroup(void) {
+  defaults();
   int ready[2], go[2];
   char byte;
   if (!make_cgroups()) SKIP("the kernel has no memory cgroups");
   EQ(in_cgroup("a", fill_the_cgroup), 0);
   OK(set_parameter(USER_TABLES, 1));
   int result = in_cgroup("a", above_the_users);
-  OK(set_parameter(USER_TABLES, (uint64_t)-1));
+  defaults();
   EQ(result, 0);
   /* One cgroup is full, the other has its own. */
   OK(pipe(ready));
@@ -329,7 +342,7 @@ static void limit_of_a_cgroup(void) {
   close(go[0]);
   close(ready[0]);
   result = wait_for(child);
-  OK(set_parameter(CGROUP_TABLES, (uint64_t)-1));
+  defaults();
   EQ(heard, 1);
   EQ(other, 0);
   EQ(result, 0);
@@ -383,6 +396,7 @@ static void until_the_cgroup_is_full(void) {
 }
 
 static void charged_to_the_cgroup(void) {
+  defaults();
   if (!make_cgroups()) SKIP("the kernel has no memory cgroups");
   EQ(in_cgroup("a", compare_with_the_cgroup), 0);
   EQ(in_cgroup("b", until_the_cgroup_is_full), 0);
@@ -443,6 +457,7 @@ static const struct {
 
 /* The engine stands still: a call waits for it, others need not wait for that call. */
 static void no_lock_while_the_gpu_works(void) {
+  defaults();
   for (size_t i = 0; i < ARRAY_SIZE(waiters); i++) {
     struct call waiter, other;
     uint64_t ticket = 0;
@@ -536,6 +551,7 @@ static void locks_are_let_go(void) {
 
 /* Many slots: FREE, and the end of the descriptor. SLOTS=1048576 for a million. */
 static void many_slots(void) {
+  defaults();
   const unsigned slots = parameter("SLOTS", 4096);
   for (int by_close = 0; by_close < 2; by_close++) {
     static struct uvm_vmem_op ops[1024];
@@ -562,7 +578,93 @@ static void many_slots(void) {
     }
     world_close(&W);
   }
-  OK(set_parameter(USER_TABLES, (uint64_t)-1));
+  defaults();
+}
+
+/* ---- sparse slots --------------------------------------------------------------------------------- */
+
+static int make_sparse(uint64_t start, uint64_t length) { return vm_unmap(W.uvm, RES + MIB(2), start, length / UNIT, UVM_VMEM_OP_SPARSE); }
+
+static uint64_t sparse_units(void) { return gpu_scan(&W, 0, RES, GIB(65)).out_sparse; }
+
+/* Slots that are sparse as a whole share one table; each gets its own when something is mapped there. The reservation
+ * begins 2 MB after a boundary of 512 MB. */
+static void sparse_slots_share(void) {
+  const uint64_t base = RES + MIB(2);
+  struct uvm_vmem_stat before, after;
+  uint32_t page, large;
+  defaults();
+  for (int big = 0; big < 2; big++) {
+    world_open(&W, 1);
+    OK(vm_reserve(W.uvm, W.uuid[0], base, GIB(64), 16, big ? UVM_VMEM_RESERVE_BIG : 0));
+    OK(vm_create(W.uvm, W.uuid[0], 16, 8, 0, &page));
+    OK(vm_create(W.uvm, W.uuid[0], 21, 1, 0, &large));
+    OK(vm_map(W.uvm, base, base + MIB(4), page, 0, 1, 0)); /* a table of its own, which stays */
+    OK(vm_stat(W.uvm, NULL, &before));
+    struct softgpu_counters gpu = gpu_counters(&W, 0);
+    OK(make_sparse(base, GIB(64)));
+    struct softgpu_counters d = gpu_counters_since(&W, 0, &gpu);
+    OK(vm_stat(W.uvm, NULL, &after));
+    EQ(after.out_slots, GIB(64) / SLOT);
+    EQ(sparse_units(), GIB(64) / UNIT);
+    printf("BOUNDS {\"case\": \"64 GB become sparse%s\", \"table_bytes\": %llu, \"kernel_bytes\": %llu, \"pushes\": %llu, "
+           "\"invalidates\": %llu}\n",
+           big ? ", BIG" : "", (unsigned long long)(after.out_table_bytes - before.out_table_bytes),
+           (unsigned long long)(after.out_kernel_bytes - before.out_kernel_bytes), (unsigned long long)d.pushes,
+           (unsigned long long)d.invalidates);
+    CHECK(after.out_table_bytes - before.out_table_bytes < 100 * (GIB(64) / SLOT));
+    OK(gpu_check(&W, 0, base, MIB(1), 0, 0));
+    OK(gpu_fill(&W, 0, base + GIB(63), MIB(1), 1, 1));
+    OK(gpu_check(&W, 0, base + GIB(63), MIB(1), 0, 0));
+    /* One page in each of three slots, beside one that had a table. */
+    struct uvm_vmem_op ops[4] = {op_map(base, page, 1, 1, 0), op_map(base + MIB(4) + 3 * UNIT, page, 2, 1, 0),
+                                 op_map(base + GIB(32) + 31 * UNIT, page, 3, 1, 0),
+                                 op_map(base + GIB(64) - UNIT, page, 4, 1, 0)};
+    OK(vm_bind(W.uvm, base, ops, 4, NULL, NULL));
+    for (unsigned i = 0; i < 4; i++) OK(gpu_fill(&W, 0, ops[i].addr, UNIT, 7 + i, 0));
+    for (unsigned i = 0; i < 4; i++) OK(gpu_check(&W, 0, ops[i].addr, UNIT, 7 + i, 0));
+    OK(gpu_check(&W, 0, base + UNIT, MIB(2) - UNIT, 0, 0));
+    EQ(sparse_units(), GIB(64) / UNIT - 4);
+    OK(vm_stat(W.uvm, NULL, &after));
+    EQ(after.out_slots, GIB(64) / SLOT);
+    /* A whole slot is mapped, one is unmapped, one half so; and sparse again. */
+    OK(vm_map(W.uvm, base, base + MIB(32), large, 0, 1, 0));
+    EQ(gpu_xlate(&W, 0, base + MIB(32)).out_page_size, UNIT); /* readers of the zeros did not expect a gap */
+    OK(vm_unmap(W.uvm, base, base + MIB(34), 32, 0));
+    OK(vm_unmap(W.uvm, base, base + MIB(36), 16, 0));
+    EQ(gpu_check(&W, 0, base + MIB(34), 8, 0, 0), -EFAULT);
+    EQ(gpu_check(&W, 0, base + MIB(36), 8, 0, 0), -EFAULT);
+    OK(gpu_check(&W, 0, base + MIB(37), MIB(1), 0, 0));
+    EQ(sparse_units(), GIB(64) / UNIT - 4 - 32 - 32 - 16);
+    OK(make_sparse(base + MIB(32), MIB(6)));
+    EQ(sparse_units(), GIB(64) / UNIT - 4);
+    OK(gpu_check(&W, 0, base + MIB(32), MIB(6), 0, 0));
+    /* What fails leaves the zeros where they are. */
+    static struct uvm_vmem_op many[4096];
+    for (unsigned i = 0; i < ARRAY_SIZE(many); i++) many[i] = op_map(base + GIB(1) + i * SLOT, page, i % 8, 1, 0);
+    OK(vm_stat(W.uvm, NULL, &before));
+    OK(set_parameter(USER_TABLES, 3));
+    int result = vm_bind(W.uvm, base, many, ARRAY_SIZE(many), NULL, NULL);
+    defaults();
+    EQ(result, -EDQUOT);
+    OK(vm_stat(W.uvm, NULL, &after));
+    CHECK(stat_same(&before, &after));
+    EQ(sparse_units(), GIB(64) / UNIT - 4);
+    OK(gpu_check(&W, 0, base + GIB(1), MIB(16), 0, 0));
+    OK(vm_bind(W.uvm, base, many, 64, NULL, NULL));
+    OK(gpu_check(&W, 0, base + GIB(1) + UNIT, MIB(2) - UNIT, 0, 0));
+    /* A second reservation has the same zeros; the first goes. */
+    OK(vm_reserve(W.uvm, W.uuid[0], OTHER, GIB(1), 16, 0));
+    OK(vm_unmap(W.uvm, OTHER, OTHER, GIB(1) / UNIT, UVM_VMEM_OP_SPARSE));
+    gpu = gpu_counters(&W, 0);
+    OK(vm_free(W.uvm, base, UVM_VMEM_FREE_UNMAP));
+    d = gpu_counters_since(&W, 0, &gpu);
+    printf("BOUNDS {\"case\": \"FREE of 64 GB, nearly all sparse%s\", \"pushes\": %llu}\n", big ? ", BIG" : "",
+           (unsigned long long)d.pushes);
+    EQ(gpu_check(&W, 0, base + GIB(2), 8, 0, 0), -EFAULT);
+    OK(gpu_check(&W, 0, OTHER, MIB(4), 0, 0));
+    world_close(&W);
+  }
 }
 
 /* ---- waiting -------------------------------------------------------------------------------------- */
@@ -645,4 +747,5 @@ static void killed_in_a_bind(void) {
 
 MAIN(TEST(limits_are_on), TEST(limit_of_a_user), TEST(limit_of_a_cgroup), TEST(charged_to_the_cgroup),
      TEST(no_lock_while_the_gpu_works), TEST(uvm_free_waits_for_a_bind), TEST(locks_are_let_go), TEST(many_slots),
+     TEST(sparse_slots_share),
      TEST(waiting_sleeps), TEST(killed_in_a_bind))
