@@ -20,7 +20,8 @@
 //   uvm_vmem_state_t     what a VA space has of vmem; made by the first command that needs it, freed with the VA space.
 //   uvm_vmem_range_t     a reservation; hangs in an external VA range, which destroys it.
 //   uvm_vmem_slot_t      2 MB of a reservation that were bound once: the page tables, and what each PTE says. Stays
-//                        until the reservation goes, so that a steady state writes PTEs only.
+//                        until the reservation goes, so that a steady state writes PTEs only. As long as all of it is
+//                        sparse it is a mark in its leaf only (UVM_VMEM_SLOT_ALL_SPARSE).
 //   uvm_vmem_object_t    pages; alive while its handle was not released or one of its units is mapped.
 //   uvm_vmem_chunk_t     2 MB of physical memory; alive while one of its units belongs to an object (after a fatal error:
 //                        until close).
@@ -44,8 +45,7 @@
 //   a GPU or its VA space is unregistered,     VA space lock, write: page tables and mappings in all reservations, the
 //   peer access ends                           end of all calls, tickets, pages of the GPU
 //   a tracker finds no memory                  state->lock: waits for the pushes instead of noting them
-//   uvm_page_tree_wait, uvm_page_tree_alloc_table, uvm_page_tree_put_ptes_async
-//                                              UVM's page tree lock, of one address space
+//   uvm_page_tree_alloc_table                  UVM's page tree lock, of one address space: for what the tree has sent
 //
 // User memory is only touched with none of them held: a fault on managed memory takes mmap_lock and the VA space lock.
 //
@@ -58,6 +58,10 @@
 // Trade-offs
 //
 // - Zeroing at CREATE, not in the background: a page is never handed out dirty, for a memset's time at each CREATE.
+// - All sparse slots of a descriptor share one table of 32 sparse PTEs on a GPU. A table of its own, filled before, takes
+//   its place in one write when something is mapped in a slot, so that who reads zeros beside never faults. A 2 MB
+//   sparse entry would be smaller and could not be replaced so. The way back is not taken: UVM's page tree cannot give a
+//   table back without clearing the entry that points to it.
 // - 32 entries of 8 bytes for a slot even if one page of it is used: 256 bytes for 2 MB of addresses make a batch's
 //   final values, its undo and its accounting trivial.
 // - Chunks belong to one file descriptor: two processes never share 2 MB, and what the first leaves is zeroed by the

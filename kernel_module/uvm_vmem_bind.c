@@ -278,6 +278,11 @@ static bool op_needs_slot(const bind_op_t *op)
     return op->op == UVM_VMEM_OP_MAP || (op->flags & UVM_VMEM_OP_SPARSE);
 }
 
+static bool slot_is_bound(bind_t *bind, NvU64 index)
+{
+    return uvm_vmem_slot(bind->range, index) || uvm_vmem_slot_is_all_sparse(bind->range, index);
+}
+
 // How many slots the batch touches. The operations are sorted.
 static NvU64 count_stages(bind_t *bind)
 {
@@ -290,7 +295,7 @@ static NvU64 count_stages(bind_t *bind)
         bind_op_t *op = &bind->ops[i];
 
         for (slot = max(next, op_first_slot(op)); slot <= op_last_slot(op); slot++) {
-            if (!uvm_vmem_slot(bind->range, slot) && !op_needs_slot(op))
+            if (!slot_is_bound(bind, slot) && !op_needs_slot(op))
                 continue;
 
             count++;
@@ -315,6 +320,21 @@ static uvm_vmem_entry_t op_entry(const bind_op_t *op, NvU64 unit)
     entry |= (uvm_vmem_entry_t)op->object->index << UVM_VMEM_ENTRY_INDEX_SHIFT;
     entry |= (op->object_unit + unit - op->first_unit) << UVM_VMEM_ENTRY_UNIT_SHIFT;
     return entry;
+}
+
+// What the slot has now.
+static void stage_begin(bind_t *bind, bind_stage_t *stage)
+{
+    uvm_vmem_slot_t *slot = uvm_vmem_slot(bind->range, stage->index);
+    NvU32 i;
+
+    if (slot) {
+        memcpy(stage->entries, slot->entries, sizeof(stage->entries));
+    }
+    else if (uvm_vmem_slot_is_all_sparse(bind->range, stage->index)) {
+        for (i = 0; i < UVM_VMEM_SLOT_UNITS; i++)
+            stage->entries[i] = UVM_VMEM_ENTRY_SPARSE;
+    }
 }
 
 // Enter what an operation says about one slot.
@@ -361,7 +381,7 @@ static int stage_state(bind_t *bind, bind_stage_t *stage)
 {
     uvm_vmem_slot_t *slot = uvm_vmem_slot(bind->range, stage->index);
 
-    stage->state = uvm_vmem_slot_target(bind->range, slot, stage->entries, stage->whole);
+    stage->state = uvm_vmem_slot_target(bind->range, stage->index, stage->entries, stage->whole);
     if (!slot || slot->state == stage->state)
         return 0;
 
@@ -395,14 +415,13 @@ static int stage_ops(bind_t *bind)
 
         for (slot = op_first_slot(op); slot <= op_last_slot(op); slot++) {
             if (!stage || stage->index != slot) {
-                if (!uvm_vmem_slot(range, slot) && !op_needs_slot(op))
+                if (!slot_is_bound(bind, slot) && !op_needs_slot(op))
                     continue;
 
                 UVM_ASSERT(bind->num_stages < max_stages);
                 stage = &bind->stages[bind->num_stages++];
                 stage->index = slot;
-                if (uvm_vmem_slot(range, slot))
-                    memcpy(stage->entries, uvm_vmem_slot(range, slot)->entries, sizeof(stage->entries));
+                stage_begin(bind, stage);
             }
 
             ret = stage_op(bind, op, stage);
@@ -471,7 +490,12 @@ static int prepare_tables(bind_t *bind)
             continue;
 
         cond_resched();
-        ret = fatal_signal_pending(current) ? -EINTR : uvm_vmem_slot_get(range, stage->index, &stage->made);
+        if (fatal_signal_pending(current))
+            ret = -EINTR;
+        else if (stage->state == UVM_VMEM_SLOT_SPARSE)
+            ret = uvm_vmem_slot_get_sparse(range, stage->index, &new_tables);
+        else
+            ret = uvm_vmem_slot_get(range, stage->index, &stage->made);
         if (ret)
             return ret;
 
@@ -484,10 +508,10 @@ static int prepare_tables(bind_t *bind)
             return ret;
     }
 
-    for (i = 0; i < bind->num_stages && range->big; i++) {
+    for (i = 0; i < bind->num_stages; i++) {
         bind_stage_t *stage = &bind->stages[i];
 
-        if (!stage->touched || stage->state != UVM_VMEM_SLOT_SMALL)
+        if (!stage->touched || stage->state != UVM_VMEM_SLOT_SMALL || !uvm_vmem_slot(range, stage->index)->has_entry)
             continue;
 
         cond_resched();
@@ -573,6 +597,12 @@ static void commit_stage(bind_t *bind, bind_stage_t *stage)
     uvm_vmem_range_t *range = bind->range;
     uvm_vmem_slot_t *slot = uvm_vmem_slot(range, stage->index);
     NvU32 units;
+
+    // Nothing was mapped there.
+    if (stage->state == UVM_VMEM_SLOT_SPARSE) {
+        uvm_vmem_slot_set_sparse(range, stage->index);
+        return;
+    }
 
     for (units = stage->touched; units; units &= units - 1) {
         NvU32 i = __ffs(units);

@@ -50,6 +50,9 @@
 // So many units are worked on at most before state->lock is let go for a moment.
 #define UVM_VMEM_STEP_UNITS 4096
 
+// What one directory of 2 MB entries reaches.
+#define UVM_VMEM_DIRECTORY_SHIFT 29
+
 // A handle is an index into the table of objects and, above it, how often the index had come round when it was given:
 // a handle comes again after 2^32 objects.
 #define UVM_VMEM_INDEX_BITS 20
@@ -99,6 +102,11 @@ struct uvm_vmem_store_struct
     NvU64 num_chunks;
     NvU64 num_growing;
 
+    // The table of 32 sparse PTEs that the entries of all wholly sparse slots on this GPU point to; made when first
+    // needed, in memory of its own.
+    uvm_gpu_chunk_t *sparse_chunk;
+    uvm_mmu_page_table_alloc_t sparse_table;
+
     // Units in objects, and units mapped, counted once for each address.
     NvU64 created_units;
     NvU64 mapped_units;
@@ -142,13 +150,18 @@ typedef NvU64 uvm_vmem_entry_t;
 #define UVM_VMEM_ENTRY_INDEX_SHIFT 8
 #define UVM_VMEM_ENTRY_UNIT_SHIFT  32
 
-// What the entry of a slot in the table above is, on each GPU. Without BIG it is always SMALL.
+// What the entry of a slot in the table above is, on each GPU. Without BIG it is SMALL, or SPARSE.
 typedef enum
 {
     UVM_VMEM_SLOT_EMPTY, // invalid
     UVM_VMEM_SLOT_SMALL, // points to a table of 32 PTEs
-    UVM_VMEM_SLOT_BIG    // is a 2 MB PTE
+    UVM_VMEM_SLOT_BIG,   // is a 2 MB PTE
+    UVM_VMEM_SLOT_SPARSE // points to the GPU's table of sparse PTEs
 } uvm_vmem_slot_state_t;
+
+// In a leaf: a slot in state SPARSE of which nothing else has to be known. It becomes a uvm_vmem_slot_t when something is
+// mapped there, and never goes back.
+#define UVM_VMEM_SLOT_ALL_SPARSE ((uvm_vmem_slot_t *)1)
 
 // 2 MB of virtual addresses that have been bound at least once.
 struct uvm_vmem_slot_struct
@@ -157,8 +170,11 @@ struct uvm_vmem_slot_struct
     NvU32 mapped;              // a bit a unit
     uvm_vmem_slot_state_t state;
 
-    // The table of PTEs on each GPU of the reservation (entry_count is 0 while there is none) and then, in a BIG
-    // reservation, the slot's own entry in the table above on each GPU.
+    // The reservation is BIG, or the slot was all sparse: the entry in the table above is written by us, and in tables.
+    bool has_entry;
+
+    // The table of PTEs on each GPU of the reservation (entry_count is 0 while there is none) and then, with has_entry,
+    // the slot's own entry in the table above on each GPU.
     uvm_page_table_range_t tables[];
 };
 
@@ -200,6 +216,11 @@ struct uvm_vmem_range_struct
 
     // Arrays of UVM_VMEM_LEAF_SLOTS slots; a NULL at either level: never bound.
     uvm_vmem_slot_t ***leaves;
+
+    // For each 512 MB of addresses that the range has a part in, from its first on: the entries of its slots there, on
+    // each GPU. Made when a slot becomes all sparse first, so that the directory stays; NULL before.
+    uvm_page_table_range_t **directories;
+    NvU64 num_directories;
 
     NvU64 mapped_units;
 
@@ -393,6 +414,11 @@ void uvm_vmem_store_free_hosts(uvm_vmem_state_t *state, struct list_head *hosts)
 // LOCKING: between call_begin and call_end; state->lock is taken.
 int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shift, NvU32 count, const unsigned long *pages);
 
+// Make sure that the store of a GPU has its table of sparse PTEs (-ENOSPC, -ENOMEM, -EIO).
+//
+// LOCKING: between call_begin and call_end; state->lock is taken.
+int uvm_vmem_store_get_sparse_table(uvm_vmem_state_t *state, uvm_gpu_t *gpu, uvm_page_tree_t *tree);
+
 // A GPU leaves. remove_gpu frees the store in its memory with all chunks, of which no object may be left; unmap_gpu takes its access
 // to host memory away.
 //
@@ -475,8 +501,9 @@ void uvm_vmem_range_unref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry, struc
 
 // uvm_vmem_table.c: page tables and what is written to them
 
-// The slot with that number, or NULL.
+// The slot with that number; NULL if it was never bound, or is all sparse.
 uvm_vmem_slot_t *uvm_vmem_slot(uvm_vmem_range_t *range, NvU64 index);
+bool uvm_vmem_slot_is_all_sparse(uvm_vmem_range_t *range, NvU64 index);
 
 // The first slot that was bound with a number of at least *index, which becomes its number; NULL: there is none.
 uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index);
@@ -484,20 +511,30 @@ uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index);
 #define for_each_vmem_slot(slot, index, range)                                                                           \
     for ((index) = 0; ((slot) = uvm_vmem_slot_next((range), &(index))) != NULL; (index)++)
 
-// Make sure that a slot exists. *made says whether it was made now (then it must be unmade on failure).
+// Make sure that a slot exists. *made says whether it was made now (then it must be unmade on failure). One that was all
+// sparse is no more then, but stays as it is to the GPU.
 //
 // LOCKING: the range is claimed, or the VA space lock is held for write.
 int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made);
 
-// Make sure that a slot of a BIG reservation has a table of PTEs on each GPU. The table is not in use before the
+// Make sure that a slot with has_entry has a table of PTEs on each GPU. The table is not in use before the
 // slot's state is SMALL; it goes with the slot.
 int uvm_vmem_slot_get_small(uvm_vmem_range_t *range, NvU64 index);
+
+// Give the directories back that all sparse slots have kept.
+void uvm_vmem_directories_put(uvm_vmem_range_t *range);
 
 // Free a leaf of which no slot is left; number counts leaves from 0.
 void uvm_vmem_leaf_put(uvm_vmem_range_t *range, NvU64 number);
 
-// Give a slot and its tables back. What the tables hold is not visible to the GPU from then on, once
-// uvm_page_tree_wait returned for each GPU.
+// Make sure that a slot that was never bound can become all sparse. *new_tables: page tables were made.
+int uvm_vmem_slot_get_sparse(uvm_vmem_range_t *range, NvU64 index, bool *new_tables);
+
+// The slot is all sparse from now on, as was sent.
+void uvm_vmem_slot_set_sparse(uvm_vmem_range_t *range, NvU64 index);
+
+// Give a slot and its tables back. What the tables hold is not visible to the GPU any more once
+// uvm_vmem_range_wait_tables has returned.
 void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index);
 
 // Give back all page tables on one GPU, and wait until the TLB invalidates are completed. Its tracker is completed.
@@ -548,10 +585,9 @@ int uvm_vmem_writer_slot_phase2(uvm_vmem_writer_t *writer,
                                 uvm_vmem_slot_state_t target);
 int uvm_vmem_writer_end(uvm_vmem_writer_t *writer);
 
-// What the slot's state is to be for this content. whole: one operation maps all of it. slot is NULL before the slot is
-// bound first.
+// What the slot's state is to be for this content. whole: one operation maps all of it.
 uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
-                                           uvm_vmem_slot_t *slot,
+                                           NvU64 index,
                                            const uvm_vmem_entry_t *entries,
                                            bool whole);
 

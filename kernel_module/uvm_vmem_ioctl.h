@@ -68,8 +68,8 @@
  *   uvm_vmem_user_tables_limit_mb      page tables and descriptions of reservations, all descriptors of one user
  *   uvm_vmem_cgroup_tables_limit_mb    ... of one cgroup. Default of both (-1): 1/32 of the machine's memory.
  *
- * A reservation counts from RESERVE on, each 1 GB and each 2 MB of it from their first BIND on, all until FREE. STAT
- * returns the sum. The user is the real user id of the process at the descriptor's first command other than QUERY, the
+ * A reservation counts from RESERVE on, each 1 GB and each 2 MB of it from their first BIND on, all until FREE; 2 MB
+ * that are sparse as a whole count nothing of their own. STAT returns the sum. The user is the real user id of the process at the descriptor's first command other than QUERY, the
  * cgroup the one (of version 2) that it is in then; the root cgroup does not count, and where there is another one the
  * user limits do not apply to root. The module's own kernel memory is charged to the memory cgroup as well.
  */
@@ -148,7 +148,7 @@ struct uvm_vmem_query {
  * RESERVE: take [start, start + length) for pages of 1 << page_shift bytes and above on gpu_count GPUs;
  * every mapping is made on all of them. start and length are multiples of 2 MB; start is not 0. The
  * addresses may lie in a range that CUDA knows, if UVM holds no range there. Page tables are made when a slot
- * is first bound and kept until FREE; EAGER makes all of them now.
+ * is first bound, or first mapped if it is sparse, and kept until FREE; EAGER makes all of them now.
  *
  * When peer access between two GPUs of a reservation is disabled, its mappings of pages in either of them go
  * away, on all GPUs. When a GPU is unregistered, so do the mappings of its pages, and the reservation takes no

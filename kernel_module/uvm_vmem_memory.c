@@ -493,6 +493,65 @@ int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shif
     return 0;
 }
 
+// Fill a table of 32 PTEs with sparse ones, and wait.
+static NV_STATUS fill_sparse_table(uvm_gpu_t *gpu, uvm_page_tree_t *tree, uvm_mmu_page_table_alloc_t *table, uvm_tracker_t *tracker)
+{
+    NV_STATUS status;
+    uvm_push_t push;
+
+    status = uvm_push_begin_acquire(gpu->channel_manager, UVM_CHANNEL_TYPE_MEMOPS, tracker, &push, "vmem sparse table");
+    if (status != NV_OK)
+        return status;
+
+    gpu->parent->ce_hal->memset_8(&push, uvm_mmu_gpu_address(gpu, table->addr), tree->hal->make_sparse_pte(), table->size);
+    uvm_push_end(&push);
+    uvm_tracker_overwrite_with_push(tracker, &push);
+    return uvm_tracker_wait(tracker);
+}
+
+int uvm_vmem_store_get_sparse_table(uvm_vmem_state_t *state, uvm_gpu_t *gpu, uvm_page_tree_t *tree)
+{
+    uvm_mmu_page_table_alloc_t table = { 0 };
+    uvm_tracker_t tracker = UVM_TRACKER_INIT();
+    uvm_gpu_chunk_t *chunk = NULL;
+    uvm_vmem_store_t *store;
+    NV_STATUS status;
+    bool there;
+
+    uvm_mutex_lock(&state->lock);
+    store = uvm_vmem_store_get(state, gpu);
+    there = store && store->sparse_chunk;
+    uvm_mutex_unlock(&state->lock);
+
+    if (!store)
+        return -ENOMEM;
+    if (there)
+        return 0;
+
+    status = uvm_pmm_gpu_alloc_kernel(&gpu->pmm, 1, UVM_CHUNK_SIZE_64K, UVM_PMM_ALLOC_FLAGS_EVICT, &chunk, &tracker);
+    if (status != NV_OK)
+        return uvm_vmem_errno(status, -ENOSPC);
+
+    table.addr = uvm_gpu_phys_address(UVM_APERTURE_VID, chunk->address);
+    table.size = UVM_VMEM_SLOT_UNITS * sizeof(NvU64);
+    status = fill_sparse_table(gpu, tree, &table, &tracker);
+    (void)uvm_tracker_wait_deinit(&tracker);
+
+    // Another call may have been quicker.
+    uvm_mutex_lock(&state->lock);
+    if (status == NV_OK && !store->sparse_chunk) {
+        store->sparse_table = table;
+        store->sparse_chunk = chunk;
+        chunk = NULL;
+    }
+    uvm_mutex_unlock(&state->lock);
+
+    if (chunk)
+        uvm_pmm_gpu_free(&gpu->pmm, chunk, NULL);
+
+    return uvm_vmem_errno(status, -EIO);
+}
+
 static void store_destroy(uvm_vmem_state_t *state, NvU32 index)
 {
     uvm_vmem_store_t *store = state->stores[index];
@@ -511,6 +570,11 @@ static void store_destroy(uvm_vmem_state_t *state, NvU32 index)
 
     // Only at the end, without the lock.
     uvm_vmem_store_free_hosts(state, &hosts);
+
+    // The page trees whose entries pointed to it are gone.
+    if (store->sparse_chunk)
+        uvm_pmm_gpu_free(&store->gpu->pmm, store->sparse_chunk, NULL);
+
     uvm_vmem_free(state, store);
     state->stores[index] = NULL;
 }

@@ -182,7 +182,8 @@ static NvU64 range_num_leaves(uvm_vmem_range_t *range)
 // What the range itself takes, as counted against the limit.
 static NvU64 range_cost(uvm_vmem_range_t *range)
 {
-    return sizeof(*range) + range_num_leaves(range) * sizeof(range->leaves[0]) + uvm_vmem_external_cost();
+    return sizeof(*range) + range_num_leaves(range) * sizeof(range->leaves[0]) +
+           range->num_directories * sizeof(range->directories[0]) + uvm_vmem_external_cost();
 }
 
 // Free all slots. No GPU has page tables of them any more.
@@ -196,13 +197,18 @@ static void range_free_slots(uvm_vmem_range_t *range)
         cond_resched();
     }
 
-    for (i = 0; i < range_num_leaves(range); i++)
+    for (i = 0; i < range_num_leaves(range); i++) {
         uvm_vmem_leaf_put(range, i);
+        cond_resched();
+    }
+
+    uvm_vmem_directories_put(range);
 }
 
 static void range_free(uvm_vmem_range_t *range)
 {
     range_free_slots(range);
+    uvm_vmem_free(range->state, range->directories);
     uvm_vmem_free(range->state, range->leaves);
     uvm_vmem_uncharge(range->state, UVM_VMEM_ACCOUNT_TABLES, range_cost(range));
     uvm_vmem_free(range->state, range);
@@ -221,6 +227,8 @@ static int range_create(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *
     range->start = params->start;
     range->length = params->length;
     range->num_slots = params->length / UVM_VMEM_SLOT;
+    range->num_directories = ((range->start + range->length - 1) >> UVM_VMEM_DIRECTORY_SHIFT) -
+                             (range->start >> UVM_VMEM_DIRECTORY_SHIFT) + 1;
     range->page_shift = params->page_shift;
     range->big = params->flags & UVM_VMEM_RESERVE_BIG;
     range->gpu_count = params->gpu_count;
@@ -235,7 +243,10 @@ static int range_create(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *
     }
 
     range->leaves = uvm_vmem_alloc(state, range_num_leaves(range) * sizeof(range->leaves[0]));
-    if (!range->leaves) {
+    range->directories = uvm_vmem_alloc(state, range->num_directories * sizeof(range->directories[0]));
+    if (!range->leaves || !range->directories) {
+        uvm_vmem_free(state, range->leaves);
+        uvm_vmem_free(state, range->directories);
         uvm_vmem_uncharge(state, UVM_VMEM_ACCOUNT_TABLES, range_cost(range));
         uvm_vmem_free(state, range);
         return -ENOMEM;
@@ -524,7 +535,7 @@ static void evict_ptes(uvm_vmem_range_t *range, NvU32 gpu_index, uvm_gpu_t *gpu)
     for_each_vmem_slot(slot, i, range) {
         NvU32 touched = without_gpu(range, slot, gpu, entries);
 
-        ret = uvm_vmem_writer_slot(&writer, i, entries, touched, uvm_vmem_slot_target(range, slot, entries, false));
+        ret = uvm_vmem_writer_slot(&writer, i, entries, touched, uvm_vmem_slot_target(range, i, entries, false));
         if (ret)
             break;
         cond_resched();

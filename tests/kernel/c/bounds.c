@@ -134,8 +134,8 @@ static void fill_host(const char *limit) {
   struct uvm_vmem_stat before, after;
   struct world a, b;
   uint32_t first, second, more;
+  world_open(&b, 1); /* is closed last */
   world_open(&a, 1);
-  world_open(&b, 1);
   OK(set_parameter(limit, 8));
   OK(vm_create(a.uvm, a.uuid[0], 21, 2, UVM_VMEM_CREATE_HOST, &first));
   OK(vm_create(b.uvm, b.uuid[0], 16, 64, UVM_VMEM_CREATE_HOST, &second));
