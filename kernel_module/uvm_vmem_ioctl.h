@@ -69,9 +69,10 @@
  *   uvm_vmem_cgroup_tables_limit_mb    ... of one cgroup. Default of both (-1): 1/32 of the machine's memory.
  *
  * A reservation counts from RESERVE on, each 1 GB and each 2 MB of it from their first BIND on, all until FREE; 2 MB
- * that are sparse as a whole count nothing of their own. STAT returns the sum. The user is the real user id of the process at the descriptor's first command other than QUERY, the
- * cgroup the one (of version 2) that it is in then; the root cgroup does not count, and where there is another one the
- * user limits do not apply to root. The module's own kernel memory is charged to the memory cgroup as well.
+ * that are sparse as a whole count nothing of their own. STAT returns the sum. The user is the real user id of the
+ * process at the descriptor's first command other than QUERY, the cgroup the one (of version 2) that it is in then; the
+ * root cgroup does not count, and where there is another one the user limits do not apply to root. The module's own
+ * kernel memory is charged to the memory cgroup as well.
  */
 #ifndef UVM_VMEM_IOCTL_H
 #define UVM_VMEM_IOCTL_H
