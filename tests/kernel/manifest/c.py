@@ -38,7 +38,7 @@ PROGRAMS = [
 
 # Each in both builds of the driver and on both architectures, but not in all four pairs; of those
 # that take long one pair is left to the long run.
-SLOW = ("batch", "failnth", "nvlink")
+SLOW = ("batch", "bounds", "failnth", "nvlink")
 
 SHORT = [
     replace(
@@ -136,6 +136,14 @@ LONG = [
         timeout=10800,
     ),
     Test(name="gap-long", program="gap", long=True, args=["FLIPS=8"], timeout=900),
+    Test(
+        name="bounds-many",
+        program="bounds",
+        long=True,
+        args=["many_slots", "SLOTS=65536"],
+        memory=3072,
+        timeout=1800,
+    ),
     Test(name="kill-long", program="kill", long=True, args=["KILLS=1000"], timeout=3600),
     Test(name="kill-checked", program="kill", long=True, checked=True, timeout=3600),
     Test(
