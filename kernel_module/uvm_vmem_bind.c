@@ -480,10 +480,11 @@ static int prepare_tables(bind_t *bind)
 {
     uvm_vmem_range_t *range = bind->range;
     bool new_tables = false;
+    int ret = 0;
+    int waited;
     NvU64 i;
-    int ret;
 
-    for (i = 0; i < bind->num_stages; i++) {
+    for (i = 0; i < bind->num_stages && !ret; i++) {
         bind_stage_t *stage = &bind->stages[i];
 
         if (!stage->touched)
@@ -496,17 +497,18 @@ static int prepare_tables(bind_t *bind)
             ret = uvm_vmem_slot_get_sparse(range, stage->index, &new_tables);
         else
             ret = uvm_vmem_slot_get(range, stage->index, &stage->made);
-        if (ret)
-            return ret;
 
         new_tables = new_tables || stage->made;
     }
 
+    // After a failure too: directories of sparse slots stay, and the next batch writes to them.
     if (new_tables) {
-        ret = uvm_vmem_range_wait_tables(range);
-        if (ret)
-            return ret;
+        waited = uvm_vmem_range_wait_tables(range);
+        ret = ret ? ret : waited;
     }
+
+    if (ret)
+        return ret;
 
     for (i = 0; i < bind->num_stages; i++) {
         bind_stage_t *stage = &bind->stages[i];
