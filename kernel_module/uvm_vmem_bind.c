@@ -399,7 +399,6 @@ static int stage_state(bind_t *bind, bind_stage_t *stage)
 
 static int stage_ops(bind_t *bind)
 {
-    uvm_vmem_range_t *range = bind->range;
     NvU64 max_stages = count_stages(bind);
     bind_stage_t *stage = NULL;
     NvU64 slot;
