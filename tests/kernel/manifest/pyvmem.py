@@ -90,6 +90,7 @@ TESTS = [
     ),
     _uvm("two-gpus", "two-gpus", gpus=2),
     _uvm("gpu-fails", "gpu-fails", allow=AFTER_A_FAILURE),
+    _uvm("wide", "wide", memory=4096, timeout=600.0, long=True),
     _uvm("unpatched", "unpatched", patched=False),
     _suite("c", C_TESTS),
     _suite("c-debug", C_TESTS, type="debug", module_args=DELAYS, long=True),
