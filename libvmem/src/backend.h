@@ -29,7 +29,7 @@ struct vm_be_info {
   bool one_page_slabs;    /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes
                              each slab one page of the size asked for */
   bool unreserve_unmaps;  /* unreserve may be called with live mappings */
-  uint64_t bind_bytes;    /* the longest range that one MAP, REMAP or REPLACE of `bind` may have, and one `remap`;
+  uint64_t bind_bytes;    /* the longest range that one operation of `bind` may have, and one `remap`;
                              0 = any */
   bool no_contents;       /* nothing in this process can read or write what is mapped */
   uint64_t all_page_sizes; /* with any granule; 0 = as in pub */

@@ -57,7 +57,7 @@ int uvm_check_gpu(int fd, const struct nvidia_device *d);
 /* ---- uvm_mem.c: reservations and physical memory ---- */
 
 /* Takes the addresses on every device of the context. */
-int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, bool large);
+int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags);
 int uvm_give_back(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags);
 int uvm_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr,
                 uint32_t *kind, uint64_t *priv);
