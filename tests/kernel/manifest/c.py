@@ -28,7 +28,7 @@ PROGRAMS = [
     Test(name="basic", program="basic"),
     Test(name="async", program="async"),
     Test(name="batch", program="batch"),
-    Test(name="gap", program="gap", args=["-free_small", "-free_big"]),
+    Test(name="gap", program="gap", args=["-free_small", "-free_big", "FLIPS=1"]),
     Test(name="lifecycle", program="lifecycle", vidmem=256),
     Test(name="peers", program="peers", gpus=2, module_args="p2p=pcie"),
     Test(name="nvlink", program="peers", gpus=2, module_args="p2p=nvlink"),
@@ -37,7 +37,7 @@ PROGRAMS = [
 
 # Each in both builds of the driver and on both architectures, but not in all four pairs; of those
 # that take long one pair is left to the long run.
-SLOW = ("batch", "failnth", "nvlink")
+SLOW = ("batch", "failnth", "gap", "nvlink")
 
 SHORT = [
     replace(
