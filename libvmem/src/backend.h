@@ -54,8 +54,8 @@ struct vm_be_load {
 /* One operation of `bind`. */
 enum vm_bind_kind {
   VM_BIND_MAP = 1, /* as `map` */
-  VM_BIND_REMAP,   /* over what is mapped there, with no gap between: as `remap`, to any pages */
-  VM_BIND_REPLACE, /* the same for the back end; the core's undo differs */
+  VM_BIND_REPLACE, /* over what is mapped there, to any pages; large ones come and go as wholes */
+  VM_BIND_REMAP,   /* takes a REPLACE back: the same, but a large page may go in several calls */
   VM_BIND_UNMAP    /* as `unmap` */
 };
 

@@ -56,7 +56,7 @@ static void add(struct group *g, const struct vm_bind_op *op) {
         .op = UVM_VMEM_OP_MAP,
         .flags = (op->flags & VMEM_MAP_READONLY ? UVM_VMEM_OP_READ_ONLY : 0) |
                  (op->kind == VM_BIND_MAP ? 0 : UVM_VMEM_OP_REPLACE) |
-                 /* What takes a large page's place back may take several calls; nothing uses it meanwhile. */
+                 /* Nothing uses a range while a batch that has failed there is taken back. */
                  (op->kind == VM_BIND_REMAP ? UVM_VMEM_OP_CUT : 0),
         .handle = uvm_slab_handle(op->slab, offset),
         .first = (uint32_t)(inside >> u->shift),
@@ -163,9 +163,4 @@ int uvm_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
     err = bind_one(be, (struct vm_bind_op){VM_BIND_UNMAP, 0, addr + at, n, 0, 0, 0, sparse});
   }
   return err;
-}
-
-int uvm_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset,
-              uint32_t flags) {
-  return bind_one(be, (struct vm_bind_op){VM_BIND_REMAP, flags, addr, bytes, slab, offset, 0, false});
 }
