@@ -112,6 +112,12 @@ TESTS = [
         timeout=1200.0,
     ),
     _python(
+        "places",
+        _pytest("kvcache_promote", "kvcache_mixed", "kvcache_tiers"),
+        timeout=1800.0,
+        long=True,
+    ),
+    _python(
         "more",
         _pytest("bad_input", "fork", "fork_kill", "model", "native", "kvcache_config"),
         timeout=1800.0,

@@ -304,7 +304,7 @@ void sg_readers_unit(struct sg_space *space, u8 level, u64 va, const struct sg_s
 	last->reports++;
 	spin_unlock(&lock);
 	kind = named ? SOFTGPU_ERROR_NEITHER : SOFTGPU_ERROR_GAP;
-	sg_error(space->gpu, kind, va, 0, "%s at %llx: %s of %llx becomes %s of %llx", named ? "neither old nor new" : "gap", va,
+	sg_error(space->gpu, kind, va, 0, "%s at %llx: %s (%llx) becomes %s (%llx)", named ? "neither old nor new" : "gap", va,
 		 sg_entry_name(before->kind), before->pa, sg_entry_name(after->kind), after->pa);
 }
 
