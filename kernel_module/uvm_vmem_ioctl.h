@@ -114,7 +114,7 @@
 #define UVM_VMEM_CAP_READ_ONLY (1ull << 3) /* BIND: UVM_VMEM_OP_READ_ONLY */
 #define UVM_VMEM_CAP_SPARSE    (1ull << 4) /* BIND: UVM_VMEM_OP_SPARSE */
 #define UVM_VMEM_CAP_REPLACE   (1ull << 5) /* BIND: UVM_VMEM_OP_REPLACE */
-#define UVM_VMEM_CAP_BIG       (1ull << 6) /* RESERVE: UVM_VMEM_RESERVE_BIG */
+#define UVM_VMEM_CAP_BIG       (1ull << 6) /* RESERVE: UVM_VMEM_RESERVE_BIG; BIND: UVM_VMEM_OP_CUT */
 #define UVM_VMEM_CAP_ASYNC     (1ull << 7) /* BIND: UVM_VMEM_BIND_ASYNC */
 
 /* Why a GPU is refused: kinds that no run of the self test has been reported for. */

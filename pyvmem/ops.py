@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from pyvmem import _native
@@ -122,7 +123,8 @@ class OpBatch:
             readonly: writes through this mapping are errors.
             consume: on success, drop the reference that `pages` holds; the mapping owns the pages.
             replace: over what is mapped there, all of it, which loses its reference. `pages` must
-                have been mapped before. Only ``uvm`` has no moment without a mapping.
+                have been mapped before. While they are replaced no GPU work may touch the range; on
+                ``uvm`` it may, unless a large page comes or goes (`vmem.h`, VMEM_OP_REPLACE).
         """
         flags = (_READONLY if readonly else 0) | (_CONSUME if consume else 0)
         if replace:
@@ -194,6 +196,34 @@ class OpBatch:
                 copy_bytes=copy_bytes,
             )  # fmt: skip
         self._end = end + _SIZE
+
+    def populate_each(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        count: int = 1,
+        stride: int = 0,
+        page_size: int = 0,
+        dirty: bool = False,
+        spread: bool = False,
+    ) -> None:
+        """`populate` of several pieces ``(addr, size)``, one operation each."""
+        flags = (_DIRTY if dirty else 0) | (_SPREAD if spread else 0)
+        end, buffer, pack = self._end, self._buffer, _PACK
+        if end + len(ranges) * _SIZE > self._limit:
+            self._full()
+        for addr, size in ranges:
+            try:
+                pack(
+                    buffer, end,
+                    _POPULATE, flags, addr, size, count, stride, 0, 0, _DEVICE, 0, page_size, 0,
+                    0, 0, 0,
+                )  # fmt: skip
+            except struct.error as error:
+                _bad_number(
+                    error, addr=addr, size=size, count=count, stride=stride, page_size=page_size
+                )
+            end += _SIZE
+        self._end = end
 
     def unmap(
         self, addr: int, size: int, count: int = 1, stride: int = 0, holes: bool = False

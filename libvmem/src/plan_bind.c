@@ -19,23 +19,24 @@ struct bind {
   size_t n;
 };
 
-/* How many operations push_map makes of a run. */
-static size_t parts(const struct vm_ctx *c, const struct vm_seg *s) {
+/* How many operations a range takes at most. */
+static size_t parts(const struct vm_ctx *c, uint64_t bytes) {
   uint64_t most = c->info.bind_bytes;
-  return most ? (size_t)((s->bytes + most - 1) / most) : 1;
+  return most ? (size_t)((bytes + most - 1) / most) + 1 : 1;
 }
 
 static size_t most_maps(const struct vm_ctx *c, struct vm_plan *p) {
   size_t n = 0;
-  for (size_t i = 0; i < p->maps.n; i++) n += parts(c, AT(p->maps, struct vm_seg, i));
+  for (size_t i = 0; i < p->maps.n; i++) n += parts(c, AT(p->maps, struct vm_seg, i)->bytes);
   return n;
 }
 
 int vm_plan_bind_room(struct vm_ctx *c, struct vm_plan *p) {
   size_t n;
   if (!c->be->bind) return 0;
-  n = most_maps(c, p) + p->unmaps.n;
-  for (size_t i = 0; i < p->replaces.n; i++) n += parts(c, AT(p->replaces, struct vm_seg, i));
+  n = most_maps(c, p);
+  for (size_t i = 0; i < p->replaces.n; i++) n += parts(c, AT(p->replaces, struct vm_seg, i)->bytes);
+  for (size_t i = 0; i < p->unmaps.n; i++) n += parts(c, AT(p->unmaps, struct vm_piece, i)->bytes);
   return !n || (p->bind_ops = vm_calloc(c, n, sizeof(*p->bind_ops))) ? 0 : -ENOMEM;
 }
 
@@ -72,7 +73,13 @@ static void push_takes(struct bind *b, struct vm_plan *p) {
   }
   for (size_t i = 0; i < p->unmaps.n; i++) {
     struct vm_piece *piece = AT(p->unmaps, struct vm_piece, i);
-    push(b, VM_BIND_UNMAP, piece->space, piece->addr, piece->bytes);
+    uint64_t most = b->c->info.bind_bytes ? b->c->info.bind_bytes : piece->bytes, end = piece->addr + piece->bytes, n;
+    for (uint64_t a = piece->addr; a < end; a += n) {
+      n = end - a < most ? end - a : most;
+      /* Large pages are not cut. */
+      if (a + n < end && n > LARGE_PAGE) n -= (a + n) & (LARGE_PAGE - 1);
+      push(b, VM_BIND_UNMAP, piece->space, a, n);
+    }
   }
 }
 

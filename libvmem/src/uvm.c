@@ -64,7 +64,7 @@ static int check_options(struct uvm *u, const struct vmem_open_opts *opts) {
 static int trial(struct nvidia *n, void *arg) {
   struct uvm *u = (struct uvm *)n;
   uint64_t addr = *(uint64_t *)arg;
-  int err = uvm_take(u, addr, SLOT, false);
+  int err = uvm_take(u, addr, SLOT, 0);
 
   return err ? err : uvm_give_back(u, addr, SLOT, 0);
 }
@@ -111,15 +111,13 @@ static uint32_t caps_of(const struct uvm *u) {
       {UVM_VMEM_CAP_READ_ONLY, VMEM_CAP_READONLY},
       {UVM_VMEM_CAP_SPARSE, VMEM_CAP_SPARSE},
       {UVM_VMEM_CAP_HOST, VMEM_CAP_HOST_PAGES},
-      {UVM_VMEM_CAP_REPLACE, VMEM_CAP_CONSOLIDATE},
   };
   uint32_t caps = VMEM_CAP_ALIAS | VMEM_CAP_PLAIN | VMEM_CAP_ONE_CALL;
 
   for (size_t i = 0; i < sizeof(same) / sizeof(same[0]); i++)
     if (u->query.out_capabilities & same[i].kernel)
       caps |= same[i].ours;
-  /* From sparse to an entry of 2 MiB the way leads through an invalid one. */
-  if ((caps & VMEM_CAP_SPARSE) && u->nv.granule < 2u << 20)
+  if (caps & VMEM_CAP_SPARSE)
     caps |= VMEM_CAP_SPARSE_ATOMIC;
   if (u->nv.base.gpu)
     caps |= VMEM_CAP_VISIBLE;

@@ -57,7 +57,7 @@ int uvm_check_gpu(int fd, const struct nvidia_device *d);
 /* ---- uvm_mem.c: reservations and physical memory ---- */
 
 /* Takes the addresses on every device of the context. */
-int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, bool large);
+int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags);
 int uvm_give_back(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags);
 int uvm_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr,
                 uint32_t *kind, uint64_t *priv);
@@ -76,8 +76,6 @@ int uvm_bind(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_re
 int uvm_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
             bool sparse);
 int uvm_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse);
-int uvm_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset,
-              uint32_t flags);
 
 /* ---- uvm_contents.c: contents without CUDA, by vm_uvm_contents ---- */
 
@@ -90,6 +88,6 @@ extern const struct vm_backend uvm_without_cuda;
 #define UVM_ENTRIES                                                                                \
   .name = "uvm", .open = uvm_open, .close = uvm_close, .reserve = uvm_reserve,                     \
   .unreserve = uvm_unreserve, .slab_create = uvm_slab_create, .slab_destroy = uvm_slab_destroy,    \
-  .map = uvm_map, .unmap = uvm_unmap, .remap = uvm_remap, .bind = uvm_bind
+  .map = uvm_map, .unmap = uvm_unmap, .bind = uvm_bind
 
 #endif

@@ -31,6 +31,7 @@ static const struct {
     MEANING(EINVAL, EIO, "the driver finds a value malformed"),
     MEANING(EOVERFLOW, EIO, "a range wraps around"),
     MEANING(EMSGSIZE, EIO, "a count is above the driver's limit"),
+    MEANING(EADDRINUSE, EIO, "a part of a large page would change, and the rest be invalid for a moment"),
     MEANING(ERANGE, EIO, "a range leaves the reservation, the object or the GPU's address space"),
     MEANING(ENOENT, EIO, "there is no such reservation or object"),
     MEANING(ESTALE, EIO, "the object was released"),

@@ -3,13 +3,16 @@
 
 A part is `KVCacheConfig.large_page_size` bytes of every tensor, at a multiple of that. When its
 last row has been written it is only read, so it can change its pages. Where they are one physical
-run (growing slots prefer 2 MiB of their own), they are mapped in one piece. Elsewhere they are
-copied to a large page while the GPU goes on, and replaced at the step that finds the copies over.
+run (growing slots prefer 2 MiB of their own), they are mapped in one piece, where that saves
+mappings. Elsewhere they are copied to a large page while the GPU goes on, and replaced at the step
+that finds the copies over: each part as a whole, after the work on the step's stream, since it may
+be invalid for a moment. What lies beside it is not touched.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +62,7 @@ class Promoter:
         rows = -(-page * self._core.layout.page_size // self._core.layout.row_bytes)
         self._next[slot.index] = min(self._next[slot.index], max(self._from, rows + self._kept))
 
-    def step(self, lens: list[int], stream: Any) -> None:
+    def step(self, lens: Sequence[int], stream: Any) -> None:
         """Begins to promote what is long enough, of requests that the step to `lens` lengthens.
 
         That a request grows says that the work for its rows so far was launched. The last of them

@@ -9,6 +9,7 @@
 #define RES_BYTES MIB(64)
 #define COARSE (RES + GIB(1)) /* pages of 128 KB */
 #define SPARE (RES + GIB(2))  /* nothing is there */
+#define LOW (1ull << 44) /* room for the longest reservation */
 #define A_PAGES 16
 #define NO_GPU 0x77
 
@@ -211,8 +212,8 @@ static void reserve_fields(void) {
   longer.value = limits.out_max_reserve_bytes + SLOT;
   run_rows(W.uvm, &commands[RESERVE], &over, 1);
   run_rows(W.uvm, &commands[RESERVE], &longer, 1);
-  OK(vm_reserve(W.uvm, W.uuid[0], SPARE, limits.out_max_reserve_bytes, 16, 0));
-  OK(vm_free(W.uvm, SPARE, 0));
+  OK(vm_reserve(W.uvm, W.uuid[0], LOW, limits.out_max_reserve_bytes, 16, 0)); /* just the limit */
+  OK(vm_free(W.uvm, LOW, 0));
   struct uvm_vmem_reserve eager;
   reserve_valid(&eager);
   eager.flags = UVM_VMEM_RESERVE_EAGER;

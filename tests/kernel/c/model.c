@@ -300,6 +300,9 @@ static void do_bind(struct actor *a) {
     if (random_op(a, area, &ops[n], &object[n], used)) n++;
   }
   if (!n) return;
+  if (below(a, 5)) { /* else few batches would not be refused */
+    for (unsigned i = 0; i < n; i++) ops[i].flags |= UVM_VMEM_OP_CUT;
+  }
   unsigned bad = below(a, n);
   struct uvm_vmem_op good = ops[bad];
   int want = below(a, 10) == 0 ? spoil(a, area, &ops[bad]) : 0;

@@ -29,7 +29,7 @@ PROGRAMS = [
     Test(name="async", program="async"),
     Test(name="batch", program="batch"),
     Test(name="bounds", program="bounds", vidmem=2048, timeout=240),
-    Test(name="gap", program="gap", args=["-free_small", "-free_big"]),
+    Test(name="gap", program="gap", args=["-free_small", "-free_big", "FLIPS=1"]),
     Test(name="lifecycle", program="lifecycle", vidmem=256),
     Test(name="peers", program="peers", gpus=2, module_args="p2p=pcie"),
     Test(name="nvlink", program="peers", gpus=2, module_args="p2p=nvlink"),
@@ -38,7 +38,7 @@ PROGRAMS = [
 
 # Each in both builds of the driver and on both architectures, but not in all four pairs; of those
 # that take long one pair is left to the long run.
-SLOW = ("batch", "bounds", "failnth", "nvlink")
+SLOW = ("batch", "bounds", "failnth", "gap", "nvlink")
 
 SHORT = [
     replace(

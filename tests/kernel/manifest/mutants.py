@@ -114,4 +114,12 @@ TESTS = [
     mutant("one_account", "bounds", ["limit_of_a_user"], r"result is 1"),
     mutant("not_accounted", "bounds", ["charged_to_the_cgroup"], r"more >= own"),
     mutant("overlap_not_checked", "abi_matrix", ["bind_overlaps"], r"should be Invalid argument"),
+    # What GPU work that runs meanwhile would see.
+    mutant("big_by_neighbour", "gap", ["parts_in_big"], r"gap at .* becomes nothing"),
+    mutant("neighbour_cleared", "gap", ["parts"], r"gap at .* becomes nothing"),
+    mutant("cut_unasked", "gap", ["refused_without_cut"], r"not -98|gap at"),
+    mutant("big_over_sparse", "gap", ["sparse_to_mapped_in_big"], r"neither old nor new at"),
+    mutant("invalid_between", "gap", ["replace_same"], r"neither old nor new at"),
+    mutant("resized_at_once", "gap", ["joined_by_name"], r"TLBs may hold both"),
+    mutant("resized_too_early", "gap", ["cut"], r"TLBs may hold both"),
 ]

@@ -13,7 +13,7 @@
  * Locks
  *   model.lock protects everything here, except what is said otherwise. It is a mutex, and dropped around calls back
  *   into UVM (eviction), around delays and while the engine is held. Nothing is called under it that could
- *   sleep on UVM. calls.c has a spinlock of its own for the injection of failures.
+ *   sleep on UVM. calls.c has a spinlock of its own for the injection of failures, readers.c one for the BINDs in flight.
  *
  * Names: sg_ for functions; the nvUvmInterface* functions are the resource manager's interface, declared by NVIDIA's
  * nv_uvm_interface.h.

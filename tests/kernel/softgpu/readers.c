@@ -13,7 +13,8 @@
  *     2 MB page becomes a table, or a table a 2 MB page, it is absent in between; a sparse unit not even there.
  *
  * The driver's tracepoints tell: uvm_vmem_bind_op comes before anything is written, uvm_vmem_bind_sent when all is in
- * the rings. A BIND is in flight until the engine has passed what the rings held then.
+ * the rings, uvm_vmem_bind when the call returns. A BIND is in flight until it returns without a ticket, or until the
+ * engine has passed what was put into the rings between the first two.
  */
 #include <linux/module.h>
 #include <linux/notifier.h>
@@ -30,7 +31,7 @@
 #define OP_CUT (1u << 3)
 
 #define RANGES_PER_CHUNK 254
-#define MARKS_MAX        64
+#define MARKS_MAX        64 /* channels of all GPUs */
 #define REPORTS_MAX      8 /* of one BIND */
 
 struct named {
@@ -55,7 +56,7 @@ enum { UNTOUCHED, CHANGED, GONE_WITH_PAGE, GONE_WITH_TABLE, GONE_SPARSE };
 
 struct bind {
 	struct list_head node;
-	struct task_struct *task; /* whose call it is: compared, never used */
+	struct task_struct *task; /* whose call it is, until it returns: compared, never used */
 	pid_t pid;
 	u64 start, last;          /* of the reservation */
 	struct list_head chunks;
@@ -103,20 +104,37 @@ void sg_readers_channel_advance(struct sg_channel *channel)
 	spin_unlock(&lock);
 }
 
-static void set_marks(struct bind *bind)
+/* How many entries were put into the ring since it was made. */
+static u64 filled(const struct sg_channel *channel)
+{
+	u32 put = READ_ONCE(channel->userd[SG_USERD_PUT]);
+
+	return channel->fetched + (put + channel->entries - channel->get) % channel->entries;
+}
+
+static void mark_rings(struct bind *bind)
 {
 	struct sg_channel *channel;
 	u32 i;
 
-	for (i = 0; i < model.gpus; i++) {
-		list_for_each_entry(channel, &model.gpu[i]->channels, node) {
-			u32 put = READ_ONCE(channel->userd[SG_USERD_PUT]);
-			u32 waiting = (put + channel->entries - channel->get) % channel->entries;
+	for (i = 0; i < model.gpus; i++)
+		list_for_each_entry(channel, &model.gpu[i]->channels, node)
+			if (bind->marks < MARKS_MAX)
+				bind->mark[bind->marks++] = (struct mark){ channel, filled(channel) };
+}
 
-			if (!waiting || bind->marks == MARKS_MAX)
-				continue;
-			bind->mark[bind->marks++] = (struct mark){ channel, channel->fetched + waiting };
-		}
+/* Those into which nothing was put meanwhile are not waited for. */
+static void mark_what_was_sent(struct bind *bind)
+{
+	u32 i;
+
+	for (i = 0; i < bind->marks; i++) {
+		struct mark *mark = &bind->mark[i];
+		u64 now = mark->channel ? filled(mark->channel) : 0;
+
+		if (now == mark->fetched)
+			mark->channel = NULL;
+		mark->fetched = now;
 	}
 }
 
@@ -160,7 +178,7 @@ static struct bind *bind_of_caller(void)
 	struct bind *bind;
 
 	list_for_each_entry(bind, &binds, node)
-		if (bind->task == current && !bind->sent)
+		if (bind->task == current)
 			return bind;
 	return NULL;
 }
@@ -177,6 +195,7 @@ static struct bind *bind_new(u64 start, u64 length)
 	bind->last = start + length - 1;
 	INIT_LIST_HEAD(&bind->chunks);
 	xa_init(&bind->units);
+	mark_rings(bind);
 	list_add_tail(&bind->node, &binds);
 	binds_seen++;
 	return bind;
@@ -285,7 +304,7 @@ void sg_readers_unit(struct sg_space *space, u8 level, u64 va, const struct sg_s
 	last->reports++;
 	spin_unlock(&lock);
 	kind = named ? SOFTGPU_ERROR_NEITHER : SOFTGPU_ERROR_GAP;
-	sg_error(space->gpu, kind, va, 0, "%s at %llx: %s of %llx becomes %s of %llx", named ? "neither old nor new" : "gap", va,
+	sg_error(space->gpu, kind, va, 0, "%s at %llx: %s (%llx) becomes %s (%llx)", named ? "neither old nor new" : "gap", va,
 		 sg_entry_name(before->kind), before->pa, sg_entry_name(after->kind), after->pa);
 }
 
@@ -326,9 +345,23 @@ static void probe_sent(void *data, u64 start, int result)
 	spin_lock(&lock);
 	bind = bind_of_caller();
 	if (bind) {
+		mark_what_was_sent(bind);
 		bind->sent = true;
-		set_marks(bind);
 	}
+	spin_unlock(&lock);
+}
+
+static void probe_returned(void *data, u64 start, u32 ops, u32 failed_op, u64 ticket, int result)
+{
+	struct bind *bind;
+
+	spin_lock(&lock);
+	bind = bind_of_caller();
+	if (bind && !ticket)
+		bind_free(bind);
+	else if (bind)
+		bind->task = NULL;
+	forget_passed();
 	spin_unlock(&lock);
 }
 
@@ -338,6 +371,7 @@ static const struct {
 } probes[] = {
 	{ "uvm_vmem_bind_op", probe_op },
 	{ "uvm_vmem_bind_sent", probe_sent },
+	{ "uvm_vmem_bind", probe_returned },
 };
 
 static int module_changes(struct notifier_block *block, unsigned long what, void *data)
