@@ -118,7 +118,9 @@ TESTS = [
     mutant("big_by_neighbour", "gap", ["parts_in_big"], r"gap at .* becomes nothing"),
     mutant("neighbour_cleared", "gap", ["parts"], r"gap at .* becomes nothing"),
     mutant("cut_unasked", "gap", ["refused_without_cut"], r"not -98|gap at"),
-    mutant("big_over_sparse", "gap", ["sparse_to_mapped_in_big"], r"neither old|TLBs may hold both"),
+    mutant(
+        "big_over_sparse", "gap", ["sparse_to_mapped_in_big"], r"neither old|TLBs may hold both"
+    ),
     mutant("invalid_between", "gap", ["replace_same"], r"neither old nor new at"),
     mutant("resized_at_once", "gap", ["joined_by_name"], r"TLBs may hold both"),
     mutant("resized_too_early", "gap", ["cut"], r"TLBs may hold both"),
