@@ -871,12 +871,14 @@ class KVCache(Closing):
     def safe_overread(self) -> bool:
         """Whether rows without memory read as zeros, also while memory grows beside the reader.
 
-        With `KVCacheConfig.sparse`, small pages only, and a back end on which a page takes the
-        place of the zeros in one step (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``.
+        With `KVCacheConfig.sparse` and a back end on which a page takes the place of the zeros in
+        one step (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``. With large pages on ``uvm`` alone,
+        where they take the place of small ones in one step, too.
         """
-        atomic = Caps.SPARSE_ATOMIC in self.context.info.caps
+        caps = self.context.info.caps
         small = self.layout.page_size < 2 << 20 and not self.layout.large_pages
-        return self.config.sparse and atomic and small
+        one_step = small or Caps.ONE_CALL in caps
+        return self.config.sparse and Caps.SPARSE_ATOMIC in caps and one_step
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
         """For each reqid, how many rows, from the first on, have memory; 0 for free slots.

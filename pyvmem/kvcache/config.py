@@ -108,7 +108,8 @@ class KVCacheConfig:
         large_page_size: bytes of the pages that whole aligned parts of a growing request get, and
             that `KVCache.promote` makes of small ones; the rest has `page_size`. A power of two
             above `page_size`, such as 2 MiB: fewer driver calls, and one entry of the GPU's page
-            tables for each. Where none can be had, small pages take its place. 0: small pages only.
+            tables for each (on ``uvm`` not with `sparse`). Where none can be had, small pages take
+            its place. 0: small pages only.
             A large page is shared and given back as a whole.
         promote_tokens: requests of more tokens have their full parts made large in the background;
             0: only where `KVCache.promote` asks for it.
@@ -140,8 +141,9 @@ class KVCacheConfig:
         sparse: reads of rows that have no page give zeros, also past the end of every mapped page,
             where the back end can do that (`pyvmem.Caps.SPARSE`). Writes there fault (host) or
             vanish (GPU). It lets a kernel read past the mapped rows while memory grows only with
-            `pyvmem.Caps.SPARSE_ATOMIC` and without large pages (`KVCache.safe_overread`); elsewhere
-            a page that is being mapped is invalid for a moment, which kills the process's context.
+            `pyvmem.Caps.SPARSE_ATOMIC`, and with large pages on ``uvm`` alone
+            (`KVCache.safe_overread`); elsewhere a page that is being mapped is invalid for a
+            moment, which kills the process's context.
         packed_slots: slots follow each other without a gap, so that every tensor is contiguous
             (``stride(0) == max_seq_len * stride(1)``); a full slot must then be whole pages.
             Otherwise slots lie on 2 MiB where that costs few addresses: a run of small pages can

@@ -3,8 +3,10 @@
 
 A part is `KVCacheConfig.large_page_size` bytes of every tensor, at a multiple of that. When its
 last row has been written it is only read, so it can change its pages. Where they are one physical
-run (growing slots prefer 2 MiB of their own), they are mapped in one piece. Elsewhere they are
-copied to a large page while the GPU goes on, and replaced at the step that finds the copies over.
+run (growing slots prefer 2 MiB of their own), they are mapped in one piece, where that saves
+mappings. Elsewhere they are copied to a large page while the GPU goes on, and replaced at the step
+that finds the copies over: each part as a whole, after the work on the step's stream, since it may
+be invalid for a moment. What lies beside it is not touched.
 
 A step from `old` to `new` tokens computes the tokens from `old` on. The first of them attends to
 rows from ``old - window + 1`` on, and its kernel reads the whole tile that this row lies in:
