@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -27,27 +28,24 @@ from manifest import Test  # noqa: E402
 __all__ = ["FORMAT", "add_to_record", "entry_of"]
 
 FORMAT = "vmem-driver-tests/1"
-# What the programs of tests/kernel/c print about how much they have done.
+# What the programs of tests/kernel/c print about how much they have done: a line counts as the
+# product of its numbers, one without any as 1.
 COUNTS = {
     "passed": r"^(\d+) passed, \d+ failed, \d+ skipped$",
-    "results_of_uvm": r"^RESULT \w+ (0x0)$",
+    "results_of_uvm": r"^RESULT \w+ 0x0$",
     "calls": r"^thread \d+: (\d+) calls,",
-    "operations": r"^SEED=\d+ PROCS=\d+ THREADS=\d+ OPS=(\d+)",
+    "operations": r"^SEED=\d+ PROCS=(\d+) THREADS=(\d+) OPS=(\d+)",
     "kills": r"^SEED=\d+ KILLS=(\d+)$",
 }
-ADDED_UP = ("calls",)
 
 
 def counts_of(output: str) -> dict[str, int]:
     """How much a test has done, as far as it says so."""
     found = {}
     for name, pattern in COUNTS.items():
-        values = re.findall(pattern, output, re.MULTILINE)
-        if name == "results_of_uvm":
-            values = [str(len(values))] if values else []
-        if values:
-            numbers = [int(value) for value in values]
-            found[name] = sum(numbers) if name in ADDED_UP else numbers[-1]
+        lines = list(re.finditer(pattern, output, re.MULTILINE))
+        if lines:
+            found[name] = sum(math.prod(map(int, line.groups())) for line in lines)
     return found
 
 

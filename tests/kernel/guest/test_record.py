@@ -39,7 +39,7 @@ def test_what_programs_have_done_is_counted() -> None:
         "exit status 0, 12.0 s, log: build/kernel/logs/x.log\n"
     )
     found = entry("all", output=output)
-    assert found["counts"] == {"passed": 3, "calls": 20000, "operations": 1500}
+    assert found["counts"] == {"passed": 3, "calls": 20000, "operations": 6000}
     assert found["output"] == output.splitlines()[:-1]
     assert (found["architecture"], found["build"], found["result"]) == (
         "blackwell",

@@ -21,9 +21,9 @@ SINCE_BLACKWELL = 570
 EACH = [
     Test(name="basic", program="basic"),
     Test(name="builtin", program="builtin", allow=BUILTIN_NOISE, timeout=240),
-    Test(name="model", program="model", args=["OPS=1500", "PROCS=2", "THREADS=2", "SEED=6"]),
-    Test(name="fuzz", program="fuzz", args=["CALLS=20000", "SEED=6"]),
-    Test(name="kill", program="kill", args=["KILLS=25", "SEED=6"]),
+    Test(name="model", program="model", args=["OPS=800", "PROCS=2", "THREADS=2", "SEED=6"]),
+    Test(name="fuzz", program="fuzz", args=["CALLS=8000", "SEED=6"]),
+    Test(name="kill", program="kill", args=["KILLS=12", "SEED=6"]),
 ]
 # Once in each build: these are about what the ioctls do, not about the format of page tables.
 ONCE = [test for test in PROGRAMS if test.name != "basic"]
