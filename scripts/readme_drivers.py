@@ -74,5 +74,7 @@ def part() -> list[str]:
         series = f"[{record['sources']['series']}](patches/{record['sources']['series']})"
         runs = [run_on(record, "release"), run_on(record, "debug")]
         body.append([f"[{version}]({record['file']})", origin, series, *runs, *cells])
-    head = ["driver", "source", "hooks", "release", "debug", *(what for what, _, _ in COUNTED)]
-    return table(head, body) + (["", f"Failed: {', '.join(failed)}."] if failed else [])
+    words = ["driver", "source", "hooks", "release", "debug"]
+    lines = table([*words, *(what for what, _, _ in COUNTED)], body)
+    lines[1] = "| " + " | ".join(["---"] * len(words) + ["---:"] * len(COUNTED)) + " |"
+    return lines + (["", f"Failed: {', '.join(failed)}."] if failed else [])
