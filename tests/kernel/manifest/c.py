@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from manifest.entry import DELAYS, Test
 
-__all__ = ["TESTS"]
+__all__ = ["BUILTIN_NOISE", "PROGRAMS", "TESTS"]
 
 # The driver's own lines about a GPU that failed, as asked for by the test.
 FAILING_GPU = (r"nvidia-uvm: .*(ERROR|Fatal)", r"softgpu: error: .* freed while .* live entries")
@@ -163,18 +163,8 @@ LONG = [
         timeout=3600,
     ),
     *(
-        replace(test, name=f"{test.name}-{version}", version=version, long=True)
-        for test in PROGRAMS
-        for version in ("550.163.01", "555.58.02")
-    ),
-    *(
         replace(test, name=f"{test.name}-full", long=True, args=["FULL=1"], timeout=1800)
         for test in BUILTIN
-    ),
-    *(
-        replace(test, name=f"{test.name}-{version}", version=version, long=True)
-        for test in BUILTIN
-        for version in ("550.163.01", "555.58.02")
     ),
 ]
 
