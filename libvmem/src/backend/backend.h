@@ -29,7 +29,7 @@ struct vm_be_info {
   bool one_page_slabs;     /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes
                               each slab one page of the size asked for */
   bool unreserve_unmaps;   /* unreserve may be called with live mappings */
-  uint64_t bind_bytes;     /* the longest range that one MAP, REMAP or REPLACE of `bind` may have, and one `remap`;
+  uint64_t bind_bytes;     /* the longest range that one operation of `bind` may have, and one `remap`;
                               0 = any */
   bool no_contents;        /* nothing in this process can read or write what is mapped */
   uint64_t all_page_sizes; /* with any granule; 0 = as in pub */
@@ -53,8 +53,9 @@ struct vm_be_load {
 
 enum vm_bind_kind {
   VM_BIND_MAP = 1, /* as `map` */
-  VM_BIND_REMAP,   /* over what is mapped there, with no gap between: as `remap` */
-  VM_BIND_REPLACE, /* the same, with other pages */
+  VM_BIND_REMAP,   /* over what is mapped there, to pages that are its own or were: as `remap`; what a
+                      back end with `bind` is given to take a REPLACE back, a large page perhaps in parts */
+  VM_BIND_REPLACE, /* the same, to any pages; large ones come and go as wholes */
   VM_BIND_UNMAP    /* as `unmap` */
 };
 

@@ -20,20 +20,21 @@ struct calls {
   struct vm_bind_result r;
 };
 
-/* How many operations push_map makes of a run. */
-static size_t parts(const struct vm_ctx *c, const struct vm_seg *s) {
+/* How many operations a range takes at most. */
+static size_t parts(const struct vm_ctx *c, uint64_t bytes) {
   uint64_t most = c->info->bind_bytes;
-  return most ? (size_t)((s->bytes + most - 1) / most) : 1;
+  return most ? (size_t)((bytes + most - 1) / most) + 1 : 1;
 }
 
 static size_t most_maps(const struct vm_ctx *c, const struct vm_list *segs) {
   size_t n = 0;
-  for (size_t i = 0; i < segs->n; i++) n += parts(c, VM_AT(*segs, struct vm_seg, i));
+  for (size_t i = 0; i < segs->n; i++) n += parts(c, VM_AT(*segs, struct vm_seg, i)->bytes);
   return n;
 }
 
 int vm_plan_ops_room(struct vm_ctx *c, struct vm_plan *p) {
-  size_t n = most_maps(c, &p->maps) + most_maps(c, &p->replaces) + p->unmaps.n;
+  size_t n = most_maps(c, &p->maps) + most_maps(c, &p->replaces);
+  for (size_t i = 0; i < p->unmaps.n; i++) n += parts(c, VM_AT(p->unmaps, struct vm_piece, i)->bytes);
   return !n || (p->ops = vm_realloc(c, NULL, n, sizeof(*p->ops))) ? 0 : -ENOMEM;
 }
 
@@ -73,7 +74,13 @@ static void push_takes(struct calls *b, struct vm_plan *p) {
   }
   for (size_t i = 0; i < p->unmaps.n; i++) {
     struct vm_piece *gone = VM_AT(p->unmaps, struct vm_piece, i);
-    push(b, VM_BIND_UNMAP, gone->space, gone->addr, gone->bytes);
+    uint64_t most = b->c->info->bind_bytes ? b->c->info->bind_bytes : gone->bytes, end = gone->addr + gone->bytes, n;
+    for (uint64_t a = gone->addr; a < end; a += n) {
+      n = end - a < most ? end - a : most;
+      /* Large pages are not cut. */
+      if (a + n < end && n > LARGE_PAGE) n -= (a + n) & (LARGE_PAGE - 1);
+      push(b, VM_BIND_UNMAP, gone->space, a, n);
+    }
   }
 }
 

@@ -17,7 +17,7 @@ struct group {
   const struct uvm *u;
   struct uvm_vmem_op *ops;
   uint32_t n, room;
-  uint64_t units;      /* mapped by them */
+  uint64_t units;      /* named by them */
   size_t first, count; /* the core's operations in it */
 };
 
@@ -29,9 +29,7 @@ static uint32_t pieces(const struct vm_bind_op *op) {
   return (uint32_t)((op->offset + op->bytes - 1) / object - op->offset / object + 1);
 }
 
-static uint64_t units(const struct vm_bind_op *op) {
-  return op->kind == VM_BIND_UNMAP ? 0 : op->bytes >> UVM_VMEM_UNIT_SHIFT;
-}
+static uint64_t units(const struct vm_bind_op *op) { return op->bytes >> UVM_VMEM_UNIT_SHIFT; }
 
 static void add(struct group *g, const struct vm_bind_op *op) {
   const struct uvm *u = g->u;
@@ -53,7 +51,9 @@ static void add(struct group *g, const struct vm_bind_op *op) {
         .addr = op->addr + at,
         .op = UVM_VMEM_OP_MAP,
         .flags = (op->flags & VMEM_MAP_READONLY ? UVM_VMEM_OP_READ_ONLY : 0) |
-                 (op->kind == VM_BIND_MAP ? 0 : UVM_VMEM_OP_REPLACE),
+                 (op->kind == VM_BIND_MAP ? 0 : UVM_VMEM_OP_REPLACE) |
+                 /* Nothing uses a range while a batch that has failed there is taken back. */
+                 (op->kind == VM_BIND_REMAP ? UVM_VMEM_OP_CUT : 0),
         .handle = uvm_slab_handle(op->slab, offset),
         .first = (uint32_t)(inside >> u->shift),
         .count = (uint32_t)(n >> u->shift),
@@ -133,10 +133,14 @@ int uvm_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t off
   return bind_one(be, (struct vm_bind_op){VM_BIND_MAP, flags, addr, bytes, slab, offset, 0, 0, sparse});
 }
 
+/* A whole reservation may be more than one call takes. */
 int uvm_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
-  return bind_one(be, (struct vm_bind_op){VM_BIND_UNMAP, 0, addr, bytes, 0, 0, 0, 0, sparse});
-}
-
-int uvm_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags) {
-  return bind_one(be, (struct vm_bind_op){VM_BIND_REMAP, flags, addr, bytes, slab, offset, 0, 0, false});
+  const struct uvm *u = be;
+  uint64_t most = ((uint64_t)u->query.out_max_bind_units << UVM_VMEM_UNIT_SHIFT) & ~(u->nv.granule - 1), n;
+  int err = 0;
+  for (uint64_t at = 0; at < bytes && !err; at += n) {
+    n = bytes - at < most ? bytes - at : most;
+    err = bind_one(be, (struct vm_bind_op){VM_BIND_UNMAP, 0, addr + at, n, 0, 0, 0, 0, sparse});
+  }
+  return err;
 }

@@ -17,7 +17,7 @@ static const struct {
 } meanings[] = {
     MEANING(ENOMEM, ENOMEM, "the kernel has no memory left"),
     MEANING(ENOSPC, ENOMEM, "no physical memory left for pages or page tables"),
-    MEANING(EDQUOT, ENOMEM, "the administrator's limit on pinned pages is reached (a parameter of nvidia-uvm)"),
+    MEANING(EDQUOT, ENOMEM, "a limit of the administrator's, on pinned pages or page tables, is reached (parameters of nvidia-uvm)"),
     MEANING(ENODEV, ENODEV, "a GPU is not registered with the driver in this process, or is gone"),
     MEANING(EPERM, ECHILD, "the descriptor was initialised by another process"),
     MEANING(EBADFD, ENODEV, "the descriptor is not initialised"),
@@ -31,6 +31,7 @@ static const struct {
     MEANING(EINVAL, EIO, "the driver finds a value malformed"),
     MEANING(EOVERFLOW, EIO, "a range wraps around"),
     MEANING(EMSGSIZE, EIO, "a count is above the driver's limit"),
+    MEANING(EADDRINUSE, EIO, "a part of a large page would change, and the rest be invalid for a moment"),
     MEANING(ERANGE, EIO, "a range leaves the reservation, the object or the GPU's address space"),
     MEANING(ENOENT, EIO, "there is no such reservation or object"),
     MEANING(ESTALE, EIO, "the object was released"),

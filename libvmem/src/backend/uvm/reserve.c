@@ -12,11 +12,12 @@
 static uint64_t whole_slots(uint64_t bytes) { return (bytes + SLOT - 1) & ~(SLOT - 1); }
 
 /*
- * BIG only where every page is a slot of its own, or large pages are asked for. With smaller pages a slot would be
- * turned into one 2 MiB entry by the page that fills it, and back by the first that leaves: work in the middle of a
- * growth, for reads that are no faster (see rm_page_size in backend/stock/slab.c).
+ * BIG: large pages, which the core neither maps nor takes away in part, get entries of 2 MiB. Not in a sparse
+ * reservation: there every change is one that who reads meanwhile may see (VMEM_CAP_SPARSE_ATOMIC), and a change of the
+ * entry's size is none.
  */
-int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, bool large) {
+int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags) {
+  bool large = flags & VMEM_RESERVE_LARGE || u->nv.granule == SLOT;
   uint8_t uuids[VMEM_MAX_DEVICES][UVM_VMEM_UUID_BYTES];
   struct uvm_vmem_reserve r = {.size = sizeof(r),
                                .start = addr,
@@ -24,7 +25,7 @@ int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, bool large) {
                                .page_shift = u->shift,
                                .gpu_count = u->nv.num_devices,
                                .gpus = (uint64_t)(uintptr_t)uuids};
-  if ((large || u->nv.granule == SLOT) && (u->query.out_capabilities & UVM_VMEM_CAP_BIG))
+  if (large && !(flags & VMEM_RESERVE_SPARSE) && (u->query.out_capabilities & UVM_VMEM_CAP_BIG))
     r.flags = UVM_VMEM_RESERVE_BIG;
   for (uint32_t i = 0; i < u->nv.num_devices; i++) memcpy(uuids[i], u->nv.devices[i].uuid, sizeof(uuids[i]));
   return uvm_ioctl(u->nv.uvm_fd, UVM_VMEM_RESERVE, &r, addr, r.length, "RESERVE");
@@ -36,7 +37,7 @@ int uvm_give_back(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t f
 }
 
 static int make_reservation(struct uvm *u, const struct nvidia_range *r, uint64_t bytes, uint32_t flags) {
-  int err = uvm_take(u, r->addr, bytes, flags & VMEM_RESERVE_LARGE);
+  int err = uvm_take(u, r->addr, bytes, flags);
   if (err || !(flags & VMEM_RESERVE_SPARSE)) return err;
   err = uvm_unmap(u, r->addr, bytes, true);
   if (err) {

@@ -58,7 +58,7 @@ static int check_options(struct uvm *u, const struct vmem_open_opts *opts) {
 static int trial(struct nvidia *n, void *arg) {
   struct uvm *u = (struct uvm *)n;
   uint64_t addr = *(uint64_t *)arg;
-  int err = uvm_take(u, addr, SLOT, false);
+  int err = uvm_take(u, addr, SLOT, 0);
   return err ? err : uvm_give_back(u, addr, SLOT, 0);
 }
 
@@ -97,14 +97,12 @@ static uint32_t caps_of(const struct uvm *u) {
       {UVM_VMEM_CAP_READ_ONLY, VMEM_CAP_READONLY},
       {UVM_VMEM_CAP_SPARSE, VMEM_CAP_SPARSE},
       {UVM_VMEM_CAP_HOST, VMEM_CAP_HOST_PAGES},
-      {UVM_VMEM_CAP_REPLACE, VMEM_CAP_CONSOLIDATE},
   };
   uint32_t caps = VMEM_CAP_ALIAS | VMEM_CAP_PLAIN | VMEM_CAP_ONE_CALL;
 
   for (size_t i = 0; i < sizeof(same) / sizeof(same[0]); i++)
     if (u->query.out_capabilities & same[i].kernel) caps |= same[i].ours;
-  /* From sparse to an entry of 2 MiB the way leads through an invalid one. */
-  if ((caps & VMEM_CAP_SPARSE) && u->nv.granule < 2u << 20) caps |= VMEM_CAP_SPARSE_ATOMIC;
+  if (caps & VMEM_CAP_SPARSE) caps |= VMEM_CAP_SPARSE_ATOMIC;
   if (u->nv.base.gpu) caps |= VMEM_CAP_VISIBLE;
   if (u->nv.num_devices > 1 && (u->query.out_capabilities & UVM_VMEM_CAP_PEER)) caps |= VMEM_CAP_PEER;
   return caps;
@@ -155,7 +153,7 @@ static int uvm_open(const struct vmem_open_opts *opts, struct vm_be_info *info, 
 #define UVM_ENTRIES                                                                                                    \
   .name = "uvm", .open = uvm_open, .close = uvm_close, .reserve = uvm_reserve, .unreserve = uvm_unreserve,             \
   .slab_create = uvm_slab_create, .slab_destroy = uvm_slab_destroy, .map = uvm_map, .unmap = uvm_unmap,                \
-  .remap = uvm_remap, .bind = uvm_bind
+  .bind = uvm_bind
 
 const struct vm_backend vm_backend_uvm = {UVM_ENTRIES, GPU_BE_ENTRIES};
 

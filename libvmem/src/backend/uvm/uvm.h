@@ -52,11 +52,12 @@ int uvm_check_gpu(int fd, const struct nvidia_device *d);
 /* ---- reserve.c ---- */
 
 /* Takes the addresses on every device of the context. */
-int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, bool large);
+int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags);
 int uvm_give_back(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags);
 int uvm_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,
                 uint64_t *priv);
 int uvm_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone);
+
 /* ---- slab.c ---- */
 
 int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device, uint64_t *slab);
@@ -71,7 +72,6 @@ uint64_t uvm_slab_object_bytes(uint64_t slab);
 int uvm_bind(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 int uvm_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse);
 int uvm_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse);
-int uvm_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags);
 
 /* ---- contents.c: contents without CUDA, by vm_uvm_contents ---- */
 
