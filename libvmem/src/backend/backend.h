@@ -21,20 +21,20 @@
 
 /* What open() tells the core. */
 struct vm_be_info {
-  struct vmem_info pub;    /* caps, granule, page_sizes, slab_size, devices, driver, ...; the core fills
-                              the rest */
-  uint64_t pool_high;      /* default for vmem_open_opts.pool_high */
-  uint64_t most_mappings;  /* what vmem_open_opts.max_mappings may be at most; 0 = any */
-  bool fresh_is_zero;      /* a new slab, and discarded memory, reads as zeros */
-  bool one_page_slabs;     /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes
-                              each slab one page of the size asked for */
-  bool unreserve_unmaps;   /* unreserve may be called with live mappings */
-  uint64_t bind_bytes;     /* the longest range that one operation of `bind` may have, and one `remap`;
-                              0 = any */
-  bool no_contents;        /* nothing in this process can read or write what is mapped */
-  uint64_t all_page_sizes; /* with any granule; 0 = as in pub */
-  const char *how;         /* with what a page is mapped: " through UVM"; NULL = "" */
-  char patched[40];        /* "patched driver, ABI 1: ", else "" */
+  struct vmem_info pub;           /* caps, granule, page_sizes, slab_size, devices, driver, ...; the core fills
+                                     the rest */
+  uint64_t pool_high;             /* default for vmem_open_opts.pool_high */
+  uint64_t most_mappings;         /* what vmem_open_opts.max_mappings may be at most; 0 = any */
+  bool fresh_is_zero;             /* a new slab, and discarded memory, reads as zeros */
+  bool one_page_slabs;            /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes
+                                     each slab one page of the size asked for */
+  bool unreserve_unmaps;          /* unreserve may be called with live mappings */
+  uint64_t bind_bytes;            /* the longest range that one operation of `bind` may have, and one `remap`;
+                                     0 = any */
+  bool no_contents;               /* nothing in this process can read or write what is mapped */
+  uint64_t all_page_sizes;        /* with any granule; 0 = as in pub */
+  const char *how;                /* with what a page is mapped: " through UVM"; NULL = "" */
+  char patched[40];               /* "patched driver, ABI 1: ", else "" */
   const struct vm_backend *table; /* to be used from now on; NULL = the one that was opened */
 };
 

@@ -105,8 +105,8 @@ int vm_plan_aliases(struct vm_ctx *c, struct vm_plan *p);
  * called again. Nothing of the plan may be mapped before. After an error the plan can only be cancelled. */
 int vm_plan_zero(struct vm_ctx *c, struct vm_plan *p, bool *over);
 /* Driver calls, then commit; or undo. No fill may be running where vm_plan_behind looks. `after` is for the fills
- * alone. With `over` it does not wait for the plan's own fills: where something must follow them, *over is false, and it
- * is to be called again. *fill is the plan's fill where it runs on, else NULL: only the worker has one. */
+ * alone. With `over` it does not wait for the plan's own fills: where something must follow them, *over is false, and
+ * it is to be called again. *fill is the plan's fill where it runs on, else NULL: only the worker has one. */
 int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, bool *over,
                 struct vm_fill **fill);
 /* Waits for other plans' fills, then runs it whole. A plan that cannot be run is cancelled. */

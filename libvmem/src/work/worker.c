@@ -105,8 +105,8 @@ static int job_ready(struct vm_ctx *c, struct vm_job *job, bool *ready) {
   return 0;
 }
 
-/* Runs the job, or with an error cancels it: nothing may change then. Whether it is over: if not, it is to be run again;
- * with `wait` it is. */
+/* Runs the job, or with an error cancels it: nothing may change then. Whether it is over: if not, it is to be run
+ * again; with `wait` it always is. */
 static bool job_run(struct vm_ctx *c, struct vm_job *job, int err, bool wait) {
   struct vm_fill *fill = NULL;
   size_t nevents = job->gpu_waits ? job->deps.nevents : 0;
