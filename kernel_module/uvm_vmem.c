@@ -11,6 +11,7 @@
 //   uvm_vmem_bind.c    BIND
 //   uvm_vmem_ticket.c  BINDs that are under way, and WAIT
 //   uvm_vmem_stat.c    STAT and the procfs file
+//   uvm_vmem_debug.c   lines in the kernel log, and the dump of a reservation
 //   uvm_vmem_compat.h  the differences between driver branches
 //
 // Objects and their lives

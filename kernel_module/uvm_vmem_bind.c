@@ -490,8 +490,10 @@ static int send(bind_t *bind)
             ret = send_to_gpu(bind, i, &sent);
     }
 
-    if (ret && sent)
+    if (ret && sent) {
         range->broken = true;
+        uvm_vmem_debug_failed(range, ret);
+    }
 
     return ret;
 }
@@ -578,6 +580,10 @@ static int bind_locked(bind_t *bind, const struct uvm_vmem_op *ops, NvU64 *ticke
 
     // What fails from here on is no operation's fault.
     bind->failed_op = ~0u;
+    uvm_vmem_debug_batch(bind->range,
+                         bind->num_ops,
+                         bind->ops[0].first_unit,
+                         bind->ops[bind->num_ops - 1].first_unit + bind->ops[bind->num_ops - 1].num_units - 1);
 
     ret = prepare_host_memory(bind);
     if (!ret)
@@ -655,8 +661,11 @@ int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct 
     }
 
     // The VA space lock keeps the GPUs registered meanwhile. Others may bind.
-    if (!ret && !(params->flags & UVM_VMEM_BIND_ASYNC))
+    if (!ret && !(params->flags & UVM_VMEM_BIND_ASYNC)) {
         ret = uvm_vmem_errno(uvm_tracker_wait(&bind.tracker), -EIO);
+        if (ret)
+            uvm_vmem_debug_failed(bind.range, ret);
+    }
 
     uvm_va_space_up_read(va_space);
 

@@ -163,6 +163,17 @@ typedef struct
     uvm_tracker_t tracker;
 } uvm_vmem_range_gpu_t;
 
+// The last batch of a reservation that was found right; number 0: there was none. For people.
+typedef struct
+{
+    NvU64 number;
+    NvU64 first_unit;
+    NvU64 last_unit;
+    NvU64 time;
+    NvU32 num_ops;
+    pid_t thread;
+} uvm_vmem_last_batch_t;
+
 struct uvm_vmem_range_struct
 {
     // Immutable.
@@ -191,6 +202,8 @@ struct uvm_vmem_range_struct
 
     // Something was mapped that is not in the mapping GPU's own memory.
     bool remote;
+
+    uvm_vmem_last_batch_t last_batch;
 
     uvm_vmem_range_gpu_t gpus[UVM_VMEM_MAX_GPUS];
 };
@@ -462,5 +475,18 @@ void uvm_vmem_stat_add(uvm_vmem_state_t *state);
 void uvm_vmem_stat_remove(uvm_vmem_state_t *state);
 
 int uvm_vmem_stat(uvm_vmem_state_t *state, struct uvm_vmem_stat *params);
+
+// Call visit for each state until it gives something else than 0, which is returned. visit may only try for locks.
+int uvm_vmem_stat_visit(int (*visit)(uvm_vmem_state_t *state, void *data), void *data);
+
+// uvm_vmem_debug.c
+
+// Note a batch that is about to be sent. LOCKING: range->lock is held.
+void uvm_vmem_debug_batch(uvm_vmem_range_t *range, NvU32 num_ops, NvU64 first_unit, NvU64 last_unit);
+
+// Say in the kernel log that the last batch failed after a part of it was sent. LOCKING: the VA space lock is held.
+void uvm_vmem_debug_failed(uvm_vmem_range_t *range, int error);
+
+void uvm_vmem_debug_procfs_init(struct proc_dir_entry *dir);
 
 #endif // __UVM_VMEM_INTERNAL_H__

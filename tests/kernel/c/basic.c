@@ -147,9 +147,11 @@ static void mixed_sizes(void) {
 
 static void memory_is_zero_again(void) {
   struct world w;
-  uint32_t object;
+  uint32_t object, stays;
   world_open(&w, 1);
   OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(64), 16, 0));
+  /* With it a chunk stays, and its units come back without a detour through UVM. */
+  OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &stays));
   for (unsigned round = 0; round < 6; round++) {
     unsigned shift = shifts[round % 4], pages = MIB(6) >> shift;
     OK(vm_create(w.uvm, w.uuid[0], shift, pages, 0, &object));
@@ -300,6 +302,7 @@ static void host_memory(void) {
     OK(vm_create(w.uvm, w.uuid[0], shifts[s], 2, UVM_VMEM_CREATE_HOST, &object));
     OK(vm_stat(w.uvm, NULL, &stat));
     EQ(stat.out_host_bytes, 2 * bytes);
+    EQ(stat.out_chunk_bytes, 0); /* of the GPU */
     OK(vm_map(w.uvm, RES, RES + MIB(2), object, 0, 2, 0));
     EQ(gpu_xlate(&w, 0, RES + MIB(2)).out_aperture, SOFTGPU_APERTURE_SYS);
     OK(gpu_check(&w, 0, RES + MIB(2), 2 * bytes, 0, 0));

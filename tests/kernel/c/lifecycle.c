@@ -349,30 +349,90 @@ static void suspended(void) {
   world_close(&w);
 }
 
-/* After 2^20 objects an index comes again: the old handle with it does not name the new object. */
+/* A handle with the index of a live object and a generation that was never given names nothing. */
+static void forged_generations(void) {
+  struct world w;
+  struct uvm_vmem_stat before, after;
+  uint32_t live, larger;
+  world_open(&w, 1);
+  const unsigned bits = parameter("INDEX_BITS", 20);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(2), 16, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &live));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &larger));
+  OK(vm_map(w.uvm, RES, RES, live, 0, 1, 0));
+  OK(gpu_fill(&w, 0, RES, UNIT, PATTERN, 1));
+  OK(vm_stat(w.uvm, NULL, &before));
+  for (unsigned bit = bits; bit < 32; bit++) {
+    const uint32_t forged = live ^ 1u << bit;
+    EQ(vm_map(w.uvm, RES, RES + UNIT, forged, 0, 1, 0), -ENOENT);
+    EQ(vm_release(w.uvm, forged), -ENOENT);
+  }
+  OK(vm_stat(w.uvm, NULL, &after));
+  CHECK(stat_same(&before, &after));
+  EQ(gpu_check(&w, 0, RES + UNIT, 8, 0, 0), -EFAULT);
+  OK(gpu_check(&w, 0, RES, UNIT, PATTERN, 1));
+  OK(vm_release(w.uvm, larger));
+  OK(vm_release(w.uvm, live));
+  world_close(&w);
+}
+
+/* After 2^INDEX_BITS objects an index comes again: the old handle with it does not name the new object. */
 static void handles_come_round(void) {
   struct world w;
   uint32_t keeps_the_chunk, first, handle = 0;
-  if (!parameter("ROUND", 0)) SKIP("2 ms each, 2^20 times (ROUND=1)");
+  const unsigned bits = parameter("INDEX_BITS", 0);
+  const uint32_t index = (1u << bits) - 1;
+  if (!bits) SKIP("2 ms each, 2^20 times (INDEX_BITS=20; fewer for a driver with shorter indices)");
   world_open(&w, 1);
   OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(2), 16, 0));
   OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &keeps_the_chunk));
-  OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &first));
-  OK(vm_release(w.uvm, first));
-  for (unsigned i = 0; i < (1u << 20) + 8; i++) {
-    OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &handle));
-    CHECK(handle != 0 && handle != first && handle != keeps_the_chunk);
-    if ((handle & 0xfffff) == (first & 0xfffff)) break;
-    if (i % (1u << 16) == 0) printf("%u objects\n", i);
+  for (unsigned round = 0; round < (bits < 10 ? 3 : 1); round++) {
+    OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &first));
+    OK(vm_release(w.uvm, first));
+    for (unsigned i = 0; i < (1u << bits) + 8; i++) {
+      OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &handle));
+      CHECK(handle != 0 && handle != first && handle != keeps_the_chunk);
+      if ((handle & index) == (first & index)) break;
+      if (i % (1u << 16) == 0) printf("%u objects\n", i);
+      OK(vm_release(w.uvm, handle));
+    }
+    EQ(handle & index, first & index);
+    EQ(vm_map(w.uvm, RES, RES, first, 0, 1, 0), -ESTALE);
+    EQ(vm_release(w.uvm, first), -ESTALE);
+    OK(vm_map(w.uvm, RES, RES, handle, 0, 1, 0));
+    OK(vm_unmap(w.uvm, RES, RES, 1, 0));
     OK(vm_release(w.uvm, handle));
   }
-  EQ(handle & 0xfffff, first & 0xfffff);
-  EQ(vm_map(w.uvm, RES, RES, first, 0, 1, 0), -ESTALE);
-  EQ(vm_release(w.uvm, first), -ESTALE);
-  OK(vm_map(w.uvm, RES, RES, handle, 0, 1, 0));
+  OK(vm_map(w.uvm, RES, RES, keeps_the_chunk, 0, 1, 0)); /* its index was passed over */
+  world_close(&w);
+}
+
+/* Every index is taken: CREATE fails with ENOMEM, gives back what it took, and works again when one is free. */
+static void no_index_is_left(void) {
+  enum { MOST = 1024 };
+  static uint32_t handle[MOST];
+  struct world w;
+  struct uvm_vmem_stat before, after;
+  uint32_t more;
+  unsigned n = 0;
+  const unsigned bits = parameter("INDEX_BITS", 0);
+  if (!bits || bits > 10) SKIP("needs a driver with short indices (INDEX_BITS=6)");
+  world_open(&w, 1);
+  while (n < (1u << bits) - 1) OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &handle[n++]));
+  OK(vm_stat(w.uvm, NULL, &before));
+  EQ(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &more), -ENOMEM);
+  OK(vm_stat(w.uvm, NULL, &after));
+  CHECK(stat_same(&before, &after));
+  EQ(after.out_kernel_bytes, before.out_kernel_bytes);
+  OK(vm_release(w.uvm, handle[5]));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &handle[5]));
+  while (n) OK(vm_release(w.uvm, handle[--n]));
+  OK(vm_stat(w.uvm, NULL, &after));
+  EQ(after.out_objects + after.out_created_bytes, 0);
   world_close(&w);
 }
 
 MAIN(TEST(two_clients), TEST(the_address_space_goes), TEST(the_gpu_goes), TEST(uvm_free_of_our_range),
      TEST(uvm_map_on_our_range), TEST(memory_runs_out), TEST(contiguous_allocation), TEST(managed_memory_gives_way),
-     TEST(unregister_under_fire), TEST(suspended), TEST(handles_come_round))
+     TEST(unregister_under_fire), TEST(suspended), TEST(forged_generations), TEST(handles_come_round),
+     TEST(no_index_is_left))

@@ -10,7 +10,10 @@ from manifest.entry import DELAYS, Test
 __all__ = ["TESTS"]
 
 # The driver's own lines about a GPU that failed, as asked for by the test.
-FAILING_GPU = (r"nvidia-uvm: .*(ERROR|Fatal)", r"softgpu: error: .* freed while .* live entries")
+FAILING_GPU = (
+    r"nvidia-uvm: (.*(ERROR|Fatal)|vmem: process)",
+    r"softgpu: error: .* freed while .* live entries",
+)
 
 # Else UVM takes host memory for page tables when the GPU's runs out, and BIND never fails for it.
 TABLES_IN_GPU = "uvm_page_table_location=vid"
@@ -31,6 +34,9 @@ PROGRAMS = [
     Test(name="lifecycle", program="lifecycle", vidmem=256),
     Test(name="peers", program="peers", gpus=2, module_args="p2p=pcie"),
     Test(name="nvlink", program="peers", gpus=2, module_args="p2p=nvlink"),
+    Test(
+        name="diagnose", program="diagnose", allow=(r"nvidia-uvm: vmem: process \d+ \(diagnose\)",)
+    ),
     Test(name="failnth", program="failnth", uvm_args=TABLES_IN_GPU, timeout=300),
 ]
 
@@ -78,6 +84,18 @@ HEAVY = [
         type="debug",
         module_args=DELAYS,
         args=["KILLS=50"],
+    ),
+    Test(
+        name="few-handles",
+        program="lifecycle",
+        args=["forged_generations", "handles_come_round", "no_index_is_left", "INDEX_BITS=6"],
+        mutant="few_handles",
+    ),
+    Test(
+        name="refused-gpu",
+        program="descriptor",
+        args=["refused_kind", "VIRTUAL=1"],
+        module_args="virtual=1",
     ),
     Test(name="counts-hopper", program="counts", vidmem=8192),
     Test(name="counts-ampere", program="counts", arch="ampere", vidmem=8192, long=True),
@@ -130,7 +148,7 @@ LONG = [
         name="handles-come-round",
         program="lifecycle",
         long=True,
-        args=["handles_come_round", "ROUND=1"],
+        args=["handles_come_round", "INDEX_BITS=20"],
         timeout=10800,
     ),
     Test(name="kill-long", program="kill", long=True, args=["KILLS=1000"], timeout=3600),
