@@ -4,6 +4,7 @@
  * calls on our ranges, managed memory that needs the same memory, allocations of the resource manager.
  */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -319,6 +320,14 @@ static void unregister_under_fire(void) {
   world_close(&stays);
 }
 
+static bool readable(const char *path) {
+  char text[4096];
+  int fd = open(path, O_RDONLY);
+  bool good = fd >= 0 && read(fd, text, sizeof(text)) > 0;
+  close(fd);
+  return good;
+}
+
 /* While the system sleeps everything is EAGAIN; then all is as it was. (UVM lets nobody close then: in a real
  * suspend user space is frozen.) */
 static void suspended(void) {
@@ -339,14 +348,92 @@ static void suspended(void) {
                      vm_unmap(w.uvm, RES, RES, 1, 0),
                      vm_wait(w.uvm, ticket, 0),
                      vm_stat(w.uvm, NULL, &s)};
+  const bool shown = readable("/proc/driver/nvidia-uvm/vmem"), listed = readable("/proc/driver/nvidia-uvm/vmem_dump");
   OK(softgpu_suspend(w.dev, false));
   for (size_t i = 0; i < ARRAY_SIZE(got); i++) EQ(got[i], -EAGAIN);
+  CHECK(shown && listed);
   OK(vm_wait(w.uvm, ticket, FOREVER));
   OK(still_there(&w, PATTERN));
   OK(gpu_check(&w, 0, RES + MIB(8), 8 * UNIT, PATTERN, 1));
   OK(vm_map(w.uvm, RES, RES + MIB(10), small, 0, 8, 0));
   OK(vm_free(w.uvm, RES, UVM_VMEM_FREE_UNMAP));
   world_close(&w);
+}
+
+/* Calls again while the system sleeps, and counts that. */
+#define AWAKE(call)                                          \
+  ({                                                         \
+    int awake_;                                              \
+    while ((awake_ = (call)) == -EAGAIN) {                   \
+      slept++;                                               \
+      sleep_ms(1);                                           \
+    }                                                        \
+    awake_;                                                  \
+  })
+
+static _Atomic unsigned slept, rounds;
+
+/* Its own reservation, pages in the GPU and in the host, a slot that is one 2 MB entry, a ticket each round. */
+static void *goes_on(void *argument) {
+  const uintptr_t number = (uintptr_t)argument;
+  const uint64_t base = RES + number * GIB(1);
+  uint64_t wrong = 0, ticket;
+  uint32_t large, host;
+  wrong += AWAKE(vm_reserve(raced.uvm, raced.uuid[0], base, MIB(16), 16, number ? UVM_VMEM_RESERVE_BIG : 0)) != 0;
+  wrong += AWAKE(vm_create(raced.uvm, raced.uuid[0], 21, 1, 0, &large)) != 0;
+  wrong += AWAKE(vm_create(raced.uvm, raced.uuid[0], 16, 4, UVM_VMEM_CREATE_HOST, &host)) != 0;
+  wrong += AWAKE(vm_map(raced.uvm, base, base, large, 0, 1, 0)) != 0;
+  wrong += AWAKE(vm_map(raced.uvm, base, base + MIB(2), host, 0, 4, 0)) != 0;
+  wrong += gpu_fill(&raced, 0, base, MIB(2), number + 1, 1) != 0;
+  wrong += gpu_fill(&raced, 0, base + MIB(2), 4 * UNIT, ~number, 1) != 0;
+  while (!stop && !wrong) {
+    uint32_t object;
+    wrong += AWAKE(vm_create(raced.uvm, raced.uuid[0], 16, 4, 0, &object)) != 0;
+    struct uvm_vmem_op op = op_map(base + MIB(4), object, 0, 4, 0);
+    wrong += AWAKE(vm_bind(raced.uvm, base, &op, 1, NULL, &ticket)) != 0;
+    wrong += AWAKE(vm_wait(raced.uvm, ticket, FOREVER)) != 0;
+    wrong += gpu_check(&raced, 0, base + MIB(4), 4 * UNIT, 0, 0) != 0;
+    wrong += gpu_fill(&raced, 0, base + MIB(4), 4 * UNIT, number, 0) != 0;
+    wrong += AWAKE(vm_release(raced.uvm, object)) != 0;
+    wrong += AWAKE(vm_unmap(raced.uvm, base, base + MIB(4), 4, 0)) != 0;
+    wrong += gpu_check(&raced, 0, base, MIB(2), number + 1, 1) != 0;
+    wrong += gpu_check(&raced, 0, base + MIB(2), 4 * UNIT, ~number, 1) != 0;
+    rounds++;
+  }
+  return (void *)(uintptr_t)wrong;
+}
+
+/* The system goes to sleep under threads that map and unmap, again and again: nothing is lost, nothing is done twice. */
+static void suspended_under_fire(void) {
+  struct uvm_vmem_stat s;
+  pthread_t thread[2];
+  world_open(&raced, 1);
+  stop = false;
+  slept = rounds = 0;
+  for (uintptr_t t = 0; t < 2; t++) OK(pthread_create(&thread[t], NULL, goes_on, (void *)t));
+  int result = 0;
+  for (unsigned i = 0; i < 10 && !result; i++) {
+    const unsigned before = rounds;
+    for (unsigned ms = 0; rounds < before + 2 && ms < 5000; ms += 10) sleep_ms(10);
+    result = softgpu_suspend(raced.dev, true);
+    if (result) break;
+    sleep_ms(20);
+    result = softgpu_suspend(raced.dev, false);
+  }
+  stop = true;
+  for (unsigned t = 0; t < 2; t++) {
+    void *wrong;
+    OK(pthread_join(thread[t], &wrong));
+    EQ((uintptr_t)wrong, 0);
+  }
+  EQ(result, 0);
+  printf("%u rounds, %u calls while the system slept\n", rounds, slept);
+  CHECK(slept > 0 && rounds >= 20);
+  OK(vm_stat(raced.uvm, NULL, &s));
+  EQ(s.out_objects, 4);
+  EQ(s.out_tickets, 0);
+  EQ(s.out_mapped_bytes, 2 * (MIB(2) + 4 * UNIT));
+  world_close(&raced);
 }
 
 /* A handle with the index of a live object and a generation that was never given names nothing. */
@@ -434,5 +521,5 @@ static void no_index_is_left(void) {
 
 MAIN(TEST(two_clients), TEST(the_address_space_goes), TEST(the_gpu_goes), TEST(uvm_free_of_our_range),
      TEST(uvm_map_on_our_range), TEST(memory_runs_out), TEST(contiguous_allocation), TEST(managed_memory_gives_way),
-     TEST(unregister_under_fire), TEST(suspended), TEST(forged_generations), TEST(handles_come_round),
+     TEST(unregister_under_fire), TEST(suspended), TEST(suspended_under_fire), TEST(forged_generations), TEST(handles_come_round),
      TEST(no_index_is_left))

@@ -103,6 +103,14 @@ HEAVY = [
         Test(name=f"lost-{what}", program="lost", args=[what], allow=FAILING_GPU)
         for what in ("gpu_lost", "push_dies", "lost_in_flight")
     ),
+    Test(
+        name="lost-broken",
+        program="lost",
+        args=["broken"],
+        gpus=2,
+        module_args="p2p=pcie",
+        allow=FAILING_GPU,
+    ),
 ]
 
 BUILTIN = [
@@ -129,7 +137,7 @@ CHECKED = [
         long=True,
         timeout=3600 if test.name == "failnth" else 1800,
         type="release" if test.name == "failnth" else "debug",
-        args=["-suspended"] if test.name == "lifecycle" else test.args,
+        args=["-suspended", "-suspended_under_fire"] if test.name == "lifecycle" else test.args,
     )
     for test in PROGRAMS
 ]
@@ -150,6 +158,16 @@ LONG = [
         long=True,
         args=["handles_come_round", "INDEX_BITS=20"],
         timeout=10800,
+    ),
+    # benchmarks/results/softgpu-workloads.jsonl is what it prints.
+    Test(
+        name="workloads",
+        program="workloads",
+        args=["REQUESTS=256", "TOKENS=8192"],
+        vidmem=98304,
+        memory=3072,
+        long=True,
+        timeout=7200,
     ),
     Test(name="kill-long", program="kill", long=True, args=["KILLS=1000"], timeout=3600),
     Test(name="kill-checked", program="kill", long=True, checked=True, timeout=3600),

@@ -123,7 +123,7 @@ TESTS = [
     mutant(
         "release_stops_after_error", "lost", ["push_dies"], r"vm_release.* is -5", **FAILING_GPU
     ),
-    mutant("create_after_error", "lost", ["push_dies"], r"vm_create.*not -5", **FAILING_GPU),
+    mutant("create_after_error", "lost", ["push_dies"], r"out_chunk_bytes is", **FAILING_GPU),
     mutant("kernel_bytes_only_grow", "descriptor", ["limits"], r"out_kernel_bytes is"),
     mutant("second_state", "descriptor", ["first_use_by_many"], r"out_objects is"),
     mutant("owner_not_held", "descriptor", ["address_spaces_come_back"], r"LEFT is false"),
@@ -137,7 +137,7 @@ TESTS = [
     # uvm_vmem_memory.c
     mutant("limits_swapped", "descriptor", ["limits"], r"FAILED limits"),
     mutant("growing_not_counted", "descriptor", ["limit_under_threads"], r"made is [34]"),
-    mutant("block_not_aligned", "basic", ["page_sizes", "mixed_sizes"], r"pa % bytes is"),
+    mutant("block_not_aligned", "basic", ["alignment"], r"out_pa % bytes is"),
     mutant("run_not_contiguous", "basic", ["contiguous"], r"FAILED contiguous"),
     mutant("empty_chunk_kept", "descriptor", ["limits"], r"FAILED limits"),
     mutant("host_freed_at_once", "async", ["host_memory_waits"], r"!early is false"),
@@ -152,7 +152,7 @@ TESTS = [
     mutant("given_back_after_error", "lost", ["push_dies"], r"out_chunk_bytes is 0", **FAILING_GPU),
     mutant("failed_chunk_leaked", "lifecycle", ["memory_runs_out"], LEFT, vidmem=256),
     mutant("peer_address_is_own", "peers", ["peer_memory"], r"out_aperture is", **TWO_GPUS),
-    mutant("taken_from_full", "basic", ["mixed_sizes"], r"FAILED mixed_sizes"),
+    mutant("taken_from_full", "basic", ["holes"], r"FAILED holes"),
     # uvm_vmem_object.c
     mutant("generation_ignored", "lifecycle", ["forged_generations"], r"forged.*not -2 "),
     mutant(
