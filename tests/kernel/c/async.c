@@ -217,6 +217,56 @@ static void released_during_a_bind(void) {
   world_close(&W);
 }
 
+/* Writes on and on through a mapping that is being taken away, until it is gone. */
+static void *writes_until_gone(void *unused) {
+  int result;
+  (void)unused;
+  while ((result = gpu_fill(&W, 0, RES, 4 * UNIT, ~0ull, 0)) == 0);
+  return (void *)(intptr_t)result;
+}
+
+/* Pages are zeroed for the next owner after the last write of the one before, whichever push the GPU would take first. */
+static void zeroed_after_the_last_write(void) {
+  enum { ROUNDS = 25 };
+  struct softgpu_settings fast, slow;
+  uint32_t keeps_the_chunk, next;
+  unsigned reused = 0;
+  uint64_t ticket;
+  world_open(&W, 1);
+  if (!can_async()) SKIP("no asynchronous binds");
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 1, 0, &keeps_the_chunk));
+  OK(softgpu_settings(W.dev, NULL, &fast));
+  slow = fast;
+  slow.delay_us = 2000;
+  OK(softgpu_settings(W.dev, &slow, NULL));
+  for (unsigned round = 0; round < ROUNDS; round++) {
+    pthread_t writer;
+    void *result;
+    OK(vm_create(W.uvm, W.uuid[0], 16, 4, 0, &the_object));
+    OK(bind_four());
+    const uint64_t pa = gpu_xlate(&W, 0, RES).out_pa;
+    OK(vm_release(W.uvm, the_object));
+    OK(pthread_create(&writer, NULL, writes_until_gone, NULL));
+    sleep_ms(2);
+    struct uvm_vmem_op op = op_unmap(RES, 4, 0);
+    OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket));
+    OK(vm_create(W.uvm, W.uuid[0], 16, 4, 0, &next));
+    OK(pthread_join(writer, &result));
+    EQ((intptr_t)result, -EFAULT);
+    OK(vm_map(W.uvm, RES, RES + MIB(4), next, 0, 4, 0));
+    reused += gpu_xlate(&W, 0, RES + MIB(4)).out_pa == pa;
+    OK(gpu_check(&W, 0, RES + MIB(4), 4 * UNIT, 0, 0));
+    OK(vm_unmap(W.uvm, RES, RES + MIB(4), 4, 0));
+    OK(vm_release(W.uvm, next));
+  }
+  OK(softgpu_settings(W.dev, &fast, NULL));
+  printf("%u of %u got the same memory\n", reused, ROUNDS);
+  CHECK(reused > 0);
+  W.base[0].stale = gpu_counters(&W, 0).stale; /* the writer's: between the entry's end and the invalidate */
+  world_close(&W);
+}
+
 static int read_proc(void) {
   char text[4096];
   int fd = open("/proc/driver/nvidia-uvm/vmem", O_RDONLY);
@@ -491,6 +541,6 @@ static void end_with_binds_in_flight(void) {
 }
 
 MAIN(TEST(a_ticket), TEST(calls_wait_for_the_gpu), TEST(not_reused_before_the_invalidate),
-     TEST(released_during_a_bind), TEST(host_memory_waits), TEST(gpu_goes_with_a_bind_in_flight),
+     TEST(released_during_a_bind), TEST(zeroed_after_the_last_write), TEST(host_memory_waits), TEST(gpu_goes_with_a_bind_in_flight),
      TEST(create_without_a_place_for_its_handle), TEST(published_last), TEST(order),
      TEST(too_many_tickets), TEST(free_with_a_bind_in_flight), TEST(end_with_binds_in_flight))
