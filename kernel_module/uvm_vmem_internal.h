@@ -236,9 +236,6 @@ struct uvm_vmem_state_struct
     // Order UVM_LOCK_ORDER_VMEM. Protects what is below, and the contents of objects, stores and chunks.
     uvm_mutex_t lock;
 
-    // A GPU left after a fatal error, which only happens when the descriptor is closed: user channels are stopped.
-    bool closing;
-
     struct xarray objects;
     NvU32 next_index;
     NvU32 generation;

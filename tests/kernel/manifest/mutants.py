@@ -203,16 +203,14 @@ TESTS = [
     mutant(
         "host_access_kept", "peers", ["one_of_two_leaves"], r"FAILED|Assert|BUG|error", **TWO_GPUS
     ),
-    mutant("closing_not_set", "lost", ["push_dies"], LEFT, **FAILING_GPU),
     # uvm_vmem_stat.c
     mutant("stat_of_all_gpus", "peers", ["apart"], r"out_(created|mapped)_bytes is", **TWO_GPUS),
     mutant("readers_wait_for_a_gpu", "async", ["host_memory_waits"], r"readable is false"),
     mutant("proc_for_everybody", "kill", ["proc_is_for_root"], r"status is"),
-    mutant("list_not_locked", "kill", ["proc_under_fire"], r"FAILED|BUG|general protection"),
     mutant("command_not_escaped", "kill", ["proc_shows_the_living"], r"line \d+ of|command"),
-    mutant("host_bytes_counted_as_chunks", "basic", ["host_memory"], r"out_chunk_bytes is"),
+    mutant("host_bytes_counted_as_chunks", "basic", ["host_memory"], r"out_host_bytes is"),
     # uvm_vmem_ticket.c
-    mutant("ticket_too_many", "async", ["too_many_tickets"], r"tickets_given is"),
+    mutant("ticket_too_many", "async", ["too_many_tickets"], r"257 tickets of 256"),
     mutant("failed_ticket_is_done", "lost", ["lost_in_flight"], r"result == -EIO", **FAILING_GPU),
     mutant("future_ticket_is_done", "abi_matrix", ["wait_fields"], r"should be No such file"),
     mutant("ticket_place_leaked", "async", ["a_ticket"], r"tickets_open\(\) is"),
