@@ -232,19 +232,20 @@ WORKED = [
 def part_workloads(_: list[Result]) -> list[str]:
     """The same workloads by the patched driver and by the stock driver's calls, counted."""
     path = RESULTS / "softgpu-workloads.jsonl"
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    head, found = lines[0], {(line["case"], line["way"]): line for line in lines[1:]}
+    head, *found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    cases = {(line["tensors"], line["case"], line["way"]): line for line in found}
     body = []
-    for case, what in WORKLOADS:
-        uvm, stock = found[case, "uvm"], found[case, "stock"]
-        cells = [f"{uvm[field]:,} / {stock[field]:,}" for field, _ in WORKED]
-        body.append([what.format(prefix=head["prefix_tokens"], **uvm), *cells])
+    for tensors in dict.fromkeys(line["tensors"] for line in found):
+        for case, what in WORKLOADS:
+            uvm, stock = cases[tensors, case, "uvm"], cases[tensors, case, "stock"]
+            cells = [f"{uvm[field]:,} / {stock[field]:,}" for field, _ in WORKED]
+            body.append([what.format(prefix=head["prefix_tokens"], **uvm), str(tensors), *cells])
     return [
-        f"`uvm` / `stock`, {head['model']}'s shape, {head['tensors']} tensors, 64 KB pages, "
-        f"nvidia-uvm {head['driver']} on the software GPU ({head['architecture']}; "
-        f"[raw]({path.relative_to(ROOT).as_posix()})):",
+        f"`uvm` / `stock` for the same work of a cache: {head['model']}'s rows, 64 KB pages "
+        f"mapped one by one, nvidia-uvm {head['driver']} on the software GPU "
+        f"({head['architecture']}; [raw]({path.relative_to(ROOT).as_posix()})):",
         "",
-        *table(["", *(name for _, name in WORKED)], body),
+        *table(["", "tensors", *(name for name, _ in WORKED)], body),
     ]
 
 

@@ -2,30 +2,31 @@
 /*
  * What a KV cache does, by the two ways that the library has on a GPU: a batch of the patched driver, and the stock
  * driver's call for each run of pages. Both map the same pages at the same addresses in the same steps; what that takes is
- * counted. Needs a GPU of 128 GB and a guest of 3 GB for the numbers that are published.
+ * counted.
  *
- * The shape is Qwen2.5-1.5B's: 28 layers, a K and a V tensor each, 2 heads x 128 x 2 bytes a token, so that a page of
- * 64 KB holds 128 tokens. Parameters: REQUESTS, TOKENS. Each case is printed as a line "COUNTS {json}".
+ * The shape is Qwen2.5-1.5B's: 28 layers, a K and a V tensor each (LAYERS= takes fewer), 2 heads x 128 x 2 bytes a
+ * token, so that a page of 64 KB holds 128 tokens. Parameters: LAYERS, REQUESTS, TOKENS. Each case is printed as a line
+ * "COUNTS {json}".
  */
 #include "abi.h"
 #include "kcheck.h"
 #include "world.h"
 
-#define TENSORS 56
 #define TOKEN_BYTES 512
 #define PAGE_TOKENS (UNIT / TOKEN_BYTES)
 #define RES 0x700000000000ull
+#define PROMOTED 0x7c0000000000ull /* where 2 MB entries may be */
 #define PREFIX_TOKENS 10240
 #define MOST_OPS 65536
 
 static struct world W;
 static bool stock;
-static unsigned requests, tokens;
+static unsigned requests, tensors, tokens;
 static uint64_t calls;
 
 /* The physical pages of both ways have one numbering: object or offset of page n. */
 static struct softgpu_alloc memory;
-static uint32_t *object_of; /* of each group of TENSORS pages */
+static uint32_t *object_of; /* of each group of tensors pages */
 
 struct costs {
   uint64_t calls, tables;
@@ -41,9 +42,9 @@ static struct costs now(void) {
 static void publish(const char *name, const struct costs *before) {
   struct costs after = now();
   struct softgpu_counters d = softgpu_counters_since(&before->gpu, &after.gpu);
-  printf("COUNTS {\"case\": \"%s\", \"way\": \"%s\", \"requests\": %u, \"tokens\": %u, \"ioctls\": %llu, \"pushes\": %llu, "
+  printf("COUNTS {\"case\": \"%s\", \"way\": \"%s\", \"requests\": %u, \"tensors\": %u, \"tokens\": %u, \"ioctls\": %llu, \"pushes\": %llu, "
          "\"invalidates\": %llu, \"entries\": %llu, \"directory_entries\": %llu, \"tables\": %lld}\n",
-         name, stock ? "stock" : "uvm", requests, tokens, (unsigned long long)(after.calls - before->calls),
+         name, stock ? "stock" : "uvm", requests, tensors, tokens, (unsigned long long)(after.calls - before->calls),
          (unsigned long long)d.pushes, (unsigned long long)d.invalidates, (unsigned long long)d.pte_writes,
          (unsigned long long)d.pde_writes, (long long)(after.tables - before->tables));
 }
@@ -59,7 +60,7 @@ static uint64_t place(unsigned request, unsigned tensor, unsigned token) {
 }
 
 static uint64_t all_bytes(void) {
-  return (uint64_t)TENSORS * (requests + 1) * tensor_bytes();
+  return (uint64_t)tensors * (requests + 1) * tensor_bytes();
 }
 
 static struct uvm_vmem_op batch[MOST_OPS];
@@ -68,7 +69,7 @@ static unsigned batched;
 static void submit(void) {
   if (!batched) return;
   calls++;
-  int result = vm_bind(W.uvm, RES, batch, batched, NULL, NULL);
+  int result = vm_bind(W.uvm, batch[0].addr < PROMOTED ? RES : PROMOTED, batch, batched, NULL, NULL);
   if (result) hopeless("BIND", result);
   batched = 0;
 }
@@ -81,7 +82,7 @@ static void map(uint64_t at, unsigned group, unsigned tensor, unsigned flags) {
     return;
   }
   calls++;
-  int result = softgpu_uvm_map_external(&W.c, 0, at, UNIT, ((uint64_t)group * TENSORS + tensor) * UNIT, &memory,
+  int result = softgpu_uvm_map_external(&W.c, 0, at, UNIT, ((uint64_t)group * tensors + tensor) * UNIT, &memory,
                                         flags & UVM_VMEM_OP_READ_ONLY);
   if (result) hopeless("UVM_MAP_EXTERNAL_ALLOCATION", result);
 }
@@ -99,7 +100,7 @@ static void unmap(uint64_t at, uint64_t bytes) {
 
 /* A request gets its next page in every tensor. A library keeps pages in slabs: making them is not a part of a step. */
 static void grow(unsigned request, unsigned token, unsigned group) {
-  for (unsigned t = 0; t < TENSORS; t++) map(place(request, t, token), group, t, 0);
+  for (unsigned t = 0; t < tensors; t++) map(place(request, t, token), group, t, 0);
 }
 
 static unsigned groups_of(unsigned length) {
@@ -116,13 +117,15 @@ static void run(void) {
   object_of = calloc(all, sizeof(*object_of));
   calls = 0;
   if (stock) {
-    OK(softgpu_alloc(W.dev, 0, (uint64_t)all * TENSORS * UNIT, UNIT, 0, &memory));
-    OK(softgpu_alloc(W.dev, 0, TENSORS * tensor_bytes(), SLOT, 0, &large));
+    OK(softgpu_alloc(W.dev, 0, (uint64_t)all * tensors * UNIT, UNIT, 0, &memory));
+    OK(softgpu_alloc(W.dev, 0, tensors * tensor_bytes(), SLOT, 0, &large));
     OK(softgpu_uvm_create_external(&W.c, RES, all_bytes()));
+    OK(softgpu_uvm_create_external(&W.c, PROMOTED, tensors * tensor_bytes()));
   } else {
-    OK(vm_reserve(W.uvm, W.uuid[0], RES, all_bytes(), 16, UVM_VMEM_RESERVE_BIG));
-    for (unsigned g = 0; g < all; g++) OK(vm_create(W.uvm, W.uuid[0], 16, TENSORS, 0, &object_of[g]));
-    OK(vm_create(W.uvm, W.uuid[0], 21, TENSORS * tensor_bytes() / SLOT, 0, &large_object));
+    OK(vm_reserve(W.uvm, W.uuid[0], RES, all_bytes(), 16, 0));
+    OK(vm_reserve(W.uvm, W.uuid[0], PROMOTED, tensors * tensor_bytes(), 16, UVM_VMEM_RESERVE_BIG));
+    for (unsigned g = 0; g < all; g++) OK(vm_create(W.uvm, W.uuid[0], 16, tensors, 0, &object_of[g]));
+    OK(vm_create(W.uvm, W.uuid[0], 21, tensors * tensor_bytes() / SLOT, 0, &large_object));
   }
 
   /* One token a step for all requests, which stand at different places of their pages: two or so get one in a step. */
@@ -134,7 +137,7 @@ static void run(void) {
     submit();
   }
   publish("growth", &before);
-  EQ(gpu_scan(&W, 0, RES, all_bytes()).out_bytes, (uint64_t)groups * TENSORS * UNIT);
+  EQ(gpu_scan(&W, 0, RES, all_bytes()).out_bytes, (uint64_t)groups * tensors * UNIT);
 
   /* Request 0 has a prefix's length; a new one begins with its pages: read-only, page by page as they were grown. */
   for (unsigned g = 0; g < more; g++) grow(0, (each + g) * PAGE_TOKENS, groups + each + g);
@@ -142,28 +145,32 @@ static void run(void) {
   before = now();
   for (unsigned g = 0; g < prefix; g++) {
     const unsigned group = g < each ? g : groups + g;
-    for (unsigned t = 0; t < TENSORS; t++) map(place(requests, t, g * PAGE_TOKENS), group, t, UVM_VMEM_OP_READ_ONLY);
+    for (unsigned t = 0; t < tensors; t++) map(place(requests, t, g * PAGE_TOKENS), group, t, UVM_VMEM_OP_READ_ONLY);
   }
   submit();
   publish("prefix", &before);
   before = now();
-  for (unsigned t = 0; t < TENSORS; t++) unmap(place(requests, t, 0), (uint64_t)prefix * UNIT);
+  for (unsigned t = 0; t < tensors; t++) unmap(place(requests, t, 0), (uint64_t)prefix * UNIT);
   submit();
   publish("prefix ends", &before);
 
   /* The first pages of request 0 move elsewhere, under the same addresses. */
   before = now();
   for (unsigned g = 0; g < each; g++) {
-    for (unsigned t = 0; t < TENSORS; t++) map(place(0, t, g * PAGE_TOKENS), groups + g, t, UVM_VMEM_OP_REPLACE);
+    for (unsigned t = 0; t < tensors; t++) map(place(0, t, g * PAGE_TOKENS), groups + g, t, UVM_VMEM_OP_REPLACE);
   }
   submit();
   publish("move", &before);
 
-  /* The full parts of request 0 become pages of 2 MB. */
+  /* The full parts of a request become pages of 2 MB. */
+  for (unsigned g = 0; g < each; g++) {
+    for (unsigned t = 0; t < tensors; t++) map(PROMOTED + t * tensor_bytes() + g * UNIT, g, t, 0);
+  }
+  submit();
   before = now();
-  for (unsigned t = 0; t < TENSORS; t++) {
+  for (unsigned t = 0; t < tensors; t++) {
     for (uint64_t part = 0; part < (uint64_t)tokens * TOKEN_BYTES / SLOT; part++) {
-      const uint64_t number = t * (tensor_bytes() / SLOT) + part, at = place(0, t, 0) + part * SLOT;
+      const uint64_t number = t * (tensor_bytes() / SLOT) + part, at = PROMOTED + t * tensor_bytes() + part * SLOT;
       if (!stock) {
         batch[batched++] = op_map(at, large_object, number, 1, UVM_VMEM_OP_REPLACE);
         continue;
@@ -174,16 +181,17 @@ static void run(void) {
   }
   submit();
   publish("promotion", &before);
-  EQ(gpu_xlate(&W, 0, place(0, 0, 0)).out_page_size, tokens * TOKEN_BYTES >= SLOT ? SLOT : UNIT);
+  EQ(gpu_xlate(&W, 0, PROMOTED).out_page_size, tokens * TOKEN_BYTES >= SLOT ? SLOT : UNIT);
 
   /* A request of small pages ends. */
   before = now();
-  for (unsigned t = 0; t < TENSORS; t++) unmap(place(1, t, 0), (uint64_t)each * UNIT);
+  for (unsigned t = 0; t < tensors; t++) unmap(place(1, t, 0), (uint64_t)each * UNIT);
   submit();
   publish("a request ends", &before);
-  EQ(gpu_scan(&W, 0, RES, all_bytes()).out_bytes, (uint64_t)(groups - each + more) * TENSORS * UNIT);
+  EQ(gpu_scan(&W, 0, RES, all_bytes()).out_bytes, (uint64_t)(groups - each + more) * tensors * UNIT);
   if (stock) {
     OK(softgpu_uvm_free(&W.c, RES, all_bytes()));
+    OK(softgpu_uvm_free(&W.c, PROMOTED, tensors * tensor_bytes()));
     OK(softgpu_free(W.dev, large.out_client, large.out_handle));
     OK(softgpu_free(W.dev, memory.out_client, memory.out_handle));
   }
@@ -207,7 +215,8 @@ int main(int argc, char **argv) {
     if (strchr(argv[i], '=')) putenv(argv[i]);
   }
   requests = parameter("REQUESTS", 8);
+  tensors = 2 * parameter("LAYERS", 28);
   tokens = parameter("TOKENS", 8192);
-  if (requests < 2 || tokens % PAGE_TOKENS || tokens == 0) hopeless("REQUESTS >= 2, TOKENS a multiple of 128", -EINVAL);
+  if (requests < 2 || !tensors || tokens % PAGE_TOKENS || tokens == 0) hopeless("LAYERS >= 1, REQUESTS >= 2, TOKENS a multiple of 128", -EINVAL);
   return run_tests(tests, ARRAY_SIZE(tests), argc, argv);
 }

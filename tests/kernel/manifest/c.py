@@ -42,7 +42,7 @@ PROGRAMS = [
 
 # Each in both builds of the driver and on both architectures, but not in all four pairs; of those
 # that take long one pair is left to the long run.
-SLOW = ("batch", "failnth", "nvlink")
+SLOW = ("batch", "diagnose", "failnth", "nvlink")
 
 SHORT = [
     replace(
@@ -90,6 +90,7 @@ HEAVY = [
         program="lifecycle",
         args=["forged_generations", "handles_come_round", "no_index_is_left", "INDEX_BITS=6"],
         mutant="few_handles",
+        long=True,
     ),
     Test(
         name="refused-gpu",
@@ -108,6 +109,7 @@ HEAVY = [
         program="lost",
         args=["broken"],
         gpus=2,
+        long=True,
         module_args="p2p=pcie",
         allow=FAILING_GPU,
     ),
@@ -160,14 +162,16 @@ LONG = [
         timeout=10800,
     ),
     # benchmarks/results/softgpu-workloads.jsonl is what it prints.
-    Test(
-        name="workloads",
-        program="workloads",
-        args=["REQUESTS=256", "TOKENS=8192"],
-        vidmem=98304,
-        memory=3072,
-        long=True,
-        timeout=7200,
+    *(
+        Test(
+            name=f"workloads-{layers}",
+            program="workloads",
+            args=[f"LAYERS={layers}", f"REQUESTS={requests}"],
+            vidmem=8192,
+            long=True,
+            timeout=3600,
+        )
+        for layers, requests in ((1, 256), (28, 3))
     ),
     Test(name="kill-long", program="kill", long=True, args=["KILLS=1000"], timeout=3600),
     Test(name="kill-checked", program="kill", long=True, checked=True, timeout=3600),

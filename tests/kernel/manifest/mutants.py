@@ -48,13 +48,10 @@ IN_TEST = {
     "freed_while_mapped",
     "returns_early",
     "pte_written_twice",
-    "wrong_rollback",
     "leaked_reference",
-    "released_not_checked",
     "no_owner_check",
     "reused_before_unmapped",
     "published_early",
-    "tables_not_waited_for",
 }
 
 TWO_GPUS = {"gpus": 2, "module_args": "p2p=pcie"}
