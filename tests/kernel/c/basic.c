@@ -124,22 +124,24 @@ static void page_sizes(void) {
 
 /* A page begins at a multiple of its size in memory too, whatever smaller ones lie before it. */
 static void alignment(void) {
+  enum { EACH = 3 };
   struct world w;
   unsigned mapped = 0;
   world_open(&w, 1);
   OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(64), 16, 0));
   for (unsigned before = 1; before < 8; before++) {
-    for (unsigned shift = 17; shift <= 18; shift++) {
-      const uint64_t bytes = 1ull << shift, at = RES + mapped++ * MIB(2);
-      uint32_t small, object;
-      OK(vm_create(w.uvm, w.uuid[0], 16, before, 0, &small));
-      OK(vm_create(w.uvm, w.uuid[0], shift, 3, 0, &object));
-      OK(vm_map(w.uvm, RES, at, object, 0, 3, 0));
-      for (unsigned page = 0; page < 3; page++) EQ(gpu_xlate(&w, 0, at + page * bytes).out_pa % bytes, 0);
-      OK(gpu_fill(&w, 0, at, 3 * bytes, mapped, 0));
+    uint32_t small, object;
+    OK(vm_create(w.uvm, w.uuid[0], 16, before, 0, &small));
+    for (unsigned i = 0; i < 2 * EACH; i++, mapped++) {
+      const unsigned shift = 17 + i % 2;
+      const uint64_t at = RES + mapped * MIB(1);
+      OK(vm_create(w.uvm, w.uuid[0], shift, 1, 0, &object));
+      OK(vm_map(w.uvm, RES, at, object, 0, 1, 0));
+      EQ(gpu_xlate(&w, 0, at).out_pa % (1ull << shift), 0);
+      OK(gpu_fill(&w, 0, at, 1ull << shift, mapped, 0));
     }
   }
-  for (unsigned i = 0; i < mapped; i++) OK(gpu_check(&w, 0, RES + i * MIB(2), 3ull << (17 + i % 2), i + 1, 0));
+  for (unsigned i = 0; i < mapped; i++) OK(gpu_check(&w, 0, RES + i * MIB(1), 1ull << (17 + i % 2), i, 0));
   world_close(&w);
 }
 
