@@ -18,7 +18,7 @@ KERNEL_HEADER = "kernel_module/uvm_vmem_ioctl.h"
 TORCH_HEADER = Path("pyvmem/_torch_alloc.h")
 OUTCOME_HEADER = Path("pyvmem/_outcome.h")
 
-OWN = ("dlpack", "outcome", "scan", "torch_alloc")
+OWN = ("dlpack", "lengths", "outcome", "torch_alloc")
 
 DLPACK = """
 void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t device_id,
@@ -28,9 +28,9 @@ uint64_t pyvmem_dlpack_destructor(int versioned);
 void pyvmem_dlpack_discard(void *tensor, int versioned);
 """
 
-SCAN = """
-uint32_t pyvmem_exceeding(const uint64_t *values, const uint64_t *limits, uint32_t count,
-                          uint32_t *found);
+LENGTHS = """
+int64_t pyvmem_lengths(void *list, uint32_t count, const uint64_t *held, const uint64_t *capacity,
+                       uint64_t *next, uint32_t *beyond, uint64_t *total);
 """
 
 
@@ -64,14 +64,14 @@ def declarations(header: str) -> str:
 def ffibuilder() -> FFI:
     """The module's description; paths are relative to the project's root, where builds run."""
     ffi = FFI()
-    ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")) + DLPACK + SCAN)
+    ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")) + DLPACK + LENGTHS)
     for own in (TORCH_HEADER, OUTCOME_HEADER):
         ffi.cdef(declarations(own.read_text(encoding="utf-8")))
     sources = sorted(str(path) for path in Path("libvmem/src").rglob("*.c"))
     headers = sorted(str(path) for path in Path("libvmem").rglob("*.h")) + [KERNEL_HEADER]
     ffi.set_source(
         "pyvmem._vmem",
-        '#include "vmem.h"\n#include "_torch_alloc.h"\n#include "_outcome.h"\n' + DLPACK + SCAN,
+        '#include "vmem.h"\n#include "_torch_alloc.h"\n#include "_outcome.h"\n' + DLPACK + LENGTHS,
         sources=[*sources, *(f"pyvmem/_{name}.c" for name in OWN)],
         depends=[*headers, str(TORCH_HEADER), str(OUTCOME_HEADER), "pyvmem/_vmem.map"],
         include_dirs=["libvmem/include", "libvmem/src", "kernel_module", "pyvmem"],

@@ -14,6 +14,7 @@ from pyvmem._native.arrays import (
     dlpack_new,
 )
 from pyvmem._native.boundary import constant, fail, text_of
+from pyvmem._native.lengths import Lengths
 from pyvmem._native.memory import (
     AFTER_NONE,
     batch,
@@ -55,12 +56,11 @@ from pyvmem._native.objects import (
     version,
 )
 from pyvmem._native.outcome import Outcome
-from pyvmem._native.scan import Limits
 from pyvmem._vmem import ffi
 
 __all__ = [
     "AFTER_NONE",
-    "Limits",
+    "Lengths",
     "Outcome",
     "address_of",
     "backend_names",

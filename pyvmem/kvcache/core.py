@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from pyvmem.errors import Busy, NotRecoverable, OutOfMemory, TooManyBatches, VMemError
+from pyvmem.errors import (
+    Busy,
+    InvalidArgument,
+    NotRecoverable,
+    OutOfMemory,
+    TooManyBatches,
+    VMemError,
+)
 from pyvmem.kvcache.accounts import Accounts
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
@@ -36,9 +43,7 @@ class Core(Accounts):
     """What `KVCache` and its reports work on; not thread-safe by itself.
 
     Attributes:
-        rows: tokens whose rows every slot holds; 0 for free slots. They grow with `step`, and
-            shrink only where the request gives them up: `truncate`, the end of the request.
-        used_tokens: their sum.
+        used_tokens: the sum of `rows`.
         clock: steps so far.
         mover: other pages under the same addresses.
         promoter: None: there are no large pages.
@@ -80,9 +85,7 @@ class Core(Accounts):
         self.pager.relieve = self.runs.relieve
         self.promoter = Promoter(self) if layout.large_pages else None
         self.window = Window(self) if config.window else None
-        self._asked = array("Q")
         self.indices = range(config.max_batch)
-        self.rows = [0] * config.max_batch
         self.used_tokens = 0
         self.clock = 0
         self.untidy = config.reclaim_steps > 0
@@ -130,10 +133,14 @@ class Core(Accounts):
 
     # ---- numbers from outside --------------------------------------------------------------------
 
-    def validate(self, seq_lens: Sequence[int]) -> tuple[list[int], list[int], int]:
-        """The numbers as a list, the rows held after a step to them, and the sum of those.
+    def scan(self, seq_lens: Sequence[int]) -> tuple[array[int], int, list[tuple[Slot, int]]]:
+        """What a step to these numbers comes to.
 
         A number below the rows held, 0 among them, asks for nothing: the rows stay.
+
+        Returns:
+            The rows that every slot holds afterwards, their sum, and the slots that lack pages for
+            theirs, with the pages per tensor that they need.
         """
         lens = seq_lens if type(seq_lens) is list else list(seq_lens)
         count = len(self.table)
@@ -141,52 +148,37 @@ class Core(Accounts):
             raise invalid(
                 f"seq_lens has {len(lens)} entries; the cache has {count} slots", limit=count
             )
-        try:
-            total = sum(lens)
-            if (
-                type(total) is not int
-            ):  # numpy's or torch's integers, or what is no number of tokens
+        lengths = self.pager.lengths
+        found = lengths.scan(lens)
+        if isinstance(found, int):
+            try:  # numpy's or torch's integers, or what is no number of tokens
                 lens = [operator.index(value) for value in lens]
-                total = sum(lens)
-        except TypeError:
-            raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
-        try:
-            self._asked = array("Q", lens)
-        except OverflowError:
-            lowest, highest = min(lens), max(lens)
-            bad = lowest if lowest < 0 else highest
-            longest = self.config.max_seq_len
-            raise invalid(
-                f"seq_lens[{lens.index(bad)}] is {bad}; it must not be negative"
-                if bad < 0
-                else f"seq_lens[{lens.index(bad)}] is {bad}; max_seq_len is {longest}",
-                limit=longest,
-            ) from None
-        if not any(map(operator.lt, lens, self.rows)):
-            return lens, lens, total
-        rows = [max(length, held) for length, held in zip(lens, self.rows, strict=True)]
-        return lens, rows, sum(rows)
-
-    def short(self) -> list[int]:
-        """The slots whose pages are not enough for the numbers that `validate` saw last."""
-        # Capacity is 0 for free slots, so whatever is wrong with a single number shows up here too.
-        return self.pager.short(self._asked)
-
-    def want(self, lens: list[int], short: list[int]) -> list[tuple[Slot, int]]:
-        """The slots that lack pages, with the pages per tensor that they need."""
+            except TypeError:
+                raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
+            found = lengths.scan(lens)
+        if isinstance(found, int):
+            raise self._bad_length(found, lens[found])
+        rows, total, short = found
+        if not short:
+            return rows, total, []
         want = []
         longest = self.config.max_seq_len
         slots, pages_for = self.table.slots, self.layout.pages_for
+        # Capacity is 0 for free slots, so whatever is wrong with a single number shows up here too.
         for index in short:
-            slot, length = slots[index], lens[index]
+            slot, length = slots[index], rows[index]
             if not slot.active:
                 raise invalid(f"seq_lens[{index}] is {length}, but reqid {index} is not taken")
             if length > longest:
-                raise invalid(
-                    f"seq_lens[{index}] is {length}; max_seq_len is {longest}", limit=longest
-                )
+                raise self._bad_length(index, length)
             want.append((slot, pages_for(length)))
-        return want
+        return rows, total, want
+
+    def _bad_length(self, index: int, length: int) -> InvalidArgument:
+        """The error for a number that no slot can hold."""
+        longest = self.config.max_seq_len
+        bound = "it must not be negative" if length < 0 else f"max_seq_len is {longest}"
+        return invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
 
     def slot(self, reqid: int) -> Slot:
         """The slot of a taken reqid."""
@@ -274,6 +266,15 @@ class Core(Accounts):
         self.journal.undo(rows.__setitem__, index, rows[index])
         self.used_tokens += length - rows[index]
         rows[index] = length
+
+    @property
+    def rows(self) -> array[int]:
+        """Tokens whose rows every slot holds; 0 for free slots.
+
+        They grow with `step`, and shrink only where the request gives them up: `truncate`, the end
+        of the request.
+        """
+        return self.pager.lengths.held
 
     @property
     def low_pages(self) -> int:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import TYPE_CHECKING, Any
 
-from pyvmem._native import Limits
+from pyvmem._native import Lengths
 from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.events import order_after, order_ticket
 from pyvmem.kvcache.jobs import Growth
@@ -25,6 +24,7 @@ class Grants(Book):
     """What requests own, and the growths that will give them more.
 
     Attributes:
+        lengths: the rows that slots hold, and those that they may.
         capacity: per slot, the longest sequence that the granted pages are enough for; 0 for free
             slots.
         growths: batches that no `settle` has seen finished.
@@ -42,14 +42,10 @@ class Grants(Book):
         self.layout = reclaimer.layout
         self.counters = reclaimer.counters
         self.device = device
-        self._limits = Limits(len(reclaimer.table))
-        self.capacity = self._limits.values
+        self.lengths = Lengths(len(reclaimer.table))
+        self.capacity = self.lengths.capacity
         self.growths: list[Growth] = []
         self.active_pages = 0
-
-    def short(self, lens: array[int]) -> list[int]:
-        """The slots whose length, of all that are given, is above their capacity."""
-        return self._limits.exceeded(lens)
 
     def _complete(self, job: Growth, stream: Any, whole: bool = False) -> VMemError | None:
         """Waits for a growth, grants its pages or undoes it.
@@ -93,14 +89,20 @@ class Grants(Book):
 
     def _grant_all(self, job: Growth) -> None:
         """`grant` to those owners of a growth that are still there."""
-        self.reclaimer.table.all_changed(job.slots)
-        granted = 0
-        for slot, owner, pages in job.grants:
-            if slot.owner == owner and pages > slot.granted:
-                granted += pages - slot.granted
-                slot.granted = pages
-                self._set_capacity(slot, pages)
-        self.active_pages += granted
+        found = [
+            (slot, pages, pages - slot.granted)
+            for slot, owner, pages in job.grants
+            if slot.owner == owner and pages > slot.granted
+        ]
+        if not found:
+            return
+        slots, pages, added = zip(*found, strict=True)
+        journal = self.journal
+        self.reclaimer.table.all_changed(slots)
+        self.active_pages += sum(added)
+        journal.put_all(slots, "granted", pages)
+        capacities = list(map(self.layout.capacity, pages))
+        journal.put_items(self.capacity, [slot.index for slot in slots], capacities)
 
     def shrink(self, slot: Slot, pages: int) -> None:
         """Makes an owner's pages from this one on nobody's; they stay mapped, and are dirty."""
@@ -149,8 +151,7 @@ class Grants(Book):
         self.reclaimer.table.all_changed(job.slots)
         self.journal.keep_list(self.growths)
         self.growths.remove(job)
-        for slot in job.slots:
-            slot.job = None
+        self.journal.put_all(job.slots, "job", [None] * len(job.slots))
 
     def _undo(self, job: Growth, error: VMemError) -> None:
         """Takes a failed growth back into the books; libvmem has undone the mapping."""

@@ -21,8 +21,11 @@ What was interrupted is settled at once where the exception passes, and otherwis
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, MutableSequence, Sequence
 from contextlib import suppress
+from itertools import repeat
+from operator import attrgetter, setitem
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -117,13 +120,27 @@ class Journal:
     # ---- what a call writes ----------------------------------------------------------------------
 
     def undo(self, function: Callable[..., Any], *args: Any) -> None:
-        """Notes how a change is taken back, before it is made. C functions alone: atomic."""
+        """Notes how a change is taken back, before it is made; it must bear to be run again."""
         self.entries.append((function, *args))
 
     def keep(self, owner: Any, *names: str) -> None:
         """Notes attributes of an object that is no `Book`, before they are changed."""
         for name in names:
             self.entries.append((_put, owner, name, getattr(owner, name)))
+
+    def put_all(self, owners: Sequence[Book], name: str, values: Sequence[Any]) -> None:
+        """Sets one attribute of several objects, as assigning to each of them would."""
+        before = list(map(attrgetter(name), owners))
+        self.entries.append((_put_all, owners, name, before))
+        _put_all(owners, name, values)
+
+    def put_items(
+        self, items: MutableSequence[int], places: Sequence[int], values: Sequence[int]
+    ) -> None:
+        """Sets several items of a sequence; what they were is journaled."""
+        before = [items[place] for place in places]
+        self.entries.append((_put_items, items, places, before))
+        _put_items(items, places, values)
 
     def keep_list(self, items: list[Any]) -> None:
         """Notes what a list holds, before it is changed."""
@@ -229,6 +246,16 @@ class Journal:
                 with suppress(VMemError):  # consumed or dropped before: as it should be
                     made.abandon()
             self._held.pop()
+
+
+def _put_all(owners: Sequence[Book], name: str, values: Sequence[Any]) -> None:
+    """Sets an attribute of each object past its journal."""
+    deque(map(_put, owners, repeat(name), values), maxlen=0)
+
+
+def _put_items(items: MutableSequence[int], places: Sequence[int], values: Sequence[int]) -> None:
+    """Sets items of a sequence."""
+    deque(map(setitem, repeat(items), places, values), maxlen=0)
 
 
 def _stays(entry: Any) -> bool:

@@ -15,6 +15,9 @@ and a slot of n pages holds ``n * page_size // row_bytes`` whole rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 
 __all__ = ["Layout"]
@@ -51,6 +54,7 @@ class Layout:
         slot_bytes: distance between slots of one tensor.
         tensor_bytes: distance between tensors.
         total_bytes: of the reservation.
+        capacity: the longest sequence that so many pages per tensor are enough for.
 
     Raises:
         InvalidArgument: the addresses needed exceed what a process has; slots are to be packed and
@@ -83,6 +87,7 @@ class Layout:
                 size=full,
                 limit=large or page_size,
             )
+        self.capacity: Callable[[int], int] = lru_cache(self._capacity)
         self.slot_pages = used // page_size
         self.slot_bytes = used if config.packed_slots else _spaced(used, page_size, large)
         self.tensor_bytes = self.slot_bytes * config.max_batch
@@ -103,8 +108,7 @@ class Layout:
         rows = min(seq_len + self.overread, self.max_rows)
         return -(-rows * self.row_bytes // self.page_size)
 
-    def capacity(self, pages: int) -> int:
-        """The longest sequence that so many pages per tensor are enough for."""
+    def _capacity(self, pages: int) -> int:
         rows = pages * self.page_size // self.row_bytes
         return self.max_rows if rows >= self.max_rows else max(0, rows - self.overread)
 

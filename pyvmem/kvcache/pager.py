@@ -78,11 +78,11 @@ class Pager(Grants):
             if late:
                 job.grants = []  # nobody's before its old contents are about to be zeroed
             if not len(self._planner.mapping):
-                self._begin(job)
+                self._begin(job, granted=not (late or job.handover))
                 break
             for event in after:
                 wait_for(event)
-            if self._map(job, want, background, reclaim, source, goals is not None):
+            if self._map(job, want, background, reclaim, source, goals is not None, bool(late)):
                 break
             if goals is None:
                 return False
@@ -102,18 +102,22 @@ class Pager(Grants):
             self.counters.zeroed += pages * self.layout.num_tensors
         return True
 
-    def _begin(self, job: Growth) -> None:
-        """Writes a growth into the books."""
+    def _begin(self, job: Growth, granted: bool = False) -> None:
+        """Writes a growth into the books; `granted`: as one that is complete."""
+        journal = self.journal
         self.reclaimer.table.all_changed(job.slots)
-        for slot, _, high in job.pieces:
-            slot.mapped = high
+        if job.pieces:
+            slots, _, mapped = zip(*job.pieces, strict=True)
+            journal.put_all(slots, "mapped", mapped)
         for slot, low, high in job.large:
             slot.places.put(low, high, self._large)
-        for slot in job.slots:
-            slot.job = job
-        self.journal.keep_list(self.growths)
-        self.growths.append(job)
         self.reclaimer.held += job.new_pages
+        if granted:
+            self._grant_all(job)
+            return
+        journal.put_all(job.slots, "job", [job] * len(job.slots))
+        journal.keep_list(self.growths)
+        self.growths.append(job)
 
     def settle(
         self, stream: Any = None, whole: bool = False, lens: Sequence[int] | None = None
@@ -255,10 +259,11 @@ class Pager(Grants):
         reclaim: bool,
         source: Source | None,
         more: bool,
+        late: bool,
     ) -> bool:
         """Runs or submits the mapping batch, with the growth in the books; False: no memory.
 
-        `more`: it maps more than is wanted, for which nothing is taken back.
+        `more`: it maps more than is wanted, for which nothing is taken back. `late`: fills follow.
         """
         reclaimer, mapping, pages = self.reclaimer, self._planner.mapping, job.new_pages
         keep = dict(want) if reclaim else None
@@ -268,7 +273,7 @@ class Pager(Grants):
                 try:
                     with self.mapper.transaction() as change:
                         job.mapping = change.ticket if background else None
-                        self._begin(job)
+                        self._begin(job, granted=not (background or late or job.handover))
                         if background:
                             change.submit(mapping)
                         else:

@@ -78,6 +78,7 @@ class Planner:
         late: list[Piece] = []
         unit = layout.large_pages if large else 0
         new = reused = 0
+        plain: list[tuple[int, int]] = []
         ops.clear()
         for place, (slot, pages) in enumerate(want):
             low = slot.mapped
@@ -88,10 +89,7 @@ class Planner:
                 if source is not None or (unit and high - low >= unit):
                     self._populate(slot, low, high, unit, source, job)
                 else:
-                    address = base + slot.index * slot_bytes + low * size
-                    ops.populate(
-                        address, (high - low) * size, tensors, stride, size, unclean, spread=True
-                    )
+                    plain.append((base + slot.index * slot_bytes + low * size, (high - low) * size))
             if not slot.active:
                 continue
             job.grants.append((slot, slot.owner, pages))
@@ -112,6 +110,8 @@ class Planner:
                 job.zeroed_pages += (dirty - granted) * tensors
                 address = base + slot.index * slot_bytes + granted * size
                 ops.fill(address, (dirty - granted) * size, 0, tensors, stride)
+        if plain:
+            ops.populate_each(plain, tensors, stride, size, unclean, spread=True)
         job.new_pages = new * tensors
         job.reused_pages = reused * tensors
         return late

@@ -10,6 +10,7 @@ copied to a large page while the GPU goes on, and replaced at the step that find
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ class Promoter:
         rows = -(-page * self._core.layout.page_size // self._core.layout.row_bytes)
         self._next[slot.index] = min(self._next[slot.index], max(self._from, rows + self._kept))
 
-    def step(self, lens: list[int], stream: Any) -> None:
+    def step(self, lens: Sequence[int], stream: Any) -> None:
         """Begins to promote what is long enough, of requests that the step to `lens` lengthens.
 
         That a request grows says that the work for its rows so far was launched. The last of them

@@ -92,7 +92,7 @@ class Runs:
             return None
         tensors = core.layout.num_tensors
         reclaimer = core.reclaimer
-        need = sum(pages - slot.mapped for slot, pages in want if pages > slot.mapped)
+        need = sum([pages - slot.mapped for slot, pages in want if pages > slot.mapped])
         if not need:
             return None
         free = reclaimer.free // tensors - need
@@ -107,15 +107,23 @@ class Runs:
         last = core.layout.slot_pages
         goals = []
         longer = False
-        for slot, pages in want:
+        fraction = self._fraction
+        for slot, pages in want:  # of thousands: written without calls
             goal = pages
-            if slot.active and pages > slot.mapped:
-                run = min(most, max(least, _power(int((pages - slot.head) * self._fraction))))
-                goal = min(-(-pages // run) * run, last)
-                if goal - pages > free:
-                    goal = pages
-                free -= goal - pages
-                longer |= goal > pages
+            if pages > slot.mapped and slot.active:
+                run = 1 << int((pages - slot.head) * fraction).bit_length() >> 1
+                if run < least:
+                    run = least
+                if run > most:
+                    run = most
+                if run > 1:
+                    goal = -(-pages // run) * run
+                    if goal > last:
+                        goal = last
+                    if goal - pages > free:
+                        goal = pages
+                    free -= goal - pages
+                    longer |= goal > pages
             goals.append(goal)
         return goals if longer else None
 

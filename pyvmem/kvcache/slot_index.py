@@ -9,7 +9,7 @@ that may be wrong is thrown away and made anew.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -108,18 +108,21 @@ class SlotIndex:
         self.cached, self.leftovers, self.stale = Ordered(slots), Ordered(slots), Ordered(slots)
         self.spare = self.returning = 0
         self._filed: dict[int, _Entry] = {}
-        for slot in slots:
-            self.file(slot)
+        self.file_all(slots)
 
-    def file(self, slot: Slot) -> None:
-        """Files a slot under what its attributes say now."""
-        index, filed = slot.index, self._filed
-        if slot.active and slot.mapped == slot.granted and slot.job is None and not slot.lost:
-            if index not in filed:  # most slots, at most times
-                return
-            new = _NOTHING
-        else:
-            new = _entry(slot)
+    def file_all(self, slots: Iterable[Slot]) -> None:
+        """Files slots under what their attributes say now."""
+        filed = self._filed
+        for slot in slots:
+            if slot.active and slot.mapped == slot.granted and slot.job is None and not slot.lost:
+                if slot.index in filed:
+                    self._file(slot.index, _NOTHING)
+                # else nothing to do: most slots, at most times
+            else:
+                self._file(slot.index, _entry(slot))
+
+    def _file(self, index: int, new: _Entry) -> None:
+        filed = self._filed
         old = filed.get(index, _NOTHING)
         if new == old:
             return

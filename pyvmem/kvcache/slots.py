@@ -170,8 +170,7 @@ class SlotTable:
             self._index = index = SlotIndex(self.slots)
         elif touched:
             self._index = None  # until it is whole again
-            for slot in touched:
-                index.file(slot)
+            index.file_all(touched)
             touched.clear()
             self._index = index
         return index

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,12 +21,12 @@ _Want = list[tuple[Slot, int]]
 def step(core: Core, seq_lens: Sequence[int], stream: Any) -> int:
     """See `KVCache.step`."""
     try:
-        lens, rows, total, want = _begin(core, seq_lens, stream)
+        rows, total, want = _begin(core, seq_lens, stream)
         if want:
             if not _grow(core, want, background=False):
                 core.counters.short += 1
                 return -1
-            _settle(core, lens, stream)
+            _settle(core, rows, stream)
             core.keep_watermark()
     except TooManyMappings:
         if core.table.lockstep:  # the other ranks do not know
@@ -56,14 +57,14 @@ def step_all(cores: Sequence[Core], seq_lens: Sequence[int], stream: Any) -> int
             if not grow_all([(core, want) for core, *_, want in begun], background=False):
                 _note_short(cores)
                 return -1
-            for core, lens, *_ in begun:
-                _settle(core, lens, stream)
+            for core, rows, *_ in begun:
+                _settle(core, rows, stream)
             for core in cores:
                 core.keep_watermark()
     except TooManyMappings:
         _note_crowded(cores)
         return -1
-    for core, _, rows, total, _ in begun:
+    for core, rows, total, _ in begun:
         _commit(core, rows, total, stream)
     return 0
 
@@ -84,42 +85,40 @@ def step_async_all(cores: Sequence[Core], seq_lens: Sequence[int]) -> int:
 # ---- the parts of a step -------------------------------------------------------------------------
 
 
-def _begin(
-    core: Core, seq_lens: Sequence[int], stream: Any
-) -> tuple[list[int], list[int], int, _Want]:
+def _begin(core: Core, seq_lens: Sequence[int], stream: Any) -> tuple[array[int], int, _Want]:
     """Checks the numbers and ends what is under way.
 
     Returns:
-        The numbers, the rows held after the step, the sum of these, and what pages are missing.
+        The rows held after the step, the sum of these, and what pages are missing.
     """
     pager, reclaimer = core.pager, core.reclaimer
-    lens, rows, total = core.validate(seq_lens)
+    rows, total, want = core.scan(seq_lens)
     core.counters.last_wait_ns = 0
     if pager.growths:
-        _settle(core, lens, stream)
+        _settle(core, rows, stream)
+        if want:
+            rows, total, want = core.scan(seq_lens)
     if core.mover.moves or core.mover.given_up:
         core.mover.step(stream)
     if reclaimer.cuts:
         reclaimer.poll()
     if reclaimer.errors:
         reclaimer.raise_errors()
-    short = core.short()
-    return lens, rows, total, core.want(lens, short) if short else []
+    return rows, total, want
 
 
-def _settle(core: Core, lens: list[int], stream: Any) -> None:
-    """Waits for the growths that the step to `lens` needs; ranks wait for all, as one."""
-    core.pager.settle(stream, lens=None if core.table.lockstep else lens)
+def _settle(core: Core, rows: Sequence[int], stream: Any) -> None:
+    """Waits for the growths that the step to `rows` needs; ranks wait for all, as one."""
+    core.pager.settle(stream, lens=None if core.table.lockstep else rows)
 
 
-def _begin_async(core: Core, seq_lens: Sequence[int]) -> tuple[list[int], _Want]:
-    """The slots that are short, and what no growth under way will give them."""
+def _begin_async(core: Core, seq_lens: Sequence[int]) -> tuple[bool, _Want]:
+    """Whether slots are short, and what no growth under way will give them."""
     pager, reclaimer = core.pager, core.reclaimer
-    lens, *_ = core.validate(seq_lens)
+    _, _, want = core.scan(seq_lens)
+    short = bool(want)
     if reclaimer.cuts:
         reclaimer.poll()
-    short = core.short()
-    want = core.want(lens, short) if short else []
     if want and not core.table.lockstep:
         # What an earlier owner's GPU work holds up is left to `step`, which must wait for it.
         want = [(slot, pages) for slot, pages in want if not _is_left(core, slot)]
@@ -221,15 +220,16 @@ def _disown(core: Core, want: _Want) -> None:
     core.pager.poll()
 
 
-def _commit(core: Core, rows: list[int], total: int, stream: Any) -> None:
+def _commit(core: Core, rows: array[int], total: int, stream: Any) -> None:
     """Notes what the slots hold from now on."""
     if core.window is not None:
         core.window.slide(rows, stream)
     if core.config.promote_tokens and core.promoter is not None:
         core.promoter.step(rows, stream)
     core.runs.step(stream)
-    core.journal.keep(core, "rows", "used_tokens", "clock")
-    core.rows = rows[:]
+    core.journal.keep(core, "used_tokens", "clock")
+    core.journal.keep(core.pager.lengths, "held")
+    core.pager.lengths.held = rows
     core.used_tokens = total
     core.note_peaks()
     core.counters.steps += 1

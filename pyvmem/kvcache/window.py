@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import operator
+from collections.abc import Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ class Window:
                 limit=least,
             )
 
-    def slide(self, lens: list[int], stream: Any) -> None:
+    def slide(self, lens: Sequence[int], stream: Any) -> None:
         """Begins to unmap what the step to `lens` no longer needs; does not wait."""
         core = self._core
         old = core.rows
