@@ -222,9 +222,17 @@ static void every_gpu_is_waited_for(void) {
   world_close(&both);
 }
 
+static uint32_t on_gpu_0;
+
+static int release_it(void) {
+  return vm_release(both.uvm, on_gpu_0);
+}
+
 /* Memory that both GPUs mapped is not another's before both have unmapped it. */
 static void not_reused_before_both_are_done(void) {
   struct softgpu_frame frame;
+  pthread_t thread;
+  void *result;
   uint32_t object;
   uint64_t ticket;
   if (world_gpus() < 2) SKIP("one GPU (run with --gpus 2)");
@@ -236,15 +244,18 @@ static void not_reused_before_both_are_done(void) {
   OK(vm_map(both.uvm, RES, RES, object, 0, 1, 0));
   OK(gpu_fill(&both, 0, RES, MIB(2), 0x77, 0));
   uint64_t pa = gpu_xlate(&both, 0, RES).out_pa;
-  OK(vm_release(both.uvm, object));
   OK(softgpu_hold(both.dev, 1, SOFTGPU_HOLD_INVALIDATE));
   struct uvm_vmem_op op = op_unmap(RES, 32, 0);
   OK(vm_bind(both.uvm, RES, &op, 1, NULL, &ticket));
   OK(softgpu_hold_wait(both.dev, 1, 10000));
+  on_gpu_0 = object;
+  OK(pthread_create(&thread, NULL, call_on_both, release_it)); /* may wait */
   sleep_ms(A_WHILE);
   OK(softgpu_frame(both.dev, 0, pa, &frame));
   int untouched = softgpu_check_phys(both.dev, 0, pa, UNIT, 0x77, 0);
   OK(softgpu_hold(both.dev, 1, SOFTGPU_HOLD_RELEASE));
+  OK(pthread_join(thread, &result));
+  EQ((intptr_t)result, 0);
   OK(vm_wait(both.uvm, ticket, FOREVER));
   CHECK(frame.out_allocated);
   EQ(untouched, 0);
