@@ -119,6 +119,9 @@ static void peer_memory(void) {
     /* Peer access ends: what lies in the other GPU is not reachable any more, and not mapped. */
     OK(softgpu_uvm_disable_peer(&w.c, 0, 1));
     EQ(gpu_check(&w, 0, RES, 8, 0, 0), -EFAULT);
+    for (unsigned gpu = 0; gpu < 2 && has(&w, UVM_VMEM_CAP_MULTI_GPU); gpu++) {
+      EQ(gpu_check(&w, gpu, RES + GIB(1), 8, 0, 0), -EFAULT);
+    }
     OK(vm_stat(w.uvm, NULL, &s));
     EQ(s.out_objects, 2);
     EQ(s.out_mapped_bytes, 0);
