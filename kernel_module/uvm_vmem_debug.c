@@ -9,8 +9,8 @@
 // reservation: its slots, their page tables and what each entry says, neighbours merged.
 //
 // Nothing here waits for a lock of a client, who may hold it while a GPU works: a reader tries again for a while and
-// then gets EBUSY, a line in the log leaves out what it cannot look at. A dump takes and drops the locks for each piece
-// that is read, so it is consistent for each slot and not for all of them.
+// then gets EBUSY, a line in the log leaves out what it cannot look at. A dump claims the reservation for each piece that
+// is read, so it is consistent for each slot and not for all of them. Slots that are sparse as a whole are left out.
 
 #include <linux/delay.h>
 #include <linux/ktime.h>
@@ -37,7 +37,7 @@ void uvm_vmem_debug_batch(uvm_vmem_range_t *range, NvU32 num_ops, NvU64 first_un
 {
     uvm_vmem_last_batch_t *last = &range->last_batch;
 
-    uvm_assert_mutex_locked(&range->lock);
+    UVM_ASSERT(range->claimed);
 
     last->number++;
     last->num_ops = num_ops;
@@ -81,6 +81,16 @@ void uvm_vmem_debug_failed(uvm_vmem_range_t *range, int error)
                        batch_text(range, text));
 }
 
+void uvm_vmem_debug_failed_at(uvm_vmem_state_t *state, NvU64 start)
+{
+    uvm_vmem_range_t *range;
+
+    uvm_va_space_down_read(state->va_space);
+    if (uvm_vmem_range_find(state, start, &range) == 0)
+        uvm_vmem_debug_failed(range, -EIO);
+    uvm_va_space_up_read(state->va_space);
+}
+
 // The reservation that holds an address, or NULL. LOCKING: the VA space lock is held.
 static uvm_vmem_range_t *range_at(uvm_vmem_state_t *state, NvU64 address)
 {
@@ -101,11 +111,18 @@ static const char *entry_text(uvm_vmem_range_t *range, NvU64 address)
     const char *text = "nothing mapped";
     uvm_vmem_slot_t *slot;
 
-    if (!uvm_mutex_trylock(&range->lock))
+    // With it held nobody claims the range.
+    if (!uvm_mutex_trylock(&range->state->lock))
         return "a batch is under way";
 
-    slot = uvm_vmem_slot(range, unit / UVM_VMEM_SLOT_UNITS);
-    if (!slot) {
+    slot = range->claimed ? NULL : uvm_vmem_slot(range, unit / UVM_VMEM_SLOT_UNITS);
+    if (range->claimed) {
+        text = "a batch is under way";
+    }
+    else if (uvm_vmem_slot_is_all_sparse(range, unit / UVM_VMEM_SLOT_UNITS)) {
+        text = "sparse";
+    }
+    else if (!slot) {
         text = "never bound";
     }
     else {
@@ -119,7 +136,7 @@ static const char *entry_text(uvm_vmem_range_t *range, NvU64 address)
             text = "sparse";
     }
 
-    uvm_mutex_unlock(&range->lock);
+    uvm_mutex_unlock(&range->state->lock);
     return text;
 }
 
@@ -155,7 +172,7 @@ typedef struct
     pid_t process;
     NvU64 address;
 
-    // Locked from start to stop.
+    // Claimed from start to stop.
     uvm_vmem_range_t *range;
 } dump_t;
 
@@ -198,12 +215,13 @@ static int list_ranges(uvm_vmem_state_t *state, void *seq)
     return 0;
 }
 
-// Lock the reservation that was asked for if it is this state's (1; else 0): -EBUSY. Its VA space outlives the list's
-// lock, because it is locked, too.
-static int lock_range(uvm_vmem_state_t *state, void *reader)
+// Claim the reservation that was asked for if it is this state's (1; else 0): -EBUSY. Its state outlives the list's lock,
+// because the VA space is not taken apart while a range is claimed.
+static int claim_range(uvm_vmem_state_t *state, void *reader)
 {
     dump_t *dump = reader;
     uvm_vmem_range_t *range;
+    int ret = 0;
 
     if (state->process != dump->process)
         return 0;
@@ -213,17 +231,20 @@ static int lock_range(uvm_vmem_state_t *state, void *reader)
 
     range = range_at(state, dump->address);
     if (range) {
-        if (uvm_mutex_trylock(&range->lock)) {
-            dump->range = range;
-            return 1;
+        ret = -EBUSY;
+        if (uvm_mutex_trylock(&state->lock)) {
+            if (!range->claimed && !range->dying) {
+                range->claimed = true;
+                state->calls++;
+                dump->range = range;
+                ret = 1;
+            }
+            uvm_mutex_unlock(&state->lock);
         }
-
-        uvm_up_read(&state->va_space->lock);
-        return -EBUSY;
     }
 
     uvm_up_read(&state->va_space->lock);
-    return 0;
+    return ret;
 }
 
 // Where a reader stands: 0 at the head, n + 1 at the first slot with a number of at least n.
@@ -252,7 +273,7 @@ static void *dump_start(struct seq_file *file, loff_t *pos)
     dump->range = NULL;
     if (dump->process) {
         for (tries = 0; tries < LOCK_TRIES; tries++) {
-            ret = uvm_vmem_stat_visit(lock_range, dump);
+            ret = uvm_vmem_stat_visit(claim_range, dump);
             if (ret != -EBUSY || fatal_signal_pending(current))
                 break;
             msleep(10);
@@ -282,8 +303,7 @@ static void dump_stop(struct seq_file *file, void *element)
     if (!dump->range)
         return;
 
-    uvm_mutex_unlock(&dump->range->lock);
-    uvm_up_read(&dump->range->state->va_space->lock);
+    uvm_vmem_range_unclaim(dump->range);
     dump->range = NULL;
 }
 
@@ -392,6 +412,7 @@ static void show_slot(struct seq_file *file, uvm_vmem_range_t *range, uvm_vmem_s
         [UVM_VMEM_SLOT_EMPTY] = "empty",
         [UVM_VMEM_SLOT_SMALL] = "small",
         [UVM_VMEM_SLOT_BIG] = "big",
+        [UVM_VMEM_SLOT_SPARSE] = "sparse",
     };
     NvU32 i;
 
@@ -404,7 +425,7 @@ static void show_slot(struct seq_file *file, uvm_vmem_range_t *range, uvm_vmem_s
 
         seq_printf(file, "; gpu %u", i);
         show_table(file, tree, &slot->tables[i], "table");
-        if (range->big)
+        if (slot->has_entry)
             show_table(file, tree, &slot->tables[range->gpu_count + i], "2 MB entry");
     }
     seq_putc(file, '\n');

@@ -16,10 +16,6 @@ struct group {
 
 #define NOTIFIERS 2 /* errors; rotation of keys, which never happens */
 
-/* clc86f.h HOPPER_CHANNEL_GPFIFO_A, clc56f.h AMPERE_CHANNEL_GPFIFO_A */
-#define CLASS_HOPPER_CHANNEL 0xc86f
-#define CLASS_AMPERE_CHANNEL 0xc56f
-
 NV_STATUS nvUvmInterfaceTsgAllocate(uvmGpuAddressSpaceHandle handle, const UvmGpuTsgAllocParams *parameters, uvmGpuTsgHandle *out)
 {
 	struct sg_space *space = (struct sg_space *)handle;
@@ -88,7 +84,7 @@ NV_STATUS nvUvmInterfaceChannelAllocate(const uvmGpuTsgHandle handle, const UvmG
 		return NV_ERR_NO_MEMORY;
 	mutex_lock(&model.lock);
 	channel->id = ++gpu->next_channel;
-	list_add_tail(&channel->node, &gpu->channels);
+	sg_readers_channel_add(channel);
 	gpu->count.channels_now++;
 	mutex_unlock(&model.lock);
 
@@ -97,9 +93,9 @@ NV_STATUS nvUvmInterfaceChannelAllocate(const uvmGpuTsgHandle handle, const UvmG
 	info->gpPut = (volatile unsigned *)&channel->userd[SG_USERD_PUT];
 	info->gpFifoEntries = (UvmGpuPointer *)channel->gpfifo;
 	info->numGpFifoEntries = channel->entries;
-	info->channelClassNum = gpu->hopper ? CLASS_HOPPER_CHANNEL : CLASS_AMPERE_CHANNEL;
+	info->channelClassNum = gpu->arch->channel_class;
 	info->errorNotifier = channel->error;
-#if SOFTGPU_BRANCH >= 550
+#if SG_HAS_KEY_NOTIFIER
 	info->keyRotationNotifier = channel->error + 1;
 #endif
 	info->hwRunlistId = group->engine_index;
@@ -120,7 +116,7 @@ void nvUvmInterfaceChannelDestroy(uvmGpuChannelHandle handle)
 
 	sg_call(SG_CALL_ChannelDestroy, gpu);
 	mutex_lock(&model.lock);
-	list_del(&channel->node);
+	sg_readers_channel_remove(channel);
 	gpu->count.channels_now--;
 	if (!channel->dead && (channel->segment || channel->pending_count || channel->get != channel->userd[SG_USERD_PUT]))
 		sg_error(gpu, SOFTGPU_ERROR_CHANNEL_BUSY, 0, 0, "channel %u destroyed with work pending", channel->id);

@@ -18,7 +18,7 @@ static long do_info(struct file *file, void *argument)
 		return -ENOENT;
 	info->out_gpus = model.gpus;
 	info->out_branch = SOFTGPU_BRANCH;
-	info->out_arch = gpu->hopper ? SOFTGPU_ARCH_HOPPER : SOFTGPU_ARCH_AMPERE;
+	info->out_arch = gpu->arch->id;
 	info->out_vidmem = gpu->vidmem;
 	memcpy(info->out_uuid, gpu->uuid, sizeof(gpu->uuid));
 	info->out_peers = sg_peers_of(gpu);
@@ -187,6 +187,7 @@ static long do_counters(struct file *file, void *argument)
 	out->frames_pinned_now = bitmap_weight(gpu->pma_pinned, gpu->frames);
 	out->backing_bytes_now = gpu->backing_bytes;
 	out->tlb_entries_now = gpu->tlb.count;
+	sg_readers_counters(out);
 	list_for_each_entry(client, &model.clients, node)
 		out->clients_now++;
 	return 0;

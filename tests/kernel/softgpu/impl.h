@@ -13,7 +13,7 @@
  * Locks
  *   model.lock protects everything here, except what is said otherwise. It is a mutex, and dropped around calls back
  *   into UVM (eviction), around delays and while the engine is held. Nothing is called under it that could
- *   sleep on UVM. calls.c has a spinlock of its own for the injection of failures.
+ *   sleep on UVM. calls.c has a spinlock of its own for the injection of failures, readers.c one for the BINDs in flight.
  *
  * Names: sg_ for functions; the nvUvmInterface* functions are the resource manager's interface, declared by NVIDIA's
  * nv_uvm_interface.h.
@@ -28,6 +28,7 @@
 #include <linux/pci.h>
 #include <linux/types.h>
 #include <linux/wait.h>
+#include <linux/xarray.h>
 
 #include "nvtypes.h"
 #include "nvstatus.h"
@@ -39,13 +40,11 @@
 #error SOFTGPU_BRANCH is the number of the driver branch, for example 535
 #endif
 
-/* What changed between branches; each where it is used. Compared with nv_uvm_interface.h of 535.261.03,
- * 550.163.01, 555.58.02, 580.105.08, 580.142 and 595.45.04. */
-#define SG_HAS_ATS_ARGUMENT   (SOFTGPU_BRANCH >= 545) /* AddressSpaceCreate(enableAts), PREFETCH toggle, page sizes */
-#define SG_HAS_KEY_ROTATION   (SOFTGPU_BRANCH == 550 || SOFTGPU_BRANCH >= 570)
-#define SG_HAS_NVLINK_INFO    (SOFTGPU_BRANCH >= 570)
-#define SG_HAS_PDB_DMA        (SOFTGPU_BRANCH >= 580)
-#define SG_HAS_EVENTS         (SOFTGPU_BRANCH >= 590) /* RegisterUvmEvents instead of RegisterUvmCallbacks */
+/* SG_HAS_*: what differs between versions of nv_uvm_interface.h, see FEATURES in scripts/kernel_tree.py. */
+#include "softgpu_features.h"
+
+/* UVM knows the classes of both kinds of Blackwell. */
+#define SG_HAS_BLACKWELL (SOFTGPU_BRANCH >= 570)
 
 #if !SG_HAS_EVENTS
 #define UvmEventsLinux UvmOpsUvmEvents
@@ -55,6 +54,7 @@
 #define SG_PAGE_64K  0x10000ull
 #define SG_PAGE_2M   0x200000ull
 #define SG_PAGE_512M 0x20000000ull
+#define SG_PAGE_256G 0x4000000000ull
 
 #define SG_SUBPAGES (SOFTGPU_FRAME_SIZE / SG_PAGE_4K)
 
@@ -105,8 +105,10 @@ struct sg_entry {
 	u64 page_size;   /* LEAF */
 };
 
+const char *sg_entry_name(enum sg_entry_kind kind);
+
 /* Levels count down as NVIDIA's names do: SG_LEVEL_PTE = 0, PDE0 = 1, PDE1 = 2, ... */
-enum { SG_LEVEL_PTE = 0, SG_LEVEL_PDE0 = 1, SG_LEVEL_PDE1 = 2, SG_LEVELS_MAX = 6 };
+enum { SG_LEVEL_PTE = 0, SG_LEVEL_PDE0 = 1, SG_LEVEL_PDE1 = 2, SG_LEVEL_PDE2 = 3, SG_LEVELS_MAX = 6 };
 
 struct sg_mmu_format {
 	u8 va_bits;
@@ -118,7 +120,8 @@ struct sg_mmu_format {
 	u64 (*make_pte)(u8 aperture, u8 peer, u64 pa, bool read_only);
 };
 extern const struct sg_mmu_format sg_mmu_ver2; /* Pascal to Ada */
-extern const struct sg_mmu_format sg_mmu_ver3; /* Hopper */
+extern const struct sg_mmu_format sg_mmu_ver3; /* Hopper, GB20x */
+extern const struct sg_mmu_format sg_mmu_ver3_256g; /* GB10x: version 3, and pages of 256 GB */
 
 struct sg_root {
 	u64 pa;
@@ -167,6 +170,31 @@ void sg_tables_written(struct softgpu *gpu, bool sys, u64 pa, u64 length);
 bool sg_tables_holds(struct softgpu *gpu, bool sys, u64 pa, u64 length);
 int sg_tables_verify(void);
 void sg_tables_scan(struct sg_space *space, struct softgpu_scan *scan);
+/* A TLB invalidate of entries of this level and below. */
+void sg_tables_invalidated(struct softgpu *gpu, struct sg_root root, u8 max_level, u64 start, u64 last);
+
+/* ---- readers (readers.c) --------------------------------------------------------------------------- */
+
+/* A unit as a reader sees it. */
+struct sg_sight {
+	enum sg_entry_kind kind; /* never TABLE */
+	u8 aperture, peer;       /* LEAF */
+	bool read_only;
+	u64 pa;                  /* of the unit */
+	u64 page_size;           /* of the entry; 0: absent */
+};
+
+int sg_readers_init(void);
+void sg_readers_exit(void);
+/* Is any BIND in flight? Only then units have to be shown. */
+bool sg_readers_watch(const struct sg_space *space);
+/* What is seen at va changes, because an entry of that level is written. */
+void sg_readers_unit(struct sg_space *space, u8 level, u64 va, const struct sg_sight *before, const struct sg_sight *after);
+void sg_readers_counters(struct softgpu_counters *out);
+struct sg_channel;
+void sg_readers_channel_add(struct sg_channel *channel);
+void sg_readers_channel_remove(struct sg_channel *channel);
+void sg_readers_channel_advance(struct sg_channel *channel);
 
 /* ---- address spaces and memory of the resource manager (space.c, rmmem.c) --------------------------- */
 
@@ -180,6 +208,7 @@ struct sg_space {
 	bool has_root;
 	u64 root_entries;
 	struct list_head tables;      /* of the books */
+	struct xarray resized;        /* slots whose entry is invalid, and what TLBs may hold of it yet; by address >> 21 */
 	u64 rm_base, rm_size, rm_next; /* addresses that the resource manager maps itself */
 	struct list_head allocations;  /* struct sg_allocation */
 };
@@ -281,6 +310,7 @@ struct sg_channel {
 	volatile u32 *userd;       /* SG_USERD_* */
 	u64 *gpfifo;
 	u32 entries, get;
+	u64 fetched;               /* entries, since it was made */
 	NvNotification *error;
 	bool dead;
 	u64 segment_base;          /* Hopper: the address bits above 40 */
@@ -332,12 +362,26 @@ bool sg_semaphore_read(struct sg_channel *channel, u64 va, u64 *value);
 #define SG_FAULT_LOG 256
 #define SG_WAITING_FAULTS 16
 
+/* What differs between architectures, as far as UVM can tell. */
+struct sg_arch {
+	const char *name;    /* of the parameter arch= */
+	const char *product;
+	u32 id;              /* SOFTGPU_ARCH_* */
+	u32 channel_class, copy_class, compute_class;
+	u32 tpcs_per_gpc;
+	u32 nvlink;          /* UVM_LINK_TYPE_* */
+	bool scrub;          /* the copy engine has MEMORY_SCRUB_ENABLE */
+	const struct sg_mmu_format *format;
+};
+
+const struct sg_arch *sg_arch_find(const char *name);
+
 struct softgpu {
 	u32 index;
 	struct pci_dev *pci;
 	u8 uuid[SOFTGPU_UUID_BYTES];
-	bool hopper;
-	const struct sg_mmu_format *format;
+	const struct sg_arch *arch;
+	const struct sg_mmu_format *format; /* of arch */
 	bool lost;
 	bool died;        /* a channel was killed on purpose: UVM can submit nothing any more, so it cannot unmap either */
 

@@ -78,7 +78,7 @@ void sg_registers_settle(struct softgpu *gpu)
 #define FAULT7_ENABLED     BIT(30)
 #define FAULT7_VALID       BIT(31)
 
-#define ENGINE_GRAPHICS_HOPPER 384
+#define ENGINE_GRAPHICS_HOPPER 384 /* and later */
 #define ENGINE_GRAPHICS_AMPERE 64
 
 /* One packet, by client 0 of GPC 0. */
@@ -94,7 +94,7 @@ static void fault_put(struct softgpu *gpu, const struct sg_waiting_fault *fault,
 	word[3] = page >> 20;
 	word[4] = lower_32_bits(now);
 	word[5] = upper_32_bits(now);
-	word[6] = gpu->hopper ? ENGINE_GRAPHICS_HOPPER : ENGINE_GRAPHICS_AMPERE;
+	word[6] = gpu->arch->id == SOFTGPU_ARCH_AMPERE ? ENGINE_GRAPHICS_AMPERE : ENGINE_GRAPHICS_HOPPER;
 	smp_wmb(); /* VALID comes last */
 	word[7] = FIELD_PREP(FAULT7_TYPE, read_only ? FAULT_TYPE_RO_VIOLATION : FAULT_TYPE_PTE) | FAULT7_REPLAYABLE |
 		  FIELD_PREP(FAULT7_ACCESS, fault->write ? FAULT_ACCESS_WRITE : FAULT_ACCESS_READ) | FAULT7_ENABLED | FAULT7_VALID;
@@ -295,7 +295,7 @@ NV_STATUS nvUvmInterfaceDestroyAccessCntrInfo(uvmGpuDeviceHandle device, UvmGpuA
 	return NV_OK;
 }
 
-#if SOFTGPU_BRANCH >= 580
+#if SG_HAS_CONST_CONFIG
 NV_STATUS nvUvmInterfaceEnableAccessCntr(uvmGpuDeviceHandle device, UvmGpuAccessCntrInfo *info, const UvmGpuAccessCntrConfig *config)
 #else
 NV_STATUS nvUvmInterfaceEnableAccessCntr(uvmGpuDeviceHandle device, UvmGpuAccessCntrInfo *info, UvmGpuAccessCntrConfig *config)
@@ -372,7 +372,7 @@ NV_STATUS nvUvmInterfaceCslSign(UvmCslContext *context, NvU32 size, NvU8 const *
 
 /* ---- access bits: none ------------------------------------------------------------------------------- */
 
-#if SOFTGPU_BRANCH >= 595
+#if SG_HAS_ACCESS_BITS
 NV_STATUS nvUvmInterfaceAccessBitsBufAlloc(uvmGpuDeviceHandle device, UvmGpuAccessBitsBufferAlloc *info)
 {
 	return NV_ERR_NOT_SUPPORTED;
