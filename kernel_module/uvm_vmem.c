@@ -12,6 +12,7 @@
 //   uvm_vmem_bind.c    BIND
 //   uvm_vmem_ticket.c  BINDs that are under way, and WAIT
 //   uvm_vmem_stat.c    STAT and the procfs file
+//   uvm_vmem_debug.c   lines in the kernel log, and the dump of a reservation
 //   uvm_vmem_compat.h  the differences between driver branches
 //
 // Objects and their lives
@@ -633,8 +634,18 @@ void uvm_vmem_va_space_init(uvm_vmem_va_space_t *vmem)
 
 void uvm_vmem_va_space_stop(uvm_vmem_va_space_t *vmem)
 {
-    if (vmem->state)
-        uvm_vmem_range_stop_all(vmem->state);
+    uvm_vmem_state_t *state = vmem->state;
+
+    if (!state)
+        return;
+
+    // A reader of a dump may have claimed a reservation. From now on nobody finds one, and who has lets go soon.
+    uvm_vmem_stat_remove(state);
+    wait_event(state->wait, READ_ONCE(state->calls) == 0);
+    uvm_mutex_lock(&state->lock);
+    uvm_mutex_unlock(&state->lock);
+
+    uvm_vmem_range_stop_all(state);
 }
 
 void uvm_vmem_va_space_destroy(uvm_vmem_va_space_t *vmem)
@@ -644,8 +655,6 @@ void uvm_vmem_va_space_destroy(uvm_vmem_va_space_t *vmem)
     if (state) {
         UVM_ASSERT(list_empty(&state->ranges));
         UVM_ASSERT(list_empty(&state->tickets));
-
-        uvm_vmem_stat_remove(state);
 
         // The GPUs were unregistered, and all that was pending is completed: what is left lies in host memory, or is
         // the description of objects whose GPU is gone.

@@ -6,6 +6,7 @@
 #define __UVM_VMEM_H__
 
 #include "uvm_forward_decl.h"
+#include "uvm_processors.h"
 
 struct file;
 struct mm_struct;
@@ -63,7 +64,12 @@ void uvm_vmem_range_remove_gpu(uvm_vmem_range_t *range, uvm_gpu_t *gpu);
 // LOCKING: the VA space lock is held for write.
 void uvm_vmem_range_disable_peer(uvm_vmem_range_t *range, uvm_gpu_t *gpu0, uvm_gpu_t *gpu1);
 
-// Make the file "vmem" in UVM's procfs folder. It goes with the folder.
+// UVM cancels an access of a GPU that it cannot serve: say so in the kernel log if it was to a reservation.
+//
+// LOCKING: the VA space lock is held.
+void uvm_vmem_fatal_fault(uvm_va_space_t *va_space, uvm_gpu_id_t gpu_id, const uvm_fault_buffer_entry_t *fault);
+
+// Make the files "vmem" and "vmem_dump" in UVM's procfs folder. They go with the folder.
 void uvm_vmem_procfs_init(struct proc_dir_entry *dir);
 
 #endif // __UVM_VMEM_H__

@@ -587,8 +587,10 @@ static int send(bind_t *bind)
             ret = send_to_gpu(bind, i, &sent);
     }
 
-    if (ret && sent)
+    if (ret && sent) {
         range->broken = true;
+        uvm_vmem_debug_failed(range, ret);
+    }
 
     return ret;
 }
@@ -699,6 +701,10 @@ static int bind_claimed(bind_t *bind, const struct uvm_vmem_op *ops, NvU64 *tick
 
     // What fails from here on is no operation's fault.
     bind->failed_op = ~0u;
+    uvm_vmem_debug_batch(bind->range,
+                         bind->num_ops,
+                         bind->ops[0].first_unit,
+                         bind->ops[bind->num_ops - 1].first_unit + bind->ops[bind->num_ops - 1].num_units - 1);
 
     trace_ops(bind);
 
@@ -721,6 +727,7 @@ int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct 
 {
     bind_t bind = { .state = state, .num_ops = params->op_count, .failed_op = ~0u };
     NvU64 ticket = 0;
+    bool waits;
     int ret = 0;
     NvU32 i;
 
@@ -766,9 +773,13 @@ int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct 
     // Others may bind while this call waits, and GPUs stay.
     uvm_vmem_call_hold(state);
     uvm_vmem_range_unclaim(bind.range);
-    if (!ret && !(params->flags & UVM_VMEM_BIND_ASYNC))
+    waits = !ret && !(params->flags & UVM_VMEM_BIND_ASYNC);
+    if (waits)
         ret = uvm_vmem_wait_killable(&bind.tracker);
     uvm_vmem_call_end(state);
+
+    if (waits && ret == -EIO)
+        uvm_vmem_debug_failed_at(state, params->start);
 
     params->out_failed_op = bind.failed_op;
     params->out_ticket = ticket;

@@ -190,6 +190,17 @@ typedef struct
     uvm_tracker_t tracker;
 } uvm_vmem_range_gpu_t;
 
+// The last batch of a reservation that was found right; number 0: there was none. For people.
+typedef struct
+{
+    NvU64 number;
+    NvU64 first_unit;
+    NvU64 last_unit;
+    NvU64 time;
+    NvU32 num_ops;
+    pid_t thread;
+} uvm_vmem_last_batch_t;
+
 struct uvm_vmem_range_struct
 {
     // Immutable.
@@ -229,6 +240,8 @@ struct uvm_vmem_range_struct
 
     // Something was mapped that is not in the mapping GPU's own memory.
     bool remote;
+
+    uvm_vmem_last_batch_t last_batch;
 
     uvm_vmem_range_gpu_t gpus[UVM_VMEM_MAX_GPUS];
 };
@@ -272,9 +285,6 @@ struct uvm_vmem_state_struct
     wait_queue_head_t wait;
 
     NvU64 last_range;
-
-    // A GPU left after a fatal error, which only happens when the descriptor is closed: user channels are stopped.
-    bool closing;
 
     struct xarray objects;
     NvU32 next_index;
@@ -621,5 +631,22 @@ void uvm_vmem_stat_add(uvm_vmem_state_t *state);
 void uvm_vmem_stat_remove(uvm_vmem_state_t *state);
 
 int uvm_vmem_stat(uvm_vmem_state_t *state, struct uvm_vmem_stat *params);
+
+// Call visit for each state until it gives something else than 0, which is returned. visit may only try for locks.
+int uvm_vmem_stat_visit(int (*visit)(uvm_vmem_state_t *state, void *data), void *data);
+
+// uvm_vmem_debug.c
+
+// Note a batch that is about to be sent. LOCKING: the range is claimed.
+void uvm_vmem_debug_batch(uvm_vmem_range_t *range, NvU32 num_ops, NvU64 first_unit, NvU64 last_unit);
+
+// Say in the kernel log that the last batch failed after a part of it was sent. LOCKING: the range is claimed, or the VA
+// space lock is held.
+void uvm_vmem_debug_failed(uvm_vmem_range_t *range, int error);
+
+// The same of the reservation that starts at start, if it is still there. LOCKING: the VA space lock is taken for read.
+void uvm_vmem_debug_failed_at(uvm_vmem_state_t *state, NvU64 start);
+
+void uvm_vmem_debug_procfs_init(struct proc_dir_entry *dir);
 
 #endif // __UVM_VMEM_INTERNAL_H__

@@ -172,7 +172,7 @@ static void chunk_put(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk, struct l
 {
     UVM_ASSERT(chunk->free == ~0u);
 
-    if (state->closing || uvm_global_get_status() == NV_OK)
+    if (uvm_global_get_status() == NV_OK)
         chunk_destroy(state, chunk, hosts);
     else
         chunk_file(chunk);

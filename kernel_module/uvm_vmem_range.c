@@ -637,9 +637,6 @@ void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
     list_for_each_entry(range, &state->ranges, node)
         range_evict(range, gpu);
 
-    // After a fatal error UVM unregisters a GPU only when the file descriptor is closed.
-    if (uvm_global_get_status() != NV_OK)
-        state->closing = true;
 
     uvm_vmem_object_remove_gpu(state, gpu);
 

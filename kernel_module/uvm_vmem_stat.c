@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 //
-// What vmem holds: STAT for one file descriptor, /proc/driver/nvidia-uvm/vmem for all of them.
+// What vmem holds: STAT for one file descriptor, /proc/driver/nvidia-uvm/vmem for all of them. (What one reservation
+// holds, entry by entry: uvm_vmem_debug.c.)
 
 #include <linux/proc_fs.h>
 #include <linux/seq_file.h>
@@ -8,7 +9,7 @@
 #include "uvm_api.h"
 #include "uvm_vmem_internal.h"
 
-// All states. The mutex is taken with no other lock held, and nothing but a state's lock is taken under it.
+// All states. The mutex is taken with no other lock held, and others are only tried for under it.
 static LIST_HEAD(g_states);
 static DEFINE_MUTEX(g_states_lock);
 
@@ -24,6 +25,22 @@ void uvm_vmem_stat_remove(uvm_vmem_state_t *state)
     mutex_lock(&g_states_lock);
     list_del(&state->node);
     mutex_unlock(&g_states_lock);
+}
+
+int uvm_vmem_stat_visit(int (*visit)(uvm_vmem_state_t *state, void *data), void *data)
+{
+    uvm_vmem_state_t *state;
+    int ret = 0;
+
+    mutex_lock(&g_states_lock);
+    list_for_each_entry(state, &g_states, node) {
+        ret = visit(state, data);
+        if (ret)
+            break;
+    }
+    mutex_unlock(&g_states_lock);
+
+    return ret;
 }
 
 // LOCKING: state->lock is held.
@@ -150,4 +167,5 @@ void uvm_vmem_procfs_init(struct proc_dir_entry *dir)
 {
     // Without the file everything else works.
     (void)proc_create_single("vmem", S_IRUSR, dir, procfs_show);
+    uvm_vmem_debug_procfs_init(dir);
 }

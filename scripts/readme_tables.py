@@ -213,6 +213,43 @@ def part_counts(_: list[Result]) -> list[str]:
     ]
 
 
+WORKLOADS = [
+    ("growth", "{requests} requests grow to {tokens:,} tokens, a token a step"),
+    ("prefix", "a request begins with a prefix of {prefix:,} tokens"),
+    ("prefix ends", "and ends"),
+    ("move", "a request's {tokens:,} tokens move, page by page"),
+    ("promotion", "they become pages of 2 MB"),
+    ("a request ends", "a request of {tokens:,} tokens ends"),
+]
+WORKED = [
+    ("ioctls", "ioctls"),
+    ("pushes", "pushes"),
+    ("invalidates", "TLB invalidates"),
+    ("entries", "entries"),
+    ("tables", "tables made"),
+]
+
+
+def part_workloads(_: list[Result]) -> list[str]:
+    """The same workloads by the patched driver and by the stock driver's calls, counted."""
+    path = RESULTS / "softgpu-workloads.jsonl"
+    head, *found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    cases = {(line["tensors"], line["case"], line["way"]): line for line in found}
+    body = []
+    for tensors in dict.fromkeys(line["tensors"] for line in found):
+        for case, what in WORKLOADS:
+            uvm, stock = cases[tensors, case, "uvm"], cases[tensors, case, "stock"]
+            cells = [f"{uvm[field]:,} / {stock[field]:,}" for field, _ in WORKED]
+            body.append([what.format(prefix=head["prefix_tokens"], **uvm), str(tensors), *cells])
+    return [
+        f"`uvm` / `stock` for the same work of a cache: {head['model']}'s rows, 64 KB pages "
+        f"mapped one by one, nvidia-uvm {head['driver']} on the software GPU "
+        f"({head['architecture']}; [raw]({path.relative_to(ROOT).as_posix()})):",
+        "",
+        *table(["", "tensors", *(name for name, _ in WORKED)], body),
+    ]
+
+
 LAYOUTS = ["g1/64K", "g1/256K", "g1/2M", "g4/64K", "g4/2M", "blocks/16", "blocks/256"]
 
 
@@ -272,6 +309,7 @@ def part_prefixes(_: list[Result]) -> list[str]:
 PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "memory": part_memory,
     "counts": part_counts,
+    "workloads": part_workloads,
     "drivers": lambda _: readme_drivers.part(),
     "capacity": part_capacity,
     "prefixes": part_prefixes,

@@ -3,8 +3,10 @@
  * When a call may return, and what may be reused when: the engine of the GPU is stopped in between and what
  * happened so far is looked at. "Did not return" is seen by a wait that can be too short, never too long.
  */
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include "abi.h"
 #include "kcheck.h"
@@ -124,6 +126,32 @@ static void calls_wait_for_the_gpu(void) {
   world_close(&W);
 }
 
+static struct uvm_vmem_create *unmapped_later;
+
+static int create_into_nothing(void) {
+  return vm_call(W.uvm, UVM_VMEM_CREATE, unmapped_later);
+}
+
+/* The struct can be written when CREATE begins and not when it ends: nobody learns the handle, and nothing stays. */
+static void create_without_a_place_for_its_handle(void) {
+  struct uvm_vmem_stat s;
+  struct call c;
+  world_open(&W, 1);
+  unmapped_later = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  CHECK(unmapped_later != MAP_FAILED);
+  *unmapped_later = (struct uvm_vmem_create){.size = sizeof(*unmapped_later), .page_shift = 16, .count = 4};
+  memcpy(unmapped_later->gpu_uuid, W.uuid[0], sizeof(unmapped_later->gpu_uuid));
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+  call_start(&c, create_into_nothing);
+  OK(softgpu_hold_wait(W.dev, 0, 10000));
+  munmap(unmapped_later, 4096);
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  EQ(call_join(&c), -EFAULT);
+  OK(vm_stat(W.uvm, NULL, &s));
+  EQ(s.out_objects + s.out_created_bytes + s.out_chunk_bytes, 0);
+  world_close(&W);
+}
+
 static int release_it(void) {
   return vm_release(W.uvm, the_object);
 }
@@ -155,6 +183,162 @@ static void not_reused_before_the_invalidate(void) {
   OK(call_join(&c));
   OK(vm_wait(W.uvm, ticket, FOREVER));
   EQ(gpu_check(&W, 0, RES, 8, 0, 0), -EFAULT);
+  world_close(&W);
+}
+
+/* The handle goes while a BIND that looked it up waits for its page tables: the pages stay for the BIND. */
+static void released_during_a_bind(void) {
+  struct uvm_vmem_stat s;
+  struct call c;
+  uint32_t next;
+  world_open(&W, 1);
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, 0));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 4, 0, &the_object));
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+  call_start(&c, bind_four);
+  OK(softgpu_hold_wait(W.dev, 0, 10000));
+  bool early = c.returned;
+  int released = vm_release(W.uvm, the_object);
+  int known = vm_release(W.uvm, the_object);
+  int counted = vm_stat(W.uvm, NULL, &s);
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  OK(call_join(&c));
+  CHECK(!early);
+  OK(released);
+  EQ(known, -ESTALE);
+  OK(counted);
+  EQ(s.out_objects, 1);
+  OK(gpu_fill(&W, 0, RES, 4 * UNIT, 0x55, 0));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 32, 0, &next)); /* other memory */
+  OK(gpu_check(&W, 0, RES, 4 * UNIT, 0x55, 0));
+  OK(unmap_four());
+  OK(vm_stat(W.uvm, NULL, &s));
+  EQ(s.out_objects, 1);
+  world_close(&W);
+}
+
+/* Writes on and on through a mapping that is being taken away, until it is gone. */
+static void *writes_until_gone(void *unused) {
+  int result;
+  (void)unused;
+  while ((result = gpu_fill(&W, 0, RES, 4 * UNIT, ~0ull, 0)) == 0);
+  return (void *)(intptr_t)result;
+}
+
+/* Pages are zeroed for the next owner after the last write of the one before, whichever push the GPU would take first. */
+static void zeroed_after_the_last_write(void) {
+  enum { ROUNDS = 25 };
+  struct softgpu_settings fast, slow;
+  uint32_t keeps_the_chunk, next;
+  unsigned reused = 0;
+  uint64_t ticket;
+  world_open(&W, 1);
+  if (!can_async()) SKIP("no asynchronous binds");
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 1, 0, &keeps_the_chunk));
+  OK(softgpu_settings(W.dev, NULL, &fast));
+  slow = fast;
+  slow.delay_us = 2000;
+  OK(softgpu_settings(W.dev, &slow, NULL));
+  for (unsigned round = 0; round < ROUNDS; round++) {
+    pthread_t writer;
+    void *result;
+    OK(vm_create(W.uvm, W.uuid[0], 16, 4, 0, &the_object));
+    OK(bind_four());
+    const uint64_t pa = gpu_xlate(&W, 0, RES).out_pa;
+    OK(vm_release(W.uvm, the_object));
+    OK(pthread_create(&writer, NULL, writes_until_gone, NULL));
+    sleep_ms(2);
+    struct uvm_vmem_op op = op_unmap(RES, 4, 0);
+    OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket));
+    OK(vm_create(W.uvm, W.uuid[0], 16, 4, 0, &next));
+    OK(pthread_join(writer, &result));
+    EQ((intptr_t)result, -EFAULT);
+    OK(vm_map(W.uvm, RES, RES + MIB(4), next, 0, 4, 0));
+    reused += gpu_xlate(&W, 0, RES + MIB(4)).out_pa == pa;
+    OK(gpu_check(&W, 0, RES + MIB(4), 4 * UNIT, 0, 0));
+    OK(vm_unmap(W.uvm, RES, RES + MIB(4), 4, 0));
+    OK(vm_release(W.uvm, next));
+  }
+  OK(softgpu_settings(W.dev, &fast, NULL));
+  printf("%u of %u got the same memory\n", reused, ROUNDS);
+  CHECK(reused > 0);
+  W.base[0].stale = gpu_counters(&W, 0).stale; /* the writer's: between the entry's end and the invalidate */
+  world_close(&W);
+}
+
+static int read_proc(void) {
+  char text[4096];
+  int fd = open("/proc/driver/nvidia-uvm/vmem", O_RDONLY);
+  if (fd < 0) return -errno;
+  ssize_t n = read(fd, text, sizeof(text) - 1);
+  close(fd);
+  return n > 0 ? 0 : -EIO;
+}
+
+/* The file in /proc does not wait for whoever waits for a GPU. (The thread that reads is left behind if it does: the
+ * GPU goes on, and then so does it.) */
+static bool proc_is_readable(void) {
+  static struct call c;
+  call_start(&c, read_proc);
+  for (unsigned ms = 0; !c.returned && ms < 5000; ms += A_WHILE) sleep_ms(A_WHILE);
+  return c.returned && call_join(&c) == 0;
+}
+
+/* Host memory goes back to the kernel, which asks no GPU: not while one may still write there. */
+static void host_memory_waits(void) {
+  enum { UNITS = 32 };
+  struct call c;
+  uint64_t ticket;
+  world_open(&W, 1);
+  if (!can_async()) SKIP("no asynchronous binds");
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER));
+  OK(vm_create(W.uvm, W.uuid[0], 16, UNITS, UVM_VMEM_CREATE_HOST, &the_object));
+  OK(vm_map(W.uvm, RES, RES, the_object, 0, UNITS, 0));
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_INVALIDATE));
+  struct uvm_vmem_op op = op_unmap(RES, UNITS, 0);
+  OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket));
+  OK(softgpu_hold_wait(W.dev, 0, 10000));
+  call_start(&c, release_it);
+  sleep_ms(A_WHILE);
+  bool early = c.returned;
+  bool readable = proc_is_readable();
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  OK(call_join(&c));
+  CHECK(!early);
+  CHECK(readable);
+  OK(vm_wait(W.uvm, ticket, FOREVER));
+  world_close(&W);
+}
+
+/* The GPU is unregistered with a bind on its way: that one is carried out before, and its ticket is done. */
+static int unregister_it(void) {
+  int result = softgpu_uvm_unregister_space(&W.c, 0);
+  return result ? result : softgpu_uvm_unregister_gpu(&W.c, 0);
+}
+
+static void gpu_goes_with_a_bind_in_flight(void) {
+  struct uvm_vmem_stat s;
+  struct call c;
+  uint64_t ticket;
+  world_open(&W, 1);
+  if (!can_async()) SKIP("no asynchronous binds");
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 4, 0, &the_object));
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+  struct uvm_vmem_op op = op_map(RES, the_object, 0, 4, 0);
+  OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket));
+  CHECK(ticket != 0);
+  call_start(&c, unregister_it);
+  sleep_ms(A_WHILE);
+  bool early = c.returned;
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  OK(call_join(&c));
+  CHECK(!early);
+  OK(vm_stat(W.uvm, NULL, &s));
+  EQ(s.out_tickets, 0);
+  EQ(s.out_mapped_bytes + s.out_chunk_bytes, 0);
+  OK(vm_wait(W.uvm, ticket, 0));
   world_close(&W);
 }
 
@@ -294,6 +478,20 @@ static void free_with_a_bind_in_flight(void) {
   world_close(&W);
 }
 
+/* Whether a process that was killed comes to give its address space up, which it does before its files. */
+static bool leaves_its_memory(pid_t pid) {
+  char path[64];
+  long pages = 1;
+  snprintf(path, sizeof(path), "/proc/%d/statm", pid);
+  for (unsigned ms = 0; pages && ms < 5000; ms += A_WHILE) {
+    FILE *file = fopen(path, "r");
+    if (!file || fscanf(file, "%ld", &pages) != 1) pages = 0;
+    if (file) fclose(file);
+    if (pages) sleep_ms(A_WHILE);
+  }
+  return !pages;
+}
+
 /* The process goes while its binds are on their way: by exit, or killed while it waits for one. */
 static void end_with_binds_in_flight(void) {
   for (int killed = 0; killed < 2; killed++) {
@@ -332,9 +530,10 @@ static void end_with_binds_in_flight(void) {
     close(ready[0]);
     sleep_ms(A_WHILE);
     if (killed) kill(child, SIGKILL);
-    sleep_ms(A_WHILE);
+    bool left = leaves_its_memory(child);
     OK(softgpu_hold(dev, 0, SOFTGPU_HOLD_RELEASE));
     EQ(waitpid(child, &status, 0), child);
+    CHECK(left); /* with the GPU standing still: WAIT can be killed */
     CHECK(killed ? WIFSIGNALED(status) : WIFEXITED(status) && WEXITSTATUS(status) == 0);
     gpu_check_clean(dev, 0, &base, true);
     close(dev);
@@ -342,5 +541,6 @@ static void end_with_binds_in_flight(void) {
 }
 
 MAIN(TEST(a_ticket), TEST(calls_wait_for_the_gpu), TEST(not_reused_before_the_invalidate),
-     TEST(published_last), TEST(order),
+     TEST(released_during_a_bind), TEST(zeroed_after_the_last_write), TEST(host_memory_waits), TEST(gpu_goes_with_a_bind_in_flight),
+     TEST(create_without_a_place_for_its_handle), TEST(published_last), TEST(order),
      TEST(too_many_tickets), TEST(free_with_a_bind_in_flight), TEST(end_with_binds_in_flight))

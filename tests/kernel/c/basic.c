@@ -122,6 +122,63 @@ static void page_sizes(void) {
   world_close(&w);
 }
 
+/* A page begins at a multiple of its size in memory too, whatever smaller ones lie before it. */
+static void alignment(void) {
+  enum { EACH = 3 };
+  struct world w;
+  unsigned mapped = 0;
+  world_open(&w, 1);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(64), 16, 0));
+  for (unsigned before = 1; before < 8; before++) {
+    uint32_t small, object;
+    OK(vm_create(w.uvm, w.uuid[0], 16, before, 0, &small));
+    for (unsigned i = 0; i < 2 * EACH; i++, mapped++) {
+      const unsigned shift = 17 + i % 2;
+      const uint64_t at = RES + mapped * MIB(1);
+      OK(vm_create(w.uvm, w.uuid[0], shift, 1, 0, &object));
+      OK(vm_map(w.uvm, RES, at, object, 0, 1, 0));
+      EQ(gpu_xlate(&w, 0, at).out_pa % (1ull << shift), 0);
+      OK(gpu_fill(&w, 0, at, 1ull << shift, mapped, 0));
+    }
+  }
+  for (unsigned i = 0; i < mapped; i++) OK(gpu_check(&w, 0, RES + i * MIB(1), 1ull << (17 + i % 2), i, 0));
+  world_close(&w);
+}
+
+/* Larger pages take only what is wholly free between smaller ones that live. */
+static void holes(void) {
+  static const unsigned given_back[] = {0, 1, 3, 6, 7, 9, 12, 13, 14, 15, 20, 21, 22};
+  uint32_t small[SLOT_UNITS], at_unit[SLOT_UNITS] = {0}, large[2];
+  struct world w;
+  world_open(&w, 1);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(16), 16, 0));
+  for (unsigned i = 0; i < SLOT_UNITS; i++) {
+    OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &small[i]));
+    OK(vm_map(w.uvm, RES, RES + i * UNIT, small[i], 0, 1, 0));
+    at_unit[gpu_xlate(&w, 0, RES + i * UNIT).out_pa % SLOT / UNIT] = i;
+    OK(gpu_fill(&w, 0, RES + i * UNIT, UNIT, PATTERN + i, 0));
+  }
+  bool gone[SLOT_UNITS] = {false};
+  for (size_t i = 0; i < ARRAY_SIZE(given_back); i++) {
+    const unsigned page = at_unit[given_back[i]];
+    CHECK(!gone[page]); /* the 32 lie in one chunk */
+    gone[page] = true;
+    OK(vm_unmap(w.uvm, RES, RES + page * UNIT, 1, 0));
+    OK(vm_release(w.uvm, small[page]));
+  }
+  OK(vm_create(w.uvm, w.uuid[0], 17, 5, 0, &large[0])); /* 0, 6, 12, 14, 20: then nothing fits any more */
+  OK(vm_create(w.uvm, w.uuid[0], 18, 2, 0, &large[1]));
+  OK(vm_map(w.uvm, RES, RES + MIB(4), large[0], 0, 5, 0));
+  OK(vm_map(w.uvm, RES, RES + MIB(8), large[1], 0, 2, 0));
+  OK(gpu_fill(&w, 0, RES + MIB(4), 10 * UNIT, 1, 0));
+  OK(gpu_fill(&w, 0, RES + MIB(8), 8 * UNIT, 2, 0));
+  for (unsigned i = 0; i < SLOT_UNITS; i++) {
+    if (!gone[i]) OK(gpu_check(&w, 0, RES + i * UNIT, UNIT, PATTERN + i, 0));
+  }
+  OK(gpu_check(&w, 0, RES + MIB(4), 10 * UNIT, 1, 0));
+  world_close(&w);
+}
+
 /* Small pages and large ones share one reservation, at any multiple of their own size. */
 static void mixed_sizes(void) {
   struct world w;
@@ -147,9 +204,11 @@ static void mixed_sizes(void) {
 
 static void memory_is_zero_again(void) {
   struct world w;
-  uint32_t object;
+  uint32_t object, stays;
   world_open(&w, 1);
   OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(64), 16, 0));
+  /* With it a chunk stays, and its units come back without a detour through UVM. */
+  OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &stays));
   for (unsigned round = 0; round < 6; round++) {
     unsigned shift = shifts[round % 4], pages = MIB(6) >> shift;
     OK(vm_create(w.uvm, w.uuid[0], shift, pages, 0, &object));
@@ -300,6 +359,7 @@ static void host_memory(void) {
     OK(vm_create(w.uvm, w.uuid[0], shifts[s], 2, UVM_VMEM_CREATE_HOST, &object));
     OK(vm_stat(w.uvm, NULL, &stat));
     EQ(stat.out_host_bytes, 2 * bytes);
+    EQ(stat.out_chunk_bytes, 0); /* of the GPU */
     OK(vm_map(w.uvm, RES, RES + MIB(2), object, 0, 2, 0));
     EQ(gpu_xlate(&w, 0, RES + MIB(2)).out_aperture, SOFTGPU_APERTURE_SYS);
     OK(gpu_check(&w, 0, RES + MIB(2), 2 * bytes, 0, 0));
@@ -457,6 +517,6 @@ static void all_or_nothing(void) {
   world_close(&w);
 }
 
-MAIN(TEST(query), TEST(map_move_unmap), TEST(page_sizes), TEST(mixed_sizes), TEST(memory_is_zero_again),
+MAIN(TEST(query), TEST(map_move_unmap), TEST(page_sizes), TEST(alignment), TEST(holes), TEST(mixed_sizes), TEST(memory_is_zero_again),
      TEST(read_only), TEST(sparse), TEST(replace), TEST(big_pages), TEST(host_memory), TEST(eager), TEST(contiguous),
      TEST(statistics), TEST(released_while_mapped), TEST(all_or_nothing))

@@ -23,7 +23,7 @@ static struct world W;
 static uint64_t calls; /* ioctls made by a case */
 
 struct cost {
-  uint64_t ioctls, pushes, pte_writes, invalidates, pde_writes, table_waits, methods;
+  uint64_t ioctls, pushes, pte_writes, invalidates, pde_writes, table_waits, methods, membars;
 };
 
 struct snapshot {
@@ -47,6 +47,7 @@ static struct cost since(const struct snapshot *before) {
                        .invalidates = d.invalidates,
                        .pde_writes = d.pde_writes,
                        .methods = d.methods,
+                       .membars = d.membar_gpu + d.membar_sys,
                        .table_waits = now.stat.out_table_waits - before->stat.out_table_waits};
 }
 
@@ -82,7 +83,7 @@ static int shrink(unsigned page) {
 
 static void one_request(void) {
   struct snapshot before;
-  struct cost c;
+  struct cost c, grown = {0};
   uint32_t object, whole[TENSORS];
   world_open(&W, 1);
   OK(vm_reserve(W.uvm, W.uuid[0], RES, TENSORS * TENSOR_BYTES, 16, 0));
@@ -106,6 +107,7 @@ static void one_request(void) {
     OK(grow(object, page));
     c = since(&before);
     if (page == 1) publish("grow 64 tensors, tables there", &c);
+    grown = c;
     EQ(c.ioctls, 1);
     EQ(c.pushes, 1);
     EQ(c.pte_writes, TENSORS);
@@ -120,6 +122,8 @@ static void one_request(void) {
   EQ(c.pushes, 1);
   EQ(c.pte_writes, TENSORS);
   CHECK(c.invalidates <= 1);
+  /* One more than where nothing is taken away: no access through the old translations may be under way. */
+  EQ(c.membars, grown.membars + 1);
   /* The model agrees that the pages are there and nothing else is. */
   EQ(gpu_scan(&W, 0, RES, TENSORS * TENSOR_BYTES).out_64k, 3 * TENSORS);
   OK(vm_unmap(W.uvm, RES, RES, TENSORS * TENSOR_PAGES, 0));

@@ -88,6 +88,10 @@ static void forked_child(void) {
   if (child == 0) {
     int wrong = all_give(w.uvm, w.uuid[0], object, EPERM);
     if (vm_query(w.uvm, NULL, &q)) wrong++;
+    if (vm_query(w.uvm, w.uuid[0], &q) != -EPERM) {
+      printf("QUERY about a GPU should be %d\n", -EPERM);
+      wrong++;
+    }
     fflush(stdout);
     _exit(wrong);
   }
@@ -342,10 +346,124 @@ static void limits(void) {
   }
 }
 
+enum { THREADS = 4 };
+
+static pthread_barrier_t together;
+
+/* Its own page of 2 MB, made at the same time as the others'. */
+static void *creates_one(void *handle) {
+  pthread_barrier_wait(&together);
+  return (void *)(intptr_t)vm_create(shared.uvm, shared.uuid[0], 21, 1, 0, handle);
+}
+
+/* How many of THREADS threads that CREATE at the same time succeed; the others must get -EDQUOT. */
+static int create_together(uint32_t *handles) {
+  pthread_t thread[THREADS];
+  int made = 0;
+  pthread_barrier_init(&together, NULL, THREADS);
+  for (int t = 0; t < THREADS; t++) {
+    if (pthread_create(&thread[t], NULL, creates_one, &handles[t])) abort();
+  }
+  for (int t = 0; t < THREADS; t++) {
+    void *result;
+    pthread_join(thread[t], &result);
+    if (result && (intptr_t)result != -EDQUOT) fail("CREATE: %d", (int)(intptr_t)result);
+    made += !result;
+  }
+  pthread_barrier_destroy(&together);
+  return made;
+}
+
+/* A descriptor's first command comes from several threads at once: it has one set of books all the same. */
+static void first_use_by_many(void) {
+  for (unsigned round = 0; round < 10; round++) {
+    uint32_t handle[THREADS];
+    struct uvm_vmem_stat s;
+    world_open(&shared, 1);
+    EQ(create_together(handle), THREADS);
+    OK(vm_stat(shared.uvm, NULL, &s));
+    EQ(s.out_objects, THREADS);
+    EQ(s.out_created_bytes, THREADS * MIB(2));
+    for (int t = 0; t < THREADS; t++) OK(vm_release(shared.uvm, handle[t]));
+    world_close(&shared);
+  }
+}
+
+/* Threads that get memory from the resource manager at the same time stay below the limit together. */
+static void limit_under_threads(void) {
+  enum { SLOW_US = 30000 };
+  for (unsigned round = 0; round < 2; round++) {
+    uint32_t handle[THREADS] = {0}, more;
+    struct uvm_vmem_stat s;
+    world_open(&shared, 1);
+    /* All that UVM has at hand goes, so that each thread has to ask. */
+    OK(vm_create(shared.uvm, shared.uuid[0], 21, 1, 0, &more));
+    OK(set_parameter("uvm_vmem_limit_mb", 6));
+    OK(softgpu_inject(shared.dev, "PmaAllocPages", 0, 0, 0, 0, SLOW_US));
+    int made = create_together(handle);
+    softgpu_inject_clear(shared.dev);
+    OK(vm_stat(shared.uvm, NULL, &s));
+    OK(set_parameter("uvm_vmem_limit_mb", 0));
+    EQ(made, 2);
+    EQ(s.out_chunk_bytes, MIB(6));
+    world_close(&shared);
+  }
+}
+
+/* Live structs of a kind, by the kernel's own books; -1 if it has none. */
+static long slab_objects(const char *name) {
+  char line[256], found[64];
+  long active = -1, n;
+  FILE *file = fopen("/proc/slabinfo", "r");
+  while (file && fgets(line, sizeof(line), file)) {
+    if (sscanf(line, "%63s %ld", found, &n) == 2 && strcmp(found, name) == 0) active = n;
+  }
+  if (file) fclose(file);
+  return active;
+}
+
+/* The address space that a descriptor belongs to is held as long as the descriptor, and no longer. */
+static void address_spaces_come_back(void) {
+  enum { CHILDREN = 400, LEFT = 100 };
+  long before = slab_objects("mm_struct");
+  if (before < 0) SKIP("no /proc/slabinfo");
+  fflush(stdout);
+  for (unsigned i = 0; i < CHILDREN; i++) {
+    pid_t child = fork();
+    if (child == 0) {
+      int fd = softgpu_uvm_open();
+      _exit(fd < 0 || softgpu_uvm_initialize(fd));
+    }
+    EQ(wait_for(child), 0);
+  }
+  long after = slab_objects("mm_struct");
+  printf("%ld address spaces, then %ld\n", before, after);
+  CHECK(after < before + LEFT);
+}
+
+/* A kind of GPU that QUERY refuses: nothing works on it, and the rest goes on. */
+static void refused_kind(void) {
+  struct uvm_vmem_query q;
+  struct uvm_vmem_stat s = {0};
+  struct world w;
+  uint32_t handle;
+  if (!parameter("VIRTUAL", 0)) SKIP("needs a virtual GPU (virtual=1, VIRTUAL=1)");
+  world_open(&w, 1);
+  OK(vm_query(w.uvm, w.uuid[0], &q));
+  EQ(q.out_gpu_refusal, UVM_VMEM_GPU_VIRTUAL);
+  EQ(vm_reserve(w.uvm, w.uuid[0], RES, MIB(16), 16, 0), -EOPNOTSUPP);
+  EQ(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &handle), -EOPNOTSUPP);
+  EQ(vm_stat(w.uvm, w.uuid[0], &s), -EOPNOTSUPP);
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_objects + s.out_reservations, 0);
+  world_close(&w);
+}
+
 int main(int argc, char **argv) {
   static const struct test tests[] = {TEST(not_initialised),      TEST(forked_child),   TEST(passed_over_a_socket),
                                       TEST(kept_through_execve),  TEST(another_thread), TEST(duplicated),
-                                      TEST(owner_closes_first),   TEST(limits)};
+                                      TEST(owner_closes_first),   TEST(limits),         TEST(first_use_by_many),
+                                      TEST(limit_under_threads),  TEST(refused_kind),   TEST(address_spaces_come_back)};
   if (argc == 4 && strcmp(argv[1], "--after-exec") == 0) return after_exec(atoi(argv[2]), (uint32_t)atoi(argv[3]));
   return run_tests(tests, ARRAY_SIZE(tests), argc, argv);
 }

@@ -4,6 +4,7 @@
  * calls on our ranges, managed memory that needs the same memory, allocations of the resource manager.
  */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -319,6 +320,14 @@ static void unregister_under_fire(void) {
   world_close(&stays);
 }
 
+static bool readable(const char *path) {
+  char text[4096];
+  int fd = open(path, O_RDONLY);
+  bool good = fd >= 0 && read(fd, text, sizeof(text)) > 0;
+  close(fd);
+  return good;
+}
+
 /* While the system sleeps everything is EAGAIN; then all is as it was. (UVM lets nobody close then: in a real
  * suspend user space is frozen.) */
 static void suspended(void) {
@@ -339,8 +348,10 @@ static void suspended(void) {
                      vm_unmap(w.uvm, RES, RES, 1, 0),
                      vm_wait(w.uvm, ticket, 0),
                      vm_stat(w.uvm, NULL, &s)};
+  const bool shown = readable("/proc/driver/nvidia-uvm/vmem"), listed = readable("/proc/driver/nvidia-uvm/vmem_dump");
   OK(softgpu_suspend(w.dev, false));
   for (size_t i = 0; i < ARRAY_SIZE(got); i++) EQ(got[i], -EAGAIN);
+  CHECK(shown && listed);
   OK(vm_wait(w.uvm, ticket, FOREVER));
   OK(still_there(&w, PATTERN));
   OK(gpu_check(&w, 0, RES + MIB(8), 8 * UNIT, PATTERN, 1));
@@ -349,30 +360,166 @@ static void suspended(void) {
   world_close(&w);
 }
 
-/* After 2^20 objects an index comes again: the old handle with it does not name the new object. */
+/* Calls again while the system sleeps, and counts that. */
+#define AWAKE(call)                                          \
+  ({                                                         \
+    int awake_;                                              \
+    while ((awake_ = (call)) == -EAGAIN) {                   \
+      slept++;                                               \
+      sleep_ms(1);                                           \
+    }                                                        \
+    awake_;                                                  \
+  })
+
+static _Atomic unsigned slept, rounds;
+
+/* Its own reservation, pages in the GPU and in the host, a slot that is one 2 MB entry, a ticket each round. */
+static void *goes_on(void *argument) {
+  const uintptr_t number = (uintptr_t)argument;
+  const uint64_t base = RES + number * GIB(1);
+  uint64_t wrong = 0, ticket;
+  uint32_t large, host;
+  wrong += AWAKE(vm_reserve(raced.uvm, raced.uuid[0], base, MIB(16), 16, number ? UVM_VMEM_RESERVE_BIG : 0)) != 0;
+  wrong += AWAKE(vm_create(raced.uvm, raced.uuid[0], 21, 1, 0, &large)) != 0;
+  wrong += AWAKE(vm_create(raced.uvm, raced.uuid[0], 16, 4, UVM_VMEM_CREATE_HOST, &host)) != 0;
+  wrong += AWAKE(vm_map(raced.uvm, base, base, large, 0, 1, 0)) != 0;
+  wrong += AWAKE(vm_map(raced.uvm, base, base + MIB(2), host, 0, 4, 0)) != 0;
+  wrong += gpu_fill(&raced, 0, base, MIB(2), number + 1, 1) != 0;
+  wrong += gpu_fill(&raced, 0, base + MIB(2), 4 * UNIT, ~number, 1) != 0;
+  while (!stop && !wrong) {
+    uint32_t object;
+    wrong += AWAKE(vm_create(raced.uvm, raced.uuid[0], 16, 4, 0, &object)) != 0;
+    struct uvm_vmem_op op = op_map(base + MIB(4), object, 0, 4, 0);
+    wrong += AWAKE(vm_bind(raced.uvm, base, &op, 1, NULL, &ticket)) != 0;
+    wrong += AWAKE(vm_wait(raced.uvm, ticket, FOREVER)) != 0;
+    wrong += gpu_check(&raced, 0, base + MIB(4), 4 * UNIT, 0, 0) != 0;
+    wrong += gpu_fill(&raced, 0, base + MIB(4), 4 * UNIT, number, 0) != 0;
+    wrong += AWAKE(vm_release(raced.uvm, object)) != 0;
+    wrong += AWAKE(vm_unmap(raced.uvm, base, base + MIB(4), 4, 0)) != 0;
+    wrong += gpu_check(&raced, 0, base, MIB(2), number + 1, 1) != 0;
+    wrong += gpu_check(&raced, 0, base + MIB(2), 4 * UNIT, ~number, 1) != 0;
+    rounds++;
+  }
+  return (void *)(uintptr_t)wrong;
+}
+
+/* The system goes to sleep under threads that map and unmap, again and again: nothing is lost, nothing is done twice. */
+static void suspended_under_fire(void) {
+  struct uvm_vmem_stat s;
+  pthread_t thread[2];
+  world_open(&raced, 1);
+  stop = false;
+  slept = rounds = 0;
+  for (uintptr_t t = 0; t < 2; t++) OK(pthread_create(&thread[t], NULL, goes_on, (void *)t));
+  int result = 0;
+  for (unsigned i = 0; i < 10 && !result; i++) {
+    const unsigned before = rounds;
+    for (unsigned ms = 0; rounds < before + 2 && ms < 5000; ms += 10) sleep_ms(10);
+    result = softgpu_suspend(raced.dev, true);
+    if (result) break;
+    sleep_ms(20);
+    result = softgpu_suspend(raced.dev, false);
+  }
+  stop = true;
+  for (unsigned t = 0; t < 2; t++) {
+    void *wrong;
+    OK(pthread_join(thread[t], &wrong));
+    EQ((uintptr_t)wrong, 0);
+  }
+  EQ(result, 0);
+  printf("%u rounds, %u calls while the system slept\n", rounds, slept);
+  CHECK(slept > 0 && rounds >= 20);
+  OK(vm_stat(raced.uvm, NULL, &s));
+  EQ(s.out_objects, 4);
+  EQ(s.out_tickets, 0);
+  EQ(s.out_mapped_bytes, 2 * (MIB(2) + 4 * UNIT));
+  world_close(&raced);
+}
+
+/* A handle with the index of a live object and a generation that was never given names nothing. */
+static void forged_generations(void) {
+  struct world w;
+  struct uvm_vmem_stat before, after;
+  uint32_t live, larger;
+  world_open(&w, 1);
+  const unsigned bits = parameter("INDEX_BITS", 20);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(2), 16, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &live));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &larger));
+  OK(vm_map(w.uvm, RES, RES, live, 0, 1, 0));
+  OK(gpu_fill(&w, 0, RES, UNIT, PATTERN, 1));
+  OK(vm_stat(w.uvm, NULL, &before));
+  for (unsigned bit = bits; bit < 32; bit++) {
+    const uint32_t forged = live ^ 1u << bit;
+    EQ(vm_map(w.uvm, RES, RES + UNIT, forged, 0, 1, 0), -ENOENT);
+    EQ(vm_release(w.uvm, forged), -ENOENT);
+  }
+  OK(vm_stat(w.uvm, NULL, &after));
+  CHECK(stat_same(&before, &after));
+  EQ(gpu_check(&w, 0, RES + UNIT, 8, 0, 0), -EFAULT);
+  OK(gpu_check(&w, 0, RES, UNIT, PATTERN, 1));
+  OK(vm_release(w.uvm, larger));
+  OK(vm_release(w.uvm, live));
+  world_close(&w);
+}
+
+/* After 2^INDEX_BITS objects an index comes again: the old handle with it does not name the new object. */
 static void handles_come_round(void) {
   struct world w;
   uint32_t keeps_the_chunk, first, handle = 0;
-  if (!parameter("ROUND", 0)) SKIP("2 ms each, 2^20 times (ROUND=1)");
+  const unsigned bits = parameter("INDEX_BITS", 0);
+  const uint32_t index = (1u << bits) - 1;
+  if (!bits) SKIP("2 ms each, 2^20 times (INDEX_BITS=20; fewer for a driver with shorter indices)");
   world_open(&w, 1);
   OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(2), 16, 0));
   OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &keeps_the_chunk));
-  OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &first));
-  OK(vm_release(w.uvm, first));
-  for (unsigned i = 0; i < (1u << 20) + 8; i++) {
-    OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &handle));
-    CHECK(handle != 0 && handle != first && handle != keeps_the_chunk);
-    if ((handle & 0xfffff) == (first & 0xfffff)) break;
-    if (i % (1u << 16) == 0) printf("%u objects\n", i);
+  for (unsigned round = 0; round < (bits < 10 ? 3 : 1); round++) {
+    OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &first));
+    OK(vm_release(w.uvm, first));
+    for (unsigned i = 0; i < (1u << bits) + 8; i++) {
+      OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &handle));
+      CHECK(handle != 0 && handle != first && handle != keeps_the_chunk);
+      if ((handle & index) == (first & index)) break;
+      if (i % (1u << 16) == 0) printf("%u objects\n", i);
+      OK(vm_release(w.uvm, handle));
+    }
+    EQ(handle & index, first & index);
+    EQ(vm_map(w.uvm, RES, RES, first, 0, 1, 0), -ESTALE);
+    EQ(vm_release(w.uvm, first), -ESTALE);
+    OK(vm_map(w.uvm, RES, RES, handle, 0, 1, 0));
+    OK(vm_unmap(w.uvm, RES, RES, 1, 0));
     OK(vm_release(w.uvm, handle));
   }
-  EQ(handle & 0xfffff, first & 0xfffff);
-  EQ(vm_map(w.uvm, RES, RES, first, 0, 1, 0), -ESTALE);
-  EQ(vm_release(w.uvm, first), -ESTALE);
-  OK(vm_map(w.uvm, RES, RES, handle, 0, 1, 0));
+  OK(vm_map(w.uvm, RES, RES, keeps_the_chunk, 0, 1, 0)); /* its index was passed over */
+  world_close(&w);
+}
+
+/* Every index is taken: CREATE fails with ENOMEM, gives back what it took, and works again when one is free. */
+static void no_index_is_left(void) {
+  enum { MOST = 1024 };
+  static uint32_t handle[MOST];
+  struct world w;
+  struct uvm_vmem_stat before, after;
+  uint32_t more;
+  unsigned n = 0;
+  const unsigned bits = parameter("INDEX_BITS", 0);
+  if (!bits || bits > 10) SKIP("needs a driver with short indices (INDEX_BITS=6)");
+  world_open(&w, 1);
+  while (n < (1u << bits) - 1) OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &handle[n++]));
+  OK(vm_stat(w.uvm, NULL, &before));
+  EQ(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &more), -ENOMEM);
+  OK(vm_stat(w.uvm, NULL, &after));
+  CHECK(stat_same(&before, &after));
+  EQ(after.out_kernel_bytes, before.out_kernel_bytes);
+  OK(vm_release(w.uvm, handle[5]));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &handle[5]));
+  while (n) OK(vm_release(w.uvm, handle[--n]));
+  OK(vm_stat(w.uvm, NULL, &after));
+  EQ(after.out_objects + after.out_created_bytes, 0);
   world_close(&w);
 }
 
 MAIN(TEST(two_clients), TEST(the_address_space_goes), TEST(the_gpu_goes), TEST(uvm_free_of_our_range),
      TEST(uvm_map_on_our_range), TEST(memory_runs_out), TEST(contiguous_allocation), TEST(managed_memory_gives_way),
-     TEST(unregister_under_fire), TEST(suspended), TEST(handles_come_round))
+     TEST(unregister_under_fire), TEST(suspended), TEST(suspended_under_fire), TEST(forged_generations), TEST(handles_come_round),
+     TEST(no_index_is_left))

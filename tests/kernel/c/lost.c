@@ -6,6 +6,8 @@
  *
  * What must hold: nothing hangs, the calls fail in a defined way, and closing gives all of it back.
  */
+#include <fcntl.h>
+#include <pthread.h>
 #include <sys/wait.h>
 #include "abi.h"
 #include "kcheck.h"
@@ -44,9 +46,16 @@ static void calls_after_the_failure(void) {
   CHECK(result == 0 || defined(result));
   OK(vm_query(W.uvm, NULL, &q));
   OK(vm_stat(W.uvm, NULL, &s));
-  result = vm_release(W.uvm, object);
-  CHECK(result == 0 || defined(result));
+  OK(vm_release(W.uvm, object));
   OK(vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP)); /* what is in an unknown state goes with it */
+}
+
+/* Page tables may still name the memory, and user channels run: it is nobody else's until they are stopped. */
+static void memory_stays_until_close(void) {
+  struct uvm_vmem_stat s;
+  OK(vm_stat(W.uvm, NULL, &s));
+  EQ(s.out_objects, 0);
+  EQ(s.out_chunk_bytes, MIB(2));
 }
 
 /* The descriptors close, without a hang; nothing is left in the resource manager's books. (UVM cannot clear page
@@ -76,7 +85,10 @@ static void push_dies(void) {
   int result = vm_map(W.uvm, RES, RES + 16 * UNIT, object, 16, 8, 0);
   EQ(result, -EIO);
   softgpu_inject_clear(W.dev);
+  uint32_t more;
+  EQ(vm_create(W.uvm, W.uuid[0], 16, 1, 0, &more), -EIO); /* UVM knows: nothing more is begun */
   calls_after_the_failure();
+  if (!failures_here) memory_stays_until_close();
   if (!failures_here) all_closes();
 }
 
@@ -95,4 +107,93 @@ static void lost_in_flight(void) {
   if (!failures_here) all_closes();
 }
 
-MAIN(TEST(gpu_lost), TEST(push_dies), TEST(lost_in_flight))
+enum { CLIENTS = 12, BINDS = 256 };
+
+static struct world filler[CLIENTS];
+static volatile unsigned filled;
+static volatile bool bound;
+
+/* Batches for GPU 1, which stands still: until its channel takes no more, and then until it is lost. */
+static void *fills(void *unused) {
+  (void)unused;
+  for (unsigned i = 0; i < CLIENTS * BINDS; i++, filled++) {
+    uint32_t failed;
+    uint64_t ticket;
+    struct uvm_vmem_op op = op_unmap(RES, 1, i % 2 ? 0 : UVM_VMEM_OP_SPARSE);
+    int result = vm_bind(filler[i / BINDS].uvm, RES, &op, 1, &failed, &ticket);
+    if (result) return (void *)(intptr_t)result;
+  }
+  return NULL;
+}
+
+static void *binds_on_both(void *unused) {
+  (void)unused;
+  intptr_t result = vm_map(W.uvm, RES, RES, object, 0, 8, 0);
+  bound = true;
+  return (void *)result;
+}
+
+/* Whether the kernel's log, from fd on, has a line with this. */
+static bool logged(int fd, const char *what) {
+  char line[2048];
+  for (unsigned tries = 0; tries < 100;) {
+    ssize_t n = read(fd, line, sizeof(line) - 1);
+    if (n > 0) {
+      line[n] = 0;
+      if (strstr(line, what)) return true;
+    } else if (n == 0 || errno != EPIPE) {
+      sleep_ms(20);
+      tries++;
+    }
+  }
+  return false;
+}
+
+/* Half of a batch was sent when the other half's GPU goes: nobody knows what the page tables say. */
+static void broken(void) {
+  struct uvm_vmem_stat s;
+  pthread_t first, second;
+  void *result;
+  if (world_gpus() < 2) SKIP("one GPU (run with --gpus 2)");
+  int log = open("/dev/kmsg", O_RDONLY | O_NONBLOCK);
+  CHECK(log >= 0 && lseek(log, 0, SEEK_END) >= 0);
+  world_open(&stays, 1);
+  world_open(&W, 2);
+  OK(vm_reserve_on(W.uvm, RES, MIB(64), 16, UVM_VMEM_RESERVE_EAGER, W.uuid, 2));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 32, UVM_VMEM_CREATE_HOST, &object));
+  for (unsigned i = 0; i < CLIENTS; i++) {
+    world_open(&filler[i], 2);
+    OK(vm_reserve(filler[i].uvm, filler[i].uuid[1], RES, MIB(2), 16, UVM_VMEM_RESERVE_EAGER));
+  }
+  OK(softgpu_hold(W.dev, 1, SOFTGPU_HOLD_PUSH));
+  OK(pthread_create(&first, NULL, fills, NULL));
+  for (unsigned before = ~0u; before != filled;) {
+    before = filled;
+    sleep_ms(2000);
+  }
+  printf("%u batches wait for GPU 1\n", filled);
+  CHECK(filled < CLIENTS * BINDS);
+  OK(pthread_create(&second, NULL, binds_on_both, NULL));
+  sleep_ms(1000);
+  CHECK(!bound);
+  OK(softgpu_lost(W.dev, 1, true));
+  OK(softgpu_hold(W.dev, 1, SOFTGPU_HOLD_RELEASE));
+  OK(pthread_join(second, &result));
+  EQ((intptr_t)result, -EIO);
+  OK(pthread_join(first, &result));
+  char expected[160];
+  snprintf(expected, sizeof(expected), "process %d (lost): a batch failed on a GPU (-5), reservation 0x%llx-0x%llx is in an unknown",
+           getpid(), RES, RES + MIB(64) - 1);
+  CHECK(logged(log, expected));
+  EQ(vm_map(W.uvm, RES, RES + MIB(2), object, 8, 8, 0), -EIO);
+  /* What the other GPU may see stays pinned, and all of it goes with the descriptor. */
+  OK(vm_release(W.uvm, object));
+  OK(vm_stat(W.uvm, NULL, &s));
+  EQ(s.out_host_bytes, 32 * UNIT);
+  OK(vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP));
+  for (unsigned i = 0; i < CLIENTS; i++) softgpu_client_close(&filler[i].c);
+  close(log);
+  if (!failures_here) all_closes();
+}
+
+MAIN(TEST(gpu_lost), TEST(push_dies), TEST(lost_in_flight), TEST(broken))

@@ -2,6 +2,7 @@
 /*
  * Two GPUs: one reservation on both, pages of one mapped for the other, and the end of peer access.
  */
+#include <pthread.h>
 #include "abi.h"
 #include "kcheck.h"
 #include "world.h"
@@ -118,6 +119,9 @@ static void peer_memory(void) {
     /* Peer access ends: what lies in the other GPU is not reachable any more, and not mapped. */
     OK(softgpu_uvm_disable_peer(&w.c, 0, 1));
     EQ(gpu_check(&w, 0, RES, 8, 0, 0), -EFAULT);
+    for (unsigned gpu = 0; gpu < 2 && has(&w, UVM_VMEM_CAP_MULTI_GPU); gpu++) {
+      EQ(gpu_check(&w, gpu, RES + GIB(1), 8, 0, 0), -EFAULT);
+    }
     OK(vm_stat(w.uvm, NULL, &s));
     EQ(s.out_objects, 2);
     EQ(s.out_mapped_bytes, 0);
@@ -152,4 +156,141 @@ static void limit_of_each_gpu(void) {
   world_close(&w);
 }
 
-MAIN(TEST(limit_of_each_gpu), TEST(apart), TEST(one_reservation_on_both), TEST(peer_memory))
+#define A_WHILE 100 /* ms in which a call that does not wait would have returned */
+
+static struct world both;
+static uint32_t on_the_host;
+static volatile bool returned;
+
+static int map_on_both(void) {
+  return vm_map(both.uvm, RES, RES, on_the_host, 0, 8, 0);
+}
+
+static int unmap_on_both(void) {
+  return vm_unmap(both.uvm, RES, RES, 8, 0);
+}
+
+static int free_on_both(void) {
+  return vm_free(both.uvm, RES, UVM_VMEM_FREE_UNMAP);
+}
+
+static void *call_on_both(void *call) {
+  intptr_t result = ((int (*)(void))call)();
+  returned = true;
+  return (void *)result;
+}
+
+/* One GPU stands still: the call does not return, whichever it is. */
+static void waits_for(unsigned gpu, const char *what, int (*call)(void)) {
+  pthread_t thread;
+  void *result;
+  returned = false;
+  OK(softgpu_hold(both.dev, gpu, SOFTGPU_HOLD_PUSH));
+  OK(pthread_create(&thread, NULL, call_on_both, call));
+  OK(softgpu_hold_wait(both.dev, gpu, 10000));
+  sleep_ms(A_WHILE);
+  bool early = returned;
+  OK(softgpu_hold(both.dev, gpu, SOFTGPU_HOLD_RELEASE));
+  OK(pthread_join(thread, &result));
+  EQ((intptr_t)result, 0);
+  if (early) fail("%s returned before GPU %u had done it", what, gpu);
+}
+
+/* A ticket is open until the last GPU is done. */
+static void ticket_waits_for(unsigned gpu, struct uvm_vmem_op op) {
+  uint64_t ticket;
+  OK(softgpu_hold(both.dev, gpu, SOFTGPU_HOLD_PUSH));
+  OK(vm_bind(both.uvm, RES, &op, 1, NULL, &ticket));
+  OK(softgpu_hold_wait(both.dev, gpu, 10000));
+  int early = vm_wait(both.uvm, ticket, A_WHILE * 1000000ull);
+  OK(softgpu_hold(both.dev, gpu, SOFTGPU_HOLD_RELEASE));
+  OK(vm_wait(both.uvm, ticket, FOREVER));
+  if (early != -ETIMEDOUT) fail("WAIT gave %d before GPU %u was done", early, gpu);
+}
+
+static void every_gpu_is_waited_for(void) {
+  if (world_gpus() < 2) SKIP("one GPU (run with --gpus 2)");
+  world_open(&both, 2);
+  if (!has(&both, UVM_VMEM_CAP_MULTI_GPU | UVM_VMEM_CAP_HOST)) SKIP("no reservations on several GPUs");
+  OK(vm_create(both.uvm, both.uuid[0], 16, 8, UVM_VMEM_CREATE_HOST, &on_the_host));
+  for (unsigned gpu = 0; gpu < 2; gpu++) {
+    OK(vm_reserve_on(both.uvm, RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER, both.uuid, 2));
+    waits_for(gpu, "BIND (map)", map_on_both);
+    waits_for(gpu, "BIND (unmap)", unmap_on_both);
+    ticket_waits_for(gpu, op_map(RES, on_the_host, 0, 8, 0));
+    ticket_waits_for(gpu, op_unmap(RES, 8, 0));
+    OK(map_on_both());
+    waits_for(gpu, "FREE", free_on_both);
+  }
+  world_close(&both);
+}
+
+static uint32_t on_gpu_0;
+
+static int release_it(void) {
+  return vm_release(both.uvm, on_gpu_0);
+}
+
+/* Memory that both GPUs mapped is not another's before both have unmapped it. */
+static void not_reused_before_both_are_done(void) {
+  struct softgpu_frame frame;
+  pthread_t thread;
+  void *result;
+  uint32_t object;
+  uint64_t ticket;
+  if (world_gpus() < 2) SKIP("one GPU (run with --gpus 2)");
+  world_open(&both, 2);
+  if (!has(&both, UVM_VMEM_CAP_MULTI_GPU | UVM_VMEM_CAP_PEER)) SKIP("no reservations on several GPUs");
+  if (!always_peers(&both)) OK(softgpu_uvm_enable_peer(&both.c, 0, 1));
+  OK(vm_reserve_on(both.uvm, RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER, both.uuid, 2));
+  OK(vm_create(both.uvm, both.uuid[0], 21, 1, 0, &object));
+  OK(vm_map(both.uvm, RES, RES, object, 0, 1, 0));
+  OK(gpu_fill(&both, 0, RES, MIB(2), 0x77, 0));
+  uint64_t pa = gpu_xlate(&both, 0, RES).out_pa;
+  OK(softgpu_hold(both.dev, 1, SOFTGPU_HOLD_INVALIDATE));
+  struct uvm_vmem_op op = op_unmap(RES, 32, 0);
+  OK(vm_bind(both.uvm, RES, &op, 1, NULL, &ticket));
+  OK(softgpu_hold_wait(both.dev, 1, 10000));
+  on_gpu_0 = object;
+  OK(pthread_create(&thread, NULL, call_on_both, release_it)); /* may wait */
+  sleep_ms(A_WHILE);
+  OK(softgpu_frame(both.dev, 0, pa, &frame));
+  int untouched = softgpu_check_phys(both.dev, 0, pa, UNIT, 0x77, 0);
+  OK(softgpu_hold(both.dev, 1, SOFTGPU_HOLD_RELEASE));
+  OK(pthread_join(thread, &result));
+  EQ((intptr_t)result, 0);
+  OK(vm_wait(both.uvm, ticket, FOREVER));
+  CHECK(frame.out_allocated);
+  EQ(untouched, 0);
+  world_close(&both);
+}
+
+/* A GPU of two leaves: what the other maps stays, and is the other's alone. */
+static void one_of_two_leaves(void) {
+  struct uvm_vmem_stat s;
+  uint32_t object;
+  struct world w;
+  if (world_gpus() < 2) SKIP("one GPU (run with --gpus 2)");
+  world_open(&w, 2);
+  if (!has(&w, UVM_VMEM_CAP_MULTI_GPU | UVM_VMEM_CAP_HOST)) SKIP("no reservations on several GPUs");
+  OK(vm_reserve_on(w.uvm, RES, MIB(16), 16, 0, w.uuid, 2));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 8, UVM_VMEM_CREATE_HOST, &object));
+  OK(vm_map(w.uvm, RES, RES, object, 0, 8, 0));
+  OK(gpu_fill(&w, 0, RES, 8 * UNIT, PATTERN, 1));
+  OK(softgpu_uvm_unregister_space(&w.c, 1));
+  OK(softgpu_uvm_unregister_gpu(&w.c, 1));
+  OK(gpu_check(&w, 0, RES, 8 * UNIT, PATTERN, 1));
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_mapped_bytes, 8 * UNIT);
+  EQ(vm_map(w.uvm, RES, RES + MIB(4), object, 0, 1, 0), -ENODEV);
+  OK(vm_unmap(w.uvm, RES, RES, 4, 0));
+  EQ(gpu_check(&w, 0, RES, 8, 0, 0), -EFAULT);
+  OK(gpu_check(&w, 0, RES + 4 * UNIT, 4 * UNIT, PATTERN + 4 * UNIT / 8, 1));
+  OK(softgpu_uvm_unregister_space(&w.c, 0));
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_mapped_bytes, 0);
+  world_close(&w);
+}
+
+MAIN(TEST(limit_of_each_gpu), TEST(apart), TEST(one_reservation_on_both), TEST(peer_memory),
+     TEST(every_gpu_is_waited_for), TEST(not_reused_before_both_are_done), TEST(one_of_two_leaves))

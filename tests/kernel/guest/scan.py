@@ -38,6 +38,7 @@ SUSPECT = re.compile(
             r"nvidia-uvm.*[Pp]anic",
             r"Memory leak of -?\d+ bytes",  # UVM's leak checker, and vmem's
             r"nvidia-uvm: .*(ERROR|Fatal)",
+            r"nvidia-uvm: vmem: ",  # a fatal fault, a batch that failed
             r"(?i:softgpu.*\b(error|leak|leaked|assert)\b)",
             r"Objects remaining in .* on __kmem_cache_shutdown",
             r"Bad page (state|map)",

@@ -10,7 +10,10 @@ from manifest.entry import DELAYS, Test
 __all__ = ["BUILTIN_NOISE", "PROGRAMS", "TESTS"]
 
 # The driver's own lines about a GPU that failed, as asked for by the test.
-FAILING_GPU = (r"nvidia-uvm: .*(ERROR|Fatal)", r"softgpu: error: .* freed while .* live entries")
+FAILING_GPU = (
+    r"nvidia-uvm: (.*(ERROR|Fatal)|vmem: process)",
+    r"softgpu: error: .* freed while .* live entries",
+)
 
 # Else UVM takes host memory for page tables when the GPU's runs out, and BIND never fails for it.
 TABLES_IN_GPU = "uvm_page_table_location=vid"
@@ -33,12 +36,15 @@ PROGRAMS = [
     Test(name="lifecycle", program="lifecycle", vidmem=256),
     Test(name="peers", program="peers", gpus=2, module_args="p2p=pcie"),
     Test(name="nvlink", program="peers", gpus=2, module_args="p2p=nvlink"),
+    Test(
+        name="diagnose", program="diagnose", allow=(r"nvidia-uvm: vmem: process \d+ \(diagnose\)",)
+    ),
     Test(name="failnth", program="failnth", uvm_args=TABLES_IN_GPU, timeout=300),
 ]
 
 # Each in both builds of the driver and on both architectures, but not in all four pairs; of those
 # that take long one pair is left to the long run.
-SLOW = ("batch", "bounds", "failnth", "gap", "nvlink")
+SLOW = ("batch", "bounds", "diagnose", "failnth", "gap", "nvlink")
 
 SHORT = [
     replace(
@@ -81,11 +87,33 @@ HEAVY = [
         module_args=DELAYS,
         args=["KILLS=50"],
     ),
+    Test(
+        name="few-handles",
+        program="lifecycle",
+        args=["forged_generations", "handles_come_round", "no_index_is_left", "INDEX_BITS=6"],
+        mutant="few_handles",
+        long=True,
+    ),
+    Test(
+        name="refused-gpu",
+        program="descriptor",
+        args=["refused_kind", "VIRTUAL=1"],
+        module_args="virtual=1",
+    ),
     Test(name="counts-hopper", program="counts", vidmem=8192),
     Test(name="counts-ampere", program="counts", arch="ampere", vidmem=8192, long=True),
     *(
         Test(name=f"lost-{what}", program="lost", args=[what], allow=FAILING_GPU)
         for what in ("gpu_lost", "push_dies", "lost_in_flight")
+    ),
+    Test(
+        name="lost-broken",
+        program="lost",
+        args=["broken"],
+        gpus=2,
+        long=True,
+        module_args="p2p=pcie",
+        allow=FAILING_GPU,
     ),
 ]
 
@@ -113,7 +141,7 @@ CHECKED = [
         long=True,
         timeout=3600 if test.name == "failnth" else 1800,
         type="release" if test.name == "failnth" else "debug",
-        args=["-suspended"] if test.name == "lifecycle" else test.args,
+        args=["-suspended", "-suspended_under_fire"] if test.name == "lifecycle" else test.args,
     )
     for test in PROGRAMS
 ]
@@ -132,7 +160,7 @@ LONG = [
         name="handles-come-round",
         program="lifecycle",
         long=True,
-        args=["handles_come_round", "ROUND=1"],
+        args=["handles_come_round", "INDEX_BITS=20"],
         timeout=10800,
     ),
     Test(name="gap-long", program="gap", long=True, args=["FLIPS=8"], timeout=900),
@@ -143,6 +171,18 @@ LONG = [
         args=["many_slots", "SLOTS=65536"],
         memory=3072,
         timeout=1800,
+    ),
+    # benchmarks/results/softgpu-workloads.jsonl is what it prints.
+    *(
+        Test(
+            name=f"workloads-{layers}",
+            program="workloads",
+            args=[f"LAYERS={layers}", f"REQUESTS={requests}"],
+            vidmem=8192,
+            long=True,
+            timeout=3600,
+        )
+        for layers, requests in ((1, 256), (28, 3))
     ),
     Test(name="kill-long", program="kill", long=True, args=["KILLS=1000"], timeout=3600),
     Test(name="kill-checked", program="kill", long=True, checked=True, timeout=3600),

@@ -8,6 +8,8 @@ that fails for another reason has caught nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from manifest.entry import Test
 
@@ -19,41 +21,43 @@ def mutant(
     program: str,
     tests: Sequence[str],
     caught: str,
-    *,
     kind: str = "release",
-    module_args: str = "",
-    uvm_args: str = "",
+    **options: Any,
 ) -> Test:
     """A boot with the bug `name`, in which `program` runs `tests` and must fail."""
-    return Test(
-        name=f"mutant-{name}",
-        mutant=name,
-        program=program,
-        args=tests,
-        caught=caught,
-        type=kind,
-        module_args=module_args,
-        uvm_args=uvm_args,
-        timeout=120,
-        long=name not in IN_TEST,
+    return replace(
+        Test(
+            name=f"mutant-{name}",
+            mutant=name,
+            program=program,
+            args=tests,
+            caught=caught,
+            type=kind,
+            long=name not in IN_TEST,
+        ),
+        **options,
     )
 
 
 # The others of them are left to the long run.
 IN_TEST = {
+    "first_gpu_waited_for",
+    "generation_ignored",
     "no_invalidate",
     "no_zeroing",
     "freed_while_mapped",
     "returns_early",
     "pte_written_twice",
-    "wrong_rollback",
     "leaked_reference",
-    "released_not_checked",
     "no_owner_check",
     "reused_before_unmapped",
     "published_early",
-    "tables_not_waited_for",
 }
+
+TWO_GPUS = {"gpus": 2, "module_args": "p2p=pcie"}
+FAILING_GPU = {"allow": (r"nvidia-uvm: (.*(ERROR|Fatal)|vmem: process)",)}
+# What stands in the kernel's log when memory was not given back.
+LEFT = r"leak|left over|Leak|LEFT"
 
 STALE = r"stale translations? used|stale translation"
 
@@ -124,4 +128,129 @@ TESTS = [
     mutant("invalid_between", "gap", ["replace_same"], r"neither old nor new at"),
     mutant("resized_at_once", "gap", ["joined_by_name"], r"TLBs may hold both"),
     mutant("resized_too_early", "gap", ["cut"], r"TLBs may hold both"),
+    # uvm_vmem.c
+    mutant("query_owner_not_checked", "descriptor", ["forked_child"], r"QUERY about a GPU"),
+    mutant("tail_not_checked", "abi_matrix", ["sizes"], r"should be Argument list too long"),
+    mutant("size_limit_off", "abi_matrix", ["sizes"], r"should be Argument list too long"),
+    mutant(
+        "create_not_undone",
+        "async",
+        ["create_without_a_place_for_its_handle"],
+        r"s\.out_objects \+ .* is \d+",
+    ),
+    mutant("writable_too_late", "abi_matrix", ["read_only_structs"], r"FAILED read_only_structs"),
+    mutant(
+        "release_stops_after_error", "lost", ["push_dies"], r"vm_release.* is -5", **FAILING_GPU
+    ),
+    mutant("create_after_error", "lost", ["push_dies"], r"out_chunk_bytes is", **FAILING_GPU),
+    mutant("second_state", "descriptor", ["first_use_by_many"], r"out_objects is"),
+    mutant("owner_not_held", "descriptor", ["address_spaces_come_back"], r"LEFT is false"),
+    mutant(
+        "refused_gpu_taken",
+        "descriptor",
+        ["refused_kind", "VIRTUAL=1"],
+        r"is 0 .*not -95",
+        module_args="virtual=1",
+    ),
+    # uvm_vmem_memory.c
+    mutant("limits_swapped", "descriptor", ["limits"], r"FAILED limits"),
+    mutant("growing_not_counted", "descriptor", ["limit_under_threads"], r"made is [34]"),
+    mutant("block_not_aligned", "basic", ["alignment"], r"out_pa % \(1ull << shift\) is"),
+    mutant("run_not_contiguous", "basic", ["contiguous"], r"FAILED contiguous"),
+    mutant("empty_chunk_kept", "descriptor", ["limits"], r"FAILED limits"),
+    mutant("host_freed_at_once", "async", ["host_memory_waits"], r"!early is false"),
+    mutant(
+        "chunk_freed_at_once",
+        "async",
+        ["not_reused_before_the_invalidate"],
+        r"freed while|out_allocated is false|check_phys",
+    ),
+    mutant("zeroed_once", "basic", ["memory_is_zero_again"], r"not 0x0"),
+    mutant("zeroing_not_ordered", "async", ["zeroed_after_the_last_write"], r"gpu_check.*is -74"),
+    mutant("zeroing_not_waited_for", "async", ["published_last"], r"!early is false"),
+    mutant("given_back_after_error", "lost", ["push_dies"], r"out_chunk_bytes is 0", **FAILING_GPU),
+    mutant("failed_chunk_leaked", "lifecycle", ["memory_runs_out"], LEFT, vidmem=256),
+    mutant("peer_address_is_own", "peers", ["peer_memory"], r"out_aperture is", **TWO_GPUS),
+    mutant("taken_from_full", "basic", ["holes"], r"FAILED holes"),
+    # uvm_vmem_object.c
+    mutant("generation_ignored", "lifecycle", ["forged_generations"], r"forged.*not -2 "),
+    mutant(
+        "contiguous_beyond_chunk", "abi_matrix", ["create_fields"], r"should be Invalid argument"
+    ),
+    mutant("released_is_unknown", "abi_matrix", ["release_fields"], r"should be Stale"),
+    mutant("page_inside_wrong", "basic", ["page_sizes"], r"FAILED page_sizes"),
+    mutant(
+        "gone_gpu_keeps_pages", "lifecycle", ["the_gpu_goes"], r"Assert failed", "debug", vidmem=256
+    ),
+    mutant(
+        "generation_kept",
+        "lifecycle",
+        ["handles_come_round", "INDEX_BITS=6"],
+        r"handle != first|not -116",
+    ),
+    mutant(
+        "unpublished_leaked",
+        "lifecycle",
+        ["no_index_is_left", "INDEX_BITS=6"],
+        r"stat_same\(&before, &after\) is false",
+    ),
+    # uvm_vmem_range.c
+    mutant("unmapped_object_kept", "basic", ["statistics"], r"out_(created_bytes|objects) is"),
+    mutant(
+        "all_forgotten_with_one", "peers", ["one_of_two_leaves"], r"out_mapped_bytes is", **TWO_GPUS
+    ),
+    mutant(
+        "evicted_from_first_only", "peers", ["peer_memory"], r"freed while|gpu_check", **TWO_GPUS
+    ),
+    mutant("peer_one_way", "peers", ["peer_memory"], r"gpu_check|out_mapped_bytes is", **TWO_GPUS),
+    mutant("address_not_checked", "abi_matrix", ["reserve_fields"], r"should be Numerical result"),
+    mutant("gpu_named_twice", "abi_matrix", ["reserve_fields"], r"should be Invalid argument"),
+    mutant("eager_not_limited", "abi_matrix", ["reserve_fields"], r"should be Message too long"),
+    mutant(
+        "tickets_not_drained", "async", ["gpu_goes_with_a_bind_in_flight"], r"FAILED|Assert|BUG"
+    ),
+    mutant(
+        "freed_though_mapped", "abi_matrix", ["free_fields"], r"should be Device or resource busy"
+    ),
+    mutant(
+        "foreign_range_taken", "abi_matrix", ["reserve_where_uvm_has_a_range"], r"should be|BUG"
+    ),
+    mutant("middle_names_range", "abi_matrix", ["bind_fields"], r"should be No such file"),
+    mutant(
+        "host_access_kept", "peers", ["one_of_two_leaves"], r"FAILED|Assert|BUG|error", **TWO_GPUS
+    ),
+    # uvm_vmem_stat.c
+    mutant("stat_of_all_gpus", "peers", ["apart"], r"out_(created|mapped)_bytes is", **TWO_GPUS),
+    mutant("readers_wait_for_a_gpu", "async", ["host_memory_waits"], r"readable is false"),
+    mutant("proc_for_everybody", "kill", ["proc_is_for_root"], r"status is"),
+    mutant("command_not_escaped", "kill", ["proc_shows_the_living"], r"line \d+ of|command"),
+    mutant("host_bytes_counted_as_chunks", "basic", ["host_memory"], r"out_host_bytes is"),
+    # uvm_vmem_ticket.c
+    mutant("ticket_too_many", "async", ["too_many_tickets"], r"257 tickets of 256"),
+    mutant("failed_ticket_is_done", "lost", ["lost_in_flight"], r"result == -EIO", **FAILING_GPU),
+    mutant("future_ticket_is_done", "abi_matrix", ["wait_fields"], r"should be No such file"),
+    mutant("ticket_place_leaked", "async", ["a_ticket"], r"tickets_open\(\) is"),
+    mutant("ticket_done_at_once", "async", ["a_ticket"], r"not -110"),
+    mutant("wait_not_killable", "async", ["end_with_binds_in_flight"], r"left is false"),
+    # uvm_vmem_debug.c
+    mutant("dump_of_another", "diagnose", ["selections"], r"999999"),
+    mutant("batch_not_noted", "diagnose", ["list_of_reservations"], r"1 of thread"),
+    # uvm_vmem_bind.c, uvm_vmem_table.c, headers
+    mutant(
+        "first_gpu_waited_for", "peers", ["every_gpu_is_waited_for"], r"before GPU 1", **TWO_GPUS
+    ),
+    mutant(
+        "second_gpu_not_written", "peers", ["one_reservation_on_both"], r"is 0 .*not", **TWO_GPUS
+    ),
+    mutant("pin_missing", "async", ["released_during_a_bind"], r"out_objects is|BUG|error"),
+    mutant(
+        "object_end_not_checked",
+        "abi_matrix",
+        ["bind_map_fields"],
+        r"should be Numerical result|BUG: ",
+    ),
+    mutant("read_only_is_writable", "basic", ["read_only"], r"out_read_only is false|not -30"),
+    mutant("no_membar", "counts", ["one_request"], r"membars is", vidmem=8192),
+    mutant("trace_without_result", "diagnose", ["tracepoints"], r"not traced: uvm_vmem_bind"),
+    mutant("sparse_refused", "basic", ["sparse"], r"is -95"),
 ]

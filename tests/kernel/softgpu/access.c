@@ -25,6 +25,14 @@ static void check_stale(struct sg_space *space, u64 va, const struct sg_translat
 	sg_fault(space->gpu, SOFTGPU_FAULT_STALE, va, cached->pte, space->pid, 0);
 }
 
+/* The errno of a fault, of which UVM is told if that is asked for. */
+static int told(struct work *w, struct sg_space *space, u64 va, bool write, int fault)
+{
+	int result = w->a->flags & SOFTGPU_ACCESS_DELIVER ? sg_fault_deliver(space, va, write) : 0;
+
+	return result ? result : fault;
+}
+
 static int translate(struct sg_space *space, u64 va, bool write, struct work *w)
 {
 	struct softgpu *gpu = space->gpu;
@@ -37,11 +45,11 @@ static int translate(struct sg_space *space, u64 va, bool write, struct work *w)
 		return 0;
 	if (!t.valid) {
 		sg_fault(gpu, SOFTGPU_FAULT_MISSING, va, t.pte, space->pid, 0);
-		return -EFAULT;
+		return told(w, space, va, write, -EFAULT);
 	}
 	if (write && t.read_only) {
 		sg_fault(gpu, SOFTGPU_FAULT_READ_ONLY, va, t.pte, space->pid, 0);
-		return -EROFS;
+		return told(w, space, va, write, -EROFS);
 	}
 	if (!sg_translation_place(gpu, &t, &w->place)) {
 		sg_fault(gpu, SOFTGPU_FAULT_BAD_ADDRESS, va, t.pte, space->pid, 0);
@@ -172,7 +180,7 @@ long sg_access(struct softgpu_access *a)
 	struct work *w;
 	long result = 0;
 
-	if (a->op > SOFTGPU_CHECK || (a->flags & ~SOFTGPU_ACCESS_PHYSICAL) || a->va + a->length < a->va)
+	if (a->op > SOFTGPU_CHECK || (a->flags & ~(SOFTGPU_ACCESS_PHYSICAL | SOFTGPU_ACCESS_DELIVER)) || a->va + a->length < a->va)
 		return -EINVAL;
 	if (a->op >= SOFTGPU_FILL && !IS_ALIGNED(a->va | a->length, sizeof(u64)))
 		return -EINVAL;

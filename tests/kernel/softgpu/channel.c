@@ -124,26 +124,59 @@ void nvUvmInterfaceChannelDestroy(uvmGpuChannelHandle handle)
 	channel_free(channel);
 }
 
-/* ---- channels of processes, and paging channels of virtual GPUs: there are none --------------------------- */
+/* ---- channels of processes: they carry nothing but faults ------------------------------------------------- */
+
+#define FIRST_INSTANCE 0x100000ull /* UVM only compares the addresses of instances */
+#define INSTANCE_BYTES 0x1000ull
 
 NV_STATUS nvUvmInterfaceRetainChannel(uvmGpuAddressSpaceHandle space, NvHandle client, NvHandle channel, void **out,
 				      UvmGpuChannelInstanceInfo *info)
 {
+	static u64 instances;
+	struct sg_user_channel *user;
+
 	SG_CALL(RetainChannel, NULL);
-	return NV_ERR_NOT_SUPPORTED;
+	user = kzalloc(sizeof(*user), GFP_KERNEL);
+	if (!user)
+		return NV_ERR_NO_MEMORY;
+	user->space = (struct sg_space *)space;
+	user->gpu = user->space->gpu;
+	mutex_lock(&model.lock);
+	user->instance = FIRST_INSTANCE + instances++ % 4096 * INSTANCE_BYTES;
+	list_add(&user->node, &user->gpu->user_channels);
+	mutex_unlock(&model.lock);
+	memset(info, 0, sizeof(*info));
+	info->base = user->instance;
+	info->channelEngineType = UVM_GPU_CHANNEL_ENGINE_TYPE_GR;
+	*out = user;
+	return NV_OK;
 }
 
 NV_STATUS nvUvmInterfaceBindChannelResources(void *channel, UvmGpuChannelResourceBindParams *parameters)
 {
-	return NV_ERR_NOT_SUPPORTED;
+	SG_CALL(BindChannelResources, NULL);
+	return NV_OK; /* there are none */
 }
 
 void nvUvmInterfaceReleaseChannel(void *channel)
 {
+	struct sg_user_channel *user = channel;
+
+	mutex_lock(&model.lock);
+	sg_faults_forget(user->gpu, user);
+	list_del(&user->node);
+	mutex_unlock(&model.lock);
+	kfree(user);
 }
 
 void nvUvmInterfaceStopChannel(void *channel, NvBool immediate)
 {
+	struct sg_user_channel *user = channel;
+
+	mutex_lock(&model.lock);
+	sg_faults_forget(user->gpu, user);
+	user->space = NULL; /* it may go before the channel */
+	mutex_unlock(&model.lock);
 }
 
 NV_STATUS nvUvmInterfaceGetChannelResourcePtes(uvmGpuAddressSpaceHandle space, NvP64 descriptor, NvU64 offset, NvU64 size,
@@ -151,6 +184,8 @@ NV_STATUS nvUvmInterfaceGetChannelResourcePtes(uvmGpuAddressSpaceHandle space, N
 {
 	return NV_ERR_NOT_SUPPORTED;
 }
+
+/* ---- paging channels of virtual GPUs: there are none ------------------------------------------------------ */
 
 NV_STATUS nvUvmInterfacePagingChannelAllocate(uvmGpuDeviceHandle device, const UvmGpuPagingChannelAllocParams *parameters,
 					      UvmGpuPagingChannelHandle *out, UvmGpuPagingChannelInfo *info)

@@ -44,6 +44,7 @@ enum {
 #define OP_C_REPLAY      GENMASK(4, 2)
 #define REPLAY_NONE      0
 #define REPLAY_CANCEL_FIRST 3           /* this and above: the level's field means something else */
+#define REPLAY_CANCEL_VA_GLOBAL 5
 #define OP_C_LEVEL       GENMASK(9, 7)  /* TLB_INVALIDATE_PAGE_TABLE_LEVEL */
 #define LEVEL_ALL        0
 #define LEVEL_PTE_ONLY   1              /* 2: up to PDE0, ... */
@@ -170,9 +171,12 @@ static void tlb_invalidate(struct sg_channel *channel, bool targeted)
 	u64 start = 0, last = U64_MAX;
 
 	if (FIELD_GET(OP_C_REPLAY, c) != REPLAY_NONE) {
-		/* a replay of faults; there are none here, and UVM aims it at no page directory */
+		/* a replay of faults, which UVM aims at no page directory */
+		if (FIELD_GET(OP_C_REPLAY, c) == REPLAY_CANCEL_VA_GLOBAL)
+			sg_faults_cancel(gpu, ((u64)b << 32) | (a & OP_A_ADDRESS_LO));
 		if (FIELD_GET(OP_C_REPLAY, c) >= REPLAY_CANCEL_FIRST)
 			return;
+		sg_faults_replay(gpu);
 	} else {
 		gpu->count.invalidates++;
 		if (!targeted)

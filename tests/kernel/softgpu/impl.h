@@ -329,6 +329,21 @@ struct sg_channel {
 	u32 pending_count;
 };
 
+/* A channel of a process, as UVM knows it: nothing but what faults of its kernels are told by. */
+struct sg_user_channel {
+	struct list_head node;
+	struct softgpu *gpu;
+	struct sg_space *space; /* NULL: stopped */
+	u64 instance;
+};
+
+/* An access that waits for UVM. */
+struct sg_waiting_fault {
+	struct sg_user_channel *channel;
+	u64 va;
+	bool write;
+};
+
 enum { SG_USERD_GET, SG_USERD_PUT, SG_USERD_DOORBELL, SG_USERD_TOKEN, SG_USERD_DUMMY };
 
 int sg_engine_start(struct softgpu *gpu);
@@ -345,6 +360,7 @@ bool sg_semaphore_read(struct sg_channel *channel, u64 va, u64 *value);
 /* ---- GPUs -------------------------------------------------------------------------------------------- */
 
 #define SG_FAULT_LOG 256
+#define SG_WAITING_FAULTS 16
 
 /* What differs between architectures, as far as UVM can tell. */
 struct sg_arch {
@@ -397,6 +413,8 @@ struct softgpu {
 	const void *hold_owner;
 	u8 *bounce;                /* one page, for copies */
 
+	struct list_head user_channels; /* struct sg_user_channel */
+	struct sg_waiting_fault waiting[SG_WAITING_FAULTS];
 	volatile u32 *registers;   /* what UVM believes to be registers */
 	void *fault_buffer, *shadow_buffer, *access_buffer;
 
@@ -408,6 +426,14 @@ struct softgpu {
 
 #define SG_REGISTER_TIME 64 /* two words: nanoseconds */
 void sg_registers_settle(struct softgpu *gpu);
+
+/* Faults that UVM is told of (rmfault.c). deliver: -ENODEV without a channel, -EBUSY when too many wait. */
+int sg_fault_deliver(struct sg_space *space, u64 va, bool write);
+void sg_faults_replay(struct softgpu *gpu);
+void sg_faults_cancel(struct softgpu *gpu, u64 va);
+void sg_faults_forget(struct softgpu *gpu, const struct sg_user_channel *channel);
+/* Called without the lock: UVM's interrupt handler, while there is something in the fault buffer. */
+void sg_faults_interrupt(struct softgpu *gpu);
 
 struct sg_settings {
 	uint delay_us;

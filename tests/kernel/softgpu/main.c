@@ -108,6 +108,7 @@ static struct softgpu *gpu_new(u32 index, struct pci_dev *pci, const struct sg_a
 	memcpy(gpu->uuid, uuid_base, sizeof(gpu->uuid));
 	gpu->uuid[SOFTGPU_UUID_BYTES - 1] += index;
 	INIT_LIST_HEAD(&gpu->channels);
+	INIT_LIST_HEAD(&gpu->user_channels);
 	init_waitqueue_head(&gpu->wait);
 	sg_tlb_init(gpu);
 	gpu->registers = (void *)get_zeroed_page(GFP_KERNEL);

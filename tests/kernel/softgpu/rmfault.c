@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
- * rmfault.c - the resource manager's interface: fault buffers, access counters (there are buffers, and nothing is ever
- * put into them), confidential computing and access bits (there are none).
+ * rmfault.c - the resource manager's interface: fault buffers (replayable faults that a test asks for are put there),
+ * access counters (there is a buffer, and nothing is ever put into it), confidential computing and access bits (there
+ * are none).
+ *
+ * Sources: clc369.h, hwref/hopper/gh100/dev_fault.h and hwref/ampere/ga100/dev_fault.h in kernel-open/nvidia-uvm.
  */
+#include <linux/bitfield.h>
 #include <linux/bits.h>
+#include <linux/ktime.h>
 #include <linux/mm.h>
 #include <linux/slab.h>
 #include <linux/vmalloc.h>
@@ -58,6 +63,131 @@ void sg_registers_settle(struct softgpu *gpu)
 
 	if (value & FAULT_GET_CLEAR)
 		cmpxchg((u32 *)get, value, value & ~FAULT_GET_CLEAR);
+}
+
+/* Words of a packet of the fault buffer, MMU_FAULT_BUFFER_ENTRY_*. The aperture of the instance is video memory: 0. */
+#define FAULT0_INSTANCE_LO GENMASK(31, 12)
+#define FAULT2_ADDRESS_LO  GENMASK(31, 12)
+#define FAULT7_TYPE        GENMASK(4, 0)
+#define FAULT_TYPE_PTE          2
+#define FAULT_TYPE_RO_VIOLATION 6
+#define FAULT7_REPLAYABLE  BIT(7)
+#define FAULT7_ACCESS      GENMASK(19, 16)
+#define FAULT_ACCESS_READ  0
+#define FAULT_ACCESS_WRITE 1
+#define FAULT7_ENABLED     BIT(30)
+#define FAULT7_VALID       BIT(31)
+
+#define ENGINE_GRAPHICS_HOPPER 384 /* and later */
+#define ENGINE_GRAPHICS_AMPERE 64
+
+/* One packet, by client 0 of GPC 0. */
+static void fault_put(struct softgpu *gpu, const struct sg_waiting_fault *fault, bool read_only)
+{
+	u32 put = *reg(gpu, FAULT_PUT);
+	volatile u32 *word = (u32 *)((u8 *)gpu->fault_buffer + put * FAULT_PACKET_BYTES);
+	u64 instance = fault->channel->instance >> 12, page = fault->va >> 12, now = ktime_get_ns();
+
+	word[0] = FIELD_PREP(FAULT0_INSTANCE_LO, lower_32_bits(instance) & 0xfffff);
+	word[1] = instance >> 20;
+	word[2] = FIELD_PREP(FAULT2_ADDRESS_LO, lower_32_bits(page) & 0xfffff);
+	word[3] = page >> 20;
+	word[4] = lower_32_bits(now);
+	word[5] = upper_32_bits(now);
+	word[6] = gpu->arch->id == SOFTGPU_ARCH_AMPERE ? ENGINE_GRAPHICS_AMPERE : ENGINE_GRAPHICS_HOPPER;
+	smp_wmb(); /* VALID comes last */
+	word[7] = FIELD_PREP(FAULT7_TYPE, read_only ? FAULT_TYPE_RO_VIOLATION : FAULT_TYPE_PTE) | FAULT7_REPLAYABLE |
+		  FIELD_PREP(FAULT7_ACCESS, fault->write ? FAULT_ACCESS_WRITE : FAULT_ACCESS_READ) | FAULT7_ENABLED | FAULT7_VALID;
+	smp_wmb();
+	*reg(gpu, FAULT_PUT) = (put + 1) % REPLAYABLE_FAULTS;
+}
+
+/* Does the access fault still? */
+static bool faults_now(const struct sg_waiting_fault *fault, bool *read_only)
+{
+	struct sg_translation t;
+
+	sg_walk(fault->channel->space->gpu, fault->channel->space->root, fault->va, false, &t);
+	*read_only = t.valid && t.read_only;
+	return t.valid ? fault->write && t.read_only : !t.sparse;
+}
+
+int sg_fault_deliver(struct sg_space *space, u64 va, bool write)
+{
+	struct softgpu *gpu = space->gpu;
+	struct sg_user_channel *channel;
+	bool read_only;
+	u32 i;
+
+	list_for_each_entry(channel, &gpu->user_channels, node)
+		if (channel->space == space)
+			break;
+	if (list_entry_is_head(channel, &gpu->user_channels, node))
+		return -ENODEV;
+	for (i = 0; i < SG_WAITING_FAULTS && gpu->waiting[i].channel; i++)
+		;
+	if (i == SG_WAITING_FAULTS)
+		return -EBUSY;
+	gpu->waiting[i] = (struct sg_waiting_fault){ .channel = channel, .va = va & ~(SG_PAGE_4K - 1), .write = write };
+	gpu->count.faults_waiting_now++;
+	faults_now(&gpu->waiting[i], &read_only);
+	fault_put(gpu, &gpu->waiting[i], read_only);
+	return 0;
+}
+
+static void waiting_end(struct softgpu *gpu, u32 i)
+{
+	gpu->waiting[i].channel = NULL;
+	gpu->count.faults_waiting_now--;
+}
+
+void sg_faults_replay(struct softgpu *gpu)
+{
+	bool read_only;
+	u32 i;
+
+	for (i = 0; i < SG_WAITING_FAULTS; i++) {
+		if (!gpu->waiting[i].channel)
+			continue;
+		if (faults_now(&gpu->waiting[i], &read_only))
+			fault_put(gpu, &gpu->waiting[i], read_only);
+		else
+			waiting_end(gpu, i);
+	}
+}
+
+void sg_faults_cancel(struct softgpu *gpu, u64 va)
+{
+	u32 i;
+
+	for (i = 0; i < SG_WAITING_FAULTS; i++) {
+		if (!gpu->waiting[i].channel || gpu->waiting[i].va != va)
+			continue;
+		waiting_end(gpu, i);
+		gpu->count.faults_cancelled++;
+	}
+}
+
+void sg_faults_forget(struct softgpu *gpu, const struct sg_user_channel *channel)
+{
+	u32 i;
+
+	for (i = 0; i < SG_WAITING_FAULTS; i++)
+		if (gpu->waiting[i].channel == channel)
+			waiting_end(gpu, i);
+}
+
+void sg_faults_interrupt(struct softgpu *gpu)
+{
+	NvProcessorUuid uuid;
+
+	if (!gpu->fault_buffer || *reg(gpu, FAULT_PUT) == (*reg(gpu, FAULT_GET) & ~FAULT_GET_CLEAR))
+		return;
+	memcpy(uuid.uuid, gpu->uuid, sizeof(uuid.uuid));
+	mutex_lock(&model.lock);
+	if (model.events)
+		model.events->isrTopHalf(&uuid);
+	mutex_unlock(&model.lock);
 }
 
 NV_STATUS nvUvmInterfaceOwnPageFaultIntr(uvmGpuDeviceHandle device, NvBool own)

@@ -84,6 +84,10 @@ static char *p2p = "nvlink";
 module_param(p2p, charp, 0444);
 MODULE_PARM_DESC(p2p, "peers: nvlink (UVM enables them itself), pcie (on request), none");
 
+static bool virtual;
+module_param(virtual, bool, 0444);
+MODULE_PARM_DESC(virtual, "the GPUs say that they are virtual (SR-IOV); nothing else about them changes");
+
 static struct softgpu *to_gpu(uvmGpuDeviceHandle device)
 {
 	return (struct softgpu *)device;
@@ -157,14 +161,18 @@ void nvUvmInterfaceDeviceDestroy(uvmGpuDeviceHandle device)
 NV_STATUS nvUvmInterfaceRegisterUvmEvents(struct UvmEventsLinux *events)
 {
 	SG_CALL(RegisterUvmEvents, NULL);
+	mutex_lock(&model.lock);
 	model.events = events;
+	mutex_unlock(&model.lock);
 	return NV_OK;
 }
 
 void nvUvmInterfaceDeRegisterUvmEvents(void)
 {
 	sg_call(SG_CALL_DeRegisterUvmEvents, NULL);
+	mutex_lock(&model.lock);
 	model.events = NULL;
+	mutex_unlock(&model.lock);
 }
 
 NV_STATUS nvUvmInterfaceQueryCaps(uvmGpuDeviceHandle device, UvmGpuCaps *caps)
@@ -209,7 +217,7 @@ NV_STATUS nvUvmInterfaceGetGpuInfo(const NvProcessorUuid *uuid, const UvmGpuClie
 	info->ceClass = gpu->arch->copy_class;
 	info->computeClass = gpu->arch->compute_class;
 	info->subdeviceCount = 1;
-	info->virtMode = UVM_VIRT_MODE_NONE;
+	info->virtMode = virtual ? UVM_VIRT_MODE_SRIOV_STANDARD : UVM_VIRT_MODE_NONE;
 	info->maxTpcPerGpcCount = gpu->arch->tpcs_per_gpc;
 	info->gpcCount = GPCS;
 	info->maxGpcCount = GPCS;

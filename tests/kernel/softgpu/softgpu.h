@@ -94,6 +94,10 @@ struct softgpu_xlate {
  *   CHECK  the same words are compared: on the first that differs out_done says where (bytes before it),
  *          out_found what is there, and the call returns EBADMSG.
  * PHYSICAL: va is an address in the gpu's video memory (no space, no TLB, no faults).
+ * DELIVER: UVM learns of a missing translation or a write to a read-only page, by its fault buffer and an interrupt,
+ *   as if a kernel on a channel of the space had met it. The access fails as it does without; the kernel goes on
+ *   faulting at each replay until UVM has cancelled the fault (counter faults_cancelled) or it finds a translation.
+ *   ENODEV: no channel was registered for the space (UVM_REGISTER_CHANNEL).
  *
  * out_done is written on failure too. A fault stops it:
  *   EFAULT  no translation (recorded, kind MISSING)
@@ -109,6 +113,7 @@ struct softgpu_xlate {
 #define SOFTGPU_CHECK 3
 
 #define SOFTGPU_ACCESS_PHYSICAL (1u << 0)
+#define SOFTGPU_ACCESS_DELIVER  (1u << 1)
 
 struct softgpu_access {
 	struct softgpu_space space;
@@ -225,6 +230,9 @@ struct softgpu_counters {
 	/* translation */
 	__u64 tlb_hits, tlb_misses;
 	__u64 tlb_entries_now;
+	/* accesses with DELIVER */
+	__u64 faults_waiting_now; /* of UVM to cancel them */
+	__u64 faults_cancelled;
 	/* live objects */
 	__u64 channels_now, spaces_now, rm_memory_now, clients_now;
 	/* what must not happen: each is in the log of FAULTS too */

@@ -106,6 +106,7 @@ struct softgpu_counters softgpu_counters_since(const struct softgpu_counters *be
   SINCE(poison_reads);
   SINCE(tlb_hits);
   SINCE(tlb_misses);
+  SINCE(faults_cancelled);
   SINCE(faults);
   SINCE(stale);
   SINCE(reader_binds);
@@ -174,6 +175,17 @@ int softgpu_peek(int dev, struct softgpu_space space, uint64_t va, uint64_t *val
 
 int softgpu_poke(int dev, struct softgpu_space space, uint64_t va, uint64_t value) {
   return softgpu_write(dev, space, va, &value, sizeof(value), NULL);
+}
+
+int softgpu_touch(int dev, struct softgpu_space space, uint64_t va, bool write) {
+  uint64_t word = 0;
+  struct softgpu_access a = {.space = space,
+                             .op = write ? SOFTGPU_WRITE : SOFTGPU_READ,
+                             .flags = SOFTGPU_ACCESS_DELIVER,
+                             .va = va,
+                             .length = sizeof(word),
+                             .buf = (uintptr_t)&word};
+  return call(dev, SOFTGPU_ACCESS, &a);
 }
 
 int softgpu_read_phys(int dev, unsigned gpu, uint64_t pa, void *buf, size_t length) {
@@ -353,6 +365,7 @@ int softgpu_flush(int dev, unsigned gpu) {
 
 enum {
   UVM_REGISTER_GPU_VASPACE = 25,
+  UVM_REGISTER_CHANNEL = 27,
   UVM_UNREGISTER_GPU_VASPACE = 26,
   UVM_ENABLE_PEER_ACCESS = 29,
   UVM_DISABLE_PEER_ACCESS = 30,
@@ -403,6 +416,15 @@ struct uvm_register_space {
   uint32_t client, vaspace, status;
 };
 CHECK_SIZE(uvm_register_space, 32);
+
+struct uvm_register_channel {
+  uint8_t uuid[16];
+  int32_t rm_fd;
+  uint32_t client, channel, pad;
+  uint64_t base, length;
+  uint32_t status, pad2;
+};
+CHECK_SIZE(uvm_register_channel, 56);
 
 struct uvm_two_gpus { // ENABLE_PEER_ACCESS, DISABLE_PEER_ACCESS
   uint8_t a[16], b[16];
@@ -503,6 +525,13 @@ int softgpu_uvm_register_space(struct softgpu_client *client, unsigned gpu) {
   if (result)
     softgpu_space_free(client->dev, client->space[gpu]);
   return result;
+}
+
+int softgpu_uvm_register_channel(struct softgpu_client *client, unsigned gpu) {
+  struct uvm_register_channel p = {.rm_fd = -1, .client = client->space[gpu].client, .channel = client->space[gpu].vaspace};
+
+  memcpy(p.uuid, client->uuid[gpu], sizeof(p.uuid));
+  return uvm_call(client->uvm, UVM_REGISTER_CHANNEL, &p, &p.status);
 }
 
 int softgpu_uvm_unregister_space(struct softgpu_client *client, unsigned gpu) {

@@ -49,6 +49,8 @@ int softgpu_check(int dev, struct softgpu_space space, uint64_t va, uint64_t len
 /* One word at an address through the TLB model: 0 and *value, or the fault's errno. */
 int softgpu_peek(int dev, struct softgpu_space space, uint64_t va, uint64_t *value);
 int softgpu_poke(int dev, struct softgpu_space space, uint64_t va, uint64_t value);
+/* The same by a kernel of a process: UVM gets the fault and cancels it. Needs softgpu_uvm_register_channel. */
+int softgpu_touch(int dev, struct softgpu_space space, uint64_t va, bool write);
 /* Video memory by its physical address. */
 int softgpu_read_phys(int dev, unsigned gpu, uint64_t pa, void *buf, size_t length);
 int softgpu_check_phys(int dev, unsigned gpu, uint64_t pa, uint64_t length, uint64_t value, uint64_t step);
@@ -101,6 +103,7 @@ int softgpu_uvm_register_gpu(struct softgpu_client *client, unsigned gpu);
 int softgpu_uvm_unregister_gpu(struct softgpu_client *client, unsigned gpu);
 int softgpu_uvm_register_space(struct softgpu_client *client, unsigned gpu); /* makes client->space[gpu] */
 int softgpu_uvm_unregister_space(struct softgpu_client *client, unsigned gpu);
+int softgpu_uvm_register_channel(struct softgpu_client *client, unsigned gpu); /* one that runs kernels in the space */
 int softgpu_uvm_enable_peer(struct softgpu_client *client, unsigned a, unsigned b);
 int softgpu_uvm_disable_peer(struct softgpu_client *client, unsigned a, unsigned b);
 
