@@ -22,8 +22,8 @@
  * What starts with out_ is written by the kernel, on success only unless said otherwise. Reserved
  * fields and undefined flags must be zero. Arrays are passed as user addresses in a __u64.
  *
- * A command that fails changes nothing, with two exceptions: EIO, and EFAULT from a BIND whose struct another thread
- * unmapped while it ran.
+ * A command that fails changes nothing, with three exceptions: EIO; EFAULT from a BIND whose struct another thread
+ * unmapped while it ran; and EINTR from a BIND that waited for the GPU.
  * A struct with out_ fields must be writable: EFAULT before anything is done if it is not.
  *
  * Errors mean the same in all commands:
@@ -42,12 +42,13 @@
  *   ENOENT      there is no reservation at that address, or no such handle or ticket
  *   ESTALE      the handle's object was released
  *   EEXIST      the addresses are taken: by another range, or, for MAP without REPLACE, by a mapping
+ *   EADDRINUSE  an operation without CUT changes a part of a 2 MB page table entry, whose rest may be in use
  *   EBUSY       the reservation still has mappings
  *   EXDEV       the object lies where a GPU of the reservation cannot reach it
  *   ENODEV      the GPU is not registered on this descriptor, or has no address space here, or is gone
  *   ENOMEM      no kernel memory
  *   ENOSPC      no physical memory for pages or page tables, where they were asked for
- *   EDQUOT      the administrator's limit for pinned pages is reached (module parameter)
+ *   EDQUOT      an administrator's limit is reached: CREATE pinned pages; RESERVE, BIND page tables
  *   EPERM       the descriptor was initialised by another process
  *   EBADFD      the descriptor is not initialised (UVM_INITIALIZE)
  *   EAGAIN      the system is being suspended, or too many tickets are unfinished: call again
@@ -55,6 +56,23 @@
  *   EINTR       a signal that kills the process arrived meanwhile
  *   EIO         the GPU failed. What had been sent to it is in an unknown state until FREE or close. UVM lets
  *               nothing but QUERY, FREE, RELEASE and STAT work from then on.
+ */
+/*
+ * Limits set by the administrator, in MB, as parameters of the module. They may be changed at any time; what is held
+ * already stays. 0 means no limit. A call that would exceed one fails with EDQUOT and changes nothing.
+ *
+ *   uvm_vmem_limit_mb                  GPU memory that one descriptor pins on each GPU. Default: no limit.
+ *   uvm_vmem_host_limit_mb             host memory that one descriptor pins. Default: no limit.
+ *   uvm_vmem_user_host_limit_mb        host memory that all descriptors of one user pin
+ *   uvm_vmem_cgroup_host_limit_mb      ... of one cgroup. Default of both (-1): half of the machine's memory.
+ *   uvm_vmem_user_tables_limit_mb      page tables and descriptions of reservations, all descriptors of one user
+ *   uvm_vmem_cgroup_tables_limit_mb    ... of one cgroup. Default of both (-1): 1/32 of the machine's memory.
+ *
+ * A reservation counts from RESERVE on, each 1 GB and each 2 MB of it from their first BIND on, all until FREE; 2 MB
+ * that are sparse as a whole count nothing of their own. STAT returns the sum. The user is the real user id of the
+ * process at the descriptor's first command other than QUERY, the cgroup the one (of version 2) that it is in then; the
+ * root cgroup does not count, and where there is another one the user limits do not apply to root. The module's own
+ * kernel memory is charged to the memory cgroup as well.
  */
 #ifndef UVM_VMEM_IOCTL_H
 #define UVM_VMEM_IOCTL_H
@@ -96,7 +114,7 @@
 #define UVM_VMEM_CAP_READ_ONLY (1ull << 3) /* BIND: UVM_VMEM_OP_READ_ONLY */
 #define UVM_VMEM_CAP_SPARSE    (1ull << 4) /* BIND: UVM_VMEM_OP_SPARSE */
 #define UVM_VMEM_CAP_REPLACE   (1ull << 5) /* BIND: UVM_VMEM_OP_REPLACE */
-#define UVM_VMEM_CAP_BIG       (1ull << 6) /* RESERVE: UVM_VMEM_RESERVE_BIG */
+#define UVM_VMEM_CAP_BIG       (1ull << 6) /* RESERVE: UVM_VMEM_RESERVE_BIG; BIND: UVM_VMEM_OP_CUT */
 #define UVM_VMEM_CAP_ASYNC     (1ull << 7) /* BIND: UVM_VMEM_BIND_ASYNC */
 
 /* Why a GPU is refused: kinds that no run of the self test has been reported for. */
@@ -117,7 +135,7 @@ struct uvm_vmem_query {
     __aligned_u64 out_capabilities;      /* UVM_VMEM_CAP_* */
     __aligned_u64 out_page_sizes;        /* a bit for each */
     __u32 out_max_bind_ops;
-    __u32 out_max_bind_units;            /* sum over a BIND's operations of the units that they map */
+    __u32 out_max_bind_units;            /* sum over a BIND's operations of the units that they name */
     __u32 out_max_create_pages;
     __u32 out_max_gpus;                  /* in one reservation */
     __u32 out_max_tickets;               /* unfinished at a time */
@@ -131,15 +149,16 @@ struct uvm_vmem_query {
  * RESERVE: take [start, start + length) for pages of 1 << page_shift bytes and above on gpu_count GPUs;
  * every mapping is made on all of them. start and length are multiples of 2 MB; start is not 0. The
  * addresses may lie in a range that CUDA knows, if UVM holds no range there. Page tables are made when a slot
- * is first bound and kept until FREE; EAGER makes all of them now.
+ * is first bound, or first mapped if it is sparse, and kept until FREE; EAGER makes all of them now.
  *
  * When peer access between two GPUs of a reservation is disabled, its mappings of pages in either of them go
  * away, on all GPUs. When a GPU is unregistered, so do the mappings of its pages, and the reservation takes no
  * MAP any more (ENODEV), but lives on until FREE.
  *
- * BIG: where one object's 2 MB aligned, physically contiguous pages fill a slot with one access right, the
- * slot is mapped by one 2 MB PTE; it is cut again when a part of it changes. Without BIG only 64 KB PTEs
- * are written.
+ * BIG: a slot that one MAP operation fills, with a page of 2 MB or an object of 2 MB that was made CONTIGUOUS, in a
+ * GPU's memory, is mapped by one 2 MB PTE, if no unit of it was sparse. Everywhere else, and without BIG, 64 KB PTEs
+ * are written. A slot keeps the PTEs it has until all of it is unmapped or filled so: what else is mapped beside never
+ * makes a 2 MB PTE, and a part of one is changed only with UVM_VMEM_OP_CUT.
  */
 #define UVM_VMEM_RESERVE_EAGER (1u << 0)
 #define UVM_VMEM_RESERVE_BIG   (1u << 1)
@@ -199,17 +218,33 @@ struct uvm_vmem_release {
  * BIND: op_count operations on one reservation, all or nothing, on all its GPUs.
  *
  *   MAP     count pages of the object, from page first on, at addr on. EEXIST where something is mapped,
- *           unless REPLACE: then the new translation takes the old one's place with no gap between.
+ *           unless REPLACE: then the new translation takes the old one's place.
  *   UNMAP   count pages of the reservation's page size. What was not mapped stays so. With SPARSE the range
  *           reads zeros and drops writes afterwards, instead of faulting.
  *
  * addr is a multiple of the reservation's page size, and for MAP of the object's. No unit may be named twice
  * in one call. Order in the array means nothing.
  *
+ * BIND waits for an earlier one on the same reservation and, without ASYNC, for the GPU. A signal that kills the
+ * process ends both waits with EINTR. If the wait was for the GPU, the batch is committed and the GPU carries it out;
+ * otherwise nothing has changed.
+ *
  * On return every GPU sees the new translations and no old one, and memory that is not mapped any more may
  * be released. With ASYNC the call may return before: out_ticket is then a ticket, or 0 if nothing is
  * pending. Memory is never given to anyone else before the translations to it are gone, whatever the
- * caller does. The caller makes sure that no GPU work uses the addresses whose translation changes.
+ * caller does.
+ *
+ * What GPU work that runs meanwhile sees:
+ *   - Addresses that no operation names read and write as before, at every moment.
+ *   - At an address that is named the old translation holds, or the new one, never neither: a page, zeros of a
+ *     sparse range, or a fault where nothing is mapped. So GPU work may read where MAP takes the place of zeros,
+ *     or REPLACE that of a page; what it reads is the old or the new.
+ *   - With two exceptions, both in a BIG reservation. Where a slot gets a 2 MB PTE in the place of 64 KB PTEs, or
+ *     these in its place, all of the slot is invalid for a moment. Without CUT that happens only in slots all of
+ *     whose units the batch names: no GPU work may use what it names there.
+ *   - CUT: the operation may change a part of a slot that has a 2 MB PTE, instead of EADDRINUSE. The slot gets 64 KB
+ *     PTEs. Until the BIND is done no GPU work may use any address of the slot, named or not. It has no effect
+ *     elsewhere.
  *
  * out_failed_op is also written on failure: the number of the operation that was found wrong, or ~0.
  * Should an operation ever need more than 32 bytes, its size will be a field at the end of struct uvm_vmem_bind.
@@ -220,6 +255,7 @@ struct uvm_vmem_release {
 #define UVM_VMEM_OP_READ_ONLY (1u << 0) /* MAP */
 #define UVM_VMEM_OP_REPLACE   (1u << 1) /* MAP */
 #define UVM_VMEM_OP_SPARSE    (1u << 2) /* UNMAP */
+#define UVM_VMEM_OP_CUT       (1u << 3) /* MAP, UNMAP */
 
 struct uvm_vmem_op {
     __aligned_u64 addr;
@@ -281,6 +317,8 @@ struct uvm_vmem_stat {
     __aligned_u64 out_pte_writes;       /* PTEs written by them */
     __aligned_u64 out_table_waits;      /* times that new page tables were waited for */
     __aligned_u64 out_zeroed_bytes;
+    __aligned_u64 out_table_bytes;      /* for page tables and reservations, as counted against the limits */
+    __aligned_u64 out_most_units;       /* that one hold of a lock of the descriptor's spanned */
 };
 
 #endif

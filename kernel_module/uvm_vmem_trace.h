@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 //
-// Tracepoints, one for each operation: /sys/kernel/tracing/events/uvm_vmem. result is 0 or a negative errno.
+// Tracepoints, one for each command: /sys/kernel/tracing/events/uvm_vmem. result is 0 or a negative errno. A BIND that
+// was found right also shows its operations, and when all of them have been sent to the GPUs.
 
 #undef TRACE_SYSTEM
 #define TRACE_SYSTEM uvm_vmem
@@ -54,6 +55,25 @@ TRACE_EVENT(uvm_vmem_bind,
                    __entry->result = result;),
     TP_printk("start=0x%llx ops=%u failed_op=%d ticket=%llu result=%d",
               __entry->start, __entry->ops, (int)__entry->failed_op, __entry->ticket, __entry->result)
+);
+
+TRACE_EVENT(uvm_vmem_bind_op,
+    TP_PROTO(u64 start, u64 length, u64 addr, u64 bytes, u32 op, u32 flags),
+    TP_ARGS(start, length, addr, bytes, op, flags),
+    TP_STRUCT__entry(__field(u64, start) __field(u64, length) __field(u64, addr) __field(u64, bytes) __field(u32, op)
+                     __field(u32, flags)),
+    TP_fast_assign(__entry->start = start; __entry->length = length; __entry->addr = addr; __entry->bytes = bytes;
+                   __entry->op = op; __entry->flags = flags;),
+    TP_printk("start=0x%llx length=0x%llx addr=0x%llx bytes=0x%llx op=%u flags=0x%x",
+              __entry->start, __entry->length, __entry->addr, __entry->bytes, __entry->op, __entry->flags)
+);
+
+TRACE_EVENT(uvm_vmem_bind_sent,
+    TP_PROTO(u64 start, int result),
+    TP_ARGS(start, result),
+    TP_STRUCT__entry(__field(u64, start) __field(int, result)),
+    TP_fast_assign(__entry->start = start; __entry->result = result;),
+    TP_printk("start=0x%llx result=%d", __entry->start, __entry->result)
 );
 
 TRACE_EVENT(uvm_vmem_wait,

@@ -123,7 +123,8 @@ class OpBatch:
             readonly: writes through this mapping are errors.
             consume: on success, drop the reference that `pages` holds; the mapping owns the pages.
             replace: over what is mapped there, all of it, which loses its reference. `pages` must
-                have been mapped before. Only ``uvm`` has no moment without a mapping.
+                have been mapped before. While they are replaced no GPU work may touch the range; on
+                ``uvm`` it may, unless a large page comes or goes (`vmem.h`, VMEM_OP_REPLACE).
         """
         flags = (_READONLY if readonly else 0) | (_CONSUME if consume else 0)
         if replace:

@@ -10,7 +10,8 @@
  *   reservation  a range of virtual addresses with no memory behind it.
  *   large page   a page of 2 MiB in a context with a smaller granule. Large pages are cut from slabs of their
  *                own. Where all of one is mapped at once, on a 2 MiB boundary of addresses, one entry of the
- *                GPU's page tables maps it, and it is unmapped or replaced as a whole.
+ *                GPU's page tables maps it (on "uvm" see VMEM_RESERVE_LARGE), and it is unmapped or replaced as
+ *                a whole.
  *   handle       a reference to physical pages, made by vMemCreate or vmem_retain.
  *   mapping      what one vMemMap made (a partial unmap may cut it in two).
  *   batch        map and unmap operations that succeed or fail as one.
@@ -109,8 +110,8 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 #define VMEM_CAP_PLAIN (1u << 7)       /* addresses that only kernels accept, unlimited in number */
 #define VMEM_CAP_CONSOLIDATE (1u << 8) /* vmem_consolidate saves something */
 #define VMEM_CAP_ONE_CALL (1u << 9)    /* the maps and unmaps of a batch are one driver call, which does all or nothing */
-#define VMEM_CAP_SPARSE_ATOMIC (1u << 10) /* a page below 2 MiB replaces the zeros of a sparse reservation made without
-                                             VMEM_RESERVE_LARGE in one step: who reads there meanwhile does not fault */
+#define VMEM_CAP_SPARSE_ATOMIC (1u << 10) /* a page replaces the zeros of a sparse reservation in one step, and they
+                                             the page: who reads there meanwhile does not fault */
 
 /* ---- context ------------------------------------------------------------------------------- */
 
@@ -233,8 +234,8 @@ VMEM_API const char *vmem_version(void);
 #define VMEM_RESERVE_SPARSE (1u << 2)  /* unmapped parts read as zeros (on host a write to them faults,
                                           on a GPU it vanishes) */
 #define VMEM_RESERVE_FORCE (1u << 3)   /* visible even beyond the card's free memory; see stock below */
-#define VMEM_RESERVE_LARGE (1u << 4)   /* large pages are to be expected: "uvm" then maps 2 MiB that are one
-                                          run by one entry, the others do so for large pages anyway */
+#define VMEM_RESERVE_LARGE (1u << 4)   /* large pages are to be expected: "uvm" then maps them by one entry, but
+                                          for SPARSE ones; the others do so anyway */
 
 struct vmem_reserve_opts {
   size_t size;
@@ -353,8 +354,12 @@ enum vmem_op_kind {
 #define VMEM_OP_COPY (1u << 5)     /* POPULATE: the new pages hold what lies at `src` */
 #define VMEM_OP_REPLACE (1u << 6)  /* MAP: over what is mapped there, all of it, which loses its reference.
                                       The handle's pages must have been mapped before (-EINVAL: their
-                                      contents are not known). On "uvm" there is no moment without a
-                                      mapping; elsewhere there is */
+                                      contents are not known). On "uvm" who reads there meanwhile sees the
+                                      old pages or the new, but where an entry of 2 MiB comes or goes: a large
+                                      page in the place of small ones, or they or host memory in its place, in
+                                      a reservation made with VMEM_RESERVE_LARGE (or a granule of 2 MiB) and
+                                      not SPARSE. There, and always elsewhere, what is replaced, and no more,
+                                      is without a mapping for a moment, and no GPU work may touch it */
 
 /* One operation on `count` pieces of `bytes` bytes, `stride` apart (as in a 2-D copy). */
 struct vmem_op {

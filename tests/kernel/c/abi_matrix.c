@@ -9,6 +9,7 @@
 #define RES_BYTES MIB(64)
 #define COARSE (RES + GIB(1)) /* pages of 128 KB */
 #define SPARE (RES + GIB(2))  /* nothing is there */
+#define LOW (1ull << 44) /* room for the longest reservation */
 #define A_PAGES 16
 #define NO_GPU 0x77
 
@@ -210,7 +211,9 @@ static void reserve_fields(void) {
   over.value = limits.out_max_gpus + 1;
   longer.value = limits.out_max_reserve_bytes + SLOT;
   run_rows(W.uvm, &commands[RESERVE], &over, 1);
-  if (longer.value && longer.value < GIB(1) << 10) run_rows(W.uvm, &commands[RESERVE], &longer, 1);
+  run_rows(W.uvm, &commands[RESERVE], &longer, 1);
+  OK(vm_reserve(W.uvm, W.uuid[0], LOW, limits.out_max_reserve_bytes, 16, 0)); /* just the limit */
+  OK(vm_free(W.uvm, LOW, 0));
   struct uvm_vmem_reserve eager;
   reserve_valid(&eager);
   eager.flags = UVM_VMEM_RESERVE_EAGER;
@@ -377,7 +380,7 @@ static void bind_map_fields(void) {
       ROW(struct uvm_vmem_op, op, 0, EOPNOTSUPP),
       ROW(struct uvm_vmem_op, op, 3, EOPNOTSUPP),
       ROW(struct uvm_vmem_op, op, 0xffffffffu, EOPNOTSUPP),
-      ROW(struct uvm_vmem_op, flags, 8, EOPNOTSUPP),
+      ROW(struct uvm_vmem_op, flags, 16, EOPNOTSUPP),
       ROW(struct uvm_vmem_op, flags, 1u << 31, EOPNOTSUPP),
       ROW(struct uvm_vmem_op, flags, UVM_VMEM_OP_SPARSE, EOPNOTSUPP),
       ROW(struct uvm_vmem_op, __reserved, 1, EINVAL),
@@ -417,7 +420,7 @@ static void bind_unmap_fields(void) {
   static const struct row rows[] = {
       ROW(struct uvm_vmem_op, flags, UVM_VMEM_OP_READ_ONLY, EOPNOTSUPP),
       ROW(struct uvm_vmem_op, flags, UVM_VMEM_OP_REPLACE, EOPNOTSUPP),
-      ROW(struct uvm_vmem_op, flags, 8, EOPNOTSUPP),
+      ROW(struct uvm_vmem_op, flags, 16, EOPNOTSUPP),
       ROW(struct uvm_vmem_op, handle, 1, EINVAL),
       ROW(struct uvm_vmem_op, first, 1, EINVAL),
       ROW(struct uvm_vmem_op, __reserved, 1u << 31, EINVAL),
@@ -481,6 +484,17 @@ static void bind_too_many_units(void) {
     b.op_count--;
     expect(W.uvm, "BIND of just the limit", UVM_VMEM_BIND, &b, 0);
   }
+  /* What is taken away counts as what is mapped does, in one operation or in several. */
+  const uint32_t most = limits.out_max_bind_units;
+  for (unsigned sparse = 0; sparse < 2; sparse++) {
+    const uint32_t flags = sparse ? UVM_VMEM_OP_SPARSE : 0;
+    if (sparse && !(limits.out_capabilities & UVM_VMEM_CAP_SPARSE)) break;
+    bind_wrong_op(W.uvm, "UNMAP of more units than the limit", SPARE, op_unmap(SPARE, most + 1, flags), EMSGSIZE);
+    struct uvm_vmem_op two[2] = {op_unmap(SPARE, most, flags), op_unmap(SPARE + most * UNIT, 1, 0)};
+    struct uvm_vmem_bind b = {.size = sizeof(b), .start = SPARE, .ops = (uintptr_t)two, .op_count = 2};
+    expect(W.uvm, "UNMAPs that are more units than the limit together", UVM_VMEM_BIND, &b, EMSGSIZE);
+  }
+  OK(vm_unmap(W.uvm, SPARE, SPARE, most, 0));
   OK(vm_free(W.uvm, SPARE, UVM_VMEM_FREE_UNMAP));
   OK(vm_release(W.uvm, many));
   free(ops);

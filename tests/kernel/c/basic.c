@@ -252,7 +252,7 @@ static void big_pages(void) {
   OK(gpu_check(&w, 0, RES + MIB(2), MIB(4), 0, 0));
   OK(gpu_fill(&w, 0, RES + MIB(2), MIB(4), PATTERN, 1));
   for (unsigned round = 0; round < 3; round++) {
-    OK(vm_unmap(w.uvm, RES, RES + MIB(2) + 7 * UNIT, 1, 0));
+    OK(vm_unmap(w.uvm, RES, RES + MIB(2) + 7 * UNIT, 1, UVM_VMEM_OP_CUT));
     EQ(gpu_check(&w, 0, RES + MIB(2) + 7 * UNIT, 8, 0, 0), -EFAULT);
     EQ(gpu_xlate(&w, 0, RES + MIB(2)).out_page_size, UNIT);
     OK(gpu_check(&w, 0, RES + MIB(2), 7 * UNIT, PATTERN, 1));
@@ -275,7 +275,7 @@ static void big_pages(void) {
     OK(vm_unmap(w.uvm, RES, RES + MIB(4), 32, UVM_VMEM_OP_SPARSE));
     OK(gpu_check(&w, 0, RES + MIB(4), MIB(2), 0, 0));
     OK(vm_map(w.uvm, RES, RES + MIB(4), object, 1, 1, 0));
-    EQ(gpu_xlate(&w, 0, RES + MIB(4)).out_page_size, MIB(2));
+    EQ(gpu_xlate(&w, 0, RES + MIB(4)).out_page_size, UNIT);
     OK(gpu_check(&w, 0, RES + MIB(4), MIB(2), PATTERN + MIB(2) / 8, 1));
   }
   OK(vm_unmap(w.uvm, RES, RES, MIB(16) / UNIT, 0));

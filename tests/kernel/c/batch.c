@@ -134,7 +134,7 @@ static void big_ptes_cut_and_made_whole(void) {
   OK(vm_bind(l.w.uvm, RES, ops, SLOTS, NULL, NULL));
   all_there(&l, false, MIB(2), 3, 1);
   for (unsigned round = 0; round < 2; round++) {
-    for (unsigned i = 0; i < SLOTS; i++) ops[i] = op_unmap(RES + i * SLOT + (i + round) % SLOT_UNITS * UNIT, 1, 0);
+    for (unsigned i = 0; i < SLOTS; i++) ops[i] = op_unmap(RES + i * SLOT + (i + round) % SLOT_UNITS * UNIT, 1, UVM_VMEM_OP_CUT);
     OK(bind(&l, ops, SLOTS, 2, round == 0));
     EQ(gpu_scan(&l.w, 0, RES, SLOTS * SLOT).out_64k, SLOTS * (SLOT_UNITS - 1));
     for (unsigned i = 0; i < SLOTS; i++) {

@@ -19,6 +19,7 @@
 #define SHARED_BASE 0x7b0000000000ull
 #define OWN_SLOTS 6
 #define SHARED_SLOTS 2 /* of each thread */
+#define MOST_SLOTS (OWN_SLOTS > SHARED_SLOTS ? OWN_SLOTS : SHARED_SLOTS)
 #define OBJECTS 12
 #define MAX_UNITS 96 /* of an object */
 #define MAX_OPS 16
@@ -28,6 +29,7 @@
 struct object {
   uint32_t handle; /* 0: the slot of the table is free */
   unsigned shift, pages;
+  bool one_run; /* each 2 MB of it may be one entry of the page tables */
   bool released;
   unsigned mapped; /* units, in all areas */
   uint64_t value[MAX_UNITS];
@@ -47,7 +49,9 @@ struct unit {
 struct area {
   uint64_t reservation, start;
   unsigned shift, units;
-  struct unit unit[(OWN_SLOTS > SHARED_SLOTS ? OWN_SLOTS : SHARED_SLOTS) * SLOT_UNITS];
+  bool big;
+  struct unit unit[MOST_SLOTS * SLOT_UNITS];
+  bool one[MOST_SLOTS]; /* the slot is one entry of 2 MB */
 };
 
 struct actor {
@@ -101,6 +105,10 @@ static void check_unit(struct actor *a, struct area *area, unsigned i) {
     step = u->object->step[u->index];
   }
   int got = gpu_check(a->w, 0, address(area, i), u->state == NOTHING ? 8 : UNIT, value, step);
+  uint64_t size = gpu_xlate(a->w, 0, address(area, i)).out_page_size;
+  if (u->state == MAPPED && (size == SLOT) != area->one[i / SLOT_UNITS]) {
+    WRONG(a, "0x%llx has an entry of 0x%llx bytes", (unsigned long long)address(area, i), (unsigned long long)size);
+  }
   if (got != want) {
     WRONG(a, "0x%llx should be %s value 0x%llx step %llu: %s", (unsigned long long)address(area, i),
           u->state == NOTHING ? "absent" : u->state == SPARSE ? "sparse" : "mapped", (unsigned long long)value,
@@ -145,14 +153,20 @@ static void do_create(struct actor *a) {
   unsigned shift = shifts[below(a, ARRAY_SIZE(shifts))], pages = 1 + below(a, shift == 21 ? 3 : 8);
   unsigned flags = (capabilities & UVM_VMEM_CAP_HOST) && below(a, 8) == 0 ? UVM_VMEM_CREATE_HOST : 0;
   uint32_t handle;
-  if (shift == 16 && below(a, 4) == 0) pages = SLOT_UNITS;
+  if (shift == 16 && below(a, 3) == 0) {
+    pages = SLOT_UNITS;
+    if (!flags && below(a, 2)) flags = UVM_VMEM_CREATE_CONTIGUOUS;
+  }
   int result = vm_create(a->w->uvm, a->w->uuid[0], shift, pages, flags, &handle);
   if (result == -ENOSPC) return;
   if (result) {
     WRONG(a, "CREATE: %s", strerror(-result));
     return;
   }
-  *o = (struct object){.handle = handle, .shift = shift, .pages = pages};
+  *o = (struct object){.handle = handle,
+                       .shift = shift,
+                       .pages = pages,
+                       .one_run = !(flags & UVM_VMEM_CREATE_HOST) && (shift == 21 || flags & UVM_VMEM_CREATE_CONTIGUOUS)};
 }
 
 static void do_release(struct actor *a) {
@@ -175,6 +189,7 @@ static bool random_op(struct actor *a, struct area *area, struct uvm_vmem_op *op
     for (unsigned i = first * page; i < (first + count) * page; i++) {
       if (used[i]) return false;
     }
+    if (below(a, 4) == 0) sparse |= UVM_VMEM_OP_CUT;
     memset(used + first * page, true, count * page);
     *op = op_unmap(address(area, first * page), count, sparse);
     return true;
@@ -182,7 +197,13 @@ static bool random_op(struct actor *a, struct area *area, struct uvm_vmem_op *op
   struct object *o = &a->object[below(a, OBJECTS)];
   if (!o->handle || o->released || o->shift < area->shift) return false;
   unsigned page = 1u << (o->shift - 16), first = below(a, o->pages), count = 1 + below(a, o->pages - first);
+  if (o->one_run && o->shift < 21 && below(a, 2)) { /* all of it, where it can be one entry */
+    first = 0;
+    count = o->pages;
+    page = SLOT_UNITS;
+  }
   unsigned at = below(a, area->units / page) * page;
+  page = 1u << (o->shift - 16);
   if (at + count * page > area->units) return false;
   unsigned flags = 0;
   for (unsigned i = at; i < at + count * page; i++) {
@@ -192,6 +213,7 @@ static bool random_op(struct actor *a, struct area *area, struct uvm_vmem_op *op
   if (flags && !(capabilities & UVM_VMEM_CAP_REPLACE)) return false;
   if ((capabilities & UVM_VMEM_CAP_REPLACE) && below(a, 8) == 0) flags |= UVM_VMEM_OP_REPLACE;
   if ((capabilities & UVM_VMEM_CAP_READ_ONLY) && below(a, 6) == 0) flags |= UVM_VMEM_OP_READ_ONLY;
+  if (below(a, 4) == 0) flags |= UVM_VMEM_OP_CUT;
   memset(used + at, true, count * page);
   *op = op_map(address(area, at), o->handle, first, count, flags);
   *object = o;
@@ -231,9 +253,46 @@ static void model_op(struct area *area, const struct uvm_vmem_op *op, struct obj
   }
 }
 
+/* The units of a slot that an operation names: *first <= *last, or false. */
+static bool units_in_slot(const struct area *area, unsigned slot, const struct uvm_vmem_op *op, const struct object *o,
+                          unsigned *first, unsigned *last) {
+  unsigned at = (op->addr - area->start) / UNIT, units = op->count << ((o ? o->shift : area->shift) - 16);
+  *first = at > slot * SLOT_UNITS ? at : slot * SLOT_UNITS;
+  *last = (at + units < (slot + 1) * SLOT_UNITS ? at + units : (slot + 1) * SLOT_UNITS) - 1;
+  return at < (slot + 1) * SLOT_UNITS && at + units > slot * SLOT_UNITS;
+}
+
+static bool op_changes(const struct area *area, const struct uvm_vmem_op *op, const struct object *o, unsigned unit) {
+  const struct unit *u = &area->unit[unit];
+  if (op->op == UVM_VMEM_OP_UNMAP) return u->state != (op->flags & UVM_VMEM_OP_SPARSE ? SPARSE : NOTHING);
+  unsigned index = (op->first << (o->shift - 16)) + unit - (op->addr - area->start) / UNIT;
+  return u->state != MAPPED || u->object != o || u->index != index || u->read_only != !!(op->flags & UVM_VMEM_OP_READ_ONLY);
+}
+
+/* What becomes of a slot's entry of 2 MB, or of its small ones; or a part of one is changed by an operation without CUT,
+ * which is named then. */
+static int slot_after(const struct area *area, unsigned slot, const struct uvm_vmem_op *ops, struct object *const *object,
+                      unsigned n, bool *one, bool *uncut) {
+  unsigned named = 0, first, last;
+  bool whole = false, changed = false, any_uncut = false, sparse = false;
+  for (unsigned i = 0; i < SLOT_UNITS; i++) sparse |= area->unit[slot * SLOT_UNITS + i].state == SPARSE;
+  for (unsigned i = 0; i < n; i++) {
+    if (!units_in_slot(area, slot, &ops[i], object[i], &first, &last)) continue;
+    bool changes = false;
+    for (unsigned unit = first; unit <= last; unit++) changes |= op_changes(area, &ops[i], object[i], unit);
+    named += last - first + 1;
+    changed |= changes;
+    if (object[i] && object[i]->one_run && last - first + 1 == SLOT_UNITS) whole = true;
+    if (changes && !(ops[i].flags & UVM_VMEM_OP_CUT)) any_uncut = uncut[i] = true;
+  }
+  *one = area->one[slot] && !changed;
+  if (area->big && whole && !sparse) *one = true;
+  return area->one[slot] && !*one && named < SLOT_UNITS && any_uncut ? -EADDRINUSE : 0;
+}
+
 static void do_bind(struct actor *a) {
   struct area *area = &a->area[below(a, 2)];
-  bool used[ARRAY_SIZE(a->area[0].unit)] = {false};
+  bool used[ARRAY_SIZE(a->area[0].unit)] = {false}, one[MOST_SLOTS] = {false}, uncut[MAX_OPS] = {false};
   struct uvm_vmem_op ops[MAX_OPS];
   struct object *object[MAX_OPS];
   unsigned want_ops = 1 + below(a, MAX_OPS), n = 0;
@@ -241,9 +300,18 @@ static void do_bind(struct actor *a) {
     if (random_op(a, area, &ops[n], &object[n], used)) n++;
   }
   if (!n) return;
+  if (below(a, 5)) { /* else few batches would not be refused */
+    for (unsigned i = 0; i < n; i++) ops[i].flags |= UVM_VMEM_OP_CUT;
+  }
   unsigned bad = below(a, n);
   struct uvm_vmem_op good = ops[bad];
   int want = below(a, 10) == 0 ? spoil(a, area, &ops[bad]) : 0;
+  for (unsigned slot = 0; slot < area->units / SLOT_UNITS && (!want || want == -EADDRINUSE); slot++) {
+    bool here[MAX_OPS] = {false};
+    if (slot_after(area, slot, ops, object, n, &one[slot], here) == 0 || want) continue;
+    want = -EADDRINUSE;
+    memcpy(uncut, here, sizeof(uncut));
+  }
   bool async = (capabilities & UVM_VMEM_CAP_ASYNC) && below(a, 3) == 0;
   uint64_t ticket = 0;
   uint32_t failed;
@@ -258,6 +326,7 @@ static void do_bind(struct actor *a) {
     ops[bad] = good;
     return;
   }
+  if (got == -EADDRINUSE && want == got && failed < n && uncut[failed]) bad = failed;
   if (got != want || failed != (want ? bad : ~0u)) {
     WRONG(a, "BIND of %u: %d (operation %d), not %d (%d)", n, got, (int)failed, want, want ? (int)bad : -1);
     return;
@@ -265,6 +334,7 @@ static void do_bind(struct actor *a) {
   a->counts[want ? 7 : 6]++;
   if (ticket) a->ticket[a->tickets++] = ticket;
   if (want) return;
+  memcpy(area->one, one, sizeof(one));
   /* What is unmapped gives its object free; so all unmaps come first, for both to be counted once. */
   for (unsigned i = 0; i < n; i++) {
     if (object[i]) object[i]->mapped++;
@@ -283,6 +353,7 @@ static int reserve_own(struct actor *a) {
   unsigned flags = below(a, 3) == 0 ? UVM_VMEM_RESERVE_EAGER : 0;
   if ((capabilities & UVM_VMEM_CAP_BIG) && below(a, 2)) flags |= UVM_VMEM_RESERVE_BIG;
   own->reservation = own->start = OWN_BASE + a->number * GIB(1);
+  own->big = flags & UVM_VMEM_RESERVE_BIG;
   own->shift = shifts[below(a, ARRAY_SIZE(shifts))];
   own->units = OWN_SLOTS * SLOT_UNITS;
   return vm_reserve(a->w->uvm, a->w->uuid[0], own->start, OWN_SLOTS * SLOT, own->shift, flags);
@@ -290,6 +361,7 @@ static int reserve_own(struct actor *a) {
 
 static void clear_area(struct area *area) {
   for (unsigned i = 0; i < area->units; i++) set_unit(&area->unit[i], (struct unit){.state = NOTHING});
+  memset(area->one, 0, sizeof(area->one));
 }
 
 static void do_free(struct actor *a) {
@@ -408,6 +480,7 @@ static int process(unsigned number, unsigned threads, uint64_t seed) {
     a->area[1] = (struct area){.reservation = SHARED_BASE,
                                .start = SHARED_BASE + t * SHARED_SLOTS * SLOT,
                                .shift = 16,
+                               .big = capabilities & UVM_VMEM_CAP_BIG,
                                .units = SHARED_SLOTS * SLOT_UNITS};
     result = reserve_own(a);
     if (result) hopeless("RESERVE", result);

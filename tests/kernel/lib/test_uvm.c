@@ -14,9 +14,9 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 #include "softgpu_user.h"
-#include "uvm.h"
+#include "backend/uvm/uvm.h"
 
 static int dev; /* /dev/softgpu */
 
@@ -165,6 +165,13 @@ static void everything_goes_back(void) {
   OK(vmem_close(watch));
 }
 
+/* As a kernel on the GPU reads it; the library reads what is mapped alone. */
+static int64_t sparse_word(uint64_t va) {
+  uint64_t word = 0;
+  int err = softgpu_peek(dev, (struct softgpu_space){0}, va, &word);
+  return err ? err : (int64_t)word;
+}
+
 /* Runs cross from one of the kernel's objects into the next, and one batch takes several calls. */
 static void small_limits(void) {
   vmem_t vm = open_vm(0);
@@ -173,11 +180,17 @@ static void small_limits(void) {
   int err;
   struct vm_ctx *c = vm_get(vm, "test", &err);
   struct vmem_op ops[2] = {{.op = VMEM_OP_POPULATE, .bytes = 11 * PAGE, .count = 5, .stride = MIB(4)}};
+  struct vmem_reserve_opts sparse = {.size = sizeof(sparse), .flags = VMEM_RESERVE_SPARSE};
   vm_put(c);
   u->object_bytes = 4 * PAGE;
   u->query.out_max_bind_ops = 5;
   u->query.out_max_bind_units = 9;
-  c->info.bind_bytes = 8 * PAGE;
+  c->info->bind_bytes = 8 * PAGE;
+  binds = driver_stat(vm).out_binds;
+  OK(vMemReserve(vm, MIB(8), &sparse, &va)); /* 128 units */
+  EQ(driver_stat(vm).out_binds - binds, 15);
+  for (uint64_t at = 0; at < MIB(8); at += PAGE) EQ(sparse_word(va + at), 0);
+  OK(vMemFree(vm, va, 0));
   OK(vMemReserve(vm, MIB(64), NULL, &va));
   ops[0].addr = va;
   OK(vmem_batch(vm, ops, 1, NULL, 0, 0));
@@ -198,18 +211,28 @@ static void small_limits(void) {
   OK(vmem_check(vm));
   if (err)
     for (uint64_t i = 0; i < 55; i++) EQ(GET(va + i / 11 * MIB(4) + i % 11 * PAGE + 17), 1 + i);
+  /* What is taken away counts as what is mapped does. */
+  binds = driver_stat(vm).out_binds;
+  ops[0] = (struct vmem_op){.op = VMEM_OP_UNMAP, .flags = VMEM_OP_HOLES, .addr = va, .bytes = 11 * PAGE, .count = 5,
+                            .stride = MIB(4)};
+  OK(vmem_batch(vm, ops, 1, NULL, 0, 0));
+  CHECK(driver_stat(vm).out_binds - binds > 5);
   OK(vmem_close(vm));
 }
 
-/* A large page is one entry of the page tables, where the reservation says that there are such; else 32. */
+/* A large page is one entry of the page tables, where the reservation says that there are such and is not sparse; else
+ * 32. */
 static void large_pages(void) {
-  for (int large = 0; large < 2; large++) {
+  static const uint32_t flags[] = {0, VMEM_RESERVE_LARGE, VMEM_RESERVE_LARGE | VMEM_RESERVE_SPARSE};
+  for (int i = 0; i < 3; i++) {
     vmem_t vm = open_vm(0);
-    struct vmem_reserve_opts o = {.size = sizeof(o), .flags = large ? VMEM_RESERVE_LARGE : 0};
+    const bool large = flags[i] == VMEM_RESERVE_LARGE;
+    struct vmem_reserve_opts o = {.size = sizeof(o), .flags = flags[i]};
     struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(4), .page_size = MIB(2)};
-    uint64_t va, writes = driver_stat(vm).out_pte_writes; /* of the proof that opening makes */
+    uint64_t va, writes;
     no_background(vm);
     OK(vMemReserve(vm, MIB(16), &o, &va));
+    writes = driver_stat(vm).out_pte_writes;
     op.addr = va;
     OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
     EQ(driver_stat(vm).out_pte_writes - writes, large ? 2 : 64);
@@ -220,6 +243,71 @@ static void large_pages(void) {
     EQ(driver_stat(vm).out_pte_writes - writes, large ? 2 : 64);
     OK(vmem_close(vm));
   }
+}
+
+static struct softgpu_counters gpu_counters(void) {
+  struct softgpu_counters c = {0};
+  if (softgpu_counters(dev, 0, &c)) printf("no counters\n");
+  return c;
+}
+
+/* A large page takes the place of small ones, and goes as a whole; all else reads as before at every moment, which the
+ * software GPU watches. */
+static void promoted(void) {
+  vmem_t vm = open_vm(0);
+  struct vmem_reserve_opts o = {.size = sizeof(o), .flags = VMEM_RESERVE_LARGE};
+  struct vmem_op small = {.op = VMEM_OP_POPULATE, .bytes = MIB(6)}, copy = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY,
+                          .bytes = MIB(2), .page_size = MIB(2)};
+  struct vmem_op ops[] = {{.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .bytes = MIB(2)},
+                          {.op = VMEM_OP_UNMAP, .bytes = MIB(2)}};
+  struct vmem_range_info range = {.size = sizeof(range)};
+  struct softgpu_counters before = gpu_counters(), now;
+  uint64_t va, writes, calls;
+  no_background(vm);
+  OK(vMemReserve(vm, MIB(32), &o, &va));
+  small.addr = va;
+  OK(vmem_batch(vm, &small, 1, NULL, 0, 0));
+  for (uint64_t i = 0; i < 96; i++) PUT(va + i * PAGE + 9, i);
+  copy.addr = ops[1].addr = va + MIB(16);
+  copy.src = ops[0].addr = va + MIB(2);
+  OK(vmem_batch(vm, &copy, 1, NULL, 0, 0));
+  OK(vmem_gather(vm, copy.addr, MIB(2), 1, 0, &ops[0].handle));
+  writes = driver_stat(vm).out_pte_writes;
+  OK(vmem_batch(vm, ops, 2, NULL, 0, 0));
+  CHECK(driver_stat(vm).out_pte_writes - writes < 32); /* not small ones again */
+  OK(vmem_range_query(vm, va + MIB(2) + PAGE, &range));
+  CHECK(range.flags & VMEM_RANGE_LARGE);
+  for (uint64_t i = 0; i < 96; i++) EQ(GET(va + i * PAGE + 9), i);
+  EQ(vMemUnmap(vm, va + MIB(2) + PAGE, PAGE), -EINVAL);
+  OK(vmem_consolidate(vm, va, MIB(6), &calls));
+  OK(vMemUnmap(vm, va + MIB(1), MIB(4))); /* with parts of small ones on both sides */
+  for (uint64_t i = 0; i < 16; i++) EQ(GET(va + i * PAGE + 9), i);
+  for (uint64_t i = 80; i < 96; i++) EQ(GET(va + i * PAGE + 9), i);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+  now = gpu_counters();
+  CHECK(now.reader_binds > before.reader_binds && now.reader_units > before.reader_units);
+  EQ(now.errors, before.errors);
+}
+
+/* More addresses than one call of the driver takes. */
+static void wide_sparse(void) {
+  vmem_t vm = open_vm(0);
+  struct vmem_reserve_opts o = {.size = sizeof(o), .flags = VMEM_RESERVE_SPARSE};
+  const uint64_t bytes = 130ull << 30;
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE};
+  uint64_t va;
+  CHECK(bytes > (uint64_t)state_of(vm)->query.out_max_bind_units << UVM_VMEM_UNIT_SHIFT);
+  OK(vMemReserve(vm, bytes, &o, &va));
+  for (uint64_t at = 0; at < bytes; at += bytes / 13 & ~(PAGE - 1)) EQ(sparse_word(va + at), 0);
+  EQ(sparse_word(va + bytes - 8), 0);
+  op.addr = va + bytes - PAGE;
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  PUT(va + bytes - 1, 5);
+  EQ(GET(va + bytes - 1), 5);
+  EQ(sparse_word(va + bytes - PAGE - 8), 0);
+  OK(vMemFree(vm, va, VMEM_FREE_UNMAP));
+  OK(vmem_close(vm));
 }
 
 /* Pages of two tensors move in one call. */
@@ -436,10 +524,10 @@ static int unpatched(void) {
 
 int main(int argc, char **argv) {
   static const struct test tests[] = {TEST(probing),      TEST(automatic),   TEST(growth_is_one_call), TEST(everything_goes_back),
-                                      TEST(small_limits), TEST(large_pages), TEST(a_move_is_one_call),
+                                      TEST(small_limits), TEST(large_pages), TEST(promoted), TEST(a_move_is_one_call),
                                       TEST(several_reservations), TEST(no_memory), TEST(granules),
                                       TEST(pages_in_host_memory), TEST(forked_child)};
-  static const struct test failing[] = {TEST(gpu_fails)}, two[] = {TEST(two_gpus)};
+  static const struct test failing[] = {TEST(gpu_fails)}, two[] = {TEST(two_gpus)}, wide[] = {TEST(wide_sparse)};
   if (argc > 1 && !strcmp(argv[1], "unpatched")) return unpatched();
   setenv("VMEM_TEST_BACKEND", "uvm", 1);
   if ((dev = softgpu_open()) < 0) {
@@ -448,5 +536,6 @@ int main(int argc, char **argv) {
   }
   if (argc > 1 && !strcmp(argv[1], "gpu-fails")) return run_tests(failing, 1);
   if (argc > 1 && !strcmp(argv[1], "two-gpus")) return run_tests(two, 1);
+  if (argc > 1 && !strcmp(argv[1], "wide")) return run_tests(wide, 1);
   return run_tests(tests, sizeof(tests) / sizeof(tests[0]));
 }

@@ -28,6 +28,8 @@ PROGRAMS = [
     Test(name="basic", program="basic"),
     Test(name="async", program="async"),
     Test(name="batch", program="batch"),
+    Test(name="bounds", program="bounds", vidmem=2048, timeout=240),
+    Test(name="gap", program="gap", args=["-free_small", "-free_big", "FLIPS=1"]),
     Test(name="lifecycle", program="lifecycle", vidmem=256),
     Test(name="peers", program="peers", gpus=2, module_args="p2p=pcie"),
     Test(name="nvlink", program="peers", gpus=2, module_args="p2p=nvlink"),
@@ -36,7 +38,7 @@ PROGRAMS = [
 
 # Each in both builds of the driver and on both architectures, but not in all four pairs; of those
 # that take long one pair is left to the long run.
-SLOW = ("batch", "failnth", "nvlink")
+SLOW = ("batch", "bounds", "failnth", "gap", "nvlink")
 
 SHORT = [
     replace(
@@ -132,6 +134,15 @@ LONG = [
         long=True,
         args=["handles_come_round", "ROUND=1"],
         timeout=10800,
+    ),
+    Test(name="gap-long", program="gap", long=True, args=["FLIPS=8"], timeout=900),
+    Test(
+        name="bounds-many",
+        program="bounds",
+        long=True,
+        args=["many_slots", "SLOTS=65536"],
+        memory=3072,
+        timeout=1800,
     ),
     Test(name="kill-long", program="kill", long=True, args=["KILLS=1000"], timeout=3600),
     Test(name="kill-checked", program="kill", long=True, checked=True, timeout=3600),

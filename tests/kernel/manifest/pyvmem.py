@@ -90,6 +90,7 @@ TESTS = [
     ),
     _uvm("two-gpus", "two-gpus", gpus=2),
     _uvm("gpu-fails", "gpu-fails", allow=AFTER_A_FAILURE),
+    _uvm("wide", "wide", memory=4096, timeout=600.0, long=True),
     _uvm("unpatched", "unpatched", patched=False),
     _suite("c", C_TESTS),
     _suite("c-debug", C_TESTS, type="debug", module_args=DELAYS, long=True),
@@ -109,6 +110,12 @@ TESTS = [
         "layers",
         _pytest("kvcache_budget", "kvcache_layers", "kvcache_window", "prefix_tree"),
         timeout=1200.0,
+    ),
+    _python(
+        "places",
+        _pytest("kvcache_promote", "kvcache_mixed", "kvcache_tiers"),
+        timeout=1800.0,
+        long=True,
     ),
     _python(
         "more",

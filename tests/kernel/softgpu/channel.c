@@ -84,7 +84,7 @@ NV_STATUS nvUvmInterfaceChannelAllocate(const uvmGpuTsgHandle handle, const UvmG
 		return NV_ERR_NO_MEMORY;
 	mutex_lock(&model.lock);
 	channel->id = ++gpu->next_channel;
-	list_add_tail(&channel->node, &gpu->channels);
+	sg_readers_channel_add(channel);
 	gpu->count.channels_now++;
 	mutex_unlock(&model.lock);
 
@@ -116,7 +116,7 @@ void nvUvmInterfaceChannelDestroy(uvmGpuChannelHandle handle)
 
 	sg_call(SG_CALL_ChannelDestroy, gpu);
 	mutex_lock(&model.lock);
-	list_del(&channel->node);
+	sg_readers_channel_remove(channel);
 	gpu->count.channels_now--;
 	if (!channel->dead && (channel->segment || channel->pending_count || channel->get != channel->userd[SG_USERD_PUT]))
 		sg_error(gpu, SOFTGPU_ERROR_CHANNEL_BUSY, 0, 0, "channel %u destroyed with work pending", channel->id);

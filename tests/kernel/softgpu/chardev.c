@@ -187,6 +187,7 @@ static long do_counters(struct file *file, void *argument)
 	out->frames_pinned_now = bitmap_weight(gpu->pma_pinned, gpu->frames);
 	out->backing_bytes_now = gpu->backing_bytes;
 	out->tlb_entries_now = gpu->tlb.count;
+	sg_readers_counters(out);
 	list_for_each_entry(client, &model.clients, node)
 		out->clients_now++;
 	return 0;

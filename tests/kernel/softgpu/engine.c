@@ -238,7 +238,7 @@ static bool channel_run(struct sg_channel *channel, bool one_segment)
 			break;
 		kvfree(channel->segment);
 		channel->segment = NULL;
-		channel->get = (channel->get + 1) % channel->entries;
+		sg_readers_channel_advance(channel);
 		smp_wmb();
 		WRITE_ONCE(channel->userd[SG_USERD_GET], channel->get);
 		if (one_segment)

@@ -189,10 +189,12 @@ static void tlb_invalidate(struct sg_channel *channel, bool targeted)
 		start = (((u64)b << 32) | (a & OP_A_ADDRESS_LO)) & ~(bytes - 1);
 		last = start + bytes - 1;
 	}
-	if (c & OP_C_PDB_ALL)
+	if (c & OP_C_PDB_ALL) {
 		sg_tlb_flush(gpu);
-	else
+	} else {
 		sg_tlb_invalidate(gpu, root, max_level, start, last);
+		sg_tables_invalidated(gpu, root, max_level, start, last);
+	}
 }
 
 static void mem_op(struct sg_channel *channel)

@@ -13,7 +13,7 @@
  * Locks
  *   model.lock protects everything here, except what is said otherwise. It is a mutex, and dropped around calls back
  *   into UVM (eviction), around delays and while the engine is held. Nothing is called under it that could
- *   sleep on UVM. calls.c has a spinlock of its own for the injection of failures.
+ *   sleep on UVM. calls.c has a spinlock of its own for the injection of failures, readers.c one for the BINDs in flight.
  *
  * Names: sg_ for functions; the nvUvmInterface* functions are the resource manager's interface, declared by NVIDIA's
  * nv_uvm_interface.h.
@@ -28,6 +28,7 @@
 #include <linux/pci.h>
 #include <linux/types.h>
 #include <linux/wait.h>
+#include <linux/xarray.h>
 
 #include "nvtypes.h"
 #include "nvstatus.h"
@@ -104,6 +105,8 @@ struct sg_entry {
 	u64 page_size;   /* LEAF */
 };
 
+const char *sg_entry_name(enum sg_entry_kind kind);
+
 /* Levels count down as NVIDIA's names do: SG_LEVEL_PTE = 0, PDE0 = 1, PDE1 = 2, ... */
 enum { SG_LEVEL_PTE = 0, SG_LEVEL_PDE0 = 1, SG_LEVEL_PDE1 = 2, SG_LEVEL_PDE2 = 3, SG_LEVELS_MAX = 6 };
 
@@ -167,6 +170,31 @@ void sg_tables_written(struct softgpu *gpu, bool sys, u64 pa, u64 length);
 bool sg_tables_holds(struct softgpu *gpu, bool sys, u64 pa, u64 length);
 int sg_tables_verify(void);
 void sg_tables_scan(struct sg_space *space, struct softgpu_scan *scan);
+/* A TLB invalidate of entries of this level and below. */
+void sg_tables_invalidated(struct softgpu *gpu, struct sg_root root, u8 max_level, u64 start, u64 last);
+
+/* ---- readers (readers.c) --------------------------------------------------------------------------- */
+
+/* A unit as a reader sees it. */
+struct sg_sight {
+	enum sg_entry_kind kind; /* never TABLE */
+	u8 aperture, peer;       /* LEAF */
+	bool read_only;
+	u64 pa;                  /* of the unit */
+	u64 page_size;           /* of the entry; 0: absent */
+};
+
+int sg_readers_init(void);
+void sg_readers_exit(void);
+/* Is any BIND in flight? Only then units have to be shown. */
+bool sg_readers_watch(const struct sg_space *space);
+/* What is seen at va changes, because an entry of that level is written. */
+void sg_readers_unit(struct sg_space *space, u8 level, u64 va, const struct sg_sight *before, const struct sg_sight *after);
+void sg_readers_counters(struct softgpu_counters *out);
+struct sg_channel;
+void sg_readers_channel_add(struct sg_channel *channel);
+void sg_readers_channel_remove(struct sg_channel *channel);
+void sg_readers_channel_advance(struct sg_channel *channel);
 
 /* ---- address spaces and memory of the resource manager (space.c, rmmem.c) --------------------------- */
 
@@ -180,6 +208,7 @@ struct sg_space {
 	bool has_root;
 	u64 root_entries;
 	struct list_head tables;      /* of the books */
+	struct xarray resized;        /* slots whose entry is invalid, and what TLBs may hold of it yet; by address >> 21 */
 	u64 rm_base, rm_size, rm_next; /* addresses that the resource manager maps itself */
 	struct list_head allocations;  /* struct sg_allocation */
 };
@@ -281,6 +310,7 @@ struct sg_channel {
 	volatile u32 *userd;       /* SG_USERD_* */
 	u64 *gpfifo;
 	u32 entries, get;
+	u64 fetched;               /* entries, since it was made */
 	NvNotification *error;
 	bool dead;
 	u64 segment_base;          /* Hopper: the address bits above 40 */

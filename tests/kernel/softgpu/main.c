@@ -171,6 +171,9 @@ static int __init softgpu_init(void)
 	INIT_LIST_HEAD(&model.memories);
 	INIT_LIST_HEAD(&model.clients);
 	model.random = settings.seed ? settings.seed : get_random_u64() | 1;
+	result = sg_readers_init();
+	if (result)
+		return result;
 	result = all_new(chosen);
 	for (i = 0; !result && i < model.gpus; i++)
 		result = sg_engine_start(model.gpu[i]);
@@ -189,6 +192,7 @@ no_rmdev:
 	sg_chardev_exit();
 no_devices:
 	all_free();
+	sg_readers_exit();
 	return result;
 }
 
@@ -210,6 +214,7 @@ static void __exit softgpu_exit(void)
 	if (!list_empty(&model.spaces) || !list_empty(&model.memories) || !list_empty(&model.clients))
 		sg_error(NULL, SOFTGPU_ERROR_LEAK, 0, 0, "address spaces, memory or clients leaked");
 	all_free();
+	sg_readers_exit();
 }
 
 module_init(softgpu_init);

@@ -48,6 +48,13 @@
 
 #define KIND_GENERIC 6ull
 
+const char *sg_entry_name(enum sg_entry_kind kind)
+{
+	static const char *const names[] = { "nothing", "zeros", "a page", "a table" };
+
+	return names[kind];
+}
+
 static u64 leaf_size(u8 level, u8 half)
 {
 	switch (level) {

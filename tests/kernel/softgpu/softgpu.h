@@ -230,6 +230,8 @@ struct softgpu_counters {
 	/* what must not happen: each is in the log of FAULTS too */
 	__u64 faults;           /* all kinds, STALE included */
 	__u64 stale;            /* accesses that used a stale translation */
+	__u64 reader_binds;     /* of all gpus: BINDs of the patched driver that readers have watched */
+	__u64 reader_units;     /* of all gpus: how often they saw a unit of 64 KB change meanwhile */
 	__u64 errors;           /* the rules below that were broken; any error is also in the kernel log ("softgpu: error:") */
 };
 
@@ -257,6 +259,9 @@ struct softgpu_counters {
 #define SOFTGPU_ERROR_MODEL         26 /* the model contradicts itself */
 #define SOFTGPU_ERROR_BAD_FREE      27 /* RM object freed that does not exist */
 #define SOFTGPU_ERROR_LEAK          28 /* left over at unload */
+#define SOFTGPU_ERROR_GAP           29 /* a BIND in flight changes what it does not name; address: virtual */
+#define SOFTGPU_ERROR_NEITHER       30 /* what a BIND names was neither as before nor as after it; address: virtual */
+#define SOFTGPU_ERROR_RESIZED       31 /* an entry becomes a table or a 2 MB page while TLBs may hold the other */
 
 #define SOFTGPU_FAULT_RECORDS 32
 

@@ -108,6 +108,8 @@ struct softgpu_counters softgpu_counters_since(const struct softgpu_counters *be
   SINCE(tlb_misses);
   SINCE(faults);
   SINCE(stale);
+  SINCE(reader_binds);
+  SINCE(reader_units);
   SINCE(errors);
 #undef SINCE
   return d;
@@ -314,6 +316,12 @@ const char *softgpu_fault_name(unsigned kind) {
     return "one entry written twice without order";
   case SOFTGPU_ERROR_MODEL:
     return "the model contradicts itself";
+  case SOFTGPU_ERROR_GAP:
+    return "changed by a BIND that does not name it";
+  case SOFTGPU_ERROR_NEITHER:
+    return "neither old nor new during a BIND";
+  case SOFTGPU_ERROR_RESIZED:
+    return "entry of another size while TLBs may hold the old one";
   case SOFTGPU_ERROR_BAD_FREE:
     return "free of an RM object that does not exist";
   case SOFTGPU_ERROR_LEAK:

@@ -27,6 +27,7 @@ static struct sg_space *space_new(struct softgpu *gpu, u64 base, u64 size)
 	space->rm_next = base + RM_FIRST_OFFSET;
 	INIT_LIST_HEAD(&space->allocations);
 	INIT_LIST_HEAD(&space->tables);
+	xa_init(&space->resized);
 	mutex_lock(&model.lock);
 	list_add(&space->node, &model.spaces);
 	gpu->count.spaces_now++;
@@ -164,6 +165,7 @@ void nvUvmInterfaceAddressSpaceDestroy(uvmGpuAddressSpaceHandle handle)
 	list_del(&space->node);
 	space->gpu->count.spaces_now--;
 	mutex_unlock(&model.lock);
+	xa_destroy(&space->resized);
 	kfree(space);
 }
 

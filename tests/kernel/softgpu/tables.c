@@ -26,6 +26,8 @@ struct table {
 	u64 pa;
 	u64 va;                /* that its first entry stands for */
 	u8 level, half;
+	u32 refs;              /* entries that point to it */
+	bool shared;           /* were more than one at some time: va is one of several */
 	u32 words;
 	u64 word[];
 };
@@ -122,6 +124,9 @@ static void word_set(struct table *t, u32 i, u64 raw)
 
 	decode(t, i, t->word[i], &old);
 	decode(t, i, raw, &new);
+	if (t->refs > 1 && (new.kind == SG_ENTRY_LEAF || new.kind == SG_ENTRY_TABLE))
+		sg_error(t->space->gpu, SOFTGPU_ERROR_MODEL, t->pa, raw, "table %llx, to which %u entries point, maps memory", t->pa,
+			 t->refs);
 	t->word[i] = raw;
 	if (old.kind == SG_ENTRY_LEAF)
 		leaf_count(t->space, &old, -1);
@@ -131,6 +136,21 @@ static void word_set(struct table *t, u32 i, u64 raw)
 		leaf_count(t->space, &new, 1);
 	else if (new.kind == SG_ENTRY_TABLE)
 		table_enter(t->space, new.aperture == SOFTGPU_APERTURE_SYS, new.pa, t->level - 1, word_half(t, i), word_va(t, i));
+}
+
+/* Several entries may point to one table if it maps nothing: its words then do not depend on the address. */
+static bool table_maps(const struct table *t)
+{
+	u32 i;
+
+	for (i = 0; i < t->words; i++) {
+		struct sg_entry entry;
+
+		decode(t, i, t->word[i], &entry);
+		if (entry.kind == SG_ENTRY_LEAF || entry.kind == SG_ENTRY_TABLE)
+			return true;
+	}
+	return false;
 }
 
 static void table_enter(struct sg_space *space, bool sys, u64 pa, u8 level, u8 half, u64 va)
@@ -145,7 +165,13 @@ static void table_enter(struct sg_space *space, bool sys, u64 pa, u8 level, u8 h
 		sg_error(gpu, SOFTGPU_ERROR_MODEL, pa, 0, "entry for %llx points to a table outside of memory: %llx", va, pa);
 		return;
 	}
-	if (table_at(sys ? NULL : gpu, pa)) {
+	t = table_at(sys ? NULL : gpu, pa);
+	if (t && t->space == space && t->level == level && t->half == half && !table_maps(t)) {
+		t->refs++;
+		t->shared = true;
+		return;
+	}
+	if (t) {
 		sg_error(gpu, SOFTGPU_ERROR_MODEL, pa, 0, "table %s %llx is reachable twice", sys ? "sys" : "vid", pa);
 		return;
 	}
@@ -154,6 +180,7 @@ static void table_enter(struct sg_space *space, bool sys, u64 pa, u8 level, u8 h
 		sg_error(gpu, SOFTGPU_ERROR_MODEL, pa, 0, "no memory for the books");
 		return;
 	}
+	t->refs = 1;
 	t->space = space;
 	t->where = sys ? NULL : gpu;
 	t->pa = pa;
@@ -182,6 +209,8 @@ static void table_leave(struct table *t)
 {
 	u32 i;
 
+	if (--t->refs)
+		return;
 	for (i = 0; i < t->words; i++)
 		if (t->word[i])
 			word_set(t, i, 0);
@@ -231,6 +260,127 @@ static void count_word(struct table *t, u32 i, u64 raw)
 	}
 }
 
+/* ---- what readers see of it ----------------------------------------------------------------------- */
+
+static void sight_of(const struct sg_entry *entry, u64 va, struct sg_sight *out)
+{
+	*out = (struct sg_sight){ .kind = entry->kind };
+	if (entry->kind == SG_ENTRY_LEAF) {
+		out->aperture = entry->aperture;
+		out->peer = entry->peer;
+		out->read_only = entry->read_only;
+		out->page_size = entry->page_size;
+		out->pa = (entry->pa & ~(entry->page_size - 1)) | (va & (entry->page_size - 1));
+	} else if (entry->kind == SG_ENTRY_SPARSE) {
+		out->page_size = SG_PAGE_64K;
+	}
+}
+
+/* A unit below an entry of PDE0. in_memory: the table that it points to is not in the books yet. */
+static void sight_below(const struct table *t, const struct sg_entry *entry, u64 va, bool in_memory, struct sg_sight *out)
+{
+	struct sg_entry below = { .kind = SG_ENTRY_INVALID };
+	bool sys = entry->aperture == SOFTGPU_APERTURE_SYS;
+	u32 i = va / SG_PAGE_64K % (SG_PAGE_2M / SG_PAGE_64K);
+	struct sg_mmu_format const *format = t->space->gpu->format;
+	u64 raw;
+
+	if (entry->kind == SG_ENTRY_TABLE && in_memory) {
+		if (sg_read_entry(t->space->gpu, sys, entry->pa + i * sizeof(u64), &raw))
+			format->decode(SG_LEVEL_PTE, 0, raw, &below);
+	} else if (entry->kind == SG_ENTRY_TABLE) {
+		struct table *child = table_at(sys ? NULL : t->space->gpu, entry->pa);
+
+		if (child)
+			format->decode(SG_LEVEL_PTE, 0, child->word[i], &below);
+	} else {
+		below = *entry;
+	}
+	sight_of(&below, va, out);
+}
+
+static bool same_sight(const struct sg_sight *a, const struct sg_sight *b)
+{
+	return a->kind == b->kind && a->pa == b->pa && a->aperture == b->aperture && a->peer == b->peer &&
+	       a->read_only == b->read_only;
+}
+
+/* Word i is about to become `raw`, in the books; in memory it is already. */
+static void show_readers(struct table *t, u32 i, u64 raw)
+{
+	u64 va = word_va(t, i), end = va + word_reach(t);
+	struct sg_entry old, new;
+
+	decode(t, i, t->word[i], &old);
+	decode(t, i, raw, &new);
+	if (t->level > SG_LEVEL_PDE0) {
+		struct softgpu_scan scan = { .start = va, .length = word_reach(t) };
+		struct sg_sight before = { .kind = SG_ENTRY_LEAF }, after = { .kind = SG_ENTRY_INVALID };
+
+		if (old.kind == SG_ENTRY_TABLE)
+			sg_tables_scan(t->space, &scan);
+		if (scan.out_bytes || scan.out_sparse)
+			sg_readers_unit(t->space, t->level, va, &before, &after);
+		return;
+	}
+	for (; va < end; va += SG_PAGE_64K) {
+		struct sg_sight before, after;
+
+		sight_below(t, &old, va, false, &before);
+		sight_below(t, &new, va, true, &after);
+		if (!same_sight(&before, &after))
+			sg_readers_unit(t->space, t->level, va, &before, &after);
+	}
+}
+
+/*
+ * Between a page of 2 MB and a table an entry has to be invalid until the TLBs have forgotten what it was: else they
+ * could hold an address twice, in sizes that differ, and accesses to it lose their order (block_gpu_pte_finish_split_2m
+ * in uvm_va_block.c).
+ */
+static void check_resize(struct table *t, u32 i, u64 raw)
+{
+	struct sg_space *space = t->space;
+	unsigned long slot = word_va(t, i) / SG_PAGE_2M;
+	enum sg_entry_kind was;
+	struct sg_entry old, new;
+	void *kept;
+
+	decode(t, i, t->word[i], &old);
+	decode(t, i, raw, &new);
+	if (new.kind == SG_ENTRY_INVALID) {
+		if (old.kind != SG_ENTRY_INVALID)
+			xa_store(&space->resized, slot, xa_mk_value(old.kind), GFP_KERNEL);
+		return;
+	}
+	kept = xa_load(&space->resized, slot);
+	was = old.kind == SG_ENTRY_INVALID && kept ? xa_to_value(kept) : old.kind;
+	if (was != SG_ENTRY_INVALID && was != new.kind)
+		sg_error(space->gpu, SOFTGPU_ERROR_RESIZED, word_va(t, i), raw,
+			 "%llx: %s becomes %s, and TLBs may hold both", word_va(t, i), sg_entry_name(was), sg_entry_name(new.kind));
+	if (old.kind == SG_ENTRY_INVALID && was == new.kind)
+		xa_erase(&space->resized, slot);
+}
+
+void sg_tables_invalidated(struct softgpu *gpu, struct sg_root root, u8 max_level, u64 start, u64 last)
+{
+	struct sg_space *space;
+
+	if (max_level < SG_LEVEL_PDE0)
+		return;
+	list_for_each_entry(space, &model.spaces, node) {
+		unsigned long slot;
+		void *kept;
+
+		if (space->gpu != gpu || !space->has_root || space->root.pa != root.pa || space->root.sys != root.sys)
+			continue;
+		xa_for_each_range(&space->resized, slot, kept, start / SG_PAGE_2M, last / SG_PAGE_2M)
+			xa_erase(&space->resized, slot);
+	}
+}
+
+/* ---- writes ---------------------------------------------------------------------------------------- */
+
 /* [pa, pa + length) was written, of which a part may lie in the table. */
 static void table_written(struct table *t, u64 pa, u64 length)
 {
@@ -246,8 +396,15 @@ static void table_written(struct table *t, u64 pa, u64 length)
 		if (!sg_read_entry(t->space->gpu, !t->where, t->pa + at, &raw))
 			return;
 		count_word(t, i, raw);
-		if (raw != t->word[i])
-			word_set(t, i, raw);
+		if (raw == t->word[i])
+			continue;
+		if (word_half(t, i) == 0) {
+			if (sg_readers_watch(t->space))
+				show_readers(t, i, raw);
+			if (t->level == SG_LEVEL_PDE0)
+				check_resize(t, i, raw);
+		}
+		word_set(t, i, raw);
 	}
 }
 
@@ -292,14 +449,42 @@ bool sg_tables_holds(struct softgpu *gpu, bool sys, u64 pa, u64 length)
 
 /* ---- looking -------------------------------------------------------------------------------------- */
 
+/* The sparse entries of shared tables that a directory points to. */
+static void scan_shared(const struct table *t, struct softgpu_scan *scan, u64 last)
+{
+	u32 i, j;
+
+	for (i = 0; i < t->words; i += 2) {
+		struct sg_entry entry;
+		struct table *child;
+
+		decode(t, i, t->word[i], &entry);
+		if (entry.kind != SG_ENTRY_TABLE)
+			continue;
+		child = table_at(entry.aperture == SOFTGPU_APERTURE_SYS ? NULL : t->space->gpu, entry.pa);
+		for (j = 0; child && child->shared && j < child->words; j++) {
+			u64 va = word_va(t, i) + j * SG_PAGE_64K;
+
+			decode(child, j, child->word[j], &entry);
+			scan->out_sparse += entry.kind == SG_ENTRY_SPARSE && va <= last && va + SG_PAGE_64K - 1 >= scan->start;
+		}
+	}
+}
+
 void sg_tables_scan(struct sg_space *space, struct softgpu_scan *scan)
 {
 	u64 last = scan->start + scan->length - 1;
 	struct table *t;
 
 	list_for_each_entry(t, &space->tables, node) {
-		u64 end = word_va(t, t->words - 1) + word_reach(t) - 1;
+		u64 end;
 		u32 i;
+
+		if (t->level == SG_LEVEL_PDE0)
+			scan_shared(t, scan, last);
+		if (t->shared)
+			continue;
+		end = word_va(t, t->words - 1) + word_reach(t) - 1;
 
 		if (t->va > last || end < scan->start)
 			continue;

@@ -1,0 +1,412 @@
+// SPDX-License-Identifier: MIT OR GPL-2.0
+/*
+ * readers.c - what GPU work that reads without pause sees of a BIND of the patched driver.
+ *
+ * A reader looks up an address in the page tables, so what it sees changes with the writes to them and at no other
+ * moment. Each entry that the engine writes comes by here while BINDs are in flight, and every unit (64 KB) whose
+ * translation the entry decides is looked at before and after: all addresses, at every moment, as a GPU with empty TLBs
+ * sees them. What TLBs keep beyond that is tlb.c's.
+ *
+ * Rules (uvm_vmem_ioctl.h), for the reservations that a BIND in flight works on:
+ *   - what no BIND in flight names does not change (SOFTGPU_ERROR_GAP);
+ *   - what one names changes once, from the old translation to the new one (SOFTGPU_ERROR_NEITHER). Only where a slot's
+ *     2 MB page becomes a table, or a table a 2 MB page, it is absent in between; a sparse unit not even there.
+ *
+ * The driver's tracepoints tell: uvm_vmem_bind_op comes before anything is written, uvm_vmem_bind_sent when all is in
+ * the rings, uvm_vmem_bind when the call returns. A BIND is in flight until it returns without a ticket, or until the
+ * engine has passed what was put into the rings between the first two.
+ */
+#include <linux/module.h>
+#include <linux/notifier.h>
+#include <linux/sched.h>
+#include <linux/slab.h>
+#include <linux/spinlock.h>
+#include <linux/string.h>
+#include <linux/tracepoint.h>
+#include <linux/xarray.h>
+
+#include "impl.h"
+
+/* Of the patched driver's uvm_vmem_ioctl.h, which is not there beside an unpatched one. */
+#define OP_CUT (1u << 3)
+
+#define RANGES_PER_CHUNK 254
+#define MARKS_MAX        64 /* channels of all GPUs */
+#define REPORTS_MAX      8 /* of one BIND */
+
+struct named {
+	u64 first, last;
+};
+
+struct chunk {
+	struct list_head node;
+	u64 low, high; /* of all its ranges */
+	u32 count;
+	struct named range[RANGES_PER_CHUNK];
+};
+
+/* A place in a channel's ring. */
+struct mark {
+	struct sg_channel *channel;
+	u64 fetched;
+};
+
+/* What has happened to a unit that is named. */
+enum { UNTOUCHED, CHANGED, GONE_WITH_PAGE, GONE_WITH_TABLE, GONE_SPARSE };
+
+struct bind {
+	struct list_head node;
+	struct task_struct *task; /* whose call it is, until it returns: compared, never used */
+	pid_t pid;
+	u64 start, last;          /* of the reservation */
+	struct list_head chunks;
+	const struct named *hint; /* that held an address last */
+	bool sent;
+	u32 marks;
+	struct mark mark[MARKS_MAX];
+	struct xarray units;      /* by address >> 16 */
+	u32 reports;
+};
+
+/* Protects all that is below, and how far channels are (channel->get, ->fetched). Taken under model.lock or without. */
+static DEFINE_SPINLOCK(lock);
+static LIST_HEAD(binds); /* the oldest first */
+static u64 binds_seen, units_seen;
+
+/* ---- channels ------------------------------------------------------------------------------------------ */
+
+void sg_readers_channel_add(struct sg_channel *channel)
+{
+	spin_lock(&lock);
+	list_add_tail(&channel->node, &channel->gpu->channels);
+	spin_unlock(&lock);
+}
+
+void sg_readers_channel_remove(struct sg_channel *channel)
+{
+	struct bind *bind;
+	u32 i;
+
+	spin_lock(&lock);
+	list_del(&channel->node);
+	list_for_each_entry(bind, &binds, node)
+		for (i = 0; i < bind->marks; i++)
+			if (bind->mark[i].channel == channel)
+				bind->mark[i].channel = NULL;
+	spin_unlock(&lock);
+}
+
+void sg_readers_channel_advance(struct sg_channel *channel)
+{
+	spin_lock(&lock);
+	channel->get = (channel->get + 1) % channel->entries;
+	channel->fetched++;
+	spin_unlock(&lock);
+}
+
+/* How many entries were put into the ring since it was made. */
+static u64 filled(const struct sg_channel *channel)
+{
+	u32 put = READ_ONCE(channel->userd[SG_USERD_PUT]);
+
+	return channel->fetched + (put + channel->entries - channel->get) % channel->entries;
+}
+
+static void mark_rings(struct bind *bind)
+{
+	struct sg_channel *channel;
+	u32 i;
+
+	for (i = 0; i < model.gpus; i++)
+		list_for_each_entry(channel, &model.gpu[i]->channels, node)
+			if (bind->marks < MARKS_MAX)
+				bind->mark[bind->marks++] = (struct mark){ channel, filled(channel) };
+}
+
+/* Those into which nothing was put meanwhile are not waited for. */
+static void mark_what_was_sent(struct bind *bind)
+{
+	u32 i;
+
+	for (i = 0; i < bind->marks; i++) {
+		struct mark *mark = &bind->mark[i];
+		u64 now = mark->channel ? filled(mark->channel) : 0;
+
+		if (now == mark->fetched)
+			mark->channel = NULL;
+		mark->fetched = now;
+	}
+}
+
+static bool passed(const struct bind *bind)
+{
+	u32 i;
+
+	for (i = 0; i < bind->marks; i++) {
+		const struct sg_channel *channel = bind->mark[i].channel;
+
+		if (channel && !channel->dead && channel->fetched < bind->mark[i].fetched)
+			return false;
+	}
+	return bind->sent;
+}
+
+/* ---- BINDs --------------------------------------------------------------------------------------------- */
+
+static void bind_free(struct bind *bind)
+{
+	struct chunk *chunk, *next;
+
+	list_for_each_entry_safe(chunk, next, &bind->chunks, node)
+		kfree(chunk);
+	list_del(&bind->node);
+	xa_destroy(&bind->units);
+	kfree(bind);
+}
+
+static void forget_passed(void)
+{
+	struct bind *bind, *next;
+
+	list_for_each_entry_safe(bind, next, &binds, node)
+		if (passed(bind))
+			bind_free(bind);
+}
+
+static struct bind *bind_of_caller(void)
+{
+	struct bind *bind;
+
+	list_for_each_entry(bind, &binds, node)
+		if (bind->task == current)
+			return bind;
+	return NULL;
+}
+
+static struct bind *bind_new(u64 start, u64 length)
+{
+	struct bind *bind = kzalloc(sizeof(*bind), GFP_ATOMIC);
+
+	if (!bind)
+		return NULL;
+	bind->task = current;
+	bind->pid = current->tgid;
+	bind->start = start;
+	bind->last = start + length - 1;
+	INIT_LIST_HEAD(&bind->chunks);
+	xa_init(&bind->units);
+	mark_rings(bind);
+	list_add_tail(&bind->node, &binds);
+	binds_seen++;
+	return bind;
+}
+
+static void bind_name(struct bind *bind, u64 first, u64 last)
+{
+	struct chunk *chunk = list_empty(&bind->chunks) ? NULL : list_last_entry(&bind->chunks, struct chunk, node);
+
+	if (!chunk || chunk->count == RANGES_PER_CHUNK) {
+		chunk = kmalloc(sizeof(*chunk), GFP_ATOMIC);
+		if (!chunk) {
+			pr_err("softgpu: error: no memory for a BIND's ranges\n");
+			return;
+		}
+		chunk->low = first;
+		chunk->high = last;
+		chunk->count = 0;
+		list_add_tail(&chunk->node, &bind->chunks);
+	}
+	chunk->low = min(chunk->low, first);
+	chunk->high = max(chunk->high, last);
+	chunk->range[chunk->count++] = (struct named){ first, last };
+}
+
+static bool bind_names(struct bind *bind, u64 va)
+{
+	const struct chunk *chunk;
+	u32 i;
+
+	if (bind->hint && va >= bind->hint->first && va <= bind->hint->last)
+		return true;
+	list_for_each_entry(chunk, &bind->chunks, node) {
+		if (va < chunk->low || va > chunk->high)
+			continue;
+		for (i = 0; i < chunk->count; i++)
+			if (va >= chunk->range[i].first && va <= chunk->range[i].last) {
+				bind->hint = &chunk->range[i];
+				return true;
+			}
+	}
+	return false;
+}
+
+/* ---- what changes -------------------------------------------------------------------------------------- */
+
+bool sg_readers_watch(const struct sg_space *space)
+{
+	return space->user && !list_empty(&binds);
+}
+
+/* The next state of a unit that a BIND names, or -1: this must not be. */
+static int next_state(unsigned long state, u8 level, const struct sg_sight *before, const struct sg_sight *after)
+{
+	bool whole = level == SG_LEVEL_PDE0;
+
+	switch (state) {
+	case UNTOUCHED:
+		if (!whole || after->kind != SG_ENTRY_INVALID)
+			return CHANGED;
+		if (before->kind == SG_ENTRY_SPARSE)
+			return GONE_SPARSE;
+		return before->page_size == SG_PAGE_2M ? GONE_WITH_PAGE : GONE_WITH_TABLE;
+	case GONE_WITH_PAGE:
+		return whole && after->page_size != SG_PAGE_2M ? CHANGED : -1;
+	case GONE_WITH_TABLE:
+		return whole && after->page_size == SG_PAGE_2M ? CHANGED : -1;
+	default:
+		return -1;
+	}
+}
+
+void sg_readers_unit(struct sg_space *space, u8 level, u64 va, const struct sg_sight *before, const struct sg_sight *after)
+{
+	struct bind *bind, *last = NULL;
+	bool named = false, good = false;
+	u32 kind;
+
+	spin_lock(&lock);
+	forget_passed();
+	list_for_each_entry(bind, &binds, node) {
+		unsigned long index = va / SG_PAGE_64K, state;
+		int next;
+
+		if (bind->pid != space->pid || va < bind->start || va > bind->last)
+			continue;
+		last = bind;
+		if (!bind_names(bind, va))
+			continue;
+		named = true;
+		state = xa_to_value(xa_load(&bind->units, index) ?: xa_mk_value(UNTOUCHED));
+		next = next_state(state, level, before, after);
+		if (next < 0)
+			continue;
+		good = true;
+		if (xa_is_err(xa_store(&bind->units, index, xa_mk_value(next), GFP_ATOMIC)))
+			pr_err("softgpu: error: no memory for a BIND's units\n");
+		break;
+	}
+	if (last)
+		units_seen++;
+	if (!last || good || last->reports == REPORTS_MAX) {
+		spin_unlock(&lock);
+		return;
+	}
+	last->reports++;
+	spin_unlock(&lock);
+	kind = named ? SOFTGPU_ERROR_NEITHER : SOFTGPU_ERROR_GAP;
+	sg_error(space->gpu, kind, va, 0, "%s at %llx: %s (%llx) becomes %s (%llx)", named ? "neither old nor new" : "gap", va,
+		 sg_entry_name(before->kind), before->pa, sg_entry_name(after->kind), after->pa);
+}
+
+void sg_readers_counters(struct softgpu_counters *out)
+{
+	spin_lock(&lock);
+	out->reader_binds = binds_seen;
+	out->reader_units = units_seen;
+	spin_unlock(&lock);
+}
+
+/* ---- the driver's tracepoints -------------------------------------------------------------------------- */
+
+static void probe_op(void *data, u64 start, u64 length, u64 addr, u64 bytes, u32 op, u32 flags)
+{
+	u64 first = addr, last = addr + bytes - 1;
+	struct bind *bind;
+
+	/* what a cut changes is a slot */
+	if (flags & OP_CUT) {
+		first = max(start, round_down(first, SG_PAGE_2M));
+		last = last | (SG_PAGE_2M - 1);
+	}
+	spin_lock(&lock);
+	forget_passed();
+	bind = bind_of_caller() ?: bind_new(start, length);
+	if (bind)
+		bind_name(bind, first, last);
+	else
+		pr_err("softgpu: error: no memory for a BIND\n");
+	spin_unlock(&lock);
+}
+
+static void probe_sent(void *data, u64 start, int result)
+{
+	struct bind *bind;
+
+	spin_lock(&lock);
+	bind = bind_of_caller();
+	if (bind) {
+		mark_what_was_sent(bind);
+		bind->sent = true;
+	}
+	spin_unlock(&lock);
+}
+
+static void probe_returned(void *data, u64 start, u32 ops, u32 failed_op, u64 ticket, int result)
+{
+	struct bind *bind;
+
+	spin_lock(&lock);
+	bind = bind_of_caller();
+	if (bind && !ticket)
+		bind_free(bind);
+	else if (bind)
+		bind->task = NULL;
+	forget_passed();
+	spin_unlock(&lock);
+}
+
+static const struct {
+	const char *name;
+	void *probe;
+} probes[] = {
+	{ "uvm_vmem_bind_op", probe_op },
+	{ "uvm_vmem_bind_sent", probe_sent },
+	{ "uvm_vmem_bind", probe_returned },
+};
+
+static int module_changes(struct notifier_block *block, unsigned long what, void *data)
+{
+	struct module *module = ((struct tp_module *)data)->mod;
+	int (*change)(struct tracepoint *, void *, void *) =
+		what == MODULE_STATE_COMING ? tracepoint_probe_register : tracepoint_probe_unregister;
+	u32 i, j;
+
+	if (what != MODULE_STATE_COMING && what != MODULE_STATE_GOING)
+		return NOTIFY_OK;
+	for (i = 0; i < module->num_tracepoints; i++) {
+		struct tracepoint *tracepoint = tracepoint_ptr_deref(&module->tracepoints_ptrs[i]);
+
+		for (j = 0; j < ARRAY_SIZE(probes); j++)
+			if (!strcmp(tracepoint->name, probes[j].name) && change(tracepoint, probes[j].probe, NULL))
+				pr_err("softgpu: error: %s of %s\n", tracepoint->name, module->name);
+	}
+	return NOTIFY_OK;
+}
+
+static struct notifier_block notifier = { .notifier_call = module_changes };
+
+int sg_readers_init(void)
+{
+	return register_tracepoint_module_notifier(&notifier);
+}
+
+/* nvidia-uvm.ko is gone. */
+void sg_readers_exit(void)
+{
+	struct bind *bind, *next;
+
+	unregister_tracepoint_module_notifier(&notifier);
+	tracepoint_synchronize_unregister();
+	list_for_each_entry_safe(bind, next, &binds, node)
+		bind_free(bind);
+}
