@@ -13,7 +13,7 @@ from readme_format import RESULTS, ROOT, table
 __all__ = ["part"]
 
 # What a version has to pass on an architecture to count as run there.
-WHOLE = ("basic", "builtin", "model", "fuzz", "kill")
+WHOLE = ("basic", "gap", "builtin", "model", "fuzz", "kill")
 ARCHITECTURES = {
     "ampere": "Ampere",
     "hopper": "Hopper",
@@ -55,7 +55,7 @@ def run_on(record: Record, build: str) -> str:
         elif passed:
             missing = [program for program in WHOLE if program not in passed]
             words.append(f"{name} without {', '.join(f'`{one}`' for one in missing)}")
-    return ", ".join(words) or "not run"
+    return "; ".join(words) or "not run"
 
 
 def part() -> list[str]:

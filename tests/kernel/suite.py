@@ -158,11 +158,17 @@ def select(tests: list[Test], patterns: list[str], long: bool) -> list[Test]:
 def run_all(
     tests: list[Test], builder: Builder, jobs: int, show: bool, done: Callable[[Result], None]
 ) -> list[Result]:
-    """Runs tests, several at once, and shows the line of each when it is over."""
+    """Runs tests, several at once, and shows the line of each when it is over.
+
+    A test that runs when the suite is ended is ended, too, and has no result.
+    """
     lock = threading.Lock()
+    ended = threading.Event()
 
     def one(test: Test) -> Result:
         result = run_test(test, builder, show)
+        if ended.is_set():
+            return result
         with lock:
             if result.word == "FAIL" and not show:
                 lines = result.output.splitlines()
@@ -180,6 +186,7 @@ def run_all(
         list(pool.map(partial(build_first, builder), trees.values()))
         return list(pool.map(one, tests))
     except BaseException:
+        ended.set()
         pool.shutdown(wait=False, cancel_futures=True)
         end_children()
         raise

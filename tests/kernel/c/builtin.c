@@ -127,6 +127,7 @@ static unsigned migrate(void *at, size_t bytes, NvProcessorUuid to) {
   return uvm_call(UVM_MIGRATE, &m, &m.rmStatus);
 }
 
+#if defined(UVM_TEST_PMM_SYSMEM) || defined(UVM_TEST_PMM_REVERSE_MAP)
 /* A range of 2 MB cut into four, as the tests of the reverse map want it. */
 static void *in_four_parts(uint64_t offset) {
   char *at = managed(offset, BYTES_2M);
@@ -138,6 +139,7 @@ static void *in_four_parts(uint64_t offset) {
   memset(at, 1, BYTES_2M);
   return at;
 }
+#endif
 
 static void managed_blocks(void) {
   setup();

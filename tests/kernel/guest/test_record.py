@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import record
+import suite
+from builder import Builder
 from manifest import Test as Entry
 from manifest import branch_tests
 from record import add_to_record, entry_of
@@ -68,6 +71,24 @@ def test_a_record_grows_and_begins_anew_with_other_sources(
     sources = {**sources, "module_sha256": "2"}
     add_to_record(path, VERSION, [entry("one")])
     assert results() == {"one": "ok"}
+
+
+def test_a_test_that_is_interrupted_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def run_test(test: Entry, builder: Builder, show: bool) -> suite.Result:
+        if test.name == "interrupts":
+            raise KeyboardInterrupt
+        assert ended.wait(60)
+        return suite.Result(test, "FAIL", 1.0)
+
+    monkeypatch.setattr(suite, "run_test", run_test)
+    monkeypatch.setattr(suite, "end_children", ended.set)
+    tests = [Entry(name=name, command=["x"], load=False) for name in ("interrupts", "runs")]
+    seen: list[suite.Result] = []
+    with pytest.raises(KeyboardInterrupt):
+        suite.run_all(tests, Builder(jobs=1), 2, False, seen.append)
+    assert seen == []
 
 
 @pytest.mark.parametrize(("version", "newest"), [("565.77", "hopper"), (VERSION, "gb20x")])

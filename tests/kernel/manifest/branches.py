@@ -18,15 +18,17 @@ ARCHITECTURES = ("ampere", "hopper")
 BLACKWELL = ("blackwell", "gb20x")
 SINCE_BLACKWELL = 570
 
+FORMAT = ("basic", "gap")  # what depends on the format of page tables
+
 EACH = [
-    Test(name="basic", program="basic"),
+    *(test for test in PROGRAMS if test.name in FORMAT),
     Test(name="builtin", program="builtin", allow=BUILTIN_NOISE, timeout=240),
     Test(name="model", program="model", args=["OPS=800", "PROCS=2", "THREADS=2", "SEED=6"]),
     Test(name="fuzz", program="fuzz", args=["CALLS=8000", "SEED=6"]),
     Test(name="kill", program="kill", args=["KILLS=12", "SEED=6"]),
 ]
-# Once in each build: these are about what the ioctls do, not about the format of page tables.
-ONCE = [test for test in PROGRAMS if test.name != "basic"]
+# Once in each build.
+ONCE = [test for test in PROGRAMS if test.name not in FORMAT]
 
 
 def architectures(version: str) -> tuple[str, ...]:
