@@ -11,7 +11,7 @@ ARGS ?=
 export VMEM_CACHE_DIR ?= $(CURDIR)/$(BUILD)/cache
 
 .DEFAULT_GOAL := help
-.PHONY: help all lib setup run test test-long test-kernel kernel-test test-gpu bench lint install uninstall clean
+.PHONY: help all lib setup run test test-long test-kernel kernel-test test-driver test-gpu bench lint install uninstall clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -39,6 +39,10 @@ test-kernel: setup ## the patched driver on software GPUs, in virtual machines (
 kernel-test: setup ## one of these tests with its output: T=name; without T their list
 	@$(VPY) scripts/kernel_setup.py
 	@$(VPY) tests/kernel/suite.py $(if $(T),--show '$(T)',--list)
+
+test-driver: setup ## what each branch has to pass, on DRIVER=version from NV_SRC=source; RECORD=file.json
+	@$(VPY) scripts/kernel_setup.py
+	@$(VPY) tests/kernel/suite.py --driver $(DRIVER) $(if $(RECORD),--record $(RECORD)) $(T)
 
 test-gpu: setup ## the tests that need a GPU: the suite on the back ends stock and cuda, and tests/gpu
 	@$(VPY) scripts/run_tests.py --gpu $(ARGS)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from pyvmem import KVCacheConfig
-from pyvmem.kvcache.parallel import ParallelKVCache, RankFailed, shard_kv_heads
+from pyvmem.kvcache.distributed import ParallelKVCache, RankFailed, shard_kv_heads
 
 MIB = 1 << 20
 

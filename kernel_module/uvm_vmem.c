@@ -4,6 +4,7 @@
 //
 // The interface is in uvm_vmem_ioctl.h. This file parses and dispatches the ioctls; the others do one thing each:
 //
+//   uvm_vmem_account.c kernel memory: charged to the process's memory cgroup, and limited for each user and cgroup
 //   uvm_vmem_memory.c  stores and chunks: 2 MB pieces of physical memory, cut into units of 64 KB
 //   uvm_vmem_object.c  objects: the pages of one CREATE, and the table of handles
 //   uvm_vmem_range.c   reservations, their beginning and all their ways to end
@@ -19,7 +20,8 @@
 //   uvm_vmem_state_t     what a VA space has of vmem; made by the first command that needs it, freed with the VA space.
 //   uvm_vmem_range_t     a reservation; hangs in an external VA range, which destroys it.
 //   uvm_vmem_slot_t      2 MB of a reservation that were bound once: the page tables, and what each PTE says. Stays
-//                        until the reservation goes, so that a steady state writes PTEs only.
+//                        until the reservation goes, so that a steady state writes PTEs only. As long as all of it is
+//                        sparse it is a mark in its leaf only (UVM_VMEM_SLOT_ALL_SPARSE).
 //   uvm_vmem_object_t    pages; alive while its handle was not released or one of its units is mapped.
 //   uvm_vmem_chunk_t     2 MB of physical memory; alive while one of its units belongs to an object (after a fatal error:
 //                        until close).
@@ -27,13 +29,23 @@
 //
 // Locks, in this order
 //
-//   VA space lock   read: all commands but RESERVE and FREE. It keeps GPUs registered and reservations alive. write:
-//                   RESERVE, FREE and the hooks by which GPUs, page trees and ranges go.
-//   range->lock     (UVM_LOCK_ORDER_EXT_RANGE_TREE) one BIND on a reservation at a time, until its pushes are sent.
-//   state->lock     (UVM_LOCK_ORDER_VMEM) objects, stores, chunks, tickets. Not held while memory is taken from other
-//                   users of the GPU. Waits for the GPU under it are rare: for a chunk that goes back while the ASYNC
-//                   push that unmapped it is under way, when a GPU leaves, and when a tracker finds no memory.
+//   VA space lock   read: to find a reservation or a GPU, and to begin a call; no more. The GPU's fault handling needs
+//                   it, for other processes too. write: RESERVE and FREE, to enter and take out a range, and the hooks
+//                   by which GPUs, page trees and ranges go.
+//   state->lock     (UVM_LOCK_ORDER_VMEM) objects, stores, chunks, tickets, claims. Let go after 4,096 units at the
+//                   latest (uvm_vmem_step).
 //   then UVM's own: page tree, push, PMM.
+//
+// What takes long runs with neither, as a call (uvm_vmem_call_begin): GPUs do not go meanwhile. A reservation belongs to
+// one call at a time (uvm_vmem_range_claim); BIND, FREE and an eager RESERVE work on it so.
+//
+// These hold a lock for longer than one push or 4,096 units, or wait for the GPU or a call with one:
+//
+//   UVM_FREE of a reservation                  VA space lock, write: page tables one by one, the end of a call on it
+//   a GPU or its VA space is unregistered,     VA space lock, write: page tables and mappings in all reservations, the
+//   peer access ends                           end of all calls, tickets, pages of the GPU
+//   a tracker finds no memory                  state->lock: waits for the pushes instead of noting them
+//   uvm_page_tree_alloc_table                  UVM's page tree lock, of one address space: for what the tree has sent
 //
 // User memory is only touched with none of them held: a fault on managed memory takes mmap_lock and the VA space lock.
 //
@@ -46,17 +58,23 @@
 // Trade-offs
 //
 // - Zeroing at CREATE, not in the background: a page is never handed out dirty, for a memset's time at each CREATE.
+// - All sparse slots of a descriptor share one table of 32 sparse PTEs on a GPU. A table of its own, filled before, takes
+//   its place in one write when something is mapped in a slot, so that who reads zeros beside never faults. A 2 MB
+//   sparse entry would be smaller and could not be replaced so. The way back is not taken: UVM's page tree cannot give a
+//   table back without clearing the entry that points to it.
 // - 32 entries of 8 bytes for a slot even if one page of it is used: 256 bytes for 2 MB of addresses make a batch's
 //   final values, its undo and its accounting trivial.
 // - Chunks belong to one file descriptor: two processes never share 2 MB, and what the first leaves is zeroed by the
 //   PMM's next user or by us.
 
+#include <linux/delay.h>
+#include <linux/ktime.h>
 #include <linux/module.h>
 #include <linux/sched/mm.h>
+#include <linux/sched/signal.h>
 #include <linux/uaccess.h>
 
 #include "uvm_global.h"
-#include "uvm_kvmalloc.h"
 #include "uvm_vmem_internal.h"
 
 #define CREATE_TRACE_POINTS
@@ -73,6 +91,15 @@ MODULE_INFO(vmem_abi, __stringify(UVM_VMEM_ABI_VERSION));
 #define BIND_SIZE_1    40
 #define WAIT_SIZE_1    24
 #define STAT_SIZE_1    136
+
+// UVM learns that a GPU has finished by looking at a semaphore in memory: its channels raise no interrupt, and nothing
+// in it can be hooked. So whoever waits looks, at once while a batch takes what most take (guess from the times of
+// UVM's own pushes), then after a part of the time that it has waited, so that the last pause makes it at most that much
+// longer.
+#define PAUSE_SPIN_NS 20000ull
+#define PAUSE_PART    4
+#define PAUSE_MIN_NS  5000ull
+#define PAUSE_MAX_NS  10000000ull
 
 // Structs larger than this are taken for an error of the caller, whatever they hold.
 #define MAX_STRUCT_SIZE 4096
@@ -135,22 +162,79 @@ int uvm_vmem_errno(NV_STATUS status, int out_of_memory)
     }
 }
 
-void *uvm_vmem_alloc(uvm_vmem_state_t *state, size_t size)
+void uvm_vmem_call_hold(uvm_vmem_state_t *state)
 {
-    void *p = uvm_kvmalloc_zero(size);
-
-    if (p)
-        atomic64_add(uvm_kvsize(p), &state->kernel_bytes);
-
-    return p;
+    uvm_mutex_lock(&state->lock);
+    state->calls++;
+    uvm_mutex_unlock(&state->lock);
 }
 
-void uvm_vmem_free(uvm_vmem_state_t *state, void *p)
+void uvm_vmem_call_begin(uvm_vmem_state_t *state)
 {
-    if (p)
-        atomic64_sub(uvm_kvsize(p), &state->kernel_bytes);
+    uvm_assert_rwsem_locked(&state->va_space->lock);
 
-    uvm_kvfree(p);
+    uvm_vmem_call_hold(state);
+}
+
+void uvm_vmem_call_end(uvm_vmem_state_t *state)
+{
+    uvm_mutex_lock(&state->lock);
+    state->calls--;
+
+    // Under the lock: the state may be gone when whoever waits has seen that no call is left.
+    wake_up_all(&state->wait);
+    uvm_mutex_unlock(&state->lock);
+}
+
+void uvm_vmem_call_drain(uvm_vmem_state_t *state)
+{
+    uvm_assert_rwsem_locked_write(&state->va_space->lock);
+
+    wait_event(state->wait, READ_ONCE(state->calls) == 0);
+}
+
+void uvm_vmem_step(uvm_vmem_state_t *state, NvU32 *units, NvU32 more)
+{
+    uvm_assert_mutex_locked(&state->lock);
+    UVM_ASSERT(more <= UVM_VMEM_SLOT_UNITS);
+
+    *units += more;
+    state->most_units = max(state->most_units, *units);
+
+    if (*units + UVM_VMEM_SLOT_UNITS <= UVM_VMEM_STEP_UNITS)
+        return;
+
+    uvm_mutex_unlock(&state->lock);
+    cond_resched();
+    uvm_mutex_lock(&state->lock);
+    *units = 0;
+}
+
+void uvm_vmem_pause(NvU64 waited_ns, NvU64 left_ns)
+{
+    NvU64 pause_us = min(clamp(waited_ns / PAUSE_PART, PAUSE_MIN_NS, PAUSE_MAX_NS), left_ns) / NSEC_PER_USEC;
+
+    if (waited_ns < PAUSE_SPIN_NS)
+        cpu_relax();
+    else
+        usleep_range(max(pause_us, 1ull), max(pause_us, 1ull) * 5 / 4 + 1);
+}
+
+int uvm_vmem_wait_killable(uvm_tracker_t *tracker)
+{
+    NvU64 start = ktime_get_ns();
+
+    while (true) {
+        NV_STATUS status = uvm_tracker_query(tracker);
+
+        if (status != NV_WARN_MORE_PROCESSING_REQUIRED)
+            return uvm_vmem_errno(status, -EIO);
+
+        if (fatal_signal_pending(current))
+            return -EINTR;
+
+        uvm_vmem_pause(ktime_get_ns() - start, ~0ull);
+    }
 }
 
 bool uvm_vmem_page_shift_is_valid(NvU32 page_shift)
@@ -254,7 +338,7 @@ static int run_query(struct file *filp, uvm_vmem_state_t *state, params_t *param
 }
 
 // Copy an array from user space: -EINVAL for none, -EMSGSIZE, -ENOMEM, -EFAULT.
-static int copy_array(NvU64 address, NvU32 count, NvU32 max_count, size_t element_size, void **array_out)
+static int copy_array(uvm_vmem_state_t *state, NvU64 address, NvU32 count, NvU32 max_count, size_t element_size, void **array_out)
 {
     void *array;
 
@@ -264,12 +348,12 @@ static int copy_array(NvU64 address, NvU32 count, NvU32 max_count, size_t elemen
     if (count > max_count)
         return -EMSGSIZE;
 
-    array = uvm_kvmalloc(count * element_size);
+    array = uvm_vmem_alloc(state, count * element_size);
     if (!array)
         return -ENOMEM;
 
     if (copy_from_user(array, u64_to_user_ptr(address), count * element_size)) {
-        uvm_kvfree(array);
+        uvm_vmem_free(state, array);
         return -EFAULT;
     }
 
@@ -283,10 +367,10 @@ static int run_reserve(struct file *filp, uvm_vmem_state_t *state, params_t *par
     void *uuids;
     int ret;
 
-    ret = copy_array(reserve->gpus, reserve->gpu_count, UVM_VMEM_MAX_GPUS, UVM_VMEM_UUID_BYTES, &uuids);
+    ret = copy_array(state, reserve->gpus, reserve->gpu_count, UVM_VMEM_MAX_GPUS, UVM_VMEM_UUID_BYTES, &uuids);
     if (!ret) {
         ret = uvm_vmem_reserve(state, reserve, uuids);
-        uvm_kvfree(uuids);
+        uvm_vmem_free(state, uuids);
     }
 
     trace_uvm_vmem_reserve(reserve->start, reserve->length, reserve->gpu_count, ret);
@@ -333,10 +417,10 @@ static int run_bind(struct file *filp, uvm_vmem_state_t *state, params_t *params
     bind->out_failed_op = ~0u;
     bind->out_ticket = 0;
 
-    ret = copy_array(bind->ops, bind->op_count, UVM_VMEM_MAX_BIND_OPS, sizeof(struct uvm_vmem_op), &ops);
+    ret = copy_array(state, bind->ops, bind->op_count, UVM_VMEM_MAX_BIND_OPS, sizeof(struct uvm_vmem_op), &ops);
     if (!ret) {
         ret = uvm_vmem_bind(state, bind, ops);
-        uvm_kvfree(ops);
+        uvm_vmem_free(state, ops);
     }
 
     trace_uvm_vmem_bind(bind->start, bind->op_count, bind->out_failed_op, bind->out_ticket, ret);
@@ -427,13 +511,25 @@ static int copy_params_back(const command_t *command, void __user *user, const p
     return copy_to_user(user, params, min(params->size, command->size)) ? -EFAULT : 0;
 }
 
+// The table of objects is charged to the memory cgroup where the kernel can do that.
+#ifdef XA_FLAGS_ACCOUNT
+#define OBJECTS_ACCOUNT XA_FLAGS_ACCOUNT
+#else
+#define OBJECTS_ACCOUNT 0
+#endif
+
 static uvm_vmem_state_t *state_create(uvm_va_space_t *va_space)
 {
-    uvm_vmem_state_t *state = uvm_kvmalloc_zero(sizeof(*state));
+    uvm_vmem_state_t *state = uvm_vmem_alloc(NULL, sizeof(*state));
     uvm_vmem_state_t *other;
 
     if (!state)
         return NULL;
+
+    if (uvm_vmem_accounts_get(state)) {
+        uvm_vmem_free(NULL, state);
+        return NULL;
+    }
 
     state->va_space = va_space;
     state->process = task_tgid_nr(current);
@@ -442,13 +538,15 @@ static uvm_vmem_state_t *state_create(uvm_va_space_t *va_space)
     INIT_LIST_HEAD(&state->tickets);
     uvm_mutex_init(&state->lock, UVM_LOCK_ORDER_VMEM);
     uvm_tracker_init(&state->pending);
-    xa_init_flags(&state->objects, XA_FLAGS_ALLOC1);
-    atomic64_set(&state->kernel_bytes, uvm_kvsize(state));
+    init_waitqueue_head(&state->wait);
+    xa_init_flags(&state->objects, XA_FLAGS_ALLOC1 | OBJECTS_ACCOUNT);
+    atomic64_set(&state->kernel_bytes, uvm_vmem_size(state));
 
     // Another thread may have been quicker.
     other = cmpxchg(&va_space->vmem.state, NULL, state);
     if (other) {
-        uvm_kvfree(state);
+        uvm_vmem_accounts_put(state);
+        uvm_vmem_free(NULL, state);
         return other;
     }
 
@@ -489,7 +587,8 @@ long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg)
     BUILD_BUG_ON(sizeof(struct uvm_vmem_release) != RELEASE_SIZE_1);
     BUILD_BUG_ON(sizeof(struct uvm_vmem_bind) != BIND_SIZE_1);
     BUILD_BUG_ON(sizeof(struct uvm_vmem_wait) != WAIT_SIZE_1);
-    BUILD_BUG_ON(sizeof(struct uvm_vmem_stat) != STAT_SIZE_1);
+    BUILD_BUG_ON(offsetof(struct uvm_vmem_stat, out_table_bytes) != STAT_SIZE_1);
+    BUILD_BUG_ON(sizeof(struct uvm_vmem_stat) != STAT_SIZE_1 + 16);
     BUILD_BUG_ON(sizeof(struct uvm_vmem_op) != 32);
 
     if (number >= ARRAY_SIZE(g_commands))
@@ -532,6 +631,12 @@ void uvm_vmem_va_space_init(uvm_vmem_va_space_t *vmem)
     mmgrab(vmem->owner);
 }
 
+void uvm_vmem_va_space_stop(uvm_vmem_va_space_t *vmem)
+{
+    if (vmem->state)
+        uvm_vmem_range_stop_all(vmem->state);
+}
+
 void uvm_vmem_va_space_destroy(uvm_vmem_va_space_t *vmem)
 {
     uvm_vmem_state_t *state = vmem->state;
@@ -547,8 +652,18 @@ void uvm_vmem_va_space_destroy(uvm_vmem_va_space_t *vmem)
         uvm_vmem_object_destroy_all(state);
         uvm_vmem_store_destroy_all(state);
         uvm_tracker_deinit(&state->pending);
-        UVM_ASSERT(atomic64_read(&state->kernel_bytes) == uvm_kvsize(state));
-        uvm_kvfree(state);
+
+        // In place of UVM's leak checker, which does not see our allocations.
+        if (atomic64_read(&state->kernel_bytes) != uvm_vmem_size(state) ||
+            atomic64_read(&state->charged[UVM_VMEM_ACCOUNT_TABLES]) != 0 ||
+            atomic64_read(&state->charged[UVM_VMEM_ACCOUNT_HOST]) != 0)
+            pr_err("nvidia-uvm: vmem: Memory leak of %lld bytes, %lld of page tables, %lld of host memory\n",
+                   (long long)atomic64_read(&state->kernel_bytes) - (long long)uvm_vmem_size(state),
+                   (long long)atomic64_read(&state->charged[UVM_VMEM_ACCOUNT_TABLES]),
+                   (long long)atomic64_read(&state->charged[UVM_VMEM_ACCOUNT_HOST]));
+
+        uvm_vmem_accounts_put(state);
+        uvm_vmem_free(NULL, state);
         vmem->state = NULL;
     }
 

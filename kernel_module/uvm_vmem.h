@@ -39,6 +39,10 @@ long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg);
 void uvm_vmem_va_space_init(uvm_vmem_va_space_t *vmem);
 void uvm_vmem_va_space_destroy(uvm_vmem_va_space_t *vmem);
 
+// The file is being closed and the user channels are stopped. Takes the reservations apart, with no lock held: UVM
+// destroys their ranges under the VA space lock.
+void uvm_vmem_va_space_stop(uvm_vmem_va_space_t *vmem);
+
 // A GPU leaves the VA space: all that lies in its memory goes. Its GPU VA space has been removed before.
 //
 // LOCKING: the VA space lock is held for write.

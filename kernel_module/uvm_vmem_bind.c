@@ -17,7 +17,6 @@
 #include <linux/sched/signal.h>
 #include <linux/sort.h>
 
-#include "uvm_kvmalloc.h"
 #include "uvm_vmem_internal.h"
 #include "uvm_vmem_trace.h"
 
@@ -72,6 +71,9 @@ typedef struct
     // A mapping is taken away.
     bool unmaps;
 
+    // Objects that nothing refers to any more.
+    struct list_head dead;
+
     // The pushes, to wait for.
     uvm_tracker_t tracker;
 } bind_t;
@@ -106,7 +108,7 @@ static int check_op_alone(const struct uvm_vmem_op *op)
     return 0;
 }
 
-// LOCKING: the VA space lock is held for read, and state->lock.
+// LOCKING: state->lock is held.
 static int check_op_in_range(bind_t *bind, const struct uvm_vmem_op *op, bind_op_t *out)
 {
     uvm_vmem_range_t *range = bind->range;
@@ -174,6 +176,7 @@ static int check_op_in_range(bind_t *bind, const struct uvm_vmem_op *op, bind_op
 
 static int check_ops(bind_t *bind, const struct uvm_vmem_op *ops)
 {
+    NvU32 worked = 0;
     NvU64 units = 0;
     int ret = 0;
     NvU32 i;
@@ -182,6 +185,8 @@ static int check_ops(bind_t *bind, const struct uvm_vmem_op *ops)
 
     for (i = 0; i < bind->num_ops && !ret; i++) {
         bind_op_t *op = &bind->ops[i];
+
+        uvm_vmem_step(bind->state, &worked, 1);
 
         bind->failed_op = i;
         op->number = i;
@@ -205,9 +210,10 @@ static int check_ops(bind_t *bind, const struct uvm_vmem_op *ops)
 
 static void unpin_objects(bind_t *bind)
 {
+    NvU32 worked = 0;
     NvU32 i;
 
-    uvm_assert_mutex_locked(&bind->state->lock);
+    uvm_mutex_lock(&bind->state->lock);
 
     for (i = 0; i < bind->num_pinned; i++) {
         uvm_vmem_object_t *object = bind->ops[i].object;
@@ -216,16 +222,21 @@ static void unpin_objects(bind_t *bind)
             continue;
 
         object->pins--;
-        uvm_vmem_object_put(bind->state, object);
+        uvm_vmem_object_put(bind->state, object, &bind->dead);
+        uvm_vmem_step(bind->state, &worked, 1);
     }
 
     bind->num_pinned = 0;
+    uvm_mutex_unlock(&bind->state->lock);
 }
 
 static int compare_ops(const void *a, const void *b)
 {
     const bind_op_t *op_a = a;
     const bind_op_t *op_b = b;
+
+    // 65,536 operations take two million of these.
+    cond_resched();
 
     if (op_a->first_unit != op_b->first_unit)
         return op_a->first_unit < op_b->first_unit ? -1 : 1;
@@ -267,6 +278,11 @@ static bool op_needs_slot(const bind_op_t *op)
     return op->op == UVM_VMEM_OP_MAP || (op->flags & UVM_VMEM_OP_SPARSE);
 }
 
+static bool slot_is_bound(bind_t *bind, NvU64 index)
+{
+    return uvm_vmem_slot(bind->range, index) || uvm_vmem_slot_is_all_sparse(bind->range, index);
+}
+
 // How many slots the batch touches. The operations are sorted.
 static NvU64 count_stages(bind_t *bind)
 {
@@ -279,11 +295,12 @@ static NvU64 count_stages(bind_t *bind)
         bind_op_t *op = &bind->ops[i];
 
         for (slot = max(next, op_first_slot(op)); slot <= op_last_slot(op); slot++) {
-            if (!uvm_vmem_slot(bind->range, slot) && !op_needs_slot(op))
+            if (!slot_is_bound(bind, slot) && !op_needs_slot(op))
                 continue;
 
             count++;
             next = slot + 1;
+            cond_resched();
         }
     }
 
@@ -303,6 +320,21 @@ static uvm_vmem_entry_t op_entry(const bind_op_t *op, NvU64 unit)
     entry |= (uvm_vmem_entry_t)op->object->index << UVM_VMEM_ENTRY_INDEX_SHIFT;
     entry |= (op->object_unit + unit - op->first_unit) << UVM_VMEM_ENTRY_UNIT_SHIFT;
     return entry;
+}
+
+// What the slot has now.
+static void stage_begin(bind_t *bind, bind_stage_t *stage)
+{
+    uvm_vmem_slot_t *slot = uvm_vmem_slot(bind->range, stage->index);
+    NvU32 i;
+
+    if (slot) {
+        memcpy(stage->entries, slot->entries, sizeof(stage->entries));
+    }
+    else if (uvm_vmem_slot_is_all_sparse(bind->range, stage->index)) {
+        for (i = 0; i < UVM_VMEM_SLOT_UNITS; i++)
+            stage->entries[i] = UVM_VMEM_ENTRY_SPARSE;
+    }
 }
 
 // Enter what an operation says about one slot.
@@ -349,7 +381,7 @@ static int stage_state(bind_t *bind, bind_stage_t *stage)
 {
     uvm_vmem_slot_t *slot = uvm_vmem_slot(bind->range, stage->index);
 
-    stage->state = uvm_vmem_slot_target(bind->range, slot, stage->entries, stage->whole);
+    stage->state = uvm_vmem_slot_target(bind->range, stage->index, stage->entries, stage->whole);
     if (!slot || slot->state == stage->state)
         return 0;
 
@@ -367,14 +399,13 @@ static int stage_state(bind_t *bind, bind_stage_t *stage)
 
 static int stage_ops(bind_t *bind)
 {
-    uvm_vmem_range_t *range = bind->range;
     NvU64 max_stages = count_stages(bind);
     bind_stage_t *stage = NULL;
     NvU64 slot;
     NvU32 i;
     int ret;
 
-    bind->stages = uvm_kvmalloc_zero(max(max_stages, 1ull) * sizeof(bind->stages[0]));
+    bind->stages = uvm_vmem_alloc(bind->state, max(max_stages, 1ull) * sizeof(bind->stages[0]));
     if (!bind->stages)
         return -ENOMEM;
 
@@ -383,19 +414,19 @@ static int stage_ops(bind_t *bind)
 
         for (slot = op_first_slot(op); slot <= op_last_slot(op); slot++) {
             if (!stage || stage->index != slot) {
-                if (!uvm_vmem_slot(range, slot) && !op_needs_slot(op))
+                if (!slot_is_bound(bind, slot) && !op_needs_slot(op))
                     continue;
 
                 UVM_ASSERT(bind->num_stages < max_stages);
                 stage = &bind->stages[bind->num_stages++];
                 stage->index = slot;
-                if (uvm_vmem_slot(range, slot))
-                    memcpy(stage->entries, uvm_vmem_slot(range, slot)->entries, sizeof(stage->entries));
+                stage_begin(bind, stage);
             }
 
             ret = stage_op(bind, op, stage);
             if (ret)
                 return ret;
+            cond_resched();
         }
     }
 
@@ -403,6 +434,7 @@ static int stage_ops(bind_t *bind)
         ret = stage_state(bind, &bind->stages[slot]);
         if (ret)
             return ret;
+        cond_resched();
     }
 
     return 0;
@@ -412,6 +444,7 @@ static int stage_ops(bind_t *bind)
 static int prepare_host_memory(bind_t *bind)
 {
     uvm_vmem_range_t *range = bind->range;
+    NvU32 worked = 0;
     int ret = 0;
     NvU32 i, j, unit;
     NvU64 k;
@@ -428,6 +461,7 @@ static int prepare_host_memory(bind_t *bind)
         for (k = 0; k < op->num_units && !ret; k++) {
             uvm_vmem_chunk_t *chunk = uvm_vmem_object_unit(op->object, op->object_unit + k, &unit);
 
+            uvm_vmem_step(bind->state, &worked, 1);
             if (chunk == last)
                 continue;
 
@@ -445,34 +479,43 @@ static int prepare_tables(bind_t *bind)
 {
     uvm_vmem_range_t *range = bind->range;
     bool new_tables = false;
+    int ret = 0;
+    int waited;
     NvU64 i;
-    int ret;
 
-    for (i = 0; i < bind->num_stages; i++) {
+    for (i = 0; i < bind->num_stages && !ret; i++) {
         bind_stage_t *stage = &bind->stages[i];
 
         if (!stage->touched)
             continue;
 
-        ret = fatal_signal_pending(current) ? -EINTR : uvm_vmem_slot_get(range, stage->index, &stage->made);
-        if (ret)
-            return ret;
+        cond_resched();
+        if (fatal_signal_pending(current))
+            ret = -EINTR;
+        else if (stage->state == UVM_VMEM_SLOT_SPARSE)
+            ret = uvm_vmem_slot_get_sparse(range, stage->index, &new_tables);
+        else
+            ret = uvm_vmem_slot_get(range, stage->index, &stage->made);
 
         new_tables = new_tables || stage->made;
     }
 
+    // After a failure too: directories of sparse slots stay, and the next batch writes to them.
     if (new_tables) {
-        ret = uvm_vmem_range_wait_tables(range);
-        if (ret)
-            return ret;
+        waited = uvm_vmem_range_wait_tables(range);
+        ret = ret ? ret : waited;
     }
 
-    for (i = 0; i < bind->num_stages && range->big; i++) {
+    if (ret)
+        return ret;
+
+    for (i = 0; i < bind->num_stages; i++) {
         bind_stage_t *stage = &bind->stages[i];
 
-        if (!stage->touched || stage->state != UVM_VMEM_SLOT_SMALL)
+        if (!stage->touched || stage->state != UVM_VMEM_SLOT_SMALL || !uvm_vmem_slot(range, stage->index)->has_entry)
             continue;
 
+        cond_resched();
         ret = uvm_vmem_slot_get_small(range, stage->index);
         if (ret)
             return ret;
@@ -490,6 +533,7 @@ static void unmake_slots(bind_t *bind)
         if (bind->stages[i].made) {
             uvm_vmem_slot_put(bind->range, bind->stages[i].index);
             any = true;
+            cond_resched();
         }
     }
 
@@ -511,6 +555,7 @@ static int send_to_gpu(bind_t *bind, NvU32 gpu_index, bool *sent)
         bind_stage_t *stage = &bind->stages[i];
 
         ret = uvm_vmem_writer_slot(&writer, stage->index, stage->entries, stage->touched, stage->state);
+        cond_resched();
     }
 
     if (!ret && writer.second_phase) {
@@ -554,6 +599,12 @@ static void commit_stage(bind_t *bind, bind_stage_t *stage)
     uvm_vmem_slot_t *slot = uvm_vmem_slot(range, stage->index);
     NvU32 units;
 
+    // Nothing was mapped there.
+    if (stage->state == UVM_VMEM_SLOT_SPARSE) {
+        uvm_vmem_slot_set_sparse(range, stage->index);
+        return;
+    }
+
     for (units = stage->touched; units; units &= units - 1) {
         NvU32 i = __ffs(units);
         uvm_vmem_entry_t old_entry = slot->entries[i];
@@ -561,7 +612,7 @@ static void commit_stage(bind_t *bind, bind_stage_t *stage)
         // The new one first: a page that takes its own place must not be freed in between.
         uvm_vmem_range_ref(range, stage->entries[i]);
         slot->entries[i] = stage->entries[i];
-        uvm_vmem_range_unref(range, old_entry);
+        uvm_vmem_range_unref(range, old_entry, &bind->dead);
 
         if (stage->entries[i] & UVM_VMEM_ENTRY_MAPPED)
             slot->mapped |= 1u << i;
@@ -576,6 +627,7 @@ static void commit_stage(bind_t *bind, bind_stage_t *stage)
 static void commit(bind_t *bind, NvU64 *ticket_out)
 {
     uvm_vmem_range_t *range = bind->range;
+    NvU32 worked = 0;
     NvU64 i;
 
     uvm_mutex_lock(&bind->state->lock);
@@ -596,9 +648,8 @@ static void commit(bind_t *bind, NvU64 *ticket_out)
             continue;
 
         commit_stage(bind, stage);
+        uvm_vmem_step(bind->state, &worked, UVM_VMEM_SLOT_UNITS);
     }
-
-    unpin_objects(bind);
 
     if (bind->ticket) {
         uvm_tracker_add_tracker_safe(&bind->ticket->tracker, &bind->tracker);
@@ -627,10 +678,12 @@ static void trace_ops(bind_t *bind)
     }
 }
 
-// LOCKING: the VA space lock is held for read and the reservation's lock.
-static int bind_locked(bind_t *bind, const struct uvm_vmem_op *ops, NvU64 *ticket_out)
+// LOCKING: the reservation is claimed.
+static int bind_claimed(bind_t *bind, const struct uvm_vmem_op *ops, NvU64 *ticket_out)
 {
     int ret;
+
+    uvm_assert_unlocked_order(UVM_LOCK_ORDER_VA_SPACE);
 
     if (bind->range->broken)
         return -EIO;
@@ -664,22 +717,8 @@ static int bind_locked(bind_t *bind, const struct uvm_vmem_op *ops, NvU64 *ticke
     return ret;
 }
 
-static void bind_end(bind_t *bind)
-{
-    uvm_mutex_lock(&bind->state->lock);
-
-    // The GPU may map the objects of a broken batch: they keep their pins, and go with the descriptor.
-    if (!bind->range || !bind->range->broken)
-        unpin_objects(bind);
-    if (bind->ticket)
-        uvm_vmem_ticket_free(bind->state, bind->ticket);
-
-    uvm_mutex_unlock(&bind->state->lock);
-}
-
 int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct uvm_vmem_op *ops)
 {
-    uvm_va_space_t *va_space = state->va_space;
     bind_t bind = { .state = state, .num_ops = params->op_count, .failed_op = ~0u };
     NvU64 ticket = 0;
     int ret = 0;
@@ -699,44 +738,49 @@ int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct 
             params->out_failed_op = i;
             return ret;
         }
+        cond_resched();
     }
 
+    INIT_LIST_HEAD(&bind.dead);
     uvm_tracker_init(&bind.tracker);
-    bind.ops = uvm_kvmalloc_zero(params->op_count * sizeof(bind.ops[0]));
+    bind.ops = uvm_vmem_alloc(state, params->op_count * sizeof(bind.ops[0]));
     if (!bind.ops)
         return -ENOMEM;
 
-    if (params->flags & UVM_VMEM_BIND_ASYNC) {
+    if (params->flags & UVM_VMEM_BIND_ASYNC)
         ret = uvm_vmem_ticket_alloc(state, &bind.ticket);
-        if (ret)
-            goto out;
-    }
+    if (ret)
+        goto out;
 
-    uvm_va_space_down_read(va_space);
+    ret = uvm_vmem_range_claim(state, params->start, &bind.range);
+    if (ret)
+        goto out;
 
-    ret = uvm_vmem_range_find(state, params->start, &bind.range);
-    if (!ret) {
-        uvm_mutex_lock(&bind.range->lock);
-        ret = bind_locked(&bind, ops, &ticket);
-        bind_end(&bind);
-        uvm_mutex_unlock(&bind.range->lock);
-    }
-    else {
-        bind_end(&bind);
-    }
+    ret = bind_claimed(&bind, ops, &ticket);
 
-    // The VA space lock keeps the GPUs registered meanwhile. Others may bind.
+    // The GPU may map the objects of a broken batch: they keep their pins, and go with the descriptor.
+    if (!bind.range->broken)
+        unpin_objects(&bind);
+    uvm_vmem_object_reap(state, &bind.dead);
+
+    // Others may bind while this call waits, and GPUs stay.
+    uvm_vmem_call_hold(state);
+    uvm_vmem_range_unclaim(bind.range);
     if (!ret && !(params->flags & UVM_VMEM_BIND_ASYNC))
-        ret = uvm_vmem_errno(uvm_tracker_wait(&bind.tracker), -EIO);
-
-    uvm_va_space_up_read(va_space);
+        ret = uvm_vmem_wait_killable(&bind.tracker);
+    uvm_vmem_call_end(state);
 
     params->out_failed_op = bind.failed_op;
     params->out_ticket = ticket;
 
 out:
+    if (bind.ticket) {
+        uvm_mutex_lock(&state->lock);
+        uvm_vmem_ticket_free(state, bind.ticket);
+        uvm_mutex_unlock(&state->lock);
+    }
     uvm_tracker_deinit(&bind.tracker);
-    uvm_kvfree(bind.stages);
-    uvm_kvfree(bind.ops);
+    uvm_vmem_free(state, bind.stages);
+    uvm_vmem_free(state, bind.ops);
     return ret;
 }

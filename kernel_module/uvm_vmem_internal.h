@@ -6,6 +6,7 @@
 #define __UVM_VMEM_INTERNAL_H__
 
 #include <linux/list.h>
+#include <linux/wait.h>
 #include <linux/xarray.h>
 
 #include "uvm_gpu.h"
@@ -43,14 +44,21 @@
 #define UVM_VMEM_LEAF_SLOTS        512
 #define UVM_VMEM_MAX_RESERVE_BYTES (1ull << 44)
 
-// Each slot costs a push and a TLB invalidate, all under locks that the GPU's fault handling needs: 8,192 of them.
+// Each slot costs a push and a TLB invalidate: 8,192 of them in one call.
 #define UVM_VMEM_MAX_EAGER_BYTES (1ull << 34)
+
+// So many units are worked on at most before state->lock is let go for a moment.
+#define UVM_VMEM_STEP_UNITS 4096
+
+// What one directory of 2 MB entries reaches.
+#define UVM_VMEM_DIRECTORY_SHIFT 29
 
 // A handle is an index into the table of objects and, above it, how often the index had come round when it was given:
 // a handle comes again after 2^32 objects.
 #define UVM_VMEM_INDEX_BITS 20
 #define UVM_VMEM_INDEX_MAX  ((1u << UVM_VMEM_INDEX_BITS) - 1)
 
+typedef struct uvm_vmem_account_struct uvm_vmem_account_t;
 typedef struct uvm_vmem_chunk_struct uvm_vmem_chunk_t;
 typedef struct uvm_vmem_object_struct uvm_vmem_object_t;
 typedef struct uvm_vmem_slot_struct uvm_vmem_slot_t;
@@ -94,6 +102,11 @@ struct uvm_vmem_store_struct
     NvU64 num_chunks;
     NvU64 num_growing;
 
+    // The table of 32 sparse PTEs that the entries of all wholly sparse slots on this GPU point to; made when first
+    // needed, in memory of its own.
+    uvm_gpu_chunk_t *sparse_chunk;
+    uvm_mmu_page_table_alloc_t sparse_table;
+
     // Units in objects, and units mapped, counted once for each address.
     NvU64 created_units;
     NvU64 mapped_units;
@@ -120,6 +133,9 @@ struct uvm_vmem_object_struct
     NvU32 page_shift;
     NvU32 count;
 
+    // Nothing refers to it any more: in a list of those whose pages go back (uvm_vmem_object_reap), from the end on.
+    struct list_head node;
+
     // Where each page begins: the address of its chunk, and in the low 5 bits the unit in it.
     unsigned long pages[];
 };
@@ -134,13 +150,18 @@ typedef NvU64 uvm_vmem_entry_t;
 #define UVM_VMEM_ENTRY_INDEX_SHIFT 8
 #define UVM_VMEM_ENTRY_UNIT_SHIFT  32
 
-// What the entry of a slot in the table above is, on each GPU. Without BIG it is always SMALL.
+// What the entry of a slot in the table above is, on each GPU. Without BIG it is SMALL, or SPARSE.
 typedef enum
 {
     UVM_VMEM_SLOT_EMPTY, // invalid
     UVM_VMEM_SLOT_SMALL, // points to a table of 32 PTEs
-    UVM_VMEM_SLOT_BIG    // is a 2 MB PTE
+    UVM_VMEM_SLOT_BIG,   // is a 2 MB PTE
+    UVM_VMEM_SLOT_SPARSE // points to the GPU's table of sparse PTEs
 } uvm_vmem_slot_state_t;
+
+// In a leaf: a slot in state SPARSE of which nothing else has to be known. It becomes a uvm_vmem_slot_t when something is
+// mapped there, and never goes back.
+#define UVM_VMEM_SLOT_ALL_SPARSE ((uvm_vmem_slot_t *)1)
 
 // 2 MB of virtual addresses that have been bound at least once.
 struct uvm_vmem_slot_struct
@@ -149,8 +170,11 @@ struct uvm_vmem_slot_struct
     NvU32 mapped;              // a bit a unit
     uvm_vmem_slot_state_t state;
 
-    // The table of PTEs on each GPU of the reservation (entry_count is 0 while there is none) and then, in a BIG
-    // reservation, the slot's own entry in the table above on each GPU.
+    // The reservation is BIG, or the slot was all sparse: the entry in the table above is written by us, and in tables.
+    bool has_entry;
+
+    // The table of PTEs on each GPU of the reservation (entry_count is 0 while there is none) and then, with has_entry,
+    // the slot's own entry in the table above on each GPU.
     uvm_page_table_range_t tables[];
 };
 
@@ -177,15 +201,26 @@ struct uvm_vmem_range_struct
     bool big;
     NvU32 gpu_count;
 
+    // No two reservations of a descriptor have the same.
+    NvU64 number;
+
     // In state->ranges. Protected by the VA space lock.
     struct list_head node;
 
-    // Order UVM_LOCK_ORDER_EXT_RANGE_TREE. Protects what is below while the VA space lock is held for read; held for
-    // write it protects by itself.
-    uvm_mutex_t lock;
+    // A call works with the reservation (uvm_vmem_range_claim): all that is below belongs to it, without a lock. To a
+    // hook of UVM's it belongs while no call does, under the VA space lock for write. Protected by state->lock.
+    bool claimed;
+
+    // It is being freed: to new calls it is gone. Written by who has claimed it.
+    bool dying;
 
     // Arrays of UVM_VMEM_LEAF_SLOTS slots; a NULL at either level: never bound.
     uvm_vmem_slot_t ***leaves;
+
+    // For each 512 MB of addresses that the range has a part in, from its first on: the entries of its slots there, on
+    // each GPU. Made when a slot becomes all sparse first, so that the directory stays; NULL before.
+    uvm_page_table_range_t **directories;
+    NvU64 num_directories;
 
     NvU64 mapped_units;
 
@@ -223,8 +258,20 @@ struct uvm_vmem_state_struct
     // LOCKING: the VA space lock, for write to change it.
     struct list_head ranges;
 
+    // The user's and the cgroup's; NULL: does not count. Immutable.
+    uvm_vmem_account_t *accounts[2];
+
     // Order UVM_LOCK_ORDER_VMEM. Protects what is below, and the contents of objects, stores and chunks.
     uvm_mutex_t lock;
+
+    // Calls that are at work without the VA space lock. Hooks by which GPUs go wait until there are none.
+    NvU32 calls;
+
+    // Reservations that were claimed and are not any more, in all. Wakes those who wait for one, or for calls.
+    NvU64 unclaims;
+    wait_queue_head_t wait;
+
+    NvU64 last_range;
 
     // A GPU left after a fatal error, which only happens when the descriptor is closed: user channels are stopped.
     bool closing;
@@ -246,6 +293,7 @@ struct uvm_vmem_state_struct
 
     // Statistics. The atomic ones change without the lock.
     atomic64_t kernel_bytes;
+    atomic64_t charged[2];
     atomic64_t reserved_bytes;
     atomic64_t reservations;
     atomic64_t slots;
@@ -255,6 +303,9 @@ struct uvm_vmem_state_struct
     atomic64_t pte_writes;
     atomic64_t table_waits;
     atomic64_t zeroed_bytes;
+
+    // Of one hold of the lock. Protected by the lock.
+    NvU32 most_units;
 };
 
 // uvm_vmem.c
@@ -263,9 +314,31 @@ struct uvm_vmem_state_struct
 // mean kernel memory (ENOMEM) as well as the GPU's (ENOSPC).
 int uvm_vmem_errno(NV_STATUS status, int out_of_memory);
 
-// Kernel memory that is counted in state->kernel_bytes. alloc returns zeros, or NULL.
-void *uvm_vmem_alloc(uvm_vmem_state_t *state, size_t size);
-void uvm_vmem_free(uvm_vmem_state_t *state, void *p);
+// Work without the VA space lock: until uvm_vmem_call_end no GPU is unregistered, no GPU VA space goes and no peer
+// access ends. In between the VA space lock may not be taken.
+//
+// LOCKING: the VA space lock is held for read or write to begin.
+void uvm_vmem_call_begin(uvm_vmem_state_t *state);
+
+// One more begin, for one more end, inside of a call.
+void uvm_vmem_call_hold(uvm_vmem_state_t *state);
+void uvm_vmem_call_end(uvm_vmem_state_t *state);
+
+// Wait until no call is at work.
+//
+// LOCKING: the VA space lock is held for write, so that none begins.
+void uvm_vmem_call_drain(uvm_vmem_state_t *state);
+
+// So many more units were worked on: let state->lock go for a moment if it is time. units is 0 at the beginning.
+//
+// LOCKING: state->lock is held.
+void uvm_vmem_step(uvm_vmem_state_t *state, NvU32 *units, NvU32 more);
+
+// Wait for a GPU without keeping it busy looking: longer pauses the longer it takes. -EINTR: the process is killed; -EIO.
+int uvm_vmem_wait_killable(uvm_tracker_t *tracker);
+
+// The pause that comes after so long a wait, at most left_ns.
+void uvm_vmem_pause(NvU64 waited_ns, NvU64 left_ns);
 
 // The registered GPU with that UUID, if it has a GPU VA space and is of a kind that is not refused: -ENODEV,
 // -EOPNOTSUPP.
@@ -278,6 +351,33 @@ NvU32 uvm_vmem_gpu_refusal(uvm_va_space_t *va_space, uvm_gpu_t *gpu);
 
 bool uvm_vmem_page_shift_is_valid(NvU32 page_shift);
 
+// uvm_vmem_account.c
+
+typedef enum
+{
+    UVM_VMEM_ACCOUNT_TABLES,
+    UVM_VMEM_ACCOUNT_HOST,
+    UVM_VMEM_ACCOUNT_KINDS
+} uvm_vmem_account_kind_t;
+
+// Find the accounts of the calling process (-ENOMEM).
+int uvm_vmem_accounts_get(uvm_vmem_state_t *state);
+void uvm_vmem_accounts_put(uvm_vmem_state_t *state);
+
+// Count bytes against the limits (-EDQUOT: nothing is counted).
+int uvm_vmem_charge(uvm_vmem_state_t *state, uvm_vmem_account_kind_t kind, NvU64 bytes);
+void uvm_vmem_uncharge(uvm_vmem_state_t *state, uvm_vmem_account_kind_t kind, NvU64 bytes);
+
+// What UVM takes for a page table or directory with that many entries of its own, and for an external range.
+NvU64 uvm_vmem_table_cost(NvU32 entries, NvU32 table_bytes);
+NvU64 uvm_vmem_external_cost(void);
+
+// Kernel memory that is charged to the process's memory cgroup and counted in state->kernel_bytes (state may be NULL).
+// alloc returns zeros, or NULL.
+void *uvm_vmem_alloc(uvm_vmem_state_t *state, size_t size);
+void uvm_vmem_free(uvm_vmem_state_t *state, void *p);
+size_t uvm_vmem_size(void *p);
+
 // uvm_vmem_memory.c: stores and chunks
 
 // The store of a place, made if need be; NULL if there is no memory for it. gpu NULL: host memory.
@@ -288,7 +388,7 @@ uvm_vmem_store_t *uvm_vmem_store_get(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
 // Take count pages of 1 << page_shift bytes and write where they are to pages. On failure (-ENOSPC, -EDQUOT, -ENOMEM,
 // -EIO) nothing was taken. gpu is the one that host memory is to be reached from.
 //
-// LOCKING: the VA space lock is held for read; state->lock is taken.
+// LOCKING: between call_begin and call_end; state->lock is taken.
 int uvm_vmem_store_take(uvm_vmem_state_t *state,
                         uvm_vmem_store_t *store,
                         uvm_gpu_t *gpu,
@@ -297,15 +397,27 @@ int uvm_vmem_store_take(uvm_vmem_state_t *state,
                         bool contiguous,
                         unsigned long *pages);
 
-// Give pages back. Those that a mapping was taken from are covered by state->pending.
+// Give pages back. Those that a mapping was taken from are covered by state->pending. Chunks of host memory are only put
+// into hosts, for uvm_vmem_store_free_hosts.
 //
-// LOCKING: state->lock is held.
-void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count, const unsigned long *pages);
+// LOCKING: state->lock is held, and let go for a moment now and then.
+void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count, const unsigned long *pages,
+                         struct list_head *hosts);
+
+// Wait for the pushes that unmap chunks of host memory, and free them.
+//
+// LOCKING: state->lock is not held.
+void uvm_vmem_store_free_hosts(uvm_vmem_state_t *state, struct list_head *hosts);
 
 // Fill with zeros what is not zero of pages that were just taken, and wait for it.
 //
-// LOCKING: the VA space lock is held for read; state->lock is taken.
+// LOCKING: between call_begin and call_end; state->lock is taken.
 int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shift, NvU32 count, const unsigned long *pages);
+
+// Make sure that the store of a GPU has its table of sparse PTEs (-ENOSPC, -ENOMEM, -EIO).
+//
+// LOCKING: between call_begin and call_end; state->lock is taken.
+int uvm_vmem_store_get_sparse_table(uvm_vmem_state_t *state, uvm_gpu_t *gpu, uvm_page_tree_t *tree);
 
 // A GPU leaves. remove_gpu frees the store in its memory with all chunks, of which no object may be left; unmap_gpu takes its access
 // to host memory away.
@@ -344,13 +456,20 @@ int uvm_vmem_object_find(uvm_vmem_state_t *state, NvU32 handle, uvm_vmem_object_
 // The object of a mapped entry. LOCKING: state->lock is held.
 uvm_vmem_object_t *uvm_vmem_object_of_entry(uvm_vmem_state_t *state, uvm_vmem_entry_t entry);
 
-// Free the object if nothing refers to it. LOCKING: state->lock is held.
-void uvm_vmem_object_put(uvm_vmem_state_t *state, uvm_vmem_object_t *object);
+// If nothing refers to the object, take it out of the table and put it into dead, for uvm_vmem_object_reap.
+//
+// LOCKING: state->lock is held.
+void uvm_vmem_object_put(uvm_vmem_state_t *state, uvm_vmem_object_t *object, struct list_head *dead);
+
+// Give the pages of dead objects back and free the objects.
+//
+// LOCKING: state->lock is not held. Between call_begin and call_end, or with the VA space lock held for write.
+void uvm_vmem_object_reap(uvm_vmem_state_t *state, struct list_head *dead);
 
 // Chunk and unit in it of an object's unit.
 uvm_vmem_chunk_t *uvm_vmem_object_unit(uvm_vmem_object_t *object, NvU64 unit, NvU32 *unit_out);
 
-// Forget all objects in the store of a GPU that leaves; none is mapped. LOCKING: state->lock is held.
+// Forget all objects in the store of a GPU that leaves; none is mapped. LOCKING: state->lock is taken.
 void uvm_vmem_object_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
 void uvm_vmem_object_destroy_all(uvm_vmem_state_t *state);
 
@@ -360,19 +479,31 @@ void uvm_vmem_object_destroy_all(uvm_vmem_state_t *state);
 int uvm_vmem_reserve(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *params, const __u8 *uuids);
 int uvm_vmem_free_range(uvm_vmem_state_t *state, const struct uvm_vmem_free *params);
 
+// Take all reservations apart: no call is at work or will be.
+void uvm_vmem_range_stop_all(uvm_vmem_state_t *state);
+
 // The reservation that starts at start (-ENOENT). LOCKING: the VA space lock is held.
 int uvm_vmem_range_find(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out);
 
-// Count an entry as mapped, or as not mapped any more, in its object and store. Entries that map nothing do not count.
+// The reservation that starts at start, for this call alone: waits for the one that works with it. Also begins a call
+// (uvm_vmem_call_begin), which unclaim ends. -ENOENT; -EINTR: the process is killed.
 //
-// LOCKING: state->lock is held; range->lock is held or the VA space lock is held for write.
+// LOCKING: no lock is held, before and after.
+int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out);
+void uvm_vmem_range_unclaim(uvm_vmem_range_t *range);
+
+// Count an entry as mapped, or as not mapped any more, in its object and store. Entries that map nothing do not count.
+// dead: see uvm_vmem_object_put.
+//
+// LOCKING: state->lock is held; the range is claimed, or the VA space lock is held for write.
 void uvm_vmem_range_ref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry);
-void uvm_vmem_range_unref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry);
+void uvm_vmem_range_unref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry, struct list_head *dead);
 
 // uvm_vmem_table.c: page tables and what is written to them
 
-// The slot with that number, or NULL.
+// The slot with that number; NULL if it was never bound, or is all sparse.
 uvm_vmem_slot_t *uvm_vmem_slot(uvm_vmem_range_t *range, NvU64 index);
+bool uvm_vmem_slot_is_all_sparse(uvm_vmem_range_t *range, NvU64 index);
 
 // The first slot that was bound with a number of at least *index, which becomes its number; NULL: there is none.
 uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index);
@@ -380,22 +511,35 @@ uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index);
 #define for_each_vmem_slot(slot, index, range)                                                                           \
     for ((index) = 0; ((slot) = uvm_vmem_slot_next((range), &(index))) != NULL; (index)++)
 
-// Make sure that a slot exists. *made says whether it was made now (then it must be unmade on failure).
+// Make sure that a slot exists. *made says whether it was made now (then it must be unmade on failure). One that was all
+// sparse is no more then, but stays as it is to the GPU.
 //
-// LOCKING: range->lock is held or the VA space lock is held for write.
+// LOCKING: the range is claimed, or the VA space lock is held for write.
 int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made);
 
-// Make sure that a slot of a BIG reservation has a table of PTEs on each GPU. The table is not in use before the
+// Make sure that a slot with has_entry has a table of PTEs on each GPU. The table is not in use before the
 // slot's state is SMALL; it goes with the slot.
 int uvm_vmem_slot_get_small(uvm_vmem_range_t *range, NvU64 index);
 
-// Give a slot and its tables back. What the tables hold is not visible to the GPU from then on, once
-// uvm_page_tree_wait returned for each GPU.
+// Give the directories back that all sparse slots have kept.
+void uvm_vmem_directories_put(uvm_vmem_range_t *range);
+
+// Free a leaf of which no slot is left; number counts leaves from 0.
+void uvm_vmem_leaf_put(uvm_vmem_range_t *range, NvU64 number);
+
+// Make sure that a slot that was never bound can become all sparse. *new_tables: page tables were made.
+int uvm_vmem_slot_get_sparse(uvm_vmem_range_t *range, NvU64 index, bool *new_tables);
+
+// The slot is all sparse from now on, as was sent.
+void uvm_vmem_slot_set_sparse(uvm_vmem_range_t *range, NvU64 index);
+
+// Give a slot and its tables back. What the tables hold is not visible to the GPU any more once
+// uvm_vmem_range_wait_tables has returned.
 void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index);
 
 // Give back all page tables on one GPU, and wait until the TLB invalidates are completed. Its tracker is completed.
 //
-// LOCKING: the VA space lock is held for write.
+// LOCKING: the range is claimed, or the VA space lock is held for write.
 void uvm_vmem_table_remove_gpu(uvm_vmem_range_t *range, NvU32 gpu_index);
 
 // Wait for the page tables that slot_get and slot_get_small made, on all GPUs.
@@ -441,10 +585,9 @@ int uvm_vmem_writer_slot_phase2(uvm_vmem_writer_t *writer,
                                 uvm_vmem_slot_state_t target);
 int uvm_vmem_writer_end(uvm_vmem_writer_t *writer);
 
-// What the slot's state is to be for this content. whole: one operation maps all of it. slot is NULL before the slot is
-// bound first.
+// What the slot's state is to be for this content. whole: one operation maps all of it.
 uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
-                                           uvm_vmem_slot_t *slot,
+                                           NvU64 index,
                                            const uvm_vmem_entry_t *entries,
                                            bool whole);
 

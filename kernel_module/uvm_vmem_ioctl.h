@@ -22,8 +22,8 @@
  * What starts with out_ is written by the kernel, on success only unless said otherwise. Reserved
  * fields and undefined flags must be zero. Arrays are passed as user addresses in a __u64.
  *
- * A command that fails changes nothing, with two exceptions: EIO, and EFAULT from a BIND whose struct another thread
- * unmapped while it ran.
+ * A command that fails changes nothing, with three exceptions: EIO; EFAULT from a BIND whose struct another thread
+ * unmapped while it ran; and EINTR from a BIND that waited for the GPU.
  * A struct with out_ fields must be writable: EFAULT before anything is done if it is not.
  *
  * Errors mean the same in all commands:
@@ -48,7 +48,7 @@
  *   ENODEV      the GPU is not registered on this descriptor, or has no address space here, or is gone
  *   ENOMEM      no kernel memory
  *   ENOSPC      no physical memory for pages or page tables, where they were asked for
- *   EDQUOT      the administrator's limit for pinned pages is reached (module parameter)
+ *   EDQUOT      an administrator's limit is reached: CREATE pinned pages; RESERVE, BIND page tables
  *   EPERM       the descriptor was initialised by another process
  *   EBADFD      the descriptor is not initialised (UVM_INITIALIZE)
  *   EAGAIN      the system is being suspended, or too many tickets are unfinished: call again
@@ -56,6 +56,23 @@
  *   EINTR       a signal that kills the process arrived meanwhile
  *   EIO         the GPU failed. What had been sent to it is in an unknown state until FREE or close. UVM lets
  *               nothing but QUERY, FREE, RELEASE and STAT work from then on.
+ */
+/*
+ * Limits set by the administrator, in MB, as parameters of the module. They may be changed at any time; what is held
+ * already stays. 0 means no limit. A call that would exceed one fails with EDQUOT and changes nothing.
+ *
+ *   uvm_vmem_limit_mb                  GPU memory that one descriptor pins on each GPU. Default: no limit.
+ *   uvm_vmem_host_limit_mb             host memory that one descriptor pins. Default: no limit.
+ *   uvm_vmem_user_host_limit_mb        host memory that all descriptors of one user pin
+ *   uvm_vmem_cgroup_host_limit_mb      ... of one cgroup. Default of both (-1): half of the machine's memory.
+ *   uvm_vmem_user_tables_limit_mb      page tables and descriptions of reservations, all descriptors of one user
+ *   uvm_vmem_cgroup_tables_limit_mb    ... of one cgroup. Default of both (-1): 1/32 of the machine's memory.
+ *
+ * A reservation counts from RESERVE on, each 1 GB and each 2 MB of it from their first BIND on, all until FREE; 2 MB
+ * that are sparse as a whole count nothing of their own. STAT returns the sum. The user is the real user id of the
+ * process at the descriptor's first command other than QUERY, the cgroup the one (of version 2) that it is in then; the
+ * root cgroup does not count, and where there is another one the user limits do not apply to root. The module's own
+ * kernel memory is charged to the memory cgroup as well.
  */
 #ifndef UVM_VMEM_IOCTL_H
 #define UVM_VMEM_IOCTL_H
@@ -132,7 +149,7 @@ struct uvm_vmem_query {
  * RESERVE: take [start, start + length) for pages of 1 << page_shift bytes and above on gpu_count GPUs;
  * every mapping is made on all of them. start and length are multiples of 2 MB; start is not 0. The
  * addresses may lie in a range that CUDA knows, if UVM holds no range there. Page tables are made when a slot
- * is first bound and kept until FREE; EAGER makes all of them now.
+ * is first bound, or first mapped if it is sparse, and kept until FREE; EAGER makes all of them now.
  *
  * When peer access between two GPUs of a reservation is disabled, its mappings of pages in either of them go
  * away, on all GPUs. When a GPU is unregistered, so do the mappings of its pages, and the reservation takes no
@@ -206,6 +223,10 @@ struct uvm_vmem_release {
  *
  * addr is a multiple of the reservation's page size, and for MAP of the object's. No unit may be named twice
  * in one call. Order in the array means nothing.
+ *
+ * BIND waits for an earlier one on the same reservation and, without ASYNC, for the GPU. A signal that kills the
+ * process ends both waits with EINTR. If the wait was for the GPU, the batch is committed and the GPU carries it out;
+ * otherwise nothing has changed.
  *
  * On return every GPU sees the new translations and no old one, and memory that is not mapped any more may
  * be released. With ASYNC the call may return before: out_ticket is then a ticket, or 0 if nothing is
@@ -294,6 +315,8 @@ struct uvm_vmem_stat {
     __aligned_u64 out_pte_writes;       /* PTEs written by them */
     __aligned_u64 out_table_waits;      /* times that new page tables were waited for */
     __aligned_u64 out_zeroed_bytes;
+    __aligned_u64 out_table_bytes;      /* for page tables and reservations, as counted against the limits */
+    __aligned_u64 out_most_units;       /* that one hold of a lock of the descriptor's spanned */
 };
 
 #endif

@@ -124,34 +124,56 @@ uvm_gpu_phys_address_t uvm_vmem_chunk_address(uvm_vmem_chunk_t *chunk, NvU32 uni
     return address;
 }
 
-// Free the memory of a chunk.
+// Free the memory of a chunk, or put it into hosts.
 //
 // Units are only given back after the pushes that unmap them were added to state->pending, so it covers them all.
-static void chunk_destroy(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk)
+static void chunk_destroy(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk, struct list_head *hosts)
 {
     list_del(&chunk->node);
     list_del(&chunk->all_node);
     chunk->store->num_chunks--;
 
-    if (chunk->gpu_chunk) {
-        uvm_pmm_gpu_free(&chunk->store->gpu->pmm, chunk->gpu_chunk, &state->pending);
+    if (chunk->host_mem) {
+        list_add(&chunk->node, hosts);
     }
     else {
-        // The kernel does not wait for a GPU before it uses a page again.
-        (void)uvm_tracker_wait(&state->pending);
-        uvm_mem_free(chunk->host_mem);
+        uvm_pmm_gpu_free(&chunk->store->gpu->pmm, chunk->gpu_chunk, &state->pending);
+        uvm_vmem_free(state, chunk);
     }
+}
 
-    uvm_vmem_free(state, chunk);
+void uvm_vmem_store_free_hosts(uvm_vmem_state_t *state, struct list_head *hosts)
+{
+    uvm_tracker_t tracker = UVM_TRACKER_INIT();
+    uvm_vmem_chunk_t *chunk, *next;
+
+    if (list_empty(hosts))
+        return;
+
+    // The kernel does not wait for a GPU before it uses a page again.
+    uvm_mutex_lock(&state->lock);
+    uvm_tracker_remove_completed(&state->pending);
+    (void)uvm_tracker_add_tracker_safe(&tracker, &state->pending);
+    uvm_mutex_unlock(&state->lock);
+
+    (void)uvm_tracker_wait_deinit(&tracker);
+
+    list_for_each_entry_safe(chunk, next, hosts, node) {
+        uvm_mem_free(chunk->host_mem);
+        uvm_vmem_uncharge(state, UVM_VMEM_ACCOUNT_HOST, UVM_VMEM_SLOT);
+        list_del(&chunk->node);
+        uvm_vmem_free(state, chunk);
+        cond_resched();
+    }
 }
 
 // Give a chunk back of which no unit is in use, if that is safe now.
-static void chunk_put(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk)
+static void chunk_put(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk, struct list_head *hosts)
 {
     UVM_ASSERT(chunk->free == ~0u);
 
     if (state->closing || uvm_global_get_status() == NV_OK)
-        chunk_destroy(state, chunk);
+        chunk_destroy(state, chunk, hosts);
     else
         chunk_file(chunk);
 }
@@ -201,7 +223,7 @@ static int store_grow(uvm_vmem_state_t *state, uvm_vmem_store_t *store, uvm_vmem
 {
     ulong limit = READ_ONCE(*(store->gpu ? &uvm_vmem_limit_mb : &uvm_vmem_host_limit_mb));
     uvm_vmem_chunk_t *chunk;
-    int ret;
+    int ret = 0;
 
     if (limit && (store->num_chunks + store->num_growing + 1) * (UVM_VMEM_SLOT >> 20) > limit)
         return -EDQUOT;
@@ -220,7 +242,13 @@ static int store_grow(uvm_vmem_state_t *state, uvm_vmem_store_t *store, uvm_vmem
 
     store->num_growing++;
     uvm_mutex_unlock(&state->lock);
-    ret = store->gpu ? chunk_alloc_gpu(chunk, store->gpu) : chunk_alloc_host(chunk);
+    if (!store->gpu)
+        ret = uvm_vmem_charge(state, UVM_VMEM_ACCOUNT_HOST, UVM_VMEM_SLOT);
+    if (!ret) {
+        ret = store->gpu ? chunk_alloc_gpu(chunk, store->gpu) : chunk_alloc_host(chunk);
+        if (ret && !store->gpu)
+            uvm_vmem_uncharge(state, UVM_VMEM_ACCOUNT_HOST, UVM_VMEM_SLOT);
+    }
     uvm_mutex_lock(&state->lock);
     store->num_growing--;
 
@@ -279,10 +307,12 @@ static NvU32 chunk_take(uvm_vmem_chunk_t *chunk, NvU32 page_order, NvU32 wanted_
     return taken;
 }
 
-void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count, const unsigned long *pages)
+void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count, const unsigned long *pages,
+                         struct list_head *hosts)
 {
     NvU32 page_order = page_shift - UVM_VMEM_UNIT_SHIFT;
     uvm_vmem_chunk_t *chunk;
+    NvU32 units = 0;
     NvU32 i;
 
     uvm_assert_mutex_locked(&state->lock);
@@ -296,9 +326,11 @@ void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count,
         chunk->store->created_units -= 1u << page_order;
 
         if (chunk->free == ~0u)
-            chunk_put(state, chunk);
-        else if (i + 1 == count || uvm_vmem_page_chunk(pages[i + 1]) != chunk)
+            chunk_put(state, chunk, hosts);
+        else
             chunk_file(chunk);
+
+        uvm_vmem_step(state, &units, 1u << page_order);
     }
 }
 
@@ -311,11 +343,13 @@ int uvm_vmem_store_take(uvm_vmem_state_t *state,
                         unsigned long *pages)
 {
     NvU32 page_order = page_shift - UVM_VMEM_UNIT_SHIFT;
+    LIST_HEAD(hosts);
+    NvU32 worked = 0;
     NvU32 taken = 0;
     int ret = 0;
 
-    uvm_assert_rwsem_locked(&state->va_space->lock);
     uvm_mutex_lock(&state->lock);
+    UVM_ASSERT(state->calls > 0);
 
     while (taken < count) {
         NvU64 units = (NvU64)(count - taken) << page_order;
@@ -333,7 +367,7 @@ int uvm_vmem_store_take(uvm_vmem_state_t *state,
             ret = uvm_vmem_chunk_map_host(chunk, gpu);
             if (ret) {
                 if (chunk->free == ~0u)
-                    chunk_put(state, chunk);
+                    chunk_put(state, chunk, &hosts);
                 break;
             }
         }
@@ -341,19 +375,21 @@ int uvm_vmem_store_take(uvm_vmem_state_t *state,
         n = chunk_take(chunk, page_order, wanted, count - taken, pages + taken);
         store->created_units += (NvU64)n << page_order;
         taken += n;
+        uvm_vmem_step(state, &worked, n << page_order);
     }
 
     if (ret)
-        uvm_vmem_store_give(state, page_shift, taken, pages);
+        uvm_vmem_store_give(state, page_shift, taken, pages, &hosts);
 
     uvm_mutex_unlock(&state->lock);
+    uvm_vmem_store_free_hosts(state, &hosts);
     return ret;
 }
 
 // Which of the page's units have to be zeroed.
 static NvU32 page_dirty(unsigned long page, NvU32 page_order)
 {
-    return uvm_vmem_page_chunk(page)->dirty & block_mask(uvm_vmem_page_unit(page), page_order);
+    return READ_ONCE(uvm_vmem_page_chunk(page)->dirty) & block_mask(uvm_vmem_page_unit(page), page_order);
 }
 
 static void push_zero(uvm_push_t *push, uvm_vmem_chunk_t *chunk, NvU32 first, NvU32 count)
@@ -382,23 +418,26 @@ int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shif
     NV_STATUS status = NV_OK;
     uvm_push_t push;
     bool open = false;
+    NvU32 worked = 0;
     NvU64 zeroed = 0;
     NvU32 i, n;
 
-    // The units belong to the caller: nobody else looks at their bits in dirty, but others change other bits.
-    uvm_mutex_lock(&state->lock);
+    // The units belong to the caller: nobody else changes their bits in dirty, but others change other bits.
     for (i = 0; i < count && !page_dirty(pages[i], page_order); i++)
-        ;
+        cond_resched();
+
     if (i < count) {
+        uvm_mutex_lock(&state->lock);
         uvm_tracker_remove_completed(&state->pending);
         status = uvm_tracker_add_tracker_safe(&tracker, &state->pending);
+        uvm_mutex_unlock(&state->lock);
     }
-    uvm_mutex_unlock(&state->lock);
 
     for (; i < count && status == NV_OK; i += n) {
         uvm_vmem_chunk_t *chunk = uvm_vmem_page_chunk(pages[i]);
 
         n = 1;
+        cond_resched();
         if (!page_dirty(pages[i], page_order))
             continue;
 
@@ -444,18 +483,80 @@ int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shif
 
     // From now on they may hold anything.
     uvm_mutex_lock(&state->lock);
-    for (i = 0; i < count; i++)
+    for (i = 0; i < count; i++) {
         uvm_vmem_page_chunk(pages[i])->dirty |= block_mask(uvm_vmem_page_unit(pages[i]), page_order);
+        uvm_vmem_step(state, &worked, 1u << page_order);
+    }
     uvm_mutex_unlock(&state->lock);
 
     atomic64_add(zeroed, &state->zeroed_bytes);
     return 0;
 }
 
+// Fill a table of 32 PTEs with sparse ones, and wait.
+static NV_STATUS fill_sparse_table(uvm_gpu_t *gpu, uvm_page_tree_t *tree, uvm_mmu_page_table_alloc_t *table, uvm_tracker_t *tracker)
+{
+    NV_STATUS status;
+    uvm_push_t push;
+
+    status = uvm_push_begin_acquire(gpu->channel_manager, UVM_CHANNEL_TYPE_MEMOPS, tracker, &push, "vmem sparse table");
+    if (status != NV_OK)
+        return status;
+
+    gpu->parent->ce_hal->memset_8(&push, uvm_mmu_gpu_address(gpu, table->addr), tree->hal->make_sparse_pte(), table->size);
+    uvm_push_end(&push);
+    uvm_tracker_overwrite_with_push(tracker, &push);
+    return uvm_tracker_wait(tracker);
+}
+
+int uvm_vmem_store_get_sparse_table(uvm_vmem_state_t *state, uvm_gpu_t *gpu, uvm_page_tree_t *tree)
+{
+    uvm_mmu_page_table_alloc_t table = { 0 };
+    uvm_tracker_t tracker = UVM_TRACKER_INIT();
+    uvm_gpu_chunk_t *chunk = NULL;
+    uvm_vmem_store_t *store;
+    NV_STATUS status;
+    bool there;
+
+    uvm_mutex_lock(&state->lock);
+    store = uvm_vmem_store_get(state, gpu);
+    there = store && store->sparse_chunk;
+    uvm_mutex_unlock(&state->lock);
+
+    if (!store)
+        return -ENOMEM;
+    if (there)
+        return 0;
+
+    status = uvm_pmm_gpu_alloc_kernel(&gpu->pmm, 1, UVM_CHUNK_SIZE_64K, UVM_PMM_ALLOC_FLAGS_EVICT, &chunk, &tracker);
+    if (status != NV_OK)
+        return uvm_vmem_errno(status, -ENOSPC);
+
+    table.addr = uvm_gpu_phys_address(UVM_APERTURE_VID, chunk->address);
+    table.size = UVM_VMEM_SLOT_UNITS * sizeof(NvU64);
+    status = fill_sparse_table(gpu, tree, &table, &tracker);
+    (void)uvm_tracker_wait_deinit(&tracker);
+
+    // Another call may have been quicker.
+    uvm_mutex_lock(&state->lock);
+    if (status == NV_OK && !store->sparse_chunk) {
+        store->sparse_table = table;
+        store->sparse_chunk = chunk;
+        chunk = NULL;
+    }
+    uvm_mutex_unlock(&state->lock);
+
+    if (chunk)
+        uvm_pmm_gpu_free(&gpu->pmm, chunk, NULL);
+
+    return uvm_vmem_errno(status, -EIO);
+}
+
 static void store_destroy(uvm_vmem_state_t *state, NvU32 index)
 {
     uvm_vmem_store_t *store = state->stores[index];
     uvm_vmem_chunk_t *chunk, *next;
+    LIST_HEAD(hosts);
 
     if (!store)
         return;
@@ -465,7 +566,14 @@ static void store_destroy(uvm_vmem_state_t *state, NvU32 index)
 
     // Chunks that a fatal error kept from going back.
     list_for_each_entry_safe(chunk, next, &store->all, all_node)
-        chunk_destroy(state, chunk);
+        chunk_destroy(state, chunk, &hosts);
+
+    // Only at the end, without the lock.
+    uvm_vmem_store_free_hosts(state, &hosts);
+
+    // The page trees whose entries pointed to it are gone.
+    if (store->sparse_chunk)
+        uvm_pmm_gpu_free(&store->gpu->pmm, store->sparse_chunk, NULL);
 
     uvm_vmem_free(state, store);
     state->stores[index] = NULL;

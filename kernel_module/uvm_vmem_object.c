@@ -49,26 +49,49 @@ uvm_vmem_chunk_t *uvm_vmem_object_unit(uvm_vmem_object_t *object, NvU64 unit, Nv
     return uvm_vmem_page_chunk(page);
 }
 
-static void object_destroy(uvm_vmem_state_t *state, uvm_vmem_object_t *object)
+static void object_remove(uvm_vmem_state_t *state, uvm_vmem_object_t *object, struct list_head *dead)
 {
-    if (!object->dead)
-        uvm_vmem_store_give(state, object->page_shift, object->count, object->pages);
-
     xa_erase(&state->objects, object->index);
     state->num_objects--;
-    uvm_vmem_free(state, object);
+    list_add_tail(&object->node, dead);
 }
 
-void uvm_vmem_object_put(uvm_vmem_state_t *state, uvm_vmem_object_t *object)
+void uvm_vmem_object_put(uvm_vmem_state_t *state, uvm_vmem_object_t *object, struct list_head *dead)
 {
     uvm_assert_mutex_locked(&state->lock);
 
     if (object->released && object->mapped_units == 0 && object->pins == 0)
-        object_destroy(state, object);
+        object_remove(state, object, dead);
 }
 
-// Enter a finished object into the table: from here on its handle works.
-static int object_publish(uvm_vmem_state_t *state, uvm_vmem_object_t *object)
+// Give back all pages. LOCKING: state->lock is taken.
+static void object_give_pages(uvm_vmem_state_t *state, uvm_vmem_object_t *object)
+{
+    LIST_HEAD(hosts);
+
+    uvm_mutex_lock(&state->lock);
+    uvm_vmem_store_give(state, object->page_shift, object->count, object->pages, &hosts);
+    uvm_mutex_unlock(&state->lock);
+
+    uvm_vmem_store_free_hosts(state, &hosts);
+}
+
+void uvm_vmem_object_reap(uvm_vmem_state_t *state, struct list_head *dead)
+{
+    uvm_vmem_object_t *object, *next;
+
+    list_for_each_entry_safe(object, next, dead, node) {
+        if (!object->dead)
+            object_give_pages(state, object);
+
+        list_del(&object->node);
+        uvm_vmem_free(state, object);
+        cond_resched();
+    }
+}
+
+// Enter a finished object into the table: from here on its handle works, and another thread may release it.
+static int object_publish(uvm_vmem_state_t *state, uvm_vmem_object_t *object, NvU32 *handle_out)
 {
     int ret;
 
@@ -79,11 +102,12 @@ static int object_publish(uvm_vmem_state_t *state, uvm_vmem_object_t *object)
                           object,
                           XA_LIMIT(1, UVM_VMEM_INDEX_MAX),
                           &state->next_index,
-                          NV_UVM_GFP_FLAGS);
+                          GFP_KERNEL | __GFP_RETRY_MAYFAIL);
     if (ret >= 0) {
         state->generation += ret;
         object->handle = (state->generation << UVM_VMEM_INDEX_BITS) | object->index;
         state->last_handle = object->handle;
+        *handle_out = object->handle;
         state->num_objects++;
     }
 
@@ -98,6 +122,7 @@ int uvm_vmem_create(uvm_vmem_state_t *state, struct uvm_vmem_create *params)
     bool contiguous = params->flags & UVM_VMEM_CREATE_CONTIGUOUS;
     bool host = params->flags & UVM_VMEM_CREATE_HOST;
     uvm_vmem_object_t *object;
+    NvU32 handle = 0;
     uvm_gpu_t *gpu;
     int ret;
 
@@ -124,9 +149,16 @@ int uvm_vmem_create(uvm_vmem_state_t *state, struct uvm_vmem_create *params)
     uvm_va_space_down_read(state->va_space);
 
     ret = uvm_vmem_find_gpu(state, params->gpu_uuid, &gpu);
-    if (ret)
-        goto out;
+    if (!ret)
+        uvm_vmem_call_begin(state);
 
+    uvm_va_space_up_read(state->va_space);
+    if (ret) {
+        uvm_vmem_free(state, object);
+        return ret;
+    }
+
+    uvm_assert_unlocked_order(UVM_LOCK_ORDER_VA_SPACE);
     uvm_mutex_lock(&state->lock);
     object->store = uvm_vmem_store_get(state, host ? NULL : gpu);
     uvm_mutex_unlock(&state->lock);
@@ -141,28 +173,26 @@ int uvm_vmem_create(uvm_vmem_state_t *state, struct uvm_vmem_create *params)
 
     ret = uvm_vmem_store_zero(state, gpu, object->page_shift, object->count, object->pages);
     if (!ret)
-        ret = object_publish(state, object);
+        ret = object_publish(state, object, &handle);
 
     if (ret) {
-        uvm_mutex_lock(&state->lock);
-        uvm_vmem_store_give(state, object->page_shift, object->count, object->pages);
-        uvm_mutex_unlock(&state->lock);
+        object_give_pages(state, object);
         goto out;
     }
 
-    params->out_handle = object->handle;
+    params->out_handle = handle;
 
 out:
-    uvm_va_space_up_read(state->va_space);
     if (ret)
         uvm_vmem_free(state, object);
-
+    uvm_vmem_call_end(state);
     return ret;
 }
 
 int uvm_vmem_release(uvm_vmem_state_t *state, const struct uvm_vmem_release *params)
 {
     uvm_vmem_object_t *object;
+    LIST_HEAD(dead);
     int ret;
 
     if (params->flags)
@@ -173,16 +203,19 @@ int uvm_vmem_release(uvm_vmem_state_t *state, const struct uvm_vmem_release *par
 
     // Keeps the GPU registered that the pages may go back to.
     uvm_va_space_down_read(state->va_space);
-    uvm_mutex_lock(&state->lock);
+    uvm_vmem_call_begin(state);
+    uvm_va_space_up_read(state->va_space);
 
+    uvm_mutex_lock(&state->lock);
     ret = uvm_vmem_object_find(state, params->handle, &object);
     if (!ret) {
         object->released = true;
-        uvm_vmem_object_put(state, object);
+        uvm_vmem_object_put(state, object, &dead);
     }
-
     uvm_mutex_unlock(&state->lock);
-    uvm_va_space_up_read(state->va_space);
+
+    uvm_vmem_object_reap(state, &dead);
+    uvm_vmem_call_end(state);
     return ret;
 }
 
@@ -191,7 +224,8 @@ void uvm_vmem_object_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
     uvm_vmem_object_t *object;
     unsigned long index;
 
-    uvm_assert_mutex_locked(&state->lock);
+    // No call is at work, and RELEASE is one: objects stay where they are.
+    uvm_assert_rwsem_locked_write(&state->va_space->lock);
 
     xa_for_each(&state->objects, index, object) {
         if (object->dead || object->store->gpu != gpu)
@@ -201,7 +235,7 @@ void uvm_vmem_object_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
 
         // A broken batch keeps its pins.
         UVM_ASSERT(object->pins == 0 || uvm_global_get_status() != NV_OK);
-        uvm_vmem_store_give(state, object->page_shift, object->count, object->pages);
+        object_give_pages(state, object);
         object->dead = true;
         object->store = NULL;
     }
@@ -211,11 +245,13 @@ void uvm_vmem_object_destroy_all(uvm_vmem_state_t *state)
 {
     uvm_vmem_object_t *object;
     unsigned long index;
+    LIST_HEAD(dead);
 
     uvm_mutex_lock(&state->lock);
     xa_for_each(&state->objects, index, object)
-        object_destroy(state, object);
+        object_remove(state, object, &dead);
     uvm_mutex_unlock(&state->lock);
 
+    uvm_vmem_object_reap(state, &dead);
     xa_destroy(&state->objects);
 }

@@ -3,8 +3,10 @@
 // Reservations. To UVM a reservation is an external VA range without mappings of its own, so that nothing else takes
 // its addresses and UVM_FREE works; the range points to a uvm_vmem_range_t, and UVM's own map calls refuse it.
 //
-// Teardown paths, all with the VA space lock held for write, so that no BIND is under way:
-//   FREE, UVM_FREE, end of the VA space   -> uvm_vmem_range_destroy
+// A reservation is taken apart (range_dismantle) by FREE, which has claimed it, and before the end of the VA space, when
+// the file is closed; neither holds a lock meanwhile. These do it with the VA space lock held for write, because UVM
+// does; they wait for the calls that are at work:
+//   UVM_FREE                              -> uvm_vmem_range_destroy
 //   the GPU VA space is unregistered      -> uvm_vmem_range_remove_gpu (the range stays, without this GPU)
 //   peer access ends                      -> uvm_vmem_range_disable_peer
 //   a GPU is unregistered                 -> uvm_vmem_unregister_gpu
@@ -32,7 +34,7 @@ void uvm_vmem_range_ref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry)
     range->mapped_units++;
 }
 
-void uvm_vmem_range_unref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry)
+void uvm_vmem_range_unref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry, struct list_head *dead)
 {
     uvm_vmem_object_t *object;
 
@@ -46,7 +48,7 @@ void uvm_vmem_range_unref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry)
     object->mapped_units--;
     object->store->mapped_units--;
     range->mapped_units--;
-    uvm_vmem_object_put(range->state, object);
+    uvm_vmem_object_put(range->state, object, dead);
 }
 
 int uvm_vmem_range_find(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out)
@@ -61,6 +63,66 @@ int uvm_vmem_range_find(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t *
 
     *range_out = *uvm_vmem_range_slot(va_range);
     return *range_out ? 0 : -ENOENT;
+}
+
+int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out)
+{
+    uvm_va_space_t *va_space = state->va_space;
+
+    while (true) {
+        uvm_vmem_range_t *range;
+        NvU64 unclaims;
+        bool claimed;
+        int ret;
+
+        uvm_va_space_down_read(va_space);
+
+        ret = uvm_vmem_range_find(state, start, &range);
+        if (ret) {
+            uvm_va_space_up_read(va_space);
+            return ret;
+        }
+
+        uvm_mutex_lock(&state->lock);
+        unclaims = state->unclaims;
+        claimed = !range->claimed;
+        if (claimed) {
+            range->claimed = true;
+            state->calls++;
+        }
+        uvm_mutex_unlock(&state->lock);
+
+        uvm_va_space_up_read(va_space);
+
+        if (claimed && !range->dying) {
+            *range_out = range;
+            return 0;
+        }
+
+        // Between the end of a FREE's work and that of the range.
+        if (claimed) {
+            uvm_vmem_range_unclaim(range);
+            return -ENOENT;
+        }
+
+        // Not for this range, which may be gone by then: for any.
+        if (wait_event_killable(state->wait, READ_ONCE(state->unclaims) != unclaims))
+            return -EINTR;
+    }
+}
+
+void uvm_vmem_range_unclaim(uvm_vmem_range_t *range)
+{
+    uvm_vmem_state_t *state = range->state;
+
+    uvm_mutex_lock(&state->lock);
+    UVM_ASSERT(range->claimed);
+    range->claimed = false;
+    state->unclaims++;
+    uvm_mutex_unlock(&state->lock);
+
+    // Wakes them.
+    uvm_vmem_call_end(state);
 }
 
 static int check_reserve(const struct uvm_vmem_reserve *params, const __u8 *uuids)
@@ -100,6 +162,8 @@ static int make_all_tables(uvm_vmem_range_t *range)
     NvU64 i;
     int ret;
 
+    uvm_assert_unlocked_order(UVM_LOCK_ORDER_VA_SPACE);
+
     for (i = 0; i < range->num_slots; i++) {
         ret = fatal_signal_pending(current) ? -EINTR : uvm_vmem_slot_get(range, i, &made);
         if (ret)
@@ -115,8 +179,15 @@ static NvU64 range_num_leaves(uvm_vmem_range_t *range)
     return DIV_ROUND_UP(range->num_slots, UVM_VMEM_LEAF_SLOTS);
 }
 
-// Free the range and its slots. No GPU has page tables of it any more.
-static void range_free(uvm_vmem_range_t *range)
+// What the range itself takes, as counted against the limit.
+static NvU64 range_cost(uvm_vmem_range_t *range)
+{
+    return sizeof(*range) + range_num_leaves(range) * sizeof(range->leaves[0]) +
+           range->num_directories * sizeof(range->directories[0]) + uvm_vmem_external_cost();
+}
+
+// Free all slots. No GPU has page tables of them any more.
+static void range_free_slots(uvm_vmem_range_t *range)
 {
     uvm_vmem_slot_t *slot;
     NvU64 i;
@@ -126,28 +197,29 @@ static void range_free(uvm_vmem_range_t *range)
         cond_resched();
     }
 
-    for (i = 0; i < range_num_leaves(range); i++)
-        uvm_vmem_free(range->state, range->leaves[i]);
+    for (i = 0; i < range_num_leaves(range); i++) {
+        uvm_vmem_leaf_put(range, i);
+        cond_resched();
+    }
 
+    uvm_vmem_directories_put(range);
+}
+
+static void range_free(uvm_vmem_range_t *range)
+{
+    range_free_slots(range);
+    uvm_vmem_free(range->state, range->directories);
     uvm_vmem_free(range->state, range->leaves);
+    uvm_vmem_uncharge(range->state, UVM_VMEM_ACCOUNT_TABLES, range_cost(range));
     uvm_vmem_free(range->state, range);
 }
 
-int uvm_vmem_reserve(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *params, const __u8 *uuids)
+static int range_create(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *params, uvm_vmem_range_t **range_out)
 {
-    uvm_va_space_t *va_space = state->va_space;
-    uvm_vmem_external_t *external = NULL;
-    LIST_HEAD(deferred_free_list);
-    uvm_vmem_range_t *range;
-    struct mm_struct *mm;
-    int ret;
+    uvm_vmem_range_t *range = uvm_vmem_alloc(state, sizeof(*range));
     NvU32 i;
+    int ret;
 
-    ret = check_reserve(params, uuids);
-    if (ret)
-        return ret;
-
-    range = uvm_vmem_alloc(state, sizeof(*range));
     if (!range)
         return -ENOMEM;
 
@@ -155,19 +227,138 @@ int uvm_vmem_reserve(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *par
     range->start = params->start;
     range->length = params->length;
     range->num_slots = params->length / UVM_VMEM_SLOT;
+    range->num_directories = ((range->start + range->length - 1) >> UVM_VMEM_DIRECTORY_SHIFT) -
+                             (range->start >> UVM_VMEM_DIRECTORY_SHIFT) + 1;
     range->page_shift = params->page_shift;
     range->big = params->flags & UVM_VMEM_RESERVE_BIG;
     range->gpu_count = params->gpu_count;
     INIT_LIST_HEAD(&range->node);
-    uvm_mutex_init(&range->lock, UVM_LOCK_ORDER_EXT_RANGE_TREE);
     for (i = 0; i < range->gpu_count; i++)
         uvm_tracker_init(&range->gpus[i].tracker);
 
+    ret = uvm_vmem_charge(state, UVM_VMEM_ACCOUNT_TABLES, range_cost(range));
+    if (ret) {
+        uvm_vmem_free(state, range);
+        return ret;
+    }
+
     range->leaves = uvm_vmem_alloc(state, range_num_leaves(range) * sizeof(range->leaves[0]));
-    if (!range->leaves) {
+    range->directories = uvm_vmem_alloc(state, range->num_directories * sizeof(range->directories[0]));
+    if (!range->leaves || !range->directories) {
+        uvm_vmem_free(state, range->leaves);
+        uvm_vmem_free(state, range->directories);
+        uvm_vmem_uncharge(state, UVM_VMEM_ACCOUNT_TABLES, range_cost(range));
         uvm_vmem_free(state, range);
         return -ENOMEM;
     }
+
+    *range_out = range;
+    return 0;
+}
+
+// Forget all mappings. No GPU has any page tables of the range any more.
+static void forget_mappings(uvm_vmem_range_t *range)
+{
+    uvm_vmem_slot_t *slot;
+    LIST_HEAD(dead);
+    NvU32 units = 0;
+    NvU64 i;
+    NvU32 j;
+
+    uvm_mutex_lock(&range->state->lock);
+
+    for_each_vmem_slot(slot, i, range) {
+        for (j = 0; j < UVM_VMEM_SLOT_UNITS; j++) {
+            uvm_vmem_range_unref(range, slot->entries[j], &dead);
+            slot->entries[j] = 0;
+        }
+        slot->mapped = 0;
+        uvm_vmem_step(range->state, &units, UVM_VMEM_SLOT_UNITS);
+    }
+
+    UVM_ASSERT(range->mapped_units == 0);
+    uvm_mutex_unlock(&range->state->lock);
+
+    uvm_vmem_object_reap(range->state, &dead);
+}
+
+// Give back the page tables that the range has on one GPU, and wait until the TLB invalidates are completed.
+//
+// The PTEs need not be cleared: each table serves this range alone, so that putting it clears the entry that points to
+// it and invalidates the TLBs. A 2 MB PTE lies in a table that neighbours may use, and is cleared.
+static void remove_tables(uvm_vmem_range_t *range, NvU32 gpu_index)
+{
+    uvm_vmem_range_gpu_t *range_gpu = &range->gpus[gpu_index];
+
+    (void)uvm_tracker_wait(&range_gpu->tracker);
+    uvm_vmem_table_remove_gpu(range, gpu_index);
+    range_gpu->tree = NULL;
+}
+
+// Take away mappings, page tables and slots. What is left is small and needs no GPU.
+//
+// LOCKING: the range is claimed, or no call is at work on it.
+static void range_dismantle(uvm_vmem_range_t *range)
+{
+    NvU32 i;
+
+    for (i = 0; i < range->gpu_count; i++) {
+        if (range->gpus[i].tree)
+            remove_tables(range, i);
+    }
+
+    forget_mappings(range);
+    range_free_slots(range);
+}
+
+// Take the reservation that was dismantled out of the VA space, if UVM_FREE has not done so meanwhile. After unclaim.
+static void range_remove(uvm_vmem_state_t *state, NvU64 start, NvU64 number)
+{
+    uvm_va_space_t *va_space = state->va_space;
+    LIST_HEAD(deferred_free_list);
+    uvm_vmem_range_t *range;
+
+    uvm_va_space_down_write(va_space);
+
+    if (uvm_vmem_range_find(state, start, &range) == 0 && range->number == number)
+        uvm_va_range_destroy(uvm_va_range_find(va_space, start), &deferred_free_list);
+
+    uvm_va_space_up_write(va_space);
+
+    // External ranges put mappings here; ours has none.
+    UVM_ASSERT(list_empty(&deferred_free_list));
+}
+
+// Free a reservation that this call has claimed.
+static void range_free_claimed(uvm_vmem_range_t *range)
+{
+    uvm_vmem_state_t *state = range->state;
+    NvU64 number = range->number;
+    NvU64 start = range->start;
+
+    uvm_assert_unlocked_order(UVM_LOCK_ORDER_VA_SPACE);
+
+    range->dying = true;
+    range_dismantle(range);
+    uvm_vmem_range_unclaim(range);
+    range_remove(state, start, number);
+}
+
+int uvm_vmem_reserve(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *params, const __u8 *uuids)
+{
+    uvm_va_space_t *va_space = state->va_space;
+    bool eager = params->flags & UVM_VMEM_RESERVE_EAGER;
+    uvm_vmem_external_t *external = NULL;
+    uvm_vmem_range_t *range;
+    struct mm_struct *mm;
+    int ret;
+    NvU32 i;
+
+    ret = check_reserve(params, uuids);
+    if (!ret)
+        ret = range_create(state, params, &range);
+    if (ret)
+        return ret;
 
     mm = uvm_va_space_mm_or_current_retain_lock(va_space);
     uvm_va_space_down_write(va_space);
@@ -190,36 +381,41 @@ int uvm_vmem_reserve(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *par
                              -ENOMEM);
     }
 
-    if (ret) {
-        range_free(range);
-    }
-    else {
+    if (!ret) {
         *uvm_vmem_range_slot(uvm_vmem_external_to_va_range(external)) = range;
         list_add_tail(&range->node, &state->ranges);
+        range->number = ++state->last_range;
         atomic64_inc(&state->reservations);
         atomic64_add(range->length, &state->reserved_bytes);
 
-        if (params->flags & UVM_VMEM_RESERVE_EAGER) {
-            ret = make_all_tables(range);
-
-            // Frees our range, too.
-            if (ret)
-                uvm_va_range_destroy(uvm_vmem_external_to_va_range(external), &deferred_free_list);
+        // Nobody knows the range before the lock is let go.
+        if (eager) {
+            range->claimed = true;
+            uvm_vmem_call_begin(state);
         }
     }
 
     uvm_va_space_up_write(va_space);
     uvm_va_space_mm_or_current_release_unlock(va_space, mm);
 
-    // External ranges put mappings here; ours has none.
-    UVM_ASSERT(list_empty(&deferred_free_list));
+    if (ret) {
+        range_free(range);
+        return ret;
+    }
+
+    if (eager) {
+        ret = make_all_tables(range);
+        if (ret)
+            range_free_claimed(range);
+        else
+            uvm_vmem_range_unclaim(range);
+    }
+
     return ret;
 }
 
 int uvm_vmem_free_range(uvm_vmem_state_t *state, const struct uvm_vmem_free *params)
 {
-    uvm_va_space_t *va_space = state->va_space;
-    LIST_HEAD(deferred_free_list);
     uvm_vmem_range_t *range;
     int ret;
 
@@ -229,54 +425,28 @@ int uvm_vmem_free_range(uvm_vmem_state_t *state, const struct uvm_vmem_free *par
     if (!IS_ALIGNED(params->start, UVM_VMEM_SLOT))
         return -EINVAL;
 
-    uvm_va_space_down_write(va_space);
+    ret = uvm_vmem_range_claim(state, params->start, &range);
+    if (ret)
+        return ret;
 
-    ret = uvm_vmem_range_find(state, params->start, &range);
-    if (!ret && range->mapped_units && !(params->flags & UVM_VMEM_FREE_UNMAP))
-        ret = -EBUSY;
-
-    if (!ret)
-        uvm_va_range_destroy(uvm_va_range_find(va_space, params->start), &deferred_free_list);
-
-    uvm_va_space_up_write(va_space);
-
-    UVM_ASSERT(list_empty(&deferred_free_list));
-    return ret;
-}
-
-// Forget all mappings. No GPU has any page tables of the range any more.
-static void forget_mappings(uvm_vmem_range_t *range)
-{
-    uvm_vmem_slot_t *slot;
-    NvU64 i;
-    NvU32 j;
-
-    uvm_mutex_lock(&range->state->lock);
-
-    for_each_vmem_slot(slot, i, range) {
-        for (j = 0; j < UVM_VMEM_SLOT_UNITS; j++) {
-            uvm_vmem_range_unref(range, slot->entries[j]);
-            slot->entries[j] = 0;
-        }
-        slot->mapped = 0;
-        cond_resched();
+    if (range->mapped_units && !(params->flags & UVM_VMEM_FREE_UNMAP)) {
+        uvm_vmem_range_unclaim(range);
+        return -EBUSY;
     }
 
-    UVM_ASSERT(range->mapped_units == 0);
-    uvm_mutex_unlock(&range->state->lock);
+    range_free_claimed(range);
+    return 0;
 }
 
-// Give back the page tables that the range has on one GPU, and wait until the TLB invalidates are completed.
-//
-// The PTEs need not be cleared: each table serves this range alone, so that putting it clears the entry that points to
-// it and invalidates the TLBs. A 2 MB PTE lies in a table that neighbours may use, and is cleared.
-static void remove_tables(uvm_vmem_range_t *range, NvU32 gpu_index)
+void uvm_vmem_range_stop_all(uvm_vmem_state_t *state)
 {
-    uvm_vmem_range_gpu_t *range_gpu = &range->gpus[gpu_index];
+    uvm_vmem_range_t *range;
 
-    (void)uvm_tracker_wait(&range_gpu->tracker);
-    uvm_vmem_table_remove_gpu(range, gpu_index);
-    range_gpu->tree = NULL;
+    UVM_ASSERT(state->calls == 0);
+    uvm_assert_unlocked_order(UVM_LOCK_ORDER_VA_SPACE);
+
+    list_for_each_entry(range, &state->ranges, node)
+        range_dismantle(range);
 }
 
 static bool range_has_gpu(uvm_vmem_range_t *range)
@@ -298,7 +468,7 @@ void uvm_vmem_range_remove_gpu(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
     if (!range)
         return;
 
-    uvm_assert_rwsem_locked_write(&range->state->va_space->lock);
+    uvm_vmem_call_drain(range->state);
 
     for (i = 0; i < range->gpu_count; i++) {
         if (range->gpus[i].gpu == gpu && range->gpus[i].tree)
@@ -320,12 +490,9 @@ void uvm_vmem_range_destroy(uvm_vmem_range_t *range)
     state = range->state;
     uvm_assert_rwsem_locked_write(&state->va_space->lock);
 
-    for (i = 0; i < range->gpu_count; i++) {
-        if (range->gpus[i].tree)
-            remove_tables(range, i);
-    }
-
-    forget_mappings(range);
+    // UVM_FREE; everybody else has taken the range apart. Not for all calls: others go on.
+    wait_event(state->wait, !READ_ONCE(range->claimed));
+    range_dismantle(range);
 
     list_del(&range->node);
     atomic64_dec(&state->reservations);
@@ -368,7 +535,7 @@ static void evict_ptes(uvm_vmem_range_t *range, NvU32 gpu_index, uvm_gpu_t *gpu)
     for_each_vmem_slot(slot, i, range) {
         NvU32 touched = without_gpu(range, slot, gpu, entries);
 
-        ret = uvm_vmem_writer_slot(&writer, i, entries, touched, uvm_vmem_slot_target(range, slot, entries, false));
+        ret = uvm_vmem_writer_slot(&writer, i, entries, touched, uvm_vmem_slot_target(range, i, entries, false));
         if (ret)
             break;
         cond_resched();
@@ -390,6 +557,8 @@ static void range_evict(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
     uvm_vmem_entry_t entries[UVM_VMEM_SLOT_UNITS];
     uvm_vmem_store_t *store;
     uvm_vmem_slot_t *slot;
+    LIST_HEAD(dead);
+    NvU32 units = 0;
     NvU64 i;
     NvU32 j;
 
@@ -414,15 +583,16 @@ static void range_evict(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
 
         for (j = 0; j < UVM_VMEM_SLOT_UNITS; j++) {
             if (touched & (1u << j))
-                uvm_vmem_range_unref(range, slot->entries[j]);
+                uvm_vmem_range_unref(range, slot->entries[j], &dead);
         }
 
         slot->mapped &= ~touched;
         memcpy(slot->entries, entries, sizeof(entries));
-        cond_resched();
+        uvm_vmem_step(range->state, &units, UVM_VMEM_SLOT_UNITS);
     }
 
     uvm_mutex_unlock(&range->state->lock);
+    uvm_vmem_object_reap(range->state, &dead);
 }
 
 static bool range_maps_on(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
@@ -442,6 +612,8 @@ void uvm_vmem_range_disable_peer(uvm_vmem_range_t *range, uvm_gpu_t *gpu0, uvm_g
     if (!range)
         return;
 
+    uvm_vmem_call_drain(range->state);
+
     if (range_maps_on(range, gpu0))
         range_evict(range, gpu1);
     if (range_maps_on(range, gpu1))
@@ -458,19 +630,20 @@ void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
     if (!state)
         return;
 
+    uvm_vmem_call_drain(state);
     uvm_vmem_ticket_drain(state);
 
     // The GPU's own page tables are gone; what is left are peers that map its memory.
     list_for_each_entry(range, &state->ranges, node)
         range_evict(range, gpu);
 
-    uvm_mutex_lock(&state->lock);
-
     // After a fatal error UVM unregisters a GPU only when the file descriptor is closed.
     if (uvm_global_get_status() != NV_OK)
         state->closing = true;
 
     uvm_vmem_object_remove_gpu(state, gpu);
+
+    uvm_mutex_lock(&state->lock);
     uvm_vmem_store_unmap_gpu(state, gpu);
     uvm_vmem_store_remove_gpu(state, gpu);
     uvm_mutex_unlock(&state->lock);

@@ -55,11 +55,13 @@ static void fill_stat(uvm_vmem_state_t *state, struct uvm_vmem_stat *stat, NvU32
 
     stat->out_objects = state->num_objects;
     stat->out_tickets = state->num_tickets;
+    stat->out_most_units = state->most_units;
 
     uvm_mutex_unlock(&state->lock);
 
     stat->out_reserved_bytes = atomic64_read(&state->reserved_bytes);
     stat->out_kernel_bytes = atomic64_read(&state->kernel_bytes);
+    stat->out_table_bytes = atomic64_read(&state->charged[UVM_VMEM_ACCOUNT_TABLES]);
     stat->out_reservations = atomic64_read(&state->reservations);
     stat->out_slots = atomic64_read(&state->slots);
     stat->out_binds = atomic64_read(&state->binds);

@@ -18,6 +18,11 @@
 // With more runs than this in one slot, everything between the first and the last is written as one copy.
 #define UVM_VMEM_MAX_RUNS 4
 
+// A table of 32 PTEs of 8 bytes; a directory of 512 MB, for whose 256 dual entries UVM keeps two pointers each.
+#define TABLE_BYTES       256
+#define DIRECTORY_BYTES   4096
+#define DIRECTORY_ENTRIES 512
+
 static uvm_page_table_range_t *slot_ptes(uvm_vmem_slot_t *slot, NvU32 gpu_index)
 {
     return &slot->tables[gpu_index];
@@ -25,7 +30,7 @@ static uvm_page_table_range_t *slot_ptes(uvm_vmem_slot_t *slot, NvU32 gpu_index)
 
 static uvm_page_table_range_t *slot_entry_2m(uvm_vmem_range_t *range, uvm_vmem_slot_t *slot, NvU32 gpu_index)
 {
-    UVM_ASSERT(range->big);
+    UVM_ASSERT(slot->has_entry);
 
     return &slot->tables[range->gpu_count + gpu_index];
 }
@@ -35,11 +40,24 @@ static NvU64 slot_address(uvm_vmem_range_t *range, NvU64 index)
     return range->start + index * UVM_VMEM_SLOT;
 }
 
-uvm_vmem_slot_t *uvm_vmem_slot(uvm_vmem_range_t *range, NvU64 index)
+// Or UVM_VMEM_SLOT_ALL_SPARSE.
+static uvm_vmem_slot_t *slot_or_sparse(uvm_vmem_range_t *range, NvU64 index)
 {
     uvm_vmem_slot_t **leaf = range->leaves[index / UVM_VMEM_LEAF_SLOTS];
 
     return leaf ? leaf[index % UVM_VMEM_LEAF_SLOTS] : NULL;
+}
+
+uvm_vmem_slot_t *uvm_vmem_slot(uvm_vmem_range_t *range, NvU64 index)
+{
+    uvm_vmem_slot_t *slot = slot_or_sparse(range, index);
+
+    return slot == UVM_VMEM_SLOT_ALL_SPARSE ? NULL : slot;
+}
+
+bool uvm_vmem_slot_is_all_sparse(uvm_vmem_range_t *range, NvU64 index)
+{
+    return slot_or_sparse(range, index) == UVM_VMEM_SLOT_ALL_SPARSE;
 }
 
 uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index)
@@ -49,13 +67,66 @@ uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index)
 
         if (!leaf)
             *index = UVM_ALIGN_DOWN(*index, UVM_VMEM_LEAF_SLOTS) + UVM_VMEM_LEAF_SLOTS;
-        else if (!leaf[*index % UVM_VMEM_LEAF_SLOTS])
+        else if (!uvm_vmem_slot(range, *index))
             (*index)++;
         else
             return leaf[*index % UVM_VMEM_LEAF_SLOTS];
     }
 
     return NULL;
+}
+
+// What is counted against the limit for a slot: ours, and a table of 32 PTEs on each GPU, whether it has one or not.
+static NvU64 slot_cost(uvm_vmem_range_t *range, bool has_entry)
+{
+    NvU32 num_tables = range->gpu_count * (has_entry ? 2 : 1);
+
+    return sizeof(uvm_vmem_slot_t) + num_tables * sizeof(uvm_page_table_range_t) +
+           UVM_VMEM_SLOT_UNITS * sizeof(uvm_vmem_entry_t) + range->gpu_count * uvm_vmem_table_cost(0, TABLE_BYTES);
+}
+
+// The same for a leaf: on each GPU two directories of 512 MB each.
+static NvU64 leaf_cost(uvm_vmem_range_t *range)
+{
+    return UVM_VMEM_LEAF_SLOTS * sizeof(uvm_vmem_slot_t *) +
+           range->gpu_count * 2 * uvm_vmem_table_cost(DIRECTORY_ENTRIES, DIRECTORY_BYTES);
+}
+
+static int leaf_get(uvm_vmem_range_t *range, NvU64 number)
+{
+    int ret;
+
+    // A leaf stays until the reservation goes.
+    if (range->leaves[number])
+        return 0;
+
+    ret = uvm_vmem_charge(range->state, UVM_VMEM_ACCOUNT_TABLES, leaf_cost(range));
+    if (ret)
+        return ret;
+
+    range->leaves[number] = uvm_vmem_alloc(range->state, UVM_VMEM_LEAF_SLOTS * sizeof(range->leaves[number][0]));
+    if (range->leaves[number])
+        return 0;
+
+    uvm_vmem_uncharge(range->state, UVM_VMEM_ACCOUNT_TABLES, leaf_cost(range));
+    return -ENOMEM;
+}
+
+void uvm_vmem_leaf_put(uvm_vmem_range_t *range, NvU64 number)
+{
+    NvU32 i;
+
+    if (!range->leaves[number])
+        return;
+
+    for (i = 0; i < UVM_VMEM_LEAF_SLOTS; i++) {
+        if (range->leaves[number][i] == UVM_VMEM_SLOT_ALL_SPARSE)
+            atomic64_dec(&range->state->slots);
+    }
+
+    uvm_vmem_free(range->state, range->leaves[number]);
+    uvm_vmem_uncharge(range->state, UVM_VMEM_ACCOUNT_TABLES, leaf_cost(range));
+    range->leaves[number] = NULL;
 }
 
 static void put_table(uvm_page_tree_t *tree, uvm_page_table_range_t *table)
@@ -67,9 +138,9 @@ static void put_table(uvm_page_tree_t *tree, uvm_page_table_range_t *table)
     table->entry_count = 0;
 }
 
-void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index)
+// Free a slot and its tables.
+static void slot_destroy(uvm_vmem_range_t *range, uvm_vmem_slot_t *slot)
 {
-    uvm_vmem_slot_t *slot = uvm_vmem_slot(range, index);
     NvU32 i;
 
     for (i = 0; i < range->gpu_count; i++) {
@@ -80,47 +151,46 @@ void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index)
             continue;
 
         put_table(tree, slot_ptes(slot, i));
-        if (range->big)
+        if (slot->has_entry)
             put_table(tree, slot_entry_2m(range, slot, i));
     }
 
+    uvm_vmem_uncharge(range->state, UVM_VMEM_ACCOUNT_TABLES, slot_cost(range, slot->has_entry));
     uvm_vmem_free(range->state, slot->entries);
     uvm_vmem_free(range->state, slot);
+}
+
+void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index)
+{
+    slot_destroy(range, uvm_vmem_slot(range, index));
     range->leaves[index / UVM_VMEM_LEAF_SLOTS][index % UVM_VMEM_LEAF_SLOTS] = NULL;
     atomic64_dec(&range->state->slots);
 }
 
-int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made)
+// A slot with its tables, or its entries in the tables above, on each GPU.
+static int slot_create(uvm_vmem_range_t *range, NvU64 index, bool has_entry, uvm_vmem_slot_t **slot_out)
 {
-    uvm_vmem_slot_t ***leaf = &range->leaves[index / UVM_VMEM_LEAF_SLOTS];
-    NvU32 num_tables = range->gpu_count * (range->big ? 2 : 1);
+    NvU32 num_tables = range->gpu_count * (has_entry ? 2 : 1);
     uvm_vmem_slot_t *slot;
     NV_STATUS status;
     NvU32 i;
+    int ret;
 
-    *made = false;
-    if (uvm_vmem_slot(range, index))
-        return 0;
-
-    // A leaf stays until the reservation goes.
-    if (!*leaf)
-        *leaf = uvm_vmem_alloc(range->state, UVM_VMEM_LEAF_SLOTS * sizeof(**leaf));
-    if (!*leaf)
-        return -ENOMEM;
+    ret = uvm_vmem_charge(range->state, UVM_VMEM_ACCOUNT_TABLES, slot_cost(range, has_entry));
+    if (ret)
+        return ret;
 
     slot = uvm_vmem_alloc(range->state, sizeof(*slot) + num_tables * sizeof(slot->tables[0]));
-    if (!slot)
-        return -ENOMEM;
+    if (slot)
+        slot->entries = uvm_vmem_alloc(range->state, UVM_VMEM_SLOT_UNITS * sizeof(slot->entries[0]));
 
-    slot->entries = uvm_vmem_alloc(range->state, UVM_VMEM_SLOT_UNITS * sizeof(slot->entries[0]));
-    if (!slot->entries) {
+    if (!slot || !slot->entries) {
         uvm_vmem_free(range->state, slot);
+        uvm_vmem_uncharge(range->state, UVM_VMEM_ACCOUNT_TABLES, slot_cost(range, has_entry));
         return -ENOMEM;
     }
 
-    slot->state = range->big ? UVM_VMEM_SLOT_EMPTY : UVM_VMEM_SLOT_SMALL;
-    (*leaf)[index % UVM_VMEM_LEAF_SLOTS] = slot;
-    atomic64_inc(&range->state->slots);
+    slot->has_entry = has_entry;
 
     for (i = 0; i < range->gpu_count; i++) {
         uvm_page_tree_t *tree = range->gpus[i].tree;
@@ -129,19 +199,153 @@ int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made)
             continue;
 
         status = uvm_page_tree_get_ptes_async(tree,
-                                              range->big ? UVM_PAGE_SIZE_2M : UVM_PAGE_SIZE_64K,
+                                              has_entry ? UVM_PAGE_SIZE_2M : UVM_PAGE_SIZE_64K,
                                               slot_address(range, index),
                                               UVM_VMEM_SLOT,
                                               UVM_PMM_ALLOC_FLAGS_EVICT,
-                                              range->big ? slot_entry_2m(range, slot, i) : slot_ptes(slot, i));
+                                              has_entry ? slot_entry_2m(range, slot, i) : slot_ptes(slot, i));
         if (status != NV_OK) {
-            uvm_vmem_slot_put(range, index);
+            slot_destroy(range, slot);
             return uvm_vmem_errno(status, -ENOSPC);
         }
     }
 
-    *made = true;
+    *slot_out = slot;
     return 0;
+}
+
+int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made)
+{
+    bool all_sparse = uvm_vmem_slot_is_all_sparse(range, index);
+    uvm_vmem_slot_t *slot;
+    NvU32 i;
+    int ret;
+
+    *made = false;
+    if (uvm_vmem_slot(range, index))
+        return 0;
+
+    ret = leaf_get(range, index / UVM_VMEM_LEAF_SLOTS);
+    if (!ret)
+        ret = slot_create(range, index, range->big || all_sparse, &slot);
+    if (ret)
+        return ret;
+
+    if (all_sparse) {
+        slot->state = UVM_VMEM_SLOT_SPARSE;
+        for (i = 0; i < UVM_VMEM_SLOT_UNITS; i++)
+            slot->entries[i] = UVM_VMEM_ENTRY_SPARSE;
+    }
+    else {
+        slot->state = range->big ? UVM_VMEM_SLOT_EMPTY : UVM_VMEM_SLOT_SMALL;
+        atomic64_inc(&range->state->slots);
+        *made = true;
+    }
+
+    range->leaves[index / UVM_VMEM_LEAF_SLOTS][index % UVM_VMEM_LEAF_SLOTS] = slot;
+    return 0;
+}
+
+static NvU64 directory_number(uvm_vmem_range_t *range, NvU64 index)
+{
+    return (slot_address(range, index) >> UVM_VMEM_DIRECTORY_SHIFT) - (range->start >> UVM_VMEM_DIRECTORY_SHIFT);
+}
+
+// The addresses of the range in one directory.
+static NvU64 directory_start(uvm_vmem_range_t *range, NvU64 number)
+{
+    return max(range->start, ((range->start >> UVM_VMEM_DIRECTORY_SHIFT) + number) << UVM_VMEM_DIRECTORY_SHIFT);
+}
+
+static NvU64 directory_end(uvm_vmem_range_t *range, NvU64 number)
+{
+    return min(range->start + range->length,
+               ((range->start >> UVM_VMEM_DIRECTORY_SHIFT) + number + 1) << UVM_VMEM_DIRECTORY_SHIFT);
+}
+
+static void directory_put(uvm_vmem_range_t *range, NvU64 number)
+{
+    NvU32 i;
+
+    for (i = 0; i < range->gpu_count; i++) {
+        if (range->gpus[i].tree)
+            put_table(range->gpus[i].tree, &range->directories[number][i]);
+    }
+
+    uvm_vmem_free(range->state, range->directories[number]);
+    range->directories[number] = NULL;
+}
+
+void uvm_vmem_directories_put(uvm_vmem_range_t *range)
+{
+    NvU64 i;
+
+    for (i = 0; i < range->num_directories; i++) {
+        if (range->directories[i])
+            directory_put(range, i);
+        cond_resched();
+    }
+}
+
+static int directory_get(uvm_vmem_range_t *range, NvU64 number)
+{
+    NvU64 start = directory_start(range, number);
+    NvU32 i;
+
+    range->directories[number] = uvm_vmem_alloc(range->state, range->gpu_count * sizeof(range->directories[number][0]));
+    if (!range->directories[number])
+        return -ENOMEM;
+
+    for (i = 0; i < range->gpu_count; i++) {
+        NV_STATUS status;
+
+        if (!range->gpus[i].tree)
+            continue;
+
+        status = uvm_page_tree_get_ptes_async(range->gpus[i].tree,
+                                              UVM_PAGE_SIZE_2M,
+                                              start,
+                                              directory_end(range, number) - start,
+                                              UVM_PMM_ALLOC_FLAGS_EVICT,
+                                              &range->directories[number][i]);
+        if (status != NV_OK) {
+            directory_put(range, number);
+            return uvm_vmem_errno(status, -ENOSPC);
+        }
+    }
+
+    return 0;
+}
+
+int uvm_vmem_slot_get_sparse(uvm_vmem_range_t *range, NvU64 index, bool *new_tables)
+{
+    NvU64 number = directory_number(range, index);
+    int ret;
+    NvU32 i;
+
+    ret = leaf_get(range, index / UVM_VMEM_LEAF_SLOTS);
+    if (ret || range->directories[number])
+        return ret;
+
+    for (i = 0; i < range->gpu_count && !ret; i++) {
+        if (range->gpus[i].tree)
+            ret = uvm_vmem_store_get_sparse_table(range->state, range->gpus[i].gpu, range->gpus[i].tree);
+    }
+
+    if (!ret)
+        ret = directory_get(range, number);
+    if (!ret)
+        *new_tables = true;
+
+    return ret;
+}
+
+void uvm_vmem_slot_set_sparse(uvm_vmem_range_t *range, NvU64 index)
+{
+    UVM_ASSERT(!slot_or_sparse(range, index));
+
+    range->leaves[index / UVM_VMEM_LEAF_SLOTS][index % UVM_VMEM_LEAF_SLOTS] = UVM_VMEM_SLOT_ALL_SPARSE;
+    atomic64_inc(&range->state->slots);
 }
 
 int uvm_vmem_slot_get_small(uvm_vmem_range_t *range, NvU64 index)
@@ -170,6 +374,24 @@ int uvm_vmem_slot_get_small(uvm_vmem_range_t *range, NvU64 index)
     return 0;
 }
 
+// Wait for what the page tree has sent. uvm_page_tree_wait does so under the tree's lock, which everybody who makes or
+// gives back a table in this address space needs.
+static NV_STATUS tree_wait(uvm_page_tree_t *tree)
+{
+    uvm_tracker_t tracker = UVM_TRACKER_INIT();
+    NV_STATUS status;
+
+    uvm_mutex_lock(&tree->lock);
+    status = uvm_tracker_add_tracker_safe(&tracker, &tree->tracker);
+    uvm_mutex_unlock(&tree->lock);
+
+    if (status == NV_OK)
+        status = uvm_tracker_wait(&tracker);
+
+    uvm_tracker_deinit(&tracker);
+    return status;
+}
+
 int uvm_vmem_range_wait_tables(uvm_vmem_range_t *range)
 {
     int ret = 0;
@@ -182,7 +404,7 @@ int uvm_vmem_range_wait_tables(uvm_vmem_range_t *range)
             continue;
 
         atomic64_inc(&range->state->table_waits);
-        status = uvm_page_tree_wait(range->gpus[i].tree);
+        status = tree_wait(range->gpus[i].tree);
         if (status != NV_OK)
             ret = uvm_vmem_errno(status, -ENOSPC);
     }
@@ -239,12 +461,30 @@ static bool slot_has_sparse(uvm_vmem_slot_t *slot)
     return false;
 }
 
+static bool entries_are_all_sparse(const uvm_vmem_entry_t *entries)
+{
+    NvU32 i;
+
+    for (i = 0; i < UVM_VMEM_SLOT_UNITS; i++) {
+        if (entries[i] != UVM_VMEM_ENTRY_SPARSE)
+            return false;
+    }
+
+    return true;
+}
+
 uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
-                                           uvm_vmem_slot_t *slot,
+                                           NvU64 index,
                                            const uvm_vmem_entry_t *entries,
                                            bool whole)
 {
+    bool all_sparse = uvm_vmem_slot_is_all_sparse(range, index);
+    uvm_vmem_slot_t *slot = uvm_vmem_slot(range, index);
     NvU32 i;
+
+    // A slot that has a table of its own keeps it.
+    if ((!slot || slot->state == UVM_VMEM_SLOT_SPARSE) && entries_are_all_sparse(entries))
+        return UVM_VMEM_SLOT_SPARSE;
 
     if (!range->big)
         return UVM_VMEM_SLOT_SMALL;
@@ -254,10 +494,10 @@ uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
         return UVM_VMEM_SLOT_BIG;
 
     // Who reads a sparse unit does not expect to fault: a PTE of the same size takes its place.
-    if (whole && (!slot || !slot_has_sparse(slot)) && entries_are_big(range, entries))
+    if (whole && !all_sparse && (!slot || !slot_has_sparse(slot)) && entries_are_big(range, entries))
         return UVM_VMEM_SLOT_BIG;
 
-    if (slot && slot->state == UVM_VMEM_SLOT_SMALL)
+    if (all_sparse || (slot && (slot->state == UVM_VMEM_SLOT_SMALL || slot->state == UVM_VMEM_SLOT_SPARSE)))
         return UVM_VMEM_SLOT_SMALL;
 
     for (i = 0; i < UVM_VMEM_SLOT_UNITS; i++) {
@@ -447,6 +687,38 @@ static uvm_membar_t entry_membar(uvm_vmem_writer_t *writer, uvm_vmem_entry_t ent
     return uvm_hal_downgrade_membar_type(gpu, uvm_vmem_object_of_entry(writer->range->state, entry)->store->gpu == gpu);
 }
 
+// Write the entries that all sparse slots have, or had.
+static int writer_sparse(uvm_vmem_writer_t *writer, NvU64 index, bool present)
+{
+    uvm_vmem_range_t *range = writer->range;
+    uvm_vmem_range_gpu_t *range_gpu = &range->gpus[writer->gpu_index];
+    uvm_vmem_store_t *store = range->state->stores[1 + uvm_id_gpu_index(range_gpu->gpu->id)];
+    uvm_mmu_page_table_alloc_t *allocs[2] = { present ? &store->sparse_table : NULL, NULL };
+    NvU64 number = directory_number(range, index);
+    uvm_page_table_range_t *directory = &range->directories[number][writer->gpu_index];
+    NvU32 entry = (slot_address(range, index) - directory_start(range, number)) / UVM_VMEM_SLOT;
+    NvU32 size = uvm_mmu_pte_size(range_gpu->tree, UVM_PAGE_SIZE_2M);
+    NvU64 bits[2] = { 0 };
+    int ret;
+
+    ret = writer_make_room(writer);
+    if (ret)
+        return ret;
+
+    UVM_ASSERT(size == sizeof(bits));
+    range_gpu->tree->hal->make_pde(bits, allocs, directory->table, directory->start_index + entry);
+    uvm_pte_batch_write_ptes(&writer->pte_batch,
+                             uvm_page_table_range_entry_address(range_gpu->tree, directory, entry),
+                             bits,
+                             size,
+                             1);
+    atomic64_inc(&range->state->pte_writes);
+
+    writer->page_sizes |= UVM_PAGE_SIZE_2M;
+    writer_extend(writer, index * UVM_VMEM_SLOT_UNITS, (index + 1) * UVM_VMEM_SLOT_UNITS - 1);
+    return 0;
+}
+
 int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer,
                          NvU64 index,
                          const uvm_vmem_entry_t *entries,
@@ -460,6 +732,9 @@ int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer,
 
     if (!touched)
         return 0;
+
+    if (target == UVM_VMEM_SLOT_SPARSE)
+        return writer_sparse(writer, index, true);
 
     ret = writer_make_room(writer);
     if (ret)
@@ -488,7 +763,8 @@ int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer,
 
         // From table to 2 MB PTE or back the entry has to be invalid in between, or the GPU could hold both in its
         // TLBs; block_gpu_pte_finish_split_2m in uvm_va_block.c has the reasons.
-        if (slot->state != UVM_VMEM_SLOT_EMPTY) {
+        // From one table to another, which has the same entries for what the batch does not name, it is written once.
+        if (slot->state == UVM_VMEM_SLOT_SMALL || slot->state == UVM_VMEM_SLOT_BIG) {
             writer->clears = true;
             write_entry_2m(writer, slot, 0);
         }
@@ -531,7 +807,8 @@ int uvm_vmem_writer_slot_phase2(uvm_vmem_writer_t *writer,
     uvm_vmem_slot_t *slot = uvm_vmem_slot(range, index);
     int ret;
 
-    if (slot->state == target || (slot->state != UVM_VMEM_SLOT_SMALL && target != UVM_VMEM_SLOT_SMALL))
+    if (target == UVM_VMEM_SLOT_SPARSE || slot->state == target ||
+        (slot->state != UVM_VMEM_SLOT_SMALL && target != UVM_VMEM_SLOT_SMALL))
         return 0;
 
     ret = writer_make_room(writer);
@@ -580,28 +857,47 @@ int uvm_vmem_writer_end(uvm_vmem_writer_t *writer)
     return 0;
 }
 
-// Clear the 2 MB PTEs that the range has on one GPU.
-static void clear_big(uvm_vmem_range_t *range, NvU32 gpu_index)
+// Clear an entry above tables that belongs to no table of the slot's own.
+static int clear_entry(uvm_vmem_writer_t *writer, NvU64 index)
+{
+    uvm_vmem_range_t *range = writer->range;
+    uvm_vmem_slot_t *slot = uvm_vmem_slot(range, index);
+    int ret;
+
+    if (!slot)
+        return uvm_vmem_slot_is_all_sparse(range, index) ? writer_sparse(writer, index, false) : 0;
+
+    if (slot->state == UVM_VMEM_SLOT_SPARSE)
+        return writer_sparse(writer, index, false);
+
+    if (slot->state != UVM_VMEM_SLOT_BIG)
+        return 0;
+
+    ret = writer_make_room(writer);
+    if (ret)
+        return ret;
+
+    write_entry_2m(writer, slot, 0);
+    writer_extend(writer, index * UVM_VMEM_SLOT_UNITS, (index + 1) * UVM_VMEM_SLOT_UNITS - 1);
+    return 0;
+}
+
+// Clear the 2 MB PTEs that the range has on one GPU, and its entries that point to the table of sparse PTEs.
+static void clear_entries(uvm_vmem_range_t *range, NvU32 gpu_index)
 {
     uvm_vmem_writer_t writer;
-    uvm_vmem_slot_t *slot;
-    NvU64 i;
     int ret = 0;
+    NvU64 i;
 
     uvm_vmem_writer_begin(&writer, range, gpu_index);
     writer.page_sizes |= UVM_PAGE_SIZE_2M;
     writer.membar = UVM_MEMBAR_SYS;
 
-    for_each_vmem_slot(slot, i, range) {
-        if (slot->state != UVM_VMEM_SLOT_BIG)
-            continue;
-
-        ret = writer_make_room(&writer);
-        if (ret)
-            break;
-
-        write_entry_2m(&writer, slot, 0);
-        writer_extend(&writer, i * UVM_VMEM_SLOT_UNITS, (i + 1) * UVM_VMEM_SLOT_UNITS - 1);
+    for (i = 0; i < range->num_slots && !ret; i++) {
+        if (!range->leaves[i / UVM_VMEM_LEAF_SLOTS])
+            i = UVM_ALIGN_DOWN(i, UVM_VMEM_LEAF_SLOTS) + UVM_VMEM_LEAF_SLOTS - 1;
+        else
+            ret = clear_entry(&writer, i);
         cond_resched();
     }
 
@@ -632,19 +928,29 @@ void uvm_vmem_table_remove_gpu(uvm_vmem_range_t *range, NvU32 gpu_index)
 {
     uvm_page_tree_t *tree = range->gpus[gpu_index].tree;
     uvm_vmem_slot_t *slot;
+    bool any = false;
     NvU64 i;
 
-    if (range->big)
-        clear_big(range, gpu_index);
+    clear_entries(range, gpu_index);
 
     for_each_vmem_slot(slot, i, range) {
         put_table(tree, slot_ptes(slot, gpu_index));
-        if (range->big)
+        if (slot->has_entry)
             put_table(tree, slot_entry_2m(range, slot, gpu_index));
+        any = true;
         cond_resched();
     }
 
-    (void)uvm_page_tree_wait(tree);
+    for (i = 0; i < range->num_directories; i++) {
+        if (range->directories[i]) {
+            put_table(tree, &range->directories[i][gpu_index]);
+            any = true;
+        }
+        cond_resched();
+    }
+
+    if (any)
+        (void)tree_wait(tree);
     if (range->remote)
         membar_sys(range, gpu_index);
 }

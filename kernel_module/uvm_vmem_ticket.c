@@ -2,14 +2,10 @@
 //
 // Tickets: BINDs that a GPU may still be carrying out.
 
-#include <linux/delay.h>
 #include <linux/ktime.h>
 #include <linux/sched/signal.h>
 
 #include "uvm_vmem_internal.h"
-
-// A batch takes some ten microseconds on a GPU (guess from the times of UVM's own pushes): look that often.
-#define WAIT_POLL_US 5
 
 void uvm_vmem_ticket_free(uvm_vmem_state_t *state, uvm_vmem_ticket_t *ticket)
 {
@@ -135,13 +131,14 @@ int uvm_vmem_wait(uvm_vmem_state_t *state, const struct uvm_vmem_wait *params)
     // No lock is held while nothing is looked at, so that a GPU may leave and others may bind.
     while (true) {
         int ret = ticket_query(state, params->ticket);
+        NvU64 waited = ktime_get_ns() - start;
 
-        if (ret != -ETIMEDOUT || ktime_get_ns() - start >= params->timeout_ns)
+        if (ret != -ETIMEDOUT || waited >= params->timeout_ns)
             return ret;
 
         if (fatal_signal_pending(current))
             return -EINTR;
 
-        usleep_range(WAIT_POLL_US, 2 * WAIT_POLL_US);
+        uvm_vmem_pause(waited, params->timeout_ns - waited);
     }
 }

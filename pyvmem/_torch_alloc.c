@@ -20,7 +20,7 @@
 #include <string.h>
 #include <sys/types.h>
 
-#include "error.h"
+#include "base/error.h"
 #include "_torch_alloc.h"
 
 #define EXPORT __attribute__((visibility("default")))

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Checks the built library: public names, man pages, and an installation used as a stranger would.
+"""Checks the built library: names, layers, man pages, an installation used as a stranger would.
 
 Needs build/lib (make lib). Prints one line per check that failed and "N passed, N failed".
 """
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import check_layers
 import check_man
 from vmem_header import HEADER, ROOT, functions, version
 
@@ -151,6 +152,7 @@ def main() -> int:
         check_static_names,
         check_header,
         check_installation,
+        *check_layers.CHECKS,
         *check_man.CHECKS,
     ]
     failed = 0

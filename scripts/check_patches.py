@@ -4,17 +4,20 @@
 
 Each hunk must fit in exactly one place with no fuzz, the series must change few lines, its letters
 must be in order, and taking it back must leave the source as it was. With --build each patch of a
-series is built upon those before it.
+series is built upon those before it. With --clone it is every public version of the driver that is
+looked at, and that patches/series.json names the one series that fits it.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import shutil
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from driver_debian import SUITES
@@ -23,17 +26,30 @@ from driver_patches import (
     ambiguous_hunks,
     apply_patch,
     built_versions,
+    changed_files,
     changed_lines,
+    patches_in,
     series_folder,
     series_for,
+    series_table,
 )
 from driver_source import driver_source, kernel_open_below, version_of
-from kernel_common import KernelBuildError, say, tree_digest
+from kernel_common import (
+    KernelBuildError,
+    branch_of,
+    is_version,
+    say,
+    tree_digest,
+    version_key,
+    write_if_changed,
+)
 from kernel_headers import default_headers
-from kernel_tree import PARTS, Tree, build_tree
+from kernel_tree import Tree, build_tree
 
-__all__ = ["check_letters", "check_on", "check_steps"]
+__all__ = ["Clone", "check_clone", "check_letters", "check_on", "check_steps", "fitting_series"]
 
+# The branches of the driver that the project has patches for.
+BRANCHES = range(535, 600)
 MAX_LINES = 40
 MAX_SUBJECT = 72
 
@@ -63,28 +79,110 @@ def check_letters(folder: Path) -> list[str]:
     return problems
 
 
-def check_on(source: Path, version: str) -> list[str]:
-    """What goes wrong when the series of a version meets a source of it."""
+def touched_files(patches: list[Path]) -> list[str]:
+    """The driver's files that a series changes, as paths of NVIDIA's repository."""
+    return sorted({name for patch in patches for name in changed_files(patch)})
+
+
+def check_series(patches: list[Path], files: dict[str, bytes]) -> list[str]:
+    """What goes wrong when a series meets the files that it changes: put in and taken back."""
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as name:
-        tree = Path(name) / "tree"
-        tree.mkdir()
-        for part in PARTS:
-            if (source / part).is_dir():
-                shutil.copytree(source / part, tree / part)
-            elif (source / part).is_file():
-                shutil.copy(source / part, tree / part)
+        tree = Path(name) / "kernel-open"
+        for file, content in files.items():
+            write_if_changed(Path(name) / file, content)
         before = tree_digest(tree)
         try:
-            for patch in series_for(version):
+            for patch in patches:
                 problems += ambiguous_hunks(patch, tree)
                 apply_patch(patch, tree)
-            for patch in reversed(series_for(version)):
+            for patch in reversed(patches):
                 apply_patch(patch, tree, reverse=True)
         except KernelBuildError as error:
             return [*problems, str(error)]
         if tree_digest(tree) != before:
-            problems.append(f"{version}: taken back, the series leaves something behind")
+            problems.append(f"{patches[0].parent.name}: taken back, it leaves something behind")
+    return problems
+
+
+def check_on(source: Path, version: str) -> list[str]:
+    """What goes wrong when the series of a version meets a kernel-open tree of it."""
+    patches = series_for(version)
+    files = {}
+    for name in touched_files(patches):
+        path = source / Path(name).relative_to("kernel-open")
+        if not path.is_file():
+            return [f"{source} has no {path.relative_to(source)}"]
+        files[name] = path.read_bytes()
+    return check_series(patches, files)
+
+
+@dataclass(frozen=True)
+class Clone:
+    """A clone of NVIDIA's public repository; it needs no work tree."""
+
+    path: Path
+
+    def git(self, *words: str) -> bytes:
+        """What a command of git prints."""
+        done = subprocess.run(["git", "-C", self.path, *words], capture_output=True, check=False)
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip()
+            raise KernelBuildError(f"{self.path} is no clone of NVIDIA's repository: {said}")
+        return done.stdout
+
+    def versions(self) -> list[str]:
+        """The tags of the branches that the project serves, oldest first."""
+        tags = [tag for tag in self.git("tag").decode().split() if is_version(tag)]
+        return sorted((tag for tag in tags if branch_of(tag) in BRANCHES), key=version_key)
+
+    def blobs(self, version: str, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        """Those of the named files that a tag has, with the identities of their contents."""
+        listed = self.git("ls-tree", version, "--", *names).decode().splitlines()
+        return tuple((line.split("\t")[1], line.split()[2]) for line in listed)
+
+    def contents(self, blobs: Sequence[tuple[str, str]]) -> dict[str, bytes]:
+        """The contents of files, by their names."""
+        return {name: self.git("cat-file", "blob", blob) for name, blob in blobs}
+
+
+def fitting_series(clone: Clone) -> dict[str, list[str]]:
+    """For each version of a clone the folders whose series goes into it without a doubt.
+
+    Versions whose hooked files are the same are looked at once.
+    """
+    series = {folder: patches_in(PATCHES / folder) for folder in series_table()}
+    names = touched_files([patch for patches in series.values() for patch in patches])
+    found: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    fits = {}
+    for version in clone.versions():
+        blobs = clone.blobs(version, names)
+        if blobs not in found:
+            files = clone.contents(blobs)
+            found[blobs] = [
+                folder
+                for folder, patches in series.items()
+                if set(touched_files(patches)) <= set(files) and not check_series(patches, files)
+            ]
+        fits[version] = found[blobs]
+    return fits
+
+
+def check_clone(clone: Clone) -> list[str]:
+    """Where series.json does not say what the public versions say."""
+    problems = []
+    fits = fitting_series(clone)
+    listed = {v: folder for folder, known in series_table().items() for v in known["applies"]}
+    for version, folders in fits.items():
+        say(f"{version}: {', '.join(folders) or 'no series'}")
+        if len(folders) > 1:
+            problems.append(f"{version}: {' and '.join(folders)} both fit; one of them is too many")
+        if not folders:
+            problems.append(f"{version}: no series fits")
+        elif listed.get(version) not in folders:
+            problems.append(f"{version}: {folders[0]} fits, series.json says {listed.get(version)}")
+    for version in sorted(set(listed) - set(fits), key=version_key):
+        problems.append(f"{version}: in series.json, but no public tag")
     return problems
 
 
@@ -124,6 +222,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="*", metavar="version")
     parser.add_argument("--tree", type=Path, action="append", default=[], help="a source instead")
+    parser.add_argument("--clone", type=Path, help="every tag of a clone of NVIDIA's repository")
     parser.add_argument("--build", action="store_true", help="build after each patch")
     options = parser.parse_args()
     failed = 0
@@ -132,6 +231,10 @@ def main() -> int:
             for problem in check_letters(folder):
                 print(problem)
                 failed += 1
+        if options.clone:
+            problems = check_clone(Clone(options.clone))
+            print(*problems, sep="\n", end="\n" if problems else "")
+            return 1 if problems or failed else 0
         for version, source in sources(options.versions, options.tree):
             problems = check_on(source, version)
             print(*problems, sep="\n", end="\n" if problems else "")

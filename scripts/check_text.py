@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SPDX = "SPDX-License-Identifier: MIT"
 SOURCES = {".c", ".h", ".py", ".pyi", ".sh", ".map", ".cu"}
 MAX_C_COLUMNS = 140
+LIBRARY = ROOT / "libvmem" / "src"
+LIBRARY_COLUMNS = 120  # what .clang-format says of code holds for comments too
 
 
 def tracked() -> list[Path]:
@@ -36,9 +38,10 @@ def problems_of(path: Path) -> list[str]:
     if re.search(r"[ \t]+$", text, re.M):
         problems.append("blanks at the end of a line")
     if path.suffix in {".c", ".h"}:
-        long = [n for n, line in enumerate(lines, 1) if len(line) > MAX_C_COLUMNS]
+        most = LIBRARY_COLUMNS if path.is_relative_to(LIBRARY) else MAX_C_COLUMNS
+        long = [n for n, line in enumerate(lines, 1) if len(line) > most]
         if long:
-            problems.append(f"more than {MAX_C_COLUMNS} columns in line {long[0]}")
+            problems.append(f"more than {most} columns in line {long[0]}")
     module = path.suffix == ".py" and path.is_relative_to(ROOT / "pyvmem")
     if module and "__all__" not in text and path.name != "__main__.py":
         problems.append("no __all__")

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from kernel_common import ROOT, KernelBuildError, branch_of, check_version, run
+from kernel_common import ROOT, KernelBuildError, branch_of, check_version, run, version_key
 
 __all__ = [
     "KERNEL_MODULE",
@@ -25,12 +25,15 @@ __all__ = [
     "apply_patch",
     "apply_series",
     "built_versions",
+    "changed_files",
     "changed_lines",
     "kernel_files",
     "patch_tree",
+    "patches_in",
     "series_digest",
     "series_folder",
     "series_for",
+    "series_table",
 ]
 
 PATCHES = ROOT / "patches"
@@ -59,22 +62,24 @@ def built_versions() -> dict[str, str]:
 def series_folder(version: str) -> Path:
     """The folder whose series is for a version.
 
-    For a version that was never tried it is the series of the branch: either it applies, or
-    applying it says where it does not.
+    For a version that was never tried it is the series of the newest older one of its branch, else
+    of the oldest: either it applies, or applying it says where it does not.
     """
     check_version(version)
-    table = series_table()
-    for folder, known in table.items():
-        if version in known["built"] or version in known["applies"]:
-            return PATCHES / folder
-    near = [name for name in table if branch_of(name) == branch_of(version)]
-    near += [
-        n for n, known in table.items() if branch_of(version) in map(branch_of, known["built"])
-    ]
-    if near:
-        return PATCHES / near[0]
-    have = ", ".join(table)
-    raise KernelBuildError(f"no patches for driver {version}; there are some for {have}")
+    listed = {
+        one: folder
+        for folder, known in series_table().items()
+        for one in {*known["built"], *known["applies"]}
+    }
+    if version in listed:
+        return PATCHES / listed[version]
+    branch = sorted((v for v in listed if branch_of(v) == branch_of(version)), key=version_key)
+    if branch:
+        older = [one for one in branch if version_key(one) < version_key(version)]
+        return PATCHES / listed[older[-1] if older else branch[0]]
+    branches = sorted({branch_of(one) for one in listed})
+    have = ", ".join(map(str, branches))
+    raise KernelBuildError(f"no patches for driver {version}: there are some for branches {have}")
 
 
 def patches_in(folder: Path) -> list[Path]:
@@ -94,6 +99,11 @@ def series_digest(version: str) -> str:
     for path in series_for(version):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def changed_files(patch: Path) -> list[str]:
+    """The files that a patch changes, as paths of NVIDIA's repository."""
+    return FILE.findall(patch.read_text(encoding="utf-8"))
 
 
 def changed_lines(patch: Path) -> int:
@@ -134,8 +144,18 @@ def apply_patch(patch: Path, tree: Path, *, reverse: bool = False) -> None:
 
 def apply_series(version: str, tree: Path) -> None:
     """Applies all patches of a version to a pristine kernel-open tree."""
-    for patch in series_for(version):
-        apply_patch(patch, tree)
+    folder = series_folder(version)
+    for patch in patches_in(folder):
+        try:
+            apply_patch(patch, tree)
+        except KernelBuildError as error:
+            if version in series_table()[folder.name]["applies"]:
+                raise
+            raise KernelBuildError(
+                f"driver {version} is not supported: no series was made for it (patches/"
+                f"series.json), and that of the nearest version, {folder.name}, does not fit:\n"
+                f"{error}"
+            ) from error
 
 
 def kernel_files(mutant: str | None = None) -> dict[str, bytes]:

@@ -20,12 +20,14 @@ __all__ = [
     "KernelBuildError",
     "branch_of",
     "check_version",
+    "is_version",
     "locked",
     "replace_folder",
     "run",
     "say",
     "tree_digest",
     "tree_files",
+    "version_key",
     "write_if_changed",
 ]
 
@@ -45,11 +47,21 @@ def say(text: str) -> None:
     print(f"{Path(sys.argv[0]).stem}: {text}", file=sys.stderr, flush=True)
 
 
+def is_version(text: str) -> bool:
+    """Whether a text is written like one of NVIDIA's versions (535.261.03, 580.142)."""
+    return VERSION.fullmatch(text) is not None
+
+
 def check_version(version: str) -> str:
-    """The version itself if it is written like one of NVIDIA's (535.261.03, 580.142)."""
-    if not VERSION.fullmatch(version):
+    """The version itself if it is written like one."""
+    if not is_version(version):
         raise KernelBuildError(f"not a driver version: {version!r}")
     return version
+
+
+def version_key(version: str) -> list[int]:
+    """Orders versions by their numbers: 535.98 before 535.104.05."""
+    return [int(number) for number in version.split(".")]
 
 
 def branch_of(version: str) -> int:

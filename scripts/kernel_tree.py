@@ -54,6 +54,22 @@ NV_OBJECTS_DEPEND_ON_CONFTEST += $(SOFTGPU_OBJECTS)
 {conftests}
 """
 
+# What the software GPU asks about the interface that a version's UVM is compiled with: SG_HAS_NAME
+# is whether this text is in it. Versions of one branch differ, so their numbers do not tell.
+INTERFACE = ("nv_uvm_interface.h", "nv_uvm_types.h")
+FEATURES = {
+    "ACCESS_BITS": "nvUvmInterfaceAccessBitsBufAlloc(",
+    "ACCESS_COUNT": "accessCntrBufferCount",
+    "CONST_CONFIG": "const UvmGpuAccessCntrConfig *pAccessCntrConfig",
+    "ATS_ARGUMENT": "NvBool enableAts",
+    "EVENTS": "nvUvmInterfaceRegisterUvmEvents(",
+    "KEY_NOTIFIER": "keyRotationNotifier",
+    "KEY_ROTATION": "nvUvmInterfaceCslRotateKey(",
+    "NVLINK_5": "UVM_LINK_TYPE_NVLINK_5",
+    "NVLINK_INFO": "nvUvmInterfaceGetNvlinkInfo(",
+    "PDB_DMA": "NvU64 *dmaAddress",
+}
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -146,7 +162,15 @@ def softgpu_files(version: str, source: Path) -> dict[str, bytes]:
     )
     files["nvidia.Kbuild"] = kbuild.encode()
     files["softgpu/softgpu_exports.h"] = exports(folder, source).encode()
+    files["softgpu/softgpu_features.h"] = features(source).encode()
     return files
+
+
+def features(source: Path) -> str:
+    """A line for each feature that the software GPU asks about: 1 or 0."""
+    headers = [source / "common" / "inc" / name for name in INTERFACE]
+    text = "".join(path.read_text("utf-8", "replace") for path in headers if path.is_file())
+    return "".join(f"#define SG_HAS_{name} {int(FEATURES[name] in text)}\n" for name in FEATURES)
 
 
 def exports(folder: Path, source: Path) -> str:

@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable
 
+import readme_drivers
 import readme_features
 from readme_cache import CACHE_PARTS
 from readme_format import RESULTS, ROOT, Result, number, rows, table, title
@@ -271,6 +272,7 @@ def part_prefixes(_: list[Result]) -> list[str]:
 PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "memory": part_memory,
     "counts": part_counts,
+    "drivers": lambda _: readme_drivers.part(),
     "capacity": part_capacity,
     "prefixes": part_prefixes,
     "calls": part_calls,

@@ -113,8 +113,14 @@ def readme(session: Session) -> None:
     call(PYTHON, ROOT / "scripts" / "check_readme.py")
 
 
+def c_sources() -> list[Path]:
+    """The C in libvmem's dialect; vmem.h is laid out by hand."""
+    folders = ("libvmem/src", "libvmem/examples", "tests/c", "tests/gpu")
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.[ch]"))
+
+
 def lint(session: Session) -> None:
-    """ruff, mypy --strict, shellcheck and what is generated into the README."""
+    """ruff, mypy --strict, shellcheck, clang-format and what is generated into the README."""
     scripts: list[Path] = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]
     scripts += [ROOT / "tests" / "kernel" / "guest" / name for name in ("init", "image")]
     commands: list[list[str | Path]] = [
@@ -123,6 +129,7 @@ def lint(session: Session) -> None:
         [PYTHON, "-m", "mypy", "pyvmem", "scripts"],
         [PYTHON, "-m", "mypy", *sorted(ROOT.glob("tests/kernel/*.py"))],
         [VENV / "shellcheck", *scripts],
+        [VENV / "clang-format", "--dry-run", "-Werror", *c_sources()],
         [PYTHON, ROOT / "scripts" / "readme_tables.py", "--check"],
         [PYTHON, ROOT / "scripts" / "check_text.py"],
     ]

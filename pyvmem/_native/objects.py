@@ -107,9 +107,9 @@ def probe(backend: str, device: int, flags: int) -> Any:
     return info
 
 
-def get_stats(vm: int) -> Any:
-    """A struct vmem_stats."""
-    stats = sized("struct vmem_stats *")
+def get_stats(vm: int, into: Any = None) -> Any:
+    """A struct vmem_stats, which is `into` where that is one of an earlier call."""
+    stats = sized("struct vmem_stats *") if into is None else into
     call(lib.vmem_get_stats, vm, stats)
     return stats
 

@@ -23,14 +23,13 @@ import torch
 
 from pyvmem.attention.batch import Batch, OverRead, Run
 from pyvmem.attention.kernels import (
-    DECODE_TOKENS,
     KERNELS,
     Choice,
     choose,
     overread_rows,
     probe,
 )
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.config import PREFILL_TOKENS, invalid
 
 if TYPE_CHECKING:
     from pyvmem.kvcache import KVCache
@@ -74,7 +73,7 @@ class Attention:
     def batch(self, reqids: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]) -> Batch:
         """Checks a step's lengths; the same batch serves all layers. See `Batch`.
 
-        Its kernel is `choice.decode` where no request has more than `DECODE_TOKENS` new tokens,
+        Its kernel is `choice.decode` where no request has more than `PREFILL_TOKENS` new tokens,
         else `choice.name`; or `choice.decode` then, too, where that one may read rows that are not
         mapped.
 
@@ -82,7 +81,7 @@ class Attention:
             OverRead: both may. InvalidArgument: as `Batch`.
         """
         decode, prefill = self.choice.decode, self.choice.name
-        kernel = decode if max(q_lens, default=0) <= DECODE_TOKENS else prefill
+        kernel = decode if max(q_lens, default=0) <= PREFILL_TOKENS else prefill
         try:
             return self._batch(kernel, reqids, q_lens, kv_lens)
         except OverRead:

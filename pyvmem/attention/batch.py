@@ -153,7 +153,7 @@ class Batch:
                 raise OverRead(
                     f"reqid {reqid}: {self.kernel} may read up to row {end} of {kv_len} tokens, "
                     f"and rows are mapped up to {rows}; step the cache first, with overread_rows "
-                    f"of {self.reads.past}",
+                    f"of {self.reads.past}, in decoding also with overread_decode",
                     errno=errno.EINVAL,
                     op="Attention",
                     limit=rows,

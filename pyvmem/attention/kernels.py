@@ -30,10 +30,7 @@ if TYPE_CHECKING:
     from pyvmem.attention.batch import Batch
     from pyvmem.kvcache import KVCache
 
-__all__ = ["DECODE_TOKENS", "KERNELS", "Choice", "choose", "overread_rows", "probe"]
-
-DECODE_TOKENS = 16
-"""A batch with no more new tokens of any request is decoding (speculative decoding included)."""
+__all__ = ["KERNELS", "Choice", "choose", "overread_rows", "probe"]
 
 _log = logging.getLogger("pyvmem.attention")
 _said: set[str] = set()
@@ -75,7 +72,10 @@ _DECODE = {"cuda": ("fa3-paged", "fa2", "fa3", "flex", "sdpa"), "cpu": ("sdpa", 
 
 
 def overread_rows(kernel: str, device: torch.device) -> int:
-    """What `KVCacheConfig.overread_rows` must be for a kernel of `KERNELS` on a device."""
+    """What `KVCacheConfig.overread_rows` must be for a kernel of `KERNELS` on a device.
+
+    If the kernel is named for all batches, `KVCacheConfig.overread_decode` must be set, too.
+    """
     return KERNELS[kernel].reads(device).past
 
 
@@ -86,7 +86,7 @@ class Choice:
     Attributes:
         name: of `KERNELS`; for prefills, also in chunks.
         why_not: for every kernel, why it cannot be used on this cache; "" where it can.
-        decode: of `KERNELS`; for batches of no more than `DECODE_TOKENS` new tokens a request.
+        decode: of `KERNELS`; for batches of no more than `PREFILL_TOKENS` new tokens a request.
     """
 
     name: str
@@ -107,6 +107,9 @@ def probe(cache: KVCache, device: torch.device) -> dict[str, str]:
 def choose(cache: KVCache, device: torch.device, kernel: str = "auto") -> Choice:
     """The named kernel for all, or the first usable ones for prefills and for decoding.
 
+    A kernel that reads tiles is usable for prefills alone, unless the cache keeps their rows in
+    decoding, too (`KVCacheConfig.overread_decode`).
+
     The choice is logged once a process (logger ``pyvmem.attention``).
 
     Raises:
@@ -116,13 +119,15 @@ def choose(cache: KVCache, device: torch.device, kernel: str = "auto") -> Choice
         raise invalid(f"kernel {kernel!r} is none of auto, {', '.join(KERNELS)}")
     found = probe(cache, device)
     if kernel == "auto":
-        prefill, decode = (
-            next(name for name in order[device.type] if not found[name])
-            for order in (_PREFILL, _DECODE)
+        prefill = next(name for name in _PREFILL[device.type] if not found[name])
+        decode = next(
+            name
+            for name in _DECODE[device.type]
+            if not found[name] and not _why_not_decode(name, cache, device)
         )
         choice = Choice(prefill, found, decode)
-    elif found[kernel]:
-        raise invalid(f"kernel {kernel} cannot be used: {found[kernel]}")
+    elif why := found[kernel] or _why_not_decode(kernel, cache, device):
+        raise invalid(f"kernel {kernel} cannot be used: {why}")
     else:
         choice = Choice(kernel, found, kernel)
     if str(choice) not in _said:
@@ -138,3 +143,11 @@ def _why_not(name: str, cache: KVCache, device: torch.device) -> str:
     if not why and have < need and not cache.safe_overread:
         why = f"it reads whole tiles: it needs overread_rows of {need}, the cache has {have}"
     return why
+
+
+def _why_not_decode(name: str, cache: KVCache, device: torch.device) -> str:
+    """Why a kernel that can be used for prefills cannot be used for decoding; "" where it can."""
+    exact = not KERNELS[name].reads(device).past
+    if exact or cache.config.overread_decode or cache.safe_overread:
+        return ""
+    return "it reads whole tiles in decoding, too: it needs overread_decode"

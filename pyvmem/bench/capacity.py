@@ -15,8 +15,8 @@ The question of figure 12 of the vAttention paper (ASPLOS'25), which gives the l
 - Pages that a request has mapped ahead of its need (`KVCacheConfig.growth_fraction`) are not
   counted: where memory is the limit they are unmapped for whoever needs them.
 
-No GPU is needed: the arithmetic is the cache's own (`Layout.pages_for`), and a test runs the same
-replay through a `KVCache` with real pages.
+No GPU is needed: the arithmetic is the cache's own (`Layout.pages_for_step`), and a test runs
+the same replay through a `KVCache` with real pages.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class System:
         group_size: layers in one tensor.
         page_size: bytes; 0 for blocks.
         block: tokens; 0 for pages.
-        overread_rows: past each length, which a kernel that reads tiles needs; none for blocks.
+        overread_rows: past each prompt, which a kernel that reads tiles needs; none for blocks.
     """
 
     name: str

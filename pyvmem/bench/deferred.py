@@ -79,6 +79,7 @@ class _Mode:
             page_size=page,
             low_watermark=0.0,
             overread_rows=_OVERREAD,
+            overread_decode=command.args.kernel != "auto",
             deferred_reclaim=self.name == "reuse",
         )
         backend, ordinal = command.backend, command.args.device

@@ -2,7 +2,7 @@
 """`vmem bench fill`: requests grow until no page is left, with the default settings and others.
 
 A driver call makes one mapping, and mappings are fewer than pages: page by page, a card is not
-filled (`pyvmem.kvcache.runs`). The same requests grow in each of these ways, in turns:
+filled (`pyvmem.kvcache.growth`). The same requests grow in each of these ways, in turns:
 
 - ``default``: in runs, joined at a step where mappings get few.
 - ``runs``: in runs, never joined.
@@ -30,8 +30,7 @@ from pyvmem.context import Context
 from pyvmem.errors import TooManyMappings, VMemError
 from pyvmem.info import Caps
 from pyvmem.kvcache import KVCache, KVCacheConfig, TokenIds
-from pyvmem.kvcache.control import reclaim_free
-from pyvmem.kvcache.setup import available_bytes
+from pyvmem.kvcache.budget import available_bytes
 
 __all__ = ["WAYS", "add_parser", "run"]
 
@@ -172,7 +171,7 @@ class _Filling:
 
     def _give_back(self, reqid: int) -> None:
         self.cache.free_reqid(reqid)
-        reclaim_free(self.cache, wait=True)
+        self.cache.reclaim_free(wait=True)
 
     def _note(self, found: _Filled, surplus: int) -> None:
         cache = self.cache

@@ -114,6 +114,7 @@ class Mode:
             memory_limit=batch * pages * command.page * 2 * model.sizes.layers,
             low_watermark=0.0,
             overread_rows=OVERREAD,
+            overread_decode=True,  # so that every iteration needs as much as the others
         )
         self.cache = KVCache(config, backend=command.backend, device=command.args.device)
         self.attend = Attention(self.cache, command.args.kernel)

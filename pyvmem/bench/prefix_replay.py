@@ -25,8 +25,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.prefix_tree import PrefixTree
-from pyvmem.kvcache.token_ids import MAX_ID, TokenIds
+from pyvmem.kvcache.prefix_tree import MAX_ID, PrefixTree, TokenIds
 
 __all__ = [
     "TRACE_BLOCK",

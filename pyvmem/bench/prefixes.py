@@ -108,8 +108,7 @@ def match(part: Part, count: int, length: int, rounds: int) -> None:
     import numpy as np
 
     from pyvmem.bench.prefix_replay import Units
-    from pyvmem.kvcache.prefix_tree import PrefixTree
-    from pyvmem.kvcache.token_ids import TokenIds
+    from pyvmem.kvcache.prefix_tree import PrefixTree, TokenIds
 
     if count < 1 or length < 200 or rounds < 1:
         raise invalid("a timed match needs a prefix, a prompt of 200 tokens, and a round")

@@ -55,23 +55,27 @@ class Memory(Protocol):
 
 
 class Pages:
-    """A memory by the cache's arithmetic alone: `Layout.pages_for`, nothing mapped.
+    """A memory by the cache's arithmetic alone: `Layout.pages_for_step`, nothing mapped.
 
     A block of PagedAttention is a page of so many rows of a layer.
     """
 
     def __init__(self, layout: Layout, memory_bytes: int) -> None:
         self.layout = layout
-        self._table = np.fromiter(
-            map(layout.pages_for, range(layout.max_rows + 1)), np.int64, layout.max_rows + 1
-        )
+        every = range(layout.max_rows + 1)
+        self._table = np.fromiter(map(layout.pages_for, every), np.int64, len(every))
+        begun = (layout.pages_for_step(0, length) for length in every)
+        self._begun = np.fromiter(begun, np.int64, len(every))
         self._page = layout.page_size * layout.num_tensors
         self._limit = memory_bytes // layout.page_size // layout.num_tensors
         self._held: Lengths = np.zeros(0, np.int64)
 
     def hold(self, lengths: Lengths) -> bool:
         """See `Memory.hold`."""
-        pages = self._table[lengths]
+        running = len(self._held)
+        # What a prefill had mapped behind its length is used up by what the request grows by.
+        grown = np.maximum(self._table[lengths[:running]], self._held)
+        pages = np.concatenate([grown, self._begun[lengths[running:]]])
         if int(pages.sum()) > self._limit:
             return False
         self._held = pages

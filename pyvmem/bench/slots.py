@@ -20,7 +20,6 @@ from pyvmem.bench.setting import Setting, label
 from pyvmem.bench.timing import Deadline, interleave, quiet
 from pyvmem.context import Context
 from pyvmem.kvcache import KVCache, KVCacheConfig
-from pyvmem.kvcache.control import reclaim_free
 
 __all__ = ["SLOTS", "run"]
 
@@ -151,7 +150,7 @@ class _Slots:
             self._steps(more, rounds[-1], -1)
         for reqid in last_ids:
             cache.free_reqid(reqid)
-        reclaim_free(cache, wait=True)
+        cache.reclaim_free(wait=True)
         self.ids = [*self.ids[: -self.needy], *(_alloc(cache) for _ in last_ids)]
         self.lens = [0] * self.count
         for reqid in self.ids:
@@ -204,7 +203,7 @@ class _Async:
             _must(cache.step(lens), 0)
         for reqid in ids:
             cache.free_reqid(reqid)
-        reclaim_free(cache, wait=True)
+        cache.reclaim_free(wait=True)
 
 
 def _alloc(cache: KVCache, seq_len: int = 0) -> int:

@@ -17,7 +17,6 @@ from pyvmem.errors import OutOfMemory
 from pyvmem.features.table import FORK
 from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.control import claim
 
 __all__ = ["CommonPages"]
 
@@ -55,11 +54,11 @@ class CommonPages:
         with cache._lock, cache._journal:
             core = cache._open_core()
             core.sharing.require(FORK, "map_common_pages")
-            unit = core.prefixes.unit_pages
+            unit = core.prefixes.unit_pages[0]
             self.pages = min(-(-layout.pages_for(tokens) // unit) * unit, layout.slot_pages)
             lengths = [0] * config.max_batch
             self.rows = lengths[_WRITER] = layout.capacity(self.pages)
-            claim(cache, _WRITER)
+            cache.claim(_WRITER)
             slot = core.table[_WRITER]
             try:
                 if cache.step(lengths) == -1:
@@ -72,14 +71,14 @@ class CommonPages:
                 core.enter(slot, 0)
                 core.pager.release(slot)
                 handle = core.sharing.gather(slot, self.pages)
-                core.sharing.bequeath(slot, self.pages, handle, None)
+                core.sharing.bequeath(slot, self.pages, handle, None, unit)
                 slot.writer = True
                 self._span = slot.span
                 others = core.sharing.vacate(config.max_batch - 1)
                 if others is None:
                     raise invalid(f"map_common_pages({tokens}): an id is broken or taken")
                 if others:
-                    core.sharing.attach(others, self._span, source=slot)
+                    core.attach(others, self._span, source=slot)
             except BaseException:
                 cache.free_reqid(_WRITER)
                 raise
@@ -99,7 +98,7 @@ class CommonPages:
             try:
                 cache.free_reqid(reqid)
                 core.sharing.empty(slot)
-                core.sharing.attach([slot], self._span)
+                core.attach([slot], self._span)
             finally:
                 core.reclaimer.let_go(self._span)
         self.idle.add(reqid)

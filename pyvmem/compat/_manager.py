@@ -16,7 +16,6 @@ from pyvmem.errors import Busy, OutOfMemory
 from pyvmem.info import KEEP_ALL
 from pyvmem.kvcache import KVCache, KVCacheConfig
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.control import claim, missing_pages, reclaim_free, set_limit
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +71,7 @@ class Manager:
         except BaseException:
             context.close()
             raise
-        set_limit(self.cache, 0)
+        self.cache.set_limit(0)
         self.megacache = bool(megacache)
         self.lengths = [0] * config.max_batch
         self.common: CommonPages | None = None
@@ -103,7 +102,7 @@ class Manager:
         stats = self.cache.stats()
         pages = max(nbytes // least * 2 * layers, stats.total_pages)
         self.cache.context.warm((pages - stats.total_pages + stats.free_pages) * page)
-        set_limit(self.cache, pages)
+        self.cache.set_limit(pages)
         return pages
 
     # ---- requests ------------------------------------------------------------------------------
@@ -112,7 +111,7 @@ class Manager:
         """An id, or -1."""
         reqid: int | None
         if self.common is not None and self.common.idle:
-            missing_pages(self.cache, None, length)  # raises for a length out of range
+            self.cache.missing_pages(None, length)  # raises for a length out of range
             reqid = min(self.common.idle)
             self.common.idle.remove(reqid)
         else:
@@ -177,7 +176,7 @@ class Manager:
         try:
             for index, length in enumerate(lengths):
                 if length and not self.cache._core.table[index].active:
-                    claim(self.cache, index)
+                    self.cache.claim(index)
                     claimed.append(index)
             if self.cache.step(lengths) == -1:
                 raise self._short(lengths)
@@ -211,7 +210,7 @@ class Manager:
         if keep_next:
             free = [slot for slot in self.cache.snapshot() if slot.state == "cached"]
             keep = [slot.reqid for slot in sorted(free, key=lambda slot: -slot.mapped_pages)[:1]]
-        reclaim_free(self.cache, keep)
+        self.cache.reclaim_free(keep)
 
     def _taken(self, index: int) -> bool:
         """Whether a request has the id."""
@@ -256,7 +255,7 @@ class Manager:
         for index in range(len(self.lengths)):
             self.free(index)
         _retired.append(self.cache)
-        reclaim_free(self.cache, wait=True)
+        self.cache.reclaim_free(wait=True)
         self.cache.context.trim()
 
     def describe(self) -> list[str]:

@@ -20,7 +20,7 @@ from pyvmem.errors import NotSupported
 from pyvmem.hf.layer import VMemLayer
 from pyvmem.hf.rows import Rows, Settings
 from pyvmem.kvcache import KVCache
-from pyvmem.kvcache.base import Closing
+from pyvmem.kvcache.cache import Closing
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["VMemCache"]

@@ -17,8 +17,8 @@ from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.named import NamedRequests
 from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.kvcache.budget import free_bytes
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.setup import free_bytes
 
 __all__ = ["MAX_SLOTS", "Options", "adjust", "check_model", "make_requests", "request_limits"]
 

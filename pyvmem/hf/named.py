@@ -31,7 +31,7 @@ from pyvmem.attention import Attention
 from pyvmem.errors import VMemError
 from pyvmem.features.table import FORK
 from pyvmem.hf.next_batch import NextBatch, close_quietly
-from pyvmem.kvcache import KVCache, control
+from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["NamedRequests"]
@@ -136,7 +136,8 @@ class NamedRequests:
         return self._map(request.reqid, tokens)
 
     def _map(self, reqid: int, tokens: int) -> bool:
-        if tokens > control.capacity(self.kvcache, reqid):
+        guard = self.kvcache.layout.guard  # which a step knows of
+        if guard or tokens > self.kvcache.capacity(reqid):
             lens = self._lens[:]
             lens[reqid] = tokens
             if self.kvcache.step(lens, self.stream) == -1:
@@ -152,13 +153,13 @@ class NamedRequests:
 
     def pages(self) -> tuple[int, int]:
         """Physical pages that requests could still get, and all that there are."""
-        return control.obtainable_pages(self.kvcache)
+        return self.kvcache.obtainable_pages()
 
     def missing(self, name: str, tokens: int) -> int:
         """Physical pages that the request lacks to hold so many tokens."""
         request = self._requests.get(name)
         reqid = None if request is None else request.reqid
-        return control.missing_pages(self.kvcache, reqid, tokens)
+        return self.kvcache.missing_pages(reqid, tokens)
 
     def granted(self, name: str) -> int:
         """Pages that the request has in each tensor; 0 without a slot."""

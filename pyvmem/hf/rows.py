@@ -18,7 +18,6 @@ from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, OutOfMemory, TooManyBatches
 from pyvmem.kvcache import KVCache, KVCacheConfig
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.control import claim
 
 __all__ = ["Rows", "Settings", "move_rows"]
 
@@ -129,7 +128,7 @@ class Rows:
         rows, tokens = max(count, before), max(length, self.length)
         try:
             for row in range(before, rows):
-                claim(cache, row)
+                cache.claim(row)
                 self.count = row + 1
             if cache.step(self._lengths(tokens)) == -1:
                 raise self._short(cache, rows, tokens)

@@ -38,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--vmem-group-size", type=int, metavar="LAYERS", help="layers that share a tensor")
     add("--vmem-memory-limit", type=int, metavar="BYTES", help="physical memory of the cache")
     add("--vmem-overread-rows", type=int, metavar="ROWS", help="191 for fa3, 127 for flex")
+    more = "rows past the length also in decoding: for a named fa3 or flex"
+    add("--vmem-overread-decode", action="store_const", const=True, help=more)
     return parser
 
 

@@ -3,16 +3,14 @@
 
 from pyvmem.kvcache.budget import Budget, BudgetStats, ShareInfo
 from pyvmem.kvcache.cache import KVCache
-from pyvmem.kvcache.config import KVCacheConfig
-from pyvmem.kvcache.hf_shapes import layer_shapes
+from pyvmem.kvcache.config import KVCacheConfig, LayerShape, layer_shapes
+from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.layered import LayeredCache
-from pyvmem.kvcache.leases import PrefixEvicted, PrefixMatch
-from pyvmem.kvcache.report import IntegrityError
-from pyvmem.kvcache.shapes import LayerShape
-from pyvmem.kvcache.stats import CacheStats, SlotInfo
+from pyvmem.kvcache.manager import Moved
+from pyvmem.kvcache.metrics import CacheStats, SlotInfo
+from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
+from pyvmem.kvcache.prefix_tree import TokenIds
 from pyvmem.kvcache.swap import SwappedRequest
-from pyvmem.kvcache.tiers import Moved
-from pyvmem.kvcache.token_ids import TokenIds
 
 __all__ = [
     "Budget",

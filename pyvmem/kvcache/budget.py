@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Physical memory that several caches share, with a floor and a ceiling each.
 
+Several engines share a budget, each in a thread that calls again as soon as its call returns. With
+`threading.RLock` the one that has just let go takes it again before another has woken up: measured
+on two cores, a call that maps nothing waited for a thousand of another cache's calls.
+
 What a cache has and what is kept for it, in bytes:
 
     0 ......... floor ......... used ......... ceiling          0 .... used .... floor .... ceiling
@@ -24,24 +28,55 @@ from __future__ import annotations
 
 import errno
 import operator
+import threading
+from _thread import RLock
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyvmem.errors import OutOfMemory
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.cuts import wait_for_cuts
+from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal
-from pyvmem.kvcache.setup import available_bytes
-from pyvmem.kvcache.turns import Turns
+from pyvmem.kvcache.reclaim import wait_for_cuts
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
-    from pyvmem.kvcache.core import Core
     from pyvmem.kvcache.reclaim import Reclaimer
 
-__all__ = ["Budget", "BudgetStats", "Share", "ShareInfo"]
+__all__ = ["Budget", "BudgetStats", "Share", "ShareInfo", "Turns", "available_bytes", "free_bytes"]
 
+
+class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
+    """A lock for `with` blocks. Who waits first holds the gate, and the others wait for that.
+
+    So it goes to the first that waits; behind the gate the order is the operating system's. Both
+    locks are re-entrant, since Python's collector may run a finalizer at any line, and that
+    may close a cache and come here again. Leaving the block is C's, where no signal comes between.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gate = threading.RLock()
+
+    def __enter__(self) -> bool:  # type: ignore[override]
+        taken: list[bool] = []
+        try:
+            if self._is_owned():  # type: ignore[attr-defined]
+                # One call of C's takes it and notes that: no exception from outside comes between.
+                taken.extend(map(self.acquire, (True,)))
+            else:
+                with self._gate:
+                    taken.extend(map(self.acquire, (True,)))
+            return True
+        except BaseException:  # from outside: who does not get into the block has no lock
+            if taken:
+                self.release()
+            raise
+
+
+_PART_OF_CARD = 0.9  # of a GPU's free memory; kernels, libraries and graphs need some, too
 _UNKNOWN = 1 << 62  # a device whose free memory nothing tells
 
 
@@ -133,21 +168,20 @@ class Budget:
 
     def _poll(self) -> None:
         for share in self._shares:
-            share.core.reclaimer.poll()
+            share.reclaimer.poll()
 
     def _reserved(self) -> int:
         return sum(max(share.used, share.floor) for share in self._shares)
 
     # ---- caches ----------------------------------------------------------------------------------
 
-    def join(self, core: Core) -> None:
+    def join(self, pager: Pager, floor: int) -> None:
         """Takes a new cache in; `KVCache` calls it.
 
         Raises:
             InvalidArgument: the floors together exceed the budget.
             OutOfMemory: requests of the other caches have what the floor would keep.
         """
-        floor = core.config.memory_floor
         with self.lock, self.journal:
             kept = sum(share.floor for share in self._shares)
             if kept + floor > self.total_bytes:
@@ -157,7 +191,7 @@ class Budget:
                     size=floor,
                     limit=self.total_bytes - kept,
                 )
-            share = Share(self, core, floor)
+            share = Share(self, pager, floor)
             if floor > share.room():
                 share.finish_idle()
             if share.room() < floor <= share.within_reach():
@@ -174,31 +208,33 @@ class Budget:
                     limit=share.within_reach(),
                 )
             self._shares.append(share)
-            core.reclaimer.share = share
+            pager.reclaimer.share = share
 
-    def leave(self, core: Core) -> None:
+    def leave(self, pager: Pager) -> None:
         """Forgets a cache that has been closed."""
         with self.lock, self.journal:
-            self._shares = [share for share in self._shares if share.core is not core]
+            self._shares = [share for share in self._shares if share.pager is not pager]
 
 
 class Share:
     """A cache's part of a budget: what it may take, and from whom. The caller holds the lock."""
 
-    def __init__(self, budget: Budget, core: Core, floor: int) -> None:
+    def __init__(self, budget: Budget, pager: Pager, floor: int) -> None:
         self.budget = budget
-        self.core = core
+        self.pager = pager
+        self.reclaimer = pager.reclaimer
+        self.layout = pager.layout
         self.floor = floor
 
     @property
     def used(self) -> int:
         """Bytes of physical pages behind the cache."""
-        return self.core.reclaimer.held * self.core.layout.page_size
+        return self.reclaimer.held * self.layout.page_size
 
     @property
     def ceiling(self) -> int:
         """The most bytes that the cache may have."""
-        return self.core.reclaimer.limit * self.core.layout.page_size
+        return self.reclaimer.limit * self.layout.page_size
 
     def room(self) -> int:
         """Bytes that the cache could take now, as far as the others are concerned."""
@@ -211,7 +247,7 @@ class Share:
 
     def others(self) -> list[Reclaimer]:
         """What takes pages back from the other caches."""
-        return [one.core.reclaimer for one in self._rest()]
+        return [one.reclaimer for one in self._rest()]
 
     def returning(self) -> int:
         """Bytes that are on their way back from the other caches, above their floors."""
@@ -220,26 +256,25 @@ class Share:
     def finish_idle(self) -> None:
         """Waits for the other caches' growths that no request waits for."""
         for one in self._rest():
-            one.core.pager.finish_idle()
+            one.pager.finish_idle()
 
     def stop_promoting(self) -> bool:
         """Gives up what makes larger pages in the other caches; whether there was any."""
-        stopped = [one.core.pager.stop_promoting() for one in self._rest()]
+        stopped = [one.pager.mover.stop_promoting() for one in self._rest()]
         return any(stopped)
 
     def unsettled(self) -> int:
         """Bytes above their floors that the other caches would give back after a wait."""
         return sum(
-            min(one.core.pager.unsettled * one.core.layout.page_size, one._excess())
-            for one in self._rest()
+            min(one.pager.unsettled * one.layout.page_size, one._excess()) for one in self._rest()
         )
 
     def begin_cuts(self, nbytes: int) -> None:
         """Lets the others begin to unmap pages of no request until so many bytes are on the way."""
         for one in self._by_excess():
-            reclaimer, column = one.core.reclaimer, one._column
+            reclaimer, column = one.reclaimer, one._column
             reclaimer.release_stale(now=True)
-            for slot in one.core.table.victims():
+            for slot in one.reclaimer.table.victims():
                 missing = nbytes - self.returning()
                 columns = min(slot.spare, one._excess() // column, -(-missing // column))
                 if not slot.spare:  # a large page that its owner has a part of
@@ -252,7 +287,11 @@ class Share:
         for one in self._by_excess():
             columns = min(one._excess() // one._column, -(-nbytes // one._column))
             if columns > 0:
-                nbytes -= one.core.reclaimer.evict(columns) * one._column
+                nbytes -= one.reclaimer.evict(columns) * one._column
+
+    def check(self) -> list[str]:
+        """What contradicts in the budget's books, in words."""
+        return self.budget.check()
 
     # ---- the arithmetic --------------------------------------------------------------------------
 
@@ -265,16 +304,38 @@ class Share:
     @property
     def _column(self) -> int:
         """Bytes of a page in every tensor: what slots and prefixes give back in."""
-        return self.core.layout.page_size * self.core.layout.num_tensors
+        return self.layout.page_size * self.layout.num_tensors
 
     def _excess(self) -> int:
         """Bytes above the floor that are not on their way back."""
-        returning = self.core.reclaimer.returning * self.core.layout.page_size
+        returning = self.reclaimer.returning * self.layout.page_size
         return max(0, self.used - returning - self.floor)
 
     def _returning(self) -> int:
         return max(0, self.used - self.floor) - self._excess()
 
     def _givable(self) -> int:
-        spare = self.core.reclaimer.spare({})
+        spare = self.reclaimer.spare({})
         return self._returning() + min(spare, self._excess() // self._column) * self._column
+
+
+def available_bytes(cuda_device: int | None, unknown: int) -> int:
+    """Memory that a cache may take by default: of a GPU's free memory a part, on host all."""
+    free = free_bytes(cuda_device, unknown)
+    return free if cuda_device is None else int(free * _PART_OF_CARD)
+
+
+def free_bytes(cuda_device: int | None, unknown: int) -> int:
+    """Memory that is free now on the device; `unknown` where nothing tells."""
+    if cuda_device is not None:
+        try:
+            import torch
+        except ImportError:
+            return unknown
+        if not torch.cuda.is_available():
+            return unknown
+        return int(torch.cuda.mem_get_info(cuda_device)[0])
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return unknown

@@ -1,40 +1,156 @@
 # SPDX-License-Identifier: MIT
-"""`KVCache`: what an engine calls, with requests.py. Pages move in pager.py and reclaim.py."""
+"""`KVCache`: what an engine calls, with requests.py. Pages move in pager.py and reclaim.py.
+
+`KVCache` chooses slots itself and takes its limit when it is made; a program written for another
+cache may name slots itself, or reserve memory after the tensors exist.
+"""
 
 from __future__ import annotations
 
+import errno
+import operator
 import threading
-from collections.abc import Hashable, Sequence
+import warnings
+from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyvmem.context import Context
-from pyvmem.errors import VMemError
-from pyvmem.info import Caps
-from pyvmem.kvcache import report, setup, steps, truncate
+from pyvmem.errors import BadHandle, Busy, NotSupported, VMemError
+from pyvmem.info import Caps, Location
+from pyvmem.kvcache import group, idle, integrity, manager, swap, truncate
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import KVCacheConfig, invalid
-from pyvmem.kvcache.core import Core
 from pyvmem.kvcache.events import record
+from pyvmem.kvcache.group import Core
 from pyvmem.kvcache.idle import IdleThread
+from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.placing import PlaceCalls
-from pyvmem.kvcache.report import IntegrityError
-from pyvmem.kvcache.requests import RequestCalls
+from pyvmem.kvcache.manager import Moved
+from pyvmem.kvcache.metrics import CacheStats, SlotInfo
+from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.slots import SlotTable
-from pyvmem.kvcache.stats import CacheStats, SlotInfo
-from pyvmem.kvcache.views import Views
+from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.reservation import Reservation
 from pyvmem.streams import check
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
-__all__ = ["KVCache"]
+    from pyvmem.reservation import Reservation
+
+__all__ = [
+    "Closing",
+    "KVCache",
+    "Views",
+    "half_closed",
+]
 
 
-class KVCache(RequestCalls, PlaceCalls):
+def half_closed(name: str) -> BadHandle:
+    """What calls of a cache raise whose `close` was ended by an exception."""
+    return BadHandle(
+        f"the {name} is half closed: an exception ended its close, call that again",
+        errno=errno.EBADF,
+        op=name,
+    )
+
+
+class Closing:
+    """A context manager that closes, and a warning where nobody did."""
+
+    _closed: bool
+
+    def close(self) -> None:
+        """Gives everything back."""
+        raise NotImplementedError
+
+    def _gone(self) -> bool:
+        """Whether there is nothing left to close."""
+        return getattr(self, "_closed", True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Busy:
+            if error is None:
+                raise  # else the traceback keeps tensors alive, and that error matters more
+
+    def __del__(self) -> None:
+        if not self._gone():
+            name = type(self).__name__
+            warnings.warn(f"{name} was not closed", ResourceWarning, stacklevel=2, source=self)
+
+
+class Views:
+    """Makes the group tensors once and cuts layers out of them."""
+
+    def __init__(self, layout: Layout, reservation: Reservation) -> None:
+        self._layout = layout
+        self._reservation = reservation
+        self._tensors: list[torch.Tensor] = []
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Each group's tensors: ``[batch, rows, group_size, num_kv_heads, head_dim]``."""
+        if not self._tensors:
+            self._tensors = [self._make(index) for index in range(self._layout.num_tensors)]
+        return list(self._tensors)
+
+    def layer(self, layer: int, which: int) -> torch.Tensor:
+        """K (`which` 0) or V (1) of a layer, ``[batch, rows, num_kv_heads, head_dim]``."""
+        config = self._layout.config
+        index, last = operator.index(layer), config.num_layers - 1
+        if not 0 <= index <= last:
+            raise invalid(f"layer {index} is not between 0 and {last}", limit=last)
+        per_layer = config.tensors_per_layer
+        if which >= per_layer:
+            raise invalid(f"layer {index} has no values: tensors_per_layer is {per_layer}")
+        group, member = divmod(index, config.group_size)
+        return self.tensors()[per_layer * group + which][:, :, member]
+
+    def drop(self) -> None:
+        """Lets go of the tensors, so that only the caller's own keep the reservation."""
+        self._tensors = []
+
+    def _make(self, index: int) -> torch.Tensor:
+        import torch
+
+        layout, config = self._layout, self._layout.config
+        item = config.itemsize
+        strides = (
+            layout.slot_bytes,
+            layout.row_bytes,
+            layout.head_row_bytes,
+            config.head_dim * item,
+            item,
+        )
+        tensor: torch.Tensor = self._reservation.tensor(
+            (
+                config.max_batch,
+                config.max_seq_len,
+                config.group_size,
+                config.num_kv_heads,
+                config.head_dim,
+            ),
+            getattr(torch, str(config.dtype)),
+            strides=tuple(stride // item for stride in strides),
+            offset=layout.offset(0, 0, index),
+        )
+        return tensor
+
+
+class KVCache(Closing):
     """Keys and values of many requests, contiguous in virtual memory, mapped as they grow.
 
     Every request has a slot (its reqid) in every tensor. `step` tells how many tokens each slot
@@ -86,13 +202,13 @@ class KVCache(RequestCalls, PlaceCalls):
         self.config = config
         self._journal = Journal() if budget is None else budget.journal
         with self._lock, self._journal:
-            parts = setup.make(config, context, backend, device, self._journal, budget)
+            parts = group.make(config, context, backend, device, self._journal, budget)
             self._core = core = Core(config, parts, self._journal, self._table)
             self._views = Views(core.layout, parts.reservation)
             self._journal.on_abort(self._shut)
             try:
                 if budget is not None:
-                    budget.join(core)
+                    budget.join(core.pager, config.memory_floor)
                 core.prepare()
             except VMemError:
                 self._shut()
@@ -101,6 +217,24 @@ class KVCache(RequestCalls, PlaceCalls):
         if config.idle_seconds:
             self._idle = IdleThread(self._core, self._lock)
             self._idle.start()
+
+    def _gone(self) -> bool:
+        return super()._gone() or not self._core.context.is_open
+
+    def _open_core(self) -> Core:
+        """The core, for a call that holds the lock.
+
+        Raises:
+            BadHandle: the cache or its context is closed. ForkedProcess: it is the parent's.
+        """
+        core = self._core
+        if self._closed:
+            raise BadHandle("the KVCache is closed", errno=errno.EBADF, op="KVCache")
+        if self._closing:
+            raise half_closed("KVCache")
+        if not core.context.is_open:
+            core.context.stats()  # raises what is wrong: closed, or of the parent of a fork
+        return core
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -214,7 +348,7 @@ class KVCache(RequestCalls, PlaceCalls):
         """
         check(stream)
         with self._lock, self._journal:
-            return steps.step(self._open_core(), seq_lens, stream)
+            return manager.step(self._open_core(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Begins to map, in the background, what `step` will ask for with the same numbers.
@@ -236,7 +370,444 @@ class KVCache(RequestCalls, PlaceCalls):
         """
         check(stream)
         with self._lock, self._journal:
-            return steps.step_async(self._open_core(), seq_lens)
+            return manager.step_async(self._open_core(), seq_lens)
+
+    # ---- forks -----------------------------------------------------------------------------------
+
+    def fork(
+        self,
+        reqid: int,
+        length: int | None = None,
+        stream: Any = None,
+        into: int | None = None,
+    ) -> int | None:
+        """A new request that begins with the rows of another, for sampling or beam search.
+
+        Both share the pages that are full below `length`, read-only from then on: a write to one
+        faults. Only the last, partly filled page is copied, in every tensor. So neither may write
+        rows below `length` again, and each may append as if it were alone. (Who must write them
+        again gives them up first: `truncate`.)
+
+        Waits for the GPU work on `stream` where pages were written since the last fork.
+
+        Args:
+            reqid: the parent; it goes on as before.
+            length: tokens that the new request begins with; None: all that the parent holds.
+            stream: the stream (or event) of the parent's last work, as in `free_reqid`.
+            into: the reqid that the new request shall have; None: any that is free.
+
+        Returns:
+            The new reqid, which holds `length` tokens; None when no slot is free or memory is
+            short. Then nothing changed, except that pages of no request may have been reclaimed
+            and that the parent's full pages may be read-only already.
+
+        Raises:
+            InvalidArgument: no such reqid, not taken, or it holds fewer tokens than `length`;
+                `into` is not free.
+            NotSupported: the back end cannot map pages twice, or read-only; the cache has a window.
+            NotRecoverable: undoing failed, and the text names the reqid that must be freed.
+            VMemError: the driver failed; as for None.
+        """
+        forked = self.fork_many(reqid, 1, length, stream, None if into is None else [into])
+        return None if forked is None else forked[0]
+
+    def fork_many(
+        self,
+        reqid: int,
+        count: int,
+        length: int | None = None,
+        stream: Any = None,
+        into: Sequence[int] | None = None,
+    ) -> list[int] | None:
+        """`fork` for `count` new requests, with one batch for all: all of them or none.
+
+        `into` names as many different free reqids, in the order of what is returned.
+        """
+        check(stream)
+        with self._lock, self._journal:
+            core = self._open_core()
+            forked = manager.fork(core, reqid, operator.index(count), length, stream, into)
+            core.prepare()
+            return forked
+
+    # ---- prefixes --------------------------------------------------------------------------------
+
+    @property
+    def sharing_unit(self) -> int:
+        """Tokens that prefixes are recorded and matched in: the fewest that fill whole pages.
+
+        ``lcm(row_bytes, page_size) / row_bytes``, since the row that crosses a page's end would
+        have to be written into a page that others share.
+        """
+        return self._core.prefixes.unit
+
+    def record(
+        self, reqid: int, tokens: Any, stream: Any = None, namespace: Hashable = None
+    ) -> int:
+        """Records the rows of a running request under their tokens, for later ones to begin with.
+
+        Their pages become read-only. For a finished request `free_reqid` with `tokens` does the
+        same without mapping anything again. What is recorded stays until memory is short or `trim`
+        asks for it: least recently used first, and only when no page of a free slot is left.
+
+        Waits for the GPU work on `stream` where something new is recorded.
+
+        Args:
+            reqid: the request.
+            tokens: the ids whose keys and values its first rows hold (`TokenIds` says in which
+                forms). Those behind the rows that it holds, such as a last token that was not
+                computed yet, are left out, and those behind the last whole `sharing_unit`.
+            stream: as in `free_reqid`.
+            namespace: what the rows depend on beside the ids, such as an adapter, an image or a
+                tenant; only matches with the same one find them.
+
+        Returns:
+            The tokens, from the first on, that are recorded now.
+
+        Raises:
+            InvalidArgument: bad tokens or namespace, or a reqid that is not taken.
+            NotSupported, NotRecoverable, VMemError: as `fork`.
+        """
+        check(stream)
+        with self._lock, self._journal:
+            core = self._open_core()
+            return core.prefixes.record(core.slot(reqid), tokens, stream, namespace)
+
+    def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
+        """How much of a prompt is recorded, as a lease: what matches is kept from eviction.
+
+        The lease ends when `alloc_prefix` has used the match, when it is released or collected, and
+        with ``trim(prefixes=True)``; memory that it keeps counts as no request's, but nobody gets
+        it. Counts as a use of the prefix.
+
+        Args:
+            tokens: the prompt.
+            leave: tokens at its end that are not matched: an engine must compute the last one.
+            namespace: as in `record`.
+
+        Raises:
+            InvalidArgument: bad tokens or namespace, or a negative `leave`.
+        """
+        with self._lock, self._journal:
+            return self._open_core().prefixes.match(tokens, leave, namespace)
+
+    def alloc_prefix(
+        self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None
+    ) -> tuple[int, int] | None:
+        """Takes a slot for a prompt, with the longest recorded prefix mapped there, read-only.
+
+        Args:
+            tokens: the prompt, or what `match` returned for it.
+            leave: as in `match`; not used with a match.
+            stream: the stream that will read the rows; it is made to wait for the work that wrote
+                them.
+            namespace: as in `record`; not used with a match.
+
+        Returns:
+            The reqid and the tokens that it holds already; 0 where nothing is recorded, or where no
+            slot could be emptied without a wait for GPU work of its earlier owner; None, with
+            nothing changed, when every slot is taken or memory is short. With 0 and None a match
+            keeps its lease.
+
+        Raises:
+            InvalidArgument: bad tokens or namespace, more tokens than `max_seq_len`, or another
+                cache's match.
+            PrefixEvicted: the match has lost its lease, and the prefix is not recorded any more.
+            NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
+        """
+        check(stream)
+        with self._lock, self._journal:
+            core = self._open_core()
+            match, length = core.prefixes.wanted(tokens, leave, namespace)
+            try:
+                if not core.prefixes.can_begin(match):
+                    reqid = core.alloc(length)
+                    return None if reqid is None else (reqid, 0)
+                reqid = manager.alloc_prefix([core], match, stream)
+            finally:
+                if match is not tokens:
+                    match.release()
+            core.prepare()
+            return None if reqid is None else (reqid, match.length)
+
+    # ---- preemption and admission ----------------------------------------------------------------
+
+    def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
+        """Copies a request's rows to host memory and frees it, for `swap_in` later.
+
+        Waits for the GPU work on `stream`, then for the copy. (To preempt by computing again,
+        `free_reqid` is all there is to do.)
+
+        Args:
+            reqid: the request; free afterwards.
+            stream: as in `free_reqid`.
+
+        Raises:
+            InvalidArgument: no such reqid, or it is not taken.
+            NotSupported: the cache has a window.
+            MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
+        """
+        check(stream)
+        with self._lock, self._journal:
+            core = self._open_core()
+            return swap.swap_out([core], reqid, stream)
+
+    def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
+        """Brings a swapped request back, into any slot.
+
+        Args:
+            swapped: of this cache; closed afterwards.
+            stream: the stream that will use the rows. Waits for it, and for the copy.
+
+        Returns:
+            The reqid, which holds the request's tokens; None when no slot is free or memory is
+            short although all of no request was reclaimed: then `swapped` is as before.
+
+        Raises:
+            InvalidArgument: another cache's. BadHandle: closed, or swapped in before.
+            VMemError: the driver failed; `swapped` is as before.
+        """
+        check(stream)
+        with self._lock, self._journal:
+            return swap.swap_in([self._open_core()], swapped, stream)
+
+    def can_admit(
+        self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
+    ) -> bool:
+        """Whether new requests of so many tokens would all fit now, beside the present ones.
+
+        Counts free slots, mappings that the context may still make, and all that is free or could
+        be reclaimed, recorded prefixes that no request uses and no match leases included. Says
+        nothing of memory that others take from the device. Waits for fills that are in flight.
+
+        Args:
+            seq_lens: tokens of each request, with those of its prefix.
+            matches: for each request, the match that it will begin with, or None: the pages of that
+                are there, and need not be found. None: no request has one. A lease that was lost is
+                taken again. An engine that asks with the match is never refused for ever by an idle
+                cache that could serve the request.
+
+        Raises:
+            InvalidArgument: a length that is negative or above `max_seq_len`; not one match, or
+                None, for each; a match longer than its request, or another cache's.
+            PrefixEvicted: as in `alloc_prefix`.
+        """
+        with self._lock, self._journal:
+            return manager.can_admit([self._open_core()], seq_lens, matches)
+
+    def trim(self, prefixes: bool = False, compact: bool = False, stream: Any = None) -> int:
+        """Unmaps all pages of no request and gives the pool's free memory back to the device.
+
+        Waits for the GPU work on freed slots.
+
+        Args:
+            prefixes: evict the recorded prefixes that no request uses, too.
+            compact: also move pages of running requests and recorded prefixes together, so that the
+                memory between them goes back (`Context.compact`). Waits for all work of the device;
+                none may be launched on the cache until this returns.
+            stream: with `compact`, the stream of the last work on running requests, as in `step`.
+
+        Returns:
+            Bytes that the context has given back to the device meanwhile.
+
+        Raises:
+            NotSupported: `compact` in a context that is not the cache's own.
+            VMemError: a batch failed; its pages are still there, the cache is consistent.
+        """
+        check(stream)
+        with self._lock, self._journal:
+            return idle.trim(self._open_core(), prefixes, compact, stream)
+
+    # ---- where pages lie -------------------------------------------------------------------------
+
+    def promote(self, reqid: int, wait: bool = False, stream: Any = None) -> int:
+        """Gives the full parts of a request large pages; its addresses and rows stay as they are.
+
+        For requests that grew in small pages; a prefill has large pages at once. Parts whose pages
+        are one physical run are mapped in one piece, the others are copied in the background, after
+        the work on `stream` so far, while the GPU goes on reading the old ones. Where the copies
+        are over, the next `step` replaces the pages: it waits for the work on its stream, since
+        no work may touch them in that moment. Shared pages stay as they are, and so does what
+        there is no memory for.
+
+        Args:
+            reqid: the request. The work that writes its rows must have been launched, and no row of
+                a full part may be written again while `SlotInfo.moving_pages` is not 0.
+            wait: for all that, in this call.
+            stream: as in `free_reqid`.
+
+        Returns:
+            The parts, of `large_page_size` bytes in every tensor, that are under way or done.
+
+        Raises:
+            InvalidArgument: no such reqid, not taken, or the cache has no `large_page_size`.
+            NotRecoverable: undoing failed, and the text names the reqid that must be freed.
+            VMemError: the driver failed; nothing changed. In the background: the next `step` raises
+                it.
+        """
+        check(stream)
+        with self._lock, self._journal:
+            core = self._open_core()
+            slot = core.slot(reqid)
+            if core.promoter is None:
+                raise invalid("promote: the cache has no large_page_size")
+            core.mover.sweep()
+            return core.promoter.promote(slot, core.rows[slot.index], stream, wait=wait)
+
+    def move(
+        self,
+        reqid: int,
+        location: str | Location,
+        device: Any = None,
+        tokens: Sequence[int] | None = None,
+        stream: Any = None,
+        wait: bool = True,
+    ) -> Moved:
+        """Moves pages of a request to another memory; its addresses and rows stay as they are.
+
+        All or nothing. New pages of the request always lie in the device, also after a move. Shared
+        pages stay where they are. What of the request is on its way already is ended first, which
+        waits (`SlotInfo.moving_pages`).
+
+        Args:
+            reqid: the request. The work that writes its rows must have been launched.
+            location: "device", "host" or "peer", or a `pyvmem.Location`.
+            device: of a peer: a CUDA ordinal, torch or cuda.core device.
+            tokens: a range, or the first and the last + 1 token; pages move that hold nothing else.
+                None: all that it holds.
+            stream: the stream (or event) of the last work on the request; waited for.
+            wait: False: full pages are copied in the background, after the work on `stream` so
+                far, and the first `step` after that replaces them, as in `promote`; nor may their
+                rows be written meanwhile.
+
+        Returns:
+            The pages that moved or are on their way, and those that stay because they are shared.
+
+        Raises:
+            InvalidArgument: no such reqid, not taken, a token beyond what it holds, an unknown
+                location, or a device that is not a peer of the context.
+            NotSupported: the back end has no pages in such memory.
+            OutOfMemory: the tier is full (`host_limit`, `peer_limit`, the cache's own limit, or the
+                machine's); nothing changed, except that pages of no request may have been
+                reclaimed.
+            NotRecoverable: undoing failed, and the text names the reqid that must be freed.
+            VMemError: the driver failed; nothing changed. In the background: the next `step` raises
+                it.
+        """
+        check(stream)
+        with self._lock, self._journal:
+            core = self._open_core()
+            slot = core.slot(reqid)
+            tier = manager.tier_of(core, location, device)
+            core.mover.sweep()
+            return manager.move(core, slot, tier, tokens, stream, wait=wait)
+
+    # ---- for programs written for another cache --------------------------------------------------
+
+    def claim(self, reqid: int) -> None:
+        """Takes one particular free slot, as `KVCache.alloc_reqid` takes the one that fits best.
+
+        Raises:
+            InvalidArgument: no such slot, it is taken, or its addresses are lost.
+        """
+        with self._lock, self._journal:
+            core = self._open_core()
+            core.reclaimer.poll()
+            core.pager.poll()
+            core.take(core.free_slot(reqid))
+            core.prepare()
+
+    def set_limit(self, pages: int) -> None:
+        """Changes the physical pages that the cache may have; nothing is mapped or unmapped.
+
+        Raises:
+            InvalidArgument: negative, less than what is behind the cache now, or than its floor.
+            NotSupported: the ranks of a `ParallelKVCache` have agreed on their limit.
+        """
+        with self._lock, self._journal:
+            core = self._open_core()
+            if core.table.lockstep:
+                raise NotSupported(
+                    "set_limit: the ranks have agreed on their limit",
+                    errno=errno.EOPNOTSUPP,
+                    op="KVCache",
+                )
+            core.reclaimer.poll()
+            count, held = operator.index(pages), core.reclaimer.held
+            if count < max(0, held):
+                raise invalid(f"a limit of {count} pages: {held} are behind the cache", limit=held)
+            floor = -(-core.config.memory_floor // core.layout.page_size)
+            if count < floor:
+                raise invalid(f"a limit of {count} pages: the floor is {floor}", limit=floor)
+            core.reclaimer.limit = count
+
+    def reclaim_free(self, keep: Collection[int] = (), *, wait: bool = False) -> None:
+        """Unmaps the pages of free slots in the background, each after its owners' last GPU work.
+
+        Args:
+            keep: reqids whose pages stay.
+            wait: return when it is done; otherwise slots with a batch in flight are left alone.
+
+        Raises:
+            VMemError: a background batch failed (`wait` alone); the cache is consistent.
+        """
+        with self._lock, self._journal:
+            core = self._open_core()
+            reclaimer = core.reclaimer
+            reclaimer.poll()
+            for slot in core.table.free:
+                if slot.index in keep:
+                    continue
+                if wait:
+                    core.pager.release(slot)
+                if slot.mapped and slot.job is None:
+                    reclaimer.try_cut(slot, 0, now=wait)
+            if wait:
+                reclaimer.finish_all()
+                reclaimer.raise_errors()
+
+    def capacity(self, reqid: int) -> int:
+        """Tokens that a taken slot has pages for; a `KVCache.step` up to there maps nothing.
+
+        Raises:
+            InvalidArgument: no such reqid, or it is not taken.
+        """
+        with self._lock, self._journal:
+            core = self._open_core()
+            return core.pager.capacity[core.slot(reqid).index]
+
+    def missing_pages(self, reqid: int | None, seq_len: int) -> int:
+        """Physical pages, in all tensors together, that a request lacks to hold `seq_len` tokens.
+
+        Args:
+            reqid: a taken slot; None: a request that has none yet.
+            seq_len: tokens.
+
+        Raises:
+            InvalidArgument: no such reqid, not taken, or a length out of range.
+        """
+        with self._lock, self._journal:
+            core = self._open_core()
+            length, longest = operator.index(seq_len), core.config.max_seq_len
+            if not 0 <= length <= longest:
+                raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)
+            held, have = 0, 0
+            if reqid is not None:
+                slot = core.slot(reqid)
+                held, have = core.rows[slot.index], slot.granted
+            need = core.layout.pages_for_step(held, length)
+            return max(0, need - have) * core.layout.num_tensors
+
+    def obtainable_pages(self) -> tuple[int, int]:
+        """Physical pages that requests could still get, and all that the cache may have.
+
+        The first number counts what is free and what could be reclaimed, recorded prefixes that no
+        request uses included.
+        """
+        with self._lock, self._journal:
+            core = self._open_core()
+            core.reclaimer.poll()
+            return core.reclaimer.obtainable({}), core.reclaimer.limit
 
     # ---- tensors -------------------------------------------------------------------------------
 
@@ -327,13 +898,13 @@ class KVCache(RequestCalls, PlaceCalls):
         """The present state and the counters."""
         with self._lock, self._journal:
             self._open_core().reclaimer.poll()
-            return report.stats(self._core)
+            return integrity.stats(self._core)
 
     def snapshot(self) -> list[SlotInfo]:
         """Every slot's pages as they are now."""
         with self._lock, self._journal:
             self._open_core().reclaimer.poll()
-            return report.snapshot(self._core)
+            return integrity.snapshot(self._core)
 
     def check_integrity(self) -> None:
         """Compares the cache's books with each other and, page by page, with the context's.
@@ -347,7 +918,7 @@ class KVCache(RequestCalls, PlaceCalls):
         with self._lock, self._journal:
             core = self._open_core()
             core.reclaimer.poll()
-            found = report.check(core)
+            found = integrity.check(core)
             if found:
                 raise IntegrityError(found)
             if not (core.pager.growths or core.reclaimer.cuts or core.mover.moves):
@@ -383,4 +954,4 @@ class KVCache(RequestCalls, PlaceCalls):
             self._closing = True
             self._core.close(stream)
         if self._budget is not None:
-            self._budget.leave(self._core)
+            self._budget.leave(self._core.pager)

@@ -5,15 +5,32 @@ from __future__ import annotations
 
 import errno
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem.errors import InvalidArgument
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPE_BYTES", "KVCacheConfig", "bounded", "invalid", "text_config"]
+__all__ = [
+    "DTYPE_BYTES",
+    "PREFILL_TOKENS",
+    "KVCacheConfig",
+    "LayerClass",
+    "LayerShape",
+    "Place",
+    "bounded",
+    "classes_of",
+    "invalid",
+    "layer_shapes",
+    "text_config",
+]
+
+PREFILL_TOKENS = 16
+"""A step that adds more tokens than this to a request is a prefill, or a chunk of one; others are
+decoding (speculative decoding included)."""
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -115,8 +132,12 @@ class KVCacheConfig:
             in the background, least recently used first; 0 to 1.
         overread_rows: rows past a request's length that are mapped, too, since a kernel may read
             them: 191 for FlashAttention-3's contiguous call, 127 for FlexAttention on a GPU, 0 for
-            all others (`pyvmem.attention.overread_rows`). They stay ahead of the length as it
-            grows, zero or the request's own, and count as waste wherever memory is reported.
+            all others (`pyvmem.attention.overread_rows`). A step that adds more than
+            `PREFILL_TOKENS` tokens to a request maps them, zero or the request's own; what the
+            request grows by afterwards uses them up. They count as waste wherever memory is
+            reported.
+        overread_decode: they stay ahead of the length whatever a step adds: for a kernel that reads
+            tiles in decoding, too.
         sparse: reads of rows that have no page give zeros, also past the end of every mapped page,
             where the back end can do that (`pyvmem.Caps.SPARSE`). Writes there fault (host) or
             vanish (GPU). It lets a kernel read past the mapped rows while memory grows only with
@@ -163,6 +184,7 @@ class KVCacheConfig:
     eager_pages: int = 0
     low_watermark: float = 0.1
     overread_rows: int = 0
+    overread_decode: bool = False
     sparse: bool = False
     packed_slots: bool = False
     idle_seconds: float = 0.0
@@ -298,3 +320,144 @@ def _window(text: Any) -> int:
     if getattr(text, "use_sliding_window", True) is False:
         return 0
     return getattr(text, "sliding_window", None) or 0
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer keeps for a token. Checked on construction.
+
+    Attributes:
+        num_kv_heads: key/value heads of the layer (on this device).
+        head_dim: elements of a key's head. MLA: of the latent, its rotary part included, and one
+            head.
+        v_head_dim: elements of a value's head; None: as `head_dim`; 0: no values (MLA).
+        window: tokens that the layer attends to, the present one included; 0: all.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        for name, low, high in (
+            ("num_kv_heads", 1, 1 << 16),
+            ("head_dim", 1, 1 << 16),
+            ("v_head_dim", 0, 1 << 16),
+            ("window", 0, 1 << 30),
+        ):
+            bounded(name, getattr(self, name), low, high)
+
+
+class LayerClass(NamedTuple):
+    """Tensors with rows of one size and one window: what one `KVCache` is made for."""
+
+    num_kv_heads: int
+    head_dim: int
+    tensors_per_layer: int
+    window: int
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a `KVCacheConfig`, but for the number of layers."""
+        return self._asdict()
+
+
+class Place(NamedTuple):
+    """Where a layer's keys or values lie: the class, the layer's number there, K (0) or V (1)."""
+
+    part: int
+    member: int
+    which: int
+
+
+def classes_of(
+    layers: Sequence[LayerShape],
+) -> tuple[dict[LayerClass, int], list[tuple[Place, Place | None]]]:
+    """Sorts layers into classes.
+
+    Keys and values of one size belong together; of two sizes, they are classes of their own.
+
+    Returns:
+        Every class with the number of its layers, and for every layer where its keys and its values
+        lie (None: it has none).
+    """
+    counts: dict[LayerClass, int] = {}
+    order: dict[LayerClass, int] = {}
+
+    def put(heads: int, dim: int, tensors: int, window: int) -> tuple[int, int]:
+        key = LayerClass(heads, dim, tensors, window)
+        member = counts.get(key, 0)
+        counts[key] = member + 1
+        return order.setdefault(key, len(order)), member
+
+    places: list[tuple[Place, Place | None]] = []
+    for shape in layers:
+        heads, dim, values, window = (
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.v_head_dim,
+            shape.window,
+        )
+        if values == dim:
+            both = put(heads, dim, 2, window)
+            places.append((Place(*both, 0), Place(*both, 1)))
+            continue
+        keys = Place(*put(heads, dim, 1, window), 0)
+        places.append((keys, Place(*put(heads, values, 1, window), 0) if values else None))
+    return counts, places
+
+
+_FULL = ("full_attention", "attention", "chunked_attention")  # chunks are kept whole
+_SLIDING = "sliding_attention"
+
+
+def layer_shapes(config: Any) -> list[LayerShape]:
+    """What `LayeredCache` takes, for every layer of a transformers model.
+
+    Sliding layers (``layer_types``; without it, ``sliding_window`` is every layer's) have a window.
+    MLA (``kv_lora_rank``) has one latent tensor, as an engine that absorbs the up-projections
+    stores it; transformers itself stores keys and values.
+
+    Args:
+        config: a ``PreTrainedConfig``, or anything with its attributes; of a multi-modal model the
+            part that ``get_text_config`` names.
+
+    Raises:
+        InvalidArgument: an attribute is missing, or a layer has no keys and values, such as linear
+            attention.
+    """
+    text = text_config(config)
+    same = KVCacheConfig.from_hf(config, dtype="uint8", max_seq_len=1)
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        return [_shape(text, same, layer, same.window) for layer in range(same.num_layers)]
+    if len(kinds) != same.num_layers:
+        raise invalid(f"layer_types names {len(kinds)} layers, the model has {same.num_layers}")
+    shapes = []
+    for layer, kind in enumerate(kinds):
+        if kind == _SLIDING:
+            window = getattr(text, "sliding_window", None)
+            if not window:
+                raise invalid(f"layer {layer} is {kind}, but sliding_window is {window}")
+            shapes.append(_shape(text, same, layer, window))
+        elif kind in _FULL:
+            shapes.append(_shape(text, same, layer, 0))
+        else:
+            raise invalid(f"layer {layer} is {kind}: it keeps no keys and values for each token")
+    return shapes
+
+
+def _shape(text: Any, same: KVCacheConfig, layer: int, window: int) -> LayerShape:
+    """A layer's shape, with what ``per_layer_config`` has instead (Gemma 4)."""
+    own = getattr(text, "per_layer_config", None) or {}
+    one = own.get(layer, own.get(str(layer), {})) if isinstance(own, Mapping) else own[layer]
+
+    def get(name: str) -> Any:
+        return one.get(name) if isinstance(one, Mapping) else getattr(one, name, None)
+
+    if same.tensors_per_layer == 1:
+        return LayerShape(same.num_kv_heads, same.head_dim, 0, window)
+    heads = get("num_key_value_heads") or same.num_kv_heads
+    return LayerShape(heads, get("head_dim") or same.head_dim, None, window)

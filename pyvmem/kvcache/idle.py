@@ -19,7 +19,7 @@ from pyvmem.errors import NotSupported, VMemError
 from pyvmem.kvcache.events import wait_for_device
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache.core import Core
+    from pyvmem.kvcache.group import Core
 
 __all__ = ["IdleThread", "begin_trim", "compact", "trim", "unmap_idle"]
 

@@ -27,7 +27,7 @@ from contextlib import suppress
 from itertools import repeat
 from operator import attrgetter, setitem
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from pyvmem._native import Outcome
 from pyvmem.errors import VMemError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["Book", "Books", "Journal"]
+__all__ = ["Book", "Books", "Journal", "Watched"]
 
 _put: Final = object.__setattr__
 
@@ -60,6 +60,28 @@ class Book:
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._log.append((_put, self, name, getattr(self, name, None)))
+        _put(self, name, value)
+
+
+class Watched(Book):
+    """A `Book` that is in a set from when an attribute changes on: for an index to be kept right.
+
+    A subclass makes itself by `_with`, then `_watch`. What an undo changes is not noted.
+    """
+
+    __slots__ = ("_changed",)
+
+    _changed: set[Any]
+    _unwatched: ClassVar[frozenset[str]] = frozenset()  # attributes that no index is made of
+
+    def _watch(self, changed: set[Any]) -> None:
+        """Names the set; before any attribute is set."""
+        _put(self, "_changed", changed)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._log.append((_put, self, name, getattr(self, name, None)))
+        if name not in self._unwatched:
+            self._changed.add(self)
         _put(self, name, value)
 
 
@@ -129,7 +151,9 @@ class Journal:
             self.entries.append((_put, owner, name, getattr(owner, name)))
 
     def put_all(self, owners: Sequence[Book], name: str, values: Sequence[Any]) -> None:
-        """Sets one attribute of several objects, as assigning to each of them would."""
+        """Sets one attribute of several objects of a kind, as assigning to each of them would."""
+        if owners and isinstance(owners[0], Watched):
+            owners[0]._changed.update(owners)
         before = list(map(attrgetter(name), owners))
         self.entries.append((_put_all, owners, name, before))
         _put_all(owners, name, values)

@@ -5,32 +5,60 @@ from __future__ import annotations
 
 import errno
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy
-from pyvmem.kvcache import report, setup, steps
-from pyvmem.kvcache.base import half_closed
+from pyvmem.kvcache import group, idle, integrity, manager, swap, truncate
 from pyvmem.kvcache.budget import Budget
-from pyvmem.kvcache.cache import KVCache
-from pyvmem.kvcache.config import KVCacheConfig, invalid
-from pyvmem.kvcache.core import Core
-from pyvmem.kvcache.joint import JointPrefixes
+from pyvmem.kvcache.cache import Closing, KVCache, half_closed
+from pyvmem.kvcache.config import KVCacheConfig, LayerShape, Place, classes_of, invalid
+from pyvmem.kvcache.events import record
+from pyvmem.kvcache.group import Core
 from pyvmem.kvcache.journal import Books
-from pyvmem.kvcache.layered_requests import LayeredRequests
-from pyvmem.kvcache.shapes import LayerShape, Place, classes_of
-from pyvmem.kvcache.stats import CacheStats, together
+from pyvmem.kvcache.metrics import CacheStats, together
+from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.streams import check
 
 if TYPE_CHECKING:
     import torch
 
+    from pyvmem.context import Context
+    from pyvmem.kvcache.cache import KVCache
+    from pyvmem.kvcache.prefix_cache import PrefixMatch
+    from pyvmem.kvcache.swap import SwappedRequest
+
 __all__ = ["LayeredCache"]
 
 
-class LayeredCache(LayeredRequests):
+def _agreed(cores: list[Core]) -> list[Core]:
+    """The same, with the same free slots: one that a failure broke in one class is none's."""
+    for core in cores:
+        core.reclaimer.poll()
+        core.pager.poll()
+    if len({len(core.table.free) for core in cores}) > 1:
+        broken = {slot.index for core in cores for slot in core.table if slot.broken}
+        for core in cores:
+            for index in broken:
+                core.table.condemn(core.table[index])
+    return cores
+
+
+def _alloc(cores: list[Core], seq_len: int) -> int | None:
+    """Takes the slot that fits the first class best, in all of them."""
+    found = cores[0].fit(seq_len)
+    if found is None:
+        return None
+    for core in cores:
+        core.take(core.table[found.index])
+    for core in cores:
+        core.prepare()
+    return found.index
+
+
+class LayeredCache(Closing):
     """One `KVCache` for each class of equal layers, behind one reqid and one `step`.
 
     The classes share a budget. What changes a request is all or nothing over all of them. Prefixes
@@ -82,7 +110,7 @@ class LayeredCache(LayeredRequests):
         ]
         with ExitStack() as undo:
             if context is None and budget is None:
-                ready = sum(map(setup.pool_low, configs))
+                ready = sum(map(group.pool_low, configs))
                 context = Context(
                     backend,
                     device=device,
@@ -112,7 +140,9 @@ class LayeredCache(LayeredRequests):
                     limit=least,
                 )
             with budget.lock, budget.journal:
-                JointPrefixes([cache._core for cache in caches])
+                prefixes = PrefixCache([cache._core.sharing for cache in caches])
+                for place, cache in enumerate(caches):
+                    cache._core.use_prefixes(prefixes, place)
             undo.pop_all()
         self._lock = budget.lock
         self._journal = budget.journal
@@ -132,19 +162,149 @@ class LayeredCache(LayeredRequests):
     def _gone(self) -> bool:
         return super()._gone() or not self.budget.context.is_open
 
+    # ---- requests --------------------------------------------------------------------------------
+
+    def alloc_reqid(self, seq_len: int = 0) -> int | None:
+        """As `KVCache.alloc_reqid`; the slot fits the class of the first layer best."""
+        with self._lock, self._journal:
+            return _alloc(_agreed(self._open()), seq_len)
+
+    def free_reqid(
+        self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
+    ) -> None:
+        """As `KVCache.free_reqid`; with `tokens`, all classes record the request's rows."""
+        with self._lock, self._journal:
+            cores = self._open()
+            slots = [core.slot(reqid) for core in cores]
+            event = record(stream, cores[0].device)
+            if tokens is not None:
+                cores[0].prefixes.record_last(slots[0], tokens, event, namespace)
+            for core, slot in zip(cores, slots, strict=True):
+                core.mover.abandon(slot)
+            for core, slot in zip(cores, slots, strict=True):
+                core.release(slot, event)
+            for core in cores:
+                core.prepare()
+                core.tidy()
+
+    def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
+        """As `KVCache.truncate`, in all classes or in none."""
+        with self._lock, self._journal:
+            return truncate.truncate(self._open(), reqid, length, stream)
+
+    # ---- forks -----------------------------------------------------------------------------------
+
+    def fork(self, reqid: int, length: int | None = None, stream: Any = None) -> int | None:
+        """As `KVCache.fork`: in every class the full pages are shared, and the last one copied."""
+        forked = self.fork_many(reqid, 1, length, stream)
+        return None if forked is None else forked[0]
+
+    def fork_many(
+        self, reqid: int, count: int, length: int | None = None, stream: Any = None
+    ) -> list[int] | None:
+        """`fork` for `count` new requests: all of them, in all classes, or none.
+
+        Where a class fails, the others have given up what they forked; the parent's full pages may
+        be read-only already.
+        """
+        check(stream)
+        with self._lock, self._journal:
+            cores = _agreed(self._open())
+            forked = manager.fork_all(cores, reqid, operator.index(count), length, stream)
+            for core in cores:
+                core.prepare()
+            return forked
+
+    # ---- prefixes --------------------------------------------------------------------------------
+
+    @property
+    def sharing_unit(self) -> int:
+        """As `KVCache.sharing_unit`: the fewest tokens that fill whole pages in every class."""
+        return self.caches[0].sharing_unit
+
+    def record(
+        self, reqid: int, tokens: Any, stream: Any = None, namespace: Hashable = None
+    ) -> int:
+        """As `KVCache.record`. After a failure, pages of the request may be read-only already."""
+        check(stream)
+        with self._lock, self._journal:
+            core = self._open()[0]
+            return core.prefixes.record(core.slot(reqid), tokens, stream, namespace)
+
+    def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
+        """As `KVCache.match`."""
+        with self._lock, self._journal:
+            return self._open()[0].prefixes.match(tokens, leave, namespace)
+
+    def alloc_prefix(
+        self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None
+    ) -> tuple[int, int] | None:
+        """As `KVCache.alloc_prefix`."""
+        check(stream)
+        with self._lock, self._journal:
+            cores = _agreed(self._open())
+            prefixes = cores[0].prefixes
+            match, length = prefixes.wanted(tokens, leave, namespace)
+            try:
+                begins = prefixes.can_begin(match)
+                if begins:
+                    reqid = manager.alloc_prefix(cores, match, stream)
+                    for core in cores:
+                        core.prepare()
+                else:
+                    reqid = _alloc(cores, length)
+            finally:
+                if match is not tokens:
+                    match.release()
+            return None if reqid is None else (reqid, match.length if begins else 0)
+
+    # ---- preemption and admission ----------------------------------------------------------------
+
+    def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
+        """As `KVCache.swap_out`."""
+        check(stream)
+        with self._lock, self._journal:
+            cores = self._open()
+            return swap.swap_out(cores, reqid, stream)
+
+    def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
+        """As `KVCache.swap_in`; the slot fits the class of the first layer best."""
+        check(stream)
+        with self._lock, self._journal:
+            return swap.swap_in(_agreed(self._open()), swapped, stream)
+
+    def can_admit(
+        self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
+    ) -> bool:
+        """As `KVCache.can_admit`."""
+        with self._lock, self._journal:
+            return manager.can_admit(self._open(), seq_lens, matches)
+
+    def trim(self, prefixes: bool = False, compact: bool = False, stream: Any = None) -> int:
+        """As `KVCache.trim`; returns the bytes given back to the device."""
+        check(stream)
+        with self._lock, self._journal:
+            cores = self._open()
+            before = cores[0].context.stats().slab_bytes
+            for cache in self.caches:
+                cache.trim(prefixes)
+            if compact:
+                idle.compact(cores[0], stream, owned=self._owned is not None)
+            return max(0, before - cores[0].context.stats().slab_bytes)
+
     # ---- steps ---------------------------------------------------------------------------------
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step`, over all classes: where one is short, none has changed."""
         check(stream)
         with self._lock, self._journal:
-            return steps.step_all(self._open(), seq_lens, stream)
+            return manager.step_all(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step_async`, over all classes."""
         check(stream)
         with self._lock, self._journal:
-            return steps.step_async_all(self._open(), seq_lens)
+            return manager.step_async_all(self._open(), seq_lens)
 
     # ---- tensors -------------------------------------------------------------------------------
 
@@ -185,7 +345,7 @@ class LayeredCache(LayeredRequests):
             share = cores[0].reclaimer.share
             assert share is not None
             room = share.room() // cores[0].layout.page_size
-            return together([report.stats(core) for core in cores], room)
+            return together([integrity.stats(core) for core in cores], room)
 
     def check_integrity(self) -> None:
         """As `KVCache.check_integrity`, for every class."""
@@ -227,7 +387,7 @@ def _close_others(budget: Budget, books: list[Books]) -> None:
         for core in [one for one in journal.books if one not in books]:
             assert isinstance(core, Core)
             core.close(None)
-            budget.leave(core)
+            budget.leave(core.pager)
 
 
 def _shape_free(policy: dict[str, Any]) -> dict[str, Any]:

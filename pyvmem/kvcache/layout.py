@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from pyvmem.kvcache.config import KVCacheConfig, invalid
+from pyvmem.kvcache.config import PREFILL_TOKENS, KVCacheConfig, invalid
 
 __all__ = ["Layout"]
 
@@ -54,6 +54,8 @@ class Layout:
         slot_bytes: distance between slots of one tensor.
         tensor_bytes: distance between tensors.
         total_bytes: of the reservation.
+        overread: rows behind every length that are mapped, too.
+        guard: rows more behind the length that a prefill leads to.
         capacity: the longest sequence that so many pages per tensor are enough for.
 
     Raises:
@@ -68,7 +70,8 @@ class Layout:
         self.head_row_bytes = config.num_kv_heads * config.head_dim * config.itemsize
         self.row_bytes = config.row_bytes
         self.max_rows = config.max_seq_len
-        self.overread = config.overread_rows
+        self.overread = config.overread_rows if config.overread_decode else 0
+        self.guard = config.overread_rows - self.overread
         full = self.max_rows * self.row_bytes
         used = _round_up(full, page_size)
         large = config.large_page_size
@@ -102,11 +105,20 @@ class Layout:
             )
 
     def pages_for(self, seq_len: int) -> int:
-        """Pages per tensor that hold `seq_len` tokens and the rows that a kernel may over-read."""
+        """Pages per tensor that hold `seq_len` tokens and the rows that decoding may over-read."""
         if seq_len <= 0:
             return 0
         rows = min(seq_len + self.overread, self.max_rows)
         return -(-rows * self.row_bytes // self.page_size)
+
+    def guarded(self, seq_len: int) -> int:
+        """The tokens that `pages_for` is to be asked about for a prefill up to `seq_len`."""
+        return max(seq_len, min(seq_len + self.guard, self.max_rows)) if seq_len > 0 else 0
+
+    def pages_for_step(self, held: int, seq_len: int) -> int:
+        """Pages per tensor that a step of a request from `held` to `seq_len` tokens needs."""
+        prefill = seq_len - held > PREFILL_TOKENS
+        return self.pages_for(self.guarded(seq_len) if prefill else seq_len)
 
     def _capacity(self, pages: int) -> int:
         rows = pages * self.page_size // self.row_bytes

@@ -17,18 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.events import record, wait_for
-from pyvmem.kvcache.jobs import Cut, Move, Quiet
-from pyvmem.kvcache.move_plan import MovePlanner
-from pyvmem.kvcache.places import Tier
-from pyvmem.kvcache.slots import Slot
-
-if TYPE_CHECKING:
-    from pyvmem.kvcache.core import Core
-    from pyvmem.reservation import Reservation
+from pyvmem.kvcache.mapper import Scratch
+from pyvmem.kvcache.pages import Tier
+from pyvmem.kvcache.reclaim import Reclaimer
+from pyvmem.kvcache.slots import Cut, Move, Quiet, Slot
+from pyvmem.ops import OpBatch
+from pyvmem.reservation import Reservation
 
 __all__ = ["Mover"]
 
@@ -41,9 +39,16 @@ class Mover:
         given_up: their slots go without; the scratch pages go when the copies are over.
     """
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._plan = MovePlanner(core)
+    def __init__(self, reclaimer: Reclaimer, scratch: Scratch, device: int | None) -> None:
+        self._reclaimer = reclaimer
+        self._scratch = scratch
+        self._mapper = reclaimer.mapper
+        self._journal = reclaimer.mapper.journal
+        self._layout = reclaimer.layout
+        self._table = reclaimer.table
+        self._counters = reclaimer.counters
+        self._device = device
+        self._plan = MovePlanner(reclaimer)
         self.moves: dict[Slot, Move] = {}
         self.given_up: list[Move] = []
 
@@ -57,40 +62,39 @@ class Mover:
         Raises:
             OutOfMemory: of the back end; nothing changed. VMemError: the driver failed; likewise.
         """
-        core = self._core
         if not move.stretches:
             self._note(move)
             return
-        move.addresses = core.scratch.take(self._plan.place(move))
+        move.addresses = self._scratch.take(self._plan.place(move))
         ops = self._plan.copies(move)
         try:
-            with core.mapper.transaction() as change:
+            with self._mapper.transaction() as change:
                 move.ticket = change.ticket if background else None
                 self._note(move)
                 self._count(move, 1)
                 if background:
                     change.submit(ops, after)
                 else:
-                    with core.counters.waiting():
+                    with self._counters.waiting():
                         change.run(ops, after)
         except VMemError:
             addresses, move.addresses, move.ticket = move.addresses, None, None
-            core.scratch.give(addresses)
+            self._scratch.give(addresses)
             raise
 
     def _note(self, move: Move) -> None:
-        self._core.journal.keep_dict(self.moves)
+        self._journal.keep_dict(self.moves)
         self.moves[move.slot] = move
 
     def _remove(self, move: Move) -> None:
-        self._core.journal.keep_dict(self.moves)
+        self._journal.keep_dict(self.moves)
         del self.moves[move.slot]
 
     def _count(self, move: Move, sign: int) -> None:
         """Counts scratch pages as behind the cache, or no longer."""
-        reclaimer, tensors = self._core.reclaimer, self._core.layout.num_tensors
+        reclaimer, tensors = self._reclaimer, self._layout.num_tensors
         reclaimer.held += sign * move.here() * tensors
-        counters = self._core.counters
+        counters = self._counters
         counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
         if move.away():
             reclaimer.away = reclaimer.away.copy()
@@ -107,8 +111,8 @@ class Mover:
         """
         move = self.moves.get(slot)
         if move is not None:
-            with self._core.counters.waiting():
-                self._end(move, [record(stream, self._core.device)])
+            with self._counters.waiting():
+                self._end(move, [record(stream, self._device)])
 
     def step(self, stream: Any) -> None:
         """Ends the moves whose copies are over, after the work on `stream`; failures are noted."""
@@ -117,20 +121,20 @@ class Mover:
         ready = [move for move in self.moves.values() if move.done()]
         if not ready:
             return
-        event = record(stream, self._core.device)
-        with self._core.counters.waiting():
+        event = record(stream, self._device)
+        with self._counters.waiting():
             for move in ready:
                 try:
                     self._end(move, [event])
                 except VMemError as error:
-                    self._core.reclaimer.errors.append(error)
+                    self._reclaimer.errors.append(error)
 
     def _end(self, move: Move, events: list[Any]) -> None:
         after = [event for event in events if event is not None]
         try:
             if move.ticket is not None:
                 move.ticket.wait()
-                self._core.journal.keep(move, "ticket")
+                self._journal.keep(move, "ticket")
                 move.ticket = None
         except VMemError:
             self._remove(move)
@@ -154,34 +158,33 @@ class Mover:
 
     def _swap(self, move: Move, after: list[Any]) -> None:
         """One batch: the new pages replace the old ones, the scratch addresses are empty again."""
-        core, layout, slot = self._core, self._core.layout, move.slot
+        layout, slot = self._layout, move.slot
         ops = self._plan.swap(move)
-        with core.mapper.transaction() as change:
+        with self._mapper.transaction() as change:
             self._remove(move)
-            core.table.changed(slot)
             for low, high, kind in move.stretches:  # the old ones are gone
                 away = slot.places.away(low, high)
-                core.reclaimer.came_back(high - low - sum(away.values()), away, reclaimed=False)
+                self._reclaimer.came_back(high - low - sum(away.values()), away, reclaimed=False)
                 slot.places.put(low, high, kind)
             addresses = self._take_addresses(move)
             change.run(ops, after)
-        core.scratch.give(addresses)
-        core.counters.moved += sum(high - low for low, high, _ in move.stretches) * (
+        self._scratch.give(addresses)
+        self._counters.moved += sum(high - low for low, high, _ in move.stretches) * (
             layout.num_tensors
         )
 
     def _join(self, move: Move, after: list[Any]) -> None:
         """Maps each run in one piece."""
-        core, layout = self._core, self._core.layout
+        layout = self._layout
         for event in after:
             wait_for(event)
         for low, high in move.runs:
             for tensor in range(layout.num_tensors):
-                at = core.pager.base + layout.offset(move.slot.index, low, tensor)
-                core.mapper.consolidate(at, (high - low) * layout.page_size)
+                at = self._reclaimer.base + layout.offset(move.slot.index, low, tensor)
+                self._mapper.consolidate(at, (high - low) * layout.page_size)
 
     def _lose(self, slot: Slot, error: VMemError) -> None:
-        self._core.table.condemn(slot)
+        self._table.condemn(slot)
         slot.lost = True
         raise NotRecoverable(
             f"reqid {slot.index} has lost its rows, free it: {error}",
@@ -202,13 +205,11 @@ class Mover:
             return
         self._remove(move)
         if move.ticket is not None:
-            core = self._core
             cut = Cut(slot, slot.mapped, slot.mapped, slot.dirty, Quiet(move.ticket), slot.head)
             if slot.job is None:
-                core.table.changed(slot)
                 slot.job = cut
-                core.journal.keep_list(core.reclaimer.cuts)
-                core.reclaimer.cuts.append(cut)
+                self._journal.keep_list(self._reclaimer.cuts)
+                self._reclaimer.cuts.append(cut)
             else:
                 cut.ticket.wait()
         if move.addresses is not None:
@@ -216,7 +217,7 @@ class Mover:
             self.sweep()
 
     def _give_up(self, move: Move) -> None:
-        self._core.journal.keep_list(self.given_up)
+        self._journal.keep_list(self.given_up)
         self.given_up.append(move)
 
     def make_way(self, slot: Slot, page: int) -> bool:
@@ -253,19 +254,19 @@ class Mover:
             if move.ticket is not None:
                 Quiet(move.ticket).wait()
         self.sweep()
-        self._core.reclaimer.poll()  # the cuts that stood for the copies
+        self._reclaimer.poll()  # the cuts that stood for the copies
         return bool(slots)
 
     def sweep(self) -> None:
         """Takes back the scratch pages of moves that were given up, and whose copies are over."""
-        self._core.scratch.retry()
+        self._scratch.retry()
         for move in [move for move in self.given_up if move.done()]:
-            self._core.journal.keep_list(self.given_up)
+            self._journal.keep_list(self.given_up)
             self.given_up.remove(move)
             try:
                 if move.ticket is not None:
                     move.ticket.wait()
-                    self._core.journal.keep(move, "ticket")
+                    self._journal.keep(move, "ticket")
                     move.ticket = None
             except VMemError:  # nothing was mapped
                 self._forget(move)
@@ -275,7 +276,7 @@ class Mover:
     def _drop(self, move: Move) -> None:
         """Unmaps the scratch pages; where that fails, the next sweep tries again."""
         try:
-            with self._core.mapper.transaction() as change:
+            with self._mapper.transaction() as change:
                 addresses = self._uncount(move)
                 change.run(self._plan.unmaps(move, addresses))
         except NotRecoverable:
@@ -283,12 +284,12 @@ class Mover:
         except VMemError:
             self._give_up(move)
         else:
-            self._core.scratch.give(addresses)
+            self._scratch.give(addresses)
 
     def _take_addresses(self, move: Move) -> Reservation:
         """A move's scratch, which it has no longer."""
         assert move.addresses is not None
-        addresses, journal = move.addresses, self._core.journal
+        addresses, journal = move.addresses, self._journal
         journal.hold(addresses)
         journal.keep(move, "addresses")
         move.addresses = None
@@ -301,7 +302,7 @@ class Mover:
     def _forget(self, move: Move) -> None:
         """Takes a move whose scratch is empty out of the books."""
         if move.addresses is not None:
-            self._core.scratch.give(self._uncount(move))
+            self._scratch.give(self._uncount(move))
 
     def owns(self, held: object) -> bool:
         """Whether a move has this reservation."""
@@ -338,3 +339,79 @@ class Mover:
             for tier, pages in move.away().items():
                 away[tier] = away.get(tier, 0) + pages
         return here, away
+
+
+class MovePlanner:
+    """Writes the batches of a `Move`."""
+
+    def __init__(self, reclaimer: Reclaimer) -> None:
+        self._mapper = reclaimer.mapper
+        self._base = reclaimer.base
+        self._layout = reclaimer.layout
+
+    def place(self, move: Move) -> int:
+        """Settles where in scratch addresses the pages go; returns the bytes that they need."""
+        layout = self._layout
+        unit = max(1, layout.large_pages)
+        move.first = move.stretches[0][0] // unit * unit
+        pages = -(-move.stretches[-1][1] // unit) * unit - move.first
+        move.stride = pages * layout.page_size
+        return move.stride * layout.num_tensors
+
+    def copies(self, move: Move) -> OpBatch:
+        """New pages at the scratch addresses, with what the slot has."""
+        layout, ops = self._layout, OpBatch(len(move.stretches))
+        for low, high, kind in move.stretches:
+            ops.populate(
+                self._scratch(move, low),
+                (high - low) * layout.page_size,
+                layout.num_tensors,
+                move.stride,
+                kind.unit * layout.page_size,
+                location=int(kind.tier.location),
+                device=kind.tier.device,
+                copy_from=self._own(move, low),
+                copy_stride=layout.tensor_bytes,
+            )
+        return ops
+
+    def swap(self, move: Move) -> OpBatch:
+        """The new pages replace the old ones, and the scratch addresses are empty again.
+
+        The copies are over. A handle is made for each stretch, which the batch consumes.
+        """
+        layout, ops = self._layout, OpBatch(2 * len(move.stretches))
+        tensors = layout.num_tensors
+        for low, high, _ in move.stretches:
+            scratch, nbytes = self._scratch(move, low), (high - low) * layout.page_size
+            handle = self._mapper.gather(scratch, nbytes, tensors, move.stride)
+            ops.map(
+                self._own(move, low),
+                nbytes,
+                handle,
+                0,
+                tensors,
+                layout.tensor_bytes,
+                consume=True,
+                replace=True,
+            )
+            ops.unmap(scratch, nbytes, tensors, move.stride)
+        return ops
+
+    def unmaps(self, move: Move, addresses: Reservation) -> OpBatch:
+        """The scratch addresses of a move are empty again."""
+        layout, ops = self._layout, OpBatch(len(move.stretches))
+        for low, high, _ in move.stretches:
+            nbytes = (high - low) * layout.page_size
+            at = addresses.addr + (low - move.first) * layout.page_size
+            ops.unmap(at, nbytes, layout.num_tensors, move.stride, holes=True)
+        return ops
+
+    def _own(self, move: Move, page: int) -> int:
+        """A page's address in tensor 0."""
+        return self._base + self._layout.offset(move.slot.index, page)
+
+    def _scratch(self, move: Move, page: int) -> int:
+        """Where its successor lies."""
+        assert move.addresses is not None
+        return move.addresses.addr + (page - move.first) * self._layout.page_size

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""A radix tree of prefixes over token ids: what is recorded, and what of a prompt is there already.
+"""A radix tree over token ids: what is recorded, and what of a prompt is there already.
+
+The order of use holds every node that may be evicted, and a node always follows its children: a use
+moves the whole path to the end, the deepest node first. So the first of the order has no children,
+and eviction needs no search. Pinned nodes and their ancestors stand outside it.
 
 Ids are compared in whole *units*, the tokens that can be shared with one another request: fewer
 would begin in the middle of a page. A node holds a run of units, and the caller's *span* for them
@@ -20,16 +24,420 @@ from __future__ import annotations
 
 import errno
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, Generic
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count as count_up
+from typing import Any, Generic, Protocol, TypeVar
 
 from pyvmem.errors import Busy
-from pyvmem.kvcache import prefix_check
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.prefix_node import Inserted, Match, Node, Order, S, Span, walk
-from pyvmem.kvcache.token_ids import ID_BYTES, TokenIds
 
-__all__ = ["Inserted", "Match", "Node", "PrefixTree", "Span"]
+__all__ = [
+    "ID_BYTES",
+    "Inserted",
+    "MAX_ID",
+    "Match",
+    "Node",
+    "Order",
+    "PrefixTree",
+    "S",
+    "Span",
+    "TokenIds",
+    "walk",
+]
+
+ID_BYTES = 4
+MAX_ID = (1 << 32) - 1
+
+
+class TokenIds:
+    """A sequence of token ids in the form that `PrefixTree` compares. Immutable.
+
+    Made once for a prompt and used in several calls, it saves their conversion, which takes longer
+    than the comparison: `vmem bench prefixes` measures both.
+
+    Args:
+        tokens: ids from 0 to 2**32 - 1: a list or another sequence of whole numbers, an
+            ``array.array``, a one-dimensional numpy array or torch tensor of integers (one on a GPU
+            is copied, which waits for its stream), or a `TokenIds`.
+        namespace: what the keys and values depend on beside the ids: an adapter, an image, a
+            tenant. Equal ids of different namespaces are different prefixes. None, the default, is
+            a namespace too; of a `TokenIds` that is given without one, its own is taken.
+
+    Raises:
+        InvalidArgument: an id out of range, no whole number, more than one dimension, or text; a
+            namespace that cannot be hashed, or another one than that of the `TokenIds` given.
+    """
+
+    __slots__ = ("data", "namespace")
+
+    data: bytes  #: the ids as native 32-bit words
+    namespace: Hashable
+
+    def __init__(self, tokens: Any, namespace: Hashable = None) -> None:
+        self.data = _encode(tokens)
+        self.namespace = _namespace(tokens, namespace)
+
+    @classmethod
+    def of(cls, tokens: Any, namespace: Hashable = None) -> TokenIds:
+        """`tokens` itself where it is one already, of that namespace."""
+        if isinstance(tokens, cls) and (namespace is None or namespace == tokens.namespace):
+            return tokens
+        return cls(tokens, namespace)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, namespace: Hashable = None) -> TokenIds:
+        """Ids that are there as native 32-bit words. InvalidArgument: not a multiple of 4 bytes."""
+        if len(data) % ID_BYTES:
+            raise invalid(f"{len(data)} bytes are no whole number of ids of {ID_BYTES} bytes")
+        out = object.__new__(cls)
+        out.data = bytes(data)
+        out.namespace = _namespace(data, namespace)
+        return out
+
+    def __len__(self) -> int:
+        return len(self.data) // ID_BYTES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(memoryview(self.data).cast("I"))
+
+    def __add__(self, more: Any) -> TokenIds:
+        """These ids and then `more`, at the cost of a copy."""
+        return TokenIds.from_bytes(self.data + TokenIds.of(more).data, self.namespace)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenIds):
+            return NotImplemented
+        return self.data == other.data and self.namespace == other.namespace
+
+    def __hash__(self) -> int:
+        return hash((self.data, self.namespace))
+
+    def __repr__(self) -> str:
+        of = "" if self.namespace is None else f" of {self.namespace!r:.40}"
+        return f"<TokenIds: {len(self)} ids{of}>"
+
+
+def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
+    """The namespace of ids that are given with one, or bring their own."""
+    try:
+        hash(namespace)
+    except TypeError:
+        raise invalid(f"namespace {_brief(namespace)} cannot be hashed") from None
+    own = tokens.namespace if isinstance(tokens, TokenIds) else None
+    if own is None or namespace is None or namespace == own:
+        return own if namespace is None else namespace
+    raise invalid(f"namespace {namespace!r:.40}: the ids are of {own!r:.40}")
+
+
+def _encode(tokens: Any) -> bytes:
+    if isinstance(tokens, TokenIds):
+        return tokens.data
+    if hasattr(tokens, "is_floating_point"):  # torch's; numpy has no bfloat16 to refuse it by
+        if tokens.is_floating_point():
+            raise invalid(f"token ids must be whole numbers, not a tensor of {tokens.dtype}")
+        tokens = tokens.detach().cpu().numpy()
+    if hasattr(tokens, "__array_interface__"):
+        return _encode_numpy(tokens)
+    # A memory of bytes could be ids or text: whoever has one says which, as an array.
+    if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, (Sequence, array)):
+        raise invalid(f"token ids must be a sequence of whole numbers, not {_brief(tokens)}")
+    try:
+        return array("I", tokens).tobytes()
+    except (TypeError, OverflowError):
+        raise _wrong(tokens) from None
+
+
+def _encode_numpy(tokens: Any) -> bytes:
+    if tokens.dtype.kind not in "iu":
+        raise invalid(f"token ids must be whole numbers, not an array of {tokens.dtype}")
+    if tokens.ndim != 1:
+        raise invalid(f"token ids must have one dimension, not the shape {tuple(tokens.shape)}")
+    if tokens.dtype.str[1:] != "u4" and len(tokens):
+        for bound in (int(tokens.min()), int(tokens.max())):
+            if not 0 <= bound <= MAX_ID:
+                raise _out_of_range(bound)
+    out: bytes = tokens.astype("=u4", copy=False).tobytes()
+    return out
+
+
+def _wrong(tokens: Sequence[Any]) -> Exception:
+    """What to raise for a sequence that is refused: names the first element at fault."""
+    for place, value in enumerate(tokens):
+        try:
+            array("I", [value])
+        except OverflowError:
+            return _out_of_range(int(value), f"token id {place}")
+        except TypeError:
+            return invalid(f"token id {place} is {_brief(value)}; it must be a whole number")
+    return invalid("the token ids changed while they were read")
+
+
+def _out_of_range(value: int, what: str = "a token id") -> Exception:
+    return invalid(f"{what} is {value}; it must lie between 0 and {MAX_ID}", limit=MAX_ID)
+
+
+def _brief(value: Any) -> str:
+    return f"{value!r:.40} of type {type(value).__name__}"
+
+
+class Span(Protocol):
+    """What a tree keeps for a run of units: the caller's, opaque but for this."""
+
+    @property
+    def pages(self) -> int:
+        """Pages that the span stands for; the same number for as long as it is in the tree."""
+        ...
+
+    def split(self: S, units: int) -> tuple[S, S]:
+        """The span of the first `units` units and that of the rest; both are at least one unit.
+
+        The pages of the two are those of the whole. The whole is not used again. Must not fail:
+        `PrefixTree.evict` would lose the spans that it had taken out.
+        """
+        ...
+
+
+S = TypeVar("S", bound=Span)
+
+
+class Node(Generic[S]):
+    """A run of units behind its parent's. A handle: only the tree changes it.
+
+    Attributes:
+        namespace: of the prefix; the root's key.
+        parent: None for a root, and for a node that left the tree.
+        units: length of the run.
+        end: tokens from the first of the prefix to the last of this run.
+        pins: `PrefixTree.pin` calls on this node without their `unpin`.
+        used: `PrefixTree.now` at the last use.
+    """
+
+    __slots__ = (
+        *("_children", "_locks", "_run", "_span", "_stamp"),
+        *("end", "namespace", "parent", "pins", "units", "used"),
+    )
+
+    def __init__(
+        self,
+        parent: Node[S] | None,
+        run: bytes,
+        units: int,
+        end: int,
+        used: int,
+        namespace: Hashable = None,
+    ) -> None:
+        self.parent = parent
+        self.namespace: Hashable = namespace if parent is None else parent.namespace
+        self.units = units
+        self.end = end
+        self.pins = 0
+        self.used = used
+        self._run = run
+        self._span: S | None = None
+        self._children: dict[bytes, Node[S]] = {}  # by the first unit of their runs
+        self._locks = 0  # pins of this node and of all below
+        self._stamp = 0  # counts up with every use, children before parents
+
+    @property
+    def span(self) -> S:
+        """The caller's payload. InvalidArgument for a root, which has none."""
+        if self._span is None:
+            raise invalid("the root of a prefix tree has no span")
+        return self._span
+
+    @property
+    def is_leaf(self) -> bool:
+        """Nothing is recorded behind it."""
+        return not self._children
+
+    @property
+    def children(self) -> list[Node[S]]:
+        """The runs that may follow, in the order they were recorded."""
+        return list(self._children.values())
+
+    def top(self) -> Node[S]:
+        """The root of its tree; of a node that left, the node."""
+        node: Node[S] = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
+    def path(self) -> list[Node[S]]:
+        """The nodes from below the root to this one."""
+        nodes = []
+        node: Node[S] = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def tokens(self) -> TokenIds:
+        """The whole prefix, up to `end`."""
+        return TokenIds.from_bytes(b"".join(node._run for node in self.path()), self.namespace)
+
+    def below(self) -> Iterator[Node[S]]:
+        """This node and all behind it, parents before children."""
+        waiting: list[Node[S]] = [self]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(reversed(node._children.values()))
+
+    def __repr__(self) -> str:
+        return f"<Node: {self.units} units, to token {self.end}, {len(self._children)} children>"
+
+
+@dataclass(frozen=True)
+class Match(Generic[S]):
+    """What of a prompt is recorded.
+
+    Attributes:
+        length: tokens, a multiple of the unit.
+        parts: the spans in order, each with the units used of it: all, but perhaps of the last.
+        node: the last span's node; the root for no match.
+    """
+
+    length: int
+    parts: list[tuple[S, int]]
+    node: Node[S]
+
+
+@dataclass(frozen=True)
+class Inserted(Generic[S]):
+    """What `PrefixTree.insert` did.
+
+    Attributes:
+        node: the node that holds the last whole unit; the root where there is not one.
+        length: tokens of the prefix that the tree now holds, a multiple of the unit.
+        start: of these, those that it held before; `length` when nothing is new.
+    """
+
+    node: Node[S]
+    length: int
+    start: int
+
+
+class Order(Generic[S]):
+    """The order of use, and the locks that keep nodes out of it.
+
+    Attributes:
+        locked_pages: pages of the nodes that are pinned or have a pinned node below.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: OrderedDict[Node[S], None] = OrderedDict()  # least recently used first
+        self.locked_pages = 0
+        self._stamps = count_up(1)
+
+    def rebuild(
+        self, roots: Iterable[Node[S]], nodes: Iterable[Node[S]], pins: Iterable[Node[S]]
+    ) -> None:
+        """Makes pins, locks and order again.
+
+        Args:
+            roots: of the tree.
+            nodes: all others.
+            pins: of these, one for each pin.
+        """
+        every = list(nodes)
+        for node in (*roots, *every):
+            node.pins = node._locks = 0
+        self.locked_pages = 0
+        for node in pins:
+            node.pins += 1
+            for one in (node.top(), *node.path()):
+                one._locks += 1
+        self.locked_pages = sum(node.span.pages for node in every if node._locks)
+        free = sorted((node for node in every if not node._locks), key=lambda n: n._stamp)
+        self.nodes = OrderedDict.fromkeys(free)
+
+    def first(self) -> Node[S] | None:
+        """The leaf to be evicted next."""
+        return next(iter(self.nodes), None)
+
+    def touch(self, node: Node[S], now: int) -> None:
+        """Moves a path to the end, children before parents."""
+        step = node
+        while step.parent is not None:
+            step.used = now
+            step._stamp = next(self._stamps)
+            if not step._locks:
+                self.nodes[step] = None
+                self.nodes.move_to_end(step)
+            step = step.parent
+
+    def lock(self, node: Node[S]) -> None:
+        """Pins a node, and takes it and its ancestors out."""
+        node.pins += 1
+        step: Node[S] | None = node
+        while step is not None:
+            step._locks += 1
+            if step._locks == 1 and step.parent is not None:
+                self.locked_pages += step.span.pages
+                del self.nodes[step]
+            step = step.parent
+
+    def unlock(self, node: Node[S]) -> None:
+        """Takes a pin back; `touch` must follow, which puts the free part of the path in."""
+        node.pins -= 1
+        step: Node[S] | None = node
+        while step is not None:
+            step._locks -= 1
+            if not step._locks and step.parent is not None:
+                self.locked_pages -= step.span.pages
+            step = step.parent
+
+
+def walk(
+    root: Node[S], data: bytes, end: int, width: int
+) -> tuple[Node[S], list[tuple[S, int]], int]:
+    """Down the tree for as far as it agrees with `data`.
+
+    Args:
+        root: where to begin.
+        data: ids as bytes.
+        end: bytes of them to look at, whole units.
+        width: bytes of a unit.
+
+    Returns:
+        The last node; the spans on the way, each with the units of it that agree; the bytes that
+        agree.
+    """
+    node, at = root, 0
+    parts: list[tuple[S, int]] = []
+    while at < end:
+        child = node._children.get(data[at : at + width])
+        if child is None:
+            break
+        node = child
+        if data.startswith(child._run, at, end):
+            parts.append((child.span, child.units))
+            at += len(child._run)
+            continue
+        units = _common(data, at, end, child._run, width)
+        parts.append((child.span, units))
+        at += units * width
+        break
+    return node, parts, at
+
+
+def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
+    """Units that a run and the ids have in common; the first one is known to be.
+
+    Bisection: each half is compared as a whole, and only one of the halves is looked at again.
+    """
+    low, high = 1, min(len(run), end - at) // width
+    while low < high:
+        middle = (low + high + 1) // 2
+        if data.startswith(run[low * width : middle * width], at + low * width):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
 
 _MAX_UNIT = 1 << 30  # tokens; what it stops is arithmetic on nonsense
 
@@ -244,7 +652,7 @@ class PrefixTree(Generic[S]):
 
     def check(self) -> list[str]:
         """Compares the tree with itself: every contradiction found, in words. Cost: all nodes."""
-        return prefix_check.check(self)
+        return _check(self)
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -363,3 +771,55 @@ class PrefixTree(Generic[S]):
         """Refuses a node that left the tree, or is another tree's."""
         if self.roots.get(node.namespace) is not node.top():
             raise invalid(f"the prefix of {node.end} tokens was evicted, or is another tree's")
+
+
+def _check(tree: PrefixTree[S]) -> list[str]:
+    """See `PrefixTree.check`."""
+    found: list[str] = []
+    nodes = list(tree)
+    order = {node: place for place, node in enumerate(tree.eviction_order())}
+    for node in nodes:
+        found += [f"{node!r}: {text}" for text in _node(tree, node, order)]
+    for name, value in (
+        ("nodes", len(nodes)),
+        ("tokens", sum(node.units for node in nodes) * tree.unit),
+        ("pages", sum(node.span.pages for node in nodes)),
+        ("locked_pages", sum(node.span.pages for node in nodes if node._locks)),
+    ):
+        if getattr(tree, name) != value:
+            found.append(f"{name} is {getattr(tree, name)}; the nodes have {value}")
+    if len(order) != sum(not node._locks for node in nodes):
+        found.append(f"{len(order)} nodes stand in the order of use, which are not all unlocked")
+    for namespace, root in tree.roots.items():
+        of = "" if namespace is None else f" of {namespace!r:.40}"
+        locks = root.pins + sum(child._locks for child in root.children)
+        if root._locks != locks:
+            found.append(f"the root{of} has {root._locks} locks; it and its children have {locks}")
+        if root.namespace != namespace or root.parent is not None:
+            found.append(f"the root{of} is another namespace's, or no root")
+        if root is not tree.root and not locks and root.is_leaf:
+            found.append(f"the root{of} has no prefix")
+    return found
+
+
+def _node(tree: PrefixTree[S], node: Node[S], order: dict[Node[S], int]) -> list[str]:
+    found = []
+    parent, width = node.parent, tree.unit * ID_BYTES
+    assert parent is not None  # it was reached through it
+    if node.units < 1 or len(node._run) != node.units * width:
+        found.append(f"{len(node._run)} bytes of tokens are not {node.units} units, or none")
+    if parent._children.get(node._run[:width]) is not node:
+        found.append("its parent has it under another unit")
+    if node.end != parent.end + node.units * tree.unit:
+        found.append(f"its parent ends at token {parent.end}")
+    if node._locks != node.pins + sum(child._locks for child in node.children):
+        found.append(f"it has {node._locks} locks, other than its pins and its children's")
+    if bool(node._locks) == (node in order):
+        found.append("it must stand in the order of use just when it is not locked")
+    if parent in order and order.get(node, len(order)) > order[parent]:
+        found.append("it would be evicted after its parent")
+    if node.namespace != parent.namespace:
+        found.append(f"its namespace is {node.namespace!r:.40}, its parent's another")
+    if parent.parent is not None and node.used > parent.used:
+        found.append(f"it was used at {node.used}, its parent at {parent.used}")
+    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pyvmem.errors import (
@@ -13,17 +12,17 @@ from pyvmem.errors import (
     NotRecoverable,
     OutOfMemory,
     TooManyBatches,
-    VMemError,
 )
+from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import order_after, prune
-from pyvmem.kvcache.places import Kind
+from pyvmem.kvcache.growth import Pager
+from pyvmem.kvcache.pages import Kind, Span
 from pyvmem.kvcache.slots import Slot
-from pyvmem.kvcache.spans import Span
 from pyvmem.ops import OpBatch
 
 if TYPE_CHECKING:
     from pyvmem.features import Feature
-    from pyvmem.kvcache.core import Core
+    from pyvmem.kvcache.slots import Slot
     from pyvmem.pages import Pages
 
 __all__ = ["Sharing"]
@@ -35,21 +34,27 @@ _Held: TypeAlias = "tuple[Pages, int, int, Kind]"
 class Sharing:
     """Maps pages in several slots, read-only in each: a write to one faults."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, pager: Pager, config: KVCacheConfig) -> None:
+        self.pager = pager
+        self.mover = pager.mover
+        self.reclaimer = pager.reclaimer
+        self.mapper = pager.mapper
+        self.table = pager.reclaimer.table
+        self.layout = pager.layout
+        self.device = pager.device
+        self.config = config
 
     def require(self, feature: Feature, what: str) -> None:
         """Raises NotSupported where the cache cannot have the feature that `what` is a call of."""
-        core = self._core
-        feature.require(core.context.info, what, window=core.config.window)
+        feature.require(self.mapper.context.info, what, window=self.config.window)
 
     # ---- a slot's own pages become shared --------------------------------------------------------
 
-    def share(self, slot: Slot, pages: int) -> None:
+    def share(self, slot: Slot, pages: int, unit_pages: int) -> None:
         """Makes the first `pages` pages of a taken slot shared: mapped read-only in their place.
 
         No GPU work may touch them, and no batch be in flight over them. `pages` cuts no large page
-        (`Places.floor`).
+        (`Places.floor`). `unit_pages` is what `Span.split` counts in.
 
         Raises:
             NotRecoverable: they could be mapped neither read-only nor as before; the request has
@@ -58,17 +63,17 @@ class Sharing:
         low = slot.shared
         if pages <= low:
             return
-        pieces = self._gather(slot, low, pages)
+        pieces = self.handles(slot, low, pages)
         ops = OpBatch(len(pieces))
         self._map_pieces(ops, slot, pieces, readonly=True, replace=True)
         try:
-            with self._core.mapper.transaction() as change:
-                self._adopt(slot, pieces, [])
-                self._core.reclaimer.shared.use(slot.span.cut(low, pages))
-                self._core.pager.active_pages -= pages - low
+            with self.mapper.transaction() as change:
+                self._adopt(slot, pieces, [], unit_pages)
+                self.reclaimer.shared.use(slot.span.cut(low, pages))
+                self.pager.active_pages -= pages - low
                 change.run(ops)
         except NotRecoverable as error:
-            self._core.table.condemn(slot)
+            self.table.condemn(slot)
             slot.lost = True
             raise NotRecoverable(
                 f"reqid {slot.index} has lost its rows, free it: {error}",
@@ -78,9 +83,11 @@ class Sharing:
 
     def gather(self, slot: Slot, pages: int) -> list[_Held]:
         """What `bequeath` needs of a slot's first `pages` pages, beyond those that are shared."""
-        return self._gather(slot, slot.shared, slot.places.ceil(pages))
+        return self.handles(slot, slot.shared, slot.places.ceil(pages))
 
-    def bequeath(self, slot: Slot, pages: int, handles: list[_Held], event: Any) -> None:
+    def bequeath(
+        self, slot: Slot, pages: int, handles: list[_Held], event: Any, unit_pages: int
+    ) -> None:
         """Makes the pages of a slot shared that is freed next: as they are mapped goes with it.
 
         Args:
@@ -88,33 +95,31 @@ class Sharing:
             pages: how many; of a large page all go.
             handles: what `gather` returned for them.
             event: the GPU work that writes them, which those who map them wait for.
+            unit_pages: as for `share`.
         """
         low, pages = slot.shared, slot.places.ceil(pages)
         if pages <= low:
             return
-        self._adopt(slot, handles, [] if event is None else [event])
-        self._core.pager.grant(slot, pages)  # the rest of a large page is the owner's now, too
-        self._core.reclaimer.shared.use(slot.span.cut(low, pages))
-        self._core.pager.active_pages -= pages - low
+        self._adopt(slot, handles, [] if event is None else [event], unit_pages)
+        self.pager.grant(slot, pages)  # the rest of a large page is the owner's now, too
+        self.reclaimer.shared.use(slot.span.cut(low, pages))
+        self.pager.active_pages -= pages - low
 
-    def _adopt(self, slot: Slot, pieces: list[_Held], events: list[Any]) -> None:
-        shared = self._core.reclaimer.shared
-        self._core.table.changed(slot)
-        self._core.reclaimer.own_away = None
+    def _adopt(self, slot: Slot, pieces: list[_Held], events: list[Any], unit_pages: int) -> None:
+        shared = self.reclaimer.shared
+        self.reclaimer.own_away = None
         for handle, low, high, kind in pieces:
-            unit_pages = self._core.prefixes.unit_pages
             span = shared.adopt(handle, high - low, list(events), unit_pages, kind)
             shared.hold(span)
             slot.span = slot.span + span
 
-    def _gather(self, slot: Slot, low: int, high: int) -> list[_Held]:
+    def handles(self, slot: Slot, low: int, high: int) -> list[_Held]:
         """Handles to a slot's pages, one for each stretch of a kind."""
-        core = self._core
-        layout = core.layout
+        layout = self.layout
         return [
             (
-                core.mapper.gather(
-                    core.pager.base + layout.offset(slot.index, first),
+                self.mapper.gather(
+                    self.pager.base + layout.offset(slot.index, first),
                     (last - first) * layout.page_size,
                     layout.num_tensors,
                     layout.tensor_bytes,
@@ -135,10 +140,10 @@ class Sharing:
         readonly: bool,
         replace: bool = False,
     ) -> None:
-        layout = self._core.layout
+        layout = self.layout
         for handle, low, high, _ in pieces:
             ops.map(
-                self._core.pager.base + layout.offset(slot.index, low),
+                self.pager.base + layout.offset(slot.index, low),
                 (high - low) * layout.page_size,
                 handle,
                 0,
@@ -152,10 +157,9 @@ class Sharing:
 
     def must_wait(self) -> bool:
         """Whether `vacate` of one slot would wait for GPU work of earlier owners."""
-        core = self._core
-        core.reclaimer.poll()
-        core.pager.poll()
-        best = core.table.emptiest(1)
+        self.reclaimer.poll()
+        self.pager.poll()
+        best = self.table.emptiest(1)
         return bool(best and (best[0].job is not None or best[0].mapped) and prune(best[0].events))
 
     def vacate(self, count: int, into: Sequence[Slot] | None = None) -> Sequence[Slot] | None:
@@ -170,10 +174,9 @@ class Sharing:
         Raises:
             VMemError: pages of an earlier owner could not be unmapped; `is_shortage` of some.
         """
-        core = self._core
-        core.reclaimer.poll()
-        core.pager.poll()
-        slots = core.table.emptiest(count) if into is None else into
+        self.reclaimer.poll()
+        self.pager.poll()
+        slots = self.table.emptiest(count) if into is None else into
         if len(slots) < count:
             return None
         for slot in slots:
@@ -186,13 +189,12 @@ class Sharing:
         Raises:
             OutOfMemory: it could not begin; nothing changed. VMemError: it could not be unmapped.
         """
-        core = self._core
-        core.pager.release(slot)
+        self.pager.release(slot)
         if slot.mapped:
-            core.reclaimer.cut(slot, 0, now=True)
-            core.pager.release(slot)
+            self.reclaimer.cut(slot, 0, now=True)
+            self.pager.release(slot)
         if slot.mapped or slot.broken:
-            core.reclaimer.raise_errors()
+            self.reclaimer.raise_errors()
             raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
 
     def is_shortage(self, error: BaseException) -> bool:
@@ -201,47 +203,11 @@ class Sharing:
         They need none of the cache's, only some for books and page tables. So one of several ranks
         may lack it alone, and there it is an error.
         """
-        return isinstance(error, (OutOfMemory, TooManyBatches)) and not self._core.table.lockstep
+        return isinstance(error, (OutOfMemory, TooManyBatches)) and not self.table.lockstep
 
-    def attach(self, slots: Sequence[Slot], span: Span, source: Slot | None = None) -> None:
-        """Takes empty slots and maps shared pages there, in one batch; on failure takes none.
-
-        Args:
-            slots: free and without a page.
-            span: the pages.
-            source: a slot that has them mapped first; then one operation for each slot and kind of
-                pages is enough.
-        """
-        core = self._core
-        pieces = self._gather(source, 0, span.pages) if source and span.pages else []
-        self.on_abort(slots)
-        try:
-            with core.mapper.transaction() as change:
-                for slot in slots:
-                    core.table.take(slot)
-                    core.reclaimer.shared.hold(span)
-                    core.reclaimer.shared.use(span)
-                    slot.dirty = 0
-                    core.pager.lend(slot, span)
-                if span.pages:
-                    change.run(self._mapping(slots, span, pieces))
-        except NotRecoverable:
-            core.reclaimer.condemn([(slot, 0, span.pages) for slot in slots])
-            raise
-
-    def on_abort(self, slots: Sequence[Slot]) -> None:
-        """Frees slots that the call is about to take, if it is not completed."""
-        taken = [(slot, slot.owner + 1) for slot in slots]
-
-        def free() -> None:
-            self.detach([slot for slot, owner in taken if slot.active and slot.owner == owner])
-
-        self._core.mapper.journal.on_abort(free)
-
-    def _mapping(self, slots: Sequence[Slot], span: Span, pieces: list[_Held]) -> OpBatch:
+    def mapping(self, slots: Sequence[Slot], span: Span, pieces: list[_Held]) -> OpBatch:
         """The maps of a span in each slot: whole blocks by one operation, parts by tensor."""
-        core = self._core
-        layout, base = core.layout, core.pager.base
+        layout, base = self.layout, self.pager.base
         size, tensors, stride = layout.page_size, layout.num_tensors, layout.tensor_bytes
         if pieces:
             ops = OpBatch(len(slots) * len(pieces))
@@ -268,15 +234,4 @@ class Sharing:
         for block in {part.block for part in span.parts}:
             block.events = prune(block.events)  # whatever happens, those are over
             for event in block.events:
-                order_after(event, stream, self._core.device)
-
-    def detach(self, slots: Sequence[Slot]) -> None:
-        """Undoes `attach`, and what was grown since: frees the slots and waits until they are."""
-        core = self._core
-        for slot in slots:
-            with suppress(VMemError):
-                core.pager.release(slot)
-            core.release(slot, None)
-        for slot in slots:
-            with suppress(VMemError):
-                core.pager.release(slot)
+                order_after(event, stream, self.device)

@@ -17,33 +17,51 @@ With a sliding window (window.py) the first pages, below `head`, have been unmap
 Shared pages (spans.py) are mapped read-only, but in a `writer`; others may have them too. A free
 slot keeps none: all its pages are unmapped together, and until that has happened the slot is
 *stale*; so is one that slid, or that has pages outside the device (places.py).
+
+All of it follows from the slots' attributes: a slot is filed under what they say, and filing it
+again moves it to its place. So it can be filed at any time and any number of times, and an index
+that may be wrong is thrown away and made anew.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from heapq import merge
 from itertools import count as count_up
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
+from pyvmem.errors import Timeout, VMemError
 from pyvmem.kvcache.events import prune
-from pyvmem.kvcache.journal import Book
-from pyvmem.kvcache.places import Places
-from pyvmem.kvcache.slot_index import Ordered, SlotIndex
-from pyvmem.kvcache.spans import EMPTY, Span
+from pyvmem.kvcache.journal import Watched
+from pyvmem.kvcache.pages import EMPTY, Places, Span, Stretch, Tier
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.journal import Journal
+    from pyvmem.pages import Ticket
+    from pyvmem.reservation import Reservation
 
-__all__ = ["Slot", "SlotTable"]
+__all__ = [
+    "Cut",
+    "Grant",
+    "Growth",
+    "Move",
+    "Ordered",
+    "Piece",
+    "Quiet",
+    "Ran",
+    "Slot",
+    "SlotIndex",
+    "SlotTable",
+]
 
 
 @dataclass(slots=True, eq=False)
-class Slot(Book):
-    """One request's place in every tensor; what changes it is journaled.
+class Slot(Watched):
+    """One request's place in every tensor; what changes it is journaled, and filed anew.
 
     Attributes:
         index: the reqid.
@@ -65,7 +83,12 @@ class Slot(Book):
         freed_order: counts up with every slot that becomes free.
     """
 
+    _unwatched: ClassVar[frozenset[str]] = frozenset(
+        ("writer", "dirty", "owner", "events", "pins", "freed_at")
+    )
+
     log: InitVar[list[Any]]
+    changed: InitVar[set[Any]]
     index: int
     active: bool = False
     broken: bool = False
@@ -84,12 +107,14 @@ class Slot(Book):
     pins: list[Any] = field(default_factory=list)
     places: Places = field(init=False)
 
-    def __new__(cls, log: list[Any], *args: Any, **kwargs: Any) -> Slot:
-        """A slot whose changes are noted in `log`."""
-        return cls._with(log)
+    def __new__(cls, log: list[Any], changed: set[Any], *args: Any, **kwargs: Any) -> Slot:
+        """A slot whose changes are noted in `log`, and itself in `changed`."""
+        self = cls._with(log)
+        self._watch(changed)
+        return self
 
-    def __post_init__(self, log: list[Any]) -> None:
-        self.places = Places(log)
+    def __post_init__(self, log: list[Any], changed: set[Any]) -> None:
+        self.places = Places(log, partial(changed.add, self))
 
     @property
     def shared(self) -> int:
@@ -115,9 +140,9 @@ class Slot(Book):
 class SlotTable:
     """All slots, and what is looked up among them.
 
-    Whoever changes what a slot has says so, best before: `changed`. The index is brought up to date
-    when it is asked, so that a call that changes much pays for it once, and one that was broken off
-    by an exception leaves at worst an index that is made anew.
+    A slot that changes is noted by itself (`Watched`). The index is brought up to date when it is
+    asked, so that a call that changes much pays for it once, and one that was broken off by an
+    exception leaves at worst an index that is made anew.
 
     Attributes:
         lockstep: answers depend on the sequence of calls alone (lockstep.py), never on how far the
@@ -130,9 +155,9 @@ class SlotTable:
 
     def __init__(self, count: int, journal: Journal) -> None:
         self.changes = 0
-        self.slots = [Slot(journal.entries, i) for i in range(count)]
-        self._order = count_up(1)
         self._touched: set[Slot] = set()
+        self.slots = [Slot(journal.entries, self._touched, i) for i in range(count)]
+        self._order = count_up(1)
         self._index: SlotIndex | None = SlotIndex(self.slots)
 
     def __len__(self) -> int:
@@ -145,17 +170,6 @@ class SlotTable:
         return iter(self.slots)
 
     # ---- keeping the index -----------------------------------------------------------------------
-
-    def changed(self, slot: Slot) -> None:
-        """Notes that attributes of a slot change, now or before the next look into the table.
-
-        `Slot.events`, `Slot.dirty`, `Slot.owner` and `Slot.pins` need not be noted.
-        """
-        self._touched.add(slot)
-
-    def all_changed(self, slots: Iterable[Slot]) -> None:
-        """`changed` of several."""
-        self._touched.update(slots)
 
     def rebuild(self) -> None:
         """Lets the next look make the index anew from the slots, which an undo has changed."""
@@ -188,14 +202,12 @@ class SlotTable:
 
     def take(self, slot: Slot) -> None:
         """Gives a free slot to a new owner, with no page granted yet."""
-        self.changed(slot)
         self.changes += 1
         slot.active = True
         slot.owner += 1
 
     def give_back(self, slot: Slot, event: Any, now: int) -> None:
         """Ends an ownership; what was granted is dirty from now on."""
-        self.changed(slot)
         self.changes += 1
         slot.active = slot.writer = False
         slot.owner += 1
@@ -207,7 +219,6 @@ class SlotTable:
 
     def condemn(self, slot: Slot) -> None:
         """Never hands this slot out again."""
-        self.changed(slot)
         slot.broken = True
 
     # ---- choosing --------------------------------------------------------------------------------
@@ -294,3 +305,323 @@ class SlotTable:
                 else:
                     yield slot
             yield from (slot for slot in later if slot.job is None)
+
+
+_Key: TypeAlias = tuple[int, ...]
+
+
+class Ordered:
+    """Some of the slots, in the order of a key; iterating gives slots.
+
+    Attributes:
+        entries: the keys in order; the last number of each is the slot's.
+    """
+
+    __slots__ = ("_keys", "_slots", "entries")
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self._keys: dict[int, _Key] = {}
+        self.entries: list[_Key] = []
+
+    def put(self, index: int, key: _Key | None) -> None:
+        """Gives a slot its place; None: it has none here."""
+        before = self._keys.get(index)
+        if before == key:
+            return
+        if before is not None:
+            del self.entries[bisect_left(self.entries, before)]
+            del self._keys[index]
+        if key is not None:
+            insort(self.entries, key)
+            self._keys[index] = key
+
+    def at(self, place: int) -> Slot:
+        """The slot at a place of `entries`."""
+        return self._slots[self.entries[place][-1]]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, slot: Slot) -> bool:
+        return slot.index in self._keys
+
+    def __iter__(self) -> Iterator[Slot]:
+        """The slots as they are in order now, whatever is filed meanwhile."""
+        slots = self._slots
+        return (slots[key[-1]] for key in self.entries[:])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ordered) and self.entries == other.entries
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<Ordered {self.entries!r:.200}>"
+
+
+class _Entry(NamedTuple):
+    """What a slot is filed under: see `SlotIndex`."""
+
+    free: _Key | None = None
+    ready: _Key | None = None
+    losing: _Key | None = None
+    cached: _Key | None = None
+    stale: _Key | None = None
+    leftovers: _Key | None = None
+    spare: int = 0
+    returning: int = 0
+
+
+_NOTHING = _Entry()
+
+
+class SlotIndex:
+    """The slots, filed.
+
+    Attributes:
+        free: those that a request may get, least recently used first.
+        ready: of these, those that can grow at once, by mapped pages, then as `free`.
+        losing: the other free ones, likewise: to grow one means to wait for a batch that unmaps.
+        cached: those without an owner that have pages, least recently used first.
+        leftovers: active ones with pages that their owner was not granted, likewise.
+        stale: those without an owner whose pages must all go, by number.
+        spare: pages per tensor that no request owns, and that are not on their way back; of slots
+            whose batch in flight maps something none are counted.
+        returning: pages per tensor on their way back.
+    """
+
+    __slots__ = ("_filed", *_Entry._fields)
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.free, self.ready, self.losing = Ordered(slots), Ordered(slots), Ordered(slots)
+        self.cached, self.leftovers, self.stale = Ordered(slots), Ordered(slots), Ordered(slots)
+        self.spare = self.returning = 0
+        self._filed: dict[int, _Entry] = {}
+        self.file_all(slots)
+
+    def file_all(self, slots: Iterable[Slot]) -> None:
+        """Files slots under what their attributes say now."""
+        filed = self._filed
+        for slot in slots:
+            if slot.active and slot.mapped == slot.granted and slot.job is None and not slot.lost:
+                if slot.index in filed:
+                    self._file(slot.index, _NOTHING)
+                # else nothing to do: most slots, at most times
+            else:
+                self._file(slot.index, _entry(slot))
+
+    def _file(self, index: int, new: _Entry) -> None:
+        filed = self._filed
+        old = filed.get(index, _NOTHING)
+        if new == old:
+            return
+        self.free.put(index, new.free)
+        self.ready.put(index, new.ready)
+        self.losing.put(index, new.losing)
+        self.cached.put(index, new.cached)
+        self.stale.put(index, new.stale)
+        self.leftovers.put(index, new.leftovers)
+        self.spare += new.spare - old.spare
+        self.returning += new.returning - old.returning
+        if new == _NOTHING:
+            del filed[index]
+        else:
+            filed[index] = new
+
+    def differences(self, other: SlotIndex) -> list[str]:
+        """What two indexes of the same slots do not agree on, in words."""
+        return [
+            f"slots: {name} is {getattr(self, name)!r}, made anew {getattr(other, name)!r}"
+            for name in _Entry._fields
+            if getattr(self, name) != getattr(other, name)
+        ]
+
+
+def _entry(slot: Slot) -> _Entry:
+    """What a slot's attributes say."""
+    index, mapped, order, job = slot.index, slot.mapped, slot.freed_order, slot.job
+    taking = job is not None and job.takes_pages
+    spare = returning = 0
+    if taking:
+        returning = job.pages
+    if (taking or job is None) and not slot.lost:
+        kept = max(slot.span.pages, slot.granted, slot.head)
+        spare = max(0, mapped - slot.places.ceil(kept))
+    age = (order, index)
+    if slot.active:
+        left = mapped > slot.granted and not slot.lost
+        return _Entry(leftovers=age if left else None, spare=spare, returning=returning)
+    stale = slot.stale
+    fit = None if slot.broken else (mapped, order, index)
+    return _Entry(
+        free=None if slot.broken else age,
+        ready=None if stale or taking else fit,
+        losing=fit if stale or taking else None,
+        cached=age if mapped and not slot.lost else None,
+        stale=(index,) if stale and not slot.lost else None,
+        spare=spare,
+        returning=returning,
+    )
+
+
+# Plain tuples: dozens are made in a `step_async` that must take microseconds.
+Piece: TypeAlias = tuple[Slot, int, int]
+"""Pages [low, high) of a slot, in every tensor."""
+Grant: TypeAlias = tuple[Slot, int, int]
+"""Slot, its owner's number, and the pages that this owner gets when the growth is done."""
+
+
+@dataclass(slots=True, eq=False)
+class Growth:
+    """New pages and zero-fills of one `step`, or of an eager allocation.
+
+    Two batches at most: `mapping` (new pages, and fills that need not wait), all or nothing, and
+    `filling` (fills that come after earlier owners' GPU work). None: there was nothing to do, or it
+    is done. `handover` holds earlier owners' work that the new owner's stream must follow where
+    nothing is filled. `large` holds the pieces that are large pages. The counts are of physical
+    pages.
+    """
+
+    takes_pages: ClassVar[bool] = False
+
+    slots: list[Slot]
+    pieces: list[Piece] = field(default_factory=list)
+    large: list[Piece] = field(default_factory=list)
+    grants: list[Grant] = field(default_factory=list)
+    handover: list[Any] = field(default_factory=list)
+    mapping: Any = None
+    filling: Any = None
+    granted: bool = False
+    new_pages: int = 0
+    reused_pages: int = 0
+    zeroed_pages: int = 0
+
+    @property
+    def awaited(self) -> bool:
+        """Whether an owner waits for it, who has not been freed since it began."""
+        return not self.granted and any(slot.owner == owner for slot, owner, _ in self.grants)
+
+    def done(self) -> bool:
+        """Whether both batches are finished, well or not."""
+        return (self.mapping is None or self.mapping.done()) and (
+            self.filling is None or self.filling.done()
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Cut:
+    """Pages [low, high) of a slot on their way back to the pool, after its last GPU work.
+
+    `dirty`, `head` and `places` are what the slot's were before; `away` counts those of the pages
+    that do not lie in the device and are the slot's alone. `slides`: the pages left the window of
+    `owner`, and the slot keeps what lies behind them. `span` names the shared pages among them,
+    which come back when nobody else refers to them.
+    """
+
+    takes_pages: ClassVar[bool] = True
+
+    slot: Slot
+    low: int
+    high: int
+    dirty: int
+    ticket: Any
+    head: int = 0
+    owner: int = 0
+    slides: bool = False
+    span: Span = EMPTY
+    places: list[Stretch] = field(default_factory=list)
+    away: dict[Tier, int] = field(default_factory=dict)
+
+    @property
+    def pages(self) -> int:
+        """Pages per tensor of the device that were the slot's alone."""
+        return self.high - self.low - self.span.pages - sum(self.away.values())
+
+    def done(self) -> bool:
+        """Whether the batch is finished, well or not."""
+        return bool(self.ticket.done())
+
+
+class Ran:
+    """Stands for the ticket of a batch that ran in the calling thread, and did not fail."""
+
+    __slots__ = ()
+
+    def done(self) -> bool:
+        """It is."""
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """Pages of one slot on their way.
+
+    Attributes:
+        slot: whose.
+        stretches: what becomes of which pages; nothing else of the slot changes.
+        runs: stretches that are one physical run, and are only to be mapped in one piece.
+        first: page that the scratch addresses begin with.
+        stride: bytes between tensors there.
+        addresses: scratch; None where nothing is copied.
+        ticket: of the copies; None: they are over.
+        promotes: it is for larger pages, and may be given up when memory is short.
+    """
+
+    slot: Slot
+    stretches: list[Stretch]
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    first: int = 0
+    stride: int = 0
+    addresses: Reservation | None = None
+    ticket: Ticket | None = None
+    promotes: bool = False
+
+    def here(self) -> int:
+        """New pages per tensor that lie in the device."""
+        return sum(high - low for low, high, kind in self.stretches if not kind.away)
+
+    def away(self) -> dict[Tier, int]:
+        """New pages per tensor that do not, by tier."""
+        found: dict[Tier, int] = {}
+        for low, high, kind in self.stretches:
+            if kind.away:
+                found[kind.tier] = found.get(kind.tier, 0) + high - low
+        return found
+
+    def begins_before(self, page: int) -> bool:
+        """Whether a page below this one is on its way."""
+        starts = [low for low, *_ in self.runs] + [low for low, *_ in self.stretches]
+        return min(starts, default=page) < page
+
+    def ends_after(self, page: int) -> bool:
+        """Whether this page or a later one is on its way."""
+        ends = [high for _, high in self.runs] + [high for _, high, _ in self.stretches]
+        return max(ends, default=0) > page
+
+    def done(self) -> bool:
+        """Whether the copies are over, well or not."""
+        return self.ticket is None or self.ticket.done()
+
+
+class Quiet:
+    """A ticket whose failure matters to nobody any more."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    def done(self) -> bool:
+        """Whether the batch is finished, well or not."""
+        return self._ticket.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """As `Ticket.wait`, but raises `Timeout` alone."""
+        try:
+            self._ticket.wait(timeout)
+        except Timeout:
+            raise
+        except VMemError:
+            pass

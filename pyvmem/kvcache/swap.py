@@ -16,10 +16,10 @@ from pyvmem.errors import BadHandle, VMemError
 from pyvmem.features.table import SWAP
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
-from pyvmem.kvcache.steps import grow_all
+from pyvmem.kvcache.manager import grow_all
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache.core import Core
+    from pyvmem.kvcache.group import Core
     from pyvmem.kvcache.slots import Slot
 
 __all__ = ["SwappedRequest", "bring_back", "swap_in", "swap_out"]

@@ -26,9 +26,9 @@ from pyvmem.kvcache.events import prune, record, wait_for
 from pyvmem.ops import OpBatch
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache.core import Core
+    from pyvmem.kvcache.group import Core
+    from pyvmem.kvcache.pages import Span
     from pyvmem.kvcache.slots import Slot
-    from pyvmem.kvcache.spans import Span
     from pyvmem.reservation import Reservation
 
 __all__ = ["truncate"]
@@ -115,7 +115,7 @@ class _Truncation:
     Attributes:
         rows: tokens that are kept.
         first: the page that the first row given up begins in.
-        keep: pages that the request keeps.
+        keep: pages that the request keeps; a large one outside the device as a whole.
         shared: of these, shared ones.
         copied: end of the pages, from `shared` on, that copies take the place of.
         end: pages from here on go where pages are unmapped at once.
@@ -139,7 +139,7 @@ class _Truncation:
         """The slot is the request's, without a move under way behind its rows."""
         layout, places = core.layout, slot.places
         first, cut = divmod(rows * layout.row_bytes, layout.page_size)
-        keep = min(layout.pages_for(rows), slot.granted)
+        keep = min(places.whole_away(layout.pages_for(rows)), slot.granted)
         shared = min(slot.shared, places.floor(first))
         copied = shared
         if shared < slot.shared:
@@ -245,7 +245,6 @@ class _Truncation:
     def _note(self) -> Span:
         """What `unmap` does, in the books; returns the shared pages that go."""
         core, slot, places = self.core, self.slot, self.slot.places
-        core.table.changed(slot)
         own = max(self.end, slot.shared)
         away = places.away(own, slot.mapped)
         gone = max(0, slot.mapped - own) - sum(away.values())

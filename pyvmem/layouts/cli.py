@@ -120,7 +120,7 @@ def _table(
         f"{len(requests):,} requests, {source}; a running one holds {tokens:,.0f} tokens in the "
         "mean",
         f"{memory / 2**30:.1f} GiB for keys and values",
-        *([f"{args.overread} rows past each length, for the kernel"] if args.overread else []),
+        *([f"{args.overread} rows past each prompt, for the kernel"] if args.overread else []),
         "",
     ]
     header = ["layout", "tensors", "waste MB", "below", "calls/token", "at once", "tokens", "share"]

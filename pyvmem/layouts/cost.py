@@ -124,7 +124,8 @@ def page_table_bytes(page_size: int) -> int:
 def layout_of(shape: ModelShape, choice: Choice, longest: int, overread_rows: int = 0) -> Layout:
     """The cache's own arithmetic for a request of up to `longest` tokens.
 
-    A run counts as a page: that is how the request grows. `overread_rows` are mapped behind it.
+    A run counts as a page: that is how the request grows. `overread_rows` are mapped behind its
+    prompt.
     """
     config = shape.config(
         max_batch=1,
@@ -140,7 +141,9 @@ def held_by(layout: Layout, requests: Sequence[Request]) -> Held:
     pages = list(accumulate(map(layout.pages_for, range(layout.max_rows + 1))))
     total = iterations = tokens = 0
     for request in requests:
-        total += pages[request.longest] - pages[request.context - 1]
+        begun = layout.pages_for_step(0, request.context)
+        full = min(layout.capacity(begun), request.longest)  # the pages of the prompt last so long
+        total += begun * (full - request.context + 1) + pages[request.longest] - pages[full]
         iterations += request.output
         tokens += request.output * (request.context + request.longest) // 2
     return Held(
@@ -163,7 +166,7 @@ def cost(
         choice: the layout.
         requests: the workload, at least one request.
         memory_bytes: for keys and values, on this rank.
-        overread_rows: as in `KVCacheConfig`; a request wastes them.
+        overread_rows: as in `KVCacheConfig`; a request wastes what it has not grown into.
 
     Raises:
         InvalidArgument: a group size that does not divide the layers, no request, no memory.

@@ -67,7 +67,7 @@ def add_workload(parser: Any, trace: str, what: str, requests: int, **how: Any) 
 
 def add_overread(parser: Any) -> None:
     """Adds ``--overread``."""
-    text = "past each request's length, mapped for a kernel that reads tiles: 191 for fa3 (0)"
+    text = "mapped past each prompt for a kernel that reads tiles: 191 for fa3 (0)"
     parser.add_argument("--overread", type=int, default=0, metavar="ROWS", help=text)
 
 

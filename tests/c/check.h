@@ -22,24 +22,24 @@
 
 static int failures_here;
 
-#define CHECK(cond)                                                                              \
-  do {                                                                                           \
-    if (!(cond)) {                                                                               \
-      printf("%s:%d: %s is false; last error: %s\n", __FILE__, __LINE__, #cond, vmem_last_error()); \
-      failures_here++;                                                                           \
-      return;                                                                                    \
-    }                                                                                            \
+#define CHECK(cond)                                                                                                    \
+  do {                                                                                                                 \
+    if (!(cond)) {                                                                                                     \
+      printf("%s:%d: %s is false; last error: %s\n", __FILE__, __LINE__, #cond, vmem_last_error());                    \
+      failures_here++;                                                                                                 \
+      return;                                                                                                          \
+    }                                                                                                                  \
   } while (0)
 
-#define EQ(a, b)                                                                                      \
-  do {                                                                                                \
-    long long a_ = (long long)(a), b_ = (long long)(b);                                               \
-    if (a_ != b_) {                                                                                   \
-      printf("%s:%d: %s is %lld, not %lld (%s); last error: %s\n", __FILE__, __LINE__, #a, a_, b_, #b, \
-             vmem_last_error());                                                                      \
-      failures_here++;                                                                                \
-      return;                                                                                         \
-    }                                                                                                 \
+#define EQ(a, b)                                                                                                       \
+  do {                                                                                                                 \
+    long long a_ = (long long)(a), b_ = (long long)(b);                                                                \
+    if (a_ != b_) {                                                                                                    \
+      printf("%s:%d: %s is %lld, not %lld (%s); last error: %s\n", __FILE__, __LINE__, #a, a_, b_, #b,                 \
+             vmem_last_error());                                                                                       \
+      failures_here++;                                                                                                 \
+      return;                                                                                                          \
+    }                                                                                                                  \
   } while (0)
 
 #define OK(call) EQ(call, 0)
@@ -59,12 +59,12 @@ int touch(vmem_t vm, uint64_t addr, bool write);
 #define PUT(addr, value) CHECK(put_byte(vm, addr, value))
 
 /* First in a test that is about the CPU's access, or about counts and limits that are those of host. */
-#define ONLY_HOST()                                                    \
-  do {                                                                 \
-    if (!on_host()) {                                                  \
-      printf("not run on %s: %s\n", backend(), __func__);              \
-      return;                                                          \
-    }                                                                  \
+#define ONLY_HOST()                                                                                                    \
+  do {                                                                                                                 \
+    if (!on_host()) {                                                                                                  \
+      printf("not run on %s: %s\n", backend(), __func__);                                                              \
+      return;                                                                                                          \
+    }                                                                                                                  \
   } while (0)
 
 static inline struct vmem_stats stats_of(vmem_t vm) {
@@ -75,10 +75,10 @@ static inline struct vmem_stats stats_of(vmem_t vm) {
 
 /* The parts of the statistics that a failed call must leave alone. */
 static inline bool same_state(const struct vmem_stats *a, const struct vmem_stats *b) {
-  return a->reserved_bytes == b->reserved_bytes && a->mapped_bytes == b->mapped_bytes && a->used_bytes == b->used_bytes &&
-         a->slab_bytes == b->slab_bytes && a->free_bytes == b->free_bytes && a->reservations == b->reservations &&
-         a->handles == b->handles && a->slabs == b->slabs && a->segments == b->segments &&
-         a->quarantined_bytes == b->quarantined_bytes && a->pending == b->pending;
+  return a->reserved_bytes == b->reserved_bytes && a->mapped_bytes == b->mapped_bytes &&
+         a->used_bytes == b->used_bytes && a->slab_bytes == b->slab_bytes && a->free_bytes == b->free_bytes &&
+         a->reservations == b->reservations && a->handles == b->handles && a->slabs == b->slabs &&
+         a->segments == b->segments && a->quarantined_bytes == b->quarantined_bytes && a->pending == b->pending;
 }
 
 struct test {
@@ -100,10 +100,10 @@ static inline int run_tests(const struct test *tests, size_t n) {
 }
 
 #define TEST(name) {#name, name}
-#define MAIN(...)                                              \
-  int main(void) {                                             \
-    static const struct test tests[] = {__VA_ARGS__};          \
-    return run_tests(tests, sizeof(tests) / sizeof(tests[0])); \
+#define MAIN(...)                                                                                                      \
+  int main(void) {                                                                                                     \
+    static const struct test tests[] = {__VA_ARGS__};                                                                  \
+    return run_tests(tests, sizeof(tests) / sizeof(tests[0]));                                                         \
   }
 
 #endif

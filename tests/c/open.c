@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Opening the back end under test, and looking at its memory. */
+#include "api/api.h"
 #include "check.h"
-#include "internal.h"
 
 const char *backend(void) {
   const char *name = getenv("VMEM_TEST_BACKEND");

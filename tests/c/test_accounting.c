@@ -2,12 +2,12 @@
 /* Description: what is counted, kept and given back in corners: dropped handles, undone unmaps, odd sizes. */
 #include <pthread.h>
 
+#include "api/api.h"
 #include "check.h"
-#include "internal.h"
 
 static vmem_t open_with(uint64_t slab, uint64_t limit, uint64_t low, uint64_t high) {
-  struct vmem_open_opts o = {.size = sizeof(o), .slab_size = slab, .mem_limit = limit, .pool_low = low,
-                             .pool_high = high};
+  struct vmem_open_opts o = {
+      .size = sizeof(o), .slab_size = slab, .mem_limit = limit, .pool_low = low, .pool_high = high};
   vmem_t vm = 0;
   if (open_opts(&o, &vm)) printf("cannot open %s: %s\n", backend(), vmem_last_error());
   return vm;
@@ -122,7 +122,8 @@ static void malformed_behind_a_shortage(void) {
   op[1].count = 1ull << 20;
   op[1].stride = 1ull << 60;
   EQ(vmem_batch(vm, op, 2, NULL, 0, 0), -EOVERFLOW);
-  op[1] = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = va + MIB(2), .bytes = PAGE, .count = 1ull << 40, .stride = PAGE};
+  op[1] =
+      (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = va + MIB(2), .bytes = PAGE, .count = 1ull << 40, .stride = PAGE};
   EQ(vmem_batch(vm, op, 2, NULL, 0, 0), -ENXIO);
   op[1] = (struct vmem_op){.op = 99};
   EQ(vmem_batch(vm, op, 2, NULL, 0, 0), -EINVAL);
@@ -159,7 +160,8 @@ static void low_watermark(void) {
   vmem_t vm = open_with(PAGE, 0, 4 * PAGE, VMEM_KEEP_ALL);
   vmem_handle h;
   for (int round = 0; round < 3; round++) {
-    for (int i = 0; i < 10000 && stats_of(vm).free_bytes < 4 * PAGE; i++) nanosleep(&(struct timespec){0, 1000000}, NULL);
+    for (int i = 0; i < 10000 && stats_of(vm).free_bytes < 4 * PAGE; i++)
+      nanosleep(&(struct timespec){0, 1000000}, NULL);
     CHECK(stats_of(vm).free_bytes >= 4 * PAGE);
     OK(vMemCreate(vm, 4 * PAGE, NULL, &h));
   }
@@ -175,7 +177,7 @@ static void parts_of_pages_that_are_mapped_whole(void) {
   uint64_t va;
   int err;
   struct vm_ctx *c = vm_get(vm, "test", &err);
-  c->info.one_page_slabs = true;
+  c->info->one_page_slabs = true;
   vm_put(c);
   OK(vMemReserve(vm, MIB(4), NULL, &va));
   OK(vMemCreate(vm, 4 * PAGE, &large, &h));
@@ -220,8 +222,8 @@ static void *churn(void *arg) {
   for (int i = 0; i < 200; i++) {
     vmem_handle h[8], all;
     for (int n = 0; n < 8; n++)
-      if (vMemCreate(k->vm, PAGE, NULL, &h[n]) || vMemMap(k->vm, k->va + (uint64_t)(n * 5 % 8) * PAGE, PAGE, h[n], 0, 0) ||
-          vmem_drop(k->vm, h[n]))
+      if (vMemCreate(k->vm, PAGE, NULL, &h[n]) ||
+          vMemMap(k->vm, k->va + (uint64_t)(n * 5 % 8) * PAGE, PAGE, h[n], 0, 0) || vmem_drop(k->vm, h[n]))
         k->bad++;
     if (vmem_retain(k->vm, k->va, 8 * PAGE, &all)) k->bad++;
     if (i & 1 && vmem_drop(k->vm, all)) k->bad++;
@@ -248,5 +250,5 @@ static void checked_at_any_moment(void) {
 
 MAIN(TEST(head_of_a_dropped_handles_mapping), TEST(calls_after_an_undone_unmap), TEST(kept_bytes_are_not_rounded_down),
      TEST(too_much_to_warm), TEST(failed_calls_keep_the_pool), TEST(malformed_behind_a_shortage),
-     TEST(empty_slabs_too_small), TEST(warm_at_the_limit),
-     TEST(low_watermark), TEST(rubbish_sizes), TEST(parts_of_pages_that_are_mapped_whole), TEST(checked_at_any_moment))
+     TEST(empty_slabs_too_small), TEST(warm_at_the_limit), TEST(low_watermark), TEST(rubbish_sizes),
+     TEST(parts_of_pages_that_are_mapped_whole), TEST(checked_at_any_moment))

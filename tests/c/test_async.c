@@ -4,8 +4,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "api/api.h"
 #include "check.h"
-#include "internal.h"
 
 static struct vmem_op populate(uint64_t addr, uint64_t bytes) {
   return (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = addr, .bytes = bytes};
@@ -243,5 +243,5 @@ static void low_watermark_out_of_reach(void) {
   close(fd);
 }
 
-MAIN(TEST(many), TEST(waits_for_work), TEST(synchronous_batch_waits), TEST(shortage_at_submit), TEST(failures_reach_the_waiter),
-     TEST(close_wakes_waiters), TEST(low_watermark), TEST(low_watermark_out_of_reach))
+MAIN(TEST(many), TEST(waits_for_work), TEST(synchronous_batch_waits), TEST(shortage_at_submit),
+     TEST(failures_reach_the_waiter), TEST(close_wakes_waiters), TEST(low_watermark), TEST(low_watermark_out_of_reach))

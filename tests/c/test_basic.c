@@ -369,5 +369,5 @@ static void queries(void) {
 }
 
 MAIN(TEST(five_calls), TEST(alias), TEST(drop_keeps_mappings), TEST(partial_unmap), TEST(new_pages_are_zero),
-     TEST(memory_goes_back), TEST(readonly_and_holes), TEST(readonly_pages_are_zero), TEST(sparse), TEST(sparse_is_atomic),
-     TEST(contents), TEST(page_sizes), TEST(queries))
+     TEST(memory_goes_back), TEST(readonly_and_holes), TEST(readonly_pages_are_zero), TEST(sparse),
+     TEST(sparse_is_atomic), TEST(contents), TEST(page_sizes), TEST(queries))

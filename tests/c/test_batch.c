@@ -26,10 +26,17 @@ static bool scene_open(struct scene *s) {
 /* Maps new pages behind each piece and a handle elsewhere, fills, and unmaps the first page of each. */
 static size_t scene_ops(const struct scene *s, struct vmem_op *ops) {
   ops[0] = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = s->va, .bytes = PAGE, .count = PIECES, .stride = STRIDE};
-  ops[1] = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = s->va + 2 * PAGE, .bytes = 3 * PAGE, .count = PIECES, .stride = STRIDE};
-  ops[2] = (struct vmem_op){.op = VMEM_OP_MAP, .addr = s->va + MIB(4), .bytes = PAGE, .count = PIECES, .stride = STRIDE, .handle = s->h,
+  ops[1] = (struct vmem_op){
+      .op = VMEM_OP_POPULATE, .addr = s->va + 2 * PAGE, .bytes = 3 * PAGE, .count = PIECES, .stride = STRIDE};
+  ops[2] = (struct vmem_op){.op = VMEM_OP_MAP,
+                            .addr = s->va + MIB(4),
+                            .bytes = PAGE,
+                            .count = PIECES,
+                            .stride = STRIDE,
+                            .handle = s->h,
                             .flags = VMEM_OP_CONSUME};
-  ops[3] = (struct vmem_op){.op = VMEM_OP_FILL, .addr = s->va + PAGE, .bytes = PAGE, .count = PIECES, .stride = STRIDE, .value = 99};
+  ops[3] = (struct vmem_op){
+      .op = VMEM_OP_FILL, .addr = s->va + PAGE, .bytes = PAGE, .count = PIECES, .stride = STRIDE, .value = 99};
   return 4;
 }
 
@@ -49,8 +56,8 @@ static void success(void) {
   OK(vmem_batch(s.vm, ops, scene_ops(&s, ops), NULL, 0, 0));
   st = stats_of(s.vm);
   EQ(st.mapped_bytes, (8 - 4 + 12 + 4) * PAGE);
-  EQ(st.handles, 0);                           /* consumed */
-  EQ(st.used_bytes, (8 - 4 + 12 + 4) * PAGE);  /* the 4 pages of the handle that were not mapped are free */
+  EQ(st.handles, 0);                          /* consumed */
+  EQ(st.used_bytes, (8 - 4 + 12 + 4) * PAGE); /* the 4 pages of the handle that were not mapped are free */
   for (int i = 0; i < PIECES; i++) {
     EQ(get_byte(s.vm, s.va + i * STRIDE + PAGE), 99);
     EQ(get_byte(s.vm, s.va + i * STRIDE + 4 * PAGE), 0);
@@ -208,5 +215,5 @@ static void create_fails(void) {
   }
 }
 
-MAIN(TEST(success), TEST(nth_map), TEST(nth_unmap), TEST(nth_fill), TEST(nth_heap), TEST(undo_of_maps_fails), TEST(undo_of_unmaps_fails),
-     TEST(single_calls), TEST(reserve_fails), TEST(free_fails), TEST(create_fails))
+MAIN(TEST(success), TEST(nth_map), TEST(nth_unmap), TEST(nth_fill), TEST(nth_heap), TEST(undo_of_maps_fails),
+     TEST(undo_of_unmaps_fails), TEST(single_calls), TEST(reserve_fails), TEST(free_fails), TEST(create_fails))

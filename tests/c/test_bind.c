@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: a back end that takes a whole batch in one call: one call, all or nothing, and what is left if not. */
+#include "api/api.h"
 #include "check.h"
-#include "internal.h"
 
 /* The back end host with a bind over its map and unmap, as a driver that takes `group` operations a call. */
 static struct vm_backend fake;
@@ -42,7 +42,7 @@ static vmem_t open_fake(size_t group_of, bool fresh_is_zero) {
   fake.map = NULL;
   fake.unmap = NULL;
   c->be = &fake;
-  c->info.fresh_is_zero = fresh_is_zero;
+  c->info->fresh_is_zero = fresh_is_zero;
   vm_put(c);
   group = group_of;
   fail_at = lose_at = -1;
@@ -137,8 +137,13 @@ static void two_calls_with_fills(void) {
   OK(vmem_close(s.vm));
 }
 
-#define COPY_OF_ALL                                                                                                          \
-  {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE, .src_stride = STRIDE}
+#define COPY_OF_ALL                                                                                                    \
+  {.op = VMEM_OP_POPULATE,                                                                                             \
+   .flags = VMEM_OP_COPY,                                                                                              \
+   .bytes = 2 * PAGE,                                                                                                  \
+   .count = PIECES,                                                                                                    \
+   .stride = STRIDE,                                                                                                   \
+   .src_stride = STRIDE}
 
 /* Pages move under their address in one call; whichever driver call fails, they are where they were. */
 static void replaces(void) {
@@ -147,7 +152,11 @@ static void replaces(void) {
       struct scene s;
       struct vmem_op copy = COPY_OF_ALL;
       struct vmem_op swap[] = {
-          {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE},
+          {.op = VMEM_OP_MAP,
+           .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME,
+           .bytes = 2 * PAGE,
+           .count = PIECES,
+           .stride = STRIDE},
           {.op = VMEM_OP_UNMAP, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE},
       };
       struct vmem_stats before, after;
@@ -181,7 +190,8 @@ static void replaces(void) {
 static void lost_replace(void) {
   struct scene s;
   struct vmem_op copy = COPY_OF_ALL;
-  struct vmem_op swap = {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE};
+  struct vmem_op swap = {
+      .op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .bytes = 2 * PAGE, .count = PIECES, .stride = STRIDE};
   CHECK(scene_open(&s, 1, true));
   copy.src = swap.addr = s.va;
   copy.addr = s.other;
@@ -331,7 +341,7 @@ static void long_runs(void) {
   uint64_t va;
   int err;
   struct vm_ctx *c = vm_get(vm, "test", &err);
-  c->info.bind_bytes = 3 * PAGE;
+  c->info->bind_bytes = 3 * PAGE;
   vm_put(c);
   OK(vMemReserve(vm, MIB(8), NULL, &va));
   ops[1].addr = va;
@@ -351,6 +361,5 @@ static void long_runs(void) {
 }
 
 MAIN(TEST(one_call), TEST(replaces), TEST(lost_replace), TEST(zeroed_before), TEST(two_calls_with_fills),
-     TEST(nth_call_fails), TEST(unknown_state), TEST(undo_fails), TEST(read_only),
-     TEST(heap_runs_out), TEST(heap_runs_out_at_submit),
-     TEST(long_runs))
+     TEST(nth_call_fails), TEST(unknown_state), TEST(undo_fails), TEST(read_only), TEST(heap_runs_out),
+     TEST(heap_runs_out_at_submit), TEST(long_runs))

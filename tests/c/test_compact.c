@@ -4,8 +4,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "api/api.h"
 #include "check.h"
-#include "internal.h"
 
 static vmem_t vm;
 static uint64_t va;
@@ -153,13 +153,13 @@ static void what_is_busy_stays(void) {
   c = vm_get(vm, "test", &err);
   access.addr = va + 96 * PAGE + 5;
   pthread_mutex_lock(&c->lock);
-  c->accesses = &access;
+  c->virt->accesses = &access;
   pthread_mutex_unlock(&c->lock);
   vm_put(c);
   OK(compact(&freed));
   EQ(freed, MIB(7)); /* those two, and one to hold the other 16 pages */
   pthread_mutex_lock(&c->lock);
-  c->accesses = NULL;
+  c->virt->accesses = NULL;
   pthread_mutex_unlock(&c->lock);
   EQ(write(fd, &one, 8), 8);
   OK(vmem_wait(vm, t, -1));
@@ -296,7 +296,8 @@ static bool scene(bool handles, vmem_handle *h) {
 /* Whichever driver call or allocation fails: contents are as they were, slabs moved before it are gone, and the call
  * can be repeated. */
 static void each_call_fails(void) {
-  static const uint32_t kinds[] = {VMEM_INJECT_MAP | VMEM_INJECT_UNMAP | VMEM_INJECT_FILL | VMEM_INJECT_SLAB, VMEM_INJECT_HEAP};
+  static const uint32_t kinds[] = {VMEM_INJECT_MAP | VMEM_INJECT_UNMAP | VMEM_INJECT_FILL | VMEM_INJECT_SLAB,
+                                   VMEM_INJECT_HEAP};
   for (int handles = 0; handles < 2; handles++)
     for (int k = 0; k < 2; k++)
       for (uint64_t nth = 0;; nth++) {
@@ -359,8 +360,9 @@ static int fake_bind(void *be, const struct vm_bind_op *ops, size_t n, struct vm
   for (r->done = 0; r->done < n; r->done++) {
     const struct vm_bind_op *op = &ops[r->done];
     if (fail_at-- == 0) return vm_fail(-EIO, "refused");
-    if (op->kind == VM_BIND_UNMAP ? vm_backend_host.unmap(be, op->addr, op->bytes, op->sparse)
-                                  : vm_backend_host.map(be, op->addr, op->bytes, op->slab, op->offset, op->flags, op->sparse))
+    if (op->kind == VM_BIND_UNMAP
+            ? vm_backend_host.unmap(be, op->addr, op->bytes, op->sparse)
+            : vm_backend_host.map(be, op->addr, op->bytes, op->slab, op->offset, op->flags, op->sparse))
       return -EIO;
   }
   return 0;
@@ -432,73 +434,73 @@ static void model_step(void) {
   uint64_t freed;
   if (i + n > GRANULES) n = GRANULES - i;
   switch (rnd(12)) {
-    case 0:
-    case 1:
-    case 2: /* populate */
-      if (!free_at(i, n)) break;
-      if (change(VMEM_OP_POPULATE, va + i * PAGE, n * PAGE, rnd(2) ? VMEM_OP_SPREAD : 0)) break;
-      for (j = i; j < i + n; j++) {
-        model.page[j] = ++model.pages;
-        model.word[model.pages] = 0;
-        model.read_only[j] = false;
+  case 0:
+  case 1:
+  case 2: /* populate */
+    if (!free_at(i, n)) break;
+    if (change(VMEM_OP_POPULATE, va + i * PAGE, n * PAGE, rnd(2) ? VMEM_OP_SPREAD : 0)) break;
+    for (j = i; j < i + n; j++) {
+      model.page[j] = ++model.pages;
+      model.word[model.pages] = 0;
+      model.read_only[j] = false;
+    }
+    break;
+  case 3:
+  case 4:
+  case 5: /* unmap */
+    OK(change(VMEM_OP_UNMAP, va + i * PAGE, n * PAGE, VMEM_OP_HOLES));
+    for (j = i; j < i + n; j++) model.page[j] = 0;
+    break;
+  case 6: /* write */
+    for (j = i; j < i + n; j++)
+      if (model.page[j] && !model.read_only[j]) {
+        model.word[model.page[j]] = ((uint64_t)rnd(1u << 30) << 8) + 1;
+        OK(sign(va + j * PAGE, model.word[model.page[j]]));
       }
+    break;
+  case 7: /* a handle to what is mapped, or the end of one */
+    if (model.hdl[k].h) {
+      OK(vmem_drop(vm, model.hdl[k].h));
+      model.hdl[k].h = 0;
       break;
-    case 3:
-    case 4:
-    case 5: /* unmap */
-      OK(change(VMEM_OP_UNMAP, va + i * PAGE, n * PAGE, VMEM_OP_HOLES));
-      for (j = i; j < i + n; j++) model.page[j] = 0;
-      break;
-    case 6: /* write */
-      for (j = i; j < i + n; j++)
-        if (model.page[j] && !model.read_only[j]) {
-          model.word[model.page[j]] = ((uint64_t)rnd(1u << 30) << 8) + 1;
-          OK(sign(va + j * PAGE, model.word[model.page[j]]));
-        }
-      break;
-    case 7: /* a handle to what is mapped, or the end of one */
-      if (model.hdl[k].h) {
-        OK(vmem_drop(vm, model.hdl[k].h));
-        model.hdl[k].h = 0;
-        break;
-      }
-      for (j = i; j < i + n; j++)
-        if (!model.page[j]) return;
-      OK(vmem_retain(vm, va + i * PAGE, n * PAGE, &model.hdl[k].h));
-      model.hdl[k].n = n;
-      for (j = 0; j < n; j++) model.hdl[k].page[j] = model.page[i + j];
-      break;
-    case 8: /* new pages, not mapped yet */
-      if (model.hdl[k].h || vMemCreate(vm, n * PAGE, NULL, &model.hdl[k].h)) break;
-      model.hdl[k].n = n;
-      for (j = 0; j < n; j++) {
-        model.hdl[k].page[j] = ++model.pages;
-        model.word[model.pages] = 0;
-      }
-      break;
-    case 9: /* a second address */
-      if (!model.hdl[k].h || !free_at(i, model.hdl[k].n)) break;
-      for (j = 0; j < model.hdl[k].n; j++)
-        if (!model.hdl[k].page[j]) return;
-      n = rnd(2) ? VMEM_MAP_READONLY : 0;
-      OK(vMemMap(vm, va + i * PAGE, model.hdl[k].n * PAGE, model.hdl[k].h, 0, n));
-      for (j = 0; j < model.hdl[k].n; j++) {
-        model.page[i + j] = model.hdl[k].page[j];
-        model.read_only[i + j] = n;
-      }
-      break;
-    case 10: /* a part of a handle goes */
-      if (!model.hdl[k].h || !model.hdl[k].page[j = rnd(model.hdl[k].n)]) break;
-      OK(vmem_drop_range(vm, model.hdl[k].h, j * PAGE, PAGE, 1, 0));
-      model.hdl[k].page[j] = 0;
-      break;
-    default: /* now and then with a failure */
-      if (rnd(3) == 0) OK(vmem_inject(vm, rnd(2) ? VMEM_INJECT_HEAP : VMEM_INJECT_HEAP - 1, rnd(40), 1, ENOMEM));
-      j = (uint32_t)-vmem_compact(vm, rnd(2) ? UINT64_MAX : MIB(1), NULL, 0, 0, &freed);
-      OK(vmem_inject(vm, 0, 0, 0, 0));
-      CHECK(j == 0 || j == ENOMEM);
-      model.freed += freed;
-      CHECK(model_holds());
+    }
+    for (j = i; j < i + n; j++)
+      if (!model.page[j]) return;
+    OK(vmem_retain(vm, va + i * PAGE, n * PAGE, &model.hdl[k].h));
+    model.hdl[k].n = n;
+    for (j = 0; j < n; j++) model.hdl[k].page[j] = model.page[i + j];
+    break;
+  case 8: /* new pages, not mapped yet */
+    if (model.hdl[k].h || vMemCreate(vm, n * PAGE, NULL, &model.hdl[k].h)) break;
+    model.hdl[k].n = n;
+    for (j = 0; j < n; j++) {
+      model.hdl[k].page[j] = ++model.pages;
+      model.word[model.pages] = 0;
+    }
+    break;
+  case 9: /* a second address */
+    if (!model.hdl[k].h || !free_at(i, model.hdl[k].n)) break;
+    for (j = 0; j < model.hdl[k].n; j++)
+      if (!model.hdl[k].page[j]) return;
+    n = rnd(2) ? VMEM_MAP_READONLY : 0;
+    OK(vMemMap(vm, va + i * PAGE, model.hdl[k].n * PAGE, model.hdl[k].h, 0, n));
+    for (j = 0; j < model.hdl[k].n; j++) {
+      model.page[i + j] = model.hdl[k].page[j];
+      model.read_only[i + j] = n;
+    }
+    break;
+  case 10: /* a part of a handle goes */
+    if (!model.hdl[k].h || !model.hdl[k].page[j = rnd(model.hdl[k].n)]) break;
+    OK(vmem_drop_range(vm, model.hdl[k].h, j * PAGE, PAGE, 1, 0));
+    model.hdl[k].page[j] = 0;
+    break;
+  default: /* now and then with a failure */
+    if (rnd(3) == 0) OK(vmem_inject(vm, rnd(2) ? VMEM_INJECT_HEAP : VMEM_INJECT_HEAP - 1, rnd(40), 1, ENOMEM));
+    j = (uint32_t)-vmem_compact(vm, rnd(2) ? UINT64_MAX : MIB(1), NULL, 0, 0, &freed);
+    OK(vmem_inject(vm, 0, 0, 0, 0));
+    CHECK(j == 0 || j == ENOMEM);
+    model.freed += freed;
+    CHECK(model_holds());
   }
 }
 
@@ -516,7 +518,7 @@ static void random_model(void) {
       fake = vm_backend_host;
       fake.discard = NULL;
       c->be = &fake;
-      c->clean.background = true;
+      c->phys->clean.background = true;
       vm_put(c);
     }
     for (int step = 0; step < steps; step++) {
@@ -605,6 +607,6 @@ static void suspended(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(empties_slabs), TEST(as_much_as_wanted), TEST(aliases_and_handles), TEST(what_is_busy_stays), TEST(waits_for_work),
-     TEST(large_pages), TEST(without_new_memory), TEST(a_fragmented_cache), TEST(each_call_fails), TEST(undo_fails),
-     TEST(suspended), TEST(in_one_call), TEST(random_model), TEST(among_threads))
+MAIN(TEST(empties_slabs), TEST(as_much_as_wanted), TEST(aliases_and_handles), TEST(what_is_busy_stays),
+     TEST(waits_for_work), TEST(large_pages), TEST(without_new_memory), TEST(a_fragmented_cache), TEST(each_call_fails),
+     TEST(undo_fails), TEST(suspended), TEST(in_one_call), TEST(random_model), TEST(among_threads))

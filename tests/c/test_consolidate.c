@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: vmem_consolidate maps again, once per run, what was mapped page by page; and its failures. */
+#include "api/api.h"
 #include "check.h"
-#include "internal.h"
 
 /* The host back end with a remap, as a GPU back end has one. */
 static struct vm_backend fake;
@@ -30,8 +30,12 @@ static void grow(void) {
   OK(vMemReserve(vm, MIB(64), NULL, &va));
   OK(vmem_warm(vm, MIB(64)));
   for (int i = 0; i < 8; i++) {
-    struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_SPREAD, .addr = va + i * PAGE, .bytes = PAGE,
-                         .count = 2, .stride = MIB(8)};
+    struct vmem_op op = {.op = VMEM_OP_POPULATE,
+                         .flags = VMEM_OP_SPREAD,
+                         .addr = va + i * PAGE,
+                         .bytes = PAGE,
+                         .count = 2,
+                         .stride = MIB(8)};
     OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
     BYTE(va + i * PAGE) = (unsigned char)(10 + i);
   }

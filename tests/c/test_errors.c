@@ -18,22 +18,22 @@ static void set_up(void) {
 }
 
 /* The call fails with just this errno, says something, and changes nothing. */
-#define FAILS(call, code)                               \
-  do {                                                  \
-    struct vmem_stats a_ = stats_of(vm), b_;            \
-    EQ(call, code);                                     \
-    CHECK(vmem_last_error()[0]);                        \
-    b_ = stats_of(vm);                                  \
-    CHECK(same_state(&a_, &b_));                        \
-    OK(vmem_check(vm));                                 \
+#define FAILS(call, code)                                                                                              \
+  do {                                                                                                                 \
+    struct vmem_stats a_ = stats_of(vm), b_;                                                                           \
+    EQ(call, code);                                                                                                    \
+    CHECK(vmem_last_error()[0]);                                                                                       \
+    b_ = stats_of(vm);                                                                                                 \
+    CHECK(same_state(&a_, &b_));                                                                                       \
+    OK(vmem_check(vm));                                                                                                \
   } while (0)
 
 static void reserve(void) {
   uint64_t out;
   struct vmem_reserve_opts both = {.size = sizeof(both), .flags = VMEM_RESERVE_VISIBLE | VMEM_RESERVE_PLAIN},
                            unknown = {.size = sizeof(unknown), .flags = 1u << 20},
-                           odd = {.size = sizeof(odd), .align = 3 * PAGE}, field = {.size = sizeof(field), .reserved = 1},
-                           tiny = {.size = 3};
+                           odd = {.size = sizeof(odd), .align = 3 * PAGE},
+                           field = {.size = sizeof(field), .reserved = 1}, tiny = {.size = 3};
   FAILS(vMemReserve(vm, 0, NULL, &out), -EINVAL);
   FAILS(vMemReserve(vm, PAGE + 1, NULL, &out), -EINVAL);
   FAILS(vMemReserve(vm, PAGE, NULL, NULL), -EINVAL);
@@ -55,9 +55,12 @@ static void free_range(void) {
 
 static void create(void) {
   vmem_handle out;
-  struct vmem_create_opts big = {.size = sizeof(big), .page_size = MIB(4)}, odd = {.size = sizeof(odd), .page_size = 3 * PAGE},
-                          small = {.size = sizeof(small), .page_size = KIB(4)}, two = {.size = sizeof(two), .page_size = 2 * PAGE},
-                          place = {.size = sizeof(place), .location = 9}, host = {.size = sizeof(host), .location = VMEM_HOST},
+  struct vmem_create_opts big = {.size = sizeof(big), .page_size = MIB(4)},
+                          odd = {.size = sizeof(odd), .page_size = 3 * PAGE},
+                          small = {.size = sizeof(small), .page_size = KIB(4)},
+                          two = {.size = sizeof(two), .page_size = 2 * PAGE},
+                          place = {.size = sizeof(place), .location = 9},
+                          host = {.size = sizeof(host), .location = VMEM_HOST},
                           peer = {.size = sizeof(peer), .location = VMEM_PEER, .device = 1};
   FAILS(vMemCreate(vm, 0, NULL, &out), -EINVAL);
   FAILS(vMemCreate(vm, PAGE / 2, NULL, &out), -EINVAL);
@@ -128,13 +131,13 @@ static void batches(void) {
   struct vmem_op good = {.op = VMEM_OP_POPULATE, .addr = va + MIB(8), .bytes = PAGE}, ops[3];
   vmem_ticket t;
   char text[64];
-#define BAD(code, ...)                              \
-  do {                                              \
-    ops[0] = ops[2] = good;                         \
-    ops[2].addr += MIB(1);                          \
-    ops[1] = (struct vmem_op){__VA_ARGS__};         \
-    FAILS(vmem_batch(vm, ops, 3, NULL, 0, 0), code);   \
-    FAILS(vmem_submit(vm, ops, 3, NULL, 0, 0, &t), code); \
+#define BAD(code, ...)                                                                                                 \
+  do {                                                                                                                 \
+    ops[0] = ops[2] = good;                                                                                            \
+    ops[2].addr += MIB(1);                                                                                             \
+    ops[1] = (struct vmem_op){__VA_ARGS__};                                                                            \
+    FAILS(vmem_batch(vm, ops, 3, NULL, 0, 0), code);                                                                   \
+    FAILS(vmem_submit(vm, ops, 3, NULL, 0, 0, &t), code);                                                              \
   } while (0)
   BAD(-EINVAL, .op = 0, .addr = va, .bytes = PAGE);
   BAD(-EINVAL, .op = 99, .addr = va, .bytes = PAGE);
@@ -143,7 +146,8 @@ static void batches(void) {
   BAD(-EINVAL, .op = VMEM_OP_FILL, .addr = va, .bytes = PAGE, .value = 256);
   BAD(-EINVAL, .op = VMEM_OP_POPULATE, .addr = va + MIB(16), .bytes = 2 * PAGE, .count = 2, .stride = PAGE);
   BAD(-EINVAL, .op = VMEM_OP_POPULATE, .addr = va + MIB(16), .bytes = PAGE, .count = 2, .stride = PAGE + 1);
-  BAD(-EOVERFLOW, .op = VMEM_OP_POPULATE, .addr = va + MIB(16), .bytes = PAGE, .count = 1ull << 40, .stride = 1ull << 40);
+  BAD(-EOVERFLOW, .op = VMEM_OP_POPULATE, .addr = va + MIB(16), .bytes = PAGE, .count = 1ull << 40,
+      .stride = 1ull << 40);
   BAD(-ENXIO, .op = VMEM_OP_POPULATE, .addr = va + MIB(16), .bytes = PAGE, .count = 3, .stride = MIB(32));
   BAD(-EEXIST, .op = VMEM_OP_POPULATE, .addr = va, .bytes = PAGE);
   BAD(-EBUSY, .op = VMEM_OP_POPULATE, .addr = good.addr, .bytes = PAGE); /* twice in one batch */
@@ -163,7 +167,8 @@ static void batches(void) {
   FAILS(vmem_batch(vm, &good, 1, &(struct vmem_after){.kind = VMEM_AFTER_FD, .flags = 1}, 1, 0), -EINVAL);
   FAILS(vmem_batch(vm, &good, 1, &(struct vmem_after){.kind = VMEM_AFTER_FD, .reserved = {0, 1}}, 1, 0), -EINVAL);
   for (int i = 0; i < 3; i++) {
-    struct vmem_op bad[3] = {good, {.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE}, {.op = VMEM_OP_FILL, .addr = va, .bytes = PAGE}};
+    struct vmem_op bad[3] = {
+        good, {.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE}, {.op = VMEM_OP_FILL, .addr = va, .bytes = PAGE}};
     bad[i].reserved[i] = 1;
     FAILS(vmem_batch(vm, bad, 3, NULL, 0, 0), -EINVAL);
     EQ(vmem_batch(vm, bad, 3, NULL, 0, 0), -EINVAL);
@@ -205,11 +210,11 @@ static void others(void) {
 static void opening(void) {
   vmem_t out;
   struct vmem_open_opts o;
-#define OPEN(code, ...)                                                        \
-  do {                                                                         \
-    o = (struct vmem_open_opts){.size = sizeof(o), .backend = backend(), __VA_ARGS__}; \
-    EQ(vmem_open(&o, &out), code);                                             \
-    CHECK(vmem_last_error()[0]);                                               \
+#define OPEN(code, ...)                                                                                                \
+  do {                                                                                                                 \
+    o = (struct vmem_open_opts){.size = sizeof(o), .backend = backend(), __VA_ARGS__};                                 \
+    EQ(vmem_open(&o, &out), code);                                                                                     \
+    CHECK(vmem_last_error()[0]);                                                                                       \
   } while (0)
   OPEN(-EINVAL, .flags = 1u << 9);
   OPEN(-EINVAL, .num_devices = VMEM_MAX_DEVICES + 1);
@@ -233,5 +238,5 @@ static void tear_down(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(set_up), TEST(reserve), TEST(free_range), TEST(create), TEST(map), TEST(unmap), TEST(handles), TEST(batches), TEST(contents),
-     TEST(others), TEST(opening), TEST(tear_down))
+MAIN(TEST(set_up), TEST(reserve), TEST(free_range), TEST(create), TEST(map), TEST(unmap), TEST(handles), TEST(batches),
+     TEST(contents), TEST(others), TEST(opening), TEST(tear_down))

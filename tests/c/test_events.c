@@ -9,8 +9,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "api/api.h"
 #include "check.h"
-#include "internal.h"
 
 enum { MAX_EVENTS = 4096, MAX_RANGES = 64 };
 
@@ -139,7 +139,8 @@ static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
 }
 
 /* Over when the test says so, though the bytes are there at once. */
-static int fake_copy(void *be, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after, vm_event *done) {
+static int fake_copy(void *be, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
+                     vm_event *done) {
   fills_over_at_copy = fills_over();
   vm_backend_host.copy(be, copies, n, after, num_after, done);
   *done = new_event();
@@ -149,8 +150,9 @@ static int fake_copy(void *be, const struct vm_be_copy *copies, size_t n, const 
 static int fake_bind(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *r) {
   for (r->done = 0; r->done < n; r->done++) {
     const struct vm_bind_op *op = &ops[r->done];
-    int err = op->kind == VM_BIND_UNMAP ? vm_backend_host.unmap(be, op->addr, op->bytes, op->sparse)
-                                        : vm_backend_host.map(be, op->addr, op->bytes, op->slab, op->offset, op->flags, op->sparse);
+    int err = op->kind == VM_BIND_UNMAP
+                  ? vm_backend_host.unmap(be, op->addr, op->bytes, op->sparse)
+                  : vm_backend_host.map(be, op->addr, op->bytes, op->slab, op->offset, op->flags, op->sparse);
     if (err) return err;
   }
   return 0;
@@ -483,7 +485,9 @@ static vm_event fill_behind(vmem_t vm, uint64_t addr, int value, vmem_ticket *t)
   return vmem_submit(vm, &op, 1, &a, 1, 0, t) || vmem_order(vm, *t, 0) ? 0 : a.handle;
 }
 
-static struct vmem_op unmap(uint64_t addr) { return (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = addr, .bytes = PAGE}; }
+static struct vmem_op unmap(uint64_t addr) {
+  return (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = addr, .bytes = PAGE};
+}
 
 /* Everything that may meet a fill, elsewhere: in this thread and on the worker. */
 static void fills_hold_up_only_their_range(void) {
@@ -507,14 +511,16 @@ static void fills_hold_up_only_their_range(void) {
     OK(vMemMap(vm, va + MIB(4), PAGE, op.handle, 0, 0)); /* a second address */
     OK(vmem_drop(vm, op.handle));
     OK(vmem_consolidate(vm, va + 4 * PAGE, 4 * PAGE, NULL));
-    op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va + 4 * PAGE, .bytes = PAGE};
+    op = (struct vmem_op){
+        .op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va + 4 * PAGE, .bytes = PAGE};
     OK(vmem_retain(vm, va + 5 * PAGE, PAGE, &op.handle));
     OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
     OK(vmem_wait(vm, t, -1));
     op = unmap(va + 6 * PAGE);
     OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
     OK(vmem_wait(vm, t, -1));
-    op = (struct vmem_op){.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .addr = va + MIB(5), .bytes = PAGE, .src = va + PAGE};
+    op = (struct vmem_op){
+        .op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .addr = va + MIB(5), .bytes = PAGE, .src = va + PAGE};
     OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
     CHECK(reached((unsigned)work + 2)); /* the copy */
     finish(work + 2);
@@ -768,7 +774,8 @@ static void fills_in_any_order(void) {
       EQ(BYTE(spare), value[i]);
       if (second[i]) OK(vMemUnmap(vm, alias + i * PAGE, PAGE));
       second[i] = false;
-      op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va + i * PAGE, .bytes = PAGE};
+      op = (struct vmem_op){
+          .op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va + i * PAGE, .bytes = PAGE};
       OK(vmem_retain(vm, spare, PAGE, &op.handle));
       OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
       OK(vMemUnmap(vm, spare, PAGE));
@@ -848,10 +855,9 @@ static void second_address_after_submit(void) {
   close(fd);
 }
 
-MAIN(TEST(order_does_not_wait_for_fills), TEST(unmap_waits_for_fills), TEST(fill_batches_wait_on_the_gpu), TEST(broken_work),
-     TEST(second_address_waits_for_fills), TEST(second_address_after_submit),
-     TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name),
-     TEST(fills_are_never_overlooked), TEST(copies_hold_their_source), TEST(replace_waits_for_fills),
-     TEST(fills_hold_up_only_their_range), TEST(fills_hold_up_their_pages), TEST(no_deadlock_with_the_host),
-     TEST(long_fills_are_chained), TEST(many_fills), TEST(fills_in_any_order),
-     TEST(dropped_while_filling))
+MAIN(TEST(order_does_not_wait_for_fills), TEST(unmap_waits_for_fills), TEST(fill_batches_wait_on_the_gpu),
+     TEST(broken_work), TEST(second_address_waits_for_fills), TEST(second_address_after_submit),
+     TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name), TEST(fills_are_never_overlooked),
+     TEST(copies_hold_their_source), TEST(replace_waits_for_fills), TEST(fills_hold_up_only_their_range),
+     TEST(fills_hold_up_their_pages), TEST(no_deadlock_with_the_host), TEST(long_fills_are_chained), TEST(many_fills),
+     TEST(fills_in_any_order), TEST(dropped_while_filling))

@@ -44,7 +44,7 @@ static void child_calls(vmem_t vm, uint64_t va) {
 static void child_touches(vmem_t vm, uint64_t va) {
   (void)vm;
   if (!freopen("/dev/null", "w", stderr)) return; /* a sanitizer would report the fault */
-  BYTE(va) = 66; /* must fault, not reach the parent's page */
+  BYTE(va) = 66;                                  /* must fault, not reach the parent's page */
 }
 
 static void forked(void) {

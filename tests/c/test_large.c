@@ -2,8 +2,8 @@
 /* Description: pages of 2 MiB beside small ones in one context: never cut, from slabs of their own. */
 #include <unistd.h>
 
+#include "api/api.h"
 #include "check.h"
-#include "internal.h"
 
 #define LARGE MIB(2)
 
@@ -53,7 +53,12 @@ static void end(struct scene *s) {
 static void never_cut(void) {
   static const struct {
     uint64_t offset, bytes;
-  } cuts[] = {{0, PAGE}, {PAGE, PAGE}, {LARGE - PAGE, 2 * PAGE}, {0, LARGE + PAGE}, {2 * LARGE - PAGE, 2 * PAGE}, {PAGE, 2 * LARGE - PAGE}};
+  } cuts[] = {{0, PAGE},
+              {PAGE, PAGE},
+              {LARGE - PAGE, 2 * PAGE},
+              {0, LARGE + PAGE},
+              {2 * LARGE - PAGE, 2 * PAGE},
+              {PAGE, 2 * LARGE - PAGE}};
   struct scene s;
   CHECK(scene_open(&s));
   for (size_t i = 0; i < sizeof(cuts) / sizeof(cuts[0]); i++) {
@@ -200,7 +205,8 @@ static void promotion(void) {
 
 /* The slabs of the one kind are given back where the other is short. */
 static void memory_goes_over(void) {
-  struct vmem_open_opts o = {.size = sizeof(o), .granule = PAGE, .mem_limit = MIB(64), .slab_size = MIB(16), .pool_high = VMEM_KEEP_ALL};
+  struct vmem_open_opts o = {
+      .size = sizeof(o), .granule = PAGE, .mem_limit = MIB(64), .slab_size = MIB(16), .pool_high = VMEM_KEEP_ALL};
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(48)}, more;
   vmem_t vm;
   OK(open_opts(&o, &vm));
@@ -260,7 +266,7 @@ static void consolidated_whole(void) {
   fake = vm_backend_host;
   fake.remap = fake_remap;
   c->be = &fake;
-  c->info.bind_bytes = 4 * LARGE;
+  c->info->bind_bytes = 4 * LARGE;
   remapped = longest = 0;
   cuts = false;
   at = s.va + 8 * LARGE;
@@ -287,5 +293,5 @@ static void consolidated_whole(void) {
   end(&s);
 }
 
-MAIN(TEST(never_cut), TEST(parts_elsewhere), TEST(halves), TEST(misaligned), TEST(promotion), TEST(memory_goes_over), TEST(handles),
-     TEST(consolidated_whole))
+MAIN(TEST(never_cut), TEST(parts_elsewhere), TEST(halves), TEST(misaligned), TEST(promotion), TEST(memory_goes_over),
+     TEST(handles), TEST(consolidated_whole))

@@ -3,8 +3,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "api/api.h"
 #include "check.h"
-#include "internal.h"
 
 #define STRIDE MIB(1)
 
@@ -32,14 +32,25 @@ static bool holds(const struct scene *s, uint64_t base) {
 }
 
 static struct vmem_op copy_to_scratch(const struct scene *s) {
-  return (struct vmem_op){.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .addr = s->scratch, .bytes = 2 * PAGE, .count = 3,
-                          .stride = STRIDE, .src = s->va, .src_stride = STRIDE};
+  return (struct vmem_op){.op = VMEM_OP_POPULATE,
+                          .flags = VMEM_OP_COPY,
+                          .addr = s->scratch,
+                          .bytes = 2 * PAGE,
+                          .count = 3,
+                          .stride = STRIDE,
+                          .src = s->va,
+                          .src_stride = STRIDE};
 }
 
 /* The scratch pages take the place of the others, and leave the scratch range. */
 static int swap(const struct scene *s, vmem_handle *h) {
   struct vmem_op ops[] = {
-      {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = s->va, .bytes = 2 * PAGE, .count = 3, .stride = STRIDE},
+      {.op = VMEM_OP_MAP,
+       .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME,
+       .addr = s->va,
+       .bytes = 2 * PAGE,
+       .count = 3,
+       .stride = STRIDE},
       {.op = VMEM_OP_UNMAP, .addr = s->scratch, .bytes = 2 * PAGE, .count = 3, .stride = STRIDE},
   };
   int err = vmem_gather(s->vm, s->scratch, 2 * PAGE, 3, STRIDE, h);
@@ -98,12 +109,12 @@ static void copies_into_used_pages(void) {
   end(&s);
 }
 
-#define REFUSED(err)                                     \
-  do {                                                   \
-    before = stats_of(s.vm);                             \
-    EQ(vmem_batch(s.vm, &op, 1, NULL, 0, 0), err);          \
-    after = stats_of(s.vm);                              \
-    CHECK(same_state(&before, &after));                  \
+#define REFUSED(err)                                                                                                   \
+  do {                                                                                                                 \
+    before = stats_of(s.vm);                                                                                           \
+    EQ(vmem_batch(s.vm, &op, 1, NULL, 0, 0), err);                                                                     \
+    after = stats_of(s.vm);                                                                                            \
+    CHECK(same_state(&before, &after));                                                                                \
   } while (0)
 
 static void bad_copies(void) {
@@ -180,7 +191,7 @@ static void moves(void) {
   EQ(stats_of(s.vm).used_bytes, 2 * used);
   OK(swap(&s, &h));
   CHECK(holds(&s, s.va));
-  EQ(vmem_handle_query(s.vm, h, &info), -EBADF); /* consumed */
+  EQ(vmem_handle_query(s.vm, h, &info), -EBADF);  /* consumed */
   EQ(stats_of(s.vm).used_bytes, used + 2 * PAGE); /* those that `old` names are still there */
   EQ(stats_of(s.vm).mapped_bytes, used);
   CHECK(put_byte(s.vm, s.va + 5, 42));
@@ -203,8 +214,12 @@ static void replaces_in_parts(void) {
   OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   OK(vmem_fill(s.vm, s.scratch, 4 * PAGE, 7));
   OK(vmem_retain(s.vm, s.scratch + PAGE, 2 * PAGE, &h));
-  op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_READONLY, .addr = s.va + PAGE, .bytes = PAGE,
-                        .handle = h, .offset = PAGE};
+  op = (struct vmem_op){.op = VMEM_OP_MAP,
+                        .flags = VMEM_OP_REPLACE | VMEM_OP_READONLY,
+                        .addr = s.va + PAGE,
+                        .bytes = PAGE,
+                        .handle = h,
+                        .offset = PAGE};
   OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   EQ(get_byte(s.vm, s.va + 5), 1);
   EQ(get_byte(s.vm, s.va + PAGE + 5), 7);
@@ -236,7 +251,8 @@ static void bad_replaces(void) {
   vmem_handle h;
   CHECK(scene_open(&s));
   OK(vmem_gather(s.vm, s.va, PAGE, 2, STRIDE, &h));
-  op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va + PAGE, .bytes = 2 * PAGE, .handle = h};
+  op = (struct vmem_op){
+      .op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va + PAGE, .bytes = 2 * PAGE, .handle = h};
   REFUSED(-EFAULT); /* half of it is a hole */
   op.addr = s.scratch;
   REFUSED(-EFAULT);
@@ -264,8 +280,13 @@ static void a_handle_is_held(void) {
   OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   OK(vmem_gather(s.vm, s.scratch, 2 * PAGE, 3, STRIDE, &h));
   OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE)); /* two pages are the handle's alone now */
-  op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .count = 3,
-                        .stride = STRIDE, .handle = h};
+  op = (struct vmem_op){.op = VMEM_OP_MAP,
+                        .flags = VMEM_OP_REPLACE,
+                        .addr = s.va,
+                        .bytes = 2 * PAGE,
+                        .count = 3,
+                        .stride = STRIDE,
+                        .handle = h};
   OK(vmem_submit(s.vm, &op, 1, &after, 1, 0, &t));
   EQ(vmem_drop(s.vm, h), -EBUSY);
   EQ(vMemRelease(s.vm, h), -EBUSY);
@@ -295,10 +316,16 @@ static void a_held_handle_is_not_consumed(void) {
   OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   OK(vmem_gather(s.vm, s.scratch, 2 * PAGE, 3, STRIDE, &h));
   OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE));
-  op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .count = 3,
-                        .stride = STRIDE, .handle = h};
+  op = (struct vmem_op){.op = VMEM_OP_MAP,
+                        .flags = VMEM_OP_REPLACE,
+                        .addr = s.va,
+                        .bytes = 2 * PAGE,
+                        .count = 3,
+                        .stride = STRIDE,
+                        .handle = h};
   OK(vmem_submit(s.vm, &op, 1, &after, 1, 0, &t));
-  other = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_CONSUME, .addr = s.scratch, .bytes = 2 * PAGE, .handle = h};
+  other =
+      (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_CONSUME, .addr = s.scratch, .bytes = 2 * PAGE, .handle = h};
   EQ(vmem_batch(s.vm, &other, 1, NULL, 0, 0), -EBUSY);
   other.flags = 0;
   OK(vmem_batch(s.vm, &other, 1, NULL, 0, 0));
@@ -324,7 +351,12 @@ static void one_handle_twice(void) {
   for (int consume_first = 1; consume_first >= 0; consume_first--) {
     struct vmem_op ops[] = {
         {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .handle = h},
-        {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va + STRIDE, .bytes = 2 * PAGE, .handle = h, .offset = 2 * PAGE},
+        {.op = VMEM_OP_MAP,
+         .flags = VMEM_OP_REPLACE,
+         .addr = s.va + STRIDE,
+         .bytes = 2 * PAGE,
+         .handle = h,
+         .offset = 2 * PAGE},
         {.op = VMEM_OP_MAP, .addr = s.scratch + MIB(4), .bytes = 6 * PAGE, .handle = h},
         {.op = VMEM_OP_UNMAP, .addr = s.scratch, .bytes = 2 * PAGE, .count = 3, .stride = STRIDE},
     };
@@ -349,7 +381,8 @@ static void copies_from_what_goes(void) {
   ops[0] = copy_to_scratch(&s);
   ops[0].src = s.va + STRIDE;
   ops[0].count = 1;
-  ops[1] = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va + STRIDE, .bytes = 2 * PAGE, .handle = h};
+  ops[1] = (struct vmem_op){
+      .op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va + STRIDE, .bytes = 2 * PAGE, .handle = h};
   OK(vmem_batch(s.vm, ops, 2, NULL, 0, 0));
   EQ(get_byte(s.vm, s.scratch + 5), 3);
   EQ(get_byte(s.vm, s.va + STRIDE + 5), 1);
@@ -384,7 +417,8 @@ static void fills_beside_replaces(void) {
   CHECK(scene_open(&s));
   OK(vmem_gather(s.vm, s.va, 2 * PAGE, 1, 0, &h));
   ops[0] = (struct vmem_op){.op = VMEM_OP_FILL, .addr = s.va, .bytes = PAGE};
-  ops[1] = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va + STRIDE, .bytes = 2 * PAGE, .handle = h};
+  ops[1] = (struct vmem_op){
+      .op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va + STRIDE, .bytes = 2 * PAGE, .handle = h};
   c = vm_get(s.vm, "test", &err);
   for (size_t n = 1; n < 3; n++) {
     OK(vm_plan_make(c, ops, n, &p));
@@ -410,15 +444,18 @@ static void closed_under_way(void) {
     OK(vmem_gather(s.vm, s.va, 2 * PAGE, 3, STRIDE, &h));
     op = copy_to_scratch(&s);
     OK(vmem_submit(s.vm, &op, 1, &after, (size_t)waits, 0, &t));
-    op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = s.scratch + MIB(4),
-                          .bytes = PAGE, .handle = h};
+    op = (struct vmem_op){.op = VMEM_OP_MAP,
+                          .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME,
+                          .addr = s.scratch + MIB(4),
+                          .bytes = PAGE,
+                          .handle = h};
     EQ(vmem_submit(s.vm, &op, 1, &after, 1, 0, &t), -EFAULT);
     OK(vmem_drop(s.vm, h));
     OK(vmem_retain(s.vm, s.va + STRIDE, PAGE, &h));
     op.addr = s.va + PAGE;
     op.handle = h;
     if (waits) EQ(vmem_submit(s.vm, &op, 1, &after, 1, 0, &t), -EBUSY); /* a source is not to be replaced */
-    op.addr = s.scratch + PAGE; /* mapped, or about to be */
+    op.addr = s.scratch + PAGE;                                         /* mapped, or about to be */
     vmem_submit(s.vm, &op, 1, &after, 1, 0, &t);
     OK(vmem_close(s.vm));
     close(fd);
@@ -469,7 +506,8 @@ static void nth_call_fails(void) {
 static struct vm_backend fake;
 static int unmaps_left, maps_left;
 
-static int fake_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse) {
+static int fake_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
+                    bool sparse) {
   if (maps_left-- == 0) return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0, "mapped on some devices only");
   return vm_backend_host.map(be, addr, bytes, slab, offset, flags, sparse);
 }
@@ -493,7 +531,8 @@ static int strict(uint64_t addr, uint64_t bytes, bool map) {
   return violated ? vm_fail_at(-EIO, addr, bytes, 0, "not what the driver expects") : 0;
 }
 
-static int strict_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse) {
+static int strict_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
+                      bool sparse) {
   int err = strict(addr, bytes, true);
   return err ? err : vm_backend_host.map(be, addr, bytes, slab, offset, flags, sparse);
 }
@@ -531,8 +570,13 @@ static void replace_fails_within_a_piece(void) {
     OK(vmem_fill(s.vm, s.scratch, 6 * PAGE, 77));
     OK(vmem_retain(s.vm, s.scratch, 6 * PAGE, &h));
     before = stats_of(s.vm);
-    op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = 2 * PAGE, .count = 3,
-                          .stride = STRIDE, .handle = h};
+    op = (struct vmem_op){.op = VMEM_OP_MAP,
+                          .flags = VMEM_OP_REPLACE,
+                          .addr = s.va,
+                          .bytes = 2 * PAGE,
+                          .count = 3,
+                          .stride = STRIDE,
+                          .handle = h};
     OK(vmem_inject(s.vm, VMEM_INJECT_MAP, nth, 1, EIO));
     EQ(vmem_batch(s.vm, &op, 1, NULL, 0, 0), nth < 6 ? -EIO : 0);
     OK(vmem_inject(s.vm, 0, 0, 0, 0));
@@ -595,11 +639,12 @@ static void never_mapped(void) {
   fake = vm_backend_host;
   fake.discard = NULL;
   c->be = &fake;
-  c->info.fresh_is_zero = false;
+  c->info->fresh_is_zero = false;
   vm_put(c);
   OK(vmem_trim(s.vm, 0, NULL));
   OK(vMemCreate(s.vm, MIB(128), NULL, &h));
-  op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = PAGE, .handle = h, .offset = MIB(127)};
+  op = (struct vmem_op){
+      .op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va, .bytes = PAGE, .handle = h, .offset = MIB(127)};
   EQ(vmem_batch(s.vm, &op, 1, NULL, 0, 0), -EINVAL);
   CHECK(strstr(vmem_last_error(), "never mapped"));
   CHECK(holds(&s, s.va));
@@ -620,7 +665,7 @@ static void copies_into_dirty_pages(void) {
   fake = vm_backend_host;
   fake.discard = NULL;
   c->be = &fake;
-  c->info.fresh_is_zero = false;
+  c->info->fresh_is_zero = false;
   vm_put(c);
   op = copy_to_scratch(&s);
   OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
@@ -698,8 +743,8 @@ static void between_locations(void) {
   end(&s);
 }
 
-MAIN(TEST(copies), TEST(copies_into_used_pages), TEST(bad_copies), TEST(a_source_is_held), TEST(moves), TEST(replaces_in_parts),
-     TEST(bad_replaces), TEST(a_handle_is_held), TEST(a_held_handle_is_not_consumed), TEST(one_handle_twice),
-     TEST(copies_from_what_goes), TEST(fills_beside_replaces), TEST(closed_under_way),
+MAIN(TEST(copies), TEST(copies_into_used_pages), TEST(bad_copies), TEST(a_source_is_held), TEST(moves),
+     TEST(replaces_in_parts), TEST(bad_replaces), TEST(a_handle_is_held), TEST(a_held_handle_is_not_consumed),
+     TEST(one_handle_twice), TEST(copies_from_what_goes), TEST(fills_beside_replaces), TEST(closed_under_way),
      TEST(nth_call_fails), TEST(unknown_state), TEST(never_mapped), TEST(copies_into_dirty_pages),
      TEST(gathers_beside_a_batch), TEST(replace_fails_within_a_piece), TEST(between_locations))

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: opening proves a page, and what fails its proof is passed over; a back end odd in vMemFree, and in room. */
+#include "api/api.h"
 #include "check.h"
-#include "internal.h"
 
 /* A back end like host that is wrong in one way. */
 enum fault { NONE, LOST_WRITES, WRONG_PAGE, NO_MAP, LOST_MAP, NO_UNMAP, NO_SLAB, NO_DESTROY, NO_RESERVE, NO_READ };
@@ -16,8 +16,10 @@ static void odd_close(void *be) {
   HOST.close(be);
 }
 
-static int odd_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind, uint64_t *priv) {
-  int err = fault == NO_RESERVE ? vm_fail(-ENOMEM, "no addresses") : HOST.reserve(be, bytes, align, flags, addr, kind, priv);
+static int odd_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,
+                       uint64_t *priv) {
+  int err =
+      fault == NO_RESERVE ? vm_fail(-ENOMEM, "no addresses") : HOST.reserve(be, bytes, align, flags, addr, kind, priv);
   if (!err) reserved++;
   return err;
 }
@@ -36,7 +38,8 @@ static int odd_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv,
 }
 
 static int odd_slab_create(void *be, uint64_t bytes, uint64_t page, uint32_t location, int32_t device, uint64_t *slab) {
-  int err = fault == NO_SLAB ? vm_fail(-ENOMEM, "no memory") : HOST.slab_create(be, bytes, page, location, device, slab);
+  int err =
+      fault == NO_SLAB ? vm_fail(-ENOMEM, "no memory") : HOST.slab_create(be, bytes, page, location, device, slab);
   if (!err) slabs++;
   return err;
 }
@@ -46,9 +49,11 @@ static int odd_slab_destroy(void *be, uint64_t slab, uint64_t bytes) {
   return fault == NO_DESTROY ? vm_fail(-EIO, "it is not given back") : HOST.slab_destroy(be, slab, bytes);
 }
 
-static int odd_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse) {
+static int odd_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
+                   bool sparse) {
   map_calls++;
-  if (fault == NO_MAP || (fault == LOST_MAP && mapped)) return vm_fail(fault == NO_MAP ? -EIO : -ENOTRECOVERABLE, "it does not map");
+  if (fault == NO_MAP || (fault == LOST_MAP && mapped))
+    return vm_fail(fault == NO_MAP ? -EIO : -ENOTRECOVERABLE, "it does not map");
   /* Each mapping shows a page of its own. */
   if (fault == WRONG_PAGE && mapped) offset -= bytes;
   mapped++;
@@ -60,8 +65,8 @@ static int odd_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
   return fault == NO_UNMAP ? vm_fail(-EIO, "it does not unmap") : HOST.unmap(be, addr, bytes, sparse);
 }
 
-static int odd_fill(void *be, const struct vm_be_range *r, size_t n, uint8_t value, const vm_event *after, size_t num_after,
-                    vm_event *done) {
+static int odd_fill(void *be, const struct vm_be_range *r, size_t n, uint8_t value, const vm_event *after,
+                    size_t num_after, vm_event *done) {
   if (fault == LOST_WRITES) value = 0x11;
   return HOST.fill(be, r, n, value, after, num_after, done);
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: handles gathered from several ranges, and parts of handles given back. */
+#include "api/api.h"
 #include "check.h"
-#include "internal.h"
 
 static vmem_t vm;
 static uint64_t va;
@@ -11,10 +11,10 @@ static void start(void) {
   if (vMemReserve(vm, MIB(16), NULL, &va)) printf("no reservation: %s\n", vmem_last_error());
 }
 
-#define FAILS(call, code)        \
-  do {                           \
-    EQ(call, code);              \
-    OK(vmem_check(vm));          \
+#define FAILS(call, code)                                                                                              \
+  do {                                                                                                                 \
+    EQ(call, code);                                                                                                    \
+    OK(vmem_check(vm));                                                                                                \
   } while (0)
 
 /* Three "tensors" 2 MiB apart of which pages 1 and 2 are gathered, then mapped elsewhere by one operation. */
@@ -30,8 +30,13 @@ static void gathered_and_mapped_again(void) {
   OK(vmem_handle_query(vm, h, &info));
   EQ(info.bytes, 6 * PAGE);
   EQ(stats_of(vm).used_bytes, 12 * PAGE);
-  op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_READONLY, .addr = va + MIB(8), .bytes = 2 * PAGE,
-                        .count = 3, .stride = MIB(1), .handle = h};
+  op = (struct vmem_op){.op = VMEM_OP_MAP,
+                        .flags = VMEM_OP_READONLY,
+                        .addr = va + MIB(8),
+                        .bytes = 2 * PAGE,
+                        .count = 3,
+                        .stride = MIB(1),
+                        .handle = h};
   OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   for (int i = 0; i < 3; i++) {
     EQ(GET(va + MIB(8) + (uint64_t)i * MIB(1)), 4 * i + 2);

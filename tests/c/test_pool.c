@@ -85,7 +85,8 @@ static void empty_slab_last(void) {
   CHECK((vm = open_full(h)));
   CHECK(release(vm, h[0], IN_SLAB - 1) && release(vm, h[3], 1));
   CHECK(release(vm, h[1], IN_SLAB)); /* empty */
-  for (int i = 0; i < IN_SLAB; i++) OK(vMemCreate(vm, PAGE, NULL, &more[i])); /* as many as are free in the two others */
+  for (int i = 0; i < IN_SLAB; i++)
+    OK(vMemCreate(vm, PAGE, NULL, &more[i])); /* as many as are free in the two others */
   EQ(stats_of(vm).free_bytes, MIB(1));
   OK(vMemCreate(vm, PAGE, NULL, &more[IN_SLAB])); /* nothing else is left */
   EQ(empty_bytes(vm), 0);
@@ -253,8 +254,8 @@ static void failed_batches_leave_no_slabs(void) {
  * makes at that moment is not lost to the caller. */
 static void watermark_and_limit(void) {
   for (int i = 0; i < 40; i++) {
-    struct vmem_open_opts o = {.size = sizeof(o), .mem_limit = MIB(2), .pool_low = KIB(512),
-                               .pool_high = VMEM_KEEP_ALL, .slab_size = MIB(1)};
+    struct vmem_open_opts o = {
+        .size = sizeof(o), .mem_limit = MIB(2), .pool_low = KIB(512), .pool_high = VMEM_KEEP_ALL, .slab_size = MIB(1)};
     vmem_t vm;
     vmem_handle h;
     OK(open_opts(&o, &vm));

@@ -10,8 +10,9 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "api/api.h"
+#include "base/clock.h"
 #include "check.h"
-#include "internal.h"
 
 enum { THREADS = 4, ROUNDS = 8, OWN = 48, SHARED = 32 };
 static uint64_t G = 4096; /* granule */
@@ -43,13 +44,13 @@ static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
   return vm_backend_host.map(be, addr, bytes, slab, offset, flags, false);
 }
 
-#define MUST(cond)                                                                                    \
-  do {                                                                                                \
-    if (!(cond)) {                                                                                    \
-      printf("%s:%d: thread %u: %s; %s\n", __FILE__, __LINE__, w->id, #cond, vmem_last_error());       \
-      __atomic_fetch_add(&w->s->bad, 1, __ATOMIC_RELAXED);                                            \
-      return false;                                                                                   \
-    }                                                                                                 \
+#define MUST(cond)                                                                                                     \
+  do {                                                                                                                 \
+    if (!(cond)) {                                                                                                     \
+      printf("%s:%d: thread %u: %s; %s\n", __FILE__, __LINE__, w->id, #cond, vmem_last_error());                       \
+      __atomic_fetch_add(&w->s->bad, 1, __ATOMIC_RELAXED);                                                             \
+      return false;                                                                                                    \
+    }                                                                                                                  \
   } while (0)
 
 static unsigned pick(struct worker *w, unsigned n) { return (unsigned)rand_r(&w->seed) % n; }
@@ -133,9 +134,12 @@ static void short_of_heap(struct worker *w) {
 
 static bool map_some(struct worker *w, unsigned first, unsigned n) {
   bool readonly = pick(w, 4) == 0;
-  struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = pick(w, 2) ? VMEM_OP_SPREAD : 0, .addr = at(w, first), .bytes = (uint64_t)n * G};
-  struct vmem_op map = {.op = VMEM_OP_MAP, .flags = (readonly ? VMEM_OP_READONLY : 0) | (pick(w, 2) ? VMEM_OP_CONSUME : 0),
-                        .addr = op.addr, .bytes = op.bytes};
+  struct vmem_op op = {
+      .op = VMEM_OP_POPULATE, .flags = pick(w, 2) ? VMEM_OP_SPREAD : 0, .addr = at(w, first), .bytes = (uint64_t)n * G};
+  struct vmem_op map = {.op = VMEM_OP_MAP,
+                        .flags = (readonly ? VMEM_OP_READONLY : 0) | (pick(w, 2) ? VMEM_OP_CONSUME : 0),
+                        .addr = op.addr,
+                        .bytes = op.bytes};
   bool fits = count(w, first, n, NOTHING) == n;
   int err;
   if (pick(w, 2)) {
@@ -210,8 +214,14 @@ static bool alias(struct worker *w, unsigned a, unsigned b) {
 
 /* New pages with the contents of others, which one cannot take away meanwhile. */
 static bool copy_some(struct worker *w, unsigned from, unsigned to, unsigned n) {
-  struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .addr = at(w, to), .bytes = G, .count = n, .stride = G,
-                       .src = at(w, from), .src_stride = G};
+  struct vmem_op op = {.op = VMEM_OP_POPULATE,
+                       .flags = VMEM_OP_COPY,
+                       .addr = at(w, to),
+                       .bytes = G,
+                       .count = n,
+                       .stride = G,
+                       .src = at(w, from),
+                       .src_stride = G};
   bool can = count(w, to, n, NOTHING) == n && count(w, from, n, LIVE) + count(w, from, n, READONLY) == n;
   int err = go(w, &op, 1);
   MUST(err ? !can || injected(err) : can);
@@ -223,7 +233,10 @@ static bool copy_some(struct worker *w, unsigned from, unsigned to, unsigned n) 
 static bool replace_some(struct worker *w, unsigned from, unsigned to, unsigned n) {
   unsigned gap = n <= 4 ? 1 + pick(w, 2) : 1, last = from + gap * (n - 1);
   struct vmem_op ops[] = {
-      {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | (pick(w, 2) ? VMEM_OP_CONSUME : 0), .addr = at(w, to), .bytes = n * G},
+      {.op = VMEM_OP_MAP,
+       .flags = VMEM_OP_REPLACE | (pick(w, 2) ? VMEM_OP_CONSUME : 0),
+       .addr = at(w, to),
+       .bytes = n * G},
       {.op = VMEM_OP_UNMAP, .addr = at(w, from), .bytes = G, .count = n, .stride = gap * G},
   };
   bool can = count(w, to, n, LIVE) + count(w, to, n, READONLY) == n;
@@ -350,8 +363,11 @@ static void *run(void *arg) {
 }
 
 static bool open_fake(struct shared *s, unsigned round) {
-  struct vmem_open_opts o = {.size = sizeof(o), .granule = G, .slab_size = round & 1 ? 16 * G : 256 * G,
-                             .mem_limit = round & 2 ? 512 * G : 0, .pool_low = round & 2 ? 0 : 64 * G,
+  struct vmem_open_opts o = {.size = sizeof(o),
+                             .granule = G,
+                             .slab_size = round & 1 ? 16 * G : 256 * G,
+                             .mem_limit = round & 2 ? 512 * G : 0,
+                             .pool_low = round & 2 ? 0 : 64 * G,
                              .pool_high = round & 4 ? VMEM_KEEP_ALL : 0};
   struct vm_ctx *c;
   int err;

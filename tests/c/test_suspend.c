@@ -6,9 +6,9 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "api/api.h"
+#include "backend/nvidia/rm.h"
 #include "check.h"
-#include "internal.h"
-#include "rm.h"
 
 /* ---- a driver and a clock of our own ----------------------------------------------------------- */
 
@@ -148,7 +148,7 @@ static void every_rm_call_does_so(void) {
   uint32_t object, word = 0;
   for (int kind = 0; kind < 2; kind++) {
     suspend(1000);
-    rm.abi = stock_abi_for((struct nv_version){580, 0, 0});
+    rm.abi = nv_abi_for((struct nv_version){580, 0, 0});
     EQ(kind ? rm_alloc(&rm, 1, NV01_DEVICE_0, &params, sizeof(params), &object, "an allocation")
             : rm_control(&rm, 1, 5, &word, sizeof(word), "a question"),
        -EAGAIN);
@@ -256,4 +256,5 @@ static void a_real_refusal_quarantines(void) {
 
 MAIN(TEST(a_call_waits_for_a_suspend), TEST(a_call_gives_up_after_a_while), TEST(an_undo_does_not_give_up),
      TEST(another_refusal_is_no_suspend), TEST(every_rm_call_does_so), TEST(an_undone_map_quarantines_nothing),
-     TEST(an_undone_unmap_quarantines_nothing), TEST(an_undone_replace_quarantines_nothing), TEST(a_real_refusal_quarantines))
+     TEST(an_undone_unmap_quarantines_nothing), TEST(an_undone_replace_quarantines_nothing),
+     TEST(a_real_refusal_quarantines))

@@ -17,13 +17,13 @@ struct job {
   unsigned id;
 };
 
-#define MUST(cond)                                                                     \
-  do {                                                                                 \
-    if (!(cond)) {                                                                     \
-      printf("%s:%d: %s; %s\n", __FILE__, __LINE__, #cond, vmem_last_error());          \
-      __atomic_fetch_add(&s->bad, 1, __ATOMIC_RELAXED);                                \
-      return NULL;                                                                     \
-    }                                                                                  \
+#define MUST(cond)                                                                                                     \
+  do {                                                                                                                 \
+    if (!(cond)) {                                                                                                     \
+      printf("%s:%d: %s; %s\n", __FILE__, __LINE__, #cond, vmem_last_error());                                         \
+      __atomic_fetch_add(&s->bad, 1, __ATOMIC_RELAXED);                                                                \
+      return NULL;                                                                                                     \
+    }                                                                                                                  \
   } while (0)
 
 /* Each thread works in ranges of its own, in both contexts, synchronously and through the worker. */
@@ -80,7 +80,8 @@ static void *checking(void *arg) {
   struct shared *s = j->s;
   for (int i = 0; i < 2 * ROUNDS; i++) {
     uint64_t a = s->va[0] + j->id * MIB(16);
-    struct vmem_op op = {.op = i & 1 ? VMEM_OP_UNMAP : VMEM_OP_POPULATE, .addr = a, .bytes = PAGE, .count = 8, .stride = MIB(1)};
+    struct vmem_op op = {
+        .op = i & 1 ? VMEM_OP_UNMAP : VMEM_OP_POPULATE, .addr = a, .bytes = PAGE, .count = 8, .stride = MIB(1)};
     if (j->id)
       MUST(!vmem_batch(s->vm[0], &op, 1, NULL, 0, 0));
     else

@@ -5,8 +5,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "api/api.h"
 #include "check.h"
-#include "internal.h"
 
 enum { RING = 1024 }; /* batches in flight */
 
@@ -122,8 +122,8 @@ static void limit_on_tickets(void) {
 static struct vm_backend slow;
 static int held; /* fills hold the worker up */
 
-static int slow_fill(void *be, const struct vm_be_range *r, size_t n, uint8_t value, const vm_event *after, size_t num_after,
-                     vm_event *done) {
+static int slow_fill(void *be, const struct vm_be_range *r, size_t n, uint8_t value, const vm_event *after,
+                     size_t num_after, vm_event *done) {
   while (__atomic_load_n(&held, __ATOMIC_ACQUIRE)) usleep(200);
   return vm_backend_host.fill(be, r, n, value, after, num_after, done);
 }
@@ -208,7 +208,8 @@ static void fill_behind_a_descriptor(void) {
   OK(vmem_read(vm, &b, va + PAGE, 1));
   OK(vmem_copy(vm, va + 2 * PAGE, va + 3 * PAGE, PAGE));
   OK(vMemUnmap(vm, va + 4 * PAGE, PAGE));
-  op = (struct vmem_op){.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va + 5 * PAGE, .bytes = PAGE};
+  op = (struct vmem_op){
+      .op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va + 5 * PAGE, .bytes = PAGE};
   OK(vmem_retain(vm, va + 6 * PAGE, PAGE, &op.handle));
   OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
   OK(vmem_wait(vm, t, -1));
@@ -319,7 +320,8 @@ static void *wait_and_drop(void *arg) {
       if (!ret) __atomic_fetch_add(&race.dropped, 1, __ATOMIC_RELAXED);
       if (ret == -EBADF) ret = 0;
     } else {
-      ret = r & 1 << 20 ? vmem_wait(race.vm, shared(place), r & 1 << 21 ? -1 : 1000) : vmem_order(race.vm, shared(place), 0);
+      ret = r & 1 << 20 ? vmem_wait(race.vm, shared(place), r & 1 << 21 ? -1 : 1000)
+                        : vmem_order(race.vm, shared(place), 0);
       if (!ret) __atomic_fetch_add(&race.waited, 1, __ATOMIC_RELAXED);
       if (ret == -EBADF || ret == -ETIMEDOUT) ret = 0;
     }
@@ -393,7 +395,7 @@ static void heap_is_short(void) {
   unsigned descriptors;
   vmem_ticket t;
   struct vm_ctx *c = vm_get(vm, "test", &err);
-  c->info.fresh_is_zero = false; /* so that there is something to zero */
+  c->info->fresh_is_zero = false; /* so that there is something to zero */
   c->opts.pool_high = VMEM_KEEP_ALL;
   vm_put(c);
   OK(vMemReserve(vm, MIB(64), NULL, &va));
@@ -428,5 +430,6 @@ static void heap_is_short(void) {
   close(fd);
 }
 
-MAIN(TEST(kept_until_dropped), TEST(limit_on_tickets), TEST(limit_on_unfinished), TEST(never_ending), TEST(fill_behind_a_descriptor),
-     TEST(detached_batches), TEST(drop_wakes_waiters), TEST(drops_and_waits), TEST(many_dependencies), TEST(heap_is_short))
+MAIN(TEST(kept_until_dropped), TEST(limit_on_tickets), TEST(limit_on_unfinished), TEST(never_ending),
+     TEST(fill_behind_a_descriptor), TEST(detached_batches), TEST(drop_wakes_waiters), TEST(drops_and_waits),
+     TEST(many_dependencies), TEST(heap_is_short))

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: a driver call that leaves its range in an unknown state: quarantined, the rest undone. */
+#include "api/api.h"
 #include "check.h"
-#include "internal.h"
 
 static struct vm_backend fake;
 static int maps_left, unmaps_left;
 
-static int fake_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse) {
+static int fake_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
+                    bool sparse) {
   if (maps_left-- == 0) return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0, "mapped on some devices only");
   return vm_backend_host.map(be, addr, bytes, slab, offset, flags, sparse);
 }

@@ -9,8 +9,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "api/api.h"
 #include "check.h"
-#include "internal.h"
 
 enum { PAGES = 4 };
 
@@ -19,8 +19,8 @@ static uint64_t va;
 
 /* A pool of one slab that is dirty all over. */
 static void open_dirty(void) {
-  struct vmem_open_opts o = {.size = sizeof(o), .slab_size = PAGES * PAGE, .mem_limit = PAGES * PAGE,
-                             .pool_high = VMEM_KEEP_ALL};
+  struct vmem_open_opts o = {
+      .size = sizeof(o), .slab_size = PAGES * PAGE, .mem_limit = PAGES * PAGE, .pool_high = VMEM_KEEP_ALL};
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGES * PAGE};
   OK(open_opts(&o, &vm));
   OK(vMemReserve(vm, MIB(8), NULL, &va));
@@ -109,7 +109,8 @@ static void two_batches_one_page(void) {
 /* One batch may map a dirty page twice, and is zeroed once; when it is cancelled the page is dirty again. */
 static void twice_in_one_batch(void) {
   vmem_handle h;
-  struct vmem_op op[2] = {{.op = VMEM_OP_MAP, .bytes = 2 * PAGE}, {.op = VMEM_OP_MAP, .bytes = PAGE, .flags = VMEM_OP_READONLY}};
+  struct vmem_op op[2] = {{.op = VMEM_OP_MAP, .bytes = 2 * PAGE},
+                          {.op = VMEM_OP_MAP, .bytes = PAGE, .flags = VMEM_OP_READONLY}};
   open_dirty();
   OK(vMemCreate(vm, 2 * PAGE, NULL, &h));
   op[0].addr = va;
@@ -171,8 +172,8 @@ static void *gpu_thread(void *arg) {
   return arg;
 }
 
-static int fake_fill(void *be, const struct vm_be_range *r, size_t n, uint8_t value, const vm_event *after, size_t num_after,
-                     vm_event *done) {
+static int fake_fill(void *be, const struct vm_be_range *r, size_t n, uint8_t value, const vm_event *after,
+                     size_t num_after, vm_event *done) {
   (void)be;
   (void)after;
   (void)num_after;
@@ -231,8 +232,8 @@ static void hide(bool on) {
 }
 
 static struct vm_ctx *open_gpu(bool background, uint64_t limit) {
-  struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .slab_size = MIB(1), .pool_high = VMEM_KEEP_ALL,
-                             .mem_limit = limit};
+  struct vmem_open_opts o = {
+      .size = sizeof(o), .backend = "host", .slab_size = MIB(1), .pool_high = VMEM_KEEP_ALL, .mem_limit = limit};
   struct vm_ctx *c;
   int err;
   if (vmem_open(&o, &vm) || !(c = vm_get(vm, "test", &err))) return NULL;
@@ -244,8 +245,8 @@ static struct vm_ctx *open_gpu(bool background, uint64_t limit) {
   fake.event_wait = fake_wait;
   fake.event_put = fake_put;
   c->be = &fake;
-  c->info.fresh_is_zero = false;
-  c->clean.background = background;
+  c->info->fresh_is_zero = false;
+  c->phys->clean.background = background;
   vm_put(c);
   gpu.queued = gpu.over = 0;
   gpu.stop = gpu.stalled = gpu.unseen = false;
@@ -321,7 +322,7 @@ static void *go_on(void *arg) {
 static void begun(struct vm_ctx *c) {
   for (bool yes = false; !yes; usleep(1000)) {
     pthread_mutex_lock(&c->lock);
-    yes = c->clean.n && !c->clean.issuing;
+    yes = c->phys->clean.n && !c->phys->clean.issuing;
     pthread_mutex_unlock(&c->lock);
   }
 }
@@ -448,7 +449,8 @@ static struct vm_ctx *the_context;
 static struct vm_slab *other_slab;
 static int others_error;
 
-static int map_and_alias(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse) {
+static int map_and_alias(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
+                         bool sparse) {
   struct vm_slab *s = other_slab;
   other_slab = NULL;
   if (s) others_error = vm_slab_alias(the_context, s, VMEM_INJECT_SLAB);
@@ -463,8 +465,8 @@ static void limit_on_aliases(void) {
   CHECK(c);
   for (int i = 0; i < 2; i++) OK(vMemCreate(vm, MIB(1), NULL, &h[i]));
   pthread_mutex_lock(&c->lock);
-  for (int i = 0; i < 2; i++) s[i] = c->hdls[(uint32_t)h[i]].runs[0].slab;
-  c->info.pub.max_mappings = 1;
+  for (int i = 0; i < 2; i++) s[i] = c->phys->hdls[(uint32_t)h[i]].runs[0].slab;
+  c->info->pub.max_mappings = 1;
   pthread_mutex_unlock(&c->lock);
   CHECK(s[0] != s[1]);
   fake.map = map_and_alias;
@@ -619,8 +621,7 @@ static void random_walk(void) {
   OK(close_gpu());
 }
 
-MAIN(TEST(after_a_failed_map), TEST(a_failed_map_and_another_batch), TEST(two_batches_one_page), TEST(twice_in_one_batch),
-     TEST(read_only), TEST(in_the_background), TEST(clean_pages_first), TEST(taken_in_flight), TEST(copied_to_in_flight),
-     TEST(suspended), TEST(short_at_submit),
-     TEST(submitted), TEST(failures), TEST(trimmed), TEST(trimmed_after_a_hold), TEST(limit_on_aliases),
-     TEST(random_walk))
+MAIN(TEST(after_a_failed_map), TEST(a_failed_map_and_another_batch), TEST(two_batches_one_page),
+     TEST(twice_in_one_batch), TEST(read_only), TEST(in_the_background), TEST(clean_pages_first), TEST(taken_in_flight),
+     TEST(copied_to_in_flight), TEST(suspended), TEST(short_at_submit), TEST(submitted), TEST(failures), TEST(trimmed),
+     TEST(trimmed_after_a_hold), TEST(limit_on_aliases), TEST(random_walk))

@@ -13,15 +13,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/error.h"
 #include "check.h"
-#include "error.h"
 
 unsigned checks_passed, checks_failed;
 static const char *self;
 
 bool check(const struct env *e, const char *name, bool ok) {
-  printf("%-5s  %-4s  %s%s%s\n", e->b->name, ok ? "ok" : "FAIL", name, ok ? "" : "  <- ",
-         ok ? "" : vmem_last_error());
+  printf("%-5s  %-4s  %s%s%s\n", e->b->name, ok ? "ok" : "FAIL", name, ok ? "" : "  <- ", ok ? "" : vmem_last_error());
   fflush(stdout);
   *(ok ? &checks_passed : &checks_failed) += 1;
   return ok;
@@ -29,7 +28,6 @@ bool check(const struct env *e, const char *name, bool ok) {
 
 void note(const struct env *e, const char *name, const char *fmt, ...) {
   va_list ap;
-
   printf("%-5s        %-44s ", e->b->name, name);
   va_start(ap, fmt);
   vprintf(fmt, ap);
@@ -39,14 +37,12 @@ void note(const struct env *e, const char *name, const char *fmt, ...) {
 
 double now_us(void) {
   struct timespec t;
-
   clock_gettime(CLOCK_MONOTONIC, &t);
   return (double)t.tv_sec * 1e6 + (double)t.tv_nsec / 1e3;
 }
 
 static int by_value(const void *a, const void *b) {
   double x = *(const double *)a, y = *(const double *)b;
-
   return (x > y) - (x < y);
 }
 
@@ -57,22 +53,18 @@ double median(double *values, size_t n) {
 
 void *cuda_symbol(const char *name) {
   void *p = dlsym(dlopen("libcuda.so.1", RTLD_NOW), name);
-
-  if (!p)
-    abort();
+  if (!p) abort();
   return p;
 }
 
 int put_range(const struct env *e, uint64_t addr, uint64_t bytes, uint64_t priv) {
   bool gone;
-
   return e->b->unreserve(e->be, addr, bytes, priv, &gone);
 }
 
 void env_open(struct env *e, const struct vm_backend *b, uint64_t granule) {
   struct vmem_open_opts opts = {.size = sizeof(opts), .granule = granule};
   int err;
-
   e->b = b;
   memset(&e->info, 0, sizeof(e->info));
   err = vm_backend_open(b, &opts, &e->info, &e->be);
@@ -92,9 +84,7 @@ static uint64_t random_u64(uint64_t *state) {
 static bool copy_sync(struct env *e, const struct vm_be_copy *copies, size_t n) {
   vm_event done = 0;
   bool ok = !e->b->copy(e->be, copies, n, NULL, 0, &done);
-
-  if (!done)
-    return ok;
+  if (!done) return ok;
   ok = !e->b->event_wait(e->be, done) && ok;
   e->b->event_put(e->be, done);
   return ok;
@@ -107,7 +97,6 @@ static bool copy_many(struct env *e, uint64_t addr, uint8_t *model, uint64_t hal
 
   for (unsigned i = 0; i < COPIES; i++) {
     uint64_t from = i * PITCH + i % 37, to = half + i * PITCH + i % 19, n = i * 7;
-
     copies[i] = (struct vm_be_copy){addr + to, addr + from, n};
     memcpy(model + to, model + from, n);
   }
@@ -127,16 +116,13 @@ static void check_contents(struct env *e) {
   for (unsigned i = 0; i < slabs && i < 2 && ok; i++)
     ok = !e->b->slab_create(e->be, per, e->page, VMEM_DEVICE, 0, &slab[i]) &&
          !e->b->map(e->be, addr + i * per, per, slab[i], 0, 0, false);
-  for (int i = 0; i < BYTES; i++)
-    model[i] = (uint8_t)random_u64(&seed);
+  for (int i = 0; i < BYTES; i++) model[i] = (uint8_t)random_u64(&seed);
   check(e, "write 4 MiB", ok && !e->b->write(e->be, addr, model, BYTES));
   for (int i = 0; i < 300 && ok; i++) {
     uint64_t at = random_u64(&seed) % (BYTES - 70000), n = random_u64(&seed) % 70000;
     uint64_t from = random_u64(&seed) % (BYTES - 70000);
     struct vm_be_copy one = {addr + at, addr + from, n};
-
-    if (i % 3 == 0 && from < at + n && at < from + n)
-      continue;
+    if (i % 3 == 0 && from < at + n && at < from + n) continue;
     switch (i % 3) {
     case 0:
       ok = copy_sync(e, &one, 1);
@@ -157,8 +143,7 @@ static void check_contents(struct env *e) {
   check(e, "many copies in one call agree", ok && !memcmp(got, model, BYTES));
   check(e, "unmap both at once", !e->b->unmap(e->be, addr, BYTES, false));
   ok = !put_range(e, addr, BYTES, priv);
-  for (unsigned i = 0; i < slabs && i < 2; i++)
-    ok = !e->b->slab_destroy(e->be, slab[i], per) && ok;
+  for (unsigned i = 0; i < slabs && i < 2; i++) ok = !e->b->slab_destroy(e->be, slab[i], per) && ok;
   check(e, "contents given back", ok);
   free(model);
   free(got);
@@ -172,27 +157,22 @@ static void check_runs(struct env *e) {
   bool ok;
   uint64_t run = PAGES * e->page;
 
-  if (!check(e, "reserve for runs", area_get(e, &a, 2 * run, run, 0)))
-    return;
+  if (!check(e, "reserve for runs", area_get(e, &a, 2 * run, run, 0))) return;
   ok = !e->b->map(e->be, a.addr, run, a.slab, 0, 0, false);
   check(e, "map a run", ok);
   fill_sync(e, a.addr, run, 7);
-  check(e, "unmap three pages in its middle",
-        !e->b->unmap(e->be, a.addr + 5 * e->page, 3 * e->page, false));
+  check(e, "unmap three pages in its middle", !e->b->unmap(e->be, a.addr + 5 * e->page, 3 * e->page, false));
   check(e, "the rest is intact",
-        reads_as(e, a.addr, 5 * e->page, 7) &&
-            reads_as(e, a.addr + 8 * e->page, (PAGES - 8) * e->page, 7));
+        reads_as(e, a.addr, 5 * e->page, 7) && reads_as(e, a.addr + 8 * e->page, (PAGES - 8) * e->page, 7));
   check(e, "alias: the same pages elsewhere",
-        !e->b->map(e->be, a.addr + run, run, a.slab, 0, 0, false) &&
-            reads_as(e, a.addr + run, run, 7));
+        !e->b->map(e->be, a.addr + run, run, a.slab, 0, 0, false) && reads_as(e, a.addr + run, run, 7));
   check(e, "unmap the alias", !e->b->unmap(e->be, a.addr + run, run, false));
   ok = true;
   for (int i = 5; i < 8; i++)
     ok = ok && !e->b->map(e->be, a.addr + i * e->page, e->page, a.slab, i * e->page, 0, false);
   check(e, "map the three again, one by one", ok && reads_as(e, a.addr, run, 7));
   if (e->b->remap)
-    check(e, "remap all as one run",
-          !e->b->remap(e->be, a.addr, run, a.slab, 0, 0) && reads_as(e, a.addr, run, 7));
+    check(e, "remap all as one run", !e->b->remap(e->be, a.addr, run, a.slab, 0, 0) && reads_as(e, a.addr, run, 7));
   for (int i = 0; i < PAGES * 5; i++)
     ranges[i] = (struct vm_be_range){a.addr + (uint64_t)i * e->page / 5 / 16 * 16, 16};
   ok = !e->b->fill(e->be, ranges, PAGES * 5, 9, NULL, 0, &done) && !e->b->event_wait(e->be, done);
@@ -207,9 +187,7 @@ static void check_sparse(struct env *e) {
   struct area a;
   double start = now_us();
   uint64_t at;
-
-  if (!check(e, "reserve 4 GiB sparse", area_get(e, &a, 4ull << 30, 64 << 20, VMEM_RESERVE_SPARSE)))
-    return;
+  if (!check(e, "reserve 4 GiB sparse", area_get(e, &a, 4ull << 30, 64 << 20, VMEM_RESERVE_SPARSE))) return;
   note(e, "  us", "%.0f", now_us() - start);
   at = a.addr + (1ull << 30) + 3 * e->page;
   check(e, "sparse reads as zeros", reads_as(e, at, 4 * e->page, 0));
@@ -233,13 +211,10 @@ static void check_kinds(struct env *e) {
   uint8_t got[4096];
   uint64_t free0, free1, total;
   bool ok;
-
   memcpy(&to_host, &symbol, sizeof(to_host));
   for (int visible = 0; visible < 2; visible++) {
     uint32_t flags = visible ? VMEM_RESERVE_VISIBLE : VMEM_RESERVE_PLAIN;
-
-    if (!visible && !(e->info.pub.caps & VMEM_CAP_PLAIN))
-      continue;
+    if (!visible && !(e->info.pub.caps & VMEM_CAP_PLAIN)) continue;
     if (!check(e, visible ? "reserve visible" : "reserve plain",
                area_get(e, &a, 64 << 20, e->info.one_page_slabs ? e->page : 16 * e->page, flags)))
       return;
@@ -248,18 +223,15 @@ static void check_kinds(struct env *e) {
     ok = to_host(got, a.addr + e->page, sizeof(got)) == GPU_SUCCESS && got[4095] == 0x6b;
     check(e, visible ? "cuMemcpy accepts visible" : "cuMemcpy refuses plain", ok == (visible == 1));
     check(e, "kind is told", !(a.kind & VMEM_RANGE_VISIBLE) == !visible);
-    check(e, "unmap and unreserve",
-          !e->b->unmap(e->be, a.addr + e->page, e->page, false) && area_put(e, &a));
+    check(e, "unmap and unreserve", !e->b->unmap(e->be, a.addr + e->page, e->page, false) && area_put(e, &a));
   }
-  if (!(e->info.pub.caps & VMEM_CAP_PLAIN))
-    return;
+  if (!(e->info.pub.caps & VMEM_CAP_PLAIN)) return;
   e->b->mem_info(e->be, VMEM_DEVICE, 0, &free0, &total);
   check(e, "visible beyond the card is -ENOSPC",
         e->b->reserve(e->be, total, 0, VMEM_RESERVE_VISIBLE, &a.addr, &a.kind, &a.priv) == -ENOSPC);
   vm_error_begin("check");
   ok = !e->b->reserve(e->be, 12ull << 40, 0, 0, &a.addr, &a.kind, &a.priv);
-  check(e, "12 TiB by default is plain, no error kept",
-        ok && !*vmem_last_error() && !(a.kind & VMEM_RANGE_VISIBLE));
+  check(e, "12 TiB by default is plain, no error kept", ok && !*vmem_last_error() && !(a.kind & VMEM_RANGE_VISIBLE));
   check(e, "and goes back", ok && !put_range(e, a.addr, 12ull << 40, a.priv));
   ok = true;
   for (int i = 0; i < 50 && ok; i++)
@@ -273,18 +245,13 @@ static void check_kinds(struct env *e) {
 static void check_placement(struct env *e) {
   struct area a;
   uint64_t slab, bytes = e->info.one_page_slabs ? e->page : 4 << 20;
-
-  if (!(e->info.pub.caps & VMEM_CAP_HOST_PAGES))
-    return note(e, "host pages", "not offered");
-  if (!check(e, "reserve for host pages", area_get(e, &a, 64 << 20, bytes, 0)))
-    return;
-  if (check(e, "slab in host memory",
-            !e->b->slab_create(e->be, bytes, e->page, VMEM_HOST, 0, &slab))) {
+  if (!(e->info.pub.caps & VMEM_CAP_HOST_PAGES)) return note(e, "host pages", "not offered");
+  if (!check(e, "reserve for host pages", area_get(e, &a, 64 << 20, bytes, 0))) return;
+  if (check(e, "slab in host memory", !e->b->slab_create(e->be, bytes, e->page, VMEM_HOST, 0, &slab))) {
     check(e, "map it", !e->b->map(e->be, a.addr, bytes, slab, 0, 0, false));
     fill_sync(e, a.addr, bytes, 3);
     check(e, "fill and read it", reads_as(e, a.addr, bytes, 3));
-    check(e, "unmap, destroy",
-          !e->b->unmap(e->be, a.addr, bytes, false) && !e->b->slab_destroy(e->be, slab, bytes));
+    check(e, "unmap, destroy", !e->b->unmap(e->be, a.addr, bytes, false) && !e->b->slab_destroy(e->be, slab, bytes));
   }
   check(e, "placement given back", area_put(e, &a));
 }
@@ -294,25 +261,21 @@ static void check_memory(struct env *e) {
   double us[64];
   bool ok = true;
   unsigned n = 0;
-
   e->b->mem_info(e->be, VMEM_DEVICE, 0, &free_bytes, &total);
   check(e, "slab larger than the card is -ENOMEM",
-        e->b->slab_create(e->be, (total + (1ull << 30)) & ~((2ull << 20) - 1), e->page, VMEM_DEVICE,
-                          0, &slab) == -ENOMEM);
+        e->b->slab_create(e->be, (total + (1ull << 30)) & ~((2ull << 20) - 1), e->page, VMEM_DEVICE, 0, &slab) ==
+            -ENOMEM);
   printf("                 said: %s\n", vmem_last_error());
   before = free_bytes;
   for (n = 0; n < 64 && ok; n++) {
     double start = now_us();
-
     ok = !e->b->slab_create(e->be, 64 << 20, e->page, VMEM_DEVICE, 0, &slabs[n]);
     us[n] = now_us() - start;
   }
   e->b->mem_info(e->be, VMEM_DEVICE, 0, &after, &total);
-  check(e, "64 slabs of 64 MiB take 4 GiB",
-        ok && before - after >= 4ull << 30 && before - after < 5ull << 30);
+  check(e, "64 slabs of 64 MiB take 4 GiB", ok && before - after >= 4ull << 30 && before - after < 5ull << 30);
   note(e, "  us a slab", "%.1f", median(us, n));
-  while (n--)
-    ok = !e->b->slab_destroy(e->be, slabs[n], 64 << 20) && ok;
+  while (n--) ok = !e->b->slab_destroy(e->be, slabs[n], 64 << 20) && ok;
   e->b->mem_info(e->be, VMEM_DEVICE, 0, &after, &total);
   check(e, "and give it back", ok && after + (64 << 20) >= before);
 }
@@ -325,25 +288,19 @@ static void check_two_devices(const struct vm_backend *b) {
   uint64_t peer, bytes;
   int count = 0;
   bool ok;
-
   gpu_api_get(&e.cu);
   e.cu->device_count(&count);
-  if (count < 2)
-    return note(&e, "two devices", "not run: %d here", count);
-  if (!check(&e, "open on devices 1 and 0", !vm_backend_open(b, &opts, &e.info, &e.be)))
-    return;
+  if (count < 2) return note(&e, "two devices", "not run: %d here", count);
+  if (!check(&e, "open on devices 1 and 0", !vm_backend_open(b, &opts, &e.info, &e.be))) return;
   e.page = e.info.pub.granule;
   bytes = e.info.one_page_slabs ? e.page : 16 * e.page;
-  ok = area_get(&e, &a, 64 << 20, bytes, 0) &&
-       !b->slab_create(e.be, bytes, e.page, VMEM_PEER, 0, &peer) &&
-       !b->map(e.be, a.addr, bytes, a.slab, 0, 0, false) &&
-       !b->map(e.be, a.addr + bytes, bytes, peer, 0, 0, false);
+  ok = area_get(&e, &a, 64 << 20, bytes, 0) && !b->slab_create(e.be, bytes, e.page, VMEM_PEER, 0, &peer) &&
+       !b->map(e.be, a.addr, bytes, a.slab, 0, 0, false) && !b->map(e.be, a.addr + bytes, bytes, peer, 0, 0, false);
   check(&e, "one range: own pages, then the peer's", ok);
   fill_sync(&e, a.addr, 2 * bytes, 0x21);
   check(&e, "fill and read across", reads_as(&e, a.addr, 2 * bytes, 0x21));
   /* Device 0's context is current: the store runs there. */
-  ok = kernel_store(&e, a.addr + 5, 0x22) == GPU_SUCCESS &&
-       kernel_store(&e, a.addr + bytes + 5, 0x23) == GPU_SUCCESS;
+  ok = kernel_store(&e, a.addr + 5, 0x22) == GPU_SUCCESS && kernel_store(&e, a.addr + bytes + 5, 0x23) == GPU_SUCCESS;
   check(&e, "a kernel of the other device writes both",
         ok && reads_as(&e, a.addr + 5, 1, 0x22) && reads_as(&e, a.addr + bytes + 5, 1, 0x23));
   ok = !b->unmap(e.be, a.addr, bytes, false) && !b->unmap(e.be, a.addr + bytes, bytes, false) &&
@@ -352,9 +309,8 @@ static void check_two_devices(const struct vm_backend *b) {
   if ((e.info.pub.caps & VMEM_CAP_SPARSE) &&
       check(&e, "sparse on both", area_get(&e, &a, 64 << 20, bytes, VMEM_RESERVE_SPARSE))) {
     ok = kernel_store(&e, a.addr + 7, 1) == GPU_SUCCESS && reads_as(&e, a.addr, e.page, 0) &&
-         !b->map(e.be, a.addr, e.page, a.slab, 0, 0, true) &&
-         kernel_store(&e, a.addr + 7, 1) == GPU_SUCCESS && reads_as(&e, a.addr + 7, 1, 1) &&
-         !b->unmap(e.be, a.addr, e.page, true) && reads_as(&e, a.addr, e.page, 0);
+         !b->map(e.be, a.addr, e.page, a.slab, 0, 0, true) && kernel_store(&e, a.addr + 7, 1) == GPU_SUCCESS &&
+         reads_as(&e, a.addr + 7, 1, 1) && !b->unmap(e.be, a.addr, e.page, true) && reads_as(&e, a.addr, e.page, 0);
     check(&e, "map and unmap in it", ok);
     check(&e, "sparse given back", area_put(&e, &a));
   }
@@ -365,12 +321,10 @@ static void check_two_devices(const struct vm_backend *b) {
 static int run_child(const char *what, const char *name, bool as_nobody) {
   int status = 0;
   pid_t pid;
-
   fflush(stdout);
   pid = fork();
   if (pid == 0) {
-    if (as_nobody && (setgid(65534) || setuid(65534)))
-      _exit(99);
+    if (as_nobody && (setgid(65534) || setuid(65534))) _exit(99);
     execl("/proc/self/exe", self, what, name, (char *)NULL);
     _exit(98);
   }
@@ -382,21 +336,13 @@ static int run_child(const char *what, const char *name, bool as_nobody) {
 static int child_readonly(struct env *e) {
   struct area a;
   gpu_ctx ignored;
-
-  if (!area_get(e, &a, 64 << 20, e->page, 0) ||
-      e->b->map(e->be, a.addr, e->page, a.slab, 0, 0, false))
-    return 2;
+  if (!area_get(e, &a, 64 << 20, e->page, 0) || e->b->map(e->be, a.addr, e->page, a.slab, 0, 0, false)) return 2;
   fill_sync(e, a.addr, e->page, 0x77);
-  if (e->info.one_page_slabs && e->b->unmap(e->be, a.addr, e->page, false))
-    return 3;
-  if (e->b->map(e->be, a.addr + e->page, e->page, a.slab, 0, VMEM_MAP_READONLY, false))
-    return 4;
-  if (!reads_as(e, a.addr + e->page, e->page, 0x77))
-    return 5;
-  if (e->cu->primary_retain(&ignored, 0) || e->cu->ctx_push(ignored))
-    return 6;
-  if (kernel_store(e, a.addr + e->page, 1) == GPU_SUCCESS)
-    return 7;
+  if (e->info.one_page_slabs && e->b->unmap(e->be, a.addr, e->page, false)) return 3;
+  if (e->b->map(e->be, a.addr + e->page, e->page, a.slab, 0, VMEM_MAP_READONLY, false)) return 4;
+  if (!reads_as(e, a.addr + e->page, e->page, 0x77)) return 5;
+  if (e->cu->primary_retain(&ignored, 0) || e->cu->ctx_push(ignored)) return 6;
+  if (kernel_store(e, a.addr + e->page, 1) == GPU_SUCCESS) return 7;
   e->b->close(e->be); /* in a context that the fault has broken: must not hang or crash */
   return 0;
 }
@@ -404,9 +350,7 @@ static int child_readonly(struct env *e) {
 static int child_probe(const struct vm_backend *b) {
   struct vmem_probe_info info = {.size = sizeof(info)};
   int err = vm_backend_probe(b, 0, 0, &info);
-
-  printf("                 uid %d: %d %s\n", (int)getuid(), err,
-         err ? vmem_last_error() : info.reason);
+  printf("                 uid %d: %d %s\n", (int)getuid(), err, err ? vmem_last_error() : info.reason);
   return err != 0;
 }
 
@@ -417,14 +361,11 @@ static void check_backend(const struct vm_backend *b) {
   gpu_ctx ctx;
   double start = now_us();
   int err = vm_backend_probe(b, 0, 0, &info);
-
-  if (err == -ENODEV)
-    return note(&e, "not run:", "%s", vmem_last_error());
-  if (!check(&e, "probe", err == 0))
-    return;
+  if (err == -ENODEV) return note(&e, "not run:", "%s", vmem_last_error());
+  if (!check(&e, "probe", err == 0)) return;
   gpu_api_get(&e.cu);
-  note(&e, info.reason, "(%.0f ms, %s, driver %s, caps 0x%x)", (now_us() - start) / 1e3,
-       info.device_name, info.driver, info.caps);
+  note(&e, info.reason, "(%.0f ms, %s, driver %s, caps 0x%x)", (now_us() - start) / 1e3, info.device_name, info.driver,
+       info.caps);
   start = now_us();
   env_open(&e, b, 0);
   note(&e, "open", "%.1f ms", (now_us() - start) / 1e3);
@@ -434,10 +375,8 @@ static void check_backend(const struct vm_backend *b) {
   b->mem_info(e.be, VMEM_DEVICE, 0, &before, &total);
   check_pages(&e);
   check_contents(&e);
-  if (!e.info.one_page_slabs)
-    check_runs(&e);
-  if (e.info.pub.caps & VMEM_CAP_SPARSE)
-    check_sparse(&e);
+  if (!e.info.one_page_slabs) check_runs(&e);
+  if (e.info.pub.caps & VMEM_CAP_SPARSE) check_sparse(&e);
   check_kinds(&e);
   check_placement(&e);
   check_memory(&e);
@@ -464,15 +403,12 @@ static void check_backend(const struct vm_backend *b) {
   env_open(&e, b, 0);
   b->mem_info(e.be, VMEM_DEVICE, 0, &after, &total);
   check(&e, "all memory is back after close", after + (64 << 20) >= before);
-  note(&e, "  free MiB before, after", "%llu, %llu", (unsigned long long)before >> 20,
-       (unsigned long long)after >> 20);
+  note(&e, "  free MiB before, after", "%llu, %llu", (unsigned long long)before >> 20, (unsigned long long)after >> 20);
   if (e.info.pub.caps & VMEM_CAP_READONLY)
-    check(&e, "a write through a read-only mapping faults",
-          run_child("readonly", b->name, false) == 0);
+    check(&e, "a write through a read-only mapping faults", run_child("readonly", b->name, false) == 0);
   else
     note(&e, "read-only", "not offered");
-  if (getuid() == 0)
-    check(&e, "an ordinary user may use it", run_child("probe", b->name, true) == 0);
+  if (getuid() == 0) check(&e, "an ordinary user may use it", run_child("probe", b->name, true) == 0);
   b->close(e.be);
 }
 
@@ -480,16 +416,12 @@ int main(int argc, char **argv) {
   const struct vm_backend *all[] = {&vm_backend_cuda, &vm_backend_stock};
   const char *name = argc > 1 ? argv[argc - 1] : NULL;
   struct env e;
-
   self = argv[0];
   /* A descriptor of UVM that is not CUDA's, found before CUDA's. */
-  if (open("/dev/nvidia-uvm", O_RDWR | O_CLOEXEC) < 0)
-    printf("no /dev/nvidia-uvm here\n");
+  if (open("/dev/nvidia-uvm", O_RDWR | O_CLOEXEC) < 0) printf("no /dev/nvidia-uvm here\n");
   for (int i = 0; i < 2; i++) {
-    if (name && strcmp(name, all[i]->name) != 0)
-      continue;
-    if (argc > 2 && !strcmp(argv[1], "probe"))
-      return child_probe(all[i]);
+    if (name && strcmp(name, all[i]->name) != 0) continue;
+    if (argc > 2 && !strcmp(argv[1], "probe")) return child_probe(all[i]);
     if (argc > 2) {
       env_open(&e, all[i], 0);
       return child_readonly(&e);
@@ -497,7 +429,6 @@ int main(int argc, char **argv) {
     check_backend(all[i]);
   }
   printf("%u passed, %u failed\n", checks_passed, checks_failed);
-  if (!checks_passed && !checks_failed)
-    return 77;
+  if (!checks_passed && !checks_failed) return 77;
   return checks_failed ? 1 : 0;
 }

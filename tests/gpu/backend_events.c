@@ -17,32 +17,25 @@ static const char kernels[] =
 static gpu_function function_of(const struct env *e, const char *name) {
   static gpu_module module; /* of the one primary context that the checks use */
   gpu_function f = NULL;
-
-  if (!module && e->cu->module_load(&module, kernels) != GPU_SUCCESS)
-    abort();
-  if (e->cu->module_function(&f, module, name) != GPU_SUCCESS)
-    abort();
+  if (!module && e->cu->module_load(&module, kernels) != GPU_SUCCESS) abort();
+  if (e->cu->module_function(&f, module, name) != GPU_SUCCESS) abort();
   return f;
 }
 
 void kernel_spin(const struct env *e, gpu_stream stream, uint64_t ns) {
   void *args[] = {&ns};
-
-  if (e->cu->launch(function_of(e, "spin"), 1, 1, 1, 1, 1, 1, 0, stream, args, NULL) != GPU_SUCCESS)
-    abort();
+  if (e->cu->launch(function_of(e, "spin"), 1, 1, 1, 1, 1, 1, 0, stream, args, NULL) != GPU_SUCCESS) abort();
 }
 
 gpu_result kernel_store(const struct env *e, uint64_t addr, uint32_t value) {
   void *args[] = {&addr, &value};
   gpu_result r = e->cu->launch(function_of(e, "store"), 1, 1, 1, 1, 1, 1, 0, NULL, args, NULL);
-
   return r ? r : e->cu->stream_sync(NULL);
 }
 
 static bool all_bytes(const uint8_t *p, size_t n, uint8_t value) {
   for (size_t i = 0; i < n; i++)
-    if (p[i] != value)
-      return false;
+    if (p[i] != value) return false;
   return true;
 }
 
@@ -53,15 +46,13 @@ struct page {
 
 static bool page_get(struct env *e, struct page *p) {
   uint32_t kind;
-
   return !e->b->reserve(e->be, e->page, 0, 0, &p->addr, &kind, &p->priv) &&
          !e->b->slab_create(e->be, e->page, e->page, VMEM_DEVICE, 0, &p->slab) &&
          !e->b->map(e->be, p->addr, e->page, p->slab, 0, 0, false);
 }
 
 static bool page_put(struct env *e, struct page *p) {
-  return !e->b->unmap(e->be, p->addr, e->page, false) &&
-         !e->b->slab_destroy(e->be, p->slab, e->page) &&
+  return !e->b->unmap(e->be, p->addr, e->page, false) && !e->b->slab_destroy(e->be, p->slab, e->page) &&
          !put_range(e, p->addr, e->page, p->priv);
 }
 
@@ -74,25 +65,21 @@ void check_events(struct env *e) {
   gpu_stream stream = NULL;
   gpu_cuevent theirs = NULL;
   bool ok;
-
-  if (!check(e, "page for the event checks", page_get(e, &p)))
-    return;
+  if (!check(e, "page for the event checks", page_get(e, &p))) return;
   range = (struct vm_be_range){p.addr, e->page};
   e->cu->stream_create(&stream, GPU_STREAM_NON_BLOCKING, 0);
   e->cu->event_create(&theirs, GPU_EVENT_DISABLE_TIMING);
 
   kernel_spin(e, stream, 100000000);
-  check(e, "event_from a busy stream",
-        !b->event_from(e->be, VMEM_AFTER_STREAM, (uint64_t)(uintptr_t)stream, &after));
+  check(e, "event_from a busy stream", !b->event_from(e->be, VMEM_AFTER_STREAM, (uint64_t)(uintptr_t)stream, &after));
   check(e, "event_query says not yet", b->event_query(e->be, after) == -EAGAIN);
-  check(e, "a fill that waits for it starts",
-        !b->fill(e->be, &range, 1, 0x11, &after, 1, &done) && done);
+  check(e, "a fill that waits for it starts", !b->fill(e->be, &range, 1, 0x11, &after, 1, &done) && done);
   check(e, "and is not over", b->event_query(e->be, done) == -EAGAIN);
   ok = !b->fill(e->be, &range, 1, 0x22, NULL, 0, &other) && !b->event_wait(e->be, other);
   check(e, "a fill that waits for nothing passes it", ok && b->event_query(e->be, done) == -EAGAIN);
   b->event_put(e->be, other);
-  ok = !b->event_from(e->be, VMEM_AFTER_STREAM, 0, &soon) &&
-       !b->fill(e->be, &range, 1, 0x22, &soon, 1, &other) && !b->event_wait(e->be, other);
+  ok = !b->event_from(e->be, VMEM_AFTER_STREAM, 0, &soon) && !b->fill(e->be, &range, 1, 0x22, &soon, 1, &other) &&
+       !b->event_wait(e->be, other);
   check(e, "so does one that waits for less", ok && b->event_query(e->be, done) == -EAGAIN);
   b->event_put(e->be, other);
   b->event_put(e->be, soon);
@@ -143,22 +130,17 @@ static void *work_in_thread(void *arg) {
   struct thread_job *job = arg;
   struct env *e = job->e;
   uint64_t offset = e->info.one_page_slabs ? 0 : (uint64_t)job->id * e->page;
-
   job->ok = true;
   for (int i = 0; i < 200 && job->ok; i++) {
     struct vm_be_range range = {job->addr + (uint64_t)(i % 16) * e->page, e->page};
     uint8_t value = (uint8_t)(job->id * 50 + i % 50), got[64];
     vm_event done;
-
     job->ok = !e->b->map(e->be, range.addr, range.bytes, job->slab, offset, 0, false) &&
-              !e->b->fill(e->be, &range, 1, value, NULL, 0, &done) &&
-              !e->b->event_wait(e->be, done);
-    if (!job->ok)
-      break;
+              !e->b->fill(e->be, &range, 1, value, NULL, 0, &done) && !e->b->event_wait(e->be, done);
+    if (!job->ok) break;
     e->b->event_put(e->be, done);
     job->ok = !e->b->read(e->be, got, range.addr + e->page - sizeof(got), sizeof(got)) &&
-              all_bytes(got, sizeof(got), value) &&
-              !e->b->unmap(e->be, range.addr, range.bytes, false);
+              all_bytes(got, sizeof(got), value) && !e->b->unmap(e->be, range.addr, range.bytes, false);
   }
   return NULL;
 }
@@ -173,12 +155,10 @@ void check_threads(struct env *e) {
 
   for (int i = 0; i < THREADS && ok; i++)
     if (e->info.one_page_slabs || i == 0)
-      ok = !e->b->slab_create(e->be, e->info.one_page_slabs ? e->page : bytes, e->page, VMEM_DEVICE,
-                              0, &slab[i]);
+      ok = !e->b->slab_create(e->be, e->info.one_page_slabs ? e->page : bytes, e->page, VMEM_DEVICE, 0, &slab[i]);
     else
       slab[i] = slab[0];
-  if (!check(e, "reserve for four threads", ok))
-    return;
+  if (!check(e, "reserve for four threads", ok)) return;
   for (int i = 0; i < THREADS; i++) {
     jobs[i] = (struct thread_job){e, addr + (uint64_t)i * bytes, slab[i], i, false};
     pthread_create(&threads[i], NULL, work_in_thread, &jobs[i]);
@@ -208,11 +188,9 @@ static void *work_during_capture(void *arg) {
   uint8_t bytes[64] = {1, 2, 3};
   vm_event done = 0;
   struct vm_be_range range;
-
   job->ok = page_get(e, &p);
   range = (struct vm_be_range){p.addr, e->page};
-  job->ok =
-      job->ok && !e->b->fill(e->be, &range, 1, 0, NULL, 0, &done) && !e->b->event_wait(e->be, done);
+  job->ok = job->ok && !e->b->fill(e->be, &range, 1, 0, NULL, 0, &done) && !e->b->event_wait(e->be, done);
   e->b->event_put(e->be, done);
   job->ok = job->ok && !e->b->write(e->be, p.addr, bytes, sizeof(bytes)) &&
             !e->b->read(e->be, bytes, p.addr, sizeof(bytes)) && bytes[2] == 3 && page_put(e, &p);
@@ -226,7 +204,6 @@ static void *work_during_capture(void *arg) {
 
 static void idle_event(struct env *e, vm_event *event) {
   gpu_stream stream = NULL;
-
   e->cu->stream_create(&stream, GPU_STREAM_NON_BLOCKING, 0);
   e->b->event_from(e->be, VMEM_AFTER_STREAM, (uint64_t)(uintptr_t)stream, event);
   e->cu->stream_destroy(stream);
@@ -242,13 +219,11 @@ void check_capture(struct env *e) {
   pthread_t thread;
   void *graph = NULL;
   gpu_result r;
-
   memcpy(&begin, &symbols[0], sizeof(begin));
   memcpy(&end, &symbols[1], sizeof(end));
   memcpy(&drop, &symbols[2], sizeof(drop));
   e->cu->stream_create(&stream, GPU_STREAM_NON_BLOCKING, 0);
-  if (!check(e, "begin a capture in global mode", begin(stream, 0) == GPU_SUCCESS))
-    return;
+  if (!check(e, "begin a capture in global mode", begin(stream, 0) == GPU_SUCCESS)) return;
   kernel_spin(e, stream, 1000);
   work_during_capture(&here);
   check(e, "all calls during a capture, same thread", here.ok);
@@ -263,7 +238,6 @@ void check_capture(struct env *e) {
   e->b->event_put(e->be, event);
   r = end(stream, &graph);
   check(e, "the capture is intact", r == GPU_SUCCESS && graph);
-  if (graph)
-    drop(graph);
+  if (graph) drop(graph);
   e->cu->stream_destroy(stream);
 }

@@ -9,8 +9,8 @@
 #include <string.h>
 #include <time.h>
 
-#include "backend.h"
-#include "gpu_api.h"
+#include "backend/backend.h"
+#include "backend/cuda/api.h"
 
 struct env {
   const struct vm_backend *b;
@@ -24,8 +24,7 @@ extern unsigned checks_passed, checks_failed;
 
 /* Prints and counts one result; `why` of a failure is the library's own error text. */
 bool check(const struct env *e, const char *name, bool ok);
-void note(const struct env *e, const char *name, const char *fmt, ...)
-    __attribute__((format(printf, 3, 4)));
+void note(const struct env *e, const char *name, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 
 double now_us(void);
 double median(double *values, size_t n);

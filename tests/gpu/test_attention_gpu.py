@@ -8,37 +8,27 @@ FlashAttention-3 takes part where vLLM, flash_attn_interface or $VMEM_FA3 brings
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import pyvmem
 from pyvmem import Context
 
 torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 from attention_helpers import CASES, LAYERS, Case, filled, queries, reference  # noqa: E402
+from gpu_helpers import contexts, needs_gpu  # noqa: E402
 
 from pyvmem.attention import Attention, overread_rows, probe  # noqa: E402
 
-BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
+TILES: dict[str, Any] = {"overread_rows": 191, "overread_decode": True}
 pytestmark = [
-    pytest.mark.needs_tensors,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
+    *needs_gpu(),
     # torch's own compiler uses it.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
 ]
-
-
-@pytest.fixture(params=BACKENDS)
-def context(request: pytest.FixtureRequest) -> Iterator[Context]:
-    with Context(request.param) as ctx:
-        yield ctx
-        torch.cuda.synchronize()
-        ctx.check()
+context = contexts()
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -47,7 +37,7 @@ def test_a_kernel_is_softmax_attention(context: Context, kernel: str, width: int
     """Those that read exactly meet NaN behind the lengths; those that read tiles meet zeros."""
     overread = overread_rows(kernel, torch.device("cuda"))
     for case in CASES:
-        more = {"overread_rows": overread, "poison": not overread}
+        more = {"overread_rows": overread, "overread_decode": True, "poison": not overread}
         with filled(context, case, "bfloat16", 2, width, **more) as cache:
             q = queries(cache, case, 4)
             why = probe(cache, q.device)[kernel]
@@ -104,7 +94,7 @@ def test_a_captured_graph_follows_the_batch(context: Context, kernel: str) -> No
     first = Case("captured", (0, 1, 2), (1, 1, 1), (5, 60, 200))
     last = Case("replayed", (3, 0, 2), (1, 1, 1), (300, 40, 220))
     case = Case("both", (0, 1, 2, 3), (1, 1, 1, 1), (300, 300, 300, 300))
-    with filled(context, case, "bfloat16", 2, 64, False, overread_rows=191) as cache:
+    with filled(context, case, "bfloat16", 2, 64, False, **TILES) as cache:
         q = queries(cache, first, 4)
         why = probe(cache, q.device)[kernel]
         if why:
@@ -132,7 +122,7 @@ def test_many_steps_of_different_lengths(context: Context) -> None:
             lens = tuple(40 * step + 17 * i + 2 for i in range(4))
             news = tuple(1 if i % 2 else min(lens[i], 1 + 30 * step) for i in range(4))
             case = Case("step", (4, 0, 2, 1), news, lens)
-            with filled(context, case, "bfloat16", 2, 64, False, overread_rows=191) as cache:
+            with filled(context, case, "bfloat16", 2, 64, False, **TILES) as cache:
                 q = queries(cache, case, 4)
                 if kernel != "auto" and probe(cache, q.device)[kernel]:
                     continue

@@ -7,50 +7,19 @@ Needs a CUDA device, torch, and a back end (cuda, stock) that its probe proves; 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-import pyvmem
-from pyvmem import Context, KVCache, KVCacheConfig
+from pyvmem import Context, KVCache
 
 torch = pytest.importorskip("torch")
-BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
-pytestmark = [
-    pytest.mark.needs_tensors,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
-]
+from gpu_helpers import LAYERS, ROWS, TENSORS, contexts, make, needs_gpu  # noqa: E402
+
+pytestmark = needs_gpu()
+context = contexts()
 
 LONG_MS = 120.0
-ROWS = 16  # in a page
-LAYERS = 2
-TENSORS = 2 * LAYERS
-
-
-@pytest.fixture(params=BACKENDS)
-def context(request: pytest.FixtureRequest) -> Iterator[Context]:
-    with Context(request.param) as ctx:
-        yield ctx
-        torch.cuda.synchronize()
-        ctx.check()
-
-
-def make(context: Context, pages: int, **changes: Any) -> KVCache:
-    """float64 rows, so that long sums are exact; memory for `pages` pages per tensor."""
-    page = context.info.granule
-    values: dict[str, Any] = {
-        "num_layers": LAYERS,
-        "num_kv_heads": page // (ROWS * 64 * 8),
-        "head_dim": 64,
-        "dtype": "float64",
-        "max_batch": 2,
-        "max_seq_len": 8 * ROWS,
-        "memory_limit": pages * TENSORS * page,
-        "low_watermark": 0.0,
-    }
-    return KVCache(KVCacheConfig(**{**values, **changes}), context)
 
 
 @functools.cache
@@ -185,7 +154,7 @@ def test_later_work_on_the_stream_does_not_hold_up_reclaim(context: Context) -> 
 def test_nan_is_not_handed_on_to_an_over_reading_kernel(context: Context) -> None:
     """Weights are 0 past the length, and 0 times NaN is NaN: the tile's tail must be finite."""
     tile = 2 * ROWS
-    with make(context, 8, overread_rows=tile) as cache:
+    with make(context, 8, overread_rows=tile, overread_decode=True) as cache:
         cache.alloc_reqid()
         assert cache.step([8 * ROWS, 0]) == 0
         spoil(cache, 0, 8 * ROWS)

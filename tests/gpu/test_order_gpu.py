@@ -19,30 +19,18 @@ from typing import Any
 import pytest
 
 import pyvmem
-from pyvmem import Context, CurrentStream, FdEvent, InvalidArgument, KVCache, KVCacheConfig, OpBatch
+from pyvmem import Context, CurrentStream, FdEvent, InvalidArgument, KVCache, OpBatch
 from pyvmem.kvcache.events import is_over, record, wait_for
 
 torch = pytest.importorskip("torch")
-BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
-pytestmark = [
-    pytest.mark.needs_tensors,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
-]
+from gpu_helpers import LAYERS, ROWS, contexts, make, needs_gpu  # noqa: E402
+
+pytestmark = needs_gpu()
+context = contexts()
 
 CYCLES = 200_000_000  # 100 ms at 2 GHz
-ROWS = 16  # in a page
-LAYERS = 2
 STREAMS = ["none", "CurrentStream", "torch", "cuda.core", "protocol"]
 EVENTS = ["torch event", "cuda.core event", "FdEvent"]
-
-
-@pytest.fixture(params=BACKENDS)
-def context(request: pytest.FixtureRequest) -> Iterator[Context]:
-    with Context(request.param) as ctx:
-        yield ctx
-        torch.cuda.synchronize()
-        ctx.check()
 
 
 class Protocol:
@@ -127,18 +115,8 @@ def earlier(request: pytest.FixtureRequest) -> Iterator[Lane]:
     one.close()
 
 
-def make(context: Context, **changes: Any) -> KVCache:
-    page = context.info.granule
-    values: dict[str, Any] = {
-        "num_layers": LAYERS,
-        "num_kv_heads": page // (ROWS * 64 * 8),
-        "head_dim": 64,
-        "dtype": "float64",
-        "max_batch": 1,
-        "max_seq_len": 8 * ROWS,
-        "low_watermark": 0.0,
-    }
-    return KVCache(KVCacheConfig(**{**values, **changes}), context)
+def one_slot(context: Context, **changes: Any) -> KVCache:
+    return make(context, **{"max_batch": 1, **changes})
 
 
 def put(cache: KVCache, reqid: int, length: int, value: float) -> None:
@@ -200,7 +178,7 @@ def test_freed_pages_are_not_touched_before_the_named_work(
 ) -> None:
     """free_reqid with each kind; the next owner, on torch's current stream, zeroes and writes."""
     length = 4 * ROWS
-    with make(context, zero_fill=zero_fill) as cache:
+    with one_slot(context, zero_fill=zero_fill) as cache:
         started(cache, length, 3.0)
         out = room(cache, length)
         late_read(lane, cache, 0, out)
@@ -223,7 +201,7 @@ def test_after_a_handover_the_named_stream_waits(
 ) -> None:
     """step with each kind, after each kind of event; given an event the CPU has waited."""
     length = 4 * ROWS
-    with make(context, zero_fill=zero_fill) as cache:
+    with one_slot(context, zero_fill=zero_fill) as cache:
         started(cache, length, 3.0)
         out, seen = room(cache, length), room(cache, length)
         late_read(earlier, cache, 0, out)
@@ -247,7 +225,7 @@ def test_a_fork_copies_what_the_named_work_writes(context: Context, lane: Lane) 
     """Less than a page, so that all of it is copied."""
     length = ROWS // 2
     needs_sharing(context)
-    with make(context, max_batch=2) as cache:
+    with make(context) as cache:
         started(cache, length, 3.0)
         room(cache, length)
         late_write(lane, cache, 0, length, 7.0)
@@ -261,7 +239,7 @@ def test_a_fork_copies_what_the_named_work_writes(context: Context, lane: Lane) 
 
 def test_a_swap_saves_what_the_named_work_writes(context: Context, lane: Lane) -> None:
     length = 4 * ROWS
-    with make(context) as cache:
+    with one_slot(context) as cache:
         started(cache, length, 3.0)
         room(cache, length)
         late_write(lane, cache, 0, length, 7.0)
@@ -277,7 +255,7 @@ def test_a_swap_in_overwrites_nothing_that_is_still_read(
     context: Context, lane: Lane, zero_fill: bool
 ) -> None:
     length = 4 * ROWS
-    with make(context, zero_fill=zero_fill) as cache:
+    with one_slot(context, zero_fill=zero_fill) as cache:
         started(cache, length, 7.0)
         swapped = cache.swap_out(0)
         started(cache, length, 3.0)
@@ -297,7 +275,7 @@ def test_who_begins_with_a_prefix_waits_for_those_who_wrote_it(
     """alloc_prefix with each kind, after each kind of event."""
     length = 4 * ROWS
     needs_sharing(context)
-    with make(context, max_batch=2) as cache:
+    with make(context) as cache:
         started(cache, length, 3.0)
         seen = room(cache, length)
         late_write(earlier, cache, 0, length, 7.0)
@@ -348,7 +326,7 @@ def test_a_batch_runs_after_the_named_work(context: Context, lane: Lane) -> None
 def test_a_capture_is_neither_broken_nor_joined(context: Context, kind: str) -> None:
     """Work that is asked for beside it; a captured stream where work must be named is refused."""
     lane, busy = Lane(kind), Lane("torch")
-    with make(context) as cache:
+    with one_slot(context) as cache:
         started(cache, ROWS, 3.0)
         x = torch.zeros(8, device="cuda")
         room(cache, ROWS)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,17 +25,16 @@ import pyvmem
 from pyvmem import Context, KVCache, KVCacheConfig
 
 torch = pytest.importorskip("torch")
+from gpu_helpers import contexts, needs_gpu  # noqa: E402
 
 from pyvmem.attention import Attention, OverRead, overread_rows, probe  # noqa: E402
 
-BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
 pytestmark = [
-    pytest.mark.needs_tensors,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
+    *needs_gpu(),
     # torch's own compiler uses it.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
 ]
+context = contexts()
 
 SECONDS = float(os.environ.get("VMEM_OVERREAD_SECONDS", "60"))
 KERNELS = ["auto", "fa3", "fa3-paged", "fa2", "flex", "sdpa"]
@@ -46,14 +44,6 @@ LONGEST = 8192
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 CHUNKS = (17, 64, 200, 512)  # new tokens of a chunk
 CHECK = 200  # iterations between looks at what was found
-
-
-@pytest.fixture(params=BACKENDS)
-def context(request: pytest.FixtureRequest) -> Iterator[Context]:
-    with Context(request.param) as ctx:
-        yield ctx
-        torch.cuda.synchronize()
-        ctx.check()
 
 
 def make(context: Context, overread: int, **changes: Any) -> KVCache:
@@ -137,13 +127,14 @@ class Growing:
 def test_nothing_past_a_length_is_met(context: Context, kernel: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     needed = overread_rows("fa3" if kernel == "auto" else kernel, device)
+    always = kernel != "auto"  # also in decoding
     rows, order = Rows(), list(range(SLOTS))
     tokens = SLOTS * max(CHUNKS)
     q = torch.randn(tokens, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
     bad = torch.zeros((), device="cuda", dtype=torch.int64)
     with (
-        make(context, needed) as mapped,
-        make(context, needed, deferred_reclaim=False) as cache,
+        make(context, needed, overread_decode=always) as mapped,
+        make(context, needed, overread_decode=always, deferred_reclaim=False) as cache,
     ):
         if kernel != "auto" and (why := probe(cache, device)[kernel]):
             pytest.skip(why)
@@ -193,15 +184,24 @@ def test_a_tile_reader_is_refused_where_its_rows_are_missing(context: Context) -
         assert cache.alloc_reqid() == 0
         assert cache.step([100] + [0] * (SLOTS - 1)) == 0
         (mapped,) = cache.readable_rows([0])
-        attend, auto = Attention(cache, "fa3"), Attention(cache)
-        attend.batch([0], [64], [100])
-        with pytest.raises(OverRead, match="fa3 may read up to row"):
-            attend.batch([0], [64], [mapped])
+        with pytest.raises(
+            pyvmem.InvalidArgument, match="in decoding, too: it needs overread_decode"
+        ):
+            Attention(cache, "fa3")
+        auto = Attention(cache)
         assert auto.batch([0], [64], [100]).kernel == "fa3"
         assert auto.batch([0], [1], [100]).kernel == auto.choice.decode == "fa3-paged"
         assert auto.batch([0], [64], [mapped]).kernel == "fa3-paged"
-        attend.close()
         auto.close()
+    with make(context, 191, overread_decode=True) as cache:
+        assert cache.alloc_reqid() == 0
+        assert cache.step([100] + [0] * (SLOTS - 1)) == 0
+        (mapped,) = cache.readable_rows([0])
+        attend = Attention(cache, "fa3")
+        attend.batch([0], [64], [100])
+        with pytest.raises(OverRead, match="fa3 may read up to row"):
+            attend.batch([0], [64], [mapped])
+        attend.close()
 
 
 def test_a_sparse_cache_is_no_protection_where_a_map_unmaps_first(context: Context) -> None:

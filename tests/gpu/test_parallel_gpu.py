@@ -11,18 +11,12 @@ from pathlib import Path
 
 import pytest
 
-import pyvmem
-
 torch = pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parents[1] / "python"))
+from gpu_helpers import BACKENDS, needs_gpu  # noqa: E402
 from rank_runner import run_ranks  # noqa: E402
 
-BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
-pytestmark = [
-    pytest.mark.needs_tensors,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
-]
+pytestmark = needs_gpu(2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

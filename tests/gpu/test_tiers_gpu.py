@@ -13,19 +13,14 @@ from pathlib import Path
 
 import pytest
 
-import pyvmem
 from pyvmem import Caps, Context, KVCache, KVCacheConfig
 
 torch = pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parents[1] / "python"))
+from gpu_helpers import BACKENDS, needs_gpu  # noqa: E402
 from share_helpers import grow, start, whole  # noqa: E402
 
-BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
-pytestmark = [
-    pytest.mark.needs_tensors,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
-]
+pytestmark = needs_gpu(2)
 
 
 @pytest.fixture(params=BACKENDS)

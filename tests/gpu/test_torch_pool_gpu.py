@@ -19,22 +19,12 @@ import pyvmem
 from pyvmem.torch_pool import VMemPool
 
 torch = pytest.importorskip("torch")
-BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
-pytestmark = [
-    pytest.mark.needs_tensors,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(not BACKENDS, reason="neither cuda nor stock is usable here"),
-]
+from gpu_helpers import BACKENDS, contexts, needs_gpu  # noqa: E402
+
+pytestmark = needs_gpu()
+context = contexts(pool_high=0)
 
 MIB = 1 << 20
-
-
-@pytest.fixture(params=BACKENDS)
-def context(request: pytest.FixtureRequest) -> Iterator[pyvmem.Context]:
-    with pyvmem.Context(request.param, pool_high=0) as ctx:
-        yield ctx
-        torch.cuda.synchronize()
-        ctx.check()
 
 
 @pytest.fixture

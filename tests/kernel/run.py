@@ -30,6 +30,7 @@ BUILD = Path(os.environ.get("VMEM_KERNEL_BUILD", ROOT / "build" / "kernel")).res
 # What reads the disk image and makes it writable for the guest.
 IMAGE_MODULES = ("virtio_pci", "virtio_blk", "overlay")
 IMAGE_ENVIRONMENT = (f"PATH={ROOT}/build/venv/bin:/usr/sbin:/usr/bin:/sbin:/bin",)
+ARCHITECTURES = ("ampere", "hopper", "blackwell", "gb20x")
 UVM_ARGS = ("uvm_enable_builtin_tests=1", "uvm_leak_checker=1")
 
 
@@ -38,7 +39,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--tree", type=Path, help="the folder of both modules; without it none is loaded")
-    add("--arch", choices=("hopper", "ampere"), default="hopper", help="of the software GPUs")
+    add("--arch", choices=ARCHITECTURES, default="hopper", help="of the software GPUs")
     add("--gpus", type=int, default=1, metavar="N", help="software GPUs (default 1)")
     add("--vidmem", type=int, metavar="MB", help="memory of each")
     add("--module-args", default="", metavar="ARGS", help="parameters of nvidia.ko")

@@ -7,6 +7,7 @@
     suite.py --list               what there is
     suite.py --show NAME          one test, with all its output, at once
     suite.py 'bind-*' boot-ampere those that match
+    suite.py --driver 580.142     what a branch has to pass, on that version (NV_SRC= is its source)
 
 Trees of modules and C programs are built when the first test needs them.
 """
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -31,10 +33,12 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent.parent / "scripts")]
 
 from builder import BUILD, ROOT, Builder, BuildError, child, end_children  # noqa: E402
-from manifest import Test, all_tests  # noqa: E402
+from kernel_common import is_version  # noqa: E402
+from manifest import Test, all_tests, branch_tests  # noqa: E402
+from record import add_to_record, entry_of  # noqa: E402
 
 __all__ = ["main"]
 
@@ -151,7 +155,9 @@ def select(tests: list[Test], patterns: list[str], long: bool) -> list[Test]:
     return found
 
 
-def run_all(tests: list[Test], builder: Builder, jobs: int, show: bool) -> list[Result]:
+def run_all(
+    tests: list[Test], builder: Builder, jobs: int, show: bool, done: Callable[[Result], None]
+) -> list[Result]:
     """Runs tests, several at once, and shows the line of each when it is over."""
     lock = threading.Lock()
 
@@ -164,6 +170,7 @@ def run_all(tests: list[Test], builder: Builder, jobs: int, show: bool) -> list[
                     print(f"    ({len(lines) - MOST_LINES} lines before these)")
                 print("\n".join(f"    {line}" for line in lines[-MOST_LINES:]))
             print(result.line(), flush=True)
+            done(result)
         return result
 
     trees = {(test.tree, test.checked): test for test in tests}
@@ -197,16 +204,33 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="names and what they run")
     parser.add_argument("--show", action="store_true", help="one at a time, with their output")
     parser.add_argument("--jobs", "-j", type=int, default=min(4, os.cpu_count() or 1))
+    parser.add_argument(
+        "--driver", metavar="VERSION", help="the tests of a branch, on this version"
+    )
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="with --driver: adds to a record"
+    )
     options = parser.parse_args()
+    if options.driver is not None and not is_version(options.driver):
+        parser.error(f"--driver {options.driver!r} is not a version of the driver, as 580.142 is")
+    if options.record and not options.driver:
+        parser.error("--record is of one driver: --driver VERSION")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    tests = select(all_tests(), options.names, options.long)
+    known = branch_tests(options.driver) if options.driver else all_tests()
+    tests = select(known, options.names, options.long)
     if options.list:
         for test in tests:
             what = " ".join([test.program, *test.args, *test.command]) or "(is built)"
             print(f"{test.name:<40} {what}{'  [long]' if test.long else ''}")
         return 0
     jobs = 1 if options.show else options.jobs
-    results = run_all(tests, Builder(jobs=2 if jobs == 1 else 1), jobs, options.show)
+
+    def record(result: Result) -> None:
+        if options.record:
+            entry = entry_of(result.test, result.word, result.output)
+            add_to_record(options.record, options.driver, [entry])
+
+    results = run_all(tests, Builder(jobs=2 if jobs == 1 else 1), jobs, options.show, record)
     counts = {word: sum(one.word == word for one in results) for word in ("ok", "FAIL", "skip")}
     print(f"{counts['ok']} passed, {counts['FAIL']} failed, {counts['skip']} skipped", flush=True)
     return 1 if counts["FAIL"] or not results else 0

@@ -142,14 +142,79 @@ class Interrupts:
         """Makes the call; returns or raises what it does."""
         collecting = gc.isenabled()
         gc.disable()  # finalizers would come at other points each time
-        sys.settrace(self._enter)
         try:
+            if sys.version_info >= (3, 12):
+                return self._run_monitored(call)
+            sys.settrace(self._enter)
             return call()
         finally:
             sys.settrace(None)
             sys.setprofile(None)
             if collecting:
                 gc.enable()
+
+    def _run_monitored(self, call: Callable[[], Any]) -> Any:
+        """From 3.12 on a trace function misses instructions of code that is run the first time."""
+        monitoring: Any = getattr(sys, "monitoring")  # noqa: B009 - unknown to older Pythons
+        events = monitoring.events
+        states: dict[int, list[Any]] = {}  # by frame: the last instruction, and whether it begins
+
+        def begins(code: CodeType, offset: int) -> Any:
+            frame = sys._getframe(1)
+            if not code.co_filename.startswith(self._package):
+                return monitoring.DISABLE
+            states[id(frame)] = [-1, True]
+            return None
+
+        def ends(code: CodeType, offset: int, value: object) -> None:
+            states.pop(id(sys._getframe(1)), None)
+
+        def raises(code: CodeType, offset: int, error: BaseException) -> None:
+            state = states.get(id(sys._getframe(1)))
+            if state is not None:
+                state[0] = -1  # an instruction that raises looks at nothing
+
+        def instruction(code: CodeType, offset: int) -> Any:
+            if not code.co_filename.startswith(self._package):
+                return monitoring.DISABLE
+            frame = sys._getframe(1)
+            if self._finalizes(frame):
+                return None
+            known = self._known.get(code)
+            if known is None:
+                known = self._known[code] = Instructions(code, self._package)
+            state = states.setdefault(id(frame), [-1, True])
+            last, state[0] = state[0], offset
+            if state[1]:
+                if offset not in known.prologue:
+                    state[1] = False
+                    self._point(known, offset)
+            elif last in known.checked and known.same_handler(last, offset):
+                self._point(known, last)
+            return None
+
+        callbacks = {
+            events.PY_START: begins,
+            events.PY_RESUME: begins,
+            events.PY_RETURN: ends,
+            events.PY_YIELD: ends,
+            events.PY_UNWIND: ends,
+            events.RAISE: raises,
+            events.INSTRUCTION: instruction,
+        }
+        tool = monitoring.DEBUGGER_ID
+        monitoring.use_tool_id(tool, "interrupts")
+        try:
+            for event, callback in callbacks.items():
+                monitoring.register_callback(tool, event, callback)
+            monitoring.set_events(tool, sum(callbacks))
+            return call()
+        finally:
+            monitoring.set_events(tool, 0)
+            monitoring.restart_events()  # what was disabled is not for the next one
+            for event in callbacks:
+                monitoring.register_callback(tool, event, None)
+            monitoring.free_tool_id(tool)
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
@@ -197,7 +262,8 @@ class Interrupts:
             self._at.pop(0)
             self.count = 0
             self.places.append(known.place(offset))
-            sys.setprofile(self._go_on)
+            if sys.version_info < (3, 12):  # what ends tracing ends no monitoring
+                sys.setprofile(self._go_on)
             raise Interrupted(self.places[-1])
 
     def _go_on(self, frame: FrameType, event: str, arg: Any) -> None:

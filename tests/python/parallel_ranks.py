@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from parallel_scenarios import (
     caught,
+    crowded,
     filled,
     held_back,
     shared_pages,
@@ -33,8 +34,8 @@ from parallel_scenarios import (
 
 import pyvmem
 from pyvmem import FdEvent, Inject, KVCacheConfig
-from pyvmem.kvcache import ranks
-from pyvmem.kvcache.parallel import ParallelKVCache, RankFailed, RanksDiffer
+from pyvmem.kvcache import distributed
+from pyvmem.kvcache.distributed import ParallelKVCache, RankFailed, RanksDiffer
 
 LAYERS, ROWS = 2, 8
 PAGE = 2 << 20 if sys.argv[3:] == ["cuda"] else 64 << 10
@@ -156,7 +157,7 @@ def least_budget(rank: Rank) -> Any:
         out.append(cache.stats().total_pages // TENSORS)
         assert cache.context.stats().slab_bytes >= 7 * TENSORS * PAGE
     available = (5 * TENSORS * PAGE, 8 * TENSORS * PAGE)[rank.index]
-    ranks.available_bytes = lambda device, unknown: available  # type: ignore[assignment]
+    distributed.available_bytes = lambda device, unknown: available  # type: ignore[assignment]
     with rank.cache(memory_limit=0) as cache:
         out.append(cache.stats().total_pages // TENSORS)
         # From now on no call needs the driver's memory.
@@ -275,6 +276,7 @@ SCENARIOS = (
     swap_without_memory,
     windows,
     filled,
+    crowded,
 )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from parallel_share import RankModel
@@ -16,10 +18,11 @@ from parallel_share import RankModel
 import pyvmem
 from pyvmem import FdEvent, Inject
 from pyvmem.kvcache import swap
-from pyvmem.kvcache.parallel import ParallelKVCache
+from pyvmem.kvcache.distributed import ParallelKVCache
 
 __all__ = [
     "caught",
+    "crowded",
     "filled",
     "held_back",
     "shared_pages",
@@ -80,6 +83,116 @@ def filled(rank: Any) -> Any:
             cache.check_step()
         now = cache.stats()
         return [len(answers), cache.available_pages, now.total_pages]
+
+
+@contextmanager
+def taken(rank: Any, cache: ParallelKVCache, index: int, count: int) -> Iterator[None]:
+    """So many mappings of the cache's context are in use on one rank."""
+    context, page = cache.context, cache.layout.page_size
+    with ExitStack() as stack:
+        if rank.index == index:
+            addresses = stack.enter_context(context.reserve(2 * count * page))
+            for place in range(count):
+                pages = context.create(page)
+                addresses.map(2 * place * page, pages)
+                stack.callback(pages.release)  # where it is mapped, too
+        yield
+
+
+def write(cache: ParallelKVCache, reqid: int, low: int, high: int) -> None:
+    for layer in range(cache.config.num_layers):
+        for row in range(low, high):
+            cache.k(layer)[reqid, row] = 1000 * reqid + 100 * layer + row
+
+
+def written(cache: ParallelKVCache, reqid: int, low: int, high: int) -> bool:
+    return all(
+        bool((cache.k(layer)[reqid, row] == 1000 * reqid + 100 * layer + row).all())
+        for layer in range(cache.config.num_layers)
+        for row in range(low, high)
+    )
+
+
+def together(cache: ParallelKVCache, lens: list[int]) -> None:
+    with cache.together():
+        cache.step(lens)
+
+
+def agreeing(rank: Any, cache: ParallelKVCache) -> list[int]:
+    """Random steps; rows stay, and requests have pages for just these where one says -1."""
+    same, lens, answers = random.Random(5), [0] * 4, []
+    alive: set[int] = set()
+    for _ in range(120):
+        rank.dawdle()
+        reqid = cache.alloc_reqid()
+        if reqid is not None:
+            alive.add(reqid)
+        want = [
+            min(48, lens[one] + same.choice((0, 1, 8, 9))) if one in alive else 0
+            for one in range(4)
+        ]
+        if same.random() < 0.5:
+            cache.step_async(want)
+        answers.append(cache.agreed_step(want))
+        if answers[-1] == 0:
+            for one in alive:
+                write(cache, one, lens[one], want[one])
+            lens = want
+        assert [slot.seq_len for slot in cache.snapshot()] == lens
+        assert all(written(cache, one, 0, lens[one]) for one in alive)
+        if answers[-1] == -1 or 48 in lens:
+            longest = max(alive, key=lambda one: (lens[one], one))
+            alive.remove(longest)
+            lens[longest] = 0
+            cache.free_reqid(longest, rank.work())
+    cache.check_step()
+    return answers
+
+
+def crowded(rank: Any) -> Any:
+    """One rank has fewer mappings left than the other, which only its own `step` can find out."""
+    if rank.backend == "cuda":
+        return None  # no limit there
+    out: dict[str, Any] = {}
+    policy: dict[str, Any] = {"growth_fraction": 0.0, "join_at": 0.0, "low_watermark": 0.0}
+    with rank.cache(pages=30, max_mappings=80, **policy) as cache, taken(rank, cache, 1, 8 * 4):
+        for _ in range(4):
+            cache.alloc_reqid()
+        lens, answers = [0] * 4, []
+        for _ in range(4):
+            want = [length + 8 for length in lens]
+            answers.append(cache.agreed_step(want))
+            if answers[-1] == 0:
+                for reqid in range(4):
+                    write(cache, reqid, lens[reqid], want[reqid])
+                lens = want
+        held = cache.snapshot()
+        assert [slot.seq_len for slot in held] == [24] * 4
+        assert [slot.granted_pages for slot in held] == [3] * 4
+        caught_by = [caught(lambda: together(cache, [32] * 4))]
+        own = caught(cache.step, [32] * 4)
+        assert own == ("nothing", "TooManyMappings  ENOSPC")[rank.index]
+        if rank.index:
+            assert caught(cache.stats) == own, "nothing is called before check_step"
+        caught_by.append(caught(cache.check_step))
+        # In the background; the step that follows takes part in the agreement.
+        assert cache.step_async([32] * 4) == 0
+        caught_by.append(caught(lambda: together(cache, [32] * 4)))
+        out["caught"] = caught_by
+        cache.free_reqid(3)
+        answers.append(cache.agreed_step([32, 32, 32, 0]))
+        out["steps"] = answers
+        assert all(written(cache, reqid, 0, 24) for reqid in range(3))
+        cache.check_integrity()
+        # A rank that goes on without asking cannot take the step back.
+        cache.alloc_reqid()
+        if caught(cache.step, [32, 32, 32, 24]) == "nothing":
+            cache.step([32, 32, 32, 24])
+        out["later"] = [caught(cache.check_step)]
+        cache.recover()
+        out["later"].append(cache.available_pages - 30 * 4)
+        out["played"] = agreeing(rank, cache)
+    return out
 
 
 def windows(rank: Any) -> Any:

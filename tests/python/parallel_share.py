@@ -16,7 +16,7 @@ from share_helpers import read_rows, write_rows
 
 from pyvmem import FdEvent
 from pyvmem.kvcache import SwappedRequest
-from pyvmem.kvcache.parallel import ParallelKVCache
+from pyvmem.kvcache.distributed import ParallelKVCache
 
 __all__ = ["RankModel"]
 

@@ -30,6 +30,7 @@ from pyvmem.attention import (
 from pyvmem.attention.batch import Batch
 from pyvmem.attention.reads import BLOCK, EXACT, Blocks, Reads
 from pyvmem.bench.capacity import systems
+from pyvmem.kvcache.config import PREFILL_TOKENS
 from pyvmem.layouts.cost import Choice, cost
 from pyvmem.layouts.shapes import shape_of
 from pyvmem.layouts.workload import generate
@@ -176,7 +177,12 @@ def test_a_kernel_that_reads_tiles_needs_rows_behind_the_length(
     text = r"fa3 cannot be used.*overread_rows of 191.* 0$"
     with filled(host, MIXED) as cache, pytest.raises(InvalidArgument, match=text):
         choose(cache, cpu, "fa3")
+    text = "fa3 cannot be used: it reads whole tiles in decoding, too: it needs overread_decode"
     with filled(host, MIXED, overread_rows=191) as cache:
+        with pytest.raises(InvalidArgument, match=text):
+            choose(cache, cpu, "fa3")
+        assert not probe(cache, cpu)["fa3"], "for prefills it can be used"
+    with filled(host, MIXED, overread_rows=191, overread_decode=True) as cache:
         assert choose(cache, cpu, "fa3").name == "fa3"
 
 
@@ -373,14 +379,25 @@ def test_each_phase_takes_the_kernel_that_suits_it(host: pyvmem.Context, pretend
         ):
             assert attend.batch((5, 0), q_lens, (260, 64)).kernel == kernel
         attend.close()
+    with filled(host, MIXED, overread_rows=191, overread_decode=True) as cache:
         for name in ("fa3", "fa3-paged", "sdpa"):
             choice = choose(cache, cpu, name)
             assert (choice.name, choice.decode) == (name, name)
 
 
+def test_decoding_takes_no_kernel_whose_rows_only_prefills_map(
+    host: pyvmem.Context, pretend: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_DECODE", {"cpu": ("fa3", "sdpa")})
+    for more, decode in (({}, "sdpa"), ({"overread_decode": True}, "fa3")):
+        with filled(host, MIXED, overread_rows=191, **more) as cache:
+            choice = choose(cache, torch.device("cpu"))
+            assert (choice.name, choice.decode) == ("fa3", decode)
+
+
 def test_rows_without_memory_are_not_read(host: pyvmem.Context, pretend: None) -> None:
     """Rows that were mapped for the tile can be used, but then the tile's own are missing."""
-    with filled(host, MIXED, overread_rows=191) as cache:
+    with filled(host, MIXED, overread_rows=191, overread_decode=True) as cache:
         (mapped,) = cache.readable_rows([4])
         assert 90 + 191 <= mapped < 400
         attend = Attention(cache)
@@ -409,7 +426,7 @@ def test_rows_without_memory_are_not_read(host: pyvmem.Context, pretend: None) -
 def test_the_end_of_a_slot_ends_what_is_read(host: pyvmem.Context, pretend: None) -> None:
     """No kernel reads behind the tensor's last row, so the longest request needs no more."""
     case = Case("full", (0,), (1,), (512,))
-    with filled(host, case, overread_rows=191) as cache:
+    with filled(host, case, overread_rows=191, overread_decode=True) as cache:
         assert cache.readable_rows([0, 1]) == [512, 0]
         attend = Attention(cache, "fa3")
         assert attend.batch([0], [1], [512]).reads.end(512, 512) == 512
@@ -453,17 +470,23 @@ def test_rows_for_tiles_are_waste(host: pyvmem.Context) -> None:
             wasted.append(now.wasted_bytes)
             assert now.used_bytes == sum(MIXED.kv_lens) * 4 * cache.layout.row_bytes
     pages = 4096  # a row is 256 bytes
-    more = (wasted[1] - wasted[0]) / (len(MIXED.reqids) * 2 * LAYERS)
+    prefilled = sum(length > PREFILL_TOKENS for length in MIXED.kv_lens)
+    assert 0 < prefilled < len(MIXED.kv_lens)
+    more = (wasted[1] - wasted[0]) / (prefilled * 2 * LAYERS)
     assert abs(more - 191 * 256) < pages
     shape = shape_of("Llama-3-8B")
     requests, memory = generate(200, 1), 40 << 30
     plain, guarded = (cost(shape, Choice(1, 64 << 10), requests, memory, rows) for rows in (0, 191))
     tensors, row = 64, 2048
     assert guarded.held.used == plain.held.used
-    assert abs(guarded.waste - plain.waste - 191 * row * tensors) < (64 << 10) * tensors
+    left = sum(max(0, 191 - grown) for one in requests for grown in range(one.output))
+    left /= sum(one.output for one in requests)
+    assert 20 < left < 191, "requests that use up some or all of it"
+    assert abs(guarded.waste - plain.waste - left * row * tensors) < (64 << 10) * tensors
     assert guarded.waste_bound - plain.waste_bound == 191 * row * tensors
     assert guarded.batch < plain.batch
     layouts = [
         next(systems(shape, [64 << 10], [1], [], rows)).layout(shape, 1000) for rows in (0, 191)
     ]
-    assert [one.pages_for(1000) for one in layouts] == [32, 38]
+    assert [one.pages_for_step(0, 1000) for one in layouts] == [32, 38]
+    assert [one.pages_for_step(999, 1000) for one in layouts] == [32, 32]

@@ -130,8 +130,10 @@ class RealCache:
         return stats.used_bytes + stats.wasted_bytes
 
 
-@pytest.mark.parametrize("group", [1, 2])
-def test_a_real_cache_reaches_the_same_batch(context: Context, page: int, group: int) -> None:
+@pytest.mark.parametrize(("group", "overread"), [(1, 0), (2, 0), (1, 70)])
+def test_a_real_cache_reaches_the_same_batch(
+    context: Context, page: int, group: int, overread: int
+) -> None:
     """Real `step` calls that return -1 at the limit, iteration by iteration as the arithmetic."""
     requests = scaled(60, seed=7)
     shape = ModelShape("small", 2, page // (4 * KB), 64, "float16")  # 32 rows of a layer in a page
@@ -143,13 +145,14 @@ def test_a_real_cache_reaches_the_same_batch(context: Context, page: int, group:
         group_size=group,
         memory_limit=memory,
         zero_fill=False,
+        overread_rows=overread,
     )
     with KVCache(config, context) as cache:
         real = replay(requests, RealCache(cache), shape.token_bytes)
         assert cache.stats().short > 0
         cache.check_integrity()
         assert real == replay(requests, Pages(cache.layout, memory), shape.token_bytes)
-    assert real.preemptions > 0
+    assert real.preemptions > 0 or overread  # behind a prompt is what it grows into
     assert real.max_batch > real.mean_batch > 4
 
 

@@ -43,7 +43,7 @@ from pyvmem import (
 from pyvmem.features import FEATURES, Feature, Probed, about, require_page_size
 from pyvmem.features.table import FORK, OVERREAD, PREFIXES, SPARSE, SWAP
 from pyvmem.kvcache import Budget, LayeredCache, LayerShape
-from pyvmem.kvcache.parallel import ParallelKVCache
+from pyvmem.kvcache.distributed import ParallelKVCache
 from pyvmem.layouts import SHAPES, advise, generate
 
 KB, MB = 1 << 10, 1 << 20

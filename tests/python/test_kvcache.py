@@ -28,6 +28,7 @@ from kvcache_helpers import (
 import pyvmem
 from pyvmem import BadHandle, Busy, Context, InvalidArgument, KVCache
 from pyvmem.kvcache import IntegrityError
+from pyvmem.kvcache.config import PREFILL_TOKENS
 
 needs_tensors = pytest.mark.needs_tensors
 TENSORS = 2 * LAYERS
@@ -146,7 +147,7 @@ def test_dtypes(context: Context, dtype: Any) -> None:
 
 @needs_tensors
 def test_over_read_rows_are_mapped_and_finite(context: Context) -> None:
-    with small_cache(context, overread_rows=ROWS + 3) as cache:
+    with small_cache(context, overread_rows=ROWS + 3, overread_decode=True) as cache:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=1)) == 0
         assert cache.snapshot()[0].granted_pages == 2
@@ -157,6 +158,64 @@ def test_over_read_rows_are_mapped_and_finite(context: Context) -> None:
         assert cache.snapshot()[0].granted_pages == 3
         assert cache.step(lens(cache, r0=cache.config.max_seq_len)) == 0
         assert cache.snapshot()[0].granted_pages == 6, "not beyond the slot's end"
+
+
+@needs_tensors
+@pytest.mark.parametrize("ahead", [False, True])
+def test_growth_uses_up_the_rows_that_a_prefill_may_over_read(
+    context: Context, ahead: bool
+) -> None:
+    with small_cache(context, overread_rows=ROWS + 3, growth_fraction=0.0) as cache:
+
+        def step_to(*lengths: int) -> None:
+            wanted = [*lengths, 0]
+            assert not ahead or cache.step_async(wanted) == 0
+            assert cache.step(wanted) == 0
+
+        for _ in range(3):
+            cache.alloc_reqid()
+        prompt = 2 * ROWS + 2
+        step_to(prompt, 0, PREFILL_TOKENS)
+        one, _, short = cache.snapshot()[:3]
+        assert (one.granted_pages, short.granted_pages) == (4, 2), "a short prompt is decoded"
+        assert rows_are_zero(cache, 0, 0, prompt + ROWS + 3)
+        now = cache.stats()
+        rows = prompt + PREFILL_TOKENS
+        assert now.wasted_bytes == (6 * ROWS - rows) * TENSORS * cache.layout.row_bytes
+        for length in range(prompt + 1, 4 * ROWS + 1):
+            step_to(length, 0, 0)
+        assert cache.snapshot()[0].granted_pages == 4, "decoding asks for no rows past the length"
+        step_to(4 * ROWS + 1, 0, 0)
+        assert cache.snapshot()[0].granted_pages == 5
+        step_to(0, PREFILL_TOKENS + 1, 0)
+        assert cache.snapshot()[1].granted_pages == 4, "17 tokens and 11 rows more"
+        step_to(0, cache.config.max_seq_len, 0)
+        assert cache.snapshot()[1].granted_pages == 6, "not beyond the slot's end"
+
+
+def test_a_chunk_needs_the_rows_behind_it_where_its_tokens_have_pages(context: Context) -> None:
+    with small_cache(context, overread_rows=20, growth_fraction=0.0) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=17)) == 0
+        assert cache.snapshot()[0].granted_pages == 5
+        assert cache.step(lens(cache, r0=34)) == 0
+        assert cache.snapshot()[0].granted_pages == 6
+
+
+def test_a_prefill_needs_memory_for_the_rows_behind_it(context: Context) -> None:
+    page = context.info.granule
+    limit = 5 * TENSORS * page
+    with small_cache(context, overread_rows=ROWS, memory_limit=limit) as cache:
+        cache.alloc_reqid()
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=ROWS + 1)) == 0  # nothing behind it
+        assert cache.can_admit([PREFILL_TOKENS])
+        assert cache.step(lens(cache, r1=3 * ROWS - 3)) == -1, "3 pages and a tile"
+        assert not cache.can_admit([3 * ROWS - 3])
+        assert cache.step(lens(cache, r1=2 * ROWS)) == 0
+        assert cache.step(lens(cache, r1=3 * ROWS)) == 0
+        assert cache.snapshot()[1].granted_pages == 3
+        cache.check_integrity()
 
 
 # ---- memory is short ----------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from share_helpers import read_rows, write_rows
 
 from pyvmem import Caps, Context, FdEvent, InvalidArgument, KVCache, OutOfMemory
 from pyvmem.kvcache import Budget
-from pyvmem.kvcache.control import set_limit
 
 # Cache a: 4 tensors, 8 rows in a page. Cache b: 2 tensors, 4 rows in a page; both: 6 pages a slot.
 ROWS = {"a": 8, "b": 4}
@@ -213,7 +212,7 @@ def test_bad_input(context: Context) -> None:
         with pytest.raises(InvalidArgument, match=f"floors of other caches keep {10 * page}"):
             KVCache(config(page, "b", floor=7), budget=budget)
         with pytest.raises(InvalidArgument, match="a limit of 9 pages: the floor is 10"):
-            set_limit(cache, 9)
+            cache.set_limit(9)
         assert len(budget.stats().caches) == 1
 
 

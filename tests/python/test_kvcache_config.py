@@ -179,6 +179,7 @@ SHAPES = st.fixed_dictionaries(
         "max_batch": st.integers(1, 300),
         "max_seq_len": st.integers(1, 20000),
         "overread_rows": st.sampled_from([0, 1, 191]),
+        "overread_decode": st.booleans(),
     }
 )
 
@@ -211,10 +212,16 @@ def test_pages_and_capacity_agree(
     layout = Layout(config, 1 << log_page)
     assume(length <= config.max_seq_len)
     need = layout.pages_for(length)
-    covered = min(length + config.overread_rows, config.max_seq_len) if length else 0
+    behind = config.overread_rows if config.overread_decode else 0
+    covered = min(length + behind, config.max_seq_len) if length else 0
     assert need * layout.page_size >= covered * layout.row_bytes
     assert need == 0 or (need - 1) * layout.page_size < covered * layout.row_bytes
     assert layout.capacity(need) >= length
+    for held in (0, max(0, length - 17), max(0, length - 16)):
+        step = layout.pages_for_step(held, length)
+        prefill = config.overread_decode or length - held > 16
+        covered = min(length + prefill * config.overread_rows, config.max_seq_len) if length else 0
+        assert step == -(-covered * layout.row_bytes // layout.page_size)
     assert layout.capacity(0) == 0
     pages = pages % (layout.slot_pages + 1)
     longest = layout.capacity(pages)

@@ -7,85 +7,77 @@ import pytest
 from kvcache_helpers import LAYERS, ROWS, lens, rows_are_zero, small_cache, stamp, state
 
 from pyvmem import Context, InvalidArgument
-from pyvmem.kvcache.control import (
-    capacity,
-    claim,
-    missing_pages,
-    obtainable_pages,
-    reclaim_free,
-    set_limit,
-)
 
 TENSORS = 2 * LAYERS
 
 
 def test_a_claimed_slot_is_as_an_allocated_one(context: Context) -> None:
     with small_cache(context) as cache:
-        claim(cache, 2)
+        cache.claim(2)
         assert cache.step(lens(cache, r2=ROWS)) == 0
         stamp(cache, 2, 0, ROWS, 3.0)
         before = state(cache)
         for reqid, text in ((2, "reqid 2 is taken"), (4, "reqid 4 is not between 0 and 3")):
             with pytest.raises(InvalidArgument, match=text):
-                claim(cache, reqid)
+                cache.claim(reqid)
         assert state(cache) == before
         assert sorted(cache.alloc_reqid() or 0 for _ in range(3)) == [0, 1, 3]
         assert cache.alloc_reqid() is None
         cache.free_reqid(2)
-        claim(cache, 2)
+        cache.claim(2)
         assert cache.step(lens(cache, r2=1)) == 0
         assert rows_are_zero(cache, 2, 0, 1)
 
 
 def test_a_limit_can_be_changed_but_not_below_what_is_held(context: Context) -> None:
     with small_cache(context) as cache:
-        claim(cache, 0)
-        set_limit(cache, 2 * TENSORS)
+        cache.claim(0)
+        cache.set_limit(2 * TENSORS)
         assert cache.num_free_pages == 2 * TENSORS
         assert cache.step(lens(cache, r0=3 * ROWS)) == -1
         assert cache.step(lens(cache, r0=2 * ROWS)) == 0
         for pages in (-1, 2 * TENSORS - 1):
             with pytest.raises(InvalidArgument, match=f"a limit of {pages} pages"):
-                set_limit(cache, pages)
-        set_limit(cache, 3 * TENSORS)
+                cache.set_limit(pages)
+        cache.set_limit(3 * TENSORS)
         assert cache.step(lens(cache, r0=3 * ROWS)) == 0
 
 
 def test_pages_of_free_slots_come_back_but_those_that_are_kept(context: Context) -> None:
     with small_cache(context) as cache:
         for reqid in range(4):
-            claim(cache, reqid)
+            cache.claim(reqid)
         assert cache.step([ROWS, 2 * ROWS, 3 * ROWS, ROWS]) == 0
         for reqid in range(3):
             cache.free_reqid(reqid)
-        reclaim_free(cache, keep=[1], wait=True)
+        cache.reclaim_free(keep=[1], wait=True)
         assert [slot.mapped_pages for slot in cache.snapshot()] == [0, 2, 0, 1]
-        reclaim_free(cache)
-        reclaim_free(cache, wait=True)
+        cache.reclaim_free()
+        cache.reclaim_free(wait=True)
         assert [slot.mapped_pages for slot in cache.snapshot()] == [0, 0, 0, 1]
 
 
 def test_what_a_request_has_and_what_it_lacks(context: Context) -> None:
     with small_cache(context) as cache:
-        set_limit(cache, 4 * TENSORS)
-        claim(cache, 1)
-        assert capacity(cache, 1) == 0
-        assert missing_pages(cache, 1, ROWS + 1) == missing_pages(cache, None, ROWS + 1)
-        assert missing_pages(cache, 1, ROWS + 1) == 2 * TENSORS
-        assert obtainable_pages(cache) == (4 * TENSORS, 4 * TENSORS)
+        cache.set_limit(4 * TENSORS)
+        cache.claim(1)
+        assert cache.capacity(1) == 0
+        assert cache.missing_pages(1, ROWS + 1) == cache.missing_pages(None, ROWS + 1)
+        assert cache.missing_pages(1, ROWS + 1) == 2 * TENSORS
+        assert cache.obtainable_pages() == (4 * TENSORS, 4 * TENSORS)
         assert cache.step(lens(cache, r1=ROWS + 1)) == 0
-        assert capacity(cache, 1) == 2 * ROWS
-        assert missing_pages(cache, 1, 2 * ROWS) == missing_pages(cache, 1, 0) == 0
-        assert missing_pages(cache, 1, 2 * ROWS + 1) == TENSORS
-        assert obtainable_pages(cache) == (2 * TENSORS, 4 * TENSORS)
+        assert cache.capacity(1) == 2 * ROWS
+        assert cache.missing_pages(1, 2 * ROWS) == cache.missing_pages(1, 0) == 0
+        assert cache.missing_pages(1, 2 * ROWS + 1) == TENSORS
+        assert cache.obtainable_pages() == (2 * TENSORS, 4 * TENSORS)
         before = state(cache)
-        for call in (lambda: capacity(cache, 0), lambda: missing_pages(cache, 0, 1)):
+        for call in (lambda: cache.capacity(0), lambda: cache.missing_pages(0, 1)):
             with pytest.raises(InvalidArgument, match="reqid 0 is not taken"):
                 call()
         longest = cache.config.max_seq_len
         for length in (-1, longest + 1):
             with pytest.raises(InvalidArgument, match=f"seq_len {length} is not between 0 and"):
-                missing_pages(cache, 1, length)
+                cache.missing_pages(1, length)
         assert state(cache) == before
         cache.free_reqid(1)  # its pages can be had again
-        assert obtainable_pages(cache) == (4 * TENSORS, 4 * TENSORS)
+        assert cache.obtainable_pages() == (4 * TENSORS, 4 * TENSORS)

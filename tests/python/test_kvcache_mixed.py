@@ -21,7 +21,7 @@ from pyvmem import (
 )
 from pyvmem.info import Location
 from pyvmem.kvcache import Budget
-from pyvmem.kvcache.places import DEVICE, PLAIN, Kind, Places, Tier
+from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Places, Tier
 
 LARGE = Kind(UNIT, DEVICE)
 DRIVER = Inject.MAP | Inject.UNMAP | Inject.SLAB | Inject.FILL
@@ -43,7 +43,7 @@ def require(context: Context) -> None:
 
 
 def test_places() -> None:
-    places, host = Places([]), Kind(1, Tier(Location.HOST))
+    places, host = Places([], lambda: None), Kind(1, Tier(Location.HOST))
     assert not places
     assert list(places.stretches(2, 9)) == [(2, 9, PLAIN)]
     places.put(4, 8, LARGE)
@@ -369,7 +369,7 @@ def test_a_large_page_goes_with_its_last_prefix(context: Context) -> None:
         prefixes, held = cache._core.prefixes, UNIT * TENSORS
         assert cache._core.reclaimer.held == held
         assert cache.stats().large_pages == held
-        assert prefixes.evict(1) >= 1, "all of it, since a part gives nothing back"
+        assert prefixes.evict(0, 1) >= 1, "all of it, since a part gives nothing back"
         assert cache._core.reclaimer.held == 0
         cache.check_integrity()
 

@@ -25,7 +25,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     "nothing kept": {"deferred_reclaim": False, "limit": 30},
     "eager": {"eager_pages": 5, "limit": 26},
     "not zeroed": {"zero_fill": False, "low_watermark": 0.3, "limit": 30},
-    "one tensor, over-read": {"group_size": LAYERS, "overread_rows": 3, "limit": 34},
+    "one tensor, over-read": {
+        "group_size": LAYERS,
+        "overread_rows": 3,
+        "overread_decode": True,
+        "limit": 34,
+    },
     "odd rows": {"num_kv_heads": 3, "head_dim": 8, "dtype": "float16", "max_seq_len": 0},
 }
 

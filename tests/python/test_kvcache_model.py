@@ -23,6 +23,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "eager": {"eager_pages": 2, "limit": 16},
     "watermark": {"low_watermark": 0.4, "limit": 16, "reclaim_steps": 5},
     "over-read": {"overread_rows": 3, "limit": 18},
+    "over-read in decoding": {"overread_rows": 3, "overread_decode": True, "limit": 18},
     "one tensor": {"group_size": LAYERS, "limit": 20},
     "odd rows": {"num_kv_heads": 3, "head_dim": 5, "max_seq_len": 100},
 }

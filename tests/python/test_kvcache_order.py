@@ -22,7 +22,7 @@ from kvcache_helpers import (
 )
 
 from pyvmem import Context, FdEvent
-from pyvmem.kvcache import grants
+from pyvmem.kvcache import growth
 
 needs_tensors = pytest.mark.needs_tensors
 TENSORS = 2 * LAYERS
@@ -173,7 +173,7 @@ def test_a_growth_that_another_call_finishes_leaves_nothing_to_a_stream(
 ) -> None:
     """That call knows no stream, and the next step may name any."""
     devices = []
-    monkeypatch.setattr(grants, "order_after", lambda event, stream, on: devices.append(on))
+    monkeypatch.setattr(growth, "order_after", lambda event, stream, on: devices.append(on))
     with (
         small_cache(context, max_batch=1, zero_fill=False) as cache,
         pending() as first,

@@ -17,9 +17,9 @@ import pytest
 
 import pyvmem
 from pyvmem import Context, KVCache, KVCacheConfig
-from pyvmem.kvcache import runs
+from pyvmem.kvcache import growth
+from pyvmem.kvcache.config import LayerShape
 from pyvmem.kvcache.layered import LayeredCache
-from pyvmem.kvcache.shapes import LayerShape
 
 PAGE = 64 << 10
 ROWS = 8  # of a page
@@ -170,7 +170,7 @@ def test_joining_keeps_the_rows_and_makes_room() -> None:
 def test_joining_waits_for_the_work_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[object] = []
     stream = SimpleNamespace(__cuda_stream__=lambda: (0, 7))
-    monkeypatch.setattr(runs, "wait_for_device", lambda stream, device: order.append(stream))
+    monkeypatch.setattr(growth, "wait_for_device", lambda stream, device: order.append(stream))
     original = Context.consolidate
 
     def consolidate(self: Context, addr: int, size: int) -> int:
@@ -234,6 +234,34 @@ def test_admission_counts_mappings() -> None:
             assert cache.step(lens) == 0
         assert cache.stats().free_pages > 1000
         assert not cache.can_admit([40 * ROWS])
+        cache.free_reqid(0)
+        assert cache.can_admit([40 * ROWS])
+
+
+def test_admission_counts_the_mappings_of_all_classes_together() -> None:
+    """Each class alone would find mappings for its part of the request; both do not."""
+    shape = LayerShape(num_kv_heads=1, head_dim=PAGE // ROWS // 2)
+    with (
+        Context("host", granule=PAGE, max_mappings=211) as context,
+        LayeredCache(
+            [shape, replace(shape, head_dim=shape.head_dim // 2)],
+            context,
+            dtype="float16",
+            max_batch=2,
+            max_seq_len=1 << 14,
+            page_size=PAGE,
+            memory_limit=4000 * PAGE,
+            growth_fraction=0,
+            join_at=0,
+        ) as cache,
+    ):
+        assert cache.alloc_reqid() == 0
+        for length in range(1, 58 * ROWS, ROWS):
+            assert cache.step([length, 0]) == 0
+        assert context.stats().mappings == 203
+        assert cache.stats().free_pages > 1000
+        assert not cache.can_admit([40 * ROWS]), "6, 3 and 2 mappings, where 8 are left"
+        assert cache.can_admit([20 * ROWS]), "4, 2 and 2"
         cache.free_reqid(0)
         assert cache.can_admit([40 * ROWS])
 

@@ -98,6 +98,37 @@ def test_a_large_page_moves_as_a_whole(backend: str) -> None:
         assert cache.promote(reqid) == 0
 
 
+def test_truncating_within_a_large_page_outside_the_device(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page stays as a whole, as often as it is cut; nothing is submitted for it."""
+    with with_tiers(backend) as context, cache_over(context) as cache:
+        rows = 2 * PART
+        reqid = start(cache, rows)
+        assert cache.move(reqid, "host") == Moved(2 * UNIT * TENSORS, 0)
+        sizes: list[int] = []
+        batch = Context.batch
+
+        def counted(self: Context, ops: Any, *more: Any) -> None:
+            sizes.append(len(ops))
+            batch(self, ops, *more)
+
+        monkeypatch.setattr(Context, "batch", counted)
+        for length in (PART + ROWS + 1, PART + ROWS, PART + 1, PART, ROWS + 2, ROWS, 1):
+            assert cache.truncate(reqid, length) == 0
+            parts = -(-length // PART)
+            info = cache.snapshot()[reqid]
+            assert (info.away_pages, info.mapped_pages) == (parts * UNIT, parts * UNIT)
+            cache.check_integrity()
+            assert whole(cache, reqid, length)
+        assert sizes == [1], "one batch, which unmaps the second page"
+        grow(cache, reqid, 1, PART)
+        assert cache.snapshot()[reqid].mapped_pages == UNIT
+        assert whole(cache, reqid, PART)
+        assert cache.truncate(reqid, 0) == 0
+        assert cache.snapshot()[reqid].mapped_pages == 0
+
+
 def test_what_moved_is_shared_swapped_and_given_back(backend: str) -> None:
     with with_tiers(backend) as context, cache_over(context) as cache:
         rows = PART + 2 * ROWS + 2

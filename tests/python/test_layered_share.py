@@ -137,14 +137,14 @@ def test_a_fork_that_fails_in_a_later_class_leaves_no_trace(
         parent, tags = started(cache, 2 * UNIT + 1)
         cache.record(parent, range(2 * UNIT))
         before, pages = state(cache), cache.stats().active_pages
-        sharing = cache.caches[place]._core.sharing
+        core = cache.caches[place]._core
 
         def broken(*args: Any, **options: Any) -> None:
             raise error("the driver has no more of it")
 
-        for name in ("attach", "share"):
+        for owner, name in ((core, "attach"), (core.sharing, "share")):
             with monkeypatch.context() as patch:
-                patch.setattr(sharing, name, broken)
+                patch.setattr(owner, name, broken)
                 if name == "attach" and error is OutOfMemory:
                     assert cache.fork(parent) is None
                     assert cache.alloc_prefix(range(2 * UNIT)) is None

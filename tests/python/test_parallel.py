@@ -22,9 +22,8 @@ from rank_runner import run_ranks
 import pyvmem
 from pyvmem import Caps, Inject
 from pyvmem.kvcache import PrefixEvicted
-from pyvmem.kvcache.control import set_limit
-from pyvmem.kvcache.lockstep import LockstepTable
-from pyvmem.kvcache.parallel import (
+from pyvmem.kvcache.distributed import (
+    LockstepTable,
     ParallelKVCache,
     RankFailed,
     rank_config,
@@ -97,6 +96,14 @@ def test_ranks_fill_their_memory_before_their_mappings(results: dict[str, Any]) 
     answers, left, total = results["filled"]
     assert answers > 50
     assert left < 0.05 * total
+
+
+def test_one_rank_without_mappings_takes_the_step_back_on_all(results: dict[str, Any]) -> None:
+    out = results["crowded"]
+    assert out["steps"] == [0, 0, 0, -1, 0]
+    assert out["caught"] == ["TooManyMappings  ENOSPC"] * 3
+    assert out["later"] == ["RanksDiffer  ", 0]
+    assert {0, -1} == set(out["played"])
 
 
 def test_windows_slide_alike(results: dict[str, Any]) -> None:
@@ -239,7 +246,7 @@ def test_trimmed_memory_stays_the_caches(cache: ParallelKVCache) -> None:
     assert cache.stats().mapped_bytes == 0
     assert cache.context.stats().free_bytes >= 32 * cache.layout.page_size
     with pytest.raises(pyvmem.NotSupported, match="the ranks have agreed"):
-        set_limit(cache, 16)
+        cache.set_limit(16)
 
 
 def test_what_a_driver_lacks_is_an_error_and_no_answer(cache: ParallelKVCache) -> None:

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyvmem.errors import Busy, InvalidArgument
-from pyvmem.kvcache.prefix_tree import Node, PrefixTree
-from pyvmem.kvcache.token_ids import TokenIds
+from pyvmem.kvcache.prefix_tree import Node, PrefixTree, TokenIds
 
 UNIT = 4
 PAGES = 3  # pages of a unit

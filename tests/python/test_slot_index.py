@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from pyvmem.info import Location
+from pyvmem.kvcache.distributed import LockstepTable
 from pyvmem.kvcache.journal import Journal
-from pyvmem.kvcache.lockstep import LockstepTable
-from pyvmem.kvcache.places import PLAIN, Kind, Tier
-from pyvmem.kvcache.slot_index import SlotIndex
-from pyvmem.kvcache.slots import Slot, SlotTable
-from pyvmem.kvcache.spans import EMPTY, Span
+from pyvmem.kvcache.pages import DEVICE, EMPTY, PLAIN, Kind, Span, Tier
+from pyvmem.kvcache.slots import Slot, SlotIndex, SlotTable
 
 COUNT = 12
 
@@ -59,7 +57,6 @@ def _change(table: SlotTable, rng: random.Random) -> None:
     elif what == 2 and rng.random() < 0.1:
         table.condemn(slot)
     else:
-        table.changed(slot)
         if what == 3:
             slot.mapped = rng.randrange(slot.job is not None, 6)
             slot.granted, slot.head = min(slot.granted, slot.mapped), min(slot.head, slot.mapped)
@@ -145,7 +142,6 @@ def test_of_equal_fits_that_which_has_been_free_for_longest() -> None:
         table.take(found)
         table.give_back(found, None, 0)
     table[3].mapped = 1
-    table.changed(table[3])
     assert table.best_fit(1) is table[3], "the best fit goes first"
     assert table.best_fit(3) is table[2], "else the most, and of these the one free for longest"
 
@@ -168,22 +164,34 @@ def test_ranks_take_the_slot_that_was_freed_last() -> None:
 def test_victims_may_be_cut_while_they_are_gone_through() -> None:
     table = SlotTable(3, Journal())
     for slot in table:
-        table.changed(slot)
         slot.mapped = 2
     seen = []
     for slot in table.victims():
         seen.append(slot)
         for one in table:
-            table.changed(one)
             one.job = SimpleNamespace(takes_pages=True, pages=2)
         assert table.index.returning == 6
     assert seen == [table[0]]
 
 
+def test_a_slot_that_changes_is_filed_anew() -> None:
+    journal = Journal()
+    table = SlotTable(3, journal)
+    assert table.index.spare == 0
+    table[1].mapped = 3
+    assert table.index.spare == 3
+    journal.put_all([table[0], table[2]], "mapped", [4, 5])
+    assert table.index.spare == 12
+    table[2].places.put(0, 4, Kind(4, DEVICE))
+    table[2].granted = 1
+    assert table.index.spare == 8, "a large page that its owner has a part of"
+    assert table.check() == []
+
+
 def test_what_nobody_noted_is_found() -> None:
     table = SlotTable(2, Journal())
     assert table.check() == []
-    table[1].mapped = 3
+    object.__setattr__(table[1], "mapped", 3)  # past the slot's own note
     found = table.check()
     assert any("spare is 0, made anew 3" in one for one in found)
     table.rebuild()
@@ -198,16 +206,16 @@ def test_an_exception_while_slots_are_filed_costs_nothing(
     assert len(table.free) == 4
     table.take(table[1])
     table.take(table[2])
-    file: Callable[[SlotIndex, Slot], None] = SlotIndex.file
+    file: Callable[[SlotIndex, int, Any], None] = SlotIndex._file
 
-    def broken(index: SlotIndex, slot: Slot) -> None:
+    def broken(index: SlotIndex, place: int, new: Any) -> None:
         if when == "after":
-            file(index, slot)
+            file(index, place, new)
         if when == "within":
-            index.free.put(slot.index, None)
+            index.free.put(place, None)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SlotIndex, "file", broken)
+    monkeypatch.setattr(SlotIndex, "_file", broken)
     with pytest.raises(KeyboardInterrupt):
         len(table.free)
     with pytest.raises(KeyboardInterrupt):

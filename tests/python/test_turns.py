@@ -8,7 +8,7 @@ import threading
 import pytest
 from kvcache_helpers import at_the_gate, eventually
 
-from pyvmem.kvcache.turns import Turns
+from pyvmem.kvcache.budget import Turns
 
 
 def test_who_waits_comes_before_who_had_it() -> None:

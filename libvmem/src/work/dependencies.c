@@ -18,7 +18,8 @@ static int make_one(struct vm_ctx *c, const struct vmem_after *a, size_t i, stru
   if (a->kind == VMEM_AFTER_FD) {
     fd = a->handle <= INT32_MAX ? fcntl((int)a->handle, F_DUPFD_CLOEXEC, 3) : -1;
     if (fd < 0 && a->handle <= INT32_MAX && errno != EBADF)
-      return vm_fail(-ENOMEM, "descriptor %llu cannot be duplicated: %s", (unsigned long long)a->handle, strerror(errno));
+      return vm_fail(-ENOMEM, "descriptor %llu cannot be duplicated: %s", (unsigned long long)a->handle,
+                     strerror(errno));
     if (fd < 0) return vm_fail(-EINVAL, "%llu is no open descriptor", (unsigned long long)a->handle);
     d->fds[d->nfds++] = fd;
     return 0;

@@ -7,11 +7,14 @@
  */
 #include <stdlib.h>
 
+#include "base/clock.h"
 #include "work/work.h"
 
 #define FIRST_SLOTS 64u
 
-static struct vm_ticket **slot_of(struct vm_ctx *c, vmem_ticket id) { return &c->tickets[id & (c->ticket_slots - 1)]; }
+static struct vm_ticket **slot_of(struct vm_ctx *c, vmem_ticket id) {
+  return &c->work->tickets[id & (c->work->ticket_slots - 1)];
+}
 
 /* Lock held. */
 static void put(struct vm_ticket *t) {
@@ -24,13 +27,13 @@ static void put(struct vm_ticket *t) {
 
 /* Lock held. */
 static int make_room(struct vm_ctx *c) {
-  size_t slots = c->ticket_slots ? 2 * c->ticket_slots : FIRST_SLOTS;
-  struct vm_ticket **old = c->tickets, **v;
-  if (c->kept_tickets < c->ticket_slots) return 0;
+  size_t slots = c->work->ticket_slots ? 2 * c->work->ticket_slots : FIRST_SLOTS;
+  struct vm_ticket **old = c->work->tickets, **v;
+  if (c->work->kept_tickets < c->work->ticket_slots) return 0;
   if (!(v = vm_calloc(c, slots, sizeof(*v)))) return -ENOMEM;
-  c->tickets = v;
-  c->ticket_slots = slots;
-  for (struct vm_ticket *t = c->oldest_ticket; t; t = t->next) {
+  c->work->tickets = v;
+  c->work->ticket_slots = slots;
+  for (struct vm_ticket *t = c->work->oldest_ticket; t; t = t->next) {
     struct vm_ticket **slot = slot_of(c, t->id);
     t->chain = *slot;
     *slot = t;
@@ -41,7 +44,7 @@ static int make_room(struct vm_ctx *c) {
 
 /* Lock held. There is one, because far fewer batches can be unfinished than tickets kept. */
 static vmem_ticket oldest_result(struct vm_ctx *c) {
-  struct vm_ticket *t = c->oldest_ticket;
+  struct vm_ticket *t = c->work->oldest_ticket;
   while (t && t->state != TICKET_DONE) t = t->next;
   return t ? t->id : 0;
 }
@@ -49,14 +52,15 @@ static vmem_ticket oldest_result(struct vm_ctx *c) {
 static int check_limits(struct vm_ctx *c, bool detached) {
   vmem_ticket oldest;
   if (c->closing) return vm_fail(-EBADF, "the context is being closed");
-  if (c->pending >= VMEM_MAX_PENDING)
-    return vm_fail_at(-EAGAIN, 0, c->pending, VMEM_MAX_PENDING, "%llu batches are unfinished, at most %d may be",
-                      (unsigned long long)c->pending, VMEM_MAX_PENDING);
-  if (detached || c->kept_tickets < VMEM_MAX_TICKETS) return 0;
+  if (c->work->pending >= VMEM_MAX_PENDING)
+    return vm_fail_at(-EAGAIN, 0, c->work->pending, VMEM_MAX_PENDING, "%llu batches are unfinished, at most %d may be",
+                      (unsigned long long)c->work->pending, VMEM_MAX_PENDING);
+  if (detached || c->work->kept_tickets < VMEM_MAX_TICKETS) return 0;
   oldest = oldest_result(c);
-  return vm_fail_at(-ENOBUFS, 0, oldest, VMEM_MAX_TICKETS,
-                    "%llu tickets were not dropped, at most %d may be: the oldest whose batch is finished is ticket %llu",
-                    (unsigned long long)c->kept_tickets, VMEM_MAX_TICKETS, (unsigned long long)oldest);
+  return vm_fail_at(
+      -ENOBUFS, 0, oldest, VMEM_MAX_TICKETS,
+      "%llu tickets were not dropped, at most %d may be: the oldest whose batch is finished is ticket %llu",
+      (unsigned long long)c->work->kept_tickets, VMEM_MAX_TICKETS, (unsigned long long)oldest);
 }
 
 int vm_ticket_new(struct vm_ctx *c, bool detached, struct vm_ticket **out) {
@@ -68,8 +72,8 @@ int vm_ticket_new(struct vm_ctx *c, bool detached, struct vm_ticket **out) {
     err = check_limits(c, detached);
     if (!err && !detached) err = make_room(c);
     if (!err) {
-      c->pending++;
-      c->kept_tickets += !detached;
+      c->work->pending++;
+      c->work->kept_tickets += !detached;
     }
     pthread_mutex_unlock(&c->lock);
   }
@@ -84,22 +88,22 @@ int vm_ticket_new(struct vm_ctx *c, bool detached, struct vm_ticket **out) {
 
 void vm_ticket_cancel(struct vm_ctx *c, struct vm_ticket *t) {
   pthread_mutex_lock(&c->lock);
-  c->pending--;
-  c->kept_tickets -= t->kept;
+  c->work->pending--;
+  c->work->kept_tickets -= t->kept;
   put(t);
   pthread_mutex_unlock(&c->lock);
 }
 
 vmem_ticket vm_ticket_issue(struct vm_ctx *c, struct vm_ticket *t) {
   struct vm_ticket **slot;
-  t->id = ++c->last_ticket;
+  t->id = ++c->work->last_ticket;
   if (!t->kept) return 0;
   slot = slot_of(c, t->id);
   t->chain = *slot;
   *slot = t;
-  t->prev = c->newest_ticket;
-  *(t->prev ? &t->prev->next : &c->oldest_ticket) = t;
-  c->newest_ticket = t;
+  t->prev = c->work->newest_ticket;
+  *(t->prev ? &t->prev->next : &c->work->oldest_ticket) = t;
+  c->work->newest_ticket = t;
   t->refs++;
   return t->id;
 }
@@ -109,17 +113,17 @@ static void forget(struct vm_ctx *c, struct vm_ticket *t) {
   struct vm_ticket **link = slot_of(c, t->id);
   while (*link != t) link = &(*link)->chain;
   *link = t->chain;
-  *(t->prev ? &t->prev->next : &c->oldest_ticket) = t->next;
-  *(t->next ? &t->next->prev : &c->newest_ticket) = t->prev;
-  c->kept_tickets--;
+  *(t->prev ? &t->prev->next : &c->work->oldest_ticket) = t->next;
+  *(t->next ? &t->next->prev : &c->work->newest_ticket) = t->prev;
+  c->work->kept_tickets--;
   t->kept = false;
   put(t);
 }
 
 void vm_tickets_free(struct vm_ctx *c) {
-  while (c->oldest_ticket) forget(c, c->oldest_ticket);
-  free(c->tickets);
-  c->tickets = NULL;
+  while (c->work->oldest_ticket) forget(c, c->work->oldest_ticket);
+  free(c->work->tickets);
+  c->work->tickets = NULL;
 }
 
 /* ---- the batch's progress ------------------------------------------------------------------------ */
@@ -140,7 +144,7 @@ void vm_ticket_done(struct vm_ctx *c, struct vm_ticket *t, int result) {
     free(t->why);
     t->why = NULL;
   }
-  c->pending--;
+  c->work->pending--;
   pthread_cond_broadcast(&c->done_cond);
   put(t);
 }
@@ -151,10 +155,10 @@ static int dropped(vmem_ticket id) { return vm_fail(-EBADF, "ticket %llu was dro
 
 /* Lock held. */
 static struct vm_ticket *find(struct vm_ctx *c, vmem_ticket id, int *err) {
-  struct vm_ticket *t = c->tickets ? *slot_of(c, id) : NULL;
+  struct vm_ticket *t = c->work->tickets ? *slot_of(c, id) : NULL;
   while (t && t->id != id) t = t->chain;
   if (t) return t;
-  if (id && id <= c->last_ticket)
+  if (id && id <= c->work->last_ticket)
     *err = dropped(id);
   else
     *err = vm_fail(-EBADF, "%llu is no ticket: no batch of this context was given that number", (unsigned long long)id);
@@ -164,10 +168,11 @@ static struct vm_ticket *find(struct vm_ctx *c, vmem_ticket id, int *err) {
 /* Waits until the batch has got as far as `state`; then the result where it is finished. Lock held. */
 static int reach(struct vm_ctx *c, struct vm_ticket *t, enum vm_ticket_state state, int64_t timeout_ns) {
   uint64_t deadline = timeout_ns > 0 && t->state < state ? vm_now_ns() + (uint64_t)timeout_ns : 0;
-  struct timespec ts = {(time_t)(deadline / 1000000000u), (long)(deadline % 1000000000u)};
+  struct timespec ts = vm_timespec(deadline);
   bool late = !timeout_ns;
   while (t->state < state) {
-    if (c->closing) return vm_fail(-EBADF, "the context was closed while waiting for ticket %llu", (unsigned long long)t->id);
+    if (c->closing)
+      return vm_fail(-EBADF, "the context was closed while waiting for ticket %llu", (unsigned long long)t->id);
     if (!t->kept) return dropped(t->id);
     if (late)
       return vm_fail_at(-ETIMEDOUT, 0, t->id, (uint64_t)timeout_ns, "ticket %llu is not finished after %lld ns",
@@ -181,30 +186,25 @@ static int reach(struct vm_ctx *c, struct vm_ticket *t, enum vm_ticket_state sta
   return t->state == TICKET_DONE ? t->result : 0;
 }
 
-VMEM_API int vmem_wait(vmem_t vm, vmem_ticket ticket, int64_t timeout_ns) {
-  int err;
-  struct vm_ctx *c = vm_get(vm, "vmem_wait", &err);
+int vm_ticket_wait(struct vm_ctx *c, vmem_ticket id, int64_t timeout_ns) {
   struct vm_ticket *t;
-  if (!c) return err;
+  int err = 0;
   pthread_mutex_lock(&c->lock);
-  if ((t = find(c, ticket, &err))) {
+  if ((t = find(c, id, &err))) {
     t->refs++;
     err = reach(c, t, TICKET_DONE, timeout_ns);
     put(t);
   }
   pthread_mutex_unlock(&c->lock);
-  vm_put(c);
   return err;
 }
 
-VMEM_API int vmem_order(vmem_t vm, vmem_ticket ticket, uint64_t stream) {
-  int err;
-  struct vm_ctx *c = vm_get(vm, "vmem_order", &err);
-  struct vm_ticket *t;
+int vm_ticket_order(struct vm_ctx *c, vmem_ticket id, uint64_t stream) {
   struct vm_fill *fill = NULL;
-  if (!c) return err;
+  struct vm_ticket *t;
+  int err = 0;
   pthread_mutex_lock(&c->lock);
-  if ((t = find(c, ticket, &err))) {
+  if ((t = find(c, id, &err))) {
     t->refs++;
     err = reach(c, t, TICKET_MAPPED, -1);
     if (!err && (fill = t->fill)) fill->refs++;
@@ -215,21 +215,17 @@ VMEM_API int vmem_order(vmem_t vm, vmem_ticket ticket, uint64_t stream) {
     err = c->be->stream_wait(c->bes, stream, fill->event);
     vm_fill_put(c, fill);
   }
-  vm_put(c);
   return err;
 }
 
-VMEM_API int vmem_ticket_drop(vmem_t vm, vmem_ticket ticket) {
-  int err = 0;
-  struct vm_ctx *c = vm_get(vm, "vmem_ticket_drop", &err);
+int vm_ticket_drop(struct vm_ctx *c, vmem_ticket id) {
   struct vm_ticket *t;
-  if (!c) return err;
+  int err = 0;
   pthread_mutex_lock(&c->lock);
-  if ((t = find(c, ticket, &err))) {
+  if ((t = find(c, id, &err))) {
     if (t->state != TICKET_DONE) pthread_cond_broadcast(&c->done_cond); /* nobody waits for what is dropped */
     forget(c, t);
   }
   pthread_mutex_unlock(&c->lock);
-  vm_put(c);
   return err;
 }

@@ -3,8 +3,7 @@
 #ifndef VMEM_WORK_H
 #define VMEM_WORK_H
 
-#include "backend/fills.h"
-#include "internal.h"
+#include "plan/plan.h"
 
 /* ---- tickets.c: results of submitted batches ---------------------------------------------------- */
 
@@ -17,10 +16,10 @@ struct vm_ticket {
   struct vm_ticket *prev, *next; /* in the table: older, newer */
   bool kept;                     /* in the table: neither detached nor dropped */
   enum vm_ticket_state state;
-  uint32_t refs;                 /* the unfinished batch's, the table's, those of waiting threads */
+  uint32_t refs; /* the unfinished batch's, the table's, those of waiting threads */
   int result;
-  struct vm_fill *fill;          /* while MAPPED: runs on */
-  struct vmem_error *why;        /* made beforehand, kept with a result that is an error */
+  struct vm_fill *fill;   /* while MAPPED: runs on */
+  struct vmem_error *why; /* made beforehand, kept with a result that is an error */
 };
 
 /* A ticket of a batch that is about to be submitted: -EAGAIN, -ENOBUFS and -ENOMEM come from here, before anything
@@ -35,6 +34,11 @@ void vm_ticket_mapped(struct vm_ctx *c, struct vm_ticket *t, struct vm_fill *fil
 /* The error of `result` is the one recorded in this thread. Lock held. */
 void vm_ticket_done(struct vm_ctx *c, struct vm_ticket *t, int result);
 void vm_tickets_free(struct vm_ctx *c); /* nobody waits any more */
+
+/* vmem_wait, vmem_order, vmem_ticket_drop. Lock not held. */
+int vm_ticket_wait(struct vm_ctx *c, vmem_ticket id, int64_t timeout_ns);
+int vm_ticket_order(struct vm_ctx *c, vmem_ticket id, uint64_t stream);
+int vm_ticket_drop(struct vm_ctx *c, vmem_ticket id);
 
 /* ---- dependencies.c: GPU work to wait for ------------------------------------------------------- */
 
@@ -53,9 +57,32 @@ int vm_deps_poll(struct vm_ctx *c, struct vm_deps *d, bool events_too); /* 0, -E
 int vm_deps_wait(struct vm_ctx *c, struct vm_deps *d);
 void vm_deps_put(struct vm_ctx *c, struct vm_deps *d);
 
-/* ---- worker.c ----------------------------------------------------------------------------------- */
+/* ---- worker.c (lock not held) ------------------------------------------------------------------- */
 
+int vm_submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struct vmem_after *after, size_t num_after,
+              bool detached, vmem_ticket *ticket);
 int vm_worker_start(struct vm_ctx *c);
+/* Starts it for what a layer below wants done. Without a worker the pages are zeroed by those who take them. */
+void vm_worker_wake(struct vm_ctx *c);
 void vm_worker_stop(struct vm_ctx *c);
+
+/* ---- the layer's state -------------------------------------------------------------------------- */
+
+struct vm_job;
+
+struct vm_work {
+  bool worker_started, worker_stop;
+  pthread_t worker;
+  struct vm_job *queue, **queue_tail;
+  struct vm_job *waiting, **waiting_tail; /* the worker's alone */
+  uint64_t pending;                       /* batches submitted, or about to be, and not finished */
+  vmem_ticket last_ticket;
+  struct vm_ticket **tickets; /* table of those kept; ticket_slots is a power of two */
+  size_t ticket_slots;
+  uint64_t kept_tickets; /* those about to be issued included */
+  struct vm_ticket *oldest_ticket, *newest_ticket;
+};
+
+void vm_work_init(struct vm_ctx *c);
 
 #endif

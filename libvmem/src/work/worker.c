@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/clock.h"
 #include "work/work.h"
 
 /* GPU work is polled: 20 us after something has happened, backing off to 1 ms; and at most a ninth of the time, however
@@ -41,16 +42,16 @@ static int queue_job(struct vm_ctx *c, struct vm_job *job, vmem_ticket *ticket) 
   }
   id = vm_ticket_issue(c, job->ticket);
   if (ticket) *ticket = id;
-  *c->queue_tail = job;
-  c->queue_tail = &job->next;
+  *c->work->queue_tail = job;
+  c->work->queue_tail = &job->next;
   pthread_mutex_unlock(&c->lock);
   /* After the lock is let go, or the worker would wake only to wait for it. */
   pthread_cond_signal(&c->work_cond);
   return 0;
 }
 
-static int submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struct vmem_after *after, size_t num_after,
-                  bool detached, vmem_ticket *ticket) {
+int vm_submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struct vmem_after *after, size_t num_after,
+              bool detached, vmem_ticket *ticket) {
   struct vm_job *job = vm_calloc(c, 1, sizeof(*job));
   int err = job ? vm_ticket_new(c, detached, &job->ticket) : -ENOMEM;
   if (err) {
@@ -70,22 +71,6 @@ static int submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const s
   }
   vm_ticket_cancel(c, job->ticket);
   free(job);
-  return err;
-}
-
-VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after, size_t num_after,
-                         uint32_t flags, vmem_ticket *ticket) {
-  int err;
-  struct vm_ctx *c = vm_get(vm, "vmem_submit", &err);
-  bool detached = flags & VMEM_SUBMIT_DETACHED;
-  if (!c) return err;
-  if (flags & ~VMEM_SUBMIT_DETACHED)
-    err = vm_fail(-EINVAL, "unknown flags 0x%x", flags & ~VMEM_SUBMIT_DETACHED);
-  else if ((!ticket && !detached) || (n && !ops) || (num_after && !after))
-    err = vm_fail(-EINVAL, "NULL argument");
-  else
-    err = submit(c, ops, n, after, num_after, detached, ticket);
-  vm_put(c);
   return err;
 }
 
@@ -144,7 +129,7 @@ static bool start_next(struct vm_ctx *c) {
   bool ready;
   int err;
   pthread_mutex_lock(&c->lock);
-  if ((job = c->queue) && !(c->queue = job->next)) c->queue_tail = &c->queue;
+  if ((job = c->work->queue) && !(c->work->queue = job->next)) c->work->queue_tail = &c->work->queue;
   pthread_mutex_unlock(&c->lock);
   if (!job) return false;
   job->next = NULL;
@@ -153,15 +138,15 @@ static bool start_next(struct vm_ctx *c) {
   if (err || ready) {
     job_run(c, job, err);
   } else {
-    *c->waiting_tail = job;
-    c->waiting_tail = &job->next;
+    *c->work->waiting_tail = job;
+    c->work->waiting_tail = &job->next;
   }
   return true;
 }
 
 /* Runs the jobs that need not wait any more; whether there was one. */
 static bool poll_waiting(struct vm_ctx *c) {
-  struct vm_job **link = &c->waiting, *job;
+  struct vm_job **link = &c->work->waiting, *job;
   bool any = false;
   while ((job = *link)) {
     bool ready;
@@ -176,7 +161,7 @@ static bool poll_waiting(struct vm_ctx *c) {
     job_run(c, job, err);
     any = true;
   }
-  c->waiting_tail = link;
+  c->work->waiting_tail = link;
   return any;
 }
 
@@ -186,12 +171,12 @@ static void keep_low_watermark(struct vm_ctx *c) {
   if (!units) return;
   vm_error_begin("vmem worker");
   pthread_mutex_lock(&c->lock);
-  low = c->low;
-  c->low = false;
-  have = c->pools[0].free_units;
+  low = c->phys->low;
+  c->phys->low = false;
+  have = c->phys->pools[0].free_units;
   pthread_mutex_unlock(&c->lock);
   /* Failure is no error here: whoever needs the memory will meet it. It is tried again when more is taken. */
-  if (low && have < units) vm_pool_grow(c, &c->pools[0], units - have, 0, 1, have, &id);
+  if (low && have < units) vm_pool_grow(c, &c->phys->pools[0], units - have, 0, 1, have, &id);
 }
 
 /* When to poll. */
@@ -223,8 +208,10 @@ static void *thread(void *arg) {
   struct pace pace = {.nap = NAP_MIN};
   vm_drv_mark_worker();
   for (;;) {
-    bool stop, ran = start_next(c), cleaning = vm_clean_step(c), polls = c->waiting || c->fills || cleaning;
+    bool stop, ended, ran = start_next(c), cleaning = vm_clean_step(c, &ended),
+                      polls = c->work->waiting || c->phys->fills || cleaning;
     uint64_t now = polls ? vm_now_ns() : 0;
+    if (ended) vm_pool_trim(c, c->opts.pool_high, false); /* slabs that were being zeroed were passed over */
     if (polls && ran) poll_soon(&pace, now);
     if (polls && now >= pace.due) {
       poll_all(c, &pace, now);
@@ -233,11 +220,12 @@ static void *thread(void *arg) {
     if (ran) continue;
     keep_low_watermark(c);
     pthread_mutex_lock(&c->lock);
-    stop = c->worker_stop;
-    if (!stop && !c->queue && polls) {
-      struct timespec ts = {(time_t)(pace.due / 1000000000u), (long)(pace.due % 1000000000u)};
+    stop = c->work->worker_stop;
+    if (!stop && !c->work->queue && polls) {
+      struct timespec ts = vm_timespec(pace.due);
       pthread_cond_timedwait(&c->work_cond, &c->lock, &ts);
-    } else if (!stop && !c->queue && !c->low && !c->clean.ended && !(c->clean.wanted && !c->clean.hold)) {
+    } else if (!stop && !c->work->queue && !c->phys->low && !c->phys->clean.ended &&
+               !(c->phys->clean.wanted && !c->phys->clean.hold)) {
       pthread_cond_wait(&c->work_cond, &c->lock);
     }
     pthread_mutex_unlock(&c->lock);
@@ -249,26 +237,29 @@ int vm_worker_start(struct vm_ctx *c) {
   sigset_t all, old;
   int err = 0;
   pthread_mutex_lock(&c->lock);
-  if (!c->worker_started) {
+  if (!c->work->worker_started) {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old);
-    err = -pthread_create(&c->worker, NULL, thread, c);
+    err = -pthread_create(&c->work->worker, NULL, thread, c);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     if (err) {
       err = vm_fail(-ENOMEM, "cannot start the worker thread: %s", strerror(-err));
     } else {
-      c->worker_started = true;
-      vm_worker_low(c);
+      c->work->worker_started = true;
+      c->phys->low = c->phys->pools[0].free_units < vm_units_up(c, c->opts.pool_low);
     }
   }
   pthread_mutex_unlock(&c->lock);
   return err;
 }
 
-void vm_worker_low(struct vm_ctx *c) {
-  if (c->low || c->pools[0].free_units >= vm_units_up(c, c->opts.pool_low)) return;
-  c->low = true;
-  pthread_cond_signal(&c->work_cond);
+void vm_worker_wake(struct vm_ctx *c) {
+  bool start;
+  __atomic_store_n(&c->worker_wanted, false, __ATOMIC_RELAXED);
+  pthread_mutex_lock(&c->lock);
+  start = c->phys->clean.wanted && !c->work->worker_started && !c->closing;
+  pthread_mutex_unlock(&c->lock);
+  if (start) VM_UNDO(vm_worker_start(c));
 }
 
 /* At close: what waits for GPU work of ours is run after it; what waits for a descriptor that nobody may
@@ -285,17 +276,22 @@ static void finish_jobs(struct vm_ctx *c, struct vm_job *job) {
 }
 
 void vm_worker_stop(struct vm_ctx *c) {
-  if (c->worker_started) {
+  if (c->work->worker_started) {
     pthread_mutex_lock(&c->lock);
-    c->worker_stop = true;
+    c->work->worker_stop = true;
     pthread_cond_signal(&c->work_cond);
     pthread_mutex_unlock(&c->lock);
-    pthread_join(c->worker, NULL);
+    pthread_join(c->work->worker, NULL);
   }
-  finish_jobs(c, c->waiting);
-  finish_jobs(c, c->queue);
+  finish_jobs(c, c->work->waiting);
+  finish_jobs(c, c->work->queue);
   vm_fills_finish(c);
   pthread_mutex_lock(&c->lock);
   vm_clean_hold(c); /* for good */
   pthread_mutex_unlock(&c->lock);
+}
+
+void vm_work_init(struct vm_ctx *c) {
+  c->work->queue_tail = &c->work->queue;
+  c->work->waiting_tail = &c->work->waiting;
 }

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 
 import check_patches
 import driver_patches
 import pytest
-from check_patches import check_letters, check_on
+from check_patches import Clone, check_clone, check_letters, check_on
 from driver_patches import (
     PATCHES,
     ambiguous_hunks,
@@ -81,19 +83,36 @@ def test_no_version_is_served_twice() -> None:
     [
         ("535.261.03", "535.261.03"),
         ("535.300.01", "535.261.03"),
+        ("545.29.06", "535.261.03"),
+        ("550.54.15", "550.54.15"),
+        ("550.78", "555.58.02"),
+        ("550.200.01", "550.163.01"),
+        ("565.77", "570.124.06"),
+        ("570.86.10", "570.124.06"),
+        ("570.144", "570.133.20"),
+        ("570.144.01", "570.133.20"),
+        ("570.211.01", "580.105.08"),
+        ("570.300.01", "580.105.08"),
+        ("575.51.03", "570.133.20"),
         ("580.159.04", "580.105.08"),
         ("595.45.04", "580.105.08"),
         ("595.50.01", "580.105.08"),
-        ("550.78", "555.58.02"),
     ],
 )
 def test_a_version_finds_its_series(version: str, folder: str) -> None:
     assert series_folder(version).name == folder
 
 
-def test_a_branch_without_series_is_told() -> None:
-    with pytest.raises(KernelBuildError, match=r"no patches for driver 470\.10\.01"):
-        series_for("470.10.01")
+@pytest.mark.parametrize("version", ["470.10.01", "530.41.03", "540.10", "600.10.01"])
+def test_a_branch_without_series_is_told(version: str) -> None:
+    message = rf"no patches for driver {re.escape(version)}: there are some for branches 535, 545,"
+    with pytest.raises(KernelBuildError, match=message):
+        series_for(version)
+
+
+def test_a_version_that_nothing_fits_is_refused_by_name(tree: Path) -> None:
+    with pytest.raises(KernelBuildError, match=r"driver 570\.999\.01 is not supported: no series"):
+        driver_patches.apply_series("570.999.01", tree)
 
 
 def test_lines_are_counted(patch: Path) -> None:
@@ -143,6 +162,80 @@ def test_the_check_finds_what_is_wrong(
     assert len(check_on(tree, "535.261.03")) == 1
     (tree / "nvidia-uvm/uvm.c").write_text("int other;\n")
     assert "does not apply" in check_on(tree, "535.261.03")[-1]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    """A repository like NVIDIA's, with three tags of the branches served and three others."""
+    path = tmp_path / "clone"
+
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
+        subprocess.run(["git", *identity, "-C", path, *words], check=True, capture_output=True)
+
+    (path / "kernel-open" / "nvidia-uvm").mkdir(parents=True)
+    git("init")
+    versions = {
+        "515.43.04": FILE,
+        "535.98": FILE,
+        "535.104.05": "int more;\n" + FILE,
+        "570.86.15": FILE.replace("one", "1"),
+        "600.10.01": FILE,
+        "not-a-version": FILE,
+    }
+    for version, content in versions.items():
+        (path / "kernel-open/nvidia-uvm/uvm.c").write_text(content)
+        (path / "kernel-open/version").write_text(version)
+        git("add", ".")
+        git("commit", "-m", version)
+        git("tag", version)
+    return Clone(path)
+
+
+@pytest.mark.parametrize(
+    ("applies", "problem"),
+    [
+        (["535.98", "535.104.05"], None),
+        (["535.98"], "535.104.05: 535.98 fits, series.json says None"),
+        (["535.98", "535.104.05", "535.104.06"], "535.104.06: in series.json, but no public tag"),
+    ],
+)
+def test_every_public_version_is_in_the_table_or_found(
+    tmp_path: Path,
+    patch: Path,
+    clone: Clone,
+    monkeypatch: pytest.MonkeyPatch,
+    applies: list[str],
+    problem: str | None,
+) -> None:
+    folder = tmp_path / "patches" / "535.98"
+    folder.mkdir(parents=True)
+    patch.rename(folder / patch.name)
+    table = {"535.98": {"built": [], "applies": applies}}
+    monkeypatch.setattr(check_patches, "PATCHES", tmp_path / "patches")
+    monkeypatch.setattr(check_patches, "series_table", lambda: table)
+    assert clone.versions() == ["535.98", "535.104.05", "570.86.15"]
+    expected = {"570.86.15: no series fits"} | ({problem} if problem else set())
+    assert set(check_clone(clone)) == expected
+
+
+def test_two_series_for_one_version_are_found(
+    tmp_path: Path, clone: Clone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {name: {"built": [], "applies": [name]} for name in ("535.98", "535.104.05")}
+    for name in table:
+        (tmp_path / "patches" / name).mkdir(parents=True)
+        (tmp_path / "patches" / name / "0001-a.patch").write_text(PATCH)
+    monkeypatch.setattr(check_patches, "PATCHES", tmp_path / "patches")
+    monkeypatch.setattr(check_patches, "series_table", lambda: table)
+    found = check_clone(clone)
+    assert [one.partition(":")[0] for one in found] == ["535.98", "535.104.05", "570.86.15"]
+    assert "both fit" in found[0]
+
+
+def test_a_folder_that_is_no_clone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KernelBuildError, match="is no clone of NVIDIA's repository"):
+        check_clone(Clone(tmp_path))
 
 
 @pytest.mark.parametrize(

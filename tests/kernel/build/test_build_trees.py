@@ -120,6 +120,18 @@ def test_exports_are_the_calls_of_this_uvm(source: Path, softgpu: Path) -> None:
     assert exports(softgpu, source) == "EXPORT_SYMBOL(nvUvmInterfaceB);\n"
 
 
+def test_the_interface_tells_what_it_has(source: Path, softgpu: Path) -> None:
+    def told() -> set[str]:
+        lines = softgpu_files(VERSION, source)["softgpu/softgpu_features.h"].decode().splitlines()
+        assert len(lines) == len(kernel_tree.FEATURES)
+        return {line.split()[1] for line in lines if line.endswith(" 1")}
+
+    assert told() == set()
+    interface = source / "common/inc/nv_uvm_interface.h"
+    interface.write_text("NV_STATUS nvUvmInterfaceRegisterUvmEvents(struct UvmEventsLinux *e);\n")
+    assert told() == {"SG_HAS_EVENTS"}
+
+
 def test_no_software_gpu_is_told(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,7 @@ SUSPECT = re.compile(
             r"refcount_t: ",
             r"Assert failed, condition",  # UVM_ASSERT
             r"nvidia-uvm.*[Pp]anic",
-            r"Memory leak of \d+ bytes",  # UVM's leak checker
+            r"Memory leak of -?\d+ bytes",  # UVM's leak checker, and vmem's
             r"nvidia-uvm: .*(ERROR|Fatal)",
             r"(?i:softgpu.*\b(error|leak|leaked|assert)\b)",
             r"Objects remaining in .* on __kmem_cache_shutdown",

@@ -8,9 +8,9 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "error.h"
+#include "base/error.h"
 #include "softgpu_user.h"
-#include "uvm.h"
+#include "backend/uvm/uvm.h"
 
 struct state {
   int dev;

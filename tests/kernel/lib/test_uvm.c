@@ -14,9 +14,9 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "internal.h"
+#include "api/api.h"
 #include "softgpu_user.h"
-#include "uvm.h"
+#include "backend/uvm/uvm.h"
 
 static int dev; /* /dev/softgpu */
 
@@ -185,7 +185,7 @@ static void small_limits(void) {
   u->object_bytes = 4 * PAGE;
   u->query.out_max_bind_ops = 5;
   u->query.out_max_bind_units = 9;
-  c->info.bind_bytes = 8 * PAGE;
+  c->info->bind_bytes = 8 * PAGE;
   binds = driver_stat(vm).out_binds;
   OK(vMemReserve(vm, MIB(8), &sparse, &va)); /* 128 units */
   EQ(driver_stat(vm).out_binds - binds, 15);

@@ -7,9 +7,10 @@ import importlib
 import pkgutil
 from collections import Counter
 
+from manifest.branches import branch_tests
 from manifest.entry import DRIVER, Test
 
-__all__ = ["DRIVER", "Test", "all_tests"]
+__all__ = ["DRIVER", "Test", "all_tests", "branch_tests"]
 
 
 def all_tests() -> list[Test]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from manifest.entry import DELAYS, Test
 
-__all__ = ["TESTS"]
+__all__ = ["BUILTIN_NOISE", "PROGRAMS", "TESTS"]
 
 # The driver's own lines about a GPU that failed, as asked for by the test.
 FAILING_GPU = (r"nvidia-uvm: .*(ERROR|Fatal)", r"softgpu: error: .* freed while .* live entries")
@@ -28,6 +28,7 @@ PROGRAMS = [
     Test(name="basic", program="basic"),
     Test(name="async", program="async"),
     Test(name="batch", program="batch"),
+    Test(name="bounds", program="bounds", vidmem=2048, timeout=240),
     Test(name="gap", program="gap", args=["-free_small", "-free_big", "FLIPS=1"]),
     Test(name="lifecycle", program="lifecycle", vidmem=256),
     Test(name="peers", program="peers", gpus=2, module_args="p2p=pcie"),
@@ -37,7 +38,7 @@ PROGRAMS = [
 
 # Each in both builds of the driver and on both architectures, but not in all four pairs; of those
 # that take long one pair is left to the long run.
-SLOW = ("batch", "failnth", "gap", "nvlink")
+SLOW = ("batch", "bounds", "failnth", "gap", "nvlink")
 
 SHORT = [
     replace(
@@ -135,6 +136,14 @@ LONG = [
         timeout=10800,
     ),
     Test(name="gap-long", program="gap", long=True, args=["FLIPS=8"], timeout=900),
+    Test(
+        name="bounds-many",
+        program="bounds",
+        long=True,
+        args=["many_slots", "SLOTS=65536"],
+        memory=3072,
+        timeout=1800,
+    ),
     Test(name="kill-long", program="kill", long=True, args=["KILLS=1000"], timeout=3600),
     Test(name="kill-checked", program="kill", long=True, checked=True, timeout=3600),
     Test(
@@ -154,18 +163,8 @@ LONG = [
         timeout=3600,
     ),
     *(
-        replace(test, name=f"{test.name}-{version}", version=version, long=True)
-        for test in PROGRAMS
-        for version in ("550.163.01", "555.58.02")
-    ),
-    *(
         replace(test, name=f"{test.name}-full", long=True, args=["FULL=1"], timeout=1800)
         for test in BUILTIN
-    ),
-    *(
-        replace(test, name=f"{test.name}-{version}", version=version, long=True)
-        for test in BUILTIN
-        for version in ("550.163.01", "555.58.02")
     ),
 ]
 

@@ -101,12 +101,26 @@ TESTS = [
     mutant("dead_shown", "kill", ["proc_shows_the_living"], r"is dead and still there"),
     mutant("inline_not_counted", "batch", ["big_ptes"], r"pushes: one does not hold"),
     mutant("range_not_checked", "abi_matrix", ["bind_map_fields"], r"should be Numerical result"),
+    mutant("waits_locked", "bounds", ["no_lock_while_the_gpu_works"], r"BIND kept others waiting"),
+    mutant("freed_locked", "bounds", ["no_lock_while_the_gpu_works"], r"FREE kept others waiting"),
+    mutant(
+        "claim_not_awaited", "bounds", ["uvm_free_waits_for_a_bind"], r"early is|BUG|Oops|error:"
+    ),
+    mutant("sparse_cleared", "bounds", ["sparse_slots_share"], r"gap at|softgpu: error"),
+    mutant("lock_kept", "bounds", ["locks_are_let_go"], r"out_most_units <= 4096"),
+    mutant("polls", "bounds", ["waiting_sleeps"], r"switches <= 200"),
+    mutant("not_killable", "bounds", ["killed_in_a_bind"], r"ended == child is false"),
+    mutant("tables_not_limited", "bounds", ["limit_of_a_user"], r"not -122"),
+    mutant("one_account", "bounds", ["limit_of_a_user"], r"result is 1"),
+    mutant("not_accounted", "bounds", ["charged_to_the_cgroup"], r"more >= own"),
     mutant("overlap_not_checked", "abi_matrix", ["bind_overlaps"], r"should be Invalid argument"),
     # What GPU work that runs meanwhile would see.
     mutant("big_by_neighbour", "gap", ["parts_in_big"], r"gap at .* becomes nothing"),
     mutant("neighbour_cleared", "gap", ["parts"], r"gap at .* becomes nothing"),
     mutant("cut_unasked", "gap", ["refused_without_cut"], r"not -98|gap at"),
-    mutant("big_over_sparse", "gap", ["sparse_to_mapped_in_big"], r"neither old nor new at"),
+    mutant(
+        "big_over_sparse", "gap", ["sparse_to_mapped_in_big"], r"neither old|TLBs may hold both"
+    ),
     mutant("invalid_between", "gap", ["replace_same"], r"neither old nor new at"),
     mutant("resized_at_once", "gap", ["joined_by_name"], r"TLBs may hold both"),
     mutant("resized_too_early", "gap", ["cut"], r"TLBs may hold both"),

@@ -3,7 +3,7 @@
  * ce.c - the copy engine: memset and memcpy, physical and virtual, and semaphores after them.
  *
  * Sources: kernel-open/nvidia-uvm/clc8b5.h (Hopper) and clc6b5.h (Ampere); the fields used here are the same in both but for
- * MEMORY_SCRUB_ENABLE, which Hopper added.
+ * MEMORY_SCRUB_ENABLE, which Hopper added. Blackwell's (clc9b5.h, clcab5.h) are those of Hopper.
  *
  * Order: a transfer is only noted when it is launched. It is carried out when something waits for it: a transfer that
  * is not pipelined, a semaphore of this engine, a WFI of the host, or when the channel has nothing else to do. Pipelined
@@ -52,7 +52,7 @@ enum {
 #define LAUNCH_REDUCTION        GENMASK(17, 14)
 #define REDUCTION_INC           6
 #define LAUNCH_REDUCTION_ENABLE BIT(19)
-#define LAUNCH_SCRUB            BIT(23) /* Hopper */
+#define LAUNCH_SCRUB            BIT(23) /* since Hopper */
 
 #define PHYS_TARGET      GENMASK(1, 0)
 #define TARGET_LOCAL_FB  0
@@ -257,7 +257,7 @@ static bool pattern_of(struct sg_channel *channel, u32 launch, struct sg_transfe
 
 static void transfer_launch(struct sg_channel *channel, u32 launch)
 {
-	bool scrub = channel->gpu->hopper && (launch & LAUNCH_SCRUB);
+	bool scrub = channel->gpu->arch->scrub && (launch & LAUNCH_SCRUB);
 	u32 src_mode = ce(channel, SET_SRC_PHYS_MODE), dst_mode = ce(channel, SET_DST_PHYS_MODE);
 	struct sg_transfer t = {
 		.src_physical = launch & LAUNCH_SRC_PHYSICAL,

@@ -16,10 +16,6 @@ struct group {
 
 #define NOTIFIERS 2 /* errors; rotation of keys, which never happens */
 
-/* clc86f.h HOPPER_CHANNEL_GPFIFO_A, clc56f.h AMPERE_CHANNEL_GPFIFO_A */
-#define CLASS_HOPPER_CHANNEL 0xc86f
-#define CLASS_AMPERE_CHANNEL 0xc56f
-
 NV_STATUS nvUvmInterfaceTsgAllocate(uvmGpuAddressSpaceHandle handle, const UvmGpuTsgAllocParams *parameters, uvmGpuTsgHandle *out)
 {
 	struct sg_space *space = (struct sg_space *)handle;
@@ -97,9 +93,9 @@ NV_STATUS nvUvmInterfaceChannelAllocate(const uvmGpuTsgHandle handle, const UvmG
 	info->gpPut = (volatile unsigned *)&channel->userd[SG_USERD_PUT];
 	info->gpFifoEntries = (UvmGpuPointer *)channel->gpfifo;
 	info->numGpFifoEntries = channel->entries;
-	info->channelClassNum = gpu->hopper ? CLASS_HOPPER_CHANNEL : CLASS_AMPERE_CHANNEL;
+	info->channelClassNum = gpu->arch->channel_class;
 	info->errorNotifier = channel->error;
-#if SOFTGPU_BRANCH >= 550
+#if SG_HAS_KEY_NOTIFIER
 	info->keyRotationNotifier = channel->error + 1;
 #endif
 	info->hwRunlistId = group->engine_index;

@@ -18,7 +18,7 @@ static long do_info(struct file *file, void *argument)
 		return -ENOENT;
 	info->out_gpus = model.gpus;
 	info->out_branch = SOFTGPU_BRANCH;
-	info->out_arch = gpu->hopper ? SOFTGPU_ARCH_HOPPER : SOFTGPU_ARCH_AMPERE;
+	info->out_arch = gpu->arch->id;
 	info->out_vidmem = gpu->vidmem;
 	memcpy(info->out_uuid, gpu->uuid, sizeof(gpu->uuid));
 	info->out_peers = sg_peers_of(gpu);

@@ -2,7 +2,8 @@
 /*
  * host.c - methods of the host class: semaphores, membars, TLB invalidates, waits for idle.
  *
- * Sources: kernel-open/nvidia-uvm/clc86f.h (Hopper) and clc56f.h (Ampere); the fields used here are the same in both.
+ * Sources: kernel-open/nvidia-uvm/clc96f.h (Blackwell), clc86f.h (Hopper), clc56f.h (Ampere); the fields used here are the same
+ * in all. UVM's invalidates carry their membar themselves on Blackwell; before it one follows as an operation of its own.
  *
  * Order: the copy engine works behind the host's back. Only a WFI, or a semaphore release with WFI, waits for its
  * transfers; a membar or TLB invalidate does not. An invalidate while entries of page tables are still being written

@@ -40,13 +40,11 @@
 #error SOFTGPU_BRANCH is the number of the driver branch, for example 535
 #endif
 
-/* What changed between branches; each where it is used. Compared with nv_uvm_interface.h of 535.261.03,
- * 550.163.01, 555.58.02, 580.105.08, 580.142 and 595.45.04. */
-#define SG_HAS_ATS_ARGUMENT   (SOFTGPU_BRANCH >= 545) /* AddressSpaceCreate(enableAts), PREFETCH toggle, page sizes */
-#define SG_HAS_KEY_ROTATION   (SOFTGPU_BRANCH == 550 || SOFTGPU_BRANCH >= 570)
-#define SG_HAS_NVLINK_INFO    (SOFTGPU_BRANCH >= 570)
-#define SG_HAS_PDB_DMA        (SOFTGPU_BRANCH >= 580)
-#define SG_HAS_EVENTS         (SOFTGPU_BRANCH >= 590) /* RegisterUvmEvents instead of RegisterUvmCallbacks */
+/* SG_HAS_*: what differs between versions of nv_uvm_interface.h, see FEATURES in scripts/kernel_tree.py. */
+#include "softgpu_features.h"
+
+/* UVM knows the classes of both kinds of Blackwell. */
+#define SG_HAS_BLACKWELL (SOFTGPU_BRANCH >= 570)
 
 #if !SG_HAS_EVENTS
 #define UvmEventsLinux UvmOpsUvmEvents
@@ -56,6 +54,7 @@
 #define SG_PAGE_64K  0x10000ull
 #define SG_PAGE_2M   0x200000ull
 #define SG_PAGE_512M 0x20000000ull
+#define SG_PAGE_256G 0x4000000000ull
 
 #define SG_SUBPAGES (SOFTGPU_FRAME_SIZE / SG_PAGE_4K)
 
@@ -109,7 +108,7 @@ struct sg_entry {
 const char *sg_entry_name(enum sg_entry_kind kind);
 
 /* Levels count down as NVIDIA's names do: SG_LEVEL_PTE = 0, PDE0 = 1, PDE1 = 2, ... */
-enum { SG_LEVEL_PTE = 0, SG_LEVEL_PDE0 = 1, SG_LEVEL_PDE1 = 2, SG_LEVELS_MAX = 6 };
+enum { SG_LEVEL_PTE = 0, SG_LEVEL_PDE0 = 1, SG_LEVEL_PDE1 = 2, SG_LEVEL_PDE2 = 3, SG_LEVELS_MAX = 6 };
 
 struct sg_mmu_format {
 	u8 va_bits;
@@ -121,7 +120,8 @@ struct sg_mmu_format {
 	u64 (*make_pte)(u8 aperture, u8 peer, u64 pa, bool read_only);
 };
 extern const struct sg_mmu_format sg_mmu_ver2; /* Pascal to Ada */
-extern const struct sg_mmu_format sg_mmu_ver3; /* Hopper */
+extern const struct sg_mmu_format sg_mmu_ver3; /* Hopper, GB20x */
+extern const struct sg_mmu_format sg_mmu_ver3_256g; /* GB10x: version 3, and pages of 256 GB */
 
 struct sg_root {
 	u64 pa;
@@ -346,12 +346,26 @@ bool sg_semaphore_read(struct sg_channel *channel, u64 va, u64 *value);
 
 #define SG_FAULT_LOG 256
 
+/* What differs between architectures, as far as UVM can tell. */
+struct sg_arch {
+	const char *name;    /* of the parameter arch= */
+	const char *product;
+	u32 id;              /* SOFTGPU_ARCH_* */
+	u32 channel_class, copy_class, compute_class;
+	u32 tpcs_per_gpc;
+	u32 nvlink;          /* UVM_LINK_TYPE_* */
+	bool scrub;          /* the copy engine has MEMORY_SCRUB_ENABLE */
+	const struct sg_mmu_format *format;
+};
+
+const struct sg_arch *sg_arch_find(const char *name);
+
 struct softgpu {
 	u32 index;
 	struct pci_dev *pci;
 	u8 uuid[SOFTGPU_UUID_BYTES];
-	bool hopper;
-	const struct sg_mmu_format *format;
+	const struct sg_arch *arch;
+	const struct sg_mmu_format *format; /* of arch */
 	bool lost;
 	bool died;        /* a channel was killed on purpose: UVM can submit nothing any more, so it cannot unmap either */
 

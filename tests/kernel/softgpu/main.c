@@ -21,7 +21,7 @@
 
 static char *arch = "hopper";
 module_param(arch, charp, 0444);
-MODULE_PARM_DESC(arch, "hopper (GH100, page tables version 3) or ampere (GA100, version 2)");
+MODULE_PARM_DESC(arch, "ampere (GA100, page tables version 2), hopper (GH100, version 3); since 570 blackwell (GB100), gb20x");
 static uint gpus;
 module_param(gpus, uint, 0444);
 MODULE_PARM_DESC(gpus, "number of GPUs, 1 to 4; 0: as many as there are PCI devices for");
@@ -92,7 +92,7 @@ static void gpu_free(struct softgpu *gpu)
 }
 
 /* Takes the reference to the PCI device over, also on failure. */
-static struct softgpu *gpu_new(u32 index, struct pci_dev *pci)
+static struct softgpu *gpu_new(u32 index, struct pci_dev *pci, const struct sg_arch *chosen)
 {
 	struct softgpu *gpu = kvzalloc(sizeof(*gpu), GFP_KERNEL);
 
@@ -102,8 +102,8 @@ static struct softgpu *gpu_new(u32 index, struct pci_dev *pci)
 	}
 	gpu->index = index;
 	gpu->pci = pci;
-	gpu->hopper = !strcmp(arch, "hopper");
-	gpu->format = gpu->hopper ? &sg_mmu_ver3 : &sg_mmu_ver2;
+	gpu->arch = chosen;
+	gpu->format = chosen->format;
 	gpu->vidmem = (u64)vidmem_mb << 20;
 	memcpy(gpu->uuid, uuid_base, sizeof(gpu->uuid));
 	gpu->uuid[SOFTGPU_UUID_BYTES - 1] += index;
@@ -128,7 +128,7 @@ static void all_free(void)
 		gpu_free(model.gpu[--model.gpus]);
 }
 
-static int all_new(void)
+static int all_new(const struct sg_arch *chosen)
 {
 	struct pci_dev *pci = NULL;
 
@@ -138,7 +138,7 @@ static int all_new(void)
 		pci = pci_get_device(PCI_VENDOR_QEMU, PCI_DEVICE_EDU, pci);
 		if (!pci)
 			break;
-		gpu = gpu_new(model.gpus, pci_dev_get(pci));
+		gpu = gpu_new(model.gpus, pci_dev_get(pci), chosen);
 		if (!gpu) {
 			pci_dev_put(pci);
 			return -ENOMEM;
@@ -154,11 +154,12 @@ static int all_new(void)
 
 static int __init softgpu_init(void)
 {
+	const struct sg_arch *chosen = sg_arch_find(arch);
 	int result;
 	u32 i;
 
-	if (strcmp(arch, "hopper") && strcmp(arch, "ampere")) {
-		pr_err("softgpu: arch=%s is neither hopper nor ampere\n", arch);
+	if (!chosen) {
+		pr_err("softgpu: arch=%s is unknown to driver %s\n", arch, NV_VERSION_STRING);
 		return -EINVAL;
 	}
 	if (gpus > SOFTGPU_MAX_GPUS || !vidmem_mb || vidmem_mb % 2) {
@@ -173,7 +174,7 @@ static int __init softgpu_init(void)
 	result = sg_readers_init();
 	if (result)
 		return result;
-	result = all_new();
+	result = all_new(chosen);
 	for (i = 0; !result && i < model.gpus; i++)
 		result = sg_engine_start(model.gpu[i]);
 	if (result)

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
- * mmu.c - the two formats of GPU page tables, and the walk.
+ * mmu.c - the formats of GPU page tables, and the walk.
  *
  * Sources: kernel-open/nvidia-uvm/hwref/hopper/gh100/dev_mmu.h (NV_MMU_VER3_*, NV_MMU_NEW_* = version 2), the level
- * maps at the head of uvm_hopper_mmu.c and uvm_pascal_mmu.c, and what the comments there say about invalid entries.
+ * maps at the head of uvm_pascal_mmu.c, uvm_hopper_mmu.c and uvm_blackwell_mmu.c, and what the comments there say about
+ * invalid entries. GB10x has Hopper's format with one more size of page; GB20x has Hopper's.
  */
 #include <linux/bitfield.h>
 #include <linux/bits.h>
@@ -143,6 +144,16 @@ static void decode_ver3(u8 level, u8 half, u64 raw, struct sg_entry *out)
 	out->pa = raw & (level == SG_LEVEL_PDE0 && half == 0 ? V3_ADDRESS_BIG : V3_ADDRESS);
 }
 
+static void decode_ver3_256g(u8 level, u8 half, u64 raw, struct sg_entry *out)
+{
+	if (level != SG_LEVEL_PDE2 || !(raw & ENTRY_VALID)) {
+		decode_ver3(level, half, raw, out);
+		return;
+	}
+	decode_ver3(SG_LEVEL_PDE1, half, raw, out); /* the fields of a page are where they are in each level */
+	out->page_size = SG_PAGE_256G;
+}
+
 static u64 pte_aperture(u8 aperture)
 {
 	u64 bits = aperture == SOFTGPU_APERTURE_VID ? PTE_APERTURE_VID :
@@ -189,6 +200,15 @@ const struct sg_mmu_format sg_mmu_ver3 = {
 	.shift = { 0, 21, 29, 38, 47, 56 },
 	.bits = { 0, 8, 9, 9, 9, 1 },
 	.decode = decode_ver3,
+	.make_pte = make_pte_ver3,
+};
+
+const struct sg_mmu_format sg_mmu_ver3_256g = {
+	.va_bits = 57,
+	.root_level = 5,
+	.shift = { 0, 21, 29, 38, 47, 56 },
+	.bits = { 0, 8, 9, 9, 9, 1 },
+	.decode = decode_ver3_256g,
 	.make_pte = make_pte_ver3,
 };
 

@@ -159,7 +159,7 @@ static NV_STATUS control_uuid_from_id(struct uuid_from_id *p)
 
 static NV_STATUS control_name(struct softgpu *gpu, struct name_string *p)
 {
-	strscpy(p->text, gpu->hopper ? "Software GPU (GH100)" : "Software GPU (GA100)", sizeof(p->text));
+	strscpy(p->text, gpu->arch->product, sizeof(p->text));
 	return NV_OK;
 }
 

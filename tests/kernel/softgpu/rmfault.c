@@ -165,7 +165,7 @@ NV_STATUS nvUvmInterfaceDestroyAccessCntrInfo(uvmGpuDeviceHandle device, UvmGpuA
 	return NV_OK;
 }
 
-#if SOFTGPU_BRANCH >= 580
+#if SG_HAS_CONST_CONFIG
 NV_STATUS nvUvmInterfaceEnableAccessCntr(uvmGpuDeviceHandle device, UvmGpuAccessCntrInfo *info, const UvmGpuAccessCntrConfig *config)
 #else
 NV_STATUS nvUvmInterfaceEnableAccessCntr(uvmGpuDeviceHandle device, UvmGpuAccessCntrInfo *info, UvmGpuAccessCntrConfig *config)
@@ -242,7 +242,7 @@ NV_STATUS nvUvmInterfaceCslSign(UvmCslContext *context, NvU32 size, NvU8 const *
 
 /* ---- access bits: none ------------------------------------------------------------------------------- */
 
-#if SOFTGPU_BRANCH >= 595
+#if SG_HAS_ACCESS_BITS
 NV_STATUS nvUvmInterfaceAccessBitsBufAlloc(uvmGpuDeviceHandle device, UvmGpuAccessBitsBufferAlloc *info)
 {
 	return NV_ERR_NOT_SUPPORTED;

@@ -7,21 +7,77 @@
 
 #include "impl.h"
 
-/* Classes: clc86f.h, clc56f.h, clc8b5.h, clc6b5.h in kernel-open/nvidia-uvm; clcbc0.h, clc6c0.h in src/common/sdk/nvidia/inc/class */
-#define CLASS_HOPPER_CHANNEL 0xc86f
-#define CLASS_HOPPER_COPY    0xc8b5
-#define CLASS_HOPPER_COMPUTE 0xcbc0
-#define CLASS_AMPERE_CHANNEL 0xc56f
-#define CLASS_AMPERE_COPY    0xc6b5
-#define CLASS_AMPERE_COMPUTE 0xc6c0
-
 #define DMA_BITS           47
 #define COPY_ENGINES       4
 #define GPCS               8
-#define TPCS_PER_GPC_HOPPER 9
-#define TPCS_PER_GPC_AMPERE 8 /* uvm_ampere.c asserts its maximum */
 #define PCIE_MBPS          32000
 #define NVLINK_MBPS        50000
+
+/*
+ * Classes: clc56f.h, clc86f.h, clc96f.h, clca6f.h, clc6b5.h, clc8b5.h, clc9b5.h, clcab5.h in kernel-open/nvidia-uvm; clc6c0.h,
+ * clcbc0.h, clcdc0.h, clcec0.h in src/common/sdk/nvidia/inc/class. TPCs: uvm_ARCH.c asserts a maximum.
+ */
+static const struct sg_arch archs[] = {
+	{
+		.name = "ampere",
+		.product = "Software GPU (GA100)",
+		.id = SOFTGPU_ARCH_AMPERE,
+		.channel_class = 0xc56f,
+		.copy_class = 0xc6b5,
+		.compute_class = 0xc6c0,
+		.tpcs_per_gpc = 8,
+		.nvlink = UVM_LINK_TYPE_NVLINK_3,
+		.format = &sg_mmu_ver2,
+	},
+	{
+		.name = "hopper",
+		.product = "Software GPU (GH100)",
+		.id = SOFTGPU_ARCH_HOPPER,
+		.channel_class = 0xc86f,
+		.copy_class = 0xc8b5,
+		.compute_class = 0xcbc0,
+		.tpcs_per_gpc = 9,
+		.nvlink = UVM_LINK_TYPE_NVLINK_4,
+		.scrub = true,
+		.format = &sg_mmu_ver3,
+	},
+#if SG_HAS_BLACKWELL
+	{
+		.name = "blackwell",
+		.product = "Software GPU (GB100)",
+		.id = SOFTGPU_ARCH_GB10X,
+		.channel_class = 0xc96f,
+		.copy_class = 0xc9b5,
+		.compute_class = 0xcdc0,
+		.tpcs_per_gpc = 10,
+		.nvlink = UVM_LINK_TYPE_NVLINK_5,
+		.scrub = true,
+		.format = &sg_mmu_ver3_256g,
+	},
+	{
+		.name = "gb20x",
+		.product = "Software GPU (GB202)",
+		.id = SOFTGPU_ARCH_GB20X,
+		.channel_class = 0xca6f,
+		.copy_class = 0xcab5,
+		.compute_class = 0xcec0,
+		.tpcs_per_gpc = 8,
+		.nvlink = UVM_LINK_TYPE_NVLINK_5,
+		.scrub = true,
+		.format = &sg_mmu_ver3,
+	},
+#endif
+};
+
+const struct sg_arch *sg_arch_find(const char *name)
+{
+	u32 i;
+
+	for (i = 0; i < ARRAY_SIZE(archs); i++)
+		if (!strcmp(archs[i].name, name))
+			return &archs[i];
+	return NULL;
+}
 
 /* How GPUs reach each other. */
 static char *p2p = "nvlink";
@@ -146,19 +202,19 @@ NV_STATUS nvUvmInterfaceGetGpuInfo(const NvProcessorUuid *uuid, const UvmGpuClie
 	if (!gpu)
 		return NV_ERR_GPU_UUID_NOT_FOUND;
 	memset(info, 0, sizeof(*info));
-	strscpy(info->name, gpu->hopper ? "Software GPU (GH100)" : "Software GPU (GA100)", sizeof(info->name));
+	strscpy(info->name, gpu->arch->product, sizeof(info->name));
 	memcpy(info->uuid.uuid, gpu->uuid, sizeof(gpu->uuid));
-	info->gpuArch = gpu->hopper ? SOFTGPU_ARCH_HOPPER : SOFTGPU_ARCH_AMPERE;
-	info->hostClass = gpu->hopper ? CLASS_HOPPER_CHANNEL : CLASS_AMPERE_CHANNEL;
-	info->ceClass = gpu->hopper ? CLASS_HOPPER_COPY : CLASS_AMPERE_COPY;
-	info->computeClass = gpu->hopper ? CLASS_HOPPER_COMPUTE : CLASS_AMPERE_COMPUTE;
+	info->gpuArch = gpu->arch->id;
+	info->hostClass = gpu->arch->channel_class;
+	info->ceClass = gpu->arch->copy_class;
+	info->computeClass = gpu->arch->compute_class;
 	info->subdeviceCount = 1;
 	info->virtMode = UVM_VIRT_MODE_NONE;
-	info->maxTpcPerGpcCount = gpu->hopper ? TPCS_PER_GPC_HOPPER : TPCS_PER_GPC_AMPERE;
+	info->maxTpcPerGpcCount = gpu->arch->tpcs_per_gpc;
 	info->gpcCount = GPCS;
 	info->maxGpcCount = GPCS;
 	info->tpcCount = GPCS * info->maxTpcPerGpcCount;
-#if SOFTGPU_BRANCH >= 580
+#if SG_HAS_ACCESS_COUNT
 	info->accessCntrBufferCount = 1;
 #endif
 	info->sysmemLink = UVM_LINK_TYPE_PCIE;
@@ -220,7 +276,7 @@ NV_STATUS nvUvmInterfaceGetP2PCaps(uvmGpuDeviceHandle device1, uvmGpuDeviceHandl
 	caps->peerIds[0] = two->index;
 	caps->peerIds[1] = one->index;
 	if (nvlink)
-		caps->p2pLink = one->hopper ? UVM_LINK_TYPE_NVLINK_4 : UVM_LINK_TYPE_NVLINK_3;
+		caps->p2pLink = one->arch->nvlink;
 	else
 		caps->p2pLink = UVM_LINK_TYPE_PCIE;
 	caps->optimalNvlinkWriteCEs[0] = 2;

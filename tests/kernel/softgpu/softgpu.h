@@ -50,6 +50,8 @@ struct softgpu_space {
  */
 #define SOFTGPU_ARCH_AMPERE 0x170
 #define SOFTGPU_ARCH_HOPPER 0x180
+#define SOFTGPU_ARCH_GB10X  0x1a0
+#define SOFTGPU_ARCH_GB20X  0x1b0
 
 struct softgpu_info {
 	__u32 gpu;                             /* in */

@@ -26,6 +26,8 @@ struct table {
 	u64 pa;
 	u64 va;                /* that its first entry stands for */
 	u8 level, half;
+	u32 refs;              /* entries that point to it */
+	bool shared;           /* were more than one at some time: va is one of several */
 	u32 words;
 	u64 word[];
 };
@@ -122,6 +124,9 @@ static void word_set(struct table *t, u32 i, u64 raw)
 
 	decode(t, i, t->word[i], &old);
 	decode(t, i, raw, &new);
+	if (t->refs > 1 && (new.kind == SG_ENTRY_LEAF || new.kind == SG_ENTRY_TABLE))
+		sg_error(t->space->gpu, SOFTGPU_ERROR_MODEL, t->pa, raw, "table %llx, to which %u entries point, maps memory", t->pa,
+			 t->refs);
 	t->word[i] = raw;
 	if (old.kind == SG_ENTRY_LEAF)
 		leaf_count(t->space, &old, -1);
@@ -131,6 +136,21 @@ static void word_set(struct table *t, u32 i, u64 raw)
 		leaf_count(t->space, &new, 1);
 	else if (new.kind == SG_ENTRY_TABLE)
 		table_enter(t->space, new.aperture == SOFTGPU_APERTURE_SYS, new.pa, t->level - 1, word_half(t, i), word_va(t, i));
+}
+
+/* Several entries may point to one table if it maps nothing: its words then do not depend on the address. */
+static bool table_maps(const struct table *t)
+{
+	u32 i;
+
+	for (i = 0; i < t->words; i++) {
+		struct sg_entry entry;
+
+		decode(t, i, t->word[i], &entry);
+		if (entry.kind == SG_ENTRY_LEAF || entry.kind == SG_ENTRY_TABLE)
+			return true;
+	}
+	return false;
 }
 
 static void table_enter(struct sg_space *space, bool sys, u64 pa, u8 level, u8 half, u64 va)
@@ -145,7 +165,13 @@ static void table_enter(struct sg_space *space, bool sys, u64 pa, u8 level, u8 h
 		sg_error(gpu, SOFTGPU_ERROR_MODEL, pa, 0, "entry for %llx points to a table outside of memory: %llx", va, pa);
 		return;
 	}
-	if (table_at(sys ? NULL : gpu, pa)) {
+	t = table_at(sys ? NULL : gpu, pa);
+	if (t && t->space == space && t->level == level && t->half == half && !table_maps(t)) {
+		t->refs++;
+		t->shared = true;
+		return;
+	}
+	if (t) {
 		sg_error(gpu, SOFTGPU_ERROR_MODEL, pa, 0, "table %s %llx is reachable twice", sys ? "sys" : "vid", pa);
 		return;
 	}
@@ -154,6 +180,7 @@ static void table_enter(struct sg_space *space, bool sys, u64 pa, u8 level, u8 h
 		sg_error(gpu, SOFTGPU_ERROR_MODEL, pa, 0, "no memory for the books");
 		return;
 	}
+	t->refs = 1;
 	t->space = space;
 	t->where = sys ? NULL : gpu;
 	t->pa = pa;
@@ -182,6 +209,8 @@ static void table_leave(struct table *t)
 {
 	u32 i;
 
+	if (--t->refs)
+		return;
 	for (i = 0; i < t->words; i++)
 		if (t->word[i])
 			word_set(t, i, 0);
@@ -420,14 +449,42 @@ bool sg_tables_holds(struct softgpu *gpu, bool sys, u64 pa, u64 length)
 
 /* ---- looking -------------------------------------------------------------------------------------- */
 
+/* The sparse entries of shared tables that a directory points to. */
+static void scan_shared(const struct table *t, struct softgpu_scan *scan, u64 last)
+{
+	u32 i, j;
+
+	for (i = 0; i < t->words; i += 2) {
+		struct sg_entry entry;
+		struct table *child;
+
+		decode(t, i, t->word[i], &entry);
+		if (entry.kind != SG_ENTRY_TABLE)
+			continue;
+		child = table_at(entry.aperture == SOFTGPU_APERTURE_SYS ? NULL : t->space->gpu, entry.pa);
+		for (j = 0; child && child->shared && j < child->words; j++) {
+			u64 va = word_va(t, i) + j * SG_PAGE_64K;
+
+			decode(child, j, child->word[j], &entry);
+			scan->out_sparse += entry.kind == SG_ENTRY_SPARSE && va <= last && va + SG_PAGE_64K - 1 >= scan->start;
+		}
+	}
+}
+
 void sg_tables_scan(struct sg_space *space, struct softgpu_scan *scan)
 {
 	u64 last = scan->start + scan->length - 1;
 	struct table *t;
 
 	list_for_each_entry(t, &space->tables, node) {
-		u64 end = word_va(t, t->words - 1) + word_reach(t) - 1;
+		u64 end;
 		u32 i;
+
+		if (t->level == SG_LEVEL_PDE0)
+			scan_shared(t, scan, last);
+		if (t->shared)
+			continue;
+		end = word_va(t, t->words - 1) + word_reach(t) - 1;
 
 		if (t->va > last || end < scan->start)
 			continue;

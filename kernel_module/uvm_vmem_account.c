@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: MIT OR GPL-2.0
+//
+// Kernel memory of vmem: who pays for it, and how much of it there may be.
+//
+// Our own allocations carry __GFP_ACCOUNT: the memory cgroup of the process is charged. What UVM allocates for us (the
+// description of a page table or an external range, and the table itself) is not, and neither is bounded by anything
+// else: a process that touches one unit in each 2 MB of 16 TB makes 8 million tables. So everything that a reservation
+// makes is also counted in accounts, with limits that are on by default:
+//
+//   the user's     all descriptors of the real user id that made them
+//   the cgroup's   all descriptors of the cgroup (version 2) that the process was in, if it is not the root. In
+//                  containers everybody may be root: there the user's account of root is left out, and this one counts.
+//
+// Pinned host memory has accounts of its own. A descriptor keeps its accounts although the process moves to another
+// cgroup or user. Only the cgroup itself is looked at and none above it: an administrator who lets users make cgroups
+// still has the user's limit.
+
+#include <linux/cgroup.h>
+#include <linux/cred.h>
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/slab.h>
+#include <linux/version.h>
+#include <linux/vmalloc.h>
+
+#include "uvm_pmm_gpu.h"
+#include "uvm_va_range.h"
+#include "uvm_vmem_internal.h"
+
+// The memory that a call wants depends on its caller: it gets ENOMEM rather than wake the OOM killer.
+#define ALLOC_FLAGS (GFP_KERNEL | __GFP_ACCOUNT | __GFP_RETRY_MAYFAIL | __GFP_ZERO)
+
+// A negative limit stands for this part of the machine's memory. 32 bytes a page at 4 KB, and more than a page table
+// for each 2 MB of GPU memory on machines with half as much host memory as GPU memory.
+#define DEFAULT_TABLES_PART 32
+#define DEFAULT_HOST_PART   2
+
+static long uvm_vmem_user_tables_limit_mb = -1;
+module_param(uvm_vmem_user_tables_limit_mb, long, S_IRUGO | S_IWUSR);
+MODULE_PARM_DESC(uvm_vmem_user_tables_limit_mb,
+                 "Memory, in MB, for page tables and the description of reservations of vmem that the processes of one "
+                 "user may take (0: no limit; default: a 32nd of the machine's memory). Above it RESERVE and BIND fail "
+                 "with EDQUOT.");
+
+static long uvm_vmem_cgroup_tables_limit_mb = -1;
+module_param(uvm_vmem_cgroup_tables_limit_mb, long, S_IRUGO | S_IWUSR);
+MODULE_PARM_DESC(uvm_vmem_cgroup_tables_limit_mb, "The same for the processes of one cgroup (version 2).");
+
+static long uvm_vmem_user_host_limit_mb = -1;
+module_param(uvm_vmem_user_host_limit_mb, long, S_IRUGO | S_IWUSR);
+MODULE_PARM_DESC(uvm_vmem_user_host_limit_mb,
+                 "Host memory, in MB, that the processes of one user may pin with vmem (0: no limit; default: half of "
+                 "the machine's memory). Above it CREATE fails with EDQUOT.");
+
+static long uvm_vmem_cgroup_host_limit_mb = -1;
+module_param(uvm_vmem_cgroup_host_limit_mb, long, S_IRUGO | S_IWUSR);
+MODULE_PARM_DESC(uvm_vmem_cgroup_host_limit_mb, "The same for the processes of one cgroup (version 2).");
+
+typedef enum
+{
+    SCOPE_USER,
+    SCOPE_CGROUP
+} scope_t;
+
+struct uvm_vmem_account_struct
+{
+    // In g_accounts.
+    struct list_head node;
+
+    scope_t scope;
+    NvU64 id;
+
+    // Descriptors. Protected by g_accounts_lock.
+    NvU32 refs;
+
+    atomic64_t bytes[UVM_VMEM_ACCOUNT_KINDS];
+};
+
+// No other lock is taken under the mutex.
+static LIST_HEAD(g_accounts);
+static DEFINE_MUTEX(g_accounts_lock);
+
+static NvU64 limit_of(scope_t scope, uvm_vmem_account_kind_t kind)
+{
+    struct sysinfo info;
+    long limit;
+
+    if (kind == UVM_VMEM_ACCOUNT_TABLES)
+        limit = READ_ONCE(*(scope == SCOPE_USER ? &uvm_vmem_user_tables_limit_mb : &uvm_vmem_cgroup_tables_limit_mb));
+    else
+        limit = READ_ONCE(*(scope == SCOPE_USER ? &uvm_vmem_user_host_limit_mb : &uvm_vmem_cgroup_host_limit_mb));
+
+    if (limit == 0)
+        return ~0ull;
+
+    if (limit > 0)
+        return (NvU64)limit << 20;
+
+    si_meminfo(&info);
+    return (NvU64)info.totalram * info.mem_unit /
+           (kind == UVM_VMEM_ACCOUNT_TABLES ? DEFAULT_TABLES_PART : DEFAULT_HOST_PART);
+}
+
+// The cgroup of the calling process; 0 for the root, or where there is none.
+static NvU64 current_cgroup(void)
+{
+    NvU64 id = 0;
+
+// Before 5.5 the number of a cgroup comes again.
+#if defined(CONFIG_CGROUPS) && LINUX_VERSION_CODE >= KERNEL_VERSION(5, 5, 0)
+    struct cgroup *cgroup;
+
+    rcu_read_lock();
+    cgroup = task_dfl_cgroup(current);
+    if (cgroup_parent(cgroup))
+        id = cgroup_id(cgroup);
+    rcu_read_unlock();
+#endif
+
+    return id;
+}
+
+static uvm_vmem_account_t *account_get(scope_t scope, NvU64 id)
+{
+    uvm_vmem_account_t *account;
+
+    mutex_lock(&g_accounts_lock);
+
+    list_for_each_entry(account, &g_accounts, node) {
+        if (account->scope == scope && account->id == id) {
+            account->refs++;
+            goto out;
+        }
+    }
+
+    account = kzalloc(sizeof(*account), ALLOC_FLAGS);
+    if (account) {
+        account->scope = scope;
+        account->id = id;
+        account->refs = 1;
+        list_add(&account->node, &g_accounts);
+    }
+
+out:
+    mutex_unlock(&g_accounts_lock);
+    return account;
+}
+
+static void account_put(uvm_vmem_account_t *account)
+{
+    NvU32 i;
+
+    if (!account)
+        return;
+
+    mutex_lock(&g_accounts_lock);
+
+    if (--account->refs == 0) {
+        for (i = 0; i < UVM_VMEM_ACCOUNT_KINDS; i++)
+            UVM_ASSERT(atomic64_read(&account->bytes[i]) == 0);
+
+        list_del(&account->node);
+        kfree(account);
+    }
+
+    mutex_unlock(&g_accounts_lock);
+}
+
+int uvm_vmem_accounts_get(uvm_vmem_state_t *state)
+{
+    NvU64 cgroup = current_cgroup();
+    bool root = uid_eq(current_uid(), GLOBAL_ROOT_UID);
+
+    if (cgroup) {
+        state->accounts[SCOPE_CGROUP] = account_get(SCOPE_CGROUP, cgroup);
+        if (!state->accounts[SCOPE_CGROUP])
+            return -ENOMEM;
+    }
+
+    if (!cgroup || !root) {
+        state->accounts[SCOPE_USER] = account_get(SCOPE_USER, __kuid_val(current_uid()));
+        if (!state->accounts[SCOPE_USER]) {
+            uvm_vmem_accounts_put(state);
+            return -ENOMEM;
+        }
+    }
+
+    return 0;
+}
+
+void uvm_vmem_accounts_put(uvm_vmem_state_t *state)
+{
+    NvU32 i;
+
+    BUILD_BUG_ON(ARRAY_SIZE(state->accounts) != SCOPE_CGROUP + 1);
+
+    for (i = 0; i < ARRAY_SIZE(state->accounts); i++) {
+        account_put(state->accounts[i]);
+        state->accounts[i] = NULL;
+    }
+}
+
+int uvm_vmem_charge(uvm_vmem_state_t *state, uvm_vmem_account_kind_t kind, NvU64 bytes)
+{
+    NvU32 i;
+
+    for (i = 0; i < ARRAY_SIZE(state->accounts); i++) {
+        uvm_vmem_account_t *account = state->accounts[i];
+
+        if (!account || (NvU64)atomic64_add_return(bytes, &account->bytes[kind]) <= limit_of(account->scope, kind))
+            continue;
+
+        do {
+            if (state->accounts[i])
+                atomic64_sub(bytes, &state->accounts[i]->bytes[kind]);
+        } while (i-- > 0);
+
+        return -EDQUOT;
+    }
+
+    atomic64_add(bytes, &state->charged[kind]);
+    return 0;
+}
+
+void uvm_vmem_uncharge(uvm_vmem_state_t *state, uvm_vmem_account_kind_t kind, NvU64 bytes)
+{
+    NvU32 i;
+
+    for (i = 0; i < ARRAY_SIZE(state->accounts); i++) {
+        if (state->accounts[i])
+            atomic64_sub(bytes, &state->accounts[i]->bytes[kind]);
+    }
+
+    atomic64_sub(bytes, &state->charged[kind]);
+}
+
+NvU64 uvm_vmem_table_cost(NvU32 entries, NvU32 table_bytes)
+{
+    return sizeof(uvm_page_directory_t) + entries * sizeof(uvm_page_directory_t *) + sizeof(uvm_gpu_chunk_t) + table_bytes;
+}
+
+NvU64 uvm_vmem_external_cost(void)
+{
+    return sizeof(uvm_vmem_external_t);
+}
+
+// What lies before an allocation that kmalloc is too small for; keeps it aligned.
+typedef struct
+{
+    size_t size;
+    size_t unused;
+} large_header_t;
+
+static bool is_large(size_t size)
+{
+    return size > PAGE_SIZE;
+}
+
+static void *alloc_large(size_t size)
+{
+    large_header_t *header;
+
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(5, 8, 0)
+    header = __vmalloc(sizeof(*header) + size, ALLOC_FLAGS | __GFP_HIGHMEM);
+#else
+    header = __vmalloc(sizeof(*header) + size, ALLOC_FLAGS | __GFP_HIGHMEM, PAGE_KERNEL);
+#endif
+    if (!header)
+        return NULL;
+
+    header->size = size;
+    return header + 1;
+}
+
+size_t uvm_vmem_size(void *p)
+{
+    return is_vmalloc_addr(p) ? ((large_header_t *)p)[-1].size : ksize(p);
+}
+
+void *uvm_vmem_alloc(uvm_vmem_state_t *state, size_t size)
+{
+    void *p = is_large(size) ? alloc_large(size) : kzalloc(size, ALLOC_FLAGS);
+
+    if (p && state)
+        atomic64_add(uvm_vmem_size(p), &state->kernel_bytes);
+
+    return p;
+}
+
+void uvm_vmem_free(uvm_vmem_state_t *state, void *p)
+{
+    if (!p)
+        return;
+
+    if (state)
+        atomic64_sub(uvm_vmem_size(p), &state->kernel_bytes);
+
+    if (is_vmalloc_addr(p))
+        vfree((large_header_t *)p - 1);
+    else
+        kfree(p);
+}

@@ -1,0 +1,28 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * api.h - the public functions. Each pins its context, checks what it was given, calls the layer that does it, and lets
+ * the context go.
+ */
+#ifndef VMEM_API_H
+#define VMEM_API_H
+
+#include "work/work.h"
+
+/* ---- registry.c: contexts by number ------------------------------------------------------------- */
+
+/* A pinned context, or NULL with the error recorded in *err. */
+struct vm_ctx *vm_get(vmem_t vm, const char *op, int *err);
+void vm_put(struct vm_ctx *c);
+int vm_registry_add(struct vm_ctx *c, vmem_t *vm);
+/* No call finds it any more. False: another thread has done so, and the pin is gone. */
+bool vm_registry_remove(struct vm_ctx *c, vmem_t vm);
+/* Waits until no call uses it. */
+void vm_registry_drain(struct vm_ctx *c);
+
+/* ---- sized.c: structures whose first field is their size ----------------------------------------- */
+
+/* Copies the part that both sides know; the rest becomes 0. -EINVAL when the size field is too small to be one. */
+int vm_copy_in(void *to, size_t to_size, const void *from, const char *what);
+int vm_copy_out(void *to, const void *from, size_t from_size, const char *what);
+
+#endif

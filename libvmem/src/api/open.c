@@ -1,0 +1,198 @@
+/* SPDX-License-Identifier: MIT */
+/* Opening and closing; what a back end, and a context, can do. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "api/api.h"
+
+VMEM_API const char *vmem_version(void) { return VMEM_VERSION; }
+
+VMEM_API const char *vmem_backend_name(unsigned index) {
+  for (unsigned i = 0; vm_backends[i]; i++)
+    if (i == index) return vm_backends[i]->name;
+  return NULL;
+}
+
+static const struct vm_backend *find_backend(const char *name) {
+  for (size_t i = 0; vm_backends[i]; i++)
+    if (!strcmp(vm_backends[i]->name, name)) return vm_backends[i];
+  vm_fail(-EINVAL, "no back end is called \"%.32s\"", name);
+  return NULL;
+}
+
+VMEM_API int vmem_probe(const char *backend, int32_t device, uint32_t flags, struct vmem_probe_info *info) {
+  struct vmem_probe_info found = {.size = sizeof(found)};
+  const struct vm_backend *be;
+  vm_error_begin("vmem_probe");
+  if (!backend || !info) return vm_fail(-EINVAL, "NULL argument");
+  if (flags & ~VMEM_OPEN_FORCE) return vm_fail(-EINVAL, "unknown flags 0x%x", flags & ~VMEM_OPEN_FORCE);
+  if (!(be = find_backend(backend))) return -EINVAL;
+  vm_backend_probe(be, device, flags, &found);
+  vm_error_begin("vmem_probe");
+  return vm_copy_out(info, &found, sizeof(found), "vmem_probe_info");
+}
+
+static unsigned log2_of(uint64_t x) { return 63 - (unsigned)__builtin_clzll(x); }
+
+static int check_opts(const struct vmem_open_opts *o) {
+  if (o->flags & ~VMEM_OPEN_FORCE) return vm_fail(-EINVAL, "unknown flags 0x%x", o->flags & ~VMEM_OPEN_FORCE);
+  if (o->num_devices > VMEM_MAX_DEVICES)
+    return vm_fail_at(-EINVAL, 0, o->num_devices, VMEM_MAX_DEVICES, "%u devices, at most %u", o->num_devices,
+                      VMEM_MAX_DEVICES);
+  for (uint32_t i = 0; i < o->num_devices; i++)
+    for (uint32_t k = 0; k < i; k++)
+      if (o->devices[i] == o->devices[k]) return vm_fail(-EINVAL, "device %d is named twice", o->devices[i]);
+  if (o->granule && !vm_is_pow2(o->granule))
+    return vm_fail_at(-EINVAL, 0, o->granule, 0, "granule %llu is no power of two", (unsigned long long)o->granule);
+  if (o->slab_size && (!vm_is_pow2(o->slab_size) || o->slab_size < o->granule || o->slab_size > 1ull << 40))
+    return vm_fail_at(-EINVAL, 0, o->slab_size, 0, "slab size %llu is no power of two from the granule to 1 TiB",
+                      (unsigned long long)o->slab_size);
+  return 0;
+}
+
+/* A context with the state of all layers. */
+struct context {
+  struct vm_ctx c;
+  struct vm_be_info info;
+  struct vm_driver driver;
+  struct vm_phys phys;
+  struct vm_virt virt;
+  struct vm_work work;
+};
+
+static struct vm_ctx *context_new(void) {
+  struct context *all = calloc(1, sizeof(*all));
+  if (!all) return NULL;
+  all->c.info = &all->info;
+  all->c.driver = &all->driver;
+  all->c.phys = &all->phys;
+  all->c.virt = &all->virt;
+  all->c.work = &all->work;
+  return &all->c; /* its first member: freed as it */
+}
+
+static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o, struct vm_ctx **out) {
+  struct vm_ctx *c = context_new();
+  pthread_condattr_t attr;
+  int err;
+  if (!c) return vm_fail(-ENOMEM, "no heap memory for a context");
+  c->opts = *o;
+  if (!c->opts.num_devices) c->opts.num_devices = 1;
+  if ((err = vm_backend_open(be, &c->opts, c->info, &c->bes))) {
+    free(c);
+    return err;
+  }
+  c->be = c->info->table;
+  if (c->info->most_mappings && o->max_mappings > c->info->most_mappings) {
+    err = vm_fail_at(-EINVAL, 0, o->max_mappings, c->info->most_mappings,
+                     "max_mappings %llu: the driver has handles for %llu", (unsigned long long)o->max_mappings,
+                     (unsigned long long)c->info->most_mappings);
+    VM_UNDO(c->be->close(c->bes));
+    free(c);
+    return err;
+  }
+  c->granule = c->info->pub.granule;
+  c->shift = log2_of(c->granule);
+  c->chunk_units = c->granule < LARGE_PAGE ? (uint32_t)(LARGE_PAGE >> c->shift) : 1;
+  c->large_pages = c->granule < LARGE_PAGE && !c->info->one_page_slabs;
+  c->chunk_shift = log2_of(c->chunk_units);
+  c->info->pub.size = sizeof(c->info->pub);
+  c->info->pub.num_devices = c->opts.num_devices;
+  if (o->max_mappings) c->info->pub.max_mappings = o->max_mappings;
+  if (o->slab_size) c->info->pub.slab_size = o->slab_size;
+  if (c->info->pub.slab_size < c->granule) c->info->pub.slab_size = c->granule;
+  snprintf(c->info->pub.backend, sizeof(c->info->pub.backend), "%s", be->name);
+  if (!c->opts.pool_high) c->opts.pool_high = c->info->pool_high;
+  if (c->opts.pool_high < c->opts.pool_low) c->opts.pool_high = c->opts.pool_low;
+  vm_pools_init(c);
+  c->phys->clean.background = !c->be->discard && !c->info->no_contents;
+  pthread_mutex_init(&c->lock, NULL);
+  pthread_condattr_init(&attr);
+  pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+  pthread_cond_init(&c->done_cond, &attr);
+  pthread_cond_init(&c->work_cond, &attr);
+  pthread_condattr_destroy(&attr);
+  vm_work_init(c);
+  *out = c;
+  return 0;
+}
+
+/* The first back end that opens; notes why those before it were passed over. */
+static int open_auto(const struct vmem_open_opts *o, struct vm_ctx **out) {
+  char why[sizeof((*out)->info->pub.why)] = "";
+  size_t used = 0;
+  int err = -ENODEV;
+  for (size_t i = 0; vm_backends[i]; i++) {
+    struct vmem_error e;
+    if (!(err = open_one(vm_backends[i], o, out))) {
+      memcpy((*out)->info->pub.why, why, sizeof(why));
+      return 0;
+    }
+    vm_error_save(&e);
+    if (used < sizeof(why))
+      used += (size_t)snprintf(why + used, sizeof(why) - used, "%s%s: %.150s", used ? "; " : "", vm_backends[i]->name,
+                               e.text);
+  }
+  return vm_fail(err, "no back end can be opened: %.400s", why);
+}
+
+/* Nobody else knows the context any more. A suspended driver is waited for. */
+static void tear_down(struct vm_ctx *c) {
+  vm_worker_stop(c);
+  vm_tickets_free(c);
+  vm_undo_begin();
+  vm_virt_close(c);
+  vm_phys_close(c);
+  c->be->close(c->bes);
+  vm_undo_end();
+  pthread_mutex_destroy(&c->lock);
+  pthread_cond_destroy(&c->done_cond);
+  pthread_cond_destroy(&c->work_cond);
+  free(c);
+}
+
+VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm) {
+  struct vmem_open_opts o;
+  const struct vm_backend *be = NULL;
+  struct vm_ctx *c = NULL;
+  int err;
+  vm_error_begin("vmem_open");
+  if (!vm) return vm_fail(-EINVAL, "NULL argument");
+  if ((err = vm_copy_in(&o, sizeof(o), opts, "vmem_open_opts")) || (err = check_opts(&o))) return err;
+  if (!o.backend) o.backend = "auto";
+  if (strcmp(o.backend, "auto") && !(be = find_backend(o.backend))) return -EINVAL;
+  err = be ? open_one(be, &o, &c) : open_auto(&o, &c);
+  if (err) return err;
+  c->opts.backend = c->be->name; /* the caller's string need not live on */
+  if (c->opts.pool_low && (err = vm_worker_start(c))) {
+    VM_UNDO(tear_down(c));
+    return err;
+  }
+  if ((err = vm_registry_add(c, vm))) VM_UNDO(tear_down(c));
+  return err;
+}
+
+VMEM_API int vmem_close(vmem_t vm) {
+  int err;
+  struct vm_ctx *c = vm_get(vm, "vmem_close", &err);
+  if (!c) return err;
+  if (!vm_registry_remove(c, vm)) return vm_fail(-EBADF, "0x%llx is no open context", (unsigned long long)vm);
+  pthread_mutex_lock(&c->lock);
+  c->closing = true;
+  pthread_cond_broadcast(&c->done_cond);
+  pthread_mutex_unlock(&c->lock);
+  vm_registry_drain(c);
+  vm_inject_arm(c, 0, 0, 0, 0);
+  tear_down(c);
+  return 0;
+}
+
+VMEM_API int vmem_query(vmem_t vm, struct vmem_info *info) {
+  int err;
+  struct vm_ctx *c = vm_get(vm, "vmem_query", &err);
+  if (!c) return err;
+  err = vm_copy_out(info, &c->info->pub, sizeof(c->info->pub), "vmem_info");
+  vm_put(c);
+  return err;
+}

@@ -1,0 +1,97 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Contexts by number. A vmem_t is 32 bits of generation and 32 bits of place, so that a closed context
+ * is recognised; every public function pins its context here and close waits for the pins.
+ *
+ * The table is the library's only shared state. A forked child finds it marked and starts an empty one
+ * of its own: the parent's threads, locks and driver descriptors are not the child's to use.
+ */
+#include "api/api.h"
+
+#define MAX_CONTEXTS 256u
+
+static struct {
+  pthread_mutex_t lock;
+  pthread_cond_t unpinned;
+  struct vm_ctx *ctx[MAX_CONTEXTS];
+  uint32_t gen[MAX_CONTEXTS];
+  uint32_t inherited[MAX_CONTEXTS]; /* generation of a context of the parent process; 0 = none */
+  uint32_t next_gen;
+} table = {.lock = PTHREAD_MUTEX_INITIALIZER, .unpinned = PTHREAD_COND_INITIALIZER};
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+/* In the child only one thread is left, and it is here: no lock is needed, and the inherited one may be
+ * held by a thread that does not exist any more. */
+static void in_child(void) {
+  pthread_mutex_init(&table.lock, NULL);
+  pthread_cond_init(&table.unpinned, NULL);
+  for (uint32_t i = 0; i < MAX_CONTEXTS; i++) {
+    if (table.ctx[i]) table.inherited[i] = table.gen[i];
+    table.ctx[i] = NULL;
+  }
+}
+
+static void set_up(void) { pthread_atfork(NULL, NULL, in_child); }
+
+struct vm_ctx *vm_get(vmem_t vm, const char *op, int *err) {
+  uint32_t i = (uint32_t)vm - 1, gen = (uint32_t)(vm >> 32);
+  struct vm_ctx *c = NULL;
+  vm_error_begin(op);
+  pthread_mutex_lock(&table.lock);
+  if (i < MAX_CONTEXTS && table.ctx[i] && table.gen[i] == gen) {
+    c = table.ctx[i];
+    c->pins++;
+  } else if (i < MAX_CONTEXTS && gen && table.inherited[i] == gen) {
+    *err = vm_fail(-ECHILD, "the context belongs to the process that this one was forked from");
+  } else {
+    *err = vm_fail(-EBADF, "0x%llx is no open context", (unsigned long long)vm);
+  }
+  pthread_mutex_unlock(&table.lock);
+  return c;
+}
+
+static void unpin(struct vm_ctx *c) {
+  if (!--c->pins) pthread_cond_broadcast(&table.unpinned);
+}
+
+void vm_put(struct vm_ctx *c) {
+  if (__atomic_load_n(&c->worker_wanted, __ATOMIC_RELAXED)) vm_worker_wake(c);
+  pthread_mutex_lock(&table.lock);
+  unpin(c);
+  pthread_mutex_unlock(&table.lock);
+}
+
+int vm_registry_add(struct vm_ctx *c, vmem_t *vm) {
+  uint32_t i = 0;
+  pthread_once(&once, set_up);
+  pthread_mutex_lock(&table.lock);
+  while (i < MAX_CONTEXTS && (table.ctx[i] || table.inherited[i])) i++;
+  if (i < MAX_CONTEXTS) {
+    if (!++table.next_gen) table.next_gen = 1;
+    table.ctx[i] = c;
+    table.gen[i] = table.next_gen;
+    c->tag = (table.next_gen & 0xfff) ? (table.next_gen & 0xfff) : 0x7ff;
+    *vm = (uint64_t)table.next_gen << 32 | (i + 1);
+  }
+  pthread_mutex_unlock(&table.lock);
+  if (i < MAX_CONTEXTS) return 0;
+  return vm_fail_at(-ENOMEM, 0, 0, MAX_CONTEXTS, "%u contexts are open already", MAX_CONTEXTS);
+}
+
+bool vm_registry_remove(struct vm_ctx *c, vmem_t vm) {
+  uint32_t i = (uint32_t)vm - 1;
+  bool found;
+  pthread_mutex_lock(&table.lock);
+  found = table.ctx[i] == c;
+  if (found) table.ctx[i] = NULL;
+  unpin(c);
+  pthread_mutex_unlock(&table.lock);
+  return found;
+}
+
+void vm_registry_drain(struct vm_ctx *c) {
+  pthread_mutex_lock(&table.lock);
+  while (c->pins) pthread_cond_wait(&table.unpinned, &table.lock);
+  pthread_mutex_unlock(&table.lock);
+}

@@ -1,0 +1,169 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * backend.h - the one table between the core and a back end.
+ *
+ * The core owns every decision: what is mapped where, reference counts, validation, rollback, threads,
+ * limits. A back end makes driver calls and keeps no state about mappings. It may rely on:
+ *   - addresses, sizes and offsets are multiples of the granule and lie inside what it handed out;
+ *   - it is never asked to map over a live mapping, except by remap and REMAP;
+ *   - calls for disjoint ranges come from several threads at once, calls for one range do not.
+ * Every function returns 0 or a negative errno and has then called vm_fail* (error.h). A function that
+ * fails has changed nothing, unless its comment says otherwise.
+ * The exception is -ENOTRECOVERABLE from map or unmap: the range is in an unknown state (mapped on some
+ * devices only, no longer sparse), and the core quarantines it.
+ * Optional functions are NULL where the back end cannot do it.
+ */
+#ifndef VMEM_BACKEND_H
+#define VMEM_BACKEND_H
+
+#include <stdbool.h>
+#include <vmem.h>
+
+/* What open() tells the core. */
+struct vm_be_info {
+  struct vmem_info pub;    /* caps, granule, page_sizes, slab_size, devices, driver, ...; the core fills
+                              the rest */
+  uint64_t pool_high;      /* default for vmem_open_opts.pool_high */
+  uint64_t most_mappings;  /* what vmem_open_opts.max_mappings may be at most; 0 = any */
+  bool fresh_is_zero;      /* a new slab, and discarded memory, reads as zeros */
+  bool one_page_slabs;     /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes
+                              each slab one page of the size asked for */
+  bool unreserve_unmaps;   /* unreserve may be called with live mappings */
+  uint64_t bind_bytes;     /* the longest range that one operation of `bind` may have, and one `remap`;
+                              0 = any */
+  bool no_contents;        /* nothing in this process can read or write what is mapped */
+  uint64_t all_page_sizes; /* with any granule; 0 = as in pub */
+  const char *how;         /* with what a page is mapped: " through UVM"; NULL = "" */
+  char patched[40];        /* "patched driver, ABI 1: ", else "" */
+  const struct vm_backend *table; /* to be used from now on; NULL = the one that was opened */
+};
+
+struct vm_be_range {
+  uint64_t addr, bytes;
+};
+
+struct vm_be_copy {
+  uint64_t dst, src, bytes;
+};
+
+/* What scattered mappings cost, now and (at most) more. */
+struct vm_be_load {
+  uint64_t segments, more_segments; /* runs and holes between them: the VMAs of a process */
+};
+
+enum vm_bind_kind {
+  VM_BIND_MAP = 1, /* as `map` */
+  VM_BIND_REMAP,   /* over what is mapped there, to pages that are its own or were: as `remap`; what a
+                      back end with `bind` is given to take a REPLACE back, a large page perhaps in parts */
+  VM_BIND_REPLACE, /* the same, to any pages; large ones come and go as wholes */
+  VM_BIND_UNMAP    /* as `unmap` */
+};
+
+/* One operation of `bind`, and of vm_bind (driver.h), which does it on any back end. */
+
+struct vm_bind_op {
+  uint32_t kind;
+  uint32_t flags; /* VMEM_MAP_* */
+  uint64_t addr, bytes;
+  uint64_t slab, offset; /* all but UNMAP */
+  uint64_t priv;         /* of the reservation */
+  uint64_t clears;       /* REMAP, REPLACE: how long the piece is that is unmapped as one where there is no replacing in
+                            place; 0 for all of its operations but the first */
+  bool sparse;
+};
+
+/* How far a `bind` that failed has come: operations [0, done) are carried out, [done, done + lost) are in
+ * an unknown state, the others are not carried out. */
+struct vm_bind_result {
+  size_t done, lost;
+  /* vm_bind's alone */
+  size_t bare;   /* from `done` on, with none lost: nothing is mapped there */
+  size_t failed; /* from `done` on: what the call that failed was to do */
+};
+
+typedef uint64_t vm_event; /* 0 = none, already over */
+
+struct vm_backend {
+  const char *name;
+
+  /* opts is complete (all fields of this version of the library). *be is the back end's own state. Nobody
+   * calls it but vm_backend_open, which proves it. */
+  int (*open)(const struct vmem_open_opts *opts, struct vm_be_info *info, void **be);
+  /* Everything was unreserved and destroyed before, as far as that succeeded. */
+  void (*close)(void *be);
+
+  /* Free and total bytes of physical memory at the location. */
+  int (*mem_info)(void *be, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes);
+
+  /* Reserve addresses. In: VMEM_RESERVE_*; out: *kind = VMEM_RANGE_VISIBLE and/or _SPARSE, *priv = what
+   * unreserve needs. A sparse reservation reads as zeros from the start. */
+  int (*reserve)(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,
+                 uint64_t *priv);
+  /* A failure sets *gone when the driver's reservation, and every mapping in it, is gone all the same, and only
+   * addresses could not be given back: the range may be handed in again, to try that. */
+  int (*unreserve)(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone);
+
+  /* One physical allocation. -ENOMEM with the driver's own status when memory is short. */
+  int (*slab_create)(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device, uint64_t *slab);
+  int (*slab_destroy)(void *be, uint64_t slab, uint64_t bytes);
+  /* Optional: gives the memory behind a part of a slab back to the system; it reads as zeros later. */
+  int (*discard)(void *be, uint64_t slab, uint64_t offset, uint64_t bytes);
+
+  /* Map one run, accessible on all devices of the context. flags: VMEM_MAP_*. In a sparse reservation
+   * the range reads as zeros before map and after unmap. */
+  int (*map)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse);
+  /* Unmap a range that is wholly mapped, by one or several map calls, possibly parts of them. */
+  int (*unmap)(void *be, uint64_t addr, uint64_t bytes, bool sparse);
+  /* Optional (VMEM_CAP_CONSOLIDATE): map one run again over exactly the same pages, in one call. On
+   * failure the range may be unmapped. */
+  int (*remap)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags);
+
+  /* Optional: many operations in as few driver calls as take them; no range overlaps another, and those of
+   * one reservation follow one another. Where there is a bind, the core puts a batch into one, or into two
+   * where it fills pages in between; map and unmap then serve the proof of opening alone, and remap
+   * vmem_consolidate. With one driver call it is all or nothing; for more, and for a driver that fails in the
+   * middle, *result says what was done. -ENOTRECOVERABLE if and only if result->lost. */
+  int (*bind)(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
+
+  /* Start filling n ranges (all mapped, writable) with a byte, after the events in `after`. *done is an
+   * event that the core polls or waits for, and puts; 0 when the fill is already complete. */
+  int (*fill)(void *be, const struct vm_be_range *ranges, size_t n, uint8_t value, const vm_event *after,
+              size_t num_after, vm_event *done);
+  /* The same for n copies; no destination overlaps a source or another destination. Fills and copies with nothing
+   * in `after` run in the order of the calls. The others have no order: one that waits for an event that never
+   * comes should hold up none that does not name it. */
+  int (*copy)(void *be, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
+              vm_event *done);
+  /* Complete on return. addr is a device address, dst and src are host pointers. */
+  int (*read)(void *be, void *dst, uint64_t addr, uint64_t bytes);
+  int (*write)(void *be, uint64_t addr, const void *src, uint64_t bytes);
+
+  /* GPU work as events (NULL on host). event_from: kind VMEM_AFTER_STREAM records an event of ours on
+   * the stream; VMEM_AFTER_EVENT wraps the caller's, which event_put then leaves alone. */
+  int (*event_from)(void *be, uint32_t kind, uint64_t handle, vm_event *event);
+  int (*event_query)(void *be, vm_event event); /* 0 = over, -EAGAIN = not yet */
+  int (*event_wait)(void *be, vm_event event);  /* blocks, without burning a core */
+  int (*stream_wait)(void *be, uint64_t stream, vm_event event);
+  void (*event_put)(void *be, vm_event event);
+
+  /* Optional: -ENOSPC when so many more scattered pieces do not fit. The one function that is called under the
+   * core's lock: it compares numbers. */
+  int (*room)(void *be, const struct vm_be_load *load);
+  /* Optional: `room` has refused; counts anew what it compares with, the core's pieces being `segments`. */
+  void (*recount)(void *be, uint64_t segments);
+};
+
+/* prove.c: opens a back end and proves it on its device; fills *info, table included. What fails is closed. */
+int vm_backend_open(const struct vm_backend *t, const struct vmem_open_opts *opts, struct vm_be_info *info, void **be);
+/* Opens it for one device as "auto" would, and closes it. Fills *found, whose error it returns. */
+int vm_backend_probe(const struct vm_backend *t, int32_t device, uint32_t flags, struct vmem_probe_info *found);
+
+/* table.c: in the order of "auto", up to a NULL. A program that links the objects may bring its own. */
+extern const struct vm_backend *const vm_backends[];
+
+extern const struct vm_backend vm_backend_host;
+extern const struct vm_backend vm_backend_cuda;
+extern const struct vm_backend vm_backend_stock;
+extern const struct vm_backend vm_backend_uvm;
+
+#endif

@@ -1,0 +1,101 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * gpu.h - what the back ends on CUDA devices share: contexts, events, and moving bytes by kernels.
+ *
+ * One struct gpu per vmem context. Any thread may call; each call makes the device's primary
+ * context current for its own duration and sets the thread's stream-capture mode to relaxed, so
+ * that a graph capture elsewhere in the process neither fails us nor is broken by us.
+ */
+#ifndef VMEM_GPU_H
+#define VMEM_GPU_H
+
+#include <pthread.h>
+#include <stdbool.h>
+
+#include "backend/backend.h"
+#include "backend/cuda/api.h"
+
+struct gpu_event;
+
+struct gpu_device {
+  int32_t ordinal;
+  gpu_dev dev;
+  gpu_ctx ctx;          /* primary, retained */
+  struct gpu_uuid uuid; /* of the physical device, also under MIG */
+  bool mig;
+  bool mps;
+  char name[64];
+  struct gpu_event *free_events; /* under event_lock */
+};
+
+/* Streams for fills that wait for events, which may never come: so many of them hold up no other such fill. */
+#define GPU_AFTER_STREAMS 8
+
+struct gpu {
+  const struct gpu_api *api;
+  uint32_t num_devices;
+  struct gpu_device devices[VMEM_MAX_DEVICES]; /* [0]: where our kernels run */
+  unsigned multiprocessors;
+  gpu_stream work;                     /* fills and copies that wait for nothing */
+  gpu_stream after[GPU_AFTER_STREAMS]; /* fills that wait for events: must not hold up the others */
+  unsigned next_after;
+  gpu_module module;
+  gpu_function fill, copy;
+  pthread_mutex_t event_lock;
+  pthread_mutex_t stage_lock; /* the staging buffer, for a whole read or write */
+  void *stage;                /* pinned */
+};
+
+struct gpu_scope {
+  int capture_mode;
+};
+
+int gpu_open(const int32_t *devices, uint32_t num_devices, struct gpu **gpu);
+void gpu_close(struct gpu *g);
+
+/* Index in g->devices of a CUDA ordinal; -EINVAL when it is not one of the context's devices. */
+int gpu_find(const struct gpu *g, int32_t ordinal, uint32_t *index);
+
+/* Brackets around every CUDA call. */
+int gpu_enter(const struct gpu *g, uint32_t index, struct gpu_scope *scope);
+void gpu_leave(const struct gpu *g, const struct gpu_scope *scope);
+
+/* Device pages that the kernels of every device can reach: checks each pair, and enables what UVM
+ * wants enabled before it maps one GPU's memory on another. */
+int gpu_enable_peers(const struct gpu *g);
+
+int gpu_mem_info(const struct gpu *g, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes);
+
+/* Of host memory; needs no GPU. */
+int gpu_host_mem_info(uint64_t *free_bytes, uint64_t *total_bytes);
+
+/* Fills the fields of *info that concern devices. */
+void gpu_describe(const struct gpu *g, struct vmem_info *info);
+
+/* "580.159.04" from /proc/driver/nvidia/version, else "CUDA 13.0". */
+void gpu_driver_text(const struct gpu *g, char *text, size_t size);
+
+/* Table entries (backend.h); the first argument is a struct gpu. */
+int gpu_fill(struct gpu *g, const struct vm_be_range *ranges, size_t n, uint8_t value, const vm_event *after,
+             size_t num_after, vm_event *done);
+int gpu_read(struct gpu *g, void *dst, uint64_t addr, uint64_t bytes);
+int gpu_write(struct gpu *g, uint64_t addr, const void *src, uint64_t bytes);
+int gpu_copy(struct gpu *g, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
+             vm_event *done);
+int gpu_event_from(struct gpu *g, uint32_t kind, uint64_t handle, vm_event *event);
+int gpu_event_query(struct gpu *g, vm_event event);
+int gpu_event_wait(struct gpu *g, vm_event event);
+int gpu_stream_wait(struct gpu *g, uint64_t stream, vm_event event);
+void gpu_event_put(struct gpu *g, vm_event event);
+
+/* Records a new event of ours on a stream of devices[0]. */
+int gpu_event_record(struct gpu *g, gpu_stream stream, vm_event *event);
+gpu_cuevent gpu_event_handle(vm_event event);
+void gpu_events_free(struct gpu *g);
+
+/* Makes what copies need, in the current context (devices[0]): kernels and staging buffer. Both
+ * now, because making them later could wait for the caller's running work. */
+int gpu_copy_init(struct gpu *g);
+void gpu_copy_exit(struct gpu *g);
+
+#endif

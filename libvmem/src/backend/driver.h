@@ -1,0 +1,68 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * driver.h - a context's back end as the layers above call it: failed on request, counted, timed; one way to map and
+ * unmap for every back end (vm_bind); and the limits on what may be mapped.
+ */
+#ifndef VMEM_BACKEND_DRIVER_H
+#define VMEM_BACKEND_DRIVER_H
+
+#include "backend/backend.h"
+#include "base/context.h"
+
+struct vm_driver {
+  /* What scattered mappings cost, against the limits of the driver and the process; under vm_ctx.lock. */
+  uint64_t segments; /* pieces of all reservations as the back end sees them, holes included */
+  uint64_t mappings; /* live map calls in reservations */
+  uint64_t aliases;  /* the same of slabs' own mappings */
+  uint64_t planned;  /* the most that unfinished plans add to `mappings` */
+  /* atomics */
+  uint64_t map_calls, unmap_calls, slab_calls, fill_calls, ns, worker_ns;
+};
+
+/* ---- call.c ------------------------------------------------------------------------------------ */
+
+int vm_drv_reserve(struct vm_ctx *c, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,
+                   uint64_t *priv);
+int vm_drv_unreserve(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone);
+int vm_drv_slab_create(struct vm_ctx *c, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
+                       uint64_t *slab);
+int vm_drv_slab_destroy(struct vm_ctx *c, uint64_t slab, uint64_t bytes);
+int vm_drv_discard(struct vm_ctx *c, uint64_t slab, uint64_t offset, uint64_t bytes);
+int vm_drv_map(struct vm_ctx *c, const struct vm_bind_op *op);
+int vm_drv_unmap(struct vm_ctx *c, uint64_t addr, uint64_t bytes, bool sparse);
+int vm_drv_remap(struct vm_ctx *c, const struct vm_bind_op *op);
+/* Only where the back end has one. */
+int vm_drv_bind(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
+/* kind: of the failures that are injected. */
+int vm_drv_fill(struct vm_ctx *c, uint32_t kind, const struct vm_be_range *r, size_t n, uint8_t value,
+                const vm_event *after, size_t num_after, vm_event *done);
+int vm_drv_copy(struct vm_ctx *c, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
+                vm_event *done);
+/* Waits for the event and puts it; *e becomes 0. */
+int vm_drv_event_finish(struct vm_ctx *c, vm_event *e);
+/* The event of a call that runs behind the last one covers both. */
+void vm_drv_event_follow(struct vm_ctx *c, vm_event *last, vm_event e);
+void vm_drv_mark_worker(void); /* this thread's time is the worker's */
+
+/* Maps a whole slab at addresses of its own, and unmaps it. As part of the slab's life they count as slab calls;
+ * kind: of the failures that are injected. */
+int vm_drv_alias(struct vm_ctx *c, uint64_t slab, uint64_t bytes, uint32_t kind, uint64_t *addr, uint64_t *priv);
+int vm_drv_unalias(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t priv);
+
+/* ---- bind.c ------------------------------------------------------------------------------------ */
+
+/* Carries the operations out, in as few driver calls as the back end can. They may be put into another order, which is
+ * the one that *result counts in. */
+int vm_bind(struct vm_ctx *c, struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
+
+/* ---- room.c (lock held) ------------------------------------------------------------------------ */
+
+/* -ENOSPC where so many more pieces or mappings do not fit; `limited`: max_mappings counts too. The mappings are
+ * planned from then on. */
+int vm_room_take(struct vm_ctx *c, uint64_t more_segments, uint64_t more_mappings, bool limited);
+/* They are counted, or will never be. */
+static inline void vm_room_end(struct vm_ctx *c, uint64_t mappings) { c->driver->planned -= mappings; }
+/* Whether a second attempt at what came to `err` may find room, because what was counted is old. Lock not held. */
+bool vm_recount(struct vm_ctx *c, int err);
+
+#endif

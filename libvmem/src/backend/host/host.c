@@ -1,0 +1,349 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * The back end for a machine without a GPU: real reservations (PROT_NONE mappings), real pages
+ * (parts of one memfd), mapped with MAP_FIXED; a page that is given back is punched out of the file.
+ *
+ * Every scattered page is a VMA of the process, and the kernel allows vm.max_map_count of them (65,530
+ * by default). The core counts the pieces; room() holds them below the limit with a margin, so that an
+ * undo, which may need a VMA more for a moment, does not fail.
+ *
+ * All mappings are MADV_DONTFORK: a forked child must not write to the parent's pages.
+ */
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "backend/backend.h"
+#include "base/context.h"
+
+#define VMA_MARGIN 256u   /* for an undo, thread stacks and libraries loaded meanwhile */
+#define VMA_RECOUNT 4096u /* new pieces after which the rest of the process is counted again */
+#define SLAB_SIZE (64ull << 20)
+
+struct host {
+  int fd;
+  pthread_mutex_t lock; /* what follows */
+  uint64_t next_offset; /* offsets are never used twice: a file may have 2^63 bytes of holes */
+  uint64_t slab_bytes;
+  uint64_t other_vmas, counted_at, max_vmas, segments; /* what room() compares, and the core's last number */
+  bool recount_due;
+};
+
+/* ---- limits of the machine -------------------------------------------------------------------- */
+
+static bool read_number(const char *path, const char *format, unsigned long long *out) {
+  FILE *f = fopen(path, "re");
+  char line[128];
+  bool found = false;
+  while (f && !found && fgets(line, sizeof(line), f)) found = sscanf(line, format, out) == 1;
+  if (f) fclose(f);
+  return found;
+}
+
+/* Bytes that this process may still take, by the machine's count and by its control group's. */
+static uint64_t memory_available(void) {
+  unsigned long long kib, max, now;
+  uint64_t avail = UINT64_MAX;
+  if (read_number("/proc/meminfo", "MemAvailable: %llu", &kib)) avail = (uint64_t)kib << 10;
+  if (read_number("/sys/fs/cgroup/memory.max", "%llu", &max) &&
+      read_number("/sys/fs/cgroup/memory.current", "%llu", &now)) {
+    uint64_t left = max > now ? max - now : 0;
+    if (left < avail) avail = left;
+  }
+  return avail;
+}
+
+static uint64_t count_vmas(void) {
+  int fd = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+  char buf[16384];
+  uint64_t lines = 0;
+  ssize_t n;
+  if (fd < 0) return 0;
+  while ((n = read(fd, buf, sizeof(buf))) > 0 || (n < 0 && errno == EINTR))
+    for (ssize_t i = 0; i < n; i++) lines += buf[i] == '\n';
+  close(fd);
+  return lines;
+}
+
+static void host_recount(void *be, uint64_t segments) {
+  struct host *h = be;
+  unsigned long long max = 65530;
+  uint64_t all = count_vmas(), others = all > segments ? all - segments : 0;
+  read_number("/proc/sys/vm/max_map_count", "%llu", &max);
+  pthread_mutex_lock(&h->lock);
+  h->max_vmas = max;
+  h->other_vmas = others;
+  h->counted_at = segments;
+  h->recount_due = false;
+  pthread_mutex_unlock(&h->lock);
+}
+
+/* Counting takes milliseconds, so it is done again only where it may matter, and by who maps: room() is called under
+ * the core's lock. */
+static void recount_if_due(struct host *h) {
+  uint64_t segments;
+  bool due;
+  pthread_mutex_lock(&h->lock);
+  due = h->recount_due;
+  h->recount_due = false;
+  segments = h->segments;
+  pthread_mutex_unlock(&h->lock);
+  if (due) host_recount(h, segments);
+}
+
+static int no_room(uint64_t have, uint64_t more, uint64_t max) {
+  return vm_fail_at(-ENOSPC, 0, have + more, max,
+                    "%llu scattered pieces more would exceed the limit on mappings of a process: %llu in use of "
+                    "vm.max_map_count = %llu (margin %u); raise it with sysctl, or use larger pages",
+                    (unsigned long long)more, (unsigned long long)have, (unsigned long long)max, VMA_MARGIN);
+}
+
+static int host_room(void *be, const struct vm_be_load *load) {
+  struct host *h = be;
+  uint64_t segments = load->segments, more = load->more_segments, have, max;
+  pthread_mutex_lock(&h->lock);
+  have = segments + h->other_vmas;
+  max = h->max_vmas;
+  h->segments = segments;
+  if (have + more + VMA_MARGIN > max / 4 * 3 && segments > h->counted_at + VMA_RECOUNT) h->recount_due = true;
+  pthread_mutex_unlock(&h->lock);
+  return have + more + VMA_MARGIN <= max ? 0 : no_room(have, more, max);
+}
+
+static const struct vm_backend host_counted;
+
+/* ---- open, close ------------------------------------------------------------------------------ */
+
+static uint64_t page_sizes(void) {
+  uint64_t least = (uint64_t)sysconf(_SC_PAGESIZE);
+  return (4ull << 20) - least; /* the sizes from `least` to 2 MiB */
+}
+
+static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, void **be) {
+  struct host *h;
+  uint64_t sizes = page_sizes(), granule = o->granule ? o->granule : 64u << 10;
+  if (o->num_devices > 1)
+    return vm_fail_at(-EINVAL, 0, o->num_devices, 1, "back end host has one device, not %u", o->num_devices);
+  if (!(granule & sizes) || granule & (granule - 1))
+    return vm_fail_at(-EOPNOTSUPP, 0, granule, sizes, "back end host has no granule of %llu bytes",
+                      (unsigned long long)granule);
+  if (!(h = calloc(1, sizeof(*h)))) return vm_fail(-ENOMEM, "no heap memory for a context");
+  h->fd = memfd_create("vmem", MFD_CLOEXEC);
+  if (h->fd < 0) {
+    int err = -errno;
+    free(h);
+    return vm_fail(err == -ENOSYS ? -ENODEV : -ENOMEM, "memfd_create: %s", strerror(-err));
+  }
+  pthread_mutex_init(&h->lock, NULL);
+  host_recount(h, 0);
+  info->pub.caps = VMEM_CAP_ALIAS | VMEM_CAP_READONLY | VMEM_CAP_SPARSE | VMEM_CAP_SPARSE_ATOMIC | VMEM_CAP_HOST_PAGES |
+                   VMEM_CAP_CPU_ACCESS | VMEM_CAP_VISIBLE | VMEM_CAP_PLAIN;
+  info->pub.granule = granule;
+  info->pub.page_sizes = sizes & ~(granule - 1);
+  info->all_page_sizes = sizes;
+  info->pub.slab_size = SLAB_SIZE;
+  info->pub.max_segments = h->max_vmas;
+  if (o->max_mappings) {
+    info->pub.caps |= VMEM_CAP_CONSOLIDATE;
+    info->table = &host_counted;
+  }
+  snprintf(info->pub.device_name, sizeof(info->pub.device_name), "host memory");
+  info->fresh_is_zero = true;
+  info->unreserve_unmaps = true;
+  *be = h;
+  return 0;
+}
+
+static void host_close(void *be) {
+  struct host *h = be;
+  close(h->fd);
+  pthread_mutex_destroy(&h->lock);
+  free(h);
+}
+
+static int host_mem_info(void *be, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes) {
+  unsigned long long kib = 0;
+  (void)be;
+  (void)location;
+  (void)device;
+  *free_bytes = memory_available();
+  read_number("/proc/meminfo", "MemTotal: %llu", &kib);
+  *total_bytes = (uint64_t)kib << 10;
+  return 0;
+}
+
+/* ---- addresses -------------------------------------------------------------------------------- */
+
+static void *at(uint64_t addr) { return (void *)(uintptr_t)addr; }
+
+/* Nothing (or, sparse, the zero page) behind a range; a fixed mapping replaces what was there. */
+static int blank(uint64_t addr, uint64_t bytes, bool sparse) {
+  void *p = mmap(at(addr), bytes, sparse ? PROT_READ : PROT_NONE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  if (p == MAP_FAILED) return -errno;
+  return madvise(p, bytes, MADV_DONTFORK) ? -errno : 0;
+}
+
+static int host_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,
+                        uint64_t *priv) {
+  bool sparse = flags & VMEM_RESERVE_SPARSE;
+  uint64_t room = bytes + align, a;
+  void *p;
+  int err;
+  (void)be;
+  if (room < bytes)
+    return vm_fail_at(-EOVERFLOW, 0, bytes, align, "%llu bytes and their alignment leave 64 bits",
+                      (unsigned long long)bytes);
+  p = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED)
+    return vm_fail_at(-ENOMEM, 0, bytes, 0, "no %llu bytes of addresses: %s", (unsigned long long)bytes,
+                      strerror(errno));
+  a = vm_round_up((uint64_t)(uintptr_t)p, align);
+  if (a > (uint64_t)(uintptr_t)p) munmap(p, a - (uint64_t)(uintptr_t)p);
+  if (a + bytes < (uint64_t)(uintptr_t)p + room) munmap(at(a + bytes), (uint64_t)(uintptr_t)p + room - a - bytes);
+  if ((err = blank(a, bytes, sparse))) {
+    munmap(at(a), bytes);
+    return vm_fail_at(-ENOMEM, a, bytes, 0, "no %llu bytes of addresses: %s", (unsigned long long)bytes,
+                      strerror(-err));
+  }
+  *addr = a;
+  *kind = VMEM_RANGE_VISIBLE | (sparse ? VMEM_RANGE_SPARSE : 0);
+  *priv = 0;
+  return 0;
+}
+
+static int host_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone) {
+  (void)be;
+  (void)priv;
+  (void)gone;
+  return munmap(at(addr), bytes) ? vm_fail_at(-EIO, addr, bytes, 0, "munmap: %s", strerror(errno)) : 0;
+}
+
+static int map_failed(struct host *h, uint64_t addr, uint64_t bytes, int err) {
+  uint64_t vmas = err == -ENOMEM ? count_vmas() : 0, max;
+  pthread_mutex_lock(&h->lock);
+  max = h->max_vmas;
+  pthread_mutex_unlock(&h->lock);
+  if (err == -ENOMEM && vmas + VMA_MARGIN >= max) return no_room(vmas, 1, max);
+  return vm_fail_at(err == -ENOMEM ? -ENOMEM : -EIO, addr, bytes, 0, "mmap: %s", strerror(-err));
+}
+
+static int host_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
+  int err = blank(addr, bytes, sparse);
+  return err ? map_failed(be, addr, bytes, err) : 0;
+}
+
+static int host_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
+                    bool sparse) {
+  struct host *h = be;
+  int prot = PROT_READ | (flags & VMEM_MAP_READONLY ? 0 : PROT_WRITE), err;
+  void *p;
+  recount_if_due(h);
+  p = mmap(at(addr), bytes, prot, MAP_SHARED | MAP_FIXED, h->fd, (off_t)(slab + offset));
+  if (p == MAP_FAILED) return map_failed(h, addr, bytes, -errno);
+  if (!madvise(p, bytes, MADV_DONTFORK)) return 0;
+  err = -errno;
+  blank(addr, bytes, sparse);
+  return map_failed(h, addr, bytes, err);
+}
+
+/* mmap replaces what was there. */
+static int host_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags) {
+  return host_map(be, addr, bytes, slab, offset, flags, false);
+}
+
+/* ---- memory ----------------------------------------------------------------------------------- */
+
+/* Slabs are promises until touched, so the promises still open count against what is available. */
+static int host_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
+                            uint64_t *slab) {
+  struct host *h = be;
+  uint64_t avail = memory_available(), resident, open_promises, offset;
+  struct stat st;
+  int err = 0;
+  (void)page_size;
+  (void)location;
+  (void)device;
+  pthread_mutex_lock(&h->lock);
+  resident = fstat(h->fd, &st) ? 0 : (uint64_t)st.st_blocks * 512;
+  open_promises = h->slab_bytes > resident ? h->slab_bytes - resident : 0;
+  offset = h->next_offset;
+  if (avail < open_promises || avail - open_promises < bytes)
+    err = vm_fail_at(-ENOMEM, 0, bytes, avail, "%llu bytes of host memory: %llu available, %llu of them promised",
+                     (unsigned long long)bytes, (unsigned long long)avail, (unsigned long long)open_promises);
+  else if (offset + bytes < offset || ftruncate(h->fd, (off_t)(offset + bytes)))
+    err = vm_fail_at(-ENOMEM, 0, bytes, 0, "growing the memory file to %llu bytes: %s",
+                     (unsigned long long)(offset + bytes), strerror(errno));
+  if (!err) {
+    h->next_offset += bytes;
+    h->slab_bytes += bytes;
+    *slab = offset;
+  }
+  pthread_mutex_unlock(&h->lock);
+  return err;
+}
+
+static int host_discard(void *be, uint64_t slab, uint64_t offset, uint64_t bytes) {
+  struct host *h = be;
+  while (fallocate(h->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)(slab + offset), (off_t)bytes))
+    if (errno != EINTR) return vm_fail_at(-EIO, 0, bytes, 0, "punching a hole: %s", strerror(errno));
+  return 0;
+}
+
+static int host_slab_destroy(void *be, uint64_t slab, uint64_t bytes) {
+  struct host *h = be;
+  int err = host_discard(be, slab, 0, bytes);
+  if (err) return err;
+  pthread_mutex_lock(&h->lock);
+  h->slab_bytes -= bytes;
+  pthread_mutex_unlock(&h->lock);
+  return 0;
+}
+
+static int host_fill(void *be, const struct vm_be_range *r, size_t n, uint8_t value, const vm_event *after,
+                     size_t num_after, vm_event *done) {
+  (void)be;
+  (void)after;
+  (void)num_after;
+  for (size_t i = 0; i < n; i++) memset(at(r[i].addr), value, r[i].bytes);
+  *done = 0;
+  return 0;
+}
+
+static int host_read(void *be, void *dst, uint64_t addr, uint64_t bytes) {
+  (void)be;
+  memcpy(dst, at(addr), bytes);
+  return 0;
+}
+
+static int host_write(void *be, uint64_t addr, const void *src, uint64_t bytes) {
+  (void)be;
+  memcpy(at(addr), src, bytes);
+  return 0;
+}
+
+static int host_copy(void *be, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
+                     vm_event *done) {
+  (void)be;
+  (void)after;
+  (void)num_after;
+  for (size_t i = 0; i < n; i++) memcpy(at(copies[i].dst), at(copies[i].src), copies[i].bytes);
+  *done = 0;
+  return 0;
+}
+
+#define HOST_ENTRIES                                                                                                   \
+  .name = "host", .open = host_open, .close = host_close, .mem_info = host_mem_info, .reserve = host_reserve,          \
+  .unreserve = host_unreserve, .slab_create = host_slab_create, .slab_destroy = host_slab_destroy,                     \
+  .discard = host_discard, .map = host_map, .unmap = host_unmap, .fill = host_fill, .read = host_read,                 \
+  .write = host_write, .copy = host_copy, .room = host_room, .recount = host_recount
+
+const struct vm_backend vm_backend_host = {HOST_ENTRIES};
+
+/* With a limit on mappings, which is for programs that try out what they do elsewhere: a call counts here too, so
+ * consolidating saves something, while the kernel joins neighbours by itself. */
+static const struct vm_backend host_counted = {HOST_ENTRIES, .remap = host_remap};

@@ -1,0 +1,98 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * nvidia.h - what the back ends "stock" and "uvm" share: NVIDIA's kernel modules, opened for this process.
+ *
+ * Both are clients of the resource manager (rm.h) and speak through a /dev/nvidia-uvm descriptor: the one
+ * that CUDA holds, found among this process's own (descriptor.c), or, where there is no CUDA at all, one of
+ * the library's (without_cuda.c). Addresses come from CUDA or from the process (addresses.c).
+ */
+#ifndef VMEM_NVIDIA_H
+#define VMEM_NVIDIA_H
+
+#include "backend/cuda/entries.h"
+#include "backend/nvidia/rm.h"
+
+#define UVM_NODE "/dev/nvidia-uvm"
+
+struct nvidia_device {
+  int32_t ordinal;    /* CUDA's number, or the library's own where there is no CUDA */
+  int fd;             /* /dev/nvidiaN, held so that RM lets this process use the GPU */
+  uint32_t object;    /* RM device, parent of slabs */
+  uint32_t subdevice; /* RM objects of without_cuda.c, else 0 */
+  uint32_t va_space;
+  uint8_t uuid[16];
+  char name[64];
+};
+
+struct nvidia {
+  struct gpu_be base; /* .gpu is NULL where there is no CUDA */
+  struct rm rm;
+  int uvm_fd;
+  int mm_fd; /* without_cuda.c: ties uvm_fd to this process's memory; -1 = none */
+  uint32_t num_devices;
+  struct nvidia_device devices[VMEM_MAX_DEVICES]; /* as in base.gpu->devices, where that is */
+  uint64_t granule;
+  atomic_ullong device_slab_bytes; /* in devices[0] */
+  pthread_mutex_t va_lock;
+  uint64_t visible_bytes;      /* in visible reservations; under va_lock */
+  struct nvidia_range *ranges; /* reservations; under va_lock */
+};
+
+/* Addresses of a reservation. */
+struct nvidia_range {
+  struct nvidia_range *next, **at; /* in the context's list */
+  uint64_t base, bytes;            /* as CUDA or mmap gave them */
+  uint64_t addr, length;           /* of the reservation in the driver */
+  bool visible;
+  bool freed; /* the driver has given the reservation back, giving back the addresses has failed so far */
+};
+
+/* ---- open.c ---- */
+
+/* Nothing is open. */
+void nvidia_init(struct nvidia *n);
+/* Everything but uvm_fd, with CUDA. On failure nvidia_close takes back what was done. */
+int nvidia_open(struct nvidia *n, const struct vmem_open_opts *opts);
+/* Holds the node of devices[index], whose uuid and name are set, and makes its RM device. */
+int nvidia_open_device(struct nvidia *n, uint32_t index);
+void nvidia_close(struct nvidia *n);
+/* One of UVM's ioctls. What ioctl returns says whether the driver took the call, *status, which is in the
+ * structure, whether it did the work. */
+int nvidia_uvm_call(const struct nvidia *n, unsigned long request, void *params, uint32_t *status, uint64_t addr,
+                    uint64_t bytes, const char *what);
+/* Index in n->devices; -EINVAL when the ordinal is not one of the context's. */
+int nvidia_find(const struct nvidia *n, int32_t ordinal, uint32_t *index);
+
+/* ---- descriptor.c: CUDA's descriptor ---- */
+
+/* 0, or the error that names what is wrong with the device node. */
+int nvidia_check_uvm_node(void);
+/* Sets n->uvm_fd to a duplicate of the first /dev/nvidia-uvm of this process for which `trial` returns 0; it
+ * finds the candidate in n->uvm_fd. */
+int nvidia_find_uvm(struct nvidia *n, int (*trial)(struct nvidia *n, void *arg), void *arg);
+/* "PID NAME, PID NAME, ...": the other processes that have UVM's node open, as far as this user may see and
+ * `size` allows. Looks through /proc. */
+void nvidia_uvm_users(char *text, size_t size);
+
+/* ---- without_cuda.c: without CUDA ---- */
+
+/* Does what nvidia_open does, and makes n->uvm_fd. Devices are numbered as the driver lists its cards. */
+int nvidia_open_own(struct nvidia *n, const struct vmem_open_opts *opts);
+int nvidia_own_mem_info(struct nvidia *n, uint32_t index, uint64_t *free_bytes, uint64_t *total_bytes);
+
+/* ---- addresses.c: addresses ---- */
+
+enum { NVIDIA_VA_ALIGN = 2 << 20 }; /* least alignment; CUDA rounds managed memory up to this as well */
+
+/* A new range of addresses, of which the driver knows nothing; *out goes back with nvidia_addresses_put. */
+int nvidia_addresses_get(struct nvidia *n, uint64_t bytes, uint64_t align, uint32_t flags, struct nvidia_range **out);
+/* The driver's reservation is gone. On failure the range stays, to be tried again. */
+int nvidia_addresses_put(struct nvidia *n, struct nvidia_range *r);
+/* The range whose reservation holds addr; NULL = none. */
+struct nvidia_range *nvidia_range_at(struct nvidia *n, uint64_t addr);
+/* At close: frees what describes ranges that a broken CUDA context would not give back. */
+void nvidia_forget_ranges(struct nvidia *n);
+/* Addresses with nothing behind them; the caller gives them back with munmap. */
+int nvidia_host_range(uint64_t bytes, uint64_t align, uint64_t *addr);
+
+#endif

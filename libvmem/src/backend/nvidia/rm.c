@@ -1,0 +1,184 @@
+/* SPDX-License-Identifier: MIT */
+#include "backend/nvidia/rm.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/utsname.h>
+#include <unistd.h>
+
+#include "base/error.h"
+
+enum { FIRST_HANDLE = 0xcaf00001 };
+
+static bool is_suspended(uint32_t status) { return status == NV_ERR_BUSY_RETRY || status == NV_ERR_GPU_NOT_FULL_POWER; }
+
+int rm_call(int fd, unsigned long request, void *arg, uint32_t *status) {
+  struct vm_patience patience = {0};
+  int err;
+  for (;;) {
+    err = ioctl(fd, request, arg) ? -errno : 0;
+    if (err == -EINTR) continue;
+    if (err ? err != -EAGAIN : !status || !is_suspended(*status)) return err;
+    if (!vm_again(&patience)) return err;
+    if (status) *status = NV_OK;
+  }
+}
+
+int rm_ioctl(int fd, unsigned long request, void *arg) { return rm_call(fd, request, arg, NULL); }
+
+static bool under_wsl(void) {
+  struct utsname u;
+  return access("/dev/dxg", F_OK) == 0 || (uname(&u) == 0 && strstr(u.release, "icrosoft"));
+}
+
+int rm_open_node(const char *path, int *fd) {
+  int err;
+  do *fd = open(path, O_RDWR | O_CLOEXEC);
+  while (*fd < 0 && errno == EINTR);
+  if (*fd >= 0) return 0;
+  err = errno;
+  if (err == EACCES || err == EPERM) return vm_fail(-EACCES, "no permission to open %s", path);
+  if (under_wsl()) return vm_fail(-ENODEV, "WSL: no %s, its driver has no resource manager interface", path);
+  if (err == ENOENT || err == ENXIO || err == ENODEV)
+    return vm_fail(-ENODEV,
+                   "%s is missing: no NVIDIA driver is loaded, or this container was not given "
+                   "the node",
+                   path);
+  if (err == EMFILE || err == ENFILE) return vm_fail(-ENOMEM, "%s: %s", path, strerror(err));
+  return vm_fail(-ENODEV, "%s: %s", path, strerror(err));
+}
+
+static bool parse_version(const char *text, struct nv_version *v) {
+  int n;
+  memset(v, 0, sizeof(*v));
+  n = sscanf(text, "%u.%u.%u", &v->major, &v->minor, &v->patch);
+  return n >= 2 && v->major >= 100;
+}
+
+/* The control node answers in any container; /proc/driver may not be mounted there. */
+static int read_version(struct rm *rm) {
+  struct nv_api_version query = {.cmd = NV_API_VERSION_QUERY};
+  char line[256] = "", *save = NULL;
+  FILE *f;
+  if (rm_ioctl(rm->fd, NV_IOCTL(NV_ESC_CHECK_VERSION_STR, sizeof(query)), &query) == 0) {
+    query.text[sizeof(query.text) - 1] = 0;
+    if (parse_version(query.text, &rm->version)) {
+      memcpy(rm->version_text, query.text, sizeof(rm->version_text));
+      return 0;
+    }
+  }
+  f = fopen("/proc/driver/nvidia/version", "re");
+  if (f) {
+    if (!fgets(line, sizeof(line), f)) line[0] = 0;
+    fclose(f);
+  }
+  for (char *w = strtok_r(line, " \t\n", &save); w; w = strtok_r(NULL, " \t\n", &save))
+    if (strspn(w, "0123456789.") == strlen(w) && parse_version(w, &rm->version)) {
+      snprintf(rm->version_text, sizeof(rm->version_text), "%s", w);
+      return 0;
+    }
+  return vm_fail(-ENODEV, "neither /dev/nvidiactl nor /proc/driver/nvidia/version tells the driver's "
+                          "version");
+}
+
+static int check_version(const struct rm *rm, bool force) {
+  if (rm->version.major < NV_FIRST_BRANCH && !force)
+    return vm_fail(-ENODEV, "driver %s is too old: %d or later is needed", rm->version_text, NV_FIRST_BRANCH);
+  if (rm->version.major > NV_LAST_BRANCH && !force)
+    return vm_fail(-ENODEV,
+                   "driver %s is newer than the newest whose layouts were checked (%d): "
+                   "VMEM_OPEN_FORCE tries it all the same",
+                   rm->version_text, NV_LAST_BRANCH);
+  return 0;
+}
+
+/* Returns an errno for the ioctl, the RM's own status in *status. */
+static int alloc_raw(struct rm *rm, uint32_t parent, uint32_t class_id, void *params, uint32_t bytes, uint32_t *object,
+                     uint32_t *status) {
+  struct nvos64 a = {.root = rm->client,
+                     .parent = parent,
+                     .object = *object,
+                     .class_id = class_id,
+                     .params = (uint64_t)(uintptr_t)params,
+                     .params_size = bytes};
+  int err;
+  if (rm->abi.alloc_bytes == sizeof(struct nvos64_530)) {
+    struct nvos64_530 old = {a.root, a.parent, a.object, a.class_id, a.params, 0, 0, 0};
+    err = rm_call(rm->fd, NV_IOCTL(NV_ESC_RM_ALLOC, sizeof(old)), &old, &old.status);
+    a.object = old.object;
+    a.status = old.status;
+  } else {
+    err = rm_call(rm->fd, NV_IOCTL(NV_ESC_RM_ALLOC, sizeof(a)), &a, &a.status);
+  }
+  *object = a.object;
+  *status = a.status;
+  return err;
+}
+
+int rm_open(struct rm *rm, bool force) {
+  uint32_t status = 0;
+  int err;
+  memset(rm, 0, sizeof(*rm));
+  rm->fd = -1;
+  atomic_init(&rm->next_handle, FIRST_HANDLE);
+  err = rm_open_node("/dev/nvidiactl", &rm->fd);
+  if (err) return err;
+  err = read_version(rm);
+  if (!err) err = check_version(rm, force);
+  if (!err) {
+    rm->abi = nv_abi_for(rm->version);
+    err = alloc_raw(rm, 0, NV01_ROOT_CLIENT, NULL, 0, &rm->client, &status);
+    err = err ? rm_fail_errno(err, 0, 0, "the RM's client allocation")
+              : rm_fail(status, 0, 0, "the RM's client allocation");
+  }
+  if (err) rm_close(rm);
+  return err;
+}
+
+void rm_close(struct rm *rm) {
+  if (rm->fd >= 0) close(rm->fd);
+  rm->fd = -1;
+  rm->client = 0;
+}
+
+int rm_alloc(struct rm *rm, uint32_t parent, uint32_t class_id, void *params, uint32_t bytes, uint32_t *object,
+             const char *what) {
+  uint32_t status = 0;
+  int err;
+  *object = atomic_fetch_add_explicit(&rm->next_handle, 1, memory_order_relaxed);
+  err = alloc_raw(rm, parent, class_id, params, bytes, object, &status);
+  return err ? rm_fail_errno(err, 0, 0, what) : rm_fail(status, 0, 0, what);
+}
+
+int rm_free(struct rm *rm, uint32_t parent, uint32_t object) {
+  struct nvos00 f = {.root = rm->client, .parent = parent, .object = object};
+  int err = rm_call(rm->fd, NV_IOCTL(NV_ESC_RM_FREE, sizeof(f)), &f, &f.status);
+  return err ? rm_fail_errno(err, 0, 0, "the RM's free") : rm_fail(f.status, 0, 0, "the RM's free");
+}
+
+int rm_control(struct rm *rm, uint32_t object, uint32_t cmd, void *params, uint32_t bytes, const char *what) {
+  struct nvos54 c = {
+      .client = rm->client, .object = object, .cmd = cmd, .params = (uint64_t)(uintptr_t)params, .params_size = bytes};
+  int err = rm_call(rm->fd, NV_IOCTL(NV_ESC_RM_CONTROL, sizeof(c)), &c, &c.status);
+  return err ? rm_fail_errno(err, 0, 0, what) : rm_fail(c.status, 0, 0, what);
+}
+
+int rm_find_gpu(struct rm *rm, const uint8_t uuid[16], struct rm_gpu *gpu) {
+  struct nv0000_uuid_info info = {.flags = NV0000_UUID_BINARY};
+  struct nv_card_info cards[NV_MAX_CARDS];
+  int err;
+  memcpy(info.uuid, uuid, 16);
+  err = rm_control(rm, rm->client, NV0000_GET_UUID_INFO, &info, sizeof(info), "looking the GPU up by its UUID");
+  if (err) return err;
+  memset(cards, 0, sizeof(cards));
+  err = rm_ioctl(rm->fd, NV_IOCTL(NV_ESC_CARD_INFO, sizeof(cards)), cards);
+  if (err) return rm_fail_errno(err, 0, 0, "listing the cards");
+  for (int i = 0; i < NV_MAX_CARDS; i++)
+    if (cards[i].valid && cards[i].gpu_id == info.gpu_id) {
+      *gpu = (struct rm_gpu){info.gpu_id, info.device_instance, cards[i].minor_number};
+      return 0;
+    }
+  return vm_fail(-ENODEV, "the driver lists no card with id 0x%x", info.gpu_id);
+}

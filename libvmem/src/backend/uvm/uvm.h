@@ -1,0 +1,90 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * uvm.h - the parts of the back end "uvm": NVIDIA's driver with our patch (kernel_module/uvm_vmem_ioctl.h).
+ *
+ * Reservations, physical pages and mappings are the kernel's objects, made through one /dev/nvidia-uvm: the one
+ * that CUDA holds, or our own where there is no CUDA. A slab is one or more objects of CREATE, a page of which is
+ * the context's granule; a batch of the core goes down as one BIND, which is all or nothing.
+ *
+ * The driver zeroes new objects. What comes back to the core's pool is zeroed by the core, through a reservation and a
+ * BIND of the whole slab, made when its first page comes back.
+ */
+#ifndef VMEM_UVM_H
+#define VMEM_UVM_H
+
+#include <uvm_vmem_ioctl.h>
+
+#include "backend/nvidia/nvidia.h"
+
+/* How bytes are read and written where there is no CUDA. The library has no way and leaves the pointer NULL: then
+ * pages can be mapped and unmapped, and every function that looks at contents gives -EOPNOTSUPP. A program that
+ * links the library's objects and has a way, such as the tests on a software GPU, defines it. */
+struct uvm_contents {
+  int (*open)(const struct nvidia *n, void **state);
+  void (*close)(void *state);
+  int (*fill)(void *state, uint64_t addr, uint64_t bytes, uint8_t value);
+  int (*read)(void *state, void *dst, uint64_t addr, uint64_t bytes);
+  int (*write)(void *state, uint64_t addr, const void *src, uint64_t bytes);
+  int (*copy)(void *state, uint64_t dst, uint64_t src, uint64_t bytes);
+};
+extern const struct uvm_contents *vm_uvm_contents;
+
+struct uvm {
+  struct nvidia nv;
+  struct uvm_vmem_query query; /* of the driver */
+  unsigned shift;              /* log2(nv.granule) */
+  uint64_t object_bytes;       /* of one object of a slab of small pages, but for its last */
+  uint64_t bind_bytes;         /* of one map operation */
+  void *contents;              /* state of vm_uvm_contents; NULL = not in use */
+};
+
+/* ---- ioctl.c ---- */
+
+/* An ioctl of uvm_vmem_ioctl.h on fd. On failure the error is recorded with what it means there. */
+int uvm_ioctl(int fd, unsigned long request, void *arg, uint64_t addr, uint64_t bytes, const char *what);
+/* Records a failed ioctl, as above. */
+int uvm_fail(int err, uint64_t addr, uint64_t bytes, const char *what);
+/* Asks the driver what it can do. -ENODEV when it is not the patched one. */
+int uvm_query(int fd, struct uvm_vmem_query *query);
+/* -ENODEV with the reason when the driver refuses this kind of GPU. */
+int uvm_check_gpu(int fd, const struct nvidia_device *d);
+
+/* ---- reserve.c ---- */
+
+/* Takes the addresses on every device of the context. */
+int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags);
+int uvm_give_back(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags);
+int uvm_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,
+                uint64_t *priv);
+int uvm_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone);
+
+/* ---- slab.c ---- */
+
+int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device, uint64_t *slab);
+int uvm_slab_destroy(void *be, uint64_t slab, uint64_t bytes);
+/* The object that holds a slab's byte `offset`. */
+uint32_t uvm_slab_handle(uint64_t slab, uint64_t offset);
+/* Bytes of its objects, but for the last. */
+uint64_t uvm_slab_object_bytes(uint64_t slab);
+
+/* ---- bind.c: mappings ---- */
+
+int uvm_bind(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
+int uvm_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse);
+int uvm_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse);
+
+/* ---- contents.c: contents without CUDA, by vm_uvm_contents ---- */
+
+int uvm_contents_open(struct uvm *u);
+void uvm_contents_close(struct uvm *u);
+
+int uvm_own_mem_info(void *be, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes);
+int uvm_own_fill(void *be, const struct vm_be_range *ranges, size_t n, uint8_t value, const vm_event *after,
+                 size_t num_after, vm_event *done);
+int uvm_own_read(void *be, void *dst, uint64_t addr, uint64_t bytes);
+int uvm_own_write(void *be, uint64_t addr, const void *src, uint64_t bytes);
+int uvm_own_copy(void *be, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
+                 vm_event *done);
+int uvm_own_event_from(void *be, uint32_t kind, uint64_t handle, vm_event *event);
+
+#endif

@@ -1,0 +1,303 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * phys.h - physical memory.
+ *
+ *   slab, unit   one allocation of the driver and its granules. slab.c owns what is known about each unit: how many
+ *                refer to it, whether it is free, dirty, about to be zeroed, being zeroed, being filled
+ *   pool         the slabs of one location and kind, and where in them the next run is taken (pool.c); slabs come from
+ *                the driver and go back to it (supply.c)
+ *   alias        a slab's own mapping, through which its pages are zeroed and moved (alias.c, clean.c)
+ *   fill         work of the GPU that still writes pages of a committed plan (fills.c)
+ *   handle       runs of units held for the caller, and the number of live mappings made with it (handle.c)
+ *
+ * A unit has one reference for each handle that holds it and one for each pte.
+ */
+#ifndef VMEM_PHYS_H
+#define VMEM_PHYS_H
+
+#include "backend/driver.h"
+#include "base/bits.h"
+#include "base/context.h"
+
+/* ---- slab.c ------------------------------------------------------------------------------------ */
+
+#define REF_QUARANTINED 0x80000000u
+
+struct vm_pool;
+
+struct vm_slab {
+  uint64_t priv, bytes;   /* immutable */
+  uint32_t units, chunks; /* immutable; a chunk is 2 MiB */
+  uint32_t index;         /* immutable; in vm_phys.slabs */
+  struct vm_pool *pool;   /* immutable */
+  uint64_t grow_id;
+  uint64_t alias, alias_priv; /* where the slab itself is mapped; 0 = not mapped */
+  bool alias_making;
+  uint32_t cleaning; /* runs of the clean batch in flight; it is not to be destroyed */
+  bool evacuating;   /* vmem_compact is emptying it: in no list, and its free units not the pool's */
+  /* the pool's */
+  uint32_t free_units; /* the soiled among them */
+  uint32_t soiled;     /* units in soil_map */
+  uint32_t max_run;    /* upper bound on the longest run in free_map */
+  uint32_t empty_chunks;
+  int bin, level;
+  int elevel; /* the elist it is in; -1 = none */
+  bool in_slist;
+  bool merged;                   /* some units in free_map are dirty */
+  struct vm_slab *prev, *next;   /* in the pool's bin */
+  struct vm_slab *eprev, *enext; /* in the pool's list of slabs with empty chunks */
+  struct vm_slab *sprev, *snext; /* in the pool's list of slabs with dirty free units */
+  uint32_t *chunk_free;          /* per chunk: free units */
+  /* slab.c's: changed by the functions below */
+  uint32_t *refs;      /* per unit; REF_QUARANTINED | count */
+  uint64_t *free_map;  /* free, to be taken */
+  uint64_t *soil_map;  /* free too, but dirty: to be zeroed in the background, taken last */
+  uint64_t *dirty_map; /* must be zeroed before it is mapped */
+  uint64_t *claim_map; /* dirty, and a plan is about to zero it */
+  uint64_t *zero_map;  /* dirty, and the clean batch in flight zeroes it */
+  uint64_t *fill_map;  /* a fill of a committed plan still writes it */
+  uint64_t maps[];
+};
+
+struct vm_run {
+  struct vm_slab *slab;
+  uint32_t unit, n;
+};
+
+/* With its driver memory, in no table yet. Lock not held. */
+struct vm_slab *vm_slab_make(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64_t page_size, int *err);
+/* Its memory, its mapping and the structure; in no table any more. What the driver does not take back is lost. Lock not
+ * held. */
+int vm_slab_destroy(struct vm_ctx *c, struct vm_slab *s);
+/* Gives it an index, and takes that away. Lock held. */
+int vm_slab_enter(struct vm_ctx *c, struct vm_slab *s);
+void vm_slab_forget(struct vm_ctx *c, struct vm_slab *s);
+
+/* States of units. Lock held. */
+void vm_units_offer(struct vm_slab *s, uint32_t unit, uint32_t n);           /* free, to be taken */
+void vm_units_soil(struct vm_slab *s, uint32_t unit, uint32_t n, bool soil); /* free, kept apart; or in passing */
+void vm_units_take(struct vm_slab *s, uint32_t unit, uint32_t n);            /* free no more: one reference */
+void vm_units_untake(struct vm_slab *s, uint32_t unit, uint32_t n);          /* without that reference, in passing */
+void vm_units_ref(struct vm_slab *s, uint32_t unit, uint32_t n);
+/* Drops a reference of each; stops behind the first ones that have none left, of which there are *freed. Returns the
+ * units dealt with, those included. */
+uint32_t vm_units_unref(struct vm_slab *s, uint32_t unit, uint32_t n, uint32_t *freed);
+void vm_units_set_dirty(struct vm_slab *s, uint32_t unit, uint32_t n, bool dirty);
+/* The first units in [*unit, end) with old contents that no plan has claimed: their number, from *unit on; 0 = none.
+ * With *must whoever maps them zeroes them: because of `zero`, or because the clean batch in flight writes to them. */
+uint32_t vm_units_stale(const struct vm_slab *s, uint32_t *unit, uint32_t end, bool zero, bool *must);
+void vm_units_claim(struct vm_slab *s, uint32_t unit, uint32_t n);
+/* zeroed: by the claim's plan. With that the clean batch's zeroing is over too: what was written since is not to be
+ * taken for its zeros. clean: their contents are the plan's now. */
+void vm_units_end_claim(struct vm_slab *s, uint32_t unit, uint32_t n, bool zeroed, bool clean);
+void vm_units_set_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n);
+/* The clean batch is over; unless it failed, units nobody has claimed meanwhile are clean. */
+void vm_units_end_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n, bool failed);
+void vm_units_set_filling(struct vm_slab *s, uint32_t unit, uint32_t n, bool filling);
+void vm_unit_quarantine(struct vm_ctx *c, struct vm_slab *s, uint32_t unit);
+/* What is known about a unit is true of another one now, which keeps its own reference beside. */
+void vm_unit_move(struct vm_ctx *c, struct vm_slab *from, uint32_t unit, struct vm_slab *to, uint32_t to_unit);
+
+/* ---- pool.c ------------------------------------------------------------------------------------ */
+
+#define POOL_BINS 33
+#define POOL_LEVELS 8 /* how full a slab is: 0 = more than 6/7 in use, ..., 6; 7 = empty */
+#define LEVEL_EMPTY (POOL_LEVELS - 1)
+#define VM_PLACES (1 + VMEM_MAX_DEVICES)
+#define VM_POOLS (2 * VM_PLACES)
+
+struct vm_pool { /* the slabs of one location and kind */
+  uint32_t location;
+  int32_t device;
+  bool large; /* of large pages */
+  uint64_t free_units, soiled;
+  struct vm_slab *bins[POOL_LEVELS][POOL_BINS]; /* bin k: 2^(k-1) <= max_run < 2^k; bin 0: nothing to be taken */
+  uint64_t bin_mask[POOL_LEVELS];               /* bit k set: bin k holds slabs */
+  struct vm_slab *elist[POOL_LEVELS];
+  struct vm_slab *slist;
+};
+
+/* Where a run would best lie: from `unit` of `slab` on (NULL: anywhere), at chunk offset `offset` (in units). */
+struct vm_place {
+  struct vm_slab *slab;
+  uint32_t unit;
+  uint32_t offset;
+  bool spread;
+};
+
+void vm_pools_init(struct vm_ctx *c);
+struct vm_pool *vm_pool_of(struct vm_ctx *c, uint32_t location, int32_t device, uint64_t page_size, int *err);
+/* Takes at most n units, at least `align`, aligned; refs become 1. n = 0: none to be had. Lock held. */
+struct vm_run vm_pool_take(struct vm_ctx *c, struct vm_pool *p, uint64_t n, uint32_t align,
+                           const struct vm_place *place);
+/* The same, the longest run that is free in a slab that is in use. Lock held. */
+struct vm_run vm_pool_take_packed(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align);
+/* Drops one reference of each unit; what is free then goes back to its pool. Lock held, but let go for the driver. */
+void vm_units_put(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n);
+/* Takes vm_pool_take back, of units that were neither mapped nor written to. Lock held. */
+void vm_pool_untake(struct vm_ctx *c, struct vm_run r);
+uint64_t vm_pool_free_units(const struct vm_ctx *c);  /* lock held */
+uint64_t vm_pool_dirty_units(const struct vm_ctx *c); /* those of them that are dirty; lock held */
+/* A new slab's units are free. Lock held. */
+void vm_pool_add(struct vm_ctx *c, struct vm_slab *s);
+/* Units that are free and not dirty any more need not be kept apart. Lock held. */
+void vm_pool_cleaned(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n);
+/* Runs of dirty free units, now being zeroed and counted in `cleaning`: at most `most`, and *units units, which is
+ * reduced. Lock held. */
+uint32_t vm_pool_pick_dirty(struct vm_pool *p, struct vm_run *runs, uint32_t most, uint32_t *units);
+/* Takes a slab out of the pool's lists, so that nobody takes units of it, and puts it back. Lock held. */
+void vm_pool_set_aside(struct vm_slab *s);
+void vm_pool_put_back(struct vm_slab *s);
+
+/* ---- supply.c (lock not held) ------------------------------------------------------------------ */
+
+/* Makes at least `units` more free units, in runs of `align`. A run of `piece` units should fit in one slab; 0: the
+ * pool is only filled up, and nothing else is given back for it. *id (0 at first) names the growth for
+ * vm_pool_undo_grow, which gives back those of its slabs that are empty; a growth that fails has done so itself.
+ * `seen`: free units when the caller looked; where there are more after a shortage, because another thread brought
+ * them, the answer is 0 and the caller looks again. */
+int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align, uint64_t seen,
+                 uint64_t *id);
+void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id);
+/* Gives empty slabs back while `keep` free bytes remain; with `wait` also those that are being zeroed. */
+uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, bool wait);
+
+/* ---- alias.c (lock not held) ------------------------------------------------------------------- */
+
+int vm_slab_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind); /* makes the mapping, once */
+static inline uint64_t vm_alias_addr(const struct vm_ctx *c, const struct vm_slab *s, uint32_t unit) {
+  return s->alias + vm_bytes(c, unit);
+}
+
+/* ---- clean.c ----------------------------------------------------------------------------------- */
+
+#define CLEAN_RUNS 128
+
+/* Dirty free units that are being zeroed in the background. One batch at a time. */
+struct vm_clean {
+  bool background; /* immutable: pages come back dirty here, and the worker zeroes them */
+  bool wanted;     /* there may be dirty free units: cleared when none is found, or zeroing has failed */
+  bool issuing;    /* the fill is being started, without the lock */
+  bool retiring;   /* a thread waits for it, without the lock */
+  bool ended;      /* a batch has, since the worker last trimmed the pool */
+  uint32_t hold;   /* callers that want no other batch begun */
+  uint32_t n;      /* runs of the batch in flight; 0 = none */
+  struct vm_run runs[CLEAN_RUNS];
+  vm_event event;
+};
+
+/* Starts zeroing the runs, whose units are claimed; *done covers it all. Lock not held. */
+int vm_zero_start(struct vm_ctx *c, const struct vm_run *runs, size_t n, vm_event *done);
+/* The worker's turn: ends a batch that is over, begins another. Whether one is in flight; *ended: one has, and its
+ * slabs may be empty. Lock not held. */
+bool vm_clean_step(struct vm_ctx *c, bool *ended);
+/* No batch is in flight from the one to the other. Lock held, let go while it waits. */
+void vm_clean_hold(struct vm_ctx *c);
+void vm_clean_release(struct vm_ctx *c);
+
+/* ---- fills.c ----------------------------------------------------------------------------------- */
+
+/*
+ * A fill that runs on after its batch was committed writes its units until its event is over, possibly behind GPU work
+ * that never ends. Whoever takes such a unit away from an address, shows it at a second one, or reads, copies or fills
+ * it waits for that fill; nobody else does. At most one fill runs on a unit: a second one waits like the others.
+ *
+ * Only the worker begins fills and takes them out of the context's list, so that it can walk the list with the lock let
+ * go. Any thread may wait for one and mark it as over.
+ */
+struct vm_fill {
+  struct vm_fill *next; /* in vm_phys.fills; changed by the worker, under the lock */
+  vm_event event;       /* immutable once it runs */
+  uint32_t refs;        /* one of the list; one of each that uses it with the lock let go */
+  bool over;
+  /* Called once, with the lock held, and the error of `result` recorded in this thread. */
+  void (*ended)(struct vm_ctx *c, void *owner, int result);
+  void *owner;
+  size_t nruns;
+  struct vm_run runs[]; /* what it writes */
+};
+
+struct vm_fill *vm_fill_new(struct vm_ctx *c, size_t nruns); /* NULL: no heap */
+/* The fill runs until `event` is over; the reference of vm_fill_new becomes the list's. Worker; lock held. */
+void vm_fill_begin(struct vm_ctx *c, struct vm_fill *f, vm_event event);
+/* A fill that is running on one of the units; NULL = none. Lock held: who lets it go takes a reference first. */
+struct vm_fill *vm_fill_on(struct vm_ctx *c, const struct vm_slab *s, uint32_t unit, uint32_t n);
+/* Waits in this thread, as long as it takes; gives the caller's reference back. 0, or what the fill ended with.
+ * Lock not held. */
+int vm_fill_wait(struct vm_ctx *c, struct vm_fill *f);
+void vm_fill_put(struct vm_ctx *c, struct vm_fill *f); /* lock not held */
+/* Ends the fills whose event is over; whether there was one. Worker; lock not held. */
+bool vm_fills_poll(struct vm_ctx *c);
+/* Waits for all. The worker has ended; lock not held. */
+void vm_fills_finish(struct vm_ctx *c);
+
+/* ---- runs.c: lists of runs (lock held) --------------------------------------------------------- */
+
+/* Appends r, as a part of the last run where it continues that; NULL: no heap, and runs are as they were. */
+struct vm_run *vm_runs_add(struct vm_ctx *c, struct vm_run *runs, uint32_t *n, struct vm_run r);
+/* Takes units from the pool. -ENOMEM with *missing = units that the pool lacks (0: the heap is short). */
+int vm_runs_take(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint32_t align, struct vm_run **out,
+                 uint32_t *nout, uint64_t *missing);
+/* Drops a reference of all that have a slab, and the list. May let the lock go. */
+void vm_runs_put(struct vm_ctx *c, struct vm_run *runs, uint32_t n);
+
+/* ---- handle.c (lock held) ---------------------------------------------------------------------- */
+
+struct vm_hdl {
+  uint32_t gen;
+  bool used;        /* the entry is taken (by a handle, or by mappings that outlive it) */
+  bool held;        /* the caller has not dropped it */
+  bool busy;        /* vMemRelease is at work */
+  bool dirty_ok;    /* VMEM_CREATE_DIRTY */
+  uint32_t pending; /* plans that map it */
+  uint32_t pins;    /* those of them that need its references: it is not to be dropped */
+  uint32_t location;
+  int32_t device;
+  uint64_t bytes, page_size;
+  uint64_t mappings;  /* ptes with PTE_START */
+  uint64_t start_sum; /* sum of their addresses: with one mapping, its address */
+  uint32_t nruns;
+  struct vm_run *runs; /* freed with the caller's reference; slab NULL: given back by vmem_drop_range */
+  uint32_t next_free;
+};
+
+struct vm_hdl *vm_hdl_find(struct vm_ctx *c, vmem_handle h, int *err);
+struct vm_hdl *vm_hdl_new(struct vm_ctx *c, vmem_handle *out);
+uint32_t vm_hdl_index(struct vm_ctx *c, const struct vm_hdl *h);
+void vm_hdl_settle(struct vm_ctx *c, struct vm_hdl *h); /* frees the entry when nothing needs it */
+void vm_hdl_drop(struct vm_ctx *c, struct vm_hdl *h);   /* the caller's reference; may let the lock go */
+/* A mapping made with a handle begins or ends at addr; index 0 = none. */
+void vm_hdl_mapping(struct vm_ctx *c, uint32_t index, uint64_t addr, bool begins);
+/* Gives `count` pieces back, `stride` apart. May let the lock go. */
+int vm_hdl_drop_range(struct vm_ctx *c, struct vm_hdl *h, uint64_t offset, uint64_t bytes, uint64_t count,
+                      uint64_t stride);
+
+/* ---- the layer's state ------------------------------------------------------------------------- */
+
+struct vm_phys {
+  struct vm_slab **slabs; /* by index; NULL = free entry; entry 0 unused */
+  uint32_t nslabs, cap_slabs, live_slabs, slab_hint;
+  uint64_t grow_ids;
+  struct vm_pool pools[VM_POOLS]; /* devices[0], host, devices[1], ...; then the same for large pages */
+  bool low;                       /* pools[0] has fallen below pool_low since the worker last looked */
+  struct vm_clean clean;
+  bool compacting;       /* vmem_compact is at work */
+  struct vm_fill *fills; /* that run on */
+
+  struct vm_hdl *hdls; /* entry 0 unused */
+  uint32_t nhdls, cap_hdls, free_hdl, live_hdls;
+
+  uint64_t used_units, peak_used_units, quarantined_units, slab_bytes;
+  uint64_t limbo_units;   /* without a reference, and not free yet: the driver has them */
+  uint64_t growing_bytes; /* of slabs being made */
+};
+
+/* Called where a success becomes final, so that what a failed call took for a while does not count. */
+static inline void vm_phys_note_peak(struct vm_ctx *c) {
+  if (c->phys->used_units > c->phys->peak_used_units) c->phys->peak_used_units = c->phys->used_units;
+}
+
+/* Frees everything; the context has no users any more. */
+void vm_phys_close(struct vm_ctx *c);
+
+#endif

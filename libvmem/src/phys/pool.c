@@ -1,0 +1,447 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Where the next run of pages is taken.
+ *
+ * A slab keeps a bitmap of free units, a count of free units per 2 MiB chunk, and an upper bound on its
+ * longest free run. Slabs hang in bins by how full they are and by that bound, so that a run of n units is
+ * looked for only where it may be, in the fullest slabs first: the others can become empty and go back to
+ * the driver. A search that fails makes the bound exact.
+ *
+ * Where a run is taken, in this order (vm_pool_take):
+ *   1. right after its left neighbour: the two then form one run
+ *   2. 2 MiB or more: at the same offset in a chunk as the address has, so that 2 MiB entries fit
+ *   3. with `spread`: in an empty chunk, at the address's offset, so that what grows there later finds
+ *      its neighbours free (a soft reservation: chunks stay open to others when memory is short); the chunks
+ *      of an empty slab come last
+ *   4. the first fit in the fullest slab
+ *   5. the longest piece there is; the caller comes again for the rest
+ *
+ * Units with old contents (dirty) are kept apart from the others (soil_map) until clean.c has zeroed them.
+ * When nothing else is left they are taken all the same, and whoever maps them zeroes them first.
+ */
+#include "phys/phys.h"
+
+#define WORD 64u
+
+static int bin_of(uint32_t run) { return run ? 32 - __builtin_clz(run) : 0; }
+
+static int level_of(const struct vm_slab *s) {
+  return s->free_units == s->units ? LEVEL_EMPTY : (int)((uint64_t)s->free_units * LEVEL_EMPTY / s->units);
+}
+
+static void bin_remove(struct vm_slab *s) {
+  struct vm_slab **head = &s->pool->bins[s->level][s->bin];
+  if (s->prev)
+    s->prev->next = s->next;
+  else
+    *head = s->next;
+  if (s->next) s->next->prev = s->prev;
+  if (!*head) s->pool->bin_mask[s->level] &= ~(1ull << s->bin);
+}
+
+static void bin_insert(struct vm_slab *s) {
+  struct vm_slab **head;
+  s->bin = bin_of(s->max_run);
+  s->level = level_of(s);
+  head = &s->pool->bins[s->level][s->bin];
+  s->prev = NULL;
+  s->next = *head;
+  if (s->next) s->next->prev = s;
+  *head = s;
+  s->pool->bin_mask[s->level] |= 1ull << s->bin;
+}
+
+/* Slabs with empty chunks, by level; -1: into none. */
+static void elist_move(struct vm_slab *s, int level) {
+  struct vm_pool *p = s->pool;
+  if (level == s->elevel) return;
+  if (s->elevel >= 0) {
+    if (s->eprev)
+      s->eprev->enext = s->enext;
+    else
+      p->elist[s->elevel] = s->enext;
+    if (s->enext) s->enext->eprev = s->eprev;
+  }
+  s->elevel = level;
+  if (level < 0) return;
+  s->eprev = NULL;
+  s->enext = p->elist[level];
+  if (s->enext) s->enext->eprev = s;
+  p->elist[level] = s;
+}
+
+static void slist_update(struct vm_slab *s, bool want) {
+  struct vm_pool *p = s->pool;
+  if (want == s->in_slist) return;
+  if (want) {
+    s->sprev = NULL;
+    s->snext = p->slist;
+    if (s->snext) s->snext->sprev = s;
+    p->slist = s;
+  } else {
+    if (s->sprev)
+      s->sprev->snext = s->snext;
+    else
+      p->slist = s->snext;
+    if (s->snext) s->snext->sprev = s->sprev;
+  }
+  s->in_slist = want;
+}
+
+/* Where the slab belongs, after a change of its units; `run` bounds its longest free run. */
+static void settle(struct vm_slab *s, uint32_t run) {
+  uint32_t most = s->free_units - s->soiled;
+  s->max_run = run < most ? run : most;
+  if (s->evacuating) return;
+  if (bin_of(s->max_run) != s->bin || level_of(s) != s->level) {
+    bin_remove(s);
+    bin_insert(s);
+  }
+  elist_move(s, s->empty_chunks ? s->level : -1);
+  slist_update(s, s->soiled || s->merged);
+}
+
+static void chunks_account(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n, bool free) {
+  while (n) {
+    uint32_t chunk = unit >> c->chunk_shift, end = (chunk + 1) << c->chunk_shift;
+    uint32_t take = end - unit < n ? end - unit : n, size = c->chunk_units;
+    if (end > s->units) size = s->units - chunk * c->chunk_units;
+    if (s->chunk_free[chunk] == size) s->empty_chunks--;
+    s->chunk_free[chunk] = free ? s->chunk_free[chunk] + take : s->chunk_free[chunk] - take;
+    if (s->chunk_free[chunk] == size) s->empty_chunks++;
+    unit += take;
+    n -= take;
+  }
+}
+
+/* The worker is to grow the pool when it falls below pool_low. */
+static void watch_low(struct vm_ctx *c) {
+  if (c->phys->low || c->phys->pools[0].free_units >= vm_units_up(c, c->opts.pool_low)) return;
+  c->phys->low = true;
+  pthread_cond_signal(&c->work_cond);
+}
+
+static struct vm_run take_units(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
+  vm_units_take(s, unit, n);
+  s->free_units -= n;
+  s->pool->free_units -= n;
+  c->phys->used_units += n;
+  chunks_account(c, s, unit, n, false);
+  settle(s, s->max_run);
+  if (s->pool == &c->phys->pools[0]) watch_low(c);
+  return (struct vm_run){s, unit, n};
+}
+
+/* Units that are free (and counted so) become such that can be taken. */
+static void offer(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
+  uint64_t bound = 2 * (uint64_t)s->max_run + n;
+  vm_units_offer(s, unit, n);
+  chunks_account(c, s, unit, n, true);
+  settle(s, bound < s->units ? (uint32_t)bound : s->units);
+}
+
+static void want_cleaning(struct vm_ctx *c) {
+  struct vm_clean *k = &c->phys->clean;
+  if (!k->background || k->wanted) return;
+  k->wanted = true;
+  __atomic_store_n(&c->worker_wanted, true, __ATOMIC_RELAXED);
+  pthread_cond_signal(&c->work_cond);
+}
+
+static void soil(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
+  vm_units_soil(s, unit, n, true);
+  s->soiled += n;
+  if (!s->evacuating) s->pool->soiled += n;
+  settle(s, s->max_run);
+  want_cleaning(c);
+}
+
+static void unsoil(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
+  vm_units_soil(s, unit, n, false);
+  s->soiled -= n;
+  if (!s->evacuating) s->pool->soiled -= n;
+  offer(c, s, unit, n);
+}
+
+/* As dirty_map says: to be taken, or to be zeroed first. */
+static void give(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
+  s->free_units += n;
+  if (!s->evacuating) s->pool->free_units += n;
+  for (uint32_t i = 0, k; i < n; i += k) {
+    bool dirty = vm_bit(s->dirty_map, unit + i);
+    k = vm_bits_run(s->dirty_map, unit + i, n - i, dirty);
+    if (dirty)
+      soil(c, s, unit + i, k);
+    else
+      offer(c, s, unit + i, k);
+  }
+}
+
+void vm_pool_add(struct vm_ctx *c, struct vm_slab *s) {
+  bin_insert(s);
+  give(c, s, 0, s->units);
+}
+
+void vm_pool_cleaned(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
+  for (uint32_t i = unit; i < unit + n; i++) {
+    uint32_t k = 1;
+    if (!vm_bit(s->soil_map, i)) continue;
+    while (i + k < unit + n && vm_bit(s->soil_map, i + k)) k++;
+    unsoil(c, s, i, k);
+    i += k - 1;
+  }
+}
+
+/* Puts everything that is dirty at disposal too. Whether there was anything. */
+static bool merge_soiled(struct vm_ctx *c, struct vm_pool *p) {
+  if (!p->soiled) return false;
+  for (struct vm_slab *s = p->slist, *next; s; s = next) {
+    next = s->snext;
+    if (!s->soiled) continue;
+    s->merged = true;
+    vm_pool_cleaned(c, s, 0, s->units);
+  }
+  return true;
+}
+
+/* A word of the map of units that are free and dirty. */
+static uint64_t dirty_free(const struct vm_slab *s, uint32_t w) {
+  return s->soil_map[w] | (s->free_map[w] & s->dirty_map[w]);
+}
+
+uint64_t vm_pool_dirty_units(const struct vm_ctx *c) {
+  uint64_t n = 0;
+  for (size_t i = 0; i < VM_POOLS; i++)
+    for (const struct vm_slab *s = c->phys->pools[i].slist; s; s = s->snext)
+      for (uint32_t w = 0; w * WORD < s->units; w++) n += (uint32_t)__builtin_popcountll(dirty_free(s, w));
+  return n;
+}
+
+uint32_t vm_pool_pick_dirty(struct vm_pool *p, struct vm_run *runs, uint32_t most, uint32_t *units) {
+  uint32_t n = 0;
+  for (struct vm_slab *s = p->slist, *next; s && n < most && *units; s = next) {
+    bool dirty = false;
+    uint32_t u = 0;
+    next = s->snext;
+    while (u < s->units && n < most && *units) {
+      uint32_t k = 0;
+      uint64_t w = dirty_free(s, u / WORD) >> (u % WORD), open = w & ~(s->zero_map[u / WORD] >> (u % WORD));
+      dirty |= w != 0;
+      if (!open) {
+        u = (u / WORD + 1) * WORD;
+        continue;
+      }
+      u += (uint32_t)__builtin_ctzll(open);
+      while (k < *units && u + k < s->units && vm_bit(&(uint64_t){dirty_free(s, (u + k) / WORD)}, (u + k) % WORD) &&
+             !vm_bit(s->zero_map, u + k))
+        k++;
+      vm_units_set_zeroing(s, u, k);
+      runs[n++] = (struct vm_run){s, u, k};
+      s->cleaning++;
+      *units -= k;
+      u += k;
+    }
+    if (u >= s->units && !dirty) s->merged = false;
+    slist_update(s, s->soiled || s->merged);
+  }
+  return n;
+}
+
+/* First run of n free units whose start is `offset` modulo align; UINT32_MAX = none. A whole search
+ * that fails also finds the longest run, which becomes the slab's bound. */
+static uint32_t slab_search(struct vm_slab *s, uint32_t n, uint32_t align, uint32_t offset, uint32_t *longest) {
+  uint32_t pos = 0, best = 0;
+  while (pos < s->units) {
+    uint32_t skip, len, start;
+    pos += vm_bits_run(s->free_map, pos, s->units - pos, false);
+    if (pos >= s->units) break;
+    len = vm_bits_run(s->free_map, pos, s->units - pos, true);
+    if (len > best) best = len;
+    start = (pos & ~(align - 1)) + offset;
+    if (start < pos) start += align;
+    skip = start - pos;
+    if (skip < len && len - skip >= n) return start;
+    pos += len;
+  }
+  *longest = best;
+  return UINT32_MAX;
+}
+
+/* In the fullest slab that has one; `last`: the emptiest level that is looked at. */
+static bool find_fit(struct vm_pool *p, uint32_t n, uint32_t align, uint32_t offset, int last, struct vm_run *out) {
+  for (int level = 0; level <= last; level++)
+    for (uint64_t mask = p->bin_mask[level] & ~0ull << bin_of(n); mask; mask &= mask - 1) {
+      struct vm_slab *next;
+      for (struct vm_slab *s = p->bins[level][__builtin_ctzll(mask)]; s; s = next) {
+        uint32_t longest = 0, unit;
+        next = s->next;
+        if (s->max_run < n) continue;
+        unit = slab_search(s, n, align, offset, &longest);
+        if (unit != UINT32_MAX) {
+          *out = (struct vm_run){s, unit, n};
+          return true;
+        }
+        if (longest < s->max_run) settle(s, longest);
+      }
+    }
+  return false;
+}
+
+/* The longest aligned piece, at most n, at least align. */
+static bool find_longest(struct vm_pool *p, uint32_t n, uint32_t align, int last, struct vm_run *out) {
+  for (uint32_t want = n; want >= align; want = want / 2 / align * align)
+    if (find_fit(p, want, align, 0, last, out)) return true;
+  return false;
+}
+
+static bool find_empty_chunk(struct vm_ctx *c, struct vm_pool *p, uint32_t offset, uint32_t n, struct vm_run *out) {
+  uint32_t cu = c->chunk_units;
+  for (int level = 0; level < POOL_LEVELS; level++)
+    for (struct vm_slab *s = p->elist[level]; s; s = s->enext)
+      for (uint32_t k = 0; k < s->chunks; k++)
+        if (s->chunk_free[k] == cu) {
+          *out = (struct vm_run){s, k * cu + offset, n < cu - offset ? n : cu - offset};
+          return true;
+        }
+  return false;
+}
+
+/* With one_page_slabs a page is a slab of its own: one that is empty and of just this size. */
+static bool find_page_slab(struct vm_pool *p, uint32_t units, struct vm_run *out) {
+  for (struct vm_slab *s = p->bins[LEVEL_EMPTY][bin_of(units)]; s; s = s->next)
+    if (s->units == units && s->max_run == units) {
+      *out = (struct vm_run){s, 0, units};
+      return true;
+    }
+  return false;
+}
+
+/* Among what can be taken at once. */
+static struct vm_run take_ready(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align,
+                                const struct vm_place *place) {
+  uint32_t cu = c->chunk_units;
+  struct vm_run r = {NULL, 0, 0};
+  if (c->info->one_page_slabs) return find_page_slab(p, align, &r) ? take_units(c, r.slab, r.unit, r.n) : r;
+  if (place->slab) {
+    struct vm_slab *s = place->slab;
+    uint32_t unit = place->unit;
+    if (s->pool == p && !s->evacuating && unit < s->units && (unit & (align - 1)) == 0 && vm_bit(s->free_map, unit)) {
+      uint32_t max = s->units - unit < n ? s->units - unit : n;
+      uint32_t len = vm_bits_run(s->free_map, unit, max, true) & ~(align - 1);
+      if (len) return take_units(c, s, unit, len);
+    }
+  }
+  if (n >= cu && cu > align && find_fit(p, n, cu, place->offset, LEVEL_EMPTY, &r))
+    return take_units(c, r.slab, r.unit, r.n);
+  if (place->spread && n < cu && (place->offset & (align - 1)) == 0 && find_empty_chunk(c, p, place->offset, n, &r))
+    return take_units(c, r.slab, r.unit, r.n & ~(align - 1));
+  if (find_longest(p, n, align, LEVEL_EMPTY, &r)) return take_units(c, r.slab, r.unit, r.n);
+  return (struct vm_run){NULL, 0, 0};
+}
+
+struct vm_run vm_pool_take(struct vm_ctx *c, struct vm_pool *p, uint64_t want, uint32_t align,
+                           const struct vm_place *place) {
+  uint32_t n = want > UINT32_MAX / 4 ? UINT32_MAX / 4 & ~(align - 1) : (uint32_t)want;
+  struct vm_run r = {NULL, 0, 0};
+  if (p->free_units >= align) r = take_ready(c, p, n, align, place);
+  if (!r.n && merge_soiled(c, p)) r = take_ready(c, p, n, align, place);
+  return r;
+}
+
+struct vm_run vm_pool_take_packed(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align) {
+  struct vm_run r = {NULL, 0, 0};
+  for (int again = 0; again < 2; again++) {
+    if (find_longest(p, n, align, LEVEL_EMPTY - 1, &r)) return take_units(c, r.slab, r.unit, r.n);
+    if (!merge_soiled(c, p)) break;
+  }
+  return r;
+}
+
+void vm_pools_init(struct vm_ctx *c) {
+  struct vm_pool *pools = c->phys->pools;
+  pools[0] = (struct vm_pool){.location = VMEM_DEVICE, .device = c->opts.devices[0]};
+  pools[1] = (struct vm_pool){.location = VMEM_HOST, .device = c->opts.devices[0]};
+  for (uint32_t i = 1; i < c->opts.num_devices; i++)
+    pools[1 + i] = (struct vm_pool){.location = VMEM_PEER, .device = c->opts.devices[i]};
+  for (uint32_t i = 0; i < VM_PLACES; i++) {
+    pools[VM_PLACES + i] = pools[i];
+    pools[VM_PLACES + i].large = true;
+  }
+}
+
+struct vm_pool *vm_pool_of(struct vm_ctx *c, uint32_t location, int32_t device, uint64_t page_size, int *err) {
+  struct vm_pool *pools = vm_is_large(c, page_size) ? c->phys->pools + VM_PLACES : c->phys->pools;
+  uint32_t i;
+  if (location == VMEM_DEVICE) return &pools[0];
+  if (location == VMEM_HOST) {
+    if (c->info->pub.caps & VMEM_CAP_HOST_PAGES) return &pools[1];
+    *err = vm_fail(-EOPNOTSUPP, "back end %s has no host-memory pages", c->be->name);
+    return NULL;
+  }
+  if (location != VMEM_PEER) {
+    *err = vm_fail(-EINVAL, "unknown location %u", location);
+    return NULL;
+  }
+  if (!(c->info->pub.caps & VMEM_CAP_PEER)) {
+    *err = vm_fail(-EOPNOTSUPP, "back end %s has no pages in peer devices", c->be->name);
+    return NULL;
+  }
+  for (i = 0; i < c->opts.num_devices; i++)
+    if (c->opts.devices[i] == device) return i ? &pools[1 + i] : &pools[0];
+  *err = vm_fail_at(-EINVAL, 0, 0, 0, "device %d is not one of this context's", device);
+  return NULL;
+}
+
+void vm_pool_set_aside(struct vm_slab *s) {
+  bin_remove(s);
+  elist_move(s, -1);
+  slist_update(s, false);
+  s->pool->free_units -= s->free_units;
+  s->pool->soiled -= s->soiled;
+  s->evacuating = true;
+}
+
+void vm_pool_put_back(struct vm_slab *s) {
+  s->evacuating = false;
+  s->pool->free_units += s->free_units;
+  s->pool->soiled += s->soiled;
+  bin_insert(s);
+  settle(s, s->max_run);
+}
+
+uint64_t vm_pool_free_units(const struct vm_ctx *c) {
+  uint64_t total = 0;
+  for (size_t i = 0; i < VM_POOLS; i++) total += c->phys->pools[i].free_units;
+  return total;
+}
+
+/* n units whose last reference is gone. Lock held, let go for the driver. */
+static void units_free(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
+  bool dirty = true;
+  c->phys->used_units -= n;
+  if (c->be->discard) {
+    c->phys->limbo_units += n;
+    pthread_mutex_unlock(&c->lock);
+    dirty = vm_drv_discard(c, s->priv, vm_bytes(c, unit), vm_bytes(c, n)) != 0 || !c->info->fresh_is_zero;
+    pthread_mutex_lock(&c->lock);
+    c->phys->limbo_units -= n;
+    if (!c->phys->limbo_units) pthread_cond_broadcast(&c->done_cond); /* vmem_check waits for it */
+  }
+  vm_units_set_dirty(s, unit, n, dirty);
+  give(c, s, unit, n);
+}
+
+void vm_units_put(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
+  while (n) {
+    uint32_t freed, done = vm_units_unref(s, unit, n, &freed);
+    if (freed) units_free(c, s, unit + done - freed, freed);
+    unit += done;
+    n -= done;
+  }
+}
+
+void vm_pool_untake(struct vm_ctx *c, struct vm_run r) {
+  vm_units_untake(r.slab, r.unit, r.n);
+  c->phys->used_units -= r.n;
+  give(c, r.slab, r.unit, r.n);
+}

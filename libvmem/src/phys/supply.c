@@ -1,0 +1,188 @@
+/* SPDX-License-Identifier: MIT */
+/* Slabs from the driver and back to it. */
+#include <stdlib.h>
+
+#include "phys/phys.h"
+
+#define MAX_SLAB (1ull << 30) /* larger ones would seldom be empty again */
+
+static void slab_unlink(struct vm_ctx *c, struct vm_slab *s) {
+  vm_pool_set_aside(s);
+  vm_slab_forget(c, s);
+}
+
+/* Empty slabs, taken out of the tables, to be destroyed without the lock: while `keep_bytes` stay free; with
+ * grow_id != 0 only those made by that call of vm_pool_grow. *busy: one was passed over because it is being zeroed. */
+static struct vm_slab *unlink_empty(struct vm_ctx *c, uint64_t keep_bytes, uint64_t grow_id, bool *busy) {
+  struct vm_slab *list = NULL, *next;
+  uint64_t keep = vm_units_up(c, keep_bytes), total = vm_pool_free_units(c);
+  *busy = false;
+  for (size_t i = 0; i < VM_POOLS; i++)
+    for (int b = POOL_BINS - 1; b >= 0 && total > keep && c->phys->pools[i].bin_mask[LEVEL_EMPTY]; b--)
+      for (struct vm_slab *s = c->phys->pools[i].bins[LEVEL_EMPTY][b]; s && total > keep; s = next) {
+        next = s->next;
+        if (total - s->units < keep) continue;
+        if (grow_id && s->grow_id != grow_id) continue;
+        if (s->cleaning) {
+          *busy = true;
+          continue;
+        }
+        total -= s->units;
+        slab_unlink(c, s);
+        s->next = list;
+        list = s;
+      }
+  return list;
+}
+
+static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
+  uint64_t freed = 0;
+  while (list) {
+    struct vm_slab *next = list->next;
+    uint64_t bytes = list->bytes;
+    if (!vm_slab_destroy(c, list)) freed += bytes;
+    list = next;
+  }
+  return freed;
+}
+
+static uint64_t give_back(struct vm_ctx *c, uint64_t keep, uint64_t grow_id, bool wait) {
+  struct vm_slab *list, *rest = NULL;
+  bool busy;
+  uint64_t freed;
+  pthread_mutex_lock(&c->lock);
+  list = unlink_empty(c, keep, grow_id, &busy);
+  if (busy && wait) {
+    vm_clean_hold(c);
+    rest = unlink_empty(c, keep, grow_id, &busy);
+    vm_clean_release(c);
+  }
+  pthread_mutex_unlock(&c->lock);
+  freed = destroy_list(c, list);
+  return freed + destroy_list(c, rest);
+}
+
+uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, bool wait) { return give_back(c, keep, 0, wait); }
+
+/* One slab more, of `bytes` or, when memory is short, as little as `least`. */
+static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64_t least, uint64_t page_size,
+                     uint64_t grow_id, uint64_t *got) {
+  struct vm_slab *s = NULL;
+  int err = 0;
+  for (;;) {
+    pthread_mutex_lock(&c->lock);
+    /* What another thread is making at this moment may be what is wanted, or may fail. */
+    while (c->opts.mem_limit && c->phys->growing_bytes &&
+           c->phys->slab_bytes + c->phys->growing_bytes + bytes > c->opts.mem_limit)
+      pthread_cond_wait(&c->done_cond, &c->lock);
+    if (c->opts.mem_limit && c->phys->slab_bytes + c->phys->growing_bytes + bytes > c->opts.mem_limit)
+      err = vm_fail_at(-ENOMEM, 0, bytes, c->opts.mem_limit,
+                       "%llu bytes more would exceed the context's limit of %llu (%llu taken)",
+                       (unsigned long long)bytes, (unsigned long long)c->opts.mem_limit,
+                       (unsigned long long)(c->phys->slab_bytes + c->phys->growing_bytes));
+    else
+      c->phys->growing_bytes += bytes, err = 0;
+    pthread_mutex_unlock(&c->lock);
+    if (!err) {
+      s = vm_slab_make(c, p, bytes, page_size, &err);
+      pthread_mutex_lock(&c->lock);
+      c->phys->growing_bytes -= bytes;
+      pthread_cond_broadcast(&c->done_cond);
+      if (s && !(err = vm_slab_enter(c, s))) {
+        s->grow_id = grow_id;
+        vm_pool_add(c, s);
+      }
+      pthread_mutex_unlock(&c->lock);
+      *got = bytes;
+      if (s && !err) return 0;
+      if (s) {
+        VM_UNDO(vm_slab_destroy(c, s));
+        return err;
+      }
+    }
+    if (err != -ENOMEM || bytes <= least) return err;
+    bytes = bytes / 2 > least ? vm_round_up(bytes / 2, least) : least;
+  }
+}
+
+void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id) {
+  if (id) give_back(c, 0, id, true);
+}
+
+/* Memory is short, but not in all: empty slabs that are of no use for pages of `align` units in this pool are
+ * given back when they make up for what is missing. */
+static bool reclaim(struct vm_ctx *c, const struct vm_pool *p, uint32_t align, uint64_t bytes) {
+  struct vm_slab *list = NULL;
+  uint64_t found = 0;
+  pthread_mutex_lock(&c->lock);
+  vm_clean_hold(c);
+  for (int pass = 0; pass < 2 && (!pass || found >= bytes); pass++)
+    for (uint32_t i = 1; i < c->phys->nslabs; i++) {
+      struct vm_slab *s = c->phys->slabs[i];
+      if (!s || s->free_units != s->units || s->evacuating) continue;
+      if (s->pool == p && (c->info->one_page_slabs ? s->units == align : s->units >= align)) continue;
+      if (!pass) {
+        found += s->bytes;
+        continue;
+      }
+      slab_unlink(c, s);
+      s->next = list;
+      list = s;
+    }
+  vm_clean_release(c);
+  pthread_mutex_unlock(&c->lock);
+  return destroy_list(c, list) != 0;
+}
+
+/* Whether others have brought pages since the caller looked. */
+static bool has_grown(struct vm_ctx *c, struct vm_pool *p, uint64_t seen) {
+  bool more;
+  pthread_mutex_lock(&c->lock);
+  more = p->free_units > seen;
+  pthread_mutex_unlock(&c->lock);
+  return more;
+}
+
+int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align, uint64_t seen,
+                 uint64_t *id) {
+  uint64_t need = units << c->shift, page = (uint64_t)align << c->shift, slab = c->info->pub.slab_size;
+  uint64_t chunk = (uint64_t)c->chunk_units << c->shift, got = 0;
+  bool single = c->info->one_page_slabs, may_reclaim = piece && !*id; /* once, or two calls could do so forever */
+  if (units > UINT64_MAX >> c->shift) {
+    vm_pool_undo_grow(c, *id);
+    return vm_fail_at(-ENOMEM, 0, UINT64_MAX, 0, "%llu pages are more than any machine has", (unsigned long long)units);
+  }
+  piece <<= c->shift;
+  if (piece > slab) slab = piece < MAX_SLAB ? vm_round_up(piece, slab) : MAX_SLAB;
+  if (slab < page || single) slab = page;
+  if (chunk < page) chunk = page;
+  pthread_mutex_lock(&c->lock);
+  if (!*id) *id = ++c->phys->grow_ids;
+  pthread_mutex_unlock(&c->lock);
+  for (uint64_t done = 0; done < need; done += got) {
+    uint64_t left = need - done, least = single ? page : vm_round_up(left < slab ? left : slab, chunk);
+    int err = grow_once(c, p, slab, least < slab ? least : slab, page, *id, &got);
+    /* The limit may leave less than a chunk: then take exactly what is wanted. */
+    if (err == -ENOMEM && !single && vm_round_up(left, page) < least)
+      err = grow_once(c, p, vm_round_up(left, page), page, page, *id, &got);
+    if (err == -ENOMEM && may_reclaim) {
+      may_reclaim = false;
+      got = 0;
+      if (reclaim(c, p, align, left)) continue;
+    }
+    if (err) {
+      VM_UNDO(vm_pool_undo_grow(c, *id));
+      return err == -ENOMEM && has_grown(c, p, seen) ? 0 : err;
+    }
+  }
+  return 0;
+}
+
+void vm_phys_close(struct vm_ctx *c) {
+  struct vm_phys *p = c->phys;
+  for (uint32_t i = 1; i < p->nslabs; i++)
+    if (p->slabs[i]) vm_slab_destroy(c, p->slabs[i]);
+  free(p->slabs);
+  for (uint32_t i = 1; i < p->nhdls; i++) free(p->hdls[i].runs);
+  free(p->hdls);
+}

@@ -1,0 +1,204 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Ends a plan: writes down what was done, or takes back what was made.
+ *
+ * Until a replace is committed, its ptes (busy) name what was there before, and the handle, which is pinned, holds the
+ * references of what comes. What an unknown outcome leaves behind is quarantined on both sides.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "plan/plan.h"
+
+void vm_plan_clear(struct vm_plan *p) {
+  free(p->maps.v);
+  free(p->mapped.v);
+  free(p->unmaps.v);
+  free(p->zeros.v);
+  free(p->copies.v);
+  free(p->sources.v);
+  free(p->replaced.v);
+  free(p->replaces.v);
+  free(p->fills.v);
+  free(p->consumed.v);
+  free(p->ops);
+  free(p->fill);
+  memset(p, 0, sizeof(*p));
+}
+
+/* The plan's claims on the piece's units end. */
+static void end_claims(struct vm_ctx *c, const struct vm_plan *p, const struct vm_piece *piece, bool committed) {
+  uint32_t n;
+  for (uint64_t a = piece->addr, end = a + piece->bytes; a < end && p->claims; a += vm_bytes(c, n)) {
+    const struct vm_pte *pte = vm_pte(c, piece->space, a);
+    n = vm_space_units(c, piece->space, a, end, 0);
+    vm_units_end_claim(c->phys->slabs[pte->slab], pte->unit, n, p->zeroed, committed);
+  }
+}
+
+/* What the plan copies from may be changed again, and its mappings are counted, or will never be. */
+static void end_reservations(struct vm_ctx *c, struct vm_plan *p) {
+  for (size_t i = 0; i < p->sources.n; i++) vm_access_end(c, VM_AT(p->sources, struct vm_access, i));
+  vm_room_end(c, p->mappings);
+  p->mappings = 0;
+}
+
+static void release(struct vm_ctx *c, const struct vm_list *pieces) {
+  for (size_t i = 0; i < pieces->n; i++) {
+    const struct vm_piece *piece = VM_AT(*pieces, struct vm_piece, i);
+    vm_ptes_release(c, piece->space, piece->addr, piece->bytes);
+  }
+}
+
+/* ---- replaces ---------------------------------------------------------------------------------- */
+
+/* Segments of a piece are neighbours in the list. */
+static bool in_piece(const struct vm_plan *p, const struct vm_piece *piece, size_t seg) {
+  const struct vm_seg *s;
+  if (seg >= p->replaces.n) return false;
+  s = VM_AT(p->replaces, struct vm_seg, seg);
+  return s->addr >= piece->addr && s->addr < piece->addr + piece->bytes;
+}
+
+/* The ptes of a segment name its units from now on; what they named loses its references. */
+static void take_over(struct vm_ctx *c, const struct vm_piece *piece, const struct vm_seg *seg) {
+  uint64_t a = seg->addr, end = a + seg->bytes;
+  uint32_t unit = seg->unit;
+  while (a < end) {
+    struct vm_pte old = *vm_pte(c, piece->space, a);
+    uint32_t n = 0;
+    for (; a < end; a += c->granule, n++, unit++) {
+      struct vm_pte *p = vm_pte(c, piece->space, a);
+      if (p->slab != old.slab || p->unit != old.unit + n) break;
+      vm_units_ref(seg->slab, unit, 1);
+      *p = (struct vm_pte){seg->slab->index, unit, piece->handle,
+                           PTE_BUSY | (seg->flags & VMEM_MAP_READONLY ? PTE_READONLY : 0) |
+                               (a == seg->addr ? PTE_CALL : 0) | (a == piece->addr ? PTE_START : 0)};
+    }
+    vm_units_put(c, c->phys->slabs[old.slab], old.unit,
+                 n); /* the ptes are busy with this plan while the lock is let go */
+  }
+}
+
+static void commit_replaces(struct vm_ctx *c, struct vm_plan *p) {
+  size_t seg = 0;
+  if (p->move) {
+    vm_move_commit(c, p);
+    return;
+  }
+  for (size_t i = 0; i < p->replaced.n; i++) {
+    struct vm_piece *piece = VM_AT(p->replaced, struct vm_piece, i);
+    if (p->same) {
+      vm_ptes_one_call(c, piece->space, piece->addr, piece->bytes);
+      vm_ptes_release(c, piece->space, piece->addr, piece->bytes);
+      continue;
+    }
+    vm_ptes_detach(c, piece->space, piece->addr, piece->bytes);
+    for (; in_piece(p, piece, seg); seg++) take_over(c, piece, VM_AT(p->replaces, struct vm_seg, seg));
+    vm_ptes_commit(c, piece->space, piece->addr, piece->bytes);
+    c->phys->hdls[piece->handle].pending--;
+    c->phys->hdls[piece->handle].pins--;
+  }
+}
+
+/* Where the undo was not possible, the new units may be mapped too. */
+static void quarantine_lost(struct vm_ctx *c, const struct vm_piece *piece, const struct vm_seg *s) {
+  uint64_t marked = piece->addr + piece->bytes;
+  for (uint64_t a = s->addr; a < s->addr + s->bytes && a < marked; a += c->granule)
+    if (vm_pte(c, s->space, a)->flags & PTE_QUARANTINED)
+      vm_unit_quarantine(c, s->slab, s->unit + (uint32_t)vm_units(c, a - s->addr));
+}
+
+static void take_back_replaces(struct vm_ctx *c, struct vm_plan *p) {
+  size_t seg = 0;
+  for (size_t i = 0; i < p->replaced.n; i++) {
+    struct vm_piece *piece = VM_AT(p->replaced, struct vm_piece, i);
+    for (; in_piece(p, piece, seg); seg++) quarantine_lost(c, piece, VM_AT(p->replaces, struct vm_seg, seg));
+  }
+}
+
+/* ---- the whole --------------------------------------------------------------------------------- */
+
+void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
+  size_t i;
+  bool gives = p->unmaps.n || (p->replaced.n && !p->same) || p->release;
+  pthread_mutex_lock(&c->lock);
+  end_reservations(c, p);
+  if (p->event) { /* first: below the lock is let go */
+    vm_fill_begin(c, p->fill, p->event);
+    p->fill = NULL;
+  }
+  for (i = 0; i < p->mapped.n; i++) {
+    struct vm_piece *piece = VM_AT(p->mapped, struct vm_piece, i);
+    vm_ptes_commit(c, piece->space, piece->addr, piece->bytes);
+    if (piece->handle) c->phys->hdls[piece->handle].pending--;
+    end_claims(c, p, piece, true);
+  }
+  vm_phys_note_peak(c);
+  vm_virt_note_peak(c);
+  release(c, &p->fills);
+  commit_replaces(c, p);
+  for (i = 0; i < p->unmaps.n; i++) {
+    struct vm_piece *piece = VM_AT(p->unmaps, struct vm_piece, i);
+    vm_ptes_unmap(c, piece->space, piece->addr, piece->bytes);
+  }
+  for (i = 0; i < p->consumed.n; i++) vm_hdl_drop(c, &c->phys->hdls[*VM_AT(p->consumed, uint32_t, i)]);
+  if (p->release) vm_hdl_drop(c, &c->phys->hdls[p->release]);
+  c->batches += !p->same;
+  pthread_mutex_unlock(&c->lock);
+  vm_plan_clear(p);
+  if (gives) vm_pool_trim(c, c->opts.pool_high, false);
+}
+
+/* Bytes from addr on, at most to end, that are quarantined or not, as the first granule is. */
+static uint64_t same_fate(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, bool *lost) {
+  uint64_t a = addr;
+  *lost = vm_pte(c, s, a)->flags & PTE_QUARANTINED;
+  while (a < end && !(vm_pte(c, s, a)->flags & PTE_QUARANTINED) == !*lost) a += c->granule;
+  return a - addr;
+}
+
+static void settle(struct vm_ctx *c, uint32_t handle) {
+  if (!handle) return;
+  c->phys->hdls[handle].pending--;
+  vm_hdl_settle(c, &c->phys->hdls[handle]);
+}
+
+/* Marked ptes are the plan's. What a failed undo has quarantined stays as it is. */
+void vm_plan_take_back(struct vm_ctx *c, struct vm_plan *p) {
+  size_t i;
+  end_reservations(c, p);
+  for (i = 0; i < p->mapped.n; i++) end_claims(c, p, VM_AT(p->mapped, struct vm_piece, i), false);
+  for (i = 0; i < p->mapped.n; i++) {
+    struct vm_piece *piece = VM_AT(p->mapped, struct vm_piece, i);
+    uint64_t end = piece->addr + piece->bytes, n;
+    for (uint64_t a = piece->addr; a < end; a += n) {
+      bool lost;
+      n = same_fate(c, piece->space, a, end, &lost);
+      if (!lost) vm_ptes_unmap(c, piece->space, a, n);
+    }
+    settle(c, piece->handle);
+  }
+  take_back_replaces(c, p);
+  release(c, &p->replaced);
+  for (i = 0; i < p->replaced.n; i++) {
+    uint32_t handle = VM_AT(p->replaced, struct vm_piece, i)->handle;
+    if (handle) c->phys->hdls[handle].pins--;
+    settle(c, handle);
+  }
+  release(c, &p->unmaps);
+  release(c, &p->fills);
+  for (i = 0; i < p->consumed.n; i++) c->phys->hdls[*VM_AT(p->consumed, uint32_t, i)].busy = false;
+  if (p->release) c->phys->hdls[p->release].busy = false;
+}
+
+void vm_plan_cancel(struct vm_ctx *c, struct vm_plan *p) {
+  uint64_t keep = p->keep;
+  VM_UNDO(vm_drv_event_finish(c, &p->zero_event));
+  pthread_mutex_lock(&c->lock);
+  vm_plan_take_back(c, p);
+  pthread_mutex_unlock(&c->lock);
+  vm_pool_undo_grow(c, p->grow_id);
+  vm_plan_clear(p);
+  vm_pool_trim(c, keep, false);
+}

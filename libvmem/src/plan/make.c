@@ -1,0 +1,437 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Takes a batch's pages and marks its ptes: everything that can fail for want of memory or for a wrong argument happens
+ * here, before anything changes.
+ */
+#include <string.h>
+
+#include "plan/plan.h"
+
+/* What a plan in the making works on. */
+struct maker {
+  struct vm_ctx *c;
+  struct vm_plan *p;
+  struct vm_want w;
+  struct vm_space *space; /* of the last address */
+  uint64_t short_units;   /* of pages that the pool lacks */
+};
+
+/* Whether this plan itself is about to zero the unit. */
+static bool own_claim(struct maker *m, const struct vm_slab *s, uint32_t unit) {
+  for (size_t i = 0; i < m->p->zeros.n; i++) {
+    const struct vm_run *r = VM_AT(m->p->zeros, struct vm_run, i);
+    if (r->slab == s && unit - r->unit < r->n) return true;
+  }
+  return false;
+}
+
+/* What another plan is about to zero would show its old contents here, and lose what is written to it. */
+static int check_claims(struct maker *m, uint64_t addr, struct vm_run r) {
+  for (uint32_t i = 0; (i += vm_bits_run(r.slab->claim_map, r.unit + i, r.n - i, false)) < r.n; i++)
+    if (!own_claim(m, r.slab, r.unit + i))
+      return vm_fail_at(-EBUSY, addr + ((uint64_t)i << m->c->shift), m->c->granule, 0,
+                        "the page for 0x%llx is being zeroed by another call",
+                        (unsigned long long)(addr + ((uint64_t)i << m->c->shift)));
+  return 0;
+}
+
+/* Units that may hold old contents are zeroed by this plan, once, and stay dirty until it is committed; or, without
+ * `zero`, they are taken as they are. The run's ptes are marked. */
+static bool claim_dirty(struct maker *m, struct vm_run r, bool zero) {
+  uint32_t end = r.unit + r.n, n;
+  bool must;
+  for (uint32_t u = r.unit; (n = vm_units_stale(r.slab, &u, end, zero, &must)); u += n) {
+    struct vm_run *zeros;
+    if (!must) {
+      vm_units_set_dirty(r.slab, u, n, false);
+      continue;
+    }
+    if (!(zeros = VM_PUSH(m->c, &m->p->zeros, struct vm_run))) return false;
+    *zeros = (struct vm_run){r.slab, u, n};
+    m->p->claims = true;
+    vm_units_claim(r.slab, u, n);
+  }
+  return true;
+}
+
+static struct vm_seg seg_of(const struct maker *m, const struct vm_piece *piece, uint64_t addr, struct vm_run r) {
+  return (struct vm_seg){addr,         vm_bytes(m->c, r.n),
+                         piece->space, r.slab,
+                         r.unit,       m->w.op->flags & VMEM_OP_READONLY ? VMEM_MAP_READONLY : 0};
+}
+
+/* Marks one run at the piece's end. Its units hold a reference for these ptes already; those of ptes that were not
+ * marked are given back. */
+static int mark_run(struct maker *m, struct vm_piece *piece, struct vm_run r, bool zero) {
+  struct vm_ctx *c = m->c;
+  uint64_t addr = piece->addr + piece->bytes;
+  uint32_t flags = PTE_CALL | (piece->bytes ? 0 : PTE_START) | (m->w.op->flags & VMEM_OP_READONLY ? PTE_READONLY : 0);
+  uint32_t marked = 0;
+  struct vm_seg *seg;
+  int err = check_claims(m, addr, r);
+  if (!err && !(seg = VM_PUSH(c, &m->p->maps, struct vm_seg))) err = -ENOMEM;
+  if (!err) {
+    *seg = seg_of(m, piece, addr, r);
+    err = vm_ptes_name(c, piece->space, addr, r, piece->handle, flags, &marked);
+    piece->bytes += vm_bytes(c, marked);
+  }
+  if (!err && !claim_dirty(m, r, zero)) err = -ENOMEM;
+  if (marked < r.n) vm_units_put(c, r.slab, r.unit + marked, r.n - marked);
+  return err;
+}
+
+static int populate_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes) {
+  struct vm_ctx *c = m->c;
+  uint32_t align = (uint32_t)vm_units(c, m->w.page_size);
+  struct vm_place place = {.spread = m->w.op->flags & VMEM_OP_SPREAD};
+  bool zero = m->w.op->flags & VMEM_OP_COPY || !(m->w.op->flags & VMEM_OP_DIRTY); /* mapped first, then copied to */
+  struct vm_pte *left = piece->addr > piece->space->base ? vm_pte(c, piece->space, piece->addr - c->granule) : NULL;
+  if (left && left->flags) place.slab = c->phys->slabs[left->slab], place.unit = left->unit + 1;
+  while (piece->bytes < bytes) {
+    struct vm_run r;
+    int err;
+    place.offset = (uint32_t)vm_units(c, piece->addr + piece->bytes) & (c->chunk_units - 1);
+    r = vm_pool_take(c, m->w.pool, vm_units(c, bytes - piece->bytes), align, &place);
+    if (!r.n) {
+      m->short_units = vm_units(c, bytes - piece->bytes);
+      return -ENOMEM;
+    }
+    if ((err = mark_run(m, piece, r, zero))) return err;
+    place.slab = r.slab;
+    place.unit = r.unit + r.n;
+  }
+  return 0;
+}
+
+/* What is mapped in [addr, addr + bytes), all of it, becomes busy with this plan and part of the piece. */
+static int hold(struct maker *m, struct vm_piece *piece, uint64_t addr, uint64_t bytes) {
+  struct vm_ctx *c = m->c;
+  uint64_t held = vm_bytes(c, vm_ptes_hold(c, piece->space, addr, bytes));
+  piece->bytes += held;
+  return held == bytes ? 0 : vm_pte_not_live(c, vm_pte(c, piece->space, addr + held), addr + held);
+}
+
+/* A new mapping of the run, with references of its own. */
+static int map_run(struct maker *m, struct vm_piece *piece, struct vm_run r) {
+  vm_units_ref(r.slab, r.unit, r.n);
+  m->p->shows = true;
+  return mark_run(m, piece, r, !m->w.hdl->dirty_ok);
+}
+
+/* The same in the place of what is mapped there, which stays in the ptes until the plan is committed. The handle,
+ * which is pinned, holds the references till then. */
+static int replace_run(struct maker *m, struct vm_piece *piece, struct vm_run r) {
+  struct vm_ctx *c = m->c;
+  uint64_t addr = piece->addr + piece->bytes;
+  struct vm_seg *seg;
+  int err = check_claims(m, addr, r);
+  if (err) return err;
+  if (vm_bits_run(r.slab->dirty_map, r.unit, r.n, false) < r.n)
+    return vm_fail_at(-EINVAL, addr, (uint64_t)r.n << c->shift, 0,
+                      "the pages that are to replace those at 0x%llx were never mapped: their contents are not known",
+                      (unsigned long long)addr);
+  if (!(seg = VM_PUSH(c, &m->p->replaces, struct vm_seg))) return -ENOMEM;
+  *seg = seg_of(m, piece, addr, r);
+  return hold(m, piece, addr, seg->bytes);
+}
+
+static int map_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes, uint64_t offset) {
+  struct vm_ctx *c = m->c;
+  uint64_t addr = piece->addr, skip = vm_units(c, offset), left = vm_units(c, bytes);
+  const struct vm_run *run = m->w.hdl->runs;
+  while (left) {
+    struct vm_run r = *run;
+    int err;
+    if (skip >= r.n) {
+      skip -= r.n;
+      run++;
+      continue;
+    }
+    if (!r.slab)
+      return vm_fail_at(-ERANGE, addr, bytes, 0, "the pages for 0x%llx were given back (vmem_drop_range)",
+                        (unsigned long long)addr);
+    r.unit += (uint32_t)skip;
+    r.n -= (uint32_t)skip;
+    if (r.n > left) r.n = (uint32_t)left;
+    if (c->info->one_page_slabs && r.n != r.slab->units)
+      return vm_fail_at(-EINVAL, addr, bytes, r.slab->bytes,
+                        "0x%llx + %llu bytes cuts a page of %llu bytes, which %s cannot map in parts",
+                        (unsigned long long)piece->addr, (unsigned long long)bytes, (unsigned long long)r.slab->bytes,
+                        c->be->name);
+    r.n = vm_one_call(c, addr, r);
+    err = m->w.op->flags & VMEM_OP_REPLACE ? replace_run(m, piece, r) : map_run(m, piece, r);
+    if (err) return err;
+    left -= r.n;
+    skip += r.n;
+    addr += (uint64_t)r.n << c->shift;
+  }
+  return 0;
+}
+
+/* What fills the piece's new pages, and where it comes from. */
+static int copy_piece(struct maker *m, uint64_t addr, uint64_t src, uint64_t bytes) {
+  struct vm_ctx *c = m->c;
+  uint64_t first = src & ~(c->granule - 1), end = vm_round_up(src + bytes, c->granule);
+  struct vm_be_copy *copy = VM_PUSH(c, &m->p->copies, struct vm_be_copy);
+  struct vm_space *s;
+  int err;
+  if (!copy) return -ENOMEM;
+  *copy = (struct vm_be_copy){addr, src, bytes};
+  if (!(s = vm_space_range(c, first, end - first, c->granule, &err))) return err;
+  for (uint64_t a = first; a < end; a += c->granule) {
+    struct vm_pte *p = vm_pte(c, s, a);
+    if (!vm_pte_is_live(p)) return vm_pte_not_live(c, p, a);
+  }
+  return 0;
+}
+
+/* The driver unmaps some pages only as a whole. */
+static int check_whole_pages(struct vm_ctx *c, const struct vm_piece *piece) {
+  uint64_t end = piece->addr + piece->bytes, page, size;
+  if (!vm_space_cuts_page(c, piece->space, piece->addr, &page, &size) &&
+      !vm_space_cuts_page(c, piece->space, end, &page, &size))
+    return 0;
+  return vm_fail_at(-EINVAL, piece->addr, piece->bytes, size,
+                    "0x%llx + %llu bytes cuts the page of %llu bytes at 0x%llx, which %s cannot unmap in parts",
+                    (unsigned long long)piece->addr, (unsigned long long)piece->bytes, (unsigned long long)size,
+                    (unsigned long long)page, c->be->name);
+}
+
+/* UNMAP and FILL: marks what is live in [addr, addr + bytes). */
+static int mark_live(struct maker *m, struct vm_space *s, uint64_t addr, uint64_t bytes, bool fill) {
+  struct vm_ctx *c = m->c;
+  int err = fill ? 0 : vm_access_check(c, addr, bytes);
+  if (err) return err;
+  for (uint64_t a = addr, end = addr + bytes; a < end;) {
+    struct vm_pte *p = vm_pte(c, s, a);
+    struct vm_piece *piece;
+    uint64_t n;
+    if ((m->w.op->flags & VMEM_OP_HOLES) && (!p || !p->flags)) {
+      a += p ? c->granule : vm_bytes(c, vm_leaf_rest(c, s, a, end));
+      continue;
+    }
+    if (!(piece = VM_PUSH(c, fill ? &m->p->fills : &m->p->unmaps, struct vm_piece))) return -ENOMEM;
+    *piece = (struct vm_piece){a, 0, s, fill ? (uint32_t)m->w.op->value : 0};
+    n = vm_bytes(c, vm_ptes_hold(c, s, a, end - a));
+    piece->bytes = n;
+    for (uint64_t b = a; fill && b < a + n; b += c->granule)
+      if (vm_pte(c, s, b)->flags & PTE_READONLY)
+        return vm_fail_at(-EACCES, b, c->granule, 0, "0x%llx is mapped read-only", (unsigned long long)b);
+    a += n;
+    p = a < end ? vm_pte(c, s, a) : NULL;
+    if (a < end && !((m->w.op->flags & VMEM_OP_HOLES) && (!p || !p->flags))) return vm_pte_not_live(c, p, a);
+    if (!fill && (err = check_whole_pages(c, piece))) return err;
+  }
+  return 0;
+}
+
+/* Where the units of piece i come from is at `offset` of the handle, or at `src`. */
+static int do_piece(struct maker *m, uint64_t addr, uint64_t offset, uint64_t src) {
+  struct vm_ctx *c = m->c;
+  const struct vmem_op *op = m->w.op;
+  bool replace = op->flags & VMEM_OP_REPLACE;
+  struct vm_piece *piece;
+  int err;
+  if (!m->space || addr < m->space->base || addr - m->space->base > m->space->bytes - op->bytes ||
+      op->bytes > m->space->bytes || m->space->freeing)
+    if (!(m->space = vm_space_range(c, addr, op->bytes, m->w.page_size, &err))) return err;
+  if (op->op == VMEM_OP_UNMAP || op->op == VMEM_OP_FILL)
+    return mark_live(m, m->space, addr, op->bytes, op->op == VMEM_OP_FILL);
+  if (replace && (err = vm_access_check(c, addr, op->bytes))) return err;
+  if (!(piece = VM_PUSH(c, replace ? &m->p->replaced : &m->p->mapped, struct vm_piece))) return -ENOMEM;
+  *piece = (struct vm_piece){addr, 0, m->space, 0};
+  if (op->op == VMEM_OP_POPULATE) {
+    err = populate_piece(m, piece, op->bytes);
+    return err || !(op->flags & VMEM_OP_COPY) ? err : copy_piece(m, addr, src, vm_source_bytes(op));
+  }
+  piece->handle = vm_hdl_index(c, m->w.hdl);
+  m->w.hdl->pending++;
+  m->w.hdl->pins += replace;
+  err = map_piece(m, piece, op->bytes, offset);
+  return err || !replace ? err : check_whole_pages(c, piece);
+}
+
+/* The caller's reference goes with the batch: no other plan may count on it. */
+static int consume(struct maker *m) {
+  struct vm_ctx *c = m->c;
+  uint32_t index = vm_hdl_index(c, m->w.hdl), own = 0, *consumed;
+  for (size_t i = 0; i < m->p->replaced.n; i++) own += VM_AT(m->p->replaced, struct vm_piece, i)->handle == index;
+  if (m->w.hdl->pins != own) return vm_fail(-EBUSY, "another call takes pages from the handle that is to be consumed");
+  if (!(consumed = VM_PUSH(c, &m->p->consumed, uint32_t))) return -ENOMEM;
+  m->w.hdl->busy = true;
+  *consumed = index;
+  return 0;
+}
+
+static int do_op(struct maker *m, const struct vmem_op *op) {
+  struct vm_ctx *c = m->c;
+  uint64_t count;
+  int err = vm_want(c, op, &m->w);
+  if (err) return err;
+  m->space = NULL;
+  count = m->w.count;
+  if (!vm_list_reserve(c,
+                       op->op == VMEM_OP_UNMAP       ? &m->p->unmaps
+                       : op->op == VMEM_OP_FILL      ? &m->p->fills
+                       : op->flags & VMEM_OP_REPLACE ? &m->p->replaced
+                                                     : &m->p->mapped,
+                       sizeof(struct vm_piece), count < 4096 ? count : 4096))
+    return -ENOMEM;
+  if (op->flags & VMEM_OP_COPY) {
+    struct vm_access *source = VM_PUSH(c, &m->p->sources, struct vm_access);
+    if (!source) return -ENOMEM;
+    *source =
+        (struct vm_access){.addr = op->src, .bytes = vm_source_bytes(op), .count = count, .stride = op->src_stride};
+  }
+  for (uint64_t i = 0; i < count; i++)
+    if ((err = do_piece(m, op->addr + i * op->stride, op->offset + i * op->bytes, op->src + i * op->src_stride)))
+      return err;
+  return op->flags & VMEM_OP_CONSUME ? consume(m) : 0;
+}
+
+/* What a plan that comes to nothing leaves in the pool: as much as was there before. */
+static uint64_t keep_bytes(const struct vm_ctx *c) {
+  uint64_t have = vm_pool_free_units(c) << c->shift;
+  return have > c->opts.pool_high ? have : c->opts.pool_high;
+}
+
+/* What cutting a piece out adds: an end inside a run makes it two; both ends inside one call make that two mappings. */
+static void add_cuts(struct vm_ctx *c, uint64_t *segments, uint64_t *mappings, const struct vm_piece *piece) {
+  bool front = vm_space_cuts(c, piece->space, piece->addr);
+  bool back = vm_space_cuts(c, piece->space, piece->addr + piece->bytes);
+  *segments += front + back;
+  *mappings += front && back;
+}
+
+/* A map adds its run and the hole behind it; an unmap adds a piece at each end that cuts a run. */
+int vm_plan_room(struct vm_ctx *c, struct vm_plan *p) {
+  uint64_t mappings = p->maps.n + p->replaces.n, segments = 2 * mappings;
+  bool maps = mappings; /* an unmap that cuts one mapping in two gives memory back: the limit does not stop it */
+  int err;
+  for (size_t i = 0; i < p->replaced.n; i++) add_cuts(c, &segments, &mappings, VM_AT(p->replaced, struct vm_piece, i));
+  for (size_t i = 0; i < p->unmaps.n; i++) add_cuts(c, &segments, &mappings, VM_AT(p->unmaps, struct vm_piece, i));
+  if (!(err = vm_room_take(c, segments, mappings, maps))) p->mappings = mappings;
+  return err ? err : vm_plan_ops_room(c, p);
+}
+
+/* Units that the batch's POPULATE operations take from a pool: no more than there are addresses for. */
+static uint64_t wanted(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struct vmem_op *like) {
+  uint64_t total = 0, most = vm_units(c, c->virt->reserved_bytes);
+  for (size_t i = 0; i < n; i++) {
+    uint64_t units;
+    if (ops[i].op != VMEM_OP_POPULATE || ops[i].location != like->location || ops[i].device != like->device ||
+        vm_is_large(c, ops[i].page_size) != vm_is_large(c, like->page_size))
+      continue;
+    if (__builtin_mul_overflow(vm_units(c, ops[i].bytes), ops[i].count ? ops[i].count : 1, &units) ||
+        units > most - total)
+      return most;
+    total += units;
+  }
+  return total;
+}
+
+/* The plan is complete: its list moves no more. */
+static void sources_begin(struct vm_ctx *c, struct vm_plan *p) {
+  for (size_t i = 0; i < p->sources.n; i++) vm_access_begin(c, VM_AT(p->sources, struct vm_access, i));
+}
+
+static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct vm_plan *p) {
+  uint64_t grow_id = 0, keep = 0;
+  for (;;) {
+    struct maker m = {.c = c, .p = p};
+    uint64_t free_units = 0, need = 0;
+    struct vmem_error why;
+    int err = 0;
+    memset(p, 0, sizeof(*p));
+    p->grow_id = grow_id;
+    pthread_mutex_lock(&c->lock);
+    if (!grow_id) keep = keep_bytes(c);
+    p->keep = keep;
+    /* The arguments of all come first: which error a batch gives must not hang on what the pool has. */
+    for (size_t i = 0; i < n && !err; i++) {
+      err = vm_check_reserved(&ops[i], i);
+      if (!err) err = vm_want(c, &ops[i], &m.w);
+    }
+    for (size_t i = 0; i < n && !err; i++) err = do_op(&m, &ops[i]);
+    if (!err) err = vm_plan_room(c, p);
+    if (!err) sources_begin(c, p);
+    if (err) {
+      vm_error_save(&why);
+      vm_plan_take_back(c, p);
+      if (m.short_units) {
+        need = wanted(c, ops, n, m.w.op);
+        free_units = m.w.pool->free_units;
+      }
+    }
+    pthread_mutex_unlock(&c->lock);
+    if (!err) return 0;
+    vm_plan_clear(p);
+    vm_error_restore(&why);
+    if (!m.short_units) {
+      vm_pool_undo_grow(c, grow_id);
+      vm_pool_trim(c, keep, false);
+      vm_error_restore(&why);
+      return err;
+    }
+    /* Short in all, or only of pieces that are large enough. */
+    need = need > free_units ? need - free_units : m.short_units;
+    err = vm_pool_grow(c, m.w.pool, need, vm_units(c, m.w.op->bytes), (uint32_t)vm_units(c, m.w.page_size), free_units,
+                       &grow_id);
+    if (err) return err;
+  }
+}
+
+int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct vm_plan *p) {
+  int err = make_batch(c, ops, n, p);
+  return vm_recount(c, err) ? make_batch(c, ops, n, p) : err;
+}
+
+int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p) {
+  struct vmem_op op = {.op = VMEM_OP_UNMAP};
+  struct maker m = {.c = c, .p = p, .w = {.op = &op, .page_size = c->granule}};
+  struct vm_hdl *hdl;
+  int err = 0;
+  memset(p, 0, sizeof(*p));
+  pthread_mutex_lock(&c->lock);
+  p->keep = keep_bytes(c);
+  if (!(hdl = vm_hdl_find(c, h, &err))) goto out;
+  if (hdl->busy || hdl->pending) {
+    err = vm_fail(-EBUSY, "another call is using the handle");
+    goto out;
+  }
+  if (hdl->mappings > 1) {
+    err = vm_fail_at(-EBUSY, 0, hdl->bytes, hdl->mappings, "the handle has %llu live mappings; vMemUnmap names one",
+                     (unsigned long long)hdl->mappings);
+    goto out;
+  }
+  if (hdl->mappings) {
+    struct vm_space *s = vm_space_find(c, hdl->start_sum);
+    uint64_t end = hdl->start_sum + c->granule, limit = s->base + s->bytes;
+    for (; end < limit; end += c->granule) {
+      struct vm_pte *pte = vm_pte(c, s, end);
+      if (!pte || !(pte->flags & PTE_MAPPED) || (pte->flags & PTE_START) || pte->handle != vm_hdl_index(c, hdl)) break;
+    }
+    if ((err = mark_live(&m, s, hdl->start_sum, end - hdl->start_sum, false)) || (err = vm_plan_room(c, p))) {
+      VM_UNDO(vm_plan_take_back(c, p));
+      goto out;
+    }
+  }
+  p->release = vm_hdl_index(c, hdl);
+  hdl->busy = true;
+out:
+  pthread_mutex_unlock(&c->lock);
+  if (err) vm_plan_clear(p);
+  return err;
+}
+
+int vm_plan_make_free(struct vm_ctx *c, struct vm_space *s, struct vm_plan *p) {
+  struct vmem_op op = {.op = VMEM_OP_UNMAP, .flags = VMEM_OP_HOLES};
+  struct maker m = {.c = c, .p = p, .w = {.op = &op, .page_size = c->granule}};
+  int err = 0;
+  p->keep = keep_bytes(c);
+  if (s->mapped && ((err = mark_live(&m, s, s->base, s->bytes, false)) || (err = vm_plan_room(c, p)))) {
+    VM_UNDO(vm_plan_take_back(c, p));
+    vm_plan_clear(p);
+  }
+  return err;
+}

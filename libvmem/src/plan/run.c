@@ -1,0 +1,283 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * Makes a plan's driver calls, then commits it or takes it back.
+ *
+ * Order: zeroing of new pages, maps, copies to them, fills, replaces, unmaps. All but the first and the fills are
+ * operations of vm_bind (backend/backend.h). Without fills they are one call of it; with fills they are two, because
+ * pages must be mapped before they are filled, and what a failed fill takes back must still be there.
+ *
+ * The undo runs the other way. Where it fails, the range and its pages are quarantined: their ptes keep their
+ * references and are never changed again.
+ */
+#include "plan/plan.h"
+
+/* ---- one call of the back end ------------------------------------------------------------------ */
+
+struct calls {
+  struct vm_ctx *c;
+  struct vm_bind_op *ops; /* a part of the plan's */
+  size_t n;
+  struct vm_bind_result r;
+};
+
+/* How many operations a range takes at most. */
+static size_t parts(const struct vm_ctx *c, uint64_t bytes) {
+  uint64_t most = c->info->bind_bytes;
+  return most ? (size_t)((bytes + most - 1) / most) + 1 : 1;
+}
+
+static size_t most_maps(const struct vm_ctx *c, const struct vm_list *segs) {
+  size_t n = 0;
+  for (size_t i = 0; i < segs->n; i++) n += parts(c, VM_AT(*segs, struct vm_seg, i)->bytes);
+  return n;
+}
+
+int vm_plan_ops_room(struct vm_ctx *c, struct vm_plan *p) {
+  size_t n = most_maps(c, &p->maps) + most_maps(c, &p->replaces);
+  for (size_t i = 0; i < p->unmaps.n; i++) n += parts(c, VM_AT(p->unmaps, struct vm_piece, i)->bytes);
+  return !n || (p->ops = vm_realloc(c, NULL, n, sizeof(*p->ops))) ? 0 : -ENOMEM;
+}
+
+static struct vm_bind_op *push(struct calls *b, uint32_t kind, const struct vm_space *s, uint64_t addr,
+                               uint64_t bytes) {
+  b->ops[b->n] =
+      (struct vm_bind_op){.kind = kind, .addr = addr, .bytes = bytes, .priv = s->priv, .sparse = vm_is_sparse(s)};
+  return &b->ops[b->n++];
+}
+
+/* `clears`: see vm_bind_op. */
+static void push_map(struct calls *b, uint32_t kind, const struct vm_seg *s, uint64_t clears) {
+  uint64_t most = b->c->info->bind_bytes ? b->c->info->bind_bytes : s->bytes, n;
+  for (uint64_t at = 0; at < s->bytes; at += n, clears = 0) {
+    struct vm_bind_op *op;
+    n = s->bytes - at < most ? s->bytes - at : most;
+    op = push(b, kind, s->space, s->addr + at, n);
+    op->flags = s->flags;
+    op->slab = s->slab->priv;
+    op->offset = ((uint64_t)s->unit << b->c->shift) + at;
+    op->clears = clears;
+  }
+}
+
+static void push_maps(struct calls *b, struct vm_plan *p) {
+  for (size_t i = 0; i < p->maps.n; i++) push_map(b, VM_BIND_MAP, VM_AT(p->maps, struct vm_seg, i), 0);
+}
+
+/* What takes the place of something, or takes it away. */
+static void push_takes(struct calls *b, struct vm_plan *p) {
+  const struct vm_piece *piece = p->replaced.v;
+  for (size_t i = 0; i < p->replaces.n; i++) {
+    struct vm_seg *s = VM_AT(p->replaces, struct vm_seg, i);
+    bool first = s->addr == piece->addr;
+    push_map(b, p->same ? VM_BIND_REMAP : VM_BIND_REPLACE, s, first ? piece->bytes : 0);
+    piece += s->addr + s->bytes == piece->addr + piece->bytes;
+  }
+  for (size_t i = 0; i < p->unmaps.n; i++) {
+    struct vm_piece *gone = VM_AT(p->unmaps, struct vm_piece, i);
+    uint64_t most = b->c->info->bind_bytes ? b->c->info->bind_bytes : gone->bytes, end = gone->addr + gone->bytes, n;
+    for (uint64_t a = gone->addr; a < end; a += n) {
+      n = end - a < most ? end - a : most;
+      /* Large pages are not cut. */
+      if (a + n < end && n > LARGE_PAGE) n -= (a + n) & (LARGE_PAGE - 1);
+      push(b, VM_BIND_UNMAP, gone->space, a, n);
+    }
+  }
+}
+
+static void quarantine(struct vm_ctx *c, uint64_t addr, uint64_t bytes) {
+  pthread_mutex_lock(&c->lock);
+  vm_ptes_quarantine(c, vm_space_find(c, addr), addr, bytes);
+  pthread_mutex_unlock(&c->lock);
+}
+
+/* Runs what was pushed. What a failure leaves in an unknown state is quarantined. */
+static int run(struct calls *b) {
+  int err = b->n ? vm_bind(b->c, b->ops, b->n, &b->r) : 0;
+  for (size_t i = b->r.done; err && i < b->r.done + b->r.lost; i++) quarantine(b->c, b->ops[i].addr, b->ops[i].bytes);
+  return err;
+}
+
+/* ---- taking back ------------------------------------------------------------------------------- */
+
+/* Without heap memory, which may be what was short. */
+struct undo {
+  struct vm_ctx *c;
+  const struct vmem_error *why; /* what is undone */
+  int worst;                    /* its code, or -ENOTRECOVERABLE with the error that names a range */
+  size_t n;
+  struct vm_bind_op ops[64];
+};
+
+static void undo_failed(struct undo *u, uint64_t addr, uint64_t bytes) {
+  struct vmem_error undo;
+  vm_error_save(&undo);
+  quarantine(u->c, addr, bytes);
+  u->worst = vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0,
+                        "0x%llx + %llu bytes is quarantined: its undo failed (%.150s) after: %.150s",
+                        (unsigned long long)addr, (unsigned long long)bytes, undo.text, u->why->text);
+}
+
+static void flush(struct undo *u) {
+  struct vm_bind_result r;
+  for (size_t i = 0; i < u->n && vm_bind(u->c, u->ops + i, u->n - i, &r);)
+    for (i += r.done; r.failed; r.failed--, i++) undo_failed(u, u->ops[i].addr, u->ops[i].bytes);
+  u->n = 0;
+}
+
+static void put_back(struct undo *u, struct vm_bind_op op) {
+  if (u->n == sizeof(u->ops) / sizeof(u->ops[0])) flush(u);
+  u->ops[u->n++] = op;
+}
+
+/* The run that was mapped at addr, as the ptes say: what maps it again. */
+static struct vm_bind_op run_before(struct vm_ctx *c, const struct vm_bind_op *op, uint64_t addr, uint64_t bytes) {
+  struct vm_bind_op run = {.kind = VM_BIND_MAP, .addr = addr, .priv = op->priv, .sparse = op->sparse};
+  uint64_t most = c->info->bind_bytes;
+  struct vm_space *s;
+  struct vm_pte *pte;
+  pthread_mutex_lock(&c->lock);
+  s = vm_space_find(c, addr);
+  pte = vm_pte(c, s, addr);
+  run.bytes = vm_space_run(c, s, addr, most && most < bytes ? most : bytes);
+  run.slab = c->phys->slabs[pte->slab]->priv;
+  run.offset = (uint64_t)pte->unit << c->shift;
+  run.flags = pte->flags & PTE_READONLY ? VMEM_MAP_READONLY : 0;
+  vm_ptes_one_call(c, s, addr, run.bytes);
+  pthread_mutex_unlock(&c->lock);
+  return run;
+}
+
+/* Maps what the ptes name in [op->addr, end) again; in the first `shown` bytes something else is mapped now. */
+static void map_again(struct undo *u, const struct vm_bind_op *op, uint64_t end, uint64_t shown) {
+  bool in_place = u->c->be->bind;
+  uint64_t a = op->addr;
+  if (shown && !in_place) {
+    flush(u);
+    if (vm_drv_unmap(u->c, a, shown, op->sparse)) {
+      undo_failed(u, a, shown);
+      a += shown;
+    }
+  }
+  while (a < end) {
+    struct vm_bind_op run = run_before(u->c, op, a, end - a);
+    if (shown && in_place) run.kind = VM_BIND_REMAP;
+    put_back(u, run);
+    a += run.bytes;
+  }
+}
+
+static void undo_calls(struct undo *u, const struct calls *b) {
+  for (size_t i = b->r.done + b->r.bare; i;) {
+    const struct vm_bind_op *op = &b->ops[--i];
+    uint64_t end = op->addr + op->bytes, shown;
+    if (op->kind == VM_BIND_MAP) {
+      put_back(u, (struct vm_bind_op){VM_BIND_UNMAP, 0, op->addr, op->bytes, 0, 0, op->priv, 0, op->sparse});
+    } else if (op->kind == VM_BIND_UNMAP) {
+      map_again(u, op, end, 0);
+    } else { /* a piece at a time: its old pages may be larger than the new ones */
+      shown = i < b->r.done ? end : b->ops[b->r.done].addr;
+      while (!op->clears) op = &b->ops[--i];
+      map_again(u, op, end, shown - op->addr);
+    }
+  }
+  flush(u);
+}
+
+/* ---- running ----------------------------------------------------------------------------------- */
+
+int vm_plan_aliases(struct vm_ctx *c, struct vm_plan *p) {
+  const struct vm_run *runs = p->zeros.v;
+  int err = 0;
+  for (size_t i = 0; i < p->zeros.n && !err; i++) err = vm_slab_alias(c, runs[i].slab, VMEM_INJECT_SLAB);
+  return err;
+}
+
+int vm_plan_zero(struct vm_ctx *c, struct vm_plan *p, bool *over) {
+  int err = 0;
+  if (over) *over = false;
+  if (!p->zeroing && p->zeros.n) {
+    p->zeroing = true;
+    if ((err = vm_zero_start(c, p->zeros.v, p->zeros.n, &p->zero_event))) return err;
+  }
+  if (p->zero_event && over) {
+    err = c->be->event_query(c->bes, p->zero_event);
+    if (err == -EAGAIN) return 0;
+    vm_drv_event_follow(c, &p->zero_event, 0);
+  } else {
+    err = vm_drv_event_finish(c, &p->zero_event);
+  }
+  if (err) return err;
+  p->zeroed = true;
+  if (over) *over = true;
+  return 0;
+}
+
+/* Copies and fills; the plan's event covers all. */
+static int start_fills(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after) {
+  size_t i = 0;
+  int err = 0;
+  if (p->copies.n) err = vm_drv_copy(c, p->copies.v, p->copies.n, after, num_after, &p->event);
+  /* Fills of equal value go in one call. */
+  while (!err && i < p->fills.n) {
+    struct vm_be_range r[64];
+    uint32_t value = VM_AT(p->fills, struct vm_piece, i)->handle;
+    bool chain = num_after && p->event; /* calls that wait for events have no order of their own */
+    vm_event e = 0;
+    size_t n = 0;
+    for (; i < p->fills.n && n < 64 && VM_AT(p->fills, struct vm_piece, i)->handle == value; i++, n++)
+      r[n] =
+          (struct vm_be_range){VM_AT(p->fills, struct vm_piece, i)->addr, VM_AT(p->fills, struct vm_piece, i)->bytes};
+    err = vm_drv_fill(c, VMEM_INJECT_FILL, r, n, (uint8_t)value, chain ? &p->event : after, chain ? 1 : num_after, &e);
+    if (!err) vm_drv_event_follow(c, &p->event, e);
+  }
+  return err;
+}
+
+static int run_calls(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after) {
+  bool fills = p->copies.n || p->fills.n;
+  struct calls first = {.c = c, .ops = p->ops}, second = {.c = c};
+  struct vmem_error why;
+  struct undo u = {.c = c, .why = &why};
+  int err;
+  push_maps(&first, p);
+  second.ops = p->ops + first.n;
+  push_takes(fills ? &second : &first, p);
+  err = run(&first);
+  if (!err && fills) {
+    err = start_fills(c, p, after, num_after);
+    /* No fill may be running on what is about to vanish; and a copy's source is only held until the commit. */
+    if (!err && (!p->fill || second.n || p->copies.n)) err = vm_drv_event_finish(c, &p->event);
+    if (!err) err = run(&second);
+  }
+  if (!err) return 0;
+  vm_error_save(&why);
+  u.worst = err;
+  vm_drv_event_finish(c, &p->event);
+  vm_undo_begin();
+  undo_calls(&u, &second);
+  undo_calls(&u, &first);
+  vm_undo_end();
+  if (u.worst == err) vm_error_restore(&why);
+  return u.worst;
+}
+
+int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, struct vm_fill **fill) {
+  int err = vm_plan_zero(c, p, NULL);
+  if (!err) err = run_calls(c, p, after, num_after);
+  *fill = NULL;
+  if (err) {
+    VM_UNDO(vm_plan_cancel(c, p));
+    return err;
+  }
+  if (p->event) *fill = p->fill;
+  vm_plan_commit(c, p);
+  return 0;
+}
+
+int vm_plan_run_now(struct vm_ctx *c, struct vm_plan *p) {
+  struct vm_fill *none;
+  int err = vm_plan_await_fills(c, p);
+  if (!err) return vm_plan_run(c, p, NULL, 0, &none);
+  VM_UNDO(vm_plan_cancel(c, p));
+  return err;
+}

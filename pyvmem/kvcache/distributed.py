@@ -1,0 +1,778 @@
+# SPDX-License-Identifier: MIT
+"""`ParallelKVCache`: one cache a rank, the same answers on every rank, no communication per step.
+
+What the ranks agree on, once, when the caches are made: how many pages each has (the least of what
+the ranks could take from their devices; every rank holds that memory from then on). After that a
+rank decides alone, and decides as the others do, because answers depend on the calls alone:
+
+- a slot is chosen by the order in which slots were freed (`LockstepTable`), not by its pages;
+- there is memory exactly when the pages that requests own fit into the budget. Which pages of no
+  owner are unmapped for that, and when, may differ between ranks and never changes an answer;
+- recorded prefixes are evicted when all slots have given all that they have, and then in the order
+  of their use, which calls alone change;
+- what a `step_async` began is waited for by the calls that share, swap or admit.
+
+The driver's mappings are no such matter: how many a request's pages take depends on where they lie.
+A rank that has none left for a `step` raises TooManyMappings, and `check_step` takes the step back
+on every rank, as `agreed_step` does by itself.
+
+`num_free_pages` and most of `stats` do depend on what the background has finished: an engine that
+admits requests by memory asks `available_pages` or `can_admit`.
+
+A rank that fails all the same (its driver, or its host memory in `swap_out`) is *poisoned*: the
+call raises there, and the others learn of it in the engine's next collective, by `check_step` or by
+`status` and `agree`.
+"""
+
+from __future__ import annotations
+
+import errno
+import weakref
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from pyvmem.context import Context
+from pyvmem.errors import (
+    BadHandle,
+    InvalidArgument,
+    NotSupported,
+    OutOfMemory,
+    TooManyMappings,
+    VMemError,
+)
+from pyvmem.info import KEEP_ALL, Location
+from pyvmem.kvcache import idle
+from pyvmem.kvcache.budget import available_bytes
+from pyvmem.kvcache.cache import KVCache
+from pyvmem.kvcache.config import KVCacheConfig, invalid
+from pyvmem.kvcache.events import record
+from pyvmem.kvcache.group import Core
+from pyvmem.kvcache.layout import Layout
+from pyvmem.kvcache.manager import Moved
+from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
+from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.swap import SwappedRequest
+from pyvmem.streams import check, device_ordinal
+
+__all__ = [
+    "Failure",
+    "LockstepTable",
+    "ParallelKVCache",
+    "RankFailed",
+    "Ranks",
+    "RanksDiffer",
+    "agree_on_pages",
+    "rank_config",
+    "shard_kv_heads",
+    "take_pages",
+]
+
+_ERRNOS = 4096  # a status is (rank + 1) * _ERRNOS + errno
+
+
+class RankFailed(VMemError):
+    """A rank failed in a call that the others may have done; no rank's cache may be used.
+
+    `VMemError.errno` is the failed rank's, where it had one; the text has the failure itself on the
+    rank that failed.
+
+    Attributes:
+        rank: the failed rank of the group; of several the last.
+    """
+
+    rank: int = -1
+
+
+class RanksDiffer(VMemError):
+    """The ranks made different calls, or had different answers; no rank's cache may be used."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why no call can be made. Not an exception: its traceback would keep tensors alive.
+
+    Attributes:
+        rank: the failed rank; -1: the ranks differ.
+        code: its errno, 0 where it had none.
+        detail: what is known on the failed rank.
+    """
+
+    rank: int
+    code: int = 0
+    detail: str = ""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException, where: str) -> Failure:
+        """A rank's own failure."""
+        code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
+        text = f" in {where}: {type(error).__name__}: {error}"
+        return cls(rank, code % _ERRNOS if isinstance(code, int) else 0, text)
+
+    @property
+    def status(self) -> int:
+        """A number whose maximum over the ranks names one; 0 stands for no failure."""
+        return (self.rank + 1) * _ERRNOS + self.code
+
+    @classmethod
+    def from_status(cls, maximum: int) -> Failure | None:
+        """What a maximum of `status` stands for."""
+        return cls(maximum // _ERRNOS - 1, maximum % _ERRNOS) if maximum else None
+
+    def error(self) -> VMemError:
+        """A new exception."""
+        if self.rank < 0:
+            return RanksDiffer(
+                "the ranks made different calls or had different answers since the last recovery; "
+                "recover() or close() on every rank",
+                op="ParallelKVCache",
+            )
+        name = errno.errorcode.get(self.code, "an error without errno")
+        error = RankFailed(
+            f"rank {self.rank} failed with {name}{self.detail}; recover() or close() on every rank",
+            errno=self.code,
+            op="ParallelKVCache",
+        )
+        error.rank = self.rank
+        return error
+
+
+class Ranks:
+    """A process group; `maxima` is a collective.
+
+    Args:
+        group: None: the default group, which must be initialised.
+        device: CUDA ordinal for NCCL's tensors; None: the current device.
+    """
+
+    def __init__(self, group: Any = None, device: int | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise invalid("torch.distributed is not initialised: call init_process_group first")
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        if self.rank < 0:
+            raise invalid("this process is not in the given group")
+        on_gpu = dist.get_backend(group) == "nccl"
+        self._device = torch.device("cpu")
+        if on_gpu:
+            ordinal = torch.cuda.current_device() if device is None else device
+            self._device = torch.device("cuda", ordinal)
+
+    def maxima(self, values: Sequence[int]) -> list[int]:
+        """The maximum over the ranks of each number: one all_reduce."""
+        tensor = torch.tensor(list(values), dtype=torch.int64, device=self._device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return [int(value) for value in tensor.tolist()]
+
+
+class LockstepTable(SlotTable):
+    """Chooses by the order in which slots were freed: a matter of the calls alone.
+
+    `SlotTable` looks at mapped pages, at batches in flight and at GPU work, all of which depend on
+    when something ends. The slot freed last is also the one that loses its pages last, and the one
+    freed first has most likely lost them.
+    """
+
+    lockstep: ClassVar[bool] = True
+
+    def best_fit(self, pages: int) -> Slot | None:
+        """The free slot that was freed last; `pages` does not matter."""
+        free = self.free
+        if not free:
+            return None
+        # Those that were never taken have 0, and go by their numbers.
+        return free.at(-1) if free.entries[-1][0] else free.at(0)
+
+    def emptiest(self, count: int) -> list[Slot]:
+        """The free slots that were freed first; whoever takes them waits until they are empty."""
+        return list(islice(self.free, count))
+
+    def reset_order(self) -> None:
+        """Forgets which slot was freed when; all that can be used are free."""
+        for slot in self.slots:
+            slot.freed_order = slot.freed_at = 0
+        self.rebuild()
+
+
+_WARM_STEPS = 16  # memory is taken in so many parts; what came before a refusal is kept
+
+
+def shard_kv_heads(num_kv_heads: int, world_size: int) -> int:
+    """Key/value heads of one rank.
+
+    As engines do: divided where they divide; with more ranks than heads, each rank has one head and
+    every head is on ``world_size / num_kv_heads`` ranks.
+
+    Raises:
+        InvalidArgument: neither number divides the other.
+    """
+    if num_kv_heads < 1 or world_size < 1:
+        raise invalid(f"{num_kv_heads} KV heads over {world_size} ranks: both must be at least 1")
+    if num_kv_heads % world_size == 0:
+        return num_kv_heads // world_size
+    if world_size % num_kv_heads == 0:
+        return 1
+    raise invalid(
+        f"{num_kv_heads} KV heads can neither be divided among {world_size} ranks nor replicated "
+        f"evenly on them",
+        limit=num_kv_heads,
+    )
+
+
+def rank_config(model: Any, world_size: int, **overrides: Any) -> KVCacheConfig:
+    """`KVCacheConfig.from_hf` for one of `world_size` tensor-parallel ranks.
+
+    Args:
+        model: a transformers configuration.
+        world_size: ranks that the KV heads are divided among; see `shard_kv_heads`.
+        **overrides: as for `from_hf`; `num_kv_heads` means those of the whole model, `memory_limit`
+            is of one rank.
+
+    Raises:
+        InvalidArgument: as `from_hf`; heads that can neither be divided nor replicated.
+    """
+    whole = KVCacheConfig.from_hf(model, **overrides)
+    return replace(whole, num_kv_heads=shard_kv_heads(whole.num_kv_heads, world_size))
+
+
+def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
+    """Takes the memory that the cache may have from the device; returns its pages.
+
+    Raises:
+        InvalidArgument, OutOfMemory: not a page for every tensor.
+    """
+    layout = Layout(config, page)
+    everything = layout.slot_pages * layout.num_tensors * config.max_batch * page
+    wanted = config.memory_limit or min(
+        everything, available_bytes(context.cuda_device, everything)
+    )
+    wanted -= wanted % page
+    least = page * layout.num_tensors
+    for part in range(1, _WARM_STEPS + 1):
+        try:
+            context.warm(wanted * part // _WARM_STEPS)
+        except OutOfMemory:
+            break
+    taken = min(wanted, context.stats().free_bytes)
+    if taken < least:
+        raise invalid(
+            f"{taken} bytes are less than one page of {page} bytes in each of "
+            f"{layout.num_tensors} tensors ({least} bytes)",
+            size=taken,
+            limit=least,
+        )
+    return taken // page
+
+
+def agree_on_pages(
+    ranks: Ranks, config: KVCacheConfig, page: int, pages: int, failure: Failure | None
+) -> int:
+    """The least number of pages over the ranks. A collective.
+
+    Raises:
+        RankFailed: a rank had a failure.
+        InvalidArgument: configurations or page sizes differ.
+    """
+    shape = zlib.crc32(repr(asdict(replace(config, memory_limit=0))).encode())
+    own = failure.status if failure else 0
+    status, *found = ranks.maxima([own, shape, -shape, page, -page, -pages])
+    if failed := Failure.from_status(status):
+        raise (failure or failed).error()
+    if found[0] != -found[1]:
+        raise invalid("the ranks' configurations differ in more than memory_limit")
+    if found[2] != -found[3]:
+        raise invalid(f"the ranks' page sizes differ: {-found[3]} to {found[2]} bytes")
+    return -found[4]
+
+
+def _too_many(text: str) -> TooManyMappings:
+    return TooManyMappings(text, errno=errno.ENOSPC, op="ParallelKVCache")
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the cache refused an argument. What libvmem refuses of the cache is a failure."""
+    if isinstance(error, (InvalidArgument, NotSupported, BadHandle)):
+        return error.op.startswith("KVCache")
+    return isinstance(error, TypeError)
+
+
+_CROWDED = 1  # a status below those of `Failure`
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class ParallelKVCache(KVCache):
+    """A `KVCache` on every rank of a group. Every rank makes the same calls in the same order.
+
+    Making one, `check_step`, `together` and `recover` are collectives; nothing else communicates.
+    Calls that share and swap are among these, and what they return is a rank's own: a
+    `SwappedRequest` is swapped in on every rank, or closed on every rank. An `InvalidArgument`
+    changes nothing and poisons nothing: every rank has it, for the same call.
+
+    The cache's own refusals come before anything changes and on every rank alike: they are compared
+    as answers are. Every other exception *poisons*: from then on every call raises it, until
+    `recover`, and the other ranks learn of it in `check_step`.
+
+    One kind of shortage depends on where a rank's pages lie: of mappings. A rank whose `step` lacks
+    them alone raises TooManyMappings, is *crowded*, and goes on to `check_step`, where every rank
+    takes the step back.
+
+    Args:
+        config: the same on every rank, but for `memory_limit`. `num_kv_heads` is one rank's
+            (`rank_config`). With `memory_limit` 0 that is 0.9 of the device's free memory. The
+            memory is taken at once and kept until `close`.
+        group: torch.distributed group of the ranks; None: the default group.
+        backend: of the context that the cache opens, for itself alone.
+        device: of this rank; None: torch's current CUDA device, 0 on ``host``.
+
+    Raises:
+        InvalidArgument: no process group; configurations or page sizes differ; on every rank.
+        RankFailed: a rank could not open its context or take a single page; on every rank.
+    """
+
+    _table = LockstepTable
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        group: Any = None,
+        backend: str = "auto",
+        device: Any = None,
+    ) -> None:
+        self._closed = True
+        self._failure: Failure | None = None
+        self._digest = 0
+        self._crowded = ""
+        self._ahead = False  # a `step_async` was answered with 0, and no `step` has followed
+        self._before: tuple[Sequence[int], Any] | None = (
+            None  # the last step's rows before, its stream
+        )
+        self._swapped: weakref.WeakSet[SwappedRequest] = weakref.WeakSet()
+        self._own: Context | None = None
+        if getattr(config, "idle_seconds", 0):
+            raise invalid("idle_seconds depends on the clock; it must be 0 with several ranks")
+        if getattr(config, "large_page_size", 0):
+            raise invalid(
+                "large_page_size: what a rank can reclaim of large pages depends on when its "
+                "background is done; it must be 0 with several ranks"
+            )
+        if device is None:
+            device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        self._ranks = ranks = Ranks(group, device_ordinal(device))
+        page = pages = 0
+        failure = None
+        try:
+            self._own = Context(
+                backend,
+                device=device,
+                granule=config.page_size,
+                pool_high=KEEP_ALL,
+                max_mappings=config.max_mappings,
+            )
+            page = config.page_size or self._own.info.granule
+            pages = take_pages(self._own, config, page)
+        except Exception as error:
+            failure = Failure.of(ranks.rank, error, "init")
+        try:
+            pages = agree_on_pages(ranks, config, page, pages, failure)
+            try:
+                self._make(replace(config, page_size=page, memory_limit=pages * page))
+            except Exception as error:
+                failure = Failure.of(ranks.rank, error, "init")
+            (status,) = ranks.maxima([failure.status if failure else 0])
+            if failed := Failure.from_status(status):
+                raise (failure or failed).error()
+        except BaseException:
+            with suppress(VMemError):
+                self.close()
+            raise
+
+    def _make(self, config: KVCacheConfig) -> None:
+        """Gives back what other ranks could not match, and makes the cache over the rest."""
+        assert self._own is not None
+        self._own.trim(config.memory_limit)
+        super().__init__(replace(config, max_mappings=0), self._own)
+
+    # ---- answers that are compared, failures that all ranks learn of -----------------------------
+
+    def _call(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Calls, and keeps the answer, or the failure."""
+        with self._lock, self._journal:
+            core = self._open_core()
+            name = method.__name__
+            try:
+                core.reclaimer.forget_crowding()
+                result = method(*args, **kwargs)
+                core.reclaimer.forget_crowding()
+                core.reclaimer.raise_errors()  # of the background; the answer may be due to them
+            except BaseException as error:
+                if isinstance(error, TooManyMappings) and name == "step":
+                    self._crowded = str(error)
+                    self._note(name, 0)  # as on those who could; what they call next differs
+                elif _is_refusal(error):
+                    self._note(name, type(error).__name__)
+                else:
+                    self._poison(error, name)
+                raise
+            self._note(name, result)
+            return result
+
+    def _note(self, name: str, answer: Any) -> None:
+        self._digest = zlib.crc32(f"{name} {answer}".encode(), self._digest)
+
+    def _poison(self, error: BaseException, where: str) -> None:
+        self._failure = Failure.of(self._ranks.rank, error, where)
+
+    def _open_core(self) -> Core:
+        if not self._closed and self._failure is not None:
+            raise self._failure.error()
+        if not self._closed and self._crowded:
+            raise _too_many(f"{self._crowded}; call check_step, as the other ranks do")
+        return super()._open_core()
+
+    def move(
+        self,
+        reqid: int,
+        location: str | Location,
+        device: Any = None,
+        tokens: Sequence[int] | None = None,
+        stream: Any = None,
+        wait: bool = True,
+    ) -> Moved:
+        """NotSupported: a tier may be full on one rank alone, which is no answer for all."""
+        raise NotSupported(
+            "move: the ranks of a group have agreed on the memory of their devices alone",
+            errno=errno.EOPNOTSUPP,
+            op="KVCache.move",
+        )
+
+    @property
+    def failed(self) -> VMemError | None:
+        """Why no call can be made; None: all is well, as far as this rank knows."""
+        return self._failure.error() if self._failure else None
+
+    def status(self) -> list[int]:
+        """Three whole numbers for an all_reduce (MAX) of the engine's own, then for `agree`.
+
+        Below 2**32 in magnitude, or 4096 times the number of ranks: int64 or float64.
+        """
+        with self._lock, self._journal:
+            own = self._failure.status if self._failure else _CROWDED * bool(self._crowded)
+            return [own, self._digest, -self._digest]
+
+    def agree(self, maxima: Sequence[int]) -> None:
+        """Reads what became of `status` in the all_reduce.
+
+        Raises:
+            TooManyMappings: a rank had none left for the last `step`, which every rank has taken
+                back: it is as if it had said -1. What no request owns was given up.
+            RankFailed: a rank failed; from now on every call raises this.
+            RanksDiffer: the calls or the answers of the ranks differ; likewise.
+        """
+        status, digest, negative = (int(value) for value in maxima)
+        with self._lock, self._journal:
+            crowded, self._crowded = self._crowded, ""
+            if status == _CROWDED:
+                if digest == -negative:
+                    self._take_back()
+                    raise _too_many(
+                        crowded or "another rank has no mapping left for the step, which was undone"
+                    )
+                status = 0
+            failure = Failure.from_status(status)
+            if failure is None and digest != -negative:
+                failure = Failure(-1)
+            if failure is None:
+                return
+            if self._failure is None or self._failure.status != failure.status:
+                self._failure = failure  # else the own one, which knows more
+            raise self._failure.error()
+
+    def check_step(self) -> None:
+        """`status`, one all_reduce of three numbers, and `agree`. A collective.
+
+        Between the calls of an iteration and the launch of the model, unless the engine reduces
+        `status` itself.
+
+        Raises:
+            TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
+        """
+        self.agree(self._ranks.maxima(self.status()))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Ends the block with `check_step` on every rank, also where the block raised.
+
+            with cache.together():
+                answer = cache.step(seq_lens)
+
+        An exception inside, of whatever kind, fails the rank; only the cache's own
+        `InvalidArgument` and `PrefixEvicted`, which all ranks have alike, come out as they are.
+
+        Raises:
+            TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
+        """
+        try:
+            yield
+        except (InvalidArgument, PrefixEvicted):
+            raise
+        except Exception as error:
+            if self._failure is None and not self._crowded:
+                self._poison(error, "a block of together()")
+        self.check_step()
+
+    # ---- calls that every rank makes -----------------------------------------------------------
+
+    def alloc_reqid(self, seq_len: int = 0) -> int | None:
+        """As `KVCache.alloc_reqid`, but the slot is the one freed last; the same on every rank."""
+        return self._call(super().alloc_reqid, seq_len)
+
+    def free_reqid(
+        self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
+    ) -> None:
+        """See `KVCache.free_reqid`."""
+        if tokens is None:
+            self._call(super().free_reqid, reqid, stream)
+        else:
+            self._settled(super().free_reqid, reqid, stream, tokens, namespace)
+
+    def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
+        """See `KVCache.truncate`; 0 or -1 on every rank alike."""
+        return self._settled(super().truncate, reqid, length, stream)
+
+    def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
+        """As `KVCache.step`; 0 or -1 on every rank alike.
+
+        Raises:
+            TooManyMappings: this rank has none left: go on to `check_step`, where the others wait
+                and every rank takes the step back. With a sliding window that is a failure.
+            VMemError: this rank alone failed: go on to `check_step`, likewise.
+        """
+        with self._lock, self._journal:
+            self._before = (self._open_core().rows[:], stream)
+            answer = self._call(super().step, seq_lens, stream)
+            self._ahead = False
+            return answer
+
+    def agreed_step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
+        """`step` and `check_step` in one: a collective; 0 or -1 on every rank alike.
+
+        -1 also where one rank alone has no mapping left. Nothing is called between the two.
+
+        Raises:
+            RankFailed, RanksDiffer: as `agree`, on every rank.
+        """
+        answer = -1
+        try:
+            with self.together():
+                answer = self.step(seq_lens, stream)
+        except TooManyMappings:
+            return -1
+        return answer
+
+    def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
+        """As `KVCache.step_async`. A second one before `step` first completes the one before.
+
+        Where this rank has no mapping left, nothing is begun, and the `step` says so.
+        """
+        with self._lock, self._journal:
+            answer = self._settled(self._begin_async, seq_lens, stream)
+            self._ahead = answer == 0
+            return answer
+
+    def _begin_async(self, seq_lens: Sequence[int], stream: Any) -> int:
+        try:
+            return super().step_async(seq_lens, stream)
+        except TooManyMappings:
+            return 0
+
+    def _take_back(self) -> None:
+        """Makes the last step undone: requests have the rows, and the pages, of before.
+
+        All that no request owns goes, recorded prefixes included: a rank that could step may have
+        evicted some for it, and one that could not has not.
+        """
+        assert self._before is not None
+        rows, stream = self._before
+        core = self._open_core()
+        try:
+            if core.window is not None:
+                raise _no_way_back()
+            event = record(stream, core.device)
+            for slot in core.table:
+                with suppress(TooManyMappings):  # what a `step_async` began; it is undone
+                    core.pager.release(slot)
+            for slot in core.table:
+                if slot.active:
+                    core.disown_beyond(slot, rows[slot.index], event)
+            idle.unmap_idle(core, prefixes=True)
+            core.reclaimer.forget_crowding()
+            core.reclaimer.raise_errors()
+            core.pager.runs.relieve()
+        except Exception as error:
+            self._poison(error, "taking a step back")
+            raise
+        self._ahead, self._before = False, None
+
+    def fork_many(
+        self,
+        reqid: int,
+        count: int,
+        length: int | None = None,
+        stream: Any = None,
+        into: Sequence[int] | None = None,
+    ) -> list[int] | None:
+        """See `KVCache.fork_many`; the slots are those freed first."""
+        return self._settled(super().fork_many, reqid, count, length, stream, into)
+
+    def record(
+        self, reqid: int, tokens: Any, stream: Any = None, namespace: Hashable = None
+    ) -> int:
+        """See `KVCache.record`."""
+        return self._settled(super().record, reqid, tokens, stream, namespace)
+
+    def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
+        """See `KVCache.match`. A use of what matches: every rank makes this call, too.
+
+        The lease ends with `alloc_prefix`, `PrefixMatch.release`, or the next `step` that answers
+        0, whichever comes first, and not when the match is collected: ranks collect at their own
+        times. Every rank releases alike.
+        """
+        return self._call(super().match, tokens, leave, namespace)
+
+    def alloc_prefix(
+        self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None
+    ) -> tuple[int, int] | None:
+        """See `KVCache.alloc_prefix`; the slot is the one freed first."""
+        return self._settled(super().alloc_prefix, tokens, leave, stream, namespace)
+
+    def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
+        """See `KVCache.swap_out`.
+
+        Raises:
+            MemoryError: of this rank's host: it alone failed, as in `step`.
+        """
+        with self._lock, self._journal:
+            swapped = self._settled(super().swap_out, reqid, stream)
+            self._swapped.add(swapped)
+            return swapped
+
+    def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
+        """See `KVCache.swap_in`; the slot is the one freed last."""
+        return self._settled(super().swap_in, swapped, stream)
+
+    def can_admit(
+        self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
+    ) -> bool:
+        """See `KVCache.can_admit`; the same on every rank."""
+        return self._settled(super().can_admit, seq_lens, matches)
+
+    def trim(self, prefixes: bool = False, compact: bool = False, stream: Any = None) -> int:
+        """Unmaps all pages of no request, as `KVCache.trim`; returns 0.
+
+        The memory stays the cache's, ready in its context: the ranks have agreed on it. So there is
+        nothing for `compact` to do.
+        """
+        check(stream)
+        return self._settled(self._trim, prefixes)
+
+    def _trim(self, prefixes: bool) -> int:
+        idle.unmap_idle(self._open_core(), prefixes)
+        return 0
+
+    def _settled(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """`_call`, when what a `step_async` began is done.
+
+        What a growth in flight has promised is no page of an owner yet: memory would be short, or
+        not, as the background is slow or fast.
+        """
+        with self._lock, self._journal:
+            if self._ahead:
+                self._call(self._open_core().pager.settle, None, True)
+                self._ahead = False
+            return self._call(method, *args, **kwargs)
+
+    @property
+    def available_pages(self) -> int:
+        """Physical pages that requests can still have; the same on every rank."""
+        now = self.stats()
+        return now.total_pages - now.active_pages
+
+    # ---- failures ------------------------------------------------------------------------------
+
+    def recover(self, stream: Any = None) -> None:
+        """Gives everything up and makes the ranks the same again. A collective.
+
+        Every request is freed and to be computed again, swapped ones are closed, and no prefix is
+        recorded: a call that one rank failed in the others may have done. What failed undos cost
+        one rank, every rank gives up: a slot that cannot be used, pages that are lost.
+
+        Args:
+            stream: the last work on the slots, as in `free_reqid`.
+
+        Raises:
+            RankFailed: a rank could not be made ready; every rank stays poisoned.
+        """
+        check(stream)
+        with self._lock, self._journal:
+            have = [0] * (len(self._core.table) + 1)
+            self._failure = None
+            self._crowded = ""
+            try:
+                have = self._reset(stream)
+            except Exception as error:
+                self._poison(error, "recover")
+            status, *least = self._ranks.maxima([self.status()[0], *(-value for value in have)])
+            self.agree([status, 0, 0])
+            core = self._core
+            core.reclaimer.limit = -least[0]
+            for slot, usable in zip(core.table, least[1:], strict=True):
+                if not usable:
+                    core.table.condemn(slot)
+
+    def _reset(self, stream: Any) -> list[int]:
+        """Frees everything; returns the pages that are left, and which slots can be used."""
+        core = self._open_core()
+        event = record(stream, core.device)
+        for slot in core.table:
+            with suppress(VMemError):  # undone: its pages are as before
+                core.pager.release(slot)
+            if slot.active:
+                core.release(slot, event)
+        for swapped in list(self._swapped):
+            swapped.close()
+        idle.unmap_idle(core, prefixes=True)
+        for slot in core.table:
+            if slot.lost:
+                core.reclaimer.salvage(slot)
+        core.reclaimer.errors.clear()
+        cast("LockstepTable", core.table).reset_order()
+        self._digest, self._ahead = 0, False
+        self.check_integrity()
+        stats = core.context.stats()
+        pages = (stats.slab_bytes - stats.quarantined_bytes) // core.layout.page_size
+        return [min(core.reclaimer.limit, pages), *(int(not slot.broken) for slot in core.table)]
+
+    # ---- end -----------------------------------------------------------------------------------
+
+    def close(self, stream: Any = None) -> None:
+        """As `KVCache.close`, on this rank; the context goes too."""
+        if not self._closed:
+            super().close(stream)
+        if self._own is not None:
+            self._own.close()
+
+
+def _no_way_back() -> NotSupported:
+    return NotSupported(
+        "a rank has no mapping left for a step, which cannot be taken back: a window has slid",
+        errno=errno.EOPNOTSUPP,
+        op="ParallelKVCache",
+    )

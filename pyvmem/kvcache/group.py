@@ -1,0 +1,681 @@
+# SPDX-License-Identifier: MIT
+"""The state of a cache, and what it does on the side: checks, watermark, eager allocation."""
+
+from __future__ import annotations
+
+import errno
+import operator
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyvmem._native import Outcome
+from pyvmem.context import Context
+from pyvmem.errors import (
+    Busy,
+    InvalidArgument,
+    NotRecoverable,
+    OutOfMemory,
+    TooManyBatches,
+    VMemError,
+)
+from pyvmem.features import require_page_size
+from pyvmem.features.table import SPARSE
+from pyvmem.kvcache.budget import available_bytes
+from pyvmem.kvcache.config import PREFILL_TOKENS, KVCacheConfig, invalid
+from pyvmem.kvcache.events import prune, record
+from pyvmem.kvcache.growth import Pager, Source
+from pyvmem.kvcache.journal import Journal
+from pyvmem.kvcache.layout import Layout
+from pyvmem.kvcache.mapper import Mapper, Scratch
+from pyvmem.kvcache.metrics import Counters
+from pyvmem.kvcache.migration import Promoter, Window
+from pyvmem.kvcache.moves import Mover
+from pyvmem.kvcache.pages import Block, Span
+from pyvmem.kvcache.prefix_cache import PrefixCache
+from pyvmem.kvcache.reclaim import Reclaimer
+from pyvmem.kvcache.sharing import Sharing
+from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.ops import OpBatch
+from pyvmem.reservation import Reservation
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.budget import Budget
+    from pyvmem.kvcache.growth import Pager
+    from pyvmem.kvcache.journal import Journal
+    from pyvmem.kvcache.layout import Layout
+    from pyvmem.kvcache.metrics import Counters
+    from pyvmem.kvcache.migration import Window
+    from pyvmem.kvcache.reclaim import Reclaimer
+    from pyvmem.kvcache.slots import SlotTable
+
+__all__ = ["Core", "Parts", "make", "pool_low"]
+
+_DEFAULT_GRANULE = 64 << 10
+_MAX_READY = 256 << 20
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `make` made.
+
+    Attributes:
+        context: given, or opened here.
+        owns_context: the context is closed with the cache.
+        layout: where everything lies.
+        reservation: all tensors.
+        limit_pages: physical pages that the cache may have.
+        cuda_device: CUDA ordinal; None where pages are the CPU's.
+    """
+
+    context: Context
+    owns_context: bool
+    layout: Layout
+    reservation: Reservation
+    limit_pages: int
+    cuda_device: int | None
+
+
+def make(
+    config: KVCacheConfig,
+    context: Context | None,
+    backend: str,
+    device: Any,
+    journal: Journal,
+    budget: Budget | None = None,
+) -> Parts:
+    """Opens what is missing, which the journal gives back where no cache comes of it."""
+    context = _context_of(config, context, budget)
+    owned = context is None
+    if context is None:
+        context = Context(
+            backend,
+            device=device,
+            granule=config.page_size,
+            pool_low=pool_low(config),
+            max_mappings=config.max_mappings,
+        )
+        journal.hold(context)
+    info = context.info
+    page_size = config.page_size or info.granule
+    large = config.large_page_size
+    require_page_size(info, page_size)
+    if large:
+        require_page_size(info, large, "large_page_size")
+    layout = Layout(config, page_size)
+    cuda_device = context.cuda_device
+    limit = _limit_pages(config, layout, cuda_device, budget)
+    if config.sparse:
+        SPARSE.require(info, f"sparse, with pages of {info.granule} bytes")
+    # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
+    reservation = Reservation(context, Outcome())
+    journal.hold(reservation)
+    context.reserve(
+        layout.total_bytes,
+        into=reservation,
+        sparse=config.sparse,
+        align=max(page_size, large, 2 << 20),
+        large=bool(large),
+    )
+    return Parts(context, owned, layout, reservation, limit, cuda_device)
+
+
+def pool_low(config: KVCacheConfig) -> int:
+    """Free bytes that the worker of an owned context keeps ready, so that no step meets the driver.
+
+    A page in every tensor for an eighth of the slots, but at most 256 MiB and a sixteenth of the
+    memory limit: what lies ready is memory that the cache does not use.
+    """
+    page_size = config.page_size or _DEFAULT_GRANULE
+    tensors = config.tensors_per_layer * (config.num_layers // config.group_size)
+    growth = config.max_batch * tensors * page_size // 8
+    return min(growth, _MAX_READY, config.memory_limit // 16 or _MAX_READY)
+
+
+def _context_of(
+    config: KVCacheConfig, context: Context | None, budget: Budget | None
+) -> Context | None:
+    """The context to use; None: one is to be opened."""
+    if config.max_mappings and (context is not None or budget is not None):
+        raise invalid(f"max_mappings {config.max_mappings}: the context is given, and has its own")
+    if budget is None:
+        if config.memory_floor:
+            raise invalid(f"memory_floor {config.memory_floor}: the cache has no budget")
+        return context
+    if context is not None and context is not budget.context:
+        raise invalid(f"{context!r} is not the budget's context, {budget.context!r}")
+    return budget.context
+
+
+def _limit_pages(
+    config: KVCacheConfig, layout: Layout, cuda_device: int | None, budget: Budget | None
+) -> int:
+    everything = layout.slot_pages * layout.num_tensors * config.max_batch
+    if not config.memory_limit:
+        unknown = everything * layout.page_size
+        available = available_bytes(cuda_device, unknown) if budget is None else budget.total_bytes
+        return min(everything, available // layout.page_size)
+    least = layout.page_size * layout.num_tensors
+    if config.memory_limit < least:
+        raise invalid(
+            f"memory_limit {config.memory_limit} is less than one page of {layout.page_size} "
+            f"bytes in each of {layout.num_tensors} tensors ({least} bytes)",
+            size=config.memory_limit,
+            limit=least,
+        )
+    return config.memory_limit // layout.page_size
+
+
+class Core:
+    """What `KVCache` and its reports work on; not thread-safe by itself.
+
+    Attributes:
+        used_tokens: the sum of `rows`.
+        clock: steps so far.
+        needs: rows that `scan` last wanted pages for: of prefills, with what they may over-read.
+        mover: other pages under the same addresses.
+        prefixes: recorded ones, of this group and others with the same requests.
+        place: the group's place among these.
+        promoter: None: there are no large pages.
+        window: what slides; None: every row is kept.
+        untidy: `tidy` is to be called by the next step.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        parts: Parts,
+        journal: Journal,
+        table: type[SlotTable] = SlotTable,
+    ) -> None:
+        self.config = config
+        self.parts = parts
+        self.context = parts.context
+        self.journal = journal
+        self.mapper = Mapper(parts.context, journal)
+        self.layout = layout = parts.layout
+        self.device = parts.cuda_device
+        self.counters = Counters(parts.context)
+        self.table = table(config.max_batch, journal)
+        base = parts.reservation.addr
+        self.reclaimer = Reclaimer(
+            self.mapper,
+            base,
+            layout,
+            self.table,
+            parts.limit_pages,
+            config.low_watermark,
+            self.counters,
+        )
+        large = layout.large_pages * layout.page_size
+        self.scratch = Scratch(self.mapper, max(large, layout.page_size))
+        self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)
+        self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device)
+        self.sharing = Sharing(self.pager, config)
+        self.use_prefixes(PrefixCache([self.sharing]), 0)
+        self.promoter = Promoter(self.pager, self.mover, config) if layout.large_pages else None
+        self.window = Window(self.pager, self.mover, config) if config.window else None
+        self.needs: Sequence[int] = ()
+        self.used_tokens = 0
+        self.clock = 0
+        self.untidy = config.reclaim_steps > 0
+        self.token_bytes = layout.row_bytes * layout.num_tensors
+        self._eager_pages = min(config.eager_pages, layout.slot_pages)
+        self._prepared: Slot | None = None
+        journal.keep_list(journal.books)
+        journal.books.append(self)
+
+    # ---- after an exception from outside ---------------------------------------------------------
+
+    def rebuild(self) -> None:
+        """See `Books.rebuild`."""
+        self.table.rebuild()
+        if not self.place:
+            self.prefixes.rebuild()
+        reclaimer = self.reclaimer
+        reclaimer.shared.rebuild(
+            [one.span for one in (*self.table, *reclaimer.cuts)] + self.prefixes.spans(self.place),
+            [slot.span for slot in self.table if slot.active and not slot.stale],
+        )
+        self.pager.rebuild()
+        reclaimer.rebuild(*self.mover.pages())
+        self.used_tokens = sum(self.rows)
+        self.untidy = True
+
+    def undone(self) -> None:
+        """See `Books.undone`."""
+        self.table.rebuild()
+
+    def owns(self, held: object) -> bool:
+        """See `Books.owns`."""
+        blocks = self.reclaimer.shared.blocks
+        return (
+            held is self.parts.reservation
+            or (held is self.context and self.parts.owns_context)
+            or self.scratch.owns(held)
+            or self.mover.owns(held)
+            or any(held is block.handle for block in blocks)
+        )
+
+    def failed(self, error: VMemError) -> None:
+        """See `Books.failed`."""
+        self.reclaimer.errors.append(error)
+
+    # ---- numbers from outside --------------------------------------------------------------------
+
+    def scan(self, seq_lens: Sequence[int]) -> tuple[array[int], int, list[tuple[Slot, int]]]:
+        """What a step to these numbers comes to.
+
+        A number below the rows held, 0 among them, asks for nothing: the rows stay.
+
+        Returns:
+            The rows that every slot holds afterwards, their sum, and the slots that lack pages for
+            theirs, with the pages per tensor that they need.
+        """
+        lens = seq_lens if type(seq_lens) is list else list(seq_lens)
+        count = len(self.table)
+        if len(lens) != count:
+            raise invalid(
+                f"seq_lens has {len(lens)} entries; the cache has {count} slots", limit=count
+            )
+        lengths = self.pager.lengths
+        found = lengths.scan(lens)
+        if isinstance(found, int):
+            try:  # numpy's or torch's integers, or what is no number of tokens
+                lens = [operator.index(value) for value in lens]
+            except TypeError:
+                raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
+            found = lengths.scan(lens)
+        if isinstance(found, int):
+            raise self._bad_length(found, lens[found])
+        rows, total, short = found
+        self.needs = rows
+        if self.layout.guard:
+            short = self._guard_prefills(rows, short)
+        if not short:
+            return rows, total, []
+        want = []
+        longest = self.config.max_seq_len
+        slots, pages_for = self.table.slots, self.layout.pages_for
+        # Capacity is 0 for free slots, so whatever is wrong with a single number shows up here too.
+        for index in short:
+            slot, length = slots[index], rows[index]
+            if not slot.active:
+                raise invalid(f"seq_lens[{index}] is {length}, but reqid {index} is not taken")
+            if length > longest:
+                raise self._bad_length(index, length)
+            want.append((slot, pages_for(self.needs[index])))
+        return rows, total, want
+
+    def _guard_prefills(self, rows: array[int], short: list[int]) -> list[int]:
+        """The slots that lack pages for what prefills up to `rows` may over-read, or for rows."""
+        held = self.rows
+        if max(map(operator.sub, rows, held)) <= PREFILL_TOKENS:
+            return short
+        self.needs = needs = rows[:]
+        for index, (length, have) in enumerate(zip(rows, held, strict=True)):
+            if length - have > PREFILL_TOKENS:
+                needs[index] = self.layout.guarded(length)
+        return [index for index in range(len(needs)) if needs[index] > self.pager.capacity[index]]
+
+    def _bad_length(self, index: int, length: int) -> InvalidArgument:
+        """The error for a number that no slot can hold."""
+        longest = self.config.max_seq_len
+        bound = "it must not be negative" if length < 0 else f"max_seq_len is {longest}"
+        return invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
+
+    def slot(self, reqid: int) -> Slot:
+        """The slot of a taken reqid."""
+        index = operator.index(reqid)
+        last = len(self.table) - 1
+        if not 0 <= index <= last:
+            raise invalid(f"reqid {index} is not between 0 and {last}", limit=last)
+        slot = self.table[index]
+        if not slot.active:
+            raise invalid(f"reqid {index} is not taken")
+        return slot
+
+    def free_slot(self, reqid: int) -> Slot:
+        """A free slot by its number; raises InvalidArgument where it cannot be taken."""
+        index, last = operator.index(reqid), len(self.table) - 1
+        if not 0 <= index <= last:
+            raise invalid(f"reqid {index} is not between 0 and {last}", limit=last)
+        slot = self.table[index]
+        if slot.active:
+            raise invalid(f"reqid {index} is taken")
+        if slot.broken:
+            raise invalid(f"reqid {index} is broken: a failed batch could not be undone there")
+        return slot
+
+    def fit(self, seq_len: int) -> Slot | None:
+        """The free slot for a request of so many tokens (0: not known)."""
+        length, longest = operator.index(seq_len), self.config.max_seq_len
+        if not 0 <= length <= longest:
+            raise invalid(
+                f"seq_len {length} is not between 0 and max_seq_len {longest}", limit=longest
+            )
+        pages = self.layout.pages_for_step(0, length)
+        return self.table.best_fit(pages or max(1, self._eager_pages))
+
+    def alloc(self, seq_len: int) -> int | None:
+        """See `KVCache.alloc_reqid`."""
+        self.reclaimer.poll()
+        self.pager.poll()
+        slot = self.fit(seq_len)
+        if slot is None:
+            return None
+        self.take(slot)
+        self.prepare()
+        return slot.index
+
+    def take(self, slot: Slot) -> None:
+        """Gives a free slot to a new owner; free again if the call is not completed."""
+        owner = slot.owner + 1
+
+        def free() -> None:
+            if slot.active and slot.owner == owner:
+                self.release(slot, None)
+
+        self.journal.on_abort(free)
+        self.table.take(slot)
+
+    def activity(self) -> tuple[int, int, int, int]:
+        """Something else after every call that takes, gives back or steps a request."""
+        counters = self.counters
+        return self.clock, counters.steps_async, counters.short, self.table.changes
+
+    def release(self, slot: Slot, event: Any) -> None:
+        """Ends an ownership; `event`: the GPU work that may still touch the slot.
+
+        Nothing is unmapped: `tidy` does that.
+        """
+        self.mover.abandon(slot)
+        if self.promoter is not None:
+            self.promoter.forget(slot)
+        self.pager.revoke(slot)
+        if self.window is not None:
+            self.window.forget(slot)
+        if slot.shared and not slot.stale:
+            self.reclaimer.shared.unuse(slot.span)
+        self.prefixes.unpin(slot)
+        self.table.give_back(slot, event, self.clock)
+        self.reclaimer.own_away = None
+        self.enter(slot, 0)
+        if slot.stale and not slot.lost:
+            self.untidy = True
+
+    def enter(self, slot: Slot, length: int) -> None:
+        """Notes that a slot holds so many rows, whatever `step` said."""
+        rows, index = self.rows, slot.index
+        self.journal.keep(self, "used_tokens")
+        self.journal.undo(rows.__setitem__, index, rows[index])
+        self.used_tokens += length - rows[index]
+        rows[index] = length
+
+    def disown_beyond(self, slot: Slot, length: int, event: Any) -> None:
+        """Lets a request hold its first `length` rows and the pages of these alone.
+
+        `event`: the GPU work that may still touch the others. The slot has no batch in flight.
+        """
+        pages = -(-length * self.layout.row_bytes // self.layout.page_size)
+        keep = max(pages, slot.shared)
+        if slot.granted > keep:
+            self.pager.shrink(slot, keep)
+            if event is not None:
+                slot.events = [*prune(slot.events), event]
+        self.enter(slot, length)
+
+    @property
+    def rows(self) -> array[int]:
+        """Tokens whose rows every slot holds; 0 for free slots.
+
+        They grow with `step`, and shrink only where the request gives them up: `truncate`, the end
+        of the request.
+        """
+        return self.pager.lengths.held
+
+    # ---- sums of the books -----------------------------------------------------------------------
+
+    @property
+    def active_pages(self) -> int:
+        """Physical pages of the device that requests own, shared ones once."""
+        pages = self.pager.active_pages - self.reclaimer.slid + self.reclaimer.shared.used
+        return (pages - self._away()) * self.layout.num_tensors
+
+    def _away(self) -> int:
+        """`count_away`, counted again only when it may have changed: every `step` asks for it."""
+        reclaimer = self.reclaimer
+        if not any(reclaimer.away.values()):
+            return 0
+        if reclaimer.own_away is None:
+            reclaimer.own_away = self.count_away()
+        return reclaimer.own_away
+
+    def count_away(self) -> int:
+        """Pages per tensor that requests own alone, and that do not lie in the device."""
+        return sum(
+            sum(slot.places.away(max(slot.shared, slot.head), slot.granted).values())
+            for slot in self.table
+            if slot.active and slot.places
+        )
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of rows in the device that hold tokens; shared ones once, those that slid not."""
+        used, shared = self.used_tokens * self.token_bytes, self.reclaimer.shared
+        gone = self._away() + shared.away_uses
+        if self.window is not None:
+            gone += self.reclaimer.slid
+        if gone or shared.used:
+            size = self.layout.page_size * self.layout.num_tensors
+            used -= (gone + shared.uses - shared.used) * size
+            used = max(0, used)
+        if shared.used or shared.away_uses:
+            used = min(used, self.active_pages * self.layout.page_size)
+        return used
+
+    def note_peaks(self) -> None:
+        """Keeps the highest use and waste so far."""
+        used = self.used_bytes
+        wasted = self.active_pages * self.layout.page_size - used
+        counters = self.counters
+        if used > counters.peak_used:
+            counters.peak_used = used
+        if wasted > counters.peak_wasted:
+            counters.peak_wasted = wasted
+
+    # ---- shared pages in more slots --------------------------------------------------------------
+
+    def use_prefixes(self, prefixes: PrefixCache, place: int) -> None:
+        """Records and finds prefixes there from now on; `place`: the group's among its groups."""
+        self.prefixes, self.place = prefixes, place
+        self.reclaimer.prefixes = prefixes.of(place)
+
+    def attach(self, slots: Sequence[Slot], span: Span, source: Slot | None = None) -> None:
+        """Takes empty slots and maps shared pages there, in one batch; on failure takes none.
+
+        Args:
+            slots: free and without a page.
+            span: the pages.
+            source: a slot that has them mapped first; then one operation for each slot and kind of
+                pages is enough.
+        """
+        pieces = self.sharing.handles(source, 0, span.pages) if source and span.pages else []
+        self._free_on_abort(slots)
+        try:
+            with self.mapper.transaction() as change:
+                for slot in slots:
+                    self.table.take(slot)
+                    self.reclaimer.shared.hold(span)
+                    self.reclaimer.shared.use(span)
+                    slot.dirty = 0
+                    self.pager.lend(slot, span)
+                if span.pages:
+                    change.run(self.sharing.mapping(slots, span, pieces))
+        except NotRecoverable:
+            self.reclaimer.condemn([(slot, 0, span.pages) for slot in slots])
+            raise
+
+    def _free_on_abort(self, slots: Sequence[Slot]) -> None:
+        """Frees slots that the call is about to take, if it is not completed."""
+        taken = [(slot, slot.owner + 1) for slot in slots]
+
+        def free() -> None:
+            self.detach([slot for slot, owner in taken if slot.active and slot.owner == owner])
+
+        self.mapper.journal.on_abort(free)
+
+    def detach(self, slots: Sequence[Slot]) -> None:
+        """Undoes `attach`, and what was grown since: frees the slots and waits until they are."""
+        for slot in slots:
+            with suppress(VMemError):
+                self.pager.release(slot)
+            self.release(slot, None)
+        for slot in slots:
+            with suppress(VMemError):
+                self.pager.release(slot)
+
+    def attach_copy(self, slot: Slot, span: Span, rows: int) -> bool:
+        """`attach` in one slot, where the span may end in the middle of a large page.
+
+        What the span has of that page is copied into pages of the slot's own.
+
+        Args:
+            slot: empty, from `Sharing.vacate`.
+            span: the pages; they begin a slot.
+            rows: tokens that they hold.
+
+        Returns:
+            Whether memory was enough; where not, the slot is free again.
+        """
+        layout = self.layout
+        whole = span.floor(span.pages)
+        self.attach([slot], span.cut(0, whole))
+        if whole == span.pages:
+            return True
+        last = span.parts[-1]
+        done = False
+        try:
+            with self._reading(last.block, last.high - (span.pages - whole)) as address:
+                source = Source(
+                    address - whole * layout.page_size,
+                    last.block.kind.unit * layout.page_size,
+                    rows * layout.row_bytes,
+                )
+                want = [(slot, layout.pages_for(rows))]
+                events = last.block.events
+                done = self.pager.grow(want, background=False, source=source, after=events)
+                if done:
+                    self.pager.release(slot)
+        except VMemError:
+            self.detach([slot])
+            raise
+        if not done:
+            self.detach([slot])
+        return done
+
+    @contextmanager
+    def _reading(self, block: Block, page: int) -> Iterator[int]:
+        """Addresses of one large page of a block, tensor after tensor, for as long as inside."""
+        layout = self.layout
+        size = block.kind.unit * layout.page_size
+        addresses = self.scratch.take(size * layout.num_tensors)
+        ops = OpBatch(layout.num_tensors)
+        for tensor in range(layout.num_tensors):
+            offset = (tensor * block.pages + page) * layout.page_size
+            ops.map(addresses.addr + tensor * size, size, block.handle, offset, readonly=True)
+        try:
+            self.mapper.run(ops)
+        except VMemError:
+            self.scratch.give(addresses)
+            raise
+        try:
+            yield addresses.addr
+        except VMemError:
+            self.scratch.give_mapped(addresses, size * layout.num_tensors)
+            raise
+        self.scratch.give_mapped(addresses, size * layout.num_tensors)
+
+    # ---- on the side -----------------------------------------------------------------------------
+
+    def keep_watermark(self) -> None:
+        """With too little memory free, begins to unmap pages of free slots."""
+        reclaimer = self.reclaimer
+        if reclaimer.free < reclaimer.low_pages:
+            reclaimer.release_below(reclaimer.low_pages)
+
+    def tidy(self) -> None:
+        """Begins to unmap what policy does not keep: see `KVCacheConfig`."""
+        self.reclaimer.poll()
+        config = self.config
+        stale = not self.reclaimer.release_stale()
+        if config.reclaim_steps or not config.deferred_reclaim:
+            age = config.reclaim_steps if config.deferred_reclaim else 0
+            complete = self.reclaimer.release_before(
+                self.clock - age, self._prepared, self._eager_pages
+            )
+            self.untidy = bool(age) or not complete or stale
+        else:
+            self.untidy = stale
+        self.keep_watermark()
+
+    def prepare(self) -> None:
+        """Sees to it that, with ample memory, one free slot has or will have `eager_pages`."""
+        pages = self._eager_pages
+        if not pages:
+            return
+        self.pager.poll()
+        self._prepared = slot = self.table.to_prepare(pages)
+        reclaimer = self.reclaimer
+        if slot is None or slot.mapped >= pages:
+            return
+        new_pages = (pages - slot.mapped) * self.layout.num_tensors
+        if reclaimer.free - new_pages < reclaimer.low_pages:
+            return
+        with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
+            self.pager.grow([(slot, pages)], background=True, reclaim=False)
+
+    def check_no_tensors(self) -> None:
+        """Raises Busy where tensors of the cache live."""
+        reservation = self.parts.reservation
+        living = reservation.live_arrays
+        if living:
+            raise Busy(
+                f"{living} tensors of the cache live; drop them before it is closed",
+                errno=errno.EBUSY,
+                op="KVCache.close",
+                addr=reservation.addr,
+                bytes=reservation.nbytes,
+            )
+
+    def close(self, stream: Any) -> None:
+        """Waits for everything, then gives pages, reservation and an owned context back."""
+        reservation = self.parts.reservation
+        event = record(stream, self.device) if any(slot.active for slot in self.table) else None
+        self.mover.close()
+        for slot in self.table:
+            with suppress(VMemError):  # undone: its pages are as before
+                self.pager.release(slot)
+            if slot.active:
+                self.release(slot, event)
+        # Slot by slot, each after its own GPU work, which the worker waits for.
+        for slot in self.table:
+            if slot.lost:
+                continue
+            if slot.mapped and not self.reclaimer.try_cut(slot, 0):
+                self.reclaimer.finish_all()
+                self.reclaimer.try_cut(slot, 0)
+        self.reclaimer.finish_all()
+        self.reclaimer.shared.close()
+        self.scratch.close()
+        try:
+            self.mapper.close(reservation)
+        except NotRecoverable:
+            # Quarantined pages keep their addresses; both go when the context is closed.
+            reservation._closed = True
+        if self.parts.owns_context:
+            self.context.close()
+        if self in self.journal.books:
+            self.journal.books.remove(self)

@@ -1,0 +1,889 @@
+# SPDX-License-Identifier: MIT
+"""Giving pages to requests: what a growth maps, how long its runs are, and how it ends.
+
+A driver call makes one mapping of a physical run, and a context may have so many mappings
+(`ContextInfo.max_mappings`): on ``stock`` 237,568, which in single pages of 64 KB are 15 GB. So a
+request that lacks a page gets more than it needs:
+
+    0 ................. granted ...... mapped
+    | what it has       | surplus      |            mapped ends at a multiple of the run's length
+
+The surplus is mapped and nobody's (slots.py): a later step grants it without a driver call, and
+where memory is short it is unmapped like the pages of a free slot. Nothing fails for want of it.
+How long a run is, as a power of two:
+
+- a part of what the request has (`KVCacheConfig.growth_fraction`);
+- once an eighth of the mappings is used, at least so much that those left, but for a quarter kept
+  for forks and for pieces that the pool's holes make, are enough for twice the free memory;
+- at most 2 MiB, and for all requests together no more than half of the free memory, or all of it
+  in the second case.
+
+Where that is not enough, requests are *joined* at a step: what was mapped in pieces and is one
+physical run (growing slots prefer 2 MiB of their own) is mapped again in one piece. On ``stock``
+the addresses have no memory for a moment, so the whole device is waited for first.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pyvmem._native import Lengths
+from pyvmem.errors import Busy, NotRecoverable, OutOfMemory, TooManyMappings, VMemError
+from pyvmem.info import Caps
+from pyvmem.kvcache.config import KVCacheConfig
+from pyvmem.kvcache.events import (
+    is_over,
+    order_after,
+    order_ticket,
+    prune,
+    wait_for,
+    wait_for_device,
+)
+from pyvmem.kvcache.journal import Book
+from pyvmem.kvcache.layout import Layout
+from pyvmem.kvcache.moves import Mover
+from pyvmem.kvcache.pages import DEVICE, Kind, Span
+from pyvmem.kvcache.reclaim import Reclaimer
+from pyvmem.kvcache.slots import Cut, Growth, Piece, Slot
+from pyvmem.ops import OpBatch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from pyvmem.kvcache.slots import Slot
+
+__all__ = ["Pager", "Planner", "Runs", "Source"]
+
+
+class Source(NamedTuple):
+    """Rows that new pages begin with, at the same places of their slot.
+
+    Attributes:
+        addr: where page 0 of the slot is, or would be, in tensor 0.
+        stride: bytes between tensors.
+        nbytes: from there to the end of the rows; what is beyond is zero.
+    """
+
+    addr: int
+    stride: int
+    nbytes: int
+
+
+class Planner:
+    """Writes the two batches of a `Growth`, each into memory that is used again and again.
+
+    Args:
+        base: address of the cache's reservation.
+        layout: where everything lies.
+        count: slots of the cache.
+        zero_fill: pages that an earlier owner may have written are zeroed before they are granted.
+
+    Attributes:
+        mapping: what the last `plan` wrote.
+    """
+
+    def __init__(self, base: int, layout: Layout, count: int, *, zero_fill: bool) -> None:
+        # Of a slot: small pages, large ones, small ones again, and a fill.
+        self.mapping = OpBatch((4 if layout.large_pages else 2) * count)
+        self._filling = OpBatch(count)
+        self._base = base
+        self._layout = layout
+        self._zero_fill = zero_fill
+
+    def plan(
+        self,
+        want: Sequence[tuple[Slot, int]],
+        job: Growth,
+        after: list[Any],
+        large: bool = True,
+        source: Source | None = None,
+        goals: Sequence[int] | None = None,
+    ) -> list[Piece]:
+        """Writes `mapping`: new pages, and zero-fills of old ones that need not wait.
+
+        Args:
+            want: slots and the pages per tensor that each shall have.
+            job: gets pieces, grants, handover and counts.
+            after: gets the GPU work that the returned fills must follow.
+            large: whether whole aligned parts become large pages, where the cache has them.
+            source: what the new pages hold; None: zeros.
+            goals: pages per tensor to map for each, what it shall have or more.
+
+        Returns:
+            The pieces for `filling`.
+        """
+        layout, ops = self._layout, self.mapping
+        size, tensors, stride = layout.page_size, layout.num_tensors, layout.tensor_bytes
+        base, slot_bytes, unclean = self._base, layout.slot_bytes, not self._zero_fill
+        late: list[Piece] = []
+        unit = layout.large_pages if large else 0
+        new = reused = 0
+        plain: list[tuple[int, int]] = []
+        ops.clear()
+        for place, (slot, pages) in enumerate(want):
+            low = slot.mapped
+            if pages > low:
+                high = pages if goals is None else goals[place]
+                job.pieces.append((slot, low, high))
+                new += high - low
+                if source is not None or (unit and high - low >= unit):
+                    self._populate(slot, low, high, unit, source, job)
+                else:
+                    plain.append((base + slot.index * slot_bytes + low * size, (high - low) * size))
+            if not slot.active:
+                continue
+            job.grants.append((slot, slot.owner, pages))
+            granted = slot.granted
+            if low <= granted:
+                continue
+            reused += min(pages, low) - granted
+            dirty = min(pages, slot.dirty)
+            if dirty <= granted:
+                continue
+            slot.events = prune(slot.events)
+            if unclean:
+                job.handover.extend(slot.events)
+            elif slot.events:
+                late.append((slot, granted, dirty))
+                after.extend(slot.events)
+            else:
+                job.zeroed_pages += (dirty - granted) * tensors
+                address = base + slot.index * slot_bytes + granted * size
+                ops.fill(address, (dirty - granted) * size, 0, tensors, stride)
+        if plain:
+            ops.populate_each(plain, tensors, stride, size, unclean, spread=True)
+        job.new_pages = new * tensors
+        job.reused_pages = reused * tensors
+        return late
+
+    def _populate(
+        self, slot: Slot, low: int, high: int, unit: int, source: Source | None, job: Growth
+    ) -> None:
+        """New pages [low, high): large ones for whole aligned parts, and with contents."""
+        layout = self._layout
+        size, first, last = layout.page_size, high, high
+        if unit:
+            first = min(-(-low // unit) * unit, high)
+            last = max(high // unit * unit, first)
+        for begin, end in ((low, first), (first, last), (last, high)):
+            if begin == end:
+                continue
+            large = begin == first < last
+            if large:
+                job.large.append((slot, begin, end))
+            copied = 0 if source is None else min(end * size, source.nbytes) - begin * size
+            contents = {}
+            if source is not None and copied > 0:
+                contents = {
+                    "copy_from": source.addr + begin * size,
+                    "copy_stride": source.stride,
+                    "copy_bytes": copied,
+                }
+            self.mapping.populate(
+                self._base + layout.offset(slot.index, begin),
+                (end - begin) * size,
+                layout.num_tensors,
+                layout.tensor_bytes,
+                unit * size if large else size,
+                not self._zero_fill and not contents,
+                spread=not large,
+                **contents,
+            )
+
+    def filling(self, pieces: Sequence[Piece]) -> OpBatch:
+        """The zero-fills of pages that an earlier owner's GPU work may still touch."""
+        layout, ops = self._layout, self._filling
+        ops.clear()
+        for slot, low, high in pieces:
+            ops.fill(
+                self._base + layout.offset(slot.index, low),
+                (high - low) * layout.page_size,
+                count=layout.num_tensors,
+                stride=layout.tensor_bytes,
+            )
+        return ops
+
+
+class Pager(Book):
+    """Grows slots, in the calling thread or in the background, and knows what requests own.
+
+    Attributes:
+        lengths: the rows that slots hold, and those that they may.
+        capacity: per slot, the longest sequence that the granted pages are enough for; 0 for free
+            slots.
+        growths: batches that no `settle` has seen finished.
+        active_pages: pages per tensor granted to requests, all slots together; shared ones are
+            counted in `SharedPages.used`.
+        runs: how long the runs are that requests grow by.
+    """
+
+    def __new__(cls, reclaimer: Reclaimer, *args: Any) -> Self:
+        """No page yet."""
+        return cls._with(reclaimer.mapper.journal.entries)
+
+    def __init__(
+        self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig, device: int | None
+    ) -> None:
+        self.reclaimer = reclaimer
+        self.mover = mover
+        self.runs = Runs(reclaimer, mover, config, device)
+        self.mapper = reclaimer.mapper
+        self.journal = reclaimer.mapper.journal
+        self.layout = reclaimer.layout
+        self.counters = reclaimer.counters
+        self.base = reclaimer.base
+        self.device = device
+        slots = len(reclaimer.table)
+        self.lengths = Lengths(slots)
+        self.capacity = self.lengths.capacity
+        self.growths: list[Growth] = []
+        self.active_pages = 0
+        self._planner = Planner(self.base, self.layout, slots, zero_fill=config.zero_fill)
+        self._large = Kind(self.layout.large_pages, DEVICE)
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def grow(
+        self,
+        want: Sequence[tuple[Slot, int]],
+        *,
+        background: bool,
+        tentative: bool = False,
+        reclaim: bool = True,
+        source: Source | None = None,
+        after: Sequence[Any] = (),
+    ) -> bool:
+        """Starts to give each slot so many pages per tensor; `settle` completes it.
+
+        No slot may have a batch in flight. New pages are taken at once: in the background they are
+        promised, else mapped, when this returns. Inactive slots get the pages mapped, not granted.
+
+        Args:
+            want: slots and the pages that each shall have.
+            background: on the worker thread; else mapped when this returns.
+            tentative: granted by `settle` alone, although it is mapped: it may yet be given up.
+            reclaim: unmap pages of no owner, and wait for that, when memory is short.
+            source: what the new pages begin with, in each slot.
+            after: GPU work that writes it; waited for here.
+
+        Returns:
+            False when memory is short; then nothing changed, except that reclaimed pages are free.
+        """
+        goals = self.runs.goals(want)
+        while True:
+            job = Growth([slot for slot, _ in want])
+            writers: list[Any] = []
+            late = self._planner.plan(want, job, writers, source=source, goals=goals)
+            grants = job.grants
+            if late:
+                job.grants = []  # nobody's before its old contents are about to be zeroed
+            if not len(self._planner.mapping):
+                self._begin(job, granted=not (tentative or late or job.handover))
+                break
+            for event in after:
+                wait_for(event)
+            wait_to_grant = bool(tentative or background or late or job.handover)
+            if self._map(job, want, background, reclaim, source, goals is not None, wait_to_grant):
+                break
+            if goals is None:
+                return False
+            goals = None
+        self.runs.grown(job.pieces)
+        counters = self.counters
+        counters.grown += job.new_pages
+        counters.reused += job.reused_pages
+        counters.zeroed += job.zeroed_pages
+        counters.peak_mapped = max(counters.peak_mapped, self.reclaimer.held)
+        if late:
+            with self.mapper.transaction() as change:
+                self.journal.keep(job, "grants", "filling")
+                job.grants, job.filling = grants, change.ticket
+                change.submit(self._planner.filling(late), writers)
+            pages = sum(high - low for _, low, high in late)
+            self.counters.zeroed += pages * self.layout.num_tensors
+        return True
+
+    def _begin(self, job: Growth, granted: bool = False) -> None:
+        """Writes a growth into the books; `granted`: as one that is complete."""
+        journal = self.journal
+        if job.pieces:
+            slots, _, mapped = zip(*job.pieces, strict=True)
+            journal.put_all(slots, "mapped", mapped)
+        for slot, low, high in job.large:
+            slot.places.put(low, high, self._large)
+        self.reclaimer.held += job.new_pages
+        if granted:
+            self._grant_all(job)
+            return
+        journal.put_all(job.slots, "job", [job] * len(job.slots))
+        journal.keep_list(self.growths)
+        self.growths.append(job)
+
+    def settle(
+        self, stream: Any = None, whole: bool = False, lens: Sequence[int] | None = None
+    ) -> None:
+        """Returns when every growth begun so far is mapped, and filled or ordered before `stream`.
+
+        Args:
+            stream: the work that comes next.
+            whole: filled, and earlier owners' work is over, whatever stream comes next.
+            lens: of all slots; what none of these lengths needs is not waited for.
+
+        Raises:
+            VMemError: the first failure; what failed was undone, the rest is granted.
+        """
+        first: VMemError | None = None
+        for job in list(self.growths):
+            if job.done():
+                error = self._complete(job, stream, whole)
+            elif not self._is_needed(job, lens):
+                continue
+            else:
+                with self.counters.waiting():
+                    error = self._complete(job, stream, whole)
+            first = first or error
+        if first is not None:
+            raise first
+
+    def _is_needed(self, job: Growth, lens: Sequence[int] | None) -> bool:
+        """Whether an owner waits for a growth; for an eager allocation nobody does."""
+        if lens is None or job.granted:
+            return bool(job.grants)
+        capacity = self.capacity
+        return any(
+            slot.owner == owner and capacity[slot.index] < lens[slot.index]
+            for slot, owner, _ in job.grants
+        )
+
+    def release(self, slot: Slot) -> None:
+        """Waits until no batch is in flight over the slot's addresses, and it is not stale.
+
+        Raises:
+            VMemError: a batch failed, or the earlier owner's shared pages could not be unmapped.
+        """
+        if isinstance(slot.job, Cut):
+            with self.counters.waiting():
+                self.reclaimer.finish(slot.job)
+        elif slot.job is not None:
+            job = slot.job
+            with self.counters.waiting():
+                error = self._complete(job, None, whole=True)
+            if error is not None:
+                raise error
+        if slot.stale:
+            self.reclaimer.cut(slot, 0, now=True)
+            with self.counters.waiting():
+                self.reclaimer.finish(slot.job)
+            if slot.stale:
+                self.reclaimer.raise_errors()
+
+    def is_held_up(self, slot: Slot) -> bool:
+        """Whether `release` would wait; where that is for a slot that is stale, its cut is begun.
+
+        What it would wait for may be an earlier owner's GPU work.
+        """
+        job = slot.job
+        if job is None:
+            if slot.mapped > slot.granted and slot.stale:
+                self.reclaimer.try_cut(slot, 0)
+                return True
+            return False
+        if not job.done():
+            return True
+        return isinstance(job, Growth) and not all(map(is_over, job.handover))
+
+    def finish_idle(self) -> None:
+        """Waits for growths that no owner waits for, so that their pages can be taken back."""
+        for job in [job for job in self.growths if not job.awaited]:
+            with self.counters.waiting():
+                error = self._complete(job, None, whole=True)
+            if error is not None:
+                self.reclaimer.errors.append(error)
+
+    def can_have(self, pages: int, keep: Mapping[Slot, int]) -> bool:
+        """Whether so many physical pages are obtainable, with the slots of `finish_idle` counted.
+
+        Args:
+            pages: physical pages.
+            keep: slots that are to have at least so many pages per tensor.
+        """
+        share = self.reclaimer.share
+        self.finish_idle()
+        if share is not None:
+            share.finish_idle()
+        if pages <= self.reclaimer.obtainable(keep):
+            return True
+        if self.mover.stop_promoting() and pages <= self.reclaimer.obtainable(keep):
+            return True
+        stopped = share is not None and share.stop_promoting()
+        return stopped and pages <= self.reclaimer.obtainable(keep)
+
+    def could_have(self, pages: int) -> bool:
+        """`can_have`, as far as it can be told without a wait."""
+        reclaimer, more = self.reclaimer, self.unsettled
+        if reclaimer.share is not None:
+            more += reclaimer.share.unsettled() // self.layout.page_size
+        return pages <= reclaimer.obtainable({}) + more
+
+    @property
+    def unsettled(self) -> int:
+        """Physical pages that `can_have` would wait for: of idle growths, and copies given up."""
+        idle = [slot for job in self.growths if not job.awaited for slot in job.slots]
+        spare = sum(max(0, slot.mapped - max(slot.granted, slot.shared)) for slot in idle)
+        return (spare + self.mover.promoting()) * self.layout.num_tensors
+
+    def have(self, pages: int) -> bool:
+        """Whether so many physical pages are free, once what belongs to no request was reclaimed.
+
+        Raises:
+            VMemError: pages of no request could not be unmapped.
+        """
+        reclaimer = self.reclaimer
+        while (missing := pages - reclaimer.free) > 0:
+            free = reclaimer.free
+            if not self.can_have(pages, {}):
+                return False
+            own = max(0, pages - (reclaimer.limit - reclaimer.held))
+            if reclaimer.free == free and not reclaimer.make_room(missing, {}, own):
+                reclaimer.raise_errors()
+                return False
+        return True
+
+    # ---- batches -------------------------------------------------------------------------------
+
+    def _map(
+        self,
+        job: Growth,
+        want: Sequence[tuple[Slot, int]],
+        background: bool,
+        reclaim: bool,
+        source: Source | None,
+        more: bool,
+        wait_to_grant: bool,
+    ) -> bool:
+        """Runs or submits the mapping batch, with the growth in the books; False: no memory.
+
+        `more`: it maps more than is wanted, for which nothing is taken back.
+        `wait_to_grant`: `settle` grants the pages.
+        """
+        reclaimer, mapping, pages = self.reclaimer, self._planner.mapping, job.new_pages
+        keep = dict(want) if reclaim else None
+        while True:
+            missing = pages - reclaimer.free
+            if missing <= 0:
+                try:
+                    with self.mapper.transaction() as change:
+                        job.mapping = change.ticket if background else None
+                        self._begin(job, granted=not wait_to_grant)
+                        if background:
+                            change.submit(mapping)
+                        else:
+                            with self.counters.waiting():
+                                change.run(mapping)
+                    return True
+                except NotRecoverable:
+                    self.reclaimer.condemn(job.pieces)
+                    raise
+                except TooManyMappings:
+                    if more:
+                        return False
+                    if self._fewer_mappings(job, keep, background):
+                        continue
+                    if self.reclaimer.table.lockstep:
+                        raise
+                    return False
+                except OutOfMemory:  # of the device, or of a context shared with others
+                    if more:
+                        return False
+                    if self.reclaimer.table.lockstep:
+                        raise
+                    if job.large:  # small pages may fit where no large one does
+                        job.large.clear()
+                        self._planner.plan(want, Growth(job.slots), [], False, source)
+                        continue
+                    missing = pages
+            if keep is None or more:
+                return False
+            free = reclaimer.free
+            if not self.can_have(pages, keep):
+                return False
+            if reclaimer.free > free:  # copies were given up
+                continue
+            own = max(0, pages - (reclaimer.limit - reclaimer.held))
+            if not reclaimer.make_room(missing, keep, own):
+                reclaimer.raise_errors()
+                if self.reclaimer.table.lockstep:  # the other ranks have them
+                    raise OutOfMemory(
+                        f"{missing} pages that no request owns did not come back",
+                        errno=errno.ENOMEM,
+                        op="KVCache",
+                        bytes=missing * self.layout.page_size,
+                    )
+                return False
+            for slot in job.slots:
+                if slot.job is not None:  # it lost pages beyond those it is to have
+                    reclaimer.finish(slot.job)
+
+    def _fewer_mappings(
+        self, job: Growth, keep: Mapping[Slot, int] | None, background: bool
+    ) -> bool:
+        """Brings mappings back: joins what can be joined, else unmaps pages of no request."""
+        reclaimer = self.reclaimer
+        if (reclaimer.table.lockstep or not background) and self.runs.relieve():
+            return True
+        # Which prefixes are evicted must not depend on a rank's mappings.
+        evict = not reclaimer.table.lockstep
+        if keep is None or not reclaimer.make_room(job.new_pages, keep, prefixes=evict):
+            reclaimer.raise_errors()
+            return False
+        for slot in job.slots:
+            if slot.job is not None:  # it lost pages beyond those it is to have
+                reclaimer.finish(slot.job)
+        return True
+
+    # ---- how growths end, and what is granted ----------------------------------------------------
+
+    def _complete(self, job: Growth, stream: Any, whole: bool = False) -> VMemError | None:
+        """Waits for a growth, grants its pages or undoes it.
+
+        `whole`: on the CPU, for its fills and for earlier owners' work too; no stream is known.
+        """
+        device = None if whole else self.device
+        try:
+            for ticket in (job.mapping, job.filling):
+                if ticket is not None:
+                    order_ticket(ticket, stream, device)
+        except VMemError as error:
+            self._undo(job, error)
+            return error
+        for event in job.handover:
+            order_after(event, stream, device)
+        self.journal.keep(job, "handover", "granted")
+        job.handover = []
+        if not job.granted:
+            job.granted = True
+            self._grant_all(job)
+        if job.done():
+            self._retire(job)
+        return None
+
+    def poll(self) -> None:
+        """Notes which growths that no owner waits for are finished."""
+        for job in [job for job in self.growths if not job.awaited and job.done()]:
+            error = self._complete(job, None, whole=True)
+            if error is not None:
+                self.reclaimer.errors.append(error)
+
+    def grant(self, slot: Slot, pages: int) -> None:
+        """Makes pages that are mapped the owner's."""
+        if pages <= slot.granted:
+            return
+        self.active_pages += pages - slot.granted
+        slot.granted = pages
+        self._set_capacity(slot, pages)
+
+    def _grant_all(self, job: Growth) -> None:
+        """`grant` to those owners of a growth that are still there."""
+        found = [
+            (slot, pages, pages - slot.granted)
+            for slot, owner, pages in job.grants
+            if slot.owner == owner and pages > slot.granted
+        ]
+        if not found:
+            return
+        slots, pages, added = zip(*found, strict=True)
+        journal = self.journal
+        self.active_pages += sum(added)
+        journal.put_all(slots, "granted", pages)
+        capacities = list(map(self.layout.capacity, pages))
+        journal.put_items(self.capacity, [slot.index for slot in slots], capacities)
+
+    def shrink(self, slot: Slot, pages: int) -> None:
+        """Makes an owner's pages from this one on nobody's; they stay mapped, and are dirty."""
+        before = max(0, slot.granted - slot.shared)
+        slot.dirty = max(slot.dirty, slot.granted)
+        slot.granted = pages
+        self.active_pages += max(0, pages - slot.shared) - before
+        self._set_capacity(slot, pages)
+
+    def replace(self, slot: Slot, span: Span, mapped: int, granted: int) -> None:
+        """What a slot has once pages at its end are gone, and shared ones are its own."""
+        before = max(0, slot.granted - slot.shared)
+        slot.dirty = min(max(slot.dirty, slot.granted), mapped)
+        slot.span, slot.mapped, slot.granted = span, mapped, granted
+        self.active_pages += max(0, granted - slot.shared) - before
+        self._set_capacity(slot, granted)
+
+    def lend(self, slot: Slot, span: Span) -> None:
+        """Grants an empty slot shared pages, which are mapped there."""
+        slot.span = span
+        slot.mapped = slot.granted = span.pages
+        slot.places.put_all(span.stretches())
+        self._set_capacity(slot, span.pages)
+
+    def revoke(self, slot: Slot) -> None:
+        """Takes an owner's pages out of the counts, before the slot is freed."""
+        self.active_pages -= max(0, slot.granted - slot.shared)
+        self._set_capacity(slot, 0)
+
+    def _set_capacity(self, slot: Slot, pages: int) -> None:
+        capacity, index = self.capacity, slot.index
+        self._log.append((capacity.__setitem__, index, capacity[index]))
+        capacity[index] = self.layout.capacity(pages) if pages else 0
+
+    def rebuild(self) -> None:
+        """Counts again, by the slots, what is granted."""
+        self.active_pages = 0
+        for slot in self.reclaimer.table:
+            self.capacity[slot.index] = self.layout.capacity(slot.granted) if slot.granted else 0
+            self.active_pages += max(0, slot.granted - slot.shared)
+
+    def _retire(self, job: Growth) -> None:
+        self.journal.keep_list(self.growths)
+        self.growths.remove(job)
+        self.journal.put_all(job.slots, "job", [None] * len(job.slots))
+
+    def _undo(self, job: Growth, error: VMemError) -> None:
+        """Takes a failed growth back into the books; libvmem has undone the mapping."""
+        if job.filling is not None:
+            _failed(job.filling)  # waited for alone: it touches pages that were there before
+        if job.mapping is not None and _failed(job.mapping):
+            for slot, low, high in job.pieces:
+                slot.mapped = low
+                slot.places.forget(low, high)
+            if isinstance(error, NotRecoverable):
+                self.reclaimer.condemn(job.pieces)
+            self.reclaimer.held -= job.new_pages
+            self.counters.grown -= job.new_pages
+        self._retire(job)
+
+
+def _failed(ticket: Any) -> bool:
+    """Waits for a batch and tells whether it failed."""
+    try:
+        ticket.wait()
+    except VMemError:
+        return True
+    return False
+
+
+_RUN_BYTES = 2 << 20  # pages of the GPU's page tables: longer runs save little
+_CROWDED = 8  # with a part of 1 / _CROWDED of the mappings used, runs get longer
+_LOOKS = 64  # the count of mappings is read again after growth by 1 / _LOOKS of the limit
+_JOINS = 512  # driver calls of one step that joins, unless it would have to say -1
+_LEAST = 4  # calls of a tensor that joining is worth while for
+
+
+class Runs:
+    """Chooses lengths and joins; one for a cache.
+
+    Attributes:
+        limit: mappings that the context may have; 0: any number.
+    """
+
+    def __init__(
+        self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig, device: int | None
+    ) -> None:
+        self._reclaimer = reclaimer
+        self._mover = mover
+        self._mapper = reclaimer.mapper
+        self._context = reclaimer.mapper.context
+        self._table = reclaimer.table
+        self._layout = layout = reclaimer.layout
+        self._counters = reclaimer.counters
+        self._device = device
+        self.limit = self._context.info.max_mappings
+        self._fraction = config.growth_fraction
+        self._join_at = int(config.join_at * self.limit)
+        self._joins = Caps.CONSOLIDATE in self._context.info.caps
+        self._chunk = max(1, _RUN_BYTES // layout.page_size)
+        # A large page cannot be given back in part: at most half of one is surplus.
+        self._longest = min(self._chunk, layout.large_pages // 2 or self._chunk)
+        self._used = self._seen = 0  # mappings, and pages grown when they were counted
+        self._count()
+        # Hints: an exception from outside may leave them wrong, and only choices hang on them.
+        # By slot: map calls of each tensor since its pages were last one piece for each run.
+        self._calls = [0] * config.max_batch
+        self._joined = [0] * config.max_batch  # pages that are
+        self._stream: Any = None
+
+    @property
+    def used(self) -> int:
+        """Mappings of the context, or a few more: each page that has come since may be one."""
+        grown = self._counters.grown - self._seen
+        return self._used + grown if 0 <= grown * _LOOKS <= self.limit else self._count()
+
+    def _count(self) -> int:
+        """The mappings that there are."""
+        self._seen = self._counters.grown
+        self._used = self._context.stats().mappings
+        return self._used
+
+    # ---- growth ----------------------------------------------------------------------------------
+
+    def goals(self, want: Sequence[tuple[Slot, int]]) -> list[int] | None:
+        """Pages per tensor to map for each slot, at least what it shall have; None: just that."""
+        if self._longest == 1 or not self._fraction:
+            return None
+        tensors = self._layout.num_tensors
+        reclaimer = self._reclaimer
+        need = sum([pages - slot.mapped for slot, pages in want if pages > slot.mapped])
+        if not need:
+            return None
+        free = reclaimer.free // tensors - need
+        if free <= 0:
+            return None
+        active = len(self._table) - len(self._table.free)
+        least = self._least(free)
+        share = free // max(1, active)
+        most = min(self._longest, _power(share if least > 1 else share // 2))
+        if most == 1:
+            return None
+        last = self._layout.slot_pages
+        goals = []
+        longer = False
+        fraction = self._fraction
+        for slot, pages in want:  # of thousands: written without calls
+            goal = pages
+            if pages > slot.mapped and slot.active:
+                run = 1 << int((pages - slot.head) * fraction).bit_length() >> 1
+                if run < least:
+                    run = least
+                if run > most:
+                    run = most
+                if run > 1:
+                    goal = -(-pages // run) * run
+                    if goal > last:
+                        goal = last
+                    if goal - pages > free:
+                        goal = pages
+                    free -= goal - pages
+                    longer |= goal > pages
+            goals.append(goal)
+        return goals if longer else None
+
+    def _least(self, free: int) -> int:
+        """Pages of a run with which the mappings left suffice for `free` pages in every tensor."""
+        used = self.used if self.limit else 0
+        if used * _CROWDED < self.limit or not self.limit:
+            return 1
+        left = max(1, self.limit * 3 // 4 - used)
+        pages = -(-2 * free * self._layout.num_tensors // left)
+        return 1 << (pages - 1).bit_length()
+
+    def grown(self, pieces: Sequence[Piece]) -> None:
+        """Notes new pages."""
+        if self.limit:
+            for slot, low, _ in pieces:
+                self._calls[slot.index] = self._calls[slot.index] + 1 if low else 1
+                self._joined[slot.index] = min(self._joined[slot.index], low)
+
+    def needed(self, lengths: Sequence[int]) -> int:
+        """Mappings of new requests of so many pages per tensor: runs of 2 MiB, and one more each.
+
+        0 where any number can be had.
+        """
+        table = self._table
+        if not self.limit or table.lockstep or len(table.free) == len(table):
+            return 0
+        runs = sum(-(-pages // self._chunk) + 1 for pages in lengths if pages)
+        return runs * self._layout.num_tensors
+
+    def obtainable(self) -> int:
+        """Mappings that come back with the pages of free slots, and what joining gives."""
+        found = 0
+        for slot in self._table:
+            calls = min(self._calls[slot.index], slot.mapped)
+            if slot.active:
+                calls = max(0, calls - self._pieces(slot)) if self._joins and self._join_at else 0
+            found += calls
+        return found * self._layout.num_tensors
+
+    @property
+    def left(self) -> int:
+        """Mappings that the context may still have, counted now."""
+        return self.limit - self._count()
+
+    # ---- joining ---------------------------------------------------------------------------------
+
+    def step(self, stream: Any) -> None:
+        """Joins what makes the most room, where too many mappings are used; a part in each step."""
+        self._stream = stream
+        if self._join_at and self._joins and self.used > self._join_at < self._count():
+            self._join(self._used - self._join_at + self.limit // 16, _JOINS)
+
+    def relieve(self) -> bool:
+        """Joins all that can be joined, now; whether there are fewer mappings."""
+        if not self._join_at or not self._joins:
+            return False
+        before = self._count()
+        self._join(before, before)
+        return self._used < before
+
+    def _join(self, spare: int, most: int) -> None:
+        """Joins slots, most pieces first: for `spare` mappings fewer, in `most` calls or so."""
+        tensors = self._layout.num_tensors
+        slots = [slot for slot in self._table if self._can_join(slot)]
+        if not slots:
+            return
+        slots.sort(key=lambda slot: -self._calls[slot.index])
+        self._wait()
+        with self._counters.waiting():
+            for slot in slots:
+                if spare <= 0 or most <= 0:
+                    break
+                spare -= (self._calls[slot.index] - 1) * tensors
+                try:
+                    most -= self._join_slot(slot)
+                except Busy:  # somebody reads the range
+                    continue
+                except VMemError as error:
+                    if isinstance(error, NotRecoverable):
+                        self._table.condemn(slot)
+                        slot.lost = True
+                    self._reclaimer.errors.append(error)
+                    break
+        self._count()
+
+    def _can_join(self, slot: Slot) -> bool:
+        return (
+            slot.active
+            and slot.job is None
+            and not slot.lost
+            and self._calls[slot.index] >= _LEAST
+            and slot not in self._mover.moves
+        )
+
+    def _pieces(self, slot: Slot) -> int:
+        """Runs of a slot's tensor that joining would leave, those that are joined left out."""
+        return -(-(slot.mapped - self._first(slot)) // self._chunk)
+
+    def _first(self, slot: Slot) -> int:
+        """The first page to join: the 2 MiB that were joined last may go on."""
+        joined = min(self._joined[slot.index], slot.mapped)
+        return max(joined // self._chunk * self._chunk, slot.head, slot.shared)
+
+    def _join_slot(self, slot: Slot) -> int:
+        """Joins a slot's pages in every tensor; returns the driver calls."""
+        layout = self._layout
+        first = self._first(slot)
+        calls = 0
+        if first < slot.mapped:
+            nbytes = (slot.mapped - first) * layout.page_size
+            for tensor in range(layout.num_tensors):
+                at = self._reclaimer.base + layout.offset(slot.index, first, tensor)
+                calls += self._mapper.consolidate(at, nbytes)
+        self._calls[slot.index] = 1
+        self._joined[slot.index] = slot.mapped
+        return calls
+
+    def _wait(self) -> None:
+        """Waits for all work on the device, of whatever stream."""
+        wait_for_device(self._stream, self._device)
+
+
+def _power(number: int) -> int:
+    """The greatest power of two up to a number, 1 at least."""
+    return 1 << max(0, number.bit_length() - 1)

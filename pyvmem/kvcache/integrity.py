@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: MIT
+"""What must hold at all times of large pages, and of pages that do not lie in the device."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pyvmem.errors import VMemError
+from pyvmem.info import Location, RangeFlags
+from pyvmem.kvcache.group import Core
+from pyvmem.kvcache.metrics import CacheStats, SlotInfo
+from pyvmem.kvcache.pages import PLAIN, Tier
+from pyvmem.kvcache.slots import Cut, Growth, Slot
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.group import Core
+    from pyvmem.kvcache.slots import Slot
+
+__all__ = ["IntegrityError", "check", "check_away", "check_places", "snapshot", "stats"]
+
+
+class IntegrityError(VMemError):
+    """The cache's books contradict each other or the context: an error of this package.
+
+    Attributes:
+        found: every contradiction, in words.
+    """
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__("; ".join(found), errno=errno.EIO, op="KVCache.check_integrity")
+        self.found = found
+
+
+def _state(slot: Slot) -> str:
+    if slot.active:
+        return "active"
+    if slot.broken:
+        return "broken"
+    return "cached" if slot.mapped else "empty"
+
+
+def snapshot(core: Core) -> list[SlotInfo]:
+    """Every slot as it is now."""
+    return [
+        SlotInfo(
+            reqid=slot.index,
+            state=_state(slot),
+            seq_len=core.rows[slot.index],
+            granted_pages=max(0, slot.granted - slot.head),
+            mapped_pages=slot.mapped - slot.head,
+            shared_pages=slot.shared,
+            large_pages=slot.places.large(slot.head, slot.mapped),
+            away_pages=sum(slot.places.away(slot.head, slot.mapped).values()),
+            moving_pages=core.mover.moving(slot),
+            in_flight=slot.job is not None and not slot.job.done(),
+        )
+        for slot in core.table
+    ]
+
+
+def stats(core: Core) -> CacheStats:
+    """The present state and the counters."""
+    counters, reclaimer, layout = core.counters, core.reclaimer, core.layout
+    active_pages, used = core.active_pages, core.used_bytes
+    states = [_state(slot) for slot in core.table]
+    calls, ns = counters.driver()
+    return CacheStats(
+        total_pages=reclaimer.free + reclaimer.held,
+        free_pages=reclaimer.free,
+        cached_pages=reclaimer.held - active_pages,
+        ahead_pages=sum(
+            slot.mapped - max(slot.granted, slot.head) for slot in core.table if slot.active
+        )
+        * layout.num_tensors,
+        active_pages=active_pages,
+        shared_pages=reclaimer.shared.pages * layout.num_tensors,
+        large_pages=_large(core) * layout.num_tensors,
+        moving_pages=core.mover.pages()[0] * layout.num_tensors,
+        host_pages=_away(core, Location.HOST),
+        peer_pages=_away(core, Location.PEER),
+        prefix_pages=core.prefixes.pages(core.place) * layout.num_tensors,
+        prefix_tokens=core.prefixes.tree.tokens,
+        mapped_bytes=reclaimer.held * layout.page_size,
+        used_bytes=used,
+        wasted_bytes=active_pages * layout.page_size - used,
+        peak_mapped_bytes=counters.peak_mapped * layout.page_size,
+        peak_used_bytes=counters.peak_used,
+        peak_wasted_bytes=counters.peak_wasted,
+        active_slots=states.count("active"),
+        cached_slots=states.count("cached"),
+        empty_slots=states.count("empty"),
+        broken_slots=states.count("broken"),
+        segments=core.context.query(core.parts.reservation.addr).segments,
+        mappings=core.context.stats().mappings,
+        steps=counters.steps,
+        steps_async=counters.steps_async,
+        short=counters.short,
+        grown_pages=counters.grown,
+        zeroed_pages=counters.zeroed,
+        reclaimed_pages=counters.reclaimed,
+        reused_pages=counters.reused,
+        moved_pages=counters.moved,
+        promoted_pages=counters.promoted,
+        waits=counters.waits,
+        wait_ns=counters.wait_ns,
+        last_wait_ns=counters.last_wait_ns,
+        driver_calls=calls,
+        driver_ns=ns,
+        critical_driver_ns=counters.critical_driver_ns,
+        background_driver_ns=max(0, ns - counters.critical_driver_ns),
+    )
+
+
+def _large(core: Core) -> int:
+    """Small pages per tensor that large pages of the device stand for, shared ones once."""
+    if not core.layout.large_pages:
+        return 0
+    own = sum(
+        high - low
+        for slot in core.table
+        if slot.places
+        for low, high, kind in slot.places.stretches(max(slot.shared, slot.head), slot.mapped)
+        if kind.unit > 1 and not kind.away
+    )
+    blocks = core.reclaimer.shared.blocks
+    return own + sum(one.live for one in blocks if one.kind.unit > 1 and not one.kind.away)
+
+
+def _away(core: Core, location: Location) -> int:
+    away = core.reclaimer.away.items()
+    return sum(pages for tier, pages in away if tier.location is location)
+
+
+def check(core: Core) -> list[str]:
+    """Every contradiction found; empty when the books agree with themselves and with libvmem."""
+    found: list[str] = []
+    table, pager, reclaimer, layout = core.table, core.pager, core.reclaimer, core.layout
+    held = returning = granted = slid = 0
+    for slot in table:
+        name = f"slot {slot.index}"
+        held += slot.mapped - slot.head - slot.shared
+        held -= sum(slot.places.away(max(slot.shared, slot.head), slot.mapped).values())
+        slid += slot.head if slot.active and not slot.stale else 0
+        if isinstance(slot.job, Cut):
+            returning += slot.job.pages
+        granted += max(0, slot.granted - slot.shared)
+        if not 0 <= slot.granted <= slot.mapped <= layout.slot_pages:
+            found.append(
+                f"{name}: granted {slot.granted}, mapped {slot.mapped} of {layout.slot_pages}"
+            )
+        if not 0 <= slot.head <= slot.mapped:
+            found.append(f"{name}: head {slot.head}, mapped {slot.mapped}")
+        if slot.shared > slot.mapped:
+            found.append(f"{name}: {slot.shared} shared pages, mapped {slot.mapped}")
+        if not slot.active and slot.granted:
+            found.append(f"{name}: free, but {slot.granted} pages are granted")
+        if (
+            slot.active
+            and slot.granted
+            and layout.capacity(slot.granted) != pager.capacity[slot.index]
+        ):
+            found.append(f"{name}: capacity {pager.capacity[slot.index]} with {slot.granted} pages")
+        if not slot.granted and pager.capacity[slot.index]:
+            found.append(f"{name}: capacity {pager.capacity[slot.index]} without a page")
+        if not slot.active and core.rows[slot.index]:
+            found.append(f"{name}: free, but holds {core.rows[slot.index]} tokens")
+        if (slot in table.free) == (slot.active or slot.broken):
+            found.append(f"{name}: in the wrong list")
+        if slot.job is not None and slot.job not in (*pager.growths, *reclaimer.cuts):
+            found.append(f"{name}: its batch is in no list")
+        if not slot.broken:
+            found.extend(_check_pages(core, slot))
+            found.extend(check_places(core, slot))
+    shared = reclaimer.shared
+    holders = [*table, *reclaimer.cuts]
+    found.extend(
+        shared.check(
+            [one.span for one in holders] + core.prefixes.spans(core.place),
+            [slot.span for slot in table if slot.active and not slot.stale],
+        )
+    )
+    if not core.place:
+        found.extend(core.prefixes.check())
+    held += shared.pages + core.mover.pages()[0]
+    if (
+        held + returning != reclaimer.held // layout.num_tensors
+        or reclaimer.held % layout.num_tensors
+    ):
+        found.append(f"{held} + {returning} pages per tensor counted, {reclaimer.held} pages held")
+    if granted != pager.active_pages:
+        found.append(f"{granted} pages per tensor granted, {pager.active_pages} counted")
+    if slid != reclaimer.slid:
+        found.append(f"{slid} pages per tensor slid, {reclaimer.slid} counted")
+    found.extend(table.check())
+    found.extend(check_away(core))
+    if reclaimer.held > reclaimer.limit:
+        found.append(f"{reclaimer.held} pages held, the limit is {reclaimer.limit}")
+    if reclaimer.share is not None:
+        found.extend(reclaimer.share.check())
+    if core.used_tokens != sum(core.rows):
+        found.append(f"{sum(core.rows)} tokens, {core.used_tokens} counted")
+    now = stats(core)
+    if now.free_pages + now.cached_pages + now.active_pages != now.total_pages:
+        found.append(
+            f"free {now.free_pages} + cached {now.cached_pages} + active {now.active_pages} pages "
+            f"are not {now.total_pages}"
+        )
+    return found
+
+
+def _check_pages(core: Core, slot: Slot) -> list[str]:
+    """Compares a slot's pages with the context's own view, in every tensor.
+
+    What a batch in flight is changing is not looked at: [low, high) of its pieces may be either.
+    """
+    layout = core.layout
+    size = layout.page_size
+    sure, end = slot.mapped, slot.mapped  # mapped below `sure`, not mapped from `end` on
+    gone, job = slot.head, slot.job
+    if isinstance(job, Cut) and job.slides:
+        gone = job.low
+    elif isinstance(job, Cut):
+        end = job.high
+    elif isinstance(job, Growth) and not job.granted:
+        sure = min([slot.mapped, *(low for other, low, _ in job.pieces if other is slot)])
+    # A stale slot's pages may be as its earlier owner had them.
+    shared, how = min(slot.shared, sure), "mapped" if slot.writer else "read-only"
+    ranges = [
+        (0, gone, "not mapped"),
+        (0, shared, None if slot.stale else how),
+        (max(shared, slot.head), sure, "mapped"),
+        (end, layout.slot_pages, "not mapped"),
+    ]
+    found = []
+    for tensor in range(layout.num_tensors):
+        start = core.parts.reservation.addr + layout.offset(slot.index, 0, tensor)
+        for low, high, wanted in ranges:
+            at, stop = start + low * size, start + high * size
+            while wanted and at < stop:
+                info = core.context.query(at)
+                is_now = "not mapped"
+                if info.mapped:
+                    is_now = "read-only" if RangeFlags.READONLY in info.flags else "mapped"
+                if is_now != wanted:
+                    page = (at - start) // size
+                    found.append(
+                        f"slot {slot.index}, tensor {tensor}, page {page}: expected {wanted}, "
+                        f"found {is_now}"
+                    )
+                    break
+                at += info.run_bytes
+    return found
+
+
+def check_places(core: Core, slot: Slot) -> list[str]:
+    """What contradicts between a slot's pages and their kinds, in words."""
+    found, places, name = [], slot.places, f"slot {slot.index}"
+    noted = [one for one in places.stretches(0, core.layout.slot_pages) if one[2] != PLAIN]
+    for low, high, kind in noted:
+        if low < slot.head or high > slot.mapped or low % kind.unit or high % kind.unit:
+            found.append(f"{name}: pages {low} to {high} noted as {kind}, mapped {slot.mapped}")
+        elif slot.job is None:
+            found += [f"{name}: {text}" for text in _check_memory(core, slot, low, high, kind.tier)]
+    for what, page in (("mapped", slot.mapped), ("shared", slot.shared), ("head", slot.head)):
+        if places.floor(page) != page:
+            found.append(f"{name}: {what} is {page}, in the middle of a large page")
+    if _kinds(slot):
+        found.append(f"{name}: its shared pages are of other kinds than noted")
+    if slot.active and places.away_end > slot.granted and not slot.stale:
+        found.append(f"{name}: pages up to {places.away_end} are away, {slot.granted} granted")
+    return found
+
+
+def _kinds(slot: Slot) -> bool:
+    """Whether a slot's shared pages differ from its notes, page by page."""
+    kinds = [kind for low, high, kind in slot.span.stretches() for _ in range(low, high)]
+    noted = [k for low, high, k in slot.places.stretches(0, slot.shared) for _ in range(low, high)]
+    return kinds != noted
+
+
+def _check_memory(core: Core, slot: Slot, low: int, high: int, tier: Tier) -> list[str]:
+    """Asks the context where pages lie, in every tensor."""
+    found, layout = [], core.layout
+    for tensor in range(layout.num_tensors):
+        at = core.pager.base + layout.offset(slot.index, low, tensor)
+        pages = core.mapper.gather(at, (high - low) * layout.page_size, 1, 0)
+        info = pages.info
+        pages.drop()
+        peer = tier.location is Location.PEER
+        if (info.location, info.device if peer else 0) != tier:
+            found.append(f"tensor {tensor}, pages {low} to {high} lie elsewhere than in {tier}")
+    return found
+
+
+def check_away(core: Core) -> list[str]:
+    """What contradicts in the counts of pages outside the device, in words."""
+    tensors = core.layout.num_tensors
+    counted: Counter[Tier] = Counter()
+    for slot in core.table:
+        counted.update(slot.places.away(max(slot.shared, slot.head), slot.mapped))
+    for cut in core.reclaimer.cuts:
+        counted.update(cut.away)
+    counted.update(core.reclaimer.shared.away())
+    counted.update(core.mover.pages()[1])
+    found = []
+    if core.reclaimer.own_away not in (None, core.count_away()):
+        found.append(f"requests own {core.count_away()} pages per tensor outside the device")
+    for tier in {*counted, *core.reclaimer.away}:
+        if counted[tier] * tensors != core.reclaimer.away[tier]:
+            found.append(
+                f"{core.reclaimer.away[tier]} pages in {tier}, counted {counted[tier] * tensors}"
+            )
+    return found

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: MIT
+"""What a cache reports about itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from pyvmem import _native
+
+if TYPE_CHECKING:
+    from pyvmem.context import Context
+
+__all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """State and counters of a `KVCache`; bytes are physical, times are nanoseconds.
+
+    Attributes:
+        total_pages: pages that the cache may have; always free + cached + active. Of a `Budget`:
+            now, so less while other caches have more than their floors.
+        free_pages: pages that it could take without reclaiming any.
+        cached_pages: mapped pages that no request owns: of free slots, beyond what an active slot
+            was granted, promised by a growth in flight, on their way back, or of recorded prefixes
+            that no request uses.
+        ahead_pages: of the cached ones, those mapped for running requests beyond what they need
+            (`KVCacheConfig.growth_fraction`).
+        active_pages: pages that requests own; one that several share is counted once.
+        shared_pages: pages, active or cached, that are mapped read-only or recorded.
+        large_pages: pages, active or cached, that large ones stand for.
+        moving_pages: cached pages that pages on their way are copied to.
+        host_pages, peer_pages: pages that lie in host memory and in peer devices; no other number
+            here counts them.
+        prefix_pages, prefix_tokens: of these, the recorded ones, and the tokens that they hold.
+        mapped_bytes: cached and active pages.
+        used_bytes: rows that requests hold; shared ones once.
+        wasted_bytes: active pages without the rows that hold tokens (internal fragmentation).
+        peak_mapped_bytes, peak_used_bytes, peak_wasted_bytes: the highest so far.
+        active_slots, cached_slots, empty_slots, broken_slots: slots by state; cached ones are free
+            and have pages.
+        segments: pieces of mappings in the cache's addresses as the back end sees them; the fewer,
+            the longer its runs.
+        mappings: driver mappings of the whole context, which may have `ContextInfo.max_mappings`.
+        steps, steps_async: calls that returned 0.
+        short: calls that returned -1.
+        grown_pages, zeroed_pages, reclaimed_pages: pages mapped, filled for a new owner, unmapped.
+        reused_pages: pages granted to a request that were mapped already.
+        moved_pages: pages that took the place of others under the same addresses.
+        promoted_pages: pages that `KVCache.promote` gave a large page, or mapped in one piece.
+        waits: times that a call waited for mapping, filling or reclaiming.
+        wait_ns: time spent so.
+        last_wait_ns: the last `step`'s part of it.
+        driver_calls: map, unmap, fill and slab calls since the cache was made (of its whole
+            context).
+        driver_ns: time in them.
+        critical_driver_ns: the part of it that a call of the cache had to wait for.
+        background_driver_ns: the rest.
+    """
+
+    total_pages: int
+    free_pages: int
+    cached_pages: int
+    ahead_pages: int
+    active_pages: int
+    shared_pages: int
+    large_pages: int
+    moving_pages: int
+    host_pages: int
+    peer_pages: int
+    prefix_pages: int
+    prefix_tokens: int
+    mapped_bytes: int
+    used_bytes: int
+    wasted_bytes: int
+    peak_mapped_bytes: int
+    peak_used_bytes: int
+    peak_wasted_bytes: int
+    active_slots: int
+    cached_slots: int
+    empty_slots: int
+    broken_slots: int
+    segments: int
+    mappings: int
+    steps: int
+    steps_async: int
+    short: int
+    grown_pages: int
+    zeroed_pages: int
+    reclaimed_pages: int
+    reused_pages: int
+    moved_pages: int
+    promoted_pages: int
+    waits: int
+    wait_ns: int
+    last_wait_ns: int
+    driver_calls: int
+    driver_ns: int
+    critical_driver_ns: int
+    background_driver_ns: int
+
+
+@dataclass(frozen=True)
+class SlotInfo:
+    """One slot in a `KVCache.snapshot`; pages are per tensor.
+
+    Attributes:
+        reqid: the slot.
+        state: "active", "cached" (free, with pages), "empty" (free, without) or "broken".
+        seq_len: tokens whose rows it holds.
+        granted_pages: pages that the owner may use, without those that left its window.
+        mapped_pages: pages there, or promised by a growth in flight.
+        shared_pages: of these, pages that are mapped read-only.
+        large_pages: of the mapped ones, those that large pages stand for.
+        away_pages: of the mapped ones, those that do not lie in the device.
+        moving_pages: of the mapped ones, those that a later `step` replaces.
+        in_flight: a batch over the slot's addresses is not finished.
+    """
+
+    reqid: int
+    state: str
+    seq_len: int
+    granted_pages: int
+    mapped_pages: int
+    shared_pages: int
+    large_pages: int
+    away_pages: int
+    moving_pages: int
+    in_flight: bool
+
+
+_SAME = (
+    "prefix_tokens",
+    *("active_slots", "cached_slots", "empty_slots", "broken_slots"),
+    *("steps", "steps_async", "short", "driver_calls", "driver_ns", "mappings"),
+)
+
+
+def together(each: Sequence[CacheStats], room: int) -> CacheStats:
+    """Of several caches with the same requests and one budget; `_SAME` are those of the first.
+
+    `room`: pages that the budget has for them.
+    """
+    first = each[0]
+    names = [one.name for one in fields(CacheStats)]
+    sums = {name: sum(getattr(one, name) for one in each) for name in names}
+    sums |= {name: getattr(first, name) for name in _SAME}
+    free = min(room, sums["free_pages"])  # each sees the whole room, or what is left of its own
+    critical = min(first.driver_ns, sums["critical_driver_ns"])
+    return CacheStats(
+        **{
+            **sums,
+            "free_pages": free,
+            "total_pages": free + sums["active_pages"] + sums["cached_pages"],
+            "critical_driver_ns": critical,
+            "background_driver_ns": first.driver_ns - critical,
+        }
+    )
+
+
+def _driver_calls(context: Context) -> tuple[int, int]:
+    stats = context.stats()
+    calls = stats.map_calls + stats.unmap_calls + stats.slab_calls + stats.fill_calls
+    return calls, stats.driver_ns
+
+
+class Counters:
+    """The running counts behind `CacheStats`."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.base_calls, self.base_ns = _driver_calls(context)
+        self.steps = self.steps_async = self.short = 0
+        self.grown = self.zeroed = self.reclaimed = self.reused = 0
+        self.moved = self.promoted = 0
+        self.waits = self.wait_ns = self.last_wait_ns = 0
+        self.critical_driver_ns = 0
+        self.peak_mapped = self.peak_used = self.peak_wasted = 0
+        self._stats: Any = None  # the structure that the last call wrote
+
+    def driver_ns(self) -> int:
+        """Nanoseconds in the driver since the context was opened: one call, no object."""
+        self._stats = stats = _native.get_stats(self.context.handle, self._stats)
+        ns: int = stats.driver_ns
+        return ns
+
+    def driver(self) -> tuple[int, int]:
+        """Driver calls and nanoseconds in them since the cache was made."""
+        calls, ns = _driver_calls(self.context)
+        return calls - self.base_calls, ns - self.base_ns
+
+    def waiting(self) -> _Waiting:
+        """Counts the time inside as waited, and the driver's time meanwhile as critical."""
+        return _Waiting(self)
+
+
+class _Waiting:
+    """One wait; not a generator, since every step that maps a page makes one."""
+
+    __slots__ = ("_counters", "_driver", "_start")
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._driver = counters.driver_ns()
+        self._start = time.perf_counter_ns()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        counters, took = self._counters, time.perf_counter_ns() - self._start
+        counters.waits += 1
+        counters.wait_ns += took
+        counters.last_wait_ns += took
+        # The context is shared with the worker, and perhaps with others: never more than the wait.
+        counters.critical_driver_ns += min(took, counters.driver_ns() - self._driver)

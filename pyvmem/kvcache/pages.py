@@ -1,0 +1,569 @@
+# SPDX-License-Identifier: MIT
+"""Physical pages: their kinds, and those that several places share, each counted once.
+
+A slot is counted in small pages, ``Layout.page_size`` each. Most are just that, in the device. What
+is of another kind is noted here, as intervals [low, high):
+
+    0 ............ 32 ............ 96 .............. mapped
+    | large pages, | large pages,  | small pages,
+    | in the host  | in the device | in the device (not noted)
+
+A large page stands on an aligned part of ``large_page_size // page_size`` small pages and is never
+cut: it is mapped, unmapped, shared and moved as a whole.
+
+A *block* is what was shared in one go: pages of a slot that follow one another, in every tensor,
+behind one handle. In the handle lies one tensor after the other:
+
+    | tensor 0: page 0 ... pages - 1 | tensor 1: page 0 ... pages - 1 | ...
+
+A *span* names pages of one or more blocks; it is a value, and cutting one costs and changes
+nothing. Who keeps a span holds a reference to each of its pages (`SharedPages.hold`, shared.py): a
+slot that has them mapped, a batch that unmaps them, a recorded prefix. With its last reference a
+page goes back to the pool, also out of the middle of a block.
+
+The pages of a block are of one kind (places.py). Large ones are counted as the small pages that
+they stand for, and a recorded prefix may name a part of one; but they are mapped as a whole, and go
+back when none of their parts is referred to. A prefix that begins in the middle of a large page has
+a *lead*: the pages of its own from the last border on, so that the way to it can be mapped without
+the part that another prefix has:
+
+    | large page of X: units 0 ... 511 |             recorded first
+    | 0 1 2 | 3 ... small pages of Z                 recorded second, agrees in units 0 to 2
+      lead    what the tree's node stands for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from pyvmem.errors import OutOfMemory
+from pyvmem.info import Location
+from pyvmem.kvcache.journal import Book
+from pyvmem.kvcache.layout import Layout
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.mapper import Mapper
+    from pyvmem.pages import Pages
+
+__all__ = [
+    "Block",
+    "DEVICE",
+    "EMPTY",
+    "Kind",
+    "PLAIN",
+    "Part",
+    "Places",
+    "SharedPages",
+    "Span",
+    "Stretch",
+    "Tier",
+]
+
+
+class Tier(NamedTuple):
+    """Where pages lie: a location, and the CUDA ordinal of a peer (0 elsewhere)."""
+
+    location: Location
+    device: int = 0
+
+    def __str__(self) -> str:
+        if self.location is Location.PEER:
+            return f"peer {self.device}"
+        return "the host" if self.location is Location.HOST else "the device"
+
+
+DEVICE = Tier(Location.DEVICE)
+
+
+class Kind(NamedTuple):
+    """Physical pages of one size in one memory.
+
+    Attributes:
+        unit: small pages that one of them stands for.
+        tier: where it lies.
+    """
+
+    unit: int
+    tier: Tier
+
+    @property
+    def away(self) -> bool:
+        """Not in the device."""
+        return self.tier != DEVICE
+
+
+PLAIN = Kind(1, DEVICE)
+
+Stretch: TypeAlias = tuple[int, int, Kind]
+"""Pages [low, high), in every tensor, of one kind."""
+
+
+class Places(Book):
+    """The intervals of one slot that are not of the kind `PLAIN`, in order.
+
+    Args:
+        log: a journal's entries, where changes are noted.
+        changed: called before a change.
+    """
+
+    __slots__ = ("_noted", "_tell")
+
+    _tell: Callable[[], None]
+
+    def __new__(cls, log: list[Any], changed: Callable[[], None]) -> Places:
+        """No interval yet."""
+        self = cls._with(log)
+        object.__setattr__(self, "_tell", changed)
+        return self
+
+    def __init__(self, log: list[Any], changed: Callable[[], None]) -> None:
+        self._noted: list[Stretch] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._tell()
+        super().__setattr__(name, value)
+
+    def __bool__(self) -> bool:
+        return bool(self._noted)
+
+    def put(self, low: int, high: int, kind: Kind) -> None:
+        """Notes the kind of pages [low, high)."""
+        if self._noted:
+            self.forget(low, high)
+        if kind != PLAIN and low < high:
+            noted = sorted([*self._noted, (low, high, kind)])
+            joined = noted[:1]
+            for start, end, one in noted[1:]:
+                if joined[-1][1:] == (start, one):
+                    joined[-1] = (joined[-1][0], end, one)
+                else:
+                    joined.append((start, end, one))
+            self._noted = joined
+
+    def put_all(self, stretches: list[Stretch]) -> None:
+        """Notes several, as `take` returned them."""
+        for low, high, kind in stretches:
+            self.put(low, high, kind)
+
+    def forget(self, low: int, high: int) -> None:
+        """Pages [low, high) are there no longer."""
+        if self._noted:
+            self._noted = [
+                (start, end, kind)
+                for first, last, kind in self._noted
+                for start, end in ((first, min(last, low)), (max(first, high), last))
+                if start < end
+            ]
+
+    def take(self, low: int, high: int) -> list[Stretch]:
+        """`forget`, and what was noted there."""
+        if not self._noted:
+            return []
+        taken = [(a, b, kind) for a, b, kind in self.stretches(low, high) if kind != PLAIN]
+        self.forget(low, high)
+        return taken
+
+    def stretches(self, low: int, high: int) -> Iterator[Stretch]:
+        """[low, high) as stretches of one kind each, those of small pages included."""
+        for first, last, kind in self._noted:
+            if last <= low:
+                continue
+            if first >= high or low >= high:
+                break
+            if low < first:
+                yield low, first, PLAIN
+                low = first
+            yield low, min(last, high), kind
+            low = min(last, high)
+        if low < high:
+            yield low, high, PLAIN
+
+    def floor(self, page: int) -> int:
+        """The last place up to `page` where no physical page is cut."""
+        for first, last, kind in self._noted:
+            if first < page < last:
+                return page - page % kind.unit
+        return page
+
+    def ceil(self, page: int) -> int:
+        """The first place from `page` on where no physical page is cut."""
+        for first, last, kind in self._noted:
+            if first < page < last:
+                return page + -page % kind.unit
+        return page
+
+    def whole_away(self, page: int) -> int:
+        """The first place from `page` on where no physical page outside the device is cut."""
+        end = self.ceil(page)
+        return end if end > page and self.away(page, end) else page
+
+    def large(self, low: int, high: int) -> int:
+        """Small pages of [low, high) that large ones stand for."""
+        return sum(b - a for a, b, kind in self.stretches(low, high) if kind.unit > 1)
+
+    def away(self, low: int, high: int) -> dict[Tier, int]:
+        """Small pages of [low, high) that do not lie in the device, by tier."""
+        found: dict[Tier, int] = {}
+        if self._noted:
+            for first, last, kind in self.stretches(low, high):
+                if kind.away:
+                    found[kind.tier] = found.get(kind.tier, 0) + last - first
+        return found
+
+    @property
+    def away_end(self) -> int:
+        """The end of the last page that does not lie in the device; 0: there is none."""
+        return max((last for _, last, kind in self._noted if kind.away), default=0)
+
+    def __repr__(self) -> str:
+        return f"<Places {self._noted}>"
+
+
+class Block:
+    """Pages shared in one go.
+
+    Attributes:
+        handle: all pages, of every tensor.
+        pages: pages per tensor.
+        refs: for each page, the spans held that name it.
+        users: for each page, the requests among them.
+        events: GPU work that wrote the pages, as far as it is not known to be over.
+        kind: of all its pages.
+        gone: for each page, whether it has gone back.
+    """
+
+    __slots__ = ("events", "gone", "handle", "kind", "pages", "refs", "users")
+
+    def __init__(self, handle: Pages, pages: int, events: list[Any], kind: Kind = PLAIN) -> None:
+        self.handle = handle
+        self.kind = kind
+        self.pages = pages
+        self.gone = [False] * pages
+        self.refs = [0] * pages
+        self.users = [0] * pages
+        self.events = events
+
+    @property
+    def live(self) -> int:
+        """Pages that have not gone back."""
+        return self.pages - sum(self.gone)
+
+
+class Part(NamedTuple):
+    """Pages [low, high) of a block, in every tensor."""
+
+    block: Block
+    low: int
+    high: int
+
+
+class Span:
+    """Pages of blocks, in the order in which a slot has them. Immutable.
+
+    Attributes:
+        parts: of one block each.
+        pages: of all parts together, per tensor.
+        unit_pages: pages per tensor of a sharing unit, what `split` counts in.
+        lead: the first pages that are not counted by `split`.
+    """
+
+    __slots__ = ("lead", "pages", "parts", "unit_pages")
+
+    def __init__(self, parts: tuple[Part, ...], unit_pages: int = 1, lead: int = 0) -> None:
+        self.parts = parts
+        self.pages = sum(part.high - part.low for part in parts)
+        self.unit_pages = unit_pages
+        self.lead = lead
+
+    def cut(self, first: int, last: int) -> Span:
+        """Pages [first, last) of this span."""
+        parts = []
+        at = 0
+        for block, low, high in self.parts:
+            begin, end = max(first - at, 0), min(last - at, high - low)
+            if begin < end:
+                parts.append(Part(block, low + begin, low + end))
+            at += high - low
+        return Span(tuple(parts), self.unit_pages)
+
+    def split(self, units: int) -> tuple[Span, Span]:
+        """The first `units` sharing units, and the rest: what `PrefixTree` asks of a span."""
+        middle = self.lead + units * self.unit_pages
+        first = self.cut(0, middle)
+        first.lead = self.lead
+        return first, self.cut(middle, self.pages)
+
+    def __add__(self, other: Span) -> Span:
+        """This span up to the other's lead, then the other."""
+        parts, more = self.parts, other.parts
+        if other.lead:
+            parts = self.cut(0, self.pages - other.lead).parts
+        if parts and more and parts[-1].block is more[0].block and parts[-1].high == more[0].low:
+            joined = Part(more[0].block, parts[-1].low, more[0].high)
+            parts, more = parts[:-1], (joined, *more[1:])
+        return Span(parts + more, other.unit_pages)
+
+    def stretches(self) -> list[Stretch]:
+        """Its pages by kind, as a slot that begins with it has them."""
+        found, at = [], 0
+        for block, low, high in self.parts:
+            found.append((at, at + high - low, block.kind))
+            at += high - low
+        return found
+
+    def floor(self, pages: int) -> int:
+        """The last place up to `pages` where no physical page is cut; the span begins a slot."""
+        at = 0
+        for block, low, high in self.parts:
+            if at < pages < at + high - low:
+                return pages - (low + pages - at) % block.kind.unit
+            at += high - low
+        # The end of the span may lie within a page that another prefix has the rest of.
+        if self.parts and pages == self.pages:
+            return pages - self.parts[-1].high % self.parts[-1].block.kind.unit
+        return pages
+
+    def __repr__(self) -> str:
+        return f"<Span of {self.pages} pages in {len(self.parts)} parts>"
+
+
+EMPTY = Span(())
+
+
+class SharedPages(Book):
+    """The references to shared pages; all counts are of pages per tensor.
+
+    Attributes:
+        pages: shared pages of the device, each counted once.
+        used: of these, pages that a request uses.
+        uses: the same, counted once for each request.
+        away_uses: uses of pages that do not lie in the device.
+        blocks: those that have a page left.
+    """
+
+    def __new__(cls, layout: Layout, mapper: Mapper) -> SharedPages:
+        """No page yet."""
+        return cls._with(mapper.journal.entries)
+
+    def __init__(self, layout: Layout, mapper: Mapper) -> None:
+        self.layout = layout
+        self._mapper = mapper
+        self.pages = self.used = self.uses = self.away_uses = 0
+        self.blocks: set[Block] = set()
+        self._late: list[Part] = []
+
+    def adopt(
+        self, handle: Pages, pages: int, events: list[Any], unit_pages: int, kind: Kind = PLAIN
+    ) -> Span:
+        """A new block; it owns the handle. The span is not held yet."""
+        block = Block(handle, pages, events, kind)
+        self._mapper.journal.undo(self.blocks.discard, block)
+        self.blocks.add(block)
+        if not kind.away:
+            self.pages += pages
+        return Span((Part(block, 0, pages),), unit_pages)
+
+    def hold(self, span: Span) -> None:
+        """Adds a reference to each page."""
+        for block, low, high in span.parts:
+            refs = block.refs
+            self._log.append((refs.__setitem__, slice(low, high), refs[low:high]))
+            for page in range(low, high):
+                refs[page] += 1
+
+    def use(self, span: Span) -> None:
+        """Notes that a request uses the pages; whoever calls it holds the span."""
+        for block, low, high in span.parts:
+            users = block.users
+            self._log.append((users.__setitem__, slice(low, high), users[low:high]))
+            first = sum(not users[page] for page in range(low, high))
+            for page in range(low, high):
+                users[page] += 1
+            self._count(block, high - low, first)
+
+    def unuse(self, span: Span) -> None:
+        """Takes one `use` back."""
+        for block, low, high in span.parts:
+            users = block.users
+            self._log.append((users.__setitem__, slice(low, high), users[low:high]))
+            for page in range(low, high):
+                users[page] -= 1
+            last = sum(not users[page] for page in range(low, high))
+            self._count(block, low - high, -last)
+
+    def _count(self, block: Block, uses: int, used: int) -> None:
+        if block.kind.away:
+            self.away_uses += uses
+        else:
+            self.uses += uses
+            self.used += used
+
+    def idle(self, span: Span) -> int:
+        """Pages of the device in the span that no request uses."""
+        return sum(
+            not block.users[page]
+            for block, low, high in span.parts
+            if not block.kind.away
+            for page in range(low, high)
+        )
+
+    def returns(self, span: Span) -> int:
+        """Pages of the device that come back with the span, now or after batches under way.
+
+        Those that no request uses; of large ones, those that nothing else refers to.
+        """
+        found = 0
+        for block, low, high in span.parts:
+            if block.kind.away:
+                continue
+            unit = block.kind.unit
+            if unit == 1:
+                found += sum(not block.users[page] for page in range(low, high))
+                continue
+            for first in range(low - low % unit, high, unit):
+                found += unit * all(
+                    block.refs[page] == (low <= page < high) for page in range(first, first + unit)
+                )
+        return found
+
+    def release(self, span: Span, away: dict[Tier, int]) -> int:
+        """Takes one `hold` back.
+
+        Args:
+            span: what was held.
+            away: gets the pages per tensor that went to pools of other tiers.
+
+        Returns:
+            The pages per tensor that went to the device's pool.
+        """
+        gone = list(self._late)
+        self._late = []
+        for block, low, high in span.parts:
+            refs, unit = block.refs, block.kind.unit
+            self._log.append((refs.__setitem__, slice(low, high), refs[low:high]))
+            for page in range(low, high):
+                refs[page] -= 1
+            low, high = low - low % unit, high + -high % unit
+            gone.extend(_unreferenced(block, low, high))
+        done = 0
+        for part in gone:
+            pages, tier = self._drop(part), part.block.kind.tier
+            if not part.block.kind.away:
+                done += pages
+            elif pages:
+                away[tier] = away.get(tier, 0) + pages
+        return done
+
+    def _drop(self, part: Part) -> int:
+        """Gives pages back that nobody refers to; returns how many."""
+        block, low, high = part
+        journal, pages = self._mapper.journal, high - low
+        mark, here = journal.mark(), 0 if block.kind.away else pages
+        whole = pages == block.live
+        journal.undo(block.gone.__setitem__, slice(low, high), block.gone[low:high])
+        block.gone[low:high] = [True] * pages
+        self.pages -= here
+        if whole:
+            journal.undo(self.blocks.add, block)
+            self.blocks.discard(block)
+            self._mapper.drop(block.handle)
+            return pages
+        try:
+            size, stride = self.layout.page_size, block.pages * self.layout.page_size
+            tensors = self.layout.num_tensors
+            self._mapper.drop_range(block.handle, low * size, pages * size, tensors, stride)
+        except OutOfMemory:  # heap for the handle's books; the next release tries again
+            journal.rollback(mark)
+            self._late = [*self._late, part]
+            return 0
+        return pages
+
+    def rebuild(self, held: list[Span], used: list[Span]) -> None:
+        """Counts again who holds and who uses what.
+
+        Args:
+            held: every span that somebody holds. used: those that requests use.
+        """
+        for block in self.blocks:
+            block.refs[:] = [0] * block.pages
+            block.users[:] = [0] * block.pages
+        self.pages = sum(block.live for block in self.blocks if not block.kind.away)
+        self.used = self.uses = self.away_uses = 0
+        for span in held:
+            self.hold(span)
+        for span in used:
+            self.use(span)
+        self._late = [
+            part for block in self.blocks for part in _unreferenced(block, 0, block.pages)
+        ]
+
+    def close(self) -> None:
+        """Drops every handle that is left, whoever holds its pages."""
+        for block in list(self.blocks):
+            self._mapper.journal.undo(self.blocks.add, block)
+            self.blocks.discard(block)
+            self._mapper.drop(block.handle)
+        self._late = []
+        self.pages = self.used = self.uses = self.away_uses = 0
+
+    def check(self, held: list[Span], used: list[Span]) -> list[str]:
+        """Compares the counts with the spans that are held and used; what contradicts, in words."""
+        found = []
+        for name, spans in (("refs", held), ("users", used)):
+            want: dict[Block, list[int]] = {block: [0] * block.pages for block in self.blocks}
+            for block, low, high in (part for span in spans for part in span.parts):
+                if block not in want:
+                    found.append(f"a span names a block of {block.pages} pages that is gone")
+                    continue
+                for page in range(low, high):
+                    want[block][page] += 1
+            for block, counts in want.items():
+                if getattr(block, name) != counts:
+                    found.append(f"a block has {name} {getattr(block, name)}, counted {counts}")
+        late = sum(part.high - part.low for part in self._late)
+        live = sum(map(_referenced, self.blocks)) + late
+        if live != sum(block.live for block in self.blocks):
+            found.append(f"shared pages per tensor: {live} counted, others are live")
+        here = [block for block in self.blocks if not block.kind.away]
+        if self.pages != sum(block.live for block in here):
+            found.append(f"{self.pages} shared pages per tensor, other than the blocks have")
+        parts = [part for span in used for part in span.parts]
+        for name, away in (("uses", False), ("away_uses", True)):
+            uses = sum(high - low for block, low, high in parts if block.kind.away == away)
+            if getattr(self, name) != uses:
+                found.append(f"{getattr(self, name)} {name} of shared pages, counted {uses}")
+        busy = sum(sum(map(bool, block.users)) for block in here)
+        if busy != self.used:
+            found.append(f"{self.used} shared pages in use per tensor, counted {busy}")
+        return found
+
+    def away(self) -> dict[Tier, int]:
+        """Pages per tensor that do not lie in the device, by tier."""
+        found: dict[Tier, int] = {}
+        for block in self.blocks:
+            if block.kind.away:
+                tier = block.kind.tier
+                found[tier] = found.get(tier, 0) + block.live
+        return found
+
+
+def _referenced(block: Block) -> int:
+    """Pages that something refers to, or to another part of their large page."""
+    unit = block.kind.unit
+    if unit == 1:
+        return sum(map(bool, block.refs))
+    return sum(unit * any(block.refs[at : at + unit]) for at in range(0, block.pages, unit))
+
+
+def _unreferenced(block: Block, low: int, high: int) -> Iterator[Part]:
+    """The longest stretches of [low, high) that nobody refers to, and that are still there."""
+    refs, gone, unit = block.refs, block.gone, block.kind.unit
+    start = low
+    for page in range(low, high + 1, unit):
+        held = page == high or gone[page]
+        if not (held or (refs[page] if unit == 1 else any(refs[page : page + unit]))):
+            continue
+        if start < page:
+            yield Part(block, start, page)
+        start = page + unit

@@ -1,0 +1,580 @@
+# SPDX-License-Identifier: MIT
+"""What requests of a `LayeredCache` share: forks, and one tree of prefixes for all classes.
+
+A match may be dropped in any thread, and by Python's collector at any line, also in the middle of a
+call of the cache. So dropping only puts the lease aside; the cache's next call that looks at
+prefixes gives it up.
+
+On several ranks (lockstep.py) what a call answers must not depend on when a collector runs: there a
+lease ends when the match is used or released, and at the latest with the next `step`.
+
+The sharing unit is the fewest tokens that fill whole pages of a tensor, ``lcm(row_bytes, page_size)
+/ row_bytes``: 32 tokens where rows are 2 KiB and pages 64 KiB. A row of 384 bytes does not divide
+64 KiB; the row that crosses into the next page ends there, so that whoever continues after it would
+write into a page that is shared. Only every 512 tokens do page and row end together.
+
+A class has rows of its own size, so the same tokens fill a different number of pages in each:
+
+    tokens   | unit 0                   | unit 1                   |
+    class 0  | page 0      | page 1     | page 2      | page 3     |   rows of 2 KiB
+    class 1  | page 0                   | page 1                   |   rows of 1 KiB
+
+All have the same pages, a power of two, so a class's own unit is one too, and the greatest of them
+is the least common multiple. The tree is the first class's. Its spans name that class's pages and
+have those of the others beside them, so that what is split, matched or evicted is so in all.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import operator
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pyvmem.errors import BadHandle, InvalidArgument
+from pyvmem.features.table import PREFIXES
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.events import record, wait_for
+from pyvmem.kvcache.pages import Span
+from pyvmem.kvcache.prefix_tree import ID_BYTES, Node, PrefixTree, TokenIds
+from pyvmem.kvcache.sharing import Sharing
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from pyvmem.kvcache.prefix_tree import Node
+    from pyvmem.kvcache.slots import Slot
+
+__all__ = ["GroupPrefixes", "Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
+
+
+class PrefixEvicted(BadHandle):
+    """A match whose lease was lost, and whose prefix is not recorded any more: match again.
+
+    `KVCache.trim` with ``prefixes=True`` takes leases; `PrefixMatch.release` gives one back; of a
+    `ParallelKVCache` they end with the next `step`.
+    """
+
+
+@dataclass(eq=False)
+class Lease:
+    """A pin of a prefix.
+
+    Attributes:
+        node: the last node of it.
+        held: the pin is there.
+        dropped: nobody will use it.
+    """
+
+    node: Node[Span]
+    held: bool = True
+    dropped: bool = False
+
+
+@dataclass(eq=False)
+class PrefixMatch:
+    """What of a prompt was recorded at the time of `KVCache.match`: a lease of it.
+
+    Until the match is used by `alloc_prefix`, released or collected, its pages are not evicted. A
+    context manager, which releases it.
+
+    Attributes:
+        length: tokens, a multiple of the sharing unit; 0: nothing.
+    """
+
+    length: int
+    _lease: Lease = field(repr=False)
+    _owner: Leases = field(repr=False)
+
+    def release(self) -> None:
+        """Gives the prefix free for eviction; again, or after its use: nothing."""
+        self._owner.drop(self._lease)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        owner: Leases | None = getattr(self, "_owner", None)
+        if owner is not None and not owner.lockstep:
+            owner.drop(self._lease)
+
+
+class Leases:
+    """The leases of a cache's prefixes. The caller holds the cache's lock, but for `drop`.
+
+    Args:
+        tree: the prefixes.
+        log: a journal's entries (journal.py), which get how each change is taken back.
+        lockstep: the cache's answers are those of other ranks.
+    """
+
+    def __init__(self, tree: PrefixTree[Span], log: list[Any], *, lockstep: bool) -> None:
+        self.lockstep = lockstep
+        self._log = log
+        self._tree = tree
+        self._open: dict[Lease, None] = {}
+        self._dropped: deque[Lease] = deque()
+
+    def __bool__(self) -> bool:
+        self.collect()
+        return bool(self._open)
+
+    def has(self, lease: Lease) -> bool:
+        """Whether a lease keeps its node; one that an exception took back does not."""
+        return lease in self._open
+
+    def add(self, node: Node[Span]) -> Lease:
+        """A lease of a node that the caller has pinned for it, or of a root, which needs no pin."""
+        lease = Lease(node, node.parent is not None)
+        if lease.held:
+            self._log.append((self._open.pop, lease, None))
+            self._open[lease] = None
+        return lease
+
+    def drop(self, lease: Lease) -> None:
+        """Puts a lease aside; from any thread, at any time."""
+        if lease.held and not lease.dropped:
+            lease.dropped = True
+            self._dropped.append(lease)
+
+    def collect(self) -> None:
+        """Gives up what was dropped."""
+        while self._dropped:
+            self.end(self._dropped.popleft())
+
+    def end(self, lease: Lease) -> None:
+        """Gives one lease up; again: nothing."""
+        if lease.held and lease in self._open:
+            self._log.append((self._open.__setitem__, lease, None))
+            del self._open[lease]  # from here on it is none of the pins that are counted again
+            lease.held = False
+            self._tree.unpin(lease.node)
+
+    def end_all(self) -> None:
+        """Gives every lease up."""
+        for lease in list(self._open):
+            self.end(lease)
+
+    def rebuilt(self) -> list[Node[Span]]:
+        """The nodes of the leases that are there, after an exception from outside."""
+        for lease in self._open:
+            lease.held = True
+        self._dropped.extend(lease for lease in self._open if lease.dropped)
+        return [lease.node for lease in self._open]
+
+    def nodes(self) -> list[Node[Span]]:
+        """The leased nodes, once for each lease."""
+        self.collect()
+        return [lease.node for lease in self._open]
+
+    def kept(self) -> dict[Node[Span], None]:
+        """All nodes on the way to leased ones, each once, in order."""
+        return {one: None for node in self.nodes() for one in node.path()}
+
+
+def evicted(length: int) -> PrefixEvicted:
+    """What is raised for a match that cannot be used any more."""
+    return PrefixEvicted(
+        f"the match of {length} tokens has lost its lease and its prefix was evicted; match again",
+        errno=errno.EBADF,
+        op="KVCache",
+    )
+
+
+class _Spans(Span):
+    """The pages of some units in every group of layers; as a span it is the first group's."""
+
+    __slots__ = ("each",)
+
+    def __init__(self, each: Sequence[Span]) -> None:
+        super().__init__(each[0].parts, each[0].unit_pages, each[0].lead)
+        self.each = tuple(each)
+
+    def split(self, units: int) -> tuple[Span, Span]:
+        """As `Span.split`, in every group."""
+        upper, lower = zip(*(span.split(units) for span in self.each), strict=True)
+        return _Spans(upper), _Spans(lower)
+
+
+class PrefixCache:
+    """The recorded prefixes of one or more groups of layers with the same requests.
+
+    A slot that a method takes is the first group's: a request's number is the same in all. `place`
+    is a group's place among them.
+
+    Args:
+        groups: at least one; several share a budget.
+
+    Attributes:
+        tree: by token ids; the spans of every group are held in its `Reclaimer.shared`.
+        unit: tokens of a sharing unit.
+        unit_pages: for each group, pages per tensor of a sharing unit.
+        leases: what matches keep from eviction.
+    """
+
+    def __init__(self, groups: Sequence[Sharing]) -> None:
+        self._groups = tuple(groups)
+        first = groups[0]
+        self._table = first.table
+        self._rows = first.pager.lengths
+        layouts = [one.layout for one in groups]
+        self.unit = math.lcm(
+            *(math.lcm(one.row_bytes, one.page_size) // one.row_bytes for one in layouts)
+        )
+        self.unit_pages = tuple(self.unit * one.row_bytes // one.page_size for one in layouts)
+        log = first.mapper.journal.entries
+        self.tree: PrefixTree[Span] = PrefixTree(self.unit, log)
+        self.leases = Leases(self.tree, log, lockstep=self._table.lockstep)
+        self._columns = [one.page_size * one.num_tensors for one in layouts]
+
+    def of(self, place: int) -> GroupPrefixes:
+        """What a group's reclaimer asks."""
+        return GroupPrefixes(self, place)
+
+    # ---- recording -------------------------------------------------------------------------------
+
+    def record(self, slot: Slot, tokens: Any, stream: Any, namespace: Hashable = None) -> int:
+        """See `KVCache.record`."""
+        ids, units = self._check(slot, tokens, namespace)
+        if self.tree.match(ids).length < units * self.unit:
+            for group, one in self._each(slot):
+                group.mover.finish(one, stream)
+            # The rest of a large page is still to be written.
+            ready = self._ready(slot, units)
+            parts = [(one, one.places.floor(pages)) for one, pages in ready]
+            if any(pages > one.shared for one, pages in parts):
+                wait_for(record(stream, self._groups[0].device))
+            for group, unit, (one, pages) in zip(self._groups, self.unit_pages, parts, strict=True):
+                group.share(one, pages, unit)
+        return self._insert(slot, ids)
+
+    def record_last(self, slot: Slot, tokens: Any, event: Any, namespace: Hashable = None) -> None:
+        """Records what a slot holds that is freed next; `event` is its last GPU work."""
+        ids, units = self._check(slot, tokens, namespace)
+        if self.tree.match(ids).length < units * self.unit:
+            parts = self._ready(slot, units)
+            handles = [
+                group.gather(one, pages)
+                for group, (one, pages) in zip(self._groups, parts, strict=True)
+            ]
+            for group, unit, (one, pages), held in zip(
+                self._groups, self.unit_pages, parts, handles, strict=True
+            ):
+                group.bequeath(one, pages, held, event, unit)
+        self._insert(slot, ids)
+
+    def _ready(self, slot: Slot, units: int) -> list[tuple[Slot, int]]:
+        """For each group the slot and the pages per tensor that the units are."""
+        parts = []
+        for (group, one), unit in zip(self._each(slot), self.unit_pages, strict=True):
+            group.pager.release(one)
+            parts.append((one, units * unit))
+        return parts
+
+    def _each(self, slot: Slot) -> list[tuple[Sharing, Slot]]:
+        """The groups, and the request's slot in each."""
+        return [(group, group.table[slot.index]) for group in self._groups]
+
+    def _check(self, slot: Slot, tokens: Any, namespace: Hashable) -> tuple[TokenIds, int]:
+        """The ids of the rows that are held, and how many whole units they are."""
+        self.require("record")
+        ids = TokenIds.of(tokens, namespace)
+        held = self._rows.held[slot.index]
+        if len(ids) > held:
+            ids = TokenIds.from_bytes(ids.data[: held * ID_BYTES], ids.namespace)
+        return ids, len(ids) // self.unit
+
+    def require(self, what: str) -> None:
+        """Raises NotSupported where a group cannot have prefixes, which `what` is a call of."""
+        for group in self._groups:
+            group.require(PREFIXES, what)
+
+    def _insert(self, slot: Slot, ids: TokenIds) -> int:
+        known = self.tree.match(ids)
+        slots = [one for _, one in self._each(slot)]
+        own = min(one.shared // unit for one, unit in zip(slots, self.unit_pages, strict=True))
+        units = max(known.length // self.unit, own)
+        end = units * self.unit * ID_BYTES
+        ids = TokenIds.from_bytes(ids.data[:end], ids.namespace)
+        done = self.tree.insert(
+            ids,
+            lambda first, last: _Spans(
+                [self._take(place, one, known.node, first, last) for place, one in enumerate(slots)]
+            ),
+        )
+        # A slot whose pages were recorded by another shares none of them, and keeps nothing.
+        if done.length and slot.shared and done.node not in slot.pins:
+            self.tree.pin(done.node)
+            slot.pins = [*slot.pins, done.node]
+        return done.length
+
+    def _take(self, place: int, slot: Slot, node: Node[Span], first: int, last: int) -> Span:
+        """A group's pages of the units from `first` to before `last`, held for the tree.
+
+        They come behind what the tree has on the way to the node.
+        """
+        unit = self.unit_pages[place]
+        begin = first * unit
+        lead = self._lead(place, slot.span, node, begin)
+        span = slot.span.cut(begin - lead, last * unit)
+        span.lead = lead
+        self._groups[place].reclaimer.shared.hold(span)
+        return span
+
+    def _lead(self, place: int, span: Span, node: Node[Span], begin: int) -> int:
+        """Pages before `begin` that a span must have of its own, to follow what the tree has."""
+        large = self._groups[place].layout.large_pages
+        lead = begin % large if large else 0
+        if not lead:
+            return 0
+        before = self._path(place, node, begin).parts[-1]
+        own = span.cut(begin, begin + 1).parts[0]
+        if before.block is own.block and before.high == own.low:
+            return 0  # the tree has the same page
+        return lead if before.block.kind.unit > 1 or own.block.kind.unit > 1 else 0
+
+    def _path(self, place: int, node: Node[Span], pages: int) -> Span:
+        """A group's first pages on the way to a node, as a slot can have them mapped."""
+        spans = [_each(one.span)[place] for one in node.path()]
+        return sum(spans, Span((), self.unit_pages[place])).cut(0, pages)
+
+    # ---- what requests keep ----------------------------------------------------------------------
+
+    def pin_again(self, pins: list[Node[Span]]) -> list[Node[Span]]:
+        """Keeps prefixes for one more slot."""
+        for node in pins:
+            self.tree.pin(node)
+        return list(pins)
+
+    def shorten(self, slot: Slot, rows: int) -> None:
+        """Keeps for a slot only what its first rows are of."""
+        kept: list[Node[Span]] = []
+        for node in slot.pins:
+            part = node
+            if node.end > rows:
+                found = self.tree.match(node.tokens(), rows, pin=True)
+                part = found.node
+                self.tree.unpin(node)
+                if not found.length:
+                    self.tree.unpin(part)
+                    continue
+            kept.append(part)
+        slot.pins = kept
+
+    def unpin(self, slot: Slot) -> None:
+        """Keeps nothing for a slot any longer; counts as a use."""
+        for node in slot.pins:
+            self.tree.unpin(node)
+        slot.pins = []
+
+    # ---- matching --------------------------------------------------------------------------------
+
+    def match(self, tokens: Any, leave: int, namespace: Hashable = None) -> PrefixMatch:
+        """See `KVCache.match`."""
+        self.leases.collect()
+        ids = TokenIds.of(tokens, namespace)
+        left = operator.index(leave)
+        if left < 0:
+            raise invalid(f"leave is {left}; it must not be negative")
+        limit = max(0, min(len(ids) - left, self._groups[0].config.max_seq_len))
+        found = self.tree.match(ids, limit)  # a use of all that the run goes on with, too
+        node = self.tree.root
+        if found.length:
+            node = self.tree.match(ids, found.length, pin=True).node
+        return PrefixMatch(found.length, self.leases.add(node), self.leases)
+
+    def wanted(
+        self, tokens: Any, leave: int, namespace: Hashable = None
+    ) -> tuple[PrefixMatch, int]:
+        """What of a prompt is recorded, and how long it is; of a match, the match and its length.
+
+        Raises InvalidArgument for bad tokens, or more than `max_seq_len`.
+        """
+        if isinstance(tokens, PrefixMatch):
+            return self.own(tokens), tokens.length
+        ids = TokenIds.of(tokens, namespace)
+        length, longest = len(ids), self._groups[0].config.max_seq_len
+        if length > longest:
+            raise invalid(f"{length} tokens; max_seq_len is {longest}", limit=longest)
+        return self.match(ids, leave), length
+
+    def own(self, match: PrefixMatch) -> PrefixMatch:
+        """A match of this cache; raises InvalidArgument for another's."""
+        if match._owner is not self.leases:
+            raise invalid(f"{match!r} is another cache's")
+        return match
+
+    def renew(self, match: PrefixMatch) -> None:
+        """Takes a lease again that was lost, where the prefix is still there.
+
+        Raises:
+            PrefixEvicted: it is not.
+        """
+        self.leases.collect()
+        if match.length and not self.leases.has(match._lease):
+            match._lease = self.leases.add(self.pin(match))
+
+    def pin(self, match: PrefixMatch) -> Node[Span]:
+        """Keeps what matched; raises PrefixEvicted where it is not there any more."""
+        node = match._lease.node
+        try:
+            self.tree.pin(node, match.length)
+        except InvalidArgument:
+            raise evicted(match.length) from None
+        if node.end > match.length:  # the rest of its run may go, so only a part of it is kept
+            whole, node = node, self.tree.match(node.tokens(), match.length, pin=True).node
+            self.tree.unpin(whole)
+        return node
+
+    def span(self, place: int, node: Node[Span], length: int) -> Span:
+        """A group's pages of the first `length` tokens on the way to a node."""
+        return self._path(place, node, length // self.unit * self.unit_pages[place])
+
+    def kept_pages(self, place: int, match: PrefixMatch) -> int:
+        """Pages per tensor that a request which begins with the match need not find."""
+        if not match.length:
+            return 0
+        span = self.span(place, match._lease.node, match.length)
+        return span.floor(span.pages)
+
+    def can_begin(self, match: PrefixMatch) -> bool:
+        """Whether a request can begin with a match and no wait for GPU work of earlier owners.
+
+        Ranks wait instead: how far that work is may differ.
+        """
+        if not match.length:
+            return False
+        return self._table.lockstep or not any(group.must_wait() for group in self._groups)
+
+    # ---- giving up -------------------------------------------------------------------------------
+
+    def evict(self, place: int, pages: int) -> int:
+        """Takes least recently used prefixes out until so many pages per tensor come back.
+
+        Those that a request began with or recorded go last, and only where there are pages among
+        them that no request uses: the request keeps its own. Leased ones stay. What comes back in
+        other groups counts by its bytes, since their budget is the same.
+
+        Returns:
+            Pages per tensor that came back, or will when the batches that unmap them are done.
+        """
+        self.leases.collect()
+        column = self._columns[place]
+        unit = sum(map(operator.mul, self.unit_pages, self._columns))
+        back = 0
+        while back < pages * column:
+            missing = pages * column - back
+            spans = self.tree.evict(-(-missing // unit) * self.unit_pages[0])
+            if not spans and not self._unpin_all():
+                break
+            back += sum(map(self._let_go, spans))
+        return back // column
+
+    def evict_all(self, leased: bool = False) -> None:
+        """Takes every prefix out that no request uses; `leased`: those of matches, too."""
+        self.leases.collect()
+        if leased:
+            self.leases.end_all()
+        for span in self.tree.evict(self.tree.evictable_pages):
+            self._let_go(span)
+
+    def _let_go(self, spans: Span) -> int:
+        """The bytes of an evicted span that come back."""
+        back = 0
+        for group, column, span in zip(self._groups, self._columns, _each(spans), strict=True):
+            back += group.reclaimer.shared.returns(span) * column
+            group.reclaimer.let_go(span)
+        return back
+
+    def _unpin_all(self) -> bool:
+        """Keeps nothing for any slot; False, and nothing changed, where that would free no page."""
+        holders = [slot for slot in self._table if slot.pins]
+        if not self._any_idle():
+            return False
+        for slot in holders:
+            self.unpin(slot)
+        return bool(holders)
+
+    def _any_idle(self) -> bool:
+        """Whether a page is recorded that no request uses and no match has leased."""
+        kept = self.leases.kept()
+        rest = [node for node in self.tree if node not in kept]
+        return any(self._idle_pages(place, rest) for place in range(len(self._groups)))
+
+    def leased(self, place: int) -> int:
+        """Pages per tensor that no request uses, and that cannot be evicted: matches lease them."""
+        if not self.leases:
+            return 0
+        return self._idle_pages(place, self.leases.kept())
+
+    def _idle_pages(self, place: int, nodes: Iterable[Node[Span]]) -> int:
+        """A group's pages per tensor of these nodes that no request uses."""
+        shared = self._groups[place].reclaimer.shared
+        return sum(shared.idle(_each(node.span)[place]) for node in nodes)
+
+    # ---- reports and recovery --------------------------------------------------------------------
+
+    def spans(self, place: int) -> list[Span]:
+        """What the tree holds of a group."""
+        return [_each(node.span)[place] for node in self.tree]
+
+    def pages(self, place: int) -> int:
+        """A group's pages per tensor that are recorded."""
+        return self.tree.tokens // self.unit * self.unit_pages[place]
+
+    def rebuild(self) -> None:
+        """Counts again which prefixes slots keep."""
+        pins = [node for slot in self._table for node in slot.pins]
+        self.tree.rebuild([*pins, *self.leases.rebuilt()])
+
+    def check(self) -> list[str]:
+        """What contradicts in the tree, its pins and its spans, in words."""
+        found = self.tree.check()
+        wanted: dict[Node[Span], int] = {}
+        for slot in self._table:
+            for node in slot.pins:
+                wanted[node] = wanted.get(node, 0) + 1
+        for node in self.leases.nodes():
+            wanted[node] = wanted.get(node, 0) + 1
+        for node in self.tree:
+            if node.pins != wanted.pop(node, 0):
+                found.append(f"{node!r} has {node.pins} pins, other than slots and leases hold")
+            for span, unit in zip(_each(node.span), self.unit_pages, strict=True):
+                if span.pages - span.lead != node.units * unit:
+                    found.append(f"{node!r} has a span of {span.pages} pages")
+        if wanted:
+            found.append(f"{len(wanted)} pinned prefixes are not in the tree")
+        return found
+
+
+class GroupPrefixes(NamedTuple):
+    """The prefixes as the reclaimer of one group sees them."""
+
+    cache: PrefixCache
+    place: int
+
+    def evict(self, pages: int) -> int:
+        """See `PrefixCache.evict`."""
+        return self.cache.evict(self.place, pages)
+
+    def leased(self) -> int:
+        """See `PrefixCache.leased`."""
+        return self.cache.leased(self.place)
+
+
+def _each(span: Span) -> tuple[Span, ...]:
+    """A node's spans, of all groups."""
+    assert isinstance(span, _Spans)
+    return span.each

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: MIT
+"""What tests beside real kernels have in common: when they run, the context, a small cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import pyvmem
+from pyvmem import Context, KVCache, KVCacheConfig
+
+torch = pytest.importorskip("torch")
+
+__all__ = ["BACKENDS", "LAYERS", "ROWS", "TENSORS", "contexts", "make", "needs_gpu"]
+
+BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
+ROWS = 16  # in a page of `make`
+LAYERS = 2
+TENSORS = 2 * LAYERS
+
+
+def needs_gpu(count: int = 1) -> list[pytest.MarkDecorator]:
+    """Marks of a module whose tests make tensors on so many CUDA devices."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [
+        pytest.mark.needs_tensors,
+        pytest.mark.skipif(found < count, reason=f"torch sees {found} CUDA devices of {count}"),
+        pytest.mark.skipif(not BACKENDS, reason="no back end of a GPU is usable here"),
+    ]
+
+
+def contexts(**options: Any) -> Any:
+    """A fixture: a context on each back end, checked when the test and its kernels are over."""
+
+    @pytest.fixture(params=BACKENDS)
+    def context(request: pytest.FixtureRequest) -> Iterator[Context]:
+        with Context(request.param, **options) as ctx:
+            yield ctx
+            torch.cuda.synchronize()
+            ctx.check()
+
+    return context
+
+
+def make(context: Context, pages: int = 0, **changes: Any) -> KVCache:
+    """float64 rows, so that long sums are exact; memory for `pages` pages per tensor, 0: any."""
+    page = context.info.granule
+    values: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "num_kv_heads": page // (ROWS * 64 * 8),
+        "head_dim": 64,
+        "dtype": "float64",
+        "max_batch": 2,
+        "max_seq_len": 8 * ROWS,
+        "memory_limit": pages * TENSORS * page,
+        "low_watermark": 0.0,
+    }
+    return KVCache(KVCacheConfig(**{**values, **changes}), context)

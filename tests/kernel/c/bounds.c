@@ -1,0 +1,751 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * What a user can take and how long others wait for him: limits of each user and cgroup, what the memory cgroup is
+ * charged, calls that wait for the GPU with no lock held, locks that are let go in steps, a wait that sleeps, and a
+ * process that is killed while it waits.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <signal.h>
+#include <sys/mount.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include "abi.h"
+#include "kcheck.h"
+#include "world.h"
+
+#define RES 0x7c0000000000ull
+#define OTHER (RES + GIB(1024))
+#define A_WHILE 100 /* ms in which a call that does not wait would have returned */
+
+#define USER_TABLES "uvm_vmem_user_tables_limit_mb"
+#define CGROUP_TABLES "uvm_vmem_cgroup_tables_limit_mb"
+#define USER_HOST "uvm_vmem_user_host_limit_mb"
+#define CGROUP_HOST "uvm_vmem_cgroup_host_limit_mb"
+
+static struct world W;
+static uint32_t the_object, the_other;
+
+/* ---- limits --------------------------------------------------------------------------------------- */
+
+static int write_file(const char *path, const char *text) {
+  FILE *file = fopen(path, "w");
+  if (!file) return -errno;
+  int result = fputs(text, file) < 0 ? -EIO : 0;
+  return fclose(file) ? -errno : result;
+}
+
+/* As the module was loaded. */
+static void defaults(void) {
+  static const char *const names[] = {USER_TABLES, CGROUP_TABLES, USER_HOST, CGROUP_HOST};
+  char path[96];
+  for (size_t i = 0; i < ARRAY_SIZE(names); i++) {
+    snprintf(path, sizeof(path), "/sys/module/nvidia_uvm/parameters/%s", names[i]);
+    OK(write_file(path, "-1"));
+  }
+}
+
+/* Touches slots, 16 at a time and the last ones singly, until that fails: how many it were. */
+static unsigned touch(struct world *w, uint32_t object, unsigned most, int *error) {
+  struct uvm_vmem_op ops[16];
+  unsigned n = 0;
+  for (unsigned count = ARRAY_SIZE(ops); count; count = count > 1 ? 1 : 0) {
+    for (*error = 0; n < most; n += count) {
+      for (unsigned i = 0; i < count; i++) ops[i] = op_map(RES + (n + i) * SLOT, object, i, 1, 0);
+      *error = vm_bind(w->uvm, RES, ops, count, NULL, NULL);
+      if (*error) break;
+    }
+  }
+  return n;
+}
+
+/* A world with a reservation of 64 GB and a page. */
+static int furnish(struct world *w, uint32_t *object) {
+  world_open(w, 1);
+  int result = vm_reserve(w->uvm, w->uuid[0], RES, GIB(64), 16, 0);
+  return result ? result : vm_create(w->uvm, w->uuid[0], 16, 64, 0, object);
+}
+
+/* What is beyond the limit changes nothing: a reservation, and a batch that fits in part. */
+static void refused(struct world *w, uint32_t object, unsigned bound) {
+  static struct uvm_vmem_op ops[4096];
+  struct uvm_vmem_stat before, after;
+  uint32_t failed = 0;
+  for (unsigned i = 0; i < ARRAY_SIZE(ops); i++) ops[i] = op_map(RES + (bound + i) * SLOT, object, i % 64, 1, 0);
+  OK(vm_stat(w->uvm, NULL, &before));
+  uint64_t mapped = gpu_scan(w, 0, RES, GIB(64)).out_bytes;
+  EQ(vm_bind(w->uvm, RES, ops, ARRAY_SIZE(ops), &failed, NULL), -EDQUOT);
+  EQ(failed, ~0u);
+  EQ(vm_reserve(w->uvm, w->uuid[0], OTHER, GIB(4096), 16, 0), -EDQUOT);
+  EQ(vm_reserve(w->uvm, w->uuid[0], OTHER, GIB(16), 16, UVM_VMEM_RESERVE_EAGER), -EDQUOT);
+  OK(vm_stat(w->uvm, NULL, &after));
+  CHECK(stat_same(&before, &after));
+  EQ(gpu_scan(w, 0, RES, GIB(64)).out_bytes, mapped);
+  /* What was bound before goes on. */
+  OK(vm_map(w->uvm, RES, RES, object, 1, 1, UVM_VMEM_OP_REPLACE));
+}
+
+/* The limit is of 1 MB; first alone, then beside another descriptor of the same user or cgroup. */
+static void fill_tables(const char *limit) {
+  struct world a, b;
+  struct uvm_vmem_stat s;
+  uint32_t in_a, in_b;
+  int error;
+  OK(furnish(&a, &in_a));
+  OK(set_parameter(limit, 1));
+  unsigned alone = touch(&a, in_a, 4096, &error);
+  EQ(error, -EDQUOT);
+  OK(vm_stat(a.uvm, NULL, &s));
+  printf("%s: %u slots in 1 MB, %llu bytes counted, %llu of our own\n", limit, alone,
+         (unsigned long long)s.out_table_bytes, (unsigned long long)s.out_kernel_bytes);
+  CHECK(alone > 500 && alone < 4096);
+  CHECK(s.out_table_bytes <= MIB(1) && s.out_table_bytes > KIB(950));
+  refused(&a, in_a, alone);
+  if (failures_here) return;
+  /* Another one has nothing left, not even for a reservation. */
+  world_open(&b, 1);
+  EQ(vm_reserve(b.uvm, b.uuid[0], RES, GIB(64), 16, 0), -EDQUOT);
+  /* A higher limit at once, none at all, and the lower one again. */
+  OK(set_parameter(limit, 2));
+  OK(vm_reserve(b.uvm, b.uuid[0], RES, GIB(64), 16, 0));
+  OK(vm_create(b.uvm, b.uuid[0], 16, 64, 0, &in_b));
+  unsigned second = touch(&b, in_b, 4096, &error);
+  EQ(error, -EDQUOT);
+  CHECK(second + 64 > alone && second < alone + 64);
+  OK(set_parameter(limit, 0));
+  OK(vm_map(b.uvm, RES, RES + GIB(63), in_b, 0, 1, 0));
+  OK(set_parameter(limit, 1));
+  EQ(vm_map(b.uvm, RES, RES + GIB(62), in_b, 0, 1, 0), -EDQUOT);
+  /* What is given back is there for others. */
+  OK(vm_free(a.uvm, RES, UVM_VMEM_FREE_UNMAP));
+  OK(vm_stat(a.uvm, NULL, &s));
+  EQ(s.out_table_bytes, 0);
+  world_close(&b);
+  OK(vm_reserve(a.uvm, a.uuid[0], RES, GIB(64), 16, 0));
+  EQ(touch(&a, in_a, 4096, &error), alone);
+  EQ(error, -EDQUOT);
+  world_close(&a);
+  defaults();
+}
+
+/* 8 MB of host memory, in two descriptors. */
+static void fill_host(const char *limit) {
+  struct uvm_vmem_stat before, after;
+  struct world a, b;
+  uint32_t first, second, more;
+  world_open(&b, 1); /* is closed last */
+  world_open(&a, 1);
+  OK(set_parameter(limit, 8));
+  OK(vm_create(a.uvm, a.uuid[0], 21, 2, UVM_VMEM_CREATE_HOST, &first));
+  OK(vm_create(b.uvm, b.uuid[0], 16, 64, UVM_VMEM_CREATE_HOST, &second));
+  OK(vm_stat(a.uvm, NULL, &before));
+  EQ(vm_create(a.uvm, a.uuid[0], 16, 1, UVM_VMEM_CREATE_HOST, &more), -EDQUOT);
+  EQ(vm_create(b.uvm, b.uuid[0], 21, 1, UVM_VMEM_CREATE_HOST, &more), -EDQUOT);
+  OK(vm_stat(a.uvm, NULL, &after));
+  CHECK(stat_same(&before, &after));
+  EQ(after.out_kernel_bytes, before.out_kernel_bytes);
+  OK(vm_create(a.uvm, a.uuid[0], 21, 1, 0, &more)); /* the GPU's memory is not meant */
+  OK(vm_release(b.uvm, second));
+  EQ(vm_create(a.uvm, a.uuid[0], 21, 3, UVM_VMEM_CREATE_HOST, &second), -EDQUOT); /* two would fit */
+  OK(vm_create(a.uvm, a.uuid[0], 21, 2, UVM_VMEM_CREATE_HOST, &second));
+  OK(vm_release(a.uvm, first));
+  world_close(&a);
+  OK(vm_create(b.uvm, b.uuid[0], 21, 4, UVM_VMEM_CREATE_HOST, &first));
+  world_close(&b);
+  defaults();
+}
+
+static int wait_for(pid_t pid) {
+  int status = -1;
+  waitpid(pid, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+}
+
+/* A user's limit is not another's. */
+static void limit_of_a_user(void) {
+  defaults();
+  struct world w;
+  uint32_t object;
+  int error;
+  fill_tables(USER_TABLES);
+  if (failures_here) return;
+  fill_host(USER_HOST);
+  if (failures_here) return;
+  OK(furnish(&w, &object));
+  OK(set_parameter(USER_TABLES, 1));
+  touch(&w, object, 4096, &error);
+  EQ(error, -EDQUOT);
+  fflush(stdout);
+  pid_t child = fork();
+  if (child == 0) {
+    struct world own;
+    world_open(&own, 1);
+    if (setuid(1000)) _exit(100);
+    _exit(vm_reserve(own.uvm, own.uuid[0], RES, GIB(64), 16, 0) != 0);
+  }
+  int result = wait_for(child);
+  defaults();
+  EQ(result, 0);
+  world_close(&w);
+}
+
+/* By default there are limits; they follow the machine's memory. */
+static void limits_are_on(void) {
+  static const char *const names[] = {USER_TABLES, CGROUP_TABLES, USER_HOST, CGROUP_HOST};
+  for (size_t i = 0; i < ARRAY_SIZE(names); i++) {
+    char path[96], text[32] = "";
+    snprintf(path, sizeof(path), "/sys/module/nvidia_uvm/parameters/%s", names[i]);
+    FILE *file = fopen(path, "r");
+    CHECK(file);
+    CHECK(fgets(text, sizeof(text), file));
+    fclose(file);
+    EQ(atoi(text), -1);
+  }
+  struct world w;
+  uint32_t object;
+  int error;
+  OK(furnish(&w, &object));
+  /* 16 TB are 8 million slots. Rather than make as many as the limit lets, see how many they would be. */
+  struct uvm_vmem_stat before, after;
+  OK(vm_stat(w.uvm, NULL, &before));
+  unsigned made = touch(&w, object, 512, &error);
+  OK(error);
+  OK(vm_stat(w.uvm, NULL, &after));
+  double slot = (double)(after.out_table_bytes - before.out_table_bytes) / made;
+  struct sysinfo_words {
+    uint64_t total_kb;
+  } memory = {0};
+  char line[128];
+  FILE *f = fopen("/proc/meminfo", "r");
+  if (f && fgets(line, sizeof(line), f)) sscanf(line, "MemTotal: %llu", (unsigned long long *)&memory.total_kb);
+  if (f) fclose(f);
+  CHECK(memory.total_kb);
+  printf("BOUNDS {\"case\": \"a slot's tables\", \"bytes\": %.0f, \"slots_within_default\": %.0f, \"machine_mb\": %llu}\n", slot,
+         (double)memory.total_kb * 1024 / 32 / slot, (unsigned long long)(memory.total_kb >> 10));
+  world_close(&w);
+}
+
+/* ---- cgroups -------------------------------------------------------------------------------------- */
+
+#define CGROUPS "/tmp/cgroups"
+
+static uint64_t read_number(const char *path, const char *key) {
+  char line[256];
+  uint64_t number = 0;
+  FILE *file = fopen(path, "r");
+  while (file && fgets(line, sizeof(line), file)) {
+    size_t n = strlen(key);
+    if (strncmp(line, key, n) == 0 && (n == 0 || line[n] == ' ')) {
+      number = strtoull(line + n, NULL, 10);
+      break;
+    }
+  }
+  if (file) fclose(file);
+  return number;
+}
+
+/* Two cgroups of version 2 with the memory controller. */
+static bool make_cgroups(void) {
+  static bool made;
+  if (made) return true;
+  mkdir(CGROUPS, 0755);
+  if (mount("cgroup2", CGROUPS, "cgroup2", 0, NULL)) return false;
+  if (write_file(CGROUPS "/cgroup.subtree_control", "+memory")) return false;
+  made = mkdir(CGROUPS "/a", 0755) == 0 && mkdir(CGROUPS "/b", 0755) == 0;
+  return made;
+}
+
+/* run() in a process of the cgroup. */
+static int in_cgroup(const char *name, void (*run)(void)) {
+  char path[96];
+  fflush(stdout);
+  pid_t child = fork();
+  if (child == 0) {
+    snprintf(path, sizeof(path), CGROUPS "/%s/cgroup.procs", name);
+    if (write_file(path, "0")) _exit(100);
+    failures_here = 0;
+    worlds_open = 0;
+    run();
+    fflush(stdout);
+    _exit(failures_here != 0);
+  }
+  return wait_for(child);
+}
+
+static void fill_the_cgroup(void) {
+  fill_tables(CGROUP_TABLES);
+  if (!failures_here) fill_host(CGROUP_HOST);
+}
+
+/* The user's limit is reached; root in a cgroup does not mind. */
+static void above_the_users(void) {
+  struct world w;
+  uint32_t object;
+  int error;
+  OK(furnish(&w, &object));
+  EQ(touch(&w, object, 1200, &error), 1200);
+  world_close(&w);
+}
+
+static int say_to, hear_from;
+
+/* Takes all that the cgroup may have and keeps it until told. */
+static void hold_and_say(void) {
+  struct world w;
+  uint32_t object;
+  int error;
+  char byte;
+  OK(furnish(&w, &object));
+  touch(&w, object, 4096, &error);
+  EQ(error, -EDQUOT);
+  if (write(say_to, "", 1) != 1 || read(hear_from, &byte, 1) < 0) fail("the pipe");
+  world_close(&w);
+}
+
+static void limit_of_a_cgroup(void) {
+  defaults();
+  int ready[2], go[2];
+  char byte;
+  if (!make_cgroups()) SKIP("the kernel has no memory cgroups");
+  EQ(in_cgroup("a", fill_the_cgroup), 0);
+  OK(set_parameter(USER_TABLES, 1));
+  int result = in_cgroup("a", above_the_users);
+  defaults();
+  EQ(result, 0);
+  /* One cgroup is full, the other has its own. */
+  OK(pipe(ready));
+  OK(pipe(go));
+  say_to = ready[1];
+  hear_from = go[0];
+  OK(set_parameter(CGROUP_TABLES, 1));
+  fflush(stdout);
+  pid_t child = fork();
+  if (child == 0) {
+    close(go[1]);
+    _exit(in_cgroup("a", hold_and_say));
+  }
+  close(ready[1]);
+  int heard = read(ready[0], &byte, 1) == 1;
+  pid_t second = fork();
+  if (second == 0) {
+    int one;
+    struct world w;
+    close(go[1]);
+    if (write_file(CGROUPS "/b/cgroup.procs", "0")) _exit(100);
+    world_open(&w, 1);
+    one = vm_reserve(w.uvm, w.uuid[0], RES, GIB(64), 16, 0);
+    _exit(one != 0);
+  }
+  int other = wait_for(second);
+  close(go[1]);
+  close(go[0]);
+  close(ready[0]);
+  result = wait_for(child);
+  defaults();
+  EQ(heard, 1);
+  EQ(other, 0);
+  EQ(result, 0);
+}
+
+/* What STAT calls our own is what the memory cgroup has been charged. */
+static void compare_with_the_cgroup(void) {
+  enum { SLOTS = 8192 };
+  static struct uvm_vmem_op ops[512];
+  struct uvm_vmem_stat before, after;
+  struct world w;
+  uint32_t object;
+  OK(furnish(&w, &object));
+  OK(vm_stat(w.uvm, NULL, &before));
+  uint64_t charged = read_number(CGROUPS "/a/memory.current", "");
+  for (unsigned i = 0; i < SLOTS; i += ARRAY_SIZE(ops)) {
+    for (unsigned j = 0; j < ARRAY_SIZE(ops); j++) ops[j] = op_map(RES + (i + j) * SLOT, object, j % 64, 1, 0);
+    OK(vm_bind(w.uvm, RES, ops, ARRAY_SIZE(ops), NULL, NULL));
+  }
+  OK(vm_stat(w.uvm, NULL, &after));
+  uint64_t own = after.out_kernel_bytes - before.out_kernel_bytes;
+  uint64_t more = read_number(CGROUPS "/a/memory.current", "") - charged;
+  printf("%u slots: %llu bytes of our own, %llu more in the cgroup, %llu counted\n", SLOTS, (unsigned long long)own,
+         (unsigned long long)more, (unsigned long long)(after.out_table_bytes - before.out_table_bytes));
+  CHECK(own > SLOTS * 256ull);
+  CHECK(more >= own * 9 / 10);
+  world_close(&w);
+}
+
+/* The cgroup is full: ENOMEM, nothing changed, and nobody killed for it. */
+static void until_the_cgroup_is_full(void) {
+  enum { SLOTS = 16384 };
+  static struct uvm_vmem_op ops[SLOTS];
+  struct uvm_vmem_stat before, after;
+  struct world w;
+  uint32_t object;
+  char text[32];
+  OK(furnish(&w, &object));
+  for (unsigned i = 0; i < SLOTS; i++) ops[i] = op_map(RES + i * SLOT, object, i % 64, 1, 0);
+  snprintf(text, sizeof(text), "%llu", (unsigned long long)(read_number(CGROUPS "/b/memory.current", "") + MIB(4)));
+  OK(write_file(CGROUPS "/b/memory.max", text));
+  OK(vm_stat(w.uvm, NULL, &before));
+  int result = vm_bind(w.uvm, RES, ops, SLOTS, NULL, NULL);
+  OK(vm_stat(w.uvm, NULL, &after));
+  OK(write_file(CGROUPS "/b/memory.max", "max"));
+  EQ(result, -ENOMEM);
+  CHECK(stat_same(&before, &after));
+  EQ(read_number(CGROUPS "/b/memory.events", "oom_kill"), 0);
+  OK(vm_bind(w.uvm, RES, ops, 64, NULL, NULL));
+  world_close(&w);
+}
+
+static void charged_to_the_cgroup(void) {
+  defaults();
+  if (!make_cgroups()) SKIP("the kernel has no memory cgroups");
+  EQ(in_cgroup("a", compare_with_the_cgroup), 0);
+  EQ(in_cgroup("b", until_the_cgroup_is_full), 0);
+}
+
+/* ---- locks ---------------------------------------------------------------------------------------- */
+
+struct call {
+  pthread_t thread;
+  int (*run)(void);
+  int result;
+  volatile bool returned;
+  long switches; /* how often the thread went to sleep */
+};
+
+static void *call_thread(void *argument) {
+  struct call *c = argument;
+  struct rusage usage;
+  c->result = c->run();
+  c->switches = getrusage(RUSAGE_THREAD, &usage) ? -1 : usage.ru_nvcsw;
+  c->returned = true;
+  return NULL;
+}
+
+static void call_start(struct call *c, int (*run)(void)) {
+  *c = (struct call){.run = run};
+  if (pthread_create(&c->thread, NULL, call_thread, c)) abort();
+}
+
+static int call_join(struct call *c) {
+  pthread_join(c->thread, NULL);
+  return c->result;
+}
+
+static int bind_first_touch(void) { return vm_map(W.uvm, RES, RES + MIB(8), the_object, 0, 4, 0); }
+static int bind_steady(void) { return vm_map(W.uvm, RES, RES, the_object, 8, 4, UVM_VMEM_OP_REPLACE); }
+static int create_pages(void) { return vm_create(W.uvm, W.uuid[0], 16, 64, 0, &the_other); }
+static int free_mapped(void) { return vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP); }
+static int reserve_eager(void) { return vm_reserve(W.uvm, W.uuid[0], RES + GIB(8), MIB(64), 16, UVM_VMEM_RESERVE_EAGER); }
+
+/* A page of host memory whose mapping is being taken away. */
+static int release_host(void) { return vm_release(W.uvm, the_other); }
+
+/* What others do that needs each of the locks, and the GPU for nothing. */
+static int others(void) {
+  struct uvm_vmem_stat s;
+  int result = vm_reserve(W.uvm, W.uuid[0], OTHER, GIB(2), 16, 0);
+  if (!result) result = vm_stat(W.uvm, W.uuid[0], &s);
+  if (!result) result = vm_free(W.uvm, OTHER, 0);
+  return result;
+}
+
+static const struct {
+  const char *name;
+  int (*run)(void);
+} waiters[] = {{"BIND, new tables", bind_first_touch}, {"BIND", bind_steady},        {"CREATE", create_pages},
+               {"RESERVE, eager", reserve_eager},      {"RELEASE", release_host},    {"FREE", free_mapped}};
+
+/* The engine stands still: a call waits for it, others need not wait for that call. */
+static void no_lock_while_the_gpu_works(void) {
+  defaults();
+  for (size_t i = 0; i < ARRAY_SIZE(waiters); i++) {
+    struct call waiter, other;
+    uint64_t ticket = 0;
+    uint32_t host;
+    OK(furnish(&W, &the_object));
+    OK(vm_create(W.uvm, W.uuid[0], 16, 4, UVM_VMEM_CREATE_HOST, &host));
+    OK(vm_map(W.uvm, RES, RES, the_object, 0, 8, 0));
+    OK(vm_map(W.uvm, RES, RES + MIB(1), host, 0, 4, 0));
+    OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+    if (waiters[i].run == release_host) {
+      struct uvm_vmem_op op = op_unmap(RES + MIB(1), 4, 0);
+      OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket));
+      the_other = host;
+    }
+    call_start(&waiter, waiters[i].run);
+    sleep_ms(A_WHILE);
+    bool waits = !waiter.returned;
+    call_start(&other, others);
+    for (unsigned tries = 0; tries < 200 && !other.returned; tries++) sleep_ms(50);
+    bool went_on = other.returned;
+    OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+    OK(call_join(&waiter));
+    OK(call_join(&other));
+    if (!waits) fail("%s did not wait for the GPU", waiters[i].name);
+    if (!went_on) fail("%s kept others waiting", waiters[i].name);
+    if (ticket) OK(vm_wait(W.uvm, ticket, FOREVER));
+    world_close(&W);
+    if (failures_here) return;
+  }
+}
+
+static int uvm_free_it(void) { return softgpu_uvm_free(&W.c, RES, GIB(64)); }
+
+/* Who takes a reservation away waits for the call that works with it, and for no other. */
+static void uvm_free_waits_for_a_bind(void) {
+  struct call bind, gone, create;
+  OK(furnish(&W, &the_object));
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+  call_start(&bind, bind_first_touch);
+  sleep_ms(A_WHILE);
+  call_start(&gone, uvm_free_it);
+  sleep_ms(A_WHILE);
+  bool early = gone.returned;
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  OK(call_join(&bind));
+  OK(call_join(&gone));
+  CHECK(!early);
+  EQ(gpu_check(&W, 0, RES + MIB(8), 8, 0, 0), -EFAULT);
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, GIB(64), 16, 0));
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+  call_start(&create, create_pages);
+  sleep_ms(A_WHILE);
+  call_start(&gone, uvm_free_it);
+  for (unsigned tries = 0; tries < 200 && !gone.returned; tries++) sleep_ms(50);
+  bool went_on = gone.returned;
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  OK(call_join(&create));
+  OK(call_join(&gone));
+  CHECK(went_on);
+  world_close(&W);
+}
+
+/* Units that one hold of a lock spans, over calls with many times as many. */
+static void locks_are_let_go(void) {
+  enum { PAGES = 2048, TIMES = 16 }; /* 32,768 units */
+  struct uvm_vmem_op ops[TIMES];
+  struct uvm_vmem_stat s;
+  uint32_t many;
+  OK(furnish(&W, &the_object));
+  OK(vm_create(W.uvm, W.uuid[0], 16, PAGES, 0, &many));
+  for (unsigned i = 0; i < TIMES; i++) ops[i] = op_map(RES + i * PAGES * UNIT, many, 0, PAGES, 0);
+  OK(vm_bind(W.uvm, RES, ops, TIMES, NULL, NULL));
+  OK(vm_stat(W.uvm, NULL, &s));
+  EQ(s.out_mapped_bytes, TIMES * PAGES * UNIT);
+  printf("BOUNDS {\"case\": \"map 32,768 units\", \"most_units\": %llu}\n", (unsigned long long)s.out_most_units);
+  CHECK(s.out_most_units > 0 && s.out_most_units <= 4096);
+  OK(vm_unmap(W.uvm, RES, RES, TIMES * PAGES, 0));
+  OK(vm_bind(W.uvm, RES, ops, TIMES, NULL, NULL));
+  OK(vm_release(W.uvm, many));
+  OK(vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP));
+  OK(vm_stat(W.uvm, NULL, &s));
+  EQ(s.out_created_bytes, 64 * UNIT);
+  /* One object of more units than a hold may span. */
+  OK(vm_create(W.uvm, W.uuid[0], 16, 6144, 0, &many));
+  OK(vm_release(W.uvm, many));
+  OK(vm_stat(W.uvm, NULL, &s));
+  printf("BOUNDS {\"case\": \"and unmap, free, release\", \"most_units\": %llu}\n", (unsigned long long)s.out_most_units);
+  CHECK(s.out_most_units <= 4096);
+  world_close(&W);
+}
+
+/* Many slots: FREE, and the end of the descriptor. SLOTS=1048576 for a million. */
+static void many_slots(void) {
+  defaults();
+  const unsigned slots = parameter("SLOTS", 4096);
+  for (int by_close = 0; by_close < 2; by_close++) {
+    static struct uvm_vmem_op ops[1024];
+    struct uvm_vmem_stat s;
+    uint32_t object;
+    world_open(&W, 1);
+    OK(set_parameter(USER_TABLES, 0));
+    OK(vm_reserve(W.uvm, W.uuid[0], RES, slots * SLOT, 16, 0));
+    OK(vm_create(W.uvm, W.uuid[0], 16, 64, 0, &object));
+    for (unsigned i = 0; i < slots; i += ARRAY_SIZE(ops)) {
+      for (unsigned j = 0; j < ARRAY_SIZE(ops); j++) ops[j] = op_map(RES + (i + j) * SLOT, object, j % 64, 1, 0);
+      OK(vm_bind(W.uvm, RES, ops, ARRAY_SIZE(ops), NULL, NULL));
+    }
+    OK(vm_stat(W.uvm, NULL, &s));
+    struct softgpu_counters before = gpu_counters(&W, 0);
+    if (!by_close) {
+      OK(vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP));
+      struct softgpu_counters d = gpu_counters_since(&W, 0, &before);
+      OK(vm_stat(W.uvm, NULL, &s));
+      printf("BOUNDS {\"case\": \"FREE of %u slots\", \"pushes\": %llu, \"invalidates\": %llu, \"most_units\": %llu}\n",
+             slots, (unsigned long long)d.pushes, (unsigned long long)d.invalidates, (unsigned long long)s.out_most_units);
+      CHECK(s.out_most_units <= 4096);
+      EQ(s.out_table_bytes, 0);
+    }
+    world_close(&W);
+  }
+  defaults();
+}
+
+/* ---- sparse slots --------------------------------------------------------------------------------- */
+
+static int make_sparse(uint64_t start, uint64_t length) { return vm_unmap(W.uvm, RES + MIB(2), start, length / UNIT, UVM_VMEM_OP_SPARSE); }
+
+static uint64_t sparse_units(void) { return gpu_scan(&W, 0, RES, GIB(65)).out_sparse; }
+
+/* Slots that are sparse as a whole share one table; each gets its own when something is mapped there. The reservation
+ * begins 2 MB after a boundary of 512 MB. */
+static void sparse_slots_share(void) {
+  const uint64_t base = RES + MIB(2);
+  struct uvm_vmem_stat before, after;
+  uint32_t page, large;
+  defaults();
+  for (int big = 0; big < 2; big++) {
+    world_open(&W, 1);
+    OK(vm_reserve(W.uvm, W.uuid[0], base, GIB(64), 16, big ? UVM_VMEM_RESERVE_BIG : 0));
+    OK(vm_create(W.uvm, W.uuid[0], 16, 8, 0, &page));
+    OK(vm_create(W.uvm, W.uuid[0], 21, 1, 0, &large));
+    OK(vm_map(W.uvm, base, base + MIB(4), page, 0, 1, 0)); /* a table of its own, which stays */
+    OK(vm_stat(W.uvm, NULL, &before));
+    struct softgpu_counters gpu = gpu_counters(&W, 0);
+    OK(make_sparse(base, GIB(64)));
+    struct softgpu_counters d = gpu_counters_since(&W, 0, &gpu);
+    OK(vm_stat(W.uvm, NULL, &after));
+    EQ(after.out_slots, GIB(64) / SLOT);
+    EQ(sparse_units(), GIB(64) / UNIT);
+    printf("BOUNDS {\"case\": \"64 GB become sparse%s\", \"table_bytes\": %llu, \"kernel_bytes\": %llu, \"pushes\": %llu, "
+           "\"invalidates\": %llu}\n",
+           big ? ", BIG" : "", (unsigned long long)(after.out_table_bytes - before.out_table_bytes),
+           (unsigned long long)(after.out_kernel_bytes - before.out_kernel_bytes), (unsigned long long)d.pushes,
+           (unsigned long long)d.invalidates);
+    CHECK(after.out_table_bytes - before.out_table_bytes < 100 * (GIB(64) / SLOT));
+    OK(gpu_check(&W, 0, base, MIB(1), 0, 0));
+    OK(gpu_fill(&W, 0, base + GIB(63), MIB(1), 1, 1));
+    OK(gpu_check(&W, 0, base + GIB(63), MIB(1), 0, 0));
+    /* One page in each of three slots, beside one that had a table. */
+    struct uvm_vmem_op ops[4] = {op_map(base, page, 1, 1, 0), op_map(base + MIB(4) + 3 * UNIT, page, 2, 1, 0),
+                                 op_map(base + GIB(32) + 31 * UNIT, page, 3, 1, 0),
+                                 op_map(base + GIB(64) - UNIT, page, 4, 1, 0)};
+    OK(vm_bind(W.uvm, base, ops, 4, NULL, NULL));
+    for (unsigned i = 0; i < 4; i++) OK(gpu_fill(&W, 0, ops[i].addr, UNIT, 7 + i, 0));
+    for (unsigned i = 0; i < 4; i++) OK(gpu_check(&W, 0, ops[i].addr, UNIT, 7 + i, 0));
+    OK(gpu_check(&W, 0, base + UNIT, MIB(2) - UNIT, 0, 0));
+    EQ(sparse_units(), GIB(64) / UNIT - 4);
+    OK(vm_stat(W.uvm, NULL, &after));
+    EQ(after.out_slots, GIB(64) / SLOT);
+    /* A whole slot is mapped, one is unmapped, one half so; and sparse again. */
+    OK(vm_map(W.uvm, base, base + MIB(32), large, 0, 1, 0));
+    EQ(gpu_xlate(&W, 0, base + MIB(32)).out_page_size, UNIT); /* readers of the zeros did not expect a gap */
+    OK(vm_unmap(W.uvm, base, base + MIB(34), 32, 0));
+    OK(vm_unmap(W.uvm, base, base + MIB(36), 16, 0));
+    EQ(gpu_check(&W, 0, base + MIB(34), 8, 0, 0), -EFAULT);
+    EQ(gpu_check(&W, 0, base + MIB(36), 8, 0, 0), -EFAULT);
+    OK(gpu_check(&W, 0, base + MIB(37), MIB(1), 0, 0));
+    EQ(sparse_units(), GIB(64) / UNIT - 4 - 32 - 32 - 16);
+    OK(make_sparse(base + MIB(32), MIB(6)));
+    EQ(sparse_units(), GIB(64) / UNIT - 4);
+    OK(gpu_check(&W, 0, base + MIB(32), MIB(6), 0, 0));
+    /* What fails leaves the zeros where they are. */
+    static struct uvm_vmem_op many[4096];
+    for (unsigned i = 0; i < ARRAY_SIZE(many); i++) many[i] = op_map(base + GIB(1) + i * SLOT, page, i % 8, 1, 0);
+    OK(vm_stat(W.uvm, NULL, &before));
+    OK(set_parameter(USER_TABLES, 3));
+    int result = vm_bind(W.uvm, base, many, ARRAY_SIZE(many), NULL, NULL);
+    defaults();
+    EQ(result, -EDQUOT);
+    OK(vm_stat(W.uvm, NULL, &after));
+    CHECK(stat_same(&before, &after));
+    EQ(sparse_units(), GIB(64) / UNIT - 4);
+    OK(gpu_check(&W, 0, base + GIB(1), MIB(16), 0, 0));
+    OK(vm_bind(W.uvm, base, many, 64, NULL, NULL));
+    OK(gpu_check(&W, 0, base + GIB(1) + UNIT, MIB(2) - UNIT, 0, 0));
+    /* A second reservation has the same zeros; the first goes. */
+    OK(vm_reserve(W.uvm, W.uuid[0], OTHER, GIB(1), 16, 0));
+    OK(vm_unmap(W.uvm, OTHER, OTHER, GIB(1) / UNIT, UVM_VMEM_OP_SPARSE));
+    gpu = gpu_counters(&W, 0);
+    OK(vm_free(W.uvm, base, UVM_VMEM_FREE_UNMAP));
+    d = gpu_counters_since(&W, 0, &gpu);
+    printf("BOUNDS {\"case\": \"FREE of 64 GB, nearly all sparse%s\", \"pushes\": %llu}\n", big ? ", BIG" : "",
+           (unsigned long long)d.pushes);
+    EQ(gpu_check(&W, 0, base + GIB(2), 8, 0, 0), -EFAULT);
+    OK(gpu_check(&W, 0, OTHER, MIB(4), 0, 0));
+    world_close(&W);
+  }
+}
+
+/* ---- waiting -------------------------------------------------------------------------------------- */
+
+static uint64_t the_ticket;
+static int wait_for_ticket(void) { return vm_wait(W.uvm, the_ticket, FOREVER); }
+
+static uint64_t now_ms(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000ull + t.tv_nsec / 1000000;
+}
+
+/* Who waits sleeps longer and longer, up to 10 ms: so often at most in the time that it took. */
+static void waiting_sleeps(void) {
+  for (int synchronous = 0; synchronous < 2; synchronous++) {
+    struct call waiter;
+    OK(furnish(&W, &the_object));
+    OK(vm_map(W.uvm, RES, RES, the_object, 0, 8, 0));
+    OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+    if (!synchronous) {
+      struct uvm_vmem_op op = op_map(RES, the_object, 8, 4, UVM_VMEM_OP_REPLACE);
+      OK(vm_bind(W.uvm, RES, &op, 1, NULL, &the_ticket));
+      CHECK(the_ticket);
+    }
+    uint64_t start = now_ms();
+    call_start(&waiter, synchronous ? bind_steady : wait_for_ticket);
+    sleep_ms(2000);
+    OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+    OK(call_join(&waiter));
+    uint64_t took = now_ms() - start;
+    printf("%s: %ld sleeps in %llu ms\n", synchronous ? "BIND" : "WAIT", waiter.switches, (unsigned long long)took);
+    CHECK(waiter.switches > 0);
+    CHECK(waiter.switches <= 200 + (long)took / 8);
+    world_close(&W);
+  }
+}
+
+/* A synchronous BIND waits for the GPU when its process is killed: it ends, and not because the GPU goes on. Another
+ * process has the descriptor, so that it is not closed. */
+static void killed_in_a_bind(void) {
+  struct softgpu_counters base;
+  int dev = softgpu_open(), ready[2], gate[2], status = 0;
+  char byte;
+  OK(softgpu_counters(dev, 0, &base));
+  OK(pipe(ready));
+  OK(pipe(gate));
+  fflush(stdout);
+  pid_t child = fork();
+  if (child == 0) {
+    close(gate[1]);
+    if (furnish(&W, &the_object) || vm_map(W.uvm, RES, RES, the_object, 0, 8, 0)) _exit(1);
+    if (softgpu_hold(dev, 0, SOFTGPU_HOLD_PUSH)) _exit(2); /* dev is the parent's: the hold outlives this process */
+    if (fork() == 0) {
+      if (read(gate[0], &byte, 1) < 0) _exit(1);
+      _exit(0);
+    }
+    if (write(ready[1], "", 1) != 1) _exit(3);
+    _exit(bind_steady() ? 4 : 5);
+  }
+  close(ready[1]);
+  close(gate[0]);
+  EQ(read(ready[0], &byte, 1), 1);
+  sleep_ms(A_WHILE);
+  kill(child, SIGKILL);
+  pid_t ended = 0;
+  for (unsigned tries = 0; tries < 200 && ended == 0; tries++) {
+    ended = waitpid(child, &status, WNOHANG);
+    if (!ended) sleep_ms(50);
+  }
+  OK(softgpu_hold(dev, 0, SOFTGPU_HOLD_RELEASE));
+  close(gate[1]);
+  close(ready[0]);
+  if (!ended) waitpid(child, &status, 0);
+  CHECK(ended == child);
+  CHECK(WIFSIGNALED(status));
+  gpu_check_clean(dev, 0, &base, true);
+  close(dev);
+}
+
+MAIN(TEST(limits_are_on), TEST(limit_of_a_user), TEST(limit_of_a_cgroup), TEST(charged_to_the_cgroup),
+     TEST(no_lock_while_the_gpu_works), TEST(uvm_free_waits_for_a_bind), TEST(locks_are_let_go), TEST(many_slots),
+     TEST(sparse_slots_share),
+     TEST(waiting_sleeps), TEST(killed_in_a_bind))

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: MIT
+"""What each branch of the driver has to pass, on each architecture that it knows, in both builds.
+
+Debian's versions are in the long run; for one that Debian does not carry see suite.py --driver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from manifest.c import BUILTIN_NOISE, PROGRAMS
+from manifest.entry import DELAYS, DRIVER, Test
+
+__all__ = ["TESTS", "branch_tests"]
+
+DEBIAN = (DRIVER, "550.163.01", "555.58.02")
+ARCHITECTURES = ("ampere", "hopper")
+BLACKWELL = ("blackwell", "gb20x")
+SINCE_BLACKWELL = 570
+
+EACH = [
+    Test(name="basic", program="basic"),
+    Test(name="builtin", program="builtin", allow=BUILTIN_NOISE, timeout=240),
+    Test(name="model", program="model", args=["OPS=800", "PROCS=2", "THREADS=2", "SEED=6"]),
+    Test(name="fuzz", program="fuzz", args=["CALLS=8000", "SEED=6"]),
+    Test(name="kill", program="kill", args=["KILLS=12", "SEED=6"]),
+]
+# Once in each build: these are about what the ioctls do, not about the format of page tables.
+ONCE = [test for test in PROGRAMS if test.name != "basic"]
+
+
+def architectures(version: str) -> tuple[str, ...]:
+    """Those of the software GPU that a version's UVM knows."""
+    known = int(version.split(".", 1)[0]) >= SINCE_BLACKWELL
+    return ARCHITECTURES + (BLACKWELL if known else ())
+
+
+def branch_tests(version: str) -> list[Test]:
+    """The tests of one version; release first, which takes less."""
+    newest = architectures(version)[-1]
+    found = []
+    for kind in ("release", "debug"):
+        pairs = [(test, arch) for arch in architectures(version) for test in EACH]
+        pairs += [(test, "hopper" if kind == "release" else newest) for test in ONCE]
+        found += [
+            replace(
+                test,
+                name=f"{test.name}-{version}-{arch}-{kind}",
+                version=version,
+                arch=arch,
+                type=kind,
+                module_args=f"{test.module_args} {DELAYS}" if kind == "debug" else test.module_args,
+            )
+            for test, arch in pairs
+        ]
+    return found
+
+
+TESTS = [
+    *(Test(name=f"build-{version}", version=version) for version in DEBIAN if version != DRIVER),
+    *(replace(test, long=True) for version in DEBIAN for test in branch_tests(version)),
+]

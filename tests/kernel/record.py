@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: MIT
+"""The record of a driver's tests, as benchmarks/results keeps it and the README's table shows it.
+
+A record grows: the tests of a later run are added to those of an earlier one, as long as both are
+of the same sources. With other sources it begins anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from driver_patches import kernel_files, series_digest, series_folder  # noqa: E402
+from driver_source import driver_source  # noqa: E402
+from kernel_common import run, tree_digest  # noqa: E402
+from kernel_headers import default_headers  # noqa: E402
+from manifest import Test  # noqa: E402
+
+__all__ = ["FORMAT", "add_to_record", "entry_of"]
+
+FORMAT = "vmem-driver-tests/1"
+# What the programs of tests/kernel/c print about how much they have done: a line counts as the
+# product of its numbers, one without any as 1.
+COUNTS = {
+    "passed": r"^(\d+) passed, \d+ failed, \d+ skipped$",
+    "results_of_uvm": r"^RESULT \w+ 0x0$",
+    "calls": r"^thread \d+: (\d+) calls,",
+    "operations": r"^SEED=\d+ PROCS=(\d+) THREADS=(\d+) OPS=(\d+)",
+    "kills": r"^SEED=\d+ KILLS=(\d+)$",
+}
+
+
+def counts_of(output: str) -> dict[str, int]:
+    """How much a test has done, as far as it says so."""
+    found = {}
+    for name, pattern in COUNTS.items():
+        lines = list(re.finditer(pattern, output, re.MULTILINE))
+        if lines:
+            found[name] = sum(math.prod(map(int, line.groups())) for line in lines)
+    return found
+
+
+def entry_of(test: Test, word: str, output: str) -> dict[str, Any]:
+    """What is kept of a test: what ran on which GPU, what came of it, and all that it printed."""
+    return {
+        "name": test.name,
+        "program": test.program,
+        "arguments": list(test.args),
+        "architecture": test.arch,
+        "build": test.type,
+        "gpus": test.gpus,
+        "result": word,
+        "counts": counts_of(output),
+        "output": [line for line in output.splitlines() if not line.startswith("exit status ")],
+    }
+
+
+def sources_of(version: str) -> dict[str, str]:
+    """What the modules are made from."""
+    module = hashlib.sha256()
+    for name, content in kernel_files().items():
+        module.update(f"{hashlib.sha256(content).hexdigest()}  {name}\n".encode())
+    return {
+        "driver": version,
+        "driver_sha256": tree_digest(driver_source(version), ("nvidia-uvm", "common")),
+        "series": series_folder(version).name,
+        "series_sha256": series_digest(version),
+        "module_sha256": module.hexdigest(),
+        "kernel": default_headers().release,
+        "compiler": run("gcc", "--version").splitlines()[0],
+    }
+
+
+def add_to_record(path: Path, version: str, entries: Sequence[dict[str, Any]]) -> None:
+    """Writes the entries of a run into a record, each in the place of an older one of its name."""
+    sources = sources_of(version)
+    kept: dict[str, dict[str, Any]] = {}
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if before["format"] == FORMAT and before["sources"] == sources:
+            kept = {entry["name"]: entry for entry in before["tests"]}
+    kept |= {entry["name"]: entry for entry in entries}
+    record = {"format": FORMAT, "sources": sources, "tests": [kept[name] for name in sorted(kept)]}
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: MIT
+"""Which module imports which: no circle anywhere, and the KV cache is built from below."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2] / "pyvmem"
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, known: set[str], *, types: bool) -> set[str]:
+    """The project's modules that a file imports when it is loaded; with `types`, for these, too.
+
+    What a function imports when it runs is left out: nothing hangs on its order.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    left_out: tuple[type[ast.AST], ...] = (ast.FunctionDef, ast.AsyncFunctionDef)
+    inside = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, left_out)
+        or (not types and isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test))
+        for node in ast.walk(block)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in inside:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = {f"{node.module}.{one.name}" for one in node.names}
+            found |= names & known or {node.module}
+    return found & known
+
+
+def graph(*, types: bool) -> dict[str, set[str]]:
+    """For each module of the package those that it imports."""
+    files = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+    known = set(files)
+    return {name: imports(path, known, types=types) - {name} for name, path in files.items()}
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Types apart: a context and what it gives out name each other in annotations."""
+    plain = graph(types=False)
+    try:
+        order = list(TopologicalSorter(plain).static_order())
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+    assert len(order) == len(plain) > 100
+
+
+def test_the_modules_of_the_cache_from_below() -> None:
+    """The order in which they can be read: each needs only what stands before it, types included.
+
+    A new module gets its place here.
+    """
+    found = graph(types=True)
+    order = (
+        *("config", "events", "journal", "layout", "mapper", "pages", "slots", "metrics"),
+        *("reclaim", "moves", "growth", "migration", "sharing", "prefix_tree", "prefix_cache"),
+        *("budget", "group", "integrity", "manager", "swap", "truncate", "idle", "cache"),
+        *("layered", "distributed"),
+    )
+    modules = {name.split(".")[-1] for name in found if name.startswith("pyvmem.kvcache.")}
+    assert set(order) == modules
+    for place, name in enumerate(order):
+        above = {f"pyvmem.kvcache.{one}" for one in order[place:]}
+        assert not found[f"pyvmem.kvcache.{name}"] & above, name
