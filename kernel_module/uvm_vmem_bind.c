@@ -47,7 +47,7 @@ typedef struct
     // The slot was made for this batch.
     bool made;
 
-    // Some operation that changes a unit has no CUT; its number.
+    // An operation that changes a unit lacks CUT; its number.
     bool uncut;
     NvU32 uncut_op;
 
@@ -375,8 +375,8 @@ static int stage_op(bind_t *bind, const bind_op_t *op, bind_stage_t *stage)
 
 // What the slot's entry in the table above is to be, after all operations on it.
 //
-// From a 2 MB PTE to a table and back the way leads through an invalid entry, in which nothing in the slot has a
-// translation. That must show in what the batch names only, unless the caller has said that nothing uses the rest.
+// Between a 2 MB PTE and a table the entry is invalid for a moment, and with it all of the slot. Only what the batch names
+// may show that, unless the caller has said (CUT) that nothing uses the rest.
 static int stage_state(bind_t *bind, bind_stage_t *stage)
 {
     uvm_vmem_slot_t *slot = uvm_vmem_slot(bind->range, stage->index);

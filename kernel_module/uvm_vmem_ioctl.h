@@ -42,7 +42,7 @@
  *   ENOENT      there is no reservation at that address, or no such handle or ticket
  *   ESTALE      the handle's object was released
  *   EEXIST      the addresses are taken: by another range, or, for MAP without REPLACE, by a mapping
- *   EADDRINUSE  an operation without CUT changes a part of a 2 MB page table entry, whose rest may be in use
+ *   EADDRINUSE  an operation without CUT changes part of a 2 MB page table entry; the rest may be in use
  *   EBUSY       the reservation still has mappings
  *   EXDEV       the object lies where a GPU of the reservation cannot reach it
  *   ENODEV      the GPU is not registered on this descriptor, or has no address space here, or is gone
@@ -155,10 +155,9 @@ struct uvm_vmem_query {
  * away, on all GPUs. When a GPU is unregistered, so do the mappings of its pages, and the reservation takes no
  * MAP any more (ENODEV), but lives on until FREE.
  *
- * BIG: a slot that one MAP operation fills, with a page of 2 MB or an object of 2 MB that was made CONTIGUOUS, in a
- * GPU's memory, is mapped by one 2 MB PTE, if no unit of it was sparse. Everywhere else, and without BIG, 64 KB PTEs
- * are written. A slot keeps the PTEs it has until all of it is unmapped or filled so: what else is mapped beside never
- * makes a 2 MB PTE, and a part of one is changed only with UVM_VMEM_OP_CUT.
+ * BIG: a slot that a single MAP operation fills, with a 2 MB page or a 2 MB object made CONTIGUOUS, in GPU memory, is
+ * mapped by one 2 MB PTE, unless a unit of it was sparse. Everywhere else, and without BIG, 64 KB PTEs are written.
+ * They are not merged when the last page of a slot arrives, and part of a 2 MB PTE changes only with UVM_VMEM_OP_CUT.
  */
 #define UVM_VMEM_RESERVE_EAGER (1u << 0)
 #define UVM_VMEM_RESERVE_BIG   (1u << 1)
@@ -234,17 +233,16 @@ struct uvm_vmem_release {
  * pending. Memory is never given to anyone else before the translations to it are gone, whatever the
  * caller does.
  *
- * What GPU work that runs meanwhile sees:
- *   - Addresses that no operation names read and write as before, at every moment.
- *   - At an address that is named the old translation holds, or the new one, never neither: a page, zeros of a
- *     sparse range, or a fault where nothing is mapped. So GPU work may read where MAP takes the place of zeros,
- *     or REPLACE that of a page; what it reads is the old or the new.
- *   - With two exceptions, both in a BIG reservation. Where a slot gets a 2 MB PTE in the place of 64 KB PTEs, or
- *     these in its place, all of the slot is invalid for a moment. Without CUT that happens only in slots all of
- *     whose units the batch names: no GPU work may use what it names there.
- *   - CUT: the operation may change a part of a slot that has a 2 MB PTE, instead of EADDRINUSE. The slot gets 64 KB
- *     PTEs. Until the BIND is done no GPU work may use any address of the slot, named or not. It has no effect
- *     elsewhere.
+ * What GPU work running meanwhile sees:
+ *   - An address that no operation names reads and writes as before, at every moment.
+ *   - A named address goes from its old translation to the new one in a single step. GPU work may read where MAP
+ *     replaces the zeros of a sparse range, or REPLACE a page: it gets the old contents or the new.
+ *   - Two exceptions, both in BIG reservations. When a slot goes from a 2 MB PTE to 64 KB PTEs or back, all of it is
+ *     invalid for a moment. Without CUT this happens only where the batch names every unit of the slot: no GPU work
+ *     may use those addresses until the BIND is done.
+ *   - CUT lets an operation change part of a slot that has a 2 MB PTE, instead of EADDRINUSE; the slot gets 64 KB
+ *     PTEs. No GPU work may use any address of the slot, named or not, until the BIND is done. Elsewhere CUT has no
+ *     effect.
  *
  * out_failed_op is also written on failure: the number of the operation that was found wrong, or ~0.
  * Should an operation ever need more than 32 bytes, its size will be a field at the end of struct uvm_vmem_bind.

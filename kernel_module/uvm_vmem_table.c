@@ -412,8 +412,8 @@ int uvm_vmem_range_wait_tables(uvm_vmem_range_t *range)
     return ret;
 }
 
-// Do these entries map one whole chunk of GPU memory, in order and with one access right? Only where that was promised
-// when the object was made: a caller must know without asking where a 2 MB PTE is that it may not cut.
+// Do these entries map one whole chunk of GPU memory, in order and with one access right? Pages that are neighbours by
+// chance do not count: a caller must know where the 2 MB PTEs are that it may not cut.
 static bool entries_are_big(uvm_vmem_range_t *range, const uvm_vmem_entry_t *entries)
 {
     NvU64 step = 1ull << UVM_VMEM_ENTRY_UNIT_SHIFT;

@@ -110,8 +110,8 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 #define VMEM_CAP_PLAIN (1u << 7)       /* addresses that only kernels accept, unlimited in number */
 #define VMEM_CAP_CONSOLIDATE (1u << 8) /* vmem_consolidate saves something */
 #define VMEM_CAP_ONE_CALL (1u << 9)    /* the maps and unmaps of a batch are one driver call, which does all or nothing */
-#define VMEM_CAP_SPARSE_ATOMIC (1u << 10) /* a page replaces the zeros of a sparse reservation in one step, and they
-                                             the page: who reads there meanwhile does not fault */
+#define VMEM_CAP_SPARSE_ATOMIC (1u << 10) /* a page replaces the zeros of a sparse reservation in one step, and zeros
+                                             a page: a reader meanwhile does not fault */
 
 /* ---- context ------------------------------------------------------------------------------- */
 
@@ -354,12 +354,12 @@ enum vmem_op_kind {
 #define VMEM_OP_COPY (1u << 5)     /* POPULATE: the new pages hold what lies at `src` */
 #define VMEM_OP_REPLACE (1u << 6)  /* MAP: over what is mapped there, all of it, which loses its reference.
                                       The handle's pages must have been mapped before (-EINVAL: their
-                                      contents are not known). On "uvm" who reads there meanwhile sees the
-                                      old pages or the new, but where an entry of 2 MiB comes or goes: a large
-                                      page in the place of small ones, or they or host memory in its place, in
-                                      a reservation made with VMEM_RESERVE_LARGE (or a granule of 2 MiB) and
-                                      not SPARSE. There, and always elsewhere, what is replaced, and no more,
-                                      is without a mapping for a moment, and no GPU work may touch it */
+                                      contents are not known). On "uvm" a reader meanwhile sees the old pages
+                                      or the new, except where an entry of 2 MiB comes or goes: a large page
+                                      replaces small ones, or small ones or host memory replace it, in a
+                                      reservation with VMEM_RESERVE_LARGE (or a granule of 2 MiB) that is not
+                                      SPARSE. There, and on the other back ends always, what is replaced (and
+                                      nothing else) is unmapped for a moment: no GPU work may touch it */
 
 /* One operation on `count` pieces of `bytes` bytes, `stride` apart (as in a 2-D copy). */
 struct vmem_op {

@@ -15,9 +15,9 @@ static uint64_t whole_slots(uint64_t bytes) { return (bytes + SLOT - 1) & ~(SLOT
 /* ---- reservations ---- */
 
 /*
- * BIG: large pages, which the core neither maps nor takes away in part, get entries of 2 MiB. Not in a sparse
- * reservation: there every change is one that who reads meanwhile may see (VMEM_CAP_SPARSE_ATOMIC), and a change of the
- * entry's size is none.
+ * BIG: large pages, which the core maps and unmaps as wholes, get entries of 2 MiB. Not in a sparse reservation:
+ * kernels may be reading there while anything changes (VMEM_CAP_SPARSE_ATOMIC), and an entry cannot change its size
+ * under them.
  */
 int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags) {
   bool large = flags & VMEM_RESERVE_LARGE || u->nv.granule == SLOT;
