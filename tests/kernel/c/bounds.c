@@ -435,7 +435,7 @@ static int bind_first_touch(void) { return vm_map(W.uvm, RES, RES + MIB(8), the_
 static int bind_steady(void) { return vm_map(W.uvm, RES, RES, the_object, 8, 4, UVM_VMEM_OP_REPLACE); }
 static int create_pages(void) { return vm_create(W.uvm, W.uuid[0], 16, 64, 0, &the_other); }
 static int free_mapped(void) { return vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP); }
-static int reserve_eager(void) { return vm_reserve(W.uvm, W.uuid[0], RES + GIB(8), MIB(64), 16, UVM_VMEM_RESERVE_EAGER); }
+static int reserve_eager(void) { return vm_reserve(W.uvm, W.uuid[0], RES + GIB(512), MIB(64), 16, UVM_VMEM_RESERVE_EAGER); }
 
 /* A page of host memory whose mapping is being taken away. */
 static int release_host(void) { return vm_release(W.uvm, the_other); }

@@ -33,7 +33,7 @@
 #define RANGES_PER_CHUNK 254
 #define MARKS_MAX        64 /* channels of all GPUs */
 #define REPORTS_MAX      8 /* of one BIND */
-#define GPU_SHIFT        48
+#define GPU_SHIFT        48 /* above 57 - 16 bits of a unit's number */
 
 struct named {
 	u64 first, last;
@@ -278,7 +278,8 @@ void sg_readers_unit(struct sg_space *space, u8 level, u64 va, const struct sg_s
 	spin_lock(&lock);
 	forget_passed();
 	list_for_each_entry(bind, &binds, node) {
-		unsigned long index = (u64)space->gpu->index << GPU_SHIFT | va / SG_PAGE_64K, state;
+		/* each GPU of the reservation has its own translation */
+		unsigned long index = va / SG_PAGE_64K | (unsigned long)space->gpu->index << GPU_SHIFT, state;
 		int next;
 
 		if (bind->pid != space->pid || va < bind->start || va > bind->last)

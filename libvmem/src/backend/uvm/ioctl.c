@@ -18,7 +18,7 @@ static const struct {
     MEANING(ENOMEM, ENOMEM, "the kernel has no memory left"),
     MEANING(ENOSPC, ENOMEM, "no physical memory left for pages or page tables"),
     MEANING(EDQUOT, ENOMEM,
-            "a limit of the administrator's, on pinned pages or page tables, is reached (parameters of nvidia-uvm)"),
+            "an administrator's limit on pinned pages or page tables is reached (parameters of nvidia-uvm)"),
     MEANING(ENODEV, ENODEV, "a GPU is not registered with the driver in this process, or is gone"),
     MEANING(EPERM, ECHILD, "the descriptor was initialised by another process"),
     MEANING(EBADFD, ENODEV, "the descriptor is not initialised"),
