@@ -4,8 +4,9 @@
  *
  * Sources: kernel-open/nvidia-uvm/clc86f.h and clc56f.h (GP_ENTRY*, DMA_*).
  *
- * The thread polls GPPut; it works under model.lock, a channel at a time, and begins with another one each time. With delay_us set each push begins up to so
- * much later, with the lock dropped: a caller that does not wait for its push is then seen to return early.
+ * The thread polls GPPut; it works under model.lock, a channel at a time, and begins with another one each time.
+ * With delay_us set each push begins up to so much later, with the lock dropped: a caller that does not wait for its
+ * push is then seen to return early.
  */
 #include <linux/bitfield.h>
 #include <linux/delay.h>
