@@ -42,7 +42,8 @@ static struct costs now(void) {
 static void publish(const char *name, const struct costs *before) {
   struct costs after = now();
   struct softgpu_counters d = softgpu_counters_since(&before->gpu, &after.gpu);
-  printf("COUNTS {\"case\": \"%s\", \"way\": \"%s\", \"requests\": %u, \"tensors\": %u, \"tokens\": %u, \"ioctls\": %llu, \"pushes\": %llu, "
+  printf("COUNTS {\"case\": \"%s\", \"way\": \"%s\", \"requests\": %u, \"tensors\": %u, \"tokens\": %u, "
+         "\"ioctls\": %llu, \"pushes\": %llu, "
          "\"invalidates\": %llu, \"entries\": %llu, \"directory_entries\": %llu, \"tables\": %lld}\n",
          name, stock ? "stock" : "uvm", requests, tensors, tokens, (unsigned long long)(after.calls - before->calls),
          (unsigned long long)d.pushes, (unsigned long long)d.invalidates, (unsigned long long)d.pte_writes,
@@ -217,6 +218,9 @@ int main(int argc, char **argv) {
   requests = parameter("REQUESTS", 8);
   tensors = 2 * parameter("LAYERS", 28);
   tokens = parameter("TOKENS", 8192);
-  if (requests < 2 || !tensors || tokens % PAGE_TOKENS || tokens == 0) hopeless("LAYERS >= 1, REQUESTS >= 2, TOKENS a multiple of 128", -EINVAL);
+  if (requests < 2 ||
+      !tensors ||
+      tokens % PAGE_TOKENS || tokens == 0)
+    hopeless("LAYERS >= 1, REQUESTS >= 2, TOKENS a multiple of 128", -EINVAL);
   return run_tests(tests, ARRAY_SIZE(tests), argc, argv);
 }
