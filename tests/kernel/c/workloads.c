@@ -218,7 +218,9 @@ int main(int argc, char **argv) {
   requests = parameter("REQUESTS", 8);
   tensors = 2 * parameter("LAYERS", 28);
   tokens = parameter("TOKENS", 8192);
-  if (requests < 2 || !tensors || tokens % PAGE_TOKENS || tokens == 0)
+  if (requests < 2 ||
+      !tensors ||
+      tokens % PAGE_TOKENS || tokens == 0)
     hopeless("LAYERS >= 1, REQUESTS >= 2, TOKENS a multiple of 128", -EINVAL);
   return run_tests(tests, ARRAY_SIZE(tests), argc, argv);
 }

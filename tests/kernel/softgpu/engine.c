@@ -4,9 +4,8 @@
  *
  * Sources: kernel-open/nvidia-uvm/clc86f.h and clc56f.h (GP_ENTRY*, DMA_*).
  *
- * The thread polls GPPut; it works under model.lock, a channel at a time, and begins with another one each time.
- * With delay_us set each push begins up to so much later, with the lock dropped: a caller that does not wait for its
- * push is then seen to return early.
+ * The thread polls GPPut; it works under model.lock, a channel at a time. With delay_us set each push begins up to so
+ * much later, with the lock dropped: a caller that does not wait for its push is then seen to return early.
  */
 #include <linux/bitfield.h>
 #include <linux/delay.h>
@@ -287,8 +286,6 @@ static int engine(void *data)
 			usleep_range(delay, delay + 1);
 			mutex_lock(&model.lock);
 		}
-		/* no channel may rely on being served before another */
-		list_rotate_left(&gpu->channels);
 		list_for_each_entry(channel, &gpu->channels, node)
 			if (!gpu->held)
 				progress |= channel_run(channel, delay != 0);
