@@ -105,10 +105,15 @@ def _are(cache: KVCache, layer: int, which: int, reqid: int, rows: range, value:
 
 
 def stamp(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> None:
-    """Writes rows [low, high) of a slot in every layer, different in each."""
+    """Writes rows [low, high) of a slot in every layer, different in each.
+
+    It is over when this returns: tests that free a slot after an `FdEvent` name no other work.
+    """
     for layer in range(cache.config.num_layers):
         _put(cache, layer, 0, reqid, range(low, high), tag + layer / 16)
         _put(cache, layer, 1, reqid, range(low, high), -tag - layer / 16)
+    if cache.context.cuda_device is not None and torch.cuda.is_available():
+        torch.cuda.synchronize(cache.context.cuda_device)
 
 
 def rows_are(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> bool:
