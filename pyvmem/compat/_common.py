@@ -52,14 +52,14 @@ class CommonPages:
             )
         self._cache = cache
         with cache._lock, cache._journal:
-            core = cache._open_core()
-            core.sharing.require(FORK, "map_common_pages")
-            unit = core.prefixes.unit_pages[0]
+            group = cache._open_group()
+            group.sharing.require(FORK, "map_common_pages")
+            unit = group.prefixes.unit_pages[0]
             self.pages = min(-(-layout.pages_for(tokens) // unit) * unit, layout.slot_pages)
             lengths = [0] * config.max_batch
             self.rows = lengths[_WRITER] = layout.capacity(self.pages)
             cache.claim(_WRITER)
-            slot = core.table[_WRITER]
+            slot = group.table[_WRITER]
             try:
                 if cache.step(lengths) == -1:
                     raise OutOfMemory(
@@ -68,17 +68,17 @@ class CommonPages:
                         op="map_common_pages",
                         bytes=self.pages * layout.num_tensors * layout.page_size,
                     )
-                core.enter(slot, 0)
-                core.pager.release(slot)
-                handle = core.sharing.gather(slot, self.pages)
-                core.sharing.bequeath(slot, self.pages, handle, None, unit)
+                group.enter(slot, 0)
+                group.pager.release(slot)
+                handle = group.sharing.gather(slot, self.pages)
+                group.sharing.bequeath(slot, self.pages, handle, None, unit)
                 slot.writer = True
                 self._span = slot.span
-                others = core.sharing.vacate(config.max_batch - 1)
+                others = group.sharing.vacate(config.max_batch - 1)
                 if others is None:
                     raise invalid(f"map_common_pages({tokens}): an id is broken or taken")
                 if others:
-                    core.attach(others, self._span, source=slot)
+                    group.attach(others, self._span, source=slot)
             except BaseException:
                 cache.free_reqid(_WRITER)
                 raise
@@ -92,13 +92,13 @@ class CommonPages:
         """
         cache = self._cache
         with cache._lock, cache._journal:
-            core = cache._open_core()
-            slot, shared = core.table[reqid], core.reclaimer.shared
+            group = cache._open_group()
+            slot, shared = group.table[reqid], group.reclaimer.shared
             shared.hold(self._span)  # where the slot's reference is the last one
             try:
                 cache.free_reqid(reqid)
-                core.sharing.empty(slot)
-                core.attach([slot], self._span)
+                group.sharing.empty(slot)
+                group.attach([slot], self._span)
             finally:
-                core.reclaimer.let_go(self._span)
+                group.reclaimer.let_go(self._span)
         self.idle.add(reqid)

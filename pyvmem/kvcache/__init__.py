@@ -1,5 +1,24 @@
 # SPDX-License-Identifier: MIT
-"""A KV cache whose requests are contiguous in virtual memory and mapped as they grow."""
+"""A KV cache whose requests are contiguous in virtual memory and mapped as they grow.
+
+The modules, each of which imports only from those before it:
+
+    config, layout          the model's shape and the policy; where everything lies
+    events                  the caller's GPU work
+    journal, mapper         the undo log; every call of the context for pages, a transaction
+    pages, slots, metrics   the books: kinds and references of pages, slots and batches, counts
+    reclaim, moves, growth  pages taken back, replaced under their addresses, given to requests
+    migration, sharing      promotion and sliding windows; one page in several slots
+    prefix_tree             a radix tree over token ids
+    prefix_cache            recorded prefixes and the leases on them
+    budget                  memory that several caches share
+    group                   one group of equal layers, of all the above
+    integrity               statistics and the check of the books
+    manager                 steps, forks, admission, tiers: in all groups or in none
+    swap, truncate, idle    preemption, fewer rows, memory given back
+    cache                   KVCache: the lock and the documentation
+    layered, distributed    several groups behind one request; several ranks that agree
+"""
 
 from pyvmem.kvcache.budget import Budget, BudgetStats, ShareInfo
 from pyvmem.kvcache.cache import KVCache

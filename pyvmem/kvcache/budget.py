@@ -3,7 +3,7 @@
 
 Several engines share a budget, each in a thread that calls again as soon as its call returns. With
 `threading.RLock` the one that has just let go takes it again before another has woken up: measured
-on two cores, a call that maps nothing waited for a thousand of another cache's calls.
+on two groups, a call that maps nothing waited for a thousand of another cache's calls.
 
 What a cache has and what is kept for it, in bytes:
 

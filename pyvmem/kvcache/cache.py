@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""`KVCache`: what an engine calls, with requests.py. Pages move in pager.py and reclaim.py.
+"""`KVCache`: what an engine calls.
 
-`KVCache` chooses slots itself and takes its limit when it is made; a program written for another
-cache may name slots itself, or reserve memory after the tensors exist.
+It takes the lock, checks that the cache is open, and hands the call to manager.py, swap.py,
+truncate.py or idle.py, which do it in every group of layers; here there is one.
+
+`KVCache` chooses slots itself and takes its limit when it is made. A program written for another
+cache may name slots itself (`KVCache.claim`) or reserve memory after the tensors exist
+(`KVCache.set_limit`).
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, NotSupported, VMemError
 from pyvmem.info import Caps, Location
-from pyvmem.kvcache import group, idle, integrity, manager, swap, truncate
+from pyvmem.kvcache import idle, integrity, manager, swap, truncate
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
-from pyvmem.kvcache.group import Core
+from pyvmem.kvcache.group import Group, make_parts
 from pyvmem.kvcache.idle import IdleThread
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.journal import Journal
@@ -192,7 +196,7 @@ class KVCache(Closing):
         device: Any = 0,
         budget: Budget | None = None,
     ) -> None:
-        self._closed = True  # until the core is made
+        self._closed = True  # until the group is made
         self._closing = False  # and some of it is gone already
         self._budget = budget
         self._lock: AbstractContextManager[Any] = (
@@ -202,39 +206,39 @@ class KVCache(Closing):
         self.config = config
         self._journal = Journal() if budget is None else budget.journal
         with self._lock, self._journal:
-            parts = group.make(config, context, backend, device, self._journal, budget)
-            self._core = core = Core(config, parts, self._journal, self._table)
-            self._views = Views(core.layout, parts.reservation)
+            parts = make_parts(config, context, backend, device, self._journal, budget)
+            self._group = group = Group(config, parts, self._journal, self._table)
+            self._views = Views(group.layout, parts.reservation)
             self._journal.on_abort(self._shut)
             try:
                 if budget is not None:
-                    budget.join(core.pager, config.memory_floor)
-                core.prepare()
+                    budget.join(group.pager, config.memory_floor)
+                group.prepare()
             except VMemError:
                 self._shut()
                 raise
             self._closed = False
         if config.idle_seconds:
-            self._idle = IdleThread(self._core, self._lock)
+            self._idle = IdleThread(self._group, self._lock)
             self._idle.start()
 
     def _gone(self) -> bool:
-        return super()._gone() or not self._core.context.is_open
+        return super()._gone() or not self._group.context.is_open
 
-    def _open_core(self) -> Core:
-        """The core, for a call that holds the lock.
+    def _open_group(self) -> Group:
+        """The group, for a call that holds the lock.
 
         Raises:
             BadHandle: the cache or its context is closed. ForkedProcess: it is the parent's.
         """
-        core = self._core
+        group = self._group
         if self._closed:
             raise BadHandle("the KVCache is closed", errno=errno.EBADF, op="KVCache")
         if self._closing:
             raise half_closed("KVCache")
-        if not core.context.is_open:
-            core.context.stats()  # raises what is wrong: closed, or of the parent of a fork
-        return core
+        if not group.context.is_open:
+            group.context.stats()  # raises what is wrong: closed, or of the parent of a fork
+        return group
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -252,7 +256,7 @@ class KVCache(Closing):
             InvalidArgument: `seq_len` is negative or above `max_seq_len`.
         """
         with self._lock, self._journal:
-            return self._open_core().alloc(seq_len)
+            return self._open_group().alloc(seq_len)
 
     def free_reqid(
         self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
@@ -278,14 +282,14 @@ class KVCache(Closing):
             VMemError: it could not be recorded; it was not freed.
         """
         with self._lock, self._journal:
-            core = self._open_core()
-            slot = core.slot(reqid)
-            event = record(stream, core.device)
+            group = self._open_group()
+            slot = group.slot(reqid)
+            event = record(stream, group.device)
             if tokens is not None:
-                core.prefixes.record_last(slot, tokens, event, namespace)
-            core.release(slot, event)
-            core.prepare()
-            core.tidy()
+                group.prefixes.record_last(slot, tokens, event, namespace)
+            group.release(slot, event)
+            group.prepare()
+            group.tidy()
 
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
         """Gives a request's rows from `length` on up, and the pages that hold nothing else.
@@ -320,7 +324,7 @@ class KVCache(Closing):
             VMemError: the driver failed; nothing changed.
         """
         with self._lock, self._journal:
-            return truncate.truncate([self._open_core()], reqid, length, stream)
+            return truncate.truncate([self._open_group()], reqid, length, stream)
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -348,7 +352,7 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            return manager.step(self._open_core(), seq_lens, stream)
+            return manager.step(self._open_group(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Begins to map, in the background, what `step` will ask for with the same numbers.
@@ -370,7 +374,7 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            return manager.step_async(self._open_core(), seq_lens)
+            return manager.step_async(self._open_group(), seq_lens)
 
     # ---- forks -----------------------------------------------------------------------------------
 
@@ -425,9 +429,9 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            core = self._open_core()
-            forked = manager.fork(core, reqid, operator.index(count), length, stream, into)
-            core.prepare()
+            group = self._open_group()
+            forked = manager.fork(group, reqid, operator.index(count), length, stream, into)
+            group.prepare()
             return forked
 
     # ---- prefixes --------------------------------------------------------------------------------
@@ -439,7 +443,7 @@ class KVCache(Closing):
         ``lcm(row_bytes, page_size) / row_bytes``, since the row that crosses a page's end would
         have to be written into a page that others share.
         """
-        return self._core.prefixes.unit
+        return self._group.prefixes.unit
 
     def record(
         self, reqid: int, tokens: Any, stream: Any = None, namespace: Hashable = None
@@ -470,8 +474,8 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            core = self._open_core()
-            return core.prefixes.record(core.slot(reqid), tokens, stream, namespace)
+            group = self._open_group()
+            return group.prefixes.record(group.slot(reqid), tokens, stream, namespace)
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
         """How much of a prompt is recorded, as a lease: what matches is kept from eviction.
@@ -489,7 +493,7 @@ class KVCache(Closing):
             InvalidArgument: bad tokens or namespace, or a negative `leave`.
         """
         with self._lock, self._journal:
-            return self._open_core().prefixes.match(tokens, leave, namespace)
+            return self._open_group().prefixes.match(tokens, leave, namespace)
 
     def alloc_prefix(
         self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None
@@ -517,17 +521,17 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            core = self._open_core()
-            match, length = core.prefixes.wanted(tokens, leave, namespace)
+            group = self._open_group()
+            match, length = group.prefixes.wanted(tokens, leave, namespace)
             try:
-                if not core.prefixes.can_begin(match):
-                    reqid = core.alloc(length)
+                if not group.prefixes.can_begin(match):
+                    reqid = group.alloc(length)
                     return None if reqid is None else (reqid, 0)
-                reqid = manager.alloc_prefix([core], match, stream)
+                reqid = manager.alloc_prefix([group], match, stream)
             finally:
                 if match is not tokens:
                     match.release()
-            core.prepare()
+            group.prepare()
             return None if reqid is None else (reqid, match.length)
 
     # ---- preemption and admission ----------------------------------------------------------------
@@ -549,8 +553,8 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            core = self._open_core()
-            return swap.swap_out([core], reqid, stream)
+            group = self._open_group()
+            return swap.swap_out([group], reqid, stream)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """Brings a swapped request back, into any slot.
@@ -569,7 +573,7 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            return swap.swap_in([self._open_core()], swapped, stream)
+            return swap.swap_in([self._open_group()], swapped, stream)
 
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
@@ -593,7 +597,7 @@ class KVCache(Closing):
             PrefixEvicted: as in `alloc_prefix`.
         """
         with self._lock, self._journal:
-            return manager.can_admit([self._open_core()], seq_lens, matches)
+            return manager.can_admit([self._open_group()], seq_lens, matches)
 
     def trim(self, prefixes: bool = False, compact: bool = False, stream: Any = None) -> int:
         """Unmaps all pages of no request and gives the pool's free memory back to the device.
@@ -616,7 +620,7 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            return idle.trim(self._open_core(), prefixes, compact, stream)
+            return idle.trim(self._open_group(), prefixes, compact, stream)
 
     # ---- where pages lie -------------------------------------------------------------------------
 
@@ -647,12 +651,12 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            core = self._open_core()
-            slot = core.slot(reqid)
-            if core.promoter is None:
+            group = self._open_group()
+            slot = group.slot(reqid)
+            if group.promoter is None:
                 raise invalid("promote: the cache has no large_page_size")
-            core.mover.sweep()
-            return core.promoter.promote(slot, core.rows[slot.index], stream, wait=wait)
+            group.mover.sweep()
+            return group.promoter.promote(slot, group.rows[slot.index], stream, wait=wait)
 
     def move(
         self,
@@ -696,11 +700,11 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            core = self._open_core()
-            slot = core.slot(reqid)
-            tier = manager.tier_of(core, location, device)
-            core.mover.sweep()
-            return manager.move(core, slot, tier, tokens, stream, wait=wait)
+            group = self._open_group()
+            slot = group.slot(reqid)
+            tier = manager.tier_of(group, location, device)
+            group.mover.sweep()
+            return manager.move(group, slot, tier, tokens, stream, wait=wait)
 
     # ---- for programs written for another cache --------------------------------------------------
 
@@ -711,11 +715,11 @@ class KVCache(Closing):
             InvalidArgument: no such slot, it is taken, or its addresses are lost.
         """
         with self._lock, self._journal:
-            core = self._open_core()
-            core.reclaimer.poll()
-            core.pager.poll()
-            core.take(core.free_slot(reqid))
-            core.prepare()
+            group = self._open_group()
+            group.reclaimer.poll()
+            group.pager.poll()
+            group.take(group.free_slot(reqid))
+            group.prepare()
 
     def set_limit(self, pages: int) -> None:
         """Changes the physical pages that the cache may have; nothing is mapped or unmapped.
@@ -725,21 +729,21 @@ class KVCache(Closing):
             NotSupported: the ranks of a `ParallelKVCache` have agreed on their limit.
         """
         with self._lock, self._journal:
-            core = self._open_core()
-            if core.table.lockstep:
+            group = self._open_group()
+            if group.table.lockstep:
                 raise NotSupported(
                     "set_limit: the ranks have agreed on their limit",
                     errno=errno.EOPNOTSUPP,
                     op="KVCache",
                 )
-            core.reclaimer.poll()
-            count, held = operator.index(pages), core.reclaimer.held
+            group.reclaimer.poll()
+            count, held = operator.index(pages), group.reclaimer.held
             if count < max(0, held):
                 raise invalid(f"a limit of {count} pages: {held} are behind the cache", limit=held)
-            floor = -(-core.config.memory_floor // core.layout.page_size)
+            floor = -(-group.config.memory_floor // group.layout.page_size)
             if count < floor:
                 raise invalid(f"a limit of {count} pages: the floor is {floor}", limit=floor)
-            core.reclaimer.limit = count
+            group.reclaimer.limit = count
 
     def reclaim_free(self, keep: Collection[int] = (), *, wait: bool = False) -> None:
         """Unmaps the pages of free slots in the background, each after its owners' last GPU work.
@@ -752,14 +756,14 @@ class KVCache(Closing):
             VMemError: a background batch failed (`wait` alone); the cache is consistent.
         """
         with self._lock, self._journal:
-            core = self._open_core()
-            reclaimer = core.reclaimer
+            group = self._open_group()
+            reclaimer = group.reclaimer
             reclaimer.poll()
-            for slot in core.table.free:
+            for slot in group.table.free:
                 if slot.index in keep:
                     continue
                 if wait:
-                    core.pager.release(slot)
+                    group.pager.release(slot)
                 if slot.mapped and slot.job is None:
                     reclaimer.try_cut(slot, 0, now=wait)
             if wait:
@@ -773,8 +777,8 @@ class KVCache(Closing):
             InvalidArgument: no such reqid, or it is not taken.
         """
         with self._lock, self._journal:
-            core = self._open_core()
-            return core.pager.capacity[core.slot(reqid).index]
+            group = self._open_group()
+            return group.pager.capacity[group.slot(reqid).index]
 
     def missing_pages(self, reqid: int | None, seq_len: int) -> int:
         """Physical pages, in all tensors together, that a request lacks to hold `seq_len` tokens.
@@ -787,16 +791,16 @@ class KVCache(Closing):
             InvalidArgument: no such reqid, not taken, or a length out of range.
         """
         with self._lock, self._journal:
-            core = self._open_core()
-            length, longest = operator.index(seq_len), core.config.max_seq_len
+            group = self._open_group()
+            length, longest = operator.index(seq_len), group.config.max_seq_len
             if not 0 <= length <= longest:
                 raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)
             held, have = 0, 0
             if reqid is not None:
-                slot = core.slot(reqid)
-                held, have = core.rows[slot.index], slot.granted
-            need = core.layout.pages_for_step(held, length)
-            return max(0, need - have) * core.layout.num_tensors
+                slot = group.slot(reqid)
+                held, have = group.rows[slot.index], slot.granted
+            need = group.layout.pages_for_step(held, length)
+            return max(0, need - have) * group.layout.num_tensors
 
     def obtainable_pages(self) -> tuple[int, int]:
         """Physical pages that requests could still get, and all that the cache may have.
@@ -805,9 +809,9 @@ class KVCache(Closing):
         request uses included.
         """
         with self._lock, self._journal:
-            core = self._open_core()
-            core.reclaimer.poll()
-            return core.reclaimer.obtainable({}), core.reclaimer.limit
+            group = self._open_group()
+            group.reclaimer.poll()
+            return group.reclaimer.obtainable({}), group.reclaimer.limit
 
     # ---- tensors -------------------------------------------------------------------------------
 
@@ -819,7 +823,7 @@ class KVCache(Closing):
         may be touched. A living tensor keeps the cache from closing.
         """
         with self._lock, self._journal:
-            self._open_core()
+            self._open_group()
             return self._views.tensors()
 
     def k(self, layer: int) -> torch.Tensor:
@@ -829,13 +833,13 @@ class KVCache(Closing):
         exist.
         """
         with self._lock, self._journal:
-            self._open_core()
+            self._open_group()
             return self._views.layer(layer, 0)
 
     def v(self, layer: int) -> torch.Tensor:
         """Values of a layer; see `k`. InvalidArgument where `tensors_per_layer` is 1."""
         with self._lock, self._journal:
-            self._open_core()
+            self._open_group()
             return self._views.layer(layer, 1)
 
     # ---- reports -------------------------------------------------------------------------------
@@ -848,24 +852,24 @@ class KVCache(Closing):
         Of a budget: as far as the other caches leave it now.
         """
         with self._lock, self._journal:
-            reclaimer = self._open_core().reclaimer
+            reclaimer = self._open_group().reclaimer
             reclaimer.poll()
             return reclaimer.free
 
     @property
     def layout(self) -> Layout:
         """The sizes and offsets of the cache, for those who plan or draw."""
-        return self._core.layout
+        return self._group.layout
 
     @property
     def context(self) -> Context:
         """The context that the pages are of."""
-        return self._core.context
+        return self._group.context
 
     @property
     def reservation(self) -> Reservation:
         """The addresses of all tensors; `layout` tells what lies where. The cache's own."""
-        return self._core.parts.reservation
+        return self._group.parts.reservation
 
     @property
     def safe_overread(self) -> bool:
@@ -886,25 +890,25 @@ class KVCache(Closing):
         Raises InvalidArgument for a reqid that does not exist.
         """
         with self._lock:
-            core = self._open_core()
-            size, row, most = core.layout.page_size, core.layout.row_bytes, core.layout.max_rows
-            last = len(core.table) - 1
+            group = self._open_group()
+            size, row, most = group.layout.page_size, group.layout.row_bytes, group.layout.max_rows
+            last = len(group.table) - 1
             for reqid in reqids:
                 if not 0 <= reqid <= last:
                     raise invalid(f"reqid {reqid} is not between 0 and {last}", limit=last)
-            return [min(core.table[reqid].granted * size // row, most) for reqid in reqids]
+            return [min(group.table[reqid].granted * size // row, most) for reqid in reqids]
 
     def stats(self) -> CacheStats:
         """The present state and the counters."""
         with self._lock, self._journal:
-            self._open_core().reclaimer.poll()
-            return integrity.stats(self._core)
+            self._open_group().reclaimer.poll()
+            return integrity.stats(self._group)
 
     def snapshot(self) -> list[SlotInfo]:
         """Every slot's pages as they are now."""
         with self._lock, self._journal:
-            self._open_core().reclaimer.poll()
-            return integrity.snapshot(self._core)
+            self._open_group().reclaimer.poll()
+            return integrity.snapshot(self._group)
 
     def check_integrity(self) -> None:
         """Compares the cache's books with each other and, page by page, with the context's.
@@ -916,13 +920,13 @@ class KVCache(Closing):
             IntegrityError: with every contradiction found.
         """
         with self._lock, self._journal:
-            core = self._open_core()
-            core.reclaimer.poll()
-            found = integrity.check(core)
+            group = self._open_group()
+            group.reclaimer.poll()
+            found = integrity.check(group)
             if found:
                 raise IntegrityError(found)
-            if not (core.pager.growths or core.reclaimer.cuts or core.mover.moves):
-                core.context.check()
+            if not (group.pager.growths or group.reclaimer.cuts or group.mover.moves):
+                group.context.check()
 
     # ---- end -----------------------------------------------------------------------------------
 
@@ -950,8 +954,8 @@ class KVCache(Closing):
     def _shut(self, stream: Any = None) -> None:
         self._views.drop()
         if self.context.is_open:  # else everything went with it, or is the parent's
-            self._core.check_no_tensors()
+            self._group.check_no_tensors()
             self._closing = True
-            self._core.close(stream)
+            self._group.close(stream)
         if self._budget is not None:
-            self._budget.leave(self._core.pager)
+            self._budget.leave(self._group.pager)

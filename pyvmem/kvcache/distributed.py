@@ -53,7 +53,7 @@ from pyvmem.kvcache.budget import available_bytes
 from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
-from pyvmem.kvcache.group import Core
+from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.manager import Moved
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
@@ -405,13 +405,13 @@ class ParallelKVCache(KVCache):
     def _call(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Calls, and keeps the answer, or the failure."""
         with self._lock, self._journal:
-            core = self._open_core()
+            group = self._open_group()
             name = method.__name__
             try:
-                core.reclaimer.forget_crowding()
+                group.reclaimer.forget_crowding()
                 result = method(*args, **kwargs)
-                core.reclaimer.forget_crowding()
-                core.reclaimer.raise_errors()  # of the background; the answer may be due to them
+                group.reclaimer.forget_crowding()
+                group.reclaimer.raise_errors()  # of the background; the answer may be due to them
             except BaseException as error:
                 if isinstance(error, TooManyMappings) and name == "step":
                     self._crowded = str(error)
@@ -430,12 +430,12 @@ class ParallelKVCache(KVCache):
     def _poison(self, error: BaseException, where: str) -> None:
         self._failure = Failure.of(self._ranks.rank, error, where)
 
-    def _open_core(self) -> Core:
+    def _open_group(self) -> Group:
         if not self._closed and self._failure is not None:
             raise self._failure.error()
         if not self._closed and self._crowded:
             raise _too_many(f"{self._crowded}; call check_step, as the other ranks do")
-        return super()._open_core()
+        return super()._open_group()
 
     def move(
         self,
@@ -556,7 +556,7 @@ class ParallelKVCache(KVCache):
             VMemError: this rank alone failed: go on to `check_step`, likewise.
         """
         with self._lock, self._journal:
-            self._before = (self._open_core().rows[:], stream)
+            self._before = (self._open_group().rows[:], stream)
             answer = self._call(super().step, seq_lens, stream)
             self._ahead = False
             return answer
@@ -601,21 +601,21 @@ class ParallelKVCache(KVCache):
         """
         assert self._before is not None
         rows, stream = self._before
-        core = self._open_core()
+        group = self._open_group()
         try:
-            if core.window is not None:
+            if group.window is not None:
                 raise _no_way_back()
-            event = record(stream, core.device)
-            for slot in core.table:
+            event = record(stream, group.device)
+            for slot in group.table:
                 with suppress(TooManyMappings):  # what a `step_async` began; it is undone
-                    core.pager.release(slot)
-            for slot in core.table:
+                    group.pager.release(slot)
+            for slot in group.table:
                 if slot.active:
-                    core.disown_beyond(slot, rows[slot.index], event)
-            idle.unmap_idle(core, prefixes=True)
-            core.reclaimer.forget_crowding()
-            core.reclaimer.raise_errors()
-            core.pager.runs.relieve()
+                    group.disown_beyond(slot, rows[slot.index], event)
+            idle.unmap_idle(group, prefixes=True)
+            group.reclaimer.forget_crowding()
+            group.reclaimer.raise_errors()
+            group.pager.runs.relieve()
         except Exception as error:
             self._poison(error, "taking a step back")
             raise
@@ -684,7 +684,7 @@ class ParallelKVCache(KVCache):
         return self._settled(self._trim, prefixes)
 
     def _trim(self, prefixes: bool) -> int:
-        idle.unmap_idle(self._open_core(), prefixes)
+        idle.unmap_idle(self._open_group(), prefixes)
         return 0
 
     def _settled(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -695,7 +695,7 @@ class ParallelKVCache(KVCache):
         """
         with self._lock, self._journal:
             if self._ahead:
-                self._call(self._open_core().pager.settle, None, True)
+                self._call(self._open_group().pager.settle, None, True)
                 self._ahead = False
             return self._call(method, *args, **kwargs)
 
@@ -722,7 +722,7 @@ class ParallelKVCache(KVCache):
         """
         check(stream)
         with self._lock, self._journal:
-            have = [0] * (len(self._core.table) + 1)
+            have = [0] * (len(self._group.table) + 1)
             self._failure = None
             self._crowded = ""
             try:
@@ -731,34 +731,34 @@ class ParallelKVCache(KVCache):
                 self._poison(error, "recover")
             status, *least = self._ranks.maxima([self.status()[0], *(-value for value in have)])
             self.agree([status, 0, 0])
-            core = self._core
-            core.reclaimer.limit = -least[0]
-            for slot, usable in zip(core.table, least[1:], strict=True):
+            group = self._group
+            group.reclaimer.limit = -least[0]
+            for slot, usable in zip(group.table, least[1:], strict=True):
                 if not usable:
-                    core.table.condemn(slot)
+                    group.table.condemn(slot)
 
     def _reset(self, stream: Any) -> list[int]:
         """Frees everything; returns the pages that are left, and which slots can be used."""
-        core = self._open_core()
-        event = record(stream, core.device)
-        for slot in core.table:
+        group = self._open_group()
+        event = record(stream, group.device)
+        for slot in group.table:
             with suppress(VMemError):  # undone: its pages are as before
-                core.pager.release(slot)
+                group.pager.release(slot)
             if slot.active:
-                core.release(slot, event)
+                group.release(slot, event)
         for swapped in list(self._swapped):
             swapped.close()
-        idle.unmap_idle(core, prefixes=True)
-        for slot in core.table:
+        idle.unmap_idle(group, prefixes=True)
+        for slot in group.table:
             if slot.lost:
-                core.reclaimer.salvage(slot)
-        core.reclaimer.errors.clear()
-        cast("LockstepTable", core.table).reset_order()
+                group.reclaimer.salvage(slot)
+        group.reclaimer.errors.clear()
+        cast("LockstepTable", group.table).reset_order()
         self._digest, self._ahead = 0, False
         self.check_integrity()
-        stats = core.context.stats()
-        pages = (stats.slab_bytes - stats.quarantined_bytes) // core.layout.page_size
-        return [min(core.reclaimer.limit, pages), *(int(not slot.broken) for slot in core.table)]
+        stats = group.context.stats()
+        pages = (stats.slab_bytes - stats.quarantined_bytes) // group.layout.page_size
+        return [min(group.reclaimer.limit, pages), *(int(not slot.broken) for slot in group.table)]
 
     # ---- end -----------------------------------------------------------------------------------
 

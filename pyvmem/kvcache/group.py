@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The state of a cache, and what it does on the side: checks, watermark, eager allocation."""
+"""One group of equal layers: what it is made of, its slots taken and given back, pages shared."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.reclaim import Reclaimer
     from pyvmem.kvcache.slots import SlotTable
 
-__all__ = ["Core", "Parts", "make", "pool_low"]
+__all__ = ["Group", "Parts", "make_parts", "pool_low"]
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
@@ -59,7 +59,7 @@ _MAX_READY = 256 << 20
 
 @dataclass(frozen=True)
 class Parts:
-    """What `make` made.
+    """What `make_parts` made.
 
     Attributes:
         context: given, or opened here.
@@ -78,7 +78,7 @@ class Parts:
     cuda_device: int | None
 
 
-def make(
+def make_parts(
     config: KVCacheConfig,
     context: Context | None,
     backend: str,
@@ -168,7 +168,7 @@ def _limit_pages(
     return config.memory_limit // layout.page_size
 
 
-class Core:
+class Group:
     """What `KVCache` and its reports work on; not thread-safe by itself.
 
     Attributes:

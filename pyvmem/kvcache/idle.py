@@ -19,7 +19,7 @@ from pyvmem.errors import NotSupported, VMemError
 from pyvmem.kvcache.events import wait_for_device
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache.group import Core
+    from pyvmem.kvcache.group import Group
 
 __all__ = ["IdleThread", "begin_trim", "compact", "trim", "unmap_idle"]
 
@@ -27,31 +27,31 @@ _log = logging.getLogger("pyvmem.kvcache")
 _LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
 
 
-def begin_trim(core: Core, prefixes: bool, leased: bool = False) -> bool:
+def begin_trim(group: Group, prefixes: bool, leased: bool = False) -> bool:
     """Begins to unmap all pages of no request; True when none is on its way any more."""
-    core.pager.poll()
-    core.reclaimer.poll()
-    core.mover.sweep()
+    group.pager.poll()
+    group.reclaimer.poll()
+    group.mover.sweep()
     if prefixes:
-        core.prefixes.evict_all(leased)
-    core.reclaimer.release_stale()
-    for slot in core.table.victims():
-        core.reclaimer.try_cut(slot, slot.granted)
-    return not core.reclaimer.cuts
+        group.prefixes.evict_all(leased)
+    group.reclaimer.release_stale()
+    for slot in group.table.victims():
+        group.reclaimer.try_cut(slot, slot.granted)
+    return not group.reclaimer.cuts
 
 
-def trim(core: Core, prefixes: bool, compacting: bool = False, stream: Any = None) -> int:
+def trim(group: Group, prefixes: bool, compacting: bool = False, stream: Any = None) -> int:
     """See `KVCache.trim`."""
-    before = core.context.stats().slab_bytes
-    unmap_idle(core, prefixes)
-    core.context.trim(0)
+    before = group.context.stats().slab_bytes
+    unmap_idle(group, prefixes)
+    group.context.trim(0)
     if compacting:
-        compact(core, stream)
-    core.reclaimer.raise_errors()
-    return max(0, before - core.context.stats().slab_bytes)
+        compact(group, stream)
+    group.reclaimer.raise_errors()
+    return max(0, before - group.context.stats().slab_bytes)
 
 
-def compact(core: Core, stream: Any, *, owned: bool | None = None) -> int:
+def compact(group: Group, stream: Any, *, owned: bool | None = None) -> int:
     """Empties slabs that are used in part; returns the bytes given back to the device.
 
     `owned`: whether all of the context's pages are the caller's; None: by the cache alone.
@@ -59,25 +59,25 @@ def compact(core: Core, stream: Any, *, owned: bool | None = None) -> int:
     Raises:
         NotSupported: the context is not the cache's own.
     """
-    if not (core.parts.owns_context if owned is None else owned):
+    if not (group.parts.owns_context if owned is None else owned):
         raise NotSupported(
             "compact: the context is not the cache's own, and others may be using its pages; "
             "Context.compact is for who knows them all",
             errno=errno.EOPNOTSUPP,
             op="KVCache.trim",
         )
-    with core.counters.waiting():
-        wait_for_device(stream, core.device)
-        return core.context.compact()
+    with group.counters.waiting():
+        wait_for_device(stream, group.device)
+        return group.context.compact()
 
 
-def unmap_idle(core: Core, prefixes: bool) -> None:
+def unmap_idle(group: Group, prefixes: bool) -> None:
     """Unmaps all pages of no request, and waits for that; failures are in `Cuts.errors`."""
-    core.pager.finish_idle()
-    with core.counters.waiting():
-        while not begin_trim(core, prefixes, leased=True):
-            core.reclaimer.finish_all()
-            if core.reclaimer.errors:
+    group.pager.finish_idle()
+    with group.counters.waiting():
+        while not begin_trim(group, prefixes, leased=True):
+            group.reclaimer.finish_all()
+            if group.reclaimer.errors:
                 break
 
 
@@ -88,14 +88,14 @@ class IdleThread(threading.Thread):
     first time; the next look tries again.
 
     Args:
-        core: what is trimmed.
+        group: what is trimmed.
         lock: the cache's.
     """
 
-    def __init__(self, core: Core, lock: AbstractContextManager[Any]) -> None:
+    def __init__(self, group: Group, lock: AbstractContextManager[Any]) -> None:
         super().__init__(name="pyvmem-idle", daemon=True)
-        self._core = weakref.ref(core)
-        self._period = core.config.idle_seconds / _LOOKS
+        self._group = weakref.ref(group)
+        self._period = group.config.idle_seconds / _LOOKS
         self._lock = lock
         self._ended = threading.Event()
         self._seen: tuple[int, ...] | None = None
@@ -118,30 +118,30 @@ class IdleThread(threading.Thread):
                 self._failed = True
 
     def _look(self) -> None:
-        """Trims when nothing happened in the last looks. Keeps no reference to the core."""
-        core = self._core()
-        if core is None:
+        """Trims when nothing happened in the last looks. Keeps no reference to the group."""
+        group = self._group()
+        if group is None:
             self.end()
             return
-        now = core.activity()
+        now = group.activity()
         if now != self._seen:
             self._seen, self._quiet, self._trimmed = now, 0, False
             return
         self._quiet += 1
         if self._quiet >= _LOOKS and not self._trimmed:
-            self._trimmed = self._trim(core)
+            self._trimmed = self._trim(group)
 
-    def _trim(self, core: Core) -> bool:
+    def _trim(self, group: Group) -> bool:
         """One step of a trim that waits for nothing; True when it is complete."""
-        with self._lock, core.journal:
-            if self._ended.is_set() or not core.context.is_open:
+        with self._lock, group.journal:
+            if self._ended.is_set() or not group.context.is_open:
                 return True
             try:
-                if not begin_trim(core, core.config.idle_prefixes):
+                if not begin_trim(group, group.config.idle_prefixes):
                     return False
-                core.context.trim(0)
-                if core.config.idle_compact and core.parts.owns_context:
-                    compact(core, None)
+                group.context.trim(0)
+                if group.config.idle_compact and group.parts.owns_context:
+                    compact(group, None)
             except VMemError as error:
-                core.reclaimer.errors.append(error)  # the next step raises it
+                group.reclaimer.errors.append(error)  # the next step raises it
             return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What must hold at all times of large pages, and of pages that do not lie in the device."""
+"""Statistics, snapshots and the integrity check: reads a cache, changes nothing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from pyvmem.errors import VMemError
 from pyvmem.info import Location, RangeFlags
-from pyvmem.kvcache.group import Core
+from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
 from pyvmem.kvcache.pages import PLAIN, Tier
 from pyvmem.kvcache.slots import Cut, Growth, Slot
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache.group import Core
+    from pyvmem.kvcache.group import Group
     from pyvmem.kvcache.slots import Slot
 
 __all__ = ["IntegrityError", "check", "check_away", "check_places", "snapshot", "stats"]
@@ -41,47 +41,47 @@ def _state(slot: Slot) -> str:
     return "cached" if slot.mapped else "empty"
 
 
-def snapshot(core: Core) -> list[SlotInfo]:
+def snapshot(group: Group) -> list[SlotInfo]:
     """Every slot as it is now."""
     return [
         SlotInfo(
             reqid=slot.index,
             state=_state(slot),
-            seq_len=core.rows[slot.index],
+            seq_len=group.rows[slot.index],
             granted_pages=max(0, slot.granted - slot.head),
             mapped_pages=slot.mapped - slot.head,
             shared_pages=slot.shared,
             large_pages=slot.places.large(slot.head, slot.mapped),
             away_pages=sum(slot.places.away(slot.head, slot.mapped).values()),
-            moving_pages=core.mover.moving(slot),
+            moving_pages=group.mover.moving(slot),
             in_flight=slot.job is not None and not slot.job.done(),
         )
-        for slot in core.table
+        for slot in group.table
     ]
 
 
-def stats(core: Core) -> CacheStats:
+def stats(group: Group) -> CacheStats:
     """The present state and the counters."""
-    counters, reclaimer, layout = core.counters, core.reclaimer, core.layout
-    active_pages, used = core.active_pages, core.used_bytes
-    states = [_state(slot) for slot in core.table]
+    counters, reclaimer, layout = group.counters, group.reclaimer, group.layout
+    active_pages, used = group.active_pages, group.used_bytes
+    states = [_state(slot) for slot in group.table]
     calls, ns = counters.driver()
     return CacheStats(
         total_pages=reclaimer.free + reclaimer.held,
         free_pages=reclaimer.free,
         cached_pages=reclaimer.held - active_pages,
         ahead_pages=sum(
-            slot.mapped - max(slot.granted, slot.head) for slot in core.table if slot.active
+            slot.mapped - max(slot.granted, slot.head) for slot in group.table if slot.active
         )
         * layout.num_tensors,
         active_pages=active_pages,
         shared_pages=reclaimer.shared.pages * layout.num_tensors,
-        large_pages=_large(core) * layout.num_tensors,
-        moving_pages=core.mover.pages()[0] * layout.num_tensors,
-        host_pages=_away(core, Location.HOST),
-        peer_pages=_away(core, Location.PEER),
-        prefix_pages=core.prefixes.pages(core.place) * layout.num_tensors,
-        prefix_tokens=core.prefixes.tree.tokens,
+        large_pages=_large(group) * layout.num_tensors,
+        moving_pages=group.mover.pages()[0] * layout.num_tensors,
+        host_pages=_away(group, Location.HOST),
+        peer_pages=_away(group, Location.PEER),
+        prefix_pages=group.prefixes.pages(group.place) * layout.num_tensors,
+        prefix_tokens=group.prefixes.tree.tokens,
         mapped_bytes=reclaimer.held * layout.page_size,
         used_bytes=used,
         wasted_bytes=active_pages * layout.page_size - used,
@@ -92,8 +92,8 @@ def stats(core: Core) -> CacheStats:
         cached_slots=states.count("cached"),
         empty_slots=states.count("empty"),
         broken_slots=states.count("broken"),
-        segments=core.context.query(core.parts.reservation.addr).segments,
-        mappings=core.context.stats().mappings,
+        segments=group.context.query(group.parts.reservation.addr).segments,
+        mappings=group.context.stats().mappings,
         steps=counters.steps,
         steps_async=counters.steps_async,
         short=counters.short,
@@ -113,30 +113,30 @@ def stats(core: Core) -> CacheStats:
     )
 
 
-def _large(core: Core) -> int:
+def _large(group: Group) -> int:
     """Small pages per tensor that large pages of the device stand for, shared ones once."""
-    if not core.layout.large_pages:
+    if not group.layout.large_pages:
         return 0
     own = sum(
         high - low
-        for slot in core.table
+        for slot in group.table
         if slot.places
         for low, high, kind in slot.places.stretches(max(slot.shared, slot.head), slot.mapped)
         if kind.unit > 1 and not kind.away
     )
-    blocks = core.reclaimer.shared.blocks
+    blocks = group.reclaimer.shared.blocks
     return own + sum(one.live for one in blocks if one.kind.unit > 1 and not one.kind.away)
 
 
-def _away(core: Core, location: Location) -> int:
-    away = core.reclaimer.away.items()
+def _away(group: Group, location: Location) -> int:
+    away = group.reclaimer.away.items()
     return sum(pages for tier, pages in away if tier.location is location)
 
 
-def check(core: Core) -> list[str]:
+def check(group: Group) -> list[str]:
     """Every contradiction found; empty when the books agree with themselves and with libvmem."""
     found: list[str] = []
-    table, pager, reclaimer, layout = core.table, core.pager, core.reclaimer, core.layout
+    table, pager, reclaimer, layout = group.table, group.pager, group.reclaimer, group.layout
     held = returning = granted = slid = 0
     for slot in table:
         name = f"slot {slot.index}"
@@ -164,26 +164,26 @@ def check(core: Core) -> list[str]:
             found.append(f"{name}: capacity {pager.capacity[slot.index]} with {slot.granted} pages")
         if not slot.granted and pager.capacity[slot.index]:
             found.append(f"{name}: capacity {pager.capacity[slot.index]} without a page")
-        if not slot.active and core.rows[slot.index]:
-            found.append(f"{name}: free, but holds {core.rows[slot.index]} tokens")
+        if not slot.active and group.rows[slot.index]:
+            found.append(f"{name}: free, but holds {group.rows[slot.index]} tokens")
         if (slot in table.free) == (slot.active or slot.broken):
             found.append(f"{name}: in the wrong list")
         if slot.job is not None and slot.job not in (*pager.growths, *reclaimer.cuts):
             found.append(f"{name}: its batch is in no list")
         if not slot.broken:
-            found.extend(_check_pages(core, slot))
-            found.extend(check_places(core, slot))
+            found.extend(_check_pages(group, slot))
+            found.extend(check_places(group, slot))
     shared = reclaimer.shared
     holders = [*table, *reclaimer.cuts]
     found.extend(
         shared.check(
-            [one.span for one in holders] + core.prefixes.spans(core.place),
+            [one.span for one in holders] + group.prefixes.spans(group.place),
             [slot.span for slot in table if slot.active and not slot.stale],
         )
     )
-    if not core.place:
-        found.extend(core.prefixes.check())
-    held += shared.pages + core.mover.pages()[0]
+    if not group.place:
+        found.extend(group.prefixes.check())
+    held += shared.pages + group.mover.pages()[0]
     if (
         held + returning != reclaimer.held // layout.num_tensors
         or reclaimer.held % layout.num_tensors
@@ -194,14 +194,14 @@ def check(core: Core) -> list[str]:
     if slid != reclaimer.slid:
         found.append(f"{slid} pages per tensor slid, {reclaimer.slid} counted")
     found.extend(table.check())
-    found.extend(check_away(core))
+    found.extend(check_away(group))
     if reclaimer.held > reclaimer.limit:
         found.append(f"{reclaimer.held} pages held, the limit is {reclaimer.limit}")
     if reclaimer.share is not None:
         found.extend(reclaimer.share.check())
-    if core.used_tokens != sum(core.rows):
-        found.append(f"{sum(core.rows)} tokens, {core.used_tokens} counted")
-    now = stats(core)
+    if group.used_tokens != sum(group.rows):
+        found.append(f"{sum(group.rows)} tokens, {group.used_tokens} counted")
+    now = stats(group)
     if now.free_pages + now.cached_pages + now.active_pages != now.total_pages:
         found.append(
             f"free {now.free_pages} + cached {now.cached_pages} + active {now.active_pages} pages "
@@ -210,12 +210,12 @@ def check(core: Core) -> list[str]:
     return found
 
 
-def _check_pages(core: Core, slot: Slot) -> list[str]:
+def _check_pages(group: Group, slot: Slot) -> list[str]:
     """Compares a slot's pages with the context's own view, in every tensor.
 
     What a batch in flight is changing is not looked at: [low, high) of its pieces may be either.
     """
-    layout = core.layout
+    layout = group.layout
     size = layout.page_size
     sure, end = slot.mapped, slot.mapped  # mapped below `sure`, not mapped from `end` on
     gone, job = slot.head, slot.job
@@ -235,11 +235,11 @@ def _check_pages(core: Core, slot: Slot) -> list[str]:
     ]
     found = []
     for tensor in range(layout.num_tensors):
-        start = core.parts.reservation.addr + layout.offset(slot.index, 0, tensor)
+        start = group.parts.reservation.addr + layout.offset(slot.index, 0, tensor)
         for low, high, wanted in ranges:
             at, stop = start + low * size, start + high * size
             while wanted and at < stop:
-                info = core.context.query(at)
+                info = group.context.query(at)
                 is_now = "not mapped"
                 if info.mapped:
                     is_now = "read-only" if RangeFlags.READONLY in info.flags else "mapped"
@@ -254,15 +254,17 @@ def _check_pages(core: Core, slot: Slot) -> list[str]:
     return found
 
 
-def check_places(core: Core, slot: Slot) -> list[str]:
+def check_places(group: Group, slot: Slot) -> list[str]:
     """What contradicts between a slot's pages and their kinds, in words."""
     found, places, name = [], slot.places, f"slot {slot.index}"
-    noted = [one for one in places.stretches(0, core.layout.slot_pages) if one[2] != PLAIN]
+    noted = [one for one in places.stretches(0, group.layout.slot_pages) if one[2] != PLAIN]
     for low, high, kind in noted:
         if low < slot.head or high > slot.mapped or low % kind.unit or high % kind.unit:
             found.append(f"{name}: pages {low} to {high} noted as {kind}, mapped {slot.mapped}")
         elif slot.job is None:
-            found += [f"{name}: {text}" for text in _check_memory(core, slot, low, high, kind.tier)]
+            found += [
+                f"{name}: {text}" for text in _check_memory(group, slot, low, high, kind.tier)
+            ]
     for what, page in (("mapped", slot.mapped), ("shared", slot.shared), ("head", slot.head)):
         if places.floor(page) != page:
             found.append(f"{name}: {what} is {page}, in the middle of a large page")
@@ -280,12 +282,12 @@ def _kinds(slot: Slot) -> bool:
     return kinds != noted
 
 
-def _check_memory(core: Core, slot: Slot, low: int, high: int, tier: Tier) -> list[str]:
+def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> list[str]:
     """Asks the context where pages lie, in every tensor."""
-    found, layout = [], core.layout
+    found, layout = [], group.layout
     for tensor in range(layout.num_tensors):
-        at = core.pager.base + layout.offset(slot.index, low, tensor)
-        pages = core.mapper.gather(at, (high - low) * layout.page_size, 1, 0)
+        at = group.pager.base + layout.offset(slot.index, low, tensor)
+        pages = group.mapper.gather(at, (high - low) * layout.page_size, 1, 0)
         info = pages.info
         pages.drop()
         peer = tier.location is Location.PEER
@@ -294,22 +296,22 @@ def _check_memory(core: Core, slot: Slot, low: int, high: int, tier: Tier) -> li
     return found
 
 
-def check_away(core: Core) -> list[str]:
+def check_away(group: Group) -> list[str]:
     """What contradicts in the counts of pages outside the device, in words."""
-    tensors = core.layout.num_tensors
+    tensors = group.layout.num_tensors
     counted: Counter[Tier] = Counter()
-    for slot in core.table:
+    for slot in group.table:
         counted.update(slot.places.away(max(slot.shared, slot.head), slot.mapped))
-    for cut in core.reclaimer.cuts:
+    for cut in group.reclaimer.cuts:
         counted.update(cut.away)
-    counted.update(core.reclaimer.shared.away())
-    counted.update(core.mover.pages()[1])
+    counted.update(group.reclaimer.shared.away())
+    counted.update(group.mover.pages()[1])
     found = []
-    if core.reclaimer.own_away not in (None, core.count_away()):
-        found.append(f"requests own {core.count_away()} pages per tensor outside the device")
-    for tier in {*counted, *core.reclaimer.away}:
-        if counted[tier] * tensors != core.reclaimer.away[tier]:
+    if group.reclaimer.own_away not in (None, group.count_away()):
+        found.append(f"requests own {group.count_away()} pages per tensor outside the device")
+    for tier in {*counted, *group.reclaimer.away}:
+        if counted[tier] * tensors != group.reclaimer.away[tier]:
             found.append(
-                f"{core.reclaimer.away[tier]} pages in {tier}, counted {counted[tier] * tensors}"
+                f"{group.reclaimer.away[tier]} pages in {tier}, counted {counted[tier] * tensors}"
             )
     return found

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy
-from pyvmem.kvcache import group, idle, integrity, manager, swap, truncate
+from pyvmem.kvcache import idle, integrity, manager, swap, truncate
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import Closing, KVCache, half_closed
 from pyvmem.kvcache.config import KVCacheConfig, LayerShape, Place, classes_of, invalid
 from pyvmem.kvcache.events import record
-from pyvmem.kvcache.group import Core
+from pyvmem.kvcache.group import Group, pool_low
 from pyvmem.kvcache.journal import Books
 from pyvmem.kvcache.metrics import CacheStats, together
 from pyvmem.kvcache.prefix_cache import PrefixCache
@@ -33,28 +33,28 @@ if TYPE_CHECKING:
 __all__ = ["LayeredCache"]
 
 
-def _agreed(cores: list[Core]) -> list[Core]:
+def _agreed(groups: list[Group]) -> list[Group]:
     """The same, with the same free slots: one that a failure broke in one class is none's."""
-    for core in cores:
-        core.reclaimer.poll()
-        core.pager.poll()
-    if len({len(core.table.free) for core in cores}) > 1:
-        broken = {slot.index for core in cores for slot in core.table if slot.broken}
-        for core in cores:
+    for group in groups:
+        group.reclaimer.poll()
+        group.pager.poll()
+    if len({len(group.table.free) for group in groups}) > 1:
+        broken = {slot.index for group in groups for slot in group.table if slot.broken}
+        for group in groups:
             for index in broken:
-                core.table.condemn(core.table[index])
-    return cores
+                group.table.condemn(group.table[index])
+    return groups
 
 
-def _alloc(cores: list[Core], seq_len: int) -> int | None:
+def _alloc(groups: list[Group], seq_len: int) -> int | None:
     """Takes the slot that fits the first class best, in all of them."""
-    found = cores[0].fit(seq_len)
+    found = groups[0].fit(seq_len)
     if found is None:
         return None
-    for core in cores:
-        core.take(core.table[found.index])
-    for core in cores:
-        core.prepare()
+    for group in groups:
+        group.take(group.table[found.index])
+    for group in groups:
+        group.prepare()
     return found.index
 
 
@@ -62,7 +62,7 @@ class LayeredCache(Closing):
     """One `KVCache` for each class of equal layers, behind one reqid and one `step`.
 
     The classes share a budget. What changes a request is all or nothing over all of them. Prefixes
-    are recorded in one tree, in units that fill whole pages in every class (joint.py).
+    are recorded in one tree, in units that fill whole pages in every class (prefix_cache.py).
 
     Thread-safe; calls take turns. A context manager.
 
@@ -110,7 +110,7 @@ class LayeredCache(Closing):
         ]
         with ExitStack() as undo:
             if context is None and budget is None:
-                ready = sum(map(group.pool_low, configs))
+                ready = sum(map(pool_low, configs))
                 context = Context(
                     backend,
                     device=device,
@@ -140,9 +140,9 @@ class LayeredCache(Closing):
                     limit=least,
                 )
             with budget.lock, budget.journal:
-                prefixes = PrefixCache([cache._core.sharing for cache in caches])
+                prefixes = PrefixCache([cache._group.sharing for cache in caches])
                 for place, cache in enumerate(caches):
-                    cache._core.use_prefixes(prefixes, place)
+                    cache._group.use_prefixes(prefixes, place)
             undo.pop_all()
         self._lock = budget.lock
         self._journal = budget.journal
@@ -152,12 +152,12 @@ class LayeredCache(Closing):
     """One for each class, in the order in which the layers name them. For tensors, layouts and
     reports; requests are taken, stepped and given back through the whole."""
 
-    def _open(self) -> list[Core]:
+    def _open(self) -> list[Group]:
         if self._closed:
             raise BadHandle("the LayeredCache is closed", errno=errno.EBADF, op="LayeredCache")
         if self._closing:
             raise half_closed("LayeredCache")
-        return [cache._open_core() for cache in self.caches]
+        return [cache._open_group() for cache in self.caches]
 
     def _gone(self) -> bool:
         return super()._gone() or not self.budget.context.is_open
@@ -174,18 +174,18 @@ class LayeredCache(Closing):
     ) -> None:
         """As `KVCache.free_reqid`; with `tokens`, all classes record the request's rows."""
         with self._lock, self._journal:
-            cores = self._open()
-            slots = [core.slot(reqid) for core in cores]
-            event = record(stream, cores[0].device)
+            groups = self._open()
+            slots = [group.slot(reqid) for group in groups]
+            event = record(stream, groups[0].device)
             if tokens is not None:
-                cores[0].prefixes.record_last(slots[0], tokens, event, namespace)
-            for core, slot in zip(cores, slots, strict=True):
-                core.mover.abandon(slot)
-            for core, slot in zip(cores, slots, strict=True):
-                core.release(slot, event)
-            for core in cores:
-                core.prepare()
-                core.tidy()
+                groups[0].prefixes.record_last(slots[0], tokens, event, namespace)
+            for group, slot in zip(groups, slots, strict=True):
+                group.mover.abandon(slot)
+            for group, slot in zip(groups, slots, strict=True):
+                group.release(slot, event)
+            for group in groups:
+                group.prepare()
+                group.tidy()
 
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
         """As `KVCache.truncate`, in all classes or in none."""
@@ -209,10 +209,10 @@ class LayeredCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            cores = _agreed(self._open())
-            forked = manager.fork_all(cores, reqid, operator.index(count), length, stream)
-            for core in cores:
-                core.prepare()
+            groups = _agreed(self._open())
+            forked = manager.fork_all(groups, reqid, operator.index(count), length, stream)
+            for group in groups:
+                group.prepare()
             return forked
 
     # ---- prefixes --------------------------------------------------------------------------------
@@ -228,8 +228,8 @@ class LayeredCache(Closing):
         """As `KVCache.record`. After a failure, pages of the request may be read-only already."""
         check(stream)
         with self._lock, self._journal:
-            core = self._open()[0]
-            return core.prefixes.record(core.slot(reqid), tokens, stream, namespace)
+            group = self._open()[0]
+            return group.prefixes.record(group.slot(reqid), tokens, stream, namespace)
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
         """As `KVCache.match`."""
@@ -242,17 +242,17 @@ class LayeredCache(Closing):
         """As `KVCache.alloc_prefix`."""
         check(stream)
         with self._lock, self._journal:
-            cores = _agreed(self._open())
-            prefixes = cores[0].prefixes
+            groups = _agreed(self._open())
+            prefixes = groups[0].prefixes
             match, length = prefixes.wanted(tokens, leave, namespace)
             try:
                 begins = prefixes.can_begin(match)
                 if begins:
-                    reqid = manager.alloc_prefix(cores, match, stream)
-                    for core in cores:
-                        core.prepare()
+                    reqid = manager.alloc_prefix(groups, match, stream)
+                    for group in groups:
+                        group.prepare()
                 else:
-                    reqid = _alloc(cores, length)
+                    reqid = _alloc(groups, length)
             finally:
                 if match is not tokens:
                     match.release()
@@ -264,8 +264,8 @@ class LayeredCache(Closing):
         """As `KVCache.swap_out`."""
         check(stream)
         with self._lock, self._journal:
-            cores = self._open()
-            return swap.swap_out(cores, reqid, stream)
+            groups = self._open()
+            return swap.swap_out(groups, reqid, stream)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """As `KVCache.swap_in`; the slot fits the class of the first layer best."""
@@ -284,13 +284,13 @@ class LayeredCache(Closing):
         """As `KVCache.trim`; returns the bytes given back to the device."""
         check(stream)
         with self._lock, self._journal:
-            cores = self._open()
-            before = cores[0].context.stats().slab_bytes
+            groups = self._open()
+            before = groups[0].context.stats().slab_bytes
             for cache in self.caches:
                 cache.trim(prefixes)
             if compact:
-                idle.compact(cores[0], stream, owned=self._owned is not None)
-            return max(0, before - cores[0].context.stats().slab_bytes)
+                idle.compact(groups[0], stream, owned=self._owned is not None)
+            return max(0, before - groups[0].context.stats().slab_bytes)
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -339,13 +339,13 @@ class LayeredCache(Closing):
         the sum of the classes' peaks.
         """
         with self._lock, self._journal:
-            cores = self._open()
-            for core in cores:
-                core.reclaimer.poll()
-            share = cores[0].reclaimer.share
+            groups = self._open()
+            for group in groups:
+                group.reclaimer.poll()
+            share = groups[0].reclaimer.share
             assert share is not None
-            room = share.room() // cores[0].layout.page_size
-            return together([integrity.stats(core) for core in cores], room)
+            room = share.room() // groups[0].layout.page_size
+            return together([integrity.stats(group) for group in groups], room)
 
     def check_integrity(self) -> None:
         """As `KVCache.check_integrity`, for every class."""
@@ -384,10 +384,10 @@ class LayeredCache(Closing):
 def _close_others(budget: Budget, books: list[Books]) -> None:
     """Closes the caches of a budget that were made since, also one that nobody was told of."""
     with budget.lock, budget.journal as journal:
-        for core in [one for one in journal.books if one not in books]:
-            assert isinstance(core, Core)
-            core.close(None)
-            budget.leave(core.pager)
+        for group in [one for one in journal.books if one not in books]:
+            assert isinstance(group, Group)
+            group.close(None)
+            budget.leave(group.pager)
 
 
 def _shape_free(policy: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a cache reports about itself."""
+"""What a cache counts and reports about itself."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ behind one handle. In the handle lies one tensor after the other:
     | tensor 0: page 0 ... pages - 1 | tensor 1: page 0 ... pages - 1 | ...
 
 A *span* names pages of one or more blocks; it is a value, and cutting one costs and changes
-nothing. Who keeps a span holds a reference to each of its pages (`SharedPages.hold`, shared.py): a
+nothing. Who keeps a span holds a reference to each of its pages (`SharedPages.hold`): a
 slot that has them mapped, a batch that unmaps them, a recorded prefix. With its last reference a
 page goes back to the pool, also out of the middle of a block.
 
-The pages of a block are of one kind (places.py). Large ones are counted as the small pages that
+The pages of a block are of one kind. Large ones are counted as the small pages that
 they stand for, and a recorded prefix may name a part of one; but they are mapped as a whole, and go
 back when none of their parts is referred to. A prefix that begins in the middle of a large page has
 a *lead*: the pages of its own from the last border on, so that the way to it can be mapped without

@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: MIT
-"""What requests of a `LayeredCache` share: forks, and one tree of prefixes for all classes.
+"""Recorded prefixes: which tokens' rows are kept in every group of layers, and who leases them.
 
 A match may be dropped in any thread, and by Python's collector at any line, also in the middle of a
 call of the cache. So dropping only puts the lease aside; the cache's next call that looks at
 prefixes gives it up.
 
-On several ranks (lockstep.py) what a call answers must not depend on when a collector runs: there a
-lease ends when the match is used or released, and at the latest with the next `step`.
+On several ranks (distributed.py) what a call answers must not depend on when a collector runs:
+there a lease ends when the match is used or released, and at the latest with the next `step`.
 
 The sharing unit is the fewest tokens that fill whole pages of a tensor, ``lcm(row_bytes, page_size)
 / row_bytes``: 32 tokens where rows are 2 KiB and pages 64 KiB. A row of 384 bytes does not divide
 64 KiB; the row that crosses into the next page ends there, so that whoever continues after it would
 write into a page that is shared. Only every 512 tokens do page and row end together.
 
-A class has rows of its own size, so the same tokens fill a different number of pages in each:
+A group has rows of its own size, so the same tokens fill a different number of pages in each:
 
     tokens   | unit 0                   | unit 1                   |
-    class 0  | page 0      | page 1     | page 2      | page 3     |   rows of 2 KiB
-    class 1  | page 0                   | page 1                   |   rows of 1 KiB
+    group 0  | page 0      | page 1     | page 2      | page 3     |   rows of 2 KiB
+    group 1  | page 0                   | page 1                   |   rows of 1 KiB
 
-All have the same pages, a power of two, so a class's own unit is one too, and the greatest of them
-is the least common multiple. The tree is the first class's. Its spans name that class's pages and
-have those of the others beside them, so that what is split, matched or evicted is so in all.
+The unit of all is the least common multiple of theirs. A node of the tree has a span in every
+group, so that what is split, matched or evicted is so in all.
 """
 
 from __future__ import annotations

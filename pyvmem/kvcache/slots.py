@@ -12,13 +12,14 @@ filled with zeros. A free slot has granted == 0; what it has mapped is its cache
 granted and mapped belong to nobody, so they may be taken away at any time once the earlier owners'
 GPU work is over.
 
-With a sliding window (window.py) the first pages, below `head`, have been unmapped again.
+With a sliding window (migration.py) the first pages, below `head`, have been unmapped again.
 
-Shared pages (spans.py) are mapped read-only, but in a `writer`; others may have them too. A free
+Shared pages (pages.py) are mapped read-only, but in a `writer`; others may have them too. A free
 slot keeps none: all its pages are unmapped together, and until that has happened the slot is
-*stale*; so is one that slid, or that has pages outside the device (places.py).
+*stale*; so is one that slid, or that has pages outside the device.
 
-All of it follows from the slots' attributes: a slot is filed under what they say, and filing it
+What is looked up among the slots without looking at each of them is in an index (`SlotIndex`). All
+of it follows from the slots' attributes: a slot is filed under what they say, and filing it
 again moves it to its place. So it can be filed at any time and any number of times, and an index
 that may be wrong is thrown away and made anew.
 """
@@ -145,9 +146,9 @@ class SlotTable:
     exception leaves at worst an index that is made anew.
 
     Attributes:
-        lockstep: answers depend on the sequence of calls alone (lockstep.py), never on how far the
-            background is. What else would be an answer, such as a driver that is out of memory, is
-            an error then.
+        lockstep: answers depend on the sequence of calls alone (`ParallelKVCache`), never on how
+            far the background is. What else would be an answer, such as a driver that is out of
+            memory, is an error then.
         changes: counts slots taken and given back.
     """
 

@@ -19,7 +19,7 @@ from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.manager import grow_all
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache.group import Core
+    from pyvmem.kvcache.group import Group
     from pyvmem.kvcache.slots import Slot
 
 __all__ = ["SwappedRequest", "bring_back", "swap_in", "swap_out"]
@@ -36,10 +36,10 @@ class SwappedRequest:
         nbytes: host memory that was taken.
     """
 
-    def __init__(self, cores: Sequence[Core], seq_len: int, rows: Sequence[memoryview]) -> None:
+    def __init__(self, groups: Sequence[Group], seq_len: int, rows: Sequence[memoryview]) -> None:
         self.seq_len = seq_len
         self.nbytes = sum(one.nbytes for one in rows)
-        self._cores = tuple(cores)
+        self._groups = tuple(groups)
         self._rows: Sequence[memoryview] | None = rows
 
     @property
@@ -73,50 +73,50 @@ def _host_memory(size: int, device: int | None) -> memoryview:
     return memoryview(bytearray(size))
 
 
-def _pieces(core: Core, slot: Slot, size: int) -> list[int]:
+def _pieces(group: Group, slot: Slot, size: int) -> list[int]:
     """Where `size` bytes of rows begin, in every tensor."""
-    layout = core.layout
+    layout = group.layout
     return [
-        core.pager.base + layout.offset(slot.index, 0, tensor)
+        group.pager.base + layout.offset(slot.index, 0, tensor)
         for tensor in (range(layout.num_tensors) if size else ())
     ]
 
 
-def swap_out(cores: Sequence[Core], reqid: int, stream: Any) -> SwappedRequest:
+def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest:
     """See `KVCache.swap_out`; of several caches with the same requests, all or none."""
-    for core in cores:
-        core.sharing.require(SWAP, "swap_out")
-    slots = [core.slot(reqid) for core in cores]
-    length = cores[0].rows[slots[0].index]
-    for core, slot in zip(cores, slots, strict=True):
-        core.pager.release(slot)
-    sizes = [length * core.layout.row_bytes for core in cores]
+    for group in groups:
+        group.sharing.require(SWAP, "swap_out")
+    slots = [group.slot(reqid) for group in groups]
+    length = groups[0].rows[slots[0].index]
+    for group, slot in zip(groups, slots, strict=True):
+        group.pager.release(slot)
+    sizes = [length * group.layout.row_bytes for group in groups]
     rows = [
-        _host_memory(size * core.layout.num_tensors, core.device)
-        for core, size in zip(cores, sizes, strict=True)
+        _host_memory(size * group.layout.num_tensors, group.device)
+        for group, size in zip(groups, sizes, strict=True)
     ]
-    wait_for(record(stream, cores[0].device))
-    for core, slot, size, held in zip(cores, slots, sizes, rows, strict=True):
-        for tensor, address in enumerate(_pieces(core, slot, size)):
-            core.context.read_into(address, held[tensor * size : (tensor + 1) * size])
-    swapped = SwappedRequest(cores, length, rows)
-    for core, slot in zip(cores, slots, strict=True):
-        core.release(slot, None)  # the work is over
-    cores[0].journal.on_abort(partial(bring_back, cores, swapped, slots[0].index))
-    for core in cores:
-        core.tidy()
+    wait_for(record(stream, groups[0].device))
+    for group, slot, size, held in zip(groups, slots, sizes, rows, strict=True):
+        for tensor, address in enumerate(_pieces(group, slot, size)):
+            group.context.read_into(address, held[tensor * size : (tensor + 1) * size])
+    swapped = SwappedRequest(groups, length, rows)
+    for group, slot in zip(groups, slots, strict=True):
+        group.release(slot, None)  # the work is over
+    groups[0].journal.on_abort(partial(bring_back, groups, swapped, slots[0].index))
+    for group in groups:
+        group.tidy()
     return swapped
 
 
-def bring_back(cores: Sequence[Core], swapped: SwappedRequest, reqid: int) -> None:
+def bring_back(groups: Sequence[Group], swapped: SwappedRequest, reqid: int) -> None:
     """Undoes a `swap_out` whose result nobody got; nothing, where that is done already."""
-    slot = cores[0].table[reqid]
+    slot = groups[0].table[reqid]
     if swapped.is_open and not slot.active:
-        swap_in(cores, swapped, None, into=reqid)
+        swap_in(groups, swapped, None, into=reqid)
 
 
 def swap_in(
-    cores: Sequence[Core], swapped: SwappedRequest, stream: Any, into: int | None = None
+    groups: Sequence[Group], swapped: SwappedRequest, stream: Any, into: int | None = None
 ) -> int | None:
     """See `KVCache.swap_in`; into several caches with the same requests, all or none.
 
@@ -128,44 +128,44 @@ def swap_in(
         raise BadHandle(
             f"{swapped!r} was closed or swapped in before", errno=errno.EBADF, op="KVCache.swap_in"
         )
-    if swapped._cores != tuple(cores):
+    if swapped._groups != tuple(groups):
         raise invalid(f"{swapped!r} is another cache's")
     length = swapped.seq_len
-    found = cores[0].fit(length) if into is None else cores[0].table[into]
+    found = groups[0].fit(length) if into is None else groups[0].table[into]
     if found is None:
         return None
-    slots = [core.table[found.index] for core in cores]
-    for core, slot in zip(cores, slots, strict=True):
-        core.pager.release(slot)
-    for core, slot in zip(cores, slots, strict=True):
-        core.take(slot)
+    slots = [group.table[found.index] for group in groups]
+    for group, slot in zip(groups, slots, strict=True):
+        group.pager.release(slot)
+    for group, slot in zip(groups, slots, strict=True):
+        group.take(slot)
 
     def give_back() -> None:
-        for core, slot in zip(cores, slots, strict=True):
-            core.release(slot, None)
+        for group, slot in zip(groups, slots, strict=True):
+            group.release(slot, None)
 
     try:
         want = [
-            (core, [(slot, core.layout.pages_for(length))] if length else [])
-            for core, slot in zip(cores, slots, strict=True)
+            (group, [(slot, group.layout.pages_for(length))] if length else [])
+            for group, slot in zip(groups, slots, strict=True)
         ]
         if not grow_all(want, background=False):
             give_back()
             return None
-        for core in cores:
-            core.pager.settle(stream)
+        for group in groups:
+            group.pager.settle(stream)
         # Zero-fills, and earlier owners' work where nothing is filled.
-        wait_for(record(stream, cores[0].device))
-        for core, slot, rows in zip(cores, slots, swapped._rows, strict=True):
-            size = length * core.layout.row_bytes
-            for tensor, address in enumerate(_pieces(core, slot, size)):
-                core.context.write(address, rows[tensor * size : (tensor + 1) * size])
+        wait_for(record(stream, groups[0].device))
+        for group, slot, rows in zip(groups, slots, swapped._rows, strict=True):
+            size = length * group.layout.row_bytes
+            for tensor, address in enumerate(_pieces(group, slot, size)):
+                group.context.write(address, rows[tensor * size : (tensor + 1) * size])
     except VMemError:
         give_back()
         raise
-    for core, slot in zip(cores, slots, strict=True):
-        core.enter(slot, length)
-        core.note_peaks()
-    cores[0].journal.keep(swapped, "_rows")
+    for group, slot in zip(groups, slots, strict=True):
+        group.enter(slot, length)
+        group.note_peaks()
+    groups[0].journal.keep(swapped, "_rows")
     swapped.close()
     return found.index

@@ -26,7 +26,7 @@ from pyvmem.kvcache.events import prune, record, wait_for
 from pyvmem.ops import OpBatch
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache.group import Core
+    from pyvmem.kvcache.group import Group
     from pyvmem.kvcache.pages import Span
     from pyvmem.kvcache.slots import Slot
     from pyvmem.reservation import Reservation
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
 __all__ = ["truncate"]
 
 
-def truncate(cores: Sequence[Core], reqid: int, length: int, stream: Any) -> int:
+def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> int:
     """See `KVCache.truncate`; of several caches with the same requests, all or none."""
-    slots = [core.slot(reqid) for core in cores]
-    rows, held = operator.index(length), max(core.rows[slots[0].index] for core in cores)
+    slots = [group.slot(reqid) for group in groups]
+    rows, held = operator.index(length), max(group.rows[slots[0].index] for group in groups)
     if not 0 <= rows <= held:
         raise invalid(f"length {rows}: reqid {slots[0].index} holds {held} tokens", limit=held)
-    for core, slot in zip(cores, slots, strict=True):
-        if core.window is not None:
-            core.window.check(slot, rows)
+    for group, slot in zip(groups, slots, strict=True):
+        if group.window is not None:
+            group.window.check(slot, rows)
     if rows == held:
         return 0
-    for core, slot in zip(cores, slots, strict=True):
-        page = rows * core.layout.row_bytes // core.layout.page_size
-        core.mover.shorten(slot, page, stream)
-    each = [_Truncation.of(core, slot, rows) for core, slot in zip(cores, slots, strict=True)]
+    for group, slot in zip(groups, slots, strict=True):
+        page = rows * group.layout.row_bytes // group.layout.page_size
+        group.mover.shorten(slot, page, stream)
+    each = [_Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)]
     if any(one.unmaps for one in each):
         for one in each:
-            one.core.pager.release(one.slot)
-        each = [_Truncation.of(one.core, one.slot, rows) for one in each]
-        wait_for(record(stream, cores[0].device))
-        if not _unmap_all(each, partial(_complete, cores, reqid, slots[0].owner, rows)):
+            one.group.pager.release(one.slot)
+        each = [_Truncation.of(one.group, one.slot, rows) for one in each]
+        wait_for(record(stream, groups[0].device))
+        if not _unmap_all(each, partial(_complete, groups, reqid, slots[0].owner, rows)):
             return -1
         stream = None  # the work on it is over
     _shorten(each, stream)
@@ -67,44 +67,44 @@ def _shorten(each: Sequence[_Truncation], stream: Any) -> None:
     `stream`: of the last work on the rows.
     """
     disowned = [one for one in each if not one.unmaps and one.keep < one.slot.granted]
-    event = record(stream, disowned[0].core.device) if disowned else None
+    event = record(stream, disowned[0].group.device) if disowned else None
     for one in disowned:
-        core, slot = one.core, one.slot
-        core.pager.shrink(slot, one.keep)
-        core.reclaimer.own_away = None
+        group, slot = one.group, one.slot
+        group.pager.shrink(slot, one.keep)
+        group.reclaimer.own_away = None
         slot.events = [*prune(slot.events), *(() if event is None else (event,))]
     for one in each:
-        core, slot = one.core, one.slot
-        if core.promoter is not None:
-            core.promoter.shorten(slot, one.first)
-        core.prefixes.shorten(slot, one.rows)
-        core.enter(slot, one.rows)
-        core.table.changes += 1
+        group, slot = one.group, one.slot
+        if group.promoter is not None:
+            group.promoter.shorten(slot, one.first)
+        group.prefixes.shorten(slot, one.rows)
+        group.enter(slot, one.rows)
+        group.table.changes += 1
     for one in disowned:
-        if not one.core.config.deferred_reclaim and one.slot.job is None:
-            one.core.reclaimer.try_cut(one.slot, one.keep)
+        if not one.group.config.deferred_reclaim and one.slot.job is None:
+            one.group.reclaimer.try_cut(one.slot, one.keep)
 
 
-def _complete(cores: Sequence[Core], reqid: int, owner: int, rows: int) -> None:
+def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int) -> None:
     """Does what is left of a truncation that an exception ended after pages had gone.
 
     Raises:
         NotRecoverable: it could not; the request has lost rows, and the text names it.
     """
-    slots = [core.table[reqid] for core in cores]
+    slots = [group.table[reqid] for group in groups]
     if slots[0].owner != owner or any(slot.lost for slot in slots):
         return
     try:
-        done = truncate(cores, reqid, rows, None) == 0
+        done = truncate(groups, reqid, rows, None) == 0
     except VMemError as error:
-        raise _lost(cores[0], slots[0], error) from error
+        raise _lost(groups[0], slots[0], error) from error
     if not done:
         short = "memory is short for its last page"
         raise _lost(
-            cores[0], slots[0], OutOfMemory(short, errno=errno.ENOMEM, op="KVCache.truncate")
+            groups[0], slots[0], OutOfMemory(short, errno=errno.ENOMEM, op="KVCache.truncate")
         )
     _shorten(
-        [_Truncation.of(core, slot, rows) for core, slot in zip(cores, slots, strict=True)], None
+        [_Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)], None
     )
 
 
@@ -123,7 +123,7 @@ class _Truncation:
         addresses: where the copies are before they take their place.
     """
 
-    core: Core
+    group: Group
     slot: Slot
     rows: int
     first: int
@@ -135,9 +135,9 @@ class _Truncation:
     addresses: Reservation | None = None
 
     @classmethod
-    def of(cls, core: Core, slot: Slot, rows: int) -> _Truncation:
+    def of(cls, group: Group, slot: Slot, rows: int) -> _Truncation:
         """The slot is the request's, without a move under way behind its rows."""
-        layout, places = core.layout, slot.places
+        layout, places = group.layout, slot.places
         first, cut = divmod(rows * layout.row_bytes, layout.page_size)
         keep = min(places.whole_away(layout.pages_for(rows)), slot.granted)
         shared = min(slot.shared, places.floor(first))
@@ -149,51 +149,51 @@ class _Truncation:
                 keep = shared  # what a kernel may over-read comes with the next step
         unmaps = shared < slot.shared or places.away_end > keep
         end = max(places.ceil(keep), copied)
-        return cls(core, slot, rows, first, keep, shared, copied, end, unmaps)
+        return cls(group, slot, rows, first, keep, shared, copied, end, unmaps)
 
     @property
     def stride(self) -> int:
         """Bytes of the copies in each tensor."""
-        return (self.copied - self.shared) * self.core.layout.page_size
+        return (self.copied - self.shared) * self.group.layout.page_size
 
     @property
     def new_pages(self) -> int:
         """Physical pages that the copies take."""
-        return (self.copied - self.shared) * self.core.layout.num_tensors
+        return (self.copied - self.shared) * self.group.layout.num_tensors
 
     def copy(self) -> bool:
         """Copies what is kept of shared pages; False where memory is short.
 
         The work that the pages wait for is over, but for that of those who wrote them for others.
         """
-        core, slot, layout = self.core, self.slot, self.core.layout
+        group, slot, layout = self.group, self.slot, self.group.layout
         if not self.new_pages:
             return True
-        if not core.pager.have(self.new_pages):
+        if not group.pager.have(self.new_pages):
             return False
         for block, *_ in slot.span.cut(self.shared, self.copied).parts:
             for event in prune(block.events):
                 wait_for(event)
         nbytes = self.rows * layout.row_bytes - self.shared * layout.page_size
         ops = OpBatch(1)
-        addresses = core.scratch.take(self.stride * layout.num_tensors)
+        addresses = group.scratch.take(self.stride * layout.num_tensors)
         ops.populate(
             addresses.addr,
             self.stride,
             layout.num_tensors,
             self.stride,
             layout.page_size,
-            copy_from=core.pager.base + layout.offset(slot.index, self.shared),
+            copy_from=group.pager.base + layout.offset(slot.index, self.shared),
             copy_stride=layout.tensor_bytes,
             copy_bytes=nbytes,
         )
         try:
-            with core.counters.waiting(), core.mapper.transaction() as change:
-                core.reclaimer.held += self.new_pages
+            with group.counters.waiting(), group.mapper.transaction() as change:
+                group.reclaimer.held += self.new_pages
                 change.run(ops)
         except VMemError as error:
-            core.scratch.give(addresses)
-            if core.sharing.is_shortage(error):
+            group.scratch.give(addresses)
+            if group.sharing.is_shortage(error):
                 return False
             raise
         self.addresses = addresses
@@ -203,20 +203,20 @@ class _Truncation:
         """Undoes `copy`."""
         if self.addresses is not None:
             addresses, self.addresses = self.addresses, None
-            self.core.scratch.give_mapped(addresses, self.stride * self.core.layout.num_tensors)
-            self.core.reclaimer.held -= self.new_pages
+            self.group.scratch.give_mapped(addresses, self.stride * self.group.layout.num_tensors)
+            self.group.reclaimer.held -= self.new_pages
 
     def unmap(self) -> None:
         """The copies take their place, and what is behind them goes: one batch, all or nothing."""
-        core, slot, layout = self.core, self.slot, self.core.layout
-        tensors, base = layout.num_tensors, core.pager.base
+        group, slot, layout = self.group, self.slot, self.group.layout
+        tensors, base = layout.num_tensors, group.pager.base
         ops = OpBatch(3)
         if self.addresses is not None:
             scratch, size = self.addresses.addr, self.stride
             ops.map(
                 base + layout.offset(slot.index, self.shared),
                 size,
-                core.mapper.gather(scratch, size, tensors, size),
+                group.mapper.gather(scratch, size, tensors, size),
                 0,
                 tensors,
                 layout.tensor_bytes,
@@ -232,19 +232,19 @@ class _Truncation:
                 layout.tensor_bytes,
             )
         try:
-            with core.counters.waiting(), core.mapper.transaction() as change:
+            with group.counters.waiting(), group.mapper.transaction() as change:
                 tail = self._note()
                 change.run(ops, slot.events)
         except NotRecoverable as error:
-            raise _lost(core, slot, error) from error
-        core.reclaimer.let_go(tail)
+            raise _lost(group, slot, error) from error
+        group.reclaimer.let_go(tail)
         if self.addresses is not None:
             addresses, self.addresses = self.addresses, None
-            core.scratch.give(addresses)
+            group.scratch.give(addresses)
 
     def _note(self) -> Span:
         """What `unmap` does, in the books; returns the shared pages that go."""
-        core, slot, places = self.core, self.slot, self.slot.places
+        group, slot, places = self.group, self.slot, self.slot.places
         own = max(self.end, slot.shared)
         away = places.away(own, slot.mapped)
         gone = max(0, slot.mapped - own) - sum(away.values())
@@ -252,10 +252,10 @@ class _Truncation:
         places.forget(self.shared, self.copied)
         places.forget(self.end, slot.mapped)
         mapped, granted = min(slot.mapped, self.end), max(self.keep, places.away_end)
-        core.pager.replace(slot, slot.span.cut(0, self.shared), mapped, granted)
-        core.reclaimer.shared.unuse(tail)
-        core.reclaimer.came_back(gone, away)
-        core.enter(slot, self.rows)
+        group.pager.replace(slot, slot.span.cut(0, self.shared), mapped, granted)
+        group.reclaimer.shared.unuse(tail)
+        group.reclaimer.came_back(gone, away)
+        group.enter(slot, self.rows)
         return tail
 
 
@@ -273,14 +273,14 @@ def _unmap_all(each: Sequence[_Truncation], complete: Callable[[], None]) -> boo
         if not all(one.copy() for one in begun):
             _give_up(begun)
             return False
-        begun[0].core.journal.on_abort(complete)
+        begun[0].group.journal.on_abort(complete)
         for one in begun:
             one.unmap()
             done.append(one)
     except VMemError as error:
         _give_up(begun)
         if done and not isinstance(error, NotRecoverable):
-            raise _lost(begun[len(done)].core, begun[len(done)].slot, error) from error
+            raise _lost(begun[len(done)].group, begun[len(done)].slot, error) from error
         raise
     return True
 
@@ -290,9 +290,9 @@ def _give_up(begun: Sequence[_Truncation]) -> None:
         one.give_up()
 
 
-def _lost(core: Core, slot: Slot, error: VMemError) -> NotRecoverable:
+def _lost(group: Group, slot: Slot, error: VMemError) -> NotRecoverable:
     """A request that has lost rows: its slot is used no more."""
-    core.table.condemn(slot)
+    group.table.condemn(slot)
     slot.lost = True
     return NotRecoverable(
         f"reqid {slot.index} has lost its rows, free it: {error}",

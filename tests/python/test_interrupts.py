@@ -657,7 +657,7 @@ def can_admit_a_match_again(engine: Engine) -> Steps:
     def again() -> None:
         call()
         engine.free(cache, reqid)
-        cache._core.prefixes.evict(0, 64)
+        cache._group.prefixes.evict(0, 64)
         _begins(engine, cache, match, tags[:ROWS])
 
     return call, again

@@ -205,7 +205,9 @@ def test_a_failed_join_is_told_and_the_cache_goes_on(refused: int) -> None:
             assert cache.step(lens) == 0
         else:
             assert isinstance(told.value, pyvmem.NotRecoverable)
-            broken = [slot.reqid for slot in cache.snapshot() if cache._core.table[slot.reqid].lost]
+            broken = [
+                slot.reqid for slot in cache.snapshot() if cache._group.table[slot.reqid].lost
+            ]
             assert len(broken) == 1
             cache.free_reqid(broken[0])
             lens[broken[0]] = 0

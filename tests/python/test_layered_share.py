@@ -137,12 +137,12 @@ def test_a_fork_that_fails_in_a_later_class_leaves_no_trace(
         parent, tags = started(cache, 2 * UNIT + 1)
         cache.record(parent, range(2 * UNIT))
         before, pages = state(cache), cache.stats().active_pages
-        core = cache.caches[place]._core
+        group = cache.caches[place]._group
 
         def broken(*args: Any, **options: Any) -> None:
             raise error("the driver has no more of it")
 
-        for owner, name in ((core, "attach"), (core.sharing, "share")):
+        for owner, name in ((group, "attach"), (group.sharing, "share")):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, broken)
                 if name == "attach" and error is OutOfMemory:
