@@ -135,7 +135,8 @@ static const struct command commands[] = {
     {"RELEASE", UVM_VMEM_RELEASE, sizeof(struct uvm_vmem_release), release_valid, release_undo},
     {"BIND", UVM_VMEM_BIND, sizeof(struct uvm_vmem_bind), bind_valid, bind_undo},
     {"WAIT", UVM_VMEM_WAIT, sizeof(struct uvm_vmem_wait), wait_valid, NULL},
-    {"STAT", UVM_VMEM_STAT, sizeof(struct uvm_vmem_stat), stat_valid, NULL},
+    {"STAT", UVM_VMEM_STAT, sizeof(struct uvm_vmem_stat), stat_valid, NULL,
+     offsetof(struct uvm_vmem_stat, out_table_bytes)},
 };
 
 static void sizes(void) {

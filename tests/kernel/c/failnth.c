@@ -88,9 +88,9 @@ static int do_bind_async(void) {
   return result ? result : vm_wait(W.uvm, ticket, FOREVER);
 }
 
-/* A slot of one 2 MB entry is cut; a slot of small ones becomes one. */
+/* A 2 MB entry is cut, and an empty slot becomes one. */
 static int do_bind_big(void) {
-  struct uvm_vmem_op ops[2] = {op_unmap(RES + MIB(4) + 5 * UNIT, 1, 0), op_map(RES + MIB(6), large, 2, 1, 0)};
+  struct uvm_vmem_op ops[2] = {op_unmap(RES + MIB(4) + 5 * UNIT, 1, UVM_VMEM_OP_CUT), op_map(RES + MIB(6), large, 2, 1, 0)};
   return vm_bind(W.uvm, RES, ops, 2, NULL, NULL);
 }
 

@@ -31,6 +31,7 @@ struct command {
   size_t size;
   void (*valid)(void *argument);
   void (*undo)(void *argument);
+  size_t least; /* size of the first version of the struct, where it has grown since */
 };
 
 /* Two pages, of which the second is not there; returns the end of the first. */
@@ -100,14 +101,23 @@ static inline void run_rows(int fd, const struct command *c, const struct row *r
 /* The size field alone: too short, longer with a zero tail, longer with a dirty one, reaching into nothing. */
 static inline void run_sizes(int fd, const struct command *c) {
   static const uint32_t longer[] = {8, 24, 2048};
-  const size_t short_by[] = {1, 4, 8, c->size - 4, c->size};
+  const size_t least = c->least ? c->least : c->size, short_by[] = {1, 4, 8, least - 4, least};
   char what[160], *argument;
   for (size_t i = 0; i < ARRAY_SIZE(short_by); i++) {
     argument = page_end() - c->size;
     c->valid(argument);
-    *(uint32_t *)argument = (uint32_t)(c->size - short_by[i]);
+    *(uint32_t *)argument = (uint32_t)(least - short_by[i]);
     snprintf(what, sizeof(what), "%s, struct short by %zu", c->name, short_by[i]);
     if (!expect(fd, what, c->number, argument, EINVAL) && c->undo) c->undo(argument);
+  }
+  if (least < c->size) { /* what a program of the first version knows of it */
+    char whole[4096];
+    argument = page_end() - least;
+    c->valid(whole);
+    memcpy(argument, whole, least);
+    *(uint32_t *)argument = (uint32_t)least;
+    snprintf(what, sizeof(what), "%s, struct of the first version", c->name);
+    if (expect(fd, what, c->number, argument, 0) && c->undo) c->undo(argument);
   }
   for (size_t i = 0; i < ARRAY_SIZE(longer); i++) {
     size_t size = c->size + longer[i];
