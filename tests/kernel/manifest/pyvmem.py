@@ -24,7 +24,10 @@ C_TESTS = (
     "zeroing",
 )
 # A GPU that has failed for good keeps its page tables as they are: nothing can be written there.
-AFTER_A_FAILURE = (r"softgpu: error: gpu \d: frame [0-9a-f]+ freed while \d+ live entries map it",)
+AFTER_A_FAILURE = (
+    r"softgpu: error: gpu \d: frame [0-9a-f]+ freed while \d+ live entries map it",
+    r"nvidia-uvm: vmem: process \d+ \(test_uvm\): a batch failed on a GPU",
+)
 
 
 def _uvm(name: str, argument: str = "", **options: object) -> Test:
