@@ -11,10 +11,11 @@ ARGS ?=
 export VMEM_CACHE_DIR ?= $(CURDIR)/$(BUILD)/cache
 
 .DEFAULT_GOAL := help
-.PHONY: help all lib setup run test test-long test-kernel kernel-test test-driver test-gpu bench lint install uninstall clean
+.PHONY: help all lib setup run check test test-long test-kernel kernel-test test-driver test-gpu bench lint docs dist \
+	install uninstall clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 all: lib setup ## the C library and the Python environment
 
@@ -27,11 +28,14 @@ setup: ## the Python environment build/venv with this project in it
 run: setup ## serves the prompts with a real model on the best back end; ARGS=... for options
 	$(VENV)/bin/vmem serve-demo $(ARGS)
 
-test: setup ## every test this machine can run (about half an hour on 2 cores)
-	@$(VPY) scripts/run_tests.py
+check: setup ## for every day, about 2 minutes: lint, C tests, the fast Python tests
+	@$(VPY) scripts/run_tests.py lint c python-fast
+
+test: setup ## every test this machine can run (half an hour on 2 cores); FROM=stage goes on there
+	@$(VPY) scripts/run_tests.py $(if $(FROM),--from $(FROM))
 
 test-long: setup ## the same and the tests marked `long`
-	@$(VPY) scripts/run_tests.py --long
+	@$(VPY) scripts/run_tests.py --long $(if $(FROM),--from $(FROM))
 
 test-kernel: setup ## the patched driver on software GPUs, in virtual machines (a part of make test)
 	@$(VPY) scripts/run_tests.py kernel
@@ -50,8 +54,14 @@ test-gpu: setup ## the tests that need a GPU: the suite on the back ends stock a
 bench: setup ## the measurements; a machine with no GPU measures the back end host alone
 	$(VENV)/bin/vmem bench api $(ARGS)
 
-lint: setup ## ruff, mypy --strict, shellcheck, generated parts of the README
+lint: setup ## ruff, mypy --strict, shellcheck, clang-format, generated tables
 	@$(VPY) scripts/run_tests.py lint
+
+docs: setup ## the documentation as a site: build/site/index.html
+	@$(VPY) scripts/docs_site.py
+
+dist: setup ## sdist, wheel, SBOM and checksums: dist/
+	@$(VPY) scripts/dist.py
 
 install: ## libvmem, its header, vmem.pc and the man pages; PREFIX=/usr/local DESTDIR=
 	@$(MAKE) --no-print-directory -C libvmem install

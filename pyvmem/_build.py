@@ -17,8 +17,9 @@ HEADER = Path("libvmem/include/vmem.h")
 KERNEL_HEADER = "kernel_module/uvm_vmem_ioctl.h"
 TORCH_HEADER = Path("pyvmem/_torch_alloc.h")
 OUTCOME_HEADER = Path("pyvmem/_outcome.h")
+COLUMNS_HEADER = Path("pyvmem/_columns.h")
 
-OWN = ("dlpack", "lengths", "outcome", "torch_alloc")
+OWN = ("columns", "dlpack", "outcome", "torch_alloc")
 
 DLPACK = """
 void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t device_id,
@@ -26,11 +27,6 @@ void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t
                         const int64_t *strides, int versioned);
 uint64_t pyvmem_dlpack_destructor(int versioned);
 void pyvmem_dlpack_discard(void *tensor, int versioned);
-"""
-
-LENGTHS = """
-int64_t pyvmem_lengths(void *list, uint32_t count, const uint64_t *held, const uint64_t *capacity,
-                       uint64_t *next, uint32_t *beyond, uint64_t *total);
 """
 
 
@@ -64,16 +60,17 @@ def declarations(header: str) -> str:
 def ffibuilder() -> FFI:
     """The module's description; paths are relative to the project's root, where builds run."""
     ffi = FFI()
-    ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")) + DLPACK + LENGTHS)
-    for own in (TORCH_HEADER, OUTCOME_HEADER):
+    ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")) + DLPACK)
+    own_headers = (TORCH_HEADER, OUTCOME_HEADER, COLUMNS_HEADER)
+    for own in own_headers:
         ffi.cdef(declarations(own.read_text(encoding="utf-8")))
     sources = sorted(str(path) for path in Path("libvmem/src").rglob("*.c"))
     headers = sorted(str(path) for path in Path("libvmem").rglob("*.h")) + [KERNEL_HEADER]
     ffi.set_source(
         "pyvmem._vmem",
-        '#include "vmem.h"\n#include "_torch_alloc.h"\n#include "_outcome.h"\n' + DLPACK + LENGTHS,
+        "".join(f'#include "{own.name}"\n' for own in (HEADER, *own_headers)) + DLPACK,
         sources=[*sources, *(f"pyvmem/_{name}.c" for name in OWN)],
-        depends=[*headers, str(TORCH_HEADER), str(OUTCOME_HEADER), "pyvmem/_vmem.map"],
+        depends=[*headers, *map(str, own_headers), "pyvmem/_vmem.map"],
         include_dirs=["libvmem/include", "libvmem/src", "kernel_module", "pyvmem"],
         define_macros=[("_GNU_SOURCE", "1")],
         extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-pthread"],

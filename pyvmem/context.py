@@ -8,6 +8,7 @@ it fails. This layer adds objects, lifetimes and warnings.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 import warnings
@@ -35,6 +36,8 @@ _SPARSE = _native.constant("VMEM_RESERVE_SPARSE")
 _RESERVE_FORCE = _native.constant("VMEM_RESERVE_FORCE")
 _LARGE = _native.constant("VMEM_RESERVE_LARGE")
 _DIRTY = _native.constant("VMEM_CREATE_DIRTY")
+
+_log = logging.getLogger(__name__)
 
 
 class Context(AddressSpace):
@@ -98,6 +101,7 @@ class Context(AddressSpace):
         self._info = ContextInfo._from_c(_native.query(self.handle), ordinals)
         host = self._info.backend == "host"
         self.cuda_device: int | None = None if host else ordinals[0]
+        _log_opened(backend, self._info)
 
     cuda_device: int | None
     """CUDA ordinal that holds the pages; None on ``host``."""
@@ -344,3 +348,20 @@ class Context(AddressSpace):
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<Context {self._info.backend}, granule {self._info.granule}, {state}>"
+
+
+def _log_opened(asked: str, info: ContextInfo) -> None:
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    sizes = ", ".join(f"{size >> 10}" for size in info.page_sizes)
+    where = ", ".join(part for part in (info.device_name, info.driver) if part)
+    _log.info(
+        "back end %s (%s asked for)%s: pages of %s KiB, granule %d KiB, %s mappings at most%s",
+        info.backend,
+        asked,
+        f" on {where}" if where else "",
+        sizes,
+        info.granule >> 10,
+        info.max_mappings or "any number of",
+        f"; passed over: {info.why}" if info.why else "",
+    )

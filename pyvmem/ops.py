@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import struct
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from pyvmem import _native
@@ -92,6 +91,20 @@ class OpBatch:
 
     def __len__(self) -> int:
         return self._end // _SIZE
+
+    @property
+    def array(self) -> Any:
+        """The operations, struct vmem_op[] of `capacity`: for C that writes them; see `wrote`."""
+        return self._array
+
+    def wrote(self, count: int) -> None:
+        """Says that C has written `count` operations, all there are; none consumes pages."""
+        end = count * _SIZE
+        if not 0 <= end <= self._limit:
+            self._full()
+        self._end = end
+        if self._consumed:
+            self._consumed = []
 
     def clear(self) -> None:
         """Forgets all operations."""
@@ -196,34 +209,6 @@ class OpBatch:
                 copy_bytes=copy_bytes,
             )  # fmt: skip
         self._end = end + _SIZE
-
-    def populate_each(
-        self,
-        ranges: Sequence[tuple[int, int]],
-        count: int = 1,
-        stride: int = 0,
-        page_size: int = 0,
-        dirty: bool = False,
-        spread: bool = False,
-    ) -> None:
-        """`populate` of several pieces ``(addr, size)``, one operation each."""
-        flags = (_DIRTY if dirty else 0) | (_SPREAD if spread else 0)
-        end, buffer, pack = self._end, self._buffer, _PACK
-        if end + len(ranges) * _SIZE > self._limit:
-            self._full()
-        for addr, size in ranges:
-            try:
-                pack(
-                    buffer, end,
-                    _POPULATE, flags, addr, size, count, stride, 0, 0, _DEVICE, 0, page_size, 0,
-                    0, 0, 0,
-                )  # fmt: skip
-            except struct.error as error:
-                _bad_number(
-                    error, addr=addr, size=size, count=count, stride=stride, page_size=page_size
-                )
-            end += _SIZE
-        self._end = end
 
     def unmap(
         self, addr: int, size: int, count: int = 1, stride: int = 0, holes: bool = False

@@ -270,7 +270,9 @@ def drop_forgotten(vm: int, numbers: deque[int]) -> None:
     """Drops the tickets whose objects were collected before their result was known."""
     while numbers:
         # Other threads may be here: a number goes last, so that none is left out.
-        with suppress(IndexError, ValueError):
+        try:
             number = numbers[0]
             _native.ticket_drop(vm, number)
             numbers.remove(number)
+        except (IndexError, ValueError):
+            pass

@@ -107,7 +107,11 @@ def add_parser(sub: Any) -> None:
     )
     parser.add_argument("--device", default="0", help="CUDA ordinal (default: 0)")
     parser.add_argument("--force", action="store_true", help="also try unchecked driver versions")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument(
+        "--report", action="store_true", help="print what a bug report needs, in Markdown"
+    )
     parser.set_defaults(run=run)
 
 
@@ -115,7 +119,11 @@ def run(args: argparse.Namespace) -> int:
     """Prints the results; 0 if any back end is usable."""
     device = int(args.device) if args.device.isdigit() else args.device
     results = probe(device, force=args.force)
-    if args.json:
+    if args.report:
+        from pyvmem.bug_report import bug_report  # which needs what this module has
+
+        print(bug_report(results))
+    elif args.json:
         caps = {one.backend: [cap.name for cap in Caps if cap in one.caps] for one in results}
         records = [{**vars(one), "caps": caps[one.backend]} for one in results]
         print(json.dumps(records, indent=2))

@@ -9,10 +9,12 @@ files counts, not about the kernel's or NVIDIA's headers.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from driver_patches import kernel_files
@@ -88,19 +90,24 @@ def long_lines(work: Path, source: Path) -> list[str]:
 def check_tree(tree: Tree) -> list[str]:
     """All that is found in our files of a tree that has been built."""
     ours = [Path("nvidia-uvm") / name for name in kernel_files() if name.endswith((".c", ".h"))]
-    names = sorted(path.name for path in softgpu_folder().glob("*.[ch]"))
-    ours += [Path("nvidia/softgpu") / name for name in names if "_user" not in name]
-    found: list[str] = []
-    for source in ours:
-        found += long_lines(tree.work, source)
+    # The software GPU is the same in both builds.
+    if tree.type == "release":
+        names = sorted(path.name for path in softgpu_folder().glob("*.[ch]"))
+        ours += [Path("nvidia/softgpu") / name for name in names if "_user" not in name]
+
+    def check(source: Path) -> list[str]:
+        found = long_lines(tree.work, source)
         if source.suffix != ".c":
-            continue
+            return found
         command = noted_command(tree.work, source)
         flags = command[1:]
         # Compiled, not only parsed: some warnings come with the optimisation.
         warn = [command[0], *flags[:-1], *WARNINGS, "-c", "-o", "/dev/null", flags[-1]]
         found += findings(warn, tree.headers.build, tree.work, ours)
-        found += findings([*SPARSE, *flags], tree.headers.build, tree.work, ours)
+        return found + findings([*SPARSE, *flags], tree.headers.build, tree.work, ours)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = [line for lines in pool.map(check, ours) for line in lines]
     return list(dict.fromkeys(found))
 
 

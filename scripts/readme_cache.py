@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""README.md's tables of the benchmarks of the cache and of attention, one for each run."""
+"""The tables of the benchmarks of the cache and of attention, one for each run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The README's table of driver versions, from the records that suite.py --driver has made."""
+"""The table of driver versions, from the records that suite.py --driver has made."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The README's table of features: the package's own rows, over kept records of probed back ends.
+"""The table of features: the package's own rows, over kept records of probed back ends.
 
 A record is what `vmem features --json` or `vmem selftest --json` wrote. Needs pyvmem to import.
 """

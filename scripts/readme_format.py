@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the generators of README.md's tables have in common."""
+"""What the generators of the tables have in common."""
 
 from __future__ import annotations
 

@@ -1,27 +1,33 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Writes the measured parts of README.md, and the table of features, from benchmarks/results.
+"""Writes the measured parts of the README and of the documentation, from benchmarks/results.
 
 A part lies between `<!-- measured NAME -->` and `<!-- /measured NAME -->`; nothing there is written
-by hand, nor between `<!-- features -->` and `<!-- /features -->`. `--check` changes nothing and
-fails where the file does not say what the results say. The parts of readme_cache.py are only asked
-for when there is a result for them.
+by hand, nor between `<!-- features -->` and `<!-- /features -->`. Every part is in one file, and
+links in it are made relative to that. `--check` changes nothing and fails where a file does not say
+what the results say. The parts of readme_cache.py are only asked for when there is a result for
+them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import readme_drivers
 import readme_features
+import readme_index
+import readme_summary
 from readme_cache import CACHE_PARTS
 from readme_format import RESULTS, ROOT, Result, number, rows, table, title
 
 README = ROOT / "README.md"
+FOLDERS = ("docs/**/*.md", "benchmarks/*/README.md")
 FORMAT = "vmem-bench-api/1"
 NOTHING = "Not measured yet: `benchmarks/results/` holds no run on a GPU."
 
@@ -317,41 +323,74 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "aims": part_aims,
     "verified": part_verified,
     "features": lambda _: readme_features.part(),
+    "results": lambda _: readme_index.part(),
+    "summary": readme_summary.part,
 }
 
 
 OF_GPU = {"calls", "aims", "verified"}  # the other parts have results of their own
+MARKER = re.compile(r"<!-- (measured [a-z-]+|features) -->.*?<!-- /\1 -->", re.S)
 
 
-def render(text: str, results: list[Result]) -> str:
-    """The README with its measured parts written anew."""
+def files() -> list[Path]:
+    """Where parts may stand."""
+    return [README, *sorted(path for folder in FOLDERS for path in ROOT.glob(folder))]
+
+
+def relative(line: str, path: Path) -> str:
+    """A line of a part, whose links are from the root of the repository, for one file."""
+    here = os.path.relpath(path.parent, ROOT)
+
+    def link(match: re.Match[str]) -> str:
+        return f"]({os.path.relpath(match[1], here)})"
+
+    return re.sub(r"\]\((?![a-z]+:|#)([^)]+)\)", link, line)
+
+
+def render(texts: dict[Path, str], results: list[Result]) -> dict[Path, str]:
+    """The files with their measured parts written anew."""
     optional = {name: part for name, part in CACHE_PARTS.items() if part([])}
-    for name, part in {**PARTS, **optional}.items():
-        label = name if name == "features" else f"measured {name}"
-        begin, end = f"<!-- {label} -->", f"<!-- /{label} -->"
-        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.S)
-        if len(pattern.findall(text)) != 1:
-            sys.exit(f"README.md needs one part between '{begin}' and '{end}'")
+    parts = {
+        name if name == "features" else f"measured {name}": (name, part)
+        for name, part in {**PARTS, **optional}.items()
+    }
+    found = [match[1] for text in texts.values() for match in MARKER.finditer(text)]
+    for label in parts:
+        if found.count(label) != 1:
+            sys.exit(f"'<!-- {label} -->' is in {found.count(label)} places, not in one")
+
+    def written(path: Path, match: re.Match[str]) -> str:
+        label = match[1]
+        if label not in parts:
+            return match[0]  # of a benchmark without a result
+        name, part = parts[label]
         lines = part(results) if results or name not in OF_GPU else [NOTHING]
-        block = "\n".join([begin, *lines, end])
-        text = pattern.sub(lambda _, block=block: block, text)  # type: ignore[misc]
-    return text
+        shown = [relative(line, path) for line in lines]
+        return "\n".join([f"<!-- {label} -->", *shown, f"<!-- /{label} -->"])
+
+    return {
+        path: MARKER.sub(lambda match, path=path: written(path, match), text)  # type: ignore[misc]
+        for path, text in texts.items()
+    }
 
 
 def main() -> int:
-    """Writes the file, or compares it."""
+    """Writes the files, or compares them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare, change nothing")
     check = parser.parse_args().check
-    text = README.read_text(encoding="utf-8")
-    wanted = render(text, load())
-    if text == wanted:
-        return 0
-    if check:
-        print("README.md does not show benchmarks/results: run scripts/readme_tables.py")
-        return 1
-    README.write_text(wanted, encoding="utf-8")
-    return 0
+    texts = {path: path.read_text(encoding="utf-8") for path in files()}
+    status = 0
+    for path, wanted in render(texts, load()).items():
+        if wanted == texts[path]:
+            continue
+        if check:
+            name = path.relative_to(ROOT)
+            print(f"{name} does not show benchmarks/results: run scripts/readme_tables.py")
+            status = 1
+        else:
+            path.write_text(wanted, encoding="utf-8")
+    return status
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 """Runs every test this machine can run, stage by stage, and says at the end what was not run.
 
 The lines of the runners (pytest's last one, "N passed, N failed" of the C programs) appear as they
-come. Exit status 0: no stage failed.
+come. Each stage's time is kept in build/, so that the next run can tell how long it has to go; a
+run that failed or was interrupted names the stage to go on from. Exit status 0: no stage failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +27,16 @@ BUILD = ROOT / "build"
 VENV = BUILD / "venv" / "bin"
 PYTHON = VENV / "python"
 OTHER_PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+NO_TOOLS = 3  # docs_site.py's exit status without MkDocs
+# A minute of tests that see most mistakes: each layer, and the cache's usual calls.
+EVERYDAY = (
+    *("bad_input", "columns", "context", "errors", "order", "parts", "structure", "tensor"),
+    *("tickets", "turns", "bench", "docs", "layouts", "logs", "run_tests", "bug_report"),
+    *("kvcache", "kvcache_budget", "kvcache_config", "kvcache_prefix", "kvcache_rows"),
+    *("kvcache_share", "kvcache_swap", "prefix_tree", "serve_scheduler", "slot_index"),
+)
 LINTED = ("pyvmem", "scripts", "tests", "setup.py")
+TIMES = BUILD / "test-times.json"
 
 
 class Failed(Exception):
@@ -108,9 +119,16 @@ def library(session: Session) -> None:
     call(PYTHON, ROOT / "scripts" / "check_library.py")
 
 
-def readme(session: Session) -> None:
-    """The README's Python, and the files it points at."""
-    call(PYTHON, ROOT / "scripts" / "check_readme.py")
+def docs(session: Session) -> None:
+    """The code in the documentation is run; the site is built, without warnings or dead links."""
+    quiet(*make("all"))
+    call(PYTHON, ROOT / "scripts" / "check_docs.py")
+    command = [str(PYTHON), str(ROOT / "scripts" / "docs_site.py")]
+    status = subprocess.run(command, stdin=subprocess.DEVNULL, cwd=ROOT, check=False).returncode
+    if status == NO_TOOLS:
+        session.skip("the documentation's site: its tools cannot be had here")
+    elif status:
+        raise Failed(f"exit status {status}: scripts/docs_site.py")
 
 
 def c_sources() -> list[Path]:
@@ -120,7 +138,7 @@ def c_sources() -> list[Path]:
 
 
 def lint(session: Session) -> None:
-    """ruff, mypy --strict, shellcheck, clang-format and what is generated into the README."""
+    """ruff, mypy --strict, shellcheck, clang-format, and tables that are generated."""
     scripts: list[Path] = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]
     scripts += [ROOT / "tests" / "kernel" / "guest" / name for name in ("init", "image")]
     commands: list[list[str | Path]] = [
@@ -148,6 +166,29 @@ def python_tests(session: Session) -> None:
     """pytest on the back end host."""
     marks = "long or not long" if session.long else "not long"
     call(PYTHON, "-m", "pytest", "-q", "-m", marks, "tests/python", VMEM_TEST_BACKEND="host")
+
+
+def vllm(session: Session) -> None:
+    """vLLM for the CPU on the elastic pool, beside stock vLLM."""
+    setup = ROOT / "scripts" / "vllm_setup.py"
+    status = subprocess.run([PYTHON, setup], stdin=subprocess.DEVNULL, check=False).returncode
+    if status == 77:
+        session.skip("vllm: its environment cannot be had here (see above)")
+        return
+    if status:
+        raise Failed(f"exit status {status}: {setup.name}")
+    marks = "long or not long" if session.long else "not long"
+    # Warnings are vLLM's own, hundreds of them.
+    options = ["-q", "-o", "filterwarnings=default", "--disable-warnings", "-m", marks]
+    python = BUILD / "vllm" / "bin" / "python"
+    call(python, "-m", "pytest", *options, "tests/vllm", PYTHONPATH=str(ROOT))
+
+
+def python_fast(session: Session) -> None:
+    """pytest on the back end host, the files of EVERYDAY alone."""
+    files = [f"tests/python/test_{name}.py" for name in EVERYDAY]
+    marks = "not slow and not long"
+    call(PYTHON, "-m", "pytest", "-q", "-m", marks, *files, VMEM_TEST_BACKEND="host")
 
 
 def kernel_scripts(session: Session) -> None:
@@ -221,21 +262,16 @@ def answer(*command: str) -> str | None:
 
 
 def wheel(session: Session) -> None:
-    """A wheel built from a copy of the tracked sources, imported in new environments."""
+    """What `make dist` makes, installed in new environments; with --long, made twice."""
     found, absent = interpreters()
     for version in absent:
         session.skip(f"the wheel on Python {version}: no such interpreter here")
     with tempfile.TemporaryDirectory(prefix="vmem-wheel-") as name:
         folder = Path(name)
-        source = folder / "source"
-        for path in quiet("git", "ls-files", "-z").split("\0"):
-            if path and (ROOT / path).is_file():
-                (source / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / path, source / path)
         pip = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
-        build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation"]
-        quiet(PYTHON, *build, "-w", folder, source)
-        (built,) = folder.glob("*.whl")
+        twice = ["--check"] if session.long else []
+        quiet(PYTHON, ROOT / "scripts" / "dist.py", "--out", folder / "dist", *twice)
+        (built,) = folder.glob("dist/*.whl")
         print(f"built {built.name}", flush=True)
         check = (ROOT / "scripts" / "check_wheel.py").resolve()
         for version, python in found.items():
@@ -255,15 +291,84 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "examples": examples,
     "library": library,
     "lint": lint,
-    "readme": readme,
+    "docs": docs,
     "python": python_tests,
+    "vllm": vllm,
     "gpu-checks": gpu_checks,
     "kernel-scripts": kernel_scripts,
     "kernel": kernel,
     "kernel-checks": kernel_checks,
     "wheel": wheel,
+    "python-fast": python_fast,
     "gpu": gpu_tests,
 }
+ASKED_FOR = ("python-fast", "gpu")  # run only where they are named
+
+
+def minutes(seconds: float) -> str:
+    """A time for a person."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+class Times:
+    """Seconds that each stage took when it last passed; a long run's apart from a short one's."""
+
+    def __init__(self, path: Path, *, long: bool) -> None:
+        self._path = path
+        self._mode = "long" if long else "short"
+        self._all: dict[str, dict[str, float]] = {}
+        with contextlib.suppress(OSError, ValueError):
+            self._all = json.loads(path.read_text(encoding="utf-8"))
+
+    def left(self, names: Sequence[str]) -> str:
+        """What stages are expected to take, as far as an earlier run tells."""
+        known = self._all.get(self._mode, {})
+        seconds = [known[name] for name in names if name in known]
+        if not seconds:
+            return "time left unknown"
+        unknown = len(names) - len(seconds)
+        more = f", not counting {unknown} never timed" if unknown else ""
+        return f"about {minutes(sum(seconds))} left{more}"
+
+    def note(self, name: str, seconds: float) -> None:
+        """Keeps a stage's time."""
+        self._all.setdefault(self._mode, {})[name] = round(seconds, 1)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(self._all, indent=1), encoding="utf-8")
+        new.replace(self._path)
+
+
+def run_stages(names: Sequence[str], session: Session, times: Times) -> int:
+    """Runs them, then prints what became of each; the exit status."""
+    results: dict[str, str] = {}
+    start = time.monotonic()
+    try:
+        for place, name in enumerate(names):
+            where = f"stage {place + 1} of {len(names)}, {times.left(names[place:])}"
+            print(f"\n#### {name} ({where}): {(STAGES[name].__doc__ or '').strip()}", flush=True)
+            begun = time.monotonic()
+            results[name] = "interrupted"
+            try:
+                STAGES[name](session)
+                took = time.monotonic() - begun
+                times.note(name, took)
+                results[name] = f"passed   {took:6.0f} s"
+            except Failed as error:
+                print(f"FAILED: {error}", flush=True)
+                results[name] = f"FAILED   {time.monotonic() - begun:6.0f} s  {error!s:.50}"
+    except KeyboardInterrupt:
+        pass
+    print("\n#### summary", *(f"{name:<14} {said}" for name, said in results.items()), sep="\n")
+    for text in session.not_run:
+        print(f"not run: {text}")
+    bad = [name for name in names if not results.get(name, "").startswith("passed")]
+    print(f"{len(names) - len(bad)} of {len(names)} stages passed in", end=" ")
+    print(minutes(time.monotonic() - start), flush=True)
+    if bad and "gpu" not in names:
+        target = "test-long" if session.long else "test"
+        print(f"to go on: make {target} FROM={bad[0]}")
+    return 1 if bad else 0
 
 
 def main() -> int:
@@ -271,33 +376,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("stages", nargs="*", metavar="stage", help=", ".join(STAGES))
     parser.add_argument("--long", action="store_true", help="also the tests marked long")
+    parser.add_argument("--from", dest="first", metavar="STAGE", help="that one and what follows")
     parser.add_argument("--gpu", nargs="*", metavar="BACKEND", help="the stage gpu alone")
     options = parser.parse_args()
-    unknown = [name for name in options.stages if name not in STAGES]
+    known = [*options.stages, *([options.first] if options.first else [])]
+    unknown = [name for name in known if name not in STAGES]
     if unknown:
-        parser.error(f"no such stage: {', '.join(unknown)}")
-    names = options.stages or [name for name in STAGES if name != "gpu"]
+        parser.error(f"no such stage: {', '.join(unknown)}; there are {', '.join(STAGES)}")
+    names = options.stages or [name for name in STAGES if name not in ASKED_FOR]
     session = Session(long=options.long)
     if options.gpu is not None:
         names = ["gpu-checks", "gpu"]
         session.backends = options.gpu
-    results: list[str] = []
-    failed = 0
-    for name in names:
-        print(f"\n#### {name}: {(STAGES[name].__doc__ or '').strip()}", flush=True)
-        start = time.monotonic()
-        try:
-            STAGES[name](session)
-            result = "passed"
-        except Failed as error:
-            print(f"FAILED: {error}", flush=True)
-            result, failed = "FAILED", failed + 1
-        results.append(f"{name:<14} {result:<8} {time.monotonic() - start:6.0f} s")
+    if options.first:
+        if options.first not in names:
+            parser.error(f"--from {options.first}: not among {', '.join(names)}")
+        names = names[names.index(options.first) :]
     if not options.stages and options.gpu is None:
         session.skip("what needs a GPU (make test-gpu, on a machine with one)")
-    results += [f"not run: {text}" for text in session.not_run]
-    print("\n#### summary", *results, sep="\n", flush=True)
-    return 1 if failed else 0
+    return run_stages(names, session, Times(TIMES, long=options.long))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ STAMPS = BUILD / "stamps"
 REQUIREMENTS = ROOT / "scripts" / "requirements"
 # Without these nothing runs; the others only take a part of the program or of the tests with them.
 ESSENTIAL = ("build",)
-OPTIONAL = ("serve", "server", "model", "cuda", "test", "lint")
+OPTIONAL = ("serve", "server", "model", "cuda", "test", "lint", "dist")
 # Only the model's file is wanted, not the program that the package is a plug-in of.
 WITHOUT_DEPENDENCIES = ("model",)
 PYTHONS = ((3, 10), (3, 13))

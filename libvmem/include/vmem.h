@@ -117,6 +117,15 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 
 #define VMEM_OPEN_FORCE (1u << 0) /* use a driver version that was never checked (stock, uvm) */
 
+/* Levels of what a context tells (vmem_open_opts.log): each with those before it. */
+#define VMEM_LOG_WARNING 1 /* what an operator must know: a range is quarantined, a slab could not be given back */
+#define VMEM_LOG_INFO 2    /* what was opened and why; submitted batches that failed */
+#define VMEM_LOG_DEBUG 3   /* slabs taken from the driver and given back */
+
+/* Gets a line without a newline, which is valid during the call. Called in any thread that is in the library, the
+ * worker included, by several at a time; it must not call the library, and whoever waits for it waits. */
+typedef void (*vmem_log_fn)(void *arg, uint32_t level, const char *text);
+
 struct vmem_open_opts {
   size_t size;
   const char *backend;  /* "auto" (default), "host", "cuda", "stock", "uvm"; "auto" takes the first usable of
@@ -133,6 +142,11 @@ struct vmem_open_opts {
                          default (host: 0, GPU: 1 GiB), VMEM_KEEP_ALL = only vmem_trim gives back */
   uint64_t max_mappings; /* most vmem_stats.mappings at a time; 0 = the back end's share (stock: 237,568, less on
                             several devices; half of what the driver has for all processes), elsewhere no limit */
+  vmem_log_fn log;       /* told of what happens, from vmem_open to the end of vmem_close; NULL = nobody. Calls that find
+                            their memory there tell nothing */
+  void *log_arg;         /* its first argument */
+  uint32_t log_level;    /* the last level that is told: VMEM_LOG_*; 0 = VMEM_LOG_INFO */
+  uint32_t log_reserved; /* 0 */
 };
 
 struct vmem_info {

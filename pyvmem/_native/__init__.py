@@ -14,7 +14,7 @@ from pyvmem._native.arrays import (
     dlpack_new,
 )
 from pyvmem._native.boundary import constant, fail, text_of
-from pyvmem._native.lengths import Lengths
+from pyvmem._native.columns import Columns, Grown
 from pyvmem._native.memory import (
     AFTER_NONE,
     batch,
@@ -60,7 +60,8 @@ from pyvmem._vmem import ffi
 
 __all__ = [
     "AFTER_NONE",
-    "Lengths",
+    "Columns",
+    "Grown",
     "Outcome",
     "address_of",
     "backend_names",

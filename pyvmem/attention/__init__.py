@@ -161,9 +161,13 @@ def attention(
 
     Args:
         q: the requests' new tokens, one request after the other, ``[tokens, heads, head_dim]``.
-        cache, layer: whose rows, with the new tokens' already written.
-        reqids, q_lens, kv_lens: see `Batch`.
-        scale, kernel: see `Attention`.
+        cache: whose rows, with the new tokens' already written.
+        layer: of the cache.
+        reqids: see `Batch`.
+        q_lens: see `Batch`.
+        kv_lens: see `Batch`.
+        scale: see `Attention`.
+        kernel: see `Attention`.
     """
     attend = Attention(cache, kernel)
     try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pyvmem.attention.batch import Batch
     from pyvmem.kvcache import KVCache
 
-__all__ = ["fa2", "fa3", "fa3_paged", "why_not_fa2", "why_not_fa3", "why_not_fa3_paged"]
+__all__ = ["fa2", "fa3", "fa3_call", "fa3_paged", "why_not_fa2", "why_not_fa3", "why_not_fa3_paged"]
 
 _VLLM = "_vllm_fa3_C"
 _HALF = ("float16", "bfloat16")
@@ -61,6 +61,20 @@ def _fa3() -> tuple[Any, str]:
         interface: Any = importlib.import_module("flash_attn_interface")
         return functools.partial(_interface_call, interface.flash_attn_with_kvcache), ""
     return None, "neither vLLM's package (nor $VMEM_FA3) nor flash_attn_interface brings it"
+
+
+def fa3_call() -> Any:
+    """FlashAttention-3 for any memory: ``call(q, k, v, batch, scale, table=None)``.
+
+    Of `batch` it takes `starts`, `used`, `max_q` and, without a block table, `index`.
+
+    Raises:
+        RuntimeError: nothing brings it; the text says why.
+    """
+    call, why = _fa3()
+    if call is None:
+        raise RuntimeError(why)
+    return call
 
 
 def _in_vllm() -> Path | None:
@@ -145,7 +159,7 @@ def fa3(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
 ) -> torch.Tensor:
     """One call; reads whole tiles of up to 192 rows."""
-    out: torch.Tensor = _fa3()[0](q, k, v, batch, scale)
+    out: torch.Tensor = fa3_call()(q, k, v, batch, scale)
     return out
 
 
@@ -175,7 +189,7 @@ def fa3_paged(
     table = batch.block_table(blocks)
     if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         table = table[:, : blocks.wanted(batch.max_kv)]
-    out: torch.Tensor = _fa3()[0](q, blocks.view(k), blocks.view(v), batch, scale, table)
+    out: torch.Tensor = fa3_call()(q, blocks.view(k), blocks.view(v), batch, scale, table)
     return out
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 if TYPE_CHECKING:
     from pyvmem.attention.batch import Batch
 
-__all__ = ["sdpa"]
+__all__ = ["causal", "sdpa"]
 
 
 def sdpa(
@@ -22,20 +22,25 @@ def sdpa(
     for run in batch.runs:
         end = run.start + run.count * run.q_len
         slots = slice(run.slot, run.slot + run.count)
-        mask = None
-        if 1 < run.q_len < run.kv_len:  # a later chunk: is_causal would align at the upper left
-            mask = q.new_ones((run.q_len, run.kv_len), dtype=torch.bool)
-            mask = mask.tril(run.kv_len - run.q_len)
         shape = (run.count, run.q_len, *q.shape[1:])
         rows = q[run.start : end].reshape(shape)
-        found = scaled_dot_product_attention(
-            rows.transpose(1, 2),
-            k[slots, : run.kv_len].transpose(1, 2),
-            v[slots, : run.kv_len].transpose(1, 2),
-            attn_mask=mask,
-            is_causal=run.q_len > 1 and mask is None,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[2],
-        )
-        out[run.start : end].view(shape).copy_(found.transpose(1, 2))
+        found = causal(rows, k[slots, : run.kv_len], v[slots, : run.kv_len], scale)
+        out[run.start : end].view(shape).copy_(found)
     return out
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Of ``[requests, tokens, heads, dim]``, the last tokens of ``[requests, rows, ...]``."""
+    new, rows = q.shape[1], k.shape[1]
+    mask = None
+    if 1 < new < rows:  # a later chunk: is_causal would align at the upper left
+        mask = q.new_ones((new, rows), dtype=torch.bool).tril(rows - new)
+    return scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=new > 1 and mask is None,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    ).transpose(1, 2)

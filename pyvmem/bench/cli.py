@@ -40,7 +40,9 @@ from pyvmem.bench.cumem import Cuda, CudaUnavailable, CuMem
 from pyvmem.bench.machine import describe
 from pyvmem.bench.merge import MergeError, merge
 from pyvmem.bench.native import Native
+from pyvmem.bench.paper import command as paper
 from pyvmem.bench.record import Part, Record
+from pyvmem.bench.serving import command as serve
 from pyvmem.bench.setting import PartFunction, Setting
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
@@ -126,6 +128,8 @@ def add_parser(sub: Any) -> None:
     deferred.add_parser(which)
     prefix_map.add_parser(which)
     fill.add_parser(which)
+    serve.add_parser(which)
+    paper.add_parser(which)
 
 
 def measure(

@@ -25,6 +25,7 @@ from pyvmem.bench.record import Part, Record
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
+from pyvmem.layouts.options import size
 from pyvmem.probe import probe
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ __all__ = [
     "Command",
     "WrongResult",
     "add_common",
+    "add_page",
     "backends",
     "conducted",
     "now",
@@ -87,6 +89,11 @@ def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
     add("--json", action="store_true", help="print the JSON instead of the tables")
 
 
+def add_page(parser: argparse.ArgumentParser) -> None:
+    """The option ``--page`` of commands that measure one page size at a time."""
+    parser.add_argument("--page", type=size, default=0, help="of the cache, as 2M (64K)")
+
+
 class Command:
     """One run of a command: the record that it fills, and the place where it is written.
 
@@ -124,6 +131,7 @@ class Command:
                 "device": args.device,
                 "deadline": args.deadline,
                 "fa3": args.fa3 is not None,
+                "page": self.page,
                 **options,
             },
             backends=backends(args.device),
@@ -135,10 +143,13 @@ class Command:
 
     @property
     def page(self) -> int:
-        """64 KiB, or the smallest page that is larger; in a quick run on host 4 KiB.
+        """What ``--page`` says; else 64 KiB, or the smallest page that is larger.
 
-        A tiny model's requests then need several.
+        In a quick run on host 4 KiB: a tiny model's requests then need several.
         """
+        asked: int = getattr(self.args, "page", 0)
+        if asked:
+            return asked
         if self.quick and self.backend == "host":
             return 4 << 10
         return min(size for size in self.page_sizes if size >= 64 << 10)

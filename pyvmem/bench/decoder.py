@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: MIT
 """A model of Llama's kind with random weights: the FLOPs and bytes of the real one, no text.
 
-Plain torch over `pyvmem.attention`, without a tokenizer, rotary embedding (a few operations on
-queries and keys that move no weights and no cache) or tensor parallelism.
+Plain torch, with rotary embedding, without a tokenizer or tensor parallelism. Attention and the
+cache are the caller's: `pyvmem.attention`, or anything of the same form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
+from pyvmem.bench import fused
 from pyvmem.kvcache import KVCacheConfig
 
-if TYPE_CHECKING:
-    from pyvmem.attention import Attention, Batch
-
-__all__ = ["LLAMA_3_8B", "TINY", "Decoder", "Sizes"]
+__all__ = ["LLAMA_3_8B", "TINY", "YI_6B", "Attends", "Decoder", "NewTokens", "Sizes"]
 
 _EPS = 1e-5
 _FIRST_LAYERS = 4
@@ -37,6 +35,7 @@ class Sizes:
     head_dim: int
     inner: int
     vocabulary: int
+    theta: float = 10000.0  # base of the rotary embedding's frequencies
 
     @property
     def weights(self) -> int:
@@ -61,8 +60,34 @@ class Sizes:
         )
 
 
-LLAMA_3_8B = Sizes("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256)
+LLAMA_3_8B = Sizes("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256, 5e5)
+YI_6B = Sizes("Yi-6B", 32, 4096, 32, 4, 128, 11008, 64000, 5e6)
 TINY = Sizes("a tiny model", 2, 64, 4, 2, 64, 96, 128)
+
+
+class NewTokens(Protocol):
+    """What a forward pass must know of its batch."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Each new token's place in its request, ``[tokens]``."""
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """Where each request's new tokens start, and their end, ``[requests + 1]``."""
+
+
+_Batch = TypeVar("_Batch", bound=NewTokens, contravariant=True)
+
+
+class Attends(Protocol, Generic[_Batch]):
+    """Keys and values, and attention over them; `pyvmem.attention.Attention` is one."""
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, batch: _Batch) -> None:
+        """Stores the new tokens' rows, ``[tokens, num_kv_heads, head_dim]``."""
+
+    def __call__(self, q: torch.Tensor, layer: int, batch: _Batch) -> torch.Tensor:
+        """Attention of ``[tokens, heads, head_dim]``, in the same shape."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +107,14 @@ class Decoder:
         sizes: of the model.
         device: where it lies.
         seed: of the weights.
+        longest: tokens of a request, at most.
     """
 
-    def __init__(self, sizes: Sizes, device: torch.device, seed: int = 1) -> None:
+    def __init__(
+        self, sizes: Sizes, device: torch.device, seed: int = 1, longest: int = 1 << 15
+    ) -> None:
         self.sizes = sizes
+        self._rotary = fused.rotary_table(longest, sizes.head_dim, sizes.theta, device)
         self._device = device
         self._generator = torch.Generator(device=device).manual_seed(seed)
         s = sizes
@@ -118,15 +147,15 @@ class Decoder:
     def __call__(
         self,
         ids: torch.Tensor,
-        attend: Attention,
-        batch: Batch,
+        attend: Attends[_Batch],
+        batch: _Batch,
         during: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """One forward pass: writes the new tokens' rows into the cache and reads it.
 
         Args:
             ids: of the new tokens, one request after the other, int64 ``[tokens]``.
-            attend, batch: see `pyvmem.attention`.
+            attend, batch: whose tokens these are, and where their rows lie.
             during: called when the first layers were launched, so that a GPU is busy meanwhile.
 
         Returns:
@@ -134,17 +163,17 @@ class Decoder:
         """
         s = self.sizes
         tokens = ids.shape[0]
-        across, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        across = s.heads * s.head_dim
         shape = (s.hidden,)
         x = self.embedding[ids]
         for number, layer in enumerate(self._layers):
             normed = rms_norm(x, shape, layer.attention_norm, _EPS)
-            q, k, v = torch.split(linear(normed, layer.qkv), [across, kv, kv], dim=1)
-            keys = k.view(tokens, s.kv_heads, s.head_dim)
-            values = v.view(tokens, s.kv_heads, s.head_dim)
+            qkv = linear(normed, layer.qkv).view(tokens, s.heads + 2 * s.kv_heads, s.head_dim)
+            fused.rotate(qkv[:, : s.heads + s.kv_heads], batch.positions, self._rotary)
+            q, keys, values = torch.split(qkv, [s.heads, s.kv_heads, s.kv_heads], dim=1)
             attend.write(number, keys, values, batch)
-            seen = attend(q.view(tokens, s.heads, s.head_dim), number, batch)
-            x = x + linear(seen.view(tokens, across), layer.out)
+            seen = attend(q, number, batch)
+            x = x + linear(seen.reshape(tokens, across), layer.out)
             normed = rms_norm(x, shape, layer.inner_norm, _EPS)
             gate, up = linear(normed, layer.gate_up).chunk(2, dim=1)
             x = x + linear(silu(gate) * up, layer.down)

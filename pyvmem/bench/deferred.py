@@ -20,7 +20,14 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.bench.command import Command, WrongResult, add_common, open_command, run_on_device
+from pyvmem.bench.command import (
+    Command,
+    WrongResult,
+    add_common,
+    add_page,
+    open_command,
+    run_on_device,
+)
 from pyvmem.bench.fragments import Fragments
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.timing import Deadline, Samples, interleave, quiet
@@ -240,6 +247,7 @@ def add_parser(which: Any) -> None:
         "caches in turns. Full size needs a GPU of 35 GB.",
     )
     add_common(parser, 120)
+    add_page(parser)
     add = parser.add_argument
     add("--tokens", type=int, default=16384, help="of the prompt (16384)")
     add("--rounds", type=int, default=25, help="of each mode (25)")

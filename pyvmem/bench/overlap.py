@@ -21,7 +21,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.bench.command import Command, WrongResult, add_common, open_command, run_on_device
+from pyvmem.bench.command import (
+    Command,
+    WrongResult,
+    add_common,
+    add_page,
+    open_command,
+    run_on_device,
+)
 from pyvmem.bench.overlap_modes import MODES, SPIKE, Lengths, Mode
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import quiet
@@ -220,6 +227,7 @@ def add_parser(which: Any) -> None:
         "turns, and compares their iterations. Full size needs a GPU of 120 GB.",
     )
     add_common(parser, 180)
+    add_page(parser)
     add = parser.add_argument
     add("--batch", type=int, default=32, help="requests (32)")
     add("--low", type=int, default=4096, help="tokens of a fresh request (4096)")

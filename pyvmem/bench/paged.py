@@ -19,7 +19,7 @@ from pyvmem.bench.buffers import Buffers
 from pyvmem.bench.command import Command, WrongResult, add_common, conducted, open_command
 from pyvmem.bench.paged_bench import OURS, THEIRS, PagedBench
 from pyvmem.bench.paged_flashinfer import FlashInfer
-from pyvmem.bench.paged_kernels import CASES, TINY_CASES, Case, Fa3, Gather, Kernel
+from pyvmem.bench.paged_kernels import SETS, TINY_CASES, Case, Fa3, Gather, Kernel
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
@@ -105,14 +105,20 @@ def add_parser(which: Any) -> None:
     parser.add_argument(
         "--kernels", type=_kernels, default=["fa3", "flashinfer"], help=",".join(KERNELS)
     )
-    parser.add_argument("--cases", metavar="NAME,...", help="some of the cases (all)")
+    sets = ", ".join(SETS)
+    parser.add_argument(
+        "--cases", metavar="NAME,...", default="base", help=f"some of the cases, or {sets} (base)"
+    )
     parser.set_defaults(run=run)
 
 
 def _chosen(command: Command) -> list[Case]:
-    cases = TINY_CASES if command.quick or command.backend == "host" else CASES
-    wanted = command.args.cases.split(",") if command.args.cases else [c.name for c in cases]
-    return [case for case in cases if case.name in wanted]
+    tiny = command.quick or command.backend == "host"
+    sets: dict[str, tuple[Case, ...]] = {"base": TINY_CASES} if tiny else SETS
+    wanted = command.args.cases.split(",")
+    found = [case for name in wanted for case in sets.get(name, ())]
+    found += [case for cases in sets.values() for case in cases if case.name in wanted]
+    return list(dict.fromkeys(found))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -161,7 +167,7 @@ def _run_all(
         return
     deadline = Deadline(command.args.deadline)  # what was compiled does not count
     rows = max(case.kv_heads * case.head_dim for case in cases)
-    nbytes = 2 * 2 * (max(case.elements for case in cases) + _OVERREAD * rows)
+    nbytes = max(case.nbytes for case in cases) + 2 * 2 * _OVERREAD * rows
     nbytes = -(-nbytes // _PAGE) * _PAGE
     share = len(kernels) * len(cases)
     with Context(command.backend, device=command.args.device) as context:
@@ -171,6 +177,7 @@ def _run_all(
                 part = parts[name]
                 with conducted(part):
                     bench = PagedBench(part, kernel, buffers, command.quick)
+                    _add_peak(part, device)
                     for case in cases:
                         left = Deadline(deadline.left / share)
                         share -= 1
@@ -181,6 +188,20 @@ def _run_all(
         finally:
             gc.collect()  # a failed case's frames hold views of the buffers
             buffers.close()
+
+
+def _add_peak(part: Part, device: torch.device) -> None:
+    """The card's memory bandwidth, which decoding's GB/s can be held against: its roofline."""
+    import torch
+
+    if device.type != "cuda":
+        return
+    properties = torch.cuda.get_device_properties(device)
+    clock = getattr(properties, "memory_clock_rate", 0)  # kHz; two transfers a cycle
+    width = getattr(properties, "memory_bus_width", 0)  # bits
+    if clock and width:
+        what = "memory bandwidth by clock and width of the bus"
+        part.value("peak", what, "device", 2 * clock * 1e3 * width / 8 / 1e9, "GB/s")
 
 
 def _one(bench: PagedBench, part: Part, case: Case, deadline: Deadline) -> None:

@@ -88,7 +88,12 @@ class PagedBench:
                 notes = [f"{form.splits} splits"] if case.tuned else []
                 notes += [f"a sample is the mean of {form.calls} calls"] if case.decodes else []
                 samples = book.samples(
-                    form.row, form.what, form.system, unit="ms", note=", ".join(notes)
+                    form.row,
+                    form.what,
+                    form.system,
+                    unit="ms",
+                    note=", ".join(notes),
+                    nbytes=case.nbytes if case.decodes else 0,
                 )
                 turns.append(partial(self._turn, form, samples.rounds))
             with quiet():

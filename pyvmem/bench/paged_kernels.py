@@ -13,7 +13,7 @@ from pyvmem.bench import fa3
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CASES", "TINY_CASES", "Call", "Case", "Fa3", "Gather", "Kernel"]
+__all__ = ["CASES", "SETS", "TINY_CASES", "Call", "Case", "Fa3", "Gather", "Kernel"]
 
 Call = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 """Queries ``[tokens, heads, dim]``, keys and values, to ``[tokens, heads, dim]``."""
@@ -51,6 +51,11 @@ class Case:
         """Of the keys; the values are as many."""
         return self.batch * self.kv_len * self.kv_heads * self.head_dim
 
+    @property
+    def nbytes(self) -> int:
+        """Of keys and values, bfloat16: what decoding must read."""
+        return 2 * 2 * self.elements
+
 
 _K = 1024
 CASES = (
@@ -64,6 +69,38 @@ CASES = (
     Case("chunk_2k_64k", "chunk of 2K at the end of 64K", 1, 2 * _K, 64 * _K),
     Case("chunks_512_32k", "8 chunks of 512 at the end of 32K", 8, 512, 32 * _K),
 )
+
+
+def _by_heads() -> tuple[Case, ...]:
+    """Decoding and prefill from one KV head for each query head to one for all."""
+    cases = []
+    for name, what, heads, kv_heads in (
+        ("mha", "MHA, 32 KV heads", 32, 32),
+        ("llama", "Llama-3-8B's heads, 32 to 8", 32, 8),
+        ("yi_6b", "Yi-6B's heads, 32 to 4", 32, 4),
+        ("yi_34b", "Yi-34B's heads, 56 to 8", 56, 8),
+        ("mqa", "MQA, 1 KV head", 32, 1),
+    ):
+        shape = (False, heads, kv_heads)
+        cases.append(Case(f"decode_{name}", f"decode, 16 of 8K, {what}", 16, 1, 8 * _K, *shape))
+        cases.append(
+            Case(f"prefill_{name}", f"prefill of 16K, {what}", 1, 16 * _K, 16 * _K, *shape)
+        )
+    return tuple(cases)
+
+
+SETS: dict[str, tuple[Case, ...]] = {
+    "base": CASES,
+    "heads": _by_heads(),
+    "long": tuple(
+        Case(f"prefill_{n}k", f"prefill of {n}K", 1, n * _K, n * _K) for n in (32, 128, 192)
+    ),
+    # A prompt of 16K of which a part lies in the cache already; "none" is all of its prefill.
+    "prefix": tuple(
+        Case(f"prefix_{name}", f"2 prompts of 16K, {name} of each shared", 2, new * _K, 16 * _K)
+        for name, new in (("none", 16), ("half", 8), ("most", 2))
+    ),
+}
 TINY_CASES = (
     Case("decode_b1_1k_tuned", "decode, 1 request of 1K, best splits", 1, 1, _K, True, 4, 2),
     Case("decode_b2_1k", "decode, 2 requests of 1K", 2, 1, _K, False, 4, 2),

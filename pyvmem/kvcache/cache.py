@@ -35,6 +35,7 @@ from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.manager import Moved
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
 from pyvmem.kvcache.prefix_cache import PrefixMatch
+from pyvmem.kvcache.prefix_tree import Change
 from pyvmem.kvcache.slots import SlotTable
 from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.reservation import Reservation
@@ -352,7 +353,7 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            return manager.step(self._open_group(), seq_lens, stream)
+            return manager.step([self._open_group()], seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Begins to map, in the background, what `step` will ask for with the same numbers.
@@ -374,7 +375,7 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            return manager.step_async(self._open_group(), seq_lens)
+            return manager.step_async([self._open_group()], seq_lens)
 
     # ---- forks -----------------------------------------------------------------------------------
 
@@ -533,6 +534,15 @@ class KVCache(Closing):
                     match.release()
             group.prepare()
             return None if reqid is None else (reqid, match.length)
+
+    def prefix_changes(self) -> list[Change]:
+        """What was recorded and evicted since the last call, for `pyvmem.kv_events`.
+
+        The first call tells what is recorded, and that changes are to be kept from now on: who
+        makes it must go on, or they pile up.
+        """
+        with self._lock, self._journal:
+            return self._open_group().prefixes.tree.take_changes()
 
     # ---- preemption and admission ----------------------------------------------------------------
 

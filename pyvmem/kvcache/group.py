@@ -24,7 +24,7 @@ from pyvmem.errors import (
 from pyvmem.features import require_page_size
 from pyvmem.features.table import SPARSE
 from pyvmem.kvcache.budget import available_bytes
-from pyvmem.kvcache.config import PREFILL_TOKENS, KVCacheConfig, invalid
+from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import prune, record
 from pyvmem.kvcache.growth import Pager, Source
 from pyvmem.kvcache.journal import Journal
@@ -174,7 +174,6 @@ class Group:
     Attributes:
         used_tokens: the sum of `rows`.
         clock: steps so far.
-        needs: rows that `scan` last wanted pages for: of prefills, with what they may over-read.
         mover: other pages under the same addresses.
         prefixes: recorded ones, of this group and others with the same requests.
         place: the group's place among these.
@@ -217,7 +216,6 @@ class Group:
         self.use_prefixes(PrefixCache([self.sharing]), 0)
         self.promoter = Promoter(self.pager, self.mover, config) if layout.large_pages else None
         self.window = Window(self.pager, self.mover, config) if config.window else None
-        self.needs: Sequence[int] = ()
         self.used_tokens = 0
         self.clock = 0
         self.untidy = config.reclaim_steps > 0
@@ -265,14 +263,14 @@ class Group:
 
     # ---- numbers from outside --------------------------------------------------------------------
 
-    def scan(self, seq_lens: Sequence[int]) -> tuple[array[int], int, list[tuple[Slot, int]]]:
+    def scan(self, seq_lens: Sequence[int]) -> tuple[array[int], int, list[int]]:
         """What a step to these numbers comes to.
 
         A number below the rows held, 0 among them, asks for nothing: the rows stay.
 
         Returns:
             The rows that every slot holds afterwards, their sum, and the slots that lack pages for
-            theirs, with the pages per tensor that they need.
+            theirs.
         """
         lens = seq_lens if type(seq_lens) is list else list(seq_lens)
         count = len(self.table)
@@ -280,49 +278,28 @@ class Group:
             raise invalid(
                 f"seq_lens has {len(lens)} entries; the cache has {count} slots", limit=count
             )
-        lengths = self.pager.lengths
-        found = lengths.scan(lens)
+        columns = self.table.index.columns
+        found = columns.scan(lens)
         if isinstance(found, int):
             try:  # numpy's or torch's integers, or what is no number of tokens
                 lens = [operator.index(value) for value in lens]
             except TypeError:
                 raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
-            found = lengths.scan(lens)
+            found = columns.scan(lens)
         if isinstance(found, int):
-            raise self._bad_length(found, lens[found])
-        rows, total, short = found
-        self.needs = rows
-        if self.layout.guard:
-            short = self._guard_prefills(rows, short)
-        if not short:
-            return rows, total, []
-        want = []
-        longest = self.config.max_seq_len
-        slots, pages_for = self.table.slots, self.layout.pages_for
-        # Capacity is 0 for free slots, so whatever is wrong with a single number shows up here too.
-        for index in short:
-            slot, length = slots[index], rows[index]
-            if not slot.active:
-                raise invalid(f"seq_lens[{index}] is {length}, but reqid {index} is not taken")
-            if length > longest:
-                raise self._bad_length(index, length)
-            want.append((slot, pages_for(self.needs[index])))
-        return rows, total, want
+            raise self._bad_length(found % count, lens[found % count])
+        return found
 
-    def _guard_prefills(self, rows: array[int], short: list[int]) -> list[int]:
-        """The slots that lack pages for what prefills up to `rows` may over-read, or for rows."""
-        held = self.rows
-        if max(map(operator.sub, rows, held)) <= PREFILL_TOKENS:
-            return short
-        self.needs = needs = rows[:]
-        for index, (length, have) in enumerate(zip(rows, held, strict=True)):
-            if length - have > PREFILL_TOKENS:
-                needs[index] = self.layout.guarded(length)
-        return [index for index in range(len(needs)) if needs[index] > self.pager.capacity[index]]
+    def wants(self, short: list[int]) -> list[tuple[Slot, int]]:
+        """The slots that the last `scan` found, and the pages per tensor that each needs."""
+        slots, needs, pages_for = self.table.slots, self.table.columns.needs, self.layout.pages_for
+        return [(slots[index], pages_for(needs[index])) for index in short]
 
     def _bad_length(self, index: int, length: int) -> InvalidArgument:
-        """The error for a number that no slot can hold."""
+        """The error for a number that no slot can hold, or a free one."""
         longest = self.config.max_seq_len
+        if 0 <= length <= longest:
+            return invalid(f"seq_lens[{index}] is {length}, but reqid {index} is not taken")
         bound = "it must not be negative" if length < 0 else f"max_seq_len is {longest}"
         return invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
 
@@ -434,7 +411,7 @@ class Group:
         They grow with `step`, and shrink only where the request gives them up: `truncate`, the end
         of the request.
         """
-        return self.pager.lengths.held
+        return self.pager.columns.held
 
     # ---- sums of the books -----------------------------------------------------------------------
 

@@ -26,10 +26,11 @@ the addresses have no memory for a moment, so the whole device is waited for fir
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyvmem._native import Lengths
+from pyvmem import _native
 from pyvmem.errors import Busy, NotRecoverable, OutOfMemory, TooManyMappings, VMemError
 from pyvmem.info import Caps
 from pyvmem.kvcache.config import KVCacheConfig
@@ -41,7 +42,7 @@ from pyvmem.kvcache.events import (
     wait_for,
     wait_for_device,
 )
-from pyvmem.kvcache.journal import Book
+from pyvmem.kvcache.journal import Book, put_all
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.moves import Mover
 from pyvmem.kvcache.pages import DEVICE, Kind, Span
@@ -55,6 +56,11 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.slots import Slot
 
 __all__ = ["Pager", "Planner", "Runs", "Source"]
+
+_SPREAD = _native.constant("VMEM_OP_SPREAD")
+_DIRTY = _native.constant("VMEM_OP_DIRTY")
+
+_log = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
@@ -116,11 +122,9 @@ class Planner:
         """
         layout, ops = self._layout, self.mapping
         size, tensors, stride = layout.page_size, layout.num_tensors, layout.tensor_bytes
-        base, slot_bytes, unclean = self._base, layout.slot_bytes, not self._zero_fill
         late: list[Piece] = []
         unit = layout.large_pages if large else 0
         new = reused = 0
-        plain: list[tuple[int, int]] = []
         ops.clear()
         for place, (slot, pages) in enumerate(want):
             low = slot.mapped
@@ -128,10 +132,7 @@ class Planner:
                 high = pages if goals is None else goals[place]
                 job.pieces.append((slot, low, high))
                 new += high - low
-                if source is not None or (unit and high - low >= unit):
-                    self._populate(slot, low, high, unit, source, job)
-                else:
-                    plain.append((base + slot.index * slot_bytes + low * size, (high - low) * size))
+                self._populate(slot, low, high, unit, source, job)
             if not slot.active:
                 continue
             job.grants.append((slot, slot.owner, pages))
@@ -143,17 +144,15 @@ class Planner:
             if dirty <= granted:
                 continue
             slot.events = prune(slot.events)
-            if unclean:
+            if not self._zero_fill:
                 job.handover.extend(slot.events)
             elif slot.events:
                 late.append((slot, granted, dirty))
                 after.extend(slot.events)
             else:
                 job.zeroed_pages += (dirty - granted) * tensors
-                address = base + slot.index * slot_bytes + granted * size
+                address = self._base + layout.offset(slot.index, granted)
                 ops.fill(address, (dirty - granted) * size, 0, tensors, stride)
-        if plain:
-            ops.populate_each(plain, tensors, stride, size, unclean, spread=True)
         job.new_pages = new * tensors
         job.reused_pages = reused * tensors
         return late
@@ -210,7 +209,7 @@ class Pager(Book):
     """Grows slots, in the calling thread or in the background, and knows what requests own.
 
     Attributes:
-        lengths: the rows that slots hold, and those that they may.
+        columns: the rows that slots hold, and those that they may.
         capacity: per slot, the longest sequence that the granted pages are enough for; 0 for free
             slots.
         growths: batches that no `settle` has seen finished.
@@ -236,14 +235,86 @@ class Pager(Book):
         self.base = reclaimer.base
         self.device = device
         slots = len(reclaimer.table)
-        self.lengths = Lengths(slots)
-        self.capacity = self.lengths.capacity
+        self.columns = columns = reclaimer.table.columns
+        self.capacity = columns.capacity
         self.growths: list[Growth] = []
         self.active_pages = 0
         self._planner = Planner(self.base, self.layout, slots, zero_fill=config.zero_fill)
+        self.layout.describe(columns.place, self.base)
+        columns.place.op_flags = _SPREAD if config.zero_fill else _SPREAD | _DIRTY
         self._large = Kind(self.layout.large_pages, DEVICE)
 
     # ---- requests ------------------------------------------------------------------------------
+
+    def extend(self, *, background: bool) -> bool:
+        """Grows the slots that the last scan found, where that takes one map call and no more.
+
+        In the background it is begun, else it is done when this returns.
+
+        Returns:
+            False where there is more to it, or something is short: see `grow`. Nothing changed.
+        """
+        if self.layout.large_pages:
+            return False
+        reclaimer, table = self.reclaimer, self.reclaimer.table
+        self.runs.look()
+        mapping = self._planner.mapping
+        grown = table.index.columns.plan(mapping.array)
+        if grown is None:
+            return False
+        mapping.wrote(grown.ops)
+        tensors = self.layout.num_tensors
+        slots = list(map(table.slots.__getitem__, grown.slots))
+        try:
+            if background and grown.ops:
+                self._begin_extending(slots, grown)
+            else:
+                self._extend(slots, grown)
+        except NotRecoverable:
+            reclaimer.condemn(list(zip(slots, grown.mapped, grown.goals, strict=True)))
+            raise
+        except (OutOfMemory, TooManyMappings):
+            return False
+        counters = self.counters
+        counters.grown += grown.added * tensors
+        counters.reused += grown.reused * tensors
+        counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
+        return True
+
+    def _extend(self, slots: list[Slot], grown: _native.Grown) -> None:
+        """Maps what is planned and grants it."""
+        with self.mapper.transaction() as change:
+            self.journal.undo(self._shorten, slots, grown)
+            put_all(slots, "mapped", grown.goals)
+            put_all(slots, "granted", grown.pages)
+            self.columns.commit()
+            self.active_pages += sum(grown.pages) - sum(grown.granted)
+            if grown.ops:
+                self.reclaimer.held += grown.added * self.layout.num_tensors
+                with self.counters.waiting():
+                    change.run(self._planner.mapping)
+
+    def _shorten(self, slots: list[Slot], grown: _native.Grown) -> None:
+        """Undoes `_extend`; the columns are made anew after an undo."""
+        put_all(slots, "mapped", grown.mapped)
+        put_all(slots, "granted", grown.granted)
+        for index, capacity in zip(grown.slots, grown.capacity, strict=True):
+            self.capacity[index] = capacity
+
+    def _begin_extending(self, slots: list[Slot], grown: _native.Grown) -> None:
+        """Has the worker map what is planned; `settle` grants it."""
+        job = Growth(slots)
+        pieces = zip(slots, grown.mapped, grown.goals, strict=True)
+        job.pieces = [piece for piece in pieces if piece[2] > piece[1]]
+        owners = [slot.owner for slot in slots]
+        job.grants = list(zip(slots, owners, grown.pages, strict=True))
+        job.new_pages = grown.added * self.layout.num_tensors
+        job.reused_pages = grown.reused * self.layout.num_tensors
+        with self.mapper.transaction() as change:
+            job.mapping = change.ticket
+            self._begin(job)
+            change.submit(self._planner.mapping)
+        self.runs.grown(job.pieces)
 
     def grow(
         self,
@@ -704,9 +775,14 @@ class Runs:
         self._used = self._seen = 0  # mappings, and pages grown when they were counted
         self._count()
         # Hints: an exception from outside may leave them wrong, and only choices hang on them.
-        # By slot: map calls of each tensor since its pages were last one piece for each run.
-        self._calls = [0] * config.max_batch
-        self._joined = [0] * config.max_batch  # pages that are
+        # By slot: map calls of each tensor since its pages were last one piece for each run, and
+        # the pages that are.
+        self._columns = columns = self._table.columns
+        self._calls, self._joined = columns.calls, columns.joined
+        self._active = self._changes = -1  # requests, and the table's changes when counted
+        columns.runs.last, columns.runs.tensors = layout.slot_pages, layout.num_tensors
+        columns.runs.longest = self._longest if self._fraction else 1
+        columns.runs.fraction = self._fraction
         self._stream: Any = None
 
     @property
@@ -723,55 +799,40 @@ class Runs:
 
     # ---- growth ----------------------------------------------------------------------------------
 
+    def look(self) -> None:
+        """Tells `Columns.plan` what there is, for the growth that comes next."""
+        runs, table = self._columns.runs, self._table
+        runs.free = max(0, self._reclaimer.free) // self._layout.num_tensors
+        if runs.longest == 1:
+            return
+        if self._changes != table.changes:
+            self._active, self._changes = len(table) - len(table.free), table.changes
+        used = self.used if self.limit else 0
+        crowded = self.limit and used * _CROWDED >= self.limit
+        runs.active = self._active
+        runs.left = max(1, self.limit * 3 // 4 - used) if crowded else 0
+
     def goals(self, want: Sequence[tuple[Slot, int]]) -> list[int] | None:
         """Pages per tensor to map for each slot, at least what it shall have; None: just that."""
-        if self._longest == 1 or not self._fraction:
+        runs = self._columns.runs
+        if runs.longest == 1:
             return None
-        tensors = self._layout.num_tensors
-        reclaimer = self._reclaimer
-        need = sum([pages - slot.mapped for slot, pages in want if pages > slot.mapped])
-        if not need:
-            return None
-        free = reclaimer.free // tensors - need
-        if free <= 0:
-            return None
-        active = len(self._table) - len(self._table.free)
-        least = self._least(free)
-        share = free // max(1, active)
-        most = min(self._longest, _power(share if least > 1 else share // 2))
-        if most == 1:
-            return None
-        last = self._layout.slot_pages
-        goals = []
-        longer = False
-        fraction = self._fraction
-        for slot, pages in want:  # of thousands: written without calls
-            goal = pages
-            if pages > slot.mapped and slot.active:
-                run = 1 << int((pages - slot.head) * fraction).bit_length() >> 1
-                if run < least:
-                    run = least
-                if run > most:
-                    run = most
-                if run > 1:
-                    goal = -(-pages // run) * run
-                    if goal > last:
-                        goal = last
-                    if goal - pages > free:
-                        goal = pages
-                    free -= goal - pages
-                    longer |= goal > pages
-            goals.append(goal)
+        self.look()
+        # What is mapped for nobody does not run ahead.
+        idle = sum(max(0, pages - slot.mapped) for slot, pages in want if not slot.active)
+        runs.free -= min(runs.free, idle)
+        places = [place for place, (slot, _) in enumerate(want) if slot.active]
+        growing = [want[place] for place in places]
+        found = self._columns.goals(
+            [pages for _, pages in growing],
+            [slot.mapped for slot, _ in growing],
+            [slot.head for slot, _ in growing],
+        )
+        goals = [pages for _, pages in want]
+        for place, goal in zip(places, found, strict=True):
+            goals[place] = goal
+        longer = any(goal > pages for goal, (_, pages) in zip(goals, want, strict=True))
         return goals if longer else None
-
-    def _least(self, free: int) -> int:
-        """Pages of a run with which the mappings left suffice for `free` pages in every tensor."""
-        used = self.used if self.limit else 0
-        if used * _CROWDED < self.limit or not self.limit:
-            return 1
-        left = max(1, self.limit * 3 // 4 - used)
-        pages = -(-2 * free * self._layout.num_tensors // left)
-        return 1 << (pages - 1).bit_length()
 
     def grown(self, pieces: Sequence[Piece]) -> None:
         """Notes new pages."""
@@ -845,7 +906,8 @@ class Runs:
                         slot.lost = True
                     self._reclaimer.errors.append(error)
                     break
-        self._count()
+        before = self._used
+        _log.debug("consolidation: %d mappings, were %d", self._count(), before)
 
     def _can_join(self, slot: Slot) -> bool:
         return (
@@ -882,8 +944,3 @@ class Runs:
     def _wait(self) -> None:
         """Waits for all work on the device, of whatever stream."""
         wait_for_device(self._stream, self._device)
-
-
-def _power(number: int) -> int:
-    """The greatest power of two up to a number, 1 at least."""
-    return 1 << max(0, number.bit_length() - 1)

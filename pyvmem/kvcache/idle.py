@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["IdleThread", "begin_trim", "compact", "trim", "unmap_idle"]
 
-_log = logging.getLogger("pyvmem.kvcache")
+_log = logging.getLogger(__name__)
 _LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
 
 
@@ -48,7 +48,9 @@ def trim(group: Group, prefixes: bool, compacting: bool = False, stream: Any = N
     if compacting:
         compact(group, stream)
     group.reclaimer.raise_errors()
-    return max(0, before - group.context.stats().slab_bytes)
+    back = max(0, before - group.context.stats().slab_bytes)
+    _log.debug("trim: %d bytes given back to the device, %d had been taken", back, before)
+    return back
 
 
 def compact(group: Group, stream: Any, *, owned: bool | None = None) -> int:
@@ -142,6 +144,7 @@ class IdleThread(threading.Thread):
                 group.context.trim(0)
                 if group.config.idle_compact and group.parts.owns_context:
                     compact(group, None)
+                _log.debug("idle: trimmed, %d pages stay", group.reclaimer.held)
             except VMemError as error:
                 group.reclaimer.errors.append(error)  # the next step raises it
             return True

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["Book", "Books", "Journal", "Watched"]
+__all__ = ["Book", "Books", "Journal", "Watched", "put_all"]
 
 _put: Final = object.__setattr__
 
@@ -155,8 +155,8 @@ class Journal:
         if owners and isinstance(owners[0], Watched):
             owners[0]._changed.update(owners)
         before = list(map(attrgetter(name), owners))
-        self.entries.append((_put_all, owners, name, before))
-        _put_all(owners, name, values)
+        self.entries.append((put_all, owners, name, before))
+        put_all(owners, name, values)
 
     def put_items(
         self, items: MutableSequence[int], places: Sequence[int], values: Sequence[int]
@@ -272,7 +272,7 @@ class Journal:
             self._held.pop()
 
 
-def _put_all(owners: Sequence[Book], name: str, values: Sequence[Any]) -> None:
+def put_all(owners: Sequence[Book], name: str, values: Sequence[Any]) -> None:
     """Sets an attribute of each object past its journal."""
     deque(map(_put, owners, repeat(name), values), maxlen=0)
 

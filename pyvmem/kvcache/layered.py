@@ -20,6 +20,7 @@ from pyvmem.kvcache.group import Group, pool_low
 from pyvmem.kvcache.journal import Books
 from pyvmem.kvcache.metrics import CacheStats, together
 from pyvmem.kvcache.prefix_cache import PrefixCache
+from pyvmem.kvcache.prefix_tree import Change
 from pyvmem.streams import check
 
 if TYPE_CHECKING:
@@ -231,6 +232,11 @@ class LayeredCache(Closing):
             group = self._open()[0]
             return group.prefixes.record(group.slot(reqid), tokens, stream, namespace)
 
+    def prefix_changes(self) -> list[Change]:
+        """As `KVCache.prefix_changes`."""
+        with self._lock, self._journal:
+            return self._open()[0].prefixes.tree.take_changes()
+
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
         """As `KVCache.match`."""
         with self._lock, self._journal:
@@ -298,13 +304,13 @@ class LayeredCache(Closing):
         """As `KVCache.step`, over all classes: where one is short, none has changed."""
         check(stream)
         with self._lock, self._journal:
-            return manager.step_all(self._open(), seq_lens, stream)
+            return manager.step(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step_async`, over all classes."""
         check(stream)
         with self._lock, self._journal:
-            return manager.step_async_all(self._open(), seq_lens)
+            return manager.step_async(self._open(), seq_lens)
 
     # ---- tensors -------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from pyvmem.kvcache.config import PREFILL_TOKENS, KVCacheConfig, invalid
 
@@ -127,3 +128,12 @@ class Layout:
     def offset(self, slot: int, page: int = 0, tensor: int = 0) -> int:
         """Offset of a slot's page in the reservation."""
         return tensor * self.tensor_bytes + slot * self.slot_bytes + page * self.page_size
+
+    def describe(self, place: Any, base: int) -> None:
+        """Writes it into a struct pyvmem_place, for `Columns`; `base`: of the reservation."""
+        place.base = base
+        place.tensors = self.num_tensors
+        place.prefill = PREFILL_TOKENS
+        for name in ("slot_bytes", "tensor_bytes", "page_size", "row_bytes", "max_rows"):
+            setattr(place, name, getattr(self, name))
+        place.overread, place.guard = self.overread, self.guard

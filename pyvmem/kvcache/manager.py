@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import operator
 from array import array
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from pyvmem.kvcache.growth import Source
 from pyvmem.kvcache.pages import DEVICE, Kind, Stretch, Tier
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.slots import Growth, Move, Slot
+from pyvmem.logs import warn
 from pyvmem.streams import device_ordinal
 
 __all__ = [
@@ -28,62 +30,28 @@ __all__ = [
     "can_admit",
     "fork",
     "fork_all",
-    "grow_all",
+    "grow",
     "move",
     "step",
-    "step_all",
     "step_async",
-    "step_async_all",
     "tier_of",
 ]
 
 _Want = list[tuple[Slot, int]]
 
-
-def step(group: Group, seq_lens: Sequence[int], stream: Any) -> int:
-    """See `KVCache.step`."""
-    try:
-        rows, total, want = _begin(group, seq_lens, stream)
-        if want:
-            if not _grow(group, want, background=False):
-                group.counters.short += 1
-                return -1
-            _settle(group, stream)
-            group.keep_watermark()
-    except TooManyMappings:
-        if group.table.lockstep:  # the other ranks do not know
-            raise
-        _note_crowded([group])
-        return -1
-    _commit(group, rows, total, stream)
-    return 0
+_log = logging.getLogger(__name__)
 
 
-def step_async(group: Group, seq_lens: Sequence[int]) -> int:
-    """See `KVCache.step_async`."""
-    short, want = _begin_async(group, seq_lens)
-    if want and not _grow(group, want, background=True):
-        group.counters.short += 1
-        return -1
-    if short:
-        group.keep_watermark()
-    group.counters.steps_async += 1
-    return 0
-
-
-def step_all(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
-    """`step` of several caches with the same requests: all of them or none."""
+def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
+    """`KVCache.step` of groups with the same requests: all of them or none."""
     try:
         begun = [(group, *_begin(group, seq_lens, stream)) for group in groups]
-        if any(want for *_, want in begun):
-            if not grow_all([(group, want) for group, *_, want in begun], background=False):
-                _note_short(groups)
-                return -1
-            for group in groups:
-                _settle(group, stream)
-            for group in groups:
-                group.keep_watermark()
+        if any(short for *_, short in begun) and not _grow_for(begun, stream):
+            _note_short(groups)
+            return -1
     except TooManyMappings:
+        if groups[0].table.lockstep:  # the other ranks do not know
+            raise
         _note_crowded(groups)
         return -1
     for group, rows, total, _ in begun:
@@ -91,13 +59,13 @@ def step_all(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> i
     return 0
 
 
-def step_async_all(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
-    """`step_async` of several caches with the same requests: all of them or none."""
-    begun = [(group, *_begin_async(group, seq_lens)) for group in groups]
-    if not grow_all([(group, want) for group, _, want in begun], background=True):
+def step_async(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
+    """`KVCache.step_async` of groups with the same requests: all of them or none."""
+    begun = [(group, _begin_async(group, seq_lens)) for group in groups]
+    if any(short for _, short in begun) and not _begin_growing(begun):
         _note_short(groups)
         return -1
-    for group, short, _ in begun:
+    for group, short in begun:
         if short:
             group.keep_watermark()
         group.counters.steps_async += 1
@@ -107,51 +75,78 @@ def step_async_all(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
 # ---- the parts of a step -------------------------------------------------------------------------
 
 
-def _begin(group: Group, seq_lens: Sequence[int], stream: Any) -> tuple[array[int], int, _Want]:
+def _begin(group: Group, seq_lens: Sequence[int], stream: Any) -> tuple[array[int], int, list[int]]:
     """Checks the numbers and ends what is under way.
 
     Returns:
-        The rows held after the step, the sum of these, and what pages are missing.
+        The rows held after the step, the sum of these, and the slots that lack pages.
     """
     pager, reclaimer = group.pager, group.reclaimer
-    rows, total, want = group.scan(seq_lens)
+    rows, total, short = group.scan(seq_lens)
     group.counters.last_wait_ns = 0
     if pager.growths:
         _settle(group, stream)
-        if want:
-            rows, total, want = group.scan(seq_lens)
+        if short:
+            rows, total, short = group.scan(seq_lens)
     if group.mover.moves or group.mover.given_up:
         group.mover.step(stream)
     if reclaimer.cuts:
         reclaimer.poll()
     if reclaimer.errors:
         reclaimer.raise_errors()
-    return rows, total, want
+    return rows, total, short
+
+
+def _grow_for(begun: Sequence[tuple[Group, array[int], int, list[int]]], stream: Any) -> bool:
+    """Gives slots that are short their pages, in all groups or in none."""
+    if len(begun) > 1 or not begun[0][0].pager.extend(background=False):
+        wants = [(group, group.wants(short)) for group, *_, short in begun]
+        if not grow(wants, background=False):
+            return False
+        for group, _ in wants:
+            _settle(group, stream)
+    for group, *_ in begun:
+        group.keep_watermark()
+    return True
 
 
 def _settle(group: Group, stream: Any) -> None:
     """Waits for the growths that the step needs; ranks wait for all, as one."""
-    group.pager.settle(stream, lens=None if group.table.lockstep else group.needs)
+    group.pager.settle(stream, lens=None if group.table.lockstep else group.pager.columns.needs)
 
 
-def _begin_async(group: Group, seq_lens: Sequence[int]) -> tuple[bool, _Want]:
-    """Whether slots are short, and what no growth under way will give them."""
-    pager, reclaimer = group.pager, group.reclaimer
-    _, _, want = group.scan(seq_lens)
-    short = bool(want)
-    if reclaimer.cuts:
-        reclaimer.poll()
+def _begin_async(group: Group, seq_lens: Sequence[int]) -> list[int]:
+    """The slots that lack pages."""
+    _, _, short = group.scan(seq_lens)
+    if group.reclaimer.cuts:
+        group.reclaimer.poll()
+    return short
+
+
+def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
+    """Begins to give slots that are short their pages, in all groups or in none."""
+    group = begun[0][0]
+    busy = group.pager.growths or group.reclaimer.cuts
+    if len(begun) == 1 and not busy and group.pager.extend(background=True):
+        return True
+    wants = [(group, _not_promised(group, group.wants(short))) for group, short in begun]
+    return grow(wants, background=True)
+
+
+def _not_promised(group: Group, want: _Want) -> _Want:
+    """What no growth under way will give, but for what must be waited for."""
+    pager = group.pager
     if want and not group.table.lockstep:
         # What an earlier owner's GPU work holds up is left to `step`, which must wait for it.
         want = [(slot, pages) for slot, pages in want if not _is_left(group, slot)]
-    if want and (pager.growths or reclaimer.cuts):
+    if want and (pager.growths or group.reclaimer.cuts):
         promised = {
             (slot, owner): pages for job in pager.growths for slot, owner, pages in job.grants
         }
         want = [
             (slot, pages) for slot, pages in want if promised.get((slot, slot.owner), 0) < pages
         ]
-    return short, want
+    return want
 
 
 def _is_left(group: Group, slot: Slot) -> bool:
@@ -176,14 +171,17 @@ def _grow(group: Group, want: _Want, *, background: bool, tentative: bool = Fals
     return pager.grow(want, background=background, tentative=tentative)
 
 
-def grow_all(wants: Sequence[tuple[Group, _Want]], *, background: bool) -> bool:
-    """Begins to give slots of several caches their pages; False where one is short.
+def grow(wants: Sequence[tuple[Group, _Want]], *, background: bool) -> bool:
+    """Begins to give slots of several groups their pages; False where one is short.
 
     What the others have mapped is no request's then.
     """
+    if len(wants) == 1:
+        group, want = wants[0]
+        return not want or _grow(group, want, background=background)
     if _grow_each(wants, background):
         return True
-    # What a growing slot has beyond its request, another cache cannot take meanwhile.
+    # What a growing slot has beyond its request, another group cannot take meanwhile.
     cut = [_cut_surplus(group, want) for group, want in wants]
     return any(cut) and _grow_each(wants, background)
 
@@ -191,11 +189,30 @@ def grow_all(wants: Sequence[tuple[Group, _Want]], *, background: bool) -> bool:
 def _note_short(groups: Sequence[Group]) -> None:
     for group in groups:
         group.counters.short += 1
+    if _log.isEnabledFor(logging.DEBUG):
+        for group in groups:
+            reclaimer = group.reclaimer
+            _log.debug(
+                "short: -1 with %d of %d pages free, %d more obtainable, %d requests running",
+                reclaimer.free,
+                reclaimer.limit,
+                reclaimer.obtainable({}) - reclaimer.free,
+                len(group.table) - len(group.table.free),
+            )
 
 
 def _note_crowded(groups: Sequence[Group]) -> None:
     """The driver had no mapping left for what was begun in the background; that was undone."""
     _note_short(groups)
+    runs = groups[0].pager.runs
+    warn(
+        _log,
+        "mappings",
+        "the driver has no mapping left (%d of the context's %d in use): requests cannot grow "
+        "until some end; larger pages or promote_tokens need fewer",
+        runs.used,
+        runs.limit,
+    )
     for group in groups:
         group.pager.runs.relieve()
 
@@ -250,8 +267,8 @@ def _commit(group: Group, rows: array[int], total: int, stream: Any) -> None:
         group.promoter.step(rows, stream)
     group.pager.runs.step(stream)
     group.journal.keep(group, "used_tokens", "clock")
-    group.journal.keep(group.pager.lengths, "held")
-    group.pager.lengths.held = rows
+    group.journal.keep(group.pager.columns, "held")
+    group.pager.columns.held = rows
     group.used_tokens = total
     group.note_peaks()
     group.counters.steps += 1

@@ -34,28 +34,32 @@ __all__ = ["Mapper", "Scratch", "Transaction"]
 
 
 class Transaction:
-    """One batch and the change of the books that goes with it.
+    """One batch and the change of the books that goes with it."""
 
-    Attributes:
-        ticket: of the batch, for the books to name before it is submitted.
-    """
-
-    __slots__ = ("_context", "_journal", "_mark", "ticket")
+    __slots__ = ("_context", "_journal", "_mark", "_ticket")
 
     def __init__(self, context: Context, journal: Journal) -> None:
         self._context = context
         self._journal = journal
         self._mark = journal.mark()
-        self.ticket = Ticket(context)
+        self._ticket: Ticket | None = None
+
+    @property
+    def ticket(self) -> Ticket:
+        """Of the batch, for the books to name before it is submitted."""
+        if self._ticket is None:
+            self._ticket = Ticket(self._context)
+        return self._ticket
 
     def submit(self, ops: OpBatch, after: Iterable[Any] = ()) -> Ticket:
         """Gives the batch to the worker; see `Context.submit`."""
-        self._journal.act(self.ticket._outcome)
-        return self._context.submit(ops, after, self.ticket)
+        ticket = self.ticket
+        self._journal.act(ticket._outcome)
+        return self._context.submit(ops, after, ticket)
 
     def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
         """Runs the batch in the calling thread; see `Context.batch`."""
-        outcome = self.ticket._outcome
+        outcome = Outcome()
         self._journal.act(outcome)
         self._context.batch(ops, after, outcome)
 

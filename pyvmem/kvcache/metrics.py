@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
 
 
+WAIT_COUNTS = 40  # up to nine minutes
+
+
 @dataclass(frozen=True)
 class CacheStats:
     """State and counters of a `KVCache`; bytes are physical, times are nanoseconds.
@@ -51,8 +54,13 @@ class CacheStats:
         reused_pages: pages granted to a request that were mapped already.
         moved_pages: pages that took the place of others under the same addresses.
         promoted_pages: pages that `KVCache.promote` gave a large page, or mapped in one piece.
+        evicted_pages: pages of recorded prefixes that were taken out.
+        prefix_queries, prefix_query_tokens: prompts that were looked up, and their tokens.
+        prefix_hits, prefix_hit_tokens: those of which something was recorded, and how much.
         waits: times that a call waited for mapping, filling or reclaiming.
         wait_ns: time spent so.
+        wait_counts: the waits by length: item k counts those of more than ``2**(k-1)`` and at most
+            ``2**k`` nanoseconds, the last one all that were longer, too.
         last_wait_ns: the last `step`'s part of it.
         driver_calls: map, unmap, fill and slab calls since the cache was made (of its whole
             context).
@@ -94,8 +102,14 @@ class CacheStats:
     reused_pages: int
     moved_pages: int
     promoted_pages: int
+    evicted_pages: int
+    prefix_queries: int
+    prefix_query_tokens: int
+    prefix_hits: int
+    prefix_hit_tokens: int
     waits: int
     wait_ns: int
+    wait_counts: tuple[int, ...]
     last_wait_ns: int
     driver_calls: int
     driver_ns: int
@@ -133,7 +147,7 @@ class SlotInfo:
 
 
 _SAME = (
-    "prefix_tokens",
+    *("prefix_tokens", "prefix_queries", "prefix_query_tokens", "prefix_hits", "prefix_hit_tokens"),
     *("active_slots", "cached_slots", "empty_slots", "broken_slots"),
     *("steps", "steps_async", "short", "driver_calls", "driver_ns", "mappings"),
 )
@@ -145,7 +159,7 @@ def together(each: Sequence[CacheStats], room: int) -> CacheStats:
     `room`: pages that the budget has for them.
     """
     first = each[0]
-    names = [one.name for one in fields(CacheStats)]
+    names = [one.name for one in fields(CacheStats) if one.name != "wait_counts"]
     sums = {name: sum(getattr(one, name) for one in each) for name in names}
     sums |= {name: getattr(first, name) for name in _SAME}
     free = min(room, sums["free_pages"])  # each sees the whole room, or what is left of its own
@@ -157,6 +171,7 @@ def together(each: Sequence[CacheStats], room: int) -> CacheStats:
             "total_pages": free + sums["active_pages"] + sums["cached_pages"],
             "critical_driver_ns": critical,
             "background_driver_ns": first.driver_ns - critical,
+            "wait_counts": tuple(map(sum, zip(*(one.wait_counts for one in each), strict=True))),
         }
     )
 
@@ -175,8 +190,10 @@ class Counters:
         self.base_calls, self.base_ns = _driver_calls(context)
         self.steps = self.steps_async = self.short = 0
         self.grown = self.zeroed = self.reclaimed = self.reused = 0
-        self.moved = self.promoted = 0
+        self.moved = self.promoted = self.evicted = 0
+        self.queries = self.query_tokens = self.hits = self.hit_tokens = 0
         self.waits = self.wait_ns = self.last_wait_ns = 0
+        self.wait_counts = [0] * WAIT_COUNTS
         self.critical_driver_ns = 0
         self.peak_mapped = self.peak_used = self.peak_wasted = 0
         self._stats: Any = None  # the structure that the last call wrote
@@ -214,6 +231,8 @@ class _Waiting:
         counters, took = self._counters, time.perf_counter_ns() - self._start
         counters.waits += 1
         counters.wait_ns += took
+        power = (took - 1).bit_length()
+        counters.wait_counts[power if power < WAIT_COUNTS else -1] += 1
         counters.last_wait_ns += took
         # The context is shared with the worker, and perhaps with others: never more than the wait.
         counters.critical_driver_ns += min(took, counters.driver_ns() - self._driver)

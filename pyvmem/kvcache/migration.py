@@ -22,6 +22,7 @@ the window has all of them mapped until the next step.
 from __future__ import annotations
 
 import errno
+import logging
 import operator
 from collections.abc import Sequence
 from itertools import compress
@@ -39,6 +40,8 @@ from pyvmem.kvcache.slots import Move, Slot
 __all__ = ["Promoter", "Window"]
 
 _NEVER = 1 << 62
+
+_log = logging.getLogger(__name__)
 
 
 class Promoter:
@@ -83,7 +86,7 @@ class Promoter:
         That a request grows says that the work for its rows so far was launched. The last of them
         may be taken back and written again (`KVCacheConfig.window_tile`); they are left alone.
         """
-        table, old = self._reclaimer.table, self._pager.lengths.held
+        table, old = self._reclaimer.table, self._pager.columns.held
         for index in compress(range(len(table)), map(operator.ge, old, self._next)):
             slot = table[index]
             if lens[index] > old[index] and slot not in self._mover.moves:
@@ -118,6 +121,12 @@ class Promoter:
         self._joined[slot.index] = self._joined.get(slot.index, set()) | set(runs)
         parts = len(move.runs) + len(move.stretches)
         self._reclaimer.counters.promoted += parts * self._unit * self._layout.num_tensors
+        _log.debug(
+            "promotion of reqid %d: %d parts joined, %d copied",
+            slot.index,
+            len(runs),
+            parts - len(runs),
+        )
         if wait:
             self._mover.finish(slot, stream)
         return parts
@@ -189,7 +198,7 @@ class Window:
 
     def slide(self, lens: Sequence[int], stream: Any) -> None:
         """Begins to unmap what the step to `lens` no longer needs; does not wait."""
-        table, old = self._reclaimer.table, self._pager.lengths.held
+        table, old = self._reclaimer.table, self._pager.columns.held
         events: list[Any] | None = None
         for index in compress(range(len(table)), map(operator.ge, old, self._next)):
             slot = table[index]

@@ -26,6 +26,7 @@ group, so that what is split, matched or evicted is so in all.
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import operator
 from collections import deque
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.slots import Slot
 
 __all__ = ["GroupPrefixes", "Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
+
+
+_log = logging.getLogger(__name__)
 
 
 class PrefixEvicted(BadHandle):
@@ -227,7 +231,7 @@ class PrefixCache:
         self._groups = tuple(groups)
         first = groups[0]
         self._table = first.table
-        self._rows = first.pager.lengths
+        self._rows = first.pager.columns
         layouts = [one.layout for one in groups]
         self.unit = math.lcm(
             *(math.lcm(one.row_bytes, one.page_size) // one.row_bytes for one in layouts)
@@ -389,6 +393,11 @@ class PrefixCache:
             raise invalid(f"leave is {left}; it must not be negative")
         limit = max(0, min(len(ids) - left, self._groups[0].config.max_seq_len))
         found = self.tree.match(ids, limit)  # a use of all that the run goes on with, too
+        counters = self._groups[0].reclaimer.counters
+        counters.queries += 1
+        counters.query_tokens += len(ids)
+        counters.hits += found.length > 0
+        counters.hit_tokens += found.length
         node = self.tree.root
         if found.length:
             node = self.tree.match(ids, found.length, pin=True).node
@@ -479,6 +488,7 @@ class PrefixCache:
             if not spans and not self._unpin_all():
                 break
             back += sum(map(self._let_go, spans))
+        _log.debug("evicted prefixes: %d bytes back, %d wanted", back, pages * column)
         return back // column
 
     def evict_all(self, leased: bool = False) -> None:
@@ -493,6 +503,7 @@ class PrefixCache:
         """The bytes of an evicted span that come back."""
         back = 0
         for group, column, span in zip(self._groups, self._columns, _each(spans), strict=True):
+            group.reclaimer.counters.evicted += span.pages * group.layout.num_tensors
             back += group.reclaimer.shared.returns(span) * column
             group.reclaimer.let_go(span)
         return back

@@ -29,12 +29,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count as count_up
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from pyvmem.errors import Busy
 from pyvmem.kvcache.config import invalid
 
 __all__ = [
+    "Change",
     "ID_BYTES",
     "Inserted",
     "MAX_ID",
@@ -181,6 +182,20 @@ def _out_of_range(value: int, what: str = "a token id") -> Exception:
 
 def _brief(value: Any) -> str:
     return f"{value!r:.40} of type {type(value).__name__}"
+
+
+class Change(NamedTuple):
+    """Units that came or went.
+
+    Attributes:
+        stored: they came.
+        ids: the prefix that ends with them.
+        first: the first of them; those before it are as they were.
+    """
+
+    stored: bool
+    ids: TokenIds
+    first: int
 
 
 class Span(Protocol):
@@ -459,6 +474,7 @@ class PrefixTree(Generic[S]):
         now: the time of the uses that follow, set by the caller in any unit (steps, seconds); it
             must not go back. Only `evict_unused` reads it.
         nodes, tokens, pages: in the tree.
+        changes: what came and went, for who reads and empties it; None: nobody does.
 
     Raises:
         InvalidArgument: `unit` is no whole number or not positive.
@@ -480,6 +496,7 @@ class PrefixTree(Generic[S]):
         self.roots: dict[Hashable, Node[S]] = {None: self.root}
         self.now = 0
         self.nodes = self.tokens = self.pages = 0
+        self.changes: list[Change] | None = None
 
     # ---- looking up and recording ----------------------------------------------------------------
 
@@ -538,6 +555,9 @@ class PrefixTree(Generic[S]):
                     self._log.append((self.roots.pop, ids.namespace, None))
                 self.roots[ids.namespace] = root
             node = self._link(node, ids.data[at:end], end // ID_BYTES, span)
+            if self.changes is not None:
+                whole = TokenIds.from_bytes(ids.data[:end], ids.namespace)
+                self._note(Change(True, whole, at // self._width))
         self._order.touch(node, self.now)
         return Inserted(node, end // ID_BYTES, at // ID_BYTES)
 
@@ -691,6 +711,32 @@ class PrefixTree(Generic[S]):
             self._log.append((children.__setitem__, first, node))
         del children[first]
 
+    def _note_gone(self, node: Node[S], stay: int) -> None:
+        """Tells that a leaf keeps its first `stay` units alone."""
+        if self.changes is not None:
+            first = node.end // self.unit - node.units + stay
+            self._note(Change(False, node.tokens(), first))
+
+    def _note(self, change: Change) -> None:
+        """Adds to `changes`."""
+        changes = self.changes
+        assert changes is not None
+        if self._log is not None:
+            self._log.append((changes.__delitem__, slice(len(changes), None)))
+        changes.append(change)
+
+    def take_changes(self) -> list[Change]:
+        """What came and went since the last call; the first one tells what there is."""
+        found = self.changes
+        if found is None:
+            found = [
+                Change(True, node.tokens(), node.end // self.unit - node.units) for node in self
+            ]
+        if self._log is not None:
+            self._log.append((setattr, self, "changes", self.changes))
+        self.changes = []
+        return found
+
     def _whole(self, tokens: Any, limit: int | None) -> tuple[TokenIds, int]:
         """The ids, and where their last whole unit ends, in bytes."""
         ids = TokenIds.of(tokens)
@@ -734,6 +780,7 @@ class PrefixTree(Generic[S]):
         assert node.is_leaf
         parent = node.parent
         assert parent is not None
+        self._note_gone(node, 0)
         self._take_out(node)
         self._forget_root(parent)
         del self._order.nodes[node]
@@ -750,6 +797,7 @@ class PrefixTree(Generic[S]):
         stay = leaf.units - -(-pages * leaf.units // held) if held > pages else 0
         if not stay:
             return self._unlink(leaf)
+        self._note_gone(leaf, stay)
         self._keep(leaf, "_span", "_run", "units", "end")
         leaf._span, right = leaf.span.split(stay)
         gone = (leaf.units - stay) * self.unit

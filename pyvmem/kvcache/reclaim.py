@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +22,7 @@ from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.metrics import Counters
 from pyvmem.kvcache.pages import EMPTY, SharedPages, Span, Tier
 from pyvmem.kvcache.slots import Cut, Piece, Ran, Slot, SlotTable
+from pyvmem.logs import warn
 from pyvmem.ops import OpBatch
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.mapper import Mapper
 
 __all__ = ["Reclaimer", "wait_for_cuts"]
+
+_log = logging.getLogger(__name__)
 
 _SLICE_S = 0.0005  # how long one of several unfinished cuts is waited for before the next is asked
 
@@ -246,6 +250,7 @@ class Reclaimer(Book):
     def failed(self, slot: Slot, error: VMemError) -> None:
         """Notes that pages of a slot could not be unmapped."""
         self.errors.append(error)
+        warn(_log, "unmap", "pages of reqid %d could not be unmapped: %s", slot.index, error)
         if isinstance(error, NotRecoverable):
             self.table.condemn(slot)  # and its pages count no longer
 
@@ -446,7 +451,9 @@ class Reclaimer(Book):
             self.evict(-(-missing // (self.layout.num_tensors * size)))
         if prefixes and share is not None and (missing := min(goal - self._room(), lent)) > 0:
             share.evict(missing)
-        return self._room() > before
+        back = self._room() - before
+        _log.debug("reclaimed %d of the %d bytes that were wanted", back, pages * size)
+        return back > 0
 
     def _begin_cuts(self, pages: int, keep: Mapping[Slot, int]) -> None:
         """Begins to unmap until so many physical pages are on their way back."""

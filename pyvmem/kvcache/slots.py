@@ -26,6 +26,7 @@ that may be wrong is thrown away and made anew.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -33,12 +34,15 @@ from functools import partial
 from heapq import merge
 from itertools import count as count_up
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
+from pyvmem._native import Columns
 from pyvmem.errors import Timeout, VMemError
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.journal import Watched
 from pyvmem.kvcache.pages import EMPTY, Places, Span, Stretch, Tier
+from pyvmem.logs import warn
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.journal import Journal
@@ -58,6 +62,8 @@ __all__ = [
     "SlotIndex",
     "SlotTable",
 ]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +91,7 @@ class Slot(Watched):
     """
 
     _unwatched: ClassVar[frozenset[str]] = frozenset(
-        ("writer", "dirty", "owner", "events", "pins", "freed_at")
+        ("writer", "owner", "events", "pins", "freed_at")
     )
 
     log: InitVar[list[Any]]
@@ -150,16 +156,18 @@ class SlotTable:
             far the background is. What else would be an answer, such as a driver that is out of
             memory, is an error then.
         changes: counts slots taken and given back.
+        columns: what the slots say, for C; right where the index is.
     """
 
     lockstep: ClassVar[bool] = False
 
     def __init__(self, count: int, journal: Journal) -> None:
         self.changes = 0
+        self.columns = Columns(count)
         self._touched: set[Slot] = set()
         self.slots = [Slot(journal.entries, self._touched, i) for i in range(count)]
         self._order = count_up(1)
-        self._index: SlotIndex | None = SlotIndex(self.slots)
+        self._index: SlotIndex | None = SlotIndex(self.slots, self.columns)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -182,7 +190,7 @@ class SlotTable:
         index, touched = self._index, self._touched
         if index is None:
             touched.clear()
-            self._index = index = SlotIndex(self.slots)
+            self._index = index = SlotIndex(self.slots, self.columns)
         elif touched:
             self._index = None  # until it is whole again
             index.file_all(touched)
@@ -192,7 +200,7 @@ class SlotTable:
 
     def check(self) -> list[str]:
         """What the index says that the slots do not, in words."""
-        return self.index.differences(SlotIndex(self.slots))
+        return self.index.differences(SlotIndex(self.slots, Columns(len(self.slots))))
 
     @property
     def free(self) -> Ordered:
@@ -220,6 +228,7 @@ class SlotTable:
 
     def condemn(self, slot: Slot) -> None:
         """Never hands this slot out again."""
+        warn(_log, "slot", "reqid %d is lost: a failed batch could not be undone there", slot.index)
         slot.broken = True
 
     # ---- choosing --------------------------------------------------------------------------------
@@ -294,7 +303,7 @@ class SlotTable:
             active: go on with active slots.
         """
         index = self.index
-        for slots in (index.cached, index.leftovers) if active else (index.cached,):
+        for slots in (index.cached, index.leftovers()) if active else (index.cached,):
             later: list[Slot] = []
             for slot in slots:
                 if slot.job is not None:
@@ -369,7 +378,7 @@ class _Entry(NamedTuple):
     losing: _Key | None = None
     cached: _Key | None = None
     stale: _Key | None = None
-    leftovers: _Key | None = None
+    ahead: _Key | None = None
     spare: int = 0
     returning: int = 0
 
@@ -380,37 +389,62 @@ _NOTHING = _Entry()
 class SlotIndex:
     """The slots, filed.
 
+    A request's slot is *plain* where growing it takes a map call and nothing else: most are at most
+    times, and these are in the columns alone.
+
     Attributes:
         free: those that a request may get, least recently used first.
         ready: of these, those that can grow at once, by mapped pages, then as `free`.
         losing: the other free ones, likewise: to grow one means to wait for a batch that unmaps.
         cached: those without an owner that have pages, least recently used first.
-        leftovers: active ones with pages that their owner was not granted, likewise.
         stale: those without an owner whose pages must all go, by number.
-        spare: pages per tensor that no request owns, and that are not on their way back; of slots
-            whose batch in flight maps something none are counted.
+        ahead: active ones that are not plain, with pages that their owner was not granted.
         returning: pages per tensor on their way back.
+        columns: what slots say, for C.
     """
 
-    __slots__ = ("_filed", *_Entry._fields)
+    __slots__ = (
+        *("_filed", "_slots", "_spare", "ahead", "cached", "columns", "free", "losing", "ready"),
+        *("returning", "stale"),
+    )
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot], columns: Columns) -> None:
         self.free, self.ready, self.losing = Ordered(slots), Ordered(slots), Ordered(slots)
-        self.cached, self.leftovers, self.stale = Ordered(slots), Ordered(slots), Ordered(slots)
-        self.spare = self.returning = 0
+        self.cached, self.ahead, self.stale = Ordered(slots), Ordered(slots), Ordered(slots)
+        self.columns = columns
+        self.returning = self._spare = 0
+        self._slots = slots
         self._filed: dict[int, _Entry] = {}
+        columns.clear()
         self.file_all(slots)
+
+    @property
+    def spare(self) -> int:
+        """Pages per tensor that no request owns, and that are not on their way back.
+
+        Of slots whose batch in flight maps something none are counted.
+        """
+        return self._spare + self.columns.surplus
+
+    def leftovers(self) -> list[Slot]:
+        """Active slots with pages that their owner was not granted, least recently used first."""
+        columns, slots = self.columns, self._slots
+        found = list(self.ahead)
+        for index, plain in enumerate(columns.plain):
+            if plain and columns.mapped[index] > columns.granted[index]:
+                found.append(slots[index])
+        return sorted(found, key=attrgetter("freed_order", "index"))
 
     def file_all(self, slots: Iterable[Slot]) -> None:
         """Files slots under what their attributes say now."""
-        filed = self._filed
+        filed, file = self._filed, self.columns.file
         for slot in slots:
-            if slot.active and slot.mapped == slot.granted and slot.job is None and not slot.lost:
-                if slot.index in filed:
-                    self._file(slot.index, _NOTHING)
-                # else nothing to do: most slots, at most times
-            else:
-                self._file(slot.index, _entry(slot))
+            index, plain = slot.index, _is_plain(slot)
+            file(index, slot.mapped, slot.granted, slot.head, slot.active, plain)
+            if not plain:
+                self._file(index, _entry(slot))
+            elif index in filed:
+                self._file(index, _NOTHING)
 
     def _file(self, index: int, new: _Entry) -> None:
         filed = self._filed
@@ -422,8 +456,8 @@ class SlotIndex:
         self.losing.put(index, new.losing)
         self.cached.put(index, new.cached)
         self.stale.put(index, new.stale)
-        self.leftovers.put(index, new.leftovers)
-        self.spare += new.spare - old.spare
+        self.ahead.put(index, new.ahead)
+        self._spare += new.spare - old.spare
         self.returning += new.returning - old.returning
         if new == _NOTHING:
             del filed[index]
@@ -432,11 +466,31 @@ class SlotIndex:
 
     def differences(self, other: SlotIndex) -> list[str]:
         """What two indexes of the same slots do not agree on, in words."""
-        return [
-            f"slots: {name} is {getattr(self, name)!r}, made anew {getattr(other, name)!r}"
-            for name in _Entry._fields
-            if getattr(self, name) != getattr(other, name)
+        names = (*_Entry._fields[:-2], "spare", "returning")
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        pairs += [
+            (f"columns.{name}", getattr(self.columns, name), getattr(other.columns, name))
+            for name in ("mapped", "granted", "head", "active", "plain")
         ]
+        return [
+            f"slots: {name} is {mine!r:.200}, made anew {anew!r:.200}"
+            for name, mine, anew in pairs
+            if mine != anew
+        ]
+
+
+def _is_plain(slot: Slot) -> bool:
+    """Whether growing a slot takes a map call and nothing else."""
+    granted = slot.granted
+    return (
+        slot.active
+        and slot.job is None
+        and not slot.lost
+        and slot.dirty <= granted
+        and slot.span.pages <= granted
+        and slot.head <= granted
+        and not slot.places
+    )
 
 
 def _entry(slot: Slot) -> _Entry:
@@ -452,7 +506,7 @@ def _entry(slot: Slot) -> _Entry:
     age = (order, index)
     if slot.active:
         left = mapped > slot.granted and not slot.lost
-        return _Entry(leftovers=age if left else None, spare=spare, returning=returning)
+        return _Entry(ahead=age if left else None, spare=spare, returning=returning)
     stale = slot.stale
     fit = None if slot.broken else (mapped, order, index)
     return _Entry(

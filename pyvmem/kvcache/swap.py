@@ -16,7 +16,7 @@ from pyvmem.errors import BadHandle, VMemError
 from pyvmem.features.table import SWAP
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
-from pyvmem.kvcache.manager import grow_all
+from pyvmem.kvcache.manager import grow
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.group import Group
@@ -149,7 +149,7 @@ def swap_in(
             (group, [(slot, group.layout.pages_for(length))] if length else [])
             for group, slot in zip(groups, slots, strict=True)
         ]
-        if not grow_all(want, background=False):
+        if not grow(want, background=False):
             give_back()
             return None
         for group in groups:

@@ -23,7 +23,9 @@ __all__ = ["Choice", "Cost", "Held", "cost", "held_by", "layout_of", "page_table
 
 _KB64 = 64 << 10
 _MAX_RUN = 1 << 12
-_MAPPING_BYTES = 2360  # kernel memory of a mapping of `stock` (580.159.04; README, "decode")
+_MAPPING_BYTES = (
+    2360  # kernel memory of a mapping of `stock` (580.159.04; benchmarks/api, "decode")
+)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ import json
 import math
 import random
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pyvmem.kvcache.config import invalid
 
-__all__ = ["Request", "generate", "read_trace"]
+__all__ = ["Arrival", "Request", "generate", "poisson", "read_arrivals", "read_trace"]
 
 _COLUMNS = (
     ("ContextTokens", "GeneratedTokens"),
@@ -44,13 +45,38 @@ class Request(NamedTuple):
         return self.context + self.output - 1
 
 
+class Arrival(NamedTuple):
+    """A request, and when it comes.
+
+    Attributes:
+        at: seconds after the first.
+        content: an id for each 512 tokens of its prompt, equal ones for equal prefixes; may be
+            empty: the prompt is like no other.
+    """
+
+    at: float
+    request: Request
+    content: tuple[int, ...] = ()
+
+
 def read_trace(path: Path | str) -> list[Request]:
     """The requests of a trace in its order; those without a prompt or an output are left out.
 
     Raises:
         InvalidArgument: the file cannot be read, has none of the formats, or holds no request.
     """
-    path = Path(path)
+    return [request for request, _, _ in _read(Path(path))]
+
+
+def read_arrivals(path: Path | str) -> list[Arrival]:
+    """`read_trace` with what else the traces say; without times, all come at 0."""
+    found = _read(Path(path))
+    first = min(at for _, at, _ in found)
+    arrivals = [Arrival(at - first, request, content) for request, at, content in found]
+    return sorted(arrivals, key=lambda one: one.at)
+
+
+def _read(path: Path) -> list[tuple[Request, float, tuple[int, ...]]]:
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             rows: Iterable[Mapping[str, Any]]
@@ -58,13 +84,42 @@ def read_trace(path: Path | str) -> list[Request]:
                 rows = (json.loads(line) for line in lines)
             else:
                 rows = csv.DictReader(lines)
-            requests = [_request(path, number, row) for number, row in enumerate(rows, 1)]
+            requests = [
+                (_request(path, number, row), _time(row), tuple(row.get("hash_ids") or ()))
+                for number, row in enumerate(rows, 1)
+            ]
     except (OSError, ValueError) as error:  # also what json and float say
         raise invalid(f"{path}: {error}") from None
-    found = [request for request in requests if min(request) > 0]
+    found = [one for one in requests if min(one[0]) > 0]
     if not found:
         raise invalid(f"{path}: no request")
     return found
+
+
+def _time(row: Mapping[str, Any]) -> float:
+    """Seconds, from any moment on."""
+    if row.get("timestamp") is not None:
+        return float(row["timestamp"]) / 1e3
+    if row.get("TIMESTAMP"):
+        moment, _, fraction = row["TIMESTAMP"].partition(".")
+        return datetime.fromisoformat(moment + "+00:00").timestamp() + float(f"0.{fraction or 0}")
+    return 0.0
+
+
+def poisson(requests: Iterable[Request], rate: float, seed: int) -> list[Arrival]:
+    """The requests in their order, `rate` a second, independently of each other.
+
+    Raises:
+        InvalidArgument: the rate is not positive.
+    """
+    if not rate > 0:
+        raise invalid(f"rate is {rate}; it must be positive")
+    rng = random.Random(seed)
+    at, out = 0.0, []
+    for request in requests:
+        out.append(Arrival(at, request))
+        at += rng.expovariate(rate)
+    return out
 
 
 def _request(path: Path, number: int, row: Mapping[str, Any]) -> Request:

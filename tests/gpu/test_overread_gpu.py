@@ -5,7 +5,9 @@ Every step maps pages of every request, the next step's in the background while 
 pages go back as soon as a request ends, full of NaN, and come back in another. Whatever a kernel
 reads past a length is then unmapped, being mapped, being unmapped, or another owner's, unless it
 stays where the cache lets it. No fault, and every output finite and equal to that of the same call
-on a cache whose slots were mapped before: bit by bit, and so is no read of a page too many.
+on a cache whose slots were mapped before: bit by bit, and so is no read of a page too many. But for
+torch's scaled_dot_product_attention, whose calls on the same memory differ among themselves now and
+then in the last bit of one number: there a difference of more than that counts.
 
 VMEM_OVERREAD_SECONDS (60): for each kernel and back end. Needs a CUDA device, torch, and a back end
 (cuda, stock) that its probe proves; skipped otherwise. FlashAttention-3 takes part where vLLM,
@@ -44,6 +46,7 @@ LONGEST = 8192
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 CHUNKS = (17, 64, 200, 512)  # new tokens of a chunk
 CHECK = 200  # iterations between looks at what was found
+LAST_BIT = 2.0**-7  # of a bfloat16, at most, beside the number
 
 
 def make(context: Context, overread: int, **changes: Any) -> KVCache:
@@ -161,7 +164,10 @@ def test_nothing_past_a_length_is_met(context: Context, kernel: str) -> None:
                 if not layer:  # what comes next is mapped while these run
                     assert cache.step_async(growing.next) == 0
                 want = theirs(query, layer, other)
-                bad += (~torch.isfinite(out)).sum() + (out != want).sum()
+                differ = out != want
+                if kernel == "sdpa":
+                    differ &= (out - want).abs() > LAST_BIT * want.abs()
+                bad += (~torch.isfinite(out)).sum() + differ.sum()
             steps += 1
             if steps % CHECK == 0:
                 assert int(bad) == 0, f"{int(bad)} elements in {steps} steps"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The record of a driver's tests, as benchmarks/results keeps it and the README's table shows it.
+"""The record of a driver's tests, as benchmarks/results keeps it and docs/driver shows it.
 
 A record grows: the tests of a later run are added to those of an earlier one, as long as both are
 of the same sources. With other sources it begins anew.
@@ -51,6 +51,9 @@ def counts_of(output: str) -> dict[str, int]:
 
 def entry_of(test: Test, word: str, output: str) -> dict[str, Any]:
     """What is kept of a test: what ran on which GPU, what came of it, and all that it printed."""
+    # How long things took is of the machine, and differs from run to run.
+    of_time = re.compile(r"exit status | +[\d.]+ s$")
+    lines = [line for line in output.splitlines() if not of_time.match(line)]
     return {
         "name": test.name,
         "program": test.program,
@@ -60,7 +63,7 @@ def entry_of(test: Test, word: str, output: str) -> dict[str, Any]:
         "gpus": test.gpus,
         "result": word,
         "counts": counts_of(output),
-        "output": [line for line in output.splitlines() if not line.startswith("exit status ")],
+        "output": lines,
     }
 
 

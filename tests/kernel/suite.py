@@ -26,9 +26,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +89,7 @@ class Result:
     word: str
     seconds: float
     output: str = ""
+    processor_seconds: float = 0.0
 
     def line(self) -> str:
         """The line that is shown of it."""
@@ -98,7 +98,8 @@ class Result:
             # The runner's own line comes last.
             said = self.output.strip().splitlines()
             reason = f" ({said[-2]})" if len(said) > 1 else ""
-        return f"{self.word:<4} {self.test.name} {self.seconds:.1f} s{reason}"
+        busy = f", {self.processor_seconds:.0f} s of a processor" if self.processor_seconds else ""
+        return f"{self.word:<4} {self.test.name} {self.seconds:.1f} s{busy}{reason}"
 
 
 def run_test(test: Test, builder: Builder, show: bool) -> Result:
@@ -132,7 +133,8 @@ def run_test(test: Test, builder: Builder, show: bool) -> Result:
     text = output.decode(errors="replace")
     found = json.loads(report.read_text("utf-8")) if report.exists() else {}
     word = verdict(test, process.returncode, found, text)
-    return Result(test, word, time.monotonic() - start, text)
+    busy = found.get("processor_seconds", 0.0)
+    return Result(test, word, time.monotonic() - start, text, busy)
 
 
 def verdict(test: Test, status: int, report: dict[str, Any], output: str) -> str:
@@ -179,12 +181,23 @@ def run_all(
             done(result)
         return result
 
-    trees = {(test.tree, test.checked): test for test in tests}
     pool = ThreadPoolExecutor(jobs)
     try:
-        # Two tests that wait for one tree would leave a processor idle. Mutants share a folder.
-        list(pool.map(partial(build_first, builder), trees.values()))
-        return list(pool.map(one, tests))
+        # Two tests that wait for one tree would leave a processor idle: each waits in the queue
+        # until its tree is there, and while one tree is built others are tested. What may take
+        # longest begins first, so that nobody waits for it at the end.
+        waiting: dict[tuple[tuple[str, ...], bool], list[Test]] = {}
+        for test in sorted(tests, key=lambda one: -one.timeout):
+            waiting.setdefault((base_tree(test), test.checked), []).append(test)
+
+        def build(group: list[Test]) -> list[Future[Result]]:
+            build_first(builder, group[0])
+            return [pool.submit(one, test) for test in group]
+
+        # The tree that most tests wait for comes first.
+        groups = sorted(waiting.values(), key=len, reverse=True)
+        built = [pool.submit(build, group) for group in groups]
+        return [result.result() for tree in built for result in tree.result()]
     except BaseException:
         ended.set()
         pool.shutdown(wait=False, cancel_futures=True)
@@ -194,11 +207,16 @@ def run_all(
         pool.shutdown()
 
 
+def base_tree(test: Test) -> tuple[str, ...]:
+    """The tree that a test loads, or that its mutant is made from; none if it loads nothing."""
+    return replace(test, mutant="").tree if test.load or test.program else ()
+
+
 def build_first(builder: Builder, test: Test) -> None:
-    """Builds the tree of a test; what goes wrong is the tests' to tell."""
-    if not test.mutant and (test.load or test.program):
+    """Builds that tree; what goes wrong is the tests' to tell."""
+    if base_tree(test):
         with contextlib.suppress(BuildError):
-            builder.tree(test)
+            builder.tree(replace(test, mutant=""))
 
 
 def main() -> int:

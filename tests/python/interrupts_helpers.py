@@ -158,6 +158,7 @@ class Interrupts:
         monitoring: Any = getattr(sys, "monitoring")  # noqa: B009 - unknown to older Pythons
         events = monitoring.events
         states: dict[int, list[Any]] = {}  # by frame: the last instruction, and whether it begins
+        caller = threading.get_ident()  # monitoring is of all threads, tracing of one
 
         def begins(code: CodeType, offset: int) -> Any:
             frame = sys._getframe(1)
@@ -178,7 +179,7 @@ class Interrupts:
             if not code.co_filename.startswith(self._package):
                 return monitoring.DISABLE
             frame = sys._getframe(1)
-            if self._finalizes(frame):
+            if threading.get_ident() != caller or self._finalizes(frame):
                 return None
             known = self._known.get(code)
             if known is None:

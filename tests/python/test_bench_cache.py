@@ -17,7 +17,7 @@ from pyvmem.bench import deferred, fill, overlap, overlap_modes, paged, prefix_m
 from pyvmem.bench.command import Command
 from pyvmem.bench.fragments import Fragments
 from pyvmem.bench.paged_flashinfer import FlashInfer
-from pyvmem.bench.paged_kernels import CASES, TINY_CASES, Call, Case, Gather
+from pyvmem.bench.paged_kernels import CASES, SETS, TINY_CASES, Call, Case, Gather
 from pyvmem.cli import main
 
 torch = pytest.importorskip("torch")
@@ -95,6 +95,20 @@ def test_lengths_grow_and_start_again() -> None:
     assert lengths.replaced(3) == [False, False, False, True]
     assert lengths.replaced(600) == [True] * 4
     assert overlap_modes.Lengths(1, 4, 8).at(0) == [5]
+
+
+@pytest.mark.needs_tensors
+@pytest.mark.parametrize("name", ["overlap", "deferred"])
+def test_the_page_size_is_the_one_that_was_asked_for(tmp_path: Path, name: str) -> None:
+    """Larger pages: fewer of them for the same lengths."""
+    pages = []
+    for page in ("4K", "16K"):
+        fewer = ["--modes", "sync", "--iterations", "20"] if name == "overlap" else []
+        data = conduct(name, tmp_path, "host", "--page", page, *fewer)
+        assert data["options"]["page"] == int(page[:-1]) << 10
+        part = "iterations" if name == "overlap" else "prefill"
+        pages.append(rows(data)[f"{part}/grown_pages/sync"]["value"])
+    assert pages[0] > pages[1] > 0
 
 
 def test_spikes_are_counted_against_the_median() -> None:
@@ -340,6 +354,32 @@ def test_ours_is_held_against_the_best_block_and_against_16(kernels: dict[str, A
     expected = median("paged16") / median("contiguous")
     assert known["sdpa_prefill_512_16"]["value"] == pytest.approx(expected, rel=1e-3)
     assert known["sdpa_prefill_512_best"]["aim"] is None  # it is no paged kernel
+
+
+def test_decoding_says_how_fast_it_reads(kernels: dict[str, Any]) -> None:
+    """For the roofline: a head of keys and of values of each row, in bfloat16."""
+    row = rows(kernels)["sdpa/decode_b2_1k/contiguous/random0"]
+    assert row["bytes"] == 2 * 1024 * 2 * 128 * 2 * 2
+    assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["median"] / 1e6, rel=1e-3)
+    assert "gb_per_s" not in rows(kernels)["sdpa/prefill_512/contiguous/random0"]
+
+
+def test_sets_of_cases_are_chosen_by_their_names() -> None:
+    names = [case.name for cases in SETS.values() for case in cases]
+    assert len(set(names)) == len(names)
+    assert {case.kv_heads for case in SETS["heads"]} == {32, 8, 4, 1}
+    assert max(case.kv_len for case in SETS["long"]) == 192 << 10
+
+    def chosen(cases: str, backend: str = "stock") -> list[str]:
+        args = argparse.Namespace(cases=cases)
+        command: Any = SimpleNamespace(args=args, quick=False, backend=backend)
+        return [case.name for case in paged._chosen(command)]
+
+    assert chosen("base") == [case.name for case in CASES]
+    assert chosen("long,decode_mqa,long") == [*(c.name for c in SETS["long"]), "decode_mqa"]
+    assert chosen("prefill_64k") == ["prefill_64k"]
+    assert chosen("base", "host") == [case.name for case in TINY_CASES]
+    assert chosen("nothing") == []
 
 
 def test_the_goals_of_paged_kernels(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The README's tables of the benchmarks of the cache and of attention, from quick runs."""
+"""The tables of the benchmarks of the cache and of attention, from quick runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import readme_cache
+import readme_index
 import readme_tables
 
 from pyvmem.cli import main
@@ -56,20 +57,41 @@ def test_one_table_of_each(name: str, results: Path, monkeypatch: pytest.MonkeyP
 def test_parts_are_asked_for_when_there_is_a_result(
     results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = readme_tables.README.read_text(encoding="utf-8")
+    texts = {path: path.read_text(encoding="utf-8") for path in readme_tables.files()}
     measured = readme_tables.load()
-    if not any(f"<!-- measured {name} -->" in text for name in COMMANDS):
-        assert readme_tables.render(text, measured) == text
     monkeypatch.setattr(readme_cache, "RESULTS", results)
     monkeypatch.setattr(readme_cache, "ROOT", results)
-    bare = text
-    for name in COMMANDS:
-        bare = bare.replace(f"<!-- measured {name} -->", "")
-    with pytest.raises(SystemExit, match="measured overlap"):
+    bare = {path: text.replace("<!-- measured overlap -->", "") for path, text in texts.items()}
+    with pytest.raises(SystemExit, match=r"measured overlap.*0 places"):
         readme_tables.render(bare, measured)
-    for name in COMMANDS:
-        bare += f"\n<!-- measured {name} -->\n<!-- /measured {name} -->"
-    if "<!-- measured overlap -->" not in text:
-        shown = readme_tables.render(bare, measured)
-        assert "mapped in the background |" in shown
-        assert "single 64 KB pages |" in shown
+    other = "<!-- measured overlap -->\n<!-- /measured overlap -->"
+    with pytest.raises(SystemExit, match="in 2 places"):
+        readme_tables.render({**texts, Path("other.md"): other}, measured)
+    shown = "".join(readme_tables.render(texts, measured).values())
+    assert "mapped in the background |" in shown
+    assert "single 64 KB pages |" in shown
+
+
+def test_links_of_a_part_are_relative_to_its_file() -> None:
+    path = readme_tables.ROOT / "docs" / "driver" / "evidence.md"
+    line = "[raw](benchmarks/results/a.json) [there](https://example.org) [here](#part)"
+    shown = readme_tables.relative(line, path)
+    assert (
+        shown == "[raw](../../benchmarks/results/a.json) [there](https://example.org) [here](#part)"
+    )
+
+
+def test_the_index_names_failures_and_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    monkeypatch.setattr(readme_index, "ROOT", tmp_path)
+    log = logs / "h100-x.log"
+    log.write_text("== live: pages (partial, 1 s)\n1 failed, 2 passed in 3 s\n")
+    row = readme_index.log_row(log)
+    assert "NVIDIA H100" in row
+    assert "**has failures**" in row
+    assert "partial: `live`" in row
+    log.write_text("0 failed, 2 passed\n")
+    assert "failures" not in readme_index.log_row(log)
+    assert readme_index.gaps({"parts": {"calls": {"status": "partial"}}}) == "`calls` partial"
+    assert readme_index.gaps({"tests": [{"name": "gap", "result": "FAIL"}]}) == "`gap` FAIL"

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "api/api.h"
+#include "base/log.h"
 
 VMEM_API const char *vmem_version(void) { return VMEM_VERSION; }
 
@@ -48,6 +49,9 @@ static int check_opts(const struct vmem_open_opts *o) {
   if (o->slab_size && (!vm_is_pow2(o->slab_size) || o->slab_size < o->granule || o->slab_size > 1ull << 40))
     return vm_fail_at(-EINVAL, 0, o->slab_size, 0, "slab size %llu is no power of two from the granule to 1 TiB",
                       (unsigned long long)o->slab_size);
+  if (o->log_level > VMEM_LOG_DEBUG || o->log_reserved)
+    return vm_fail_at(-EINVAL, 0, o->log_level, VMEM_LOG_DEBUG, "log level %u, or a reserved field that is not 0",
+                      o->log_level);
   return 0;
 }
 
@@ -79,6 +83,7 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
   if (!c) return vm_fail(-ENOMEM, "no heap memory for a context");
   c->opts = *o;
   if (!c->opts.num_devices) c->opts.num_devices = 1;
+  if (!c->opts.log_level) c->opts.log_level = VMEM_LOG_INFO;
   if ((err = vm_backend_open(be, &c->opts, c->info, &c->bes))) {
     free(c);
     return err;
@@ -152,6 +157,13 @@ static void tear_down(struct vm_ctx *c) {
   free(c);
 }
 
+static void log_opened(const struct vm_ctx *c, const char *asked) {
+  const struct vmem_info *i = &c->info->pub;
+  vm_log(c, VMEM_LOG_INFO, "back end %s (%s asked for)%s%s%s%s: granule %llu, slabs of %llu bytes%s%s", i->backend,
+         asked, i->device_name[0] ? " on " : "", i->device_name, i->driver[0] ? ", driver " : "", i->driver,
+         (unsigned long long)i->granule, (unsigned long long)i->slab_size, i->why[0] ? "; passed over: " : "", i->why);
+}
+
 VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm) {
   struct vmem_open_opts o;
   const struct vm_backend *be = NULL;
@@ -169,6 +181,7 @@ VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm) {
     VM_UNDO(tear_down(c));
     return err;
   }
+  log_opened(c, o.backend); /* while nobody can close it */
   if ((err = vm_registry_add(c, vm))) VM_UNDO(tear_down(c));
   return err;
 }

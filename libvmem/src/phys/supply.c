@@ -2,6 +2,7 @@
 /* Slabs from the driver and back to it. */
 #include <stdlib.h>
 
+#include "base/log.h"
 #include "phys/phys.h"
 
 #define MAX_SLAB (1ull << 30) /* larger ones would seldom be empty again */
@@ -40,7 +41,10 @@ static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
   while (list) {
     struct vm_slab *next = list->next;
     uint64_t bytes = list->bytes;
-    if (!vm_slab_destroy(c, list)) freed += bytes;
+    int err = vm_slab_destroy(c, list);
+    if (!err) freed += bytes;
+    vm_log(c, err ? VMEM_LOG_WARNING : VMEM_LOG_DEBUG, "slab of %llu bytes %s%s", (unsigned long long)bytes,
+           err ? "could not be given back: " : "given back", err ? vm_error_last()->text : "");
     list = next;
   }
   return freed;
@@ -94,7 +98,10 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
       }
       pthread_mutex_unlock(&c->lock);
       *got = bytes;
-      if (s && !err) return 0;
+      if (s && !err) {
+        vm_log(c, VMEM_LOG_DEBUG, "slab of %llu bytes taken", (unsigned long long)bytes);
+        return 0;
+      }
       if (s) {
         VM_UNDO(vm_slab_destroy(c, s));
         return err;

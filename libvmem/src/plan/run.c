@@ -9,6 +9,7 @@
  * The undo runs the other way. Where it fails, the range and its pages are quarantined: their ptes keep their
  * references and are never changed again.
  */
+#include "base/log.h"
 #include "plan/plan.h"
 
 /* ---- one call of the back end ------------------------------------------------------------------ */
@@ -88,6 +89,8 @@ static void quarantine(struct vm_ctx *c, uint64_t addr, uint64_t bytes) {
   pthread_mutex_lock(&c->lock);
   vm_ptes_quarantine(c, vm_space_find(c, addr), addr, bytes);
   pthread_mutex_unlock(&c->lock);
+  vm_log(c, VMEM_LOG_WARNING, "0x%llx + %llu bytes and their pages are quarantined until the context is closed: %s",
+         (unsigned long long)addr, (unsigned long long)bytes, vm_error_last()->text);
 }
 
 /* Runs what was pushed. What a failure leaves in an unknown state is quarantined. */

@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "base/log.h"
 #include "work/work.h"
 
 /* GPU work is polled: 20 us after something has happened, backing off to 1 ms; and at most a ninth of the time, however
@@ -119,6 +120,7 @@ static bool job_run(struct vm_ctx *c, struct vm_job *job, int err, bool wait) {
     err = vm_plan_run(c, &job->plan, job->deps.events, nevents, wait ? NULL : &over, &fill);
   if (!over) return false;
   VM_UNDO(vm_deps_put(c, &job->deps));
+  if (err) vm_log(c, VMEM_LOG_INFO, "a submitted batch failed: %s (%s)", vm_error_last()->text, strerror(-err));
   pthread_mutex_lock(&c->lock);
   if (!fill)
     vm_ticket_done(c, job->ticket, err);

@@ -422,6 +422,48 @@ static void sparse_to_mapped_in_big(void) {
   sparse_pages(21, UVM_VMEM_RESERVE_BIG, 1, "BIG, sparse, a page of 2 MB, sparse");
 }
 
+/* ---- beside a reservation that goes --------------------------------------------------------------------------- */
+
+#define NEIGHBOUR (RES + MIB(64))
+
+static void *free_thread(void *result) {
+  *(int *)result = vm_free(W.uvm, NEIGHBOUR, UVM_VMEM_FREE_UNMAP);
+  return NULL;
+}
+
+/* FREE takes a directory of 512 MB away, as the last that has tables there, while a BIND gives the reservation at the
+ * directory's beginning its first page: the readers take neither for the other. Which of the entries above its tables
+ * FREE clears first is not said, so it is done a few times. */
+static void beside_a_free(void) {
+  enum { A_WHILE = 100, ROUNDS = 10 };
+  uint32_t object;
+  start();
+  OK(furnish(0, 16, 8, 0, &object));
+  for (unsigned round = 0; round < ROUNDS; round++) {
+    struct uvm_vmem_op op = op_map(RES, object, 0, 8, 0);
+    struct bind b = {.ops = &op, .count = 1};
+    pthread_t freeing;
+    int freed = -EBUSY;
+    OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(64), 16, 0));
+    OK(vm_reserve(W.uvm, W.uuid[0], NEIGHBOUR, MIB(2), 16, 0));
+    OK(vm_map(W.uvm, NEIGHBOUR, NEIGHBOUR, object, 0, 8, 0));
+    OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+    if (pthread_create(&freeing, NULL, free_thread, &freed)) abort();
+    sleep_ms(A_WHILE);
+    if (pthread_create(&b.thread, NULL, bind_thread, &b)) abort();
+    sleep_ms(A_WHILE);
+    OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+    pthread_join(freeing, NULL);
+    pthread_join(b.thread, NULL);
+    OK(freed);
+    OK(b.result);
+    EQ(gpu_check(&W, 0, NEIGHBOUR, 8, 0, 0), -EFAULT);
+    for (unsigned unit = 0; unit < 8; unit++) OK(gpu_check(&W, 0, RES + unit * UNIT, UNIT, value_of(0, unit), 0));
+    OK(vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP));
+  }
+  world_close(&W);
+}
+
 /* ---- with nothing stopped ------------------------------------------------------------------------------------ */
 
 struct reader {
@@ -511,5 +553,5 @@ static void free_big(void) {
 }
 
 MAIN(TEST(parts), TEST(parts_in_big), TEST(made_by_one_operation), TEST(joined_by_name), TEST(refused_without_cut), TEST(cut),
-     TEST(replace_same), TEST(replace_same_in_big), TEST(sparse_to_mapped), TEST(sparse_to_mapped_in_big), TEST(free_small),
-     TEST(free_big))
+     TEST(replace_same), TEST(replace_same_in_big), TEST(sparse_to_mapped), TEST(sparse_to_mapped_in_big),
+     TEST(beside_a_free), TEST(free_small), TEST(free_big))

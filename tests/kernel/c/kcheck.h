@@ -15,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define KIB(n) ((uint64_t)(n) << 10)
 #define MIB(n) ((uint64_t)(n) << 20)
@@ -105,6 +106,12 @@ static inline bool wanted(const char *name, int argc, char **argv) {
   return !any;
 }
 
+static inline double seconds_now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
+}
+
 static inline int run_tests(const struct test *tests, size_t n, int argc, char **argv) {
   int passed = 0, failed = 0, skipped = 0;
   setvbuf(stdout, NULL, _IOLBF, 0);
@@ -116,7 +123,9 @@ static inline int run_tests(const struct test *tests, size_t n, int argc, char *
     failures_here = 0;
     skipped_here = false;
     printf("-- %s\n", tests[i].name);
+    double start = seconds_now();
     tests[i].run();
+    printf("   %.1f s\n", seconds_now() - start);
     if (failures_here) {
       printf("FAILED %s\n", tests[i].name);
       failed++;

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import selectors
 import shlex
@@ -72,6 +73,7 @@ class Outcome:
     loaded: bool  # the guest came as far as the command
     late: bool
     seconds: float
+    processor_seconds: float  # of this machine's processors, however many others used them too
     log: Path
 
     @property
@@ -264,7 +266,9 @@ def boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None]
     if said:
         failures.append(f"qemu: {said}")
     loaded = "loaded" in run.words
-    return Outcome(run.status, failures, loaded, late, time.monotonic() - start, log)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = used.ru_utime + used.ru_stime
+    return Outcome(run.status, failures, loaded, late, time.monotonic() - start, busy, log)
 
 
 def _relay(streams: dict[int, Callable[[bytes], None]], deadline: float) -> bool:

@@ -37,6 +37,7 @@ SUSPECT = re.compile(
             r"Assert failed, condition",  # UVM_ASSERT
             r"nvidia-uvm.*[Pp]anic",
             r"Memory leak of -?\d+ bytes",  # UVM's leak checker, and vmem's
+            r"Leaked \d+ bytes from ",  # what it leaked, with uvm_leak_checker=2
             r"nvidia-uvm: .*(ERROR|Fatal)",
             r"nvidia-uvm: vmem: ",  # a fatal fault, a batch that failed
             r"(?i:softgpu.*\b(error|leak|leaked|assert)\b)",

@@ -26,6 +26,7 @@ list_del corruption. prev->next should be ffff888003, but was dead000000000100
 refcount_t: underflow; use-after-free.
 nvidia-uvm: uvm_lock.c:290 __uvm_record_lock[pid:99]Assert failed, condition 0 not true
 nvidia-uvm: Memory leak of 128 bytes detected.
+nvidia-uvm:     Leaked 128 bytes from uvm_channel.c:2200:uvm_channel_manager_create (0xffff888003)
 nvidia-uvm: uvm_channel.c:100 uvm_channel_check_errors[pid:9] ERROR: channel error
 softgpu: error: a stale translation was used
 softgpu: Error: an unknown method

@@ -105,7 +105,7 @@ def extension(objects: list[Path]) -> None:
     """pyvmem's extension module, as setup.py builds it but for the accessor."""
     target = OUT / "_vmem.abi3.so"
     script = ROOT / "pyvmem" / "_build.py"
-    names = ("_dlpack.c", "_lengths.c", "_outcome.c", "_torch_alloc.c")
+    names = ("_columns.c", "_dlpack.c", "_outcome.c", "_torch_alloc.c")
     more = [*(ROOT / "pyvmem" / name for name in names), *ACCESSOR]
     if not stale(target, [*objects, *more, script, ROOT / "libvmem" / "include" / "vmem.h"]):
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from manifest.c import BUILTIN_NOISE, PROGRAMS
+from manifest.c import BUILTIN_NOISE, KILLED, PROGRAMS
 from manifest.entry import DELAYS, DRIVER, Test
 
 __all__ = ["TESTS", "branch_tests"]
@@ -25,7 +25,7 @@ EACH = [
     Test(name="builtin", program="builtin", allow=BUILTIN_NOISE, timeout=240),
     Test(name="model", program="model", args=["OPS=800", "PROCS=2", "THREADS=2", "SEED=6"]),
     Test(name="fuzz", program="fuzz", args=["CALLS=8000", "SEED=6"]),
-    Test(name="kill", program="kill", args=["KILLS=12", "SEED=6"]),
+    Test(name="kill", program="kill", args=["KILLS=12", "SEED=6"], **KILLED),
 ]
 # Once in each build.
 ONCE = [test for test in PROGRAMS if test.name not in FORMAT]
@@ -58,7 +58,4 @@ def branch_tests(version: str) -> list[Test]:
     return found
 
 
-TESTS = [
-    *(Test(name=f"build-{version}", version=version) for version in DEBIAN if version != DRIVER),
-    *(replace(test, long=True) for version in DEBIAN for test in branch_tests(version)),
-]
+TESTS = [replace(test, long=True) for version in DEBIAN for test in branch_tests(version)]

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from manifest.entry import DELAYS, Test
 
-__all__ = ["BUILTIN_NOISE", "PROGRAMS", "TESTS"]
+__all__ = ["BUILTIN_NOISE", "KILLED", "PROGRAMS", "TESTS"]
 
 # The driver's own lines about a GPU that failed, as asked for by the test.
 FAILING_GPU = (
@@ -24,6 +25,16 @@ BUILTIN_NOISE = (
     r"uvm_channel_update_progress_with_max.* Assert failed, condition completed_value",
     r"softgpu: error: .*memset to or near ffffffff",
 )
+
+# A process that is killed while UVM adds a GPU: alloc_parent_gpu gets no kernel thread, and add_gpu
+# forgets what that has allocated (535 to 555; 580 frees it). Nothing else may be on the list.
+KILLED: dict[str, Any] = {
+    "uvm_args": "uvm_leak_checker=2",
+    "allow": (
+        r"nvidia-uvm: Memory leak of \d+ bytes detected",
+        r"Leaked \d+ bytes from uvm_gpu\.c:\d+:alloc_parent_gpu ",
+    ),
+}
 
 PROGRAMS = [
     Test(name="abi", program="abi_matrix"),
@@ -42,9 +53,25 @@ PROGRAMS = [
     Test(name="failnth", program="failnth", uvm_args=TABLES_IN_GPU, timeout=300),
 ]
 
-# Each in both builds of the driver and on both architectures, but not in all four pairs; of those
-# that take long one pair is left to the long run.
-SLOW = ("batch", "bounds", "diagnose", "failnth", "gap", "nvlink")
+# The debug build shows all that the release build does, and UVM's asserts and lock orders besides:
+# `make test` has each program once, in that. What depends on the format of page tables, or on how
+# fast the driver is, runs in the release build and on the other architecture too. The long run has
+# all of them in both.
+BOTH = ("async", "basic")
+# Each step makes the driver look at thousands of slots, which the release build does faster.
+RELEASE = ("failnth",)
+# `peers` once more, whose peers are reached another way.
+TWICE = ("nvlink",)
+
+
+def short(test: Test, arch: str, kind: str) -> bool:
+    """Whether a program is a part of `make test` in this build on this architecture."""
+    if test.name in TWICE:
+        return False
+    if test.name in RELEASE:
+        return (arch, kind) == ("ampere", "release")
+    return (arch, kind) == ("hopper", "debug") or test.name in BOTH
+
 
 SHORT = [
     replace(
@@ -53,7 +80,7 @@ SHORT = [
         arch=arch,
         type=kind,
         module_args=f"{test.module_args} {DELAYS}" if kind == "debug" else test.module_args,
-        long=test.name in SLOW and arch == "ampere",
+        long=not short(test, arch, kind),
     )
     for test in PROGRAMS
     for arch, kind in (("hopper", "debug"), ("ampere", "release"))
@@ -64,28 +91,36 @@ HEAVY = [
         name="model-hopper-debug",
         program="model",
         type="debug",
-        args=["OPS=1500", "PROCS=2", "THREADS=2", "SEED=1"],
+        args=["OPS=700", "PROCS=2", "THREADS=2", "SEED=1"],
     ),
     Test(
         name="model-ampere",
         program="model",
         arch="ampere",
         args=["OPS=3000", "PROCS=2", "THREADS=2", "SEED=2"],
+        long=True,
     ),
     Test(
         name="fuzz-hopper-debug",
         program="fuzz",
         type="debug",
         module_args=DELAYS,
-        args=["CALLS=25000", "SEED=1"],
+        args=["CALLS=8000", "SEED=1"],
     ),
-    Test(name="fuzz-ampere", program="fuzz", arch="ampere", args=["CALLS=25000", "SEED=2"]),
+    Test(
+        name="fuzz-ampere",
+        program="fuzz",
+        arch="ampere",
+        args=["CALLS=25000", "SEED=2"],
+        long=True,
+    ),
     Test(
         name="kill-hopper-debug",
         program="kill",
         type="debug",
         module_args=DELAYS,
-        args=["KILLS=50"],
+        args=["KILLS=20"],
+        **KILLED,
     ),
     Test(
         name="few-handles",
@@ -117,6 +152,9 @@ HEAVY = [
     ),
 ]
 
+# What our hooks lie in; engine and physical memory are NVIDIA's alone, and the rest of the time.
+HOOKED = ("-engine", "-physical_memory")
+
 BUILTIN = [
     Test(
         name=f"builtin-{arch}-{'patched' if patched else 'stock'}",
@@ -125,6 +163,7 @@ BUILTIN = [
         patched=patched,
         allow=BUILTIN_NOISE,
         timeout=240,
+        long=True,
     )
     for arch in ("hopper", "ampere")
     for patched in (True, False)
@@ -147,6 +186,7 @@ CHECKED = [
 ]
 
 LONG = [
+    *BUILTIN,
     *CHECKED,
     Test(
         name="fuzz-checked",
@@ -184,8 +224,8 @@ LONG = [
         )
         for layers, requests in ((1, 256), (28, 3))
     ),
-    Test(name="kill-long", program="kill", long=True, args=["KILLS=1000"], timeout=3600),
-    Test(name="kill-checked", program="kill", long=True, checked=True, timeout=3600),
+    Test(name="kill-long", program="kill", long=True, args=["KILLS=1000"], timeout=3600, **KILLED),
+    Test(name="kill-checked", program="kill", long=True, checked=True, timeout=3600, **KILLED),
     Test(
         name="model-checked",
         program="model",
@@ -202,10 +242,12 @@ LONG = [
         args=["OPS=50000", "PROCS=3", "THREADS=4", "SEED=5"],
         timeout=3600,
     ),
-    *(
-        replace(test, name=f"{test.name}-full", long=True, args=["FULL=1"], timeout=1800)
-        for test in BUILTIN
-    ),
+    *(replace(test, name=f"{test.name}-full", args=["FULL=1"], timeout=1800) for test in BUILTIN),
 ]
 
-TESTS = [*SHORT, *HEAVY, *BUILTIN, *LONG]
+TESTS = [
+    *SHORT,
+    *HEAVY,
+    replace(BUILTIN[0], name="builtin-hooked", args=HOOKED, long=False),
+    *LONG,
+]

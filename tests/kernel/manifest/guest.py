@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The guest itself: a boot in which nothing is done but loading and unloading."""
+"""The guest itself: a boot in which nothing is done but what every test does first and last."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from manifest.entry import Test
 __all__ = ["TESTS"]
 
 TESTS = [
-    Test(name=f"boot-{arch}-{kind}", command=["true"], arch=arch, type=kind)
+    Test(name=f"boot-{arch}-{kind}", command=["true"], arch=arch, type=kind, long=True)
     for arch in ("hopper", "ampere")
     for kind in ("release", "debug")
 ]

@@ -19,5 +19,6 @@ TESTS = [
         env=("VMEM_TEST_BACKEND=uvm",),
         command=("python3", f"{HERE}/guest_load.py"),
         timeout=900,
+        long=True,  # two more builds of the driver: the stock module, and what `make module` makes
     ),
 ]

@@ -39,20 +39,8 @@ def mutant(
     )
 
 
-# The others of them are left to the long run.
-IN_TEST = {
-    "first_gpu_waited_for",
-    "generation_ignored",
-    "no_invalidate",
-    "no_zeroing",
-    "freed_while_mapped",
-    "returns_early",
-    "pte_written_twice",
-    "leaked_reference",
-    "no_owner_check",
-    "reused_before_unmapped",
-    "published_early",
-}
+# A sample: a bug that the GPU's side sees, a wait that is missing, a check. The long run has all.
+IN_TEST = {"no_invalidate", "returns_early", "no_owner_check"}
 
 TWO_GPUS = {"gpus": 2, "module_args": "p2p=pcie"}
 FAILING_GPU = {"allow": (r"nvidia-uvm: (.*(ERROR|Fatal)|vmem: process)",)}

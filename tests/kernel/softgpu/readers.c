@@ -13,8 +13,8 @@
  *     2 MB page becomes a table, or a table a 2 MB page, it is absent in between; a sparse unit not even there.
  *
  * The driver's tracepoints tell: uvm_vmem_bind_op comes before anything is written, uvm_vmem_bind_sent when all is in
- * the rings, uvm_vmem_bind when the call returns. A BIND is in flight until it returns without a ticket, or until the
- * engine has passed what was put into the rings between the first two.
+ * the rings, uvm_vmem_bind when the call returns. A BIND is in flight until the engine has passed what was put into the
+ * rings between the first two, whatever was returned: a call that a signal ends leaves its pushes behind.
  */
 #include <linux/module.h>
 #include <linux/notifier.h>
@@ -248,11 +248,13 @@ bool sg_readers_watch(const struct sg_space *space)
 	return space->user && !list_empty(&binds);
 }
 
-/* The next state of a unit that a BIND names, or -1: this must not be. */
+/* The next state of a unit that a BIND names, or -1: this must not be. No BIND takes a directory's tables away. */
 static int next_state(unsigned long state, u8 level, const struct sg_sight *before, const struct sg_sight *after)
 {
 	bool whole = level == SG_LEVEL_PDE0;
 
+	if (level > SG_LEVEL_PDE0)
+		return -1;
 	switch (state) {
 	case UNTOUCHED:
 		if (!whole || after->kind != SG_ENTRY_INVALID)
@@ -359,9 +361,7 @@ static void probe_returned(void *data, u64 start, u32 ops, u32 failed_op, u64 ti
 
 	spin_lock(&lock);
 	bind = bind_of_caller();
-	if (bind && !ticket)
-		bind_free(bind);
-	else if (bind)
+	if (bind)
 		bind->task = NULL;
 	forget_passed();
 	spin_unlock(&lock);

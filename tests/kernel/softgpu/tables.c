@@ -305,6 +305,29 @@ static bool same_sight(const struct sg_sight *a, const struct sg_sight *b)
 	       a->read_only == b->read_only;
 }
 
+/* The directory above is about to forget a table of PDE0 entries, and with it every unit that is seen through them. */
+static void show_forgotten(const struct table *t, u8 level)
+{
+	const struct sg_sight nothing = { .kind = SG_ENTRY_INVALID };
+	u32 i;
+
+	for (i = 0; i < t->words; i++) {
+		u64 va = word_va(t, i), end = va + word_reach(t);
+		struct sg_entry entry;
+
+		decode(t, i, t->word[i], &entry);
+		if (word_half(t, i) != 0 || entry.kind == SG_ENTRY_INVALID)
+			continue;
+		for (; va < end; va += SG_PAGE_64K) {
+			struct sg_sight before;
+
+			sight_below(t, &entry, va, false, &before);
+			if (before.kind != SG_ENTRY_INVALID)
+				sg_readers_unit(t->space, level, va, &before, &nothing);
+		}
+	}
+}
+
 /* Word i is about to become `raw`, in the books; in memory it is already. */
 static void show_readers(struct table *t, u32 i, u64 raw)
 {
@@ -314,13 +337,11 @@ static void show_readers(struct table *t, u32 i, u64 raw)
 	decode(t, i, t->word[i], &old);
 	decode(t, i, raw, &new);
 	if (t->level > SG_LEVEL_PDE0) {
-		struct softgpu_scan scan = { .start = va, .length = word_reach(t) };
-		struct sg_sight before = { .kind = SG_ENTRY_LEAF }, after = { .kind = SG_ENTRY_INVALID };
+		const struct table *below;
 
-		if (old.kind == SG_ENTRY_TABLE)
-			sg_tables_scan(t->space, &scan);
-		if (scan.out_bytes || scan.out_sparse)
-			sg_readers_unit(t->space, t->level, va, &before, &after);
+		list_for_each_entry(below, &t->space->tables, node)
+			if (old.kind == SG_ENTRY_TABLE && below->level == SG_LEVEL_PDE0 && below->va >= va && below->va < end)
+				show_forgotten(below, t->level);
 		return;
 	}
 	for (; va < end; va += SG_PAGE_64K) {

@@ -1,0 +1,178 @@
+/* SPDX-License-Identifier: MIT */
+#if !defined(Py_LIMITED_API) && !defined(_CFFI_NO_LIMITED_API)
+#define Py_LIMITED_API 0x030a0000
+#endif
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "_columns.h"
+
+static uint64_t smaller(uint64_t a, uint64_t b)
+{
+  return a < b ? a : b;
+}
+
+/* The greatest power of two up to a number; 0 of 0. */
+static uint64_t floor_power(uint64_t number)
+{
+  return number ? 1ull << (63 - __builtin_clzll(number)) : 0;
+}
+
+static uint64_t ceil_power(uint64_t number)
+{
+  return number < 2 ? 1 : floor_power(number - 1) * 2;
+}
+
+static uint64_t ceil_div(uint64_t number, uint64_t by)
+{
+  return (number + by - 1) / by;
+}
+
+/*
+ * Reads `slots` lengths from a list of exactly as many. `rows` gets the rows that each slot holds
+ * afterwards, max(length, held), `total` their sum; `needs` the rows that it must have pages for, which
+ * are more for a prefill; and `beyond` the places where these exceed the capacity, in order. `beyond` has
+ * room for one more than `slots`.
+ *
+ * Returns how many places are in `beyond`; -1 - i where entry i is no int from 0 to 2^64 - 1; or
+ * -1 - slots - i where no slot can hold so many rows, or this one is free.
+ */
+int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place,
+                    const struct pyvmem_columns *columns, const uint64_t *held, uint64_t *rows, uint64_t *needs,
+                    uint32_t *beyond, uint64_t *total)
+{
+  PyGILState_STATE state = PyGILState_Ensure();
+  const uint64_t *capacity = columns->capacity;
+  uint64_t guard = place->guard, prefill = place->prefill, max_rows = place->max_rows;
+  int64_t n = 0, bad = 0;
+  uint64_t sum = 0;
+  for (uint32_t i = 0; i < slots; i++) {
+    uint64_t length = PyLong_AsUnsignedLongLong(PyList_GetItem(list, i));
+    if (length == UINT64_MAX && PyErr_Occurred()) {
+      PyErr_Clear();
+      bad = -1 - (int64_t)i;
+      break;
+    }
+    uint64_t need = length > held[i] ? length : held[i];
+    rows[i] = need;
+    sum += need;
+    if (guard && need - held[i] > prefill && need < max_rows)
+      need = smaller(need + guard, max_rows);
+    needs[i] = need;
+    if (need <= capacity[i])
+      continue;
+    beyond[n++] = i;
+    if (!bad && (!columns->active[i] || need > max_rows))
+      bad = -1 - (int64_t)slots - (int64_t)i;
+  }
+  PyGILState_Release(state);
+  *total = sum;
+  return bad ? bad : n;
+}
+
+/*
+ * Chooses for each slot how many pages are mapped, at least `pages`. Slots that lack none keep
+ * theirs. Returns the pages beyond what is asked for, of all slots together.
+ */
+uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint64_t *pages,
+                      const uint64_t *mapped, const uint64_t *head, uint64_t *goals)
+{
+  memcpy(goals, pages, count * sizeof(*goals));
+  uint64_t need = 0;
+  for (uint64_t i = 0; i < count; i++)
+    need += pages[i] > mapped[i] ? pages[i] - mapped[i] : 0;
+  if (!need || need >= runs->free || runs->longest == 1)
+    return 0;
+  uint64_t room = runs->free - need;
+  uint64_t least = runs->left ? ceil_power(ceil_div(2 * room * runs->tensors, runs->left)) : 1;
+  uint64_t share = room / (runs->active ? runs->active : 1);
+  uint64_t most = smaller(runs->longest, floor_power(least > 1 ? share : share / 2));
+  if (most < 2)
+    return 0;
+  uint64_t left = room;
+  for (uint64_t i = 0; i < count; i++) {
+    if (pages[i] <= mapped[i])
+      continue;
+    uint64_t run = floor_power((uint64_t)((double)(pages[i] - head[i]) * runs->fraction));
+    run = smaller(run < least ? least : run, most);
+    if (run < 2)
+      continue;
+    uint64_t goal = smaller(ceil_div(pages[i], run) * run, runs->last);
+    if (goal - pages[i] > left)
+      continue;
+    left -= goal - pages[i];
+    goals[i] = goal;
+  }
+  return room - left;
+}
+
+/*
+ * Plans the growth of the slots in `growth->slot` to what they need, one POPULATE each. Changes nothing but
+ * `growth` and `ops`.
+ *
+ * Returns 0; or -1 where a slot is not plain, or more pages are lacking than `runs` says are free.
+ */
+int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place,
+                const struct pyvmem_columns *columns, const uint64_t *needs, struct pyvmem_growth *growth,
+                struct vmem_op *ops)
+{
+  uint64_t *head = growth->capacity; /* until it gets its own contents */
+  growth->lacking = growth->reused = growth->ops = 0;
+  for (uint64_t i = 0; i < growth->count; i++) {
+    uint32_t slot = growth->slot[i];
+    if (!columns->plain[slot])
+      return -1;
+    uint64_t rows = smaller(needs[slot] + place->overread, place->max_rows);
+    uint64_t pages = ceil_div(rows * place->row_bytes, place->page_size);
+    uint64_t mapped = columns->mapped[slot];
+    growth->pages[i] = pages;
+    growth->mapped[i] = mapped;
+    growth->granted[i] = columns->granted[slot];
+    growth->lacking += pages > mapped ? pages - mapped : 0;
+    growth->reused += smaller(pages, mapped) - columns->granted[slot];
+    head[i] = columns->head[slot];
+  }
+  if (growth->lacking > runs->free)
+    return -1;
+  uint64_t ahead = pyvmem_goals(runs, growth->count, growth->pages, growth->mapped, head, growth->goal);
+  growth->added = growth->lacking + ahead;
+  for (uint64_t i = 0; i < growth->count; i++) {
+    uint32_t slot = growth->slot[i];
+    uint64_t mapped = growth->mapped[i];
+    growth->capacity[i] = columns->capacity[slot];
+    if (growth->goal[i] <= mapped) {
+      growth->goal[i] = mapped;
+      continue;
+    }
+    ops[growth->ops++] = (struct vmem_op){
+      .op = VMEM_OP_POPULATE,
+      .flags = place->op_flags,
+      .addr = place->base + slot * place->slot_bytes + mapped * place->page_size,
+      .bytes = (growth->goal[i] - mapped) * place->page_size,
+      .count = place->tensors,
+      .stride = place->tensor_bytes,
+      .page_size = place->page_size,
+      .location = VMEM_DEVICE,
+    };
+  }
+  return 0;
+}
+
+/* Notes that a planned growth is mapped and granted. */
+void pyvmem_commit(const struct pyvmem_place *place, struct pyvmem_columns *columns,
+                   const struct pyvmem_growth *growth)
+{
+  for (uint64_t i = 0; i < growth->count; i++) {
+    uint32_t slot = growth->slot[i];
+    uint64_t before = columns->mapped[slot], rows = growth->pages[i] * place->page_size / place->row_bytes;
+    if (growth->goal[i] > before) {
+      columns->calls[slot] = before ? columns->calls[slot] + 1 : 1;
+      columns->joined[slot] = smaller(columns->joined[slot], before);
+    }
+    columns->surplus += growth->goal[i] - growth->pages[i] - (before - columns->granted[slot]);
+    columns->mapped[slot] = growth->goal[i];
+    columns->granted[slot] = growth->pages[i];
+    columns->capacity[slot] = rows >= place->max_rows ? place->max_rows : rows - place->overread;
+  }
+}

@@ -1,0 +1,69 @@
+/* SPDX-License-Identifier: MIT */
+/* What a step of the KV cache does for every slot, in C: see _native/columns.py. cffi reads the part after the
+ * includes (see _build.py). All arrays have one item a slot unless it says otherwise. */
+#include <vmem.h>
+
+/* How far ahead of its request a growth may map; growth.py says why. Pages are per tensor. */
+struct pyvmem_runs {
+  double fraction;  /* of a request's pages: the length of its next run */
+  uint64_t longest; /* pages of a run at most; 1: growth maps what is asked for and no more */
+  uint64_t last;    /* pages of a full slot */
+  uint64_t tensors;
+  uint64_t free;   /* pages that can be mapped now */
+  uint64_t active; /* requests */
+  uint64_t left;   /* mappings that growth may still use; 0: it need not save them */
+};
+
+/* Where pages lie. */
+struct pyvmem_place {
+  uint64_t base;
+  uint64_t slot_bytes;
+  uint64_t tensor_bytes;
+  uint64_t tensors;
+  uint64_t page_size;
+  uint64_t row_bytes;
+  uint64_t max_rows;
+  uint64_t overread;    /* rows mapped behind every length */
+  uint64_t guard;       /* rows more behind the length that a prefill leads to */
+  uint64_t prefill;     /* a step by more rows is one */
+  uint32_t op_flags;    /* of the POPULATE of new pages */
+  uint32_t reserved;
+};
+
+struct pyvmem_columns {
+  uint64_t *capacity; /* rows that the granted pages are enough for */
+  uint64_t *mapped;   /* the slot's pages, as in slots.py */
+  uint64_t *granted;
+  uint64_t *head;
+  uint64_t *calls;  /* map calls since the slot's pages were last one piece for each run */
+  uint64_t *joined; /* pages that are */
+  uint8_t *active;  /* 1: a request's */
+  uint8_t *plain;   /* 1: and growing it takes a map call and nothing else */
+  uint64_t surplus; /* pages of plain slots that are mapped and not granted */
+};
+
+/* One growth; arrays of the slots that grow, room for all slots. */
+struct pyvmem_growth {
+  uint32_t *slot;
+  uint64_t *pages;    /* granted afterwards */
+  uint64_t *goal;     /* mapped afterwards, at least `pages` */
+  uint64_t *mapped;   /* before */
+  uint64_t *granted;
+  uint64_t *capacity;
+  uint64_t count;
+  uint64_t ops;     /* written */
+  uint64_t lacking; /* pages that are not mapped */
+  uint64_t added;   /* pages that are mapped beyond these, too: what the growth maps */
+  uint64_t reused;  /* pages granted that are mapped */
+};
+
+int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place,
+                    const struct pyvmem_columns *columns, const uint64_t *held, uint64_t *rows, uint64_t *needs,
+                    uint32_t *beyond, uint64_t *total);
+uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint64_t *pages,
+                      const uint64_t *mapped, const uint64_t *head, uint64_t *goals);
+int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place,
+                const struct pyvmem_columns *columns, const uint64_t *needs, struct pyvmem_growth *growth,
+                struct vmem_op *ops);
+void pyvmem_commit(const struct pyvmem_place *place, struct pyvmem_columns *columns,
+                   const struct pyvmem_growth *growth);

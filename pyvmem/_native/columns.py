@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: MIT
+"""What a step asks of every slot, in C (_columns.c): one array for each number, one item a slot.
+
+found = columns.scan(lengths)           # who lacks pages for these lengths
+columns.plan(runs, array)               # the map calls for them, where that is all there is to do
+grown = columns.grown()                 # what the plan comes to, as lists
+columns.commit()                        # the arrays as they are once it is done
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pyvmem._vmem import ffi, lib
+
+__all__ = ["Columns", "Grown"]
+
+
+class Grown(NamedTuple):
+    """What a planned growth comes to; an item of each list for each slot that grows.
+
+    Attributes:
+        slots: their numbers.
+        mapped, granted, capacity: before.
+        goals, pages: mapped and granted afterwards, per tensor.
+        ops: operations written.
+        added: pages per tensor that the growth maps, all slots together.
+        reused: those that are granted and were mapped already.
+    """
+
+    slots: list[int]
+    mapped: list[int]
+    granted: list[int]
+    capacity: list[int]
+    goals: list[int]
+    pages: list[int]
+    ops: int
+    added: int
+    reused: int
+
+
+class Columns:
+    """The arrays; type code "Q", all items 0 at first.
+
+    Attributes:
+        held: rows that each slot holds. `scan` never writes into the array that is here.
+        needs: rows that the last `scan` wanted pages for; of prefills, with what they over-read.
+        capacity: rows that each slot has pages for.
+        mapped, granted, head: as in `kvcache.slots`, filed with the index there.
+        calls, joined: as in `kvcache.growth.Runs`.
+        active, plain: 1 where a slot is a request's, and growing it takes a map call and nothing
+            else; filed with the index.
+        place: struct pyvmem_place.
+        runs: struct pyvmem_runs, for `plan` and `goals`.
+    """
+
+    __slots__ = (
+        *("_at", "_beyond", "_growth", "_keep", "_needs", "_rows", "_total"),
+        *("active", "calls", "capacity", "granted", "head", "held", "joined", "mapped", "needs"),
+        *("place", "plain", "runs"),
+    )
+
+    def __init__(self, count: int) -> None:
+        def column() -> array[int]:
+            return array("Q", bytes(8 * count))
+
+        self.capacity, self.mapped, self.granted = column(), column(), column()
+        self.head, self.calls, self.joined = column(), column(), column()
+        self.active, self.plain = bytearray(count), bytearray(count)
+        self.needs, first, second = column(), column(), column()
+        self.held = first
+        self._needs = _pointer(self.needs)
+        self._rows = [(one, _pointer(one)) for one in (first, second)]
+        self.place: Any = ffi.new("struct pyvmem_place *")
+        self.runs: Any = ffi.new("struct pyvmem_runs *")
+        self._keep: list[Any] = []
+        self._at: Any = ffi.new("struct pyvmem_columns *")
+        for name in (
+            *("capacity", "mapped", "granted", "head", "calls", "joined"),
+            *("active", "plain"),
+        ):
+            self._point(self._at, name, _pointer(getattr(self, name)))
+        self._growth: Any = ffi.new("struct pyvmem_growth *")
+        for name in ("pages", "goal", "mapped", "granted", "capacity"):
+            self._point(self._growth, name, ffi.new("uint64_t[]", count))
+        self._beyond: Any = ffi.new("uint32_t[]", count + 1)
+        self._growth.slot = self._beyond
+        self._total: Any = ffi.new("uint64_t *")
+
+    def _point(self, struct: Any, name: str, at: Any) -> None:
+        self._keep.append(at)
+        setattr(struct, name, at)
+
+    def scan(self, lengths: list[int]) -> tuple[array[int], int, list[int]] | int:
+        """What every slot holds once each has its length; one that is shorter takes no row away.
+
+        Returns:
+            The rows of each slot, in an array that the next `scan` writes again unless it was put
+            in `held`; their sum; and the slots that lack pages for what they need, in order. Or the
+            place of a bad entry: no int from 0 to 2**64 - 1; and where all are, plus the number of
+            slots, one that is more than any slot can hold, or for a free slot.
+        """
+        count = len(self.capacity)
+        if len(lengths) != count:
+            raise ValueError(f"{len(lengths)} lengths for {count} slots")
+        (first, at_first), (second, at_second) = self._rows
+        swap = self.held is second
+        held, rows = (at_second, at_first) if swap else (at_first, at_second)
+        found = lib.pyvmem_scan(
+            ffi.cast("void *", id(lengths)),
+            count,
+            self.place,
+            self._at,
+            held,
+            rows,
+            self._needs,
+            self._beyond,
+            self._total,
+        )
+        if found < 0:
+            return -1 - int(found)
+        self._growth.count = found
+        places: list[int] = ffi.unpack(self._beyond, found) if found else []
+        return first if swap else second, self._total[0], places
+
+    def plan(self, ops: Any) -> Grown | None:
+        """Writes the map calls for the slots that the last `scan` found.
+
+        Args:
+            ops: struct vmem_op[], with room for one of each slot.
+
+        Returns:
+            None where one of them is not plain, or they lack more than is free.
+        """
+        growth, unpack = self._growth, ffi.unpack
+        if lib.pyvmem_plan(self.runs, self.place, self._at, self._needs, growth, ops):
+            return None
+        count = growth.count
+        return Grown(
+            unpack(growth.slot, count),
+            unpack(growth.mapped, count),
+            unpack(growth.granted, count),
+            unpack(growth.capacity, count),
+            unpack(growth.goal, count),
+            unpack(growth.pages, count),
+            growth.ops,
+            growth.added,
+            growth.reused,
+        )
+
+    def commit(self) -> None:
+        """Notes that the planned growth is mapped and granted."""
+        lib.pyvmem_commit(self.place, self._at, self._growth)
+
+    def goals(self, pages: Sequence[int], mapped: Sequence[int], heads: Sequence[int]) -> list[int]:
+        """Pages to map for requests that shall have so many; `plan` chooses the same."""
+        goals = ffi.new("uint64_t[]", len(pages))
+        arrays = [ffi.new("uint64_t[]", one) for one in (pages, mapped, heads)]
+        lib.pyvmem_goals(self.runs, len(pages), *arrays, goals)
+        found: list[int] = ffi.unpack(goals, len(pages))
+        return found
+
+    @property
+    def surplus(self) -> int:
+        """Pages per tensor of plain slots that are mapped and not granted."""
+        return int(self._at.surplus)
+
+    def file(
+        self, index: int, mapped: int, granted: int, head: int, active: bool, plain: bool
+    ) -> None:
+        """Writes what a slot says."""
+        before = self.mapped[index] - self.granted[index] if self.plain[index] else 0
+        after = mapped - granted if plain else 0
+        if before != after:
+            self._at.surplus += after - before
+        self.mapped[index], self.granted[index], self.head[index] = mapped, granted, head
+        self.active[index], self.plain[index] = active, plain
+
+    def clear(self) -> None:
+        """Forgets what slots said: none is plain until it is filed."""
+        self.plain[:] = bytes(len(self.plain))
+        self._at.surplus = 0
+
+
+def _pointer(column: array[int] | bytearray) -> Any:
+    """Where an array lies; it cannot be resized for as long as this lives."""
+    return ffi.from_buffer("uint8_t[]" if isinstance(column, bytearray) else "uint64_t[]", column)

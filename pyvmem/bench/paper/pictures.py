@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: MIT
+"""The papers' figures in their own form, from our kept results. Needs matplotlib.
+
+Every file carries a digest of what it shows, so that a changed result is found without comparing
+drawings, which differ between versions of matplotlib.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from pyvmem.bench.paper.results import NotMeasured, Results
+
+__all__ = ["PICTURES", "Picture", "available", "digest", "draw"]
+
+_PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
+_GB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure.
+
+    Attributes:
+        name: of the file, without its ending.
+        title: what it shows, and whose figure it follows.
+        kind: "bars" or "lines".
+        label: of the vertical axis. along: of the horizontal one.
+        data: for bars, the groups' names and each series' values; for lines, each series' points.
+            NotMeasured: a result is missing.
+    """
+
+    name: str
+    title: str
+    kind: str
+    label: str
+    along: str
+    data: Callable[[Results], dict[str, Any]]
+
+
+def _paged(results: Results, cases: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """For bars: time of each block size over that of contiguous 64 KB pages."""
+    groups: list[str] = []
+    series: dict[str, list[float]] = {name: [] for name in ("contiguous", "16", "128", "256")}
+    for file, kernel, words in (
+        ("kernels-h200", "fa3", "FA3"),
+        ("kernels-flashinfer-h200", "flashinfer", "FlashInfer"),
+    ):
+        for case, what in cases:
+            groups.append(f"{words}\n{what}")
+            series["contiguous"].append(1.0)
+            for block in ("16", "128", "256"):
+                series[block].append(results[file].aim(f"{kernel}_{case}_{block}"))
+    return {"groups": groups, "series": series}
+
+
+def _prefill(results: Results) -> dict[str, Any]:
+    return _paged(results, (("prefill_16k", "16K"), ("prefill_64k", "64K")))
+
+
+def _decode(results: Results) -> dict[str, Any]:
+    return _paged(results, (("decode_b16_16k", "16*16K"), ("decode_b32_16k", "32*16K")))
+
+
+def _batch(results: Results) -> dict[str, Any]:
+    models = ("Yi-6B", "Llama-3-8B", "Yi-34B")
+    return {
+        "groups": list(models),
+        "series": {
+            page: [results["capacity"].value(f"azure_2023_conv/{m}/g1/{page}") for m in models]
+            for page in ("2M", "256K", "64K")
+        },
+    }
+
+
+def _overlap(results: Results) -> dict[str, Any]:
+    raw = Results(results.folder / "raw")["overlap-h200"]
+    names = {"sync": "without overlapping", "async": "with overlapping"}
+    points = {}
+    for mode, words in names.items():
+        times = [one for r in raw.row(f"iterations/time/{mode}")["samples"] for one in r]
+        points[words] = [[i, round(time, 3)] for i, time in enumerate(times[:500])]
+    return {"series": points}
+
+
+def _deferred(results: Results) -> dict[str, Any]:
+    one = results["deferred-h200"]
+    modes = {
+        "mapped": "mapped before",
+        "reuse": "reused",
+        "sync": "in runs",
+        "pages": "page by page",
+    }
+    return {
+        "groups": list(modes.values()),
+        "series": {"prefill of 16K": [one.value(f"prefill/time/{mode}") for mode in modes]},
+    }
+
+
+def _memory(results: Results) -> dict[str, Any]:
+    one = results["serve-azure-online-h100"]
+    points = {}
+    for arm, words in (("contiguous", "64 KB pages"), ("2M", "2 MB pages"), ("paged16", "blocks")):
+        row = one.row(f"azure/memory/{arm}")
+        seconds, mapped, used = (row["columns"].index(c) for c in ("seconds", "mapped", "used"))
+        points[f"{words}: mapped"] = [[s[seconds], s[mapped] / _GB] for s in row["series"]]
+        if arm == "contiguous":
+            points["tokens"] = [[s[seconds], s[used] / _GB] for s in row["series"]]
+    return {"series": points}
+
+
+PICTURES = (
+    Picture(
+        "prefill",
+        "Prefill kernels by block size (vAttention, figure 2)",
+        "bars",
+        "normalized runtime",
+        "kernel and context length",
+        _prefill,
+    ),
+    Picture(
+        "decode",
+        "Decode kernels by block size (vAttention, figure 3)",
+        "bars",
+        "normalized runtime",
+        "kernel, batch size * context length",
+        _decode,
+    ),
+    Picture(
+        "overlap",
+        "Decode iterations, memory mapped in the background or not (vAttention, figure 12)",
+        "lines",
+        "latency (ms)",
+        "decode iteration",
+        _overlap,
+    ),
+    Picture(
+        "deferred",
+        "Prefill with memory mapped first (vAttention, figure 13)",
+        "bars",
+        "latency (ms)",
+        "pages",
+        _deferred,
+    ),
+    Picture(
+        "batch",
+        "Batch by page size, Azure's trace, replayed (vAttention, figure 15)",
+        "bars",
+        "mean batch size",
+        "model",
+        _batch,
+    ),
+    Picture(
+        "memory",
+        "Memory over time under arrivals (vTensor)",
+        "lines",
+        "GiB",
+        "seconds",
+        _memory,
+    ),
+)
+
+
+def available(results: Results) -> list[tuple[Picture, dict[str, Any]]]:
+    """The pictures whose results are there, and what they show."""
+    found = []
+    for picture in PICTURES:
+        try:
+            found.append((picture, picture.data(results)))
+        except NotMeasured:
+            continue
+    return found
+
+
+def digest(picture: Picture, data: dict[str, Any]) -> str:
+    """Of all that a picture shows."""
+    shown = [picture.name, picture.title, picture.kind, picture.label, picture.along, data]
+    return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
+
+
+def draw(picture: Picture, data: dict[str, Any]) -> str:
+    """The picture as SVG, with its digest in a comment at the end.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    settings: Any = {
+        "svg.hashsalt": "vmem",
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(7, 3), layout="constrained")
+        axes: Any = figure.subplots()
+        (_bars if picture.kind == "bars" else _lines)(axes, data)
+        axes.set_title(picture.title, fontsize=9)
+        axes.set_ylabel(picture.label)
+        axes.set_xlabel(picture.along)
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        out = StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return f"{out.getvalue().rstrip()}\n<!-- {digest(picture, data)} -->\n"
+
+
+def _bars(axes: Any, data: dict[str, Any]) -> None:
+    series, groups = data["series"], data["groups"]
+    width = 0.8 / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        places = [i + (number - (len(series) - 1) / 2) * width for i in range(len(groups))]
+        axes.bar(places, values, width, label=name, color=_PALETTE[number])
+    axes.set_xticks(range(len(groups)), groups)
+
+
+def _lines(axes: Any, data: dict[str, Any]) -> None:
+    for number, (name, points) in enumerate(data["series"].items()):
+        at, values = zip(*points, strict=True)
+        axes.plot(at, values, label=name, color=_PALETTE[number], linewidth=1)

@@ -1,0 +1,529 @@
+# SPDX-License-Identifier: MIT
+"""`vmem bench serve`: requests served by arms that differ in nothing but the cache.
+
+One process, one model, one kernel library, one loop; each arm has a store of keys and values
+(`pyvmem.bench.serving.stores`) with the same memory. They take turns, the order rotated every
+round; the first arm is the reference that every other is compared with, and may stand twice in the
+list, by the name `again`, so that the spread of equal arms is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.bench.command import Command, WrongResult, add_common, open_command, run_on_device
+from pyvmem.bench.record import Part
+from pyvmem.bench.timing import percentile, quiet
+from pyvmem.errors import VMemError
+from pyvmem.layouts.options import size
+from pyvmem.layouts.workload import Arrival, Request, generate, poisson, read_arrivals
+
+if TYPE_CHECKING:
+    import torch
+
+    from pyvmem.bench.decoder import Decoder, Sizes
+    from pyvmem.bench.serving.forward import Forward
+    from pyvmem.bench.serving.loop import Outcome
+    from pyvmem.bench.serving.stores import Ints, Store
+
+__all__ = ["ARMS", "WORKLOADS", "Arm", "add_parser", "run"]
+
+_BOUND = 0.05  # of the largest logit: bfloat16 has 8 bits, and the model's layers add up
+_TILE = 191  # rows that FlashAttention-3's contiguous call may read past a length
+_BLOCK = 32  # rows of a slot's blocks for its paged call, which then reads exactly
+_CONTENT = 512  # tokens that an id of content stands for
+_TALKS = 4  # made-up conversations at a time
+_SPARE = 8 << 30  # bytes for activations, graphs and libraries
+_METHOD = {
+    "time": "host clock; a token is there when its step was waited for",
+    "turns": "the arms in turns, the order rotated every round; the median of the rounds",
+    "tokens": "given, not sampled, so that the arms compute the same; the sampled ones are dropped",
+    "host": "in the calls of the cache or block manager, on the thread that plans the steps",
+    "checked": "the logits of all requests of a small workload against the reference arm's",
+    "batch": "requests in a step, weighted with its time",
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to keep keys and values.
+
+    Attributes:
+        what: in words.
+        kind: "slots", "paged" or "static".
+        prefill, decode: the attention kernel's call, "contiguous" or "paged".
+        page: bytes, of slots; 0: the command's.
+        block: rows, of blocks.
+        backend: of slots; "": the command's.
+    """
+
+    what: str
+    kind: str
+    prefill: str
+    decode: str
+    page: int = 0
+    block: int = _BLOCK
+    backend: str = ""
+
+
+ARMS = {
+    "contiguous": Arm("contiguous, the best kernel for each phase", "slots", "contiguous", "paged"),
+    "fa3": Arm("contiguous, one kernel", "slots", "contiguous", "contiguous", block=0),
+    "2M": Arm("contiguous, pages of 2 MB", "slots", "contiguous", "paged", 2 << 20, backend="cuda"),
+    "paged16": Arm("blocks of 16 tokens", "paged", "paged", "paged", block=16),
+    "paged128": Arm("blocks of 128 tokens", "paged", "paged", "paged", block=128),
+    "static": Arm("memory for the longest request each", "static", "contiguous", "paged"),
+}
+AGAIN = "again"
+WORKLOADS = {
+    "azure": "lengths as of Azure's conversations, or a trace's; arrivals by its times",
+    "offline": "a trace's lengths, all there at the start",
+    "online": "a trace's lengths, Poisson arrivals at --rate",
+    "prefixes": "conversations that begin alike (Mooncake's, or made up), and prefixes are shared",
+    "chat": "about as long as OpenChat's requests (1.8K and 744 tokens), Poisson arrivals",
+}
+
+
+class _Runner:
+    """One model, and stores for it by the names of arms."""
+
+    def __init__(
+        self, command: Command, model: Decoder, longest: int, limit: int, device: torch.device
+    ) -> None:
+        self.command, self.model, self.device = command, model, device
+        self.longest, self.limit = longest, limit
+        self.prefixes = command.args.workload == "prefixes"
+        self._stores: list[Store] = []
+        self.gpu = device.type == "cuda"
+
+    def arm(self, name: str) -> Arm:
+        """The arm; `again` is the first one."""
+        return ARMS[self.command.args.arms[0] if name == AGAIN else name]
+
+    def _store(self, arm: Arm) -> Store:
+        from pyvmem.bench.serving.stores import Paged, SharedPaged, Slots, Static
+
+        args, sizes = self.command.args, self.model.sizes
+        if arm.kind != "slots":
+            kind = Static if arm.kind == "static" else SharedPaged if self.prefixes else Paged
+            shape = (self.longest, args.slots, self.limit, arm.block, self.device)
+            return kind(sizes, *shape)
+        on_host = self.command.backend == "host"
+        page = arm.page or self.command.page
+        if on_host and arm.page:
+            page = 16 * self.command.page  # as many rows as a tiny model's request has
+        config = sizes.config(
+            max_batch=args.slots,
+            max_seq_len=self.longest,
+            page_size=page,
+            group_size=args.group,
+            memory_limit=self.limit,
+            overread_rows=_TILE if self.gpu else 0,
+            overread_decode=self.gpu and arm.decode == "contiguous",
+        )
+        backend = self.command.backend if on_host or not arm.backend else arm.backend
+        options = {"backend": backend, "device": args.device}
+        return Slots(config, sizes, arm.block, self.prefixes, **options)
+
+    def serve(
+        self,
+        name: str,
+        arrivals: Sequence[Arrival],
+        *,
+        budget: int,
+        limit_s: float = float("inf"),
+        observer: Any = None,
+    ) -> Outcome:
+        """A run over a fresh store."""
+        from pyvmem.attention.reads import EXACT, Reads
+        from pyvmem.bench.serving.forward import Forward, Kernels
+        from pyvmem.bench.serving.loop import serve
+
+        arm = self.arm(name)
+        reads = Reads(tile=_TILE) if self.gpu else EXACT
+        store = self._store(arm)
+        self._stores.append(store)
+        budget = max(budget, store.slots)
+        kernels = Kernels(arm.prefill, arm.decode, reads)
+        graphs = self.gpu and not self.command.args.eager
+        forward: Forward
+        with closing(Forward(self.model, store, kernels, budget, graphs)) as forward:
+            forward.warm_up()
+            with quiet():
+                return serve(
+                    forward,
+                    arrivals,
+                    partial(_tokens, self.model.sizes),
+                    budget=budget,
+                    ahead=self.command.args.ahead,
+                    limit_s=limit_s,
+                    observer=observer,
+                )
+
+    def sweep(self) -> None:
+        """Closes the stores; not where one was used, since an error's frames hold its tensors."""
+        import torch
+
+        gc.collect()
+        while self._stores:
+            self._stores[-1].close()
+            self._stores.pop()
+        if self.gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def logits(self, name: str, requests: Sequence[Request]) -> dict[tuple[int, int], Any]:
+        """By request and rows, what followed."""
+        found: dict[tuple[int, int], Any] = {}
+
+        def keep(lives: Any, logits: Any) -> None:
+            for live, row in zip(lives, logits.float().cpu(), strict=True):
+                found[live.number, live.rows] = row
+
+        arrivals = [Arrival(0.0, request) for request in requests]
+        self.serve(name, arrivals, budget=self.command.args.check_budget, observer=keep)
+        return found
+
+
+def _tokens(sizes: Sizes, number: int, arrival: Arrival) -> Ints:
+    """A request's tokens, the same in every arm; equal blocks of content are equal tokens."""
+    import numpy as np
+
+    def drawn(seed: tuple[int, ...], count: int) -> Ints:
+        tokens = np.random.default_rng(seed).integers(sizes.vocabulary, size=count)
+        return tokens.astype(np.int32)
+
+    context, output = arrival.request
+    blocks = [drawn((1, one), _CONTENT) for one in arrival.content]
+    prompt = np.concatenate(blocks)[:context] if blocks else drawn((2, number), context)
+    return np.concatenate((prompt, drawn((3, number), context + output - len(prompt))))
+
+
+def _check(runner: _Runner, part: Part, names: Sequence[str]) -> None:
+    """Each arm's logits against the first's. WrongResult: they are further apart than rounding."""
+    requests = [Request(37, 6), Request(300, 4), Request(610, 5), Request(5, 9)]
+    requests = [one for one in requests if one.longest <= runner.longest]
+    wanted = _attempt(runner, part, names[0], partial(runner.logits, names[0], requests))
+    if wanted is None:
+        return
+    for name in names[1:]:
+        if runner.arm(name) == runner.arm(names[0]):
+            continue
+        found = _attempt(runner, part, name, partial(runner.logits, name, requests))
+        if found is None:
+            continue
+        both = sorted(wanted.keys() & found.keys())
+        answers = sum(one.output for one in requests)
+        worst = max(
+            float((wanted[key] - found[key]).abs().max() / wanted[key].abs().max()) for key in both
+        )
+        part.value(
+            f"difference/{name}",
+            f"{runner.arm(name).what}: largest difference of a logit, over the largest of its row",
+            name,
+            worst,
+            "x",
+            compared=len(both),
+        )
+        if len(both) < answers or not worst <= _BOUND:  # also refuses NaN
+            raise WrongResult(f"{name}: {len(both)} of {answers} rows, {worst:.3g} apart")
+
+
+def _attempt(runner: _Runner, part: Part, name: str, work: Callable[[], Any]) -> Any:
+    """What an arm returns, or None where it cannot run; the others still do."""
+    why = ""
+    try:
+        return work()
+    except (VMemError, RuntimeError, ValueError, ImportError, AssertionError) as error:
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        part.not_run(f"makespan/{name}", why)
+        runner.command.show(f"{name}: {why}")
+    finally:
+        runner.sweep()
+    return None
+
+
+def _figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
+    """What is reported of a run: name, words, value, unit."""
+    seconds = outcome.seconds
+    tokens = outcome.prompt_tokens + outcome.new_tokens - outcome.recomputed
+    found = {
+        "makespan": ("time until the last token", seconds, "s"),
+        "tokens": ("tokens of prompts and answers", tokens / seconds, "1/s"),
+        "answers": ("tokens of answers", outcome.new_tokens / seconds, "1/s"),
+        "requests": ("requests finished", 60 * outcome.finished / seconds, "1/min"),
+        "batch": ("requests in a step, mean", outcome.batch_s / seconds, "requests"),
+        "largest": ("requests in a step, at most", outcome.largest, "requests"),
+        "preemptions": ("preemptions", outcome.preemptions, "count"),
+        "shared": ("tokens that were there already", outcome.shared, "count"),
+        "recomputed": ("tokens computed again", outcome.recomputed, "count"),
+        "steps": ("forward passes", outcome.steps, "count"),
+        "host": (
+            "host time in the cache or block manager, a step",
+            outcome.host_ns / 1e3 / max(1, outcome.steps),
+            "us",
+        ),
+    }
+    for name, words, times in (
+        ("first", "time to the first token", outcome.first),
+        ("between", "time between tokens", outcome.between),
+    ):
+        ordered = sorted(times)
+        for percent in (50, 90, 99):
+            if ordered:
+                value = 1e3 * percentile(ordered, percent / 100)
+                found[f"{name}{percent}"] = (f"{words}, p{percent}", value, "ms")
+    for name, count in outcome.driver.items():
+        words = name.replace("_", " ").removesuffix(" ns")
+        timed = name.endswith("_ns")
+        value = count / 1e6 if timed else count
+        found[name.removesuffix("_ns")] = (words, value, "ms" if timed else "count")
+    last = [s for s in outcome.samples if s.running]
+    if last:
+        for key, what in (("mapped", "memory mapped"), ("held", "memory of requests")):
+            mean = statistics.fmean(getattr(s, key) for s in last)
+            found[key] = (f"{what}, mean", mean, "bytes")
+        used = statistics.fmean(s.used for s in last)
+        found["used"] = ("memory of rows, mean", used, "bytes")
+        found["wasted"] = (
+            "memory of requests without rows, mean",
+            found["held"][1] - used,
+            "bytes",
+        )
+    return found
+
+
+def _add_rows(part: Part, runner: _Runner, runs: dict[str, list[Outcome]]) -> None:
+    for name, outcomes in runs.items():
+        if not outcomes:
+            continue
+        what = runner.arm(name).what + (", again" if name == AGAIN else "")
+        rounds = [_figures(outcome) for outcome in outcomes]
+        for key in rounds[0]:
+            words, _, unit = rounds[0][key]
+            values = [one[key][1] for one in rounds if key in one]
+            middle = statistics.median(values)
+            spread = (max(values) - min(values)) / middle if middle else 0.0
+            more: dict[str, Any] = {"rounds": values, "spread": spread}
+            if key == "makespan":
+                more["cut"] = any(outcome.cut for outcome in outcomes)
+                more["finished"] = [outcome.finished for outcome in outcomes]
+            part.value(f"{key}/{name}", f"{what}: {words}", name, middle, unit, **more)
+        samples = [list(asdict(one).values()) for one in outcomes[-1].samples]
+        every = -(-len(samples) // 400)
+        part.value(
+            f"memory/{name}",
+            f"{what}: memory over time, of the last round",
+            name,
+            len(samples),
+            "samples",
+            columns=["seconds", "mapped", "held", "used", "running"],
+            series=samples[::every] if samples else [],
+        )
+
+
+def _aims(command: Command, part: Part, names: Sequence[str]) -> None:
+    """Speed of the reference over each other arm, and the goals that are set for them."""
+    aims, prefix = command.aims, part.name
+
+    def over(a: Any, b: Any) -> float:
+        return float(a["value"]) / float(b["value"])
+
+    spread = part.find(f"tokens/{AGAIN}")
+    baseline = part.find(f"tokens/{names[0]}")
+    noise = 0.0
+    if spread and baseline:
+        noise = abs(over(spread, baseline) - 1)
+    for name in names[1:]:
+        paged, goal = name.startswith("paged"), None
+        if paged:
+            goal = 1.0 - noise
+        elif name == "2M" and command.args.limit:
+            goal = 1.2
+        aims.add(
+            f"tokens_{name}",
+            f"{ARMS[names[0]].what}: tokens a second over {name}",
+            [f"{prefix}/tokens/{names[0]}", f"{prefix}/tokens/{name}"],
+            over,
+            op=">=" if goal else None,
+            aim=goal,
+        )
+        for row, words, unit in (
+            ("between99", "p99 between tokens", 1.0 + noise),
+            ("host", "host time in the manager", 1.0),
+        ):
+            aims.add(
+                f"{row}_{name}",
+                f"{ARMS[names[0]].what}: {words} over {name}",
+                [f"{prefix}/{row}/{names[0]}", f"{prefix}/{row}/{name}"],
+                over,
+                op="<=" if paged else None,
+                aim=unit if paged else None,
+            )
+        if name == "2M":
+            aims.add(
+                f"batch_{name}",
+                f"{ARMS[names[0]].what}: mean batch over {name}",
+                [f"{prefix}/batch/{names[0]}", f"{prefix}/batch/{name}"],
+                over,
+                op=">=" if command.args.limit else None,
+                aim=1.5 if command.args.limit else None,
+            )
+
+
+def _workload(args: argparse.Namespace, longest: int, shrink: int) -> list[Arrival]:
+    """The requests that fit a slot, with their arrivals; lengths are divided by `shrink`."""
+    if args.workload == "chat":
+        scale = (1800 / 1020, 744 / 129)
+        made = generate(args.requests, args.seed)
+        requests = [Request(int(c * scale[0]) + 1, int(o * scale[1]) + 1) for c, o in made]
+        arrivals = poisson(requests, args.rate, args.seed)
+    elif args.trace is not None:
+        arrivals = read_arrivals(args.trace)
+    elif args.workload == "prefixes":
+        arrivals = _conversations(args)
+    else:
+        arrivals = poisson(generate(args.requests, args.seed), args.rate, args.seed)
+    if args.workload != "prefixes":
+        arrivals = [
+            Arrival(at, Request(-(-context // shrink), -(-output // shrink)))
+            for at, (context, output), _ in arrivals
+        ]
+    arrivals = [one for one in arrivals if one.request.longest <= longest]
+    arrivals = arrivals[args.skip : args.skip + args.requests]
+    if args.workload == "offline":
+        return [Arrival(0.0, one.request) for one in arrivals]
+    if args.workload == "online":
+        return poisson([one.request for one in arrivals], args.rate, args.seed)
+    first = arrivals[0].at if arrivals else 0.0
+    return [one._replace(at=(one.at - first) / args.speed_up) for one in arrivals]
+
+
+def _conversations(args: argparse.Namespace) -> list[Arrival]:
+    """Made up: `_TALKS` at a time, each with 4 prompts, 128 tokens more every time."""
+    arrivals = []
+    for number, one in enumerate(poisson([Request(1, 32)] * args.requests, args.rate, args.seed)):
+        turn, talk = divmod(number % (4 * _TALKS), _TALKS)
+        content = (_TALKS * (number // (4 * _TALKS)) + talk,)
+        request = one.request._replace(context=_CONTENT // 4 * (turn + 1) - 1)
+        arrivals.append(one._replace(request=request, content=content))
+    return arrivals
+
+
+def _measure(command: Command, part: Part, device: torch.device) -> None:
+    import torch
+
+    from pyvmem.bench.decoder import LLAMA_3_8B, TINY, YI_6B, Decoder
+
+    args = command.args
+    tiny = command.quick or device.type == "cpu"
+    sizes = TINY if tiny else {"Llama-3-8B": LLAMA_3_8B, "Yi-6B": YI_6B}[args.model]
+    if tiny:
+        args.slots, args.budget, args.check_budget = min(args.slots, 8), 256, 128
+        args.requests, args.rounds = min(args.requests, 6), 1
+    longest = 1024 if tiny else args.longest
+    limit = args.limit
+    if tiny:
+        limit = (2 if device.type == "cpu" else 64) << 20
+    names: list[str] = args.arms
+    arrivals = _workload(args, longest, 32 if tiny else 1)
+    if not arrivals:
+        part.not_run("*", f"no request of at most {longest} tokens")
+        return
+    command.show(f"{sizes.name}, {len(arrivals)} requests: {WORKLOADS[args.workload]}")
+    model = Decoder(sizes, device, longest=longest)
+    if not limit:
+        limit = int(torch.cuda.mem_get_info(device)[0]) - _SPARE
+    command.record.options.update(
+        model=sizes.name, kv_bytes=limit, longest=longest, served=len(arrivals), arms=names
+    )
+    runner = _Runner(command, model, longest, limit, device)
+    if not args.no_check:
+        _check(runner, part, names)
+        command.write()
+    kept = (list(part.rows), list(part.missing))
+    runs: dict[str, list[Outcome]] = {name: [] for name in names}
+    broken = {item["id"].rpartition("/")[2] for item in part.missing}
+    slowest = 0.0
+    for number in range(args.rounds):
+        if number and not command.deadline.allows(slowest):
+            part.notes.append(f"the deadline came after {number} rounds")
+            break
+        began = command.deadline.used
+        for k in range(len(names)):
+            name = names[(number + k) % len(names)]
+            left = min(args.limit_s, command.deadline.left)
+            if name in broken or left <= 0:
+                continue
+            serve = partial(runner.serve, name, arrivals, budget=args.budget, limit_s=left)
+            outcome = _attempt(runner, part, name, serve)
+            if outcome is None:
+                broken.add(name)
+                kept = (kept[0], list(part.missing))
+                continue
+            runs[name].append(outcome)
+            rate = _figures(outcome)["tokens"][1]
+            command.show(f"{name}: {outcome.seconds:.1f} s, {rate:,.0f} tokens/s")
+            part.rows[:], part.missing[:] = kept[0], list(kept[1])
+            _add_rows(part, runner, runs)
+            command.write()
+        slowest = max(slowest, command.deadline.used - began)
+    for name, outcomes in runs.items():
+        if not outcomes and name not in broken:
+            part.not_run(f"makespan/{name}", "the deadline came first")
+    _aims(command, part, names)
+
+
+def _arms(text: str) -> list[str]:
+    names = text.split(",")
+    known = [*ARMS, AGAIN]
+    if not set(names) <= set(known) or len(set(names)) != len(names) or names[0] == AGAIN:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected some of {','.join(known)}")
+    return names
+
+
+def add_parser(which: Any) -> None:
+    """Adds ``serve`` to the benchmarks."""
+    parser = which.add_parser(
+        "serve",
+        help="requests served end to end, by caches that take turns",
+        description="Serves a workload with random weights in a real model's shape, by arms that "
+        "differ in nothing but the cache: contiguous slots, paged blocks, static slots.",
+    )
+    add_common(parser, 480)
+    add = parser.add_argument
+    add("--arms", type=_arms, default=_arms(f"contiguous,{AGAIN},paged16,paged128,fa3,2M,static"))
+    add("--workload", choices=list(WORKLOADS), default="azure", help="(azure)")
+    add("--trace", type=Path, metavar="FILE", help="Azure's or vAttention's CSV, Mooncake's JSONL")
+    add("--requests", type=int, default=400, help="of the trace, or made up (400)")
+    add("--skip", type=int, default=0, help="requests of the trace before the first (0)")
+    add("--seed", type=int, default=1, help="of what is made up (1)")
+    add("--rate", type=float, default=5.5, help="Poisson arrivals a second (5.5)")
+    add("--speed-up", type=float, default=1.0, help="a trace's times are divided by this (1)")
+    add("--model", choices=["Llama-3-8B", "Yi-6B"], default="Llama-3-8B", help="(Llama-3-8B)")
+    add("--limit", type=size, default=0, help="bytes for keys and values, as 20G (what is free)")
+    add("--longest", type=int, default=16384, help="tokens of a slot (16384)")
+    add("--slots", type=int, default=256, help="requests at a time, at most (256)")
+    add("--group", type=int, default=1, help="layers in one tensor of a contiguous cache (1)")
+    add("--budget", type=int, default=2048, help="new tokens in a step, at most (2048)")
+    add("--check-budget", type=int, default=512, help=argparse.SUPPRESS)
+    add("--ahead", type=int, default=2, help="tokens ahead that a cache is told of (2)")
+    add("--rounds", type=int, default=2, help="of all arms (2)")
+    add("--limit-s", type=float, default=240.0, metavar="S", help="of one arm's run (240)")
+    add("--eager", action="store_true", help="no CUDA graphs")
+    add("--no-check", action="store_true", help="do not compare the arms' logits first")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    command = open_command(args, "serve", _METHOD, workload=args.workload)
+    return run_on_device(command, args.workload, WORKLOADS[args.workload], _measure)

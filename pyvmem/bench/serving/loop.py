@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: MIT
+"""Continuous batching with chunked prefill: requests by their lengths and arrivals, timed.
+
+A step is planned and launched while the one before it runs. Everybody who decodes is in it, then
+prompts in chunks as far as its budget of tokens goes, in the order in which they joined. A request
+joins when its prompt fits beside those that are still being read. Where memory is short the one
+that joined last is preempted: it loses its rows and computes them again.
+
+Tokens are given, not sampled (the sampled ones are computed and dropped), so that every store
+computes the same and its logits can be compared with another's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from pyvmem.bench.serving.forward import Forward, Launched, Work
+from pyvmem.bench.serving.stores import Ints, Store
+from pyvmem.layouts.workload import Arrival
+
+__all__ = ["Live", "Outcome", "Sample", "serve"]
+
+_SAMPLE_S = 0.25
+Observer = Callable[["list[Live]", torch.Tensor], None]
+
+
+@dataclass(eq=False)
+class Live:
+    """A request on its way.
+
+    Attributes:
+        number: its place in the workload.
+        ids: tokens of its prompt and its answer.
+        rows: with keys and values, as of the last planned step. emitted: tokens of its answer.
+        joined: whether it ever had a slot. times: when each token of its answer was there.
+    """
+
+    number: int
+    at: float
+    prompt: int
+    output: int
+    ids: Ints
+    slot: int = -1
+    rows: int = 0
+    emitted: int = 0
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def known(self) -> int:
+        """Tokens that are there: the prompt's, and the answer's so far."""
+        return self.prompt + self.emitted
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Memory at a moment: bytes mapped, held by requests, and of rows; requests that run."""
+
+    at: float
+    mapped: int
+    held: int
+    used: int
+    running: int
+
+
+@dataclass
+class Outcome:
+    """What a run measured; times in seconds from its start.
+
+    Attributes:
+        finished: requests. cut: whether the time ran out before the last.
+        seconds: from the first arrival to the last token, or to the end of the time.
+        first, between: times to first tokens and between tokens, each in order.
+        prompt_tokens, new_tokens: of prompts computed, again after a preemption; of answers.
+        shared: rows that requests began with.
+        steps, batch_s: forward passes; requests in a step times its seconds, summed.
+    """
+
+    finished: int = 0
+    cut: bool = False
+    seconds: float = 0.0
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    steps: int = 0
+    largest: int = 0
+    batch_s: float = 0.0
+    preemptions: int = 0
+    recomputed: int = 0
+    shared: int = 0
+    host_ns: int = 0
+    driver: dict[str, float] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+
+
+@dataclass
+class _Flying:
+    step: Launched
+    at: float
+    batch: int
+    emitting: list[Live]
+
+
+class _Loop:
+    def __init__(
+        self, forward: Forward, budget: int, ahead: int, limit_s: float, observer: Observer | None
+    ) -> None:
+        self.forward, self.store = forward, forward.store
+        self.budget, self.ahead, self.limit_s = budget, ahead, limit_s
+        self.observer = observer
+        self.waiting: deque[Live] = deque()
+        self.running: list[Live] = []
+        self.done: list[Live] = []
+        self.short = False  # nobody joins until somebody has left
+        self.out = Outcome()
+        self._clock = time.perf_counter
+        self._start = self._last = self._sampled = 0.0
+
+    def now(self) -> float:
+        return self._clock() - self._start
+
+    def run(self, coming: deque[Live]) -> Outcome:
+        """Serves all of them, or as many as the time lasts."""
+        flying: _Flying | None = None
+        self._start = self._clock()
+        self._last = 0.0
+        while coming or self.waiting or self.running or flying:
+            if self.now() > self.limit_s:
+                self.out.cut = True
+                break
+            while coming and coming[0].at <= self.now():
+                self.waiting.append(coming.popleft())
+            planned = self._plan()
+            launched = self._launch(planned) if planned else None
+            if flying is not None:
+                self._land(flying)
+            flying = launched
+            if flying is None and not self.running and not self.waiting and coming:
+                time.sleep(max(0.0, coming[0].at - self.now()))
+            self._look()
+        if flying is not None:
+            self._land(flying)
+        return self._finish()
+
+    def _finish(self) -> Outcome:
+        out = self.out
+        out.seconds = self.now()
+        for live in self.running:
+            self.store.release(live.slot)
+        for live in (*self.done, *self.running, *self.waiting):
+            if live.times:
+                out.first.append(live.times[0] - live.at)
+                out.between += np.diff(live.times).tolist()
+        out.finished = len(self.done)
+        out.host_ns, out.driver = self.store.host_ns, self.store.driver()
+        return out
+
+    def _plan(self) -> list[tuple[Live, int]]:
+        """Requests and their new tokens, for whose rows there is memory; decoding comes first."""
+        self._join()
+        while self.running:
+            left = self.budget
+            chosen: list[tuple[Live, int]] = []
+            for decodes in (True, False):
+                for live in self.running:
+                    pending = live.known - live.rows
+                    count = min(pending, left)
+                    if (pending == 1) == decodes and count:
+                        chosen.append((live, count))
+                        left -= count
+            slots = [live.slot for live, _ in chosen]
+            if self.store.hold(slots, [live.rows + count for live, count in chosen]):
+                return sorted(chosen, key=lambda one: one[1])
+            self._preempt()
+        if self.waiting:
+            raise RuntimeError(f"memory is too small for request {self.waiting[0].number} alone")
+        return []
+
+    def _join(self) -> None:
+        while self.waiting and not self.short:
+            live = self.waiting[0]
+            partial = [(one.slot, one.known) for one in self.running if one.known - one.rows > 1]
+            if not self.store.fits(partial, live.known):
+                return
+            taken = self.store.take(live.ids[: live.known])
+            if taken is None:
+                return
+            live.slot, live.rows = taken
+            self.out.shared += live.rows
+            self.running.append(self.waiting.popleft())
+
+    def _preempt(self) -> None:
+        live = self.running.pop()
+        self.store.release(live.slot)
+        if live.rows:
+            self.out.preemptions += 1
+            self.out.recomputed += live.rows
+        live.rows, live.slot = 0, -1
+        self.waiting.appendleft(live)
+        self.short = True
+
+    def _launch(self, planned: list[tuple[Live, int]]) -> _Flying:
+        works = [
+            Work(live.slot, live.rows, live.ids[live.rows : live.rows + count])
+            for live, count in planned
+        ]
+        at = self.now()
+        step = self.forward.launch(works)
+        emitting = []
+        for live, count in planned:
+            self.out.prompt_tokens += max(0, min(live.prompt, live.rows + count) - live.rows)
+            live.rows += count
+            if live.rows == live.known:
+                live.emitted += 1
+                emitting.append(live)
+        if self.observer is not None:
+            step.wait()
+            self.observer([live for live, _ in planned], step.logits)
+        self.out.steps += 1
+        self.out.largest = max(self.out.largest, len(planned))
+        for live in emitting:
+            if live.emitted == live.output:
+                self.running.remove(live)
+                self.store.release(live.slot, live.ids[: live.rows])
+                self.done.append(live)
+                self.short = False
+        self._look_ahead()
+        return _Flying(step, at, len(planned), emitting)
+
+    def _look_ahead(self) -> None:
+        """What the next step is likely to need."""
+        left = self.budget
+        slots, lengths = [], []
+        for live in self.running:
+            pending = live.known - live.rows
+            more = self.ahead if pending == 1 else min(pending, left)
+            left -= min(pending, left)
+            slots.append(live.slot)
+            lengths.append(min(live.rows + more, self.store.longest))
+        if slots:
+            self.store.ahead(slots, lengths)
+
+    def _land(self, flying: _Flying) -> None:
+        flying.step.wait()
+        now = self.now()
+        self.out.batch_s += flying.batch * (now - max(self._last, flying.at))
+        self._last = now
+        self.out.new_tokens += len(flying.emitting)
+        for live in flying.emitting:
+            live.times.append(now)
+
+    def _look(self) -> None:
+        now = self.now()
+        if self.out.samples and now - self._sampled < _SAMPLE_S:
+            return
+        self._sampled = now
+        rows = sum(live.rows for live in self.running)
+        mapped, held = self.store.held()
+        used = rows * self.store.token_bytes
+        self.out.samples.append(Sample(now, mapped, held, used, len(self.running)))
+
+
+def serve(
+    forward: Forward,
+    arrivals: Sequence[Arrival],
+    tokens: Callable[[int, Arrival], Ints],
+    *,
+    budget: int,
+    ahead: int = 2,
+    limit_s: float = float("inf"),
+    observer: Observer | None = None,
+) -> Outcome:
+    """Serves a workload.
+
+    Args:
+        forward: the model over a store, all of whose slots are free.
+        arrivals: the requests, in the order of their times.
+        tokens: ids of a request's prompt and answer, from its number and itself.
+        budget: new tokens in a step, at most.
+        ahead: tokens ahead that a store is told of.
+        limit_s: after so long, stop.
+        observer: gets every step's requests and logits; then nothing overlaps.
+
+    Raises:
+        ValueError: a request is longer than a slot. RuntimeError: memory is too small for one.
+    """
+    store: Store = forward.store
+    coming: deque[Live] = deque()
+    for number, arrival in enumerate(arrivals):
+        at, request, _ = arrival
+        if request.longest > store.longest:
+            raise ValueError(
+                f"request {number} has {request.longest} tokens, a slot holds {store.longest}"
+            )
+        ids = tokens(number, arrival)
+        coming.append(Live(number, at, request.context, request.output, ids))
+    return _Loop(forward, budget, ahead, limit_s, observer).run(coming)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: MIT
+"""``vmem probe --report``: what a bug report needs to know about a machine, and nothing else.
+
+Versions, hardware, what each back end said, and the limits that matter. Paths, names of users and
+hosts, and serial numbers and UUIDs of GPUs are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyvmem import _native
+from pyvmem.bench.machine import describe
+
+if TYPE_CHECKING:
+    from pyvmem.probe import ProbeResult
+
+__all__ = ["bug_report", "modules_of", "scrub"]
+
+_PARAMETERS = "/sys/module/nvidia_uvm/parameters"
+
+
+def scrub(text: str) -> str:
+    """Text without paths of the user's own and without UUIDs of GPUs."""
+    text = text.replace(str(Path.home()), "~")
+    return re.sub(r"\b(?:GPU-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "UUID", text)
+
+
+def modules_of(lines: str) -> list[str]:
+    """NVIDIA's modules out of /proc/modules, with what taints they carry."""
+    found = []
+    for line in lines.splitlines():
+        name, *rest = line.split()
+        if name.startswith("nvidia"):
+            taints = rest[-1] if rest and rest[-1].startswith("(") else ""
+            found.append(f"{name} {taints}".strip())
+    return found
+
+
+def _read(path: str) -> str:
+    """A file of the kernel's; nothing where there is none, or it may not be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _limits() -> dict[str, str]:
+    """The limits that a cache can meet."""
+    limits = {"vm.max_map_count": _read("/proc/sys/vm/max_map_count")}
+    for path in sorted(Path(_PARAMETERS).glob("uvm_vmem_*")):
+        limits[path.name] = _read(str(path))
+    return {name: value for name, value in limits.items() if value}
+
+
+def _nodes() -> str:
+    """The device nodes that are there, and who may open them."""
+    found = [path for path in sorted(Path("/dev").glob("nvidia*")) if path.is_char_device()]
+    return ", ".join(f"{path} {path.stat().st_mode & 0o777:o}" for path in found) or "none"
+
+
+def bug_report(results: Sequence[ProbeResult]) -> str:
+    """The report in Markdown, ready to be pasted into an issue."""
+    machine: dict[str, Any] = describe()
+    memory = machine["memory_bytes"] / 2**30
+    commit = machine["commit"] or "unknown"
+    rows = {
+        "vmem": f"{_native.version()}, commit {commit[:12]}{', changed' * bool(machine['dirty'])}",
+        "system": machine["system"],
+        "processor": f"{machine['cpu']}, {machine['cores']} cores, {memory:.0f} GiB",
+        "user": machine["user"],
+        "GPU": machine["gpu"] or "none that nvidia-smi knows",
+        "driver": machine["driver"] or "none",
+        "patched driver": "loaded" if _read("/proc/driver/nvidia-uvm/vmem") else "not loaded",
+        "modules": ", ".join(modules_of(_read("/proc/modules"))) or "none of NVIDIA's",
+        "device nodes": _nodes(),
+        "Python": machine["python"],
+        "torch": machine["torch"] or "none",
+        "cuda-bindings": machine["cuda_bindings"] or "none",
+        **_limits(),
+    }
+    width = max(map(len, rows))
+    lines = ["```text", *(f"{name:<{width}}  {value}" for name, value in rows.items()), ""]
+    for one in results:
+        state = "used" if one.used else "usable" if one.usable else "not usable"
+        caps = ", ".join(str(cap.name) for cap in type(one.caps) if cap in one.caps)
+        error = f"{one.error_name}: " if one.error_name else ""
+        lines += [f"{one.backend}: {state}", f"  {error}{one.reason}"]
+        lines += [f"  {caps}"] if caps else []
+    return scrub("\n".join([*lines, "```"]))

@@ -1,0 +1,559 @@
+# SPDX-License-Identifier: MIT
+"""The ledger: what the engines of one user have of one device, across processes and containers.
+
+A file of fixed size in a folder of the user's own, mapped by every engine; no daemon. An engine has
+a slot, and a lock on the slot's byte that the kernel drops when the process ends, however it ends:
+who can take that lock knows that the owner is dead, and clears the slot. A process id says nothing
+across containers, so nobody is known by it.
+
+    header   magic, version, capacity
+    slot     an engine: limit, floor, used, pending, ... ; words of eight bytes that the engine
+             itself writes, all but `order`, which is `vmem limit`'s
+
+All bytes are of one device. What an engine may take, under the lock of the file's first byte:
+
+    room = min(limit - used,
+               capacity - the sum over others of max(used, floor) - used,
+               free memory of the device - the sum over others of max(pending, floor - used))
+
+`pending` is what was granted and is not mapped yet, so the free memory still shows it. A process
+killed between two words leaves a slot that nobody owns; there is no other state to repair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyvmem.errors import AccessDenied, InvalidArgument, VMemError
+
+__all__ = ["Account", "EngineInfo", "Ledger", "LedgerError", "default_folder", "devices", "private"]
+
+MAX_HANDLES = 475_136
+"""Mappings that all engines together may have on ``stock``: the driver has 524,288 for the machine,
+and other programs need some."""
+
+_MAGIC = b"VMEMLDG\0"
+_VERSION = 1
+_HEADER = 4096
+_SLOT = 512
+_SLOTS = 64
+_SIZE = _HEADER + _SLOTS * _SLOT
+_LOCKS = 1 << 40  # lock bytes lie far behind the contents
+_STALE_NS = 2_000_000_000  # a shortage that nobody repeated for so long is over
+
+_HEAD = struct.Struct("<8sIIQ")  # magic, version, slots, capacity
+_WORD = struct.Struct("<Q")
+_FLOCK = struct.Struct("hhxxxxqqixxxx")
+
+# Word numbers in a slot; the name lies behind them.
+_WORDS = (
+    "state",
+    "identity",
+    "pid",
+    "pid_namespace",
+    "limit",
+    "floor",
+    "least",
+    "used",
+    "pending",
+    "handles",
+    "order",
+    "want",
+    "want_ns",
+    "in_use",
+    "cached",
+    "maps",
+    "waits",
+    "hits",
+    "queries",
+    "beat_ns",
+    "virtual",
+)
+_AT = {name: 8 * i for i, name in enumerate(_WORDS)}
+_NAME_AT, _NAME_SIZE = 256, 64
+_FREE, _TAKEN = 0, 1
+
+
+class LedgerError(VMemError):
+    """A ledger that cannot be used: damaged, of another version, or full."""
+
+
+def default_folder() -> Path:
+    """In shared memory, a folder of this user; ``VMEM_LEDGER`` names another."""
+    named = os.environ.get("VMEM_LEDGER", "")
+    return Path(f"/dev/shm/vmem-{os.getuid()}" if named in ("", "off") else named)
+
+
+def private(folder: Path) -> Path:
+    """Makes a folder if need be, and checks that it is this user's alone.
+
+    Raises:
+        AccessDenied: another user owns it or may write there.
+        LedgerError: it cannot be made.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = folder.stat()
+    except OSError as error:
+        raise LedgerError(f"{folder}: {error.strerror}", errno=error.errno or errno.EIO) from error
+    if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise AccessDenied(
+            f"{folder}: of user {state.st_uid}, mode {stat.S_IMODE(state.st_mode):o}; expected "
+            f"user {os.getuid()}, and nobody else who may write",
+            errno=errno.EACCES,
+        )
+    return folder
+
+
+def devices(folder: Path) -> list[str]:
+    """Devices that have a ledger in a folder."""
+    return sorted(path.stem for path in folder.glob("*.ledger"))
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """An engine of a ledger, as it is now. Bytes are of one device.
+
+    Attributes:
+        name: chosen by its user; unique.
+        identity: a number below 2**63 that no other engine has.
+        pid: in its own namespace.
+        here: whether that is this process's namespace.
+        limit, floor: the most it may have, and what others leave to it.
+        least: what one of its longest requests needs; a limit below makes no sense.
+        used: mapped, or granted.
+        pending: the part not mapped yet.
+        in_use: of `used`, what requests hold.
+        cached: of `used`, prefixes that no request holds.
+        virtual: what it could map at most.
+        handles: mappings of the driver.
+        want: bytes that a request is short of.
+        maps: calls that mapped, since the start; `waits`: steps that waited for one.
+        hits, queries: tokens found among prefixes, and looked for.
+        age: seconds since it last wrote these.
+    """
+
+    name: str
+    identity: int
+    pid: int
+    here: bool
+    limit: int
+    floor: int
+    least: int
+    used: int
+    pending: int
+    in_use: int
+    cached: int
+    virtual: int
+    handles: int
+    want: int
+    maps: int
+    waits: int
+    hits: int
+    queries: int
+    age: float
+
+
+class Ledger:
+    """The ledger of one device. Thread-safe.
+
+    Args:
+        device: its name, as `ContextInfo.uuid` says it, or ``"host"``.
+        capacity: bytes for all engines together, if the ledger is made by this call.
+        folder: None: `default_folder`.
+        create: else a ledger that does not exist is an error.
+
+    Raises:
+        AccessDenied: the folder or the file is another user's.
+        LedgerError: damaged, of another version, or no room to make it.
+    """
+
+    def __init__(
+        self, device: str, capacity: int = 0, folder: Path | None = None, *, create: bool = True
+    ) -> None:
+        if not re.fullmatch(r"[\w-]{1,64}", device):
+            raise InvalidArgument(f"device {device!r}: not a device's name", errno=errno.EINVAL)
+        self.path = private(folder or default_folder()) / f"{device}.ledger"
+        self._thread_lock = threading.RLock()
+        if create and not self.path.exists():
+            self._make(capacity)
+        try:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise LedgerError(
+                f"{self.path}: {error.strerror}", errno=error.errno or errno.EIO
+            ) from error
+        try:
+            self._map = self._open()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _make(self, capacity: int) -> None:
+        """Makes the file whole before it has its name: nobody sees half of it."""
+        part = self.path.with_suffix(f".{secrets.token_hex(6)}")
+        fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # Memory now: a store through the mapping of a hole on a full file system is SIGBUS.
+            os.posix_fallocate(fd, 0, _SIZE)
+            os.pwrite(fd, _HEAD.pack(_MAGIC, _VERSION, _SLOTS, capacity), 0)
+            with contextlib.suppress(FileExistsError):
+                os.link(part, self.path)
+        except OSError as error:
+            raise LedgerError(
+                f"{self.path}: {_SIZE} bytes cannot be had: {error.strerror}",
+                errno=error.errno or errno.EIO,
+                bytes=_SIZE,
+            ) from error
+        finally:
+            os.close(fd)
+            os.unlink(part)
+
+    def _open(self) -> mmap.mmap:
+        state = os.fstat(self._fd)
+        if state.st_uid != os.getuid() or state.st_mode & 0o077:
+            raise AccessDenied(
+                f"{self.path}: of user {state.st_uid}, mode {stat.S_IMODE(state.st_mode):o}; "
+                f"expected user {os.getuid()}, mode 600",
+                errno=errno.EACCES,
+            )
+        head = os.pread(self._fd, _HEAD.size, 0)
+        advice = "end the engines that use it, then remove the file"
+        if state.st_size != _SIZE or len(head) < _HEAD.size or head[:8] != _MAGIC:
+            raise LedgerError(f"{self.path} is no ledger, or damaged: {advice}", errno=errno.EIO)
+        _, version, slots, _ = _HEAD.unpack(head)
+        if (version, slots) != (_VERSION, _SLOTS):
+            raise LedgerError(
+                f"{self.path} is of version {version}, this pyvmem knows {_VERSION}: {advice}",
+                errno=errno.EPROTO,
+                limit=_VERSION,
+            )
+        return mmap.mmap(self._fd, _SIZE)
+
+    def close(self) -> None:
+        """Unmaps the file; again: nothing. An account of it must be closed before."""
+        with self._thread_lock:
+            if not self._map.closed:
+                self._map.close()
+                os.close(self._fd)
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---- the file --------------------------------------------------------------------------------
+
+    def _lock_byte(self, byte: int, kind: int, command: int) -> int:
+        """The type of lock that is there, for F_OFD_GETLK; else the call's own."""
+        request = _FLOCK.pack(kind, os.SEEK_SET, _LOCKS + byte, 1, 0)
+        return int(_FLOCK.unpack(fcntl.fcntl(self._fd, command, request))[0])
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone with the file, in this process and among all."""
+        with self._thread_lock:
+            self._lock_byte(0, fcntl.F_WRLCK, fcntl.F_OFD_SETLKW)
+            try:
+                yield
+            finally:
+                self._lock_byte(0, fcntl.F_UNLCK, fcntl.F_OFD_SETLK)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes for all engines together; 0: as much as the device has."""
+        return int(_HEAD.unpack_from(self._map, 0)[3])
+
+    def word(self, slot: int, name: str) -> int:
+        """A word of a slot."""
+        return int(_WORD.unpack_from(self._map, _HEADER + slot * _SLOT + _AT[name])[0])
+
+    def put(self, slot: int, name: str, value: int) -> None:
+        """Writes a word of a slot."""
+        _WORD.pack_into(self._map, _HEADER + slot * _SLOT + _AT[name], max(0, value))
+
+    def _name(self, slot: int) -> str:
+        at = _HEADER + slot * _SLOT + _NAME_AT
+        return bytes(self._map[at : at + _NAME_SIZE]).split(b"\0")[0].decode(errors="replace")
+
+    def _owned(self, slot: int) -> bool:
+        """Whether a process that lives holds the slot. One's own lock does not show: see `mine`."""
+        return self._lock_byte(1 + slot, fcntl.F_WRLCK, fcntl.F_OFD_GETLK) != fcntl.F_UNLCK
+
+    def live(self, mine: int = -1) -> list[int]:
+        """Slots of engines that live; those of the dead are cleared. The caller has the lock."""
+        found = []
+        for slot in range(_SLOTS):
+            if self.word(slot, "state") == _FREE:
+                continue
+            if slot == mine or self._owned(slot):
+                found.append(slot)
+            else:
+                self.put(slot, "state", _FREE)
+        return found
+
+    def engines(self) -> list[EngineInfo]:
+        """All engines that live."""
+        namespace = _pid_namespace()
+        now = time.monotonic_ns()
+        found = []
+        with self.locked():
+            for slot in self.live(self._mine):
+                word = {name: self.word(slot, name) for name in _WORDS}
+                fresh = now - word["want_ns"] < _STALE_NS
+                found.append(
+                    EngineInfo(
+                        name=self._name(slot),
+                        pid=word["pid"],
+                        here=word["pid_namespace"] == namespace,
+                        want=word["want"] if fresh else 0,
+                        age=(now - word["beat_ns"]) / 1e9,
+                        limit=word["order"] or word["limit"],
+                        **{
+                            name: word[name]
+                            for name in EngineInfo.__dataclass_fields__
+                            if name in word and name not in ("pid", "want", "limit")
+                        },
+                    )
+                )
+        return found
+
+    _mine = -1
+
+    def join(
+        self, name: str, *, floor: int, limit: int, least: int, virtual: int, identity: int = 0
+    ) -> Account:
+        """A slot for an engine of this process; one for each `Ledger` object.
+
+        Args:
+            name: what people call it; one of the living at a time.
+            floor, limit, least, virtual, identity: as in `EngineInfo`; identity 0: a random one.
+
+        Raises:
+            InvalidArgument: the name is taken, or floors together exceed the capacity.
+            LedgerError: all slots are taken.
+        """
+        with self.locked():
+            if self._mine >= 0:
+                raise InvalidArgument("this ledger object has an account", errno=errno.EINVAL)
+            live = self.live()
+            taken = [slot for slot in live if self._name(slot) == name]
+            if taken:
+                raise InvalidArgument(
+                    f"VMEM_NAME={name}: an engine of that name runs (process "
+                    f"{self.word(taken[0], 'pid')}); choose another",
+                    errno=errno.EEXIST,
+                )
+            kept = sum(self.word(slot, "floor") for slot in live)
+            if self.capacity and kept + floor > self.capacity:
+                raise InvalidArgument(
+                    f"VMEM_FLOOR={floor}: the device has {self.capacity} bytes for all engines, of "
+                    f"which the floors of others keep {kept}",
+                    errno=errno.EINVAL,
+                    bytes=floor,
+                    limit=self.capacity - kept,
+                )
+            free = [slot for slot in range(_SLOTS) if slot not in live]
+            if not free:
+                raise LedgerError(f"{self.path}: {_SLOTS} engines", errno=errno.ENOSPC)
+            slot = free[0]
+            at = _HEADER + slot * _SLOT
+            self._map[at : at + _SLOT] = bytes(_SLOT)
+            self._lock_byte(1 + slot, fcntl.F_WRLCK, fcntl.F_OFD_SETLK)
+            data = name.encode()[: _NAME_SIZE - 1]
+            self._map[at + _NAME_AT : at + _NAME_AT + len(data)] = data
+            values = {
+                "identity": identity or secrets.randbits(63) | 1,
+                "pid": os.getpid(),
+                "pid_namespace": _pid_namespace(),
+                "limit": limit,
+                "floor": floor,
+                "least": least,
+                "virtual": virtual,
+                "beat_ns": time.monotonic_ns(),
+            }
+            for key, value in values.items():
+                self.put(slot, key, value)
+            self.put(slot, "state", _TAKEN)
+            self._mine = slot
+            return Account(self, slot)
+
+    def leave(self, slot: int) -> None:
+        """Gives a slot of this process back."""
+        with self.locked():
+            self.put(slot, "state", _FREE)
+            self._lock_byte(1 + slot, fcntl.F_UNLCK, fcntl.F_OFD_SETLK)
+            self._mine = -1
+
+    def order_limit(self, who: str, limit: int) -> EngineInfo:
+        """Asks an engine, by name or process id, for another limit; it follows within a second.
+
+        Raises:
+            InvalidArgument: no such engine; a limit below its floor or its longest request, or
+                above what the device has.
+        """
+        engines = self.engines()
+        found = [e for e in engines if e.name == who]
+        found = found or [e for e in engines if who.isdigit() and e.pid == int(who) and e.here]
+        if len(found) != 1:
+            names = ", ".join(f"{e.name} ({e.pid})" for e in engines) or "none"
+            raise InvalidArgument(f"no engine {who!r}; there are: {names}", errno=errno.ENOENT)
+        one = found[0]
+        most = min(self.capacity or one.virtual, one.virtual)
+        for what, bound, wrong in (
+            ("its floor is", one.floor, limit < one.floor),
+            ("one of its longest requests needs", one.least, limit < one.least),
+            ("the most it can have is", most, limit > most),
+        ):
+            if wrong:
+                raise InvalidArgument(
+                    f"a limit of {limit} bytes for {one.name}: {what} {bound}",
+                    errno=errno.EINVAL,
+                    bytes=limit,
+                    limit=bound,
+                )
+        with self.locked():
+            for slot in self.live(self._mine):
+                if self._name(slot) == one.name:
+                    self.put(slot, "order", limit)
+        return one
+
+
+class Account:
+    """An engine's slot. Thread-safe."""
+
+    def __init__(self, ledger: Ledger, slot: int) -> None:
+        self.ledger = ledger
+        self.slot = slot
+
+    def _get(self, name: str) -> int:
+        return self.ledger.word(self.slot, name)
+
+    @property
+    def limit(self) -> int:
+        """The most bytes, as the last order says."""
+        return self._get("order") or self._get("limit")
+
+    @property
+    def used(self) -> int:
+        """Bytes granted."""
+        return self._get("used")
+
+    def room(self, free: int | None = None) -> int:
+        """Bytes that `take` would grant now; `free`: memory of the device that nobody has."""
+        with self.ledger.locked():
+            return self._room(free)
+
+    def _room(self, free: int | None) -> int:
+        ledger, used = self.ledger, self._get("used")
+        room = self.limit - used
+        others = [slot for slot in ledger.live(self.slot) if slot != self.slot]
+        if ledger.capacity:
+            kept = sum(max(ledger.word(s, "used"), ledger.word(s, "floor")) for s in others)
+            room = min(room, ledger.capacity - kept - used)
+        if free is not None:
+            coming = sum(
+                max(ledger.word(s, "pending"), ledger.word(s, "floor") - ledger.word(s, "used"))
+                for s in others
+            )
+            room = min(room, free - coming - self._get("pending"))
+        return max(0, room)
+
+    def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
+        """Whether the engine may have so many more bytes; they are pending until `mapped`."""
+        ledger = self.ledger
+        with ledger.locked():
+            if nbytes > self._room(free):
+                return False
+            if handles:
+                total = sum(ledger.word(slot, "handles") for slot in ledger.live(self.slot))
+                if total + handles > MAX_HANDLES:
+                    return False
+                ledger.put(self.slot, "handles", self._get("handles") + handles)
+            ledger.put(self.slot, "pending", self._get("pending") + nbytes)
+            ledger.put(self.slot, "used", self._get("used") + nbytes)
+            return True
+
+    def mapped(self, nbytes: int) -> None:
+        """What `take` granted is mapped, or failed and comes back by `give`."""
+        with self.ledger.locked():
+            self.ledger.put(self.slot, "pending", self._get("pending") - nbytes)
+
+    def give(self, nbytes: int, handles: int = 0) -> None:
+        """Bytes whose pages have left."""
+        with self.ledger.locked():
+            self.ledger.put(self.slot, "used", self._get("used") - nbytes)
+            self.ledger.put(self.slot, "handles", self._get("handles") - handles)
+
+    def want(self, nbytes: int) -> None:
+        """A request is short of so many bytes; 0: no more."""
+        with self.ledger.locked():
+            self.ledger.put(self.slot, "want", nbytes)
+            self.ledger.put(self.slot, "want_ns", time.monotonic_ns())
+
+    def excess(self, free: int | None = None) -> int:
+        """Bytes to give back: above the limit, or that another engine is short of.
+
+        An engine is asked for no more than it has above its floor, and an engine for which there
+        is room asks nobody.
+        """
+        ledger, now = self.ledger, time.monotonic_ns()
+        with ledger.locked():
+            used = self._get("used")
+            short = 0
+            live = ledger.live(self.slot)
+            for slot in live:
+                if slot == self.slot or now - ledger.word(slot, "want_ns") >= _STALE_NS:
+                    continue
+                short += max(0, ledger.word(slot, "want") - self._room_of(slot, live, free))
+            asked = min(short, max(0, used - self._get("floor")))
+            return max(0, used - self.limit, asked)
+
+    def _room_of(self, slot: int, live: list[int], free: int | None) -> int:
+        ledger = self.ledger
+        word = ledger.word
+        room = 1 << 62
+        if ledger.capacity:
+            kept = sum(max(word(s, "used"), word(s, "floor")) for s in live if s != slot)
+            room = ledger.capacity - kept - word(slot, "used")
+        if free is not None:
+            coming = sum(
+                max(word(s, "pending"), word(s, "floor") - word(s, "used"))
+                for s in live
+                if s != slot
+            )
+            room = min(room, free - coming)
+        return max(0, room)
+
+    def report(self, **values: int) -> None:
+        """Writes what `vmem top` shows: names of `EngineInfo`."""
+        with self.ledger.locked():
+            for name, value in values.items():
+                self.ledger.put(self.slot, name, value)
+            self.ledger.put(self.slot, "beat_ns", time.monotonic_ns())
+
+    def close(self) -> None:
+        """The engine is gone."""
+        self.ledger.leave(self.slot)
+        self.ledger.close()
+
+
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: MIT
+"""``vmem limit``: another limit for an engine that runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from pyvmem.ledger import Ledger, default_folder, devices
+from pyvmem.vllm.settings import parse_bytes
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(sub: Any) -> None:
+    """Adds the subcommand."""
+    parser = sub.add_parser(
+        "limit",
+        help="set the memory limit of a running engine",
+        description="Sets the most memory of a device that a running engine may have. An engine "
+        "that has more gives back what is idle at once, and the rest as requests end.",
+    )
+    parser.add_argument("engine", help="its name, or the process id that `vmem top` shows")
+    parser.add_argument("size", type=_size, help="bytes, for example 20G")
+    parser.add_argument("--ledger", type=Path, help="folder of the ledger (VMEM_LEDGER)")
+    parser.set_defaults(run=run)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def run(args: argparse.Namespace) -> int:
+    """Sets it on every device where an engine of that name or id runs."""
+    folder = args.ledger or default_folder()
+    there = []
+    for device in devices(folder):
+        with Ledger(device, folder=folder, create=False) as ledger:
+            names = {one.name for one in ledger.engines()}
+            pids = {str(one.pid) for one in ledger.engines() if one.here}
+            if args.engine in names | pids:
+                one = ledger.order_limit(args.engine, args.size)
+                there.append(device)
+                more = max(0, one.used - args.size)
+                note = f"; {more} bytes above it go as requests end" if more else ""
+                print(f"{device}: {one.name}: {one.limit} -> {args.size}{note}")
+    if not there:
+        print(f"no engine {args.engine!r} in {folder}; `vmem top --once` lists them")
+        return 1
+    return 0

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: MIT
+"""What the library says by `logging`, under the logger ``pyvmem``.
+
+Each module logs under its own name below it. At *info*: the back end that was opened, and why the
+others were not. At *debug*: what a cache does where memory is short or pages change (shortage,
+reclaiming, eviction, promotion, consolidation, trims). At *warning*: what an operator must know,
+once a minute for each cause. No call that finds its memory there logs anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+__all__ = ["PERIOD_S", "warn"]
+
+PERIOD_S = 60.0
+"""Seconds in which a cause is warned of once."""
+
+_lock = threading.Lock()
+_last: dict[str, tuple[float, int]] = {}  # by cause: when it was warned of, and how often not since
+
+
+def warn(log: logging.Logger, cause: str, text: str, *args: object) -> None:
+    """Warns, unless the same cause was warned of within `PERIOD_S`; those left out are counted.
+
+    Args:
+        log: where.
+        cause: one of a few fixed names, however many objects it happens to.
+        text: with its `args`, as for `logging.Logger.warning`.
+    """
+    if not log.isEnabledFor(logging.WARNING):
+        return
+    now = time.monotonic()
+    with _lock:
+        last, left_out = _last.get(cause, (now - PERIOD_S, 0))
+        if now - last < PERIOD_S:
+            _last[cause] = last, left_out + 1
+            return
+        _last[cause] = now, 0
+    if left_out:
+        text, args = f"{text} (and %d times more since the last warning)", (*args, left_out)
+    log.warning(text, *args)

@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: MIT
+"""What caches count, for Prometheus, OpenTelemetry and whoever watches.
+
+    telemetry = Telemetry()
+    telemetry.add(cache, "llama")
+
+    telemetry.text()                        # Prometheus text; needs no package
+    telemetry.serve(9464)                   # the same over HTTP: /metrics, and /caches as JSON
+    prometheus_client.REGISTRY.register(telemetry)      # or among an engine's own metrics
+    telemetry.instrument(opentelemetry.metrics.get_meter("pyvmem"))
+
+The numbers are those of `CacheStats`; each is read when it is asked for, so a cache that nobody
+asks pays nothing. Caches are held weakly, and one that is closed is no longer told of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Protocol
+
+from pyvmem.errors import BadHandle, ForkedProcess
+from pyvmem.info import ContextInfo, Stats
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.metrics import CacheStats, SlotInfo
+
+__all__ = ["CONTENT_TYPE", "Family", "Sample", "Server", "Telemetry"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of `Telemetry.text`."""
+
+_SHORTEST, _LONGEST = 10, 34  # waits from 1 us to 17 s have buckets of their own
+_SAME_S = 0.05  # numbers so old serve all instruments of one collection
+_PREFIX = "pyvmem_"
+
+
+class _Context(Protocol):
+    @property
+    def info(self) -> ContextInfo: ...
+
+    def stats(self) -> Stats: ...
+
+
+class _Cache(Protocol):
+    """What a cache must offer; `KVCache` and its relatives do."""
+
+    @property
+    def context(self) -> _Context: ...
+
+    def stats(self) -> CacheStats: ...
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One number of a family: what follows the family's name, the labels, the value."""
+
+    suffix: str
+    labels: Mapping[str, str]
+    value: float
+
+
+@dataclass(frozen=True)
+class Family:
+    """Numbers of one kind: "gauge", "counter" or "histogram"."""
+
+    name: str
+    kind: str
+    help: str
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class _Metric:
+    """How a family comes from the numbers of a cache: label values to number."""
+
+    name: str
+    kind: str
+    help: str
+    label: str
+    values: Callable[[CacheStats], Mapping[str, float]]
+
+
+def _of(**names: str) -> Callable[[CacheStats], Mapping[str, float]]:
+    """Fields of `CacheStats` by the label's value."""
+    return lambda stats: {value: getattr(stats, field) for value, field in names.items()}
+
+
+def _one(field: str, scale: float = 1) -> Callable[[CacheStats], Mapping[str, float]]:
+    return lambda stats: {"": getattr(stats, field) * scale}
+
+
+_METRICS = (
+    _Metric(
+        "pages",
+        "gauge",
+        "Physical pages that the cache may have, by state.",
+        "state",
+        _of(free="free_pages", cached="cached_pages", active="active_pages"),
+    ),
+    _Metric(
+        "pages_of_kind",
+        "gauge",
+        "Pages, some of them counted in several kinds.",
+        "kind",
+        _of(
+            ahead="ahead_pages",
+            shared="shared_pages",
+            large="large_pages",
+            moving="moving_pages",
+            prefix="prefix_pages",
+            host="host_pages",
+            peer="peer_pages",
+        ),
+    ),
+    _Metric(
+        "bytes",
+        "gauge",
+        "Bytes mapped, holding rows of requests, and granted without holding any.",
+        "kind",
+        _of(mapped="mapped_bytes", used="used_bytes", wasted="wasted_bytes"),
+    ),
+    _Metric(
+        "peak_bytes",
+        "gauge",
+        "The highest of pyvmem_bytes so far.",
+        "kind",
+        _of(mapped="peak_mapped_bytes", used="peak_used_bytes", wasted="peak_wasted_bytes"),
+    ),
+    _Metric(
+        "slots",
+        "gauge",
+        "Slots of requests, by state.",
+        "state",
+        _of(
+            active="active_slots",
+            cached="cached_slots",
+            empty="empty_slots",
+            broken="broken_slots",
+        ),
+    ),
+    _Metric("prefix_tokens", "gauge", "Tokens recorded.", "", _one("prefix_tokens")),
+    _Metric("segments", "gauge", "Pieces of mappings in the cache.", "", _one("segments")),
+    _Metric("mappings", "gauge", "Driver mappings of the context.", "", _one("mappings")),
+    _Metric(
+        "steps",
+        "counter",
+        "Calls that returned 0.",
+        "call",
+        _of(step="steps", step_async="steps_async"),
+    ),
+    _Metric("short", "counter", "Steps refused for want of memory.", "", _one("short")),
+    _Metric(
+        "page_events",
+        "counter",
+        "What happened to pages.",
+        "event",
+        _of(
+            grown="grown_pages",
+            zeroed="zeroed_pages",
+            reused="reused_pages",
+            reclaimed="reclaimed_pages",
+            moved="moved_pages",
+            promoted="promoted_pages",
+            evicted="evicted_pages",
+        ),
+    ),
+    _Metric("prefix_queries", "counter", "Prompts looked up.", "", _one("prefix_queries")),
+    _Metric("prefix_hits", "counter", "Prompts that matched.", "", _one("prefix_hits")),
+    _Metric("prefix_query_tokens", "counter", "Tokens looked up.", "", _one("prefix_query_tokens")),
+    _Metric("prefix_hit_tokens", "counter", "Tokens that matched.", "", _one("prefix_hit_tokens")),
+    _Metric("driver_calls", "counter", "Driver calls of the context.", "", _one("driver_calls")),
+    _Metric(
+        "driver_seconds",
+        "counter",
+        "Time in the driver that a call of the cache waited for, and the rest.",
+        "path",
+        lambda stats: {
+            "critical": stats.critical_driver_ns / 1e9,
+            "background": stats.background_driver_ns / 1e9,
+        },
+    ),
+)
+NOT_EXPORTED = frozenset({"total_pages", "last_wait_ns", "driver_ns"})
+"""Fields of `CacheStats` that are sums of others, or no series."""
+
+
+_CONTEXT_BYTES = ("slab", "used", "free", "dirty", "quarantined")
+
+
+def _waits(stats: CacheStats, labels: Mapping[str, str]) -> Iterator[Sample]:
+    """The histogram of waits, as Prometheus has it: each bucket with all shorter ones."""
+    for power in range(_SHORTEST, _LONGEST + 1):
+        count = sum(stats.wait_counts[: power + 1])
+        yield Sample("_bucket", {**labels, "le": repr((1 << power) / 1e9)}, count)
+    yield Sample("_bucket", {**labels, "le": "+Inf"}, stats.waits)
+    yield Sample("_sum", labels, stats.wait_ns / 1e9)
+    yield Sample("_count", labels, stats.waits)
+
+
+class Telemetry:
+    """The numbers of several caches. Thread-safe; see the module."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._caches: dict[str, weakref.ref[_Cache]] = {}
+        self._seen: tuple[float, tuple[Family, ...]] = (float("-inf"), ())
+
+    def add(self, cache: _Cache, name: str = "0") -> None:
+        """Tells of a cache from now on, under the label ``cache="name"``.
+
+        Raises:
+            InvalidArgument: another cache that is not closed has the name.
+        """
+        with self._lock:
+            self._living()
+            if name in self._caches:
+                raise invalid(f"a cache named {name!r} is told of already")
+            self._caches[name] = weakref.ref(cache)
+
+    def _living(self) -> list[tuple[str, _Cache, CacheStats]]:
+        """The caches that are open, and their numbers; forgets the others."""
+        found = []
+        for name, ref in list(self._caches.items()):
+            cache = ref()
+            try:
+                if cache is not None:
+                    found.append((name, cache, cache.stats()))
+                    continue
+            except (BadHandle, ForkedProcess):
+                pass
+            del self._caches[name]
+        return found
+
+    def families(self) -> tuple[Family, ...]:
+        """All numbers, as they are now."""
+        with self._lock:
+            each = self._living()
+        made = []
+        labels = [
+            {
+                "cache": name,
+                "backend": cache.context.info.backend,
+                "device": cache.context.info.device_name,
+                "driver": cache.context.info.driver,
+            }
+            for name, cache, _ in each
+        ]
+        samples = tuple(Sample("", one, 1) for one in labels)
+        made.append(Family(f"{_PREFIX}cache_info", "gauge", "What a cache stands on.", samples))
+        for metric in _METRICS:
+            suffix = "_total" if metric.kind == "counter" else ""
+            samples = tuple(
+                Sample(suffix, {"cache": name, **({metric.label: key} if key else {})}, value)
+                for name, _, stats in each
+                for key, value in metric.values(stats).items()
+            )
+            made.append(Family(_PREFIX + metric.name, metric.kind, metric.help, samples))
+        found = [(name, cache.context.stats()) for name, cache, _ in each]
+        samples = tuple(
+            Sample("", {"cache": name, "kind": kind}, getattr(stats, f"{kind}_bytes"))
+            for name, stats in found
+            for kind in _CONTEXT_BYTES
+        )
+        text = "Bytes that the cache's context took from the driver (slab), and what they are."
+        made.append(Family(f"{_PREFIX}context_bytes", "gauge", text, samples))
+        samples = tuple(s for name, _, stats in each for s in _waits(stats, {"cache": name}))
+        text = "How long calls of the cache waited for mapping, filling or reclaiming."
+        made.append(Family(f"{_PREFIX}wait_seconds", "histogram", text, samples))
+        return tuple(made)
+
+    # ---- Prometheus ------------------------------------------------------------------------------
+
+    def text(self) -> str:
+        """All numbers in Prometheus's text format."""
+        lines = []
+        for family in self.families():
+            name = family.name + ("_total" if family.kind == "counter" else "")
+            lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
+            for one in family.samples:
+                labels = ",".join(f'{key}="{_escaped(text)}"' for key, text in one.labels.items())
+                lines.append(f"{family.name}{one.suffix}{{{labels}}} {one.value!r}")
+        return "\n".join(lines) + "\n"
+
+    def collect(self) -> Iterator[Any]:
+        """The same for a registry of prometheus_client, which calls it."""
+        from prometheus_client.core import Metric
+
+        for family in self.families():
+            metric = Metric(family.name, family.help, family.kind)
+            for one in family.samples:
+                metric.add_sample(family.name + one.suffix, dict(one.labels), one.value)
+            yield metric
+
+    # ---- OpenTelemetry ---------------------------------------------------------------------------
+
+    def instrument(self, meter: Any) -> None:
+        """Makes observable instruments of all numbers on an OpenTelemetry meter.
+
+        Names have dots for underscores. OpenTelemetry has no histogram that is read when asked
+        for: that of the waits comes as counters, `pyvmem.wait.seconds.bucket` with the label
+        ``le`` as in Prometheus, ``.sum`` and ``.count``.
+        """
+        from opentelemetry.metrics import Observation
+
+        def observe(name: str, suffix: str) -> Callable[[Any], list[Any]]:
+            def callback(_options: Any) -> list[Any]:
+                return [
+                    Observation(one.value, dict(one.labels))
+                    for family in self._recent()
+                    if family.name == name
+                    for one in family.samples
+                    if one.suffix == suffix
+                ]
+
+            return callback
+
+        for family in self.families():
+            parts = {"gauge": [""], "counter": ["_total"]}
+            for suffix in parts.get(family.kind, ["_bucket", "_sum", "_count"]):
+                gauge = family.kind == "gauge"
+                make = meter.create_observable_gauge if gauge else meter.create_observable_counter
+                name = (family.name + suffix.replace("_total", "")).replace("_", ".")
+                make(name, callbacks=[observe(family.name, suffix)], description=family.help)
+
+    def _recent(self) -> tuple[Family, ...]:
+        """`families`, asked for once by all instruments of a collection."""
+        when, families = self._seen
+        now = time.monotonic()
+        if now - when > _SAME_S:
+            families = self.families()
+            self._seen = now, families
+        return families
+
+    # ---- who watches -----------------------------------------------------------------------------
+
+    def caches(self) -> dict[str, Any]:
+        """Every cache as JSON can hold it: its numbers, and its slots where it tells of them."""
+        with self._lock:
+            each = self._living()
+        found: dict[str, Any] = {}
+        for name, cache, stats in each:
+            info = cache.context.info
+            snapshot: Callable[[], list[SlotInfo]] | None = getattr(cache, "snapshot", None)
+            found[name] = {
+                "backend": info.backend,
+                "device": info.device_name,
+                "stats": dataclasses.asdict(stats),
+                "slots": [dataclasses.asdict(slot) for slot in snapshot()] if snapshot else [],
+            }
+        return found
+
+    def serve(self, port: int = 0, address: str = "127.0.0.1") -> Server:
+        """Answers ``/metrics`` (Prometheus) and ``/caches`` (JSON, for `vmem watch`) over HTTP.
+
+        Args:
+            port: 0: any that is free; `Server.port` tells.
+            address: who may connect; the default is this machine alone. There is no password.
+
+        Raises:
+            OSError: the port cannot be had.
+        """
+        return Server(self, address, port)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+class Server:
+    """A thread that answers; a context manager, which ends it.
+
+    Attributes:
+        port: where.
+    """
+
+    def __init__(self, telemetry: Telemetry, address: str, port: int) -> None:
+        answers: dict[str, tuple[str, Callable[[], str]]] = {
+            "/metrics": (CONTENT_TYPE, telemetry.text),
+            "/caches": ("application/json", lambda: json.dumps(telemetry.caches())),
+        }
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 10  # of a client that says nothing
+
+            def do_GET(self) -> None:
+                """Answers one of the two."""
+                kind, make = answers.get(self.path.partition("?")[0], ("", None))
+                if make is None:
+                    self.send_error(404, f"only {' and '.join(answers)}")
+                    return
+                body = make().encode()
+                self.send_response(200)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Nothing: a library does not print."""
+
+        self._server = ThreadingHTTPServer((address, port), Handler)
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        thread = threading.Thread(
+            target=self._server.serve_forever, name="pyvmem-telemetry", daemon=True
+        )
+        thread.start()
+
+    def close(self) -> None:
+        """Ends it."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

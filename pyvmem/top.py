@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: MIT
+"""``vmem top``: the engines of this machine that share devices, live."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pyvmem.ledger import EngineInfo, Ledger, default_folder, devices
+
+__all__ = ["add_parser", "run"]
+
+_HEADINGS = (
+    "device", "engine", "pid", "mapped", "in use", "cached", "limit", "floor", "short", "hits",
+    "maps/s", "waits/s",
+)  # fmt: skip
+
+Reading = dict[str, list[EngineInfo]]
+
+
+def add_parser(sub: Any) -> None:
+    """Adds the subcommand."""
+    parser = sub.add_parser("top", help="the engines of this machine and their memory, live")
+    parser.add_argument("--once", action="store_true", help="print one table and end")
+    parser.add_argument("--json", action="store_true", help="print one reading as JSON and end")
+    parser.add_argument("--interval", type=float, default=1.0, help="seconds between readings")
+    parser.add_argument("--ledger", type=Path, help="folder of the ledgers (VMEM_LEDGER)")
+    parser.set_defaults(run=run)
+
+
+def read(folder: Path) -> Reading:
+    """The engines of every device that has a ledger."""
+    found: Reading = {}
+    for device in devices(folder):
+        with Ledger(device, folder=folder, create=False) as ledger:
+            found[device] = ledger.engines()
+    return found
+
+
+def rows(now: Reading, before: Reading, seconds: float) -> list[tuple[str, ...]]:
+    """The table's rows; rates are since the reading before."""
+    old = {(device, one.name): one for device, some in before.items() for one in some}
+    found = []
+    for device, engines in now.items():
+        for one in engines:
+            last = old.get((device, one.name))
+            rates = ["", ""]
+            if last is not None and seconds > 0:
+                changes = (one.maps - last.maps, one.waits - last.waits)
+                rates = [f"{max(0, change) / seconds:.1f}" for change in changes]
+            found.append(
+                (
+                    device,
+                    one.name,
+                    str(one.pid),
+                    *map(size, (one.used, one.in_use, one.cached, one.limit, one.floor, one.want)),
+                    f"{one.hits / one.queries:.0%}" if one.queries else "",
+                    *rates,
+                )
+            )
+    return found
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people."""
+    value, units = float(nbytes), iter("KMGT")
+    unit = ""
+    while value >= 1024 and (following := next(units, "")):
+        value, unit = value / 1024, following
+    return f"{value:.1f}{unit}" if unit else str(nbytes)
+
+
+def plain(table: list[tuple[str, ...]]) -> str:
+    """The table as text."""
+    lines = [_HEADINGS, *table]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADINGS))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Shows them until interrupted, or once."""
+    folder = args.ledger or default_folder()
+    if args.json:
+        reading = {device: [asdict(e) for e in some] for device, some in read(folder).items()}
+        print(json.dumps(reading, indent=2))
+        return 0
+    if args.once:
+        print(plain(rows(read(folder), {}, 0)))
+        return 0
+    from rich.live import Live
+    from rich.table import Table
+
+    def picture(table: list[tuple[str, ...]]) -> Table:
+        view = Table()
+        for i, heading in enumerate(_HEADINGS):
+            view.add_column(heading, justify="left" if i < 2 else "right")
+        for row in table:
+            view.add_row(*row)
+        return view
+
+    before, when = read(folder), time.monotonic()
+    with Live(picture(rows(before, {}, 0)), auto_refresh=False) as live:
+        while True:
+            time.sleep(args.interval)
+            now, moment = read(folder), time.monotonic()
+            live.update(picture(rows(now, before, moment - when)), refresh=True)
+            before, when = now, moment

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: MIT
+"""vLLM whose KV cache takes memory page by page, and gives it back: ``VMEM_VLLM=1 vllm serve ...``.
+
+    plugin      vLLM's entry point: checks a configuration and puts worker and scheduler into it
+    versions    the versions of vLLM that are known, and what shows that they work
+    worker      KV tensors on reservations (memory), pages' last step
+    scheduler   vLLM's scheduler and block pool, over blocks that may have no memory
+    engine      what is backed, what for, and for how long
+    backing     the books: blocks, pages, growth and release (geometry: which block is where)
+    metrics     the ledger's numbers on vLLM's /metrics
+    channel     calls from the scheduler to ranks in other processes
+    settings    the variables VMEM_*
+
+Nothing here is imported unless vLLM asks for it.
+"""
+
+__all__: list[str] = []

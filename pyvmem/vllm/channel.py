@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: MIT
+"""How the scheduler reaches the memory of a rank that lives in another process.
+
+Growing needs an answer before vLLM may use a block, and an idle engine runs no step that could
+carry an order: both are calls of their own, over a Unix socket that only its user can reach.
+Releases of a busy engine travel with vLLM's `SchedulerOutput`.
+
+A message is four bytes of length and JSON: ``[operation, argument]`` there, ``[failure, result]``
+back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from pyvmem.errors import VMemError
+from pyvmem.ledger import default_folder, private
+from pyvmem.vllm.geometry import Geometry, Run, TensorClass
+from pyvmem.vllm.memory import KVMemory
+from pyvmem.vllm.settings import Settings
+
+__all__ = ["LocalRank", "Rank", "RankLost", "Ranks", "Server", "SocketRank", "rank_address"]
+
+_LENGTH = struct.Struct("!I")
+_TIMEOUT = 120.0  # a rank that answers nothing for so long is lost
+
+
+class RankLost(RuntimeError):
+    """A rank that does not answer: its process has ended."""
+
+
+def rank_address(instance: str, rank: int, settings: Settings) -> str:
+    """The path of a rank's socket, in a folder of this user alone.
+
+    Raises:
+        AccessDenied: the folder is another user's, or others may write there.
+        ValueError: its name is too long for a socket.
+    """
+    folder = private(Path(settings.ledger) if settings.ledger else default_folder())
+    name = hashlib.sha256(f"{instance}/{rank}".encode()).hexdigest()[:24]
+    path = str(folder / f"{name}.sock")
+    if len(path) > 107:  # sun_path
+        raise ValueError(f"VMEM_LEDGER={folder}: a socket's path has at most 107 bytes, not more")
+    return path
+
+
+def _send(sock: socket.socket, message: Any) -> None:
+    data = json.dumps(message).encode()
+    sock.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _receive(sock: socket.socket) -> Any:
+    def exactly(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = sock.recv(count - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    return json.loads(exactly(_LENGTH.unpack(exactly(4))[0]))
+
+
+def _remove_dead(folder: Path) -> None:
+    """Removes the sockets of ranks that were killed: nobody listens there."""
+    for path in folder.glob("*.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
+            one.settimeout(1)
+            try:
+                one.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError:  # busy, or gone meanwhile
+                continue
+
+
+class Server:
+    """Serves the memory of a rank to its scheduler."""
+
+    def __init__(self, address: str, memory: KVMemory) -> None:
+        self.address = address
+        self._memory = memory
+        _remove_dead(Path(address).parent)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(address)
+        os.chmod(address, 0o600)
+        self._socket.listen(2)
+        threading.Thread(target=self._accept, name="vmem-rank", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            if struct.unpack("3i", credentials)[1] not in (os.getuid(), 0):
+                peer.close()
+                continue
+            threading.Thread(
+                target=self._serve, args=(peer,), name="vmem-peer", daemon=True
+            ).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        local = LocalRank(self._memory)
+        with peer, contextlib.suppress(OSError, EOFError):
+            while True:
+                name, argument = _receive(peer)
+                try:
+                    result, failure = _OPERATIONS[name](local, argument), None
+                except (VMemError, ValueError, KeyError) as error:
+                    result, failure = None, f"{type(error).__name__}: {error}"
+                _send(peer, [failure, result])
+
+    def close(self) -> None:
+        """Stops serving."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.address)
+
+
+class Rank(Protocol):
+    """The memory of a rank, as the scheduler sees it. Operations return what failed, or None."""
+
+    def geometry(self) -> Geometry:
+        """Of its tensors."""
+
+    def begin_grow(self, runs: list[Run]) -> None:
+        """Starts `KVMemory.grow`; the next call is `end_grow`."""
+
+    def end_grow(self) -> str | None:
+        """Its result."""
+
+    def drop(self, runs: list[Run]) -> str | None:
+        """`KVMemory.drop`."""
+
+    def release(self, number: int, runs: list[Run], after_step: int) -> None:
+        """`KVMemory.release`."""
+
+    def finished(self) -> dict[int, str]:
+        """`KVMemory.finished`."""
+
+    def compact(self, nbytes: int, step: int) -> int:
+        """`KVMemory.compact`."""
+
+    def device(self) -> str:
+        """The device's UUID, ``"host"`` for the CPU."""
+
+    def free(self) -> int | None:
+        """`KVMemory.free`."""
+
+    def stats(self) -> dict[str, int]:
+        """`Context.stats`."""
+
+    def close(self) -> None:
+        """Hangs up."""
+
+
+class LocalRank:
+    """A rank in this process."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self.memory = memory
+        self._failure: str | None = None
+
+    def geometry(self) -> Geometry:
+        """Of its tensors."""
+        return self.memory.geometry
+
+    def _try(self, call: Callable[[], Any]) -> str | None:
+        try:
+            call()
+        except VMemError as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def begin_grow(self, runs: list[Run]) -> None:
+        """Maps at once."""
+        self._failure = self._try(lambda: self.memory.grow(runs))
+
+    def end_grow(self) -> str | None:
+        """What became of it."""
+        return self._failure
+
+    def drop(self, runs: list[Run]) -> str | None:
+        """`KVMemory.drop`."""
+        return self._try(lambda: self.memory.drop(runs))
+
+    def release(self, number: int, runs: list[Run], after_step: int) -> None:
+        """`KVMemory.release`."""
+        self.memory.release(number, runs, after_step)
+
+    def finished(self) -> dict[int, str]:
+        """`KVMemory.finished`."""
+        return self.memory.finished()
+
+    def compact(self, nbytes: int, step: int) -> int:
+        """`KVMemory.compact`; 0 where it failed, which changes nothing."""
+        try:
+            return self.memory.compact(nbytes, step)
+        except VMemError:
+            return 0
+
+    def device(self) -> str:
+        """The device's UUID, ``"host"`` for the CPU."""
+        return self.memory.context.info.uuid or "host"
+
+    def free(self) -> int | None:
+        """`KVMemory.free`."""
+        return self.memory.free()
+
+    def stats(self) -> dict[str, int]:
+        """`Context.stats`."""
+        return asdict(self.memory.context.stats())
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def _runs(items: Any) -> list[Run]:
+    return [Run(*item) for item in items]
+
+
+def _grow(rank: LocalRank, runs: Any) -> str | None:
+    rank.begin_grow(_runs(runs))
+    return rank.end_grow()
+
+
+_OPERATIONS: dict[str, Callable[[LocalRank, Any], Any]] = {
+    "geometry": lambda rank, _: asdict(rank.geometry()),
+    "grow": _grow,
+    "drop": lambda rank, runs: rank.drop(_runs(runs)),
+    "release": lambda rank, a: rank.release(a[0], _runs(a[1]), a[2]),
+    "finished": lambda rank, _: list(rank.finished().items()),
+    "compact": lambda rank, a: rank.compact(a[0], a[1]),
+    "device": lambda rank, _: rank.device(),
+    "free": lambda rank, _: rank.free(),
+    "stats": lambda rank, _: rank.stats(),
+}
+
+
+class SocketRank:
+    """A rank in another process. Thread-safe but for the pair `begin_grow`, `end_grow`."""
+
+    def __init__(self, address: str) -> None:
+        self._lock = threading.RLock()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(_TIMEOUT)
+        try:
+            self._socket.connect(address)
+        except OSError as error:
+            self._socket.close()
+            raise RankLost(f"{address}: {error}") from error
+
+    def _begin(self, name: str, argument: Any = None) -> None:
+        self._lock.acquire()
+        try:
+            _send(self._socket, [name, argument])
+        except OSError as error:
+            self._lock.release()
+            raise RankLost(f"{name}: {error}") from error
+
+    def _end(self) -> Any:
+        try:
+            failure, result = _receive(self._socket)
+        except (OSError, EOFError) as error:
+            raise RankLost(f"a rank hung up: {error!r}") from error
+        finally:
+            self._lock.release()
+        if failure is not None:
+            raise RankLost(failure)
+        return result
+
+    def _call(self, name: str, argument: Any = None) -> Any:
+        self._begin(name, argument)
+        return self._end()
+
+    def geometry(self) -> Geometry:
+        """Of its tensors."""
+        found = self._call("geometry")
+        classes = tuple(TensorClass(**one) for one in found["classes"])
+        return Geometry(found["num_blocks"], found["page_size"], classes)
+
+    def begin_grow(self, runs: list[Run]) -> None:
+        """Sends the order; other ranks work at the same time."""
+        self._begin("grow", runs)
+
+    def end_grow(self) -> str | None:
+        """Waits for the answer."""
+        failure: str | None = self._end()
+        return failure
+
+    def drop(self, runs: list[Run]) -> str | None:
+        """`KVMemory.drop`."""
+        failure: str | None = self._call("drop", runs)
+        return failure
+
+    def release(self, number: int, runs: list[Run], after_step: int) -> None:
+        """`KVMemory.release`."""
+        self._call("release", [number, runs, after_step])
+
+    def finished(self) -> dict[int, str]:
+        """`KVMemory.finished`."""
+        return dict(self._call("finished"))
+
+    def compact(self, nbytes: int, step: int) -> int:
+        """`KVMemory.compact`."""
+        return int(self._call("compact", [nbytes, step]))
+
+    def device(self) -> str:
+        """The device's UUID, ``"host"`` for the CPU."""
+        return str(self._call("device"))
+
+    def free(self) -> int | None:
+        """`KVMemory.free`."""
+        found: int | None = self._call("free")
+        return found
+
+    def stats(self) -> dict[str, int]:
+        """`Context.stats`."""
+        found: dict[str, int] = self._call("stats")
+        return found
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._socket.close()
+
+
+class Ranks:
+    """All ranks of an engine as one: a growth is all or nothing, a release ends with the last."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks = ranks
+        self._grow_lock = threading.Lock()
+        self._answers: dict[int, list[str]] = {}
+
+    def geometry(self) -> Geometry:
+        """Of all ranks.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+        found = [rank.geometry() for rank in self.ranks]
+        for one in found[1:]:
+            if one != found[0]:
+                raise RuntimeError(f"the ranks' KV tensors differ: {found[0]} and {one}")
+        return found[0]
+
+    def grow(self, runs: list[Run]) -> str | None:
+        """Maps on every rank, or on none; what failed."""
+        with self._grow_lock:
+            for rank in self.ranks:
+                rank.begin_grow(runs)
+            results = [rank.end_grow() for rank in self.ranks]
+        failures = [one for one in results if one is not None]
+        if not failures:
+            return None
+        for rank, result in zip(self.ranks, results, strict=True):
+            if result is None:
+                rank.drop(runs)
+        return failures[0]
+
+    def release(self, number: int, runs: list[Run], after_step: int) -> None:
+        """Orders a release that no step carries."""
+        for rank in self.ranks:
+            rank.release(number, runs, after_step)
+
+    def finished(self) -> dict[int, str | None]:
+        """Releases that every rank has answered since the last call, and what failed."""
+        done: dict[int, str | None] = {}
+        for rank in self.ranks:
+            for number, failure in rank.finished().items():
+                self._answers.setdefault(number, []).append(failure)
+        for number, answers in list(self._answers.items()):
+            if len(answers) == len(self.ranks):
+                del self._answers[number]
+                done[number] = next(filter(None, answers), None)
+        return done
+
+    def compact(self, nbytes: int, step: int) -> int:
+        """Gives back slabs on every rank; the most that one gave."""
+        return max(rank.compact(nbytes, step) for rank in self.ranks)
+
+    def free(self) -> int | None:
+        """Memory that the rank with least could map more; None: not known."""
+        found = [rank.free() for rank in self.ranks]
+        return min((one for one in found if one is not None), default=None)
+
+    def stats(self) -> list[dict[str, int]]:
+        """Of each rank."""
+        return [rank.stats() for rank in self.ranks]
+
+    def close(self) -> None:
+        """Hangs up."""
+        for rank in self.ranks:
+            rank.close()

@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: MIT
+"""An engine's memory, on the scheduler's side: what is backed, what for, and for how long.
+
+    used           requests hold it
+    cached         free, a prefix that the next request may hit        | vLLM's free queue,
+    idle           free, nothing in it                                 | idle blocks first
+    bare           without memory
+
+A demand takes idle blocks first, then backs bare ones, then lets vLLM evict cached ones. The
+keeper, a thread, does the rest: it backs blocks ahead of need, so that a step seldom waits for a
+driver, and takes idle ones back when they were not needed for a while, or at once when its limit
+falls, or when another engine of the GPU is short. Prefixes go last.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from pyvmem.vllm.backing import Backing, Growth, Release
+from pyvmem.vllm.channel import LocalRank, Rank, RankLost, Ranks, SocketRank, rank_address
+from pyvmem.vllm.geometry import Geometry
+from pyvmem.vllm.metrics import identity_of
+from pyvmem.vllm.quota import LedgerQuota, LocalQuota, join_ledgers
+from pyvmem.vllm.settings import Settings
+
+__all__ = ["ElasticEngine"]
+
+_TICK = 0.05  # s between looks at what is idle
+_PIECE = 64 << 20  # bytes of slabs emptied while steps wait
+_REPORT = 0.25  # s between reports to the ledger
+_BACKOFF = 0.02  # s before what a driver refused is asked for again
+_RESERVE = 256 << 20
+_MOST_RESERVE = 1024  # blocks: they are counted at each step
+
+log = logging.getLogger("vllm.vmem")
+
+
+class ElasticEngine:
+    """The memory of one engine.
+
+    Args:
+        config: vLLM's.
+        kv_cache_config: vLLM's.
+        pool: its block pool, none of whose blocks is used yet.
+    """
+
+    def __init__(self, config: Any, kv_cache_config: Any, pool: Any) -> None:
+        self.settings = Settings.read()
+        self.lock = threading.RLock()
+        self.pool = pool
+        self.ranks = Ranks(_connect(config, self.settings))
+        geometry = self.ranks.geometry()
+        if geometry.num_blocks != pool.num_gpu_blocks:
+            raise RuntimeError(
+                f"the workers have {geometry.num_blocks} blocks, the scheduler has "
+                f"{pool.num_gpu_blocks}"
+            )
+        virtual = geometry.most_bytes(geometry.num_blocks)
+        limit = virtual if self.settings.limit is None else self.settings.limit
+        least = self._least(config, kv_cache_config.kv_cache_groups, geometry)
+        if limit < least:
+            raise ValueError(
+                f"VMEM_LIMIT={limit}: one request of max_model_len="
+                f"{config.model_config.max_model_len} tokens needs {least} bytes; raise the limit "
+                "or lower --max-model-len"
+            )
+        self.least = least
+        self.quota = self._join(config, min(limit, virtual), virtual)
+        self.backing = Backing(geometry, self.quota)
+        self.waits = self.hits = self.queries = 0
+        reserve = self.settings.reserve if self.settings.reserve is not None else _RESERVE
+        reserve = min(reserve, limit // 8)
+        self.reserve_blocks = min(reserve // geometry.block_bytes, _MOST_RESERVE)
+        self._step = self._ended = 0
+        self._peaks: deque[tuple[float, int]] = deque()
+        self._busy_until = 0.0
+        self._refused_until = 0.0
+        self._background: Growth | None = None
+        self._grown = threading.Event()
+        self._wake = threading.Event()
+        self._stopped = False
+        self._tidy = self._short = False
+        self._reported = 0.0
+        self._thread = threading.Thread(target=self._keep, name="vmem-keeper", daemon=True)
+        self._take_over()
+
+    @staticmethod
+    def _least(config: Any, groups: Any, geometry: Geometry) -> int:
+        """Bytes for one request of the longest kind: with less it would wait for ever."""
+        blocks = 1
+        for group in groups:
+            spec = group.kv_cache_spec
+            blocks += -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
+        return geometry.most_bytes(min(blocks, geometry.num_blocks))
+
+    def _join(self, config: Any, limit: int, virtual: int) -> LocalQuota | LedgerQuota:
+        settings = self.settings
+        if settings.ledger is None:
+            return LocalQuota(limit, self.ranks.free)
+        model = str(config.model_config.served_model_name or config.model_config.model)
+        return join_ledgers(
+            [rank.device() for rank in self.ranks.ranks],
+            Path(settings.ledger) if settings.ledger else None,
+            settings.name or model.rstrip("/").rsplit("/", 1)[-1][:56],
+            unique=bool(settings.name),
+            floor=settings.floor,
+            limit=limit,
+            least=self.least,
+            virtual=virtual,
+            capacity=settings.capacity,
+            identity=identity_of(config.instance_id),
+            free=self.ranks.free,
+        )
+
+    def _take_over(self) -> None:
+        """Empties vLLM's free queue: all blocks but the null block are bare."""
+        queue = self.pool.free_block_queue
+        while queue.num_free_blocks:
+            queue.popleft()
+        growth = self.backing.begin_null()  # the workers mapped it when they made the tensors
+        self.backing.finish(growth)
+
+    def start(self) -> None:
+        """Starts the keeper."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends it; nothing is mapped or unmapped any more."""
+        self._stopped = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(10)
+        self.ranks.close()
+        self.quota.close()
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def begin_step(self) -> tuple[int, list[Release]]:
+        """Numbers a step that was scheduled, and the releases that travel with it."""
+        self._step += 1
+        self._busy_until = time.monotonic() + self.settings.idle
+        enough = self.reserve_blocks // 2
+        if self._idle_count(enough) < enough:
+            self._wake.set()
+        return self._step, self.backing.send()
+
+    def end_step(self, step: int) -> None:
+        """The output of a step has been taken."""
+        self._ended = step
+
+    # ---- demand ----------------------------------------------------------------------------------
+
+    def prepare(self, count: int) -> None:
+        """Has `count` blocks idle before vLLM takes them, or as many as can be had."""
+        short = count - self._idle_count(count)
+        if short <= 0:
+            if self._short:
+                self._ask_others(0)
+            return
+        if self._background is not None:
+            self._grown.wait()
+            self._finish_background()
+            short = count - self._idle_count(count)
+        self._collect()
+        if short > 0 and time.monotonic() >= self._refused_until:
+            growth = self.backing.begin(short)
+            if growth is not None:
+                growth.run(self.ranks)
+                self._enter(growth)
+                self.waits += 1
+        left = count - self._idle_count(count)
+        if left > 0 or self._short:
+            self._ask_others(left)
+
+    def _ask_others(self, blocks: int) -> None:
+        """Tells the other engines what a request is short of, as far as the limit allows it."""
+        need = self.backing.geometry.most_bytes(blocks) if blocks > 0 else 0
+        need = min(need, max(0, self.quota.limit - self.quota.used))
+        if need or self._short:
+            self.quota.want(need)
+            self._short = need > 0
+
+    def _idle_count(self, most: int) -> int:
+        """Idle blocks, counted up to `most`: they are at the head of vLLM's queue."""
+        queue, found = self.pool.free_block_queue, 0
+        block = queue.fake_free_list_head.next_free_block
+        while found < most and block is not queue.fake_free_list_tail and block.block_hash is None:
+            found += 1
+            block = block.next_free_block
+        return found
+
+    def _enter(self, growth: Growth) -> None:
+        blocks = self.backing.finish(growth)
+        self.pool.free_block_queue.prepend_n([self.pool.blocks[one] for one in blocks])
+        if growth.failure is not None:
+            self._refused_until = time.monotonic() + _BACKOFF
+            log.warning("vmem: %d bytes cannot be mapped: %s", growth.nbytes, growth.failure)
+
+    def _finish_background(self) -> None:
+        growth, self._background = self._background, None
+        if growth is not None:
+            self._enter(growth)
+
+    # ---- questions -------------------------------------------------------------------------------
+
+    def backed_blocks(self) -> int:
+        """Blocks with memory, the null block included, as vLLM's pool knows them."""
+        growing = len(self._background.blocks) if self._background else 0
+        return int(self.pool.num_gpu_blocks) - self.backing.bare - growing
+
+    def used_blocks(self) -> int:
+        """Blocks that requests hold."""
+        return self.backed_blocks() - 1 - int(self.pool.free_block_queue.num_free_blocks)
+
+    def usage(self) -> float:
+        """The part of the memory within reach that requests hold."""
+        size = max(1, self.backing.geometry.block_bytes)
+        most = min(int(self.pool.num_gpu_blocks) - 1, self.quota.limit // size)
+        return min(1.0, self.used_blocks() / max(1, most))
+
+    def live_bytes(self) -> int:
+        """Memory of the pages that hold something: of requests, of prefixes, the null block."""
+        idle = set(self._idle_blocks())
+        blocks = [
+            b
+            for b in range(self.pool.num_gpu_blocks)
+            if self.backing.is_backed(b) and b not in idle
+        ]
+        return self.backing.live_bytes(blocks)
+
+    # ---- the keeper ------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while True:
+            self._wake.wait(_TICK)
+            self._wake.clear()
+            if self._stopped:
+                return
+            try:
+                self.tick()
+            except RankLost as error:  # vLLM notices by itself, if it is not what ended the rank
+                log.debug("vmem: the keeper ends: %s", error)
+                return
+            except Exception:
+                log.exception("vmem: the keeper ends; memory is no longer given back")
+                return
+
+    def tick(self, force: bool = False) -> None:
+        """One look: gives back, backs ahead. `force`: as if nothing had been needed for long."""
+        with self.lock:
+            self._collect()
+            now = time.monotonic()
+            # An engine that runs ahead may leave the output of its last step where it is.
+            quiet = self._ended == self._step or force or now > self._busy_until
+            at_rest = quiet and not self.used_blocks()
+            long_idle = at_rest and (force or now > self._busy_until)
+            self._note_peak(now)
+            self._give_back(long_idle)
+            if now > self._reported + _REPORT:
+                self._reported = now
+                self._report()
+            if quiet:
+                self._send_by_call()
+            growth = None if at_rest else self._begin_ahead(now)
+            tidy = long_idle and not self.backing.unconfirmed and not self.backing.outbox
+        if growth is not None:
+            try:
+                growth.run(self.ranks)
+            finally:
+                self._grown.set()
+            with self.lock:
+                if self._background is growth:
+                    self._finish_background()
+        elif tidy and self._tidy:
+            self._compact()
+
+    def _report(self) -> None:
+        size = self.backing.geometry.block_bytes
+        stats = self.ranks.stats()
+        self.quota.report(
+            in_use=self.used_blocks() * size,
+            cached=self._cached_bytes(),
+            maps=self.backing.counters.growths,
+            waits=self.waits,
+            hits=self.hits,
+            queries=self.queries,
+            handles=max(one["mappings"] for one in stats),
+        )
+
+    def _note_peak(self, now: float) -> None:
+        used = self.used_blocks()
+        while self._peaks and self._peaks[-1][1] <= used:
+            self._peaks.pop()
+        self._peaks.append((now, used))
+        while self._peaks[0][0] < now - self.settings.idle:
+            self._peaks.popleft()
+
+    def _idle_blocks(self) -> list[int]:
+        """Ids of all idle blocks, the next to be taken first."""
+        queue, found = self.pool.free_block_queue, []
+        block = queue.fake_free_list_head.next_free_block
+        while block is not queue.fake_free_list_tail and block.block_hash is None:
+            found.append(int(block.block_id))
+            block = block.next_free_block
+        return found
+
+    def _give_back(self, long_idle: bool) -> None:
+        idle = self._idle_blocks()
+        keep = 0 if long_idle else self.reserve_blocks + self._peaks[0][1] - self._peaks[-1][1]
+        surplus = len(idle) - keep
+        if surplus > (0 if long_idle else self.reserve_blocks // 2):
+            # The highest addresses: growth takes the lowest, so that what is used stays together.
+            self._retire(sorted(idle)[keep:])
+        if self.settings.prefix is not None:
+            self._evict(self._cached_bytes() - self.settings.prefix)
+        excess = self.quota.excess()
+        if excess > self.backing.leaving_bytes:
+            self._shrink(excess - self.backing.leaving_bytes)
+
+    def _shrink(self, nbytes: int) -> None:
+        """Gives back so many bytes if it can: idle blocks, then the prefixes used longest ago."""
+        idle = sorted(self._idle_blocks(), reverse=True)
+        nbytes -= self._retire(idle[: self._count_for(nbytes)])
+        self._evict(nbytes)
+
+    def _count_for(self, nbytes: int) -> int:
+        return max(0, -(-nbytes // max(1, self.backing.geometry.block_bytes)))
+
+    def _cached_bytes(self) -> int:
+        cached = self.pool.free_block_queue.num_free_blocks - len(self._idle_blocks())
+        return int(cached) * self.backing.geometry.block_bytes
+
+    def _evict(self, nbytes: int) -> None:
+        queue = self.pool.free_block_queue
+        while nbytes > 0:
+            batch: list[int] = []
+            block = queue.fake_free_list_head.next_free_block
+            while block is not queue.fake_free_list_tail and len(batch) < self._count_for(nbytes):
+                if block.block_hash is not None:
+                    batch.append(int(block.block_id))
+                block = block.next_free_block
+            if not batch:
+                return
+            for one in batch:
+                self.pool._maybe_evict_cached_block(self.pool.blocks[one])
+            nbytes -= max(1, self._retire(batch))
+
+    def _retire(self, blocks: list[int]) -> int:
+        for one in blocks:
+            self.pool.free_block_queue.remove(self.pool.blocks[one])
+        self._tidy = self._tidy or bool(blocks)
+        return self.backing.retire(blocks) if blocks else 0
+
+    def _send_by_call(self) -> None:
+        """Passes releases on at once: no step may come for long. They wait for the last one."""
+        for one in self.backing.send():
+            self.ranks.release(one.number, one.runs, self._step)
+
+    def _collect(self) -> None:
+        if self.backing.unconfirmed:
+            for number, failure in self.ranks.finished().items():
+                self.backing.confirm(number, failure)
+                if failure is not None:
+                    log.warning("vmem: pages cannot be unmapped, tried again: %s", failure)
+
+    def _begin_ahead(self, now: float) -> Growth | None:
+        if self._background is not None or now < self._refused_until:
+            return None
+        idle = self._idle_count(self.reserve_blocks)
+        if idle >= max(1, self.reserve_blocks // 2):
+            return None
+        growth = self.backing.begin(self.reserve_blocks - idle)
+        if growth is not None:
+            self._grown.clear()
+            self._background = growth
+        return growth
+
+    def _compact(self) -> None:
+        """Empties slabs piece by piece, while the engine has nothing to do."""
+        while True:
+            with self.lock:
+                under_way = self._ended != self._step and time.monotonic() < self._busy_until
+                if under_way or self.used_blocks() or self._stopped:
+                    return
+                if not self.ranks.compact(_PIECE, self._step):
+                    self._tidy = False
+                    return
+            time.sleep(0.001)  # else the scheduler, waiting for the lock, might not get it
+
+    def settle(self, timeout: float = 30.0) -> None:
+        """Gives back all that is idle, now, and waits for it; for tests and `sleep`.
+
+        Raises:
+            TimeoutError: a rank did not answer in time.
+        """
+        end = time.monotonic() + timeout
+        while True:
+            self.tick(force=True)
+            with self.lock:
+                idle = self._idle_count(1)
+                if not (idle or self.backing.outbox or self.backing.unconfirmed):
+                    return
+            if time.monotonic() > end:
+                raise TimeoutError(f"pages were not unmapped within {timeout} s")
+            time.sleep(0.005)
+
+
+def _connect(config: Any, settings: Settings) -> list[Rank]:
+    from pyvmem.vllm import worker
+
+    ranks: list[Rank] = []
+    for number in range(config.parallel_config.world_size):
+        address = rank_address(config.instance_id, number, settings)
+        memory = worker.LOCAL.get(address)
+        ranks.append(SocketRank(address) if memory is None else LocalRank(memory))
+    return ranks

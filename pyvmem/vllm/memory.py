@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: MIT
+"""The memory of a rank: KV tensors on reservations, and the pages behind them.
+
+One reservation per class of tensors (`geometry`), the tensors equally far apart, so that a run of
+pages in all of them is one operation of a batch.
+
+A page leaves only when no step that was scheduled before it was given up can touch it. The
+scheduler says which step that is; steps are launched in order on one stream, so from the end of
+that step's launch an event on the stream stands for all of them. libvmem's worker waits for the
+event, nobody else does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pyvmem.context import Context
+from pyvmem.errors import VMemError
+from pyvmem.ops import OpBatch
+from pyvmem.pages import Ticket
+from pyvmem.reservation import Reservation
+from pyvmem.vllm.geometry import Geometry, Run
+
+__all__ = ["KVMemory", "open_context"]
+
+_ALIGN = 2 << 20
+
+
+@dataclass(eq=False)
+class _Unmap:
+    """Runs that are to leave after a step."""
+
+    number: int
+    runs: list[Run]
+    after_step: int
+    ticket: Ticket | None = None
+
+
+def open_context(backend: str, device: int, page_size: int, reserve: int) -> Context:
+    """The context of a rank. Empty slabs beyond `reserve` bytes of free pages go back at once."""
+    return Context(backend, device=device, granule=page_size, pool_high=max(reserve, 1))
+
+
+class KVMemory:
+    """Tensors of `num_blocks` blocks whose memory comes and goes.
+
+    `grow`, `release` and `finished` may be called by any thread; `step_begins` and `step_ends` by
+    the thread that launches.
+
+    Args:
+        context: where pages come from; closed by `close`.
+        num_blocks: of every tensor.
+        sizes: bytes of each tensor.
+    """
+
+    def __init__(self, context: Context, num_blocks: int, sizes: Sequence[int]) -> None:
+        self.context = context
+        self.geometry = Geometry.of(num_blocks, context.info.granule, sizes)
+        self._lock = threading.Lock()
+        self._parked: list[_Unmap] = []
+        self._under_way: list[_Unmap] = []
+        self._finished: dict[int, str] = {}
+        self._launched = 0  # the last step all of whose work is on the stream
+        self._stream: Any = None
+        self._spans: list[int] = []
+        self._reservations: list[Reservation] = []
+        self.headroom = 0  # bytes of the device that are left for activations
+        self._next = [0] * len(self.geometry.classes)
+        # Kernels alone touch these addresses, so that they need not be visible to CUDA's copies:
+        # visible ones together must stay below the card's free memory.
+        visible = False if context.cuda_device is not None else None
+        for kind in self.geometry.classes:
+            span = -(-num_blocks * kind.block_bytes // _ALIGN) * _ALIGN
+            self._spans.append(span)
+            self._reservations.append(context.reserve(span * kind.tensors, visible=visible))
+
+    def tensor(self, size: int) -> Any:
+        """The next tensor of so many bytes, as int8: each one of `sizes` once."""
+        n = size // self.geometry.num_blocks
+        kind = [one.block_bytes for one in self.geometry.classes].index(n)
+        index = self._next[kind]
+        if index >= self.geometry.classes[kind].tensors:
+            raise ValueError(f"more than {index} KV tensors of {size} bytes")
+        self._next[kind] = index + 1
+        reservation = self._reservations[kind]
+        return reservation.tensor((size,), "int8", offset=index * self._spans[kind])
+
+    def _each(self, runs: Sequence[Run]) -> Iterator[tuple[int, int, int, int]]:
+        """Address, bytes, count and stride of each run's pieces."""
+        page = self.geometry.page_size
+        for kind, first, count in runs:
+            addr = self._reservations[kind].addr + first * page
+            yield addr, count * page, self.geometry.classes[kind].tensors, self._spans[kind]
+
+    # ---- mapping ---------------------------------------------------------------------------------
+
+    def grow(self, runs: Sequence[Run]) -> None:
+        """Maps new pages, zeros, all or none; done when it returns.
+
+        Raises:
+            VMemError: what the driver refused; nothing changed.
+        """
+        if runs:
+            ops = OpBatch(len(runs))
+            for addr, size, count, stride in self._each(runs):
+                ops.populate(addr, size, count, stride)
+            self.context.batch(ops)
+
+    def drop(self, runs: Sequence[Run]) -> None:
+        """Unmaps at once what `grow` mapped and no step has heard of."""
+        if runs:
+            self.context.batch(self._unmaps(runs))
+
+    def _unmaps(self, runs: Sequence[Run]) -> OpBatch:
+        ops = OpBatch(len(runs))
+        for addr, size, count, stride in self._each(runs):
+            # Holes: of a release that one rank could not do, another has done its part.
+            ops.unmap(addr, size, count, stride, holes=True)
+        return ops
+
+    def release(self, number: int, runs: list[Run], after_step: int) -> None:
+        """Unmaps pages in the background, once no step up to `after_step` can touch them."""
+        with self._lock:
+            self._parked.append(_Unmap(number, runs, after_step))
+        self._unpark()
+
+    def step_begins(self, stream: Any) -> None:
+        """A step is launched from here on; `stream`: where, None on the CPU."""
+        with self._lock:
+            self._stream = stream
+
+    def step_ends(self, step: int) -> None:
+        """All work of a step is on the stream."""
+        with self._lock:
+            self._launched = max(self._launched, step)
+            parked = bool(self._parked)
+        if parked:
+            self._unpark()
+
+    def _unpark(self) -> None:
+        with self._lock:
+            ready = [one for one in self._parked if one.after_step <= self._launched]
+            if not ready:
+                return
+            self._parked = [one for one in self._parked if one.after_step > self._launched]
+            after = self._event()
+            for one in ready:
+                try:
+                    one.ticket = self.context.submit(self._unmaps(one.runs), after=after)
+                    self._under_way.append(one)
+                except VMemError as error:
+                    self._finished[one.number] = str(error)
+
+    def _event(self) -> tuple[Any, ...]:
+        if self._stream is None:
+            return ()
+        import torch
+
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return (event,)
+
+    def finished(self) -> dict[int, str]:
+        """Releases that ended since the last call, and what failed, ``""`` where nothing did."""
+        with self._lock:
+            still = []
+            for one in self._under_way:
+                assert one.ticket is not None
+                try:
+                    if one.ticket.done():
+                        one.ticket.wait(0)
+                        self._finished[one.number] = ""
+                    else:
+                        still.append(one)
+                except VMemError as error:
+                    self._finished[one.number] = str(error)
+            self._under_way = still
+            found, self._finished = self._finished, {}
+            return found
+
+    # ---- warm-up ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def lent(self) -> Iterator[Any]:
+        """Inside the block, a function that maps blocks for as long as the block lasts.
+
+        vLLM warms up with blocks that no scheduler has given out. Their pages leave at the end,
+        after the device's work.
+        """
+        mapped: list[set[int]] = [set() for _ in self.geometry.classes]
+        from pyvmem.vllm.geometry import runs_of
+
+        null = [set(self.geometry.pages(kind, 0)) for kind in range(len(mapped))]
+
+        def lend(blocks: Sequence[int]) -> None:
+            new = [
+                {page for block in blocks for page in self.geometry.pages(kind, block)}
+                - mapped[kind]
+                - null[kind]
+                for kind in range(len(mapped))
+            ]
+            self.grow(runs_of(new))
+            for kind, pages in enumerate(new):
+                mapped[kind] |= pages
+
+        try:
+            yield lend
+        finally:
+            if self._stream is not None:
+                self._stream.synchronize()
+            self.drop(runs_of(mapped))
+
+    # ---- the rest --------------------------------------------------------------------------------
+
+    def free(self) -> int | None:
+        """Bytes that can be mapped now: the device's, those of the pool, less `headroom`.
+
+        None on the CPU.
+        """
+        if self.context.cuda_device is None:
+            return None
+        import torch
+
+        free = int(torch.cuda.mem_get_info(self.context.cuda_device)[0])
+        return free + self.context.stats().free_bytes - self.headroom
+
+    def compact(self, nbytes: int, step: int) -> int:
+        """Empties slabs and gives them back; 0 before all steps up to `step` are launched.
+
+        None may be launched meanwhile.
+        """
+        with self._lock:
+            if self._launched < step:
+                return 0
+            after = self._event()
+        return self.context.compact(nbytes, after=after)
+
+    def close(self) -> None:
+        """Gives all memory back; the addresses too, unless tensors over them live."""
+        try:
+            whole = [
+                Run(kind, 0, self.geometry.num_pages(kind))
+                for kind in range(len(self.geometry.classes))
+            ]
+            with self._lock:
+                after, parked = self._event(), self._parked
+                self._parked = []
+            del parked
+            self.context.batch(self._unmaps(whole), after=after)
+            self.context.trim()
+            self.context.close()
+        except VMemError:
+            # Tensors live in vLLM's layers, or a batch is unfinished; the end of the process
+            # gives back what is left.
+            _unclosed.append(self.context)
+
+
+_unclosed: list[Context] = []
+"""Contexts whose tensors outlived their engine: kept, as nothing can close them."""

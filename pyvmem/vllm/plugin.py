@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: MIT
+"""How vLLM comes to use the pool: its entry point ``vllm.general_plugins``.
+
+vLLM calls `register` in every process, before it makes a configuration. With ``VMEM_VLLM=1`` each
+configuration that `EngineArgs.create_engine_config` makes is checked and given our worker and
+scheduler, as ``--worker-cls`` and ``--scheduler-cls`` would.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from pyvmem.vllm.metrics import publish
+from pyvmem.vllm.settings import Settings
+from pyvmem.vllm.versions import adapter_of
+
+__all__ = ["CannotWork", "configure", "reasons_against", "register"]
+
+_WORKERS = {
+    "vllm.v1.worker.gpu_worker.Worker": "pyvmem.vllm.worker.ElasticGPUWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": "pyvmem.vllm.worker.ElasticCPUWorker",
+}
+_SCHEDULERS = {
+    True: "pyvmem.vllm.scheduler.ElasticAsyncScheduler",
+    False: "pyvmem.vllm.scheduler.ElasticScheduler",
+}
+
+
+class CannotWork(ValueError):
+    """A configuration of vLLM that the pool does not work with."""
+
+
+def register() -> None:
+    """The entry point. Without ``VMEM_VLLM=1`` it does nothing.
+
+    Raises:
+        UnknownVersion: a version of vLLM that no adapter knows.
+        ValueError: a malformed variable.
+    """
+    if not Settings.read().enabled:
+        return
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    adapter_of(vllm.__version__)
+    original = EngineArgs.create_engine_config
+    if getattr(original, "_vmem", False):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(self, *args, **kwargs)
+        configure(config)
+        return config
+
+    create_engine_config._vmem = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def configure(config: Any) -> None:
+    """Makes a `VllmConfig` use the pool.
+
+    Raises:
+        CannotWork: something in it excludes that; all of it is named.
+    """
+    against = list(reasons_against(config))
+    if against:
+        raise CannotWork("VMEM_VLLM=1 does not work with " + "; ".join(against))
+    parallel, scheduler = config.parallel_config, config.scheduler_config
+    parallel.worker_cls = _WORKERS.get(parallel.worker_cls, parallel.worker_cls)
+    scheduler.scheduler_cls = _SCHEDULERS[bool(scheduler.async_scheduling)]
+    # vLLM's own has five digits, which two engines of one machine may share.
+    config.instance_id = f"{config.instance_id}-{secrets.token_hex(8)}"
+    publish(config.instance_id)
+
+
+def reasons_against(config: Any) -> Iterator[str]:
+    """What in a configuration excludes the pool, each with the option's name."""
+    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
+    if parallel.worker_cls not in (*_WORKERS, *_WORKERS.values()):
+        yield f"worker_cls={parallel.worker_cls} (the pool brings its own worker)"
+    if config.scheduler_config.scheduler_cls not in (None, *_SCHEDULERS.values()):
+        yield "scheduler_cls (the pool brings its own scheduler)"
+    if config.kv_transfer_config is not None:
+        yield "a KV connector (kv_transfer_config): it copies by cudaMemcpy, which refuses the pool"
+    if getattr(cache, "kv_offloading_size", None):
+        yield "kv_offloading_size (it copies by cudaMemcpy, which refuses the pool)"
+    for name in ("pipeline", "data", "decode_context", "prefill_context"):
+        count = getattr(parallel, f"{name}_parallel_size", 1)
+        if count > 1:
+            yield f"{name}_parallel_size={count} (never run; tensor_parallel_size works)"
+    if getattr(parallel, "enable_dbo", False):
+        yield "enable_dbo (several streams launch at once)"
+    if parallel.distributed_executor_backend not in (None, "uni", "mp"):
+        yield (
+            f"distributed_executor_backend={parallel.distributed_executor_backend} "
+            "(ranks must share the machine: uni or mp)"
+        )
+    if model.is_encoder_decoder:
+        yield "encoder-decoder models (never run)"
+    if getattr(model, "enable_sleep_mode", False):
+        yield "enable_sleep_mode (never run; the KV cache of an idle engine has no memory anyway)"
+    if getattr(model, "has_inner_state", False):
+        yield "models with an inner state (Mamba and the like: the state is read before written)"

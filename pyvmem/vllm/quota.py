@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: MIT
+"""How much memory of each GPU an engine may have: its limit, and what the ledger leaves it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pyvmem.errors import InvalidArgument
+from pyvmem.ledger import Account, Ledger
+
+__all__ = ["LedgerQuota", "LocalQuota", "join_ledgers"]
+
+
+class LocalQuota:
+    """A limit that nobody else takes part in.
+
+    Args:
+        limit: bytes.
+        free: memory of the device that nobody has, if that is known.
+    """
+
+    def __init__(self, limit: int, free: Callable[[], int | None] = lambda: None) -> None:
+        self.limit = limit
+        self.used = self._pending = 0
+        self._free = free
+
+    def room(self) -> int:
+        """Bytes that `take` would grant now."""
+        free = self._free()
+        room = self.limit - self.used
+        return max(0, room if free is None else min(room, free - self._pending))
+
+    def take(self, nbytes: int, handles: int = 0) -> bool:
+        """Whether the engine may have so many more bytes; they are its own from here on."""
+        if nbytes > self.room():
+            return False
+        self.used += nbytes
+        self._pending += nbytes
+        return True
+
+    def mapped(self, nbytes: int) -> None:
+        """What `take` granted is mapped now, or is about to be given back."""
+        self._pending -= nbytes
+
+    def give(self, nbytes: int) -> None:
+        """Takes back bytes whose pages have left."""
+        self.used -= nbytes
+
+    def excess(self) -> int:
+        """Bytes that the engine should give back: above its limit, or that another one needs."""
+        return max(0, self.used - self.limit)
+
+    def want(self, nbytes: int) -> None:
+        """A request could not be served for lack of so many bytes; 0: none is short."""
+
+    def report(self, **values: int) -> None:
+        """What `vmem top` shows."""
+
+    def close(self) -> None:
+        """The engine is gone."""
+
+
+class LedgerQuota:
+    """An engine's accounts, one for each device that it runs on.
+
+    Args:
+        accounts: with the number of ranks on that device.
+        free: memory of the device that nobody has, of the rank that has least.
+    """
+
+    def __init__(
+        self, accounts: Sequence[tuple[Account, int]], free: Callable[[], int | None]
+    ) -> None:
+        self._accounts = accounts
+        self._free = free
+
+    @property
+    def limit(self) -> int:
+        """Bytes of one rank."""
+        return min(account.limit // ranks for account, ranks in self._accounts)
+
+    @property
+    def used(self) -> int:
+        """Bytes of one rank."""
+        account, ranks = self._accounts[0]
+        return account.used // ranks
+
+    def room(self) -> int:
+        """Bytes that `take` would grant now."""
+        free = self._free()
+        return min(account.room(free) // ranks for account, ranks in self._accounts)
+
+    def take(self, nbytes: int, handles: int = 0) -> bool:
+        """Whether the engine may have so many more bytes, on every device or on none."""
+        free = self._free()
+        taken: list[tuple[Account, int]] = []
+        for account, ranks in self._accounts:
+            if not account.take(nbytes * ranks, handles * ranks, free):
+                for other, count in taken:
+                    other.mapped(nbytes * count)
+                    other.give(nbytes * count, handles * count)
+                return False
+            taken.append((account, ranks))
+        return True
+
+    def mapped(self, nbytes: int) -> None:
+        """What `take` granted is mapped now, or is about to be given back."""
+        for account, ranks in self._accounts:
+            account.mapped(nbytes * ranks)
+
+    def give(self, nbytes: int) -> None:
+        """Takes back bytes whose pages have left."""
+        for account, ranks in self._accounts:
+            account.give(nbytes * ranks)
+
+    def excess(self) -> int:
+        """Bytes that the engine should give back: above its limit, or that another one needs."""
+        free = self._free()
+        return max(-(-account.excess(free) // ranks) for account, ranks in self._accounts)
+
+    def want(self, nbytes: int) -> None:
+        """A request could not be served for lack of so many bytes; 0: none is short."""
+        for account, ranks in self._accounts:
+            account.want(nbytes * ranks)
+
+    def report(self, **values: int) -> None:
+        """What `vmem top` shows; bytes are of one rank."""
+        for account, ranks in self._accounts:
+            scale = {"in_use", "cached", "handles"}
+            account.report(**{k: v * ranks if k in scale else v for k, v in values.items()})
+
+    def close(self) -> None:
+        """The engine is gone."""
+        for account, _ in self._accounts:
+            account.close()
+
+
+def join_ledgers(
+    device_of_rank: Sequence[str],
+    folder: Path | None,
+    name: str,
+    *,
+    unique: bool,
+    floor: int,
+    limit: int,
+    least: int,
+    virtual: int,
+    capacity: int,
+    identity: int,
+    free: Callable[[], int | None],
+) -> LedgerQuota:
+    """Joins the ledgers of all devices of an engine; bytes are of one rank.
+
+    Args:
+        device_of_rank: names of devices, some of which may be the same.
+        folder: of the ledgers; None: the default.
+        name: of the engine.
+        unique: a name that is taken is an error; else a number is added to it.
+        floor, limit, least, virtual, identity: as in `Ledger.join`.
+        capacity: of a device, where its ledger does not exist.
+        free: as for `LedgerQuota`.
+
+    Raises:
+        VMemError: as `Ledger` and `Ledger.join`.
+    """
+    accounts: list[tuple[Account, int]] = []
+    try:
+        for device, ranks in Counter(device_of_rank).items():
+            ledger = Ledger(device, capacity, folder)
+            for number in range(1, 65):
+                try:
+                    account = ledger.join(
+                        name if number == 1 else f"{name}-{number}",
+                        floor=floor * ranks,
+                        limit=limit * ranks,
+                        least=least * ranks,
+                        virtual=virtual * ranks,
+                        identity=identity,
+                    )
+                    break
+                except InvalidArgument as error:
+                    if unique or error.errno_name != "EEXIST" or number == 64:
+                        ledger.close()
+                        raise
+            accounts.append((account, ranks))
+    except BaseException:
+        for account, _ in accounts:
+            account.close()
+        raise
+    return LedgerQuota(accounts, free)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: MIT
+"""What the environment says about the elastic pool of vLLM.
+
+    VMEM_VLLM=1          use the pool
+    VMEM_BACKEND         host, cuda, stock, uvm or auto; default: auto, on a CPU host
+    VMEM_PAGE_SIZE       bytes of the smallest page; default 64K
+    VMEM_LIMIT           most bytes of one GPU behind the KV cache; default: what its GPU has
+    VMEM_FLOOR           bytes of each GPU that other engines leave to this one; default 0
+    VMEM_RESERVE         bytes kept mapped ahead of need; default 256M, at most 1/8 of the limit
+    VMEM_IDLE            seconds after which unused memory is given back; default 1
+    VMEM_PREFIX          most bytes that idle prefixes may hold; default: until somebody needs them
+    VMEM_NAME            the engine's name, for `vmem top` and `vmem limit`; default: the model's
+    VMEM_LEDGER          folder of the ledger that engines share; "off": none
+    VMEM_CAPACITY        bytes for all engines of a device together, in a ledger that this one makes
+
+Sizes take K, M, G, T (powers of 1024): 20G, 1.5G, 512M.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Settings", "parse_bytes"]
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_bytes(text: str, name: str = "size") -> int:
+    """A size as people write it.
+
+    Raises:
+        ValueError: not a size; says which one.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.I)
+    if not found:
+        raise ValueError(f"{name}={text!r}: expected a size such as 20G or 512M")
+    value = float(found[1]) * _UNITS[found[2].upper()]
+    if value >= 1 << 62:
+        raise ValueError(f"{name}={text!r}: expected less than 2**62 bytes")
+    return int(value)
+
+
+def _seconds(text: str, name: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1e9:
+        raise ValueError(f"{name}={text!r}: expected seconds, 0 or more")
+    return value
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The variables above, read once in each process.
+
+    Attributes:
+        enabled: VMEM_VLLM.
+        backend: ``""``: by the device that vLLM runs on.
+        page_size: 0: the back end's default.
+        limit: None: none of its own.
+        floor: bytes.
+        reserve: None: the default.
+        idle: seconds.
+        prefix: None: no cap.
+        name: ``""``: the model's.
+        capacity: 0: as much as the device has.
+        ledger: folder, ``""`` for the default, None for none.
+    """
+
+    enabled: bool = False
+    backend: str = ""
+    page_size: int = 0
+    limit: int | None = None
+    floor: int = 0
+    reserve: int | None = None
+    idle: float = 1.0
+    prefix: int | None = None
+    name: str = ""
+    ledger: str | None = ""
+    capacity: int = 0
+
+    @classmethod
+    def read(cls, env: Mapping[str, str] = os.environ) -> Settings:
+        """Reads and checks them.
+
+        Raises:
+            ValueError: one that is malformed, or a limit below the floor.
+        """
+        switch = env.get("VMEM_VLLM", "")
+        if switch not in ("", "0", "1"):
+            raise ValueError(f"VMEM_VLLM={switch!r}: expected 1 or 0")
+
+        def size(name: str) -> int | None:
+            text = env.get(name, "")
+            return parse_bytes(text, name) if text else None
+
+        page_size = size("VMEM_PAGE_SIZE") or 0
+        if page_size & (page_size - 1):
+            raise ValueError(f"VMEM_PAGE_SIZE={page_size}: expected a power of two")
+        limit, floor = size("VMEM_LIMIT"), size("VMEM_FLOOR") or 0
+        if limit is not None and limit < floor:
+            raise ValueError(f"VMEM_LIMIT={limit} is below VMEM_FLOOR={floor}")
+        name = env.get("VMEM_NAME", "")
+        if name and not re.fullmatch(r"[\w.@:/+-]{1,63}", name):
+            raise ValueError(
+                f"VMEM_NAME={name!r}: expected 1 to 63 letters, digits or any of . _ - / : @ +"
+            )
+        ledger = env.get("VMEM_LEDGER", "")
+        return cls(
+            enabled=switch == "1",
+            backend="" if env.get("VMEM_BACKEND", "") == "auto" else env.get("VMEM_BACKEND", ""),
+            page_size=page_size,
+            limit=limit,
+            floor=floor,
+            reserve=size("VMEM_RESERVE"),
+            idle=_seconds(env.get("VMEM_IDLE", "") or "1", "VMEM_IDLE"),
+            prefix=size("VMEM_PREFIX"),
+            name=name,
+            capacity=size("VMEM_CAPACITY") or 0,
+            ledger=None if ledger == "off" else ledger,
+        )

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: MIT
+"""The worker: KV tensors on pages that come and go, and the pages' last step.
+
+`ElasticGPUWorker` and `ElasticCPUWorker` are vLLM's workers with the methods of `ElasticWorker`
+before theirs. They are made when they are asked for: importing the one breaks the other's platform.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+from pyvmem.vllm.channel import Server, rank_address
+from pyvmem.vllm.geometry import blocks_are_outermost, runs_of
+from pyvmem.vllm.memory import KVMemory, open_context
+from pyvmem.vllm.settings import Settings
+from pyvmem.vllm.versions import adapter_of
+
+__all__ = ["LOCAL", "ElasticWorker"]
+
+_MARGIN = 512 << 20
+
+LOCAL: dict[str, KVMemory] = {}
+"""The memory of the ranks in this process, by `rank_address`."""
+
+
+class ElasticWorker:
+    """What is put before a worker of vLLM."""
+
+    vllm_config: Any
+    cache_config: Any
+    model_runner: Any
+    device: Any
+    rank: int
+
+    _memory: KVMemory | None = None
+    _server: Server | None = None
+    _lend: Any = None
+    _step = 0
+
+    # ---- start -----------------------------------------------------------------------------------
+
+    def init_device(self) -> None:
+        """vLLM's, without the demand that the memory of the whole cache be free now."""
+        self._settings = Settings.read()
+        cache = self.cache_config
+        asked, cache.gpu_memory_utilization = cache.gpu_memory_utilization, 1e-6
+        try:
+            super().init_device()  # type: ignore[misc]
+        finally:
+            cache.gpu_memory_utilization = asked
+        if hasattr(self, "requested_memory"):
+            total = self.init_snapshot.total_memory  # type: ignore[attr-defined]
+            self.requested_memory = int(total * asked)
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """vLLM's, with KV tensors of ours."""
+        import vllm
+
+        if kv_cache_config.has_mamba_layers:
+            raise NotImplementedError(
+                "VMEM_VLLM=1 does not work with Mamba layers: their state is read before written"
+            )
+        adapter = adapter_of(vllm.__version__)
+        v2 = bool(getattr(self, "use_v2_model_runner", False))
+        with adapter.allocating(self.model_runner, v2, self._allocate):
+            super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        if self._memory is not None:
+            self._check_layout(self._memory)
+
+    def _check_layout(self, memory: KVMemory) -> None:
+        for view in self.model_runner.kv_caches:
+            shape, strides = tuple(view.shape), view.stride()
+            if not blocks_are_outermost(shape, strides, view.element_size(), memory.geometry):
+                raise NotImplementedError(
+                    "VMEM_VLLM=1 does not work with this attention back end: its KV cache of "
+                    f"shape {shape}, strides {strides}, does not keep a block's bytes together"
+                )
+
+    def _allocate(self, kv_cache_config: Any) -> dict[str, Any]:
+        """Raw KV tensors by layer; packed layers share one."""
+        tensors = kv_cache_config.kv_cache_tensors
+        packed_sizes = [one.size for one in tensors if one.block_stride > 0]
+        sizes = packed_sizes[:1] + [one.size for one in tensors if one.block_stride <= 0]
+        settings, gpu = self._settings, self.device.type == "cuda"
+        context = open_context(
+            settings.backend or ("auto" if gpu else "host"),
+            self.device.index or 0 if gpu else 0,
+            settings.page_size,
+            settings.reserve if settings.reserve is not None else 256 << 20,
+        )
+        memory = self._memory = KVMemory(context, kv_cache_config.num_blocks, sizes)
+        memory.grow(
+            runs_of([memory.geometry.pages(k, 0) for k in range(len(memory.geometry.classes))])
+        )
+        raw: dict[str, Any] = {}
+        packed: Any = None
+        for one in tensors:
+            if one.block_stride > 0:
+                packed = memory.tensor(one.size) if packed is None else packed
+            tensor = packed if one.block_stride > 0 else memory.tensor(one.size)
+            raw.update(dict.fromkeys(one.shared_by, tensor))
+        return raw
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's; blocks that it makes up for itself have memory meanwhile."""
+        memory = self._memory
+        with ExitStack() as stack:
+            if memory is not None:
+                self._lend = stack.enter_context(memory.lent())
+            try:
+                result = super().compile_or_warm_up_model()  # type: ignore[misc]
+            finally:
+                self._lend = None
+        if memory is not None:
+            memory.headroom = self._headroom()
+            address = rank_address(self.vllm_config.instance_id, self.rank, self._settings)
+            LOCAL[address] = memory
+            self._server = Server(address, memory)
+        return result
+
+    def _headroom(self) -> int:
+        """Memory that torch may still ask the device for: the peak so far, and some."""
+        if self.device.type != "cuda":
+            return 0
+        import torch
+
+        peak = torch.cuda.max_memory_allocated(self.device)
+        return max(0, peak - torch.cuda.memory_reserved(self.device)) + _MARGIN
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """vLLM's, between the pages that come before a step and the mark that it was launched."""
+        memory = self._memory
+        if memory is None:
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        stream: Any = None
+        if self.device.type == "cuda":
+            import torch
+
+            stream = torch.cuda.current_stream(self.device)
+        memory.step_begins(stream)
+        orders = getattr(scheduler_output, "vmem", None)
+        if orders is not None:
+            self._step = orders.step
+            for number, runs in orders.releases:
+                memory.release(number, runs, orders.step - 1)
+        elif self._lend is not None:
+            self._lend(_blocks_named(scheduler_output))
+        elif scheduler_output.total_num_scheduled_tokens:
+            raise RuntimeError(
+                "a step of another scheduler than pyvmem's: its blocks have no memory"
+            )
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        if output is not None or not scheduler_output.total_num_scheduled_tokens:
+            memory.step_ends(self._step)
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's; the last part of a step that launches."""
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if self._memory is not None:
+            self._memory.step_ends(self._step)
+        return output
+
+    def shutdown(self) -> None:
+        """vLLM's, then the memory goes back."""
+        server, self._server = self._server, None
+        if server is not None:
+            LOCAL.pop(server.address, None)
+            server.close()
+        super().shutdown()  # type: ignore[misc]
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+
+
+def _blocks_named(scheduler_output: Any) -> list[int]:
+    """Every block that a step writes or reads for the first time."""
+    named: list[int] = []
+    for request in scheduler_output.scheduled_new_reqs:
+        for group in request.block_ids:
+            named += group
+    for groups in scheduler_output.scheduled_cached_reqs.new_block_ids:
+        for group in groups or ():
+            named += group
+    return named
+
+
+_BASES = {
+    "ElasticGPUWorker": ("vllm.v1.worker.gpu_worker", "Worker"),
+    "ElasticCPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
+}
+_making = threading.Lock()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _BASES:
+        raise AttributeError(name)
+    with _making:
+        if name not in globals():
+            module, base = _BASES[name]
+            bases = (ElasticWorker, getattr(importlib.import_module(module), base))
+            globals()[name] = type(name, bases, {"__module__": __name__})
+    return globals()[name]

@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Runs the code in the README and the documentation, and checks what no generator keeps true.
+
+Every block of code is run: the Python of a page as one program, block after block; C compiled
+against libvmem; shell commands in an empty folder. A block that cannot run everywhere is followed
+by a line that says what it needs and links to what ran it, a test or a log:
+
+    *Needs a GPU. Log: [h100-bench.log](../benchmarks/results/logs/h100-bench.log).*
+
+Blocks of `text` are what programs print, and drawings. Also checked: links to files of the
+repository, that every error and every environment variable is listed, and the README's version.
+
+Run by the interpreter of an environment with pyvmem and torch. Prints "N passed, N failed".
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from vmem_header import HEADER, ROOT, version
+
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md")
+README_LINES = 200
+LIBRARY = ROOT / "build" / "lib"
+NEEDS = re.compile(r"\n*\*Needs .+?\. (?:Run by|Log): (.+?)\*\n", re.S)
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+SECONDS = 120.0  # for one block: far above what any takes, far below for ever
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code in a page, and what it needs, if it cannot run everywhere."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+    needs: str
+
+
+def pages() -> list[Path]:
+    """What is checked."""
+    return [ROOT / name for name in PAGES] + sorted((ROOT / "docs").rglob("*.md"))
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    for match in BLOCK.finditer(text):
+        mark = NEEDS.match(text, match.end())
+        code = re.sub(rf"^{match[1]}", "", match[3], flags=re.M)
+        line = text.count("\n", 0, match.start()) + 1
+        yield Block(page, line, match[2], code, mark[1] if mark else "")
+
+
+def run(command: list[str], cwd: str, code: str = "") -> str:
+    """Runs a program; what it said where it failed."""
+    paths = [str(ROOT / "build" / "venv" / "bin"), os.environ.get("PATH", "")]
+    environment = {
+        **os.environ,
+        "PATH": ":".join(paths),
+        "LD_LIBRARY_PATH": str(LIBRARY),
+        "PYTHONPATH": str(ROOT),
+    }
+    try:
+        done = subprocess.run(
+            command,
+            input=code,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=cwd,
+            env=environment,
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done after {SECONDS:.0f} s"
+    return f"{done.stdout}{done.stderr}".strip() or "failed" if done.returncode else ""
+
+
+def run_python(found: list[Block]) -> list[str]:
+    """Runs a page's blocks as one program; each sees the names of those before."""
+    # Lines keep their numbers, so that a traceback names the page's.
+    lines: list[str] = []
+    for block in found:
+        lines += [""] * (block.line - len(lines)) + block.code.splitlines()
+    page = found[0].page.relative_to(ROOT)
+    program = f"exec(compile({chr(10).join(lines)!r}, {str(page)!r}, 'exec'))"
+    said = run([sys.executable, "-W", "error", "-c", program], "/")
+    return [f"{page}: its Python fails:\n{said}"] if said else []
+
+
+def run_c(block: Block) -> list[str]:
+    """Compiles a program against libvmem and runs it."""
+    with tempfile.TemporaryDirectory(prefix="vmem-docs-") as folder:
+        source = Path(folder) / "program.c"
+        source.write_text(block.code, encoding="utf-8")
+        include = f"-I{HEADER.parent}"
+        command = ["cc", "-Wall", "-Wextra", "-Werror", include, str(source), "-o", "program"]
+        said = run([*command, f"-L{LIBRARY}", "-lvmem"], folder) or run(["./program"], folder)
+    return [f"{block.page.relative_to(ROOT)}:{block.line}: {said}"] if said else []
+
+
+def run_shell(block: Block) -> list[str]:
+    """Runs commands in an empty folder."""
+    with tempfile.TemporaryDirectory(prefix="vmem-docs-") as folder:
+        said = run(["sh", "-eu"], folder, block.code)
+    return [f"{block.page.relative_to(ROOT)}:{block.line}: {said}"] if said else []
+
+
+def check_code(page: Path) -> tuple[int, list[str]]:
+    """Runs what can run; how many blocks there are, and what is wrong."""
+    found = list(blocks(page))
+    problems = []
+    program = [one for one in found if one.language == "python" and not one.needs]
+    if program:
+        problems += run_python(program)
+    for block in found:
+        where = f"{page.relative_to(ROOT)}:{block.line}"
+        if block.needs:
+            if not LINK.search(block.needs):
+                problems.append(f"{where}: what ran it is not linked")
+        elif block.language == "c":
+            problems += run_c(block)
+        elif block.language == "sh":
+            problems += run_shell(block)
+        elif block.language not in ("python", "text"):
+            problems.append(f"{where}: a block of {block.language or 'no language'}")
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    text = re.sub(r"^!!! .*\n(?:\n|    .*\n)+", "", text, flags=re.M)
+    for indented in re.findall(r"\n\n    (\S.*)", text):
+        problems.append(f"{page.relative_to(ROOT)}: an indented block: {indented}")
+    return len(found), problems
+
+
+def check_links(page: Path) -> tuple[int, list[str]]:
+    """The files that a page points at are there."""
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    found = [link.partition("#")[0] for link in LINK.findall(text)]
+    local = [link for link in found if link and not re.match(r"[a-z]+:", link)]
+    generated = (ROOT / "docs/reference/cli.md",)
+    missing = [
+        link
+        for link in local
+        if not (page.parent / link).exists() and (page.parent / link).resolve() not in generated
+    ]
+    return len(local), [f"{page.relative_to(ROOT)}: no file {link}" for link in missing]
+
+
+def check_lists() -> tuple[int, list[str]]:
+    """Errors and environment variables are listed; the README says the version, and is short."""
+    errors = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
+    source = (ROOT / "pyvmem/errors.py").read_text(encoding="utf-8")
+    names = re.findall(r"^class (\w+)\(", source, re.M)
+    listed = HEADER.read_text(encoding="utf-8").split("#ifndef VMEM_H")[0]
+    names += re.findall(r"^ \*   -(E\w+) ", listed, re.M)
+    problems = [f"docs/reference/errors.md: no {one}" for one in names if f"`{one}`" not in errors]
+    variables = environment_variables()
+    listing = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
+    problems += [
+        f"docs/reference/environment.md: no {name} ({path})"
+        for name, path in sorted(variables.items())
+        if not re.search(rf"`{name}\b", listing)
+    ]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    if f"Version {version()}" not in readme:
+        problems.append(f"README.md: it does not say 'Version {version()}'")
+    if readme.count("\n") > README_LINES:
+        problems.append(f"README.md: more than {README_LINES} lines")
+    return len(names) + len(variables) + 2, problems
+
+
+def environment_variables() -> dict[str, str]:
+    """Those that programs of this repository read, and where."""
+    found = {}
+    own = re.compile(r"""environ(?:\.get\(|\[)\s*["']((?:VMEM|NV|LINUX|SIGN)_\w+)["']""")
+    for folder in ("pyvmem", "scripts", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for name in own.findall(path.read_text(encoding="utf-8")):
+                found[name] = path.relative_to(ROOT).as_posix()
+    return found
+
+
+def main() -> int:
+    """Prints what is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("pages", nargs="*", type=Path, help="these alone")
+    chosen = [path.resolve() for path in parser.parse_args().pages]
+    problems: list[str] = []
+    count = 0
+    with ThreadPoolExecutor(max_workers=2) as pool:  # each waits for programs that it started
+        for answers in pool.map(
+            lambda page: (check_code(page), check_links(page)), chosen or pages()
+        ):
+            for number, wrong in answers:
+                count += number
+                problems += wrong
+    if not chosen:
+        number, wrong = check_lists()
+        count += number
+        problems += wrong
+    for problem in problems:
+        print(problem)
+    print(f"{max(0, count - len(problems))} passed, {len(problems)} failed")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

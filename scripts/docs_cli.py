@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Prints the reference of the command line in Markdown, from the parsers themselves.
+
+Run by the interpreter of an environment with pyvmem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+
+from pyvmem import cli
+
+WIDTH = "88"  # of usage lines, whatever the terminal
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of a command's subcommands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def cell(text: str) -> str:
+    """Text that may stand in a table."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def section(name: str, parser: argparse.ArgumentParser, summary: str, level: int) -> Iterator[str]:
+    """A command: what it does, its usage, its options, then its subcommands."""
+    yield f"{'#' * level} {name} {{#{name.replace(' ', '-')}}}\n"
+    about = (parser.description or summary or "").strip().replace("``", "`")
+    if about:
+        about = about.removeprefix(f"`{name}`: ")
+        yield f"{about[0].upper()}{about[1:]}\n"
+    usage = parser.format_usage().removeprefix("usage: ").rstrip()
+    yield f"```text\n{usage}\n```\n"
+    rows = []
+    for action in parser._actions:
+        if isinstance(action, (argparse._SubParsersAction, argparse._HelpAction)):
+            continue
+        names = ", ".join(f"`{one}`" for one in action.option_strings) or f"`{action.dest}`"
+        if action.nargs != 0 and action.option_strings:
+            metavar = action.metavar or action.dest.upper()
+            names += f" *{metavar if isinstance(metavar, str) else ' '.join(metavar)}*"
+        help_text = action.help or ""
+        if "%" in help_text:
+            help_text %= {**vars(action), "prog": parser.prog}
+        if action.choices and "{" not in help_text:
+            choices = ", ".join(f"`{one}`" for one in action.choices)
+            help_text = f"{help_text} (one of {choices})"
+        rows.append(f"| {names} | {cell(help_text)} |")
+    if rows:
+        yield "\n".join(["| option | what it does |", "| --- | --- |", *rows]) + "\n"
+    helps = {
+        choice.dest: choice.help or ""
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for choice in action._choices_actions
+    }
+    for sub, one in subparsers(parser).items():
+        yield from section(f"{name} {sub}", one, helps.get(sub, ""), level + 1)
+
+
+def main() -> int:
+    """Prints the page."""
+    os.environ["COLUMNS"] = WIDTH
+    print("# Command line\n")
+    print("Generated from the programs' own parsers. `vmem COMMAND --help` prints the same.\n")
+    for command, (_, text) in cli._COMMANDS.items():
+        parser = subparsers(cli._parser(command))[command]
+        print("\n".join(section(f"vmem {command}", parser, text, 2)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

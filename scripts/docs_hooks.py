@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: MIT
+"""What MkDocs does beside rendering docs/: pages taken in or generated, links, drawings.
+
+Some pages are files of the repository that also stand where they are (TAKEN); man pages and the
+command line's reference are generated. A link in any of them is written relative to the file it
+stands in, so that it works in the repository as well; here it becomes a link to the page, or to a
+copy of the file under files/. A link to nothing is a warning, which `make docs` makes an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import docs_man
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+log = logging.getLogger("mkdocs.docs_hooks")
+
+ROOT = Path(__file__).resolve().parent.parent
+MAN = ROOT / "libvmem" / "man"
+VENV_PYTHON = ROOT / "build" / "venv" / "bin" / "python"
+
+# Page of the site: file of the repository.
+TAKEN = {
+    "benchmarks/method.md": "benchmarks/README.md",
+    **{
+        f"benchmarks/{path.parent.name}.md": path.relative_to(ROOT).as_posix()
+        for path in sorted(ROOT.glob("benchmarks/*/README.md"))
+    },
+    "driver/patches.md": "patches/README.md",
+    "driver/kernel-module.md": "kernel_module/README.md",
+    "develop/tests.md": "tests/README.md",
+    "develop/driver-tests.md": "tests/kernel/README.md",
+    "develop/software-gpu.md": "tests/kernel/softgpu/README.md",
+    "develop/contributing.md": "CONTRIBUTING.md",
+    "security/report.md": "SECURITY.md",
+    "changelog.md": "CHANGELOG.md",
+}
+# Names under which browsers show a file instead of downloading it.
+SHOWN = {".json", ".svg", ".txt", ".png"}
+LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
+FENCE = re.compile(r"^( *)(```+|~~~+)", re.M)
+INCLUDE = re.compile(r"^<!-- include (\S+) (\w+) -->$", re.M)
+DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)]+\.svg)\)$", re.M)
+
+
+def page_of(path: str) -> str | None:
+    """The site's page made of a file of the repository."""
+    if path == "README.md":
+        return "index.md"
+    if path == "libvmem/man":
+        return "reference/c/index.md"
+    if path.startswith("libvmem/man/"):
+        name, _, section = path.removeprefix("libvmem/man/").rpartition(".")
+        return man_page(name, section)
+    if path.startswith("docs/") and path.endswith((".md", ".svg", ".png")):
+        return path.removeprefix("docs/")
+    return next((page for page, taken in TAKEN.items() if taken == path), None)
+
+
+def source_of(page: str) -> str:
+    """The file of the repository that a page is made of, or stands for."""
+    if page.startswith("files/"):
+        return page.removeprefix("files/")
+    return TAKEN.get(page, f"docs/{page}")
+
+
+def copy_name(path: str) -> str:
+    """Where a file of the repository lies on the site."""
+    suffix = "" if posixpath.splitext(path)[1] in SHOWN else ".txt"
+    shown = "/".join(part.lstrip(".") for part in path.split("/"))  # MkDocs passes over dot files
+    return f"files/{shown}{suffix}"
+
+
+def man_page(name: str, section: str) -> str:
+    """The page of a man page."""
+    return f"reference/c/{name}.{section}.md"
+
+
+def man_link(name: str, section: str) -> str:
+    """HTML for a reference from one man page to another."""
+    shown = f"<code>{name}({section})</code>"
+    path = MAN / f"{name}.{section}"
+    if not path.exists():
+        return shown
+    text = path.read_text(encoding="utf-8")
+    if text.startswith(".so "):
+        name, _, section = text.split("/")[-1].strip().rpartition(".")
+    return f'<a href="../{name}.{section}/">{shown}</a>'
+
+
+def man_index(pages: dict[str, Path]) -> str:
+    """The list of man pages, by section, with what each says of itself."""
+    lines = [
+        "# C library",
+        "",
+        "These pages are libvmem's man pages: `man 7 vmem` after `make install`. The header is",
+        "[vmem.h](../../../libvmem/include/vmem.h); complete programs are in",
+        "[libvmem/examples](../../../libvmem/examples).",
+        "",
+    ]
+    titles = {"7": "Overview", "1": "Command", "3": "Functions"}
+    for section, title in titles.items():
+        lines += [f"## {title}", "", "| page | what it does |", "| --- | --- |"]
+        for name, path in pages.items():
+            if name.endswith(section):
+                text = path.read_text(encoding="utf-8")
+                names = re.findall(r"^\.Nm (\w+)", text.split(".Sh LIBRARY")[0], re.M)
+                summary = re.search(r"^\.Nd (.*)$", text, re.M)
+                shown = ", ".join(f"`{one}`" for one in dict.fromkeys(names))
+                lines.append(f"| [{shown}]({name}.md) | {summary[1] if summary else ''} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def command_line() -> str:
+    """The reference of the command line, from the parsers."""
+    command = [str(VENV_PYTHON), str(ROOT / "scripts" / "docs_cli.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        sys.exit(f"the reference of the command line: {done.stderr}")
+    return done.stdout
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Puts the man pages into the navigation."""
+    pages = docs_man.names_of(MAN)
+    order = sorted(pages, key=lambda name: (-int(name[-1]) if name[-1] in "17" else 0, name))
+    entries: list[object] = ["reference/c/index.md"]
+    entries += [{name[:-2] + f"({name[-1]})": f"reference/c/{name}.md"} for name in order]
+
+    def fill(items: list[object]) -> None:
+        for item in items:
+            if isinstance(item, dict):
+                for title, value in item.items():
+                    if value == "reference/c/":
+                        item[title] = entries
+                    elif isinstance(value, list):
+                        fill(value)
+
+    fill(config.nav or [])
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds what is taken in and what is generated."""
+    made = {page: (ROOT / path).read_text(encoding="utf-8") for page, path in TAKEN.items()}
+    pages = docs_man.names_of(MAN)
+    made["reference/c/index.md"] = man_index(pages)
+    for name, path in pages.items():
+        title, _, section = name.rpartition(".")
+        made[man_page(title, section)] = f"# {title}({section})\n\n" + docs_man.convert(
+            path, man_link
+        )
+    made["reference/cli.md"] = command_line()
+    for page, text in made.items():
+        files.append(File.generated(config, page, content=text))
+    prepare(files, config)
+    return files
+
+
+def publish(path: str, files: Files, config: MkDocsConfig) -> str:
+    """Puts a file of the repository, or the list of a folder, on the site; its name there."""
+    if (ROOT / path).is_dir():
+        name = f"files/{path.strip('/')}/index.md"
+        if files.get_file_from_path(name) is None:
+            found = sorted(one.name for one in (ROOT / path).iterdir() if one.is_file())
+            rows = [f"- [{one}]({one})" for one in found]
+            for one in found:
+                publish(f"{path.strip('/')}/{one}", files, config)
+            text = "\n".join([f"# {path.strip('/')}", "", *rows, ""])
+            files.append(File.generated(config, name, content=text))
+        return name
+    name = copy_name(path)
+    if files.get_file_from_path(name) is None:
+        file = File.generated(config, name, abs_src_path=str(ROOT / path))
+        files.append(file)
+    return name
+
+
+def prepare(files: Files, config: MkDocsConfig) -> None:
+    """Publishes what pages link to, before any page is rendered."""
+    for file in list(files.documentation_pages()):
+        source = source_of(file.src_uri)
+        for _, target, _ in LINK.findall(outside_code(file.content_string)):
+            path = repository_path(target, source)
+            if path and page_of(path) is None and (ROOT / path).exists():
+                publish(path, files, config)
+
+
+def outside_code(text: str) -> str:
+    """The text without its fenced blocks."""
+    return re.sub(r"^ *(```+).*?^ *\1 *$", "", text, flags=re.M | re.S)
+
+
+def repository_path(target: str, source: str) -> str | None:
+    """The file of the repository that a link names; None for one to elsewhere."""
+    path = target.partition("#")[0]
+    if not path or re.match(r"[a-z]+:", path):
+        return None
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Resolves includes, drawings and links."""
+    source = source_of(page.file.src_uri)
+    here = posixpath.dirname(page.file.src_uri)
+
+    def include(match: re.Match[str]) -> str:
+        text = (ROOT / match[1]).read_text(encoding="utf-8")
+        return f"```{match[2]}\n{text}```"
+
+    def draw(match: re.Match[str]) -> str:
+        path = repository_path(match[2], source)
+        if path is None or not path.startswith("docs/drawings/"):
+            return match[0]
+        svg = (ROOT / path).read_text(encoding="utf-8")
+        svg = re.sub(r"<\?xml.*?\?>|<!--.*?-->", "", svg, flags=re.S)
+        svg = re.sub(r"<style>.*?</style>", "", svg, flags=re.S)
+        svg = re.sub(r"\n\s*\n", "\n", svg).strip()
+        return f'<figure class="drawing" role="img" aria-label="{match[1]}">{svg}</figure>'
+
+    def link(match: re.Match[str]) -> str:
+        path = repository_path(match[2], source)
+        if path is None:
+            return match[0]
+        _, mark, anchor = match[2].partition("#")
+        target = page_of(path)
+        if target is None and (ROOT / path).is_dir():
+            target = page_of(f"{path}/README.md")
+        if target is None and (ROOT / path).is_dir():
+            target = f"files/{path}/index.md"
+        elif target is None:
+            target = copy_name(path)
+        if files.get_file_from_path(target) is None:
+            log.warning("%s: no file %s", source, match[2])
+            return match[0]
+        return f"{match[1]}{posixpath.relpath(target, here or '.')}{mark}{anchor}{match[3]}"
+
+    markdown = INCLUDE.sub(include, markdown)
+    markdown = DRAWING.sub(draw, markdown)
+    parts = re.split(r"(^ *(?:```+).*?^ *```+ *$)", markdown, flags=re.M | re.S)
+    return "".join(part if k % 2 else LINK.sub(link, part) for k, part in enumerate(parts))

@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Builds the documentation site in build/site; `--serve` shows it while it is being written.
+
+MkDocs runs in an environment of its own, build/docs-venv. Warnings are errors, and what was built
+is looked through once more: every link and every anchor of a page leads somewhere, and nothing is
+loaded from another host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import urllib.parse
+import venv
+from html.parser import HTMLParser
+from pathlib import Path
+
+from kernel_common import ROOT
+
+from setup import read_pins
+
+ENVIRONMENT = ROOT / "build" / "docs-venv"
+SITE = ROOT / "build" / "site"
+REQUIREMENTS = ROOT / "scripts" / "requirements" / "docs.txt"
+MISSING = 3  # exit status: the tools could not be installed here
+
+
+def tools() -> bool:
+    """Makes the environment, or brings it up to date; whether that was possible."""
+    stamp = ENVIRONMENT / "requirements"
+    wanted = REQUIREMENTS.read_text(encoding="utf-8")
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+        return True
+    venv.create(ENVIRONMENT, clear=True, symlinks=True, with_pip=True)
+    pins = [f"{name}=={version}" for name, version in read_pins("docs").items()]
+    command = [str(ENVIRONMENT / "bin/python"), "-m", "pip", "install", "-qq", "--no-input"]
+    done = subprocess.run([*command, *pins], stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        return False
+    stamp.write_text(wanted, encoding="utf-8")
+    return True
+
+
+def mkdocs(*words: str) -> int:
+    """Runs MkDocs with our hooks on its path; shows what it says that is not a mere note."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts"), "NO_MKDOCS_2_WARNING": "1"}
+    command = [str(ENVIRONMENT / "bin/python"), "-m", "mkdocs", *words]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if words[0] == "serve" or not line.startswith("INFO"):
+                print(line, end="", flush=True)
+    return process.returncode
+
+
+class References(HTMLParser):
+    """What a page points at, what it loads, and the names that others can point at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.names: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Notes one element."""
+        values = {name: value or "" for name, value in attrs}
+        self.names |= {values[name] for name in ("id", "name") if values.get(name)}
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        elif tag == "link" and values.get("rel") in ("stylesheet", "icon"):
+            self.loaded.append(values.get("href", ""))
+        elif tag in ("script", "img", "iframe", "source") and values.get("src"):
+            self.loaded.append(values["src"])
+
+
+def read_site() -> dict[Path, References]:
+    """All pages of the site."""
+    pages = {}
+    for path in sorted(SITE.rglob("*.html")):
+        pages[path] = References()
+        pages[path].feed(path.read_text(encoding="utf-8"))
+    return pages
+
+
+def problem_of(page: Path, link: str, pages: dict[Path, References]) -> str | None:
+    """What is wrong with a link inside the site."""
+    parts = urllib.parse.urlsplit(link)
+    if parts.scheme or parts.netloc:
+        return None
+    path = urllib.parse.unquote(parts.path)
+    base = SITE if path.startswith("/") else page.parent
+    target = (base / path.lstrip("/")).resolve() if path else page
+    if target.is_dir():
+        target /= "index.html"
+    if not target.is_file():
+        return f"no page {link}"
+    names = pages[target].names if target in pages else set()
+    anchor = urllib.parse.unquote(parts.fragment)
+    if anchor and target in pages and anchor not in names:
+        return f"no part {link}"
+    return None
+
+
+def check_site() -> list[str]:
+    """Links that lead nowhere, and what is loaded from other hosts."""
+    pages = read_site()
+    problems = []
+    for page, found in pages.items():
+        if page.name == "404.html":
+            continue  # its links are from the root, wherever the site will lie
+        where = page.relative_to(SITE)
+        for link in [*found.links, *found.loaded]:
+            problem = problem_of(page, link, pages)
+            if problem:
+                problems.append(f"{where}: {problem}")
+        for link in found.loaded:
+            if urllib.parse.urlsplit(link).netloc:
+                problems.append(f"{where}: loads {link} from another host")
+    print(f"{len(pages)} pages, {sum(len(one.links) for one in pages.values())} links")
+    return problems
+
+
+def main() -> int:
+    """Builds and checks, or serves."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--serve", action="store_true", help="on http://localhost:8000")
+    options = parser.parse_args()
+    if not tools():
+        print(f"the requirements in {REQUIREMENTS.relative_to(ROOT)} could not be installed")
+        return MISSING
+    if options.serve:
+        return mkdocs("serve")
+    if mkdocs("build", "--strict", "--site-dir", str(SITE)):
+        return 1
+    problems = check_site()
+    for problem in problems:
+        print(problem)
+    if not problems:
+        print(f"built {SITE.relative_to(ROOT)}/index.html")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

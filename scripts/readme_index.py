@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: MIT
+"""The index of benchmarks/results: for each file the machine, the commit, the date, the command."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from readme_format import RESULTS, ROOT
+
+__all__ = ["part"]
+
+LOGS = RESULTS / "logs"
+UNKNOWN = "not recorded"
+# Of the logs, which have no other heading: the machines that their names begin with.
+MACHINES = {
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "h200x2": "2 x NVIDIA H200",
+    "host": "no GPU",
+}
+OUTCOME = re.compile(r"^.*\b\d+ (?:passed|failed)\b.*$", re.M)
+FAILED = re.compile(r"\b[1-9]\d* failed\b|^FAILED\b|^Traceback ", re.M)
+PARTIAL = re.compile(r"^== (\w[\w-]*): .*\(partial", re.M)
+
+Record = dict[str, Any]
+
+
+def machine_of(machine: Record) -> str:
+    """A GPU and its driver, or the processor."""
+    if machine.get("gpu"):
+        return f"{machine['gpu']}, driver {machine['driver']}"
+    return f"no GPU, {machine['cores']} cores"
+
+
+def describe(record: Record) -> tuple[str, str, str, str]:
+    """Machine, commit, date and command of one record, by its kind."""
+    machine = record.get("machine", {})
+    kind = str(record.get("format", ""))
+    commit = (machine.get("commit") or UNKNOWN)[:7] if machine.get("commit") else UNKNOWN
+    if kind.startswith("vmem-bench-"):
+        name = kind.removeprefix("vmem-bench-").partition("/")[0]
+        return machine_of(machine), commit, record["started"][:10], f"`vmem bench {name}`"
+    if kind.startswith("vmem-driver-tests"):
+        driver = record["sources"]["driver"]
+        return "software GPU", UNKNOWN, UNKNOWN, f"`make test-driver DRIVER={driver}`"
+    if "tool" in record:
+        return machine_of(machine), commit, record["date"][:10], f"`{record['tool']}`"
+    if "setting" in record:
+        setting = record["setting"]
+        where = f"{setting['device_name']}, driver {setting['driver']}"
+        return where, UNKNOWN, UNKNOWN, "`vmem serve-demo`"
+    if "patterns" in record:
+        return "see the file's name", UNKNOWN, UNKNOWN, "`benchmarks/stalls/stalls.py`"
+    return UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN
+
+
+def gaps(record: Record) -> str:
+    """What of a record was not measured, or failed."""
+    words = [
+        f"`{name}` {part['status']}"
+        for name, part in record.get("parts", {}).items()
+        if part.get("status") in ("partial", "failed")
+    ]
+    tests = [one for one in record.get("tests", []) if one["result"] != "ok"]
+    words += [f"`{one['name']}` {one['result']}" for one in tests]
+    return ", ".join(words) or "complete"
+
+
+def row(path: Path) -> str:
+    """A row for one file of results."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        head = json.loads(text.splitlines()[0])
+        where = f"software GPU ({head['architecture']}), driver {head['driver']}"
+        cells = (where, head["commit"], UNKNOWN, f"`{head['command']}`", "complete")
+    else:
+        record: Record = json.loads(text)
+        cells = (*describe(record), gaps(record))
+    return f"| [{path.name}]({path.relative_to(ROOT).as_posix()}) | " + " | ".join(cells) + " |"
+
+
+def log_row(path: Path) -> str:
+    """A row for one log: its machine, how it ended, and whether anything in it failed."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    machine = MACHINES.get(path.stem.partition("-")[0], UNKNOWN)
+    ends = OUTCOME.findall(text)
+    ended = ends[-1].strip(" =").replace("|", "\\|")[:90] if ends else ""
+    partial = PARTIAL.findall(text)
+    notes = ["**has failures**"] if FAILED.search(text) and path.suffix != ".json" else []
+    notes += [f"partial: {', '.join(f'`{one}`' for one in partial)}"] if partial else []
+    name = path.relative_to(ROOT).as_posix()
+    return f"| [{path.name}]({name}) | {machine} | {ended} | {', '.join(notes)} |"
+
+
+def part() -> list[str]:
+    """Both tables."""
+    files = sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl")])
+    raw = ", ".join(f"[{p.name}]({p.relative_to(ROOT).as_posix()})" for p in raw_files())
+    return [
+        "| file | machine | commit | date | command | state |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *map(row, files),
+        "",
+        f"With every sample: {raw}.",
+        "",
+        "| log | machine | ended with | notes |",
+        "| --- | --- | --- | --- |",
+        *map(log_row, sorted(path for path in LOGS.iterdir() if path.is_file())),
+    ]
+
+
+def raw_files() -> list[Path]:
+    """The runs with every sample."""
+    return sorted((RESULTS / "raw").glob("*.json"))

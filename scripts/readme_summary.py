@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: MIT
+"""The README's one table: a row for each question, its number, and the page that has the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from readme_cache import runs
+from readme_format import RESULTS, Result, rows
+
+__all__ = ["part"]
+
+NOT_MEASURED = "not measured yet"
+
+
+def spread(values: list[float], form: str) -> str:
+    """One number, or the least and the greatest of several."""
+    shown = [format(value, form) for value in sorted(values)]
+    return shown[0] if shown[0] == shown[-1] else f"{shown[0]} to {shown[-1]}"
+
+
+def aims(results: list[Result], wanted: Callable[[str], bool]) -> list[float]:
+    """The values of all aims of some ids, of all machines."""
+    return [
+        aim["value"]
+        for result in results
+        for aim in result["aims"]
+        if wanted(aim["id"]) and aim["value"] is not None
+    ]
+
+
+def machines(results: list[Result]) -> str:
+    """The GPUs of some results."""
+    names = dict.fromkeys(result["machine"]["gpu"] for result in results)
+    return ", ".join(name.removeprefix("NVIDIA ").partition(" ")[0] for name in names)
+
+
+def capacity() -> tuple[str, str]:
+    """Requests at a time on Azure's trace, 64 KB pages over 2 MB pages."""
+    run: Result = json.loads((RESULTS / "capacity.json").read_text(encoding="utf-8"))
+    found = [
+        aim["value"]
+        for aim in run["aims"]
+        if aim["id"].startswith("azure") and aim["id"].endswith("g1/2M")
+    ]
+    return f"{spread(found, '.2f')} times as many", "replay of Azure's 2023 trace"
+
+
+def overlap() -> tuple[str, str]:
+    """The 99th percentile of decoding iterations, mapped in the background over mapped before."""
+    found = []
+    where: list[Result] = []
+    for run in runs("overlap"):
+        times = rows(run)
+        base, ours = (times.get(f"iterations/time/{mode}") for mode in ("mapped", "async"))
+        if base and ours:
+            found.append(ours["p99"] / base["p99"])
+            where.append(run)
+    if not found:
+        return NOT_MEASURED, ""
+    return f"{spread(found, '.3f')} times", machines(where)
+
+
+def counts() -> tuple[str, str]:
+    """Driver calls for a page more in each of 64 tensors, patched and stock."""
+    path = RESULTS / "softgpu-counts.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    cases = {line["case"]: line for line in lines[1:]}
+    ours, theirs = (
+        cases[f"{prefix}grow 64 tensors, tables there"] for prefix in ("", "stock path: ")
+    )
+    text = (
+        f"{ours['ioctls']} call, {ours['pushes']} push, {ours['invalidates']} invalidate; "
+        f"`stock`: {theirs['ioctls']} of each"
+    )
+    assert theirs["ioctls"] == theirs["pushes"] == theirs["invalidates"]
+    return text, f"software GPU, driver {lines[0]['driver']}"
+
+
+def part(results: list[Result]) -> list[str]:
+    """A row for each question."""
+    where = machines(results)
+    attention = aims(results, lambda name: name.startswith("fa3_") and name.endswith("_random"))
+    calls = aims(results, lambda name: name == "map_64K")
+    body = [
+        (
+            "Requests that fit in 80 GB, 64 KB pages over 2 MB pages",
+            capacity(),
+            "benchmarks/capacity/README.md",
+        ),
+        (
+            "Mapping a 64 KB page, over CUDA's time for a 2 MB page",
+            (f"{spread(calls, '.2f')} times", where) if calls else (NOT_MEASURED, ""),
+            "benchmarks/api/README.md",
+        ),
+        (
+            "FlashAttention-3 over scattered 64 KB pages, over cudaMalloc memory",
+            (f"{spread(attention, '.3f')} times", where) if attention else (NOT_MEASURED, ""),
+            "benchmarks/api/README.md",
+        ),
+        (
+            "99th percentile of decoding, mapped in the background, over all mapped before",
+            overlap(),
+            "benchmarks/overlap/README.md",
+        ),
+        (
+            "A page more in each of 64 tensors, by the patched driver (counted)",
+            counts(),
+            "docs/driver/evidence.md",
+        ),
+        ("vLLM, end to end", (NOT_MEASURED, ""), "docs/benchmarks/index.md"),
+    ]
+    lines = ["| question | answer | measured on |", "| --- | --- | --- |"]
+    return lines + [
+        f"| [{question}]({page}) | {answer} | {place} |" for question, (answer, place), page in body
+    ]

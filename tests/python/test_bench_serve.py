@@ -1,0 +1,475 @@
+# SPDX-License-Identifier: MIT
+"""`vmem bench serve`: the loop, the stores, and that the arms compute the same."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyvmem.cli import main
+from pyvmem.layouts.workload import Arrival, Request, poisson, read_arrivals
+
+torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
+
+from pyvmem.attention import sdpa  # noqa: E402
+from pyvmem.bench.decoder import TINY, Decoder  # noqa: E402
+from pyvmem.bench.serving import command as serve_command  # noqa: E402
+from pyvmem.bench.serving import loop  # noqa: E402
+from pyvmem.bench.serving.forward import Forward, Kernels, Work  # noqa: E402
+from pyvmem.bench.serving.loop import Outcome, serve  # noqa: E402
+from pyvmem.bench.serving.stores import Paged, SharedPaged, Slots, Static, Store  # noqa: E402
+
+CPU = torch.device("cpu")
+LONGEST = 256
+KERNELS = Kernels("contiguous", "paged")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A tiny model is slower on many threads, most of all beside other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return Decoder(TINY, CPU, longest=LONGEST)
+
+
+def make(kind: str, limit: int, slots: int = 4, prefixes: bool = False) -> Store:
+    if kind == "slots":
+        config = TINY.config(
+            max_batch=slots, max_seq_len=LONGEST, page_size=4096, memory_limit=limit
+        )
+        return Slots(config, TINY, 32, prefixes, backend="host")
+    if kind == "static":
+        return Static(TINY, LONGEST, slots, limit, 32, CPU)
+    return (SharedPaged if prefixes else Paged)(TINY, LONGEST, slots, limit, int(kind), CPU)
+
+
+def taken(store: Store, ids: Any = (0,)) -> tuple[int, int]:
+    found = store.take(np.array(ids, dtype=np.int32))
+    assert found is not None
+    return found
+
+
+def kernels(kind: str) -> Kernels:
+    return KERNELS if kind in ("slots", "static") else Kernels("paged", "paged")
+
+
+def run(
+    model: Decoder,
+    store: Store,
+    how: Kernels,
+    requests: Sequence[Request | Arrival],
+    **options: Any,
+) -> tuple[Outcome, dict[tuple[int, int], Any]]:
+    found: dict[tuple[int, int], Any] = {}
+
+    def keep(lives: Any, logits: Any) -> None:
+        for live, row in zip(lives, logits, strict=True):
+            found[live.number, live.rows] = row.float()
+
+    with closing(Forward(model, store, how, 64, False)) as forward:
+        forward.warm_up()
+        outcome = serve(
+            forward,
+            [one if isinstance(one, Arrival) else Arrival(0.0, one) for one in requests],
+            partial(serve_command._tokens, TINY),
+            budget=64,
+            observer=keep,
+            **options,
+        )
+    return outcome, found
+
+
+def apart(one: dict[Any, Any], other: dict[Any, Any]) -> float:
+    both = one.keys() & other.keys()
+    assert both
+    return max(float((one[key] - other[key]).abs().max() / one[key].abs().max()) for key in both)
+
+
+REQUESTS = (Request(100, 5), Request(3, 40), Request(65, 2), Request(17, 9), Request(40, 30))
+
+
+@pytest.mark.parametrize("kind", ["slots", "16", "128", "static"])
+def test_every_store_computes_what_a_single_prefill_does(model: Decoder, kind: str) -> None:
+    """Teacher-forced: the logits after each token are those of one pass over all of the tokens."""
+    with closing(make(kind, 4 << 20)) as store:
+        outcome, found = run(model, store, kernels(kind), REQUESTS)
+        assert outcome.finished == len(REQUESTS)
+        assert outcome.preemptions == 0
+        assert outcome.new_tokens == sum(request.output for request in REQUESTS)
+        assert outcome.prompt_tokens == sum(request.context for request in REQUESTS)
+        assert len(outcome.first) == len(REQUESTS)
+        assert len(outcome.between) == outcome.new_tokens - len(REQUESTS)
+        assert outcome.host_ns > 0
+    with (
+        closing(make("slots", 4 << 20)) as store,
+        closing(Forward(model, store, KERNELS, LONGEST, False)) as forward,
+    ):
+        for number, request in enumerate(REQUESTS):
+            for length in {request.context, request.longest}:
+                ids = serve_command._tokens(TINY, number, Arrival(0.0, request))
+                slot, _ = taken(store)
+                assert store.hold([slot], [length])
+                whole = forward.launch([Work(slot, 0, ids[:length])]).logits[0].float()
+                store.release(slot)
+                assert apart({0: whole}, {0: found[number, length]}) < 0.05
+
+
+@pytest.mark.parametrize("kind", ["slots", "16"])
+def test_preempted_requests_are_computed_again_alike(model: Decoder, kind: str) -> None:
+    """With memory for a part of them, requests come back and end with the same logits."""
+    requests = [Request(60, 60), Request(50, 60), Request(40, 70)]
+    with closing(make(kind, 4 << 20)) as store:
+        ample, wanted = run(model, store, kernels(kind), requests)
+    with closing(make(kind, 260 << 10)) as store:  # of 360 KiB that they need together
+        tight, found = run(model, store, kernels(kind), requests)
+        held = store.held()
+    assert ample.preemptions == 0
+    assert tight.preemptions > 0
+    assert tight.recomputed > 0
+    assert tight.finished == 3
+    assert found.keys() >= {(i, one.longest) for i, one in enumerate(requests)}
+    assert apart(wanted, found) < 0.05
+    assert held.held == 0  # everything was given back
+
+
+@pytest.mark.parametrize("kind", ["slots", "16"])
+def test_shared_prefixes_are_not_computed_again(model: Decoder, kind: str) -> None:
+    """One after the other: what the first has written is what the others begin with."""
+    sizes = [(100, 1), (200, 1), (200, 2), (150, 1)]
+    arrivals = [Arrival(0.0, Request(size, 5), (content,)) for size, content in sizes]
+    with closing(make(kind, 4 << 20, slots=1)) as store:
+        plain, wanted = run(model, store, kernels(kind), arrivals)
+    with closing(make(kind, 4 << 20, slots=1, prefixes=True)) as store:
+        shared, found = run(model, store, kernels(kind), arrivals)
+        assert store.held().held == 0
+    assert plain.shared == 0
+    # In units of 16 tokens: 100 of the second are there, and of the last all but its last token.
+    assert shared.shared == 96 + 144
+    assert shared.prompt_tokens == plain.prompt_tokens - shared.shared
+    assert apart(wanted, found) < 0.05
+
+
+def test_blocks_of_prefixes_are_forgotten_where_memory_is_short() -> None:
+    with closing(make("16", 16 * TINY.token_bytes * 4, prefixes=True)) as store:
+        first, other = list(range(40)), list(range(100, 140))
+        slot, rows = taken(store, first)
+        assert rows == 0
+        assert store.hold([slot], [40])
+        store.release(slot, np.array(first, dtype=np.int32))
+        slot, rows = taken(store, first)
+        assert rows == 32  # its two full blocks
+        assert store.held().held == 2 * 16 * TINY.token_bytes
+        second, rows = taken(store, [*first[:16], *other])
+        assert rows == 16  # the first of them is shared
+        assert not store.hold([second], [64])  # 3 more: 2 are free, and none is idle
+        store.release(slot)
+        assert store.hold([second], [64])
+        store.release(second)
+        assert taken(store, first)[1] == 16  # the second block was given to another
+        assert isinstance(store, SharedPaged)
+        assert len(store._known) == len(store._key) == 1
+
+
+class NeverCaptured(dict[int, Any]):
+    """Every step of decoding is the first of its size."""
+
+    def __contains__(self, size: object) -> bool:
+        return False
+
+
+class FakeGraph:
+    def pool(self) -> int:
+        return 0
+
+
+@contextmanager
+def fake_capture(graph: FakeGraph, **options: Any) -> Iterator[None]:
+    yield
+
+
+def like_fa3(q: Any, k: Any, v: Any, batch: Any, scale: float, table: Any = None) -> torch.Tensor:
+    """What FlashAttention-3 does with the tensors that it gets, and nothing else."""
+    out = torch.zeros(q.shape, dtype=q.dtype)
+    assert len(batch.starts) == len(batch.used) + 1
+    assert batch.starts[-1] == len(q)
+    assert int(batch.starts.diff().max()) == batch.max_q
+    for number, used in enumerate(batch.used.tolist()):
+        first, last = batch.starts[number : number + 2].tolist()
+        if table is None:
+            slot = int(batch.index[number])
+            keys, values = k[slot, :used], v[slot, :used]
+        else:
+            rows = torch.arange(used)
+            where = (table[number].long()[rows // k.shape[1]], rows % k.shape[1])
+            keys, values = k[where], v[where]
+        seen = sdpa.causal(q[None, first:last], keys[None], values[None], scale)
+        out[first:last] = seen[0]
+    return out
+
+
+@pytest.mark.parametrize("kind", ["slots", "16"])
+def test_kernels_get_tensors_that_are_enough(
+    model: Decoder, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls of a GPU, with decoding padded to the sizes of graphs: the same logits."""
+    requests = [Request(70, 4), Request(30, 6), Request(18, 9), Request(2, 3), Request(9, 9)]
+    with closing(make(kind, 4 << 20, slots=6)) as store:
+        _, wanted = run(model, store, kernels(kind), requests)
+    made: list[Forward] = []
+    original = Forward.__init__
+
+    def on_a_gpu(self: Forward, *args: Any) -> None:
+        original(self, *args)
+        self._call, self._graphs = like_fa3, NeverCaptured()
+        made.append(self)
+
+    monkeypatch.setattr(Forward, "__init__", on_a_gpu)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", fake_capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with closing(make(kind, 4 << 20, slots=6)) as store:
+        _, found = run(model, store, kernels(kind), requests)
+    assert made
+    assert found.keys() == wanted.keys()
+    assert apart(wanted, found) < 0.05
+
+
+def test_a_wrong_block_table_is_seen(model: Decoder) -> None:
+    """The comparison of logits can fail: one entry of the table is another block."""
+
+    class Wrong(Paged):
+        def upload(self) -> None:
+            super().upload()
+            self._device[:, 1] = self._device[:, 0]
+
+    with closing(make("16", 4 << 20)) as store:
+        _, wanted = run(model, store, kernels("16"), REQUESTS)
+    with closing(Wrong(TINY, LONGEST, 4, 4 << 20, 16, CPU)) as store:
+        _, found = run(model, store, kernels("16"), REQUESTS)
+    assert apart(wanted, found) > serve_command._BOUND
+
+
+def test_memory_too_small_for_one_request_is_an_error(model: Decoder) -> None:
+    with closing(make("16", 64 << 10)) as store, pytest.raises(RuntimeError, match="request 0"):
+        run(model, store, kernels("16"), [Request(100, 5)])
+
+
+def test_what_does_not_fit_a_slot_is_refused(model: Decoder) -> None:
+    with closing(make("16", 4 << 20)) as store, pytest.raises(ValueError, match="a slot holds 256"):
+        run(model, store, kernels("16"), [Request(200, 100)])
+
+
+def test_time_that_runs_out_ends_the_run(model: Decoder) -> None:
+    with closing(make("16", 4 << 20)) as store:
+        outcome, _ = run(model, store, kernels("16"), REQUESTS, limit_s=0.0)
+        assert outcome.cut
+        assert store.held().held == 0
+
+
+def test_blocks_are_given_out_and_taken_back() -> None:
+    with closing(make("16", 16 * TINY.token_bytes * 10)) as store:
+        assert isinstance(store, Paged)
+        (one, _), (other, _) = taken(store), taken(store)
+        assert store.hold([one, other], [17, 100])  # 2 and 7 blocks
+        assert store.held().held == 9 * 16 * TINY.token_bytes
+        assert not store.hold([one, other], [33, 129])  # 1 and 2 more: 1 is left
+        assert store.held().held == 9 * 16 * TINY.token_bytes
+        assert not store.fits([(other, 112)], 17)
+        assert store.fits([(other, 112)], 16)
+        store.upload()
+        assert store.table is not None
+        table = store.table.of(torch.tensor([one, other], dtype=torch.int32), 7)
+        assert len({*table[0, :2].tolist(), *table[1].tolist()}) == 9
+        rows, places = store.where(np.array([one, other]), np.array([16, 99]))
+        assert [table[0, 1].item(), table[1, 6].item()] == rows.tolist()
+        assert places.tolist() == [0, 3]
+        store.release(other)
+        assert store.hold([one], [160])
+        store.release(one)
+        assert store.held().held == 0
+
+
+def test_static_slots_are_those_that_the_memory_has_room_for() -> None:
+    with closing(make("static", 3 * LONGEST * TINY.token_bytes + 1, slots=8)) as store:
+        assert store.slots == 3
+        assert [store.take(np.zeros(1, np.int32)) for _ in range(4)].count(None) == 1
+    with pytest.raises(ValueError, match="too few"):
+        make("static", LONGEST * TINY.token_bytes - 1)
+
+
+# ---- arrivals ------------------------------------------------------------------------------------
+
+
+def test_arrivals_are_those_of_the_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "azure.csv"
+    trace.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n"
+        "2023-11-16 18:15:46.9805900,0,44\n"
+        "2023-11-16 18:15:50.9305900,396,109\n"
+    )
+    found = read_arrivals(trace)
+    assert [one.request for one in found] == [Request(374, 44), Request(396, 109)]
+    assert found[0].at == 0.0
+    assert found[1].at == pytest.approx(4.25)
+    other = tmp_path / "mooncake.jsonl"
+    lines = [{"timestamp": at, "input_length": at + 1, "output_length": 1} for at in (500, 0, 0)]
+    other.write_text("\n".join(map(json.dumps, lines)))
+    times = [(one.at, one.request.context) for one in read_arrivals(other)]
+    assert times == [(0.0, 1), (0.0, 1), (0.5, 501)]
+
+
+def test_poisson_arrivals_come_at_their_rate() -> None:
+    found = poisson([Request(1, 1)] * 4000, 5.0, 1)
+    assert found == poisson([Request(1, 1)] * 4000, 5.0, 1)
+    assert found[-1].at == pytest.approx(800, rel=0.1)
+    gaps = np.diff([one.at for one in found])
+    assert np.std(gaps) == pytest.approx(np.mean(gaps), rel=0.1)  # exponential
+    with pytest.raises(Exception, match="rate is 0"):
+        poisson([], 0.0, 1)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_workloads_choose_and_shift_the_requests_of_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "mooncake.jsonl"
+    lines = [
+        {"timestamp": 1000 * i, "input_length": 100 * i, "output_length": 8} for i in range(1, 8)
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+
+    def arrivals(*words: str, longest: int = 600) -> list[Arrival]:
+        parser = argparse.ArgumentParser()
+        serve_command.add_parser(parser.add_subparsers())
+        args = parser.parse_args(["serve", "--trace", str(trace), *words])
+        return serve_command._workload(args, longest, 1)
+
+    assert [one.at for one in arrivals()] == [0, 1, 2, 3, 4]  # two are longer than a slot
+    assert arrivals("--skip", "1", "--requests", "2", "--speed-up", "4") == [
+        Arrival(0.0, Request(200, 8)),
+        Arrival(0.25, Request(300, 8)),
+    ]
+    assert {one.at for one in arrivals("--workload", "offline")} == {0.0}
+    prefixes = arrivals("--workload", "prefixes")
+    assert [one.content for one in prefixes] == [()] * 5
+    online = arrivals("--workload", "online", "--rate", "2")
+    assert [one.request for one in online] == [one.request for one in arrivals()]
+    assert online[0].at == 0 < online[1].at != 1
+    chat = arrivals("--workload", "chat", "--requests", "50", longest=4096)
+    assert 0 < len(chat) <= 50
+    assert all(600 < one.request.longest <= 4096 for one in chat[:3])
+
+
+def test_all_arms_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_SAMPLE_S", 0.0)  # every step
+    out = tmp_path / "serve.json"
+    words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]
+    assert main([*words, "--speed-up", "1000"]) == 0
+    data = json.loads(out.read_text())
+    assert data["format"] == "vmem-bench-serve/1"
+    part = data["parts"]["azure"]
+    assert part["status"] == "done", part
+    rows = {row["id"].partition("/")[2]: row for row in part["rows"]}
+    arms = [*serve_command.ARMS, serve_command.AGAIN]
+    for arm in arms:
+        assert rows[f"makespan/{arm}"]["finished"] == [data["options"]["served"]]
+        assert rows[f"largest/{arm}"]["value"] >= rows[f"batch/{arm}"]["value"] > 0
+        assert rows[f"first50/{arm}"]["value"] <= rows[f"first99/{arm}"]["value"]
+        assert rows[f"wasted/{arm}"]["value"] >= 0
+        assert len(rows[f"memory/{arm}"]["columns"]) == 5
+    for arm in set(arms) - {"contiguous", serve_command.AGAIN}:
+        assert rows[f"difference/{arm}"]["value"] <= serve_command._BOUND
+    tokens = {rows[f"tokens/{arm}"]["value"] * rows[f"makespan/{arm}"]["value"] for arm in arms}
+    assert max(tokens) == pytest.approx(min(tokens), rel=1e-4)  # everybody did the same work
+    # Larger pages and blocks waste more, and static slots most.
+    wasted = {arm: rows[f"wasted/{arm}"]["value"] for arm in arms}
+    assert wasted["static"] > wasted["2M"] > wasted["contiguous"]
+    assert wasted["paged128"] > wasted["paged16"]
+
+
+def test_conversations_find_what_was_said_before(tmp_path: Path) -> None:
+    out = tmp_path / "serve.json"
+    words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]
+    words += ["--workload", "prefixes", "--slots", "1", "--no-check", "--rate", "1000"]
+    assert main([*words, "--arms", "contiguous,paged16,paged128"]) == 0
+    part = json.loads(out.read_text())["parts"]["prefixes"]
+    shared = {
+        row["system"]: row["value"]
+        for row in part["rows"]
+        if row["id"].startswith("prefixes/shared")
+    }
+    # Four talks of 127 tokens, then two go on: 7 units of 16 each are there, and no block of 128.
+    assert shared == {"contiguous": 224, "paged16": 224, "paged128": 0}
+
+
+def test_an_arm_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' results are kept."""
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no blocks today")
+
+    monkeypatch.setattr(Paged, "__init__", broken)
+    out = tmp_path / "serve.json"
+    words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]
+    assert main([*words, "--arms", "contiguous,paged16,2M", "--requests", "2"]) == 0
+    part = json.loads(out.read_text())["parts"]["azure"]
+    assert part["status"] == "partial"
+    assert [item["id"] for item in part["missing"]] == ["azure/makespan/paged16"]
+    assert "no blocks today" in part["missing"][0]["why"]
+    found = {row["id"] for row in part["rows"]}
+    assert {"azure/makespan/contiguous", "azure/makespan/2M"} <= found
+
+
+def test_an_arm_that_fails_midway_leaves_no_memory_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its store is closed although the error's frames held tensors of it."""
+    opened: list[Store] = []
+    launch = Forward.launch
+
+    def failing(self: Forward, works: list[Work]) -> Any:
+        if isinstance(self.store, Slots):
+            opened.append(self.store)
+            held = self.store.layers[0]  # in the frame of the traceback
+            raise RuntimeError(f"illegal access near {held[0].shape}")
+        return launch(self, works)
+
+    monkeypatch.setattr(Forward, "launch", failing)
+    out = tmp_path / "serve.json"
+    words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]
+    assert main([*words, "--arms", "contiguous,paged16,2M", "--requests", "2"]) == 0
+    part = json.loads(out.read_text())["parts"]["azure"]
+    assert {item["id"] for item in part["missing"]} == {
+        "azure/makespan/contiguous",
+        "azure/makespan/2M",
+    }
+    assert all("illegal access" in item["why"] for item in part["missing"])
+    assert {row["id"] for row in part["rows"]} >= {"azure/makespan/paged16"}
+    assert opened
+    for store in opened:
+        assert isinstance(store, Slots)
+        with pytest.raises(Exception, match="closed"):
+            store.cache.stats()

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: MIT
+"""What a step does for every slot in C, against the same in Python."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import Any
+
+import numpy
+import pytest
+
+from pyvmem import InvalidArgument, KVCache, KVCacheConfig, OpBatch
+from pyvmem._native import Columns
+
+PAGE, ROW = 4096, 100
+
+
+def columns_of(count: int, **place: int) -> Columns:
+    columns = Columns(count)
+    columns.active[:] = columns.plain[:] = b"\1" * count
+    layout = {"max_rows": (1 << 64) - 1, "prefill": 16, "row_bytes": ROW, "page_size": PAGE}
+    for name, value in {**layout, **place}.items():
+        setattr(columns.place, name, value)
+    return columns
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 4096])
+def test_a_scan_is_what_python_would_find(count: int) -> None:
+    rng = random.Random(count)
+    columns = columns_of(count)
+    held = [0] * count
+    for most in (0, 1, 1 << 40, 1 << 30, (1 << 64) - 1):
+        for place in range(count):
+            columns.capacity[place] = rng.randint(0, most)
+        numbers = [rng.randint(0, most) for _ in range(count)]
+        found = columns.scan(numbers)
+        assert isinstance(found, tuple)
+        rows, total, beyond = found
+        assert list(rows) == list(columns.needs) == list(map(max, numbers, held))
+        assert total == sum(rows) % (1 << 64)
+        assert beyond == [i for i in range(count) if numbers[i] > columns.capacity[i]]
+        assert list(columns.held) == held
+        if most < 1 << 40:  # every second scan is committed
+            columns.held, held = rows, list(rows)
+
+
+def test_every_place_may_be_beyond() -> None:
+    assert columns_of(3).scan([1, 2, 3]) == (array("Q", [1, 2, 3]), 6, [0, 1, 2])
+
+
+def test_as_many_lengths_as_slots() -> None:
+    for count in (0, 2, 4):
+        with pytest.raises(ValueError, match=f"{count} lengths for 3 slots"):
+            columns_of(3).scan([1] * count)
+
+
+@pytest.mark.parametrize("bad", [-1, 1 << 64, 1.0, "1", None, numpy.int64(1)])
+def test_the_first_that_is_no_length_is_named(bad: Any) -> None:
+    columns = columns_of(4)
+    assert columns.scan([1, True, bad, bad]) == 2
+    assert list(columns.held) == [0, 0, 0, 0]
+    assert columns.scan([1, 0, 0, 0]) == (array("Q", [1, 0, 0, 0]), 1, [0])
+
+
+def test_what_no_slot_can_hold_and_free_slots_are_named() -> None:
+    columns = columns_of(4, max_rows=50)
+    columns.active[2] = 0
+    assert columns.scan([50, 0, 0, 50]) == (array("Q", [50, 0, 0, 50]), 100, [0, 3])
+    assert columns.scan([50, 51, 1, 0]) == 4 + 1
+    assert columns.scan([50, 50, 1, 51]) == 4 + 2
+    assert columns.scan([51, 50, 1, "x"]) == 3  # no number at all comes first
+
+
+def test_a_prefill_needs_what_it_may_over_read() -> None:
+    columns = columns_of(4, max_rows=100, guard=30, prefill=16)
+    columns.capacity[:] = array("Q", [16, 17, 46, 99])
+    found = columns.scan([16, 17, 17, 90])
+    assert found == (array("Q", [16, 17, 17, 90]), 140, [1, 2, 3])
+    assert list(columns.needs) == [16, 47, 47, 100]
+
+
+def goals_by_hand(runs: Any, want: list[tuple[int, int, int]]) -> list[int]:
+    """The policy of growth.py's introduction, written for reading."""
+
+    def power(number: int) -> int:
+        return 1 << number.bit_length() >> 1
+
+    pages = [most for most, *_ in want]
+    need = sum(max(0, most - mapped) for most, mapped, _ in want)
+    free = runs.free - need
+    if not need or free <= 0:
+        return pages
+    least = 1
+    if runs.left:
+        while least * runs.left < 2 * free * runs.tensors:
+            least *= 2
+    share = free // max(1, runs.active)
+    longest = min(runs.longest, power(share if least > 1 else share // 2))
+    goals = []
+    for most, mapped, head in want:
+        run = min(max(power(int((most - head) * runs.fraction)), least), longest)
+        goal = most
+        if most > mapped and run > 1:
+            longer = min(-(-most // run) * run, runs.last)
+            if longer - most <= free:
+                free -= longer - most
+                goal = longer
+        goals.append(goal)
+    return goals
+
+
+def test_runs_follow_the_policy() -> None:
+    rng = random.Random(5)
+    longer = 0
+    for _ in range(2000):
+        count = rng.randint(0, 8)
+        columns = columns_of(8)
+        runs = columns.runs
+        runs.fraction = rng.choice([0.125, 0.5, 1.0])
+        runs.longest = rng.choice([1, 2, 32])
+        runs.last, runs.tensors = 200, rng.randint(1, 64)
+        runs.free, runs.active = rng.randint(0, 500), rng.randint(0, 8)
+        runs.left = rng.choice([0, 1, 100, 10000])
+        want = []
+        for _ in range(count):
+            pages = rng.randint(1, 200)
+            want.append((pages, rng.randint(0, 200), rng.randint(0, pages)))
+        found = columns.goals(*([one[i] for one in want] for i in range(3)))
+        assert found == goals_by_hand(runs, want)
+        longer += found != [pages for pages, *_ in want]
+    assert longer > 200
+
+
+def test_a_plan_maps_what_is_lacking_and_grants_what_is_mapped() -> None:
+    columns = columns_of(4, base=1 << 30, slot_bytes=1 << 20, tensor_bytes=1 << 24, tensors=2)
+    columns.place.max_rows, columns.place.overread, columns.place.op_flags = 1000, 8, 3
+    columns.runs.longest, columns.runs.free = 1, 26
+    columns.mapped[:] = array("Q", [1, 3, 0, 5])
+    columns.granted[:] = array("Q", [1, 1, 0, 5])
+    columns.capacity[:] = array("Q", [32, 32, 0, 196])
+    columns.scan([33, 100, 1000, 196])
+    ops = OpBatch(4)
+    grown = columns.plan(ops.array)
+    assert grown == (
+        *([0, 1, 2], [1, 3, 0], [1, 1, 0], [32, 32, 0]),
+        *([2, 3, 25], [2, 3, 25], 2, 26, 2),
+    )
+    first, second = ops.array[0], ops.array[1]
+    assert (first.addr, first.bytes, first.count, first.stride, first.page_size, first.flags) == (
+        *((1 << 30) + PAGE, PAGE, 2, 1 << 24, PAGE, 3),
+    )
+    assert (second.addr, second.bytes) == ((1 << 30) + (2 << 20), 25 * PAGE)
+    columns.commit()
+    assert list(columns.mapped) == [2, 3, 25, 5]
+    assert list(columns.granted) == [2, 3, 25, 5]
+    assert list(columns.capacity) == [73, 114, 1000, 196]
+    assert list(columns.calls) == [1, 0, 1, 0]
+    columns.runs.free = 0
+    columns.scan([80, 0, 0, 0])
+    assert columns.plan(ops.array) is None
+    columns.runs.free = 2
+    assert columns.plan(ops.array)
+    columns.plain[1] = 0
+    columns.scan([80, 120, 0, 0])
+    assert columns.plan(ops.array) is None
+
+
+def test_surplus_is_of_plain_slots() -> None:
+    columns = columns_of(3)
+    columns.clear()
+    for index, (mapped, granted, plain) in enumerate([(5, 2, True), (9, 1, False), (4, 4, True)]):
+        columns.file(index, mapped, granted, 0, True, plain)
+    assert columns.surplus == 3
+    columns.file(0, 7, 2, 0, True, True)
+    columns.file(1, 9, 8, 0, True, True)
+    assert columns.surplus == 6
+    columns.file(0, 7, 2, 0, True, False)
+    assert columns.surplus == 1
+    columns.clear()
+    assert columns.surplus == 0
+    assert not any(columns.plain)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (-1, r"seq_lens\[1\] is -1; it must not be negative"),
+        (-(1 << 70), r"seq_lens\[1\] is -1180591620717411303424; it must not be negative"),
+        (65, r"seq_lens\[1\] is 65; max_seq_len is 64"),
+        (1 << 64, r"seq_lens\[1\] is 18446744073709551616; max_seq_len is 64"),
+    ],
+)
+def test_numbers_that_a_step_refuses(number: int, text: str) -> None:
+    config = KVCacheConfig(
+        num_layers=1, num_kv_heads=1, head_dim=8, dtype="float16", max_batch=2, max_seq_len=64
+    )
+    with KVCache(config, backend="host") as cache:
+        assert [cache.alloc_reqid() for _ in range(2)] == [0, 1]
+        assert cache.step([8, 8]) == 0
+        for call in (cache.step, cache.step_async):
+            with pytest.raises(InvalidArgument, match=text):
+                call([64, number])
+        assert [slot.seq_len for slot in cache.snapshot()] == [8, 8]
+        cache.check_integrity()

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: MIT
+"""Description: what `make dist` refuses, its bill of materials, how an sdist is written."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import dist
+import pytest
+
+METADATA = """Metadata-Version: 2.4
+Name: pyvmem
+Version: 0.1.0
+Summary: what it is
+License-Expression: MIT
+Requires-Dist: cffi>=1.17
+Requires-Dist: torch>=2.6; extra == "torch"
+Requires-Dist: Torch>=2.6; extra == "serve"
+Requires-Dist: pyvmem[serve]; extra == "server"
+"""
+GOOD = "pyvmem-0.1.0-cp310-abi3-manylinux_2_34_x86_64.whl"
+
+
+def make_wheel(folder: Path, name: str = GOOD, files: Sequence[str] = ()) -> Path:
+    path = folder / name
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("pyvmem-0.1.0.dist-info/METADATA", METADATA)
+        for file in files:
+            archive.writestr(file, b"")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "text"),
+    [
+        ("pyvmem-0.1.0-cp311-cp311-manylinux_2_34_x86_64.whl", [], "stable ABI"),
+        ("pyvmem-0.1.0-cp310-abi3-linux_x86_64.whl", [], "manylinux"),
+        (GOOD, [], r"holds \[\]"),
+        (GOOD, ["pyvmem/_vmem.abi3.so", "pyvmem.libs/other.so.1"], "other.so"),
+        (GOOD, ["pyvmem/_vmem.abi3.so", "pyvmem/x.c"], "x.c"),
+    ],
+)
+def test_refused(tmp_path: Path, name: str, files: list[str], text: str) -> None:
+    with pytest.raises(dist.DistError, match=text):
+        dist.check_wheel(make_wheel(tmp_path, name, files))
+
+
+def test_the_bill_of_materials(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path)
+    bom = dist.sbom([wheel], 86400)
+    assert bom == dist.sbom([wheel], 86400)
+    assert bom["metadata"]["timestamp"] == "1970-01-02T00:00:00Z"
+    assert bom["metadata"]["component"]["purl"] == "pkg:pypi/pyvmem@0.1.0"
+    (file,) = bom["metadata"]["component"]["components"]
+    assert file["hashes"] == [{"alg": "SHA-256", "content": dist.digest(wheel)}]
+    refs = [part["bom-ref"] for part in bom["components"]]
+    assert (
+        sorted(set(refs))
+        == refs
+        == [
+            "pkg:generic/libvmem@0.1.0",
+            "pkg:pypi/cffi",
+            "pkg:pypi/torch?extra=serve",
+            "pkg:pypi/torch?extra=torch",
+        ]
+    )
+    assert bom["dependencies"] == [
+        {
+            "ref": "pkg:pypi/pyvmem@0.1.0",
+            "dependsOn": ["pkg:generic/libvmem@0.1.0", "pkg:pypi/cffi"],
+        }
+    ]
+
+
+def test_an_sdist_has_one_order_time_and_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "pyvmem-0.1.0.tar.gz"
+
+    def write(*names: str) -> None:
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w") as archive:
+            for mtime, name in enumerate(names):
+                entry = tarfile.TarInfo(name)
+                entry.size, entry.mtime, entry.uid, entry.uname = 1, mtime, 7, "me"
+                archive.addfile(entry, io.BytesIO(b"x"))
+        made.write_bytes(gzip.compress(out.getvalue()))
+
+    found = []
+    for names in (("b", "a"), ("a", "b")):
+        monkeypatch.setattr(dist, "run", lambda *_, names=names, **__: write(*names))
+        found.append(dist.make_sdist(tmp_path, tmp_path, 5).read_bytes())
+    assert found[0] == found[1]
+    with tarfile.open(made) as archive:
+        entries = archive.getmembers()
+    assert [(one.name, one.mtime, one.uid, one.uname) for one in entries] == [
+        ("a", 5, 0, "root"),
+        ("b", 5, 0, "root"),
+    ]

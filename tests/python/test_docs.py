@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: MIT
+"""Description: what builds and checks the documentation finds what it is there for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import check_docs
+import docs_man
+import docs_site
+import pytest
+
+PAGE = """.Sh NAME
+.Nm vmem_x
+.Nd an example
+.Sh SYNOPSIS
+.In vmem.h
+.Ft int
+.Fo vmem_x
+.Fa "vmem_t vm"
+.Fc
+.Sh DESCRIPTION
+.Fn vmem_x
+takes
+.Fa a , b
+.Pq see Xr vmem_y 3 .
+.Bl -tag -width Er
+.It Bq Er EINVAL
+A < B.
+.El
+"""
+
+
+def link(name: str, section: str) -> str:
+    """A stand-in for the site's links."""
+    return f"<{name}.{section}>"
+
+
+def test_a_man_page(tmp_path: Path) -> None:
+    path = tmp_path / "vmem_x.3"
+    path.write_text(PAGE)
+    out = docs_man.convert(path, link)
+    assert "#include &lt;vmem.h&gt;\n\nint\nvmem_x(vmem_t vm);" in out
+    assert "<code>a</code>, <code>b</code>\n(see <vmem_y.3>)." in out
+    assert "<dt>[<code>EINVAL</code>]</dt>" in out
+    assert "A &lt; B." in out
+
+
+def test_an_unknown_macro_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "vmem_x.3"
+    path.write_text(PAGE + ".Zz what\n")
+    with pytest.raises(docs_man.MdocError, match=r"vmem_x\.3: unknown macro Zz"):
+        docs_man.convert(path, link)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n", "AssertionError"),
+        ("```sh\nfalse\n```\n", "failed"),
+        ("```\nwhat\n```\n", "a block of no language"),
+        ("text\n\n    code\n", "an indented block: code"),
+        ("```sh\nfalse\n```\n\n*Needs a GPU. Log: none.*\n", "what ran it is not linked"),
+        ("[there](nowhere.md)\n", "no file nowhere.md"),
+    ],
+)
+def test_what_is_wrong_with_a_page(
+    text: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    monkeypatch.setattr(check_docs, "ROOT", tmp_path)
+    problems = check_docs.check_code(page)[1] + check_docs.check_links(page)[1]
+    assert len(problems) == 1
+    assert wrong in problems[0]
+
+
+def test_what_is_right_with_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.log").write_text("")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nx = 1\n```\n\n```python\nassert x == 1\n```\n\n```text\nanything\n```\n\n"
+        "```sh\nfalse\n```\n\n*Needs a GPU. Log: [run](run.log).*\n"
+    )
+    monkeypatch.setattr(check_docs, "ROOT", tmp_path)
+    assert check_docs.check_code(page) == (4, [])
+    assert check_docs.check_links(page) == (1, [])
+
+
+def test_dead_links_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "index.html").write_text('<h1 id="here">x</h1><a href="../">up</a>')
+    (tmp_path / "index.html").write_text(
+        '<a href="a/#here">1</a><a href="a/#gone">2</a><a href="b/">3</a>'
+        '<script src="https://elsewhere/x.js"></script>'
+    )
+    monkeypatch.setattr(docs_site, "SITE", tmp_path)
+    assert docs_site.check_site() == [
+        "index.html: no part a/#gone",
+        "index.html: no page b/",
+        "index.html: loads https://elsewhere/x.js from another host",
+    ]

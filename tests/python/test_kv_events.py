@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: MIT
+"""Description: what is recorded and evicted as KV events: a router that follows them is right."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from conftest import open_context
+from kvcache_helpers import LAYERS, ROWS, lens, small_cache
+
+from pyvmem import Caps, Context, KVCache
+from pyvmem.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvents, block_hashes
+
+
+@pytest.fixture
+def sharing(context: Context) -> Context:
+    if not {Caps.ALIAS, Caps.READONLY} <= set(context.info.caps):
+        pytest.skip("the back end has no prefixes")
+    return context
+
+
+def serve(cache: KVCache, tokens: list[int], namespace: str | None = None) -> None:
+    """A request of these tokens that is recorded when it ends."""
+    taken = cache.alloc_prefix(tokens, namespace=namespace)
+    assert taken is not None
+    reqid = taken[0]
+    assert cache.step(lens(cache, **{f"r{reqid}": len(tokens)})) == 0
+    cache.free_reqid(reqid, tokens=tokens, namespace=namespace)
+
+
+class Router:
+    """What a router knows by the events alone: hash to parent."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, int | None] = {}
+
+    def follow(self, events: list) -> None:
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self.blocks.clear()
+            elif isinstance(event, BlockRemoved):
+                for one in event.block_hashes:
+                    del self.blocks[one]
+            else:
+                parent = event.parent_block_hash
+                assert len(event.token_ids) == event.block_size * len(event.block_hashes)
+                for one in event.block_hashes:
+                    assert one not in self.blocks
+                    assert parent is None or parent in self.blocks
+                    self.blocks[one] = parent
+                    parent = one
+
+    def matched(self, tokens: list[int], unit: int, namespace: str | None = None) -> int:
+        count = 0
+        for one in block_hashes(tokens, unit, namespace):
+            if one not in self.blocks:
+                break
+            count += 1
+        return count * unit
+
+
+def test_stored_and_removed(sharing: Context) -> None:
+    with small_cache(sharing) as cache:
+        serve(cache, [1] * ROWS)
+        events = KVEvents(cache)
+        (cleared, begun) = events.poll()
+        assert cleared == AllBlocksCleared()
+        assert begun == BlockStored(block_hashes([1] * ROWS, ROWS), None, [1] * ROWS, ROWS)
+        assert events.poll() == []
+        tokens = [1] * ROWS + [2] * (2 * ROWS)
+        serve(cache, tokens)
+        first, *rest = block_hashes(tokens, ROWS)
+        assert events.poll() == [BlockStored(rest, first, [2] * (2 * ROWS), ROWS)]
+        serve(cache, tokens)
+        assert events.poll() == [], "recorded already"
+        serve(cache, [1] * ROWS, "adapter")
+        (stored,) = events.poll()
+        assert isinstance(stored, BlockStored)
+        assert stored.lora_name == "adapter"
+        assert stored.block_hashes == block_hashes([1] * ROWS, ROWS, "adapter") != [first]
+        cache.trim(prefixes=True)
+        gone = [one for event in events.poll() for one in event.block_hashes]
+        assert sorted(gone) == sorted([first, *rest, *stored.block_hashes])
+
+
+def test_hashes_depend_on_all_before_and_on_the_namespace() -> None:
+    one, two = block_hashes([1, 2, 3, 4, 5], 2), block_hashes([9, 2, 3, 4], 2)
+    assert len(one) == len(two) == 2
+    assert not set(one) & set(two)
+    assert block_hashes([1, 2, 3, 4], 2) == one
+    assert not set(block_hashes([1, 2, 3, 4], 2, "x")) & set(one)
+    assert block_hashes([1], 2) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_router_knows_what_the_cache_knows(backend: str, seed: int) -> None:
+    dice = random.Random(seed)
+    with open_context(backend) as context:
+        if not {Caps.ALIAS, Caps.READONLY} <= set(context.info.caps):
+            pytest.skip("the back end has no prefixes")
+        limit = 14 * 2 * LAYERS * context.info.granule
+        with small_cache(context, memory_limit=limit) as cache:
+            events, router = KVEvents(cache), Router()
+            prompts = [[dice.randrange(2) for _ in range(dice.randrange(1, 6))] for _ in range(40)]
+            evicted = 0
+            for prompt in prompts:
+                tokens = [word for word in prompt for _ in range(ROWS)]
+                namespace = dice.choice([None, "a"])
+                serve(cache, tokens, namespace)
+                told = events.poll()
+                evicted += sum(isinstance(one, BlockRemoved) for one in told)
+                router.follow(told)
+                for other in prompts[:8]:
+                    asked = [word for word in other for _ in range(ROWS)]
+                    for name in (None, "a"):
+                        with cache.match(asked, leave=0, namespace=name) as match:
+                            assert router.matched(asked, ROWS, name) == match.length
+            assert evicted, "the memory was too large for this test"
+            assert len(router.blocks) * ROWS == cache.stats().prefix_tokens
+
+
+def test_an_interrupted_call_tells_nothing(
+    sharing: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_cache(sharing) as cache:
+        serve(cache, [1] * ROWS)
+        events = KVEvents(cache)
+        events.poll()
+        tree = cache._group.prefixes.tree
+        order = tree._order
+        reqid = cache.alloc_reqid()
+        assert cache.step(lens(cache, **{f"r{reqid}": 2 * ROWS})) == 0
+
+        def interrupted(*_: object) -> None:
+            assert tree.changes, "noted by then"
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(order, "touch", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                tokens = [3] * (2 * ROWS)
+                # The look-up before touches the order, too.
+                patch.setattr(tree, "match", lambda *_, **__: _nothing(tree))
+                cache.free_reqid(reqid, tokens=tokens)
+        assert events.poll() == []
+        cache.check_integrity()
+
+
+def _nothing(tree: object) -> object:
+    from pyvmem.kvcache.prefix_tree import Match
+
+    return Match(0, [], tree.root)  # type: ignore[attr-defined]

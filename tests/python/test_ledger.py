@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: MIT
+"""Description: the ledger that engines share: rooms and floors, deaths of engines, bad files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pyvmem import cli
+from pyvmem.errors import AccessDenied, InvalidArgument
+from pyvmem.ledger import MAX_HANDLES, Account, Ledger, LedgerError
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "ledger"
+    path.mkdir(mode=0o700)
+    return path
+
+
+def join(folder: Path, name: str, **wanted: int) -> Account:
+    values = {"floor": 0, "limit": 100 * GIB, "least": 1, "virtual": 100 * GIB} | wanted
+    return Ledger("host", 10 * GIB, folder).join(name, **values)
+
+
+def names(folder: Path) -> list[str]:
+    with Ledger("host", folder=folder, create=False) as ledger:
+        return [one.name for one in ledger.engines()]
+
+
+# ---- who may have what ---------------------------------------------------------------------------
+
+
+def test_two_engines_never_have_more_than_there_is(folder: Path) -> None:
+    a, b = join(folder, "a"), join(folder, "b")
+    assert a.take(7 * GIB)
+    assert b.room() == 3 * GIB
+    assert not b.take(3 * GIB + 1)
+    assert b.take(3 * GIB)
+    assert a.room() == 0
+    a.give(GIB)
+    assert b.room() == GIB
+    a.close()
+    b.close()
+
+
+def test_a_floor_is_left_to_its_engine(folder: Path) -> None:
+    a, b = join(folder, "a"), join(folder, "b", floor=4 * GIB)
+    assert a.room() == 6 * GIB
+    assert b.take(5 * GIB)
+    assert a.room() == 5 * GIB
+    a.close()
+    b.close()
+
+
+def test_memory_on_its_way_is_not_free_twice(folder: Path) -> None:
+    a, b = join(folder, "a"), join(folder, "b")
+    assert a.take(2 * GIB, free=3 * GIB)
+    assert b.room(free=3 * GIB) == GIB
+    a.mapped(2 * GIB)
+    assert b.room(free=GIB) == GIB
+    a.close()
+    b.close()
+
+
+def test_handles_are_rationed_too(folder: Path) -> None:
+    a, b = join(folder, "a"), join(folder, "b")
+    assert a.take(1, handles=MAX_HANDLES - 10)
+    assert not b.take(1, handles=11)
+    assert b.take(1, handles=10)
+    a.close()
+    b.close()
+
+
+def test_one_that_is_short_asks_the_others_above_their_floors(folder: Path) -> None:
+    a, b = join(folder, "a", floor=GIB), join(folder, "b")
+    assert a.take(9 * GIB)
+    assert a.excess() == 0
+    b.want(3 * GIB)  # for 1 GiB of which there is room
+    assert a.excess() == 2 * GIB
+    b.want(100 * GIB)
+    assert a.excess() == 8 * GIB
+    b.want(0)
+    assert a.excess() == 0
+    a.close()
+    b.close()
+
+
+def test_threads_of_a_process_take_turns(folder: Path) -> None:
+    accounts = [join(folder, f"engine{i}") for i in range(4)]
+    granted = [0] * 4
+
+    def work(index: int) -> None:
+        for _ in range(200):
+            if accounts[index].take(GIB // 16):
+                granted[index] += 1
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert sum(granted) == 160
+    for account in accounts:
+        account.close()
+
+
+# ---- life and death ------------------------------------------------------------------------------
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from pyvmem.ledger import Ledger
+account = Ledger("host", 0, Path(sys.argv[1])).join(
+    sys.argv[2], floor=0, limit=1 << 40, least=1, virtual=1 << 40)
+print(account.take(8 << 30), flush=True)
+for line in sys.stdin:
+    with account.ledger.locked():
+        print("locked", flush=True)
+        time.sleep(60)
+"""
+
+
+def child(folder: Path, name: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(folder), name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "True\n"
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_killed_engine_leaves_nothing(folder: Path, inside: bool) -> None:
+    a = join(folder, "a")
+    process = child(folder, "b")
+    assert sorted(names(folder)) == ["a", "b"]
+    assert a.room() == 2 * GIB
+    if inside:  # while it holds the ledger's lock
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "locked\n"
+    kill(process)
+    assert a.room() == 10 * GIB
+    assert names(folder) == ["a"]
+    a.close()
+
+
+def test_a_name_is_free_again_when_its_engine_died(folder: Path) -> None:
+    process = child(folder, "b")
+    with pytest.raises(
+        InvalidArgument, match=f"an engine of that name runs .process {process.pid}"
+    ):
+        join(folder, "b")
+    kill(process)
+    join(folder, "b").close()
+
+
+def test_slots_run_out(folder: Path) -> None:
+    accounts = [join(folder, f"engine{i}") for i in range(64)]
+    with pytest.raises(LedgerError, match="64 engines"):
+        join(folder, "one more")
+    for account in accounts:
+        account.close()
+    join(folder, "one more").close()
+
+
+# ---- bad files and bad users ---------------------------------------------------------------------
+
+
+def test_floors_beyond_the_capacity(folder: Path) -> None:
+    a = join(folder, "a", floor=7 * GIB)
+    with pytest.raises(InvalidArgument, match=f"floors of others keep {7 * GIB}"):
+        join(folder, "b", floor=4 * GIB)
+    a.close()
+
+
+def test_another_version_is_refused(folder: Path) -> None:
+    join(folder, "a").close()
+    path = folder / "host.ledger"
+    data = bytearray(path.read_bytes())
+    data[8] = 9
+    path.write_bytes(bytes(data))
+    with pytest.raises(LedgerError, match="of version 9, this pyvmem knows 1") as caught:
+        join(folder, "a")
+    assert caught.value.errno_name == "EPROTO"
+
+
+@pytest.mark.parametrize("contents", [b"", b"short", b"x" * 36864])
+def test_a_damaged_ledger_is_refused(folder: Path, contents: bytes) -> None:
+    path = folder / "host.ledger"
+    path.write_bytes(contents)
+    path.chmod(0o600)
+    with pytest.raises(LedgerError, match="no ledger, or damaged"):
+        join(folder, "a")
+    assert path.read_bytes() == contents
+
+
+def test_a_ledger_that_others_may_write_is_refused(folder: Path) -> None:
+    join(folder, "a").close()
+    (folder / "host.ledger").chmod(0o666)
+    with pytest.raises(AccessDenied, match="mode 666"):
+        join(folder, "a")
+
+
+def test_a_folder_that_others_may_write_is_refused(folder: Path) -> None:
+    folder.chmod(0o777)
+    with pytest.raises(AccessDenied, match="mode 777"):
+        join(folder, "a")
+
+
+def test_a_link_in_the_ledgers_place_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"x" * 36864)
+    (folder / "host.ledger").symlink_to(other)
+    with pytest.raises(LedgerError, match="symbolic links"):
+        join(folder, "a")
+    assert other.read_bytes() == b"x" * 36864
+
+
+def test_a_full_file_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(LedgerError, match="36864 bytes cannot be had: No space left"):
+        join(folder, "a")
+    assert list(folder.iterdir()) == []
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def vmem(folder: Path, *words: str) -> int:
+    return cli.main([*words, "--ledger", str(folder)])
+
+
+def test_limit_by_name_and_by_process(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = join(folder, "a", least=GIB)
+    assert a.take(6 * GIB)
+    assert vmem(folder, "limit", "a", "4G") == 0
+    assert f"{2 * GIB} bytes above it go as requests end" in capsys.readouterr().out
+    assert (a.limit, a.room(), a.excess()) == (4 * GIB, 0, 2 * GIB)
+    assert vmem(folder, "limit", str(os.getpid()), "8G") == 0
+    assert (a.limit, a.room(), a.excess()) == (8 * GIB, 2 * GIB, 0)
+    a.close()
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        ("1G", f"its floor is {2 * GIB}"),
+        ("2.5G", f"one of its longest requests needs {3 * GIB}"),
+        ("11G", f"the most it can have is {10 * GIB}"),
+    ],
+)
+def test_limits_that_make_no_sense(
+    folder: Path, capsys: pytest.CaptureFixture[str], size: str, text: str
+) -> None:
+    a = join(folder, "a", floor=2 * GIB, least=3 * GIB)
+    assert vmem(folder, "limit", "a", size) == 1
+    assert text in capsys.readouterr().err
+    assert a.limit == 100 * GIB
+    a.close()
+
+
+def test_limit_that_is_no_size(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        vmem(folder, "limit", "a", "much")
+    assert "expected a size such as 20G" in capsys.readouterr().err
+
+
+def test_limit_of_nobody(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert vmem(folder, "limit", "nobody", "1G") == 1
+    assert "no engine 'nobody'" in capsys.readouterr().out
+
+
+def test_top(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = join(folder, "llama", floor=GIB)
+    a.take(6 * GIB)
+    a.report(in_use=2 * GIB, cached=3 * GIB, maps=7, hits=30, queries=40)
+    assert vmem(folder, "top", "--json") == 0
+    (one,) = json.loads(capsys.readouterr().out)["host"]
+    assert (one["name"], one["used"], one["cached"], one["maps"]) == ("llama", 6 * GIB, 3 * GIB, 7)
+    assert vmem(folder, "top", "--once") == 0
+    line = capsys.readouterr().out.splitlines()[1].split()
+    assert line == [
+        "host", "llama", str(os.getpid()), "6.0G", "2.0G", "3.0G", "100.0G", "1.0G", "0", "75%",
+    ]  # fmt: skip
+    a.close()

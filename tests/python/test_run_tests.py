@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: MIT
+"""The runner of the tests: where it is, how long it has to go, and where to go on."""
+
+import json
+import sys
+
+import pytest
+import run_tests
+
+
+@pytest.fixture
+def runner(monkeypatch, tmp_path):
+    """Runs `run_tests` with stages of our own; returns its status and those that ran."""
+    ran = []
+
+    def stage(name, action=lambda: None):
+        def run(session):
+            """What it does."""
+            ran.append(name)
+            action()
+
+        return run
+
+    def fail():
+        raise run_tests.Failed("exit status 1: a command")
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_tests, "TIMES", tmp_path / "times.json")
+    stages = {name: stage(name) for name in ("one", "two", "three", "gpu")}
+    monkeypatch.setattr(run_tests, "STAGES", stages)
+
+    def call(*words, fails=(), interrupted=()):
+        ran.clear()
+        for name in stages:
+            action = fail if name in fails else interrupt if name in interrupted else lambda: None
+            stages[name] = stage(name, action)
+        monkeypatch.setattr(sys, "argv", ["run_tests.py", *words])
+        return run_tests.main(), list(ran)
+
+    call.times = tmp_path / "times.json"
+    return call
+
+
+def test_all_stages_but_gpu(runner, capsys):
+    assert runner() == (0, ["one", "two", "three"])
+    said = capsys.readouterr().out
+    assert "#### one (stage 1 of 3, time left unknown): What it does." in said
+    assert "3 of 3 stages passed" in said
+    assert "FROM=" not in said
+    assert sorted(json.loads(runner.times.read_text())["short"]) == ["one", "three", "two"]
+
+
+def test_time_left_is_that_of_the_last_run(runner, capsys):
+    runner.times.write_text('{"short": {"two": 100.0, "three": 200.0}, "long": {"one": 9000.0}}')
+    runner()
+    said = capsys.readouterr().out
+    assert "#### one (stage 1 of 3, about 5 min left, not counting 1 never timed)" in said
+    assert "#### three (stage 3 of 3, about 3 min left)" in said
+    runner("--long", "one")
+    assert "#### one (stage 1 of 1, about 150 min left)" in capsys.readouterr().out
+
+
+def test_a_broken_record_is_no_hindrance(runner, capsys):
+    runner.times.write_text("{")
+    assert runner("two") == (0, ["two"])
+    assert "time left unknown" in capsys.readouterr().out
+
+
+def test_goes_on_from_a_stage(runner, capsys):
+    assert runner(fails=("two",)) == (1, ["one", "two", "three"])
+    said = capsys.readouterr().out
+    assert "two            FAILED" in said
+    assert "2 of 3 stages passed" in said
+    assert said.endswith("to go on: make test FROM=two\n")
+    assert "two" not in json.loads(runner.times.read_text())["short"]
+    assert runner("--from", "two") == (0, ["two", "three"])
+
+
+def test_an_interrupt_ends_with_the_summary(runner, capsys):
+    assert runner("--long", interrupted=("two",)) == (1, ["one", "two"])
+    said = capsys.readouterr().out
+    assert "two            interrupted" in said
+    assert said.endswith("to go on: make test-long FROM=two\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--from", "four"], "no such stage: four"),
+        (["four"], "no such stage: four"),
+        (["one", "--from", "two"], "--from two: not among one"),
+        (["--from", "gpu"], "--from gpu: not among one, two, three"),
+    ],
+)
+def test_refuses_unknown_stages(runner, capsys, words, text):
+    with pytest.raises(SystemExit) as caught:
+        runner(*words)
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err

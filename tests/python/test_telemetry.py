@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: MIT
+"""Description: the numbers of a cache as Prometheus, OpenTelemetry and a watcher get them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from kvcache_helpers import LAYERS, ROWS, lens, small_cache
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pyvmem import Caps, Context, InvalidArgument, KVCache, telemetry
+from pyvmem.kvcache.metrics import CacheStats, Counters, together
+from pyvmem.telemetry import Telemetry
+
+TENSORS = 2 * LAYERS
+Numbers = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+@pytest.fixture
+def cache(context: Context) -> Iterator[KVCache]:
+    """A cache in which something happened."""
+    with small_cache(context) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=2 * ROWS + 1)) == 0
+        yield cache
+
+
+def parsed(text: str) -> Numbers:
+    """Prometheus text as its own parser understands it, the cache's label left out."""
+    return {
+        (one.name, tuple(sorted((k, v) for k, v in one.labels.items() if k != "cache"))): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+    }
+
+
+def test_the_text_is_what_the_stats_say(cache: KVCache) -> None:
+    numbers = Telemetry()
+    numbers.add(cache, "a")
+    found, stats = parsed(numbers.text()), cache.stats()
+    assert found["pyvmem_pages", (("state", "active"),)] == stats.active_pages == 3 * TENSORS
+    assert found["pyvmem_pages", (("state", "free"),)] == stats.free_pages
+    assert found["pyvmem_page_events_total", (("event", "grown"),)] == stats.grown_pages
+    assert found["pyvmem_steps_total", (("call", "step"),)] == 1
+    assert found["pyvmem_slots", (("state", "active"),)] == 1
+    assert found["pyvmem_driver_calls_total", ()] == stats.driver_calls
+    slabs = cache.context.stats().slab_bytes
+    assert found["pyvmem_context_bytes", (("kind", "slab"),)] == slabs >= stats.mapped_bytes
+    assert found["pyvmem_wait_seconds_count", ()] == stats.waits == sum(stats.wait_counts)
+    assert found["pyvmem_wait_seconds_sum", ()] == pytest.approx(stats.wait_ns / 1e9)
+
+
+def test_buckets_grow_to_the_number_of_waits(cache: KVCache) -> None:
+    counters = cache._group.counters
+    counters.wait_counts = [0] * len(counters.wait_counts)
+    for took, power in ((1, 0), (2, 1), (1024, 10), (1025, 11), (1 << 34, 34), (1 << 50, -1)):
+        assert (took - 1).bit_length() == power or power == -1
+        counters.wait_counts[power] += 1
+    counters.waits = 6
+    numbers = Telemetry()
+    numbers.add(cache)
+    found = parsed(numbers.text())
+    name = "pyvmem_wait_seconds_bucket"
+    assert found[name, (("le", "1.024e-06"),)] == 3
+    assert found[name, (("le", "2.048e-06"),)] == 4
+    assert found[name, (("le", "17.179869184"),)] == 5
+    assert found[name, (("le", "+Inf"),)] == 6
+
+
+def test_a_wait_is_counted_by_its_length(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = Counters(context)
+    for took, place in ((0, 1), (1, 0), (2, 1), (3, 2), (4096, 12), (1 << 60, -1)):
+        times = iter((1000, 1000 + took))
+        monkeypatch.setattr("time.perf_counter_ns", lambda times=times: next(times))
+        before = list(counters.wait_counts)
+        with counters.waiting():
+            pass
+        before[place] += 1
+        assert counters.wait_counts == before
+
+
+def test_every_number_of_the_stats_is_told(cache: KVCache) -> None:
+    told = set()
+
+    class Asked:
+        def __getattr__(self, name: str) -> object:
+            told.add(name)
+            return getattr(cache.stats(), name)
+
+    for metric in telemetry._METRICS:
+        metric.values(Asked())  # type: ignore[arg-type]
+    told |= {"waits", "wait_ns", "wait_counts"}  # the histogram
+    assert told | telemetry.NOT_EXPORTED == {one.name for one in dataclasses.fields(CacheStats)}
+    assert not told & telemetry.NOT_EXPORTED
+
+
+def test_hits_and_evictions_are_counted(context: Context) -> None:
+    if not {Caps.ALIAS, Caps.READONLY} <= set(context.info.caps):
+        pytest.skip("the back end has no prefixes")
+    with small_cache(context) as cache:
+        reqid = cache.alloc_reqid()
+        assert cache.step(lens(cache, **{f"r{reqid}": 3 * ROWS})) == 0
+        cache.free_reqid(reqid, tokens=range(3 * ROWS))
+        with cache.match(range(3 * ROWS)), cache.match([7] * ROWS):
+            pass
+        stats = cache.stats()
+        assert (stats.prefix_queries, stats.prefix_query_tokens) == (2, 4 * ROWS)
+        assert (stats.prefix_hits, stats.prefix_hit_tokens) == (1, 2 * ROWS)
+        assert stats.evicted_pages == 0
+        cache.trim(prefixes=True)
+        assert cache.stats().evicted_pages == 3 * TENSORS
+        both = together([stats, stats], 5)
+        assert both.prefix_queries == 2, "the same prompts"
+        assert both.wait_counts == tuple(2 * count for count in stats.wait_counts)
+
+
+def test_prometheus_client_tells_the_same(cache: KVCache) -> None:
+    numbers = Telemetry()
+    numbers.add(cache, "a")
+    registry = CollectorRegistry()
+    registry.register(numbers)
+    assert parsed(generate_latest(registry).decode()) == parsed(numbers.text())
+
+
+def test_opentelemetry_tells_the_same(cache: KVCache) -> None:
+    numbers = Telemetry()
+    numbers.add(cache, "a")
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    try:
+        numbers.instrument(provider.get_meter("pyvmem"))
+        data = reader.get_metrics_data()
+        found = {
+            (metric.name, tuple(sorted(point.attributes.items()))): point.value
+            for resource in data.resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            for point in metric.data.data_points
+        }
+    finally:
+        provider.shutdown()
+    wanted = {
+        (
+            one.name.removesuffix("_total").replace("_", "."),
+            tuple(sorted(one.labels.items())),
+        ): one.value
+        for family in text_string_to_metric_families(numbers.text())
+        for one in family.samples
+    }
+    assert found == wanted
+
+
+def test_caches_that_end_are_forgotten_and_names_are_checked(context: Context) -> None:
+    numbers = Telemetry()
+    with small_cache(context) as first:
+        numbers.add(first, 'odd "name"\n\\')
+        with pytest.raises(InvalidArgument, match="told of already"):
+            numbers.add(first, 'odd "name"\n\\')
+        families = list(text_string_to_metric_families(numbers.text()))
+        labels = {s.labels["cache"] for family in families for s in family.samples}
+        assert labels == {'odd "name"\n\\'}
+    assert "cache=" not in numbers.text()
+    with small_cache(context) as second:
+        numbers.add(second, 'odd "name"\n\\')
+        assert 'cache="odd' in numbers.text()
+    del first, second
+    gc.collect()
+    assert numbers.caches() == {}
+
+
+def test_over_http(cache: KVCache) -> None:
+    numbers = Telemetry()
+    numbers.add(cache, "a")
+    with numbers.serve() as server:
+        at = f"http://127.0.0.1:{server.port}"
+        with urllib.request.urlopen(f"{at}/metrics", timeout=20) as answer:
+            assert answer.headers["Content-Type"] == telemetry.CONTENT_TYPE
+            assert parsed(answer.read().decode()) == parsed(numbers.text())
+        with urllib.request.urlopen(f"{at}/caches", timeout=20) as answer:
+            told = json.load(answer)["a"]
+        assert told["stats"]["active_pages"] == 3 * TENSORS
+        assert [slot["mapped_pages"] for slot in told["slots"]] == [3, 0, 0, 0]
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"{at}/other", timeout=20)
+        assert caught.value.code == 404
+        caught.value.close()

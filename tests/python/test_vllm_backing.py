@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: MIT
+"""Description: the pages of vLLM's blocks: geometry, and the books of growth and release."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pyvmem.vllm.backing import Backing, Release
+from pyvmem.vllm.geometry import Geometry, Run, blocks_are_outermost, runs_of
+from pyvmem.vllm.quota import LocalQuota
+
+PAGE = 64 << 10
+SHAPES = {
+    "a block is a page": [PAGE] * 3,
+    "straddles": [24 << 10] * 2,
+    "many in a page": [4 << 10] * 2,
+    "several pages": [3 * PAGE],
+    "two classes": [24 << 10, 64 << 10, 64 << 10, 100 << 10],
+}
+
+
+class Memory:
+    """What ranks would have mapped; refuses what is mapped twice or is not mapped."""
+
+    def __init__(self) -> None:
+        self.mapped: set[tuple[int, int]] = set()
+        self.refuse = False
+
+    def grow(self, runs: list[Run]) -> str | None:
+        if self.refuse:
+            return "refused"
+        new = pages(runs)
+        assert not new & self.mapped
+        self.mapped |= new
+        return None
+
+    def unmap(self, runs: list[Run]) -> None:
+        gone = pages(runs)
+        assert gone <= self.mapped
+        self.mapped -= gone
+
+
+def pages(runs: list[Run]) -> set[tuple[int, int]]:
+    return {(kind, first + i) for kind, first, length in runs for i in range(length)}
+
+
+def geometry_of(shape: str, blocks: int = 40) -> Geometry:
+    return Geometry.of(blocks, PAGE, [n * blocks for n in SHAPES[shape]])
+
+
+def make(geometry: Geometry, limit: int = 1 << 40) -> tuple[Backing, Memory]:
+    backing, memory = Backing(geometry, LocalQuota(limit)), Memory()
+    null = backing.begin_null()
+    assert memory.grow(null.runs) is None
+    assert backing.finish(null) == [0]
+    return backing, memory
+
+
+def grow(backing: Backing, memory: Memory, count: int) -> list[int]:
+    growth = backing.begin(count)
+    if growth is None:
+        return []
+    growth.run(memory)
+    return backing.finish(growth)
+
+
+def test_pages_of_a_block() -> None:
+    geometry = geometry_of("straddles")
+    assert [list(geometry.pages(0, b)) for b in range(4)] == [[0], [0], [0, 1], [1]]
+    assert geometry.num_pages(0) == 15
+    assert geometry.page_bytes(0) == 2 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "good"),
+    [
+        ((10, 2, 16, 64), (2048, 1024, 64, 1), True),  # blocks, heads, tokens, values
+        ((10, 2, 16, 64), (2048, 64, 128, 1), True),  # the same, tokens before heads in memory
+        ((40, 2, 4, 64), (512, 256, 64, 1), True),  # four blocks of the kernel in one of vLLM's
+        ((2, 10, 16, 64), (10240, 1024, 64, 1), False),  # keys, then values
+        ((10, 2, 16, 64), (4096, 1024, 64, 1), False),  # blocks farther apart than they are large
+        ((16, 10, 128), (1280, 128, 1), False),
+    ],
+)
+def test_layouts_that_keep_blocks_together(
+    shape: tuple[int, ...], strides: tuple[int, ...], good: bool
+) -> None:
+    geometry = Geometry.of(10, PAGE, [10 * 4096])
+    assert blocks_are_outermost(shape, strides, 2, geometry) is good
+
+
+def test_runs_join_neighbours() -> None:
+    assert runs_of([{3, 1, 2, 7}, set(), {0}]) == [Run(0, 1, 3), Run(0, 7, 1), Run(2, 0, 1)]
+
+
+def test_a_tensor_that_is_no_whole_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="1001 bytes is not 10 equal blocks"):
+        Geometry.of(10, PAGE, [1001])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_most_bytes_is_an_upper_bound(shape: str) -> None:
+    geometry = geometry_of(shape)
+    for count in (1, 2, 5):
+        for first in range(40 - count):
+            found = [
+                {p for b in range(first, first + count) for p in geometry.pages(k, b)}
+                for k in range(len(geometry.classes))
+            ]
+            assert geometry.run_bytes(runs_of(found)) <= geometry.most_bytes(count)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(4))
+def test_books_agree_with_memory_under_random_use(shape: str, seed: int) -> None:
+    rng = random.Random(seed)
+    geometry = geometry_of(shape)
+    limit = geometry.most_bytes(25)
+    backing, memory = make(geometry, limit)
+    mine: list[int] = []
+    in_flight: list[Release] = []
+    growth = None
+    for _ in range(400):
+        act = rng.randrange(6)
+        memory.refuse = rng.random() < 0.1
+        if act == 0:
+            mine += grow(backing, memory, rng.randrange(1, 8))
+        elif act == 1 and growth is None:
+            growth = backing.begin(rng.randrange(1, 6))
+        elif act == 2 and growth is not None:
+            growth.run(memory)
+            mine += backing.finish(growth)
+            growth = None
+        elif act == 3 and mine:
+            rng.shuffle(mine)
+            count = rng.randrange(1, len(mine) + 1)
+            expected = backing.freed_by(mine[:count])
+            before = backing.leaving_bytes
+            if growth is None:
+                assert backing.retire(mine[:count]) == expected
+                assert backing.leaving_bytes - before == expected
+            else:
+                backing.retire(mine[:count])
+            del mine[:count]
+        elif act == 4:
+            in_flight += backing.send()
+        elif act == 5 and in_flight:
+            release = in_flight.pop(rng.randrange(len(in_flight)))
+            if rng.random() < 0.2:
+                backing.confirm(release.number, "refused")
+            else:
+                memory.unmap(release.runs)
+                backing.confirm(release.number, None)
+        assert backing.check() == []
+        assert backing.mapped_bytes <= limit
+        assert len(set(mine)) == len(mine)
+        for block in [0, *mine]:
+            for kind in range(len(geometry.classes)):
+                assert {(kind, p) for p in geometry.pages(kind, block)} <= memory.mapped
+    if growth is not None:
+        growth.run(memory)
+        mine += backing.finish(growth)
+    backing.retire(mine)
+    while backing.outbox or in_flight:
+        in_flight += backing.send()
+        for release in in_flight:
+            memory.unmap(release.runs)
+            backing.confirm(release.number, None)
+        in_flight = []
+    assert backing.mapped_bytes == geometry.run_bytes(backing._null.runs)
+    assert backing.quota.room() == limit - backing.mapped_bytes
+    assert memory.mapped == pages(backing._null.runs)
+
+
+def test_growth_is_cut_to_the_limit() -> None:
+    geometry = geometry_of("a block is a page")
+    backing, memory = make(geometry, 6 * 3 * PAGE)
+    assert grow(backing, memory, 40) == [1, 2, 3, 4, 5]
+    assert grow(backing, memory, 1) == []
+    assert backing.counters.refusals == 2
+
+
+def test_lowest_blocks_first_in_one_run() -> None:
+    backing, _ = make(geometry_of("a block is a page"))
+    growth = backing.begin(8)
+    assert growth is not None
+    assert growth.runs == [Run(0, 1, 8)]
+
+
+def test_what_leaves_is_not_backed_before_it_has_left() -> None:
+    backing, memory = make(geometry_of("a block is a page"))
+    blocks = grow(backing, memory, 39)
+    backing.retire(blocks[:1])
+    assert grow(backing, memory, 1) == []
+    (release,) = backing.send()
+    memory.unmap(release.runs)
+    backing.confirm(release.number, None)
+    assert grow(backing, memory, 1) == blocks[:1]
+
+
+def test_null_block_beyond_the_limit() -> None:
+    backing = Backing(geometry_of("several pages"), LocalQuota(PAGE))
+    with pytest.raises(MemoryError, match="null block needs 196608 bytes, 65536 can be had"):
+        backing.begin_null()
+
+
+def test_the_null_block_stays() -> None:
+    backing, _ = make(geometry_of("straddles"))
+    with pytest.raises(AssertionError, match="null block"):
+        backing.retire([0])

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: MIT
+"""Description: what the vLLM plug-in refuses, by name: versions, configurations, variables."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pyvmem.vllm import plugin
+from pyvmem.vllm.plugin import CannotWork, configure
+from pyvmem.vllm.settings import Settings, parse_bytes
+from pyvmem.vllm.versions import ADAPTERS, UnknownVersion, adapter_of
+
+# ---- versions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.27.0", "0.27.1", "0.27.0+cpu", "0.26.2.dev3"])
+def test_known_versions(version: str) -> None:
+    assert version.startswith(adapter_of(version).version)
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.2.6", "0.260.0", "0.28.0", "1.0", "dev"])
+def test_another_version_is_refused_in_one_line(version: str) -> None:
+    with pytest.raises(UnknownVersion) as caught:
+        adapter_of(version)
+    text = str(caught.value)
+    assert f"vllm {version} is not known" in text
+    assert "known: 0.26, 0.27" in text
+    assert "unset VMEM_VLLM" in text
+    assert "\n" not in text
+
+
+def test_every_adapter_says_what_shows_that_it_works() -> None:
+    assert all(one.evidence for one in ADAPTERS)
+
+
+def with_vllm(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
+    """A package that looks like vLLM as far as `register` looks."""
+
+    class EngineArgs:
+        def create_engine_config(self) -> Any:
+            return config()
+
+    vllm, engine, arg_utils = (ModuleType(name) for name in ("vllm", "engine", "arg_utils"))
+    vllm.__version__ = version  # type: ignore[attr-defined]
+    arg_utils.EngineArgs = EngineArgs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.engine", engine)
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", arg_utils)
+    return EngineArgs
+
+
+def test_register_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VMEM_VLLM", raising=False)
+    args = with_vllm(monkeypatch, "9.9")
+    original = args.create_engine_config
+    plugin.register()
+    assert args.create_engine_config is original
+
+
+def test_register_refuses_an_unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    args = with_vllm(monkeypatch, "0.99.0")
+    original = args.create_engine_config
+    with pytest.raises(UnknownVersion, match=r"0\.99\.0"):
+        plugin.register()
+    assert args.create_engine_config is original
+
+
+def test_register_twice_is_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    args = with_vllm(monkeypatch, "0.27.0")
+    plugin.register()
+    once = args.create_engine_config
+    plugin.register()
+    assert args.create_engine_config is once
+    made = args().create_engine_config()
+    assert made.parallel_config.worker_cls == "pyvmem.vllm.worker.ElasticCPUWorker"
+    assert made.scheduler_config.scheduler_cls == "pyvmem.vllm.scheduler.ElasticScheduler"
+
+
+# ---- configurations ------------------------------------------------------------------------------
+
+
+def config(**changes: Any) -> Any:
+    """As much of a VllmConfig as is looked at; changes: section__field=value."""
+    made = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            worker_cls="vllm.v1.worker.cpu_worker.CPUWorker", distributed_executor_backend="uni"
+        ),
+        scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=False),
+        cache_config=SimpleNamespace(),
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+        kv_transfer_config=None,
+        instance_id="abcde",
+    )
+    for name, value in changes.items():
+        section, _, field = name.partition("__")
+        setattr(getattr(made, section) if field else made, field or section, value)
+    return made
+
+
+def test_what_is_put_into_a_configuration() -> None:
+    made = config(
+        parallel_config__worker_cls="vllm.v1.worker.gpu_worker.Worker",
+        scheduler_config__async_scheduling=True,
+    )
+    configure(made)
+    assert made.parallel_config.worker_cls == "pyvmem.vllm.worker.ElasticGPUWorker"
+    assert made.scheduler_config.scheduler_cls == "pyvmem.vllm.scheduler.ElasticAsyncScheduler"
+    assert made.instance_id.startswith("abcde-")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"kv_transfer_config": object()}, "KV connector"),
+        ({"cache_config__kv_offloading_size": 4.0}, "kv_offloading_size"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"parallel_config__data_parallel_size": 4}, "data_parallel_size=4"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
+        ({"parallel_config__enable_dbo": True}, "enable_dbo"),
+        ({"parallel_config__distributed_executor_backend": "ray"}, "backend=ray"),
+        ({"parallel_config__worker_cls": "my.Worker"}, "worker_cls=my.Worker"),
+        ({"scheduler_config__scheduler_cls": "my.Scheduler"}, "scheduler_cls"),
+        ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model_config__enable_sleep_mode": True}, "enable_sleep_mode"),
+        ({"model_config__has_inner_state": True}, "inner state"),
+    ],
+)
+def test_what_cannot_work_is_named(change: dict[str, Any], text: str) -> None:
+    made = config(**change)
+    with pytest.raises(CannotWork, match=text):
+        configure(made)
+    assert made.instance_id == "abcde"
+
+
+def test_all_reasons_at_once() -> None:
+    with pytest.raises(CannotWork, match=r"connector.*enable_dbo"):
+        configure(config(kv_transfer_config=object(), parallel_config__enable_dbo=True))
+
+
+# ---- variables -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0", 0), ("4096", 4096), ("20G", 20 << 30), ("1.5m", 3 << 19), (" 2 GiB", 2 << 30)],
+)
+def test_sizes(text: str, value: int) -> None:
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "-1", "20X", "G", "1e9", "nan", "20GG", "9999999999T"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="VMEM_LIMIT="):
+        parse_bytes(text, "VMEM_LIMIT")
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"VMEM_VLLM": "yes"}, "VMEM_VLLM='yes': expected 1 or 0"),
+        ({"VMEM_LIMIT": "much"}, "VMEM_LIMIT='much': expected a size"),
+        ({"VMEM_LIMIT": "1G", "VMEM_FLOOR": "2G"}, "is below VMEM_FLOOR=2147483648"),
+        ({"VMEM_PAGE_SIZE": "96K"}, "VMEM_PAGE_SIZE=98304: expected a power of two"),
+        ({"VMEM_IDLE": "soon"}, "VMEM_IDLE='soon': expected seconds"),
+        ({"VMEM_IDLE": "-1"}, "VMEM_IDLE='-1': expected seconds"),
+        ({"VMEM_NAME": "a b"}, "VMEM_NAME='a b': expected 1 to 63 letters"),
+    ],
+)
+def test_malformed_variables(env: dict[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Settings.read(env)
+
+
+def test_defaults() -> None:
+    assert Settings.read({}) == Settings()
+    assert Settings.read({"VMEM_LEDGER": "off"}).ledger is None
+    assert Settings.read({"VMEM_BACKEND": "auto"}).backend == ""

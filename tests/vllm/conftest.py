@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: MIT
+"""Small models with random weights, and engines over them in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VMEM_BACKEND="host",
+)
+
+import pytest
+import torch
+
+MODELS: dict[str, dict[str, Any]] = {
+    # 8 KiB for a block of 32 tokens in a layer: eight blocks share a page.
+    "llama": {"model_type": "llama", "head_dim": 32, "num_hidden_layers": 2},
+    # 24 KiB: blocks straddle pages.
+    "straddling": {"model_type": "llama", "head_dim": 96, "num_hidden_layers": 1},
+    # Two groups of layers with blocks of their own, one of which lets its oldest blocks go.
+    "gemma": {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "sliding_window": 64,
+        "query_pre_attn_scalar": 32,
+    },
+}
+MODELS["gemma"]["layer_types"] = MODELS["gemma"]["layer_types"][:4]
+
+
+def tokenizer() -> Any:
+    """Token 7 is written t7."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(512)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="t0", bos_token="t1", eos_token="t2"
+    )
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The folder of a model, made when it is first asked for.
+
+    The weights are large enough that every token depends on all keys and values.
+    """
+    made: dict[str, str] = {}
+
+    def of(name: str) -> str:
+        if name not in made:
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            settings = {
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "vocab_size": 512,
+                "max_position_embeddings": 1024,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                "pad_token_id": 0,
+                "initializer_range": 0.3,
+                "tie_word_embeddings": False,
+            } | MODELS[name]
+            torch.manual_seed(0)
+            config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+            folder = tmp_path_factory.mktemp(name)
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+            tokenizer().save_pretrained(folder)
+            made[name] = str(folder)
+        return made[name]
+
+    return of
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    path = tmp_path / "l"
+    path.mkdir(mode=0o700)
+    return path
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def start(models: Callable[[str], str], ledger: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Opens an engine: ``with start("llama", VMEM_VLLM="1", block_size=32) as llm``."""
+
+    @contextmanager
+    def opened(model: str, **options: Any) -> Iterator[Any]:
+        from vllm import LLM
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.engine.arg_utils import EngineArgs
+
+        from pyvmem.vllm import plugin
+
+        env = {k: options.pop(k) for k in list(options) if k.startswith("VMEM_")}
+        original = EngineArgs.create_engine_config
+        with monkeypatch.context() as patch:
+            patch.setenv("VMEM_LEDGER", str(ledger))
+            for key, value in env.items():
+                patch.setenv(key, value)
+            # vLLM loads its plug-ins once in a process, and engines of both kinds live in this one.
+            plugin.register()
+            llm = LLM(
+                models(model),
+                **{
+                    "skip_tokenizer_init": True,
+                    "dtype": "float32",
+                    "block_size": 32,
+                    "seed": 0,
+                    "enforce_eager": True,
+                    "kv_cache_memory_bytes": 256 << 20,
+                    "max_num_batched_tokens": 64,
+                    "max_num_seqs": 8,
+                    "max_model_len": 512,
+                    "disable_log_stats": True,
+                    **options,
+                },
+            )
+            try:
+                yield llm
+            finally:
+                llm.llm_engine.engine_core.shutdown()
+                EngineArgs.create_engine_config = original
+                cleanup_dist_env_and_memory()
+
+    return opened

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: MIT
+"""Description: vLLM on the elastic pool answers as stock vLLM does, and gives its memory back."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from pyvmem import Inject
+
+Tokens = list[list[int]]
+Open = Callable[..., Any]
+
+
+def prompts(seed: int = 0, count: int = 10, vocabulary: int = 500) -> list[dict[str, Any]]:
+    """Of all lengths; some begin alike."""
+    rng = random.Random(seed)
+    begin = [rng.randrange(3, vocabulary) for _ in range(150)]
+    found = []
+    for i in range(count):
+        own = [rng.randrange(3, vocabulary) for _ in range(rng.choice([1, 31, 32, 33, 90, 200]))]
+        found.append({"prompt_token_ids": begin + own if i % 3 == 0 else own})
+    return found
+
+
+def greedy(count: int = 20) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+
+
+def answer(llm: Any, asked: list[dict[str, Any]], count: int = 20) -> Tokens:
+    outputs = llm.generate(asked, greedy(count), use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in outputs]
+
+
+def elastic_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler.elastic
+
+
+def memory_of(llm: Any) -> Any:
+    return elastic_of(llm).ranks.ranks[0].memory
+
+
+def check(llm: Any) -> None:
+    """Books, ledger and libvmem agree."""
+    elastic, stats = elastic_of(llm), memory_of(llm).context.stats()
+    with elastic.lock:
+        assert elastic.backing.check() == []
+        assert elastic.quota.used == elastic.backing.mapped_bytes
+        assert stats.mapped_bytes == elastic.backing.mapped_bytes
+    memory_of(llm).context.check()
+
+
+def at_rest(llm: Any) -> None:
+    """What is mapped is live, to the byte, and little more is held."""
+    elastic = elastic_of(llm)
+    elastic.settle()
+    check(llm)
+    live = elastic.live_bytes()
+    assert elastic.used_blocks() == 0
+    assert elastic.backing.mapped_bytes == live
+    end = time.monotonic() + 20
+    context = memory_of(llm).context
+    while time.monotonic() < end:  # the keeper empties slabs when it comes round to it
+        stats = context.stats()
+        if stats.slab_bytes <= 1.05 * live + context.info.slab_size:
+            break
+        time.sleep(0.05)
+    assert stats.slab_bytes <= 1.05 * live + context.info.slab_size
+
+
+@pytest.fixture(scope="session")
+def stock() -> dict[Any, Tokens]:
+    """Answers of stock vLLM, by what was asked."""
+    return {}
+
+
+@pytest.fixture
+def expected(start: Open, stock: dict[Any, Tokens]) -> Callable[..., Tokens]:
+    def of(model: str, count: int = 20, **options: Any) -> Tokens:
+        key = (model, count, repr(sorted(options.items())))
+        if key not in stock:
+            with start(model, **options) as llm:
+                stock[key] = answer(llm, prompts(), count)
+        return stock[key]
+
+    return of
+
+
+@pytest.mark.parametrize("model", ["llama", "straddling", "gemma"])
+def test_tokens_and_memory(start: Open, expected: Callable[..., Tokens], model: str) -> None:
+    wanted = expected(model)
+    with start(model, VMEM_VLLM="1", VMEM_RESERVE="1M") as llm:
+        assert answer(llm, prompts()) == wanted
+        check(llm)
+        assert elastic_of(llm).hits > 0
+        assert answer(llm, prompts()) == wanted
+        at_rest(llm)
+        assert elastic_of(llm)._cached_bytes() > 0
+        assert llm.reset_prefix_cache()
+        at_rest(llm)
+        geometry = elastic_of(llm).backing.geometry
+        null = sum(len(geometry.pages(k, 0)) * geometry.page_bytes(k) for k in range(1))
+        assert elastic_of(llm).backing.mapped_bytes == null
+        assert answer(llm, prompts()) == wanted
+
+
+def test_without_prefixes(start: Open, expected: Callable[..., Tokens]) -> None:
+    wanted = expected("llama", enable_prefix_caching=False)
+    with start("llama", VMEM_VLLM="1", enable_prefix_caching=False) as llm:
+        assert answer(llm, prompts()) == wanted
+        at_rest(llm)
+        assert elastic_of(llm)._cached_bytes() == 0
+
+
+def test_tokens_depend_on_the_cache(start: Open) -> None:
+    """The comparison would notice if a block had lost its contents."""
+    with start("llama", VMEM_VLLM="1", enable_prefix_caching=False) as llm:
+        asked = prompts()[5]["prompt_token_ids"] * 3
+        (wanted,) = answer(llm, [{"prompt_token_ids": asked}])
+        engine = llm.llm_engine
+        engine.add_request("0", {"prompt_token_ids": asked}, greedy())
+        found: list[int] = []
+        for step in range(60):
+            for one in engine.step():
+                found = list(one.outputs[0].token_ids)
+            if step == len(asked) // 64 + 2:
+                memory = memory_of(llm)
+                base, size = memory._reservations[0].addr, memory.geometry.page_size
+                memory.context.fill(base, size)
+            if not engine.has_unfinished_requests():
+                break
+        assert len(found) == len(wanted)
+        assert found != wanted
+
+
+def test_a_limit_forces_preemption(start: Open, expected: Callable[..., Tokens]) -> None:
+    wanted = expected("straddling", 100)
+    with start("straddling", VMEM_VLLM="1", VMEM_LIMIT="576K", VMEM_RESERVE="0") as llm:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        preempted = 0
+        preempt = scheduler._preempt_request
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            nonlocal preempted
+            preempted += 1
+            return preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counting
+        assert answer(llm, prompts(), 100) == wanted
+        assert preempted > 0
+        assert memory_of(llm).context.stats().peak_mapped_bytes <= 576 << 10
+        at_rest(llm)
+        assert llm.reset_prefix_cache()
+
+
+def test_a_limit_below_one_request_is_refused(start: Open) -> None:
+    with (
+        pytest.raises(ValueError, match="VMEM_LIMIT=262144: one request of max_model_len=512"),
+        start("straddling", VMEM_VLLM="1", VMEM_LIMIT="256K"),
+    ):
+        pass
+
+
+def test_ngram_speculation(start: Open, expected: Callable[..., Tokens]) -> None:
+    method = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    wanted = expected("llama", speculative_config=method)
+    with start("llama", VMEM_VLLM="1", speculative_config=method) as llm:
+        assert answer(llm, prompts()) == wanted
+        at_rest(llm)
+
+
+def script(llm: Any, seed: int, act: Callable[[random.Random], None]) -> dict[str, list[int]]:
+    """Requests that come and are aborted at random steps; the same with each engine."""
+    rng, own = random.Random(seed), random.Random(seed)
+    engine, live, done = llm.llm_engine, set[str](), {}
+    todo = [(str(i), one, rng.randrange(1, 24)) for i, one in enumerate(prompts(seed, 24))]
+    while todo or live:
+        if todo and rng.random() < 0.6:
+            name, asked, count = todo.pop()
+            engine.add_request(name, asked, greedy(count))
+            live.add(name)
+        for one in engine.step():
+            if one.finished:
+                done[one.request_id] = list(one.outputs[0].token_ids)
+                live.discard(one.request_id)
+        if live and rng.random() < 0.2:
+            name = rng.choice(sorted(live))
+            engine.abort_request([name])
+            live.discard(name)
+        act(own)
+    return done
+
+
+def test_aborts_and_trims_at_random(start: Open) -> None:
+    with start("llama") as llm:
+        wanted = [script(llm, seed, lambda rng: None) for seed in range(2)]
+    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="256K", VMEM_IDLE="0.05") as llm:
+        elastic = elastic_of(llm)
+
+        def trim(rng: random.Random) -> None:
+            if rng.random() < 0.3:
+                with elastic.lock:
+                    elastic._shrink(rng.choice([64 << 10, 256 << 10, 4 << 20]))
+            check_books(elastic)
+
+        assert [script(llm, seed, trim) for seed in range(2)] == wanted
+        assert elastic.backing.counters.releases > 10
+        at_rest(llm)
+
+
+def test_an_engine_rests_whose_last_output_nobody_took(start: Open) -> None:
+    """Where steps run ahead of their outputs, the last one's is there until the next request."""
+    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_IDLE="0.2") as llm:
+        answer(llm, prompts())
+        elastic, memory = elastic_of(llm), memory_of(llm)
+        with elastic.lock:
+            step, releases = elastic.begin_step()
+            for one in releases:
+                memory.release(one.number, one.runs, step - 1)
+        end = time.monotonic() + 1
+        while elastic.backing.mapped_bytes > elastic.live_bytes() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert elastic.backing.mapped_bytes > elastic.live_bytes(), "the step is not launched yet"
+        memory.step_ends(step)
+        end = time.monotonic() + 20
+        while elastic.backing.mapped_bytes > elastic.live_bytes() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert elastic.backing.mapped_bytes == elastic.live_bytes()
+        at_rest(llm)
+
+
+def check_books(elastic: Any) -> None:
+    with elastic.lock:
+        assert elastic.backing.check() == []
+
+
+def test_failures_are_shortages(start: Open, expected: Callable[..., Tokens]) -> None:
+    """Whatever map or unmap fails: requests wait, and are answered as ever."""
+    wanted = expected("straddling")
+    with start("straddling", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="0.01") as llm:
+        elastic, context = elastic_of(llm), memory_of(llm).context
+        for kind in (Inject.MAP, Inject.UNMAP, Inject.SLAB):
+            before = elastic.backing.counters.failures
+            for skip in (0, 2, 5):
+                context.inject(kind, skip=skip, count=3, error=12)
+                assert answer(llm, prompts()) == wanted
+                context.inject(kind, count=0)
+                assert llm.reset_prefix_cache()
+                elastic.settle()
+                check(llm)
+            if kind is not Inject.SLAB:  # slabs may be at hand already
+                assert elastic.backing.counters.failures > before
+        at_rest(llm)
+
+
+def test_a_lowered_limit_shrinks_the_engine(start: Open, ledger: Any) -> None:
+    from pyvmem.ledger import Ledger
+
+    with start("llama", VMEM_VLLM="1", VMEM_NAME="one", VMEM_RESERVE="4M") as llm:
+        elastic = elastic_of(llm)
+        answer(llm, prompts(count=24), 40)
+        grown = elastic.backing.mapped_bytes
+        limit = max(elastic.least, grown // 2)
+        with Ledger("host", folder=ledger, create=False) as other:
+            other.order_limit("one", limit)
+        end = time.monotonic() + 20
+        while elastic.backing.mapped_bytes > limit and time.monotonic() < end:
+            time.sleep(0.05)
+        assert elastic.backing.mapped_bytes <= limit
+        assert elastic.usage() == 0
+
+
+def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> None:
+    """Idle prefixes go when somebody needs the memory, and an engine that is short waits."""
+    from pyvmem.ledger import Ledger
+
+    with start("straddling", VMEM_VLLM="1", VMEM_CAPACITY="3M", VMEM_RESERVE="0") as llm:
+        elastic = elastic_of(llm)
+        asked = max(prompts(), key=lambda one: len(one["prompt_token_ids"]))
+        answer(llm, prompts(), 40)
+        (wanted,) = answer(llm, [asked], 40)
+        assert elastic._cached_bytes() > 0
+        other = Ledger("host", folder=ledger).join(
+            "other", floor=0, limit=1 << 40, least=1, virtual=1 << 40
+        )
+        need = (3 << 20) - (64 << 10)  # all but the null block's page
+        assert not other.take(need)
+        end = time.monotonic() + 20
+        while not other.take(need) and time.monotonic() < end:
+            other.want(need)
+            time.sleep(0.02)
+        assert other.used == need
+        assert elastic.backing.mapped_bytes == 64 << 10
+        engine = llm.llm_engine
+        engine.add_request("0", asked, greedy(40))
+        for _ in range(5):
+            assert engine.step() == []
+        other.mapped(need)
+        other.give(need)  # from here on there is memory
+        found = []
+        while engine.has_unfinished_requests():
+            found = [list(one.outputs[0].token_ids) for one in engine.step()] or found
+        assert found == [wanted]
+        other.close()

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: MIT
+"""Description: `vllm serve` on the elastic pool; engine, worker and client are processes.
+
+The ledger is shared with an engine here, which is short of memory, and outlives the server's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_engine import answer, prompts
+
+from pyvmem.ledger import EngineInfo, Ledger
+
+MIB = 1 << 20
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 240.0) -> Any:
+    """The first true answer."""
+    end = time.monotonic() + seconds
+    while True:
+        found = what()
+        if found or time.monotonic() > end:
+            return found
+        time.sleep(0.1)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture
+def server(models: Callable[[str], str], ledger: Path, tmp_path: Path) -> Iterator[Any]:
+    """The port and the process of a server over the model llama."""
+    port = free_port()
+    settings = {
+        "VMEM_VLLM": "1",
+        "VMEM_NAME": "served",
+        "VMEM_LEDGER": str(ledger),
+        "VMEM_CAPACITY": "16M",
+        "VMEM_RESERVE": "1M",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    # What `vllm serve` runs; the command itself looks for a package of the name vllm.
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", models("llama")]
+    words += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--dtype", "float32", "--block-size", "32", "--enforce-eager"]
+    words += ["--kv-cache-memory-bytes", str(256 * MIB), "--max-model-len", "512"]
+    words += ["--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--seed", "0"]
+    log = tmp_path / "server.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            words, env=os.environ | settings, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            yield port, process, log
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def test_served_over_http(server: Any, start: Callable[..., Any], ledger: Path) -> None:
+    import openai
+
+    port, process, log = server
+
+    def engines() -> list[EngineInfo]:
+        with Ledger("host", folder=ledger, create=False) as book:
+            return book.engines()
+
+    asked = prompts()
+    with start("llama") as llm:  # while the server starts
+        wanted = answer(llm, asked)
+
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+
+    def ready() -> bool:
+        assert process.poll() is None, log.read_text()[-4000:]
+        try:
+            return bool(client.models.list().data)
+        except openai.APIConnectionError:
+            return False
+
+    assert wait_for(ready), log.read_text()[-4000:]
+
+    def ask(prompt: list[int]) -> list[int]:
+        found = client.completions.create(
+            model="m", prompt=prompt, max_tokens=20, temperature=0, extra_body={"ignore_eos": True}
+        )
+        return [int(word.lstrip("t")) for word in found.choices[0].text.split()]
+
+    assert [ask(one["prompt_token_ids"]) for one in asked] == wanted
+
+    (one,) = engines()
+    assert one.name == "served"
+    assert wait_for(lambda: engines()[0].cached > 0)
+    assert engines()[0].used >= engines()[0].cached
+
+    import requests
+
+    said = requests.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
+    (line,) = [one for one in said.splitlines() if one.startswith("vmem:cached_bytes{")]
+    assert 'engine="served"' in line
+    assert float(line.split()[-1]) > 0
+
+    # An idle engine gives its prefixes back to one that is short, without a step.
+    account = Ledger("host", folder=ledger).join(
+        "here", floor=0, limit=16 * MIB, least=1, virtual=16 * MIB
+    )
+    need = 16 * MIB - 128 * 1024  # all but the page of the null block in two layers
+    assert not account.take(need)
+
+    def get() -> bool:
+        account.want(need)
+        return account.take(need)
+
+    assert wait_for(get, 60)
+    account.mapped(need)
+    account.give(need - MIB)
+    account.want(0)
+    assert ask(asked[4]["prompt_token_ids"]) == wanted[4]
+
+    # What a killed engine had is free at once.
+    assert account.room() < 15 * MIB
+    (served,) = [one for one in engines() if one.name == "served"]
+    os.kill(served.pid, signal.SIGKILL)
+    assert wait_for(lambda: [one.name for one in engines()] == ["here"], 60)
+    assert account.room() == 15 * MIB
+    account.close()
