@@ -23,7 +23,7 @@ lib: ## the C library: build/lib
 	@$(MAKE) --no-print-directory -C libvmem all
 
 setup: ## the Python environment build/venv with this project in it
-	@$(PYTHON) scripts/setup.py
+	@$(PYTHON) scripts/environment.py
 
 run: setup ## serves the prompts with a real model on the best back end; ARGS=... for options
 	$(VENV)/bin/vmem serve-demo $(ARGS)

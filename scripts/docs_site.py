@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kernel_common import ROOT
 
-from setup import read_pins
+from environment import read_pins
 
 ENVIRONMENT = ROOT / "build" / "docs-venv"
 SITE = ROOT / "build" / "site"
