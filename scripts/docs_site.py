@@ -18,9 +18,8 @@ import venv
 from html.parser import HTMLParser
 from pathlib import Path
 
-from kernel_common import ROOT
-
 from environment import read_pins
+from kernel_common import ROOT
 
 ENVIRONMENT = ROOT / "build" / "docs-venv"
 SITE = ROOT / "build" / "site"

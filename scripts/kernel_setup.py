@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Sets up what the tests of the kernel module need; cheap when everything is there.
 
-Debian packages that are missing are listed and installed, as by environment.py. The kernel that the guest
-boots is that of the newest installed headers: Debian's package is unpacked into build/kernel/image
-and not installed.
+Debian packages that are missing are listed and installed, as by environment.py. The kernel that
+the guest boots is that of the newest installed headers: Debian's package is unpacked into
+build/kernel/image and not installed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import tempfile
 from pathlib import Path
 
 from apt_area import AptArea
+from environment import install_debian_packages
 from kernel_common import KERNEL_BUILD, KernelBuildError, locked, replace_folder, run, say
 from kernel_headers import default_headers
-
-from environment import install_debian_packages
 
 __all__ = ["IMAGE", "kernel_image", "missing_packages"]
 
