@@ -125,7 +125,7 @@ def test_served_over_http(server: Any, start: Callable[..., Any], ledger: Path) 
         "here", floor=0, limit=16 * MIB, least=1, virtual=16 * MIB
     )
     need = 16 * MIB - 128 * 1024  # all but the page of the null block in two layers
-    assert not account.take(need), str(engines())+str(account.ledger.capacity)
+    assert not account.take(need), engines()
 
     def get() -> bool:
         account.want(need)
