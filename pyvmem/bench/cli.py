@@ -33,6 +33,7 @@ from pyvmem.bench import (
     sizes,
     slots,
     step,
+    vllm_bench,
 )
 from pyvmem.bench.aims import compute
 from pyvmem.bench.command import backends, conducted, now
@@ -129,6 +130,7 @@ def add_parser(sub: Any) -> None:
     prefix_map.add_parser(which)
     fill.add_parser(which)
     serve.add_parser(which)
+    vllm_bench.add_parser(which)
     paper.add_parser(which)
 
 
