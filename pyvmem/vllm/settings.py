@@ -11,7 +11,7 @@
     VMEM_PREFIX          most bytes that idle prefixes may hold; default: until somebody needs them
     VMEM_NAME            the engine's name, for `vmem top` and `vmem limit`; default: the model's
     VMEM_LEDGER          folder of the ledger that engines share; "off": none
-    VMEM_CAPACITY        bytes for all engines of a device together, in a ledger that this one makes
+    VMEM_CAPACITY        bytes for all engines of a device together; default: the ledger's
 
 Sizes take K, M, G, T (powers of 1024): 20G, 1.5G, 512M.
 """

@@ -114,13 +114,41 @@ def test_threads_of_a_process_take_turns(folder: Path) -> None:
         account.close()
 
 
+def test_who_comes_first_does_not_choose_the_capacity(folder: Path) -> None:
+    Ledger("host", folder=folder).join("a", floor=0, limit=GIB, least=1, virtual=GIB).close()
+    b = join(folder, "b")
+    assert b.ledger.capacity == 10 * GIB
+    b.close()
+    with Ledger("host", 5 * GIB, folder) as other:
+        assert other.capacity == 5 * GIB
+
+
+def test_running_engines_keep_their_capacity(folder: Path) -> None:
+    a = join(folder, "a")
+    with pytest.raises(InvalidArgument, match=f"VMEM_CAPACITY={GIB}: .* {10 * GIB} .a.") as caught:
+        Ledger("host", GIB, folder)
+    assert (caught.value.bytes, caught.value.limit) == (GIB, 10 * GIB)
+    assert a.ledger.capacity == 10 * GIB
+    with Ledger("host", folder=folder) as other:  # which asks for none
+        assert other.capacity == 10 * GIB
+    a.close()
+
+
+def test_running_engines_without_a_capacity_get_none(folder: Path) -> None:
+    a = Ledger("host", folder=folder).join("a", floor=0, limit=GIB, least=1, virtual=GIB)
+    with pytest.raises(InvalidArgument, match="agreed on as much as the device has"):
+        Ledger("host", GIB, folder)
+    assert a.ledger.capacity == 0
+    a.close()
+
+
 # ---- life and death ------------------------------------------------------------------------------
 
 CHILD = """
 import sys, time
 from pathlib import Path
 from pyvmem.ledger import Ledger
-account = Ledger("host", 0, Path(sys.argv[1])).join(
+account = Ledger("host", 10 << 30, Path(sys.argv[1])).join(
     sys.argv[2], floor=0, limit=1 << 40, least=1, virtual=1 << 40)
 print(account.take(8 << 30), flush=True)
 for line in sys.stdin:

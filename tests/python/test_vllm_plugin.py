@@ -82,6 +82,16 @@ def test_register_twice_is_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.scheduler_config.scheduler_cls == "pyvmem.vllm.scheduler.ElasticScheduler"
 
 
+def test_the_variable_counts_for_each_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    args = with_vllm(monkeypatch, "0.27.0")
+    plugin.register()
+    monkeypatch.delenv("VMEM_VLLM")
+    made = args().create_engine_config()
+    assert made.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert made.scheduler_config.scheduler_cls is None
+
+
 # ---- configurations ------------------------------------------------------------------------------
 
 

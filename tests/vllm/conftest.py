@@ -117,26 +117,30 @@ def start(models: Callable[[str], str], ledger: Path, monkeypatch: pytest.Monkey
                 patch.setenv(key, value)
             # vLLM loads its plug-ins once in a process, and engines of both kinds live in this one.
             plugin.register()
-            llm = LLM(
-                models(model),
-                **{
-                    "skip_tokenizer_init": True,
-                    "dtype": "float32",
-                    "block_size": 32,
-                    "seed": 0,
-                    "enforce_eager": True,
-                    "kv_cache_memory_bytes": 256 << 20,
-                    "max_num_batched_tokens": 64,
-                    "max_num_seqs": 8,
-                    "max_model_len": 512,
-                    "disable_log_stats": True,
-                    **options,
-                },
-            )
             try:
-                yield llm
+                llm = LLM(
+                    models(model),
+                    **{
+                        "skip_tokenizer_init": True,
+                        "dtype": "float32",
+                        "block_size": 32,
+                        "seed": 0,
+                        "enforce_eager": True,
+                        "kv_cache_memory_bytes": 256 << 20,
+                        "max_num_batched_tokens": 64,
+                        "max_num_seqs": 8,
+                        "max_model_len": 512,
+                        "disable_log_stats": True,
+                        **options,
+                    },
+                )
+                scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+                assert hasattr(scheduler, "elastic") == (env.get("VMEM_VLLM") == "1")
+                try:
+                    yield llm
+                finally:
+                    llm.llm_engine.engine_core.shutdown()
             finally:
-                llm.llm_engine.engine_core.shutdown()
                 EngineArgs.create_engine_config = original
                 cleanup_dist_env_and_memory()
 
