@@ -165,7 +165,11 @@ def lint(session: Session) -> None:
 def python_tests(session: Session) -> None:
     """pytest on the back end host."""
     marks = "long or not long" if session.long else "not long"
-    call(PYTHON, "-m", "pytest", "-q", "-m", marks, "tests/python", VMEM_TEST_BACKEND="host")
+    # A process for each processor, each with whole files.
+    spread = ["-n", str(len(os.sched_getaffinity(0))), "--dist", "loadfile"]
+    call(
+        PYTHON, "-m", "pytest", "-q", "-m", marks, *spread, "tests/python", VMEM_TEST_BACKEND="host"
+    )
 
 
 def vllm(session: Session) -> None:

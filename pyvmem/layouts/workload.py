@@ -65,18 +65,27 @@ def read_trace(path: Path | str) -> list[Request]:
     Raises:
         InvalidArgument: the file cannot be read, has none of the formats, or holds no request.
     """
-    return [request for request, _, _ in _read(Path(path))]
+    return [request for request, _ in _read(Path(path))]
 
 
 def read_arrivals(path: Path | str) -> list[Arrival]:
     """`read_trace` with what else the traces say; without times, all come at 0."""
     found = _read(Path(path))
-    first = min(at for _, at, _ in found)
-    arrivals = [Arrival(at - first, request, content) for request, at, content in found]
-    return sorted(arrivals, key=lambda one: one.at)
+    try:
+        times = [_time(row) for _, row in found]
+    except ValueError as error:
+        raise invalid(f"{path}: {error}") from None
+    return sorted(
+        (
+            Arrival(at - min(times), request, tuple(row.get("hash_ids") or ()))
+            for at, (request, row) in zip(times, found, strict=True)
+        ),
+        key=lambda one: one.at,
+    )
 
 
-def _read(path: Path) -> list[tuple[Request, float, tuple[int, ...]]]:
+def _read(path: Path) -> list[tuple[Request, Mapping[str, Any]]]:
+    """The requests that have a prompt and an output, with their rows."""
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             rows: Iterable[Mapping[str, Any]]
@@ -84,10 +93,7 @@ def _read(path: Path) -> list[tuple[Request, float, tuple[int, ...]]]:
                 rows = (json.loads(line) for line in lines)
             else:
                 rows = csv.DictReader(lines)
-            requests = [
-                (_request(path, number, row), _time(row), tuple(row.get("hash_ids") or ()))
-                for number, row in enumerate(rows, 1)
-            ]
+            requests = [(_request(path, number, row), row) for number, row in enumerate(rows, 1)]
     except (OSError, ValueError) as error:  # also what json and float say
         raise invalid(f"{path}: {error}") from None
     found = [one for one in requests if min(one[0]) > 0]

@@ -45,7 +45,7 @@ SKIPPED = 77
 # What the runner itself needs beside the test's own time, on a machine that does other things too.
 MARGIN = 60.0
 # A machine that is slower, or has more to do, gives every test this many times its time.
-PATIENCE = float(os.environ.get("VMEM_TEST_PATIENCE", "1"))
+PATIENCE = float(os.environ.get("VMEM_TEST_PATIENCE", "2"))
 # Of the output of a test that has failed; its log has everything.
 MOST_LINES = 300
 CHECKED_MEMORY = 4096

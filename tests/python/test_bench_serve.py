@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from pyvmem.cli import main
-from pyvmem.layouts.workload import Arrival, Request, poisson, read_arrivals
+from pyvmem.errors import InvalidArgument
+from pyvmem.layouts.workload import Arrival, Request, poisson, read_arrivals, read_trace
 
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
@@ -339,6 +340,11 @@ def test_arrivals_are_those_of_the_trace(tmp_path: Path) -> None:
     other.write_text("\n".join(map(json.dumps, lines)))
     times = [(one.at, one.request.context) for one in read_arrivals(other)]
     assert times == [(0.0, 1), (0.0, 1), (0.5, 501)]
+    timeless = tmp_path / "timeless.csv"
+    timeless.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,374,44\n")
+    assert read_trace(timeless) == [Request(374, 44)]  # which nobody asked for times
+    with pytest.raises(InvalidArgument, match="soon"):
+        read_arrivals(timeless)
 
 
 def test_poisson_arrivals_come_at_their_rate() -> None:

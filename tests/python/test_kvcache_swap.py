@@ -285,7 +285,7 @@ def test_an_idle_thread_survives_an_error_that_is_not_the_caches(
     with small_cache(host, idle_seconds=0.02) as cache:
         cache.free_reqid(started(cache, ROWS))
         eventually(lambda: cache.stats().mapped_bytes == 0)
-    logged = [one for one in caplog.records if one.name == "pyvmem.kvcache"]
+    logged = [one for one in caplog.records if one.name == "pyvmem.kvcache.idle"]
     assert len(logged) == 1
     assert logged[0].exc_info is not None
 

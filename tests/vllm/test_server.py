@@ -126,7 +126,7 @@ def test_served_over_http(server: Any, start: Callable[..., Any], ledger: Path) 
     )
     assert account.ledger.capacity == 16 * MIB
     need = 16 * MIB - 128 * 1024  # all but the page of the null block in two layers
-    assert not account.take(need)
+    assert not account.take(need), engines()
 
     def get() -> bool:
         account.want(need)
