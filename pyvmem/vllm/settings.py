@@ -124,3 +124,15 @@ class Settings:
             capacity=size("VMEM_CAPACITY") or 0,
             ledger=None if ledger == "off" else ledger,
         )
+
+    def check_device(self, total: int) -> None:
+        """Compares with the memory of a device, `total` bytes, or a rank's part of it.
+
+        Raises:
+            ValueError: a limit or a floor above that.
+        """
+        for name, value in (("VMEM_LIMIT", self.limit), ("VMEM_FLOOR", self.floor)):
+            if value is not None and value > total:
+                raise ValueError(
+                    f"{name}={value}: the device has {total} bytes for each rank on it"
+                )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -241,6 +242,33 @@ def test_a_damaged_ledger_is_refused(folder: Path, contents: bytes) -> None:
     with pytest.raises(LedgerError, match="no ledger, or damaged"):
         join(folder, "a")
     assert path.read_bytes() == contents
+
+
+def test_slots_torn_by_a_crash_are_nobodys(folder: Path) -> None:
+    join(folder, "a").close()
+    path = folder / "host.ledger"
+    data = bytearray(path.read_bytes())
+    data[4096:] = random.Random(0).randbytes(len(data) - 4096)
+    path.write_bytes(data)
+    assert names(folder) == []
+    a = join(folder, "a")
+    assert names(folder) == ["a"]
+    assert (a.room(), a.used, a.excess()) == (10 * GIB, 0, 0)
+    a.close()
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_another_users_ledger_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    join(folder, "a").close()
+    before = (folder / "host.ledger").read_bytes()
+    me = os.getuid()
+    uids = iter([me + 1] * 2 if what == "folder" else [me, me + 1, me + 1])
+    monkeypatch.setattr(os, "getuid", lambda: next(uids))
+    with pytest.raises(AccessDenied, match=f"of user {me}, mode .* expected user {me + 1}"):
+        join(folder, "a")
+    assert (folder / "host.ledger").read_bytes() == before
 
 
 def test_a_ledger_that_others_may_write_is_refused(folder: Path) -> None:

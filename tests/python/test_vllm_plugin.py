@@ -187,6 +187,14 @@ def test_malformed_variables(env: dict[str, str], text: str) -> None:
         Settings.read(env)
 
 
+@pytest.mark.parametrize("name", ["VMEM_LIMIT", "VMEM_FLOOR"])
+def test_more_than_the_device_has(name: str) -> None:
+    settings = Settings.read({name: "2G"})
+    settings.check_device(2 << 30)
+    with pytest.raises(ValueError, match=f"{name}={2 << 30}: the device has {(2 << 30) - 1} bytes"):
+        settings.check_device((2 << 30) - 1)
+
+
 def test_defaults() -> None:
     assert Settings.read({}) == Settings()
     assert Settings.read({"VMEM_LEDGER": "off"}).ledger is None
