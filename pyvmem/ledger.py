@@ -275,6 +275,11 @@ class Ledger:
                 self._map.close()
                 os.close(self._fd)
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._map.closed
+
     def __enter__(self) -> Ledger:
         return self
 
@@ -517,6 +522,11 @@ class Account:
         """What `take` granted is mapped, or failed and comes back by `give`."""
         with self.ledger.locked():
             self.ledger.put(self.slot, "pending", self._get("pending") - nbytes)
+
+    def settle(self, mapped: int) -> None:
+        """Of what is granted so much is mapped; the rest is pending."""
+        with self.ledger.locked():
+            self.ledger.put(self.slot, "pending", self._get("used") - mapped)
 
     def give(self, nbytes: int, handles: int = 0) -> None:
         """Bytes whose pages have left."""
