@@ -55,6 +55,7 @@ _LOCKS = 1 << 40  # lock bytes lie far behind the contents
 _STALE_NS = 2_000_000_000  # a shortage that nobody repeated for so long is over
 
 _HEAD = struct.Struct("<8sIIQ")  # magic, version, slots, capacity
+_CAPACITY_AT = 16
 _WORD = struct.Struct("<Q")
 _FLOCK = struct.Struct("hhxxxxqqixxxx")
 
@@ -172,12 +173,14 @@ class Ledger:
 
     Args:
         device: its name, as `ContextInfo.uuid` says it, or ``"host"``.
-        capacity: bytes for all engines together, if the ledger is made by this call.
+        capacity: bytes for all engines together; 0: what the ledger says, or, if this call makes
+            it, as much as the device has. While engines run it cannot change.
         folder: None: `default_folder`.
         create: else a ledger that does not exist is an error.
 
     Raises:
         AccessDenied: the folder or the file is another user's.
+        InvalidArgument: another capacity than the engines that run agreed on.
         LedgerError: damaged, of another version, or no room to make it.
     """
 
@@ -200,6 +203,12 @@ class Ledger:
             self._map = self._open()
         except BaseException:
             os.close(self._fd)
+            raise
+        try:
+            if capacity:
+                self._agree(capacity)
+        except BaseException:
+            self.close()
             raise
 
     def _make(self, capacity: int) -> None:
@@ -243,12 +252,33 @@ class Ledger:
             )
         return mmap.mmap(self._fd, _SIZE)
 
+    def _agree(self, capacity: int) -> None:
+        with self.locked():
+            before = self.capacity
+            if before == capacity:
+                return
+            running = ", ".join(self._name(slot) for slot in self.live())
+            if running:
+                raise InvalidArgument(
+                    f"VMEM_CAPACITY={capacity}: engines run that agreed on "
+                    f"{before or 'as much as the device has'} ({running})",
+                    errno=errno.EINVAL,
+                    bytes=capacity,
+                    limit=before,
+                )
+            _WORD.pack_into(self._map, _CAPACITY_AT, capacity)
+
     def close(self) -> None:
         """Unmaps the file; again: nothing. An account of it must be closed before."""
         with self._thread_lock:
             if not self._map.closed:
                 self._map.close()
                 os.close(self._fd)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._map.closed
 
     def __enter__(self) -> Ledger:
         return self
@@ -276,7 +306,7 @@ class Ledger:
     @property
     def capacity(self) -> int:
         """Bytes for all engines together; 0: as much as the device has."""
-        return int(_HEAD.unpack_from(self._map, 0)[3])
+        return int(_WORD.unpack_from(self._map, _CAPACITY_AT)[0])
 
     def word(self, slot: int, name: str) -> int:
         """A word of a slot."""
@@ -492,6 +522,11 @@ class Account:
         """What `take` granted is mapped, or failed and comes back by `give`."""
         with self.ledger.locked():
             self.ledger.put(self.slot, "pending", self._get("pending") - nbytes)
+
+    def settle(self, mapped: int) -> None:
+        """Of what is granted so much is mapped; the rest is pending."""
+        with self.ledger.locked():
+            self.ledger.put(self.slot, "pending", self._get("used") - mapped)
 
     def give(self, nbytes: int, handles: int = 0) -> None:
         """Bytes whose pages have left."""

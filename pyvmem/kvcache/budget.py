@@ -28,22 +28,27 @@ from __future__ import annotations
 
 import errno
 import operator
+import os
 import threading
+import weakref
 from _thread import RLock
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyvmem.errors import OutOfMemory
+from pyvmem.errors import BadHandle, Busy, OutOfMemory
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal
+from pyvmem.kvcache.on_ledger import Keeper, OnLedger
 from pyvmem.kvcache.reclaim import wait_for_cuts
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
     from pyvmem.kvcache.reclaim import Reclaimer
+    from pyvmem.ledger import Ledger
 
 __all__ = ["Budget", "BudgetStats", "Share", "ShareInfo", "Turns", "available_bytes", "free_bytes"]
 
@@ -120,18 +125,38 @@ class Budget:
     give back what belongs to no request (pages of free slots, then recorded prefixes), down to
     their floors. What a request owns is never taken.
 
+    With a ledger the total is a ceiling: the budget is one engine among those of other processes,
+    such as vLLM's, and has what the ledger grants it. A cache that is short has the others asked,
+    and says -1 or False as for any shortage: a later call finds what they gave back. When another
+    engine is short, the caches give back what belongs to no request, down to their floors; a thread
+    sees to that while no cache is called, and takes the lock for it. `vmem top` shows the budget,
+    `vmem limit` lowers its ceiling.
+
     Thread-safe. Calls of its caches take turns, also those that wait for GPU work.
 
     Args:
         context: the context that all its caches use; it must outlive them.
         total_bytes: physical memory for all caches together; 0: 0.9 of what is free on the GPU
             now, on host all that is available.
+        ledger: of the context's device, the budget's from here on; None: nobody else is asked.
+        name: in the ledger; "": pyvmem and the process id.
+        floor_bytes: what the other engines of the ledger leave to this one.
 
     Raises:
-        InvalidArgument: a negative total, or less than a page.
+        InvalidArgument: a negative total, or less than a page; a floor above the total or without
+            a ledger; a name that an engine of the ledger has.
+        LedgerError: the ledger is full.
     """
 
-    def __init__(self, context: Context, total_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        context: Context,
+        total_bytes: int = 0,
+        *,
+        ledger: Ledger | None = None,
+        name: str = "",
+        floor_bytes: int = 0,
+    ) -> None:
         total = operator.index(total_bytes)
         least = context.info.granule
         if total and total < least:
@@ -145,6 +170,59 @@ class Budget:
         self.lock = Turns()
         self.journal = Journal()
         self._shares: list[Share] = []
+        self._ledger: OnLedger | None = None
+        self._keeper: Keeper | None = None
+        self._left = False
+        if not 0 <= floor_bytes <= self.total_bytes or (floor_bytes and ledger is None):
+            most = self.total_bytes if ledger is not None else 0
+            raise invalid(
+                f"floor_bytes {floor_bytes}: 0 to {most}, the total, in a ledger",
+                size=max(0, floor_bytes),
+                limit=most,
+            )
+        if ledger is not None:
+            device = context.cuda_device
+            self._ledger = OnLedger(
+                ledger,
+                context,
+                None if device is None else partial(free_bytes, device, _UNKNOWN),
+                name or f"pyvmem-{os.getpid()}",
+                floor_bytes,
+                self.total_bytes,
+            )
+            weakref.finalize(self, self._ledger.close)
+            self._keeper = Keeper(self._tend)
+            self._keeper.start()
+
+    @property
+    def granted_bytes(self) -> int:
+        """What the caches may use together now: the total, or as much as the ledger granted."""
+        return self.total_bytes if self._ledger is None else self._ledger.granted
+
+    def close(self) -> None:
+        """Leaves the ledger; without one, or again: nothing.
+
+        Raises:
+            Busy: a cache of the budget is open; nothing changed.
+        """
+        with self.lock, self.journal:
+            if self._shares and self.context.is_open:
+                raise Busy(
+                    f"{len(self._shares)} caches of the budget are open",
+                    errno=errno.EBUSY,
+                    op="Budget.close",
+                )
+            if self._ledger is not None:
+                assert self._keeper is not None
+                self._keeper.end()
+                self._ledger.close()
+                self._ledger, self.total_bytes, self._left = None, 0, True
+
+    def __enter__(self) -> Budget:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def stats(self) -> BudgetStats:
         """What every cache has. Polls the batches in flight, waits for none."""
@@ -153,7 +231,7 @@ class Budget:
             return BudgetStats(
                 total_bytes=self.total_bytes,
                 used_bytes=sum(share.used for share in self._shares),
-                free_bytes=self.total_bytes - self._reserved(),
+                free_bytes=self.granted_bytes - self._reserved(),
                 caches=tuple(
                     ShareInfo(share.floor, share.ceiling, share.used) for share in self._shares
                 ),
@@ -161,10 +239,10 @@ class Budget:
 
     def check(self) -> list[str]:
         """What contradicts in the books, in words; `KVCache.check_integrity` raises it."""
-        reserved = self._reserved()
-        if reserved <= self.total_bytes:
+        reserved, granted = self._reserved(), self.granted_bytes
+        if reserved <= granted:
             return []
-        return [f"{reserved} bytes are used or kept by floors; the budget has {self.total_bytes}"]
+        return [f"{reserved} bytes are used or kept by floors; the budget has {granted}"]
 
     def _poll(self) -> None:
         for share in self._shares:
@@ -179,10 +257,13 @@ class Budget:
         """Takes a new cache in; `KVCache` calls it.
 
         Raises:
+            BadHandle: the budget is closed.
             InvalidArgument: the floors together exceed the budget.
             OutOfMemory: requests of the other caches have what the floor would keep.
         """
         with self.lock, self.journal:
+            if self._left:
+                raise BadHandle("the Budget is closed", errno=errno.EBADF, op="KVCache")
             kept = sum(share.floor for share in self._shares)
             if kept + floor > self.total_bytes:
                 raise invalid(
@@ -192,6 +273,7 @@ class Budget:
                     limit=self.total_bytes - kept,
                 )
             share = Share(self, pager, floor)
+            share.take(floor - share.room())
             if floor > share.room():
                 share.finish_idle()
             if share.room() < floor <= share.within_reach():
@@ -214,6 +296,51 @@ class Budget:
         """Forgets a cache that has been closed."""
         with self.lock, self.journal:
             self._shares = [share for share in self._shares if share.pager is not pager]
+
+    # ---- the ledger ------------------------------------------------------------------------------
+
+    def _tend(self) -> bool:
+        """The keeper's look: gives back, takes ahead, reports. False: there is nothing to tend."""
+        with self.lock, self.journal:
+            ledger = self._ledger
+            if ledger is None:
+                return False
+            if not self.context.is_open:  # its pages went with it
+                ledger.close()
+                return False
+            self._poll()
+            excess = ledger.settle(sum(share.used for share in self._shares))
+            if excess > 0:
+                self._give_back(ledger, excess)
+            else:
+                ledger.balance(ledger.granted - self._reserved())
+            ledger.report(self._numbers)
+            return True
+
+    def _give_back(self, ledger: OnLedger, nbytes: int) -> None:
+        """Gives the ledger what can be given now, and begins to unmap what is missing."""
+        missing = nbytes - (ledger.granted - self._reserved())
+        if missing > 0 and self._shares:
+            everyone = Share(self, self._shares[0].pager, 0)  # to whom all the others are others
+            everyone.begin_cuts(missing)
+            if (missing := missing - everyone.returning()) > 0:
+                everyone.evict(missing)
+        ledger.give(min(nbytes, ledger.granted - self._reserved()))
+        self.context.trim(0)
+
+    def _numbers(self) -> dict[str, int]:
+        found = dict.fromkeys(("in_use", "maps", "waits", "hits", "queries"), 0)
+        used = 0
+        for share in self._shares:
+            reclaimer, counters = share.reclaimer, share.reclaimer.counters
+            pages = share.pager.active_pages + reclaimer.shared.used
+            found["in_use"] += pages * share.layout.num_tensors * share.layout.page_size
+            found["waits"] += counters.waits
+            found["hits"] += counters.hit_tokens
+            found["queries"] += counters.query_tokens
+            used += share.used
+        found["maps"] = self.context.stats().map_calls
+        return found | {"cached": max(0, used - found["in_use"])}
 
 
 class Share:
@@ -239,10 +366,32 @@ class Share:
     def room(self) -> int:
         """Bytes that the cache could take now, as far as the others are concerned."""
         kept = sum(max(one.used, one.floor) for one in self._rest())
-        return self.budget.total_bytes - kept - self.used
+        return self.budget.granted_bytes - kept - self.used
+
+    def beyond(self) -> int:
+        """What the ledger had room for when it was last looked at; 0 without one."""
+        return 0 if self.budget._ledger is None else self.budget._ledger.hint
+
+    def take(self, nbytes: int) -> None:
+        """Has the ledger grant so much more, as far as it can."""
+        if self.budget._ledger is not None:
+            self.budget._ledger.take(nbytes)
+
+    def ask(self, nbytes: int) -> None:
+        """Tells the other engines of the ledger, where so much is more than the budget can find.
+
+        What the ledger has room for is a part of what is asked for: the others subtract it.
+        """
+        if self.budget._ledger is not None:
+            self.budget._ledger.ask(nbytes - self._inside())
 
     def within_reach(self) -> int:
-        """`room`, once the others have given back what belongs to no request."""
+        """`room`, once the others have given back what belongs to no request, and the ledger."""
+        ledger = self.budget._ledger
+        return self._inside() + (0 if ledger is None else ledger.beyond())
+
+    def _inside(self) -> int:
+        """The part of `within_reach` that the ledger has granted already."""
         return self.room() + sum(one._givable() for one in self._rest())
 
     def others(self) -> list[Reclaimer]:

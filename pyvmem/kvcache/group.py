@@ -580,7 +580,7 @@ class Group:
     def keep_watermark(self) -> None:
         """With too little memory free, begins to unmap pages of free slots."""
         reclaimer = self.reclaimer
-        if reclaimer.free < reclaimer.low_pages:
+        if reclaimer.outlook < reclaimer.low_pages:
             reclaimer.release_below(reclaimer.low_pages)
 
     def tidy(self) -> None:
@@ -609,7 +609,7 @@ class Group:
         if slot is None or slot.mapped >= pages:
             return
         new_pages = (pages - slot.mapped) * self.layout.num_tensors
-        if reclaimer.free - new_pages < reclaimer.low_pages:
+        if reclaimer.outlook - new_pages < reclaimer.low_pages:
             return
         with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
             self.pager.grow([(slot, pages)], background=True, reclaim=False)

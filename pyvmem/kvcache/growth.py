@@ -488,15 +488,22 @@ class Pager(Book):
             return True
         if self.mover.stop_promoting() and pages <= self.reclaimer.obtainable(keep):
             return True
-        stopped = share is not None and share.stop_promoting()
-        return stopped and pages <= self.reclaimer.obtainable(keep)
+        if share is None:
+            return False
+        if share.stop_promoting() and pages <= self.reclaimer.obtainable(keep):
+            return True
+        self.reclaimer.ask_others(pages, keep)
+        return False
 
     def could_have(self, pages: int) -> bool:
         """`can_have`, as far as it can be told without a wait."""
         reclaimer, more = self.reclaimer, self.unsettled
         if reclaimer.share is not None:
             more += reclaimer.share.unsettled() // self.layout.page_size
-        return pages <= reclaimer.obtainable({}) + more
+        if pages <= reclaimer.obtainable({}) + more:
+            return True
+        reclaimer.ask_others(pages - more, {})
+        return False
 
     @property
     def unsettled(self) -> int:

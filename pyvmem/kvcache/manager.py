@@ -430,7 +430,11 @@ def _fit_together(groups: Sequence[Group], pages: list[int]) -> bool:
     need = sum(count * group.layout.page_size for group, count in zip(groups, pages, strict=True))
     column = own.layout.page_size * own.layout.num_tensors
     reach = share.within_reach() + own.returning * own.layout.page_size
-    return need <= reach + own.spare({}) * column
+    spare = own.spare({}) * column
+    if need <= reach + spare:
+        return True
+    share.ask(need - spare - own.returning * own.layout.page_size)
+    return False
 
 
 def fork_all(

@@ -77,6 +77,15 @@ class Share(Protocol):
     def evict(self, nbytes: int) -> None:
         """Lets the others take out recorded prefixes of so many bytes that no request uses."""
 
+    def beyond(self) -> int:
+        """What the budget itself might get more, when that was last looked at; a hint."""
+
+    def take(self, nbytes: int) -> None:
+        """Lets the budget get so much more, as far as that can be had now."""
+
+    def ask(self, nbytes: int) -> None:
+        """Tells other processes, where so much is more than the budget could get from itself."""
+
     def check(self) -> list[str]:
         """What contradicts in the budget's books, in words."""
 
@@ -404,6 +413,14 @@ class Reclaimer(Book):
         return min(own, self.share.room() // self.layout.page_size)
 
     @property
+    def outlook(self) -> int:
+        """`free`, with what the budget might get from outside: what a watermark is about."""
+        if self.share is None:
+            return self.free
+        room = self.share.room() + self.share.beyond()
+        return min(self.limit - self.held, room // self.layout.page_size)
+
+    @property
     def returning(self) -> int:
         """Physical pages in unfinished cuts."""
         return self.table.index.returning * self.layout.num_tensors
@@ -434,6 +451,8 @@ class Reclaimer(Book):
         goal = before + pages * size
         lent = (pages - own) * size if share is not None else 0
         reclaimers = [self] if share is None else [self, *share.others()]
+        if share is not None:
+            share.take(lent)
         failed = sum(len(one.errors) for one in reclaimers)
         while (missing := goal - self._room()) > 0:
             self._begin_cuts(-(-missing // size), keep)
@@ -494,9 +513,17 @@ class Reclaimer(Book):
             free = min(free, self.share.within_reach() // self.layout.page_size)
         return free + self.returning + self.spare(keep) * self.layout.num_tensors
 
+    def ask_others(self, pages: int, keep: Mapping[Slot, int]) -> None:
+        """Tells other processes, where `obtainable` is too little for want of the budget's."""
+        share, size = self.share, self.layout.page_size
+        if share is not None:
+            own = self.returning + self.spare(keep) * self.layout.num_tensors
+            if pages <= self.limit - self.held + own:
+                share.ask((pages - own) * size)
+
     def release_below(self, free_pages: int) -> None:
         """Starts cuts of free slots until `free_pages` pages are free or on their way back."""
-        missing = free_pages - self.free - self.returning
+        missing = free_pages - self.outlook - self.returning
         tensors = self.layout.num_tensors
         if missing <= 0:
             return

@@ -162,6 +162,9 @@ class Rank(Protocol):
     def free(self) -> int | None:
         """`KVMemory.free`."""
 
+    def total(self) -> int:
+        """`KVMemory.total`."""
+
     def stats(self) -> dict[str, int]:
         """`Context.stats`."""
 
@@ -222,6 +225,10 @@ class LocalRank:
         """`KVMemory.free`."""
         return self.memory.free()
 
+    def total(self) -> int:
+        """`KVMemory.total`."""
+        return self.memory.total()
+
     def stats(self) -> dict[str, int]:
         """`Context.stats`."""
         return asdict(self.memory.context.stats())
@@ -248,6 +255,7 @@ _OPERATIONS: dict[str, Callable[[LocalRank, Any], Any]] = {
     "compact": lambda rank, a: rank.compact(a[0], a[1]),
     "device": lambda rank, _: rank.device(),
     "free": lambda rank, _: rank.free(),
+    "total": lambda rank, _: rank.total(),
     "stats": lambda rank, _: rank.stats(),
 }
 
@@ -329,6 +337,10 @@ class SocketRank:
         found: int | None = self._call("free")
         return found
 
+    def total(self) -> int:
+        """`KVMemory.total`."""
+        return int(self._call("total"))
+
     def stats(self) -> dict[str, int]:
         """`Context.stats`."""
         found: dict[str, int] = self._call("stats")
@@ -398,6 +410,14 @@ class Ranks:
         """Memory that the rank with least could map more; None: not known."""
         found = [rank.free() for rank in self.ranks]
         return min((one for one in found if one is not None), default=None)
+
+    def total(self) -> int:
+        """Bytes that a rank could have of its device if nobody else used it: the least of all."""
+        devices = [rank.device() for rank in self.ranks]
+        return min(
+            rank.total() // devices.count(device)
+            for rank, device in zip(self.ranks, devices, strict=True)
+        )
 
     def stats(self) -> list[dict[str, int]]:
         """Of each rank."""

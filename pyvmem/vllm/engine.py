@@ -60,7 +60,9 @@ class ElasticEngine:
                 f"the workers have {geometry.num_blocks} blocks, the scheduler has "
                 f"{pool.num_gpu_blocks}"
             )
-        virtual = geometry.most_bytes(geometry.num_blocks)
+        total = self.ranks.total()
+        self.settings.check_device(total)
+        virtual = min(geometry.most_bytes(geometry.num_blocks), total)
         limit = virtual if self.settings.limit is None else self.settings.limit
         least = self._least(config, kv_cache_config.kv_cache_groups, geometry)
         if limit < least:

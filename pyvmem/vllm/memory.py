@@ -12,6 +12,7 @@ event, nobody else does.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -227,6 +228,14 @@ class KVMemory:
 
         free = int(torch.cuda.mem_get_info(self.context.cuda_device)[0])
         return free + self.context.stats().free_bytes - self.headroom
+
+    def total(self) -> int:
+        """Memory of the device in bytes; of the machine on the CPU."""
+        if self.context.cuda_device is None:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        import torch
+
+        return int(torch.cuda.mem_get_info(self.context.cuda_device)[1])
 
     def compact(self, nbytes: int, step: int) -> int:
         """Empties slabs and gives them back; 0 before all steps up to `step` are launched.

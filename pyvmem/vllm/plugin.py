@@ -36,6 +36,8 @@ class CannotWork(ValueError):
 def register() -> None:
     """The entry point. Without ``VMEM_VLLM=1`` it does nothing.
 
+    The variable counts for each configuration when that is made.
+
     Raises:
         UnknownVersion: a version of vLLM that no adapter knows.
         ValueError: a malformed variable.
@@ -53,7 +55,8 @@ def register() -> None:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
-        configure(config)
+        if Settings.read().enabled:
+            configure(config)
         return config
 
     create_engine_config._vmem = True  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@
     VMEM_PREFIX          most bytes that idle prefixes may hold; default: until somebody needs them
     VMEM_NAME            the engine's name, for `vmem top` and `vmem limit`; default: the model's
     VMEM_LEDGER          folder of the ledger that engines share; "off": none
-    VMEM_CAPACITY        bytes for all engines of a device together, in a ledger that this one makes
+    VMEM_CAPACITY        bytes for all engines of a device together; default: the ledger's
 
 Sizes take K, M, G, T (powers of 1024): 20G, 1.5G, 512M.
 """
@@ -124,3 +124,15 @@ class Settings:
             capacity=size("VMEM_CAPACITY") or 0,
             ledger=None if ledger == "off" else ledger,
         )
+
+    def check_device(self, total: int) -> None:
+        """Compares with the memory of a device, `total` bytes, or a rank's part of it.
+
+        Raises:
+            ValueError: a limit or a floor above that.
+        """
+        for name, value in (("VMEM_LIMIT", self.limit), ("VMEM_FLOOR", self.floor)):
+            if value is not None and value > total:
+                raise ValueError(
+                    f"{name}={value}: the device has {total} bytes for each rank on it"
+                )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -114,13 +115,41 @@ def test_threads_of_a_process_take_turns(folder: Path) -> None:
         account.close()
 
 
+def test_who_comes_first_does_not_choose_the_capacity(folder: Path) -> None:
+    Ledger("host", folder=folder).join("a", floor=0, limit=GIB, least=1, virtual=GIB).close()
+    b = join(folder, "b")
+    assert b.ledger.capacity == 10 * GIB
+    b.close()
+    with Ledger("host", 5 * GIB, folder) as other:
+        assert other.capacity == 5 * GIB
+
+
+def test_running_engines_keep_their_capacity(folder: Path) -> None:
+    a = join(folder, "a")
+    with pytest.raises(InvalidArgument, match=f"VMEM_CAPACITY={GIB}: .* {10 * GIB} .a.") as caught:
+        Ledger("host", GIB, folder)
+    assert (caught.value.bytes, caught.value.limit) == (GIB, 10 * GIB)
+    assert a.ledger.capacity == 10 * GIB
+    with Ledger("host", folder=folder) as other:  # which asks for none
+        assert other.capacity == 10 * GIB
+    a.close()
+
+
+def test_running_engines_without_a_capacity_get_none(folder: Path) -> None:
+    a = Ledger("host", folder=folder).join("a", floor=0, limit=GIB, least=1, virtual=GIB)
+    with pytest.raises(InvalidArgument, match="agreed on as much as the device has"):
+        Ledger("host", GIB, folder)
+    assert a.ledger.capacity == 0
+    a.close()
+
+
 # ---- life and death ------------------------------------------------------------------------------
 
 CHILD = """
 import sys, time
 from pathlib import Path
 from pyvmem.ledger import Ledger
-account = Ledger("host", 0, Path(sys.argv[1])).join(
+account = Ledger("host", 10 << 30, Path(sys.argv[1])).join(
     sys.argv[2], floor=0, limit=1 << 40, least=1, virtual=1 << 40)
 print(account.take(8 << 30), flush=True)
 for line in sys.stdin:
@@ -213,6 +242,33 @@ def test_a_damaged_ledger_is_refused(folder: Path, contents: bytes) -> None:
     with pytest.raises(LedgerError, match="no ledger, or damaged"):
         join(folder, "a")
     assert path.read_bytes() == contents
+
+
+def test_slots_torn_by_a_crash_are_nobodys(folder: Path) -> None:
+    join(folder, "a").close()
+    path = folder / "host.ledger"
+    data = bytearray(path.read_bytes())
+    data[4096:] = random.Random(0).randbytes(len(data) - 4096)
+    path.write_bytes(data)
+    assert names(folder) == []
+    a = join(folder, "a")
+    assert names(folder) == ["a"]
+    assert (a.room(), a.used, a.excess()) == (10 * GIB, 0, 0)
+    a.close()
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_another_users_ledger_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    join(folder, "a").close()
+    before = (folder / "host.ledger").read_bytes()
+    me = os.getuid()
+    uids = iter([me + 1] * 2 if what == "folder" else [me, me + 1, me + 1])
+    monkeypatch.setattr(os, "getuid", lambda: next(uids))
+    with pytest.raises(AccessDenied, match=f"of user {me}, mode .* expected user {me + 1}"):
+        join(folder, "a")
+    assert (folder / "host.ledger").read_bytes() == before
 
 
 def test_a_ledger_that_others_may_write_is_refused(folder: Path) -> None:

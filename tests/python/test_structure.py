@@ -69,7 +69,17 @@ def test_the_modules_of_the_cache_from_below() -> None:
     order = (
         *("config", "events", "journal", "layout", "mapper", "pages", "slots", "metrics"),
         *("reclaim", "moves", "growth", "migration", "sharing", "prefix_tree", "prefix_cache"),
-        *("budget", "group", "integrity", "manager", "swap", "truncate", "idle", "cache"),
+        *(
+            "on_ledger",
+            "budget",
+            "group",
+            "integrity",
+            "manager",
+            "swap",
+            "truncate",
+            "idle",
+            "cache",
+        ),
         *("layered", "distributed"),
     )
     modules = {name.split(".")[-1] for name in found if name.startswith("pyvmem.kvcache.")}

@@ -82,6 +82,16 @@ def test_register_twice_is_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.scheduler_config.scheduler_cls == "pyvmem.vllm.scheduler.ElasticScheduler"
 
 
+def test_the_variable_counts_for_each_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    args = with_vllm(monkeypatch, "0.27.0")
+    plugin.register()
+    monkeypatch.delenv("VMEM_VLLM")
+    made = args().create_engine_config()
+    assert made.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert made.scheduler_config.scheduler_cls is None
+
+
 # ---- configurations ------------------------------------------------------------------------------
 
 
@@ -175,6 +185,14 @@ def test_what_is_no_size(text: str) -> None:
 def test_malformed_variables(env: dict[str, str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Settings.read(env)
+
+
+@pytest.mark.parametrize("name", ["VMEM_LIMIT", "VMEM_FLOOR"])
+def test_more_than_the_device_has(name: str) -> None:
+    settings = Settings.read({name: "2G"})
+    settings.check_device(2 << 30)
+    with pytest.raises(ValueError, match=f"{name}={2 << 30}: the device has {(2 << 30) - 1} bytes"):
+        settings.check_device((2 << 30) - 1)
 
 
 def test_defaults() -> None:

@@ -158,10 +158,17 @@ def test_a_limit_forces_preemption(start: Open, expected: Callable[..., Tokens])
         assert llm.reset_prefix_cache()
 
 
-def test_a_limit_below_one_request_is_refused(start: Open) -> None:
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        ("256K", "VMEM_LIMIT=262144: one request of max_model_len=512"),
+        ("1000T", f"VMEM_LIMIT={1000 << 40}: the device has [0-9]+ bytes"),
+    ],
+)
+def test_a_limit_that_makes_no_sense_is_refused(start: Open, limit: str, text: str) -> None:
     with (
-        pytest.raises(ValueError, match="VMEM_LIMIT=262144: one request of max_model_len=512"),
-        start("straddling", VMEM_VLLM="1", VMEM_LIMIT="256K"),
+        pytest.raises(ValueError, match=text),
+        start("straddling", VMEM_VLLM="1", VMEM_LIMIT=limit),
     ):
         pass
 

@@ -124,6 +124,7 @@ def test_served_over_http(server: Any, start: Callable[..., Any], ledger: Path) 
     account = Ledger("host", folder=ledger).join(
         "here", floor=0, limit=16 * MIB, least=1, virtual=16 * MIB
     )
+    assert account.ledger.capacity == 16 * MIB
     need = 16 * MIB - 128 * 1024  # all but the page of the null block in two layers
     assert not account.take(need), engines()
 
