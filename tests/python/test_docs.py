@@ -114,3 +114,17 @@ def test_the_table_of_metrics() -> None:
     assert "| histogram |  |" in waits, "neither `cache` nor `le` is listed for each"
     (info,) = (row for row in rows if "`pyvmem_cache_info`" in row)
     assert "`backend`; `device`; `driver`" in info, "no values that depend on the machine"
+
+
+def test_errors_that_must_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "pyvmem"
+    (package / "a").mkdir(parents=True)
+    (package / "bench").mkdir()
+    (package / "errors.py").write_text("class Base(Exception):\n    pass\n")
+    (package / "a" / "one.py").write_text(
+        "class One(Base, ValueError):\n    pass\n\nclass Plain(Protocol):\n    pass\n\n"
+        "class _Hidden(OSError):\n    pass\n\nclass Two(one.One):\n    pass\n"
+    )
+    (package / "bench" / "two.py").write_text("class Three(Exception):\n    pass\n")
+    monkeypatch.setattr(check_docs, "ROOT", tmp_path)
+    assert check_docs.error_classes() == ["Base", "One", "Two"]
