@@ -252,7 +252,8 @@ class Telemetry:
             for name, cache, _ in each
         ]
         samples = tuple(Sample("", one, 1) for one in labels)
-        made.append(Family(f"{_PREFIX}cache_info", "gauge", "What a cache stands on.", samples))
+        text = "Always 1; the labels say what the cache runs on."
+        made.append(Family(f"{_PREFIX}cache_info", "gauge", text, samples))
         for metric in _METRICS:
             suffix = "_total" if metric.kind == "counter" else ""
             samples = tuple(

@@ -3,10 +3,10 @@
 """Writes the measured parts of the README and of the documentation, from benchmarks/results.
 
 A part lies between `<!-- measured NAME -->` and `<!-- /measured NAME -->`; nothing there is written
-by hand, nor between `<!-- features -->` and `<!-- /features -->`. Every part is in one file, and
-links in it are made relative to that. `--check` changes nothing and fails where a file does not say
-what the results say. The parts of readme_cache.py are only asked for when there is a result for
-them.
+by hand, nor after `<!-- features -->` and `<!-- metrics -->`, which come from the package itself.
+Every part is in one file, and links in it are made relative to that. `--check` changes nothing and
+fails where a file does not say what the results say. The parts of readme_cache.py are only asked
+for when there is a result for them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 import readme_drivers
 import readme_features
 import readme_index
+import readme_metrics
 import readme_summary
 from readme_cache import CACHE_PARTS
 from readme_format import RESULTS, ROOT, Result, number, rows, table, title
@@ -323,13 +324,15 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "aims": part_aims,
     "verified": part_verified,
     "features": lambda _: readme_features.part(),
+    "metrics": lambda _: readme_metrics.part(),
     "results": lambda _: readme_index.part(),
     "summary": readme_summary.part,
 }
 
 
+OF_PACKAGE = {"features", "metrics"}  # from what the package says of itself
 OF_GPU = {"calls", "aims", "verified"}  # the other parts have results of their own
-MARKER = re.compile(r"<!-- (measured [a-z-]+|features) -->.*?<!-- /\1 -->", re.S)
+MARKER = re.compile(r"<!-- (measured [a-z-]+|features|metrics) -->.*?<!-- /\1 -->", re.S)
 
 
 def files() -> list[Path]:
@@ -351,7 +354,7 @@ def render(texts: dict[Path, str], results: list[Result]) -> dict[Path, str]:
     """The files with their measured parts written anew."""
     optional = {name: part for name, part in CACHE_PARTS.items() if part([])}
     parts = {
-        name if name == "features" else f"measured {name}": (name, part)
+        name if name in OF_PACKAGE else f"measured {name}": (name, part)
         for name, part in {**PARTS, **optional}.items()
     }
     found = [match[1] for text in texts.values() for match in MARKER.finditer(text)]
