@@ -32,6 +32,7 @@ __all__ = [
     "fork_all",
     "grow",
     "move",
+    "reach",
     "step",
     "step_async",
     "tier_of",
@@ -424,13 +425,18 @@ def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
 
 def _fit_together(groups: Sequence[Group], pages: list[int]) -> bool:
     """Whether what each cache can have alone they can have at once, of their budget."""
+    need = sum(count * group.layout.page_size for group, count in zip(groups, pages, strict=True))
+    return need <= reach(groups)
+
+
+def reach(groups: Sequence[Group]) -> int:
+    """Bytes of their budget that requests in several groups could still get."""
     own = groups[0].reclaimer
     share = own.share
     assert share is not None
-    need = sum(count * group.layout.page_size for group, count in zip(groups, pages, strict=True))
     column = own.layout.page_size * own.layout.num_tensors
-    reach = share.within_reach() + own.returning * own.layout.page_size
-    return need <= reach + own.spare({}) * column
+    within = share.within_reach() + own.returning * own.layout.page_size
+    return within + own.spare({}) * column
 
 
 def fork_all(
