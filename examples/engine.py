@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from pyvmem import KVCache, KVCacheConfig
+from pyvmem import KVCache
 from pyvmem.attention import Attention, Batch
-from pyvmem.engine import Request, RequestCache, Shortage
+from pyvmem.engine import Model, Policy, Request, RequestCache, Shortage
 from pyvmem.serve.model import encode, load
 
 
@@ -54,12 +54,12 @@ def attend(
 class Engine:
     """Greedy decoding of many prompts at once. A context manager; the caller closes the cache."""
 
-    def __init__(self, model: Any, cache: KVCache, eos: frozenset[int] = frozenset()) -> None:
+    def __init__(self, model: Any, cache: RequestCache, eos: frozenset[int] = frozenset()) -> None:
+        assert isinstance(cache.cache, KVCache), "all layers alike"
         AttentionInterface.register("engine", attend)
         model.set_attn_implementation("engine")
         self.model, self.eos = model, eos
-        self.cache = RequestCache(cache)
-        self.kernel = Attention(cache)
+        self.cache, self.kernel = cache, Attention(cache.cache)
         self.waiting: deque[Job] = deque()
         self.running: dict[Job, Request] = {}  # the last to join comes last
         self.crowded = False  # somebody was preempted: nobody joins until somebody ends
@@ -68,7 +68,8 @@ class Engine:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.cache.close()
+        while self.running:
+            self.cache.release(self.running.popitem()[1])
         self.kernel.close()
 
     def submit(self, prompt: Sequence[int], answer: int) -> Job:
@@ -153,10 +154,12 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load(args.model, device=device)
-    config = KVCacheConfig.from_hf(
-        loaded.model.config, dtype="float32", max_seq_len=2048, memory_limit=args.memory << 20
-    )
-    with KVCache(config) as cache, Engine(loaded.model, cache, loaded.eos_token_ids) as engine:
+    shape = Model.of(loaded.model.config, "float32")
+    policy = Policy(max_seq_len=2048, memory=args.memory << 20)
+    with (
+        RequestCache.open(shape, policy) as cache,
+        Engine(loaded.model, cache, loaded.eos_token_ids) as engine,
+    ):
         encoded = [encode(loaded.tokenizer, text) for text in args.prompts]
         jobs = [engine.submit(prompt, args.tokens) for prompt in encoded]
         for job, token in engine.run():

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyvmem.engine.background import Background, work_until_now
+from pyvmem.engine.config import Model, Policy, make_cache
 from pyvmem.engine.prefix import Namespace, Prefix, key_of
 from pyvmem.engine.request import Request, State
 from pyvmem.engine.shortage import Shortage
@@ -40,7 +41,8 @@ class RequestCache:
 
     Args:
         cache: what the requests live in. The requests of this object are changed through it alone.
-            The caller closes the cache, after this object.
+            The caller closes the cache, after this object. (`open` makes one that is closed with
+            it.)
 
     Attributes:
         cache: the same, for its tensors, statistics and layout.
@@ -48,6 +50,7 @@ class RequestCache:
 
     def __init__(self, cache: KVCache | LayeredCache) -> None:
         self.cache = cache
+        self._owns = False
         config = cache.config if isinstance(cache, KVCache) else cache.caches[0].config
         self.max_batch = config.max_batch
         self.max_seq_len = config.max_seq_len
@@ -57,6 +60,26 @@ class RequestCache:
         self._requests: dict[Request, None] = {}
         self._spaces: dict[Hashable, Namespace] = {}
         self._lock = threading.Lock()  # of what this object keeps; never held in a call
+
+    @classmethod
+    def open(
+        cls, model: Model, policy: Policy | None = None, backend: str = "auto", device: Any = 0
+    ) -> Self:
+        """A cache made for a model, which `close` closes.
+
+        Args:
+            model: its shape: ``Model.of(model.config)``.
+            policy: see `Policy`; None: its defaults.
+            backend: "auto" or a back end's name.
+            device: CUDA ordinal, torch or cuda.core device.
+
+        Raises:
+            InvalidArgument: a value that model or back end cannot serve. VMemError: the back end
+                could not be opened, or has no memory or addresses.
+        """
+        found = cls(make_cache(model, policy or Policy(), backend, device))
+        found._owns = True
+        return found
 
     # ---- admission -------------------------------------------------------------------------------
 
@@ -379,10 +402,18 @@ class RequestCache:
             return list(self._requests)
 
     def close(self, stream: Any = None) -> None:
-        """Waits for background calls, then releases every request; `stream`: their last work."""
+        """Waits for background calls, then releases every request; `stream`: their last work.
+
+        Closes the cache, too, where `open` made it: raises Busy while tensors of it live, and may
+        be called again then.
+        """
         self._background.close()
+        if self._owns and self.cache.is_closed:
+            return
         for request in self.requests:
             self.release(request, stream=stream)
+        if self._owns:
+            self.cache.close(stream)
 
     def __enter__(self) -> Self:
         return self

@@ -73,6 +73,11 @@ class Closing:
         """Gives everything back."""
         raise NotImplementedError
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` is done."""
+        return self._closed
+
     def _gone(self) -> bool:
         """Whether there is nothing left to close."""
         return getattr(self, "_closed", True)

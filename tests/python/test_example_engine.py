@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 from serve_helpers import expected, make_requests, one_thread, tiny_model  # noqa: E402
 
 from pyvmem import KVCache, KVCacheConfig  # noqa: E402
+from pyvmem.engine import RequestCache  # noqa: E402
 from pyvmem.serve import Request  # noqa: E402
 from pyvmem.serve.model import LoadedModel  # noqa: E402
 
@@ -37,7 +38,7 @@ def running(loaded: LoadedModel, **changes: Any) -> Iterator[tuple[Any, KVCache]
     }
     config = KVCacheConfig.from_hf(loaded.model.config, **(settings | changes))
     with KVCache(config, backend="host") as cache:
-        with EXAMPLE["Engine"](loaded.model, cache) as engine:
+        with RequestCache(cache) as requests, EXAMPLE["Engine"](loaded.model, requests) as engine:
             yield engine, cache
         cache.check_integrity()
         assert cache.stats().active_slots == 0
