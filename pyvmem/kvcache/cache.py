@@ -73,6 +73,11 @@ class Closing:
         """Gives everything back."""
         raise NotImplementedError
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` is done."""
+        return self._closed
+
     def _gone(self) -> bool:
         """Whether there is nothing left to close."""
         return getattr(self, "_closed", True)
@@ -822,6 +827,29 @@ class KVCache(Closing):
             group = self._open_group()
             group.reclaimer.poll()
             return group.reclaimer.obtainable({}), group.reclaimer.limit
+
+    def missing_bytes(self, reqid: int | None, seq_len: int) -> int:
+        """`missing_pages` in bytes."""
+        return self.missing_pages(reqid, seq_len) * self.layout.page_size
+
+    def obtainable_bytes(self) -> tuple[int, int]:
+        """`obtainable_pages` in bytes."""
+        pages, limit = self.obtainable_pages()
+        return pages * self.layout.page_size, limit * self.layout.page_size
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that a request could get."""
+        with self._lock, self._journal:
+            group = self._open_group()
+            group.reclaimer.poll()
+            group.pager.poll()
+            return len(group.table.free)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether answers must be the same on several ranks (`ParallelKVCache`)."""
+        return self._table.lockstep
 
     # ---- tensors -------------------------------------------------------------------------------
 

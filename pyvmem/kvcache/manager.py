@@ -32,6 +32,7 @@ __all__ = [
     "fork_all",
     "grow",
     "move",
+    "reach",
     "step",
     "step_async",
     "tier_of",
@@ -424,17 +425,26 @@ def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
 
 def _fit_together(groups: Sequence[Group], pages: list[int]) -> bool:
     """Whether what each cache can have alone they can have at once, of their budget."""
-    own = groups[0].reclaimer
-    share = own.share
+    share = groups[0].reclaimer.share
     assert share is not None
     need = sum(count * group.layout.page_size for group, count in zip(groups, pages, strict=True))
-    column = own.layout.page_size * own.layout.num_tensors
-    reach = share.within_reach() + own.returning * own.layout.page_size
-    spare = own.spare({}) * column
-    if need <= reach + spare:
+    if need <= reach(groups):
         return True
-    share.ask(need - spare - own.returning * own.layout.page_size)
+    share.ask(need - _unshared(groups[0]))
     return False
+
+
+def reach(groups: Sequence[Group]) -> int:
+    """Bytes of their budget that requests in several groups could still get."""
+    share = groups[0].reclaimer.share
+    assert share is not None
+    return share.within_reach() + _unshared(groups[0])
+
+
+def _unshared(group: Group) -> int:
+    """Bytes that a cache can take without asking its budget: on their way back, or held idle."""
+    own, page = group.reclaimer, group.layout.page_size
+    return own.returning * page + own.spare({}) * page * group.layout.num_tensors
 
 
 def fork_all(
