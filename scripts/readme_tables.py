@@ -52,14 +52,19 @@ PAGES = {"64K": "64 KB", "128K": "128 KB", "256K": "256 KB", "2M": "2 MB"}
 
 
 def load() -> list[Result]:
-    """The newest full run of each GPU and driver, by GPU."""
+    """The newest run of each GPU and driver in which the calls were measured, by GPU."""
+    return newest_with("calls")
+
+
+def newest_with(part: str) -> list[Result]:
+    """The newest run of each GPU and driver that has a part, by GPU."""
     newest: dict[tuple[str, str], Result] = {}
     for path in sorted(RESULTS.glob("*.json")):
         result: Result = json.loads(path.read_text(encoding="utf-8"))
         if result.get("format") != FORMAT or result["options"].get("quick"):
             continue
         machine = result["machine"]
-        if not machine.get("gpu"):
+        if not machine.get("gpu") or part not in result["parts"]:
             continue
         result["file"] = path.relative_to(ROOT).as_posix()
         key = (machine["gpu"], machine["driver"])
@@ -97,6 +102,44 @@ def part_calls(results: list[Result]) -> list[str]:
             "",
         ]
     return lines[:-1]
+
+
+SLOTS = (
+    ("`alloc_reqid`", "alloc"),
+    ("`free_reqid`", "free"),
+    ("`can_admit`", "can_admit"),
+    ("a step of which none needs a page", "idle"),
+    ("a step that says -1", "short"),
+    ("a request that grows, one in 32 does, without the driver", "grow"),
+)
+SLOT_COUNTS = (256, 1024, 4096)
+
+
+def part_slots(_: list[Result]) -> list[str]:
+    """What calls of the cache cost by the number of slots."""
+    lines: list[str] = []
+    for result in newest_with("slots"):
+        found = rows(result)
+        machine, backend = result["machine"], result["options"]["backend"]
+        changes = " with changes" if machine["dirty"] else ""
+        body = [
+            [name, *(time_of(found.get(f"slots/{key}/{backend}/{n}")) for n in SLOT_COUNTS)]
+            for name, key in SLOTS
+        ]
+        apart = [
+            f"{words} {time_of(found.get(f'slots/{key}/{backend}'))}"
+            for words, key in (("after a pause", "async_cold"), ("at once", "async_warm"))
+        ]
+        lines += [
+            f"Microseconds of the caller, median (99th percentile), `{backend}`, {title(result)}, "
+            f"commit {machine['commit'][:7]}{changes}:",
+            "",
+            *table(["slots", *(f"{n:,}" for n in SLOT_COUNTS)], body),
+            "",
+            f"`step_async` for 8 requests x 64 tensors: {', '.join(apart)}.",
+            "",
+        ]
+    return lines[:-1] or [NOTHING]
 
 
 def part_aims(results: list[Result]) -> list[str]:
@@ -321,6 +364,7 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "capacity": part_capacity,
     "prefixes": part_prefixes,
     "calls": part_calls,
+    "slots": part_slots,
     "aims": part_aims,
     "verified": part_verified,
     "features": lambda _: readme_features.part(),
