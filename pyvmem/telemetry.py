@@ -172,6 +172,7 @@ _METRICS = (
     ),
     _Metric("prefix_queries", "counter", "Prompts looked up.", "", _one("prefix_queries")),
     _Metric("prefix_hits", "counter", "Prompts that matched.", "", _one("prefix_hits")),
+    _Metric("prefix_resumed", "counter", "Hits already mapped.", "", _one("prefix_resumed")),
     _Metric("prefix_query_tokens", "counter", "Tokens looked up.", "", _one("prefix_query_tokens")),
     _Metric("prefix_hit_tokens", "counter", "Tokens that matched.", "", _one("prefix_hit_tokens")),
     _Metric("driver_calls", "counter", "Driver calls of the context.", "", _one("driver_calls")),

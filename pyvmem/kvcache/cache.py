@@ -278,8 +278,9 @@ class KVCache(Closing):
                 event recorded after it, or an `FdEvent`; None: torch's current stream, on host
                 nothing. What else it may be, and what holds beside CUDA graphs: `pyvmem.streams`.
             tokens: record the request's rows under these ids, as `record` does, for requests that
-                begin with them; None: record nothing. They may be more than its rows: the last
-                token that was sampled has none yet.
+                begin with them; they stay mapped in the slot, where a next turn goes on
+                (`KVCacheConfig.keep_mapped`). None: record nothing. They may be more than its rows:
+                the last token that was sampled has none yet.
             namespace: as in `record`.
 
         Raises:
@@ -291,9 +292,13 @@ class KVCache(Closing):
             group = self._open_group()
             slot = group.slot(reqid)
             event = record(stream, group.device)
-            if tokens is not None:
-                group.prefixes.record_last(slot, tokens, event, namespace)
+            first = slot.shared
+            goes_on = tokens is not None and group.prefixes.record_last(
+                slot, tokens, event, namespace
+            )
             group.release(slot, event)
+            if goes_on:
+                group.keep(slot, first)
             group.prepare()
             group.tidy()
 

@@ -178,12 +178,17 @@ class LayeredCache(Closing):
             groups = self._open()
             slots = [group.slot(reqid) for group in groups]
             event = record(stream, groups[0].device)
-            if tokens is not None:
-                groups[0].prefixes.record_last(slots[0], tokens, event, namespace)
+            first = [slot.shared for slot in slots]
+            goes_on = tokens is not None and groups[0].prefixes.record_last(
+                slots[0], tokens, event, namespace
+            )
             for group, slot in zip(groups, slots, strict=True):
                 group.mover.abandon(slot)
             for group, slot in zip(groups, slots, strict=True):
                 group.release(slot, event)
+            if goes_on:
+                for group, slot, pages in zip(groups, slots, first, strict=True):
+                    group.keep(slot, pages)
             for group in groups:
                 group.prepare()
                 group.tidy()
