@@ -7,6 +7,7 @@
     scheduler   vLLM's scheduler and block pool, over blocks that may have no memory
     engine      what is backed, what for, and for how long
     backing     the books: blocks, pages, growth and release (geometry: which block is where)
+    sleep       weights that sleep, by vLLM's interface for sleep back ends
     metrics     the ledger's numbers on vLLM's /metrics
     channel     calls from the scheduler to ranks in other processes
     settings    the variables VMEM_*

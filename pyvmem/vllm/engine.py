@@ -86,7 +86,7 @@ class ElasticEngine:
         self._grown = threading.Event()
         self._wake = threading.Event()
         self._stopped = False
-        self._tidy = self._short = False
+        self._tidy = self._short = self._resting = False
         self._reported = 0.0
         self._spare = -1  # idle blocks above half of the reserve, at least; below 0: to be counted
         self._thread = threading.Thread(target=self._keep, name="vmem-keeper", daemon=True)
@@ -156,6 +156,11 @@ class ElasticEngine:
     def end_step(self, step: int) -> None:
         """The output of a step has been taken."""
         self._ended = step
+
+    def rest(self, resting: bool) -> None:
+        """The scheduler is paused, or not any more: what is idle then goes at once."""
+        self._resting = resting
+        self._wake.set()
 
     # ---- demand ----------------------------------------------------------------------------------
 
@@ -263,7 +268,7 @@ class ElasticEngine:
             # An engine that runs ahead may leave the output of its last step where it is.
             quiet = self._ended == self._step or force or now > self._busy_until
             at_rest = quiet and not self.used_blocks()
-            long_idle = at_rest and (force or now > self._busy_until)
+            long_idle = at_rest and (force or self._resting or now > self._busy_until)
             self._note_peak(now)
             due = now > self._reported + _REPORT
             if due or at_rest or force:  # it walks all idle blocks, with the scheduler's lock held

@@ -8,6 +8,7 @@ scheduler, as ``--worker-cls`` and ``--scheduler-cls`` would.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
 from collections.abc import Iterator
@@ -29,6 +30,9 @@ _SCHEDULERS = {
 }
 
 
+_SLEEP = ("cumem", "vmem")  # vLLM's default, and what takes its place
+
+
 class CannotWork(ValueError):
     """A configuration of vLLM that the pool does not work with."""
 
@@ -48,6 +52,10 @@ def register() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     adapter_of(vllm.__version__)
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    with contextlib.suppress(ValueError):  # registered before
+        SleepModeBackendFactory.register_backend("vmem", "pyvmem.vllm.sleep", "VMemSleepBackend")
     original = EngineArgs.create_engine_config
     if getattr(original, "_vmem", False):
         return
@@ -75,6 +83,8 @@ def configure(config: Any) -> None:
     parallel, scheduler = config.parallel_config, config.scheduler_config
     parallel.worker_cls = _WORKERS.get(parallel.worker_cls, parallel.worker_cls)
     scheduler.scheduler_cls = _SCHEDULERS[bool(scheduler.async_scheduling)]
+    if getattr(config.model_config, "enable_sleep_mode", False):
+        config.model_config.sleep_mode_backend = "vmem"
     # vLLM's own has five digits, which two engines of one machine may share.
     config.instance_id = f"{config.instance_id}-{secrets.token_hex(8)}"
     publish(config.instance_id)
@@ -105,6 +115,8 @@ def reasons_against(config: Any) -> Iterator[str]:
     if model.is_encoder_decoder:
         yield "encoder-decoder models (never run)"
     if getattr(model, "enable_sleep_mode", False):
-        yield "enable_sleep_mode (never run; the KV cache of an idle engine has no memory anyway)"
+        backend = getattr(model, "sleep_mode_backend", "none")
+        if backend not in _SLEEP:
+            yield f"sleep_mode_backend={backend} (the pool brings its own, vmem)"
     if getattr(model, "has_inner_state", False):
         yield "models with an inner state (Mamba and the like: the state is read before written)"

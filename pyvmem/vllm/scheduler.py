@@ -130,6 +130,12 @@ class _Elastic:
         with self.elastic.lock:
             return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
 
+    def set_pause_state(self, pause_state: Any) -> None:
+        """vLLM's; a paused engine needs no idle memory."""
+        with self.elastic.lock:
+            super().set_pause_state(pause_state)  # type: ignore[misc]
+            self.elastic.rest(pause_state.name != "UNPAUSED")
+
     def shutdown(self) -> None:
         """vLLM's, and the end of the keeper."""
         self.elastic.stop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from pyvmem.vllm.channel import Server, rank_address
@@ -54,6 +54,16 @@ class ElasticWorker:
         if hasattr(self, "requested_memory"):
             total = self.init_snapshot.total_memory  # type: ignore[attr-defined]
             self.requested_memory = int(total * asked)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> Any:
+        """In sleep mode the weights' pages; the KV cache has its own way to sleep."""
+        if not self.vllm_config.model_config.enable_sleep_mode:
+            return super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
+        if tag != "weights":
+            return nullcontext()
+        from pyvmem.vllm.sleep import loading_weights
+
+        return loading_weights(self._settings, self.device.index or 0)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """vLLM's, with KV tensors of ours."""

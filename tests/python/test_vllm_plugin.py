@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -44,7 +44,20 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
         def create_engine_config(self) -> Any:
             return config()
 
+    class SleepModeBackendFactory:
+        known: ClassVar[list[str]] = ["cumem"]
+
+        @classmethod
+        def register_backend(cls, name: str, module: str, what: str) -> None:
+            if name in cls.known:
+                raise ValueError(f"{name} is registered")
+            cls.known.append(name)
+
     vllm, engine, arg_utils = (ModuleType(name) for name in ("vllm", "engine", "arg_utils"))
+    sleep = ModuleType("sleep_mode_backend")
+    sleep.SleepModeBackendFactory = SleepModeBackendFactory  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator", ModuleType("device_allocator"))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.sleep_mode_backend", sleep)
     vllm.__version__ = version  # type: ignore[attr-defined]
     arg_utils.EngineArgs = EngineArgs  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", vllm)
@@ -124,6 +137,12 @@ def test_what_is_put_into_a_configuration() -> None:
     assert made.instance_id.startswith("abcde-")
 
 
+def test_sleep_mode_sleeps_by_ours() -> None:
+    made = config(model_config__enable_sleep_mode=True, model_config__sleep_mode_backend="cumem")
+    configure(made)
+    assert made.model_config.sleep_mode_backend == "vmem"
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -137,7 +156,14 @@ def test_what_is_put_into_a_configuration() -> None:
         ({"parallel_config__worker_cls": "my.Worker"}, "worker_cls=my.Worker"),
         ({"scheduler_config__scheduler_cls": "my.Scheduler"}, "scheduler_cls"),
         ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),
-        ({"model_config__enable_sleep_mode": True}, "enable_sleep_mode"),
+        (
+            {
+                "model_config": SimpleNamespace(
+                    is_encoder_decoder=False, enable_sleep_mode=True, sleep_mode_backend="criu"
+                )
+            },
+            "sleep_mode_backend=criu",
+        ),
         ({"model_config__has_inner_state": True}, "inner state"),
     ],
 )

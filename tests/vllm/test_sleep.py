@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: MIT
+"""Description: sleep: an engine that is put to sleep has no KV memory; weights by vLLM's interface.
+
+vLLM lets no CPU have sleep mode, and leaves the weights there as they are: what the back end does
+to them is driven here by torch's C symbols, as in test_torch_pool.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_engine import answer, check, elastic_of, greedy, memory_of, prompts
+
+import pyvmem
+from pyvmem import Inject, OutOfMemory, _vmem
+from pyvmem._native import torch_alloc
+from pyvmem.torch_pool import VMemPool
+
+SIZE = 2 << 20
+
+
+def test_kv_sleeps_and_wakes(start: Callable[..., Any]) -> None:
+    """At once: VMEM_IDLE is an hour."""
+    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_IDLE="3600") as llm:
+        wanted = answer(llm, prompts())
+        elastic, memory = elastic_of(llm), memory_of(llm)
+        null = 2 * memory.geometry.page_size  # a page in each of two layers
+        assert elastic.backing.mapped_bytes > null
+        for level, tags in ((1, None), (2, ["kv_cache", "weights"]), (0, ["scheduling"])):
+            llm.sleep(level=level)
+            if level:
+                end = time.monotonic() + 20
+                while elastic.backing.mapped_bytes > null and time.monotonic() < end:
+                    time.sleep(0.01)
+                assert elastic.backing.mapped_bytes == null
+                check(llm)
+            engine = llm.llm_engine  # a request comes meanwhile
+            engine.add_request("0", prompts()[0], greedy())
+            for _ in range(5):
+                assert engine.step() == []
+            llm.wake_up(tags)
+            found: list[int] = []
+            while engine.has_unfinished_requests():
+                for one in engine.step():
+                    found = list(one.outputs[0].token_ids)
+            assert found == wanted[0]
+            assert answer(llm, prompts()) == wanted
+
+
+@pytest.fixture
+def pool() -> Iterator[VMemPool]:
+    from pyvmem.vllm import sleep
+
+    with pyvmem.Context("host", granule=4096) as context, VMemPool(context) as one:
+        sleep.use_pool(one)
+        yield one
+        sleep._pools.clear()
+
+
+@pytest.fixture
+def weights(pool: VMemPool) -> Iterator[int]:
+    """The address of something in the pool, as torch would have it."""
+    library = ctypes.CDLL(_vmem.__file__)
+    library.vmem_malloc.restype = ctypes.c_void_p
+    library.vmem_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+    library.vmem_free.restype = None
+    library.vmem_free.argtypes = [
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+    ]  # fmt: skip
+    with pool._allocating("weights"):
+        address: int = library.vmem_malloc(SIZE, 0, None)
+    pool._context.write(address, b"weights")
+    yield address
+    library.vmem_free(address, SIZE, 0, None)
+
+
+def backend() -> Any:
+    """By its name, as vLLM's worker makes it."""
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    from pyvmem.vllm import plugin
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VMEM_VLLM", "1")
+        from vllm.engine.arg_utils import EngineArgs
+
+        original = EngineArgs.create_engine_config
+        plugin.register()
+        EngineArgs.create_engine_config = original
+    config: Any = SimpleNamespace(sleep_mode_backend="vmem")
+    return SleepModeBackendFactory.create_backend(config)
+
+
+@pytest.mark.parametrize(("level", "found"), [(1, b"weights"), (2, bytes(7))])
+def test_weights_sleep_and_wake(pool: VMemPool, weights: int, level: int, found: bytes) -> None:
+    one, context = backend(), pool._context
+    assert one.state() == "RUNNING"
+    one.suspend(level)
+    assert one.state() == "SUSPENDED"
+    assert context.stats().mapped_bytes == 0
+    one.resume(["kv_cache"])
+    assert one.state() == "SUSPENDED"
+    assert context.stats().mapped_bytes == 0
+    one.resume(["weights"])
+    assert one.state() == "RUNNING"
+    assert context.read(weights, 7) == found
+    one.resume()
+    assert torch_alloc.owns(0, weights, SIZE)
+
+
+def test_weights_that_cannot_wake_sleep_on(pool: VMemPool, weights: int) -> None:
+    one = backend()
+    one.suspend(1)
+    pool._context.inject(Inject.MAP, count=99, error=12)
+    with pytest.raises(OutOfMemory):
+        one.resume()
+    pool._context.inject(Inject.MAP, count=0)
+    one.resume()
+    assert one.state() == "RUNNING"
+    assert pool._context.read(weights, 7) == b"weights"
