@@ -800,6 +800,32 @@ class KVCache(Closing):
             group = self._open_group()
             return group.pager.capacity[group.slot(reqid).index]
 
+    def is_ready(self, reqid: int, seq_len: int) -> bool:
+        """Whether a `step` of a request to so many tokens would neither map nor wait for that.
+
+        True once what `step_async` began is over, before any `step` has granted it; also where it
+        failed, which the next `step` raises.
+
+        Args:
+            reqid: a taken slot.
+            seq_len: tokens, as in `step`.
+
+        Raises:
+            InvalidArgument: no such reqid, not taken, or a length out of range.
+        """
+        with self._lock, self._journal:
+            group = self._open_group()
+            slot = group.slot(reqid)
+            need = group.layout.pages_for_step(group.rows[slot.index], self._checked(seq_len))
+            return slot.granted >= need or group.pager.is_mapped(slot, need)
+
+    def _checked(self, seq_len: int) -> int:
+        """A number of tokens that a slot can hold."""
+        length, longest = operator.index(seq_len), self._group.config.max_seq_len
+        if not 0 <= length <= longest:
+            raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)
+        return length
+
     def missing_pages(self, reqid: int | None, seq_len: int) -> int:
         """Physical pages, in all tensors together, that a request lacks to hold `seq_len` tokens.
 
@@ -812,9 +838,7 @@ class KVCache(Closing):
         """
         with self._lock, self._journal:
             group = self._open_group()
-            length, longest = operator.index(seq_len), group.config.max_seq_len
-            if not 0 <= length <= longest:
-                raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)
+            length = self._checked(seq_len)
             held, have = 0, 0
             if reqid is not None:
                 slot = group.slot(reqid)
