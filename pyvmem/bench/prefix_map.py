@@ -8,6 +8,8 @@ pages lie, which is how the first request got them:
 - ``runs``: at once, as a prefill takes them: neighbours in each tensor.
 - ``runs_2m``: the same in pages of 2 MB, which the GPU can map with one large entry each.
 - ``fragmented``: from memory of which only single pages are free, so that no two are neighbours.
+
+A next turn whose slot still has the prefix mapped is timed as well: it makes no call of the driver.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ _AIMS = {"runs": 6.0, "runs_2m": 2.0, "fragmented": None}
 _METHOD = {
     "time": "perf_counter_ns around alloc_prefix, from Python; the first call is left out",
     "between": "the request is freed, and its pages are unmapped before the next call",
+    "resume": "the same, but freed with its tokens, whose pages stay mapped in its slot",
 }
 
 
@@ -116,6 +119,26 @@ class _Kind:
         cache.free_reqid(got[0])
         self._wait_until_empty()
 
+    def time_next_turns(self, found: Samples, rounds: int) -> None:
+        """Requests that go on where the one before ended; the first of them maps the prefix."""
+        cache = self.cache
+        for turn in range(rounds + 1):
+            before = cache.stats()
+            start = time.perf_counter_ns()
+            got = cache.alloc_prefix(self.ids, 0)
+            end = time.perf_counter_ns()
+            if got is None or got[1] != self.tokens:
+                raise WrongResult(f"alloc_prefix gave {got}, of {self.tokens} tokens")
+            self._check(got[0])
+            if turn:
+                after = cache.stats()
+                if after.prefix_resumed == before.prefix_resumed:
+                    raise WrongResult("the prefix was mapped again")
+                if after.driver_calls != before.driver_calls:
+                    raise WrongResult(f"{after.driver_calls - before.driver_calls} driver calls")
+                found.new_round().append(end - start)
+            cache.free_reqid(got[0], tokens=self.ids)
+
     def _check(self, reqid: int) -> None:
         for tensor, page in self._corners():
             wanted = self._mark(tensor, page)
@@ -159,6 +182,9 @@ def _measure(command: Command, part: Part, name: str, deadline: Deadline) -> Non
                     part.notes.append(f"{name}: the deadline came after {done - 1} requests")
                     break
                 kind.time(found, matched)
+        resumed = Samples()
+        with quiet():
+            kind.time_next_turns(resumed, rounds)
         cache.check_integrity()
         nbytes = cache.layout.pages_for(tokens) * cache.layout.num_tensors * kind.page
         found.drop_first_round()
@@ -168,6 +194,8 @@ def _measure(command: Command, part: Part, name: str, deadline: Deadline) -> Non
         what = f"prefix of {tokens:,} tokens, {KINDS[name]}"
         part.time(f"map/{name}", f"alloc_prefix: {what}", name, found, unit="ms", **more)
         part.time(f"match/{name}", f"match alone: {what}", name, matched, **more)
+        mapped = f"next turn of {tokens:,} tokens that are mapped: {KINDS[name]}"
+        part.time(f"resume/{name}", f"alloc_prefix: {mapped}", name, resumed, **more)
         part.value(f"bytes/{name}", f"mapped: {what}", name, nbytes, "bytes", **more)
         part.value(
             f"segments/{name}", f"pieces of mappings: {what}", name, kind.segments, "count", **more

@@ -288,6 +288,7 @@ def test_prefix_map(tmp_path: Path, backend: str) -> None:
     for kind in prefix_map.KINDS:
         assert found[f"prefix/map/{kind}"]["n"] == 3
         assert found[f"prefix/match/{kind}"]["n"] == 3
+        assert found[f"prefix/resume/{kind}"]["n"] == 3  # each was checked for driver calls
         assert found[f"prefix/bytes/{kind}"]["value"] == 2048 * 4 * 2048
     pages = 4 * 2048 * 2048 // found["prefix/map/fragmented"]["page"]
     assert found["prefix/segments/fragmented"]["value"] >= pages

@@ -35,7 +35,7 @@ from interrupts_helpers import (
     run_after,
     run_at,
 )
-from kvcache_helpers import LAYERS, ROWS, small_config
+from kvcache_helpers import LAYERS, ROWS, eventually, small_config
 from share_helpers import is_zero, read_rows
 from test_kvcache_layers import uneven
 
@@ -711,6 +711,34 @@ def alloc_prefix_of_large_pages(engine: Engine) -> Steps:
     tags, tokens = engine.held[cache, reqid], list(range(4 * ROWS))
     engine.free(cache, reqid, tokens=tokens)
     return _prefixed(engine, cache, [*tokens[: 3 * ROWS], 7], tags[: 3 * ROWS])
+
+
+def _settled(cache: KVCache) -> None:
+    eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
+
+
+@scenario
+def alloc_prefix_where_it_is_mapped(engine: Engine) -> Steps:
+    """The slot of the request that recorded it is taken, and nothing is mapped."""
+    cache, tokens, tags = _recorded(engine)
+    _settled(cache)
+    return _prefixed(engine, cache, [*tokens, 7, 7], tags[: 2 * ROWS])
+
+
+@scenario
+def alloc_prefix_where_some_is_mapped(engine: Engine) -> Steps:
+    cache, first = _forkable(engine, 2 * ROWS)
+    tokens = list(range(4 * ROWS))
+    tags = engine.held[cache, first]
+    cache.record(first, tokens[: 2 * ROWS])
+    taken = cache.alloc_prefix(tokens)
+    assert taken is not None
+    engine.take(cache, taken[0], tags)
+    engine.grow(cache, taken[0], 4 * ROWS)
+    cache.record(taken[0], tokens)
+    engine.free(cache, first, tokens=tokens[: 2 * ROWS])
+    _settled(cache)
+    return _prefixed(engine, cache, [*tokens, 7], engine.held[cache, taken[0]][: 4 * ROWS])
 
 
 # ---- preemption, admission, reports --------------------------------------------------------------
