@@ -93,8 +93,8 @@ def test_the_last_tokens_are_left_to_compute(context: Context) -> None:
         assert cache.match(PROMPT[: 2 * ROWS], leave=0).length == 2 * ROWS
         assert cache.match(PROMPT[: 2 * ROWS + 1]).length == 2 * ROWS
         assert cache.match(PROMPT[:3], leave=9).length == 0
-        assert cache.alloc_prefix(PROMPT[: 2 * ROWS]) == (1, ROWS)
-        assert cache.alloc_prefix(PROMPT[: 2 * ROWS], leave=0) == (2, 2 * ROWS)
+        assert cache.alloc_prefix(PROMPT[: 2 * ROWS])[1] == ROWS
+        assert cache.alloc_prefix(PROMPT[: 2 * ROWS], leave=0)[1] == 2 * ROWS
 
 
 def test_prefixes_part_in_the_middle(context: Context) -> None:
