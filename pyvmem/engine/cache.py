@@ -204,8 +204,8 @@ class RequestCache:
         except BaseException:
             cache.free_reqid(slot, stream)
             raise
-        if short is not None:
-            cache.free_reqid(slot, stream)
+        if short is not None:  # with its tokens, so that the prefix stays mapped there
+            cache.free_reqid(slot, stream, prefix.tokens if held else None)
             prefix.renew()
             return short
         return self._begun(slot, held, prefix.namespace)

@@ -12,6 +12,7 @@ import pytest
 from kvcache_helpers import (
     LAYERS,
     ROWS,
+    eventually,
     rows_are,
     rows_are_zero,
     small_cache,
@@ -247,12 +248,14 @@ def test_what_admission_cannot_map_in_time_it_gives_back(
     """Memory that goes between the question and the answer: the lease is taken again."""
     with requests(host) as cache:
         cache.release(computed(cache, PROMPT), tokens=PROMPT)
+        eventually(lambda: not any(slot.in_flight for slot in kv(cache).snapshot()))
         monkeypatch.setattr(cache.cache, "step_async", lambda *_: -1)
         with cache.match(PROMPT) as prefix:
             assert isinstance(cache.admit(prefix), Shortage)
             assert prefix.length == 3 * ROWS
             monkeypatch.undo()
             assert admitted(cache, prefix).length == 3 * ROWS
+        assert kv(cache).stats().prefix_resumed == 1  # where the refused one had mapped it
 
 
 @pytest.mark.parametrize(

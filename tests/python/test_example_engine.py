@@ -17,9 +17,11 @@ pytest.importorskip("transformers")
 from serve_helpers import expected, make_requests, one_thread, tiny_model  # noqa: E402
 
 from pyvmem import KVCache, KVCacheConfig  # noqa: E402
-from pyvmem.engine import RequestCache  # noqa: E402
-from pyvmem.serve import Request  # noqa: E402
+from pyvmem.engine import Model, Policy, RequestCache  # noqa: E402
+from pyvmem.serve import Request, prompts  # noqa: E402
+from pyvmem.serve import model as models  # noqa: E402
 from pyvmem.serve.model import LoadedModel  # noqa: E402
+from pyvmem.serve.verify import TIE, first_difference  # noqa: E402
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -67,7 +69,7 @@ def test_the_tokens_are_those_of_generate() -> None:
 
 
 def test_preempted_jobs_go_on_where_they_were() -> None:
-    """Memory for about four pages a tensor: three requests do not fit."""
+    """Eight pages a tensor, of 21 rows each: three requests do not fit."""
     loaded = tiny_model()
     requests = make_requests(8, shortest=20, longest=40, new_tokens=(30, 40))
     wanted = expected(loaded, requests)
@@ -108,6 +110,37 @@ def test_what_never_fits_fails_alone() -> None:
 def test_a_prompt_longer_than_a_slot_is_refused() -> None:
     with running(tiny_model()) as (engine, _), pytest.raises(ValueError, match="193 tokens"):
         engine.submit([1] * 193, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("default")  # transformers' own
+def test_a_real_model_answers_as_generate_does() -> None:
+    """The model of `make run` in the cache that the example opens; ties as in `vmem serve-demo`."""
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    try:
+        loaded = models.load(dtype="float32")
+    except models.ModelNotFound as error:
+        pytest.skip(str(error))
+    requests = [
+        Request(i, models.encode(loaded.tokenizer, text), 12, loaded.eos_token_ids)
+        for i, text in enumerate(prompts.load(count=6))
+    ]
+    wanted = expected(loaded, requests)
+    shape = Model.of(loaded.model.config, "float32")
+    policy = Policy(max_batch=4, max_seq_len=1024, memory=256 << 20)
+    with (
+        RequestCache.open(shape, policy, backend="host") as cache,
+        EXAMPLE["Engine"](loaded.model, cache, loaded.eos_token_ids) as engine,
+    ):
+        _, streamed = answers(engine, requests)
+        cache.cache.check_integrity()
+    found = [
+        first_difference(one.request_id, tokens, wanted[one.request_id])
+        for one, tokens in zip(requests, streamed, strict=True)
+    ]
+    assert [one for one in found if one is not None and one.margin >= TIE] == []
+    assert found.count(None) >= 5
 
 
 def test_the_example_imports_public_names_alone() -> None:
