@@ -24,7 +24,7 @@ SKIP = 77
 def main() -> int:
     """Brings the environment up to date."""
     stamp = VENV / "installed"
-    wanted = f"{sys.version}\n{PINS.read_text(encoding='utf-8')}"
+    wanted = f"{sys.version}\n{ROOT}\n{PINS.read_text(encoding='utf-8')}"
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return 0
     print("setup: making build/vllm (1 GB, mostly vLLM)", flush=True)
@@ -35,7 +35,8 @@ def main() -> int:
         return 1
     site = Path(sysconfig.get_path("purelib", vars={"base": str(VENV), "platbase": str(VENV)}))
     base = sysconfig.get_path("purelib", vars={"base": str(BASE), "platbase": str(BASE)})
-    (site / "base.pth").write_text(base + "\n", encoding="utf-8")
+    # pyvmem too: build/venv has it as a link to this tree, which a path file does not follow.
+    (site / "base.pth").write_text(f"{base}\n{ROOT}\n", encoding="utf-8")
     pip = [BASE / "bin" / "python", "-m", "pip", "--python", python, "install", "--no-deps"]
     pip += ["--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--retries", "2"]
     done = subprocess.run(

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: MIT
+"""vLLM on pages that come and go: answers prompts, and shows what the KV cache held meanwhile.
+
+    VMEM_VLLM=1 python examples/vllm_generate.py MODEL [PROMPT ...]
+
+Ends with an error if vLLM did not use the pool.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from pyvmem.ledger import Ledger, default_folder, devices
+
+
+def show() -> int:
+    """Prints a line for each engine of this user; how many there are."""
+    found = 0
+    for device in devices(default_folder()):
+        with Ledger(device, create=False) as ledger:
+            for one in ledger.engines():
+                found += 1
+                print(
+                    f"{device}: {one.name}: {one.used >> 20} MiB mapped, {one.in_use >> 20} in use"
+                )
+    return found
+
+
+def main() -> None:
+    """Generates."""
+    if len(sys.argv) < 2:
+        raise SystemExit(__doc__)
+    from vllm import LLM, SamplingParams
+
+    prompts = sys.argv[2:] or ["The capital of France is"]
+    llm = LLM(sys.argv[1], max_model_len=512, max_num_seqs=8, enforce_eager=True)
+    for one in llm.generate(prompts, SamplingParams(max_tokens=16, temperature=0)):
+        print(one.prompt, "->", one.outputs[0].text)
+    if not show():
+        raise SystemExit("vLLM did not use the pool: is VMEM_VLLM=1 set, and pyvmem importable?")
+
+
+if __name__ == "__main__":  # vLLM starts processes that import this file
+    main()
