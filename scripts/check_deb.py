@@ -52,7 +52,9 @@ def root_command(debs: Path, kernel: str, mode: str) -> list[str]:
     source = archive_source()
     signed = f"[signed-by={source.signed_by}] " if source.signed_by.startswith("/") else ""
     line = f"deb {signed}{source.uri} {SUITE} main contrib"
-    include = ["dkms", "gcc", "libc6-dev", "pkgconf", f"linux-headers-{kernel}", PACKAGE]
+    # What vmem-dkms depends on, too, so that what is left of a purge is its own.
+    include = ["dkms", "gcc", "kmod", "libc6-dev", "make", "patch", "pkgconf", "python3"]
+    include += ["xz-utils", f"linux-headers-{kernel}", PACKAGE]
     return [
         *("mmdebstrap", f"--mode={mode}", "--variant=minbase", "--format=null", "--quiet"),
         f"--include={','.join(include)}",

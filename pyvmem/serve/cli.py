@@ -7,6 +7,8 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,9 @@ from pyvmem.errors import VMemError
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
+    from pyvmem.info import ContextInfo
     from pyvmem.kvcache import KVCache
+    from pyvmem.serve.engine import TokenEvent
     from pyvmem.serve.model import LoadedModel
     from pyvmem.serve.request import Completion, Request
 
@@ -69,8 +73,13 @@ def add_parser(sub: Any) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="of model and cache (default: float32 on host, bfloat16 on a GPU)",
     )
-    add("--page-size", type=_size, default=0, help="64K, 2M, ... (default: the context's)")
-    add("--group-size", type=_group, default=1, help="layers that share a tensor, or all (1)")
+    add(
+        "--page-size",
+        type=_size,
+        default=0,
+        help="64K, 2M, ... (default: what `vmem layouts` advises, as for --group-size)",
+    )
+    add("--group-size", type=_group, help="layers that share a tensor, or all")
     add("--max-batch", type=_count, default=16, help="requests at a time (16)")
     add("--max-seq-len", type=_count, help="tokens that a slot can hold (the model's context)")
     add("--max-new-tokens", type=_count, default=48, help="length of an answer (48)")
@@ -80,6 +89,8 @@ def add_parser(sub: Any) -> None:
     add("--prefill-chunk", type=_count, default=0, help="prompt tokens per request and step (all)")
     add("--no-background", action="store_true", help="map everything in step, nothing ahead")
     add("--verify", action="store_true", help="compare the answers with transformers' generate")
+    add("--details", action="store_true", help="end with all tables")
+    add("--picture", help="draw each step's pages into this file (.svg, .png)")
     add("--trace-out", help="write each step's pages to this JSON file, for a picture")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=run)
@@ -122,6 +133,10 @@ def _demo(args: argparse.Namespace) -> int:
     texts = prompts.load(args.prompts, args.num_prompts or 0)
     if args.trace_out:
         Path(args.trace_out).touch()  # an unwritable path is told before the work, not after it
+    if args.picture:
+        import matplotlib  # noqa: F401  # as is that it cannot be drawn
+
+        Path(args.picture).touch()
     granule = args.page_size if args.page_size < _GRANULE else 0
     with Context(args.backend, device=args.device, granule=granule) as context:
         return _serve(args, context, texts)
@@ -139,6 +154,7 @@ def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
         args.model, dtype=dtype, device="cpu" if on_host else f"cuda:{args.device}", notify=_note
     )
     layers = loaded.model.config.get_text_config().num_hidden_layers
+    why = _take_layout(args, info, loaded, texts, dtype)
     config = KVCacheConfig.from_hf(
         loaded.model.config,
         dtype=dtype,
@@ -158,8 +174,40 @@ def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
             f"{len(texts)} prompts, {args.max_batch} at a time",
             flush=True,
         )
+        if why:
+            print(f"layout: {why}", flush=True)
     with KVCache(config, context) as cache:
         return _answer(args, context, loaded, cache, texts)
+
+
+def _take_layout(
+    args: argparse.Namespace, info: ContextInfo, loaded: LoadedModel, texts: list[str], dtype: str
+) -> str:
+    """Sets the layout that is advised for these prompts, where none was given; says why."""
+    from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Limits, advise, choices
+    from pyvmem.layouts.shapes import ModelShape
+    from pyvmem.layouts.workload import Request as Work
+    from pyvmem.serve.model import encode
+
+    if args.page_size or args.group_size is not None:
+        args.group_size = 1 if args.group_size is None else args.group_size
+        return ""
+    text = loaded.model.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    shape = ModelShape(loaded.name, text.num_hidden_layers, heads, head_dim, dtype)
+    lengths = [max(1, len(encode(loaded.tokenizer, one))) for one in texts]
+    work = [Work(length, args.max_new_tokens) for length in lengths]
+    # Of a demonstration's batch; what else is free would only ask for larger pages.
+    longest = max(one.longest for one in work)
+    memory = args.memory_limit or args.max_batch * longest * shape.token_bytes
+    sizes = [size for size in PAGE_SIZES if size in info.page_sizes and size >= info.granule]
+    limits = Limits(call_us=CALL_US.get(info.backend, 0.0))
+    considered = choices(shape, sizes or (info.granule,), max_group=limits.max_group)
+    advice = advise(shape, work, memory, considered, limits)
+    args.page_size = advice.best.choice.page_size
+    args.group_size = advice.best.choice.group_size
+    return advice.why
 
 
 def _answer(
@@ -179,12 +227,18 @@ def _answer(
         Request(i, encode(loaded.tokenizer, text), args.max_new_tokens, loaded.eos_token_ids)
         for i, text in enumerate(texts)
     ]
-    recorder = Recorder(cache, args.page_size or info.granule, keep_steps=bool(args.trace_out))
+    recorder = Recorder(
+        cache, args.page_size or info.granule, keep_steps=bool(args.trace_out or args.picture)
+    )
     completions, engine = _generate(args, loaded, cache, requests, recorder, texts)
     stats = cache.stats()
     cache.check_integrity()
     if args.trace_out:
         Path(args.trace_out).write_text(json.dumps(recorder.trace()) + "\n", encoding="utf-8")
+    if args.picture:
+        from pyvmem.serve.picture import draw
+
+        draw(recorder.trace(), args.picture)
     verdict = None
     if args.verify:
         expected = _references(args, loaded, requests)
@@ -195,7 +249,9 @@ def _answer(
     if args.json:
         print(json.dumps(result, indent=1, ensure_ascii=False))
     else:
-        print("\n" + "\n".join(report.tables(result)), flush=True)
+        lines = report.tables(result) if args.details else report.summary(result)
+        drawn = [f"picture: {args.picture}"] if args.picture else []
+        print("\n" + "\n".join([*lines, *drawn]), flush=True)
     unserved = any(c.reason is FinishReason.NO_MEMORY for c in completions)
     # The rule is about float32: coarser types tie more often, and say so in the table.
     wrong = verdict is not None and not verdict.passed and setting["dtype"] == "float32"
@@ -211,38 +267,51 @@ def _generate(
     texts: list[str],
 ) -> tuple[list[Completion], Any]:
     """Serves the requests, printing; their completions in order, and the engine's counts."""
-    from tqdm import tqdm
-
     from pyvmem.serve.engine import Engine
-    from pyvmem.serve.printer import AnswerPrinter
 
     completions: dict[int, Completion] = {}
-    # disable=None: the bar shows on a terminal alone.
-    with tqdm(total=len(requests), desc="answers", unit="", disable=None, leave=False) as bar:
-
-        def write(line: str) -> None:
-            bar.clear()
-            print(line, flush=True)
-
-        printer = AnswerPrinter(loaded.tokenizer, dict(enumerate(texts)), write)
-        with Engine(
-            loaded.model,
-            cache,
-            prefill_chunk=args.prefill_chunk,
-            background=not args.no_background,
-            observer=recorder,
-        ) as engine:
-            if not args.json:
-                write(str(engine.attention.choice))
-            for event in engine.run(requests):
-                if not args.json:
-                    printer.feed(event)
-                if event.completion is not None:
-                    completions[event.request_id] = event.completion
-                    bar.update()
-                else:
-                    bar.refresh(nolock=True)
+    with ExitStack() as stack:
+        write, feed = _output(args, loaded, cache, texts, stack)
+        engine = stack.enter_context(
+            Engine(
+                loaded.model,
+                cache,
+                prefill_chunk=args.prefill_chunk,
+                background=not args.no_background,
+                observer=recorder,
+            )
+        )
+        write(str(engine.attention.choice))
+        for event in engine.run(requests):
+            feed(event)
+            if event.completion is not None:
+                completions[event.request_id] = event.completion
     return [completions[request.request_id] for request in requests], engine.stats
+
+
+def _output(
+    args: argparse.Namespace,
+    loaded: LoadedModel,
+    cache: KVCache,
+    texts: list[str],
+    stack: ExitStack,
+) -> tuple[Callable[[str], None], Callable[[TokenEvent], None]]:
+    """Where lines and events go: side by side on a terminal, line by line elsewhere."""
+    if args.json:
+        return (lambda line: None), (lambda event: None)
+    prompts = dict(enumerate(texts))
+    if sys.stdout.isatty():
+        from pyvmem.serve.screen import Screen
+
+        with suppress(ModuleNotFoundError):
+            screen = stack.enter_context(Screen(loaded.tokenizer, prompts, cache))
+            return screen.write, screen.feed
+    from pyvmem.serve.printer import AnswerPrinter
+
+    def write(line: str) -> None:
+        print(line, flush=True)
+
+    return write, AnswerPrinter(loaded.tokenizer, prompts, write).feed
 
 
 def _advance(bar: Any, done: int) -> None:

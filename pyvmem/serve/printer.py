@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from pyvmem.serve.engine import TokenEvent
-from pyvmem.serve.request import FinishReason
+from pyvmem.serve.request import Completion, FinishReason
 
-__all__ = ["AnswerPrinter"]
+__all__ = ["AnswerPrinter", "ended"]
 
 _REASONS = {
     FinishReason.EOS: "end of the answer",
@@ -17,6 +17,12 @@ _REASONS = {
     FinishReason.SLOT_FULL: "cut at the longest sequence that a slot holds",
     FinishReason.NO_MEMORY: "not served: does not fit in the KV memory even alone",
 }
+
+
+def ended(completion: Completion) -> str:
+    """How an answer ended, in words."""
+    again = f", computed again {completion.preemptions} x" if completion.preemptions else ""
+    return f"{len(completion.tokens)} tokens, {_REASONS[completion.reason]}{again}"
 
 
 class AnswerPrinter:
@@ -55,14 +61,7 @@ class AnswerPrinter:
         done = event.completion is not None
         self._flush(name, done)
         if event.completion is not None:
-            count = len(event.completion.tokens)
-            reason = _REASONS[event.completion.reason]
-            again = event.completion.preemptions
-            self._line(
-                name,
-                "=",
-                f"{count} tokens, {reason}" + (f", computed again {again} x" if again else ""),
-            )
+            self._line(name, "=", ended(event.completion))
             del self._tokens[name], self._printed[name]
 
     def _flush(self, name: int, done: bool) -> None:

@@ -13,7 +13,7 @@ from pyvmem.serve.request import Completion
 from pyvmem.serve.trace import Recorder
 from pyvmem.serve.verify import Verdict
 
-__all__ = ["FORMULA", "build", "page_name", "tables"]
+__all__ = ["FORMULA", "build", "page_name", "summary", "tables"]
 
 FORMULA = (
     "sum over running requests of ceil(tokens * row / page) * page * tensors, at the largest step"
@@ -193,8 +193,38 @@ def _verify_lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def summary(result: dict[str, Any]) -> list[str]:
+    """The few lines that end a run."""
+    memory, engine = result["memory"], result["engine"]
+    own, *others = memory["replay"]
+    big, static = others[0], others[-1]
+    where = f"pages of {page_name(own['page_size'])} in {own['num_tensors']} tensors"
+    rows = [
+        ("KV memory at the peak", "MiB", "x ours"),
+        (f"ours: {where}", _mib(own["mapped_bytes"]), "1.0"),
+        ("  of it behind no token", _mib(own["wasted_bytes"]), ""),
+    ]
+    for layout in (big, static):
+        ratio = layout["mapped_bytes"] / own["mapped_bytes"] if own["mapped_bytes"] else 0
+        rows.append((layout["name"], _mib(layout["mapped_bytes"]), f"{ratio:.1f}"))
+    total = engine["total_s"]
+    share = result["mapping"]["critical_driver_s"] / total if total else 0
+    return [
+        *_head(result),
+        "",
+        *_align(rows),
+        f"  waited for the driver during {share:.2%} of {total:.1f} s",
+        *_verify_lines(result),
+    ]
+
+
 def tables(result: dict[str, Any]) -> list[str]:
-    """The lines that end a run."""
+    """All that was counted, as tables."""
+    lines = _head(result)
+    return [*lines, "", *_memory_table(result), "", *_time_table(result), *_verify_lines(result)]
+
+
+def _head(result: dict[str, Any]) -> list[str]:
     setting, engine = result["setting"], result["engine"]
     lines = [
         f"{setting['model']} in {setting['dtype']}, back end {setting['backend']}"
@@ -208,4 +238,4 @@ def tables(result: dict[str, Any]) -> list[str]:
             f"{engine['preemptions']} preemptions for want of memory, "
             f"{engine['recomputed_tokens']} tokens computed again"
         )
-    return [*lines, "", *_memory_table(result), "", *_time_table(result), *_verify_lines(result)]
+    return lines

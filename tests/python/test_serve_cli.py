@@ -55,10 +55,12 @@ def run_json(
 
 
 def test_answers_and_tables_are_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(folder, "--max-batch", "3", "--max-new-tokens", "20", "--verify") == 0
+    options = ("--max-batch", "3", "--max-new-tokens", "20", "--verify", "--details")
+    assert run(folder, *options) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("back end host")
-    assert out[1].startswith("attention by sdpa (fa3: ")
+    assert out[1].startswith("layout: ")
+    assert out[2].startswith("attention by sdpa (fa3: ")
     for name in range(6):
         assert sum(line.startswith(f"[{name}] ?") for line in out) == 1
         assert any(line.startswith(f"[{name}]   w") for line in out)
@@ -71,6 +73,39 @@ def test_answers_and_tables_are_printed(folder: Path, capsys: pytest.CaptureFixt
     for part in ("measured", "2 MiB pages, same tensors", "static", "critical path", "background"):
         assert part in text
     assert "6 of 6 answers identical; passed" in text
+
+
+def test_a_run_ends_in_one_small_table_and_a_picture(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    drawn = tmp_path / "run.svg"
+    assert run(folder, "--max-new-tokens", "9", "--picture", str(drawn)) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1] == f"picture: {drawn}"
+    assert drawn.read_text(encoding="utf-8").count("<svg ") == 1
+    end = out[out.index("") + 1 :]
+    assert len(end) < 12
+    text = "\n".join(end)
+    for part in ("KV memory at the peak", "behind no token", "2 MiB pages", "static", "waited"):
+        assert part in text
+    assert "measured: peak of each" not in text
+
+
+def test_a_picture_that_cannot_be_written_is_told_first(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(folder, "--picture", str(tmp_path / "absent" / "run.svg")) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_the_layout_is_the_advisers_unless_one_is_given(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = run_json(folder, capsys, "--max-new-tokens", "5")["setting"]
+    assert (usual["group_size"], usual["page_size"]) == (3, 64 << 10)
+    for option, group in (("--group-size", "1"), 1), (("--page-size", "128K"), 1):
+        given = run_json(folder, capsys, "--max-new-tokens", "5", *option)["setting"]
+        assert given["group_size"] == group
 
 
 def test_json_is_one_object_with_what_the_table_shows(

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,9 @@ from pyvmem.serve import (
 )
 from pyvmem.serve import model as models
 from pyvmem.serve.printer import AnswerPrinter
+from pyvmem.serve.screen import Screen
 from pyvmem.serve.trace import Recorder, Replay
+from pyvmem.top import size
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -92,6 +96,38 @@ def test_answers_are_printed_line_by_line_with_their_number() -> None:
         "[12]   aaaaa",
         "[12] = 45 tokens, cut at --max-new-tokens, computed again 2 x",
     ]
+
+
+def letters(screen: Screen, name: int, text: str) -> None:
+    for byte in text.encode():
+        screen.feed(TokenEvent(name, byte))
+
+
+def test_answers_stand_beside_their_prompts() -> None:
+    rich_console = pytest.importorskip("rich.console")
+    out = io.StringIO()
+    console = rich_console.Console(file=out, force_terminal=True, width=80, height=20)
+    config = KVCacheConfig(2, 4, 64, max_batch=2, max_seq_len=512)
+    asked = {0: "What [bold]now[/bold]?", 1: "And then?", 2: "waits"}
+    with KVCache(config, backend="host") as cache:
+        slot = cache.alloc_reqid()
+        assert slot is not None
+        assert cache.step([100 if i == slot else 0 for i in range(2)]) == 0
+        with Screen(Letters(), asked, cache, console) as screen:
+            letters(screen, 0, "This")
+            letters(screen, 1, "Then [x] come")
+            console.print(screen._picture())
+            shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+            assert re.search(r"0 +What \[bold\]now\S* \.{3} +This", shown)
+            assert re.search(r"1 +And then\? +Then \[x\] come", shown)
+            assert "2 running, 1 waiting, 0 answered" in " ".join(shown.split())
+            assert size(cache.stats().mapped_bytes) + " mapped" in shown
+            out.truncate(0)
+            done = Completion(Request(0, (1,), 9), (33,), (), FinishReason.EOS, 0, 0, 9)
+            screen.feed(TokenEvent(0, 33, done))
+            shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+            assert "This!" in shown
+            assert "1 tokens, end of the answer" in shown
 
 
 def test_a_request_without_an_answer_is_printed() -> None:

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: MIT
+"""Prompts and answers side by side on a terminal, while they grow, over a line of the memory.
+
+Answers that are whole scroll up; those that run, and the memory, are drawn in place below. Needs
+rich; what is no terminal gets `printer`'s lines.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.serve.printer import ended
+from pyvmem.top import size
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache import KVCache
+    from pyvmem.serve.engine import TokenEvent
+
+__all__ = ["Screen"]
+
+_BAR = 12
+
+
+class Screen:
+    """A context manager; `feed` it the engine's events.
+
+    Args:
+        tokenizer: the model's.
+        prompts: by request id.
+        cache: whose memory is shown.
+        console: a `rich.console.Console`; None: the standard output.
+
+    Raises:
+        ModuleNotFoundError: rich is not installed.
+    """
+
+    def __init__(
+        self, tokenizer: Any, prompts: dict[int, str], cache: KVCache, console: Any = None
+    ) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._cache = cache
+        self._console = console or Console()
+        self._lock = threading.Lock()
+        self._tokens: dict[int, list[int]] = {}
+        self._answered = 0
+        self._live = Live(
+            get_renderable=self._picture,
+            console=self._console,
+            refresh_per_second=8,
+            transient=True,
+        )
+
+    def __enter__(self) -> Screen:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def write(self, text: str) -> None:
+        """A line above what is drawn in place."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def feed(self, event: TokenEvent) -> None:
+        """Takes an event of the engine."""
+        name = event.request_id
+        with self._lock:
+            tokens = self._tokens.setdefault(name, [])
+            if event.token is not None:
+                tokens.append(event.token)
+            if event.completion is None:
+                return
+            del self._tokens[name]
+            self._answered += 1
+        table = self._table()
+        self._add(table, str(name), self._prompts[name].strip(), self._answer(tokens).strip())
+        self._add(table, "", "", ended(event.completion), style="dim")
+        self._console.print(table)
+
+    def _answer(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def _table(self) -> Any:
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 2), expand=True)
+        table.add_column(width=len(str(max(self._prompts, default=0))), justify="right")
+        table.add_column(ratio=2)
+        table.add_column(ratio=3)
+        return table
+
+    @staticmethod
+    def _add(table: Any, *cells: str, style: str = "") -> None:
+        """Cells are text, not rich's markup: a prompt may hold brackets."""
+        from rich.text import Text
+
+        table.add_row(*(Text(cell, overflow="fold") for cell in cells), style=style)
+
+    def _memory(self, running: int) -> str:
+        stats = self._cache.stats()
+        filled = round(_BAR * stats.used_bytes / stats.mapped_bytes) if stats.mapped_bytes else 0
+        waiting = len(self._prompts) - self._answered - running
+        return (
+            f"[{'#' * filled}{'.' * (_BAR - filled)}] {size(stats.mapped_bytes)} mapped, "
+            f"{size(stats.used_bytes)} tokens; {running} running, {waiting} waiting, "
+            f"{self._answered} answered"
+        )
+
+    def _picture(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        with self._lock:
+            running = {name: list(tokens) for name, tokens in self._tokens.items()}
+        table = self._table()
+        width = max(20, self._console.width // 2)
+        rows = max(1, self._console.height - 4)
+        for name in sorted(running)[:rows]:
+            answer = " ".join(self._answer(running[name]).rstrip("\ufffd").split())
+            prompt = " ".join(self._prompts[name].split())
+            short = prompt if len(prompt) <= width // 2 else f"{prompt[: width // 2]} ..."
+            self._add(table, str(name), short, answer[-width:])
+        return Group(table, Text(self._memory(len(running)), style="bold", no_wrap=True))
