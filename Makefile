@@ -11,7 +11,7 @@ ARGS ?=
 export VMEM_CACHE_DIR ?= $(CURDIR)/$(BUILD)/cache
 
 .DEFAULT_GOAL := help
-.PHONY: help all lib setup run check test test-long test-kernel kernel-test test-driver test-gpu bench lint docs dist \
+.PHONY: help all lib setup run check test test-long test-kernel kernel-test test-driver test-gpu bench lint docs dist deb \
 	install uninstall clean
 
 help: ## this list
@@ -62,6 +62,9 @@ docs: setup ## the documentation as a site: build/site/index.html
 
 dist: setup ## sdist, wheel, SBOM and checksums: dist/
 	@$(VPY) scripts/dist.py
+
+deb: setup ## the Debian packages, source and binary: dist/deb
+	@$(VPY) scripts/deb.py
 
 install: ## libvmem, its header, vmem.pc and the man pages; PREFIX=/usr/local DESTDIR=
 	@$(MAKE) --no-print-directory -C libvmem install

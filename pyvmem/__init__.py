@@ -17,6 +17,7 @@ cache for serving engines built on them.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
@@ -67,6 +68,8 @@ from pyvmem.streams import CurrentStream, FdEvent
 
 if TYPE_CHECKING:
     from pyvmem.kvcache import KVCache, KVCacheConfig
+    from pyvmem.presence import announce
+    from pyvmem.viewer import watch
 
 __all__ = [
     "KEEP_ALL",
@@ -115,16 +118,23 @@ __all__ = [
     "VMemError",
     "VirtualArray",
     "__version__",
+    "announce",
     "probe",
+    "watch",
 ]
+
+_OF_CACHES = {
+    "KVCache": "pyvmem.kvcache",
+    "KVCacheConfig": "pyvmem.kvcache",
+    "announce": "pyvmem.presence",
+    "watch": "pyvmem.viewer",
+}
 
 __version__: str = _native.version()
 
 
 def __getattr__(name: str) -> Any:
-    # KVCache needs torch, which the core does without.
-    if name in ("KVCache", "KVCacheConfig"):
-        from pyvmem import kvcache
-
-        return getattr(kvcache, name)
+    # A cache needs torch, which the core does without.
+    if name in _OF_CACHES:
+        return getattr(importlib.import_module(_OF_CACHES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,6 +21,7 @@ _COMMANDS = {
     "bench": ("pyvmem.bench.cli", "measure the calls, against CUDA's own where there is a GPU"),
     "layouts": ("pyvmem.layouts.cli", "what layouts of the KV cache cost, and which to take"),
     "top": ("pyvmem.top", "the engines of this machine and their memory, live"),
+    "watch": ("pyvmem.viewer", "the pages of a running program's requests, live"),
     "limit": ("pyvmem.limit", "set the memory limit of a running engine"),
     "serve-demo": ("pyvmem.serve.cli", "serve prompts with a small model through the KV cache"),
 }

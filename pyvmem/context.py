@@ -356,12 +356,12 @@ def _log_opened(asked: str, info: ContextInfo) -> None:
     sizes = ", ".join(f"{size >> 10}" for size in info.page_sizes)
     where = ", ".join(part for part in (info.device_name, info.driver) if part)
     _log.info(
-        "back end %s (%s asked for)%s: pages of %s KiB, granule %d KiB, %s mappings at most%s",
+        "back end %s (%s asked for)%s: pages of %s KiB, granule %d KiB, %s%s",
         info.backend,
         asked,
         f" on {where}" if where else "",
         sizes,
         info.granule >> 10,
-        info.max_mappings or "any number of",
+        f"at most {info.max_mappings} mappings" if info.max_mappings else "mappings without limit",
         f"; passed over: {info.why}" if info.why else "",
     )

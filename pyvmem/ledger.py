@@ -384,8 +384,8 @@ class Ledger:
             taken = [slot for slot in live if self._name(slot) == name]
             if taken:
                 raise InvalidArgument(
-                    f"VMEM_NAME={name}: an engine of that name runs (process "
-                    f"{self.word(taken[0], 'pid')}); choose another",
+                    f"{name!r} is the name of process {self.word(taken[0], 'pid')} in the ledger: "
+                    "choose another (VMEM_NAME)",
                     errno=errno.EEXIST,
                 )
             kept = sum(self.word(slot, "floor") for slot in live)

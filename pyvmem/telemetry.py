@@ -172,6 +172,7 @@ _METRICS = (
     ),
     _Metric("prefix_queries", "counter", "Prompts looked up.", "", _one("prefix_queries")),
     _Metric("prefix_hits", "counter", "Prompts that matched.", "", _one("prefix_hits")),
+    _Metric("prefix_resumed", "counter", "Hits already mapped.", "", _one("prefix_resumed")),
     _Metric("prefix_query_tokens", "counter", "Tokens looked up.", "", _one("prefix_query_tokens")),
     _Metric("prefix_hit_tokens", "counter", "Tokens that matched.", "", _one("prefix_hit_tokens")),
     _Metric("driver_calls", "counter", "Driver calls of the context.", "", _one("driver_calls")),
@@ -252,7 +253,8 @@ class Telemetry:
             for name, cache, _ in each
         ]
         samples = tuple(Sample("", one, 1) for one in labels)
-        made.append(Family(f"{_PREFIX}cache_info", "gauge", "What a cache stands on.", samples))
+        text = "Always 1; the labels say what the cache runs on."
+        made.append(Family(f"{_PREFIX}cache_info", "gauge", text, samples))
         for metric in _METRICS:
             suffix = "_total" if metric.kind == "counter" else ""
             samples = tuple(

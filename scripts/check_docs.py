@@ -17,6 +17,7 @@ Run by the interpreter of an environment with pyvmem and torch. Prints "N passed
 from __future__ import annotations
 
 import argparse
+import builtins
 import os
 import re
 import subprocess
@@ -35,6 +36,9 @@ LIBRARY = ROOT / "build" / "lib"
 NEEDS = re.compile(r"\n*\*Needs .+?\. (?:Run by|Log): (.+?)\*\n", re.S)
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.M)
+BUILT_IN = {"Exception", *(one for one in dir(builtins) if one.endswith(("Error", "Warning")))}
+PRIVATE = ("selftest", "bench")  # what is raised there is caught there
 SECONDS = 120.0  # for one block: far above what any takes, far below for ever
 
 
@@ -161,10 +165,11 @@ def check_links(page: Path) -> tuple[int, list[str]]:
 def check_lists() -> tuple[int, list[str]]:
     """Errors and environment variables are listed; the README says the version, and is short."""
     errors = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
-    source = (ROOT / "pyvmem/errors.py").read_text(encoding="utf-8")
-    names = re.findall(r"^class (\w+)\(", source, re.M)
+    names = error_classes()
     listed = HEADER.read_text(encoding="utf-8").split("#ifndef VMEM_H")[0]
     names += re.findall(r"^ \*   -(E\w+) ", listed, re.M)
+    kernel = (ROOT / "kernel_module/uvm_vmem_ioctl.h").read_text(encoding="utf-8")
+    names += re.findall(r"^ \*   (E[A-Z0-9]+) ", kernel.split("#ifndef UVM_VMEM_IOCTL_H")[0], re.M)
     problems = [f"docs/reference/errors.md: no {one}" for one in names if f"`{one}`" not in errors]
     variables = environment_variables()
     listing = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
@@ -179,6 +184,20 @@ def check_lists() -> tuple[int, list[str]]:
     if readme.count("\n") > README_LINES:
         problems.append(f"README.md: more than {README_LINES} lines")
     return len(names) + len(variables) + 2, problems
+
+
+def error_classes() -> list[str]:
+    """Exceptions and warnings of the package that its users may meet."""
+    package = ROOT / "pyvmem"
+    found: list[str] = []
+    for path in [package / "errors.py", *sorted(package.rglob("*.py"))]:  # the bases first
+        if path.relative_to(package).parts[0] in PRIVATE:
+            continue
+        for name, bases in CLASS.findall(path.read_text(encoding="utf-8")):
+            known = BUILT_IN.union(found) & set(re.findall(r"\w+", bases))
+            if known and not name.startswith("_"):
+                found.append(name)
+    return list(dict.fromkeys(found))
 
 
 def environment_variables() -> dict[str, str]:

@@ -9,9 +9,10 @@ from pathlib import Path
 from apt_area import AptArea
 from kernel_common import KERNEL_BUILD, KernelBuildError, run, say
 
-__all__ = ["PACKAGE", "SUITES", "fetch"]
+__all__ = ["PACKAGE", "SUITES", "fetch", "installed", "unpack"]
 
 PACKAGE = "nvidia-open-kernel-source"
+ARCHIVE = "usr/src/nvidia-open-kernel.tar.xz"
 # Where Debian carries the versions that the project supports; all in the component contrib.
 SUITES = {"535.261.03": "bookworm", "550.163.01": "trixie", "555.58.02": "experimental"}
 
@@ -19,8 +20,7 @@ SUITES = {"535.261.03": "bookworm", "550.163.01": "trixie", "555.58.02": "experi
 def fetch(version: str, folder: Path) -> Path:
     """Unpacks the kernel-open tree of a version into a folder and returns where it lies.
 
-    The package holds one archive, /usr/src/nvidia-open-kernel.tar.xz. The two precompiled parts
-    in it (most of its size) are for nvidia.ko and nvidia-modeset.ko and are left out.
+    The package holds one archive, `ARCHIVE`.
     """
     if version not in SUITES:
         have = ", ".join(f"{v} ({s})" for v, s in SUITES.items())
@@ -37,9 +37,24 @@ def fetch(version: str, folder: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=KERNEL_BUILD, prefix=".deb-") as name:
         package = area.download(PACKAGE, matching[0], Path(name))
         run("dpkg-deb", "-x", package, Path(name) / "root")
-        archives = list((Path(name) / "root" / "usr" / "src").glob("nvidia-open-kernel.tar.*"))
-        if len(archives) != 1:
-            raise KernelBuildError(f"{package.name} holds no nvidia-open-kernel.tar")
-        folder.mkdir(parents=True, exist_ok=True)
-        run("tar", "-C", folder, "--no-same-owner", "--exclude=*.o_binary", "-xf", archives[0])
+        archive = installed(Path(name) / "root")
+        if archive is None:
+            raise KernelBuildError(f"{package.name} holds no {ARCHIVE}")
+        return unpack(archive, folder)
+
+
+def installed(root: Path = Path("/")) -> Path | None:
+    """The archive of the package, where it is installed."""
+    path = root / ARCHIVE
+    return path if path.is_file() else None
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """Unpacks the kernel-open tree of the archive into a folder and returns where it lies.
+
+    The two precompiled parts in it (most of its size) are for nvidia.ko and nvidia-modeset.ko and
+    are left out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    run("tar", "-C", folder, "--no-same-owner", "--exclude=*.o_binary", "-xf", archive)
     return folder / "modules" / "nvidia-open-kernel"

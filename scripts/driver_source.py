@@ -4,7 +4,7 @@
 
 The first that has it is copied: NV_SRC (a driver source tree), the folder of driver sources that
 VMEM_DRIVER_SRC_DIR names (kernel-open trees named by version), the installed driver's DKMS tree,
-Debian's package.
+Debian's package, installed or fetched.
 """
 
 from __future__ import annotations
@@ -79,10 +79,30 @@ def find(version: str) -> tuple[str, Path] | None:
     return None
 
 
-def driver_source(version: str) -> Path:
+def debian_source(version: str, folder: Path, download: bool) -> Path:
+    """A version's tree out of Debian's package, as it is installed or else from the archive."""
+    archive = driver_debian.installed()
+    other = ""
+    if archive is not None:
+        tree = driver_debian.unpack(archive, folder / "installed")
+        if version_of(tree) == version:
+            return tree
+        other = f" ({archive} is driver {version_of(tree)})"
+    if not download:
+        raise KernelBuildError(
+            f"the package {driver_debian.PACKAGE} of that version is not installed{other}"
+        )
+    tree = driver_debian.fetch(version, folder / "deb")
+    if version_of(tree) != version:
+        raise KernelBuildError(f"Debian's package is driver {version_of(tree)}")
+    return tree
+
+
+def driver_source(version: str, *, download: bool = True) -> Path:
     """The folder of a version's pristine sources; made when it is not there.
 
-    One that is there stays, unless NV_SRC now names another.
+    One that is there stays, unless NV_SRC now names another. Without `download` it comes from this
+    machine, or is an error.
     """
     check_version(version)
     final = KERNEL_BUILD / "src" / version
@@ -100,9 +120,7 @@ def driver_source(version: str) -> Path:
                 say(f"driver {version} from {tree} ({origin})")
                 shutil.copytree(tree, new, ignore=shutil.ignore_patterns("*.o", "*.o_binary"))
             else:
-                origin, tree = "Debian", driver_debian.fetch(version, Path(name) / "deb")
-                if version_of(tree) != version:
-                    raise KernelBuildError(f"Debian's package is driver {version_of(tree)}")
+                origin, tree = "Debian", debian_source(version, Path(name), download)
                 tree.rename(new)
             replace_folder(new, final)
         place = str(tree) if here else driver_debian.PACKAGE

@@ -70,10 +70,22 @@ def make_package(tree: Path, folder: Path, depends: list[str]) -> Path:
 
 @dataclass(frozen=True)
 class Dkms:
-    """DKMS on a machine, or in folders of a test's own."""
+    """DKMS on a machine, or in folders of a test's own.
+
+    Attributes:
+        packaged: the rule for modprobe and its program are files of a distribution's package.
+    """
 
     system: System
     own_folders: bool = False
+    packaged: bool = False
+
+    @property
+    def rule(self) -> list[tuple[str, str, int]]:
+        """What makes modprobe load the module: our file, where it goes, its mode."""
+        if self.packaged:
+            return []
+        return [("load-uvm", PROGRAM, 0o755), ("modprobe.conf", RULE, 0o644)]
 
     @property
     def sources(self) -> Path:
@@ -116,10 +128,7 @@ class Dkms:
             kernel = ["-k", release, "--kernelsourcedir", str(headers)]
             self.dkms("build", "-m", NAME, "-v", version, *kernel)
             self.dkms("install", "-m", NAME, "-v", version, *kernel)
-            for name, path, mode in (
-                ("load-uvm", PROGRAM, 0o755),
-                ("modprobe.conf", RULE, 0o644),
-            ):
+            for name, path, mode in self.rule:
                 target = self.system.root / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(FILES / name, target)
@@ -136,7 +145,7 @@ class Dkms:
     def uninstall(self) -> list[str]:
         """Takes away whatever is there of an installation, and returns the versions that were."""
         # First the rule: from here on modprobe loads the stock module.
-        for path in (RULE, PROGRAM):
+        for _, path, _ in reversed(self.rule):
             (self.system.root / path).unlink(missing_ok=True)
         versions = self.versions()
         for version in versions:
@@ -149,7 +158,9 @@ class Dkms:
 def package(system: System, options: argparse.Namespace) -> tuple[Path, str, Path]:
     """Makes the package for this machine's driver; returns it, the kernel and its headers."""
     kernel = headers_for(system, options.kdir)
-    source = choose_source(system, kernel.release, options.nv_src, options.version)
+    source = choose_source(
+        system, kernel.release, options.nv_src, options.version, download=not options.packaged
+    )
     say(f"driver {source.version} from {source.tree} ({source.origin})")
     if options.action == "install" and meeting(system, kernel.release, source.version) is None:
         raise KernelBuildError(
@@ -192,11 +203,15 @@ def main() -> int:
     parser.add_argument("--nv-src", default=environment("NV_SRC", ""), help="a driver source")
     parser.add_argument("--kdir", default=environment("KDIR", ""), help="a kernel's build folder")
     parser.add_argument("--version", default=environment("NV_VERSION", ""), help="of the driver")
+    parser.add_argument(
+        "--packaged", action="store_true", help="the rule is a package's; nothing is downloaded"
+    )
     parser.add_argument("--sysroot", type=Path, default=Path("/"), help="where the machine lies")
     options = parser.parse_args()
     system = System(options.sysroot)
     try:
-        act(system, Dkms(system, own_folders=options.sysroot != Path("/")), options)
+        own = options.sysroot != Path("/")
+        act(system, Dkms(system, own_folders=own, packaged=options.packaged), options)
     except (KernelBuildError, BuildError, ModuleFileError, OSError) as error:
         say(str(error))
         return 1

@@ -64,9 +64,12 @@ def installed_version(system: System, release: str) -> tuple[str, str]:
 
 
 def choose_source(
-    system: System, release: str, nv_src: str = "", version: str = ""
+    system: System, release: str, nv_src: str = "", version: str = "", *, download: bool = True
 ) -> DriverSource:
-    """The driver source to build: NV_SRC, the installed driver's own, Debian's package."""
+    """The driver source to build: NV_SRC, the installed driver's own, Debian's package.
+
+    `download`: that package is fetched if it is not installed.
+    """
     if nv_src:
         tree = kernel_open_below(Path(nv_src))
         found = version_of(tree) if tree else None
@@ -84,7 +87,7 @@ def choose_source(
         if tree is not None and version_of(tree) == wanted:
             return DriverSource(tree.resolve(), wanted, f"the driver's DKMS tree, {flavour(tree)}")
     try:
-        tree = driver_source(wanted)
+        tree = driver_source(wanted, download=download)
     except KernelBuildError as error:
         reason = f"driver {wanted} is {how}; " if installed else ""
         raise KernelBuildError(

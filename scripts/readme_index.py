@@ -23,6 +23,7 @@ MACHINES = {
 }
 OUTCOME = re.compile(r"^.*\b\d+ (?:passed|failed)\b.*$", re.M)
 FAILED = re.compile(r"\b[1-9]\d* failed\b|^FAILED\b|^Traceback ", re.M)
+COMMIT = re.compile(r"^(?:# )?commit\s+([0-9a-f]{7})", re.M)
 PARTIAL = re.compile(r"^== (\w[\w-]*): .*\(partial", re.M)
 
 Record = dict[str, Any]
@@ -53,7 +54,7 @@ def describe(record: Record) -> tuple[str, str, str, str]:
         where = f"{setting['device_name']}, driver {setting['driver']}"
         return where, UNKNOWN, UNKNOWN, "`vmem serve-demo`"
     if "patterns" in record:
-        return "see the file's name", UNKNOWN, UNKNOWN, "`benchmarks/stalls/stalls.py`"
+        return MACHINES["h100"], UNKNOWN, UNKNOWN, "`benchmarks/stalls/stalls.py`"
     return UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN
 
 
@@ -92,11 +93,19 @@ def log_row(path: Path) -> str:
     notes = ["**has failures**"] if FAILED.search(text) and path.suffix != ".json" else []
     notes += [f"partial: {', '.join(f'`{one}`' for one in partial)}"] if partial else []
     name = path.relative_to(ROOT).as_posix()
-    return f"| [{path.name}]({name}) | {machine} | {ended} | {', '.join(notes)} |"
+    found = COMMIT.search(text)
+    commit = found.group(1) if found else UNKNOWN
+    return f"| [{path.name}]({name}) | {machine} | {commit} | {ended} | {', '.join(notes)} |"
 
 
 def part() -> list[str]:
-    """Both tables."""
+    """Both tables.
+
+    Raises:
+        ValueError: a file that neither has a place for.
+    """
+    if strange := unlisted():
+        raise ValueError(f"{strange[0]}: results are *.json, *.jsonl, raw/*.json and logs/*")
     files = sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl")])
     raw = ", ".join(f"[{p.name}]({p.relative_to(ROOT).as_posix()})" for p in raw_files())
     return [
@@ -106,10 +115,16 @@ def part() -> list[str]:
         "",
         f"With every sample: {raw}.",
         "",
-        "| log | machine | ended with | notes |",
-        "| --- | --- | --- | --- |",
+        "| log | machine | commit | ended with | notes |",
+        "| --- | --- | --- | --- | --- |",
         *map(log_row, sorted(path for path in LOGS.iterdir() if path.is_file())),
     ]
+
+
+def unlisted() -> list[Path]:
+    """Files below the results that no table has."""
+    listed = {*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl"), *raw_files(), *LOGS.iterdir()}
+    return sorted(path for path in RESULTS.rglob("*") if path.is_file() and path not in listed)
 
 
 def raw_files() -> list[Path]:

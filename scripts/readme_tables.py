@@ -3,10 +3,10 @@
 """Writes the measured parts of the README and of the documentation, from benchmarks/results.
 
 A part lies between `<!-- measured NAME -->` and `<!-- /measured NAME -->`; nothing there is written
-by hand, nor between `<!-- features -->` and `<!-- /features -->`. Every part is in one file, and
-links in it are made relative to that. `--check` changes nothing and fails where a file does not say
-what the results say. The parts of readme_cache.py are only asked for when there is a result for
-them.
+by hand, nor after `<!-- features -->` and `<!-- metrics -->`, which come from the package itself.
+Every part is in one file, and links in it are made relative to that. `--check` changes nothing and
+fails where a file does not say what the results say. The parts of readme_cache.py are only asked
+for when there is a result for them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 import readme_drivers
 import readme_features
 import readme_index
+import readme_metrics
 import readme_summary
 from readme_cache import CACHE_PARTS
 from readme_format import RESULTS, ROOT, Result, number, rows, table, title
@@ -51,14 +52,19 @@ PAGES = {"64K": "64 KB", "128K": "128 KB", "256K": "256 KB", "2M": "2 MB"}
 
 
 def load() -> list[Result]:
-    """The newest full run of each GPU and driver, by GPU."""
+    """The newest run of each GPU and driver in which the calls were measured, by GPU."""
+    return newest_with("calls")
+
+
+def newest_with(part: str) -> list[Result]:
+    """The newest run of each GPU and driver that has a part, by GPU."""
     newest: dict[tuple[str, str], Result] = {}
     for path in sorted(RESULTS.glob("*.json")):
         result: Result = json.loads(path.read_text(encoding="utf-8"))
         if result.get("format") != FORMAT or result["options"].get("quick"):
             continue
         machine = result["machine"]
-        if not machine.get("gpu"):
+        if not machine.get("gpu") or part not in result["parts"]:
             continue
         result["file"] = path.relative_to(ROOT).as_posix()
         key = (machine["gpu"], machine["driver"])
@@ -96,6 +102,44 @@ def part_calls(results: list[Result]) -> list[str]:
             "",
         ]
     return lines[:-1]
+
+
+SLOTS = (
+    ("`alloc_reqid`", "alloc"),
+    ("`free_reqid`", "free"),
+    ("`can_admit`", "can_admit"),
+    ("a step of which none needs a page", "idle"),
+    ("a step that says -1", "short"),
+    ("a request that grows, one in 32 does, without the driver", "grow"),
+)
+SLOT_COUNTS = (256, 1024, 4096)
+
+
+def part_slots(_: list[Result]) -> list[str]:
+    """What calls of the cache cost by the number of slots."""
+    lines: list[str] = []
+    for result in newest_with("slots"):
+        found = rows(result)
+        machine, backend = result["machine"], result["options"]["backend"]
+        changes = " with changes" if machine["dirty"] else ""
+        body = [
+            [name, *(time_of(found.get(f"slots/{key}/{backend}/{n}")) for n in SLOT_COUNTS)]
+            for name, key in SLOTS
+        ]
+        apart = [
+            f"{words} {time_of(found.get(f'slots/{key}/{backend}'))}"
+            for words, key in (("after a pause", "async_cold"), ("at once", "async_warm"))
+        ]
+        lines += [
+            f"Microseconds of the caller, median (99th percentile), `{backend}`, {title(result)}, "
+            f"commit {machine['commit'][:7]}{changes}:",
+            "",
+            *table(["slots", *(f"{n:,}" for n in SLOT_COUNTS)], body),
+            "",
+            f"`step_async` for 8 requests x 64 tensors: {', '.join(apart)}.",
+            "",
+        ]
+    return lines[:-1] or [NOTHING]
 
 
 def part_aims(results: list[Result]) -> list[str]:
@@ -320,16 +364,19 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "capacity": part_capacity,
     "prefixes": part_prefixes,
     "calls": part_calls,
+    "slots": part_slots,
     "aims": part_aims,
     "verified": part_verified,
     "features": lambda _: readme_features.part(),
+    "metrics": lambda _: readme_metrics.part(),
     "results": lambda _: readme_index.part(),
     "summary": readme_summary.part,
 }
 
 
+OF_PACKAGE = {"features", "metrics"}  # from what the package says of itself
 OF_GPU = {"calls", "aims", "verified"}  # the other parts have results of their own
-MARKER = re.compile(r"<!-- (measured [a-z-]+|features) -->.*?<!-- /\1 -->", re.S)
+MARKER = re.compile(r"<!-- (measured [a-z-]+|features|metrics) -->.*?<!-- /\1 -->", re.S)
 
 
 def files() -> list[Path]:
@@ -351,7 +398,7 @@ def render(texts: dict[Path, str], results: list[Result]) -> dict[Path, str]:
     """The files with their measured parts written anew."""
     optional = {name: part for name, part in CACHE_PARTS.items() if part([])}
     parts = {
-        name if name == "features" else f"measured {name}": (name, part)
+        name if name in OF_PACKAGE else f"measured {name}": (name, part)
         for name, part in {**PARTS, **optional}.items()
     }
     found = [match[1] for text in texts.values() for match in MARKER.finditer(text)]

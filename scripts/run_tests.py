@@ -27,6 +27,7 @@ BUILD = ROOT / "build"
 VENV = BUILD / "venv" / "bin"
 PYTHON = VENV / "python"
 OTHER_PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+CANNOT = 77  # of a script: this machine lacks what it needs
 NO_TOOLS = 3  # docs_site.py's exit status without MkDocs
 # A minute of tests that see most mistakes: each layer, and the cache's usual calls.
 EVERYDAY = (
@@ -141,6 +142,9 @@ def lint(session: Session) -> None:
     """ruff, mypy --strict, shellcheck, clang-format, and tables that are generated."""
     scripts: list[Path] = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]
     scripts += [ROOT / "tests" / "kernel" / "guest" / name for name in ("init", "image")]
+    scripts += [ROOT / "kernel_module" / "dkms" / name for name in ("load-uvm", "vmem-dkms")]
+    scripts += [ROOT / "packaging" / "check_deb.sh"]
+    scripts += sorted(ROOT.glob("packaging/debian/vmem-dkms.p*"))
     commands: list[list[str | Path]] = [
         [PYTHON, "-m", "ruff", "check", *LINTED],
         [PYTHON, "-m", "ruff", "format", "--check", *LINTED],
@@ -176,7 +180,7 @@ def vllm(session: Session) -> None:
     """vLLM for the CPU on the elastic pool, beside stock vLLM."""
     setup = ROOT / "scripts" / "vllm_setup.py"
     status = subprocess.run([PYTHON, setup], stdin=subprocess.DEVNULL, check=False).returncode
-    if status == 77:
+    if status == CANNOT:
         session.skip("vllm: its environment cannot be had here (see above)")
         return
     if status:
@@ -288,6 +292,16 @@ def wheel(session: Session) -> None:
             print(f"Python {version}: {said}", end="", flush=True)
 
 
+def deb(session: Session) -> None:
+    """The Debian packages: lintian, then installed, used and purged in a new Debian system."""
+    command = [str(PYTHON), str(ROOT / "scripts" / "check_deb.py")]
+    status = subprocess.run(command, stdin=subprocess.DEVNULL, cwd=ROOT, check=False).returncode
+    if status == CANNOT:
+        session.skip("the Debian packages in a new system: it cannot be made here (see above)")
+    elif status:
+        raise Failed(f"exit status {status}: scripts/check_deb.py")
+
+
 STAGES: dict[str, Callable[[Session], None]] = {
     "c": c_tests(""),
     "c-address": c_tests("address"),
@@ -303,10 +317,12 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "kernel": kernel,
     "kernel-checks": kernel_checks,
     "wheel": wheel,
+    "deb": deb,
     "python-fast": python_fast,
     "gpu": gpu_tests,
 }
 ASKED_FOR = ("python-fast", "gpu")  # run only where they are named
+LONG = ("deb",)  # run where they are named and by --long
 
 
 def minutes(seconds: float) -> str:
@@ -387,7 +403,8 @@ def main() -> int:
     unknown = [name for name in known if name not in STAGES]
     if unknown:
         parser.error(f"no such stage: {', '.join(unknown)}; there are {', '.join(STAGES)}")
-    names = options.stages or [name for name in STAGES if name not in ASKED_FOR]
+    left_out = ASKED_FOR if options.long else (*ASKED_FOR, *LONG)
+    names = options.stages or [name for name in STAGES if name not in left_out]
     session = Session(long=options.long)
     if options.gpu is not None:
         names = ["gpu-checks", "gpu"]

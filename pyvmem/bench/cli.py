@@ -26,6 +26,7 @@ from pyvmem.bench import (
     fill,
     live,
     overlap,
+    page,
     paged,
     prefix_map,
     prefixes,
@@ -33,6 +34,7 @@ from pyvmem.bench import (
     sizes,
     slots,
     step,
+    vllm_bench,
 )
 from pyvmem.bench.aims import compute
 from pyvmem.bench.command import backends, conducted, now
@@ -94,6 +96,13 @@ def add_parser(sub: Any) -> None:
     """Adds `bench` with its benchmarks to the subparsers `sub`."""
     bench = sub.add_parser("bench", help="benchmarks")
     which = bench.add_subparsers(dest="benchmark", required=True)
+    _add_benchmarks(which)
+    for parser in which.choices.values():
+        if any(option.dest == "out" for option in parser._actions):
+            page.add_options(parser)
+
+
+def _add_benchmarks(which: Any) -> None:
     api = which.add_parser(
         "api",
         help="our calls beside CUDA's cuMem*",
@@ -129,6 +138,7 @@ def add_parser(sub: Any) -> None:
     prefix_map.add_parser(which)
     fill.add_parser(which)
     serve.add_parser(which)
+    vllm_bench.add_parser(which)
     paper.add_parser(which)
 
 

@@ -14,12 +14,13 @@ from typing import Any
 
 from pyvmem.bench.timing import Samples, summarize
 
-__all__ = ["FORMAT", "Book", "Part", "Record", "SCALES"]
+__all__ = ["FORMAT", "Book", "Part", "Record", "SCALES", "lines"]
 
 FORMAT = "vmem-bench-api/1"
 
 SCALES = {"us": 1e3, "ms": 1e6, "s": 1e9, "ns": 1.0}  # nanoseconds in a unit of time
 _DIGITS = 6
+_LINE = 500  # characters that stay on one line
 _MAX_RAW = 4000  # samples of one row in the raw file
 
 
@@ -227,7 +228,28 @@ class Record:
 
     def write_one(self, path: Path) -> None:
         """Writes `path` alone: for a run that took no samples."""
-        _replace(path, json.dumps(self.document(raw=False), indent=1))
+        _replace(path, lines(self.document(raw=False)))
+
+
+def lines(value: Any, depth: int = 0) -> str:
+    """JSON with a line for each row: what holds no list or object of its own stays on one.
+
+    A difference between two runs shows the rows that differ, and the file has no more lines.
+    """
+    inside = value.values() if isinstance(value, dict) else value
+    whole = not isinstance(value, (dict, list)) or not any(
+        isinstance(one, (dict, list)) for one in inside
+    )
+    text = json.dumps(value)
+    if whole or len(text) <= _LINE:
+        return text
+    pad = " " * (depth + 1)
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}: {lines(one, depth + 1)}" for key, one in value.items()]
+    else:
+        parts = [lines(one, depth + 1) for one in value]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return f"{first}\n{pad}" + f",\n{pad}".join(parts) + f"\n{' ' * depth}{last}"
 
 
 def _replace(path: Path, text: str) -> None:

@@ -73,6 +73,11 @@ class Closing:
         """Gives everything back."""
         raise NotImplementedError
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` is done."""
+        return self._closed
+
     def _gone(self) -> bool:
         """Whether there is nothing left to close."""
         return getattr(self, "_closed", True)
@@ -273,8 +278,9 @@ class KVCache(Closing):
                 event recorded after it, or an `FdEvent`; None: torch's current stream, on host
                 nothing. What else it may be, and what holds beside CUDA graphs: `pyvmem.streams`.
             tokens: record the request's rows under these ids, as `record` does, for requests that
-                begin with them; None: record nothing. They may be more than its rows: the last
-                token that was sampled has none yet.
+                begin with them; they stay mapped in the slot, where a next turn goes on
+                (`KVCacheConfig.keep_mapped`). None: record nothing. They may be more than its rows:
+                the last token that was sampled has none yet.
             namespace: as in `record`.
 
         Raises:
@@ -286,9 +292,13 @@ class KVCache(Closing):
             group = self._open_group()
             slot = group.slot(reqid)
             event = record(stream, group.device)
-            if tokens is not None:
-                group.prefixes.record_last(slot, tokens, event, namespace)
+            first = slot.shared
+            goes_on = tokens is not None and group.prefixes.record_last(
+                slot, tokens, event, namespace
+            )
             group.release(slot, event)
+            if goes_on:
+                group.keep(slot, first)
             group.prepare()
             group.tidy()
 
@@ -790,6 +800,32 @@ class KVCache(Closing):
             group = self._open_group()
             return group.pager.capacity[group.slot(reqid).index]
 
+    def is_ready(self, reqid: int, seq_len: int) -> bool:
+        """Whether a `step` of a request to so many tokens would neither map nor wait for that.
+
+        True once what `step_async` began is over, before any `step` has granted it; also where it
+        failed, which the next `step` raises.
+
+        Args:
+            reqid: a taken slot.
+            seq_len: tokens, as in `step`.
+
+        Raises:
+            InvalidArgument: no such reqid, not taken, or a length out of range.
+        """
+        with self._lock, self._journal:
+            group = self._open_group()
+            slot = group.slot(reqid)
+            need = group.layout.pages_for_step(group.rows[slot.index], self._checked(seq_len))
+            return slot.granted >= need or group.pager.is_mapped(slot, need)
+
+    def _checked(self, seq_len: int) -> int:
+        """A number of tokens that a slot can hold."""
+        length, longest = operator.index(seq_len), self._group.config.max_seq_len
+        if not 0 <= length <= longest:
+            raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)
+        return length
+
     def missing_pages(self, reqid: int | None, seq_len: int) -> int:
         """Physical pages, in all tensors together, that a request lacks to hold `seq_len` tokens.
 
@@ -802,9 +838,7 @@ class KVCache(Closing):
         """
         with self._lock, self._journal:
             group = self._open_group()
-            length, longest = operator.index(seq_len), group.config.max_seq_len
-            if not 0 <= length <= longest:
-                raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)
+            length = self._checked(seq_len)
             held, have = 0, 0
             if reqid is not None:
                 slot = group.slot(reqid)
@@ -822,6 +856,29 @@ class KVCache(Closing):
             group = self._open_group()
             group.reclaimer.poll()
             return group.reclaimer.obtainable({}), group.reclaimer.limit
+
+    def missing_bytes(self, reqid: int | None, seq_len: int) -> int:
+        """`missing_pages` in bytes."""
+        return self.missing_pages(reqid, seq_len) * self.layout.page_size
+
+    def obtainable_bytes(self) -> tuple[int, int]:
+        """`obtainable_pages` in bytes."""
+        pages, limit = self.obtainable_pages()
+        return pages * self.layout.page_size, limit * self.layout.page_size
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that a request could get."""
+        with self._lock, self._journal:
+            group = self._open_group()
+            group.reclaimer.poll()
+            group.pager.poll()
+            return len(group.table.free)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether answers must be the same on several ranks (`ParallelKVCache`)."""
+        return self._table.lockstep
 
     # ---- tensors -------------------------------------------------------------------------------
 

@@ -125,6 +125,9 @@ class KVCacheConfig:
         zero_fill: hand pages to another request only after zeroing them.
         deferred_reclaim: a freed slot keeps its pages for the next request; otherwise they are
             unmapped in the background as soon as the slot's last GPU work is over.
+        keep_mapped: what `KVCache.free_reqid` records stays mapped in the freed slot, read-only,
+            while slots are not scarce and until it is evicted: the next turn of a conversation
+            takes that slot without a call of the driver.
         reclaim_steps: unmap pages of slots that were free for so many steps; 0: never by age.
         eager_pages: keep one free slot with so many pages per tensor mapped, made in the
             background.
@@ -180,6 +183,7 @@ class KVCacheConfig:
     memory_floor: int = 0
     zero_fill: bool = True
     deferred_reclaim: bool = True
+    keep_mapped: bool = True
     reclaim_steps: int = 0
     eager_pages: int = 0
     low_watermark: float = 0.1

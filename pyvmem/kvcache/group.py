@@ -55,6 +55,7 @@ __all__ = ["Group", "Parts", "make_parts", "pool_low"]
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
+_NEWCOMERS = 8  # of so many slots one stays free of recorded rows, if any is free
 
 
 @dataclass(frozen=True)
@@ -575,6 +576,52 @@ class Group:
             raise
         self.scratch.give_mapped(addresses, size * layout.num_tensors)
 
+    def keep(self, slot: Slot, first: int) -> None:
+        """Keeps what a freed slot shares mapped, read-only, for a request that begins with it.
+
+        Not where nothing tells when that is done (ranks), where pages are not to stay, where other
+        pages make the slot stale, too, and where mappings run out before memory.
+
+        Args:
+            slot: freed in this call, whose shared pages are recorded.
+            first: its shared pages from here on were its own until now, and can be written.
+        """
+        runs, span = self.pager.runs, slot.span
+        if (
+            self.table.lockstep
+            or not self.config.deferred_reclaim
+            or not self.config.keep_mapped
+            or slot.job is not None
+            or slot.lost
+            or slot.head
+            or not span.pages
+            or slot.places.away_end
+            or span.floor(span.pages) != span.pages
+            or (runs.limit and 2 * runs.used > runs.limit)
+        ):
+            return
+        own = span.cut(first, span.pages)
+        ops = self.sharing.mapping([slot], own, [], first, replace=True)
+        self.reclaimer.try_keep(slot, ops)
+
+    def resume(self, slot: Slot, span: Span) -> None:
+        """Takes a kept slot, and maps what of the span is missing there; see `Sharing.begins`."""
+        have = slot.shared
+        more = span.cut(have, span.pages)
+        self._free_on_abort([slot])
+        try:
+            with self.mapper.transaction() as change:
+                self.table.take(slot)
+                self.reclaimer.shared.hold(more)
+                self.reclaimer.shared.use(span)
+                slot.dirty = 0
+                self.pager.lend(slot, span)
+                if more.pages:
+                    change.run(self.sharing.mapping([slot], more, [], have))
+        except NotRecoverable:
+            self.reclaimer.condemn([(slot, have, span.pages)])
+            raise
+
     # ---- on the side -----------------------------------------------------------------------------
 
     def keep_watermark(self) -> None:
@@ -596,10 +643,16 @@ class Group:
             self.untidy = bool(age) or not complete or stale
         else:
             self.untidy = stale
+        self.untidy |= not self._spare_slots()
         self.keep_watermark()
 
+    def _spare_slots(self) -> bool:
+        """See `Reclaimer.spare_slots`."""
+        return self.reclaimer.spare_slots(max(1, len(self.table) // _NEWCOMERS))
+
     def prepare(self) -> None:
-        """Sees to it that, with ample memory, one free slot has or will have `eager_pages`."""
+        """Keeps slots free for newcomers, and with ample memory one with `eager_pages` mapped."""
+        self.untidy |= not self._spare_slots()
         pages = self._eager_pages
         if not pages:
             return

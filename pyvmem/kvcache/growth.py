@@ -428,6 +428,15 @@ class Pager(Book):
             for slot, owner, _ in job.grants
         )
 
+    def is_mapped(self, slot: Slot, pages: int) -> bool:
+        """Whether a growth that is over has so many pages for the slot's owner, not granted yet."""
+        job = slot.job
+        return (
+            isinstance(job, Growth)
+            and any(one is slot and o == slot.owner and n >= pages for one, o, n in job.grants)
+            and job.done()
+        )
+
     def release(self, slot: Slot) -> None:
         """Waits until no batch is in flight over the slot's addresses, and it is not stale.
 

@@ -34,7 +34,7 @@ def begin_trim(group: Group, prefixes: bool, leased: bool = False) -> bool:
     group.mover.sweep()
     if prefixes:
         group.prefixes.evict_all(leased)
-    group.reclaimer.release_stale()
+    group.reclaimer.release_stale(kept=True)
     for slot in group.table.victims():
         group.reclaimer.try_cut(slot, slot.granted)
     return not group.reclaimer.cuts

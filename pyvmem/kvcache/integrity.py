@@ -108,6 +108,7 @@ def stats(group: Group) -> CacheStats:
         prefix_query_tokens=counters.query_tokens,
         prefix_hits=counters.hits,
         prefix_hit_tokens=counters.hit_tokens,
+        prefix_resumed=counters.resumed,
         waits=counters.waits,
         wait_ns=counters.wait_ns,
         wait_counts=tuple(counters.wait_counts),
@@ -235,7 +236,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
     shared, how = min(slot.shared, sure), "mapped" if slot.writer else "read-only"
     ranges = [
         (0, gone, "not mapped"),
-        (0, shared, None if slot.stale else how),
+        (0, shared, how if not slot.stale or (slot.kept and slot.job is None) else None),
         (max(shared, slot.head), sure, "mapped"),
         (end, layout.slot_pages, "not mapped"),
     ]

@@ -178,12 +178,17 @@ class LayeredCache(Closing):
             groups = self._open()
             slots = [group.slot(reqid) for group in groups]
             event = record(stream, groups[0].device)
-            if tokens is not None:
-                groups[0].prefixes.record_last(slots[0], tokens, event, namespace)
+            first = [slot.shared for slot in slots]
+            goes_on = tokens is not None and groups[0].prefixes.record_last(
+                slots[0], tokens, event, namespace
+            )
             for group, slot in zip(groups, slots, strict=True):
                 group.mover.abandon(slot)
             for group, slot in zip(groups, slots, strict=True):
                 group.release(slot, event)
+            if goes_on:
+                for group, slot, pages in zip(groups, slots, first, strict=True):
+                    group.keep(slot, pages)
             for group in groups:
                 group.prepare()
                 group.tidy()
@@ -297,6 +302,33 @@ class LayeredCache(Closing):
             if compact:
                 idle.compact(groups[0], stream, owned=self._owned is not None)
             return max(0, before - groups[0].context.stats().slab_bytes)
+
+    def capacity(self, reqid: int) -> int:
+        """As `KVCache.capacity`: of the class whose pages are enough for the fewest tokens."""
+        return min(cache.capacity(reqid) for cache in self.caches)
+
+    def missing_bytes(self, reqid: int | None, seq_len: int) -> int:
+        """As `KVCache.missing_bytes`, of all classes together."""
+        return sum(cache.missing_bytes(reqid, seq_len) for cache in self.caches)
+
+    def obtainable_bytes(self) -> tuple[int, int]:
+        """As `KVCache.obtainable_bytes`: what the classes can have of their budget at once."""
+        with self._lock, self._journal:
+            groups = self._open()
+            for group in groups:
+                group.reclaimer.poll()
+            return manager.reach(groups), self.budget.total_bytes
+
+    @property
+    def num_free_slots(self) -> int:
+        """As `KVCache.num_free_slots`."""
+        with self._lock, self._journal:
+            return len(_agreed(self._open())[0].table.free)
+
+    @property
+    def context(self) -> Context:
+        """The context that the pages are of."""
+        return self.budget.context
 
     # ---- steps ---------------------------------------------------------------------------------
 

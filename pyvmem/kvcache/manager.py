@@ -9,7 +9,8 @@ import operator
 from array import array
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem.errors import OutOfMemory, TooManyMappings, VMemError
 from pyvmem.features.table import FORK, HOST_PAGES, PEER_PAGES
@@ -18,11 +19,14 @@ from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.growth import Source
-from pyvmem.kvcache.pages import DEVICE, Kind, Stretch, Tier
+from pyvmem.kvcache.pages import DEVICE, Kind, Span, Stretch, Tier
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.slots import Growth, Move, Slot
 from pyvmem.logs import warn
 from pyvmem.streams import device_ordinal
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.prefix_tree import Node
 
 __all__ = [
     "Moved",
@@ -32,6 +36,7 @@ __all__ = [
     "fork_all",
     "grow",
     "move",
+    "reach",
     "step",
     "step_async",
     "tier_of",
@@ -424,17 +429,26 @@ def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
 
 def _fit_together(groups: Sequence[Group], pages: list[int]) -> bool:
     """Whether what each cache can have alone they can have at once, of their budget."""
-    own = groups[0].reclaimer
-    share = own.share
+    share = groups[0].reclaimer.share
     assert share is not None
     need = sum(count * group.layout.page_size for group, count in zip(groups, pages, strict=True))
-    column = own.layout.page_size * own.layout.num_tensors
-    reach = share.within_reach() + own.returning * own.layout.page_size
-    spare = own.spare({}) * column
-    if need <= reach + spare:
+    if need <= reach(groups):
         return True
-    share.ask(need - spare - own.returning * own.layout.page_size)
+    share.ask(need - _unshared(groups[0]))
     return False
+
+
+def reach(groups: Sequence[Group]) -> int:
+    """Bytes of their budget that requests in several groups could still get."""
+    share = groups[0].reclaimer.share
+    assert share is not None
+    return share.within_reach() + _unshared(groups[0])
+
+
+def _unshared(group: Group) -> int:
+    """Bytes that a cache can take without asking its budget: on their way back, or held idle."""
+    own, page = group.reclaimer, group.layout.page_size
+    return own.returning * page + own.spare({}) * page * group.layout.num_tensors
 
 
 def fork_all(
@@ -587,7 +601,8 @@ def _tier_full(group: Group, tier: Tier, pages: int, left: int) -> OutOfMemory:
 def alloc_prefix(groups: Sequence[Group], match: PrefixMatch, stream: Any) -> int | None:
     """A slot that begins with a match of at least a unit, in every group or in none.
 
-    The first group chooses the slot. See `KVCache.alloc_prefix`.
+    That where the most of it is mapped, else an empty one, which the first group chooses. See
+    `KVCache.alloc_prefix`.
     """
     prefixes = groups[0].prefixes
     prefixes.require("alloc_prefix")
@@ -601,7 +616,16 @@ def alloc_prefix(groups: Sequence[Group], match: PrefixMatch, stream: Any) -> in
         prefixes.tree.unpin(node)
 
     try:
+        kept, whole = _kept(groups, node, match.length), True
         for group in groups:
+            if kept is not None:
+                slot = group.table[kept.index]
+                span = prefixes.span(group.place, node, match.length)
+                group.sharing.order_after_writers(span, stream)
+                whole &= slot.shared == span.pages
+                group.resume(slot, span)
+                taken.append((group, slot))
+                continue
             into = [group.table[taken[0][1].index]] if taken else None
             slots = group.sharing.vacate(1, into)
             if slots is None:
@@ -619,6 +643,7 @@ def alloc_prefix(groups: Sequence[Group], match: PrefixMatch, stream: Any) -> in
     if len(taken) < len(groups):
         let_be()
         return None
+    groups[0].counters.resumed += kept is not None and whole
     slot = taken[0][1]
     slot.pins = [node]
     prefixes.leases.end(match._lease)
@@ -626,3 +651,25 @@ def alloc_prefix(groups: Sequence[Group], match: PrefixMatch, stream: Any) -> in
         group.enter(one, match.length)
         group.note_peaks()
     return slot.index
+
+
+def _kept(groups: Sequence[Group], node: Node[Span], length: int) -> Slot | None:
+    """The free slot that has the most of a prefix mapped, in every group; None: there is none."""
+    first = groups[0]
+    for group in groups:
+        group.reclaimer.poll()
+    kept = [slot for slot in first.table.index.stale if slot.kept]
+    if not kept:
+        return None
+    spans = [first.prefixes.span(group.place, node, length) for group in groups]
+    if any(span.floor(span.pages) != span.pages for span in spans):
+        return None  # the rest of a large page is to be copied
+    found = [
+        slot
+        for slot in kept
+        if all(
+            group.sharing.begins(group.table[slot.index], span)
+            for group, span in zip(groups, spans, strict=True)
+        )
+    ]
+    return max(found, key=attrgetter("mapped"), default=None)

@@ -57,6 +57,7 @@ class CacheStats:
         evicted_pages: pages of recorded prefixes that were taken out.
         prefix_queries, prefix_query_tokens: prompts that were looked up, and their tokens.
         prefix_hits, prefix_hit_tokens: those of which something was recorded, and how much.
+        prefix_resumed: requests that went on in a slot where all of their prefix was mapped.
         waits: times that a call waited for mapping, filling or reclaiming.
         wait_ns: time spent so.
         wait_counts: the waits by length: item k counts those of more than ``2**(k-1)`` and at most
@@ -107,6 +108,7 @@ class CacheStats:
     prefix_query_tokens: int
     prefix_hits: int
     prefix_hit_tokens: int
+    prefix_resumed: int
     waits: int
     wait_ns: int
     wait_counts: tuple[int, ...]
@@ -149,7 +151,7 @@ class SlotInfo:
 _SAME = (
     *("prefix_tokens", "prefix_queries", "prefix_query_tokens", "prefix_hits", "prefix_hit_tokens"),
     *("active_slots", "cached_slots", "empty_slots", "broken_slots"),
-    *("steps", "steps_async", "short", "driver_calls", "driver_ns", "mappings"),
+    *("prefix_resumed", "steps", "steps_async", "short", "driver_calls", "driver_ns", "mappings"),
 )
 
 
@@ -191,7 +193,7 @@ class Counters:
         self.steps = self.steps_async = self.short = 0
         self.grown = self.zeroed = self.reclaimed = self.reused = 0
         self.moved = self.promoted = self.evicted = 0
-        self.queries = self.query_tokens = self.hits = self.hit_tokens = 0
+        self.queries = self.query_tokens = self.hits = self.hit_tokens = self.resumed = 0
         self.waits = self.wait_ns = self.last_wait_ns = 0
         self.wait_counts = [0] * WAIT_COUNTS
         self.critical_driver_ns = 0

@@ -263,8 +263,13 @@ class PrefixCache:
                 group.share(one, pages, unit)
         return self._insert(slot, ids)
 
-    def record_last(self, slot: Slot, tokens: Any, event: Any, namespace: Hashable = None) -> None:
-        """Records what a slot holds that is freed next; `event` is its last GPU work."""
+    def record_last(self, slot: Slot, tokens: Any, event: Any, namespace: Hashable = None) -> bool:
+        """Records what a slot holds that is freed next; `event` is its last GPU work.
+
+        Returns:
+            Whether all that the slot shares now is what is recorded: a request that begins with it
+            can go on there.
+        """
         ids, units = self._check(slot, tokens, namespace)
         if self.tree.match(ids).length < units * self.unit:
             parts = self._ready(slot, units)
@@ -276,7 +281,12 @@ class PrefixCache:
                 self._groups, self.unit_pages, parts, handles, strict=True
             ):
                 group.bequeath(one, pages, held, event, unit)
-        self._insert(slot, ids)
+        length = self._insert(slot, ids)
+        node = self.tree.match(ids, length).node
+        return length > 0 and all(
+            self.span(place, node, length).cut(0, one.shared).parts == one.span.parts
+            for place, (_, one) in enumerate(self._each(slot))
+        )
 
     def _ready(self, slot: Slot, units: int) -> list[tuple[Slot, int]]:
         """For each group the slot and the pages per tensor that the units are."""
@@ -503,6 +513,7 @@ class PrefixCache:
         """The bytes of an evicted span that come back."""
         back = 0
         for group, column, span in zip(self._groups, self._columns, _each(spans), strict=True):
+            group.reclaimer.release_kept(span)
             group.reclaimer.counters.evicted += span.pages * group.layout.num_tensors
             back += group.reclaimer.shared.returns(span) * column
             group.reclaimer.let_go(span)

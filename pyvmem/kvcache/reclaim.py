@@ -194,7 +194,7 @@ class Reclaimer(Book):
     def _begin(self, job: Cut, keep: int) -> None:
         """Writes a cut of all pages from `keep` on into the books."""
         slot, places = job.slot, job.slot.places
-        slot.job = job
+        slot.job, slot.kept = job, False
         if slot.stale:
             job.span, slot.span = slot.span, EMPTY
         if places:
@@ -221,6 +221,42 @@ class Reclaimer(Book):
         """`cut`, or False where it could not be queued: the pages stay; it is tried again."""
         try:
             self.cut(slot, keep, now)
+        except (TooManyBatches, OutOfMemory):
+            return False
+        return True
+
+    def try_keep(self, slot: Slot, ops: OpBatch) -> bool:
+        """Keeps a stale slot's shared pages where they are, and unmaps those behind them.
+
+        Args:
+            slot: free, without a batch in flight, and nothing but its shared pages makes it stale.
+            ops: what makes the shared pages read-only, after the slot's GPU work; with room for one
+                operation more.
+
+        Returns:
+            False where it could not be queued; nothing changed.
+        """
+        layout, low = self.layout, slot.shared
+        if low < slot.mapped:
+            ops.unmap(
+                self.base + layout.offset(slot.index, low),
+                (slot.mapped - low) * layout.page_size,
+                count=layout.num_tensors,
+                stride=layout.tensor_bytes,
+            )
+        if not len(ops):
+            slot.kept = True
+            return True
+        try:
+            with self.mapper.transaction() as change:
+                job = Cut(slot, low, slot.mapped, slot.dirty, change.ticket)
+                slot.job, slot.kept = job, True
+                job.places = slot.places.take(low, slot.mapped)
+                slot.mapped = low
+                slot.dirty = min(slot.dirty, low)
+                self.journal.keep_list(self.cuts)
+                self.cuts.append(job)
+                change.submit(ops, slot.events)
         except (TooManyBatches, OutOfMemory):
             return False
         return True
@@ -310,7 +346,7 @@ class Reclaimer(Book):
             self.failed(slot, error)
             self.journal.keep(cut, "away", "span")
             if not isinstance(error, NotRecoverable):  # undone: the pages are where they were
-                slot.head = cut.head
+                slot.head, slot.kept = cut.head, False
                 slot.places.put_all(cut.places)
                 cut.away = {}
                 if not cut.slides:
@@ -529,6 +565,8 @@ class Reclaimer(Book):
             return
         for slot in self.table.victims(active=False):
             take = min(slot.spare, -(-missing // tensors))
+            if take <= 0:
+                continue
             if not self.try_cut(slot, slot.mapped - take):
                 return
             missing -= take * tensors
@@ -549,12 +587,46 @@ class Reclaimer(Book):
                 complete &= slot.job is None and self.try_cut(slot, rest)
         return complete
 
-    def release_stale(self, now: bool = False) -> bool:
-        """Starts cuts of free slots that still have shared pages; False when some must wait."""
+    def release_stale(self, now: bool = False, kept: bool = False) -> bool:
+        """Starts cuts of free slots that still have shared pages; False when some must wait.
+
+        `kept`: also of those that are kept.
+        """
         complete = True
         for slot in self.table.index.stale:
-            complete &= slot.job is None and self.try_cut(slot, 0, now)
+            if kept or not slot.kept:
+                complete &= slot.job is None and self.try_cut(slot, 0, now)
         return complete
+
+    def release_kept(self, span: Span) -> None:
+        """Unmaps the kept slots that have pages of a span, and waits: nobody is to refer to it."""
+        blocks = {part.block for part in span.parts}
+        for slot in self.table.index.stale:
+            if slot.kept and any(part.block in blocks for part in slot.span.parts):
+                with self.counters.waiting():
+                    if slot.job is not None:
+                        self.finish(slot.job)
+                    if self.try_cut(slot, 0, now=True) and slot.job is not None:
+                        self.finish(slot.job)
+
+    def spare_slots(self, count: int) -> bool:
+        """Starts cuts of kept slots, the longest free first, until so many free ones are not kept.
+
+        So that a request of another conversation finds one that it need not empty. False where some
+        must wait.
+        """
+        if not self.table.index.stale.entries:
+            return True
+        self.poll()
+        index = self.table.index
+        kept = [slot for slot in index.cached if slot.kept]
+        missing = min(count - (len(index.free) - len(kept)), len(kept))
+        for slot in kept:
+            if missing <= 0:
+                break
+            if slot.job is None and self.try_cut(slot, 0):
+                missing -= 1
+        return missing <= 0
 
 
 def wait_for_cuts(reclaimers: Sequence[Reclaimer], enough: Callable[[], bool]) -> None:

@@ -205,8 +205,20 @@ class Sharing:
         """
         return isinstance(error, (OutOfMemory, TooManyBatches)) and not self.table.lockstep
 
-    def mapping(self, slots: Sequence[Slot], span: Span, pieces: list[_Held]) -> OpBatch:
-        """The maps of a span in each slot: whole blocks by one operation, parts by tensor."""
+    def mapping(
+        self,
+        slots: Sequence[Slot],
+        span: Span,
+        pieces: list[_Held],
+        first: int = 0,
+        *,
+        replace: bool = False,
+    ) -> OpBatch:
+        """The maps of a span in each slot: whole blocks by one operation, parts by tensor.
+
+        `first`: the page of the slots that it begins at. `replace`: the same pages are there. Has
+        room for one operation more.
+        """
         layout, base = self.layout, self.pager.base
         size, tensors, stride = layout.page_size, layout.num_tensors, layout.tensor_bytes
         if pieces:
@@ -214,20 +226,34 @@ class Sharing:
             for slot in slots:
                 self._map_pieces(ops, slot, pieces, readonly=True)
             return ops
-        ops = OpBatch(len(slots) * len(span.parts) * tensors)
+        ops = OpBatch(len(slots) * len(span.parts) * tensors + 1)
         for slot in slots:
-            page = 0
+            page = first
             for block, low, high in span.parts:
                 address, length = base + layout.offset(slot.index, page), (high - low) * size
                 if high - low == block.pages:
-                    ops.map(address, length, block.handle, 0, tensors, stride, True)
+                    ops.map(
+                        address, length, block.handle, 0, tensors, stride, True, replace=replace
+                    )
                 else:
                     for tensor in range(tensors):
                         offset = (tensor * block.pages + low) * size
                         at = address + tensor * stride
-                        ops.map(at, length, block.handle, offset, readonly=True)
+                        ops.map(at, length, block.handle, offset, readonly=True, replace=replace)
                 page += high - low
         return ops
+
+    def begins(self, slot: Slot, span: Span) -> bool:
+        """Whether a kept slot has the first pages of a span, or all, and nothing is under way."""
+        own = slot.span
+        return (
+            slot.kept
+            and slot.job is None
+            and not slot.broken
+            and not slot.lost
+            and 0 < own.pages == slot.mapped <= span.pages
+            and span.cut(0, own.pages).parts == own.parts
+        )
 
     def order_after_writers(self, span: Span, stream: Any) -> None:
         """Lets `stream` run after the GPU work that wrote the pages."""

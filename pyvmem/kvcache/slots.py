@@ -15,8 +15,10 @@ GPU work is over.
 With a sliding window (migration.py) the first pages, below `head`, have been unmapped again.
 
 Shared pages (pages.py) are mapped read-only, but in a `writer`; others may have them too. A free
-slot keeps none: all its pages are unmapped together, and until that has happened the slot is
-*stale*; so is one that slid, or that has pages outside the device.
+slot that has some is *stale*: all its pages are unmapped together before another request gets it.
+So is one that slid, or that has pages outside the device. As a rule that begins at once. A slot
+that is *kept* waits: what it shares are recorded rows and nothing else is mapped there, so that the
+next turn of its conversation can go on in it without a call of the driver.
 
 What is looked up among the slots without looking at each of them is in an index (`SlotIndex`). All
 of it follows from the slots' attributes: a slot is filed under what they say, and filing it
@@ -76,6 +78,7 @@ class Slot(Watched):
         broken: an undo failed in its addresses; never handed out again.
         writer: its owner may write the shared pages, which are read-only elsewhere.
         lost: pages in its middle could not be mapped again; all stay until the cache is closed.
+        kept: free, with recorded rows mapped read-only for a request that begins with them.
         mapped: pages there, or promised by a growth in flight.
         granted: pages that the owner may use.
         head: pages below this have left the owner's window and are not there; 0 without a window.
@@ -101,6 +104,7 @@ class Slot(Watched):
     broken: bool = False
     writer: bool = False
     lost: bool = False
+    kept: bool = False
     mapped: int = 0
     granted: int = 0
     head: int = 0
@@ -140,7 +144,9 @@ class Slot(Watched):
 
     @property
     def spare(self) -> int:
-        """Mapped pages that no request owns, and that can go."""
+        """Mapped pages that no request owns, and that can go; a kept slot's are the prefixes'."""
+        if self.kept:
+            return 0
         return self.mapped - self.places.ceil(max(self.granted, self.head))
 
 
@@ -212,7 +218,7 @@ class SlotTable:
     def take(self, slot: Slot) -> None:
         """Gives a free slot to a new owner, with no page granted yet."""
         self.changes += 1
-        slot.active = True
+        slot.active, slot.kept = True, False
         slot.owner += 1
 
     def give_back(self, slot: Slot, event: Any, now: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pyvmem
 from pyvmem import _native
 from pyvmem.bench.machine import describe
+from pyvmem.bench.page import write_report
 from pyvmem.features import about
 from pyvmem.probe import ProbeResult, probe
 from pyvmem.selftest import books, memory
@@ -47,6 +48,7 @@ def add_parser(sub: Any) -> None:
     add("--backend", default="uvm", help="uvm (default: the patched driver), stock, cuda, host")
     add("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write the report there")
+    add("--report", type=Path, metavar="FILE", help="write one HTML file with everything")
     add("--samples", type=int, default=200, help="of each time (default: 200); 0: no times")
     parser.set_defaults(run=run)
 
@@ -137,6 +139,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         print(f"report: {args.json}")
+    if args.report:
+        write_report(args.report, report)
     if "not_tested" in report:
         print(report["not_tested"])
         return NOT_TESTED

@@ -32,10 +32,10 @@ __all__ = ["ElasticEngine"]
 
 _TICK = 0.05  # s between looks at what is idle
 _PIECE = 64 << 20  # bytes of slabs emptied while steps wait
-_REPORT = 0.25  # s between reports to the ledger
+_REPORT = 0.25  # s between reports to the ledger, and looks at what a busy engine could give back
 _BACKOFF = 0.02  # s before what a driver refused is asked for again
 _RESERVE = 256 << 20
-_MOST_RESERVE = 1024  # blocks: they are counted at each step
+_MOST_RESERVE = 1024  # blocks: they are counted, one by one
 
 log = logging.getLogger("vllm.vmem")
 
@@ -88,6 +88,7 @@ class ElasticEngine:
         self._stopped = False
         self._tidy = self._short = self._resting = False
         self._reported = 0.0
+        self._spare = -1  # idle blocks above half of the reserve, at least; below 0: to be counted
         self._thread = threading.Thread(target=self._keep, name="vmem-keeper", daemon=True)
         self._take_over()
 
@@ -146,9 +147,10 @@ class ElasticEngine:
         """Numbers a step that was scheduled, and the releases that travel with it."""
         self._step += 1
         self._busy_until = time.monotonic() + self.settings.idle
-        enough = self.reserve_blocks // 2
-        if self._idle_count(enough) < enough:
-            self._wake.set()
+        if self._spare < 0:
+            self._spare = self._idle_count(self.reserve_blocks) - self.reserve_blocks // 2
+            if self._spare < 0:
+                self._wake.set()
         return self._step, self.backing.send()
 
     def end_step(self, step: int) -> None:
@@ -164,7 +166,8 @@ class ElasticEngine:
 
     def prepare(self, count: int) -> None:
         """Has `count` blocks idle before vLLM takes them, or as many as can be had."""
-        short = count - self._idle_count(count)
+        self._spare -= max(0, count)
+        short = count - self._idle_count(count) if count > 0 else 0
         if short <= 0:
             if self._short:
                 self._ask_others(0)
@@ -267,8 +270,10 @@ class ElasticEngine:
             at_rest = quiet and not self.used_blocks()
             long_idle = at_rest and (force or self._resting or now > self._busy_until)
             self._note_peak(now)
-            self._give_back(long_idle)
-            if now > self._reported + _REPORT:
+            due = now > self._reported + _REPORT
+            if due or at_rest or force:  # it walks all idle blocks, with the scheduler's lock held
+                self._give_back(long_idle)
+            if due:
                 self._reported = now
                 self._report()
             if quiet:
@@ -360,6 +365,7 @@ class ElasticEngine:
     def _retire(self, blocks: list[int]) -> int:
         for one in blocks:
             self.pool.free_block_queue.remove(self.pool.blocks[one])
+        self._spare = -1
         self._tidy = self._tidy or bool(blocks)
         return self.backing.retire(blocks) if blocks else 0
 

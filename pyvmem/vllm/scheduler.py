@@ -78,19 +78,20 @@ class _Elastic:
             coordinator.get_num_blocks_to_allocate,
             manager.allocate_slots,
         )
-        margin = 0
+        watermark, margin = getattr(manager, "watermark_blocks", 0), 0
 
         def get_num_blocks_to_allocate(*args: Any, **kwargs: Any) -> int:
             count: int = count_blocks(*args, **kwargs)
-            # Prefixes that are hit and unused leave the free queue too, and have memory.
-            hit = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else ())
-            held = sum(not b.ref_cnt and not b.is_null for group in hit for b in group)
-            elastic.prepare(count - held + margin)
+            if count or margin:  # else it takes nothing, as in most steps of a request
+                # Prefixes that are hit and unused leave the free queue too, and have memory.
+                hit = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else ())
+                held = sum(not b.ref_cnt and not b.is_null for group in hit for b in group)
+                elastic.prepare(count - held + margin)
             return count
 
         def allocate(request: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal margin
-            margin = getattr(manager, "watermark_blocks", 0) + kwargs.get("reserved_blocks", 0)
+            margin = watermark + kwargs.get("reserved_blocks", 0)
             try:
                 result = allocate_slots(request, *args, **kwargs)
                 hits = kwargs.get("num_new_computed_tokens", 0)

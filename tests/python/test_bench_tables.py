@@ -11,6 +11,7 @@ import readme_cache
 import readme_index
 import readme_tables
 
+from pyvmem.bench import record
 from pyvmem.cli import main
 
 pytest.importorskip("torch")
@@ -95,3 +96,41 @@ def test_the_index_names_failures_and_gaps(tmp_path: Path, monkeypatch: pytest.M
     assert "failures" not in readme_index.log_row(log)
     assert readme_index.gaps({"parts": {"calls": {"status": "partial"}}}) == "`calls` partial"
     assert readme_index.gaps({"tests": [{"name": "gap", "result": "FAIL"}]}) == "`gap` FAIL"
+
+
+def test_a_file_without_a_place_in_the_index_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readme_index, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme_index, "LOGS", tmp_path / "logs")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "h100-a.log").write_text("", encoding="utf-8")
+    assert readme_index.unlisted() == []
+    (tmp_path / "notes.csv").write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"notes\.csv"):
+        readme_index.part()
+
+
+def test_no_committed_log_has_a_failure() -> None:
+    logs = [path for path in readme_index.LOGS.iterdir() if path.is_file()]
+    assert logs
+    failed = [one.name for one in logs if "has failures" in readme_index.log_row(one)]
+    assert failed == []
+
+
+def test_a_row_of_a_result_is_a_line() -> None:
+    rows = [{"id": f"part/{n}", "median": n / 3, "note": "x" * 200} for n in range(5)]
+    document = {"format": "f", "parts": {"part": {"rows": rows, "missing": []}}, "empty": {}}
+    text = record.lines(document)
+    assert json.loads(text) == document
+    assert sum('"id"' in line for line in text.splitlines()) == len(rows)
+    assert all(line.count('"id"') <= 1 for line in text.splitlines())
+
+
+def test_committed_results_have_a_line_for_a_row() -> None:
+    for path in (*readme_index.RESULTS.glob("*.json"), *readme_index.raw_files()):
+        text = path.read_text(encoding="utf-8")
+        if path.parent.name == "raw":
+            assert len(text.splitlines()) == 1, path.name
+        else:
+            assert text == record.lines(json.loads(text)) + "\n", path.name

@@ -9,6 +9,7 @@ import check_docs
 import docs_man
 import docs_site
 import pytest
+import readme_metrics
 
 PAGE = """.Sh NAME
 .Nm vmem_x
@@ -100,3 +101,30 @@ def test_dead_links_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "index.html: no page b/",
         "index.html: loads https://elsewhere/x.js from another host",
     ]
+
+
+def test_the_table_of_metrics() -> None:
+    rows = readme_metrics.part()
+    assert len({row.count("|") for row in rows}) == 1
+    assert (
+        "| `pyvmem_steps_total` | counter | `call`: `step`, `step_async` | Calls that returned 0. |"
+        in rows
+    )
+    (waits,) = (row for row in rows if "`pyvmem_wait_seconds`" in row)
+    assert "| histogram |  |" in waits, "neither `cache` nor `le` is listed for each"
+    (info,) = (row for row in rows if "`pyvmem_cache_info`" in row)
+    assert "`backend`; `device`; `driver`" in info, "no values that depend on the machine"
+
+
+def test_errors_that_must_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "pyvmem"
+    (package / "a").mkdir(parents=True)
+    (package / "bench").mkdir()
+    (package / "errors.py").write_text("class Base(Exception):\n    pass\n")
+    (package / "a" / "one.py").write_text(
+        "class One(Base, ValueError):\n    pass\n\nclass Plain(Protocol):\n    pass\n\n"
+        "class _Hidden(OSError):\n    pass\n\nclass Two(one.One):\n    pass\n"
+    )
+    (package / "bench" / "two.py").write_text("class Three(Exception):\n    pass\n")
+    monkeypatch.setattr(check_docs, "ROOT", tmp_path)
+    assert check_docs.error_classes() == ["Base", "One", "Two"]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from kvcache_helpers import LAYERS, ROWS, lens, rows_are_zero, small_cache, stamp, state
+from kvcache_helpers import LAYERS, ROWS, eventually, lens, rows_are_zero, small_cache, stamp, state
 
 from pyvmem import Context, InvalidArgument
 
@@ -55,6 +55,28 @@ def test_pages_of_free_slots_come_back_but_those_that_are_kept(context: Context)
         cache.reclaim_free()
         cache.reclaim_free(wait=True)
         assert [slot.mapped_pages for slot in cache.snapshot()] == [0, 0, 0, 1]
+
+
+def test_a_request_is_ready_once_its_growth_in_the_background_is_over(context: Context) -> None:
+    with small_cache(context) as cache:
+        cache.claim(1)
+        assert not cache.is_ready(1, 1)
+        assert cache.step_async(lens(cache, r1=ROWS + 1)) == 0
+        eventually(lambda: cache.is_ready(1, ROWS + 1))
+        assert cache.capacity(1) == 0  # no step has granted it
+        assert cache.is_ready(1, 2 * ROWS)
+        assert not cache.is_ready(1, 2 * ROWS + 1)
+        assert cache.step(lens(cache, r1=ROWS + 1)) == 0
+        assert cache.is_ready(1, 2 * ROWS)
+        assert not cache.is_ready(1, 2 * ROWS + 1)
+        cache.free_reqid(1)
+        cache.claim(1)
+        assert not cache.is_ready(1, 3 * ROWS)  # the earlier owner's growth is not the next one's
+        with pytest.raises(InvalidArgument, match="reqid 0 is not taken"):
+            cache.is_ready(0, 1)
+        longest = cache.config.max_seq_len
+        with pytest.raises(InvalidArgument, match=f"seq_len {longest + 1} is not between 0 and"):
+            cache.is_ready(1, longest + 1)
 
 
 def test_what_a_request_has_and_what_it_lacks(context: Context) -> None:

@@ -196,9 +196,7 @@ def test_a_killed_engine_leaves_nothing(folder: Path, inside: bool) -> None:
 
 def test_a_name_is_free_again_when_its_engine_died(folder: Path) -> None:
     process = child(folder, "b")
-    with pytest.raises(
-        InvalidArgument, match=f"an engine of that name runs .process {process.pid}"
-    ):
+    with pytest.raises(InvalidArgument, match=f"'b' is the name of process {process.pid}"):
         join(folder, "b")
     kill(process)
     join(folder, "b").close()

@@ -17,7 +17,7 @@ from pyvmem.bench.paper.rows import PAPERS, ROWS, SOURCES, Row
 
 __all__ = ["NOT_MEASURED", "add_parser", "page", "run", "stale"]
 
-NOT_MEASURED = "not measured"
+NOT_MEASURED = "not run"
 _RESULTS, _PAGE, _FOLDER = Path("benchmarks/results"), Path("docs/reproduction.md"), "reproduction"
 _HEAD = """<!-- Made by `vmem bench paper --write` from benchmarks/results. Do not edit. -->
 
@@ -25,7 +25,7 @@ _HEAD = """<!-- Made by `vmem bench paper --write` from benchmarks/results. Do n
 
 One row for each table and figure of the three papers: their number, ours, the command that makes
 it, and why the two differ. Theirs are of one or more A100 of 80 GB, ours of the GPU that the row
-names, or arithmetic. "not measured" means that no run is kept yet; what no machine here can show
+names, or arithmetic. "not run" means that no result is kept; what no machine here can show
 says so. Figures of vAttention have the numbers of arXiv's third version; its artifact counts one
 less from figure 7 on.
 

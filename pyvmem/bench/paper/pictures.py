@@ -15,6 +15,7 @@ from io import StringIO
 from typing import Any
 
 from pyvmem.bench.paper.results import NotMeasured, Results
+from pyvmem.bench.paper.rows import DECODING, reading
 
 __all__ = ["PICTURES", "Picture", "available", "digest", "draw"]
 
@@ -114,7 +115,227 @@ def _memory(results: Results) -> dict[str, Any]:
     return {"series": points}
 
 
+_SIZES = {"64K": "64 KB", "128K": "128 KB", "256K": "256 KB", "2M": "2 MB"}
+
+
+def _calls(results: Results) -> dict[str, Any]:
+    one = results["h100"]
+    names = {"create": "create", "map_access": "map with access"}
+    names |= {"unmap": "unmap", "release": "release"}
+    systems = [f"stock/{page}" for page in _SIZES] + ["cumem/2M"]
+    series = {
+        words: [one.value(f"calls/{name}/{system}") for system in systems]
+        for name, words in names.items()
+    }
+    return {"groups": [*_SIZES.values(), "CUDA, 2 MB"], "series": series}
+
+
+def _bandwidth(results: Results) -> dict[str, Any]:
+    one = results["h100"]
+    ways = {"single": "page by page", "batch": "in runs"}
+    return {
+        "groups": list(_SIZES.values()),
+        "series": {
+            words: [one.value(f"bandwidth/{how}/stock/{page}", "gb_per_s") for page in _SIZES]
+            for how, words in ways.items()
+        },
+    }
+
+
+def _reads(results: Results) -> dict[str, Any]:
+    forms = {"contiguous": "contiguous", "paged16": "16", "paged128": "128", "paged256": "256"}
+    return {
+        "groups": [DECODING[name].what.removeprefix("decode, ") for name in DECODING],
+        "series": {
+            words: [reading(results, name, form) for name in DECODING]
+            for form, words in forms.items()
+        },
+    }
+
+
+def _pages(results: Results) -> dict[str, Any]:
+    cases = {"decode_b64_8k": "64*8K", "decode_b32_32k": "32*32K", "prefill_32k": "prefill 32K"}
+    found = [results["h100"].aim(f"fa3_{name}_random") for name in cases]
+    return {
+        "groups": list(cases.values()),
+        "series": {"cudaMalloc": [1.0] * len(cases), "64 KB": found},
+    }
+
+
+def _largest(results: Results) -> dict[str, Any]:
+    groups: list[str] = []
+    series: dict[str, list[float]] = {page: [] for page in ("2M", "256K", "64K")}
+    for file, memory, models in (
+        ("capacity", "80 GB", ("Yi-6B", "Llama-3-8B", "Yi-34B")),
+        ("capacity-40g", "40 GB", ("Yi-6B", "Llama-3-8B")),
+    ):
+        for model in models:
+            groups.append(f"{model}\n{memory}")
+            for page, values in series.items():
+                name = f"azure_2023_conv/{model}/g1/{page}"
+                values.append(results[file].value(name, "max_batch"))
+    return {"groups": groups, "series": series}
+
+
+def _held(results: Results) -> dict[str, Any]:
+    layouts = {
+        "g1/2M": "2 MB pages",
+        "g1/256K": "256 KB",
+        "g1/64K": "64 KB",
+        "blocks/256": "blocks of 256",
+        "blocks/16": "blocks of 16",
+    }
+    rows, wasted = [], []
+    for name in layouts:
+        row = results["capacity"].row(f"azure_2023_conv/Llama-3-8B/{name}")
+        part = 100 * row["wasted_bytes"] * row["value"] / row["mapped_bytes"]
+        rows.append(100 - part)
+        wasted.append(part)
+    return {"groups": list(layouts.values()), "series": {"rows": rows, "no rows": wasted}}
+
+
+def _hits(results: Results) -> dict[str, Any]:
+    one = results["prefixes"]
+    layouts = {
+        "tree/g1/64K": "64 KB pages",
+        "tree/g8/64K": "64 KB, 8 layers a tensor",
+        "tree/g1/2M": "2 MB pages",
+        "blocks/16": "blocks of 16",
+    }
+    sizes = (10, 20, 50, 100, 200)
+    series = {
+        words: [[n, one.value(f"hits/{name}/{n}G")] for n in sizes]
+        for name, words in layouts.items()
+    }
+    bound = one.value("hits/bound")
+    series["without a limit"] = [[n, bound] for n in sizes]
+    return {"series": series}
+
+
+def _served(file: str, part: str, figures: dict[str, str]) -> Callable[[Results], dict[str, Any]]:
+    """For bars: a serving run's figures, over those of the contiguous arm."""
+
+    def data(results: Results) -> dict[str, Any]:
+        one = results[file]
+        arms = {"contiguous": "64 KB", "2M": "2 MB", "paged16": "16", "paged128": "128"}
+        return {
+            "groups": list(figures.values()),
+            "series": {
+                words: [
+                    one.value(f"{part}/{figure}/{arm}") / one.value(f"{part}/{figure}/contiguous")
+                    for figure in figures
+                ]
+                for arm, words in arms.items()
+            },
+        }
+
+    return data
+
+
+def _heads(results: Results) -> dict[str, Any]:
+    one = results["kernels-heads-h100"]
+    names = {"mha": "32 of 32", "llama": "8 of 32", "yi_6b": "4 of 32", "mqa": "1 of 32"}
+    series: dict[str, list[float]] = {"contiguous": [1.0] * 2 * len(names)}
+    for block in ("16", "128"):
+        series[block] = [
+            one.aim(f"fa3_{phase}_{name}_{block}")
+            for phase in ("decode", "prefill")
+            for name in names
+        ]
+    groups = [f"{phase}\n{words}" for phase in ("decode", "prefill") for words in names.values()]
+    return {"groups": groups, "series": series}
+
+
 PICTURES = (
+    Picture(
+        "calls",
+        "Latency of the memory calls by page size (vAttention, tables 2 and 3)",
+        "bars",
+        "µs",
+        "page size",
+        _calls,
+    ),
+    Picture(
+        "bandwidth",
+        "Bandwidth of allocation by page size (vAttention, table 9)",
+        "bars",
+        "GB/s",
+        "page size",
+        _bandwidth,
+    ),
+    Picture(
+        "pages",
+        "FlashAttention-3 by page size (vAttention, figure 14)",
+        "bars",
+        "normalized runtime",
+        "batch size * context length",
+        _pages,
+    ),
+    Picture(
+        "reads",
+        "Keys and values that decoding reads a second, FlashAttention-3",
+        "bars",
+        "GB/s",
+        "requests and context length",
+        _reads,
+    ),
+    Picture(
+        "largest",
+        "Largest batch by page size, Azure's trace, replayed (vAttention, figure 15)",
+        "bars",
+        "largest batch",
+        "model and memory of the GPU",
+        _largest,
+    ),
+    Picture(
+        "held",
+        "Held memory with and without rows, Llama-3-8B, replayed (PagedAttention, figure 2)",
+        "bars",
+        "% of held memory",
+        "layout",
+        _held,
+    ),
+    Picture(
+        "hits",
+        "Tokens of prompts found in the cache, Mooncake's conversations, replayed (vTensor)",
+        "lines",
+        "% of prompt tokens",
+        "GB for keys and values",
+        _hits,
+    ),
+    Picture(
+        "heads",
+        "Kernels by KV heads of 32 heads (vTensor)",
+        "bars",
+        "normalized runtime",
+        "phase and KV heads",
+        _heads,
+    ),
+    Picture(
+        "makespan",
+        "Offline, arXiv's trace (vAttention, figure 9)",
+        "bars",
+        "over 64 KB pages",
+        "",
+        _served("serve-arxiv-h100", "offline", {"makespan": "makespan", "tokens": "tokens/s"}),
+    ),
+    Picture(
+        "latency",
+        "Online, Azure's trace (vAttention, figure 10)",
+        "bars",
+        "over 64 KB pages",
+        "",
+        _served(
+            "serve-azure-online-h100",
+            "azure",
+            {
+                "first50": "first token\np50",
+                "first99": "first token\np99",
+                "between50": "between tokens\np50",
+                "between99": "between tokens\np99",
+            },
+        ),
+    ),
     Picture(
         "prefill",
         "Prefill kernels by block size (vAttention, figure 2)",

@@ -11,11 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pyvmem.bench.paged_kernels import CASES
 from pyvmem.bench.paper.results import Results
 from pyvmem.layouts.options import size
 from pyvmem.layouts.shapes import SHAPES
 
-__all__ = ["PAPERS", "ROWS", "SOURCES", "Row", "block_tokens", "slot_tokens", "waste"]
+__all__ = [
+    "DECODING",
+    "PAPERS",
+    "ROWS",
+    "SOURCES",
+    "Row",
+    "block_tokens",
+    "reading",
+    "slot_tokens",
+    "waste",
+]
 
 PAPERS = {
     "vAttention": "vAttention: Dynamic Memory Management for Serving LLMs without PagedAttention "
@@ -142,6 +153,27 @@ def _block_sizes(results: Results) -> str:
     return ", ".join(f"{block}: {time / best:.3f}x" for block, time in times.items())
 
 
+_BATCHES = ("decode_b16_16k", "decode_b32_16k", "decode_b128_4k")
+DECODING = {case.name: case for case in CASES if case.name in _BATCHES}
+
+
+def reading(results: Results, case: str, form: str) -> float:
+    """GB/s: keys and values of a case of `DECODING` over the time of `form` in its memory."""
+    names = [f"fa3/{case}/{form}/malloc{i}" for i in (0, 1)]
+    if form == "contiguous":
+        names = [f"fa3/{case}/{form}/random{i}" for i in (0, 1)]
+    return DECODING[case].nbytes / results["kernels-h200"].median(names) / 1e6
+
+
+def _roofline(results: Results) -> str:
+    parts = []
+    for case, one in DECODING.items():
+        mine, paged = (reading(results, case, form) / 1e3 for form in ("contiguous", "paged16"))
+        what = one.what.removeprefix("decode, ")
+        parts.append(f"{what}: {mine:.2f} TB/s, blocks of 16 {paged:.2f}")
+    return "; ".join(parts)
+
+
 def _fa3_over_fa2(results: Results) -> str:
     def over(case: str) -> float:
         two, three = (results["h100"].value(f"attention/{k}/{case}/random0") for k in _VERSIONS)
@@ -194,8 +226,8 @@ def _rate(results: Results) -> str:
 # ---- the cache -----------------------------------------------------------------------------------
 
 
-def _overlap(results: Results) -> str:
-    one = results["overlap-h200"]
+def _overlap(results: Results, file: str = "overlap-h200") -> str:
+    one = results[file]
     counts = [f"{one.value(f'iterations/spikes/{mode}'):.0f}" for mode in ("async", "sync")]
     return (
         f"p99 of an iteration {one.aim('p99_async'):.3f}x in the background, "
@@ -203,8 +235,8 @@ def _overlap(results: Results) -> str:
     )
 
 
-def _deferred(results: Results) -> str:
-    one = results["deferred-h200"]
+def _deferred(results: Results, file: str = "deferred-h200") -> str:
+    one = results[file]
     reuse, runs, pages = (one.aim(f"prefill_{mode}") for mode in ("reuse", "sync", "pages"))
     return f"reused {reuse:.3f}x; mapped first in runs {runs:.2f}x, in single pages {pages:.2f}x"
 
@@ -278,8 +310,8 @@ def _static(results: Results) -> str:
     )
 
 
-def _freed(results: Results) -> str:
-    one, part = results["serve-azure-online-h100"], "azure"
+def _freed(results: Results, file: str = "serve-azure-online-h100") -> str:
+    one, part = results[file], "azure"
     mapped, pool = (one.value(f"{part}/mapped/{name}") for name in ("contiguous", "paged16"))
     return f"{100 * (1 - mapped / pool):.0f} % of the pool is not mapped, in the mean"
 
@@ -300,6 +332,7 @@ def _small_pages(results: Results) -> str:
     return "64 KB over 2 MB in 20 GB: " + ", ".join(parts)
 
 
+_HEADS = ("decode_mha", "decode_llama", "decode_yi_6b", "decode_yi_34b", "decode_mqa")
 _V, _T, _P = PAPERS
 ROWS = (
     Row(
@@ -374,6 +407,17 @@ ROWS = (
     ),
     Row(
         _V,
+        "Figure 3",
+        "the same against the card's memory",
+        "no number in the texts at hand",
+        "s",
+        "4.8 TB/s is what the H200's data sheet says; the contiguous form in pages of 64 KB.",
+        "kernels-h200",
+        _roofline,
+        _KERNELS,
+    ),
+    Row(
+        _V,
         "Figure 4",
         "memory that decoding asks for",
         "at most 750 MB/s (A100; 600 MB/s in the first version)",
@@ -394,6 +438,17 @@ ROWS = (
         "serve-arxiv-h100",
         _served("serve-arxiv-h100", "offline", "tokens", "tokens/s", "paged16", "paged128"),
         _ARXIV,
+    ),
+    Row(
+        _V,
+        "Figure 7",
+        "prefill kernels at 128K and 192K",
+        "with Table 6: 1.24x to 1.26x of FA2 paged end to end at 192K (A100)",
+        "s",
+        "The kernels alone, on another GPU.",
+        "kernels-long-h100",
+        _over_blocks("kernels-long-h100", "fa3", "prefill_128k", "prefill_192k"),
+        f"{_KERNELS} --cases long",
     ),
     Row(
         _V,
@@ -469,6 +524,17 @@ ROWS = (
     ),
     Row(
         _V,
+        "Figure 12",
+        "the same with pages of 2 MB",
+        "spikes of 5 to 15 ms are gone (Llama-3-8B, A100, pages of 2 MB)",
+        "s",
+        "The paper's page size; a growth is 32 times as large and as rare.",
+        "overlap-2m-h100",
+        lambda r: _overlap(r, "overlap-2m-h100"),
+        "vmem bench overlap --fa3 FILE --page 2M",
+    ),
+    Row(
+        _V,
         "Figure 13",
         "prefill of 16K with memory mapped first",
         "1.15x at 64 KB, 1.03x at 2 MB; 1.00x with deferred reclamation (A100)",
@@ -477,6 +543,17 @@ ROWS = (
         "deferred-h200",
         _deferred,
         "vmem bench deferred --fa3 FILE",
+    ),
+    Row(
+        _V,
+        "Figure 13",
+        "the same with pages of 2 MB",
+        "1.03x, 1.00x with deferred reclamation (A100)",
+        "s",
+        "The same four modes in the paper's larger pages.",
+        "deferred-2m-h100",
+        lambda r: _deferred(r, "deferred-2m-h100"),
+        "vmem bench deferred --fa3 FILE --page 2M",
     ),
     Row(
         _V,
@@ -597,6 +674,28 @@ ROWS = (
     Row(
         _T,
         "abstract",
+        "memory by the rate of arrivals",
+        "no number in the texts at hand",
+        "a",
+        "The same run at half the rate; memory over time is a picture.",
+        "serve-azure-slow-h100",
+        lambda r: _freed(r, "serve-azure-slow-h100"),
+        f"{_SERVE} --trace AZURE --speed-up 1.5 --limit 20G",
+    ),
+    Row(
+        _T,
+        "abstract",
+        "throughput by batch and length",
+        "no number in the texts at hand",
+        "a",
+        "A batch is bounded by the slots; run once for each number.",
+        "serve-slots16-h100",
+        _served("serve-slots16-h100", "offline", "tokens", "tokens/s", "paged16", "2M"),
+        f"{_AZURE} --slots 16",
+    ),
+    Row(
+        _T,
+        "abstract",
         "kernels over vLLM's paged one",
         "3.15x in the mean, at most 3.27x (A100)",
         "a",
@@ -615,6 +714,17 @@ ROWS = (
         "kernels-h200",
         _over_blocks("kernels-h200", "fa3", "chunk_2k_64k", "chunks_512_32k"),
         _KERNELS,
+    ),
+    Row(
+        _T,
+        "abstract",
+        "the same by the part that is shared",
+        "2.12x in the mean, at most 3.92x (A100)",
+        "a",
+        "Two prompts of 16K of which nothing, half or seven eighths lie in the cache.",
+        "kernels-prefix-h100",
+        _over_blocks("kernels-prefix-h100", "fa3", "prefix_none", "prefix_half", "prefix_most"),
+        f"{_KERNELS} --cases prefix",
     ),
     Row(
         _T,
@@ -655,10 +765,10 @@ ROWS = (
         "MHA to MQA",
         "no number in the texts at hand",
         "a",
-        "`vmem bench kernels --cases` has the cases.",
+        "The same kernel in both forms, with the heads of five models.",
         "kernels-heads-h100",
-        _over_blocks("kernels-heads-h100", "fa3", "decode_mha", "decode_mqa"),
-        f"{_KERNELS} --cases decode_mha,decode_mqa",
+        _over_blocks("kernels-heads-h100", "fa3", *_HEADS),
+        f"{_KERNELS} --cases heads",
     ),
     Row(
         _P,
@@ -698,7 +808,7 @@ ROWS = (
         "memory saved by sharing: parallel sampling, beam search",
         "6.1 to 9.8 %, 37.6 to 55.2 % (Alpaca); 16.2 to 30.5 %, 44.3 to 66.3 % (ShareGPT)",
         "t",
-        "`KVCache.fork` shares pages; no run of such a load is kept.",
+        "`KVCache.fork` shares pages; no benchmark forks such a load yet.",
     ),
     Row(
         _P,
@@ -750,7 +860,7 @@ ROWS = (
         "swapping against recomputation",
         "comparable at blocks of 16 to 64; recomputation never above 20 % of swapping's latency",
         "t",
-        "`KVCache.swap_out` moves runs; no comparison is kept.",
+        "`KVCache.swap_out` moves runs; no benchmark holds it against computing again yet.",
     ),
     Row(
         _P,

@@ -3,8 +3,10 @@
 
 A step is planned and launched while the one before it runs. Everybody who decodes is in it, then
 prompts in chunks as far as its budget of tokens goes, in the order in which they joined. A request
-joins when its prompt fits beside those that are still being read. Where memory is short the one
-that joined last is preempted: it loses its rows and computes them again.
+joins when its prompt fits beside those that are still being read, and these are less than a step's
+worth; where its store makes memory for it in the background, it is in no step before that is done,
+unless nobody else is. Where memory is short the request that joined last is preempted: it loses its
+rows and computes them again.
 
 Tokens are given, not sampled (the sampled ones are computed and dropped), so that every store
 computes the same and its logits can be compared with another's.
@@ -38,7 +40,7 @@ class Live:
         number: its place in the workload.
         ids: tokens of its prompt and its answer.
         rows: with keys and values, as of the last planned step. emitted: tokens of its answer.
-        joined: whether it ever had a slot. times: when each token of its answer was there.
+        fresh: has a slot, and was in no step since. times: when each token of its answer was there.
     """
 
     number: int
@@ -49,6 +51,7 @@ class Live:
     slot: int = -1
     rows: int = 0
     emitted: int = 0
+    fresh: bool = False
     times: list[float] = field(default_factory=list)
 
     @property
@@ -163,17 +166,9 @@ class _Loop:
 
     def _plan(self) -> list[tuple[Live, int]]:
         """Requests and their new tokens, for whose rows there is memory; decoding comes first."""
-        self._join()
+        self._announce(self._join())
         while self.running:
-            left = self.budget
-            chosen: list[tuple[Live, int]] = []
-            for decodes in (True, False):
-                for live in self.running:
-                    pending = live.known - live.rows
-                    count = min(pending, left)
-                    if (pending == 1) == decodes and count:
-                        chosen.append((live, count))
-                        left -= count
+            chosen = self._choose()
             slots = [live.slot for live, _ in chosen]
             if self.store.hold(slots, [live.rows + count for live, count in chosen]):
                 return sorted(chosen, key=lambda one: one[1])
@@ -182,18 +177,43 @@ class _Loop:
             raise RuntimeError(f"memory is too small for request {self.waiting[0].number} alone")
         return []
 
-    def _join(self) -> None:
+    def _choose(self) -> list[tuple[Live, int]]:
+        """Requests and their new tokens, as far as the budget goes; one at least."""
+        left = self.budget
+        chosen: list[tuple[Live, int]] = []
+        for decodes in (True, False):
+            for live in self.running:
+                pending = live.known - live.rows
+                count = min(pending, left)
+                if (pending == 1) != decodes or not count:
+                    continue
+                if live.fresh and chosen and not self.store.ready(live.slot, live.rows + count):
+                    continue
+                chosen.append((live, count))
+                left -= count
+        return chosen
+
+    def _join(self) -> list[Live]:
+        """Gives slots to those who wait, while they fit; who got one."""
+        joined: list[Live] = []
         while self.waiting and not self.short:
             live = self.waiting[0]
-            partial = [(one.slot, one.known) for one in self.running if one.known - one.rows > 1]
-            if not self.store.fits(partial, live.known):
-                return
-            taken = self.store.take(live.ids[: live.known])
+            reading = [one for one in self.running if one.known - one.rows > 1]
+            if sum(one.known - one.rows for one in reading) >= self.budget:
+                break
+            partial = [(one.slot, one.known) for one in reading]
+            taken = None
+            if self.store.fits(partial, live.known):
+                taken = self.store.take(live.ids[: live.known])
             if taken is None:
-                return
+                self.short = bool(self.running)
+                break
             live.slot, live.rows = taken
+            live.fresh = True
             self.out.shared += live.rows
             self.running.append(self.waiting.popleft())
+            joined.append(live)
+        return joined
 
     def _preempt(self) -> None:
         live = self.running.pop()
@@ -201,7 +221,7 @@ class _Loop:
         if live.rows:
             self.out.preemptions += 1
             self.out.recomputed += live.rows
-        live.rows, live.slot = 0, -1
+        live.rows, live.slot, live.fresh = 0, -1, False
         self.waiting.appendleft(live)
         self.short = True
 
@@ -216,6 +236,7 @@ class _Loop:
         for live, count in planned:
             self.out.prompt_tokens += max(0, min(live.prompt, live.rows + count) - live.rows)
             live.rows += count
+            live.fresh = False
             if live.rows == live.known:
                 live.emitted += 1
                 emitting.append(live)
@@ -230,21 +251,27 @@ class _Loop:
                 self.store.release(live.slot, live.ids[: live.rows])
                 self.done.append(live)
                 self.short = False
-        self._look_ahead()
+        self._join()
+        self._announce(self.running)
         return _Flying(step, at, len(planned), emitting)
 
-    def _look_ahead(self) -> None:
-        """What the next step is likely to need."""
+    def _announce(self, lives: Sequence[Live]) -> None:
+        """Tells the store what the next step is likely to need for these.
+
+        Those that were in no step yet come on their own, so that nobody waits for their memory.
+        """
         left = self.budget
-        slots, lengths = [], []
-        for live in self.running:
+        asked: dict[bool, tuple[list[int], list[int]]] = {False: ([], []), True: ([], [])}
+        for live in lives:
             pending = live.known - live.rows
-            more = self.ahead if pending == 1 else min(pending, left)
+            more = self.ahead if pending == 1 else min(pending, self.budget if live.fresh else left)
             left -= min(pending, left)
+            slots, lengths = asked[live.fresh]
             slots.append(live.slot)
             lengths.append(min(live.rows + more, self.store.longest))
-        if slots:
-            self.store.ahead(slots, lengths)
+        for slots, lengths in asked.values():
+            if slots:
+                self.store.ahead(slots, lengths)
 
     def _land(self, flying: _Flying) -> None:
         flying.step.wait()
@@ -272,7 +299,7 @@ def serve(
     tokens: Callable[[int, Arrival], Ints],
     *,
     budget: int,
-    ahead: int = 2,
+    ahead: int = 4,
     limit_s: float = float("inf"),
     observer: Observer | None = None,
 ) -> Outcome:

@@ -115,6 +115,10 @@ class Store(ABC):
         """Begins what the next `hold` of these will ask for."""
         return  # nothing to begin
 
+    def ready(self, slot: int, tokens: int) -> bool:
+        """Whether `hold` of so many tokens would find the memory there, and make none."""
+        return True
+
     def readable(self, slot: int) -> int:
         """Rows of a contiguous slot that a kernel may read."""
         return self.longest
@@ -222,6 +226,11 @@ class Slots(Store):
     def ahead(self, slots: list[int], lengths: list[int]) -> None:
         """See `Store`; where memory is short, the next `hold` says so."""
         self.cache.step_async(self._by_slot(slots, lengths))
+
+    @_timed
+    def ready(self, slot: int, tokens: int) -> bool:
+        """See `Store`."""
+        return self.cache.is_ready(slot, tokens)
 
     @_timed
     def readable(self, slot: int) -> int:

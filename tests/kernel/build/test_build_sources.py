@@ -128,6 +128,41 @@ Suites: bookworm-security
 """
 
 
+def pack(tmp_path: Path, version: str) -> Path:
+    """The archive of Debian's package of a version, as it lies where that is installed."""
+    tree = write_tree(tmp_path / version / "modules" / "nvidia-open-kernel", version)
+    (tree / "nv.o_binary").write_bytes(b"precompiled")
+    archive = tmp_path / "root" / driver_debian.ARCHIVE
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["tar", "-cJf", archive, "-C", tmp_path / version, "modules"], check=True)
+    return archive
+
+
+def test_the_installed_package_is_taken_and_nothing_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    archive = pack(tmp_path, VERSION)
+    assert driver_debian.installed(tmp_path / "root") == archive
+    monkeypatch.setattr(driver_debian, "installed", lambda: archive)
+    monkeypatch.setattr(driver_debian, "fetch", lambda *_: pytest.fail("fetched"))
+    tree = driver_source.driver_source(VERSION, download=False)
+    assert driver_source.version_of(tree) == VERSION
+    assert not (tree / "nv.o_binary").exists()
+
+
+def test_without_download_a_version_that_is_not_here_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    archive = pack(tmp_path, "550.163.01")
+    monkeypatch.setattr(driver_debian, "fetch", lambda *_: pytest.fail("fetched"))
+    monkeypatch.setattr(driver_debian, "installed", lambda: None)
+    with pytest.raises(KernelBuildError, match="nvidia-open-kernel-source of that version is not"):
+        driver_source.driver_source(VERSION, download=False)
+    monkeypatch.setattr(driver_debian, "installed", lambda: archive)
+    with pytest.raises(KernelBuildError, match=r"is driver 550\.163\.01"):
+        driver_source.driver_source(VERSION, download=False)
+
+
 def test_sources_of_many_fields() -> None:
     found = parse_deb822(DEB822)
     assert [one.uri for one in found] == [

@@ -159,7 +159,8 @@ def test_loaded_driver_counts_more_than_installed_ones(
 ) -> None:
     asked: list[str] = []
 
-    def debian(version: str) -> Path:
+    def debian(version: str, *, download: bool) -> Path:
+        assert download
         asked.append(version)
         raise KernelBuildError("no network")
 
@@ -173,7 +174,7 @@ def test_loaded_driver_counts_more_than_installed_ones(
 
 def test_no_driver_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = write_driver(tmp_path / "debian")
-    monkeypatch.setattr(module_source, "driver_source", lambda version: tree)
+    monkeypatch.setattr(module_source, "driver_source", lambda version, download: tree)
     source = choose_source(System(tmp_path), "6.1.0-1-amd64")
     assert (source.tree, source.version) == (tree, module_source.DEFAULT_VERSION)
 

@@ -80,6 +80,22 @@ def test_dkms_there_and_back(
     assert dkms.uninstall() == []
 
 
+def test_a_distributions_package_has_the_rule_itself(
+    machine: System, dkms: Dkms, staged: Path, headers: KernelHeaders, tmp_path: Path
+) -> None:
+    """Neither made nor taken away: the file is another's."""
+    theirs = machine.root / RULE
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("theirs", encoding="utf-8")
+    package = make_package(staged, tmp_path / "packages", [])
+    packaged = Dkms(machine, own_folders=True, packaged=True)
+    packaged.install(package, headers.release, headers.build)
+    assert modules_of(machine) == STOCK | {"nvidia-uvm-vmem.ko"}
+    assert packaged.uninstall() == [VERSION]
+    assert theirs.read_text(encoding="utf-8") == "theirs"
+    assert not (machine.root / "usr/local").exists()
+
+
 def test_dkms_after_the_driver_was_upgraded(
     machine: System, dkms: Dkms, staged: Path, headers: KernelHeaders, tmp_path: Path
 ) -> None:

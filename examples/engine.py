@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: MIT
+"""A serving engine in a file: continuous batching, prefixes, preemption and streaming.
+
+    python examples/engine.py "Why is the sky blue?" "Name three colours."
+
+The model is that of `make run`, from the extra ``serve``; --model takes a folder or a GGUF file.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from pyvmem import KVCache
+from pyvmem.attention import Attention, Batch
+from pyvmem.engine import Model, Policy, Request, RequestCache, Shortage
+from pyvmem.serve.model import encode, load
+
+
+@dataclass(eq=False)
+class Job:
+    """A prompt on its way; `tokens` ends with the answer so far, `left` are still to come."""
+
+    tokens: list[int]
+    left: int
+    preemptions: int = 0
+    failed: Shortage | None = None
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None = None,
+    *,
+    kernel: Attention,
+    batch: Batch,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every layer; heads and tokens are ``[1, heads, tokens, dim]``."""
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    kernel.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), batch)
+    return kernel(query[0].transpose(0, 1), layer, batch, scale=scaling).unsqueeze(0), None
+
+
+class Engine:
+    """Greedy decoding of many prompts at once. A context manager; the caller closes the cache."""
+
+    def __init__(self, model: Any, cache: RequestCache, eos: frozenset[int] = frozenset()) -> None:
+        assert isinstance(cache.cache, KVCache), "all layers alike"
+        AttentionInterface.register("engine", attend)
+        model.set_attn_implementation("engine")
+        self.model, self.eos = model, eos
+        self.cache, self.kernel = cache, Attention(cache.cache)
+        self.waiting: deque[Job] = deque()
+        self.running: dict[Job, Request] = {}  # the last to join comes last
+        self.crowded = False  # somebody was preempted: nobody joins until somebody ends
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self.running:
+            self.cache.release(self.running.popitem()[1])
+        self.kernel.close()
+
+    def submit(self, prompt: Sequence[int], answer: int) -> Job:
+        """Queues a prompt for so many new tokens, as far as a slot goes."""
+        left = min(answer, self.cache.max_seq_len - len(prompt) + 1)
+        if not prompt or left < 1:
+            raise ValueError(f"{len(prompt)} tokens, and {answer} more; see max_seq_len")
+        self.waiting.append(Job(list(prompt), left))
+        return self.waiting[-1]
+
+    def run(self) -> Iterator[tuple[Job, int]]:
+        """Tokens as they come, until every job has ended; one that does not fit has `failed`."""
+        while self.waiting or self.running:
+            self.admit()
+            held = {job: request.length for job, request in self.running.items()}
+            while short := self.cache.extend(self.lengths()):
+                self.preempt(short)
+            if self.running:
+                yield from self.compute([job.tokens[held[job] :] for job in self.running])
+
+    def lengths(self, more: int = 0) -> dict[Request, int]:
+        """The tokens that every running request is to hold, and `more`, as far as a slot goes."""
+        longest = self.cache.max_seq_len
+        return {one: min(len(job.tokens) + more, longest) for job, one in self.running.items()}
+
+    def admit(self) -> None:
+        """Jobs join while slots and memory last, with what of their tokens is recorded."""
+        while self.waiting and not (self.crowded and self.running):
+            found = self.cache.admit(self.waiting[0].tokens)
+            if isinstance(found, Request):
+                self.running[self.waiting.popleft()] = found
+            elif found.never or not self.running:
+                self.waiting.popleft().failed = found
+            else:
+                return
+
+    def preempt(self, short: Shortage) -> None:
+        """The last to join goes back; what it has computed may still be there when it joins."""
+        job, request = self.running.popitem()
+        self.cache.release(request, tokens=job.tokens)
+        if short.never or not self.running:
+            job.failed = short
+        else:
+            job.preemptions += 1
+            self.crowded = True
+            self.waiting.appendleft(job)
+
+    @torch.inference_mode()
+    def compute(self, news: list[list[int]]) -> list[tuple[Job, int]]:
+        """One pass over the new tokens of all running jobs, one job after the other in one row."""
+        slots = [request.slot for request in self.running.values()]
+        counts = [len(one) for one in news]
+        batch = self.kernel.batch(slots, counts, list(self.lengths().values()))
+        self.cache.prepare(self.lengths(1))  # maps while the model runs
+        device = self.model.device
+        output = self.model(
+            input_ids=torch.tensor([[token for one in news for token in one]], device=device),
+            position_ids=batch.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=torch.tensor(counts, device=device).cumsum(0) - 1,
+            kernel=self.kernel,
+            batch=batch,
+        )
+        chosen = output.logits[0].float().argmax(dim=-1).tolist()
+        found = list(zip(self.running, chosen, strict=True))
+        for job, token in found:
+            job.tokens.append(token)
+            job.left -= 1
+            if token in self.eos or not job.left:  # its rows stay, for the next turn
+                self.cache.release(self.running.pop(job), tokens=job.tokens)
+                self.crowded = False
+        return found
+
+
+def main() -> None:
+    """Serves the prompts of the command line and prints tokens as they come."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("prompts", nargs="+")
+    parser.add_argument("--model", help="a model's folder or GGUF file")
+    parser.add_argument("--tokens", type=int, default=40, help="of each answer, at most (40)")
+    parser.add_argument("--memory", type=int, default=256, help="MiB of keys and values (256)")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = load(args.model, device=device)
+    shape = Model.of(loaded.model.config, "float32")
+    policy = Policy(max_seq_len=2048, memory=args.memory << 20)
+    with (
+        RequestCache.open(shape, policy) as cache,
+        Engine(loaded.model, cache, loaded.eos_token_ids) as engine,
+    ):
+        encoded = [encode(loaded.tokenizer, text) for text in args.prompts]
+        jobs = [engine.submit(prompt, args.tokens) for prompt in encoded]
+        for job, token in engine.run():
+            print(f"{jobs.index(job)}: {loaded.tokenizer.decode([token])!r}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

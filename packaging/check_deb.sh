@@ -1,0 +1,77 @@
+#!/bin/sh
+# SPDX-License-Identifier: MIT
+# Run by scripts/check_deb.py in a new Debian system, with the packages in /debs: installs them, uses them
+# as a stranger would, and purges them. The driver is one that apt and dkms see as installed: Debian's
+# source, and an nvidia.ko that was built from it.
+set -eu
+kernel=$1
+export DEBIAN_FRONTEND=noninteractive LC_ALL=C
+
+# All files of the system but those that any package's installation writes.
+files() {
+	find / -xdev \( -path /proc -o -path /sys -o -path /dev -o -path /tmp -o -path /debs -o -path /run \
+		-o -path /var/cache -o -path /var/log -o -path /var/lib/apt -o -path /var/lib/dpkg \) -prune -o -print | sort
+}
+
+install() {
+	apt-get install -qq -y --no-install-recommends "$@" </dev/null >/tmp/apt.log 2>&1 || {
+		cat /tmp/apt.log
+		exit 1
+	}
+}
+
+purge() {
+	apt-get purge -qq -y "$@" </dev/null >/tmp/apt.log 2>&1 || {
+		cat /tmp/apt.log
+		exit 1
+	}
+}
+
+files >/tmp/before
+
+echo "libvmem0, libvmem-dev: an example, linked both ways, on host memory"
+install /debs/libvmem0_*.deb /debs/libvmem-dev_*.deb
+example=/usr/share/doc/libvmem-dev/examples/growing_cache.c
+# shellcheck disable=SC2046 # words
+cc -Wall -Werror -o /tmp/shared "$example" $(pkg-config --cflags --libs vmem)
+ldd /tmp/shared | grep -q 'libvmem.so.0 => /'
+/tmp/shared host
+# shellcheck disable=SC2046
+cc -Wall -Werror -o /tmp/static "$example" $(pkg-config --cflags vmem) -l:libvmem.a -pthread -ldl
+if ldd /tmp/static | grep libvmem; then exit 1; fi
+/tmp/static host
+test -s /usr/share/man/man3/vmem_open.3.gz
+
+echo "vmem-dkms where no driver is installed: installed, and says that nothing was built"
+install /debs/vmem-dkms_*.deb
+grep -q 'the stock nvidia-uvm stays in use' /tmp/apt.log
+if vmem-dkms install 2>/tmp/said; then exit 1; fi
+grep 'nvidia.ko of driver .* is not installed' /tmp/said
+purge vmem-dkms
+
+echo "vmem-dkms with the driver of nvidia-open-kernel-source"
+modules=/lib/modules/$kernel/updates/dkms
+mkdir -p "$modules"
+cp /debs/nvidia.ko "$modules/nvidia-current.ko"
+install /debs/vmem-dkms_*.deb
+dkms status
+dkms status | grep -q "nvidia-uvm-vmem/.*: installed"
+modinfo -F version "$(find /lib/modules -name 'nvidia-uvm-vmem.ko*')"
+depmod "$kernel" 2>/dev/null
+modprobe --set-version "$kernel" --showconfig | grep '^install nvidia_uvm /usr/libexec/vmem/load-uvm'
+test -x /usr/libexec/vmem/load-uvm
+
+echo "purged: nothing is left"
+purge vmem-dkms
+if find /lib/modules /usr/src /var/lib/dkms -name 'nvidia-uvm*' | grep .; then exit 1; fi
+test -s "$modules/nvidia-current.ko"
+purge libvmem0 libvmem-dev
+rm "$modules/nvidia-current.ko"
+files >/tmp/after
+# dkms makes its keys and its folder; that is its own business.
+diff /tmp/before /tmp/after | grep '^[<>]' | grep -v "/var/lib/dkms\|/lib/modules/$kernel" >/tmp/left || true
+if [ -s /tmp/left ]; then
+	cat /tmp/left
+	exit 1
+fi
+echo "passed"

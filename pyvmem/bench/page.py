@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: MIT
+"""A run as one file to send: machine, command, tables, pictures and the raw data, in HTML.
+
+``--report FILE`` of every benchmark and of ``vmem selftest`` writes it; ``--plot FILE`` draws the
+pictures alone. The page loads nothing and runs no script; its last link is the run's own JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import io
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyvmem.bench.report import number
+
+__all__ = ["add_options", "document_of", "page", "picture", "with_options", "write_report"]
+
+_MOST_BARS = 40  # of one picture; the table has all rows
+_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem;
+  color: #222; background: #fff }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+table { border-collapse: collapse; font-size: .85rem; display: block; overflow-x: auto }
+th, td { text-align: left; padding: .15rem .7rem .15rem 0; border-bottom: 1px solid #ddd;
+  vertical-align: top }
+td.n { text-align: right; font-variant-numeric: tabular-nums }
+.failed { color: #b00020; font-weight: 600 } .passed { color: #1b6e2c }
+figure { margin: 1rem 0 } svg { max-width: 100%; height: auto } code { font-size: .9em }
+"""
+
+Document = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Numbers are set to the right; everything is escaped."""
+    lines = ["<table><tr>" + "".join(f"<th>{html.escape(one)}</th>" for one in heads) + "</tr>"]
+    for row in rows:
+        cells = []
+        for one in row:
+            if isinstance(one, (int, float)) and not isinstance(one, bool):
+                cells.append(f'<td class="n">{number(one)}</td>')
+            else:
+                kind = f' class="{one}"' if one in ("passed", "failed") else ""
+                cells.append(f"<td{kind}>{html.escape('' if one is None else str(one))}</td>")
+        lines.append("<tr>" + "".join(cells) + "</tr>")
+    return "\n".join([*lines, "</table>"])
+
+
+def _flat(value: Any, name: str = "") -> Iterable[tuple[str, Any]]:
+    """Names and plain values of nested objects."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _flat(one, f"{name} {key}".strip())
+    elif isinstance(value, (list, tuple)):
+        yield name, json.dumps(value)
+    else:
+        yield name, value
+
+
+def _size(row: Row) -> str:
+    page = row.get("page")
+    return "" if not page else f"{page >> 20} MB" if page >= 1 << 20 else f"{page >> 10} KB"
+
+
+def _rows(rows: Sequence[Row]) -> str:
+    """The rows of a part: times with their spread, and single numbers."""
+    heads = ("what", "system", "page", "unit", "median or value", "p90", "p99", "note")
+    return _table(
+        heads,
+        (
+            (
+                *(row["what"], row["system"], _size(row), row["unit"]),
+                row.get("median", row.get("value")),
+                *(row.get("p90"), row.get("p99"), row.get("note")),
+            )
+            for row in rows
+        ),
+    )
+
+
+# ---- pictures ------------------------------------------------------------------------------------
+
+
+def _shown(part: Document) -> dict[str, list[Row]]:
+    """The rows of times that are drawn, by unit."""
+    found: dict[str, list[Row]] = {}
+    for row in part["rows"]:
+        if "median" in row:
+            found.setdefault(row["unit"], []).append(row)
+    return {unit: rows[:_MOST_BARS] for unit, rows in found.items()}
+
+
+def _bars(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
+    """A bar to the median of each row, a line from there to the 99th percentile."""
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    places = range(len(rows))
+    medians = [row["median"] for row in rows]
+    tails = [max(0.0, (row.get("p99") or row["median"]) - row["median"]) for row in rows]
+    colours = [_COLOURS[systems.index(row["system"]) % len(_COLOURS)] for row in rows]
+    axes.barh(places, medians, color=colours, xerr=[[0] * len(rows), tails], error_kw={"lw": 0.8})
+    labels = [" ".join(filter(None, (r["what"], r["system"], _size(r)))) for r in rows]
+    axes.set_yticks(places, labels, fontsize=7)
+    axes.invert_yaxis()
+    if medians and min(medians) > 0 and max(medians) / min(medians) > 50:
+        axes.set_xscale("log")
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_xlabel(f"{unit}: median, and to the 99th percentile", fontsize=8)
+
+
+def picture(parts: Iterable[Document], kind: str = "svg") -> bytes | None:
+    """The times of parts as one picture; None where they have none.
+
+    Args:
+        kind: "svg", "png" or "pdf".
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    panels = [
+        (f"{part['name']}: {part['title']}", unit, rows)
+        for part in parts
+        for unit, rows in _shown(part).items()
+    ]
+    if not panels:
+        return None
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    settings: Any = {
+        "svg.hashsalt": "vmem",  # the same run gives the same file
+        "font.size": 8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    heights = [1.0 + 0.2 * len(rows) for _, _, rows in panels]
+    out = io.BytesIO()
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(9, sum(heights)), layout="constrained")
+        all_axes: Any = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
+        for axes, (title, unit, rows) in zip(all_axes[:, 0], panels, strict=True):
+            _bars(axes, rows, title, unit)
+        nothing = {"Date": None, "Creator": None} if kind == "svg" else None
+        figure.savefig(out, format=kind, metadata=nothing)
+    return out.getvalue()
+
+
+def _inline(part: Document) -> str:
+    try:
+        drawn = picture([part])
+    except ModuleNotFoundError:
+        return "<p>No picture: matplotlib is not installed where this was written.</p>"
+    if drawn is None:
+        return ""
+    text = drawn.decode()
+    return f"<figure>{text[text.index('<svg') :]}</figure>"
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def _parts(document: Document) -> Iterable[str]:
+    """A benchmark's parts; what was not measured is said."""
+    if document.get("aims"):
+        yield "<h2>Aims</h2>"
+        aims = [dict(_flat(one)) for one in document["aims"]]
+        heads = list(dict.fromkeys(key for one in aims for key in one))
+        yield _table(heads, ([one.get(key) for key in heads] for one in aims))
+    for part in document.get("parts", {}).values():
+        yield f"<h2>{html.escape(part['name'])}: {html.escape(part['title'])}</h2>"
+        why = f": {part['why']}" if part["why"] else ""
+        yield f'<p class="{html.escape(part["status"])}">{html.escape(part["status"] + why)}</p>'
+        yield _inline(part)
+        if part["rows"]:
+            yield _rows(part["rows"])
+        yield from (f"<p>{html.escape(note)}</p>" for note in part["notes"])
+        if part["missing"]:
+            yield "<p>Not measured:</p>"
+            yield _table(("row", "why"), ((one["id"], one["why"]) for one in part["missing"]))
+
+
+def _checks(document: Document) -> Iterable[str]:
+    """The self-test's checks and times."""
+    if "not_tested" in document:
+        yield f'<p class="failed">{html.escape(document["not_tested"])}</p>'
+    elif "passed" in document:
+        word = "passed" if document["passed"] else "failed"
+        yield f'<p class="{word}">The self-test has {word}.</p>'
+    if "checks" in document:
+        heads = ("name", "what", "result", "detail", "seconds")
+        yield "<h2>Checks</h2>"
+        yield _table(heads, ([one[key] for key in heads] for one in document["checks"]))
+    for title in ("tested", "probe", "times"):
+        if title in document:
+            yield f"<h2>{title.capitalize()}</h2>"
+            yield _table(("", ""), _flat(document[title]))
+
+
+def page(document: Document, command: str, name: str = "result.json") -> str:
+    """A run as HTML.
+
+    Args:
+        document: what the run wrote as JSON: a benchmark's, or the self-test's.
+        command: how it was run.
+        name: under which the JSON is saved from the page.
+    """
+    machine = document.get("machine", {})
+    kind = str(document.get("tool") or document.get("format", "")).partition("/")[0]
+    when = document.get("started") or document.get("date", "")
+    commit = str(machine.get("commit") or "unknown") + (
+        " with changes" if machine.get("dirty") else ""
+    )
+    data = base64.b64encode(json.dumps(document).encode()).decode()
+    slim = {key: one for key, one in machine.items() if key != "commit"}
+    title = html.escape(f"{kind}, {when}")
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{title}</title><style>{_STYLE}</style></head><body>",
+            f"<h1>{title}</h1>",
+            f"<p><code>{html.escape(command)}</code>, commit {html.escape(commit)}</p>",
+            *_checks(document),
+            *_parts(document),
+            "<h2>Machine</h2>",
+            _table(("", ""), _flat(slim)),
+            "<h2>Options</h2>",
+            _table(("", ""), _flat(document.get("options", {}))),
+            "<h2>Raw data</h2>",
+            f'<p><a download="{html.escape(name)}" href="data:application/json;base64,{data}">'
+            f"{html.escape(name)}</a>: everything above, and each sample that was kept.</p>",
+            "</body></html>\n",
+        ]
+    )
+
+
+def write_report(path: Path, document: Document) -> None:
+    """Writes the page of a run of this process, whole or not at all."""
+    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    partial = path.with_name(path.name + ".part")
+    text = page(document, shlex.join(words), path.with_suffix(".json").name)
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+    print(f"report: {path}", file=sys.stderr)
+
+
+# ---- the options of a benchmark ------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """``--report`` and ``--plot`` for a benchmark that has ``--out``."""
+    add = parser.add_argument
+    add("--report", type=Path, metavar="FILE", help="write one HTML file; the JSON beside it")
+    add("--plot", type=_plot_file, metavar="FILE", help="draw the times (.svg, .png, .pdf)")
+    run: Callable[[argparse.Namespace], int] = parser.get_default("run")
+    parser.set_defaults(run=lambda args: with_options(args, run))
+
+
+def _plot_file(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a name in .svg, .png or .pdf")
+    return path
+
+
+def document_of(out: Path) -> dict[str, Any]:
+    """What a run wrote: with its samples, where it kept any."""
+    raw = out.parent / "raw" / out.name
+    document: dict[str, Any] = json.loads((raw if raw.exists() else out).read_text("utf-8"))
+    return document
+
+
+def with_options(args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
+    """Runs a benchmark, then draws and reports what it wrote; its exit status."""
+    wanted = args.report or args.plot
+    if wanted is None:
+        return run(args)
+    if args.out is None:
+        args.out = wanted.with_suffix(".json")
+    before = args.out.stat().st_mtime_ns if args.out.exists() else 0
+    status = run(args)
+    if not args.out.exists() or args.out.stat().st_mtime_ns == before:
+        return status  # nothing was measured: --list, or no back end
+    document = document_of(args.out)
+    if args.report is not None:
+        write_report(args.report, document)
+    if args.plot is not None:
+        drawn = picture(document["parts"].values(), args.plot.suffix[1:])
+        if drawn is None:
+            print("vmem bench: no time was measured: nothing to draw", file=sys.stderr)
+        else:
+            args.plot.write_bytes(drawn)
+            print(f"picture: {args.plot}", file=sys.stderr)
+    return status

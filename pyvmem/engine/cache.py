@@ -1,0 +1,521 @@
+# SPDX-License-Identifier: MIT
+"""`RequestCache`: admission, growth, sharing and preemption of requests."""
+
+from __future__ import annotations
+
+import errno
+import operator
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from itertools import count as count_up
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pyvmem.engine.background import Background, work_until_now
+from pyvmem.engine.config import Model, Policy, make_cache
+from pyvmem.engine.prefix import Namespace, Prefix, key_of
+from pyvmem.engine.request import Request, State
+from pyvmem.engine.shortage import Shortage
+from pyvmem.errors import NotSupported
+from pyvmem.kvcache import KVCache, LayeredCache, PrefixEvicted, TokenIds
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.events import record
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["RequestCache"]
+
+_T = TypeVar("_T")
+
+
+class RequestCache:
+    """The requests of one cache.
+
+    Calls that may find memory, slots or mappings short answer with a `Shortage`; wrong input
+    raises, names value and limit, and changes nothing. Thread-safe, as the cache is; a call waits
+    while another one is inside, a background one too. Streams are given as in `KVCache`: None is
+    torch's current one of the calling thread.
+
+    Args:
+        cache: what the requests live in. The requests of this object are changed through it alone.
+            The caller closes the cache, after this object. (`open` makes one that is closed with
+            it.)
+
+    Attributes:
+        cache: the same, for its tensors, statistics and layout.
+    """
+
+    def __init__(self, cache: KVCache | LayeredCache) -> None:
+        self.cache = cache
+        self._owns = False
+        config = cache.config if isinstance(cache, KVCache) else cache.caches[0].config
+        self.max_batch = config.max_batch
+        self.max_seq_len = config.max_seq_len
+        self._device = cache.context.cuda_device
+        self._background = Background()
+        self._numbers = count_up()
+        self._requests: dict[Request, None] = {}
+        self._spaces: dict[Hashable, Namespace] = {}
+        self._lock = threading.Lock()  # of what this object keeps; never held in a call
+
+    @classmethod
+    def open(
+        cls, model: Model, policy: Policy | None = None, backend: str = "auto", device: Any = 0
+    ) -> Self:
+        """A cache made for a model, which `close` closes.
+
+        Args:
+            model: its shape: ``Model.of(model.config)``.
+            policy: see `Policy`; None: its defaults.
+            backend: "auto" or a back end's name.
+            device: CUDA ordinal, torch or cuda.core device.
+
+        Raises:
+            InvalidArgument: a value that model or back end cannot serve. VMemError: the back end
+                could not be opened, or has no memory or addresses.
+        """
+        found = cls(make_cache(model, policy or Policy(), backend, device))
+        found._owns = True
+        return found
+
+    # ---- admission -------------------------------------------------------------------------------
+
+    def namespace(self, name: Hashable) -> Namespace:
+        """The owner of a name's prefixes: the one that is open, or a new one.
+
+        Raises:
+            InvalidArgument: the name cannot be hashed.
+        """
+        try:
+            hash(name)
+        except TypeError:
+            raise invalid(f"namespace {name!r:.80} cannot be hashed") from None
+        with self._lock:
+            found = self._spaces.get(name)
+            if found is None or not found.is_open:
+                found = Namespace(name, 0 if found is None else found.generation + 1)
+                self._spaces[name] = found
+            return found
+
+    def match(self, prompt: Any, namespace: Namespace | None = None) -> Prefix:
+        """What of a prompt is recorded, leased. All but its last token, which must be computed.
+
+        Args:
+            prompt: token ids, in a form that `pyvmem.kvcache.TokenIds` takes.
+            namespace: the owner of the prefix.
+
+        Raises:
+            InvalidArgument: bad tokens. BadHandle: the namespace is closed.
+        """
+        tokens = TokenIds(prompt, key_of(namespace))
+        return Prefix(tokens, namespace, self.cache, self.cache.match(tokens))
+
+    def admit(
+        self,
+        prompt: Any,
+        namespace: Namespace | None = None,
+        room: int = 1,
+        stream: Any = None,
+    ) -> Request | Shortage:
+        """Takes a slot and memory for a prompt; what of it is recorded is mapped, read-only.
+
+        The request holds the prefix's rows, `Request.length`; the engine computes those behind it.
+        Pages for the rest and for `room` more tokens are the request's when this returns, and are
+        mapped in the background: the next `extend` that names it does not meet a shortage up to
+        there. Running requests' growth is not looked at.
+
+        Args:
+            prompt: token ids, or a `Prefix` of them, whose lease ends when the request is admitted.
+            namespace: as in `match`; not used with a `Prefix`.
+            room: tokens beyond the prompt, as far as a slot goes.
+            stream: that will read the prefix; it waits for the work that wrote it.
+
+        Returns:
+            The request, or what is short: then nothing is taken, and a `Prefix` keeps its lease.
+
+        Raises:
+            InvalidArgument: bad tokens, more than a slot holds, or a negative `room`.
+            VMemError: the driver failed; nothing is taken.
+        """
+        room = operator.index(room)
+        if room < 0:
+            raise invalid(f"room is {room}; it must not be negative")
+        if isinstance(prompt, Prefix):
+            return self._admit(prompt, room, stream)
+        with self.match(prompt, namespace) as prefix:
+            return self._admit(prefix, room, stream)
+
+    def admit_async(
+        self,
+        prompt: Any,
+        namespace: Namespace | None = None,
+        room: int = 1,
+        stream: Any = None,
+    ) -> Future[Request | Shortage]:
+        """`admit` in the background: mapping a long prefix takes the driver milliseconds.
+
+        Raises what `admit` raises for a bad prompt or namespace; the rest is the future's.
+        """
+        self._alone("admit_async")
+        prefix = prompt if isinstance(prompt, Prefix) else self.match(prompt, namespace)
+        stream = work_until_now(stream, self._device)
+
+        def call() -> Request | Shortage:
+            try:
+                return self.admit(prefix, None, room, stream)
+            finally:
+                if prefix is not prompt:
+                    prefix.release()
+
+        return self._background.begin(call)
+
+    def _admit(self, prefix: Prefix, room: int, stream: Any) -> Request | Shortage:
+        key_of(prefix.namespace)  # it is open
+        cache, length = self.cache, len(prefix.tokens)
+        if length > self.max_seq_len:
+            raise invalid(
+                f"a prompt of {length} tokens; a slot holds {self.max_seq_len}",
+                limit=self.max_seq_len,
+            )
+        want = min(length + room, self.max_seq_len)
+        try:
+            fits = cache.can_admit([want], [prefix.match])
+        except PrefixEvicted:
+            prefix.renew()
+            fits = cache.can_admit([want], [prefix.match])
+        if not fits:
+            return self._shortage({}, want, held=prefix.length)
+        held = prefix.length
+        if held:
+            begun = cache.alloc_prefix(prefix.match, stream=stream)
+            slot, held = (None, 0) if begun is None else begun
+        else:
+            slot = cache.alloc_reqid(length)
+        if slot is None:
+            prefix.renew()
+            return self._shortage({}, want, held=prefix.length)
+        short = None
+        try:
+            if want > held and cache.step_async(self._lengths({slot: want})) != 0:
+                short = self._shortage({slot: want})
+        except BaseException:
+            cache.free_reqid(slot, stream)
+            raise
+        if short is not None:
+            cache.free_reqid(slot, stream)
+            prefix.renew()
+            return short
+        return self._begun(slot, held, prefix.namespace)
+
+    # ---- rows and pages --------------------------------------------------------------------------
+
+    def extend(self, lengths: Mapping[Request, int], stream: Any = None) -> Shortage | None:
+        """Makes requests hold so many tokens each, for the work that is launched next.
+
+        Requests that are not named keep what they have. Cheap where nothing is to be mapped.
+
+        Args:
+            lengths: the tokens that each request is to hold in all, at least what it holds now.
+            stream: that will use the pages.
+
+        Returns:
+            None: every row is there. Or what is short: then no request has changed.
+
+        Raises:
+            InvalidArgument: another cache's request, one without a slot, fewer tokens than it holds
+                (`truncate` takes rows back), or more than a slot holds. BadHandle, Busy: as
+                `Request.slot`. VMemError: as `KVCache.step`; no request has changed.
+        """
+        wanted = self._wanted(lengths)
+        if self.cache.step(self._lengths(wanted), stream) != 0:
+            return self._shortage(wanted)
+        for request, length in lengths.items():
+            request.length = length
+        return None
+
+    def prepare(self, lengths: Mapping[Request, int]) -> Shortage | None:
+        """Begins to map, in the background, what a later `extend` to these lengths needs.
+
+        No request holds more rows by it, only more pages. For the next iteration's tokens while the
+        model computes this one's. Arguments, answer and errors as `extend`; a failure of the driver
+        in the background is raised by the next `extend`.
+        """
+        wanted = self._wanted(lengths)
+        if self.cache.step_async(self._lengths(wanted)) != 0:
+            return self._shortage(wanted)
+        return None
+
+    def capacity(self, request: Request) -> int:
+        """Tokens that the request's pages are enough for; an `extend` up to there maps nothing.
+
+        What `prepare` and `admit` have begun counts once it is there. Raises as `Request.slot`.
+        """
+        return self.cache.capacity(self._slot(request))
+
+    def truncate(self, request: Request, length: int, stream: Any = None) -> Shortage | None:
+        """Gives a request's rows from `length` on up: draft tokens that were not accepted.
+
+        As `KVCache.truncate`, whose errors it raises; short only where a shared page must be
+        copied.
+        """
+        slot, rows = self._slot(request), operator.index(length)
+        if self.cache.truncate(slot, rows, stream) != 0:
+            return self._shortage({slot: request.length})
+        request.length = rows
+        return None
+
+    # ---- sharing ---------------------------------------------------------------------------------
+
+    def fork(
+        self, request: Request, count: int = 1, length: int | None = None, stream: Any = None
+    ) -> list[Request] | Shortage:
+        """New requests that begin with a request's rows, for sampling or beam search.
+
+        All of them or none, as `KVCache.fork_many`, whose errors it raises. Full pages are shared,
+        read-only. They are of the same namespace.
+
+        Args:
+            request: it goes on as before.
+            count: how many.
+            length: tokens that they begin with; None: all.
+            stream: of the request's last work.
+        """
+        return self._fork(request, self._slot(request), count, length, stream)
+
+    def fork_async(
+        self, request: Request, count: int = 1, length: int | None = None, stream: Any = None
+    ) -> Future[list[Request] | Shortage]:
+        """`fork` in the background; until it is done the request is busy."""
+        slot, event = self._slot(request), record(stream, self._device)
+        call = partial(self._fork, request, slot, count, length, event)
+        return self._begin("fork_async", request, call)
+
+    def _fork(
+        self, request: Request, slot: int, count: int, length: int | None, stream: Any
+    ) -> list[Request] | Shortage:
+        rows = request.length if length is None else operator.index(length)
+        slots = self.cache.fork_many(slot, count, rows, stream)
+        if slots is None:
+            return self._shortage({}, rows, count)
+        return [self._begun(one, rows, request.namespace) for one in slots]
+
+    def record(self, request: Request, tokens: Any, stream: Any = None) -> int:
+        """Records a running request's rows under their tokens, in its namespace.
+
+        As `KVCache.record`: returns the tokens that are recorded now, and raises its errors; also
+        BadHandle where the namespace is closed.
+        """
+        slot, key = self._slot(request), key_of(request.namespace)
+        return self.cache.record(slot, tokens, stream, key)
+
+    # ---- the end of a request, and preemption ----------------------------------------------------
+
+    def release(self, request: Request, tokens: Any = None, stream: Any = None) -> None:
+        """Ends a request; its memory is for others once its work is over. Nothing waits.
+
+        Args:
+            request: running or swapped out.
+            tokens: record its rows under these ids, in its namespace, for a request that goes on
+                where this one ended; they may be more than its rows. None, a swapped request's, and
+                those of a closed namespace: nothing is recorded.
+            stream: of its last work.
+
+        Raises:
+            InvalidArgument: another cache's request, or bad tokens. BadHandle: it has ended. Busy:
+                a background call works on it. VMemError: it could not be recorded; it goes on.
+        """
+        self._own(request)
+        if request.state is State.SWAPPED:
+            assert request.rows is not None
+            request.rows.close()
+        else:
+            space, slot = request.namespace, request.slot
+            if space is not None and not space.is_open:
+                tokens = None
+            key = None if tokens is None else key_of(space)
+            self.cache.free_reqid(slot, stream, tokens, key)
+        self._ended(request)
+
+    def swap_out(self, request: Request, stream: Any = None) -> None:
+        """Moves a request's rows to host memory and gives its slot and pages to others.
+
+        Waits for the work on `stream`, then for the copy. It keeps its length. (To preempt by
+        computing again, `release` it with its tokens and `admit` them later.)
+
+        Raises:
+            NotSupported: the cache has a window. MemoryError: no host memory. VMemError: as
+                `KVCache.swap_out`. Nothing changed then.
+        """
+        self._swap_out(request, self._slot(request), stream)
+
+    def swap_out_async(self, request: Request, stream: Any = None) -> Future[None]:
+        """`swap_out` in the background; until it is done the request is busy."""
+        slot, event = self._slot(request), record(stream, self._device)
+        return self._begin("swap_out_async", request, partial(self._swap_out, request, slot, event))
+
+    def _swap_out(self, request: Request, slot: int, stream: Any) -> None:
+        request.rows = self.cache.swap_out(slot, stream)
+        request.place, request.state = None, State.SWAPPED
+
+    def swap_in(self, request: Request, stream: Any = None) -> Shortage | None:
+        """Brings a swapped request back, into any slot.
+
+        Args:
+            request: it runs on afterwards, with the rows that it had.
+            stream: that will use the rows. Waits for it, and for the copy.
+
+        Returns:
+            None; or what is short: it stays swapped out.
+
+        Raises:
+            InvalidArgument: another cache's, or not swapped out. VMemError: the driver failed; it
+                stays swapped out.
+        """
+        self._own(request)
+        request.require(State.SWAPPED)
+        return self._swap_in(request, stream)
+
+    def swap_in_async(self, request: Request, stream: Any = None) -> Future[Shortage | None]:
+        """`swap_in` in the background; until it is done the request is busy."""
+        self._own(request)
+        request.require(State.SWAPPED)
+        stream = work_until_now(stream, self._device)
+        return self._begin("swap_in_async", request, partial(self._swap_in, request, stream))
+
+    def _swap_in(self, request: Request, stream: Any) -> Shortage | None:
+        assert request.rows is not None
+        slot = self.cache.swap_in(request.rows, stream)
+        if slot is None:
+            return self._shortage({}, request.length)
+        request.place, request.rows, request.state = slot, None, State.RUNNING
+        return None
+
+    # ---- reports and end -------------------------------------------------------------------------
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that have not ended, in the order in which they were admitted."""
+        with self._lock:
+            return list(self._requests)
+
+    def close(self, stream: Any = None) -> None:
+        """Waits for background calls, then releases every request; `stream`: their last work.
+
+        Closes the cache, too, where `open` made it: raises Busy while tensors of it live, and may
+        be called again then.
+        """
+        self._background.close()
+        if self._owns and self.cache.is_closed:
+            return
+        for request in self.requests:
+            self.release(request, stream=stream)
+        if self._owns:
+            self.cache.close(stream)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- numbers ---------------------------------------------------------------------------------
+
+    def _own(self, request: Request) -> None:
+        """Raises for what is no request of this cache, or has ended."""
+        if not isinstance(request, Request):
+            raise TypeError(f"expected a Request, not {request!r:.80}")
+        if request not in self._requests:
+            if request.state is State.ENDED:
+                request.require(State.RUNNING)
+            raise invalid(f"{request!r} is another cache's")
+
+    def _slot(self, request: Request) -> int:
+        self._own(request)
+        return request.slot
+
+    def _begun(self, slot: int, length: int, namespace: Namespace | None) -> Request:
+        request = Request(next(self._numbers), namespace, length, place=slot)
+        with self._lock:
+            self._requests[request] = None
+        return request
+
+    def _ended(self, request: Request) -> None:
+        with self._lock:
+            del self._requests[request]
+        request.state, request.place, request.rows = State.ENDED, None, None
+
+    def _wanted(self, lengths: Mapping[Request, int]) -> dict[int, int]:
+        """Slots and tokens, checked."""
+        wanted = {}
+        for request, given in lengths.items():
+            slot, length = self._slot(request), operator.index(given)
+            if not request.length <= length <= self.max_seq_len:
+                raise invalid(
+                    f"{length} tokens: {request!r}, and a slot holds at most {self.max_seq_len}",
+                    limit=self.max_seq_len,
+                )
+            wanted[slot] = length
+        return wanted
+
+    def _lengths(self, wanted: Mapping[int, int]) -> list[int]:
+        """A number for every slot; 0 asks for nothing and takes nothing."""
+        lengths = [0] * self.max_batch
+        for slot, length in wanted.items():
+            lengths[slot] = length
+        return lengths
+
+    def _shortage(
+        self, wanted: Mapping[int, int], new: int = 0, count: int = 1, held: int = 0
+    ) -> Shortage:
+        """What slots lack that are to hold so many tokens.
+
+        Or `count` new requests of `new` tokens, of which `held` are recorded.
+        """
+        size, slots = self.cache.missing_bytes, 0
+        needed = sum(size(slot, length) for slot, length in wanted.items())
+        largest = max(new, *wanted.values(), 0)
+        if not wanted:
+            needed = max(0, size(None, new) - size(None, held)) if held else size(None, new)
+            slots = max(0, count - self.cache.num_free_slots)
+        available, limit = self.cache.obtainable_bytes()
+        return Shortage(needed, available, limit, size(None, largest), slots)
+
+    # ---- the background --------------------------------------------------------------------------
+
+    def _alone(self, what: str) -> None:
+        """Refuses what depends on time where ranks must answer alike."""
+        if isinstance(self.cache, KVCache) and self.cache.lockstep:
+            raise NotSupported(
+                f"{what}: the cache's answers must be those of other ranks",
+                errno=errno.EOPNOTSUPP,
+                op="RequestCache",
+            )
+
+    def _begin(self, what: str, request: Request, call: Callable[[], _T]) -> Future[_T]:
+        """Runs a call that works on a request, which is busy until the call is over."""
+        self._alone(what)
+        before = request.state
+        request.state = State.BUSY
+
+        def finish() -> _T:
+            try:
+                return call()
+            finally:
+                if request.state is State.BUSY:
+                    request.state = before
+
+        def cancelled(future: Future[_T]) -> None:
+            if future.cancelled():
+                request.state = before
+
+        future = self._background.begin(finish)
+        future.add_done_callback(cancelled)
+        return future

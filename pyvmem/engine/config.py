@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: MIT
+"""What a cache is made from, in two parts: the model's shape, and the policy.
+
+    cache = RequestCache.open(Model.of(model.config), Policy(max_batch=64))
+
+`Model` says what each layer keeps and follows from the model alone. `Policy` says how many requests
+at a time, how long, in how much memory. The layout (layers that share a tensor, and the page) then
+follows from both and the back end: `pyvmem.layouts.advise` takes it by the costs that it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pyvmem.context import Context
+from pyvmem.info import ContextInfo
+from pyvmem.kvcache import KVCache, KVCacheConfig, LayeredCache, LayerShape, layer_shapes
+from pyvmem.kvcache.budget import free_bytes
+from pyvmem.kvcache.config import DTYPE_BYTES, bounded, invalid
+from pyvmem.layouts import (
+    CALL_US,
+    Advice,
+    Limits,
+    ModelShape,
+    Request,
+    advise,
+    choices,
+    generate,
+)
+
+__all__ = ["Model", "Policy", "advised", "make_cache"]
+
+_LARGE = 2 << 20
+_WORKLOAD = 200  # made-up requests; an advice of them takes 15 ms
+_MIN_LARGE = 4  # large pages of a full slot's tensor that promotion is worth while for
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of a model decides about its keys and values, on one device.
+
+    Attributes:
+        layers: what each layer keeps, in the model's order.
+        dtype: of its elements, as in `KVCacheConfig`.
+        max_seq_len: the longest sequence that it was made for.
+    """
+
+    layers: tuple[LayerShape, ...]
+    dtype: str
+    max_seq_len: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        if not self.layers:
+            raise invalid("a Model needs at least one layer")
+        if self.dtype not in DTYPE_BYTES:
+            raise invalid(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        bounded("max_seq_len", self.max_seq_len, 1, 1 << 30)
+
+    @classmethod
+    def of(cls, config: Any, dtype: Any = None) -> Model:
+        """The shape of a transformers model.
+
+        Args:
+            config: a ``PreTrainedConfig``, as `KVCacheConfig.from_hf` takes it.
+            dtype: of keys and values; None: the configuration's.
+
+        Raises:
+            InvalidArgument: an attribute is missing, or a layer keeps no keys and values.
+        """
+        given = {} if dtype is None else {"dtype": dtype}
+        same = KVCacheConfig.from_hf(config, **given)
+        return cls(tuple(layer_shapes(config)), str(same.dtype), same.max_seq_len)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are alike and keep whole keys and values: one `KVCache` is enough."""
+        first = self.layers[0]
+        return first.v_head_dim in (first.head_dim, 0) and self.layers == (first,) * len(
+            self.layers
+        )
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What an operator decides. Every 0 is a choice that follows from the model and the machine.
+
+    Attributes:
+        max_batch: requests at a time; slots cost addresses, not memory.
+        max_seq_len: tokens of one; 0: the model's.
+        memory: bytes of keys and values; 0: `memory_share` of what is free.
+        memory_share: the part of the device's (on host: the machine's) free memory that is taken;
+            the rest is for activations and others. Above 0, at most 1.
+        page_size: bytes; 0: as advised.
+        layers_per_tensor: `KVCacheConfig.group_size`; 0: as advised.
+        promote: requests whose rows fill 2 MiB pages get them, where the back end has them and a
+            slot is long enough to gain.
+        options: further fields of `KVCacheConfig`, which win over all of the above.
+    """
+
+    max_batch: int = 256
+    max_seq_len: int = 0
+    memory: int = 0
+    memory_share: float = 0.8
+    page_size: int = 0
+    layers_per_tensor: int = 0
+    promote: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, high in (
+            ("max_batch", 1 << 16),
+            ("max_seq_len", 1 << 30),
+            ("memory", 1 << 62),
+            ("page_size", 1 << 30),
+            ("layers_per_tensor", 1 << 14),
+        ):
+            bounded(name, getattr(self, name), int(name == "max_batch"), high)
+        try:
+            share = float(self.memory_share)
+        except (TypeError, ValueError):
+            raise invalid(f"memory_share must be a number, not {self.memory_share!r}") from None
+        if not 0 < share <= 1:
+            raise invalid(f"memory_share is {share}; it must be above 0 and at most 1")
+
+
+def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Advice:
+    """The layout that costs a uniform model least, of those that policy and back end allow.
+
+    For requests of a usual mix of lengths (`pyvmem.layouts.generate`), as far as they fit a slot.
+
+    Args:
+        model: all of whose layers are alike.
+        policy: its `page_size` and `layers_per_tensor`, where given, are not asked.
+        info: of the back end: its page sizes, and what a map call costs.
+        memory: bytes for keys and values.
+
+    Raises:
+        InvalidArgument: no layout is left, such as a `layers_per_tensor` that divides no layers.
+    """
+    layer, longest = model.layers[0], policy.max_seq_len or model.max_seq_len
+    shape = ModelShape(
+        "the model", len(model.layers), layer.num_kv_heads, layer.head_dim, model.dtype
+    )
+    requests = [one for one in generate(_WORKLOAD, 1) if one.longest <= longest]
+    if not requests:
+        requests = [Request(max(1, longest // 2), max(1, longest // 2))]
+    # Smaller pages than 64 KiB are for tests: `host` and `stock` have them on request.
+    sizes = [size for size in info.page_sizes if 64 << 10 <= size <= _LARGE] or [info.granule]
+    sizes = [policy.page_size] if policy.page_size else sizes
+    limits = Limits(call_us=CALL_US.get(info.backend, CALL_US["stock"]))
+    group = policy.layers_per_tensor
+    if group:
+        limits = Limits(limits.call_us, limits.iteration_ms, max_group=group)
+    considered = [
+        choice
+        for choice in choices(shape, sizes, max_group=limits.max_group)
+        if not group or choice.group_size == group
+    ]
+    if not considered:
+        raise invalid(
+            f"layers_per_tensor {group} does not divide {len(model.layers)} layers",
+            limit=len(model.layers),
+        )
+    return advise(shape, requests, max(1, memory), considered, limits)
+
+
+def make_cache(
+    model: Model, policy: Policy, backend: str = "auto", device: Any = 0
+) -> KVCache | LayeredCache:
+    """The cache for a model under a policy; the caller closes it.
+
+    A model whose layers differ gets a `LayeredCache`, with a tensor for each layer unless
+    `layers_per_tensor` says otherwise.
+
+    Raises:
+        InvalidArgument: a value that model or back end cannot serve. VMemError: as `KVCache`.
+    """
+    with Context(backend, device=device) as context:  # to learn what the machine has
+        info, cuda = context.info, context.cuda_device
+    memory = policy.memory or int(free_bytes(cuda, 0) * policy.memory_share)
+    values: dict[str, Any] = {
+        "dtype": model.dtype,
+        "max_batch": policy.max_batch,
+        "max_seq_len": policy.max_seq_len or model.max_seq_len,
+        "memory_limit": memory,
+        "page_size": policy.page_size,
+    }
+    first = model.layers[0]
+    if not model.is_uniform:
+        values["group_size"] = policy.layers_per_tensor or 1
+        return LayeredCache(
+            model.layers, backend=info.backend, device=device, **{**values, **policy.options}
+        )
+    best = advised(model, policy, info, memory).best.choice
+    values |= {"group_size": best.group_size, "page_size": best.page_size}
+    config = KVCacheConfig(
+        len(model.layers),
+        first.num_kv_heads,
+        first.head_dim,
+        tensors_per_layer=2 if first.v_head_dim else 1,
+        window=first.window,
+        **{**values, **policy.options},
+    )
+    if policy.promote and not config.large_page_size and _gains(config, info):
+        tokens = 2 * _LARGE // config.row_bytes
+        config = replace(config, large_page_size=_LARGE, promote_tokens=tokens)
+    return KVCache(config, backend=info.backend, device=device)
+
+
+def _gains(config: KVCacheConfig, info: ContextInfo) -> bool:
+    """Whether large pages are there and a full slot has some; sparse slots are left as they are."""
+    full = config.max_seq_len * config.row_bytes
+    return (
+        _LARGE in info.page_sizes
+        and config.page_size < _LARGE
+        and full >= _MIN_LARGE * _LARGE
+        and not config.sparse
+    )

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: MIT
+"""Recorded prefixes as an engine sees them: whose they are, and a lease of one."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from pyvmem.errors import BadHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from typing_extensions import Self
+
+    from pyvmem.kvcache import PrefixMatch, TokenIds
+
+__all__ = ["Matcher", "Namespace", "Prefix", "key_of"]
+
+
+@dataclass(eq=False)
+class Namespace:
+    """The owner of keys: what rows depend on beside their tokens (an adapter, image or tenant).
+
+    Made by `RequestCache.namespace`. Requests of one never begin with rows of another. An owner
+    that is closed leaves its rows to nobody: a later one of the same name is another, so that a
+    reloaded adapter does not find what its predecessor computed.
+
+    Attributes:
+        name: the caller's.
+        generation: counts the owners of that name.
+        is_open: not closed.
+    """
+
+    name: Hashable
+    generation: int
+    is_open: bool = True
+
+    @property
+    def key(self) -> Hashable:
+        """What the cache files its prefixes under.
+
+        Raises BadHandle where it is closed.
+        """
+        if not self.is_open:
+            raise BadHandle(f"{self!r} is closed", errno=errno.EBADF, op="Namespace")
+        return (self.name, self.generation)
+
+    def close(self) -> None:
+        """Ends it: nothing it recorded is found again, and goes when memory is short.
+
+        Its requests go on, and record nothing more. Again: nothing.
+        """
+        self.is_open = False
+
+
+def key_of(namespace: Namespace | None) -> Hashable:
+    """What the cache files under; None is a namespace, too."""
+    return None if namespace is None else namespace.key
+
+
+class Matcher(Protocol):
+    """The part of a cache that finds prefixes."""
+
+    def match(self, tokens: TokenIds, leave: int = 1) -> PrefixMatch:
+        """See `KVCache.match`."""
+
+
+@dataclass(eq=False)
+class Prefix:
+    """A prompt, and a lease of what of it is recorded: that is not evicted until it ends.
+
+    From `RequestCache.match`, for `RequestCache.admit`, which ends the lease when it succeeds and
+    keeps it otherwise. A waiting request's lease keeps memory from all others: release it where the
+    request is to wait long. A context manager, which releases it.
+
+    Attributes:
+        tokens: the whole prompt.
+        namespace: the owner.
+    """
+
+    tokens: TokenIds
+    namespace: Namespace | None
+    _cache: Matcher = field(repr=False)
+    _match: PrefixMatch = field(repr=False)
+
+    @property
+    def length(self) -> int:
+        """Tokens that are recorded, a multiple of the cache's sharing unit; 0: none."""
+        return self._match.length
+
+    @property
+    def match(self) -> PrefixMatch:
+        """The lease, as `KVCache`'s own calls take it."""
+        return self._match
+
+    def renew(self) -> None:
+        """Looks again: more may be recorded by now, or, after `release`, less."""
+        before, self._match = self._match, self._cache.match(self.tokens)
+        before.release()
+
+    def release(self) -> None:
+        """Ends the lease; `admit` looks again then. Again: nothing."""
+        self._match.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()

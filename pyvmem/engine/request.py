@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: MIT
+"""A request: what an engine holds instead of a slot's number, which the next request gets again."""
+
+from __future__ import annotations
+
+import enum
+import errno
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyvmem.errors import BadHandle, Busy
+from pyvmem.kvcache.config import invalid
+
+if TYPE_CHECKING:
+    from pyvmem.engine.prefix import Namespace
+    from pyvmem.kvcache import SwappedRequest
+
+__all__ = ["Request", "State"]
+
+
+class State(enum.Enum):
+    """What may be done with a request."""
+
+    RUNNING = "running"  # it has a slot
+    SWAPPED = "swapped"  # its rows are in host memory; `RequestCache.swap_in`
+    BUSY = "busy"  # a background call works on it; wait for that first
+    ENDED = "ended"  # released; no call takes it any more
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request of a `RequestCache`, which makes it and alone changes it.
+
+    Equal to itself alone, so it can be a key. It outlives its slot: swapped out and in, it is the
+    same request in another slot; released, it never comes back.
+
+    Attributes:
+        number: counts up with every request of the process's cache; never used again.
+        namespace: whose prefixes it begins with and records; None: the common one.
+        length: rows that it holds: tokens whose keys and values are in its slot, or will be by the
+            work that the engine launches next. Pages are counted apart: `RequestCache.capacity`.
+        state: see `State`.
+        place: its slot; None where it has none.
+        rows: what it left in host memory, while it is swapped.
+    """
+
+    number: int
+    namespace: Namespace | None = None
+    length: int = 0
+    state: State = State.RUNNING
+    place: int | None = None
+    rows: SwappedRequest | None = None
+
+    @property
+    def slot(self) -> int:
+        """Its index into the cache's tensors, ``cache.k(layer)[request.slot]``.
+
+        Raises:
+            BadHandle: it has ended. Busy: a background call works on it. InvalidArgument: it is
+                swapped out.
+        """
+        self.require(State.RUNNING)
+        assert self.place is not None
+        return self.place
+
+    def require(self, state: State) -> None:
+        """Raises what `slot` raises where the request is in another state."""
+        if self.state is state:
+            return
+        text = f"{self!r} is {self.state.value}, not {state.value}"
+        if self.state is State.ENDED:
+            raise BadHandle(text, errno=errno.EBADF, op="Request")
+        if self.state is State.BUSY:
+            raise Busy(f"{text}: wait for its background call", errno=errno.EBUSY, op="Request")
+        raise invalid(text)
+
+    def __repr__(self) -> str:
+        return f"<Request {self.number}: {self.length} tokens, {self.state.value}>"

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: MIT
+"""``vmem watch`` and `watch`: the pages of a cache's requests, live in the terminal.
+
+    with pyvmem.watch(cache):                 # in the program's own terminal
+        serve()
+
+    pyvmem.telemetry.Telemetry() ... .serve(9464)       # in the program
+    vmem watch 9464                                     # in another terminal
+
+Both draw what `KVCache.stats` and `KVCache.snapshot` say; the second reads it as JSON from a server
+that listens to this machine alone. A row is a slot, a character some of its pages per tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import json
+import math
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pyvmem.errors import InvalidArgument
+from pyvmem.telemetry import Telemetry
+from pyvmem.top import size
+
+__all__ = ["add_parser", "draw", "fetch", "run", "watch"]
+
+WIDTH = 80
+MOST_BYTES = 16 << 20  # of an answer; 100,000 slots are below
+_MARKS = {"#": "granted", "+": "mapped ahead", "=": "shared", ".": "kept, of no request"}
+
+Numbers = Mapping[str, Any]
+
+
+def _bar(slot: Numbers, scale: int) -> str:
+    """A slot's pages: shared ones, the owner's, those beyond."""
+    mapped: int = slot["mapped_pages"]
+    if slot["state"] != "active":
+        return "." * math.ceil(mapped / scale)
+    owned: int = min(slot["granted_pages"], mapped)
+    granted = math.ceil(owned / scale)
+    shared = min(granted, math.ceil(int(slot["shared_pages"]) / scale))
+    beyond = math.ceil(mapped / scale) - granted
+    return "=" * shared + "#" * (granted - shared) + "+" * beyond
+
+
+def _cache(name: str, cache: Numbers, width: int, rows: int) -> list[str]:
+    stats = cache["stats"]
+    total, pages = stats["total_pages"], stats["active_pages"] + stats["cached_pages"]
+    filled = round(24 * pages / total) if total else 0
+    lines = [
+        f"{name}  {cache['backend']} {cache['device']}".rstrip(),
+        f"[{'#' * filled}{' ' * (24 - filled)}] {size(stats['mapped_bytes'])} mapped, "
+        f"{size(stats['used_bytes'])} of rows, {size(stats['wasted_bytes'])} behind no token; "
+        f"{pages} of {total} pages, {stats['short']} times short",
+    ]
+    slots = [slot for slot in cache["slots"] if slot["mapped_pages"] or slot["state"] == "broken"]
+    if not slots:
+        return [*lines, "no slot has pages"]
+    room = max(8, width - 26)
+    scale = max(1, math.ceil(max(slot["mapped_pages"] for slot in slots) / room))
+    marks = ", ".join(f"{mark} {text}" for mark, text in _MARKS.items())
+    lines.append(f"one character: {scale} page{'s' * (scale > 1)} of each tensor; {marks}")
+    for slot in slots[:rows]:
+        flight = "~" if slot["in_flight"] else " "
+        state = "" if slot["state"] in ("active", "cached") else f"  {slot['state']}"
+        tokens = f"{slot['seq_len']} tok" if slot["state"] == "active" else "-"
+        lines.append(f"{slot['reqid']:>6} {tokens:>14} {flight} {_bar(slot, scale)}{state}")
+    if len(slots) > rows:
+        lines.append(f"and {len(slots) - rows} more slots with pages")
+    return lines
+
+
+def draw(caches: Mapping[str, Numbers], width: int = WIDTH, rows: int = 40) -> str:
+    """The picture of one moment, as text.
+
+    Args:
+        caches: what `Telemetry.caches` gives.
+        width: columns; a longer request makes a character stand for more pages.
+        rows: slots of each cache that are drawn.
+    """
+    if not caches:
+        return "no cache is open"
+    return "\n\n".join(
+        "\n".join(_cache(name, one, width, rows)) for name, one in sorted(caches.items())
+    )
+
+
+@contextlib.contextmanager
+def watch(
+    cache: Any, *, interval: float = 0.25, name: str = "cache", file: Any = None
+) -> Iterator[None]:
+    """Draws a cache's pages while the block runs, in place, by a thread.
+
+    On a terminal the picture is renewed; elsewhere (a file, a notebook) it is printed once, at the
+    end. Each picture costs one `stats` and one `snapshot`, under the cache's lock. Needs rich.
+
+    Args:
+        cache: a `KVCache` or one of its relatives.
+        interval: seconds between pictures.
+        name: what to call it.
+        file: where to; None: the standard output.
+
+    Raises:
+        InvalidArgument: an interval that is not positive.
+        ModuleNotFoundError: rich is not installed.
+    """
+    _positive(interval)
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    telemetry = Telemetry()
+    telemetry.add(cache, name)
+    console = Console(file=file)
+
+    def picture() -> Text:
+        return Text(draw(telemetry.caches(), console.width, max(4, console.height - 6)))
+
+    ended = threading.Event()
+    with Live(get_renderable=picture, console=console, auto_refresh=False) as live:
+
+        def renew() -> None:
+            while not ended.wait(interval):
+                live.refresh()
+
+        # What is no terminal gets one picture, by Live's own end.
+        thread = threading.Thread(target=renew, name="pyvmem-watch", daemon=True)
+        if console.is_terminal:
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            if console.is_terminal:
+                thread.join()
+
+
+def _positive(interval: float) -> None:
+    if not interval > 0:
+        raise InvalidArgument(f"interval {interval}: expected seconds above 0", errno=errno.EINVAL)
+
+
+def fetch(where: str) -> dict[str, Any]:
+    """What a program tells of its caches, over HTTP.
+
+    Args:
+        where: a port of this machine, ``host:port`` or a URL.
+
+    Raises:
+        OSError: nobody answers there.
+        InvalidArgument: the answer is not that of `Telemetry.serve`.
+    """
+    if where.isdigit():
+        where = f"127.0.0.1:{where}"
+    url = where if where.startswith(("http://", "https://")) else f"http://{where}"
+    with urllib.request.urlopen(f"{url.rstrip('/')}/caches", timeout=10) as answer:
+        body = answer.read(MOST_BYTES + 1)
+    if len(body) > MOST_BYTES:
+        raise InvalidArgument(
+            f"{url}: more than {MOST_BYTES} bytes", errno=errno.EINVAL, limit=MOST_BYTES
+        )
+    try:
+        found = json.loads(body)
+        draw(found)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidArgument(
+            f"{url}/caches is not what Telemetry.serve answers", errno=errno.EINVAL
+        ) from error
+    caches: dict[str, Any] = found
+    return caches
+
+
+def add_parser(sub: Any) -> None:
+    """Adds the subcommand."""
+    parser = sub.add_parser(
+        "watch",
+        help="the pages of a running program's requests, live",
+        description="Draws the pages of each request of a program that calls Telemetry.serve.",
+    )
+    parser.add_argument("where", help="port of this machine, host:port or URL")
+    parser.add_argument("--interval", type=float, default=0.5, help="seconds between pictures")
+    parser.add_argument("--once", action="store_true", help="print one picture and end")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draws until interrupted, until the program ends, or once."""
+    _positive(args.interval)
+    try:
+        found = fetch(args.where)
+    except OSError as error:
+        print(f"vmem: watch: nobody answers at {args.where}: {error}", file=sys.stderr)
+        return 1
+    if args.once:
+        print(draw(found))
+        return 0
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as live:
+        while True:
+            rows = max(4, live.console.height - 6)
+            live.update(Text(draw(found, live.console.width, rows)), refresh=True)
+            time.sleep(args.interval)
+            try:
+                found = fetch(args.where)
+            except OSError:
+                live.console.print("the program has ended")
+                return 0

@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Makes the Debian packages, source and binary, in dist/deb.
+
+The packaging is packaging/debian. The version is vmem.h's, the times are the commit's (or
+SOURCE_DATE_EPOCH), so that the same commit gives the same packages with the same tools. DEBFULLNAME
+and DEBEMAIL say who the maintainer is, as for Debian's own tools; else the commit's author.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import lzma
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from email.utils import formatdate
+from pathlib import Path
+
+from dist import DistError, copy_tracked, epoch, run
+from environment import install_debian_packages
+from vmem_header import ROOT, version
+
+__all__ = ["FILES", "PACKAGES", "changelog", "make_deb", "make_orig", "prepare"]
+
+FILES = ROOT / "packaging" / "debian"
+PACKAGES = ("libvmem0", "libvmem-dev", "vmem-dkms")
+REVISION = "0vmem1"  # below Debian's first
+# A program or file that shows that a package is there, and the package.
+TOOLS = {
+    "/usr/bin/dh": "debhelper",
+    "/usr/bin/dpkg-buildpackage": "dpkg-dev",
+    "/usr/bin/pkg-config": "pkgconf",
+}
+
+
+def install_tools(tools: dict[str, str]) -> None:
+    """Installs those of Debian's packages that are missing, as the set-up does."""
+    missing = sorted({name for path, name in tools.items() if not Path(path).exists()})
+    if missing:
+        install_debian_packages(missing)
+
+
+def maintainer() -> str:
+    """Who answers for the packages: the environment's word, else the last commit's author."""
+    name, mail = os.environ.get("DEBFULLNAME"), os.environ.get("DEBEMAIL")
+    if name and mail:
+        return f"{name} <{mail}>"
+    return run("git", "log", "-1", "--format=%an <%ae>").strip()
+
+
+def changelog(upstream: str, who: str, when: int) -> str:
+    """Debian's changelog: one entry for this version, which points to the project's own."""
+    return (
+        f"vmem ({upstream}-{REVISION}) unstable; urgency=medium\n\n"
+        f"  * Release {upstream}. What changed is in CHANGELOG.md.\n\n"
+        f" -- {who}  {formatdate(when)}\n"
+    )
+
+
+def make_orig(source: Path, folder: Path, upstream: str, when: int) -> Path:
+    """The upstream archive of a source tree: one order, one time, one owner."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for path in sorted(source.rglob("*")):
+            entry = archive.gettarinfo(path, f"vmem-{upstream}/{path.relative_to(source)}")
+            entry.mtime, entry.uid, entry.gid = when, 0, 0
+            entry.uname = entry.gname = "root"
+            if entry.isfile():
+                with open(path, "rb") as file:
+                    archive.addfile(entry, file)
+            else:
+                archive.addfile(entry)
+    made = folder / f"vmem_{upstream}.orig.tar.xz"
+    made.write_bytes(lzma.compress(out.getvalue()))
+    return made
+
+
+def prepare(folder: Path, when: int) -> Path:
+    """The upstream archive in a folder, and beside it the tree to build; returns the tree."""
+    upstream = version()
+    tree = folder / f"vmem-{upstream}"
+    copy_tracked(tree)
+    shutil.rmtree(tree / "packaging" / "debian")
+    # Raw samples of measurements and logs: the packages are built without them.
+    shutil.rmtree(tree / "benchmarks" / "results", ignore_errors=True)
+    make_orig(tree, folder, upstream, when)
+    shutil.copytree(FILES, tree / "debian")
+    who = maintainer()
+    control = tree / "debian" / "control"
+    control.write_text(control.read_text("utf-8").replace("@MAINTAINER@", who), encoding="utf-8")
+    (tree / "debian" / "changelog").write_text(changelog(upstream, who, when), encoding="utf-8")
+    return tree
+
+
+def make_deb(out: Path, *, check: bool = True) -> list[Path]:
+    """Builds everything into a folder; `check`: the library's own tests are run. Returns the files.
+
+    Raises:
+        DistError: a tool failed; with all that it said.
+    """
+    install_tools(TOOLS)
+    when = epoch()
+    with tempfile.TemporaryDirectory(prefix="vmem-deb-") as name:
+        folder = Path(name)
+        tree = prepare(folder, when)
+        jobs = len(os.sched_getaffinity(0))
+        options = f"parallel={jobs}" + ("" if check else " nocheck")
+        env = {"SOURCE_DATE_EPOCH": str(when), "DEB_BUILD_OPTIONS": options}
+        # A make that runs this must not hand its own settings down.
+        env |= {"MAKEFLAGS": "", "MAKELEVEL": "", "MFLAGS": ""}
+        run("dpkg-buildpackage", "-us", "-uc", cwd=tree, **env)
+        made = sorted(path for path in folder.iterdir() if path.is_file())
+        built = {path.name.split("_")[0] for path in made if path.suffix == ".deb"}
+        if missing := set(PACKAGES) - built:
+            raise DistError(f"not built: {', '.join(sorted(missing))}")
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        return [Path(shutil.copy(path, out)) for path in made]
+
+
+def main() -> int:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist" / "deb", help="default: dist/deb")
+    parser.add_argument("--no-check", action="store_true", help="without the library's tests")
+    options = parser.parse_args()
+    try:
+        for path in make_deb(options.out, check=not options.no_check):
+            print(f"{path.stat().st_size:9} {path.name}", flush=True)
+    except DistError as error:
+        print(f"deb: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

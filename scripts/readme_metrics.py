@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: MIT
+"""The table of metrics: what `pyvmem.telemetry` exports for one cache. Needs pyvmem to import."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from readme_format import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+from pyvmem.info import ContextInfo, Stats
+from pyvmem.kvcache.metrics import WAIT_COUNTS, CacheStats
+from pyvmem.telemetry import Family, Telemetry
+
+COMMON = {"cache", "le"}  # labels of every metric, and of every histogram
+
+
+def zeros(kind: Any) -> dict[str, Any]:
+    """The fields of a dataclass of numbers."""
+    return {one.name: 0 for one in dataclasses.fields(kind)}
+
+
+class Idle:
+    """A cache in which nothing ever happened."""
+
+    context = SimpleNamespace(
+        info=SimpleNamespace(**zeros(ContextInfo)),
+        stats=lambda: SimpleNamespace(**zeros(Stats)),
+    )
+
+    def stats(self) -> CacheStats:
+        """Zeros."""
+        return CacheStats(**{**zeros(CacheStats), "wait_counts": (0,) * WAIT_COUNTS})
+
+
+def families() -> tuple[Family, ...]:
+    """What one cache exports."""
+    telemetry, cache = Telemetry(), Idle()
+    telemetry.add(cache)
+    return telemetry.families()
+
+
+def labels(family: Family) -> str:
+    """The family's own labels, each with its values where they are a fixed list."""
+    found: dict[str, dict[str, None]] = {}
+    for sample in family.samples:
+        for name, value in sample.labels.items():
+            if name not in COMMON:
+                found.setdefault(name, {})[str(value)] = None
+    shown = []
+    for name, values in found.items():
+        fixed = [f"`{value}`" for value in values if value.isidentifier()]
+        shown.append(f"`{name}`: {', '.join(fixed)}" if fixed else f"`{name}`")
+    return "; ".join(shown)
+
+
+def part() -> list[str]:
+    """The lines of the table."""
+    rows = [["metric", "type", "labels besides `cache`", "what"], ["---"] * 4]
+    for family in families():
+        name = family.name + ("_total" if family.kind == "counter" else "")
+        rows.append([f"`{name}`", family.kind, labels(family), family.help])
+    return ["| " + " | ".join(row) + " |" for row in rows]

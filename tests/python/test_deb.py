@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: MIT
+"""Description: the Debian packaging names what there is, and its version is the header's."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tarfile
+from pathlib import Path
+
+import check_deb
+import deb
+import pytest
+import run_tests
+from vmem_header import ROOT, functions, version
+
+
+def test_the_changelog_has_the_one_version() -> None:
+    text = deb.changelog(version(), "A Person <person@example.org>", 86400)
+    assert text.startswith(f"vmem ({version()}-0vmem1) unstable;")
+    assert text.endswith("\n -- A Person <person@example.org>  Fri, 02 Jan 1970 00:00:00 -0000\n")
+
+
+def test_the_maintainer_is_named_as_debians_tools_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEBFULLNAME", "A Person")
+    monkeypatch.setenv("DEBEMAIL", "person@example.org")
+    assert deb.maintainer() == "A Person <person@example.org>"
+
+
+def test_every_public_function_is_in_the_symbols() -> None:
+    text = (deb.FILES / "libvmem0.symbols").read_text(encoding="utf-8")
+    names = set(re.findall(r"^ (\w+)@VMEM_", text, re.M))
+    assert names - {"VMEM_0"} == set(functions())
+
+
+def test_the_dkms_package_has_all_that_its_program_imports() -> None:
+    rules = (deb.FILES / "rules").read_text(encoding="utf-8")
+    found = re.search(r"^SCRIPTS = ((?:.*\\\n)*.*)", rules, re.M)
+    assert found is not None
+    listed = set(found.group(1).replace("\\", " ").split())
+    needed: set[str] = set()
+    waiting = ["module_dkms"]
+    while waiting:
+        name = waiting.pop()
+        path = ROOT / "scripts" / f"{name}.py"
+        if name in needed or not path.exists():
+            continue
+        needed.add(name)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                waiting.append(node.module)
+            elif isinstance(node, ast.Import):
+                waiting += [one.name for one in node.names]
+    assert listed == needed | {"module_kbuild", "module_elf"}
+
+
+def test_the_upstream_archive_is_the_same_twice(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "b").mkdir(parents=True)
+    (source / "b" / "one").write_text("1", encoding="utf-8")
+    (source / "a").write_text("2", encoding="utf-8")
+    made = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        made.append(deb.make_orig(source, tmp_path / name, "9.9", 86400).read_bytes())
+        (source / "a").touch()
+    assert made[0] == made[1]
+    with tarfile.open(tmp_path / "first" / "vmem_9.9.orig.tar.xz") as archive:
+        assert archive.getnames() == ["vmem-9.9/a", "vmem-9.9/b", "vmem-9.9/b/one"]
+        assert {one.mtime for one in archive} == {86400}
+
+
+def test_the_new_system_is_checked_by_its_archives_key() -> None:
+    command = check_deb.root_command(Path("/debs"), "6.1.0-1-amd64", "unshare")
+    assert any("linux-headers-6.1.0-1-amd64" in word for word in command)
+    assert command[-1].endswith(" bookworm main contrib")
+    assert "--mode=unshare" in command
+    assert not any("unauthenticated" in word.lower() for word in command)
+
+
+def test_the_packages_are_a_stage_of_the_long_run_alone() -> None:
+    assert "deb" in run_tests.STAGES
+    assert "deb" in run_tests.LONG

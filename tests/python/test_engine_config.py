@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: MIT
+"""Description: a cache from a model's shape and a policy, in the layout that is advised."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pyvmem import Context, InvalidArgument, KVCache
+from pyvmem.engine import Model, Policy, Request, RequestCache
+from pyvmem.engine.config import advised
+from pyvmem.kvcache import LayeredCache, LayerShape
+from pyvmem.layouts import CALL_US, Choice, Limits, ModelShape, advise, choices, generate
+
+MIB = 1 << 20
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    """What transformers says of Llama-3-8B's shape."""
+    values = {
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_attention_heads": 32,
+        "hidden_size": 4096,
+        "dtype": "bfloat16",
+        "max_position_embeddings": 8192,
+    }
+    return SimpleNamespace(**values | changes)
+
+
+def test_the_shape_of_a_model() -> None:
+    model = Model.of(config())
+    assert model == Model((LayerShape(8, 128),) * 32, "bfloat16", 8192)
+    assert model.is_uniform
+    assert Model.of(config(), dtype="float32").dtype == "float32"
+    mixed = Model.of(
+        config(
+            num_hidden_layers=2,
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=64,
+        )
+    )
+    assert [layer.window for layer in mixed.layers] == [64, 0]
+    assert not mixed.is_uniform
+    assert not Model([LayerShape(2, 64, 32)], "float16", 64).is_uniform
+
+
+@pytest.mark.parametrize(
+    ("layers", "dtype", "length", "text"),
+    [
+        ([], "float16", 1, "at least one layer"),
+        ([LayerShape(1, 8)], "float11", 1, "float11"),
+        ([LayerShape(1, 8)], "float16", 0, "max_seq_len is 0"),
+    ],
+)
+def test_bad_models(layers: list[LayerShape], dtype: str, length: int, text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        Model(tuple(layers), dtype, length)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"max_batch": 0}, "max_batch is 0"),
+        ({"max_seq_len": -1}, "max_seq_len is -1"),
+        ({"memory_share": 0}, "memory_share is 0"),
+        ({"memory_share": 1.5}, "memory_share is 1.5"),
+        ({"memory_share": "much"}, "'much'"),
+    ],
+)
+def test_bad_policies(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        Policy(**changes)
+
+
+def test_the_layout_is_the_advisers(host: Context) -> None:
+    """Of the sizes that engines use; more than 8 layers in a tensor only when asked for."""
+    model, policy = Model.of(config()), Policy(max_seq_len=2048)
+    requests = [one for one in generate(200, 1) if one.longest <= 2048]
+    shape = ModelShape("x", 32, 8, 128)
+    sizes = [size for size in host.info.page_sizes if 64 << 10 <= size <= 2 * MIB]
+    wanted = advise(
+        shape, requests, 8 << 30, choices(shape, sizes, max_group=8), Limits(CALL_US["stock"])
+    )
+    found = advised(model, policy, host.info, 8 << 30)
+    assert found.best == wanted.best
+    assert found.best.choice != Choice(1, 2 * MIB)
+    one = advised(model, Policy(page_size=2 * MIB), host.info, 8 << 30)
+    assert one.best.choice.page_size == 2 * MIB
+    all_in_one = advised(model, Policy(layers_per_tensor=32), host.info, 8 << 30)
+    assert all_in_one.best.choice.group_size == 32
+    with pytest.raises(InvalidArgument, match="layers_per_tensor 5 does not divide 32"):
+        advised(model, Policy(layers_per_tensor=5), host.info, 8 << 30)
+    short = advised(model, Policy(max_seq_len=4), host.info, 8 << 30)  # shorter than any request
+    assert short.best.held.used > 0
+
+
+def test_a_cache_is_opened_with_what_was_advised() -> None:
+    policy = Policy(max_batch=4, max_seq_len=2048, memory=512 * MIB)
+    with RequestCache.open(Model.of(config()), policy, backend="host") as cache:
+        kv = cache.cache
+        assert isinstance(kv, KVCache)
+        with Context("host") as plain:
+            wanted = advised(Model.of(config()), policy, plain.info, 512 * MIB).best.choice
+        assert kv.config.group_size == wanted.group_size
+        assert kv.layout.page_size == wanted.page_size
+        assert kv.config.memory_limit == 512 * MIB
+        assert kv.config.max_seq_len == 2048
+        request = cache.admit(list(range(20)))
+        assert isinstance(request, Request)
+    assert kv.is_closed
+    cache.close()  # again: nothing
+
+
+def test_promotion_is_on_where_a_slot_gains() -> None:
+    small = Model((LayerShape(8, 128),) * 2, "float16", 64)
+    policy = {"max_batch": 2, "memory": 64 * MIB, "page_size": 64 << 10}
+    for length, options, large in (
+        (64, {}, 0),
+        (1 << 15, {}, 2 * MIB),
+        (1 << 15, {"sparse": True}, 0),
+    ):
+        with RequestCache.open(
+            small, Policy(max_seq_len=length, options=options, **policy), backend="host"
+        ) as cache:
+            assert isinstance(cache.cache, KVCache)
+            assert cache.cache.config.large_page_size == large
+            assert bool(cache.cache.config.promote_tokens) == bool(large)
+    off = Policy(max_seq_len=1 << 15, promote=False, **policy)
+    with RequestCache.open(small, off, backend="host") as cache:
+        assert isinstance(cache.cache, KVCache)
+        assert cache.cache.config.large_page_size == 0
+
+
+def test_memory_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyvmem.engine.config.free_bytes", lambda *_: 1000 * MIB)
+    model = Model((LayerShape(2, 64),) * 2, "float16", 1024)
+    policy = Policy(max_batch=2, memory_share=0.25)
+    with RequestCache.open(model, policy, backend="host") as cache:
+        assert isinstance(cache.cache, KVCache)
+        assert cache.cache.config.memory_limit == 250 * MIB
+
+
+def test_a_model_of_layers_that_differ() -> None:
+    model = Model((LayerShape(2, 64), LayerShape(1, 64), LayerShape(2, 64)), "float16", 256)
+    policy = Policy(max_batch=2, memory=64 * MIB)
+    with RequestCache.open(model, policy, backend="host") as cache:
+        assert isinstance(cache.cache, LayeredCache)
+        request = cache.admit(list(range(20)))
+        assert isinstance(request, Request)
+        assert cache.cache.k(1)[request.slot].shape == (256, 1, 64)
+
+
+def test_close_while_a_tensor_lives_can_be_repeated() -> None:
+    from pyvmem import Busy
+
+    model = Model((LayerShape(2, 64),) * 2, "float16", 256)
+    cache = RequestCache.open(model, Policy(max_batch=2, memory=64 * MIB), backend="host")
+    assert isinstance(cache.cache, KVCache)
+    view = cache.cache.k(0)
+    with pytest.raises(Busy, match="tensors of the cache live"):
+        cache.close()
+    del view
+    cache.close()
+    assert cache.cache.is_closed

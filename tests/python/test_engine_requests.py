@@ -1,0 +1,538 @@
+# SPDX-License-Identifier: MIT
+"""Description: `pyvmem.engine`: requests, shortage, leases, namespaces, background calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from kvcache_helpers import (
+    LAYERS,
+    ROWS,
+    rows_are,
+    rows_are_zero,
+    small_cache,
+    small_config,
+    stamp,
+    state,
+)
+
+from pyvmem import (
+    BadHandle,
+    Busy,
+    Context,
+    DriverError,
+    Inject,
+    InvalidArgument,
+    KVCache,
+    NotSupported,
+)
+from pyvmem.engine import INTERFACE, Request, RequestCache, Shortage, State
+from pyvmem.kvcache import LayeredCache, LayerShape
+
+TENSORS = 2 * LAYERS
+PROMPT = list(range(100, 100 + 4 * ROWS))
+WAIT = 60.0  # only keeps a broken build from hanging
+
+
+@contextmanager
+def requests(context: Context, **changes: Any) -> Iterator[RequestCache]:
+    with small_cache(context, **changes) as cache, RequestCache(cache) as found:
+        yield found
+
+
+def kv(cache: RequestCache) -> KVCache:
+    assert isinstance(cache.cache, KVCache)
+    return cache.cache
+
+
+def admitted(cache: RequestCache, prompt: list[int], **options: Any) -> Request:
+    found = cache.admit(prompt, **options)
+    assert isinstance(found, Request)
+    return found
+
+
+def computed(cache: RequestCache, prompt: list[int], tag: float = 1.0, **options: Any) -> Request:
+    """A request that holds its prompt, with rows of one tag behind the prefix."""
+    request = admitted(cache, prompt, **options)
+    held = request.length
+    assert cache.extend({request: len(prompt)}) is None
+    stamp(kv(cache), request.slot, held, len(prompt), tag)
+    return request
+
+
+def memory(pages: int, context: Context) -> int:
+    """A limit of so many pages in every tensor."""
+    return pages * TENSORS * context.info.granule
+
+
+def test_the_interface_has_a_version() -> None:
+    assert INTERFACE == (1, 0)
+
+
+# ---- rows and pages ------------------------------------------------------------------------------
+
+
+def test_extend_touches_the_requests_that_it_names(host: Context) -> None:
+    with requests(host) as cache:
+        one, two = computed(cache, PROMPT[:10]), computed(cache, PROMPT[:20], 2.0)
+        assert cache.extend({two: 21}) is None
+        assert (one.length, two.length) == (10, 21)
+        assert rows_are(kv(cache), one.slot, 0, 10, 1.0)
+        assert rows_are(kv(cache), two.slot, 0, 20, 2.0)
+        assert rows_are_zero(kv(cache), two.slot, 20, 21)
+        assert cache.extend({}) is None
+        assert kv(cache).snapshot()[one.slot].seq_len == 10
+
+
+def test_rows_are_apart_from_pages(host: Context) -> None:
+    with requests(host, growth_fraction=0) as cache:
+        request = computed(cache, PROMPT[:ROWS], room=0)
+        assert cache.capacity(request) == ROWS
+        assert cache.prepare({request: 3 * ROWS}) is None
+        assert request.length == ROWS
+        assert kv(cache).snapshot()[request.slot].seq_len == ROWS
+        grown = kv(cache).stats().grown_pages
+        assert cache.extend({request: 2 * ROWS}) is None
+        assert kv(cache).stats().grown_pages == grown  # the pages were there
+        assert cache.capacity(request) == 3 * ROWS
+        assert request.length == 2 * ROWS
+
+
+@pytest.mark.parametrize("wrong", [9, -1, 6 * ROWS + 1])
+def test_a_length_out_of_range_changes_nothing(host: Context, wrong: int) -> None:
+    with requests(host) as cache:
+        request, other = computed(cache, PROMPT[:10]), computed(cache, PROMPT[:10])
+        before = state(kv(cache))
+        for call in (cache.extend, cache.prepare):
+            with pytest.raises(InvalidArgument, match=f"{wrong} tokens"):
+                call({other: 11, request: wrong})
+        assert state(kv(cache)) == before
+        assert (request.length, other.length) == (10, 10)
+
+
+def test_truncate_gives_rows_back(host: Context) -> None:
+    with requests(host) as cache:
+        request = computed(cache, PROMPT)
+        assert cache.truncate(request, 9) is None
+        assert request.length == 9
+        assert rows_are(kv(cache), request.slot, 0, 9, 1.0)
+        assert cache.extend({request: 3 * ROWS}) is None
+        assert rows_are_zero(kv(cache), request.slot, 2 * ROWS, 3 * ROWS)
+        with pytest.raises(InvalidArgument, match="holds 24 tokens"):
+            cache.truncate(request, 25)
+        assert request.length == 3 * ROWS
+
+
+# ---- identity ------------------------------------------------------------------------------------
+
+
+def test_a_request_is_never_another(host: Context) -> None:
+    with requests(host) as cache:
+        first = computed(cache, PROMPT)
+        slot = first.slot
+        cache.release(first)
+        second = admitted(cache, PROMPT)
+        assert second.slot == slot
+        assert second.number != first.number
+        assert first.state is State.ENDED
+        for call in (
+            lambda: cache.extend({first: 40}),
+            lambda: cache.truncate(first, 0),
+            lambda: cache.fork(first),
+            lambda: cache.swap_out(first),
+            lambda: cache.swap_in(first),
+            lambda: cache.capacity(first),
+            lambda: cache.record(first, PROMPT),
+            lambda: cache.release(first),
+            lambda: first.slot,
+        ):
+            with pytest.raises(BadHandle, match="ended"):
+                call()
+        assert cache.requests == [second]
+
+
+def test_requests_of_another_cache_are_refused(host: Context) -> None:
+    with requests(host) as cache, requests(host) as other:
+        request = computed(cache, PROMPT)
+        with pytest.raises(InvalidArgument, match="another cache's"):
+            other.extend({request: 40})
+        with pytest.raises(TypeError, match="expected a Request"):
+            cache.extend({request.slot: 40})  # type: ignore[dict-item]
+
+
+def test_closing_releases_what_runs(host: Context) -> None:
+    with small_cache(host) as cache:
+        with RequestCache(cache) as found:
+            running, swapped = computed(found, PROMPT), computed(found, PROMPT)
+            found.swap_out(swapped)
+        assert running.state is swapped.state is State.ENDED
+        assert cache.stats().active_slots == 0
+
+
+# ---- shortage ------------------------------------------------------------------------------------
+
+
+def test_a_shortage_tells_what_would_be_needed(host: Context) -> None:
+    page = host.info.granule
+    with requests(host, memory_limit=memory(6, host), growth_fraction=0) as cache:
+        one = computed(cache, PROMPT, room=0)  # four pages a tensor
+        two = computed(cache, PROMPT[:ROWS], room=0)  # one: one is left
+        before = state(kv(cache))
+        short = cache.extend({two: 3 * ROWS})
+        assert isinstance(short, Shortage)
+        assert state(kv(cache))[:5] == before[:5]
+        assert two.length == ROWS
+        assert short.what == "memory"
+        assert short.needed == 2 * TENSORS * page
+        assert short.available == TENSORS * page
+        assert short.missing == TENSORS * page
+        assert short.limit == 6 * TENSORS * page
+        assert short.largest == 3 * TENSORS * page
+        assert not short.never
+        cache.release(one)
+        assert cache.extend({two: 3 * ROWS}) is None
+
+
+def test_admission_finds_memory_short_before_it_takes_anything(host: Context) -> None:
+    with requests(host, memory_limit=memory(5, host), growth_fraction=0) as cache:
+        computed(cache, PROMPT[: 2 * ROWS], room=0)
+        # Pages are the request's when it is admitted, not when it is computed.
+        second = admitted(cache, PROMPT[: 2 * ROWS], room=1)
+        short = cache.admit(PROMPT[:ROWS], room=0)
+        assert isinstance(short, Shortage)
+        assert short.what == "memory"
+        assert cache.requests[1:] == [second]
+        assert cache.extend({second: 2 * ROWS + 1}) is None
+
+
+def test_slots_may_be_short(host: Context) -> None:
+    with requests(host) as cache:
+        running = [admitted(cache, PROMPT[:3]) for _ in range(4)]
+        short = cache.admit(PROMPT[:3])
+        assert isinstance(short, Shortage)
+        assert (short.what, short.slots, short.missing) == ("slots", 1, 0)
+        forked = cache.fork(running[0], 2)
+        assert isinstance(forked, Shortage)
+        assert forked.slots == 2
+
+
+def test_what_never_fits_says_so(host: Context) -> None:
+    with requests(host, memory_limit=memory(2, host)) as cache:
+        short = cache.admit(PROMPT)
+        assert isinstance(short, Shortage)
+        assert short.never
+        assert short.slots == 0
+
+
+def test_a_failed_admission_takes_no_slot(host: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    with requests(host) as cache:
+
+        def fails(*_: Any) -> int:
+            raise DriverError("no", errno=5)
+
+        monkeypatch.setattr(cache.cache, "step_async", fails)
+        with pytest.raises(DriverError):
+            cache.admit(PROMPT)
+        assert kv(cache).stats().active_slots == 0
+        assert cache.requests == []
+
+
+def test_what_admission_cannot_map_in_time_it_gives_back(
+    host: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that goes between the question and the answer: the lease is taken again."""
+    with requests(host) as cache:
+        cache.release(computed(cache, PROMPT), tokens=PROMPT)
+        monkeypatch.setattr(cache.cache, "step_async", lambda *_: -1)
+        with cache.match(PROMPT) as prefix:
+            assert isinstance(cache.admit(prefix), Shortage)
+            assert prefix.length == 3 * ROWS
+            monkeypatch.undo()
+            assert admitted(cache, prefix).length == 3 * ROWS
+
+
+@pytest.mark.parametrize(
+    ("prompt", "room", "text"),
+    [(list(range(6 * ROWS + 1)), 1, "a slot holds 48"), ([1], -1, "room is -1")],
+)
+def test_bad_admissions(host: Context, prompt: list[int], room: int, text: str) -> None:
+    with requests(host) as cache:
+        with pytest.raises(InvalidArgument, match=text):
+            cache.admit(prompt, room=room)
+        assert kv(cache).stats().active_slots == 0
+
+
+# ---- prefixes ------------------------------------------------------------------------------------
+
+
+def test_admission_begins_with_the_recorded_prefix(host: Context) -> None:
+    with requests(host) as cache:
+        cache.release(computed(cache, PROMPT), tokens=PROMPT)
+        request = admitted(cache, [*PROMPT, 7, 8])
+        assert request.length == 4 * ROWS
+        assert rows_are(kv(cache), request.slot, 0, 4 * ROWS, 1.0)
+        running = computed(cache, [*PROMPT[:ROWS], 5, *PROMPT[:ROWS]], 3.0)
+        assert cache.record(running, [*PROMPT[:ROWS], 5, *PROMPT[:ROWS]]) == 2 * ROWS
+
+
+def test_a_lease_keeps_a_prefix_and_admission_counts_it(host: Context) -> None:
+    with requests(host, memory_limit=memory(5, host), growth_fraction=0) as cache:
+        cache.release(computed(cache, PROMPT, room=0), tokens=PROMPT)
+        with cache.match([*PROMPT, 1]) as prefix:
+            assert prefix.length == 4 * ROWS
+            short = cache.admit([1] * (2 * ROWS), room=0)
+            assert isinstance(short, Shortage)  # the leased pages are not to be had
+            request = cache.admit(prefix)  # of five pages four are there
+            assert isinstance(request, Request)
+            assert request.length == 4 * ROWS
+        cache.release(request)
+        assert isinstance(cache.admit([1] * (2 * ROWS), room=0), Request)  # evicts
+
+
+def test_a_lost_lease_is_taken_again(host: Context) -> None:
+    with requests(host) as cache:
+        cache.release(computed(cache, PROMPT), tokens=PROMPT)
+        prefix = cache.match([*PROMPT, 1])
+        kv(cache).trim(prefixes=True)
+        request = admitted(cache, prefix)
+        assert request.length == 0
+
+
+def test_namespaces_keep_rows_apart(host: Context) -> None:
+    with requests(host) as cache:
+        french, plain = cache.namespace("french"), cache.match([*PROMPT, 1])
+        assert cache.namespace("french") is french
+        assert plain.length == 0
+        done = computed(cache, PROMPT, namespace=french)
+        assert done.namespace is french
+        cache.release(done, tokens=PROMPT)
+        assert cache.match([*PROMPT, 1]).length == 0
+        assert cache.match([*PROMPT, 1], cache.namespace("german")).length == 0
+        request = admitted(cache, [*PROMPT, 1], namespace=french)
+        assert request.length == 4 * ROWS
+        forked = cache.fork(request)
+        assert isinstance(forked, list)
+        assert forked[0].namespace is french
+
+
+def test_a_closed_namespace_leaves_nothing_to_its_successor(host: Context) -> None:
+    with requests(host) as cache:
+        first = cache.namespace("adapter")
+        cache.release(computed(cache, PROMPT, namespace=first), tokens=PROMPT)
+        running = computed(cache, PROMPT[:9], namespace=first)
+        waiting = cache.match([*PROMPT, 1], first)
+        first.close()
+        second = cache.namespace("adapter")
+        assert second is not first
+        assert cache.match([*PROMPT, 1], second).length == 0
+        for call in (
+            lambda: cache.match(PROMPT, first),
+            lambda: cache.admit(PROMPT, first),
+            lambda: cache.admit(waiting),
+            lambda: cache.record(running, PROMPT),
+        ):
+            with pytest.raises(BadHandle, match="closed"):
+                call()
+        waiting.release()
+        before = kv(cache).stats().prefix_tokens
+        cache.release(running, tokens=PROMPT[:9])  # ends, and records nothing
+        assert kv(cache).stats().prefix_tokens == before
+
+
+def test_a_name_that_is_no_key(host: Context) -> None:
+    with requests(host) as cache, pytest.raises(InvalidArgument, match="cannot be hashed"):
+        cache.namespace([])  # type: ignore[arg-type]
+
+
+# ---- forks and swapping --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_forks_begin_with_the_rows_of_a_request(host: Context, background: bool) -> None:
+    with requests(host) as cache:
+        parent = computed(cache, PROMPT[:20])
+        made = cache.fork_async(parent, 2).result(WAIT) if background else cache.fork(parent, 2)
+        assert isinstance(made, list)
+        assert parent.state is State.RUNNING
+        for one in made:
+            assert one.length == 20
+            assert rows_are(kv(cache), one.slot, 0, 20, 1.0)
+        short = cache.fork(parent, length=9)
+        assert isinstance(short, list)
+        assert short[0].length == 9
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_swapped_request_is_the_same_one_afterwards(host: Context, background: bool) -> None:
+    with requests(host, memory_limit=memory(5, host), growth_fraction=0) as cache:
+        request = computed(cache, PROMPT, room=0)
+        if background:
+            cache.swap_out_async(request).result(WAIT)
+        else:
+            cache.swap_out(request)
+        assert (request.state, request.length) == (State.SWAPPED, 4 * ROWS)
+        with pytest.raises(InvalidArgument, match="swapped"):
+            cache.extend({request: 40})
+        other = computed(cache, [9] * (2 * ROWS), 5.0, room=0)
+        back = cache.swap_in_async(request).result(WAIT) if background else cache.swap_in(request)
+        assert isinstance(back, Shortage)
+        assert back.what == "memory"
+        assert request.state is State.SWAPPED
+        cache.release(other)
+        back = cache.swap_in_async(request).result(WAIT) if background else cache.swap_in(request)
+        assert back is None
+        assert rows_are(kv(cache), request.slot, 0, 4 * ROWS, 1.0)
+        with pytest.raises(InvalidArgument, match="running"):
+            cache.swap_in(request)
+
+
+def test_a_swapped_request_can_be_released(host: Context) -> None:
+    with requests(host) as cache:
+        request = computed(cache, PROMPT)
+        cache.swap_out(request)
+        held = request.rows
+        cache.release(request, tokens=PROMPT)
+        assert held is not None
+        assert not held.is_open
+        assert cache.match(PROMPT).length == 0
+
+
+# ---- the background ------------------------------------------------------------------------------
+
+
+@contextmanager
+def held_up(cache: RequestCache, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A call of the cache that waits until the block ends."""
+    gate, whole = threading.Event(), getattr(cache.cache, name)
+
+    def waits(*args: Any, **kwargs: Any) -> Any:
+        assert gate.wait(WAIT)
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(cache.cache, name, waits)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+def test_a_request_is_busy_until_its_background_call_is_over(
+    host: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with requests(host) as cache:
+        request, other = computed(cache, PROMPT), computed(cache, PROMPT[:5])
+        with held_up(cache, "swap_out", monkeypatch):
+            future = cache.swap_out_async(request)
+            assert request.state is State.BUSY
+            for call in (
+                lambda: cache.extend({request: 40}),
+                lambda: cache.release(request),
+                lambda: cache.fork_async(request),
+                lambda: cache.swap_in_async(request),
+            ):
+                with pytest.raises(Busy, match="background"):
+                    call()
+            assert cache.extend({other: 12}) is None  # others go on
+            assert not future.done()
+        assert future.result(WAIT) is None
+        assert request.state is State.SWAPPED
+
+
+def test_admission_in_the_background(host: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    with requests(host) as cache:
+        cache.release(computed(cache, PROMPT), tokens=PROMPT)
+        other = computed(cache, [3] * 5)
+        with held_up(cache, "alloc_prefix", monkeypatch):
+            future = cache.admit_async([*PROMPT, 1])
+            assert cache.extend({other: 9}) is None
+            assert not future.done()
+        request = future.result(WAIT)
+        assert isinstance(request, Request)
+        assert rows_are(kv(cache), request.slot, 0, request.length, 1.0)
+        with pytest.raises(InvalidArgument, match="a slot holds"):
+            cache.admit_async([1] * 100).result(WAIT)
+
+
+def test_a_failed_background_call_leaves_the_request_as_it_was(host: Context) -> None:
+    with requests(host) as cache:
+        request = computed(cache, PROMPT)
+        host.inject(Inject.MAP, count=1, error=5)
+        future = cache.fork_async(request)
+        with pytest.raises(DriverError):
+            future.result(WAIT)
+        assert request.state is State.RUNNING
+        assert cache.extend({request: 40}) is None
+
+
+def test_a_cancelled_call_leaves_the_request_as_it_was(
+    host: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with requests(host) as cache:
+        first, second = computed(cache, PROMPT), computed(cache, PROMPT)
+        with held_up(cache, "swap_out", monkeypatch):
+            cache.swap_out_async(first)
+            future = cache.swap_out_async(second)
+            assert future.cancel()
+            assert second.state is State.RUNNING
+        cache.swap_out_async(second).result(WAIT)
+        assert first.state is second.state is State.SWAPPED
+
+
+def test_close_waits_for_the_background(host: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    with requests(host) as cache:
+        request = computed(cache, PROMPT)
+        with held_up(cache, "fork_many", monkeypatch):
+            future = cache.fork_async(request)
+        cache.close()
+        made = future.result(0)
+        assert isinstance(made, list)
+        assert request.state is made[0].state is State.ENDED
+
+
+# ---- layers that differ --------------------------------------------------------------------------
+
+
+def test_a_hybrid_model_has_the_same_interface(host: Context) -> None:
+    page = host.info.granule
+    layers = [LayerShape(2, 64), LayerShape(1, 64)]
+    policy = {"dtype": "float32", "max_batch": 2, "max_seq_len": 64, "page_size": page}
+    with LayeredCache(layers, host, memory_limit=16 * page, **policy) as whole:
+        with RequestCache(whole) as cache:
+            unit = whole.sharing_unit
+            prompt = list(range(2 * unit))
+            request = admitted(cache, prompt, room=0)
+            assert cache.extend({request: len(prompt)}) is None
+            assert cache.capacity(request) >= len(prompt)
+            whole.k(0)[request.slot, : len(prompt)] = 3.0
+            cache.release(request, tokens=prompt)
+            again = admitted(cache, [*prompt, 1], room=0)
+            assert again.length == len(prompt)
+            assert whole.k(0)[again.slot, 0, 0, 0].item() == 3.0
+            short = cache.admit([7] * 64, room=0)
+            assert isinstance(short, Shortage)
+            assert short.needed == 64 * 2 * 3 * 64 * 4
+            assert short.missing > 0
+            assert short.limit == 16 * page
+        whole.check_integrity()
+
+
+def test_ranks_have_no_background_calls(host: Context) -> None:
+    class Ranked(KVCache):
+        """Says what a rank's cache says."""
+
+        lockstep = True  # type: ignore[assignment]
+
+    with Ranked(small_config(host.info.granule), host) as cache, RequestCache(cache) as found:
+        request = computed(found, PROMPT)
+        for call in (
+            lambda: found.admit_async(PROMPT),
+            lambda: found.fork_async(request),
+            lambda: found.swap_out_async(request),
+        ):
+            with pytest.raises(NotSupported, match="ranks"):
+                call()
+        assert request.state is State.RUNNING

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: MIT
+"""Description: examples/engine.py gives the tokens that transformers' `generate` gives."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from serve_helpers import expected, make_requests, one_thread, tiny_model  # noqa: E402
+
+from pyvmem import KVCache, KVCacheConfig  # noqa: E402
+from pyvmem.engine import RequestCache  # noqa: E402
+from pyvmem.serve import Request  # noqa: E402
+from pyvmem.serve.model import LoadedModel  # noqa: E402
+
+__all__ = ["one_thread"]  # a fixture
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = runpy.run_path(str(ROOT / "examples" / "engine.py"), run_name="example")
+TENSORS = 6
+
+
+@contextmanager
+def running(loaded: LoadedModel, **changes: Any) -> Iterator[tuple[Any, KVCache]]:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "max_batch": 3,
+        "max_seq_len": 192,
+        "page_size": 4096,
+    }
+    config = KVCacheConfig.from_hf(loaded.model.config, **(settings | changes))
+    with KVCache(config, backend="host") as cache:
+        with RequestCache(cache) as requests, EXAMPLE["Engine"](loaded.model, requests) as engine:
+            yield engine, cache
+        cache.check_integrity()
+        assert cache.stats().active_slots == 0
+
+
+def answers(engine: Any, requests: list[Request]) -> tuple[list[Any], list[list[int]]]:
+    """The jobs, and what was streamed of each."""
+    jobs = [engine.submit(one.prompt, one.max_new_tokens) for one in requests]
+    streamed: list[list[int]] = [[] for _ in jobs]
+    for job, token in engine.run():
+        streamed[jobs.index(job)].append(token)
+    for job, request, tokens in zip(jobs, requests, streamed, strict=True):
+        assert job.tokens == [*request.prompt, *tokens]
+    return jobs, streamed
+
+
+def test_the_tokens_are_those_of_generate() -> None:
+    loaded = tiny_model()
+    requests = make_requests(9)
+    wanted = expected(loaded, requests)
+    with running(loaded) as (engine, cache):
+        _, streamed = answers(engine, requests)
+        assert cache.stats().short == 0
+    for request, tokens in zip(requests, streamed, strict=True):
+        assert tuple(tokens) == wanted[request.request_id].tokens
+
+
+def test_preempted_jobs_go_on_where_they_were() -> None:
+    """Memory for about four pages a tensor: three requests do not fit."""
+    loaded = tiny_model()
+    requests = make_requests(8, shortest=20, longest=40, new_tokens=(30, 40))
+    wanted = expected(loaded, requests)
+    with running(loaded, memory_limit=8 * TENSORS * 4096) as (engine, _):
+        jobs, streamed = answers(engine, requests)
+    assert sum(job.preemptions for job in jobs) > 0
+    for request, tokens in zip(requests, streamed, strict=True):
+        assert tuple(tokens) == wanted[request.request_id].tokens
+
+
+def test_a_next_turn_begins_with_the_rows_of_the_last() -> None:
+    loaded = tiny_model()
+    (first,) = make_requests(1, shortest=150, longest=150, new_tokens=(10, 10))
+    with running(loaded) as (engine, cache):
+        (job,), _ = answers(engine, [first])
+        second = Request(1, (*job.tokens, 5, 6, 7), 8)
+        before = cache.stats().prefix_hit_tokens
+        _, streamed = answers(engine, [second])
+        assert cache.stats().prefix_hit_tokens - before == 128  # a unit: 192-byte rows, 4 KiB pages
+    loaded.model.set_attn_implementation("sdpa")
+    assert tuple(streamed[0]) == expected(loaded, [second])[1].tokens
+
+
+def test_what_never_fits_fails_alone() -> None:
+    loaded = tiny_model()
+    long, short = make_requests(2, shortest=60, longest=60, new_tokens=(5, 5))
+    long = Request(0, long.prompt * 3, 5)
+    wanted = expected(loaded, [short])
+    with running(loaded, memory_limit=4 * TENSORS * 4096) as (engine, _):
+        jobs, streamed = answers(engine, [long, short])
+    assert jobs[0].failed is not None
+    assert jobs[0].failed.never
+    assert not streamed[0]
+    assert jobs[1].failed is None
+    assert tuple(streamed[1]) == wanted[short.request_id].tokens
+
+
+def test_a_prompt_longer_than_a_slot_is_refused() -> None:
+    with running(tiny_model()) as (engine, _), pytest.raises(ValueError, match="193 tokens"):
+        engine.submit([1] * 193, 5)
+
+
+def test_the_example_imports_public_names_alone() -> None:
+    """It stands for what a program outside can write."""
+    import ast
+    import importlib
+
+    tree = ast.parse((ROOT / "examples" / "engine.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("pyvmem"):
+            module = importlib.import_module(node.module)
+            assert {one.name for one in node.names} <= set(module.__all__), node.module

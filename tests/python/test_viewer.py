@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: MIT
+"""Description: the picture of a cache's pages, drawn here or by `vmem watch` from a server."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from kvcache_helpers import LAYERS, ROWS, lens, small_cache
+
+import pyvmem
+from pyvmem import Context, InvalidArgument, KVCache, cli, viewer
+from pyvmem.telemetry import Server, Telemetry
+
+
+@pytest.fixture
+def cache(context: Context) -> Iterator[KVCache]:
+    """A cache with a request of three pages in each tensor."""
+    with small_cache(context) as cache:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=2 * ROWS + 1)) == 0
+        yield cache
+
+
+@pytest.fixture
+def server(cache: KVCache) -> Iterator[Server]:
+    telemetry = Telemetry()
+    telemetry.add(cache, "mine")
+    with telemetry.serve() as server:
+        yield server
+
+
+def test_a_character_is_a_page(cache: KVCache) -> None:
+    telemetry = Telemetry()
+    telemetry.add(cache, "mine")
+    text = viewer.draw(telemetry.caches())
+    (row,) = re.findall(r"^ +0 +(\d+) tok +([#+]+)$", text, re.M)
+    assert row[0] == str(2 * ROWS + 1)
+    assert row[1].count("#") == 3
+    assert f"{3 * 2 * LAYERS} of {cache.stats().total_pages} pages" in text
+
+
+def test_it_grows_with_the_request_and_goes_with_it(cache: KVCache) -> None:
+    telemetry = Telemetry()
+    telemetry.add(cache, "mine")
+    assert cache.step(lens(cache, r0=4 * ROWS)) == 0
+    assert "####" in viewer.draw(telemetry.caches())
+    cache.free_reqid(0)
+    text = viewer.draw(telemetry.caches())
+    assert re.search(r"^ +0 +- +\.{4,}$", text, re.M)
+    cache.trim()
+    assert "no slot has pages" in viewer.draw(telemetry.caches())
+
+
+def test_a_narrow_terminal_gives_a_character_more_pages(cache: KVCache) -> None:
+    numbers = Telemetry()
+    numbers.add(cache, "mine")
+    found = numbers.caches()
+    found["mine"]["slots"][0] |= {"mapped_pages": 100, "granted_pages": 90, "shared_pages": 20}
+    text = viewer.draw(found, width=46)
+    assert "one character: 5 pages of each tensor" in text
+    assert re.search(r"tok +={4}#{14}\+{2}$", text, re.M)
+    assert max(map(len, text.splitlines()[3:])) <= 46
+
+
+def test_more_slots_than_lines(cache: KVCache) -> None:
+    numbers = Telemetry()
+    numbers.add(cache, "mine")
+    found = numbers.caches()
+    found["mine"]["slots"] = [found["mine"]["slots"][0]] * 9
+    assert "and 4 more slots with pages" in viewer.draw(found, rows=5)
+
+
+def test_watching_in_the_own_program(cache: KVCache) -> None:
+    out = io.StringIO()
+    with pyvmem.watch(cache, name="mine", file=out):
+        assert cache.step(lens(cache, r0=5 * ROWS)) == 0
+    assert "#####" in out.getvalue()
+    assert not any(one.name == "pyvmem-watch" for one in threading.enumerate())
+
+
+def test_watching_a_terminal_draws_before_the_end(cache: KVCache) -> None:
+    class Terminal(io.StringIO):
+        drawn = threading.Event()
+
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            if "#####" in text:
+                self.drawn.set()
+            return super().write(text)
+
+    out = Terminal()
+    with pyvmem.watch(cache, interval=0.01, file=out):
+        assert cache.step(lens(cache, r0=5 * ROWS)) == 0
+        assert out.drawn.wait(60)
+
+
+def test_watching_a_server(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["watch", str(server.port), "--once"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("mine  ")
+    assert "###" in text
+
+
+def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as gone:
+        port = gone.server_address[1]
+    assert cli.main(["watch", str(port), "--once"]) == 1
+    assert f"nobody answers at {port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[1]", b'{"a": {}}', b" " * ((16 << 20) + 1)])
+def test_an_answer_of_something_else(body: bytes) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as other:
+        thread = threading.Thread(target=other.handle_request)
+        thread.start()
+        with pytest.raises(InvalidArgument, match=r"not what|more than"):
+            viewer.fetch(f"http://127.0.0.1:{other.server_address[1]}")
+        thread.join()
+
+
+def test_an_interval_of_nothing(cache: KVCache) -> None:
+    with pytest.raises(InvalidArgument, match="interval 0"), pyvmem.watch(cache, interval=0):
+        pass
