@@ -321,17 +321,41 @@ int pyvmem_torch_resume(int device, uint32_t tag)
   return err;
 }
 
+/* The block that a range lies in, or NULL. The pool's lock is held. */
+static const struct block *find(const struct pool *p, uint64_t addr, uint64_t bytes)
+{
+  const struct block *b;
+
+  for (b = p->blocks; b; b = b->next)
+    if (addr >= b->addr && addr - b->addr < b->bytes && bytes <= b->bytes - (addr - b->addr))
+      return b;
+  return NULL;
+}
+
 int pyvmem_torch_owns(int device, uint64_t addr, uint64_t bytes)
 {
-  struct block *b;
-  int err, owns = 0;
+  int err, owns;
   struct pool *p = get("VMemPool.owns", device, &err);
   if (!p)
     return 0;
-  for (b = p->blocks; b && !owns; b = b->next)
-    owns = addr >= b->addr && addr - b->addr < b->bytes && bytes <= b->bytes - (addr - b->addr);
+  owns = find(p, addr, bytes) != NULL;
   pthread_mutex_unlock(&p->lock);
   return owns;
+}
+
+uint64_t pyvmem_torch_saved(int device, uint64_t addr, uint64_t bytes)
+{
+  const struct block *b;
+  uint64_t at = 0;
+  int err;
+  struct pool *p = get("VMemPool.saved", device, &err);
+  if (!p)
+    return 0;
+  b = find(p, addr, bytes);
+  if (b && b->paused && b->save)
+    at = (uint64_t)(uintptr_t)b->save + (addr - b->addr);
+  pthread_mutex_unlock(&p->lock);
+  return at;
 }
 
 int pyvmem_torch_stats(int device, uint32_t tag, struct pyvmem_torch_stats *out)

@@ -26,4 +26,6 @@ int pyvmem_torch_pause(int device, uint32_t tag, void *save, uint64_t room);
 int pyvmem_torch_resume(int device, uint32_t tag);
 /* Whether a range lies in one block. */
 int pyvmem_torch_owns(int device, uint64_t addr, uint64_t bytes);
+/* Where the contents of a range of a paused block are saved; 0 = they are not. */
+uint64_t pyvmem_torch_saved(int device, uint64_t addr, uint64_t bytes);
 int pyvmem_torch_stats(int device, uint32_t tag, struct pyvmem_torch_stats *stats);

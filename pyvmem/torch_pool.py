@@ -140,6 +140,22 @@ class VMemPool:
         storage = tensor.untyped_storage()
         return torch_alloc.owns(self._device, storage.data_ptr(), max(1, storage.nbytes()))
 
+    def saved(self, address: int, nbytes: int) -> memoryview | None:
+        """The contents of a paused range in host memory; None where there are none.
+
+        A view, not a copy; what is written there is what `resume` brings back. The memory lives as
+        long as the view, but nobody looks at it any more after `resume`.
+
+        Args:
+            address: of a tensor in the pool.
+            nbytes: from there, within one segment.
+        """
+        with self._lock:
+            self._check_open("saved")
+            at = torch_alloc.saved(self._device, address, nbytes)
+            found = (tag.view_of(at, nbytes) for tag in self._tags.values() if at)
+            return next((view for view in found if view is not None), None)
+
     # ---- pause and resume ----------------------------------------------------------------------
 
     def pause(self, tag: str | None = None, *, keep: bool = True) -> int:

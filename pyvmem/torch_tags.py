@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 from dataclasses import dataclass, field
@@ -96,6 +97,14 @@ class Tag:
         if save is not None:
             self.saved.append(save)
         self.paused = True
+
+    def view_of(self, at: int, nbytes: int) -> memoryview | None:
+        """Saved contents by their address in host memory; None: they are not of this tag."""
+        for memory in self.saved:
+            offset = at - ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            if 0 <= offset < len(memory):
+                return memoryview(memory)[offset : offset + nbytes]
+        return None
 
     def resume(self) -> int:
         """Maps all paused segments, or, where that raises, none; returns their bytes."""

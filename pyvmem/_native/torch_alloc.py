@@ -8,7 +8,7 @@ from typing import Any
 from pyvmem._native.boundary import call, constant
 from pyvmem._vmem import ffi, lib
 
-__all__ = ["ALL", "close", "open", "owns", "pause", "resume", "set_tag", "stats"]
+__all__ = ["ALL", "close", "open", "owns", "pause", "resume", "saved", "set_tag", "stats"]
 
 ALL = constant("PYVMEM_TORCH_ALL")
 
@@ -46,6 +46,11 @@ def resume(device: int, tag: int) -> None:
 def owns(device: int, addr: int, size: int) -> bool:
     """Whether a range lies in one block."""
     return bool(lib.pyvmem_torch_owns(device, addr, size))
+
+
+def saved(device: int, addr: int, size: int) -> int:
+    """Where the contents of a range of a paused block are saved; 0: they are not."""
+    return int(lib.pyvmem_torch_saved(device, addr, size))
 
 
 def stats(device: int, tag: int) -> Any:

@@ -248,7 +248,7 @@ def test_bad_input(folder: Path, host: Context) -> None:
         assert not book.closed
     with Budget(host, total, ledger=ledger(folder), name="a"):
         book = ledger(folder)
-        with pytest.raises(InvalidArgument, match="is the name of process"):
+        with pytest.raises(InvalidArgument, match="'a' is the name of process"):
             Budget(host, total, ledger=book, name="a")
         assert book.closed
     assert engines(folder) == {}

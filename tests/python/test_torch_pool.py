@@ -417,3 +417,33 @@ def test_random_segments_against_a_model(
     for block in blocks:
         torch.free(block)
     assert pool.stats().failures == 0
+
+
+def test_saved_contents_can_be_read(
+    context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
+) -> None:
+    with pool._allocating("kept"):
+        first, second = torch.malloc(page), torch.malloc(3 * page)
+    with pool._allocating("lost"):
+        lost = torch.malloc(page)
+    assert first is not None
+    assert second is not None
+    assert lost is not None
+    context.write(first, b"first")
+    context.write(second + page, b"second")
+    assert pool.saved(first, page) is None, "nothing is paused"
+    pool.pause("kept")
+    pool.pause("lost", keep=False)
+    assert pool.saved(lost, page) is None
+    assert pool.saved(first, 4 * page) is None, "that is more than the segment"
+    view = pool.saved(second + page, 6)
+    assert view is not None
+    assert bytes(view) == b"second"
+    view[:6] = b"SECOND"
+    pool.resume()
+    assert context.read(second + page, 6) == b"SECOND"
+    assert context.read(first, 5) == b"first"
+    assert pool.saved(first, page) is None
+    assert bytes(view) == b"SECOND", "the view outlives the saved contents"
+    for block in (first, second, lost):
+        torch.free(block)

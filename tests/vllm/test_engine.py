@@ -265,6 +265,28 @@ def test_failures_are_shortages(start: Open, expected: Callable[..., Tokens]) ->
         at_rest(llm)
 
 
+@pytest.mark.parametrize("kind", [Inject.MAP, Inject.UNMAP])
+def test_each_map_and_unmap_may_fail(start: Open, kind: Inject) -> None:
+    """One call after the other, until a pass has no more of them."""
+    asked = prompts()[:3]
+    with start("straddling", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="0.01") as llm:
+        elastic, context = elastic_of(llm), memory_of(llm).context
+        wanted, failures, skip = answer(llm, asked, 6), -1, 0
+        while elastic.backing.counters.failures > failures:
+            failures = elastic.backing.counters.failures
+            assert llm.reset_prefix_cache()
+            elastic.settle()
+            context.inject(kind, skip=skip, count=1, error=12)
+            assert answer(llm, asked, 6) == wanted
+            assert llm.reset_prefix_cache()
+            elastic.settle()
+            context.inject(kind, count=0)
+            check(llm)
+            skip += 1
+        assert skip > 1, "nothing failed"
+        at_rest(llm)
+
+
 def test_a_lowered_limit_shrinks_the_engine(start: Open, ledger: Any) -> None:
     from pyvmem.ledger import Ledger
 
