@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench kernels`: the same attention kernel, contiguous and paged.
 
-Contiguous over our 64 KB pages in random physical order and over memory of cudaMalloc, paged over
-memory of cudaMalloc with the blocks in random order, for every size of block. All memories hold the
-same numbers.
+Contiguous over our pages in random physical order and over memory of cudaMalloc, paged over memory
+of cudaMalloc with the blocks in random order, for every size of block. All memories hold the same
+numbers.
 """
 
 from __future__ import annotations
@@ -16,20 +16,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.bench.buffers import Buffers
-from pyvmem.bench.command import Command, WrongResult, add_common, conducted, open_command
+from pyvmem.bench.command import (
+    Command,
+    WrongResult,
+    add_common,
+    add_page,
+    conducted,
+    open_command,
+)
 from pyvmem.bench.paged_bench import OURS, THEIRS, PagedBench
 from pyvmem.bench.paged_flashinfer import FlashInfer
-from pyvmem.bench.paged_kernels import SETS, TINY_CASES, Case, Fa3, Gather, Kernel
+from pyvmem.bench.paged_kernels import SETS, TINY_SETS, Case, Fa3, Gather, Kernel
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
+from pyvmem.layouts.options import page_name
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["KERNELS", "add_parser", "run"]
 
-_PAGE = 64 << 10
 _OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
 _PREFILL, _DECODE = 0.99, 0.97
 KERNELS = {
@@ -53,8 +60,14 @@ def _make(name: str, command: Command, device: torch.device) -> Kernel:
     return FlashInfer(device) if name == "flashinfer" else Gather()
 
 
+def _page(command: Command) -> int:
+    """Bytes of our pages, in a quick run too."""
+    return int(getattr(command.args, "page", 0)) or 64 << 10
+
+
 def _aims(command: Command, kernel: str, cases: Sequence[Case], blocks: Sequence[int]) -> None:
-    """Speed of our contiguous form over the best paged one's, and over blocks of 16."""
+    """Speed of our contiguous form over the best paged one's, each block's, and the card's."""
+    pages = f"{page_name(_page(command))} pages"
     for case in cases:
         prefix = f"{kernel}/{case.name}"
         ours = [f"{prefix}/contiguous/{memory}" for memory in OURS]
@@ -69,12 +82,26 @@ def _aims(command: Command, kernel: str, cases: Sequence[Case], blocks: Sequence
             wanted = goal if judged else None
             command.aims.add(
                 f"{kernel}_{case.name}_{block or 'best'}",
-                f"{kernel}, {case.what}: speed of contiguous 64 KB pages over {words}",
+                f"{kernel}, {case.what}: speed of contiguous {pages} over {words}",
                 [*ours, *theirs],
                 partial(_speed, len(ours), len(THEIRS)),
                 op=">=" if wanted else None,
                 aim=wanted,
             )
+        if case.decodes:
+            command.aims.add(
+                f"{kernel}_{case.name}_roofline",
+                f"{kernel}, {case.what}: bytes that contiguous {pages} read a second, over the "
+                "memory's bandwidth",
+                [*ours, f"{kernel}/peak"],
+                _roofline,
+            )
+
+
+def _roofline(*rows: Any) -> float:
+    """GB/s of keys and values, the median over memories, over what the card could read."""
+    *forms, peak = rows
+    return statistics.median(float(row["gb_per_s"]) for row in forms) / float(peak["value"])
 
 
 def _speed(ours: int, each: int, *rows: Any) -> float:
@@ -97,11 +124,12 @@ def add_parser(which: Any) -> None:
     parser = which.add_parser(
         "kernels",
         help="the same attention kernel, contiguous and paged",
-        description="Times attention kernels over contiguous rows in 64 KB pages and in memory of "
+        description="Times attention kernels over contiguous rows in small pages and in memory of "
         "cudaMalloc, and over blocks of several sizes. Needs a GPU; without one, or with --quick, "
         "only --kernels sdpa runs, which measures nothing of interest.",
     )
     add_common(parser, 180)
+    add_page(parser)
     parser.add_argument(
         "--kernels", type=_kernels, default=["fa3", "flashinfer"], help=",".join(KERNELS)
     )
@@ -114,7 +142,7 @@ def add_parser(which: Any) -> None:
 
 def _chosen(command: Command) -> list[Case]:
     tiny = command.quick or command.backend == "host"
-    sets: dict[str, tuple[Case, ...]] = {"base": TINY_CASES} if tiny else SETS
+    sets: dict[str, tuple[Case, ...]] = TINY_SETS if tiny else SETS
     wanted = command.args.cases.split(",")
     found = [case for name in wanted for case in sets.get(name, ())]
     found += [case for cases in sets.values() for case in cases if case.name in wanted]
@@ -126,6 +154,7 @@ def run(args: argparse.Namespace) -> int:
     command = open_command(args, "kernels", _METHOD, kernels=args.kernels)
     if command is None:
         return 2
+    command.record.options["page"] = _page(command)
     cases = _chosen(command)
     if not cases:
         command.show(f"no case of {args.cases}")
@@ -133,8 +162,8 @@ def run(args: argparse.Namespace) -> int:
     parts = {name: command.record.part(name, KERNELS[name]) for name in args.kernels}
     try:
         device = command.device()
-        if _PAGE not in command.page_sizes:
-            raise RuntimeError(f"{command.backend} has no pages of 64 KB")
+        if _page(command) not in command.page_sizes:
+            raise RuntimeError(f"{command.backend} has no pages of {page_name(_page(command))}")
     except RuntimeError as error:
         for part in parts.values():
             with conducted(part):
@@ -168,10 +197,11 @@ def _run_all(
     deadline = Deadline(command.args.deadline)  # what was compiled does not count
     rows = max(case.kv_heads * case.head_dim for case in cases)
     nbytes = max(case.nbytes for case in cases) + 2 * 2 * _OVERREAD * rows
-    nbytes = -(-nbytes // _PAGE) * _PAGE
+    page = _page(command)
+    nbytes = -(-nbytes // page) * page
     share = len(kernels) * len(cases)
     with Context(command.backend, device=command.args.device) as context:
-        buffers = Buffers(context, nbytes, _PAGE, device)
+        buffers = Buffers(context, nbytes, page, device)
         try:
             for name, kernel in kernels.items():
                 part = parts[name]

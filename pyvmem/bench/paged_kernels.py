@@ -13,7 +13,7 @@ from pyvmem.bench import fa3
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CASES", "SETS", "TINY_CASES", "Call", "Case", "Fa3", "Gather", "Kernel"]
+__all__ = ["CASES", "SETS", "TINY_CASES", "TINY_SETS", "Call", "Case", "Fa3", "Gather", "Kernel"]
 
 Call = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 """Queries ``[tokens, heads, dim]``, keys and values, to ``[tokens, heads, dim]``."""
@@ -107,6 +107,18 @@ TINY_CASES = (
     Case("prefill_512", "prefill of 512", 1, 512, 512, False, 4, 2),
     Case("chunks_128_512", "2 chunks of 128 at the end of 512", 2, 128, 512, False, 4, 2),
 )
+
+
+TINY_SETS: dict[str, tuple[Case, ...]] = {
+    "base": TINY_CASES,
+    "heads": tuple(
+        Case(
+            f"{phase}_{name}", f"{phase}, 2 of 512, {kv_heads} KV heads of 4", 2, *rows, 4, kv_heads
+        )
+        for phase, rows in (("decode", (1, 512, False)), ("prefill", (512, 512, False)))
+        for name, kv_heads in (("mha", 4), ("mqa", 1))
+    ),
+}
 
 
 class Kernel(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,8 @@ class EngineStats:
         peak_running: most requests in one step.
         step_s: in `KVCache.step`, the critical path. ahead_s: in `KVCache.step_async`, the call
             alone.
-        model_s: in the model, up to the tokens' arrival on the CPU.
+        model_s: in the model, up to the tokens' arrival on the CPU. model_steps_s: the same of each
+            step: the first of a shape also load, and with FlexAttention compile, their kernels.
         total_s: in `Engine.step`.
     """
 
@@ -80,6 +81,7 @@ class EngineStats:
     step_s: float = 0.0
     ahead_s: float = 0.0
     model_s: float = 0.0
+    model_steps_s: list[float] = field(default_factory=list)
     total_s: float = 0.0
 
 
@@ -216,7 +218,9 @@ class Engine:
         started = time.perf_counter()
         self.stats.ahead_s += started - before
         choices = self._forward(batch)
-        self.stats.model_s += time.perf_counter() - started
+        model_s = time.perf_counter() - started
+        self.stats.model_s += model_s
+        self.stats.model_steps_s.append(model_s)
         events = []
         step = self.stats.steps
         self.stats.steps += 1

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -162,6 +163,7 @@ def _time_table(result: dict[str, Any]) -> list[str]:
         ("caller, in step", f"{mapping['step_s'] * 1e3:,.2f}"),
         ("caller, in step_async", f"{mapping['step_async_s'] * 1e3:,.2f}"),
         ("model", f"{engine['model_s'] * 1e3:,.2f}"),
+        *_steps(engine["model_steps_s"]),
         ("all steps", f"{engine['total_s'] * 1e3:,.2f}"),
     ]
     return [
@@ -170,6 +172,17 @@ def _time_table(result: dict[str, Any]) -> list[str]:
         f"  {mapping['driver_calls']} driver calls; pages mapped {mapping['mapped_pages']}, reused "
         f"{mapping['reused_pages']}, zeroed {mapping['zeroed_pages']}, unmapped "
         f"{mapping['unmapped_pages']}; waited {mapping['waits']} times",
+    ]
+
+
+def _steps(seconds: Sequence[float]) -> list[tuple[str, str]]:
+    """The model's median step, and how much the slowest tenth takes of all: kernels being made."""
+    if not seconds:
+        return []
+    slowest = sorted(seconds)[9 * len(seconds) // 10 :]
+    return [
+        ("  its median step", f"{statistics.median(seconds) * 1e3:,.2f}"),
+        (f"  its {len(slowest)} slowest steps", f"{sum(slowest) * 1e3:,.2f}"),
     ]
 
 

@@ -380,7 +380,41 @@ def test_sets_of_cases_are_chosen_by_their_names() -> None:
     assert chosen("long,decode_mqa,long") == [*(c.name for c in SETS["long"]), "decode_mqa"]
     assert chosen("prefill_64k") == ["prefill_64k"]
     assert chosen("base", "host") == [case.name for case in TINY_CASES]
+    assert chosen("heads", "host") == ["decode_mha", "decode_mqa", "prefill_mha", "prefill_mqa"]
     assert chosen("nothing") == []
+
+
+def test_heads_from_mha_to_mqa_in_other_pages(tmp_path: Path) -> None:
+    options = ("--kernels", "sdpa", "--cases", "heads", "--page", "2M")
+    data = conduct("kernels", tmp_path, "host", *options)
+    assert data["options"]["page"] == 2 << 20
+    found = rows(data)
+    for name, kv_heads in (("mha", 4), ("mqa", 1)):
+        row = found[f"sdpa/decode_{name}/contiguous/random0"]
+        assert row["bytes"] == 2 * 512 * kv_heads * 128 * 2 * 2
+    assert "contiguous 2M pages" in aims(data)["sdpa_decode_mqa_16"]["what"]
+
+
+def test_pages_that_the_back_end_has_not_are_refused(tmp_path: Path) -> None:
+    data = conduct("kernels", tmp_path, "host", "--kernels", "sdpa", "--page", "3K")
+    assert data["parts"]["sdpa"]["missing"] == [{"id": "sdpa/*", "why": "host has no pages of 3K"}]
+
+
+def test_decoding_is_held_against_the_roofline(tmp_path: Path) -> None:
+    args = argparse.Namespace(backend="host", device=0, quick=True, fa3=None, deadline=1, out=None)
+    command = Command(args, "kernels", {})
+    part = command.record.part("fa3", "")
+    for memory, rate in (("random0", 2000.0), ("random1", 3000.0)):
+        part.value(f"decode_b32_16k/contiguous/{memory}", "", memory, 1.0, "ms", gb_per_s=rate)
+    paged._aims(command, "fa3", CASES, (16,))
+    found = {aim["id"]: aim for aim in command.aims.found}
+    assert found["fa3_decode_b32_16k_roofline"]["value"] is None
+    assert "fa3/peak" in found["fa3_decode_b32_16k_roofline"]["why"]
+    assert "fa3_prefill_16k_roofline" not in found
+    part.value("peak", "", "device", 5000.0, "GB/s")
+    paged._aims(command, "fa3", CASES, (16,))
+    found = {aim["id"]: aim for aim in command.aims.found}
+    assert found["fa3_decode_b32_16k_roofline"]["value"] == pytest.approx(0.5)
 
 
 def test_the_goals_of_paged_kernels(tmp_path: Path) -> None:

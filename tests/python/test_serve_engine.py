@@ -96,7 +96,8 @@ def test_requests_join_and_leave(loaded: LoadedModel, group_size: int, backgroun
     assert stats.new_tokens == sum(len(c.tokens) for c in done.values())
     assert stats.prompt_tokens == sum(len(r.prompt) for r in requests)
     assert stats.preemptions == stats.recomputed_tokens == 0
-    assert stats.steps == len(records)
+    assert stats.steps == len(records) == len(stats.model_steps_s)
+    assert sum(stats.model_steps_s) == pytest.approx(stats.model_s)
     # Requests of different age run side by side, and slots are used again.
     assert any(len({tokens for _, _, tokens in record.requests}) == 3 for record in records)
     slots = {request: slot for record in records for request, slot, _ in record.requests}

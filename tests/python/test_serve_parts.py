@@ -24,6 +24,7 @@ from pyvmem.serve import (
     Request,
     TokenEvent,
     prompts,
+    report,
 )
 from pyvmem.serve import model as models
 from pyvmem.serve.printer import AnswerPrinter
@@ -34,6 +35,19 @@ from pyvmem.top import size
 __all__ = ["one_thread"]  # a fixture
 
 MIB = 1 << 20
+
+
+def test_the_report_tells_a_usual_step_from_those_that_make_kernels() -> None:
+    steps = [0.5, *[0.01] * 18, 0.3]
+    assert report._steps(steps) == [
+        ("  its median step", "10.00"),
+        ("  its 2 slowest steps", "800.00"),
+    ]
+    assert report._steps([0.5]) == [
+        ("  its median step", "500.00"),
+        ("  its 1 slowest steps", "500.00"),
+    ]
+    assert report._steps([]) == []
 
 
 def test_the_prompts_are_many_and_varied() -> None:
