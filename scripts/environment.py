@@ -200,6 +200,8 @@ def install_project() -> None:
     sources += [ROOT / name for name in ("setup.py", "MANIFEST.in") if (ROOT / name).exists()]
     sources += sorted((ROOT / "libvmem" / "src").rglob("*.[ch]"))
     sources += sorted((ROOT / "libvmem" / "include").glob("*.h"))
+    sources += sorted((ROOT / "kernel_module").glob("*.h"))
+    sources += sorted(one for kind in ("*.[ch]", "*.map") for one in (ROOT / "pyvmem").glob(kind))
     digest = hashlib.sha256()
     for path in sources:
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
