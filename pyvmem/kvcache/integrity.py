@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pyvmem.errors import VMemError
@@ -18,7 +19,15 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.group import Group
     from pyvmem.kvcache.slots import Slot
 
-__all__ = ["IntegrityError", "check", "check_away", "check_places", "snapshot", "stats"]
+__all__ = [
+    "IntegrityError",
+    "check",
+    "check_away",
+    "check_places",
+    "check_together",
+    "snapshot",
+    "stats",
+]
 
 
 class IntegrityError(VMemError):
@@ -214,6 +223,18 @@ def check(group: Group) -> list[str]:
             f"free {now.free_pages} + cached {now.cached_pages} + active {now.active_pages} pages "
             f"are not {now.total_pages}"
         )
+    return found
+
+
+def check_together(groups: Sequence[Group]) -> list[str]:
+    """What contradicts where groups have the same requests."""
+    found = []
+    for slots in zip(*(group.table for group in groups), strict=True):
+        place = slots[0].index
+        rows = [group.rows[place] for group in groups]
+        active = [slot.active for slot in slots]
+        if len(set(rows)) > 1 or len(set(active)) > 1:
+            found.append(f"slot {place}, by group: {rows} tokens, active {active}")
     return found
 
 

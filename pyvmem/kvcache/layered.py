@@ -17,6 +17,7 @@ from pyvmem.kvcache.cache import Closing, KVCache, half_closed
 from pyvmem.kvcache.config import KVCacheConfig, LayerShape, Place, classes_of, invalid
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.group import Group, pool_low
+from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.journal import Books
 from pyvmem.kvcache.metrics import CacheStats, together
 from pyvmem.kvcache.prefix_cache import PrefixCache
@@ -386,11 +387,14 @@ class LayeredCache(Closing):
             return together([integrity.stats(group) for group in groups], room)
 
     def check_integrity(self) -> None:
-        """As `KVCache.check_integrity`, for every class."""
+        """As `KVCache.check_integrity`, for every class; and all hold the same requests."""
         with self._lock, self._journal:
-            self._open()
+            groups = self._open()
             for cache in self.caches:
                 cache.check_integrity()
+            found = integrity.check_together(groups)
+            if found:
+                raise IntegrityError(found)
 
     def close(self, stream: Any = None) -> None:
         """As `KVCache.close`, for every class.

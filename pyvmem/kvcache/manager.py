@@ -59,8 +59,17 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             raise
         _note_crowded(groups)
         return -1
+    # What calls the context comes before or after the rows of all groups: a call in between, and
+    # an interruption behind it, would leave some groups with the new rows and some with the old.
+    for group, rows, _, _ in begun:
+        _move_on(group, rows, stream)
     for group, rows, total, _ in begun:
-        _commit(group, rows, total, stream)
+        _commit(group, rows, total)
+    for group in groups:
+        if group.table.lockstep:
+            group.prefixes.leases.end_all()  # a collector must not decide when they end
+        if group.untidy:
+            group.tidy()
     return 0
 
 
@@ -264,13 +273,17 @@ def _disown(group: Group, want: _Want) -> None:
     group.pager.poll()
 
 
-def _commit(group: Group, rows: array[int], total: int, stream: Any) -> None:
-    """Notes what the slots hold from now on."""
+def _move_on(group: Group, rows: array[int], stream: Any) -> None:
+    """Lets windows slide and pages be replaced, as the rows after a step allow it."""
     if group.window is not None:
         group.window.slide(rows, stream)
     if group.config.promote_tokens and group.promoter is not None:
         group.promoter.step(rows, stream)
     group.pager.runs.step(stream)
+
+
+def _commit(group: Group, rows: array[int], total: int) -> None:
+    """Notes what the slots hold from now on."""
     group.journal.keep(group, "used_tokens", "clock")
     group.journal.keep(group.pager.columns, "held")
     group.pager.columns.held = rows
@@ -278,10 +291,6 @@ def _commit(group: Group, rows: array[int], total: int, stream: Any) -> None:
     group.note_peaks()
     group.counters.steps += 1
     group.clock += 1
-    if group.table.lockstep:
-        group.prefixes.leases.end_all()  # a collector must not decide when they end
-    if group.untidy:
-        group.tidy()
 
 
 def fork(

@@ -1083,6 +1083,15 @@ def layered_step_short(engine: Engine) -> Steps:
 
 
 @scenario
+def layered_step_tidies(engine: Engine) -> Steps:
+    """Every group unmaps pages of a slot that was freed, in the same step."""
+    cache = _layered(engine, reclaim_steps=1)
+    reqid = engine.start(cache, 3)
+    engine.free(cache, engine.start(cache, UNIT))
+    return _growing(engine, cache, {reqid: UNIT})
+
+
+@scenario
 def layered_step_async(engine: Engine) -> Steps:
     cache = _layered(engine)
     return _ahead(engine, cache, {engine.start(cache, 3): UNIT})

@@ -10,7 +10,7 @@ import pytest
 from share_helpers import read_rows, write_rows
 
 from pyvmem import BadHandle, Busy, Context, InvalidArgument, KVCache, KVCacheConfig
-from pyvmem.kvcache import Budget, LayeredCache, LayerShape
+from pyvmem.kvcache import Budget, IntegrityError, LayeredCache, LayerShape
 
 
 def units(page: int) -> int:
@@ -346,3 +346,19 @@ def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> N
                 cache.check_integrity()
                 assert all(holds(cache, reqid, held) for reqid, held in rows.items())
         assert refused
+
+
+def test_integrity_compares_the_classes(context: Context) -> None:
+    with layered(context) as cache:
+        reqid = cache.alloc_reqid()
+        assert reqid is not None
+        lens = [0] * len(cache.caches[0].snapshot())
+        lens[reqid] = 3
+        assert cache.step(lens) == 0
+        cache.check_integrity()
+        group = cache.caches[1]._group
+        group.pager.columns.held[reqid] = group.used_tokens = 2  # true by itself
+        with pytest.raises(IntegrityError, match=rf"slot {reqid}, by group: \[3, 2"):
+            cache.check_integrity()
+        group.pager.columns.held[reqid] = group.used_tokens = 3
+        cache.check_integrity()
