@@ -208,7 +208,6 @@ TESTS = [
     ),
     # uvm_vmem_stat.c
     mutant("stat_of_all_gpus", "peers", ["apart"], r"out_(created|mapped)_bytes is", **TWO_GPUS),
-    mutant("readers_wait_for_a_gpu", "async", ["host_memory_waits"], r"readable is false"),
     mutant("proc_for_everybody", "kill", ["proc_is_for_root"], r"status is"),
     mutant("command_not_escaped", "kill", ["proc_shows_the_living"], r"line \d+ of|command"),
     mutant("host_bytes_counted_as_chunks", "basic", ["host_memory"], r"out_host_bytes is"),
