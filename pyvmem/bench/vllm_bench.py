@@ -126,13 +126,14 @@ def _started(name: str, options: dict[str, Any], folder: Path, page: int) -> Ite
 
 def _requests(args: argparse.Namespace, quick: bool) -> list[Request]:
     """Those of the trace, or like them, without the ones that do not fit."""
-    count = min(args.requests, 6) if quick else args.requests
-    longest = 256 if quick else _LONGEST
-    found = read_trace(args.trace) if args.trace else generate(16 * count, _SEED)
-    fits = [one for one in found if one.context + one.output <= longest]
     if quick:  # few requests are as short as a tiny model's memory
-        fits = [Request(17 + 13 * i, 9 + i) for i in range(count)]
-    return fits[:count]
+        return [Request(17 + 13 * i, 9 + i) for i in range(min(args.requests, 6))]
+    found = read_trace(args.trace) if args.trace else generate(16 * args.requests, _SEED)
+    return [one for one in found if one.context + one.output <= _LONGEST][: args.requests]
+
+
+def _shape(command: Command) -> dict[str, Any]:
+    return SHAPES["tiny" if command.quick else command.args.shape]
 
 
 def _load(requests: Sequence[Request], vocabulary: int, seed: int) -> dict[str, Any]:
@@ -154,7 +155,6 @@ def _free(command: Command) -> int | None:
 
 def _options(command: Command, folder: Path) -> dict[str, Any]:
     quick = command.quick
-    shape = SHAPES["tiny" if quick else command.args.shape]
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -165,7 +165,7 @@ def _options(command: Command, folder: Path) -> dict[str, Any]:
         "torch_dtype": "float32" if quick else "bfloat16",
         "bos_token_id": 1,
         "eos_token_id": 2,
-        **shape,
+        **_shape(command),
     }
     model = folder / "model"
     model.mkdir()
@@ -216,7 +216,7 @@ def _measure(command: Command, part: Part) -> None:
             raise WrongResult("the elastic engine runs the stock scheduler")
         empty = _free(command)
         requests = _requests(command.args, command.quick)
-        vocabulary = SHAPES["tiny" if command.quick else command.args.shape]["vocab_size"]
+        vocabulary = _shape(command)["vocab_size"]
         samples = {arm: Samples() for arm in ARMS}
         answers: dict[str, list[list[int]]] = {arm: [] for arm in ARMS}
         peak = 0
