@@ -1,287 +1,735 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench vllm`: vLLM on the elastic pool beside stock vLLM, both alive on one device.
+"""`vmem bench vllm`: vLLM on the elastic pool beside stock vLLM, all alive on one device.
 
-Two engines of the same shape with the same random weights, each a process (`vllm_arm`), get the
-same requests in turns: stock, elastic, stock again. Compared are the tokens, the time, and what the
-keys and values of each keep from other processes when nothing runs, seen from this process.
+Engines of one shape with the same random weights, each a process (`vllm_arm`), get the same
+requests in turns. The parts:
+
+    load     throughput and latency at several rates: stock, elastic, stock again; tokens compared
+    idle     what an engine at rest keeps from other processes, and for how long
+    share    bursts in turns: engines that share memory, a static part for each, each alone
+    sleep    time to sleep and to wake, memory given back
+    blocks   blocks of 16 tokens against 128
+    rough    requests that come and are aborted at random, prefix resets, trims; tokens compared
+
+A part writes the result file whenever it knows something new.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import random
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pyvmem.bench.command import Command, WrongResult, add_common, conducted, open_command
 from pyvmem.bench.record import Part
-from pyvmem.bench.timing import Samples, interleave
-from pyvmem.layouts.workload import Request, generate, read_trace
+from pyvmem.bench.timing import Samples
+from pyvmem.bench.vllm_engines import SHAPES, Fleet, Plan, TimeUp
+from pyvmem.bench.vllm_loads import (
+    Heard,
+    Load,
+    arrivals,
+    at_rate,
+    climb,
+    idle_footprint,
+    in_turns,
+    tiny,
+)
+from pyvmem.layouts.workload import Arrival
 from pyvmem.ledger import Ledger, devices
 
-__all__ = ["ARMS", "SHAPES", "add_parser", "run"]
+__all__ = ["ARMS", "PARTS", "add_parser", "run"]
 
 # In the order of a round. The engine, and what is compared with the first.
 ARMS = {"stock": "stock", "elastic": "elastic", "stock again": "stock"}
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "Llama-3-8B": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "rope_theta": 500000.0,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "vocab_size": 512,
-        "initializer_range": 0.3,
-    },
-}
 _MIB = 1 << 20
-_SEED = 5
-_LONGEST = 4096
-_REST = 10.0  # s that memory may take to come back
+_GIB = 1 << 30
+_REST = 8.0  # s that memory may take to come back
 _METHOD = {
-    "engines": "both alive on the device, each its own process; LLM() in it, greedy, dummy weights",
-    "order": "stock, elastic, stock again take turns, rotated; the first round is left out",
-    "load": "all requests at once, which is a rate above saturation; no prefix is known",
-    "elastic": "its prefixes of the last load stay mapped until the next one begins",
-    "held": "what the device lacks against before the engine's first request, seen from outside",
+    "engines": "alive at once on the device, each its own process; LLM() in it, greedy, dummy "
+    "weights; requests are added when they are due, between steps",
+    "rate": "requests a second in the mean; 0: all at once. The distances between requests are in "
+    "proportion to the trace's",
+    "order": "stock, elastic, stock again take turns, rotated each round; warm-up is left out",
+    "first": "seconds from when a request was due to its first token",
+    "gap": "seconds between tokens of one request",
+    "elastic": "its prefixes of the last load are forgotten when the next one begins",
+    "held": "what the device lacks against before the first request, seen from outside",
 }
 
 
-class _Engine:
-    """A running engine."""
+class _Book:
+    """The rows of a part, made anew whenever there is something new; then the file is written."""
 
-    def __init__(self, name: str, process: subprocess.Popen[str], answers: Any, log: Path) -> None:
-        self.name, self.process, self.answers, self.log = name, process, answers, log
-        self.scheduler: str = self.receive()["scheduler"]
+    def __init__(self, command: Command, part: Part, rows: Callable[[Part], None]) -> None:
+        self.command, self.part, self._rows = command, part, rows
 
-    def receive(self) -> dict[str, Any]:
-        """The next answer."""
-        line = self.answers.readline()
-        if not line:
-            end = self.log.read_text(errors="replace").strip().splitlines()[-8:]
-            raise WrongResult(f"the engine {self.name} has ended: " + " | ".join(end))
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def order(self, **what: Any) -> dict[str, Any]:
-        """Gives an order and waits for its answer."""
-        assert self.process.stdin is not None
-        print(json.dumps(what), file=self.process.stdin, flush=True)
-        return self.receive()
+    def publish(self) -> None:
+        """Makes the rows and writes the file."""
+        self.part.rows.clear()
+        self.part.missing.clear()
+        self._rows(self.part)
+        self.part.status = "partial"
+        self.part.seconds = self.command.deadline.used
+        self.command.write()
 
 
-@contextmanager
-def _started(name: str, options: dict[str, Any], folder: Path, page: int) -> Iterator[_Engine]:
-    """An engine until the end of the block; `name` is of `ARMS`' values."""
-    out, log = folder / f"{name}.json", folder / f"{name}.log"
-    out.write_text(json.dumps(options), encoding="utf-8")
-    read, write = os.pipe()
-    env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    env |= {"VLLM_LOGGING_LEVEL": "WARNING", "VMEM_LEDGER": str(folder / "ledger")}
-    env |= {"VMEM_VLLM": str(int(name == "elastic")), "VMEM_NAME": "elastic"}
-    env |= {"VMEM_PAGE_SIZE": str(page)} if page else {}
-    words = [sys.executable, "-m", "pyvmem.bench.vllm_arm", "--options", str(out)]
-    with log.open("w") as said, os.fdopen(read, encoding="utf-8") as answers:
-        try:
-            process = subprocess.Popen(
-                [*words, "--answers", str(write)],
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=said,
-                stderr=said,
-                pass_fds=(write,),
-                text=True,
+def _samples(rounds: list[list[float]]) -> Samples:
+    """Seconds as the nanoseconds that rows take."""
+    return Samples([[one * 1e9 for one in each] for each in rounds if each])
+
+
+def _same(mine: list[list[int]], other: list[list[int]]) -> int:
+    return sum(a == b for a, b in zip(mine, other, strict=True))
+
+
+def _requests(command: Command, count: int, longest: int) -> list[Arrival]:
+    """Those of the trace, or made ones; a quick run drops a trace."""
+    return tiny(min(count, 6)) if command.quick else arrivals(command.args.trace, count, longest)
+
+
+def _kv_memory(command: Command, default: int) -> int:
+    return int(command.args.kv_memory or (16 * _MIB if command.quick else default))
+
+
+# ---- load ----------------------------------------------------------------------------------------
+
+
+def _load(command: Command, part: Part) -> None:
+    args = command.args
+    memory = _kv_memory(command, 16 * _GIB)
+    heard: dict[tuple[float, str], list[Heard]] = {}
+    driver: dict[float, list[tuple[int, int, float]]] = {}
+    end: dict[str, Any] = {}
+    rates: list[float] = [0.0, 6.0] if command.quick else args.rates
+
+    def rows(part: Part) -> None:
+        for rate in rates:
+            base = heard.get((rate, "stock"), [])
+            for arm in ARMS:
+                _load_rows(part, f"{rate:g}/{arm}", arm, heard.get((rate, arm), []), base)
+            found = driver.get(rate, [])
+            if found:
+                maps, waits, seconds = (sum(one[i] for one in found) for i in range(3))
+                part.value(f"maps/{rate:g}", "maps a second", "elastic", maps / seconds, "1/s")
+                part.value(f"waits/{rate:g}", "steps that waited", "elastic", waits, "steps")
+        _rest_rows(part, end)
+
+    with Fleet(command, block_size=args.block_size) as fleet:
+        book = _Book(command, part, rows)
+        fleet.start({arm: Plan(arm == "elastic", memory) for arm in ("stock", "elastic")})
+        end["empty"] = fleet.free()
+        seconds = 1.0 if command.quick else args.seconds or 12.0
+
+        def load_of(rate: float, seed: int) -> Load:
+            count = max(2, int(rate * seconds)) if rate else args.requests
+            found = at_rate(_requests(command, count, fleet.longest), rate)
+            return Load.of(found, fleet.vocabulary, seed)
+
+        def turn(rate: float, arm: str, number: int) -> None:
+            load = load_of(rate, 1000 * number + int(10 * rate))
+            fleet.order(ARMS[arm], forget=True)
+            before = fleet.booked().get("elastic")
+            said = Heard.of(load, fleet.order(ARMS[arm], **load.order()))
+            time.sleep(0.3)  # the ledger is told four times a second
+            after = fleet.booked().get("elastic")
+            command.show(
+                f"{rate:g}/s {arm}: {said.rate:.0f} tokens/s, first p50 {said.p(0.5) * 1e3:.0f} "
+                f"p99 {said.p(0.99) * 1e3:.0f} ms, {said.seconds:.1f} s"
             )
-        finally:
-            os.close(write)
-        try:
-            yield _Engine(name, process, answers, log)
-        finally:
-            process.kill()
-            process.wait()
-            assert process.stdin is not None
-            process.stdin.close()
+            heard.setdefault((rate, arm), []).append(said)
+            if arm == "elastic" and before and after:
+                driver.setdefault(rate, []).append(
+                    (after.maps - before.maps, after.waits - before.waits, said.seconds)
+                )
+                end["peak"] = max(end.get("peak", 0), after.used)
+
+        warm = Load.of(
+            at_rate(_requests(command, min(args.requests, 32), fleet.longest), 0.0),
+            fleet.vocabulary,
+            999,
+        )
+        for engine in fleet.engines:
+            fleet.order(engine, **warm.order())
+        command.show("warmed up")
+        slowest = 0.0
+        for number in range(args.rounds):
+            for rate in rates:
+                if not command.deadline.allows(slowest + _REST + 3):
+                    break
+                mark = time.monotonic()
+                turns = [partial(turn, rate, arm, number) for arm in ARMS]
+                for k in range(len(turns)):
+                    turns[(number + k) % len(turns)]()
+                book.publish()
+                slowest = max(slowest, time.monotonic() - mark)
+        _rest(fleet, end)
+        book.publish()
+        _check_ranks(end)
 
 
-def _requests(args: argparse.Namespace, quick: bool) -> list[Request]:
-    """Those of the trace, or like them, without the ones that do not fit."""
-    if quick:  # few requests are as short as a tiny model's memory
-        return [Request(17 + 13 * i, 9 + i) for i in range(min(args.requests, 6))]
-    found = read_trace(args.trace) if args.trace else generate(16 * args.requests, _SEED)
-    return [one for one in found if one.context + one.output <= _LONGEST][: args.requests]
+def _load_rows(part: Part, row: str, arm: str, found: list[Heard], base: list[Heard]) -> None:
+    if not found:
+        return
+    part.time(f"first/{row}", "first token", arm, _samples([h.first for h in found]), unit="ms")
+    part.time(f"gap/{row}", "between tokens", arm, _samples([h.gaps for h in found]), unit="ms")
+    rates = sorted(one.rate for one in found)
+    part.value(
+        f"rate/{row}",
+        "new tokens a second",
+        arm,
+        rates[len(rates) // 2],
+        "tokens/s",
+        rounds=[round(one.rate, 1) for one in found],
+        first_p99_ms=[round(one.p(0.99) * 1e3, 3) for one in found],
+    )
+    both = list(zip(found, base, strict=False))
+    if both:
+        same = sum(_same(a.answers, b.answers) for a, b in both)
+        of = sum(len(a.answers) for a, _ in both)
+        part.value(f"same/{row}", "answers equal to stock's", arm, same, "requests", of=of)
 
 
-def _shape(command: Command) -> dict[str, Any]:
-    return SHAPES["tiny" if command.quick else command.args.shape]
-
-
-def _load(requests: Sequence[Request], vocabulary: int, seed: int) -> dict[str, Any]:
-    draw = random.Random(seed)
-    return {
-        "load": [[draw.randrange(3, vocabulary) for _ in range(r.context)] for r in requests],
-        "tokens": [r.output for r in requests],
-    }
-
-
-def _free(command: Command) -> int | None:
-    """Bytes that a process may have now; None where there is no GPU."""
-    if command.backend == "host":
-        return None
-    import torch
-
-    return int(torch.cuda.mem_get_info(command.args.device)[0])
-
-
-def _options(command: Command, folder: Path) -> dict[str, Any]:
-    quick = command.quick
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "max_position_embeddings": 2 * _LONGEST,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32" if quick else "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **_shape(command),
-    }
-    model = folder / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    options: dict[str, Any] = {
-        "model": str(model),
-        "dtype": config["torch_dtype"],
-        "kv_cache_memory_bytes": command.args.kv_memory or (16 * _MIB if quick else 16 << 30),
-        "max_model_len": 512 if quick else _LONGEST,
-        "max_num_batched_tokens": 64 if quick else 8192,
-        "max_num_seqs": 8 if quick else 128,
-    }
-    if command.backend == "host":
-        options |= {"enforce_eager": True, "block_size": 32}
-    else:
-        options |= {"block_size": command.args.block_size, "gpu_memory_utilization": 0.45}
-        # Graphs of decoding, as in serving; no compiler, which would take longer than the runs.
-        graphs = [1, 2, 4, *range(8, 129, 8)]
-        options["compilation_config"] = {
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": graphs,
-        }
-    return options
-
-
-def _ledger_bytes(folder: Path) -> int | None:
-    """What the elastic engine has mapped, as its ledger says."""
-    for device in devices(folder):
-        with Ledger(device, folder=folder, create=False) as ledger:
-            for one in ledger.engines():
-                return one.used
-    return None
-
-
-def _measure(command: Command, part: Part) -> None:
-    with ExitStack() as stack:
-        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="vmem-vllm-"))
-        folder = Path(name)
-        (folder / "ledger").mkdir(mode=0o700)
-        options = _options(command, folder)
-        engines: dict[str, _Engine] = {}
-        for name in dict.fromkeys(ARMS.values()):
-            engine = stack.enter_context(_started(name, options, folder, command.page))
-            engines[name] = engine
-            command.show(f"{name}: ready, scheduler {engine.scheduler}")
-        if "Elastic" not in engines["elastic"].scheduler:
-            raise WrongResult("the elastic engine runs the stock scheduler")
-        empty = _free(command)
-        requests = _requests(command.args, command.quick)
-        vocabulary = _shape(command)["vocab_size"]
-        samples = {arm: Samples() for arm in ARMS}
-        answers: dict[str, list[list[int]]] = {arm: [] for arm in ARMS}
-        peak = 0
-
-        def turn(arm: str) -> None:
-            nonlocal peak
-            load = _load(requests, vocabulary, seed=len(samples[arm].rounds))
-            engines[ARMS[arm]].order(forget=True)
-            found = engines[ARMS[arm]].order(**load)
-            samples[arm].new_round().append(found["seconds"] * 1e9)
-            answers[arm] += found["answers"]
-            peak = max(peak, _ledger_bytes(folder / "ledger") or 0)
-            command.show(f"{arm}: {found['seconds']:.2f} s")
-
-        turns = [partial(turn, arm) for arm in ARMS]
-        interleave(turns, 1 + command.args.rounds, command.deadline)
-        made = sum(r.output for r in requests)
-        for arm, one in samples.items():
-            one.drop_first_round()
-            row = part.time(f"load/{arm}", f"{len(requests)} requests", arm, one, unit="ms")
-            rate = made / row["median"] * 1e3
-            part.value(f"rate/{arm}", "new tokens a second", arm, rate, "tokens/s")
-            pairs = zip(answers[arm], answers["stock"], strict=True)
-            same = sum(mine == other for mine, other in pairs)
-            of = len(answers[arm])
-            part.value(f"same/{arm}", "answers equal to stock's", arm, same, "requests", of=of)
-        part.value("peak", "keys and values mapped after a load", "elastic", peak, "bytes")
-        _rest(command, part, engines["elastic"], folder / "ledger", empty)
-
-
-def _rest(command: Command, part: Part, engine: _Engine, ledger: Path, empty: int | None) -> None:
+def _rest(fleet: Fleet, end: dict[str, Any]) -> None:
     """How long memory takes to come back after the last request, and what never does."""
-    loaded = _free(command)
-    engine.order(forget=True)
-    began = time.perf_counter()
-    least, at = _ledger_bytes(ledger) or 0, 0.0
-    while time.perf_counter() - began < (3 if command.quick else _REST):
-        now = _ledger_bytes(ledger) or 0
-        if now < least:
-            least, at = now, time.perf_counter() - began
-        time.sleep(0.02)
-    part.value("rest/mapped", "mapped at rest, prefixes dropped", "elastic", least, "bytes")
-    part.value("rest/seconds", "until the last page was back", "elastic", at, "s")
-    free = _free(command)
-    if free is None or empty is None or loaded is None:
+    end["loaded"] = fleet.free()
+    end["busy"] = fleet.order("elastic", state=True)
+    fleet.order("elastic", forget=True)
+    seen = fleet.rest(3 if fleet.command.quick else _REST)
+    end["least"] = min(used for _, _, used in seen)
+    end["after"] = next(at for at, _, used in seen if used == end["least"])
+    end["free"] = fleet.free()
+    end["state"] = fleet.order("elastic", state=True)
+
+
+def _rest_rows(part: Part, end: dict[str, Any]) -> None:
+    if "peak" in end:
+        part.value("peak", "keys and values mapped after a load", "elastic", end["peak"], "bytes")
+    if "state" not in end:
+        return
+    part.value("rest/mapped", "at rest, prefixes dropped", "elastic", end["least"], "bytes")
+    part.value("rest/seconds", "until the last page was back", "elastic", end["after"], "s")
+    for when in ("busy", "state"):
+        for number, rank in enumerate(end[when]["ranks"]):
+            row, what = f"rank/{when}/{number}", "mapped by a rank"
+            part.value(row, what, "elastic", rank["mapped_bytes"], "bytes")
+    if None in (end["empty"], end["loaded"], end["free"]):
         part.not_run("rest/held", "no GPU: nobody else can lack its memory")
         return
-    part.value("loaded/held", "missing to others after the load", "both", empty - loaded, "bytes")
-    part.value("rest/held", "missing to others at rest", "both", empty - free, "bytes")
+    loaded, held = end["empty"] - end["loaded"], end["empty"] - end["free"]
+    part.value("loaded/held", "missing to others after the load", "both", loaded, "bytes")
+    part.value("rest/held", "missing to others at rest", "both", held, "bytes")
+
+
+def _check_ranks(end: dict[str, Any]) -> None:
+    """All ranks have mapped the same, and the books are right."""
+    for when in ("busy", "state"):
+        mapped = {rank["mapped_bytes"] for rank in end[when]["ranks"]}
+        if end[when]["wrong"]:
+            raise WrongResult(f"the books: {end[when]['wrong'][0]}")
+        if when == "state" and len(mapped) != 1:
+            raise WrongResult(f"the ranks have mapped {sorted(mapped)} bytes")
+
+
+# ---- idle ----------------------------------------------------------------------------------------
+
+
+def _idle(command: Command, part: Part) -> None:
+    args, quick = command.args, command.quick
+    with Fleet(command, block_size=args.block_size) as fleet:
+        cap = (8 if quick else 1000) * fleet.block_bytes
+        memory = _kv_memory(command, 16 * _GIB)
+        env = {"VMEM_PREFIX": str(cap)}
+        if command.backend == "host":  # a device of some size
+            env["VMEM_CAPACITY"] = str(memory)
+        count = min(args.requests, 12) if quick else args.requests
+        load = idle_footprint(count, fleet.vocabulary, 96, 0.1 if quick else 1.0)
+        found: dict[str, Any] = {}
+
+        def rows(part: Part) -> None:
+            for arm, said in found["said"].items():
+                rate = len(load.tokens) / said.seconds
+                part.value(f"rate/{arm}", "requests a second", arm, rate, "requests/s")
+                first = _samples([said.first])
+                part.time(f"first/{arm}", "first token", arm, first, unit="ms")
+            _idle_rows(part, found, cap)
+
+        found["said"] = {}
+        book = _Book(command, part, rows)
+        fleet.start({"elastic": Plan(True, memory, env=env)})
+        few = Load(load.prompts[:4], load.tokens[:4], load.at[:4])
+        fleet.order("elastic", **few.order())  # what torch takes with the first requests
+        fleet.order("elastic", forget=True)
+        fleet.rest(2 if quick else 4)
+        found["before"] = fleet.free(), fleet.order("elastic", state=True)
+        found["said"]["elastic"] = Heard.of(load, fleet.order("elastic", **load.order()))
+        found["seen"] = fleet.rest(3 if quick else _REST, 0.01)
+        found["after"] = fleet.free(), fleet.order("elastic", state=True)
+        book.publish()
+        found["others"] = _need_of_another(fleet, memory)
+        book.publish()
+        if args.arms and "stock" not in args.arms:
+            return
+        fleet.start({"stock": Plan(False, memory)})
+        fleet.order("stock", **few.order())
+        fleet.order("stock", forget=True)
+        found["said"]["stock"] = Heard.of(load, fleet.order("stock", **load.order()))
+        book.publish()
+
+
+def _idle_rows(part: Part, found: dict[str, Any], cap: int) -> None:
+    free, before = found["before"]
+    now, after = found["after"]
+    live, slab = after["live"], after["ranks"][0]["slab_bytes"]
+    most = 1.05 * live + after["slab_size"]
+    part.value("cap", "that idle prefixes may hold", "elastic", cap, "bytes")
+    part.value("live", "pages that hold something", "elastic", live, "bytes")
+    part.value("mapped", "mapped at rest", "elastic", after["mapped"], "bytes")
+    part.value("most", "1.05 of the live bytes and a slab", "elastic", most, "bytes")
+    part.value("slabs", "taken from the device", "elastic", slab, "bytes", over_live=slab / live)
+    seen = found["seen"]
+    if free is None or now is None:
+        part.not_run("held", "no GPU: nobody else can lack its memory")
+        least = min(used for _, _, used in seen)
+        at = next(at for at, _, used in seen if used == least)
+        part.value("settled", "until the last page was back", "elastic", at, "s")
+    else:
+        # What it held before, and no others had: the null block, pages at hand.
+        own = before["ranks"][0]["slab_bytes"]
+        torch, held = after["torch"] - before["torch"], free - now
+        kv = held - torch + own
+        part.value("held", "missing to others, against before", "elastic", held, "bytes")
+        part.value("torch", "of it torch's", "elastic", torch, "bytes")
+        part.value("kv", "of the KV cache", "elastic", kv, "bytes", over_live=kv / live)
+        at = next((at for at, left, _ in seen if left >= now - after["slab_size"]), seen[-1][0])
+        part.value("settled", "until others could have it", "elastic", at, "s")
+    for row, (what, value, unit) in found.get("others", {}).items():
+        part.value(f"others/{row}", what, "elastic", value, unit)
+
+
+def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float, str]]:
+    """An engine of this process that needs all memory: when it is granted, and allocated here.
+
+    `capacity`: of all engines, where there is no GPU.
+    """
+    (device,) = devices(fleet.ledger)
+    account = Ledger(device, folder=fleet.ledger).join(
+        "other", floor=0, limit=1 << 50, least=1, virtual=1 << 50
+    )
+    try:
+        free = fleet.free()
+        # Less than all by what the null block has, and what torch takes for itself here.
+        have = fleet.used("elastic")
+        need = capacity - _MIB if free is None else free + have - 512 * _MIB
+        began = time.monotonic()
+        while not account.take(need, 0, fleet.free()):
+            if time.monotonic() - began > 20:
+                raise WrongResult(f"{need} bytes were not granted within 20 s")
+            account.want(need)
+            time.sleep(0.005)
+        granted = time.monotonic() - began
+        found = {
+            "bytes": ("that another engine asks for", float(need), "bytes"),
+            "granted": ("until they were granted", granted, "s"),
+        }
+        if free is not None:
+            import torch
+
+            taken = torch.empty(need, dtype=torch.uint8, device=fleet.command.args.device)
+            torch.cuda.synchronize()
+            found["usable"] = ("until they were allocated here", time.monotonic() - began, "s")
+            del taken
+            torch.cuda.empty_cache()
+        return found
+    finally:
+        account.close()
+
+
+# ---- share ---------------------------------------------------------------------------------------
+
+
+def _share(command: Command, part: Part) -> None:
+    """Elastic engines and stock ones are alive together; only one kind has requests at a time."""
+    args, quick = command.args, command.quick
+    count = args.engines
+    arms = args.arms or ["shared", "static", "alone"]
+    with Fleet(
+        command, block_size=args.block_size, max_num_seqs=256, enable_prefix_caching=False
+    ) as fleet:
+        memory = args.kv_memory or (4 * _MIB if quick else 16 * _GIB)
+        if args.bursts == "climb":
+            peak = 2.0 if quick else args.rate
+            bursts = climb(count, peak, 8 if quick else 256, 32 if quick else 256)
+        else:
+            seconds = 4.0 if quick else args.seconds or 40.0
+            many = 60 if quick else int(2 * args.rate * seconds) * count
+            trace = tiny(many) if quick else arrivals(args.trace, many, fleet.longest)
+            rate = 4.0 if quick else args.rate
+            bursts = in_turns(trace, count, rate, seconds, seconds / 2)
+        found: dict[str, dict[int, list[Heard]]] = {arm: {} for arm in arms}
+        memory_seen: dict[str, list[list[float]]] = {}
+
+        def rows(part: Part) -> None:
+            part.value("capacity", "of all engines together", "all", memory, "bytes")
+            for arm in arms:
+                _share_rows(part, arm, found[arm])
+            for arm, seen in memory_seen.items():
+                most = max((sum(one[2:]) for one in seen), default=0.0)
+                entry = part.value(f"memory/{arm}", "most mapped", arm, most, "bytes")
+                entry["samples"] = seen  # seconds, free bytes of the device, bytes of each engine
+
+        book = _Book(command, part, rows)
+        plans: dict[str, Plan] = {}
+        if "shared" in arms or "alone" in arms:
+            env = {"VMEM_CAPACITY": str(memory)}
+            plans |= {f"elastic {k}": Plan(True, memory, env=env) for k in range(count)}
+        if "static" in arms:
+            plans |= {f"static {k}": Plan(False, memory // count) for k in range(count)}
+        fleet.start(plans)
+        warm = Load.of(at_rate(bursts[0][:16], 0), fleet.vocabulary, 99)
+        fleet.together({name: warm.order() for name in plans})
+
+        def turn(arm: str, which: list[int], round_: int) -> None:
+            kind = "static" if arm == "static" else "elastic"
+            loads = {
+                f"{kind} {k}": Load.of(bursts[k], fleet.vocabulary, 100 * round_ + k) for k in which
+            }
+            begin = time.monotonic() + 1.0  # when all have read their orders
+            orders = {name: load.order(begin) for name, load in loads.items()}
+            seen = memory_seen.setdefault(arm, []) if round_ == 0 and arm != "alone" else []
+
+            def look() -> None:
+                booked = fleet.booked()
+                names = [f"elastic-{k}" for k in range(count)]
+                used = [booked[name].used if name in booked else 0 for name in names]
+                now = round(time.monotonic() - begin, 3)
+                seen.append([now, fleet.free() or 0, *used])
+
+            said = fleet.together(orders, look)
+            for k in which:
+                name = f"{kind} {k}"
+                heard = Heard.of(loads[name], said[name])
+                found[arm].setdefault(k, []).append(heard)
+                command.show(
+                    f"{arm} {k}: {len(heard.first)} requests in {heard.seconds:.1f} s, first p50 "
+                    f"{heard.p(0.5) * 1e3:.0f} p99 {heard.p(0.99) * 1e3:.0f} ms"
+                )
+            book.publish()
+
+        slowest = 0.0
+        for round_ in range(args.rounds):
+            mark = time.monotonic()
+            for arm in [one for one in arms if one != "alone"]:
+                turn(arm, list(range(count)), round_)
+            slowest = max(slowest, time.monotonic() - mark)
+            if round_ == 0 and "alone" in arms:
+                for k in range(count):
+                    if command.deadline.allows(slowest):
+                        turn("alone", [k], round_)
+            if not command.deadline.allows(slowest + 2):
+                break
+
+
+def _share_rows(part: Part, arm: str, found: dict[int, list[Heard]]) -> None:
+    """Of all engines together, and of each."""
+    if not found:
+        return
+    every = [[x for one in each for x in one.first] for each in zip(*found.values(), strict=False)]
+    part.time(f"first/{arm}", "first token, all engines", arm, _samples(every), unit="ms")
+    gaps = [[x for one in each for x in one.gaps] for each in zip(*found.values(), strict=False)]
+    part.time(f"gap/{arm}", "between tokens, all engines", arm, _samples(gaps), unit="ms")
+    for k, heard in found.items():
+        row = f"{arm}/{k}"
+        part.time(f"first/{row}", "first token", arm, _samples([h.first for h in heard]), unit="ms")
+        seconds = sorted(one.seconds for one in heard)[len(heard) // 2]
+        done = len(heard[0].first)
+        part.value(f"done/{row}", "requests finished", arm, done, "requests", seconds=seconds)
+
+
+# ---- sleep ---------------------------------------------------------------------------------------
+
+
+def _sleep(command: Command, part: Part) -> None:
+    """Engines that sleep by turns: one is awake at a time, so that they need not fit together."""
+    args = command.args
+    host = command.backend == "host"
+    kinds = args.arms or ["elastic", "stock"]
+    taken: dict[str, list[dict[str, float]]] = {}
+    equal: dict[str, tuple[int, int]] = {}
+    why: dict[str, str] = {}
+
+    def rows(part: Part) -> None:
+        for kind, text in why.items():
+            part.not_run(kind, text)
+        for kind, each in taken.items():
+            for key, what in (
+                ("sleep", "sleep(1)"),
+                ("wake", "wake_up()"),
+                ("first", "first token after wake_up()"),
+                ("settled", "until its last page was back"),
+            ):
+                samples = _samples([[one[key]] for one in each if key in one])
+                if len(samples):
+                    part.time(f"{key}/{kind}", what, kind, samples, unit="ms")
+            for key, what in (("given", "given back by sleep(1)"), ("back", "taken by wake_up()")):
+                values = sorted(one[key] for one in each if key in one)
+                if values:
+                    part.value(f"{key}/{kind}", what, kind, values[len(values) // 2], "bytes")
+        for kind, (same, of) in equal.items():
+            part.value(f"same/{kind}", "answers as before sleep", kind, same, "requests", of=of)
+
+    with Fleet(command, block_size=args.block_size) as fleet:
+        book = _Book(command, part, rows)
+        load = Load.of(at_rate(tiny(4), 0), fleet.vocabulary, 1)
+        memory = _kv_memory(command, 16 * _GIB)
+        before: dict[str, list[list[int]]] = {}
+
+        def seen(name: str) -> int:
+            free = fleet.free()
+            return -fleet.used(name.replace(" ", "-")) if free is None else free
+
+        def down(name: str, kind: str) -> None:
+            there = seen(name)
+            one = {"sleep": fleet.order(name, sleep=1)["seconds"]}
+            # Pages leave in the background: until they have, others lack them.
+            began, last = time.monotonic(), there
+            while time.monotonic() - began < 1.0:
+                if seen(name) != last:
+                    last, one["settled"] = seen(name), time.monotonic() - began
+                time.sleep(0.01)
+            one["given"] = float(last - there)
+            taken.setdefault(kind, []).append(one)
+
+        def turns(kind: str, names: list[str], options: dict[str, Any]) -> None:
+            for name in names:  # one after the other: awake they might not fit
+                fleet.start({name: Plan(kind == "elastic", memory, options)})
+                before[name] = Heard.of(load, fleet.order(name, **load.order())).answers
+                down(name, kind)
+                book.publish()
+            same = of = 0
+            for _ in range(args.rounds):
+                for name in names:
+                    asleep = seen(name)
+                    one = {"wake": fleet.order(name, wake=True)["seconds"]}
+                    one["back"] = float(asleep - seen(name))
+                    said = Heard.of(load, fleet.order(name, **load.order()))
+                    one["first"] = min(said.first)
+                    taken[kind].append(one)
+                    same += _same(said.answers, before[name])
+                    of += len(said.answers)
+                    equal[kind] = same, of
+                    command.show(
+                        f"{name}: awake after {one['wake']:.3f} s, first token "
+                        f"{one['first'] * 1e3:.0f} ms later, {same} of {of} answers as before"
+                    )
+                    down(name, kind)
+                    book.publish()
+                if not command.deadline.allows(10):
+                    break
+
+        for kind in kinds:
+            if host and kind == "stock":
+                why[kind] = "vLLM has no sleep mode on a CPU"
+                continue
+            options = {} if host else {"enable_sleep_mode": True}
+            names = [f"{kind} {k}" for k in range(args.engines)]
+            try:
+                turns(kind, names, options)
+            except WrongResult as error:  # the other kind is still to be measured
+                why[kind] = str(error)
+            book.publish()
+        failed = [text for kind, text in why.items() if not (host and kind == "stock")]
+        if failed:
+            raise WrongResult(failed[0])
+
+
+# ---- blocks --------------------------------------------------------------------------------------
+
+
+def _blocks(command: Command, part: Part) -> None:
+    args = command.args
+    sizes = (32, 128) if command.backend == "host" else (16, 128)
+    memory = _kv_memory(command, 16 * _GIB)
+    found: dict[int, list[Heard]] = {size: [] for size in sizes}
+    held: dict[int, dict[str, float]] = {size: {} for size in sizes}
+
+    def rows(part: Part) -> None:
+        for size in sizes:
+            heard, arm = found[size], f"blocks of {size}"
+            if not heard:
+                continue
+            rates = [round(one.rate, 1) for one in heard]
+            middle = sorted(rates)[len(rates) // 2]
+            part.value(f"rate/{size}", "new tokens/s", arm, middle, "tokens/s", rounds=rates)
+            for name, times in (
+                ("first", [h.first for h in heard]),
+                ("gap", [h.gaps for h in heard]),
+            ):
+                part.time(f"{name}/{size}", name, arm, _samples(times), unit="ms")
+            for name, value in held[size].items():
+                part.value(f"{name}/{size}", _HELD[name], arm, value, "bytes")
+
+    with Fleet(command) as fleet:
+        book = _Book(command, part, rows)
+        page = str(args.page or 64 << 10)
+        fleet.start(
+            {
+                f"blocks {size}": Plan(True, memory, {"block_size": size}, {"VMEM_PAGE_SIZE": page})
+                for size in sizes
+            }
+        )
+        requests = at_rate(_requests(command, args.requests, fleet.longest), 0)
+
+        def turn(size: int, round_: int) -> None:
+            name = f"blocks {size}"
+            load = Load.of(requests, fleet.vocabulary, round_)
+            fleet.order(name, forget=True)
+            peak = 0
+
+            def look() -> None:
+                nonlocal peak
+                one = fleet.booked().get(name.replace(" ", "-"))
+                peak = max(peak, one.in_use if one is not None else 0)
+
+            said = Heard.of(load, fleet.together({name: load.order()}, look)[name])
+            command.show(f"{name}: {said.rate:.0f} tokens/s")
+            if round_:
+                found[size].append(said)
+            fleet.rest(1.5 if command.quick else 3)
+            state = fleet.order(name, state=True)
+            held[size] = {
+                "peak": float(peak),
+                "mapped": float(state["mapped"]),
+                "live": float(state["live"]),
+                "slabs": float(state["ranks"][0]["slab_bytes"]),
+            }
+
+        slowest = 0.0
+        for round_ in range(1 + args.rounds):
+            mark = time.monotonic()
+            for k in range(len(sizes)):
+                turn(sizes[(round_ + k) % len(sizes)], round_)
+            if round_:
+                book.publish()
+            slowest = max(slowest, time.monotonic() - mark)
+            if not command.deadline.allows(slowest):
+                break
+
+
+_HELD = {
+    "peak": "most that requests held",
+    "mapped": "mapped after the load, prefixes kept",
+    "live": "pages that hold something, after the load",
+    "slabs": "taken from the device, after the load",
+}
+
+
+# ---- rough ---------------------------------------------------------------------------------------
+
+
+def _rough(command: Command, part: Part) -> None:
+    """The same script for all, piece by piece; stock gets the first pieces only."""
+    args, quick = command.args, command.quick
+    memory = _kv_memory(command, 8 * _GIB)
+    piece = 24 if quick else 500
+    pieces = max(1, -(-args.requests // piece)) if not quick else 2
+    compared = 1 if quick else 4
+    sums = {arm: dict.fromkeys(_COUNTS, 0) for arm in ARMS}
+    finished, same, of = dict.fromkeys(ARMS, 0), dict.fromkeys(ARMS, 0), dict.fromkeys(ARMS, 0)
+
+    def rows(part: Part) -> None:
+        for arm in ARMS:
+            if finished[arm]:
+                counts: dict[str, Any] = dict(sums[arm])
+                row, what = f"finished/{arm}", "requests answered"
+                part.value(row, what, arm, finished[arm], "requests", **counts)
+            if of[arm]:
+                row, what = f"same/{arm}", "answers equal to stock's"
+                part.value(row, what, arm, same[arm], "requests", of=of[arm])
+
+    with Fleet(command, block_size=args.block_size, max_num_seqs=64) as fleet:
+        book = _Book(command, part, rows)
+        fleet.start(
+            {
+                "stock": Plan(False, memory),
+                "elastic": Plan(True, memory, env={"VMEM_IDLE": "0.05"}),
+            }
+        )
+        for number in range(pieces):
+            script = {
+                "seed": number,
+                "requests": piece,
+                "vocabulary": fleet.vocabulary,
+                "longest": 200 if quick else 1000,
+                "output": 24 if quick else 64,
+                "most": 8 if quick else 64,
+            }
+            answers: dict[str, dict[str, list[int]]] = {}
+            for arm, engine in ARMS.items():
+                if engine == "stock" and number >= compared:
+                    continue
+                said = fleet.order(engine, script=script)
+                answers[arm] = said["answers"]
+                finished[arm] += len(said["answers"])
+                for name in _COUNTS:
+                    sums[arm][name] += said[name]
+                command.show(f"piece {number + 1} of {pieces}, {arm}: {said['seconds']:.1f} s")
+            for arm, mine in answers.items():
+                if "stock" in answers:
+                    both = mine.keys() & answers["stock"].keys()
+                    same[arm] += sum(mine[k] == answers["stock"][k] for k in both)
+                    of[arm] += len(both)
+            state = fleet.order("elastic", state=True)
+            if state["wrong"]:
+                raise WrongResult(f"the books after piece {number + 1}: {state['wrong'][0]}")
+            book.publish()
+            if not command.deadline.allows():
+                break
+
+
+_COUNTS = ("aborted", "resets", "trims", "steps")
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
+    "load": ("the elastic pool beside stock vLLM", _load),
+    "idle": ("an engine that comes to rest", _idle),
+    "share": ("engines with bursts in turns", _share),
+    "sleep": ("engines that sleep by turns", _sleep),
+    "blocks": ("blocks of 16 tokens and of 128", _blocks),
+    "rough": ("aborts, resets and trims at random", _rough),
+}
+_REQUESTS = {"load": 96, "idle": 2500, "blocks": 96, "rough": 10_000}
 
 
 def run(args: argparse.Namespace) -> int:
     """The command. 0, 1 if it failed or vLLM is not here, 2 without a back end."""
+    args.requests = args.requests or _REQUESTS.get(args.part, 0)
     command = open_command(
         args,
         "vllm",
         _METHOD,
+        part=args.part,
         shape="tiny" if args.quick else args.shape,
         block_size=args.block_size,
         requests=args.requests,
+        rates=args.rates,
+        engines=args.engines,
+        bursts=args.bursts,
+        rate=args.rate,
+        seconds=args.seconds,
+        kv_memory=args.kv_memory,
+        tensor_parallel=args.tensor_parallel,
         trace=args.trace.name if args.trace else None,
     )
     if command is None:
         return 2
-    part = command.record.part("vllm", "vLLM on the elastic pool, beside stock vLLM")
+    title, measure = PARTS[args.part]
+    part = command.record.part(args.part, title)
     with conducted(part):
         try:
             import vllm
@@ -289,8 +737,20 @@ def run(args: argparse.Namespace) -> int:
             part.not_run("*", f"vLLM cannot be imported: {error}")
         else:
             command.record.options["vllm"] = vllm.__version__
-            _measure(command, part)
+            try:
+                measure(command, part)
+            except TimeUp as error:
+                if not part.rows:
+                    raise
+                part.not_run("rest", str(error))
     return command.finish()
+
+
+def _rates(text: str) -> list[float]:
+    found = [float(one) for one in text.split(",")]
+    if not found or min(found) < 0 or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected different numbers, 0 or more")
+    return found
 
 
 def add_parser(which: Any) -> None:
@@ -298,16 +758,28 @@ def add_parser(which: Any) -> None:
     parser = which.add_parser(
         "vllm",
         help="vLLM on the elastic pool, beside stock vLLM",
-        description="Runs two vLLM engines of one shape with random weights on one device, one on "
+        description="Runs vLLM engines of one shape with random weights on one device, some on "
         "the elastic pool, gives them the same requests in turns, and compares tokens, time, and "
-        "memory at rest. Needs vLLM.",
+        "memory. Needs vLLM.",
     )
-    add_common(parser, 240)
+    add_common(parser, 450)
     add = parser.add_argument
-    add("--shape", choices=[name for name in SHAPES if name != "tiny"], default="Llama-3-8B")
-    add("--requests", type=int, default=192, help="of a round (192)")
-    add("--rounds", type=int, default=5, help="after the first, which warms up (5)")
+    shapes = [name for name in SHAPES if name != "tiny"]
+    add("--part", choices=list(PARTS), default="load", help="what to measure (load)")
+    add("--arms", type=lambda text: text.split(","), help="of share and sleep, some only")
+    add("--shape", choices=shapes, default=shapes[0], help=f"of the model ({shapes[0]})")
+    add("--requests", type=int, default=0, help="of a round (96; idle 2,500, rough 10,000)")
+    add("--rounds", type=int, default=4, help="after the first, which warms up (4)")
+    add("--rates", type=_rates, default=[5.0, 13.0, 0.0], metavar="R,...",
+        help="load: requests a second, 0: all at once (5,13,0)")  # fmt: skip
+    add("--engines", type=int, default=2, help="share and sleep: of each kind (2)")
+    add("--bursts", choices=("trace", "climb"), default="trace", help="share: which (trace)")
+    add("--rate", type=float, default=14.0, help="share: of a burst, requests a second (14)")
+    add("--seconds", type=float, default=0.0, help="of a load (12; share 40)")
     add("--block-size", type=int, default=16, help="tokens of a block of vLLM (16)")
-    add("--kv-memory", type=int, default=0, metavar="BYTES", help="of each engine (16 GiB)")
-    add("--trace", type=Path, metavar="FILE", help="take the requests' lengths from a trace")
+    add("--page", type=int, default=0, metavar="BYTES", help="of the pool (64 KiB)")
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (1)")
+    add("--kv-memory", type=int, default=0, metavar="BYTES",
+        help="of each engine, in share of all (16 GiB)")  # fmt: skip
+    add("--trace", type=Path, metavar="FILE", help="requests and their times from a trace")
     parser.set_defaults(run=run)

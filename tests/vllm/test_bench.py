@@ -1,23 +1,155 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench vllm`, quick: two engines alive at once, their tokens and their memory."""
+"""`vmem bench vllm`, quick: each part, with its engines alive at once."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from pyvmem.bench.vllm_loads import Heard, Load, arrivals, at_rate, climb, idle_footprint, in_turns
 from pyvmem.cli import main
+from pyvmem.errors import InvalidArgument
+from pyvmem.layouts.workload import Arrival, Request
 
 
-def test_elastic_beside_stock(tmp_path: Path) -> None:
-    out = tmp_path / "vllm.json"
-    words = ["bench", "vllm", "--quick", "--backend", "host", "--rounds", "2", "--out", str(out)]
-    assert main(words) == 0
-    data = json.loads(out.read_text())
-    assert data["format"] == "vmem-bench-vllm/1"
-    rows = {row["id"]: row for row in data["parts"]["vllm"]["rows"]}
+@pytest.fixture
+def bench(tmp_path: Path) -> Any:
+    """Runs a part; its rows by name, and the part."""
+
+    def run(part: str, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        out = tmp_path / "vllm.json"
+        words = ["bench", "vllm", "--quick", "--backend", "host", "--part", part]
+        assert main([*words, "--out", str(out), *more]) == 0
+        data = json.loads(out.read_text())
+        assert data["format"] == "vmem-bench-vllm/1"
+        found = data["parts"][part]
+        return {row["id"].partition("/")[2]: row for row in found["rows"]}, found
+
+    return run
+
+
+def test_elastic_beside_stock(bench: Any) -> None:
+    rows, part = bench("load", "--rounds", "2", "--requests", "6")
     for arm in ("stock", "elastic", "stock again"):
-        assert rows[f"vllm/same/{arm}"]["value"] == rows[f"vllm/same/{arm}"]["of"] == 18
-        assert rows[f"vllm/load/{arm}"]["n"] == 2
-    assert 0 < rows["vllm/rest/mapped"]["value"] < rows["vllm/peak"]["value"]
-    assert [one["id"] for one in data["parts"]["vllm"]["missing"]] == ["vllm/rest/held"]
+        for rate in ("0", "6"):
+            assert rows[f"same/{rate}/{arm}"]["value"] == rows[f"same/{rate}/{arm}"]["of"] == 12
+            assert rows[f"first/{rate}/{arm}"]["n"] == 12
+            assert len(rows[f"rate/{rate}/{arm}"]["rounds"]) == 2
+    assert 0 < rows["rest/mapped"]["value"] < rows["peak"]["value"]
+    assert [one["id"] for one in part["missing"]] == ["load/rest/held"]
+
+
+@pytest.mark.long
+def test_two_ranks(bench: Any) -> None:
+    rows, _ = bench("load", "--rounds", "1", "--requests", "6", "--tensor-parallel", "2")
+    for arm in ("elastic", "stock again"):
+        assert rows[f"same/0/{arm}"]["value"] == rows[f"same/0/{arm}"]["of"] == 6
+    assert rows["rank/state/0"]["value"] == rows["rank/state/1"]["value"] > 0
+
+
+def test_an_engine_comes_to_rest(bench: Any) -> None:
+    rows, _ = bench("idle", "--requests", "12", "--arms", "elastic")
+    assert rows["mapped"]["value"] == rows["live"]["value"] > 0
+    assert rows["slabs"]["value"] <= rows["most"]["value"]
+    assert rows["others/bytes"]["value"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bursts", ["trace", "climb"])
+def test_engines_that_share(bench: Any, bursts: str, tmp_path: Path) -> None:
+    rows, part = bench("share", "--rounds", "1", "--bursts", bursts)
+    assert part["status"] == "done"
+    for arm in ("shared", "static", "alone"):
+        for engine in "01":
+            assert rows[f"done/{arm}/{engine}"]["value"] == rows[f"first/{arm}/{engine}"]["n"] > 0
+    assert 0 < rows["memory/shared"]["value"] <= rows["capacity"]["value"]
+    raw = json.loads((tmp_path / "raw" / "vllm.json").read_text())
+    (seen,) = [
+        row["samples"]
+        for row in raw["parts"]["share"]["rows"]
+        if row["id"] == "share/memory/shared"
+    ]
+    assert max(sum(one[2:]) for one in seen) == rows["memory/shared"]["value"]
+
+
+@pytest.mark.long
+def test_engines_that_sleep(bench: Any) -> None:
+    rows, part = bench("sleep", "--rounds", "1")
+    assert rows["given/elastic"]["value"] > 0
+    assert rows["same/elastic"]["value"] == rows["same/elastic"]["of"] == 8
+    assert [one["id"] for one in part["missing"]] == ["sleep/stock"]
+
+
+@pytest.mark.long
+def test_blocks_of_two_sizes(bench: Any) -> None:
+    rows, _ = bench("blocks", "--rounds", "1", "--requests", "6")
+    for size in ("32", "128"):
+        assert rows[f"mapped/{size}"]["value"] >= rows[f"live/{size}"]["value"] > 0
+
+
+@pytest.mark.long
+def test_rough(bench: Any) -> None:
+    rows, _ = bench("rough")
+    for arm in ("elastic", "stock again"):
+        assert rows[f"same/{arm}"]["value"] == rows[f"same/{arm}"]["of"] > 10
+    assert rows["finished/elastic"]["aborted"] > 0
+    assert rows["finished/elastic"]["trims"] > 0
+
+
+def test_a_deadline_leaves_what_was_measured(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyvmem.bench import vllm_bench
+    from pyvmem.bench.vllm_engines import TimeUp
+
+    def measure(command: Any, part: Any) -> None:
+        part.value("one", "row", "elastic", 1, "x")
+        raise TimeUp("the deadline of 1 s came")
+
+    monkeypatch.setitem(vllm_bench.PARTS, "load", ("a part", measure))
+    rows, part = bench("load")
+    assert rows["one"]["value"] == 1
+    assert part["missing"] == [{"id": "load/rest", "why": "the deadline of 1 s came"}]
+
+
+def some(*at: float) -> list[Arrival]:
+    return [Arrival(one, Request(10, 5)) for one in at]
+
+
+def test_rates_keep_proportions() -> None:
+    assert [one.at for one in at_rate(some(4.0, 5.0, 8.0), 2.0)] == [0.0, 0.25, 1.0]
+    assert [one.at for one in at_rate(some(4.0, 5.0), 0.0)] == [0.0, 0.0]
+    with pytest.raises(InvalidArgument, match="no request of 2 tokens or less"):
+        arrivals(None, 4, 2)
+
+
+def test_bursts_come_in_turns() -> None:
+    first, second = in_turns(some(*range(400)), 2, 10.0, 10.0, 10.0)
+    assert sum(one.at < 5 for one in first) == 50
+    assert sum(one.at >= 5 for one in first) < 20
+    assert sum(one.at < 5 for one in second) < 20
+    assert sum(one.at >= 5 for one in second) == 50
+    one, two = climb(2, 4.0, 7, 9)
+    assert [b.at - a.at for a, b in zip(one, two, strict=True)] == pytest.approx([9.0] * len(one))
+    assert 14 <= len(one) <= 16  # the area of the ramp is the peak's square
+    assert one[0].request == Request(9, 7)
+
+
+def test_kvcached_workload() -> None:
+    load = idle_footprint(400, 1000, 96)
+    hot = [one for one in load.prompts if len(one) == 192]
+    assert 80 < len(hot) < 160
+    assert len({tuple(one[:128]) for one in hot}) <= 17
+    assert {len(one) for one in load.prompts} <= set(range(192, 1025))
+    assert min(load.tokens) >= 16
+    assert max(load.tokens) <= 256
+
+
+def test_what_answers_say() -> None:
+    load = Load([[1], [2]], [2, 1], [0.0, 1.0])
+    answer = {"answers": [[5, 6], [7]], "added": [0.0, 1.5], "times": [[0.5, 2.0], [3.0]]}
+    heard = Heard.of(load, answer)
+    assert heard.first == [0.5, 2.0]
+    assert heard.gaps == [1.5]
+    assert (heard.rate, heard.seconds) == (1.0, 3.0)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: MIT
+"""What engines of `vmem bench vllm` are asked, and what their answers say.
+
+A load is requests with the times at which they come. Rates follow a trace: its arrivals, slower or
+faster, so that the distances between requests stay in proportion.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyvmem.bench.timing import percentile
+from pyvmem.kvcache.config import invalid
+from pyvmem.layouts.workload import Arrival, Request, generate, poisson, read_arrivals
+
+__all__ = ["Heard", "Load", "arrivals", "at_rate", "climb", "idle_footprint", "in_turns", "tiny"]
+
+_SEED = 5
+_CALM = 0.1  # of the rate of a burst, between bursts
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests for one engine.
+
+    Attributes:
+        prompts: token ids of each.
+        tokens: how many each generates.
+        at: seconds after the beginning at which each comes.
+        most: at a time, by the client; 0: no bound.
+    """
+
+    prompts: list[list[int]]
+    tokens: list[int]
+    at: list[float]
+    most: int = 0
+
+    @classmethod
+    def of(cls, found: Sequence[Arrival], vocabulary: int, seed: int) -> Load:
+        """Prompts of random tokens, no two of which begin alike."""
+        draw = random.Random(seed)
+        prompts = [
+            [draw.randrange(3, vocabulary) for _ in range(one.request.context)] for one in found
+        ]
+        return cls(prompts, [one.request.output for one in found], [one.at for one in found])
+
+    def order(self, begin: float = 0.0) -> dict[str, Any]:
+        """For `Engine.send`; `begin` on the monotonic clock, 0: when it arrives."""
+        return {
+            "load": self.prompts,
+            "tokens": self.tokens,
+            "at": self.at,
+            "most": self.most,
+            "begin": begin,
+        }
+
+
+@dataclass(frozen=True)
+class Heard:
+    """An engine's answer to a load.
+
+    Attributes:
+        answers: token ids of each request.
+        first: seconds from when each was due until its first token.
+        gaps: seconds between tokens of one request, of all requests.
+        rate: new tokens a second, from the first request's time to the last token.
+        seconds: from the beginning to the last token.
+    """
+
+    answers: list[list[int]]
+    first: list[float]
+    gaps: list[float]
+    rate: float
+    seconds: float
+
+    @classmethod
+    def of(cls, load: Load, answer: dict[str, Any]) -> Heard:
+        """Of what the process says."""
+        due = answer["added"] if load.most else load.at
+        times: list[list[float]] = answer["times"]
+        first = [one[0] - at for one, at in zip(times, due, strict=True)]
+        gaps = [b - a for one in times for a, b in itertools.pairwise(one)]
+        end = max(one[-1] for one in times)
+        made = sum(map(len, answer["answers"]))
+        return cls(answer["answers"], first, gaps, made / (end - min(load.at)), end)
+
+    def p(self, fraction: float) -> float:
+        """A percentile of `first`."""
+        return percentile(sorted(self.first), fraction)
+
+
+def arrivals(trace: Path | None, count: int, longest: int) -> list[Arrival]:
+    """The first requests of a trace that fit, or made ones like Azure's; 1 a second in the mean.
+
+    Raises:
+        InvalidArgument: none fits, or the trace cannot be read.
+    """
+    if trace is None:
+        found = poisson(generate(16 * count, _SEED), 1.0, _SEED)
+    else:
+        found = read_arrivals(trace)
+    found = [one for one in found if one.request.context + one.request.output <= longest][:count]
+    if not found:
+        raise invalid(f"no request of {longest} tokens or less in {trace or 'what was made'}")
+    return at_rate(found, 1.0)
+
+
+def tiny(count: int) -> list[Arrival]:
+    """For a tiny model: 17 to 82 tokens, 9 to 14 new ones; 1 a second in the mean."""
+    requests = [Request(17 + 13 * (i % 6), 9 + i % 6) for i in range(count)]
+    return at_rate(poisson(requests, 1.0, _SEED), 1.0)
+
+
+def at_rate(found: Sequence[Arrival], rate: float) -> list[Arrival]:
+    """The same requests, `rate` a second in the mean; 0: all at once."""
+    begin, end = found[0].at, found[-1].at
+    each = (end - begin) / max(1, len(found) - 1) * rate
+    return [_moved(one, (one.at - begin) / each if each > 0 else 0.0) for one in found]
+
+
+def _moved(one: Arrival, at: float) -> Arrival:
+    """The same request at another time."""
+    return one._replace(at=round(at, 6))
+
+
+def in_turns(
+    found: Sequence[Arrival], engines: int, rate: float, seconds: float, period: float
+) -> list[list[Arrival]]:
+    """For each engine its part of `seconds`, with bursts that come a phase apart.
+
+    In a burst, one `engines`-th of each `period`, requests come at `rate` a second as the trace has
+    them; else every tenth of them comes. Each engine has another stretch of the trace.
+    """
+    share = len(found) // engines
+    loads: list[list[Arrival]] = []
+    for engine in range(engines):
+        draw = random.Random(_SEED + engine)
+        own = at_rate(found[engine * share : (engine + 1) * share], rate)
+        kept = []
+        for one in own:
+            if one.at >= seconds:
+                break
+            turn = int(one.at % period / period * engines)
+            if turn == engine or draw.random() < _CALM:
+                kept.append(one)
+        loads.append(kept or own[:1])
+    return loads
+
+
+def climb(engines: int, peak: float, output: int, prompt: int = 256) -> list[list[Arrival]]:
+    """kvcached's ramps: a rate that climbs by one a second each second to `peak`, and falls again.
+
+    The engines begin a quarter more than two climbs apart, so that peaks do not meet.
+    """
+    ramp: list[Arrival] = []
+    at, owed, step = 0.0, 0.0, 0.01
+    while at < 2 * peak:
+        owed += min(at, 2 * peak - at) * step
+        if owed >= 1.0:
+            ramp.append(Arrival(at, Request(prompt, output)))
+            owed -= 1.0
+        at += step
+    return [[_moved(one, one.at + k * 2.25 * peak) for one in ramp] for k in range(engines)]
+
+
+def idle_footprint(count: int, vocabulary: int, most: int, scale: float = 1.0) -> Load:
+    """kvcached's workload of an engine that comes to rest, from its published numbers.
+
+    16 hot prefixes of 128 tokens with suffixes of 64; cold prompts of 192 to 1,024 tokens; 3 of 10
+    are hot; 16 to 256 new tokens. `scale` shortens all of it.
+    """
+    draw = random.Random(1234)
+
+    def some(tokens: float) -> list[int]:
+        return [draw.randrange(3, vocabulary) for _ in range(max(1, round(tokens * scale)))]
+
+    hot = [some(128) for _ in range(16)]
+    prompts, tokens = [], []
+    for _ in range(count):
+        if draw.random() < 0.3:
+            prompts.append(draw.choice(hot) + some(64))
+        else:
+            prompts.append(some(draw.randint(192, 1024)))
+        tokens.append(max(1, round(draw.randint(16, 256) * scale)))
+    return Load(prompts, tokens, [0.0] * count, most)
