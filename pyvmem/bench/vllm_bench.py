@@ -359,7 +359,7 @@ def _share(command: Command, part: Part) -> None:
     with Fleet(
         command, block_size=args.block_size, max_num_seqs=256, enable_prefix_caching=False
     ) as fleet:
-        memory = args.kv_memory or (4 * _MIB if quick else 16 * _GIB)
+        memory = args.kv_memory or (4 * _MIB if quick else 12 * _GIB)
         if args.bursts == "climb":
             peak = 2.0 if quick else args.rate
             bursts = climb(count, peak, 8 if quick else 256, 32 if quick else 256)
@@ -533,6 +533,7 @@ def _sleep(command: Command, part: Part) -> None:
         for kind in kinds:
             if host and kind == "stock":
                 why[kind] = "vLLM has no sleep mode on a CPU"
+                book.publish()
                 continue
             options = {} if host else {"enable_sleep_mode": True}
             names = [f"{kind} {k}" for k in range(args.engines)]
@@ -780,6 +781,6 @@ def add_parser(which: Any) -> None:
     add("--page", type=int, default=0, metavar="BYTES", help="of the pool (64 KiB)")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (1)")
     add("--kv-memory", type=int, default=0, metavar="BYTES",
-        help="of each engine, in share of all (16 GiB)")  # fmt: skip
+        help="of each engine (16 GiB; rough 8); share: of all together (12 GiB)")  # fmt: skip
     add("--trace", type=Path, metavar="FILE", help="requests and their times from a trace")
     parser.set_defaults(run=run)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pyvmem.bench.vllm_loads import Heard, Load, arrivals, at_rate, climb, idle_footprint, in_turns
+from pyvmem.bench.vllm_picture import draw
 from pyvmem.cli import main
 from pyvmem.errors import InvalidArgument
 from pyvmem.layouts.workload import Arrival, Request
@@ -73,6 +74,10 @@ def test_engines_that_share(bench: Any, bursts: str, tmp_path: Path) -> None:
         if row["id"] == "share/memory/shared"
     ]
     assert max(sum(one[2:]) for one in seen) == rows["memory/shared"]["value"]
+    draw(raw, tmp_path / "memory.svg")
+    assert "engine 1" in (tmp_path / "memory.svg").read_text()
+    with pytest.raises(ValueError, match="no samples of share/memory/shared"):
+        draw({}, tmp_path / "none.svg")
 
 
 @pytest.mark.long
