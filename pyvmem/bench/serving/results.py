@@ -22,7 +22,7 @@ from pyvmem.bench.timing import percentile
 if TYPE_CHECKING:
     from pyvmem.bench.serving.loop import Outcome
 
-__all__ = ["AGAIN", "add_aims", "add_rows", "figures", "join"]
+__all__ = ["AGAIN", "add_aims", "add_rows", "figures", "join", "over"]
 
 AGAIN = "again"  # the reference once more
 _FORMAT = "vmem-bench-serve/1"
@@ -116,7 +116,7 @@ def _middle(values: Sequence[float]) -> dict[str, Any]:
     return {"value": middle, "rounds": list(values), "spread": spread}
 
 
-def _over(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+def over(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """A row's value over another's; of joined runs, the median over those that have both."""
     if "by_run" not in one:
         return float(one["value"]) / float(other["value"])
@@ -139,7 +139,7 @@ def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> No
 
     def noise(row: str) -> float:
         pair = [part.find(f"{row}/{name}") for name in (AGAIN, first)]
-        return abs(_over(pair[0], pair[1]) - 1) if pair[0] and pair[1] else 0.0
+        return abs(over(pair[0], pair[1]) - 1) if pair[0] and pair[1] else 0.0
 
     def add(name: str, row: str, what: str, op: str = "", aim: float | None = None) -> None:
         whole = [part.find(f"makespan/{one}") for one in (first, name)]
@@ -152,7 +152,7 @@ def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> No
             f"{row}_{name}",
             f"{names[first]}: {what} over {name}",
             [f"{part.name}/{row}/{first}", f"{part.name}/{row}/{name}"],
-            _over,
+            over,
             op=op or None,
             aim=aim,
             unless=why,
