@@ -483,6 +483,31 @@ def test_all_arms_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wasted["paged128"] > wasted["paged16"]
 
 
+def test_a_quick_run_shrinks_long_prompts_until_they_fit(tmp_path: Path) -> None:
+    trace = tmp_path / "long.csv"
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n90000,100\n")
+    out = tmp_path / "serve.json"
+    words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]
+    words += ["--trace", str(trace), "--longest", "131072", "--arms", "contiguous"]
+    assert main(words) == 0
+    data = json.loads(out.read_text())
+    assert data["options"]["served"] == 1
+    (makespan,) = [row for row in data["parts"]["azure"]["rows"] if "makespan" in row["id"]]
+    assert makespan["finished"] == [1]
+
+
+def test_runs_of_which_one_measured_nothing_are_joined(tmp_path: Path) -> None:
+    trace = tmp_path / "too_long.csv"
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n90000,100\n")
+    words = ["bench", "serve", "--quick", "--backend", "host", "--trace", str(trace)]
+    one, out = tmp_path / "one.json", tmp_path / "all.json"
+    assert main([*words, "--longest", "1024", "--arms", "contiguous", "--out", str(one)]) == 0
+    assert main(["bench", "serve", "--out", str(out), "--merge", str(one), str(one)]) == 0
+    part = json.loads(out.read_text())["parts"]["azure"]
+    assert part["status"] == "not run"
+    assert "no request" in part["missing"][0]["why"]
+
+
 def test_conversations_find_what_was_said_before(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]

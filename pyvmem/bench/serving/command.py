@@ -330,7 +330,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     if tiny:
         limit = (2 if device.type == "cpu" else 64) << 20
     names: list[str] = args.arms
-    arrivals = _workload(args, longest, 32 if tiny else 1)
+    arrivals = _workload(args, longest, max(32, args.longest // longest) if tiny else 1)
     if not arrivals:
         part.not_run("*", f"no request of at most {longest} tokens")
         return
@@ -339,7 +339,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     if not limit:
         limit = int(torch.cuda.mem_get_info(device)[0]) - _SPARE
     command.record.options.update(
-        model=sizes.name, kv_bytes=limit, longest=longest, served=len(arrivals), arms=names
+        model=sizes.name, kv_bytes=limit, longest=longest, served=len(arrivals)
     )
     runner = _Runner(command, model, longest, limit, device)
     wrong: list[str] = []
@@ -394,7 +394,9 @@ def _arms(text: str) -> list[str]:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """What a run's numbers depend on."""
-    names = "workload skip seed rate speed_up limit slots group budget ahead rounds limit_s eager"
+    names = (
+        "arms workload skip seed rate speed_up limit slots group budget ahead rounds limit_s eager"
+    )
     found = {name: getattr(args, name) for name in names.split()}
     return {**found, "trace": args.trace.name if args.trace else None}
 
