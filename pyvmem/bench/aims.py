@@ -53,12 +53,16 @@ class Aims:
         unit: str = "x",
         op: str | None = None,
         aim: float | None = None,
+        unless: str = "",
         **more: Any,
     ) -> None:
-        """Adds an aim whose value is `value(*rows)`; op None: there is nothing to reach."""
+        """Adds an aim whose value is `value(*rows)`.
+
+        op None: there is nothing to reach. unless: why the rows cannot be held against each other.
+        """
         found = [self.record.row(r) for r in rows]
         missing = [r for r, row in zip(rows, found, strict=True) if row is None]
-        number = None if missing else value(*found)
+        number = None if missing or unless else value(*found)
         passed = None
         if number is not None and aim is not None and op is not None:
             passed = number <= aim if op == "<=" else number >= aim
@@ -73,7 +77,7 @@ class Aims:
                 "pass": passed,
                 "applies": self.applies and not self.quick,
                 "rows": rows,
-                "why": _not_measured(missing),
+                "why": _not_measured(missing) or unless,
                 **more,
             }
         )

@@ -37,10 +37,10 @@ from pyvmem.bench import (
     vllm_bench,
 )
 from pyvmem.bench.aims import compute
-from pyvmem.bench.command import backends, conducted, now
+from pyvmem.bench.command import backends, conducted, now, put_together
 from pyvmem.bench.cumem import Cuda, CudaUnavailable, CuMem
 from pyvmem.bench.machine import describe
-from pyvmem.bench.merge import MergeError, merge
+from pyvmem.bench.merge import merge
 from pyvmem.bench.native import Native
 from pyvmem.bench.paper import command as paper
 from pyvmem.bench.record import Part, Record
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name:<10} {title} (at most about {seconds:.0f} s)")
         return 0
     if args.merge is not None:
-        return _merge(args)
+        return put_together(merge, args)
     names = args.only or list(PARTS)
     try:
         context = Context(args.backend, device=args.device)
@@ -225,24 +225,6 @@ def run(args: argparse.Namespace) -> int:
         )
         failed = _measure_and_show(args, setting, record, names)
     return 1 if failed else 0
-
-
-def _merge(args: argparse.Namespace) -> int:
-    try:
-        record = merge(args.merge)
-    except MergeError as error:
-        print(f"vmem bench: {error}", file=sys.stderr)
-        return 2
-    if args.out is not None:
-        record.write(args.out)
-    if args.json:
-        print(json.dumps(record.document(raw=False), indent=1))
-        return 0
-    print(report.head(record))
-    for part in record.parts.values():
-        print("\n" + report.part_table(part))
-    print("\n" + report.aims_table(record))
-    return 0
 
 
 def _measure_and_show(

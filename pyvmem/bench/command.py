@@ -12,7 +12,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.bench import fa3, report
 from pyvmem.bench.aims import Aims
 from pyvmem.bench.machine import describe
+from pyvmem.bench.merge import MergeError
 from pyvmem.bench.record import Part, Record
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
@@ -40,6 +41,7 @@ __all__ = [
     "conducted",
     "now",
     "open_command",
+    "put_together",
     "run_on_device",
 ]
 
@@ -192,10 +194,7 @@ class Command:
         if self.args.json:
             print(json.dumps(self.record.document(raw=False), indent=1))
         else:
-            print(report.head(self.record))
-            for part in self.record.parts.values():
-                print("\n" + report.part_table(part))
-            print("\n" + report.aims_table(self.record))
+            print(report.document(self.record))
         return int(any(part.status == "failed" for part in self.record.parts.values()))
 
 
@@ -206,6 +205,21 @@ def open_command(*args: Any, **options: Any) -> Command | None:
     except VMemError as error:
         print(f"vmem bench: {error}", file=sys.stderr)
         return None
+
+
+def put_together(joining: Callable[[Sequence[Path]], Record], args: argparse.Namespace) -> int:
+    """The option ``--merge``: results as one, written and printed. 0; 2: they do not fit."""
+    try:
+        record = joining(args.merge)
+    except MergeError as error:
+        print(f"vmem bench: {error}", file=sys.stderr)
+        return 2
+    if args.out is not None:
+        record.write(args.out)
+    print(
+        json.dumps(record.document(raw=False), indent=1) if args.json else report.document(record)
+    )
+    return 0
 
 
 def run_on_device(

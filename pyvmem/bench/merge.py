@@ -17,7 +17,7 @@ from typing import Any
 from pyvmem.bench.aims import compute
 from pyvmem.bench.record import FORMAT, Part, Record
 
-__all__ = ["MergeError", "merge"]
+__all__ = ["MergeError", "load_together", "merge"]
 
 _SAME = ("gpu", "driver", "commit")
 _STATES = ("not run", "failed", "partial", "done")
@@ -27,15 +27,15 @@ class MergeError(ValueError):
     """The files do not belong together, or one is no result; the text says which and why."""
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path, kind: str) -> dict[str, Any]:
     """A result with its samples: the file itself, or the one of its name in raw/ beside it."""
     raw = path.parent / "raw" / path.name
     try:
         data = json.loads((raw if raw.exists() else path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise MergeError(f"{path}: {error}") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise MergeError(f"{path} is not a result of format {FORMAT}")
+    if not isinstance(data, dict) or data.get("format") != kind:
+        raise MergeError(f"{path} is not a result of format {kind}")
     return data
 
 
@@ -48,17 +48,28 @@ def _rank(part: Part) -> tuple[int, int]:
     return _STATES.index(part.status), len(part.rows)
 
 
+def load_together(paths: Sequence[Path], kind: str) -> list[dict[str, Any]]:
+    """Results of one format and machine, in the order in which they were started.
+
+    Raises:
+        MergeError: see the class.
+    """
+    loaded = sorted((_load(path, kind) for path in paths), key=lambda data: str(data["started"]))
+    first = loaded[0]
+    for data in loaded[1:]:
+        if _identity(data) != _identity(first):
+            raise MergeError(f"these runs differ: {_identity(first)} and {_identity(data)}")
+    return loaded
+
+
 def merge(paths: Sequence[Path]) -> Record:
     """One record of all parts; machine and method are those of the first run.
 
     Raises:
         MergeError: see the class.
     """
-    loaded = sorted((_load(path) for path in paths), key=lambda data: str(data["started"]))
+    loaded = load_together(paths, FORMAT)
     first = loaded[0]
-    for data in loaded[1:]:
-        if _identity(data) != _identity(first):
-            raise MergeError(f"these runs differ: {_identity(first)} and {_identity(data)}")
     parts: dict[str, Part] = {}
     for data in loaded:
         for name, fields in data["parts"].items():

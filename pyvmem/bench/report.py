@@ -9,7 +9,7 @@ from typing import Any
 from pyvmem.bench.record import Part, Record
 from pyvmem.bench.setting import label
 
-__all__ = ["aims_table", "head", "number", "part_table", "table"]
+__all__ = ["aims_table", "document", "head", "number", "part_table", "table"]
 
 
 def number(value: Any) -> str:
@@ -158,3 +158,9 @@ def aims_table(record: Record) -> str:
     if any(aim["pass"] is not None and not aim["applies"] for aim in record.aims):
         text += "\nin brackets: the aims are for the stock back end on an H100 or H200, full run"
     return text
+
+
+def document(record: Record) -> str:
+    """Everything: head, parts and aims."""
+    parts = [part_table(part) for part in record.parts.values()]
+    return "\n\n".join([head(record), *parts, aims_table(record)])

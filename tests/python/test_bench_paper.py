@@ -90,6 +90,35 @@ def test_pictures_of_runs_that_are_not_kept_yet_can_be_drawn(tmp_path: Path) -> 
     assert memory["tokens"] == [[0.0, 1.0], [1.0, 1.0]]
 
 
+def test_rows_of_serving_runs_are_what_the_runs_say(tmp_path: Path) -> None:
+    """Runs with every figure of every arm: half, the same, or twice that of the contiguous one."""
+    factors = {"contiguous": 8.0, "2M": 16.0, "paged16": 4.0, "static": 32.0, "again": 8.0}
+    figures = ("tokens", "requests", "first50", "batch", "largest", "mapped", "used", "shared")
+    for part in ("offline", "azure", "prefixes", "chat"):
+        rows = [
+            {"id": f"{part}/{figure}/{arm}", "value": value}
+            for arm, value in factors.items()
+            for figure in figures
+        ]
+        rows += [{"id": f"{part}/held/{arm}", "value": 32.0} for arm in factors]
+        (tmp_path / f"{part}.json").write_text(
+            json.dumps({"options": {"kv_bytes": 20 << 30}, "parts": {part: {"rows": rows}}})
+        )
+    parts = {"online": "azure", "slow": "azure", "prefixes": "prefixes", "chat": "chat"}
+    served = [row for row in ROWS if row.file.startswith("serve-")]
+    for row in served:
+        part = next((parts[w] for w in row.file.split("-") if w in parts), "offline")
+        shutil.copy(tmp_path / f"{part}.json", tmp_path / f"{row.file}.json")
+    results = Results(tmp_path)
+    texts = [row.ours(results) for row in served if row.ours is not None]
+    assert len(texts) == len(served) > 8
+    found = "\n".join(texts)
+    assert "tokens/s, contiguous over paged16 2.000x, again 1.000x" in found
+    assert "64 KB over 2 MB in 20 GB: batch 0.50x, largest batch 0.50x, tokens/s 0.50x" in found
+    assert "-100 % of the pool is not mapped" in found
+    assert "held memory that is rows 25 % / 100 % static" in found
+
+
 def test_a_drawing_is_the_same_every_time() -> None:
     pytest.importorskip("matplotlib")
     picture, data = available(Results(KEPT))[0]

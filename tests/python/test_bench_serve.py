@@ -22,10 +22,13 @@ np = pytest.importorskip("numpy")
 
 from pyvmem.attention import sdpa  # noqa: E402
 from pyvmem.bench.decoder import TINY, Decoder  # noqa: E402
+from pyvmem.bench.machine import describe  # noqa: E402
+from pyvmem.bench.record import Record  # noqa: E402
 from pyvmem.bench.serving import command as serve_command  # noqa: E402
 from pyvmem.bench.serving import loop  # noqa: E402
 from pyvmem.bench.serving.forward import Forward, Kernels, Work  # noqa: E402
 from pyvmem.bench.serving.loop import Outcome, serve  # noqa: E402
+from pyvmem.bench.serving.results import AGAIN, add_rows  # noqa: E402
 from pyvmem.bench.serving.stores import Paged, SharedPaged, Slots, Static, Store  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -457,20 +460,20 @@ def test_all_arms_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_SAMPLE_S", 0.0)  # every step
     out = tmp_path / "serve.json"
     words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]
-    assert main([*words, "--speed-up", "1000"]) == 0
+    arms = [*serve_command.ARMS, AGAIN]
+    assert main([*words, "--speed-up", "1000", "--arms", ",".join(arms)]) == 0
     data = json.loads(out.read_text())
     assert data["format"] == "vmem-bench-serve/1"
     part = data["parts"]["azure"]
     assert part["status"] == "done", part
     rows = {row["id"].partition("/")[2]: row for row in part["rows"]}
-    arms = [*serve_command.ARMS, serve_command.AGAIN]
     for arm in arms:
         assert rows[f"makespan/{arm}"]["finished"] == [data["options"]["served"]]
         assert rows[f"largest/{arm}"]["value"] >= rows[f"batch/{arm}"]["value"] > 0
         assert rows[f"first50/{arm}"]["value"] <= rows[f"first99/{arm}"]["value"]
         assert rows[f"wasted/{arm}"]["value"] >= 0
         assert len(rows[f"memory/{arm}"]["columns"]) == 5
-    for arm in set(arms) - {"contiguous", serve_command.AGAIN}:
+    for arm in set(arms) - {"contiguous", AGAIN}:
         assert rows[f"difference/{arm}"]["value"] <= serve_command._BOUND
     tokens = {rows[f"tokens/{arm}"]["value"] * rows[f"makespan/{arm}"]["value"] for arm in arms}
     assert max(tokens) == pytest.approx(min(tokens), rel=1e-4)  # everybody did the same work
@@ -478,6 +481,31 @@ def test_all_arms_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wasted = {arm: rows[f"wasted/{arm}"]["value"] for arm in arms}
     assert wasted["static"] > wasted["2M"] > wasted["contiguous"]
     assert wasted["paged128"] > wasted["paged16"]
+
+
+def test_a_quick_run_shrinks_long_prompts_until_they_fit(tmp_path: Path) -> None:
+    trace = tmp_path / "long.csv"
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n90000,100\n")
+    out = tmp_path / "serve.json"
+    words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]
+    words += ["--trace", str(trace), "--longest", "131072", "--arms", "contiguous"]
+    assert main(words) == 0
+    data = json.loads(out.read_text())
+    assert data["options"]["served"] == 1
+    (makespan,) = [row for row in data["parts"]["azure"]["rows"] if "makespan" in row["id"]]
+    assert makespan["finished"] == [1]
+
+
+def test_runs_of_which_one_measured_nothing_are_joined(tmp_path: Path) -> None:
+    trace = tmp_path / "too_long.csv"
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n90000,100\n")
+    words = ["bench", "serve", "--quick", "--backend", "host", "--trace", str(trace)]
+    one, out = tmp_path / "one.json", tmp_path / "all.json"
+    assert main([*words, "--longest", "1024", "--arms", "contiguous", "--out", str(one)]) == 0
+    assert main(["bench", "serve", "--out", str(out), "--merge", str(one), str(one)]) == 0
+    part = json.loads(out.read_text())["parts"]["azure"]
+    assert part["status"] == "not run"
+    assert "no request" in part["missing"][0]["why"]
 
 
 def test_conversations_find_what_was_said_before(tmp_path: Path) -> None:
@@ -543,3 +571,98 @@ def test_an_arm_that_fails_midway_leaves_no_memory_behind(
         assert isinstance(store, Slots)
         with pytest.raises(Exception, match="closed"):
             store.cache.stats()
+
+
+def test_an_arm_that_computes_something_else_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others' results are kept, and the run fails."""
+    upload = Paged.upload
+
+    def wrong(self: Paged) -> None:
+        upload(self)
+        if self.block == 16:
+            self._device[:, 1] = self._device[:, 0]
+
+    monkeypatch.setattr(Paged, "upload", wrong)
+    out = tmp_path / "serve.json"
+    words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]
+    assert main([*words, "--arms", "contiguous,paged16,paged128", "--requests", "2"]) == 1
+    part = json.loads(out.read_text())["parts"]["azure"]
+    assert part["status"] == "failed"
+    assert "paged16" in part["why"]
+    assert [item["id"] for item in part["missing"]] == ["azure/makespan/paged16"]
+    found = {row["id"] for row in part["rows"]}
+    assert {"azure/makespan/contiguous", "azure/makespan/paged128"} <= found
+    assert "azure/makespan/paged16" not in found
+
+
+def result(path: Path, arms: dict[str, list[float]], **changed: Any) -> Path:
+    """A run with the tokens a second of each arm's rounds; those below 0: its time ran out."""
+    options = {"backend": "stock", "quick": False, "workload": "azure", "limit": 20 << 30}
+    options |= {"arms": list(arms), "deadline": float(len(arms)), **changed}
+    record = Record(describe(), options, started=path.name, format="vmem-bench-serve/1")
+    part = record.part(str(options["workload"]), "all of it")
+    for arm, speeds in arms.items():
+        rounds = [
+            Outcome(seconds=1.0, new_tokens=int(abs(one)), cut=one < 0, between=[1.0], host_ns=1000)
+            for one in speeds
+        ]
+        add_rows(part, arm, f"what {arm} is", rounds)
+        part.value(f"difference/{arm}", "logits", arm, 0.01 * len(speeds), "x", compared=3)
+    record.write(path)
+    return path
+
+
+def test_runs_are_joined_by_their_reference(tmp_path: Path, capsys: Any) -> None:
+    fast = result(tmp_path / "a.json", {"contiguous": [100.0, 300.0], "2M": [100.0, 100.0]})
+    slow = result(tmp_path / "b.json", {"contiguous": [50.0], "paged16": [40.0]})
+    last = result(tmp_path / "c.json", {"contiguous": [60.0], AGAIN: [66.0], "paged16": [60.0]})
+    out = tmp_path / "all.json"
+    words = ["bench", "serve", "--out", str(out), "--merge"]
+    assert main([*words, str(last), str(fast), str(slow)]) == 0
+    data = json.loads(out.read_text())
+    assert data["options"]["arms"] == ["contiguous", "2M", "paged16", AGAIN]
+    rows = {row["id"]: row for row in data["parts"]["azure"]["rows"]}
+    assert rows["azure/tokens/contiguous"]["rounds"] == [100, 300, 50, 60]
+    assert rows["azure/tokens/contiguous"]["value"] == 80
+    assert rows["azure/tokens/contiguous"]["by_run"] == [[0, 200], [1, 50], [2, 60]]
+    assert rows["azure/difference/contiguous"]["value"] == 0.02  # the worst
+    aims = {aim["id"]: aim for aim in data["aims"]}
+    # Each against the reference of its own runs: the card was slower in the second.
+    assert aims["tokens_2M"]["value"] == 2.0
+    assert aims["tokens_2M"]["pass"]
+    assert aims["tokens_paged16"]["value"] == pytest.approx((50 / 40 + 1) / 2)
+    assert aims["tokens_paged16"]["aim"] == pytest.approx(0.9)  # equal arms are so far apart
+    assert "what contiguous is" in aims["tokens_paged16"]["what"]
+    assert aims["batch_2M"]["why"] == "2M has 0"
+    assert "what paged16 is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arms", "changed", "why"),
+    [
+        ({"contiguous": [1.0]}, {"limit": 7}, "differ in limit"),
+        ({"contiguous": [1.0]}, {"workload": "chat"}, "differ in workload"),
+        ({"fa3": [1.0], "contiguous": [1.0]}, {}, "no reference in common: contiguous, fa3"),
+    ],
+)
+def test_runs_of_different_things_are_not_joined(
+    tmp_path: Path, capsys: Any, arms: dict[str, list[float]], changed: dict[str, Any], why: str
+) -> None:
+    one = result(tmp_path / "a.json", {"contiguous": [1.0]})
+    other = result(tmp_path / "b.json", arms, **changed)
+    out = tmp_path / "all.json"
+    assert main(["bench", "serve", "--out", str(out), "--merge", str(one), str(other)]) == 2
+    assert why in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_part_of_a_workload_is_held_against_nothing(tmp_path: Path) -> None:
+    one = result(tmp_path / "a.json", {"contiguous": [5.0], "paged16": [-5.0], "fa3": [5.0]})
+    out = tmp_path / "all.json"
+    assert main(["bench", "serve", "--out", str(out), "--merge", str(one)]) == 0
+    aims = {aim["id"]: aim for aim in json.loads(out.read_text())["aims"]}
+    assert aims["tokens_paged16"]["value"] is None
+    assert aims["tokens_paged16"]["why"] == "its time ran out: paged16"
+    assert aims["tokens_fa3"]["value"] == 1.0

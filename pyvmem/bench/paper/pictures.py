@@ -16,6 +16,7 @@ from typing import Any
 
 from pyvmem.bench.paper.results import NotMeasured, Results
 from pyvmem.bench.paper.rows import DECODING, reading
+from pyvmem.bench.serving.results import over
 
 __all__ = ["PICTURES", "Picture", "available", "digest", "draw"]
 
@@ -213,21 +214,20 @@ def _hits(results: Results) -> dict[str, Any]:
 
 
 def _served(file: str, part: str, figures: dict[str, str]) -> Callable[[Results], dict[str, Any]]:
-    """For bars: a serving run's figures, over those of the contiguous arm."""
+    """For bars: the figures of a serving run's arms, over those of the contiguous one."""
 
     def data(results: Results) -> dict[str, Any]:
         one = results[file]
         arms = {"contiguous": "64 KB", "2M": "2 MB", "paged16": "16", "paged128": "128"}
-        return {
-            "groups": list(figures.values()),
-            "series": {
-                words: [
-                    one.value(f"{part}/{figure}/{arm}") / one.value(f"{part}/{figure}/contiguous")
-                    for figure in figures
-                ]
-                for arm, words in arms.items()
-            },
-        }
+        mine = [one.row(f"{part}/{figure}/contiguous") for figure in figures]
+        series: dict[str, list[float]] = {}
+        for arm, words in arms.items():
+            try:
+                theirs = [one.row(f"{part}/{figure}/{arm}") for figure in figures]
+            except NotMeasured:
+                continue
+            series[words] = list(map(over, theirs, mine))
+        return {"groups": list(figures.values()), "series": series}
 
     return data
 

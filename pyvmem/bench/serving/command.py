@@ -11,17 +11,25 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.bench.command import Command, WrongResult, add_common, open_command, run_on_device
+from pyvmem.bench.command import (
+    Command,
+    WrongResult,
+    add_common,
+    open_command,
+    put_together,
+    run_on_device,
+)
 from pyvmem.bench.record import Part
-from pyvmem.bench.timing import percentile, quiet
+from pyvmem.bench.serving.results import AGAIN, add_aims, add_rows, figures, join
+from pyvmem.bench.timing import quiet
 from pyvmem.errors import VMemError
 from pyvmem.layouts.options import size
 from pyvmem.layouts.workload import Arrival, Request, generate, poisson, read_arrivals
@@ -41,6 +49,7 @@ _TILE = 191  # rows that FlashAttention-3's contiguous call may read past a leng
 _BLOCK = 32  # rows of a slot's blocks for its paged call, which then reads exactly
 _CONTENT = 512  # tokens that an id of content stands for
 _TALKS = 4  # made-up conversations at a time
+_FEW = 16  # slots for the comparison of logits
 _SPARE = 8 << 30  # bytes for activations, graphs and libraries
 _METHOD = {
     "time": "host clock; a token is there when its step was waited for",
@@ -61,6 +70,7 @@ class Arm:
         kind: "slots", "paged" or "static".
         prefill, decode: the attention kernel's call, "contiguous" or "paged".
         page: bytes, of slots; 0: the command's.
+        group: layers in a tensor, of slots; 0: the command's.
         block: rows, of blocks.
         backend: of slots; "": the command's.
     """
@@ -72,17 +82,18 @@ class Arm:
     page: int = 0
     block: int = _BLOCK
     backend: str = ""
+    group: int = 0
 
 
 ARMS = {
     "contiguous": Arm("contiguous, the best kernel for each phase", "slots", "contiguous", "paged"),
     "fa3": Arm("contiguous, one kernel", "slots", "contiguous", "contiguous", block=0),
+    "grouped": Arm("contiguous, 8 layers in a tensor", "slots", "contiguous", "paged", group=8),
     "2M": Arm("contiguous, pages of 2 MB", "slots", "contiguous", "paged", 2 << 20, backend="cuda"),
     "paged16": Arm("blocks of 16 tokens", "paged", "paged", "paged", block=16),
     "paged128": Arm("blocks of 128 tokens", "paged", "paged", "paged", block=128),
     "static": Arm("memory for the longest request each", "static", "contiguous", "paged"),
 }
-AGAIN = "again"
 WORKLOADS = {
     "azure": "lengths as of Azure's conversations, or a trace's; arrivals by its times",
     "offline": "a trace's lengths, all there at the start",
@@ -108,24 +119,28 @@ class _Runner:
         """The arm; `again` is the first one."""
         return ARMS[self.command.args.arms[0] if name == AGAIN else name]
 
-    def _store(self, arm: Arm) -> Store:
+    def words(self, name: str) -> str:
+        """What an arm is."""
+        return self.arm(name).what + (", again" if name == AGAIN else "")
+
+    def _store(self, arm: Arm, slots: int, limit: int) -> Store:
         from pyvmem.bench.serving.stores import Paged, SharedPaged, Slots, Static
 
         args, sizes = self.command.args, self.model.sizes
         if arm.kind != "slots":
             kind = Static if arm.kind == "static" else SharedPaged if self.prefixes else Paged
-            shape = (self.longest, args.slots, self.limit, arm.block, self.device)
+            shape = (self.longest, slots, limit, arm.block, self.device)
             return kind(sizes, *shape)
         on_host = self.command.backend == "host"
         page = arm.page or self.command.page
         if on_host and arm.page:
             page = 16 * self.command.page  # as many rows as a tiny model's request has
         config = sizes.config(
-            max_batch=args.slots,
+            max_batch=slots,
             max_seq_len=self.longest,
             page_size=page,
-            group_size=args.group,
-            memory_limit=self.limit,
+            group_size=gcd(arm.group or args.group, sizes.layers),
+            memory_limit=limit,
             zero_fill=False,  # the other arms' memory goes from request to request as it is, too
             overread_rows=_TILE if self.gpu else 0,
             overread_decode=self.gpu and arm.decode == "contiguous",
@@ -140,17 +155,19 @@ class _Runner:
         arrivals: Sequence[Arrival],
         *,
         budget: int,
+        slots: int = 0,
+        limit: int = 0,
         limit_s: float = float("inf"),
         observer: Any = None,
     ) -> Outcome:
-        """A run over a fresh store."""
+        """A run over a fresh store, of the command's slots and memory where none are named."""
         from pyvmem.attention.reads import EXACT, Reads
         from pyvmem.bench.serving.forward import Forward, Kernels
         from pyvmem.bench.serving.loop import serve
 
         arm = self.arm(name)
         reads = Reads(tile=_TILE) if self.gpu else EXACT
-        store = self._store(arm)
+        store = self._store(arm, slots or self.command.args.slots, limit or self.limit)
         self._stores.append(store)
         budget = max(budget, store.slots)
         kernels = Kernels(arm.prefill, arm.decode, reads)
@@ -190,7 +207,9 @@ class _Runner:
                 found[live.number, live.rows] = row
 
         arrivals = [Arrival(0.0, request) for request in requests]
-        self.serve(name, arrivals, budget=self.command.args.check_budget, observer=keep)
+        room = 2 * self.longest * self.model.sizes.token_bytes  # a slot or two of `static`
+        few = {"slots": min(self.command.args.slots, _FEW), "limit": min(self.limit, room)}
+        self.serve(name, arrivals, budget=self.command.args.check_budget, observer=keep, **few)
         return found
 
 
@@ -208,13 +227,14 @@ def _tokens(sizes: Sizes, number: int, arrival: Arrival) -> Ints:
     return np.concatenate((prompt, drawn((3, number), context + output - len(prompt))))
 
 
-def _check(runner: _Runner, part: Part, names: Sequence[str]) -> None:
-    """Each arm's logits against the first's. WrongResult: they are further apart than rounding."""
+def _check(runner: _Runner, part: Part, names: Sequence[str]) -> list[str]:
+    """Each arm's logits against the first's; those that are further apart than rounding."""
+    wrong: list[str] = []
     requests = [Request(37, 6), Request(300, 4), Request(610, 5), Request(5, 9)]
     requests = [one for one in requests if one.longest <= runner.longest]
     wanted = _attempt(runner, part, names[0], partial(runner.logits, names[0], requests))
     if wanted is None:
-        return
+        return wrong
     for name in names[1:]:
         if runner.arm(name) == runner.arm(names[0]):
             continue
@@ -235,7 +255,10 @@ def _check(runner: _Runner, part: Part, names: Sequence[str]) -> None:
             compared=len(both),
         )
         if len(both) < answers or not worst <= _BOUND:  # also refuses NaN
-            raise WrongResult(f"{name}: {len(both)} of {answers} rows, {worst:.3g} apart")
+            wrong.append(name)
+            part.not_run(f"makespan/{name}", f"{len(both)} of {answers} rows, {worst:.3g} apart")
+            runner.command.show(f"{name}: {part.missing[-1]['why']}")
+    return wrong
 
 
 def _attempt(runner: _Runner, part: Part, name: str, work: Callable[[], Any]) -> Any:
@@ -250,134 +273,6 @@ def _attempt(runner: _Runner, part: Part, name: str, work: Callable[[], Any]) ->
     finally:
         runner.sweep()
     return None
-
-
-def _figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
-    """What is reported of a run: name, words, value, unit."""
-    seconds = outcome.seconds
-    tokens = outcome.prompt_tokens + outcome.new_tokens - outcome.recomputed
-    found = {
-        "makespan": ("time until the last token", seconds, "s"),
-        "tokens": ("tokens of prompts and answers", tokens / seconds, "1/s"),
-        "answers": ("tokens of answers", outcome.new_tokens / seconds, "1/s"),
-        "requests": ("requests finished", 60 * outcome.finished / seconds, "1/min"),
-        "batch": ("requests in a step, mean", outcome.batch_s / seconds, "requests"),
-        "largest": ("requests in a step, at most", outcome.largest, "requests"),
-        "preemptions": ("preemptions", outcome.preemptions, "count"),
-        "shared": ("tokens that were there already", outcome.shared, "count"),
-        "recomputed": ("tokens computed again", outcome.recomputed, "count"),
-        "steps": ("forward passes", outcome.steps, "count"),
-        "host": (
-            "host time in the cache or block manager, a step",
-            outcome.host_ns / 1e3 / max(1, outcome.steps),
-            "us",
-        ),
-    }
-    for name, words, times in (
-        ("first", "time to the first token", outcome.first),
-        ("between", "time between tokens", outcome.between),
-    ):
-        ordered = sorted(times)
-        for percent in (50, 90, 99):
-            if ordered:
-                value = 1e3 * percentile(ordered, percent / 100)
-                found[f"{name}{percent}"] = (f"{words}, p{percent}", value, "ms")
-    for name, count in outcome.driver.items():
-        words = name.replace("_", " ").removesuffix(" ns")
-        timed = name.endswith("_ns")
-        value = count / 1e6 if timed else count
-        found[name.removesuffix("_ns")] = (words, value, "ms" if timed else "count")
-    last = [s for s in outcome.samples if s.running]
-    if last:
-        for key, what in (("mapped", "memory mapped"), ("held", "memory of requests")):
-            mean = statistics.fmean(getattr(s, key) for s in last)
-            found[key] = (f"{what}, mean", mean, "bytes")
-        used = statistics.fmean(s.used for s in last)
-        found["used"] = ("memory of rows, mean", used, "bytes")
-        found["wasted"] = (
-            "memory of requests without rows, mean",
-            found["held"][1] - used,
-            "bytes",
-        )
-    return found
-
-
-def _add_rows(part: Part, runner: _Runner, runs: dict[str, list[Outcome]]) -> None:
-    for name, outcomes in runs.items():
-        if not outcomes:
-            continue
-        what = runner.arm(name).what + (", again" if name == AGAIN else "")
-        rounds = [_figures(outcome) for outcome in outcomes]
-        for key in rounds[0]:
-            words, _, unit = rounds[0][key]
-            values = [one[key][1] for one in rounds if key in one]
-            middle = statistics.median(values)
-            spread = (max(values) - min(values)) / middle if middle else 0.0
-            more: dict[str, Any] = {"rounds": values, "spread": spread}
-            if key == "makespan":
-                more["cut"] = any(outcome.cut for outcome in outcomes)
-                more["finished"] = [outcome.finished for outcome in outcomes]
-            part.value(f"{key}/{name}", f"{what}: {words}", name, middle, unit, **more)
-        samples = [list(asdict(one).values()) for one in outcomes[-1].samples]
-        every = -(-len(samples) // 400)
-        part.value(
-            f"memory/{name}",
-            f"{what}: memory over time, of the last round",
-            name,
-            len(samples),
-            "samples",
-            columns=["seconds", "mapped", "held", "used", "running"],
-            series=samples[::every] if samples else [],
-        )
-
-
-def _aims(command: Command, part: Part, names: Sequence[str]) -> None:
-    """Speed of the reference over each other arm, and the goals that are set for them."""
-    aims, prefix = command.aims, part.name
-
-    def over(a: Any, b: Any) -> float:
-        return float(a["value"]) / float(b["value"])
-
-    spread = part.find(f"tokens/{AGAIN}")
-    baseline = part.find(f"tokens/{names[0]}")
-    noise = 0.0
-    if spread and baseline:
-        noise = abs(over(spread, baseline) - 1)
-    for name in names[1:]:
-        paged, goal = name.startswith("paged"), None
-        if paged:
-            goal = 1.0 - noise
-        elif name == "2M" and command.args.limit:
-            goal = 1.2
-        aims.add(
-            f"tokens_{name}",
-            f"{ARMS[names[0]].what}: tokens a second over {name}",
-            [f"{prefix}/tokens/{names[0]}", f"{prefix}/tokens/{name}"],
-            over,
-            op=">=" if goal else None,
-            aim=goal,
-        )
-        for row, words, unit in (
-            ("between99", "p99 between tokens", 1.0 + noise),
-            ("host", "host time in the manager", 1.0),
-        ):
-            aims.add(
-                f"{row}_{name}",
-                f"{ARMS[names[0]].what}: {words} over {name}",
-                [f"{prefix}/{row}/{names[0]}", f"{prefix}/{row}/{name}"],
-                over,
-                op="<=" if paged else None,
-                aim=unit if paged else None,
-            )
-        if name == "2M":
-            aims.add(
-                f"batch_{name}",
-                f"{ARMS[names[0]].what}: mean batch over {name}",
-                [f"{prefix}/batch/{names[0]}", f"{prefix}/batch/{name}"],
-                over,
-                op=">=" if command.args.limit else None,
-                aim=1.5 if command.args.limit else None,
-            )
 
 
 def _workload(args: argparse.Namespace, longest: int, shrink: int) -> list[Arrival]:
@@ -435,7 +330,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     if tiny:
         limit = (2 if device.type == "cpu" else 64) << 20
     names: list[str] = args.arms
-    arrivals = _workload(args, longest, 32 if tiny else 1)
+    arrivals = _workload(args, longest, max(32, args.longest // longest) if tiny else 1)
     if not arrivals:
         part.not_run("*", f"no request of at most {longest} tokens")
         return
@@ -444,16 +339,18 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     if not limit:
         limit = int(torch.cuda.mem_get_info(device)[0]) - _SPARE
     command.record.options.update(
-        model=sizes.name, kv_bytes=limit, longest=longest, served=len(arrivals), arms=names
+        model=sizes.name, kv_bytes=limit, longest=longest, served=len(arrivals)
     )
     runner = _Runner(command, model, longest, limit, device)
+    wrong: list[str] = []
     if not args.no_check:
-        _check(runner, part, names)
+        wrong = _check(runner, part, names)
         command.write()
     kept = (list(part.rows), list(part.missing))
     runs: dict[str, list[Outcome]] = {name: [] for name in names}
     broken = {item["id"].rpartition("/")[2] for item in part.missing}
     slowest = 0.0
+    planned, done = args.rounds * (len(names) - len(broken & set(names))), 0
     for number in range(args.rounds):
         if number and not command.deadline.allows(slowest):
             part.notes.append(f"the deadline came after {number} rounds")
@@ -471,16 +368,20 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
                 kept = (kept[0], list(part.missing))
                 continue
             runs[name].append(outcome)
-            rate = _figures(outcome)["tokens"][1]
-            command.show(f"{name}: {outcome.seconds:.1f} s, {rate:,.0f} tokens/s")
+            rate, done = figures(outcome)["tokens"][1], done + 1
+            speed = f"{name}: {outcome.seconds:.1f} s, {rate:,.0f} tokens/s"
+            command.show(f"{speed}; {done} of {planned} runs")
             part.rows[:], part.missing[:] = kept[0], list(kept[1])
-            _add_rows(part, runner, runs)
+            for one, outcomes in runs.items():
+                add_rows(part, one, runner.words(one), outcomes)
             command.write()
         slowest = max(slowest, command.deadline.used - began)
     for name, outcomes in runs.items():
         if not outcomes and name not in broken:
             part.not_run(f"makespan/{name}", "the deadline came first")
-    _aims(command, part, names)
+    add_aims(command.aims, part, {name: runner.words(name) for name in names}, args.limit)
+    if wrong:
+        raise WrongResult(f"{', '.join(wrong)}: other logits than {names[0]}")
 
 
 def _arms(text: str) -> list[str]:
@@ -489,6 +390,15 @@ def _arms(text: str) -> list[str]:
     if not set(names) <= set(known) or len(set(names)) != len(names) or names[0] == AGAIN:
         raise argparse.ArgumentTypeError(f"{text!r}: expected some of {','.join(known)}")
     return names
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """What a run's numbers depend on."""
+    names = (
+        "arms workload skip seed rate speed_up limit slots group budget ahead rounds limit_s eager"
+    )
+    found = {name: getattr(args, name) for name in names.split()}
+    return {**found, "trace": args.trace.name if args.trace else None}
 
 
 def add_parser(which: Any) -> None:
@@ -520,11 +430,15 @@ def add_parser(which: Any) -> None:
     add("--rounds", type=int, default=2, help="of all arms (2)")
     add("--limit-s", type=float, default=240.0, metavar="S", help="of one arm's run (240)")
     add("--eager", action="store_true", help="no CUDA graphs")
+    merge = {"type": Path, "nargs": "+", "metavar": "FILE"}
+    add("--merge", **merge, help="measure nothing: put runs of some arms each together")
     add("--no-check", action="store_true", help="do not compare the arms' logits first")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
-    command = open_command(args, "serve", _METHOD, workload=args.workload)
+    if args.merge is not None:
+        return put_together(join, args)
+    command = open_command(args, "serve", _METHOD, **_options(args))
     return run_on_device(command, args.workload, WORKLOADS[args.workload], _measure)

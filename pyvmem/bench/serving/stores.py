@@ -189,6 +189,7 @@ class Slots(Store):
         self.layers = [(self.cache.k(number), self.cache.v(number)) for number in numbers]
         self.table = _trivial(self.layers, block) if block else None
         self._lengths = [0] * self.slots
+        self._limit = config.memory_limit
         self._before = self.cache.stats()
 
     @_timed
@@ -249,8 +250,9 @@ class Slots(Store):
         return {name: getattr(stats, name) - getattr(before, name) for name in names}
 
     def settle(self) -> None:
-        """See `Store`."""
+        """See `Store`; memory is taken from the driver here, as the other stores' is."""
         self.cache.trim()
+        self.cache.context.warm(self._limit)
         super().settle()
         self._before = self.cache.stats()
 
