@@ -31,6 +31,7 @@ from pyvmem.bench import (
     prefix_map,
     prefixes,
     report,
+    sharing,
     sizes,
     slots,
     step,
@@ -138,6 +139,7 @@ def _add_benchmarks(which: Any) -> None:
     prefix_map.add_parser(which)
     fill.add_parser(which)
     serve.add_parser(which)
+    sharing.add_parser(which)
     vllm_bench.add_parser(which)
     paper.add_parser(which)
 
