@@ -35,6 +35,7 @@ from pyvmem.bench import (
     sizes,
     slots,
     step,
+    swapping,
     vllm_bench,
 )
 from pyvmem.bench.aims import compute
@@ -140,6 +141,7 @@ def _add_benchmarks(which: Any) -> None:
     fill.add_parser(which)
     serve.add_parser(which)
     sharing.add_parser(which)
+    swapping.add_parser(which)
     vllm_bench.add_parser(which)
     paper.add_parser(which)
 

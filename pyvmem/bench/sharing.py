@@ -144,8 +144,8 @@ def _searched(path: Path | None, width: int, prompts: int, steps: int) -> list[P
         past_key_values=Watched(config=loaded.model.config),
         num_beams=width,
         do_sample=False,
-        min_new_tokens=steps + 1,  # the last step's beams are not reordered
-        max_new_tokens=steps + 1,
+        min_new_tokens=steps,
+        max_new_tokens=steps,
         pad_token_id=0,
     )
     return [
