@@ -33,6 +33,12 @@ def runs(name: str) -> Iterator[Result]:
             yield result
 
 
+def page_words(run: Result) -> str:
+    """The page size of a run; 64 KB where it does not say."""
+    size = run["options"].get("page") or 64 << 10
+    return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
+
+
 def over(row: Result | None, base: Result | None, field: str = "median") -> str:
     """One row's number over another's; nothing where one was not run."""
     if row is None or base is None or row is base:
@@ -59,7 +65,7 @@ def part_overlap(_: list[Result]) -> list[str]:
         lines += [
             f"Iterations of decoding, Llama-3-8B's shape, {options['batch']} requests of "
             f"{options['low']:,} to {options['high']:,} tokens, {count:,} iterations each, "
-            f"{title(run)}:",
+            f"pages of {page_words(run)}, {title(run)}:",
             "",
             *table([*head, "above 1.2 times the median"], body),
             "",
@@ -82,7 +88,7 @@ def part_deferred(_: list[Result]) -> list[str]:
             body.append([words, number(row["median"], 4), of_that, spread, over(row, base)])
         lines += [
             f"Prefill of {run['options']['tokens']:,} tokens, Llama-3-8B's shape, medians of "
-            f"{base['n'] if base else 0}, {title(run)}:",
+            f"{base['n'] if base else 0}, pages of {page_words(run)}, {title(run)}:",
             "",
             *table(["", "ms", "of that, step", "spread", "over the first"], body),
             "",
@@ -104,7 +110,7 @@ def part_kernels(_: list[Result]) -> list[str]:
 
 
 def _one_kernel(found: dict[str, Result], run: Result, kernel: str, name: str) -> list[str]:
-    ids = [row["id"].split("/") for row in run["parts"][kernel]["rows"]]
+    ids = [row["id"].split("/") for row in run["parts"][kernel]["rows"] if "median" in row]
     cases = list(dict.fromkeys(case for _, case, _, _ in ids))
     forms = dict.fromkeys(form for _, _, form, _ in ids if form != "contiguous")
 
@@ -122,9 +128,12 @@ def _one_kernel(found: dict[str, Result], run: Result, kernel: str, name: str) -
         shown = [f"{time / base:.3f}" if time and base else "" for time in times]
         body.append([what, number(base or 0.0), *shown])
     blocks = [f"blocks of {form.removeprefix('paged')}" for form in forms]
-    head = ["", "contiguous, 64 KB pages: ms", "contiguous, cudaMalloc", *blocks]
+    page = page_words(run)
+    own = any("heads" in what or "KV head" in what for what, *_ in body)
+    heads = "heads of 128, as named" if own else "32 query and 8 KV heads of 128"
+    head = ["", f"contiguous, {page} pages: ms", "contiguous, cudaMalloc", *blocks]
     return [
-        f"{name}, bfloat16, 32 query and 8 KV heads of 128: time over that of contiguous 64 KB "
+        f"{name}, bfloat16, {heads}: time over that of contiguous {page} "
         f"pages (above 1: paging costs that), {title(run)}:",
         "",
         *table(head, body),

@@ -31,9 +31,11 @@ from pyvmem.bench import (
     prefix_map,
     prefixes,
     report,
+    sharing,
     sizes,
     slots,
     step,
+    swapping,
     vllm_bench,
 )
 from pyvmem.bench.aims import compute
@@ -138,6 +140,8 @@ def _add_benchmarks(which: Any) -> None:
     prefix_map.add_parser(which)
     fill.add_parser(which)
     serve.add_parser(which)
+    sharing.add_parser(which)
+    swapping.add_parser(which)
     vllm_bench.add_parser(which)
     paper.add_parser(which)
 

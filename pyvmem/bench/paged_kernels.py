@@ -118,6 +118,10 @@ TINY_SETS: dict[str, tuple[Case, ...]] = {
         for phase, rows in (("decode", (1, 512, False)), ("prefill", (512, 512, False)))
         for name, kv_heads in (("mha", 4), ("mqa", 1))
     ),
+    "long": (Case("prefill_1k", "prefill of 1K", 1, _K, _K, False, 4, 2),),
+    "prefix": (
+        Case("prefix_most", "2 prompts of 512, most of each shared", 2, 64, 512, False, 4, 2),
+    ),
 }
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 COMMANDS = {
     "overlap": ["--iterations", "20"],
     "deferred": [],
-    "kernels": ["--kernels", "sdpa"],
+    "kernels": ["--kernels", "sdpa", "--page", "128K"],
     "prefix-map": [],
 }
 
@@ -38,6 +38,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name == "kernels":
             text = json.dumps(data["parts"].pop("sdpa"))
             data["parts"]["fa3"] = json.loads(text.replace("sdpa/", "fa3/"))
+            peak = {"id": "fa3/peak", "what": "of the card", "value": 3.0, "unit": "GB/s"}
+            data["parts"]["fa3"]["rows"].append(peak)
         out.write_text(json.dumps(data))
     return folder
 
@@ -48,6 +50,8 @@ def test_one_table_of_each(name: str, results: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(readme_cache, "ROOT", results)
     lines = readme_cache.CACHE_PARTS[name]([])
     assert f"a GPU, driver 1.2 ([raw]({name}.json))" in lines[0]
+    pages = {"overlap": "4 KB", "deferred": "4 KB", "kernels": "128 KB", "prefix-map": ""}
+    assert pages[name] in lines[0]
     body = [line for line in lines if line.startswith("| ")]
     rows = {"overlap": 3, "deferred": 4, "kernels": 4, "prefix-map": 3}[name]
     assert len(body) == 2 + rows
