@@ -62,6 +62,23 @@ def overlap() -> tuple[str, str]:
     return f"{spread(found, '.3f')} times", machines(where)
 
 
+def vllm() -> tuple[str, str]:
+    """Throughput of the elastic engine over stock's, at each rate that was run."""
+    found = []
+    where: list[Result] = []
+    for run in runs("vllm"):
+        times = rows(run)
+        for name, row in times.items():
+            if name.startswith("load/rate/") and name.endswith("/elastic"):
+                same = times[name.replace("/rate/", "/same/")]
+                assert same["value"] == same["of"]
+                found.append(row["value"] / times[name.replace("elastic", "stock")]["value"])
+                where.append(run)
+    if not found:
+        return NOT_MEASURED, ""
+    return f"{spread(found, '.3f')} times, every answer the same", machines(where)
+
+
 def counts() -> tuple[str, str]:
     """Driver calls for a page more in each of 64 tensors, patched and stock."""
     path = RESULTS / "softgpu-counts.jsonl"
@@ -109,7 +126,11 @@ def part(results: list[Result]) -> list[str]:
             counts(),
             "docs/driver/evidence.md",
         ),
-        ("vLLM, end to end", (NOT_MEASURED, ""), "docs/benchmarks/index.md"),
+        (
+            "vLLM on the pool, tokens a second over stock vLLM",
+            vllm(),
+            "benchmarks/vllm/README.md",
+        ),
     ]
     lines = ["| question | answer | measured on |", "| --- | --- | --- |"]
     return lines + [

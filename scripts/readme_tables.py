@@ -25,6 +25,7 @@ import readme_index
 import readme_metrics
 import readme_summary
 from readme_cache import CACHE_PARTS
+from readme_engines import PARTS as ENGINE_PARTS
 from readme_format import RESULTS, ROOT, Result, number, rows, table, title
 
 README = ROOT / "README.md"
@@ -193,7 +194,7 @@ def page_size(size: int) -> str:
 def part_memory(_: list[Result]) -> list[str]:
     """What one run of the demonstration needed, and would have needed in other layouts."""
     lines: list[str] = []
-    for path in sorted(RESULTS.glob("serve-*.json")):
+    for path in sorted(RESULTS.glob("demo-*.json")):
         run: Result = json.loads(path.read_text(encoding="utf-8"))
         setting = run["setting"]
         replay = run["memory"]["replay"]
@@ -396,7 +397,7 @@ def relative(line: str, path: Path) -> str:
 
 def render(texts: dict[Path, str], results: list[Result]) -> dict[Path, str]:
     """The files with their measured parts written anew."""
-    optional = {name: part for name, part in CACHE_PARTS.items() if part([])}
+    optional = {name: part for name, part in {**CACHE_PARTS, **ENGINE_PARTS}.items() if part([])}
     parts = {
         name if name in OF_PACKAGE else f"measured {name}": (name, part)
         for name, part in {**PARTS, **optional}.items()
