@@ -146,3 +146,14 @@ def test_a_parameter_that_would_change_nothing_is_refused(
 ) -> None:
     with pytest.raises(SystemExit, match=message):
         suite.with_parameters([Entry(name="some", program=program, command=["x"])], [word])
+
+
+def test_pushes_of_the_debug_build_begin_late_but_for_uvms_own_tests() -> None:
+    late = {
+        test.program: "delay_us=" in test.module_args
+        for test in branch_tests(VERSION)
+        if test.type == "debug"
+    }
+    assert late.pop("builtin") is False
+    assert all(late.values())
+    assert not any("delay_us=" in t.module_args for t in branch_tests(VERSION) if t.type != "debug")

@@ -20,8 +20,8 @@ SINCE_BLACKWELL = 570
 
 FORMAT = ("basic", "gap")  # what depends on the format of page tables
 
-# UVM's CHANNEL_SANITY takes a channel down and gives the others no time to end what they have: with
-# pushes that begin late they are destroyed while they work, patched or not.
+# UVM's CHANNEL_SANITY takes a channel down and destroys the others without waiting for them: with
+# pushes that begin late they still work then, which channel_destroy asserts that they do not.
 IN_TIME = ("builtin",)
 
 EACH = [
