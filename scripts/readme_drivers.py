@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The table of driver versions, from the records that suite.py --driver has made."""
+"""The tables of driver versions and of long runs, from what suite.py --driver and --runs kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from driver_debian import SUITES
 from kernel_common import version_key
 from readme_format import RESULTS, ROOT, table
 
-__all__ = ["part"]
+__all__ = ["RUNS", "part", "part_runs"]
 
 # What a version has to pass on an architecture to count as run there.
 WHOLE = ("basic", "gap", "builtin", "model", "fuzz", "kill")
@@ -26,6 +26,15 @@ COUNTED = [
     ("fuzzed calls", "fuzz", "calls"),
     ("processes killed", "kill", "kills"),
 ]
+
+RUNS = RESULTS / "softgpu-runs.jsonl"
+UNITS = {
+    "calls": "calls",
+    "operations": "operations",
+    "kills": "processes killed",
+    "results_of_uvm": "tests of UVM",
+    "passed": "tests",
+}
 
 Record = dict[str, Any]
 
@@ -78,3 +87,35 @@ def part() -> list[str]:
     lines = table([*words, *(what for what, _, _ in COUNTED)], body)
     lines[1] = "| " + " | ".join(["---"] * len(words) + ["---:"] * len(COUNTED)) + " |"
     return lines + (["", f"Failed: {', '.join(failed)}."] if failed else [])
+
+
+def done_in(runs: list[Record]) -> str:
+    """What runs have done in sum, in the unit that says most of it."""
+    for count, unit in UNITS.items():
+        if total := sum(one["counts"].get(count, 0) for one in runs):
+            return f"{total:,} {unit}"
+    return ""
+
+
+def part_runs() -> list[str]:
+    """A row for each entry of the manifest: the sum of its runs, a repeated one counted once."""
+    lines = [json.loads(line) for line in RUNS.read_text(encoding="utf-8").splitlines()]
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for one in lines:
+        of = (one["entry"], one["driver"], one["architecture"], one["build"], one["checked"])
+        groups.setdefault(of, []).append(one)
+    body = []
+    for of in sorted(groups):
+        entry, driver, architecture, build, checked = of
+        runs = groups[of]
+        passed = {tuple(one["arguments"]): one for one in runs if one["result"] == "ok"}
+        failed = sum(one["result"] == "FAIL" for one in runs)
+        on = f"{ARCHITECTURES[architecture]}, {build}" + (", checked kernel" if checked else "")
+        commits = dict.fromkeys(one["commit"] for one in runs)
+        cells = [f"{len(passed)}", f"{failed}", done_in(list(passed.values()))]
+        seconds = sum(one["seconds"] for one in passed.values())
+        body.append([f"`{entry}`", driver, on, *cells, f"{seconds:,}", ", ".join(commits)])
+    words = ["test", "driver", "on", "passed", "failed", "did", "seconds", "commits"]
+    head = table(words, body)
+    head[1] = "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |"
+    return [f"Every run made ([raw]({RUNS.relative_to(ROOT).as_posix()})):", "", *head]

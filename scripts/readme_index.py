@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from readme_drivers import RUNS
 from readme_format import RESULTS, ROOT
 
 __all__ = ["part"]
@@ -58,22 +59,29 @@ def describe(record: Record) -> tuple[str, str, str, str]:
     return UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN
 
 
-def gaps(record: Record) -> str:
+def gaps(record: Record, name: str = "name") -> str:
     """What of a record was not measured, or failed."""
     words = [
-        f"`{name}` {part['status']}"
-        for name, part in record.get("parts", {}).items()
+        f"`{what}` {part['status']}"
+        for what, part in record.get("parts", {}).items()
         if part.get("status") in ("partial", "failed")
     ]
     tests = [one for one in record.get("tests", []) if one["result"] != "ok"]
-    words += [f"`{one['name']}` {one['result']}" for one in tests]
+    words += [f"`{one[name]}` {one['result']}" for one in tests]
     return ", ".join(words) or "complete"
 
 
 def row(path: Path) -> str:
     """A row for one file of results."""
     text = path.read_text(encoding="utf-8")
-    if path.suffix == ".jsonl":
+    if path == RUNS:
+        runs = [json.loads(line) for line in text.splitlines()]
+        commits = ", ".join(dict.fromkeys(one["commit"] for one in runs))
+        days = sorted(one["date"] for one in runs)
+        date = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
+        command = "`tests/kernel/suite.py --runs`"
+        cells = ("software GPU", commits, date, command, gaps({"tests": runs}, "entry"))
+    elif path.suffix == ".jsonl":
         head = json.loads(text.splitlines()[0])
         where = f"software GPU ({head['architecture']}), driver {head['driver']}"
         cells = (where, head["commit"], UNKNOWN, f"`{head['command']}`", "complete")

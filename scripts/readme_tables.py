@@ -362,6 +362,7 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "counts": part_counts,
     "workloads": part_workloads,
     "drivers": lambda _: readme_drivers.part(),
+    "runs": lambda _: readme_drivers.part_runs(),
     "capacity": part_capacity,
     "prefixes": part_prefixes,
     "calls": part_calls,

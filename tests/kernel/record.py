@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The record of a driver's tests, as benchmarks/results keeps it and docs/driver shows it.
+"""What is kept of tests, as benchmarks/results has it and docs/driver shows it.
 
-A record grows: the tests of a later run are added to those of an earlier one, as long as both are
-of the same sources. With other sources it begins anew.
+The record of a driver grows: the tests of a later run are added to those of an earlier one, as long
+as both are of the same sources. With other sources it begins anew. A list of runs has a line for
+each run that was ever made, whatever came of it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,10 @@ from kernel_common import run, tree_digest  # noqa: E402
 from kernel_headers import default_headers  # noqa: E402
 from manifest import Test  # noqa: E402
 
-__all__ = ["FORMAT", "add_to_record", "entry_of"]
+__all__ = ["FORMAT", "add_to_record", "add_to_runs", "entry_of", "run_of"]
 
 FORMAT = "vmem-driver-tests/1"
+TESTED = ("kernel_module", "patches", "libvmem", "pyvmem", "tests/kernel")
 # What the programs of tests/kernel/c print about how much they have done: a line counts as the
 # product of its numbers, one without any as 1.
 COUNTS = {
@@ -67,24 +70,67 @@ def entry_of(test: Test, word: str, output: str) -> dict[str, Any]:
     }
 
 
-def sources_of(version: str) -> dict[str, str]:
-    """What the modules are made from."""
+def module_digest() -> str:
+    """SHA-256 over the files of kernel_module that are compiled."""
     module = hashlib.sha256()
     for name, content in kernel_files().items():
         module.update(f"{hashlib.sha256(content).hexdigest()}  {name}\n".encode())
+    return module.hexdigest()
+
+
+def commit_of() -> str:
+    """The commit of this checkout, with a + where what is tested, or tests, was changed since."""
+    commit = run("git", "-C", ROOT, "rev-parse", "--short=7", "HEAD").strip()
+    changed = run("git", "-C", ROOT, "status", "--porcelain", "-uno", "--", *TESTED).strip()
+    return commit + ("+" if changed else "")
+
+
+def run_of(
+    test: Test, word: str, output: str, seconds: float, processor_seconds: float
+) -> dict[str, Any]:
+    """What a list of runs keeps of one: what ran on what, how long, and how much it did."""
+    return {
+        "entry": test.name,
+        "driver": test.version,
+        "architecture": test.arch,
+        "build": test.type,
+        "patched": test.patched,
+        "checked": test.checked,
+        "arguments": list(test.args),
+        "result": word,
+        "seconds": round(seconds),
+        "processor_seconds": round(processor_seconds),
+        "counts": counts_of(output),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": commit_of(),
+        "module_sha256": module_digest() if test.patched else "",
+    }
+
+
+def add_to_runs(path: Path, line: dict[str, Any]) -> None:
+    """Writes a run at the end of a list of runs."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def sources_of(version: str) -> dict[str, str]:
+    """What the modules are made from."""
     return {
         "driver": version,
         "driver_sha256": tree_digest(driver_source(version), ("nvidia-uvm", "common")),
         "series": series_folder(version).name,
         "series_sha256": series_digest(version),
-        "module_sha256": module.hexdigest(),
+        "module_sha256": module_digest(),
         "kernel": default_headers().release,
         "compiler": run("gcc", "--version").splitlines()[0],
     }
 
 
 def add_to_record(path: Path, version: str, entries: Sequence[dict[str, Any]]) -> None:
-    """Writes the entries of a run into a record, each in the place of an older one of its name."""
+    """Writes the entries of a run into a record, each in the place of an older one of its name.
+
+    Each has a line of its own: a difference between two records shows the tests that differ.
+    """
     sources = sources_of(version)
     kept: dict[str, dict[str, Any]] = {}
     if path.exists():
@@ -92,5 +138,6 @@ def add_to_record(path: Path, version: str, entries: Sequence[dict[str, Any]]) -
         if before["format"] == FORMAT and before["sources"] == sources:
             kept = {entry["name"]: entry for entry in before["tests"]}
     kept |= {entry["name"]: entry for entry in entries}
-    record = {"format": FORMAT, "sources": sources, "tests": [kept[name] for name in sorted(kept)]}
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    tests = ",\n".join(json.dumps(kept[name]) for name in sorted(kept))
+    head = f'{{"format": {json.dumps(FORMAT)},\n"sources": {json.dumps(sources)},\n'
+    path.write_text(f'{head}"tests": [\n{tests}\n]}}\n', encoding="utf-8")

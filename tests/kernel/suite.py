@@ -8,6 +8,8 @@
     suite.py --show NAME          one test, with all its output, at once
     suite.py 'bind-*' boot-ampere those that match
     suite.py --driver 580.142     what a branch has to pass, on that version (NV_SRC= is its source)
+    suite.py fuzz-checked --set CALLS=50000 --set SEED=7 --runs FILE
+                                  a part of a long run, noted
 
 Trees of modules and C programs are built when the first test needs them.
 """
@@ -37,7 +39,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent.parent / "scripts")]
 from builder import BUILD, ROOT, Builder, BuildError, child, end_children  # noqa: E402
 from kernel_common import is_version  # noqa: E402
 from manifest import Test, all_tests, branch_tests  # noqa: E402
-from record import add_to_record, entry_of  # noqa: E402
+from record import add_to_record, add_to_runs, entry_of, run_of  # noqa: E402
 
 __all__ = ["main"]
 
@@ -157,6 +159,21 @@ def select(tests: list[Test], patterns: list[str], long: bool) -> list[Test]:
     return found
 
 
+def with_parameters(tests: list[Test], given: list[str]) -> list[Test]:
+    """The tests with some parameters (NAME=VALUE) of their programs in the place of their own."""
+    for word in given:
+        if not re.fullmatch(r"[A-Z_]+=\d+", word):
+            sys.exit(f"suite.py: --set {word!r} is no parameter, as SEED=7 is")
+    names = [word.partition("=")[0] for word in given]
+    for test in tests if given else []:
+        if not test.program:
+            sys.exit(f"suite.py: {test.name} has no program that would take --set {given[0]}")
+    return [
+        replace(test, args=[*(a for a in test.args if a.partition("=")[0] not in names), *given])
+        for test in tests
+    ]
+
+
 def run_all(
     tests: list[Test], builder: Builder, jobs: int, show: bool, done: Callable[[Result], None]
 ) -> list[Result]:
@@ -235,14 +252,24 @@ def main() -> int:
     parser.add_argument(
         "--record", type=Path, metavar="FILE", help="with --driver: adds to a record"
     )
+    parser.add_argument("--runs", type=Path, metavar="FILE", help="adds a line for each run")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter of the C programs, as SEED=7",
+    )
     options = parser.parse_args()
     if options.driver is not None and not is_version(options.driver):
         parser.error(f"--driver {options.driver!r} is not a version of the driver, as 580.142 is")
     if options.record and not options.driver:
         parser.error("--record is of one driver: --driver VERSION")
+    if options.record and options.set:
+        parser.error("--record is of tests as they are, without --set")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     known = branch_tests(options.driver) if options.driver else all_tests()
-    tests = select(known, options.names, options.long)
+    tests = with_parameters(select(known, options.names, options.long), options.set)
     if options.list:
         for test in tests:
             what = " ".join([test.program, *test.args, *test.command]) or "(is built)"
@@ -254,6 +281,9 @@ def main() -> int:
         if options.record:
             entry = entry_of(result.test, result.word, result.output)
             add_to_record(options.record, options.driver, [entry])
+        if options.runs:
+            spent = (result.seconds, result.processor_seconds)
+            add_to_runs(options.runs, run_of(result.test, result.word, result.output, *spent))
 
     results = run_all(tests, Builder(jobs=2 if jobs == 1 else 1), jobs, options.show, record)
     counts = {word: sum(one.word == word for one in results) for word in ("ok", "FAIL", "skip")}

@@ -126,6 +126,31 @@ static void calls_wait_for_the_gpu(void) {
   world_close(&W);
 }
 
+static uint64_t the_ticket;
+
+static int wait_a_moment(void) {
+  return vm_wait(W.uvm, the_ticket, 1000000);
+}
+
+/* WAIT returns when its time is over, though the GPU does not move; a WAIT that does not is let go and has failed. */
+static void a_wait_ends_with_its_time(void) {
+  struct call c;
+  world_open(&W, 1);
+  if (!can_async()) SKIP("no asynchronous binds");
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 4, 0, &the_object));
+  struct uvm_vmem_op op = op_map(RES, the_object, 0, 4, 0);
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+  OK(vm_bind(W.uvm, RES, &op, 1, NULL, &the_ticket));
+  OK(softgpu_hold_wait(W.dev, 0, 10000));
+  call_start(&c, wait_a_moment);
+  for (unsigned i = 0; i < 1000 && !c.returned; i++) sleep_ms(10);
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  EQ(call_join(&c), -ETIMEDOUT);
+  OK(vm_wait(W.uvm, the_ticket, FOREVER));
+  world_close(&W);
+}
+
 static struct uvm_vmem_create *unmapped_later;
 
 static int create_into_nothing(void) {
@@ -540,7 +565,8 @@ static void end_with_binds_in_flight(void) {
   }
 }
 
-MAIN(TEST(a_ticket), TEST(calls_wait_for_the_gpu), TEST(not_reused_before_the_invalidate),
-     TEST(released_during_a_bind), TEST(zeroed_after_the_last_write), TEST(host_memory_waits), TEST(gpu_goes_with_a_bind_in_flight),
-     TEST(create_without_a_place_for_its_handle), TEST(published_last), TEST(order),
-     TEST(too_many_tickets), TEST(free_with_a_bind_in_flight), TEST(end_with_binds_in_flight))
+MAIN(TEST(a_ticket), TEST(calls_wait_for_the_gpu), TEST(a_wait_ends_with_its_time),
+     TEST(not_reused_before_the_invalidate), TEST(released_during_a_bind), TEST(zeroed_after_the_last_write),
+     TEST(host_memory_waits), TEST(gpu_goes_with_a_bind_in_flight), TEST(create_without_a_place_for_its_handle),
+     TEST(published_last), TEST(order), TEST(too_many_tickets), TEST(free_with_a_bind_in_flight),
+     TEST(end_with_binds_in_flight))

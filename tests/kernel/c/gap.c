@@ -552,6 +552,45 @@ static void free_big(void) {
   free_running(UVM_VMEM_RESERVE_BIG, "BIG");
 }
 
+static struct world other;
+
+static void *free_elsewhere(void *argument) {
+  *(int *)argument = vm_free(other.uvm, RES, UVM_VMEM_FREE_UNMAP);
+  return NULL;
+}
+
+/* Two descriptors of one process have reservations at the same addresses, each in an address space of its own: what one
+ * gives back is no gap beside the other's BIND. */
+static void beside_a_free_in_another_space(void) {
+  enum { A_WHILE = 100, ROUNDS = 5 };
+  uint32_t object;
+  start();
+  world_open(&other, 1);
+  OK(furnish(0, 16, 8, 0, &object));
+  for (unsigned round = 0; round < ROUNDS; round++) {
+    struct uvm_vmem_op op = op_map(RES, object, 0, 8, 0), sparse = op_unmap(RES + MIB(6), 8, UVM_VMEM_OP_SPARSE);
+    struct bind b = {.ops = &op, .count = 1};
+    pthread_t freeing;
+    int freed = -EBUSY;
+    OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(64), 16, 0));
+    OK(vm_reserve(other.uvm, other.uuid[0], RES, MIB(64), 16, 0));
+    OK(vm_bind(other.uvm, RES, &sparse, 1, NULL, NULL));
+    OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+    if (pthread_create(&b.thread, NULL, bind_thread, &b)) abort();
+    OK(softgpu_hold_wait(W.dev, 0, 10000)); /* at the table that the BIND needs */
+    if (pthread_create(&freeing, NULL, free_elsewhere, &freed)) abort();
+    sleep_ms(A_WHILE);
+    OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+    pthread_join(b.thread, NULL);
+    pthread_join(freeing, NULL);
+    OK(b.result);
+    OK(freed);
+    OK(vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP));
+  }
+  world_close(&other);
+  world_close(&W);
+}
+
 MAIN(TEST(parts), TEST(parts_in_big), TEST(made_by_one_operation), TEST(joined_by_name), TEST(refused_without_cut), TEST(cut),
      TEST(replace_same), TEST(replace_same_in_big), TEST(sparse_to_mapped), TEST(sparse_to_mapped_in_big),
-     TEST(beside_a_free), TEST(free_small), TEST(free_big))
+     TEST(beside_a_free), TEST(beside_a_free_in_another_space), TEST(free_small), TEST(free_big))

@@ -14,7 +14,7 @@ import suite
 from builder import Builder
 from manifest import Test as Entry
 from manifest import branch_tests
-from record import add_to_record, entry_of
+from record import add_to_record, add_to_runs, entry_of, run_of
 
 VERSION = "570.211.01"
 
@@ -100,3 +100,60 @@ def test_blackwell_is_tested_where_uvm_knows_it(version: str, newest: str) -> No
             assert archs[:2] == ["ampere", "hopper"]
             assert archs[-1] == newest
             assert len(archs) == (4 if newest == "gb20x" else 2)
+
+
+def test_a_record_has_a_line_for_each_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "record.json"
+    monkeypatch.setattr(record, "sources_of", lambda version: {"driver": version})
+    add_to_record(path, VERSION, [entry("two"), entry("one", output="a\nb\n")])
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [line.partition('"name": ')[2][:5] for line in lines[3:5]] == ['"one"', '"two"']
+    assert len(lines) == 6
+
+
+def test_a_list_of_runs_keeps_every_run(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    test = Entry(name="fuzz-checked", program="fuzz", args=["CALLS=9", "SEED=3"], checked=True)
+    output = "thread 0: 5 calls, 1 succeeded;\nthread 1: 4 calls, 1 succeeded;\n"
+    add_to_runs(path, run_of(test, "FAIL", "", 1.6, 1.2))
+    add_to_runs(path, run_of(test, "ok", output, 61.4, 40.0))
+    first, second = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    assert (first["result"], first["counts"], first["seconds"]) == ("FAIL", {}, 2)
+    assert (second["result"], second["counts"], second["seconds"]) == ("ok", {"calls": 9}, 61)
+    assert (second["entry"], second["arguments"]) == ("fuzz-checked", ["CALLS=9", "SEED=3"])
+    assert second["checked"]
+    assert len(second["module_sha256"]) == 64
+    assert second["commit"]
+
+
+def test_parameters_replace_those_of_the_manifest() -> None:
+    test = Entry(name="fuzz", program="fuzz", args=["CALLS=1000000", "SEED=3", "-other"])
+    (changed,) = suite.with_parameters([test], ["SEED=7"])
+    assert changed.args == ["CALLS=1000000", "-other", "SEED=7"]
+    assert list(suite.with_parameters([test], [])[0].args) == list(test.args)
+
+
+@pytest.mark.parametrize(
+    ("program", "word", "message"),
+    [
+        ("fuzz", "seed=7", "'seed=7' is no parameter, as SEED=7 is"),
+        ("fuzz", "SEED", "'SEED' is no parameter, as SEED=7 is"),
+        ("", "SEED=7", "some has no program that would take --set SEED=7"),
+    ],
+)
+def test_a_parameter_that_would_change_nothing_is_refused(
+    program: str, word: str, message: str
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        suite.with_parameters([Entry(name="some", program=program, command=["x"])], [word])
+
+
+def test_pushes_of_the_debug_build_begin_late_but_for_uvms_own_tests() -> None:
+    late = {
+        test.program: "delay_us=" in test.module_args
+        for test in branch_tests(VERSION)
+        if test.type == "debug"
+    }
+    assert late.pop("builtin") is False
+    assert all(late.values())
+    assert not any("delay_us=" in t.module_args for t in branch_tests(VERSION) if t.type != "debug")

@@ -20,6 +20,10 @@ SINCE_BLACKWELL = 570
 
 FORMAT = ("basic", "gap")  # what depends on the format of page tables
 
+# UVM's CHANNEL_SANITY takes a channel down and destroys the others without waiting for them: with
+# pushes that begin late they still work then, which channel_destroy asserts that they do not.
+IN_TIME = ("builtin",)
+
 EACH = [
     *(test for test in PROGRAMS if test.name in FORMAT),
     Test(name="builtin", program="builtin", allow=BUILTIN_NOISE, timeout=240),
@@ -42,6 +46,7 @@ def branch_tests(version: str) -> list[Test]:
     newest = architectures(version)[-1]
     found = []
     for kind in ("release", "debug"):
+        delays = DELAYS if kind == "debug" else ""
         pairs = [(test, arch) for arch in architectures(version) for test in EACH]
         pairs += [(test, "hopper" if kind == "release" else newest) for test in ONCE]
         found += [
@@ -51,7 +56,7 @@ def branch_tests(version: str) -> list[Test]:
                 version=version,
                 arch=arch,
                 type=kind,
-                module_args=f"{test.module_args} {DELAYS}" if kind == "debug" else test.module_args,
+                module_args=f"{test.module_args} {'' if test.name in IN_TIME else delays}".strip(),
             )
             for test, arch in pairs
         ]

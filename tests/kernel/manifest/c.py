@@ -24,6 +24,12 @@ BUILTIN_NOISE = (
     r"update_completed_value_locked.* Assert failed, condition new_value - old_value",
     r"uvm_channel_update_progress_with_max.* Assert failed, condition completed_value",
     r"softgpu: error: .*memset to or near ffffffff",
+    # The debug build's words for the same.
+    r"uvm_channel_check_errors.* likely caused by push 'Fatal push 0xBAD' started at uvm_channel_",
+    r"uvm_global_set_fatal_error.* Encountered a global fatal error: Generic RC error",
+    # 595 waits there for what the old channels do, and takes locks of fault handling below that of
+    # the address space.
+    r"uvm_gpu_isr\.c:\d+ uvm_parent_gpu_(non_)?replayable_faults_isr_(un)?lock.* Assert failed",
 )
 
 # A process that is killed while UVM adds a GPU: alloc_parent_gpu gets no kernel thread, and add_gpu
@@ -153,7 +159,7 @@ HEAVY = [
 ]
 
 # What our hooks lie in; engine and physical memory are NVIDIA's alone, and the rest of the time.
-HOOKED = ("-engine", "-physical_memory")
+HOOKED = ("-channels_made_anew", "-engine", "-physical_memory")
 
 BUILTIN = [
     Test(

@@ -217,6 +217,12 @@ TESTS = [
     mutant("future_ticket_is_done", "abi_matrix", ["wait_fields"], r"should be No such file"),
     mutant("ticket_place_leaked", "async", ["a_ticket"], r"tickets_open\(\) is"),
     mutant("ticket_done_at_once", "async", ["a_ticket"], r"not -110"),
+    mutant(
+        "wait_without_end",
+        "async",
+        ["a_wait_ends_with_its_time"],
+        r"call_join\(&c\) is 0.*not -110",
+    ),
     mutant("wait_not_killable", "async", ["end_with_binds_in_flight"], r"left is false"),
     # uvm_vmem_debug.c
     mutant("dump_of_another", "diagnose", ["selections"], r"999999"),

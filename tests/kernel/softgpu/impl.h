@@ -192,6 +192,7 @@ bool sg_readers_watch(const struct sg_space *space);
 void sg_readers_unit(struct sg_space *space, u8 level, u64 va, const struct sg_sight *before, const struct sg_sight *after);
 void sg_readers_counters(struct softgpu_counters *out);
 struct sg_channel;
+const void *sg_descriptor_of_caller(void);
 void sg_readers_channel_add(struct sg_channel *channel);
 void sg_readers_channel_remove(struct sg_channel *channel);
 void sg_readers_channel_advance(struct sg_channel *channel);
@@ -204,6 +205,7 @@ struct sg_space {
 	bool user;             /* duplicated from a process's */
 	u32 client, vaspace;
 	pid_t pid;
+	const void *descriptor; /* of UVM, by which it was registered */
 	struct sg_root root;
 	bool has_root;
 	u64 root_entries;

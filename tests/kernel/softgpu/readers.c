@@ -16,6 +16,7 @@
  * the rings, uvm_vmem_bind when the call returns. A BIND is in flight until the engine has passed what was put into the
  * rings between the first two, whatever was returned: a call that a signal ends leaves its pushes behind.
  */
+#include <linux/file.h>
 #include <linux/module.h>
 #include <linux/notifier.h>
 #include <linux/sched.h>
@@ -24,6 +25,7 @@
 #include <linux/string.h>
 #include <linux/tracepoint.h>
 #include <linux/xarray.h>
+#include <asm/syscall.h>
 
 #include "impl.h"
 
@@ -58,7 +60,7 @@ enum { UNTOUCHED, CHANGED, GONE_WITH_PAGE, GONE_WITH_TABLE, GONE_SPARSE };
 struct bind {
 	struct list_head node;
 	struct task_struct *task; /* whose call it is, until it returns: compared, never used */
-	pid_t pid;
+	const void *descriptor;   /* of the driver's, which has one address space on each GPU */
 	u64 start, last;          /* of the reservation */
 	struct list_head chunks;
 	const struct named *hint; /* that held an address last */
@@ -152,6 +154,22 @@ static bool passed(const struct bind *bind)
 	return bind->sent;
 }
 
+/* ---- descriptors --------------------------------------------------------------------------------------- */
+
+/* The file whose ioctl the calling thread is in: two of one process may have reservations at the same addresses, which
+ * nothing else tells apart here. It is compared, never used. */
+const void *sg_descriptor_of_caller(void)
+{
+	unsigned long args[6];
+	struct file *file;
+
+	syscall_get_arguments(current, current_pt_regs(), args);
+	file = fget(args[0]);
+	if (file)
+		fput(file);
+	return file;
+}
+
 /* ---- BINDs --------------------------------------------------------------------------------------------- */
 
 static void bind_free(struct bind *bind)
@@ -184,14 +202,14 @@ static struct bind *bind_of_caller(void)
 	return NULL;
 }
 
-static struct bind *bind_new(u64 start, u64 length)
+static struct bind *bind_new(const void *descriptor, u64 start, u64 length)
 {
 	struct bind *bind = kzalloc(sizeof(*bind), GFP_ATOMIC);
 
 	if (!bind)
 		return NULL;
 	bind->task = current;
-	bind->pid = current->tgid;
+	bind->descriptor = descriptor;
 	bind->start = start;
 	bind->last = start + length - 1;
 	INIT_LIST_HEAD(&bind->chunks);
@@ -284,7 +302,7 @@ void sg_readers_unit(struct sg_space *space, u8 level, u64 va, const struct sg_s
 		unsigned long index = va / SG_PAGE_64K | (unsigned long)space->gpu->index << GPU_SHIFT, state;
 		int next;
 
-		if (bind->pid != space->pid || va < bind->start || va > bind->last)
+		if (bind->descriptor != space->descriptor || va < bind->start || va > bind->last)
 			continue;
 		last = bind;
 		if (!bind_names(bind, va))
@@ -324,6 +342,7 @@ void sg_readers_counters(struct softgpu_counters *out)
 
 static void probe_op(void *data, u64 start, u64 length, u64 addr, u64 bytes, u32 op, u32 flags)
 {
+	const void *descriptor = sg_descriptor_of_caller();
 	u64 first = addr, last = addr + bytes - 1;
 	struct bind *bind;
 
@@ -334,7 +353,7 @@ static void probe_op(void *data, u64 start, u64 length, u64 addr, u64 bytes, u32
 	}
 	spin_lock(&lock);
 	forget_passed();
-	bind = bind_of_caller() ?: bind_new(start, length);
+	bind = bind_of_caller() ?: bind_new(descriptor, start, length);
 	if (bind)
 		bind_name(bind, first, last);
 	else

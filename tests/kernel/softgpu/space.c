@@ -138,6 +138,7 @@ NV_STATUS nvUvmInterfaceDupAddressSpace(uvmGpuDeviceHandle device, NvHandle clie
 	space->client = client;
 	space->vaspace = vaspace;
 	space->pid = current->tgid;
+	space->descriptor = sg_descriptor_of_caller();
 	space_info(gpu, info);
 	*out = (uvmGpuAddressSpaceHandle)space;
 	return NV_OK;
