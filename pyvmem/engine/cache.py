@@ -10,9 +10,9 @@ from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from itertools import count as count_up
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pyvmem.closing import Closable
 from pyvmem.engine.background import Background, work_until_now
 from pyvmem.engine.config import Model, Policy, make_cache
 from pyvmem.engine.prefix import Namespace, Prefix, key_of
@@ -31,7 +31,7 @@ __all__ = ["RequestCache"]
 _T = TypeVar("_T")
 
 
-class RequestCache:
+class RequestCache(Closable):
     """The requests of one cache.
 
     Calls that may find memory, slots or mappings short answer with a `Shortage`; wrong input
@@ -422,17 +422,6 @@ class RequestCache:
             self.release(request, stream=stream)
         if self._owns:
             self.cache.close(stream)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---- numbers ---------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, Busy, OutOfMemory
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.growth import Pager
@@ -117,7 +118,7 @@ class BudgetStats:
     caches: tuple[ShareInfo, ...]
 
 
-class Budget:
+class Budget(Closable):
     """Memory of one context for several caches: ``KVCache(config, budget=budget)``.
 
     A cache takes up to its ceiling, `KVCacheConfig.memory_limit`, as long as the floors of the
@@ -217,12 +218,6 @@ class Budget:
                 self._keeper.end()
                 self._ledger.close()
                 self._ledger, self.total_bytes, self._left = None, 0, True
-
-    def __enter__(self) -> Budget:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def stats(self) -> BudgetStats:
         """What every cache has. Polls the batches in flight, waits for none."""

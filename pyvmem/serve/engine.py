@@ -11,12 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pyvmem.attention import Attention
+from pyvmem.closing import Closable
 from pyvmem.engine import RequestCache
 from pyvmem.serve import attention
 from pyvmem.serve.job import Completion, FinishReason, Job, Sequence
@@ -86,7 +86,7 @@ class EngineStats:
     total_s: float = 0.0
 
 
-class Engine:
+class Engine(Closable):
     """Serves requests; a context manager.
 
     Args:
@@ -134,17 +134,6 @@ class Engine:
         model.set_attn_implementation(attention.NAME)
         model.eval()
         self._open = True
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Drops unfinished requests and the views of the cache, so that the cache can be closed."""
