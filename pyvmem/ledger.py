@@ -33,11 +33,13 @@ import stat
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyvmem.errors import AccessDenied, InvalidArgument, VMemError
+from pyvmem.closing import Closable
+from pyvmem.errors import AccessDenied, BadHandle, ForkedProcess, InvalidArgument, VMemError
 
 __all__ = ["Account", "EngineInfo", "Ledger", "LedgerError", "default_folder", "devices", "private"]
 
@@ -168,8 +170,8 @@ class EngineInfo:
     age: float
 
 
-class Ledger:
-    """The ledger of one device. Thread-safe.
+class Ledger(Closable):
+    """The ledger of one device. Thread-safe. In a forked child it is closed, and its account gone.
 
     Args:
         device: its name, as `ContextInfo.uuid` says it, or ``"host"``.
@@ -204,6 +206,7 @@ class Ledger:
         except BaseException:
             os.close(self._fd)
             raise
+        _ledgers.add(self)
         try:
             if capacity:
                 self._agree(capacity)
@@ -277,14 +280,19 @@ class Ledger:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether `close` was called, or this is a forked child of the process that opened it."""
         return self._map.closed
 
-    def __enter__(self) -> Ledger:
-        return self
+    def _forked(self) -> None:
+        """In a child: lets go of the open file, whose locks would outlive the parent here.
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        A mapping holds the file, too. Another thread may have had the lock at the fork.
+        """
+        self._thread_lock = threading.RLock()
+        if not self._map.closed:
+            self._map.close()
+            os.close(self._fd)
+            self._parents = True
 
     # ---- the file --------------------------------------------------------------------------------
 
@@ -295,8 +303,17 @@ class Ledger:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone with the file, in this process and among all."""
+        """Alone with the file, in this process and among all.
+
+        Raises:
+            ForkedProcess: the ledger is the parent's of this process. BadHandle: it is closed.
+        """
         with self._thread_lock:
+            if self._map.closed:
+                if self._parents:
+                    text = f"{self.path}: opened by the parent of this forked process"
+                    raise ForkedProcess(text, errno=errno.ECHILD)
+                raise BadHandle(f"{self.path} is closed", errno=errno.EBADF)
             self._lock_byte(0, fcntl.F_WRLCK, fcntl.F_OFD_SETLKW)
             try:
                 yield
@@ -363,6 +380,7 @@ class Ledger:
         return found
 
     _mine = -1
+    _parents = False
 
     def join(
         self, name: str, *, floor: int, limit: int, least: int, virtual: int, identity: int = 0
@@ -463,6 +481,17 @@ class Ledger:
         return one
 
 
+_ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+
+
+def _close_parents() -> None:
+    for ledger in list(_ledgers):
+        ledger._forked()
+
+
+os.register_at_fork(after_in_child=_close_parents)
+
+
 class Account:
     """An engine's slot. Thread-safe."""
 
@@ -476,6 +505,10 @@ class Account:
     @property
     def limit(self) -> int:
         """The most bytes, as the last order says."""
+        with self.ledger.locked():
+            return self._limit()
+
+    def _limit(self) -> int:
         return self._get("order") or self._get("limit")
 
     @property
@@ -490,7 +523,7 @@ class Account:
 
     def _room(self, free: int | None) -> int:
         ledger, used = self.ledger, self._get("used")
-        room = self.limit - used
+        room = self._limit() - used
         others = [slot for slot in ledger.live(self.slot) if slot != self.slot]
         if ledger.capacity:
             kept = sum(max(ledger.word(s, "used"), ledger.word(s, "floor")) for s in others)
@@ -556,7 +589,7 @@ class Account:
                     continue
                 short += max(0, ledger.word(slot, "want") - self._room_of(slot, live, free))
             asked = min(short, max(0, used - self._get("floor")))
-            return max(0, used - self.limit, asked)
+            return max(0, used - self._limit(), asked)
 
     def _room_of(self, slot: int, live: list[int], free: int | None) -> int:
         ledger = self.ledger
@@ -582,9 +615,10 @@ class Account:
             self.ledger.put(self.slot, "beat_ns", time.monotonic_ns())
 
     def close(self) -> None:
-        """The engine is gone."""
-        self.ledger.leave(self.slot)
-        self.ledger.close()
+        """The engine is gone. Again, or in a forked child: nothing."""
+        if not self.ledger.closed:
+            self.ledger.leave(self.slot)
+            self.ledger.close()
 
 
 def _pid_namespace() -> int:

@@ -5,147 +5,147 @@
 
 Nothing joins by itself: a library should write no file that nobody asked for. The ledger is that of
 vLLM's engines (`pyvmem.ledger`), which then count the cache's memory as another's. A thread writes
-the numbers once a second; it holds the cache weakly, and is gone with it.
+the numbers four times a second; it holds the cache weakly, and is gone with it.
+
+An announced cache takes its memory without asking. A `Budget` that is made with a ledger asks for
+it, and is in `vmem top` from then on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import threading
 import weakref
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
 
-from pyvmem.errors import VMemError
-from pyvmem.ledger import Account, Ledger
-
-if TYPE_CHECKING:
-    from pyvmem.kvcache.cache import KVCache
+from pyvmem.closing import Closable
+from pyvmem.errors import InvalidArgument, VMemError
+from pyvmem.kvcache import Budget, KVCache
+from pyvmem.kvcache.on_ledger import Participant
+from pyvmem.ledger import Ledger
 
 __all__ = ["Announced", "announce"]
 
-_INTERVAL = 1.0
 
-
-class Announced:
-    """A cache's place in the ledger; a context manager, which ends it.
+class Announced(Closable):
+    """A cache's or budget's place in the ledger; a context manager, which ends it.
 
     Attributes:
         name: what `vmem top` calls it.
     """
 
-    def __init__(self, cache: KVCache, account: Account, name: str) -> None:
+    def __init__(self, what: KVCache | Budget, participant: Participant, name: str) -> None:
         self.name = name
-        self._cache = weakref.ref(cache)
-        self._account = account
-        self._followed = account.limit
+        self._what = weakref.ref(what)
+        self._participant = participant
+        self._followed = participant.account.limit
         self._lock = threading.Lock()
-        self._ended = threading.Event()
         self._left = False
         self.report()
-        self._thread = threading.Thread(target=self._run, name="pyvmem-announce", daemon=True)
-        self._thread.start()
+        participant.start(partial(self._tend, now=False))
 
     def report(self) -> bool:
         """Writes the numbers, and takes a new limit; False once the cache is closed or gone."""
+        return self._tend(now=True)
+
+    def _tend(self, *, now: bool) -> bool:
         with self._lock:
-            cache = self._cache()
-            if cache is None or self._left:
-                return False
+            what = self._what()
             try:
-                self._follow(cache)
-                self._write(cache)
+                if what is not None and not self._left and what.context.is_open:
+                    limit = self._participant.account.limit
+                    if limit != self._followed and _follow(what, limit):
+                        self._followed = limit
+                    self._participant.report(partial(_numbers, what), now=now)
+                    return True
             except VMemError:  # closed, or of the process that forked this one
-                return False
-            return True
-
-    def _follow(self, cache: KVCache) -> None:
-        limit = self._account.limit
-        if limit == self._followed:
-            return
-        pages = limit // cache.layout.page_size
-        stats = cache.stats()
-        if stats.active_pages + stats.cached_pages > pages:
-            cache.trim()
-        # What requests hold goes as they end: asked again until then.
-        with contextlib.suppress(ValueError):
-            cache.set_limit(pages)
-            self._followed = limit
-
-    def _write(self, cache: KVCache) -> None:
-        stats, page = cache.stats(), cache.layout.page_size
-        self._account.report(
-            used=stats.mapped_bytes,
-            in_use=stats.active_pages * page,
-            cached=stats.cached_pages * page,
-            handles=stats.mappings,
-            maps=cache.context.stats().map_calls,
-            waits=stats.waits,
-            hits=stats.prefix_hit_tokens,
-            queries=stats.prefix_query_tokens,
-        )
-
-    def _run(self) -> None:
-        while not self._ended.wait(_INTERVAL) and self.report():
-            pass
-        self._leave()
+                pass
+            self._leave()
+            return False
 
     def _leave(self) -> None:
-        with self._lock:
-            if not self._left:
-                self._left = True
-                self._account.close()
+        self._left = True
+        self._participant.close()
 
     def close(self) -> None:
         """Takes the cache out of the ledger; again: nothing."""
-        self._ended.set()
-        self._thread.join()
-
-    def __enter__(self) -> Announced:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        with self._lock:
+            self._leave()
 
 
-def announce(cache: KVCache, name: str = "", folder: Path | None = None) -> Announced:
+def _follow(what: KVCache | Budget, limit: int) -> bool:
+    """Sets a limit, or gives back what no request holds: the rest goes as requests end."""
+    if isinstance(what, Budget):
+        if what.stats().used_bytes > limit:
+            what.reclaim(limit)
+        with contextlib.suppress(InvalidArgument):
+            what.set_limit(limit)
+            return True
+        return False
+    pages, stats = limit // what.layout.page_size, what.stats()
+    if stats.active_pages + stats.cached_pages > pages:
+        what.trim()
+    with contextlib.suppress(InvalidArgument):
+        what.set_limit(pages)
+        return True
+    return False
+
+
+def _numbers(what: KVCache | Budget) -> dict[str, int]:
+    """What `vmem top` shows: names of `EngineInfo`."""
+    if isinstance(what, Budget):
+        return what.numbers() | {"used": what.stats().used_bytes}
+    stats, page = what.stats(), what.layout.page_size
+    return {
+        "used": stats.mapped_bytes,
+        "in_use": stats.active_pages * page,
+        "cached": stats.cached_pages * page,
+        "handles": stats.mappings,
+        "maps": what.context.stats().map_calls,
+        "waits": stats.waits,
+        "hits": stats.prefix_hit_tokens,
+        "queries": stats.prefix_query_tokens,
+    }
+
+
+def announce(what: KVCache | Budget, name: str = "", folder: Path | None = None) -> Announced:
     """Shows a cache in `vmem top`, and lets `vmem limit` set its limit.
 
-    A limit below what requests hold is taken when they end. Of several caches on one `Budget` each
-    is announced by itself.
+    A limit below what requests hold is taken when they end. Caches that share a `Budget` are one
+    row, the budget's: announce that.
 
     Args:
-        cache: a `KVCache` of one device.
+        what: a `KVCache` of one device, or a `Budget`, such as a `LayeredCache`'s.
         name: unique among the living of a device; "": the program's name and process.
         folder: of the ledgers; None: ``VMEM_LEDGER``, else ``/dev/shm/vmem-UID``.
 
     Raises:
-        InvalidArgument: the name is taken.
+        InvalidArgument: the name is taken; the cache shares a budget, or the budget has a ledger
+            already.
         AccessDenied: the folder is another user's.
         LedgerError: the ledger cannot be made or used.
         BadHandle: the cache is closed.
     """
     name = name or f"{Path(sys.argv[0]).stem or 'python'}-{os.getpid()}"
-    stats, layout = cache.stats(), cache.layout
-    limit = stats.total_pages * layout.page_size
-    ledger = Ledger(cache.context.info.uuid or "host", 0, folder)
-    try:
-        account = ledger.join(
-            name,
-            floor=cache.config.memory_floor,
-            limit=limit,
-            least=layout.page_size,
-            virtual=max(limit, layout.total_bytes),
-        )
-    except BaseException:
-        ledger.close()
-        raise
-    return Announced(cache, account, name)
+    if isinstance(what, Budget):
+        if what.on_ledger:
+            raise _refused(f"{name!r}: the Budget is in a ledger already")
+        limit = most = what.total_bytes
+        floor, least = 0, what.context.info.granule
+    else:
+        if what.budget is not None:
+            raise _refused(f"{name!r}: the cache shares a Budget; announce that, as one for all")
+        layout = what.layout
+        limit = what.stats().total_pages * layout.page_size
+        most, floor, least = max(limit, layout.total_bytes), 0, layout.page_size
+    ledger = Ledger(what.context.info.uuid or "host", 0, folder)
+    participant = Participant(ledger, name, floor=floor, limit=limit, least=least, virtual=most)
+    return Announced(what, participant, name)
+
+
+def _refused(text: str) -> InvalidArgument:
+    return InvalidArgument(text, errno=errno.EINVAL, op="announce")

@@ -35,6 +35,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pyvmem import _native
+from pyvmem.closing import Closable
 from pyvmem.errors import InvalidArgument, NotGpuWork
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ _EVENT: Final = _native.constant("VMEM_AFTER_EVENT")
 _FD: Final = _native.constant("VMEM_AFTER_FD")
 
 
-class FdEvent:
+class FdEvent(Closable):
     """Work that is over when a descriptor polls readable: an eventfd, a sync_file, a pipe.
 
     Works on every back end; on ``host`` it stands for GPU work. A descriptor given by the caller
@@ -91,12 +92,6 @@ class FdEvent:
         if self._own:
             self._own = False
             os.close(self.fd)
-
-    def __enter__(self) -> FdEvent:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"FdEvent({self.fd})"

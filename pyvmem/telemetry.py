@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 
+from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, ForkedProcess
 from pyvmem.info import ContextInfo, Stats
 from pyvmem.kvcache.config import invalid
@@ -374,7 +375,7 @@ def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
-class Server:
+class Server(Closable):
     """A thread that answers; a context manager, which ends it.
 
     Attributes:
@@ -418,9 +419,3 @@ class Server:
         """Ends it."""
         self._server.shutdown()
         self._server.server_close()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

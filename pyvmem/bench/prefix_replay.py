@@ -11,21 +11,30 @@ is left out. Outputs are not recorded: the trace does not say what they were.
 - **Blocks** (vLLM's automatic prefix caching): a full block is known by the hash of its tokens and
   of the block before it. A request that ends gives its blocks to the end of a queue, the last
   first; new blocks are taken from the front.
+
+A third, `Turns`, is the cache itself: it tells of how many hits the rows were mapped already, in
+the slot in which the conversation's turn before ended.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from pyvmem.bench.command import WrongResult
+from pyvmem.context import Context
+from pyvmem.engine import RequestCache, Shortage
+from pyvmem.kvcache import KVCache, KVCacheConfig
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.prefix_tree import MAX_ID, PrefixTree, TokenIds
+from pyvmem.kvcache.prefix_tree import ID_BYTES, MAX_ID, PrefixTree, TokenIds
 
 __all__ = [
     "TRACE_BLOCK",
@@ -33,8 +42,10 @@ __all__ = [
     "Cache",
     "Prompt",
     "Tree",
+    "Turns",
     "Units",
     "bound",
+    "common_tokens",
     "conversations",
     "hit_tokens",
     "read_prompts",
@@ -44,6 +55,7 @@ __all__ = [
 TRACE_BLOCK = 512
 """Tokens that an id of Mooncake's trace stands for. Equal ids are equal prefixes up to there."""
 
+_HOST_PAGE = 4096
 _MAX_HASH = MAX_ID // TRACE_BLOCK
 
 
@@ -220,6 +232,102 @@ class Blocks:
         return len(self._queue) * self.block_bytes
 
 
+class Turns:
+    """The cache itself on ``host``, in which a token has few bytes, so that any budget fits.
+
+    Prompts are served one after the other; all of their tokens are admitted, whole blocks of the
+    trace recorded. (The id of a prompt's last, partial block tells nothing of what it begins with,
+    so that no later prompt could be seen to go on there.) What ends is unmapped in the background;
+    that is over before the next prompt comes. A context manager.
+
+    Args:
+        unit: tokens, a power of two up to 2,048: one page of ``host``.
+        budget: tokens.
+        slots: as `KVCacheConfig.max_batch`.
+        longest: tokens of the longest prompt.
+        common: tokens that every prompt begins with: a hit of more is a next turn.
+
+    Attributes:
+        served: prompts that the budget was large enough for.
+        hits: those that began with something recorded.
+        next_turns: of `hits`, those of more than `common` tokens.
+        resumed, next_resumed: of both, those that were mapped already, with all their tokens: no
+            call of the driver was needed.
+        hit_tokens: tokens that were recorded.
+        mapped_tokens: of these, those that were mapped already.
+    """
+
+    def __init__(self, unit: int, budget: int, slots: int, longest: int, common: int) -> None:
+        if unit & (unit - 1) or not 1 <= unit <= _HOST_PAGE // 2:
+            raise invalid(f"unit is {unit}; it must be a power of two up to {_HOST_PAGE // 2}")
+        self._unit, self._common = unit, common
+        self._stack = ExitStack()
+        self._held: dict[int, tuple[int, ...]] = {}  # blocks that were recorded from a slot
+        self.served = self.hits = self.next_turns = self.hit_tokens = 0
+        self.resumed = self.next_resumed = self.mapped_tokens = 0
+        config = KVCacheConfig(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=_HOST_PAGE // unit // 2,
+            tensors_per_layer=1,
+            max_batch=slots,
+            max_seq_len=longest,
+            page_size=_HOST_PAGE,
+            memory_limit=budget // unit * _HOST_PAGE,
+            low_watermark=0.0,
+            zero_fill=False,
+        )
+        with ExitStack() as stack:
+            context = stack.enter_context(Context("host", granule=_HOST_PAGE))
+            self.cache = stack.enter_context(KVCache(config, context))
+            self._requests = stack.enter_context(RequestCache(self.cache))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Turns:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def serve(self, prompt: Prompt) -> int:
+        """Admits a prompt, computes it and lets it end; the tokens that it found.
+
+        Raises:
+            WrongResult: what the cache says of it is not what its slot had.
+        """
+        requests, ids = self._requests, token_ids(prompt)
+        with requests.match(ids) as prefix:
+            before = self.cache.snapshot() if prefix.length else []
+            resumed = self.cache.stats().prefix_resumed
+            request = requests.admit(prefix, room=0)
+        if isinstance(request, Shortage):
+            return 0
+        found, slot = request.length, request.slot
+        if found:
+            held = self._held.get(slot, ())
+            there = before[slot].shared_pages * self._unit
+            mapped = there if held and held == prompt.hash_ids[: len(held)] else 0
+            whole = self.cache.stats().prefix_resumed - resumed
+            if whole != (mapped == found):
+                raise WrongResult(f"{mapped} of {found} tokens were mapped; resumed: {whole}")
+            self.hits += 1
+            self.hit_tokens += found
+            self.resumed += whole
+            self.next_turns += found > self._common
+            self.next_resumed += whole if found > self._common else 0
+            self.mapped_tokens += mapped
+        if requests.extend({request: prompt.length}) is not None:
+            raise WrongResult(f"{prompt.length} tokens were admitted, and there is no memory")
+        blocks = prompt.length // TRACE_BLOCK
+        recorded = TokenIds.from_bytes(ids.data[: blocks * TRACE_BLOCK * ID_BYTES])
+        requests.release(request, tokens=recorded)
+        while self.cache.snapshot()[slot].in_flight:
+            time.sleep(1e-4)
+        self._held[slot] = prompt.hash_ids[:blocks]
+        self.served += 1
+        return found
+
+
 def hit_tokens(prompts: Iterable[Prompt], cache: Cache) -> tuple[int, int]:
     """Serves all prompts: the tokens found, and the most bytes that the cache held."""
     hits = most = 0
@@ -227,6 +335,17 @@ def hit_tokens(prompts: Iterable[Prompt], cache: Cache) -> tuple[int, int]:
         hits += cache.serve(prompt)
         most = max(most, cache.held_bytes())
     return hits, most
+
+
+def common_tokens(prompts: Sequence[Prompt]) -> int:
+    """Tokens that all prompts begin with, in whole blocks of the trace: a system prompt."""
+    first = prompts[0].hash_ids
+    for at, one in enumerate(first):
+        if any(
+            p.hash_ids[at : at + 1] != (one,) or p.length < (at + 1) * TRACE_BLOCK for p in prompts
+        ):
+            return at * TRACE_BLOCK
+    return len(first) * TRACE_BLOCK
 
 
 def bound(prompts: Sequence[Prompt]) -> int:

@@ -4,6 +4,8 @@
 - Part ``hits``: Mooncake's trace against the tree, with units of the layouts named, and against
   blocks of 16 tokens known by their hash, at the same budgets of bytes. `prefix_replay` says what
   both do.
+- Part ``turns``: the same trace through the cache itself, on ``host``: how many hits were mapped
+  already, so that the request began without a call of the driver.
 - Part ``match``: a prompt of 100,000 tokens against 10,000 recorded prefixes, half of which agree
   with it up to some token and then go on differently, so that its own path is cut into many nodes.
 """
@@ -15,6 +17,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
@@ -28,9 +31,10 @@ from pyvmem.layouts.options import add_output, add_workload, page_name, sizes
 from pyvmem.layouts.shapes import ModelShape, shape_of
 from pyvmem.layouts.workload import Request
 
-__all__ = ["FORMAT", "add_parser", "hits", "match", "run"]
+__all__ = ["FORMAT", "PARTS", "add_parser", "hits", "match", "run", "turns"]
 
 FORMAT = "vmem-bench-prefixes/1"
+PARTS = ("hits", "turns", "match")
 _LAYOUTS = ((1, 64 << 10), (8, 64 << 10), (1, 2 << 20))
 _BLOCK = 16
 _PROMPT = 100_000
@@ -49,11 +53,20 @@ def add_parser(which: Any) -> None:
     add_workload(parser, "Mooncake's JSONL", "prompts", 2000)
     add("--model", default="Llama-3-8B", help="whose keys and values are kept (Llama-3-8B)")
     add("--budgets", type=sizes, default=sizes("10G,20G,50G,100G,200G"), help="10G,20G,...,200G")
+    add("--parts", type=_parts, default=PARTS, help=f"of {', '.join(PARTS)} (all)")
+    add("--slots", type=int, default=256, help="of the cache in the part turns (256)")
     add("--prefixes", type=int, default=10_000, help="recorded ones in the timed match (10000)")
     add("--prompt", type=int, default=_PROMPT, help="tokens of the timed prompt (100000)")
     add("--rounds", type=int, default=20, help="of the timed match (20)")
     add_output(parser, "write JSON here, raw samples in raw/")
     parser.set_defaults(run=run)
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    found = tuple(text.split(","))
+    if strange := [one for one in found if one not in PARTS]:
+        raise argparse.ArgumentTypeError(f"{strange[0]!r} is none of {', '.join(PARTS)}")
+    return found
 
 
 def hits(part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int]) -> None:
@@ -101,6 +114,43 @@ def hits(part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int]) 
                 evicted_units=cache.evicted,
                 serve_us=1e6 * (time.monotonic() - began) / len(prompts),
             )
+
+
+def turns(
+    part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int], slots: int
+) -> None:
+    """Adds how many hits, next turns and tokens of hits were mapped already, for each budget."""
+    from pyvmem.bench.prefix_replay import Turns, common_tokens
+
+    unit = cost(shape, Choice(*_LAYOUTS[0]), [Request(1, 1)], _LAYOUTS[0][1]).sharing_unit
+    longest, common = max(prompt.length for prompt in prompts), common_tokens(prompts)
+    part.notes.append(
+        f"{slots} slots, units of {unit} tokens; a next turn finds more than the {common} tokens "
+        "that all prompts begin with"
+    )
+    for budget in budgets:
+        gigabytes = f"{budget / 2**30:g}G"
+        print(f"{gigabytes}: turns", file=sys.stderr, flush=True)
+        with Turns(unit, budget // shape.token_bytes, slots, longest, common) as cache:
+            for prompt in prompts:
+                cache.serve(prompt)
+            cache.cache.check_integrity()
+            for name, what, mapped, whole in (
+                ("hits", "hits", cache.resumed, cache.hits),
+                ("next", "next turns", cache.next_resumed, cache.next_turns),
+                ("tokens", "tokens of hits", cache.mapped_tokens, cache.hit_tokens),
+            ):
+                part.value(
+                    f"{name}/{gigabytes}",
+                    f"{what} that were mapped already, {gigabytes}",
+                    name,
+                    100 * mapped / whole if whole else 0.0,
+                    "%",
+                    budget_bytes=budget,
+                    mapped=mapped,
+                    of=whole,
+                    served=cache.served,
+                )
 
 
 def match(part: Part, count: int, length: int, rounds: int) -> None:
@@ -180,19 +230,30 @@ def run(args: argparse.Namespace) -> int:
             "model": shape.name,
             "prefixes": args.prefixes,
             "prompt": args.prompt,
+            "slots": args.slots,
         },
         method={"hit rate": "tokens found over tokens of all prompts; requests one by one"},
         started=_now(),
         format=FORMAT,
     )
-    part = record.part("hits", f"{len(prompts):,} prompts, keys and values of {shape.name}")
-    part.started, began = _now(), time.monotonic()
-    hits(part, shape, prompts, args.budgets)
-    part.status, part.seconds = "done", time.monotonic() - began
-    part = record.part("match", "how long a match takes")
-    part.started, began = _now(), time.monotonic()
-    match(part, args.prefixes, args.prompt, args.rounds)
-    part.status, part.seconds = "done", time.monotonic() - began
+    title = f"{len(prompts):,} prompts, keys and values of {shape.name}"
+    todo: dict[str, tuple[str, Callable[[Part], None]]] = {
+        "hits": (title, lambda part: hits(part, shape, prompts, args.budgets)),
+        "turns": (
+            f"{title}: what was mapped already",
+            lambda part: turns(part, shape, prompts, args.budgets, args.slots),
+        ),
+        "match": (
+            "how long a match takes",
+            lambda part: match(part, args.prefixes, args.prompt, args.rounds),
+        ),
+    }
+    for name in args.parts:
+        what, measure = todo[name]
+        part = record.part(name, what)
+        part.started, began = _now(), time.monotonic()
+        measure(part)
+        part.status, part.seconds = "done", time.monotonic() - began
     record.aims = _aims(record)
     record.seconds = time.monotonic() - start
     if args.out is not None:

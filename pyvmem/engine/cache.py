@@ -10,9 +10,9 @@ from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from itertools import count as count_up
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pyvmem.closing import Closable
 from pyvmem.engine.background import Background, work_until_now
 from pyvmem.engine.config import Model, Policy, make_cache
 from pyvmem.engine.prefix import Namespace, Prefix, key_of
@@ -31,7 +31,7 @@ __all__ = ["RequestCache"]
 _T = TypeVar("_T")
 
 
-class RequestCache:
+class RequestCache(Closable):
     """The requests of one cache.
 
     Calls that may find memory, slots or mappings short answer with a `Shortage`; wrong input
@@ -119,6 +119,8 @@ class RequestCache:
         namespace: Namespace | None = None,
         room: int = 1,
         stream: Any = None,
+        *,
+        reserve: bool = True,
     ) -> Request | Shortage:
         """Takes a slot and memory for a prompt; what of it is recorded is mapped, read-only.
 
@@ -132,6 +134,9 @@ class RequestCache:
             namespace: as in `match`; not used with a `Prefix`.
             room: tokens beyond the prompt, as far as a slot goes.
             stream: that will read the prefix; it waits for the work that wrote it.
+            reserve: False: all of that must fit now, but only the slot and the prefix are taken,
+                and each `extend` maps what it needs and may be short. For prompts that are computed
+                in chunks beside requests that end meanwhile.
 
         Returns:
             The request, or what is short: then nothing is taken, and a `Prefix` keeps its lease.
@@ -144,9 +149,9 @@ class RequestCache:
         if room < 0:
             raise invalid(f"room is {room}; it must not be negative")
         if isinstance(prompt, Prefix):
-            return self._admit(prompt, room, stream)
+            return self._admit(prompt, room, stream, reserve)
         with self.match(prompt, namespace) as prefix:
-            return self._admit(prefix, room, stream)
+            return self._admit(prefix, room, stream, reserve)
 
     def admit_async(
         self,
@@ -154,6 +159,8 @@ class RequestCache:
         namespace: Namespace | None = None,
         room: int = 1,
         stream: Any = None,
+        *,
+        reserve: bool = True,
     ) -> Future[Request | Shortage]:
         """`admit` in the background: mapping a long prefix takes the driver milliseconds.
 
@@ -165,14 +172,14 @@ class RequestCache:
 
         def call() -> Request | Shortage:
             try:
-                return self.admit(prefix, None, room, stream)
+                return self.admit(prefix, None, room, stream, reserve=reserve)
             finally:
                 if prefix is not prompt:
                     prefix.release()
 
         return self._background.begin(call)
 
-    def _admit(self, prefix: Prefix, room: int, stream: Any) -> Request | Shortage:
+    def _admit(self, prefix: Prefix, room: int, stream: Any, reserve: bool) -> Request | Shortage:
         key_of(prefix.namespace)  # it is open
         cache, length = self.cache, len(prefix.tokens)
         if length > self.max_seq_len:
@@ -199,6 +206,7 @@ class RequestCache:
             return self._shortage({}, want, held=prefix.length)
         short = None
         try:
+            want = want if reserve else held
             if want > held and cache.step_async(self._lengths({slot: want})) != 0:
                 short = self._shortage({slot: want})
         except BaseException:
@@ -414,17 +422,6 @@ class RequestCache:
             self.release(request, stream=stream)
         if self._owns:
             self.cache.close(stream)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---- numbers ---------------------------------------------------------------------------------
 

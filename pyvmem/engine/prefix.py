@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from pyvmem.errors import BadHandle
@@ -108,10 +107,5 @@ class Prefix:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()

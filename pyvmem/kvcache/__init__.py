@@ -11,7 +11,7 @@ The modules, each of which imports only from those before it:
     migration, sharing      promotion and sliding windows; one page in several slots
     prefix_tree             a radix tree over token ids
     prefix_cache            recorded prefixes and the leases on them
-    on_ledger               a budget's account among the engines of several processes
+    on_ledger               a participant of the ledger that several processes share
     budget                  memory that several caches share
     group                   one group of equal layers, of all the above
     integrity               statistics and the check of the books

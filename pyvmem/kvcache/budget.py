@@ -38,11 +38,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, Busy, OutOfMemory
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal
-from pyvmem.kvcache.on_ledger import Keeper, OnLedger
+from pyvmem.kvcache.on_ledger import OnLedger, weakly
 from pyvmem.kvcache.reclaim import wait_for_cuts
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class BudgetStats:
     caches: tuple[ShareInfo, ...]
 
 
-class Budget:
+class Budget(Closable):
     """Memory of one context for several caches: ``KVCache(config, budget=budget)``.
 
     A cache takes up to its ceiling, `KVCacheConfig.memory_limit`, as long as the floors of the
@@ -130,7 +131,7 @@ class Budget:
     and says -1 or False as for any shortage: a later call finds what they gave back. When another
     engine is short, the caches give back what belongs to no request, down to their floors; a thread
     sees to that while no cache is called, and takes the lock for it. `vmem top` shows the budget,
-    `vmem limit` lowers its ceiling.
+    `vmem limit` lowers its ceiling. `pyvmem.announce` shows one that takes its memory unasked.
 
     Thread-safe. Calls of its caches take turns, also those that wait for GPU work.
 
@@ -171,7 +172,6 @@ class Budget:
         self.journal = Journal()
         self._shares: list[Share] = []
         self._ledger: OnLedger | None = None
-        self._keeper: Keeper | None = None
         self._left = False
         if not 0 <= floor_bytes <= self.total_bytes or (floor_bytes and ledger is None):
             most = self.total_bytes if ledger is not None else 0
@@ -191,8 +191,12 @@ class Budget:
                 self.total_bytes,
             )
             weakref.finalize(self, self._ledger.close)
-            self._keeper = Keeper(self._tend)
-            self._keeper.start()
+            self._ledger.start(weakly(self._tend))
+
+    @property
+    def on_ledger(self) -> bool:
+        """Whether it is one engine of a ledger, which grants it memory."""
+        return self._ledger is not None
 
     @property
     def granted_bytes(self) -> int:
@@ -213,16 +217,38 @@ class Budget:
                     op="Budget.close",
                 )
             if self._ledger is not None:
-                assert self._keeper is not None
-                self._keeper.end()
                 self._ledger.close()
                 self._ledger, self.total_bytes, self._left = None, 0, True
 
-    def __enter__(self) -> Budget:
-        return self
+    def set_limit(self, nbytes: int) -> None:
+        """Changes the total; nothing is mapped or unmapped.
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        Raises:
+            InvalidArgument: less than a page, or than what the caches have and floors keep; or the
+                budget is on a ledger, where `vmem limit` does it.
+        """
+        with self.lock, self.journal:
+            if self._ledger is not None:
+                raise invalid("set_limit: the budget is on a ledger; `vmem limit` sets its limit")
+            self._poll()
+            total, least = operator.index(nbytes), self.context.info.granule
+            if total < max(least, self._reserved()):
+                raise invalid(
+                    f"a budget of {total} bytes: {self._reserved()} are used or kept by floors, "
+                    f"and a page has {least}",
+                    size=max(0, total),
+                    limit=max(least, self._reserved()),
+                )
+            self.total_bytes = total
+
+    def reclaim(self, limit: int) -> None:
+        """Begins to unmap what belongs to no request until `limit` bytes are left; waits for none.
+
+        Floors are kept. What requests hold stays.
+        """
+        with self.lock, self.journal:
+            self._poll()
+            self._reclaim(self._reserved() - limit)
 
     def stats(self) -> BudgetStats:
         """What every cache has. Polls the batches in flight, waits for none."""
@@ -300,7 +326,7 @@ class Budget:
     # ---- the ledger ------------------------------------------------------------------------------
 
     def _tend(self) -> bool:
-        """The keeper's look: gives back, takes ahead, reports. False: there is nothing to tend."""
+        """The thread's look: gives back, takes ahead, reports. False: there is nothing to tend."""
         with self.lock, self.journal:
             ledger = self._ledger
             if ledger is None:
@@ -314,33 +340,38 @@ class Budget:
                 self._give_back(ledger, excess)
             else:
                 ledger.balance(ledger.granted - self._reserved())
-            ledger.report(self._numbers)
+            ledger.report(self.numbers)
             return True
 
     def _give_back(self, ledger: OnLedger, nbytes: int) -> None:
         """Gives the ledger what can be given now, and begins to unmap what is missing."""
-        missing = nbytes - (ledger.granted - self._reserved())
-        if missing > 0 and self._shares:
-            everyone = Share(self, self._shares[0].pager, 0)  # to whom all the others are others
-            everyone.begin_cuts(missing)
-            if (missing := missing - everyone.returning()) > 0:
-                everyone.evict(missing)
+        self._reclaim(nbytes - (ledger.granted - self._reserved()))
         ledger.give(min(nbytes, ledger.granted - self._reserved()))
         self.context.trim(0)
 
-    def _numbers(self) -> dict[str, int]:
-        found = dict.fromkeys(("in_use", "maps", "waits", "hits", "queries"), 0)
-        used = 0
-        for share in self._shares:
-            reclaimer, counters = share.reclaimer, share.reclaimer.counters
-            pages = share.pager.active_pages + reclaimer.shared.used
-            found["in_use"] += pages * share.layout.num_tensors * share.layout.page_size
-            found["waits"] += counters.waits
-            found["hits"] += counters.hit_tokens
-            found["queries"] += counters.query_tokens
-            used += share.used
-        found["maps"] = self.context.stats().map_calls
-        return found | {"cached": max(0, used - found["in_use"])}
+    def _reclaim(self, nbytes: int) -> None:
+        if nbytes > 0 and self._shares:
+            everyone = Share(self, self._shares[0].pager, 0)  # to whom all the others are others
+            everyone.begin_cuts(nbytes)
+            if (missing := nbytes - everyone.returning()) > 0:
+                everyone.evict(missing)
+
+    def numbers(self) -> dict[str, int]:
+        """What `vmem top` shows of all its caches together: names of `EngineInfo`."""
+        with self.lock:
+            found = dict.fromkeys(("in_use", "maps", "waits", "hits", "queries"), 0)
+            used = 0
+            for share in self._shares:
+                reclaimer, counters = share.reclaimer, share.reclaimer.counters
+                pages = share.pager.active_pages + reclaimer.shared.used
+                found["in_use"] += pages * share.layout.num_tensors * share.layout.page_size
+                found["waits"] += counters.waits
+                found["hits"] += counters.hit_tokens
+                found["queries"] += counters.query_tokens
+                used += share.used
+            stats = self.context.stats()
+            found |= {"maps": stats.map_calls, "handles": stats.mappings}
+            return found | {"cached": max(0, used - found["in_use"])}
 
 
 class Share:

@@ -929,6 +929,11 @@ class KVCache(Closing):
         return self._group.layout
 
     @property
+    def budget(self) -> Budget | None:
+        """The memory that it shares with other caches; None: it has its own."""
+        return self._budget
+
+    @property
     def context(self) -> Context:
         """The context that the pages are of."""
         return self._group.context

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""A budget's account in the ledger that the engines of several processes share.
+"""A participant of the ledger that the engines of several processes share.
+
+`Participant` is what all of them are: an account, and a thread that tends it: it reports numbers to
+`vmem top`, follows `vmem limit`, and leaves when its owner is gone. A cache that is only announced
+(`pyvmem.presence`) is no more than that. `OnLedger` is a budget's, which has no more memory than
+the ledger has granted it:
 
     0 ......... used by caches, or kept by their floors ......... granted .......... limit
     | what the budget cannot give back                | headroom | the ledger's room, |
     |                                                 |          | others may take it |
 
 Memory is taken from the ledger before a cache maps it: where a call finds too little, and ahead of
-need by the keeper, a thread, so that few calls meet the file's lock. The keeper gives back what
-another engine is short of, or what a lowered limit forbids, also while no cache is called.
+need by the thread, so that few calls meet the file's lock. The thread gives back what another
+engine is short of, or what a lowered limit forbids, also while no cache is called.
 """
 
 from __future__ import annotations
@@ -17,25 +22,93 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pyvmem.closing import Closable
 from pyvmem.ledger import Account, Ledger
 from pyvmem.logs import warn
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
 
-__all__ = ["Keeper", "OnLedger"]
+__all__ = ["OnLedger", "Participant", "weakly"]
 
 _log = logging.getLogger(__name__)
 
 _TICK_S = 0.05
 _REPORT_S = 0.25
 _HEADROOM = 256 << 20  # and at most a sixteenth of the budget
-_UNKNOWN = 1 << 62
 
 
-class OnLedger:
+def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
+    """A bound method that does not keep its object alive, and says False when that is gone."""
+    known = weakref.WeakMethod(method)
+
+    def call() -> bool:
+        found = known()
+        return found is not None and found()
+
+    return call
+
+
+class Participant(Closable):
+    """An account, and a thread that tends it. The owner serializes all calls but `start`.
+
+    Args:
+        ledger: of the device; closed by `close`.
+        name, floor, limit, least, virtual: as in `Ledger.join`.
+
+    Attributes:
+        account: in the ledger.
+
+    Raises:
+        VMemError: as `Ledger.join`; the ledger is closed.
+    """
+
+    def __init__(
+        self, ledger: Ledger, name: str, *, floor: int, limit: int, least: int, virtual: int
+    ) -> None:
+        try:
+            self.account: Account = ledger.join(
+                name, floor=floor, limit=limit, least=least, virtual=virtual
+            )
+        except BaseException:
+            ledger.close()
+            raise
+        self._reported = 0.0
+        self._ended = threading.Event()
+
+    def start(self, tend: Callable[[], bool]) -> None:
+        """Calls `tend` every 50 ms in a thread, until `close`, or until it says False.
+
+        An error is logged, and it is called again.
+        """
+        args = (tend, self._ended)
+        threading.Thread(target=_run, args=args, name="pyvmem-ledger", daemon=True).start()
+
+    def report(self, numbers: Callable[[], dict[str, int]], *, now: bool = False) -> None:
+        """What `vmem top` shows, four times a second or `now`: names of `EngineInfo`."""
+        at = time.monotonic()
+        if now or at >= self._reported + _REPORT_S:
+            self._reported = at
+            self.account.report(**numbers())
+
+    def close(self) -> None:
+        """Leaves the ledger; its memory counts as free from here on. Again: nothing."""
+        self._ended.set()
+        self.account.close()
+
+
+def _run(tend: Callable[[], bool], ended: threading.Event) -> None:
+    while not ended.wait(_TICK_S):
+        try:
+            if not tend():
+                return
+        except Exception as error:
+            warn(_log, "ledger", "a participant of the ledger: %r; it will be tried again", error)
+
+
+class OnLedger(Participant):
     """What a budget has of a device; the caller holds the budget's lock. Bytes.
 
     Args:
@@ -57,20 +130,13 @@ class OnLedger:
         floor: int,
         limit: int,
     ) -> None:
+        page = context.info.granule
+        super().__init__(ledger, name, floor=floor, limit=limit, least=page, virtual=limit)
         self._context = context
         self._free = free
-        page = context.info.granule
         self.headroom = max(page, min(_HEADROOM, limit // 16) // page * page)
-        try:
-            self.account: Account = ledger.join(
-                name, floor=floor, limit=limit, least=page, virtual=limit
-            )
-        except BaseException:
-            ledger.close()
-            raise
         self._limit = limit
         self._asked = False
-        self._reported = 0.0
         self.hint = 0  # the ledger's room when it was last looked at
 
     @property
@@ -124,44 +190,3 @@ class OnLedger:
             self.take(self.headroom // 2 - spare)
         elif spare > 2 * self.headroom:
             self.give(spare - self.headroom)
-
-    def report(self, numbers: Callable[[], dict[str, int]]) -> None:
-        """What `vmem top` shows, now and then: names of `EngineInfo`."""
-        now = time.monotonic()
-        if now >= self._reported + _REPORT_S:
-            self._reported = now
-            self.account.report(handles=self._context.stats().mappings, **numbers())
-
-    def close(self) -> None:
-        """Leaves the ledger; its memory counts as free from here on. Again: nothing."""
-        if not self.account.ledger.closed:
-            self.account.close()
-
-
-class Keeper(threading.Thread):
-    """Calls a method every 50 ms for as long as its object lives; ends where that says False.
-
-    An error is logged, and it is called again.
-    """
-
-    def __init__(self, tend: Callable[[], bool]) -> None:
-        super().__init__(name="pyvmem-ledger", daemon=True)
-        self._tend: Callable[[], Any] = weakref.WeakMethod(tend)
-        self._ended = threading.Event()
-
-    def end(self) -> None:
-        """Lets it end; does not wait for that."""
-        self._ended.set()
-
-    def run(self) -> None:
-        """Until the end."""
-        while not self._ended.wait(_TICK_S):
-            tend = self._tend()
-            if tend is None:
-                return
-            try:
-                if not tend():
-                    return
-            except Exception as error:
-                warn(_log, "ledger", "a budget on its ledger: %r; it will be tried again", error)
-            del tend

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, VMemError
 from pyvmem.features.table import SWAP
 from pyvmem.kvcache.config import invalid
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["SwappedRequest", "bring_back", "swap_in", "swap_out"]
 
 
-class SwappedRequest:
+class SwappedRequest(Closable):
     """A request that a cache's `swap_out` made; its `swap_in` takes it back, once.
 
     Holds host memory (pinned where torch has CUDA) until it is swapped in or closed, whether its
@@ -50,12 +51,6 @@ class SwappedRequest:
     def close(self) -> None:
         """Gives the request up and its host memory back; again: nothing."""
         self._rows = None
-
-    def __enter__(self) -> SwappedRequest:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = f"{self.nbytes} bytes" if self.is_open else "closed"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Serving an unmodified transformers model from a virtually contiguous KV cache.
 
-The pieces: `request` (what is asked and answered), `scheduler` (who runs in a step, and with how
+The pieces: `job` (what is asked and answered), `scheduler` (who runs in a step, and with how
 much memory), `attention` (the function that transformers calls), `engine` (the loop over all of
 it), and around these the demonstration of ``vmem serve-demo``: `model`, `report`, `verify`,
 `trace`, `picture`. Needs the packages of the extra ``serve``.
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pyvmem.serve.engine import Engine, EngineStats, StepRecord, TokenEvent
-    from pyvmem.serve.request import Completion, FinishReason, Request
+    from pyvmem.serve.job import Completion, FinishReason, Job
 
 __all__ = [
     "Completion",
     "Engine",
     "EngineStats",
     "FinishReason",
-    "Request",
+    "Job",
     "StepRecord",
     "TokenEvent",
 ]
@@ -29,7 +29,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Not imported here: the engine needs torch, and the command line must come before that.
     if name in __all__:
-        from pyvmem.serve import engine, request
+        from pyvmem.serve import engine, job
 
-        return getattr(engine if hasattr(engine, name) else request, name)
+        return getattr(engine if hasattr(engine, name) else job, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

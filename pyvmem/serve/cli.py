@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from pyvmem.info import ContextInfo
     from pyvmem.kvcache import KVCache
     from pyvmem.serve.engine import TokenEvent
+    from pyvmem.serve.job import Completion, Job
     from pyvmem.serve.model import LoadedModel
-    from pyvmem.serve.request import Completion, Request
 
 __all__ = ["add_parser", "run"]
 
@@ -218,13 +218,13 @@ def _answer(
     texts: list[str],
 ) -> int:
     from pyvmem.serve import report, verify
+    from pyvmem.serve.job import FinishReason, Job
     from pyvmem.serve.model import encode
-    from pyvmem.serve.request import FinishReason, Request
     from pyvmem.serve.trace import Recorder
 
     info = context.info
     requests = [
-        Request(i, encode(loaded.tokenizer, text), args.max_new_tokens, loaded.eos_token_ids)
+        Job(i, encode(loaded.tokenizer, text), args.max_new_tokens, loaded.eos_token_ids)
         for i, text in enumerate(texts)
     ]
     recorder = Recorder(
@@ -262,7 +262,7 @@ def _generate(
     args: argparse.Namespace,
     loaded: LoadedModel,
     cache: KVCache,
-    requests: list[Request],
+    requests: list[Job],
     recorder: Any,
     texts: list[str],
 ) -> tuple[list[Completion], Any]:
@@ -319,7 +319,7 @@ def _advance(bar: Any, done: int) -> None:
 
 
 def _references(
-    args: argparse.Namespace, loaded: LoadedModel, requests: list[Request]
+    args: argparse.Namespace, loaded: LoadedModel, requests: list[Job]
 ) -> dict[int, Any]:
     from tqdm import tqdm
 

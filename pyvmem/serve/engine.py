@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Continuous batching of an unmodified transformers model over a `pyvmem.KVCache`.
+"""Continuous batching of an unmodified transformers model over a `pyvmem.engine.RequestCache`.
 
 Every step runs all running requests at once: their new tokens (a prompt, a chunk of one, or one
 token) lie one after the other in a batch ``[1, T]``, with their positions; `pyvmem.serve.attention`
@@ -11,14 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pyvmem.attention import Attention
+from pyvmem.closing import Closable
+from pyvmem.engine import RequestCache
 from pyvmem.serve import attention
-from pyvmem.serve.request import Completion, FinishReason, Request, Sequence
+from pyvmem.serve.job import Completion, FinishReason, Job, Sequence
 from pyvmem.serve.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ class EngineStats:
             chosen.
         preemptions, recomputed_tokens: requests that lost their memory, and the rows lost.
         peak_running: most requests in one step.
-        step_s: in `KVCache.step`, the critical path. ahead_s: in `KVCache.step_async`, the call
-            alone.
+        step_s: in `Scheduler.begin`, that is, `RequestCache.admit` and `extend`: the critical path.
+            ahead_s: in `Scheduler.look_ahead`: `admit` and `prepare`, the calls alone.
         model_s: in the model, up to the tokens' arrival on the CPU. model_steps_s: the same of each
             step: the first of a shape also load, and with FlexAttention compile, their kernels.
         total_s: in `Engine.step`.
@@ -85,7 +86,7 @@ class EngineStats:
     total_s: float = 0.0
 
 
-class Engine:
+class Engine(Closable):
     """Serves requests; a context manager.
 
     Args:
@@ -123,14 +124,8 @@ class Engine:
             raise ValueError(f"the model has {layers} layers, the cache {config.num_layers}")
         self.attention = Attention(cache, kernel)
         self._device = model.device
-        self._max_seq_len = config.max_seq_len
-        self._scheduler = Scheduler(
-            cache,
-            config.max_batch,
-            config.max_seq_len,
-            prefill_chunk=prefill_chunk,
-            background=background,
-        )
+        self._cache = RequestCache(cache)
+        self._scheduler = Scheduler(self._cache, prefill_chunk=prefill_chunk, background=background)
         self._observer = observer
         self.stats = EngineStats()
         attention.register()
@@ -140,22 +135,13 @@ class Engine:
         model.eval()
         self._open = True
 
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Drops unfinished requests and the views of the cache, so that the cache can be closed."""
         if self._open:
             self._open = False
-            self._scheduler.clear()
+            self._scheduler.waiting.clear()
+            self._scheduler.running.clear()
+            self._cache.close()
             self.attention.close()
             self._model.set_attn_implementation(self._model_attention)
 
@@ -164,19 +150,14 @@ class Engine:
         """Requests that wait or run."""
         return len(self._scheduler.waiting) + len(self._scheduler.running)
 
-    def add(self, request: Request) -> None:
-        """Queues a request; it joins at a following step.
+    def add(self, job: Job) -> None:
+        """Queues a job; it joins at a following step. Raises ValueError as `Scheduler.add`."""
+        self._scheduler.add(job)
 
-        Raises:
-            ValueError: the prompt is longer than a slot, or the id belongs to an unfinished
-                request.
-        """
-        self._scheduler.add(request)
-
-    def run(self, requests: Iterable[Request]) -> Iterator[TokenEvent]:
-        """Adds the requests and yields their tokens as they come, until nothing is unfinished."""
-        for request in requests:
-            self.add(request)
+    def run(self, jobs: Iterable[Job]) -> Iterator[TokenEvent]:
+        """Adds the jobs and yields their tokens as they come, until nothing is unfinished."""
+        for job in jobs:
+            self.add(job)
         while self.unfinished:
             yield from self.step()
 
@@ -196,12 +177,10 @@ class Engine:
         self.stats.recomputed_tokens = self._scheduler.recomputed
         if too_large is not None:
             completion = too_large.completion(FinishReason.NO_MEMORY)
-            events.append(TokenEvent(too_large.request.request_id, None, completion))
+            events.append(TokenEvent(too_large.job.request_id, None, completion))
         elif batch:
             self._observe(batch)
             events += self._compute(batch)
-        elif self._scheduler.waiting:
-            raise RuntimeError("the KV cache has no free slot although no request runs")
         self.stats.total_s += time.perf_counter() - started
         return events
 
@@ -209,8 +188,14 @@ class Engine:
         stats = self.stats
         stats.peak_running = max(stats.peak_running, len(batch))
         if self._observer is not None:
-            rows = tuple((s.request.request_id, s.slot or 0, s.needed) for s in batch)
+            rows = tuple(
+                (one.job.request_id, slot, one.needed)
+                for one, slot in zip(batch, self._slots(batch), strict=True)
+            )
             self._observer(StepRecord(stats.steps, rows, len(self._scheduler.waiting)))
+
+    def _slots(self, batch: list[Sequence]) -> list[int]:
+        return [self._scheduler.running[one].slot for one in batch]
 
     def _compute(self, batch: list[Sequence]) -> list[TokenEvent]:
         before = time.perf_counter()
@@ -225,19 +210,19 @@ class Engine:
         step = self.stats.steps
         self.stats.steps += 1
         for sequence, choice in zip(batch, choices, strict=True):
-            prompt_left = len(sequence.request.prompt) - sequence.cached
+            prompt_left = len(sequence.job.prompt) - sequence.cached
             self.stats.prompt_tokens += max(0, min(sequence.chunk, prompt_left))
             sequence.cached += sequence.chunk
             sequence.chunk = 0
             if sequence.pending:
                 continue  # the prompt is not complete: what follows it is known
             self.stats.new_tokens += 1
-            reason = sequence.accept(choice, step, self._max_seq_len)
+            reason = sequence.accept(choice, step, self._cache.max_seq_len)
             completion = None
             if reason is not None:
                 self._scheduler.finish(sequence)
                 completion = sequence.completion(reason)
-            events.append(TokenEvent(sequence.request.request_id, sequence.tokens[-1], completion))
+            events.append(TokenEvent(sequence.job.request_id, sequence.tokens[-1], completion))
         return events
 
     @torch.inference_mode()
@@ -249,7 +234,7 @@ class Engine:
             tokens += sequence.tokens[sequence.cached : sequence.needed]
             ends.append(len(tokens) - 1)
         step = self.attention.batch(
-            [sequence.slot for sequence in batch if sequence.slot is not None],
+            self._slots(batch),
             [sequence.needed - sequence.cached for sequence in batch],
             [sequence.needed for sequence in batch],
         )

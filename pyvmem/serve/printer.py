@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pyvmem.serve.engine import TokenEvent
-from pyvmem.serve.request import Completion, FinishReason
+from pyvmem.serve.job import Completion, FinishReason
 
 __all__ = ["AnswerPrinter", "ended"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pyvmem.kvcache import CacheStats
 from pyvmem.serve.engine import EngineStats
-from pyvmem.serve.request import Completion
+from pyvmem.serve.job import Completion
 from pyvmem.serve.trace import Recorder
 from pyvmem.serve.verify import Verdict
 
@@ -68,10 +68,10 @@ def build(
         "setting": setting,
         "requests": [
             {
-                "id": completion.request.request_id,
+                "id": completion.job.request_id,
                 "prompt": prompt,
                 "answer": answer,
-                "prompt_tokens": len(completion.request.prompt),
+                "prompt_tokens": len(completion.job.prompt),
                 "tokens": list(completion.tokens),
                 "reason": completion.reason.value,
                 "preemptions": completion.preemptions,
@@ -160,8 +160,8 @@ def _time_table(result: dict[str, Any]) -> list[str]:
     rows = [
         ("in the driver, on the critical path", f"{mapping['critical_driver_s'] * 1e3:,.2f}"),
         ("in the driver, in the background", f"{mapping['background_driver_s'] * 1e3:,.2f}"),
-        ("caller, in step", f"{mapping['step_s'] * 1e3:,.2f}"),
-        ("caller, in step_async", f"{mapping['step_async_s'] * 1e3:,.2f}"),
+        ("caller, before the model: admit, extend", f"{mapping['step_s'] * 1e3:,.2f}"),
+        ("caller, beside it: admit, prepare", f"{mapping['step_async_s'] * 1e3:,.2f}"),
         ("model", f"{engine['model_s'] * 1e3:,.2f}"),
         *_steps(engine["model_steps_s"]),
         ("all steps", f"{engine['total_s'] * 1e3:,.2f}"),

@@ -1,114 +1,91 @@
 # SPDX-License-Identifier: MIT
 """Who runs in a step: admission by memory, preemption by recomputation.
 
-The scheduler owns the queue and talks to the KV cache; it never sees a tensor. One iteration:
+The scheduler owns the queue and the requests of a `pyvmem.engine.RequestCache`; it never sees a
+tensor. One iteration:
 
-    begin()      requests join while slots and memory last; the cache holds every row of this step
+    begin()      sequences join while slots and memory last; the cache holds every row of this step
     look_ahead() the next step's pages are mapped in the background while the model runs
-    finish()     a request leaves; its slot is given back behind the GPU work that still reads it
+    finish()     a sequence leaves; its slot is free once the GPU work that reads it is over
 
-When memory is short in begin(), those who joined last go back first: a request that has computed
+When memory is short in begin(), those who joined last go back first: a sequence that has computed
 nothing costs nothing, one that has is computed again from its prompt and its answer so far. After
-that nobody joins until somebody has left, so that two requests cannot throw each other out in
-turns.
+that nobody joins until somebody has left, so that two cannot throw each other out in turns.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
 
-from pyvmem.serve.request import Request, Sequence
+from pyvmem.engine import Request, RequestCache, Shortage
+from pyvmem.serve.job import Job, Sequence
 
-__all__ = ["RequestCache", "Scheduler"]
-
-
-class RequestCache(Protocol):
-    """The part of `pyvmem.KVCache` that scheduling needs."""
-
-    def alloc_reqid(self, seq_len: int = 0) -> int | None:
-        """A free slot, or None."""
-
-    def free_reqid(self, reqid: int) -> None:
-        """Gives a slot back."""
-
-    def step(self, seq_lens: list[int]) -> int:
-        """Maps what the lengths need: 0, or -1 with nothing changed."""
-
-    def step_async(self, seq_lens: list[int]) -> int:
-        """The same in the background."""
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
     """Continuous batching over a KV cache.
 
     Args:
-        cache: the KV cache; used by this scheduler alone.
-        max_batch: the cache's slots.
-        max_seq_len: tokens that a slot can hold.
-        prefill_chunk: most prompt tokens of a request in one step; 0: the whole prompt.
+        cache: used by this scheduler alone; the caller closes it.
+        prefill_chunk: most prompt tokens of a sequence in one step; 0: the whole prompt.
         background: map the next step's pages while this one is computed.
 
     Attributes:
-        waiting: requests without a slot, the next to join first.
-        running: requests with a slot, in the order in which they joined.
-        preemptions: requests that lost computed rows, over all time.
+        waiting: sequences without a slot, the next to join first.
+        running: the others with their requests, in the order in which they joined.
+        preemptions: sequences that lost computed rows, over all time.
         recomputed: their rows, over all time.
     """
 
     def __init__(
-        self,
-        cache: RequestCache,
-        max_batch: int,
-        max_seq_len: int,
-        *,
-        prefill_chunk: int = 0,
-        background: bool = True,
+        self, cache: RequestCache, *, prefill_chunk: int = 0, background: bool = True
     ) -> None:
         self._cache = cache
-        self._max_batch = max_batch
-        self._max_seq_len = max_seq_len
-        self._chunk = prefill_chunk or max_seq_len
+        self._chunk = prefill_chunk or cache.max_seq_len
         self._background = background
+        self._reserve = background and not prefill_chunk
         self._short = False  # memory ran out: nobody joins until somebody leaves
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.running: dict[Sequence, Request] = {}
         self.preemptions = 0
         self.recomputed = 0
 
-    def add(self, request: Request) -> None:
-        """Queues a request.
+    def add(self, job: Job) -> None:
+        """Queues a job.
 
         Raises:
-            ValueError: the prompt is longer than a slot, or the id belongs to an unfinished
-                request.
+            ValueError: the prompt is longer than a slot, or the id belongs to an unfinished job.
         """
-        if len(request.prompt) > self._max_seq_len:
+        if len(job.prompt) > self._cache.max_seq_len:
             raise ValueError(
-                f"request {request.request_id}: the prompt has {len(request.prompt)} tokens, "
-                f"a slot holds {self._max_seq_len}"
+                f"request {job.request_id}: the prompt has {len(job.prompt)} tokens, "
+                f"a slot holds {self._cache.max_seq_len}"
             )
-        for other in (*self.waiting, *self.running):
-            if other.request.request_id == request.request_id:
-                raise ValueError(
-                    f"request id {request.request_id} belongs to an unfinished request"
-                )
-        self.waiting.append(Sequence.of(request))
+        if any(one.job.request_id == job.request_id for one in (*self.waiting, *self.running)):
+            raise ValueError(f"request id {job.request_id} belongs to an unfinished request")
+        self.waiting.append(Sequence.of(job))
 
     def begin(self) -> tuple[list[Sequence], Sequence | None]:
         """Chooses and provisions a step.
 
         Returns:
             The sequences of the step with their `chunk` set, all of whose rows the cache now holds;
-            and, when memory is too small even for the first of the queue alone, that sequence,
-            removed.
+            or none, and one that memory is too small for even alone, removed.
+
+        Raises:
+            RuntimeError: sequences wait, but the cache has no slot for any.
         """
-        self._join()
+        short = self._join()
+        if short is not None and (short.never or not self.running):
+            if short.slots and not short.never:
+                raise RuntimeError("the KV cache has no free slot although no request runs")
+            return [], self.waiting.popleft()
         for sequence in self.running:
             sequence.chunk = min(self._chunk, sequence.pending)
-        while self.running and self._cache.step(self._lengths(ahead=False)) != 0:
-            victim = self.running[-1]
-            self._leave(victim)
+        while self._cache.extend(self._lengths()):
+            victim, request = self.running.popitem()
+            self._cache.release(request)
             if not self.running:
                 return [], victim
             self._short = True
@@ -122,48 +99,33 @@ class Scheduler:
 
     def look_ahead(self) -> None:
         """Starts mapping what the next step needs if nobody leaves; a shortage is begin's."""
-        if not self._background:
-            return
-        self._join()
-        if self.running:
-            self._cache.step_async(self._lengths(ahead=True))
+        if self._background:
+            self._join()
+            self._cache.prepare(self._lengths(ahead=True))
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out; its slot becomes free behind the work that is under way."""
-        self._leave(sequence)
+        """Takes a sequence out; its slot is free once the work that is under way is over."""
+        self._cache.release(self.running.pop(sequence))
         self._short = False
 
-    def clear(self) -> None:
-        """Drops every request."""
-        while self.running:
-            self._leave(self.running[-1])
-        self.waiting.clear()
-        self._short = False
-
-    def _join(self) -> None:
+    def _join(self) -> Shortage | None:
+        """Admits while slots and memory last; what the next one is short of."""
         while self.waiting and not (self._short and self.running):
-            sequence = self.waiting[0]
-            slot = self._cache.alloc_reqid(min(self._chunk, sequence.pending))
-            if slot is None:
-                return
-            sequence.slot = slot
-            sequence.chunk = 0
-            self.running.append(self.waiting.popleft())
+            found = self._cache.admit(self.waiting[0].tokens, room=0, reserve=self._reserve)
+            if isinstance(found, Shortage):
+                return found
+            sequence = self.waiting.popleft()
+            sequence.cached, sequence.chunk = found.length, 0
+            self.running[sequence] = found
+        return None
 
-    def _leave(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
-        self.running.remove(sequence)
-        self._cache.free_reqid(sequence.slot)
-        sequence.slot = None
-
-    def _lengths(self, *, ahead: bool) -> list[int]:
-        lengths = [0] * self._max_batch
-        for sequence in self.running:
-            assert sequence.slot is not None
+    def _lengths(self, *, ahead: bool = False) -> dict[Request, int]:
+        lengths = {}
+        for sequence, request in self.running.items():
             length = sequence.needed
             if ahead:
                 # A sequence whose prompt is complete adds the token that is being computed.
                 left = sequence.pending - sequence.chunk
-                length = min(length + max(1, min(self._chunk, left)), self._max_seq_len)
-            lengths[sequence.slot] = length
+                length += max(1, min(self._chunk, left))
+            lengths[request] = min(length, self._cache.max_seq_len)
         return lengths

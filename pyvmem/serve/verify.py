@@ -18,8 +18,8 @@ from typing import Any
 
 from pyvmem.kvcache import KVCache
 from pyvmem.serve.engine import Engine
+from pyvmem.serve.job import Completion, Job
 from pyvmem.serve.model import LoadedModel, cache_dir
-from pyvmem.serve.request import Completion, Request
 
 __all__ = ["TIE", "Difference", "Reference", "Verdict", "compare", "first_difference", "references"]
 
@@ -73,16 +73,16 @@ class Verdict:
         return asdict(self)
 
 
-def _generate(loaded: LoadedModel, request: Request) -> Reference:
+def _generate(loaded: LoadedModel, job: Job) -> Reference:
     import torch
     from transformers import DynamicCache
 
     model = loaded.model
-    ids = torch.tensor([request.prompt], device=model.device)
+    ids = torch.tensor([job.prompt], device=model.device)
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=request.max_new_tokens,
+        max_new_tokens=job.max_new_tokens,
         do_sample=False,
         past_key_values=DynamicCache(config=model.config),
         return_dict_in_generate=True,
@@ -96,7 +96,7 @@ def _generate(loaded: LoadedModel, request: Request) -> Reference:
     return Reference(tokens, tuple(margins))
 
 
-def _key(loaded: LoadedModel, request: Request) -> str | None:
+def _key(loaded: LoadedModel, job: Job) -> str | None:
     """Names all that a reference depends on; None where the folder's name is no proof of it."""
     import torch
     import transformers
@@ -111,21 +111,21 @@ def _key(loaded: LoadedModel, request: Request) -> str | None:
         str(loaded.model.device.type),
         str(loaded.model.dtype),
         loaded.folder.name,
-        request.max_new_tokens,
-        sorted(request.eos_token_ids),
-        request.prompt,
+        job.max_new_tokens,
+        sorted(job.eos_token_ids),
+        job.prompt,
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def references(
-    loaded: LoadedModel, requests: Sequence[Request], progress: Callable[[int], None] | None = None
+    loaded: LoadedModel, jobs: Sequence[Job], progress: Callable[[int], None] | None = None
 ) -> list[Reference]:
-    """The references of requests; kept in the cache folder under a name made of all they depend on.
+    """The references of jobs; kept in the cache folder under a name made of all they depend on.
 
     Args:
         loaded: the model, with transformers' own attention, not an engine's.
-        progress: called with the number of requests done.
+        progress: called with the number of jobs done.
 
     Raises:
         ValueError: an engine is open on the model.
@@ -134,10 +134,10 @@ def references(
         raise ValueError("the model still belongs to an engine; close that first")
     folder = cache_dir() / "references"
     found = []
-    for done, request in enumerate(requests, 1):
-        key = _key(loaded, request)
+    for done, job in enumerate(jobs, 1):
+        key = _key(loaded, job)
         path = folder / f"{key}.json" if key else None
-        found.append(_load(path) or _store(path, _generate(loaded, request)))
+        found.append(_load(path) or _store(path, _generate(loaded, job)))
         if progress is not None:
             progress(done)
     return found
@@ -189,17 +189,17 @@ def compare(
         expected: the references by request id.
     """
     found: list[Difference] = []
-    again: list[tuple[Request, Difference]] = []
+    again: list[tuple[Job, Difference]] = []
     count = 0
     for completion in completions:
         count += 1
-        request = completion.request
-        reference = expected[request.request_id]
-        difference = first_difference(request.request_id, completion.predictions, reference)
+        job = completion.job
+        reference = expected[job.request_id]
+        difference = first_difference(job.request_id, completion.predictions, reference)
         if difference is not None:
             found.append(difference)
             forced = replace(
-                request,
+                job,
                 forced=reference.tokens,
                 max_new_tokens=len(reference.tokens),
                 eos_token_ids=frozenset(),
@@ -208,9 +208,9 @@ def compare(
     ties = all(difference.margin < TIE for difference in found)
     rest: list[Difference] = []
     if again:
-        skip = {request.request_id: difference.position for request, difference in again}
+        skip = {job.request_id: difference.position for job, difference in again}
         with Engine(loaded.model, cache) as engine:
-            for event in engine.run(request for request, _ in again):
+            for event in engine.run(job for job, _ in again):
                 if event.completion is not None:
                     name = event.request_id
                     later = first_difference(

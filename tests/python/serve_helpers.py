@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pyvmem.serve.job import Job
 from pyvmem.serve.model import LoadedModel
-from pyvmem.serve.request import Request
 from pyvmem.serve.verify import Reference, references
 
 VOCABULARY = 199
@@ -55,11 +55,11 @@ def make_requests(
     shortest: int = 1,
     longest: int = 70,
     new_tokens: tuple[int, int] = (1, 40),
-) -> list[Request]:
+) -> list[Job]:
     """Requests of different lengths; the same for the same arguments."""
     dice = random.Random(seed)
     return [
-        Request(
+        Job(
             i,
             tuple(dice.randrange(1, VOCABULARY) for _ in range(dice.randint(shortest, longest))),
             dice.randint(*new_tokens),
@@ -68,7 +68,7 @@ def make_requests(
     ]
 
 
-def expected(loaded: LoadedModel, requests: list[Request]) -> dict[int, Reference]:
+def expected(loaded: LoadedModel, requests: list[Job]) -> dict[int, Reference]:
     """What ``generate`` answers, by request id."""
     found = references(loaded, requests)
     return {request.request_id: item for request, item in zip(requests, found, strict=True)}

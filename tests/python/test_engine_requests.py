@@ -71,7 +71,7 @@ def memory(pages: int, context: Context) -> int:
 
 
 def test_the_interface_has_a_version() -> None:
-    assert INTERFACE == (1, 0)
+    assert INTERFACE == (1, 1)
 
 
 # ---- rows and pages ------------------------------------------------------------------------------
@@ -208,6 +208,24 @@ def test_admission_finds_memory_short_before_it_takes_anything(host: Context) ->
         assert short.what == "memory"
         assert cache.requests[1:] == [second]
         assert cache.extend({second: 2 * ROWS + 1}) is None
+
+
+def test_admission_without_its_pages_leaves_them_to_extend(host: Context) -> None:
+    """A prompt that is computed in chunks: each takes what it needs, when it needs it."""
+    with requests(host, memory_limit=memory(4, host), growth_fraction=0) as cache:
+        one, two = (admitted(cache, PROMPT[: 3 * ROWS], room=0, reserve=False) for _ in "12")
+        assert kv(cache).stats().active_pages == 0
+        assert kv(cache).stats().steps_async == 0
+        assert cache.extend({one: ROWS, two: ROWS}) is None
+        assert kv(cache).stats().active_pages == 2 * TENSORS
+        # What would not fit beside them is refused as ever, and so is a chunk too many.
+        short = cache.admit(PROMPT[: 3 * ROWS], room=0, reserve=False)
+        assert isinstance(short, Shortage)
+        assert cache.extend({one: 3 * ROWS, two: 2 * ROWS}) is not None
+        cache.release(two)
+        assert cache.extend({one: 3 * ROWS}) is None
+        cache.release(one, tokens=PROMPT)
+        assert admitted(cache, PROMPT, room=0, reserve=False).length == 3 * ROWS
 
 
 def test_slots_may_be_short(host: Context) -> None:

@@ -18,7 +18,7 @@ from serve_helpers import expected, make_requests, one_thread, tiny_model  # noq
 
 from pyvmem import KVCache, KVCacheConfig  # noqa: E402
 from pyvmem.engine import Model, Policy, RequestCache  # noqa: E402
-from pyvmem.serve import Request, prompts  # noqa: E402
+from pyvmem.serve import Job, prompts  # noqa: E402
 from pyvmem.serve import model as models  # noqa: E402
 from pyvmem.serve.model import LoadedModel  # noqa: E402
 from pyvmem.serve.verify import TIE, first_difference  # noqa: E402
@@ -46,7 +46,7 @@ def running(loaded: LoadedModel, **changes: Any) -> Iterator[tuple[Any, KVCache]
         assert cache.stats().active_slots == 0
 
 
-def answers(engine: Any, requests: list[Request]) -> tuple[list[Any], list[list[int]]]:
+def answers(engine: Any, requests: list[Job]) -> tuple[list[Any], list[list[int]]]:
     """The jobs, and what was streamed of each."""
     jobs = [engine.submit(one.prompt, one.max_new_tokens) for one in requests]
     streamed: list[list[int]] = [[] for _ in jobs]
@@ -85,7 +85,7 @@ def test_a_next_turn_begins_with_the_rows_of_the_last() -> None:
     (first,) = make_requests(1, shortest=150, longest=150, new_tokens=(10, 10))
     with running(loaded) as (engine, cache):
         (job,), _ = answers(engine, [first])
-        second = Request(1, (*job.tokens, 5, 6, 7), 8)
+        second = Job(1, (*job.tokens, 5, 6, 7), 8)
         before = cache.stats().prefix_hit_tokens
         _, streamed = answers(engine, [second])
         assert cache.stats().prefix_hit_tokens - before == 128  # a unit: 192-byte rows, 4 KiB pages
@@ -96,7 +96,7 @@ def test_a_next_turn_begins_with_the_rows_of_the_last() -> None:
 def test_what_never_fits_fails_alone() -> None:
     loaded = tiny_model()
     long, short = make_requests(2, shortest=60, longest=60, new_tokens=(5, 5))
-    long = Request(0, long.prompt * 3, 5)
+    long = Job(0, long.prompt * 3, 5)
     wanted = expected(loaded, [short])
     with running(loaded, memory_limit=4 * TENSORS * 4096) as (engine, _):
         jobs, streamed = answers(engine, [long, short])
@@ -123,7 +123,7 @@ def test_a_real_model_answers_as_generate_does() -> None:
     except models.ModelNotFound as error:
         pytest.skip(str(error))
     requests = [
-        Request(i, models.encode(loaded.tokenizer, text), 12, loaded.eos_token_ids)
+        Job(i, models.encode(loaded.tokenizer, text), 12, loaded.eos_token_ids)
         for i, text in enumerate(prompts.load(count=6))
     ]
     wanted = expected(loaded, requests)

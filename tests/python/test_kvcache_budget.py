@@ -363,6 +363,38 @@ class BudgetModel:
             assert read_rows(self.caches[which], reqid, 0, rows), f"reqid {reqid} of cache {which}"
 
 
+def test_a_budgets_total_is_changed(context: Context) -> None:
+    page = context.info.granule
+    with two(context, 40, {"floor": 4}, {"floor": 8}) as (budget, one, other):
+        hold(one, 3)  # 12 pages
+        for pages in (0, 19):
+            with pytest.raises(InvalidArgument, match=f"a budget of {pages * page} bytes: "):
+                budget.set_limit(pages * page)
+        assert budget.total_bytes == 40 * page
+        budget.set_limit(20 * page)
+        budget.set_limit(20 * page)
+        assert budget.stats().total_bytes == 20 * page
+        second = one.alloc_reqid()
+        assert second is not None
+        assert one.step(longer(one, second, 1)) == -1  # the rest is the other's
+        budget.set_limit(24 * page)
+        assert one.step(longer(one, second, 1)) == 0
+        hold(other, 4)
+
+
+def test_what_nobody_holds_is_given_back(context: Context) -> None:
+    page = context.info.granule
+    with two(context, 40, {}, {"floor": 4}) as (budget, one, other):
+        kept = hold(one, 2)
+        for cache in (one, other):
+            cache.free_reqid(hold(cache, 3))
+        assert budget.stats().used_bytes > 12 * page
+        budget.reclaim(12 * page)  # 8 pages are a request's, 4 are the floor
+        eventually(lambda: budget.stats().used_bytes <= 12 * page)
+        assert one.step(longer(one, kept, 2)) == 0
+        assert other.stats().mapped_bytes <= 6 * page
+
+
 @pytest.mark.parametrize(
     ("total", "a", "b"),
     [

@@ -194,6 +194,69 @@ def test_a_killed_engine_leaves_nothing(folder: Path, inside: bool) -> None:
     a.close()
 
 
+FORKING = """
+import os, signal, sys
+from pathlib import Path
+from pyvmem.errors import ForkedProcess
+from pyvmem.ledger import Ledger
+account = Ledger("host", 10 << 30, Path(sys.argv[1])).join(
+    sys.argv[2], floor=0, limit=1 << 40, least=1, virtual=1 << 40)
+child = os.fork()
+if not child:
+    account.close()  # as a finalizer at the child's end would: nothing
+    for call in (lambda: account.take(1), lambda: account.limit, account.ledger.engines):
+        try:
+            call()
+        except ForkedProcess:
+            continue
+        os._exit(1)
+    print(os.getpid(), flush=True)
+    signal.pause()
+sys.stdin.readline()
+print(os.waitpid(child, os.WNOHANG) == (0, 0) and account.take(1), flush=True)
+signal.pause()
+"""
+
+
+def test_a_forked_child_does_not_keep_its_parents_slot(folder: Path) -> None:
+    """The lock is of the open file, which a child has, too, until it closes it."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FORKING, str(folder), "b"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        assert names(folder) == ["b"]
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        assert parent.stdout.readline() == "True\n"  # the child lives, the parent has its slot
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        os.kill(child, 0)
+        assert names(folder) == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.communicate()
+
+
+def test_a_limit_is_read_under_the_lock(folder: Path) -> None:
+    """So that no half of an order is seen, which another process writes."""
+    a, b = join(folder, "a"), join(folder, "b")
+    done = threading.Event()
+    with b.ledger.locked():
+        thread = threading.Thread(target=lambda: (a.limit, done.set()))
+        thread.start()
+        assert not done.wait(0.2)
+    thread.join()
+    assert done.is_set()
+    a.close()
+    b.close()
+
+
 def test_a_name_is_free_again_when_its_engine_died(folder: Path) -> None:
     process = child(folder, "b")
     with pytest.raises(InvalidArgument, match=f"'b' is the name of process {process.pid}"):

@@ -16,7 +16,9 @@ from pyvmem.bench.prefix_replay import (
     Blocks,
     Prompt,
     Tree,
+    Turns,
     bound,
+    common_tokens,
     conversations,
     hit_tokens,
     read_prompts,
@@ -167,3 +169,88 @@ def test_command_with_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "prefixes", "--requests", "5", "--budgets", "10G", "--prompt", "9"]
     assert cli.main(words) == 1
     assert "a prompt of 200 tokens" in capsys.readouterr().err
+
+
+def conversation(turns: int, start: int, blocks: int = 3) -> list[Prompt]:
+    """Turns that each go on behind the one before, all behind block 0; the last one is partial."""
+    ids = [0, *range(start, start + turns * blocks)]
+    return [
+        Prompt((1 + at * blocks) * TRACE_BLOCK + 7, tuple(ids[: 1 + at * blocks] + [9000 + start]))
+        for at in range(1, turns + 1)
+    ]
+
+
+def test_next_turns_that_go_on_in_their_slot() -> None:
+    one, two = conversation(4, 100), conversation(4, 200)
+    prompts = [prompt for pair in zip(one, two, strict=True) for prompt in pair]
+    assert common_tokens(prompts) == TRACE_BLOCK
+    with Turns(32, 1 << 20, 16, 10_000, TRACE_BLOCK) as cache:
+        found = [cache.serve(prompt) for prompt in prompts]
+        # The first finds nothing, the second the system prompt, the others all but their own.
+        assert found == [0, *(TRACE_BLOCK * n for n in (1, 4, 4, 7, 7, 10, 10))]
+        assert (cache.served, cache.hits, cache.next_turns) == (8, 7, 6)
+        assert (cache.resumed, cache.next_resumed) == (6, 6)
+        assert cache.hit_tokens - cache.mapped_tokens == TRACE_BLOCK
+        # Two that go on where one ended: the first takes the slot, the other maps.
+        again = [Prompt(14 * TRACE_BLOCK, (*one[-1].hash_ids[:13], 8000 + at)) for at in (0, 1)]
+        for prompt in again:
+            assert cache.serve(prompt) == 13 * TRACE_BLOCK
+        assert (cache.next_turns, cache.next_resumed) == (8, 7)
+        cache.cache.check_integrity()
+
+
+def test_part_of_a_prefix_may_be_mapped() -> None:
+    long, short = conversation(3, 100)[-1], conversation(1, 100)[0]
+    with Turns(32, 1 << 20, 16, 10_000, TRACE_BLOCK) as cache:
+        cache.serve(short)
+        other = Prompt(long.length, long.hash_ids)
+        cache.serve(other)  # goes on in the slot of `short`
+        assert (cache.resumed, cache.mapped_tokens) == (1, 4 * TRACE_BLOCK)
+        cache.serve(Prompt(2 * TRACE_BLOCK + 1, (0, 100, 7)))  # less than its slot has: mapped anew
+        assert (cache.hits, cache.resumed) == (2, 1)
+        assert cache.hit_tokens - cache.mapped_tokens == 2 * TRACE_BLOCK
+        # Two slots have a part of the next one; that with the most of it is taken.
+        cache.serve(Prompt(11 * TRACE_BLOCK, (*long.hash_ids[:10], 8000)))
+        assert cache.resumed == 2
+        cache.cache.check_integrity()
+
+
+def test_the_cache_finds_what_the_tree_finds() -> None:
+    """With ample memory, and with whole blocks recorded."""
+    longest = max(prompt.length for prompt in PROMPTS)
+    whole = [Prompt(n // TRACE_BLOCK * TRACE_BLOCK, ids[: n // TRACE_BLOCK]) for n, ids in PROMPTS]
+    prompts = [prompt for prompt in whole if prompt.length]
+    with Turns(32, 1 << 22, 64, longest, TRACE_BLOCK) as cache:
+        found = sum(cache.serve(prompt) for prompt in prompts)
+        assert found == hit_tokens(prompts, Tree(32, TOKEN, WHOLE))[0] == cache.hit_tokens
+        assert 0 < cache.next_resumed <= cache.resumed <= cache.hits < len(prompts)
+        assert 0 < cache.mapped_tokens < found
+
+
+def test_prompts_that_do_not_fit_are_left_out() -> None:
+    with Turns(32, 4 * TRACE_BLOCK, 16, 10_000, TRACE_BLOCK) as cache:
+        assert cache.serve(Prompt(5 * TRACE_BLOCK, tuple(range(5)))) == 0
+        assert (cache.served, cache.hits) == (0, 0)
+        assert cache.serve(Prompt(3 * TRACE_BLOCK, tuple(range(3)))) == 0
+        assert cache.served == 1
+
+
+@pytest.mark.parametrize("unit", [0, 24, 4096])
+def test_units_that_no_page_of_host_has(unit: int) -> None:
+    with pytest.raises(InvalidArgument, match=f"unit is {unit}; it must be a power of two"):
+        Turns(unit, 1 << 20, 16, 1000, 0)
+
+
+def test_parts_can_be_chosen(tmp_path: Path) -> None:
+    out = tmp_path / "turns.json"
+    words = ["bench", "prefixes", "--requests", "60", "--budgets", "100G", "--parts", "turns"]
+    assert cli.main([*words, "--slots", "32", "--out", str(out)]) == 0
+    kept = json.loads(out.read_text())
+    assert list(kept["parts"]) == ["turns"]
+    rows = {row["id"]: row for row in kept["parts"]["turns"]["rows"]}
+    assert list(rows) == [f"turns/{name}/100G" for name in ("hits", "next", "tokens")]
+    for row in rows.values():
+        assert row["value"] == pytest.approx(100 * row["mapped"] / row["of"], rel=1e-5)
+    assert kept["aims"] == []
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "prefixes", "--parts", "hits,misses"])

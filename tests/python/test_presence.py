@@ -7,10 +7,11 @@ import gc
 from pathlib import Path
 
 import pytest
-from kvcache_helpers import LAYERS, ROWS, lens, small_cache, small_config
+from kvcache_helpers import LAYERS, ROWS, eventually, lens, small_cache, small_config
 
 import pyvmem
 from pyvmem import Context, InvalidArgument, KVCache
+from pyvmem.kvcache import Budget
 from pyvmem.ledger import EngineInfo, Ledger
 from pyvmem.presence import Announced
 
@@ -72,7 +73,7 @@ def test_a_cache_that_is_forgotten_is_not_kept(context: Context, folder: Path) -
     cache.close()
     del cache
     gc.collect()
-    assert announced._cache() is None
+    assert announced._what() is None
     announced.close()
 
 
@@ -89,6 +90,60 @@ def test_a_limit_is_followed_as_requests_end(context: Context, folder: Path) -> 
         cache.free_reqid(reqid)
         assert announced.report()
         assert cache.stats().total_pages == new
+
+
+def test_caches_of_a_budget_are_one_row(context: Context, folder: Path) -> None:
+    page = context.info.granule
+    column, total = 2 * LAYERS * page, 32 * 2 * LAYERS * page
+    with Budget(context, total) as budget:
+        config = small_config(page, memory_limit=0)
+        with KVCache(config, budget=budget) as one, KVCache(config, budget=budget) as two:
+            assert one.budget is two.budget is budget
+            with pytest.raises(InvalidArgument, match="shares a Budget; announce that"):
+                pyvmem.announce(one, "one", folder)
+            assert list(folder.iterdir()) == []
+            with pyvmem.announce(budget, "both", folder) as announced:
+                reqids = [cache.alloc_reqid() for cache in (one, two)]
+                assert reqids == [0, 0]
+                assert one.step(lens(one, r0=3 * ROWS)) == 0
+                assert two.step(lens(two, r0=2 * ROWS)) == 0
+                assert announced.report()
+                (row,) = shown(folder, context)
+                assert (row.name, row.limit) == ("both", total)
+                assert row.used == budget.stats().used_bytes
+                assert row.in_use == 5 * column
+                # A limit is taken when requests have ended; what they left goes then.
+                order(folder, context, "both", 4 * column)
+                assert announced.report()
+                assert budget.total_bytes == total
+                assert one.snapshot()[0].seq_len == 3 * ROWS
+                one.free_reqid(0)
+                eventually(lambda: announced.report() and budget.total_bytes == 4 * column)
+                assert budget.stats().used_bytes <= 4 * column
+                assert two.snapshot()[0].seq_len == 2 * ROWS
+                two.free_reqid(0)
+            assert shown(folder, context) == []
+
+
+def test_a_budget_that_the_ledger_grants_memory_is_shown_already(folder: Path) -> None:
+    with Context("host") as context:
+        book = Ledger("host", folder=folder)
+        with (
+            Budget(context, 64 * context.info.granule, ledger=book, name="b") as budget,
+            pytest.raises(InvalidArgument, match="the Budget is in a ledger already"),
+        ):
+            pyvmem.announce(budget, "again", folder)
+
+
+def test_a_budget_that_is_forgotten_leaves(context: Context, folder: Path) -> None:
+    announced = pyvmem.announce(Budget(context, 8 * context.info.granule), "mine", folder)
+
+    def gone() -> bool:
+        gc.collect()
+        return shown(folder, context) == []
+
+    eventually(gone)
+    assert not announced.report()
 
 
 def test_a_name_is_taken_once(context: Context, folder: Path) -> None:

@@ -19,7 +19,7 @@ from serve_helpers import expected, make_requests, one_thread, tiny_model  # noq
 
 import pyvmem  # noqa: E402
 from pyvmem.kvcache import KVCache, KVCacheConfig  # noqa: E402
-from pyvmem.serve import Completion, Engine, FinishReason, Request, StepRecord  # noqa: E402
+from pyvmem.serve import Completion, Engine, FinishReason, Job, StepRecord  # noqa: E402
 from pyvmem.serve.attention import attention_forward  # noqa: E402
 from pyvmem.serve.model import LoadedModel  # noqa: E402
 from pyvmem.serve.verify import compare, references  # noqa: E402
@@ -53,7 +53,7 @@ def make_cache(loaded: LoadedModel, **overrides: Any) -> Iterator[KVCache]:
 
 
 def serve(
-    loaded: LoadedModel, cache: KVCache, requests: list[Request], **options: Any
+    loaded: LoadedModel, cache: KVCache, requests: list[Job], **options: Any
 ) -> tuple[dict[int, Completion], Engine]:
     done: dict[int, Completion] = {}
     seen: dict[int, list[int]] = {}
@@ -73,7 +73,7 @@ def serve(
 
 
 def assert_as_generated(
-    loaded: LoadedModel, requests: list[Request], done: dict[int, Completion]
+    loaded: LoadedModel, requests: list[Job], done: dict[int, Completion]
 ) -> None:
     assert sorted(done) == [request.request_id for request in requests]
     answers = {name: completion.tokens for name, completion in done.items()}
@@ -104,7 +104,7 @@ def test_requests_join_and_leave(loaded: LoadedModel, group_size: int, backgroun
     assert len(slots) == 9
     assert set(slots.values()) == {0, 1, 2}
     for completion in done.values():
-        name = completion.request.request_id
+        name = completion.job.request_id
         running = [r.step for r in records if name in {request for request, _, _ in r.requests}]
         assert (completion.first_step, completion.last_step) == (running[0], running[-1])
 
@@ -144,8 +144,8 @@ def test_memory_limit_preempts_and_the_answers_stay(loaded: LoadedModel, backgro
 
 def test_a_request_that_never_fits_is_answered_so_and_the_others_run(loaded: LoadedModel) -> None:
     small = make_requests(3, seed=4, longest=20, new_tokens=(3, 8))
-    large = Request(99, tuple([5] * 100), 5)
-    growing = Request(98, tuple([5] * 30), 60)
+    large = Job(99, tuple([5] * 100), 5)
+    growing = Job(98, tuple([5] * 30), 60)
     requests = [small[0], large, small[1], growing, small[2]]
     with make_cache(loaded, memory_limit=2 * PAGE * TENSORS, low_watermark=0) as cache:
         done, _ = serve(loaded, cache, requests)
@@ -184,7 +184,7 @@ def test_chunks_under_a_memory_limit(loaded: LoadedModel) -> None:
 
 
 def test_a_full_slot_ends_the_answer(loaded: LoadedModel) -> None:
-    requests = [Request(0, tuple(range(1, 61)), 50), Request(1, tuple(range(1, 65)), 50)]
+    requests = [Job(0, tuple(range(1, 61)), 50), Job(1, tuple(range(1, 65)), 50)]
     with make_cache(loaded, max_seq_len=64) as cache:
         done, _ = serve(loaded, cache, requests)
     answers = expected(loaded, requests)
@@ -309,7 +309,7 @@ def test_bad_arguments_are_refused(loaded: LoadedModel) -> None:
             Engine(loaded.model, cache) as engine,
             pytest.raises(ValueError, match="129 tokens, a slot holds 128"),
         ):
-            engine.add(Request(0, tuple([1] * 129), 1))
+            engine.add(Job(0, tuple([1] * 129), 1))
     with (
         make_cache(loaded, num_layers=2) as cache,
         pytest.raises(ValueError, match="the model has 3 layers, the cache 2"),
@@ -334,7 +334,7 @@ def test_attention_refuses_what_it_would_ignore(loaded: LoadedModel) -> None:
 
         loaded.model.forward = spy
         try:
-            list(engine.run([Request(0, (1, 2), 1)]))
+            list(engine.run([Job(0, (1, 2), 1)]))
         finally:
             del loaded.model.forward
         with pytest.raises(ValueError, match="neither a mask nor dropout"):

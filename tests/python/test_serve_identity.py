@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 import pyvmem
 from pyvmem.kvcache import KVCache, KVCacheConfig
-from pyvmem.serve import Completion, Engine, FinishReason, Request, prompts
+from pyvmem.serve import Completion, Engine, FinishReason, Job, prompts
 from pyvmem.serve import model as models
 from pyvmem.serve.verify import compare, references
 
@@ -39,7 +39,7 @@ def test_answers_are_those_of_generate(backend: str, folder: object) -> None:
     texts = prompts.load(count=32)
     assert len(set(texts)) == 32
     requests = [
-        Request(i, models.encode(loaded.tokenizer, text), NEW_TOKENS, loaded.eos_token_ids)
+        Job(i, models.encode(loaded.tokenizer, text), NEW_TOKENS, loaded.eos_token_ids)
         for i, text in enumerate(texts)
     ]
     expected = dict(enumerate(references(loaded, requests)))

@@ -21,7 +21,7 @@ from pyvmem.serve import (
     Completion,
     Engine,
     FinishReason,
-    Request,
+    Job,
     TokenEvent,
     prompts,
     report,
@@ -93,7 +93,7 @@ def test_answers_are_printed_line_by_line_with_their_number() -> None:
         for i, byte in enumerate(data):
             done = None
             if i == len(data) - 1:
-                request = Request(name, (1,), 99)
+                request = Job(name, (1,), 99)
                 reason = FinishReason.EOS if name == 3 else FinishReason.LENGTH
                 again = 2 if name == 12 else 0
                 done = Completion(request, tuple(data), tuple(data), reason, again, 0, 9)
@@ -137,7 +137,7 @@ def test_answers_stand_beside_their_prompts() -> None:
             assert "2 running, 1 waiting, 0 answered" in " ".join(shown.split())
             assert size(cache.stats().mapped_bytes) + " mapped" in shown
             out.truncate(0)
-            done = Completion(Request(0, (1,), 9), (33,), (), FinishReason.EOS, 0, 0, 9)
+            done = Completion(Job(0, (1,), 9), (33,), (), FinishReason.EOS, 0, 0, 9)
             screen.feed(TokenEvent(0, 33, done))
             shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
             assert "This!" in shown
@@ -146,7 +146,7 @@ def test_answers_stand_beside_their_prompts() -> None:
 
 def test_a_request_without_an_answer_is_printed() -> None:
     lines: list[str] = []
-    request = Request(0, (1,), 9)
+    request = Job(0, (1,), 9)
     done = Completion(request, (), (), FinishReason.NO_MEMORY, 0, -1, -1)
     AnswerPrinter(Letters(), {0: "hi"}, lines.append).feed(TokenEvent(0, None, done))
     assert lines[0] == "[0] ? hi"

@@ -3,45 +3,53 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-from pyvmem.serve.request import FinishReason, Request, Sequence
+import pytest
+from kvcache_helpers import LAYERS, ROWS, small_cache
+
+from pyvmem import Context
+from pyvmem.engine import Request, RequestCache, Shortage
+from pyvmem.serve.job import FinishReason, Job, Sequence
 from pyvmem.serve.scheduler import Scheduler
 
 
-class PageCount:
-    """Stands for a cache of `pages` pages of `rows` tokens: slots and a shortage, no memory."""
+class Watched(RequestCache):
+    """Remembers the lengths that were asked for, in the order in which requests joined."""
 
-    def __init__(self, slots: int, pages: int, rows: int = 10) -> None:
-        self.free = list(range(slots))
-        self.pages, self.rows = pages, rows
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cache)
         self.seen: list[tuple[str, list[int]]] = []
 
-    def alloc_reqid(self, seq_len: int = 0) -> int | None:
-        return self.free.pop(0) if self.free else None
+    def extend(self, lengths: Mapping[Request, int], stream: Any = None) -> Shortage | None:
+        self.seen.append(("extend", list(lengths.values())))
+        return super().extend(lengths, stream)
 
-    def free_reqid(self, reqid: int) -> None:
-        assert reqid not in self.free
-        self.free.append(reqid)
+    def prepare(self, lengths: Mapping[Request, int]) -> Shortage | None:
+        self.seen.append(("prepare", list(lengths.values())))
+        return super().prepare(lengths)
 
-    def _take(self, name: str, lens: list[int]) -> int:
-        assert not any(lens[slot] for slot in self.free)
-        self.seen.append((name, list(lens)))
-        return 0 if sum(-(-n // self.rows) for n in lens) <= self.pages else -1
-
-    def step(self, seq_lens: list[int]) -> int:
-        return self._take("step", seq_lens)
-
-    def step_async(self, seq_lens: list[int]) -> int:
-        return self._take("step_async", seq_lens)
+    def lengths(self, name: str) -> list[list[int]]:
+        return [lengths for call, lengths in self.seen if call == name]
 
 
-def request(name: int, prompt: int, new: int = 100) -> Request:
-    return Request(name, tuple(range(1, prompt + 1)), new)
+@contextmanager
+def make(host: Context, slots: int, pages: int, longest: int = 100) -> Iterator[Watched]:
+    """A cache of so many slots, and pages of `ROWS` tokens."""
+    limit = pages * 2 * LAYERS * host.info.granule
+    options = {"max_batch": slots, "max_seq_len": longest, "memory_limit": limit}
+    with small_cache(host, growth_fraction=0, **options) as cache, Watched(cache) as found:
+        yield found
+
+
+def job(name: int, prompt: int, new: int = 100) -> Job:
+    return Job(name, tuple(range(1, prompt + 1)), new)
 
 
 def names(batch: list[Sequence]) -> list[int]:
-    return [sequence.request.request_id for sequence in batch]
+    return [sequence.job.request_id for sequence in batch]
 
 
 def compute(batch: list[Sequence]) -> None:
@@ -53,118 +61,150 @@ def compute(batch: list[Sequence]) -> None:
             sequence.accept(1, 0, 1000)
 
 
-def test_requests_join_in_order_as_far_as_there_are_slots() -> None:
-    scheduler = Scheduler(PageCount(2, 100), 2, 100)
-    for i in range(4):
-        scheduler.add(request(i, 5))
-    batch, failed = scheduler.begin()
-    assert (names(batch), failed) == ([0, 1], None)
-    assert [s.request.request_id for s in scheduler.waiting] == [2, 3]
-    compute(batch)
-    scheduler.finish(batch[0])
-    batch, _ = scheduler.begin()
-    assert names(batch) == [1, 2]
-    assert [s.chunk for s in batch] == [1, 5]
-
-
-def test_a_shortage_undoes_the_latest_joiner_first_and_stops_joining() -> None:
-    cache = PageCount(4, 3)
-    scheduler = Scheduler(cache, 4, 100)
-    for i in range(4):
-        scheduler.add(request(i, 10))
-    batch, _ = scheduler.begin()
-    assert names(batch) == [0, 1, 2]  # 3 pages
-    assert scheduler.preemptions == 0  # request 3 had computed nothing
-    compute(batch)
-    batch, _ = scheduler.begin()  # each needs a second page: only one fits with another's first
-    assert names(batch) == [0]
-    assert scheduler.preemptions == 2
-    assert scheduler.recomputed == 20
-    assert names(list(scheduler.waiting)) == [1, 2, 3]
-    compute(batch)
-    batch, _ = scheduler.begin()
-    assert names(batch) == [0]  # nobody joins before somebody leaves
-    scheduler.finish(batch[0])
-    batch, _ = scheduler.begin()
-    assert names(batch) == [1]
-    assert batch[0].chunk == 11  # the prompt and the token that it had
-
-
-def test_who_never_fits_is_handed_out_and_the_next_one_runs() -> None:
-    scheduler = Scheduler(PageCount(2, 2), 2, 100)
-    scheduler.add(request(0, 30))
-    scheduler.add(request(1, 5))
-    batch, failed = scheduler.begin()
-    assert batch == []
-    assert failed is not None
-    assert failed.request.request_id == 0
-    batch, failed = scheduler.begin()
-    assert (names(batch), failed) == ([1], None)
-
-
-def test_look_ahead_asks_for_the_next_token_and_for_new_prompts() -> None:
-    cache = PageCount(3, 100)
-    scheduler = Scheduler(cache, 3, 12)
-    scheduler.add(request(0, 5))
-    batch, _ = scheduler.begin()
-    scheduler.add(request(1, 12))
-    scheduler.look_ahead()
-    assert cache.seen[-1] == ("step_async", [6, 12, 0])
-    compute(batch)
-    batch, _ = scheduler.begin()
-    assert cache.seen[-1] == ("step", [6, 12, 0])
-    assert names(batch) == [0, 1]
-    scheduler.look_ahead()
-    assert cache.seen[-1] == ("step_async", [7, 12, 0])  # never above the slot
-
-
-def test_look_ahead_can_be_switched_off() -> None:
-    cache = PageCount(3, 100)
-    scheduler = Scheduler(cache, 3, 100, background=False)
-    scheduler.add(request(0, 5))
-    scheduler.begin()
-    scheduler.look_ahead()
-    assert [name for name, _ in cache.seen] == ["step"]
-
-
-def test_prompts_go_in_chunks() -> None:
-    cache = PageCount(1, 100)
-    scheduler = Scheduler(cache, 1, 100, prefill_chunk=4)
-    scheduler.add(request(0, 10))
-    chunks = []
-    for _ in range(4):
-        batch, _ = scheduler.begin()
-        chunks.append(batch[0].chunk)
-        scheduler.look_ahead()
+def test_jobs_join_in_order_as_far_as_there_are_slots(host: Context) -> None:
+    with make(host, slots=2, pages=100) as cache:
+        scheduler = Scheduler(cache)
+        for i in range(4):
+            scheduler.add(job(i, 5))
+        batch, failed = scheduler.begin()
+        assert (names(batch), failed) == ([0, 1], None)
+        assert names(list(scheduler.waiting)) == [2, 3]
         compute(batch)
-    assert chunks == [4, 4, 2, 1]
-    assert [lens for name, lens in cache.seen if name == "step"] == [[4], [8], [10], [11]]
-    assert [lens for name, lens in cache.seen if name == "step_async"] == [[8], [10], [11], [12]]
+        scheduler.finish(batch[0])
+        batch, _ = scheduler.begin()
+        assert names(batch) == [1, 2]
+        assert [s.chunk for s in batch] == [1, 5]
 
 
-def test_bad_requests_are_refused_by_name() -> None:
-    scheduler = Scheduler(PageCount(1, 100), 1, 20)
-    with pytest.raises(ValueError, match="21 tokens, a slot holds 20"):
-        scheduler.add(request(0, 21))
-    scheduler.add(request(0, 20))
-    with pytest.raises(ValueError, match="request id 0 belongs to an unfinished request"):
-        scheduler.add(request(0, 3))
+@pytest.mark.parametrize("background", [True, False])
+def test_a_shortage_undoes_the_latest_joiner_first_and_stops_joining(
+    host: Context, background: bool
+) -> None:
+    with make(host, slots=4, pages=3) as cache:
+        scheduler = Scheduler(cache, background=background)
+        for i in range(4):
+            scheduler.add(job(i, ROWS))
+        batch, _ = scheduler.begin()
+        assert names(batch) == [0, 1, 2]  # 3 pages
+        assert scheduler.preemptions == 0  # job 3 had computed nothing
+        compute(batch)
+        batch, _ = scheduler.begin()  # each needs a second page: one fits with another's first
+        assert names(batch) == [0]
+        assert scheduler.preemptions == 2
+        assert scheduler.recomputed == 2 * ROWS
+        assert names(list(scheduler.waiting)) == [1, 2, 3]
+        compute(batch)
+        batch, _ = scheduler.begin()
+        assert names(batch) == [0]  # nobody joins before somebody leaves
+        scheduler.finish(batch[0])
+        batch, _ = scheduler.begin()
+        assert names(batch) == [1]
+        assert batch[0].chunk == ROWS + 1  # the prompt and the token that it had
+
+
+def test_who_never_fits_is_handed_out_and_the_next_one_runs(host: Context) -> None:
+    with make(host, slots=2, pages=2) as cache:
+        scheduler = Scheduler(cache)
+        scheduler.add(job(0, 3 * ROWS))
+        scheduler.add(job(1, 5))
+        batch, failed = scheduler.begin()
+        assert batch == []
+        assert failed is not None
+        assert failed.job.request_id == 0
+        batch, failed = scheduler.begin()
+        assert (names(batch), failed) == ([1], None)
+
+
+def test_who_outgrows_the_memory_is_handed_out_when_alone(host: Context) -> None:
+    with make(host, slots=2, pages=2) as cache:
+        scheduler = Scheduler(cache)
+        scheduler.add(job(0, 2 * ROWS))
+        compute(scheduler.begin()[0])
+        batch, failed = scheduler.begin()
+        assert batch == []
+        assert failed is not None
+        assert failed.job.request_id == 0
+        assert len(failed.answer) == 1
+        assert cache.requests == []
+
+
+def test_a_cache_whose_slots_are_all_taken_by_others_is_an_error(host: Context) -> None:
+    with make(host, slots=1, pages=9) as cache:
+        cache.admit([1, 2, 3])
+        scheduler = Scheduler(cache)
+        scheduler.add(job(0, 5))
+        with pytest.raises(RuntimeError, match="no free slot although no request runs"):
+            scheduler.begin()
+
+
+def test_look_ahead_asks_for_the_next_token_and_for_new_prompts(host: Context) -> None:
+    with make(host, slots=3, pages=100, longest=12) as cache:
+        scheduler = Scheduler(cache)
+        scheduler.add(job(0, 5))
+        batch, _ = scheduler.begin()
+        scheduler.add(job(1, 12))
+        scheduler.look_ahead()
+        assert cache.seen[-1] == ("prepare", [6, 12])
+        compute(batch)
+        batch, _ = scheduler.begin()
+        assert cache.seen[-1] == ("extend", [6, 12])
+        assert names(batch) == [0, 1]
+        scheduler.look_ahead()
+        assert cache.seen[-1] == ("prepare", [7, 12])  # never above the slot
+
+
+def test_look_ahead_can_be_switched_off(host: Context) -> None:
+    with make(host, slots=3, pages=100) as cache:
+        scheduler = Scheduler(cache, background=False)
+        scheduler.add(job(0, 5))
+        scheduler.begin()
+        scheduler.look_ahead()
+        assert cache.seen == [("extend", [5])]
+        assert cache.cache.stats().steps_async == 0
+
+
+def test_prompts_go_in_chunks(host: Context) -> None:
+    with make(host, slots=1, pages=100) as cache:
+        scheduler = Scheduler(cache, prefill_chunk=4)
+        scheduler.add(job(0, 10))
+        chunks = []
+        for _ in range(4):
+            batch, _ = scheduler.begin()
+            chunks.append(batch[0].chunk)
+            scheduler.look_ahead()
+            compute(batch)
+        assert chunks == [4, 4, 2, 1]
+        assert cache.lengths("extend") == [[4], [8], [10], [11]]
+        assert cache.lengths("prepare") == [[8], [10], [11], [12]]
+
+
+def test_a_prompt_begins_with_what_is_recorded(host: Context) -> None:
+    """Another user of the cache has left its rows."""
+    with make(host, slots=2, pages=100) as cache:
+        prompt = job(0, 3 * ROWS + 2).prompt
+        other = cache.admit(prompt)
+        assert isinstance(other, Request)
+        cache.extend({other: len(prompt)})
+        cache.release(other, tokens=prompt)
+        scheduler = Scheduler(cache)
+        scheduler.add(job(0, 3 * ROWS + 2))
+        batch, _ = scheduler.begin()
+        assert (batch[0].cached, batch[0].chunk) == (3 * ROWS, 2)
+
+
+def test_bad_jobs_are_refused_by_name(host: Context) -> None:
+    with make(host, slots=1, pages=100, longest=20) as cache:
+        scheduler = Scheduler(cache)
+        with pytest.raises(ValueError, match="21 tokens, a slot holds 20"):
+            scheduler.add(job(0, 21))
+        scheduler.add(job(0, 20))
+        with pytest.raises(ValueError, match="request id 0 belongs to an unfinished request"):
+            scheduler.add(job(0, 3))
+        assert len(scheduler.waiting) == 1
     with pytest.raises(ValueError, match="request 3: the prompt is empty"):
-        Request(3, (), 1)
+        Job(3, (), 1)
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
-        Request(3, (1,), 0)
-    assert len(scheduler.waiting) == 1
-
-
-def test_clear_gives_every_slot_back() -> None:
-    cache = PageCount(2, 100)
-    scheduler = Scheduler(cache, 2, 100)
-    for i in range(3):
-        scheduler.add(request(i, 5))
-    scheduler.begin()
-    scheduler.clear()
-    assert sorted(cache.free) == [0, 1]
-    assert not scheduler.waiting
+        Job(3, (1,), 0)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +216,7 @@ def test_clear_gives_every_slot_back() -> None:
     ],
 )
 def test_why_a_request_ends(eos: set[int], limit: int, slot: int, reason: FinishReason) -> None:
-    sequence = Sequence.of(Request(0, (1, 2, 3), limit, frozenset(eos)))
+    sequence = Sequence.of(Job(0, (1, 2, 3), limit, frozenset(eos)))
     assert sequence.accept(9, 4, slot) is reason
     completion = sequence.completion(reason)
     assert completion.tokens == completion.predictions == (9,)
@@ -184,7 +224,7 @@ def test_why_a_request_ends(eos: set[int], limit: int, slot: int, reason: Finish
 
 
 def test_forced_tokens_replace_the_choice_and_the_choice_is_kept() -> None:
-    sequence = Sequence.of(Request(0, (1,), 3, frozenset({7}), forced=(5, 6)))
+    sequence = Sequence.of(Job(0, (1,), 3, frozenset({7}), forced=(5, 6)))
     assert sequence.accept(7, 0, 50) is None
     assert sequence.accept(6, 1, 50) is None
     assert sequence.accept(7, 2, 50) is FinishReason.EOS

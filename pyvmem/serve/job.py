@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-__all__ = ["Completion", "FinishReason", "Request", "Sequence"]
+__all__ = ["Completion", "FinishReason", "Job", "Sequence"]
 
 
 class FinishReason(enum.Enum):
@@ -19,7 +19,7 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Request:
+class Job:
     """One prompt to be continued greedily.
 
     Attributes:
@@ -49,17 +49,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to a request.
+    """The answer to a job.
 
     Attributes:
         tokens: the answer's token ids, the end-of-text token included.
         predictions: what the model chose at each position; differs from `tokens` only under
             `forced`.
-        preemptions: how often the request lost its memory and was computed again.
+        preemptions: how often it lost its memory and was computed again.
         first_step, last_step: engine steps in which it got its first and its last token; -1: none.
     """
 
-    request: Request
+    job: Job
     tokens: tuple[int, ...]
     predictions: tuple[int, ...]
     reason: FinishReason
@@ -68,20 +68,18 @@ class Completion:
     last_step: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
-    """A request on its way. ``tokens[:cached]`` have their keys and values in the slot.
+    """A job on its way. ``tokens[:cached]`` have their keys and values in the cache.
 
     Attributes:
-        slot: the KV cache's request id, None while the request waits.
         tokens: the prompt and the answer so far.
         cached: leading tokens that are in the cache.
         chunk: tokens that the present step adds to the cache.
     """
 
-    request: Request
+    job: Job
     tokens: list[int]
-    slot: int | None = None
     cached: int = 0
     chunk: int = 0
     predictions: list[int] = field(default_factory=list)
@@ -90,14 +88,14 @@ class Sequence:
     last_step: int = -1
 
     @classmethod
-    def of(cls, request: Request) -> Sequence:
+    def of(cls, job: Job) -> Sequence:
         """A sequence at its start."""
-        return cls(request, list(request.prompt))
+        return cls(job, list(job.prompt))
 
     @property
     def answer(self) -> list[int]:
         """The tokens generated so far."""
-        return self.tokens[len(self.request.prompt) :]
+        return self.tokens[len(self.job.prompt) :]
 
     @property
     def pending(self) -> int:
@@ -106,22 +104,22 @@ class Sequence:
 
     @property
     def needed(self) -> int:
-        """Tokens that the slot must hold in the present step."""
+        """Tokens that the cache must hold in the present step."""
         return self.cached + self.chunk
 
     def accept(self, predicted: int, step: int, max_seq_len: int) -> FinishReason | None:
         """Appends the model's choice (or the forced token); why this was the last one, or None."""
         position = len(self.predictions)
         self.predictions.append(predicted)
-        forced = self.request.forced
+        forced = self.job.forced
         token = forced[position] if position < len(forced) else predicted
         self.tokens.append(token)
         if self.first_step < 0:
             self.first_step = step
         self.last_step = step
-        if token in self.request.eos_token_ids:
+        if token in self.job.eos_token_ids:
             return FinishReason.EOS
-        if len(self.predictions) >= self.request.max_new_tokens:
+        if len(self.predictions) >= self.job.max_new_tokens:
             return FinishReason.LENGTH
         if len(self.tokens) > max_seq_len:
             return FinishReason.SLOT_FULL
@@ -130,7 +128,7 @@ class Sequence:
     def completion(self, reason: FinishReason) -> Completion:
         """The answer as the caller gets it."""
         return Completion(
-            self.request,
+            self.job,
             tuple(self.answer),
             tuple(self.predictions),
             reason,
