@@ -204,6 +204,10 @@ class Attention:
         out: torch.Tensor = run(q, k, v, batch, scale, part.window, **more)
         return out
 
+    def is_latent(self, layer: int) -> bool:
+        """Whether a layer has one tensor, so that `write` takes no values for it."""
+        return self._forms[self._layers[layer].form].latent
+
     def close(self) -> None:
         """Lets go of the cache's tensors, so that the cache can be closed."""
         self._layers = []

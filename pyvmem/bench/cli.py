@@ -25,6 +25,7 @@ from pyvmem.bench import (
     deferred,
     fill,
     live,
+    models,
     overlap,
     page,
     paged,
@@ -139,6 +140,7 @@ def _add_benchmarks(which: Any) -> None:
     fill.add_parser(which)
     serve.add_parser(which)
     vllm_bench.add_parser(which)
+    models.add_parser(which)
     paper.add_parser(which)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_helpers import CASES, Case
+from attention_helpers import CASES, Case, fill, wanted
 
 import pyvmem
 from pyvmem import InvalidArgument, KVCache, KVCacheConfig
@@ -54,45 +54,6 @@ def cache(host: pyvmem.Context) -> Iterator[LayeredCache]:
     with made:
         yield made
         made.check_integrity()
-
-
-def fill(cache: LayeredCache, case: Case) -> None:
-    """Random rows that may be seen; NaN in the other ones that have memory."""
-    torch.manual_seed(3)
-    lens = [0] * 6
-    for _ in range(6):
-        cache.alloc_reqid()
-    for reqid, length in zip(case.reqids, case.kv_lens, strict=True):
-        lens[reqid] = length
-    assert cache.step(lens) == 0
-    for layer, shape in enumerate(cache.layers):
-        for tensor in (cache.k(layer), *([cache.v(layer)] if shape.v_head_dim else [])):
-            group = cache.caches[0]
-            rows = group.readable_rows(range(6))
-            for reqid, new, length in zip(case.reqids, case.q_lens, case.kv_lens, strict=True):
-                first = max(0, length - new - shape.window + 1) if shape.window else 0
-                tensor[reqid, : min(rows[reqid], length)] = float("nan")
-                tensor[reqid, first:length].normal_()
-
-
-def wanted(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case, window: int
-) -> torch.Tensor:
-    """In float64, token by token, of whole tensors."""
-    out, start = [], 0
-    for reqid, new, length in zip(case.reqids, case.q_lens, case.kv_lens, strict=True):
-        for token in range(new):
-            end = length - new + token + 1
-            seen = slice(max(0, end - window) if window else 0, end)
-            keys, values = (
-                one[reqid, seen].double().repeat_interleave(q.shape[1] // one.shape[2], 1)
-                for one in (k, v)
-            )
-            row = q[start + token].double()
-            scores = torch.einsum("hd,nhd->hn", row, keys) * q.shape[2] ** -0.5
-            out.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), values))
-        start += new
-    return torch.stack(out)
 
 
 BOTH = [("sdpa", case) for case in CASES] + [("flex", Case("chunk", (3, 1), (5, 3), (60, 30)))]

@@ -354,7 +354,9 @@ def test_bad_input_is_named(model: Any, host: pyvmem.Context) -> None:
             cache.update(states[:1], states[:1], 0)
         with pytest.raises(InvalidArgument, match="keys of 1 heads of 24 elements"):
             cache.update(states[:, :1], states[:, :1], 1)
-        with pytest.raises(InvalidArgument, match="of 24 elements and values of 12, .* 2 heads of 24 and 24"):
+        with pytest.raises(
+            InvalidArgument, match=r"of 24 elements and values of 12, .* 2 heads of 24 and 24"
+        ):
             cache.update(states, states[..., :12], 1)
         with pytest.raises(ValueError, match=r"crop\(3\)"):
             cache.crop(3)
