@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Attention over the slots of a `pyvmem.KVCache`, by kernels that others wrote.
+"""Attention over the slots of a cache, by kernels that others wrote.
 
     attend = Attention(cache)                       # picks a kernel; print(attend.choice)
     batch = attend.batch(reqids, q_lens, kv_lens)   # once a step, after cache.step
@@ -10,29 +10,35 @@
 A slot is contiguous in virtual memory, so these are calls of ordinary kernels, and nothing is
 gathered; a paged kernel takes a slot, too, by a block table that just counts. What a kernel reads
 past a request's length is known (`KERNELS`), and a call that could meet a row without memory is
-refused before it is made. `attention` does the same in one call. Needs torch.
+refused before it is made. `attention` does the same in one call.
+
+Layers may differ, in a `pyvmem.kvcache.LayeredCache`: in heads, head size, window, or in keeping a
+latent (MLA); every form of layers has kernels of its own. Needs torch.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pyvmem.attention.batch import Batch, OverRead, Run
+from pyvmem.attention.batch import Batch, OverRead, Part, Run
 from pyvmem.attention.kernels import (
     KERNELS,
     Choice,
+    check_name,
     choose,
     overread_rows,
     probe,
 )
+from pyvmem.attention.layers import Form, forms_of
+from pyvmem.attention.scales import FP8, quantised, scales_of
 from pyvmem.kvcache.config import PREFILL_TOKENS, invalid
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache import KVCache
+    from pyvmem.kvcache import KVCache, LayeredCache
 
 __all__ = [
     "KERNELS",
@@ -48,60 +54,122 @@ __all__ = [
 ]
 
 
+class _Layer(NamedTuple):
+    """Tensors ``[max_batch, max_seq_len, num_kv_heads, head_dim]``, and the form's number."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    form: int
+
+
 class Attention:
-    """A kernel, and the tensors of a cache that it works on.
+    """Kernels, and the tensors of a cache that they work on.
 
     Args:
         cache: must outlive this object, which must be closed first.
-        kernel: "auto", "fa3", "fa3-paged", "fa2", "flex" or "sdpa".
+        kernel: "auto", or one of `KERNELS` for all layers.
+        windows: for each layer, tokens that a token sees, where that is fewer than the cache keeps;
+            None: what it keeps.
+        v_head_dim: of a cache with one tensor a layer (MLA's latent), how many elements of a row,
+            from the first on, are the values.
+        scales: of 8-bit keys and values, for each layer two numbers, or two of one for each KV
+            head; None: 1. See `pyvmem.attention.scales`.
 
     Attributes:
-        choice: the kernels for prefills and for decoding, and why not another.
+        choice: the kernels for prefills and for decoding, and why not another; the first layer's.
+        choices: the same for each form of layers, in the order in which the layers name them.
 
     Raises:
         InvalidArgument: the kernel cannot be used on this cache; the text says why.
     """
 
-    def __init__(self, cache: KVCache, kernel: str = "auto") -> None:
-        layers = range(cache.config.num_layers)
-        self._cache = cache
-        self._k = [cache.k(layer) for layer in layers]
-        self._v = [cache.v(layer) for layer in layers]
-        self._device = self._k[0].device
-        self.choice = choose(cache, self._device, kernel)
+    def __init__(
+        self,
+        cache: KVCache | LayeredCache,
+        kernel: str = "auto",
+        *,
+        windows: Sequence[int] | None = None,
+        v_head_dim: int = 0,
+        scales: Sequence[tuple[Any, Any]] | None = None,
+    ) -> None:
+        check_name(kernel)
+        forms = forms_of(cache, windows, v_head_dim)
+        self._device = cache.k(0).device
+        self._forms = list(dict.fromkeys(forms))
+        self.choices = [choose(form, self._device, kernel) for form in self._forms]
+        self.choice = self.choices[0]
+        self._dtype = forms[0].dtype
+        heads = [cache.k(layer).shape[2] for layer in range(len(forms))]
+        self._scales = scales_of(scales, heads, self._device) if self._dtype == FP8 else None
+        if scales is not None and self._scales is None:
+            raise invalid(f"scales are for keys and values of {FP8}, not {self._dtype}")
+        self._layers = [
+            _layer(cache, number, form, self._forms) for number, form in enumerate(forms)
+        ]
 
     def batch(self, reqids: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]) -> Batch:
         """Checks a step's lengths; the same batch serves all layers. See `Batch`.
 
-        Its kernel is `choice.decode` where no request has more than `PREFILL_TOKENS` new tokens,
-        else `choice.name`; or `choice.decode` then, too, where that one may read rows that are not
+        Its kernels are `choices`' decode where no request has more than `PREFILL_TOKENS` new
+        tokens, else their names; or decode then, too, where those may read rows that are not
         mapped.
 
         Raises:
             OverRead: both may. InvalidArgument: as `Batch`.
         """
-        decode, prefill = self.choice.decode, self.choice.name
-        kernel = decode if max(q_lens, default=0) <= PREFILL_TOKENS else prefill
+        decode = [choice.decode for choice in self.choices]
+        prefill = [choice.name for choice in self.choices]
+        kernels = decode if max(q_lens, default=0) <= PREFILL_TOKENS else prefill
         try:
-            return self._batch(kernel, reqids, q_lens, kv_lens)
+            return self._batch(kernels, reqids, q_lens, kv_lens)
         except OverRead:
-            if kernel == decode:
+            if kernels == decode:
                 raise
             return self._batch(decode, reqids, q_lens, kv_lens)
 
     def _batch(
-        self, kernel: str, reqids: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]
+        self,
+        kernels: Sequence[str],
+        reqids: Sequence[int],
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int],
     ) -> Batch:
-        reads = KERNELS[kernel].reads(self._device)
-        return Batch(self._cache, reqids, q_lens, kv_lens, self._device, kernel, reads)
+        parts = [
+            Part(form.caches, name, KERNELS[name].reads(self._device), form.window)
+            for form, name in zip(self._forms, kernels, strict=True)
+        ]
+        return Batch(parts, reqids, q_lens, kv_lens, self._device)
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
-        """Puts the new tokens' rows, ``[tokens, num_kv_heads, head_dim]``, into their slots."""
-        for name, rows in (("key", key), ("value", value)):
-            self._check(name, rows, batch, self._cache.config.num_kv_heads)
+    def write(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor | None, batch: Batch
+    ) -> None:
+        """Puts the new tokens' rows into their slots.
+
+        Args:
+            layer: of the cache.
+            key: ``[tokens, num_kv_heads, head_dim]``; of a latent the whole rows.
+            value: ``[tokens, num_kv_heads, v_head_dim]``; of a latent None.
+            batch: of this object.
+
+        Raises:
+            InvalidArgument: another shape, type or device.
+        """
+        one = self._layers[layer]
+        latent = self._forms[one.form].latent
+        if latent != (value is None):
+            raise invalid(f"layer {layer} has {'one tensor' if latent else 'values, too'}")
         where = (batch.slots, batch.positions)
-        self._k[layer][where] = key
-        self._v[layer][where] = value
+        rows = [("key", key, one.k)] + ([] if value is None else [("value", value, one.v)])
+        for name, new, tensor in rows:
+            self._check(name, new, (batch.tokens, *tensor.shape[2:]))
+        for at, (_, new, tensor) in enumerate(rows):
+            if self._scales is None:
+                tensor[where] = new
+            else:
+                scales = self._scales[layer]
+                made = quantised(new, scales.value if at else scales.key)
+                # Indexing knows no 8-bit floats.
+                tensor.view(torch.uint8)[where] = made.view(torch.uint8)
 
     def __call__(
         self, q: torch.Tensor, layer: int, batch: Batch, *, scale: float | None = None
@@ -109,46 +177,62 @@ class Attention:
         """Causal attention of the new tokens over their own requests.
 
         Args:
-            q: ``[tokens, num_heads, head_dim]``, in the cache's type; a multiple of the KV heads.
+            q: ``[tokens, num_heads, head_dim]``, in the cache's type (8-bit caches: bfloat16); a
+                multiple of the KV heads.
             layer: of the cache; its new rows must have been written.
             batch: of this object.
             scale: of the scores; None: ``head_dim ** -0.5``.
 
         Returns:
-            As `q`.
+            ``[tokens, num_heads, v_head_dim]``, in the type of `q`.
 
         Raises:
             InvalidArgument: another shape, type or device.
         """
-        self._check("q", q, batch, 0)
-        k, v = self._k[layer], self._v[layer]
-        if q.shape[1] % k.shape[2]:
-            raise invalid(f"{q.shape[1]} heads are not a multiple of {k.shape[2]} KV heads")
-        if batch.kernel not in KERNELS:
+        one = self._layers[layer]
+        k, v = one.k, one.v
+        heads = q.shape[1] if q.ndim == 3 else 1
+        self._check("q", q, (batch.tokens, heads, k.shape[3]))
+        if heads % k.shape[2]:
+            raise invalid(f"{heads} heads are not a multiple of {k.shape[2]} KV heads")
+        if len(batch.parts) != len(self._forms) or batch.kernel not in KERNELS:
             raise invalid(f"a batch with kernel {batch.kernel!r}; take one of Attention.batch")
-        run = KERNELS[batch.kernel].run
-        return run(q, k, v, batch, q.shape[2] ** -0.5 if scale is None else scale)
+        part = batch.parts[one.form]
+        run: Any = KERNELS[part.kernel].run
+        more = {} if self._scales is None else {"scales": self._scales[layer]}
+        scale = k.shape[3] ** -0.5 if scale is None else scale
+        out: torch.Tensor = run(q, k, v, batch, scale, part.window, **more)
+        return out
+
+    def is_latent(self, layer: int) -> bool:
+        """Whether a layer has one tensor, so that `write` takes no values for it."""
+        return self._forms[self._layers[layer].form].latent
 
     def close(self) -> None:
         """Lets go of the cache's tensors, so that the cache can be closed."""
-        self._k, self._v = [], []
-        if "flex" in (self.choice.name, self.choice.decode):
+        self._layers = []
+        if any("flex" in (choice.name, choice.decode) for choice in self.choices):
             gc.collect()  # the compiler's traces hold their inputs in cycles of references
 
-    def _check(self, name: str, rows: torch.Tensor, batch: Batch, heads: int) -> None:
-        config = self._cache.config
-        want = (batch.tokens, heads or (rows.shape[1] if rows.ndim == 3 else 1), config.head_dim)
+    def _check(self, name: str, rows: torch.Tensor, want: tuple[int, ...]) -> None:
         kind = str(rows.dtype).removeprefix("torch.")
-        if tuple(rows.shape) != want or kind != config.dtype or rows.device != self._device:
+        dtype = "bfloat16" if self._scales is not None else self._dtype
+        if tuple(rows.shape) != want or kind != dtype or rows.device != self._device:
             raise invalid(
                 f"{name} is {tuple(rows.shape)} {kind} on {rows.device}; wanted {want} "
-                f"{config.dtype} on {self._device}"
+                f"{dtype} on {self._device}"
             )
+
+
+def _layer(cache: KVCache | LayeredCache, number: int, form: Form, forms: Sequence[Form]) -> _Layer:
+    k = cache.k(number)
+    v = k[..., : form.v_head_dim] if form.latent else cache.v(number)
+    return _Layer(k, v, forms.index(form))
 
 
 def attention(
     q: torch.Tensor,
-    cache: KVCache,
+    cache: KVCache | LayeredCache,
     layer: int,
     reqids: Sequence[int],
     q_lens: Sequence[int],

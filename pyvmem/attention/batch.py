@@ -8,7 +8,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from pyvmem.kvcache.config import invalid
 if TYPE_CHECKING:
     from pyvmem.kvcache import KVCache
 
-__all__ = ["Batch", "OverRead", "Run"]
+__all__ = ["Batch", "OverRead", "Part", "Run"]
 
 
 class OverRead(InvalidArgument):
@@ -42,6 +42,26 @@ class Run:
     q_len: int
     kv_len: int
 
+    def first(self, window: int) -> int:
+        """The first row that is seen; a window of 0 is all."""
+        return EXACT.first(self.kv_len, self.q_len, window)
+
+
+class Part(NamedTuple):
+    """The layers of one form in a batch.
+
+    Attributes:
+        caches: whose rows are read.
+        kernel: of `pyvmem.attention.KERNELS`, that will be called.
+        reads: what it reads.
+        window: tokens that a token sees; 0: all.
+    """
+
+    caches: tuple[KVCache, ...]
+    kernel: str = ""
+    reads: Reads = EXACT
+    window: int = 0
+
 
 class Batch:
     """New tokens of some requests, one request after the other; the same for all layers.
@@ -50,42 +70,40 @@ class Batch:
     in a prefill, part of them in a chunked one. A token sees its own request up to itself.
 
     Args:
-        cache: where the keys and values lie; the requests must have been stepped to their lengths.
+        parts: the layers by form, at least one; the requests must have been stepped to their
+            lengths in the caches of all.
         reqids: the requests' slots, no two the same.
         q_lens: new tokens of each, at least 1.
         kv_lens: tokens of each, the new ones included.
-        device: of the tensors below: the cache's.
-        kernel: of `pyvmem.attention.KERNELS`, that will be called.
-        reads: what it reads.
+        device: of the tensors below: the caches'.
 
     Attributes:
-        reqids, q_lens, kv_lens, kernel, reads: as given.
+        parts, reqids, q_lens, kv_lens: as given.
+        kernel, reads: the first part's.
         tokens: new tokens, all requests together; max_q, max_kv: the largest lengths.
 
     Raises:
-        InvalidArgument: lengths that do not fit together, or more tokens than a slot has pages for:
-            what is not mapped must not be read.
-        OverRead: the kernel may read rows behind them that are not mapped.
+        InvalidArgument: lengths that do not fit together, more tokens than a slot has pages for, or
+            a window that begins in rows that are gone: what is not mapped must not be read.
+        OverRead: a kernel may read rows behind them, or before the window, that are not mapped.
     """
 
     def __init__(
         self,
-        cache: KVCache,
+        parts: Sequence[Part],
         reqids: Sequence[int],
         q_lens: Sequence[int],
         kv_lens: Sequence[int],
         device: torch.device,
-        kernel: str = "",
-        reads: Reads = EXACT,
     ) -> None:
         self.device = device
-        self.kernel = kernel
-        self.reads = reads
+        self.parts = tuple(parts)
+        self.kernel, self.reads = self.parts[0].kernel, self.parts[0].reads
         self.reqids: list[int]
         self.q_lens: list[int]
         self.kv_lens: list[int]
-        self.mask: Any  # what a kernel has made of these lengths, for all layers
-        self._cache = cache
+        self.made: dict[Any, Any]  # what kernels have made of these lengths, for all layers
+        self._tables: dict[Blocks, torch.Tensor] = {}
         self._set(reqids, q_lens, kv_lens)
 
     def advance(self, reqids: Sequence[int], kv_lens: Sequence[int]) -> None:
@@ -117,12 +135,11 @@ class Batch:
             made["index"].copy_(torch.tensor(self.reqids, dtype=torch.int32))
         if "used" in made:
             made["used"].copy_(torch.tensor(self.kv_lens, dtype=torch.int32))
-        if "_table" in made:
-            blocks, table = made["_table"]
+        for blocks, table in self._tables.items():
             self._number(blocks, table)
 
     def _set(self, reqids: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]) -> None:
-        cache = self._cache
+        config = self.parts[0].caches[0].config
         self.reqids = [operator.index(reqid) for reqid in reqids]
         self.q_lens = [operator.index(length) for length in q_lens]
         self.kv_lens = [operator.index(length) for length in kv_lens]
@@ -134,12 +151,26 @@ class Batch:
             )
         if len(set(self.reqids)) != count:
             raise invalid(f"a reqid stands twice in {self.reqids!r:.80}")
-        last, longest = cache.config.max_batch - 1, cache.config.max_seq_len
+        last = config.max_batch - 1
         for reqid, q_len, kv_len in zip(self.reqids, self.q_lens, self.kv_lens, strict=True):
             if not 0 <= reqid <= last:
                 raise invalid(f"reqid {reqid} is not between 0 and {last}", limit=last)
             if not 1 <= q_len <= kv_len:
                 raise invalid(f"reqid {reqid}: {q_len} new tokens of {kv_len}", limit=kv_len)
+        for part in self.parts:
+            for cache in part.caches:
+                self._check_ends(part, cache)
+                if part.window and cache.config.window:
+                    self._check_firsts(part, cache)
+        self.tokens = sum(self.q_lens)
+        self.max_q = max(self.q_lens)
+        self.max_kv = max(self.kv_lens)
+        self.made = {}
+        self.__dict__.pop("runs", None)
+
+    def _check_ends(self, part: Part, cache: KVCache) -> None:
+        """That rows have memory up to where they are read."""
+        longest = cache.config.max_seq_len
         mapped = cache.readable_rows(self.reqids)
         for reqid, kv_len, rows in zip(self.reqids, self.kv_lens, mapped, strict=True):
             if kv_len > rows:
@@ -148,21 +179,36 @@ class Batch:
                     "cache first",
                     limit=rows,
                 )
-            end = self.reads.end(kv_len, longest)
+            end = part.reads.end(kv_len, longest)
             if end > rows and not cache.safe_overread:
                 raise OverRead(
-                    f"reqid {reqid}: {self.kernel} may read up to row {end} of {kv_len} tokens, "
+                    f"reqid {reqid}: {part.kernel} may read up to row {end} of {kv_len} tokens, "
                     f"and rows are mapped up to {rows}; step the cache first, with overread_rows "
-                    f"of {self.reads.past}, in decoding also with overread_decode",
+                    f"of {part.reads.past}, in decoding also with overread_decode",
                     errno=errno.EINVAL,
                     op="Attention",
                     limit=rows,
                 )
-        self.tokens = sum(self.q_lens)
-        self.max_q = max(self.q_lens)
-        self.max_kv = max(self.kv_lens)
-        self.mask = None
-        self.__dict__.pop("runs", None)
+
+    def _check_firsts(self, part: Part, cache: KVCache) -> None:
+        """That what is read of the window is still there."""
+        firsts = cache.first_rows(self.reqids)
+        for reqid, q_len, kv_len, there in zip(
+            self.reqids, self.q_lens, self.kv_lens, firsts, strict=True
+        ):
+            first = part.reads.first(kv_len, q_len, part.window)
+            if first >= there:
+                continue
+            text = f"reqid {reqid}: {q_len} new of {kv_len} tokens with a window of {part.window}"
+            if EXACT.first(kv_len, q_len, part.window) < there:
+                raise invalid(f"{text}; rows before {there} are gone", limit=there)
+            raise OverRead(
+                f"{text}: {part.kernel} may read from row {first} on, and rows before {there} are "
+                f"gone; it needs window_tile of {part.reads.before}",
+                errno=errno.EINVAL,
+                op="Attention",
+                limit=there,
+            )
 
     def _int32(self, values: Sequence[int]) -> torch.Tensor:
         with torch.inference_mode(False):  # `advance` writes it, inside that mode or not
@@ -216,14 +262,14 @@ class Batch:
 
     def block_table(self, blocks: Blocks) -> torch.Tensor:
         """The requests' blocks, int32 ``[requests, blocks.per_slot]``; the same for all layers."""
-        made = self.__dict__.get("_table")
-        if made is None or made[0] != blocks:
+        table = self._tables.get(blocks)
+        if table is None:
             shape = (len(self.reqids), blocks.per_slot)
             with torch.inference_mode(False):  # `advance` writes it, inside that mode or not
-                made = (blocks, torch.empty(shape, dtype=torch.int32, device=self.device))
-            self._number(*made)
-            self.__dict__["_table"] = made
-        return made[1]
+                table = torch.empty(shape, dtype=torch.int32, device=self.device)
+            self._number(blocks, table)
+            self._tables[blocks] = table
+        return table
 
     def _number(self, blocks: Blocks, table: torch.Tensor) -> None:
         steps = torch.arange(blocks.per_slot, dtype=torch.int32, device=self.device) * blocks.step

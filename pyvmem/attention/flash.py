@@ -13,29 +13,44 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pyvmem.attention.reads import BLOCK, Blocks
+from pyvmem.attention.scales import FP8, Scales, quantised
 
 if TYPE_CHECKING:
     from pyvmem.attention.batch import Batch
-    from pyvmem.kvcache import KVCache
+    from pyvmem.attention.layers import Form
 
-__all__ = ["fa2", "fa3", "fa3_call", "fa3_paged", "why_not_fa2", "why_not_fa3", "why_not_fa3_paged"]
+__all__ = [
+    "fa2",
+    "fa3",
+    "fa3_call",
+    "fa3_paged",
+    "why_not_blocks",
+    "why_not_fa2",
+    "why_not_fa3",
+    "why_not_fa3_paged",
+]
 
 _VLLM = "_vllm_fa3_C"
 _HALF = ("float16", "bfloat16")
+_DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
-def _why_not_here(cache: KVCache, device: torch.device, major: int, exactly: bool) -> str:
-    """What both versions need of the GPU and of the cache's shape."""
+def _why_not_here(
+    form: Form, device: torch.device, major: int, exactly: bool, dtypes: tuple[str, ...]
+) -> str:
+    """What both versions need of the GPU and of the layer's shape."""
     if device.type != "cuda":
         return "it needs a GPU"
     have = torch.cuda.get_device_capability(device)
     if have[0] < major or (exactly and have[0] != major):
         return f"it needs compute capability {major}.x, this GPU has {have[0]}.{have[1]}"
-    config = cache.config
-    if str(config.dtype) not in _HALF:
-        return f"it has no {config.dtype}"
-    if config.head_dim > 256 or config.head_dim % 8:
-        return f"head_dim {config.head_dim} is not a multiple of 8 up to 256"
+    if form.dtype not in dtypes:
+        return f"it has no {form.dtype}"
+    wide = 16 if form.dtype == FP8 else 8
+    if form.head_dim > 256 or form.head_dim % wide:
+        return f"head_dim {form.head_dim} is not a multiple of {wide} up to 256"
+    if form.v_head_dim != form.head_dim:
+        return f"keys of {form.head_dim} elements and values of {form.v_head_dim}"
     return ""
 
 
@@ -64,9 +79,11 @@ def _fa3() -> tuple[Any, str]:
 
 
 def fa3_call() -> Any:
-    """FlashAttention-3 for any memory: ``call(q, k, v, batch, scale, table=None)``.
+    """FlashAttention-3 for any memory.
 
-    Of `batch` it takes `starts`, `used`, `max_q` and, without a block table, `index`.
+    ``call(q, k, v, batch, scale, table=None, window=0, descales=None)``; `descales` are those of
+    q, k and v, each float32 ``[requests, num_kv_heads]``. Of `batch` it takes `starts`, `used`,
+    `max_q` and, without a block table, `index`.
 
     Raises:
         RuntimeError: nothing brings it; the text says why.
@@ -94,7 +111,7 @@ def _vllm_call(op: Any) -> tuple[Any, str]:
     needed |= {"kv_batch_idx", "page_table", "softmax_scale", "is_causal"}
     if needed - names:
         return None, f"vLLM's op has no argument {', '.join(sorted(needed - names))}"
-    fixed = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "num_splits": 0}
+    fixed = {"window_size_right": -1, "softcap": 0.0, "num_splits": 0}
     fixed |= {"is_rotary_interleaved": True, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0}
 
     def call(
@@ -104,9 +121,12 @@ def _vllm_call(op: Any) -> tuple[Any, str]:
         batch: Batch,
         scale: float,
         table: torch.Tensor | None = None,
+        window: int = 0,
+        descales: tuple[torch.Tensor, ...] | None = None,
     ) -> Any:
         values: dict[str, Any] = {
             **fixed,
+            "window_size_left": window - 1,
             "q": q,
             "k": k,
             "v": v,
@@ -122,6 +142,10 @@ def _vllm_call(op: Any) -> tuple[Any, str]:
         else:
             values["page_table"] = table
             values["max_seqlen_k"] = table.shape[1] * k.shape[1]
+        if window:
+            values["window_size_right"] = 0
+        if descales is not None:
+            values.update(zip(_DESCALES, descales, strict=True))
         return op(*[values.get(argument.name) for argument in arguments])[0]
 
     return call, ""
@@ -135,6 +159,8 @@ def _interface_call(
     batch: Batch,
     scale: float,
     table: torch.Tensor | None = None,
+    window: int = 0,
+    descales: tuple[torch.Tensor, ...] | None = None,
 ) -> Any:
     where = {"cache_batch_idx": batch.index} if table is None else {"page_table": table}
     return function(
@@ -147,38 +173,72 @@ def _interface_call(
         max_seqlen_q=batch.max_q,
         softmax_scale=scale,
         causal=True,
+        window_size=(window - 1, 0) if window else (-1, -1),
+        **({} if descales is None else dict(zip(_DESCALES, descales, strict=True))),
     )
 
 
-def why_not_fa3(cache: KVCache, device: torch.device) -> str:
+def why_not_fa3(form: Form, device: torch.device) -> str:
     """Why FlashAttention-3 cannot be used, "" where it can."""
-    return _why_not_here(cache, device, 9, True) or str(_fa3()[1])
+    return _why_not_here(form, device, 9, True, (*_HALF, FP8)) or str(_fa3()[1])
 
 
 def fa3(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: Batch,
+    scale: float,
+    window: int = 0,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
-    """One call; reads whole tiles of up to 192 rows."""
-    out: torch.Tensor = fa3_call()(q, k, v, batch, scale)
+    """One call; reads whole tiles of up to 192 rows. `scales`: of 8-bit keys and values."""
+    out: torch.Tensor = fa3_call()(
+        *_inputs(q, k, v, scales), batch, scale, None, window, _descales(q, k, batch, scales)
+    )
     return out
 
 
-def why_not_fa3_paged(cache: KVCache, device: torch.device) -> str:
+def _inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (q if scales is None else quantised(q, scales.of_queries(q)), k, v)
+
+
+def _descales(
+    q: torch.Tensor, k: torch.Tensor, batch: Batch, scales: Scales | None
+) -> tuple[torch.Tensor, ...] | None:
+    if scales is None:
+        return None
+    shape = (len(batch.reqids), k.shape[2])
+    return tuple(
+        one.to(q.device).expand(shape) for one in (scales.of_queries(q), scales.key, scales.value)
+    )
+
+
+def why_not_fa3_paged(form: Form, device: torch.device) -> str:
     """Why FlashAttention-3's paged call cannot be used, "" where it can."""
-    why = why_not_fa3(cache, device)
-    if why:
-        return why
-    layout = cache.layout
+    return why_not_fa3(form, device) or why_not_blocks(form)
+
+
+def why_not_blocks(form: Form) -> str:
+    """Why a slot cannot be numbered as blocks of `BLOCK` rows, "" where it can."""
+    layout = form.keys.layout
     if layout.max_rows < BLOCK:
         return f"slots of {layout.max_rows} rows are no whole block of {BLOCK}"
     blocks = Blocks.of(layout.max_rows, layout.slot_bytes, layout.row_bytes)
-    if blocks.last(cache.config.max_batch) >= 1 << 31:
-        return f"blocks of {BLOCK} rows, numbered up to {blocks.last(cache.config.max_batch)}"
-    return ""
+    last = blocks.last(form.keys.config.max_batch)
+    return f"blocks of {BLOCK} rows, numbered up to {last}" if last >= 1 << 31 else ""
 
 
 def fa3_paged(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: Batch,
+    scale: float,
+    window: int = 0,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """One call over the slots as blocks, with the trivial block table; reads no row past a length.
 
@@ -189,22 +249,24 @@ def fa3_paged(
     table = batch.block_table(blocks)
     if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         table = table[:, : blocks.wanted(batch.max_kv)]
-    out: torch.Tensor = fa3_call()(q, blocks.view(k), blocks.view(v), batch, scale, table)
+    inputs = _inputs(q, blocks.view(k), blocks.view(v), scales)
+    descales = _descales(q, k, batch, scales)
+    out: torch.Tensor = fa3_call()(*inputs, batch, scale, table, window, descales)
     return out
 
 
 # ---- version 2 -----------------------------------------------------------------------------------
 
 
-def why_not_fa2(cache: KVCache, device: torch.device) -> str:
+def why_not_fa2(form: Form, device: torch.device) -> str:
     """Why torch's FlashAttention-2 cannot be used, "" where it can."""
-    why = _why_not_here(cache, device, 8, False)
+    why = _why_not_here(form, device, 8, False, _HALF)
     if why:
         return why
     op: Any = torch.ops.aten._flash_attention_forward
     if "seqused_k" not in {argument.name for argument in op.default._schema.arguments}:
         return f"torch {torch.__version__} has no seqused_k"
-    layout = cache.layout
+    layout = form.keys.layout
     if layout.slot_bytes % layout.row_bytes:
         return (
             f"slots are {layout.slot_bytes} bytes apart, which is no whole number of rows of "
@@ -214,7 +276,7 @@ def why_not_fa2(cache: KVCache, device: torch.device) -> str:
 
 
 def fa2(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
     """One call, and no row past a length is read (``seqused_k``).
 
@@ -238,6 +300,8 @@ def fa2(
         True,
         False,
         scale=scale,
+        window_size_left=window - 1 if window else None,
+        window_size_right=0 if window else None,
         seqused_k=batch.used,
     )[0]
     return out

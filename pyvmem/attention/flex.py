@@ -11,15 +11,16 @@ import torch
 
 if TYPE_CHECKING:
     from pyvmem.attention.batch import Batch
-    from pyvmem.kvcache import KVCache
+    from pyvmem.attention.layers import Form
 
 __all__ = ["BLOCK", "flex", "why_not"]
 
 _SHAPES = 128  # of models and batches in one process that it is compiled for; then it raises
+_WIDEST = 256  # head_dim that its tiles are made for on a GPU
 BLOCK = 128  # rows that FlexAttention's block mask is made of, and that it reads at once
 
 
-def why_not(cache: KVCache, device: torch.device) -> str:
+def why_not(form: Form, device: torch.device) -> str:
     """Why FlexAttention cannot be used, "" where it can."""
     try:
         from torch.nn.attention import flex_attention
@@ -32,49 +33,53 @@ def why_not(cache: KVCache, device: torch.device) -> str:
 
         if not has_triton():
             return "Triton is not installed, which compiles it"
-        if cache.config.itemsize == 8:
+        if form.dtype == "float64":
             return "it has no float64"
+        if max(form.head_dim, form.v_head_dim) > _WIDEST:
+            return f"head_dim {form.head_dim} is above {_WIDEST}: a tile does not fit"
     return ""
 
 
 def flex(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
     """On a GPU one call, reading blocks of 128 rows; eager on the CPU, over the valid rows."""
-    return (_compiled if q.device.type == "cuda" else _eager)(q, k, v, batch, scale)
+    return (_compiled if q.device.type == "cuda" else _eager)(q, k, v, batch, scale, window)
 
 
 def _eager(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int
 ) -> torch.Tensor:
     """Without a compiler the scores of all rows of a view are computed: it must end in time."""
     from torch.nn.attention.flex_attention import flex_attention
 
     gqa = q.shape[1] != k.shape[2]
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty((*q.shape[:2], v.shape[3]))
     for run in batch.runs:
         end = run.start + run.count * run.q_len
-        slots = slice(run.slot, run.slot + run.count)
-        shape = (run.count, run.q_len, *q.shape[1:])
-        rows = q[run.start : end].reshape(shape)
+        shape = (run.count, run.q_len, q.shape[1])
+        rows = q[run.start : end].reshape((*shape, q.shape[2]))
+        first = run.first(window)
+        seen = (slice(run.slot, run.slot + run.count), slice(first, run.kv_len))
         found: Any = flex_attention(
             rows.transpose(1, 2),
-            k[slots, : run.kv_len].transpose(1, 2),
-            v[slots, : run.kv_len].transpose(1, 2),
-            score_mod=_causal(run.kv_len - run.q_len),
+            k[seen].transpose(1, 2),
+            v[seen].transpose(1, 2),
+            score_mod=_causal(run.kv_len - run.q_len - first, window or run.kv_len),
             scale=scale,
             enable_gqa=gqa,
         )
-        out[run.start : end].view(shape).copy_(found.transpose(1, 2))
+        out[run.start : end].view((*shape, v.shape[3])).copy_(found.transpose(1, 2))
     return out
 
 
-def _causal(shift: int) -> Any:
-    """Hides what comes after a row. By a tensor: torch 2.11 takes an earlier call's number."""
-    last = torch.tensor(shift)
+def _causal(shift: int, window: int) -> Any:
+    """Hides what a row does not see. By tensors: torch 2.11 takes an earlier call's numbers."""
+    last, wide = torch.tensor(shift), torch.tensor(window)
 
     def causal(score: Any, b: Any, h: Any, row: Any, column: Any) -> Any:
-        return torch.where(column <= row + last, score, -math.inf)
+        seen = (column <= row + last) & (column > row + last - wide)
+        return torch.where(seen, score, -math.inf)
 
     return causal
 
@@ -88,19 +93,19 @@ def _kernel() -> Any:
 
 
 def _compiled(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int
 ) -> torch.Tensor:
     """All slots between the first and the last of the batch; those without a request read nothing.
 
     Queries are padded to the longest request's. Blocks behind a request's length are not in its
-    mask, so only its last block is read beyond the length.
+    mask, so only its last block is read beyond the length; with a window those before it are not.
     """
     low, high = min(batch.reqids), max(batch.reqids) + 1
     rows = min(k.shape[1], -(-batch.max_kv // BLOCK) * BLOCK)
     padded = q.new_zeros((high - low, batch.max_q, q.shape[1], q.shape[2]))
     where = (batch.slots - low, batch.ranks)
     padded[where] = q
-    mask = _mask(batch, low, high, rows)
+    mask = _mask(batch, low, high, rows, window)
     with torch._dynamo.config.patch(recompile_limit=_SHAPES):
         found = _kernel()(
             padded.transpose(1, 2),
@@ -114,10 +119,10 @@ def _compiled(
     return out
 
 
-def _mask(batch: Batch, low: int, high: int, rows: int) -> Any:
-    """The block mask, made from lengths alone; kept with the batch, for all layers."""
-    if batch.mask is not None:
-        return batch.mask
+def _mask(batch: Batch, low: int, high: int, rows: int, window: int = 0) -> Any:
+    """The block mask, made from lengths alone; kept with the batch, for all layers of a window."""
+    if ("flex", window) in batch.made:
+        return batch.made["flex", window]
     from torch.nn.attention.flex_attention import BlockMask
 
     count, device = high - low, batch.device
@@ -126,16 +131,20 @@ def _mask(batch: Batch, low: int, high: int, rows: int) -> Any:
     where = batch.index.long() - low
     used[where] = batch.used
     shift[where] = batch.used - batch.starts.diff()
+    wide = torch.tensor(window or rows + batch.max_q, dtype=torch.int32, device=device)
 
     def mask_mod(b: Any, h: Any, row: Any, column: Any) -> Any:
-        return (column <= row + shift[b]) & (column < used[b])
+        own = row + shift[b]
+        return (column <= own) & (column > own - wide) & (column < used[b])
 
     q_blocks, kv_blocks = -(-batch.max_q // BLOCK), -(-rows // BLOCK)
     ends = torch.arange(1, q_blocks + 1, device=device, dtype=torch.int32) * BLOCK
     seen = torch.minimum(ends[None] + shift[:, None], used[:, None])
-    number = (-(-seen // BLOCK))[:, None].contiguous()
+    first = torch.clamp(ends[None] - BLOCK + shift[:, None] - wide + 1, min=0) // BLOCK
+    number = torch.clamp(-(-seen // BLOCK) - first, min=0)[:, None].contiguous()
     indices = torch.arange(kv_blocks, device=device, dtype=torch.int32)
-    indices = indices.expand(count, 1, q_blocks, kv_blocks).contiguous()
+    # Those behind a row's `number` are not looked at; they must only be blocks that there are.
+    indices = (first[:, None, :, None] + indices).clamp(max=kv_blocks - 1).contiguous()
     mask = BlockMask.from_kv_blocks(
         number,
         indices,
@@ -144,5 +153,5 @@ def _mask(batch: Batch, low: int, high: int, rows: int) -> Any:
         seq_lengths=(batch.max_q, rows),
         compute_q_blocks=False,
     )
-    batch.mask = mask
+    batch.made["flex", window] = mask
     return mask

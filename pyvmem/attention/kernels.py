@@ -18,19 +18,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from pyvmem.attention import flash, flex, sdpa
+from pyvmem.attention import flash, flex, infer, sdpa
+from pyvmem.attention.layers import Form, forms_of
 from pyvmem.attention.reads import EXACT, Reads
 from pyvmem.kvcache.config import invalid
 
 if TYPE_CHECKING:
-    from pyvmem.attention.batch import Batch
     from pyvmem.kvcache import KVCache
 
-__all__ = ["KERNELS", "Choice", "choose", "overread_rows", "probe"]
+__all__ = ["FP8_KERNELS", "KERNELS", "Choice", "check_name", "choose", "overread_rows", "probe"]
 
 _log = logging.getLogger("pyvmem.attention")
 _said: set[str] = set()
@@ -39,34 +39,56 @@ _said: set[str] = set()
 class Run(Protocol):
     """A kernel's call."""
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
-    ) -> torch.Tensor:
-        """``[tokens, heads, head_dim]`` from the same and a layer's whole K and V."""
+    def __call__(self, q: Any, k: Any, v: Any, batch: Any, scale: float, window: int = 0) -> Any:
+        """``[tokens, heads, v_head_dim]`` from queries and a layer's whole K and V.
+
+        Those of `FP8_KERNELS` take ``scales`` too.
+        """
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    why_not: Callable[[KVCache, torch.device], str]
+    why_not: Callable[[Form, torch.device], str]
     run: Run
     reads: Callable[[torch.device], Reads]
 
 
-def _exact(device: torch.device) -> Reads:
-    return EXACT
+def _tiles_before(device: torch.device) -> Reads:
+    """Exact at the end; a window begins in the middle of a tile, which is loaded whole."""
+    return Reads(before=191)
 
+
+def _fa2_reads(device: torch.device) -> Reads:
+    """As above; with heads of 64 and fewer its tiles in decoding have 256 rows."""
+    return Reads(before=255)
+
+
+def _flex_reads(device: torch.device) -> Reads:
+    cuda = device.type == "cuda"
+    return Reads(block=flex.BLOCK, before=flex.BLOCK - 1) if cuda else EXACT
+
+
+def _why_not_sdpa(form: Form, device: torch.device) -> str:
+    return f"it has no {form.dtype}" if form.dtype not in _FLOATS else ""
+
+
+def _why_not_flex(form: Form, device: torch.device) -> str:
+    return _why_not_sdpa(form, device) or flex.why_not(form, device)
+
+
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+FP8_KERNELS = ("fa3", "fa3-paged")
+"""Those that read 8-bit keys and values, `pyvmem.attention.scales.FP8`."""
 
 KERNELS: dict[str, _Kernel] = {
-    "fa3": _Kernel(flash.why_not_fa3, flash.fa3, lambda device: Reads(tile=191)),
-    "fa3-paged": _Kernel(flash.why_not_fa3_paged, flash.fa3_paged, _exact),
-    "fa2": _Kernel(flash.why_not_fa2, flash.fa2, _exact),
-    "flex": _Kernel(
-        flex.why_not,
-        flex.flex,
-        lambda device: Reads(block=flex.BLOCK) if device.type == "cuda" else EXACT,
-    ),
-    "sdpa": _Kernel(lambda cache, device: "", sdpa.sdpa, _exact),
+    "fa3": _Kernel(flash.why_not_fa3, flash.fa3, lambda device: Reads(tile=191, before=191)),
+    "fa3-paged": _Kernel(flash.why_not_fa3_paged, flash.fa3_paged, _tiles_before),
+    "fa2": _Kernel(flash.why_not_fa2, flash.fa2, _fa2_reads),
+    "flashinfer": _Kernel(infer.why_not, infer.flashinfer, _tiles_before),
+    "flex": _Kernel(_why_not_flex, flex.flex, _flex_reads),
+    "sdpa": _Kernel(_why_not_sdpa, sdpa.sdpa, lambda device: EXACT),
 }
+# FlashInfer only where it is named: its first call compiles for a minute or more.
 _PREFILL = {"cuda": ("fa3", "fa3-paged", "fa2", "flex", "sdpa"), "cpu": ("sdpa", "flex")}
 _DECODE = {"cuda": ("fa3-paged", "fa2", "fa3", "flex", "sdpa"), "cpu": ("sdpa", "flex")}
 
@@ -99,12 +121,13 @@ class Choice:
         return f"attention by {self.name}{decode}" + (f" ({others})" if others else "")
 
 
-def probe(cache: KVCache, device: torch.device) -> dict[str, str]:
-    """For every kernel, why it cannot be used on this cache; "" where it can."""
-    return {name: _why_not(name, cache, device) for name in KERNELS}
+def probe(cache: KVCache | Form, device: torch.device) -> dict[str, str]:
+    """For every kernel, why it cannot be used on this cache or form; "" where it can."""
+    form = cache if isinstance(cache, Form) else forms_of(cache)[0]
+    return {name: _why_not(name, form, device) for name in KERNELS}
 
 
-def choose(cache: KVCache, device: torch.device, kernel: str = "auto") -> Choice:
+def choose(cache: KVCache | Form, device: torch.device, kernel: str = "auto") -> Choice:
     """The named kernel for all, or the first usable ones for prefills and for decoding.
 
     A kernel that reads tiles is usable for prefills alone, unless the cache keeps their rows in
@@ -112,21 +135,29 @@ def choose(cache: KVCache, device: torch.device, kernel: str = "auto") -> Choice
 
     The choice is logged once a process (logger ``pyvmem.attention``).
 
+    Args:
+        cache: whose layers are alike, or the form of some layers.
+        device: of its tensors.
+        kernel: "auto", or one of `KERNELS`.
+
     Raises:
         InvalidArgument: no such kernel, or it cannot be used; the text says why.
     """
-    if kernel != "auto" and kernel not in KERNELS:
-        raise invalid(f"kernel {kernel!r} is none of auto, {', '.join(KERNELS)}")
-    found = probe(cache, device)
+    check_name(kernel)
+    form = cache if isinstance(cache, Form) else forms_of(cache)[0]
+    found = probe(form, device)
     if kernel == "auto":
-        prefill = next(name for name in _PREFILL[device.type] if not found[name])
-        decode = next(
+        prefill = [name for name in _PREFILL[device.type] if not found[name]]
+        decode = [
             name
             for name in _DECODE[device.type]
-            if not found[name] and not _why_not_decode(name, cache, device)
-        )
-        choice = Choice(prefill, found, decode)
-    elif why := found[kernel] or _why_not_decode(kernel, cache, device):
+            if not found[name] and not _why_not_decode(name, form, device)
+        ]
+        if not prefill or not decode:
+            whys = "; ".join(f"{name}: {why}" for name, why in found.items() if why)
+            raise invalid(f"no kernel reads these keys and values ({whys})")
+        choice = Choice(prefill[0], found, decode[0])
+    elif why := found[kernel] or _why_not_decode(kernel, form, device):
         raise invalid(f"kernel {kernel} cannot be used: {why}")
     else:
         choice = Choice(kernel, found, kernel)
@@ -136,18 +167,30 @@ def choose(cache: KVCache, device: torch.device, kernel: str = "auto") -> Choice
     return choice
 
 
-def _why_not(name: str, cache: KVCache, device: torch.device) -> str:
+def check_name(kernel: str) -> None:
+    """Raises InvalidArgument for a name that is no kernel's."""
+    if kernel != "auto" and kernel not in KERNELS:
+        raise invalid(f"kernel {kernel!r} is none of auto, {', '.join(KERNELS)}")
+
+
+def _why_not(name: str, form: Form, device: torch.device) -> str:
     one = KERNELS[name]
-    why = one.why_not(cache, device)
-    need, have = one.reads(device).past, cache.config.overread_rows
-    if not why and have < need and not cache.safe_overread:
+    why = one.why_not(form, device)
+    config, reads = form.keys.config, one.reads(device)
+    need, have = reads.past, config.overread_rows
+    if not why and have < need and not form.keys.safe_overread:
         why = f"it reads whole tiles: it needs overread_rows of {need}, the cache has {have}"
+    if not why and config.window and config.window_tile < reads.before:
+        why = (
+            f"it reads whole tiles before a window: it needs window_tile of {reads.before}, the "
+            f"cache has {config.window_tile}"
+        )
     return why
 
 
-def _why_not_decode(name: str, cache: KVCache, device: torch.device) -> str:
+def _why_not_decode(name: str, form: Form, device: torch.device) -> str:
     """Why a kernel that can be used for prefills cannot be used for decoding; "" where it can."""
     exact = not KERNELS[name].reads(device).past
-    if exact or cache.config.overread_decode or cache.safe_overread:
+    if exact or form.keys.config.overread_decode or form.keys.safe_overread:
         return ""
     return "it reads whole tiles in decoding, too: it needs overread_decode"

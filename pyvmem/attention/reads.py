@@ -24,10 +24,12 @@ class Reads:
     Attributes:
         block: the length is rounded up to a multiple of so many rows.
         tile: so many rows more.
+        before: so many rows before a window's first one, since a whole tile is loaded there.
     """
 
     block: int = 1
     tile: int = 0
+    before: int = 0
 
     @property
     def past(self) -> int:
@@ -37,6 +39,10 @@ class Reads:
     def end(self, length: int, longest: int) -> int:
         """The row before which all reads lie; none behind a slot's `longest` rows is read."""
         return min(-(-length // self.block) * self.block + self.tile, longest)
+
+    def first(self, length: int, new: int, window: int) -> int:
+        """The first row that the last `new` of `length` tokens may read; a window of 0 is all."""
+        return max(0, length - new - window + 1 - self.before) if window else 0
 
 
 EXACT = Reads()

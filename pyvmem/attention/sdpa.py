@@ -15,26 +15,50 @@ __all__ = ["causal", "sdpa"]
 
 
 def sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
     """One call for requests in neighbouring slots with equal lengths, so mostly one a request."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty((*q.shape[:2], v.shape[3]))
     for run in batch.runs:
         end = run.start + run.count * run.q_len
         slots = slice(run.slot, run.slot + run.count)
-        shape = (run.count, run.q_len, *q.shape[1:])
-        rows = q[run.start : end].reshape(shape)
-        found = causal(rows, k[slots, : run.kv_len], v[slots, : run.kv_len], scale)
-        out[run.start : end].view(shape).copy_(found)
+        shape = (run.count, run.q_len, q.shape[1])
+        rows = q[run.start : end].reshape((*shape, q.shape[2]))
+        first = run.first(window)
+        seen = (slots, slice(first, run.kv_len))
+        found = causal(rows, k[seen], v[seen], scale, window)
+        out[run.start : end].view((*shape, v.shape[3])).copy_(found)
     return out
 
 
-def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Of ``[requests, tokens, heads, dim]``, the last tokens of ``[requests, rows, ...]``."""
-    new, rows = q.shape[1], k.shape[1]
+def causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int = 0
+) -> torch.Tensor:
+    """Of ``[requests, tokens, heads, dim]``, the last tokens of ``[requests, rows, ...]``.
+
+    A token sees the last `window` rows up to its own; 0: all of them.
+    """
+    new, rows, heads = q.shape[1], k.shape[1], q.shape[2]
+    if new == 1 and k.shape[2] == 1:
+        # One KV head: the query heads are rows of one attention, which needs no copy of the keys.
+        found = scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
+        return found.reshape(q.shape[0], 1, heads, v.shape[3])
     mask = None
-    if 1 < new < rows:  # a later chunk: is_causal would align at the upper left
+    narrow = window and rows > window
+    if 1 < new < rows or (narrow and new > 1):
+        # A later chunk, where is_causal would align at the upper left, or a window.
         mask = q.new_ones((new, rows), dtype=torch.bool).tril(rows - new)
+        if narrow:
+            mask = mask.triu(rows - new - window + 1)
+    grouped = heads != k.shape[2]
+    if grouped and v.shape[3] != q.shape[3]:  # of the fast kernels none takes both
+        k, v = (
+            one.repeat_interleave(heads // one.shape[2], 2)
+            if one.shape[2] > 1
+            else one.expand(-1, -1, heads, -1)
+            for one in (k, v)
+        )
+        grouped = False
     return scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -42,5 +66,5 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
         attn_mask=mask,
         is_causal=new > 1 and mask is None,
         scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
+        enable_gqa=grouped,
     ).transpose(1, 2)

@@ -25,6 +25,7 @@ from pyvmem.bench import (
     deferred,
     fill,
     live,
+    models,
     overlap,
     page,
     paged,
@@ -143,6 +144,7 @@ def _add_benchmarks(which: Any) -> None:
     sharing.add_parser(which)
     swapping.add_parser(which)
     vllm_bench.add_parser(which)
+    models.add_parser(which)
     paper.add_parser(which)
 
 

@@ -19,7 +19,7 @@ from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.layer import VMemLayer
 from pyvmem.hf.rows import Rows, Settings
-from pyvmem.kvcache import KVCache
+from pyvmem.kvcache import KVCache, LayeredCache, layer_shapes
 from pyvmem.kvcache.cache import Closing
 from pyvmem.kvcache.config import invalid
 
@@ -37,9 +37,11 @@ class VMemCache(_Cache, Closing):  # type: ignore[misc]  # a base that is Any
             model.generate(**inputs, past_key_values=cache)
 
     Gives the tokens that `DynamicCache` gives. A batch of n rows (batch times beams) takes n slots.
-    Heads, type and device are those of the first keys; only then is memory asked for. All layers
-    keep the whole past: layers with a sliding window are masked, not shortened. Can be used again
-    after `reset`. Without `close`, memory goes back when the object is collected.
+    Heads, type and device are those of the first keys; only then is memory asked for. Layers with a
+    sliding window keep the window, and ``window_tile`` tokens before it, which assisted generation
+    may take back. Of MLA the latent is stored, one tensor a layer, where transformers hands it over
+    (5.23). Can be used again after `reset`. Without `close`, memory goes back when the object is
+    collected.
 
     Args:
         config: the model's configuration.
@@ -71,11 +73,10 @@ class VMemCache(_Cache, Closing):  # type: ignore[misc]  # a base that is Any
         for name, value in (("max_batch_size", max_batch_size), ("max_cache_len", max_cache_len)):
             if operator.index(value) < 1:
                 raise invalid(f"{name} is {value}; it must be at least 1")
-        settings = Settings(
-            text.num_hidden_layers, max_batch_size, max_cache_len, backend, context, options
-        )
+        settings = Settings(text, max_batch_size, max_cache_len, backend, context, options)
         rows = Rows(settings)
-        layers = [VMemLayer(rows, index) for index in range(settings.num_layers)]
+        shapes = enumerate(layer_shapes(text))
+        layers = [VMemLayer(rows, index, shape.window) for index, shape in shapes]
         rows.layers = layers
         super().__init__(layers=layers)
         self._config = config
@@ -84,7 +85,7 @@ class VMemCache(_Cache, Closing):  # type: ignore[misc]  # a base that is Any
         self._finalizer.atexit = False
 
     @property
-    def kvcache(self) -> KVCache | None:
+    def kvcache(self) -> KVCache | LayeredCache | None:
         """The cache underneath, for its `stats`; None before the first keys. Not to be stepped."""
         return self._rows.cache
 
@@ -101,8 +102,7 @@ class VMemCache(_Cache, Closing):  # type: ignore[misc]  # a base that is Any
         )
         memo[id(self)] = other
         for mine, its in zip(self._rows.layers, other._rows.layers, strict=True):
-            if mine.is_initialized:
-                its.update(mine.keys, mine.values)
+            its.take_from(mine)
         return other
 
     def close(self) -> None:

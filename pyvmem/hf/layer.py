@@ -24,18 +24,20 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
     """One layer of a `VMemCache`; made by it.
 
     `keys` and `values` are views ``[batch, num_kv_heads, length, head_dim]`` of the virtual
-    tensors, to be read: what somebody else writes there, `reorder_cache` may leave behind.
+    tensors, to be read: what somebody else writes there, `reorder_cache` may leave behind. With a
+    sliding window they have what the next token sees, as transformers' own sliding layer has.
     """
 
     is_compileable = False  # the views grow
-    is_sliding = False
     is_croppable = True
     supports_early_init = True
 
-    def __init__(self, rows: Rows, index: int) -> None:
+    def __init__(self, rows: Rows, index: int, window: int = 0) -> None:
         super().__init__()
         self._rows = rows
         self._index = index
+        self._window = window
+        self.is_sliding = bool(window)
         self._length = 0
         self._ancestry = Ancestry(0)
         self._k: torch.Tensor | None = None
@@ -45,14 +47,9 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Takes a slot for every row of ``[batch, num_kv_heads, any, head_dim]``."""
-        if key_states.shape[-1] != value_states.shape[-1]:
-            raise invalid(
-                f"keys of {key_states.shape[-1]} elements and values of {value_states.shape[-1]}: "
-                "VMemCache has one head size"
-            )
-        cache = self._rows.open(key_states)
+        self._rows.open(self._index, key_states, value_states)
         self._rows.hold(key_states.shape[0], self._rows.length)
-        self._k, self._v = cache.k(self._index), cache.v(self._index)
+        self._k, self._v = self._rows.tensors(self._index)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size = key_states.shape[0]
         self._ancestry = Ancestry(self.batch_size)
@@ -63,6 +60,8 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends tokens ``[batch, num_kv_heads, new, head_dim]``; returns all, as views.
+
+        With a sliding window: all that one of them sees.
 
         Raises:
             InvalidArgument: another batch size, or more tokens than the cache was made for.
@@ -81,19 +80,42 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
         self._k[:batch].index_copy_(1, where, key_states.transpose(1, 2))
         self._v[:batch].index_copy_(1, where, value_states.transpose(1, 2))
         self._length = last
-        return self._show()
+        shown = self._show()
+        return self._view(self._offset(first)) if self._window else shown
 
-    def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _offset(self, length: int) -> int:
+        """The first row that a token behind `length` of them sees."""
+        return max(0, length - self._window + 1) if self._window else 0
+
+    def _view(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._k is not None
         assert self._v is not None
-        valid = (slice(self.batch_size), slice(self._length))
-        self.keys = keys = self._k[valid].transpose(1, 2)
-        self.values = values = self._v[valid].transpose(1, 2)
-        return keys, values
+        valid = (slice(self.batch_size), slice(first, self._length))
+        return self._k[valid].transpose(1, 2), self._v[valid].transpose(1, 2)
+
+    def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys, self.values = shown = self._view(self._offset(self._length))
+        return shown
+
+    def take_from(self, other: VMemLayer) -> None:
+        """Becomes what another cache's layer is: the same tokens at the same places."""
+        if other.keys is None or other.values is None:
+            return
+        self.lazy_initialization(other.keys, other.values)
+        length, first = other.get_seq_length(), self._offset(other.get_seq_length())
+        self._rows.hold(self.batch_size, length)
+        where = self._rows.where(first, length, self.device)
+        assert self._k is not None
+        assert self._v is not None
+        self._k[: self.batch_size].index_copy_(1, where, other.keys.transpose(1, 2))
+        self._v[: self.batch_size].index_copy_(1, where, other.values.transpose(1, 2))
+        self._length = length
+        self._show()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that the mask is for."""
-        return self._length + query_length, 0
+        offset = self._offset(self._length)
+        return self._length - offset + query_length, offset
 
     def get_seq_length(self) -> int:
         """Tokens of every row."""
@@ -107,14 +129,17 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
         """Forgets the last ``-tokens_to_remove`` tokens; their pages stay.
 
         Raises:
-            InvalidArgument: a positive number, as transformers 5.23 refuses it too.
+            InvalidArgument: a positive number, as transformers 5.23 refuses it too; or the window
+                of what is left begins in rows that are gone (`KVCacheConfig.window_tile`).
         """
         if tokens_to_remove > 0:
             raise invalid(
                 f"crop({tokens_to_remove}): give the tokens to remove as a negative number"
             )
         if self.is_initialized and tokens_to_remove:
-            self._length = max(0, self._length + tokens_to_remove)
+            left = max(0, self._length + tokens_to_remove)
+            self._rows.check_window(self._index, left)
+            self._length = left
             self._ancestry.crop(self._length)
             self._settle()
 
@@ -167,6 +192,7 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
         assert self._v is not None
         self._rows.hold(len(source), self._length)
         first = self._ancestry.take(source, self._length)
+        first = max(first, self._rows.kept_from(self._index, self._length))
         move_rows(self._k, first, self._length, source)
         move_rows(self._v, first, self._length, source)
         self.batch_size = len(source)

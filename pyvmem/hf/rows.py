@@ -16,8 +16,9 @@ import torch
 
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, OutOfMemory, TooManyBatches
-from pyvmem.kvcache import KVCache, KVCacheConfig
-from pyvmem.kvcache.config import invalid
+from pyvmem.hf.shapes import Handed, handed_over, make_cache, stored_shapes
+from pyvmem.kvcache import KVCache, LayeredCache, LayerShape
+from pyvmem.kvcache.config import classes_of, invalid
 
 __all__ = ["Rows", "Settings", "move_rows"]
 
@@ -27,14 +28,14 @@ class Settings:
     """What a `VMemCache` was asked for; the rest comes with its first keys.
 
     Attributes:
-        num_layers: layers with keys and values.
+        text: the language model's configuration.
         max_batch: most rows. max_length: most tokens of a row.
         backend: None: "host" for keys on the CPU, else "auto".
         context: shared with others; None: the cache's own.
         options: other fields of `KVCacheConfig`.
     """
 
-    num_layers: int
+    text: Any
     max_batch: int
     max_length: int
     backend: str | None
@@ -47,43 +48,48 @@ class Rows:
 
     Attributes:
         cache: None before `open`.
+        shapes, handed: what each layer keeps, and is handed over; empty before `open`.
         count: slots taken, from 0 on.
         length: tokens that pages are there for, in each of them.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.cache: KVCache | None = None
+        self.cache: KVCache | LayeredCache | None = None
+        self.shapes: list[LayerShape] = []
+        self.handed: list[Handed] = []
         self.count = 0
         self.length = 0
         self.layers: list[Any] = []  # those of the VMemCache; they hold tensors of the cache
         self._closed = False
         self._where: tuple[int, int, torch.Tensor] | None = None
 
-    def open(self, key: torch.Tensor) -> KVCache:
-        """The cache for such keys, ``[batch, num_kv_heads, any, head_dim]``.
+    def open(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> KVCache | LayeredCache:
+        """The cache for such keys and values, ``[batch, num_kv_heads, any, head_dim]``.
 
         Raises:
-            InvalidArgument: the keys have another shape, type or device than the first ones had.
+            InvalidArgument: they have another shape, type or device than the first ones, and the
+                configuration, told.
             BadHandle: closed.
         """
         if self._closed:
             raise BadHandle("the VMemCache is closed", errno=errno.EBADF, op="VMemCache")
-        heads, width = key.shape[1], key.shape[3]
+        given = handed_over(key, value)
         device = None if key.device.type == "cpu" else key.device.index or 0
         if self.cache is None:
             settings = self.settings
-            config = KVCacheConfig(
-                num_layers=settings.num_layers,
-                num_kv_heads=heads,
-                head_dim=width,
+            self.shapes, self.handed = stored_shapes(settings.text, layer, given)
+            backend = settings.backend or ("host" if device is None else "auto")
+            cache = make_cache(
+                self.shapes,
+                settings.context,
+                backend,
+                device or 0,
                 dtype=key.dtype,
                 max_batch=settings.max_batch,
                 max_seq_len=settings.max_length,
                 **settings.options,
             )
-            backend = settings.backend or ("host" if device is None else "auto")
-            cache = KVCache(config, settings.context, backend, device or 0)
             if cache.context.cuda_device != device:
                 cache.close()
                 raise invalid(
@@ -91,15 +97,58 @@ class Rows:
                     f"memory is on {_name(cache.context.cuda_device)}"
                 )
             self.cache = cache
-        config = self.cache.config
-        have = (config.num_kv_heads, config.head_dim, str(config.dtype))
-        want = (heads, width, str(key.dtype).removeprefix("torch."))
-        if have != want or self.cache.context.cuda_device != device:
+        have, mine = (*self.handed[layer], self._dtype), self.cache.context.cuda_device
+        want = (*given, str(key.dtype).removeprefix("torch."))
+        if have != want or mine != device:
             raise invalid(
-                f"keys of {want[0]} heads of {want[1]} {want[2]} on {key.device}; this cache has "
-                f"{have[0]} heads of {have[1]} {have[2]} on {_name(self.cache.context.cuda_device)}"
+                f"layer {layer}: keys of {want[0]} heads of {want[1]} elements and values of "
+                f"{want[2]}, {want[3]} on {key.device}; this cache has {have[0]} heads of "
+                f"{have[1]} and {have[2]}, {have[3]} on {_name(mine)}"
             )
         return self.cache
+
+    @property
+    def parts(self) -> tuple[KVCache, ...]:
+        """The caches of equal layers."""
+        assert self.cache is not None
+        return self.cache.caches if isinstance(self.cache, LayeredCache) else (self.cache,)
+
+    @property
+    def _dtype(self) -> str:
+        return str(self.parts[0].config.dtype)
+
+    def tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a layer's keys and values lie, ``[slots, max_length, num_kv_heads, head_dim]``."""
+        cache = self.cache
+        assert cache is not None
+        if self.shapes[layer].v_head_dim:
+            return cache.k(layer), cache.v(layer)
+        rows, wide = cache.k(layer), self.handed[layer][1]  # MLA: the latent, and the rotary part
+        return rows[..., :wide], rows[..., wide:]
+
+    def kept_from(self, layer: int, length: int) -> int:
+        """The first row of a layer that is there while its rows have `length` tokens."""
+        window = self.shapes[layer].window
+        if not window:
+            return 0
+        return max(0, length - window - self.parts[0].config.window_tile)
+
+    def check_window(self, layer: int, length: int) -> None:
+        """Raises InvalidArgument where the window of so few tokens begins in rows that are gone."""
+        window = self.shapes[layer].window
+        if not window or not self.count:
+            return
+        if isinstance(self.cache, LayeredCache):
+            part = self.cache.caches[classes_of(self.shapes)[1][layer][0].part]
+        else:
+            part = self.parts[0]
+        there = max(part.first_rows(range(self.count)))
+        if max(0, length - window + 1) < there:
+            raise invalid(
+                f"{length} tokens: the window of {window} of layer {layer} begins in rows that "
+                f"are gone, those before {there}; window_tile is how many can be taken back",
+                limit=part.config.window_tile,
+            )
 
     def hold(self, count: int, length: int) -> None:
         """Takes slots and maps pages until `count` rows of `length` tokens fit; never fewer.
@@ -128,7 +177,8 @@ class Rows:
         rows, tokens = max(count, before), max(length, self.length)
         try:
             for row in range(before, rows):
-                cache.claim(row)
+                for part in self.parts:
+                    part.claim(row)
                 self.count = row + 1
             if cache.step(self._lengths(tokens)) == -1:
                 raise self._short(cache, rows, tokens)
@@ -165,16 +215,17 @@ class Rows:
     def _lengths(self, tokens: int) -> list[int]:
         return [tokens] * self.count + [0] * (self.settings.max_batch - self.count)
 
-    def _short(self, cache: KVCache, rows: int, tokens: int) -> OutOfMemory:
-        layout, stats = cache.layout, cache.stats()
-        need = rows * layout.pages_for(tokens) * layout.num_tensors
+    def _short(self, cache: KVCache | LayeredCache, rows: int, tokens: int) -> OutOfMemory:
+        stats, size = cache.stats(), self.parts[0].layout.page_size
+        layouts = [part.layout for part in self.parts]
+        need = rows * sum(one.pages_for(tokens) * one.num_tensors for one in layouts)
         return OutOfMemory(
-            f"VMemCache: {rows} rows of {tokens} tokens need {need} pages of {layout.page_size} "
+            f"VMemCache: {rows} rows of {tokens} tokens need {need} pages of {size} "
             f"bytes; there are {stats.total_pages}",
             errno=errno.ENOMEM,
             op="VMemCache",
-            bytes=need * layout.page_size,
-            limit=stats.total_pages * layout.page_size,
+            bytes=need * size,
+            limit=stats.total_pages * size,
         )
 
     def close(self) -> None:

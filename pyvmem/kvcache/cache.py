@@ -970,6 +970,19 @@ class KVCache(Closing):
                     raise invalid(f"reqid {reqid} is not between 0 and {last}", limit=last)
             return [min(group.table[reqid].granted * size // row, most) for reqid in reqids]
 
+    def first_rows(self, reqids: Sequence[int]) -> list[int]:
+        """For each reqid, the first row that has memory: those before it left the window.
+
+        Raises InvalidArgument for a reqid that does not exist.
+        """
+        with self._lock:
+            group = self._open_group()
+            size, row, last = group.layout.page_size, group.layout.row_bytes, len(group.table) - 1
+            for reqid in reqids:
+                if not 0 <= reqid <= last:
+                    raise invalid(f"reqid {reqid} is not between 0 and {last}", limit=last)
+            return [-(-group.table[reqid].head * size // row) for reqid in reqids]
+
     def stats(self) -> CacheStats:
         """The present state and the counters."""
         with self._lock, self._journal:

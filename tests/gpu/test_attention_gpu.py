@@ -32,7 +32,7 @@ context = contexts()
 
 
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("kernel", ["fa3", "fa3-paged", "fa2", "flex", "sdpa"])
+@pytest.mark.parametrize("kernel", ["fa3", "fa3-paged", "fa2", "flashinfer", "flex", "sdpa"])
 def test_a_kernel_is_softmax_attention(context: Context, kernel: str, width: int) -> None:
     """Those that read exactly meet NaN behind the lengths; those that read tiles meet zeros."""
     overread = overread_rows(kernel, torch.device("cuda"))

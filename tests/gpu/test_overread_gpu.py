@@ -39,7 +39,7 @@ pytestmark = [
 context = contexts()
 
 SECONDS = float(os.environ.get("VMEM_OVERREAD_SECONDS", "60"))
-KERNELS = ["auto", "fa3", "fa3-paged", "fa2", "flex", "sdpa"]
+KERNELS = ["auto", "fa3", "fa3-paged", "fa2", "flashinfer", "flex", "sdpa"]
 LAYERS = 2
 SLOTS = 8
 LONGEST = 8192

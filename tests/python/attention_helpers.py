@@ -12,6 +12,7 @@ import torch
 
 import pyvmem
 from pyvmem import KVCache, KVCacheConfig
+from pyvmem.kvcache import LayeredCache
 
 LAYERS = 2
 
@@ -96,3 +97,50 @@ def queries(cache: KVCache, case: Case, repeat: int) -> torch.Tensor:
     config, device = cache.config, cache.k(0).device
     shape = (sum(case.q_lens), config.num_kv_heads * repeat, config.head_dim)
     return torch.randn(shape, dtype=getattr(torch, str(config.dtype)), device=device)
+
+
+# ---- layers that differ -------------------------------------------------------------------------
+
+
+def fill(cache: LayeredCache, case: Case, poison: bool = True) -> None:
+    """Random rows that may be seen; NaN, or zero, in the other ones that have memory."""
+    torch.manual_seed(3)
+    lens = [0] * 6
+    for _ in range(6):
+        cache.alloc_reqid()
+    for reqid, length in zip(case.reqids, case.kv_lens, strict=True):
+        lens[reqid] = length
+    assert cache.step(lens) == 0
+    for layer, shape in enumerate(cache.layers):
+        for tensor in (cache.k(layer), *([cache.v(layer)] if shape.v_head_dim else [])):
+            for reqid, new, length in zip(case.reqids, case.q_lens, case.kv_lens, strict=True):
+                first = max(0, length - new - shape.window + 1) if shape.window else 0
+                part = next(
+                    one
+                    for one in cache.caches
+                    if one.config.head_dim == tensor.shape[3]
+                    and one.config.num_kv_heads == tensor.shape[2]
+                    and one.config.window == shape.window
+                )
+                tensor[reqid, : part.readable_rows([reqid])[0]] = float("nan") if poison else 0.0
+                tensor[reqid, first:length].normal_()
+
+
+def wanted(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case, window: int
+) -> torch.Tensor:
+    """In float64, token by token, of whole tensors."""
+    out, start = [], 0
+    for reqid, new, length in zip(case.reqids, case.q_lens, case.kv_lens, strict=True):
+        for token in range(new):
+            end = length - new + token + 1
+            seen = slice(max(0, end - window) if window else 0, end)
+            keys, values = (
+                one[reqid, seen].double().cpu().repeat_interleave(q.shape[1] // one.shape[2], 1)
+                for one in (k, v)
+            )
+            row = q[start + token].double().cpu()
+            scores = torch.einsum("hd,nhd->hn", row, keys) * q.shape[2] ** -0.5
+            out.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), values))
+        start += new
+    return torch.stack(out)

@@ -27,7 +27,7 @@ from pyvmem.attention import (
     overread_rows,
     probe,
 )
-from pyvmem.attention.batch import Batch
+from pyvmem.attention.batch import Batch, Part
 from pyvmem.attention.reads import BLOCK, EXACT, Blocks, Reads
 from pyvmem.bench.capacity import systems
 from pyvmem.kvcache.config import PREFILL_TOKENS
@@ -38,7 +38,7 @@ from pyvmem.layouts.workload import generate
 pytestmark = pytest.mark.needs_tensors
 
 MIXED = CASES[-1]
-NAMES = ("fa3", "fa3-paged", "fa2", "flex", "sdpa")
+NAMES = ("fa3", "fa3-paged", "fa2", "flashinfer", "flex", "sdpa")
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "flex"])
@@ -160,7 +160,7 @@ def test_the_choice_is_logged_once_and_can_be_asked(
         assert choose(cache, cpu).name == choose(cache, cpu).name == "sdpa"
         assert [record.message for record in caplog.records] == [
             "attention by sdpa (fa3: it needs a GPU; fa3-paged: it needs a GPU; "
-            "fa2: it needs a GPU)"
+            "fa2: it needs a GPU; flashinfer: it needs a GPU)"
         ]
         assert choose(cache, cpu, "flex").name == "flex"
         assert len(caplog.records) == 2
@@ -231,8 +231,8 @@ def test_what_a_kernel_reads() -> None:
     assert [Reads(tile=191).end(length, 500) for length in (1, 300, 400)] == [192, 491, 500]
     assert (EXACT.past, Reads(block=128).past, Reads(tile=191).past) == (0, 127, 191)
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert [overread_rows(name, gpu) for name in NAMES] == [191, 0, 0, 127, 0]
-    assert [overread_rows(name, cpu) for name in NAMES] == [191, 0, 0, 0, 0]
+    assert [overread_rows(name, gpu) for name in NAMES] == [191, 0, 0, 0, 127, 0]
+    assert [overread_rows(name, cpu) for name in NAMES] == [191, 0, 0, 0, 0, 0]
 
 
 SHAPES = {
@@ -305,7 +305,7 @@ def test_the_paged_call_gets_what_it_needs(
     for case in CASES:
         with filled(host, case, **shape) as cache:
             q = queries(cache, case, 2)
-            batch = Batch(cache, case.reqids, case.q_lens, case.kv_lens, q.device)
+            batch = Batch([Part((cache,))], case.reqids, case.q_lens, case.kv_lens, q.device)
             for layer in range(LAYERS):
                 out = flash.fa3_paged(q, cache.k(layer), cache.v(layer), batch, q.shape[2] ** -0.5)
                 close(out, reference(q, cache, layer, case))
@@ -417,7 +417,7 @@ def test_rows_without_memory_are_not_read(host: pyvmem.Context, pretend: None) -
         assert batch.kv_lens == [mapped - 191]
         q = torch.randn(1, 2, 32)
         attend(q, 0, batch)
-        bare = Batch(cache, [4], [1], [9], torch.device("cpu"))
+        bare = Batch([Part((cache,))], [4], [1], [9], torch.device("cpu"))
         with pytest.raises(InvalidArgument, match=r"take one of Attention\.batch"):
             attend(q, 0, bare)
         attend.close()

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: MIT
+"""FlashInfer: one request at a time in prefills, its paged call with the trivial table otherwise.
+
+Written for flashinfer-python 0.6.14, whose headers come in its wheel; a kernel is compiled when it
+is first called, for which it needs nvcc, a C++ compiler and ninja. Its batched call for contiguous
+rows (ragged) takes a request's length for the distance to the next one, which slots do not have.
+
+What it reads: the single-request call gets a view that ends with the request, so that neither row
+nor tile lies behind it. The paged call loads row by row below the length (``fa2`` kernels).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pyvmem.attention.flash import why_not_blocks
+from pyvmem.attention.reads import BLOCK, Blocks
+from pyvmem.kvcache.config import PREFILL_TOKENS
+
+if TYPE_CHECKING:
+    from pyvmem.attention.batch import Batch
+    from pyvmem.attention.layers import Form
+
+__all__ = ["flashinfer", "why_not"]
+
+_WORKSPACE = 256 << 20
+_HEAD_DIMS = (64, 128, 256)
+
+
+def why_not(form: Form, device: torch.device) -> str:
+    """Why FlashInfer cannot be used, "" where it can."""
+    if device.type != "cuda":
+        return "it needs a GPU"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "the package flashinfer is not installed"
+    if torch.cuda.get_device_capability(device)[0] < 8:
+        return "it needs compute capability 8.0"
+    if form.dtype not in ("float16", "bfloat16"):
+        return f"it has no {form.dtype}"
+    if form.head_dim not in _HEAD_DIMS or form.v_head_dim != form.head_dim:
+        return f"head_dim {form.head_dim} is none of {', '.join(map(str, _HEAD_DIMS))}"
+    return why_not_blocks(form)
+
+
+def flashinfer(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
+) -> torch.Tensor:
+    """Decoding in one call; a call for each request where one has more new tokens."""
+    if batch.max_q <= PREFILL_TOKENS:
+        return _paged(q, k, v, batch, scale, window)
+    call: Any = importlib.import_module("flashinfer").single_prefill_with_kv_cache
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    start = 0
+    for reqid, q_len, kv_len in zip(batch.reqids, batch.q_lens, batch.kv_lens, strict=True):
+        new, seen = slice(start, start + q_len), slice(max(0, kv_len - q_len - window + 1), kv_len)
+        seen = seen if window else slice(kv_len)
+        out[new] = call(
+            q[new],
+            k[reqid, seen],
+            v[reqid, seen],
+            causal=True,
+            kv_layout="NHD",
+            sm_scale=scale,
+            window_left=window - 1,
+        )
+        start += q_len
+    return out
+
+
+class _Wrapper:
+    """FlashInfer's own object for paged calls; planned anew when the batch's lengths change."""
+
+    def __init__(self, device: torch.device) -> None:
+        workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
+        prefill: Any = importlib.import_module("flashinfer.prefill")
+        self.it = prefill.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        self.planned: Any = None  # the batch's `made`, which is another one for other lengths
+
+
+@functools.cache
+def _wrapper(device: torch.device, key: tuple[Any, ...]) -> _Wrapper:
+    """One for each shape of layers: a plan is of one shape."""
+    return _Wrapper(device)
+
+
+def _paged(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int
+) -> torch.Tensor:
+    blocks = Blocks.of(k.shape[1], k.stride(0), k.stride(1))
+    heads, dim, kv_heads = q.shape[1], q.shape[2], k.shape[2]
+    wrapper = _wrapper(q.device, (heads, kv_heads, dim, blocks, scale, window, q.dtype))
+    if wrapper.planned is not batch.made:
+        _plan(wrapper.it, batch, blocks, (heads, kv_heads, dim), scale, window, q.dtype)
+        wrapper.planned = batch.made
+    out: torch.Tensor = wrapper.it.run(q, (blocks.view(k), blocks.view(v)), out=torch.empty_like(q))
+    return out
+
+
+def _plan(
+    wrapper: Any,
+    batch: Batch,
+    blocks: Blocks,
+    shape: tuple[int, int, int],
+    scale: float,
+    window: int,
+    dtype: torch.dtype,
+) -> None:
+    """Lengths in blocks, on the CPU, where it reads them; numbers of blocks on the device."""
+    counts = [-(-length // BLOCK) for length in batch.kv_lens]
+    last = [
+        length - (count - 1) * BLOCK for length, count in zip(batch.kv_lens, counts, strict=True)
+    ]
+    wide = torch.arange(blocks.per_slot, device=batch.device)
+    used = wide[None] < torch.tensor(counts, device=batch.device)[:, None]
+    wrapper.plan(
+        _sums(batch.q_lens),
+        _sums(counts),
+        batch.block_table(blocks)[used],
+        torch.tensor(last, dtype=torch.int32),
+        *shape,
+        BLOCK,
+        causal=True,
+        sm_scale=scale,
+        window_left=window - 1,
+        q_data_type=dtype,
+        kv_data_type=dtype,
+    )
+
+
+def _sums(counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: MIT
+"""What a kernel must know of a layer: where its rows lie, and which of them a token sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pyvmem.kvcache.config import bounded, classes_of, invalid
+from pyvmem.kvcache.layered import LayeredCache
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache import KVCache
+
+__all__ = ["Form", "forms_of"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Layers that every kernel treats alike. Equal where all of this is the same.
+
+    Attributes:
+        keys: the cache whose tensors hold the keys.
+        values: the one that holds the values; the same, unless they have another size.
+        head_dim: elements of a key's head.
+        v_head_dim: elements of a value's head.
+        window: tokens that a token sees, itself included; 0: all before it.
+        latent: there is one tensor, and the first `v_head_dim` elements of a row are its values
+            (MLA).
+    """
+
+    keys: KVCache = field(repr=False)
+    values: KVCache = field(repr=False)
+    head_dim: int
+    v_head_dim: int
+    window: int = 0
+    latent: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """Of keys and values, by name."""
+        return str(self.keys.config.dtype)
+
+    @property
+    def caches(self) -> tuple[KVCache, ...]:
+        """Those that are read."""
+        return (self.keys,) if self.values is self.keys else (self.keys, self.values)
+
+
+def forms_of(
+    cache: KVCache | LayeredCache, windows: Sequence[int] | None = None, v_head_dim: int = 0
+) -> list[Form]:
+    """The form of every layer.
+
+    Args:
+        cache: its layers, in order.
+        windows: tokens that the layers' tokens see, where that is fewer than the cache keeps; None:
+            what it keeps.
+        v_head_dim: of the values in a latent.
+
+    Raises:
+        InvalidArgument: a layer with one tensor and no `v_head_dim`, more elements than a row has,
+            or a window wider than what the cache keeps.
+    """
+    if isinstance(cache, LayeredCache):
+        places = classes_of(cache.layers)[1]
+        pairs = [
+            (cache.caches[keys.part], None if values is None else cache.caches[values.part])
+            for keys, values in places
+        ]
+    else:
+        pair = (cache, cache if cache.config.tensors_per_layer == 2 else None)
+        pairs = [pair] * cache.config.num_layers
+    if windows is not None and len(windows) != len(pairs):
+        raise invalid(f"windows for {len(windows)} layers, the cache has {len(pairs)}")
+    forms = []
+    for layer, (keys, values) in enumerate(pairs):
+        kept = keys.config.window
+        window = kept if windows is None else bounded("a window", windows[layer], 0, 1 << 30)
+        if kept and not 0 < window <= kept:
+            raise invalid(
+                f"layer {layer}: a window of {window}; the cache keeps {kept} tokens", limit=kept
+            )
+        wide = keys.config.head_dim
+        if values is None and not 1 <= v_head_dim <= wide:
+            raise invalid(
+                f"layer {layer} has one tensor of {wide} elements a row; give v_head_dim, how many "
+                f"of them, from the first on, are its values, not {v_head_dim}",
+                limit=wide,
+            )
+        form = (
+            Form(keys, keys, wide, v_head_dim, window, latent=True)
+            if values is None
+            else Form(keys, values, wide, values.config.head_dim, window)
+        )
+        forms.append(form)
+    return forms

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: MIT
+"""Attention over MLA's latent, with the up-projections absorbed, in an unmodified model.
+
+transformers makes every head's keys and values out of the latents of the whole past, in every
+layer and step. Here the up-projection of the keys is applied to the queries and that of the values
+to the result, so that attention runs over the latents themselves: one KV head of ``kv_lora_rank +
+qk_rope_head_dim`` elements, whose first ``kv_lora_rank`` are the values. The numbers are the same
+up to rounding.
+
+The attention function, whatever is registered under the model's ``attn_implementation``, then gets
+``query [1, heads, tokens, rank + rotary]`` and ``key`` and ``value`` of one head.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pyvmem.errors import NotSupported
+
+__all__ = ["absorbed", "is_latent", "latent_rank"]
+
+_PARTS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "q_lora_rank", "kv_lora_rank")
+
+
+def is_latent(config: Any) -> bool:
+    """Whether a text model's attention keeps a latent (MLA)."""
+    return bool(getattr(config, "kv_lora_rank", None))
+
+
+def latent_rank(config: Any) -> int:
+    """Elements of the latent that values are made of; 0 without one."""
+    return int(getattr(config, "kv_lora_rank", None) or 0)
+
+
+def _attentions(model: Any) -> list[Any]:
+    """The attention modules of a model with MLA.
+
+    Raises:
+        NotSupported: they are not built as DeepSeek-V3's are.
+    """
+    found = [
+        module
+        for module in model.modules()
+        if all(hasattr(module, name) for name in _PARTS)
+        and hasattr(module.config, "rope_interleave")
+    ]
+    count = model.config.get_text_config().num_hidden_layers
+    if len(found) != count or any(not _is_plain(module.kv_b_proj) for module in found):
+        raise NotSupported(
+            f"{type(model).__name__}: {len(found)} of {count} layers have DeepSeek-V3's latent "
+            "attention with a plain up-projection, which is absorbed; quantised ones are not",
+            op="absorbed",
+        )
+    return found
+
+
+def _is_plain(module: Any) -> bool:
+    return type(module) is torch.nn.Linear and module.bias is None
+
+
+@contextmanager
+def absorbed(model: Any) -> Iterator[None]:
+    """Attention over the latent while this lasts; for a model without one: nothing.
+
+    Raises:
+        NotSupported: a model with MLA whose layers are built in another way.
+    """
+    if not is_latent(model.config.get_text_config()):
+        yield
+        return
+    modules = _attentions(model)
+    for module in modules:
+        module.forward = functools.partial(_forward, module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward  # the class's own is there again
+
+
+def _forward(
+    module: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """``[1, tokens, hidden]`` to the same, as DeepSeek-V3's own; the cache is the function's."""
+    if past_key_values is not None:
+        raise NotSupported(
+            "absorbed attention: the cache is the attention function's", op="absorbed"
+        )
+    batch, tokens = hidden_states.shape[:-1]
+    nope, rotary, rank = module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank
+    if module.q_lora_rank is None:
+        q = module.q_proj(hidden_states)
+    else:
+        q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
+    q = q.view(batch, tokens, -1, nope + rotary).transpose(1, 2)
+    q_nope, q_rot = q.split([nope, rotary], -1)
+    latent, k_rot = module.kv_a_proj_with_mqa(hidden_states).split([rank, rotary], -1)
+    latent = module.kv_a_layernorm(latent).view(batch, 1, tokens, rank)
+    k_rot = k_rot.view(batch, 1, tokens, rotary)
+    source: Any = sys.modules[type(module).__module__]
+    interleaved = module.config.rope_interleave
+    rotate = source.apply_rotary_pos_emb_interleave if interleaved else source.apply_rotary_pos_emb
+    q_rot, k_rot = rotate(q_rot, k_rot, *position_embeddings)
+    up = module.kv_b_proj.weight.view(-1, nope + module.v_head_dim, rank)
+    up_k, up_v = up.split([nope, module.v_head_dim], 1)
+    query = torch.cat([torch.einsum("bhtn,hnr->bhtr", q_nope, up_k), q_rot], -1)
+    key = torch.cat([latent, k_rot], -1)
+
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attend: Any = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
+    out, _ = attend(
+        module,
+        query,
+        key,
+        key[..., :rank],
+        attention_mask,
+        dropout=0.0,
+        scaling=module.scaling,
+        **kwargs,
+    )
+    out = torch.einsum("bthr,hvr->bthv", out, up_v)
+    return module.o_proj(out.reshape(batch, tokens, -1)), None

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: MIT
+"""What the layers of a transformers model store, and the cache for it.
+
+Windows and differences between layers are the configuration's. Heads and their sizes are those of
+the keys and values that the model hands over: they tell what tensor parallelism left of them, and
+whether a model with MLA stores its latent (transformers 5.23: as keys of the latent's rank and
+values of the rotary part) or the keys and values made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyvmem.context import Context
+from pyvmem.kvcache import KVCache, KVCacheConfig, LayeredCache, LayerShape, layer_shapes
+from pyvmem.kvcache.config import classes_of, invalid
+
+__all__ = ["Handed", "handed_over", "make_cache", "stored_shapes"]
+
+Handed = tuple[int, int, int]
+"""KV heads, elements of a key's head, elements of a value's head."""
+
+
+def handed_over(key: Any, value: Any) -> Handed:
+    """Of keys and values ``[batch, num_kv_heads, any, head_dim]``.
+
+    Raises:
+        InvalidArgument: different numbers of heads.
+    """
+    if key.shape[1] != value.shape[1]:
+        raise invalid(f"keys of {key.shape[1]} heads and values of {value.shape[1]}")
+    return key.shape[1], key.shape[3], value.shape[3]
+
+
+def stored_shapes(text: Any, layer: int, given: Handed) -> tuple[list[LayerShape], list[Handed]]:
+    """What every layer keeps, and is handed over, as the first one that hands something over shows.
+
+    Args:
+        text: the language model's configuration.
+        layer: that one.
+        given: what it hands over.
+
+    Raises:
+        InvalidArgument: the configuration has layers that differ, and this one is none of them.
+    """
+    told = layer_shapes(text)
+    heads, wide, values = given
+    mine = told[layer]
+    latent = mine.v_head_dim == 0
+    alike = len({(one.num_kv_heads, one.head_dim, one.v_head_dim) for one in told}) == 1
+    if latent and heads == 1 and wide + values == mine.head_dim:
+        return [LayerShape(1, wide + values, 0, one.window) for one in told], [given] * len(told)
+    if latent or alike:
+        return [LayerShape(*given, one.window) for one in told], [given] * len(told)
+    if mine.head_dim != wide or values != wide or mine.num_kv_heads % heads:
+        raise invalid(
+            f"keys of {heads} heads of {wide}; the configuration says {mine.num_kv_heads} of "
+            f"{mine.head_dim} for layer {layer}"
+        )
+    ranks = mine.num_kv_heads // heads
+    shapes = [
+        LayerShape(max(1, one.num_kv_heads // ranks), one.head_dim, None, one.window)
+        for one in told
+    ]
+    return shapes, [(one.num_kv_heads, one.head_dim, one.head_dim) for one in shapes]
+
+
+def make_cache(
+    shapes: Sequence[LayerShape], context: Context | None, backend: str, device: int, **policy: Any
+) -> KVCache | LayeredCache:
+    """One `KVCache` where all layers are alike, else a `LayeredCache`."""
+    counts = classes_of(shapes)[0]
+    kind, count = next(iter(counts.items()))
+    if len(counts) == 1 and count == len(shapes):
+        config = KVCacheConfig(num_layers=count, **kind.fields(), **policy)
+        return KVCache(config, context, backend, device)
+    return LayeredCache(shapes, context, backend, device, **policy)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: MIT
+"""Small random models of the kinds that people run: windows, MLA, and layers that differ."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+from serve_helpers import VOCABULARY
+
+WINDOW = 24
+_SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "attn_implementation": "sdpa",
+}
+
+
+def _gemma3() -> Any:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    return transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
+            **_SMALL,
+            num_hidden_layers=4,
+            layer_types=kinds,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=16,
+        )
+    )
+
+
+def _mistral() -> Any:
+    config = transformers.MistralConfig(**_SMALL, num_hidden_layers=2, sliding_window=WINDOW)
+    return transformers.MistralForCausalLM(config)
+
+
+def _qwen3() -> Any:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_SMALL, num_hidden_layers=2))
+
+
+def _deepseek() -> Any:
+    small = {**_SMALL, "num_key_value_heads": 4}
+    del small["head_dim"]
+    config = transformers.DeepseekV3Config(
+        **small,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        kv_lora_rank=24,
+        q_lora_rank=32,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+KINDS = {"gemma3": _gemma3, "mistral": _mistral, "qwen3": _qwen3, "deepseek": _deepseek}
+
+
+@functools.cache
+def model_of(kind: str) -> Any:
+    """A model of the kind, in evaluation; the same object every time."""
+    torch.manual_seed(7)
+    return KINDS[kind]().eval()

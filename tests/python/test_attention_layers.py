@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: MIT
+"""Description: attention where layers differ: windows, a latent, head sizes; 8-bit rows, scales.
+
+Against a softmax written out. What a token must not see is NaN, behind the length and before the
+window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attention_helpers import CASES, Case, fill, wanted
+
+import pyvmem
+from pyvmem import InvalidArgument, KVCache, KVCacheConfig
+from pyvmem.attention import Attention, OverRead, kernels
+from pyvmem.attention.kernels import KERNELS
+from pyvmem.attention.layers import Form, forms_of
+from pyvmem.attention.reads import EXACT, Reads
+from pyvmem.attention.scales import FP8, quantised, scales_of
+from pyvmem.kvcache import LayeredCache, LayerShape
+
+pytestmark = [
+    pytest.mark.needs_tensors,
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+]
+
+WINDOW, LATENT = 24, 40
+LAYERS = (
+    LayerShape(2, 32),
+    LayerShape(1, 16, window=WINDOW),
+    LayerShape(1, LATENT + 8, 0),
+    LayerShape(3, 24, 16),
+    LayerShape(2, 32),
+    LayerShape(2, 32, window=WINDOW),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny matrices gain nothing from threads, and on a busy machine they wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cache(host: pyvmem.Context) -> Iterator[LayeredCache]:
+    made = LayeredCache(LAYERS, host, dtype="float32", max_batch=6, max_seq_len=512)
+    with made:
+        yield made
+        made.check_integrity()
+
+
+BOTH = [("sdpa", case) for case in CASES] + [("flex", Case("chunk", (3, 1), (5, 3), (60, 30)))]
+
+
+@pytest.mark.parametrize(("kernel", "case"), BOTH, ids=lambda one: getattr(one, "name", one))
+def test_every_kind_of_layer(cache: LayeredCache, kernel: str, case: Case) -> None:
+    fill(cache, case)
+    attend = Attention(cache, kernel, v_head_dim=LATENT)
+    assert len(attend.choices) == 5  # two layers are alike
+    batch = attend.batch(case.reqids, case.q_lens, case.kv_lens)
+    for layer, shape in enumerate(LAYERS):
+        k = cache.k(layer)
+        v = cache.v(layer) if shape.v_head_dim else k[..., :LATENT]
+        q = torch.randn(batch.tokens, 2 * shape.num_kv_heads, shape.head_dim)
+        out = attend(q, layer, batch)
+        assert out.shape == (*q.shape[:2], v.shape[3])
+        want = wanted(q, k, v, case, shape.window)
+        torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+    del k, v
+    attend.close()
+
+
+def test_the_block_mask_of_a_window_has_the_blocks_that_are_seen(host: pyvmem.Context) -> None:
+    """As the compiled call takes it: each row's columns by its blocks and its mask, counted."""
+    from pyvmem.attention import flex
+
+    config = KVCacheConfig(1, 1, 16, "float32", max_batch=6, max_seq_len=1024)
+    with KVCache(config, host) as cache:
+        case = Case("", (5, 0, 4), (200, 1, 130), (700, 400, 130))
+        lens = [400, 0, 0, 0, 130, 700]
+        for _ in range(6):
+            cache.alloc_reqid()
+        assert cache.step(lens) == 0
+        attend = Attention(cache)
+        batch = attend.batch(case.reqids, case.q_lens, case.kv_lens)
+        for window in (0, 1, 100, 300):
+            mask = flex._mask(batch, 0, 6, 768, window)
+            for reqid, new, length in zip(case.reqids, case.q_lens, case.kv_lens, strict=True):
+                for row in {0, 127, 128, new - 1} & set(range(new)):
+                    block = row // flex.BLOCK
+                    count = int(mask.kv_num_blocks[reqid, 0, block])
+                    blocks = mask.kv_indices[reqid, 0, block, :count].tolist()
+                    assert blocks == sorted(set(blocks))
+                    columns = [b * flex.BLOCK + i for b in blocks for i in range(flex.BLOCK)]
+                    seen = mask.mask_mod(
+                        torch.tensor(reqid), 0, torch.tensor(row), torch.tensor(columns)
+                    )
+                    own = length - new + row
+                    first = max(0, own - window + 1) if window else 0
+                    got = [c for c, yes in zip(columns, seen.tolist(), strict=True) if yes]
+                    assert got == list(range(first, own + 1))
+        attend.close()
+
+
+def test_a_window_of_the_model_over_a_cache_that_keeps_all(host: pyvmem.Context) -> None:
+    """Rows that are kept are masked: for forks, prefixes and swapping, which need all rows."""
+    config = KVCacheConfig(2, 2, 16, "float32", max_batch=2, max_seq_len=128)
+    with KVCache(config, host) as cache:
+        reqid = cache.alloc_reqid()
+        assert cache.step([90, 0]) == 0
+        for layer in range(2):
+            for tensor in (cache.k(layer), cache.v(layer)):
+                tensor[reqid, :90].normal_()
+        attend = Attention(cache, windows=[0, 7])
+        q = torch.randn(40, 4, 16)
+        case = Case("", (0,), (40,), (90,))
+        batch = attend.batch(case.reqids, case.q_lens, case.kv_lens)
+        for layer, window in enumerate((0, 7)):
+            want = wanted(q, cache.k(layer), cache.v(layer), case, window)
+            out = attend(q, layer, batch)
+            torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+        del tensor
+        attend.close()
+
+
+def test_rows_that_left_the_window_are_not_read(host: pyvmem.Context) -> None:
+    """A batch over more tokens than the step added would begin in pages that are gone."""
+    page = host.info.granule
+    rows = page // 256
+    config = KVCacheConfig(
+        1, 1, 64, "float32", max_batch=2, max_seq_len=40 * rows, window=rows, window_tile=8
+    )
+    with KVCache(config, host) as cache:
+        cache.alloc_reqid()
+        for length in (10 * rows, 10 * rows + 5, 10 * rows + 10):
+            assert cache.step([length, 0]) == 0
+        attend = Attention(cache)
+        for _ in range(1000):
+            if cache.first_rows([0])[0]:
+                break
+            cache.step([length, 0])
+        there = cache.first_rows([0])[0]
+        assert there == -(-(9 * rows + 5 - 8) * 256 // page) * rows or there % rows == 0
+        assert 0 < there <= 9 * rows + 5 - 8
+        attend.batch([0], [5], [length])
+        assert EXACT.first(length, 5, rows) >= there
+        with pytest.raises(InvalidArgument, match=f"window of {rows}; rows before {there} are go"):
+            attend.batch([0], [2 * rows], [length])
+        with pytest.raises(InvalidArgument, match="reqid 2 is not between 0 and 1"):
+            cache.first_rows([2])
+        attend.close()
+
+
+def test_a_tile_before_the_window_needs_its_rows(
+    host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule itself; no GPU is asked."""
+    one = KERNELS["fa2"]
+    free = kernels._Kernel(lambda form, device: "", KERNELS["sdpa"].run, one.reads)
+    monkeypatch.setitem(KERNELS, "fa2", free)
+    shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, "dtype": "float32"}
+    shape |= {"max_batch": 1, "max_seq_len": 4096, "window": 64}
+    with KVCache(KVCacheConfig(**shape), host) as cache:
+        text = "it reads whole tiles before a window: it needs window_tile of 255, .* has 192"
+        with pytest.raises(InvalidArgument, match=text):
+            Attention(cache, "fa2")
+    with KVCache(KVCacheConfig(**shape, window_tile=256), host) as cache:
+        cache.alloc_reqid()
+        attend = Attention(cache, "fa2")
+        for length in (2048, 2049):
+            assert cache.step([length]) == 0
+        for _ in range(1000):
+            if cache.first_rows([0])[0]:
+                break
+            cache.step([length])
+        there = cache.first_rows([0])[0]
+        assert there
+        attend.batch([0], [1], [2049])
+        new = 2049 - 64 + 1 - there  # the window itself is there, the tile before it is not
+        with pytest.raises(OverRead, match=f"fa2 may read from row .* rows before {there} are"):
+            attend.batch([0], [new], [2049])
+        attend.close()
+    assert Reads(before=191).first(1000, 1, 64) == 1000 - 64 - 191
+    assert Reads(before=191).first(100, 1, 64) == 0
+
+
+def test_what_cannot_be_is_named(cache: LayeredCache, host: pyvmem.Context) -> None:
+    with pytest.raises(InvalidArgument, match="layer 2 has one tensor of 48 elements a row; give"):
+        Attention(cache)
+    with pytest.raises(InvalidArgument, match="not 49"):
+        Attention(cache, v_head_dim=49)
+    with pytest.raises(InvalidArgument, match="windows for 1 layers, the cache has 6"):
+        Attention(cache, windows=[0], v_head_dim=LATENT)
+    with pytest.raises(InvalidArgument, match="layer 1: a window of 25; the cache keeps 24"):
+        Attention(cache, windows=[0, 25, 0, 0, 0, 24], v_head_dim=LATENT)
+    with pytest.raises(InvalidArgument, match="layer 1: a window of 0; the cache keeps 24"):
+        Attention(cache, windows=[0] * 6, v_head_dim=LATENT)
+    with pytest.raises(InvalidArgument, match="scales are for keys and values of float8_e4m3fn"):
+        Attention(cache, v_head_dim=LATENT, scales=[(1, 1)] * 6)
+    fill(cache, CASES[0])
+    attend = Attention(cache, v_head_dim=LATENT)
+    batch = attend.batch([0, 1], [1, 1], [1, 2])
+    row = torch.zeros(2, 1, LATENT + 8)
+    with pytest.raises(InvalidArgument, match="layer 2 has one tensor"):
+        attend.write(2, row, row, batch)
+    with pytest.raises(InvalidArgument, match="layer 0 has values, too"):
+        attend.write(0, torch.zeros(2, 2, 32), None, batch)
+    attend.write(2, row + 1, None, batch)
+    assert bool((cache.k(2)[0, 0] == 1).all())
+    attend.close()
+
+
+def test_forms_are_equal_where_kernels_see_no_difference(cache: LayeredCache) -> None:
+    forms = forms_of(cache, v_head_dim=LATENT)
+    assert forms[0] == forms[4]
+    assert len(set(forms)) == 5
+    assert [form.window for form in forms] == [0, WINDOW, 0, 0, 0, WINDOW]
+    assert [form.latent for form in forms] == [False, False, True, False, False, False]
+    assert [len(form.caches) for form in forms] == [1, 1, 1, 2, 1, 1]
+
+
+# ---- 8 bits --------------------------------------------------------------------------------------
+
+
+def test_no_kernel_of_a_cpu_reads_8_bits(host: pyvmem.Context) -> None:
+    for dtype in (FP8, "float8_e5m2"):
+        config = KVCacheConfig(1, 2, 64, dtype, max_batch=1, max_seq_len=64)
+        with KVCache(config, host) as cache:
+            with pytest.raises(InvalidArgument, match=f"no kernel reads .*sdpa: it has no {dtype}"):
+                Attention(cache)
+            with pytest.raises(InvalidArgument, match=f"sdpa cannot be used: it has no {dtype}"):
+                Attention(cache, "sdpa")
+
+
+def test_8_bit_rows_are_written_by_their_scales(
+    host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel is given: rows by the layer's scales, queries by their own, descales."""
+    got: dict[str, Any] = {}
+
+    def run(q: Any, k: Any, v: Any, batch: Any, scale: float, window: int = 0, scales: Any = None):  # type: ignore[no-untyped-def]
+        got.update(q=q, scales=scales)
+        return torch.zeros_like(q)
+
+    free = kernels._Kernel(lambda form, device: "", run, lambda device: EXACT)
+    monkeypatch.setitem(KERNELS, "fa3-paged", free)
+    config = KVCacheConfig(2, 2, 16, FP8, max_batch=1, max_seq_len=64)
+    with KVCache(config, host) as cache:
+        cache.alloc_reqid()
+        assert cache.step([3]) == 0
+        attend = Attention(cache, "fa3-paged", scales=[(1, 1), ([0.5, 2.0], 0.25)])
+        batch = attend.batch([0], [3], [3])
+        key, value = torch.randn(2, 3, 2, 16, dtype=torch.bfloat16)
+        key[0, 0, 0] = 1000.0  # out of range: the largest
+        attend.write(1, key, value, batch)
+        k, v = cache.k(1)[0, :3].float(), cache.v(1)[0, :3].float()
+        scale = torch.tensor([0.5, 2.0])[:, None]
+        want = (key.float() / scale).clamp(-448, 448)
+        torch.testing.assert_close(k, want, rtol=2**-4, atol=2**-9)
+        torch.testing.assert_close(v, value.float() / 0.25, rtol=2**-4, atol=2**-9)
+        assert k[0, 0, 0] == 448
+        attend(key, 1, batch)
+        assert got["scales"].key.tolist() == [0.5, 2.0]
+        assert got["scales"].value.tolist() == [0.25, 0.25]
+        scale = got["scales"].of_queries(key)
+        torch.testing.assert_close(scale, torch.tensor([1000 / 448]))
+        back = quantised(key, scale).float() * scale
+        torch.testing.assert_close(back, key.float(), rtol=2**-4, atol=2**-9 * float(scale))
+        attend.close()
+
+
+def test_scales_are_checked() -> None:
+    cpu = torch.device("cpu")
+    for given, text in (
+        ([(1, 1)], "scales of 1 layers, the cache has 2"),
+        ([(1, 1), ([1, 2, 3], 1)], "layer 1: 3 scales; wanted one, or one for each of 2 KV heads"),
+        ([(1, 0), (1, 1)], "layer 0: a scale of 0.0 is not positive"),
+        ([(1, float("inf")), (1, 1)], "layer 0: a scale of inf is not positive"),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            scales_of(given, [2, 2], cpu)
+    assert [one.key.tolist() for one in scales_of(None, [2, 1], cpu)] == [[1, 1], [1]]
+
+
+def test_the_error_of_8_bits_stays_within_what_is_promised() -> None:
+    """Attention as FlashAttention-3 computes it in 8 bits: q, k, v and the weights rounded."""
+    torch.manual_seed(5)
+    for length in (64, 1024):
+        q, k, v = torch.randn(3, 4, length, 128).unbind()
+        scale = 128**-0.5
+        want = (q @ k.transpose(1, 2) * scale).softmax(-1) @ v
+
+        def rounded(x: torch.Tensor) -> torch.Tensor:
+            unit = x.abs().amax() / 448
+            return (x / unit).to(torch.float8_e4m3fn).float() * unit
+
+        scores = rounded(q) @ rounded(k).transpose(1, 2) * scale
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        out = rounded(weights) @ rounded(v) / weights.sum(-1, keepdim=True)
+        error = (out - want).square().mean().sqrt() / want.square().mean().sqrt()
+        assert float(error) < FP8_TOLERANCE
+
+
+FP8_TOLERANCE = 0.08  # root mean square of the error by that of the result; docs/guides/kernels.md
+
+
+def test_a_form_of_other_value_heads_is_not_for_flash(host: pyvmem.Context) -> None:
+    from pyvmem.attention import flash, infer
+
+    with KVCache(KVCacheConfig(1, 1, 64, "float16", max_batch=1, max_seq_len=64), host) as cache:
+        cpu = torch.device("cpu")
+        form = Form(cache, cache, 64, 32)
+        for why in (flash.why_not_fa3, flash.why_not_fa2, infer.why_not):
+            assert why(form, cpu) == "it needs a GPU"
+        assert flash.why_not_blocks(form) == ""

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: MIT
+"""Description: models with windows, MLA and layers that differ give transformers' own tokens."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
+
+import torch
+from kinds_helpers import KINDS, WINDOW, model_of
+from serve_helpers import VOCABULARY, one_thread
+from transformers import DynamicCache
+
+import pyvmem
+from pyvmem import InvalidArgument
+from pyvmem.hf import VMemCache
+from pyvmem.kvcache import KVCache, LayeredCache
+
+__all__ = ["one_thread"]
+pytestmark = [pytest.mark.needs_tensors, pytest.mark.filterwarnings("default")]
+
+TILE = 16
+
+
+def prompts(rows: int, length: int) -> dict[str, torch.Tensor]:
+    """Left-padded, as a batch of different lengths is."""
+    dice = torch.Generator().manual_seed(5)
+    ids = torch.randint(1, VOCABULARY, (rows, length), generator=dice)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : 3 * row] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False, "max_new_tokens": 150},
+    "sampling": {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 30},
+    "beams": {"do_sample": False, "num_beams": 3, "max_new_tokens": 60},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_gives_the_tokens_of_dynamic_cache(host: pyvmem.Context, kind: str) -> None:
+    model, inputs = model_of(kind), prompts(2, 31)
+    for way in WAYS.values():
+        answers = []
+        with VMemCache(model.config, 6, 256, context=host, window_tile=TILE) as cache:
+            for past in (DynamicCache(config=model.config), cache):
+                torch.manual_seed(11)
+                run = {**inputs, **way, "pad_token_id": 0}
+                answers.append(model.generate(**run, past_key_values=past))
+            assert cache.kvcache is not None
+            cache.kvcache.check_integrity()
+        assert torch.equal(*answers), way
+    assert host.stats().used_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+def test_what_left_the_window_is_not_there(host: pyvmem.Context, kind: str) -> None:
+    model, inputs = model_of(kind), prompts(2, 31)
+    with VMemCache(model.config, 2, 512, context=host, window_tile=TILE) as cache:
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=200, pad_token_id=0)
+        found = cache.kvcache
+        parts = found.caches if isinstance(found, LayeredCache) else (found,)
+        assert all(isinstance(part, KVCache) for part in parts)
+        for part in parts:
+            first, rows = part.first_rows([0])[0], 4096 // part.layout.row_bytes
+            if part.config.window:
+                assert 230 - WINDOW - TILE - rows <= first <= 230 - WINDOW - TILE
+            else:
+                assert first == 0
+        with pytest.raises(InvalidArgument, match=f"the window of {WINDOW} of layer 0 begins in"):
+            cache.crop(-130)
+        lengths = {layer.get_seq_length() for layer in cache.layers}
+        assert lengths == {230}, "refused by the first layer, before another has changed"
+
+
+def test_the_latent_is_one_tensor_a_layer(host: pyvmem.Context) -> None:
+    model = model_of("deepseek")
+    with VMemCache(model.config, 1, 64, context=host) as cache:
+        model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+        found = cache.kvcache
+        assert isinstance(found, KVCache)
+        config = found.config
+        assert (config.tensors_per_layer, config.num_kv_heads, config.head_dim) == (1, 1, 32)
+        keys, values = cache.layers[0].keys, cache.layers[0].values
+        assert (keys.shape, values.shape) == ((1, 1, 3, 24), (1, 1, 3, 8))
+        row = found.k(0)[0, :3, 0]
+        assert torch.equal(torch.cat([keys[0, 0], values[0, 0]], 1), row)
+        del keys, values, row
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_assisted_generation_over_one_budget(host: pyvmem.Context, kind: str) -> None:
+    """Draft and target in caches of one budget; what is rejected is taken back in both."""
+    model, ids = model_of(kind), prompts(1, 40)["input_ids"]
+    draft = model_of("qwen3")
+    run = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(ids, **run)
+    budget = pyvmem.Budget(host, 4 << 20)
+    options = {"context": host, "budget": budget}
+    with (
+        VMemCache(model.config, 1, 256, **options) as cache,
+        VMemCache(draft.config, 1, 256, **options) as drafts,
+    ):
+        cropped = []
+        crop = drafts.crop
+        drafts.crop = lambda tokens: (cropped.append(tokens), crop(tokens))
+        draft_run = {"assistant_model": draft, "past_key_values": cache}
+        got = model.generate(ids, **run, **draft_run, assistant_past_key_values=drafts)
+        assert torch.equal(got, want)
+        del drafts.crop
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_deep_copy_goes_on_as_the_original(host: pyvmem.Context, kind: str) -> None:
+    model, ids = model_of(kind), prompts(2, 90)["input_ids"]
+    with VMemCache(model.config, 2, 256, context=host, window_tile=TILE) as cache:
+        for new in ids[:, :88].split(22, 1):
+            model(new, past_key_values=cache)
+        with copy.deepcopy(cache) as other:
+            answers = [model(ids[:, 88:], past_key_values=one).logits for one in (cache, other)]
+            assert torch.equal(*answers)
