@@ -44,7 +44,7 @@ static int check_source(const struct vmem_op *op, uint64_t count) {
   return 0;
 }
 
-int vm_check_reserved(const struct vmem_op *op, size_t i) {
+static int check_reserved(const struct vmem_op *op, size_t i) {
   for (size_t k = 0; k < sizeof(op->reserved) / sizeof(op->reserved[0]); k++)
     if (op->reserved[k]) return vm_fail(-EINVAL, "reserved[%zu] of operation %zu is not 0", k, i);
   return 0;
@@ -82,4 +82,14 @@ int vm_want(struct vm_ctx *c, const struct vmem_op *op, struct vm_want *w) {
   if (!vm_space_range(c, op->addr, op->bytes, w->page_size, &err)) return err;
   if (count > 1 && !vm_space_range(c, op->addr + span, op->bytes, w->page_size, &err)) return err;
   return 0;
+}
+
+int vm_want_all(struct vm_ctx *c, const struct vmem_op *ops, size_t n) {
+  struct vm_want w;
+  int err = 0;
+  for (size_t i = 0; i < n && !err; i++) {
+    err = check_reserved(&ops[i], i);
+    if (!err) err = vm_want(c, &ops[i], &w);
+  }
+  return err;
 }

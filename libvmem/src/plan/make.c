@@ -351,11 +351,7 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
     pthread_mutex_lock(&c->lock);
     if (!grow_id) keep = keep_bytes(c);
     p->keep = keep;
-    /* The arguments of all come first: which error a batch gives must not hang on what the pool has. */
-    for (size_t i = 0; i < n && !err; i++) {
-      err = vm_check_reserved(&ops[i], i);
-      if (!err) err = vm_want(c, &ops[i], &m.w);
-    }
+    err = vm_want_all(c, ops, n);
     for (size_t i = 0; i < n && !err; i++) err = do_op(&m, &ops[i]);
     if (!err) err = vm_plan_room(c, p);
     if (!err) sources_begin(c, p);
