@@ -427,7 +427,7 @@ VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const st
                         size_t num_after, uint32_t flags);
 
 #define VMEM_SUBMIT_DETACHED (1u << 0) /* nobody will ask for the result: it is dropped when the batch is finished */
-#define VMEM_SUBMIT_LATE (1u << 1)     /* the worker takes the pages: see vmem_submit */
+#define VMEM_SUBMIT_LATE (1u << 1)     /* the worker takes the pages, where the pool has them: see vmem_submit */
 
 /* The same on the worker thread. Everything is checked, and the pages are taken from the pool, before
  * the call returns: -ENOMEM comes now or never, and so do -EAGAIN (VMEM_MAX_PENDING unfinished batches) and
@@ -435,10 +435,10 @@ VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const st
  * other calls. Batches start in order, but one that waits, for GPU work, for a fill of an earlier batch, or with its
  * unmaps for its own fills, lets later ones pass: one that never ends holds up only what needs its ranges.
  * The result is kept until vmem_ticket_drop, after any number of later batches. flags: VMEM_SUBMIT_*. With
- * VMEM_SUBMIT_DETACHED there is no result, `ticket` may be NULL and is set to 0 otherwise. With VMEM_SUBMIT_LATE the
- * call costs the same however many pages there are: it checks the arguments alone. The pages are taken, and the ranges
- * become -EBUSY for others, when the worker starts the batch, as if vmem_submit had been called then: what is short, or
- * in the way, is the batch's result. */
+ * VMEM_SUBMIT_DETACHED there is no result, `ticket` may be NULL and is set to 0 otherwise. With VMEM_SUBMIT_LATE, where
+ * the pool has enough pages, the call costs the same however many they are: it checks the arguments alone. The pages are
+ * taken, and the ranges become -EBUSY for others, when the worker starts the batch, as if vmem_submit had been called
+ * then: what is in the way, or short because others were faster, is the batch's result. */
 VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after,
                          size_t num_after, uint32_t flags, vmem_ticket *ticket);
 

@@ -77,12 +77,13 @@ def submit(
     ops: Any,
     count: int,
     after: tuple[Any, int] = AFTER_NONE,
+    flags: int = 0,
     *,
     outcome: Outcome | None = None,
 ) -> int:
     """Gives operations to the worker; returns the ticket, which is kept until `ticket_drop`."""
     made = outcome or Outcome()
-    code = lib.pyvmem_submit(made.cell, vm, ops, count, after[0], after[1], 0)
+    code = lib.pyvmem_submit(made.cell, vm, ops, count, after[0], after[1], flags)
     if code != 0:
         raise last_error(code, "vmem_submit")
     return made.value

@@ -15,7 +15,6 @@ from pyvmem._native import Outcome
 from pyvmem.context import Context
 from pyvmem.errors import (
     Busy,
-    InvalidArgument,
     NotRecoverable,
     OutOfMemory,
     TooManyBatches,
@@ -174,12 +173,14 @@ class Group:
 
     Attributes:
         used_tokens: the sum of `rows`.
+        token_bytes, page_bytes: of a token's rows, and of a page, in all tensors.
         clock: steps so far.
         mover: other pages under the same addresses.
         prefixes: recorded ones, of this group and others with the same requests.
         place: the group's place among these.
         promoter: None: there are no large pages.
         window: what slides; None: every row is kept.
+        moves_on: one of these has something to do after a step.
         untidy: `tidy` is to be called by the next step.
     """
 
@@ -221,6 +222,8 @@ class Group:
         self.clock = 0
         self.untidy = config.reclaim_steps > 0
         self.token_bytes = layout.row_bytes * layout.num_tensors
+        self.page_bytes = layout.page_size * layout.num_tensors
+        self.moves_on = self.window is not None or self.promoter is not None
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._prepared: Slot | None = None
         journal.keep_list(journal.books)
@@ -263,46 +266,6 @@ class Group:
         self.reclaimer.errors.append(error)
 
     # ---- numbers from outside --------------------------------------------------------------------
-
-    def scan(self, seq_lens: Sequence[int]) -> tuple[array[int], int, list[int]]:
-        """What a step to these numbers comes to.
-
-        A number below the rows held, 0 among them, asks for nothing: the rows stay.
-
-        Returns:
-            The rows that every slot holds afterwards, their sum, and the slots that lack pages for
-            theirs.
-        """
-        lens = seq_lens if type(seq_lens) is list else list(seq_lens)
-        count = len(self.table)
-        if len(lens) != count:
-            raise invalid(
-                f"seq_lens has {len(lens)} entries; the cache has {count} slots", limit=count
-            )
-        columns = self.table.index.columns
-        found = columns.scan(lens)
-        if isinstance(found, int):
-            try:  # numpy's or torch's integers, or what is no number of tokens
-                lens = [operator.index(value) for value in lens]
-            except TypeError:
-                raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
-            found = columns.scan(lens)
-        if isinstance(found, int):
-            raise self._bad_length(found % count, lens[found % count])
-        return found
-
-    def wants(self, short: list[int]) -> list[tuple[Slot, int]]:
-        """The slots that the last `scan` found, and the pages per tensor that each needs."""
-        slots, needs, pages_for = self.table.slots, self.table.columns.needs, self.layout.pages_for
-        return [(slots[index], pages_for(needs[index])) for index in short]
-
-    def _bad_length(self, index: int, length: int) -> InvalidArgument:
-        """The error for a number that no slot can hold, or a free one."""
-        longest = self.config.max_seq_len
-        if 0 <= length <= longest:
-            return invalid(f"seq_lens[{index}] is {length}, but reqid {index} is not taken")
-        bound = "it must not be negative" if length < 0 else f"max_seq_len is {longest}"
-        return invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
 
     def slot(self, reqid: int) -> Slot:
         """The slot of a taken reqid."""

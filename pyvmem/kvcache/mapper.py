@@ -51,11 +51,11 @@ class Transaction:
             self._ticket = Ticket(self._context)
         return self._ticket
 
-    def submit(self, ops: OpBatch, after: Iterable[Any] = ()) -> Ticket:
+    def submit(self, ops: OpBatch, after: Iterable[Any] = (), late: bool = False) -> Ticket:
         """Gives the batch to the worker; see `Context.submit`."""
         ticket = self.ticket
         self._journal.act(ticket._outcome)
-        return self._context.submit(ops, after, ticket)
+        return self._context.submit(ops, after, ticket, late)
 
     def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
         """Runs the batch in the calling thread; see `Context.batch`."""

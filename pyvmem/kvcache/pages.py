@@ -272,7 +272,10 @@ class Span:
 
     def __init__(self, parts: tuple[Part, ...], unit_pages: int = 1, lead: int = 0) -> None:
         self.parts = parts
-        self.pages = sum(part.high - part.low for part in parts)
+        pages = 0
+        for _, low, high in parts:
+            pages += high - low
+        self.pages = pages
         self.unit_pages = unit_pages
         self.lead = lead
 
@@ -368,29 +371,27 @@ class SharedPages(Book):
         """Adds a reference to each page."""
         for block, low, high in span.parts:
             refs = block.refs
-            self._log.append((refs.__setitem__, slice(low, high), refs[low:high]))
-            for page in range(low, high):
-                refs[page] += 1
+            before = refs[low:high]
+            self._log.append((refs.__setitem__, slice(low, high), before))
+            refs[low:high] = [count + 1 for count in before]
 
     def use(self, span: Span) -> None:
         """Notes that a request uses the pages; whoever calls it holds the span."""
         for block, low, high in span.parts:
             users = block.users
-            self._log.append((users.__setitem__, slice(low, high), users[low:high]))
-            first = sum(not users[page] for page in range(low, high))
-            for page in range(low, high):
-                users[page] += 1
-            self._count(block, high - low, first)
+            before = users[low:high]
+            self._log.append((users.__setitem__, slice(low, high), before))
+            users[low:high] = [count + 1 for count in before]
+            self._count(block, high - low, before.count(0))
 
     def unuse(self, span: Span) -> None:
         """Takes one `use` back."""
         for block, low, high in span.parts:
             users = block.users
-            self._log.append((users.__setitem__, slice(low, high), users[low:high]))
-            for page in range(low, high):
-                users[page] -= 1
-            last = sum(not users[page] for page in range(low, high))
-            self._count(block, low - high, -last)
+            before = users[low:high]
+            self._log.append((users.__setitem__, slice(low, high), before))
+            users[low:high] = [count - 1 for count in before]
+            self._count(block, low - high, -before.count(1))
 
     def _count(self, block: Block, uses: int, used: int) -> None:
         if block.kind.away:
@@ -401,12 +402,11 @@ class SharedPages(Book):
 
     def idle(self, span: Span) -> int:
         """Pages of the device in the span that no request uses."""
-        return sum(
-            not block.users[page]
-            for block, low, high in span.parts
-            if not block.kind.away
-            for page in range(low, high)
-        )
+        found = 0
+        for block, low, high in span.parts:
+            if not block.kind.away:
+                found += block.users[low:high].count(0)
+        return found
 
     def returns(self, span: Span) -> int:
         """Pages of the device that come back with the span, now or after batches under way.
@@ -419,12 +419,13 @@ class SharedPages(Book):
                 continue
             unit = block.kind.unit
             if unit == 1:
-                found += sum(not block.users[page] for page in range(low, high))
+                found += block.users[low:high].count(0)
                 continue
-            for first in range(low - low % unit, high, unit):
-                found += unit * all(
-                    block.refs[page] == (low <= page < high) for page in range(first, first + unit)
-                )
+            begin, end = low - low % unit, high + -high % unit
+            own = [0] * (low - begin) + [1] * (high - low) + [0] * (end - high)
+            for first in range(begin, end, unit):
+                there = block.refs[first : first + unit]
+                found += unit * (there == own[first - begin : first - begin + unit])
         return found
 
     def release(self, span: Span, away: dict[Tier, int]) -> int:
@@ -441,9 +442,9 @@ class SharedPages(Book):
         self._late = []
         for block, low, high in span.parts:
             refs, unit = block.refs, block.kind.unit
-            self._log.append((refs.__setitem__, slice(low, high), refs[low:high]))
-            for page in range(low, high):
-                refs[page] -= 1
+            before = refs[low:high]
+            self._log.append((refs.__setitem__, slice(low, high), before))
+            refs[low:high] = [count - 1 for count in before]
             low, high = low - low % unit, high + -high % unit
             gone.extend(_unreferenced(block, low, high))
         done = 0

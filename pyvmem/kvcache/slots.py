@@ -163,6 +163,7 @@ class SlotTable:
             memory, is an error then.
         changes: counts slots taken and given back.
         columns: what the slots say, for C; right where the index is.
+        touched: slots that the index does not have as they are; not empty while there is no index.
     """
 
     lockstep: ClassVar[bool] = False
@@ -170,8 +171,8 @@ class SlotTable:
     def __init__(self, count: int, journal: Journal) -> None:
         self.changes = 0
         self.columns = Columns(count)
-        self._touched: set[Slot] = set()
-        self.slots = [Slot(journal.entries, self._touched, i) for i in range(count)]
+        self.touched: set[Slot] = set()
+        self.slots = [Slot(journal.entries, self.touched, i) for i in range(count)]
         self._order = count_up(1)
         self._index: SlotIndex | None = SlotIndex(self.slots, self.columns)
 
@@ -188,20 +189,21 @@ class SlotTable:
 
     def rebuild(self) -> None:
         """Lets the next look make the index anew from the slots, which an undo has changed."""
+        self.touched.update(self.slots)
         self._index = None
 
     @property
     def index(self) -> SlotIndex:
         """The slots, filed as they are now."""
-        index, touched = self._index, self._touched
+        index, touched = self._index, self.touched
         if index is None:
-            touched.clear()
             self._index = index = SlotIndex(self.slots, self.columns)
+            touched.clear()
         elif touched:
             self._index = None  # until it is whole again
             index.file_all(touched)
-            touched.clear()
             self._index = index
+            touched.clear()
         return index
 
     def check(self) -> list[str]:
@@ -457,12 +459,18 @@ class SlotIndex:
         old = filed.get(index, _NOTHING)
         if new == old:
             return
-        self.free.put(index, new.free)
-        self.ready.put(index, new.ready)
-        self.losing.put(index, new.losing)
-        self.cached.put(index, new.cached)
-        self.stale.put(index, new.stale)
-        self.ahead.put(index, new.ahead)
+        if new.free != old.free:
+            self.free.put(index, new.free)
+        if new.ready != old.ready:
+            self.ready.put(index, new.ready)
+        if new.losing != old.losing:
+            self.losing.put(index, new.losing)
+        if new.cached != old.cached:
+            self.cached.put(index, new.cached)
+        if new.stale != old.stale:
+            self.stale.put(index, new.stale)
+        if new.ahead != old.ahead:
+            self.ahead.put(index, new.ahead)
         self._spare += new.spare - old.spare
         self.returning += new.returning - old.returning
         if new == _NOTHING:

@@ -93,3 +93,33 @@ int vm_want_all(struct vm_ctx *c, const struct vmem_op *ops, size_t n) {
   }
   return err;
 }
+
+/* What an operation that was checked populates; NULL: nothing. */
+static struct vm_pool *populated(struct vm_ctx *c, const struct vmem_op *op, uint64_t *units) {
+  uint64_t page_size = op->page_size ? op->page_size : c->granule;
+  int err;
+  if (op->op != VMEM_OP_POPULATE) return NULL;
+  *units = vm_units(c, op->bytes) * (op->count ? op->count : 1); /* no more than there are addresses for */
+  return vm_pool_of(c, op->location, op->device, page_size, &err);
+}
+
+bool vm_promise(struct vm_ctx *c, const struct vmem_op *ops, size_t n) {
+  for (size_t i = 0; i < n; i++) {
+    uint64_t units;
+    struct vm_pool *p = populated(c, &ops[i], &units);
+    if (p && units + p->promised > p->free_units) {
+      vm_promise_end(c, ops, i);
+      return false;
+    }
+    if (p) p->promised += units;
+  }
+  return true;
+}
+
+void vm_promise_end(struct vm_ctx *c, const struct vmem_op *ops, size_t n) {
+  for (size_t i = 0; i < n; i++) {
+    uint64_t units;
+    struct vm_pool *p = populated(c, &ops[i], &units);
+    if (p) p->promised -= units;
+  }
+}

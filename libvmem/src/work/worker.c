@@ -65,33 +65,50 @@ static int job_plan(struct vm_ctx *c, struct vm_job *job, const struct vmem_op *
   return err;
 }
 
-/* Leaves that to the worker: the operations are checked and copied. */
+/* Leaves that to the worker, where the pools have the pages: the operations are checked and copied. */
 static int job_plan_later(struct vm_ctx *c, struct vm_job *job, const struct vmem_op *ops, size_t n) {
   int err;
-  pthread_mutex_lock(&c->lock);
-  err = vm_want_all(c, ops, n);
-  pthread_mutex_unlock(&c->lock);
-  if (err) return err;
   if (n && !(job->ops = vm_realloc(c, NULL, n, sizeof(*ops)))) return -ENOMEM;
   if (n) memcpy(job->ops, ops, n * sizeof(*ops));
   job->nops = n;
-  job->late = true;
-  return 0;
+  pthread_mutex_lock(&c->lock);
+  err = vm_want_all(c, job->ops, n);
+  job->late = !err && vm_promise(c, job->ops, n);
+  pthread_mutex_unlock(&c->lock);
+  if (err || job->late) return err;
+  free(job->ops);
+  job->ops = NULL;
+  return job_plan(c, job, ops, n);
+}
+
+/* A late batch gets no more of what it was promised. */
+static void job_end_promise(struct vm_ctx *c, struct vm_job *job) {
+  pthread_mutex_lock(&c->lock);
+  vm_promise_end(c, job->ops, job->nops);
+  pthread_mutex_unlock(&c->lock);
 }
 
 /* Makes the plan of a late batch that is about to be started. */
 static int job_plan_now(struct vm_ctx *c, struct vm_job *job) {
-  int err = job->late ? job_plan(c, job, job->ops, job->nops) : 0;
-  if (!err) job->late = false;
+  int err;
+  if (!job->late) return 0;
+  job_end_promise(c, job);
+  err = job_plan(c, job, job->ops, job->nops);
   free(job->ops);
   job->ops = NULL;
+  job->nops = 0;
+  if (!err) job->late = false;
   return err;
 }
 
 /* A late batch has none as long as that has not been made. */
 static void job_drop_plan(struct vm_ctx *c, struct vm_job *job) {
+  if (!job->late) {
+    VM_UNDO(vm_plan_cancel(c, &job->plan));
+    return;
+  }
+  job_end_promise(c, job);
   free(job->ops);
-  if (!job->late) VM_UNDO(vm_plan_cancel(c, &job->plan));
 }
 
 int vm_submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struct vmem_after *after, size_t num_after,
@@ -107,6 +124,8 @@ int vm_submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struc
     if (!err) {
       if (!(err = queue_job(c, job, ticket))) return 0;
       job_drop_plan(c, job);
+    } else {
+      free(job->ops);
     }
     VM_UNDO(vm_deps_put(c, &job->deps));
   }
