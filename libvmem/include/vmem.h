@@ -353,7 +353,7 @@ VMEM_API int vMemMap(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle handl
 VMEM_API int vMemUnmap(vmem_t vm, uint64_t addr, uint64_t bytes);
 
 enum vmem_op_kind {
-  VMEM_OP_MAP = 1,      /* piece i: addr + i x stride <- handle at offset + i x bytes */
+  VMEM_OP_MAP = 1,      /* piece i: addr + i x stride <- handle at offset + i x offset_stride */
   VMEM_OP_POPULATE = 2, /* new pages of page_size for every piece, owned by the mapping alone */
   VMEM_OP_UNMAP = 3,
   VMEM_OP_FILL = 4      /* write the byte `value` */
@@ -394,7 +394,8 @@ struct vmem_op {
   uint64_t src;        /* address of the first piece's contents */
   uint64_t src_stride; /* between those of the pieces; 0: all pieces hold the same */
   uint64_t src_bytes;  /* of one piece; 0 = bytes. What is beyond is zero */
-  uint64_t reserved[3]; /* 0, else -EINVAL: an array of these has no size field, so later fields lie here */
+  uint64_t offset_stride; /* MAP: between the pieces' pages in the handle, a multiple of the page size; 0 = bytes */
+  uint64_t reserved[2];   /* 0, else -EINVAL: an array of these has no size field, so later fields lie here */
 };
 
 /* GPU work that must be over before a batch changes anything. */

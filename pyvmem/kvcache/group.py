@@ -523,10 +523,11 @@ class Group:
         layout = self.layout
         size = block.kind.unit * layout.page_size
         addresses = self.scratch.take(size * layout.num_tensors)
-        ops = OpBatch(layout.num_tensors)
-        for tensor in range(layout.num_tensors):
-            offset = (tensor * block.pages + page) * layout.page_size
-            ops.map(addresses.addr + tensor * size, size, block.handle, offset, readonly=True)
+        ops = OpBatch(1)
+        ops.map(
+            addresses.addr, size, block.handle, page * layout.page_size, layout.num_tensors, size,
+            readonly=True, offset_stride=block.pages * layout.page_size,
+        )  # fmt: skip
         try:
             self.mapper.run(ops)
         except VMemError:

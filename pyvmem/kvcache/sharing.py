@@ -214,7 +214,7 @@ class Sharing:
         *,
         replace: bool = False,
     ) -> OpBatch:
-        """The maps of a span in each slot: whole blocks by one operation, parts by tensor.
+        """The maps of a span in each slot: one operation for each of its parts.
 
         `first`: the page of the slots that it begins at. `replace`: the same pages are there. Has
         room for one operation more.
@@ -226,20 +226,16 @@ class Sharing:
             for slot in slots:
                 self._map_pieces(ops, slot, pieces, readonly=True)
             return ops
-        ops = OpBatch(len(slots) * len(span.parts) * tensors + 1)
+        ops = OpBatch(len(slots) * len(span.parts) + 1)
         for slot in slots:
             page = first
             for block, low, high in span.parts:
                 address, length = base + layout.offset(slot.index, page), (high - low) * size
-                if high - low == block.pages:
-                    ops.map(
-                        address, length, block.handle, 0, tensors, stride, True, replace=replace
-                    )
-                else:
-                    for tensor in range(tensors):
-                        offset = (tensor * block.pages + low) * size
-                        at = address + tensor * stride
-                        ops.map(at, length, block.handle, offset, readonly=True, replace=replace)
+                whole = size * block.pages  # from one tensor to the next in the handle
+                ops.map(
+                    address, length, block.handle, low * size, tensors, stride, True,
+                    replace=replace, offset_stride=whole,
+                )  # fmt: skip
                 page += high - low
         return ops
 

@@ -76,6 +76,9 @@ bool vm_promise(struct vm_ctx *c, const struct vmem_op *ops, size_t n);
 void vm_promise_end(struct vm_ctx *c, const struct vmem_op *ops, size_t n);
 /* 0 becomes the granule; -EOPNOTSUPP for what the context does not have. */
 int vm_page_size(struct vm_ctx *c, uint64_t *page_size);
+static inline uint64_t vm_offset_step(const struct vmem_op *op) {
+  return op->offset_stride ? op->offset_stride : op->bytes;
+}
 static inline uint64_t vm_source_bytes(const struct vmem_op *op) { return op->src_bytes ? op->src_bytes : op->bytes; }
 
 /* ---- make.c ------------------------------------------------------------------------------------ */
