@@ -50,9 +50,13 @@ int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place
   const uint64_t *capacity = columns->capacity;
   uint64_t guard = place->guard, prefill = place->prefill, max_rows = place->max_rows;
   int64_t n = 0, bad = 0;
-  uint64_t sum = 0;
+  uint64_t sum = 0, length = 0;
+  PyObject *last = NULL;
   for (uint32_t i = 0; i < slots; i++) {
-    uint64_t length = PyLong_AsUnsignedLongLong(PyList_GetItem(list, i));
+    PyObject *item = PyList_GetItem(list, i);
+    if (item != last) /* the zeros of free slots are one object */
+      length = PyLong_AsUnsignedLongLong(item);
+    last = item;
     if (length == UINT64_MAX && PyErr_Occurred()) {
       PyErr_Clear();
       bad = -1 - (int64_t)i;

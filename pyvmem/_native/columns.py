@@ -199,8 +199,10 @@ class Columns:
     def goals(self, pages: Sequence[int], mapped: Sequence[int], heads: Sequence[int]) -> list[int]:
         """Pages to map for requests that shall have so many; `plan` chooses the same."""
         goals = ffi.new("uint64_t[]", len(pages))
-        arrays = [ffi.new("uint64_t[]", one) for one in (pages, mapped, heads)]
-        lib.pyvmem_goals(self.runs, len(pages), *arrays, goals)
+        new = ffi.new
+        at_pages, at_mapped = new("uint64_t[]", pages), new("uint64_t[]", mapped)
+        at_heads = new("uint64_t[]", heads)
+        lib.pyvmem_goals(self.runs, len(pages), at_pages, at_mapped, at_heads, goals)
         found: list[int] = ffi.unpack(goals, len(pages))
         return found
 

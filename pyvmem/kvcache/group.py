@@ -26,7 +26,7 @@ from pyvmem.kvcache.budget import available_bytes
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import prune, record
 from pyvmem.kvcache.growth import Pager, Source
-from pyvmem.kvcache.journal import Journal
+from pyvmem.kvcache.journal import Journal, put
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.mapper import Mapper, Scratch
 from pyvmem.kvcache.metrics import Counters
@@ -252,13 +252,14 @@ class Group:
 
     def owns(self, held: object) -> bool:
         """See `Books.owns`."""
-        blocks = self.reclaimer.shared.blocks
+        for block in self.reclaimer.shared.blocks:
+            if held is block.handle:
+                return True
         return (
             held is self.parts.reservation
             or (held is self.context and self.parts.owns_context)
             or self.scratch.owns(held)
             or self.mover.owns(held)
-            or any(held is block.handle for block in blocks)
         )
 
     def failed(self, error: VMemError) -> None:
@@ -302,8 +303,10 @@ class Group:
 
     def alloc(self, seq_len: int) -> int | None:
         """See `KVCache.alloc_reqid`."""
-        self.reclaimer.poll()
-        self.pager.poll()
+        if self.reclaimer.cuts:
+            self.reclaimer.poll()
+        if self.pager.growths:
+            self.pager.poll()
         slot = self.fit(seq_len)
         if slot is None:
             return None
@@ -340,7 +343,8 @@ class Group:
             self.window.forget(slot)
         if slot.shared and not slot.stale:
             self.reclaimer.shared.unuse(slot.span)
-        self.prefixes.unpin(slot)
+        if slot.pins:
+            self.prefixes.unpin(slot)
         self.table.give_back(slot, event, self.clock)
         self.reclaimer.own_away = None
         self.enter(slot, 0)
@@ -349,10 +353,13 @@ class Group:
 
     def enter(self, slot: Slot, length: int) -> None:
         """Notes that a slot holds so many rows, whatever `step` said."""
-        rows, index = self.rows, slot.index
-        self.journal.keep(self, "used_tokens")
-        self.journal.undo(rows.__setitem__, index, rows[index])
-        self.used_tokens += length - rows[index]
+        rows, index = self.pager.columns.held, slot.index
+        before = rows[index]
+        self.journal.entries += (
+            (put, self, "used_tokens", self.used_tokens),
+            (rows.__setitem__, index, before),
+        )
+        self.used_tokens += length - before
         rows[index] = length
 
     def disown_beyond(self, slot: Slot, length: int, event: Any) -> None:
@@ -419,9 +426,8 @@ class Group:
 
     def note_peaks(self) -> None:
         """Keeps the highest use and waste so far."""
-        used = self.used_bytes
+        used, counters = self.used_bytes, self.counters
         wasted = self.active_pages * self.layout.page_size - used
-        counters = self.counters
         if used > counters.peak_used:
             counters.peak_used = used
         if wasted > counters.peak_wasted:
@@ -451,7 +457,6 @@ class Group:
                     self.table.take(slot)
                     self.reclaimer.shared.hold(span)
                     self.reclaimer.shared.use(span)
-                    slot.dirty = 0
                     self.pager.lend(slot, span)
                 if span.pages:
                     change.run(self.sharing.mapping(slots, span, pieces))
@@ -578,7 +583,6 @@ class Group:
                 self.table.take(slot)
                 self.reclaimer.shared.hold(more)
                 self.reclaimer.shared.use(span)
-                slot.dirty = 0
                 self.pager.lend(slot, span)
                 if more.pages:
                     change.run(self.sharing.mapping([slot], more, [], have))
@@ -596,7 +600,8 @@ class Group:
 
     def tidy(self) -> None:
         """Begins to unmap what policy does not keep: see `KVCacheConfig`."""
-        self.reclaimer.poll()
+        if self.reclaimer.cuts:
+            self.reclaimer.poll()
         config = self.config
         stale = not self.reclaimer.release_stale()
         if config.reclaim_steps or not config.deferred_reclaim:

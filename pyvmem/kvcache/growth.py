@@ -794,8 +794,7 @@ class Pager(Book):
 
     def lend(self, slot: Slot, span: Span) -> None:
         """Grants an empty slot shared pages, which are mapped there."""
-        slot.span = span
-        slot.mapped = slot.granted = span.pages
+        slot.change(span=span, mapped=span.pages, granted=span.pages, dirty=0)
         slot.places.put_all(span.stretches())
         self._set_capacity(slot, span.pages)
 
@@ -928,20 +927,24 @@ class Runs:
             return None
         self.look()
         # What is mapped for nobody does not run ahead.
-        idle = sum(max(0, pages - slot.mapped) for slot, pages in want if not slot.active)
+        idle, places = 0, []
+        needs, mapped, heads, goals = [], [], [], []
+        for place, (slot, pages) in enumerate(want):
+            goals.append(pages)
+            if slot.active:
+                places.append(place)
+                needs.append(pages)
+                mapped.append(slot.mapped)
+                heads.append(slot.head)
+            elif pages > slot.mapped:
+                idle += pages - slot.mapped
         runs.free -= min(runs.free, idle)
-        places = [place for place, (slot, _) in enumerate(want) if slot.active]
-        growing = [want[place] for place in places]
-        found = self._columns.goals(
-            [pages for _, pages in growing],
-            [slot.mapped for slot, _ in growing],
-            [slot.head for slot, _ in growing],
-        )
-        goals = [pages for _, pages in want]
+        found = self._columns.goals(needs, mapped, heads)
+        if found == needs:
+            return None
         for place, goal in zip(places, found, strict=True):
             goals[place] = goal
-        longer = any(goal > pages for goal, (_, pages) in zip(goals, want, strict=True))
-        return goals if longer else None
+        return goals
 
     def grown(self, pieces: Sequence[Piece]) -> None:
         """Notes new pages."""

@@ -88,6 +88,14 @@ class Watched(Book):
             self._changed.add(self)
         put(self, name, value)
 
+    def change(self, **values: Any) -> None:
+        """Sets several attributes, as assigning to each of them would."""
+        log = self._log
+        self._changed.add(self)
+        for name, value in values.items():
+            log.append((put, self, name, getattr(self, name)))
+            put(self, name, value)
+
 
 class Made(Protocol):
     """Something of the context that a call has made: a handle, addresses."""
@@ -270,7 +278,10 @@ class Journal:
         """Drops what the call made and the books do not name."""
         while self._held:
             made = self._held[-1]
-            if not any(books.owns(made) for books in self.books):
+            for books in self.books:
+                if books.owns(made):
+                    break
+            else:
                 with suppress(VMemError):  # consumed or dropped before: as it should be
                     made.abandon()
             self._held.pop()

@@ -139,7 +139,7 @@ class Slot(Watched):
         return (
             self.span.pages > granted
             or self.head > granted
-            or (bool(self.places) and self.places.away_end > granted)
+            or (bool(self.places.noted) and self.places.away_end > granted)
         )
 
     @property
@@ -220,19 +220,22 @@ class SlotTable:
     def take(self, slot: Slot) -> None:
         """Gives a free slot to a new owner, with no page granted yet."""
         self.changes += 1
-        slot.active, slot.kept = True, False
-        slot.owner += 1
+        slot.change(active=True, kept=False, owner=slot.owner + 1)
 
     def give_back(self, slot: Slot, event: Any, now: int) -> None:
         """Ends an ownership; what was granted is dirty from now on."""
         self.changes += 1
-        slot.active = slot.writer = False
-        slot.owner += 1
-        slot.dirty = max(slot.dirty, slot.granted)
-        slot.granted = 0
-        slot.freed_at = now
-        slot.freed_order = next(self._order)
-        slot.events = [*prune(slot.events), *(() if event is None else (event,))]
+        events = prune(slot.events) if slot.events else []
+        slot.change(
+            active=False,
+            writer=False,
+            owner=slot.owner + 1,
+            dirty=max(slot.dirty, slot.granted),
+            granted=0,
+            freed_at=now,
+            freed_order=next(self._order),
+            events=events if event is None else [*events, event],
+        )
 
     def condemn(self, slot: Slot) -> None:
         """Never hands this slot out again."""
@@ -397,8 +400,8 @@ _NOTHING = _Entry()
 class SlotIndex:
     """The slots, filed.
 
-    A request's slot is *plain* where growing it takes a map call and nothing else: most are at most
-    times, and these are in the columns alone.
+    A request's slot is *plain* where growing it takes a map call and nothing else (`file_all`
+    tells): most are at most times, and these are in the columns alone.
 
     Attributes:
         free: those that a request may get, least recently used first.
@@ -447,8 +450,17 @@ class SlotIndex:
         """Files slots under what their attributes say now."""
         filed, file = self._filed, self.columns.file
         for slot in slots:
-            index, plain = slot.index, _is_plain(slot)
-            file(index, slot.mapped, slot.granted, slot.head, slot.active, plain)
+            index, granted = slot.index, slot.granted
+            plain = (
+                slot.active
+                and slot.job is None
+                and not slot.lost
+                and slot.dirty <= granted
+                and slot.span.pages <= granted
+                and slot.head <= granted
+                and not slot.places.noted
+            )
+            file(index, slot.mapped, granted, slot.head, slot.active, plain)
             if not plain:
                 self._file(index, _entry(slot))
             elif index in filed:
@@ -493,20 +505,6 @@ class SlotIndex:
         ]
 
 
-def _is_plain(slot: Slot) -> bool:
-    """Whether growing a slot takes a map call and nothing else."""
-    granted = slot.granted
-    return (
-        slot.active
-        and slot.job is None
-        and not slot.lost
-        and slot.dirty <= granted
-        and slot.span.pages <= granted
-        and slot.head <= granted
-        and not slot.places
-    )
-
-
 def _entry(slot: Slot) -> _Entry:
     """What a slot's attributes say."""
     index, mapped, order, job = slot.index, slot.mapped, slot.freed_order, slot.job
@@ -516,7 +514,8 @@ def _entry(slot: Slot) -> _Entry:
         returning = job.pages
     if (taking or job is None) and not slot.lost:
         kept = max(slot.span.pages, slot.granted, slot.head)
-        spare = max(0, mapped - slot.places.ceil(kept))
+        places = slot.places
+        spare = max(0, mapped - (places.ceil(kept) if places.noted else kept))
     age = (order, index)
     if slot.active:
         left = mapped > slot.granted and not slot.lost

@@ -132,6 +132,49 @@ def test_a_step_that_is_refused(context: Context) -> None:
         assert refused.count <= 50, refused
 
 
+def shared(context: Context, pages: int, layers: int) -> dict[str, int]:
+    """The functions that a fork and a request with a recorded prefix of so many pages run."""
+    found = {}
+    with cache_of(context, pages=pages + 1, slots=8, layers=layers) as cache:
+        lens, tokens = [0] * 8, list(range(pages * ROWS))
+        first = cache.alloc_reqid() or 0
+        lens[first] = pages * ROWS - 3
+        assert cache.step(lens) == 0
+        forked = calls_of(lambda: cache.fork(first))
+        assert forked.result is not None
+        found["fork"] = forked.count
+        lens[first] = pages * ROWS
+        assert cache.step(lens) == 0
+        assert cache.record(first, tokens) == pages * ROWS
+        begun = calls_of(lambda: cache.alloc_prefix(tokens, leave=0))
+        assert begun.result[1] == pages * ROWS
+        found["alloc_prefix"] = begun.count
+        cache.check_integrity()
+    return found
+
+
+def test_what_shares_pages_costs_the_same_for_any_length(context: Context) -> None:
+    short = shared(context, 4, 1)
+    assert shared(context, 200, 1) == short
+    assert shared(context, 4, 16) == short, "for any number of tensors"
+    assert short["fork"] <= 260
+    assert short["alloc_prefix"] <= 170
+
+
+@pytest.mark.parametrize("slots", [8, 1024])
+def test_a_slot_taken_and_given_back(context: Context, slots: int) -> None:
+    with cache_of(context, pages=4, slots=slots, layers=1) as cache:
+        for _ in range(3):  # as an engine that has run for a while finds it
+            cache.free_reqid(cache.alloc_reqid(ROWS) or 0)
+        taken = calls_of(lambda: cache.alloc_reqid(ROWS))
+        assert taken.count <= 40, taken
+        freed = calls_of(lambda: cache.free_reqid(taken.result))
+        assert freed.count <= 60, freed
+        asked = calls_of(lambda: cache.can_admit([ROWS]))
+        assert asked.result
+        assert asked.count <= 50, asked
+
+
 def test_import_without_torch() -> None:
     """What `import pyvmem` loads: nothing of torch, numpy or an engine."""
     script = "import sys, pyvmem; print(*sorted({n.split('.')[0] for n in sys.modules}))"
