@@ -60,7 +60,7 @@ def test_the_text_is_what_the_stats_say(cache: KVCache) -> None:
 
 
 def test_buckets_grow_to_the_number_of_waits(cache: KVCache) -> None:
-    counters = cache._group.counters
+    counters = cache._groups[0].counters
     counters.wait_counts = [0] * len(counters.wait_counts)
     for took, power in ((1, 0), (2, 1), (1024, 10), (1025, 11), (1 << 34, 34), (1 << 50, -1)):
         assert (took - 1).bit_length() == power or power == -1
