@@ -51,8 +51,8 @@ def declarations(header: str) -> str:
     )
     text = re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\bVMEM_API\b", "", text)
-    numbers = {name: value for name, value in macros if value.isdigit()}
-    text = re.sub(r"\[(VMEM_\w+)\]", lambda match: f"[{numbers[match.group(1)]}]", text)
+    numbers = {name: value.strip() for name, value in macros if value.strip().isdigit()}
+    text = re.sub(r"\[((?:PY)?VMEM_\w+)\]", lambda match: f"[{numbers[match.group(1)]}]", text)
     defines = [f"#define {name} ..." for name, value in macros if not value.startswith("__")]
     return "\n".join(defines) + "\n" + text
 

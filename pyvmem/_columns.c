@@ -5,8 +5,12 @@
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
+/* clang-format off */
+#include "_outcome.h"
 #include "_columns.h"
+/* clang-format on */
 
 static uint64_t smaller(uint64_t a, uint64_t b)
 {
@@ -46,9 +50,13 @@ int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place
   const uint64_t *capacity = columns->capacity;
   uint64_t guard = place->guard, prefill = place->prefill, max_rows = place->max_rows;
   int64_t n = 0, bad = 0;
-  uint64_t sum = 0;
+  uint64_t sum = 0, length = 0;
+  PyObject *last = NULL;
   for (uint32_t i = 0; i < slots; i++) {
-    uint64_t length = PyLong_AsUnsignedLongLong(PyList_GetItem(list, i));
+    PyObject *item = PyList_GetItem(list, i);
+    if (item != last) /* the zeros of free slots are one object */
+      length = PyLong_AsUnsignedLongLong(item);
+    last = item;
     if (length == UINT64_MAX && PyErr_Occurred()) {
       PyErr_Clear();
       bad = -1 - (int64_t)i;
@@ -160,8 +168,7 @@ int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place
 }
 
 /* Notes that a planned growth is mapped and granted. */
-void pyvmem_commit(const struct pyvmem_place *place, struct pyvmem_columns *columns,
-                   const struct pyvmem_growth *growth)
+static void commit(const struct pyvmem_place *place, struct pyvmem_columns *columns, const struct pyvmem_growth *growth)
 {
   for (uint64_t i = 0; i < growth->count; i++) {
     uint32_t slot = growth->slot[i];
@@ -175,4 +182,63 @@ void pyvmem_commit(const struct pyvmem_place *place, struct pyvmem_columns *colu
     columns->granted[slot] = growth->pages[i];
     columns->capacity[slot] = rows >= place->max_rows ? place->max_rows : rows - place->overread;
   }
+}
+
+/* The context is shared with the worker, and perhaps with others: never more of the driver than the wait. */
+void pyvmem_wait_add(struct pyvmem_waits *waits, uint64_t ns, uint64_t driver_ns)
+{
+  unsigned power = ns > 1 ? 64 - (unsigned)__builtin_clzll(ns - 1) : 0;
+  waits->count++;
+  waits->ns += ns;
+  waits->last_ns += ns;
+  waits->driver_ns += smaller(ns, driver_ns);
+  waits->lengths[power < PYVMEM_WAIT_COUNTS ? power : PYVMEM_WAIT_COUNTS - 1]++;
+}
+
+static uint64_t driver_ns(vmem_t vm)
+{
+  struct vmem_stats stats = { .size = sizeof(stats) };
+  return vmem_get_stats(vm, &stats) ? 0 : stats.driver_ns;
+}
+
+static uint64_t now_ns(void)
+{
+  struct timespec ts;
+  clock_gettime(CLOCK_MONOTONIC, &ts);
+  return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
+}
+
+void pyvmem_wait_begin(struct pyvmem_wait *wait, vmem_t vm)
+{
+  wait->driver_ns = driver_ns(vm);
+  wait->start_ns = now_ns();
+}
+
+/* Overwrites the thread's last error. */
+void pyvmem_wait_end(struct pyvmem_waits *waits, const struct pyvmem_wait *wait, vmem_t vm)
+{
+  uint64_t ns = now_ns() - wait->start_ns, driver = driver_ns(vm);
+  pyvmem_wait_add(waits, ns, driver > wait->driver_ns ? driver - wait->driver_ns : 0);
+}
+
+/*
+ * Runs the map calls of a planned growth, where there are any, and notes that it is mapped and granted.
+ *
+ * Returns what vmem_batch did. Where that is not 0 nothing changed, and the wait in growth->wait is to be
+ * ended by the caller, who asks for the error first.
+ */
+int pyvmem_extend(struct pyvmem_outcome *outcome, vmem_t vm, const struct pyvmem_place *place,
+                  struct pyvmem_columns *columns, struct pyvmem_growth *growth, const struct vmem_op *ops,
+                  struct pyvmem_waits *waits)
+{
+  if (growth->ops) {
+    pyvmem_wait_begin(&growth->wait, vm);
+    int code = pyvmem_batch(outcome, vm, ops, growth->ops, NULL, 0, 0);
+    if (code)
+      return code;
+    pyvmem_wait_end(waits, &growth->wait, vm);
+  }
+  commit(place, columns, growth);
+  *outcome = (struct pyvmem_outcome){ .called = 1 };
+  return 0;
 }

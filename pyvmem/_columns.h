@@ -3,6 +3,8 @@
  * includes (see _build.py). All arrays have one item a slot unless it says otherwise. */
 #include <vmem.h>
 
+#define PYVMEM_WAIT_COUNTS 40 /* up to nine minutes */
+
 /* How far ahead of its request a growth may map; growth.py says why. Pages are per tensor. */
 struct pyvmem_runs {
   double fraction;  /* of a request's pages: the length of its next run */
@@ -42,6 +44,10 @@ struct pyvmem_columns {
   uint64_t surplus; /* pages of plain slots that are mapped and not granted */
 };
 
+struct pyvmem_wait { /* when it began */
+  uint64_t start_ns, driver_ns;
+};
+
 /* One growth; arrays of the slots that grow, room for all slots. */
 struct pyvmem_growth {
   uint32_t *slot;
@@ -55,6 +61,15 @@ struct pyvmem_growth {
   uint64_t lacking; /* pages that are not mapped */
   uint64_t added;   /* pages that are mapped beyond these, too: what the growth maps */
   uint64_t reused;  /* pages granted that are mapped */
+  struct pyvmem_wait wait;
+};
+
+/* Times that calls of the cache waited for the driver, or for GPU work. */
+struct pyvmem_waits {
+  uint64_t count, ns;
+  uint64_t last_ns;   /* of the last step alone */
+  uint64_t driver_ns; /* the driver's part */
+  uint64_t lengths[PYVMEM_WAIT_COUNTS]; /* item k: more than 2^(k-1) ns and at most 2^k; the last: all that were longer */
 };
 
 int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place,
@@ -65,5 +80,9 @@ uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint
 int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place,
                 const struct pyvmem_columns *columns, const uint64_t *needs, struct pyvmem_growth *growth,
                 struct vmem_op *ops);
-void pyvmem_commit(const struct pyvmem_place *place, struct pyvmem_columns *columns,
-                   const struct pyvmem_growth *growth);
+int pyvmem_extend(struct pyvmem_outcome *outcome, vmem_t vm, const struct pyvmem_place *place,
+                  struct pyvmem_columns *columns, struct pyvmem_growth *growth, const struct vmem_op *ops,
+                  struct pyvmem_waits *waits);
+void pyvmem_wait_add(struct pyvmem_waits *waits, uint64_t ns, uint64_t driver_ns);
+void pyvmem_wait_begin(struct pyvmem_wait *wait, vmem_t vm);
+void pyvmem_wait_end(struct pyvmem_waits *waits, const struct pyvmem_wait *wait, vmem_t vm);

@@ -36,8 +36,20 @@ _SPARSE = _native.constant("VMEM_RESERVE_SPARSE")
 _RESERVE_FORCE = _native.constant("VMEM_RESERVE_FORCE")
 _LARGE = _native.constant("VMEM_RESERVE_LARGE")
 _DIRTY = _native.constant("VMEM_CREATE_DIRTY")
+_LATE = _native.constant("VMEM_SUBMIT_LATE")
 
 _log = logging.getLogger(__name__)
+
+_opened: weakref.WeakSet[Context] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a forked child: no context that there is belongs to it."""
+    for context in list(_opened):
+        context.is_open = False
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class Context(AddressSpace):
@@ -85,6 +97,7 @@ class Context(AddressSpace):
         force: bool = False,
     ) -> None:
         self._closed = True
+        self.is_open = False
         if devices is not None and not devices:
             _native.fail(errno.EINVAL, "devices: an empty sequence names no device", op="vmem_open")
         ordinals = tuple(device_ordinal(one) for one in (devices or (device,)))
@@ -93,6 +106,8 @@ class Context(AddressSpace):
         self.handle = _native.open(backend, flags, ordinals, *sizes)
         self._closed = False
         self._pid = os.getpid()
+        self.is_open = True
+        _opened.add(self)
         self._lock = threading.Lock()
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
         self._events = KeptEvents()
@@ -103,6 +118,9 @@ class Context(AddressSpace):
         self.cuda_device: int | None = None if host else ordinals[0]
         _log_opened(backend, self._info)
 
+    is_open: bool
+    """Neither closed nor inherited through fork; only the context sets it."""
+
     cuda_device: int | None
     """CUDA ordinal that holds the pages; None on ``host``."""
 
@@ -110,11 +128,6 @@ class Context(AddressSpace):
     def info(self) -> ContextInfo:
         """What the context is; stays readable after `close`."""
         return self._info
-
-    @property
-    def is_open(self) -> bool:
-        """Neither closed nor inherited through fork."""
-        return not self._closed and self._pid == os.getpid()
 
     def stats(self) -> Stats:
         """Counters and present state."""
@@ -239,7 +252,11 @@ class Context(AddressSpace):
             pages._done = True
 
     def submit(
-        self, ops: OpBatch, after: Iterable[Any] = (), ticket: Ticket | None = None
+        self,
+        ops: OpBatch,
+        after: Iterable[Any] = (),
+        ticket: Ticket | None = None,
+        late: bool = False,
     ) -> Ticket:
         """The same on the worker thread, which waits for `after`; this call waits for nothing.
 
@@ -251,9 +268,13 @@ class Context(AddressSpace):
             after: as for `batch`.
             ticket: of this context and not used yet (``Ticket(context)``), for a caller who must
                 know it before the batch is under way; None: a new one.
+            late: the worker takes the pages, too, where the pool has as many, so that this call
+                costs the same however many they are. It checks the arguments alone; what is in the
+                way when the worker starts the batch, or short because others were faster, is the
+                ticket's failure.
 
         Raises:
-            OutOfMemory: now or never.
+            OutOfMemory: now or, but for `late`, never.
             TooManyBatches: too many unfinished batches.
             TooManyTickets: too many `Ticket` objects that live and were never waited for.
             NotGpuWork: something in `after` is none.
@@ -266,7 +287,8 @@ class Context(AddressSpace):
         ticket._consumed = consumed = list(ops._consumed)
         if keep:
             self._events.keep(ticket, keep)
-        _native.submit(self.handle, ops._array, len(ops), items, outcome=ticket._outcome)
+        flags = _LATE if late else 0
+        _native.submit(self.handle, ops._array, len(ops), items, flags, outcome=ticket._outcome)
         for pages in consumed:
             pages._done = True
         return ticket
@@ -316,11 +338,13 @@ class Context(AddressSpace):
                     bytes=live,
                 )
             self._closed = True  # from here on no new tensor
+            self.is_open = False
         outcome = Outcome()
         try:
             _native.close(self.handle, outcome=outcome)
         except BaseException:
             self._closed = outcome.happened
+            self.is_open = not self._closed and self._pid == os.getpid()
             raise
         self._events.clear()
 

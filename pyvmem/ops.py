@@ -20,9 +20,9 @@ __all__ = ["OpBatch"]
 _FIELDS: Final = (
     *("op", "flags", "addr", "bytes", "count", "stride"),
     *("handle", "offset", "location", "device", "page_size", "value"),
-    *("src", "src_stride", "src_bytes"),
+    *("src", "src_stride", "src_bytes", "offset_stride"),
 )
-_LAYOUT: Final = struct.Struct("=IIQQQQQQIiQQQQQ24x")  # the padding: `reserved`, zeros
+_LAYOUT: Final = struct.Struct("=IIQQQQQQIiQQQQQQ16x")  # the padding: `reserved`, zeros
 _PACK: Final = _LAYOUT.pack_into
 _SIZE: Final = _LAYOUT.size
 
@@ -43,7 +43,7 @@ _DEVICE: Final = int(Location.DEVICE)
 def _check_layout() -> None:
     """Compares `_LAYOUT` with what the compiler made of struct vmem_op."""
     fields = _native.ffi.typeof("struct vmem_op").fields[: len(_FIELDS)]
-    codes = _LAYOUT.format.lstrip("=").removesuffix("24x")
+    codes = _LAYOUT.format.lstrip("=").removesuffix("16x")
     offset = 0
     for code, name, (c_name, field) in zip(codes, _FIELDS, fields, strict=True):
         if name != c_name or offset != field.offset:
@@ -123,8 +123,9 @@ class OpBatch:
         readonly: bool = False,
         consume: bool = False,
         replace: bool = False,
+        offset_stride: int = 0,
     ) -> None:
-        """Piece i: ``addr + i * stride`` gets the pages at ``offset + i * size``.
+        """Piece i: ``addr + i * stride`` gets the pages at ``offset + i * offset_stride``.
 
         Args:
             addr: first address, a multiple of the pages' page size, like `size` and `offset`.
@@ -138,6 +139,7 @@ class OpBatch:
             replace: over what is mapped there, all of it, which loses its reference. `pages` must
                 have been mapped before. While they are replaced no GPU work may touch the range; on
                 ``uvm`` it may, unless a large page comes or goes (`vmem.h`, VMEM_OP_REPLACE).
+            offset_stride: bytes between the pieces' pages within `pages`; 0: `size`.
         """
         flags = (_READONLY if readonly else 0) | (_CONSUME if consume else 0)
         if replace:
@@ -149,9 +151,13 @@ class OpBatch:
             _PACK(
                 self._buffer, end,
                 _MAP, flags, addr, size, count, stride, pages.handle, offset, 0, 0, 0, 0, 0, 0, 0,
+                offset_stride,
             )  # fmt: skip
         except struct.error as error:
-            _bad_number(error, addr=addr, size=size, offset=offset, count=count, stride=stride)
+            _bad_number(
+                error, addr=addr, size=size, offset=offset, count=count, stride=stride,
+                offset_stride=offset_stride,
+            )  # fmt: skip
         self._end = end + _SIZE
         if consume:
             self._consumed.append(pages)
@@ -200,7 +206,7 @@ class OpBatch:
             _PACK(
                 self._buffer, end,
                 _POPULATE, flags, addr, size, count, stride, 0, 0, location, device, page_size, 0,
-                copy_from, copy_stride, copy_bytes,
+                copy_from, copy_stride, copy_bytes, 0,
             )  # fmt: skip
         except struct.error as error:
             _bad_number(
@@ -221,7 +227,7 @@ class OpBatch:
             _PACK(
                 self._buffer, end,
                 _UNMAP, _HOLES if holes else 0, addr, size, count, stride, 0, 0, 0, 0, 0, 0,
-                0, 0, 0,
+                0, 0, 0, 0,
             )  # fmt: skip
         except struct.error as error:
             _bad_number(error, addr=addr, size=size, count=count, stride=stride)
@@ -244,7 +250,7 @@ class OpBatch:
             _PACK(
                 self._buffer, end,
                 _FILL, _HOLES if holes else 0, addr, size, count, stride, 0, 0, 0, 0, 0, value,
-                0, 0, 0,
+                0, 0, 0, 0,
             )  # fmt: skip
         except struct.error as error:
             _bad_number(error, addr=addr, size=size, count=count, stride=stride, value=value)

@@ -44,7 +44,8 @@ class Pages:
     @property
     def handle(self) -> int:
         """libvmem's handle; 0: the call that makes it has not been made."""
-        return self._outcome.value
+        handle: int = self._outcome.cell.value
+        return handle
 
     @property
     def nbytes(self) -> int:
@@ -163,7 +164,8 @@ class Ticket:
     @property
     def handle(self) -> int:
         """libvmem's ticket; 0: the batch has not been submitted."""
-        return self._outcome.value
+        handle: int = self._outcome.cell.value
+        return handle
 
     @property
     def sent(self) -> bool:

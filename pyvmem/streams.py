@@ -30,8 +30,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pyvmem import _native
@@ -50,7 +49,9 @@ __all__ = [
     "check",
     "core_stream",
     "device_ordinal",
+    "has_cuda",
     "refuse_captured",
+    "refuse_captured_handle",
     "relaxed",
     "stream_handle",
     "torch_stream",
@@ -293,9 +294,23 @@ def stream_handle(stream: Any, device: int | None) -> int:
         return work.handle
     torch = sys.modules.get("torch")
     # Without torch, or with one for the CPU, there is no current stream but CUDA's own default.
-    if torch is None or not torch.cuda.is_available():
+    if torch is None or not has_cuda(torch):
         return 0
     return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+_with_cuda: Any = None  # the torch that was found to have CUDA, which asks the driver each time
+
+
+def has_cuda(torch: Any) -> bool:
+    """Whether a torch has a GPU; once it has, it is not asked again."""
+    global _with_cuda
+    if torch is _with_cuda:
+        return True
+    if not torch.cuda.is_available():
+        return False
+    _with_cuda = torch
+    return True
 
 
 def torch_stream(work: Work, device: int) -> Any:
@@ -334,33 +349,41 @@ def _driver() -> Any:
         return None
 
 
-@contextmanager
-def relaxed() -> Iterator[None]:
+class relaxed:
     """Lets this thread ask for events while a stream is captured, in this thread or another.
 
     In CUDA's default mode of capture cuEventQuery and cuEventSynchronize would break the capture.
     """
-    exchange = getattr(_driver(), "cuThreadExchangeStreamCaptureMode", None)
-    if exchange is None:
-        yield
-        return
-    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; gets the mode before
-    changed = exchange(ctypes.byref(mode)) == 0
-    try:
-        yield
-    finally:
-        if changed:
-            exchange(ctypes.byref(mode))
+
+    __slots__ = ("_changed", "_exchange", "_mode")
+
+    def __init__(self) -> None:
+        self._exchange: Any = getattr(_driver(), "cuThreadExchangeStreamCaptureMode", None)
+        self._changed = False
+
+    def __enter__(self) -> None:
+        if self._exchange is not None:
+            self._mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; gets the mode before
+            self._changed = self._exchange(ctypes.byref(self._mode)) == 0
+
+    def __exit__(self, *exc: object) -> None:
+        if self._changed:
+            self._exchange(ctypes.byref(self._mode))
 
 
 def refuse_captured(stream: Any, device: int) -> None:
     """Raises InvalidArgument for a stream that is being captured into a CUDA graph."""
+    if _driver() is not None:
+        refuse_captured_handle(stream_handle(stream, device))
+
+
+def refuse_captured_handle(handle: int) -> None:
+    """The same of a CUstream."""
     is_capturing = getattr(_driver(), "cuStreamIsCapturing", None)
     if is_capturing is None:
         return
     status = ctypes.c_int(0)
-    handle = ctypes.c_void_p(stream_handle(stream, device))
-    code = is_capturing(handle, ctypes.byref(status))
+    code = is_capturing(ctypes.c_void_p(handle), ctypes.byref(status))
     if (code == 0 and status.value) or code == 906:  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
         raise InvalidArgument(
             "the stream is being captured into a CUDA graph: name one that is not",

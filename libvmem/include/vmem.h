@@ -353,7 +353,7 @@ VMEM_API int vMemMap(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle handl
 VMEM_API int vMemUnmap(vmem_t vm, uint64_t addr, uint64_t bytes);
 
 enum vmem_op_kind {
-  VMEM_OP_MAP = 1,      /* piece i: addr + i x stride <- handle at offset + i x bytes */
+  VMEM_OP_MAP = 1,      /* piece i: addr + i x stride <- handle at offset + i x offset_stride */
   VMEM_OP_POPULATE = 2, /* new pages of page_size for every piece, owned by the mapping alone */
   VMEM_OP_UNMAP = 3,
   VMEM_OP_FILL = 4      /* write the byte `value` */
@@ -394,7 +394,8 @@ struct vmem_op {
   uint64_t src;        /* address of the first piece's contents */
   uint64_t src_stride; /* between those of the pieces; 0: all pieces hold the same */
   uint64_t src_bytes;  /* of one piece; 0 = bytes. What is beyond is zero */
-  uint64_t reserved[3]; /* 0, else -EINVAL: an array of these has no size field, so later fields lie here */
+  uint64_t offset_stride; /* MAP: between the pieces' pages in the handle, a multiple of the page size; 0 = bytes */
+  uint64_t reserved[2];   /* 0, else -EINVAL: an array of these has no size field, so later fields lie here */
 };
 
 /* GPU work that must be over before a batch changes anything. */
@@ -427,6 +428,7 @@ VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const st
                         size_t num_after, uint32_t flags);
 
 #define VMEM_SUBMIT_DETACHED (1u << 0) /* nobody will ask for the result: it is dropped when the batch is finished */
+#define VMEM_SUBMIT_LATE (1u << 1)     /* the worker takes the pages, where the pool has them: see vmem_submit */
 
 /* The same on the worker thread. Everything is checked, and the pages are taken from the pool, before
  * the call returns: -ENOMEM comes now or never, and so do -EAGAIN (VMEM_MAX_PENDING unfinished batches) and
@@ -434,7 +436,10 @@ VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const st
  * other calls. Batches start in order, but one that waits, for GPU work, for a fill of an earlier batch, or with its
  * unmaps for its own fills, lets later ones pass: one that never ends holds up only what needs its ranges.
  * The result is kept until vmem_ticket_drop, after any number of later batches. flags: VMEM_SUBMIT_*. With
- * VMEM_SUBMIT_DETACHED there is no result, `ticket` may be NULL and is set to 0 otherwise. */
+ * VMEM_SUBMIT_DETACHED there is no result, `ticket` may be NULL and is set to 0 otherwise. With VMEM_SUBMIT_LATE, where
+ * the pool has enough pages, the call costs the same however many they are: it checks the arguments alone. The pages are
+ * taken, and the ranges become -EBUSY for others, when the worker starts the batch, as if vmem_submit had been called
+ * then: what is in the way, or short because others were faster, is the batch's result. */
 VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after,
                          size_t num_after, uint32_t flags, vmem_ticket *ticket);
 

@@ -4,7 +4,7 @@
 found = columns.scan(lengths)           # who lacks pages for these lengths
 columns.plan(runs, array)               # the map calls for them, where that is all there is to do
 grown = columns.grown()                 # what the plan comes to, as lists
-columns.commit()                        # the arrays as they are once it is done
+columns.run(vm, array, outcome, waits)  # makes them; the arrays are as they are then
 """
 
 from __future__ import annotations
@@ -13,9 +13,39 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from pyvmem._native.boundary import last_error
+from pyvmem._native.outcome import Outcome
 from pyvmem._vmem import ffi, lib
 
-__all__ = ["Columns", "Grown"]
+__all__ = ["Columns", "Grown", "Waits"]
+
+
+class Waits:
+    """How often and how long a cache's calls waited; C adds to it.
+
+    Attributes:
+        struct: ``struct pyvmem_waits``.
+    """
+
+    __slots__ = ("struct",)
+
+    def __init__(self) -> None:
+        self.struct: Any = ffi.new("struct pyvmem_waits *")
+
+    @staticmethod
+    def begin(vm: int) -> Any:
+        """A wait that begins now."""
+        wait = ffi.new("struct pyvmem_wait *")
+        lib.pyvmem_wait_begin(wait, vm)
+        return wait
+
+    def add(self, ns: int, driver_ns: int) -> None:
+        """Counts a wait of so long, and of the driver's time meanwhile."""
+        lib.pyvmem_wait_add(self.struct, ns, driver_ns)
+
+    def end(self, wait: Any, vm: int) -> None:
+        """Counts a wait that ends now, and the driver's time meanwhile."""
+        lib.pyvmem_wait_end(self.struct, wait, vm)
 
 
 class Grown(NamedTuple):
@@ -28,6 +58,7 @@ class Grown(NamedTuple):
         ops: operations written.
         added: pages per tensor that the growth maps, all slots together.
         reused: those that are granted and were mapped already.
+        granting: those that are granted.
     """
 
     slots: list[int]
@@ -39,6 +70,7 @@ class Grown(NamedTuple):
     ops: int
     added: int
     reused: int
+    granting: int
 
 
 class Columns:
@@ -148,17 +180,29 @@ class Columns:
             growth.ops,
             growth.added,
             growth.reused,
+            growth.lacking + growth.reused,
         )
 
-    def commit(self) -> None:
-        """Notes that the planned growth is mapped and granted."""
-        lib.pyvmem_commit(self.place, self._at, self._growth)
+    def run(self, vm: int, ops: Any, outcome: Outcome, waits: Waits) -> None:
+        """Makes the planned map calls, and notes what is mapped and granted then.
+
+        Raises:
+            VMemError: the batch failed; nothing changed.
+        """
+        growth = self._growth
+        code = lib.pyvmem_extend(outcome.cell, vm, self.place, self._at, growth, ops, waits.struct)
+        if code:
+            error = last_error(code, "vmem_batch")
+            lib.pyvmem_wait_end(waits.struct, ffi.addressof(growth, "wait"), vm)
+            raise error
 
     def goals(self, pages: Sequence[int], mapped: Sequence[int], heads: Sequence[int]) -> list[int]:
         """Pages to map for requests that shall have so many; `plan` chooses the same."""
         goals = ffi.new("uint64_t[]", len(pages))
-        arrays = [ffi.new("uint64_t[]", one) for one in (pages, mapped, heads)]
-        lib.pyvmem_goals(self.runs, len(pages), *arrays, goals)
+        new = ffi.new
+        at_pages, at_mapped = new("uint64_t[]", pages), new("uint64_t[]", mapped)
+        at_heads = new("uint64_t[]", heads)
+        lib.pyvmem_goals(self.runs, len(pages), at_pages, at_mapped, at_heads, goals)
         found: list[int] = ffi.unpack(goals, len(pages))
         return found
 

@@ -7,7 +7,7 @@ import errno as _errno
 from typing import Any
 
 from pyvmem._native.boundary import call, last_error
-from pyvmem._native.outcome import Outcome, cell_of
+from pyvmem._native.outcome import Outcome
 from pyvmem._vmem import ffi, lib
 
 __all__ = [
@@ -69,7 +69,10 @@ def batch(
     outcome: Outcome | None = None,
 ) -> None:
     """Runs operations as one, in the calling thread."""
-    call(lib.pyvmem_batch, cell_of(outcome), vm, ops, count, after[0], after[1], 0)
+    made = outcome or Outcome()
+    code = lib.pyvmem_batch(made.cell, vm, ops, count, after[0], after[1], 0)
+    if code != 0:
+        raise last_error(code, "vmem_batch")
 
 
 def submit(
@@ -77,12 +80,13 @@ def submit(
     ops: Any,
     count: int,
     after: tuple[Any, int] = AFTER_NONE,
+    flags: int = 0,
     *,
     outcome: Outcome | None = None,
 ) -> int:
     """Gives operations to the worker; returns the ticket, which is kept until `ticket_drop`."""
     made = outcome or Outcome()
-    code = lib.pyvmem_submit(made.cell, vm, ops, count, after[0], after[1], 0)
+    code = lib.pyvmem_submit(made.cell, vm, ops, count, after[0], after[1], flags)
     if code != 0:
         raise last_error(code, "vmem_submit")
     return made.value

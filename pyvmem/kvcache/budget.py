@@ -335,7 +335,7 @@ class Budget:
             reclaimer, counters = share.reclaimer, share.reclaimer.counters
             pages = share.pager.active_pages + reclaimer.shared.used
             found["in_use"] += pages * share.layout.num_tensors * share.layout.page_size
-            found["waits"] += counters.waits
+            found["waits"] += counters.waits.struct.count
             found["hits"] += counters.hit_tokens
             found["queries"] += counters.query_tokens
             used += share.used

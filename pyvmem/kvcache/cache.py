@@ -354,16 +354,18 @@ class KVCache(Closing):
             slot. VMemError: the driver failed, now or in a batch that an earlier call began in the
                 background; that was undone, the cache is consistent, and the call may be repeated.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             return manager.step(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Begins to map, in the background, what `step` will ask for with the same numbers.
 
-        The physical pages are taken before this returns, so shortage is known at once. Waits only
-        where memory is short and pages of no owner must come back first. A slot that GPU work of an
-        earlier owner holds up is left to the `step`.
+        The physical pages are promised before this returns, so shortage is known at once. (Of a
+        context shared with others, who may take them first, the `step` may still have to say -1.)
+        Waits only where memory is short and pages of no owner must come back first. A slot that GPU
+        work of an earlier owner holds up is left to the `step`.
 
         Args:
             seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does
@@ -376,7 +378,8 @@ class KVCache(Closing):
         Raises:
             InvalidArgument: as in `step`. A failure in the background is raised by the next `step`.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             return manager.step_async(self._open(), seq_lens)
 

@@ -17,7 +17,9 @@ from pyvmem.streams import (
     FdEvent,
     Kind,
     core_stream,
+    has_cuda,
     refuse_captured,
+    refuse_captured_handle,
     relaxed,
     torch_stream,
     work_of,
@@ -74,21 +76,22 @@ def record(stream: Any, device: int | None) -> Any:
         return stream.record()
     import torch
 
-    if not torch.cuda.is_available() and work.kind is Kind.CURRENT:
+    if work.kind is Kind.CURRENT and not has_cuda(torch):
         return None  # a torch for the CPU has no GPU work
-    refuse_captured(stream, device)
-    return torch_stream(work, device).record_event()
+    found = torch_stream(work, device)
+    refuse_captured_handle(found.cuda_stream)
+    return found.record_event()
 
 
 def is_over(event: Any) -> bool:
     """Whether the work of what `record` returned is over."""
-    work = work_of(event, "event")
-    if work.kind is Kind.FD:
+    if isinstance(event, FdEvent):
         poll = select.poll()
-        poll.register(work.handle, select.POLLIN)
+        poll.register(work_of(event, "event").handle, select.POLLIN)
         return bool(poll.poll(0))
+    query = getattr(event, "query", None)  # torch's; cuda.core's has none
     with relaxed():
-        return bool(event.query() if work.library == "torch" else event.is_done)
+        return bool(event.is_done if query is None else query())
 
 
 def prune(events: list[Any]) -> list[Any]:

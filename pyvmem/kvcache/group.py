@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from pyvmem._native import Outcome
 from pyvmem.context import Context
 from pyvmem.errors import (
-    InvalidArgument,
     NotRecoverable,
     OutOfMemory,
     TooManyBatches,
@@ -25,7 +24,7 @@ from pyvmem.kvcache.budget import available_bytes
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import prune, record
 from pyvmem.kvcache.growth import Pager, Source
-from pyvmem.kvcache.journal import Journal
+from pyvmem.kvcache.journal import Journal, put
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.mapper import Mapper, Scratch
 from pyvmem.kvcache.metrics import Counters
@@ -139,12 +138,14 @@ class Group:
 
     Attributes:
         used_tokens: the sum of `rows`.
+        token_bytes, page_bytes: of a token's rows, and of a page, in all tensors.
         clock: steps so far.
         mover: other pages under the same addresses.
         prefixes: recorded ones, of this group and others with the same requests.
         place: the group's place among these.
         promoter: None: there are no large pages.
         window: what slides; None: every row is kept.
+        moves_on: one of these has something to do after a step.
         untidy: `tidy` is to be called by the next step.
     """
 
@@ -190,6 +191,8 @@ class Group:
         self.clock = 0
         self.untidy = config.reclaim_steps > 0
         self.token_bytes = layout.row_bytes * layout.num_tensors
+        self.page_bytes = layout.page_size * layout.num_tensors
+        self.moves_on = self.window is not None or self.promoter is not None
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._prepared: Slot | None = None
         journal.keep_list(journal.books)
@@ -218,59 +221,16 @@ class Group:
 
     def owns(self, held: object) -> bool:
         """See `Books.owns`."""
-        blocks = self.reclaimer.shared.blocks
-        return (
-            held is self.parts.reservation
-            or self.scratch.owns(held)
-            or self.mover.owns(held)
-            or any(held is block.handle for block in blocks)
-        )
+        for block in self.reclaimer.shared.blocks:
+            if held is block.handle:
+                return True
+        return held is self.parts.reservation or self.scratch.owns(held) or self.mover.owns(held)
 
     def failed(self, error: VMemError) -> None:
         """See `Books.failed`."""
         self.reclaimer.errors.append(error)
 
     # ---- numbers from outside --------------------------------------------------------------------
-
-    def scan(self, seq_lens: Sequence[int]) -> tuple[array[int], int, list[int]]:
-        """What a step to these numbers comes to.
-
-        A number below the rows held, 0 among them, asks for nothing: the rows stay.
-
-        Returns:
-            The rows that every slot holds afterwards, their sum, and the slots that lack pages for
-            theirs.
-        """
-        lens = seq_lens if type(seq_lens) is list else list(seq_lens)
-        count = len(self.table)
-        if len(lens) != count:
-            raise invalid(
-                f"seq_lens has {len(lens)} entries; the cache has {count} slots", limit=count
-            )
-        columns = self.table.index.columns
-        found = columns.scan(lens)
-        if isinstance(found, int):
-            try:  # numpy's or torch's integers, or what is no number of tokens
-                lens = [operator.index(value) for value in lens]
-            except TypeError:
-                raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
-            found = columns.scan(lens)
-        if isinstance(found, int):
-            raise self._bad_length(found % count, lens[found % count])
-        return found
-
-    def wants(self, short: list[int]) -> list[tuple[Slot, int]]:
-        """The slots that the last `scan` found, and the pages per tensor that each needs."""
-        slots, needs, pages_for = self.table.slots, self.table.columns.needs, self.layout.pages_for
-        return [(slots[index], pages_for(needs[index])) for index in short]
-
-    def _bad_length(self, index: int, length: int) -> InvalidArgument:
-        """The error for a number that no slot can hold, or a free one."""
-        longest = self.config.max_seq_len
-        if 0 <= length <= longest:
-            return invalid(f"seq_lens[{index}] is {length}, but reqid {index} is not taken")
-        bound = "it must not be negative" if length < 0 else f"max_seq_len is {longest}"
-        return invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
 
     def slot(self, reqid: int) -> Slot:
         """The slot of a taken reqid."""
@@ -334,7 +294,8 @@ class Group:
             self.window.forget(slot)
         if slot.shared and not slot.stale:
             self.reclaimer.shared.unuse(slot.span)
-        self.prefixes.unpin(slot)
+        if slot.pins:
+            self.prefixes.unpin(slot)
         self.table.give_back(slot, event, self.clock)
         self.reclaimer.own_away = None
         self.enter(slot, 0)
@@ -343,10 +304,13 @@ class Group:
 
     def enter(self, slot: Slot, length: int) -> None:
         """Notes that a slot holds so many rows, whatever `step` said."""
-        rows, index = self.rows, slot.index
-        self.journal.keep(self, "used_tokens")
-        self.journal.undo(rows.__setitem__, index, rows[index])
-        self.used_tokens += length - rows[index]
+        rows, index = self.pager.columns.held, slot.index
+        before = rows[index]
+        self.journal.entries += (
+            (put, self, "used_tokens", self.used_tokens),
+            (rows.__setitem__, index, before),
+        )
+        self.used_tokens += length - before
         rows[index] = length
 
     def disown_beyond(self, slot: Slot, length: int, event: Any) -> None:
@@ -427,9 +391,8 @@ class Group:
 
     def note_peaks(self) -> None:
         """Keeps the highest use and waste so far."""
-        used = self.used_bytes
+        used, counters = self.used_bytes, self.counters
         wasted = self.active_pages * self.layout.page_size - used
-        counters = self.counters
         if used > counters.peak_used:
             counters.peak_used = used
         if wasted > counters.peak_wasted:
@@ -454,7 +417,6 @@ class Group:
                     self.table.take(slot)
                     self.reclaimer.shared.hold(span)
                     self.reclaimer.shared.use(span)
-                    slot.dirty = 0
                     self.pager.lend(slot, span)
                 if span.pages:
                     change.run(self.sharing.mapping(slots, span, pieces))
@@ -526,10 +488,11 @@ class Group:
         layout = self.layout
         size = block.kind.unit * layout.page_size
         addresses = self.scratch.take(size * layout.num_tensors)
-        ops = OpBatch(layout.num_tensors)
-        for tensor in range(layout.num_tensors):
-            offset = (tensor * block.pages + page) * layout.page_size
-            ops.map(addresses.addr + tensor * size, size, block.handle, offset, readonly=True)
+        ops = OpBatch(1)
+        ops.map(
+            addresses.addr, size, block.handle, page * layout.page_size, layout.num_tensors, size,
+            readonly=True, offset_stride=block.pages * layout.page_size,
+        )  # fmt: skip
         try:
             self.mapper.run(ops)
         except VMemError:
@@ -580,7 +543,6 @@ class Group:
                 self.table.take(slot)
                 self.reclaimer.shared.hold(more)
                 self.reclaimer.shared.use(span)
-                slot.dirty = 0
                 self.pager.lend(slot, span)
                 if more.pages:
                     change.run(self.sharing.mapping([slot], more, [], have))
@@ -598,7 +560,8 @@ class Group:
 
     def tidy(self) -> None:
         """Begins to unmap what policy does not keep: see `KVCacheConfig`."""
-        self.reclaimer.poll()
+        if self.reclaimer.cuts:
+            self.reclaimer.poll()
         config = self.config
         stale = not self.reclaimer.release_stale()
         if config.reclaim_steps or not config.deferred_reclaim:

@@ -27,13 +27,25 @@ from __future__ import annotations
 
 import errno
 import logging
+import operator
+from array import array
 from collections.abc import Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem import _native
-from pyvmem.errors import Busy, NotRecoverable, OutOfMemory, TooManyMappings, VMemError
+from pyvmem._native import Outcome
+from pyvmem.errors import (
+    Busy,
+    InvalidArgument,
+    NotRecoverable,
+    OutOfMemory,
+    TooManyMappings,
+    VMemError,
+)
 from pyvmem.info import Caps
-from pyvmem.kvcache.config import KVCacheConfig
+from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import (
     is_over,
     order_after,
@@ -42,13 +54,14 @@ from pyvmem.kvcache.events import (
     wait_for,
     wait_for_device,
 )
-from pyvmem.kvcache.journal import Book, put_all
+from pyvmem.kvcache.journal import Book, drain, put, put_all
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.moves import Mover
 from pyvmem.kvcache.pages import DEVICE, Kind, Span
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Cut, Growth, Piece, Slot
 from pyvmem.ops import OpBatch
+from pyvmem.pages import Ticket
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -240,81 +253,147 @@ class Pager(Book):
         self.growths: list[Growth] = []
         self.active_pages = 0
         self._planner = Planner(self.base, self.layout, slots, zero_fill=config.zero_fill)
+        self._ops = self._planner.mapping.array
         self.layout.describe(columns.place, self.base)
         columns.place.op_flags = _SPREAD if config.zero_fill else _SPREAD | _DIRTY
         self._large = Kind(self.layout.large_pages, DEVICE)
+        self._outcome = Outcome()  # of `extend`, of which a call makes one
+
+    # ---- numbers from outside --------------------------------------------------------------------
+
+    def scan(self, seq_lens: Sequence[int]) -> tuple[array[int], int, list[int]]:
+        """What a step to these numbers comes to.
+
+        A number below the rows held, 0 among them, asks for nothing: the rows stay.
+
+        Returns:
+            The rows that every slot holds afterwards, their sum, and the slots that lack pages for
+            theirs.
+        """
+        table = self.reclaimer.table
+        lens = seq_lens if type(seq_lens) is list else list(seq_lens)
+        count = len(table.slots)
+        if len(lens) != count:
+            raise invalid(
+                f"seq_lens has {len(lens)} entries; the cache has {count} slots", limit=count
+            )
+        columns = table.index.columns if table.touched else self.columns
+        found = columns.scan(lens)
+        if isinstance(found, int):
+            try:  # numpy's or torch's integers, or what is no number of tokens
+                lens = [operator.index(value) for value in lens]
+            except TypeError:
+                raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
+            found = columns.scan(lens)
+        if isinstance(found, int):
+            raise self._bad_length(found % count, lens[found % count])
+        return found
+
+    def wants(self, short: list[int]) -> list[tuple[Slot, int]]:
+        """The slots that the last `scan` found, and the pages per tensor that each needs."""
+        slots, pages_for = self.reclaimer.table.slots, self.layout.pages_for
+        needs = self.columns.needs
+        return [(slots[index], pages_for(needs[index])) for index in short]
+
+    def _bad_length(self, index: int, length: int) -> InvalidArgument:
+        """The error for a number that no slot can hold, or a free one."""
+        longest = self.layout.max_rows
+        if 0 <= length <= longest:
+            return invalid(f"seq_lens[{index}] is {length}, but reqid {index} is not taken")
+        bound = "it must not be negative" if length < 0 else f"max_seq_len is {longest}"
+        return invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
 
     # ---- requests ------------------------------------------------------------------------------
 
     def extend(self, *, background: bool) -> bool:
         """Grows the slots that the last scan found, where that takes one map call and no more.
 
-        In the background it is begun, else it is done when this returns.
+        In the background it is begun, else it is done when this returns. This is what most steps
+        come to, so it is not put together from the transactions of mapper.py: planned in C, written
+        into the books, and run in C, which says in one go that it happened.
 
         Returns:
             False where there is more to it, or something is short: see `grow`. Nothing changed.
         """
         if self.layout.large_pages:
             return False
-        reclaimer, table = self.reclaimer, self.reclaimer.table
+        reclaimer, columns, mapping = self.reclaimer, self.columns, self._planner.mapping
         self.runs.look()
-        mapping = self._planner.mapping
-        grown = table.index.columns.plan(mapping.array)
+        grown = columns.plan(self._ops)
         if grown is None:
             return False
-        mapping.wrote(grown.ops)
         tensors = self.layout.num_tensors
-        slots = list(map(table.slots.__getitem__, grown.slots))
+        slots = list(map(reclaimer.table.slots.__getitem__, grown.slots))
+        entries, mark = self.journal.entries, len(self.journal.entries)
+        held = reclaimer.held
         try:
             if background and grown.ops:
-                self._begin_extending(slots, grown)
+                mapping.wrote(grown.ops)
+                ticket = Ticket(self.mapper.context)
+                job = self._job(slots, grown, ticket)
+                entries.append((self._unbegin, job, grown, held))
+                drain(map(put, slots, repeat("mapped"), grown.goals))
+                drain(map(put, slots, repeat("job"), repeat(job)))
+                put(reclaimer, "held", held + job.new_pages)
+                self.growths.append(job)
+                reclaimer.table.touched.update(slots)
+                entries.append(ticket._outcome)
+                self.mapper.context.submit(mapping, (), ticket, late=True)
+                self.runs.grown(job.pieces)
             else:
-                self._extend(slots, grown)
-        except NotRecoverable:
-            reclaimer.condemn(list(zip(slots, grown.mapped, grown.goals, strict=True)))
+                outcome = self._outcome
+                outcome.cell.called = 0
+                entries.append((self._shorten, slots, grown, self.active_pages, held))
+                drain(map(put, slots, repeat("mapped"), grown.goals))
+                drain(map(put, slots, repeat("granted"), grown.pages))
+                put(self, "active_pages", self.active_pages + grown.granting)
+                put(reclaimer, "held", held + grown.added * tensors)
+                entries.append(outcome)
+                columns.run(self.mapper.context.handle, self._ops, outcome, self.counters.waits)
+        except VMemError as error:
+            self.journal.rollback(mark)
+            if isinstance(error, NotRecoverable):
+                reclaimer.condemn(list(zip(slots, grown.mapped, grown.goals, strict=True)))
+            elif isinstance(error, (OutOfMemory, TooManyMappings)):
+                return False
             raise
-        except (OutOfMemory, TooManyMappings):
-            return False
         counters = self.counters
         counters.grown += grown.added * tensors
         counters.reused += grown.reused * tensors
-        counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
+        if reclaimer.held > counters.peak_mapped:
+            counters.peak_mapped = reclaimer.held
         return True
 
-    def _extend(self, slots: list[Slot], grown: _native.Grown) -> None:
-        """Maps what is planned and grants it."""
-        with self.mapper.transaction() as change:
-            self.journal.undo(self._shorten, slots, grown)
-            put_all(slots, "mapped", grown.goals)
-            put_all(slots, "granted", grown.pages)
-            self.columns.commit()
-            self.active_pages += sum(grown.pages) - sum(grown.granted)
-            if grown.ops:
-                self.reclaimer.held += grown.added * self.layout.num_tensors
-                with self.counters.waiting():
-                    change.run(self._planner.mapping)
-
-    def _shorten(self, slots: list[Slot], grown: _native.Grown) -> None:
-        """Undoes `_extend`; the columns are made anew after an undo."""
+    def _shorten(self, slots: list[Slot], grown: _native.Grown, active: int, held: int) -> None:
+        """Undoes `extend`; the columns are made anew after an undo."""
         put_all(slots, "mapped", grown.mapped)
         put_all(slots, "granted", grown.granted)
+        put(self, "active_pages", active)
+        put(self.reclaimer, "held", held)
         for index, capacity in zip(grown.slots, grown.capacity, strict=True):
             self.capacity[index] = capacity
 
-    def _begin_extending(self, slots: list[Slot], grown: _native.Grown) -> None:
-        """Has the worker map what is planned; `settle` grants it."""
-        job = Growth(slots)
-        pieces = zip(slots, grown.mapped, grown.goals, strict=True)
-        job.pieces = [piece for piece in pieces if piece[2] > piece[1]]
-        owners = [slot.owner for slot in slots]
-        job.grants = list(zip(slots, owners, grown.pages, strict=True))
-        job.new_pages = grown.added * self.layout.num_tensors
-        job.reused_pages = grown.reused * self.layout.num_tensors
-        with self.mapper.transaction() as change:
-            job.mapping = change.ticket
-            self._begin(job)
-            change.submit(self._planner.mapping)
-        self.runs.grown(job.pieces)
+    def _job(self, slots: list[Slot], grown: _native.Grown, ticket: Ticket) -> Growth:
+        """The growth that `extend` begins; `settle` grants its pages."""
+        pieces = list(zip(slots, grown.mapped, grown.goals, strict=True))
+        if grown.ops < len(slots):
+            pieces = [piece for piece in pieces if piece[2] > piece[1]]
+        owners = map(attrgetter("owner"), slots)
+        return Growth(
+            slots,
+            pieces,
+            grants=list(zip(slots, owners, grown.pages, strict=True)),
+            mapping=ticket,
+            new_pages=grown.added * self.layout.num_tensors,
+            reused_pages=grown.reused * self.layout.num_tensors,
+        )
+
+    def _unbegin(self, job: Growth, grown: _native.Grown, held: int) -> None:
+        """Undoes what `extend` began."""
+        put_all(job.slots, "mapped", grown.mapped)
+        put_all(job.slots, "job", [None] * len(job.slots))
+        put(self.reclaimer, "held", held)
+        self.growths[:] = [one for one in self.growths if one is not job]
 
     def grow(
         self,
@@ -414,7 +493,7 @@ class Pager(Book):
             else:
                 with self.counters.waiting():
                     error = self._complete(job, stream, whole)
-            first = first or error
+            first = first or self._failure(error)
         if first is not None:
             raise first
 
@@ -450,7 +529,7 @@ class Pager(Book):
             job = slot.job
             with self.counters.waiting():
                 error = self._complete(job, None, whole=True)
-            if error is not None:
+            if (error := self._failure(error)) is not None:
                 raise error
         if slot.stale:
             self.reclaimer.cut(slot, 0, now=True)
@@ -479,7 +558,7 @@ class Pager(Book):
         for job in [job for job in self.growths if not job.awaited]:
             with self.counters.waiting():
                 error = self._complete(job, None, whole=True)
-            if error is not None:
+            if (error := self._failure(error)) is not None:
                 self.reclaimer.errors.append(error)
 
     def can_have(self, pages: int, keep: Mapping[Slot, int]) -> bool:
@@ -565,7 +644,7 @@ class Pager(Book):
                         job.mapping = change.ticket if background else None
                         self._begin(job, granted=not wait_to_grant)
                         if background:
-                            change.submit(mapping)
+                            change.submit(mapping, late=True)
                         else:
                             with self.counters.waiting():
                                 change.run(mapping)
@@ -659,9 +738,19 @@ class Pager(Book):
     def poll(self) -> None:
         """Notes which growths that no owner waits for are finished."""
         for job in [job for job in self.growths if not job.awaited and job.done()]:
-            error = self._complete(job, None, whole=True)
+            error = self._failure(self._complete(job, None, whole=True))
             if error is not None:
                 self.reclaimer.errors.append(error)
+
+    def _failure(self, error: VMemError | None) -> VMemError | None:
+        """What a caller is to be told of how a growth ended.
+
+        One in the background takes its pages late, so others of its context may have been faster.
+        It was undone, and whoever needs the pages finds that by itself. Not on ranks: the others
+        have theirs.
+        """
+        short = isinstance(error, OutOfMemory) and not self.reclaimer.table.lockstep
+        return None if short else error
 
     def grant(self, slot: Slot, pages: int) -> None:
         """Makes pages that are mapped the owner's."""
@@ -705,8 +794,7 @@ class Pager(Book):
 
     def lend(self, slot: Slot, span: Span) -> None:
         """Grants an empty slot shared pages, which are mapped there."""
-        slot.span = span
-        slot.mapped = slot.granted = span.pages
+        slot.change(span=span, mapped=span.pages, granted=span.pages, dirty=0)
         slot.places.put_all(span.stretches())
         self._set_capacity(slot, span.pages)
 
@@ -768,6 +856,7 @@ class Runs:
 
     Attributes:
         limit: mappings that the context may have; 0: any number.
+        joins: `step` is to be called.
     """
 
     def __init__(
@@ -785,6 +874,7 @@ class Runs:
         self._fraction = config.growth_fraction
         self._join_at = int(config.join_at * self.limit)
         self._joins = Caps.CONSOLIDATE in self._context.info.caps
+        self.joins = self._joins and self._join_at > 0
         self._chunk = max(1, _RUN_BYTES // layout.page_size)
         # A large page cannot be given back in part: at most half of one is surplus.
         self._longest = min(self._chunk, layout.large_pages // 2 or self._chunk)
@@ -817,12 +907,14 @@ class Runs:
 
     def look(self) -> None:
         """Tells `Columns.plan` what there is, for the growth that comes next."""
-        runs, table = self._columns.runs, self._table
-        runs.free = max(0, self._reclaimer.free) // self._layout.num_tensors
+        runs, table, reclaimer = self._columns.runs, self._table, self._reclaimer
+        free = reclaimer.limit - reclaimer.held if reclaimer.share is None else reclaimer.free
+        runs.free = free // self._layout.num_tensors if free > 0 else 0
         if runs.longest == 1:
             return
         if self._changes != table.changes:
-            self._active, self._changes = len(table) - len(table.free), table.changes
+            columns = table.index.columns if table.touched else self._columns
+            self._active, self._changes = columns.active.count(1), table.changes
         used = self.used if self.limit else 0
         crowded = self.limit and used * _CROWDED >= self.limit
         runs.active = self._active
@@ -835,20 +927,24 @@ class Runs:
             return None
         self.look()
         # What is mapped for nobody does not run ahead.
-        idle = sum(max(0, pages - slot.mapped) for slot, pages in want if not slot.active)
+        idle, places = 0, []
+        needs, mapped, heads, goals = [], [], [], []
+        for place, (slot, pages) in enumerate(want):
+            goals.append(pages)
+            if slot.active:
+                places.append(place)
+                needs.append(pages)
+                mapped.append(slot.mapped)
+                heads.append(slot.head)
+            elif pages > slot.mapped:
+                idle += pages - slot.mapped
         runs.free -= min(runs.free, idle)
-        places = [place for place, (slot, _) in enumerate(want) if slot.active]
-        growing = [want[place] for place in places]
-        found = self._columns.goals(
-            [pages for _, pages in growing],
-            [slot.mapped for slot, _ in growing],
-            [slot.head for slot, _ in growing],
-        )
-        goals = [pages for _, pages in want]
+        found = self._columns.goals(needs, mapped, heads)
+        if found == needs:
+            return None
         for place, goal in zip(places, found, strict=True):
             goals[place] = goal
-        longer = any(goal > pages for goal, (_, pages) in zip(goals, want, strict=True))
-        return goals if longer else None
+        return goals
 
     def grown(self, pieces: Sequence[Piece]) -> None:
         """Notes new pages."""
@@ -874,7 +970,7 @@ class Runs:
         for slot in self._table:
             calls = min(self._calls[slot.index], slot.mapped)
             if slot.active:
-                calls = max(0, calls - self._pieces(slot)) if self._joins and self._join_at else 0
+                calls = max(0, calls - self._pieces(slot)) if self.joins else 0
             found += calls
         return found * self._layout.num_tensors
 
@@ -888,12 +984,12 @@ class Runs:
     def step(self, stream: Any) -> None:
         """Joins what makes the most room, where too many mappings are used; a part in each step."""
         self._stream = stream
-        if self._join_at and self._joins and self.used > self._join_at < self._count():
+        if self.used > self._join_at < self._count():
             self._join(self._used - self._join_at + self.limit // 16, _JOINS)
 
     def relieve(self) -> bool:
         """Joins all that can be joined, now; whether there are fewer mappings."""
-        if not self._join_at or not self._joins:
+        if not self.joins:
             return False
         before = self._count()
         self._join(before, before)

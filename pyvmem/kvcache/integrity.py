@@ -75,6 +75,7 @@ def stats(group: Group) -> CacheStats:
     active_pages, used = group.active_pages, group.used_bytes
     states = [_state(slot) for slot in group.table]
     calls, ns = counters.driver()
+    waits = counters.waits.struct
     return CacheStats(
         total_pages=reclaimer.free + reclaimer.held,
         free_pages=reclaimer.free,
@@ -118,14 +119,14 @@ def stats(group: Group) -> CacheStats:
         prefix_hits=counters.hits,
         prefix_hit_tokens=counters.hit_tokens,
         prefix_resumed=counters.resumed,
-        waits=counters.waits,
-        wait_ns=counters.wait_ns,
-        wait_counts=tuple(counters.wait_counts),
-        last_wait_ns=counters.last_wait_ns,
+        waits=waits.count,
+        wait_ns=waits.ns,
+        wait_counts=tuple(waits.lengths),
+        last_wait_ns=waits.last_ns,
         driver_calls=calls,
         driver_ns=ns,
-        critical_driver_ns=counters.critical_driver_ns,
-        background_driver_ns=max(0, ns - counters.critical_driver_ns),
+        critical_driver_ns=waits.driver_ns,
+        background_driver_ns=max(0, ns - waits.driver_ns),
     )
 
 

@@ -36,9 +36,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["Book", "Books", "Journal", "Watched", "put_all"]
+__all__ = ["Book", "Books", "Journal", "Watched", "drain", "put", "put_all"]
 
-_put: Final = object.__setattr__
+put: Final = object.__setattr__
+"""Sets an attribute past a journal."""
+
+drain: Final = deque[Any](maxlen=0).extend
+"""Runs an iterator to its end."""
 
 
 class Book:
@@ -55,12 +59,12 @@ class Book:
     def _with(cls, log: list[Any]) -> Self:
         """An object without any other attribute yet."""
         self = object.__new__(cls)
-        _put(self, "_log", log)
+        put(self, "_log", log)
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._log.append((_put, self, name, getattr(self, name, None)))
-        _put(self, name, value)
+        self._log.append((put, self, name, getattr(self, name, None)))
+        put(self, name, value)
 
 
 class Watched(Book):
@@ -76,13 +80,21 @@ class Watched(Book):
 
     def _watch(self, changed: set[Any]) -> None:
         """Names the set; before any attribute is set."""
-        _put(self, "_changed", changed)
+        put(self, "_changed", changed)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._log.append((_put, self, name, getattr(self, name, None)))
+        self._log.append((put, self, name, getattr(self, name, None)))
         if name not in self._unwatched:
             self._changed.add(self)
-        _put(self, name, value)
+        put(self, name, value)
+
+    def change(self, **values: Any) -> None:
+        """Sets several attributes, as assigning to each of them would."""
+        log = self._log
+        self._changed.add(self)
+        for name, value in values.items():
+            log.append((put, self, name, getattr(self, name)))
+            put(self, name, value)
 
 
 class Made(Protocol):
@@ -148,7 +160,7 @@ class Journal:
     def keep(self, owner: Any, *names: str) -> None:
         """Notes attributes of an object that is no `Book`, before they are changed."""
         for name in names:
-            self.entries.append((_put, owner, name, getattr(owner, name)))
+            self.entries.append((put, owner, name, getattr(owner, name)))
 
     def put_all(self, owners: Sequence[Book], name: str, values: Sequence[Any]) -> None:
         """Sets one attribute of several objects of a kind, as assigning to each of them would."""
@@ -266,7 +278,10 @@ class Journal:
         """Drops what the call made and the books do not name."""
         while self._held:
             made = self._held[-1]
-            if not any(books.owns(made) for books in self.books):
+            for books in self.books:
+                if books.owns(made):
+                    break
+            else:
                 with suppress(VMemError):  # consumed or dropped before: as it should be
                     made.abandon()
             self._held.pop()
@@ -274,12 +289,12 @@ class Journal:
 
 def put_all(owners: Sequence[Book], name: str, values: Sequence[Any]) -> None:
     """Sets an attribute of each object past its journal."""
-    deque(map(_put, owners, repeat(name), values), maxlen=0)
+    drain(map(put, owners, repeat(name), values))
 
 
 def _put_items(items: MutableSequence[int], places: Sequence[int], values: Sequence[int]) -> None:
     """Sets items of a sequence."""
-    deque(map(setitem, repeat(items), places, values), maxlen=0)
+    drain(map(setitem, repeat(items), places, values))
 
 
 def _stays(entry: Any) -> bool:

@@ -27,7 +27,7 @@ from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.group import Group, make_parts, pool_low
 from pyvmem.kvcache.growth import Source
-from pyvmem.kvcache.journal import Journal
+from pyvmem.kvcache.journal import Journal, put
 from pyvmem.kvcache.pages import DEVICE, Kind, Span, Stretch, Tier
 from pyvmem.kvcache.prefix_cache import PrefixCache, PrefixMatch
 from pyvmem.kvcache.slots import Growth, Move, Slot, SlotTable
@@ -225,9 +225,11 @@ def _check_memory(
 def make_free_alike(groups: Sequence[Group]) -> None:
     """Notes what is free by now; a slot that a failure broke in one group is none's."""
     for group in groups:
-        group.reclaimer.poll()
-        group.pager.poll()
-    if len({len(group.table.free) for group in groups}) > 1:
+        if group.reclaimer.cuts:
+            group.reclaimer.poll()
+        if group.pager.growths:
+            group.pager.poll()
+    if len(groups) > 1 and len({len(group.table.free) for group in groups}) > 1:
         broken = {slot.index for group in groups for slot in group.table if slot.broken}
         for group in groups:
             for index in broken:
@@ -301,11 +303,22 @@ def reclaim_free(groups: Sequence[Group], keep: Collection[int], *, wait: bool) 
 
 def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     """`KVCache.step` of groups with the same requests: all of them or none."""
+    begun = []
+    lacking = False
     try:
-        begun = [(group, *_begin(group, seq_lens, stream)) for group in groups]
-        if any(short for *_, short in begun) and not _grow_for(begun, stream):
-            _note_short(groups)
-            return -1
+        for group in groups:
+            rows, total, short = _begin(group, seq_lens, stream)
+            begun.append((group, rows, total, short))
+            lacking = lacking or bool(short)
+        if lacking:
+            done = len(groups) == 1 and group.pager.extend(background=False)
+            if not done and not _grow_for(begun, stream):
+                _note_short(groups)
+                return -1
+            for group in groups:
+                own = group.reclaimer
+                if own.share is not None or own.limit - own.held < own.watermark * own.limit:
+                    group.keep_watermark()
     except TooManyMappings:
         if groups[0].table.lockstep:  # the other ranks do not know
             raise
@@ -314,7 +327,10 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     # What calls the context comes before or after the rows of all groups: a call in between, and
     # an interruption behind it, would leave some groups with the new rows and some with the old.
     for group, rows, _, _ in begun:
-        _move_on(group, rows, stream)
+        if group.moves_on:
+            _move_on(group, rows, stream)
+        if group.pager.runs.joins:
+            group.pager.runs.step(stream)
     for group, rows, total, _ in begun:
         _commit(group, rows, total)
     for group in groups:
@@ -327,12 +343,21 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
 
 def step_async(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
     """`KVCache.step_async` of groups with the same requests: all of them or none."""
-    begun = [(group, _begin_async(group, seq_lens)) for group in groups]
-    if any(short for _, short in begun) and not _begin_growing(begun):
+    begun = []
+    lacking = False
+    for group in groups:
+        _, _, short = group.pager.scan(seq_lens)
+        if group.reclaimer.cuts:
+            group.reclaimer.poll()
+        begun.append((group, short))
+        lacking = lacking or bool(short)
+    if lacking and not _begin_growing(begun):
         _note_short(groups)
         return -1
     for group, short in begun:
-        if short:
+        own = group.reclaimer
+        scarce = own.share is not None or own.limit - own.held < own.watermark * own.limit
+        if short and scarce:
             group.keep_watermark()
         group.counters.steps_async += 1
     return 0
@@ -348,12 +373,12 @@ def _begin(group: Group, seq_lens: Sequence[int], stream: Any) -> tuple[array[in
         The rows held after the step, the sum of these, and the slots that lack pages.
     """
     pager, reclaimer = group.pager, group.reclaimer
-    rows, total, short = group.scan(seq_lens)
-    group.counters.last_wait_ns = 0
+    rows, total, short = pager.scan(seq_lens)
+    group.counters.waits.struct.last_ns = 0
     if pager.growths:
         _settle(group, stream)
         if short:
-            rows, total, short = group.scan(seq_lens)
+            rows, total, short = pager.scan(seq_lens)
     if group.mover.moves or group.mover.given_up:
         group.mover.step(stream)
     if reclaimer.cuts:
@@ -365,14 +390,11 @@ def _begin(group: Group, seq_lens: Sequence[int], stream: Any) -> tuple[array[in
 
 def _grow_for(begun: Sequence[tuple[Group, array[int], int, list[int]]], stream: Any) -> bool:
     """Gives slots that are short their pages, in all groups or in none."""
-    if len(begun) > 1 or not begun[0][0].pager.extend(background=False):
-        wants = [(group, group.wants(short)) for group, *_, short in begun]
-        if not grow(wants, background=False):
-            return False
-        for group, _ in wants:
-            _settle(group, stream)
-    for group, *_ in begun:
-        group.keep_watermark()
+    wants = [(group, group.pager.wants(short)) for group, *_, short in begun]
+    if not grow(wants, background=False):
+        return False
+    for group, _ in wants:
+        _settle(group, stream)
     return True
 
 
@@ -381,21 +403,13 @@ def _settle(group: Group, stream: Any) -> None:
     group.pager.settle(stream, lens=None if group.table.lockstep else group.pager.columns.needs)
 
 
-def _begin_async(group: Group, seq_lens: Sequence[int]) -> list[int]:
-    """The slots that lack pages."""
-    _, _, short = group.scan(seq_lens)
-    if group.reclaimer.cuts:
-        group.reclaimer.poll()
-    return short
-
-
 def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
     """Begins to give slots that are short their pages, in all groups or in none."""
     group = begun[0][0]
     busy = group.pager.growths or group.reclaimer.cuts
     if len(begun) == 1 and not busy and group.pager.extend(background=True):
         return True
-    wants = [(group, _not_promised(group, group.wants(short))) for group, short in begun]
+    wants = [(group, _not_promised(group, group.pager.wants(short))) for group, short in begun]
     return grow(wants, background=True)
 
 
@@ -531,18 +545,29 @@ def _move_on(group: Group, rows: array[int], stream: Any) -> None:
         group.window.slide(rows, stream)
     if group.config.promote_tokens and group.promoter is not None:
         group.promoter.step(rows, stream)
-    group.pager.runs.step(stream)
 
 
 def _commit(group: Group, rows: array[int], total: int) -> None:
     """Notes what the slots hold from now on."""
-    group.journal.keep(group, "used_tokens", "clock")
-    group.journal.keep(group.pager.columns, "held")
-    group.pager.columns.held = rows
+    columns, counters, reclaimer = group.pager.columns, group.counters, group.reclaimer
+    group.journal.entries += (
+        (put, group, "used_tokens", group.used_tokens),
+        (put, group, "clock", group.clock),
+        (put, columns, "held", columns.held),
+    )
+    columns.held = rows
     group.used_tokens = total
-    group.note_peaks()
-    group.counters.steps += 1
     group.clock += 1
+    if reclaimer.shared.blocks or reclaimer.away or reclaimer.slid:
+        group.note_peaks()
+    else:  # the same, where all pages of requests are their own, and here
+        used = total * group.token_bytes
+        wasted = group.pager.active_pages * group.page_bytes - used
+        if used > counters.peak_used:
+            counters.peak_used = used
+        if wasted > counters.peak_wasted:
+            counters.peak_wasted = wasted
+    counters.steps += 1
 
 
 def fork(

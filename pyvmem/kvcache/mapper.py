@@ -41,7 +41,7 @@ class Transaction:
     def __init__(self, context: Context, journal: Journal) -> None:
         self._context = context
         self._journal = journal
-        self._mark = journal.mark()
+        self._mark = len(journal.entries)
         self._ticket: Ticket | None = None
 
     @property
@@ -51,16 +51,16 @@ class Transaction:
             self._ticket = Ticket(self._context)
         return self._ticket
 
-    def submit(self, ops: OpBatch, after: Iterable[Any] = ()) -> Ticket:
+    def submit(self, ops: OpBatch, after: Iterable[Any] = (), late: bool = False) -> Ticket:
         """Gives the batch to the worker; see `Context.submit`."""
         ticket = self.ticket
-        self._journal.act(ticket._outcome)
-        return self._context.submit(ops, after, ticket)
+        self._journal.entries.append(ticket._outcome)
+        return self._context.submit(ops, after, ticket, late)
 
     def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
         """Runs the batch in the calling thread; see `Context.batch`."""
         outcome = Outcome()
-        self._journal.act(outcome)
+        self._journal.entries.append(outcome)
         self._context.batch(ops, after, outcome)
 
     def __enter__(self) -> Transaction:

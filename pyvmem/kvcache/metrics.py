@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pyvmem import _native
 
@@ -14,9 +13,6 @@ if TYPE_CHECKING:
     from pyvmem.context import Context
 
 __all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
-
-
-WAIT_COUNTS = 40  # up to nine minutes
 
 
 @dataclass(frozen=True)
@@ -210,17 +206,8 @@ class Counters:
         self.grown = self.zeroed = self.reclaimed = self.reused = 0
         self.moved = self.promoted = self.evicted = 0
         self.queries = self.query_tokens = self.hits = self.hit_tokens = self.resumed = 0
-        self.waits = self.wait_ns = self.last_wait_ns = 0
-        self.wait_counts = [0] * WAIT_COUNTS
-        self.critical_driver_ns = 0
+        self.waits = _native.Waits()
         self.peak_mapped = self.peak_used = self.peak_wasted = 0
-        self._stats: Any = None  # the structure that the last call wrote
-
-    def driver_ns(self) -> int:
-        """Nanoseconds in the driver since the context was opened: one call, no object."""
-        self._stats = stats = _native.get_stats(self.context.handle, self._stats)
-        ns: int = stats.driver_ns
-        return ns
 
     def driver(self) -> tuple[int, int]:
         """Driver calls and nanoseconds in them since the cache was made."""
@@ -235,22 +222,14 @@ class Counters:
 class _Waiting:
     """One wait; not a generator, since every step that maps a page makes one."""
 
-    __slots__ = ("_counters", "_driver", "_start")
+    __slots__ = ("_counters", "_wait")
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._driver = counters.driver_ns()
-        self._start = time.perf_counter_ns()
+        self._wait = _native.Waits.begin(counters.context.handle)
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *exc: object) -> None:
-        counters, took = self._counters, time.perf_counter_ns() - self._start
-        counters.waits += 1
-        counters.wait_ns += took
-        power = (took - 1).bit_length()
-        counters.wait_counts[power if power < WAIT_COUNTS else -1] += 1
-        counters.last_wait_ns += took
-        # The context is shared with the worker, and perhaps with others: never more than the wait.
-        counters.critical_driver_ns += min(took, counters.driver_ns() - self._driver)
+        self._counters.waits.end(self._wait, self._counters.context.handle)

@@ -102,12 +102,15 @@ Stretch: TypeAlias = tuple[int, int, Kind]
 class Places(Book):
     """The intervals of one slot that are not of the kind `PLAIN`, in order.
 
+    Attributes:
+        noted: these.
+
     Args:
         log: a journal's entries, where changes are noted.
         changed: called before a change.
     """
 
-    __slots__ = ("_noted", "_tell")
+    __slots__ = ("_tell", "noted")
 
     _tell: Callable[[], None]
 
@@ -118,47 +121,48 @@ class Places(Book):
         return self
 
     def __init__(self, log: list[Any], changed: Callable[[], None]) -> None:
-        self._noted: list[Stretch] = []
+        self.noted: list[Stretch] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._tell()
         super().__setattr__(name, value)
 
     def __bool__(self) -> bool:
-        return bool(self._noted)
+        return bool(self.noted)
 
     def put(self, low: int, high: int, kind: Kind) -> None:
         """Notes the kind of pages [low, high)."""
-        if self._noted:
+        if self.noted:
             self.forget(low, high)
         if kind != PLAIN and low < high:
-            noted = sorted([*self._noted, (low, high, kind)])
+            noted = sorted([*self.noted, (low, high, kind)])
             joined = noted[:1]
             for start, end, one in noted[1:]:
                 if joined[-1][1:] == (start, one):
                     joined[-1] = (joined[-1][0], end, one)
                 else:
                     joined.append((start, end, one))
-            self._noted = joined
+            self.noted = joined
 
     def put_all(self, stretches: list[Stretch]) -> None:
         """Notes several, as `take` returned them."""
         for low, high, kind in stretches:
-            self.put(low, high, kind)
+            if self.noted or kind != PLAIN:
+                self.put(low, high, kind)
 
     def forget(self, low: int, high: int) -> None:
         """Pages [low, high) are there no longer."""
-        if self._noted:
-            self._noted = [
+        if self.noted:
+            self.noted = [
                 (start, end, kind)
-                for first, last, kind in self._noted
+                for first, last, kind in self.noted
                 for start, end in ((first, min(last, low)), (max(first, high), last))
                 if start < end
             ]
 
     def take(self, low: int, high: int) -> list[Stretch]:
         """`forget`, and what was noted there."""
-        if not self._noted:
+        if not self.noted:
             return []
         taken = [(a, b, kind) for a, b, kind in self.stretches(low, high) if kind != PLAIN]
         self.forget(low, high)
@@ -166,7 +170,7 @@ class Places(Book):
 
     def stretches(self, low: int, high: int) -> Iterator[Stretch]:
         """[low, high) as stretches of one kind each, those of small pages included."""
-        for first, last, kind in self._noted:
+        for first, last, kind in self.noted:
             if last <= low:
                 continue
             if first >= high or low >= high:
@@ -181,14 +185,14 @@ class Places(Book):
 
     def floor(self, page: int) -> int:
         """The last place up to `page` where no physical page is cut."""
-        for first, last, kind in self._noted:
+        for first, last, kind in self.noted:
             if first < page < last:
                 return page - page % kind.unit
         return page
 
     def ceil(self, page: int) -> int:
         """The first place from `page` on where no physical page is cut."""
-        for first, last, kind in self._noted:
+        for first, last, kind in self.noted:
             if first < page < last:
                 return page + -page % kind.unit
         return page
@@ -205,7 +209,7 @@ class Places(Book):
     def away(self, low: int, high: int) -> dict[Tier, int]:
         """Small pages of [low, high) that do not lie in the device, by tier."""
         found: dict[Tier, int] = {}
-        if self._noted:
+        if self.noted:
             for first, last, kind in self.stretches(low, high):
                 if kind.away:
                     found[kind.tier] = found.get(kind.tier, 0) + last - first
@@ -214,10 +218,10 @@ class Places(Book):
     @property
     def away_end(self) -> int:
         """The end of the last page that does not lie in the device; 0: there is none."""
-        return max((last for _, last, kind in self._noted if kind.away), default=0)
+        return max((last for _, last, kind in self.noted if kind.away), default=0)
 
     def __repr__(self) -> str:
-        return f"<Places {self._noted}>"
+        return f"<Places {self.noted}>"
 
 
 class Block:
@@ -272,7 +276,10 @@ class Span:
 
     def __init__(self, parts: tuple[Part, ...], unit_pages: int = 1, lead: int = 0) -> None:
         self.parts = parts
-        self.pages = sum(part.high - part.low for part in parts)
+        pages = 0
+        for _, low, high in parts:
+            pages += high - low
+        self.pages = pages
         self.unit_pages = unit_pages
         self.lead = lead
 
@@ -368,29 +375,27 @@ class SharedPages(Book):
         """Adds a reference to each page."""
         for block, low, high in span.parts:
             refs = block.refs
-            self._log.append((refs.__setitem__, slice(low, high), refs[low:high]))
-            for page in range(low, high):
-                refs[page] += 1
+            before = refs[low:high]
+            self._log.append((refs.__setitem__, slice(low, high), before))
+            refs[low:high] = [count + 1 for count in before]
 
     def use(self, span: Span) -> None:
         """Notes that a request uses the pages; whoever calls it holds the span."""
         for block, low, high in span.parts:
             users = block.users
-            self._log.append((users.__setitem__, slice(low, high), users[low:high]))
-            first = sum(not users[page] for page in range(low, high))
-            for page in range(low, high):
-                users[page] += 1
-            self._count(block, high - low, first)
+            before = users[low:high]
+            self._log.append((users.__setitem__, slice(low, high), before))
+            users[low:high] = [count + 1 for count in before]
+            self._count(block, high - low, before.count(0))
 
     def unuse(self, span: Span) -> None:
         """Takes one `use` back."""
         for block, low, high in span.parts:
             users = block.users
-            self._log.append((users.__setitem__, slice(low, high), users[low:high]))
-            for page in range(low, high):
-                users[page] -= 1
-            last = sum(not users[page] for page in range(low, high))
-            self._count(block, low - high, -last)
+            before = users[low:high]
+            self._log.append((users.__setitem__, slice(low, high), before))
+            users[low:high] = [count - 1 for count in before]
+            self._count(block, low - high, -before.count(1))
 
     def _count(self, block: Block, uses: int, used: int) -> None:
         if block.kind.away:
@@ -401,12 +406,11 @@ class SharedPages(Book):
 
     def idle(self, span: Span) -> int:
         """Pages of the device in the span that no request uses."""
-        return sum(
-            not block.users[page]
-            for block, low, high in span.parts
-            if not block.kind.away
-            for page in range(low, high)
-        )
+        found = 0
+        for block, low, high in span.parts:
+            if not block.kind.away:
+                found += block.users[low:high].count(0)
+        return found
 
     def returns(self, span: Span) -> int:
         """Pages of the device that come back with the span, now or after batches under way.
@@ -419,12 +423,13 @@ class SharedPages(Book):
                 continue
             unit = block.kind.unit
             if unit == 1:
-                found += sum(not block.users[page] for page in range(low, high))
+                found += block.users[low:high].count(0)
                 continue
-            for first in range(low - low % unit, high, unit):
-                found += unit * all(
-                    block.refs[page] == (low <= page < high) for page in range(first, first + unit)
-                )
+            begin, end = low - low % unit, high + -high % unit
+            own = [0] * (low - begin) + [1] * (high - low) + [0] * (end - high)
+            for first in range(begin, end, unit):
+                there = block.refs[first : first + unit]
+                found += unit * (there == own[first - begin : first - begin + unit])
         return found
 
     def release(self, span: Span, away: dict[Tier, int]) -> int:
@@ -441,9 +446,9 @@ class SharedPages(Book):
         self._late = []
         for block, low, high in span.parts:
             refs, unit = block.refs, block.kind.unit
-            self._log.append((refs.__setitem__, slice(low, high), refs[low:high]))
-            for page in range(low, high):
-                refs[page] -= 1
+            before = refs[low:high]
+            self._log.append((refs.__setitem__, slice(low, high), before))
+            refs[low:high] = [count - 1 for count in before]
             low, high = low - low % unit, high + -high % unit
             gone.extend(_unreferenced(block, low, high))
         done = 0

@@ -98,6 +98,7 @@ class Reclaimer(Book):
 
     Attributes:
         limit: physical pages that the cache may have.
+        watermark: the part of `limit` below which memory is scarce.
         held: physical pages behind the cache, shared ones once, those on their way back included.
         away: the same of pages that do not lie in the device, which `held` leaves out.
         own_away: what `Accounts.count_away` found; None: it may be another number now.
@@ -131,7 +132,7 @@ class Reclaimer(Book):
         self.layout = layout
         self.table = table
         self.limit = limit
-        self._low_watermark = low_watermark
+        self.watermark = low_watermark
         self.counters = counters
         self.held = self.slid = 0
         self.away: Counter[Tier] = Counter()
@@ -146,7 +147,7 @@ class Reclaimer(Book):
     @property
     def low_pages(self) -> int:
         """Physical pages below which memory is scarce: see `KVCacheConfig.low_watermark`."""
-        return int(self._low_watermark * self.limit)
+        return int(self.watermark * self.limit)
 
     def evict(self, pages: int) -> int:
         """Takes recorded prefixes out until so many pages per tensor come back; how many do."""

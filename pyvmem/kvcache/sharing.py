@@ -43,10 +43,13 @@ class Sharing:
         self.layout = pager.layout
         self.device = pager.device
         self.config = config
+        self._has: set[Feature] = set()
 
     def require(self, feature: Feature, what: str) -> None:
         """Raises NotSupported where the cache cannot have the feature that `what` is a call of."""
-        feature.require(self.mapper.context.info, what, window=self.config.window)
+        if feature not in self._has:  # neither the context nor the cache changes
+            feature.require(self.mapper.context.info, what, window=self.config.window)
+            self._has.add(feature)
 
     # ---- a slot's own pages become shared --------------------------------------------------------
 
@@ -157,8 +160,10 @@ class Sharing:
 
     def must_wait(self) -> bool:
         """Whether `vacate` of one slot would wait for GPU work of earlier owners."""
-        self.reclaimer.poll()
-        self.pager.poll()
+        if self.reclaimer.cuts:
+            self.reclaimer.poll()
+        if self.pager.growths:
+            self.pager.poll()
         best = self.table.emptiest(1)
         return bool(best and (best[0].job is not None or best[0].mapped) and prune(best[0].events))
 
@@ -174,8 +179,10 @@ class Sharing:
         Raises:
             VMemError: pages of an earlier owner could not be unmapped; `is_shortage` of some.
         """
-        self.reclaimer.poll()
-        self.pager.poll()
+        if self.reclaimer.cuts:
+            self.reclaimer.poll()
+        if self.pager.growths:
+            self.pager.poll()
         slots = self.table.emptiest(count) if into is None else into
         if len(slots) < count:
             return None
@@ -214,7 +221,7 @@ class Sharing:
         *,
         replace: bool = False,
     ) -> OpBatch:
-        """The maps of a span in each slot: whole blocks by one operation, parts by tensor.
+        """The maps of a span in each slot: one operation for each of its parts.
 
         `first`: the page of the slots that it begins at. `replace`: the same pages are there. Has
         room for one operation more.
@@ -226,20 +233,16 @@ class Sharing:
             for slot in slots:
                 self._map_pieces(ops, slot, pieces, readonly=True)
             return ops
-        ops = OpBatch(len(slots) * len(span.parts) * tensors + 1)
+        ops = OpBatch(len(slots) * len(span.parts) + 1)
         for slot in slots:
             page = first
             for block, low, high in span.parts:
                 address, length = base + layout.offset(slot.index, page), (high - low) * size
-                if high - low == block.pages:
-                    ops.map(
-                        address, length, block.handle, 0, tensors, stride, True, replace=replace
-                    )
-                else:
-                    for tensor in range(tensors):
-                        offset = (tensor * block.pages + low) * size
-                        at = address + tensor * stride
-                        ops.map(at, length, block.handle, offset, readonly=True, replace=replace)
+                whole = size * block.pages  # from one tensor to the next in the handle
+                ops.map(
+                    address, length, block.handle, low * size, tensors, stride, True,
+                    replace=replace, offset_stride=whole,
+                )  # fmt: skip
                 page += high - low
         return ops
 

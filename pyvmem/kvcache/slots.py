@@ -139,7 +139,7 @@ class Slot(Watched):
         return (
             self.span.pages > granted
             or self.head > granted
-            or (bool(self.places) and self.places.away_end > granted)
+            or (bool(self.places.noted) and self.places.away_end > granted)
         )
 
     @property
@@ -163,6 +163,7 @@ class SlotTable:
             memory, is an error then.
         changes: counts slots taken and given back.
         columns: what the slots say, for C; right where the index is.
+        touched: slots that the index does not have as they are; not empty while there is no index.
     """
 
     lockstep: ClassVar[bool] = False
@@ -170,8 +171,8 @@ class SlotTable:
     def __init__(self, count: int, journal: Journal) -> None:
         self.changes = 0
         self.columns = Columns(count)
-        self._touched: set[Slot] = set()
-        self.slots = [Slot(journal.entries, self._touched, i) for i in range(count)]
+        self.touched: set[Slot] = set()
+        self.slots = [Slot(journal.entries, self.touched, i) for i in range(count)]
         self._order = count_up(1)
         self._index: SlotIndex | None = SlotIndex(self.slots, self.columns)
 
@@ -188,20 +189,21 @@ class SlotTable:
 
     def rebuild(self) -> None:
         """Lets the next look make the index anew from the slots, which an undo has changed."""
+        self.touched.update(self.slots)
         self._index = None
 
     @property
     def index(self) -> SlotIndex:
         """The slots, filed as they are now."""
-        index, touched = self._index, self._touched
+        index, touched = self._index, self.touched
         if index is None:
-            touched.clear()
             self._index = index = SlotIndex(self.slots, self.columns)
+            touched.clear()
         elif touched:
             self._index = None  # until it is whole again
             index.file_all(touched)
-            touched.clear()
             self._index = index
+            touched.clear()
         return index
 
     def check(self) -> list[str]:
@@ -218,19 +220,22 @@ class SlotTable:
     def take(self, slot: Slot) -> None:
         """Gives a free slot to a new owner, with no page granted yet."""
         self.changes += 1
-        slot.active, slot.kept = True, False
-        slot.owner += 1
+        slot.change(active=True, kept=False, owner=slot.owner + 1)
 
     def give_back(self, slot: Slot, event: Any, now: int) -> None:
         """Ends an ownership; what was granted is dirty from now on."""
         self.changes += 1
-        slot.active = slot.writer = False
-        slot.owner += 1
-        slot.dirty = max(slot.dirty, slot.granted)
-        slot.granted = 0
-        slot.freed_at = now
-        slot.freed_order = next(self._order)
-        slot.events = [*prune(slot.events), *(() if event is None else (event,))]
+        events = prune(slot.events) if slot.events else []
+        slot.change(
+            active=False,
+            writer=False,
+            owner=slot.owner + 1,
+            dirty=max(slot.dirty, slot.granted),
+            granted=0,
+            freed_at=now,
+            freed_order=next(self._order),
+            events=events if event is None else [*events, event],
+        )
 
     def condemn(self, slot: Slot) -> None:
         """Never hands this slot out again."""
@@ -395,8 +400,8 @@ _NOTHING = _Entry()
 class SlotIndex:
     """The slots, filed.
 
-    A request's slot is *plain* where growing it takes a map call and nothing else: most are at most
-    times, and these are in the columns alone.
+    A request's slot is *plain* where growing it takes a map call and nothing else (`file_all`
+    tells): most are at most times, and these are in the columns alone.
 
     Attributes:
         free: those that a request may get, least recently used first.
@@ -445,8 +450,17 @@ class SlotIndex:
         """Files slots under what their attributes say now."""
         filed, file = self._filed, self.columns.file
         for slot in slots:
-            index, plain = slot.index, _is_plain(slot)
-            file(index, slot.mapped, slot.granted, slot.head, slot.active, plain)
+            index, granted = slot.index, slot.granted
+            plain = (
+                slot.active
+                and slot.job is None
+                and not slot.lost
+                and slot.dirty <= granted
+                and slot.span.pages <= granted
+                and slot.head <= granted
+                and not slot.places.noted
+            )
+            file(index, slot.mapped, granted, slot.head, slot.active, plain)
             if not plain:
                 self._file(index, _entry(slot))
             elif index in filed:
@@ -457,12 +471,18 @@ class SlotIndex:
         old = filed.get(index, _NOTHING)
         if new == old:
             return
-        self.free.put(index, new.free)
-        self.ready.put(index, new.ready)
-        self.losing.put(index, new.losing)
-        self.cached.put(index, new.cached)
-        self.stale.put(index, new.stale)
-        self.ahead.put(index, new.ahead)
+        if new.free != old.free:
+            self.free.put(index, new.free)
+        if new.ready != old.ready:
+            self.ready.put(index, new.ready)
+        if new.losing != old.losing:
+            self.losing.put(index, new.losing)
+        if new.cached != old.cached:
+            self.cached.put(index, new.cached)
+        if new.stale != old.stale:
+            self.stale.put(index, new.stale)
+        if new.ahead != old.ahead:
+            self.ahead.put(index, new.ahead)
         self._spare += new.spare - old.spare
         self.returning += new.returning - old.returning
         if new == _NOTHING:
@@ -485,20 +505,6 @@ class SlotIndex:
         ]
 
 
-def _is_plain(slot: Slot) -> bool:
-    """Whether growing a slot takes a map call and nothing else."""
-    granted = slot.granted
-    return (
-        slot.active
-        and slot.job is None
-        and not slot.lost
-        and slot.dirty <= granted
-        and slot.span.pages <= granted
-        and slot.head <= granted
-        and not slot.places
-    )
-
-
 def _entry(slot: Slot) -> _Entry:
     """What a slot's attributes say."""
     index, mapped, order, job = slot.index, slot.mapped, slot.freed_order, slot.job
@@ -508,7 +514,8 @@ def _entry(slot: Slot) -> _Entry:
         returning = job.pages
     if (taking or job is None) and not slot.lost:
         kept = max(slot.span.pages, slot.granted, slot.head)
-        spare = max(0, mapped - slot.places.ceil(kept))
+        places = slot.places
+        spare = max(0, mapped - (places.ceil(kept) if places.noted else kept))
     age = (order, index)
     if slot.active:
         left = mapped > slot.granted and not slot.lost

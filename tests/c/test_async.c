@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: submitted batches: results, order after outside work, shortage at submit, limits, close. */
+/* Description: submitted batches: results, order after outside work, shortage at submit, or late, limits, close. */
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -185,6 +185,125 @@ static void low_watermark(void) {
   OK(vmem_close(vm));
 }
 
+/* The arguments are checked now, the rest, where the pool has the pages, when the worker comes to it; the operations are
+ * copied. */
+static void late(void) {
+  struct vmem_open_opts o = {.size = sizeof(o), .mem_limit = MIB(2)};
+  vmem_t vm;
+  uint64_t va;
+  struct vmem_op ops[2];
+  struct vmem_after a;
+  struct vmem_error e = {.size = sizeof(e)};
+  struct vmem_stats before, after;
+  vmem_ticket t, u;
+  int fd = eventfd(0, EFD_CLOEXEC);
+  OK(open_opts(&o, &vm));
+  OK(vMemReserve(vm, MIB(64), NULL, &va));
+  OK(vmem_warm(vm, MIB(2)));
+  ops[0] = populate(va, 2 * PAGE);
+  ops[1] = populate(va + MIB(8) + 1, PAGE);
+  EQ(vmem_submit(vm, ops, 2, NULL, 0, VMEM_SUBMIT_LATE, &t), -EINVAL);
+  ops[1] = populate(va + MIB(8), PAGE);
+  ops[1].reserved[1] = 1;
+  EQ(vmem_submit(vm, ops, 2, NULL, 0, VMEM_SUBMIT_LATE, &t), -EINVAL);
+  ops[1] = populate(va + MIB(64), PAGE);
+  EQ(vmem_submit(vm, ops, 2, NULL, 0, VMEM_SUBMIT_LATE, &t), -ENXIO);
+  EQ(stats_of(vm).pending, 0);
+  EQ(stats_of(vm).tickets, 0);
+  ops[1] = populate(va + MIB(8), PAGE);
+  OK(vmem_submit(vm, ops, 2, NULL, 0, VMEM_SUBMIT_LATE, &t));
+  memset(ops, 0xff, sizeof(ops));
+  OK(vmem_wait(vm, t, -1));
+  PUT(va + PAGE, 1);
+  PUT(va + MIB(8), 1);
+  EQ(stats_of(vm).mapped_bytes, 3 * PAGE);
+  /* What is in the way, and what is short: nothing has changed then. */
+  before = stats_of(vm);
+  ops[0] = populate(va + MIB(16), PAGE);
+  ops[1] = populate(va + PAGE, PAGE);
+  OK(vmem_submit(vm, ops, 2, NULL, 0, VMEM_SUBMIT_LATE, &u));
+  EQ(vmem_wait(vm, u, -1), -EEXIST);
+  OK(vmem_get_error(&e));
+  EQ(e.addr, va + PAGE);
+  OK(vmem_ticket_drop(vm, u));
+  ops[1] = populate(va + MIB(32), MIB(2));
+  EQ(vmem_submit(vm, ops, 2, NULL, 0, VMEM_SUBMIT_LATE, &u), -ENOMEM); /* known now: the pool has less */
+  after = stats_of(vm);
+  CHECK(same_state(&before, &after));
+  OK(vmem_check(vm));
+  /* It is started after those before it, and its range is taken while it waits for work. */
+  a = after_fd(fd);
+  ops[0] = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE};
+  OK(vmem_submit(vm, ops, 1, &a, 1, VMEM_SUBMIT_LATE, &t));
+  ops[0] = populate(va, PAGE);
+  OK(vmem_submit(vm, ops, 1, NULL, 0, VMEM_SUBMIT_LATE, &u));
+  EQ(vmem_wait(vm, u, -1), -EEXIST);
+  EQ(vMemUnmap(vm, va, PAGE), -EBUSY);
+  fire(fd);
+  OK(vmem_wait(vm, t, -1));
+  OK(vmem_submit(vm, ops, 1, NULL, 0, VMEM_SUBMIT_LATE | VMEM_SUBMIT_DETACHED, NULL));
+  OK(vmem_submit(vm, NULL, 0, NULL, 0, VMEM_SUBMIT_LATE, &t));
+  OK(vmem_wait(vm, t, -1));
+  EQ(GET(va), 0);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+  close(fd);
+}
+
+/* Closed with late batches that were not started, one of which waits for what nobody will fire. */
+static void late_and_closed(void) {
+  for (int i = 0; i < 20; i++) {
+    vmem_t vm = open_vm(0);
+    int fd = eventfd(0, EFD_CLOEXEC);
+    struct vmem_after a = after_fd(fd);
+    uint64_t va;
+    OK(vMemReserve(vm, MIB(64), NULL, &va));
+    OK(vmem_warm(vm, MIB(i)));
+    for (int k = 0; k < 50; k++) {
+      struct vmem_op op = populate(va + k * MIB(1), 4 * PAGE);
+      OK(vmem_submit(vm, &op, 1, &a, k == 25, VMEM_SUBMIT_LATE | VMEM_SUBMIT_DETACHED, NULL));
+    }
+    OK(vmem_close(vm));
+    close(fd);
+  }
+}
+
+/* Whatever fails of a late batch, at submit or later, nothing is left of it. */
+static void late_nth(void) {
+  static const uint32_t kinds[] = {VMEM_INJECT_HEAP, VMEM_INJECT_SLAB, VMEM_INJECT_MAP, VMEM_INJECT_HEAP,
+                                   VMEM_INJECT_MAP};
+  for (size_t k = 0; k < sizeof(kinds) / sizeof(kinds[0]); k++) {
+    bool done = false, warm = k > 2;
+    int failed = 0;
+    for (uint64_t nth = 0; !done; nth++) {
+      struct vmem_open_opts o = {.size = sizeof(o), .pool_high = VMEM_KEEP_ALL};
+      vmem_t vm;
+      struct vmem_op ops[2];
+      vmem_ticket t;
+      uint64_t va;
+      int err, why = kinds[k] == VMEM_INJECT_HEAP ? ENOMEM : EIO;
+      OK(open_opts(&o, &vm));
+      if (warm) OK(vmem_warm(vm, MIB(2)));
+      OK(vMemReserve(vm, MIB(64), NULL, &va));
+      ops[0] = populate(va, PAGE);
+      ops[1] = populate(va + MIB(1), PAGE);
+      ops[1].count = 16;
+      ops[1].stride = MIB(2);
+      OK(vmem_inject(vm, kinds[k], nth, 1, why));
+      if (!(err = vmem_submit(vm, ops, 2, NULL, 0, VMEM_SUBMIT_LATE, &t))) err = vmem_wait(vm, t, -1);
+      done = !err;
+      failed += !done;
+      OK(vmem_inject(vm, 0, 0, 0, 0));
+      if (err) EQ(err, -why);
+      EQ(stats_of(vm).mapped_bytes, done ? 17 * PAGE : 0);
+      EQ(stats_of(vm).used_bytes, done ? 17 * PAGE : 0);
+      OK(vmem_check(vm));
+      OK(vmem_close(vm));
+    }
+    CHECK(failed > 0);
+  }
+}
+
 /* Memory that is not to be had is asked for again when more pages are taken, not each time the worker looks at what
  * waits. */
 static void low_watermark_out_of_reach(void) {
@@ -221,4 +340,5 @@ static void low_watermark_out_of_reach(void) {
 }
 
 MAIN(TEST(many), TEST(waits_for_work), TEST(synchronous_batch_waits), TEST(shortage_at_submit),
-     TEST(failures_reach_the_waiter), TEST(close_wakes_waiters), TEST(low_watermark), TEST(low_watermark_out_of_reach))
+     TEST(failures_reach_the_waiter), TEST(close_wakes_waiters), TEST(low_watermark), TEST(late), TEST(late_and_closed),
+     TEST(late_nth), TEST(low_watermark_out_of_reach))

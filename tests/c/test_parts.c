@@ -42,6 +42,11 @@ static void gathered_and_mapped_again(void) {
     EQ(GET(va + MIB(8) + (uint64_t)i * MIB(1)), 4 * i + 2);
     EQ(GET(va + MIB(8) + (uint64_t)i * MIB(1) + PAGE), 4 * i + 3);
   }
+  /* A part of each piece: its pages are not neighbours in the handle. */
+  op.addr += 4 * PAGE, op.bytes = PAGE, op.offset = PAGE, op.offset_stride = 2 * PAGE;
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  for (int i = 0; i < 3; i++) EQ(GET(op.addr + (uint64_t)i * MIB(1)), 4 * i + 3);
+  OK(vmem_check(vm));
   OK(vMemUnmap(vm, va, 4 * PAGE));
   EQ(stats_of(vm).used_bytes, 10 * PAGE);
   EQ(GET(va + MIB(8)), 2);

@@ -222,7 +222,7 @@ static void detached_batches(void) {
   int fd = eventfd(0, EFD_CLOEXEC);
   OK(vMemReserve(vm, MIB(2), NULL, &va));
   op = populate(va, PAGE);
-  EQ(vmem_submit(vm, &op, 1, NULL, 0, 2, &t), -EINVAL);
+  EQ(vmem_submit(vm, &op, 1, NULL, 0, 1u << 2, &t), -EINVAL);
   EQ(vmem_submit(vm, &op, 1, NULL, 0, VMEM_SUBMIT_DETACHED | 1u << 31, NULL), -EINVAL);
   CHECK(strstr(vmem_last_error(), "unknown flags 0x80000000"));
   EQ(vmem_batch(vm, &op, 1, NULL, 0, VMEM_SUBMIT_DETACHED), -EINVAL);

@@ -10,8 +10,8 @@ from typing import Any
 import numpy
 import pytest
 
-from pyvmem import InvalidArgument, KVCache, KVCacheConfig, OpBatch
-from pyvmem._native import Columns
+from pyvmem import Context, DriverError, Inject, InvalidArgument, KVCache, KVCacheConfig, OpBatch
+from pyvmem._native import Columns, Outcome, Waits
 
 PAGE, ROW = 4096, 100
 
@@ -133,29 +133,39 @@ def test_runs_follow_the_policy() -> None:
 
 
 def test_a_plan_maps_what_is_lacking_and_grants_what_is_mapped() -> None:
-    columns = columns_of(4, base=1 << 30, slot_bytes=1 << 20, tensor_bytes=1 << 24, tensors=2)
-    columns.place.max_rows, columns.place.overread, columns.place.op_flags = 1000, 8, 3
-    columns.runs.longest, columns.runs.free = 1, 26
-    columns.mapped[:] = array("Q", [1, 3, 0, 5])
-    columns.granted[:] = array("Q", [1, 1, 0, 5])
-    columns.capacity[:] = array("Q", [32, 32, 0, 196])
-    columns.scan([33, 100, 1000, 196])
-    ops = OpBatch(4)
-    grown = columns.plan(ops.array)
-    assert grown == (
-        *([0, 1, 2], [1, 3, 0], [1, 1, 0], [32, 32, 0]),
-        *([2, 3, 25], [2, 3, 25], 2, 26, 2),
-    )
-    first, second = ops.array[0], ops.array[1]
-    assert (first.addr, first.bytes, first.count, first.stride, first.page_size, first.flags) == (
-        *((1 << 30) + PAGE, PAGE, 2, 1 << 24, PAGE, 3),
-    )
-    assert (second.addr, second.bytes) == ((1 << 30) + (2 << 20), 25 * PAGE)
-    columns.commit()
-    assert list(columns.mapped) == [2, 3, 25, 5]
-    assert list(columns.granted) == [2, 3, 25, 5]
-    assert list(columns.capacity) == [73, 114, 1000, 196]
-    assert list(columns.calls) == [1, 0, 1, 0]
+    with Context("host", granule=PAGE) as context, context.reserve(2 << 24) as addresses:
+        base = addresses.addr
+        columns = columns_of(4, base=base, slot_bytes=1 << 20, tensor_bytes=1 << 24, tensors=2)
+        columns.place.max_rows, columns.place.overread, columns.place.op_flags = 1000, 8, 4
+        columns.runs.longest, columns.runs.free = 1, 26
+        columns.mapped[:] = array("Q", [1, 3, 0, 5])
+        columns.granted[:] = array("Q", [1, 1, 0, 5])
+        columns.capacity[:] = array("Q", [32, 32, 0, 196])
+        columns.scan([33, 100, 1000, 196])
+        ops = OpBatch(4)
+        grown = columns.plan(ops.array)
+        assert grown == (
+            *([0, 1, 2], [1, 3, 0], [1, 1, 0], [32, 32, 0]),
+            *([2, 3, 25], [2, 3, 25], 2, 26, 2, 28),
+        )
+        first, second = ops.array[0], ops.array[1]
+        found = (first.addr, first.bytes, first.count, first.stride, first.page_size, first.flags)
+        assert found == (base + PAGE, PAGE, 2, 1 << 24, PAGE, 4)
+        assert (second.addr, second.bytes) == (base + (2 << 20), 25 * PAGE)
+        outcome, waits = Outcome(), Waits()
+        context.inject(Inject.MAP)
+        with pytest.raises(DriverError, match="injected"):
+            columns.run(context.handle, ops.array, outcome, waits)
+        assert list(columns.mapped) == [1, 3, 0, 5]
+        assert (outcome.happened, waits.struct.count) == (False, 1)
+        columns.run(context.handle, ops.array, outcome, waits)
+        assert (outcome.happened, waits.struct.count) == (True, 2)
+        assert context.stats().mapped_bytes == 2 * 26 * PAGE
+        assert list(columns.mapped) == [2, 3, 25, 5]
+        assert list(columns.granted) == [2, 3, 25, 5]
+        assert list(columns.capacity) == [73, 114, 1000, 196]
+        assert list(columns.calls) == [1, 0, 1, 0]
+        addresses.close(unmap=True)
     columns.runs.free = 0
     columns.scan([80, 0, 0, 0])
     assert columns.plan(ops.array) is None

@@ -267,7 +267,7 @@ def test_opbatch_writes_what_the_structure_says() -> None:
     """Every field, with values that differ, as C sees them."""
     batch = pyvmem.OpBatch(6)
     with pyvmem.Context("host") as context, context.create(65536) as pages:
-        batch.map(1, 2, pages, 3, 4, 5, readonly=True, consume=True)
+        batch.map(1, 2, pages, 3, 4, 5, readonly=True, consume=True, offset_stride=25)
         batch.populate(6, 7, 8, 9, 10, True, True, pyvmem.Location.PEER, -1)
         batch.unmap(11, 12, 13, 14, holes=True)
         batch.fill(15, 16, 17, 18, 19, holes=True)
@@ -280,13 +280,13 @@ def test_opbatch_writes_what_the_structure_says() -> None:
     c = _native.constant
     assert rows == [
         (c("VMEM_OP_MAP"), c("VMEM_OP_READONLY") | c("VMEM_OP_CONSUME"), 1, 2, 4, 5, handle, 3)
-        + (0, 0, 0, 0, 0, 0, 0),
+        + (0, 0, 0, 0, 0, 0, 0, 25),
         (c("VMEM_OP_POPULATE"), c("VMEM_OP_DIRTY") | c("VMEM_OP_SPREAD"), 6, 7, 8, 9, 0, 0)
-        + (2, -1, 10, 0, 0, 0, 0),
-        (c("VMEM_OP_UNMAP"), c("VMEM_OP_HOLES"), 11, 12, 13, 14) + (0,) * 9,
-        (c("VMEM_OP_FILL"), c("VMEM_OP_HOLES"), 15, 16, 18, 19, 0, 0, 0, 0, 0, 17, 0, 0, 0),
-        (c("VMEM_OP_MAP"), c("VMEM_OP_REPLACE"), 1, 2, 1, 0, handle) + (0,) * 8,
-        (c("VMEM_OP_POPULATE"), c("VMEM_OP_COPY"), 20, 21, 1) + (0,) * 7 + (22, 23, 24),
+        + (2, -1, 10, 0, 0, 0, 0, 0),
+        (c("VMEM_OP_UNMAP"), c("VMEM_OP_HOLES"), 11, 12, 13, 14) + (0,) * 10,
+        (c("VMEM_OP_FILL"), c("VMEM_OP_HOLES"), 15, 16, 18, 19, 0, 0, 0, 0, 0, 17, 0, 0, 0, 0),
+        (c("VMEM_OP_MAP"), c("VMEM_OP_REPLACE"), 1, 2, 1, 0, handle) + (0,) * 9,
+        (c("VMEM_OP_POPULATE"), c("VMEM_OP_COPY"), 20, 21, 1) + (0,) * 7 + (22, 23, 24, 0),
     ]
     assert (len(batch), batch.capacity) == (6, 6)
     batch.clear()

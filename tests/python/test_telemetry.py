@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pyvmem import Caps, Context, InvalidArgument, KVCache, telemetry
+from pyvmem._native import Waits
 from pyvmem.kvcache.metrics import CacheStats, Counters, together
 from pyvmem.telemetry import Telemetry
 
@@ -60,12 +62,10 @@ def test_the_text_is_what_the_stats_say(cache: KVCache) -> None:
 
 
 def test_buckets_grow_to_the_number_of_waits(cache: KVCache) -> None:
-    counters = cache._groups[0].counters
-    counters.wait_counts = [0] * len(counters.wait_counts)
+    waits = cache._groups[0].counters.waits = Waits()
     for took, power in ((1, 0), (2, 1), (1024, 10), (1025, 11), (1 << 34, 34), (1 << 50, -1)):
         assert (took - 1).bit_length() == power or power == -1
-        counters.wait_counts[power] += 1
-    counters.waits = 6
+        waits.add(took, 0)
     numbers = Telemetry()
     numbers.add(cache)
     found = parsed(numbers.text())
@@ -76,16 +76,27 @@ def test_buckets_grow_to_the_number_of_waits(cache: KVCache) -> None:
     assert found[name, (("le", "+Inf"),)] == 6
 
 
-def test_a_wait_is_counted_by_its_length(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_is_counted_by_its_length() -> None:
+    waits = Waits()
+    expected = list(waits.struct.lengths)
+    for took, place in ((0, 0), (1, 0), (2, 1), (3, 2), (4096, 12), (1 << 60, -1)):
+        waits.add(took, took // 2)
+        expected[place] += 1
+        assert list(waits.struct.lengths) == expected
+    assert waits.struct.count == 6
+    assert waits.struct.ns == waits.struct.last_ns == 4102 + (1 << 60)
+    assert waits.struct.driver_ns == 2050 + (1 << 59)
+    waits.add(10, 1000)
+    assert waits.struct.driver_ns == 2060 + (1 << 59), "others' work is not the wait's"
+
+
+def test_a_wait_takes_the_time_inside(context: Context) -> None:
     counters = Counters(context)
-    for took, place in ((0, 1), (1, 0), (2, 1), (3, 2), (4096, 12), (1 << 60, -1)):
-        times = iter((1000, 1000 + took))
-        monkeypatch.setattr("time.perf_counter_ns", lambda times=times: next(times))
-        before = list(counters.wait_counts)
-        with counters.waiting():
-            pass
-        before[place] += 1
-        assert counters.wait_counts == before
+    with counters.waiting():
+        time.sleep(0.002)
+    assert counters.waits.struct.count == 1
+    assert counters.waits.struct.ns >= 2_000_000
+    assert counters.waits.struct.driver_ns == 0
 
 
 def test_every_number_of_the_stats_is_told(cache: KVCache) -> None:

@@ -127,7 +127,12 @@ static int check_all(struct vm_ctx *c, struct census *n) {
     soiled += c->phys->slabs[i]->soiled;
     free_units += c->phys->slabs[i]->free_units;
   }
-  for (uint32_t i = 0; i < VM_POOLS; i++) soiled -= c->phys->pools[i].soiled;
+  for (uint32_t i = 0; i < VM_POOLS; i++) {
+    soiled -= c->phys->pools[i].soiled;
+    if (c->phys->pools[i].promised && !c->work->pending)
+      BROKEN("pool %u: %llu units are promised to batches, of which there are none", i,
+             (ull)c->phys->pools[i].promised);
+  }
   if (aliases != c->driver->aliases || soiled)
     BROKEN("context: %llu slabs mapped, counted %llu; %lld dirty units too many", (ull)c->driver->aliases, (ull)aliases,
            (long long)soiled);

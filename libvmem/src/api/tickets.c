@@ -6,14 +6,13 @@ VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const s
                          size_t num_after, uint32_t flags, vmem_ticket *ticket) {
   int err;
   struct vm_ctx *c = vm_get(vm, "vmem_submit", &err);
-  bool detached = flags & VMEM_SUBMIT_DETACHED;
   if (!c) return err;
-  if (flags & ~VMEM_SUBMIT_DETACHED)
-    err = vm_fail(-EINVAL, "unknown flags 0x%x", flags & ~VMEM_SUBMIT_DETACHED);
-  else if ((!ticket && !detached) || (n && !ops) || (num_after && !after))
+  if (flags & ~(VMEM_SUBMIT_DETACHED | VMEM_SUBMIT_LATE))
+    err = vm_fail(-EINVAL, "unknown flags 0x%x", flags & ~(VMEM_SUBMIT_DETACHED | VMEM_SUBMIT_LATE));
+  else if ((!ticket && !(flags & VMEM_SUBMIT_DETACHED)) || (n && !ops) || (num_after && !after))
     err = vm_fail(-EINVAL, "NULL argument");
   else
-    err = vm_submit(c, ops, n, after, num_after, detached, ticket);
+    err = vm_submit(c, ops, n, after, num_after, flags, ticket);
   vm_put(c);
   return err;
 }

@@ -111,6 +111,7 @@ struct vm_pool { /* the slabs of one location and kind */
   int32_t device;
   bool large; /* of large pages */
   uint64_t free_units, soiled;
+  uint64_t promised; /* of the free units, to late batches that were not started: only those look at it */
   struct vm_slab *bins[POOL_LEVELS][POOL_BINS]; /* bin k: 2^(k-1) <= max_run < 2^k; bin 0: nothing to be taken */
   uint64_t bin_mask[POOL_LEVELS];               /* bit k set: bin k holds slabs */
   struct vm_slab *elist[POOL_LEVELS];

@@ -12,7 +12,7 @@ int vm_page_size(struct vm_ctx *c, uint64_t *page_size) {
 
 static int check_map(struct vm_ctx *c, struct vm_want *w) {
   const struct vmem_op *op = w->op;
-  uint64_t total, count = w->count;
+  uint64_t total, count = w->count, step = vm_offset_step(op);
   int err;
   if (!(w->hdl = vm_hdl_find(c, op->handle, &err))) return err;
   if (w->hdl->busy) return vm_fail(-EBUSY, "the handle is being released");
@@ -20,9 +20,13 @@ static int check_map(struct vm_ctx *c, struct vm_want *w) {
   if (op->offset & (w->page_size - 1))
     return vm_fail_at(-EINVAL, op->offset, op->bytes, w->page_size, "offset %llu is not aligned to the page size %llu",
                       (unsigned long long)op->offset, (unsigned long long)w->page_size);
-  if (__builtin_mul_overflow(op->bytes, count, &total) || op->offset + total < total)
+  if (step & (w->page_size - 1))
+    return vm_fail_at(-EINVAL, step, op->bytes, w->page_size, "offset_stride %llu is not aligned to the page size %llu",
+                      (unsigned long long)step, (unsigned long long)w->page_size);
+  if (__builtin_mul_overflow(step, count - 1, &total) || __builtin_add_overflow(total, op->bytes, &total) ||
+      op->offset + total < total)
     return vm_fail_at(-EOVERFLOW, op->addr, op->bytes, 0, "%llu x %llu bytes leaves 64 bits", (unsigned long long)count,
-                      (unsigned long long)op->bytes);
+                      (unsigned long long)step);
   if (op->offset + total > w->hdl->bytes)
     return vm_fail_at(-ERANGE, op->addr, total, w->hdl->bytes, "offset %llu + %llu bytes is beyond the handle's %llu",
                       (unsigned long long)op->offset, (unsigned long long)total, (unsigned long long)w->hdl->bytes);
@@ -44,7 +48,7 @@ static int check_source(const struct vmem_op *op, uint64_t count) {
   return 0;
 }
 
-int vm_check_reserved(const struct vmem_op *op, size_t i) {
+static int check_reserved(const struct vmem_op *op, size_t i) {
   for (size_t k = 0; k < sizeof(op->reserved) / sizeof(op->reserved[0]); k++)
     if (op->reserved[k]) return vm_fail(-EINVAL, "reserved[%zu] of operation %zu is not 0", k, i);
   return 0;
@@ -63,6 +67,9 @@ int vm_want(struct vm_ctx *c, const struct vmem_op *op, struct vm_want *w) {
   if (op->op < VMEM_OP_MAP || op->op > VMEM_OP_FILL) return vm_fail(-EINVAL, "unknown operation %u", op->op);
   if (op->flags & ~allowed[op->op])
     return vm_fail(-EINVAL, "flags 0x%x do not go with operation %u", op->flags & ~allowed[op->op], op->op);
+  if (op->op != VMEM_OP_MAP && op->offset_stride)
+    return vm_fail_at(-EINVAL, op->addr, op->bytes, 0, "offset_stride %llu does not go with operation %u",
+                      (unsigned long long)op->offset_stride, op->op);
   w->page_size = c->granule;
   if (op->op == VMEM_OP_MAP && (err = check_map(c, w))) return err;
   if (op->op == VMEM_OP_FILL && op->value > 255)
@@ -82,4 +89,44 @@ int vm_want(struct vm_ctx *c, const struct vmem_op *op, struct vm_want *w) {
   if (!vm_space_range(c, op->addr, op->bytes, w->page_size, &err)) return err;
   if (count > 1 && !vm_space_range(c, op->addr + span, op->bytes, w->page_size, &err)) return err;
   return 0;
+}
+
+int vm_want_all(struct vm_ctx *c, const struct vmem_op *ops, size_t n) {
+  struct vm_want w;
+  int err = 0;
+  for (size_t i = 0; i < n && !err; i++) {
+    err = check_reserved(&ops[i], i);
+    if (!err) err = vm_want(c, &ops[i], &w);
+  }
+  return err;
+}
+
+/* What an operation that was checked populates; NULL: nothing. */
+static struct vm_pool *populated(struct vm_ctx *c, const struct vmem_op *op, uint64_t *units) {
+  uint64_t page_size = op->page_size ? op->page_size : c->granule;
+  int err;
+  if (op->op != VMEM_OP_POPULATE) return NULL;
+  *units = vm_units(c, op->bytes) * (op->count ? op->count : 1); /* no more than there are addresses for */
+  return vm_pool_of(c, op->location, op->device, page_size, &err);
+}
+
+bool vm_promise(struct vm_ctx *c, const struct vmem_op *ops, size_t n) {
+  for (size_t i = 0; i < n; i++) {
+    uint64_t units;
+    struct vm_pool *p = populated(c, &ops[i], &units);
+    if (p && units + p->promised > p->free_units) {
+      vm_promise_end(c, ops, i);
+      return false;
+    }
+    if (p) p->promised += units;
+  }
+  return true;
+}
+
+void vm_promise_end(struct vm_ctx *c, const struct vmem_op *ops, size_t n) {
+  for (size_t i = 0; i < n; i++) {
+    uint64_t units;
+    struct vm_pool *p = populated(c, &ops[i], &units);
+    if (p) p->promised -= units;
+  }
 }

@@ -288,7 +288,7 @@ static int do_op(struct maker *m, const struct vmem_op *op) {
         (struct vm_access){.addr = op->src, .bytes = vm_source_bytes(op), .count = count, .stride = op->src_stride};
   }
   for (uint64_t i = 0; i < count; i++)
-    if ((err = do_piece(m, op->addr + i * op->stride, op->offset + i * op->bytes, op->src + i * op->src_stride)))
+    if ((err = do_piece(m, op->addr + i * op->stride, op->offset + i * vm_offset_step(op), op->src + i * op->src_stride)))
       return err;
   return op->flags & VMEM_OP_CONSUME ? consume(m) : 0;
 }
@@ -351,11 +351,7 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
     pthread_mutex_lock(&c->lock);
     if (!grow_id) keep = keep_bytes(c);
     p->keep = keep;
-    /* The arguments of all come first: which error a batch gives must not hang on what the pool has. */
-    for (size_t i = 0; i < n && !err; i++) {
-      err = vm_check_reserved(&ops[i], i);
-      if (!err) err = vm_want(c, &ops[i], &m.w);
-    }
+    err = vm_want_all(c, ops, n);
     for (size_t i = 0; i < n && !err; i++) err = do_op(&m, &ops[i]);
     if (!err) err = vm_plan_room(c, p);
     if (!err) sources_begin(c, p);

@@ -68,9 +68,17 @@ struct vm_want {
 };
 
 int vm_want(struct vm_ctx *c, const struct vmem_op *op, struct vm_want *w);
-int vm_check_reserved(const struct vmem_op *op, size_t i);
+/* Of a whole batch: which error it gives must not hang on what the pool has. */
+int vm_want_all(struct vm_ctx *c, const struct vmem_op *ops, size_t n);
+/* Promises a late batch, whose arguments are right, the pages that it populates; false, and nothing promised, where a
+ * pool has fewer beside those promised before. Taken back when the batch is started, or will not be. */
+bool vm_promise(struct vm_ctx *c, const struct vmem_op *ops, size_t n);
+void vm_promise_end(struct vm_ctx *c, const struct vmem_op *ops, size_t n);
 /* 0 becomes the granule; -EOPNOTSUPP for what the context does not have. */
 int vm_page_size(struct vm_ctx *c, uint64_t *page_size);
+static inline uint64_t vm_offset_step(const struct vmem_op *op) {
+  return op->offset_stride ? op->offset_stride : op->bytes;
+}
 static inline uint64_t vm_source_bytes(const struct vmem_op *op) { return op->src_bytes ? op->src_bytes : op->bytes; }
 
 /* ---- make.c ------------------------------------------------------------------------------------ */

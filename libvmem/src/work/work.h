@@ -60,7 +60,7 @@ void vm_deps_put(struct vm_ctx *c, struct vm_deps *d);
 /* ---- worker.c (lock not held) ------------------------------------------------------------------- */
 
 int vm_submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struct vmem_after *after, size_t num_after,
-              bool detached, vmem_ticket *ticket);
+              uint32_t flags, vmem_ticket *ticket);
 int vm_worker_start(struct vm_ctx *c);
 /* Starts it for what a layer below wants done. Without a worker the pages are zeroed by those who take them. */
 void vm_worker_wake(struct vm_ctx *c);

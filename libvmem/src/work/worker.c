@@ -24,6 +24,9 @@
 struct vm_job {
   struct vm_job *next;
   struct vm_plan plan;
+  struct vmem_op *ops; /* a late batch's: it has no plan before it is started */
+  size_t nops;
+  bool late;
   struct vm_deps deps;
   struct vm_fill *behind; /* a fill that must end first; a reference. NULL = none known */
   bool gpu_waits;         /* only fills: their events go to the GPU, not to this thread */
@@ -51,22 +54,78 @@ static int queue_job(struct vm_ctx *c, struct vm_job *job, vmem_ticket *ticket) 
   return 0;
 }
 
+/* Takes all that can be short. On failure the job has no plan. */
+static int job_plan(struct vm_ctx *c, struct vm_job *job, const struct vmem_op *ops, size_t n) {
+  int err = vm_plan_make(c, ops, n, &job->plan);
+  if (err) return err;
+  job->gpu_waits = vm_plan_only_fills(&job->plan);
+  err = vm_plan_aliases(c, &job->plan);
+  if (!err) err = vm_plan_may_run_on(c, &job->plan, fill_ended, job->ticket);
+  if (err) VM_UNDO(vm_plan_cancel(c, &job->plan));
+  return err;
+}
+
+/* Leaves that to the worker, where the pools have the pages: the operations are checked and copied. */
+static int job_plan_later(struct vm_ctx *c, struct vm_job *job, const struct vmem_op *ops, size_t n) {
+  int err;
+  if (n && !(job->ops = vm_realloc(c, NULL, n, sizeof(*ops)))) return -ENOMEM;
+  if (n) memcpy(job->ops, ops, n * sizeof(*ops));
+  job->nops = n;
+  pthread_mutex_lock(&c->lock);
+  err = vm_want_all(c, job->ops, n);
+  job->late = !err && vm_promise(c, job->ops, n);
+  pthread_mutex_unlock(&c->lock);
+  if (err || job->late) return err;
+  free(job->ops);
+  job->ops = NULL;
+  return job_plan(c, job, ops, n);
+}
+
+/* A late batch gets no more of what it was promised. */
+static void job_end_promise(struct vm_ctx *c, struct vm_job *job) {
+  pthread_mutex_lock(&c->lock);
+  vm_promise_end(c, job->ops, job->nops);
+  pthread_mutex_unlock(&c->lock);
+}
+
+/* Makes the plan of a late batch that is about to be started. */
+static int job_plan_now(struct vm_ctx *c, struct vm_job *job) {
+  int err;
+  if (!job->late) return 0;
+  job_end_promise(c, job);
+  err = job_plan(c, job, job->ops, job->nops);
+  free(job->ops);
+  job->ops = NULL;
+  job->nops = 0;
+  if (!err) job->late = false;
+  return err;
+}
+
+/* A late batch has none as long as that has not been made. */
+static void job_drop_plan(struct vm_ctx *c, struct vm_job *job) {
+  if (!job->late) {
+    VM_UNDO(vm_plan_cancel(c, &job->plan));
+    return;
+  }
+  job_end_promise(c, job);
+  free(job->ops);
+}
+
 int vm_submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struct vmem_after *after, size_t num_after,
-              bool detached, vmem_ticket *ticket) {
+              uint32_t flags, vmem_ticket *ticket) {
   struct vm_job *job = vm_calloc(c, 1, sizeof(*job));
-  int err = job ? vm_ticket_new(c, detached, &job->ticket) : -ENOMEM;
+  int err = job ? vm_ticket_new(c, flags & VMEM_SUBMIT_DETACHED, &job->ticket) : -ENOMEM;
   if (err) {
     free(job);
     return err;
   }
   if (!(err = vm_worker_start(c)) && !(err = vm_deps_make(c, after, num_after, &job->deps))) {
-    if (!(err = vm_plan_make(c, ops, n, &job->plan))) {
-      job->gpu_waits = vm_plan_only_fills(&job->plan);
-      /* What can be short is taken now. */
-      err = vm_plan_aliases(c, &job->plan);
-      if (!err) err = vm_plan_may_run_on(c, &job->plan, fill_ended, job->ticket);
-      if (!err && !(err = queue_job(c, job, ticket))) return 0;
-      VM_UNDO(vm_plan_cancel(c, &job->plan));
+    err = flags & VMEM_SUBMIT_LATE ? job_plan_later(c, job, ops, n) : job_plan(c, job, ops, n);
+    if (!err) {
+      if (!(err = queue_job(c, job, ticket))) return 0;
+      job_drop_plan(c, job);
+    } else {
+      free(job->ops);
     }
     VM_UNDO(vm_deps_put(c, &job->deps));
   }
@@ -115,7 +174,7 @@ static bool job_run(struct vm_ctx *c, struct vm_job *job, int err, bool wait) {
   if (job->behind) VM_UNDO(vm_fill_put(c, job->behind));
   job->behind = NULL;
   if (err)
-    VM_UNDO(vm_plan_cancel(c, &job->plan));
+    job_drop_plan(c, job);
   else
     err = vm_plan_run(c, &job->plan, job->deps.events, nevents, wait ? NULL : &over, &fill);
   if (!over) return false;
@@ -142,7 +201,8 @@ static bool start_next(struct vm_ctx *c) {
   if (!job) return false;
   job->next = NULL;
   vm_error_begin("vmem worker");
-  err = job_ready(c, job, &ready);
+  ready = false;
+  if (!(err = job_plan_now(c, job))) err = job_ready(c, job, &ready);
   if ((err || ready) && job_run(c, job, err, false)) return true;
   *c->work->waiting_tail = job;
   c->work->waiting_tail = &job->next;
@@ -275,6 +335,7 @@ static void finish_jobs(struct vm_ctx *c, struct vm_job *job) {
     int err = job->deps.nfds ? vm_deps_poll(c, &job->deps, false) : 0;
     next = job->next;
     if (!err) err = vm_deps_wait(c, &job->deps);
+    if (!err) err = job_plan_now(c, job);
     if (!err && !job->plan.filling) err = vm_plan_await_fills(c, &job->plan);
     job_run(c, job, err, true);
   }

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: MIT
+"""How many Python functions a call of the cache runs: what it costs, on any machine.
+
+Counted are the functions of the package that are entered or gone on with, each page and each slot
+that a loop calls a function for included, so that a number that grows with either is seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+from conftest import open_context
+
+import pyvmem
+from pyvmem import Context, KVCache
+from pyvmem.kvcache import KVCacheConfig
+
+PACKAGE = str(Path(pyvmem.__file__).parent)
+ROWS = 16  # tokens of a page
+
+
+class Calls(NamedTuple):
+    result: Any
+    functions: Counter[str]
+
+    @property
+    def count(self) -> int:
+        return self.functions.total()
+
+    @property
+    def files(self) -> set[str]:
+        return {name.split(":")[0] for name in self.functions}
+
+
+def calls_of(call: Callable[[], Any]) -> Calls:
+    """Makes a call and counts the functions of the package that it runs."""
+    found: Counter[str] = Counter()
+
+    def enter(frame: FrameType, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            found[f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_name}"] += 1
+
+    gc.disable()
+    sys.setprofile(enter)
+    try:
+        result = call()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return Calls(result, found)
+
+
+@pytest.fixture
+def context(backend: str) -> Iterator[Context]:
+    with open_context(backend, pool_high=pyvmem.KEEP_ALL) as opened:
+        yield opened
+
+
+def cache_of(context: Context, pages: int, slots: int, layers: int = 2) -> KVCache:
+    page = context.info.granule
+    return KVCache(
+        KVCacheConfig(
+            num_layers=layers,
+            num_kv_heads=1,
+            head_dim=page // ROWS // 2,
+            dtype="float16",
+            max_batch=slots,
+            max_seq_len=pages * ROWS,
+            page_size=page,
+            memory_limit=2 * layers * 4 * pages * page,
+        ),
+        context,
+    )
+
+
+@pytest.mark.parametrize("growing", [1, 100])
+def test_a_step(context: Context, growing: int) -> None:
+    with cache_of(context, pages=64, slots=128, layers=1) as cache:
+        lens = [0] * 128
+        for _ in range(growing):
+            lens[cache.alloc_reqid() or 0] = ROWS // 2
+        assert cache.step(lens) == 0
+        idle = calls_of(lambda: cache.step(lens))
+        assert idle.result == 0
+        assert idle.count <= 10, idle
+        assert len(idle.files) <= 5, idle
+        mapped = cache.stats().mapped_bytes
+        longer = [(ROWS + 1) * (length > 0) for length in lens]
+        grown = calls_of(lambda: cache.step(longer))
+        assert grown.result == 0
+        assert cache.stats().mapped_bytes > mapped
+        assert grown.count <= 15, grown
+        assert len(grown.files) <= 5, grown
+
+
+@pytest.mark.parametrize("growing", [1, 100])
+def test_a_step_that_is_begun(context: Context, growing: int) -> None:
+    with cache_of(context, pages=64, slots=128, layers=1) as cache:
+        lens = [0] * 128
+        for _ in range(growing):
+            lens[cache.alloc_reqid() or 0] = ROWS // 2
+        assert cache.step(lens) == 0
+        longer = [(ROWS + 1) * (length > 0) for length in lens]
+        begun = calls_of(lambda: cache.step_async(longer))
+        assert begun.result == 0
+        assert begun.count <= 25, begun
+        assert cache.step(longer) == 0
+        cache.check_integrity()
+
+
+def test_a_step_that_is_refused(context: Context) -> None:
+    with cache_of(context, pages=64, slots=128, layers=1) as cache:
+        lens = [0] * 128
+        for _ in range(4):
+            lens[cache.alloc_reqid() or 0] = 63 * ROWS
+        assert cache.step(lens) == 0
+        first = cache.alloc_reqid() or 0
+        lens[first] = 4 * ROWS
+        assert cache.step(lens) == 0
+        lens[first] = 5 * ROWS
+        refused = calls_of(lambda: cache.step(lens))
+        assert refused.result == -1
+        assert refused.count <= 50, refused
+
+
+def shared(context: Context, pages: int, layers: int) -> dict[str, int]:
+    """The functions that a fork and a request with a recorded prefix of so many pages run."""
+    found = {}
+    with cache_of(context, pages=pages + 1, slots=8, layers=layers) as cache:
+        lens, tokens = [0] * 8, list(range(pages * ROWS))
+        first = cache.alloc_reqid() or 0
+        lens[first] = pages * ROWS - 3
+        assert cache.step(lens) == 0
+        forked = calls_of(lambda: cache.fork(first))
+        assert forked.result is not None
+        found["fork"] = forked.count
+        lens[first] = pages * ROWS
+        assert cache.step(lens) == 0
+        assert cache.record(first, tokens) == pages * ROWS
+        begun = calls_of(lambda: cache.alloc_prefix(tokens, leave=0))
+        assert begun.result[1] == pages * ROWS
+        found["alloc_prefix"] = begun.count
+        cache.check_integrity()
+    return found
+
+
+def test_what_shares_pages_costs_the_same_for_any_length(context: Context) -> None:
+    short = shared(context, 4, 1)
+    assert shared(context, 200, 1) == short
+    assert shared(context, 4, 16) == short, "for any number of tensors"
+    assert short["fork"] <= 260
+    assert short["alloc_prefix"] <= 170
+
+
+@pytest.mark.parametrize("slots", [8, 1024])
+def test_a_slot_taken_and_given_back(context: Context, slots: int) -> None:
+    with cache_of(context, pages=4, slots=slots, layers=1) as cache:
+        for _ in range(3):  # as an engine that has run for a while finds it
+            cache.free_reqid(cache.alloc_reqid(ROWS) or 0)
+        taken = calls_of(lambda: cache.alloc_reqid(ROWS))
+        assert taken.count <= 40, taken
+        freed = calls_of(lambda: cache.free_reqid(taken.result))
+        assert freed.count <= 60, freed
+        asked = calls_of(lambda: cache.can_admit([ROWS]))
+        assert asked.result
+        assert asked.count <= 50, asked
+
+
+def test_import_without_torch() -> None:
+    """What `import pyvmem` loads: nothing of torch, numpy or an engine."""
+    script = "import sys, pyvmem; print(*sorted({n.split('.')[0] for n in sys.modules}))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert not loaded & {"torch", "numpy", "transformers", "vllm", "cuda", "asyncio"}, loaded
