@@ -52,7 +52,7 @@ class CommonPages:
             )
         self._cache = cache
         with cache._lock, cache._journal:
-            group = cache._open_group()
+            (group,) = cache._open()
             group.sharing.require(FORK, "map_common_pages")
             unit = group.prefixes.unit_pages[0]
             self.pages = min(-(-layout.pages_for(tokens) // unit) * unit, layout.slot_pages)
@@ -92,7 +92,7 @@ class CommonPages:
         """
         cache = self._cache
         with cache._lock, cache._journal:
-            group = cache._open_group()
+            (group,) = cache._open()
             slot, shared = group.table[reqid], group.reclaimer.shared
             shared.hold(self._span)  # where the slot's reference is the last one
             try:

@@ -175,7 +175,7 @@ class Manager:
                 self._truncate(index, length)
         try:
             for index, length in enumerate(lengths):
-                if length and not self.cache._group.table[index].active:
+                if length and not self.cache.is_taken(index):
                     self.cache.claim(index)
                     claimed.append(index)
             if self.cache.step(lengths) == -1:
@@ -215,7 +215,7 @@ class Manager:
     def _taken(self, index: int) -> bool:
         """Whether a request has the id."""
         idle = self.common is not None and index in self.common.idle
-        return not idle and self.cache._group.table[index].active
+        return not idle and self.cache.is_taken(index)
 
     def _checked(self, seq_lens: Sequence[int]) -> list[int]:
         lengths = [operator.index(length) for length in seq_lens]

@@ -399,6 +399,10 @@ class Share:
         kept = sum(max(one.used, one.floor) for one in self._rest())
         return self.budget.granted_bytes - kept - self.used
 
+    def total(self) -> int:
+        """Bytes of the whole budget."""
+        return self.budget.total_bytes
+
     def beyond(self) -> int:
         """What the ledger had room for when it was last looked at; 0 without one."""
         return 0 if self.budget._ledger is None else self.budget._ledger.hint

@@ -2,7 +2,7 @@
 """`KVCache`: what an engine calls.
 
 It takes the lock, checks that the cache is open, and hands the call to manager.py, swap.py,
-truncate.py or idle.py, which do it in every group of layers; here there is one.
+truncate.py or idle.py, which do it in every group of layers: one here, several in a `LayeredCache`.
 
 `KVCache` chooses slots itself and takes its limit when it is made. A program written for another
 cache may name slots itself (`KVCache.claim`) or reserve memory after the tensors exist
@@ -13,30 +13,25 @@ from __future__ import annotations
 
 import errno
 import operator
-import threading
 import warnings
 from collections.abc import Collection, Hashable, Sequence
-from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from pyvmem.context import Context
-from pyvmem.errors import BadHandle, Busy, NotSupported, VMemError
+from pyvmem.errors import Busy, NotSupported
 from pyvmem.info import Caps, Location
 from pyvmem.kvcache import idle, integrity, manager, swap, truncate
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import KVCacheConfig, invalid
-from pyvmem.kvcache.events import record
-from pyvmem.kvcache.group import Group, make_parts
+from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.idle import IdleThread
 from pyvmem.kvcache.integrity import IntegrityError
-from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.manager import Moved
-from pyvmem.kvcache.metrics import CacheStats, SlotInfo
+from pyvmem.kvcache.manager import Manager, Moved
+from pyvmem.kvcache.metrics import CacheStats, SlotInfo, together
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.prefix_tree import Change
-from pyvmem.kvcache.slots import SlotTable
 from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.reservation import Reservation
 from pyvmem.streams import check
@@ -49,19 +44,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Closing",
+    "GroupView",
     "KVCache",
-    "Views",
-    "half_closed",
 ]
-
-
-def half_closed(name: str) -> BadHandle:
-    """What calls of a cache raise whose `close` was ended by an exception."""
-    return BadHandle(
-        f"the {name} is half closed: an exception ended its close, call that again",
-        errno=errno.EBADF,
-        op=name,
-    )
 
 
 class Closing:
@@ -103,23 +88,66 @@ class Closing:
             warnings.warn(f"{name} was not closed", ResourceWarning, stacklevel=2, source=self)
 
 
-class Views:
-    """Makes the group tensors once and cuts layers out of them."""
+class GroupView:
+    """One group of equal layers of a cache: its tensors, where they lie, and reports.
 
-    def __init__(self, layout: Layout, reservation: Reservation) -> None:
-        self._layout = layout
-        self._reservation = reservation
+    Requests are the cache's. Raises BadHandle once that is closed.
+
+    Attributes:
+        config: of these layers.
+        layout: the sizes and offsets, for those who plan or draw.
+        context: the context that the pages are of.
+        reservation: the addresses of all tensors; `layout` tells what lies where.
+    """
+
+    def __init__(self, manager: Manager, place: int) -> None:
+        self._manager = manager
+        self._place = place
         self._tensors: list[torch.Tensor] = []
+        parts = manager.groups[place].parts
+        self.config, self.layout = parts.layout.config, parts.layout
+        self.context, self.reservation = parts.context, parts.reservation
 
+    @property
     def tensors(self) -> list[torch.Tensor]:
-        """Each group's tensors: ``[batch, rows, group_size, num_kv_heads, head_dim]``."""
-        if not self._tensors:
-            self._tensors = [self._make(index) for index in range(self._layout.num_tensors)]
-        return list(self._tensors)
+        """See `KVCache.tensors`."""
+        manager = self._manager
+        with manager.lock, manager.journal:
+            manager.open()
+            if not self._tensors:
+                self._tensors = [self._make(index) for index in range(self.layout.num_tensors)]
+            return list(self._tensors)
 
-    def layer(self, layer: int, which: int) -> torch.Tensor:
-        """K (`which` 0) or V (1) of a layer, ``[batch, rows, num_kv_heads, head_dim]``."""
-        config = self._layout.config
+    def k(self, layer: int) -> torch.Tensor:
+        """See `KVCache.k`; `layer`: the number in this group."""
+        return self._layer(layer, 0)
+
+    def v(self, layer: int) -> torch.Tensor:
+        """See `KVCache.v`; `layer`: the number in this group."""
+        return self._layer(layer, 1)
+
+    def stats(self) -> CacheStats:
+        """See `KVCache.stats`."""
+        manager = self._manager
+        with manager.lock, manager.journal:
+            group = manager.open()[self._place]
+            group.reclaimer.poll()
+            return integrity.stats(group)
+
+    def snapshot(self) -> list[SlotInfo]:
+        """See `KVCache.snapshot`."""
+        manager = self._manager
+        with manager.lock, manager.journal:
+            group = manager.open()[self._place]
+            group.reclaimer.poll()
+            return integrity.snapshot(group)
+
+    def drop(self) -> None:
+        """Lets go of the tensors, so that only the caller's own keep the reservation."""
+        self._tensors = []
+
+    def _layer(self, layer: int, which: int) -> torch.Tensor:
+        config = self.config
         index, last = operator.index(layer), config.num_layers - 1
         if not 0 <= index <= last:
             raise invalid(f"layer {index} is not between 0 and {last}", limit=last)
@@ -127,16 +155,12 @@ class Views:
         if which >= per_layer:
             raise invalid(f"layer {index} has no values: tensors_per_layer is {per_layer}")
         group, member = divmod(index, config.group_size)
-        return self.tensors()[per_layer * group + which][:, :, member]
-
-    def drop(self) -> None:
-        """Lets go of the tensors, so that only the caller's own keep the reservation."""
-        self._tensors = []
+        return self.tensors[per_layer * group + which][:, :, member]
 
     def _make(self, index: int) -> torch.Tensor:
         import torch
 
-        layout, config = self._layout, self._layout.config
+        layout, config = self.layout, self.config
         item = config.itemsize
         strides = (
             layout.slot_bytes,
@@ -145,7 +169,7 @@ class Views:
             config.head_dim * item,
             item,
         )
-        tensor: torch.Tensor = self._reservation.tensor(
+        tensor: torch.Tensor = self.reservation.tensor(
             (
                 config.max_batch,
                 config.max_seq_len,
@@ -192,7 +216,9 @@ class KVCache(Closing):
         VMemError: the context or the reservation could not be made.
     """
 
-    _table: ClassVar[type[SlotTable]] = SlotTable
+    caches: tuple[GroupView, ...]
+    """The groups of equal layers: one, or those of a `LayeredCache`, in the order in which its
+    layers name them. For tensors, layouts and reports."""
 
     def __init__(
         self,
@@ -202,49 +228,27 @@ class KVCache(Closing):
         device: Any = 0,
         budget: Budget | None = None,
     ) -> None:
-        self._closed = True  # until the group is made
-        self._closing = False  # and some of it is gone already
-        self._budget = budget
-        self._lock: AbstractContextManager[Any] = (
-            threading.RLock() if budget is None else budget.lock
-        )
-        self._idle: IdleThread | None = None
-        self.config = config
-        self._journal = Journal() if budget is None else budget.journal
-        with self._lock, self._journal:
-            parts = make_parts(config, context, backend, device, self._journal, budget)
-            self._group = group = Group(config, parts, self._journal, self._table)
-            self._views = Views(group.layout, parts.reservation)
-            self._journal.on_abort(self._shut)
-            try:
-                if budget is not None:
-                    budget.join(group.pager, config.memory_floor)
-                group.prepare()
-            except VMemError:
-                self._shut()
-                raise
-            self._closed = False
-        if config.idle_seconds:
-            self._idle = IdleThread(self._group, self._lock)
+        self._closed = True  # until the groups are made
+        self._begin(Manager("KVCache", config, None, context, backend, device, budget))
+
+    def _begin(self, manager: Manager) -> None:
+        """The cache calls these groups from now on."""
+        self._manager = manager
+        self._groups = manager.groups
+        self._lock, self._journal = manager.lock, manager.journal
+        self.caches = tuple(GroupView(manager, place) for place in range(len(manager.groups)))
+        self.config = self.caches[0].config
+        self._idle = IdleThread(manager) if self.config.idle_seconds else None
+        self._closed = False
+        if self._idle is not None:
             self._idle.start()
 
     def _gone(self) -> bool:
-        return super()._gone() or not self._group.context.is_open
+        return super()._gone() or not self.context.is_open
 
-    def _open_group(self) -> Group:
-        """The group, for a call that holds the lock.
-
-        Raises:
-            BadHandle: the cache or its context is closed. ForkedProcess: it is the parent's.
-        """
-        group = self._group
-        if self._closed:
-            raise BadHandle("the KVCache is closed", errno=errno.EBADF, op="KVCache")
-        if self._closing:
-            raise half_closed("KVCache")
-        if not group.context.is_open:
-            group.context.stats()  # raises what is wrong: closed, or of the parent of a fork
-        return group
+    def _open(self) -> tuple[Group, ...]:
+        """See `Manager.open`."""
+        return self._manager.open()
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -262,7 +266,7 @@ class KVCache(Closing):
             InvalidArgument: `seq_len` is negative or above `max_seq_len`.
         """
         with self._lock, self._journal:
-            return self._open_group().alloc(seq_len)
+            return manager.alloc(self._open(), seq_len)
 
     def free_reqid(
         self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
@@ -289,18 +293,7 @@ class KVCache(Closing):
             VMemError: it could not be recorded; it was not freed.
         """
         with self._lock, self._journal:
-            group = self._open_group()
-            slot = group.slot(reqid)
-            event = record(stream, group.device)
-            first = slot.shared
-            goes_on = tokens is not None and group.prefixes.record_last(
-                slot, tokens, event, namespace
-            )
-            group.release(slot, event)
-            if goes_on:
-                group.keep(slot, first)
-            group.prepare()
-            group.tidy()
+            manager.free(self._open(), reqid, stream, tokens, namespace)
 
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
         """Gives a request's rows from `length` on up, and the pages that hold nothing else.
@@ -335,7 +328,7 @@ class KVCache(Closing):
             VMemError: the driver failed; nothing changed.
         """
         with self._lock, self._journal:
-            return truncate.truncate([self._open_group()], reqid, length, stream)
+            return truncate.truncate(self._open(), reqid, length, stream)
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -364,7 +357,7 @@ class KVCache(Closing):
         if stream is not None:
             check(stream)
         with self._lock, self._journal:
-            return manager.step([self._open_group()], seq_lens, stream)
+            return manager.step(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Begins to map, in the background, what `step` will ask for with the same numbers.
@@ -388,7 +381,7 @@ class KVCache(Closing):
         if stream is not None:
             check(stream)
         with self._lock, self._journal:
-            return manager.step_async([self._open_group()], seq_lens)
+            return manager.step_async(self._open(), seq_lens)
 
     # ---- forks -----------------------------------------------------------------------------------
 
@@ -443,10 +436,9 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            group = self._open_group()
-            forked = manager.fork(group, reqid, operator.index(count), length, stream, into)
-            group.prepare()
-            return forked
+            groups = self._open()
+            manager.make_free_alike(groups)
+            return manager.fork_all(groups, reqid, operator.index(count), length, stream, into)
 
     # ---- prefixes --------------------------------------------------------------------------------
 
@@ -457,7 +449,7 @@ class KVCache(Closing):
         ``lcm(row_bytes, page_size) / row_bytes``, since the row that crosses a page's end would
         have to be written into a page that others share.
         """
-        return self._group.prefixes.unit
+        return self._groups[0].prefixes.unit
 
     def record(
         self, reqid: int, tokens: Any, stream: Any = None, namespace: Hashable = None
@@ -488,7 +480,7 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            group = self._open_group()
+            group = self._open()[0]
             return group.prefixes.record(group.slot(reqid), tokens, stream, namespace)
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
@@ -507,7 +499,7 @@ class KVCache(Closing):
             InvalidArgument: bad tokens or namespace, or a negative `leave`.
         """
         with self._lock, self._journal:
-            return self._open_group().prefixes.match(tokens, leave, namespace)
+            return self._open()[0].prefixes.match(tokens, leave, namespace)
 
     def alloc_prefix(
         self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None
@@ -535,18 +527,7 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            group = self._open_group()
-            match, length = group.prefixes.wanted(tokens, leave, namespace)
-            try:
-                if not group.prefixes.can_begin(match):
-                    reqid = group.alloc(length)
-                    return None if reqid is None else (reqid, 0)
-                reqid = manager.alloc_prefix([group], match, stream)
-            finally:
-                if match is not tokens:
-                    match.release()
-            group.prepare()
-            return None if reqid is None else (reqid, match.length)
+            return manager.alloc_prefix(self._open(), tokens, leave, stream, namespace)
 
     def prefix_changes(self) -> list[Change]:
         """What was recorded and evicted since the last call, for `pyvmem.kv_events`.
@@ -555,7 +536,7 @@ class KVCache(Closing):
         makes it must go on, or they pile up.
         """
         with self._lock, self._journal:
-            return self._open_group().prefixes.tree.take_changes()
+            return self._open()[0].prefixes.tree.take_changes()
 
     # ---- preemption and admission ----------------------------------------------------------------
 
@@ -576,8 +557,7 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            group = self._open_group()
-            return swap.swap_out([group], reqid, stream)
+            return swap.swap_out(self._open(), reqid, stream)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """Brings a swapped request back, into any slot.
@@ -596,7 +576,9 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            return swap.swap_in([self._open_group()], swapped, stream)
+            groups = self._open()
+            manager.make_free_alike(groups)
+            return swap.swap_in(groups, swapped, stream)
 
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
@@ -620,7 +602,7 @@ class KVCache(Closing):
             PrefixEvicted: as in `alloc_prefix`.
         """
         with self._lock, self._journal:
-            return manager.can_admit([self._open_group()], seq_lens, matches)
+            return manager.can_admit(self._open(), seq_lens, matches)
 
     def trim(self, prefixes: bool = False, compact: bool = False, stream: Any = None) -> int:
         """Unmaps all pages of no request and gives the pool's free memory back to the device.
@@ -643,7 +625,7 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            return idle.trim(self._open_group(), prefixes, compact, stream)
+            return idle.trim(self._manager, prefixes, compact, stream)
 
     # ---- where pages lie -------------------------------------------------------------------------
 
@@ -674,12 +656,7 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            group = self._open_group()
-            slot = group.slot(reqid)
-            if group.promoter is None:
-                raise invalid("promote: the cache has no large_page_size")
-            group.mover.sweep()
-            return group.promoter.promote(slot, group.rows[slot.index], stream, wait=wait)
+            return manager.promote(self._open(), reqid, stream, wait=wait)
 
     def move(
         self,
@@ -723,11 +700,9 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            group = self._open_group()
-            slot = group.slot(reqid)
-            tier = manager.tier_of(group, location, device)
-            group.mover.sweep()
-            return manager.move(group, slot, tier, tokens, stream, wait=wait)
+            groups = self._open()
+            tier = manager.tier_of(groups[0], location, device)
+            return manager.move(groups, reqid, tier, tokens, stream, wait=wait)
 
     # ---- for programs written for another cache --------------------------------------------------
 
@@ -738,21 +713,18 @@ class KVCache(Closing):
             InvalidArgument: no such slot, it is taken, or its addresses are lost.
         """
         with self._lock, self._journal:
-            group = self._open_group()
-            group.reclaimer.poll()
-            group.pager.poll()
-            group.take(group.free_slot(reqid))
-            group.prepare()
+            manager.claim(self._open(), reqid)
 
     def set_limit(self, pages: int) -> None:
         """Changes the physical pages that the cache may have; nothing is mapped or unmapped.
 
         Raises:
             InvalidArgument: negative, less than what is behind the cache now, or than its floor.
-            NotSupported: the ranks of a `ParallelKVCache` have agreed on their limit.
+            NotSupported: the layers are of several groups, or the ranks of a `ParallelKVCache` have
+                agreed on their limit.
         """
         with self._lock, self._journal:
-            group = self._open_group()
+            group = self._only("set_limit")
             if group.table.lockstep:
                 raise NotSupported(
                     "set_limit: the ranks have agreed on their limit",
@@ -779,29 +751,20 @@ class KVCache(Closing):
             VMemError: a background batch failed (`wait` alone); the cache is consistent.
         """
         with self._lock, self._journal:
-            group = self._open_group()
-            reclaimer = group.reclaimer
-            reclaimer.poll()
-            for slot in group.table.free:
-                if slot.index in keep:
-                    continue
-                if wait:
-                    group.pager.release(slot)
-                if slot.mapped and slot.job is None:
-                    reclaimer.try_cut(slot, 0, now=wait)
-            if wait:
-                reclaimer.finish_all()
-                reclaimer.raise_errors()
+            manager.reclaim_free(self._open(), keep, wait=wait)
 
     def capacity(self, reqid: int) -> int:
         """Tokens that a taken slot has pages for; a `KVCache.step` up to there maps nothing.
+
+        Of several groups of layers, that with the fewest.
 
         Raises:
             InvalidArgument: no such reqid, or it is not taken.
         """
         with self._lock, self._journal:
-            group = self._open_group()
-            return group.pager.capacity[group.slot(reqid).index]
+            groups = self._open()
+            index = groups[0].slot(reqid).index
+            return min([group.pager.capacity[index] for group in groups])
 
     def is_ready(self, reqid: int, seq_len: int) -> bool:
         """Whether a `step` of a request to so many tokens would neither map nor wait for that.
@@ -817,17 +780,7 @@ class KVCache(Closing):
             InvalidArgument: no such reqid, not taken, or a length out of range.
         """
         with self._lock, self._journal:
-            group = self._open_group()
-            slot = group.slot(reqid)
-            need = group.layout.pages_for_step(group.rows[slot.index], self._checked(seq_len))
-            return slot.granted >= need or group.pager.is_mapped(slot, need)
-
-    def _checked(self, seq_len: int) -> int:
-        """A number of tokens that a slot can hold."""
-        length, longest = operator.index(seq_len), self._group.config.max_seq_len
-        if not 0 <= length <= longest:
-            raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)
-        return length
+            return manager.is_ready(self._open(), reqid, seq_len)
 
     def missing_pages(self, reqid: int | None, seq_len: int) -> int:
         """Physical pages, in all tensors together, that a request lacks to hold `seq_len` tokens.
@@ -840,14 +793,7 @@ class KVCache(Closing):
             InvalidArgument: no such reqid, not taken, or a length out of range.
         """
         with self._lock, self._journal:
-            group = self._open_group()
-            length = self._checked(seq_len)
-            held, have = 0, 0
-            if reqid is not None:
-                slot = group.slot(reqid)
-                held, have = group.rows[slot.index], slot.granted
-            need = group.layout.pages_for_step(held, length)
-            return max(0, need - have) * group.layout.num_tensors
+            return manager.missing(self._open(), reqid, seq_len)
 
     def obtainable_pages(self) -> tuple[int, int]:
         """Physical pages that requests could still get, and all that the cache may have.
@@ -855,33 +801,40 @@ class KVCache(Closing):
         The first number counts what is free and what could be reclaimed, recorded prefixes that no
         request uses included.
         """
-        with self._lock, self._journal:
-            group = self._open_group()
-            group.reclaimer.poll()
-            return group.reclaimer.obtainable({}), group.reclaimer.limit
+        size = self._groups[0].layout.page_size
+        some, every = self.obtainable_bytes()
+        return some // size, every // size
 
     def missing_bytes(self, reqid: int | None, seq_len: int) -> int:
         """`missing_pages` in bytes."""
-        return self.missing_pages(reqid, seq_len) * self.layout.page_size
+        return self.missing_pages(reqid, seq_len) * self._groups[0].layout.page_size
 
     def obtainable_bytes(self) -> tuple[int, int]:
         """`obtainable_pages` in bytes."""
-        pages, limit = self.obtainable_pages()
-        return pages * self.layout.page_size, limit * self.layout.page_size
+        with self._lock, self._journal:
+            return manager.obtainable(self._open())
 
     @property
     def num_free_slots(self) -> int:
         """Slots that a request could get."""
         with self._lock, self._journal:
-            group = self._open_group()
-            group.reclaimer.poll()
-            group.pager.poll()
-            return len(group.table.free)
+            groups = self._open()
+            manager.make_free_alike(groups)
+            return len(groups[0].table.free)
 
     @property
     def lockstep(self) -> bool:
         """Whether answers must be the same on several ranks (`ParallelKVCache`)."""
-        return self._table.lockstep
+        return self._groups[0].table.lockstep
+
+    def is_taken(self, reqid: int) -> bool:
+        """Whether a request has the slot.
+
+        Raises:
+            InvalidArgument: no such slot.
+        """
+        with self._lock, self._journal:
+            return self._open()[0].any_slot(reqid).active
 
     # ---- tensors -------------------------------------------------------------------------------
 
@@ -890,11 +843,10 @@ class KVCache(Closing):
         """K and V of every group, in turn; with `tensors_per_layer` 1, the one of each.
 
         Each is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only mapped rows
-        may be touched. A living tensor keeps the cache from closing.
+        may be touched. A living tensor keeps the cache from closing. Those of a `LayeredCache` come
+        class by class.
         """
-        with self._lock, self._journal:
-            self._open_group()
-            return self._views.tensors()
+        return [tensor for view in self.caches for tensor in view.tensors]
 
     def k(self, layer: int) -> torch.Tensor:
         """Keys of a layer, a view ``[max_batch, max_seq_len, num_kv_heads, head_dim]``.
@@ -902,15 +854,11 @@ class KVCache(Closing):
         Rows are ``group_size`` layers apart. Raises InvalidArgument for a layer that does not
         exist.
         """
-        with self._lock, self._journal:
-            self._open_group()
-            return self._views.layer(layer, 0)
+        return self.caches[0].k(layer)
 
     def v(self, layer: int) -> torch.Tensor:
         """Values of a layer; see `k`. InvalidArgument where `tensors_per_layer` is 1."""
-        with self._lock, self._journal:
-            self._open_group()
-            return self._views.layer(layer, 1)
+        return self.caches[0].v(layer)
 
     # ---- reports -------------------------------------------------------------------------------
 
@@ -922,14 +870,16 @@ class KVCache(Closing):
         Of a budget: as far as the other caches leave it now.
         """
         with self._lock, self._journal:
-            reclaimer = self._open_group().reclaimer
-            reclaimer.poll()
-            return reclaimer.free
+            return manager.free_pages(self._open())
 
     @property
     def layout(self) -> Layout:
-        """The sizes and offsets of the cache, for those who plan or draw."""
-        return self._group.layout
+        """The sizes and offsets of the cache, for those who plan or draw.
+
+        NotSupported where layers are of several groups: `caches` has one for each.
+        """
+        self._only("layout")
+        return self.caches[0].layout
 
     @property
     def budget(self) -> Budget | None:
@@ -939,12 +889,16 @@ class KVCache(Closing):
     @property
     def context(self) -> Context:
         """The context that the pages are of."""
-        return self._group.context
+        return self._manager.context
 
     @property
     def reservation(self) -> Reservation:
-        """The addresses of all tensors; `layout` tells what lies where. The cache's own."""
-        return self._group.parts.reservation
+        """The addresses of all tensors; `layout` tells what lies where. The cache's own.
+
+        NotSupported where layers are of several groups: `caches` has one for each.
+        """
+        self._only("reservation")
+        return self.caches[0].reservation
 
     @property
     def safe_overread(self) -> bool:
@@ -955,7 +909,8 @@ class KVCache(Closing):
         where they take the place of small ones in one step, too.
         """
         caps = self.context.info.caps
-        small = self.layout.page_size < 2 << 20 and not self.layout.large_pages
+        layout = self._groups[0].layout  # page sizes are the same in all
+        small = layout.page_size < 2 << 20 and not layout.large_pages
         one_step = small or Caps.ONE_CALL in caps
         return self.config.sparse and Caps.SPARSE_ATOMIC in caps and one_step
 
@@ -965,13 +920,8 @@ class KVCache(Closing):
         Raises InvalidArgument for a reqid that does not exist.
         """
         with self._lock:
-            group = self._open_group()
-            size, row, most = group.layout.page_size, group.layout.row_bytes, group.layout.max_rows
-            last = len(group.table) - 1
-            for reqid in reqids:
-                if not 0 <= reqid <= last:
-                    raise invalid(f"reqid {reqid} is not between 0 and {last}", limit=last)
-            return [min(group.table[reqid].granted * size // row, most) for reqid in reqids]
+            each = [group.readable_rows(reqids) for group in self._open()]
+            return each[0] if len(each) == 1 else list(map(min, *each))
 
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
         """For each reqid, the first row that has memory: those before it left the window.
@@ -987,16 +937,21 @@ class KVCache(Closing):
             return [-(-group.table[reqid].head * size // row) for reqid in reqids]
 
     def stats(self) -> CacheStats:
-        """The present state and the counters."""
+        """The present state and the counters; of several groups of layers, all together.
+
+        Slots, steps and prefix tokens, which are the same in all groups, are the first one's. Peaks
+        are the sum of the groups' peaks.
+        """
         with self._lock, self._journal:
-            self._open_group().reclaimer.poll()
-            return integrity.stats(self._group)
+            groups = self._open()
+            room = manager.free_pages(groups)
+            return together([integrity.stats(group) for group in groups], room)
 
     def snapshot(self) -> list[SlotInfo]:
-        """Every slot's pages as they are now."""
+        """Every slot's pages as they are now; of several groups of layers, their sums."""
         with self._lock, self._journal:
-            self._open_group().reclaimer.poll()
-            return integrity.snapshot(self._group)
+            each = [view.snapshot() for view in self.caches]
+        return [slots[0].and_others(slots[1:]) for slots in zip(*each, strict=True)]
 
     def check_integrity(self) -> None:
         """Compares the cache's books with each other and, page by page, with the context's.
@@ -1008,13 +963,14 @@ class KVCache(Closing):
             IntegrityError: with every contradiction found.
         """
         with self._lock, self._journal:
-            group = self._open_group()
-            group.reclaimer.poll()
-            found = integrity.check(group)
-            if found:
+            groups = self._open()
+            for group in groups:
+                group.reclaimer.poll()
+            found = [text for group in groups for text in integrity.check(group)]
+            if found := found + integrity.check_together(groups):
                 raise IntegrityError(found)
-            if not (group.pager.growths or group.reclaimer.cuts or group.mover.moves):
-                group.context.check()
+            if not any(group.has_batches for group in groups):
+                self.context.check()
 
     # ---- end -----------------------------------------------------------------------------------
 
@@ -1034,16 +990,23 @@ class KVCache(Closing):
         with self._lock, self._journal:
             if self._closed:
                 return
-            self._shut(stream)
+            for view in self.caches:
+                view.drop()
+            self._manager.close(stream)
             self._closed = True
             if self._idle is not None:
                 self._idle.end()
 
-    def _shut(self, stream: Any = None) -> None:
-        self._views.drop()
-        if self.context.is_open:  # else everything went with it, or is the parent's
-            self._group.check_no_tensors()
-            self._closing = True
-            self._group.close(stream)
-        if self._budget is not None:
-            self._budget.leave(self._group.pager)
+    def _only(self, what: str) -> Group:
+        """The group of equal layers, where there is one.
+
+        Raises:
+            NotSupported: there are more.
+        """
+        if len(self._groups) > 1:
+            raise NotSupported(
+                f"{what}: the layers are of {len(self._groups)} groups; see caches",
+                errno=errno.EOPNOTSUPP,
+                op="KVCache",
+            )
+        return self._groups[0]

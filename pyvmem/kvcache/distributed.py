@@ -55,7 +55,7 @@ from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.manager import Moved
+from pyvmem.kvcache.manager import Manager, Moved
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
 from pyvmem.kvcache.slots import Slot, SlotTable
 from pyvmem.kvcache.swap import SwappedRequest
@@ -337,8 +337,6 @@ class ParallelKVCache(KVCache):
         RankFailed: a rank could not open its context or take a single page; on every rank.
     """
 
-    _table = LockstepTable
-
     def __init__(
         self,
         config: KVCacheConfig,
@@ -398,14 +396,15 @@ class ParallelKVCache(KVCache):
         """Gives back what other ranks could not match, and makes the cache over the rest."""
         assert self._own is not None
         self._own.trim(config.memory_limit)
-        super().__init__(replace(config, max_mappings=0), self._own)
+        config = replace(config, max_mappings=0)
+        self._begin(Manager("KVCache", config, None, self._own, "", 0, None, LockstepTable))
 
     # ---- answers that are compared, failures that all ranks learn of -----------------------------
 
     def _call(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Calls, and keeps the answer, or the failure."""
         with self._lock, self._journal:
-            group = self._open_group()
+            (group,) = self._open()
             name = method.__name__
             try:
                 group.reclaimer.forget_crowding()
@@ -430,12 +429,12 @@ class ParallelKVCache(KVCache):
     def _poison(self, error: BaseException, where: str) -> None:
         self._failure = Failure.of(self._ranks.rank, error, where)
 
-    def _open_group(self) -> Group:
+    def _open(self) -> tuple[Group, ...]:
         if not self._closed and self._failure is not None:
             raise self._failure.error()
         if not self._closed and self._crowded:
             raise _too_many(f"{self._crowded}; call check_step, as the other ranks do")
-        return super()._open_group()
+        return super()._open()
 
     def move(
         self,
@@ -556,7 +555,7 @@ class ParallelKVCache(KVCache):
             VMemError: this rank alone failed: go on to `check_step`, likewise.
         """
         with self._lock, self._journal:
-            self._before = (self._open_group().rows[:], stream)
+            self._before = (self._open()[0].rows[:], stream)
             answer = self._call(super().step, seq_lens, stream)
             self._ahead = False
             return answer
@@ -601,7 +600,7 @@ class ParallelKVCache(KVCache):
         """
         assert self._before is not None
         rows, stream = self._before
-        group = self._open_group()
+        (group,) = self._open()
         try:
             if group.window is not None:
                 raise _no_way_back()
@@ -612,7 +611,7 @@ class ParallelKVCache(KVCache):
             for slot in group.table:
                 if slot.active:
                     group.disown_beyond(slot, rows[slot.index], event)
-            idle.unmap_idle(group, prefixes=True)
+            idle.unmap_idle([group], prefixes=True)
             group.reclaimer.forget_crowding()
             group.reclaimer.raise_errors()
             group.pager.runs.relieve()
@@ -684,7 +683,7 @@ class ParallelKVCache(KVCache):
         return self._settled(self._trim, prefixes)
 
     def _trim(self, prefixes: bool) -> int:
-        idle.unmap_idle(self._open_group(), prefixes)
+        idle.unmap_idle(self._open(), prefixes)
         return 0
 
     def _settled(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -695,7 +694,7 @@ class ParallelKVCache(KVCache):
         """
         with self._lock, self._journal:
             if self._ahead:
-                self._call(self._open_group().pager.settle, None, True)
+                self._call(self._open()[0].pager.settle, None, True)
                 self._ahead = False
             return self._call(method, *args, **kwargs)
 
@@ -722,7 +721,7 @@ class ParallelKVCache(KVCache):
         """
         check(stream)
         with self._lock, self._journal:
-            have = [0] * (len(self._group.table) + 1)
+            have = [0] * (len(self._groups[0].table) + 1)
             self._failure = None
             self._crowded = ""
             try:
@@ -731,7 +730,7 @@ class ParallelKVCache(KVCache):
                 self._poison(error, "recover")
             status, *least = self._ranks.maxima([self.status()[0], *(-value for value in have)])
             self.agree([status, 0, 0])
-            group = self._group
+            group = self._groups[0]
             group.reclaimer.limit = -least[0]
             for slot, usable in zip(group.table, least[1:], strict=True):
                 if not usable:
@@ -739,7 +738,7 @@ class ParallelKVCache(KVCache):
 
     def _reset(self, stream: Any) -> list[int]:
         """Frees everything; returns the pages that are left, and which slots can be used."""
-        group = self._open_group()
+        (group,) = self._open()
         event = record(stream, group.device)
         for slot in group.table:
             with suppress(VMemError):  # undone: its pages are as before
@@ -748,7 +747,7 @@ class ParallelKVCache(KVCache):
                 group.release(slot, event)
         for swapped in list(self._swapped):
             swapped.close()
-        idle.unmap_idle(group, prefixes=True)
+        idle.unmap_idle([group], prefixes=True)
         for slot in group.table:
             if slot.lost:
                 group.reclaimer.salvage(slot)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import operator
 from array import array
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from pyvmem._native import Outcome
 from pyvmem.context import Context
 from pyvmem.errors import (
-    Busy,
     NotRecoverable,
     OutOfMemory,
     TooManyBatches,
@@ -62,8 +60,7 @@ class Parts:
     """What `make_parts` made.
 
     Attributes:
-        context: given, or opened here.
-        owns_context: the context is closed with the cache.
+        context: of the pages.
         layout: where everything lies.
         reservation: all tensors.
         limit_pages: physical pages that the cache may have.
@@ -71,7 +68,6 @@ class Parts:
     """
 
     context: Context
-    owns_context: bool
     layout: Layout
     reservation: Reservation
     limit_pages: int
@@ -79,25 +75,9 @@ class Parts:
 
 
 def make_parts(
-    config: KVCacheConfig,
-    context: Context | None,
-    backend: str,
-    device: Any,
-    journal: Journal,
-    budget: Budget | None = None,
+    config: KVCacheConfig, context: Context, journal: Journal, budget: Budget | None = None
 ) -> Parts:
-    """Opens what is missing, which the journal gives back where no cache comes of it."""
-    context = _context_of(config, context, budget)
-    owned = context is None
-    if context is None:
-        context = Context(
-            backend,
-            device=device,
-            granule=config.page_size,
-            pool_low=pool_low(config),
-            max_mappings=config.max_mappings,
-        )
-        journal.hold(context)
+    """Reserves the addresses, which the journal gives back where no group comes of it."""
     info = context.info
     page_size = config.page_size or info.granule
     large = config.large_page_size
@@ -119,7 +99,7 @@ def make_parts(
         align=max(page_size, large, 2 << 20),
         large=bool(large),
     )
-    return Parts(context, owned, layout, reservation, limit, cuda_device)
+    return Parts(context, layout, reservation, limit, cuda_device)
 
 
 def pool_low(config: KVCacheConfig) -> int:
@@ -132,21 +112,6 @@ def pool_low(config: KVCacheConfig) -> int:
     tensors = config.tensors_per_layer * (config.num_layers // config.group_size)
     growth = config.max_batch * tensors * page_size // 8
     return min(growth, _MAX_READY, config.memory_limit // 16 or _MAX_READY)
-
-
-def _context_of(
-    config: KVCacheConfig, context: Context | None, budget: Budget | None
-) -> Context | None:
-    """The context to use; None: one is to be opened."""
-    if config.max_mappings and (context is not None or budget is not None):
-        raise invalid(f"max_mappings {config.max_mappings}: the context is given, and has its own")
-    if budget is None:
-        if config.memory_floor:
-            raise invalid(f"memory_floor {config.memory_floor}: the cache has no budget")
-        return context
-    if context is not None and context is not budget.context:
-        raise invalid(f"{context!r} is not the budget's context, {budget.context!r}")
-    return budget.context
 
 
 def _limit_pages(
@@ -169,7 +134,7 @@ def _limit_pages(
 
 
 class Group:
-    """What `KVCache` and its reports work on; not thread-safe by itself.
+    """Equal layers of a cache, which has one group of them or more; not thread-safe by itself.
 
     Attributes:
         used_tokens: the sum of `rows`.
@@ -189,7 +154,9 @@ class Group:
         config: KVCacheConfig,
         parts: Parts,
         journal: Journal,
-        table: type[SlotTable] = SlotTable,
+        table: type[SlotTable],
+        prefixes: PrefixCache,
+        place: int,
     ) -> None:
         self.config = config
         self.parts = parts
@@ -209,13 +176,15 @@ class Group:
             parts.limit_pages,
             config.low_watermark,
             self.counters,
+            prefixes.of(place),
         )
         large = layout.large_pages * layout.page_size
         self.scratch = Scratch(self.mapper, max(large, layout.page_size))
         self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)
         self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device)
         self.sharing = Sharing(self.pager, config)
-        self.use_prefixes(PrefixCache([self.sharing]), 0)
+        self.prefixes, self.place = prefixes, place
+        prefixes.join(self.sharing)
         self.promoter = Promoter(self.pager, self.mover, config) if layout.large_pages else None
         self.window = Window(self.pager, self.mover, config) if config.window else None
         self.used_tokens = 0
@@ -255,12 +224,7 @@ class Group:
         for block in self.reclaimer.shared.blocks:
             if held is block.handle:
                 return True
-        return (
-            held is self.parts.reservation
-            or (held is self.context and self.parts.owns_context)
-            or self.scratch.owns(held)
-            or self.mover.owns(held)
-        )
+        return held is self.parts.reservation or self.scratch.owns(held) or self.mover.owns(held)
 
     def failed(self, error: VMemError) -> None:
         """See `Books.failed`."""
@@ -270,25 +234,25 @@ class Group:
 
     def slot(self, reqid: int) -> Slot:
         """The slot of a taken reqid."""
-        index = operator.index(reqid)
-        last = len(self.table) - 1
-        if not 0 <= index <= last:
-            raise invalid(f"reqid {index} is not between 0 and {last}", limit=last)
-        slot = self.table[index]
+        slot = self.any_slot(reqid)
         if not slot.active:
-            raise invalid(f"reqid {index} is not taken")
+            raise invalid(f"reqid {slot.index} is not taken")
         return slot
 
-    def free_slot(self, reqid: int) -> Slot:
-        """A free slot by its number; raises InvalidArgument where it cannot be taken."""
+    def any_slot(self, reqid: int) -> Slot:
+        """A slot by its number."""
         index, last = operator.index(reqid), len(self.table) - 1
         if not 0 <= index <= last:
             raise invalid(f"reqid {index} is not between 0 and {last}", limit=last)
-        slot = self.table[index]
+        return self.table[index]
+
+    def free_slot(self, reqid: int) -> Slot:
+        """A free slot by its number; raises InvalidArgument where it cannot be taken."""
+        slot = self.any_slot(reqid)
         if slot.active:
-            raise invalid(f"reqid {index} is taken")
+            raise invalid(f"reqid {slot.index} is taken")
         if slot.broken:
-            raise invalid(f"reqid {index} is broken: a failed batch could not be undone there")
+            raise invalid(f"reqid {slot.index} is broken: a failed batch could not be undone there")
         return slot
 
     def fit(self, seq_len: int) -> Slot | None:
@@ -300,19 +264,6 @@ class Group:
             )
         pages = self.layout.pages_for_step(0, length)
         return self.table.best_fit(pages or max(1, self._eager_pages))
-
-    def alloc(self, seq_len: int) -> int | None:
-        """See `KVCache.alloc_reqid`."""
-        if self.reclaimer.cuts:
-            self.reclaimer.poll()
-        if self.pager.growths:
-            self.pager.poll()
-        slot = self.fit(seq_len)
-        if slot is None:
-            return None
-        self.take(slot)
-        self.prepare()
-        return slot.index
 
     def take(self, slot: Slot) -> None:
         """Gives a free slot to a new owner; free again if the call is not completed."""
@@ -384,6 +335,20 @@ class Group:
         """
         return self.pager.columns.held
 
+    @property
+    def has_batches(self) -> bool:
+        """Whether a batch over the group's addresses is not noted as finished."""
+        return bool(self.pager.growths or self.reclaimer.cuts or self.mover.moves)
+
+    def readable_rows(self, reqids: Sequence[int]) -> list[int]:
+        """See `KVCache.readable_rows`."""
+        size, row, most = self.layout.page_size, self.layout.row_bytes, self.layout.max_rows
+        last = len(self.table) - 1
+        for reqid in reqids:
+            if not 0 <= reqid <= last:
+                raise invalid(f"reqid {reqid} is not between 0 and {last}", limit=last)
+        return [min(self.table[reqid].granted * size // row, most) for reqid in reqids]
+
     # ---- sums of the books -----------------------------------------------------------------------
 
     @property
@@ -434,11 +399,6 @@ class Group:
             counters.peak_wasted = wasted
 
     # ---- shared pages in more slots --------------------------------------------------------------
-
-    def use_prefixes(self, prefixes: PrefixCache, place: int) -> None:
-        """Records and finds prefixes there from now on; `place`: the group's among its groups."""
-        self.prefixes, self.place = prefixes, place
-        self.reclaimer.prefixes = prefixes.of(place)
 
     def attach(self, slots: Sequence[Slot], span: Span, source: Slot | None = None) -> None:
         """Takes empty slots and maps shared pages there, in one batch; on failure takes none.
@@ -636,21 +596,8 @@ class Group:
         with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
             self.pager.grow([(slot, pages)], background=True, reclaim=False)
 
-    def check_no_tensors(self) -> None:
-        """Raises Busy where tensors of the cache live."""
-        reservation = self.parts.reservation
-        living = reservation.live_arrays
-        if living:
-            raise Busy(
-                f"{living} tensors of the cache live; drop them before it is closed",
-                errno=errno.EBUSY,
-                op="KVCache.close",
-                addr=reservation.addr,
-                bytes=reservation.nbytes,
-            )
-
     def close(self, stream: Any) -> None:
-        """Waits for everything, then gives pages, reservation and an owned context back."""
+        """Waits for everything, then gives pages and reservation back; may be repeated."""
         reservation = self.parts.reservation
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.mover.close()
@@ -674,7 +621,5 @@ class Group:
         except NotRecoverable:
             # Quarantined pages keep their addresses; both go when the context is closed.
             reservation._closed = True
-        if self.parts.owns_context:
-            self.context.close()
         if self in self.journal.books:
             self.journal.books.remove(self)

@@ -12,16 +12,18 @@ import errno
 import logging
 import threading
 import weakref
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import NotSupported, VMemError
 from pyvmem.kvcache.events import wait_for_device
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache.group import Group
+    from collections.abc import Sequence
 
-__all__ = ["IdleThread", "begin_trim", "compact", "trim", "unmap_idle"]
+    from pyvmem.kvcache.group import Group
+    from pyvmem.kvcache.manager import Manager
+
+__all__ = ["IdleThread", "begin_trim", "trim", "unmap_idle"]
 
 _log = logging.getLogger(__name__)
 _LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
@@ -40,47 +42,49 @@ def begin_trim(group: Group, prefixes: bool, leased: bool = False) -> bool:
     return not group.reclaimer.cuts
 
 
-def trim(group: Group, prefixes: bool, compacting: bool = False, stream: Any = None) -> int:
+def trim(manager: Manager, prefixes: bool, compact: bool, stream: Any) -> int:
     """See `KVCache.trim`."""
-    before = group.context.stats().slab_bytes
-    unmap_idle(group, prefixes)
-    group.context.trim(0)
-    if compacting:
-        compact(group, stream)
-    group.reclaimer.raise_errors()
-    back = max(0, before - group.context.stats().slab_bytes)
+    groups, context = manager.open(), manager.context
+    before = context.stats().slab_bytes
+    unmap_idle(groups, prefixes)
+    context.trim(0)
+    if compact:
+        _compact(manager, stream)
+    for group in groups:
+        group.reclaimer.raise_errors()
+    back = max(0, before - context.stats().slab_bytes)
     _log.debug("trim: %d bytes given back to the device, %d had been taken", back, before)
     return back
 
 
-def compact(group: Group, stream: Any, *, owned: bool | None = None) -> int:
-    """Empties slabs that are used in part; returns the bytes given back to the device.
-
-    `owned`: whether all of the context's pages are the caller's; None: by the cache alone.
+def _compact(manager: Manager, stream: Any) -> None:
+    """Empties slabs that are used in part.
 
     Raises:
         NotSupported: the context is not the cache's own.
     """
-    if not (group.parts.owns_context if owned is None else owned):
+    if not manager.owns_context:
         raise NotSupported(
             "compact: the context is not the cache's own, and others may be using its pages; "
             "Context.compact is for who knows them all",
             errno=errno.EOPNOTSUPP,
             op="KVCache.trim",
         )
-    with group.counters.waiting():
-        wait_for_device(stream, group.device)
-        return group.context.compact()
+    first = manager.groups[0]
+    with first.counters.waiting():
+        wait_for_device(stream, first.device)
+        manager.context.compact()
 
 
-def unmap_idle(group: Group, prefixes: bool) -> None:
-    """Unmaps all pages of no request, and waits for that; failures are in `Cuts.errors`."""
-    group.pager.finish_idle()
-    with group.counters.waiting():
-        while not begin_trim(group, prefixes, leased=True):
-            group.reclaimer.finish_all()
-            if group.reclaimer.errors:
-                break
+def unmap_idle(groups: Sequence[Group], prefixes: bool) -> None:
+    """Unmaps all pages of no request, and waits for that; failures are in `Reclaimer.errors`."""
+    for group in groups:
+        group.pager.finish_idle()
+        with group.counters.waiting():
+            while not begin_trim(group, prefixes, leased=True):
+                group.reclaimer.finish_all()
+                if group.reclaimer.errors:
+                    break
 
 
 class IdleThread(threading.Thread):
@@ -90,17 +94,15 @@ class IdleThread(threading.Thread):
     first time; the next look tries again.
 
     Args:
-        group: what is trimmed.
-        lock: the cache's.
+        manager: of the cache that is trimmed.
     """
 
-    def __init__(self, group: Group, lock: AbstractContextManager[Any]) -> None:
+    def __init__(self, manager: Manager) -> None:
         super().__init__(name="pyvmem-idle", daemon=True)
-        self._group = weakref.ref(group)
-        self._period = group.config.idle_seconds / _LOOKS
-        self._lock = lock
+        self._manager = weakref.ref(manager)
+        self._period = manager.groups[0].config.idle_seconds / _LOOKS
         self._ended = threading.Event()
-        self._seen: tuple[int, ...] | None = None
+        self._seen: list[tuple[int, int, int, int]] = []
         self._quiet = 0  # looks in a row that saw the same
         self._trimmed = False
         self._failed = False
@@ -120,31 +122,34 @@ class IdleThread(threading.Thread):
                 self._failed = True
 
     def _look(self) -> None:
-        """Trims when nothing happened in the last looks. Keeps no reference to the group."""
-        group = self._group()
-        if group is None:
+        """Trims when nothing happened in the last looks. Keeps no reference to the cache."""
+        manager = self._manager()
+        if manager is None:
             self.end()
             return
-        now = group.activity()
+        now = [group.activity() for group in manager.groups]
         if now != self._seen:
             self._seen, self._quiet, self._trimmed = now, 0, False
             return
         self._quiet += 1
         if self._quiet >= _LOOKS and not self._trimmed:
-            self._trimmed = self._trim(group)
+            self._trimmed = self._trim(manager)
 
-    def _trim(self, group: Group) -> bool:
+    def _trim(self, manager: Manager) -> bool:
         """One step of a trim that waits for nothing; True when it is complete."""
-        with self._lock, group.journal:
-            if self._ended.is_set() or not group.context.is_open:
+        groups, config = manager.groups, manager.groups[0].config
+        with manager.lock, manager.journal:
+            if self._ended.is_set() or not manager.context.is_open:
                 return True
             try:
-                if not begin_trim(group, group.config.idle_prefixes):
+                done = [begin_trim(group, config.idle_prefixes) for group in groups]
+                if not all(done):
                     return False
-                group.context.trim(0)
-                if group.config.idle_compact and group.parts.owns_context:
-                    compact(group, None)
-                _log.debug("idle: trimmed, %d pages stay", group.reclaimer.held)
+                manager.context.trim(0)
+                if config.idle_compact and manager.owns_context:
+                    _compact(manager, None)
+                held = sum(group.reclaimer.held for group in groups)
+                _log.debug("idle: trimmed, %d pages stay", held)
             except VMemError as error:
-                group.reclaimer.errors.append(error)  # the next step raises it
+                groups[0].reclaimer.errors.append(error)  # the next step raises it
             return True

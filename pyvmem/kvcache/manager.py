@@ -1,28 +1,36 @@
 # SPDX-License-Identifier: MIT
-"""What is done for requests in every group of layers, or in none: steps, forks, admission."""
+"""The groups of layers of a cache, and what is done for requests in all of them or in none.
+
+A cache of equal layers has one group. Each call takes the `Manager`'s lock and journal, asks it for
+the groups and hands them to a function, here or in swap.py, truncate.py and idle.py.
+"""
 
 from __future__ import annotations
 
 import errno
 import logging
 import operator
+import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyvmem.errors import OutOfMemory, TooManyMappings, VMemError
+from pyvmem.context import Context
+from pyvmem.errors import BadHandle, Busy, OutOfMemory, TooManyMappings, VMemError
 from pyvmem.features.table import FORK, HOST_PAGES, PEER_PAGES
 from pyvmem.info import Location
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.budget import Budget
+from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record, wait_for
-from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.group import Group, make_parts, pool_low
 from pyvmem.kvcache.growth import Source
-from pyvmem.kvcache.journal import put
+from pyvmem.kvcache.journal import Journal, put
 from pyvmem.kvcache.pages import DEVICE, Kind, Span, Stretch, Tier
-from pyvmem.kvcache.prefix_cache import PrefixMatch
-from pyvmem.kvcache.slots import Growth, Move, Slot
+from pyvmem.kvcache.prefix_cache import PrefixCache, PrefixMatch
+from pyvmem.kvcache.slots import Growth, Move, Slot, SlotTable
 from pyvmem.logs import warn
 from pyvmem.streams import device_ordinal
 
@@ -30,14 +38,23 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.prefix_tree import Node
 
 __all__ = [
+    "Manager",
     "Moved",
+    "alloc",
     "alloc_prefix",
     "can_admit",
-    "fork",
+    "claim",
     "fork_all",
+    "free",
+    "free_pages",
     "grow",
+    "is_ready",
+    "make_free_alike",
+    "missing",
     "move",
-    "reach",
+    "obtainable",
+    "promote",
+    "reclaim_free",
     "step",
     "step_async",
     "tier_of",
@@ -46,6 +63,242 @@ __all__ = [
 _Want = list[tuple[Slot, int]]
 
 _log = logging.getLogger(__name__)
+
+
+class Manager:
+    """The groups of layers of one cache, which have the same requests, and their lock.
+
+    Args:
+        name: of the cache's class, for errors.
+        whole: the policy, and the memory of all groups together.
+        configs: one for each group, without memory of its own: they share a budget. None: there is
+            one group, of `whole`.
+        context: to be used; None: the budget's, or one is opened and owned.
+        backend: of an owned context.
+        device: of an owned context.
+        budget: to be shared with other caches; None: what several groups share is made here.
+        table: how slots are chosen.
+
+    Attributes:
+        groups: all share the context, the lock and the journal.
+        lock: to be held by a call, and
+        journal: entered, in this order.
+        owns_context: it is closed with the cache.
+        closed: for good.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        whole: KVCacheConfig,
+        configs: Sequence[KVCacheConfig] | None,
+        context: Context | None,
+        backend: str,
+        device: Any,
+        budget: Budget | None,
+        table: type[SlotTable] = SlotTable,
+    ) -> None:
+        _check_memory(whole, configs is not None, context, budget)
+        self.closed = self._closing = False
+        self._name = name
+        self.owns_context = context is None and budget is None
+        each = [whole] if configs is None else list(configs)
+        with ExitStack() as undo:
+            if budget is not None:
+                context = budget.context
+            elif context is None:
+                context = Context(
+                    backend,
+                    device=device,
+                    granule=whole.page_size,
+                    pool_low=sum(map(pool_low, each)),
+                    max_mappings=whole.max_mappings,
+                )
+                undo.callback(context.close)
+            if budget is None and configs is not None:
+                budget = Budget(context, whole.memory_limit)
+            self.context, self.budget = context, budget
+            self.lock: AbstractContextManager[Any] = (
+                threading.RLock() if budget is None else budget.lock
+            )
+            self.journal = Journal() if budget is None else budget.journal
+            self.groups: tuple[Group, ...] = ()
+            with self.lock, self.journal:
+                self.journal.on_abort(self._give_back)
+                try:
+                    self._make(each, table)
+                except VMemError:
+                    self._give_back()
+                    raise
+            undo.pop_all()
+
+    def _make(self, configs: Sequence[KVCacheConfig], table: type[SlotTable]) -> None:
+        budget, journal = self.budget, self.journal
+        parts = [make_parts(config, self.context, journal, budget) for config in configs]
+        layouts = [one.layout for one in parts]
+        if budget is not None:
+            least = sum(one.page_size * one.num_tensors for one in layouts)
+            if len(configs) > 1 and budget.total_bytes < least:
+                raise invalid(
+                    f"{budget.total_bytes} bytes are less than one page in every tensor, {least}",
+                    size=budget.total_bytes,
+                    limit=least,
+                )
+        prefixes = PrefixCache(layouts, journal, lockstep=table.lockstep)
+        for place, (config, one) in enumerate(zip(configs, parts, strict=True)):
+            self.groups += (Group(config, one, journal, table, prefixes, place),)
+        if budget is not None:
+            for group in self.groups:
+                budget.join(group.pager, group.config.memory_floor)
+        for group in self.groups:
+            group.prepare()
+
+    def open(self) -> tuple[Group, ...]:
+        """The groups, for a call that holds the lock.
+
+        Raises:
+            BadHandle: the cache or its context is closed. ForkedProcess: it is the parent's.
+        """
+        if self.closed or self._closing:
+            state = "closed"
+            if not self.closed:
+                state = "half closed: an exception ended its close, call that again"
+            raise BadHandle(f"the {self._name} is {state}", errno=errno.EBADF, op=self._name)
+        if not self.context.is_open:
+            self.context.stats()  # raises what is wrong: closed, or of the parent of a fork
+        return self.groups
+
+    def close(self, stream: Any = None) -> None:
+        """Gives everything back, for a call that holds the lock; again: nothing.
+
+        Raises:
+            Busy: tensors live; nothing changed.
+        """
+        if self.closed:
+            return
+        living = [one for one in self.groups if one.parts.reservation.live_arrays]
+        if living and self.context.is_open:
+            reservation = living[0].parts.reservation
+            count = sum(one.parts.reservation.live_arrays for one in living)
+            raise Busy(
+                f"{count} tensors of the cache live; drop them before it is closed",
+                errno=errno.EBUSY,
+                op=f"{self._name}.close",
+                addr=reservation.addr,
+                bytes=reservation.nbytes,
+            )
+        self._closing = True
+        self._give_back(stream)
+        self.closed = True
+
+    def _give_back(self, stream: Any = None) -> None:
+        """May be repeated."""
+        if self.context.is_open:  # else everything went with it, or is the parent's
+            for group in self.groups:
+                group.close(stream)
+        if self.budget is not None:
+            for group in self.groups:
+                self.budget.leave(group.pager)
+        if self.owns_context and self.context.is_open:
+            self.context.close()
+
+
+def _check_memory(
+    whole: KVCacheConfig, several: bool, context: Context | None, budget: Budget | None
+) -> None:
+    """Raises InvalidArgument where memory is told twice, or told of nothing."""
+    if whole.max_mappings and (context is not None or budget is not None):
+        raise invalid(f"max_mappings {whole.max_mappings}: the context is given, and has its own")
+    if budget is None:
+        if whole.memory_floor:
+            raise invalid(f"memory_floor {whole.memory_floor}: the cache has no budget")
+        return
+    if several and (whole.memory_limit or whole.memory_floor):
+        raise invalid("memory_limit and memory_floor are of the whole; the budget is given")
+    if context is not None and context is not budget.context:
+        raise invalid(f"{context!r} is not the budget's context, {budget.context!r}")
+
+
+# ---- slots ---------------------------------------------------------------------------------------
+
+
+def make_free_alike(groups: Sequence[Group]) -> None:
+    """Notes what is free by now; a slot that a failure broke in one group is none's."""
+    for group in groups:
+        if group.reclaimer.cuts:
+            group.reclaimer.poll()
+        if group.pager.growths:
+            group.pager.poll()
+    if len(groups) > 1 and len({len(group.table.free) for group in groups}) > 1:
+        broken = {slot.index for group in groups for slot in group.table if slot.broken}
+        for group in groups:
+            for index in broken:
+                group.table.condemn(group.table[index])
+
+
+def alloc(groups: Sequence[Group], seq_len: int) -> int | None:
+    """See `KVCache.alloc_reqid`: the slot that fits the first group best, in all of them."""
+    make_free_alike(groups)
+    found = groups[0].fit(seq_len)
+    if found is None:
+        return None
+    for group in groups:
+        group.take(group.table[found.index])
+    for group in groups:
+        group.prepare()
+    return found.index
+
+
+def claim(groups: Sequence[Group], reqid: int) -> None:
+    """See `KVCache.claim`."""
+    make_free_alike(groups)
+    for group, slot in [(group, group.free_slot(reqid)) for group in groups]:
+        group.take(slot)
+    for group in groups:
+        group.prepare()
+
+
+def free(
+    groups: Sequence[Group], reqid: int, stream: Any, tokens: Any, namespace: Hashable
+) -> None:
+    """See `KVCache.free_reqid`."""
+    slots = [group.slot(reqid) for group in groups]
+    event = record(stream, groups[0].device)
+    first = [slot.shared for slot in slots]
+    goes_on = tokens is not None and groups[0].prefixes.record_last(
+        slots[0], tokens, event, namespace
+    )
+    for group, slot in zip(groups, slots, strict=True):
+        group.mover.abandon(slot)
+    for group, slot in zip(groups, slots, strict=True):
+        group.release(slot, event)
+    if goes_on:
+        for group, slot, pages in zip(groups, slots, first, strict=True):
+            group.keep(slot, pages)
+    for group in groups:
+        group.prepare()
+        group.tidy()
+
+
+def reclaim_free(groups: Sequence[Group], keep: Collection[int], *, wait: bool) -> None:
+    """See `KVCache.reclaim_free`."""
+    for group in groups:
+        group.reclaimer.poll()
+        for slot in group.table.free:
+            if slot.index in keep:
+                continue
+            if wait:
+                group.pager.release(slot)
+            if slot.mapped and slot.job is None:
+                group.reclaimer.try_cut(slot, 0, now=wait)
+    if wait:
+        for group in groups:
+            group.reclaimer.finish_all()
+        for group in groups:
+            group.reclaimer.raise_errors()
+
+
+# ---- steps ---------------------------------------------------------------------------------------
 
 
 def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
@@ -465,17 +718,70 @@ def _fit_together(groups: Sequence[Group], pages: list[int]) -> bool:
     share = groups[0].reclaimer.share
     assert share is not None
     need = sum(count * group.layout.page_size for group, count in zip(groups, pages, strict=True))
-    if need <= reach(groups):
+    if need <= _reach(groups):
         return True
     share.ask(need - _unshared(groups[0]))
     return False
 
 
-def reach(groups: Sequence[Group]) -> int:
+def _reach(groups: Sequence[Group]) -> int:
     """Bytes of their budget that requests in several groups could still get."""
     share = groups[0].reclaimer.share
     assert share is not None
     return share.within_reach() + _unshared(groups[0])
+
+
+def obtainable(groups: Sequence[Group]) -> tuple[int, int]:
+    """See `KVCache.obtainable_bytes`."""
+    for group in groups:
+        group.reclaimer.poll()
+    first, page = groups[0].reclaimer, groups[0].layout.page_size
+    if len(groups) == 1:
+        return first.obtainable({}) * page, first.limit * page
+    assert first.share is not None
+    return _reach(groups), first.share.total()
+
+
+def missing(groups: Sequence[Group], reqid: int | None, seq_len: int) -> int:
+    """See `KVCache.missing_pages`."""
+    pages, length = 0, _length(groups[0], seq_len)
+    for group in groups:
+        held, have = 0, 0
+        if reqid is not None:
+            slot = group.slot(reqid)
+            held, have = group.rows[slot.index], slot.granted
+        need = group.layout.pages_for_step(held, length)
+        pages += max(0, need - have) * group.layout.num_tensors
+    return pages
+
+
+def is_ready(groups: Sequence[Group], reqid: int, seq_len: int) -> bool:
+    """See `KVCache.is_ready`."""
+    slots, length = [group.slot(reqid) for group in groups], _length(groups[0], seq_len)
+    needs = [group.layout.pages_for_step(group.rows[slots[0].index], length) for group in groups]
+    return all(
+        slot.granted >= need or group.pager.is_mapped(slot, need)
+        for group, slot, need in zip(groups, slots, needs, strict=True)
+    )
+
+
+def _length(group: Group, seq_len: int) -> int:
+    """A number of tokens that a slot can hold."""
+    length, longest = operator.index(seq_len), group.config.max_seq_len
+    if not 0 <= length <= longest:
+        raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)
+    return length
+
+
+def free_pages(groups: Sequence[Group]) -> int:
+    """See `KVCache.num_free_pages`: each group sees all that the budget has."""
+    for group in groups:
+        group.reclaimer.poll()
+    free = [group.reclaimer.free for group in groups]
+    share = groups[0].reclaimer.share
+    if len(groups) == 1 or share is None:
+        return free[0]
+    return min(share.room() // groups[0].layout.page_size, sum(free))
 
 
 def _unshared(group: Group) -> int:
@@ -485,30 +791,37 @@ def _unshared(group: Group) -> int:
 
 
 def fork_all(
-    groups: Sequence[Group], reqid: int, count: int, length: int | None, stream: Any
+    groups: Sequence[Group],
+    reqid: int,
+    count: int,
+    length: int | None,
+    stream: Any,
+    into: Sequence[int] | None = None,
 ) -> list[int] | None:
-    """`fork` of several caches with the same requests: all or none; the first one chooses."""
+    """`fork` in every group or in none; the first one chooses the slots, unless `into` does."""
     for group in groups:
         group.sharing.require(FORK, "fork")
     done: list[Group] = []
-    slots: list[int] | None = None
+    forked: list[int] | None = None
 
     def detach() -> None:
         for group in done:
-            group.detach([group.table[index] for index in slots or ()])
+            group.detach([group.table[index] for index in into or ()])
 
     try:
         for group in groups:
-            forked = fork(group, reqid, count, length, stream, slots)
+            forked = fork(group, reqid, count, length, stream, into)
             if forked is None:
                 detach()
-                return None
-            slots = forked
+                break
+            into = forked
             done.append(group)
     except VMemError:
         detach()
         raise
-    return slots
+    for group in groups:
+        group.prepare()
+    return forked
 
 
 class Moved(NamedTuple):
@@ -545,10 +858,42 @@ def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
     return Tier(place, ordinal)
 
 
+def promote(groups: Sequence[Group], reqid: int, stream: Any, *, wait: bool) -> int:
+    """See `KVCache.promote`."""
+    done = 0
+    slots = [group.slot(reqid) for group in groups]
+    for group, slot in zip(groups, slots, strict=True):
+        if group.promoter is None:
+            raise invalid("promote: the cache has no large_page_size")
+        group.mover.sweep()
+        done += group.promoter.promote(slot, group.rows[slot.index], stream, wait=wait)
+    return done
+
+
 def move(
-    group: Group, slot: Slot, tier: Tier, tokens: Sequence[int] | None, stream: Any, *, wait: bool
+    groups: Sequence[Group],
+    reqid: int,
+    tier: Tier,
+    tokens: Sequence[int] | None,
+    stream: Any,
+    *,
+    wait: bool,
 ) -> Moved:
     """See `KVCache.move`."""
+    slots = [group.slot(reqid) for group in groups]
+    for group in groups:
+        group.mover.sweep()
+    each = [
+        _move(group, slot, tier, tokens, stream, wait=wait)
+        for group, slot in zip(groups, slots, strict=True)
+    ]
+    return Moved(sum(one.pages for one in each), sum(one.shared for one in each))
+
+
+def _move(
+    group: Group, slot: Slot, tier: Tier, tokens: Sequence[int] | None, stream: Any, *, wait: bool
+) -> Moved:
+    """`move` in one group."""
     group.mover.finish(slot, stream)
     group.pager.release(slot)
     low, high = _pages_of(group, slot, tokens, wait)
@@ -631,11 +976,31 @@ def _tier_full(group: Group, tier: Tier, pages: int, left: int) -> OutOfMemory:
     )
 
 
-def alloc_prefix(groups: Sequence[Group], match: PrefixMatch, stream: Any) -> int | None:
+def alloc_prefix(
+    groups: Sequence[Group], tokens: Any, leave: int, stream: Any, namespace: Hashable
+) -> tuple[int, int] | None:
+    """See `KVCache.alloc_prefix`."""
+    make_free_alike(groups)
+    prefixes = groups[0].prefixes
+    match, length = prefixes.wanted(tokens, leave, namespace)
+    try:
+        begins = prefixes.can_begin(match)
+        if begins:
+            reqid = _begin_with(groups, match, stream)
+            for group in groups:
+                group.prepare()
+        else:
+            reqid = alloc(groups, length)
+    finally:
+        if match is not tokens:
+            match.release()
+    return None if reqid is None else (reqid, match.length if begins else 0)
+
+
+def _begin_with(groups: Sequence[Group], match: PrefixMatch, stream: Any) -> int | None:
     """A slot that begins with a match of at least a unit, in every group or in none.
 
-    That where the most of it is mapped, else an empty one, which the first group chooses. See
-    `KVCache.alloc_prefix`.
+    That where the most of it is mapped, else an empty one, which the first group chooses.
     """
     prefixes = groups[0].prefixes
     prefixes.require("alloc_prefix")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from pyvmem import _native
@@ -143,6 +143,20 @@ class SlotInfo:
     moving_pages: int
     in_flight: bool
 
+    def and_others(self, others: Sequence[SlotInfo]) -> SlotInfo:
+        """The same slot in several groups of layers: the pages of all."""
+        if not others:
+            return self
+        each = (self, *others)
+        states = {one.state for one in each}
+        pages = [one.name for one in fields(SlotInfo) if one.name.endswith("_pages")]
+        return replace(
+            self,
+            state=next(one for one in ("broken", "active", "cached", "empty") if one in states),
+            in_flight=any(one.in_flight for one in each),
+            **{name: sum(getattr(one, name) for one in each) for name in pages},
+        )
+
 
 _SAME = (
     *("prefix_tokens", "prefix_queries", "prefix_query_tokens", "prefix_hits", "prefix_hit_tokens"),
@@ -152,11 +166,13 @@ _SAME = (
 
 
 def together(each: Sequence[CacheStats], room: int) -> CacheStats:
-    """Of several caches with the same requests and one budget; `_SAME` are those of the first.
+    """Of groups with the same requests and one budget; `_SAME` are those of the first.
 
     `room`: pages that the budget has for them.
     """
     first = each[0]
+    if len(each) == 1:
+        return first
     names = [one.name for one in fields(CacheStats) if one.name != "wait_counts"]
     sums = {name: sum(getattr(one, name) for one in each) for name in names}
     sums |= {name: getattr(first, name) for name in _SAME}

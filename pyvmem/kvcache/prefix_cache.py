@@ -46,8 +46,11 @@ from pyvmem.kvcache.sharing import Sharing
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from pyvmem._native import Columns
+    from pyvmem.kvcache.journal import Journal
+    from pyvmem.kvcache.layout import Layout
     from pyvmem.kvcache.prefix_tree import Node
-    from pyvmem.kvcache.slots import Slot
+    from pyvmem.kvcache.slots import Slot, SlotTable
 
 __all__ = ["GroupPrefixes", "Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
 
@@ -218,7 +221,9 @@ class PrefixCache:
     is a group's place among them.
 
     Args:
-        groups: at least one; several share a budget.
+        layouts: of the groups, which `join` in this order; several share a budget.
+        journal: of all of them.
+        lockstep: see `SlotTable`.
 
     Attributes:
         tree: by token ids; the spans of every group are held in its `Reclaimer.shared`.
@@ -227,24 +232,28 @@ class PrefixCache:
         leases: what matches keep from eviction.
     """
 
-    def __init__(self, groups: Sequence[Sharing]) -> None:
-        self._groups = tuple(groups)
-        first = groups[0]
-        self._table = first.table
-        self._rows = first.pager.columns
-        layouts = [one.layout for one in groups]
+    _table: SlotTable
+    _rows: Columns
+
+    def __init__(self, layouts: Sequence[Layout], journal: Journal, *, lockstep: bool) -> None:
+        self._groups: list[Sharing] = []
         self.unit = math.lcm(
             *(math.lcm(one.row_bytes, one.page_size) // one.row_bytes for one in layouts)
         )
         self.unit_pages = tuple(self.unit * one.row_bytes // one.page_size for one in layouts)
-        log = first.mapper.journal.entries
-        self.tree: PrefixTree[Span] = PrefixTree(self.unit, log)
-        self.leases = Leases(self.tree, log, lockstep=self._table.lockstep)
+        self.tree: PrefixTree[Span] = PrefixTree(self.unit, journal.entries)
+        self.leases = Leases(self.tree, journal.entries, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
 
     def of(self, place: int) -> GroupPrefixes:
         """What a group's reclaimer asks."""
         return GroupPrefixes(self, place)
+
+    def join(self, group: Sharing) -> None:
+        """Takes the next group in, when it is made."""
+        if not self._groups:
+            self._table, self._rows = group.table, group.pager.columns
+        self._groups.append(group)
 
     # ---- recording -------------------------------------------------------------------------------
 

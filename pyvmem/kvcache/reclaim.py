@@ -53,6 +53,9 @@ class Share(Protocol):
     def room(self) -> int:
         """What the cache could take now, as far as the others are concerned."""
 
+    def total(self) -> int:
+        """What all caches of the budget may have together."""
+
     def within_reach(self) -> int:
         """`room`, once the others have given back what belongs to no request."""
 
@@ -121,6 +124,7 @@ class Reclaimer(Book):
         limit: int,
         low_watermark: float,
         counters: Counters,
+        prefixes: Evictable,
     ) -> None:
         self.mapper = mapper
         self.journal = mapper.journal
@@ -134,7 +138,7 @@ class Reclaimer(Book):
         self.away: Counter[Tier] = Counter()
         self.own_away: int | None = None
         self.shared = SharedPages(layout, mapper)
-        self.prefixes: Evictable | None = None
+        self._prefixes = prefixes
         self.cuts: list[Cut] = []
         self.errors: list[VMemError] = []
         self.share: Share | None = None
@@ -147,11 +151,11 @@ class Reclaimer(Book):
 
     def evict(self, pages: int) -> int:
         """Takes recorded prefixes out until so many pages per tensor come back; how many do."""
-        return 0 if self.prefixes is None else self.prefixes.evict(pages)
+        return self._prefixes.evict(pages)
 
     def leased(self) -> int:
         """Pages per tensor that cannot be evicted, though no request uses them."""
-        return 0 if self.prefixes is None else self.prefixes.leased()
+        return self._prefixes.leased()
 
     def cut(self, slot: Slot, keep: int, now: bool = False) -> None:
         """Unmaps a slot's pages from `keep` on, after its earlier owners' GPU work; does not wait.

@@ -41,6 +41,7 @@ from share_helpers import is_zero, read_rows, write_rows
 import pyvmem
 from pyvmem import BadHandle, Context, InvalidArgument, KVCache
 from pyvmem.kvcache import Budget, LayeredCache, SwappedRequest
+from pyvmem.kvcache.cache import GroupView
 
 __all__ = [
     "Engine",
@@ -518,9 +519,9 @@ def _touch(cache: Cache) -> None:
         cache.stats()
 
 
-def parts(cache: Cache) -> tuple[KVCache, ...]:
-    """The cache, or those of its classes of layers."""
-    return cache.caches if isinstance(cache, LayeredCache) else (cache,)
+def parts(cache: Cache) -> tuple[GroupView, ...]:
+    """Its groups of equal layers."""
+    return cache.caches
 
 
 def lens(cache: Cache, more: dict[int, int] | None = None) -> list[int]:

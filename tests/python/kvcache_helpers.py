@@ -67,7 +67,7 @@ def lens(cache: KVCache, **by_reqid: int) -> list[int]:
 
 def has_tensors(cache: KVCache) -> bool:
     """Whether torch can see the cache's memory; where not, rows are read and written as bytes."""
-    return cache._group.device is None or torch.cuda.is_available()
+    return cache.context.cuda_device is None or torch.cuda.is_available()
 
 
 def _rows(cache: KVCache, layer: int, which: int, reqid: int, low: int, high: int) -> Iterator[int]:
@@ -90,7 +90,7 @@ def _put(cache: KVCache, layer: int, which: int, reqid: int, rows: range, value:
         view[reqid, rows.start : rows.stop] = value
         return
     for offset in _rows(cache, layer, which, reqid, rows.start, rows.stop):
-        cache._group.parts.reservation.write(offset, _row(cache, value))
+        cache.reservation.write(offset, _row(cache, value))
 
 
 def _are(cache: KVCache, layer: int, which: int, reqid: int, rows: range, value: float) -> bool:
@@ -99,7 +99,7 @@ def _are(cache: KVCache, layer: int, which: int, reqid: int, rows: range, value:
         return bool((view[reqid, rows.start : rows.stop] == value).all())
     size = cache.layout.head_row_bytes
     return all(
-        cache._group.parts.reservation.read(offset, size) == _row(cache, value)
+        cache.reservation.read(offset, size) == _row(cache, value)
         for offset in _rows(cache, layer, which, reqid, rows.start, rows.stop)
     )
 
@@ -221,7 +221,7 @@ def state(cache: KVCache) -> tuple[Any, ...]:
     now = cache.stats()
     return (
         cache.snapshot(),
-        cache.num_free_pages,
+        now.free_pages,
         now.cached_pages,
         now.active_pages,
         now.used_bytes,

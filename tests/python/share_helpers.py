@@ -89,7 +89,7 @@ class ShareModel:
     """Drives a cache at random. A token's row depends on all tokens before it, as a model's does.
 
     Attributes:
-        parts: the cache, or those of its classes of layers.
+        parts: its groups of equal layers.
         tokens: by reqid, the ids whose rows the request holds.
         tags: by reqid, what the rows hold.
         waits: GPU work of freed requests may go on when a call wants their slots.
@@ -99,7 +99,7 @@ class ShareModel:
 
     def __init__(self, cache: KVCache | LayeredCache, seed: int) -> None:
         self.cache = cache
-        self.parts = cache.caches if isinstance(cache, LayeredCache) else (cache,)
+        self.parts = cache.caches
         self.first = self.parts[0]
         self.random = random.Random(seed)
         self.tokens: dict[int, list[int]] = {}

@@ -165,7 +165,7 @@ def test_ids_need_not_be_allocated_and_zero_frees_them(page: int) -> None:
     assert sorted(vattention.alloc_new_batch_idx(1) for _ in range(3)) == [0, 1, 3]
     vattention.step([1, 0, 0, 0], True)
     assert vattention._manager is not None
-    vattention._manager.cache._group.reclaimer.finish_all()
+    vattention._manager.cache._groups[0].reclaimer.finish_all()
     assert held() == 2 * LAYERS
     vattention.free_batch_idx(0)
     vattention.free_batch_idx(0)
@@ -180,7 +180,7 @@ def test_deferred_reclamation_keeps_idle_pages(page: int, deferred: bool) -> Non
     rows = page // ROW
     vattention.step_async([1, 3 * rows, 2 * rows, rows])
     assert vattention._manager is not None
-    group = vattention._manager.cache._group
+    group = vattention._manager.cache._groups[0]
     group.pager.settle()
     vattention.step_async([1, 0, 0, 0])
     group.reclaimer.finish_all()

@@ -657,7 +657,7 @@ def can_admit_a_match_again(engine: Engine) -> Steps:
     def again() -> None:
         call()
         engine.free(cache, reqid)
-        cache._group.prefixes.evict(0, 64)
+        cache._groups[0].prefixes.evict(0, 64)
         _begins(engine, cache, match, tags[:ROWS])
 
     return call, again
@@ -1234,7 +1234,7 @@ def _opening(engine: Engine, make: Callable[[], Any]) -> Steps:
         That is so where the exception came when it was made, as the journal was closed, or where a
         second one ended the recovery, which the next call would take up.
         """
-        last = tuple(f"kvcache/{n}.py" for n in ("journal", "cache", "layered", "group"))
+        last = tuple(f"kvcache/{n}.py" for n in ("journal", "cache", "layered", "group", "manager"))
         last = (*last, "after ")  # a real signal: nobody knows where
         if not made and (engine.twice or engine.place.startswith(last)):
             engine.forgotten = engine.context.stats().reservations

@@ -127,7 +127,7 @@ def test_an_interrupted_call_tells_nothing(
         serve(cache, [1] * ROWS)
         events = KVEvents(cache)
         events.poll()
-        tree = cache._group.prefixes.tree
+        tree = cache._groups[0].prefixes.tree
         order = tree._order
         reqid = cache.alloc_reqid()
         assert cache.step(lens(cache, **{f"r{reqid}": 2 * ROWS})) == 0

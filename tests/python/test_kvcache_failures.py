@@ -189,7 +189,7 @@ def test_every_driver_call_fails_once(backend: str, deferred: bool, count: int) 
                     cache.check_integrity()
                 context.inject(DRIVER, count=0)
                 eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
-                survived &= not cache._group.reclaimer.errors
+                survived &= not cache._groups[0].reclaimer.errors
                 for _ in range(3):  # what failed in the background
                     survived &= _survives(lambda: cache.step(_now(cache, {})))
                 _still_works(cache)

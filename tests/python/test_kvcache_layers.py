@@ -356,7 +356,7 @@ def test_integrity_compares_the_classes(context: Context) -> None:
         lens[reqid] = 3
         assert cache.step(lens) == 0
         cache.check_integrity()
-        group = cache.caches[1]._group
+        group = cache._groups[1]
         group.pager.columns.held[reqid] = group.used_tokens = 2  # true by itself
         with pytest.raises(IntegrityError, match=rf"slot {reqid}, by group: \[3, 2"):
             cache.check_integrity()

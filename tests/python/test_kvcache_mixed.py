@@ -249,8 +249,8 @@ def test_a_window_slides_by_whole_pages(context: Context) -> None:
             want = [0] * 4
             want[reqid] = rows
             assert cache.step(want) == 0
-            cache._group.reclaimer.finish_all()
-            heads.append(cache._group.table[reqid].head)
+            cache._groups[0].reclaimer.finish_all()
+            heads.append(cache._groups[0].table[reqid].head)
             assert heads[-1] <= max(0, rows - 3 - ROWS) // ROWS
         assert set(heads) == {0, UNIT, UNIT + 1, UNIT + 2}, "one large page, then small ones"
         cache.free_reqid(reqid)
@@ -366,11 +366,11 @@ def test_a_large_page_goes_with_its_last_prefix(context: Context) -> None:
         assert taken is not None
         cache.free_reqid(taken[0])
         cache.trim()
-        prefixes, held = cache._group.prefixes, UNIT * TENSORS
-        assert cache._group.reclaimer.held == held
+        prefixes, held = cache._groups[0].prefixes, UNIT * TENSORS
+        assert cache._groups[0].reclaimer.held == held
         assert cache.stats().large_pages == held
         assert prefixes.evict(0, 1) >= 1, "all of it, since a part gives nothing back"
-        assert cache._group.reclaimer.held == 0
+        assert cache._groups[0].reclaimer.held == 0
         cache.check_integrity()
 
 

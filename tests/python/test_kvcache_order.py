@@ -183,7 +183,7 @@ def test_a_growth_that_another_call_finishes_leaves_nothing_to_a_stream(
         cache.free_reqid(0, first)
         cache.alloc_reqid()
         assert cache.step_async([ROWS]) == 0
-        group = cache._group
+        group = cache._groups[0]
         monkeypatch.setattr(group.pager, "device", 0)
         group.pager.release(group.slot(0))
         monkeypatch.undo()

@@ -207,7 +207,7 @@ def test_equal_ids_of_different_namespaces_never_meet(context: Context) -> None:
         assert cache.match(PROMPT, namespace="another").length == 0
         cache.trim(prefixes=True)
         assert cache.stats().prefix_pages == cache.stats().mapped_bytes == 0
-        assert list(cache._group.prefixes.tree.roots) == [None]
+        assert list(cache._groups[0].prefixes.tree.roots) == [None]
 
 
 def test_eviction_is_over_all_namespaces(context: Context) -> None:
@@ -555,8 +555,8 @@ def test_short_of_heap_for_a_part_given_back(context: Context) -> None:
     with small_cache(context) as cache:
         recorded(cache, PROMPT[: 4 * ROWS])
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
-        reclaimer = cache._group.reclaimer
-        (span,) = cache._group.prefixes.tree.evict(1)
+        reclaimer = cache._groups[0].reclaimer
+        (span,) = cache._groups[0].prefixes.tree.evict(1)
         context.inject(Inject.HEAP, count=9, error=12)
         reclaimer.let_go(span.each[0])
         context.inject(Inject.HEAP, count=0)

@@ -65,7 +65,7 @@ def test_a_promotion_follows_the_writers_and_is_swapped_after_the_readers(backen
             assert cache.step(lens(cache)) == 0, "does not wait for copies"
         assert cache.snapshot()[one].moving_pages == UNIT
         writers.set()
-        eventually(lambda: cache._group.mover.moves[cache._group.table[one]].done())
+        eventually(lambda: cache._groups[0].mover.moves[cache._groups[0].table[one]].done())
         with firing_later(readers) as fired:
             assert cache.step(lens(cache), readers) == 0
             assert fired, "the pages were replaced under running work"
@@ -281,8 +281,8 @@ def test_a_window_takes_pages_that_are_under_way(backend: str) -> None:
         eventually(lambda: not cache.snapshot()[reqid].in_flight)
         want[reqid] += 1
         assert cache.step(want) == 0
-        cache._group.reclaimer.finish_all()
-        assert cache._group.table[reqid].head > 0
+        cache._groups[0].reclaimer.finish_all()
+        assert cache._groups[0].table[reqid].head > 0
         cache.check_integrity()
 
 

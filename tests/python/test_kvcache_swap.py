@@ -243,7 +243,7 @@ def test_a_failure_while_idle_is_raised_by_the_next_step(context: Context) -> No
         reqid = started(cache, ROWS)
         context.inject(Inject.UNMAP)
         cache.free_reqid(reqid)
-        eventually(lambda: bool(cache._group.reclaimer.errors) or cache.num_free_pages < 0)
+        eventually(lambda: bool(cache._groups[0].reclaimer.errors) or cache.num_free_pages < 0)
         context.inject(Inject.UNMAP, count=0)
         with pytest.raises(DriverError):
             cache.step(lens(cache))

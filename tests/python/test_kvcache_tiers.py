@@ -283,7 +283,7 @@ def test_pages_of_two_mebibytes(backend: str) -> None:
         settled(cache, reqid)
         parts = 2 * MIB2 // page
         at = cache.reservation.addr + cache.layout.offset(reqid)
-        if not cache._group.promoter._joined:  # type: ignore[union-attr]
+        if not cache._groups[0].promoter._joined:  # type: ignore[union-attr]
             assert cache.snapshot()[reqid].large_pages == parts
             assert RangeFlags.LARGE in context.query(at + MIB2).flags
         assert whole(cache, reqid, 1100)
@@ -306,7 +306,7 @@ def test_a_copy_that_fails_is_raised_by_the_next_step(backend: str) -> None:
         cache.move(reqid, "host", stream=work, wait=False)
         context.inject(Inject.MAP)
         work.set()
-        eventually(lambda: cache._group.mover.moves[cache._group.table[reqid]].done())
+        eventually(lambda: cache._groups[0].mover.moves[cache._groups[0].table[reqid]].done())
         context.inject(Inject.MAP, count=0)
         with pytest.raises(DriverError):
             cache.step(lens(cache))
@@ -327,7 +327,7 @@ def _engine(cache: KVCache) -> list[Callable[[], object]]:
         return cache.move(*arguments, **options) if host else 0
 
     def over() -> None:
-        eventually(lambda: all(one.done() for one in cache._group.mover.moves.values()))
+        eventually(lambda: all(one.done() for one in cache._groups[0].mover.moves.values()))
 
     return [
         lambda: cache.promote(0, wait=True),
@@ -362,7 +362,7 @@ def test_every_driver_call_of_a_move_fails_once(backend: str, count: int) -> Non
                         survived &= call() != -1
                     except VMemError:
                         survived = False
-                    lost = {slot.index for slot in cache._group.table if slot.lost}
+                    lost = {slot.index for slot in cache._groups[0].table if slot.lost}
                     cache.check_integrity()
                     for reqid in {0, 1} - lost:
                         assert whole(cache, reqid, 2 * PART, 500 if reqid else 1)

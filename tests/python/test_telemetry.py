@@ -62,7 +62,7 @@ def test_the_text_is_what_the_stats_say(cache: KVCache) -> None:
 
 
 def test_buckets_grow_to_the_number_of_waits(cache: KVCache) -> None:
-    waits = cache._group.counters.waits = Waits()
+    waits = cache._groups[0].counters.waits = Waits()
     for took, power in ((1, 0), (2, 1), (1024, 10), (1025, 11), (1 << 34, 34), (1 << 50, -1)):
         assert (took - 1).bit_length() == power or power == -1
         waits.add(took, 0)
