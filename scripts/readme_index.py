@@ -25,6 +25,21 @@ MACHINES = {
 OUTCOME = re.compile(r"^.*\b\d+ (?:passed|failed)\b.*$", re.M)
 FAILED = re.compile(r"\b[1-9]\d* failed\b|^FAILED\b|^Traceback ", re.M)
 COMMIT = re.compile(r"^(?:# )?commit\s+([0-9a-f]{7})", re.M)
+DATE = re.compile(r'^(?:# )?\s*"?(?:date|started)"?:?\s+"?(\d{4}-\d\d-\d\d)', re.M)
+# A log's head: "command   WORDS" in a line, or "# commit HASH, MACHINE; WORDS".
+COMMAND = re.compile(r"^(?:# )?command\s+(.+)$|^# commit [^;\n]*; (.+)$", re.M)
+# Of a log without one, the program by what it prints; with which options is not known then.
+PROGRAMS = {
+    "`make run`, `make check`": re.compile(r"^Debian .* from a clone: make run .* make check"),
+    "`benchmarks/stalls/stalls.py`": re.compile(r"^pages .* slow maps", re.M),
+    "`make -C libvmem check`": re.compile(r"^== \w+ \w+$", re.M),
+    "`vmem bench`": re.compile(r"^== \w[\w-]*: .*\((?:done|partial)|^ *\d+ s  \w+: ", re.M),
+    "`vmem serve-demo`": re.compile(r"^back end \w+; pages of ", re.M),
+    "`vmem selftest`": re.compile(r'^passed   map and read|"tool": "vmem selftest"', re.M),
+    "`tests/python/soak.py`": re.compile(r"^soak: ", re.M),
+    "`tests/gpu/backend_check`": re.compile(r"^\w+ +ok    probe", re.M),
+    "`pytest`": re.compile(r"\b\d+ passed.* in [\d.]+s", re.M),
+}
 PARTIAL = re.compile(r"^== (\w[\w-]*): .*\(partial", re.M)
 
 Record = dict[str, Any]
@@ -101,9 +116,21 @@ def log_row(path: Path) -> str:
     notes = ["**has failures**"] if FAILED.search(text) and path.suffix != ".json" else []
     notes += [f"partial: {', '.join(f'`{one}`' for one in partial)}"] if partial else []
     name = path.relative_to(ROOT).as_posix()
-    found = COMMIT.search(text)
-    commit = found.group(1) if found else UNKNOWN
-    return f"| [{path.name}]({name}) | {machine} | {commit} | {ended} | {', '.join(notes)} |"
+    commit, date = (
+        found.group(1) if (found := kind.search(text)) else UNKNOWN for kind in (COMMIT, DATE)
+    )
+    cells = (machine, commit, date, command_of(text), ended, ", ".join(notes))
+    return f"| [{path.name}]({name}) | " + " | ".join(cells) + " |"
+
+
+def command_of(text: str) -> str:
+    """What a log says that was run, or the program whose output it is."""
+    if found := COMMAND.search(text):
+        return f"`{(found.group(1) or found.group(2)).strip()}`".replace("|", "\\|")
+    for name, pattern in PROGRAMS.items():
+        if pattern.search(text):
+            return name
+    return UNKNOWN
 
 
 def part() -> list[str]:
@@ -123,8 +150,8 @@ def part() -> list[str]:
         "",
         f"With every sample: {raw}.",
         "",
-        "| log | machine | commit | ended with | notes |",
-        "| --- | --- | --- | --- | --- |",
+        "| log | machine | commit | date | command | ended with | notes |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
         *map(log_row, sorted(path for path in LOGS.iterdir() if path.is_file())),
     ]
 

@@ -12,8 +12,9 @@ from readme_format import ROOT
 
 sys.path.insert(0, str(ROOT))
 
+from pyvmem import _native
 from pyvmem.info import ContextInfo, Stats
-from pyvmem.kvcache.metrics import WAIT_COUNTS, CacheStats
+from pyvmem.kvcache.metrics import CacheStats
 from pyvmem.telemetry import Family, Telemetry
 
 COMMON = {"cache", "le"}  # labels of every metric, and of every histogram
@@ -34,7 +35,7 @@ class Idle:
 
     def stats(self) -> CacheStats:
         """Zeros."""
-        return CacheStats(**{**zeros(CacheStats), "wait_counts": (0,) * WAIT_COUNTS})
+        return CacheStats(**{**zeros(CacheStats), "wait_counts": (0,) * _native.constant("PYVMEM_WAIT_COUNTS")})
 
 
 def families() -> tuple[Family, ...]:

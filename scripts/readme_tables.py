@@ -357,6 +357,33 @@ def part_prefixes(_: list[Result]) -> list[str]:
     ]
 
 
+def part_sharing(_: list[Result]) -> list[str]:
+    """Memory that forks save, of samples and of beams."""
+    path = RESULTS / "sharing.json"
+    run: Result = json.loads(path.read_text(encoding="utf-8"))
+    found = rows(run)
+    systems = {"g1/64K": "64 KB", "g8/64K": "64 KB, groups of 8", "g1/2M": "2 MB"}
+    systems["blocks/16"] = "paged, 16 tokens"
+    body = []
+    for way, words in (("sampling", "samples"), ("beams", "beams")):
+        for load, name in (("alpaca", "Alpaca"), ("sharegpt", "ShareGPT")):
+            for model in ("OPT-13B", "Llama-3-8B"):
+                ids = [
+                    [f"{way}/{load}/{model}/{width}/{system}" for width in (2, 4, 6)]
+                    for system in systems
+                ]
+                if not all(one in found for each in ids for one in each):
+                    continue
+                cells = [" / ".join(f"{found[one]['value']:.0f}" for one in each) for each in ids]
+                body.append([f"{words}; {name}'s means; {model}", *cells])
+    return [
+        "Memory saved by sharing, % of that without it, by 2 / 4 / 6 samples or beams, counted "
+        f"([raw]({path.relative_to(ROOT).as_posix()})):",
+        "",
+        *table(["", *systems.values()], body),
+    ]
+
+
 PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "memory": part_memory,
     "counts": part_counts,
@@ -365,6 +392,7 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "runs": lambda _: readme_drivers.part_runs(),
     "capacity": part_capacity,
     "prefixes": part_prefixes,
+    "sharing": part_sharing,
     "calls": part_calls,
     "slots": part_slots,
     "aims": part_aims,

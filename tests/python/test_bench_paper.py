@@ -13,6 +13,7 @@ import pytest
 
 from pyvmem.bench import cli
 from pyvmem.bench.paper import command
+from pyvmem.bench.paper.driver import Check, checks, costs, section, workloads
 from pyvmem.bench.paper.pictures import PICTURES, available, digest, draw
 from pyvmem.bench.paper.results import NotMeasured, Results
 from pyvmem.bench.paper.rows import (
@@ -117,6 +118,31 @@ def test_rows_of_serving_runs_are_what_the_runs_say(tmp_path: Path) -> None:
     assert "64 KB over 2 MB in 20 GB: batch 0.50x, largest batch 0.50x, tokens/s 0.50x" in found
     assert "-100 % of the pool is not mapped" in found
     assert "held memory that is rows 25 % / 100 % static" in found
+
+
+def test_the_model_of_time_is_of_its_inputs_and_has_an_error() -> None:
+    results = Results(KEPT)
+    for way in ("map", "unmap"):
+        cost = costs(results, way)
+        apart, together = (
+            results["h100"].value(f"batch/{way}_{how}/stock/64K")
+            for how in ("scattered", "contiguous")
+        )
+        assert cost.time(64, 64) == pytest.approx(apart)
+        assert cost.time(1, 64) == pytest.approx(together)
+    assert Check("a page", 3.0, 2.0).error == 0.5
+    tested = checks(results)
+    assert len({one.what for one in tested}) == len(tested) > 8
+    growth, *others = workloads(results)
+    assert growth.stock_us == pytest.approx(costs(results, "map").time(33792, 32768))
+    for one in (growth, *others):
+        assert one.uvm["entries"] <= one.stock["entries"]
+        assert one.uvm_us < one.stock_us
+
+
+def test_without_counts_there_is_no_model_of_time(tmp_path: Path) -> None:
+    shutil.copy(KEPT / "h100.json", tmp_path)
+    assert section(Results(tmp_path)) == []
 
 
 def test_a_drawing_is_the_same_every_time() -> None:

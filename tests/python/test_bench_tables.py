@@ -96,6 +96,14 @@ def test_the_index_names_failures_and_gaps(tmp_path: Path, monkeypatch: pytest.M
     assert "NVIDIA H100" in row
     assert "**has failures**" in row
     assert "partial: `live`" in row
+    log.write_text("# commit 0123456, a machine; pytest -q tests\n# date 2026-02-03\n1 passed\n")
+    cells = [cell.strip() for cell in readme_index.log_row(log).split("|")]
+    assert cells[3:7] == ["0123456", "2026-02-03", "`pytest -q tests`", "1 passed"]
+    log.write_text("command   vmem bench api --quick\ndate      2026-02-03\n")
+    cells = [cell.strip() for cell in readme_index.log_row(log).split("|")]
+    assert cells[4:6] == ["2026-02-03", "`vmem bench api --quick`"]
+    log.write_text("soak: host, seed 4\n")
+    assert "`tests/python/soak.py`" in readme_index.log_row(log)
     log.write_text("0 failed, 2 passed\n")
     assert "failures" not in readme_index.log_row(log)
     assert readme_index.gaps({"parts": {"calls": {"status": "partial"}}}) == "`calls` partial"

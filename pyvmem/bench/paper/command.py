@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pyvmem.bench.paper.driver import section
 from pyvmem.bench.paper.pictures import available, digest, draw
 from pyvmem.bench.paper.results import NotMeasured, Results
 from pyvmem.bench.paper.rows import PAPERS, ROWS, SOURCES, Row
@@ -69,6 +70,8 @@ def page(results: Results) -> str:
     lines = [_HEAD]
     for paper in PAPERS:
         lines += ["", *_table(paper, results)]
+    if found := section(results):
+        lines += ["", *found]
     lines += ["", "## Pictures", "", "In the papers' own form, from our results."]
     for picture, _ in available(results):
         lines += ["", f"![{picture.title}]({_FOLDER}/{picture.name}.svg)"]

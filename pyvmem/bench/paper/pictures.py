@@ -232,6 +232,23 @@ def _served(file: str, part: str, figures: dict[str, str]) -> Callable[[Results]
     return data
 
 
+def _sharing(results: Results) -> dict[str, Any]:
+    one, widths = results["sharing"], (2, 4, 6)
+    ways = {"sampling": "samples", "beams": "beams"}
+    systems = {"g1/2M": "2 MB pages", "g1/64K": "64 KB pages", "blocks/16": "blocks of 16"}
+    return {
+        "groups": [f"{width}\n{words}" for words in ways.values() for width in widths],
+        "series": {
+            words: [
+                one.value(f"{way}/sharegpt/OPT-13B/{width}/{system}")
+                for way in ways
+                for width in widths
+            ]
+            for system, words in systems.items()
+        },
+    }
+
+
 def _heads(results: Results) -> dict[str, Any]:
     one = results["kernels-heads-h100"]
     names = {"mha": "32 of 32", "llama": "8 of 32", "yi_6b": "4 of 32", "mqa": "1 of 32"}
@@ -302,6 +319,15 @@ PICTURES = (
         "% of prompt tokens",
         "GB for keys and values",
         _hits,
+    ),
+    Picture(
+        "sharing",
+        "Memory saved by sharing, ShareGPT's mean lengths, OPT-13B, counted (PagedAttention, "
+        "figures 14 and 15)",
+        "bars",
+        "% of the memory without it",
+        "of a prompt",
+        _sharing,
     ),
     Picture(
         "heads",
