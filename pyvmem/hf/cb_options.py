@@ -202,7 +202,6 @@ def make_requests(
             cache,
             options.kernel,
             cb_config.allow_block_sharing,
-            cb_config.max_batch_tokens or 0,
             windows,
             latent_rank(config),
         )

@@ -74,7 +74,6 @@ class NamedRequests:
         cache: closed by `close`.
         kernel: of attention, see `pyvmem.attention.Attention`.
         sharing: record prompts, for requests that begin with the same tokens.
-        chunk: most new tokens of a request in one batch; 0: as many as a slot holds.
         windows: see `Attention`.
         v_head_dim: see `Attention`.
 
@@ -93,7 +92,6 @@ class NamedRequests:
         cache: KVCache | LayeredCache,
         kernel: str = "auto",
         sharing: bool = True,
-        chunk: int = 0,
         windows: Sequence[int] | None = None,
         v_head_dim: int = 0,
     ) -> None:
@@ -102,7 +100,6 @@ class NamedRequests:
         config = self.parts[0].config
         self.max_batch, self.max_seq_len = config.max_batch, config.max_seq_len
         self._page = self.parts[0].layout.page_size
-        self._chunk = min(chunk or self.max_seq_len, self.max_seq_len)
         attention = Attention(cache, kernel, windows=windows, v_head_dim=v_head_dim)
         self.choice = attention.choice
         self._next = NextBatch(cache, attention)
@@ -167,22 +164,14 @@ class NamedRequests:
     def longest(self) -> int:
         """Tokens that a request can have: of a slot, and in all memory."""
         total = self.pages()[1]
-        if self._pages_at_once(self.max_seq_len) <= total:
+        if self._pages_of(self.max_seq_len) <= total:
             return self.max_seq_len
-        lengths = range(self.max_seq_len)
-        return bisect_right(lengths, total, key=self._pages_at_once) - 1
+        return bisect_right(range(self.max_seq_len), total, key=self._pages_of) - 1
 
-    def _pages_at_once(self, tokens: int) -> int:
-        """Physical pages that a request of so many tokens has at most at a time."""
-        pages = 0
-        for part in self.parts:
-            config, layout = part.config, part.layout
-            rows = tokens
-            if config.window:
-                kept = config.window + config.window_tile + self._chunk
-                rows = min(tokens, kept + 2 * -(-self._page // layout.row_bytes))
-            pages += layout.pages_for(rows) * layout.num_tensors
-        return pages
+    def _pages_of(self, tokens: int) -> int:
+        """Physical pages of so many tokens, with the rows that windows will drop."""
+        layouts = [part.layout for part in self.parts]
+        return sum(one.pages_for(tokens) * one.num_tensors for one in layouts)
 
     def pages(self) -> tuple[int, int]:
         """Physical pages that requests could still get, and all that there are."""

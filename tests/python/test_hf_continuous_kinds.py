@@ -24,7 +24,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 import pyvmem
 from pyvmem import NotSupported
 from pyvmem.hf import cb_options, latent
-from pyvmem.hf.continuous import kvcache_of, vmem_continuous_batching
+from pyvmem.hf.continuous import vmem_continuous_batching
 from pyvmem.hf.named import NamedRequests
 from pyvmem.kvcache import KVCache, LayeredCache
 
@@ -131,22 +131,20 @@ def test_prefixes_and_forks_of_a_model_with_windows(
     assert found == [want[0]] * 3
 
 
-def test_a_request_that_only_fits_with_its_windows(host: pyvmem.Context) -> None:
-    """Of all rows memory has not enough pages; what the window holds fits."""
+def test_a_request_must_fit_with_the_rows_that_its_window_drops(host: pyvmem.Context) -> None:
+    """transformers' scheduler counts them; a longer one is refused, and waits for nothing."""
     model = model_of("mistral")
-    prompt = prompts(1, 60)[0]
-    want = alone(model, [prompt], 300)
     memory = {"memory_limit": 4 * 6 * 4096, "max_batch": 1}  # 6 pages of 32 rows in each tensor
     with vmem_continuous_batching(model, **options(host, **memory)):
-        assert answers(model, [prompt], max_new_tokens=300) == want
-        manager = model.init_continuous_batching(generation(), config())
-        manager.start()
-        manager.add_request(prompt, max_new_tokens=3)
-        manager.get_result(timeout=60)
-        cache = kvcache_of(manager)
-        assert cache is not None
-        assert cache.stats().total_pages == 24
-        manager.stop(block=True)
+        found = model.generate_batch(
+            [[5] * 60, [6] * 10],
+            generation_config=generation(max_new_tokens=133),
+            continuous_batching_config=config(),
+        )
+    bad, good = found.values()
+    assert "60 tokens and 133 new ones" in bad.error
+    assert "holds 192" in bad.error
+    assert len(good.generated_tokens) == 133
 
 
 def test_models_whose_latent_cannot_be_absorbed_are_named() -> None:
