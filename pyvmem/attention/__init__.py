@@ -208,6 +208,10 @@ class Attention:
         """Whether a layer has one tensor, so that `write` takes no values for it."""
         return self._forms[self._layers[layer].form].latent
 
+    def window(self, layer: int) -> int:
+        """Tokens that a token of a layer sees, itself included; 0: all before it."""
+        return self._forms[self._layers[layer].form].window
+
     def close(self) -> None:
         """Lets go of the cache's tensors, so that the cache can be closed."""
         self._layers = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pyvmem.errors import NotSupported
 from pyvmem.hf.cb_common import FULL, SlotCacheBase
 
 __all__ = ["SlotCache"]
@@ -29,7 +30,14 @@ class SlotCache(SlotCacheBase):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        layout = self.requests.kvcache.layout
+        if len(self.requests.parts) > 1:
+            self.requests.close()
+            raise NotSupported(
+                "continuous batching of transformers 5.17 over virtual memory: layers that differ "
+                "need 5.23",
+                op="continuous batching",
+            )
+        layout = self.requests.parts[0].layout
         self._page_tokens = max(1, layout.page_size // layout.row_bytes)
         self._tensors = layout.num_tensors
         self.num_blocks = self.num_pages = self.tokens
@@ -43,12 +51,12 @@ class SlotCache(SlotCacheBase):
 
     def allocate_blocks(self, n_blocks: int, request_id: str, allocated_blocks: int) -> int | None:
         """Maps what `n_blocks` tokens more need; None: it cannot be had."""
-        total = min(allocated_blocks + n_blocks, self.requests.kvcache.config.max_seq_len)
+        total = min(allocated_blocks + n_blocks, self.requests.max_seq_len)
         return n_blocks if self.requests.hold(request_id, total) else None
 
     def blocks_needed(self, num_requested_blocks: int, allocated_blocks: int) -> int:
         """Tokens that the pages hold which are missing."""
-        pages_for = self.requests.kvcache.layout.pages_for
+        pages_for = self.requests.parts[0].layout.pages_for
         return self._page_tokens * (
             pages_for(allocated_blocks + num_requested_blocks) - pages_for(allocated_blocks)
         )

@@ -86,7 +86,7 @@ class SlotCache(SlotCacheBase):
     def compute_free_capacity(self, relative: bool = True) -> float:
         """Pages that requests could get: a part of all, or in bytes."""
         free, total = self.requests.pages()
-        return free / total if relative else free * self.requests.kvcache.layout.page_size
+        return free / total if relative else free * self.requests.parts[0].layout.page_size
 
     def evict_cached_blocks(self) -> bool:
         """False: the KV cache itself evicts prefixes, and only when pages are needed."""

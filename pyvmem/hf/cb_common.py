@@ -73,11 +73,11 @@ class SlotCacheBase:
             dtype,
             not model_supports_logits_to_keep,
         )
-        layout = self.requests.kvcache.layout
-        slots = layout.config.max_batch
-        self.token_bytes = layout.row_bytes * layout.num_tensors
-        tokens = self.requests.pages()[1] * layout.page_size // self.token_bytes
-        self.tokens = max(1, min(tokens, slots * layout.max_rows))
+        parts = [part.layout for part in self.requests.parts]
+        slots, page = self.requests.max_batch, parts[0].page_size
+        self.token_bytes = sum(part.row_bytes * part.num_tensors for part in parts)
+        tokens = self.requests.pages()[1] * page // self.token_bytes
+        self.tokens = max(1, min(tokens, slots * self.requests.max_seq_len))
         cb_config.max_requests_per_batch = min(cb_config.max_requests_per_batch or slots, slots)
         self.max_batch_tokens: int = cb_config.max_batch_tokens or _MAX_BATCH_TOKENS
         self.allow_block_sharing = self.use_prefix_sharing = self.requests.sharing

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.generation.continuous_batching import continuous_api
 
 from pyvmem.errors import NotSupported
 from pyvmem.hf.cb_options import Options, adjust, check_model, request_limits
+from pyvmem.hf.latent import absorbed
 from pyvmem.hf.named import NamedRequests
 from pyvmem.kvcache.config import invalid
 
@@ -63,10 +65,16 @@ def _attention(
             "its own when the manager stops",
             op=ATTENTION,
         )
-    for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
+    for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise NotSupported(f"attention {ATTENTION!r} has no {name}", op=ATTENTION)
     layer: Any = module.layer_idx
+    asked, window = kwargs.get("sliding_window"), cache.requests.window(layer)
+    if asked is not None and asked != window:
+        raise NotSupported(
+            f"layer {layer} asks for a window of {asked}, its configuration for {window}",
+            op=ATTENTION,
+        )
     q, k, v = (one.squeeze(0).transpose(0, 1) for one in (query, key, value))
     return cache.requests.attend(layer, q, k, v, scaling).unsqueeze(0), None
 
@@ -117,6 +125,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             check_model(model.config.get_text_config())
             continuous_batching_config = copy.deepcopy(continuous_batching_config)
             adjust(continuous_batching_config)
+        self._absorbed = ExitStack()  # ends with our attention
         super().__init__(model, generation_config, continuous_batching_config, workload_hints)
         self._vmem_cache: Any = None
 
@@ -127,6 +136,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             return
         original = model.config._attn_implementation
         if original != ATTENTION:
+            self._absorbed.enter_context(absorbed(model))
             model.set_attn_implementation(ATTENTION)
             self._original_attn_impl = original
 
@@ -186,13 +196,19 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """As transformers', which see; gives all memory back unless the manager is kept."""
         super().stop(*args, **kwargs)
+        self._leave_model()
         if self.batch_processor is None:
             self._close_cache()
 
     def destroy(self) -> None:
         """As transformers', which see; gives all memory back."""
         super().destroy()
+        self._leave_model()
         self._close_cache()
+
+    def _leave_model(self) -> None:
+        if self.model.config._attn_implementation != ATTENTION:
+            self._absorbed.close()
 
     def _close_cache(self) -> None:
         # A thread that did not end in time may still use the cache; it goes with the manager then.

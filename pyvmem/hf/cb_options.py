@@ -15,8 +15,10 @@ import torch
 from pyvmem.attention.kernels import KERNELS
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported
+from pyvmem.hf.latent import latent_rank
 from pyvmem.hf.named import NamedRequests
-from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.hf.shapes import make_cache
+from pyvmem.kvcache import KVCacheConfig, LayerShape, layer_shapes
 from pyvmem.kvcache.budget import free_bytes
 from pyvmem.kvcache.config import invalid
 
@@ -39,6 +41,7 @@ class Options:
         kernel: of attention.
         backend: None: "host" for a model on the CPU, else "auto".
         context: shared; None: one is opened and owned.
+        keep_windows: rows that left a sliding window stay, so that prefixes and forks are shared.
         kvcache: other fields of `KVCacheConfig`.
     """
 
@@ -47,6 +50,7 @@ class Options:
     kernel: str = "auto"
     backend: str | None = None
     context: Context | None = None
+    keep_windows: bool = False
     kvcache: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,19 +65,20 @@ class Options:
             raise invalid(f"{unknown[0]!r} is none of the options {', '.join(sorted(_POLICY))}")
 
 
+_ATTENTION = {"full_attention", "sliding_attention"}
+
+
 def check_model(config: Any, tensor_parallel: int = 1) -> None:
-    """Refuses models that need another cache than all keys and values of every layer.
+    """Refuses models that need more than keys and values, or a latent, of every layer.
 
     Raises:
-        NotSupported: sliding windows, states, layers that share keys, or several devices.
+        NotSupported: states, chunks, layers that share keys, capped scores, or several devices.
     """
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION
     shared = getattr(config, "num_kv_shared_layers", None)
     what = ""
     if kinds:
         what = f"the model has layers of kind {', '.join(sorted(kinds))}"
-    elif getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
-        what = f"all its layers have a sliding window of {config.sliding_window} tokens"
     elif shared:
         what = f"{shared} of its layers use other layers' keys"
     elif getattr(config, "attn_logit_softcapping", None):
@@ -164,30 +169,50 @@ def make_requests(
         InvalidArgument: a value that the model or the context cannot serve.
     """
     slots, longest = request_limits(options, config, cb_config)
-    shape = KVCacheConfig.from_hf(
-        config, dtype=dtype, max_batch=slots, max_seq_len=longest, **options.kvcache
-    )
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.itemsize
+    shapes = layer_shapes(config)
+    windows = [shape.window for shape in shapes]
+    if options.keep_windows:
+        shapes = [dataclasses.replace(shape, window=0) for shape in shapes]
+    elif any(windows) and cb_config.allow_block_sharing:
+        _warn_once(
+            "ContinuousBatchingConfig.allow_block_sharing=True is switched off over virtual "
+            "memory: a sliding window drops the rows that another request would begin with; "
+            "keep_windows=True keeps them"
+        )
+    policy = {"dtype": dtype, "max_batch": slots, "max_seq_len": longest, **options.kvcache}
+    checked = KVCacheConfig(1, 1, 1, **{**policy, "group_size": 1})
+    token_bytes = checked.itemsize * sum(map(_elements, shapes))
     ordinal = None if device.type == "cpu" else device.index or 0
-    if not shape.memory_limit:
+    if not checked.memory_limit:
         if cb_config.num_blocks is not None:
             limit = cb_config.num_blocks * block_tokens * token_bytes
         else:
             limit = int(free_bytes(ordinal, 0) * cb_config.max_memory_percent)
-            limit -= _batch_bytes(config, cb_config, shape, logits_of_all)
-        shape = dataclasses.replace(shape, memory_limit=max(1, limit))
+            limit -= _batch_bytes(config, cb_config, checked, logits_of_all)
+        policy["memory_limit"] = max(1, limit)
     backend = options.backend or ("host" if ordinal is None else "auto")
-    cache = KVCache(shape, options.context, backend, ordinal or 0)
+    cache = make_cache(shapes, options.context, backend, ordinal or 0, **policy)
     try:
         if cache.context.cuda_device != ordinal:
             raise invalid(
                 f"the model is on {device}; back end {cache.context.info.backend} has memory of "
                 f"CUDA device {cache.context.cuda_device}"
             )
-        return NamedRequests(cache, options.kernel, cb_config.allow_block_sharing)
+        return NamedRequests(
+            cache,
+            options.kernel,
+            cb_config.allow_block_sharing,
+            windows,
+            latent_rank(config),
+        )
     except BaseException:
         cache.close()
         raise
+
+
+def _elements(shape: LayerShape) -> int:
+    """Of a token in a layer."""
+    return shape.num_kv_heads * (shape.head_dim + (shape.v_head_dim or 0))
 
 
 def _batch_bytes(config: Any, cb_config: Any, shape: KVCacheConfig, logits_of_all: bool) -> int:

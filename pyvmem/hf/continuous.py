@@ -27,7 +27,7 @@ from typing import Any
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.cb_options import Options, check_model
-from pyvmem.kvcache import KVCache
+from pyvmem.kvcache import KVCache, LayeredCache
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["CHECKED", "install", "kvcache_of", "uninstall", "vmem_continuous_batching"]
@@ -67,6 +67,7 @@ def install(
     kernel: str = "auto",
     backend: str | None = None,
     context: Context | None = None,
+    keep_windows: bool = False,
     **kvcache_options: Any,
 ) -> None:
     """Makes continuous batching use virtual memory from now on; again: with other options.
@@ -83,6 +84,8 @@ def install(
         kernel: see `pyvmem.attention.Attention`.
         backend: as of `pyvmem.Context`; None: "host" for a model on the CPU, else "auto".
         context: a context to share; it must outlive the managers.
+        keep_windows: of layers with a sliding window, keep all rows, so that prefixes are shared
+            and answers forked; they take as much memory as full attention then.
         **kvcache_options: other fields of `pyvmem.KVCacheConfig`. ``memory_limit`` is, where it is
             not given, ``num_blocks`` blocks of the ``ContinuousBatchingConfig``, or else what
             ``max_memory_percent`` leaves.
@@ -91,10 +94,12 @@ def install(
         InvalidArgument: an unknown option or value; a model with a manager that was kept
             (``destroy_cached_continuous_batching_manager`` ends it).
         NotSupported: a version of transformers that was not checked, or a model whose attention is
-            more than causal: sliding windows, capped scores, shared layers.
+            more than causal with windows: capped scores, shared layers, states.
     """
     global _default
-    options = Options(max_batch, max_seq_len, kernel, backend, context, kvcache_options)
+    options = Options(
+        max_batch, max_seq_len, kernel, backend, context, keep_windows, kvcache_options
+    )
     slot_cache = _adapter()
     if model is not None:
         check_model(model.config.get_text_config())
@@ -137,7 +142,7 @@ def vmem_continuous_batching(model: Any = None, **options: Any) -> Iterator[None
         uninstall(model)
 
 
-def kvcache_of(manager: Any) -> KVCache | None:
+def kvcache_of(manager: Any) -> KVCache | LayeredCache | None:
     """The KV cache of a manager, for its `stats`; None before the first request, or without one."""
     cache = getattr(manager, "_vmem_cache", None)
     return None if cache is None else cache.requests.kvcache

@@ -20,7 +20,8 @@ Called by one thread at a time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ from pyvmem.attention import Attention
 from pyvmem.errors import VMemError
 from pyvmem.features.table import FORK
 from pyvmem.hf.next_batch import NextBatch, close_quietly
-from pyvmem.kvcache import KVCache
+from pyvmem.kvcache import KVCache, LayeredCache
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["NamedRequests"]
@@ -65,7 +66,7 @@ class _Request:
 
 
 class NamedRequests:
-    """Requests by name on a `KVCache` that is this object's own from now on.
+    """Requests by name on a cache that is this object's own from now on.
 
     Without `close`, memory goes back when the object is collected.
 
@@ -73,29 +74,44 @@ class NamedRequests:
         cache: closed by `close`.
         kernel: of attention, see `pyvmem.attention.Attention`.
         sharing: record prompts, for requests that begin with the same tokens.
+        windows: see `Attention`.
+        v_head_dim: see `Attention`.
 
     Attributes:
         kvcache: for its reports.
-        choice: attention's kernel, and why not another.
-        sharing: asked for, and the back end can map a page twice.
+        parts: its caches of equal layers; itself, where all layers are alike.
+        choice: attention's kernel, and why not another; of the first layer.
+        sharing: asked for, the back end can map a page twice, and no window drops rows.
         stream: CUDA stream of the model's work; None: torch's current one.
         namespace: called when a request gets its slot: what its keys and values depend on beside
             its tokens, such as the model's adapters. Prefixes are shared within one alone.
     """
 
-    def __init__(self, cache: KVCache, kernel: str = "auto", sharing: bool = True) -> None:
+    def __init__(
+        self,
+        cache: KVCache | LayeredCache,
+        kernel: str = "auto",
+        sharing: bool = True,
+        windows: Sequence[int] | None = None,
+        v_head_dim: int = 0,
+    ) -> None:
         self.kvcache = cache
-        attention = Attention(cache, kernel)
+        self.parts = cache.caches if isinstance(cache, LayeredCache) else (cache,)
+        config = self.parts[0].config
+        self.max_batch, self.max_seq_len = config.max_batch, config.max_seq_len
+        self._page = self.parts[0].layout.page_size
+        attention = Attention(cache, kernel, windows=windows, v_head_dim=v_head_dim)
         self.choice = attention.choice
         self._next = NextBatch(cache, attention)
         self._finalizer = weakref.finalize(self, close_quietly, cache, attention)
         self._finalizer.atexit = False
-        self.can_fork = not FORK.lacks(cache.context.info)
+        slides = any(part.config.window for part in self.parts)
+        self.can_fork = not slides and not FORK.lacks(cache.context.info)
         self.sharing = sharing and self.can_fork
         self.stream: Any = None
         self.namespace: Callable[[], Hashable] = _no_namespace
         self._requests: dict[str, _Request] = {}
-        self._lens = [0] * cache.config.max_batch
+        self._lens = [0] * self.max_batch
 
     def __contains__(self, name: object) -> bool:
         return name in self._requests
@@ -115,7 +131,7 @@ class NamedRequests:
         Raises:
             InvalidArgument: more tokens than a slot can hold. VMemError: as `KVCache.step`.
         """
-        cache, longest = self.kvcache, self.kvcache.config.max_seq_len
+        cache, longest = self.kvcache, self.max_seq_len
         if tokens > longest:
             raise invalid(f"request {name}: {tokens} tokens; max_seq_len is {longest}")
         request = self._requests.get(name)
@@ -136,7 +152,7 @@ class NamedRequests:
         return self._map(request.reqid, tokens)
 
     def _map(self, reqid: int, tokens: int) -> bool:
-        guard = self.kvcache.layout.guard  # which a step knows of
+        guard = any(part.layout.guard for part in self.parts)  # which a step knows of
         if guard or tokens > self.kvcache.capacity(reqid):
             lens = self._lens[:]
             lens[reqid] = tokens
@@ -147,31 +163,38 @@ class NamedRequests:
 
     def longest(self) -> int:
         """Tokens that a request can have: of a slot, and in all memory."""
-        cache = self.kvcache
-        pages = self.pages()[1] // cache.layout.num_tensors
-        return min(cache.config.max_seq_len, cache.layout.capacity(pages))
+        total = self.pages()[1]
+        if self._pages_of(self.max_seq_len) <= total:
+            return self.max_seq_len
+        return bisect_right(range(self.max_seq_len), total, key=self._pages_of) - 1
+
+    def _pages_of(self, tokens: int) -> int:
+        """Physical pages of so many tokens, with the rows that windows will drop."""
+        layouts = [part.layout for part in self.parts]
+        return sum(one.pages_for(tokens) * one.num_tensors for one in layouts)
 
     def pages(self) -> tuple[int, int]:
         """Physical pages that requests could still get, and all that there are."""
-        return self.kvcache.obtainable_pages()
+        free, total = self.kvcache.obtainable_bytes()
+        return free // self._page, total // self._page
 
     def missing(self, name: str, tokens: int) -> int:
         """Physical pages that the request lacks to hold so many tokens."""
         request = self._requests.get(name)
         reqid = None if request is None else request.reqid
-        return self.kvcache.missing_pages(reqid, tokens)
+        return self.kvcache.missing_bytes(reqid, tokens) // self._page
 
     def granted(self, name: str) -> int:
-        """Pages that the request has in each tensor; 0 without a slot."""
+        """Pages that the request has in each tensor of the first part; 0 without a slot."""
         if name not in self:
             return 0
-        return self.kvcache.snapshot()[self._requests[name].reqid].granted_pages
+        return self.parts[0].snapshot()[self._requests[name].reqid].granted_pages
 
     def room(self, name: str, tokens: int) -> bool:
         """Whether `hold` would do it; nothing changes."""
-        if name not in self._requests and len(self) >= self.kvcache.config.max_batch:
+        if name not in self._requests and len(self) >= self.max_batch:
             return False
-        fits = tokens <= self.kvcache.config.max_seq_len
+        fits = tokens <= self.max_seq_len
         return fits and self.missing(name, tokens) <= self.pages()[0]
 
     def drop(self, name: str, record: bool = True) -> None:
@@ -269,7 +292,7 @@ class NamedRequests:
         Args:
             layer: of the cache.
             q: ``[tokens, num_heads, head_dim]``; tokens behind the batch's are padding.
-            k, v: ``[tokens, num_kv_heads, head_dim]``.
+            k, v: ``[tokens, num_kv_heads, head_dim]``; of a latent `v` is not looked at.
             scale: of the scores; None: ``head_dim ** -0.5``.
 
         Returns:
@@ -282,6 +305,10 @@ class NamedRequests:
             reqids = {name: request.reqid for name, request in self._requests.items()}
             self._next.begin(reqids, self._lens, self.stream)
         return self._next.attend(layer, q, k, v, scale)
+
+    def window(self, layer: int) -> int:
+        """Tokens that a token of a layer sees; 0: all."""
+        return self._next.window(layer)
 
     # ---- end -------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 import sys
@@ -18,7 +19,7 @@ pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
 import torch
 import transformers
 from serve_helpers import VOCABULARY, one_thread, tiny_model
-from transformers import ContinuousBatchingConfig, GenerationConfig, MistralConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import pyvmem
 from pyvmem import InvalidArgument, NotSupported
@@ -351,12 +352,16 @@ def test_bad_options_change_nothing(model: Any, context: pyvmem.Context) -> None
 def test_other_versions_and_other_attention_are_refused(
     model: Any, context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
-    sliding = transformers.MistralForCausalLM(
-        MistralConfig(**small, sliding_window=4, vocab_size=9, intermediate_size=8)
-    )
-    with pytest.raises(NotSupported, match="sliding"):
-        install(sliding, context=context)
+    config = copy.deepcopy(model.config)
+    for name, value, text in (
+        ("layer_types", ["full_attention", "linear_attention"], "kind linear_attention"),
+        ("num_kv_shared_layers", 1, "1 of its layers use other layers' keys"),
+        ("attn_logit_softcapping", 30.0, "scores are capped"),
+    ):
+        other = copy.copy(config)
+        setattr(other, name, value)
+        with pytest.raises(NotSupported, match=text):
+            cb_options.check_model(other)
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "6.1.0")
     with pytest.raises(NotSupported, match=r"transformers 6\.1\.0.*checked"):
         install(model, context=context)
@@ -446,7 +451,7 @@ def test_attention_that_is_more_than_causal_is_an_error(context: pyvmem.Context)
 
         cache = object.__new__(cb_manager._slot_cache)
         rows = torch.zeros(1, 2, 3, 4)
-        for name in ("softcap", "sliding_window", "s_aux"):
+        for name in ("softcap", "s_aux"):
             with pytest.raises(NotSupported, match=name):
                 cb_manager._attention(
                     torch.nn.Identity(), rows, rows, rows, None, cache=cache, **{name: 2}

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: MIT
+"""Description: continuous batching of models with windows, MLA and layers that differ.
+
+Windows against transformers' own paged path; MLA, which that does not attend to over the latent,
+against ``generate`` of each prompt alone.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
+
+import torch
+import transformers
+from kinds_helpers import KINDS, WINDOW, model_of
+from serve_helpers import VOCABULARY, one_thread
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import pyvmem
+from pyvmem import NotSupported
+from pyvmem.hf import cb_options, latent
+from pyvmem.hf.continuous import vmem_continuous_batching
+from pyvmem.hf.named import NamedRequests
+from pyvmem.kvcache import KVCache, LayeredCache
+
+__all__ = ["one_thread"]
+
+pytestmark = [
+    pytest.mark.needs_tensors,
+    pytest.mark.filterwarnings("default"),  # transformers' own
+    pytest.mark.skipif(
+        not transformers.__version__.startswith("5.23."), reason=f"{transformers.__version__}"
+    ),
+]
+
+
+def prompts(count: int, longest: int = 90) -> list[list[int]]:
+    dice = random.Random(3)
+    return [
+        [dice.randrange(1, VOCABULARY) for _ in range(dice.randint(1, longest))]
+        for _ in range(count)
+    ]
+
+
+def config(**more: Any) -> ContinuousBatchingConfig:
+    """Few tokens in a batch, so that long prompts are prefilled in chunks."""
+    how = {"page_size": 16, "auto_switch_to_flash": False, "num_blocks": 200}
+    return ContinuousBatchingConfig(**{**how, "max_batch_tokens": 24, **more})
+
+
+def generation(**more: Any) -> GenerationConfig:
+    how = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": 60}
+    return GenerationConfig(**{**how, **more})
+
+
+def answers(model: Any, inputs: list[list[int]], **more: Any) -> list[list[int]]:
+    found = model.generate_batch(
+        inputs, generation_config=generation(**more), continuous_batching_config=config()
+    )
+    assert [one.error for one in found.values()] == [None] * len(found)
+    return [one.generated_tokens for one in found.values()]
+
+
+def alone(model: Any, inputs: list[list[int]], new: int = 60) -> list[list[int]]:
+    run = {"do_sample": False, "max_new_tokens": new, "pad_token_id": 0}
+    ids = [torch.tensor([one]) for one in inputs]
+    return [model.generate(one, **run)[0, one.shape[1] :].tolist() for one in ids]
+
+
+def options(context: pyvmem.Context, **more: Any) -> dict[str, Any]:
+    return {"context": context, "max_batch": 3, "memory_limit": 4 << 20, "window_tile": 16, **more}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokens_are_transformers_own(
+    host: pyvmem.Context, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = model_of(kind), prompts(5)
+    want = alone(model, inputs)
+    caches: list[Any] = []
+    close = NamedRequests.close
+
+    def watch(self: NamedRequests) -> None:
+        self.kvcache.check_integrity()
+        caches.append((type(self.kvcache), [part.config for part in self.parts]))
+        close(self)
+
+    monkeypatch.setattr(NamedRequests, "close", watch)
+    with vmem_continuous_batching(model, **options(host)):
+        assert answers(model, inputs) == want
+    assert model.config._attn_implementation == "sdpa"
+    kinds, configs = caches[0]
+    assert kinds is (LayeredCache if kind == "gemma3" else KVCache)
+    windows = {"gemma3": {0, WINDOW}, "mistral": {WINDOW}}.get(kind, {0})
+    assert {one.window for one in configs} == windows
+    assert {one.tensors_per_layer for one in configs} == {1 if kind == "deepseek" else 2}
+    assert host.stats().used_bytes == 0
+    assert alone(model, inputs[:1], 5) == [want[0][:5]], "the model is as it was"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_prefixes_and_forks_of_a_model_with_windows(
+    host: pyvmem.Context, keep: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """With all rows kept they are shared; without, every request computes its own, as is said."""
+    cb_options._warn_once.cache_clear()
+    model, common = model_of("gemma3"), prompts(1, 200)[0] * 4
+    inputs = [common[:150] + one for one in prompts(3, 9)]
+    want = alone(model, inputs, 20)
+    shared: list[int] = []
+    match = NamedRequests.match
+
+    def watch(self: NamedRequests, *args: Any) -> int:
+        shared.append(match(self, *args))
+        return shared[-1]
+
+    monkeypatch.setattr(NamedRequests, "match", watch)
+    with vmem_continuous_batching(model, **options(host, max_batch=1, keep_windows=keep)):
+        assert answers(model, inputs, max_new_tokens=20) == want
+    assert bool(sum(shared)) == keep
+    said = [one.message for one in caplog.records if "keep_windows" in one.message]
+    assert len(said) == (0 if keep else 1)
+    sampling = {"do_sample": True, "top_k": 1, "num_return_sequences": 3}  # the likeliest token
+    with vmem_continuous_batching(model, **options(host, max_batch=9, keep_windows=keep)):
+        found = answers(model, inputs[:1], max_new_tokens=20, **sampling)
+    assert found == [want[0]] * 3
+
+
+def test_a_request_must_fit_with_the_rows_that_its_window_drops(host: pyvmem.Context) -> None:
+    """transformers' scheduler counts them; a longer one is refused, and waits for nothing."""
+    model = model_of("mistral")
+    memory = {"memory_limit": 4 * 6 * 4096, "max_batch": 1}  # 6 pages of 32 rows in each tensor
+    with vmem_continuous_batching(model, **options(host, **memory)):
+        found = model.generate_batch(
+            [[5] * 60, [6] * 10],
+            generation_config=generation(max_new_tokens=133),
+            continuous_batching_config=config(),
+        )
+    bad, good = found.values()
+    assert "60 tokens and 133 new ones" in bad.error
+    assert "holds 192" in bad.error
+    assert len(good.generated_tokens) == 133
+
+
+def test_models_whose_latent_cannot_be_absorbed_are_named() -> None:
+    model = KINDS["deepseek"]()
+    layer = model.model.layers[0].self_attn
+    layer.kv_b_proj = torch.nn.Sequential(layer.kv_b_proj)
+    with (
+        pytest.raises(NotSupported, match=r"2 of 2 layers .* plain up-projection"),
+        latent.absorbed(model),
+    ):
+        pass
+    plain = model_of("qwen3")
+    with latent.absorbed(plain):
+        assert "forward" not in vars(plain.model.layers[0].self_attn)
