@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem serve-demo``: serves prompts with a real model and tells what its KV cache took."""
+"""``vmem serve-demo``: serves prompts with a real model and reports what its KV cache took."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_GRANULE = 64 << 10  # of a context that is not told; smaller pages need a smaller one
+_GRANULE = 64 << 10  # a context's default; smaller pages need a smaller one
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -132,7 +132,7 @@ def _demo(args: argparse.Namespace) -> int:
 
     texts = prompts.load(args.prompts, args.num_prompts or 0)
     if args.trace_out:
-        Path(args.trace_out).touch()  # an unwritable path is told before the work, not after it
+        Path(args.trace_out).touch()  # an unwritable path fails before the work, not after it
     if args.picture:
         import matplotlib  # noqa: F401  # as is that it cannot be drawn
 
