@@ -41,7 +41,7 @@ def modules_of(lines: str) -> list[str]:
 
 
 def _read(path: str) -> str:
-    """A file of the kernel's; nothing where there is none, or it may not be read."""
+    """A kernel file's contents; empty where it is missing or unreadable."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

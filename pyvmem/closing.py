@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The context manager that most objects of this package are: the end of the block closes."""
+"""Base of the context managers whose exit calls `close`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Closable"]
 
 
 class Closable:
-    """``with`` gives the object itself, and `close` is called at the block's end."""
+    """``with`` yields the object itself; leaving the block calls `close`."""
 
     __slots__ = ()
 
     def close(self) -> None:
-        """Gives back what the object has; again: nothing."""
+        """Releases what the object holds. Idempotent."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

@@ -74,7 +74,7 @@ class Context(AddressSpace):
         max_mappings: most driver mappings at a time (`Stats.mappings`). 0: on ``stock`` half of
             what the driver has for all processes of the machine, 237,568 (divided by the number of
             `devices`); elsewhere no limit. ``stock`` takes up to twice that.
-        force: use a driver version that was never checked (stock, uvm).
+        force: use a driver version that has not been verified (stock, uvm).
 
     Raises:
         BackendUnavailable: the back end cannot be used here; the text says why.
@@ -155,7 +155,7 @@ class Context(AddressSpace):
             sparse: unmapped parts read as zeros.
             align: a power of two; 0 = 2 MiB, or the granule where larger.
             force: visible even beyond the card's free memory.
-            large: pages of 2 MiB are to be expected here, beside smaller ones.
+            large: pages of 2 MiB will be mapped here, besides smaller ones.
             into: what becomes the reservation, for a caller who must know it before the call; None:
                 a new one.
 
@@ -240,7 +240,7 @@ class Context(AddressSpace):
         Args:
             ops: stays as it is and can be used again.
             after: GPU work to wait for first, in this thread (see `pyvmem.streams`).
-            outcome: tells what became of it, whatever interrupts this call.
+            outcome: records the result, whatever interrupts this call.
 
         Raises:
             NotGpuWork: something in `after` is none.
@@ -320,7 +320,7 @@ class Context(AddressSpace):
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Completes or cancels unfinished batches and gives everything back; again: nothing.
+        """Completes or cancels unfinished batches and releases everything. Idempotent.
 
         Raises:
             Busy: arrays or tensors over its reservations live; nothing changed.

@@ -146,7 +146,7 @@ class Stats:
 
     ``slab_bytes`` is ``used_bytes + free_bytes + quarantined_bytes``; an aliased page counts once
     in ``used_bytes`` and once per mapping in ``mapped_bytes``. ``dirty_bytes`` is the part of
-    ``free_bytes`` that is to be zeroed yet. ``mappings`` counts slabs' own mappings too.
+    ``free_bytes`` that is not zeroed yet. ``mappings`` counts slabs' own mappings too.
     """
 
     reserved_bytes: int

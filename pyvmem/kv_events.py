@@ -88,8 +88,8 @@ def block_hashes(tokens: Any, unit: int, namespace: Hashable = None) -> list[int
 class KVEvents:
     """The events of one cache, from when this is made on.
 
-    The first `poll` begins with `AllBlocksCleared` and tells what was recorded before. One reader a
-    cache: an event is told once.
+    The first `poll` begins with `AllBlocksCleared` and reports what was recorded before. One reader
+    for each cache: an event is reported once.
 
     Args:
         cache: a `KVCache` or one of its relatives.

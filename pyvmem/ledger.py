@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The ledger: what the engines of one user have of one device, across processes and containers.
+"""The ledger: how much of a device each engine of one user has, across processes and containers.
 
 A file of fixed size in a folder of the user's own, mapped by every engine; no daemon. An engine has
 a slot, and a lock on the slot's byte that the kernel drops when the process ends, however it ends:
-who can take that lock knows that the owner is dead, and clears the slot. A process id says nothing
-across containers, so nobody is known by it.
+whoever can take that lock knows that the owner is dead and clears the slot. Process ids mean
+nothing across containers, so none is used for that.
 
     header   magic, version, capacity
     slot     an engine: limit, floor, used, pending, ... ; words of eight bytes that the engine
@@ -54,7 +54,7 @@ _SLOT = 512
 _SLOTS = 64
 _SIZE = _HEADER + _SLOTS * _SLOT
 _LOCKS = 1 << 40  # lock bytes lie far behind the contents
-_STALE_NS = 2_000_000_000  # a shortage that nobody repeated for so long is over
+_STALE_NS = 2_000_000_000  # a shortage that was not posted again for so long is over
 
 _HEAD = struct.Struct("<8sIIQ")  # magic, version, slots, capacity
 _CAPACITY_AT = 16
@@ -215,7 +215,7 @@ class Ledger(Closable):
             raise
 
     def _make(self, capacity: int) -> None:
-        """Makes the file whole before it has its name: nobody sees half of it."""
+        """Writes the whole file before linking it to its name: nobody sees half of it."""
         part = self.path.with_suffix(f".{secrets.token_hex(6)}")
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -272,7 +272,7 @@ class Ledger(Closable):
             _WORD.pack_into(self._map, _CAPACITY_AT, capacity)
 
     def close(self) -> None:
-        """Unmaps the file; again: nothing. An account of it must be closed before."""
+        """Unmaps the file. Idempotent. Its account must be closed first."""
         with self._thread_lock:
             if not self._map.closed:
                 self._map.close()
@@ -303,7 +303,7 @@ class Ledger(Closable):
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone with the file, in this process and among all.
+        """Holds the file's lock, among threads and processes.
 
         Raises:
             ForkedProcess: the ledger is the parent's of this process. BadHandle: it is closed.
@@ -338,11 +338,11 @@ class Ledger(Closable):
         return bytes(self._map[at : at + _NAME_SIZE]).split(b"\0")[0].decode(errors="replace")
 
     def _owned(self, slot: int) -> bool:
-        """Whether a process that lives holds the slot. One's own lock does not show: see `mine`."""
+        """Whether a living process holds the slot. One's own lock does not show: see `mine`."""
         return self._lock_byte(1 + slot, fcntl.F_WRLCK, fcntl.F_OFD_GETLK) != fcntl.F_UNLCK
 
     def live(self, mine: int = -1) -> list[int]:
-        """Slots of engines that live; those of the dead are cleared. The caller has the lock."""
+        """Slots of living engines; those of dead ones are cleared. The caller has the lock."""
         found = []
         for slot in range(_SLOTS):
             if self.word(slot, "state") == _FREE:
@@ -354,7 +354,7 @@ class Ledger(Closable):
         return found
 
     def engines(self) -> list[EngineInfo]:
-        """All engines that live."""
+        """All living engines."""
         namespace = _pid_namespace()
         now = time.monotonic_ns()
         found = []
@@ -562,13 +562,13 @@ class Account:
             self.ledger.put(self.slot, "pending", self._get("used") - mapped)
 
     def give(self, nbytes: int, handles: int = 0) -> None:
-        """Bytes whose pages have left."""
+        """Returns bytes whose pages are unmapped."""
         with self.ledger.locked():
             self.ledger.put(self.slot, "used", self._get("used") - nbytes)
             self.ledger.put(self.slot, "handles", self._get("handles") - handles)
 
     def want(self, nbytes: int) -> None:
-        """A request is short of so many bytes; 0: no more."""
+        """Posts that a request is short of so many bytes; 0: no longer short."""
         with self.ledger.locked():
             self.ledger.put(self.slot, "want", nbytes)
             self.ledger.put(self.slot, "want_ns", time.monotonic_ns())
@@ -615,7 +615,7 @@ class Account:
             self.ledger.put(self.slot, "beat_ns", time.monotonic_ns())
 
     def close(self) -> None:
-        """The engine is gone. Again, or in a forked child: nothing."""
+        """Leaves the ledger. Does nothing when called again or in a forked child."""
         if not self.ledger.closed:
             self.ledger.leave(self.slot)
             self.ledger.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem limit``: another limit for an engine that runs."""
+"""``vmem limit``: changes the limit of a running engine."""
 
 from __future__ import annotations
 

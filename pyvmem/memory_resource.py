@@ -84,7 +84,7 @@ class VMemResource(MemoryResource):  # type: ignore[misc]  # Any without cuda-co
 
     @property
     def live_buffers(self) -> int:
-        """Buffers not yet deallocated."""
+        """Buffers that are not deallocated."""
         return len(self._live)
 
     # ---- allocation ----------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class VMemResource(MemoryResource):  # type: ignore[misc]  # Any without cuda-co
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Waits for pages on their way back and gives the addresses back; again: nothing.
+        """Waits for pages being unmapped, then frees the addresses. Idempotent.
 
         Raises:
             Busy: buffers live; nothing changed.

@@ -111,7 +111,7 @@ class Pages:
             size: bytes of one piece.
             count: pieces.
             stride: bytes between the starts of pieces.
-            outcome: tells what became of it, whatever interrupts this call.
+            outcome: records the result, whatever interrupts this call.
 
         Raises:
             OutOfRange: beyond the end, or given back before; nothing changed.
@@ -176,7 +176,7 @@ class Ticket:
         """Waits until the batch is finished, its fills included.
 
         Args:
-            timeout: seconds; None: no limit; 0 or less: ask only.
+            timeout: seconds; None: no limit; 0 or less: poll.
 
         Raises:
             Timeout: not finished in time.
@@ -255,7 +255,7 @@ class Ticket:
         self.wait()
 
     def close(self) -> None:
-        """Gives up the result, where it is not known yet; the batch runs on. Again: nothing."""
+        """Gives up the result, where it is not known yet; the batch runs on. Idempotent."""
         if self.sent and not self._dropped and not self._held:
             self._drop()
 

@@ -72,7 +72,7 @@ class Announced(Closable):
         self._participant.close()
 
     def close(self) -> None:
-        """Takes the cache out of the ledger; again: nothing."""
+        """Takes the cache out of the ledger. Idempotent."""
         with self._lock:
             self._leave()
 

@@ -228,7 +228,7 @@ class Reservation:
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self, *, unmap: bool = False) -> None:
-        """Gives the addresses back; again, or after the context's close: nothing.
+        """Frees the addresses. Does nothing when called again or once the context is closed.
 
         Args:
             unmap: unmap what is still mapped, instead of Busy.

@@ -8,7 +8,7 @@ What names GPU work, wherever a call takes a ``stream`` or an ``after``:
     torch.cuda.Event, cuda.core Event                    the work before the event was recorded
     FdEvent                                              until its descriptor polls readable
 
-`work_of` is the one place that tells them apart; it refuses everything else. An event that is
+`work_of` alone classifies them; it refuses everything else. An event that is
 given stays the caller's, who must not record it again before that work is over: it would stand for
 other work.
 
@@ -89,7 +89,7 @@ class FdEvent(Closable):
         os.eventfd_write(self.fd, 1)
 
     def close(self) -> None:
-        """Closes the descriptor if `create` made it; again: nothing."""
+        """Closes the descriptor if `create` made it. Idempotent."""
         if self._own:
             self._own = False
             os.close(self.fd)
@@ -184,7 +184,7 @@ class Kind(enum.Enum):
 
 
 class Work(NamedTuple):
-    """An object that names GPU work, told apart.
+    """An object that names GPU work, classified.
 
     Attributes:
         kind: stream, event or descriptor.
@@ -209,7 +209,7 @@ _LEGACY: Final = 1  # CU_STREAM_LEGACY, another name of stream 0
 
 
 def work_of(given: Any, what: str = "stream") -> Work:
-    """Tells what names GPU work apart; asks no GPU, and changes nothing.
+    """Classifies what names GPU work; asks no GPU, and changes nothing.
 
     Args:
         given: as at the top of this module.

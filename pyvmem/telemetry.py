@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What caches count, for Prometheus, OpenTelemetry and whoever watches.
+"""The counters of caches, for Prometheus, OpenTelemetry and `vmem watch`.
 
     telemetry = Telemetry()
     telemetry.add(cache, "llama")
@@ -9,8 +9,8 @@
     prometheus_client.REGISTRY.register(telemetry)      # or among an engine's own metrics
     telemetry.instrument(opentelemetry.metrics.get_meter("pyvmem"))
 
-The numbers are those of `CacheStats`; each is read when it is asked for, so a cache that nobody
-asks pays nothing. Caches are held weakly, and one that is closed is no longer told of.
+The numbers are those of `CacheStats`; each is read on demand, so a cache that nobody
+scrapes pays nothing. Caches are held weakly; one that is closed is no longer reported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of `Telemetry.text`."""
 
 _SHORTEST, _LONGEST = 10, 34  # waits from 1 us to 17 s have buckets of their own
-_SAME_S = 0.05  # numbers so old serve all instruments of one collection
+_SAME_S = 0.05  # all instruments of one collection share numbers this recent
 _PREFIX = "pyvmem_"
 
 
@@ -214,7 +214,7 @@ class Telemetry:
         self._seen: tuple[float, tuple[Family, ...]] = (float("-inf"), ())
 
     def add(self, cache: _Cache, name: str = "0") -> None:
-        """Tells of a cache from now on, under the label ``cache="name"``.
+        """Reports a cache from now on, under the label ``cache="name"``.
 
         Raises:
             InvalidArgument: another cache that is not closed has the name.
@@ -343,7 +343,7 @@ class Telemetry:
     # ---- who watches -----------------------------------------------------------------------------
 
     def caches(self) -> dict[str, Any]:
-        """Every cache as JSON can hold it: its numbers, and its slots where it tells of them."""
+        """Every cache as JSON can hold it: its numbers, and its slots where it has a snapshot."""
         with self._lock:
             each = self._living()
         found: dict[str, Any] = {}
@@ -362,8 +362,8 @@ class Telemetry:
         """Answers ``/metrics`` (Prometheus) and ``/caches`` (JSON, for `vmem watch`) over HTTP.
 
         Args:
-            port: 0: any that is free; `Server.port` tells.
-            address: who may connect; the default is this machine alone. There is no password.
+            port: 0: any free port; see `Server.port`.
+            address: to listen on; the default is this machine alone. There is no password.
 
         Raises:
             OSError: the port cannot be had.
@@ -376,7 +376,7 @@ def _escaped(text: str) -> str:
 
 
 class Server(Closable):
-    """A thread that answers; a context manager, which ends it.
+    """A thread that answers requests; a context manager, which stops it.
 
     Attributes:
         port: where.
@@ -389,7 +389,7 @@ class Server(Closable):
         }
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = 10  # of a client that says nothing
+            timeout = 10  # of a client that sends nothing
 
             def do_GET(self) -> None:
                 """Answers one of the two."""

@@ -66,7 +66,7 @@ def rows(now: Reading, before: Reading, seconds: float) -> list[tuple[str, ...]]
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people."""
+    """Human-readable bytes."""
     value, units = float(nbytes), iter("KMGT")
     unit = ""
     while value >= 1024 and (following := next(units, "")):

@@ -12,7 +12,7 @@ torch reaches the pool by two C functions without a user pointer (`CUDAPluggable
 process has one pool a device. Tensors are cut by torch's caching allocator out of segments that it
 asks for and keeps: 2 MiB, 20 MiB or more each. A tag has a ``torch.cuda.MemPool`` of its own, so a
 segment holds tensors of one tag. Expandable segments are another allocator of torch's: a tensor
-that came from it is not in the pool, which `VMemPool.owns` tells.
+that came from it is not in the pool, which `VMemPool.owns` reports.
 
 Memory that NCCL or another process registered by its physical pages must be registered again after
 `VMemPool.resume`: the addresses are the same, the pages behind them are not. A CUDA graph may be
@@ -64,7 +64,7 @@ class VMemPool:
         self._tags: dict[str, Tag] = {}
         self._allocator: Any = None
         visible = Caps.VISIBLE in context.info.caps
-        # A living array: what closes the context is told that somebody needs it.
+        # A living array: `Context.close` raises Busy while the pool is open.
         self._anchor = context.reserve(context.info.granule)
         self._hold: Any = self._anchor.array((1,), "uint8")
         flags = _VISIBLE if visible else 0
@@ -243,7 +243,7 @@ class VMemPool:
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Takes back the segments that hold no tensor, and lets the context go; again: nothing.
+        """Takes back the segments that hold no tensor, and lets the context go. Idempotent.
 
         Raises:
             Busy: tensors of the pool live, or a `use` block is active; the pool can still be used.

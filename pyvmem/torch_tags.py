@@ -81,7 +81,7 @@ class Tag:
     saved: list[mmap.mmap] = field(default_factory=list)
 
     def stats(self) -> TorchPoolStats:
-        """What the allocator knows of it."""
+        """The allocator's statistics for it."""
         return TorchPoolStats.of(self.device, self.number)
 
     def pause(self, keep: bool) -> None:

@@ -78,7 +78,7 @@ def _cache(name: str, cache: Numbers, width: int, rows: int) -> list[str]:
 
 
 def draw(caches: Mapping[str, Numbers], width: int = WIDTH, rows: int = 40) -> str:
-    """The picture of one moment, as text.
+    """One frame, as text.
 
     Args:
         caches: what `Telemetry.caches` gives.
@@ -130,7 +130,7 @@ def watch(
             while not ended.wait(interval):
                 live.refresh()
 
-        # What is no terminal gets one picture, by Live's own end.
+        # Without a terminal Live prints one picture, at its end.
         thread = threading.Thread(target=renew, name="pyvmem-watch", daemon=True)
         if console.is_terminal:
             thread.start()
@@ -148,13 +148,13 @@ def _positive(interval: float) -> None:
 
 
 def fetch(where: str) -> dict[str, Any]:
-    """What a program tells of its caches, over HTTP.
+    """What a program reports of its caches, over HTTP.
 
     Args:
         where: a port of this machine, ``host:port`` or a URL.
 
     Raises:
-        OSError: nobody answers there.
+        OSError: nothing answers there.
         InvalidArgument: the answer is not that of `Telemetry.serve`.
     """
     if where.isdigit():

@@ -384,6 +384,31 @@ def part_sharing(_: list[Result]) -> list[str]:
     ]
 
 
+def part_turns(_: list[Result]) -> list[str]:
+    """How many prefix hits were mapped already, for each budget."""
+    path = RESULTS / "prefix-turns.json"
+    run: Result = json.loads(path.read_text(encoding="utf-8"))
+    found = rows(run)
+    budgets = list(dict.fromkeys(name.rpartition("/")[2] for name in found))
+    body = []
+    for kind, what in (
+        ("hits", "prefix hits"),
+        ("next", "of these, next turns"),
+        ("tokens", "tokens of hits"),
+    ):
+        cells = [found[f"turns/{kind}/{budget}"] for budget in budgets]
+        shown = [f"{number(cell['value'])} % of {cell['of']:,}" for cell in cells]
+        body.append([what, *shown])
+    note = run["parts"]["turns"]["notes"][0]
+    return [
+        f"Already mapped in a free slot, so that no call of the driver was needed, "
+        f"{run['options']['trace'] or 'made up'}, keys and values of {run['options']['model']} "
+        f"({note}; [raw]({path.relative_to(ROOT).as_posix()})):",
+        "",
+        *table(["", *(budget.replace("G", " GB") for budget in budgets)], body),
+    ]
+
+
 PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "memory": part_memory,
     "counts": part_counts,
@@ -393,6 +418,7 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "capacity": part_capacity,
     "prefixes": part_prefixes,
     "sharing": part_sharing,
+    "prefix-turns": part_turns,
     "calls": part_calls,
     "slots": part_slots,
     "aims": part_aims,

@@ -32,14 +32,14 @@
  * Rules that hold for every function
  *   - Sizes and offsets are in bytes, addresses are device virtual addresses (on "host": pointers).
  *   - The return value is 0 or a negative errno, with one meaning each (list below); a failed call
- *     changes nothing, except where -ENOTRECOVERABLE says what was lost. vmem_last_error() tells what,
+ *     changes nothing, except where -ENOTRECOVERABLE says what was lost. vmem_last_error() says what,
  *     where and how many bytes, for the calling thread.
  *   - Thread-safe. No lock is held across a driver call. A range that another call is changing at the
  *     same time gives -EBUSY; nothing waits for it.
  *   - A structure's first field is its size as the caller knows it; later fields not covered count as 0.
  *     NULL options mean all defaults.
  *   - Nothing is printed, no signal is handled, the process is never ended.
- *   - Running GPU work is the caller's: unmap only what no unfinished GPU work may touch, or name that
+ *   - Ordering against GPU work is the caller's job: unmap only what no unfinished GPU work may touch, or name that
  *     work in `after` (vmem_batch, vmem_submit). A page that vanishes under a kernel is a fatal fault.
  *
  * Errors
@@ -61,13 +61,13 @@
  *   -ENOSPC           a limit on the number of mappings: the system's (message names the sysctl) or the context's
  *                     (max_mappings); or visible reservations beyond the card's free memory
  *   -EAGAIN           too many unfinished batches (VMEM_MAX_PENDING); or NVIDIA's driver has been suspended for
- *                     a minute, as the machine goes to sleep: call again. What takes back, or closes, waits for
+ *                     a minute, as the machine goes to sleep: call again. Calls that unmap or close wait for
  *                     as long as that lasts
  *   -ENOBUFS          too many tickets that nobody dropped (VMEM_MAX_TICKETS); the message names the oldest whose
  *                     batch is finished
  *   -ETIMEDOUT        vmem_wait: not finished in time
  *   -ENODEV           the back end cannot be used on this machine (message says why)
- *   -EIO              the driver refused something it should not have; status in vmem_error
+ *   -EIO              the driver refused something that it should not have; its status is in vmem_error
  *   -ENOTRECOVERABLE  a failed batch could not be undone: the named range and its pages are quarantined
  *                     (never handed out again) until vmem_close
  */
@@ -117,13 +117,13 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 
 #define VMEM_OPEN_FORCE (1u << 0) /* use a driver version that was never checked (stock, uvm) */
 
-/* Levels of what a context tells (vmem_open_opts.log): each with those before it. */
+/* Log levels (vmem_open_opts.log); each includes those above it. */
 #define VMEM_LOG_WARNING 1 /* what an operator must know: a range is quarantined, a slab could not be given back */
 #define VMEM_LOG_INFO 2    /* what was opened and why; submitted batches that failed */
 #define VMEM_LOG_DEBUG 3   /* slabs taken from the driver and given back */
 
-/* Gets a line without a newline, which is valid during the call. Called in any thread that is in the library, the
- * worker included, by several at a time; it must not call the library, and whoever waits for it waits. */
+/* Gets a line without a newline, which is valid during the call. Called from any thread that is in the library, the
+ * worker included, concurrently; it must not call the library, and should return quickly: callers wait for it. */
 typedef void (*vmem_log_fn)(void *arg, uint32_t level, const char *text);
 
 struct vmem_open_opts {
@@ -142,10 +142,10 @@ struct vmem_open_opts {
                          default (host: 0, GPU: 1 GiB), VMEM_KEEP_ALL = only vmem_trim gives back */
   uint64_t max_mappings; /* most vmem_stats.mappings at a time; 0 = the back end's share (stock: 237,568, less on
                             several devices; half of what the driver has for all processes), elsewhere no limit */
-  vmem_log_fn log;       /* told of what happens, from vmem_open to the end of vmem_close; NULL = nobody. Calls that find
-                            their memory there tell nothing */
+  vmem_log_fn log;       /* called from vmem_open to the end of vmem_close; NULL = no log. Calls that find their
+                            memory there log nothing */
   void *log_arg;         /* its first argument */
-  uint32_t log_level;    /* the last level that is told: VMEM_LOG_*; 0 = VMEM_LOG_INFO */
+  uint32_t log_level;    /* the most verbose level logged: VMEM_LOG_*; 0 = VMEM_LOG_INFO */
   uint32_t log_reserved; /* 0 */
 };
 
@@ -198,7 +198,7 @@ struct vmem_stats {
   uint64_t mappings;          /* map calls whose mapping lives: a run mapped page by page counts each page, and
                                  a slab's own mapping, through which it is zeroed, counts too */
   uint64_t tickets;           /* not dropped, their batches finished or not */
-  uint64_t dirty_bytes;       /* the part of free_bytes that is to be zeroed yet: handed out last */
+  uint64_t dirty_bytes;       /* the part of free_bytes that is not zeroed yet: handed out last */
 };
 
 /* The last error of the calling thread. */
@@ -213,9 +213,9 @@ struct vmem_error {
   char text[512];
 };
 
-/* Opens a back end and proves it as vmem_probe does: what fails is passed over by "auto", and by name is the error
- * of the proof (-EIO where a byte differs: vmem_error.addr and text name it). The caller owns *vm and ends it with
- * vmem_close. */
+/* Opens a back end and proves it as vmem_probe does. "auto" skips a back end that fails; one asked for by name
+ * fails with the error of the proof (-EIO where a byte differs: vmem_error.addr and text name it). The caller owns
+ * *vm and ends it with vmem_close. */
 VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm);
 
 /* Ends a context: every mapping, page and reservation is given back. Of the unfinished batches, those that wait
@@ -223,11 +223,11 @@ VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm);
  * suspended driver are waited for. Later use of `vm` gives -EBADF, and so does a wait for a ticket that is under way. */
 VMEM_API int vmem_close(vmem_t vm);
 
-/* Tells what the context is. The size field of *info must be set. */
+/* Describes the context. The size field of *info must be set. */
 VMEM_API int vmem_query(vmem_t vm, struct vmem_info *info);
 
 /* Whether `backend` works here, proved by mapping, writing, reading and unmapping a page, as vmem_open proves it; opens and
- * closes what it needs. Returns 0 with info->usable telling the result, -EINVAL for an unknown name. */
+ * closes what it needs. Returns 0 with the result in info->usable, -EINVAL for an unknown name. */
 VMEM_API int vmem_probe(const char *backend, int32_t device, uint32_t flags, struct vmem_probe_info *info);
 
 /* Names of the back ends in the order of "auto", NULL past the end. */
@@ -248,8 +248,8 @@ VMEM_API const char *vmem_version(void);
 #define VMEM_RESERVE_SPARSE (1u << 2)  /* unmapped parts read as zeros (on host a write to them faults,
                                           on a GPU it vanishes) */
 #define VMEM_RESERVE_FORCE (1u << 3)   /* visible even beyond the card's free memory; see stock below */
-#define VMEM_RESERVE_LARGE (1u << 4)   /* large pages are to be expected: "uvm" then maps them by one entry, but
-                                          for SPARSE ones; the others do so anyway */
+#define VMEM_RESERVE_LARGE (1u << 4)   /* large pages will be mapped here: "uvm" then maps each by one entry, except
+                                          in SPARSE reservations; other back ends always do */
 
 struct vmem_reserve_opts {
   size_t size;
@@ -275,7 +275,7 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags);
 #define VMEM_RANGE_SPARSE (1u << 3)
 #define VMEM_RANGE_BUSY (1u << 4)
 #define VMEM_RANGE_QUARANTINED (1u << 5)
-#define VMEM_RANGE_LARGE (1u << 6) /* a large page, which is not to be cut */
+#define VMEM_RANGE_LARGE (1u << 6) /* a large page, which cannot be split */
 
 struct vmem_range_info {
   size_t size;
@@ -413,9 +413,9 @@ struct vmem_after {
   uint64_t reserved[2]; /* 0 */
 };
 
-/* Runs `n` operations as one, after the work in `after` (waits in the calling thread). Pages appear
- * before pages vanish: maps (of new pages that are zero already; then they are copied to), then fills, then replaces, then unmaps; so a
- * batch cannot map where it unmaps (-EEXIST), nor fill what it maps (-EBUSY; new pages are zero).
+/* Runs `n` operations as one, after the work in `after` (waits in the calling thread). New pages
+ * appear before old ones vanish. The order: maps (new pages are zeroed before, and copied to after), fills, replaces,
+ * unmaps. So a batch cannot map where it unmaps (-EEXIST), nor fill what it maps (-EBUSY; new pages are zero).
  * To move pages under their addresses: POPULATE with COPY elsewhere; then, when no GPU work is under way,
  * vmem_gather there and one batch of MAP with REPLACE and UNMAP. The arguments of all operations are checked before
  * the pages of any, so a malformed one is what the call reports, wherever it stands.
@@ -427,7 +427,7 @@ struct vmem_after {
 VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after,
                         size_t num_after, uint32_t flags);
 
-#define VMEM_SUBMIT_DETACHED (1u << 0) /* nobody will ask for the result: it is dropped when the batch is finished */
+#define VMEM_SUBMIT_DETACHED (1u << 0) /* no result is wanted: it is dropped when the batch is finished */
 #define VMEM_SUBMIT_LATE (1u << 1)     /* the worker takes the pages, where the pool has them: see vmem_submit */
 
 /* The same on the worker thread. Everything is checked, and the pages are taken from the pool, before
@@ -444,14 +444,14 @@ VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const s
                          size_t num_after, uint32_t flags, vmem_ticket *ticket);
 
 /* Waits until the batch is finished, its fills included, and returns its result. timeout_ns < 0: no
- * limit; 0: ask only. The result can be asked for again, by any thread, until vmem_ticket_drop. */
+ * limit; 0: poll. The result can be asked for again, by any thread, until vmem_ticket_drop. */
 VMEM_API int vmem_wait(vmem_t vm, vmem_ticket ticket, int64_t timeout_ns);
 
 /* Waits until the batch's mappings are made, then lets `stream` (a CUstream) wait for its fills; the
  * calling thread does not. Returns the batch's result. On host the same as vmem_wait without limit. */
 VMEM_API int vmem_order(vmem_t vm, vmem_ticket ticket, uint64_t stream);
 
-/* Nobody will ask for the result again: forgets it now, or when the batch is finished, which runs on as if
+/* Drops the result, now or when the batch is finished, which runs on as if
  * submitted with VMEM_SUBMIT_DETACHED. A thread in vmem_wait or vmem_order meanwhile gets the result where there is
  * one, else -EBADF; later calls with the ticket get -EBADF, this one included. */
 VMEM_API int vmem_ticket_drop(vmem_t vm, vmem_ticket ticket);
@@ -481,7 +481,7 @@ VMEM_API int vmem_trim(vmem_t vm, uint64_t keep, uint64_t *freed);
  * call returns no GPU work may touch a mapping of the pages that move, which may be any. A slab some of whose pages a
  * call or an unfinished batch is using stays as it is; meanwhile those of a slab that moves are -EBUSY for others.
  * Each slab moves all or not at all: after an error those before it have been given back, and all else is as it was.
- * *freed (may be NULL) gets the bytes given back, with an error too. Every mapped page is looked at once. flags: 0. */
+ * *freed (may be NULL) gets the bytes given back, with an error too. Visits every mapped page once. flags: 0. */
 VMEM_API int vmem_compact(vmem_t vm, uint64_t want, const struct vmem_after *after, size_t num_after,
                           uint32_t flags, uint64_t *freed);
 
@@ -501,7 +501,7 @@ VMEM_API int vmem_consolidate(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t
 #define VMEM_INJECT_CLEAN (1u << 6) /* zeroing of free pages in the background */
 
 /* From now on, of the driver calls of these kinds, lets `skip` pass and fails the next `count` with
- * -error. count 0 ends it. An undo repeats what fails with EAGAIN, as it does when the driver says so. */
+ * -error. count 0 ends it. An undo retries what fails with EAGAIN, as it does for a real driver. */
 VMEM_API int vmem_inject(vmem_t vm, uint32_t kinds, uint64_t skip, uint64_t count, int error);
 
 /* Checks every internal invariant (free + used + quarantined = slabs, reference counts against

@@ -95,7 +95,7 @@ class TorchMemorySaver:
             return self._pool
 
     def close(self) -> None:
-        """Gives everything back; the next region opens a pool again. Again: nothing.
+        """Gives everything back; the next region opens a new pool. Idempotent.
 
         Raises:
             Busy: tensors of a region live.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a serving engine calls: requests as objects, on one `KVCache` or `LayeredCache`.
+"""The interface for serving engines: requests as objects, on one `KVCache` or `LayeredCache`.
 
     cache = RequestCache.open(Model.of(model.config), Policy(max_batch=64))
     request = cache.admit(prompt)                  # its recorded prefix mapped, its pages taken
@@ -9,12 +9,12 @@
     cache.prepare({request: len(prompt) + 1})      # maps in the background
     cache.release(request, tokens=prompt)          # and leaves its rows for the next turn
 
-The modules: `request` and `shortage` are what calls take and answer, `prefix` holds leases and
-namespaces, `config` says what a cache is made from, `background` runs what may take long, and
+The modules: `request` and `shortage` are what calls take and return, `prefix` has leases and
+namespaces, `config` the model's shape and the policy, `background` the thread for slow calls, and
 `cache` is `RequestCache`.
 
-`INTERFACE` is the version of this interface. Its first number changes when a program must, its
-second when something is added. `KVCache`'s own calls (``alloc_reqid``, ``step``, ...), which
+`INTERFACE` is the version of this interface: the major number changes when programs must change,
+the minor one when something is added. `KVCache`'s own calls (``alloc_reqid``, ``step``, ...), which
 vAttention's paper names, are what this interface stands on; they stay.
 """
 

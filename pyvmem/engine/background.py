@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """One thread for the calls that may take long: prefixes, forks, swapping.
 
-Calls run one after the other, in the order in which they were begun, so that what an engine asks
-for first is done first. Each answers with a `concurrent.futures.Future`, which a thread waits for
-(``result()``) and an event loop, too (``asyncio.wrap_future``).
+Calls run one at a time, in the order in which they were submitted. Each returns a
+`concurrent.futures.Future`, which a thread can wait for (``result()``), and so can an event loop
+(``asyncio.wrap_future``).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _T = TypeVar("_T")
 
 
 class Background:
-    """A thread that is started with the first call."""
+    """A thread, started by the first call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
     def begin(self, call: Callable[[], _T]) -> Future[_T]:
-        """Runs `call` after those begun before; its answer or exception is the future's."""
+        """Queues `call`; the future gets its result or exception."""
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="vmem-engine")
             return self._pool.submit(call)
 
     def close(self) -> None:
-        """Waits for what was begun."""
+        """Waits for the queued calls."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
@@ -41,11 +41,11 @@ class Background:
 
 
 def work_until_now(stream: Any, device: int | None) -> Any:
-    """Names a stream's work so that another thread can: torch's current one is a thread's own.
+    """Resolves a stream for use in another thread: torch's current stream is per thread.
 
     Args:
         stream: as every call takes it; None: the calling thread's current stream.
-        device: CUDA ordinal of the cache; None on host, where nothing is to be named.
+        device: CUDA ordinal of the cache; None on host, which has no streams.
     """
     if stream is not None or device is None:
         return stream

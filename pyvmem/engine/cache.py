@@ -34,9 +34,9 @@ _T = TypeVar("_T")
 class RequestCache(Closable):
     """The requests of one cache.
 
-    Calls that may find memory, slots or mappings short answer with a `Shortage`; wrong input
-    raises, names value and limit, and changes nothing. Thread-safe, as the cache is; a call waits
-    while another one is inside, a background one too. Streams are given as in `KVCache`: None is
+    Calls that find memory, slots or mappings short return a `Shortage`; bad input raises an
+    error that names value and limit, and changes nothing. Thread-safe, as the cache is; calls,
+    background ones included, run one at a time. Streams are given as in `KVCache`: None is
     torch's current one of the calling thread.
 
     Args:
@@ -59,7 +59,7 @@ class RequestCache(Closable):
         self._numbers = count_up()
         self._requests: dict[Request, None] = {}
         self._spaces: dict[Hashable, Namespace] = {}
-        self._lock = threading.Lock()  # of what this object keeps; never held in a call
+        self._lock = threading.Lock()  # guards this object's own fields; never held in a cache call
 
     @classmethod
     def open(
@@ -101,7 +101,7 @@ class RequestCache(Closable):
             return found
 
     def match(self, prompt: Any, namespace: Namespace | None = None) -> Prefix:
-        """What of a prompt is recorded, leased. All but its last token, which must be computed.
+        """Leases what is recorded of a prompt, except its last token, which must be computed.
 
         Args:
             prompt: token ids, in a form that `pyvmem.kvcache.TokenIds` takes.
@@ -122,17 +122,17 @@ class RequestCache(Closable):
         *,
         reserve: bool = True,
     ) -> Request | Shortage:
-        """Takes a slot and memory for a prompt; what of it is recorded is mapped, read-only.
+        """Takes a slot and memory for a prompt; its recorded prefix is mapped, read-only.
 
         The request holds the prefix's rows, `Request.length`; the engine computes those behind it.
         Pages for the rest and for `room` more tokens are the request's when this returns, and are
-        mapped in the background: the next `extend` that names it does not meet a shortage up to
-        there. Running requests' growth is not looked at.
+        mapped in the background: an `extend` up to there finds no shortage. Growth of running
+        requests is not taken into account.
 
         Args:
             prompt: token ids, or a `Prefix` of them, whose lease ends when the request is admitted.
             namespace: as in `match`; not used with a `Prefix`.
-            room: tokens beyond the prompt, as far as a slot goes.
+            room: tokens beyond the prompt, up to the end of a slot.
             stream: that will read the prefix; it waits for the work that wrote it.
             reserve: False: all of that must fit now, but only the slot and the prefix are taken,
                 and each `extend` maps what it needs and may be short. For prompts that are computed
@@ -221,7 +221,7 @@ class RequestCache(Closable):
     # ---- rows and pages --------------------------------------------------------------------------
 
     def extend(self, lengths: Mapping[Request, int], stream: Any = None) -> Shortage | None:
-        """Makes requests hold so many tokens each, for the work that is launched next.
+        """Grows requests to so many tokens each, for the work that is launched next.
 
         Requests that are not named keep what they have. Cheap where nothing is to be mapped.
 
@@ -247,8 +247,8 @@ class RequestCache(Closable):
     def prepare(self, lengths: Mapping[Request, int]) -> Shortage | None:
         """Begins to map, in the background, what a later `extend` to these lengths needs.
 
-        No request holds more rows by it, only more pages. For the next iteration's tokens while the
-        model computes this one's. Arguments, answer and errors as `extend`; a failure of the driver
+        Requests get pages, not rows. For the next iteration's tokens while the model computes this
+        one's. Arguments, result and errors as `extend`; a failure of the driver
         in the background is raised by the next `extend`.
         """
         wanted = self._wanted(lengths)
@@ -257,14 +257,15 @@ class RequestCache(Closable):
         return None
 
     def capacity(self, request: Request) -> int:
-        """Tokens that the request's pages are enough for; an `extend` up to there maps nothing.
+        """Tokens that fit in the request's pages; an `extend` up to there maps nothing.
 
-        What `prepare` and `admit` have begun counts once it is there. Raises as `Request.slot`.
+        Pages that `prepare` and `admit` asked for count once they are mapped. Raises as
+        `Request.slot`.
         """
         return self.cache.capacity(self._slot(request))
 
     def truncate(self, request: Request, length: int, stream: Any = None) -> Shortage | None:
-        """Gives a request's rows from `length` on up: draft tokens that were not accepted.
+        """Drops a request's rows from `length` on: draft tokens that were not accepted.
 
         As `KVCache.truncate`, whose errors it raises; short only where a shared page must be
         copied.
@@ -322,7 +323,7 @@ class RequestCache(Closable):
     # ---- the end of a request, and preemption ----------------------------------------------------
 
     def release(self, request: Request, tokens: Any = None, stream: Any = None) -> None:
-        """Ends a request; its memory is for others once its work is over. Nothing waits.
+        """Ends a request; others can have its memory once its GPU work is done. Does not wait.
 
         Args:
             request: running or swapped out.
@@ -426,7 +427,7 @@ class RequestCache(Closable):
     # ---- numbers ---------------------------------------------------------------------------------
 
     def _own(self, request: Request) -> None:
-        """Raises for what is no request of this cache, or has ended."""
+        """Raises unless it is a request of this cache that has not ended."""
         if not isinstance(request, Request):
             raise TypeError(f"expected a Request, not {request!r:.80}")
         if request not in self._requests:
@@ -472,7 +473,7 @@ class RequestCache(Closable):
     def _shortage(
         self, wanted: Mapping[int, int], new: int = 0, count: int = 1, held: int = 0
     ) -> Shortage:
-        """What slots lack that are to hold so many tokens.
+        """The shortage of slots that are to hold so many tokens.
 
         Or `count` new requests of `new` tokens, of which `held` are recorded.
         """
@@ -488,7 +489,7 @@ class RequestCache(Closable):
     # ---- the background --------------------------------------------------------------------------
 
     def _alone(self, what: str) -> None:
-        """Refuses what depends on time where ranks must answer alike."""
+        """Refuses calls whose result depends on timing where ranks must agree."""
         if isinstance(self.cache, KVCache) and self.cache.lockstep:
             raise NotSupported(
                 f"{what}: the cache's answers must be those of other ranks",

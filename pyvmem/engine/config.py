@@ -5,7 +5,7 @@
 
 `Model` says what each layer keeps and follows from the model alone. `Policy` says how many requests
 at a time, how long, in how much memory. The layout (layers that share a tensor, and the page) then
-follows from both and the back end: `pyvmem.layouts.advise` takes it by the costs that it counts.
+follows from both and the back end: `pyvmem.layouts.advise` picks the cheapest.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pyvmem.layouts import (
 __all__ = ["Model", "Policy", "advised", "make_cache"]
 
 _LARGE = 2 << 20
-_WORKLOAD = 200  # made-up requests; an advice of them takes 15 ms
+_WORKLOAD = 200  # synthetic requests; advising on them takes 15 ms
 _MIN_LARGE = 4  # large pages of a full slot's tensor that promotion is worth while for
 
 
 @dataclass(frozen=True)
 class Model:
-    """What of a model decides about its keys and values, on one device.
+    """What decides the size of a model's keys and values, on one device.
 
     Attributes:
         layers: what each layer keeps, in the model's order.
@@ -86,7 +86,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Policy:
-    """What an operator decides. Every 0 is a choice that follows from the model and the machine.
+    """What an operator decides. 0 always means: chosen from the model and the machine.
 
     Attributes:
         max_batch: requests at a time; slots cost addresses, not memory.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Recorded prefixes as an engine sees them: whose they are, and a lease of one."""
+"""Recorded prefixes as an engine sees them: namespaces and leases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Matcher", "Namespace", "Prefix", "key_of"]
 
 @dataclass(eq=False)
 class Namespace:
-    """The owner of keys: what rows depend on beside their tokens (an adapter, image or tenant).
+    """What rows depend on besides their tokens: an adapter, an image or a tenant.
 
     Made by `RequestCache.namespace`. Requests of one never begin with rows of another. An owner
     that is closed leaves its rows to nobody: a later one of the same name is another, so that a
@@ -48,15 +48,15 @@ class Namespace:
         return (self.name, self.generation)
 
     def close(self) -> None:
-        """Ends it: nothing it recorded is found again, and goes when memory is short.
+        """Ends it: what it recorded is not found again, and is evicted when memory is short.
 
-        Its requests go on, and record nothing more. Again: nothing.
+        Its requests go on, and record nothing more. Idempotent.
         """
         self.is_open = False
 
 
 def key_of(namespace: Namespace | None) -> Hashable:
-    """What the cache files under; None is a namespace, too."""
+    """The cache's key for a namespace; None is a namespace, too."""
     return None if namespace is None else namespace.key
 
 
@@ -69,11 +69,11 @@ class Matcher(Protocol):
 
 @dataclass(eq=False)
 class Prefix:
-    """A prompt, and a lease of what of it is recorded: that is not evicted until it ends.
+    """A prompt, and a lease on its recorded prefix, which is not evicted until the lease ends.
 
     From `RequestCache.match`, for `RequestCache.admit`, which ends the lease when it succeeds and
-    keeps it otherwise. A waiting request's lease keeps memory from all others: release it where the
-    request is to wait long. A context manager, which releases it.
+    keeps it otherwise. A waiting request's lease holds memory: release it if the request
+    will wait long. A context manager, which releases it.
 
     Attributes:
         tokens: the whole prompt.
@@ -96,12 +96,12 @@ class Prefix:
         return self._match
 
     def renew(self) -> None:
-        """Looks again: more may be recorded by now, or, after `release`, less."""
+        """Looks the prompt up again: more may be recorded by now, or, after `release`, less."""
         before, self._match = self._match, self._cache.match(self.tokens)
         before.release()
 
     def release(self) -> None:
-        """Ends the lease; `admit` looks again then. Again: nothing."""
+        """Ends the lease; `admit` then looks the prompt up anew. Idempotent."""
         self._match.release()
 
     def __enter__(self) -> Self:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A request: what an engine holds instead of a slot's number, which the next request gets again."""
+"""A request: what an engine holds instead of a slot number, which is reused."""
 
 from __future__ import annotations
 

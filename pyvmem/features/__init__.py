@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the cache can do, and what of it needs which back end: a table by which it refuses."""
+"""The cache's features and what each needs of a back end: the table by which calls are refused."""
 
 from pyvmem.features.feature import BackEnd, Feature, require_page_size
 from pyvmem.features.record import Probed, about

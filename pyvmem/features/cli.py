@@ -40,7 +40,7 @@ def survey(devices: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
         devices: CUDA ordinals, the first one holds the pages.
 
     Returns:
-        In the order of ``"auto"``, ``backend``, ``usable`` and, where it is, what `about` tells;
+        In the order of ``"auto"``, ``backend``, ``usable`` and, where it is, what `about` reports;
         else ``reason``.
     """
     records = []

@@ -57,7 +57,7 @@ class Feature:
         caps: what the back end must be able to do.
         page_sizes: bytes; pages of each of these sizes must be there.
         devices: how many the context must be opened on, where it matters.
-        packages: Python packages that it needs beside this one.
+        packages: Python packages that it needs besides this one.
         all_rows: not for caches with a sliding window, which give rows of a request up.
     """
 
@@ -72,7 +72,7 @@ class Feature:
     all_rows: bool = False
 
     def lacks(self, info: BackEnd) -> list[str]:
-        """What the back end has not that the feature needs; empty: it works there."""
+        """What the feature needs and the back end lacks; empty: it works there."""
         caps = (cap for cap in Caps if cap in self.caps and cap not in info.caps)
         sizes = (size for size in self.page_sizes if size not in info.page_sizes)
         few = len(info.devices) < self.devices
@@ -113,7 +113,7 @@ class Feature:
 
 
 def require_page_size(info: BackEnd, size: int, name: str = "page_size") -> None:
-    """Raises InvalidArgument, which tells the sizes, where no page can have `size` bytes."""
+    """Raises InvalidArgument, which names the sizes, where no page can have `size` bytes."""
     if size not in info.page_sizes:
         sizes = ", ".join(str(one) for one in info.page_sizes)
         raise InvalidArgument(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""An opened back end as a file keeps it: `vmem features` and `vmem selftest` write this."""
+"""An opened back end as kept in a file: `vmem features` and `vmem selftest` write this."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
 
 
 _PART_OF_CARD = 0.9  # of a GPU's free memory; kernels, libraries and graphs need some, too
-_UNKNOWN = 1 << 62  # a device whose free memory nothing tells
+_UNKNOWN = 1 << 62  # a device whose free memory nothing reports
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,10 @@ class Budget(Closable):
     their floors. What a request owns is never taken.
 
     With a ledger the total is a ceiling: the budget is one engine among those of other processes,
-    such as vLLM's, and has what the ledger grants it. A cache that is short has the others asked,
-    and says -1 or False as for any shortage: a later call finds what they gave back. When another
-    engine is short, the caches give back what belongs to no request, down to their floors; a thread
-    sees to that while no cache is called, and takes the lock for it. `vmem top` shows the budget,
+    such as vLLM's, and has what the ledger grants it. A cache that is short posts that in the
+    ledger and returns -1 or False as for any shortage: a later call finds what others gave back.
+    When another engine is short, the caches give back what belongs to no request, down to their
+    floors; a thread does so, under the lock, while no cache is called. `vmem top` shows the budget,
     `vmem limit` lowers its ceiling. `pyvmem.announce` shows one that takes its memory unasked.
 
     Thread-safe. Calls of its caches take turns, also those that wait for GPU work.
@@ -204,7 +204,7 @@ class Budget(Closable):
         return self.total_bytes if self._ledger is None else self._ledger.granted
 
     def close(self) -> None:
-        """Leaves the ledger; without one, or again: nothing.
+        """Leaves the ledger; does nothing without one, or when called again.
 
         Raises:
             Busy: a cache of the budget is open; nothing changed.
@@ -264,7 +264,7 @@ class Budget(Closable):
             )
 
     def check(self) -> list[str]:
-        """What contradicts in the books, in words; `KVCache.check_integrity` raises it."""
+        """Contradictions in the records, in words; `KVCache.check_integrity` raises them."""
         reserved, granted = self._reserved(), self.granted_bytes
         if reserved <= granted:
             return []
@@ -280,7 +280,7 @@ class Budget(Closable):
     # ---- caches ----------------------------------------------------------------------------------
 
     def join(self, pager: Pager, floor: int) -> None:
-        """Takes a new cache in; `KVCache` calls it.
+        """Admits a new cache; `KVCache` calls it.
 
         Raises:
             BadHandle: the budget is closed.
@@ -326,7 +326,7 @@ class Budget(Closable):
     # ---- the ledger ------------------------------------------------------------------------------
 
     def _tend(self) -> bool:
-        """The thread's look: gives back, takes ahead, reports. False: there is nothing to tend."""
+        """One tick of the thread: gives back, takes ahead, reports. False: nothing left to tend."""
         with self.lock, self.journal:
             ledger = self._ledger
             if ledger is None:
@@ -413,7 +413,7 @@ class Share:
             self.budget._ledger.take(nbytes)
 
     def ask(self, nbytes: int) -> None:
-        """Tells the other engines of the ledger, where so much is more than the budget can find.
+        """Posts a shortage in the ledger, where so much is more than the budget can find.
 
         What the ledger has room for is a part of what is asked for: the others subtract it.
         """
@@ -443,7 +443,7 @@ class Share:
             one.pager.finish_idle()
 
     def stop_promoting(self) -> bool:
-        """Gives up what makes larger pages in the other caches; whether there was any."""
+        """Cancels promotions in the other caches; whether there were any."""
         stopped = [one.pager.mover.stop_promoting() for one in self._rest()]
         return any(stopped)
 
@@ -474,7 +474,7 @@ class Share:
                 nbytes -= one.reclaimer.evict(columns) * one._column
 
     def check(self) -> list[str]:
-        """What contradicts in the budget's books, in words."""
+        """Contradictions in the budget's records, in words."""
         return self.budget.check()
 
     # ---- the arithmetic --------------------------------------------------------------------------
@@ -510,7 +510,7 @@ def available_bytes(cuda_device: int | None, unknown: int) -> int:
 
 
 def free_bytes(cuda_device: int | None, unknown: int) -> int:
-    """Memory that is free now on the device; `unknown` where nothing tells."""
+    """Memory that is free on the device now; `unknown` where nothing reports it."""
     if cuda_device is not None:
         try:
             import torch

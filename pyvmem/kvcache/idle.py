@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Giving memory back: when asked, and by a small thread when an engine is idle.
+"""Giving memory back: on request, and from a thread while an engine is idle.
 
 An idle engine makes no calls, so its calls cannot notice that it is: that takes a thread. It looks
 a few times within `idle_seconds` whether a request was taken, given back or stepped, which costs

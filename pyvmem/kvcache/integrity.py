@@ -228,7 +228,7 @@ def check(group: Group) -> list[str]:
 
 
 def check_together(groups: Sequence[Group]) -> list[str]:
-    """What contradicts where groups have the same requests."""
+    """Contradictions between groups that have the same requests."""
     found = []
     for slots in zip(*(group.table for group in groups), strict=True):
         place = slots[0].index
@@ -284,7 +284,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
 
 
 def check_places(group: Group, slot: Slot) -> list[str]:
-    """What contradicts between a slot's pages and their kinds, in words."""
+    """Contradictions between a slot's pages and their kinds, in words."""
     found, places, name = [], slot.places, f"slot {slot.index}"
     noted = [one for one in places.stretches(0, group.layout.slot_pages) if one[2] != PLAIN]
     for low, high, kind in noted:
@@ -326,7 +326,7 @@ def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> 
 
 
 def check_away(group: Group) -> list[str]:
-    """What contradicts in the counts of pages outside the device, in words."""
+    """Contradictions in the counts of pages outside the device, in words."""
     tensors = group.layout.num_tensors
     counted: Counter[Tier] = Counter()
     for slot in group.table:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a cache counts and reports about itself."""
+"""The statistics of a cache."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def together(each: Sequence[CacheStats], room: int) -> CacheStats:
     names = [one.name for one in fields(CacheStats) if one.name != "wait_counts"]
     sums = {name: sum(getattr(one, name) for one in each) for name in names}
     sums |= {name: getattr(first, name) for name in _SAME}
-    free = min(room, sums["free_pages"])  # each sees the whole room, or what is left of its own
+    free = min(room, sums["free_pages"])  # each sees all the room, or what is left of its own
     critical = min(first.driver_ns, sums["critical_driver_ns"])
     return CacheStats(
         **{

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which pages of a running request change or go: promotion, and windows that slide.
+"""Promotion and sliding windows: pages of a running request that are replaced or unmapped.
 
 A part is `KVCacheConfig.large_page_size` bytes of every tensor, at a multiple of that. When its
 last row has been written it is only read, so it can change its pages. Where they are one physical
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class Promoter:
-    """Finds what is to be promoted."""
+    """Finds what to promote."""
 
     def __init__(self, pager: Pager, mover: Mover, config: KVCacheConfig) -> None:
         reclaimer = pager.reclaimer
@@ -167,7 +167,7 @@ class Promoter:
 
 
 class Window:
-    """Decides which pages leave the window."""
+    """Decides which pages have left the window."""
 
     def __init__(self, pager: Pager, mover: Mover, config: KVCacheConfig) -> None:
         self._pager = pager
@@ -187,7 +187,7 @@ class Window:
         return -(-pages * self._layout.page_size // self._layout.row_bytes)
 
     def check(self, slot: Slot, length: int) -> None:
-        """Raises InvalidArgument for a length whose window is not there any more."""
+        """Raises InvalidArgument for a length whose window has been unmapped."""
         least = self._least[slot.index]
         if length < least:
             raise invalid(

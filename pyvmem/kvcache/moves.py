@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Other pages under the same addresses: how they get there, and how that ends.
+"""Replacing pages under their addresses: copying to new ones, swapping them in, giving up.
 
 A *move* has two phases. First new pages appear at scratch addresses and the old ones are copied to
 them, after the work that writes the rows; the GPU may read the old ones meanwhile. Then, when no
@@ -197,8 +197,8 @@ class Mover:
     def abandon(self, slot: Slot) -> None:
         """Gives a slot's move up; does not wait, unless another batch is in flight over the slot.
 
-        Until the copies are over no page of the slot can be unmapped: a cut of none stands for
-        that.
+        Until the copies are over no page of the slot can be unmapped: a cut of no
+        pages marks that.
         """
         move = self.moves.get(slot)
         if move is None:
@@ -254,7 +254,7 @@ class Mover:
             if move.ticket is not None:
                 Quiet(move.ticket).wait()
         self.sweep()
-        self._reclaimer.poll()  # the cuts that stood for the copies
+        self._reclaimer.poll()  # the cuts that marked the copies
         return bool(slots)
 
     def sweep(self) -> None:

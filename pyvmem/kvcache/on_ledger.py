@@ -41,7 +41,7 @@ _HEADROOM = 256 << 20  # and at most a sixteenth of the budget
 
 
 def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
-    """A bound method that does not keep its object alive, and says False when that is gone."""
+    """A bound method that does not keep its object alive, and returns False once that is gone."""
     known = weakref.WeakMethod(method)
 
     def call() -> bool:
@@ -79,7 +79,7 @@ class Participant(Closable):
         self._ended = threading.Event()
 
     def start(self, tend: Callable[[], bool]) -> None:
-        """Calls `tend` every 50 ms in a thread, until `close`, or until it says False.
+        """Calls `tend` every 50 ms in a thread, until `close` or until it returns False.
 
         An error is logged, and it is called again.
         """
@@ -94,7 +94,7 @@ class Participant(Closable):
             self.account.report(**numbers())
 
     def close(self) -> None:
-        """Leaves the ledger; its memory counts as free from here on. Again: nothing."""
+        """Leaves the ledger; its memory counts as free from here on. Idempotent."""
         self._ended.set()
         self.account.close()
 
@@ -114,7 +114,7 @@ class OnLedger(Participant):
     Args:
         ledger: of the context's device; closed by `close`.
         context: the budget's.
-        free: tells the device's free memory; None: nothing does, and the ledger alone counts.
+        free: returns the device's free memory; None: unknown, and the ledger alone counts.
         name, floor, limit: as in `Ledger.join`.
 
     Raises:
@@ -155,7 +155,7 @@ class OnLedger(Participant):
         return self.hint
 
     def take(self, nbytes: int) -> None:
-        """Has so much more granted, and some headroom, or as much as there is."""
+        """Asks for so many more bytes and some headroom; gets that or as much as there is."""
         if nbytes <= 0:
             return
         free = self._free_bytes()
@@ -166,7 +166,7 @@ class OnLedger(Participant):
             self.ask(0)
 
     def ask(self, nbytes: int) -> None:
-        """Tells the other engines what a request is short of; 0: it is not any more."""
+        """Posts what a request is short of for the other engines; 0: no longer short."""
         account = self.account
         nbytes = min(nbytes, self._limit - self.granted, account.limit - account.used)
         if nbytes > 0 or self._asked:
@@ -174,7 +174,7 @@ class OnLedger(Participant):
             self._asked = nbytes > 0
 
     def settle(self, used: int) -> int:
-        """Says what is mapped; returns what is to be given back."""
+        """Reports what is mapped; returns what must be given back."""
         self.account.settle(used)
         self.beyond()
         return self.account.excess(self._free_bytes())

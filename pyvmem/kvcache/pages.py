@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Physical pages: their kinds, and those that several places share, each counted once.
+"""Physical pages: their kinds, and the refcounts of shared ones.
 
 A slot is counted in small pages, ``Layout.page_size`` each. Most are just that, in the device. What
 is of another kind is noted here, as intervals [low, high):
@@ -478,7 +478,7 @@ class SharedPages(Book):
             size, stride = self.layout.page_size, block.pages * self.layout.page_size
             tensors = self.layout.num_tensors
             self._mapper.drop_range(block.handle, low * size, pages * size, tensors, stride)
-        except OutOfMemory:  # heap for the handle's books; the next release tries again
+        except OutOfMemory:  # no heap for the handle's bookkeeping; the next release tries again
             journal.rollback(mark)
             self._late = [*self._late, part]
             return 0
@@ -513,7 +513,7 @@ class SharedPages(Book):
         self.pages = self.used = self.uses = self.away_uses = 0
 
     def check(self, held: list[Span], used: list[Span]) -> list[str]:
-        """Compares the counts with the spans that are held and used; what contradicts, in words."""
+        """Compares the counts with the spans that are held and used; contradictions, in words."""
         found = []
         for name, spans in (("refs", held), ("users", used)):
             want: dict[Block, list[int]] = {block: [0] * block.pages for block in self.blocks}

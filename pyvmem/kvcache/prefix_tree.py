@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A radix tree over token ids: what is recorded, and what of a prompt is there already.
+"""A radix tree over token ids: recorded prefixes, and the longest match of a prompt.
 
 The order of use holds every node that may be evicted, and a node always follows its children: a use
 moves the whole path to the end, the deepest node first. So the first of the order has no children,
@@ -307,7 +307,7 @@ class Node(Generic[S]):
 
 @dataclass(frozen=True)
 class Match(Generic[S]):
-    """What of a prompt is recorded.
+    """The recorded part of a prompt.
 
     Attributes:
         length: tokens, a multiple of the unit.
@@ -454,7 +454,7 @@ def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
     return low
 
 
-_MAX_UNIT = 1 << 30  # tokens; what it stops is arithmetic on nonsense
+_MAX_UNIT = 1 << 30  # tokens; a bound that stops arithmetic on nonsense
 
 
 class PrefixTree(Generic[S]):
@@ -568,7 +568,7 @@ class PrefixTree(Generic[S]):
 
         Args:
             node: of this tree; the root may be pinned too.
-            length: `Match.length`, to be told when the node was cut shorter since then.
+            length: `Match.length`: an error where the node has been cut shorter since.
 
         Raises:
             InvalidArgument: the node was evicted, or no longer reaches to `length`.
@@ -596,7 +596,7 @@ class PrefixTree(Generic[S]):
     # ---- giving up -------------------------------------------------------------------------------
 
     def evict(self, pages: int) -> list[S]:
-        """Takes leaves out, least recently used first, until so many pages are out of the tree.
+        """Evicts leaves, least recently used first, until so many pages are out of the tree.
 
         The last leaf is cut, not taken whole, where its first units are not needed for that.
 
@@ -613,7 +613,7 @@ class PrefixTree(Generic[S]):
         return spans
 
     def evict_unused(self, since: int) -> list[S]:
-        """Takes everything out whose last use (`now` then) was before `since`, but what is pinned.
+        """Evicts everything last used (`now` then) before `since`, except what is pinned.
 
         Returns the spans; the caller owns them.
         """
@@ -712,7 +712,7 @@ class PrefixTree(Generic[S]):
         del children[first]
 
     def _note_gone(self, node: Node[S], stay: int) -> None:
-        """Tells that a leaf keeps its first `stay` units alone."""
+        """Notes that a leaf keeps only its first `stay` units."""
         if self.changes is not None:
             first = node.end // self.unit - node.units + stay
             self._note(Change(False, node.tokens(), first))
@@ -726,7 +726,7 @@ class PrefixTree(Generic[S]):
         changes.append(change)
 
     def take_changes(self) -> list[Change]:
-        """What came and went since the last call; the first one tells what there is."""
+        """What came and went since the last call; the first one reports all that there is."""
         found = self.changes
         if found is None:
             found = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Taking pages back: which slot loses some, the batches that unmap them, and how these end."""
+"""Reclaiming pages: choosing victims, unmapping in the background, and taking the results."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ __all__ = ["Reclaimer", "wait_for_cuts"]
 
 _log = logging.getLogger(__name__)
 
-_SLICE_S = 0.0005  # how long one of several unfinished cuts is waited for before the next is asked
+_SLICE_S = 0.0005  # how long to wait for one of several unfinished cuts before trying the next
 
 
 class Evictable(Protocol):
-    """Pages that no request uses, and that go when memory is short: recorded prefixes."""
+    """Pages that no request uses and that are evicted when memory is short: recorded prefixes."""
 
     def evict(self, pages: int) -> int:
-        """Lets go of so many pages per tensor, or all that can go; returns how many come back."""
+        """Evicts so many pages per tensor, or all that it can; returns how many come back."""
 
     def leased(self) -> int:
-        """Pages per tensor that cannot go."""
+        """Pages per tensor that cannot be evicted."""
 
 
 class Share(Protocol):
@@ -69,7 +69,7 @@ class Share(Protocol):
         """Waits for the other caches' growths that no request waits for."""
 
     def stop_promoting(self) -> bool:
-        """Gives up what makes larger pages in the other caches; whether there was any."""
+        """Cancels promotions in the other caches; whether there were any."""
 
     def unsettled(self) -> int:
         """What the other caches would give back after a wait, above their floors."""
@@ -87,10 +87,10 @@ class Share(Protocol):
         """Lets the budget get so much more, as far as that can be had now."""
 
     def ask(self, nbytes: int) -> None:
-        """Tells other processes, where so much is more than the budget could get from itself."""
+        """Posts a shortage for other processes, where the budget cannot find so much itself."""
 
     def check(self) -> list[str]:
-        """What contradicts in the budget's books, in words."""
+        """Contradictions in the budget's records, in words."""
 
 
 class Reclaimer(Book):
@@ -103,8 +103,8 @@ class Reclaimer(Book):
         away: the same of pages that do not lie in the device, which `held` leaves out.
         own_away: what `Accounts.count_away` found; None: it may be another number now.
         shared: pages that several places may refer to.
-        evict: takes recorded prefixes of so many pages per tensor out.
-        leased: tells the pages per tensor that it cannot take out, though no request uses them.
+        evict: evicts recorded prefixes of so many pages per tensor.
+        leased: returns the pages per tensor that it cannot evict, though no request uses them.
         cuts: unfinished batches.
         errors: failures of finished batches that no call has raised yet.
         slid: pages per tensor that left the windows of running requests.
@@ -150,7 +150,7 @@ class Reclaimer(Book):
         return int(self.watermark * self.limit)
 
     def evict(self, pages: int) -> int:
-        """Takes recorded prefixes out until so many pages per tensor come back; how many do."""
+        """Evicts recorded prefixes until so many pages per tensor come back; how many do."""
         return self._prefixes.evict(pages)
 
     def leased(self) -> int:
@@ -302,7 +302,7 @@ class Reclaimer(Book):
         self.errors.append(error)
         warn(_log, "unmap", "pages of reqid %d could not be unmapped: %s", slot.index, error)
         if isinstance(error, NotRecoverable):
-            self.table.condemn(slot)  # and its pages count no longer
+            self.table.condemn(slot)  # and its pages are no longer counted
 
     def rebuild(self, moving: int, away: Mapping[Tier, int]) -> None:
         """Counts again, by the slots, the cuts and the shared pages, what is behind the cache.
@@ -386,7 +386,7 @@ class Reclaimer(Book):
             self.counters.reclaimed += (pages + sum(away.values())) * tensors
 
     def condemn(self, pieces: list[Piece]) -> None:
-        """Never hands a slot out again in whose new pages an undo failed."""
+        """Retires a slot in which an undo failed: it is never handed out again."""
         layout = self.layout
         for slot, low, high in pieces:
             for tensor in range(layout.num_tensors):
@@ -478,8 +478,8 @@ class Reclaimer(Book):
 
         Pages of slots go before recorded prefixes: they save a driver call, those a computation.
         The cache's own of each go before those of other caches of its budget. A prefix goes only
-        when the slots have given all that they have and it is back: so which ones are evicted is
-        no matter of how far the background is.
+        when the slots have given all that they have and it is back: so which ones are evicted does
+        not depend on how far the background is.
 
         Args:
             pages: physical pages.
@@ -555,7 +555,7 @@ class Reclaimer(Book):
         return free + self.returning + self.spare(keep) * self.layout.num_tensors
 
     def ask_others(self, pages: int, keep: Mapping[Slot, int]) -> None:
-        """Tells other processes, where `obtainable` is too little for want of the budget's."""
+        """Posts a shortage for other processes, where the budget limits `obtainable`."""
         share, size = self.share, self.layout.page_size
         if share is not None:
             own = self.returning + self.spare(keep) * self.layout.num_tensors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Several slots over the same pages: making a slot's pages shared, mapping them."""
+"""One page in several slots: making a slot's pages shared, mapping them elsewhere."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class Sharing:
             raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
 
     def is_shortage(self, error: BaseException) -> bool:
-        """Whether a failure of `vacate` or `attach` is answered as a lack of memory is.
+        """Whether a failure of `vacate` or `attach` counts as a shortage of memory.
 
         They need none of the cache's, only some for books and page tables. So one of several ranks
         may lack it alone, and there it is an error.
@@ -259,7 +259,7 @@ class Sharing:
         )
 
     def order_after_writers(self, span: Span, stream: Any) -> None:
-        """Lets `stream` run after the GPU work that wrote the pages."""
+        """Makes `stream` wait for the GPU work that wrote the pages."""
         for block in {part.block for part in span.parts}:
             block.events = prune(block.events)  # whatever happens, those are over
             for event in block.events:

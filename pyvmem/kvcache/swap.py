@@ -27,7 +27,7 @@ __all__ = ["SwappedRequest", "bring_back", "swap_in", "swap_out"]
 
 
 class SwappedRequest(Closable):
-    """A request that a cache's `swap_out` made; its `swap_in` takes it back, once.
+    """A swapped-out request; the cache's `swap_in` brings it back, once.
 
     Holds host memory (pinned where torch has CUDA) until it is swapped in or closed, whether its
     cache is open or not. A context manager.
@@ -49,7 +49,7 @@ class SwappedRequest(Closable):
         return self._rows is not None
 
     def close(self) -> None:
-        """Gives the request up and its host memory back; again: nothing."""
+        """Drops the request and its host memory. Idempotent."""
         self._rows = None
 
     def __repr__(self) -> str:
@@ -104,7 +104,7 @@ def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest
 
 
 def bring_back(groups: Sequence[Group], swapped: SwappedRequest, reqid: int) -> None:
-    """Undoes a `swap_out` whose result nobody got; nothing, where that is done already."""
+    """Undoes a `swap_out` whose result nobody received. Idempotent."""
     slot = groups[0].table[reqid]
     if swapped.is_open and not slot.active:
         swap_in(groups, swapped, None, into=reqid)

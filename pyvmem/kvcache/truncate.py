@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Truncating: a request gives up its last rows, and the pages that hold nothing else.
+"""Truncation: a request drops its last rows, and the pages that hold nothing else.
 
     0 ......... length ......... granted ......... mapped
     | rows kept | given up      |                 |
@@ -110,7 +110,7 @@ def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int) -> Non
 
 @dataclass
 class _Truncation:
-    """What becomes of a slot's pages.
+    """The plan for a slot's pages.
 
     Attributes:
         rows: tokens that are kept.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The layout adviser: what group size and page size cost, and which to take (`vmem layouts`)."""
+"""The layout adviser: the cost of each group size and page size, and the best (`vmem layouts`)."""
 
 from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Advice, Limits, advise, choices
 from pyvmem.layouts.cost import Choice, Cost, Held, cost

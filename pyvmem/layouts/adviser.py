@@ -40,7 +40,7 @@ _HIDDEN = 0.5  # of an iteration
 
 @dataclass(frozen=True)
 class Limits:
-    """What a layout has to keep to.
+    """Bounds that a layout must stay within.
 
     Attributes:
         call_us: microseconds of a map call; see `CALL_US`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Models by what their keys, values and weights need of memory."""
+"""Models by the memory that their keys, values and weights need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SHAPES", "ModelShape", "shape_of"]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides about memory, on one rank.
+    """What decides a model's memory, on one rank.
 
     Attributes:
         name: for people.

@@ -50,8 +50,8 @@ class Arrival(NamedTuple):
 
     Attributes:
         at: seconds after the first.
-        content: an id for each 512 tokens of its prompt, equal ones for equal prefixes; may be
-            empty: the prompt is like no other.
+        content: an id for each 512 tokens of its prompt, equal ones for equal prefixes;
+            empty: the prompt shares nothing.
     """
 
     at: float

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the checks are made of."""
+"""The parts that checks are built from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Failed", "NotRun", "Result", "expect", "pattern", "raises", "reserve
 
 
 class Failed(Exception):
-    """The machine did something else than it should."""
+    """The machine did not do what it should."""
 
 
 class NotRun(Exception):
@@ -25,7 +25,7 @@ class NotRun(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one check.
+    """The outcome of one check.
 
     Attributes:
         name: of the check.

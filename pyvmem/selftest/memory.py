@@ -140,7 +140,7 @@ def sparse(context: Context) -> str:
 
 
 def page_sizes(context: Context) -> str:
-    """Pages of every size that the back end says it has."""
+    """Pages of every size that the back end reports."""
     sizes = context.info.page_sizes
     for size in sizes:
         with reserve(context, 5 * max(size, 2 << 20)) as range_:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Times of a growth, beside CUDA's own calls: for information, never a reason to fail.
+"""Times of a growth, next to CUDA's own calls: for information, never a reason to fail.
 
 One sample is a growth of 64 tensors by a page each, then the same unmapped. CUDA's own calls map
 pages of 2 MB, 32 times as much memory, which is the point of the comparison: it has no smaller.

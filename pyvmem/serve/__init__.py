@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Serving an unmodified transformers model from a virtually contiguous KV cache.
 
-The pieces: `job` (what is asked and answered), `scheduler` (who runs in a step, and with how
+The pieces: `job` (a prompt and its answer), `scheduler` (who runs in a step, and with how
 much memory), `attention` (the function that transformers calls), `engine` (the loop over all of
 it), and around these the demonstration of ``vmem serve-demo``: `model`, `report`, `verify`,
 `trace`, `picture`. Needs the packages of the extra ``serve``.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem serve-demo``: serves prompts with a real model and tells what its KV cache took."""
+"""``vmem serve-demo``: serves prompts with a real model and reports what its KV cache took."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import VMemError
+from pyvmem.layouts.options import size
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
@@ -24,21 +25,12 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_GRANULE = 64 << 10  # of a context that is not told; smaller pages need a smaller one
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_GRANULE = 64 << 10  # a context's default; smaller pages need a smaller one
 
 
 def _size(text: str) -> int:
-    """Bytes of "64K", "2M", "65536"."""
-    number = text.strip().upper().removesuffix("IB").removesuffix("B")
-    unit = number[-1:] if number[-1:] in ("K", "M", "G") else ""
-    try:
-        value = int(number.removesuffix(unit)) * _UNITS[unit]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64K or 2M") from None
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is negative")
-    return value
+    """Bytes of "64K", "2M", "65536"; 0 is a size here, too."""
+    return 0 if text.strip() == "0" else size(text)
 
 
 def _count(text: str) -> int:
@@ -132,7 +124,7 @@ def _demo(args: argparse.Namespace) -> int:
 
     texts = prompts.load(args.prompts, args.num_prompts or 0)
     if args.trace_out:
-        Path(args.trace_out).touch()  # an unwritable path is told before the work, not after it
+        Path(args.trace_out).touch()  # an unwritable path fails before the work, not after it
     if args.picture:
         import matplotlib  # noqa: F401  # as is that it cannot be drawn
 
@@ -162,7 +154,7 @@ def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
         page_size=args.page_size,
         group_size=args.group_size or layers,
         memory_limit=args.memory_limit,
-        window=0,  # the engine's requests share pages
+        window=0,  # all rows are kept, whatever the model's window
         **({"max_seq_len": args.max_seq_len} if args.max_seq_len else {}),
     )
     if not args.json:

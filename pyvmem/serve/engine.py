@@ -100,7 +100,7 @@ class Engine(Closable):
         kernel: of the attention, as `pyvmem.attention.Attention` takes it.
 
     Attributes:
-        attention: its `choice` tells the kernel.
+        attention: its `choice` names the kernel.
 
     Raises:
         ValueError: the model's layers or heads are not the cache's.

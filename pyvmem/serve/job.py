@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What is asked of the engine, how far it is, and what came of it."""
+"""A job, its progress, and its answer."""
 
 from __future__ import annotations
 

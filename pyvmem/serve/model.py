@@ -105,7 +105,7 @@ def model_folder(
 
     Args:
         path: as in `find`.
-        notify: told what takes long.
+        notify: called with a message before a slow step.
 
     Raises:
         ModelNotFound: as in `find`.
@@ -173,7 +173,7 @@ def load(
         path: as in `find`.
         dtype: of weights and computation, and so of the KV cache.
         device: where the model goes.
-        notify: told what takes long.
+        notify: called with a message before a slow step.
 
     Raises:
         ModelNotFound: as in `find`.

@@ -10,7 +10,7 @@ tensor. One iteration:
 
 When memory is short in begin(), those who joined last go back first: a sequence that has computed
 nothing costs nothing, one that has is computed again from its prompt and its answer so far. After
-that nobody joins until somebody has left, so that two cannot throw each other out in turns.
+that nobody joins until somebody has left, so that two cannot preempt each other in turns.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Scheduler:
         self._short = False
 
     def _join(self) -> Shortage | None:
-        """Admits while slots and memory last; what the next one is short of."""
+        """Admits while slots and memory last; the shortage that ended it, if one did."""
         while self.waiting and not (self._short and self.running):
             found = self._cache.admit(self.waiting[0].tokens, room=0, reserve=self._reserve)
             if isinstance(found, Shortage):

@@ -2,7 +2,7 @@
 """Prompts and answers side by side on a terminal, while they grow, over a line of the memory.
 
 Answers that are whole scroll up; those that run, and the memory, are drawn in place below. Needs
-rich; what is no terminal gets `printer`'s lines.
+rich; without a terminal, `printer` writes lines.
 """
 
 from __future__ import annotations
