@@ -42,6 +42,12 @@ enum {
   GPU_MEM_ATTACH_GLOBAL = 1,
   GPU_HOST_PORTABLE = 1,
   GPU_CAPTURE_RELAXED = 2,
+  GPU_MEMORY_HOST = 1,
+  GPU_POINTER_MEMORY_TYPE = 2,
+  GPU_POINTER_DEVICE_POINTER = 3,
+  GPU_POINTER_BUFFER_ID = 7,
+  GPU_POINTER_RANGE_START = 11,
+  GPU_POINTER_RANGE_SIZE = 12,
   GPU_ATTR_MULTIPROCESSORS = 16,
   GPU_ATTR_UNIFIED_ADDRESSING = 41,
   GPU_ATTR_CC_MAJOR = 75,
@@ -121,6 +127,7 @@ _Static_assert(sizeof(struct gpu_access) == 12, "CUmemAccessDesc");
   X(mem_info, "cuMemGetInfo_v2", 1, (size_t *, size_t *))                                                              \
   X(host_alloc, "cuMemHostAlloc", 1, (void **, size_t, unsigned))                                                      \
   X(host_free, "cuMemFreeHost", 1, (void *))                                                                           \
+  X(pointer_attributes, "cuPointerGetAttributes", 1, (unsigned, int *, void **, gpu_ptr))                              \
   X(managed_alloc, "cuMemAllocManaged", 1, (gpu_ptr *, size_t, unsigned))                                              \
   X(mem_free, "cuMemFree_v2", 1, (gpu_ptr))                                                                            \
   X(va_reserve, "cuMemAddressReserve", 1, (gpu_ptr *, size_t, size_t, gpu_ptr, unsigned long long))                    \

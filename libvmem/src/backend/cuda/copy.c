@@ -4,6 +4,9 @@
  *
  * Both kernels split a range into a head up to the first 16-byte boundary, a body of 16-byte words
  * and a tail. A copy whose source and destination differ modulo 16 goes byte by byte.
+ *
+ * Reads and writes of host memory that CUDA has locked are such copies, straight to it. All else goes
+ * through a locked buffer of ours, in windows: one is copied by the GPU while the CPU copies another.
  */
 #include <string.h>
 
@@ -15,7 +18,10 @@ enum {
   BLOCK_BYTES = 16 * 1024, /* work of one block: four 16-byte words a thread */
   FILL_RANGES = 250,       /* so that the parameters stay below the 4 KiB every driver accepts */
   COPY_RANGES = 166,
-  STAGE_BYTES = 4 << 20,
+  WINDOWS = 2,
+  WINDOW_BYTES = 2 << 20,
+  STAGE_BYTES = WINDOWS * WINDOW_BYTES,
+  DIRECT_BYTES = 16 << 20, /* of one launch: fills of other threads run between two */
 };
 
 struct fill_params {
@@ -166,21 +172,25 @@ int gpu_copy(struct gpu *g, const struct vm_be_copy *copies, size_t n, const vm_
   return start(g, NULL, copies, n, 0, after, num_after, done);
 }
 
-/* Copies and waits; a context of devices[0] is current. */
-static int copy_sync(struct gpu *g, uint64_t dst, uint64_t src, uint64_t bytes) {
+/* Starts a copy; a context of devices[0] is current. */
+static int copy_start(struct gpu *g, uint64_t dst, uint64_t src, uint64_t bytes, vm_event *done) {
   struct vm_be_copy one = {dst, src, bytes};
-  vm_event done;
   int err = launch_copies(g, g->work, &one, 1);
-  if (!err) err = gpu_event_record(g, g->work, &done);
-  if (err) return err;
-  err = gpu_event_wait(g, done);
-  gpu_event_put(g, done);
+  return err ? err : gpu_event_record(g, g->work, done);
+}
+
+/* Waits for it; where none was started, 0. */
+static int copy_finish(struct gpu *g, vm_event *done) {
+  int err = gpu_event_wait(g, *done);
+  gpu_event_put(g, *done);
+  *done = 0;
   return err;
 }
 
 int gpu_copy_init(struct gpu *g) {
   gpu_result r = g->api->module_load(&g->module, kernels);
   struct vm_be_range nothing = {0, 0};
+  vm_event done = 0;
   int err;
   if (r != GPU_SUCCESS) return gpu_fail(g->api, r, "cuModuleLoadData: the driver does not compile our kernels");
   r = g->api->module_function(&g->fill, g->module, "vmem_fill");
@@ -193,7 +203,8 @@ int gpu_copy_init(struct gpu *g) {
   }
   /* CUDA loads a kernel with its first launch unless told otherwise. */
   err = launch_fills(g, g->work, &nothing, 1, 0);
-  return err ? err : copy_sync(g, 0, 0, 0);
+  if (!err) err = copy_start(g, 0, 0, 0, &done);
+  return err ? err : copy_finish(g, &done);
 }
 
 void gpu_copy_exit(struct gpu *g) {
@@ -203,32 +214,116 @@ void gpu_copy_exit(struct gpu *g) {
   g->module = NULL;
 }
 
-/* The part of the buffer with the address's position in a 16-byte word, so that the copy is
- * aligned. */
+/* What CUDA knows of a host address; zeros where it knows nothing. */
+struct answers {
+  unsigned type;
+  gpu_ptr device; /* where kernels of the current context find it */
+  unsigned long long id;
+  gpu_ptr start;
+  size_t size;
+};
+
+static struct answers ask(struct gpu *g, uint64_t host) {
+  int attributes[] = {GPU_POINTER_MEMORY_TYPE, GPU_POINTER_DEVICE_POINTER, GPU_POINTER_BUFFER_ID,
+                      GPU_POINTER_RANGE_START, GPU_POINTER_RANGE_SIZE};
+  struct answers a = {0};
+  void *to[] = {&a.type, &a.device, &a.id, &a.start, &a.size};
+  if (g->api->pointer_attributes(5, attributes, to, host) != GPU_SUCCESS || a.type != GPU_MEMORY_HOST)
+    a = (struct answers){0};
+  return a;
+}
+
+/* Where kernels find host memory, all of which one allocation or registration has locked; else 0. */
+static gpu_ptr locked(struct gpu *g, uint64_t host, uint64_t bytes) {
+  struct answers first = ask(g, host), last;
+  if (!first.device) return 0;
+  if (host >= first.start && host - first.start < first.size && bytes <= first.size - (host - first.start))
+    return first.device;
+  last = ask(g, host + bytes - 1);
+  return first.id && first.id == last.id && last.device == first.device + bytes - 1 ? first.device : 0;
+}
+
+static int transfer_directly(struct gpu *g, uint64_t dst, uint64_t src, uint64_t bytes) {
+  vm_event done[WINDOWS] = {0};
+  int err = 0;
+  for (unsigned i = 0; bytes && !err; i = (i + 1) % WINDOWS) {
+    uint64_t part = bytes < DIRECT_BYTES ? bytes : DIRECT_BYTES;
+    err = copy_finish(g, &done[i]);
+    if (!err) err = copy_start(g, dst, src, part, &done[i]);
+    dst += part;
+    src += part;
+    bytes -= part;
+  }
+  for (unsigned i = 0; i < WINDOWS; i++) {
+    int e = copy_finish(g, &done[i]);
+    if (!err) err = e;
+  }
+  return err;
+}
+
+/* A part of the buffer, and what the GPU does with it. */
+struct window {
+  uint8_t *at, *to; /* to: where the CPU copies it when the GPU has filled it, or NULL */
+  uint64_t bytes;
+  vm_event done;
+};
+
+static int window_finish(struct gpu *g, struct window *w) {
+  int err = copy_finish(g, &w->done);
+  if (!err && w->to) memcpy(w->to, w->at, w->bytes);
+  w->to = NULL;
+  return err;
+}
+
+/* A window has the address's position in a 16-byte word, so that the copy is aligned. */
+static int transfer_staged(struct gpu *g, uint8_t *in, const uint8_t *out, uint64_t addr, uint64_t bytes) {
+  struct window windows[WINDOWS] = {0};
+  int err = 0;
+  for (unsigned i = 0; bytes && !err; i = (i + 1) % WINDOWS) {
+    struct window *w = &windows[i];
+    uint64_t shift = addr & 15;
+    err = window_finish(g, w);
+    if (err) break;
+    w->at = (uint8_t *)g->stage + i * WINDOW_BYTES + shift;
+    w->bytes = bytes < WINDOW_BYTES - shift ? bytes : WINDOW_BYTES - shift;
+    if (out) {
+      memcpy(w->at, out, w->bytes);
+      err = copy_start(g, addr, (uint64_t)(uintptr_t)w->at, w->bytes, &w->done);
+      out += w->bytes;
+    } else {
+      err = copy_start(g, (uint64_t)(uintptr_t)w->at, addr, w->bytes, &w->done);
+      if (!err) w->to = in;
+      in += w->bytes;
+    }
+    addr += w->bytes;
+    bytes -= w->bytes;
+  }
+  for (unsigned i = 0; i < WINDOWS; i++) {
+    int e = window_finish(g, &windows[i]);
+    if (!err) err = e;
+  }
+  return err;
+}
+
+/* Reads into `in`, or writes what is at `out`. */
 static int transfer(struct gpu *g, uint8_t *in, const uint8_t *out, uint64_t addr, uint64_t bytes) {
   struct gpu_scope scope;
+  gpu_ptr host;
   int err;
   if (!bytes) return 0;
   err = gpu_enter(g, 0, &scope);
   if (err) return err;
-  pthread_mutex_lock(&g->stage_lock);
-  while (bytes && !err) {
-    uint64_t shift = addr & 15;
-    uint64_t part = bytes < STAGE_BYTES - shift ? bytes : STAGE_BYTES - shift;
-    uint8_t *window = (uint8_t *)g->stage + shift;
-    if (out) {
-      memcpy(window, out, part);
-      err = copy_sync(g, addr, (uint64_t)(uintptr_t)window, part);
-      out += part;
-    } else {
-      err = copy_sync(g, (uint64_t)(uintptr_t)window, addr, part);
-      if (!err) memcpy(in, window, part);
-      in += part;
-    }
-    addr += part;
-    bytes -= part;
+  host = locked(g, (uint64_t)(uintptr_t)(out ? out : in), bytes);
+  if (host && !((host ^ addr) & 15)) {
+    err = out ? transfer_directly(g, addr, host, bytes) : transfer_directly(g, host, addr, bytes);
+    if (err) g->api->stream_sync(g->work);
+  } else {
+    pthread_mutex_lock(&g->stage_lock);
+    err = transfer_staged(g, in, out, addr, bytes);
+    /* What was launched before the failure must not run on over the buffer, or over the caller's pages. */
+    if (err) g->api->stream_sync(g->work);
+    pthread_mutex_unlock(&g->stage_lock);
   }
-  pthread_mutex_unlock(&g->stage_lock);
   gpu_leave(g, &scope);
   return err;
 }

@@ -42,7 +42,7 @@ struct gpu {
   gpu_module module;
   gpu_function fill, copy;
   pthread_mutex_t event_lock;
-  pthread_mutex_t stage_lock; /* the staging buffer, for a whole read or write */
+  pthread_mutex_t stage_lock; /* the staging buffer, for a whole read or write through it */
   void *stage;                /* pinned */
 };
 
