@@ -118,4 +118,4 @@ def part_runs() -> list[str]:
     words = ["test", "driver", "on", "passed", "failed", "did", "seconds", "commits"]
     head = table(words, body)
     head[1] = "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |"
-    return [f"Every run made ([raw]({RUNS.relative_to(ROOT).as_posix()})):", "", *head]
+    return [f"Runs by test ([raw]({RUNS.relative_to(ROOT).as_posix()})):", "", *head]
