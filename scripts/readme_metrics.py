@@ -35,7 +35,9 @@ class Idle:
 
     def stats(self) -> CacheStats:
         """Zeros."""
-        return CacheStats(**{**zeros(CacheStats), "wait_counts": (0,) * _native.constant("PYVMEM_WAIT_COUNTS")})
+        return CacheStats(
+            **{**zeros(CacheStats), "wait_counts": (0,) * _native.constant("PYVMEM_WAIT_COUNTS")}
+        )
 
 
 def families() -> tuple[Family, ...]:

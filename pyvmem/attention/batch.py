@@ -17,7 +17,7 @@ from pyvmem.errors import InvalidArgument
 from pyvmem.kvcache.config import invalid
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache import KVCache
+    from pyvmem.kvcache import GroupView
 
 __all__ = ["Batch", "OverRead", "Part", "Run"]
 
@@ -57,7 +57,7 @@ class Part(NamedTuple):
         window: tokens that a token sees; 0: all.
     """
 
-    caches: tuple[KVCache, ...]
+    caches: tuple[GroupView, ...]
     kernel: str = ""
     reads: Reads = EXACT
     window: int = 0
@@ -168,7 +168,7 @@ class Batch:
         self.made = {}
         self.__dict__.pop("runs", None)
 
-    def _check_ends(self, part: Part, cache: KVCache) -> None:
+    def _check_ends(self, part: Part, cache: GroupView) -> None:
         """That rows have memory up to where they are read."""
         longest = cache.config.max_seq_len
         mapped = cache.readable_rows(self.reqids)
@@ -190,7 +190,7 @@ class Batch:
                     limit=rows,
                 )
 
-    def _check_firsts(self, part: Part, cache: KVCache) -> None:
+    def _check_firsts(self, part: Part, cache: GroupView) -> None:
         """That what is read of the window is still there."""
         firsts = cache.first_rows(self.reqids)
         for reqid, q_len, kv_len, there in zip(

@@ -11,7 +11,7 @@ from pyvmem.kvcache.config import bounded, classes_of, invalid
 from pyvmem.kvcache.layered import LayeredCache
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache import KVCache
+    from pyvmem.kvcache import GroupView, KVCache
 
 __all__ = ["Form", "forms_of"]
 
@@ -21,7 +21,7 @@ class Form:
     """Layers that every kernel treats alike. Equal where all of this is the same.
 
     Attributes:
-        keys: the cache whose tensors hold the keys.
+        keys: the group of layers whose tensors hold the keys.
         values: the one that holds the values; the same, unless they have another size.
         head_dim: elements of a key's head.
         v_head_dim: elements of a value's head.
@@ -30,8 +30,8 @@ class Form:
             (MLA).
     """
 
-    keys: KVCache = field(repr=False)
-    values: KVCache = field(repr=False)
+    keys: GroupView = field(repr=False)
+    values: GroupView = field(repr=False)
     head_dim: int
     v_head_dim: int
     window: int = 0
@@ -43,7 +43,7 @@ class Form:
         return str(self.keys.config.dtype)
 
     @property
-    def caches(self) -> tuple[KVCache, ...]:
+    def caches(self) -> tuple[GroupView, ...]:
         """Those that are read."""
         return (self.keys,) if self.values is self.keys else (self.keys, self.values)
 
@@ -70,7 +70,8 @@ def forms_of(
             for keys, values in places
         ]
     else:
-        pair = (cache, cache if cache.config.tensors_per_layer == 2 else None)
+        (group,) = cache.caches
+        pair = (group, group if cache.config.tensors_per_layer == 2 else None)
         pairs = [pair] * cache.config.num_layers
     if windows is not None and len(windows) != len(pairs):
         raise invalid(f"windows for {len(windows)} layers, the cache has {len(pairs)}")

@@ -17,7 +17,7 @@ import torch
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, OutOfMemory, TooManyBatches
 from pyvmem.hf.shapes import Handed, handed_over, make_cache, stored_shapes
-from pyvmem.kvcache import KVCache, LayeredCache, LayerShape
+from pyvmem.kvcache import GroupView, KVCache, LayeredCache, LayerShape
 from pyvmem.kvcache.config import classes_of, invalid
 
 __all__ = ["Rows", "Settings", "move_rows"]
@@ -108,10 +108,10 @@ class Rows:
         return self.cache
 
     @property
-    def parts(self) -> tuple[KVCache, ...]:
-        """The caches of equal layers."""
+    def parts(self) -> tuple[GroupView, ...]:
+        """The groups of equal layers."""
         assert self.cache is not None
-        return self.cache.caches if isinstance(self.cache, LayeredCache) else (self.cache,)
+        return self.cache.caches
 
     @property
     def _dtype(self) -> str:
@@ -177,8 +177,7 @@ class Rows:
         rows, tokens = max(count, before), max(length, self.length)
         try:
             for row in range(before, rows):
-                for part in self.parts:
-                    part.claim(row)
+                cache.claim(row)
                 self.count = row + 1
             if cache.step(self._lengths(tokens)) == -1:
                 raise self._short(cache, rows, tokens)

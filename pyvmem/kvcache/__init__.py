@@ -22,7 +22,7 @@ The modules, each of which imports only from those before it:
 """
 
 from pyvmem.kvcache.budget import Budget, BudgetStats, ShareInfo
-from pyvmem.kvcache.cache import KVCache
+from pyvmem.kvcache.cache import GroupView, KVCache
 from pyvmem.kvcache.config import KVCacheConfig, LayerShape, layer_shapes
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.layered import LayeredCache
@@ -36,6 +36,7 @@ __all__ = [
     "Budget",
     "BudgetStats",
     "CacheStats",
+    "GroupView",
     "IntegrityError",
     "KVCache",
     "KVCacheConfig",

@@ -126,6 +126,26 @@ class GroupView:
         """See `KVCache.v`; `layer`: the number in this group."""
         return self._layer(layer, 1)
 
+    @property
+    def safe_overread(self) -> bool:
+        """See `KVCache.safe_overread`."""
+        caps, layout = self.context.info.caps, self.layout
+        small = layout.page_size < 2 << 20 and not layout.large_pages
+        one_step = small or Caps.ONE_CALL in caps
+        return self.config.sparse and Caps.SPARSE_ATOMIC in caps and one_step
+
+    def readable_rows(self, reqids: Sequence[int]) -> list[int]:
+        """See `KVCache.readable_rows`."""
+        manager = self._manager
+        with manager.lock:
+            return manager.open()[self._place].readable_rows(reqids)
+
+    def first_rows(self, reqids: Sequence[int]) -> list[int]:
+        """See `KVCache.first_rows`."""
+        manager = self._manager
+        with manager.lock:
+            return manager.open()[self._place].first_rows(reqids)
+
     def stats(self) -> CacheStats:
         """See `KVCache.stats`."""
         manager = self._manager
@@ -884,7 +904,7 @@ class KVCache(Closing):
     @property
     def budget(self) -> Budget | None:
         """The memory that it shares with other caches; None: it has its own."""
-        return self._budget
+        return self._manager.budget
 
     @property
     def context(self) -> Context:
@@ -908,11 +928,7 @@ class KVCache(Closing):
         one step (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``. With large pages on ``uvm`` alone,
         where they take the place of small ones in one step, too.
         """
-        caps = self.context.info.caps
-        layout = self._groups[0].layout  # page sizes are the same in all
-        small = layout.page_size < 2 << 20 and not layout.large_pages
-        one_step = small or Caps.ONE_CALL in caps
-        return self.config.sparse and Caps.SPARSE_ATOMIC in caps and one_step
+        return all(view.safe_overread for view in self.caches)
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
         """For each reqid, how many rows, from the first on, have memory; 0 for free slots.
@@ -926,15 +942,13 @@ class KVCache(Closing):
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
         """For each reqid, the first row that has memory: those before it left the window.
 
+        Of several groups of layers, the last of their first rows.
+
         Raises InvalidArgument for a reqid that does not exist.
         """
         with self._lock:
-            group = self._open_group()
-            size, row, last = group.layout.page_size, group.layout.row_bytes, len(group.table) - 1
-            for reqid in reqids:
-                if not 0 <= reqid <= last:
-                    raise invalid(f"reqid {reqid} is not between 0 and {last}", limit=last)
-            return [-(-group.table[reqid].head * size // row) for reqid in reqids]
+            each = [group.first_rows(reqids) for group in self._open()]
+            return each[0] if len(each) == 1 else list(map(max, *each))
 
     def stats(self) -> CacheStats:
         """The present state and the counters; of several groups of layers, all together.

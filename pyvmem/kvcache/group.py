@@ -343,11 +343,20 @@ class Group:
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
         """See `KVCache.readable_rows`."""
         size, row, most = self.layout.page_size, self.layout.row_bytes, self.layout.max_rows
+        return [min(slot.granted * size // row, most) for slot in self._slots(reqids)]
+
+    def first_rows(self, reqids: Sequence[int]) -> list[int]:
+        """See `KVCache.first_rows`."""
+        size, row = self.layout.page_size, self.layout.row_bytes
+        return [-(-slot.head * size // row) for slot in self._slots(reqids)]
+
+    def _slots(self, reqids: Sequence[int]) -> list[Slot]:
+        """Raises InvalidArgument for a reqid that does not exist."""
         last = len(self.table) - 1
         for reqid in reqids:
             if not 0 <= reqid <= last:
                 raise invalid(f"reqid {reqid} is not between 0 and {last}", limit=last)
-        return [min(self.table[reqid].granted * size // row, most) for reqid in reqids]
+        return [self.table[reqid] for reqid in reqids]
 
     # ---- sums of the books -----------------------------------------------------------------------
 

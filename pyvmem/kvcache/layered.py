@@ -39,7 +39,6 @@ class LayeredCache(KVCache):
     Attributes:
         layers: as given.
         config: the first group's; the policy is that of all.
-        budget: what the groups share.
 
     Raises:
         InvalidArgument: no layer, a value that is refused, a `memory_limit` beside a budget, or one
@@ -68,8 +67,6 @@ class LayeredCache(KVCache):
             for kind, count in counts.items()
         ]
         manager = Manager("LayeredCache", whole, configs, context, backend, device, budget)
-        assert manager.budget is not None
-        self.budget = manager.budget
         self._begin(manager)
 
     def k(self, layer: int) -> torch.Tensor:
