@@ -1234,7 +1234,7 @@ def _opening(engine: Engine, make: Callable[[], Any]) -> Steps:
         That is so where the exception came when it was made, as the journal was closed, or where a
         second one ended the recovery, which the next call would take up.
         """
-        last = tuple(f"kvcache/{n}.py" for n in ("journal", "cache", "layered", "manager"))
+        last = tuple(f"kvcache/{n}.py" for n in ("journal", "cache", "layered", "group", "manager"))
         last = (*last, "after ")  # a real signal: nobody knows where
         if not made and (engine.twice or engine.place.startswith(last)):
             engine.forgotten = engine.context.stats().reservations
