@@ -325,7 +325,7 @@ Cache = KVCache | LayeredCache
 
 def is_over(cache: Cache) -> bool:
     """Whether a cache is closed, or so far that only its close may be called."""
-    return cache._closed or cache._closing
+    return cache._closed or cache._manager._closing
 
 
 class Engine:

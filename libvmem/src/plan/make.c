@@ -288,7 +288,8 @@ static int do_op(struct maker *m, const struct vmem_op *op) {
         (struct vm_access){.addr = op->src, .bytes = vm_source_bytes(op), .count = count, .stride = op->src_stride};
   }
   for (uint64_t i = 0; i < count; i++)
-    if ((err = do_piece(m, op->addr + i * op->stride, op->offset + i * vm_offset_step(op), op->src + i * op->src_stride)))
+    if ((err =
+             do_piece(m, op->addr + i * op->stride, op->offset + i * vm_offset_step(op), op->src + i * op->src_stride)))
       return err;
   return op->flags & VMEM_OP_CONSUME ? consume(m) : 0;
 }
