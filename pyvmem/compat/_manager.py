@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.compat._common import CommonPages
 from pyvmem.context import Context
 from pyvmem.errors import Busy, OutOfMemory
 from pyvmem.info import KEEP_ALL
 from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.kvcache.common import CommonPages
 from pyvmem.kvcache.config import invalid
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Manager:
                 op="map_common_pages",
             )
         try:
-            self.common = CommonPages(self.cache, tokens)
+            self.common = self.cache.map_common_pages(tokens)
         except OutOfMemory:
             raise self._short([tokens]) from None
 

@@ -19,12 +19,14 @@ from pyvmem.engine.prefix import Namespace, Prefix, key_of
 from pyvmem.engine.request import Request, State
 from pyvmem.engine.shortage import Shortage
 from pyvmem.errors import NotSupported
-from pyvmem.kvcache import KVCache, LayeredCache, PrefixEvicted, TokenIds
+from pyvmem.kvcache import KVCache, PrefixEvicted, TokenIds
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from pyvmem.kvcache.distributed import ParallelKVCache
 
 __all__ = ["RequestCache"]
 
@@ -48,10 +50,10 @@ class RequestCache(Closable):
         cache: the same, for its tensors, statistics and layout.
     """
 
-    def __init__(self, cache: KVCache | LayeredCache) -> None:
+    def __init__(self, cache: KVCache | ParallelKVCache) -> None:
         self.cache = cache
         self._owns = False
-        config = cache.config if isinstance(cache, KVCache) else cache.caches[0].config
+        config = cache.config
         self.max_batch = config.max_batch
         self.max_seq_len = config.max_seq_len
         self._device = cache.context.cuda_device
@@ -490,7 +492,7 @@ class RequestCache(Closable):
 
     def _alone(self, what: str) -> None:
         """Refuses calls whose result depends on timing where ranks must agree."""
-        if isinstance(self.cache, KVCache) and self.cache.lockstep:
+        if self.cache.lockstep:
             raise NotSupported(
                 f"{what}: the cache's answers must be those of other ranks",
                 errno=errno.EOPNOTSUPP,

@@ -168,9 +168,7 @@ def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Adv
     return advise(shape, requests, max(1, memory), considered, limits)
 
 
-def make_cache(
-    model: Model, policy: Policy, backend: str = "auto", device: Any = 0
-) -> KVCache | LayeredCache:
+def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any = 0) -> KVCache:
     """The cache for a model under a policy; the caller closes it.
 
     A model whose layers differ gets a `LayeredCache`, with a tensor for each layer unless

@@ -15,10 +15,11 @@ The modules, each of which imports only from those before it:
     budget                  memory that several caches share
     group                   one group of equal layers, of all the above
     integrity               statistics and the check of the books
-    manager                 steps, forks, admission, tiers: in all groups or in none
+    manager                 a cache's groups; steps, forks, admission, tiers: in all or in none
     swap, truncate, idle    preemption, fewer rows, memory given back
+    common                  pages that every slot has
     cache                   KVCache: the lock and the documentation
-    layered, distributed    several groups behind one request; several ranks that agree
+    layered, distributed    layers that differ; several ranks that agree
 """
 
 from pyvmem.kvcache.budget import Budget, BudgetStats, ShareInfo

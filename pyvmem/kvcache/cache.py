@@ -23,6 +23,7 @@ from pyvmem.errors import Busy, NotSupported
 from pyvmem.info import Caps, Location
 from pyvmem.kvcache import idle, integrity, manager, swap, truncate
 from pyvmem.kvcache.budget import Budget
+from pyvmem.kvcache.common import CommonPages
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.idle import IdleThread
@@ -250,6 +251,13 @@ class KVCache(Closing):
     ) -> None:
         self._closed = True  # until the groups are made
         self._begin(Manager("KVCache", config, None, context, backend, device, budget))
+
+    @classmethod
+    def over(cls, manager: Manager) -> Self:
+        """The calls of a cache for a manager that something in this package has made."""
+        cache = cls.__new__(cls)
+        cache._begin(manager)
+        return cache
 
     def _begin(self, manager: Manager) -> None:
         """The cache calls these groups from now on."""
@@ -734,6 +742,22 @@ class KVCache(Closing):
         """
         with self._lock, self._journal:
             manager.claim(self._open(), reqid)
+
+    def map_common_pages(self, tokens: int) -> CommonPages:
+        """Maps the same first pages in all slots: reqid 0 may write them, the others read them.
+
+        Takes every slot. `CommonPages.renew` gives one to its next request.
+
+        Args:
+            tokens: rows that are common, rounded up to whole pages that end with a row.
+
+        Raises:
+            InvalidArgument: `tokens` out of range, or a slot is taken. NotSupported: pages cannot
+                be mapped twice or read-only here, or layers are of several groups. OutOfMemory: too
+                few pages. Nothing changed.
+        """
+        self._only("map_common_pages")
+        return CommonPages(self._manager, tokens)
 
     def set_limit(self, pages: int) -> None:
         """Changes the physical pages that the cache may have; nothing is mapped or unmapped.

@@ -32,8 +32,9 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import update_wrapper
 from itertools import islice
-from typing import Any, ClassVar, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ from pyvmem.errors import (
 from pyvmem.info import KEEP_ALL, Location
 from pyvmem.kvcache import idle
 from pyvmem.kvcache.budget import available_bytes
-from pyvmem.kvcache.cache import KVCache
+from pyvmem.kvcache.cache import Closing, KVCache
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.group import Group
@@ -308,8 +309,22 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class ParallelKVCache(KVCache):
+def _told(
+    method: Callable[Concatenate[KVCache, _P], _T],
+) -> Callable[Concatenate[ParallelKVCache, _P], _T]:
+    """A call of the cache whose answer is this rank's own; not where a rank has failed."""
+
+    def tell(self: ParallelKVCache, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return method(self._usable(), *args, **kwargs)
+
+    update_wrapper(tell, method)
+    return tell
+
+
+class ParallelKVCache(Closing):
     """A `KVCache` on every rank of a group. Every rank makes the same calls in the same order.
+
+    It has the calls of a `KVCache`, and hands them to the one that it holds.
 
     Making one, `check_step`, `together` and `recover` are collectives; nothing else communicates.
     Calls that share and swap are among these, and what they return is a rank's own: a
@@ -354,6 +369,7 @@ class ParallelKVCache(KVCache):
         )
         self._swapped: weakref.WeakSet[SwappedRequest] = weakref.WeakSet()
         self._own: Context | None = None
+        self._cache: KVCache | None = None
         if getattr(config, "idle_seconds", 0):
             raise invalid("idle_seconds depends on the clock; it must be 0 with several ranks")
         if getattr(config, "large_page_size", 0):
@@ -397,14 +413,21 @@ class ParallelKVCache(KVCache):
         assert self._own is not None
         self._own.trim(config.memory_limit)
         config = replace(config, max_mappings=0)
-        self._begin(Manager("KVCache", config, None, self._own, "", 0, None, LockstepTable))
+        self._manager = manager = Manager(
+            "KVCache", config, None, self._own, "", 0, None, LockstepTable
+        )
+        self._lock, self._journal = manager.lock, manager.journal
+        self._cache = cache = KVCache.over(manager)
+        self.config, self.context, self.caches = cache.config, cache.context, cache.caches
+        self.layout, self.reservation = cache.layout, cache.reservation
+        self._closed = False
 
     # ---- answers that are compared, failures that all ranks learn of -----------------------------
 
     def _call(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Calls, and keeps the answer, or the failure."""
         with self._lock, self._journal:
-            (group,) = self._open()
+            group = self._open()
             name = method.__name__
             try:
                 group.reclaimer.forget_crowding()
@@ -429,12 +452,20 @@ class ParallelKVCache(KVCache):
     def _poison(self, error: BaseException, where: str) -> None:
         self._failure = Failure.of(self._ranks.rank, error, where)
 
-    def _open(self) -> tuple[Group, ...]:
+    def _open(self) -> Group:
+        """The group, for a call that holds the lock; raises what keeps this rank from calls."""
         if not self._closed and self._failure is not None:
             raise self._failure.error()
         if not self._closed and self._crowded:
             raise _too_many(f"{self._crowded}; call check_step, as the other ranks do")
-        return super()._open()
+        return self._manager.open()[0]
+
+    def _usable(self) -> KVCache:
+        """The cache, for a call that is not compared."""
+        with self._lock, self._journal:
+            self._open()
+        assert self._cache is not None
+        return self._cache
 
     def move(
         self,
@@ -531,20 +562,20 @@ class ParallelKVCache(KVCache):
 
     def alloc_reqid(self, seq_len: int = 0) -> int | None:
         """As `KVCache.alloc_reqid`, but the slot is the one freed last; the same on every rank."""
-        return self._call(super().alloc_reqid, seq_len)
+        return self._call(self._usable().alloc_reqid, seq_len)
 
     def free_reqid(
         self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
     ) -> None:
         """See `KVCache.free_reqid`."""
         if tokens is None:
-            self._call(super().free_reqid, reqid, stream)
+            self._call(self._usable().free_reqid, reqid, stream)
         else:
-            self._settled(super().free_reqid, reqid, stream, tokens, namespace)
+            self._settled(self._usable().free_reqid, reqid, stream, tokens, namespace)
 
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
         """See `KVCache.truncate`; 0 or -1 on every rank alike."""
-        return self._settled(super().truncate, reqid, length, stream)
+        return self._settled(self._usable().truncate, reqid, length, stream)
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step`; 0 or -1 on every rank alike.
@@ -555,8 +586,8 @@ class ParallelKVCache(KVCache):
             VMemError: this rank alone failed: go on to `check_step`, likewise.
         """
         with self._lock, self._journal:
-            self._before = (self._open()[0].rows[:], stream)
-            answer = self._call(super().step, seq_lens, stream)
+            self._before = (self._open().rows[:], stream)
+            answer = self._call(self._usable().step, seq_lens, stream)
             self._ahead = False
             return answer
 
@@ -588,7 +619,7 @@ class ParallelKVCache(KVCache):
 
     def _begin_async(self, seq_lens: Sequence[int], stream: Any) -> int:
         try:
-            return super().step_async(seq_lens, stream)
+            return self._usable().step_async(seq_lens, stream)
         except TooManyMappings:
             return 0
 
@@ -600,7 +631,7 @@ class ParallelKVCache(KVCache):
         """
         assert self._before is not None
         rows, stream = self._before
-        (group,) = self._open()
+        group = self._open()
         try:
             if group.window is not None:
                 raise _no_way_back()
@@ -629,13 +660,20 @@ class ParallelKVCache(KVCache):
         into: Sequence[int] | None = None,
     ) -> list[int] | None:
         """See `KVCache.fork_many`; the slots are those freed first."""
-        return self._settled(super().fork_many, reqid, count, length, stream, into)
+        return self._settled(self._usable().fork_many, reqid, count, length, stream, into)
+
+    def fork(
+        self, reqid: int, length: int | None = None, stream: Any = None, into: int | None = None
+    ) -> int | None:
+        """See `KVCache.fork`; the slot is the one freed first."""
+        forked = self.fork_many(reqid, 1, length, stream, None if into is None else [into])
+        return None if forked is None else forked[0]
 
     def record(
         self, reqid: int, tokens: Any, stream: Any = None, namespace: Hashable = None
     ) -> int:
         """See `KVCache.record`."""
-        return self._settled(super().record, reqid, tokens, stream, namespace)
+        return self._settled(self._usable().record, reqid, tokens, stream, namespace)
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
         """See `KVCache.match`. A use of what matches: every rank makes this call, too.
@@ -644,13 +682,13 @@ class ParallelKVCache(KVCache):
         0, whichever comes first, and not when the match is collected: ranks collect at their own
         times. Every rank releases alike.
         """
-        return self._call(super().match, tokens, leave, namespace)
+        return self._call(self._usable().match, tokens, leave, namespace)
 
     def alloc_prefix(
         self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None
     ) -> tuple[int, int] | None:
         """See `KVCache.alloc_prefix`; the slot is the one freed first."""
-        return self._settled(super().alloc_prefix, tokens, leave, stream, namespace)
+        return self._settled(self._usable().alloc_prefix, tokens, leave, stream, namespace)
 
     def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
         """See `KVCache.swap_out`.
@@ -659,19 +697,19 @@ class ParallelKVCache(KVCache):
             MemoryError: of this rank's host: it alone failed, as in `step`.
         """
         with self._lock, self._journal:
-            swapped = self._settled(super().swap_out, reqid, stream)
+            swapped = self._settled(self._usable().swap_out, reqid, stream)
             self._swapped.add(swapped)
             return swapped
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """See `KVCache.swap_in`; the slot is the one freed last."""
-        return self._settled(super().swap_in, swapped, stream)
+        return self._settled(self._usable().swap_in, swapped, stream)
 
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
     ) -> bool:
         """See `KVCache.can_admit`; the same on every rank."""
-        return self._settled(super().can_admit, seq_lens, matches)
+        return self._settled(self._usable().can_admit, seq_lens, matches)
 
     def trim(self, prefixes: bool = False, compact: bool = False, stream: Any = None) -> int:
         """Unmaps all pages of no request, as `KVCache.trim`; returns 0.
@@ -683,7 +721,7 @@ class ParallelKVCache(KVCache):
         return self._settled(self._trim, prefixes)
 
     def _trim(self, prefixes: bool) -> int:
-        idle.unmap_idle(self._open(), prefixes)
+        idle.unmap_idle([self._open()], prefixes)
         return 0
 
     def _settled(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -694,7 +732,7 @@ class ParallelKVCache(KVCache):
         """
         with self._lock, self._journal:
             if self._ahead:
-                self._call(self._open()[0].pager.settle, None, True)
+                self._call(self._open().pager.settle, None, True)
                 self._ahead = False
             return self._call(method, *args, **kwargs)
 
@@ -703,6 +741,47 @@ class ParallelKVCache(KVCache):
         """Physical pages that requests can still have; the same on every rank."""
         now = self.stats()
         return now.total_pages - now.active_pages
+
+    # ---- what a rank is asked alone --------------------------------------------------------------
+
+    k, v = _told(KVCache.k), _told(KVCache.v)
+    stats, snapshot = _told(KVCache.stats), _told(KVCache.snapshot)
+    check_integrity = _told(KVCache.check_integrity)
+    prefix_changes = _told(KVCache.prefix_changes)
+    promote, set_limit = _told(KVCache.promote), _told(KVCache.set_limit)
+    claim, is_taken = _told(KVCache.claim), _told(KVCache.is_taken)
+    capacity, is_ready = _told(KVCache.capacity), _told(KVCache.is_ready)
+    readable_rows, reclaim_free = _told(KVCache.readable_rows), _told(KVCache.reclaim_free)
+    missing_pages, missing_bytes = _told(KVCache.missing_pages), _told(KVCache.missing_bytes)
+    obtainable_pages = _told(KVCache.obtainable_pages)
+    obtainable_bytes = _told(KVCache.obtainable_bytes)
+
+    lockstep: ClassVar[bool] = True
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """See `KVCache.tensors`."""
+        return self._usable().tensors
+
+    @property
+    def sharing_unit(self) -> int:
+        """See `KVCache.sharing_unit`."""
+        return self._usable().sharing_unit
+
+    @property
+    def num_free_slots(self) -> int:
+        """See `KVCache.num_free_slots`."""
+        return self._usable().num_free_slots
+
+    @property
+    def num_free_pages(self) -> int:
+        """See `KVCache.num_free_pages`."""
+        return self._usable().num_free_pages
+
+    @property
+    def safe_overread(self) -> bool:
+        """See `KVCache.safe_overread`."""
+        return self._usable().safe_overread
 
     # ---- failures ------------------------------------------------------------------------------
 
@@ -721,7 +800,7 @@ class ParallelKVCache(KVCache):
         """
         check(stream)
         with self._lock, self._journal:
-            have = [0] * (len(self._groups[0].table) + 1)
+            have = [0] * (len(self._manager.groups[0].table) + 1)
             self._failure = None
             self._crowded = ""
             try:
@@ -730,7 +809,7 @@ class ParallelKVCache(KVCache):
                 self._poison(error, "recover")
             status, *least = self._ranks.maxima([self.status()[0], *(-value for value in have)])
             self.agree([status, 0, 0])
-            group = self._groups[0]
+            group = self._manager.groups[0]
             group.reclaimer.limit = -least[0]
             for slot, usable in zip(group.table, least[1:], strict=True):
                 if not usable:
@@ -738,7 +817,7 @@ class ParallelKVCache(KVCache):
 
     def _reset(self, stream: Any) -> list[int]:
         """Frees everything; returns the pages that are left, and which slots can be used."""
-        (group,) = self._open()
+        group = self._open()
         event = record(stream, group.device)
         for slot in group.table:
             with suppress(VMemError):  # undone: its pages are as before
@@ -754,7 +833,7 @@ class ParallelKVCache(KVCache):
         group.reclaimer.errors.clear()
         cast("LockstepTable", group.table).reset_order()
         self._digest, self._ahead = 0, False
-        self.check_integrity()
+        self._usable().check_integrity()
         stats = group.context.stats()
         pages = (stats.slab_bytes - stats.quarantined_bytes) // group.layout.page_size
         return [min(group.reclaimer.limit, pages), *(int(not slot.broken) for slot in group.table)]
@@ -763,8 +842,9 @@ class ParallelKVCache(KVCache):
 
     def close(self, stream: Any = None) -> None:
         """As `KVCache.close`, on this rank; the context goes too."""
-        if not self._closed:
-            super().close(stream)
+        if self._cache is not None:
+            self._cache.close(stream)
+        self._closed = True
         if self._own is not None:
             self._own.close()
 

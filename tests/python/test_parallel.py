@@ -163,7 +163,7 @@ def test_memory_is_taken_at_once_and_given_back(cache: ParallelKVCache, page: in
 
 
 def test_the_slot_freed_last_comes_first(cache: ParallelKVCache) -> None:
-    assert isinstance(cache._groups[0].table, LockstepTable)
+    assert isinstance(cache._manager.groups[0].table, LockstepTable)
     assert [cache.alloc_reqid() for _ in range(4)] == [0, 1, 2, 3]
     assert cache.step([8, 1, 40, 1]) == 0
     for reqid in (2, 0, 3):

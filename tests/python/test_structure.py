@@ -78,6 +78,7 @@ def test_the_modules_of_the_cache_from_below() -> None:
             "swap",
             "truncate",
             "idle",
+            "common",
             "cache",
         ),
         *("layered", "distributed"),

@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: MIT
-"""Pages that every id of the vAttention module has: written through one id, read through all.
+"""Pages that every slot of a cache has: written through one reqid, read through all.
 
-    id 0   | common, writable  | its own ...
-    id 1   | common, read-only | its own ...
+    reqid 0   | common, writable  | its own ...
+    reqid 1   | common, read-only | its own ...
     ...
 
-The artifact maps them writable everywhere, and says that this is only to show that a physical page
-can be given to several requests. Here a write through a second id is a fault, never another's rows.
+vAttention's artifact maps them writable everywhere, and says that this is only to show that a
+physical page can be given to several requests. Here a write through a second reqid is a fault,
+never another's rows.
 """
 
 from __future__ import annotations
 
 import errno
+from typing import TYPE_CHECKING
 
 from pyvmem.errors import OutOfMemory
 from pyvmem.features.table import FORK
-from pyvmem.kvcache import KVCache
+from pyvmem.kvcache import manager
 from pyvmem.kvcache.config import invalid
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.manager import Manager
 
 __all__ = ["CommonPages"]
 
@@ -24,46 +29,38 @@ _WRITER = 0
 
 
 class CommonPages:
-    """The first pages of all slots of a cache of which none is taken; takes them all.
+    """What `KVCache.map_common_pages` returns: the first pages of all slots, which it has taken.
 
     A slot is given back with `renew`, and has the common pages again.
-
-    Args:
-        cache: without a request.
-        tokens: rows that are common, rounded up to whole pages that end with a row.
 
     Attributes:
         pages: common pages per tensor.
         rows: what they hold.
         idle: slots that no request has.
-
-    Raises:
-        InvalidArgument: `tokens` out of range. NotSupported: pages cannot be mapped twice or
-            read-only here. OutOfMemory: too few pages. Nothing changed.
     """
 
-    def __init__(self, cache: KVCache, tokens: int) -> None:
-        config, layout = cache.config, cache.layout
+    def __init__(self, owner: Manager, tokens: int) -> None:
+        groups = (group,) = owner.groups
+        config, layout = group.config, group.layout
         if not 0 < tokens <= config.max_seq_len:
             raise invalid(
-                f"map_common_pages({tokens}): not between 0 and max_context_length "
-                f"{config.max_seq_len}",
+                f"map_common_pages({tokens}): not between 0 and {config.max_seq_len}",
                 limit=config.max_seq_len,
             )
-        self._cache = cache
-        with cache._lock, cache._journal:
-            (group,) = cache._open()
+        self._owner = owner
+        with owner.lock, owner.journal:
+            owner.open()
             group.sharing.require(FORK, "map_common_pages")
             unit = group.prefixes.unit_pages[0]
             self.pages = min(-(-layout.pages_for(tokens) // unit) * unit, layout.slot_pages)
             lengths = [0] * config.max_batch
             self.rows = lengths[_WRITER] = layout.capacity(self.pages)
-            cache.claim(_WRITER)
+            manager.claim(groups, _WRITER)
             slot = group.table[_WRITER]
             try:
-                if cache.step(lengths) == -1:
+                if manager.step(groups, lengths, None) == -1:
                     raise OutOfMemory(
-                        f"map_common_pages({tokens}) needs {self.pages} KV blocks",
+                        f"map_common_pages({tokens}) needs {self.pages} pages in every tensor",
                         errno=errno.ENOMEM,
                         op="map_common_pages",
                         bytes=self.pages * layout.num_tensors * layout.page_size,
@@ -76,11 +73,11 @@ class CommonPages:
                 self._span = slot.span
                 others = group.sharing.vacate(config.max_batch - 1)
                 if others is None:
-                    raise invalid(f"map_common_pages({tokens}): an id is broken or taken")
+                    raise invalid(f"map_common_pages({tokens}): a slot is broken or taken")
                 if others:
                     group.attach(others, self._span, source=slot)
             except BaseException:
-                cache.free_reqid(_WRITER)
+                manager.free(groups, _WRITER, None, None, None)
                 raise
         self.idle = set(range(config.max_batch))
 
@@ -90,13 +87,13 @@ class CommonPages:
         Raises:
             VMemError: the slot could not be emptied or mapped again; it is free, and has none.
         """
-        cache = self._cache
-        with cache._lock, cache._journal:
-            (group,) = cache._open()
+        owner = self._owner
+        with owner.lock, owner.journal:
+            groups = (group,) = owner.open()
             slot, shared = group.table[reqid], group.reclaimer.shared
             shared.hold(self._span)  # where the slot's reference is the last one
             try:
-                cache.free_reqid(reqid)
+                manager.free(groups, reqid, None, None, None)
                 group.sharing.empty(slot)
                 group.attach([slot], self._span)
             finally:
