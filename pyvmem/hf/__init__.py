@@ -10,18 +10,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyvmem.hf.cache import VMemCache
+    from pyvmem.hf.cache import VMemCache, drafting
     from pyvmem.hf.continuous import vmem_continuous_batching
 
-__all__ = ["VMemCache", "vmem_continuous_batching"]
+__all__ = ["VMemCache", "drafting", "vmem_continuous_batching"]
 
 
 def __getattr__(name: str) -> Any:
     # Not imported here: transformers takes seconds.
-    if name == "VMemCache":
+    if name in ("VMemCache", "drafting"):
         from pyvmem.hf import cache
 
-        return cache.VMemCache
+        return getattr(cache, name)
     if name == "vmem_continuous_batching":
         from pyvmem.hf import continuous
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import cache_utils
@@ -20,10 +22,11 @@ from pyvmem.errors import NotSupported
 from pyvmem.hf.layer import VMemLayer
 from pyvmem.hf.rows import Rows, Settings
 from pyvmem.kvcache import KVCache, LayeredCache, layer_shapes
+from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import Closing
 from pyvmem.kvcache.config import invalid
 
-__all__ = ["VMemCache"]
+__all__ = ["VMemCache", "drafting"]
 
 # Any: the same to a type checker with and without transformers.
 _Cache: Any = cache_utils.Cache
@@ -50,6 +53,8 @@ class VMemCache(_Cache, Closing):  # type: ignore[misc]  # a base that is Any
             them, memory comes as rows grow.
         backend: as of `pyvmem.Context`; None: "host" for a model on the CPU, else "auto".
         context: a context to share; it must outlive the cache.
+        budget: memory of that context to share with other caches, such as a draft model's
+            (`drafting`); it must outlive the cache.
         **options: other fields of `pyvmem.KVCacheConfig`, such as ``page_size`` and
             ``memory_limit``.
 
@@ -66,6 +71,7 @@ class VMemCache(_Cache, Closing):  # type: ignore[misc]  # a base that is Any
         *,
         backend: str | None = None,
         context: Context | None = None,
+        budget: Budget | None = None,
         **options: Any,
     ) -> None:
         text = config.get_text_config(decoder=True)
@@ -73,7 +79,7 @@ class VMemCache(_Cache, Closing):  # type: ignore[misc]  # a base that is Any
         for name, value in (("max_batch_size", max_batch_size), ("max_cache_len", max_cache_len)):
             if operator.index(value) < 1:
                 raise invalid(f"{name} is {value}; it must be at least 1")
-        settings = Settings(text, max_batch_size, max_cache_len, backend, context, options)
+        settings = Settings(text, max_batch_size, max_cache_len, backend, context, options, budget)
         rows = Rows(settings)
         shapes = enumerate(layer_shapes(text))
         layers = [VMemLayer(rows, index, shape.window) for index, shape in shapes]
@@ -98,6 +104,7 @@ class VMemCache(_Cache, Closing):  # type: ignore[misc]  # a base that is Any
             settings.max_length,
             backend=settings.backend,
             context=settings.context,
+            budget=settings.budget,
             **settings.options,
         )
         memo[id(self)] = other
@@ -114,6 +121,34 @@ class VMemCache(_Cache, Closing):  # type: ignore[misc]  # a base that is Any
         """
         self._rows.close()
         self._finalizer.detach()
+
+
+@contextmanager
+def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
+    """Has a draft model keep its keys and values in `cache` while this lasts.
+
+        with drafting(draft, draft_cache):
+            model.generate(**inputs, assistant_model=draft, past_key_values=cache)
+
+    ``generate`` makes the draft's cache itself and takes none, so the draft model is asked to use
+    this one. The target's is given as ever; with one `Budget` for both, one takes what the other
+    leaves. The cache is emptied first.
+    """
+    original = assistant._prepare_cache_for_generation
+
+    def prepare(
+        generation_config: Any, model_kwargs: dict[str, Any], *more: Any, **named: Any
+    ) -> Any:
+        if model_kwargs.get("past_key_values") is None:
+            cache.reset()
+            model_kwargs["past_key_values"] = cache
+        return original(generation_config, model_kwargs, *more, **named)
+
+    assistant._prepare_cache_for_generation = prepare
+    try:
+        yield
+    finally:
+        del assistant._prepare_cache_for_generation
 
 
 def _check_layers(config: Any, text: Any) -> None:

@@ -18,6 +18,7 @@ from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, OutOfMemory, TooManyBatches
 from pyvmem.hf.shapes import Handed, handed_over, make_cache, stored_shapes
 from pyvmem.kvcache import GroupView, KVCache, LayeredCache, LayerShape
+from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import classes_of, invalid
 
 __all__ = ["Rows", "Settings", "move_rows"]
@@ -33,6 +34,7 @@ class Settings:
         backend: None: "host" for keys on the CPU, else "auto".
         context: shared with others; None: the cache's own.
         options: other fields of `KVCacheConfig`.
+        budget: memory that other caches of the context share.
     """
 
     text: Any
@@ -41,6 +43,7 @@ class Settings:
     backend: str | None
     context: Context | None
     options: dict[str, Any] = field(default_factory=dict)
+    budget: Budget | None = None
 
 
 class Rows:
@@ -85,6 +88,7 @@ class Rows:
                 settings.context,
                 backend,
                 device or 0,
+                settings.budget,
                 dtype=key.dtype,
                 max_batch=settings.max_batch,
                 max_seq_len=settings.max_length,

@@ -14,6 +14,7 @@ from typing import Any
 
 from pyvmem.context import Context
 from pyvmem.kvcache import KVCache, KVCacheConfig, LayeredCache, LayerShape, layer_shapes
+from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import classes_of, invalid
 
 __all__ = ["Handed", "handed_over", "make_cache", "stored_shapes"]
@@ -67,12 +68,17 @@ def stored_shapes(text: Any, layer: int, given: Handed) -> tuple[list[LayerShape
 
 
 def make_cache(
-    shapes: Sequence[LayerShape], context: Context | None, backend: str, device: int, **policy: Any
+    shapes: Sequence[LayerShape],
+    context: Context | None,
+    backend: str,
+    device: int,
+    budget: Budget | None = None,
+    **policy: Any,
 ) -> KVCache | LayeredCache:
     """One `KVCache` where all layers are alike, else a `LayeredCache`."""
     counts = classes_of(shapes)[0]
     kind, count = next(iter(counts.items()))
     if len(counts) == 1 and count == len(shapes):
         config = KVCacheConfig(num_layers=count, **kind.fields(), **policy)
-        return KVCache(config, context, backend, device)
-    return LayeredCache(shapes, context, backend, device, **policy)
+        return KVCache(config, context, backend, device, budget)
+    return LayeredCache(shapes, context, backend, device, budget, **policy)

@@ -18,8 +18,8 @@ from transformers import DynamicCache
 
 import pyvmem
 from pyvmem import InvalidArgument
-from pyvmem.hf import VMemCache
-from pyvmem.kvcache import KVCache, LayeredCache
+from pyvmem.hf import VMemCache, drafting
+from pyvmem.kvcache import Budget, KVCache, LayeredCache
 
 __all__ = ["one_thread"]
 pytestmark = [pytest.mark.needs_tensors, pytest.mark.filterwarnings("default")]
@@ -38,9 +38,9 @@ def prompts(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False, "max_new_tokens": 150},
-    "sampling": {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 30},
-    "beams": {"do_sample": False, "num_beams": 3, "max_new_tokens": 60},
+    "greedy": {"do_sample": False, "max_new_tokens": 90},
+    "sampling": {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 12},
+    "beams": {"do_sample": False, "num_beams": 3, "max_new_tokens": 20},
 }
 
 
@@ -95,26 +95,43 @@ def test_the_latent_is_one_tensor_a_layer(host: pyvmem.Context) -> None:
         del keys, values, row
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_assisted_generation_over_one_budget(host: pyvmem.Context, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["gemma3", "mistral", "deepseek"])
+def test_assisted_generation_over_one_budget(
+    host: pyvmem.Context, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Draft and target in caches of one budget; what is rejected is taken back in both."""
     model, ids = model_of(kind), prompts(1, 40)["input_ids"]
     draft = model_of("qwen3")
-    run = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    run = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     want = model.generate(ids, **run)
-    budget = pyvmem.Budget(host, 4 << 20)
-    options = {"context": host, "budget": budget}
+    for name, value in (("assistant_confidence_threshold", 0.0), ("num_assistant_tokens", 4)):
+        monkeypatch.setattr(draft.generation_config, name, value)  # it drafts, however unsure
+    budget = Budget(host, 4 << 20)
+    shared: dict[str, Any] = {"context": host, "budget": budget}
+    cropped: list[int] = []
     with (
-        VMemCache(model.config, 1, 256, **options) as cache,
-        VMemCache(draft.config, 1, 256, **options) as drafts,
+        VMemCache(model.config, 1, 256, **shared) as cache,
+        VMemCache(draft.config, 1, 256, **shared) as drafts,
+        drafting(draft, drafts),
     ):
-        cropped = []
-        crop = drafts.crop
-        drafts.crop = lambda tokens: (cropped.append(tokens), crop(tokens))
-        draft_run = {"assistant_model": draft, "past_key_values": cache}
-        got = model.generate(ids, **run, **draft_run, assistant_past_key_values=drafts)
+        for one in (cache, drafts):
+            monkeypatch.setattr(one.layers[0], "crop", _noting(one.layers[0].crop, cropped))
+        got = model.generate(ids, **run, assistant_model=draft, past_key_values=cache)
         assert torch.equal(got, want)
-        del drafts.crop
+        assert min(cropped) < 0, "nothing was rejected"
+        assert drafts.get_seq_length() > 40
+        assert len(budget.stats().caches) >= 2
+        monkeypatch.undo()
+    assert "_prepare_cache_for_generation" not in vars(draft)
+    assert host.stats().used_bytes == 0
+
+
+def _noting(call: Any, seen: list[int]) -> Any:
+    def noting(tokens: int) -> None:
+        seen.append(tokens)
+        call(tokens)
+
+    return noting
 
 
 @pytest.mark.parametrize("kind", KINDS)
