@@ -636,7 +636,7 @@ def test_runs_are_joined_by_their_reference(tmp_path: Path, capsys: Any) -> None
     assert aims["tokens_2M"]["value"] == 2.0
     assert aims["tokens_2M"]["pass"]
     assert aims["tokens_paged16"]["value"] == pytest.approx((50 / 40 + 1) / 2)
-    assert aims["tokens_paged16"]["aim"] == pytest.approx(0.9)  # equal arms are so far apart
+    assert aims["tokens_paged16"]["aim"] == 0.95  # equal arms are 10 % apart, and 5 % excuse
     assert "what contiguous is" in aims["tokens_paged16"]["what"]
     assert aims["batch_2M"]["why"] == "2M has 0"
     assert "what paged16 is" in capsys.readouterr().out
