@@ -91,11 +91,12 @@ def _rows(rows: Sequence[Row]) -> str:
 
 
 def _shown(part: Document) -> dict[str, list[Row]]:
-    """The rows of times that are drawn, by unit."""
+    """The rows that are drawn, by unit: times; of a part that has none, single numbers."""
+    rows = [row for row in part["rows"] if "median" in row]
+    rows = rows or [row for row in part["rows"] if "value" in row and "series" not in row]
     found: dict[str, list[Row]] = {}
-    for row in part["rows"]:
-        if "median" in row:
-            found.setdefault(row["unit"], []).append(row)
+    for row in rows:
+        found.setdefault(row["unit"], []).append(row)
     return {unit: rows[:_MOST_BARS] for unit, rows in found.items()}
 
 
@@ -103,21 +104,39 @@ def _bars(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
     """A bar to the median of each row, a line from there to the 99th percentile."""
     systems = list(dict.fromkeys(row["system"] for row in rows))
     places = range(len(rows))
-    medians = [row["median"] for row in rows]
-    tails = [max(0.0, (row.get("p99") or row["median"]) - row["median"]) for row in rows]
+    timed = "median" in rows[0]
+    medians = [row["median" if timed else "value"] for row in rows]
+    tails = [
+        max(0.0, (row.get("p99") or 0.0) - one) for row, one in zip(rows, medians, strict=True)
+    ]
     colours = [_COLOURS[systems.index(row["system"]) % len(_COLOURS)] for row in rows]
     axes.barh(places, medians, color=colours, xerr=[[0] * len(rows), tails], error_kw={"lw": 0.8})
-    labels = [" ".join(filter(None, (r["what"], r["system"], _size(r)))) for r in rows]
+    labels = [
+        " ".join(filter(None, (r["what"], r["system"] if timed else "", _size(r)))) for r in rows
+    ]
     axes.set_yticks(places, labels, fontsize=7)
     axes.invert_yaxis()
     if medians and min(medians) > 0 and max(medians) / min(medians) > 50:
         axes.set_xscale("log")
     axes.set_title(title, fontsize=9, loc="left")
-    axes.set_xlabel(f"{unit}: median, and to the 99th percentile", fontsize=8)
+    words = f"{unit}: median, and to the 99th percentile" if timed else unit
+    axes.set_xlabel(words, fontsize=8)
+
+
+def _lines(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
+    """A line for each row: its series' second column over its first."""
+    for place, row in enumerate(rows):
+        along, values = zip(*(one[:2] for one in row["series"]), strict=True)
+        colour = _COLOURS[place % len(_COLOURS)]
+        axes.plot(along, values, label=row["system"], color=colour, linewidth=1)
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_xlabel(unit, fontsize=8)
+    axes.legend(frameon=False, fontsize=7)
 
 
 def picture(parts: Iterable[Document], kind: str = "svg") -> bytes | None:
-    """The times of parts as one picture; None where they have none.
+    """The times of parts (or single numbers) and their series as one picture; None without any.
 
     Args:
         kind: "svg", "png" or "pdf".
@@ -125,11 +144,13 @@ def picture(parts: Iterable[Document], kind: str = "svg") -> bytes | None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    panels = [
-        (f"{part['name']}: {part['title']}", unit, rows)
-        for part in parts
-        for unit, rows in _shown(part).items()
-    ]
+    panels: list[tuple[str, str, Sequence[Row], Callable[..., None]]] = []
+    for part in parts:
+        title = f"{part['name']}: {part['title']}"
+        panels += [(title, unit, rows, _bars) for unit, rows in _shown(part).items()]
+        if series := [row for row in part["rows"] if row.get("series")]:
+            unit = f"{series[0]['columns'][1]} by {series[0]['columns'][0]}"
+            panels.append((title, unit, series, _lines))
     if not panels:
         return None
     import matplotlib
@@ -141,13 +162,13 @@ def picture(parts: Iterable[Document], kind: str = "svg") -> bytes | None:
         "axes.spines.top": False,
         "axes.spines.right": False,
     }
-    heights = [1.0 + 0.2 * len(rows) for _, _, rows in panels]
+    heights = [1.0 + 0.2 * len(rows) if draw is _bars else 3.0 for _, _, rows, draw in panels]
     out = io.BytesIO()
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(9, sum(heights)), layout="constrained")
         all_axes: Any = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
-        for axes, (title, unit, rows) in zip(all_axes[:, 0], panels, strict=True):
-            _bars(axes, rows, title, unit)
+        for axes, (title, unit, rows, draw) in zip(all_axes[:, 0], panels, strict=True):
+            draw(axes, rows, title, unit)
         nothing = {"Date": None, "Creator": None} if kind == "svg" else None
         figure.savefig(out, format=kind, metadata=nothing)
     return out.getvalue()
@@ -296,7 +317,7 @@ def with_options(args: argparse.Namespace, run: Callable[[argparse.Namespace], i
     if args.plot is not None:
         drawn = picture(document["parts"].values(), args.plot.suffix[1:])
         if drawn is None:
-            print("vmem bench: no time was measured: nothing to draw", file=sys.stderr)
+            print("vmem bench: nothing was measured: nothing to draw", file=sys.stderr)
         else:
             args.plot.write_bytes(drawn)
             print(f"picture: {args.plot}", file=sys.stderr)

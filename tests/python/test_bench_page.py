@@ -84,10 +84,31 @@ def test_without_matplotlib_the_page_says_so(
     assert any("matplotlib is not installed" in text for text in found.texts)
 
 
-def test_a_part_without_times_has_no_picture() -> None:
+def test_a_part_without_times_is_drawn_from_its_numbers() -> None:
     part = Part("bytes", "of nothing")
-    part.value("count", "pages", "host", 7, "pages")
     assert page.picture([vars(part)]) is None
+    part.value("count", "pages of a kind", "host", 7, "pages")
+    drawn = page.picture([vars(part)])
+    assert drawn is not None
+    assert b"median" not in drawn
+    samples = Samples()
+    samples.new_round().append(1)
+    part.time("map", "map", "host", samples)
+    timed = page.picture([vars(part)])
+    assert timed is not None
+    assert timed != drawn  # times are what a part is drawn by, where it has any
+
+
+def test_a_series_is_drawn_as_a_line() -> None:
+    part = Part("azure", "requests")
+    columns = ["seconds", "mapped", "running"]
+    plain = page.picture([vars(part)])
+    part.value("memory/a", "over time", "a", 2, "samples", columns=columns, series=[])
+    assert page.picture([vars(part)]) == plain  # a run that was over at once
+    part.value("memory/b", "over time", "b", 2, "samples", columns=columns, series=[[0, 1, 2]] * 2)
+    drawn = page.picture([vars(part)])
+    assert drawn is not None
+    assert drawn != plain
 
 
 @pytest.mark.parametrize(("name", "first"), [("p.svg", b"<?xml"), ("p.png", b"\x89PNG")])

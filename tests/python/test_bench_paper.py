@@ -30,7 +30,12 @@ from pyvmem.cli import main
 ROOT = Path(__file__).parents[2]
 KEPT, PAGE = ROOT / "benchmarks/results", ROOT / "docs/reproduction.md"
 K, M = 1 << 10, 1 << 20
-NOT_RUN = {"heads", "makespan", "latency", "memory"}  # pictures that need runs that are not kept
+NEEDS_RUNS = {
+    "heads",
+    "makespan",
+    "latency",
+    "memory",
+}  # pictures of runs on a card, which may not be kept yet
 
 
 def test_the_page_and_the_pictures_show_the_kept_results() -> None:
@@ -40,9 +45,8 @@ def test_the_page_and_the_pictures_show_the_kept_results() -> None:
 def test_every_picture_can_be_drawn_from_kept_results() -> None:
     pytest.importorskip("matplotlib")
     found = available(Results(KEPT))
-    assert {picture.name for picture in PICTURES} - {
-        picture.name for picture, _ in found
-    } == NOT_RUN
+    missing = {picture.name for picture in PICTURES} - {picture.name for picture, _ in found}
+    assert missing <= NEEDS_RUNS
     for picture, data in found:
         text = draw(picture, data)
         assert ElementTree.fromstring(text).tag.endswith("svg")
@@ -81,7 +85,7 @@ def _made_up(folder: Path) -> Results:
 def test_pictures_of_runs_that_are_not_kept_yet_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = {picture.name: (picture, data) for picture, data in available(_made_up(tmp_path))}
-    assert found.keys() == NOT_RUN
+    assert found.keys() == NEEDS_RUNS
     for picture, data in found.values():
         assert ElementTree.fromstring(draw(picture, data)).tag.endswith("svg")
     makespan = found["makespan"][1]["series"]

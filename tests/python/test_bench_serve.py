@@ -451,9 +451,12 @@ def test_workloads_choose_and_shift_the_requests_of_a_trace(tmp_path: Path) -> N
     online = arrivals("--workload", "online", "--rate", "2")
     assert [one.request for one in online] == [one.request for one in arrivals()]
     assert online[0].at == 0 < online[1].at != 1
+    chat = arrivals("--workload", "chat", "--requests", "50", longest=1 << 20)
+    for place, mean in enumerate((1800, 744)):
+        assert np.mean([one.request[place] for one in chat]) == pytest.approx(mean, rel=0.01)
     chat = arrivals("--workload", "chat", "--requests", "50", longest=4096)
     assert 0 < len(chat) <= 50
-    assert all(600 < one.request.longest <= 4096 for one in chat[:3])
+    assert all(one.request.longest <= 4096 for one in chat)
 
 
 def test_all_arms_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -633,7 +636,7 @@ def test_runs_are_joined_by_their_reference(tmp_path: Path, capsys: Any) -> None
     assert aims["tokens_2M"]["value"] == 2.0
     assert aims["tokens_2M"]["pass"]
     assert aims["tokens_paged16"]["value"] == pytest.approx((50 / 40 + 1) / 2)
-    assert aims["tokens_paged16"]["aim"] == pytest.approx(0.9)  # equal arms are so far apart
+    assert aims["tokens_paged16"]["aim"] == 0.95  # equal arms are 10 % apart, and 5 % excuse
     assert "what contiguous is" in aims["tokens_paged16"]["what"]
     assert aims["batch_2M"]["why"] == "2M has 0"
     assert "what paged16 is" in capsys.readouterr().out

@@ -322,8 +322,7 @@ PICTURES = (
     ),
     Picture(
         "sharing",
-        "Memory saved by sharing, ShareGPT's mean lengths, OPT-13B, counted (PagedAttention, "
-        "figures 14 and 15)",
+        "Memory saved by sharing, ShareGPT's means, OPT-13B (PagedAttention, figures 14, 15)",
         "bars",
         "% of the memory without it",
         "of a prompt",

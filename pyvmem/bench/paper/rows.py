@@ -50,7 +50,7 @@ _ARXIV = (
     f"{_SERVE} --trace ARXIV --workload offline --requests 8 --limit 55G --longest 131072 --slots 8"
 )
 _PREFIXES = f"{_SERVE} --trace MOONCAKE --workload prefixes --requests 60 --speed-up 2 --limit 55G"
-_CHAT = f"{_SERVE} --workload chat --rate 7 --requests 100 --limit 55G --longest 8192"
+_CHAT = f"{_SERVE} --workload chat --rate 7 --requests 100 --limit 20G --longest 8192"
 _ONLINE = f"{_SERVE} --trace AZURE --speed-up 4 --requests 200 --limit 55G --longest 8192"
 
 

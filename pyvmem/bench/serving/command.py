@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ _BOUND = 0.05  # of the largest logit: bfloat16 has 8 bits, and the model's laye
 _TILE = 191  # rows that FlashAttention-3's contiguous call may read past a length
 _BLOCK = 32  # rows of a slot's blocks for its paged call, which then reads exactly
 _CONTENT = 512  # tokens that an id of content stands for
+_CHAT = (1800, 744)  # tokens of OpenChat's prompts and answers, in the mean
 _TALKS = 4  # made-up conversations at a time
 _FEW = 16  # slots for the comparison of logits
 _SPARE = 8 << 30  # bytes for activations, graphs and libraries
@@ -99,7 +101,7 @@ WORKLOADS = {
     "offline": "a trace's lengths, all there at the start",
     "online": "a trace's lengths, Poisson arrivals at --rate",
     "prefixes": "conversations that begin alike (Mooncake's, or made up), and prefixes are shared",
-    "chat": "about as long as OpenChat's requests (1.8K and 744 tokens), Poisson arrivals",
+    "chat": "as long as OpenChat's requests in the mean (1.8K and 744 tokens), Poisson arrivals",
 }
 
 
@@ -278,9 +280,11 @@ def _attempt(runner: _Runner, part: Part, name: str, work: Callable[[], Any]) ->
 def _workload(args: argparse.Namespace, longest: int, shrink: int) -> list[Arrival]:
     """The requests that fit a slot, with their arrivals; lengths are divided by `shrink`."""
     if args.workload == "chat":
-        scale = (1800 / 1020, 744 / 129)
         made = generate(args.requests, args.seed)
-        requests = [Request(int(c * scale[0]) + 1, int(o * scale[1]) + 1) for c, o in made]
+        prompts, answers = (
+            mean / statistics.fmean(one[place] for one in made) for place, mean in enumerate(_CHAT)
+        )
+        requests = [Request(int(c * prompts) + 1, int(o * answers) + 1) for c, o in made]
         arrivals = poisson(requests, args.rate, args.seed)
     elif args.trace is not None:
         arrivals = read_arrivals(args.trace)

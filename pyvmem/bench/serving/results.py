@@ -29,6 +29,7 @@ _FORMAT = "vmem-bench-serve/1"
 # Options in which runs may differ that are joined.
 _FREE = ("arms", "asked", "deadline", "rounds", "limit_s")
 _BINDS = 20 << 30  # a limit that is short for Azure's trace and a model of 8B
+_NOISE = 0.05  # the most that equal arms' difference excuses; beyond it a run shows nothing
 _SERIES = 400  # samples of memory over time that a row keeps, at most
 
 
@@ -139,7 +140,7 @@ def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> No
 
     def noise(row: str) -> float:
         pair = [part.find(f"{row}/{name}") for name in (AGAIN, first)]
-        return abs(over(pair[0], pair[1]) - 1) if pair[0] and pair[1] else 0.0
+        return min(_NOISE, abs(over(pair[0], pair[1]) - 1)) if pair[0] and pair[1] else 0.0
 
     def add(name: str, row: str, what: str, op: str = "", aim: float | None = None) -> None:
         whole = [part.find(f"makespan/{one}") for one in (first, name)]
