@@ -34,6 +34,7 @@ from pyvmem import _native, _vmem
 from pyvmem._native import torch_alloc
 from pyvmem.context import Context
 from pyvmem.info import Caps
+from pyvmem.torch_host import HostMemory
 from pyvmem.torch_tags import Tag, TorchPoolStats
 
 __all__ = ["TorchPoolStats", "VMemPool"]
@@ -62,6 +63,7 @@ class VMemPool:
         self._device = context.cuda_device if context.cuda_device is not None else 0
         self._lock = threading.RLock()
         self._tags: dict[str, Tag] = {}
+        self._host = HostMemory(context.cuda_device)
         self._allocator: Any = None
         visible = Caps.VISIBLE in context.info.caps
         # A living array: `Context.close` raises Busy while the pool is open.
@@ -123,7 +125,7 @@ class VMemPool:
         with self._lock:
             self._check_open("use")
             number = len(self._tags) + 1
-            tag = self._tags.setdefault(name, Tag(name, number, self._device))
+            tag = self._tags.setdefault(name, Tag(name, number, self._device, self._host))
             if tag.paused:
                 _native.fail(errno.EBUSY, f"tag {name!r} is paused; resume it first", op="use")
             tag.users += 1
@@ -160,6 +162,10 @@ class VMemPool:
 
     def pause(self, tag: str | None = None, *, keep: bool = True) -> int:
         """Gives physical memory back to the device; addresses stay, and nothing may touch them.
+
+        Contents go to host memory, which is page-locked if it can be: the device then copies at the
+        speed of its bus. Getting such memory takes longer than the copy, so it is kept for the next
+        pause, as much as was saved at once; `drop_host` and `close` give it back.
 
         Waits for the device's work first. Of several tags each is paused as a whole; those before
         one that fails are paused. Repeated: what was added since.
@@ -211,6 +217,16 @@ class VMemPool:
             self._check_open("resume")
             return sum(one.resume() for one in self._chosen(tag) if one.paused)
 
+    def drop_host(self) -> int:
+        """Gives back the host memory that holds no contents; the next `pause` locks memory anew.
+
+        Returns:
+            Its bytes.
+        """
+        with self._lock:
+            self._check_open("drop_host")
+            return self._host.drop()
+
     def _chosen(self, name: str | None) -> list[Tag]:
         if name is None:
             return list(self._tags.values())
@@ -237,7 +253,7 @@ class VMemPool:
         with self._lock:
             self._check_open("stats")
             if tag is None:
-                return TorchPoolStats.of(self._device)
+                return TorchPoolStats.of(self._device, self._host)
             return self._chosen(tag)[0].stats()
 
     # ---- end -----------------------------------------------------------------------------------
@@ -258,7 +274,10 @@ class VMemPool:
             self._return_segments()
             torch_alloc.close(self._device)
             self._closed = True
+            for tag in self._tags.values():
+                tag.forget()
             self._tags.clear()
+            self._host.drop()
             self._let_go()
 
     def _drop_workspaces(self) -> None:

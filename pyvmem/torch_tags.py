@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import mmap
 from dataclasses import dataclass, field
 from typing import Any
 
 from pyvmem import _native
 from pyvmem._native import torch_alloc
 from pyvmem.errors import TooManyBatches
+from pyvmem.torch_host import HostBlock, HostMemory
 
 __all__ = ["Tag", "TorchPoolStats"]
-
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 @dataclass(frozen=True)
@@ -30,6 +26,8 @@ class TorchPoolStats:
         mallocs, frees: segments that torch took and gave back so far.
         failures: calls of torch that could not be served.
         last_error: what the last of them failed with; torch itself only says "out of memory".
+        host_bytes: host memory of the whole pool, for contents and kept for the next pause.
+        locked_bytes: the part of `host_bytes` that is page-locked.
     """
 
     blocks: int
@@ -40,9 +38,11 @@ class TorchPoolStats:
     frees: int
     failures: int
     last_error: str
+    host_bytes: int
+    locked_bytes: int
 
     @classmethod
-    def of(cls, device: int, number: int = torch_alloc.ALL) -> TorchPoolStats:
+    def of(cls, device: int, host: HostMemory, number: int = torch_alloc.ALL) -> TorchPoolStats:
         """Asks the allocator; `number`: of one tag."""
         now = torch_alloc.stats(device, number)
         return cls(
@@ -54,6 +54,8 @@ class TorchPoolStats:
             now.frees,
             now.failures,
             _native.text_of(now.error),
+            host.bytes,
+            host.locked_bytes,
         )
 
 
@@ -65,6 +67,7 @@ class Tag:
         name: the caller's.
         number: the same in C, never 0, which is a thread without a tag.
         device: of the pool.
+        host: of the pool.
         users: active `VMemPool.use` blocks.
         paused: since the last resume.
         pool: its torch.cuda.MemPool, once there is one.
@@ -75,24 +78,29 @@ class Tag:
     name: str
     number: int
     device: int
+    host: HostMemory
     users: int = 0
     paused: bool = False
     pool: Any = None
-    saved: list[mmap.mmap] = field(default_factory=list)
+    saved: list[HostBlock] = field(default_factory=list)
 
     def stats(self) -> TorchPoolStats:
         """The allocator's statistics for it."""
-        return TorchPoolStats.of(self.device, self.number)
+        return TorchPoolStats.of(self.device, self.host, self.number)
 
     def pause(self, keep: bool) -> None:
         """Unmaps all segments, or, where that raises, none; no GPU work may be unfinished."""
         while True:
             room = self.stats().mapped_bytes
-            save = _host_memory(room) if keep and room else None
+            save = self.host.take(room) if keep and room else None
             try:
-                torch_alloc.pause(self.device, self.number, save)
-            except TooManyBatches:  # EAGAIN: torch added a segment since it was counted
-                continue
+                torch_alloc.pause(self.device, self.number, save.memory if save else None)
+            except BaseException as error:
+                if save is not None:
+                    self.host.give(save)
+                if isinstance(error, TooManyBatches):  # EAGAIN: torch added a segment meanwhile
+                    continue
+                raise
             break
         if save is not None:
             self.saved.append(save)
@@ -100,10 +108,9 @@ class Tag:
 
     def view_of(self, at: int, nbytes: int) -> memoryview | None:
         """Saved contents by their address in host memory; None: they are not of this tag."""
-        for memory in self.saved:
-            offset = at - ctypes.addressof(ctypes.c_char.from_buffer(memory))
-            if 0 <= offset < len(memory):
-                return memoryview(memory)[offset : offset + nbytes]
+        for block in self.saved:
+            if 0 <= at - block.address < block.size:
+                return block.view(at - block.address, nbytes)
         return None
 
     def resume(self) -> int:
@@ -111,14 +118,10 @@ class Tag:
         size = self.stats().paused_bytes
         torch_alloc.resume(self.device, self.number)
         self.paused = False
-        self.saved.clear()
+        self.forget()
         return size
 
-
-def _host_memory(size: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(-1, size, flags=_PRIVATE)
-    except OSError:
-        _native.fail(
-            errno.ENOMEM, f"no host memory for {size} bytes of contents", op="pause", bytes=size
-        )
+    def forget(self) -> None:
+        """Gives up the saved contents."""
+        while self.saved:
+            self.host.give(self.saved.pop())

@@ -19,7 +19,6 @@ What is different:
 
 - `pause` of a tag whose region is active raises `Busy`.
 - Errors of the driver raise and leave the tag as it was; nothing ends the process.
-- Backups lie in pageable host memory, not in pinned.
 """
 
 from __future__ import annotations
@@ -120,7 +119,8 @@ class TorchMemorySaver:
 
         Args:
             tag: of any number of regions.
-            enable_cpu_backup: `pause` keeps the contents in host memory; else they become zeros.
+            enable_cpu_backup: `pause` keeps the contents in host memory, page-locked if it can be;
+                else they become zeros.
 
         Raises:
             Busy: a region inside another, or of a paused tag.

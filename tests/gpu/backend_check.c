@@ -149,6 +149,69 @@ static void check_contents(struct env *e) {
   free(got);
 }
 
+/* Whether CUDA says of registered host memory, at both ends, what reads and writes go by. */
+static bool tells_of(struct env *e, uint8_t *host, uint64_t bytes) {
+  int which[] = {GPU_POINTER_MEMORY_TYPE, GPU_POINTER_RANGE_START, GPU_POINTER_RANGE_SIZE, GPU_POINTER_BUFFER_ID};
+  unsigned type[2] = {0};
+  unsigned long long id[2] = {0};
+  gpu_ptr start = 0;
+  size_t size = 0;
+  for (int i = 0; i < 2; i++) {
+    void *to[] = {&type[i], &start, &size, &id[i]};
+    if (e->cu->pointer_attributes(4, which, to, (gpu_ptr)(uintptr_t)(host + i * (bytes - 1)))) return false;
+  }
+  note(e, "  registered memory: range, buffer", "%llu of %llu bytes, %llu and %llu", (unsigned long long)size,
+       (unsigned long long)bytes, id[0], id[1]);
+  return type[0] == GPU_MEMORY_HOST && type[1] == GPU_MEMORY_HOST &&
+         ((start <= (uintptr_t)host && (uintptr_t)host + bytes <= start + size) || (id[0] && id[0] == id[1]));
+}
+
+/* Reads and writes of host memory that is locked, in part locked, and not. */
+static void check_locked(struct env *e) {
+  enum { BYTES = 48 << 20, LOCKED = 40 << 20 };
+  gpu_result (*register_host)(void *, size_t, unsigned), (*unregister)(void *);
+  void *symbols[] = {cuda_symbol("cuMemHostRegister_v2"), cuda_symbol("cuMemHostUnregister")};
+  uint64_t seed = 43, slab[24], per = e->info.one_page_slabs ? e->page : BYTES, addr, priv;
+  unsigned slabs = (unsigned)(BYTES / per);
+  uint8_t *host = aligned_alloc(1 << 21, BYTES), *model = malloc(BYTES);
+  uint32_t kind;
+  bool ok;
+  memcpy(&register_host, &symbols[0], sizeof(register_host));
+  memcpy(&unregister, &symbols[1], sizeof(unregister));
+  if (!check(e, "slabs for locked memory", slabs <= sizeof(slab) / sizeof(*slab))) return;
+  ok = !e->b->reserve(e->be, BYTES, 2 << 20, 0, &addr, &kind, &priv);
+  for (unsigned i = 0; i < slabs && ok; i++)
+    ok = !e->b->slab_create(e->be, per, e->page, VMEM_DEVICE, 0, &slab[i]) &&
+         !e->b->map(e->be, addr + i * per, per, slab[i], 0, 0, false);
+  for (int i = 0; i < BYTES; i++) host[i] = model[i] = (uint8_t)random_u64(&seed);
+  check(e, "register host memory", ok && register_host(host, LOCKED, 3) == GPU_SUCCESS);
+  check(e, "CUDA tells what is registered", tells_of(e, host, LOCKED));
+  ok = ok && !e->b->write(e->be, addr, host, LOCKED) &&
+       !e->b->write(e->be, addr + LOCKED, host + LOCKED, BYTES - LOCKED);
+  memset(host, 0, BYTES);
+  check(e, "locked, at once", ok && !e->b->read(e->be, host, addr, LOCKED) && !memcmp(host, model, LOCKED));
+  check(e, "beyond it", ok && !e->b->read(e->be, host, addr, BYTES) && !memcmp(host, model, BYTES));
+  for (int i = 0; i < 300 && ok; i++) {
+    uint64_t n = random_u64(&seed) % (i % 10 ? 70000 : 20 << 20), at = random_u64(&seed) % (BYTES - n);
+    uint64_t from = i % 3 ? random_u64(&seed) % (BYTES - n) : at;
+    if (i & 1) {
+      for (uint64_t k = 0; k < n; k += 97) host[from + k] ^= 0x5a;
+      ok = !e->b->write(e->be, addr + at, host + from, n);
+      memcpy(model + at, host + from, n);
+    } else {
+      ok = !e->b->read(e->be, host + from, addr + at, n) && !memcmp(host + from, model + at, n);
+    }
+  }
+  check(e, "300 reads and writes of odd places and lengths agree", ok);
+  check(e, "unregister", unregister(host) == GPU_SUCCESS);
+  check(e, "and the same memory after it", ok && !e->b->read(e->be, host, addr, BYTES) && !memcmp(host, model, BYTES));
+  ok = !e->b->unmap(e->be, addr, BYTES, false) && !put_range(e, addr, BYTES, priv);
+  for (unsigned i = 0; i < slabs; i++) ok = !e->b->slab_destroy(e->be, slab[i], per) && ok;
+  check(e, "locked memory: given back", ok);
+  free(host);
+  free(model);
+}
+
 static void check_runs(struct env *e) {
   enum { PAGES = 128 };
   struct vm_be_range ranges[PAGES * 5];
@@ -375,6 +438,7 @@ static void check_backend(const struct vm_backend *b) {
   b->mem_info(e.be, VMEM_DEVICE, 0, &before, &total);
   check_pages(&e);
   check_contents(&e);
+  check_locked(&e);
   if (!e.info.one_page_slabs) check_runs(&e);
   if (e.info.pub.caps & VMEM_CAP_SPARSE) check_sparse(&e);
   check_kinds(&e);

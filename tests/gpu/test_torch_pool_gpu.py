@@ -6,8 +6,10 @@ Needs a CUDA device, torch, and a back end (cuda, stock) that its probe proves; 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 import pyvmem
+from pyvmem import torch_host
 from pyvmem.torch_pool import VMemPool
 
 torch = pytest.importorskip("torch")
@@ -202,3 +205,92 @@ def test_beside_expandable_segments(backend: str) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_second_pause_takes_no_host_memory(pool: VMemPool) -> None:
+    """The first takes locked memory; contents are intact whatever was in it before."""
+    with pool.use("weights"):
+        weights = [matrix(4096) for _ in range(8)]
+    torch.cuda.synchronize()
+    views, held = set(), set()
+    for round_ in range(3):
+        for one in weights:
+            one.add_(round_)
+        wanted = [one.cpu() for one in weights]
+        pool.pause("weights")
+        view = pool.saved(weights[0].data_ptr(), 4096)
+        assert view is not None
+        assert bytes(view) == bytes(wanted[0].view(-1)[:1024].numpy())
+        views.add(ctypes.addressof(ctypes.c_char.from_buffer(view)))
+        del view
+        now = pool.stats()
+        assert now.locked_bytes == now.host_bytes >= now.saved_bytes >= 512 * MIB
+        held.add(now.host_bytes)
+        pool.resume("weights")
+        for one, want in zip(weights, wanted, strict=True):
+            assert torch.equal(one.cpu(), want)
+    assert len(views) == len(held) == 1
+    assert pool.drop_host() == held.pop()
+    assert pool.stats().host_bytes == 0
+    pool.pause("weights")
+    pool.resume("weights")
+    for one, want in zip(weights, wanted, strict=True):
+        assert torch.equal(one.cpu(), want)
+
+
+def test_contents_without_locked_memory(pool: VMemPool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch_host, "_HOST_REGISTER", 1 << 30)  # a flag that CUDA refuses
+    with pool.use("weights"):
+        weights = matrix(4096)
+    wanted = weights.cpu()
+    pool.pause("weights")
+    assert pool.stats().locked_bytes == 0
+    pool.resume("weights")
+    assert torch.equal(weights.cpu(), wanted)
+    product = weights @ weights  # CUDA's error has left no trace
+    torch.cuda.synchronize()
+    assert torch.equal(product, wanted.cuda() @ wanted.cuda())
+
+
+@pytest.mark.parametrize("memory", ["registered", "torch's", "pageable"])
+def test_reads_and_writes_of_host_memory(context: pyvmem.Context, memory: str) -> None:
+    """At odd alignments and lengths, larger than one copy and than the staging buffer."""
+    size = 40 * MIB
+    chance = random.Random(3)
+    if memory == "registered":
+        block = torch_host.HostBlock(size, 0)
+        assert block.locked
+        host = block.view(0, size)
+    else:
+        pinned = memory == "torch's"
+        host = memoryview(torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy())
+    model = bytearray(chance.randbytes(size))
+    space = context.reserve(size)
+    pages = context.create(size)
+    space.map(0, pages)
+    at = space.addr
+    host[:] = model
+    context.write(at, host)
+    host[:] = bytes(size)
+    context.read_into(at, host)
+    assert host == model
+    for number in range(120):
+        length = chance.randrange(20 * MIB if number % 8 == 0 else 70000)
+        there, here = chance.randrange(size - length), chance.randrange(size - length)
+        if number % 3 == 0:
+            here = there
+        if number & 1:
+            model[there : there + length] = host[here : here + length]
+            context.write(at + there, host[here : here + length])
+        else:
+            before = host[here - 1] if here else 0
+            after = host[here + length]
+            context.read_into(at + there, host[here : here + length])
+            assert host[here : here + length] == model[there : there + length]
+            assert host[here + length] == after
+            assert not here or host[here - 1] == before
+    assert context.read(at, size) == model
+    del host
+    space.unmap(0, size)
+    pages.release()
+    space.close()

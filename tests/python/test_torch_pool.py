@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import pytest
 import pyvmem
 from pyvmem import Inject, _vmem
 from pyvmem._native import torch_alloc
+from pyvmem.torch_host import HostMemory
 from pyvmem.torch_pool import VMemPool
 
 SEGMENT = 2 << 20
@@ -447,3 +449,162 @@ def test_saved_contents_can_be_read(
     assert bytes(view) == b"SECOND", "the view outlives the saved contents"
     for block in (first, second, lost):
         torch.free(block)
+
+
+def allocated(torch: Torch, pool: VMemPool, tag: str, size: int) -> int:
+    with pool._allocating(tag):
+        block = torch.malloc(size)
+    assert block is not None
+    return block
+
+
+def saved_at(pool: VMemPool, block: int) -> int:
+    at = torch_alloc.saved(pool._device, block, 1)
+    assert at
+    return at
+
+
+def test_host_memory_is_kept_for_the_next_pause(
+    context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
+) -> None:
+    block = allocated(torch, pool, "t", 3 * page)
+    places = set()
+    for value in range(1, 4):
+        context.fill(block, 3 * page, value)
+        pool.pause()
+        places.add(saved_at(pool, block))
+        assert pool.stats().host_bytes == 3 * page
+        assert pool.drop_host() == 0, "contents are no spare memory"
+        pool.resume()
+        assert context.read(block, 3 * page) == bytes([value]) * (3 * page)
+        assert pool.stats().host_bytes == 3 * page
+    assert len(places) == 1
+    assert pool.drop_host() == 3 * page
+    assert pool.drop_host() == pool.stats().host_bytes == 0
+    torch.free(block)
+
+
+def test_host_memory_is_as_large_as_what_was_saved_at_once(
+    context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
+) -> None:
+    small, large = allocated(torch, pool, "s", page), allocated(torch, pool, "l", 4 * page)
+    context.write(small, b"small")
+    context.write(large, b"large")
+    for tags, held in (("s", 1), ("l", 4), ("s", 4), ("ls", 5), ("sl", 5), ("l", 5)):
+        for tag in tags:
+            pool.pause(tag)
+        pool.resume()
+        assert pool.stats().host_bytes == held * page
+        assert context.read(small, 5) == b"small"
+        assert context.read(large, 5) == b"large"
+    for block in (small, large):
+        torch.free(block)
+
+
+def test_host_memory_that_is_looked_at_is_not_used_again(
+    context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
+) -> None:
+    block = allocated(torch, pool, "t", page)
+    context.write(block, b"old")
+    pool.pause()
+    view = pool.saved(block, page)
+    assert view is not None
+    part, first = view[1:3], saved_at(pool, block)
+    del view
+    pool.resume()
+    assert pool.stats().host_bytes == 0
+    context.write(block, b"new")
+    pool.pause()
+    assert saved_at(pool, block) != first
+    assert bytes(part) == b"ld"
+    pool.resume()
+    del part
+    assert pool.stats().host_bytes == page
+    torch.free(block)
+
+
+def test_a_failed_pause_keeps_its_host_memory(
+    context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
+) -> None:
+    block = allocated(torch, pool, "t", page)
+    context.inject(Inject.UNMAP)
+    with pytest.raises(pyvmem.DriverError):
+        pool.pause()
+    assert pool.stats().host_bytes == page
+    pool.pause()
+    assert pool.stats().host_bytes == page
+    pool.resume()
+    torch.free(block)
+    pool.close()
+    assert pool._host.bytes == 0
+
+
+class Libcuda:
+    """What of libcuda is asked for to lock host memory."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.locked: dict[int, int] = {}
+        self.current = self.retained = 0
+
+    def cuDeviceGet(self, number: Any, ordinal: int) -> int:
+        number._obj.value = ordinal + 40
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, number: Any) -> int:
+        assert number.value == 40
+        self.retained += 1
+        return 0
+
+    def cuDevicePrimaryCtxRelease_v2(self, number: Any) -> int:
+        self.retained -= 1
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: Any) -> int:
+        self.current += 1
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context: Any) -> int:
+        self.current -= 1
+        return 0
+
+    def cuMemHostRegister_v2(self, address: Any, size: Any, flags: Any) -> int:
+        assert self.current == self.retained == 1
+        assert flags.value == 3
+        if self.code == 0:
+            self.locked[address.value] = size.value
+        return self.code
+
+    def cuMemHostUnregister(self, address: Any) -> int:
+        assert self.current == self.retained == 1
+        del self.locked[address.value]
+        return 0
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_locked_blocks(monkeypatch: Any, caplog: Any, code: int) -> None:
+    """And ones that cannot be locked, which serve all the same."""
+    cuda = Libcuda(code)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: cuda)
+    host = HostMemory(0)
+    first = host.take(8192)
+    assert cuda.locked == ({first.address: 8192} if code == 0 else {})
+    assert host.locked_bytes == (8192 if code == 0 else 0)
+    assert ("cannot be page-locked (CUDA error 2)" in caplog.text) == (code == 2)
+    view = first.view(8, 4)
+    view[:] = b"abcd"
+    assert first.memory[8:12] == b"abcd"
+    host.give(first)
+    assert not cuda.locked, "a viewed block is not locked any more: its memory lives on"
+    del first
+    assert bytes(view) == b"abcd"
+    second = host.take(4096)
+    host.give(second)
+    third = host.take(8192)
+    del second
+    assert list(cuda.locked) == ([third.address] if code == 0 else [])
+    assert host.bytes == 8192
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    third.unlock()  # as in the child of a fork
+    assert bool(cuda.locked) == (code == 0)
+    assert (cuda.current, cuda.retained) == (0, 0)
