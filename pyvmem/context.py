@@ -288,7 +288,7 @@ class Context(AddressSpace):
         if keep:
             self._events.keep(ticket, keep)
         flags = _LATE if late else 0
-        _native.submit(self.handle, ops._array, len(ops), items, flags, outcome=ticket._outcome)
+        _native.submit(self.handle, ops._array, len(ops), items, flags, outcome=ticket.outcome)
         for pages in consumed:
             pages._done = True
         return ticket

@@ -145,17 +145,20 @@ class Ticket:
     object. `wait` and `done` may be called again, by several threads, and after an exception from
     outside (KeyboardInterrupt) as if they had not been. An object that is forgotten or closed does
     not cancel its batch.
+
+    Attributes:
+        outcome: what the call that submits it has done, known after an exception from outside, too.
     """
 
     # _result: None: not known; True: success; else what the batch failed with. It is written before
     # libvmem's ticket is dropped, so who finds that one gone finds the result here.
     __slots__ = (
-        "__weakref__", "_consumed", "_context", "_dropped", "_held", "_outcome", "_result",
+        "__weakref__", "_consumed", "_context", "_dropped", "_held", "_result", "outcome",
     )  # fmt: skip
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._outcome = Outcome()
+        self.outcome = Outcome()
         self._consumed: list[Pages] = []
         self._result: VMemError | bool | None = None
         self._held = False  # by the context, which keeps events for the batch
@@ -164,13 +167,13 @@ class Ticket:
     @property
     def handle(self) -> int:
         """libvmem's ticket; 0: the batch has not been submitted."""
-        handle: int = self._outcome.cell.value
+        handle: int = self.outcome.cell.value
         return handle
 
     @property
     def sent(self) -> bool:
         """Whether the batch was submitted."""
-        return self._outcome.happened
+        return self.outcome.happened
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the batch is finished, its fills included.
@@ -230,7 +233,7 @@ class Ticket:
 
     def _over(self) -> bool:
         """Whether libvmem needs its events no more."""
-        return self.done() if self.sent else bool(self._outcome.cell.called)
+        return self.done() if self.sent else bool(self.outcome.cell.called)
 
     def order(self, stream: Any = None) -> None:
         """Waits until the mappings are made, then lets `stream` wait for the fills.

@@ -260,6 +260,10 @@ class Reservation:
             raise
         self._closed = True
 
+    def leave(self) -> None:
+        """Leaves what cannot be given back to the context, which has it until it is closed."""
+        self._closed = True
+
     def abandon(self) -> None:
         """``close(unmap=True)``, unless it was closed before, or never made."""
         if self._outcome.happened:

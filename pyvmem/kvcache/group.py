@@ -629,6 +629,6 @@ class Group:
             self.mapper.close(reservation)
         except NotRecoverable:
             # Quarantined pages keep their addresses; both go when the context is closed.
-            reservation._closed = True
+            reservation.leave()
         if self in self.journal.books:
             self.journal.books.remove(self)

@@ -337,7 +337,7 @@ class Pager(Book):
                 put(reclaimer, "held", held + job.new_pages)
                 self.growths.append(job)
                 reclaimer.table.touched.update(slots)
-                entries.append(ticket._outcome)
+                entries.append(ticket.outcome)
                 self.mapper.context.submit(mapping, (), ticket, late=True)
                 self.runs.grown(job.pieces)
             else:

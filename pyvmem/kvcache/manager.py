@@ -1044,7 +1044,7 @@ def _begin_with(groups: Sequence[Group], match: PrefixMatch, stream: Any) -> int
     groups[0].counters.resumed += kept is not None and whole
     slot = taken[0][1]
     slot.pins = [node]
-    prefixes.leases.end(match._lease)
+    prefixes.use_up(match)
     for group, one in taken:
         group.enter(one, match.length)
         group.note_peaks()

@@ -54,7 +54,7 @@ class Transaction:
     def submit(self, ops: OpBatch, after: Iterable[Any] = (), late: bool = False) -> Ticket:
         """Gives the batch to the worker; see `Context.submit`."""
         ticket = self.ticket
-        self._journal.entries.append(ticket._outcome)
+        self._journal.entries.append(ticket.outcome)
         return self._context.submit(ops, after, ticket, late)
 
     def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
@@ -192,7 +192,7 @@ class Scratch:
             try:
                 addresses.close(unmap=True)
             except NotRecoverable:
-                addresses._closed = True  # quarantined; they go with the context
+                addresses.leave()  # quarantined
             except VMemError:
                 continue
             self._full.remove(addresses)
@@ -208,5 +208,5 @@ class Scratch:
             try:
                 addresses.close(unmap=True)
             except VMemError:
-                addresses._closed = True  # they go with the context
+                addresses.leave()
         self._kept, self._full = None, []

@@ -280,7 +280,7 @@ class Mover:
                 addresses = self._uncount(move)
                 change.run(self._plan.unmaps(move, addresses))
         except NotRecoverable:
-            self._uncount(move)._closed = True  # quarantined; it goes with the context
+            self._uncount(move).leave()  # quarantined
         except VMemError:
             self._give_up(move)
         else:
@@ -320,7 +320,7 @@ class Mover:
             if move.addresses is not None:
                 with suppress(VMemError):
                     move.addresses.close(unmap=True)
-                move.addresses._closed = True
+                move.addresses.leave()
 
     def moving(self, slot: Slot) -> int:
         """Pages per tensor of a slot that the end of its move changes."""

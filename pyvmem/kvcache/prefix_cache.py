@@ -453,6 +453,10 @@ class PrefixCache:
         if match.length and not self.leases.has(match._lease):
             match._lease = self.leases.add(self.pin(match))
 
+    def use_up(self, match: PrefixMatch) -> None:
+        """Ends the lease of a match that a request has begun with."""
+        self.leases.end(match._lease)
+
     def pin(self, match: PrefixMatch) -> Node[Span]:
         """Keeps what matched; raises PrefixEvicted where it is not there any more."""
         node = match._lease.node

@@ -88,3 +88,39 @@ def test_the_modules_of_the_cache_from_below() -> None:
     for place, name in enumerate(order):
         above = {f"pyvmem.kvcache.{one}" for one in order[place:]}
         assert not found[f"pyvmem.kvcache.{name}"] & above, name
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """The attributes with one underscore that a module's own classes and objects have."""
+    found = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("self", "cls")
+    }
+    found |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            made = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
+            found |= {one.id for one in made if isinstance(one, ast.Name)}
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+@pytest.mark.parametrize("folder", ["kvcache", "engine", "compat", "attention", "hf", "serve"])
+def test_nobody_takes_the_private_parts_of_another_module(folder: str) -> None:
+    """Those of torch and transformers are not looked at: where nothing public does the same."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")}
+    names = {path: private_names(tree) for path, tree in trees.items()}
+    kept = {"_asdict", "_replace", "_fields"}  # of named tuples
+    found = []
+    for path in sorted(ROOT.joinpath(folder).rglob("*.py")):
+        others = set().union(*(own for one, own in names.items() if one != path))
+        for node in ast.walk(trees[path]):
+            if (
+                isinstance(node, ast.Attribute)
+                and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+                and node.attr in others - names[path] - kept
+            ):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not found, "\n".join(found)
