@@ -329,7 +329,7 @@ class ElasticEngine:
             # The highest addresses: growth takes the lowest, so that what is used stays together.
             self._retire(sorted(idle)[keep:])
         if self.settings.prefix is not None:
-            self._evict(self._cached_bytes() - self.settings.prefix)
+            self._evict(self._count_for(self._cached_bytes() - self.settings.prefix))
         excess = self.quota.excess()
         if excess > self.backing.leaving_bytes:
             self._shrink(excess - self.backing.leaving_bytes)
@@ -338,7 +338,11 @@ class ElasticEngine:
         """Gives back so many bytes if it can: idle blocks, then the prefixes used longest ago."""
         idle = sorted(self._idle_blocks(), reverse=True)
         nbytes -= self._retire(idle[: self._count_for(nbytes)])
-        self._evict(nbytes)
+        while nbytes > 0:
+            freed = self._evict(self._count_for(nbytes))
+            if freed is None:
+                return
+            nbytes -= freed
 
     def _count_for(self, nbytes: int) -> int:
         return max(0, -(-nbytes // max(1, self.backing.geometry.block_bytes)))
@@ -347,20 +351,21 @@ class ElasticEngine:
         cached = self.pool.free_block_queue.num_free_blocks - len(self._idle_blocks())
         return int(cached) * self.backing.geometry.block_bytes
 
-    def _evict(self, nbytes: int) -> None:
+    def _evict(self, count: int) -> int | None:
+        """Forgets so many prefix blocks, those used longest ago first.
+
+        Returns the bytes of their pages that no other block shares; None: there was none to forget.
+        """
         queue = self.pool.free_block_queue
-        while nbytes > 0:
-            batch: list[int] = []
-            block = queue.fake_free_list_head.next_free_block
-            while block is not queue.fake_free_list_tail and len(batch) < self._count_for(nbytes):
-                if block.block_hash is not None:
-                    batch.append(int(block.block_id))
-                block = block.next_free_block
-            if not batch:
-                return
-            for one in batch:
-                self.pool._maybe_evict_cached_block(self.pool.blocks[one])
-            nbytes -= max(1, self._retire(batch))
+        batch: list[int] = []
+        block = queue.fake_free_list_head.next_free_block
+        while block is not queue.fake_free_list_tail and len(batch) < count:
+            if block.block_hash is not None:
+                batch.append(int(block.block_id))
+            block = block.next_free_block
+        for one in batch:
+            self.pool._maybe_evict_cached_block(self.pool.blocks[one])
+        return self._retire(batch) if batch else None
 
     def _retire(self, blocks: list[int]) -> int:
         for one in blocks:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Callable
@@ -107,6 +108,21 @@ def test_tokens_and_memory(start: Open, expected: Callable[..., Tokens], model: 
         null = sum(len(geometry.pages(k, 0)) * geometry.page_bytes(k) for k in range(1))
         assert elastic_of(llm).backing.mapped_bytes == null
         assert answer(llm, prompts()) == wanted
+
+
+def test_prefixes_are_cut_to_the_block(start: Open) -> None:
+    """Eight blocks share a page, and most evictions free none: the cap counts blocks, not pages."""
+    with start("llama", VMEM_VLLM="1", VMEM_IDLE="3600") as llm:
+        answer(llm, prompts())
+        elastic = elastic_of(llm)
+        elastic.settle()
+        block, cached = elastic.backing.geometry.block_bytes, elastic._cached_bytes()
+        assert cached > 20 * block
+        for cap in (cached - 3 * block, cached - 10 * block - 1, 0):
+            elastic.settings = dataclasses.replace(elastic.settings, prefix=cap)
+            elastic.tick(force=True)
+            assert elastic._cached_bytes() == cap // block * block
+            check(llm)
 
 
 def test_without_prefixes(start: Open, expected: Callable[..., Tokens]) -> None:
