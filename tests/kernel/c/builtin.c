@@ -164,7 +164,11 @@ static void managed_blocks(void) {
   printf("RESULT UVM_TEST_RANGE_GROUP_TREE 0x0\n");
 #ifdef UVM_TEST_PMM_SYSMEM
   void *whole = memset(managed(0, BYTES_2M), 1, BYTES_2M), *parts = in_four_parts(2 * BYTES_2M);
-  RUN(UVM_TEST_PMM_SYSMEM, .range_address1 = (uintptr_t)whole, .range_address2 = (uintptr_t)parts);
+  /* Since 550 it takes only GPUs whose access counters give physical addresses: Volta's. */
+  UVM_TEST_PMM_SYSMEM_PARAMS s = {.range_address1 = (uintptr_t)whole, .range_address2 = (uintptr_t)parts};
+  unsigned status = uvm_call(UVM_TEST_PMM_SYSMEM, &s, &s.rmStatus);
+  printf("RESULT UVM_TEST_PMM_SYSMEM 0x%x\n", status);
+  EQ(status, atoi(W.driver_version) < 550 ? NV_OK : NV_ERR_INVALID_DEVICE);
   munmap(whole, BYTES_2M);
   munmap(parts, BYTES_2M);
 #endif
