@@ -43,7 +43,9 @@ class VMemCache(_Cache, Closing):  # type: ignore[misc]  # a base that is Any
     Heads, type and device are those of the first keys; only then is memory asked for. Layers with a
     sliding window keep the window, and ``window_tile`` tokens before it, which assisted generation
     may take back. Of MLA the latent is stored, one tensor a layer, where transformers hands it over
-    (5.23). Can be used again after `reset`. Without `close`, memory goes back when the object is
+    (5.23). Rows are written in place, which autograd records as for a `StaticCache`: without
+    ``torch.no_grad()``, results keep what they were computed from, tensors of the cache included.
+    Can be used again after `reset`. Without `close`, memory goes back when the object is
     collected.
 
     Args:

@@ -98,17 +98,22 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
         return shown
 
     def take_from(self, other: VMemLayer) -> None:
-        """Becomes what another cache's layer is: the same tokens at the same places."""
+        """Becomes what another cache's layer is: the same tokens at the same places.
+
+        Detached: autograd's graph would keep the other cache's tensors for as long as what is
+        computed over this one lives.
+        """
         if other.keys is None or other.values is None:
             return
-        self.lazy_initialization(other.keys, other.values)
+        keys, values = other.keys.detach(), other.values.detach()
+        self.lazy_initialization(keys, values)
         length, first = other.get_seq_length(), self._offset(other.get_seq_length())
         self._rows.hold(self.batch_size, length)
         where = self._rows.where(first, length, self.device)
         assert self._k is not None
         assert self._v is not None
-        self._k[: self.batch_size].index_copy_(1, where, other.keys.transpose(1, 2))
-        self._v[: self.batch_size].index_copy_(1, where, other.values.transpose(1, 2))
+        self._k[: self.batch_size].index_copy_(1, where, keys.transpose(1, 2))
+        self._v[: self.batch_size].index_copy_(1, where, values.transpose(1, 2))
         self._length = length
         self._show()
 

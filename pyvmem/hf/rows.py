@@ -122,13 +122,17 @@ class Rows:
         return str(self.parts[0].config.dtype)
 
     def tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where a layer's keys and values lie, ``[slots, max_length, num_kv_heads, head_dim]``."""
+        """Where a layer's keys and values lie, ``[slots, max_length, num_kv_heads, head_dim]``.
+
+        Made outside inference and no_grad mode: what is made within could not be written outside.
+        """
         cache = self.cache
         assert cache is not None
-        if self.shapes[layer].v_head_dim:
-            return cache.k(layer), cache.v(layer)
-        rows, wide = cache.k(layer), self.handed[layer][1]  # MLA: the latent, and the rotary part
-        return rows[..., :wide], rows[..., wide:]
+        with torch.inference_mode(False), torch.enable_grad():
+            if self.shapes[layer].v_head_dim:
+                return cache.k(layer), cache.v(layer)
+            rows, wide = cache.k(layer), self.handed[layer][1]  # MLA: latent, and rotary part
+            return rows[..., :wide], rows[..., wide:]
 
     def kept_from(self, layer: int, length: int) -> int:
         """The first row of a layer that is there while its rows have `length` tokens."""
@@ -142,10 +146,7 @@ class Rows:
         window = self.shapes[layer].window
         if not window or not self.count:
             return
-        if isinstance(self.cache, LayeredCache):
-            part = self.cache.caches[classes_of(self.shapes)[1][layer][0].part]
-        else:
-            part = self.parts[0]
+        part = self.parts[classes_of(self.shapes)[1][layer][0].part]
         there = max(part.first_rows(range(self.count)))
         if max(0, length - window + 1) < there:
             raise invalid(
@@ -200,7 +201,8 @@ class Rows:
         which refuses addresses that were reserved plain.
         """
         if self._where is None or self._where[:2] != (first, last):
-            self._where = (first, last, torch.arange(first, last, device=device))
+            with torch.inference_mode(False):  # autograd may save it
+                self._where = (first, last, torch.arange(first, last, device=device))
         return self._where[2]
 
     def shrink(self, count: int, length: int) -> None:
@@ -214,6 +216,9 @@ class Rows:
         while self.count > count:
             self.count -= 1
             self.cache.free_reqid(self.count)
+        if not count:
+            for part in self.parts:
+                part.drop()  # and autograd's graph of what they were written from
 
     def _lengths(self, tokens: int) -> list[int]:
         return [tokens] * self.count + [0] * (self.settings.max_batch - self.count)

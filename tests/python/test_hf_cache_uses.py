@@ -9,6 +9,7 @@ keys. torch.export is not on it: the views grow, so `is_compileable` is False.
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ __all__ = ["one_thread"]
 pytestmark = pytest.mark.needs_tensors
 
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +169,32 @@ def test_a_full_queue_delays_what_is_mapped_ahead(model: Any, host: pyvmem.Conte
     with make(host, model.config) as cache, full_queue(host):
         cache.update(states[:, :, :21], states[:, :, :21], 0)
         assert torch.equal(cache.update(states[:, :, 21:], states[:, :, 21:], 0)[0], states)
+
+
+@pytest.mark.parametrize("modes", list(itertools.permutations(MODES, 2)))
+def test_a_cache_goes_on_in_another_grad_mode(
+    model: Any, host: pyvmem.Context, modes: tuple[str, str]
+) -> None:
+    ids = prompts(1, 30, torch.device("cpu"))["input_ids"]
+    with torch.no_grad():
+        want = model(ids).logits[:, 20:]
+    with make(host, model.config) as cache:
+        with MODES[modes[0]]():
+            model(ids[:, :20], past_key_values=cache)
+        with MODES[modes[1]]():
+            got = model(ids[:, 20:], past_key_values=cache).logits
+        assert torch.allclose(got, want, atol=1e-4)
+        del got
+
+
+def test_no_graph_leaves_the_cache_in_a_copy_or_stays_after_a_reset(
+    model: Any, host: pyvmem.Context
+) -> None:
+    ids = prompts(1, 30, torch.device("cpu"))["input_ids"]
+    with make(host, model.config) as cache:
+        model(ids, past_key_values=cache)
+        assert all(tensor.requires_grad for tensor in cache.kvcache.tensors)
+        with copy.deepcopy(cache) as other:
+            assert not any(tensor.requires_grad for tensor in other.kvcache.tensors)
+        cache.reset()
+        assert not any(tensor.requires_grad for tensor in cache.kvcache.tensors)
