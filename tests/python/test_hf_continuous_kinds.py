@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Description: continuous batching of models with windows, MLA and layers that differ.
 
-Windows against transformers' own paged path; MLA, which that does not attend to over the latent,
-against ``generate`` of each prompt alone.
+The tokens wanted are those of ``generate`` for each prompt alone, with transformers' own cache.
 """
 
 from __future__ import annotations
@@ -145,6 +144,22 @@ def test_a_request_must_fit_with_the_rows_that_its_window_drops(host: pyvmem.Con
     assert "60 tokens and 133 new ones" in bad.error
     assert "holds 192" in bad.error
     assert len(good.generated_tokens) == 133
+
+
+def test_a_window_that_the_configuration_does_not_tell_is_refused(
+    host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache drops rows by the configuration; an attention that sees more would miss them."""
+    model = model_of("gemma3")
+    monkeypatch.setattr(model.model.layers[1].self_attn, "sliding_window", WINDOW + 1)
+    with vmem_continuous_batching(model, **options(host)):
+        found = model.generate_batch(
+            [[5] * 9], generation_config=generation(), continuous_batching_config=config()
+        )
+    (bad,) = found.values()
+    text = f"layer 1 asks for a window of {WINDOW + 1}, its configuration for {WINDOW}"
+    assert text in bad.error
+    assert not bad.generated_tokens
 
 
 def test_models_whose_latent_cannot_be_absorbed_are_named() -> None:
