@@ -22,6 +22,7 @@ from pyvmem.ops import OpBatch
 
 if TYPE_CHECKING:
     from pyvmem.features import Feature
+    from pyvmem.info import ContextInfo
     from pyvmem.kvcache.slots import Slot
     from pyvmem.pages import Pages
 
@@ -43,13 +44,14 @@ class Sharing:
         self.layout = pager.layout
         self.device = pager.device
         self.config = config
-        self._has: set[Feature] = set()
+        self._allowed: dict[Feature, ContextInfo] = {}  # for which info of the context each was
 
     def require(self, feature: Feature, what: str) -> None:
         """Raises NotSupported where the cache cannot have the feature that `what` is a call of."""
-        if feature not in self._has:  # neither the context nor the cache changes
-            feature.require(self.mapper.context.info, what, window=self.config.window)
-            self._has.add(feature)
+        info = self.mapper.context.info
+        if self._allowed.get(feature) is not info:
+            feature.require(info, what, window=self.config.window)
+            self._allowed[feature] = info
 
     # ---- a slot's own pages become shared --------------------------------------------------------
 
