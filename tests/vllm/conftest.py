@@ -53,13 +53,15 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The folder of a model, made when it is first asked for.
+    """The folder of a model, made when it is first asked for; one that is a folder is itself.
 
     The weights are large enough that every token depends on all keys and values.
     """
     made: dict[str, str] = {}
 
     def of(name: str) -> str:
+        if Path(name).is_dir():
+            return name
         if name not in made:
             from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -110,6 +110,26 @@ def test_tokens_and_memory(start: Open, expected: Callable[..., Tokens], model: 
         assert answer(llm, prompts()) == wanted
 
 
+def test_a_real_model(start: Open) -> None:
+    """SmolLM2-135M, 30 layers: K and V of a block of 32 tokens are 48 KiB of a layer in float32."""
+    from pyvmem.serve import model
+
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    try:
+        folder = str(model.model_folder())
+    except model.ModelNotFound as error:
+        pytest.skip(str(error))
+    asked = prompts(count=3, vocabulary=40_000)
+    with start(folder) as llm:
+        wanted = answer(llm, asked, 8)
+    assert len({tuple(one) for one in wanted}) == len(asked)
+    with start(folder, VMEM_VLLM="1", VMEM_RESERVE="8M") as llm:
+        assert answer(llm, asked, 8) == wanted
+        assert elastic_of(llm)._cached_bytes() > 0
+        assert answer(llm, asked, 8) == wanted
+        at_rest(llm)
+
+
 def test_prefixes_are_cut_to_the_block(start: Open) -> None:
     """Eight blocks share a page, and most evictions free none: the cap counts blocks, not pages."""
     with start("llama", VMEM_VLLM="1", VMEM_IDLE="3600") as llm:
