@@ -111,20 +111,25 @@ def sleep_table(run: Result) -> Iterator[str]:
     found, options = rows(run), run["options"]
     body = []
     for engine in ("elastic", "stock"):
+        if f"sleep/wake/{engine}" not in found:
+            continue
         slept, woke = (found[f"sleep/{key}/{engine}"] for key in ("sleep", "wake"))
         given = found[f"sleep/given/{engine}"]["value"]
         same = found[f"sleep/same/{engine}"]
         body.append(
             [
                 engine,
-                *(number(value / 1e3) for value in (slept["max"], slept["median"], woke["median"])),
+                *(number(value / 1e3) for value in (slept["max"], slept["min"], woke["median"])),
                 number(found[f"sleep/first/{engine}"]["median"]),
                 f"{given / _GB:.1f}",
                 f"{same['value']} of {same['of']}",
             ]
         )
-    head = ["engine", "longest `sleep(1)` s", "median s", "`wake_up()` s", "then first token ms"]
-    yield f"vLLM {options['vllm']}, {options['shape']}'s shape, {title(run)}:"
+    head = ["engine", "longest `sleep(1)` s", "shortest s", "`wake_up()` s", "then first token ms"]
+    yield (
+        f"vLLM {options['vllm']}, {options['shape']}'s shape, {title(run)}, "
+        f"commit {run['machine']['commit'][:7]}:"
+    )
     yield ""
     yield from table([*head, "GB given back", "answers as before"], body)
 

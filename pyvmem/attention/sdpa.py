@@ -6,12 +6,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from pyvmem.attention.batch import Batch
 
 __all__ = ["causal", "sdpa"]
+
+_SCORES = 1 << 26  # of a block of tokens, where all of them are kept
 
 
 def sdpa(
@@ -50,6 +53,8 @@ def causal(
         mask = q.new_ones((new, rows), dtype=torch.bool).tril(rows - new)
         if narrow:
             mask = mask.triu(rows - new - window + 1)
+    if mask is not None and q.device.type == "cuda" and v.shape[3] != q.shape[3]:
+        return _masked_blocks(q, k, v, mask, scale)
     grouped = heads != k.shape[2]
     if grouped and v.shape[3] != q.shape[3]:  # of the fast kernels none takes both
         k, v = (
@@ -68,3 +73,28 @@ def causal(
         scale=scale,
         enable_gqa=grouped,
     ).transpose(1, 2)
+
+
+def _masked_blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention by products of matrices, a block of tokens at a time.
+
+    For values narrower than keys under a mask: torch 2.11's memory-efficient kernel gave a wrong
+    token behind the first 32 of a chunk on an H100 (keys of 576 elements, values of 512).
+    """
+    requests, new, heads = q.shape[:3]
+    block = max(1, _SCORES // (requests * heads * k.shape[1]))
+    with sdpa_kernel(SDPBackend.MATH):
+        found = [
+            scaled_dot_product_attention(
+                q[:, at : at + block].transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                attn_mask=mask[at : at + block],
+                scale=scale,
+                enable_gqa=heads != k.shape[2],
+            ).transpose(1, 2)
+            for at in range(0, new, block)
+        ]
+    return found[0] if len(found) == 1 else torch.cat(found, 1)

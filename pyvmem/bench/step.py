@@ -62,6 +62,7 @@ def _one(
         page_size=page,
         zero_fill=zero_fill,
         low_watermark=0.0,
+        growth_fraction=0.0,  # an event is 512 pages, not the end of a longer run
     )
     events = _events(setting, context, requests * tensors, needy * tensors)
     pages = requests * tensors + (2 * events + 1) * needy * tensors

@@ -16,7 +16,7 @@ from attention_helpers import CASES, Case, fill, wanted
 
 import pyvmem
 from pyvmem import InvalidArgument, KVCache, KVCacheConfig
-from pyvmem.attention import Attention, OverRead, kernels
+from pyvmem.attention import Attention, OverRead, kernels, sdpa
 from pyvmem.attention.kernels import KERNELS
 from pyvmem.attention.layers import Form, forms_of
 from pyvmem.attention.reads import EXACT, Reads
@@ -320,3 +320,14 @@ def test_a_form_of_other_value_heads_is_not_for_flash(host: pyvmem.Context) -> N
         for why in (flash.why_not_fa3, flash.why_not_fa2, infer.why_not):
             assert why(form, cpu) == "it needs a GPU"
         assert flash.why_not_blocks(form) == ""
+
+
+def test_blocks_of_tokens_under_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU computes a latent's later chunks by, against the one call of a CPU."""
+    q, k = torch.randn(2, 33, 4, 24), torch.randn(2, 50, 1, 24)
+    v = k[..., :16]
+    mask = torch.ones(33, 50, dtype=torch.bool).tril(17)
+    want = sdpa.causal(q, k, v, 0.3)
+    for scores in (1, 1000, 1 << 26):  # a token, two tokens, all of them in a block
+        monkeypatch.setattr(sdpa, "_SCORES", scores)
+        torch.testing.assert_close(sdpa._masked_blocks(q, k, v, mask, 0.3), want)
