@@ -66,9 +66,8 @@ class NextBatch:
         kv_lens = [past + count for _, past, count in queued]
         self._batch = self._attention.batch(slots, new, kv_lens)
         ahead = list(lens)
-        part = cache.caches[0] if isinstance(cache, LayeredCache) else cache
         for slot in slots:
-            ahead[slot] = min(ahead[slot] + 1, part.config.max_seq_len)
+            ahead[slot] = min(ahead[slot] + 1, cache.config.max_seq_len)
         with suppress(TooManyBatches):  # the next `hold` maps it
             cache.step_async(ahead)  # -1: memory is short, as the next `hold` tells
 
