@@ -32,7 +32,7 @@ from pyvmem.attention import Attention
 from pyvmem.errors import VMemError
 from pyvmem.features.table import FORK
 from pyvmem.hf.next_batch import NextBatch, close_quietly
-from pyvmem.kvcache import KVCache, LayeredCache
+from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["NamedRequests"]
@@ -89,7 +89,7 @@ class NamedRequests:
 
     def __init__(
         self,
-        cache: KVCache | LayeredCache,
+        cache: KVCache,
         kernel: str = "auto",
         sharing: bool = True,
         windows: Sequence[int] | None = None,
