@@ -38,7 +38,7 @@ from pyvmem.attention.scales import FP8, quantised, scales_of
 from pyvmem.kvcache.config import PREFILL_TOKENS, invalid
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache import KVCache, LayeredCache
+    from pyvmem.kvcache import KVCache
 
 __all__ = [
     "KERNELS",
@@ -85,7 +85,7 @@ class Attention:
 
     def __init__(
         self,
-        cache: KVCache | LayeredCache,
+        cache: KVCache,
         kernel: str = "auto",
         *,
         windows: Sequence[int] | None = None,
@@ -228,7 +228,7 @@ class Attention:
             )
 
 
-def _layer(cache: KVCache | LayeredCache, number: int, form: Form, forms: Sequence[Form]) -> _Layer:
+def _layer(cache: KVCache, number: int, form: Form, forms: Sequence[Form]) -> _Layer:
     k = cache.k(number)
     v = k[..., : form.v_head_dim] if form.latent else cache.v(number)
     return _Layer(k, v, forms.index(form))
@@ -236,7 +236,7 @@ def _layer(cache: KVCache | LayeredCache, number: int, form: Form, forms: Sequen
 
 def attention(
     q: torch.Tensor,
-    cache: KVCache | LayeredCache,
+    cache: KVCache,
     layer: int,
     reqids: Sequence[int],
     q_lens: Sequence[int],

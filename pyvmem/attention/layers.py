@@ -49,7 +49,7 @@ class Form:
 
 
 def forms_of(
-    cache: KVCache | LayeredCache, windows: Sequence[int] | None = None, v_head_dim: int = 0
+    cache: KVCache, windows: Sequence[int] | None = None, v_head_dim: int = 0
 ) -> list[Form]:
     """The form of every layer.
 

@@ -128,22 +128,28 @@ class Policy:
 
 
 def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Advice:
-    """The layout that costs a uniform model least, of those that policy and back end allow.
+    """The layout that costs a model least, of those that policy and back end allow.
 
     For requests of a usual mix of lengths (`pyvmem.layouts.generate`), as far as they fit a slot.
 
     Args:
-        model: all of whose layers are alike.
+        model: its windows, latents and kinds of layers are reckoned with.
         policy: its `page_size` and `layers_per_tensor`, where given, are not asked.
         info: of the back end: its page sizes, and what a map call costs.
         memory: bytes for keys and values.
 
     Raises:
-        InvalidArgument: no layout is left, such as a `layers_per_tensor` that divides no layers.
+        InvalidArgument: no layout is left, such as a `layers_per_tensor` that does not divide
+            the layers of each kind.
     """
     layer, longest = model.layers[0], policy.max_seq_len or model.max_seq_len
     shape = ModelShape(
-        "the model", len(model.layers), layer.num_kv_heads, layer.head_dim, model.dtype
+        "the model",
+        len(model.layers),
+        layer.num_kv_heads,
+        layer.head_dim,
+        model.dtype,
+        layers=model.layers,
     )
     requests = [one for one in generate(_WORKLOAD, 1) if one.longest <= longest]
     if not requests:
@@ -161,9 +167,9 @@ def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Adv
         if not group or choice.group_size == group
     ]
     if not considered:
+        counts = " and ".join(str(config.num_layers) for config in shape.configs())
         raise invalid(
-            f"layers_per_tensor {group} does not divide {len(model.layers)} layers",
-            limit=len(model.layers),
+            f"layers_per_tensor {group} does not divide {counts} layers", limit=shape.largest_group
         )
     return advise(shape, requests, max(1, memory), considered, limits)
 
@@ -171,8 +177,7 @@ def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Adv
 def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any = 0) -> KVCache:
     """The cache for a model under a policy; the caller closes it.
 
-    A model whose layers differ gets a `LayeredCache`, with a tensor for each layer unless
-    `layers_per_tensor` says otherwise.
+    A model whose layers differ gets a `LayeredCache`.
 
     Raises:
         InvalidArgument: a value that model or back end cannot serve. VMemError: as `KVCache`.
@@ -185,16 +190,14 @@ def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any 
         "max_batch": policy.max_batch,
         "max_seq_len": policy.max_seq_len or model.max_seq_len,
         "memory_limit": memory,
-        "page_size": policy.page_size,
     }
+    best = advised(model, policy, info, memory).best.choice
+    values |= {"group_size": best.group_size, "page_size": best.page_size}
     first = model.layers[0]
     if not model.is_uniform:
-        values["group_size"] = policy.layers_per_tensor or 1
         return LayeredCache(
             model.layers, backend=info.backend, device=device, **{**values, **policy.options}
         )
-    best = advised(model, policy, info, memory).best.choice
-    values |= {"group_size": best.group_size, "page_size": best.page_size}
     config = KVCacheConfig(
         len(model.layers),
         first.num_kv_heads,

@@ -21,7 +21,7 @@ from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.layer import VMemLayer
 from pyvmem.hf.rows import Rows, Settings
-from pyvmem.kvcache import KVCache, LayeredCache, layer_shapes
+from pyvmem.kvcache import KVCache, layer_shapes
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import Closing
 from pyvmem.kvcache.config import invalid
@@ -93,7 +93,7 @@ class VMemCache(_Cache, Closing):  # type: ignore[misc]  # a base that is Any
         self._finalizer.atexit = False
 
     @property
-    def kvcache(self) -> KVCache | LayeredCache | None:
+    def kvcache(self) -> KVCache | None:
         """The cache underneath, for its `stats`; None before the first keys. Not to be stepped."""
         return self._rows.cache
 

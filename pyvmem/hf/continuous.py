@@ -27,7 +27,7 @@ from typing import Any
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.cb_options import Options, check_model
-from pyvmem.kvcache import KVCache, LayeredCache
+from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["CHECKED", "install", "kvcache_of", "uninstall", "vmem_continuous_batching"]
@@ -142,7 +142,7 @@ def vmem_continuous_batching(model: Any = None, **options: Any) -> Iterator[None
         uninstall(model)
 
 
-def kvcache_of(manager: Any) -> KVCache | LayeredCache | None:
+def kvcache_of(manager: Any) -> KVCache | None:
     """The KV cache of a manager, for its `stats`; None before the first request, or without one."""
     cache = getattr(manager, "_vmem_cache", None)
     return None if cache is None else cache.requests.kvcache

@@ -32,7 +32,7 @@ from pyvmem.attention import Attention
 from pyvmem.errors import VMemError
 from pyvmem.features.table import FORK
 from pyvmem.hf.next_batch import NextBatch, close_quietly
-from pyvmem.kvcache import KVCache, LayeredCache
+from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["NamedRequests"]
@@ -79,7 +79,7 @@ class NamedRequests:
 
     Attributes:
         kvcache: for its reports.
-        parts: its caches of equal layers; itself, where all layers are alike.
+        parts: its groups of equal layers.
         choice: attention's kernel, and why not another; of the first layer.
         sharing: asked for, the back end can map a page twice, and no window drops rows.
         stream: CUDA stream of the model's work; None: torch's current one.
@@ -89,14 +89,14 @@ class NamedRequests:
 
     def __init__(
         self,
-        cache: KVCache | LayeredCache,
+        cache: KVCache,
         kernel: str = "auto",
         sharing: bool = True,
         windows: Sequence[int] | None = None,
         v_head_dim: int = 0,
     ) -> None:
         self.kvcache = cache
-        self.parts = cache.caches if isinstance(cache, LayeredCache) else (cache,)
+        self.parts = cache.caches
         config = self.parts[0].config
         self.max_batch, self.max_seq_len = config.max_batch, config.max_seq_len
         self._page = self.parts[0].layout.page_size

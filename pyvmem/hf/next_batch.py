@@ -14,7 +14,7 @@ import torch
 
 from pyvmem.attention import Attention, Batch
 from pyvmem.errors import Busy, OutOfMemory, TooManyBatches
-from pyvmem.kvcache import KVCache, LayeredCache
+from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["NextBatch", "close_quietly"]
@@ -29,7 +29,7 @@ class NextBatch:
         queued: name, tokens that are there, new tokens; emptied by `begin`.
     """
 
-    def __init__(self, cache: KVCache | LayeredCache, attention: Attention) -> None:
+    def __init__(self, cache: KVCache, attention: Attention) -> None:
         self._cache = cache
         self._attention = attention
         self._batch: Batch | None = None
@@ -66,9 +66,8 @@ class NextBatch:
         kv_lens = [past + count for _, past, count in queued]
         self._batch = self._attention.batch(slots, new, kv_lens)
         ahead = list(lens)
-        part = cache.caches[0] if isinstance(cache, LayeredCache) else cache
         for slot in slots:
-            ahead[slot] = min(ahead[slot] + 1, part.config.max_seq_len)
+            ahead[slot] = min(ahead[slot] + 1, cache.config.max_seq_len)
         with suppress(TooManyBatches):  # the next `hold` maps it
             cache.step_async(ahead)  # -1: memory is short, as the next `hold` tells
 
@@ -100,7 +99,7 @@ class NextBatch:
         close_quietly(self._cache, self._attention, stream)
 
 
-def close_quietly(cache: KVCache | LayeredCache, attention: Attention, stream: Any = None) -> None:
+def close_quietly(cache: KVCache, attention: Attention, stream: Any = None) -> None:
     """Closes both; where tensors live elsewhere the cache stays open, which the log tells."""
     attention.close()
     try:

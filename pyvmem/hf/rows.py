@@ -17,7 +17,7 @@ import torch
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, OutOfMemory, TooManyBatches
 from pyvmem.hf.shapes import Handed, handed_over, make_cache, stored_shapes
-from pyvmem.kvcache import GroupView, KVCache, LayeredCache, LayerShape
+from pyvmem.kvcache import GroupView, KVCache, LayerShape
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import classes_of, invalid
 
@@ -58,7 +58,7 @@ class Rows:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.cache: KVCache | LayeredCache | None = None
+        self.cache: KVCache | None = None
         self.shapes: list[LayerShape] = []
         self.handed: list[Handed] = []
         self.count = 0
@@ -67,7 +67,7 @@ class Rows:
         self._closed = False
         self._where: tuple[int, int, torch.Tensor] | None = None
 
-    def open(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> KVCache | LayeredCache:
+    def open(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> KVCache:
         """The cache for such keys and values, ``[batch, num_kv_heads, any, head_dim]``.
 
         Raises:
@@ -223,7 +223,7 @@ class Rows:
     def _lengths(self, tokens: int) -> list[int]:
         return [tokens] * self.count + [0] * (self.settings.max_batch - self.count)
 
-    def _short(self, cache: KVCache | LayeredCache, rows: int, tokens: int) -> OutOfMemory:
+    def _short(self, cache: KVCache, rows: int, tokens: int) -> OutOfMemory:
         stats, size = cache.stats(), self.parts[0].layout.page_size
         layouts = [part.layout for part in self.parts]
         need = rows * sum(one.pages_for(tokens) * one.num_tensors for one in layouts)

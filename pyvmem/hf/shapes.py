@@ -74,7 +74,7 @@ def make_cache(
     device: int,
     budget: Budget | None = None,
     **policy: Any,
-) -> KVCache | LayeredCache:
+) -> KVCache:
     """One `KVCache` where all layers are alike, else a `LayeredCache`."""
     counts = classes_of(shapes)[0]
     kind, count = next(iter(counts.items()))

@@ -74,8 +74,11 @@ def choices(
     runs: Iterable[int] = (1,),
     max_group: int = 0,
 ) -> list[Choice]:
-    """All layouts: every divisor of the layers (up to `max_group`; 0: all) x page x run."""
-    layers, sizes, lengths = shape.num_layers, list(page_sizes), list(runs)
+    """All layouts: every divisor of the layers (up to `max_group`; 0: all) x page x run.
+
+    Of layers that differ, the common divisors of how many there are of each kind.
+    """
+    layers, sizes, lengths = shape.largest_group, list(page_sizes), list(runs)
     groups = [
         n for n in range(1, layers + 1) if layers % n == 0 and (not max_group or n <= max_group)
     ]

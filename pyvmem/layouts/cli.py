@@ -72,10 +72,11 @@ def run(args: argparse.Namespace) -> int:
     requests = read_trace(args.trace) if args.trace else generate(args.requests, args.seed)
     memory = args.kv_memory or budget(shape, args.memory)
     limits = Limits(CALL_US[args.backend], args.iteration_ms, args.max_group)
+    most = shape.largest_group
     considered = [
         choice
         for choice in choices(shape, args.pages, args.runs)
-        if args.all or choice.group_size <= args.max_group or choice.group_size == shape.num_layers
+        if args.all or choice.group_size <= args.max_group or choice.group_size == most
     ]
     found = advise(shape, requests, memory, considered, limits, args.overread)
     if args.json:
@@ -103,6 +104,18 @@ def _document(
     }
 
 
+def _kinds(shape: ModelShape) -> str:
+    """The groups of equal layers, in words."""
+    words = []
+    for config in shape.configs():
+        what = f"{config.num_kv_heads} KV heads of" if config.tensors_per_layer == 2 else "rows of"
+        if config.tensors_per_layer == 1 and config.num_kv_heads > 1:
+            what = f"{what} {config.num_kv_heads} x"
+        window = f" with a window of {config.window}" if config.window else ""
+        words.append(f"{config.num_layers} layers, {what} {config.head_dim}{window}")
+    return "; ".join(words)
+
+
 def _table(
     args: argparse.Namespace,
     shape: ModelShape,
@@ -112,13 +125,12 @@ def _table(
 ) -> str:
     from pyvmem.bench.report import number, table
 
-    tokens = found.best.held.used / shape.token_bytes
+    tokens = sum((one.context + one.longest) / 2 * one.output for one in requests)
+    tokens /= sum(one.output for one in requests)
     source = args.trace.name if args.trace else f"made up from seed {args.seed}"
     lines = [
-        f"{shape.name}: {shape.num_layers} layers, {shape.num_kv_heads} KV heads of "
-        f"{shape.head_dim}, {shape.dtype}; {shape.token_bytes:,} bytes a token",
-        f"{len(requests):,} requests, {source}; a running one holds {tokens:,.0f} tokens in the "
-        "mean",
+        f"{shape.name}: {_kinds(shape)}, {shape.dtype}; {shape.token_bytes:,} bytes a token",
+        f"{len(requests):,} requests, {source}; a running one has {tokens:,.0f} tokens in the mean",
         f"{memory / 2**30:.1f} GiB for keys and values",
         *([f"{args.overread} rows past each prompt, for the kernel"] if args.overread else []),
         "",
@@ -134,7 +146,7 @@ def _table(
             number(one.calls_per_token),
             str(one.calls_per_growth),
             number(one.tokens_per_growth),
-            f"{one.sharing_unit:,}",
+            f"{one.sharing_unit:,}" if one.sharing_unit else "-",
             number(one.page_table_bytes / 1024),
             number(one.books_bytes / 2**20),
             f"{one.batch:,.1f}",

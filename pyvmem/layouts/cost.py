@@ -5,6 +5,10 @@ A request that runs holds its prompt and what it generated before: in its iterat
 ``context + k`` tokens. Means are over all iterations of all requests of the workload, so that a
 request counts for as long as it holds memory. With M bytes for keys and values, and m bytes held
 by a request in the mean, M / m requests run at a time in the long run (Little's law).
+
+The groups of layers that differ are summed up. Layers with a window hold the whole prompt in the
+first iteration, as of a prefill in one step; then the window, `KVCacheConfig.window_tile` rows
+before it, and what of their first page lies before those.
 """
 
 from __future__ import annotations
@@ -12,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import gcd
+from math import gcd, lcm
 
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.layout import Layout
 from pyvmem.layouts.shapes import ModelShape
 from pyvmem.layouts.workload import Request
 
-__all__ = ["Choice", "Cost", "Held", "cost", "held_by", "layout_of", "page_table_bytes"]
+__all__ = ["Choice", "Cost", "Held", "cost", "held_by", "layouts_of", "page_table_bytes"]
 
 _KB64 = 64 << 10
 _MAX_RUN = 1 << 12
@@ -33,7 +37,8 @@ class Choice:
     """A layout.
 
     Attributes:
-        group_size: layers that share one K and one V tensor; divides the model's layers.
+        group_size: layers that share one K and one V tensor; divides the model's layers, and those
+            of each kind.
         page_size: bytes, a power of two.
         run: pages mapped with one call when a request grows; a power of two. `KVCache` grows by
             single pages while a request generates: 1.
@@ -61,7 +66,7 @@ class Held:
 
     Attributes:
         mapped: physical memory.
-        used: rows that hold tokens.
+        used: rows that hold tokens, of a window those that the next token sees.
     """
 
     mapped: float
@@ -77,12 +82,13 @@ class Cost:
         tensors: virtual tensors, and pieces that a growth consists of.
         held: by a running request in the mean.
         waste_bound: a request wastes less than this: the bytes of one growth, and of the rows that
-            a kernel may read past its length.
+            a kernel may read past its length; with a window also of a page and the rows before it.
         tokens_per_growth: tokens that a growth has room for, in the mean.
         calls_per_token: map calls of a back end that maps a run with a call (`stock`, `cuda`,
-            `host`). `uvm` maps all that a step needs with one.
+            `host`), without those that unmap behind a window. `uvm` maps all that a step needs with
+            one.
         sharing_unit: tokens; requests can share whole multiples of it, because only there a row and
-            a page end together.
+            a page end together. 0: none, since windows let rows go.
         page_table_bytes: of the GPU's last level, for what a request holds in the mean.
         books_bytes: kernel memory that `stock` needs for it at most, when every growth was mapped
             by itself; much less where a prompt was mapped in runs. `uvm` needs about 28 bytes a
@@ -123,35 +129,65 @@ def page_table_bytes(page_size: int) -> int:
     return 8 * max(1, page_size // _KB64)
 
 
-def layout_of(shape: ModelShape, choice: Choice, longest: int, overread_rows: int = 0) -> Layout:
-    """The cache's own arithmetic for a request of up to `longest` tokens.
+def layouts_of(
+    shape: ModelShape, choice: Choice, longest: int, overread_rows: int = 0
+) -> list[Layout]:
+    """The cache's own arithmetic for a request of up to `longest` tokens, by group of equal layers.
 
     A run counts as a page: that is how the request grows. `overread_rows` are mapped behind its
     prompt.
     """
-    config = shape.config(
+    configs = shape.configs(
         max_batch=1,
         max_seq_len=longest + overread_rows,
         group_size=choice.group_size,
         overread_rows=overread_rows,
     )
-    return Layout(config, choice.step_bytes)
+    return [Layout(config, choice.step_bytes) for config in configs]
 
 
-def held_by(layout: Layout, requests: Sequence[Request]) -> Held:
-    """What a running request holds in the mean; see the top of this file."""
+def held_by(layout: Layout, page_size: int, requests: Sequence[Request]) -> Held:
+    """What a running request holds in the mean; see the top of this file.
+
+    Args:
+        layout: whose pages are what the request grows by.
+        page_size: of the pages that a window lets go.
+        requests: the workload.
+    """
     pages = list(accumulate(map(layout.pages_for, range(layout.max_rows + 1))))
-    total = iterations = tokens = 0
+    gone = list(accumulate(_gone(layout, page_size, n) for n in range(layout.max_rows + 1)))
+    window = layout.config.window or layout.max_rows
+    seen = list(accumulate(min(n, window) for n in range(layout.max_rows + 1)))
+    grown = left = iterations = tokens = 0
     for request in requests:
         begun = layout.pages_for_step(0, request.context)
         full = min(layout.capacity(begun), request.longest)  # the pages of the prompt last so long
-        total += begun * (full - request.context + 1) + pages[request.longest] - pages[full]
+        grown += begun * (full - request.context + 1) + pages[request.longest] - pages[full]
+        left += gone[request.longest] - gone[request.context]
         iterations += request.output
-        tokens += request.output * (request.context + request.longest) // 2
+        tokens += request.context + seen[request.longest] - seen[request.context]
+    mapped = grown * layout.page_size - left * page_size
     return Held(
-        mapped=total * layout.num_tensors * layout.page_size / iterations,
+        mapped=mapped * layout.num_tensors / iterations,
         used=tokens * layout.num_tensors * layout.row_bytes / iterations,
     )
+
+
+def _gone(layout: Layout, page_size: int, tokens: int) -> int:
+    """Pages that a window has let go when a request decodes its last of so many tokens."""
+    config = layout.config
+    if not config.window:
+        return 0
+    return max(0, tokens - 1 - config.window - config.window_tile) * layout.row_bytes // page_size
+
+
+def _most_waste(layout: Layout, choice: Choice) -> int:
+    """Bytes; see `Cost.waste_bound`."""
+    config = layout.config
+    waste = choice.step_bytes + config.overread_rows * layout.row_bytes
+    if config.window:
+        waste += choice.page_size + (config.window_tile + 1) * layout.row_bytes
+    return waste * layout.num_tensors
 
 
 def cost(
@@ -178,17 +214,22 @@ def cost(
     if memory_bytes < 1:
         raise invalid(f"{memory_bytes} bytes of memory are left for keys and values")
     longest = max(request.longest for request in requests)
-    layout = layout_of(shape, choice, longest, overread_rows)
-    held = held_by(layout, requests)
+    layouts = layouts_of(shape, choice, longest, overread_rows)
+    each = [held_by(layout, choice.page_size, requests) for layout in layouts]
+    held = Held(sum(one.mapped for one in each), sum(one.used for one in each))
     pages = held.mapped / choice.page_size
+    tensors = sum(layout.num_tensors for layout in layouts)
+    calls = sum(layout.num_tensors * layout.row_bytes for layout in layouts) / choice.step_bytes
+    units = [choice.page_size // gcd(choice.page_size, layout.row_bytes) for layout in layouts]
+    slides = any(layout.config.window for layout in layouts)
     return Cost(
         choice=choice,
-        tensors=layout.num_tensors,
+        tensors=tensors,
         held=held,
-        waste_bound=(choice.step_bytes + overread_rows * layout.row_bytes) * layout.num_tensors,
-        tokens_per_growth=choice.step_bytes / layout.row_bytes,
-        calls_per_token=layout.num_tensors * layout.row_bytes / choice.step_bytes,
-        sharing_unit=choice.page_size // gcd(choice.page_size, layout.row_bytes),
+        waste_bound=sum(_most_waste(layout, choice) for layout in layouts),
+        tokens_per_growth=tensors / calls,
+        calls_per_token=calls,
+        sharing_unit=0 if slides else lcm(*units),
         page_table_bytes=pages * page_table_bytes(choice.page_size),
         books_bytes=pages / choice.run * _MAPPING_BYTES,
         batch=memory_bytes / held.mapped,

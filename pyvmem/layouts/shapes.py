@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pyvmem.kvcache.config import KVCacheConfig, invalid
+from pyvmem.kvcache.config import KVCacheConfig, LayerShape, classes_of, invalid, layer_shapes
 
 __all__ = ["SHAPES", "ModelShape", "shape_of"]
 
@@ -20,9 +21,12 @@ class ModelShape:
 
     Attributes:
         name: for people.
-        num_layers, num_kv_heads, head_dim, dtype: as in `KVCacheConfig`.
+        num_layers, num_kv_heads, head_dim, dtype: as in `KVCacheConfig`; with `layers`, heads and
+            their size are the first one's.
         weight_bytes: of the weights; 0: not known.
         ranks: GPUs that share the heads and the weights (tensor parallelism).
+        layers: what every layer keeps, where they differ, slide or keep a latent; (): all keep
+            keys and values of every token.
     """
 
     name: str
@@ -32,38 +36,69 @@ class ModelShape:
     dtype: str = "bfloat16"
     weight_bytes: int = 0
     ranks: int = 1
+    layers: tuple[LayerShape, ...] = ()
+
+    def configs(self, **overrides: Any) -> list[KVCacheConfig]:
+        """The cache's configuration for each of its groups of equal layers.
+
+        InvalidArgument as `KVCacheConfig`.
+        """
+        alike = (LayerShape(self.num_kv_heads, self.head_dim),) * self.num_layers
+        counts = classes_of(self.layers or alike)[0]
+        return [
+            KVCacheConfig(num_layers=count, **{**kind.fields(), "dtype": self.dtype, **overrides})
+            for kind, count in counts.items()
+        ]
 
     def config(self, **overrides: Any) -> KVCacheConfig:
-        """The cache's configuration for this shape. InvalidArgument as `KVCacheConfig`."""
-        values: dict[str, Any] = {
-            "num_layers": self.num_layers,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "dtype": self.dtype,
-        }
-        return KVCacheConfig(**{**values, **overrides})
+        """The cache's configuration for this shape.
+
+        Raises:
+            InvalidArgument: as `KVCacheConfig`; or layers differ or slide.
+        """
+        configs = self.configs(**overrides)
+        if len(configs) > 1 or configs[0].window:
+            raise invalid(f"{self.name}: its layers differ or slide, which is not computed here")
+        return configs[0]
+
+    @property
+    def largest_group(self) -> int:
+        """Most layers that can share a tensor, in every group of equal ones."""
+        return gcd(*(config.num_layers for config in self.configs()))
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token in all layers, on one rank."""
-        config = self.config()
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * config.itemsize
+        """What one token adds in all layers, on one rank."""
+        return sum(
+            config.num_layers * config.tensors_per_layer * config.row_bytes
+            for config in self.configs()
+        )
 
     def on_ranks(self, ranks: int) -> ModelShape:
-        """One rank's part. InvalidArgument: the heads cannot be shared out evenly."""
-        if ranks < 1 or self.num_kv_heads % ranks:
-            raise invalid(
-                f"{self.num_kv_heads} KV heads cannot be shared evenly by {ranks} ranks",
-                limit=self.num_kv_heads,
-            )
+        """One rank's part; a latent is whole on each.
+
+        InvalidArgument: the heads cannot be shared out evenly.
+        """
+        layers = self.layers or (LayerShape(self.num_kv_heads, self.head_dim),)
+        for layer in layers:
+            if ranks < 1 or (layer.v_head_dim and layer.num_kv_heads % ranks):
+                raise invalid(
+                    f"{layer.num_kv_heads} KV heads cannot be shared evenly by {ranks} ranks",
+                    limit=layer.num_kv_heads,
+                )
         if ranks == 1:
             return self
+        parts = tuple(
+            replace(one, num_kv_heads=one.num_kv_heads // ranks) if one.v_head_dim else one
+            for one in layers
+        )
         return replace(
             self,
             name=f"{self.name}, 1 of {ranks} ranks",
-            num_kv_heads=self.num_kv_heads // ranks,
+            num_kv_heads=parts[0].num_kv_heads,
             weight_bytes=self.weight_bytes // ranks,
             ranks=self.ranks * ranks,
+            layers=parts if self.layers else (),
         )
 
 
@@ -119,12 +154,41 @@ def shape_of(model: str) -> ModelShape:
         raise invalid(
             f"{model!r} is none of {known}, nor a readable config.json: {error}"
         ) from None
-    text = values.get("text_config", values) if isinstance(values, dict) else {}
-    config = KVCacheConfig.from_hf(SimpleNamespace(**text), max_seq_len=1)  # which we do not use
+    text = SimpleNamespace(**_text(values))
+    config = KVCacheConfig.from_hf(text, max_seq_len=1)  # which we do not use
+    layers = tuple(layer_shapes(text))
+    first = layers[0]
+    plain = LayerShape(first.num_kv_heads, first.head_dim)
     return ModelShape(
         path.resolve().parent.name,
-        config.num_layers,
-        config.num_kv_heads,
-        config.head_dim,
+        len(layers),
+        first.num_kv_heads,
+        first.head_dim,
         str(config.dtype),
+        layers=() if set(layers) == {plain} else layers,
     )
+
+
+def _text(values: Any) -> dict[str, Any]:
+    """The language model's part of a ``config.json``, with the kind of every layer that slides.
+
+    Files of before transformers 4.56 name a window and leave it to the model's class which layers
+    have it.
+    """
+    if not isinstance(values, dict):
+        return {}
+    text: dict[str, Any] = values.get("text_config", values)
+    slides = text.get("sliding_window") and text.get("use_sliding_window", True)
+    if not slides or text.get("layer_types"):
+        return text
+    try:
+        from transformers import AutoConfig
+
+        whole: Any = AutoConfig
+        told: dict[str, Any] = whole.for_model(**values).get_text_config().to_dict()
+    except (ImportError, ValueError, TypeError) as error:
+        raise invalid(
+            f"a sliding_window of {text['sliding_window']} without layer_types; which layers have "
+            f"it, transformers does not tell: {error}"
+        ) from None
+    return told

@@ -40,7 +40,7 @@ from share_helpers import is_zero, read_rows, write_rows
 
 import pyvmem
 from pyvmem import BadHandle, Context, InvalidArgument, KVCache
-from pyvmem.kvcache import Budget, LayeredCache, SwappedRequest
+from pyvmem.kvcache import Budget, SwappedRequest
 from pyvmem.kvcache.cache import GroupView
 
 __all__ = [
@@ -320,7 +320,7 @@ def alarms() -> Iterator[Alarm]:
 
 # ---- an engine whose calls are interrupted -------------------------------------------------------
 
-Cache = KVCache | LayeredCache
+Cache = KVCache
 
 
 def is_over(cache: Cache) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from kvcache_helpers import state
 
 from pyvmem import FdEvent, KVCache
-from pyvmem.kvcache import LayeredCache, SwappedRequest
+from pyvmem.kvcache import SwappedRequest
 
 __all__ = [
     "ShareModel",
@@ -97,7 +97,7 @@ class ShareModel:
 
     waits = False
 
-    def __init__(self, cache: KVCache | LayeredCache, seed: int) -> None:
+    def __init__(self, cache: KVCache, seed: int) -> None:
         self.cache = cache
         self.parts = cache.caches
         self.first = self.parts[0]

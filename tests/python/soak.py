@@ -136,7 +136,7 @@ class Endless:
 
     late: LateEvents
     seen: deque[list[int]]
-    cache: KVCache | LayeredCache
+    cache: KVCache
     waits = True
 
     def begin(self, late: LateEvents, seed: int) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,6 +152,25 @@ def test_a_model_of_layers_that_differ() -> None:
         request = cache.admit(list(range(20)))
         assert isinstance(request, Request)
         assert cache.cache.k(1)[request.slot].shape == (256, 1, 64)
+
+
+def test_layers_that_differ_get_the_layout_that_is_advised(host: Context) -> None:
+    """A window keeps less than its model would without, and a tensor has layers of one kind."""
+    kinds = [LayerShape(8, 128, window=512)] * 4 + [LayerShape(8, 128)] * 2
+    model = Model(tuple(kinds), "float16", 4096)
+    whole = Model((LayerShape(8, 128),) * 6, "float16", 4096)
+    policy = Policy(max_batch=2, memory=512 * MIB)
+    found, kept = (advised(one, policy, host.info, 512 * MIB).best for one in (model, whole))
+    assert found.batch > kept.batch
+    with RequestCache.open(model, policy, backend="host") as cache:
+        parts = cache.cache.caches
+        assert {part.config.group_size for part in parts} == {found.choice.group_size}
+        assert {part.layout.page_size for part in parts} == {found.choice.page_size}
+    with pytest.raises(InvalidArgument, match="layers_per_tensor 4 does not divide 4 and 2 layers"):
+        advised(model, replace(policy, layers_per_tensor=4), host.info, 512 * MIB)
+    latent = Model((LayerShape(1, 576, 0),) * 4, "float16", 4096)
+    one = advised(latent, policy, host.info, 512 * MIB).best
+    assert one.tensors == 4 // one.choice.group_size, "no values"
 
 
 def test_close_while_a_tensor_lives_can_be_repeated() -> None:

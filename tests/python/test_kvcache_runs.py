@@ -73,7 +73,7 @@ class Growing:
         return [int(at) + 1 for at in self._at]
 
 
-def fill(cache: KVCache | LayeredCache, count: int, ahead: bool = False) -> list[int]:
+def fill(cache: KVCache, count: int, ahead: bool = False) -> list[int]:
     """Steps until one says -1; returns the lengths of the last that did not."""
     growing = Growing(count)
     held = [0] * count

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyvmem import InvalidArgument, cli
+from pyvmem import Context, InvalidArgument, cli
+from pyvmem.kvcache import LayeredCache, LayerShape
 from pyvmem.kvcache.layout import Layout
 from pyvmem.layouts import (
     PAGE_SIZES,
@@ -129,6 +130,98 @@ def test_sharing_unit_is_the_first_token_at_a_page_border() -> None:
             unit = cost(shape, choice, ONE, GB).sharing_unit
             assert unit * row % choice.page_size == 0
             assert not any(n * row % choice.page_size == 0 for n in range(1, unit))
+
+
+# ---- layers that differ, slide or keep a latent --------------------------------------------------
+
+SLIDING = {"layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"] * 2}
+MIXED = {"num_hidden_layers": 6, "sliding_window": 24, **SLIDING}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": "deepseek_v3"}
+FEW = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "dtype": "float16",
+}
+
+
+def model(tmp_path: Path, **values: Any) -> ModelShape:
+    (tmp_path / "config.json").write_text(json.dumps({**FEW, **values}))
+    return shape_of(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", [MIXED, {"sliding_window": 24, "model_type": "mistral"}, LATENT])
+def test_what_a_request_holds_is_what_the_cache_maps(
+    tmp_path: Path, host: Context, kind: dict[str, Any]
+) -> None:
+    if "model_type" in kind:
+        pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
+    shape, choice, request = model(tmp_path, **kind), Choice(2, 4096), Request(230, 90)
+    found = cost(shape, choice, [request], GB)
+    policy = {"dtype": shape.dtype, "max_batch": 1, "max_seq_len": 320, "group_size": 2}
+    layers = shape.layers or [LayerShape(2, 64)] * 4
+    pages = 0
+    with LayeredCache(layers, host, page_size=4096, **policy) as cache:
+        assert sum(len(part.tensors) for part in cache.caches) == found.tensors
+        cache.alloc_reqid()
+        for tokens in range(request.context, request.longest + 1):
+            assert cache.step([tokens]) == 0
+            for part in cache.caches:
+                layout, rows = part.layout, part.first_rows([0])[0]
+                first = rows * layout.row_bytes // layout.page_size
+                pages += (layout.pages_for(tokens) - first) * layout.num_tensors
+    assert found.held.mapped == pytest.approx(pages * 4096 / request.output)
+    assert found.waste < found.waste_bound
+
+
+def test_windows_and_latents_cost_what_they_keep(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
+    choice, long = Choice(1, 64 * KB), [Request(9000, 10)]
+    mixed, whole = model(tmp_path, **MIXED), model(tmp_path, num_hidden_layers=6)
+    assert (whole.layers, mixed.largest_group, whole.largest_group) == ((), 2, 6)
+    assert {one.group_size for one in choices(mixed)} == {1, 2}
+    assert mixed.token_bytes == whole.token_bytes == 6 * 2 * 2 * 64 * 2
+    slid, kept = (cost(shape, choice, long, GB) for shape in (mixed, whole))
+    assert slid.held.mapped < 0.5 * kept.held.mapped
+    assert (slid.sharing_unit, kept.sharing_unit) == (0, 256)
+    latent = model(tmp_path, **LATENT)
+    assert latent.token_bytes == 4 * 576 * 2
+    assert latent.on_ranks(8).token_bytes == latent.token_bytes, "whole on every rank"
+    with pytest.raises(InvalidArgument, match="2 KV heads cannot be shared evenly by 4 ranks"):
+        mixed.on_ranks(4)
+    assert mixed.on_ranks(2).token_bytes == mixed.token_bytes // 2
+    with pytest.raises(InvalidArgument, match="its layers differ or slide"):
+        mixed.config()
+    with pytest.raises(InvalidArgument, match="group_size 4 does not divide num_layers 2"):
+        cost(mixed, Choice(4, 4096), ONE, GB)
+
+
+def test_which_layers_slide_is_what_transformers_says(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
+    old = {"num_hidden_layers": 12, "sliding_window": 24, "model_type": "gemma3_text"}
+    found = model(tmp_path, **old, sliding_window_pattern=6)
+    assert [one.window for one in found.layers] == [24, 24, 24, 24, 24, 0] * 2
+    mistral = model(tmp_path, sliding_window=24, model_type="mistral")
+    assert [one.window for one in mistral.layers] == [24] * 4
+    with pytest.raises(InvalidArgument, match="a sliding_window of 24 without layer_types"):
+        model(tmp_path, sliding_window=24, model_type="of nobody")
+    off = model(tmp_path, sliding_window=24, use_sliding_window=False)
+    assert off.layers == ()
+    state = {"layer_types": ["linear_attention"] + ["full_attention"] * 3}
+    with pytest.raises(InvalidArgument, match="layer 0 is linear_attention: it keeps no keys"):
+        model(tmp_path, **state)
+
+
+def test_the_command_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["layouts", "--kv-memory", "1G", "--requests", "50", "--model", str(tmp_path)]
+    model(tmp_path, **MIXED)
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert "4 layers, 2 KV heads of 64 with a window of 24; 2 layers, 2 KV heads of 64, " in text
+    model(tmp_path, **LATENT)
+    assert cli.main(words) == 0
+    assert "4 layers, rows of 576, float16; 4,608 bytes a token" in capsys.readouterr().out
 
 
 # ---- the choice ----------------------------------------------------------------------------------
