@@ -289,4 +289,6 @@ class Reservation:
             _warn(f"reservation never closed: {self!r}", ResourceWarning, source=self)
 
     def __repr__(self) -> str:
-        return f"<Reservation {self.addr:#x}, {self.nbytes} bytes>"
+        known = hasattr(self, "_info")  # not before it is made, or where that was interrupted
+        length = f"{self.nbytes} bytes" if known else "length not known"
+        return f"<Reservation {self.addr:#x}, {length}>"

@@ -679,8 +679,8 @@ class KVCache(Closing):
         Raises:
             InvalidArgument: no such reqid, not taken, or the cache has no `large_page_size`.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
-            VMemError: the driver failed; nothing changed. In the background: the next `step` raises
-                it.
+            VMemError: the driver failed; nothing changed, except that where layers differ, those of
+                some shapes may have large pages now. In the background: the next `step` raises it.
         """
         check(stream)
         with self._lock, self._journal:
@@ -723,8 +723,9 @@ class KVCache(Closing):
                 machine's); nothing changed, except that pages of no request may have been
                 reclaimed.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
-            VMemError: the driver failed; nothing changed. In the background: the next `step` raises
-                it.
+            VMemError: the driver failed; nothing changed, except that where layers differ, those of
+                some shapes may have moved and the others not. In the background: the next `step`
+                raises it.
         """
         check(stream)
         with self._lock, self._journal:

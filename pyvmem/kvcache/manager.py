@@ -862,9 +862,10 @@ def promote(groups: Sequence[Group], reqid: int, stream: Any, *, wait: bool) -> 
     """See `KVCache.promote`."""
     done = 0
     slots = [group.slot(reqid) for group in groups]
+    if any(group.promoter is None for group in groups):
+        raise invalid("promote: the cache has no large_page_size")
     for group, slot in zip(groups, slots, strict=True):
-        if group.promoter is None:
-            raise invalid("promote: the cache has no large_page_size")
+        assert group.promoter is not None
         group.mover.sweep()
         done += group.promoter.promote(slot, group.rows[slot.index], stream, wait=wait)
     return done
@@ -879,23 +880,50 @@ def move(
     *,
     wait: bool,
 ) -> Moved:
-    """See `KVCache.move`."""
-    slots = [group.slot(reqid) for group in groups]
-    for group in groups:
+    """See `KVCache.move`: new pages in all groups or in none, before any is put in place."""
+    both = [(group, group.slot(reqid)) for group in groups]
+    for group, slot in both:
         group.mover.sweep()
-    each = [
-        _move(group, slot, tier, tokens, stream, wait=wait)
-        for group, slot in zip(groups, slots, strict=True)
-    ]
-    return Moved(sum(one.pages for one in each), sum(one.shared for one in each))
+        group.mover.finish(slot, stream)
+        group.pager.release(slot)
+    begun: list[tuple[Group, Slot]] = []
+
+    def give_up() -> None:
+        for group, slot in begun:
+            group.mover.abandon(slot)
+
+    groups[0].journal.on_abort(give_up)
+    moved = []
+    try:
+        for group, slot in both:
+            begun.append((group, slot))
+            moved.append(_begin_move(groups, group, slot, tier, tokens, stream, wait=wait))
+    except VMemError:
+        give_up()
+        raise
+    begun.clear()  # from here on an interruption leaves the rest to the next step
+    if wait:
+        try:
+            for group, slot in both:
+                group.mover.finish(slot, stream)
+        except VMemError:
+            for group, slot in both:
+                group.mover.abandon(slot)
+            raise
+    return Moved(sum(one.pages for one in moved), sum(one.shared for one in moved))
 
 
-def _move(
-    group: Group, slot: Slot, tier: Tier, tokens: Sequence[int] | None, stream: Any, *, wait: bool
+def _begin_move(
+    groups: Sequence[Group],
+    group: Group,
+    slot: Slot,
+    tier: Tier,
+    tokens: Sequence[int] | None,
+    stream: Any,
+    *,
+    wait: bool,
 ) -> Moved:
-    """`move` in one group."""
-    group.mover.finish(slot, stream)
-    group.pager.release(slot)
+    """The first phase of `move` in one group, of a slot over which nothing is in flight."""
     low, high = _pages_of(group, slot, tokens, wait)
     tensors = group.layout.num_tensors
     shared = max(0, min(high, slot.shared) - low) * tensors
@@ -908,7 +936,7 @@ def _move(
     if not wanted:
         return Moved(0, shared)
     pages = sum(last - first for first, last, _ in wanted) * tensors
-    _make_tier_room(group, tier, pages)
+    _make_tier_room(groups, group, tier, pages)
     event = record(stream, group.device)
     after = [] if event is None else [event]
     try:
@@ -918,8 +946,6 @@ def _move(
             raise
         small = [(first, last, Kind(1, tier)) for first, last, _ in wanted]
         group.mover.begin(Move(slot, small), after, background=not wait)
-    if wait:
-        group.mover.finish(slot, stream)
     return Moved(pages, shared)
 
 
@@ -947,22 +973,25 @@ def _pages_of(
     return min(low, high), high
 
 
-def _make_tier_room(group: Group, tier: Tier, pages: int) -> None:
-    """Sees to it that a tier has room; raises OutOfMemory where it has not."""
+def _make_tier_room(groups: Sequence[Group], group: Group, tier: Tier, pages: int) -> None:
+    """Sees to it that a tier has room for pages of a group; raises OutOfMemory where it has not."""
     size = group.layout.page_size
     if tier == DEVICE:
         if not group.pager.have(pages):
             raise _tier_full(group, tier, pages, group.reclaimer.free * size)
         return
     host = tier.location is Location.HOST
-    limit = group.config.host_limit if host else group.config.peer_limit
+    limit = group.config.host_limit if host else group.config.peer_limit  # of all groups together
     if not limit:
         return
     taken = sum(
-        count for one, count in group.reclaimer.away.items() if one.location is tier.location
+        count * one.layout.page_size
+        for one in groups
+        for at, count in one.reclaimer.away.items()
+        if at.location is tier.location
     )
-    if (taken + pages) * size > limit:
-        raise _tier_full(group, tier, pages, max(0, limit - taken * size))
+    if taken + pages * size > limit:
+        raise _tier_full(group, tier, pages, max(0, limit - taken))
 
 
 def _tier_full(group: Group, tier: Tier, pages: int, left: int) -> OutOfMemory:

@@ -44,6 +44,7 @@ from pyvmem.kvcache import Budget, SwappedRequest
 from pyvmem.kvcache.cache import GroupView
 
 __all__ = [
+    "PACKAGE",
     "Engine",
     "Interrupted",
     "Interrupts",

@@ -16,6 +16,7 @@ from share_helpers import read_rows, write_rows
 
 from pyvmem import Caps, Context, FdEvent, InvalidArgument, KVCache, OutOfMemory
 from pyvmem.kvcache import Budget
+from pyvmem.kvcache.group import Group
 
 # Cache a: 4 tensors, 8 rows in a page. Cache b: 2 tensors, 4 rows in a page; both: 6 pages a slot.
 ROWS = {"a": 8, "b": 4}
@@ -192,6 +193,31 @@ def test_a_new_floor_is_made_free(context: Context) -> None:
         with pytest.raises(OutOfMemory, match=f"memory_floor {6 * page}: requests of the other"):
             KVCache(config(page, "b", floor=6), budget=budget)
         assert budget.stats() == before
+
+
+def test_a_cache_that_an_exception_kept_from_being_made_has_no_floor(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came once the budget had admitted the cache, and before anything was mapped for it."""
+
+    def interrupted(group: Group) -> None:
+        raise KeyboardInterrupt
+
+    page = context.info.granule
+    budget = Budget(context, 64 * page)
+    with KVCache(config(page, "a", floor=8), budget=budget) as other:
+        hold(other, 2)
+        before, reservations = budget.stats(), context.stats().reservations
+        with monkeypatch.context() as patched:
+            patched.setattr(Group, "prepare", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                KVCache(config(page, "b", floor=32), budget=budget)
+        assert budget.stats() == before
+        assert context.stats().reservations == reservations
+        with KVCache(config(page, "b", floor=56), budget=budget) as whole:
+            whole.check_integrity()
+        other.check_integrity()
+    budget.close()
 
 
 def test_bad_input(context: Context) -> None:

@@ -7,9 +7,22 @@ import random
 from typing import Any
 
 import pytest
+from conftest import open_context
+from kvcache_helpers import eventually
+from move_helpers import in_slabs, with_tiers
 from share_helpers import read_rows, write_rows
 
-from pyvmem import BadHandle, Busy, Context, InvalidArgument, KVCache, KVCacheConfig
+from pyvmem import (
+    BadHandle,
+    Busy,
+    Context,
+    Inject,
+    InvalidArgument,
+    KVCache,
+    KVCacheConfig,
+    OutOfMemory,
+    VMemError,
+)
 from pyvmem.kvcache import Budget, IntegrityError, LayeredCache, LayerShape
 
 
@@ -362,3 +375,155 @@ def test_integrity_compares_the_classes(context: Context) -> None:
             cache.check_integrity()
         group.pager.columns.held[reqid] = group.used_tokens = 3
         cache.check_integrity()
+
+
+# ---- pages that change under their requests ------------------------------------------------------
+
+LARGE = 4  # small pages of a large one
+DRIVER = Inject.MAP | Inject.UNMAP | Inject.SLAB | Inject.FILL
+
+
+def narrow_and_wide(context: Context, **changes: Any) -> LayeredCache:
+    """Two classes, the smaller one first: eight rows in a page and four."""
+    page = context.info.granule
+    policy: dict[str, Any] = {
+        "dtype": "float32",
+        "max_batch": 3,
+        "max_seq_len": 64,
+        "page_size": page,
+        "memory_limit": 400 * page,
+        "low_watermark": 0.0,
+        "growth_fraction": 0,
+    }
+    heads = units(page)
+    layers = [LayerShape(heads, 64), LayerShape(2 * heads, 64)]
+    return LayeredCache(layers, context, **{**policy, **changes})
+
+
+def begin(cache: LayeredCache, rows: int, by: int = 0) -> list[int]:
+    """Request 0 with so many rows; their tags."""
+    assert cache.alloc_reqid() == 0
+    for end in [*range(by, rows, by), rows] if by else [rows]:
+        assert cache.step([end, *[0] * (len(cache.caches[0].snapshot()) - 1)]) == 0
+    tags = list(range(1, rows + 1))
+    write(cache, 0, 0, tags)
+    return tags
+
+
+def away(cache: LayeredCache) -> list[int]:
+    return [one.snapshot()[0].away_pages for one in cache.caches]
+
+
+def at_rest(cache: LayeredCache, want: list[int]) -> bool:
+    """Whether, after a step, nothing is under way and so many pages of request 0 are away."""
+    assert cache.step([slot.seq_len for slot in cache.caches[0].snapshot()]) == 0
+    slots = [one.snapshot()[0] for one in cache.caches]
+    return away(cache) == want and not any(slot.moving_pages or slot.in_flight for slot in slots)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_move_is_of_all_layers_or_of_none(backend: str, wait: bool) -> None:
+    """The limit, which is of all layers together, is enough for the narrow ones alone."""
+    with with_tiers(backend) as context:
+        page = context.info.granule
+        with narrow_and_wide(context, host_limit=11 * page) as cache:
+            tags = begin(cache, 16)  # two pages in each of two tensors, and four
+            before = [one.snapshot() for one in cache.caches]
+            held = cache.stats().mapped_bytes
+            with pytest.raises(OutOfMemory, match=f"host has {7 * page} bytes") as caught:
+                cache.move(0, "host", wait=wait)
+            assert caught.value.limit == 7 * page
+            eventually(lambda: at_rest(cache, [0, 0]))
+            assert [one.snapshot() for one in cache.caches] == before
+            assert (cache.stats().mapped_bytes, cache.stats().host_pages) == (held, 0)
+            cache.check_integrity()
+            assert holds(cache, 0, tags)
+            assert cache.move(0, "host", tokens=(0, 8), wait=wait).pages == 2 + 4
+            eventually(lambda: at_rest(cache, [1, 2]))
+            assert holds(cache, 0, tags)
+            cache.check_integrity()
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_move_that_finds_no_memory_for_some_layers(backend: str, wait: bool) -> None:
+    """What the machine has is enough for new pages of the narrow ones alone."""
+    with with_tiers(backend) as probe:
+        slab = 4 * probe.info.granule
+    with open_context(backend, slab_size=slab, mem_limit=5 * slab) as context:
+        if context.info.slab_size != slab:
+            pytest.skip("slabs are larger than asked for")
+        with narrow_and_wide(context) as cache:
+            tags = begin(cache, 16)  # three slabs
+            before, used = [one.snapshot() for one in cache.caches], context.stats().used_bytes
+            with pytest.raises(OutOfMemory):
+                cache.move(0, "host", wait=wait)
+            eventually(lambda: at_rest(cache, [0, 0]))
+            assert [one.snapshot() for one in cache.caches] == before
+            assert context.stats().used_bytes == used
+            cache.check_integrity()
+            assert holds(cache, 0, tags)
+            cache.trim()
+            assert cache.move(0, "host", tokens=(8, 16)).pages == 2 + 4
+            assert holds(cache, 0, tags)
+
+
+def test_every_driver_call_of_a_move_of_several_classes_fails_once(backend: str) -> None:
+    """New pages come in all classes or in none; only where they are put in place one may be."""
+    seen, skip = set(), 0
+    while True:
+        with with_tiers(backend) as context, narrow_and_wide(context) as cache:
+            tags = begin(cache, 16)
+            context.inject(DRIVER, skip=skip, count=1)
+            try:
+                cache.move(0, "host")
+                failed = False
+            except VMemError:
+                failed = True
+            context.inject(DRIVER, count=0)
+            seen.add((failed, *away(cache)))
+            cache.check_integrity()
+            assert holds(cache, 0, tags)
+            cache.step([16, 0, 0])
+            cache.move(0, "host")
+            assert away(cache) == [2, 4]
+            assert holds(cache, 0, tags)
+            cache.check_integrity()
+        if not failed:
+            break
+        skip += 1
+    assert {(True, 0, 0), (False, 2, 4)} <= seen <= {(True, 0, 0), (True, 2, 0), (False, 2, 4)}
+
+
+def test_a_promotion_of_several_classes(backend: str) -> None:
+    """Each class has its own parts; where a call of the driver fails, all rows stay."""
+    skip = 0
+    while True:
+        with in_slabs(backend) as context:
+            page = context.info.granule
+            if LARGE * page not in context.info.page_sizes:
+                pytest.skip("no such page size")
+            with narrow_and_wide(context, large_page_size=LARGE * page) as cache:
+                tags = begin(cache, 64, by=4)
+                context.inject(DRIVER, skip=skip, count=1)
+                try:
+                    parts = cache.promote(0, wait=True)
+                    failed = False
+                except VMemError:
+                    failed = True
+                context.inject(DRIVER, count=0)
+                cache.check_integrity()
+                assert holds(cache, 0, tags)
+                if not failed:
+                    assert 0 < parts <= 2 + 4
+                    break
+                eventually(lambda: at_rest(cache, [0, 0]))
+                assert holds(cache, 0, tags)
+        skip += 1
+    assert skip, "no call of the driver failed"
+
+
+def test_a_promotion_without_large_pages_is_refused(context: Context) -> None:
+    with narrow_and_wide(context) as cache:
+        begin(cache, 16)
+        with pytest.raises(InvalidArgument, match="no large_page_size"):
+            cache.promote(0)

@@ -16,6 +16,7 @@ import pytest
 from conftest import open_context
 
 import pyvmem
+from pyvmem._native import Outcome
 from pyvmem.dtypes import find_dtype
 
 torch = pytest.importorskip("torch")
@@ -199,6 +200,29 @@ def test_tensor_keeps_reservation_and_context_alive(backend: str) -> None:
         del t
         gc.collect()
     same.close()
+
+
+def test_a_reservation_whose_making_was_interrupted_warns(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The addresses are reserved, and the exception came before they were described."""
+
+    def interrupted(handle: object, addr: int) -> None:
+        raise KeyboardInterrupt
+
+    with open_context(backend) as context:
+        page = context.info.granule
+        made = pyvmem.Reservation(context, Outcome())
+        assert repr(made) == "<Reservation 0x0, length not known>"
+        with monkeypatch.context() as patched:
+            patched.setattr("pyvmem.context._native.range_query", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                context.reserve(page, into=made)
+        assert made.addr
+        assert repr(made) == f"<Reservation {made.addr:#x}, length not known>"
+        with pytest.warns(ResourceWarning, match="reservation never closed: .* not known"):
+            del made
+            gc.collect()
 
 
 def test_forgotten_objects_warn_and_stay(backend: str) -> None:
