@@ -119,8 +119,8 @@ class KVCacheConfig:
         memory_limit: most bytes of physical memory behind the cache, rounded down to pages. 0: 0.9
             of what is free on the GPU when the cache is made, on host all that is available.
         memory_floor: bytes that the other caches of its `Budget` leave for it.
-        host_limit: most bytes of host memory that `KVCache.move` puts pages into; 0: no limit but
-            the machine's.
+        host_limit: most bytes of host memory that `KVCache.move` puts pages into, of all layers
+            together; 0: no limit but the machine's.
         peer_limit: the same for all peer devices together.
         zero_fill: hand pages to another request only after zeroing them.
         deferred_reclaim: a freed slot keeps its pages for the next request; otherwise they are

@@ -1220,6 +1220,40 @@ def close_one_of_a_budget(engine: Engine) -> Steps:
     return _closing(engine, other)
 
 
+def _layered_moving(engine: Engine, *, wait: bool) -> Steps:
+    """Once a step has ended what is under way, all layers have moved or none."""
+    if Caps.HOST_PAGES not in engine.context.info.caps:
+        raise NotHere("no pages in host memory")
+    cache = _layered(engine)
+    engine.start(cache, 3)
+    reqid = engine.start(cache, UNIT)
+
+    def settled() -> bool:
+        assert cache.step(lens(cache)) == 0
+        return not any(part.snapshot()[reqid].moving_pages for part in parts(cache))
+
+    def again() -> None:
+        eventually(settled)
+        slots = [part.snapshot()[reqid] for part in parts(cache)]
+        away = [slot.away_pages for slot in slots]
+        assert away in ([0] * len(slots), [slot.mapped_pages for slot in slots]), away
+        cache.move(reqid, "host")
+        assert all(part.snapshot()[reqid].away_pages for part in parts(cache))
+        engine.grow(cache, reqid, UNIT + 1)
+
+    return lambda: cache.move(reqid, "host", wait=wait), again
+
+
+@scenario
+def layered_move(engine: Engine) -> Steps:
+    return _layered_moving(engine, wait=True)
+
+
+@scenario
+def layered_move_in_the_background(engine: Engine) -> Steps:
+    return _layered_moving(engine, wait=False)
+
+
 @scenario
 def layered_close(engine: Engine) -> Steps:
     cache = _layered(engine)
