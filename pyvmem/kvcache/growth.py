@@ -984,7 +984,8 @@ class Runs:
     def step(self, stream: Any) -> None:
         """Joins what makes the most room, where too many mappings are used; a part in each step."""
         self._stream = stream
-        if self.used > self._join_at < self._count():
+        # As `used`, but without its count: every step comes here, and growth asks `used` before.
+        if self._used + self._counters.grown - self._seen > self._join_at < self._count():
             self._join(self._used - self._join_at + self.limit // 16, _JOINS)
 
     def relieve(self) -> bool:

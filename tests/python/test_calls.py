@@ -20,7 +20,7 @@ import pytest
 from conftest import open_context
 
 import pyvmem
-from pyvmem import Context, KVCache
+from pyvmem import Caps, Context, KVCache
 from pyvmem.kvcache import KVCacheConfig
 
 PACKAGE = str(Path(pyvmem.__file__).parent)
@@ -91,7 +91,7 @@ def test_a_step(context: Context, growing: int) -> None:
         assert cache.step(lens) == 0
         idle = calls_of(lambda: cache.step(lens))
         assert idle.result == 0
-        assert idle.count <= 10, idle
+        assert idle.count <= 10 + (Caps.CONSOLIDATE in context.info.caps), idle  # it may join
         assert len(idle.files) <= 5, idle
         mapped = cache.stats().mapped_bytes
         longer = [(ROWS + 1) * (length > 0) for length in lens]
