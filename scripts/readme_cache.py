@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterator
 
-from readme_format import RESULTS, ROOT, Result, number, rows, table, title
+from readme_format import RESULTS, ROOT, Result, load_run, number, rows, table, title
 
 MODES = {
     "mapped": "everything mapped before",
@@ -27,9 +26,8 @@ KERNELS = {"fa3": "FlashAttention-3", "flashinfer": "FlashInfer"}
 def runs(name: str) -> Iterator[Result]:
     """The full runs of a benchmark that are kept."""
     for path in sorted(RESULTS.glob("*.json")):
-        result: Result = json.loads(path.read_text(encoding="utf-8"))
+        result = load_run(path, ROOT)
         if result.get("format") == f"vmem-bench-{name}/1" and not result["options"]["quick"]:
-            result["file"] = path.relative_to(ROOT).as_posix()
             yield result
 
 

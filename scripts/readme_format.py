@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,13 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 Result = dict[str, Any]
+
+
+def load_run(path: Path, root: Path = ROOT) -> Result:
+    """A kept run; `file` is where it lies below `root`, for links."""
+    result: Result = json.loads(path.read_text(encoding="utf-8"))
+    result["file"] = path.relative_to(root).as_posix()
+    return result
 
 
 def rows(result: Result) -> dict[str, Result]:

@@ -26,7 +26,7 @@ import readme_metrics
 import readme_summary
 from readme_cache import CACHE_PARTS
 from readme_engines import PARTS as ENGINE_PARTS
-from readme_format import RESULTS, ROOT, Result, number, rows, table, title
+from readme_format import RESULTS, ROOT, Result, load_run, number, rows, table, title
 
 README = ROOT / "README.md"
 FOLDERS = ("docs/**/*.md", "benchmarks/*/README.md")
@@ -61,13 +61,12 @@ def newest_with(part: str) -> list[Result]:
     """The newest run of each GPU and driver that has a part, by GPU."""
     newest: dict[tuple[str, str], Result] = {}
     for path in sorted(RESULTS.glob("*.json")):
-        result: Result = json.loads(path.read_text(encoding="utf-8"))
+        result = load_run(path)
         if result.get("format") != FORMAT or result["options"].get("quick"):
             continue
         machine = result["machine"]
         if not machine.get("gpu") or part not in result["parts"]:
             continue
-        result["file"] = path.relative_to(ROOT).as_posix()
         key = (machine["gpu"], machine["driver"])
         if key not in newest or newest[key]["started"] < result["started"]:
             newest[key] = result
@@ -316,8 +315,7 @@ def layout_name(layout: str) -> str:
 
 def part_capacity(_: list[Result]) -> list[str]:
     """Requests at a time, and what each wastes, by layout."""
-    path = RESULTS / "capacity.json"
-    run: Result = json.loads(path.read_text(encoding="utf-8"))
+    run = load_run(RESULTS / "capacity.json")
     found = rows(run)
     body = []
     for part, data in run["parts"].items():
@@ -329,7 +327,7 @@ def part_capacity(_: list[Result]) -> list[str]:
     memory = run["options"]["memory"] >> 30
     return [
         f"Requests that run at a time in {memory} GB (and MB that each wastes), replayed "
-        f"([raw]({path.relative_to(ROOT).as_posix()})):",
+        f"([raw]({run['file']})):",
         "",
         *table(["", *map(layout_name, LAYOUTS)], body),
     ]
@@ -337,8 +335,7 @@ def part_capacity(_: list[Result]) -> list[str]:
 
 def part_prefixes(_: list[Result]) -> list[str]:
     """What the tree of prefixes finds for each budget, beside hashed blocks."""
-    path = RESULTS / "prefixes.json"
-    run: Result = json.loads(path.read_text(encoding="utf-8"))
+    run = load_run(RESULTS / "prefixes.json")
     found = rows(run)
     hits = [row for row in run["parts"]["hits"]["rows"] if "budget_bytes" in row]
     budgets = list(dict.fromkeys(row["id"].rpartition("/")[2] for row in hits))
@@ -350,7 +347,7 @@ def part_prefixes(_: list[Result]) -> list[str]:
     bound = found["hits/bound"]["value"]
     return [
         f"Tokens of prompts found in the cache, {run['options']['trace'] or 'made up'}, keys and "
-        f"values of {run['options']['model']} ([raw]({path.relative_to(ROOT).as_posix()})); "
+        f"values of {run['options']['model']} ([raw]({run['file']})); "
         f"{number(bound)} % without a budget:",
         "",
         *table(["", *(budget.replace("G", " GB") for budget in budgets)], body),
@@ -359,8 +356,7 @@ def part_prefixes(_: list[Result]) -> list[str]:
 
 def part_sharing(_: list[Result]) -> list[str]:
     """Memory that forks save, of samples and of beams."""
-    path = RESULTS / "sharing.json"
-    run: Result = json.loads(path.read_text(encoding="utf-8"))
+    run = load_run(RESULTS / "sharing.json")
     found = rows(run)
     systems = {"g1/64K": "64 KB", "g8/64K": "64 KB, groups of 8", "g1/2M": "2 MB"}
     systems["blocks/16"] = "paged, 16 tokens"
@@ -378,7 +374,7 @@ def part_sharing(_: list[Result]) -> list[str]:
                 body.append([f"{words}; {name}'s means; {model}", *cells])
     return [
         "Memory saved by sharing, % of that without it, by 2 / 4 / 6 samples or beams, counted "
-        f"([raw]({path.relative_to(ROOT).as_posix()})):",
+        f"([raw]({run['file']})):",
         "",
         *table(["", *systems.values()], body),
     ]
@@ -386,8 +382,7 @@ def part_sharing(_: list[Result]) -> list[str]:
 
 def part_turns(_: list[Result]) -> list[str]:
     """How many prefix hits were mapped already, for each budget."""
-    path = RESULTS / "prefix-turns.json"
-    run: Result = json.loads(path.read_text(encoding="utf-8"))
+    run = load_run(RESULTS / "prefix-turns.json")
     found = rows(run)
     budgets = list(dict.fromkeys(name.rpartition("/")[2] for name in found))
     body = []
@@ -403,7 +398,7 @@ def part_turns(_: list[Result]) -> list[str]:
     return [
         f"Already mapped in a free slot, so that no call of the driver was needed, "
         f"{run['options']['trace'] or 'made up'}, keys and values of {run['options']['model']} "
-        f"({note}; [raw]({path.relative_to(ROOT).as_posix()})):",
+        f"({note}; [raw]({run['file']})):",
         "",
         *table(["", *(budget.replace("G", " GB") for budget in budgets)], body),
     ]
