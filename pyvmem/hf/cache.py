@@ -17,13 +17,13 @@ from typing import Any
 
 from transformers import cache_utils
 
+from pyvmem.closing import MustClose
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.layer import VMemLayer
 from pyvmem.hf.rows import Rows, Settings
 from pyvmem.kvcache import KVCache, layer_shapes
 from pyvmem.kvcache.budget import Budget
-from pyvmem.kvcache.cache import Closing
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["VMemCache", "drafting"]
@@ -33,7 +33,7 @@ _Cache: Any = cache_utils.Cache
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-class VMemCache(_Cache, Closing):  # type: ignore[misc]  # a base that is Any
+class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
     """A cache for ``model.generate(past_key_values=...)`` and for ``model.forward``.
 
         with VMemCache(model.config, max_batch_size=4, max_cache_len=4096) as cache:
