@@ -989,9 +989,9 @@ class KVCache(MustClose):
             for view in self.caches:
                 view.drop()
             self._manager.close(stream)
-            self._closed = True
             if self._idle is not None:
                 self._idle.end()
+            self._closed = True
 
     def _only(self, what: str) -> Group:
         """The group of equal layers, where there is one.
