@@ -2,12 +2,13 @@
 """`vmem bench models`: decode and prefill of models of several kinds, beside transformers' cache.
 
 Real transformers models with random weights, of the shapes of known ones but with fewer layers.
-Three ways, each with the same tokens:
+Four ways, each with the same tokens:
 
     dynamic   ``model.forward`` with transformers' own `DynamicCache`, attention by SDPA
     vmem      the same with `pyvmem.hf.VMemCache`
     attend    requests one after the other in one batch without padding, `pyvmem.attention` over the
               slots, MLA with absorbed projections: what continuous batching and engines do
+    fp8       the same with keys and values of 8 bits, where a kernel reads them
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _METHOD = {
     "rounds": "of each way in turn, kind after kind; the first round is left out",
     "memory": "of keys and values after the last token: tensors' storage, or pages that are mapped",
     "peak": "torch's largest allocation during a way's rounds, weights left out; GPU only",
-    "check": "the ways' last scores are compared with the first way's",
+    "check": "the ways' last scores are compared with the first way's; see _TOLERANCE",
 }
 _NAME = "vmem-bench-models"
 
@@ -148,7 +149,11 @@ WAYS = {
     "dynamic": "transformers' DynamicCache",
     "vmem": "VMemCache",
     "attend": "pyvmem.attention, no padding",
+    "fp8": "pyvmem.attention, 8-bit keys and values",
 }
+_TOLERANCE = {"fp8": 0.25}
+"""Of the last scores, as a part of the largest; others 0.1 in bfloat16, 0.001 in float32. An
+element of 8 bits has 3 of mantissa: up to 1/16 of itself off, in every layer."""
 
 
 def _model(kind: Kind, quick: bool, device: torch.device) -> Any:
@@ -182,8 +187,9 @@ class _Way:
         self.notes: list[str] = []
 
     def __enter__(self) -> Any:
-        self._stack = ExitStack()
-        self.open(self._stack)
+        with ExitStack() as undo:
+            self.open(undo)
+            self._stack = undo.pop_all()
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -246,22 +252,25 @@ class _VMem(_Dynamic):
 
 
 class _Attend(_Way):
+    dtype = ""  # of keys and values; "": the model's
+
     def open(self, stack: ExitStack) -> None:
-        from pyvmem.attention import Attention
+        from pyvmem.attention import Attention, overread_rows
         from pyvmem.hf.latent import absorbed, latent_rank
         from pyvmem.hf.shapes import make_cache
         from pyvmem.kvcache import layer_shapes
 
-        config = self.model.config
+        config, device = self.model.config, self.model.device
+        tile = overread_rows("fa3", device) if device.type == "cuda" else 0
         cache = make_cache(
             layer_shapes(config),
             None,
             self.backend,
             self.ordinal,
-            dtype=self.model.dtype,
+            dtype=self.dtype or self.model.dtype,
             max_batch=self.batch,
             max_seq_len=self.longest,
-            **{**self.policy(), "window_tile": 256},
+            **{**self.policy(), "window_tile": 256, "overread_rows": tile},
         )
         self.cache: Any = stack.enter_context(cache)
         self.attend: Any = Attention(cache, self.kernel, v_head_dim=latent_rank(config))
@@ -319,7 +328,16 @@ def _attention(
     return out[None], None
 
 
-_CLASSES: dict[str, type[_Way]] = {"dynamic": _Dynamic, "vmem": _VMem, "attend": _Attend}
+class _EightBits(_Attend):
+    dtype = "float8_e4m3fn"  # with a scale of 1: normed keys and values are in its range
+
+
+_CLASSES: dict[str, type[_Way]] = {
+    "dynamic": _Dynamic,
+    "vmem": _VMem,
+    "attend": _Attend,
+    "fp8": _EightBits,
+}
 
 
 @contextmanager
@@ -397,12 +415,14 @@ def _measure(command: Command, part: Part, name: str, device: torch.device, left
                 part.value(f"peak/{way}", f"torch's peak, {about}", way, peak, "bytes")
             if first is None:
                 first = out
+                command.write()
                 continue
             difference = float((out - first).abs().max() / first.abs().max())
             what = f"largest difference of the last scores over the largest score, {about}"
             part.value(f"difference/{way}", what, way, difference, "x")
-            if not difference <= (0.1 if cuda else 1e-3):  # also refuses NaN
+            if not difference <= _TOLERANCE.get(way, 0.1 if cuda else 1e-3):  # also refuses NaN
                 raise WrongResult(f"{name}, {way}: the scores differ by {difference:.2g}")
+            command.write()
 
 
 def _rounds(

@@ -28,14 +28,19 @@ def test_all_ways_of_two_kinds(tmp_path: Path, backend: str) -> None:
     data = json.loads(out.read_text())
     for kind in ("gemma3", "deepseek"):
         part = data["parts"][kind]
-        assert part["status"] == "done", part
         found = {row["id"]: row for row in part["rows"]}
-        for way in models.WAYS:
+        missing = {row["id"]: row["why"] for row in part["missing"]}
+        if backend == "host":
+            assert set(missing) == {f"{kind}/decode/fp8"}, part
+            assert "no kernel reads these keys and values" in missing[f"{kind}/decode/fp8"]
+        ways = [way for way in models.WAYS if f"{kind}/decode/{way}" not in missing]
+        assert ways[:3] == ["dynamic", "vmem", "attend"], missing
+        for way in ways:
             assert found[f"{kind}/prefill/{way}"]["n"] == 2
             assert found[f"{kind}/decode/{way}"]["n"] == 3
             assert found[f"{kind}/memory/{way}"]["value"] > 0
-        for way in ("vmem", "attend"):
-            assert found[f"{kind}/difference/{way}"]["value"] < 0.1
+        for way in ways[1:]:
+            assert found[f"{kind}/difference/{way}"]["value"] < (0.25 if way == "fp8" else 0.1)
 
 
 def test_an_unknown_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
