@@ -283,6 +283,9 @@ class KVCache(MustClose):
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
         """Gives a request's rows from `length` on up, and the pages that hold nothing else.
 
+        With all rows that it holds, it gives up what a prefill mapped behind them for its kernel to
+        read (`KVCacheConfig.overread_rows`): once a prompt is in, that is memory for others.
+
         For tokens that were not accepted (speculative decoding), and for a request that goes back.
         The only way in which a running request gets shorter: a smaller number in `step` takes
         nothing away.

@@ -776,10 +776,14 @@ class Pager(Book):
         capacities = list(map(self.layout.capacity, pages))
         journal.put_items(self.capacity, [slot.index for slot in slots], capacities)
 
-    def shrink(self, slot: Slot, pages: int) -> None:
-        """Makes an owner's pages from this one on nobody's; they stay mapped, and are dirty."""
+    def shrink(self, slot: Slot, pages: int, *, written: bool = True) -> None:
+        """Makes an owner's pages from this one on nobody's; they stay mapped.
+
+        `written`: they are dirty.
+        """
         before = max(0, slot.granted - slot.shared)
-        slot.dirty = max(slot.dirty, slot.granted)
+        if written:
+            slot.dirty = max(slot.dirty, slot.granted)
         slot.granted = pages
         self.active_pages += max(0, pages - slot.shared) - before
         self._set_capacity(slot, pages)

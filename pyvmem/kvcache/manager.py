@@ -1284,6 +1284,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> i
         if group.window is not None:
             group.window.check(slot, rows)
     if rows == held:
+        _give_back_overread(list(zip(groups, slots, strict=True)), rows, stream)
         return 0
     for group, slot in zip(groups, slots, strict=True):
         page = rows * group.layout.row_bytes // group.layout.page_size
@@ -1323,6 +1324,28 @@ def _shorten(each: Sequence[_Truncation], stream: Any) -> None:
     for one in disowned:
         if not one.group.config.deferred_reclaim and one.slot.job is None:
             one.group.reclaimer.try_cut(one.slot, one.keep)
+
+
+def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, stream: Any) -> None:
+    """Makes the pages nobody's that a prefill's kernel might read behind the request's rows.
+
+    Nobody has written them, so the request may have them again as they are.
+    """
+    each = []
+    for group, slot in both:
+        places = slot.places
+        keep = max(places.whole_away(group.layout.pages_for(rows)), places.away_end, slot.shared)
+        if keep < slot.granted and slot not in group.mover.moves:
+            each.append((group, slot, keep))
+    event = record(stream, each[0][0].device) if each else None
+    for group, slot, keep in each:
+        group.pager.shrink(slot, keep, written=False)
+        group.reclaimer.own_away = None
+        group.table.changes += 1
+        if event is not None:
+            slot.events = [*prune(slot.events), event]
+        if not group.config.deferred_reclaim and slot.job is None:
+            group.reclaimer.try_cut(slot, keep)
 
 
 def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from pyvmem.bench.record import Record  # noqa: E402
 from pyvmem.bench.serving import command as serve_command  # noqa: E402
 from pyvmem.bench.serving import loop  # noqa: E402
 from pyvmem.bench.serving.forward import Forward, Kernels, Work  # noqa: E402
+from pyvmem.bench.serving.infer import Prompts  # noqa: E402
 from pyvmem.bench.serving.loop import Outcome, serve  # noqa: E402
 from pyvmem.bench.serving.results import AGAIN, add_rows  # noqa: E402
 from pyvmem.bench.serving.stores import Paged, SharedPaged, Slots, Static, Store  # noqa: E402
@@ -261,6 +264,70 @@ def test_kernels_get_tensors_that_are_enough(
     with closing(make(kind, 4 << 20, slots=6)) as store:
         _, found = run(model, store, kernels(kind), requests)
     assert made
+    assert answers(found, requests) == answers(wanted, requests) != set()
+    assert apart(wanted, found) < 0.05
+
+
+class LikeFlashInfer:
+    """Its paged wrapper, and its call for one request, with what they get and nothing else."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
+        assert (layout, backend) == ("NHD", "fa3")
+
+    def plan(
+        self, starts: Any, ends: Any, blocks: Any, last: Any, *shape: int, **more: Any
+    ) -> None:
+        assert shape == (TINY.heads, TINY.kv_heads, TINY.head_dim, 16)
+        assert more["causal"]
+        self.starts, self.ends, self.blocks, self.last = starts, ends, blocks, last
+
+    def run(self, q: Any, pool: Any, out: torch.Tensor) -> torch.Tensor:
+        for number, last in enumerate(self.last.tolist()):
+            new = slice(*self.starts[number : number + 2].tolist())
+            mine = self.blocks[slice(*self.ends[number : number + 2].tolist())].long()
+            rows = 16 * (len(mine) - 1) + last
+            keys, values = (one[mine].flatten(0, 1)[:rows] for one in pool)
+            out[new] = self.single(q[new], keys, values, True, "NHD", TINY.head_dim**-0.5)
+        return out
+
+    @staticmethod
+    def single(
+        q: Any, k: Any, v: Any, causal: bool, kv_layout: str, sm_scale: float
+    ) -> torch.Tensor:
+        assert causal
+        assert kv_layout == "NHD"
+        return sdpa.causal(q[None], k[None], v[None], sm_scale)[0]
+
+
+@pytest.mark.parametrize("kind", ["slots", "16"])
+def test_prompts_by_flashinfer(model: Decoder, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [Request(70, 4), Request(30, 6), Request(90, 9), Request(21, 3)]
+    with closing(make(kind, 4 << 20)) as store:
+        _, wanted = run(model, store, kernels(kind), requests)
+    module = SimpleNamespace(
+        BatchPrefillWithPagedKVCacheWrapper=LikeFlashInfer,
+        single_prefill_with_kv_cache=LikeFlashInfer.single,
+    )
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(prefill=module))
+    monkeypatch.setitem(sys.modules, "flashinfer.prefill", module)
+    original, calls = Forward.__init__, [0]
+
+    def on_a_gpu(self: Forward, *args: Any) -> None:
+        original(self, *args)
+        self._call = like_fa3
+        self._prompts = Prompts(TINY, 0 if kind == "slots" else 16, CPU)
+        plan = self._prompts.plan
+
+        def counted(*args: Any) -> None:
+            calls[0] += 1
+            plan(*args)
+
+        monkeypatch.setattr(self._prompts, "plan", counted)
+
+    monkeypatch.setattr(Forward, "__init__", on_a_gpu)
+    with closing(make(kind, 4 << 20)) as store:
+        outcome, found = run(model, store, kernels(kind), requests)
+    assert 4 <= calls[0] <= outcome.steps + 2  # of all layers together, and of the warm-up
     assert answers(found, requests) == answers(wanted, requests) != set()
     assert apart(wanted, found) < 0.05
 

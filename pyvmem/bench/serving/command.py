@@ -75,6 +75,7 @@ class Arm:
         group: layers in a tensor, of slots; 0: the command's.
         block: rows, of blocks.
         backend: of slots; "": the command's.
+        library: of attention; see `Kernels`.
     """
 
     what: str
@@ -85,6 +86,7 @@ class Arm:
     block: int = _BLOCK
     backend: str = ""
     group: int = 0
+    library: str = "fa3"
 
 
 ARMS = {
@@ -95,6 +97,21 @@ ARMS = {
     "paged16": Arm("blocks of 16 tokens", "paged", "paged", "paged", block=16),
     "paged128": Arm("blocks of 128 tokens", "paged", "paged", "paged", block=128),
     "static": Arm("memory for the longest request each", "static", "contiguous", "paged"),
+    "fa2": Arm(
+        "contiguous, torch's FlashAttention-2",
+        "slots",
+        *("contiguous",) * 2,
+        block=0,
+        library="fa2",
+    ),
+    "flashinfer": Arm(
+        "contiguous, prompts by FlashInfer", "slots", "contiguous", "paged", library="flashinfer"
+    ),
+    "flashinfer16": Arm(
+        *("blocks of 16 tokens, prompts by FlashInfer", "paged", "paged", "paged"),
+        block=16,
+        library="flashinfer",
+    ),
 }
 WORKLOADS = {
     "azure": "lengths as of Azure's conversations, or a trace's; arrivals by its times",
@@ -125,6 +142,10 @@ class _Runner:
         """What an arm is."""
         return self.arm(name).what + (", again" if name == AGAIN else "")
 
+    def _tiles(self, arm: Arm) -> bool:
+        """Whether its contiguous call reads whole tiles, past a request's length."""
+        return self.gpu and arm.library == "fa3"
+
     def _store(self, arm: Arm, slots: int, limit: int) -> Store:
         from pyvmem.bench.serving.stores import Paged, SharedPaged, Slots, Static
 
@@ -144,8 +165,8 @@ class _Runner:
             group_size=gcd(arm.group or args.group, sizes.layers),
             memory_limit=limit,
             zero_fill=False,  # the other arms' memory goes from request to request as it is, too
-            overread_rows=_TILE if self.gpu else 0,
-            overread_decode=self.gpu and arm.decode == "contiguous",
+            overread_rows=_TILE if self._tiles(arm) else 0,
+            overread_decode=self._tiles(arm) and arm.decode == "contiguous",
         )
         backend = self.command.backend if on_host or not arm.backend else arm.backend
         options = {"backend": backend, "device": args.device}
@@ -168,11 +189,11 @@ class _Runner:
         from pyvmem.bench.serving.loop import serve
 
         arm = self.arm(name)
-        reads = Reads(tile=_TILE) if self.gpu else EXACT
+        reads = Reads(tile=_TILE) if self._tiles(arm) else EXACT
         store = self._store(arm, slots or self.command.args.slots, limit or self.limit)
         self._stores.append(store)
         budget = max(budget, store.slots)
-        kernels = Kernels(arm.prefill, arm.decode, reads)
+        kernels = Kernels(arm.prefill, arm.decode, reads, arm.library)
         graphs = self.gpu and not self.command.args.eager
         forward: Forward
         with closing(Forward(self.model, store, kernels, budget, graphs)) as forward:

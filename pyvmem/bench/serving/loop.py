@@ -238,6 +238,8 @@ class _Loop:
             live.rows += count
             live.fresh = False
             if live.rows == live.known:
+                if count > 1:
+                    self.store.prompt_ends(live.slot, live.rows)
                 live.emitted += 1
                 emitting.append(live)
         if self.observer is not None:

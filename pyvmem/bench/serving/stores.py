@@ -119,6 +119,10 @@ class Store(ABC):
         """Whether `hold` of so many tokens would find the memory there, and make none."""
         return True
 
+    def prompt_ends(self, slot: int, tokens: int) -> None:
+        """All of a slot's prompt was launched: what its kernel may read behind it can go then."""
+        return  # nothing behind it
+
     def readable(self, slot: int) -> int:
         """Rows of a contiguous slot that a kernel may read."""
         return self.longest
@@ -232,6 +236,11 @@ class Slots(Store):
     def ready(self, slot: int, tokens: int) -> bool:
         """See `Store`."""
         return self.cache.is_ready(slot, tokens)
+
+    @_timed
+    def prompt_ends(self, slot: int, tokens: int) -> None:
+        """See `Store`."""
+        self.cache.truncate(slot, tokens)
 
     @_timed
     def readable(self, slot: int) -> int:
