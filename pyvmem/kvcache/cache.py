@@ -219,6 +219,7 @@ class KVCache(MustClose):
     def _begin(self, manager: Manager) -> None:
         """The cache calls these groups from now on."""
         self._manager = manager
+        self._open = manager.open
         self._groups = manager.groups
         self._lock, self._journal = manager.lock, manager.journal
         self.caches = tuple(GroupView(manager, place) for place in range(len(manager.groups)))
@@ -230,10 +231,6 @@ class KVCache(MustClose):
 
     def _gone(self) -> bool:
         return super()._gone() or not self.context.is_open
-
-    def _open(self) -> tuple[Group, ...]:
-        """See `Manager.open`."""
-        return self._manager.open()
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -422,7 +419,8 @@ class KVCache(MustClose):
 
         `into` names as many different free reqids, in the order of what is returned.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             groups = self._open()
             manager.make_free_alike(groups)
@@ -466,7 +464,8 @@ class KVCache(MustClose):
             InvalidArgument: bad tokens or namespace, or a reqid that is not taken.
             NotSupported, NotRecoverable, VMemError: as `fork`.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             group = self._open()[0]
             return group.prefixes.record(group.slot(reqid), tokens, stream, namespace)
@@ -513,7 +512,8 @@ class KVCache(MustClose):
             PrefixEvicted: the match has lost its lease, and the prefix is not recorded any more.
             NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             return manager.alloc_prefix(self._open(), tokens, leave, stream, namespace)
 
@@ -543,7 +543,8 @@ class KVCache(MustClose):
             NotSupported: the cache has a window.
             MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             return manager.swap_out(self._open(), reqid, stream)
 
@@ -562,7 +563,8 @@ class KVCache(MustClose):
             InvalidArgument: another cache's. BadHandle: closed, or swapped in before.
             VMemError: the driver failed; `swapped` is as before.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             groups = self._open()
             manager.make_free_alike(groups)
@@ -611,7 +613,8 @@ class KVCache(MustClose):
             NotSupported: `compact` in a context that is not the cache's own.
             VMemError: a batch failed; its pages are still there, the cache is consistent.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             return manager.trim(self._manager, prefixes, compact, stream)
 
@@ -642,7 +645,8 @@ class KVCache(MustClose):
             VMemError: the driver failed; nothing changed, except that where layers differ, those of
                 some shapes may have large pages now. In the background: the next `step` raises it.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             return manager.promote(self._open(), reqid, stream, wait=wait)
 
@@ -687,7 +691,8 @@ class KVCache(MustClose):
                 some shapes may have moved and the others not. In the background: the next `step`
                 raises it.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             groups = self._open()
             tier = manager.tier_of(groups[0], location, device)
@@ -865,6 +870,12 @@ class KVCache(MustClose):
         """Values of a layer; see `k`. InvalidArgument where `tensors_per_layer` is 1."""
         return self.caches[0].v(layer)
 
+    def layer_views(self) -> list[tuple[GroupView, GroupView | None]]:
+        """For each layer the groups whose tensors hold its keys and values; None: it has none."""
+        view = self.caches[0]
+        values = view if view.config.tensors_per_layer == 2 else None
+        return [(view, values)] * view.config.num_layers
+
     # ---- reports -------------------------------------------------------------------------------
 
     @property
@@ -985,7 +996,8 @@ class KVCache(MustClose):
         Raises:
             Busy: tensors of the cache live; nothing changed, and the cache can still be used.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             if self._closed:
                 return
@@ -1074,6 +1086,13 @@ class LayeredCache(KVCache):
             raise invalid(f"layer {layer} has no values")
         view = self.caches[place.part]
         return view.v(place.member) if place.which else view.k(place.member)
+
+    def layer_views(self) -> list[tuple[GroupView, GroupView | None]]:
+        """See `KVCache.layer_views`."""
+        return [
+            (self.caches[keys.part], None if values is None else self.caches[values.part])
+            for keys, values in self._places
+        ]
 
     def _place(self, layer: int) -> tuple[Place, Place | None]:
         index, last = operator.index(layer), len(self._places) - 1
