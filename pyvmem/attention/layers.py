@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pyvmem.kvcache.config import bounded, classes_of, invalid
+from pyvmem.kvcache.config import StateShape, bounded, classes_of, invalid
 from pyvmem.kvcache.layered import LayeredCache
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ def forms_of(
     """
     if isinstance(cache, LayeredCache):
         places = classes_of(cache.layers)[1]
+        for layer, one in enumerate(cache.layers):
+            if isinstance(one, StateShape):
+                raise invalid(f"layer {layer} has a state, and no keys for attention")
         pairs = [
             (cache.caches[keys.part], None if values is None else cache.caches[values.part])
             for keys, values in places

@@ -257,13 +257,12 @@ class _Attend(_Way):
     def open(self, stack: ExitStack) -> None:
         from pyvmem.attention import Attention, overread_rows
         from pyvmem.hf.latent import absorbed, latent_rank
-        from pyvmem.hf.shapes import make_cache
-        from pyvmem.kvcache import layer_shapes
+        from pyvmem.hf.shapes import make_cache, row_shapes
 
         config, device = self.model.config, self.model.device
         tile = overread_rows("fa3", device) if device.type == "cuda" else 0
         cache = make_cache(
-            layer_shapes(config),
+            row_shapes(config, "pyvmem.attention"),
             None,
             self.backend,
             self.ordinal,

@@ -193,7 +193,7 @@ class GroupView:
         tensor: torch.Tensor = self.reservation.tensor(
             (
                 config.max_batch,
-                config.max_seq_len,
+                1 if config.state else config.max_seq_len,
                 config.group_size,
                 config.num_kv_heads,
                 config.head_dim,
@@ -351,7 +351,9 @@ class KVCache(Closing):
 
         Raises:
             InvalidArgument: no such reqid, not taken, a length out of range, or one whose sliding
-                window begins in rows that are gone (`KVCacheConfig.window_tile` can be taken back).
+                window begins in rows that are gone (`KVCacheConfig.window_tile` can be taken back);
+                or the request has a state (`KVCacheConfig.state`), and some of its tokens would be
+                left: a state cannot go back.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; nothing changed.
         """
@@ -425,7 +427,7 @@ class KVCache(Closing):
         Both share the pages that are full below `length`, read-only from then on: a write to one
         faults. Only the last, partly filled page is copied, in every tensor. So neither may write
         rows below `length` again, and each may append as if it were alone. (Who must write them
-        again gives them up first: `truncate`.)
+        again gives them up first: `truncate`.) A state (`KVCacheConfig.state`) is copied.
 
         Waits for the GPU work on `stream` where pages were written since the last fork.
 
@@ -441,8 +443,8 @@ class KVCache(Closing):
             and that the parent's full pages may be read-only already.
 
         Raises:
-            InvalidArgument: no such reqid, not taken, or it holds fewer tokens than `length`;
-                `into` is not free.
+            InvalidArgument: no such reqid, not taken, or it holds fewer tokens than `length`, or
+                more and has a state, which cannot go back; `into` is not free.
             NotSupported: the back end cannot map pages twice, or read-only; the cache has a window.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; as for None.
@@ -500,7 +502,8 @@ class KVCache(Closing):
                 tenant; only matches with the same one find them.
 
         Returns:
-            The tokens, from the first on, that are recorded now.
+            The tokens, from the first on, that are recorded now; 0 where layers have a state
+                (`KVCacheConfig.state`), which no recorded prefix could bring back.
 
         Raises:
             InvalidArgument: bad tokens or namespace, or a reqid that is not taken.

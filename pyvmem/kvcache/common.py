@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 from typing import TYPE_CHECKING
 
-from pyvmem.errors import OutOfMemory
+from pyvmem.errors import NotSupported, OutOfMemory
 from pyvmem.features.table import FORK
 from pyvmem.kvcache import manager
 from pyvmem.kvcache.config import invalid
@@ -51,6 +51,12 @@ class CommonPages:
         with owner.lock, owner.journal:
             owner.open()
             group.sharing.require(FORK, "map_common_pages")
+            if layout.state:
+                raise NotSupported(
+                    "map_common_pages: the layers have a state, which requests write all the time",
+                    errno=errno.EOPNOTSUPP,
+                    op="KVCache",
+                )
             unit = group.prefixes.unit_pages[0]
             self.pages = min(-(-layout.pages_for(tokens) // unit) * unit, layout.slot_pages)
             lengths = [0] * config.max_batch

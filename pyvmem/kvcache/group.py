@@ -143,7 +143,7 @@ class Group:
         mover: other pages under the same addresses.
         prefixes: recorded ones, of this group and others with the same requests.
         place: the group's place among these.
-        promoter: None: there are no large pages.
+        promoter: None: there are no large pages, or the rows are written again all the time.
         window: what slides; None: every row is kept.
         moves_on: one of these has something to do after a step.
         untidy: `tidy` is to be called by the next step.
@@ -185,7 +185,8 @@ class Group:
         self.sharing = Sharing(self.pager, config)
         self.prefixes, self.place = prefixes, place
         prefixes.join(self.sharing)
-        self.promoter = Promoter(self.pager, self.mover, config) if layout.large_pages else None
+        promotes = layout.large_pages and not layout.state
+        self.promoter = Promoter(self.pager, self.mover, config) if promotes else None
         self.window = Window(self.pager, self.mover, config) if config.window else None
         self.used_tokens = 0
         self.clock = 0
@@ -265,6 +266,18 @@ class Group:
         pages = self.layout.pages_for_step(0, length)
         return self.table.best_fit(pages or max(1, self._eager_pages))
 
+    def check_back(self, slot: Slot, length: int) -> None:
+        """Raises InvalidArgument where what a request holds cannot be made that of fewer tokens."""
+        if self.window is not None:
+            self.window.check(slot, length)
+        held = self.rows[slot.index]
+        if self.layout.state and 0 < length < held:
+            raise invalid(
+                f"length {length}: reqid {slot.index} has a state of its {held} tokens, which "
+                "cannot go back; compute the request again from its first token",
+                limit=held,
+            )
+
     def take(self, slot: Slot) -> None:
         """Gives a free slot to a new owner; free again if the call is not completed."""
         owner = slot.owner + 1
@@ -318,7 +331,7 @@ class Group:
 
         `event`: the GPU work that may still touch the others. The slot has no batch in flight.
         """
-        pages = -(-length * self.layout.row_bytes // self.layout.page_size)
+        pages = -(-self.layout.bytes_for(length) // self.layout.page_size)
         keep = max(pages, slot.shared)
         if slot.granted > keep:
             self.pager.shrink(slot, keep)
@@ -336,6 +349,11 @@ class Group:
         return self.pager.columns.held
 
     @property
+    def used_rows(self) -> int:
+        """Rows of all requests: one for each token, or one state for each request."""
+        return sum(map(bool, self.rows)) if self.layout.state else self.used_tokens
+
+    @property
     def has_batches(self) -> bool:
         """Whether a batch over the group's addresses is not noted as finished."""
         return bool(self.pager.growths or self.reclaimer.cuts or self.mover.moves)
@@ -343,6 +361,8 @@ class Group:
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
         """See `KVCache.readable_rows`."""
         size, row, most = self.layout.page_size, self.layout.row_bytes, self.layout.max_rows
+        if self.layout.state:
+            return [self.layout.capacity(slot.granted) for slot in self._slots(reqids)]
         return [min(slot.granted * size // row, most) for slot in self._slots(reqids)]
 
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
@@ -386,7 +406,7 @@ class Group:
     @property
     def used_bytes(self) -> int:
         """Bytes of rows in the device that hold tokens; shared ones once, those that slid not."""
-        used, shared = self.used_tokens * self.token_bytes, self.reclaimer.shared
+        used, shared = self.used_rows * self.token_bytes, self.reclaimer.shared
         gone = self._away() + shared.away_uses
         if self.window is not None:
             gone += self.reclaimer.slid
@@ -477,7 +497,7 @@ class Group:
                 source = Source(
                     address - whole * layout.page_size,
                     last.block.kind.unit * layout.page_size,
-                    rows * layout.row_bytes,
+                    layout.bytes_for(rows),
                 )
                 want = [(slot, layout.pages_for(rows))]
                 events = last.block.events

@@ -558,7 +558,7 @@ def _commit(group: Group, rows: array[int], total: int) -> None:
     columns.held = rows
     group.used_tokens = total
     group.clock += 1
-    if reclaimer.shared.blocks or reclaimer.away or reclaimer.slid:
+    if reclaimer.shared.blocks or reclaimer.away or reclaimer.slid or group.layout.state:
         group.note_peaks()
     else:  # the same, where all pages of requests are their own, and here
         used = total * group.token_bytes
@@ -594,7 +594,9 @@ def fork(
     chosen = None if into is None else _chosen(group, count, into)
     group.mover.finish(parent, stream)
     group.pager.release(parent)
-    full = parent.places.floor(rows * layout.row_bytes // layout.page_size)
+    nbytes = layout.bytes_for(rows)
+    # What is written again with every token cannot be shared.
+    full = 0 if layout.state else parent.places.floor(nbytes // layout.page_size)
     pages = layout.pages_for(rows)
     try:
         slots = sharing.vacate(count, chosen)
@@ -607,7 +609,7 @@ def fork(
     new_pages = (pages - full) * count * layout.num_tensors
     if not group.pager.can_have(new_pages, {}):
         return None
-    if rows * layout.row_bytes > parent.shared * layout.page_size:
+    if nbytes > parent.shared * layout.page_size:
         wait_for(record(stream, group.device))
     sharing.share(parent, full, group.prefixes.unit_pages[group.place])
     try:
@@ -621,7 +623,7 @@ def fork(
             tail = Source(
                 group.pager.base + layout.offset(parent.index),
                 layout.tensor_bytes,
-                rows * layout.row_bytes,
+                nbytes,
             )
             want = [(slot, pages) for slot in slots]
             if not group.pager.grow(want, background=False, source=tail):
@@ -801,6 +803,8 @@ def fork_all(
     """`fork` in every group or in none; the first one chooses the slots, unless `into` does."""
     for group in groups:
         group.sharing.require(FORK, "fork")
+        if length is not None:
+            group.check_back(group.slot(reqid), operator.index(length))
     done: list[Group] = []
     forked: list[int] | None = None
 
@@ -862,10 +866,11 @@ def promote(groups: Sequence[Group], reqid: int, stream: Any, *, wait: bool) -> 
     """See `KVCache.promote`."""
     done = 0
     slots = [group.slot(reqid) for group in groups]
-    if any(group.promoter is None for group in groups):
+    if all(group.promoter is None for group in groups):
         raise invalid("promote: the cache has no large_page_size")
     for group, slot in zip(groups, slots, strict=True):
-        assert group.promoter is not None
+        if group.promoter is None:  # a state: it is written all the time
+            continue
         group.mover.sweep()
         done += group.promoter.promote(slot, group.rows[slot.index], stream, wait=wait)
     return done
@@ -965,6 +970,9 @@ def _pages_of(
             raise invalid(
                 f"tokens {first} to {last}: reqid {slot.index} holds {held} tokens", limit=held
             )
+    if layout.state:  # as a whole, and not while it is written
+        whole = wait and (first, last) == (0, held)
+        return 0, slot.places.floor(slot.granted) if whole else 0
     low = slot.places.ceil(-(-first * layout.row_bytes // layout.page_size))
     high = last * layout.row_bytes // layout.page_size
     if wait and last == held:  # nothing is written meanwhile, so the last page can go, too

@@ -85,7 +85,7 @@ def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest
     length = groups[0].rows[slots[0].index]
     for group, slot in zip(groups, slots, strict=True):
         group.pager.release(slot)
-    sizes = [length * group.layout.row_bytes for group in groups]
+    sizes = [group.layout.bytes_for(length) for group in groups]
     rows = [
         _host_memory(size * group.layout.num_tensors, group.device)
         for group, size in zip(groups, sizes, strict=True)
@@ -152,7 +152,7 @@ def swap_in(
         # Zero-fills, and earlier owners' work where nothing is filled.
         wait_for(record(stream, groups[0].device))
         for group, slot, rows in zip(groups, slots, swapped._rows, strict=True):
-            size = length * group.layout.row_bytes
+            size = group.layout.bytes_for(length)
             for tensor, address in enumerate(_pieces(group, slot, size)):
                 group.context.write(address, rows[tensor * size : (tensor + 1) * size])
     except VMemError:

@@ -41,12 +41,11 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> i
     if not 0 <= rows <= held:
         raise invalid(f"length {rows}: reqid {slots[0].index} holds {held} tokens", limit=held)
     for group, slot in zip(groups, slots, strict=True):
-        if group.window is not None:
-            group.window.check(slot, rows)
+        group.check_back(slot, rows)
     if rows == held:
         return 0
     for group, slot in zip(groups, slots, strict=True):
-        page = rows * group.layout.row_bytes // group.layout.page_size
+        page = group.layout.bytes_for(rows) // group.layout.page_size
         group.mover.shorten(slot, page, stream)
     each = [_Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)]
     if any(one.unmaps for one in each):
@@ -138,7 +137,7 @@ class _Truncation:
     def of(cls, group: Group, slot: Slot, rows: int) -> _Truncation:
         """The slot is the request's, without a move under way behind its rows."""
         layout, places = group.layout, slot.places
-        first, cut = divmod(rows * layout.row_bytes, layout.page_size)
+        first, cut = divmod(layout.bytes_for(rows), layout.page_size)
         keep = min(places.whole_away(layout.pages_for(rows)), slot.granted)
         shared = min(slot.shared, places.floor(first))
         copied = shared
@@ -174,7 +173,7 @@ class _Truncation:
         for block, *_ in slot.span.cut(self.shared, self.copied).parts:
             for event in prune(block.events):
                 wait_for(event)
-        nbytes = self.rows * layout.row_bytes - self.shared * layout.page_size
+        nbytes = layout.bytes_for(self.rows) - self.shared * layout.page_size
         ops = OpBatch(1)
         addresses = group.scratch.take(self.stride * layout.num_tensors)
         ops.populate(

@@ -108,6 +108,9 @@ def _kinds(shape: ModelShape) -> str:
     """The groups of equal layers, in words."""
     words = []
     for config in shape.configs():
+        if config.state:
+            words.append(f"{config.num_layers} states of {config.row_bytes:,} bytes a request")
+            continue
         what = f"{config.num_kv_heads} KV heads of" if config.tensors_per_layer == 2 else "rows of"
         if config.tensors_per_layer == 1 and config.num_kv_heads > 1:
             what = f"{what} {config.num_kv_heads} x"
@@ -128,8 +131,9 @@ def _table(
     tokens = sum((one.context + one.longest) / 2 * one.output for one in requests)
     tokens /= sum(one.output for one in requests)
     source = args.trace.name if args.trace else f"made up from seed {args.seed}"
+    state = f", {shape.state_bytes:,} a request" if shape.state_bytes else ""
     lines = [
-        f"{shape.name}: {_kinds(shape)}, {shape.dtype}; {shape.token_bytes:,} bytes a token",
+        f"{shape.name}: {_kinds(shape)}, {shape.dtype}; {shape.token_bytes:,} bytes a token{state}",
         f"{len(requests):,} requests, {source}; a running one has {tokens:,.0f} tokens in the mean",
         f"{memory / 2**30:.1f} GiB for keys and values",
         *([f"{args.overread} rows past each prompt, for the kernel"] if args.overread else []),
