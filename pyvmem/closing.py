@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""Base of the context managers whose exit calls `close`."""
+"""Bases of the objects that are closed: by `close`, or by leaving a ``with`` block."""
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
+from pyvmem.errors import Busy
+
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from typing_extensions import Self
 
-__all__ = ["Closable"]
+__all__ = ["Closable", "MustClose"]
 
 
 class Closable:
@@ -23,5 +28,37 @@ class Closable:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Busy:
+            if error is None:
+                raise  # else the traceback keeps tensors alive, and that error matters more
+
+
+class MustClose(Closable):
+    """A `Closable` that warns (ResourceWarning) if it is forgotten while open.
+
+    A subclass sets `_closed`: True until there is something to close.
+    """
+
+    _closed: bool
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` is done."""
+        return self._closed
+
+    def _gone(self) -> bool:
+        """Whether there is nothing left to close."""
+        return getattr(self, "_closed", True)
+
+    def __del__(self) -> None:
+        if not self._gone():
+            name = type(self).__name__
+            warnings.warn(f"{name} was not closed", ResourceWarning, stacklevel=2, source=self)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import re
@@ -34,14 +35,20 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from pyvmem.closing import Closable
 from pyvmem.errors import AccessDenied, BadHandle, ForkedProcess, InvalidArgument, VMemError
+from pyvmem.logs import warn
 
-__all__ = ["Account", "EngineInfo", "Ledger", "LedgerError", "default_folder", "devices", "private"]
+__all__ = [
+    *("Account", "EngineInfo", "Ledger", "LedgerError", "Participant"),
+    *("default_folder", "devices", "private", "weakly"),
+]
+
+_log = logging.getLogger(__name__)
 
 MAX_HANDLES = 475_136
 """Mappings that all engines together may have on ``stock``: the driver has 524,288 for the machine,
@@ -55,6 +62,8 @@ _SLOTS = 64
 _SIZE = _HEADER + _SLOTS * _SLOT
 _LOCKS = 1 << 40  # lock bytes lie far behind the contents
 _STALE_NS = 2_000_000_000  # a shortage that was not posted again for so long is over
+_TICK_S = 0.05  # of a participant's thread
+_REPORT_S = 0.25
 
 _HEAD = struct.Struct("<8sIIQ")  # magic, version, slots, capacity
 _CAPACITY_AT = 16
@@ -626,3 +635,74 @@ def _pid_namespace() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
+
+
+def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
+    """A bound method that does not keep its object alive, and returns False once that is gone."""
+    known = weakref.WeakMethod(method)
+
+    def call() -> bool:
+        found = known()
+        return found is not None and found()
+
+    return call
+
+
+class Participant(Closable):
+    """An account, and a thread that tends it: it reports numbers, follows `vmem limit`, and leaves.
+
+    A cache that is only announced (`pyvmem.presence`) is no more than that. The owner serializes
+    all calls but `start`.
+
+    Args:
+        ledger: of the device; closed by `close`.
+        name, floor, limit, least, virtual: as in `Ledger.join`.
+
+    Attributes:
+        account: in the ledger.
+
+    Raises:
+        VMemError: as `Ledger.join`; the ledger is closed.
+    """
+
+    def __init__(
+        self, ledger: Ledger, name: str, *, floor: int, limit: int, least: int, virtual: int
+    ) -> None:
+        try:
+            self.account: Account = ledger.join(
+                name, floor=floor, limit=limit, least=least, virtual=virtual
+            )
+        except BaseException:
+            ledger.close()
+            raise
+        self._reported = 0.0
+        self._ended = threading.Event()
+
+    def start(self, tend: Callable[[], bool]) -> None:
+        """Calls `tend` every 50 ms in a thread, until `close` or until it returns False.
+
+        An error is logged, and it is called again.
+        """
+        args = (tend, self._ended)
+        threading.Thread(target=_run, args=args, name="pyvmem-ledger", daemon=True).start()
+
+    def report(self, numbers: Callable[[], dict[str, int]], *, now: bool = False) -> None:
+        """What `vmem top` shows, four times a second or `now`: names of `EngineInfo`."""
+        at = time.monotonic()
+        if now or at >= self._reported + _REPORT_S:
+            self._reported = at
+            self.account.report(**numbers())
+
+    def close(self) -> None:
+        """Leaves the ledger; its memory counts as free from here on. Idempotent."""
+        self._ended.set()
+        self.account.close()
+
+
+def _run(tend: Callable[[], bool], ended: threading.Event) -> None:
+    while not ended.wait(_TICK_S):
+        try:
+            if not tend():
+                return
+        except Exception as error:
+            warn(_log, "ledger", "a participant of the ledger: %r; it will be tried again", error)

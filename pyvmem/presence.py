@@ -25,8 +25,7 @@ from pathlib import Path
 from pyvmem.closing import Closable
 from pyvmem.errors import InvalidArgument, VMemError
 from pyvmem.kvcache import Budget, KVCache
-from pyvmem.kvcache.on_ledger import Participant
-from pyvmem.ledger import Ledger
+from pyvmem.ledger import Ledger, Participant
 
 __all__ = ["Announced", "announce"]
 

@@ -90,13 +90,18 @@ def load_table(run: Result) -> Iterator[str]:
                 ]
             )
     head = ["requests", "engine", "tokens/s", "over stock", "first token p50 ms", "p99"]
+    ranks = options["tensor_parallel"]
     yield (
-        f"vLLM {options['vllm']}, {options['shape']}'s shape, blocks of {options['block_size']} "
+        f"vLLM {options['vllm']}, {options['shape']}'s shape, "
+        f"{f'tensor parallel on {ranks} GPUs, ' if ranks > 1 else ''}"
+        f"blocks of {options['block_size']} "
         f"tokens on pages of {options['page'] >> 10} KB, {title(run)}:"
     )
     yield ""
     yield from table([*head, "between tokens p50 ms", "p99", "answers as stock's"], body)
     yield ""
+    if "load/rest/mapped" not in found:
+        return
     peak, rest, after = (
         found[f"load/{key}"]["value"] for key in ("peak", "rest/mapped", "rest/seconds")
     )
@@ -104,11 +109,148 @@ def load_table(run: Result) -> Iterator[str]:
         f"The elastic engine had up to {peak / _GB:.1f} GB mapped; {after:.1f} s after its last "
         f"request {rest / 2**20:.0f} MiB."
     )
+    kept = [row for name, row in found.items() if name.startswith("load/rank/kept/")]
+    if len(kept) > 1:
+        alike = len({row["maps"] for row in kept}) == 1
+        yield ""
+        yield (
+            f"{len(kept)} ranks, each on its own GPU. With the prefixes kept after the last load, "
+            f"{' and '.join(number(row['value'] / _GB) for row in kept)} GB were mapped there: "
+            f"{'the same pages' if alike else 'not the same pages'} of the same tensors."
+        )
+
+
+def heading(run: Result) -> str:
+    """What was run, where, and which commit; the first line above a table."""
+    options = run["options"]
+    return (
+        f"vLLM {options['vllm']}, {options['shape']}'s shape, {title(run)}, "
+        f"commit {run['machine']['commit'][:7]}:"
+    )
+
+
+def idle_table(run: Result) -> Iterator[str]:
+    """What an engine at rest keeps from others."""
+    found = {name.partition("/")[2]: row for name, row in rows(run).items()}
+
+    def times(row: str) -> list[str]:
+        at = found.get(f"first/{row}")
+        return [number(at["median"]), number(at["p99"])] if at else ["", ""]
+
+    yield f"An engine at rest; {heading(run)}"
+    yield ""
+    yield from table(
+        ["engine", "requests/s", "first token p50 ms", "p99"],
+        [
+            [engine, f"{found[f'rate/{engine}']['value']:.1f}", *times(engine)]
+            for engine in ("stock", "elastic")
+            if f"rate/{engine}" in found
+        ],
+    )
+    yield ""
+    live, mapped, slabs = (found[name]["value"] for name in ("live", "mapped", "slabs"))
+    text = (
+        f"At rest {live / _GB:.2f} GB of pages hold a prefix, {mapped / _GB:.2f} GB are mapped, "
+        f"and {slabs / _GB:.2f} GB were taken from the device"
+    )
+    if "kv" in found:
+        held, settled = found["kv"], found["settled"]["value"]
+        text += (
+            f"; the KV cache lacks {held['value'] / _GB:.2f} GB to another process, "
+            f"{held['over_live']:.3f} of the live bytes, {settled:.2f} s after the last request"
+        )
+    yield text + "."
+    if "others/usable" in found:
+        need, granted, usable = (
+            found[f"others/{name}"]["value"] for name in ("bytes", "granted", "usable")
+        )
+        yield (
+            f"Another process that asked the ledger for {need / _GB:.1f} GB was granted them after "
+            f"{granted:.2f} s and had allocated them after {usable:.2f} s."
+        )
+
+
+def share_table(run: Result) -> Iterator[str]:
+    """Engines with bursts in turns."""
+    found, options = rows(run), run["options"]
+    body = []
+    for arm in ("shared", "static", "alone"):
+        if f"share/first/{arm}" not in found:
+            continue
+        first, gap = found[f"share/first/{arm}"], found[f"share/gap/{arm}"]
+        done = [
+            row["value"] for name, row in found.items() if name.startswith(f"share/done/{arm}/")
+        ]
+        body.append(
+            [
+                arm,
+                *(number(first[key]) for key in ("mean", "median", "p99")),
+                *(number(gap[key]) for key in ("median", "p99")),
+                f"{sum(done):,}",
+                str(first["rounds"]),
+            ]
+        )
+    bursts = "bursts of the trace" if options["bursts"] == "trace" else "ramps, climbs"
+    most = "at" if options["bursts"] == "trace" else "to"
+    yield (
+        f"{options['engines']} engines, {bursts} {most} {options['rate']:g} requests a second, "
+        f"{found['share/capacity']['value'] / 2**30:.0f} GiB for all; {heading(run)}"
+    )
+    yield ""
+    head = ["engines", "first token mean ms", "p50", "p99", "between tokens p50 ms", "p99"]
+    yield from table([*head, "requests a round", "rounds"], body)
+
+
+def blocks_table(run: Result) -> Iterator[str]:
+    """Blocks of two sizes."""
+    found = {name.partition("/")[2]: row for name, row in rows(run).items()}
+    sizes = sorted({int(name.rpartition("/")[2]) for name in found if name.startswith("rate/")})
+    loads = dict.fromkeys(
+        name.partition("/")[2].rpartition("/")[0] for name in found if name.startswith("rate/")
+    )
+    body = []
+    for load in loads:
+        cells = [found[f"rate/{load}/{size}"]["value"] for size in sizes]
+        gaps = [found.get(f"gap/{load}/{size}") for size in sizes]
+        body.append(
+            [
+                load.replace("prompts/", "prompts, ").replace("decode/", "decoding, "),
+                *(f"{one:,.0f}" for one in cells),
+                f"{cells[-1] / cells[0]:.3f}",
+                *(number(one["median"]) if one else "" for one in gaps),
+            ]
+        )
+    for what, label in (("live", "GB that hold a prefix"), ("mapped", "GB mapped at rest")):
+        values = [found.get(f"{what}/{size}") for size in sizes]
+        if all(values):
+            sums = (f"{one['value'] / _GB:.2f}" for one in values if one)
+            body.append([label, *sums, "", "", ""])
+    yield f"Blocks of two sizes on pages of {run['options']['page'] >> 10} KB; {heading(run)}"
+    yield ""
+    words = [f"blocks of {size}" for size in sizes]
+    yield from table(["tokens/s", *words, "ratio", *(f"ms a token, {w}" for w in words)], body)
+
+
+def rough_table(run: Result) -> Iterator[str]:
+    """Aborts, resets and trims at random."""
+    found = rows(run)
+    body = []
+    for engine in ENGINES:
+        done, same = found.get(f"rough/finished/{engine}"), found.get(f"rough/same/{engine}")
+        if done is None:
+            continue
+        counts = (done["value"], *(done[key] for key in ("aborted", "resets", "trims", "steps")))
+        equal = f"{same['value']:,} of {same['of']:,}" if same else ""
+        body.append([engine, *(f"{one:,}" for one in counts), equal])
+    yield f"Requests that come and are aborted at random; {heading(run)}"
+    yield ""
+    head = ["engine", "answered", "aborted", "prefixes reset", "memory trimmed", "steps"]
+    yield from table([*head, "answers as stock's"], body)
 
 
 def sleep_table(run: Result) -> Iterator[str]:
     """What sleeping and waking take."""
-    found, options = rows(run), run["options"]
+    found = rows(run)
     body = []
     for engine in ("elastic", "stock"):
         if f"sleep/wake/{engine}" not in found:
@@ -126,17 +268,21 @@ def sleep_table(run: Result) -> Iterator[str]:
             ]
         )
     head = ["engine", "longest `sleep(1)` s", "shortest s", "`wake_up()` s", "then first token ms"]
-    yield (
-        f"vLLM {options['vllm']}, {options['shape']}'s shape, {title(run)}, "
-        f"commit {run['machine']['commit'][:7]}:"
-    )
+    yield heading(run)
     yield ""
     yield from table([*head, "GB given back", "answers as before"], body)
 
 
 def part_vllm(_: list[Result]) -> list[str]:
     """Each kept run of vLLM."""
-    shown = {"load": load_table, "sleep": sleep_table}
+    shown = {
+        "load": load_table,
+        "idle": idle_table,
+        "share": share_table,
+        "sleep": sleep_table,
+        "blocks": blocks_table,
+        "rough": rough_table,
+    }
     lines: list[str] = []
     for run in runs("vllm"):
         for part in run["parts"]:

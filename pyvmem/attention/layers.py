@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pyvmem.kvcache.cache import LayeredCache
 from pyvmem.kvcache.config import StateShape, bounded, classes_of, invalid
-from pyvmem.kvcache.layered import LayeredCache
 
 if TYPE_CHECKING:
     from pyvmem.kvcache import GroupView, KVCache

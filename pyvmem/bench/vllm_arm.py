@@ -13,7 +13,8 @@ that ``--answers`` names; what vLLM prints goes to standard output and error.
                             -> {"forgot": true}
     {"sleep": level}, {"wake": true}
                             -> {"seconds": s}
-    {"state": true}         -> {"torch": bytes, "live": bytes, "ranks": [{...}, ...]}
+    {"state": true}         -> {"torch": bytes, "live": bytes, "ranks": [{...}, ...],
+                                "maps": ["of which pages are mapped, a rank", ...]}
 
 Times are in seconds after `begin`, a reading of CLOCK_MONOTONIC, which all processes share.
 """
@@ -174,6 +175,7 @@ def _state(llm: Any) -> dict[str, Any]:
             state["mapped"] = elastic.backing.mapped_bytes
             state["wrong"] = elastic.backing.check()
         state["ranks"] = elastic.ranks.stats()
+        state["maps"] = [rank.fingerprint() for rank in elastic.ranks.ranks]
         memory = getattr(elastic.ranks.ranks[0], "memory", None)  # none: ranks in other processes
         state["slab_size"] = memory.context.info.slab_size if memory is not None else 0
     return state

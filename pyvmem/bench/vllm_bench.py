@@ -25,8 +25,8 @@ from typing import Any
 
 from pyvmem.bench.command import Command, WrongResult, add_common, conducted, open_command
 from pyvmem.bench.record import Part
-from pyvmem.bench.timing import Samples
-from pyvmem.bench.vllm_engines import SHAPES, Fleet, Plan, TimeUp
+from pyvmem.bench.timing import Samples, percentile
+from pyvmem.bench.vllm_engines import LONGEST, SHAPES, Fleet, Plan, TimeUp
 from pyvmem.bench.vllm_loads import (
     Heard,
     Load,
@@ -35,9 +35,10 @@ from pyvmem.bench.vllm_loads import (
     climb,
     idle_footprint,
     in_turns,
+    later,
     tiny,
 )
-from pyvmem.layouts.workload import Arrival
+from pyvmem.layouts.workload import Arrival, Request
 from pyvmem.ledger import Ledger, devices
 
 __all__ = ["ARMS", "PARTS", "add_parser", "run"]
@@ -197,6 +198,8 @@ def _rest(fleet: Fleet, end: dict[str, Any]) -> None:
     """How long memory takes to come back after the last request, and what never does."""
     end["loaded"] = fleet.free()
     end["busy"] = fleet.order("elastic", state=True)
+    fleet.rest(1.5 if fleet.command.quick else 3)
+    end["kept"] = fleet.order("elastic", state=True)
     fleet.order("elastic", forget=True)
     seen = fleet.rest(3 if fleet.command.quick else _REST)
     end["least"] = min(used for _, _, used in seen)
@@ -212,10 +215,11 @@ def _rest_rows(part: Part, end: dict[str, Any]) -> None:
         return
     part.value("rest/mapped", "at rest, prefixes dropped", "elastic", end["least"], "bytes")
     part.value("rest/seconds", "until the last page was back", "elastic", end["after"], "s")
-    for when in ("busy", "state"):
+    for when in ("busy", "kept", "state"):
         for number, rank in enumerate(end[when]["ranks"]):
             row, what = f"rank/{when}/{number}", "mapped by a rank"
-            part.value(row, what, "elastic", rank["mapped_bytes"], "bytes")
+            mapped = rank["mapped_bytes"]
+            part.value(row, what, "elastic", mapped, "bytes", maps=end[when]["maps"][number])
     if None in (end["empty"], end["loaded"], end["free"]):
         part.not_run("rest/held", "no GPU: nobody else can lack its memory")
         return
@@ -225,13 +229,14 @@ def _rest_rows(part: Part, end: dict[str, Any]) -> None:
 
 
 def _check_ranks(end: dict[str, Any]) -> None:
-    """All ranks have mapped the same, and the books are right."""
-    for when in ("busy", "state"):
-        mapped = {rank["mapped_bytes"] for rank in end[when]["ranks"]}
+    """All ranks have mapped the same pages, and the books are right."""
+    for when in ("busy", "kept", "state"):
+        mapped = [rank["mapped_bytes"] for rank in end[when]["ranks"]]
         if end[when]["wrong"]:
             raise WrongResult(f"the books: {end[when]['wrong'][0]}")
-        if when == "state" and len(mapped) != 1:
-            raise WrongResult(f"the ranks have mapped {sorted(mapped)} bytes")
+        # Right after a load one rank may be ahead of another with what leaves.
+        if when != "busy" and len(set(end[when]["maps"])) != 1:
+            raise WrongResult(f"the ranks have mapped different pages: {mapped} bytes of them")
 
 
 # ---- idle ----------------------------------------------------------------------------------------
@@ -259,7 +264,9 @@ def _idle(command: Command, part: Part) -> None:
 
         found["said"] = {}
         book = _Book(command, part, rows)
-        fleet.start({"elastic": Plan(True, memory, env=env)})
+        plans = {"elastic": Plan(True, memory, env=env), "stock": Plan(False, memory)}
+        arms = args.arms or list(plans)
+        fleet.start({arm: plan for arm, plan in plans.items() if arm in arms})
         few = Load(load.prompts[:4], load.tokens[:4], load.at[:4])
         fleet.order("elastic", **few.order())  # what torch takes with the first requests
         fleet.order("elastic", forget=True)
@@ -271,9 +278,8 @@ def _idle(command: Command, part: Part) -> None:
         book.publish()
         found["others"] = _need_of_another(fleet, memory)
         book.publish()
-        if args.arms and "stock" not in args.arms:
+        if "stock" not in arms:
             return
-        fleet.start({"stock": Plan(False, memory)})
         fleet.order("stock", **few.order())
         fleet.order("stock", forget=True)
         found["said"]["stock"] = Heard.of(load, fleet.order("stock", **load.order()))
@@ -323,7 +329,7 @@ def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float,
         free = fleet.free()
         # Less than all by what the null block has, and what torch takes for itself here.
         have = fleet.used("elastic")
-        need = capacity - _MIB if free is None else free + have - 512 * _MIB
+        need = capacity - _MIB // 4 if free is None else free + have - 512 * _MIB
         began = time.monotonic()
         while not account.take(need, 0, fleet.free()):
             if time.monotonic() - began > 20:
@@ -352,7 +358,7 @@ def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float,
 
 
 def _share(command: Command, part: Part) -> None:
-    """Elastic engines and stock ones are alive together; only one kind has requests at a time."""
+    """Elastic engines and stock ones; only one kind has requests at a time."""
     args, quick = command.args, command.quick
     count = args.engines
     arms = args.arms or ["shared", "static", "alone"]
@@ -362,7 +368,7 @@ def _share(command: Command, part: Part) -> None:
         memory = args.kv_memory or (4 * _MIB if quick else 12 * _GIB)
         if args.bursts == "climb":
             peak = 2.0 if quick else args.rate
-            bursts = climb(count, peak, 8 if quick else 256, 32 if quick else 256)
+            bursts = climb(count, peak, 8 if quick else args.output, 32 if quick else 256)
         else:
             seconds = 4.0 if quick else args.seconds or 40.0
             many = 60 if quick else int(2 * args.rate * seconds) * count
@@ -382,20 +388,26 @@ def _share(command: Command, part: Part) -> None:
                 entry["samples"] = seen  # seconds, free bytes of the device, bytes of each engine
 
         book = _Book(command, part, rows)
-        plans: dict[str, Plan] = {}
+        kinds: dict[str, dict[str, Plan]] = {}
         if "shared" in arms or "alone" in arms:
             env = {"VMEM_CAPACITY": str(memory)}
-            plans |= {f"elastic {k}": Plan(True, memory, env=env) for k in range(count)}
+            kinds["elastic"] = {f"elastic {k}": Plan(True, memory, env=env) for k in range(count)}
         if "static" in arms:
-            plans |= {f"static {k}": Plan(False, memory // count) for k in range(count)}
-        fleet.start(plans)
-        warm = Load.of(at_rate(bursts[0][:16], 0), fleet.vocabulary, 99)
-        fleet.together({name: warm.order() for name in plans})
+            plan = Plan(False, memory // count)
+            kinds["static"] = {f"static {k}": plan for k in range(count)}
+
+        def start(some: list[str]) -> None:
+            plans = {name: plan for kind in some for name, plan in kinds[kind].items()}
+            fleet.start(plans)
+            warm = Load.of(at_rate(bursts[0][:16], 0), fleet.vocabulary, 99)
+            fleet.together({name: warm.order() for name in plans})
 
         def turn(arm: str, which: list[int], round_: int) -> None:
             kind = "static" if arm == "static" else "elastic"
+            early = bursts[which[0]][0].at if arm == "alone" else 0.0  # nobody else to wait for
             loads = {
-                f"{kind} {k}": Load.of(bursts[k], fleet.vocabulary, 100 * round_ + k) for k in which
+                f"{kind} {k}": Load.of(later(bursts[k], -early), fleet.vocabulary, 100 * round_ + k)
+                for k in which
             }
             begin = time.monotonic() + 1.0  # when all have read their orders
             orders = {name: load.order(begin) for name, load in loads.items()}
@@ -419,18 +431,28 @@ def _share(command: Command, part: Part) -> None:
                 )
             book.publish()
 
-        slowest = 0.0
-        for round_ in range(args.rounds):
-            mark = time.monotonic()
-            for arm in [one for one in arms if one != "alone"]:
-                turn(arm, list(range(count)), round_)
-            slowest = max(slowest, time.monotonic() - mark)
-            if round_ == 0 and "alone" in arms:
-                for k in range(count):
-                    if command.deadline.allows(slowest):
-                        turn("alone", [k], round_)
-            if not command.deadline.allows(slowest + 2):
-                break
+        def rounds(together: list[str]) -> None:
+            slowest = 0.0
+            for round_ in range(args.rounds):
+                mark = time.monotonic()
+                for arm in [one for one in together if one != "alone"]:
+                    turn(arm, list(range(count)), round_)
+                slowest = max(slowest, time.monotonic() - mark)
+                if round_ == 0 and "alone" in together:
+                    for k in range(count):
+                        if command.deadline.allows(slowest):
+                            turn("alone", [k], round_)
+                if not command.deadline.allows(slowest + 2):
+                    break
+
+        if args.apart:
+            for kind in list(kinds):
+                start([kind])
+                rounds([one for one in arms if (one == "static") == (kind == "static")])
+                fleet.stop(kinds[kind])
+        else:
+            start(list(kinds))
+            rounds(arms)
 
 
 def _share_rows(part: Part, arm: str, found: dict[int, list[Heard]]) -> None:
@@ -438,7 +460,13 @@ def _share_rows(part: Part, arm: str, found: dict[int, list[Heard]]) -> None:
     if not found:
         return
     every = [[x for one in each for x in one.first] for each in zip(*found.values(), strict=False)]
-    part.time(f"first/{arm}", "first token, all engines", arm, _samples(every), unit="ms")
+    part.time(
+        f"first/{arm}",
+        "first token, all engines",
+        arm,
+        _samples(every),
+        unit="ms",
+    )["p99_rounds_ms"] = [round(percentile(sorted(one), 0.99) * 1e3, 1) for one in every]
     gaps = [[x for one in each for x in one.gaps] for each in zip(*found.values(), strict=False)]
     part.time(f"gap/{arm}", "between tokens, all engines", arm, _samples(gaps), unit="ms")
     for k, heard in found.items():
@@ -504,8 +532,12 @@ def _sleep(command: Command, part: Part) -> None:
             taken.setdefault(kind, []).append(one)
 
         def turns(kind: str, names: list[str], options: dict[str, Any]) -> None:
-            for name in names:  # one after the other: awake they might not fit
-                fleet.start({name: Plan(kind == "elastic", memory, options)})
+            plans = {name: Plan(kind == "elastic", memory, options) for name in names}
+            if kind == "elastic":  # idle ones have no keys and values
+                fleet.start(plans)
+            for name in names:  # stock ones one after the other: awake they might not fit
+                if kind != "elastic":
+                    fleet.start({name: plans[name]})
                 before[name] = Heard.of(load, fleet.order(name, **load.order())).answers
                 down(name, kind)
                 book.publish()
@@ -542,6 +574,7 @@ def _sleep(command: Command, part: Part) -> None:
             except WrongResult as error:  # the other kind is still to be measured
                 why[kind] = str(error)
             book.publish()
+            fleet.stop([name for name in names if name in fleet.engines])
         failed = [text for kind, text in why.items() if not (host and kind == "stock")]
         if failed:
             raise WrongResult(failed[0])
@@ -551,29 +584,38 @@ def _sleep(command: Command, part: Part) -> None:
 
 
 def _blocks(command: Command, part: Part) -> None:
-    args = command.args
+    """Prompts of three lengths, long requests that decode together, and a trace, all at once."""
+    args, quick = command.args, command.quick
     sizes = (32, 128) if command.backend == "host" else (16, 128)
-    memory = _kv_memory(command, 16 * _GIB)
-    found: dict[int, list[Heard]] = {size: [] for size in sizes}
+    memory = _kv_memory(command, 40 * _GIB)
+    found: dict[tuple[str, int], list[Heard]] = {}
     held: dict[int, dict[str, float]] = {size: {} for size in sizes}
+    whole = 256 if quick else 32 << 10  # tokens of the longest prompt
+    loads = {f"prompts/{n}x{whole // n * 2}": (n, whole // n * 2, 1) for n in (2, 8, 32)}
+    many, context, steps = (4, 64, 8) if quick else (64, 4096, 64)
+    loads[f"decode/{many}x{context}"] = (many, context, steps)
 
     def rows(part: Part) -> None:
-        for size in sizes:
-            heard, arm = found[size], f"blocks of {size}"
-            if not heard:
-                continue
-            rates = [round(one.rate, 1) for one in heard]
+        for (name, size), heard in found.items():
+            row, arm = f"{name}/{size}", f"blocks of {size}"
+            if name.startswith("prompts/"):
+                count, length, _ = loads[name]
+                rates = [round(count * length / one.seconds, 1) for one in heard]
+                what = "tokens of prompts a second"
+            else:
+                rates = [round(one.rate, 1) for one in heard]
+                what = "new tokens a second"
+                gaps = _samples([one.gaps for one in heard])
+                part.time(f"gap/{row}", "between tokens", arm, gaps, unit="ms")
+                first = _samples([one.first for one in heard])
+                part.time(f"first/{row}", "first token", arm, first, unit="ms")
             middle = sorted(rates)[len(rates) // 2]
-            part.value(f"rate/{size}", "new tokens/s", arm, middle, "tokens/s", rounds=rates)
-            for name, times in (
-                ("first", [h.first for h in heard]),
-                ("gap", [h.gaps for h in heard]),
-            ):
-                part.time(f"{name}/{size}", name, arm, _samples(times), unit="ms")
+            part.value(f"rate/{row}", what, arm, middle, "tokens/s", rounds=rates)
+        for size in sizes:
             for name, value in held[size].items():
-                part.value(f"{name}/{size}", _HELD[name], arm, value, "bytes")
+                part.value(f"{name}/{size}", _HELD[name], f"blocks of {size}", value, "bytes")
 
-    with Fleet(command) as fleet:
+    with Fleet(command, longest=whole + 64) as fleet:
         book = _Book(command, part, rows)
         page = str(args.page or 64 << 10)
         fleet.start(
@@ -582,49 +624,56 @@ def _blocks(command: Command, part: Part) -> None:
                 for size in sizes
             }
         )
-        requests = at_rate(_requests(command, args.requests, fleet.longest), 0)
+        trace = at_rate(_requests(command, args.requests, LONGEST), 0)
 
-        def turn(size: int, round_: int) -> None:
-            name = f"blocks {size}"
+        def give(size: int, name: str, requests: list[Arrival], round_: int) -> None:
+            """A load to one engine; its first is a warm-up, and not kept."""
             load = Load.of(requests, fleet.vocabulary, round_)
-            fleet.order(name, forget=True)
+            engine = f"blocks {size}"
             peak = 0
 
             def look() -> None:
                 nonlocal peak
-                one = fleet.booked().get(name.replace(" ", "-"))
+                one = fleet.booked().get(engine.replace(" ", "-"))
                 peak = max(peak, one.in_use if one is not None else 0)
 
-            said = Heard.of(load, fleet.together({name: load.order()}, look)[name])
-            command.show(f"{name}: {said.rate:.0f} tokens/s")
+            said = Heard.of(load, fleet.together({engine: load.order()}, look)[engine])
+            command.show(f"{engine}: {name}: {said.seconds:.2f} s, {said.rate:.0f} tokens/s")
             if round_:
-                found[size].append(said)
-            fleet.rest(1.5 if command.quick else 3)
-            state = fleet.order(name, state=True)
-            held[size] = {
-                "peak": float(peak),
-                "mapped": float(state["mapped"]),
-                "live": float(state["live"]),
-                "slabs": float(state["ranks"][0]["slab_bytes"]),
-            }
+                found.setdefault((name, size), []).append(said)
+            if name == "trace":
+                fleet.rest(1.5 if quick else 3)
+                state = fleet.order(engine, state=True)
+                held[size] = {
+                    "peak": float(peak),
+                    "mapped": float(state["mapped"]),
+                    "live": float(state["live"]),
+                    "slabs": float(state["ranks"][0]["slab_bytes"]),
+                }
+            fleet.order(engine, forget=True)
 
         slowest = 0.0
         for round_ in range(1 + args.rounds):
             mark = time.monotonic()
-            for k in range(len(sizes)):
-                turn(sizes[(round_ + k) % len(sizes)], round_)
-            if round_:
+            turns = sizes if round_ % 2 else sizes[::-1]
+            for name, (count, length, output) in loads.items():
+                requests = [Arrival(0.0, Request(length - output, output))] * count
+                for size in turns:
+                    give(size, name, requests, round_)
                 book.publish()
+            for size in turns:
+                give(size, "trace", trace, round_)
+            book.publish()
             slowest = max(slowest, time.monotonic() - mark)
             if not command.deadline.allows(slowest):
                 break
 
 
 _HELD = {
-    "peak": "most that requests held",
-    "mapped": "mapped after the load, prefixes kept",
-    "live": "pages that hold something, after the load",
-    "slabs": "taken from the device, after the load",
+    "peak": "most that requests of the trace held",
+    "mapped": "mapped after the trace, prefixes kept",
+    "live": "pages that hold something, after the trace",
+    "slabs": "taken from the device, after the trace",
 }
 
 
@@ -721,6 +770,8 @@ def run(args: argparse.Namespace) -> int:
         rates=args.rates,
         engines=args.engines,
         bursts=args.bursts,
+        output=args.output,
+        apart=args.apart,
         rate=args.rate,
         seconds=args.seconds,
         kv_memory=args.kv_memory,
@@ -767,13 +818,16 @@ def add_parser(which: Any) -> None:
     add = parser.add_argument
     shapes = [name for name in SHAPES if name != "tiny"]
     add("--part", choices=list(PARTS), default="load", help="what to measure (load)")
-    add("--arms", type=lambda text: text.split(","), help="of share and sleep, some only")
+    add("--arms", type=lambda text: text.split(","), help="of idle, share and sleep, some only")
     add("--shape", choices=shapes, default=shapes[0], help=f"of the model ({shapes[0]})")
     add("--requests", type=int, default=0, help="of a round (96; idle 2,500, rough 10,000)")
     add("--rounds", type=int, default=4, help="after the first, which warms up (4)")
     add("--rates", type=_rates, default=[5.0, 13.0, 0.0], metavar="R,...",
         help="load: requests a second, 0: all at once (5,13,0)")  # fmt: skip
     add("--engines", type=int, default=2, help="share and sleep: of each kind (2)")
+    add("--apart", action="store_true",
+        help="share: start static engines when the elastic ones have ended")  # fmt: skip
+    add("--output", type=int, default=256, help="share, climb: tokens of an answer (256)")
     add("--bursts", choices=("trace", "climb"), default="trace", help="share: which (trace)")
     add("--rate", type=float, default=14.0, help="share: of a burst, requests a second (14)")
     add("--seconds", type=float, default=0.0, help="of a load (12; share 40)")
@@ -781,6 +835,6 @@ def add_parser(which: Any) -> None:
     add("--page", type=int, default=0, metavar="BYTES", help="of the pool (64 KiB)")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (1)")
     add("--kv-memory", type=int, default=0, metavar="BYTES",
-        help="of each engine (16 GiB; rough 8); share: of all together (12 GiB)")  # fmt: skip
+        help="of each engine (16 GiB; rough 8, blocks 40); share: of all (12 GiB)")  # fmt: skip
     add("--trace", type=Path, metavar="FILE", help="requests and their times from a trace")
     parser.set_defaults(run=run)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from pyvmem.ledger import EngineInfo, Ledger, devices
 __all__ = ["LONGEST", "SHAPES", "Engine", "Fleet", "Plan", "TimeUp"]
 
 LONGEST = 4096
-"""Tokens of the longest request."""
+"""Tokens of the longest request, unless a fleet is asked for longer ones."""
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
@@ -149,6 +149,7 @@ class Fleet:
         command: of the run.
         block_size: tokens of a block of vLLM; 32 on the CPU, which knows multiples of 32 alone.
         max_num_seqs: requests that an engine runs at a time.
+        longest: tokens of the longest request, prompt and answer; a quick run has its own.
         options: for vLLM, in every engine.
     """
 
@@ -158,13 +159,16 @@ class Fleet:
         *,
         block_size: int = 0,
         max_num_seqs: int = 128,
+        longest: int = LONGEST,
         **options: Any,
     ) -> None:
         self.command, self.options = command, options
+        self.longest = 512 if command.quick else longest
         self.shape = SHAPES["tiny" if command.quick else command.args.shape]
         self.block_size = 32 if command.backend == "host" else block_size or 16
         self.max_num_seqs = 8 if command.quick else max_num_seqs
         self.engines: dict[str, Engine] = {}
+        self._ends: dict[str, Callable[[], None]] = {}
 
     def __enter__(self) -> Fleet:
         with ExitStack() as stack:
@@ -183,7 +187,7 @@ class Fleet:
 
     def _config(self) -> dict[str, Any]:
         return {
-            "max_position_embeddings": 2 * LONGEST,
+            "max_position_embeddings": 2 * max(LONGEST, self.longest),
             "hidden_act": "silu",
             "torch_dtype": "float32" if self.command.quick else "bfloat16",
             "bos_token_id": 1,
@@ -202,11 +206,6 @@ class Fleet:
         row = 2 * self.shape["num_key_value_heads"] * self.shape["head_dim"]
         item = 4 if self.command.quick else 2
         return int(self.block_size * row * item * self.shape["num_hidden_layers"])
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request."""
-        return 512 if self.command.quick else LONGEST
 
     def _options(self, plan: Plan, count: int) -> dict[str, Any]:
         quick, ranks = self.command.quick, self.command.args.tensor_parallel
@@ -287,7 +286,14 @@ class Fleet:
             process.stdin.close()
 
         self._stack.callback(end)
+        self._ends[name] = end
         return Engine(name, process, os.fdopen(read, encoding="utf-8"), log)
+
+    def stop(self, names: Iterable[str]) -> None:
+        """Ends engines; what they had of the device is free when this returns."""
+        for name in names:
+            del self.engines[name]
+            self._ends.pop(name)()
 
     def order(self, name: str, **what: Any) -> dict[str, Any]:
         """Gives one engine an order and waits for its answer."""

@@ -18,7 +18,17 @@ from pyvmem.bench.timing import percentile
 from pyvmem.kvcache.config import invalid
 from pyvmem.layouts.workload import Arrival, Request, generate, poisson, read_arrivals
 
-__all__ = ["Heard", "Load", "arrivals", "at_rate", "climb", "idle_footprint", "in_turns", "tiny"]
+__all__ = [
+    "Heard",
+    "Load",
+    "arrivals",
+    "at_rate",
+    "climb",
+    "idle_footprint",
+    "in_turns",
+    "later",
+    "tiny",
+]
 
 _SEED = 5
 _CALM = 0.1  # of the rate of a burst, between bursts
@@ -128,6 +138,11 @@ def _moved(one: Arrival, at: float) -> Arrival:
     return one._replace(at=round(at, 6))
 
 
+def later(found: Sequence[Arrival], seconds: float) -> list[Arrival]:
+    """The same requests, so much later; earlier where it is negative."""
+    return [_moved(one, one.at + seconds) for one in found]
+
+
 def in_turns(
     found: Sequence[Arrival], engines: int, rate: float, seconds: float, period: float
 ) -> list[list[Arrival]]:
@@ -165,7 +180,7 @@ def climb(engines: int, peak: float, output: int, prompt: int = 256) -> list[lis
             ramp.append(Arrival(at, Request(prompt, output)))
             owed -= 1.0
         at += step
-    return [[_moved(one, one.at + k * 2.25 * peak) for one in ramp] for k in range(engines)]
+    return [later(ramp, k * 2.25 * peak) for k in range(engines)]
 
 
 def idle_footprint(count: int, vocabulary: int, most: int, scale: float = 1.0) -> Load:

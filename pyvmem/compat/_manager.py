@@ -14,8 +14,8 @@ from pyvmem.context import Context
 from pyvmem.errors import Busy, OutOfMemory
 from pyvmem.info import KEEP_ALL
 from pyvmem.kvcache import KVCache, KVCacheConfig
-from pyvmem.kvcache.common import CommonPages
 from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.manager import CommonPages
 
 if TYPE_CHECKING:
     import torch

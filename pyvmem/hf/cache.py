@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import cache_utils
 
+from pyvmem.closing import MustClose
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.layer import VMemLayer
@@ -24,7 +25,6 @@ from pyvmem.hf.rows import Rows, Settings
 from pyvmem.hf.state import VMemState
 from pyvmem.kvcache import KVCache, StateShape, layer_shapes
 from pyvmem.kvcache.budget import Budget
-from pyvmem.kvcache.cache import Closing
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["VMemCache", "drafting"]
@@ -35,7 +35,7 @@ _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _STATE = {"linear_attention", "mamba", "conv"}
 
 
-class VMemCache(_Cache, Closing):  # type: ignore[misc]  # a base that is Any
+class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
     """A cache for ``model.generate(past_key_values=...)`` and for ``model.forward``.
 
         with VMemCache(model.config, max_batch_size=4, max_cache_len=4096) as cache:

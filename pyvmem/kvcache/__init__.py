@@ -7,31 +7,29 @@ The modules, each of which imports only from those before it:
     events                  the caller's GPU work
     journal, mapper         the undo log; every call of the context for pages, a transaction
     pages, slots, metrics   the books: kinds and references of pages, slots and batches, counts
-    reclaim, moves, growth  pages taken back, replaced under their addresses, given to requests
-    migration, sharing      promotion and sliding windows; one page in several slots
+    reclaim                 pages taken back: victims, unmapping in the background
+    migration               pages replaced under their addresses; promotion, sliding windows
+    growth                  pages given to requests
+    sharing                 one page in several slots
     prefix_tree             a radix tree over token ids
     prefix_cache            recorded prefixes and the leases on them
-    on_ledger               a participant of the ledger that several processes share
-    budget                  memory that several caches share
+    budget                  memory that several caches share, of one process or of several
     group                   one group of equal layers, of all the above
     integrity               statistics and the check of the books
-    manager                 a cache's groups; steps, forks, admission, tiers: in all or in none
-    swap, truncate, idle    preemption, fewer rows, memory given back
-    common                  pages that every slot has
-    cache                   KVCache: the lock and the documentation
-    layered, distributed    layers that differ; several ranks that agree
+    manager                 a cache's groups, and what is done in all of them or in none: steps,
+                            admission, forks, prefixes, tiers, swapping, truncation, trimming
+    cache                   KVCache and LayeredCache: the lock and the documentation
+    distributed             several ranks that agree
 """
 
 from pyvmem.kvcache.budget import Budget, BudgetStats, ShareInfo
-from pyvmem.kvcache.cache import GroupView, KVCache
+from pyvmem.kvcache.cache import GroupView, KVCache, LayeredCache
 from pyvmem.kvcache.config import KVCacheConfig, LayerShape, StateShape, layer_shapes
 from pyvmem.kvcache.integrity import IntegrityError
-from pyvmem.kvcache.layered import LayeredCache
-from pyvmem.kvcache.manager import Moved
+from pyvmem.kvcache.manager import Moved, SwappedRequest
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
 from pyvmem.kvcache.prefix_tree import TokenIds
-from pyvmem.kvcache.swap import SwappedRequest
 
 __all__ = [
     "Budget",

@@ -32,7 +32,7 @@ import os
 import threading
 import weakref
 from _thread import RLock
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,8 +43,8 @@ from pyvmem.errors import BadHandle, Busy, OutOfMemory
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal
-from pyvmem.kvcache.on_ledger import OnLedger, weakly
 from pyvmem.kvcache.reclaim import wait_for_cuts
+from pyvmem.ledger import Participant, weakly
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
@@ -83,6 +83,7 @@ class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
 
 
 _PART_OF_CARD = 0.9  # of a GPU's free memory; kernels, libraries and graphs need some, too
+_HEADROOM = 256 << 20  # on a ledger, and at most a sixteenth of the budget
 _UNKNOWN = 1 << 62  # a device whose free memory nothing reports
 
 
@@ -505,6 +506,98 @@ class Share:
     def _givable(self) -> int:
         spare = self.reclaimer.spare({})
         return self._returning() + min(spare, self._excess() // self._column) * self._column
+
+
+class OnLedger(Participant):
+    """What a budget has of a device; the caller holds the budget's lock. Bytes.
+
+        0 ......... used by caches, or kept by their floors ......... granted .......... limit
+        | what the budget cannot give back                | headroom | the ledger's room, |
+        |                                                 |          | others may take it |
+
+    Memory is taken from the ledger before a cache maps it: where a call finds too little, and ahead
+    of need by the thread, so that few calls meet the file's lock. The thread gives back what
+    another engine is short of, or what a lowered limit forbids, also while no cache is called.
+
+    Args:
+        ledger: of the context's device; closed by `close`.
+        context: the budget's.
+        free: returns the device's free memory; None: unknown, and the ledger alone counts.
+        name, floor, limit: as in `Ledger.join`.
+
+    Raises:
+        VMemError: as `Ledger.join`; the ledger is closed.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        context: Context,
+        free: Callable[[], int] | None,
+        name: str,
+        floor: int,
+        limit: int,
+    ) -> None:
+        page = context.info.granule
+        super().__init__(ledger, name, floor=floor, limit=limit, least=page, virtual=limit)
+        self._context = context
+        self._free = free
+        self.headroom = max(page, min(_HEADROOM, limit // 16) // page * page)
+        self._limit = limit
+        self._asked = False
+        self.hint = 0  # the ledger's room when it was last looked at
+
+    @property
+    def granted(self) -> int:
+        """What the budget may use."""
+        return self.account.used
+
+    def _free_bytes(self) -> int | None:
+        if self._free is None:
+            return None
+        return self._free() + self._context.stats().free_bytes
+
+    def beyond(self) -> int:
+        """What the ledger would grant now."""
+        self.hint = min(self._limit - self.granted, self.account.room(self._free_bytes()))
+        return self.hint
+
+    def take(self, nbytes: int) -> None:
+        """Asks for so many more bytes and some headroom; gets that or as much as there is."""
+        if nbytes <= 0:
+            return
+        free = self._free_bytes()
+        page = self._context.info.granule
+        most = min(self._limit - self.granted, self.account.room(free)) // page * page
+        self.account.take(min(nbytes + self.headroom, most), free=free)
+        if self._asked and nbytes <= most:
+            self.ask(0)
+
+    def ask(self, nbytes: int) -> None:
+        """Posts what a request is short of for the other engines; 0: no longer short."""
+        account = self.account
+        nbytes = min(nbytes, self._limit - self.granted, account.limit - account.used)
+        if nbytes > 0 or self._asked:
+            account.want(max(0, nbytes))
+            self._asked = nbytes > 0
+
+    def settle(self, used: int) -> int:
+        """Reports what is mapped; returns what must be given back."""
+        self.account.settle(used)
+        self.beyond()
+        return self.account.excess(self._free_bytes())
+
+    def give(self, nbytes: int) -> None:
+        """Gives back what no cache uses and no floor of theirs keeps."""
+        if nbytes > 0:
+            self.account.give(nbytes)
+
+    def balance(self, spare: int) -> None:
+        """Keeps the headroom between a half and twice what it should be; `spare`: what it is."""
+        if spare < self.headroom // 2:
+            self.take(self.headroom // 2 - spare)
+        elif spare > 2 * self.headroom:
+            self.give(spare - self.headroom)
 
 
 def available_bytes(cuda_device: int | None, unknown: int) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """`KVCache`: what an engine calls.
 
-It takes the lock, checks that the cache is open, and hands the call to manager.py, swap.py,
-truncate.py or idle.py, which do it in every group of layers: one here, several in a `LayeredCache`.
+It takes the lock, checks that the cache is open, and hands the call to manager.py, which does it in
+every group of layers: one here, several in a `LayeredCache`.
 
 `KVCache` chooses slots itself and takes its limit when it is made. A program written for another
 cache may name slots itself (`KVCache.claim`) or reserve memory after the tensors exist
@@ -13,27 +13,30 @@ from __future__ import annotations
 
 import errno
 import operator
-import warnings
 from collections.abc import Collection, Hashable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from pyvmem.closing import MustClose
 from pyvmem.context import Context
-from pyvmem.errors import Busy, NotSupported
+from pyvmem.errors import NotSupported
 from pyvmem.info import Caps, Location
-from pyvmem.kvcache import idle, integrity, manager, swap, truncate
+from pyvmem.kvcache import integrity, manager
 from pyvmem.kvcache.budget import Budget
-from pyvmem.kvcache.common import CommonPages
-from pyvmem.kvcache.config import KVCacheConfig, invalid
+from pyvmem.kvcache.config import (
+    KVCacheConfig,
+    LayerShape,
+    Place,
+    StateShape,
+    classes_of,
+    invalid,
+)
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.idle import IdleThread
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.manager import Manager, Moved
+from pyvmem.kvcache.manager import CommonPages, IdleThread, Manager, Moved, SwappedRequest
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo, together
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.prefix_tree import Change
-from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.reservation import Reservation
 from pyvmem.streams import check
 
@@ -44,49 +47,10 @@ if TYPE_CHECKING:
     from pyvmem.reservation import Reservation
 
 __all__ = [
-    "Closing",
     "GroupView",
     "KVCache",
+    "LayeredCache",
 ]
-
-
-class Closing:
-    """A context manager that closes, and a warning where nobody did."""
-
-    _closed: bool
-
-    def close(self) -> None:
-        """Gives everything back."""
-        raise NotImplementedError
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` is done."""
-        return self._closed
-
-    def _gone(self) -> bool:
-        """Whether there is nothing left to close."""
-        return getattr(self, "_closed", True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except Busy:
-            if error is None:
-                raise  # else the traceback keeps tensors alive, and that error matters more
-
-    def __del__(self) -> None:
-        if not self._gone():
-            name = type(self).__name__
-            warnings.warn(f"{name} was not closed", ResourceWarning, stacklevel=2, source=self)
 
 
 class GroupView:
@@ -205,7 +169,7 @@ class GroupView:
         return tensor
 
 
-class KVCache(Closing):
+class KVCache(MustClose):
     """Keys and values of many requests, contiguous in virtual memory, mapped as they grow.
 
     Every request has a slot (its reqid) in every tensor. `step` tells how many tokens each slot
@@ -358,7 +322,7 @@ class KVCache(Closing):
             VMemError: the driver failed; nothing changed.
         """
         with self._lock, self._journal:
-            return truncate.truncate(self._open(), reqid, length, stream)
+            return manager.truncate(self._open(), reqid, length, stream)
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -588,7 +552,7 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            return swap.swap_out(self._open(), reqid, stream)
+            return manager.swap_out(self._open(), reqid, stream)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """Brings a swapped request back, into any slot.
@@ -609,7 +573,7 @@ class KVCache(Closing):
         with self._lock, self._journal:
             groups = self._open()
             manager.make_free_alike(groups)
-            return swap.swap_in(groups, swapped, stream)
+            return manager.swap_in(groups, swapped, stream)
 
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
@@ -656,7 +620,7 @@ class KVCache(Closing):
         """
         check(stream)
         with self._lock, self._journal:
-            return idle.trim(self._manager, prefixes, compact, stream)
+            return manager.trim(self._manager, prefixes, compact, stream)
 
     # ---- where pages lie -------------------------------------------------------------------------
 
@@ -1035,9 +999,9 @@ class KVCache(Closing):
             for view in self.caches:
                 view.drop()
             self._manager.close(stream)
-            self._closed = True
             if self._idle is not None:
                 self._idle.end()
+            self._closed = True
 
     def _only(self, what: str) -> Group:
         """The group of equal layers, where there is one.
@@ -1052,3 +1016,109 @@ class KVCache(Closing):
                 op="KVCache",
             )
         return self._groups[0]
+
+
+class LayeredCache(KVCache):
+    """A `KVCache` with a group for each class of equal layers, behind one reqid and one `step`.
+
+    The groups share a budget. What changes a request is all or nothing over all of them; the slot
+    that a request gets fits the group of the first layer best. Prefixes are recorded in one tree,
+    in units that fill whole pages in every group (prefix_cache.py).
+
+    Args:
+        layers: what every layer keeps, in the model's order; a `StateShape` for those with a state.
+        context: as for `KVCache`.
+        backend: as for `KVCache`.
+        device: as for `KVCache`.
+        budget: memory to share with other caches of its context; None: one of `memory_limit`.
+        **policy: the fields of `KVCacheConfig` that `LayerShape` has not, for all groups.
+            `group_size` divides the layers of each class.
+
+    Attributes:
+        layers: as given.
+        config: the first group's; the policy is that of all.
+
+    Raises:
+        InvalidArgument: no layer, a value that is refused, a `memory_limit` beside a budget, or one
+            of less than a page in every tensor.
+        VMemError: as for `KVCache`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape | StateShape],
+        context: Context | None = None,
+        backend: str = "auto",
+        device: Any = 0,
+        budget: Budget | None = None,
+        **policy: Any,
+    ) -> None:
+        self._closed = True  # until the groups are made
+        self.layers = tuple(layers)
+        if not self.layers:
+            raise invalid("a LayeredCache needs at least one layer")
+        counts, self._places = classes_of(self.layers)
+        whole = KVCacheConfig(num_layers=1, num_kv_heads=1, head_dim=1, **_shape_free(policy))
+        policy = {**policy, "memory_limit": 0, "memory_floor": 0, "max_mappings": 0}
+        configs = [
+            KVCacheConfig(num_layers=count, **{**policy, **kind.fields()})
+            for kind, count in counts.items()
+        ]
+        self._begin(Manager("LayeredCache", whole, configs, context, backend, device, budget))
+
+    def k(self, layer: int) -> torch.Tensor:
+        """Keys of a layer, or MLA's latent: ``[max_batch, max_seq_len, num_kv_heads, head_dim]``.
+
+        Raises InvalidArgument for a layer that does not exist, or has a state.
+        """
+        self._has_rows(layer)
+        place = self._place(layer)[0]
+        return self.caches[place.part].k(place.member)
+
+    def v(self, layer: int) -> torch.Tensor:
+        """Values of a layer, with `v_head_dim` elements; InvalidArgument where it has none."""
+        self._has_rows(layer)
+        place = self._place(layer)[1]
+        if place is None:
+            raise invalid(f"layer {layer} has no values")
+        view = self.caches[place.part]
+        return view.v(place.member) if place.which else view.k(place.member)
+
+    def states(self, layer: int) -> dict[str, torch.Tensor]:
+        """What a layer keeps for each request: "conv" and "recurrent", as in its `StateShape`.
+
+        Each is ``[max_batch, *shape]``; slots without a request have no memory there. A request's
+        are zero at first, with `KVCacheConfig.zero_fill`.
+
+        Raises InvalidArgument for a layer that does not exist, or has keys and values.
+        """
+        places = self._place(layer)
+        shape = self.layers[operator.index(layer)]
+        if not isinstance(shape, StateShape):
+            raise invalid(f"layer {layer} has keys and values, and no state")
+        names = [name for name in ("conv", "recurrent") if getattr(shape, name)]
+        found = {}
+        for name, sizes, place in zip(names, shape.states, places, strict=False):
+            assert place is not None
+            rows = self.caches[place.part].k(place.member)[:, 0]
+            found[name] = rows.view(*rows.shape[:2], *sizes[1:])
+        return found
+
+    def _has_rows(self, layer: int) -> None:
+        self._place(layer)
+        if isinstance(self.layers[operator.index(layer)], StateShape):
+            raise invalid(f"layer {layer} has a state; see states")
+
+    def _place(self, layer: int) -> tuple[Place, Place | None]:
+        index, last = operator.index(layer), len(self._places) - 1
+        if not 0 <= index <= last:
+            raise invalid(f"layer {index} is not between 0 and {last}", limit=last)
+        return self._places[index]
+
+
+def _shape_free(policy: dict[str, Any]) -> dict[str, Any]:
+    """The policy without what only a class with all its layers can check."""
+    for name in ("num_layers", "num_kv_heads", "head_dim", "tensors_per_layer", "window", "state"):
+        if name in policy:
+            raise invalid(f"{name} is told by the layers")
+    return {**policy, "group_size": 1}

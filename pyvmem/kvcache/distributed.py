@@ -39,6 +39,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from pyvmem.closing import MustClose
 from pyvmem.context import Context
 from pyvmem.errors import (
     BadHandle,
@@ -49,17 +50,15 @@ from pyvmem.errors import (
     VMemError,
 )
 from pyvmem.info import KEEP_ALL, Location
-from pyvmem.kvcache import idle
 from pyvmem.kvcache.budget import available_bytes
-from pyvmem.kvcache.cache import Closing, KVCache
+from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.manager import Manager, Moved
+from pyvmem.kvcache.manager import Manager, Moved, SwappedRequest, unmap_idle
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
 from pyvmem.kvcache.slots import Slot, SlotTable
-from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.streams import check, device_ordinal
 
 __all__ = [
@@ -321,7 +320,7 @@ def _told(
     return tell
 
 
-class ParallelKVCache(Closing):
+class ParallelKVCache(MustClose):
     """A `KVCache` on every rank of a group. Every rank makes the same calls in the same order.
 
     It has the calls of a `KVCache`, and hands them to the one that it holds.
@@ -642,7 +641,7 @@ class ParallelKVCache(Closing):
             for slot in group.table:
                 if slot.active:
                     group.disown_beyond(slot, rows[slot.index], event)
-            idle.unmap_idle([group], prefixes=True)
+            unmap_idle([group], prefixes=True)
             group.reclaimer.forget_crowding()
             group.reclaimer.raise_errors()
             group.pager.runs.relieve()
@@ -721,7 +720,7 @@ class ParallelKVCache(Closing):
         return self._settled(self._trim, prefixes)
 
     def _trim(self, prefixes: bool) -> int:
-        idle.unmap_idle([self._open()], prefixes)
+        unmap_idle([self._open()], prefixes)
         return 0
 
     def _settled(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -826,7 +825,7 @@ class ParallelKVCache(Closing):
                 group.release(slot, event)
         for swapped in list(self._swapped):
             swapped.close()
-        idle.unmap_idle([group], prefixes=True)
+        unmap_idle([group], prefixes=True)
         for slot in group.table:
             if slot.lost:
                 group.reclaimer.salvage(slot)

@@ -28,8 +28,7 @@ from pyvmem.kvcache.journal import Journal, put
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.mapper import Mapper, Scratch
 from pyvmem.kvcache.metrics import Counters
-from pyvmem.kvcache.migration import Promoter, Window
-from pyvmem.kvcache.moves import Mover
+from pyvmem.kvcache.migration import Mover, Promoter, Window
 from pyvmem.kvcache.pages import Block, Span
 from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.kvcache.reclaim import Reclaimer
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.journal import Journal
     from pyvmem.kvcache.layout import Layout
     from pyvmem.kvcache.metrics import Counters
-    from pyvmem.kvcache.migration import Window
     from pyvmem.kvcache.reclaim import Reclaimer
     from pyvmem.kvcache.slots import SlotTable
 
@@ -185,9 +183,11 @@ class Group:
         self.sharing = Sharing(self.pager, config)
         self.prefixes, self.place = prefixes, place
         prefixes.join(self.sharing)
-        promotes = layout.large_pages and not layout.state
-        self.promoter = Promoter(self.pager, self.mover, config) if promotes else None
-        self.window = Window(self.pager, self.mover, config) if config.window else None
+        self.promoter = self.window = None
+        if layout.large_pages and not layout.state:
+            self.promoter = Promoter(self.reclaimer, self.mover, config)
+        if config.window:
+            self.window = Window(self.reclaimer, self.mover, config, self.pager.release)
         self.used_tokens = 0
         self.clock = 0
         self.untidy = config.reclaim_steps > 0

@@ -56,7 +56,7 @@ from pyvmem.kvcache.events import (
 )
 from pyvmem.kvcache.journal import Book, drain, put, put_all
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.moves import Mover
+from pyvmem.kvcache.migration import Mover
 from pyvmem.kvcache.pages import DEVICE, Kind, Span
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Cut, Growth, Piece, Slot

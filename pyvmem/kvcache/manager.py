@@ -2,7 +2,7 @@
 """The groups of layers of a cache, and what is done for requests in all of them or in none.
 
 A cache of equal layers has one group. Each call takes the `Manager`'s lock and journal, asks it for
-the groups and hands them to a function, here or in swap.py, truncate.py and idle.py.
+the groups and hands them to a function below.
 """
 
 from __future__ import annotations
@@ -11,20 +11,31 @@ import errno
 import logging
 import operator
 import threading
+import weakref
 from array import array
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pyvmem.closing import Closable
 from pyvmem.context import Context
-from pyvmem.errors import BadHandle, Busy, OutOfMemory, TooManyMappings, VMemError
-from pyvmem.features.table import FORK, HOST_PAGES, PEER_PAGES
+from pyvmem.errors import (
+    BadHandle,
+    Busy,
+    NotRecoverable,
+    NotSupported,
+    OutOfMemory,
+    TooManyMappings,
+    VMemError,
+)
+from pyvmem.features.table import FORK, HOST_PAGES, PEER_PAGES, SWAP
 from pyvmem.info import Location
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import KVCacheConfig, invalid
-from pyvmem.kvcache.events import record, wait_for
+from pyvmem.kvcache.events import prune, record, wait_for, wait_for_device
 from pyvmem.kvcache.group import Group, make_parts, pool_low
 from pyvmem.kvcache.growth import Source
 from pyvmem.kvcache.journal import Journal, put
@@ -32,16 +43,23 @@ from pyvmem.kvcache.pages import DEVICE, Kind, Span, Stretch, Tier
 from pyvmem.kvcache.prefix_cache import PrefixCache, PrefixMatch
 from pyvmem.kvcache.slots import Growth, Move, Slot, SlotTable
 from pyvmem.logs import warn
+from pyvmem.ops import OpBatch
 from pyvmem.streams import device_ordinal
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.prefix_tree import Node
+    from pyvmem.reservation import Reservation
 
 __all__ = [
+    "CommonPages",
+    "IdleThread",
     "Manager",
     "Moved",
+    "SwappedRequest",
     "alloc",
     "alloc_prefix",
+    "begin_trim",
+    "bring_back",
     "can_admit",
     "claim",
     "fork_all",
@@ -57,7 +75,12 @@ __all__ = [
     "reclaim_free",
     "step",
     "step_async",
+    "swap_in",
+    "swap_out",
     "tier_of",
+    "trim",
+    "truncate",
+    "unmap_idle",
 ]
 
 _Want = list[tuple[Slot, int]]
@@ -1108,3 +1131,655 @@ def _kept(groups: Sequence[Group], node: Node[Span], length: int) -> Slot | None
         )
     ]
     return max(found, key=attrgetter("mapped"), default=None)
+
+
+# ---- preemption: rows in host memory -------------------------------------------------------------
+
+
+class SwappedRequest(Closable):
+    """A swapped-out request; the cache's `swap_in` brings it back, once.
+
+    It holds no page: all rows were copied, those in shared pages too, and when it comes back all
+    its pages are its own.
+
+    Holds host memory (pinned where torch has CUDA) until it is swapped in or closed, whether its
+    cache is open or not. A context manager.
+
+    Attributes:
+        seq_len: tokens of the request.
+        nbytes: host memory that was taken.
+    """
+
+    def __init__(self, groups: Sequence[Group], seq_len: int, rows: Sequence[memoryview]) -> None:
+        self.seq_len = seq_len
+        self.nbytes = sum(one.nbytes for one in rows)
+        self._groups = tuple(groups)
+        self._rows: Sequence[memoryview] | None = rows
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be swapped in."""
+        return self._rows is not None
+
+    def close(self) -> None:
+        """Drops the request and its host memory. Idempotent."""
+        self._rows = None
+
+    def __repr__(self) -> str:
+        state = f"{self.nbytes} bytes" if self.is_open else "closed"
+        return f"<SwappedRequest: {self.seq_len} tokens, {state}>"
+
+
+def _host_memory(size: int, device: int | None) -> memoryview:
+    """Host memory that a GPU copies to at full speed, where there is one."""
+    if device is not None and size:
+        import torch
+
+        if torch.cuda.is_available():
+            pinned: Any = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+            return memoryview(pinned)
+    return memoryview(bytearray(size))
+
+
+def _pieces(group: Group, slot: Slot, size: int) -> list[int]:
+    """Where `size` bytes of rows begin, in every tensor."""
+    layout = group.layout
+    return [
+        group.pager.base + layout.offset(slot.index, 0, tensor)
+        for tensor in (range(layout.num_tensors) if size else ())
+    ]
+
+
+def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest:
+    """See `KVCache.swap_out`; of several caches with the same requests, all or none."""
+    for group in groups:
+        group.sharing.require(SWAP, "swap_out")
+    slots = [group.slot(reqid) for group in groups]
+    length = groups[0].rows[slots[0].index]
+    for group, slot in zip(groups, slots, strict=True):
+        group.pager.release(slot)
+    sizes = [group.layout.bytes_for(length) for group in groups]
+    rows = [
+        _host_memory(size * group.layout.num_tensors, group.device)
+        for group, size in zip(groups, sizes, strict=True)
+    ]
+    wait_for(record(stream, groups[0].device))
+    for group, slot, size, held in zip(groups, slots, sizes, rows, strict=True):
+        for tensor, address in enumerate(_pieces(group, slot, size)):
+            group.context.read_into(address, held[tensor * size : (tensor + 1) * size])
+    swapped = SwappedRequest(groups, length, rows)
+    for group, slot in zip(groups, slots, strict=True):
+        group.release(slot, None)  # the work is over
+    groups[0].journal.on_abort(partial(bring_back, groups, swapped, slots[0].index))
+    for group in groups:
+        group.tidy()
+    return swapped
+
+
+def bring_back(groups: Sequence[Group], swapped: SwappedRequest, reqid: int) -> None:
+    """Undoes a `swap_out` whose result nobody received. Idempotent."""
+    slot = groups[0].table[reqid]
+    if swapped.is_open and not slot.active:
+        swap_in(groups, swapped, None, into=reqid)
+
+
+def swap_in(
+    groups: Sequence[Group], swapped: SwappedRequest, stream: Any, into: int | None = None
+) -> int | None:
+    """See `KVCache.swap_in`; into several caches with the same requests, all or none.
+
+    `into`: the reqid that it shall have, which is free; None: any.
+    """
+    if not isinstance(swapped, SwappedRequest):
+        raise TypeError(f"expected a SwappedRequest, not {swapped!r:.80}")
+    if swapped._rows is None:
+        raise BadHandle(
+            f"{swapped!r} was closed or swapped in before", errno=errno.EBADF, op="KVCache.swap_in"
+        )
+    if swapped._groups != tuple(groups):
+        raise invalid(f"{swapped!r} is another cache's")
+    length = swapped.seq_len
+    found = groups[0].fit(length) if into is None else groups[0].table[into]
+    if found is None:
+        return None
+    slots = [group.table[found.index] for group in groups]
+    for group, slot in zip(groups, slots, strict=True):
+        group.pager.release(slot)
+    for group, slot in zip(groups, slots, strict=True):
+        group.take(slot)
+
+    def give_back() -> None:
+        for group, slot in zip(groups, slots, strict=True):
+            group.release(slot, None)
+
+    try:
+        want = [
+            (group, [(slot, group.layout.pages_for(length))] if length else [])
+            for group, slot in zip(groups, slots, strict=True)
+        ]
+        if not grow(want, background=False):
+            give_back()
+            return None
+        for group in groups:
+            group.pager.settle(stream)
+        # Zero-fills, and earlier owners' work where nothing is filled.
+        wait_for(record(stream, groups[0].device))
+        for group, slot, rows in zip(groups, slots, swapped._rows, strict=True):
+            size = group.layout.bytes_for(length)
+            for tensor, address in enumerate(_pieces(group, slot, size)):
+                group.context.write(address, rows[tensor * size : (tensor + 1) * size])
+    except VMemError:
+        give_back()
+        raise
+    for group, slot in zip(groups, slots, strict=True):
+        group.enter(slot, length)
+        group.note_peaks()
+    groups[0].journal.keep(swapped, "_rows")
+    swapped.close()
+    return found.index
+
+
+# ---- fewer rows ----------------------------------------------------------------------------------
+
+
+def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> int:
+    """See `KVCache.truncate`; of several caches with the same requests, all or none."""
+    slots = [group.slot(reqid) for group in groups]
+    rows, held = operator.index(length), max(group.rows[slots[0].index] for group in groups)
+    if not 0 <= rows <= held:
+        raise invalid(f"length {rows}: reqid {slots[0].index} holds {held} tokens", limit=held)
+    for group, slot in zip(groups, slots, strict=True):
+        group.check_back(slot, rows)
+    if rows == held:
+        return 0
+    for group, slot in zip(groups, slots, strict=True):
+        page = group.layout.bytes_for(rows) // group.layout.page_size
+        group.mover.shorten(slot, page, stream)
+    each = [_Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)]
+    if any(one.unmaps for one in each):
+        for one in each:
+            one.group.pager.release(one.slot)
+        each = [_Truncation.of(one.group, one.slot, rows) for one in each]
+        wait_for(record(stream, groups[0].device))
+        if not _unmap_all(each, partial(_complete, groups, reqid, slots[0].owner, rows)):
+            return -1
+        stream = None  # the work on it is over
+    _shorten(each, stream)
+    return 0
+
+
+def _shorten(each: Sequence[_Truncation], stream: Any) -> None:
+    """Writes the truncation into the books, in every cache, then unmaps what policy does not keep.
+
+    `stream`: of the last work on the rows.
+    """
+    disowned = [one for one in each if not one.unmaps and one.keep < one.slot.granted]
+    event = record(stream, disowned[0].group.device) if disowned else None
+    for one in disowned:
+        group, slot = one.group, one.slot
+        group.pager.shrink(slot, one.keep)
+        group.reclaimer.own_away = None
+        slot.events = [*prune(slot.events), *(() if event is None else (event,))]
+    for one in each:
+        group, slot = one.group, one.slot
+        if group.promoter is not None:
+            group.promoter.shorten(slot, one.first)
+        group.prefixes.shorten(slot, one.rows)
+        group.enter(slot, one.rows)
+        group.table.changes += 1
+    for one in disowned:
+        if not one.group.config.deferred_reclaim and one.slot.job is None:
+            one.group.reclaimer.try_cut(one.slot, one.keep)
+
+
+def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int) -> None:
+    """Does what is left of a truncation that an exception ended after pages had gone.
+
+    Raises:
+        NotRecoverable: it could not; the request has lost rows, and the text names it.
+    """
+    slots = [group.table[reqid] for group in groups]
+    if slots[0].owner != owner or any(slot.lost for slot in slots):
+        return
+    try:
+        done = truncate(groups, reqid, rows, None) == 0
+    except VMemError as error:
+        raise _lost(groups[0], slots[0], error) from error
+    if not done:
+        short = "memory is short for its last page"
+        raise _lost(
+            groups[0], slots[0], OutOfMemory(short, errno=errno.ENOMEM, op="KVCache.truncate")
+        )
+    _shorten(
+        [_Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)], None
+    )
+
+
+@dataclass
+class _Truncation:
+    """The plan for a slot's pages.
+
+        0 ......... length ......... granted ......... mapped
+        | rows kept | given up       |                 |
+        | pages kept   | nobody's from here on         |
+
+    Pages of the request's own stay mapped, as those of a freed slot do: the request may have them
+    again, zeroed, and whoever is short may take them. Pages that a request shares or that lie
+    outside the device cannot stay where nobody owns them. They are unmapped at once, and of a
+    shared page that is kept in part the request gets a copy of its own, since it may write behind
+    its last row.
+
+    Attributes:
+        rows: tokens that are kept.
+        first: the page that the first row given up begins in.
+        keep: pages that the request keeps; a large one outside the device as a whole.
+        shared: of these, shared ones.
+        copied: end of the pages, from `shared` on, that copies take the place of.
+        end: pages from here on go where pages are unmapped at once.
+        unmaps: they are.
+        addresses: where the copies are before they take their place.
+    """
+
+    group: Group
+    slot: Slot
+    rows: int
+    first: int
+    keep: int
+    shared: int
+    copied: int
+    end: int
+    unmaps: bool
+    addresses: Reservation | None = None
+
+    @classmethod
+    def of(cls, group: Group, slot: Slot, rows: int) -> _Truncation:
+        """The slot is the request's, without a move under way behind its rows."""
+        layout, places = group.layout, slot.places
+        first, cut = divmod(layout.bytes_for(rows), layout.page_size)
+        keep = min(places.whole_away(layout.pages_for(rows)), slot.granted)
+        shared = min(slot.shared, places.floor(first))
+        copied = shared
+        if shared < slot.shared:
+            if cut or shared < first:
+                copied = min(places.ceil(keep), slot.shared)
+            else:
+                keep = shared  # what a kernel may over-read comes with the next step
+        unmaps = shared < slot.shared or places.away_end > keep
+        end = max(places.ceil(keep), copied)
+        return cls(group, slot, rows, first, keep, shared, copied, end, unmaps)
+
+    @property
+    def stride(self) -> int:
+        """Bytes of the copies in each tensor."""
+        return (self.copied - self.shared) * self.group.layout.page_size
+
+    @property
+    def new_pages(self) -> int:
+        """Physical pages that the copies take."""
+        return (self.copied - self.shared) * self.group.layout.num_tensors
+
+    def copy(self) -> bool:
+        """Copies what is kept of shared pages; False where memory is short.
+
+        The work that the pages wait for is over, but for that of those who wrote them for others.
+        """
+        group, slot, layout = self.group, self.slot, self.group.layout
+        if not self.new_pages:
+            return True
+        if not group.pager.have(self.new_pages):
+            return False
+        for block, *_ in slot.span.cut(self.shared, self.copied).parts:
+            for event in prune(block.events):
+                wait_for(event)
+        nbytes = layout.bytes_for(self.rows) - self.shared * layout.page_size
+        ops = OpBatch(1)
+        addresses = group.scratch.take(self.stride * layout.num_tensors)
+        ops.populate(
+            addresses.addr,
+            self.stride,
+            layout.num_tensors,
+            self.stride,
+            layout.page_size,
+            copy_from=group.pager.base + layout.offset(slot.index, self.shared),
+            copy_stride=layout.tensor_bytes,
+            copy_bytes=nbytes,
+        )
+        try:
+            with group.counters.waiting(), group.mapper.transaction() as change:
+                group.reclaimer.held += self.new_pages
+                change.run(ops)
+        except VMemError as error:
+            group.scratch.give(addresses)
+            if group.sharing.is_shortage(error):
+                return False
+            raise
+        self.addresses = addresses
+        return True
+
+    def give_up(self) -> None:
+        """Undoes `copy`."""
+        if self.addresses is not None:
+            addresses, self.addresses = self.addresses, None
+            self.group.scratch.give_mapped(addresses, self.stride * self.group.layout.num_tensors)
+            self.group.reclaimer.held -= self.new_pages
+
+    def unmap(self) -> None:
+        """The copies take their place, and what is behind them goes: one batch, all or nothing."""
+        group, slot, layout = self.group, self.slot, self.group.layout
+        tensors, base = layout.num_tensors, group.pager.base
+        ops = OpBatch(3)
+        if self.addresses is not None:
+            scratch, size = self.addresses.addr, self.stride
+            ops.map(
+                base + layout.offset(slot.index, self.shared),
+                size,
+                group.mapper.gather(scratch, size, tensors, size),
+                0,
+                tensors,
+                layout.tensor_bytes,
+                consume=True,
+                replace=True,
+            )
+            ops.unmap(scratch, size, tensors, size)
+        if self.end < slot.mapped:
+            ops.unmap(
+                base + layout.offset(slot.index, self.end),
+                (slot.mapped - self.end) * layout.page_size,
+                tensors,
+                layout.tensor_bytes,
+            )
+        try:
+            with group.counters.waiting(), group.mapper.transaction() as change:
+                tail = self._note()
+                change.run(ops, slot.events)
+        except NotRecoverable as error:
+            raise _lost(group, slot, error) from error
+        group.reclaimer.let_go(tail)
+        if self.addresses is not None:
+            addresses, self.addresses = self.addresses, None
+            group.scratch.give(addresses)
+
+    def _note(self) -> Span:
+        """What `unmap` does, in the books; returns the shared pages that go."""
+        group, slot, places = self.group, self.slot, self.slot.places
+        own = max(self.end, slot.shared)
+        away = places.away(own, slot.mapped)
+        gone = max(0, slot.mapped - own) - sum(away.values())
+        tail = slot.span.cut(self.shared, slot.shared)
+        places.forget(self.shared, self.copied)
+        places.forget(self.end, slot.mapped)
+        mapped, granted = min(slot.mapped, self.end), max(self.keep, places.away_end)
+        group.pager.replace(slot, slot.span.cut(0, self.shared), mapped, granted)
+        group.reclaimer.shared.unuse(tail)
+        group.reclaimer.came_back(gone, away)
+        group.enter(slot, self.rows)
+        return tail
+
+
+def _unmap_all(each: Sequence[_Truncation], complete: Callable[[], None]) -> bool:
+    """Unmaps what has to go at once, in every cache; False, with nothing changed: memory is short.
+
+    `complete`: does the rest, if an exception from outside comes when a part has gone.
+
+    Raises:
+        NotRecoverable: the request has lost rows; the text names it. VMemError: nothing changed.
+    """
+    begun = [one for one in each if one.unmaps]
+    done: list[_Truncation] = []
+    try:
+        if not all(one.copy() for one in begun):
+            _give_up(begun)
+            return False
+        begun[0].group.journal.on_abort(complete)
+        for one in begun:
+            one.unmap()
+            done.append(one)
+    except VMemError as error:
+        _give_up(begun)
+        if done and not isinstance(error, NotRecoverable):
+            raise _lost(begun[len(done)].group, begun[len(done)].slot, error) from error
+        raise
+    return True
+
+
+def _give_up(begun: Sequence[_Truncation]) -> None:
+    for one in begun:
+        one.give_up()
+
+
+def _lost(group: Group, slot: Slot, error: VMemError) -> NotRecoverable:
+    """A request that has lost rows: its slot is used no more."""
+    group.table.condemn(slot)
+    slot.lost = True
+    return NotRecoverable(
+        f"reqid {slot.index} has lost its rows, free it: {error}",
+        errno=errno.ENOTRECOVERABLE,
+        op="KVCache",
+    )
+
+
+# ---- memory given back ---------------------------------------------------------------------------
+
+
+_LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
+
+
+def begin_trim(group: Group, prefixes: bool, leased: bool = False) -> bool:
+    """Begins to unmap all pages of no request; True when none is on its way any more."""
+    group.pager.poll()
+    group.reclaimer.poll()
+    group.mover.sweep()
+    if prefixes:
+        group.prefixes.evict_all(leased)
+    group.reclaimer.release_stale(kept=True)
+    for slot in group.table.victims():
+        group.reclaimer.try_cut(slot, slot.granted)
+    return not group.reclaimer.cuts
+
+
+def trim(manager: Manager, prefixes: bool, compact: bool, stream: Any) -> int:
+    """See `KVCache.trim`."""
+    groups, context = manager.open(), manager.context
+    before = context.stats().slab_bytes
+    unmap_idle(groups, prefixes)
+    context.trim(0)
+    if compact:
+        _compact(manager, stream)
+    for group in groups:
+        group.reclaimer.raise_errors()
+    back = max(0, before - context.stats().slab_bytes)
+    _log.debug("trim: %d bytes given back to the device, %d had been taken", back, before)
+    return back
+
+
+def _compact(manager: Manager, stream: Any) -> None:
+    """Empties slabs that are used in part.
+
+    Raises:
+        NotSupported: the context is not the cache's own.
+    """
+    if not manager.owns_context:
+        raise NotSupported(
+            "compact: the context is not the cache's own, and others may be using its pages; "
+            "Context.compact is for who knows them all",
+            errno=errno.EOPNOTSUPP,
+            op="KVCache.trim",
+        )
+    first = manager.groups[0]
+    with first.counters.waiting():
+        wait_for_device(stream, first.device)
+        manager.context.compact()
+
+
+def unmap_idle(groups: Sequence[Group], prefixes: bool) -> None:
+    """Unmaps all pages of no request, and waits for that; failures are in `Reclaimer.errors`."""
+    for group in groups:
+        group.pager.finish_idle()
+        with group.counters.waiting():
+            while not begin_trim(group, prefixes, leased=True):
+                group.reclaimer.finish_all()
+                if group.reclaimer.errors:
+                    break
+
+
+class IdleThread(threading.Thread):
+    """Trims a cache once for every time that it is idle for so long; ends with the cache.
+
+    An idle engine makes no calls, so its calls cannot notice that it is. A thread looks a few times
+    within `idle_seconds` whether a request was taken, given back or stepped, which costs those
+    calls nothing.
+
+    What is no failure of the cache's own, such as an error of torch for an event, is logged the
+    first time; the next look tries again.
+
+    Args:
+        manager: of the cache that is trimmed.
+    """
+
+    def __init__(self, manager: Manager) -> None:
+        super().__init__(name="pyvmem-idle", daemon=True)
+        self._manager = weakref.ref(manager)
+        self._period = manager.groups[0].config.idle_seconds / _LOOKS
+        self._ended = threading.Event()
+        self._seen: list[tuple[int, int, int, int]] = []
+        self._quiet = 0  # looks in a row that saw the same
+        self._trimmed = False
+        self._failed = False
+
+    def end(self) -> None:
+        """Lets the thread end; does not wait for it."""
+        self._ended.set()
+
+    def run(self) -> None:
+        """Looks, and trims."""
+        while not self._ended.wait(self._period):
+            try:
+                self._look()
+            except Exception:
+                if not self._failed:
+                    _log.exception("an idle cache could not be trimmed; it will be tried again")
+                self._failed = True
+
+    def _look(self) -> None:
+        """Trims when nothing happened in the last looks. Keeps no reference to the cache."""
+        manager = self._manager()
+        if manager is None:
+            self.end()
+            return
+        now = [group.activity() for group in manager.groups]
+        if now != self._seen:
+            self._seen, self._quiet, self._trimmed = now, 0, False
+            return
+        self._quiet += 1
+        if self._quiet >= _LOOKS and not self._trimmed:
+            self._trimmed = self._trim(manager)
+
+    def _trim(self, manager: Manager) -> bool:
+        """One step of a trim that waits for nothing; True when it is complete."""
+        groups, config = manager.groups, manager.groups[0].config
+        with manager.lock, manager.journal:
+            if self._ended.is_set() or not manager.context.is_open:
+                return True
+            try:
+                done = [begin_trim(group, config.idle_prefixes) for group in groups]
+                if not all(done):
+                    return False
+                manager.context.trim(0)
+                if config.idle_compact and manager.owns_context:
+                    _compact(manager, None)
+                held = sum(group.reclaimer.held for group in groups)
+                _log.debug("idle: trimmed, %d pages stay", held)
+            except VMemError as error:
+                groups[0].reclaimer.errors.append(error)  # the next step raises it
+            return True
+
+
+# ---- pages that every slot has -------------------------------------------------------------------
+
+
+_WRITER = 0
+
+
+class CommonPages:
+    """What `KVCache.map_common_pages` returns: the first pages of all slots, which it has taken.
+
+        reqid 0   | common, writable  | its own ...
+        reqid 1   | common, read-only | its own ...
+
+    vAttention's artifact maps them writable everywhere, only to show that several requests can have
+    the same page. Here a write through a second reqid is a fault, never another's rows.
+
+    A slot is given back with `renew`, and has the common pages again.
+
+    Attributes:
+        pages: common pages per tensor.
+        rows: what they hold.
+        idle: slots that no request has.
+    """
+
+    def __init__(self, owner: Manager, tokens: int) -> None:
+        groups = (group,) = owner.groups
+        config, layout = group.config, group.layout
+        if not 0 < tokens <= config.max_seq_len:
+            raise invalid(
+                f"map_common_pages({tokens}): not between 0 and {config.max_seq_len}",
+                limit=config.max_seq_len,
+            )
+        self._owner = owner
+        with owner.lock, owner.journal:
+            owner.open()
+            group.sharing.require(FORK, "map_common_pages")
+            if layout.state:
+                raise NotSupported(
+                    "map_common_pages: the layers have a state, which requests write all the time",
+                    errno=errno.EOPNOTSUPP,
+                    op="KVCache",
+                )
+            unit = group.prefixes.unit_pages[0]
+            self.pages = min(-(-layout.pages_for(tokens) // unit) * unit, layout.slot_pages)
+            lengths = [0] * config.max_batch
+            self.rows = lengths[_WRITER] = layout.capacity(self.pages)
+            claim(groups, _WRITER)
+            slot = group.table[_WRITER]
+            try:
+                if step(groups, lengths, None) == -1:
+                    raise OutOfMemory(
+                        f"map_common_pages({tokens}) needs {self.pages} pages in every tensor",
+                        errno=errno.ENOMEM,
+                        op="map_common_pages",
+                        bytes=self.pages * layout.num_tensors * layout.page_size,
+                    )
+                group.enter(slot, 0)
+                group.pager.release(slot)
+                handle = group.sharing.gather(slot, self.pages)
+                group.sharing.bequeath(slot, self.pages, handle, None, unit)
+                slot.writer = True
+                self._span = slot.span
+                others = group.sharing.vacate(config.max_batch - 1)
+                if others is None:
+                    raise invalid(f"map_common_pages({tokens}): a slot is broken or taken")
+                if others:
+                    group.attach(others, self._span, source=slot)
+            except BaseException:
+                free(groups, _WRITER, None, None, None)
+                raise
+        self.idle = set(range(config.max_batch))
+
+    def renew(self, reqid: int) -> None:
+        """Ends a request; its slot has the common pages and nothing else. Waits for its GPU work.
+
+        Raises:
+            VMemError: the slot could not be emptied or mapped again; it is free, and has none.
+        """
+        owner = self._owner
+        with owner.lock, owner.journal:
+            groups = (group,) = owner.open()
+            slot, shared = group.table[reqid], group.reclaimer.shared
+            shared.hold(self._span)  # where the slot's reference is the last one
+            try:
+                free(groups, reqid, None, None, None)
+                group.sharing.empty(slot)
+                group.attach([slot], self._span)
+            finally:
+                group.reclaimer.let_go(self._span)
+        self.idle.add(reqid)

@@ -168,6 +168,9 @@ class Rank(Protocol):
     def stats(self) -> dict[str, int]:
         """`Context.stats`."""
 
+    def fingerprint(self) -> str:
+        """`KVMemory.fingerprint`."""
+
     def close(self) -> None:
         """Hangs up."""
 
@@ -233,6 +236,10 @@ class LocalRank:
         """`Context.stats`."""
         return asdict(self.memory.context.stats())
 
+    def fingerprint(self) -> str:
+        """`KVMemory.fingerprint`."""
+        return self.memory.fingerprint()
+
     def close(self) -> None:
         """Nothing."""
 
@@ -257,6 +264,7 @@ _OPERATIONS: dict[str, Callable[[LocalRank, Any], Any]] = {
     "free": lambda rank, _: rank.free(),
     "total": lambda rank, _: rank.total(),
     "stats": lambda rank, _: rank.stats(),
+    "fingerprint": lambda rank, _: rank.fingerprint(),
 }
 
 
@@ -345,6 +353,10 @@ class SocketRank:
         """`Context.stats`."""
         found: dict[str, int] = self._call("stats")
         return found
+
+    def fingerprint(self) -> str:
+        """`KVMemory.fingerprint`."""
+        return str(self._call("fingerprint"))
 
     def close(self) -> None:
         """Hangs up."""

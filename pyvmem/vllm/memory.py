@@ -12,8 +12,10 @@ event, nobody else does.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -228,6 +230,20 @@ class KVMemory:
 
         free = int(torch.cuda.mem_get_info(self.context.cuda_device)[0])
         return free + self.context.stats().free_bytes - self.headroom
+
+    def fingerprint(self) -> str:
+        """Of which pages of which tensors are mapped: equal on ranks whose maps are equal."""
+        found = hashlib.sha256()
+        for reservation in self._reservations:
+            at = 0
+            while at < reservation.nbytes:
+                info = reservation.query(at)
+                if info.mapped:  # page by page: which pages are neighbours in a slab may differ
+                    pages = range(at, at + info.run_bytes, self.geometry.page_size)
+                    found.update(array("q", pages).tobytes())
+                at += info.run_bytes
+            found.update(b"end")
+        return found.hexdigest()
 
     def total(self) -> int:
         """Memory of the device in bytes; of the machine on the CPU."""

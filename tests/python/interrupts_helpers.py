@@ -424,8 +424,8 @@ class Engine:
         for cache in self.caches:
             if not is_over(cache):
                 cache.check_integrity()
-            elif not cache._closed:
-                with pytest.raises(BadHandle, match="half closed"):
+            elif not cache._closed:  # everything may be given back by then
+                with pytest.raises(BadHandle, match="half closed|is closed"):
                     cache.check_integrity()
 
     def check_rows(self) -> None:

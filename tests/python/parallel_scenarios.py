@@ -17,7 +17,7 @@ from parallel_share import RankModel
 
 import pyvmem
 from pyvmem import FdEvent, Inject
-from pyvmem.kvcache import swap
+from pyvmem.kvcache import manager
 from pyvmem.kvcache.distributed import ParallelKVCache
 
 __all__ = [
@@ -86,16 +86,20 @@ def filled(rank: Any) -> Any:
 
 
 @contextmanager
-def taken(rank: Any, cache: ParallelKVCache, index: int, count: int) -> Iterator[None]:
-    """So many mappings of the cache's context are in use on one rank."""
+def taken(rank: Any, cache: ParallelKVCache, index: int) -> Iterator[None]:
+    """No mapping is left in the cache's context on one rank."""
     context, page = cache.context, cache.layout.page_size
     with ExitStack() as stack:
         if rank.index == index:
+            count = context.info.max_mappings
             addresses = stack.enter_context(context.reserve(2 * count * page))
             for place in range(count):
                 pages = context.create(page)
-                addresses.map(2 * place * page, pages)
                 stack.callback(pages.release)  # where it is mapped, too
+                try:
+                    addresses.map(2 * place * page, pages)
+                except pyvmem.TooManyMappings:
+                    break
         yield
 
 
@@ -155,17 +159,19 @@ def crowded(rank: Any) -> Any:
         return None  # no limit there
     out: dict[str, Any] = {}
     policy: dict[str, Any] = {"growth_fraction": 0.0, "join_at": 0.0, "low_watermark": 0.0}
-    with rank.cache(pages=30, max_mappings=80, **policy) as cache, taken(rank, cache, 1, 8 * 4):
+    with ExitStack() as stack:
+        cache = stack.enter_context(rank.cache(pages=30, max_mappings=80, **policy))
         for _ in range(4):
             cache.alloc_reqid()
         lens, answers = [0] * 4, []
-        for _ in range(4):
+        for _ in range(3):
             want = [length + 8 for length in lens]
             answers.append(cache.agreed_step(want))
-            if answers[-1] == 0:
-                for reqid in range(4):
-                    write(cache, reqid, lens[reqid], want[reqid])
-                lens = want
+            for reqid in range(4):
+                write(cache, reqid, lens[reqid], want[reqid])
+            lens = want
+        stack.enter_context(taken(rank, cache, 1))
+        answers.append(cache.agreed_step([32] * 4))
         held = cache.snapshot()
         assert [slot.seq_len for slot in held] == [24] * 4
         assert [slot.granted_pages for slot in held] == [3] * 4
@@ -309,7 +315,7 @@ def prepared(cache: ParallelKVCache, prompt: list[int]) -> tuple[int, Any]:
 def swap_without_memory(rank: Any) -> Any:
     """The host of one rank has no memory for a request that is swapped out."""
     out: list[Any] = []
-    real = swap._host_memory
+    real = manager._host_memory
 
     def none(*args: Any) -> Any:
         raise MemoryError
@@ -318,14 +324,14 @@ def swap_without_memory(rank: Any) -> Any:
         cache.alloc_reqid()
         cache.step([20, 0, 0, 0])
         if rank.index == 1:
-            swap._host_memory = none  # type: ignore[assignment]
+            manager._host_memory = none  # type: ignore[assignment]
         try:
             cache.swap_out(0)
         except MemoryError:
             assert rank.index == 1
         else:
             assert rank.index == 0
-        swap._host_memory = real
+        manager._host_memory = real
         out.append(caught(cache.check_step))
         cache.recover()
         out.append(cache.alloc_reqid())

@@ -49,7 +49,7 @@ from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.manager import Manager
 from pyvmem.kvcache.mapper import Scratch
-from pyvmem.kvcache.moves import Mover
+from pyvmem.kvcache.migration import Mover
 
 SAMPLE = 36  # points of a scenario in `make test`
 SECOND = 8  # pairs of points
@@ -1274,7 +1274,7 @@ def _nobody_told() -> frozenset[str]:
         (KVCache.__init__, ""),
         (KVCache._begin, ""),
         (GroupView.__init__, ""),
-        (LayeredCache.__init__, "manager = Manager("),
+        (LayeredCache.__init__, "self._begin(Manager("),
     ]
     for function, begin in functions:
         lines, first = inspect.getsourcelines(function)

@@ -18,8 +18,8 @@ import pytest
 import pyvmem
 from pyvmem import Context, KVCache, KVCacheConfig
 from pyvmem.kvcache import growth
+from pyvmem.kvcache.cache import LayeredCache
 from pyvmem.kvcache.config import LayerShape
-from pyvmem.kvcache.layered import LayeredCache
 
 PAGE = 64 << 10
 ROWS = 8  # of a page

@@ -38,7 +38,7 @@ from pyvmem import (
     NotMapped,
     NotSupported,
 )
-from pyvmem.kvcache import SwappedRequest, idle
+from pyvmem.kvcache import SwappedRequest, manager
 
 TENSORS = 2 * LAYERS
 
@@ -273,7 +273,7 @@ def test_an_idle_thread_survives_an_error_that_is_not_the_caches(
 ) -> None:
     """Such as torch's, for an event of a context that is gone."""
     calls: list[int] = []
-    real = idle.begin_trim
+    real = manager.begin_trim
 
     def failing(*args: Any) -> bool:
         calls.append(1)
@@ -281,11 +281,11 @@ def test_an_idle_thread_survives_an_error_that_is_not_the_caches(
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return real(*args)
 
-    monkeypatch.setattr(idle, "begin_trim", failing)
+    monkeypatch.setattr(manager, "begin_trim", failing)
     with small_cache(host, idle_seconds=0.02) as cache:
         cache.free_reqid(started(cache, ROWS))
         eventually(lambda: cache.stats().mapped_bytes == 0)
-    logged = [one for one in caplog.records if one.name == "pyvmem.kvcache.idle"]
+    logged = [one for one in caplog.records if one.name == "pyvmem.kvcache.manager"]
     assert len(logged) == 1
     assert logged[0].exc_info is not None
 

@@ -68,20 +68,8 @@ def test_the_modules_of_the_cache_from_below() -> None:
     found = graph(types=True)
     order = (
         *("config", "events", "journal", "layout", "mapper", "pages", "slots", "metrics"),
-        *("reclaim", "moves", "growth", "migration", "sharing", "prefix_tree", "prefix_cache"),
-        *(
-            "on_ledger",
-            "budget",
-            "group",
-            "integrity",
-            "manager",
-            "swap",
-            "truncate",
-            "idle",
-            "common",
-            "cache",
-        ),
-        *("layered", "distributed"),
+        *("reclaim", "migration", "growth", "sharing", "prefix_tree", "prefix_cache", "budget"),
+        *("group", "integrity", "manager", "cache", "distributed"),
     )
     modules = {name.split(".")[-1] for name in found if name.startswith("pyvmem.kvcache.")}
     assert set(order) == modules

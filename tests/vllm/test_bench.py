@@ -48,7 +48,11 @@ def test_two_ranks(bench: Any) -> None:
     rows, _ = bench("load", "--rounds", "1", "--requests", "6", "--tensor-parallel", "2")
     for arm in ("elastic", "stock again"):
         assert rows[f"same/0/{arm}"]["value"] == rows[f"same/0/{arm}"]["of"] == 6
-    assert rows["rank/state/0"]["value"] == rows["rank/state/1"]["value"] > 0
+    for when in ("kept", "state"):
+        one, two = (rows[f"rank/{when}/{rank}"] for rank in range(2))
+        assert one["value"] == two["value"] > 0
+        assert one["maps"] == two["maps"]
+    assert rows["rank/kept/0"]["maps"] != rows["rank/state/0"]["maps"]
 
 
 def test_an_engine_comes_to_rest(bench: Any) -> None:
@@ -59,9 +63,9 @@ def test_an_engine_comes_to_rest(bench: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("bursts", ["trace", "climb"])
-def test_engines_that_share(bench: Any, bursts: str, tmp_path: Path) -> None:
-    rows, part = bench("share", "--rounds", "1", "--bursts", bursts)
+@pytest.mark.parametrize("how", [["--bursts", "trace"], ["--bursts", "climb", "--apart"]])
+def test_engines_that_share(bench: Any, how: list[str], tmp_path: Path) -> None:
+    rows, part = bench("share", "--rounds", "1", *how)
     assert part["status"] == "done"
     for arm in ("shared", "static", "alone"):
         for engine in "01":
@@ -93,6 +97,9 @@ def test_blocks_of_two_sizes(bench: Any) -> None:
     rows, _ = bench("blocks", "--rounds", "1", "--requests", "6")
     for size in ("32", "128"):
         assert rows[f"mapped/{size}"]["value"] >= rows[f"live/{size}"]["value"] > 0
+        for load in ("prompts/2x256", "prompts/8x64", "prompts/32x16", "decode/4x64", "trace"):
+            assert rows[f"rate/{load}/{size}"]["value"] > 0
+        assert rows[f"gap/decode/4x64/{size}"]["n"] == 4 * 7
 
 
 @pytest.mark.long

@@ -28,6 +28,8 @@ def test_two_ranks(start: Callable[..., Any], ledger: Any) -> None:
         elastic.settle()
         live = elastic.live_bytes()
         assert [one["mapped_bytes"] for one in elastic.ranks.stats()] == [live, live]
+        kept = [one.fingerprint() for one in elastic.ranks.ranks]
+        assert kept[0] == kept[1]
         assert elastic.backing.mapped_bytes == live
         assert elastic.backing.check() == []
         with Ledger("host", folder=ledger, create=False) as book:
@@ -37,6 +39,8 @@ def test_two_ranks(start: Callable[..., Any], ledger: Any) -> None:
         elastic.settle()
         null = 2 * elastic.backing.geometry.page_size
         assert [one["mapped_bytes"] for one in elastic.ranks.stats()] == [null, null]
+        bare = [one.fingerprint() for one in elastic.ranks.ranks]
+        assert bare[0] == bare[1] != kept[0]
     end = time.monotonic() + 20
     while engines(ledger) and time.monotonic() < end:
         time.sleep(0.05)

@@ -250,7 +250,12 @@ class Slots(Store):
         return {name: getattr(stats, name) - getattr(before, name) for name in names}
 
     def settle(self) -> None:
-        """See `Store`; memory is taken from the driver here, as the other stores' is."""
+        """See `Store`; memory is taken from the driver here, as the other stores' is.
+
+        torch keeps what a warm-up freed, and gives it up only where an allocation of its own is
+        short, as the other stores' are.
+        """
+        torch.cuda.empty_cache()
         self.cache.trim()
         self.cache.context.warm(self._limit)
         super().settle()
