@@ -73,14 +73,20 @@ class Model:
 
         Args:
             config: a ``PreTrainedConfig``, as `KVCacheConfig.from_hf` takes it.
-            dtype: of keys and values; None: the configuration's.
+            dtype: of keys and values, which 8-bit ones are alone; None: the configuration's.
 
         Raises:
             InvalidArgument: an attribute is missing, or a layer keeps what is not known here.
         """
         given = {} if dtype is None else {"dtype": dtype}
         same = KVCacheConfig.from_hf(config, **given)
-        return cls(tuple(layer_shapes(config)), str(same.dtype), same.max_seq_len)
+        layers = layer_shapes(config)
+        if same.itemsize == 1 and any(isinstance(one, StateShape) for one in layers):
+            own = str(KVCacheConfig.from_hf(config).dtype)  # 8 bits are for keys and values
+            layers = [
+                replace(one, dtype=own) if isinstance(one, StateShape) else one for one in layers
+            ]
+        return cls(tuple(layers), str(same.dtype), same.max_seq_len)
 
     @property
     def is_uniform(self) -> bool:

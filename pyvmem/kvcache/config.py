@@ -98,7 +98,7 @@ class KVCacheConfig:
             latent and the rotary part together), which `KVCache.k` returns.
         window: tokens that every layer attends to, the present one included; 0: all. Pages of rows
             before it are unmapped while a request runs, and no kernel may read them, nor may
-            requests share pages or be swapped out. A `step` with a larger number than before says
+            requests share pages. A `step` with a larger number than before says
             that the work for the rows so far was launched on its stream.
         window_tile: rows before the window that stay: the most that a kernel reads there, since it
             reads whole tiles, and the tokens that an engine may take back. Promotion by itself
@@ -375,17 +375,21 @@ class StateShape:
     this device.
 
     Attributes:
-        conv: channels and tokens of the convolution's input, in the cache's type; (): none.
+        conv: channels and tokens of the convolution's input; (): none.
         recurrent: shape of the state, in float32 whatever the cache's type is, since it adds up
             over all tokens; (): none.
+        dtype: of `conv`; "": the cache's.
     """
 
     conv: tuple[int, ...] = ()
     recurrent: tuple[int, ...] = ()
+    dtype: str = ""
 
     def __post_init__(self) -> None:
         if not self.conv and not self.recurrent:
             raise invalid("a StateShape needs a conv or a recurrent state")
+        if self.dtype not in ("", *DTYPE_BYTES):
+            raise invalid(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         for name in ("conv", "recurrent"):
             sizes = tuple(getattr(self, name))
             if len(sizes) == 1:
@@ -455,7 +459,7 @@ def classes_of(
         if isinstance(shape, StateShape):
             found = [
                 Place(*put(sizes[0], math.prod(sizes[1:]), 1, 0, True, dtype), 0)
-                for sizes, dtype in ((shape.conv, ""), (shape.recurrent, "float32"))
+                for sizes, dtype in ((shape.conv, shape.dtype), (shape.recurrent, "float32"))
                 if sizes
             ]
             places[layer] = (found[0], found[1] if len(found) > 1 else None)

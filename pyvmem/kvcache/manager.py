@@ -1139,8 +1139,8 @@ def _kept(groups: Sequence[Group], node: Node[Span], length: int) -> Slot | None
 class SwappedRequest(Closable):
     """A swapped-out request; the cache's `swap_in` brings it back, once.
 
-    It holds no page: all rows were copied, those in shared pages too, and when it comes back all
-    its pages are its own.
+    It holds no page: all rows that were there were copied, those in shared pages too, and when it
+    comes back all its pages are its own. Rows that had left a window are zero then, and go again.
 
     Holds host memory (pinned where torch has CUDA) until it is swapped in or closed, whether its
     cache is open or not. A context manager.
@@ -1150,10 +1150,17 @@ class SwappedRequest(Closable):
         nbytes: host memory that was taken.
     """
 
-    def __init__(self, groups: Sequence[Group], seq_len: int, rows: Sequence[memoryview]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        seq_len: int,
+        rows: Sequence[memoryview],
+        heads: Sequence[int],
+    ) -> None:
         self.seq_len = seq_len
         self.nbytes = sum(one.nbytes for one in rows)
         self._groups = tuple(groups)
+        self._heads = tuple(heads)  # pages that had left the window, by group
         self._rows: Sequence[memoryview] | None = rows
 
     @property
@@ -1181,13 +1188,12 @@ def _host_memory(size: int, device: int | None) -> memoryview:
     return memoryview(bytearray(size))
 
 
-def _pieces(group: Group, slot: Slot, size: int) -> list[int]:
-    """Where `size` bytes of rows begin, in every tensor."""
+def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list[int]]:
+    """Bytes of the first `length` rows behind page `head`, and where these begin in each tensor."""
     layout = group.layout
-    return [
-        group.pager.base + layout.offset(slot.index, 0, tensor)
-        for tensor in (range(layout.num_tensors) if size else ())
-    ]
+    size = max(0, layout.bytes_for(length) - head * layout.page_size)
+    tensors = range(layout.num_tensors if size else 0)
+    return size, [group.pager.base + layout.offset(slot.index, head, one) for one in tensors]
 
 
 def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest:
@@ -1198,16 +1204,20 @@ def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest
     length = groups[0].rows[slots[0].index]
     for group, slot in zip(groups, slots, strict=True):
         group.pager.release(slot)
-    sizes = [group.layout.bytes_for(length) for group in groups]
+    heads = [slot.head for slot in slots]
+    pieces = [
+        _pieces(group, slot, head, length)
+        for group, slot, head in zip(groups, slots, heads, strict=True)
+    ]
     rows = [
         _host_memory(size * group.layout.num_tensors, group.device)
-        for group, size in zip(groups, sizes, strict=True)
+        for group, (size, _) in zip(groups, pieces, strict=True)
     ]
     wait_for(record(stream, groups[0].device))
-    for group, slot, size, held in zip(groups, slots, sizes, rows, strict=True):
-        for tensor, address in enumerate(_pieces(group, slot, size)):
+    for group, (size, addresses), held in zip(groups, pieces, rows, strict=True):
+        for tensor, address in enumerate(addresses):
             group.context.read_into(address, held[tensor * size : (tensor + 1) * size])
-    swapped = SwappedRequest(groups, length, rows)
+    swapped = SwappedRequest(groups, length, rows, heads)
     for group, slot in zip(groups, slots, strict=True):
         group.release(slot, None)  # the work is over
     groups[0].journal.on_abort(partial(bring_back, groups, swapped, slots[0].index))
@@ -1264,15 +1274,18 @@ def swap_in(
             group.pager.settle(stream)
         # Zero-fills, and earlier owners' work where nothing is filled.
         wait_for(record(stream, groups[0].device))
-        for group, slot, rows in zip(groups, slots, swapped._rows, strict=True):
-            size = group.layout.bytes_for(length)
-            for tensor, address in enumerate(_pieces(group, slot, size)):
+        both = zip(groups, slots, swapped._heads, swapped._rows, strict=True)
+        for group, slot, head, rows in both:
+            size, addresses = _pieces(group, slot, head, length)
+            for tensor, address in enumerate(addresses):
                 group.context.write(address, rows[tensor * size : (tensor + 1) * size])
     except VMemError:
         give_back()
         raise
-    for group, slot in zip(groups, slots, strict=True):
+    for group, slot, head in zip(groups, slots, swapped._heads, strict=True):
         group.enter(slot, length)
+        if group.window is not None and head:
+            group.window.resume(slot, head)
         group.note_peaks()
     groups[0].journal.keep(swapped, "_rows")
     swapped.close()

@@ -85,6 +85,19 @@ class ModelShape:
         """What a request has whatever its length, in all layers, on one rank."""
         return sum(_bytes(config) for config in self.configs() if config.state)
 
+    def stored_as(self, dtype: str) -> ModelShape:
+        """The same with keys and values of another type, such as 8 bits; "": as it is.
+
+        States keep theirs.
+        """
+        if dtype in ("", self.dtype):
+            return self
+        layers = tuple(
+            replace(one, dtype=one.dtype or self.dtype) if isinstance(one, StateShape) else one
+            for one in self.layers
+        )
+        return replace(self, name=f"{self.name} in {dtype}", dtype=dtype, layers=layers)
+
     def on_ranks(self, ranks: int) -> ModelShape:
         """One rank's part; a latent is whole on each.
 

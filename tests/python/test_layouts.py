@@ -242,6 +242,40 @@ def test_states_are_what_a_request_holds_from_its_first_token(tmp_path: Path) ->
         assert (both.sharing_unit, rows.sharing_unit > 0) == (0, True)
 
 
+def test_8_bit_keys_and_values_take_half(tmp_path: Path) -> None:
+    """In the adviser; states stay as they are."""
+    linear = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+    }
+    wide = model(tmp_path, **linear, layer_types=["linear_attention"] * 3 + ["full_attention"])
+    short = wide.stored_as("float8_e4m3fn")
+    assert (2 * short.token_bytes, short.state_bytes) == (wide.token_bytes, wide.state_bytes)
+    assert short.name.endswith(" in float8_e4m3fn")
+    assert wide.stored_as("") is wide
+    plain = SHAPES["Llama-3-8B"]
+    costs = [
+        cost(one, Choice(1, 65536), MANY, GB) for one in (plain, plain.stored_as("float8_e4m3fn"))
+    ]
+    assert costs[1].held.used == costs[0].held.used / 2
+    assert costs[1].sharing_unit == 2 * costs[0].sharing_unit
+    assert 1.5 < costs[1].batch / costs[0].batch <= 2
+
+
+def test_the_command_takes_8_bit_keys_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["layouts", "--kv-memory", "1G", "--requests", "50", "--kv-dtype"]
+    assert cli.main([*words, "float8_e4m3fn"]) == 0
+    text = capsys.readouterr().out
+    assert "Llama-3-8B in float8_e4m3fn: " in text
+    assert "65,536 bytes a token" in text
+    with pytest.raises(SystemExit):
+        cli.main([*words, "float4"])
+    assert "--kv-dtype: invalid choice: 'float4'" in capsys.readouterr().err
+
+
 def test_the_command_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["layouts", "--kv-memory", "1G", "--requests", "50", "--model", str(tmp_path)]
     model(tmp_path, **MIXED)
