@@ -132,7 +132,7 @@ int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place
     if (!columns->plain[slot])
       return -1;
     uint64_t rows = smaller(needs[slot] + place->overread, place->max_rows);
-    uint64_t pages = ceil_div(rows * place->row_bytes, place->page_size);
+    uint64_t pages = place->fixed ? place->fixed : ceil_div(rows * place->row_bytes, place->page_size);
     uint64_t mapped = columns->mapped[slot];
     growth->pages[i] = pages;
     growth->mapped[i] = mapped;
@@ -180,7 +180,7 @@ static void commit(const struct pyvmem_place *place, struct pyvmem_columns *colu
     columns->surplus += growth->goal[i] - growth->pages[i] - (before - columns->granted[slot]);
     columns->mapped[slot] = growth->goal[i];
     columns->granted[slot] = growth->pages[i];
-    columns->capacity[slot] = rows >= place->max_rows ? place->max_rows : rows - place->overread;
+    columns->capacity[slot] = place->fixed || rows >= place->max_rows ? place->max_rows : rows - place->overread;
   }
 }
 

@@ -28,6 +28,7 @@ struct pyvmem_place {
   uint64_t overread;    /* rows mapped behind every length */
   uint64_t guard;       /* rows more behind the length that a prefill leads to */
   uint64_t prefill;     /* a step by more rows is one */
+  uint64_t fixed;       /* pages of every request, however long; 0: as its rows are */
   uint32_t op_flags;    /* of the POPULATE of new pages */
   uint32_t reserved;
 };

@@ -170,9 +170,36 @@ def part_prefix_map(_: list[Result]) -> list[str]:
     return lines[:-1]
 
 
+def part_kernel_times(_: list[Result]) -> list[str]:
+    """Each kernel by phase, head size and type, with what it reads beyond a request's rows."""
+    lines: list[str] = []
+    for run in runs("models"):
+        found = [row for row in run["parts"].get("kernels", {}).get("rows", []) if "kernel" in row]
+        cases = list(dict.fromkeys((row["dtype"], row["head_dim"]) for row in found))
+        if not found:
+            continue
+        body = []
+        for kernel, phase in dict.fromkeys((row["kernel"], row["phase"]) for row in found):
+            mine = [row for row in found if (row["kernel"], row["phase"]) == (kernel, phase)]
+            times = {(row["dtype"], row["head_dim"]): number(row["median"]) for row in mine}
+            reads = [str(mine[0][name]) for name in ("past", "before")]
+            body.append([f"`{kernel}`", phase, *reads, *(times.get(one, "") for one in cases)])
+        head = ["kernel", "phase", "past", "before", *(f"{one[0]}, {one[1]}" for one in cases)]
+        lines += [
+            f"Microseconds in the median, a prefill of {found[0]['tokens']:,} tokens and decoding "
+            "of 8 requests of as many, by type and head size; rows that are read past a length and "
+            f"before a window; empty: the kernel cannot be used, or was not run; {title(run)}:",
+            "",
+            *table(head, body),
+            "",
+        ]
+    return lines[:-1]
+
+
 CACHE_PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "overlap": part_overlap,
     "deferred": part_deferred,
     "kernels": part_kernels,
+    "kernel-times": part_kernel_times,
     "prefix-map": part_prefix_map,
 }

@@ -37,6 +37,7 @@ from pyvmem.bench.report import number, table
 from pyvmem.kvcache.layout import Layout
 from pyvmem.layouts.cli import RESERVE, budget
 from pyvmem.layouts.options import (
+    add_dtype,
     add_output,
     add_overread,
     add_workload,
@@ -208,6 +209,7 @@ def add_parser(which: Any) -> None:
     add("--groups", type=groups, default=[1, 4, 0], help="layers in a tensor (1,4,all)")
     add("--blocks", type=counts, default=[16, 256], help="PagedAttention's blocks (16,256)")
     add_overread(parser)
+    add_dtype(parser)
     add_output(parser, "write JSON here")
     parser.set_defaults(run=run)
 
@@ -223,6 +225,7 @@ def run(args: argparse.Namespace) -> int:
             "memory": args.memory,
             "reserve": RESERVE,
             "overread_rows": args.overread,
+            "kv_dtype": args.kv_dtype or "the model's",
         },
         method={"batch": "mean of running requests over iterations in which memory is the limit"},
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -236,7 +239,7 @@ def run(args: argparse.Namespace) -> int:
         part.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         began = time.monotonic()
         for model, ranks in args.models:
-            shape = shape_of(model).on_ranks(ranks)
+            shape = shape_of(model).on_ranks(ranks).stored_as(args.kv_dtype)
             compared = list(systems(shape, args.pages, args.groups, args.blocks, args.overread))
             print(f"{name}: {shape.name}, {len(compared)} layouts", file=sys.stderr, flush=True)
             measure(part, shape, model, requests, budget(shape, args.memory), compared)

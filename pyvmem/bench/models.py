@@ -9,6 +9,8 @@ Four ways, each with the same tokens:
     attend    requests one after the other in one batch without padding, `pyvmem.attention` over the
               slots, MLA with absorbed projections: what continuous batching and engines do
     fp8       the same with keys and values of 8 bits, where a kernel reads them
+
+A last part times the kernels themselves (heads.py).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pyvmem.bench import heads
 from pyvmem.bench.command import Command, WrongResult, add_common, add_page, conducted, open_command
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Deadline, Samples, quiet
@@ -144,6 +147,31 @@ KINDS = {
             "v_head_dim": 16,
         },
     ),
+    "qwen3next": Kind(
+        "Qwen3Next",
+        "Qwen3-Next's layers with dense MLPs, 9 of linear attention and 3 of full, of 48",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "num_hidden_layers": 12,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "mlp_only_layers": list(range(12)),
+        },
+        {
+            **_TINY,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
 }
 WAYS = {
     "dynamic": "transformers' DynamicCache",
@@ -203,7 +231,7 @@ class _Way:
         raise NotImplementedError
 
     def nbytes(self) -> int:
-        """What keys and values take now."""
+        """What keys and values, and states, take now."""
         raise NotImplementedError
 
     def policy(self) -> dict[str, Any]:
@@ -226,11 +254,16 @@ class _Dynamic(_Way):
         return found[:, -1]
 
     def nbytes(self) -> int:
-        return sum(
-            one.untyped_storage().nbytes()
+        kept = [
+            one
             for layer in self.cache.layers
-            for one in (layer.keys, layer.values)
-        )
+            for one in (
+                [*layer.conv_states.values(), *layer.recurrent_states.values()]
+                if hasattr(layer, "conv_states")
+                else [layer.keys, layer.values]
+            )
+        ]
+        return sum(one.untyped_storage().nbytes() for one in kept if one is not None)
 
 
 class _VMem(_Dynamic):
@@ -257,13 +290,12 @@ class _Attend(_Way):
     def open(self, stack: ExitStack) -> None:
         from pyvmem.attention import Attention, overread_rows
         from pyvmem.hf.latent import absorbed, latent_rank
-        from pyvmem.hf.shapes import make_cache
-        from pyvmem.kvcache import layer_shapes
+        from pyvmem.hf.shapes import make_cache, row_shapes
 
         config, device = self.model.config, self.model.device
         tile = overread_rows("fa3", device) if device.type == "cuda" else 0
         cache = make_cache(
-            layer_shapes(config),
+            row_shapes(config, "pyvmem.attention"),
             None,
             self.backend,
             self.ordinal,
@@ -463,7 +495,8 @@ def add_parser(which: Any) -> None:
     add_common(parser, 240)
     add_page(parser)
     add = parser.add_argument
-    add("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)} (all)")
+    names = (*KINDS, heads.NAME)
+    add("--kinds", default=",".join(names), help=f"of {', '.join(names)} (all)")
     add("--tokens", type=int, default=8192, help="of each prompt (8192)")
     add("--batch", type=int, default=8, help="requests that decode (8)")
     add("--steps", type=int, default=40, help="decoded tokens of each (40)")
@@ -477,9 +510,10 @@ def run(args: argparse.Namespace) -> int:
     import sys
 
     names = args.kinds.split(",")
-    unknown = [name for name in names if name not in KINDS]
+    known = (*KINDS, heads.NAME)
+    unknown = [name for name in names if name not in known]
     if unknown:
-        print(f"vmem bench: no kind {unknown[0]!r}; there are {', '.join(KINDS)}", file=sys.stderr)
+        print(f"vmem bench: no kind {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
         return 2
     command = open_command(
         args, "models", _METHOD, tokens=args.tokens, batch=args.batch, kernel=args.kernel
@@ -487,7 +521,7 @@ def run(args: argparse.Namespace) -> int:
     if command is None:
         return 2
     for number, name in enumerate(names):
-        part = command.record.part(name, KINDS[name].what)
+        part = command.record.part(name, KINDS[name].what if name in KINDS else heads.TITLE)
         with conducted(part):
             try:
                 device = command.device()
@@ -500,6 +534,9 @@ def run(args: argparse.Namespace) -> int:
                 if not number:
                     command.load_fa3(part, device)
                 left = Deadline(command.deadline.left / (len(names) - number))
-                _measure(command, part, name, device, left)
+                if name == heads.NAME:
+                    heads.measure(command, part, device, left)
+                else:
+                    _measure(command, part, name, device, left)
         command.write()
     return command.finish()

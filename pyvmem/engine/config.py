@@ -16,7 +16,14 @@ from typing import Any
 
 from pyvmem.context import Context
 from pyvmem.info import ContextInfo
-from pyvmem.kvcache import KVCache, KVCacheConfig, LayeredCache, LayerShape, layer_shapes
+from pyvmem.kvcache import (
+    KVCache,
+    KVCacheConfig,
+    LayeredCache,
+    LayerShape,
+    StateShape,
+    layer_shapes,
+)
 from pyvmem.kvcache.budget import free_bytes
 from pyvmem.kvcache.config import DTYPE_BYTES, bounded, invalid
 from pyvmem.layouts import (
@@ -42,20 +49,20 @@ class Model:
     """What decides the size of a model's keys and values, on one device.
 
     Attributes:
-        layers: what each layer keeps, in the model's order.
+        layers: what each layer keeps, in the model's order; of one at least keys and values.
         dtype: of its elements, as in `KVCacheConfig`.
         max_seq_len: the longest sequence that it was made for.
     """
 
-    layers: tuple[LayerShape, ...]
+    layers: tuple[LayerShape | StateShape, ...]
     dtype: str
     max_seq_len: int
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        if not self.layers:
-            raise invalid("a Model needs at least one layer")
+        if not any(isinstance(one, LayerShape) for one in self.layers):
+            raise invalid("a Model needs at least one layer with keys and values")
         if self.dtype not in DTYPE_BYTES:
             raise invalid(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         bounded("max_seq_len", self.max_seq_len, 1, 1 << 30)
@@ -66,22 +73,33 @@ class Model:
 
         Args:
             config: a ``PreTrainedConfig``, as `KVCacheConfig.from_hf` takes it.
-            dtype: of keys and values; None: the configuration's.
+            dtype: of keys and values, which 8-bit ones are alone; None: the configuration's.
 
         Raises:
-            InvalidArgument: an attribute is missing, or a layer keeps no keys and values.
+            InvalidArgument: an attribute is missing, or a layer keeps what is not known here.
         """
         given = {} if dtype is None else {"dtype": dtype}
         same = KVCacheConfig.from_hf(config, **given)
-        return cls(tuple(layer_shapes(config)), str(same.dtype), same.max_seq_len)
+        layers = layer_shapes(config)
+        if same.itemsize == 1 and any(isinstance(one, StateShape) for one in layers):
+            own = str(KVCacheConfig.from_hf(config).dtype)  # 8 bits are for keys and values
+            layers = [
+                replace(one, dtype=own) if isinstance(one, StateShape) else one for one in layers
+            ]
+        return cls(tuple(layers), str(same.dtype), same.max_seq_len)
 
     @property
     def is_uniform(self) -> bool:
         """Whether all layers are alike and keep whole keys and values: one `KVCache` is enough."""
-        first = self.layers[0]
+        first = self.first
         return first.v_head_dim in (first.head_dim, 0) and self.layers == (first,) * len(
             self.layers
         )
+
+    @property
+    def first(self) -> LayerShape:
+        """The first layer with keys and values."""
+        return next(one for one in self.layers if isinstance(one, LayerShape))
 
 
 @dataclass(frozen=True)
@@ -142,7 +160,7 @@ def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Adv
         InvalidArgument: no layout is left, such as a `layers_per_tensor` that does not divide
             the layers of each kind.
     """
-    layer, longest = model.layers[0], policy.max_seq_len or model.max_seq_len
+    layer, longest = model.first, policy.max_seq_len or model.max_seq_len
     shape = ModelShape(
         "the model",
         len(model.layers),
@@ -193,7 +211,7 @@ def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any 
     }
     best = advised(model, policy, info, memory).best.choice
     values |= {"group_size": best.group_size, "page_size": best.page_size}
-    first = model.layers[0]
+    first = model.first
     if not model.is_uniform:
         return LayeredCache(
             model.layers, backend=info.backend, device=device, **{**values, **policy.options}

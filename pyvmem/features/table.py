@@ -36,7 +36,6 @@ SWAP = Feature(
     "Preemption by swapping to host memory",
     "PagedAttention",
     "swap_out, swap_in",
-    all_rows=True,
 )
 SPARSE = Feature(
     "sparse",

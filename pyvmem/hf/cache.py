@@ -22,7 +22,8 @@ from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.layer import VMemLayer
 from pyvmem.hf.rows import Rows, Settings
-from pyvmem.kvcache import KVCache, layer_shapes
+from pyvmem.hf.state import VMemState
+from pyvmem.kvcache import KVCache, StateShape, layer_shapes
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import invalid
 
@@ -31,6 +32,7 @@ __all__ = ["VMemCache", "drafting"]
 # Any: the same to a type checker with and without transformers.
 _Cache: Any = cache_utils.Cache
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_STATE = {"linear_attention", "mamba", "conv"}
 
 
 class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
@@ -43,7 +45,9 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
     Heads, type and device are those of the first keys; only then is memory asked for. Layers with a
     sliding window keep the window, and ``window_tile`` tokens before it, which assisted generation
     may take back. Of MLA the latent is stored, one tensor a layer, where transformers hands it over
-    (5.23). Rows are written in place, which autograd records as for a `StaticCache`: without
+    (5.23). Layers of linear attention, state spaces and short convolutions keep their state in the
+    same slots, a row for each request; such a cache cannot be cropped, so not in assisted
+    generation. Rows are written in place, which autograd records as for a `StaticCache`: without
     ``torch.no_grad()``, results keep what they were computed from, tensors of the cache included.
     Can be used again after `reset`. Without `close`, memory goes back when the object is
     collected.
@@ -61,8 +65,9 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
             ``memory_limit``.
 
     Raises:
-        InvalidArgument: a size out of range. NotSupported: a model with layers that have no keys
-            and values of their own (state space, shared, encoder-decoder).
+        InvalidArgument: a size out of range, or a layer whose state the configuration does not
+            tell. NotSupported: a model with layers that have no keys and values of their own
+            (shared, encoder-decoder), that have a state beside them, or all of which have a state.
     """
 
     def __init__(
@@ -83,8 +88,15 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
                 raise invalid(f"{name} is {value}; it must be at least 1")
         settings = Settings(text, max_batch_size, max_cache_len, backend, context, options, budget)
         rows = Rows(settings)
-        shapes = enumerate(layer_shapes(text))
-        layers = [VMemLayer(rows, index, shape.window) for index, shape in shapes]
+        shapes = layer_shapes(text)
+        if all(isinstance(shape, StateShape) for shape in shapes):
+            raise NotSupported("VMemCache: no layer has keys and values", op="VMemCache")
+        layers: list[Any] = [
+            VMemState(rows, index)
+            if isinstance(shape, StateShape)
+            else VMemLayer(rows, index, shape.window)
+            for index, shape in enumerate(shapes)
+        ]
         rows.layers = layers
         super().__init__(layers=layers)
         self._config = config
@@ -155,7 +167,7 @@ def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
 
 def _check_layers(config: Any, text: Any) -> None:
     """Refuses models that need other caches beside keys and values of every layer."""
-    kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENTION
+    kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENTION - _STATE
     shared = getattr(text, "num_kv_shared_layers", None) or "reuse" in (
         getattr(text, "kv_sharing_modes", None) or ()
     )

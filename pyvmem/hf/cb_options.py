@@ -17,8 +17,8 @@ from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.latent import latent_rank
 from pyvmem.hf.named import NamedRequests
-from pyvmem.hf.shapes import make_cache
-from pyvmem.kvcache import KVCacheConfig, LayerShape, layer_shapes
+from pyvmem.hf.shapes import make_cache, row_shapes
+from pyvmem.kvcache import KVCacheConfig, LayerShape
 from pyvmem.kvcache.budget import free_bytes
 from pyvmem.kvcache.config import invalid
 
@@ -166,10 +166,11 @@ def make_requests(
             each request; memory is left for them.
 
     Raises:
-        InvalidArgument: a value that the model or the context cannot serve.
+        InvalidArgument: a value that the model or the context cannot serve. NotSupported: a layer
+            has a state.
     """
     slots, longest = request_limits(options, config, cb_config)
-    shapes = layer_shapes(config)
+    shapes = row_shapes(config, "continuous batching")
     windows = [shape.window for shape in shapes]
     if options.keep_windows:
         shapes = [dataclasses.replace(shape, window=0) for shape in shapes]

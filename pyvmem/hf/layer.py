@@ -126,6 +126,11 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
         """Tokens of every row."""
         return self._length
 
+    @property
+    def tokens(self) -> int:
+        """The same: what pages are to be there for."""
+        return self._length
+
     def get_max_length(self) -> int:
         """Most tokens of a row."""
         return self._rows.settings.max_length
@@ -135,7 +140,8 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
 
         Raises:
             InvalidArgument: a positive number, as transformers 5.23 refuses it too; or the window
-                of what is left begins in rows that are gone (`KVCacheConfig.window_tile`).
+                of what is left begins in rows that are gone (`KVCacheConfig.window_tile`); or other
+                layers have a state.
         """
         if tokens_to_remove > 0:
             raise invalid(
@@ -143,7 +149,7 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
             )
         if self.is_initialized and tokens_to_remove:
             left = max(0, self._length + tokens_to_remove)
-            self._rows.check_window(self._index, left)
+            self._rows.check_back(self._index, left)
             self._length = left
             self._ancestry.crop(self._length)
             self._settle()
@@ -205,12 +211,6 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
         self._settle()
 
     def _settle(self) -> None:
-        """Lets go of rows that no layer has; the layers follow each other."""
         if self.is_initialized:
             self._show()
-        layers = [layer for layer in self._rows.layers if layer.is_initialized]
-        if self._rows.cache is not None:
-            self._rows.shrink(
-                max((layer.batch_size for layer in layers), default=0),
-                max((layer.get_seq_length() for layer in layers), default=0),
-            )
+        self._rows.settle()

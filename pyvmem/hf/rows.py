@@ -16,8 +16,8 @@ import torch
 
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, OutOfMemory, TooManyBatches
-from pyvmem.hf.shapes import Handed, handed_over, make_cache, stored_shapes
-from pyvmem.kvcache import GroupView, KVCache, LayerShape
+from pyvmem.hf.shapes import Handed, Shape, handed_over, make_cache, stored_shapes
+from pyvmem.kvcache import GroupView, KVCache, LayeredCache, LayerShape, StateShape
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import classes_of, invalid
 
@@ -59,8 +59,8 @@ class Rows:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.cache: KVCache | None = None
-        self.shapes: list[LayerShape] = []
-        self.handed: list[Handed] = []
+        self.shapes: list[Shape] = []
+        self.handed: list[Handed | None] = []
         self.count = 0
         self.length = 0
         self.layers: list[Any] = []  # those of the VMemCache; they hold tensors of the cache
@@ -75,41 +75,73 @@ class Rows:
                 configuration, told.
             BadHandle: closed.
         """
-        if self._closed:
-            raise BadHandle("the VMemCache is closed", errno=errno.EBADF, op="VMemCache")
         given = handed_over(key, value)
-        device = None if key.device.type == "cpu" else key.device.index or 0
-        if self.cache is None:
-            settings = self.settings
-            self.shapes, self.handed = stored_shapes(settings.text, layer, given)
-            backend = settings.backend or ("host" if device is None else "auto")
-            cache = make_cache(
-                self.shapes,
-                settings.context,
-                backend,
-                device or 0,
-                settings.budget,
-                dtype=key.dtype,
-                max_batch=settings.max_batch,
-                max_seq_len=settings.max_length,
-                **settings.options,
-            )
-            if cache.context.cuda_device != device:
-                cache.close()
-                raise invalid(
-                    f"the keys are on {key.device}, back end {cache.context.info.backend}'s "
-                    f"memory is on {_name(cache.context.cuda_device)}"
-                )
-            self.cache = cache
-        have, mine = (*self.handed[layer], self._dtype), self.cache.context.cuda_device
-        want = (*given, str(key.dtype).removeprefix("torch."))
-        if have != want or mine != device:
+        cache = self._opened(layer, given, key)
+        handed = self.handed[layer]
+        assert handed is not None
+        have, mine = (*handed, self._dtype), cache.context.cuda_device
+        want = (*given, _dtype_name(key))
+        if have != want or mine != _ordinal(key):
             raise invalid(
                 f"layer {layer}: keys of {want[0]} heads of {want[1]} elements and values of "
                 f"{want[2]}, {want[3]} on {key.device}; this cache has {have[0]} heads of "
                 f"{have[1]} and {have[2]}, {have[3]} on {_name(mine)}"
             )
-        return self.cache
+        return cache
+
+    def open_state(self, layer: int, name: str, new: torch.Tensor, sizes: tuple[int, ...]) -> None:
+        """The cache for a layer's state.
+
+        Args:
+            layer: with a state.
+            name: "conv" or "recurrent".
+            new: the first one, ``[batch, ...]``.
+            sizes: of one that is to be kept.
+
+        Raises:
+            InvalidArgument: another shape, type or device than the configuration says. BadHandle:
+                closed.
+        """
+        cache = self._opened(layer, None, new)
+        shape = self.shapes[layer]
+        assert isinstance(shape, StateShape)
+        have = getattr(shape, name)
+        dtype = "float32" if name == "recurrent" else self._dtype
+        mine = cache.context.cuda_device
+        if (have, dtype, mine) != (sizes, _dtype_name(new), _ordinal(new)):
+            raise invalid(
+                f"layer {layer}: a {name} state of {sizes}, {_dtype_name(new)} on {new.device}; "
+                f"this cache has {have}, {dtype} on {_name(mine)}"
+            )
+
+    def _opened(self, layer: int, given: Handed | None, first: torch.Tensor) -> KVCache:
+        """The cache; made where there is none, of the type and for the device of `first`."""
+        if self._closed:
+            raise BadHandle("the VMemCache is closed", errno=errno.EBADF, op="VMemCache")
+        if self.cache is not None:
+            return self.cache
+        settings, device = self.settings, _ordinal(first)
+        self.shapes, self.handed = stored_shapes(settings.text, layer, given)
+        backend = settings.backend or ("host" if device is None else "auto")
+        cache = make_cache(
+            self.shapes,
+            settings.context,
+            backend,
+            device or 0,
+            settings.budget,
+            dtype=first.dtype,
+            max_batch=settings.max_batch,
+            max_seq_len=settings.max_length,
+            **settings.options,
+        )
+        if cache.context.cuda_device != device:
+            cache.close()
+            raise invalid(
+                f"the keys are on {first.device}, back end {cache.context.info.backend}'s "
+                f"memory is on {_name(cache.context.cuda_device)}"
+            )
+        self.cache = cache
+        return cache
 
     @property
     def parts(self) -> tuple[GroupView, ...]:
@@ -129,21 +161,41 @@ class Rows:
         cache = self.cache
         assert cache is not None
         with torch.inference_mode(False), torch.enable_grad():
-            if self.shapes[layer].v_head_dim:
+            shape, handed = self.shapes[layer], self.handed[layer]
+            assert isinstance(shape, LayerShape)
+            assert handed is not None
+            if shape.v_head_dim:
                 return cache.k(layer), cache.v(layer)
-            rows, wide = cache.k(layer), self.handed[layer][1]  # MLA: latent, and rotary part
+            rows, wide = cache.k(layer), handed[1]  # MLA: latent, and rotary part
             return rows[..., :wide], rows[..., wide:]
+
+    def state(self, layer: int, name: str) -> torch.Tensor:
+        """Where a layer's "conv" or "recurrent" state lies, ``[slots, ...]``; see `tensors`."""
+        assert isinstance(self.cache, LayeredCache)
+        with torch.inference_mode(False), torch.enable_grad():
+            return self.cache.states(layer)[name]
 
     def kept_from(self, layer: int, length: int) -> int:
         """The first row of a layer that is there while its rows have `length` tokens."""
-        window = self.shapes[layer].window
+        shape = self.shapes[layer]
+        window = shape.window if isinstance(shape, LayerShape) else 0
         if not window:
             return 0
         return max(0, length - window - self.parts[0].config.window_tile)
 
-    def check_window(self, layer: int, length: int) -> None:
-        """Raises InvalidArgument where the window of so few tokens begins in rows that are gone."""
-        window = self.shapes[layer].window
+    def check_back(self, layer: int, length: int) -> None:
+        """Raises InvalidArgument where rows cannot become so few tokens.
+
+        Their window begins in rows that are gone, or another layer has a state.
+        """
+        for other, one in enumerate(self.shapes):
+            if isinstance(one, StateShape) and length:
+                raise invalid(
+                    f"{length} tokens: layer {other} has a state, which cannot go back; compute "
+                    "the tokens again after reset"
+                )
+        shape = self.shapes[layer]
+        window = shape.window if isinstance(shape, LayerShape) else 0
         if not window or not self.count:
             return
         part = self.parts[classes_of(self.shapes)[1][layer][0].part]
@@ -205,8 +257,13 @@ class Rows:
                 self._where = (first, last, torch.arange(first, last, device=device))
         return self._where[2]
 
-    def shrink(self, count: int, length: int) -> None:
-        """Gives up rows from `count` on; `length`: what the longest layer holds now."""
+    def settle(self) -> None:
+        """Lets go of rows that no layer has; the layers follow each other."""
+        if self.cache is None:
+            return
+        layers = [layer for layer in self.layers if layer.is_initialized]
+        count = max((layer.batch_size for layer in layers), default=0)
+        length = max((layer.tokens for layer in layers), default=0)
         if count < self.count:
             self._drop(count)
         self.length = min(self.length, length) if count else 0
@@ -252,6 +309,14 @@ class Rows:
         """`close` when the `VMemCache` itself is gone; with tensors elsewhere the cache stays."""
         with suppress(Busy):
             self.close()
+
+
+def _ordinal(tensor: torch.Tensor) -> int | None:
+    return None if tensor.device.type == "cpu" else tensor.device.index or 0
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _name(device: int | None) -> str:

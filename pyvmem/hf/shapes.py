@@ -13,11 +13,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyvmem.context import Context
-from pyvmem.kvcache import KVCache, KVCacheConfig, LayeredCache, LayerShape, layer_shapes
+from pyvmem.errors import NotSupported
+from pyvmem.kvcache import (
+    KVCache,
+    KVCacheConfig,
+    LayeredCache,
+    LayerShape,
+    StateShape,
+    layer_shapes,
+)
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import classes_of, invalid
 
-__all__ = ["Handed", "handed_over", "make_cache", "stored_shapes"]
+__all__ = ["Handed", "Shape", "handed_over", "make_cache", "row_shapes", "stored_shapes"]
+
+Shape = LayerShape | StateShape
 
 Handed = tuple[int, int, int]
 """KV heads, elements of a key's head, elements of a value's head."""
@@ -34,18 +44,60 @@ def handed_over(key: Any, value: Any) -> Handed:
     return key.shape[1], key.shape[3], value.shape[3]
 
 
-def stored_shapes(text: Any, layer: int, given: Handed) -> tuple[list[LayerShape], list[Handed]]:
+def row_shapes(config: Any, what: str) -> list[LayerShape]:
+    """`layer_shapes` of a model that keeps keys and values in every layer.
+
+    Raises:
+        NotSupported: one has a state; the text names `what` cannot run it.
+    """
+    shapes = layer_shapes(config)
+    found = [one for one in shapes if isinstance(one, LayerShape)]
+    if len(found) < len(shapes):
+        layer = next(n for n, one in enumerate(shapes) if isinstance(one, StateShape))
+        raise NotSupported(
+            f"{what}: layer {layer} of {type(config).__name__} has a state of its own, and no keys "
+            "and values",
+            op=what,
+        )
+    return found
+
+
+def stored_shapes(
+    text: Any, layer: int, given: Handed | None
+) -> tuple[list[Shape], list[Handed | None]]:
     """What every layer keeps, and is handed over, as the first one that hands something over shows.
 
     Args:
         text: the language model's configuration.
         layer: that one.
-        given: what it hands over.
+        given: what it hands over; None: it has a state, and the others are as the configuration
+            says.
 
     Raises:
         InvalidArgument: the configuration has layers that differ, and this one is none of them.
+        NotSupported: a latent beside states.
     """
     told = layer_shapes(text)
+    rows = [one for one in told if isinstance(one, LayerShape)]
+    if len(rows) < len(told):
+        if any(not one.v_head_dim for one in rows):
+            raise NotSupported("VMemCache: the model has a latent beside states", op="VMemCache")
+        each = [
+            (one.num_kv_heads, one.head_dim, one.v_head_dim or 0)
+            if isinstance(one, LayerShape)
+            else None
+            for one in told
+        ]
+        return told, each
+    assert given is not None
+    shapes, handed = _stored_rows(rows, layer, given)
+    return list(shapes), list(handed)
+
+
+def _stored_rows(
+    told: list[LayerShape], layer: int, given: Handed
+) -> tuple[list[LayerShape], list[Handed]]:
+    """`stored_shapes` where every layer has keys and values."""
     heads, wide, values = given
     mine = told[layer]
     latent = mine.v_head_dim == 0
@@ -68,7 +120,7 @@ def stored_shapes(text: Any, layer: int, given: Handed) -> tuple[list[LayerShape
 
 
 def make_cache(
-    shapes: Sequence[LayerShape],
+    shapes: Sequence[Shape],
     context: Context | None,
     backend: str,
     device: int,

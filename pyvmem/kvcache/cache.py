@@ -22,7 +22,14 @@ from pyvmem.errors import NotSupported
 from pyvmem.info import Caps, Location
 from pyvmem.kvcache import integrity, manager
 from pyvmem.kvcache.budget import Budget
-from pyvmem.kvcache.config import KVCacheConfig, LayerShape, Place, classes_of, invalid
+from pyvmem.kvcache.config import (
+    KVCacheConfig,
+    LayerShape,
+    Place,
+    StateShape,
+    classes_of,
+    invalid,
+)
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.layout import Layout
@@ -150,7 +157,7 @@ class GroupView:
         tensor: torch.Tensor = self.reservation.tensor(
             (
                 config.max_batch,
-                config.max_seq_len,
+                1 if config.state else config.max_seq_len,
                 config.group_size,
                 config.num_kv_heads,
                 config.head_dim,
@@ -308,7 +315,9 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: no such reqid, not taken, a length out of range, or one whose sliding
-                window begins in rows that are gone (`KVCacheConfig.window_tile` can be taken back).
+                window begins in rows that are gone (`KVCacheConfig.window_tile` can be taken back);
+                or the request has a state (`KVCacheConfig.state`), and some of its tokens would be
+                left: a state cannot go back.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; nothing changed.
         """
@@ -382,7 +391,7 @@ class KVCache(MustClose):
         Both share the pages that are full below `length`, read-only from then on: a write to one
         faults. Only the last, partly filled page is copied, in every tensor. So neither may write
         rows below `length` again, and each may append as if it were alone. (Who must write them
-        again gives them up first: `truncate`.)
+        again gives them up first: `truncate`.) A state (`KVCacheConfig.state`) is copied.
 
         Waits for the GPU work on `stream` where pages were written since the last fork.
 
@@ -398,8 +407,8 @@ class KVCache(MustClose):
             and that the parent's full pages may be read-only already.
 
         Raises:
-            InvalidArgument: no such reqid, not taken, or it holds fewer tokens than `length`;
-                `into` is not free.
+            InvalidArgument: no such reqid, not taken, or it holds fewer tokens than `length`, or
+                more and has a state, which cannot go back; `into` is not free.
             NotSupported: the back end cannot map pages twice, or read-only; the cache has a window.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; as for None.
@@ -458,7 +467,8 @@ class KVCache(MustClose):
                 tenant; only matches with the same one find them.
 
         Returns:
-            The tokens, from the first on, that are recorded now.
+            The tokens, from the first on, that are recorded now; 0 where layers have a state
+                (`KVCacheConfig.state`), which no recorded prefix could bring back.
 
         Raises:
             InvalidArgument: bad tokens or namespace, or a reqid that is not taken.
@@ -1031,7 +1041,7 @@ class LayeredCache(KVCache):
     in units that fill whole pages in every group (prefix_cache.py).
 
     Args:
-        layers: what every layer keeps, in the model's order.
+        layers: what every layer keeps, in the model's order; a `StateShape` for those with a state.
         context: as for `KVCache`.
         backend: as for `KVCache`.
         device: as for `KVCache`.
@@ -1051,7 +1061,7 @@ class LayeredCache(KVCache):
 
     def __init__(
         self,
-        layers: Sequence[LayerShape],
+        layers: Sequence[LayerShape | StateShape],
         context: Context | None = None,
         backend: str = "auto",
         device: Any = 0,
@@ -1066,7 +1076,7 @@ class LayeredCache(KVCache):
         whole = KVCacheConfig(num_layers=1, num_kv_heads=1, head_dim=1, **_shape_free(policy))
         policy = {**policy, "memory_limit": 0, "memory_floor": 0, "max_mappings": 0}
         configs = [
-            KVCacheConfig(num_layers=count, **kind.fields(), **policy)
+            KVCacheConfig(num_layers=count, **{**policy, **kind.fields()})
             for kind, count in counts.items()
         ]
         self._begin(Manager("LayeredCache", whole, configs, context, backend, device, budget))
@@ -1074,13 +1084,15 @@ class LayeredCache(KVCache):
     def k(self, layer: int) -> torch.Tensor:
         """Keys of a layer, or MLA's latent: ``[max_batch, max_seq_len, num_kv_heads, head_dim]``.
 
-        Raises InvalidArgument for a layer that does not exist.
+        Raises InvalidArgument for a layer that does not exist, or has a state.
         """
+        self._has_rows(layer)
         place = self._place(layer)[0]
         return self.caches[place.part].k(place.member)
 
     def v(self, layer: int) -> torch.Tensor:
         """Values of a layer, with `v_head_dim` elements; InvalidArgument where it has none."""
+        self._has_rows(layer)
         place = self._place(layer)[1]
         if place is None:
             raise invalid(f"layer {layer} has no values")
@@ -1088,11 +1100,38 @@ class LayeredCache(KVCache):
         return view.v(place.member) if place.which else view.k(place.member)
 
     def layer_views(self) -> list[tuple[GroupView, GroupView | None]]:
-        """See `KVCache.layer_views`."""
+        """See `KVCache.layer_views`; InvalidArgument where a layer has a state."""
+        for layer in range(len(self.layers)):
+            self._has_rows(layer)
         return [
             (self.caches[keys.part], None if values is None else self.caches[values.part])
             for keys, values in self._places
         ]
+
+    def states(self, layer: int) -> dict[str, torch.Tensor]:
+        """What a layer keeps for each request: "conv" and "recurrent", as in its `StateShape`.
+
+        Each is ``[max_batch, *shape]``; slots without a request have no memory there. A request's
+        are zero at first, with `KVCacheConfig.zero_fill`.
+
+        Raises InvalidArgument for a layer that does not exist, or has keys and values.
+        """
+        places = self._place(layer)
+        shape = self.layers[operator.index(layer)]
+        if not isinstance(shape, StateShape):
+            raise invalid(f"layer {layer} has keys and values, and no state")
+        names = [name for name in ("conv", "recurrent") if getattr(shape, name)]
+        found = {}
+        for name, sizes, place in zip(names, shape.states, places, strict=False):
+            assert place is not None
+            rows = self.caches[place.part].k(place.member)[:, 0]
+            found[name] = rows.view(*rows.shape[:2], *sizes[1:])
+        return found
+
+    def _has_rows(self, layer: int) -> None:
+        self._place(layer)
+        if isinstance(self.layers[operator.index(layer)], StateShape):
+            raise invalid(f"layer {layer} has a state, and no keys or values; see states")
 
     def _place(self, layer: int) -> tuple[Place, Place | None]:
         index, last = operator.index(layer), len(self._places) - 1
@@ -1103,7 +1142,7 @@ class LayeredCache(KVCache):
 
 def _shape_free(policy: dict[str, Any]) -> dict[str, Any]:
     """The policy without what only a class with all its layers can check."""
-    for name in ("num_layers", "num_kv_heads", "head_dim", "tensors_per_layer", "window"):
+    for name in ("num_layers", "num_kv_heads", "head_dim", "tensors_per_layer", "window", "state"):
         if name in policy:
             raise invalid(f"{name} is told by the layers")
     return {**policy, "group_size": 1}

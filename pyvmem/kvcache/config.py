@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ __all__ = [
     "LayerClass",
     "LayerShape",
     "Place",
+    "StateShape",
     "bounded",
     "classes_of",
     "invalid",
@@ -96,7 +98,7 @@ class KVCacheConfig:
             latent and the rotary part together), which `KVCache.k` returns.
         window: tokens that every layer attends to, the present one included; 0: all. Pages of rows
             before it are unmapped while a request runs, and no kernel may read them, nor may
-            requests share pages or be swapped out. A `step` with a larger number than before says
+            requests share pages. A `step` with a larger number than before says
             that the work for the rows so far was launched on its stream.
         window_tile: rows before the window that stay: the most that a kernel reads there, since it
             reads whole tiles, and the tokens that an engine may take back. Promotion by itself
@@ -166,6 +168,10 @@ class KVCacheConfig:
         idle_seconds: after so long without a call that takes, gives or steps a request, unmap
             all pages of no request and give the pool's memory back to the device; 0: never.
         idle_prefixes: recorded prefixes go then too.
+        state: the layers keep no row for a token, but one for a request, which it has as a whole
+            from its first token on and which every token writes: linear attention's, a state
+            space's, a convolution's. What requests hold is counted in tokens as elsewhere. Forks
+            copy it; it cannot go back, and no recorded prefix has it (`KVCache.match`).
         idle_compact: pages of running requests move together then, as in ``trim(compact=True)``:
             the engine promises to launch no work on the cache between `idle_seconds` after its last
             call and its next `step`. Only in a context of the cache's own.
@@ -204,6 +210,7 @@ class KVCacheConfig:
     growth_fraction: float = 1 / 16
     join_at: float = 0.75
     max_mappings: int = 0
+    state: bool = False
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
@@ -223,6 +230,11 @@ class KVCacheConfig:
                 raise invalid(f"{name} {size} is not a power of two", size=size)
         if self.promote_tokens and not self.large_page_size:
             raise invalid(f"promote_tokens {self.promote_tokens} without a large_page_size")
+        if self.state and (self.window or self.tensors_per_layer != 1):
+            raise invalid(
+                f"state with a window of {self.window} and {self.tensors_per_layer} tensors a "
+                "layer: a state has no window, and each is one tensor"
+            )
         if 0 < self.memory_limit < self.memory_floor:
             raise invalid(
                 f"memory_floor {self.memory_floor} is more than memory_limit {self.memory_limit}",
@@ -355,6 +367,44 @@ class LayerShape:
             bounded(name, getattr(self, name), low, high)
 
 
+@dataclass(frozen=True)
+class StateShape:
+    """What one layer keeps for a request instead of rows for its tokens. Checked on construction.
+
+    Linear attention (Qwen3-Next), state spaces (Jamba, Mamba-2) and short convolutions (LFM2), on
+    this device.
+
+    Attributes:
+        conv: channels and tokens of the convolution's input; (): none.
+        recurrent: shape of the state, in float32 whatever the cache's type is, since it adds up
+            over all tokens; (): none.
+        dtype: of `conv`; "": the cache's.
+    """
+
+    conv: tuple[int, ...] = ()
+    recurrent: tuple[int, ...] = ()
+    dtype: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.conv and not self.recurrent:
+            raise invalid("a StateShape needs a conv or a recurrent state")
+        if self.dtype not in ("", *DTYPE_BYTES):
+            raise invalid(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        for name in ("conv", "recurrent"):
+            sizes = tuple(getattr(self, name))
+            if len(sizes) == 1:
+                raise invalid(f"{name} is {sizes}; it must have two sizes or more")
+            for size in sizes:
+                bounded(name, size, 1, 1 << 16)
+            bounded(f"elements of a {name} channel", math.prod(sizes[1:]), 1, 1 << 16)
+            object.__setattr__(self, name, sizes)
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of its tensors."""
+        return tuple(one for one in (self.conv, self.recurrent) if one)
+
+
 class LayerClass(NamedTuple):
     """Tensors with rows of one size and one window: what one `KVCache` is made for."""
 
@@ -362,14 +412,20 @@ class LayerClass(NamedTuple):
     head_dim: int
     tensors_per_layer: int
     window: int
+    state: bool = False
+    dtype: str = ""
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a `KVCacheConfig`, but for the number of layers."""
-        return self._asdict()
+        """The fields of a `KVCacheConfig` but the number of layers; "dtype" where it is its own."""
+        fields = self._asdict()
+        return fields if self.dtype else {k: v for k, v in fields.items() if k != "dtype"}
 
 
 class Place(NamedTuple):
-    """Where a layer's keys or values lie: the class, the layer's number there, K (0) or V (1)."""
+    """Where a layer's keys or values lie: the class, the layer's number there, K (0) or V (1).
+
+    Of a `StateShape` the first of two is where its first state lies.
+    """
 
     part: int
     member: int
@@ -377,27 +433,37 @@ class Place(NamedTuple):
 
 
 def classes_of(
-    layers: Sequence[LayerShape],
+    layers: Sequence[LayerShape | StateShape],
 ) -> tuple[dict[LayerClass, int], list[tuple[Place, Place | None]]]:
     """Sorts layers into classes.
 
     Keys and values of one size belong together; of two sizes, they are classes of their own.
+    Classes with a state come after all others.
 
     Returns:
         Every class with the number of its layers, and for every layer where its keys and its values
-        lie (None: it has none).
+        lie (None: it has none), or its first and its second state.
     """
     counts: dict[LayerClass, int] = {}
     order: dict[LayerClass, int] = {}
 
-    def put(heads: int, dim: int, tensors: int, window: int) -> tuple[int, int]:
-        key = LayerClass(heads, dim, tensors, window)
+    def put(*fields: Any) -> tuple[int, int]:
+        key = LayerClass(*fields)
         member = counts.get(key, 0)
         counts[key] = member + 1
         return order.setdefault(key, len(order)), member
 
-    places: list[tuple[Place, Place | None]] = []
-    for shape in layers:
+    places: dict[int, tuple[Place, Place | None]] = {}
+    # Rows first: a cache's first group speaks for it.
+    for layer, shape in sorted(enumerate(layers), key=lambda one: isinstance(one[1], StateShape)):
+        if isinstance(shape, StateShape):
+            found = [
+                Place(*put(sizes[0], math.prod(sizes[1:]), 1, 0, True, dtype), 0)
+                for sizes, dtype in ((shape.conv, shape.dtype), (shape.recurrent, "float32"))
+                if sizes
+            ]
+            places[layer] = (found[0], found[1] if len(found) > 1 else None)
+            continue
         heads, dim, values, window = (
             shape.num_kv_heads,
             shape.head_dim,
@@ -406,31 +472,33 @@ def classes_of(
         )
         if values == dim:
             both = put(heads, dim, 2, window)
-            places.append((Place(*both, 0), Place(*both, 1)))
+            places[layer] = (Place(*both, 0), Place(*both, 1))
             continue
         keys = Place(*put(heads, dim, 1, window), 0)
-        places.append((keys, Place(*put(heads, values, 1, window), 0) if values else None))
-    return counts, places
+        places[layer] = (keys, Place(*put(heads, values, 1, window), 0) if values else None)
+    return counts, [places[layer] for layer in range(len(layers))]
 
 
 _FULL = ("full_attention", "attention", "chunked_attention")  # chunks are kept whole
 _SLIDING = "sliding_attention"
+_STATE = ("linear_attention", "mamba", "conv")
 
 
-def layer_shapes(config: Any) -> list[LayerShape]:
+def layer_shapes(config: Any) -> list[LayerShape | StateShape]:
     """What `LayeredCache` takes, for every layer of a transformers model.
 
     Sliding layers (``layer_types``; without it, ``sliding_window`` is every layer's) have a window.
     MLA (``kv_lora_rank``) has one latent tensor, as an engine that absorbs the up-projections
-    stores it; transformers itself stores keys and values.
+    stores it; transformers itself stores keys and values. Linear attention, state spaces and short
+    convolutions have a `StateShape`, for models with the fields of Qwen3-Next's, Jamba's, Bamba's
+    or LFM2's.
 
     Args:
         config: a ``PreTrainedConfig``, or anything with its attributes; of a multi-modal model the
             part that ``get_text_config`` names.
 
     Raises:
-        InvalidArgument: an attribute is missing, or a layer has no keys and values, such as linear
-            attention.
+        InvalidArgument: an attribute is missing, or a layer keeps something else.
     """
     text = text_config(config)
     same = KVCacheConfig.from_hf(config, dtype="uint8", max_seq_len=1)
@@ -439,7 +507,7 @@ def layer_shapes(config: Any) -> list[LayerShape]:
         return [_shape(text, same, layer, same.window) for layer in range(same.num_layers)]
     if len(kinds) != same.num_layers:
         raise invalid(f"layer_types names {len(kinds)} layers, the model has {same.num_layers}")
-    shapes = []
+    shapes: list[LayerShape | StateShape] = []
     for layer, kind in enumerate(kinds):
         if kind == _SLIDING:
             window = getattr(text, "sliding_window", None)
@@ -448,9 +516,43 @@ def layer_shapes(config: Any) -> list[LayerShape]:
             shapes.append(_shape(text, same, layer, window))
         elif kind in _FULL:
             shapes.append(_shape(text, same, layer, 0))
+        elif kind in _STATE and (state := _state(text, kind)):
+            shapes.append(state)
         else:
-            raise invalid(f"layer {layer} is {kind}: it keeps no keys and values for each token")
+            raise invalid(
+                f"layer {layer} is {kind}: it keeps neither keys and values for each token nor a "
+                "state that is known here"
+            )
     return shapes
+
+
+def _state(text: Any, kind: str) -> StateShape | None:
+    """What a layer keeps for a request; None: the configuration has none of the known fields."""
+
+    def get(name: str) -> Any:
+        return getattr(text, name, None)
+
+    if getattr(text, "number_of_conv_states", 1) != 1:
+        return None
+    if kind == "conv":
+        return (
+            StateShape(conv=(text.hidden_size, text.conv_L_cache)) if get("conv_L_cache") else None
+        )
+    if get("linear_num_value_heads"):
+        keys, values = get("linear_key_head_dim"), get("linear_value_head_dim")
+        channels = 2 * text.linear_num_key_heads * keys + text.linear_num_value_heads * values
+        return StateShape(
+            (channels, text.linear_conv_kernel_dim), (text.linear_num_value_heads, keys, values)
+        )
+    if not get("mamba_d_state"):
+        return None
+    size, tokens = text.mamba_d_state, text.mamba_d_conv
+    if heads := get("mamba_n_heads"):
+        wide = heads * text.mamba_d_head
+        channels = wide + 2 * text.mamba_n_groups * size
+        return StateShape((channels, tokens), (heads, text.mamba_d_head, size))
+    wide = text.mamba_expand * text.hidden_size
+    return StateShape((wide, tokens), (wide, size))
 
 
 def _shape(text: Any, same: KVCacheConfig, layer: int, window: int) -> LayerShape:

@@ -143,7 +143,7 @@ class Group:
         mover: other pages under the same addresses.
         prefixes: recorded ones, of this group and others with the same requests.
         place: the group's place among these.
-        promoter: None: there are no large pages.
+        promoter: None: there are no large pages, or the rows are written again all the time.
         window: what slides; None: every row is kept.
         moves_on: one of these has something to do after a step.
         untidy: `tidy` is to be called by the next step.
@@ -186,7 +186,7 @@ class Group:
         self.prefixes, self.place = prefixes, place
         prefixes.join(self.sharing)
         self.promoter = self.window = None
-        if layout.large_pages:
+        if layout.large_pages and not layout.state:
             self.promoter = Promoter(self.reclaimer, self.mover, config)
         if config.window:
             self.window = Window(self.reclaimer, self.mover, config, self.pager.release)
@@ -269,6 +269,18 @@ class Group:
         pages = self.layout.pages_for_step(0, length)
         return self.table.best_fit(pages or max(1, self._eager_pages))
 
+    def check_back(self, slot: Slot, length: int) -> None:
+        """Raises InvalidArgument where what a request holds cannot be made that of fewer tokens."""
+        if self.window is not None:
+            self.window.check(slot, length)
+        held = self.rows[slot.index]
+        if self.layout.state and 0 < length < held:
+            raise invalid(
+                f"length {length}: reqid {slot.index} has a state of its {held} tokens, which "
+                "cannot go back; compute the request again from its first token",
+                limit=held,
+            )
+
     def take(self, slot: Slot) -> None:
         """Gives a free slot to a new owner; free again if the call is not completed."""
         owner = slot.owner + 1
@@ -322,7 +334,7 @@ class Group:
 
         `event`: the GPU work that may still touch the others. The slot has no batch in flight.
         """
-        pages = -(-length * self.layout.row_bytes // self.layout.page_size)
+        pages = -(-self.layout.bytes_for(length) // self.layout.page_size)
         keep = max(pages, slot.shared)
         if slot.granted > keep:
             self.pager.shrink(slot, keep)
@@ -340,6 +352,11 @@ class Group:
         return self.pager.columns.held
 
     @property
+    def used_rows(self) -> int:
+        """Rows of all requests: one for each token, or one state for each request."""
+        return sum(map(bool, self.rows)) if self.layout.state else self.used_tokens
+
+    @property
     def has_batches(self) -> bool:
         """Whether a batch over the group's addresses is not noted as finished."""
         return bool(self.pager.growths or self.reclaimer.cuts or self.mover.moves)
@@ -347,6 +364,8 @@ class Group:
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
         """See `KVCache.readable_rows`."""
         size, row, most = self.layout.page_size, self.layout.row_bytes, self.layout.max_rows
+        if self.layout.state:
+            return [self.layout.capacity(slot.granted) for slot in self._slots(reqids)]
         return [min(slot.granted * size // row, most) for slot in self._slots(reqids)]
 
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
@@ -379,7 +398,7 @@ class Group:
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
         away = self._away() if reclaimer.away else 0
         pages = self.pager.active_pages - reclaimer.slid + shared.used - away
-        used = self.used_tokens * self.token_bytes
+        used = self.used_rows * self.token_bytes
         gone = away + shared.away_uses
         if self.window is not None:
             gone += reclaimer.slid
@@ -540,7 +559,7 @@ class Group:
                 source = Source(
                     address - whole * layout.page_size,
                     last.block.kind.unit * layout.page_size,
-                    rows * layout.row_bytes,
+                    layout.bytes_for(rows),
                 )
                 want = [(slot, layout.pages_for(rows))]
                 events = last.block.events

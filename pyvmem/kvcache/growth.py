@@ -490,7 +490,7 @@ class Pager(Book):
         """
         layout = self.layout
         source = Source(
-            self.base + layout.offset(parent.index), layout.tensor_bytes, rows * layout.row_bytes
+            self.base + layout.offset(parent.index), layout.tensor_bytes, layout.bytes_for(rows)
         )
         job.pieces = list(zip(job.slots, repeat(first), goals))
         job.new_pages = (sum(goals) - first * len(job.slots)) * layout.num_tensors

@@ -11,6 +11,9 @@ One reservation holds all tensors, one after the other, each with all slots, one
 So the same pages of one slot in every tensor are `num_tensors` pieces, `tensor_bytes` apart: one
 operation of a batch. A row need not divide a page (384 bytes in 64 KiB): rows cross page borders,
 and a slot of n pages holds ``n * page_size // row_bytes`` whole rows.
+
+Where a request has a state (`KVCacheConfig.state`), a slot is one row, which it has as a whole from
+its first token on: it holds tokens as it does elsewhere, and no number of them asks for more pages.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ class Layout:
         page_size: bytes of a page.
         large_pages: pages that a large page stands for; 0: there are none.
         num_tensors: for each group of layers two, K, then V; or one (`tensors_per_layer`).
-        row_bytes: one token in one tensor.
+        row_bytes: one token, or the state, in one tensor.
+        state: a slot is one row, whatever tokens the request holds.
+        max_rows: tokens that a slot can hold.
         slot_pages: pages per tensor of a full slot.
         slot_bytes: distance between slots of one tensor.
         tensor_bytes: distance between tensors.
@@ -71,9 +76,11 @@ class Layout:
         self.head_row_bytes = config.num_kv_heads * config.head_dim * config.itemsize
         self.row_bytes = config.row_bytes
         self.max_rows = config.max_seq_len
-        self.overread = config.overread_rows if config.overread_decode else 0
-        self.guard = config.overread_rows - self.overread
-        full = self.max_rows * self.row_bytes
+        self.state = config.state
+        overread = 0 if config.state else config.overread_rows
+        self.overread = overread if config.overread_decode else 0
+        self.guard = overread - self.overread
+        full = self.bytes_for(self.max_rows)
         used = _round_up(full, page_size)
         large = config.large_page_size
         if 0 < large <= page_size:
@@ -83,7 +90,8 @@ class Layout:
                 limit=page_size,
             )
         self.large_pages = large // page_size
-        if config.packed_slots and full % (large or page_size):
+        packed = config.packed_slots and not config.state
+        if packed and full % (large or page_size):
             name = "large_page_size" if large else "page_size"
             raise invalid(
                 f"packed_slots: {self.max_rows} rows of {self.row_bytes} bytes are {full} bytes, "
@@ -93,7 +101,7 @@ class Layout:
             )
         self.capacity: Callable[[int], int] = lru_cache(self._capacity)
         self.slot_pages = used // page_size
-        self.slot_bytes = used if config.packed_slots else _spaced(used, page_size, large)
+        self.slot_bytes = used if packed else _spaced(used, page_size, large)
         self.tensor_bytes = self.slot_bytes * config.max_batch
         self.total_bytes = self.tensor_bytes * self.num_tensors
         if self.total_bytes > _MAX_ADDRESSES:
@@ -105,12 +113,16 @@ class Layout:
                 limit=_MAX_ADDRESSES,
             )
 
+    def bytes_for(self, seq_len: int) -> int:
+        """Bytes per tensor that `seq_len` tokens are kept in, from the slot's first on."""
+        return self.row_bytes * (min(1, seq_len) if self.state else seq_len)
+
     def pages_for(self, seq_len: int) -> int:
         """Pages per tensor that hold `seq_len` tokens and the rows that decoding may over-read."""
         if seq_len <= 0:
             return 0
         rows = min(seq_len + self.overread, self.max_rows)
-        return -(-rows * self.row_bytes // self.page_size)
+        return -(-self.bytes_for(rows) // self.page_size)
 
     def guarded(self, seq_len: int) -> int:
         """The tokens that `pages_for` is to be asked about for a prefill up to `seq_len`."""
@@ -122,6 +134,8 @@ class Layout:
         return self.pages_for(self.guarded(seq_len) if prefill else seq_len)
 
     def _capacity(self, pages: int) -> int:
+        if self.state:
+            return self.max_rows if pages >= self.slot_pages else 0
         rows = pages * self.page_size // self.row_bytes
         return self.max_rows if rows >= self.max_rows else max(0, rows - self.overread)
 
@@ -137,3 +151,4 @@ class Layout:
         for name in ("slot_bytes", "tensor_bytes", "page_size", "row_bytes", "max_rows"):
             setattr(place, name, getattr(self, name))
         place.overread, place.guard = self.overread, self.guard
+        place.fixed = self.slot_pages if self.state else 0

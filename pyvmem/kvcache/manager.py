@@ -581,7 +581,7 @@ def _commit(group: Group, rows: array[int], total: int) -> None:
     columns.held = rows
     group.used_tokens = total
     group.clock += 1
-    if reclaimer.shared.blocks or reclaimer.away or reclaimer.slid:
+    if reclaimer.shared.blocks or reclaimer.away or reclaimer.slid or group.layout.state:
         group.note_peaks()
     else:  # the same, where all pages of requests are their own, and here
         used = total * group.token_bytes
@@ -618,7 +618,9 @@ def fork(
         group.mover.finish(parent, stream)
     if parent.job is not None or parent.mapped > parent.granted:
         pager.release(parent)
-    full = rows * layout.row_bytes // layout.page_size
+    nbytes = layout.bytes_for(rows)
+    # A state is written again with every token, and cannot be shared.
+    full = 0 if layout.state else nbytes // layout.page_size
     if parent.places.noted:
         full = parent.places.floor(full)
     pages = layout.pages_for(rows)
@@ -631,7 +633,7 @@ def fork(
         raise
     if slots is None or not (new_pages <= group.reclaimer.free or pager.have(new_pages)):
         return None
-    if rows * layout.row_bytes > parent.span.pages * layout.page_size:
+    if nbytes > parent.span.pages * layout.page_size:
         event = record(stream, group.device)
         if event is not None:
             wait_for(event)
@@ -833,6 +835,8 @@ def fork_all(
     """`fork` in every group or in none; the first one chooses the slots, unless `into` does."""
     for group in groups:
         group.sharing.require(FORK, "fork")
+        if length is not None:
+            group.check_back(group.slot(reqid), operator.index(length))
     done: list[Group] = []
     forked: list[int] | None = None
 
@@ -894,10 +898,11 @@ def promote(groups: Sequence[Group], reqid: int, stream: Any, *, wait: bool) -> 
     """See `KVCache.promote`."""
     done = 0
     slots = [group.slot(reqid) for group in groups]
-    if any(group.promoter is None for group in groups):
+    if all(group.promoter is None for group in groups):
         raise invalid("promote: the cache has no large_page_size")
     for group, slot in zip(groups, slots, strict=True):
-        assert group.promoter is not None
+        if group.promoter is None:  # a state: it is written all the time
+            continue
         group.mover.sweep()
         done += group.promoter.promote(slot, group.rows[slot.index], stream, wait=wait)
     return done
@@ -997,6 +1002,9 @@ def _pages_of(
             raise invalid(
                 f"tokens {first} to {last}: reqid {slot.index} holds {held} tokens", limit=held
             )
+    if layout.state:  # as a whole, and not while it is written
+        whole = wait and (first, last) == (0, held)
+        return 0, slot.places.floor(slot.granted) if whole else 0
     low = slot.places.ceil(-(-first * layout.row_bytes // layout.page_size))
     high = last * layout.row_bytes // layout.page_size
     if wait and last == held:  # nothing is written meanwhile, so the last page can go, too
@@ -1164,8 +1172,8 @@ def _emptiest(groups: Sequence[Group]) -> list[Slot] | None:
 class SwappedRequest(Closable):
     """A swapped-out request; the cache's `swap_in` brings it back, once.
 
-    It holds no page: all rows were copied, those in shared pages too, and when it comes back all
-    its pages are its own.
+    It holds no page: all rows that were there were copied, those in shared pages too, and when it
+    comes back all its pages are its own. Rows that had left a window are zero then, and go again.
 
     Holds host memory (pinned where torch has CUDA) until it is swapped in or closed, whether its
     cache is open or not. A context manager.
@@ -1175,10 +1183,17 @@ class SwappedRequest(Closable):
         nbytes: host memory that was taken.
     """
 
-    def __init__(self, groups: Sequence[Group], seq_len: int, rows: Sequence[memoryview]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        seq_len: int,
+        rows: Sequence[memoryview],
+        heads: Sequence[int],
+    ) -> None:
         self.seq_len = seq_len
         self.nbytes = sum(one.nbytes for one in rows)
         self._groups = tuple(groups)
+        self._heads = tuple(heads)  # pages that had left the window, by group
         self._rows: Sequence[memoryview] | None = rows
 
     @property
@@ -1206,13 +1221,12 @@ def _host_memory(size: int, device: int | None) -> memoryview:
     return memoryview(bytearray(size))
 
 
-def _pieces(group: Group, slot: Slot, size: int) -> list[int]:
-    """Where `size` bytes of rows begin, in every tensor."""
+def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list[int]]:
+    """Bytes of the first `length` rows behind page `head`, and where these begin in each tensor."""
     layout = group.layout
-    return [
-        group.pager.base + layout.offset(slot.index, 0, tensor)
-        for tensor in (range(layout.num_tensors) if size else ())
-    ]
+    size = max(0, layout.bytes_for(length) - head * layout.page_size)
+    tensors = range(layout.num_tensors if size else 0)
+    return size, [group.pager.base + layout.offset(slot.index, head, one) for one in tensors]
 
 
 def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest:
@@ -1223,16 +1237,20 @@ def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest
     length = groups[0].rows[slots[0].index]
     for group, slot in zip(groups, slots, strict=True):
         group.pager.release(slot)
-    sizes = [length * group.layout.row_bytes for group in groups]
+    heads = [slot.head for slot in slots]
+    pieces = [
+        _pieces(group, slot, head, length)
+        for group, slot, head in zip(groups, slots, heads, strict=True)
+    ]
     rows = [
         _host_memory(size * group.layout.num_tensors, group.device)
-        for group, size in zip(groups, sizes, strict=True)
+        for group, (size, _) in zip(groups, pieces, strict=True)
     ]
     wait_for(record(stream, groups[0].device))
-    for group, slot, size, held in zip(groups, slots, sizes, rows, strict=True):
-        for tensor, address in enumerate(_pieces(group, slot, size)):
+    for group, (size, addresses), held in zip(groups, pieces, rows, strict=True):
+        for tensor, address in enumerate(addresses):
             group.context.read_into(address, held[tensor * size : (tensor + 1) * size])
-    swapped = SwappedRequest(groups, length, rows)
+    swapped = SwappedRequest(groups, length, rows, heads)
     for group, slot in zip(groups, slots, strict=True):
         group.release(slot, None)  # the work is over
     groups[0].journal.on_abort(partial(bring_back, groups, swapped, slots[0].index))
@@ -1289,15 +1307,18 @@ def swap_in(
             group.pager.settle(stream)
         # Zero-fills, and earlier owners' work where nothing is filled.
         wait_for(record(stream, groups[0].device))
-        for group, slot, rows in zip(groups, slots, swapped._rows, strict=True):
-            size = length * group.layout.row_bytes
-            for tensor, address in enumerate(_pieces(group, slot, size)):
+        both = zip(groups, slots, swapped._heads, swapped._rows, strict=True)
+        for group, slot, head, rows in both:
+            size, addresses = _pieces(group, slot, head, length)
+            for tensor, address in enumerate(addresses):
                 group.context.write(address, rows[tensor * size : (tensor + 1) * size])
     except VMemError:
         give_back()
         raise
-    for group, slot in zip(groups, slots, strict=True):
+    for group, slot, head in zip(groups, slots, swapped._heads, strict=True):
         group.enter(slot, length)
+        if group.window is not None and head:
+            group.window.resume(slot, head)
         group.note_peaks()
     groups[0].journal.keep(swapped, "_rows")
     swapped.close()
@@ -1314,13 +1335,12 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> i
     if not 0 <= rows <= held:
         raise invalid(f"length {rows}: reqid {slots[0].index} holds {held} tokens", limit=held)
     for group, slot in zip(groups, slots, strict=True):
-        if group.window is not None:
-            group.window.check(slot, rows)
+        group.check_back(slot, rows)
     if rows == held:
         _give_back_overread(list(zip(groups, slots, strict=True)), rows, stream)
         return 0
     for group, slot in zip(groups, slots, strict=True):
-        page = rows * group.layout.row_bytes // group.layout.page_size
+        page = group.layout.bytes_for(rows) // group.layout.page_size
         group.mover.shorten(slot, page, stream)
     each = [_Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)]
     if any(one.unmaps for one in each):
@@ -1444,7 +1464,7 @@ class _Truncation:
     def of(cls, group: Group, slot: Slot, rows: int) -> _Truncation:
         """The slot is the request's, without a move under way behind its rows."""
         layout, places = group.layout, slot.places
-        first, cut = divmod(rows * layout.row_bytes, layout.page_size)
+        first, cut = divmod(layout.bytes_for(rows), layout.page_size)
         keep = min(places.whole_away(layout.pages_for(rows)), slot.granted)
         shared = min(slot.shared, places.floor(first))
         copied = shared
@@ -1480,7 +1500,7 @@ class _Truncation:
         for block, *_ in slot.span.cut(self.shared, self.copied).parts:
             for event in prune(block.events):
                 wait_for(event)
-        nbytes = self.rows * layout.row_bytes - self.shared * layout.page_size
+        nbytes = layout.bytes_for(self.rows) - self.shared * layout.page_size
         ops = OpBatch(1)
         addresses = group.scratch.take(self.stride * layout.num_tensors)
         ops.populate(
@@ -1778,6 +1798,12 @@ class CommonPages:
         with owner.lock, owner.journal:
             owner.open()
             group.sharing.require(FORK, "map_common_pages")
+            if layout.state:
+                raise NotSupported(
+                    "map_common_pages: the layers have a state, which requests write all the time",
+                    errno=errno.EOPNOTSUPP,
+                    op="KVCache",
+                )
             unit = group.prefixes.unit_pages[0]
             self.pages = min(-(-layout.pages_for(tokens) // unit) * unit, layout.slot_pages)
             lengths = [0] * config.max_batch

@@ -635,7 +635,8 @@ class Window:
                     self._set(index, self._kept + self._rows(end), self._least[index])
                     continue
             if head <= slot.head:  # they went in a step that an exception ended
-                self._set(index, self._kept + self._rows(head + 1), self._window + self._rows(head))
+                least = max(self._least[index], self._window + self._rows(head))
+                self._set(index, self._kept + self._rows(head + 1), least)
                 continue
             after = [*slot.events, *events]
             if not self._reclaimer.try_slide(slot, head, after):  # the queue is full
@@ -649,6 +650,17 @@ class Window:
                         op="KVCache",
                     )
             self._set(index, self._kept + self._rows(head + 1), self._window + self._rows(head))
+
+    def resume(self, slot: Slot, head: int) -> None:
+        """A request is back whose rows in the pages below `head` were gone: they go again.
+
+        Where they cannot now, the next step lets them go.
+        """
+        least = self._window + self._rows(head)
+        self._set(slot.index, self._first, least)
+        low = slot.places.floor(head) if slot.places else head
+        if low > slot.head and slot.job is None and self._reclaimer.try_slide(slot, low, []):
+            self._set(slot.index, self._kept + self._rows(low + 1), least)
 
     def forget(self, slot: Slot) -> None:
         """Ends a request; call it while the slot is still its own."""

@@ -21,6 +21,10 @@ A group has rows of its own size, so the same tokens fill a different number of 
 
 The unit of all is the least common multiple of theirs. A node of the tree has a span in every
 group, so that what is split, matched or evicted is so in all.
+
+A group with a state (linear attention, state spaces) has that of a request's last token alone, not
+of the tokens before, where another prompt would go on. A cache with such a group records nothing
+and matches nothing: all that its requests share, they share by forks.
 """
 
 from __future__ import annotations
@@ -243,10 +247,17 @@ class PrefixCache:
 
     def __init__(self, layouts: Sequence[Layout], journal: Journal, *, lockstep: bool) -> None:
         self._groups: list[Sharing] = []
+        self._restores = not any(one.state for one in layouts)
         self.unit = math.lcm(
-            *(math.lcm(one.row_bytes, one.page_size) // one.row_bytes for one in layouts)
+            *(
+                math.lcm(one.row_bytes, one.page_size) // one.row_bytes
+                for one in layouts
+                if not one.state
+            )
         )
-        self.unit_pages = tuple(self.unit * one.row_bytes // one.page_size for one in layouts)
+        self.unit_pages = tuple(
+            0 if one.state else self.unit * one.row_bytes // one.page_size for one in layouts
+        )
         self.tree: PrefixTree[Span] = PrefixTree(self.unit, journal.entries)
         self.leases = Leases(self.tree, journal.entries, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
@@ -266,6 +277,8 @@ class PrefixCache:
     def record(self, slot: Slot, tokens: Any, stream: Any, namespace: Hashable = None) -> int:
         """See `KVCache.record`."""
         ids, units = self._check(slot, tokens, namespace)
+        if not self._restores:
+            return 0
         if self.tree.match(ids).length < units * self.unit:
             for group, one in self._each(slot):
                 group.mover.finish(one, stream)
@@ -286,6 +299,8 @@ class PrefixCache:
             can go on there.
         """
         ids, units = self._check(slot, tokens, namespace)
+        if not self._restores:
+            return False
         if self.tree.match(ids).length < units * self.unit:
             parts = self._ready(slot, units)
             handles = [
@@ -514,6 +529,8 @@ class PrefixCache:
             Pages per tensor that came back, or will when the batches that unmap them are done.
         """
         self.leases.collect()
+        if not self._restores:
+            return 0
         column = self._columns[place]
         unit = sum(map(operator.mul, self.unit_pages, self._columns))
         back = 0

@@ -10,7 +10,7 @@ from typing import Any
 
 from pyvmem.kvcache.config import invalid
 from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Advice, Limits, advise, choices, name
-from pyvmem.layouts.options import add_overread, add_workload, counts, size, sizes
+from pyvmem.layouts.options import add_dtype, add_overread, add_workload, counts, size, sizes
 from pyvmem.layouts.shapes import SHAPES, ModelShape, shape_of
 from pyvmem.layouts.workload import Request, generate, read_trace
 
@@ -61,6 +61,7 @@ def add_parser(sub: Any) -> None:
     add("--iteration-ms", type=float, default=25.0, help="of a decode iteration (25)")
     add("--max-group", type=int, default=8, help="most layers in one tensor that are advised (8)")
     add_overread(parser)
+    add_dtype(parser)
     add("--all", action="store_true", help="list groups between --max-group and all layers too")
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -68,7 +69,7 @@ def add_parser(sub: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command; InvalidArgument is for the caller to print."""
-    shape = shape_of(args.model).on_ranks(args.ranks)
+    shape = shape_of(args.model).on_ranks(args.ranks).stored_as(args.kv_dtype)
     requests = read_trace(args.trace) if args.trace else generate(args.requests, args.seed)
     memory = args.kv_memory or budget(shape, args.memory)
     limits = Limits(CALL_US[args.backend], args.iteration_ms, args.max_group)
@@ -108,6 +109,9 @@ def _kinds(shape: ModelShape) -> str:
     """The groups of equal layers, in words."""
     words = []
     for config in shape.configs():
+        if config.state:
+            words.append(f"{config.num_layers} states of {config.row_bytes:,} bytes a request")
+            continue
         what = f"{config.num_kv_heads} KV heads of" if config.tensors_per_layer == 2 else "rows of"
         if config.tensors_per_layer == 1 and config.num_kv_heads > 1:
             what = f"{what} {config.num_kv_heads} x"
@@ -128,8 +132,9 @@ def _table(
     tokens = sum((one.context + one.longest) / 2 * one.output for one in requests)
     tokens /= sum(one.output for one in requests)
     source = args.trace.name if args.trace else f"made up from seed {args.seed}"
+    state = f", {shape.state_bytes:,} a request" if shape.state_bytes else ""
     lines = [
-        f"{shape.name}: {_kinds(shape)}, {shape.dtype}; {shape.token_bytes:,} bytes a token",
+        f"{shape.name}: {_kinds(shape)}, {shape.dtype}; {shape.token_bytes:,} bytes a token{state}",
         f"{len(requests):,} requests, {source}; a running one has {tokens:,.0f} tokens in the mean",
         f"{memory / 2**30:.1f} GiB for keys and values",
         *([f"{args.overread} rows past each prompt, for the kernel"] if args.overread else []),

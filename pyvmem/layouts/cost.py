@@ -8,7 +8,8 @@ by a request in the mean, M / m requests run at a time in the long run (Little's
 
 The groups of layers that differ are summed up. Layers with a window hold the whole prompt in the
 first iteration, as of a prefill in one step; then the window, `KVCacheConfig.window_tile` rows
-before it, and what of their first page lies before those.
+before it, and what of their first page lies before those. Layers with a state hold that from the
+first iteration to the last.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Cost:
             `host`), without those that unmap behind a window. `uvm` maps all that a step needs with
             one.
         sharing_unit: tokens; requests can share whole multiples of it, because only there a row and
-            a page end together. 0: none, since windows let rows go.
+            a page end together. 0: none, since windows let rows go, or no prefix has a state.
         page_table_bytes: of the GPU's last level, for what a request holds in the mean.
         books_bytes: kernel memory that `stock` needs for it at most, when every growth was mapped
             by itself; much less where a prompt was mapped in runs. `uvm` needs about 28 bytes a
@@ -156,7 +157,7 @@ def held_by(layout: Layout, page_size: int, requests: Sequence[Request]) -> Held
     """
     pages = list(accumulate(map(layout.pages_for, range(layout.max_rows + 1))))
     gone = list(accumulate(_gone(layout, page_size, n) for n in range(layout.max_rows + 1)))
-    window = layout.config.window or layout.max_rows
+    window = 1 if layout.state else layout.config.window or layout.max_rows
     seen = list(accumulate(min(n, window) for n in range(layout.max_rows + 1)))
     grown = left = iterations = tokens = 0
     for request in requests:
@@ -165,7 +166,8 @@ def held_by(layout: Layout, page_size: int, requests: Sequence[Request]) -> Held
         grown += begun * (full - request.context + 1) + pages[request.longest] - pages[full]
         left += gone[request.longest] - gone[request.context]
         iterations += request.output
-        tokens += request.context + seen[request.longest] - seen[request.context]
+        begun_rows = min(request.context, 1) if layout.state else request.context
+        tokens += begun_rows + seen[request.longest] - seen[request.context]
     mapped = grown * layout.page_size - left * page_size
     return Held(
         mapped=mapped * layout.num_tensors / iterations,
@@ -184,6 +186,8 @@ def _gone(layout: Layout, page_size: int, tokens: int) -> int:
 def _most_waste(layout: Layout, choice: Choice) -> int:
     """Bytes; see `Cost.waste_bound`."""
     config = layout.config
+    if layout.state:
+        return (layout.slot_pages * layout.page_size - layout.row_bytes) * layout.num_tensors
     waste = choice.step_bytes + config.overread_rows * layout.row_bytes
     if config.window:
         waste += choice.page_size + (config.window_tile + 1) * layout.row_bytes
@@ -219,17 +223,18 @@ def cost(
     held = Held(sum(one.mapped for one in each), sum(one.used for one in each))
     pages = held.mapped / choice.page_size
     tensors = sum(layout.num_tensors for layout in layouts)
-    calls = sum(layout.num_tensors * layout.row_bytes for layout in layouts) / choice.step_bytes
-    units = [choice.page_size // gcd(choice.page_size, layout.row_bytes) for layout in layouts]
-    slides = any(layout.config.window for layout in layouts)
+    grows = [layout for layout in layouts if not layout.state]
+    calls = sum(layout.num_tensors * layout.row_bytes for layout in grows) / choice.step_bytes
+    units = [choice.page_size // gcd(choice.page_size, layout.row_bytes) for layout in grows]
+    whole = not any(layout.config.window or layout.state for layout in layouts)
     return Cost(
         choice=choice,
         tensors=tensors,
         held=held,
         waste_bound=sum(_most_waste(layout, choice) for layout in layouts),
-        tokens_per_growth=tensors / calls,
+        tokens_per_growth=sum(layout.num_tensors for layout in grows) / calls,
         calls_per_token=calls,
-        sharing_unit=0 if slides else lcm(*units),
+        sharing_unit=lcm(*units) if whole else 0,
         page_table_bytes=pages * page_table_bytes(choice.page_size),
         books_bytes=pages / choice.run * _MAPPING_BYTES,
         batch=memory_bytes / held.mapped,

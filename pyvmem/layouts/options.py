@@ -7,7 +7,18 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_output", "add_overread", "add_workload", "counts", "page_name", "size", "sizes"]
+from pyvmem.kvcache.config import DTYPE_BYTES
+
+__all__ = [
+    "add_dtype",
+    "add_output",
+    "add_overread",
+    "add_workload",
+    "counts",
+    "page_name",
+    "size",
+    "sizes",
+]
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -69,6 +80,12 @@ def add_overread(parser: Any) -> None:
     """Adds ``--overread``."""
     text = "mapped past each prompt for a kernel that reads tiles: 191 for fa3 (0)"
     parser.add_argument("--overread", type=int, default=0, metavar="ROWS", help=text)
+
+
+def add_dtype(parser: Any) -> None:
+    """Adds ``--kv-dtype``."""
+    text = "of keys and values, as float8_e4m3fn (the model's)"
+    parser.add_argument("--kv-dtype", choices=sorted(DTYPE_BYTES), default="", help=text)
 
 
 def add_output(parser: Any, out: str) -> None:

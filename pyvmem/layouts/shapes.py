@@ -10,7 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pyvmem.kvcache.config import KVCacheConfig, LayerShape, classes_of, invalid, layer_shapes
+from pyvmem.kvcache.config import (
+    KVCacheConfig,
+    LayerShape,
+    StateShape,
+    classes_of,
+    invalid,
+    layer_shapes,
+)
 
 __all__ = ["SHAPES", "ModelShape", "shape_of"]
 
@@ -25,8 +32,8 @@ class ModelShape:
             their size are the first one's.
         weight_bytes: of the weights; 0: not known.
         ranks: GPUs that share the heads and the weights (tensor parallelism).
-        layers: what every layer keeps, where they differ, slide or keep a latent; (): all keep
-            keys and values of every token.
+        layers: what every layer keeps, where they differ, slide, or keep a latent or a state; ():
+            all keep keys and values of every token.
     """
 
     name: str
@@ -36,7 +43,7 @@ class ModelShape:
     dtype: str = "bfloat16"
     weight_bytes: int = 0
     ranks: int = 1
-    layers: tuple[LayerShape, ...] = ()
+    layers: tuple[LayerShape | StateShape, ...] = ()
 
     def configs(self, **overrides: Any) -> list[KVCacheConfig]:
         """The cache's configuration for each of its groups of equal layers.
@@ -46,7 +53,7 @@ class ModelShape:
         alike = (LayerShape(self.num_kv_heads, self.head_dim),) * self.num_layers
         counts = classes_of(self.layers or alike)[0]
         return [
-            KVCacheConfig(num_layers=count, **{**kind.fields(), "dtype": self.dtype, **overrides})
+            KVCacheConfig(num_layers=count, **{"dtype": self.dtype, **kind.fields(), **overrides})
             for kind, count in counts.items()
         ]
 
@@ -54,11 +61,13 @@ class ModelShape:
         """The cache's configuration for this shape.
 
         Raises:
-            InvalidArgument: as `KVCacheConfig`; or layers differ or slide.
+            InvalidArgument: as `KVCacheConfig`; or layers differ, slide or have a state.
         """
         configs = self.configs(**overrides)
-        if len(configs) > 1 or configs[0].window:
-            raise invalid(f"{self.name}: its layers differ or slide, which is not computed here")
+        if len(configs) > 1 or configs[0].window or configs[0].state:
+            raise invalid(
+                f"{self.name}: its layers differ, slide or have a state, which is not computed here"
+            )
         return configs[0]
 
     @property
@@ -69,10 +78,25 @@ class ModelShape:
     @property
     def token_bytes(self) -> int:
         """What one token adds in all layers, on one rank."""
-        return sum(
-            config.num_layers * config.tensors_per_layer * config.row_bytes
-            for config in self.configs()
+        return sum(_bytes(config) for config in self.configs() if not config.state)
+
+    @property
+    def state_bytes(self) -> int:
+        """What a request has whatever its length, in all layers, on one rank."""
+        return sum(_bytes(config) for config in self.configs() if config.state)
+
+    def stored_as(self, dtype: str) -> ModelShape:
+        """The same with keys and values of another type, such as 8 bits; "": as it is.
+
+        States keep theirs.
+        """
+        if dtype in ("", self.dtype):
+            return self
+        layers = tuple(
+            replace(one, dtype=one.dtype or self.dtype) if isinstance(one, StateShape) else one
+            for one in self.layers
         )
+        return replace(self, name=f"{self.name} in {dtype}", dtype=dtype, layers=layers)
 
     def on_ranks(self, ranks: int) -> ModelShape:
         """One rank's part; a latent is whole on each.
@@ -81,6 +105,10 @@ class ModelShape:
         """
         layers = self.layers or (LayerShape(self.num_kv_heads, self.head_dim),)
         for layer in layers:
+            if isinstance(layer, StateShape):
+                if ranks == 1:
+                    continue
+                raise invalid(f"{self.name}: how ranks share a state is not computed here")
             if ranks < 1 or (layer.v_head_dim and layer.num_kv_heads % ranks):
                 raise invalid(
                     f"{layer.num_kv_heads} KV heads cannot be shared evenly by {ranks} ranks",
@@ -91,6 +119,7 @@ class ModelShape:
         parts = tuple(
             replace(one, num_kv_heads=one.num_kv_heads // ranks) if one.v_head_dim else one
             for one in layers
+            if isinstance(one, LayerShape)
         )
         return replace(
             self,
@@ -100,6 +129,10 @@ class ModelShape:
             ranks=self.ranks * ranks,
             layers=parts if self.layers else (),
         )
+
+
+def _bytes(config: KVCacheConfig) -> int:
+    return config.num_layers * config.tensors_per_layer * config.row_bytes
 
 
 def _llama(
@@ -157,7 +190,9 @@ def shape_of(model: str) -> ModelShape:
     text = SimpleNamespace(**_text(values))
     config = KVCacheConfig.from_hf(text, max_seq_len=1)  # which we do not use
     layers = tuple(layer_shapes(text))
-    first = layers[0]
+    first = next((one for one in layers if isinstance(one, LayerShape)), None)
+    if first is None:
+        raise invalid(f"{model!r}: no layer has keys and values")
     plain = LayerShape(first.num_kv_heads, first.head_dim)
     return ModelShape(
         path.resolve().parent.name,
@@ -170,25 +205,29 @@ def shape_of(model: str) -> ModelShape:
 
 
 def _text(values: Any) -> dict[str, Any]:
-    """The language model's part of a ``config.json``, with the kind of every layer that slides.
+    """The language model's part of a ``config.json``, with the kind of every layer that differs.
 
     Files of before transformers 4.56 name a window and leave it to the model's class which layers
-    have it.
+    have it; those of Jamba and Bamba name the layers with attention, each in its own way.
     """
     if not isinstance(values, dict):
         return {}
     text: dict[str, Any] = values.get("text_config", values)
     slides = text.get("sliding_window") and text.get("use_sliding_window", True)
-    if not slides or text.get("layer_types"):
+    mixed = any(text.get(name) for name in ("linear_num_value_heads", "mamba_d_state"))
+    if not (slides or mixed) or text.get("layer_types"):
         return text
     try:
         from transformers import AutoConfig
 
         whole: Any = AutoConfig
-        told: dict[str, Any] = whole.for_model(**values).get_text_config().to_dict()
+        config = whole.for_model(**values).get_text_config()
+        told: dict[str, Any] = config.to_dict()
+        if kinds := getattr(config, "layer_types", None):  # a property of some classes
+            told["layer_types"] = kinds
     except (ImportError, ValueError, TypeError) as error:
+        what = f"a sliding_window of {text['sliding_window']}" if slides else "a state"
         raise invalid(
-            f"a sliding_window of {text['sliding_window']} without layer_types; which layers have "
-            f"it, transformers does not tell: {error}"
+            f"{what} without layer_types; which layers have it, transformers does not tell: {error}"
         ) from None
     return told

@@ -71,6 +71,63 @@ def _deepseek() -> Any:
     return transformers.DeepseekV3ForCausalLM(config)
 
 
+def _qwen3next() -> Any:
+    config = transformers.Qwen3NextConfig(
+        **_SMALL,
+        num_hidden_layers=4,  # three of linear attention, one of full
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    )
+    return transformers.Qwen3NextForCausalLM(config)
+
+
+def _jamba() -> Any:
+    config = transformers.JambaConfig(
+        **_SMALL,
+        num_hidden_layers=4,
+        attn_layer_period=4,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=4,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    )
+    return transformers.JambaForCausalLM(config)
+
+
+def _bamba() -> Any:
+    config = transformers.BambaConfig(
+        **_SMALL,
+        num_hidden_layers=3,
+        attn_layer_indices=[1],
+        mamba_n_heads=4,
+        mamba_d_head=24,
+        mamba_n_groups=1,
+        mamba_d_state=8,
+        mamba_chunk_size=16,
+    )
+    return transformers.BambaForCausalLM(config)
+
+
+def _lfm2() -> Any:
+    kinds = ["conv", "full_attention", "conv"]
+    config = transformers.Lfm2Config(
+        **_SMALL, num_hidden_layers=3, layer_types=kinds, block_multiple_of=16
+    )
+    return transformers.Lfm2ForCausalLM(config)
+
+
+STATES = {"qwen3next": _qwen3next, "jamba": _jamba, "bamba": _bamba, "lfm2": _lfm2}
+"""Kinds with layers that keep a state for each request."""
+
 KINDS = {"gemma3": _gemma3, "mistral": _mistral, "qwen3": _qwen3, "deepseek": _deepseek}
 
 
@@ -78,4 +135,4 @@ KINDS = {"gemma3": _gemma3, "mistral": _mistral, "qwen3": _qwen3, "deepseek": _d
 def model_of(kind: str) -> Any:
     """A model of the kind, in evaluation; the same object every time."""
     torch.manual_seed(7)
-    return KINDS[kind]().eval()
+    return {**KINDS, **STATES}[kind]().eval()

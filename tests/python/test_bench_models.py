@@ -21,20 +21,31 @@ pytestmark = pytest.mark.filterwarnings("default")  # transformers' own
 
 
 @pytest.mark.needs_tensors
-def test_all_ways_of_two_kinds(tmp_path: Path, backend: str) -> None:
+def test_all_ways_of_three_kinds(tmp_path: Path, backend: str) -> None:
     out = tmp_path / "models.json"
-    args = ["--quick", "--backend", backend, "--kinds", "gemma3,deepseek", "--out", str(out)]
+    args = [
+        "--quick",
+        "--backend",
+        backend,
+        "--kinds",
+        "gemma3,deepseek,qwen3next",
+        "--out",
+        str(out),
+    ]
     assert cli.main(["bench", "models", *args]) == 0
     data = json.loads(out.read_text())
-    for kind in ("gemma3", "deepseek"):
+    for kind in ("gemma3", "deepseek", "qwen3next"):
         part = data["parts"][kind]
         found = {row["id"]: row for row in part["rows"]}
         missing = {row["id"]: row["why"] for row in part["missing"]}
-        if backend == "host":
-            assert set(missing) == {f"{kind}/decode/fp8"}, part
-            assert "no kernel reads these keys and values" in missing[f"{kind}/decode/fp8"]
         ways = [way for way in models.WAYS if f"{kind}/decode/{way}" not in missing]
-        assert ways[:3] == ["dynamic", "vmem", "attend"], missing
+        if kind == "qwen3next":
+            assert ways == ["dynamic", "vmem"], part
+            assert "layer 0 of Qwen3NextConfig has a state" in missing[f"{kind}/decode/attend"]
+        else:
+            assert ways[:3] == ["dynamic", "vmem", "attend"], missing
+            if backend == "host":
+                assert "no kernel reads these keys and values" in missing[f"{kind}/decode/fp8"]
         for way in ways:
             assert found[f"{kind}/prefill/{way}"]["n"] == 2
             assert found[f"{kind}/decode/{way}"]["n"] == 3
@@ -45,4 +56,26 @@ def test_all_ways_of_two_kinds(tmp_path: Path, backend: str) -> None:
 
 def test_an_unknown_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "models", "--kinds", "gemma3,rwkv"]) == 2
-    assert "no kind 'rwkv'; there are qwen3, mistral, gemma3, deepseek" in capsys.readouterr().err
+    assert (
+        "no kind 'rwkv'; there are qwen3, mistral, gemma3, deepseek, qwen3next, kernels"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.needs_tensors
+def test_the_kernels_beside_each_other(tmp_path: Path, backend: str) -> None:
+    """Each is timed by phase, head size and type, or the reason stands there."""
+    out = tmp_path / "kernels.json"
+    args = ["--quick", "--backend", backend, "--kinds", "kernels", "--out", str(out)]
+    assert cli.main(["bench", "models", *args]) == 0
+    part = json.loads(out.read_text())["parts"]["kernels"]
+    found = {row["id"]: row for row in part["rows"]}
+    for phase in ("prefill", "decode"):
+        for case in ("float32/32", "float32/48"):
+            row = found[f"kernels/sdpa/{phase}/{case}"]
+            assert row["n"] == 20
+            assert (row["past"], row["before"], row["latent"]) == (0, 0, case.endswith("48"))
+    missing = {row["id"]: row["why"] for row in part["missing"]}
+    assert "it has no float8_e4m3fn" in missing["kernels/sdpa/float8_e4m3fn/32"]
+    if backend == "host":
+        assert missing["kernels/fa3/float32/32"] == "it needs a GPU"

@@ -41,7 +41,7 @@ from pyvmem import (
     probe,
 )
 from pyvmem.features import FEATURES, Feature, Probed, about, require_page_size
-from pyvmem.features.table import FORK, OVERREAD, PREFIXES, SPARSE, SWAP
+from pyvmem.features.table import FORK, OVERREAD, PREFIXES, SPARSE
 from pyvmem.kvcache import Budget, LayeredCache, LayerShape
 from pyvmem.kvcache.distributed import ParallelKVCache
 from pyvmem.layouts import SHAPES, advise, generate
@@ -376,7 +376,7 @@ def test_a_match_cannot_be_mapped_where_pages_cannot(context: Context) -> None:
 
 
 def test_what_keeps_all_rows_is_refused_with_a_window(context: Context) -> None:
-    assert [one.key for one in FEATURES if one.all_rows] == ["prefixes", "fork", "swap"]
+    assert [one.key for one in FEATURES if one.all_rows] == ["prefixes", "fork"]
     with small_cache(context, window=ROWS) as cache:
         started(cache, PARENT)
         before = state(cache)
@@ -384,14 +384,13 @@ def test_what_keeps_all_rows_is_refused_with_a_window(context: Context) -> None:
             (fork, "fork"),
             (record, "record"),
             (record_last, "record"),
-            (lambda one: one.swap_out(0), "swap_out"),
         ):
             with pytest.raises(NotSupported, match=f"{what}: .* sliding window"):
                 call(cache)
         assert state(cache) == before
-    SWAP.require(context.info, "swap_out")
+    FORK.require(context.info, "fork")
     with pytest.raises(NotSupported, match="sliding window"):
-        SWAP.require(context.info, "swap_out", window=1)
+        FORK.require(context.info, "fork", window=1)
 
 
 # ---- the rows themselves -------------------------------------------------------------------------

@@ -374,7 +374,10 @@ def test_bad_input_is_named(model: Any, host: pyvmem.Context) -> None:
 def test_models_with_other_layers_are_refused() -> None:
     config = LlamaConfig(num_hidden_layers=2)
     config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(NotSupported, match="layers of kind linear_attention"):
+    with pytest.raises(InvalidArgument, match="layer 1 is linear_attention: it keeps neither"):
+        VMemCache(config, 1, 8)
+    config.layer_types = ["full_attention", "hybrid"]
+    with pytest.raises(NotSupported, match="layers of kind hybrid"):
         VMemCache(config, 1, 8)
     config = LlamaConfig(num_hidden_layers=2)
     config.num_kv_shared_layers = 1

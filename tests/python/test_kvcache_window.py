@@ -184,7 +184,6 @@ def test_what_a_window_does_not_allow(context: Context) -> None:
         for call in (
             lambda: cache.fork(0),
             lambda: cache.record(0, range(41)),
-            lambda: cache.swap_out(0),
             lambda: cache.free_reqid(0, tokens=range(41)),
         ):
             with pytest.raises(NotSupported, match="sliding window"):
@@ -195,6 +194,34 @@ def test_what_a_window_does_not_allow(context: Context) -> None:
         assert cache.truncate(0, 37) == 0  # four tokens taken back
         assert rows_are_there(cache, 37 - 8, 37)
         assert cache.alloc_prefix([1, 2, 3]) == (1, 0)
+
+
+@pytest.mark.parametrize("length", [5, 8 + 4 + 3 * ROWS + 1, 12 * ROWS - 3])
+def test_swapping_takes_what_the_window_holds(context: Context, length: int) -> None:
+    """Rows that had left are not copied, and their pages go again; all others are as before."""
+    with small_cache(context, max_batch=1, **WINDOW) as cache:
+        cache.alloc_reqid()
+        decode(cache, 0, length)
+        had = mapped(cache)
+        (first,) = cache.first_rows([0])
+        with cache.swap_out(0) as swapped:
+            assert swapped.nbytes == (length - first) * cache.layout.row_bytes * TENSORS
+            assert cache.alloc_reqid() == 0
+            assert cache.step(lens(cache, r0=3)) == 0  # other rows in its pages
+            write_rows(cache, 0, 0, [90, 91, 92])
+            cache.free_reqid(0)
+            assert cache.swap_in(swapped) == 0
+        assert cache.first_rows([0]) == [first]
+        assert mapped(cache) == had
+        assert rows_are_there(cache, first, length)
+        cache.check_integrity()
+        if first:
+            with pytest.raises(InvalidArgument, match="begins in rows that are gone"):
+                cache.truncate(0, first + 7)
+        decode(cache, length, length + 3)
+        assert rows_are_there(cache, max(first, length - 8), length + 3)
+        assert cache.first_rows([0])[0] >= first
+        cache.check_integrity()
 
 
 @pytest.mark.parametrize("policy", [{}, {"zero_fill": False}, {"eager_pages": 2, "limit": 24}])
@@ -299,7 +326,7 @@ def test_layers_of_a_transformers_model() -> None:
 def test_layers_that_are_refused() -> None:
     for values, text in (
         ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, the model has 4"),
-        ({"layer_types": ["linear_attention"] * 4}, "layer 0 is linear_attention: it keeps no"),
+        ({"layer_types": ["linear_attention"] * 4}, "layer 0 is linear_attention: it keeps neither"),
         (
             {"layer_types": ["full_attention", *["sliding_attention"] * 3]},
             "layer 1 is sliding_attention, but sliding_window is None",

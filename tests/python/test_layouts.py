@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_windows_and_latents_cost_what_they_keep(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="2 KV heads cannot be shared evenly by 4 ranks"):
         mixed.on_ranks(4)
     assert mixed.on_ranks(2).token_bytes == mixed.token_bytes // 2
-    with pytest.raises(InvalidArgument, match="its layers differ or slide"):
+    with pytest.raises(InvalidArgument, match="its layers differ, slide or have a state"):
         mixed.config()
     with pytest.raises(InvalidArgument, match="group_size 4 does not divide num_layers 2"):
         cost(mixed, Choice(4, 4096), ONE, GB)
@@ -209,8 +210,70 @@ def test_which_layers_slide_is_what_transformers_says(tmp_path: Path) -> None:
     off = model(tmp_path, sliding_window=24, use_sliding_window=False)
     assert off.layers == ()
     state = {"layer_types": ["linear_attention"] + ["full_attention"] * 3}
-    with pytest.raises(InvalidArgument, match="layer 0 is linear_attention: it keeps no keys"):
+    with pytest.raises(InvalidArgument, match="layer 0 is linear_attention: it keeps neither"):
         model(tmp_path, **state)
+
+
+def test_states_are_what_a_request_holds_from_its_first_token(tmp_path: Path) -> None:
+    """Qwen3-Next's shape: three of four layers have a state."""
+    linear = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+    }
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    found = model(tmp_path, **linear, layer_types=kinds)
+    conv, recurrent = 64 * 4 * 2, 4 * 8 * 8 * 4  # of float16, and of float32
+    assert found.state_bytes == 3 * (conv + recurrent)
+    assert found.token_bytes == 2 * found.num_kv_heads * found.head_dim * 2
+    with pytest.raises(InvalidArgument, match="have a state, which is not computed here"):
+        found.config()
+    with pytest.raises(InvalidArgument, match="how ranks share a state"):
+        found.on_ranks(2)
+    alone = replace(found, layers=(found.layers[3],), num_layers=1)
+    for requests in (ONE, [Request(1000, 400), Request(30, 7)]):
+        both, rows = (cost(one, Choice(1, 4096), requests, GB) for one in (found, alone))
+        assert both.held.mapped == rows.held.mapped + 6 * 4096
+        assert both.held.used == pytest.approx(rows.held.used + found.state_bytes)
+        assert both.waste_bound == rows.waste_bound + 6 * 4096 - found.state_bytes
+        assert both.calls_per_token == rows.calls_per_token
+        assert (both.sharing_unit, rows.sharing_unit > 0) == (0, True)
+
+
+def test_8_bit_keys_and_values_take_half(tmp_path: Path) -> None:
+    """In the adviser; states stay as they are."""
+    linear = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+    }
+    wide = model(tmp_path, **linear, layer_types=["linear_attention"] * 3 + ["full_attention"])
+    short = wide.stored_as("float8_e4m3fn")
+    assert (2 * short.token_bytes, short.state_bytes) == (wide.token_bytes, wide.state_bytes)
+    assert short.name.endswith(" in float8_e4m3fn")
+    assert wide.stored_as("") is wide
+    plain = SHAPES["Llama-3-8B"]
+    costs = [
+        cost(one, Choice(1, 65536), MANY, GB) for one in (plain, plain.stored_as("float8_e4m3fn"))
+    ]
+    assert costs[1].held.used == costs[0].held.used / 2
+    assert costs[1].sharing_unit == 2 * costs[0].sharing_unit
+    assert 1.5 < costs[1].batch / costs[0].batch <= 2
+
+
+def test_the_command_takes_8_bit_keys_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["layouts", "--kv-memory", "1G", "--requests", "50", "--kv-dtype"]
+    assert cli.main([*words, "float8_e4m3fn"]) == 0
+    text = capsys.readouterr().out
+    assert "Llama-3-8B in float8_e4m3fn: " in text
+    assert "65,536 bytes a token" in text
+    with pytest.raises(SystemExit):
+        cli.main([*words, "float4"])
+    assert "--kv-dtype: invalid choice: 'float4'" in capsys.readouterr().err
 
 
 def test_the_command_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

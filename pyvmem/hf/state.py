@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: MIT
+"""One layer of a `VMemCache` that keeps a state: linear attention, a state space, a convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import cache_utils
+
+from pyvmem.errors import NotSupported
+from pyvmem.hf.rows import Rows
+from pyvmem.kvcache.config import invalid
+
+__all__ = ["VMemState"]
+
+# Any: the same to a type checker with and without transformers.
+_Layer: Any = cache_utils.LinearAttentionLayer
+
+
+class VMemState(_Layer):  # type: ignore[misc]  # a base that is Any
+    """One layer of a `VMemCache`; made by it.
+
+    transformers' own layer writes its states in place; here they lie in the slots of the rows:
+    `conv_states` and `recurrent_states` are views ``[batch, ...]``.
+    """
+
+    is_compileable = False  # the views come and go
+    is_croppable = False
+    tokens = 1  # that pages are to be there for: any number is the same
+    device: Any
+    has_previous_state: Any
+
+    def __init__(self, rows: Rows, index: int) -> None:
+        super().__init__()
+        self._rows = rows
+        self._index = index
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it has slots."""
+        return hasattr(self, "batch_size")
+
+    def lazy_initialization(
+        self,
+        conv_states: torch.Tensor | None = None,
+        recurrent_states: torch.Tensor | None = None,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> None:
+        """Takes a slot for every row of the states ``[batch, ...]``.
+
+        Raises:
+            InvalidArgument: another shape or type than the configuration's.
+        """
+        for name, new in (("conv", conv_states), ("recurrent", recurrent_states)):
+            if new is None:
+                continue
+            sizes = tuple(new.shape[1:])
+            if name == "conv":
+                sizes = (*sizes[:-1], conv_kernel_size or sizes[-1])
+                self.conv_kernel_size[state_idx] = sizes[-1]
+            self._rows.open_state(self._index, name, new, sizes)
+            if self.device is None:
+                self.dtype, self.device = new.dtype, new.device
+            self._show(name, new.shape[0])
+
+    def _show(self, name: str, batch: int) -> None:
+        self._rows.hold(batch, max(self.tokens, self._rows.length))
+        view = self._rows.state(self._index, name)[:batch]
+        if name == "conv":
+            self.conv_states[0], self.is_conv_states_initialized[0] = view, True
+        else:
+            self.recurrent_states[0], self.is_recurrent_states_initialized[0] = view, True
+        self.batch_size = batch
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        both = {"conv": self.conv_states[0], "recurrent": self.recurrent_states[0]}
+        return {name: one for name, one in both.items() if one is not None}
+
+    def take_from(self, other: VMemState) -> None:
+        """Becomes what another cache's layer is; see `VMemLayer.take_from`."""
+        for name, rows in other._held().items():
+            rows = rows.detach()
+            kernel = other.conv_kernel_size[0] if name == "conv" else None
+            given: dict[str, Any] = {f"{name}_states": rows, "conv_kernel_size": kernel}
+            self.lazy_initialization(**given)
+            self._held()[name].copy_(rows)
+        self.has_previous_state = dict(other.has_previous_state)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuses: a state cannot go back.
+
+        Raises:
+            InvalidArgument: always, but for 0.
+        """
+        if tokens_to_remove:
+            raise invalid(
+                f"crop({tokens_to_remove}): layer {self._index} has a state, which cannot go back"
+            )
+
+    def activate_past_recording(self) -> None:
+        """Refuses to keep states of earlier tokens, which transformers does for convolutions.
+
+        Raises:
+            NotSupported: always.
+        """
+        raise NotSupported(
+            f"layer {self._index} has a state of its last token alone: it cannot be used in "
+            "assisted generation",
+            op="VMemCache",
+        )
+
+    def reset(self) -> None:
+        """Empties the layer; with the last layer the slots become free, their pages stay."""
+        self.forget()
+        self._rows.settle()
+
+    def forget(self) -> None:
+        """Drops the views; nothing else happens."""
+        for states in (self.conv_states, self.recurrent_states):
+            states[0] = None
+        for flags in (
+            self.is_conv_states_initialized,
+            self.is_recurrent_states_initialized,
+            self.has_previous_state,
+        ):
+            flags[0] = False
+        self.__dict__.pop("batch_size", None)  # transformers asks whether it is there
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes what row ``beam_idx[i]`` was."""
+        self._take(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, one after the other."""
+        if self.is_initialized:
+            self._take([row for row in range(self.batch_size) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps these rows, in this order; numbers or a mask."""
+        if self.is_initialized:
+            self._take(torch.arange(self.batch_size)[torch.as_tensor(indices).cpu()].tolist())
+
+    def _take(self, source: Sequence[int]) -> None:
+        for name, rows in self._held().items():
+            taken = rows[torch.tensor(source, device=rows.device)]
+            self._show(name, len(source))
+            self._held()[name].copy_(taken)
+        self._rows.settle()

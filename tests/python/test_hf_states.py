@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: MIT
+"""Description: hybrids with linear attention, state spaces and convolutions in one cache."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
+
+import torch
+from kinds_helpers import STATES, model_of
+from serve_helpers import VOCABULARY, one_thread
+from transformers import DynamicCache, MambaConfig
+
+import pyvmem
+from pyvmem import InvalidArgument, NotSupported
+from pyvmem.engine import Model, Policy, RequestCache
+from pyvmem.hf import VMemCache
+from pyvmem.kvcache import LayeredCache, StateShape, layer_shapes
+
+__all__ = ["one_thread"]
+pytestmark = [pytest.mark.needs_tensors, pytest.mark.filterwarnings("default")]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False, "max_new_tokens": 40},
+    "sampling": {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 12},
+    "beams": {"do_sample": False, "num_beams": 3, "max_new_tokens": 12},
+}
+
+
+def prompts(rows: int, length: int) -> torch.Tensor:
+    dice = torch.Generator().manual_seed(5)
+    return torch.randint(1, VOCABULARY, (rows, length), generator=dice)
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_generate_gives_the_tokens_of_dynamic_cache(host: pyvmem.Context, kind: str) -> None:
+    model, ids = model_of(kind), prompts(2, 19)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    with VMemCache(model.config, 6, 128, context=host) as cache:
+        for way in WAYS.values():  # the cache is used again, and its slots' states with it
+            answers = []
+            for past in (DynamicCache(config=model.config), cache):
+                torch.manual_seed(11)
+                run = {"input_ids": ids * mask, "attention_mask": mask, **way, "pad_token_id": 0}
+                answers.append(model.generate(**run, past_key_values=past))
+            assert torch.equal(*answers), way
+            assert cache.kvcache is not None
+            cache.kvcache.check_integrity()
+            cache.reset()
+            assert cache.kvcache.stats().active_pages == 0
+    assert host.stats().used_bytes == 0
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_what_the_configuration_tells_is_what_the_model_keeps(kind: str) -> None:
+    """In bfloat16, too: there the types differ."""
+    model = copy.deepcopy(model_of(kind)).to(torch.bfloat16)
+    past = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompts(2, 5), past_key_values=past)
+    for shape, layer in zip(layer_shapes(model.config), past.layers, strict=True):
+        if not isinstance(shape, StateShape):
+            assert layer.keys.shape[1:] == (shape.num_kv_heads, 5, shape.head_dim)
+            continue
+        conv, recurrent = layer.conv_states[0], layer.recurrent_states[0]
+        assert (tuple(conv.shape[1:]), conv.dtype) == (shape.conv, torch.bfloat16)
+        if shape.recurrent:
+            assert tuple(recurrent.shape[1:]) == shape.recurrent
+            assert recurrent.dtype == torch.float32
+        else:
+            assert recurrent is None
+
+
+def test_the_states_lie_in_the_cache_and_do_not_grow(host: pyvmem.Context) -> None:
+    model, ids = model_of("qwen3next"), prompts(2, 60)
+    with torch.no_grad(), VMemCache(model.config, 2, 512, context=host) as cache:
+        pages = []
+        for new in ids.split(12, 1):
+            model(new, past_key_values=cache)
+            found = cache.kvcache
+            assert isinstance(found, LayeredCache)
+            states = [part for part in found.caches if part.config.state]
+            pages.append([part.stats().active_pages for part in states])
+        assert pages == [[6, 6]] * 5  # a page for each of three layers and two requests
+        held = found.states(0)["recurrent"][:2]
+        assert torch.equal(held, cache.layers[0].recurrent_states[0])
+        assert bool(held.any())
+        del held
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_deep_copy_goes_on_as_the_original(host: pyvmem.Context, kind: str) -> None:
+    model, ids = model_of(kind), prompts(2, 40)
+    with torch.no_grad(), VMemCache(model.config, 2, 128, context=host) as cache:
+        for new in ids[:, :38].split(19, 1):
+            model(new, past_key_values=cache)
+        with copy.deepcopy(cache) as other:
+            answers = [model(ids[:, 38:], past_key_values=one).logits for one in (cache, other)]
+            assert torch.equal(*answers)
+
+
+def test_a_state_does_not_go_back(host: pyvmem.Context) -> None:
+    model, ids = model_of("jamba"), prompts(1, 20)
+    run = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad(), VMemCache(model.config, 1, 128, context=host) as cache:
+        model(ids, past_key_values=cache)
+        assert not cache.is_croppable
+        with pytest.raises(InvalidArgument, match="layer 0 has a state, which cannot go back"):
+            cache.crop(-1)
+        with pytest.raises(InvalidArgument, match="layer 0 has a state, which cannot go back"):
+            cache.layers[1].crop(-1)  # attention's
+        assert cache.get_seq_length() == 20
+        with pytest.raises(NotSupported, match="cannot be used in assisted generation"):
+            cache.activate_past_recording()
+        cache.reset()
+        with pytest.raises((NotSupported, ValueError)):
+            model.generate(ids, **run, assistant_model=model_of("qwen3"), past_key_values=cache)
+
+
+def test_other_states_are_refused(host: pyvmem.Context) -> None:
+    model = model_of("jamba")
+    wrong = copy.deepcopy(model.config)
+    wrong.mamba_d_state = 16
+    with (
+        VMemCache(wrong, 1, 64, context=host) as cache,
+        pytest.raises(InvalidArgument, match=r"a recurrent state of \(96, 8\), float32 on cpu"),
+    ):
+        model(prompts(1, 4), past_key_values=cache)
+    alone = MambaConfig(num_hidden_layers=2)
+    with pytest.raises((NotSupported, InvalidArgument)):
+        VMemCache(alone, 1, 8)
+
+
+def test_the_engine_opens_such_a_model(backend: str) -> None:
+    """Admission, growth, forks and swapping of requests with a state; none is matched."""
+    shape = Model.of(model_of("qwen3next").config, "float32")
+    policy = Policy(max_batch=4, max_seq_len=256, memory=64 << 20)
+    prompt = list(range(1, 200))
+    with RequestCache.open(shape, policy, backend) as cache:
+        first = cache.admit(prompt)
+        assert not cache.extend({first: 199})
+        cache.cache.states(0)["recurrent"][first.slot] = 3.0
+        (other,) = cache.fork(first)
+        assert bool((cache.cache.states(0)["recurrent"][other.slot] == 3.0).all())
+        cache.swap_out(first)
+        assert not cache.swap_in(first)
+        assert bool((cache.cache.states(0)["recurrent"][first.slot] == 3.0).all())
+        with pytest.raises(InvalidArgument, match="a state of its 199 tokens"):
+            cache.truncate(first, 10)
+        cache.release(first, tokens=prompt)
+        with cache.match(prompt) as prefix:
+            assert prefix.length == 0
+        cache.release(other)
+        cache.cache.check_integrity()
