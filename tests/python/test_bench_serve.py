@@ -332,6 +332,29 @@ def test_prompts_by_flashinfer(model: Decoder, kind: str, monkeypatch: pytest.Mo
     assert apart(wanted, found) < 0.05
 
 
+def test_what_a_store_is_told_ahead(model: Decoder) -> None:
+    """Of decoding in parts of half of what is looked ahead, and never less than that."""
+    told: list[tuple[int, int]] = []
+    ended: list[tuple[int, int]] = []
+
+    class Told(Paged):
+        def ahead(self, slots: list[int], lengths: list[int]) -> None:
+            told.extend((int(self._count[s]), n) for s, n in zip(slots, lengths, strict=True))
+
+        def prompt_ends(self, slot: int, tokens: int) -> None:
+            ended.append((slot, tokens))
+
+    with closing(Told(TINY, LONGEST, 1, 4 << 20, 1, CPU)) as store:
+        outcome, _ = run(model, store, kernels("1"), [Request(70, 30), Request(9, 1)], ahead=8)
+    assert outcome.finished == 2
+    assert [tokens for _, tokens in ended] == [70, 9]  # the last chunk alone
+    assert outcome.short_s > 0, "one waited for the only slot"
+    assert outcome.short_batch_s == pytest.approx(outcome.short_s)
+    answer = [(rows, length) for rows, length in told if 70 <= rows < 99]
+    assert {length % 4 for _, length in answer} == {0}
+    assert all(4 < length - rows <= 8 for rows, length in answer)
+
+
 def test_a_wrong_block_table_is_seen(model: Decoder) -> None:
     """The comparison of logits can fail: one entry of the table is another block."""
 

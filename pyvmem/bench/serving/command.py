@@ -451,7 +451,7 @@ def add_parser(which: Any) -> None:
     add("--group", type=int, default=1, help="layers in one tensor of a contiguous cache (1)")
     add("--budget", type=int, default=2048, help="new tokens in a step, at most (2048)")
     add("--check-budget", type=int, default=512, help=argparse.SUPPRESS)
-    add("--ahead", type=int, default=4, help="tokens ahead that a cache is told of (4)")
+    add("--ahead", type=int, default=16, help="tokens ahead that a cache is told of (16)")
     add("--rounds", type=int, default=2, help="of all arms (2)")
     add("--limit-s", type=float, default=240.0, metavar="S", help="of one arm's run (240)")
     add("--eager", action="store_true", help="no CUDA graphs")

@@ -24,6 +24,8 @@ from pyvmem.kvcache import KVCache, KVCacheConfig
 
 __all__ = ["Held", "Paged", "SharedPaged", "Slots", "Static", "Store", "Table"]
 
+_FEW_TENSORS = 16  # each of which takes calls of its own to be unmapped, and mapped again
+
 Ints = NDArray[np.int32]
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 _Call = TypeVar("_Call", bound=Callable[..., Any])
@@ -239,8 +241,9 @@ class Slots(Store):
 
     @_timed
     def prompt_ends(self, slot: int, tokens: int) -> None:
-        """See `Store`."""
-        self.cache.truncate(slot, tokens)
+        """See `Store`; where a request's pages are so many calls, it grows into them instead."""
+        if self.cache.layout.num_tensors <= _FEW_TENSORS:
+            self.cache.truncate(slot, tokens)
 
     @_timed
     def readable(self, slot: int) -> int:
