@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from pyvmem.attention.reads import Blocks
 from pyvmem.bench.decoder import Sizes
 from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.kvcache.distributed import ParallelKVCache
 
 __all__ = ["Held", "Paged", "SharedPaged", "Slots", "Static", "Store", "Table"]
 
@@ -174,7 +175,8 @@ class Slots(Store):
         config: of the cache; its `overread_rows` are `reads`'.
         block: rows of a block for paged kernels; 0: no such kernel is asked for.
         prefixes: share them.
-        options: of `KVCache`.
+        ranks: that have such a cache each, a `ParallelKVCache` of torch's process group.
+        options: of the cache.
     """
 
     contiguous = True
@@ -185,9 +187,12 @@ class Slots(Store):
         sizes: Sizes,
         block: int,
         prefixes: bool = False,
+        ranks: int = 1,
         **options: Any,
     ) -> None:
-        self.cache = KVCache(config, **options)
+        self._ranks = ranks
+        self.cache: KVCache | ParallelKVCache
+        self.cache = (ParallelKVCache if ranks > 1 else KVCache)(config, **options)
         self._prefixes = prefixes
         self.slots, self.longest = config.max_batch, config.max_seq_len
         self.token_bytes = sizes.token_bytes
@@ -264,7 +269,8 @@ class Slots(Store):
     def settle(self) -> None:
         """See `Store`; memory is taken from the driver here, as the other stores' is."""
         self.cache.trim()
-        self.cache.context.warm(self._limit)
+        if self._ranks == 1:  # several have taken it when they agreed on it
+            self.cache.context.warm(self._limit)
         super().settle()
         self._before = self.cache.stats()
 
