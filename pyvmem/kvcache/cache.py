@@ -356,10 +356,11 @@ class KVCache(MustClose):
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Begins to map, in the background, what `step` will ask for with the same numbers.
 
-        The physical pages are promised before this returns, so shortage is known at once. (Of a
-        context shared with others, who may take them first, the `step` may still have to say -1.)
-        Waits only where memory is short and pages of no owner must come back first. A slot that GPU
-        work of an earlier owner holds up is left to the `step`.
+        Shortage is known at once. (Of a context shared with others, who may take the pages first,
+        the `step` may still have to say -1.) Where memory is short and slots have pages of no
+        owner, these are unmapped in the background after the GPU work on them, and a later call
+        begins the growth; only what others of a budget or recorded prefixes must give is waited
+        for. A slot that GPU work of an earlier owner holds up is left to the `step`.
 
         Args:
             seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does

@@ -433,7 +433,18 @@ def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
     if len(begun) == 1 and not busy and group.pager.extend(background=True):
         return True
     wants = [(group, _not_promised(group, group.pager.wants(short))) for group, short in begun]
+    if len(wants) == 1 and not group.table.lockstep:
+        want, reclaimer = wants[0][1], group.reclaimer
+        missing = _lacking(group, want) - reclaimer.free
+        if missing > 0 and reclaimer.bring_back(missing, dict(want)):
+            return True  # a later call begins the growth, or `step` waits for the pages
     return grow(wants, background=True)
+
+
+def _lacking(group: Group, want: _Want) -> int:
+    """Physical pages that are to be mapped."""
+    pages = sum([count - slot.mapped for slot, count in want if count > slot.mapped])
+    return pages * group.layout.num_tensors
 
 
 def _not_promised(group: Group, want: _Want) -> _Want:
@@ -467,8 +478,7 @@ def _grow(group: Group, want: _Want, *, background: bool, tentative: bool = Fals
     for slot, _ in want:
         if slot.job is not None or slot.mapped > slot.granted:  # else there is nothing to wait for
             pager.release(slot)
-    lacking = sum([pages - slot.mapped for slot, pages in want if pages > slot.mapped])
-    lacking *= group.layout.num_tensors
+    lacking = _lacking(group, want)
     if lacking > reclaimer.free and not pager.can_have(lacking, dict(want)):
         return False  # known before anything is planned
     return pager.grow(want, background=background, tentative=tentative)
