@@ -39,9 +39,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyvmem.closing import Closable
-from pyvmem.errors import AccessDenied, BadHandle, ForkedProcess, InvalidArgument, VMemError
+from pyvmem.errors import (
+    AccessDenied,
+    BadHandle,
+    ForkedProcess,
+    InvalidArgument,
+    NotSupported,
+    VMemError,
+)
 
-__all__ = ["Account", "EngineInfo", "Ledger", "LedgerError", "default_folder", "devices", "private"]
+__all__ = [
+    "Account",
+    "EngineInfo",
+    "Ledger",
+    "LedgerError",
+    "default_folder",
+    "device_of",
+    "devices",
+    "private",
+]
 
 MAX_HANDLES = 475_136
 """Mappings that all engines together may have on ``stock``: the driver has 524,288 for the machine,
@@ -119,6 +135,22 @@ def private(folder: Path) -> Path:
             errno=errno.EACCES,
         )
     return folder
+
+
+def device_of(name: str, uuid: str) -> str:
+    """What a ledger is named by, for a device with this name and UUID; ``"host"`` without one.
+
+    Raises:
+        NotSupported: an instance of a GPU in MIG mode. Instances have the UUID of their GPU, and
+            memory of their own: a ledger would take them for one device.
+    """
+    if " MIG " in f" {name} ":
+        raise NotSupported(
+            f"{name}: a GPU in MIG mode: its instances have one UUID and memory of their own, "
+            "which the ledger cannot tell apart; nvidia-smi -mig 0 ends that mode",
+            errno=errno.EOPNOTSUPP,
+        )
+    return uuid or "host"
 
 
 def devices(folder: Path) -> list[str]:
