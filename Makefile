@@ -75,7 +75,7 @@ uninstall: ## removes what install put there
 module: ## the patched nvidia-uvm.ko; NV_SRC=driver source, KDIR=kernel build folder, NVIDIA_KO=
 	@$(PYTHON) scripts/module_build.py
 
-load: ## as root: puts it in the stock module's place, runs `vmem selftest`; undone on failure
+load: ## as root: puts it in the stock module's place, runs `vmem selftest`; undone on failure; ALLOW=
 	@$(PYTHON) scripts/module_load.py load
 
 unload: ## as root: brings the stock module back

@@ -40,12 +40,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyvmem.closing import Closable
-from pyvmem.errors import AccessDenied, BadHandle, ForkedProcess, InvalidArgument, VMemError
+from pyvmem.errors import (
+    AccessDenied,
+    BadHandle,
+    ForkedProcess,
+    InvalidArgument,
+    NotSupported,
+    VMemError,
+)
 from pyvmem.logs import warn
 
 __all__ = [
     *("Account", "EngineInfo", "Ledger", "LedgerError", "Participant"),
-    *("default_folder", "devices", "private", "weakly"),
+    *("default_folder", "device_of", "devices", "private", "weakly"),
 ]
 
 _log = logging.getLogger(__name__)
@@ -128,6 +135,22 @@ def private(folder: Path) -> Path:
             errno=errno.EACCES,
         )
     return folder
+
+
+def device_of(name: str, uuid: str) -> str:
+    """What a ledger is named by, for a device with this name and UUID; ``"host"`` without one.
+
+    Raises:
+        NotSupported: an instance of a GPU in MIG mode. Instances have the UUID of their GPU, and
+            memory of their own: a ledger would take them for one device.
+    """
+    if " MIG " in f" {name} ":
+        raise NotSupported(
+            f"{name}: a GPU in MIG mode: its instances have one UUID and memory of their own, "
+            "which the ledger cannot tell apart; nvidia-smi -mig 0 ends that mode",
+            errno=errno.EOPNOTSUPP,
+        )
+    return uuid or "host"
 
 
 def devices(folder: Path) -> list[str]:

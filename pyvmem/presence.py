@@ -25,7 +25,7 @@ from pathlib import Path
 from pyvmem.closing import Closable
 from pyvmem.errors import InvalidArgument, VMemError
 from pyvmem.kvcache import Budget, KVCache
-from pyvmem.ledger import Ledger, Participant
+from pyvmem.ledger import Ledger, Participant, device_of
 
 __all__ = ["Announced", "announce"]
 
@@ -128,6 +128,7 @@ def announce(what: KVCache | Budget, name: str = "", folder: Path | None = None)
         AccessDenied: the folder is another user's.
         LedgerError: the ledger cannot be made or used.
         BadHandle: the cache is closed.
+        NotSupported: the GPU is in MIG mode.
     """
     name = name or f"{Path(sys.argv[0]).stem or 'python'}-{os.getpid()}"
     if isinstance(what, Budget):
@@ -141,7 +142,8 @@ def announce(what: KVCache | Budget, name: str = "", folder: Path | None = None)
         layout = what.layout
         limit = what.stats().total_pages * layout.page_size
         most, floor, least = max(limit, layout.total_bytes), 0, layout.page_size
-    ledger = Ledger(what.context.info.uuid or "host", 0, folder)
+    info = what.context.info
+    ledger = Ledger(device_of(info.device_name, info.uuid), 0, folder)
     participant = Participant(ledger, name, floor=floor, limit=limit, least=least, virtual=most)
     return Announced(what, participant, name)
 

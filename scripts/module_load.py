@@ -14,7 +14,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ from types import FrameType
 from kernel_common import KERNEL_BUILD, ROOT, KernelBuildError, say
 from module_elf import KernelModule, ModuleFileError, read_module
 from module_kbuild import find_nvidia
-from module_refuse import load_refusals, unload_refusals
+from module_refuse import ALLOWABLE, doubts, load_refusals, unload_refusals
 from module_swap import Interrupted, NotRestored, Swap, SwapError
 from module_system import System
 
@@ -87,10 +87,13 @@ def refuse(reasons: list[str]) -> None:
         raise Refused("\n  ".join(["refused; nothing was changed:", *reasons]))
 
 
-def load(swap: Swap, given: str) -> None:
+def load(swap: Swap, given: str, allowed: Collection[str]) -> None:
     """`make load`."""
     module = read_given(swap.system, given)
-    refuse(load_refusals(swap.system, module, loaded_nvidia(swap.system)))
+    nvidia = loaded_nvidia(swap.system)
+    refuse(load_refusals(swap.system, module, nvidia, allowed))
+    for doubt in doubts(swap.system, module, nvidia):
+        say(f"ALLOW={doubt.word} passes over: {doubt.text}")
     swap.load(module)
     say("loaded; `make unload` brings the stock module back, and so does a restart")
 
@@ -126,8 +129,17 @@ def main() -> int:
     parser.add_argument(
         "--arguments", default=os.environ.get("UVM_ARGS", ""), help="more parameters of the module"
     )
+    parser.add_argument(
+        "--allow",
+        default=os.environ.get("ALLOW", ""),
+        metavar="WORDS",
+        help=f"pass over what was never tried or cannot be checked: {', '.join(ALLOWABLE)}",
+    )
     parser.add_argument("--sysroot", type=Path, default=Path("/"), help="where the machine lies")
     options = parser.parse_args()
+    allowed = set(options.allow.replace(",", " ").split())
+    for word in sorted(allowed.difference(ALLOWABLE)):
+        parser.error(f"ALLOW={word} is none of {', '.join(ALLOWABLE)}")
     system = System(options.sysroot)
     swap = Swap(
         system,
@@ -143,7 +155,7 @@ def main() -> int:
             refuse(unload_refusals(system))
         with only_one(system):
             if options.action == "load":
-                load(swap, options.module)
+                load(swap, options.module, allowed)
             else:
                 unload(swap)
     except (Refused, KernelBuildError) as error:

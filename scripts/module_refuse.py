@@ -3,13 +3,58 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from driver_patches import PATCHES, series_table
+from kernel_common import branch_of, is_version
 from module_elf import KernelModule
 from module_system import UVM, System
 
-__all__ = ["PREFIX", "in_use", "load_refusals", "unload_refusals"]
+__all__ = [
+    "ALLOWABLE",
+    "PREFIX",
+    "Doubt",
+    "doubts",
+    "in_use",
+    "kernel_series",
+    "load_refusals",
+    "tried_table",
+    "unload_refusals",
+]
 
 # Of the parameters that the patches add; what tells the patched module from the stock one.
 PREFIX = "uvm_vmem_"
+# What a user who knows better may pass over, one by one; nothing else.
+ALLOWABLE = ("driver", "kernel", "symbols")
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Something that was never tried, or that cannot be checked: not known to be wrong."""
+
+    word: str  # of ALLOWABLE
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.text}; ALLOW={self.word} passes this over"
+
+
+@functools.cache
+def tried_table() -> dict[str, dict[str, str]]:
+    """patches/kernels.json: by series of kernels, the drivers that ran there and the record."""
+    table: dict[str, dict[str, str]]
+    table = json.loads((PATCHES / "kernels.json").read_text(encoding="utf-8"))
+    return table
+
+
+def kernel_series(release: str) -> str:
+    """The series that a kernel's release belongs to: 6.1 of 6.1.0-50-cloud-amd64."""
+    found = re.match(r"\d+\.\d+", release)
+    return found.group() if found else release
 
 
 def not_allowed(system: System) -> list[str]:
@@ -63,9 +108,13 @@ def wrong_driver(system: System, module: KernelModule, nvidia: KernelModule | No
     return wrong_symbols(module, nvidia)
 
 
+def versioned(nvidia: KernelModule) -> bool:
+    """Whether the kernel that nvidia.ko was built for has symbol versions."""
+    return any(export.crc is not None for export in nvidia.exports.values())
+
+
 def wrong_symbols(module: KernelModule, nvidia: KernelModule) -> list[str]:
     """Whether the module asks for the symbols that nvidia.ko has, in their versions."""
-    versioned = any(export.crc is not None for export in nvidia.exports.values())
     if module.first("vermagic") != nvidia.first("vermagic"):
         return [
             f'the module was built as "{module.first("vermagic")}", nvidia.ko as '
@@ -75,21 +124,80 @@ def wrong_symbols(module: KernelModule, nvidia: KernelModule) -> list[str]:
     missing = [name for name in wanted if name not in nvidia.exports]
     if missing:
         return [f"{nvidia.path} does not have {', '.join(missing[:3])}"]
-    if not versioned:
-        return []
-    blank = [name for name in wanted if module.imports[name] is None]
-    if blank:
-        return [
-            "the module was built without the symbol versions of nvidia.ko, which this kernel "
-            "checks: build it again where the driver is installed (make module)"
-        ]
-    differing = [name for name in wanted if module.imports[name] != nvidia.exports[name].crc]
+    demanded = {name: module.imports[name] for name in wanted} if versioned(nvidia) else {}
+    differing = [
+        name for name, crc in demanded.items() if crc not in (None, nvidia.exports[name].crc)
+    ]
     if differing:
         return [
             f"the module was linked against another nvidia.ko: {len(differing)} of {len(wanted)} "
             f"symbol versions differ from {nvidia.path}'s (first {differing[0]}); make module again"
         ]
     return []
+
+
+def untried_driver(version: str) -> list[Doubt]:
+    """Whether patches were made for a driver's version, and any of its branch was ever run."""
+    listed = {one for known in series_table().values() for one in known["built"] + known["applies"]}
+    if version not in listed:
+        return [Doubt("driver", f"driver {version} is in no list of patches/series.json")]
+    ran = {one for drivers in tried_table().values() for one in drivers}
+    branches = sorted({branch_of(one) for one in ran if is_version(one)})
+    if branch_of(version) in branches:
+        return []
+    have = ", ".join(map(str, branches))
+    return [
+        Doubt(
+            "driver",
+            f"no version of branch {branch_of(version)} was ever run with the patches, only of "
+            f"{have} (patches/kernels.json)",
+        )
+    ]
+
+
+def untried_kernel(release: str) -> list[Doubt]:
+    """Whether the module was ever run on a kernel of this series."""
+    if kernel_series(release) in tried_table():
+        return []
+    have = ", ".join(tried_table())
+    return [
+        Doubt(
+            "kernel",
+            f"the module was never run on a kernel like {release}, only on Linux {have} "
+            "(patches/kernels.json)",
+        )
+    ]
+
+
+def unknown_symbols(module: KernelModule, nvidia: KernelModule) -> list[Doubt]:
+    """Whether something is left by which to see that module and nvidia.ko fit each other."""
+    if not versioned(nvidia):
+        return [
+            Doubt(
+                "symbols",
+                f"{nvidia.path} has no symbol versions (CONFIG_MODVERSIONS), so that nothing but "
+                "the driver's version says that the module was built against it",
+            )
+        ]
+    wanted = [name for name in module.imports if name.startswith("nvUvmInterface")]
+    if all(module.imports[name] is not None for name in wanted):
+        return []
+    return [
+        Doubt(
+            "symbols",
+            "the module was built without the symbol versions of nvidia.ko, which this kernel "
+            "checks: build it again where the driver is installed (make module)",
+        )
+    ]
+
+
+def doubts(system: System, module: KernelModule, nvidia: KernelModule | None) -> list[Doubt]:
+    """What was never tried or cannot be checked, of a module for this machine."""
+    found = untried_driver(module.version) + untried_kernel(system.release())
+    # Whatever else is wrong with the symbols comes first.
+    if nvidia is not None and not wrong_symbols(module, nvidia):
+        found += unknown_symbols(module, nvidia)
+    return found
 
 
 def not_signed(system: System, module: KernelModule) -> list[str]:
@@ -104,8 +212,16 @@ def not_signed(system: System, module: KernelModule) -> list[str]:
     ]
 
 
-def load_refusals(system: System, module: KernelModule, nvidia: KernelModule | None) -> list[str]:
-    """All reasons against loading the patched module now; empty if there is none."""
+def load_refusals(
+    system: System,
+    module: KernelModule,
+    nvidia: KernelModule | None,
+    allowed: Collection[str] = (),
+) -> list[str]:
+    """All reasons against loading the patched module now; empty if there is none.
+
+    `allowed`: words of ALLOWABLE whose doubts are no reason.
+    """
     if not any(name.startswith(PREFIX) for name in module.parameters):
         return [f"{module.path} is not the patched module: it has no parameter {PREFIX}*"]
     reasons = not_allowed(system)
@@ -113,6 +229,9 @@ def load_refusals(system: System, module: KernelModule, nvidia: KernelModule | N
         return reasons
     reasons += wrong_kernel(system, module)
     reasons += wrong_driver(system, module, nvidia)
+    if not reasons:  # of a module that is not for this machine they say nothing more
+        found = doubts(system, module, nvidia)
+        reasons += [str(doubt) for doubt in found if doubt.word not in allowed]
     reasons += not_signed(system, module)
     if system.loaded(UVM) and system.uvm_is_ours():
         reasons.append("the patched module is loaded already (make unload takes it away)")

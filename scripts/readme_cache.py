@@ -20,7 +20,12 @@ KINDS = {
     "runs_2m": "runs of 2 MB pages",
     "fragmented": "single 64 KB pages",
 }
-KERNELS = {"fa3": "FlashAttention-3", "flashinfer": "FlashInfer"}
+KERNELS = {
+    "fa3": "FlashAttention-3",
+    "flashinfer": "FlashInfer",
+    "fa2": "FlashAttention-2 of torch",
+}
+SLOTS = {"slots": "a cache's calls", "layered": "the same, layers in one tensor"}
 
 
 def runs(name: str) -> Iterator[Result]:
@@ -108,24 +113,27 @@ def part_kernels(_: list[Result]) -> list[str]:
 
 
 def _one_kernel(found: dict[str, Result], run: Result, kernel: str, name: str) -> list[str]:
+    ours, theirs = ("random0", "random1"), ("malloc0", "malloc1")
     ids = [row["id"].split("/") for row in run["parts"][kernel]["rows"] if "median" in row]
     cases = list(dict.fromkeys(case for _, case, _, _ in ids))
-    forms = dict.fromkeys(form for _, _, form, _ in ids if form != "contiguous")
+    kinds = dict.fromkeys(form for _, _, form, _ in ids if form != "contiguous")
+    forms = {form: theirs for form in kinds if form not in SLOTS}
+    forms |= {form: ours for form in SLOTS if form in kinds}
 
     def median(case: str, form: str, memories: tuple[str, ...]) -> float | None:
         picked = [found.get(f"{kernel}/{case}/{form}/{memory}") for memory in memories]
         medians = [row["median"] for row in picked if row]
         return statistics.median(medians) if medians else None
 
-    ours, theirs = ("random0", "random1"), ("malloc0", "malloc1")
     body = []
     for case in cases:
         base = median(case, "contiguous", ours)
         what = found[f"{kernel}/{case}/contiguous/{ours[0]}"]["what"].rpartition(":")[0]
-        times = [median(case, form, theirs) for form in ("contiguous", *forms)]
+        times = [median(case, "contiguous", theirs)]
+        times += [median(case, form, memories) for form, memories in forms.items()]
         shown = [f"{time / base:.3f}" if time and base else "" for time in times]
         body.append([what, number(base or 0.0), *shown])
-    blocks = [f"blocks of {form.removeprefix('paged')}" for form in forms]
+    blocks = [SLOTS.get(form, f"blocks of {form.removeprefix('paged')}") for form in forms]
     page = page_words(run)
     own = any("heads" in what or "KV head" in what for what, *_ in body)
     heads = "heads of 128, as named" if own else "32 query and 8 KV heads of 128"

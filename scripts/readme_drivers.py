@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The tables of driver versions and of long runs, from what suite.py --driver and --runs kept."""
+"""The tables of driver versions and of long runs, from what suite.py --driver and --runs kept.
+
+patches/kernels.json, by which `make load` refuses what was never tried, is made from them too.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ import json
 from typing import Any
 
 from driver_debian import SUITES
+from driver_patches import PATCHES
 from kernel_common import version_key
+from module_refuse import kernel_series
 from readme_format import RESULTS, ROOT, table
 
-__all__ = ["RUNS", "part", "part_runs"]
+__all__ = ["KERNELS", "RUNS", "kernels_text", "part", "part_kernels", "part_runs"]
 
 # What a version has to pass on an architecture to count as run there.
 WHOLE = ("basic", "gap", "builtin", "model", "fuzz", "kill")
@@ -28,6 +33,7 @@ COUNTED = [
 ]
 
 RUNS = RESULTS / "softgpu-runs.jsonl"
+KERNELS = PATCHES / "kernels.json"
 UNITS = {
     "calls": "calls",
     "operations": "operations",
@@ -87,6 +93,41 @@ def part() -> list[str]:
     lines = table([*words, *(what for what, _, _ in COUNTED)], body)
     lines[1] = "| " + " | ".join(["---"] * len(words) + ["---:"] * len(COUNTED)) + " |"
     return lines + (["", f"Failed: {', '.join(failed)}."] if failed else [])
+
+
+def tried(record: Record) -> bool:
+    """Whether a version passed all that a version has to, on one architecture at least."""
+    whole = set(run_on(record, "release").split("; ")) & set(ARCHITECTURES.values())
+    return bool(whole) and all(test["result"] != "FAIL" for test in record["tests"])
+
+
+def by_kernel() -> dict[str, list[Record]]:
+    """The records of such versions by the series of the kernel that they ran on."""
+    found: dict[str, list[Record]] = {}
+    for record in filter(tried, load()):
+        found.setdefault(kernel_series(record["sources"]["kernel"]), []).append(record)
+    return dict(sorted(found.items(), key=lambda one: version_key(one[0])))
+
+
+def kernels_text() -> str:
+    """patches/kernels.json: which drivers ran on which series of kernels, and the record."""
+    table_of = {
+        name: {record["sources"]["driver"]: record["file"] for record in records}
+        for name, records in by_kernel().items()
+    }
+    return json.dumps(table_of, indent=2) + "\n"
+
+
+def part_kernels() -> list[str]:
+    """A row for each series of kernels."""
+    body = []
+    for name, records in by_kernel().items():
+        releases = sorted({f"`{record['sources']['kernel']}`" for record in records})
+        drivers = [record["sources"]["driver"] for record in records]
+        body.append([name, ", ".join(releases), ", ".join(drivers)])
+    lines = table(["Linux", "kernel", "drivers that ran on it"], body)
+    lines[1] = "| --- | --- | --- |"
+    return lines
 
 
 def done_in(runs: list[Record]) -> str:

@@ -9,7 +9,10 @@ from readme_cache import runs
 from readme_format import Result, number, rows, table, title
 
 # As benchmarks/serve/README.md names the arms.
-ARMS = ("contiguous", "again", "fa3", "grouped", "2M", "paged16", "paged128", "static")
+ARMS = (
+    *("contiguous", "again", "fa3", "grouped", "2M", "paged16", "paged128", "static"),
+    *("fa2", "flashinfer", "flashinfer16"),
+)
 ENGINES = ("stock", "elastic", "stock again")
 _GB = 1e9
 

@@ -4,9 +4,9 @@
 
 A part lies between `<!-- measured NAME -->` and `<!-- /measured NAME -->`; nothing there is written
 by hand, nor after `<!-- features -->` and `<!-- metrics -->`, which come from the package itself.
-Every part is in one file, and links in it are made relative to that. `--check` changes nothing and
-fails where a file does not say what the results say. The parts of readme_cache.py are only asked
-for when there is a result for them.
+Every part is in one file, and links in it are made relative to that. patches/kernels.json is made
+too. `--check` changes nothing and fails where a file does not say what the results say. The parts
+of readme_cache.py are only asked for when there is a result for them.
 """
 
 from __future__ import annotations
@@ -410,6 +410,7 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "workloads": part_workloads,
     "drivers": lambda _: readme_drivers.part(),
     "runs": lambda _: readme_drivers.part_runs(),
+    "linux": lambda _: readme_drivers.part_kernels(),
     "capacity": part_capacity,
     "prefixes": part_prefixes,
     "sharing": part_sharing,
@@ -478,9 +479,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare, change nothing")
     check = parser.parse_args().check
     texts = {path: path.read_text(encoding="utf-8") for path in files()}
+    made = {**render(texts, load()), readme_drivers.KERNELS: readme_drivers.kernels_text()}
     status = 0
-    for path, wanted in render(texts, load()).items():
-        if wanted == texts[path]:
+    for path, wanted in made.items():
+        if path.is_file() and wanted == path.read_text(encoding="utf-8"):
             continue
         if check:
             name = path.relative_to(ROOT)

@@ -14,7 +14,7 @@ from pyvmem._native.arrays import (
     dlpack_new,
 )
 from pyvmem._native.boundary import constant, fail, text_of
-from pyvmem._native.columns import Columns, Grown, Waits
+from pyvmem._native.columns import Columns, Grown, Waiting, Waits
 from pyvmem._native.memory import (
     AFTER_NONE,
     batch,
@@ -63,6 +63,7 @@ __all__ = [
     "Columns",
     "Grown",
     "Outcome",
+    "Waiting",
     "Waits",
     "address_of",
     "backend_names",

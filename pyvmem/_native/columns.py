@@ -17,7 +17,7 @@ from pyvmem._native.boundary import last_error
 from pyvmem._native.outcome import Outcome
 from pyvmem._vmem import ffi, lib
 
-__all__ = ["Columns", "Grown", "Waits"]
+__all__ = ["Columns", "Grown", "Waiting", "Waits"]
 
 
 class Waits:
@@ -32,20 +32,29 @@ class Waits:
     def __init__(self) -> None:
         self.struct: Any = ffi.new("struct pyvmem_waits *")
 
-    @staticmethod
-    def begin(vm: int) -> Any:
-        """A wait that begins now."""
-        wait = ffi.new("struct pyvmem_wait *")
-        lib.pyvmem_wait_begin(wait, vm)
-        return wait
-
     def add(self, ns: int, driver_ns: int) -> None:
         """Counts a wait of so long, and of the driver's time meanwhile."""
         lib.pyvmem_wait_add(self.struct, ns, driver_ns)
 
-    def end(self, wait: Any, vm: int) -> None:
-        """Counts a wait that ends now, and the driver's time meanwhile."""
-        lib.pyvmem_wait_end(self.struct, wait, vm)
+
+class Waiting:
+    """A wait from when it is made to the end of its ``with`` block.
+
+    Not a generator, since every step that maps a page in more than one call makes one.
+    """
+
+    __slots__ = ("_vm", "_wait", "_waits")
+
+    def __init__(self, waits: Waits, vm: int) -> None:
+        self._waits, self._vm = waits.struct, vm
+        self._wait: Any = ffi.new("struct pyvmem_wait *")
+        lib.pyvmem_wait_begin(self._wait, vm)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        lib.pyvmem_wait_end(self._waits, self._wait, self._vm)
 
 
 class Grown(NamedTuple):

@@ -168,13 +168,9 @@ def drop(vm: int, handle: int) -> None:
     call(lib.vmem_drop, vm, handle)
 
 
-def gather(
-    vm: int, addr: int, size: int, count: int, stride: int, *, outcome: Outcome | None = None
-) -> int:
-    """A new handle to the pages behind several ranges, one after the other."""
-    made = outcome or Outcome()
-    call(lib.pyvmem_gather, made.cell, vm, addr, size, count, stride)
-    return made.value
+def gather(vm: int, addr: int, size: int, count: int, stride: int, *, outcome: Outcome) -> None:
+    """A new handle to the pages behind several ranges, one after the other: the outcome's value."""
+    call(lib.pyvmem_gather, outcome.cell, vm, addr, size, count, stride)
 
 
 def drop_range(

@@ -191,29 +191,20 @@ def fa3(
     scale: float,
     window: int = 0,
     scales: Scales | None = None,
+    table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One call; reads whole tiles of up to 192 rows. `scales`: of 8-bit keys and values."""
-    out: torch.Tensor = fa3_call()(
-        *_inputs(q, k, v, scales), batch, scale, None, window, _descales(q, k, batch, scales)
-    )
+    """One call; reads whole tiles of up to 192 rows, of blocks only up to the length.
+
+    `scales`: of 8-bit keys and values. `table`: numbers of blocks, which `k` and `v` are then.
+    """
+    descales = None
+    if scales is not None:
+        queries, shape = scales.of_queries(q), (len(batch.reqids), k.shape[2])
+        each = (queries, scales.key, scales.value)
+        descales = tuple(one.to(q.device).expand(shape) for one in each)
+        q = quantised(q, queries)
+    out: torch.Tensor = fa3_call()(q, k, v, batch, scale, table, window, descales)
     return out
-
-
-def _inputs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (q if scales is None else quantised(q, scales.of_queries(q)), k, v)
-
-
-def _descales(
-    q: torch.Tensor, k: torch.Tensor, batch: Batch, scales: Scales | None
-) -> tuple[torch.Tensor, ...] | None:
-    if scales is None:
-        return None
-    shape = (len(batch.reqids), k.shape[2])
-    return tuple(
-        one.to(q.device).expand(shape) for one in (scales.of_queries(q), scales.key, scales.value)
-    )
 
 
 def why_not_fa3_paged(form: Form, device: torch.device) -> str:
@@ -249,10 +240,7 @@ def fa3_paged(
     table = batch.block_table(blocks)
     if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         table = table[:, : blocks.wanted(batch.max_kv)]
-    inputs = _inputs(q, blocks.view(k), blocks.view(v), scales)
-    descales = _descales(q, k, batch, scales)
-    out: torch.Tensor = fa3_call()(*inputs, batch, scale, table, window, descales)
-    return out
+    return fa3(q, blocks.view(k), blocks.view(v), batch, scale, window, scales, table)
 
 
 # ---- version 2 -----------------------------------------------------------------------------------

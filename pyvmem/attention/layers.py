@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pyvmem.kvcache.cache import LayeredCache
-from pyvmem.kvcache.config import StateShape, bounded, classes_of, invalid
+from pyvmem.kvcache.config import bounded, invalid
 
 if TYPE_CHECKING:
     from pyvmem.kvcache import GroupView, KVCache
@@ -63,19 +62,7 @@ def forms_of(
         InvalidArgument: a layer with one tensor and no `v_head_dim`, more elements than a row has,
             or a window wider than what the cache keeps.
     """
-    if isinstance(cache, LayeredCache):
-        places = classes_of(cache.layers)[1]
-        for layer, one in enumerate(cache.layers):
-            if isinstance(one, StateShape):
-                raise invalid(f"layer {layer} has a state, and no keys for attention")
-        pairs = [
-            (cache.caches[keys.part], None if values is None else cache.caches[values.part])
-            for keys, values in places
-        ]
-    else:
-        (group,) = cache.caches
-        pair = (group, group if cache.config.tensors_per_layer == 2 else None)
-        pairs = [pair] * cache.config.num_layers
+    pairs = cache.layer_views()
     if windows is not None and len(windows) != len(pairs):
         raise invalid(f"windows for {len(windows)} layers, the cache has {len(pairs)}")
     forms = []

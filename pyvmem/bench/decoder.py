@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: MIT
 """A model of Llama's kind with random weights: the FLOPs and bytes of the real one, no text.
 
-Plain torch, with rotary embedding, without a tokenizer or tensor parallelism. Attention and the
-cache are the caller's: `pyvmem.attention`, or anything of the same form.
+Plain torch, with rotary embedding, without a tokenizer. Attention and the cache are the caller's:
+`pyvmem.attention`, or anything of the same form. On several ranks (`Shard`) each has a part of the
+heads and of the inner layer, and the whole of the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.nn.functional import linear, rms_norm, silu
@@ -17,7 +18,10 @@ from torch.nn.functional import linear, rms_norm, silu
 from pyvmem.bench import fused
 from pyvmem.kvcache import KVCacheConfig
 
-__all__ = ["LLAMA_3_8B", "TINY", "YI_6B", "Attends", "Decoder", "NewTokens", "Sizes"]
+__all__ = [
+    *("LLAMA_3_8B", "TINY", "YI_34B", "YI_6B"),
+    *("Attends", "Decoder", "NewTokens", "Shard", "Sizes"),
+]
 
 _EPS = 1e-5
 _FIRST_LAYERS = 4
@@ -49,6 +53,13 @@ class Sizes:
         """Keys and values of a token in all layers, bfloat16."""
         return 2 * self.layers * self.kv_heads * self.head_dim * 2
 
+    def on_ranks(self, ranks: int) -> Sizes:
+        """One rank's part. ValueError: the heads or the inner layer cannot be divided so."""
+        if self.kv_heads % ranks or self.heads % ranks or self.inner % ranks:
+            raise ValueError(f"{self.name}: {self.kv_heads} KV heads cannot be on {ranks} ranks")
+        heads, kv_heads, inner = (n // ranks for n in (self.heads, self.kv_heads, self.inner))
+        return replace(self, heads=heads, kv_heads=kv_heads, inner=inner)
+
     def config(self, **values: Any) -> KVCacheConfig:
         """A cache of this shape, a K and a V tensor for each layer."""
         return KVCacheConfig(
@@ -62,7 +73,24 @@ class Sizes:
 
 LLAMA_3_8B = Sizes("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256, 5e5)
 YI_6B = Sizes("Yi-6B", 32, 4096, 32, 4, 128, 11008, 64000, 5e6)
+YI_34B = Sizes("Yi-34B", 60, 7168, 56, 8, 128, 20480, 64000, 5e6)
 TINY = Sizes("a tiny model", 2, 64, 4, 2, 64, 96, 128)
+
+
+class Shard(NamedTuple):
+    """A rank's place among those that share a model.
+
+    Attributes:
+        rank, ranks: from 0; how many.
+        sum: adds a tensor up over the ranks, in place or not.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    sum: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+
+
+_WHOLE = Shard()
 
 
 class NewTokens(Protocol):
@@ -101,19 +129,31 @@ class _Layer:
 
 
 class Decoder:
-    """The weights, bfloat16, the same for the same seed and device.
+    """The weights, bfloat16, the same for the same seed and device, however many ranks there are.
 
     Args:
-        sizes: of the model.
+        sizes: of the whole model.
         device: where it lies.
         seed: of the weights.
         longest: tokens of a request, at most.
+        shard: this rank's part.
+
+    Attributes:
+        sizes: of this rank's part.
+
+    Raises:
+        ValueError: as `Sizes.on_ranks`.
     """
 
     def __init__(
-        self, sizes: Sizes, device: torch.device, seed: int = 1, longest: int = 1 << 15
+        self,
+        sizes: Sizes,
+        device: torch.device,
+        seed: int = 1,
+        longest: int = 1 << 15,
+        shard: Shard = _WHOLE,
     ) -> None:
-        self.sizes = sizes
+        self.sizes, self._whole, self._shard = sizes.on_ranks(shard.ranks), sizes, shard
         self._rotary = fused.rotary_table(longest, sizes.head_dim, sizes.theta, device)
         self._device = device
         self._generator = torch.Generator(device=device).manual_seed(seed)
@@ -131,16 +171,28 @@ class Decoder:
     def _ones(self) -> torch.Tensor:
         return torch.ones(self.sizes.hidden, dtype=torch.bfloat16, device=self._device)
 
+    def _part(self, weight: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+        """This rank's part of each piece of a weight, one after the other."""
+        rank, ranks, _ = self._shard
+        if ranks == 1:
+            return weight
+        pieces: Any = torch.split(weight, sizes, dim)
+        return torch.cat([piece.chunk(ranks, dim)[rank] for piece in pieces], dim)
+
     def _layer(self) -> _Layer:
-        s = self.sizes
-        across = s.heads * s.head_dim
+        s = self._whole
+        across, width = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        qkv = self._random(across + 2 * width, s.hidden, s.hidden)
+        out = self._random(s.hidden, across, across)
+        gate_up = self._random(2 * s.inner, s.hidden, s.hidden)
+        down = self._random(s.hidden, s.inner, s.inner)
         return _Layer(
             self._ones(),
-            self._random(across + 2 * s.kv_heads * s.head_dim, s.hidden, s.hidden),
-            self._random(s.hidden, across, across),
+            self._part(qkv, 0, [across, width, width]),
+            self._part(out, 1, [across]),
             self._ones(),
-            self._random(2 * s.inner, s.hidden, s.hidden),
-            self._random(s.hidden, s.inner, s.inner),
+            self._part(gate_up, 0, [s.inner, s.inner]),
+            self._part(down, 1, [s.inner]),
         )
 
     @torch.inference_mode()
@@ -173,10 +225,10 @@ class Decoder:
             q, keys, values = torch.split(qkv, [s.heads, s.kv_heads, s.kv_heads], dim=1)
             attend.write(number, keys, values, batch)
             seen = attend(q, number, batch)
-            x = x + linear(seen.reshape(tokens, across), layer.out)
+            x = x + self._shard.sum(linear(seen.reshape(tokens, across), layer.out))
             normed = rms_norm(x, shape, layer.inner_norm, _EPS)
             gate, up = linear(normed, layer.gate_up).chunk(2, dim=1)
-            x = x + linear(silu(gate) * up, layer.down)
+            x = x + self._shard.sum(linear(silu(gate) * up, layer.down))
             if during is not None and number == min(_FIRST_LAYERS, s.layers) - 1:
                 during()
         last = x[batch.starts[1:].long() - 1]

@@ -24,9 +24,9 @@ from pyvmem.bench.command import (
     conducted,
     open_command,
 )
-from pyvmem.bench.paged_bench import OURS, THEIRS, PagedBench
+from pyvmem.bench.paged_bench import GROUP, OURS, SLOTS, THEIRS, PagedBench
 from pyvmem.bench.paged_flashinfer import FlashInfer
-from pyvmem.bench.paged_kernels import SETS, TINY_SETS, Case, Fa3, Gather, Kernel
+from pyvmem.bench.paged_kernels import SETS, TINY_SETS, Case, Fa2, Fa3, Gather, Kernel
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
@@ -39,9 +39,12 @@ __all__ = ["KERNELS", "add_parser", "run"]
 
 _OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
 _PREFILL, _DECODE = 0.99, 0.97
+_LONG = 64 << 10  # tokens of a prompt from which FlashInfer's blocks are to cost _FLASHINFER
+_FLASHINFER = 1.10
 KERNELS = {
     "fa3": "FlashAttention-3, vLLM's op",
     "flashinfer": "FlashInfer",
+    "fa2": "FlashAttention-2 of torch, which has no paged call",
     "sdpa": "torch's SDPA, with a copy of the blocks before it",
 }
 _METHOD = {
@@ -57,6 +60,8 @@ _METHOD = {
 def _make(name: str, command: Command, device: torch.device) -> Kernel:
     if name == "fa3":
         return Fa3(command.args.fa3, device)
+    if name == "fa2":
+        return Fa2(device)
     return FlashInfer(device) if name == "flashinfer" else Gather()
 
 
@@ -74,7 +79,7 @@ def _aims(command: Command, kernel: str, cases: Sequence[Case], blocks: Sequence
         goal = _DECODE if case.decodes else _PREFILL
         # Of one request's decoding both sides choose their splits: the tuned case is what counts.
         plain = case.decodes and case.batch == 1 and not case.tuned
-        for block in (0, *blocks):
+        for block in (0, *blocks) if blocks else ():
             sizes = blocks if block == 0 else (block,)
             theirs = [f"{prefix}/paged{size}/{memory}" for size in sizes for memory in THEIRS]
             words = "the best paged form" if block == 0 else f"blocks of {block}"
@@ -87,6 +92,19 @@ def _aims(command: Command, kernel: str, cases: Sequence[Case], blocks: Sequence
                 partial(_speed, len(ours), len(THEIRS)),
                 op=">=" if wanted else None,
                 aim=wanted,
+            )
+        for how, words in SLOTS.items() if blocks and not case.tuned else ():
+            mine = [f"{prefix}/{how}/{memory}" for memory in OURS]
+            theirs = [f"{prefix}/paged{size}/{memory}" for size in blocks for memory in THEIRS]
+            prompt = case.q_len == case.kv_len >= _LONG
+            judged = kernel == FlashInfer.name and how == "slots" and prompt
+            command.aims.add(
+                f"{kernel}_{case.name}_{how}",
+                f"{kernel}, {case.what}: speed over {words}, {pages}, over the best paged form",
+                [*mine, *theirs],
+                partial(_speed, len(mine), len(THEIRS)),
+                op=">=" if judged else None,
+                aim=_FLASHINFER if judged else None,
             )
         if case.decodes:
             command.aims.add(
@@ -196,7 +214,9 @@ def _run_all(
         return
     deadline = Deadline(command.args.deadline)  # what was compiled does not count
     rows = max(case.kv_heads * case.head_dim for case in cases)
-    nbytes = max(case.nbytes for case in cases) + 2 * 2 * _OVERREAD * rows
+    # Prefills are small, and several layers of theirs are to lie in one tensor.
+    nbytes = max(case.nbytes * (1 if case.decodes else GROUP // 2) for case in cases)
+    nbytes += 2 * 2 * _OVERREAD * rows
     page = _page(command)
     nbytes = -(-nbytes // page) * page
     share = len(kernels) * len(cases)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Times and checks of one attention kernel, contiguous and in blocks, over memories of two kinds.
 
+Beside them the calls that serve a cache: over its slots, a tensor for a layer, and over slots of a
+tensor that has the rows of several layers, which lie apart.
+
 A call of decoding is measured in a CUDA graph of several calls, each over another part of the
 memory, as the layers of a model are: alone it is over sooner than it is launched.
 """
@@ -23,10 +26,12 @@ from pyvmem.bench.torch_timer import timer
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OURS", "THEIRS", "PagedBench"]
+__all__ = ["GROUP", "OURS", "SLOTS", "THEIRS", "PagedBench"]
 
 OURS = ("random0", "random1")  # of `Buffers`
 THEIRS = ("malloc0", "malloc1")
+SLOTS = {"slots": "slots", "layered": "slots of layers in one tensor"}
+GROUP = 8  # layers in one tensor, at most
 _LAYERS = 16  # calls of decoding in one sample, at most
 _TOLERANCE = 0.03  # of the largest number of a head: bfloat16 has 8 bits
 
@@ -47,7 +52,8 @@ class PagedBench:
     """One kernel over all memories, all of which hold the same numbers.
 
     Args:
-        part: gets the rows ``CASE/contiguous/MEMORY`` and ``CASE/pagedBLOCK/MEMORY``.
+        part: gets the rows ``CASE/contiguous/MEMORY``, ``CASE/pagedBLOCK/MEMORY``, and of our pages
+            ``CASE/slots/MEMORY`` and ``CASE/layered/MEMORY``.
         kernel: in both forms.
         buffers: of at least the largest case's keys and values.
         quick: few samples.
@@ -74,6 +80,8 @@ class PagedBench:
         self._checked.clear()
         try:
             forms = [*self._contiguous(case, q), *self._paged(case, q, generator)]
+            if not case.tuned:  # they choose their splits
+                forms += self._slots(case, q)
             self.part.notes.append(
                 f"{case.name}: {len(self._checked)} outputs checked, the largest difference is "
                 f"{max(self._checked):.2g} of the largest number of its head"
@@ -144,6 +152,40 @@ class PagedBench:
                 forms.append(self._form(case, f"paged{block}", name, call, q, layers, splits))
         return forms
 
+    def _slots(self, case: Case, q: torch.Tensor) -> list[_Form]:
+        forms = []
+        plain = self.kernel.contiguous(case, 0)
+        call = self.kernel.slots(case)
+        for how in SLOTS:
+            wanted: torch.Tensor | None = None
+            for name in OURS:
+                layers = self._slotted(case, name, how == "layered")
+                if not layers:
+                    continue
+                if wanted is None:
+                    k, v = (one.contiguous() for one in layers[0])
+                    wanted = plain(q, k, v).clone()
+                    del k, v
+                self._check(f"{case.name}, {how}, {name}", call(q, *layers[0]), wanted)
+                forms.append(self._form(case, how, name, call, q, layers, 0))
+        return forms
+
+    def _slotted(
+        self, case: Case, memory: str, layered: bool
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Layers of a cache; `layered`: all in one tensor, none where there is room for one."""
+        shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
+        if not layered:
+            return self._layers(case, memory, shape)
+        flat, n = self.buffers.tensors[memory], case.elements
+        half = flat.numel() // 2
+        group = min(GROUP, half // n)
+        if group < 2:
+            return []
+        wide = (*shape[:2], group, *shape[2:])
+        k, v = (flat[at : at + group * n].view(wide) for at in (0, half))
+        return [(k[:, :, i], v[:, :, i]) for i in range(group if case.decodes else 1)]
+
     def _layers(
         self, case: Case, memory: str, shape: tuple[int, ...]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -169,7 +211,7 @@ class PagedBench:
         layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
         splits: int,
     ) -> _Form:
-        words = "contiguous" if how == "contiguous" else f"blocks of {how[5:]}"
+        words = SLOTS.get(how, "contiguous" if how == "contiguous" else f"blocks of {how[5:]}")
         work = self._work(call, q, layers, graph=case.decodes)
         row = f"{case.name}/{how}/{memory}"
         return _Form(row, f"{case.what}: {words}", memory, work, len(layers), splits)

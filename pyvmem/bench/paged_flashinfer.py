@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""FlashInfer, contiguous (its ragged wrapper) and paged; its kernels are compiled on first use.
+"""FlashInfer, contiguous (its ragged wrapper), paged, and over a cache's slots.
+
+Its kernels are compiled on first use. The ragged wrapper takes rows without a gap, which slots do
+not have: over these a prefill is one single-request call for each (`pyvmem.attention.infer`).
 
 Written for flashinfer-python 0.6.14, whose headers come in its wheel; it needs nvcc, a C++ compiler
 and ninja on the PATH. Decoding takes its ``fa2`` kernels, which divide a request's rows among
@@ -14,7 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.bench.paged_kernels import Call, Case
+from pyvmem.bench.paged_kernels import Call, Case, of_slots
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +26,7 @@ __all__ = ["FlashInfer"]
 
 _WORKSPACE = 256 << 20
 _BACKENDS = ("fa2", "fa3")
+_SINGLE = "single"  # the call for one request, of the same kernels as "fa3"
 
 
 class FlashInfer:
@@ -51,22 +55,28 @@ class FlashInfer:
         self._prefill: Any = importlib.import_module("flashinfer.prefill")
         self._workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
         start = time.monotonic()
-        with ThreadPoolExecutor(len(_BACKENDS)) as pool:
-            self._why = dict(zip(_BACKENDS, pool.map(self._build, _BACKENDS), strict=True))
+        names = (*_BACKENDS, _SINGLE)
+        with ThreadPoolExecutor(len(names)) as pool:
+            self._why = dict(zip(names, pool.map(self._build, names), strict=True))
         failed = [f"{name} was not compiled: {why}" for name, why in self._why.items() if why]
-        if len(failed) == len(_BACKENDS):
+        if len(failed) == len(names):
             raise RuntimeError("; ".join(failed))
         self.notes = [f"compiled in {time.monotonic() - start:.0f} s", *failed]
 
     def _build(self, backend: str) -> str:
-        """Compiles the module that `plan` asks for; why it failed, or ""."""
+        """Compiles the module that `plan` or a single call asks for; why it failed, or ""."""
         import torch
 
-        kind, index, dim = torch.bfloat16, torch.int32, 128
+        kind, dim = torch.bfloat16, 128
         # The rest: no positions, no window, no cap of the scores, no 16-bit reduction.
-        args = (backend, kind, kind, kind, index, dim, dim, 0, False, False, False)
+        rest = (dim, dim, 0, False, False, False)
         try:
-            self._prefill.gen_batch_prefill_module(*args).build(False)
+            if backend == _SINGLE:
+                module = self._prefill.gen_single_prefill_module("fa3", kind, kind, kind, *rest)
+            else:
+                types = (kind, kind, kind, torch.int32)
+                module = self._prefill.gen_batch_prefill_module(backend, *types, *rest)
+            module.build(False)
         except Exception as error:  # it raises many kinds, of files, processes, versions
             lines = [line for line in str(error).splitlines() if line.strip()]
             telling = [line for line in lines if "error" in line.lower()] or lines[:1]
@@ -127,11 +137,19 @@ class FlashInfer:
 
         return call
 
+    def slots(self, case: Case) -> Call:
+        """Prefill: a call for each request. Decoding: the paged call, whose table just counts."""
+        self._need("fa2" if case.decodes else _SINGLE)
+        return of_slots("flashinfer", "flashinfer", case, self._device)
+
     def _backend(self, case: Case) -> str:
         name = "fa2" if case.decodes else "fa3"
+        self._need(name)
+        return name
+
+    def _need(self, name: str) -> None:
         if self._why[name]:
             raise RuntimeError(f"{name} was not compiled: {self._why[name]}")
-        return name
 
     def _starts(self, case: Case, each: int) -> torch.Tensor:
         """On the CPU, where `plan` reads them."""

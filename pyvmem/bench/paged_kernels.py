@@ -6,14 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pyvmem.bench import fa3
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CASES", "SETS", "TINY_CASES", "TINY_SETS", "Call", "Case", "Fa3", "Gather", "Kernel"]
+__all__ = [
+    *("CASES", "SETS", "TINY_CASES", "TINY_SETS"),
+    *("Call", "Case", "Fa2", "Fa3", "Gather", "Kernel", "of_slots"),
+]
 
 Call = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 """Queries ``[tokens, heads, dim]``, keys and values, to ``[tokens, heads, dim]``."""
@@ -148,6 +152,33 @@ class Kernel(Protocol):
         `table`: each request's blocks, int32 ``[batch, blocks of each]``.
         """
 
+    def slots(self, case: Case) -> Call:
+        """What `pyvmem.attention` calls for the slots of a cache, as `of_slots`."""
+
+
+def of_slots(prefill: str, decode: str, case: Case, device: torch.device) -> Call:
+    """A kernel of `pyvmem.attention.KERNELS` for each phase, over a cache's slots.
+
+    The call takes keys and values ``[batch, rows, kv_heads, dim]`` as a cache has them: strided,
+    where a tensor has the rows of several layers.
+    """
+    from pyvmem.attention.batch import Batch, Part
+    from pyvmem.attention.kernels import KERNELS
+
+    config = SimpleNamespace(max_batch=case.batch, max_seq_len=case.kv_len, window=0)
+    # All that a batch asks of a cache: memory lies behind every row.
+    cache: Any = SimpleNamespace(
+        config=config, safe_overread=True, readable_rows=lambda ids: [case.kv_len] * len(ids)
+    )
+    each = ([case.q_len] * case.batch, [case.kv_len] * case.batch)
+    batch = Batch([Part((cache,))], range(case.batch), *each, device)
+    run = KERNELS[decode if case.decodes else prefill].run
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", run(q, k, v, batch, case.head_dim**-0.5))
+
+    return call
+
 
 class Fa3:
     """FlashAttention-3, vLLM's op. Raises as `fa3.load`."""
@@ -171,6 +202,10 @@ class Fa3:
         """The op's page table."""
         return self._call(case, table, splits)
 
+    def slots(self, case: Case) -> Call:
+        """The op's batch of slots; decoding, its page table over them."""
+        return of_slots("fa3", "fa3-paged", case, self._device)
+
     def _call(self, case: Case, table: torch.Tensor | None, splits: int) -> Call:
         import torch
 
@@ -181,6 +216,34 @@ class Fa3:
             return fa3.call(self._op, q, k, v, starts, used, case.q_len, case.kv_len, table, splits)
 
         return call
+
+
+class Fa2:
+    """FlashAttention-2, torch's own op, which has no paged call. ValueError: not a GPU."""
+
+    name = "fa2"
+    blocks: tuple[int, ...] = ()
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError("needs a GPU")
+        self._device = device
+
+    def splits(self, case: Case) -> tuple[int, ...]:
+        """It chooses by itself."""
+        return (0,)
+
+    def contiguous(self, case: Case, splits: int) -> Call:
+        """The op's one sequence, in which slots begin anywhere."""
+        return self.slots(case)
+
+    def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
+        """Not there."""
+        raise NotImplementedError("torch's FlashAttention-2 takes no block table")
+
+    def slots(self, case: Case) -> Call:
+        """The same, over strided rows."""
+        return of_slots("fa2", "fa2", case, self._device)
 
 
 class Gather:
@@ -224,3 +287,9 @@ class Gather:
             return whole(q, k[order].view(shape), v[order].view(shape))
 
         return call
+
+    def slots(self, case: Case) -> Call:
+        """A call for neighbouring slots of equal lengths."""
+        import torch
+
+        return of_slots("sdpa", "sdpa", case, torch.device("cpu"))

@@ -129,11 +129,41 @@ class _Length:
             cache.check_integrity()
             turns.clear()  # they hold tensors of the cache
 
+    def _turn(
+        self,
+        name: str,
+        words: str,
+        system: str,
+        out: Callable[[], Any],
+        back: Callable[[Any], None],
+        rows: Callable[[], torch.Tensor],
+        lose: Callable[[], Any],
+    ) -> Callable[[], None]:
+        """Out and back, and the check that the rows which come back are those that went.
+
+        Args:
+            name: of the rows, "out" and "in" behind it.
+            words: where the rows are.
+            system: whose way it is.
+            out: returns what `back` takes.
+            back: brings the rows back.
+            rows: some of them.
+            lose: called between the two, not timed.
+        """
+        there = self._samples(f"{name}/out", f"out of {words}", system)
+        again = self._samples(f"{name}/in", f"back of {words}", system)
+        wanted = rows().clone()
+
+        def turn() -> None:
+            went = self._timed(there, out)
+            lose()
+            self._timed(again, lambda: back(went))
+            if not bool((rows() == wanted).all()):
+                raise WrongResult("other rows came back than went")
+
+        return turn
+
     def _pages(self, cache: KVCache) -> Callable[[], None]:
-        out, back = (
-            self._samples(f"pages/{way}", f"{words} of the cache", "pages")
-            for way, words in (("out", "out"), ("in", "back"))
-        )
         self.part.value(
             f"{self.tokens}/pages/pieces",
             f"{self.tokens:,} tokens: pages of all tensors",
@@ -144,23 +174,23 @@ class _Length:
         if cache.alloc_reqid(self.tokens) is None or cache.step([self.tokens]):
             raise RuntimeError("memory is short")
         cache.k(0)[0, : self.tokens].fill_(1.5)
-        wanted = cache.k(0)[0, : self.tokens].clone()
 
-        def turn() -> None:
-            swapped = self._timed(out, lambda: cache.swap_out(0))
-            if self._timed(back, lambda: cache.swap_in(swapped)) != 0:
+        def back(swapped: Any) -> None:
+            if cache.swap_in(swapped) != 0:
                 raise RuntimeError("memory is short")
-            if not bool((cache.k(0)[0, : self.tokens] == wanted).all()):
-                raise WrongResult("other rows came back than went")
 
-        return turn
+        return self._turn(
+            "pages",
+            "the cache",
+            "pages",
+            lambda: cache.swap_out(0),
+            back,
+            lambda: cache.k(0)[0, : self.tokens],
+            lambda: None,
+        )
 
     def _blocks(self, block: int) -> Callable[[], None]:
         pool = Blocks(self.model.sizes, block, self.tokens, self.device)
-        out, back = (
-            self._samples(f"blocks/{block}/{way}", f"{words} of blocks of {block}", "paged")
-            for way, words in (("out", "out"), ("in", "back"))
-        )
         self.part.value(
             f"{self.tokens}/blocks/{block}/pieces",
             f"{self.tokens:,} tokens: copies of blocks of {block}",
@@ -168,16 +198,15 @@ class _Length:
             len(pool.blocks) * len(pool.pool),
             "count",
         )
-        wanted = pool.pool[0][pool.blocks].clone()
-
-        def turn() -> None:
-            self._timed(out, pool.out)
-            pool.pool[0].zero_()
-            self._timed(back, pool.back)
-            if not bool((pool.pool[0][pool.blocks] == wanted).all()):
-                raise WrongResult("other rows came back than went")
-
-        return turn
+        return self._turn(
+            f"blocks/{block}",
+            f"blocks of {block}",
+            "paged",
+            pool.out,
+            lambda _: pool.back(),
+            lambda: pool.pool[0][pool.blocks],
+            lambda: pool.pool[0].zero_(),
+        )
 
     def _again(self, cache: KVCache) -> Callable[[], None]:
         import torch

@@ -103,9 +103,12 @@ def _load(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     """Requests that come and are aborted at random, between resets of the prefixes and trims.
 
+    vLLM resets nothing while requests run: now and then none is added until the last has ended.
+
     `order`: seed, requests, vocabulary, longest (tokens of a prompt), output (tokens of an answer),
-    most (at a time). What a request is and whether it is aborted, and after how many tokens, is
-    drawn before the first step; so the others' answers are comparable, whatever an engine's pace.
+    most (at a time), reset (how likely after a step). What a request is and whether it is aborted,
+    and after how many tokens, is drawn before the first step; so the others' answers are
+    comparable, whatever an engine's pace.
     """
     draw = random.Random(order["seed"])
     begin = [draw.randrange(3, order["vocabulary"]) for _ in range(order["longest"] // 2)]
@@ -120,10 +123,11 @@ def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     answers: dict[int, list[int]] = {n: [] for n in left}
     done: list[int] = []
     aborted = resets = trims = steps = 0
+    draining = False
     began = time.monotonic()
     while left or live:
         for _ in range(draw.randrange(4)):
-            if left and len(live) < order["most"]:
+            if not draining and left and len(live) < order["most"]:
                 number = left.pop()
                 ids, count, _ = requests[number]
                 engine.add_request(str(number), {"prompt_token_ids": ids}, _greedy(count))
@@ -141,8 +145,10 @@ def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
             engine.abort_request([str(n) for n in late])
             live.difference_update(late)
             aborted += len(late)
-        if draw.random() < 0.02:  # vLLM refuses it while requests run
+        draining = draining or draw.random() < order["reset"]
+        if draining and not live:
             resets += bool(llm.reset_prefix_cache())
+            draining = False
         if elastic is not None and draw.random() < 0.05:
             with elastic.lock:
                 elastic._shrink(draw.choice([1 << 20, 64 << 20, 1 << 40]))

@@ -716,6 +716,7 @@ def _rough(command: Command, part: Part) -> None:
                 "longest": 200 if quick else 1000,
                 "output": 24 if quick else 64,
                 "most": 8 if quick else 64,
+                "reset": 0.1 if quick else 0.01,
             }
             answers: dict[str, dict[str, list[int]]] = {}
             for arm, engine in ARMS.items():

@@ -36,4 +36,4 @@ __all__ = [
     "State",
 ]
 
-INTERFACE = (1, 1)
+INTERFACE = (1, 2)

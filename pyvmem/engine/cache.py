@@ -197,15 +197,10 @@ class RequestCache(Closable):
             fits = cache.can_admit([want], [prefix.match])
         if not fits:
             return self._shortage({}, want, held=prefix.length)
-        held = prefix.length
-        if held:
-            begun = cache.alloc_prefix(prefix.match, stream=stream)
-            slot, held = (None, 0) if begun is None else begun
-        else:
-            slot = cache.alloc_reqid(length)
-        if slot is None:
-            prefix.renew()
+        begun = self._place(prefix, stream)
+        if begun is None:
             return self._shortage({}, want, held=prefix.length)
+        slot, held = begun
         short = None
         try:
             want = want if reserve else held
@@ -219,6 +214,49 @@ class RequestCache(Closable):
             prefix.renew()
             return short
         return self._begun(slot, held, prefix.namespace)
+
+    def begin(
+        self, prompt: Prefix | int, namespace: Namespace | None = None, stream: Any = None
+    ) -> Request | Shortage:
+        """Takes a slot and nothing else: for a scheduler that decides by itself what fits.
+
+        Nothing is mapped but a recorded prefix, and nothing is promised: each `extend` may be
+        short.
+
+        Args:
+            prompt: a `Prefix`, as `admit` takes it; or a number of tokens, for a prompt that is not
+                looked up: the slot that fits them best is taken.
+            namespace: of a prompt that is not looked up.
+            stream: that will read the prefix, as in `admit`.
+
+        Returns:
+            The request, which holds the prefix's rows; or what is short, as from `admit`.
+
+        Raises:
+            InvalidArgument: fewer than 0 tokens, or more than a slot holds. BadHandle: the
+                namespace is closed. VMemError: the driver failed; nothing is taken.
+        """
+        if isinstance(prompt, Prefix):
+            namespace = prompt.namespace
+            key_of(namespace)  # it is open
+            begun = self._place(prompt, stream)
+            if begun is None:
+                return self._shortage({}, prompt.length, held=prompt.length)
+            return self._begun(*begun, namespace)
+        key_of(namespace)
+        slot = self.cache.alloc_reqid(operator.index(prompt))
+        return self._shortage({}) if slot is None else self._begun(slot, 0, namespace)
+
+    def _place(self, prefix: Prefix, stream: Any) -> tuple[int, int] | None:
+        """A slot with what is recorded of a prompt, and its rows; None: the lease is renewed."""
+        if prefix.length:
+            begun = self.cache.alloc_prefix(prefix.match, stream=stream)
+        else:
+            slot = self.cache.alloc_reqid(len(prefix.tokens))
+            begun = None if slot is None else (slot, 0)
+        if begun is None:
+            prefix.renew()
+        return begun
 
     # ---- rows and pages --------------------------------------------------------------------------
 

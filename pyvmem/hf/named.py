@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`NamedRequests`: an engine's requests, by its own names, on the slots of a KV cache.
+"""`NamedRequests`: an engine's requests by its own names, on the interface for serving engines.
 
 Continuous batching asks of a cache: is there room for so many tokens of this request, free it,
 share a prefix, fork, and attention for the batch that was just put together. Nothing here knows
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from pyvmem.attention import Attention
+from pyvmem.engine import Namespace, Request, RequestCache, Shortage
 from pyvmem.errors import VMemError
 from pyvmem.features.table import FORK
 from pyvmem.hf.next_batch import NextBatch, close_quietly
@@ -51,18 +52,18 @@ class _Request:
     """A request that has a slot.
 
     Attributes:
-        reqid: the slot.
+        request: as the cache knows it.
+        tokens: that pages are there for.
         valid: rows whose keys and values are computed.
         ids: the tokens of these rows, and perhaps more; called when something is recorded.
         recorded: its prompt was offered to others.
-        namespace: what its rows depend on beside the tokens.
     """
 
-    reqid: int
+    request: Request
+    tokens: int
     valid: int = 0
     ids: Callable[[], list[int]] = _no_tokens
     recorded: bool = False
-    namespace: Hashable = None
 
 
 class NamedRequests:
@@ -102,7 +103,9 @@ class NamedRequests:
         self._page = self.parts[0].layout.page_size
         attention = Attention(cache, kernel, windows=windows, v_head_dim=v_head_dim)
         self.choice = attention.choice
-        self._next = NextBatch(cache, attention)
+        self._attention = attention
+        self._cache = RequestCache(cache)
+        self._next = NextBatch(self._cache, attention)
         self._finalizer = weakref.finalize(self, close_quietly, cache, attention)
         self._finalizer.atexit = False
         slides = any(part.config.window for part in self.parts)
@@ -111,7 +114,6 @@ class NamedRequests:
         self.stream: Any = None
         self.namespace: Callable[[], Hashable] = _no_namespace
         self._requests: dict[str, _Request] = {}
-        self._lens = [0] * self.max_batch
 
     def __contains__(self, name: object) -> bool:
         return name in self._requests
@@ -131,35 +133,38 @@ class NamedRequests:
         Raises:
             InvalidArgument: more tokens than a slot can hold. VMemError: as `KVCache.step`.
         """
-        cache, longest = self.kvcache, self.max_seq_len
+        cache, longest = self._cache, self.max_seq_len
         if tokens > longest:
             raise invalid(f"request {name}: {tokens} tokens; max_seq_len is {longest}")
-        request = self._requests.get(name)
-        if request is None:
-            reqid = cache.alloc_reqid(tokens)
-            if reqid is None:
-                return False
-            try:
-                held = self._map(reqid, tokens)
-            except BaseException:
-                cache.free_reqid(reqid, self.stream)
-                raise
+        known = self._requests.get(name)
+        if known is not None:
+            return self._map(known, tokens)
+        request = cache.begin(tokens, self._namespace())
+        if isinstance(request, Shortage):
+            return False
+        new, held = _Request(request, 0), False
+        try:
+            held = self._map(new, tokens)
+        finally:
             if not held:
-                cache.free_reqid(reqid, self.stream)
-                return False
-            self._requests[name] = _Request(reqid, namespace=self.namespace())
-            return True
-        return self._map(request.reqid, tokens)
+                cache.release(request, stream=self.stream)
+        if held:
+            self._requests[name] = new
+        return held
 
-    def _map(self, reqid: int, tokens: int) -> bool:
+    def _map(self, one: _Request, tokens: int) -> bool:
         guard = any(part.layout.guard for part in self.parts)  # which a step knows of
-        if guard or tokens > self.kvcache.capacity(reqid):
-            lens = self._lens[:]
-            lens[reqid] = tokens
-            if self.kvcache.step(lens, self.stream) == -1:
+        if guard or tokens > self._cache.capacity(one.request):
+            wanted = max(tokens, one.request.length)
+            if self._cache.extend({one.request: wanted}, self.stream) is not None:
                 return False
-        self._lens[reqid] = tokens
+        one.tokens = tokens
         return True
+
+    def _namespace(self) -> Namespace | None:
+        """What the rows of a request that begins now depend on."""
+        name = self.namespace()
+        return None if name is None else self._cache.namespace(name)
 
     def longest(self) -> int:
         """Tokens that a request can have: of a slot, and in all memory."""
@@ -180,15 +185,15 @@ class NamedRequests:
 
     def missing(self, name: str, tokens: int) -> int:
         """Physical pages that the request lacks to hold so many tokens."""
-        request = self._requests.get(name)
-        reqid = None if request is None else request.reqid
+        one = self._requests.get(name)
+        reqid = None if one is None else one.request.slot
         return self.kvcache.missing_bytes(reqid, tokens) // self._page
 
     def granted(self, name: str) -> int:
         """Pages that the request has in each tensor of the first part; 0 without a slot."""
         if name not in self:
             return 0
-        return self.parts[0].snapshot()[self._requests[name].reqid].granted_pages
+        return self.parts[0].snapshot()[self._requests[name].request.slot].granted_pages
 
     def room(self, name: str, tokens: int) -> bool:
         """Whether `hold` would do it; nothing changes."""
@@ -206,16 +211,14 @@ class NamedRequests:
                 memory is short.
         """
         self._next.leave(name)
-        request = self._requests.pop(name, None)
-        if request is None:
+        one = self._requests.pop(name, None)
+        if one is None:
             return
-        self._lens[request.reqid] = 0
-        if record and self.sharing and request.valid >= self.kvcache.sharing_unit:
-            with suppress(VMemError):  # it was not freed then
-                ids = request.ids()[: request.valid]
-                self.kvcache.free_reqid(request.reqid, self.stream, ids, request.namespace)
+        if record and self.sharing and one.valid >= self.kvcache.sharing_unit:
+            with suppress(VMemError):  # it goes on then
+                self._cache.release(one.request, one.ids()[: one.valid], self.stream)
                 return
-        self.kvcache.free_reqid(request.reqid, self.stream)
+        self._cache.release(one.request, stream=self.stream)
 
     def drop_all(self, forget: bool = False) -> None:
         """`drop` for all; `forget`: recorded prefixes go too, and idle memory."""
@@ -234,27 +237,24 @@ class NamedRequests:
         """
         if not self.sharing or name in self._requests:
             return 0
-        namespace = self.namespace()
-        with self.kvcache.match(prompt, namespace=namespace) as found:
-            taken = self.kvcache.alloc_prefix(found, stream=self.stream) if found.length else None
-        if taken is None:
+        with self._cache.match(prompt, self._namespace()) as found:
+            request = self._cache.begin(found, stream=self.stream) if found.length else None
+        if request is None or isinstance(request, Shortage):
             return 0
-        reqid, tokens = taken
-        self._requests[name] = _Request(reqid, tokens, lambda: prompt, namespace=namespace)
-        self._lens[reqid] = tokens
+        tokens = request.length
+        self._requests[name] = _Request(request, tokens, tokens, lambda: prompt)
         return tokens
 
     def fork(self, name: str, child: str, tokens: int) -> bool:
         """A new request that begins with another's first rows; False: no room for it."""
+        if not self.can_fork:
+            return False
         parent = self._requests[name]
-        reqid = None
-        if self.can_fork:
-            reqid = self.kvcache.fork(parent.reqid, tokens, self.stream)
-        if reqid is None:
+        forked = self._cache.fork(parent.request, 1, tokens, self.stream)
+        if isinstance(forked, Shortage):
             return False
         valid = min(tokens, parent.valid)
-        self._requests[child] = _Request(reqid, valid, parent.ids, True, parent.namespace)
-        self._lens[reqid] = tokens
+        self._requests[child] = _Request(forked[0], tokens, valid, parent.ids, True)
         return True
 
     def computed(self, name: str, new: int, ids: Callable[[], list[int]], prompt: int) -> None:
@@ -266,17 +266,16 @@ class NamedRequests:
             ids: gives the request's tokens, of all rows so far at least.
             prompt: tokens of its prompt.
         """
-        request = self._requests.get(name)
-        if request is None:
+        one = self._requests.get(name)
+        if one is None:
             return
-        request.valid += new
-        request.ids = ids
-        if not self.sharing or request.recorded or request.valid < prompt:
+        one.valid += new
+        one.ids = ids
+        if not self.sharing or one.recorded or one.valid < prompt:
             return
-        request.recorded = True
+        one.recorded = True
         if prompt >= self.kvcache.sharing_unit:
-            ids_ = ids()[:prompt]
-            self.kvcache.record(request.reqid, ids_, self.stream, request.namespace)
+            self._cache.record(one.request, ids()[:prompt], self.stream)
 
     # ---- the batch -------------------------------------------------------------------------------
 
@@ -302,8 +301,9 @@ class NamedRequests:
             InvalidArgument: fewer tokens than were queued, or no batch.
         """
         if self._next.queued:
-            reqids = {name: request.reqid for name, request in self._requests.items()}
-            self._next.begin(reqids, self._lens, self.stream)
+            requests = {name: one.request for name, one in self._requests.items()}
+            tokens = {one.request: one.tokens for one in self._requests.values()}
+            self._next.begin(requests, tokens, self.stream)
         return self._next.attend(layer, q, k, v, scale)
 
     def window(self, layer: int) -> int:
@@ -320,4 +320,5 @@ class NamedRequests:
         if self._finalizer.detach() is None:
             return
         self._requests.clear()
-        self._next.end(self.stream)
+        self._next.end()
+        close_quietly(self.kvcache, self._attention, self.stream)

@@ -6,13 +6,14 @@ from __future__ import annotations
 import errno
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from pyvmem.attention import Attention, Batch
+from pyvmem.engine import Request, RequestCache
 from pyvmem.errors import Busy, OutOfMemory, TooManyBatches
 from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
@@ -23,13 +24,13 @@ _log = logging.getLogger("pyvmem.hf")
 
 
 class NextBatch:
-    """Requests by name, with their tokens; then the same as slots. Part of `NamedRequests`.
+    """Requests by name, with their tokens; then the same as slots. For `NamedRequests`.
 
     Attributes:
         queued: name, tokens that are there, new tokens; emptied by `begin`.
     """
 
-    def __init__(self, cache: KVCache, attention: Attention) -> None:
+    def __init__(self, cache: RequestCache, attention: Attention) -> None:
         self._cache = cache
         self._attention = attention
         self._batch: Batch | None = None
@@ -43,33 +44,34 @@ class NextBatch:
         """Takes a request out of the queue."""
         self.queued = [one for one in self.queued if one[0] != name]
 
-    def begin(self, reqids: Mapping[str, int], lens: Sequence[int], stream: Any) -> None:
-        """Steps the cache for the queued requests, which are the batch from now on.
+    def begin(
+        self, requests: Mapping[str, Request], tokens: Mapping[Request, int], stream: Any
+    ) -> None:
+        """Extends the requests for the batch that was queued, which is the one from now on.
 
         Begins to map, in the background, what they need for one token more.
 
         Args:
-            reqids: slots by name.
-            lens: tokens that every slot holds with this batch; pages are there.
+            requests: by name.
+            tokens: that each request holds with this batch; pages are there.
             stream: of the model's work.
 
         Raises:
-            OutOfMemory: pages are missing. VMemError: as `KVCache.step`.
+            OutOfMemory: pages are missing. VMemError: as `RequestCache.extend`.
         """
         cache = self._cache
         # A prompt that is to be forked keeps its last token for the answers, and may have no other.
         queued, self.queued = [one for one in self.queued if one[2]], []
-        if cache.step(lens, stream) == -1:
+        lengths = {one: max(count, one.length) for one, count in tokens.items()}
+        if cache.extend(lengths, stream) is not None:
             raise OutOfMemory("pages that were held are gone", errno=errno.ENOMEM, op="attend")
-        slots = [reqids[name] for name, _, _ in queued]
+        batch = [requests[name] for name, _, _ in queued]
         new = [count for _, _, count in queued]
         kv_lens = [past + count for _, past, count in queued]
-        self._batch = self._attention.batch(slots, new, kv_lens)
-        ahead = list(lens)
-        for slot in slots:
-            ahead[slot] = min(ahead[slot] + 1, cache.config.max_seq_len)
+        self._batch = self._attention.batch([one.slot for one in batch], new, kv_lens)
+        ahead = {one: min(one.length + 1, cache.max_seq_len) for one in batch}
         with suppress(TooManyBatches):  # the next `hold` maps it
-            cache.step_async(ahead)  # -1: memory is short, as the next `hold` tells
+            cache.prepare(ahead)  # where memory is short the next `hold` tells
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
@@ -92,11 +94,10 @@ class NextBatch:
         """Tokens that a token of a layer sees; 0: all."""
         return self._attention.window(layer)
 
-    def end(self, stream: Any) -> None:
-        """Closes attention and cache; no batch is possible afterwards."""
+    def end(self) -> None:
+        """Drops the batch and what is queued."""
         self._batch = None
         self.queued = []
-        close_quietly(self._cache, self._attention, stream)
 
 
 def close_quietly(cache: KVCache, attention: Attention, stream: Any = None) -> None:

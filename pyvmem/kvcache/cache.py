@@ -226,6 +226,7 @@ class KVCache(MustClose):
     def _begin(self, manager: Manager) -> None:
         """The cache calls these groups from now on."""
         self._manager = manager
+        self._open = manager.open
         self._groups = manager.groups
         self._lock, self._journal = manager.lock, manager.journal
         self.caches = tuple(GroupView(manager, place) for place in range(len(manager.groups)))
@@ -237,10 +238,6 @@ class KVCache(MustClose):
 
     def _gone(self) -> bool:
         return super()._gone() or not self.context.is_open
-
-    def _open(self) -> tuple[Group, ...]:
-        """See `Manager.open`."""
-        return self._manager.open()
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -289,6 +286,9 @@ class KVCache(MustClose):
 
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
         """Gives a request's rows from `length` on up, and the pages that hold nothing else.
+
+        With all rows that it holds, it gives up what a prefill mapped behind them for its kernel to
+        read (`KVCacheConfig.overread_rows`): once a prompt is in, that is memory for others.
 
         For tokens that were not accepted (speculative decoding), and for a request that goes back.
         The only way in which a running request gets shorter: a smaller number in `step` takes
@@ -356,10 +356,11 @@ class KVCache(MustClose):
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Begins to map, in the background, what `step` will ask for with the same numbers.
 
-        The physical pages are promised before this returns, so shortage is known at once. (Of a
-        context shared with others, who may take them first, the `step` may still have to say -1.)
-        Waits only where memory is short and pages of no owner must come back first. A slot that GPU
-        work of an earlier owner holds up is left to the `step`.
+        Shortage is known at once. (Of a context shared with others, who may take the pages first,
+        the `step` may still have to say -1.) Where memory is short and slots have pages of no
+        owner, these are unmapped in the background after the GPU work on them, and a later call
+        begins the growth; only what others of a budget or recorded prefixes must give is waited
+        for. A slot that GPU work of an earlier owner holds up is left to the `step`.
 
         Args:
             seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does
@@ -428,7 +429,8 @@ class KVCache(MustClose):
 
         `into` names as many different free reqids, in the order of what is returned.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             groups = self._open()
             manager.make_free_alike(groups)
@@ -473,7 +475,8 @@ class KVCache(MustClose):
             InvalidArgument: bad tokens or namespace, or a reqid that is not taken.
             NotSupported, NotRecoverable, VMemError: as `fork`.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             group = self._open()[0]
             return group.prefixes.record(group.slot(reqid), tokens, stream, namespace)
@@ -520,7 +523,8 @@ class KVCache(MustClose):
             PrefixEvicted: the match has lost its lease, and the prefix is not recorded any more.
             NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             return manager.alloc_prefix(self._open(), tokens, leave, stream, namespace)
 
@@ -550,7 +554,8 @@ class KVCache(MustClose):
             NotSupported: the cache has a window.
             MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             return manager.swap_out(self._open(), reqid, stream)
 
@@ -569,7 +574,8 @@ class KVCache(MustClose):
             InvalidArgument: another cache's. BadHandle: closed, or swapped in before.
             VMemError: the driver failed; `swapped` is as before.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             groups = self._open()
             manager.make_free_alike(groups)
@@ -618,7 +624,8 @@ class KVCache(MustClose):
             NotSupported: `compact` in a context that is not the cache's own.
             VMemError: a batch failed; its pages are still there, the cache is consistent.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             return manager.trim(self._manager, prefixes, compact, stream)
 
@@ -649,7 +656,8 @@ class KVCache(MustClose):
             VMemError: the driver failed; nothing changed, except that where layers differ, those of
                 some shapes may have large pages now. In the background: the next `step` raises it.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             return manager.promote(self._open(), reqid, stream, wait=wait)
 
@@ -694,7 +702,8 @@ class KVCache(MustClose):
                 some shapes may have moved and the others not. In the background: the next `step`
                 raises it.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             groups = self._open()
             tier = manager.tier_of(groups[0], location, device)
@@ -872,6 +881,12 @@ class KVCache(MustClose):
         """Values of a layer; see `k`. InvalidArgument where `tensors_per_layer` is 1."""
         return self.caches[0].v(layer)
 
+    def layer_views(self) -> list[tuple[GroupView, GroupView | None]]:
+        """For each layer the groups whose tensors hold its keys and values; None: it has none."""
+        view = self.caches[0]
+        values = view if view.config.tensors_per_layer == 2 else None
+        return [(view, values)] * view.config.num_layers
+
     # ---- reports -------------------------------------------------------------------------------
 
     @property
@@ -992,7 +1007,8 @@ class KVCache(MustClose):
         Raises:
             Busy: tensors of the cache live; nothing changed, and the cache can still be used.
         """
-        check(stream)
+        if stream is not None:
+            check(stream)
         with self._lock, self._journal:
             if self._closed:
                 return
@@ -1084,6 +1100,15 @@ class LayeredCache(KVCache):
         view = self.caches[place.part]
         return view.v(place.member) if place.which else view.k(place.member)
 
+    def layer_views(self) -> list[tuple[GroupView, GroupView | None]]:
+        """See `KVCache.layer_views`; InvalidArgument where a layer has a state."""
+        for layer in range(len(self.layers)):
+            self._has_rows(layer)
+        return [
+            (self.caches[keys.part], None if values is None else self.caches[values.part])
+            for keys, values in self._places
+        ]
+
     def states(self, layer: int) -> dict[str, torch.Tensor]:
         """What a layer keeps for each request: "conv" and "recurrent", as in its `StateShape`.
 
@@ -1107,7 +1132,7 @@ class LayeredCache(KVCache):
     def _has_rows(self, layer: int) -> None:
         self._place(layer)
         if isinstance(self.layers[operator.index(layer)], StateShape):
-            raise invalid(f"layer {layer} has a state; see states")
+            raise invalid(f"layer {layer} has a state, and no keys or values; see states")
 
     def _place(self, layer: int) -> tuple[Place, Place | None]:
         index, last = operator.index(layer), len(self._places) - 1

@@ -140,7 +140,7 @@ class KVCacheConfig:
             all others (`pyvmem.attention.overread_rows`). A step that adds more than
             `PREFILL_TOKENS` tokens to a request maps them, zero or the request's own; what the
             request grows by afterwards uses them up. They count as waste wherever memory is
-            reported.
+            reported. `KVCache.truncate` to the rows held gives them up.
         overread_decode: they stay ahead of the length whatever a step adds: for a kernel that reads
             tiles in decoding, too.
         sparse: reads of rows that have no page give zeros, also past the end of every mapped page,

@@ -419,6 +419,7 @@ class ParallelKVCache(MustClose):
         self._cache = cache = KVCache.over(manager)
         self.config, self.context, self.caches = cache.config, cache.context, cache.caches
         self.layout, self.reservation = cache.layout, cache.reservation
+        self.layer_views = cache.layer_views
         self._closed = False
 
     # ---- answers that are compared, failures that all ranks learn of -----------------------------

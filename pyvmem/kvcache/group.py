@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pyvmem._native import Outcome
@@ -33,7 +34,7 @@ from pyvmem.kvcache.pages import Block, Span
 from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.sharing import Sharing
-from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.slots import Growth, Slot, SlotTable
 from pyvmem.ops import OpBatch
 from pyvmem.reservation import Reservation
 
@@ -50,6 +51,7 @@ __all__ = ["Group", "Parts", "make_parts", "pool_low"]
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
+_FEW_PARTS = 4
 _NEWCOMERS = 8  # of so many slots one stays free of recorded rows, if any is free
 
 
@@ -195,6 +197,7 @@ class Group:
         self.page_bytes = layout.page_size * layout.num_tensors
         self.moves_on = self.window is not None or self.promoter is not None
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
+        self._newcomers = max(1, config.max_batch // _NEWCOMERS)
         self._prepared: Slot | None = None
         journal.keep_list(journal.books)
         journal.books.append(self)
@@ -242,10 +245,10 @@ class Group:
 
     def any_slot(self, reqid: int) -> Slot:
         """A slot by its number."""
-        index, last = operator.index(reqid), len(self.table) - 1
+        index, last = operator.index(reqid), len(self.table.slots) - 1
         if not 0 <= index <= last:
             raise invalid(f"reqid {index} is not between 0 and {last}", limit=last)
-        return self.table[index]
+        return self.table.slots[index]
 
     def free_slot(self, reqid: int) -> Slot:
         """A free slot by its number; raises InvalidArgument where it cannot be taken."""
@@ -383,8 +386,27 @@ class Group:
     @property
     def active_pages(self) -> int:
         """Physical pages of the device that requests own, shared ones once."""
-        pages = self.pager.active_pages - self.reclaimer.slid + self.reclaimer.shared.used
-        return (pages - self._away()) * self.layout.num_tensors
+        return self._use()[0]
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of rows in the device that hold tokens; shared ones once, those that slid not."""
+        return self._use()[1]
+
+    def _use(self) -> tuple[int, int]:
+        """`active_pages` and `used_bytes`."""
+        reclaimer, shared = self.reclaimer, self.reclaimer.shared
+        away = self._away() if reclaimer.away else 0
+        pages = self.pager.active_pages - reclaimer.slid + shared.used - away
+        used = self.used_rows * self.token_bytes
+        gone = away + shared.away_uses
+        if self.window is not None:
+            gone += reclaimer.slid
+        if gone or shared.used:
+            used = max(0, used - (gone + shared.uses - shared.used) * self.page_bytes)
+        if shared.used or shared.away_uses:
+            used = min(used, pages * self.page_bytes)
+        return pages * self.layout.num_tensors, used
 
     def _away(self) -> int:
         """`count_away`, counted again only when it may have changed: every `step` asks for it."""
@@ -403,25 +425,11 @@ class Group:
             if slot.active and slot.places
         )
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of rows in the device that hold tokens; shared ones once, those that slid not."""
-        used, shared = self.used_rows * self.token_bytes, self.reclaimer.shared
-        gone = self._away() + shared.away_uses
-        if self.window is not None:
-            gone += self.reclaimer.slid
-        if gone or shared.used:
-            size = self.layout.page_size * self.layout.num_tensors
-            used -= (gone + shared.uses - shared.used) * size
-            used = max(0, used)
-        if shared.used or shared.away_uses:
-            used = min(used, self.active_pages * self.layout.page_size)
-        return used
-
     def note_peaks(self) -> None:
         """Keeps the highest use and waste so far."""
-        used, counters = self.used_bytes, self.counters
-        wasted = self.active_pages * self.layout.page_size - used
+        counters = self.counters
+        pages, used = self._use()
+        wasted = pages * self.layout.page_size - used
         if used > counters.peak_used:
             counters.peak_used = used
         if wasted > counters.peak_wasted:
@@ -429,38 +437,92 @@ class Group:
 
     # ---- shared pages in more slots --------------------------------------------------------------
 
-    def attach(self, slots: Sequence[Slot], span: Span, source: Slot | None = None) -> None:
-        """Takes empty slots and maps shared pages there, in one batch; on failure takes none.
-
-        Args:
-            slots: free and without a page.
-            span: the pages.
-            source: a slot that has them mapped first; then one operation for each slot and kind of
-                pages is enough.
-        """
-        pieces = self.sharing.handles(source, 0, span.pages) if source and span.pages else []
+    def attach(self, slots: Sequence[Slot], span: Span) -> None:
+        """Takes empty slots and maps shared pages there, in one batch; on failure takes none."""
+        sharing = self.sharing
+        ops = sharing.batch(len(slots) * len(span.parts) or 1)
+        for slot in slots:
+            sharing.map_span(ops, slot, span)
         self._free_on_abort(slots)
         try:
             with self.mapper.transaction() as change:
                 for slot in slots:
-                    self.table.take(slot)
-                    self.reclaimer.shared.hold(span)
-                    self.reclaimer.shared.use(span)
-                    self.pager.lend(slot, span)
+                    self.pager.lend(slot, span, span.pages, span.pages)
                 if span.pages:
-                    change.run(self.sharing.mapping(slots, span, pieces))
+                    change.run(ops)
         except NotRecoverable:
             self.reclaimer.condemn([(slot, 0, span.pages) for slot in slots])
             raise
 
+    def fork(
+        self,
+        parent: Slot,
+        slots: Sequence[Slot],
+        full: int,
+        pages: int,
+        rows: int,
+        *,
+        ahead: bool,
+    ) -> None:
+        """Takes empty slots that begin with the rows of a request, in one batch, or none.
+
+        The batch makes the parent's full pages read-only, maps them in each slot, and copies the
+        rows behind them to new pages.
+
+        Args:
+            parent: a request without a batch in flight over its slot.
+            slots: free and without a page.
+            full: pages of the parent that are shared from now on; no large page is cut.
+            pages: that each slot gets, the full ones included.
+            rows: tokens that each slot begins with.
+            ahead: more pages than these rows need are mapped where requests grow by runs.
+        """
+        sharing, pager, reclaimer = self.sharing, self.pager, self.reclaimer
+        low = parent.span.pages
+        own = sharing.handles(parent, low, full) if low < full else []
+        # A request that was forked at many lengths has as many parts; one handle is of all.
+        many = len(parent.span.parts) + len(own) > _FEW_PARTS
+        whole = sharing.handles(parent, 0, full) if many and full else []
+        ops = sharing.batch(len(own) + len(slots) * (max(_FEW_PARTS, len(whole)) + 3))
+        sharing.map_pieces(ops, parent, own, replace=True)
+        goals = [pages] * len(slots)
+        if ahead and pages > full:
+            goals = pager.runs.ahead(len(slots), pages, full)
+        job = Growth(list(slots))
+        self._free_on_abort(slots)
+        try:
+            with self.mapper.transaction() as change:
+                if own:
+                    sharing.adopt(parent, own, [], self.prefixes.unit_pages[self.place])
+                span = parent.span if full == parent.span.pages else parent.span.cut(0, full)
+                for slot, goal in zip(slots, goals, strict=True):
+                    pager.lend(slot, span, pages, goal)
+                    if many:
+                        sharing.map_pieces(ops, slot, whole)
+                    else:
+                        sharing.map_span(ops, slot, span)
+                if pages > full:
+                    pager.copy_tail(ops, job, full, goals, parent, rows)
+                if pages:
+                    with self.counters.waiting():
+                        change.run(ops)
+        except NotRecoverable as error:
+            pieces = [(slot, 0, goal) for slot, goal in zip(slots, goals, strict=True)]
+            reclaimer.condemn([*pieces, (parent, low, full)])
+            if parent.broken:
+                sharing.lose(parent, error)
+            raise
+        pager.note_growth(job)
+
     def _free_on_abort(self, slots: Sequence[Slot]) -> None:
         """Frees slots that the call is about to take, if it is not completed."""
-        taken = [(slot, slot.owner + 1) for slot in slots]
+        before = list(map(attrgetter("owner"), slots))
 
         def free() -> None:
-            self.detach([slot for slot, owner in taken if slot.active and slot.owner == owner])
+            taken = zip(slots, before, strict=True)
+            self.detach([slot for slot, owner in taken if slot.active and slot.owner == owner + 1])
 
-        self.mapper.journal.on_abort(free)
+        self.journal.on_abort(free)
 
     def detach(self, slots: Sequence[Slot]) -> None:
         """Undoes `attach`, and what was grown since: frees the slots and waits until they are."""
@@ -487,7 +549,7 @@ class Group:
         """
         layout = self.layout
         whole = span.floor(span.pages)
-        self.attach([slot], span.cut(0, whole))
+        self.attach([slot], span if whole == span.pages else span.cut(0, whole))
         if whole == span.pages:
             return True
         last = span.parts[-1]
@@ -559,22 +621,24 @@ class Group:
         ):
             return
         own = span.cut(first, span.pages)
-        ops = self.sharing.mapping([slot], own, [], first, replace=True)
+        ops = self.sharing.batch(len(own.parts) + 1)
+        self.sharing.map_span(ops, slot, own, first, replace=True)
         self.reclaimer.try_keep(slot, ops)
 
     def resume(self, slot: Slot, span: Span) -> None:
         """Takes a kept slot, and maps what of the span is missing there; see `Sharing.begins`."""
-        have = slot.shared
-        more = span.cut(have, span.pages)
+        have = slot.span.pages
         self._free_on_abort([slot])
+        if have == span.pages:
+            self.pager.lend(slot, span, have, have)
+            return
+        more = span.cut(have, span.pages)
+        ops = self.sharing.batch(len(more.parts))
+        self.sharing.map_span(ops, slot, more, have)
         try:
             with self.mapper.transaction() as change:
-                self.table.take(slot)
-                self.reclaimer.shared.hold(more)
-                self.reclaimer.shared.use(span)
-                self.pager.lend(slot, span)
-                if more.pages:
-                    change.run(self.sharing.mapping([slot], more, [], have))
+                self.pager.lend(slot, span, span.pages, span.pages)
+                change.run(ops)
         except NotRecoverable:
             self.reclaimer.condemn([(slot, have, span.pages)])
             raise
@@ -601,16 +665,12 @@ class Group:
             self.untidy = bool(age) or not complete or stale
         else:
             self.untidy = stale
-        self.untidy |= not self._spare_slots()
+        self.untidy |= not self.reclaimer.spare_slots(self._newcomers)
         self.keep_watermark()
-
-    def _spare_slots(self) -> bool:
-        """See `Reclaimer.spare_slots`."""
-        return self.reclaimer.spare_slots(max(1, len(self.table) // _NEWCOMERS))
 
     def prepare(self) -> None:
         """Keeps slots free for newcomers, and with ample memory one with `eager_pages` mapped."""
-        self.untidy |= not self._spare_slots()
+        self.untidy |= not self.reclaimer.spare_slots(self._newcomers)
         pages = self._eager_pages
         if not pages:
             return

@@ -57,7 +57,7 @@ from pyvmem.kvcache.events import (
 from pyvmem.kvcache.journal import Book, drain, put, put_all
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.migration import Mover
-from pyvmem.kvcache.pages import DEVICE, Kind, Span
+from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Span
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Cut, Growth, Piece, Slot
 from pyvmem.ops import OpBatch
@@ -145,7 +145,7 @@ class Planner:
                 high = pages if goals is None else goals[place]
                 job.pieces.append((slot, low, high))
                 new += high - low
-                self._populate(slot, low, high, unit, source, job)
+                self.populate(ops, slot, low, high, unit, source, job)
             if not slot.active:
                 continue
             job.grants.append((slot, slot.owner, pages))
@@ -170,8 +170,15 @@ class Planner:
         job.reused_pages = reused * tensors
         return late
 
-    def _populate(
-        self, slot: Slot, low: int, high: int, unit: int, source: Source | None, job: Growth
+    def populate(
+        self,
+        ops: OpBatch,
+        slot: Slot,
+        low: int,
+        high: int,
+        unit: int,
+        source: Source | None,
+        job: Growth,
     ) -> None:
         """New pages [low, high): large ones for whole aligned parts, and with contents."""
         layout = self._layout
@@ -193,7 +200,7 @@ class Planner:
                     "copy_stride": source.stride,
                     "copy_bytes": copied,
                 }
-            self.mapping.populate(
+            ops.populate(
                 self._base + layout.offset(slot.index, begin),
                 (end - begin) * size,
                 layout.num_tensors,
@@ -339,7 +346,8 @@ class Pager(Book):
                 reclaimer.table.touched.update(slots)
                 entries.append(ticket.outcome)
                 self.mapper.context.submit(mapping, (), ticket, late=True)
-                self.runs.grown(job.pieces)
+                if self.runs.limit:
+                    self.runs.grown(job.pieces)
             else:
                 outcome = self._outcome
                 outcome.cell.called = 0
@@ -440,12 +448,7 @@ class Pager(Book):
             if goals is None:
                 return False
             goals = None
-        self.runs.grown(job.pieces)
-        counters = self.counters
-        counters.grown += job.new_pages
-        counters.reused += job.reused_pages
-        counters.zeroed += job.zeroed_pages
-        counters.peak_mapped = max(counters.peak_mapped, self.reclaimer.held)
+        self.note_growth(job)
         if late:
             with self.mapper.transaction() as change:
                 self.journal.keep(job, "grants", "filling")
@@ -454,6 +457,48 @@ class Pager(Book):
             pages = sum(high - low for _, low, high in late)
             self.counters.zeroed += pages * self.layout.num_tensors
         return True
+
+    def note_growth(self, job: Growth) -> None:
+        """Counts what a growth maps, grants and fills at once."""
+        if self.runs.limit:
+            self.runs.grown(job.pieces)
+        counters = self.counters
+        counters.grown += job.new_pages
+        counters.reused += job.reused_pages
+        counters.zeroed += job.zeroed_pages
+        if self.reclaimer.held > counters.peak_mapped:
+            counters.peak_mapped = self.reclaimer.held
+
+    def copy_tail(
+        self,
+        ops: OpBatch,
+        job: Growth,
+        first: int,
+        goals: Sequence[int],
+        parent: Slot,
+        rows: int,
+    ) -> None:
+        """Adds new pages from one on to a fork's batch, with the rows that the parent has there.
+
+        Args:
+            ops: the batch.
+            job: gets the pieces; the books get them here.
+            first: the first page.
+            goals: for each slot of the job, where its pages end.
+            parent: whose rows.
+            rows: tokens of the parent that are copied, from its first one on.
+        """
+        layout = self.layout
+        source = Source(
+            self.base + layout.offset(parent.index), layout.tensor_bytes, layout.bytes_for(rows)
+        )
+        job.pieces = list(zip(job.slots, repeat(first), goals))
+        job.new_pages = (sum(goals) - first * len(job.slots)) * layout.num_tensors
+        for slot, low, high in job.pieces:
+            self._planner.populate(ops, slot, low, high, layout.large_pages, source, job)
+        for slot, low, high in job.large:
+            slot.places.put(low, high, self._large)
+        self.reclaimer.held += job.new_pages
 
     def _begin(self, job: Growth, granted: bool = False) -> None:
         """Writes a growth into the books; `granted`: as one that is complete."""
@@ -655,7 +700,8 @@ class Pager(Book):
                 except TooManyMappings:
                     if more:
                         return False
-                    if self._fewer_mappings(job, keep, background):
+                    if self.fewer_mappings(pages, keep, background=background):
+                        self._finish(job.slots)
                         continue
                     if self.reclaimer.table.lockstep:
                         raise
@@ -688,25 +734,29 @@ class Pager(Book):
                         bytes=missing * self.layout.page_size,
                     )
                 return False
-            for slot in job.slots:
-                if slot.job is not None:  # it lost pages beyond those it is to have
-                    reclaimer.finish(slot.job)
+            self._finish(job.slots)
 
-    def _fewer_mappings(
-        self, job: Growth, keep: Mapping[Slot, int] | None, background: bool
+    def _finish(self, slots: Sequence[Slot]) -> None:
+        """Waits for the cuts of slots that lost pages beyond those they are to have."""
+        for slot in slots:
+            if slot.job is not None:
+                self.reclaimer.finish(slot.job)
+
+    def fewer_mappings(
+        self, pages: int, keep: Mapping[Slot, int] | None, *, background: bool = False
     ) -> bool:
-        """Brings mappings back: joins what can be joined, else unmaps pages of no request."""
+        """Brings mappings back: joins what can be joined, else unmaps pages of no request.
+
+        `keep`: see `Reclaimer.make_room`; None: nothing is unmapped.
+        """
         reclaimer = self.reclaimer
         if (reclaimer.table.lockstep or not background) and self.runs.relieve():
             return True
         # Which prefixes are evicted must not depend on a rank's mappings.
         evict = not reclaimer.table.lockstep
-        if keep is None or not reclaimer.make_room(job.new_pages, keep, prefixes=evict):
+        if keep is None or not reclaimer.make_room(pages, keep, prefixes=evict):
             reclaimer.raise_errors()
             return False
-        for slot in job.slots:
-            if slot.job is not None:  # it lost pages beyond those it is to have
-                reclaimer.finish(slot.job)
         return True
 
     # ---- how growths end, and what is granted ----------------------------------------------------
@@ -776,10 +826,14 @@ class Pager(Book):
         capacities = list(map(self.layout.capacity, pages))
         journal.put_items(self.capacity, [slot.index for slot in slots], capacities)
 
-    def shrink(self, slot: Slot, pages: int) -> None:
-        """Makes an owner's pages from this one on nobody's; they stay mapped, and are dirty."""
+    def shrink(self, slot: Slot, pages: int, *, written: bool = True) -> None:
+        """Makes an owner's pages from this one on nobody's; they stay mapped.
+
+        `written`: they are dirty.
+        """
         before = max(0, slot.granted - slot.shared)
-        slot.dirty = max(slot.dirty, slot.granted)
+        if written:
+            slot.dirty = max(slot.dirty, slot.granted)
         slot.granted = pages
         self.active_pages += max(0, pages - slot.shared) - before
         self._set_capacity(slot, pages)
@@ -792,11 +846,29 @@ class Pager(Book):
         self.active_pages += max(0, granted - slot.shared) - before
         self._set_capacity(slot, granted)
 
-    def lend(self, slot: Slot, span: Span) -> None:
-        """Grants an empty slot shared pages, which are mapped there."""
-        slot.change(span=span, mapped=span.pages, granted=span.pages, dirty=0)
-        slot.places.put_all(span.stretches())
-        self._set_capacity(slot, span.pages)
+    def lend(self, slot: Slot, span: Span, pages: int, mapped: int) -> None:
+        """Gives a free slot to a request, with shared pages and, behind them, some of its own.
+
+        The shared ones get references of the slot and of the request.
+
+        Args:
+            slot: without a page, or with the first ones of the span.
+            span: the shared pages.
+            pages: that the request has, all together.
+            mapped: pages that the slot has from now on.
+        """
+        reclaimer, have = self.reclaimer, slot.span.pages
+        if 0 < have < span.pages:
+            reclaimer.shared.hold(span.cut(have, span.pages))
+        reclaimer.shared.use(span, hold=not have)
+        reclaimer.table.take(slot, span=span, mapped=mapped, granted=pages, dirty=0)
+        for block, *_ in span.parts:
+            if slot.places.noted or block.kind != PLAIN:
+                slot.places.put_all(span.stretches())
+                break
+        if pages > span.pages:
+            self.active_pages += pages - span.pages
+        self._set_capacity(slot, pages)
 
     def revoke(self, slot: Slot) -> None:
         """Takes an owner's pages out of the counts, before the slot is freed."""
@@ -856,7 +928,7 @@ class Runs:
 
     Attributes:
         limit: mappings that the context may have; 0: any number.
-        joins: `step` is to be called.
+        joins: above `join_at` used mappings `join` is to be called; False: never.
     """
 
     def __init__(
@@ -872,9 +944,9 @@ class Runs:
         self._device = device
         self.limit = self._context.info.max_mappings
         self._fraction = config.growth_fraction
-        self._join_at = int(config.join_at * self.limit)
+        self.join_at = int(config.join_at * self.limit)
         self._joins = Caps.CONSOLIDATE in self._context.info.caps
-        self.joins = self._joins and self._join_at > 0
+        self.joins = self._joins and self.join_at > 0
         self._chunk = max(1, _RUN_BYTES // layout.page_size)
         # A large page cannot be given back in part: at most half of one is surplus.
         self._longest = min(self._chunk, layout.large_pages // 2 or self._chunk)
@@ -946,12 +1018,19 @@ class Runs:
             goals[place] = goal
         return goals
 
+    def ahead(self, count: int, pages: int, mapped: int) -> list[int]:
+        """`goals` of so many new requests that shall have `pages` each, and have some mapped."""
+        goals = [pages] * count
+        if self._columns.runs.longest == 1:
+            return goals
+        self.look()
+        return self._columns.goals(goals, [mapped] * count, [0] * count)
+
     def grown(self, pieces: Sequence[Piece]) -> None:
-        """Notes new pages."""
-        if self.limit:
-            for slot, low, _ in pieces:
-                self._calls[slot.index] = self._calls[slot.index] + 1 if low else 1
-                self._joined[slot.index] = min(self._joined[slot.index], low)
+        """Notes new pages, where the number of mappings is limited."""
+        for slot, low, _ in pieces:
+            self._calls[slot.index] = self._calls[slot.index] + 1 if low else 1
+            self._joined[slot.index] = min(self._joined[slot.index], low)
 
     def needed(self, lengths: Sequence[int]) -> int:
         """Mappings of new requests of so many pages per tensor: runs of 2 MiB, and one more each.
@@ -981,12 +1060,11 @@ class Runs:
 
     # ---- joining ---------------------------------------------------------------------------------
 
-    def step(self, stream: Any) -> None:
+    def join(self, stream: Any) -> None:
         """Joins what makes the most room, where too many mappings are used; a part in each step."""
         self._stream = stream
-        # As `used`, but without its count: every step comes here, and growth asks `used` before.
-        if self._used + self._counters.grown - self._seen > self._join_at < self._count():
-            self._join(self._used - self._join_at + self.limit // 16, _JOINS)
+        if self._count() > self.join_at:
+            self._join(self._used - self.join_at + self.limit // 16, _JOINS)
 
     def relieve(self) -> bool:
         """Joins all that can be joined, now; whether there are fewer mappings."""

@@ -142,7 +142,7 @@ def _large(group: Group) -> int:
         if kind.unit > 1 and not kind.away
     )
     blocks = group.reclaimer.shared.blocks
-    return own + sum(one.live for one in blocks if one.kind.unit > 1 and not one.kind.away)
+    return own + sum(one.live for one in blocks if one.kind.unit > 1 and not one.away)
 
 
 def _away(group: Group, location: Location) -> int:

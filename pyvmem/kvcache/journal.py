@@ -27,7 +27,7 @@ from contextlib import suppress
 from itertools import repeat
 from operator import attrgetter, setitem
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
 from pyvmem._native import Outcome
 from pyvmem.errors import VMemError
@@ -51,50 +51,54 @@ class Book:
     A subclass makes itself by `_with`, in `__new__`.
     """
 
-    __slots__ = ("_log",)
+    __slots__ = ("_changed", "_log")
 
     _log: list[Any]
+    _changed: set[Any] | None
 
     @classmethod
-    def _with(cls, log: list[Any]) -> Self:
-        """An object without any other attribute yet."""
+    def _with(cls, log: list[Any], changed: set[Any] | None = None) -> Self:
+        """An object without any other attribute yet.
+
+        Args:
+            log: a journal's entries.
+            changed: the set that a `Watched` is put into.
+        """
         self = object.__new__(cls)
         put(self, "_log", log)
+        put(self, "_changed", changed)
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._log.append((put, self, name, getattr(self, name, None)))
         put(self, name, value)
 
+    def change(self, **values: Any) -> None:
+        """Sets several attributes, as assigning to each of them would."""
+        log = self._log
+        if self._changed is not None:
+            self._changed.add(self)
+        for name, value in values.items():
+            log.append((put, self, name, getattr(self, name)))
+            put(self, name, value)
+
 
 class Watched(Book):
     """A `Book` that is in a set from when an attribute changes on: for an index to be kept right.
 
-    A subclass makes itself by `_with`, then `_watch`. What an undo changes is not noted.
+    What an undo changes is not noted.
     """
 
-    __slots__ = ("_changed",)
+    __slots__ = ()
 
     _changed: set[Any]
     _unwatched: ClassVar[frozenset[str]] = frozenset()  # attributes that no index is made of
-
-    def _watch(self, changed: set[Any]) -> None:
-        """Names the set; before any attribute is set."""
-        put(self, "_changed", changed)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._log.append((put, self, name, getattr(self, name, None)))
         if name not in self._unwatched:
             self._changed.add(self)
         put(self, name, value)
-
-    def change(self, **values: Any) -> None:
-        """Sets several attributes, as assigning to each of them would."""
-        log = self._log
-        self._changed.add(self)
-        for name, value in values.items():
-            log.append((put, self, name, getattr(self, name)))
-            put(self, name, value)
 
 
 class Made(Protocol):
@@ -120,17 +124,14 @@ class Books(Protocol):
         """Notes a failure that the next `step` raises."""
 
 
-class _Abort:
+class _Abort(NamedTuple):
     """A part of a call that is to be taken back if the call is not completed.
 
     `final`: it is to be done in any case, and what is before it stays.
     """
 
-    __slots__ = ("final", "run")
-
-    def __init__(self, run: Callable[[], None], final: bool) -> None:
-        self.run = run
-        self.final = final
+    run: Callable[[], None]
+    final: bool
 
 
 class Journal:

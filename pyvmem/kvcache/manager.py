@@ -28,6 +28,7 @@ from pyvmem.errors import (
     NotRecoverable,
     NotSupported,
     OutOfMemory,
+    TooManyBatches,
     TooManyMappings,
     VMemError,
 )
@@ -37,7 +38,6 @@ from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import prune, record, wait_for, wait_for_device
 from pyvmem.kvcache.group import Group, make_parts, pool_low
-from pyvmem.kvcache.growth import Source
 from pyvmem.kvcache.journal import Journal, put
 from pyvmem.kvcache.pages import DEVICE, Kind, Span, Stretch, Tier
 from pyvmem.kvcache.prefix_cache import PrefixCache, PrefixMatch
@@ -47,7 +47,6 @@ from pyvmem.ops import OpBatch
 from pyvmem.streams import device_ordinal
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache.prefix_tree import Node
     from pyvmem.reservation import Reservation
 
 __all__ = [
@@ -352,8 +351,9 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     for group, rows, _, _ in begun:
         if group.moves_on:
             _move_on(group, rows, stream)
-        if group.pager.runs.joins:
-            group.pager.runs.step(stream)
+        runs = group.pager.runs
+        if runs.joins and runs.used > runs.join_at:
+            runs.join(stream)
     for group, rows, total, _ in begun:
         _commit(group, rows, total)
     for group in groups:
@@ -433,7 +433,18 @@ def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
     if len(begun) == 1 and not busy and group.pager.extend(background=True):
         return True
     wants = [(group, _not_promised(group, group.pager.wants(short))) for group, short in begun]
+    if len(wants) == 1 and not group.table.lockstep:
+        want, reclaimer = wants[0][1], group.reclaimer
+        missing = _lacking(group, want) - reclaimer.free
+        if missing > 0 and reclaimer.bring_back(missing, dict(want)):
+            return True  # a later call begins the growth, or `step` waits for the pages
     return grow(wants, background=True)
+
+
+def _lacking(group: Group, want: _Want) -> int:
+    """Physical pages that are to be mapped."""
+    pages = sum([count - slot.mapped for slot, count in want if count > slot.mapped])
+    return pages * group.layout.num_tensors
 
 
 def _not_promised(group: Group, want: _Want) -> _Want:
@@ -467,8 +478,7 @@ def _grow(group: Group, want: _Want, *, background: bool, tentative: bool = Fals
     for slot, _ in want:
         if slot.job is not None or slot.mapped > slot.granted:  # else there is nothing to wait for
             pager.release(slot)
-    lacking = sum([pages - slot.mapped for slot, pages in want if pages > slot.mapped])
-    lacking *= group.layout.num_tensors
+    lacking = _lacking(group, want)
     if lacking > reclaimer.free and not pager.can_have(lacking, dict(want)):
         return False  # known before anything is planned
     return pager.grow(want, background=background, tentative=tentative)
@@ -602,66 +612,75 @@ def fork(
     into: Sequence[int] | None = None,
 ) -> list[int] | None:
     """See `KVCache.fork_many`."""
-    layout, sharing = group.layout, group.sharing
-    sharing.require(FORK, "fork")
+    layout, sharing, pager = group.layout, group.sharing, group.pager
     parent = group.slot(reqid)
-    held = group.rows[parent.index]
+    held = pager.columns.held[parent.index]
     rows = held if length is None else operator.index(length)
     if not 0 <= rows <= held:
         raise invalid(f"length {rows}: reqid {parent.index} holds {held} tokens", limit=held)
-    if not 1 <= count <= len(group.table):
+    if not 1 <= count <= len(group.table.slots):
         raise invalid(
             f"fork of {count} requests; it must lie between 1 and {len(group.table)}",
             limit=len(group.table),
         )
     chosen = None if into is None else _chosen(group, count, into)
-    group.mover.finish(parent, stream)
-    group.pager.release(parent)
+    if group.mover.moves:
+        group.mover.finish(parent, stream)
+    if parent.job is not None or parent.mapped > parent.granted:
+        pager.release(parent)
     nbytes = layout.bytes_for(rows)
-    # What is written again with every token cannot be shared.
-    full = 0 if layout.state else parent.places.floor(nbytes // layout.page_size)
+    # A state is written again with every token, and cannot be shared.
+    full = 0 if layout.state else nbytes // layout.page_size
+    if parent.places.noted:
+        full = parent.places.floor(full)
     pages = layout.pages_for(rows)
+    new_pages = (pages - full) * count * layout.num_tensors
     try:
         slots = sharing.vacate(count, chosen)
     except VMemError as error:
         if sharing.is_shortage(error):
             return None
         raise
-    if slots is None:
+    if slots is None or not (new_pages <= group.reclaimer.free or pager.have(new_pages)):
         return None
-    new_pages = (pages - full) * count * layout.num_tensors
-    if not group.pager.can_have(new_pages, {}):
+    if nbytes > parent.span.pages * layout.page_size:
+        event = record(stream, group.device)
+        if event is not None:
+            wait_for(event)
+    if not _fork(group, parent, slots, full, pages, rows):
         return None
-    if nbytes > parent.shared * layout.page_size:
-        wait_for(record(stream, group.device))
-    sharing.share(parent, full, group.prefixes.unit_pages[group.place])
-    try:
-        group.attach(slots, parent.span.cut(0, full), parent)
-    except VMemError as error:
-        if sharing.is_shortage(error):
-            return None
-        raise
-    try:
-        if pages > full:
-            tail = Source(
-                group.pager.base + layout.offset(parent.index),
-                layout.tensor_bytes,
-                nbytes,
-            )
-            want = [(slot, pages) for slot in slots]
-            if not group.pager.grow(want, background=False, source=tail):
-                group.detach(slots)
-                return None
-            group.pager.release(slots[0])  # of one growth for all; other requests' go on
-    except VMemError:
-        group.detach(slots)
-        raise
+    pins = parent.pins
     for slot in slots:
-        if slot.shared:
-            slot.pins = group.prefixes.pin_again(parent.pins)
+        if pins and slot.span.pages:
+            slot.pins = group.prefixes.pin_again(pins)
         group.enter(slot, rows)
     group.note_peaks()
-    return [slot.index for slot in slots]
+    return list(map(attrgetter("index"), slots))
+
+
+def _fork(
+    group: Group, parent: Slot, slots: Sequence[Slot], full: int, pages: int, rows: int
+) -> bool:
+    """`Group.fork`; where that finds too little, pages of no request go. False: too few."""
+    new_pages = (pages - full) * len(slots) * group.layout.num_tensors
+    ahead = True
+    while True:
+        try:
+            group.fork(parent, slots, full, pages, rows, ahead=ahead)
+            return True
+        except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
+            if ahead:  # perhaps it wanted more than it must have
+                ahead = False
+                continue
+            if group.table.lockstep:
+                raise
+            if isinstance(error, TooManyMappings):
+                more = group.pager.fewer_mappings(new_pages, {})
+            else:
+                more = new_pages > 0 and group.reclaimer.make_room(new_pages, {})
+            if not more:
+                group.reclaimer.raise_errors()
+                return False
 
 
 def _chosen(group: Group, count: int, into: Sequence[int]) -> list[Slot]:
@@ -1043,94 +1062,118 @@ def alloc_prefix(
     make_free_alike(groups)
     prefixes = groups[0].prefixes
     match, length = prefixes.wanted(tokens, leave, namespace)
+    reqid = slots = None
     try:
-        begins = prefixes.can_begin(match)
-        if begins:
-            reqid = _begin_with(groups, match, stream)
+        if match.length:
+            spans = [prefixes.span(group.place, match) for group in groups]
+            kept = _kept(groups, spans)
+            slots = kept or _emptiest(groups)
+        if slots is None:
+            reqid = alloc(groups, length)
+        elif _begin_with(groups, match, spans, slots, stream, goes_on=kept is not None):
+            reqid = slots[0].index
             for group in groups:
                 group.prepare()
-        else:
-            reqid = alloc(groups, length)
     finally:
-        if match is not tokens:
+        if match is not tokens and (reqid is None or slots is None):
             match.release()
-    return None if reqid is None else (reqid, match.length if begins else 0)
+    return None if reqid is None else (reqid, 0 if slots is None else match.length)
 
 
-def _begin_with(groups: Sequence[Group], match: PrefixMatch, stream: Any) -> int | None:
-    """A slot that begins with a match of at least a unit, in every group or in none.
+def _begin_with(
+    groups: Sequence[Group],
+    match: PrefixMatch,
+    spans: Sequence[Span],
+    slots: Sequence[Slot],
+    stream: Any,
+    *,
+    goes_on: bool,
+) -> bool:
+    """Lets a request begin with a match, which is leased, in every group or in none.
 
-    That where the most of it is mapped, else an empty one, which the first group chooses.
+    Args:
+        groups: of the cache.
+        match: the match.
+        spans: its pages in each group.
+        slots: those that the request gets in each.
+        stream: the work that will read the pages.
+        goes_on: the slots have the first of these pages, or all.
+
+    Returns:
+        False where memory is short; nothing changed.
     """
-    prefixes = groups[0].prefixes
-    prefixes.require("alloc_prefix")
-    prefixes.leases.collect()
-    node = prefixes.pin(match)
+    prefixes, resumed = groups[0].prefixes, goes_on
     taken: list[tuple[Group, Slot]] = []
 
     def let_be() -> None:
         for group, slot in taken:
             group.detach([slot])
-        prefixes.tree.unpin(node)
 
     try:
-        kept, whole = _kept(groups, node, match.length), True
-        for group in groups:
-            if kept is not None:
-                slot = group.table[kept.index]
-                span = prefixes.span(group.place, node, match.length)
-                group.sharing.order_after_writers(span, stream)
-                whole &= slot.shared == span.pages
-                group.resume(slot, span)
-                taken.append((group, slot))
-                continue
-            into = [group.table[taken[0][1].index]] if taken else None
-            slots = group.sharing.vacate(1, into)
-            if slots is None:
-                break
-            span = prefixes.span(group.place, node, match.length)
+        for group, slot, span in zip(groups, slots, spans, strict=True):
             group.sharing.order_after_writers(span, stream)
-            if not group.attach_copy(slots[0], span, match.length):
-                break
-            taken.append((group, slots[0]))
+            if goes_on:
+                resumed &= slot.span.pages == span.pages
+                group.resume(slot, span)
+            else:
+                group.sharing.vacate(1, [slot])
+                if not group.attach_copy(slot, span, match.length):
+                    break
+            taken.append((group, slot))
     except VMemError as error:
         let_be()
         if groups[0].sharing.is_shortage(error):
-            return None
+            return False
         raise
     if len(taken) < len(groups):
         let_be()
-        return None
-    groups[0].counters.resumed += kept is not None and whole
-    slot = taken[0][1]
-    slot.pins = [node]
-    prefixes.use_up(match)
-    for group, one in taken:
-        group.enter(one, match.length)
+        return False
+    groups[0].counters.resumed += resumed
+    prefixes.hand_over(match, slots[0])
+    for group, slot in taken:
+        group.enter(slot, match.length)
         group.note_peaks()
-    return slot.index
+    return True
 
 
-def _kept(groups: Sequence[Group], node: Node[Span], length: int) -> Slot | None:
+def _kept(groups: Sequence[Group], spans: Sequence[Span]) -> list[Slot] | None:
     """The free slot that has the most of a prefix mapped, in every group; None: there is none."""
-    first = groups[0]
-    for group in groups:
-        group.reclaimer.poll()
-    kept = [slot for slot in first.table.index.stale if slot.kept]
-    if not kept:
+    stale = groups[0].table.index.stale
+    if not stale.entries:
         return None
-    spans = [first.prefixes.span(group.place, node, length) for group in groups]
-    if any(span.floor(span.pages) != span.pages for span in spans):
-        return None  # the rest of a large page is to be copied
-    found = [
-        slot
-        for slot in kept
-        if all(
-            group.sharing.begins(group.table[slot.index], span)
-            for group, span in zip(groups, spans, strict=True)
-        )
-    ]
-    return max(found, key=attrgetter("mapped"), default=None)
+    for span in spans:
+        if span.floor(span.pages) != span.pages:
+            return None  # the rest of a large page is to be copied
+    best: list[Slot] | None = None
+    for slot in stale:
+        if not slot.kept or (best is not None and slot.mapped <= best[0].mapped):
+            continue
+        each = []
+        for group, span in zip(groups, spans, strict=True):
+            one = group.table.slots[slot.index]
+            if not group.sharing.begins(one, span):
+                break
+            each.append(one)
+        else:
+            best = each
+    return best
+
+
+def _emptiest(groups: Sequence[Group]) -> list[Slot] | None:
+    """The free slot that is soonest without a page, in every group; None: there is none.
+
+    Nor where an earlier owner's GPU work would be waited for. Ranks wait: how far that work is may
+    differ.
+    """
+    found = groups[0].table.emptiest(1)
+    if not found:
+        return None
+    slots = [group.table.slots[found[0].index] for group in groups]
+    if not groups[0].table.lockstep:
+        for slot in slots:
+            if (slot.job is not None or slot.mapped) and prune(slot.events):
+                return None
+    return slots
 
 
 # ---- preemption: rows in host memory -------------------------------------------------------------
@@ -1304,6 +1347,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> i
     for group, slot in zip(groups, slots, strict=True):
         group.check_back(slot, rows)
     if rows == held:
+        _give_back_overread(list(zip(groups, slots, strict=True)), rows, stream)
         return 0
     for group, slot in zip(groups, slots, strict=True):
         page = group.layout.bytes_for(rows) // group.layout.page_size
@@ -1343,6 +1387,28 @@ def _shorten(each: Sequence[_Truncation], stream: Any) -> None:
     for one in disowned:
         if not one.group.config.deferred_reclaim and one.slot.job is None:
             one.group.reclaimer.try_cut(one.slot, one.keep)
+
+
+def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, stream: Any) -> None:
+    """Makes the pages nobody's that a prefill's kernel might read behind the request's rows.
+
+    Nobody has written them, so the request may have them again as they are.
+    """
+    each = []
+    for group, slot in both:
+        places = slot.places
+        keep = max(places.whole_away(group.layout.pages_for(rows)), places.away_end, slot.shared)
+        if keep < slot.granted and slot not in group.mover.moves:
+            each.append((group, slot, keep))
+    event = record(stream, each[0][0].device) if each else None
+    for group, slot, keep in each:
+        group.pager.shrink(slot, keep, written=False)
+        group.reclaimer.own_away = None
+        group.table.changes += 1
+        if event is not None:
+            slot.events = [*prune(slot.events), event]
+        if not group.config.deferred_reclaim and slot.job is None:
+            group.reclaimer.try_cut(slot, keep)
 
 
 def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int) -> None:
@@ -1772,7 +1838,7 @@ class CommonPages:
                 if others is None:
                     raise invalid(f"map_common_pages({tokens}): a slot is broken or taken")
                 if others:
-                    group.attach(others, self._span, source=slot)
+                    group.attach(others, self._span)
             except BaseException:
                 free(groups, _WRITER, None, None, None)
                 raise

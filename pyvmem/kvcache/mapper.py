@@ -13,6 +13,7 @@ once it is made they are as intended, whatever comes next (journal.py).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -77,15 +78,16 @@ class Transaction:
 
 
 class Mapper:
-    """A cache's access to its context."""
+    """A cache's access to its context.
+
+    Attributes:
+        transaction: makes a change of the books and of the mappings, both or neither.
+    """
 
     def __init__(self, context: Context, journal: Journal) -> None:
         self.context = context
         self.journal = journal
-
-    def transaction(self) -> Transaction:
-        """A change of the books and of the mappings, both or neither."""
-        return Transaction(self.context, self.journal)
+        self.transaction = partial(Transaction, context, journal)
 
     def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
         """A transaction whose intent is in the books already, or needs none."""

@@ -216,22 +216,6 @@ class Counters:
         calls, ns = _driver_calls(self.context)
         return calls - self.base_calls, ns - self.base_ns
 
-    def waiting(self) -> _Waiting:
+    def waiting(self) -> _native.Waiting:
         """Counts the time inside as waited, and the driver's time meanwhile as critical."""
-        return _Waiting(self)
-
-
-class _Waiting:
-    """One wait; not a generator, since every step that maps a page makes one."""
-
-    __slots__ = ("_counters", "_wait")
-
-    def __init__(self, counters: Counters) -> None:
-        self._counters = counters
-        self._wait = _native.Waits.begin(counters.context.handle)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: object) -> None:
-        self._counters.waits.end(self._wait, self._counters.context.handle)
+        return _native.Waiting(self.waits, self.context.handle)

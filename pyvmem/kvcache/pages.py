@@ -35,6 +35,8 @@ the part that another prefix has:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import repeat
+from operator import add, sub
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pyvmem.errors import OutOfMemory
@@ -94,6 +96,8 @@ class Kind(NamedTuple):
 
 
 PLAIN = Kind(1, DEVICE)
+
+_ONE = repeat(1)
 
 Stretch: TypeAlias = tuple[int, int, Kind]
 """Pages [low, high), in every tensor, of one kind."""
@@ -234,18 +238,20 @@ class Block:
         users: for each page, the requests among them.
         events: GPU work that wrote the pages, as far as it is not known to be over.
         kind: of all its pages.
+        away: they do not lie in the device.
         gone: for each page, whether it has gone back.
     """
 
-    __slots__ = ("events", "gone", "handle", "kind", "pages", "refs", "users")
+    __slots__ = ("away", "events", "gone", "handle", "kind", "pages", "refs", "users")
 
     def __init__(self, handle: Pages, pages: int, events: list[Any], kind: Kind = PLAIN) -> None:
         self.handle = handle
         self.kind = kind
+        self.away = kind.tier != DEVICE
         self.pages = pages
         self.gone = [False] * pages
-        self.refs = [0] * pages
-        self.users = [0] * pages
+        self.refs = [1] * pages
+        self.users = [1] * pages
         self.events = events
 
     @property
@@ -363,12 +369,14 @@ class SharedPages(Book):
     def adopt(
         self, handle: Pages, pages: int, events: list[Any], unit_pages: int, kind: Kind = PLAIN
     ) -> Span:
-        """A new block; it owns the handle. The span is not held yet."""
+        """A new block, which owns the handle. One request holds and uses the span."""
         block = Block(handle, pages, events, kind)
-        self._mapper.journal.undo(self.blocks.discard, block)
+        self._log.append((self.blocks.discard, block))
         self.blocks.add(block)
-        if not kind.away:
-            self.pages += pages
+        if block.away:
+            self.away_uses += pages
+        else:
+            self.change(pages=self.pages + pages, used=self.used + pages, uses=self.uses + pages)
         return Span((Part(block, 0, pages),), unit_pages)
 
     def hold(self, span: Span) -> None:
@@ -377,16 +385,23 @@ class SharedPages(Book):
             refs = block.refs
             before = refs[low:high]
             self._log.append((refs.__setitem__, slice(low, high), before))
-            refs[low:high] = [count + 1 for count in before]
+            refs[low:high] = map(add, before, _ONE)
 
-    def use(self, span: Span) -> None:
-        """Notes that a request uses the pages; whoever calls it holds the span."""
+    def use(self, span: Span, *, hold: bool = False) -> None:
+        """Notes that a request uses the pages, which are held; `hold`: from here on."""
         for block, low, high in span.parts:
+            if hold:
+                before = block.refs[low:high]
+                self._log.append((block.refs.__setitem__, slice(low, high), before))
+                block.refs[low:high] = map(add, before, _ONE)
             users = block.users
             before = users[low:high]
             self._log.append((users.__setitem__, slice(low, high), before))
-            users[low:high] = [count + 1 for count in before]
-            self._count(block, high - low, before.count(0))
+            users[low:high] = map(add, before, _ONE)
+            if block.away:
+                self.away_uses += high - low
+            else:
+                self.change(uses=self.uses + high - low, used=self.used + before.count(0))
 
     def unuse(self, span: Span) -> None:
         """Takes one `use` back."""
@@ -394,21 +409,17 @@ class SharedPages(Book):
             users = block.users
             before = users[low:high]
             self._log.append((users.__setitem__, slice(low, high), before))
-            users[low:high] = [count - 1 for count in before]
-            self._count(block, low - high, -before.count(1))
-
-    def _count(self, block: Block, uses: int, used: int) -> None:
-        if block.kind.away:
-            self.away_uses += uses
-        else:
-            self.uses += uses
-            self.used += used
+            users[low:high] = map(sub, before, _ONE)
+            if block.away:
+                self.away_uses -= high - low
+            else:
+                self.change(uses=self.uses - (high - low), used=self.used - before.count(1))
 
     def idle(self, span: Span) -> int:
         """Pages of the device in the span that no request uses."""
         found = 0
         for block, low, high in span.parts:
-            if not block.kind.away:
+            if not block.away:
                 found += block.users[low:high].count(0)
         return found
 
@@ -419,7 +430,7 @@ class SharedPages(Book):
         """
         found = 0
         for block, low, high in span.parts:
-            if block.kind.away:
+            if block.away:
                 continue
             unit = block.kind.unit
             if unit == 1:
@@ -448,13 +459,13 @@ class SharedPages(Book):
             refs, unit = block.refs, block.kind.unit
             before = refs[low:high]
             self._log.append((refs.__setitem__, slice(low, high), before))
-            refs[low:high] = [count - 1 for count in before]
+            refs[low:high] = map(sub, before, _ONE)
             low, high = low - low % unit, high + -high % unit
             gone.extend(_unreferenced(block, low, high))
         done = 0
         for part in gone:
             pages, tier = self._drop(part), part.block.kind.tier
-            if not part.block.kind.away:
+            if not part.block.away:
                 done += pages
             elif pages:
                 away[tier] = away.get(tier, 0) + pages
@@ -464,7 +475,7 @@ class SharedPages(Book):
         """Gives pages back that nobody refers to; returns how many."""
         block, low, high = part
         journal, pages = self._mapper.journal, high - low
-        mark, here = journal.mark(), 0 if block.kind.away else pages
+        mark, here = journal.mark(), 0 if block.away else pages
         whole = pages == block.live
         journal.undo(block.gone.__setitem__, slice(low, high), block.gone[low:high])
         block.gone[low:high] = [True] * pages
@@ -493,7 +504,7 @@ class SharedPages(Book):
         for block in self.blocks:
             block.refs[:] = [0] * block.pages
             block.users[:] = [0] * block.pages
-        self.pages = sum(block.live for block in self.blocks if not block.kind.away)
+        self.pages = sum(block.live for block in self.blocks if not block.away)
         self.used = self.uses = self.away_uses = 0
         for span in held:
             self.hold(span)
@@ -530,12 +541,12 @@ class SharedPages(Book):
         live = sum(map(_referenced, self.blocks)) + late
         if live != sum(block.live for block in self.blocks):
             found.append(f"shared pages per tensor: {live} counted, others are live")
-        here = [block for block in self.blocks if not block.kind.away]
+        here = [block for block in self.blocks if not block.away]
         if self.pages != sum(block.live for block in here):
             found.append(f"{self.pages} shared pages per tensor, other than the blocks have")
         parts = [part for span in used for part in span.parts]
         for name, away in (("uses", False), ("away_uses", True)):
-            uses = sum(high - low for block, low, high in parts if block.kind.away == away)
+            uses = sum(high - low for block, low, high in parts if block.away == away)
             if getattr(self, name) != uses:
                 found.append(f"{getattr(self, name)} {name} of shared pages, counted {uses}")
         busy = sum(sum(map(bool, block.users)) for block in here)
@@ -547,7 +558,7 @@ class SharedPages(Book):
         """Pages per tensor that do not lie in the device, by tier."""
         found: dict[Tier, int] = {}
         for block in self.blocks:
-            if block.kind.away:
+            if block.away:
                 tier = block.kind.tier
                 found[tier] = found.get(tier, 0) + block.live
         return found

@@ -172,6 +172,12 @@ class Leases:
             lease.held = False
             self._tree.unpin(lease.node)
 
+    def hand_over(self, lease: Lease) -> None:
+        """Ends a lease whose pin a request has from here on."""
+        self._log.append((self._open.__setitem__, lease, None))
+        del self._open[lease]
+        lease.held = False
+
     def end_all(self) -> None:
         """Gives every lease up."""
         for lease in list(self._open):
@@ -308,7 +314,7 @@ class PrefixCache:
         length = self._insert(slot, ids)
         node = self.tree.match(ids, length).node
         return length > 0 and all(
-            self.span(place, node, length).cut(0, one.shared).parts == one.span.parts
+            self._span(place, node, length).cut(0, one.shared).parts == one.span.parts
             for place, (_, one) in enumerate(self._each(slot))
         )
 
@@ -385,6 +391,8 @@ class PrefixCache:
     def _path(self, place: int, node: Node[Span], pages: int) -> Span:
         """A group's first pages on the way to a node, as a slot can have them mapped."""
         spans = [_each(one.span)[place] for one in node.path()]
+        if len(spans) == 1 and spans[0].pages == pages:
+            return spans[0]
         return sum(spans, Span((), self.unit_pages[place])).cut(0, pages)
 
     # ---- what requests keep ----------------------------------------------------------------------
@@ -420,21 +428,27 @@ class PrefixCache:
 
     def match(self, tokens: Any, leave: int, namespace: Hashable = None) -> PrefixMatch:
         """See `KVCache.match`."""
-        self.leases.collect()
         ids = TokenIds.of(tokens, namespace)
+        return self._match(ids, len(ids), leave)
+
+    def _match(self, ids: TokenIds, count: int, leave: int) -> PrefixMatch:
+        """`match` of so many ids."""
+        self.leases.collect()
         left = operator.index(leave)
         if left < 0:
             raise invalid(f"leave is {left}; it must not be negative")
-        limit = max(0, min(len(ids) - left, self._groups[0].config.max_seq_len))
+        limit = max(0, min(count - left, self._groups[0].config.max_seq_len))
         found = self.tree.match(ids, limit)  # a use of all that the run goes on with, too
         counters = self._groups[0].reclaimer.counters
         counters.queries += 1
-        counters.query_tokens += len(ids)
+        counters.query_tokens += count
         counters.hits += found.length > 0
         counters.hit_tokens += found.length
-        node = self.tree.root
-        if found.length:
+        node = found.node
+        if found.length and node.end > found.length:
             node = self.tree.match(ids, found.length, pin=True).node
+        elif found.length:
+            self.tree.pin(node)
         return PrefixMatch(found.length, self.leases.add(node), self.leases)
 
     def wanted(
@@ -442,15 +456,17 @@ class PrefixCache:
     ) -> tuple[PrefixMatch, int]:
         """What of a prompt is recorded, and how long it is; of a match, the match and its length.
 
-        Raises InvalidArgument for bad tokens, or more than `max_seq_len`.
+        The match is leased. Raises InvalidArgument for bad tokens, or more than `max_seq_len`, and
+        PrefixEvicted for a match that is not recorded any more.
         """
         if isinstance(tokens, PrefixMatch):
-            return self.own(tokens), tokens.length
+            self.renew(self.own(tokens))
+            return tokens, tokens.length
         ids = TokenIds.of(tokens, namespace)
         length, longest = len(ids), self._groups[0].config.max_seq_len
         if length > longest:
             raise invalid(f"{length} tokens; max_seq_len is {longest}", limit=longest)
-        return self.match(ids, leave), length
+        return self._match(ids, length, leave), length
 
     def own(self, match: PrefixMatch) -> PrefixMatch:
         """A match of this cache; raises InvalidArgument for another's."""
@@ -466,13 +482,14 @@ class PrefixCache:
         """
         self.leases.collect()
         if match.length and not self.leases.has(match._lease):
-            match._lease = self.leases.add(self.pin(match))
+            match._lease = self.leases.add(self._pin(match))
 
-    def use_up(self, match: PrefixMatch) -> None:
-        """Ends the lease of a match that a request has begun with."""
-        self.leases.end(match._lease)
+    def hand_over(self, match: PrefixMatch, slot: Slot) -> None:
+        """Keeps a leased match for the slot of a request that has begun with it."""
+        slot.pins = [match._lease.node]
+        self.leases.hand_over(match._lease)
 
-    def pin(self, match: PrefixMatch) -> Node[Span]:
+    def _pin(self, match: PrefixMatch) -> Node[Span]:
         """Keeps what matched; raises PrefixEvicted where it is not there any more."""
         node = match._lease.node
         try:
@@ -484,7 +501,11 @@ class PrefixCache:
             self.tree.unpin(whole)
         return node
 
-    def span(self, place: int, node: Node[Span], length: int) -> Span:
+    def span(self, place: int, match: PrefixMatch) -> Span:
+        """A group's pages of a match, which is leased."""
+        return self._span(place, match._lease.node, match.length)
+
+    def _span(self, place: int, node: Node[Span], length: int) -> Span:
         """A group's pages of the first `length` tokens on the way to a node."""
         return self._path(place, node, length // self.unit * self.unit_pages[place])
 
@@ -492,17 +513,8 @@ class PrefixCache:
         """Pages per tensor that a request which begins with the match need not find."""
         if not match.length:
             return 0
-        span = self.span(place, match._lease.node, match.length)
+        span = self.span(place, match)
         return span.floor(span.pages)
-
-    def can_begin(self, match: PrefixMatch) -> bool:
-        """Whether a request can begin with a match and no wait for GPU work of earlier owners.
-
-        Ranks wait instead: how far that work is may differ.
-        """
-        if not match.length:
-            return False
-        return self._table.lockstep or not any(group.must_wait() for group in self._groups)
 
     # ---- giving up -------------------------------------------------------------------------------
 

@@ -515,6 +515,21 @@ class Reclaimer(Book):
         _log.debug("reclaimed %d of the %d bytes that were wanted", back, pages * size)
         return back > 0
 
+    def bring_back(self, pages: int, keep: Mapping[Slot, int]) -> bool:
+        """Begins to unmap what slots have spare, without a wait; False where that is not enough.
+
+        Args:
+            pages: physical pages, of a cache without a budget.
+            keep: slots that are to have at least so many pages per tensor.
+        """
+        if self.share is not None:
+            return False
+        recorded = (self.shared.pages - self.shared.used - self.leased()) * self.layout.num_tensors
+        if pages > self.returning + self.spare(keep) * self.layout.num_tensors - recorded:
+            return False
+        self._begin_cuts(pages, keep)
+        return self.returning >= pages
+
     def _begin_cuts(self, pages: int, keep: Mapping[Slot, int]) -> None:
         """Begins to unmap until so many physical pages are on their way back."""
         tensors = self.layout.num_tensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from pyvmem.errors import (
     DriverError,
@@ -16,7 +16,7 @@ from pyvmem.errors import (
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import order_after, prune
 from pyvmem.kvcache.growth import Pager
-from pyvmem.kvcache.pages import Kind, Span
+from pyvmem.kvcache.pages import PLAIN, Kind, Span
 from pyvmem.kvcache.slots import Slot
 from pyvmem.ops import OpBatch
 
@@ -44,6 +44,8 @@ class Sharing:
         self.layout = pager.layout
         self.device = pager.device
         self.config = config
+        self._room = 8
+        self._ops = OpBatch(self._room)
         self._allowed: dict[Feature, ContextInfo] = {}  # for which info of the context each was
 
     def require(self, feature: Feature, what: str) -> None:
@@ -69,22 +71,24 @@ class Sharing:
         if pages <= low:
             return
         pieces = self.handles(slot, low, pages)
-        ops = OpBatch(len(pieces))
-        self._map_pieces(ops, slot, pieces, readonly=True, replace=True)
+        ops = self.batch(len(pieces))
+        self.map_pieces(ops, slot, pieces, replace=True)
         try:
             with self.mapper.transaction() as change:
-                self._adopt(slot, pieces, [], unit_pages)
-                self.reclaimer.shared.use(slot.span.cut(low, pages))
-                self.pager.active_pages -= pages - low
+                self.adopt(slot, pieces, [], unit_pages)
                 change.run(ops)
         except NotRecoverable as error:
-            self.table.condemn(slot)
-            slot.lost = True
-            raise NotRecoverable(
-                f"reqid {slot.index} has lost its rows, free it: {error}",
-                errno=errno.ENOTRECOVERABLE,
-                op="KVCache",
-            ) from error
+            self.lose(slot, error)
+
+    def lose(self, slot: Slot, error: NotRecoverable) -> NoReturn:
+        """Retires the slot of a request whose pages are neither read-only nor as before."""
+        self.table.condemn(slot)
+        slot.lost = True
+        raise NotRecoverable(
+            f"reqid {slot.index} has lost its rows, free it: {error}",
+            errno=errno.ENOTRECOVERABLE,
+            op="KVCache",
+        ) from error
 
     def gather(self, slot: Slot, pages: int) -> list[_Held]:
         """What `bequeath` needs of a slot's first `pages` pages, beyond those that are shared."""
@@ -105,46 +109,45 @@ class Sharing:
         low, pages = slot.shared, slot.places.ceil(pages)
         if pages <= low:
             return
-        self._adopt(slot, handles, [] if event is None else [event], unit_pages)
-        self.pager.grant(slot, pages)  # the rest of a large page is the owner's now, too
-        self.reclaimer.shared.use(slot.span.cut(low, pages))
-        self.pager.active_pages -= pages - low
+        self.adopt(slot, handles, [] if event is None else [event], unit_pages)
+        self.pager.grant(slot, slot.shared)  # the rest of a large page is the owner's now, too
 
-    def _adopt(self, slot: Slot, pieces: list[_Held], events: list[Any], unit_pages: int) -> None:
+    def adopt(self, slot: Slot, pieces: list[_Held], events: list[Any], unit_pages: int) -> None:
+        """Writes into the books that pages of a request, behind those it shares, are shared."""
         shared = self.reclaimer.shared
-        self.reclaimer.own_away = None
+        if self.reclaimer.own_away is not None:
+            self.reclaimer.own_away = None
         for handle, low, high, kind in pieces:
             span = shared.adopt(handle, high - low, list(events), unit_pages, kind)
-            shared.hold(span)
-            slot.span = slot.span + span
+            slot.span = slot.span + span if slot.span.parts else span
+        self.pager.active_pages -= pieces[-1][2] - pieces[0][1]
 
     def handles(self, slot: Slot, low: int, high: int) -> list[_Held]:
         """Handles to a slot's pages, one for each stretch of a kind."""
-        layout = self.layout
-        return [
-            (
-                self.mapper.gather(
-                    self.pager.base + layout.offset(slot.index, first),
-                    (last - first) * layout.page_size,
-                    layout.num_tensors,
-                    layout.tensor_bytes,
-                ),
-                first,
-                last,
-                kind,
+        layout, places, found = self.layout, slot.places, []
+        stretches = places.stretches(low, high) if places.noted else ((low, high, PLAIN),)
+        for first, last, kind in stretches if low < high else ():
+            handle = self.mapper.gather(
+                self.pager.base + layout.offset(slot.index, first),
+                (last - first) * layout.page_size,
+                layout.num_tensors,
+                layout.tensor_bytes,
             )
-            for first, last, kind in slot.places.stretches(low, high)
-        ]
+            found.append((handle, first, last, kind))
+        return found
 
-    def _map_pieces(
-        self,
-        ops: OpBatch,
-        slot: Slot,
-        pieces: list[_Held],
-        *,
-        readonly: bool,
-        replace: bool = False,
+    def batch(self, room: int) -> OpBatch:
+        """An empty batch for so many operations; the same one again and again."""
+        if room > self._room:
+            self._room = 2 * room
+            self._ops = OpBatch(self._room)
+        self._ops.clear()
+        return self._ops
+
+    def map_pieces(
+        self, ops: OpBatch, slot: Slot, pieces: list[_Held], *, replace: bool = False
     ) -> None:
+        """Maps pages that `handles` returned at the same places of a slot, read-only."""
         layout = self.layout
         for handle, low, high, _ in pieces:
             ops.map(
@@ -154,20 +157,11 @@ class Sharing:
                 0,
                 layout.num_tensors,
                 layout.tensor_bytes,
-                readonly,
+                True,
                 replace=replace,
             )
 
     # ---- shared pages in more slots --------------------------------------------------------------
-
-    def must_wait(self) -> bool:
-        """Whether `vacate` of one slot would wait for GPU work of earlier owners."""
-        if self.reclaimer.cuts:
-            self.reclaimer.poll()
-        if self.pager.growths:
-            self.pager.poll()
-        best = self.table.emptiest(1)
-        return bool(best and (best[0].job is not None or best[0].mapped) and prune(best[0].events))
 
     def vacate(self, count: int, into: Sequence[Slot] | None = None) -> Sequence[Slot] | None:
         """Free slots without a page, emptied where there is no other; None when too few are free.
@@ -181,15 +175,12 @@ class Sharing:
         Raises:
             VMemError: pages of an earlier owner could not be unmapped; `is_shortage` of some.
         """
-        if self.reclaimer.cuts:
-            self.reclaimer.poll()
-        if self.pager.growths:
-            self.pager.poll()
         slots = self.table.emptiest(count) if into is None else into
         if len(slots) < count:
             return None
         for slot in slots:
-            self.empty(slot)
+            if slot.job is not None or slot.mapped or slot.broken:
+                self.empty(slot)
         return slots
 
     def empty(self, slot: Slot) -> None:
@@ -214,39 +205,23 @@ class Sharing:
         """
         return isinstance(error, (OutOfMemory, TooManyBatches)) and not self.table.lockstep
 
-    def mapping(
-        self,
-        slots: Sequence[Slot],
-        span: Span,
-        pieces: list[_Held],
-        first: int = 0,
-        *,
-        replace: bool = False,
-    ) -> OpBatch:
-        """The maps of a span in each slot: one operation for each of its parts.
+    def map_span(
+        self, ops: OpBatch, slot: Slot, span: Span, page: int = 0, *, replace: bool = False
+    ) -> None:
+        """Maps a span in a slot from a page on: one operation for each of its parts.
 
-        `first`: the page of the slots that it begins at. `replace`: the same pages are there. Has
-        room for one operation more.
+        `replace`: the same pages are there.
         """
-        layout, base = self.layout, self.pager.base
+        layout = self.layout
         size, tensors, stride = layout.page_size, layout.num_tensors, layout.tensor_bytes
-        if pieces:
-            ops = OpBatch(len(slots) * len(pieces))
-            for slot in slots:
-                self._map_pieces(ops, slot, pieces, readonly=True)
-            return ops
-        ops = OpBatch(len(slots) * len(span.parts) + 1)
-        for slot in slots:
-            page = first
-            for block, low, high in span.parts:
-                address, length = base + layout.offset(slot.index, page), (high - low) * size
-                whole = size * block.pages  # from one tensor to the next in the handle
-                ops.map(
-                    address, length, block.handle, low * size, tensors, stride, True,
-                    replace=replace, offset_stride=whole,
-                )  # fmt: skip
-                page += high - low
-        return ops
+        address = self.pager.base + layout.offset(slot.index, page)
+        for block, low, high in span.parts:
+            ops.map(
+                address, (high - low) * size, block.handle, low * size, tensors, stride, True,
+                replace=replace,
+                offset_stride=size * block.pages,  # from one tensor to the next in the handle
+            )  # fmt: skip
+            address += (high - low) * size
 
     def begins(self, slot: Slot, span: Span) -> bool:
         """Whether a kept slot has the first pages of a span, or all, and nothing is under way."""
@@ -257,12 +232,13 @@ class Sharing:
             and not slot.broken
             and not slot.lost
             and 0 < own.pages == slot.mapped <= span.pages
-            and span.cut(0, own.pages).parts == own.parts
+            and (own.parts == span.parts or span.cut(0, own.pages).parts == own.parts)
         )
 
     def order_after_writers(self, span: Span, stream: Any) -> None:
         """Makes `stream` wait for the GPU work that wrote the pages."""
-        for block in {part.block for part in span.parts}:
-            block.events = prune(block.events)  # whatever happens, those are over
-            for event in block.events:
-                order_after(event, stream, self.device)
+        for block, *_ in span.parts:
+            if block.events:
+                block.events = prune(block.events)  # whatever happens, those are over
+                for event in block.events:
+                    order_after(event, stream, self.device)

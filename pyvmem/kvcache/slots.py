@@ -120,9 +120,7 @@ class Slot(Watched):
 
     def __new__(cls, log: list[Any], changed: set[Any], *args: Any, **kwargs: Any) -> Slot:
         """A slot whose changes are noted in `log`, and itself in `changed`."""
-        self = cls._with(log)
-        self._watch(changed)
-        return self
+        return cls._with(log, changed)
 
     def __post_init__(self, log: list[Any], changed: set[Any]) -> None:
         self.places = Places(log, partial(changed.add, self))
@@ -217,10 +215,10 @@ class SlotTable:
 
     # ---- ownership -------------------------------------------------------------------------------
 
-    def take(self, slot: Slot) -> None:
-        """Gives a free slot to a new owner, with no page granted yet."""
+    def take(self, slot: Slot, **pages: Any) -> None:
+        """Gives a free slot to a new owner; `pages`: what else changes, as nothing is granted."""
         self.changes += 1
-        slot.change(active=True, kept=False, owner=slot.owner + 1)
+        slot.change(active=True, kept=False, owner=slot.owner + 1, **pages)
 
     def give_back(self, slot: Slot, event: Any, now: int) -> None:
         """Ends an ownership; what was granted is dirty from now on."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pyvmem.errors import VMemError
-from pyvmem.ledger import default_folder, private
+from pyvmem.ledger import default_folder, device_of, private
 from pyvmem.vllm.geometry import Geometry, Run, TensorClass
 from pyvmem.vllm.memory import KVMemory
 from pyvmem.vllm.settings import Settings
@@ -222,7 +222,8 @@ class LocalRank:
 
     def device(self) -> str:
         """The device's UUID, ``"host"`` for the CPU."""
-        return self.memory.context.info.uuid or "host"
+        info = self.memory.context.info
+        return device_of(info.device_name, info.uuid)
 
     def free(self) -> int | None:
         """`KVMemory.free`."""

@@ -92,6 +92,15 @@ class KVMemory:
         reservation = self._reservations[kind]
         return reservation.tensor((size,), "int8", offset=index * self._spans[kind])
 
+    def span(self, kind: int) -> int:
+        """Bytes from the beginning of one tensor of a class to that of the next."""
+        return self._spans[kind]
+
+    def buffer(self) -> Any:
+        """The addresses of all tensors as one tensor of int8, where there is one class of them."""
+        (reservation,) = self._reservations
+        return reservation.tensor((reservation.nbytes,), "int8")
+
     def _each(self, runs: Sequence[Run]) -> Iterator[tuple[int, int, int, int]]:
         """Address, bytes, count and stride of each run's pieces."""
         page = self.geometry.page_size

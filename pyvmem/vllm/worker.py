@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
+from pyvmem.ledger import device_of
 from pyvmem.vllm.channel import Server, rank_address
 from pyvmem.vllm.geometry import blocks_are_outermost, runs_of
 from pyvmem.vllm.memory import KVMemory, open_context
@@ -51,6 +53,10 @@ class ElasticWorker:
             super().init_device()  # type: ignore[misc]
         finally:
             cache.gpu_memory_utilization = asked
+        if self.device.type == "cuda":
+            import torch
+
+            device_of(torch.cuda.get_device_name(self.device), "")  # refused before weights load
         if hasattr(self, "requested_memory"):
             total = self.init_snapshot.total_memory  # type: ignore[attr-defined]
             self.requested_memory = int(total * asked)
@@ -75,7 +81,7 @@ class ElasticWorker:
             )
         adapter = adapter_of(vllm.__version__)
         v2 = bool(getattr(self, "use_v2_model_runner", False))
-        with adapter.allocating(self.model_runner, v2, self._allocate):
+        with adapter.allocating(self.model_runner, v2, self._open):
             super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         if self._memory is not None:
             self._check_layout(self._memory)
@@ -89,11 +95,8 @@ class ElasticWorker:
                     f"shape {shape}, strides {strides}, does not keep a block's bytes together"
                 )
 
-    def _allocate(self, kv_cache_config: Any) -> dict[str, Any]:
-        """Raw KV tensors by layer; packed layers share one."""
-        tensors = kv_cache_config.kv_cache_tensors
-        packed_sizes = [one.size for one in tensors if one.block_stride > 0]
-        sizes = packed_sizes[:1] + [one.size for one in tensors if one.block_stride <= 0]
+    def _open(self, num_blocks: int, sizes: Sequence[int]) -> KVMemory:
+        """The memory of so many blocks for tensors of these sizes; the null block is mapped."""
         settings, gpu = self._settings, self.device.type == "cuda"
         context = open_context(
             settings.backend or ("auto" if gpu else "host"),
@@ -101,18 +104,11 @@ class ElasticWorker:
             settings.page_size,
             settings.reserve if settings.reserve is not None else 256 << 20,
         )
-        memory = self._memory = KVMemory(context, kv_cache_config.num_blocks, sizes)
+        memory = self._memory = KVMemory(context, num_blocks, sizes)
         memory.grow(
             runs_of([memory.geometry.pages(k, 0) for k in range(len(memory.geometry.classes))])
         )
-        raw: dict[str, Any] = {}
-        packed: Any = None
-        for one in tensors:
-            if one.block_stride > 0:
-                packed = memory.tensor(one.size) if packed is None else packed
-            tensor = packed if one.block_stride > 0 else memory.tensor(one.size)
-            raw.update(dict.fromkeys(one.shared_by, tensor))
-        return raw
+        return memory
 
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's; blocks that it makes up for itself have memory meanwhile."""

@@ -425,7 +425,7 @@ class Engine:
             if not is_over(cache):
                 cache.check_integrity()
             elif not cache._closed:  # everything may be given back by then
-                with pytest.raises(BadHandle, match="half closed|is closed"):
+                with pytest.raises(BadHandle, match=r"half closed|is closed"):
                     cache.check_integrity()
 
     def check_rows(self) -> None:

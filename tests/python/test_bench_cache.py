@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -317,11 +318,11 @@ def test_a_prefix_with_other_contents_fails_the_run(
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run of everything on host, where only SDPA can be had."""
     folder = tmp_path_factory.mktemp("kernels")
-    return conduct("kernels", folder, "host", "--kernels", "fa3,flashinfer,sdpa")
+    return conduct("kernels", folder, "host", "--kernels", "fa3,flashinfer,fa2,sdpa")
 
 
 def test_kernels_that_cannot_run_say_why(kernels: dict[str, Any]) -> None:
-    for name in ("fa3", "flashinfer"):
+    for name in ("fa3", "flashinfer", "fa2"):
         part = kernels["parts"][name]
         assert part["status"] == "not run"
         assert part["why"] == "needs a GPU"
@@ -333,13 +334,18 @@ def test_every_case_has_every_form_and_memory(kernels: dict[str, Any]) -> None:
     found = rows(kernels)
     forms = [f"contiguous/{name}" for name in ("random0", "random1", "malloc0", "malloc1")]
     forms += [f"paged{block}/{name}" for block in (16, 64) for name in ("malloc0", "malloc1")]
-    assert set(found) == {f"sdpa/{case.name}/{form}" for case in TINY_CASES for form in forms}
+    wanted = {f"sdpa/{case.name}/{form}" for case in TINY_CASES for form in forms}
+    slots = [f"{how}/{name}" for how in ("slots", "layered") for name in ("random0", "random1")]
+    plain = [case for case in TINY_CASES if not case.tuned]
+    assert set(found) == wanted | {f"sdpa/{case.name}/{form}" for case in plain for form in slots}
     note = found["sdpa/decode_b1_1k_tuned/paged16/malloc0"]["note"]
-    assert note.endswith(" splits, a sample is the mean of 2 calls")
+    assert note.endswith(" splits, a sample is the mean of 4 calls")
     assert "note" not in found["sdpa/prefill_512/contiguous/random0"]
     assert any("splits (0: the" in note for note in kernels["parts"]["sdpa"]["notes"])
-    # Eight forms, and two requests' last tokens against float32.
-    assert sum("10 outputs checked" in n for n in kernels["parts"]["sdpa"]["notes"]) == 4
+    # Twelve forms, of which splits are chosen for eight; two requests' last tokens by float32.
+    notes = kernels["parts"]["sdpa"]["notes"]
+    assert sum("14 outputs checked" in n for n in notes) == 3
+    assert sum("10 outputs checked" in n for n in notes) == 1
 
 
 def test_ours_is_held_against_the_best_block_and_against_16(kernels: dict[str, Any]) -> None:
@@ -433,9 +439,17 @@ def test_the_goals_of_paged_kernels(tmp_path: Path) -> None:
         "fa3_chunks_512_32k_best": 0.99,
     }
     assert all(aim["value"] is None and aim["why"] for aim in command.aims.found)
+    command.aims.found.clear()
+    paged._aims(command, "flashinfer", (*CASES, *SETS["long"]), (16,))
+    goals = {aim["id"]: aim["aim"] for aim in command.aims.found if aim["id"].endswith("_slots")}
+    wanted = {f"flashinfer_prefill_{n}k_slots": 1.10 for n in (64, 128, 192)}
+    assert {name: aim for name, aim in goals.items() if aim} == wanted
+    paged._aims(command, "fa2", CASES, ())
+    added = [aim["id"] for aim in command.aims.found if aim["id"].startswith("fa2_")]
+    assert added == [f"fa2_{case.name}_roofline" for case in CASES if case.decodes]
 
 
-@pytest.mark.parametrize("form", ["contiguous", "paged"])
+@pytest.mark.parametrize("form", ["contiguous", "paged", "slots"])
 def test_a_kernel_that_computes_something_else_fails_the_run(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,6 +531,35 @@ def test_flashinfer_is_told_the_right_shapes() -> None:
     assert "fixed_split_size" not in flashinfer._plan(case, 0, 1)
     with pytest.raises(RuntimeError, match="fa3 was not compiled: no compiler"):
         flashinfer.contiguous(TINY_CASES[2], 0)
+
+
+def test_flashinfer_takes_a_call_for_each_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt, however far apart its rows are; the paged call decodes."""
+    flashinfer = object.__new__(FlashInfer)
+    flashinfer._device = torch.device("cpu")
+    flashinfer._why = {"fa2": "", "fa3": "", "single": "no compiler"}
+    case = replace(TINY_CASES[3], batch=3)
+    with pytest.raises(RuntimeError, match="single was not compiled: no compiler"):
+        flashinfer.slots(case)
+    flashinfer._why["single"] = ""
+    seen: list[tuple[int, ...]] = []
+
+    def single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
+        assert more["causal"]
+        assert more["kv_layout"] == "NHD"
+        seen.append(k.stride())
+        one = replace(case, batch=1)
+        return Gather().contiguous(one, 0)(q, k[None], v[None])
+
+    monkeypatch.setitem(
+        sys.modules, "flashinfer", SimpleNamespace(single_prefill_with_kv_cache=single)
+    )
+    q = torch.randn(case.batch * case.q_len, 4, 128, dtype=torch.bfloat16)
+    wide = torch.randn(2, case.batch, case.kv_len, 8, 2, 128, dtype=torch.bfloat16)
+    k, v = wide[0][:, :, 3], wide[1][:, :, 3]
+    wanted = Gather().contiguous(case, 0)(q, k.contiguous(), v.contiguous())
+    assert torch.equal(flashinfer.slots(case)(q, k, v), wanted)
+    assert seen == [(8 * 2 * 128, 128, 1)] * 3
 
 
 # ---- fill ----------------------------------------------------------------------------------------

@@ -106,8 +106,10 @@ def test_rows_of_serving_runs_are_what_the_runs_say(tmp_path: Path) -> None:
             for figure in figures
         ]
         rows += [{"id": f"{part}/held/{arm}", "value": 32.0} for arm in factors]
+        rows += [{"id": f"{part}/full/{arm}", "value": 1.0} for arm in factors if part != "chat"]
+        options = {"kv_bytes": 20 << 30, "arms": list(factors)}
         (tmp_path / f"{part}.json").write_text(
-            json.dumps({"options": {"kv_bytes": 20 << 30}, "parts": {part: {"rows": rows}}})
+            json.dumps({"options": options, "parts": {part: {"rows": rows}}})
         )
     parts = {"online": "azure", "slow": "azure", "prefixes": "prefixes", "chat": "chat"}
     served = [row for row in ROWS if row.file.startswith("serve-")]
@@ -119,7 +121,9 @@ def test_rows_of_serving_runs_are_what_the_runs_say(tmp_path: Path) -> None:
     assert len(texts) == len(served) > 8
     found = "\n".join(texts)
     assert "tokens/s, contiguous over paged16 2.000x, again 1.000x" in found
-    assert "64 KB over 2 MB in 20 GB: batch 0.50x, largest batch 0.50x, tokens/s 0.50x" in found
+    ratios = "largest batch 0.50x, tokens/s 0.50x"
+    assert f"64 KB over 2 MB in 20 GB: batch 0.50x, {ratios}" in found  # of the chat
+    assert f"20 GB: batch 0.50x, batch while others wait 1.00x, {ratios}" in found
     assert "-100 % of the pool is not mapped" in found
     assert "held memory that is rows 25 % / 100 % static" in found
 
@@ -191,7 +195,9 @@ def test_without_results_every_measured_row_says_so(tmp_path: Path) -> None:
         with pytest.raises(NotMeasured):
             row.ours(results)
     assert available(results) == []
-    assert command.page(results).count(f"| {command.NOT_MEASURED} |") >= len(measured)
+    page = command.page(results)
+    assert page.count(f"| {command.NOT_MEASURED}: ") == len(measured)
+    assert page.count(f"no {measured[0].file}.json") >= 1
     assert main(["bench", "paper", "--results", str(tmp_path / "none")]) == 2
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -21,12 +27,14 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
 from pyvmem.attention import sdpa  # noqa: E402
-from pyvmem.bench.decoder import TINY, Decoder  # noqa: E402
+from pyvmem.bench.command import WrongResult  # noqa: E402
+from pyvmem.bench.decoder import TINY, YI_34B, Decoder, Shard  # noqa: E402
 from pyvmem.bench.machine import describe  # noqa: E402
 from pyvmem.bench.record import Record  # noqa: E402
 from pyvmem.bench.serving import command as serve_command  # noqa: E402
-from pyvmem.bench.serving import loop  # noqa: E402
+from pyvmem.bench.serving import loop, ranks  # noqa: E402
 from pyvmem.bench.serving.forward import Forward, Kernels, Work  # noqa: E402
+from pyvmem.bench.serving.infer import Prompts  # noqa: E402
 from pyvmem.bench.serving.loop import Outcome, serve  # noqa: E402
 from pyvmem.bench.serving.results import AGAIN, add_rows  # noqa: E402
 from pyvmem.bench.serving.stores import Paged, SharedPaged, Slots, Static, Store  # noqa: E402
@@ -263,6 +271,93 @@ def test_kernels_get_tensors_that_are_enough(
     assert made
     assert answers(found, requests) == answers(wanted, requests) != set()
     assert apart(wanted, found) < 0.05
+
+
+class LikeFlashInfer:
+    """Its paged wrapper, and its call for one request, with what they get and nothing else."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
+        assert (layout, backend) == ("NHD", "fa3")
+
+    def plan(
+        self, starts: Any, ends: Any, blocks: Any, last: Any, *shape: int, **more: Any
+    ) -> None:
+        assert shape == (TINY.heads, TINY.kv_heads, TINY.head_dim, 16)
+        assert more["causal"]
+        self.starts, self.ends, self.blocks, self.last = starts, ends, blocks, last
+
+    def run(self, q: Any, pool: Any, out: torch.Tensor) -> torch.Tensor:
+        for number, last in enumerate(self.last.tolist()):
+            new = slice(*self.starts[number : number + 2].tolist())
+            mine = self.blocks[slice(*self.ends[number : number + 2].tolist())].long()
+            rows = 16 * (len(mine) - 1) + last
+            keys, values = (one[mine].flatten(0, 1)[:rows] for one in pool)
+            out[new] = self.single(q[new], keys, values, True, "NHD", TINY.head_dim**-0.5)
+        return out
+
+    @staticmethod
+    def single(
+        q: Any, k: Any, v: Any, causal: bool, kv_layout: str, sm_scale: float
+    ) -> torch.Tensor:
+        assert causal
+        assert kv_layout == "NHD"
+        return sdpa.causal(q[None], k[None], v[None], sm_scale)[0]
+
+
+@pytest.mark.parametrize("kind", ["slots", "16"])
+def test_prompts_by_flashinfer(model: Decoder, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [Request(70, 4), Request(30, 6), Request(90, 9), Request(21, 3)]
+    with closing(make(kind, 4 << 20)) as store:
+        _, wanted = run(model, store, kernels(kind), requests)
+    module = SimpleNamespace(
+        BatchPrefillWithPagedKVCacheWrapper=LikeFlashInfer,
+        single_prefill_with_kv_cache=LikeFlashInfer.single,
+    )
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(prefill=module))
+    monkeypatch.setitem(sys.modules, "flashinfer.prefill", module)
+    original, calls = Forward.__init__, [0]
+
+    def on_a_gpu(self: Forward, *args: Any) -> None:
+        original(self, *args)
+        self._call = like_fa3
+        self._prompts = Prompts(TINY, 0 if kind == "slots" else 16, CPU)
+        plan = self._prompts.plan
+
+        def counted(*args: Any) -> None:
+            calls[0] += 1
+            plan(*args)
+
+        monkeypatch.setattr(self._prompts, "plan", counted)
+
+    monkeypatch.setattr(Forward, "__init__", on_a_gpu)
+    with closing(make(kind, 4 << 20)) as store:
+        outcome, found = run(model, store, kernels(kind), requests)
+    assert 4 <= calls[0] <= outcome.steps + 2  # of all layers together, and of the warm-up
+    assert answers(found, requests) == answers(wanted, requests) != set()
+    assert apart(wanted, found) < 0.05
+
+
+def test_what_a_store_is_told_ahead(model: Decoder) -> None:
+    """Of decoding in parts of half of what is looked ahead, and never less than that."""
+    told: list[tuple[int, int]] = []
+    ended: list[tuple[int, int]] = []
+
+    class Told(Paged):
+        def ahead(self, slots: list[int], lengths: list[int]) -> None:
+            told.extend((int(self._count[s]), n) for s, n in zip(slots, lengths, strict=True))
+
+        def prompt_ends(self, slot: int, tokens: int) -> None:
+            ended.append((slot, tokens))
+
+    with closing(Told(TINY, LONGEST, 1, 4 << 20, 1, CPU)) as store:
+        outcome, _ = run(model, store, kernels("1"), [Request(70, 30), Request(9, 1)], ahead=8)
+    assert outcome.finished == 2
+    assert [tokens for _, tokens in ended] == [70, 9]  # the last chunk alone
+    assert outcome.short_s > 0, "one waited for the only slot"
+    assert outcome.short_batch_s == pytest.approx(outcome.short_s)
+    answer = [(rows, length) for rows, length in told if 70 <= rows < 99]
+    assert {length % 4 for _, length in answer} == {0}
+    assert all(4 < length - rows <= 8 for rows, length in answer)
 
 
 def test_a_wrong_block_table_is_seen(model: Decoder) -> None:
@@ -669,3 +764,104 @@ def test_a_part_of_a_workload_is_held_against_nothing(tmp_path: Path) -> None:
     assert aims["tokens_paged16"]["value"] is None
     assert aims["tokens_paged16"]["why"] == "its time ran out: paged16"
     assert aims["tokens_fa3"]["value"] == 1.0
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def test_two_ranks_compute_what_one_does(model: Decoder) -> None:
+    """Each has half of the heads and of the inner layer; their sums are the whole's."""
+    with closing(make("16", 4 << 20)) as store:
+        _, wanted = run(model, store, kernels("16"), REQUESTS)
+    parts: list[Any] = [None, None]
+    found: list[Any] = [None, None]
+    barrier = threading.Barrier(2, timeout=60)
+
+    def part_of(rank: int) -> None:
+        def add(tensor: torch.Tensor) -> torch.Tensor:
+            parts[rank] = tensor.float()
+            barrier.wait()
+            whole = (parts[0] + parts[1]).to(tensor.dtype)
+            barrier.wait()
+            return whole
+
+        mine = Decoder(TINY, CPU, longest=LONGEST, shard=Shard(rank, 2, add))
+        assert mine.sizes == TINY.on_ranks(2)
+        with closing(Paged(mine.sizes, LONGEST, 4, 2 << 20, 16, CPU)) as store:
+            _, found[rank] = run(mine, store, kernels("16"), REQUESTS)
+
+    threads = [threading.Thread(target=part_of, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in found:
+        assert one is not None
+        assert apart(wanted, one) < 0.05
+    assert apart(found[0], found[1]) == 0
+
+
+def test_heads_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 KV heads cannot be on 3 ranks"):
+        TINY.on_ranks(3)
+    assert YI_34B.on_ranks(2).token_bytes == 120 << 10
+
+
+def test_a_rank_that_answers_otherwise_is_seen() -> None:
+    store = make("16", 4 << 20)
+    steps = [ranks.Step([("take", (np.zeros(1, np.int32),), (7, 0))], None)]
+    group: Any = SimpleNamespace(rank=1, tell=lambda: steps.pop(0))
+    with (
+        closing(store),
+        pytest.raises(WrongResult, match=r"rank 1: take.* was \(3, 0\), on rank 0"),
+    ):
+        ranks._follow(group, cast(Forward, SimpleNamespace(store=store)))
+
+
+def test_two_processes_serve_as_one(tmp_path: Path) -> None:
+    """As torchrun starts them, on the CPU: every arm, caches that answer alike, one result."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    out = tmp_path / "serve.json"
+    words = [sys.executable, "-m", "pyvmem", "bench", "serve", "--quick", "--backend", "host"]
+    arms = "contiguous,paged16,static"
+    words += ["--workload", "offline", "--arms", arms, "--out", str(out)]
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    both = [
+        subprocess.Popen(words, env={**common, "RANK": rank, "LOCAL_RANK": rank}, **pipes)
+        for rank in ("0", "1")
+    ]
+    try:
+        texts = [process.communicate(timeout=240)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], texts
+    data = json.loads(out.read_text())
+    assert data["options"]["ranks"] == 2
+    part = data["parts"]["offline"]
+    assert part["status"] == "done", part
+    found = {row["id"].partition("/")[2]: row for row in part["rows"]}
+    for arm in ("contiguous", "paged16", "static"):
+        assert found[f"makespan/{arm}"]["finished"] == [data["options"]["served"]]
+    assert found["difference/paged16"]["value"] <= serve_command._BOUND
+
+
+def test_an_arm_that_a_rank_cannot_make_runs_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = object.__new__(ranks.Group)
+    group.rank, group.size, group._control = 0, 2, None
+
+    def gathered(box: list[str], why: str, group: Any) -> None:
+        box[:] = [why, "VMemError: no memory"]
+
+    monkeypatch.setattr(ranks.dist, "all_gather_object", gathered)
+    with pytest.raises(RuntimeError, match=r"^rank 1: VMemError: no memory$"):
+        group.make(lambda: cast(Forward, object()))
+    told: list[Any] = [ranks.Run("static", 1, 2, 3), None]
+    monkeypatch.setattr(group, "tell", lambda: told.pop(0))
+    swept: list[int] = []
+    ranks.follow(group, lambda run: cast(Forward, object()), lambda: swept.append(1))
+    assert (told, swept) == ([], [1])

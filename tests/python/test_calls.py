@@ -133,13 +133,16 @@ def test_a_step_that_is_refused(context: Context) -> None:
 
 
 def shared(context: Context, pages: int, layers: int) -> dict[str, int]:
-    """The functions that a fork and a request with a recorded prefix of so many pages run."""
+    """The functions that a fork and requests with a recorded prefix of so many pages run."""
     found = {}
     with cache_of(context, pages=pages + 1, slots=8, layers=layers) as cache:
         lens, tokens = [0] * 8, list(range(pages * ROWS))
         first = cache.alloc_reqid() or 0
         lens[first] = pages * ROWS - 3
         assert cache.step(lens) == 0
+        # As an engine that has run for a while: what the back end can do was asked before.
+        cache.free_reqid(cache.fork(first, ROWS) or 0)
+        cache.trim()
         forked = calls_of(lambda: cache.fork(first))
         assert forked.result is not None
         found["fork"] = forked.count
@@ -149,6 +152,11 @@ def shared(context: Context, pages: int, layers: int) -> dict[str, int]:
         begun = calls_of(lambda: cache.alloc_prefix(tokens, leave=0))
         assert begun.result[1] == pages * ROWS
         found["alloc_prefix"] = begun.count
+        cache.free_reqid(begun.result[0], tokens=tokens)
+        cache.reclaim_free(keep=range(8), wait=True)  # the worker may be fast or slow
+        resumed = calls_of(lambda: cache.alloc_prefix(tokens, leave=0))
+        assert cache.stats().prefix_resumed == 1
+        found["next turn"] = resumed.count
         cache.check_integrity()
     return found
 
@@ -157,8 +165,7 @@ def test_what_shares_pages_costs_the_same_for_any_length(context: Context) -> No
     short = shared(context, 4, 1)
     assert shared(context, 200, 1) == short
     assert shared(context, 4, 16) == short, "for any number of tensors"
-    assert short["fork"] <= 260
-    assert short["alloc_prefix"] <= 170
+    assert max(short.values()) <= 100, short
 
 
 @pytest.mark.parametrize("slots", [8, 1024])

@@ -71,7 +71,7 @@ def memory(pages: int, context: Context) -> int:
 
 
 def test_the_interface_has_a_version() -> None:
-    assert INTERFACE == (1, 1)
+    assert INTERFACE == (1, 2)
 
 
 # ---- rows and pages ------------------------------------------------------------------------------

@@ -107,6 +107,36 @@ def test_rows_and_whole_pages_are_given_up(context: Context, length: int) -> Non
         assert rows_are(cache, reqid, length, rows, 7.0)
 
 
+@pytest.mark.parametrize("zero_fill", [True, False])
+def test_what_a_prompts_kernel_may_read_is_given_up_behind_it(
+    context: Context, zero_fill: bool
+) -> None:
+    """Its pages are nobody's, until the work that reads them is over; the request's own again."""
+    rows, limit = 2 * ROWS + 2, 6 * TENSORS * context.info.granule
+    options = {"overread_rows": 2 * ROWS, "zero_fill": zero_fill, "memory_limit": limit}
+    with FdEvent.create() as work, small_cache(context, **options) as cache:
+        one = started(cache, rows, 3.0)
+        assert cache.snapshot()[one].granted_pages == 5
+        assert cache.truncate(one, rows, work) == 0
+        info, now = cache.snapshot()[one], cache.stats()
+        assert (info.seq_len, info.granted_pages, info.mapped_pages) == (rows, 3, 5)
+        assert (now.active_pages, now.ahead_pages) == (3 * TENSORS, 2 * TENSORS)
+        cache.check_integrity()
+        assert cache.truncate(one, rows, work) == 0, "again: there is nothing to give up"
+        assert cache.step(lens(cache, **{f"r{one}": 3 * ROWS + 1})) == 0
+        now = cache.stats()
+        assert (now.grown_pages, now.zeroed_pages) == (5 * TENSORS, 0), "nobody wrote them"
+        other = cache.alloc_reqid()
+        with firing_later(work) as fired:
+            want = lens(cache, **{f"r{one}": 3 * ROWS + 1, f"r{other}": 2 * ROWS})
+            assert cache.step(want) == 0
+            assert fired, "what the work may read was taken"
+        assert cache.snapshot()[one].mapped_pages == 4
+        assert rows_are(cache, one, 0, rows, 3.0)
+        if zero_fill:
+            assert rows_are_zero(cache, other or 0, 0, 2 * ROWS)
+
+
 def test_given_up_pages_are_the_next_ones_that_another_request_gets(context: Context) -> None:
     page = context.info.granule
     with small_cache(context, memory_limit=4 * TENSORS * page) as cache:

@@ -73,6 +73,26 @@ def test_a_step_ahead_leaves_a_busy_slot_to_the_step(
         cache.check_integrity()
 
 
+def test_a_step_ahead_waits_for_no_pages_that_come_back(context: Context, work: FdEvent) -> None:
+    """Memory is short, and the work of the request that gives it goes on."""
+    limit = 5 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache:
+        one, other = started(cache, 3 * ROWS), started(cache, ROWS)
+        cache.free_reqid(one, stream=work)
+        want = lens(cache, **{f"r{other}": 4 * ROWS})
+        for _ in range(2):
+            assert promptly(lambda: cache.step_async(want), work) == 0
+            assert not cache.is_ready(other, 4 * ROWS)
+        work.set()
+        eventually(lambda: cache.stats().free_pages == 3 * TENSORS)
+        assert cache.step_async(want) == 0
+        eventually(lambda: cache.is_ready(other, 4 * ROWS))
+        assert cache.step(want) == 0
+        assert rows_are(cache, other, 0, ROWS, 1.0)
+        want = lens(cache, **{f"r{other}": 6 * ROWS})
+        assert cache.step_async(want) == -1
+
+
 def test_others_grow_meanwhile(context: Context, work: FdEvent) -> None:
     with small_cache(context, max_batch=2, deferred_reclaim=False) as cache:
         other = started(cache, ROWS)

@@ -142,19 +142,20 @@ def test_a_fork_that_fails_in_a_later_class_leaves_no_trace(
         def broken(*args: Any, **options: Any) -> None:
             raise error("the driver has no more of it")
 
-        for owner, name in ((group, "attach"), (group.sharing, "share")):
-            with monkeypatch.context() as patch:
-                patch.setattr(owner, name, broken)
-                if name == "attach" and error is OutOfMemory:
-                    assert cache.fork(parent) is None
-                    assert cache.alloc_prefix(range(2 * UNIT)) is None
-                else:
+        with monkeypatch.context() as patch:
+            patch.setattr(group, "fork", broken)
+            patch.setattr(group, "attach", broken)
+            if error is OutOfMemory:
+                assert cache.fork(parent) is None
+                assert cache.alloc_prefix(range(2 * UNIT)) is None
+            else:
+                for call in (cache.fork, lambda _: cache.alloc_prefix(range(2 * UNIT))):
                     with pytest.raises(error, match="no more of it"):
-                        cache.fork(parent)
-            assert state(cache) == before
-            assert cache.stats().active_pages == pages
-            assert holds(cache, parent, tags)
-            cache.check_integrity()
+                        call(parent)
+        assert state(cache) == before
+        assert cache.stats().active_pages == pages
+        assert holds(cache, parent, tags)
+        cache.check_integrity()
         child = cache.fork(parent)
         assert child is not None
         assert holds(cache, child, tags)

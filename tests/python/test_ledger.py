@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -14,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from pyvmem import cli
-from pyvmem.errors import AccessDenied, InvalidArgument
-from pyvmem.ledger import MAX_HANDLES, Account, Ledger, LedgerError
+from pyvmem import cli, top
+from pyvmem.errors import AccessDenied, InvalidArgument, NotSupported
+from pyvmem.ledger import MAX_HANDLES, Account, Ledger, LedgerError, device_of
 
 GIB = 1 << 30
 
@@ -332,6 +333,15 @@ def test_another_users_ledger_is_refused(
     assert (folder / "host.ledger").read_bytes() == before
 
 
+def test_a_gpu_in_mig_mode_is_refused() -> None:
+    name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+    assert device_of("NVIDIA H100 80GB HBM3", "GPU-1") == "GPU-1"
+    assert device_of("host memory", "") == "host"
+    with pytest.raises(NotSupported, match=f"^{name}: a GPU in MIG mode") as caught:
+        device_of(name, "GPU-1")
+    assert caught.value.errno == errno.EOPNOTSUPP
+
+
 def test_a_ledger_that_others_may_write_is_refused(folder: Path) -> None:
     join(folder, "a").close()
     (folder / "host.ledger").chmod(0o666)
@@ -423,4 +433,30 @@ def test_top(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert line == [
         "host", "llama", str(os.getpid()), "6.0G", "2.0G", "3.0G", "100.0G", "1.0G", "0", "75%",
     ]  # fmt: skip
+    a.close()
+
+
+def test_top_live(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture that is drawn anew until somebody interrupts it; rates are since the last one."""
+    pytest.importorskip("rich")
+    a = join(folder, "llama")
+    readings = 0
+
+    def sleep(_: float) -> None:
+        nonlocal readings
+        readings += 1
+        if readings == 3:
+            raise KeyboardInterrupt
+        a.report(maps=1000 * readings, waits=0)
+
+    monkeypatch.setattr(top.time, "sleep", sleep)
+    monkeypatch.setenv("COLUMNS", "160")
+    assert vmem(folder, "top", "--interval", "0.01") == 130
+    monkeypatch.undo()
+    shown = capsys.readouterr().out
+    assert "maps/s" in shown
+    row = next(line for line in shown.splitlines()[::-1] if "llama" in line)
+    assert float(row.split("│")[-3]) > 0
     a.close()

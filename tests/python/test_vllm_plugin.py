@@ -9,32 +9,86 @@ from typing import Any, ClassVar
 
 import pytest
 
+from pyvmem.errors import NotSupported
 from pyvmem.vllm import plugin
 from pyvmem.vllm.plugin import CannotWork, configure
 from pyvmem.vllm.settings import Settings, parse_bytes
 from pyvmem.vllm.versions import ADAPTERS, UnknownVersion, adapter_of
+from pyvmem.vllm.worker import ElasticWorker
+
+# ---- the device ------------------------------------------------------------------------------
+
+
+def test_a_gpu_in_mig_mode_is_refused_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+
+    class Worker:
+        cache_config = SimpleNamespace(gpu_memory_utilization=0.9)
+
+        def init_device(self) -> None:
+            self.device = SimpleNamespace(type="cuda", index=0)
+
+    class Elastic(ElasticWorker, Worker):
+        pass
+
+    with pytest.raises(NotSupported, match=f"^{name}: a GPU in MIG mode"):
+        Elastic().init_device()
+    name = "NVIDIA H100 80GB HBM3"
+    Elastic().init_device()
+
 
 # ---- versions ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.27.0", "0.27.1", "0.27.0+cpu", "0.26.2.dev3"])
+@pytest.mark.parametrize("version", ["0.26.0", "0.27.1", "0.27.0+cpu", "0.26.2.dev3", "0.32.0"])
 def test_known_versions(version: str) -> None:
     assert version.startswith(adapter_of(version).version)
 
 
-@pytest.mark.parametrize("version", ["0.25.9", "0.2.6", "0.260.0", "0.28.0", "1.0", "dev"])
+@pytest.mark.parametrize(
+    "version", ["0.25.9", "0.2.6", "0.260.0", "0.28.0", "0.31.0", "0.33.0", "1.0", "dev"]
+)
 def test_another_version_is_refused_in_one_line(version: str) -> None:
     with pytest.raises(UnknownVersion) as caught:
         adapter_of(version)
     text = str(caught.value)
     assert f"vllm {version} is not known" in text
-    assert "known: 0.26, 0.27" in text
+    assert "known: 0.26, 0.27, 0.32" in text
     assert "unset VMEM_VLLM" in text
     assert "\n" not in text
 
 
 def test_every_adapter_says_what_shows_that_it_works() -> None:
     assert all(one.evidence for one in ADAPTERS)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "layout", "text"),
+    [
+        ([(64, False), (64, True)], "LBHNC", "KV tensors in host memory"),
+        ([(64, False), (64, False)], "LHBNC", r"layout LHBNC and layers of \[64\] bytes"),
+        ([(64, False), (32, False)], "LBHNC", r"layers of \[32, 64\] bytes; .*BLHNC"),
+    ],
+)
+def test_layouts_of_one_buffer_that_are_refused(
+    tensors: list[tuple[int, bool]], layout: str, text: str
+) -> None:
+    """0.32 has all layers in one buffer, in an order that the user may choose."""
+    some = [SimpleNamespace(layer_stride=size, host_resident=host) for size, host in tensors]
+    order = SimpleNamespace(
+        name=layout, is_block_outermost=layout[0] == "B", is_block_compact="B" in layout[:2]
+    )
+
+    def never(*_: Any) -> Any:
+        raise AssertionError
+
+    found = SimpleNamespace(num_blocks=4, kv_cache_tensors=some)
+    with pytest.raises(NotImplementedError, match=text):
+        adapter_of("0.32.0").make(never, never, found, "cpu", order)
 
 
 def with_vllm(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:

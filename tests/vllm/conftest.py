@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,6 +120,9 @@ def start(models: Callable[[str], str], ledger: Path, monkeypatch: pytest.Monkey
                 patch.setenv(key, value)
             # vLLM loads its plug-ins once in a process, and engines of both kinds live in this one.
             plugin.register()
+            # vLLM 0.32 reads every attribute of every module as it starts, which llvmlite's (it
+            # comes with n-gram speculation) does not stand; nobody imports it by name again.
+            sys.modules.pop("llvmlite.binding.ffi", None)
             try:
                 llm = LLM(
                     models(model),

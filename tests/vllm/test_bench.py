@@ -108,6 +108,7 @@ def test_rough(bench: Any) -> None:
     for arm in ("elastic", "stock again"):
         assert rows[f"same/{arm}"]["value"] == rows[f"same/{arm}"]["of"] > 10
     assert rows["finished/elastic"]["aborted"] > 0
+    assert rows["finished/elastic"]["resets"] > 0
     assert rows["finished/elastic"]["trims"] > 0
 
 

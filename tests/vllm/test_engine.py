@@ -95,6 +95,8 @@ def expected(start: Open, stock: dict[Any, Tokens]) -> Callable[..., Tokens]:
 @pytest.mark.parametrize("model", ["llama", "straddling", "gemma"])
 def test_tokens_and_memory(start: Open, expected: Callable[..., Tokens], model: str) -> None:
     wanted = expected(model)
+    # Prompts of more than the 64 tokens of a step: chunked prefill.
+    assert max(len(one["prompt_token_ids"]) for one in prompts()) > 3 * 64
     with start(model, VMEM_VLLM="1", VMEM_RESERVE="1M") as llm:
         assert answer(llm, prompts()) == wanted
         check(llm)
@@ -142,6 +144,7 @@ def test_prefixes_are_cut_to_the_block(start: Open) -> None:
             elastic.settings = dataclasses.replace(elastic.settings, prefix=cap)
             elastic.tick(force=True)
             assert elastic._cached_bytes() == cap // block * block
+            elastic.settle()
             check(llm)
 
 
@@ -338,6 +341,48 @@ def test_a_lowered_limit_shrinks_the_engine(start: Open, ledger: Any) -> None:
             time.sleep(0.05)
         assert elastic.backing.mapped_bytes <= limit
         assert elastic.usage() == 0
+
+
+def test_a_limit_below_what_requests_hold(start: Open, ledger: Any) -> None:
+    """They keep what they hold, and the engine shrinks as they end."""
+    from pyvmem.ledger import Ledger
+
+    with start("straddling", VMEM_VLLM="1", VMEM_NAME="one", VMEM_RESERVE="0") as llm:
+        elastic, engine = elastic_of(llm), llm.llm_engine
+        asked = prompts()
+        wanted = answer(llm, asked, 40)
+        assert llm.reset_prefix_cache()
+        for number, one in enumerate(asked):
+            engine.add_request(str(number), one, greedy(40))
+        for _ in range(12):
+            engine.step()
+        held = elastic.used_blocks() * elastic.backing.geometry.block_bytes
+        assert held > elastic.least
+        with Ledger("host", folder=ledger, create=False) as other:
+            assert other.order_limit("one", elastic.least).used > elastic.least
+        found: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests():
+            for one in engine.step():
+                found[one.request_id] = list(one.outputs[0].token_ids)
+        assert [found[str(number)] for number in range(len(asked))] == wanted
+        elastic.settle()
+        assert elastic.backing.mapped_bytes <= elastic.least
+        check(llm)
+
+
+def test_a_steady_state_maps_nothing(start: Open) -> None:
+    """What one load mapped serves the next, with no call of the driver and no step that waits."""
+    off = {"enable_prefix_caching": False}
+    with start("straddling", VMEM_VLLM="1", VMEM_RESERVE="4M", VMEM_IDLE="3600", **off) as llm:
+        elastic, stats = elastic_of(llm), memory_of(llm).context.stats
+        answer(llm, prompts())
+        counters, calls, waits = elastic.backing.counters, stats().map_calls, elastic.waits
+        growths = counters.growths
+        assert growths > 0
+        for seed in range(1, 3):
+            answer(llm, prompts(seed))
+        assert (counters.growths, stats().map_calls, elastic.waits) == (growths, calls, waits)
+        assert counters.releases == 0
 
 
 def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> None:

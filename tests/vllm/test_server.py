@@ -57,6 +57,7 @@ def server(models: Callable[[str], str], ledger: Path, tmp_path: Path) -> Iterat
     # What `vllm serve` runs; the command itself looks for a package of the name vllm.
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", models("llama")]
     words += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--distributed-executor-backend", "mp"]  # a worker in a process of its own
     words += ["--dtype", "float32", "--block-size", "32", "--enforce-eager"]
     words += ["--kv-cache-memory-bytes", str(256 * MIB), "--max-model-len", "512"]
     words += ["--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--seed", "0"]
@@ -119,6 +120,7 @@ def test_served_over_http(server: Any, start: Callable[..., Any], ledger: Path) 
     (line,) = [one for one in said.splitlines() if one.startswith("vmem:cached_bytes{")]
     assert 'engine="served"' in line
     assert float(line.split()[-1]) > 0
+    assert 'vmem:maps_total{device="host",engine="served"}' in said
 
     # An idle engine gives its prefixes back to one that is short, without a step.
     account = Ledger("host", folder=ledger).join(

@@ -26,9 +26,9 @@ _HEAD = """<!-- Made by `vmem bench paper --write` from benchmarks/results. Do n
 
 One row for each table and figure of the three papers: their number, ours, the command that makes
 it, and why the two differ. Theirs are of one or more A100 of 80 GB, ours of the GPU that the row
-names, or arithmetic. "not run" means that no result is kept; what no machine here can show
-says so. Figures of vAttention have the numbers of arXiv's third version; its artifact counts one
-less from figure 7 on.
+names, or arithmetic. "not run" names the result that is not kept yet; what no machine here can
+show says so. Figures of vAttention have the numbers of arXiv's third version; its artifact counts
+one less from figure 7 on.
 
 AZURE, ARXIV and MOONCAKE stand for the traces that [the benchmarks' page](../benchmarks/README.md)
 names, FILE for FlashAttention-3's shared object. A ratio of equal arms ("again") shows how much two
@@ -38,13 +38,12 @@ runs of the same thing differ."""
 def _ours(row: Row, results: Results) -> str:
     if row.cannot:
         return f"cannot be shown here: {row.cannot}"
-    if row.ours is None:
-        return NOT_MEASURED
+    assert row.ours is not None, f"{row.number} has neither a number nor a reason"
     try:
         text = row.ours(results)
         return f"{text} ({results[row.file].hardware})" if row.file else text
-    except NotMeasured:
-        return NOT_MEASURED
+    except NotMeasured as error:
+        return f"{NOT_MEASURED}: it takes an H100, of which no {error} is kept"
 
 
 def _table(paper: str, results: Results) -> list[str]:

@@ -100,7 +100,7 @@ def checks(results: Results) -> list[Check]:
     for row, what, pushes, entries in (
         ("pool/run/stock", "map 1,024 pages of 64 KB, in one call", 1, 1024),
         ("bytes/singles/stock", "map 32 pages of 64 KB, a call of Python each", 32, 32),
-        ("step/sync_dirty/stock", "a step in which 8 requests grow in 64 tensors", 512, 512),
+        ("step/maps512_dirty/stock", "map 512 pages of 64 KB in 64 tensors, one by one", 512, 512),
     ):
         found.append(Check(what, cost.time(pushes, entries), one.value(row)))
     return found

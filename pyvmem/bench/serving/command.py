@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from pyvmem.bench.decoder import Decoder, Sizes
     from pyvmem.bench.serving.forward import Forward
     from pyvmem.bench.serving.loop import Outcome
+    from pyvmem.bench.serving.ranks import Group, Run
     from pyvmem.bench.serving.stores import Ints, Store
 
 __all__ = ["ARMS", "WORKLOADS", "Arm", "add_parser", "run"]
@@ -75,6 +77,7 @@ class Arm:
         group: layers in a tensor, of slots; 0: the command's.
         block: rows, of blocks.
         backend: of slots; "": the command's.
+        library: of attention; see `Kernels`.
     """
 
     what: str
@@ -85,6 +88,7 @@ class Arm:
     block: int = _BLOCK
     backend: str = ""
     group: int = 0
+    library: str = "fa3"
 
 
 ARMS = {
@@ -95,6 +99,21 @@ ARMS = {
     "paged16": Arm("blocks of 16 tokens", "paged", "paged", "paged", block=16),
     "paged128": Arm("blocks of 128 tokens", "paged", "paged", "paged", block=128),
     "static": Arm("memory for the longest request each", "static", "contiguous", "paged"),
+    "fa2": Arm(
+        "contiguous, torch's FlashAttention-2",
+        "slots",
+        *("contiguous",) * 2,
+        block=0,
+        library="fa2",
+    ),
+    "flashinfer": Arm(
+        "contiguous, prompts by FlashInfer", "slots", "contiguous", "paged", library="flashinfer"
+    ),
+    "flashinfer16": Arm(
+        *("blocks of 16 tokens, prompts by FlashInfer", "paged", "paged", "paged"),
+        block=16,
+        library="flashinfer",
+    ),
 }
 WORKLOADS = {
     "azure": "lengths as of Azure's conversations, or a trace's; arrivals by its times",
@@ -109,9 +128,16 @@ class _Runner:
     """One model, and stores for it by the names of arms."""
 
     def __init__(
-        self, command: Command, model: Decoder, longest: int, limit: int, device: torch.device
+        self,
+        command: Command,
+        model: Decoder,
+        longest: int,
+        limit: int,
+        device: torch.device,
+        group: Group | None,
     ) -> None:
         self.command, self.model, self.device = command, model, device
+        self.group = group
         self.longest, self.limit = longest, limit
         self.prefixes = command.args.workload == "prefixes"
         self._stores: list[Store] = []
@@ -124,6 +150,10 @@ class _Runner:
     def words(self, name: str) -> str:
         """What an arm is."""
         return self.arm(name).what + (", again" if name == AGAIN else "")
+
+    def _tiles(self, arm: Arm) -> bool:
+        """Whether its contiguous call reads whole tiles, past a request's length."""
+        return self.gpu and arm.library == "fa3"
 
     def _store(self, arm: Arm, slots: int, limit: int) -> Store:
         from pyvmem.bench.serving.stores import Paged, SharedPaged, Slots, Static
@@ -144,12 +174,13 @@ class _Runner:
             group_size=gcd(arm.group or args.group, sizes.layers),
             memory_limit=limit,
             zero_fill=False,  # the other arms' memory goes from request to request as it is, too
-            overread_rows=_TILE if self.gpu else 0,
-            overread_decode=self.gpu and arm.decode == "contiguous",
+            overread_rows=_TILE if self._tiles(arm) else 0,
+            overread_decode=self._tiles(arm) and arm.decode == "contiguous",
         )
         backend = self.command.backend if on_host or not arm.backend else arm.backend
         options = {"backend": backend, "device": args.device}
-        return Slots(config, sizes, arm.block, self.prefixes, **options)
+        ranks = self.group.size if self.group is not None else 1
+        return Slots(config, sizes, arm.block, self.prefixes, ranks, **options)
 
     def serve(
         self,
@@ -163,30 +194,47 @@ class _Runner:
         observer: Any = None,
     ) -> Outcome:
         """A run over a fresh store, of the command's slots and memory where none are named."""
-        from pyvmem.attention.reads import EXACT, Reads
-        from pyvmem.bench.serving.forward import Forward, Kernels
         from pyvmem.bench.serving.loop import serve
+        from pyvmem.bench.serving.ranks import Run
 
-        arm = self.arm(name)
-        reads = Reads(tile=_TILE) if self.gpu else EXACT
-        store = self._store(arm, slots or self.command.args.slots, limit or self.limit)
-        self._stores.append(store)
-        budget = max(budget, store.slots)
-        kernels = Kernels(arm.prefill, arm.decode, reads)
-        graphs = self.gpu and not self.command.args.eager
+        run = Run(name, slots or self.command.args.slots, limit or self.limit, budget)
         forward: Forward
-        with closing(Forward(self.model, store, kernels, budget, graphs)) as forward:
+        if self.group is None:
+            forward = self.open(run)
+        else:
+            self.group.tell(run)
+            forward = self.group.make(partial(self.open, run))
+        with closing(forward):
             forward.warm_up()
             with quiet():
                 return serve(
                     forward,
                     arrivals,
                     partial(_tokens, self.model.sizes),
-                    budget=budget,
+                    budget=max(budget, forward.store.slots),
                     ahead=self.command.args.ahead,
                     limit_s=limit_s,
                     observer=observer,
                 )
+
+    def open(self, run: Run) -> Forward:
+        """A forward pass over a fresh store; rank 0's tells the others."""
+        from pyvmem.attention.reads import EXACT, Reads
+        from pyvmem.bench.serving.forward import Forward, Kernels
+        from pyvmem.bench.serving.ranks import LeadingForward, Told
+
+        arm = self.arm(run.name)
+        reads = Reads(tile=_TILE) if self._tiles(arm) else EXACT
+        store = self._store(arm, run.slots, run.limit)
+        self._stores.append(store)
+        kernels = Kernels(arm.prefill, arm.decode, reads, arm.library)
+        graphs = self.gpu and not self.command.args.eager
+        rest = (kernels, max(run.budget, store.slots), graphs)
+        if self.group is None or self.group.rank:
+            return Forward(self.model, store, *rest)
+        leading = LeadingForward(self.model, Told(store), *rest)
+        leading.group = self.group
+        return leading
 
     def sweep(self) -> None:
         """Closes the stores; not where one was used, since an error's frames hold its tensors."""
@@ -321,11 +369,13 @@ def _conversations(args: argparse.Namespace) -> list[Arrival]:
 def _measure(command: Command, part: Part, device: torch.device) -> None:
     import torch
 
-    from pyvmem.bench.decoder import LLAMA_3_8B, TINY, YI_6B, Decoder
+    from pyvmem.bench.decoder import LLAMA_3_8B, TINY, YI_6B, YI_34B, Decoder, Shard
+    from pyvmem.bench.serving import ranks
 
     args = command.args
     tiny = command.quick or device.type == "cpu"
-    sizes = TINY if tiny else {"Llama-3-8B": LLAMA_3_8B, "Yi-6B": YI_6B}[args.model]
+    shapes = {one.name: one for one in (LLAMA_3_8B, YI_6B, YI_34B)}
+    sizes = TINY if tiny else shapes[args.model]
     if tiny:
         args.slots, args.budget, args.check_budget = min(args.slots, 8), 256, 128
         args.requests, args.rounds = min(args.requests, 6), 1
@@ -333,19 +383,39 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     limit = args.limit
     if tiny:
         limit = (2 if device.type == "cpu" else 64) << 20
-    names: list[str] = args.arms
     arrivals = _workload(args, longest, max(32, args.longest // longest) if tiny else 1)
     if not arrivals:
         part.not_run("*", f"no request of at most {longest} tokens")
         return
     command.show(f"{sizes.name}, {len(arrivals)} requests: {WORKLOADS[args.workload]}")
-    model = Decoder(sizes, device, longest=longest)
+    group = ranks.Group(device) if ranks.count() > 1 else None
+    shard = Shard(group.rank, group.size, group.sum) if group is not None else Shard()
+    model = Decoder(sizes, device, longest=longest, shard=shard)
     if not limit:
         limit = int(torch.cuda.mem_get_info(device)[0]) - _SPARE
     command.record.options.update(
         model=sizes.name, kv_bytes=limit, longest=longest, served=len(arrivals)
     )
-    runner = _Runner(command, model, longest, limit, device)
+    command.record.options["ranks"] = shard.ranks
+    runner = _Runner(command, model, longest, limit, device, group)
+    if group is None:
+        _compare(command, part, runner, arrivals)
+        return
+    try:
+        if group.rank:
+            ranks.follow(group, runner.open, runner.sweep)
+            part.not_run("*", "rank 0 measures")
+        else:
+            _compare(command, part, runner, arrivals)
+            group.tell(None)
+    finally:
+        group.close()
+
+
+def _compare(command: Command, part: Part, runner: _Runner, arrivals: Sequence[Arrival]) -> None:
+    """The arms in turns, after their logits."""
+    args = command.args
+    names: list[str] = args.arms
     wrong: list[str] = []
     if not args.no_check:
         wrong = _check(runner, part, names)
@@ -423,14 +493,19 @@ def add_parser(which: Any) -> None:
     add("--seed", type=int, default=1, help="of what is made up (1)")
     add("--rate", type=float, default=5.5, help="Poisson arrivals a second (5.5)")
     add("--speed-up", type=float, default=1.0, help="a trace's times are divided by this (1)")
-    add("--model", choices=["Llama-3-8B", "Yi-6B"], default="Llama-3-8B", help="(Llama-3-8B)")
+    add(
+        "--model",
+        choices=["Llama-3-8B", "Yi-6B", "Yi-34B"],
+        default="Llama-3-8B",
+        help="(Llama-3-8B)",
+    )
     add("--limit", type=size, default=0, help="bytes for keys and values, as 20G (what is free)")
     add("--longest", type=int, default=16384, help="tokens of a slot (16384)")
     add("--slots", type=int, default=256, help="requests at a time, at most (256)")
     add("--group", type=int, default=1, help="layers in one tensor of a contiguous cache (1)")
     add("--budget", type=int, default=2048, help="new tokens in a step, at most (2048)")
     add("--check-budget", type=int, default=512, help=argparse.SUPPRESS)
-    add("--ahead", type=int, default=4, help="tokens ahead that a cache is told of (4)")
+    add("--ahead", type=int, default=16, help="tokens ahead that a cache is told of (16)")
     add("--rounds", type=int, default=2, help="of all arms (2)")
     add("--limit-s", type=float, default=240.0, metavar="S", help="of one arm's run (240)")
     add("--eager", action="store_true", help="no CUDA graphs")
@@ -444,5 +519,8 @@ def run(args: argparse.Namespace) -> int:
     """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
     if args.merge is not None:
         return put_together(join, args)
+    if rank := int(os.environ.get("RANK", "0")):  # torchrun's; rank 0 alone writes
+        args.out, args.json = None, False
+    args.device = int(os.environ.get("LOCAL_RANK", args.device)) if rank else args.device
     command = open_command(args, "serve", _METHOD, **_options(args))
     return run_on_device(command, args.workload, WORKLOADS[args.workload], _measure)

@@ -20,6 +20,7 @@ from pyvmem.attention import flash, sdpa
 from pyvmem.attention.reads import EXACT, Reads
 from pyvmem.bench import fused
 from pyvmem.bench.decoder import Decoder
+from pyvmem.bench.serving.infer import Prompts
 from pyvmem.bench.serving.stores import Ints, Store
 from pyvmem.kvcache.config import PREFILL_TOKENS
 
@@ -34,11 +35,13 @@ class Kernels(NamedTuple):
     Attributes:
         prefill, decode: "contiguous" or "paged".
         reads: of the contiguous call.
+        library: "fa3", "fa2", or "flashinfer" for prompts, where decoding is FlashAttention-3's.
     """
 
     prefill: str
     decode: str
     reads: Reads = EXACT
+    library: str = "fa3"
 
 
 class Work(NamedTuple):
@@ -70,8 +73,10 @@ class _Part:
     used: torch.Tensor
     index: torch.Tensor
     max_q: int
+    max_kv: int
     table: torch.Tensor | None
     works: Sequence[Work]
+    prompts: bool
 
 
 @dataclass
@@ -141,7 +146,12 @@ class Forward:
         self.model, self.store, self.kernels = model, store, kernels
         self._device = store.layers[0][0].device
         self._gpu = self._device.type == "cuda"
-        self._call = flash.fa3_call() if self._gpu else None
+        self._call = _call(kernels.library) if self._gpu else None
+        self._prompts: Prompts | None = None
+        if self._gpu and kernels.library == "flashinfer":
+            rows = store.table.rows if store.table is not None else 0
+            paged = kernels.prefill == "paged"
+            self._prompts = Prompts(model.sizes, rows if paged else 0, self._device)
         self._scale = model.sizes.head_dim**-0.5
         self._graphs: dict[int, tuple[Any, torch.Tensor]] | None = {} if graphs else None
         self._pool: Any = None
@@ -166,6 +176,8 @@ class Forward:
         layers = self.store.layers if part.table is None or table is None else table.layers
         if self._call is None:
             return self._on_cpu(q, *layers[layer], part)
+        if part.prompts and self._prompts is not None:
+            return self._prompts(q, *layers[layer])
         out: torch.Tensor = self._call(q, *layers[layer], part, self._scale, part.table)
         return out
 
@@ -235,22 +247,29 @@ class Forward:
         tokens: slice,
         paged: bool,
         width: int,
+        *,
+        prompts: bool = False,
+        max_kv: int = 0,
     ) -> _Part:
-        """Requests from number `first` on."""
+        """Requests from number `first` on; `max_kv`: 0 means their longest."""
         end = first + len(works)
         index = there["index"][first:end]
         table = None
         if paged:
             assert self.store.table is not None, "the store has no block table"
             table = self.store.table.of(index, width)
+        if prompts and self._prompts is not None:
+            self._prompts.plan(works, table)
         return _Part(
             tokens,
             there["starts" if first == 0 else "later"][: len(works) + 1],
             there["used"][first:end],
             index,
             max(len(work.ids) for work in works),
+            max_kv or max(work.end for work in works),
             table,
             works,
+            prompts,
         )
 
     def _width(self, works: Sequence[Work]) -> int:
@@ -280,13 +299,13 @@ class Forward:
         total = sum(len(work.ids) for work in works)
         middle = sum(len(work.ids) for work in works[:few])
         parts = []
-        for first, some, tokens, how in (
-            (0, works[:few], slice(0, middle), self.kernels.decode),
-            (few, works[few:], slice(middle, total), self.kernels.prefill),
+        for first, some, tokens, how, prompts in (
+            (0, works[:few], slice(0, middle), self.kernels.decode, False),
+            (few, works[few:], slice(middle, total), self.kernels.prefill, True),
         ):
             if some:
-                width = self._width(some)
-                parts.append(self._part(there, some, first, tokens, how == "paged", width))
+                width, paged = self._width(some), how == "paged"
+                parts.append(self._part(there, some, first, tokens, paged, width, prompts=prompts))
         return self._model(there, total, len(works), parts)
 
     def _model(
@@ -314,7 +333,8 @@ class Forward:
         def forward() -> torch.Tensor:
             width = self.store.table.width if self.store.table is not None else 0
             paged = self.kernels.decode == "paged"
-            part = self._part(there, padded, 0, slice(0, size), paged, width)
+            longest = self.store.longest  # a graph is for all lengths
+            part = self._part(there, padded, 0, slice(0, size), paged, width, max_kv=longest)
             return self._model(there, size, size, [part])
 
         if size not in graphs:
@@ -357,3 +377,16 @@ class Forward:
     def close(self) -> None:
         """Drops the graphs, which hold the store's tensors."""
         self._graphs = None
+
+
+def _call(library: str) -> Any:
+    """A kernel's call with a part's keys and values, and its block table or none."""
+    if library != "fa2":
+        return flash.fa3_call()
+
+    def fa2(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Any, scale: float, table: None
+    ) -> torch.Tensor:
+        return flash.fa2(q, k, v, part, scale)
+
+    return fa2

@@ -82,6 +82,8 @@ class Outcome:
         prompt_tokens, new_tokens: of prompts computed, again after a preemption; of answers.
         shared: rows that requests began with.
         steps, batch_s: forward passes; requests in a step times its seconds, summed.
+        short_s, short_batch_s: seconds in which requests waited for a slot or for memory; these
+            times the requests in a step.
     """
 
     finished: int = 0
@@ -94,6 +96,8 @@ class Outcome:
     steps: int = 0
     largest: int = 0
     batch_s: float = 0.0
+    short_s: float = 0.0
+    short_batch_s: float = 0.0
     preemptions: int = 0
     recomputed: int = 0
     shared: int = 0
@@ -238,6 +242,8 @@ class _Loop:
             live.rows += count
             live.fresh = False
             if live.rows == live.known:
+                if count > 1:
+                    self.store.prompt_ends(live.slot, live.rows)
                 live.emitted += 1
                 emitting.append(live)
         if self.observer is not None:
@@ -260,15 +266,18 @@ class _Loop:
 
         Those that were in no step yet come on their own, so that nobody waits for their memory.
         """
-        left = self.budget
+        left, part = self.budget, max(1, self.ahead // 2)
         asked: dict[bool, tuple[list[int], list[int]]] = {False: ([], []), True: ([], [])}
         for live in lives:
             pending = live.known - live.rows
-            more = self.ahead if pending == 1 else min(pending, self.budget if live.fresh else left)
+            if pending == 1:  # in parts, so that pages come some at a time
+                length = (live.rows + max(1, self.ahead)) // part * part
+            else:
+                length = live.rows + min(pending, self.budget if live.fresh else left)
             left -= min(pending, left)
             slots, lengths = asked[live.fresh]
             slots.append(live.slot)
-            lengths.append(min(live.rows + more, self.store.longest))
+            lengths.append(min(length, self.store.longest))
         for slots, lengths in asked.values():
             if slots:
                 self.store.ahead(slots, lengths)
@@ -276,7 +285,11 @@ class _Loop:
     def _land(self, flying: _Flying) -> None:
         flying.step.wait()
         now = self.now()
-        self.out.batch_s += flying.batch * (now - max(self._last, flying.at))
+        seconds = now - max(self._last, flying.at)
+        self.out.batch_s += flying.batch * seconds
+        if self.short:
+            self.out.short_s += seconds
+            self.out.short_batch_s += flying.batch * seconds
         self._last = now
         self.out.new_tokens += len(flying.emitting)
         for live in flying.emitting:

@@ -54,6 +54,12 @@ def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
             "us",
         ),
     }
+    if outcome.short_s:
+        found["full"] = (
+            "requests in a step while others wait for memory or a slot, mean",
+            outcome.short_batch_s / outcome.short_s,
+            "requests",
+        )
     for name, words, times in (
         ("first", "time to the first token", outcome.first),
         ("between", "time between tokens", outcome.between),
@@ -171,7 +177,8 @@ def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> No
         add(name, "between99", "p99 between tokens", *pause)
         add(name, "host", "host time in the manager", *host)
         if name == "2M":
-            add(name, "batch", "mean batch", *batch)
+            add(name, "batch", "mean batch")
+            add(name, "full", "mean batch while others wait", *batch)
 
 
 def join(paths: Sequence[Path]) -> Record:

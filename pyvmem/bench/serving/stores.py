@@ -21,8 +21,11 @@ from numpy.typing import NDArray
 from pyvmem.attention.reads import Blocks
 from pyvmem.bench.decoder import Sizes
 from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.kvcache.distributed import ParallelKVCache
 
 __all__ = ["Held", "Paged", "SharedPaged", "Slots", "Static", "Store", "Table"]
+
+_FEW_TENSORS = 16  # each of which takes calls of its own to be unmapped, and mapped again
 
 Ints = NDArray[np.int32]
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -119,6 +122,10 @@ class Store(ABC):
         """Whether `hold` of so many tokens would find the memory there, and make none."""
         return True
 
+    def prompt_ends(self, slot: int, tokens: int) -> None:
+        """All of a slot's prompt was launched: what its kernel may read behind it can go then."""
+        return  # nothing behind it
+
     def readable(self, slot: int) -> int:
         """Rows of a contiguous slot that a kernel may read."""
         return self.longest
@@ -168,7 +175,8 @@ class Slots(Store):
         config: of the cache; its `overread_rows` are `reads`'.
         block: rows of a block for paged kernels; 0: no such kernel is asked for.
         prefixes: share them.
-        options: of `KVCache`.
+        ranks: that have such a cache each, a `ParallelKVCache` of torch's process group.
+        options: of the cache.
     """
 
     contiguous = True
@@ -179,9 +187,12 @@ class Slots(Store):
         sizes: Sizes,
         block: int,
         prefixes: bool = False,
+        ranks: int = 1,
         **options: Any,
     ) -> None:
-        self.cache = KVCache(config, **options)
+        self._ranks = ranks
+        self.cache: KVCache | ParallelKVCache
+        self.cache = (ParallelKVCache if ranks > 1 else KVCache)(config, **options)
         self._prefixes = prefixes
         self.slots, self.longest = config.max_batch, config.max_seq_len
         self.token_bytes = sizes.token_bytes
@@ -234,6 +245,12 @@ class Slots(Store):
         return self.cache.is_ready(slot, tokens)
 
     @_timed
+    def prompt_ends(self, slot: int, tokens: int) -> None:
+        """See `Store`; where a request's pages are so many calls, it grows into them instead."""
+        if self.cache.layout.num_tensors <= _FEW_TENSORS:
+            self.cache.truncate(slot, tokens)
+
+    @_timed
     def readable(self, slot: int) -> int:
         """See `Store`."""
         return self.cache.readable_rows([slot])[0]
@@ -257,7 +274,8 @@ class Slots(Store):
         """
         torch.cuda.empty_cache()
         self.cache.trim()
-        self.cache.context.warm(self._limit)
+        if self._ranks == 1:  # several have taken it when they agreed on it
+            self.cache.context.warm(self._limit)
         super().settle()
         self._before = self.cache.stats()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""docs/driver.md explains what the driver says, in the driver's own words."""
+"""docs/driver/operations.md explains what the driver says, in the driver's own words."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "driver" / "operations.md"
 
 
 def test_every_word_on_a_fault_is_explained() -> None:
@@ -14,7 +15,7 @@ def test_every_word_on_a_fault_is_explained() -> None:
     source = (ROOT / "kernel_module" / "uvm_vmem_debug.c").read_text(encoding="utf-8")
     function = source[source.index("\nstatic const char *entry_text(") :].split("\n}\n", 1)[0]
     said = set(re.findall(r'"([^"]+)"', function))
-    page = (ROOT / "docs" / "driver.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     table = page.split("| `there:` |", 1)[1].split("\n\n", 1)[0]
     firsts = [row.split("|")[1] for row in table.splitlines()[2:]]
     assert set(re.findall("`([^`]+)`", " ".join(firsts))) == said
@@ -22,7 +23,7 @@ def test_every_word_on_a_fault_is_explained() -> None:
 
 def test_the_files_that_it_names_are_made() -> None:
     """The names in procfs and the module's parameters."""
-    page = (ROOT / "docs" / "driver.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     sources = "".join(p.read_text("utf-8") for p in (ROOT / "kernel_module").glob("*.c"))
     for name in set(re.findall(r"/proc/driver/nvidia-uvm/(\w+)", page)):
         assert f'("{name}", S_' in sources

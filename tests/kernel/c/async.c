@@ -177,6 +177,39 @@ static void create_without_a_place_for_its_handle(void) {
   world_close(&W);
 }
 
+static struct uvm_vmem_bind *bind_unmapped_later;
+
+static int bind_into_nothing(void) {
+  return vm_call(W.uvm, UVM_VMEM_BIND, bind_unmapped_later);
+}
+
+/* The same for BIND: nobody learns that it was done, but it was, and nothing is in the way of what comes next. */
+static void bind_without_a_place_for_its_result(void) {
+  struct uvm_vmem_stat s;
+  struct call c;
+  world_open(&W, 1);
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 4, 0, &the_object));
+  const struct uvm_vmem_op op = op_map(RES, the_object, 0, 4, 0);
+  bind_unmapped_later = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  CHECK(bind_unmapped_later != MAP_FAILED);
+  *bind_unmapped_later =
+      (struct uvm_vmem_bind){.size = sizeof(*bind_unmapped_later), .start = RES, .ops = (uintptr_t)&op, .op_count = 1};
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+  call_start(&c, bind_into_nothing);
+  OK(softgpu_hold_wait(W.dev, 0, 10000));
+  munmap(bind_unmapped_later, 4096);
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  EQ(call_join(&c), -EFAULT);
+  OK(gpu_check(&W, 0, RES, 4 * UNIT, 0, 0));
+  OK(vm_stat(W.uvm, NULL, &s));
+  EQ(s.out_mapped_bytes, 4 * UNIT);
+  EQ(s.out_tickets, 0);
+  OK(vm_unmap(W.uvm, RES, RES, 4, 0));
+  EQ(gpu_check(&W, 0, RES, 8, 0, 0), -EFAULT);
+  world_close(&W);
+}
+
 static int release_it(void) {
   return vm_release(W.uvm, the_object);
 }
@@ -568,5 +601,5 @@ static void end_with_binds_in_flight(void) {
 MAIN(TEST(a_ticket), TEST(calls_wait_for_the_gpu), TEST(a_wait_ends_with_its_time),
      TEST(not_reused_before_the_invalidate), TEST(released_during_a_bind), TEST(zeroed_after_the_last_write),
      TEST(host_memory_waits), TEST(gpu_goes_with_a_bind_in_flight), TEST(create_without_a_place_for_its_handle),
-     TEST(published_last), TEST(order), TEST(too_many_tickets), TEST(free_with_a_bind_in_flight),
-     TEST(end_with_binds_in_flight))
+     TEST(bind_without_a_place_for_its_result), TEST(published_last), TEST(order), TEST(too_many_tickets),
+     TEST(free_with_a_bind_in_flight), TEST(end_with_binds_in_flight))

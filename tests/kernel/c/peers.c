@@ -292,5 +292,84 @@ static void one_of_two_leaves(void) {
   world_close(&w);
 }
 
+static uint32_t object_on_0;
+
+static void *bind_on_0(void *argument) {
+  struct world *w = argument;
+  return (void *)(intptr_t)vm_map(w->uvm, RES, RES, object_on_0, 0, 4, 0);
+}
+
+static void *create_on_1(void *argument) {
+  struct world *w = argument;
+  uint32_t object;
+  return (void *)(intptr_t)vm_create(w->uvm, w->uuid[1], 16, 4, 0, &object);
+}
+
+/* A BIND is over when its own work is: what another call sent to another GPU meanwhile, and is not done yet, does not
+ * make the FREE that follows a gap. */
+static void free_while_another_gpu_is_slow(void) {
+  struct world w;
+  pthread_t bind, create;
+  void *result;
+  if (world_gpus() < 2) SKIP("one GPU (run with --gpus 2)");
+  world_open(&w, 2);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(2), 16, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 4, 0, &object_on_0));
+  OK(softgpu_hold(w.dev, 0, SOFTGPU_HOLD_PUSH));
+  OK(pthread_create(&bind, NULL, bind_on_0, &w));
+  OK(softgpu_hold_wait(w.dev, 0, 10000)); /* it waits for its page tables */
+  OK(softgpu_hold(w.dev, 1, SOFTGPU_HOLD_PUSH));
+  OK(pthread_create(&create, NULL, create_on_1, &w));
+  OK(softgpu_hold_wait(w.dev, 1, 10000));
+  OK(softgpu_hold(w.dev, 0, SOFTGPU_HOLD_RELEASE));
+  OK(pthread_join(bind, &result));
+  EQ((intptr_t)result, 0);
+  OK(gpu_check(&w, 0, RES, 4 * UNIT, 0, 0));
+  OK(vm_free(w.uvm, RES, UVM_VMEM_FREE_UNMAP));
+  OK(softgpu_hold(w.dev, 1, SOFTGPU_HOLD_RELEASE));
+  OK(pthread_join(create, &result));
+  EQ((intptr_t)result, 0);
+  world_close(&w);
+}
+
+/* Accesses to memory that is not the GPU's own are over when a membar of the system says so, to its own when one of
+ * the GPU does: whose page is taken away decides. A reservation that had such memory goes with one more. */
+static void membars_by_memory(void) {
+  enum { OWN, HOST, PEER, MEMORIES };
+  static const char *const name[] = {"its own", "the host's", "the peer's"};
+  struct softgpu_counters before, unmapped[MEMORIES], freed[MEMORIES];
+  struct world w;
+  uint32_t object[MEMORIES];
+  if (world_gpus() < 2) SKIP("one GPU (run with --gpus 2)");
+  world_open(&w, 2);
+  if (!has(&w, UVM_VMEM_CAP_HOST | UVM_VMEM_CAP_PEER)) SKIP("no host memory, or no peer mappings");
+  if (!always_peers(&w)) OK(softgpu_uvm_enable_peer(&w.c, 0, 1));
+  OK(set_parameter("uvm_downgrade_force_membar_sys", 0)); /* by default UVM takes those of the system always */
+  OK(vm_create(w.uvm, w.uuid[0], 16, 2, 0, &object[OWN]));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 2, UVM_VMEM_CREATE_HOST, &object[HOST]));
+  OK(vm_create(w.uvm, w.uuid[1], 16, 2, 0, &object[PEER]));
+  for (unsigned m = OWN; m < MEMORIES; m++) {
+    OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(2), 16, 0));
+    OK(vm_map(w.uvm, RES, RES, object[m], 0, 2, 0));
+    before = gpu_counters(&w, 0);
+    OK(vm_unmap(w.uvm, RES, RES, 1, 0));
+    unmapped[m] = gpu_counters_since(&w, 0, &before);
+    before = gpu_counters(&w, 0);
+    OK(vm_free(w.uvm, RES, UVM_VMEM_FREE_UNMAP));
+    freed[m] = gpu_counters_since(&w, 0, &before);
+    printf("%s: UNMAP %llu of the system, %llu of the GPU; FREE %llu and %llu\n", name[m],
+           (unsigned long long)unmapped[m].membar_sys, (unsigned long long)unmapped[m].membar_gpu,
+           (unsigned long long)freed[m].membar_sys, (unsigned long long)freed[m].membar_gpu);
+  }
+  for (unsigned m = HOST; m < MEMORIES; m++) {
+    EQ(unmapped[m].membar_sys, unmapped[OWN].membar_sys + 1);
+    EQ(unmapped[m].membar_gpu + 1, unmapped[OWN].membar_gpu);
+    CHECK(freed[m].membar_sys > freed[OWN].membar_sys);
+  }
+  OK(set_parameter("uvm_downgrade_force_membar_sys", 1));
+  world_close(&w);
+}
+
 MAIN(TEST(limit_of_each_gpu), TEST(apart), TEST(one_reservation_on_both), TEST(peer_memory),
-     TEST(every_gpu_is_waited_for), TEST(not_reused_before_both_are_done), TEST(one_of_two_leaves))
+     TEST(every_gpu_is_waited_for), TEST(not_reused_before_both_are_done), TEST(one_of_two_leaves),
+     TEST(free_while_another_gpu_is_slow), TEST(membars_by_memory))

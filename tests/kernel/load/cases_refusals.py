@@ -6,8 +6,10 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+from functools import partial
 from pathlib import Path
 
+import module_refuse
 from edited import other_crc, other_text, without_crc
 from guest_machine import GIVEN, Machine, process
 from module_elf import read_module
@@ -99,7 +101,28 @@ def kernel_refuses_other_symbol_versions(machine: Machine) -> None:
 
 def no_symbol_versions(machine: Machine) -> None:
     without_crc(machine.ours, EDITED, SYMBOL)
-    refused(machine, EDITED, "built without the symbol versions of nvidia.ko")
+    refused(machine, EDITED, "built without the symbol versions of nvidia.ko.*ALLOW=symbols")
+
+
+def never_tried(machine: Machine) -> None:
+    """No kernel of the table, then none of its branches: refused, and loaded when told to."""
+    command = ("load", "--module", str(machine.ours), "--selftest", "true")
+    for table, word, reason in (
+        ({"5.4": {"535.261.03": ""}}, "kernel", f"never run on a kernel like {machine.release}"),
+        ({"6.1": {"580.142": ""}}, "driver", "no version of branch 535 was ever run"),
+    ):
+        forget = partial(setattr, module_refuse, "tried_table", lambda table=table: table)
+        others = " ".join(one for one in module_refuse.ALLOWABLE if one != word)
+        for words in ("", others):
+            outcome = machine.swap(*command, "--allow", words, before=forget)
+            outcome.expect(1, "refused; nothing was changed", reason, f"ALLOW={word} passes")
+            assert machine.is_stock()
+        machine.changed = True
+        outcome = machine.swap(*command, "--allow", word, before=forget)
+        outcome.expect(0, f"ALLOW={word} passes over: .*{reason}")
+        assert machine.is_ours()
+        machine.unload().expect(0)
+        assert machine.is_stock()
 
 
 def file_of_driver_gone(machine: Machine) -> None:
@@ -174,6 +197,7 @@ CASES = (
     other_symbol_versions,
     kernel_refuses_other_symbol_versions,
     no_symbol_versions,
+    never_tried,
     file_of_driver_gone,
     file_of_driver_replaced,
     gpu_in_use,

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import module_load
+import module_refuse
 import pytest
+from driver_patches import PATCHES
+from kernel_common import ROOT
 from machines import Lay
 from module_elf import Export, KernelModule
-from module_refuse import load_refusals, unload_refusals
+from module_refuse import ALLOWABLE, kernel_series, load_refusals, unload_refusals
 from module_system import SECURE_BOOT
 
 VERMAGIC = "6.1.0-1-amd64 SMP preempt mod_unload modversions "
@@ -35,6 +41,13 @@ NO_UVM = {
 NO_DRIVER = {**NO_UVM, "sys/module/nvidia/refcnt": None, "sys/module/nvidia/version": None}
 LOCKED = "none [integrity] confidentiality\n"
 BOOT_ON = b"\x06\0\0\0\x01"
+
+
+@pytest.fixture(autouse=True)
+def tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was run is this and no more, whatever the table of today says."""
+    table = {"6.1": {"535.261.03": "one.json", "580.142": "two.json"}}
+    monkeypatch.setattr(module_refuse, "tried_table", lambda: table)
 
 
 def with_info(**fields: str) -> KernelModule:
@@ -121,9 +134,98 @@ def test_module(lay: Lay, module: KernelModule, nvidia: KernelModule | None, rea
 
 
 def test_a_kernel_without_symbol_versions(lay: Lay) -> None:
-    bare = {name: Export(None, False) for name in NVIDIA.exports}
+    bare = replace(NVIDIA, exports={name: Export(None, False) for name in NVIDIA.exports})
     module = replace(OURS, imports=dict.fromkeys(OURS.imports))
-    assert load_refusals(lay(), module, replace(NVIDIA, exports=bare)) == []
+    (only,) = load_refusals(lay(), module, bare)
+    assert "nvidia.ko has no symbol versions" in only
+    assert only.endswith("; ALLOW=symbols passes this over")
+    assert load_refusals(lay(), module, bare, {"symbols"}) == []
+
+
+def test_a_symbol_that_is_missing_or_differs_cannot_be_allowed(lay: Lay) -> None:
+    for imports in ({"nvUvmInterfaceC": 1}, {"nvUvmInterfaceB": 7}):
+        module = replace(OURS, imports={**OURS.imports, **imports})
+        assert len(load_refusals(lay(), module, NVIDIA, ALLOWABLE)) == 1
+
+
+def test_a_missing_version_beside_a_differing_one(lay: Lay) -> None:
+    module = replace(OURS, imports={**OURS.imports, "nvUvmInterfaceA": None, "nvUvmInterfaceB": 7})
+    (only,) = load_refusals(lay(), module, NVIDIA, ALLOWABLE)
+    assert "1 of 2 symbol versions differ" in only
+
+
+OTHER_KERNEL = "6.8.0-45-generic"
+
+
+@pytest.mark.parametrize(
+    ("release", "version", "word", "reason"),
+    [
+        (OTHER_KERNEL, "535.261.03", "kernel", f"never run on a kernel like {OTHER_KERNEL}, only"),
+        ("6.10.1", "535.261.03", "kernel", "never run on a kernel like 6.10.1, only on Linux 6.1"),
+        ("6.1.0-1-amd64", "535.998.01", "driver", "535.998.01 is in no list of patches/series"),
+        ("6.1.0-1-amd64", "999.10", "driver", "driver 999.10 is in no list of patches/series.json"),
+        ("6.1.0-1-amd64", "", "driver", "driver  is in no list"),
+        ("6.1.0-1-amd64", "545.29.06", "driver", "no version of branch 545 was ever run"),
+    ],
+)
+def test_never_tried(lay: Lay, release: str, version: str, word: str, reason: str) -> None:
+    magic = VERMAGIC.replace("6.1.0-1-amd64", release)
+    changed = {"version": [version], "vermagic": [magic]}
+    module, nvidia = (replace(one, info={**one.info, **changed}) for one in (OURS, NVIDIA))
+    machine = lay(
+        {"proc/sys/kernel/osrelease": f"{release}\n", "sys/module/nvidia/version": f"{version}\n"}
+    )
+    (only,) = load_refusals(machine, module, nvidia)
+    assert reason in only
+    assert only.endswith(f"; ALLOW={word} passes this over")
+    assert load_refusals(machine, module, nvidia, {word}) == []
+    assert load_refusals(machine, module, nvidia, set(ALLOWABLE) - {word}) == [only]
+
+
+def test_another_version_of_a_branch_that_ran(lay: Lay) -> None:
+    """580.95.05 is in series.json's lists; of its branch 580.142 was run."""
+    version = {"version": ["580.95.05"]}
+    module, nvidia = (replace(one, info={**one.info, **version}) for one in (OURS, NVIDIA))
+    machine = lay({"sys/module/nvidia/version": "580.95.05\n"})
+    assert load_refusals(machine, module, nvidia) == []
+
+
+def test_both_are_told(lay: Lay) -> None:
+    changed = {"version": ["560.35.03"], "vermagic": [VERMAGIC.replace("6.1.0-1", "6.12.1")]}
+    module, nvidia = (replace(one, info={**one.info, **changed}) for one in (OURS, NVIDIA))
+    machine = lay(
+        {
+            "proc/sys/kernel/osrelease": "6.12.1-amd64\n",
+            "sys/module/nvidia/version": "560.35.03\n",
+        }
+    )
+    driver, kernel = load_refusals(machine, module, nvidia)
+    assert "branch 560" in driver
+    assert "6.12.1-amd64" in kernel
+    assert load_refusals(machine, module, nvidia, {"kernel"}) == [driver]
+
+
+@pytest.mark.parametrize("words", ["everything", "kernel,signature", "kernel symbols drivers"])
+def test_what_cannot_be_allowed(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["module_load.py", "load", "--allow", words])
+    with pytest.raises(SystemExit, match="2"):
+        module_load.main()
+    wrong = next(w for w in words.replace(",", " ").split() if w not in ALLOWABLE)
+    assert f"ALLOW={wrong} is none of driver, kernel, symbols" in capsys.readouterr().err
+
+
+def test_the_table_names_its_evidence() -> None:
+    """Each record that the table names is of that driver on such a kernel, and nothing failed."""
+    table = json.loads((PATCHES / "kernels.json").read_text(encoding="utf-8"))
+    assert "535.261.03" in table["6.1"]
+    for series, drivers in table.items():
+        for version, name in drivers.items():
+            record = json.loads((ROOT / name).read_text(encoding="utf-8"))
+            assert record["sources"]["driver"] == version
+            assert kernel_series(record["sources"]["kernel"]) == series
+            assert {test["result"] for test in record["tests"]} <= {"ok", "skip"}
 
 
 def user(root: Path, pid: int, command: str, target: str) -> None:

@@ -224,6 +224,7 @@ static bool channel_run(struct sg_channel *channel, bool one_segment)
 	while (channel_has_work(channel)) {
 		u32 at = channel->segment_at;
 
+		sg_readers_channel_runs(channel);
 		if (!channel->segment) {
 			smp_rmb(); /* GPPut was written after the entry */
 			if (sg_holds(gpu, SOFTGPU_HOLD_PUSH) || sg_holds(gpu, SOFTGPU_HOLD_NOW))

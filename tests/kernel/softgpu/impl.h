@@ -195,6 +195,7 @@ struct sg_channel;
 const void *sg_descriptor_of_caller(void);
 void sg_readers_channel_add(struct sg_channel *channel);
 void sg_readers_channel_remove(struct sg_channel *channel);
+void sg_readers_channel_runs(const struct sg_channel *channel);
 void sg_readers_channel_advance(struct sg_channel *channel);
 
 /* ---- address spaces and memory of the resource manager (space.c, rmmem.c) --------------------------- */

@@ -14,12 +14,15 @@
  *
  * The driver's tracepoints tell: uvm_vmem_bind_op comes before anything is written, uvm_vmem_bind_sent when all is in
  * the rings, uvm_vmem_bind when the call returns. A BIND is in flight until the engine has passed what was put into the
- * rings between the first two, whatever was returned: a call that a signal ends leaves its pushes behind.
+ * rings between the first two, whatever was returned: a call that a signal ends leaves its pushes behind. What others put
+ * there meanwhile counts too, nothing tells it apart; so once the call has returned, the BIND answers for what pushes of
+ * that time write and for nothing later, as a FREE that has waited for it.
  */
 #include <linux/file.h>
 #include <linux/module.h>
 #include <linux/notifier.h>
 #include <linux/sched.h>
+#include <linux/sched/task_stack.h>
 #include <linux/slab.h>
 #include <linux/spinlock.h>
 #include <linux/string.h>
@@ -51,7 +54,7 @@ struct chunk {
 /* A place in a channel's ring. */
 struct mark {
 	struct sg_channel *channel;
-	u64 fetched;
+	u64 first, fetched; /* entries of its time: from first, which is one of them, to fetched, which is not */
 };
 
 /* What has happened to a unit that is named. */
@@ -75,6 +78,11 @@ struct bind {
 static DEFINE_SPINLOCK(lock);
 static LIST_HEAD(binds); /* the oldest first */
 static u64 binds_seen, units_seen;
+/* The ring whose entry the engine works on, and its number. Protected by model.lock. */
+static struct {
+	const struct sg_channel *channel;
+	u64 entry;
+} runs;
 
 /* ---- channels ------------------------------------------------------------------------------------------ */
 
@@ -91,12 +99,20 @@ void sg_readers_channel_remove(struct sg_channel *channel)
 	u32 i;
 
 	spin_lock(&lock);
+	if (runs.channel == channel)
+		runs.channel = NULL;
 	list_del(&channel->node);
 	list_for_each_entry(bind, &binds, node)
 		for (i = 0; i < bind->marks; i++)
 			if (bind->mark[i].channel == channel)
 				bind->mark[i].channel = NULL;
 	spin_unlock(&lock);
+}
+
+void sg_readers_channel_runs(const struct sg_channel *channel)
+{
+	runs.channel = channel;
+	runs.entry = channel->fetched;
 }
 
 void sg_readers_channel_advance(struct sg_channel *channel)
@@ -123,7 +139,7 @@ static void mark_rings(struct bind *bind)
 	for (i = 0; i < model.gpus; i++)
 		list_for_each_entry(channel, &model.gpu[i]->channels, node)
 			if (bind->marks < MARKS_MAX)
-				bind->mark[bind->marks++] = (struct mark){ channel, filled(channel) };
+				bind->mark[bind->marks++] = (struct mark){ channel, filled(channel), 0 };
 }
 
 /* Those into which nothing was put meanwhile are not waited for. */
@@ -135,7 +151,7 @@ static void mark_what_was_sent(struct bind *bind)
 		struct mark *mark = &bind->mark[i];
 		u64 now = mark->channel ? filled(mark->channel) : 0;
 
-		if (now == mark->fetched)
+		if (now == mark->first)
 			mark->channel = NULL;
 		mark->fetched = now;
 	}
@@ -152,6 +168,19 @@ static bool passed(const struct bind *bind)
 			return false;
 	}
 	return bind->sent;
+}
+
+/* Whether what the engine writes now may be the BIND's, or whoever else writes has no right to while it is in flight. */
+static bool answers(const struct bind *bind)
+{
+	u32 i;
+
+	if (bind->task || bind->marks == MARKS_MAX)
+		return true;
+	for (i = 0; i < bind->marks; i++)
+		if (bind->mark[i].channel && bind->mark[i].channel == runs.channel)
+			return runs.entry >= bind->mark[i].first && runs.entry < bind->mark[i].fetched;
+	return false;
 }
 
 /* ---- descriptors --------------------------------------------------------------------------------------- */
@@ -302,7 +331,7 @@ void sg_readers_unit(struct sg_space *space, u8 level, u64 va, const struct sg_s
 		unsigned long index = va / SG_PAGE_64K | (unsigned long)space->gpu->index << GPU_SHIFT, state;
 		int next;
 
-		if (bind->descriptor != space->descriptor || va < bind->start || va > bind->last)
+		if (bind->descriptor != space->descriptor || va < bind->start || va > bind->last || !answers(bind))
 			continue;
 		last = bind;
 		if (!bind_names(bind, va))

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: MIT
+"""A serving loop on several GPUs: tensor parallelism, and a `ParallelKVCache` on each rank.
+
+Rank 0 runs the loop. Before each forward pass it tells the others what it asked of its store since
+the last one, and which requests are in the pass; they ask theirs the same, which must answer the
+same, and run it too. One message a pass, over gloo; the sums of a layer go over the model's group.
+
+    python -m torch.distributed.run --nproc-per-node 2 $(which vmem) bench serve --model Yi-34B ...
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pyvmem.bench.command import WrongResult
+from pyvmem.bench.serving.forward import Forward, Launched, Work
+from pyvmem.bench.serving.stores import Held, Ints, Store
+from pyvmem.errors import VMemError
+
+__all__ = ["Group", "LeadingForward", "Told", "count", "follow"]
+
+
+def count() -> int:
+    """Ranks that this process was started with, by torchrun's variable; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Run(NamedTuple):
+    """What a rank must make to follow a run: the arguments of `Runner.open`."""
+
+    name: str
+    slots: int
+    limit: int
+    budget: int
+
+
+class Step(NamedTuple):
+    """What was asked of the store, with the answers, and the requests of a pass; None: the end."""
+
+    asked: list[tuple[str, tuple[Any, ...], Any]]
+    works: list[Work] | None
+
+
+class Group:
+    """The ranks, and how one tells the others.
+
+    Args:
+        device: of this rank.
+
+    Attributes:
+        rank, size: of this process; ranks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._control: Any = dist.new_group(backend="gloo")
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor, added up over the ranks in place."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def tell(self, message: Any = None) -> Any:
+        """Rank 0's message, on every rank."""
+        box = [message]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]
+
+    def make(self, make: Callable[[], Forward]) -> Forward:
+        """What every rank could make. RuntimeError, on every rank: one could not."""
+        forward, why = None, ""
+        try:
+            forward = make()
+        except (VMemError, RuntimeError, ValueError, ImportError, AssertionError) as error:
+            why = f"{type(error).__name__}: {error}"
+        all_why = [""] * self.size
+        dist.all_gather_object(all_why, why, group=self._control)
+        if forward is None or any(all_why):
+            raise RuntimeError("; ".join(f"rank {i}: {w}" for i, w in enumerate(all_why) if w))
+        return forward
+
+    def close(self) -> None:
+        """Leaves; a collective."""
+        dist.destroy_process_group()
+
+
+class Told(Store):
+    """Rank 0's store: notes what is asked, so that the other ranks can ask it, too."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.slots, self.longest = store.slots, store.longest
+        self.token_bytes, self.contiguous = store.token_bytes, store.contiguous
+        self.layers, self.table = store.layers, store.table
+        self.asked: list[tuple[str, tuple[Any, ...], Any]] = []
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        answer = getattr(self.store, name)(*args)
+        self.host_ns = self.store.host_ns
+        self.asked.append((name, copy.deepcopy(args), answer))  # a caller's lists change later
+        return answer
+
+    def take(self, ids: Ints) -> tuple[int, int] | None:
+        """See `Store`."""
+        found: tuple[int, int] | None = self._ask("take", ids)
+        return found
+
+    def release(self, slot: int, ids: Ints | None = None) -> None:
+        """See `Store`."""
+        self._ask("release", slot, ids)
+
+    def hold(self, slots: list[int], lengths: list[int]) -> bool:
+        """See `Store`."""
+        return bool(self._ask("hold", slots, lengths))
+
+    def ahead(self, slots: list[int], lengths: list[int]) -> None:
+        """See `Store`."""
+        self._ask("ahead", slots, lengths)
+
+    def prompt_ends(self, slot: int, tokens: int) -> None:
+        """See `Store`."""
+        self._ask("prompt_ends", slot, tokens)
+
+    def settle(self) -> None:
+        """See `Store`."""
+        self._ask("settle")
+
+    def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
+        """See `Store`; rank 0 alone decides who joins."""
+        return self.store.fits(partial, tokens)
+
+    def ready(self, slot: int, tokens: int) -> bool:
+        """See `Store`; rank 0 alone decides who waits."""
+        return self.store.ready(slot, tokens)
+
+    def readable(self, slot: int) -> int:
+        """See `Store`."""
+        return self.store.readable(slot)
+
+    def where(self, slots: Ints, positions: Ints) -> tuple[Ints, Ints]:
+        """See `Store`."""
+        return self.store.where(slots, positions)
+
+    def upload(self) -> None:
+        """See `Store`."""
+        self.store.upload()
+
+    def held(self) -> Held:
+        """See `Store`; of this rank."""
+        return self.store.held()
+
+    def driver(self) -> dict[str, float]:
+        """See `Store`; of this rank."""
+        return self.store.driver()
+
+    def close(self) -> None:
+        """See `Store`."""
+        super().close()
+        self.store.close()
+
+
+class LeadingForward(Forward):
+    """Rank 0's: every pass is every rank's."""
+
+    group: Group
+
+    def launch(self, works: list[Work]) -> Launched:
+        """See `Forward`."""
+        self._tell(works)
+        return super().launch(works)
+
+    def close(self) -> None:
+        """See `Forward`; ends the run on every rank."""
+        self._tell(None)
+        super().close()
+
+    def _tell(self, works: list[Work] | None) -> None:
+        store = self.store
+        assert isinstance(store, Told)
+        self.group.tell(Step(store.asked, works))
+        store.asked = []
+
+
+def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], None]) -> None:
+    """What the other ranks do: run after run, until rank 0 tells None.
+
+    Args:
+        group: of the ranks.
+        make: a forward pass over a fresh store.
+        sweep: closes the store, once the pass is forgotten.
+
+    Raises:
+        WrongResult: a store answered otherwise than rank 0's.
+    """
+    while (run := group.tell()) is not None:
+        try:
+            forward = group.make(partial(make, run))
+        except RuntimeError:  # rank 0 has it, too, and goes on to its next run
+            sweep()
+            continue
+        with closing(forward):
+            _follow(group, forward)
+        del forward
+        sweep()
+
+
+def _follow(group: Group, forward: Forward) -> None:
+    flying: Launched | None = None
+    while True:
+        asked, works = group.tell()
+        for name, args, answer in asked:
+            mine = getattr(forward.store, name)(*args)
+            if mine != answer:
+                raise WrongResult(
+                    f"rank {group.rank}: {name}{args!r:.80} was {mine}, on rank 0 {answer}"
+                )
+        if works is None:
+            if flying is not None:
+                flying.wait()
+            return
+        launched = forward.launch(works)
+        if flying is not None:
+            flying.wait()  # a pass is prepared while the one before it runs, as on rank 0
+        flying = launched

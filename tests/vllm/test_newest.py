@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: MIT
+"""Description: what only the newest vLLM has: one buffer, in which layers may lie block by block.
+
+Its attention on the CPU takes layers one after the other alone, so the views are looked at here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import vllm
+
+from pyvmem.vllm.geometry import runs_of
+from pyvmem.vllm.memory import KVMemory, open_context
+from pyvmem.vllm.versions import adapter_of
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        vllm.__version__ < "0.32", reason=f"vllm {vllm.__version__} has a buffer for each layer"
+    ),
+]
+
+BLOCKS, PAGE = 64, 8192  # of vLLM: bytes of a block in a layer
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "LBHNC"])
+def test_a_block_is_where_the_books_say(layout: str) -> None:
+    """In the pages that the geometry names for block 5, and nowhere else."""
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    assert spec.page_size_bytes == PAGE
+    outermost = layout.startswith("B")
+    tensor = KVCacheTensor(
+        size=2 * BLOCKS * PAGE,
+        layers=["a", "b"],
+        layer_stride=PAGE if outermost else BLOCKS * PAGE,
+        block_stride=2 * PAGE if outermost else PAGE,
+    )
+    config = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(["a", "b"], spec)])
+    made: list[KVMemory] = []
+
+    def open_memory(blocks: int, sizes: list[int]) -> KVMemory:
+        made.append(KVMemory(open_context("host", 0, 4096, 1 << 20), blocks, sizes))
+        return made[0]
+
+    zeros = torch.zeros
+    views = adapter_of(vllm.__version__).make(
+        allocate_kv_cache, open_memory, config, torch.device("cpu"), KVCacheLayout[layout]
+    )
+    assert torch.zeros is zeros
+    assert allocate_kv_cache.__globals__["torch"] is torch
+    (memory,) = made
+    (kind,) = memory.geometry.classes
+    assert (kind.tensors, kind.block_bytes) == ((1, 2 * PAGE) if outermost else (2, PAGE))
+    memory.grow(runs_of([memory.geometry.pages(0, 5)]))
+    assert memory.context.stats().mapped_bytes == 2 * PAGE
+    for value, name in enumerate("ab", 1):
+        assert views[name].shape[0] == BLOCKS
+        views[name][5].fill_(value)  # a page that is not mapped would end the process
+    assert {float(views[name][5].max()) for name in "ab"} == {1.0, 2.0}
+    assert {float(views[name][5].min()) for name in "ab"} == {1.0, 2.0}
+    views.clear()
+    memory.close()
