@@ -106,7 +106,8 @@ def test_the_command_serves_layers_that_differ(
     loaded = LoadedModel(model_of("gemma3"), Words(), tmp_path, "gemma3", frozenset())
     monkeypatch.setattr(models, "load", lambda *_, **__: loaded)
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a prompt that is longer than the window of twenty-four tokens\n---\nshort\n")
+    long = "a prompt that is longer than the window of twenty-four tokens"
+    prompts.write_text(f"{long}\n---\nshort\n")
     words = ["serve-demo", "--backend", "host", "--prompts", str(prompts), "--max-new-tokens", "8"]
     assert cli.main([*words, "--json", "--verify", "--max-seq-len", "256"]) == 0
     found = json.loads(capsys.readouterr().out)
