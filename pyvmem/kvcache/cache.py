@@ -1132,7 +1132,7 @@ class LayeredCache(KVCache):
     def _has_rows(self, layer: int) -> None:
         self._place(layer)
         if isinstance(self.layers[operator.index(layer)], StateShape):
-            raise invalid(f"layer {layer} has a state, and no keys or values; see states")
+            raise invalid(f"layer {layer} has a state; see states")
 
     def _place(self, layer: int) -> tuple[Place, Place | None]:
         index, last = operator.index(layer), len(self._places) - 1

@@ -352,11 +352,6 @@ class Group:
         return self.pager.columns.held
 
     @property
-    def used_rows(self) -> int:
-        """Rows of all requests: one for each token, or one state for each request."""
-        return sum(map(bool, self.rows)) if self.layout.state else self.used_tokens
-
-    @property
     def has_batches(self) -> bool:
         """Whether a batch over the group's addresses is not noted as finished."""
         return bool(self.pager.growths or self.reclaimer.cuts or self.mover.moves)
@@ -398,7 +393,9 @@ class Group:
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
         away = self._away() if reclaimer.away else 0
         pages = self.pager.active_pages - reclaimer.slid + shared.used - away
-        used = self.used_rows * self.token_bytes
+        # Rows of all requests: one for each token, or one state for each request.
+        rows = sum(map(bool, self.rows)) if self.layout.state else self.used_tokens
+        used = rows * self.token_bytes
         gone = away + shared.away_uses
         if self.window is not None:
             gone += reclaimer.slid

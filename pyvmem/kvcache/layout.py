@@ -121,8 +121,8 @@ class Layout:
         """Pages per tensor that hold `seq_len` tokens and the rows that decoding may over-read."""
         if seq_len <= 0:
             return 0
-        rows = min(seq_len + self.overread, self.max_rows)
-        return -(-self.bytes_for(rows) // self.page_size)
+        rows = 1 if self.state else min(seq_len + self.overread, self.max_rows)
+        return -(-rows * self.row_bytes // self.page_size)
 
     def guarded(self, seq_len: int) -> int:
         """The tokens that `pages_for` is to be asked about for a prefill up to `seq_len`."""

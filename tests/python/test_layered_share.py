@@ -425,7 +425,6 @@ def test_what_layers_with_a_window_do_not_allow(context: Context) -> None:
             lambda: cache.fork_many(reqid, 2),
             lambda: cache.record(reqid, range(UNIT)),
             lambda: cache.free_reqid(reqid, tokens=range(UNIT)),
-            lambda: cache.swap_out(reqid),
         ):
             with pytest.raises(NotSupported, match="sliding window"):
                 call()
