@@ -62,7 +62,8 @@ def attention_forward(
         raise ValueError('attention "vmem" takes neither a mask nor dropout')
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int that nn.Module's __getattr__ hides
     attend, batch = vmem_step.attention, vmem_step.batch
-    attend.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), batch)
+    rows = None if attend.is_latent(layer) else value[0].transpose(0, 1)
+    attend.write(layer, key[0].transpose(0, 1), rows, batch)
     output = attend(query[0].transpose(0, 1), layer, batch, scale=scaling)
     return output.unsqueeze(0), None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from pyvmem.layouts.options import size
 if TYPE_CHECKING:
     from pyvmem.context import Context
     from pyvmem.info import ContextInfo
-    from pyvmem.kvcache import KVCache
+    from pyvmem.kvcache import KVCache, LayerShape
     from pyvmem.serve.engine import TokenEvent
     from pyvmem.serve.job import Completion, Job
     from pyvmem.serve.model import LoadedModel
@@ -135,7 +136,8 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
-    from pyvmem.kvcache import KVCache, KVCacheConfig
+    from pyvmem.hf.shapes import make_cache, row_shapes
+    from pyvmem.kvcache.config import classes_of
     from pyvmem.serve import model as models
     from pyvmem.serve.report import page_name
 
@@ -145,35 +147,45 @@ def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
     loaded = models.load(
         args.model, dtype=dtype, device="cpu" if on_host else f"cuda:{args.device}", notify=_note
     )
-    layers = loaded.model.config.get_text_config().num_hidden_layers
-    why = _take_layout(args, info, loaded, texts, dtype)
-    config = KVCacheConfig.from_hf(
-        loaded.model.config,
+    text = loaded.model.config.get_text_config()
+    shapes = row_shapes(text, "serve-demo")
+    why = _take_layout(args, info, loaded, shapes, texts, dtype)
+    longest = args.max_seq_len or text.max_position_embeddings
+    group = args.group_size or math.gcd(*classes_of(shapes)[0].values())
+    with make_cache(
+        shapes,
+        context,
+        info.backend,
+        args.device,
         dtype=dtype,
         max_batch=args.max_batch,
+        max_seq_len=longest,
         page_size=args.page_size,
-        group_size=args.group_size or layers,
+        group_size=group,
         memory_limit=args.memory_limit,
-        window=0,  # all rows are kept, whatever the model's window
-        **({"max_seq_len": args.max_seq_len} if args.max_seq_len else {}),
-    )
-    if not args.json:
-        passed_over = f" ({info.why})" if info.why else ""
-        print(
-            f"back end {info.backend}{passed_over}; "
-            f"pages of {page_name(args.page_size or info.granule)}, "
-            f"{2 * layers // config.group_size} tensors; "
-            f"{len(texts)} prompts, {args.max_batch} at a time",
-            flush=True,
-        )
-        if why:
-            print(f"layout: {why}", flush=True)
-    with KVCache(config, context) as cache:
+        window_tile=256,  # as much as any kernel reads there
+    ) as cache:
+        if not args.json:
+            passed_over = f" ({info.why})" if info.why else ""
+            print(
+                f"back end {info.backend}{passed_over}; "
+                f"pages of {page_name(args.page_size or info.granule)}, "
+                f"{sum(part.layout.num_tensors for part in cache.caches)} tensors; "
+                f"{len(texts)} prompts, {args.max_batch} at a time",
+                flush=True,
+            )
+            if why:
+                print(f"layout: {why}", flush=True)
         return _answer(args, context, loaded, cache, texts)
 
 
 def _take_layout(
-    args: argparse.Namespace, info: ContextInfo, loaded: LoadedModel, texts: list[str], dtype: str
+    args: argparse.Namespace,
+    info: ContextInfo,
+    loaded: LoadedModel,
+    shapes: list[LayerShape],
+    texts: list[str],
+    dtype: str,
 ) -> str:
     """Sets the layout that is advised for these prompts, where none was given; says why."""
     from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Limits, advise, choices
@@ -184,10 +196,15 @@ def _take_layout(
     if args.page_size or args.group_size is not None:
         args.group_size = 1 if args.group_size is None else args.group_size
         return ""
-    text = loaded.model.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    shape = ModelShape(loaded.name, text.num_hidden_layers, heads, head_dim, dtype)
+    first = shapes[0]
+    shape = ModelShape(
+        loaded.name,
+        len(shapes),
+        first.num_kv_heads,
+        first.head_dim,
+        dtype,
+        layers=tuple(shapes),
+    )
     lengths = [max(1, len(encode(loaded.tokenizer, one))) for one in texts]
     work = [Work(length, args.max_new_tokens) for length in lengths]
     # Of a demonstration's batch; what else is free would only ask for larger pages.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ import torch
 from pyvmem.attention import Attention
 from pyvmem.closing import Closable
 from pyvmem.engine import RequestCache
+from pyvmem.hf.latent import absorbed, latent_rank
+from pyvmem.hf.shapes import row_shapes
+from pyvmem.kvcache import LayeredCache
 from pyvmem.serve import attention
 from pyvmem.serve.job import Completion, FinishReason, Job, Sequence
 from pyvmem.serve.scheduler import Scheduler
@@ -92,8 +96,9 @@ class Engine(Closable):
     Args:
         model: a transformers causal language model on the cache's device, in the cache's dtype. Its
             attention implementation is "vmem" until `close`, then what it was.
-        cache: the KV cache. The engine uses all of its slots; the caller closes it after the
-            engine.
+        cache: the KV cache, of as many layers; it keeps all rows, or what the model's windows see.
+            Of a model with MLA it keeps the latent, and the up-projections are absorbed until
+            `close`. The engine uses all of its slots; the caller closes it after the engine.
         prefill_chunk: most prompt tokens of a request in one step; 0: the whole prompt.
         background: map the next step's pages while the present one is computed.
         observer: called with every `StepRecord`.
@@ -103,7 +108,8 @@ class Engine(Closable):
         attention: its `choice` names the kernel.
 
     Raises:
-        ValueError: the model's layers or heads are not the cache's.
+        ValueError: the model's layers or heads are not the cache's. NotSupported: a layer has a
+            state, or MLA in another form than DeepSeek-V3's.
     """
 
     def __init__(
@@ -118,11 +124,22 @@ class Engine(Closable):
     ) -> None:
         if prefill_chunk < 0:
             raise ValueError(f"prefill_chunk is {prefill_chunk}; it must not be negative")
-        config = cache.config
-        layers = model.config.get_text_config().num_hidden_layers
-        if layers != config.num_layers:
-            raise ValueError(f"the model has {layers} layers, the cache {config.num_layers}")
-        self.attention = Attention(cache, kernel)
+        text = model.config.get_text_config()
+        shapes = row_shapes(text, "the engine")
+        count = len(cache.layers) if isinstance(cache, LayeredCache) else cache.config.num_layers
+        if len(shapes) != count:
+            raise ValueError(f"the model has {len(shapes)} layers, the cache {count}")
+        self._undo = ExitStack()
+        with ExitStack() as undo:
+            self.attention = Attention(
+                cache,
+                kernel,
+                windows=[shape.window for shape in shapes],
+                v_head_dim=latent_rank(text),
+            )
+            undo.callback(self.attention.close)
+            undo.enter_context(absorbed(model))
+            self._undo = undo.pop_all()
         self._device = model.device
         self._cache = RequestCache(cache)
         self._scheduler = Scheduler(self._cache, prefill_chunk=prefill_chunk, background=background)
@@ -142,7 +159,7 @@ class Engine(Closable):
             self._scheduler.waiting.clear()
             self._scheduler.running.clear()
             self._cache.close()
-            self.attention.close()
+            self._undo.close()
             self._model.set_attn_implementation(self._model_attention)
 
     @property

@@ -10,11 +10,13 @@ and used ``sum of n_i * R * T``, which is the same for all layouts. A static res
 of these requests ``max_seq_len * R * T``, however long it is. A layout's peak is its own largest
 step. The replay counts requests that run; what the cache keeps mapped beyond that for the next
 request is in the measured numbers alone, so the replay of the run's own layout stands beside them.
+Layers that differ are summed up; rows that leave a window are counted as kept, in every layout.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -59,19 +61,19 @@ class Footprint:
 class Replay:
     """The largest step of a run under one layout. ``page_size`` 0 is the static reservation."""
 
-    def __init__(self, name: str, config: KVCacheConfig, page_size: int) -> None:
+    def __init__(self, name: str, configs: Sequence[KVCacheConfig], page_size: int) -> None:
         self.name = name
         self.page_size = page_size
-        self._layout = Layout(config, page_size or _BIG_PAGE)
-        self._token_bytes = self._layout.row_bytes * self._layout.num_tensors
+        self._layouts = [Layout(config, page_size or _BIG_PAGE) for config in configs]
+        self._token_bytes = sum(one.row_bytes * one.num_tensors for one in self._layouts)
         self._peak = (0, 0)  # mapped and used
 
     def bytes_for(self, tokens: int) -> int:
         """Physical bytes behind a request of so many tokens."""
-        layout = self._layout
+        layouts = self._layouts
         if not self.page_size:
-            return layout.max_rows * self._token_bytes
-        return layout.pages_for(tokens) * layout.page_size * layout.num_tensors
+            return layouts[0].max_rows * self._token_bytes
+        return sum(one.pages_for(tokens) * one.page_size * one.num_tensors for one in layouts)
 
     def add(self, lengths: list[int]) -> None:
         """Takes a step into account."""
@@ -81,7 +83,8 @@ class Replay:
 
     def footprint(self) -> Footprint:
         """The layout's peak so far."""
-        return Footprint(self.name, self.page_size, self._layout.num_tensors, *self._peak)
+        tensors = sum(one.num_tensors for one in self._layouts)
+        return Footprint(self.name, self.page_size, tensors, *self._peak)
 
 
 class Recorder:
@@ -94,17 +97,19 @@ class Recorder:
     """
 
     def __init__(self, cache: KVCache, page_size: int, *, keep_steps: bool = False) -> None:
-        config = cache.config
-        whole = replace(config, group_size=config.num_layers)
+        configs = [part.config for part in cache.caches]
+        whole = [replace(config, group_size=config.num_layers) for config in configs]
         self._cache = cache
         self._page_size = page_size
-        self.own = Replay("this run's layout", config, page_size)
-        self.others = [Replay("2 MiB pages, same tensors", config, _BIG_PAGE)]
-        if config.group_size != config.num_layers:
+        self.own = Replay("this run's layout", configs, page_size)
+        self.others = [Replay("2 MiB pages, same tensors", configs, _BIG_PAGE)]
+        if configs != whole:
             together = "all layers in one K and one V"
+            if len(configs) > 1:
+                together = "all layers of a kind together"
             self.others.append(Replay(f"2 MiB pages, {together}", whole, _BIG_PAGE))
             self.others.append(Replay(f"this run's pages, {together}", whole, page_size))
-        self.others.append(Replay("static, the longest sequence for each", config, 0))
+        self.others.append(Replay("static, the longest sequence for each", configs, 0))
         self._steps: list[dict[str, Any]] | None = [] if keep_steps else None
         self._start = time.perf_counter()
 

@@ -174,7 +174,7 @@ def test_replayed_layouts_follow_the_formula() -> None:
         (smollm(), 0, 3 * 1000 * 384 * 60),
     ]
     for config, page, mapped in cases:
-        replay = Replay("x", config, page)
+        replay = Replay("x", [config], page)
         replay.add(lengths)
         replay.add([1])
         found = replay.footprint()
@@ -186,7 +186,7 @@ def test_replayed_layouts_follow_the_formula() -> None:
 
 
 def test_of_steps_that_map_the_same_the_fullest_counts() -> None:
-    replay = Replay("x", smollm(), 2 * MIB)
+    replay = Replay("x", [smollm()], 2 * MIB)
     for lengths in ([5, 5], [900, 7], [20, 20]):
         replay.add(lengths)
     assert replay.footprint().used_bytes == 907 * 384 * 60
