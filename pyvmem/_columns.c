@@ -12,26 +12,14 @@
 #include "_columns.h"
 /* clang-format on */
 
-static uint64_t smaller(uint64_t a, uint64_t b)
-{
-  return a < b ? a : b;
-}
+static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-/* The greatest power of two up to a number; 0 of 0. */
-static uint64_t floor_power(uint64_t number)
-{
-  return number ? 1ull << (63 - __builtin_clzll(number)) : 0;
-}
+/* The largest power of two that is not above a number; 0 for 0. */
+static uint64_t floor_power(uint64_t number) { return number ? 1ull << (63 - __builtin_clzll(number)) : 0; }
 
-static uint64_t ceil_power(uint64_t number)
-{
-  return number < 2 ? 1 : floor_power(number - 1) * 2;
-}
+static uint64_t ceil_power(uint64_t number) { return number < 2 ? 1 : floor_power(number - 1) * 2; }
 
-static uint64_t ceil_div(uint64_t number, uint64_t by)
-{
-  return (number + by - 1) / by;
-}
+static uint64_t ceil_div(uint64_t number, uint64_t by) { return (number + by - 1) / by; }
 
 /*
  * Reads `slots` lengths from a list of exactly as many. `rows` gets the rows that each slot holds
@@ -39,13 +27,11 @@ static uint64_t ceil_div(uint64_t number, uint64_t by)
  * are more for a prefill; and `beyond` the places where these exceed the capacity, in order. `beyond` has
  * room for one more than `slots`.
  *
- * Returns how many places are in `beyond`; -1 - i where entry i is no int from 0 to 2^64 - 1; or
+ * Returns how many places are in `beyond`; -1 - i where entry i is not an int from 0 to 2^64 - 1; or
  * -1 - slots - i where no slot can hold so many rows, or this one is free.
  */
-int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place,
-                    const struct pyvmem_columns *columns, const uint64_t *held, uint64_t *rows, uint64_t *needs,
-                    uint32_t *beyond, uint64_t *total)
-{
+int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
+                    const uint64_t *held, uint64_t *rows, uint64_t *needs, uint32_t *beyond, uint64_t *total) {
   PyGILState_STATE state = PyGILState_Ensure();
   const uint64_t *capacity = columns->capacity;
   uint64_t guard = place->guard, prefill = place->prefill, max_rows = place->max_rows;
@@ -65,14 +51,11 @@ int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place
     uint64_t need = length > held[i] ? length : held[i];
     rows[i] = need;
     sum += need;
-    if (guard && need - held[i] > prefill && need < max_rows)
-      need = smaller(need + guard, max_rows);
+    if (guard && need - held[i] > prefill && need < max_rows) need = smaller(need + guard, max_rows);
     needs[i] = need;
-    if (need <= capacity[i])
-      continue;
+    if (need <= capacity[i]) continue;
     beyond[n++] = i;
-    if (!bad && (!columns->active[i] || need > max_rows))
-      bad = -1 - (int64_t)slots - (int64_t)i;
+    if (!bad && (!columns->active[i] || need > max_rows)) bad = -1 - (int64_t)slots - (int64_t)i;
   }
   PyGILState_Release(state);
   *total = sum;
@@ -80,35 +63,28 @@ int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place
 }
 
 /*
- * Chooses for each slot how many pages are mapped, at least `pages`. Slots that lack none keep
- * theirs. Returns the pages beyond what is asked for, of all slots together.
+ * Chooses for each slot how many pages are mapped, at least `pages`. Slots that lack none
+ * stay as they are. Returns the pages beyond what is asked for, of all slots together.
  */
-uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint64_t *pages,
-                      const uint64_t *mapped, const uint64_t *head, uint64_t *goals)
-{
+uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint64_t *pages, const uint64_t *mapped,
+                      const uint64_t *head, uint64_t *goals) {
   memcpy(goals, pages, count * sizeof(*goals));
   uint64_t need = 0;
-  for (uint64_t i = 0; i < count; i++)
-    need += pages[i] > mapped[i] ? pages[i] - mapped[i] : 0;
-  if (!need || need >= runs->free || runs->longest == 1)
-    return 0;
+  for (uint64_t i = 0; i < count; i++) need += pages[i] > mapped[i] ? pages[i] - mapped[i] : 0;
+  if (!need || need >= runs->free || runs->longest == 1) return 0;
   uint64_t room = runs->free - need;
   uint64_t least = runs->left ? ceil_power(ceil_div(2 * room * runs->tensors, runs->left)) : 1;
   uint64_t share = room / (runs->active ? runs->active : 1);
   uint64_t most = smaller(runs->longest, floor_power(least > 1 ? share : share / 2));
-  if (most < 2)
-    return 0;
+  if (most < 2) return 0;
   uint64_t left = room;
   for (uint64_t i = 0; i < count; i++) {
-    if (pages[i] <= mapped[i])
-      continue;
+    if (pages[i] <= mapped[i]) continue;
     uint64_t run = floor_power((uint64_t)((double)(pages[i] - head[i]) * runs->fraction));
     run = smaller(run < least ? least : run, most);
-    if (run < 2)
-      continue;
+    if (run < 2) continue;
     uint64_t goal = smaller(ceil_div(pages[i], run) * run, runs->last);
-    if (goal - pages[i] > left)
-      continue;
+    if (goal - pages[i] > left) continue;
     left -= goal - pages[i];
     goals[i] = goal;
   }
@@ -121,16 +97,13 @@ uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint
  *
  * Returns 0; or -1 where a slot is not plain, or more pages are lacking than `runs` says are free.
  */
-int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place,
-                const struct pyvmem_columns *columns, const uint64_t *needs, struct pyvmem_growth *growth,
-                struct vmem_op *ops)
-{
-  uint64_t *head = growth->capacity; /* until it gets its own contents */
+int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
+                const uint64_t *needs, struct pyvmem_growth *growth, struct vmem_op *ops) {
+  uint64_t *head = growth->capacity; /* borrowed until it gets its own contents */
   growth->lacking = growth->reused = growth->ops = 0;
   for (uint64_t i = 0; i < growth->count; i++) {
     uint32_t slot = growth->slot[i];
-    if (!columns->plain[slot])
-      return -1;
+    if (!columns->plain[slot]) return -1;
     uint64_t rows = smaller(needs[slot] + place->overread, place->max_rows);
     uint64_t pages = place->fixed ? place->fixed : ceil_div(rows * place->row_bytes, place->page_size);
     uint64_t mapped = columns->mapped[slot];
@@ -141,8 +114,7 @@ int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place
     growth->reused += smaller(pages, mapped) - columns->granted[slot];
     head[i] = columns->head[slot];
   }
-  if (growth->lacking > runs->free)
-    return -1;
+  if (growth->lacking > runs->free) return -1;
   uint64_t ahead = pyvmem_goals(runs, growth->count, growth->pages, growth->mapped, head, growth->goal);
   growth->added = growth->lacking + ahead;
   for (uint64_t i = 0; i < growth->count; i++) {
@@ -154,22 +126,22 @@ int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place
       continue;
     }
     ops[growth->ops++] = (struct vmem_op){
-      .op = VMEM_OP_POPULATE,
-      .flags = place->op_flags,
-      .addr = place->base + slot * place->slot_bytes + mapped * place->page_size,
-      .bytes = (growth->goal[i] - mapped) * place->page_size,
-      .count = place->tensors,
-      .stride = place->tensor_bytes,
-      .page_size = place->page_size,
-      .location = VMEM_DEVICE,
+        .op = VMEM_OP_POPULATE,
+        .flags = place->op_flags,
+        .addr = place->base + slot * place->slot_bytes + mapped * place->page_size,
+        .bytes = (growth->goal[i] - mapped) * place->page_size,
+        .count = place->tensors,
+        .stride = place->tensor_bytes,
+        .page_size = place->page_size,
+        .location = VMEM_DEVICE,
     };
   }
   return 0;
 }
 
 /* Notes that a planned growth is mapped and granted. */
-static void commit(const struct pyvmem_place *place, struct pyvmem_columns *columns, const struct pyvmem_growth *growth)
-{
+static void commit(const struct pyvmem_place *place, struct pyvmem_columns *columns,
+                   const struct pyvmem_growth *growth) {
   for (uint64_t i = 0; i < growth->count; i++) {
     uint32_t slot = growth->slot[i];
     uint64_t before = columns->mapped[slot], rows = growth->pages[i] * place->page_size / place->row_bytes;
@@ -184,9 +156,8 @@ static void commit(const struct pyvmem_place *place, struct pyvmem_columns *colu
   }
 }
 
-/* The context is shared with the worker, and perhaps with others: never more of the driver than the wait. */
-void pyvmem_wait_add(struct pyvmem_waits *waits, uint64_t ns, uint64_t driver_ns)
-{
+/* The worker, and perhaps others, use the context too: never counts more driver time than the wait took. */
+void pyvmem_wait_add(struct pyvmem_waits *waits, uint64_t ns, uint64_t driver_ns) {
   unsigned power = ns > 1 ? 64 - (unsigned)__builtin_clzll(ns - 1) : 0;
   waits->count++;
   waits->ns += ns;
@@ -195,28 +166,24 @@ void pyvmem_wait_add(struct pyvmem_waits *waits, uint64_t ns, uint64_t driver_ns
   waits->lengths[power < PYVMEM_WAIT_COUNTS ? power : PYVMEM_WAIT_COUNTS - 1]++;
 }
 
-static uint64_t driver_ns(vmem_t vm)
-{
-  struct vmem_stats stats = { .size = sizeof(stats) };
+static uint64_t driver_ns(vmem_t vm) {
+  struct vmem_stats stats = {.size = sizeof(stats)};
   return vmem_get_stats(vm, &stats) ? 0 : stats.driver_ns;
 }
 
-static uint64_t now_ns(void)
-{
+static uint64_t now_ns(void) {
   struct timespec ts;
   clock_gettime(CLOCK_MONOTONIC, &ts);
   return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
 }
 
-void pyvmem_wait_begin(struct pyvmem_wait *wait, vmem_t vm)
-{
+void pyvmem_wait_begin(struct pyvmem_wait *wait, vmem_t vm) {
   wait->driver_ns = driver_ns(vm);
   wait->start_ns = now_ns();
 }
 
 /* Overwrites the thread's last error. */
-void pyvmem_wait_end(struct pyvmem_waits *waits, const struct pyvmem_wait *wait, vmem_t vm)
-{
+void pyvmem_wait_end(struct pyvmem_waits *waits, const struct pyvmem_wait *wait, vmem_t vm) {
   uint64_t ns = now_ns() - wait->start_ns, driver = driver_ns(vm);
   pyvmem_wait_add(waits, ns, driver > wait->driver_ns ? driver - wait->driver_ns : 0);
 }
@@ -229,16 +196,14 @@ void pyvmem_wait_end(struct pyvmem_waits *waits, const struct pyvmem_wait *wait,
  */
 int pyvmem_extend(struct pyvmem_outcome *outcome, vmem_t vm, const struct pyvmem_place *place,
                   struct pyvmem_columns *columns, struct pyvmem_growth *growth, const struct vmem_op *ops,
-                  struct pyvmem_waits *waits)
-{
+                  struct pyvmem_waits *waits) {
   if (growth->ops) {
     pyvmem_wait_begin(&growth->wait, vm);
     int code = pyvmem_batch(outcome, vm, ops, growth->ops, NULL, 0, 0);
-    if (code)
-      return code;
+    if (code) return code;
     pyvmem_wait_end(waits, &growth->wait, vm);
   }
   commit(place, columns, growth);
-  *outcome = (struct pyvmem_outcome){ .called = 1 };
+  *outcome = (struct pyvmem_outcome){.called = 1};
   return 0;
 }

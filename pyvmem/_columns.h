@@ -25,11 +25,11 @@ struct pyvmem_place {
   uint64_t page_size;
   uint64_t row_bytes;
   uint64_t max_rows;
-  uint64_t overread;    /* rows mapped behind every length */
-  uint64_t guard;       /* rows more behind the length that a prefill leads to */
-  uint64_t prefill;     /* a step by more rows is one */
-  uint64_t fixed;       /* pages of every request, however long; 0: as its rows are */
-  uint32_t op_flags;    /* of the POPULATE of new pages */
+  uint64_t overread; /* rows mapped after every length */
+  uint64_t guard;    /* further rows mapped after the length that a prefill ends at */
+  uint64_t prefill;  /* a step that adds more rows than this is a prefill */
+  uint64_t fixed;    /* pages of every request, whatever its length; 0: as many as its rows need */
+  uint32_t op_flags; /* of the POPULATE of new pages */
   uint32_t reserved;
 };
 
@@ -52,15 +52,15 @@ struct pyvmem_wait { /* when it began */
 /* One growth; arrays of the slots that grow, room for all slots. */
 struct pyvmem_growth {
   uint32_t *slot;
-  uint64_t *pages;    /* granted afterwards */
-  uint64_t *goal;     /* mapped afterwards, at least `pages` */
-  uint64_t *mapped;   /* before */
+  uint64_t *pages;  /* granted afterwards */
+  uint64_t *goal;   /* mapped afterwards, at least `pages` */
+  uint64_t *mapped; /* before */
   uint64_t *granted;
   uint64_t *capacity;
   uint64_t count;
   uint64_t ops;     /* written */
   uint64_t lacking; /* pages that are not mapped */
-  uint64_t added;   /* pages that are mapped beyond these, too: what the growth maps */
+  uint64_t added;   /* pages that the growth maps: these, and what runs ahead */
   uint64_t reused;  /* pages granted that are mapped */
   struct pyvmem_wait wait;
 };
@@ -70,17 +70,16 @@ struct pyvmem_waits {
   uint64_t count, ns;
   uint64_t last_ns;   /* of the last step alone */
   uint64_t driver_ns; /* the driver's part */
-  uint64_t lengths[PYVMEM_WAIT_COUNTS]; /* item k: more than 2^(k-1) ns and at most 2^k; the last: all that were longer */
+  /* item k: more than 2^(k-1) ns and at most 2^k; the last: all that were longer */
+  uint64_t lengths[PYVMEM_WAIT_COUNTS];
 };
 
-int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place,
-                    const struct pyvmem_columns *columns, const uint64_t *held, uint64_t *rows, uint64_t *needs,
-                    uint32_t *beyond, uint64_t *total);
-uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint64_t *pages,
-                      const uint64_t *mapped, const uint64_t *head, uint64_t *goals);
-int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place,
-                const struct pyvmem_columns *columns, const uint64_t *needs, struct pyvmem_growth *growth,
-                struct vmem_op *ops);
+int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
+                    const uint64_t *held, uint64_t *rows, uint64_t *needs, uint32_t *beyond, uint64_t *total);
+uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint64_t *pages, const uint64_t *mapped,
+                      const uint64_t *head, uint64_t *goals);
+int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
+                const uint64_t *needs, struct pyvmem_growth *growth, struct vmem_op *ops);
 int pyvmem_extend(struct pyvmem_outcome *outcome, vmem_t vm, const struct pyvmem_place *place,
                   struct pyvmem_columns *columns, struct pyvmem_growth *growth, const struct vmem_op *ops,
                   struct pyvmem_waits *waits);

@@ -40,58 +40,46 @@ _Static_assert(sizeof(struct dl_tensor) == 48, "DLTensor");
 _Static_assert(sizeof(struct dl_managed) == 64, "DLManagedTensor");
 _Static_assert(sizeof(struct dl_managed_versioned) == 80, "DLManagedTensorVersioned");
 
-void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code,
-                        uint8_t bits, int32_t ndim, const int64_t *shape, const int64_t *strides,
-                        int versioned);
+void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code, uint8_t bits,
+                        int32_t ndim, const int64_t *shape, const int64_t *strides, int versioned);
 uint64_t pyvmem_dlpack_destructor(int versioned);
 void pyvmem_dlpack_discard(void *tensor, int versioned);
 
 /* The consumer may let go in any thread, holding the GIL or not, and after the interpreter's end. */
-static void drop_owner(void *owner)
-{
-  if (!Py_IsInitialized())
-    return;
+static void drop_owner(void *owner) {
+  if (!Py_IsInitialized()) return;
   PyGILState_STATE state = PyGILState_Ensure();
   Py_DecRef((PyObject *)owner);
   PyGILState_Release(state);
 }
 
-static void delete_plain(struct dl_managed *managed)
-{
-  if (!managed)
-    return;
+static void delete_plain(struct dl_managed *managed) {
+  if (!managed) return;
   drop_owner(managed->owner);
   free(managed);
 }
 
-static void delete_versioned(struct dl_managed_versioned *managed)
-{
-  if (!managed)
-    return;
+static void delete_versioned(struct dl_managed_versioned *managed) {
+  if (!managed) return;
   drop_owner(managed->owner);
   free(managed);
 }
 
 /* A capsule that nobody consumed still has its first name, and its tensor is ours to delete. */
-static void destroy_plain(PyObject *capsule)
-{
-  if (PyCapsule_IsValid(capsule, "dltensor"))
-    delete_plain(PyCapsule_GetPointer(capsule, "dltensor"));
+static void destroy_plain(PyObject *capsule) {
+  if (PyCapsule_IsValid(capsule, "dltensor")) delete_plain(PyCapsule_GetPointer(capsule, "dltensor"));
 }
 
-static void destroy_versioned(PyObject *capsule)
-{
+static void destroy_versioned(PyObject *capsule) {
   if (PyCapsule_IsValid(capsule, "dltensor_versioned"))
     delete_versioned(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
 }
 
-uint64_t pyvmem_dlpack_destructor(int versioned)
-{
+uint64_t pyvmem_dlpack_destructor(int versioned) {
   return (uint64_t)(uintptr_t)(versioned ? destroy_versioned : destroy_plain);
 }
 
-void pyvmem_dlpack_discard(void *tensor, int versioned)
-{
+void pyvmem_dlpack_discard(void *tensor, int versioned) {
   if (versioned)
     delete_versioned(tensor);
   else
@@ -99,27 +87,24 @@ void pyvmem_dlpack_discard(void *tensor, int versioned)
 }
 
 /* Called without the GIL, like everything that cffi calls. NULL when the heap is exhausted. */
-void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code,
-                        uint8_t bits, int32_t ndim, const int64_t *shape, const int64_t *strides,
-                        int versioned)
-{
+void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code, uint8_t bits,
+                        int32_t ndim, const int64_t *shape, const int64_t *strides, int versioned) {
   size_t head = versioned ? sizeof(struct dl_managed_versioned) : sizeof(struct dl_managed);
   char *block = calloc(1, head + 2 * (size_t)ndim * sizeof(int64_t));
-  if (!block)
-    return NULL;
+  if (!block) return NULL;
   int64_t *dims = (int64_t *)(block + head);
   memcpy(dims, shape, (size_t)ndim * sizeof(int64_t));
   memcpy(dims + ndim, strides, (size_t)ndim * sizeof(int64_t));
   struct dl_tensor tensor = {
-    .data = (void *)(uintptr_t)addr,
-    .device_type = device_type,
-    .device_id = device_id,
-    .ndim = ndim,
-    .code = code,
-    .bits = bits,
-    .lanes = 1,
-    .shape = dims,
-    .strides = dims + ndim,
+      .data = (void *)(uintptr_t)addr,
+      .device_type = device_type,
+      .device_id = device_id,
+      .ndim = ndim,
+      .code = code,
+      .bits = bits,
+      .lanes = 1,
+      .shape = dims,
+      .strides = dims + ndim,
   };
   if (versioned) {
     struct dl_managed_versioned *managed = (void *)block;

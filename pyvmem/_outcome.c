@@ -33,8 +33,8 @@ int pyvmem_gather(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t addr, uint
   return note(outcome, code, handle);
 }
 
-int pyvmem_drop_range(struct pyvmem_outcome *outcome, vmem_t vm, vmem_handle handle, uint64_t offset,
-                      uint64_t bytes, uint64_t count, uint64_t stride) {
+int pyvmem_drop_range(struct pyvmem_outcome *outcome, vmem_t vm, vmem_handle handle, uint64_t offset, uint64_t bytes,
+                      uint64_t count, uint64_t stride) {
   return note(outcome, vmem_drop_range(vm, handle, offset, bytes, count, stride), 0);
 }
 

@@ -17,8 +17,8 @@ int pyvmem_submit(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_o
 int pyvmem_create(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t size, const struct vmem_create_opts *opts);
 int pyvmem_gather(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t count,
                   uint64_t stride);
-int pyvmem_drop_range(struct pyvmem_outcome *outcome, vmem_t vm, vmem_handle handle, uint64_t offset,
-                      uint64_t bytes, uint64_t count, uint64_t stride);
+int pyvmem_drop_range(struct pyvmem_outcome *outcome, vmem_t vm, vmem_handle handle, uint64_t offset, uint64_t bytes,
+                      uint64_t count, uint64_t stride);
 int pyvmem_reserve(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t size, const struct vmem_reserve_opts *opts);
 int pyvmem_free(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t addr, uint32_t flags);
 int pyvmem_close(struct pyvmem_outcome *outcome, vmem_t vm);

@@ -20,8 +20,8 @@
 #include <string.h>
 #include <sys/types.h>
 
-#include "base/error.h"
 #include "_torch_alloc.h"
+#include "base/error.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -51,34 +51,25 @@ EXPORT void vmem_free(void *ptr, size_t size, int device, void *stream);
 
 /* ---- blocks; the pool's lock is held ----------------------------------------------------------- */
 
-static int is_of(const struct block *b, uint32_t tag)
-{
-  return tag == PYVMEM_TORCH_ALL || b->tag == tag;
-}
+static int is_of(const struct block *b, uint32_t tag) { return tag == PYVMEM_TORCH_ALL || b->tag == tag; }
 
 /* Notes for last_error what torch's interface has no room for. */
-static void note(struct pool *p, const char *what, uint64_t addr, uint64_t bytes)
-{
+static void note(struct pool *p, const char *what, uint64_t addr, uint64_t bytes) {
   p->failures++;
-  snprintf(p->error, sizeof(p->error), "%s(%#" PRIx64 ", %" PRIu64 " bytes): %s", what, addr, bytes,
-           vmem_last_error());
+  snprintf(p->error, sizeof(p->error), "%s(%#" PRIx64 ", %" PRIu64 " bytes): %s", what, addr, bytes, vmem_last_error());
 }
 
-static int make_block(struct pool *p, uint64_t size, struct block **out)
-{
+static int make_block(struct pool *p, uint64_t size, struct block **out) {
   struct vmem_reserve_opts opts = {.size = sizeof(opts), .flags = p->reserve_flags};
   struct vmem_op op = {.op = VMEM_OP_POPULATE};
   struct block *b;
   int err;
 
   vm_error_begin("vmem_malloc");
-  if (!p->vm)
-    return vm_fail(-ENODEV, "no VMemPool is open on this device");
-  if (size == 0 || size > INT64_MAX - p->page)
-    return vm_fail_at(-EINVAL, 0, size, 0, "a size that no tensor has");
+  if (!p->vm) return vm_fail(-ENODEV, "no VMemPool is open on this device");
+  if (size == 0 || size > INT64_MAX - p->page) return vm_fail_at(-EINVAL, 0, size, 0, "a size that no tensor has");
   b = calloc(1, sizeof(*b));
-  if (!b)
-    return vm_fail(-ENOMEM, "the heap is exhausted");
+  if (!b) return vm_fail(-ENOMEM, "the heap is exhausted");
   b->bytes = (size + p->page - 1) / p->page * p->page;
   b->tag = thread_tag;
   err = vMemReserve(p->vm, b->bytes, &opts, &b->addr);
@@ -100,8 +91,7 @@ static int make_block(struct pool *p, uint64_t size, struct block **out)
 }
 
 /* GPU work on a block may be unfinished when torch gives it up: cudaFree waits for it, so do we. */
-static int end_block(struct pool *p, struct block *b)
-{
+static int end_block(struct pool *p, struct block *b) {
   if (!b->paused && p->sync) {
     int status = p->sync();
     if (status) {
@@ -115,13 +105,11 @@ static int end_block(struct pool *p, struct block *b)
 /* ---- what torch calls -------------------------------------------------------------------------- */
 
 /* Whole zeroed pages for the tensors of the thread's tag; NULL when there are none. */
-void *vmem_malloc(ssize_t size, int device, void *stream)
-{
+void *vmem_malloc(ssize_t size, int device, void *stream) {
   struct pool *p;
   struct block *b = NULL;
   (void)stream; /* new addresses: no earlier work can touch them */
-  if (device < 0 || device >= VMEM_MAX_DEVICES)
-    return NULL;
+  if (device < 0 || device >= VMEM_MAX_DEVICES) return NULL;
   p = &pools[device];
   pthread_mutex_lock(&p->lock);
   if (make_block(p, size < 0 ? 0 : (uint64_t)size, &b)) {
@@ -136,18 +124,15 @@ void *vmem_malloc(ssize_t size, int device, void *stream)
 }
 
 /* A block that cannot be freed stays, and is counted as a failure. */
-void vmem_free(void *ptr, size_t size, int device, void *stream)
-{
+void vmem_free(void *ptr, size_t size, int device, void *stream) {
   uint64_t addr = (uint64_t)(uintptr_t)ptr;
   struct block **at, *b;
   struct pool *p;
   (void)stream; /* torch's events have ended its work on other streams, end_block waits for this one */
-  if (!ptr || device < 0 || device >= VMEM_MAX_DEVICES)
-    return;
+  if (!ptr || device < 0 || device >= VMEM_MAX_DEVICES) return;
   p = &pools[device];
   pthread_mutex_lock(&p->lock);
-  for (at = &p->blocks; *at && (*at)->addr != addr; at = &(*at)->next)
-    ;
+  for (at = &p->blocks; *at && (*at)->addr != addr; at = &(*at)->next);
   b = *at;
   if (!b) {
     vm_error_begin("vmem_free");
@@ -165,16 +150,14 @@ void vmem_free(void *ptr, size_t size, int device, void *stream)
 
 /* ---- what torch_pool.py calls ------------------------------------------------------------------ */
 
-uint32_t pyvmem_torch_tag(uint32_t tag)
-{
+uint32_t pyvmem_torch_tag(uint32_t tag) {
   uint32_t before = thread_tag;
   thread_tag = tag;
   return before;
 }
 
 /* The pool of a device that the caller may touch, locked; NULL and an error else. */
-static struct pool *get(const char *op, int device, int *err)
-{
+static struct pool *get(const char *op, int device, int *err) {
   struct pool *p;
   vm_error_begin(op);
   if (device < 0 || device >= VMEM_MAX_DEVICES) {
@@ -188,12 +171,10 @@ static struct pool *get(const char *op, int device, int *err)
   return p;
 }
 
-int pyvmem_torch_open(int device, vmem_t vm, uint64_t page, uint32_t reserve_flags, uint64_t sync)
-{
+int pyvmem_torch_open(int device, vmem_t vm, uint64_t page, uint32_t reserve_flags, uint64_t sync) {
   int err;
   struct pool *p = get("VMemPool", device, &err);
-  if (!p)
-    return err;
+  if (!p) return err;
   if (p->vm) {
     err = vm_fail(-EBUSY, "device %d has an open VMemPool already", device);
   } else {
@@ -208,21 +189,19 @@ int pyvmem_torch_open(int device, vmem_t vm, uint64_t page, uint32_t reserve_fla
   return err;
 }
 
-int pyvmem_torch_close(int device)
-{
+int pyvmem_torch_close(int device) {
   struct block *b;
   uint64_t blocks = 0, bytes = 0;
   int err;
   struct pool *p = get("VMemPool.close", device, &err);
-  if (!p)
-    return err;
+  if (!p) return err;
   for (b = p->blocks; b; b = b->next) {
     blocks++;
     bytes += b->bytes;
   }
   if (blocks)
-    err = vm_fail_at(-EBUSY, 0, bytes, 0, "torch holds %" PRIu64 " blocks of the pool (%" PRIu64 " bytes)",
-                     blocks, bytes);
+    err = vm_fail_at(-EBUSY, 0, bytes, 0, "torch holds %" PRIu64 " blocks of the pool (%" PRIu64 " bytes)", blocks,
+                     bytes);
   else
     p->vm = 0;
   pthread_mutex_unlock(&p->lock);
@@ -231,15 +210,12 @@ int pyvmem_torch_close(int device)
 
 /* A batch of one operation for each block of the tag that is paused, or is not; the array is the caller's to
  * free. */
-static int ops_of(struct pool *p, uint32_t tag, int paused, uint32_t kind, struct vmem_op **ops, size_t *count)
-{
+static int ops_of(struct pool *p, uint32_t tag, int paused, uint32_t kind, struct vmem_op **ops, size_t *count) {
   struct block *b;
   size_t n = 0;
-  for (b = p->blocks; b; b = b->next)
-    n += is_of(b, tag) && b->paused == paused;
+  for (b = p->blocks; b; b = b->next) n += is_of(b, tag) && b->paused == paused;
   *ops = calloc(n ? n : 1, sizeof(**ops));
-  if (!*ops)
-    return vm_fail(-ENOMEM, "the heap is exhausted");
+  if (!*ops) return vm_fail(-ENOMEM, "the heap is exhausted");
   n = 0;
   for (b = p->blocks; b; b = b->next)
     if (is_of(b, tag) && b->paused == paused)
@@ -248,16 +224,14 @@ static int ops_of(struct pool *p, uint32_t tag, int paused, uint32_t kind, struc
   return 0;
 }
 
-int pyvmem_torch_pause(int device, uint32_t tag, void *save, uint64_t room)
-{
+int pyvmem_torch_pause(int device, uint32_t tag, void *save, uint64_t room) {
   struct vmem_op *ops = NULL;
   struct block *b;
   size_t i, n = 0;
   uint64_t used = 0;
   int err;
   struct pool *p = get("VMemPool.pause", device, &err);
-  if (!p)
-    return err;
+  if (!p) return err;
   err = ops_of(p, tag, 0, VMEM_OP_UNMAP, &ops, &n);
   for (i = 0; !err && save && i < n; i++) {
     if (ops[i].bytes > room - used) {
@@ -268,15 +242,12 @@ int pyvmem_torch_pause(int device, uint32_t tag, void *save, uint64_t room)
     }
     used += ops[i].bytes;
   }
-  for (i = 0; i < n; i++)
-    ops[i].page_size = 0;
-  if (!err && n)
-    err = vmem_batch(p->vm, ops, n, NULL, 0, 0);
+  for (i = 0; i < n; i++) ops[i].page_size = 0;
+  if (!err && n) err = vmem_batch(p->vm, ops, n, NULL, 0, 0);
   if (!err) {
     used = 0;
     for (b = p->blocks; b; b = b->next) {
-      if (!is_of(b, tag) || b->paused)
-        continue;
+      if (!is_of(b, tag) || b->paused) continue;
       b->paused = 1;
       b->save = save ? (unsigned char *)save + used : NULL;
       used += b->bytes;
@@ -287,28 +258,23 @@ int pyvmem_torch_pause(int device, uint32_t tag, void *save, uint64_t room)
   return err;
 }
 
-int pyvmem_torch_resume(int device, uint32_t tag)
-{
+int pyvmem_torch_resume(int device, uint32_t tag) {
   struct vmem_op *ops = NULL;
   struct block *b;
   size_t i, n = 0;
   int err;
   struct pool *p = get("VMemPool.resume", device, &err);
-  if (!p)
-    return err;
+  if (!p) return err;
   err = ops_of(p, tag, 1, VMEM_OP_POPULATE, &ops, &n);
-  if (!err && n)
-    err = vmem_batch(p->vm, ops, n, NULL, 0, 0);
+  if (!err && n) err = vmem_batch(p->vm, ops, n, NULL, 0, 0);
   if (!err) {
     for (b = p->blocks; b && !err; b = b->next)
-      if (is_of(b, tag) && b->paused && b->save)
-        err = vmem_write(p->vm, b->addr, b->save, b->bytes);
+      if (is_of(b, tag) && b->paused && b->save) err = vmem_write(p->vm, b->addr, b->save, b->bytes);
     for (i = 0; err && i < n; i++) {
       ops[i].op = VMEM_OP_UNMAP;
       ops[i].page_size = 0;
     }
-    if (err)
-      VM_UNDO(vmem_batch(p->vm, ops, n, NULL, 0, 0));
+    if (err) VM_UNDO(vmem_batch(p->vm, ops, n, NULL, 0, 0));
   }
   for (b = p->blocks; b && !err; b = b->next) {
     if (is_of(b, tag)) {
@@ -322,54 +288,44 @@ int pyvmem_torch_resume(int device, uint32_t tag)
 }
 
 /* The block that a range lies in, or NULL. The pool's lock is held. */
-static const struct block *find(const struct pool *p, uint64_t addr, uint64_t bytes)
-{
+static const struct block *find(const struct pool *p, uint64_t addr, uint64_t bytes) {
   const struct block *b;
 
   for (b = p->blocks; b; b = b->next)
-    if (addr >= b->addr && addr - b->addr < b->bytes && bytes <= b->bytes - (addr - b->addr))
-      return b;
+    if (addr >= b->addr && addr - b->addr < b->bytes && bytes <= b->bytes - (addr - b->addr)) return b;
   return NULL;
 }
 
-int pyvmem_torch_owns(int device, uint64_t addr, uint64_t bytes)
-{
+int pyvmem_torch_owns(int device, uint64_t addr, uint64_t bytes) {
   int err, owns;
   struct pool *p = get("VMemPool.owns", device, &err);
-  if (!p)
-    return 0;
+  if (!p) return 0;
   owns = find(p, addr, bytes) != NULL;
   pthread_mutex_unlock(&p->lock);
   return owns;
 }
 
-uint64_t pyvmem_torch_saved(int device, uint64_t addr, uint64_t bytes)
-{
+uint64_t pyvmem_torch_saved(int device, uint64_t addr, uint64_t bytes) {
   const struct block *b;
   uint64_t at = 0;
   int err;
   struct pool *p = get("VMemPool.saved", device, &err);
-  if (!p)
-    return 0;
+  if (!p) return 0;
   b = find(p, addr, bytes);
-  if (b && b->paused && b->save)
-    at = (uint64_t)(uintptr_t)b->save + (addr - b->addr);
+  if (b && b->paused && b->save) at = (uint64_t)(uintptr_t)b->save + (addr - b->addr);
   pthread_mutex_unlock(&p->lock);
   return at;
 }
 
-int pyvmem_torch_stats(int device, uint32_t tag, struct pyvmem_torch_stats *out)
-{
+int pyvmem_torch_stats(int device, uint32_t tag, struct pyvmem_torch_stats *out) {
   struct block *b;
   int err;
   struct pool *p = get("VMemPool.stats", device, &err);
-  if (!p)
-    return err;
+  if (!p) return err;
   *out = (struct pyvmem_torch_stats){.mallocs = p->mallocs, .frees = p->frees, .failures = p->failures};
   memcpy(out->error, p->error, sizeof(p->error));
   for (b = p->blocks; b; b = b->next) {
-    if (!is_of(b, tag))
-      continue;
+    if (!is_of(b, tag)) continue;
     out->blocks++;
     *(b->paused ? &out->paused_bytes : &out->mapped_bytes) += b->bytes;
     out->saved_bytes += b->save ? b->bytes : 0;

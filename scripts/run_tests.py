@@ -135,7 +135,8 @@ def docs(session: Session) -> None:
 def c_sources() -> list[Path]:
     """The C in libvmem's dialect; vmem.h is laid out by hand."""
     folders = ("libvmem/src", "libvmem/examples", "tests/c", "tests/gpu")
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.[ch]"))
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*.[ch]")]
+    return sorted([*found, *(ROOT / "pyvmem").glob("_[!v]*.[ch]")])  # _vmem.c is generated
 
 
 def lint(session: Session) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What stands behind `pyvmem.compat.vattention`: one cache, and the lengths that it was told."""
+"""The state of `pyvmem.compat.vattention`: one cache, and the lengths that it was given."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OutOfKVBlocks(OutOfMemory, RuntimeError):
     """A step needs more pages than the cache has; RuntimeError is what the artifact raises."""
 
 
-# Caches that ended while the program still had tensors of them: addresses without memory.
+# Caches that are done with, of which the program still has tensors: addresses without memory.
 _retired: list[KVCache] = []
 
 
@@ -51,7 +51,7 @@ class Manager:
     Attributes:
         cache: the cache, over a context of its own.
         megacache: all layers share one K and one V tensor.
-        lengths: tokens by id, as `alloc` and `step` were told; 0: free.
+        lengths: tokens by id, as `alloc` and `step` were given them; 0: free.
         common: pages that all ids have; None: `map_common` was not called.
     """
 
@@ -89,7 +89,7 @@ class Manager:
         return [view(layer) for view in (cache.k, cache.v) for layer in range(layers)]
 
     def reserve(self, nbytes: int) -> int:
-        """Takes memory up to `nbytes`; returns the pages that there are."""
+        """Takes memory up to `nbytes`; returns the pages that the cache has then."""
         page, layers = self.cache.layout.page_size, self.cache.config.num_layers
         least = 2 * layers * page
         if nbytes < least:
@@ -162,7 +162,7 @@ class Manager:
     # ---- steps ---------------------------------------------------------------------------------
 
     def step(self, seq_lens: Sequence[int]) -> None:
-        """Frees what became 0, cuts what became less, takes what has tokens, and maps.
+        """Frees ids whose length became 0, truncates shorter ones, takes new ones, and maps.
 
         All of the last two, or nothing of them.
         """
@@ -189,7 +189,7 @@ class Manager:
         self.lengths = lengths
 
     def _truncate(self, index: int, length: int) -> None:
-        """Cuts a request short; the common pages stay."""
+        """Truncates a request; the common pages stay."""
         rows = length
         if self.common is not None:
             rows = max(rows, self.common.rows)
@@ -198,7 +198,7 @@ class Manager:
         self.lengths[index] = length
 
     def look_ahead(self) -> None:
-        """Begins to map one more token for all; without the memory, nothing: a step will tell."""
+        """Begins to map one more token for all; where memory is short, the next step tells."""
         longest = self.cache.config.max_seq_len
         self.cache.step_async(
             [min(length + 1, longest) if length else 0 for length in self.lengths]
@@ -247,7 +247,7 @@ class Manager:
             limit=have * layout.num_tensors * layout.page_size,
         )
 
-    # ---- end and pictures ----------------------------------------------------------------------
+    # ---- end and reports -------------------------------------------------------------------------
 
     def end(self) -> None:
         """Unmaps everything and gives the memory back; `close_retired` does the rest."""

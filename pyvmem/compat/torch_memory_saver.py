@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The interface of torch_memory_saver, over `VMemPool`: what trainers put memory to sleep by.
+"""The interface of torch_memory_saver, over `VMemPool`: trainers put memory to sleep by it.
 
     from pyvmem.compat.torch_memory_saver import torch_memory_saver
-    # or, for a program left as it is, before its own ``import torch_memory_saver``:
+    # or, for an unmodified program, before its own ``import torch_memory_saver``:
     pyvmem.compat.torch_memory_saver.install()
 
     with torch_memory_saver.region(tag="weights", enable_cpu_backup=True):
@@ -170,7 +170,7 @@ class TorchMemorySaver:
             self._opened().pause(_name(one, backup), keep=backup)
 
     def resume(self, tag: str | None = None) -> None:
-        """Has it again, at the same addresses, with the backup's contents or zeros.
+        """Takes it back, at the same addresses, with the backup's contents or zeros.
 
         Raises:
             OutOfMemory: the device has not enough memory now; what is left stays paused.
@@ -219,7 +219,7 @@ class TorchMemorySaver:
         found = torch.frombuffer(view, dtype=torch.uint8).view(x.dtype).view(x.shape)
         return found if zero_copy else found.clone()
 
-    # ---- what there is for programs that ask -----------------------------------------------------
+    # ---- settings that programs ask for ----------------------------------------------------------
 
     @property
     def enabled(self) -> bool:
@@ -233,7 +233,7 @@ class TorchMemorySaver:
 
     @hook_mode.setter
     def hook_mode(self, mode: str) -> None:
-        """Takes ``"torch"`` alone.
+        """Accepts ``"torch"`` alone.
 
         Raises:
             NotSupported: another.
@@ -248,11 +248,11 @@ class TorchMemorySaver:
 
     @memory_margin_bytes.setter
     def memory_margin_bytes(self, value: int) -> None:
-        """Raises NotSupported: it is a margin in calls of CUDA's that are intercepted."""
+        """Raises NotSupported: a margin for intercepted CUDA calls, of which there are none."""
         _refuse(f"memory_margin_bytes={value}")
 
     def cuda_graph(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotSupported; `torch.cuda.graph` over tensors of a region is replayed as ever."""
+        """Raises NotSupported; `torch.cuda.graph` over tensors of a region replays as usual."""
         _refuse("cuda_graph()")
 
 

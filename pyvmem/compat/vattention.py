@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The Python module of the vAttention artifact, over `pyvmem.KVCache`.
 
-    import pyvmem.compat.vattention as vattention     # or, for a program left as it is:
+    import pyvmem.compat.vattention as vattention     # or, for an unmodified program:
     pyvmem.compat.vattention.install()                # before its own ``import vattention``
 
 The same functions, argument order, tensor shapes and return values as the pybind11 module of
@@ -82,7 +82,7 @@ def _the() -> Manager:
     return _manager
 
 
-# ---- beside the artifact's own -------------------------------------------------------------------
+# ---- not in the artifact -------------------------------------------------------------------------
 
 
 def install() -> ModuleType:
@@ -108,7 +108,7 @@ def configure(backend: str | None) -> None:
     _backend = backend
 
 
-# ---- life ----------------------------------------------------------------------------------------
+# ---- set-up and end ------------------------------------------------------------------------------
 
 
 def init_kvcache(
@@ -169,7 +169,7 @@ def init_kvcache(
 
 
 def reserve_physical_pages(free_memory: int) -> int:
-    """Takes physical memory for the cache; called again with more, what is missing.
+    """Takes physical memory for the cache; a later call with more takes the rest.
 
     Args:
         free_memory: bytes, rounded down to ``2 * num_layers`` pages.
@@ -186,7 +186,7 @@ def reserve_physical_pages(free_memory: int) -> int:
 
 
 def cleanup() -> None:
-    """Ends the cache: waits for it and gives its memory back. Without a cache: nothing."""
+    """Ends the cache: waits for it and gives its memory back. Does nothing without one."""
     global _manager
     with _lock:
         manager, _manager = _manager, None
@@ -209,7 +209,7 @@ def alloc_new_batch_idx(seqlen: int) -> int:
 
 
 def free_batch_idx(reqId: int) -> None:  # the artifact's name
-    """Gives an id back, with the pages still mapped for the next one; a free id: nothing."""
+    """Gives an id back, its pages mapped for the next one; does nothing for a free id."""
     with _lock:
         _the().free(reqId)
 
@@ -274,11 +274,11 @@ def map_common_pages(num_tokens: int) -> None:
             manager.map_common(tokens)
 
 
-# ---- tunables and pictures -----------------------------------------------------------------------
+# ---- settings and reports ------------------------------------------------------------------------
 
 
 def set_deferred_reclamation(val: bool) -> None:
-    """False: every `step_async` unmaps idle pages, but those of the id that comes next."""
+    """False: every `step_async` unmaps idle pages, except those of the next id."""
     global _deferred
     _deferred = bool(val)
 

@@ -15,14 +15,13 @@ would begin in the middle of a page. A node holds a run of units, and the caller
 Every namespace (`TokenIds.namespace`) has a root of its own; order, counts and eviction are of all.
 A run that a new prefix leaves in its middle is split; both halves get a part of the span. The node
 stays the lower half, so that what was said of it (its end, a pin) stays true. Eviction takes
-leaves, least recently used first (`prefix_node.Order`).
+leaves, least recently used first (`Order`).
 
 The tree knows nothing of memory and calls no driver. No locks: the caller's.
 """
 
 from __future__ import annotations
 
-import errno
 import operator
 from array import array
 from collections import OrderedDict
@@ -31,7 +30,6 @@ from dataclasses import dataclass
 from itertools import count as count_up
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from pyvmem.errors import Busy
 from pyvmem.kvcache.config import invalid
 
 __all__ = [
@@ -227,12 +225,11 @@ class Node(Generic[S]):
         units: length of the run.
         end: tokens from the first of the prefix to the last of this run.
         pins: `PrefixTree.pin` calls on this node without their `unpin`.
-        used: `PrefixTree.now` at the last use.
     """
 
     __slots__ = (
         *("_children", "_locks", "_run", "_span", "_stamp"),
-        *("end", "namespace", "parent", "pins", "units", "used"),
+        *("end", "namespace", "parent", "pins", "units"),
     )
 
     def __init__(
@@ -241,7 +238,6 @@ class Node(Generic[S]):
         run: bytes,
         units: int,
         end: int,
-        used: int,
         namespace: Hashable = None,
     ) -> None:
         self.parent = parent
@@ -249,7 +245,6 @@ class Node(Generic[S]):
         self.units = units
         self.end = end
         self.pins = 0
-        self.used = used
         self._run = run
         self._span: S | None = None
         self._children: dict[bytes, Node[S]] = {}  # by the first unit of their runs
@@ -373,11 +368,10 @@ class Order(Generic[S]):
         """The leaf to be evicted next."""
         return next(iter(self.nodes), None)
 
-    def touch(self, node: Node[S], now: int) -> None:
+    def touch(self, node: Node[S]) -> None:
         """Moves a path to the end, children before parents."""
         step = node
         while step.parent is not None:
-            step.used = now
             step._stamp = next(self._stamps)
             if not step._locks:
                 self.nodes[step] = None
@@ -471,8 +465,6 @@ class PrefixTree(Generic[S]):
     Attributes:
         root: stands for the empty prefix without a namespace.
         roots: by namespace; those of others come with their first prefix and go with their last.
-        now: the time of the uses that follow, set by the caller in any unit (steps, seconds); it
-            must not go back. Only `evict_unused` reads it.
         nodes, tokens, pages: in the tree.
         changes: what came and went, for who reads and empties it; None: nobody does.
 
@@ -492,9 +484,8 @@ class PrefixTree(Generic[S]):
         self._width = self.unit * ID_BYTES
         self._log = log
         self._order: Order[S] = Order()
-        self.root: Node[S] = Node(None, b"", 0, 0, 0)
+        self.root: Node[S] = Node(None, b"", 0, 0)
         self.roots: dict[Hashable, Node[S]] = {None: self.root}
-        self.now = 0
         self.nodes = self.tokens = self.pages = 0
         self.changes: list[Change] | None = None
 
@@ -524,7 +515,7 @@ class PrefixTree(Generic[S]):
         if pin and parts and parts[-1][1] < node.units:
             node = self._split(node, parts[-1][1])
             parts[-1] = (node.span, node.units)
-        self._order.touch(node, self.now)
+        self._order.touch(node)
         if pin:
             self._order.lock(node)
         return Match(at // ID_BYTES, parts, node)
@@ -544,7 +535,7 @@ class PrefixTree(Generic[S]):
         ids, end = self._whole(tokens, None)
         root = self.roots.get(ids.namespace)
         if root is None:
-            root = self.root if not end else Node(None, b"", 0, 0, 0, ids.namespace)
+            root = self.root if not end else Node(None, b"", 0, 0, ids.namespace)
         node, parts, at = walk(root, ids.data, end, self._width)
         if at < end:
             if parts and parts[-1][1] < node.units:
@@ -558,7 +549,7 @@ class PrefixTree(Generic[S]):
             if self.changes is not None:
                 whole = TokenIds.from_bytes(ids.data[:end], ids.namespace)
                 self._note(Change(True, whole, at // self._width))
-        self._order.touch(node, self.now)
+        self._order.touch(node)
         return Inserted(node, end // ID_BYTES, at // ID_BYTES)
 
     # ---- pins ------------------------------------------------------------------------------------
@@ -590,7 +581,7 @@ class PrefixTree(Generic[S]):
         if not node.pins:
             raise invalid(f"the prefix of {node.end} tokens is not pinned")
         self._order.unlock(node)
-        self._order.touch(node, self.now)
+        self._order.touch(node)
         self._forget_root(node)
 
     # ---- giving up -------------------------------------------------------------------------------
@@ -611,38 +602,6 @@ class PrefixTree(Generic[S]):
             spans.append(self._cut(leaf, missing))
             missing -= spans[-1].pages
         return spans
-
-    def evict_unused(self, since: int) -> list[S]:
-        """Evicts everything last used (`now` then) before `since`, except what is pinned.
-
-        Returns the spans; the caller owns them.
-        """
-        spans: list[S] = []
-        while (leaf := self._order.first()) is not None and leaf.used < since:
-            spans.append(self._unlink(leaf))
-        return spans
-
-    def remove(self, node: Node[S]) -> list[S]:
-        """Takes a node out together with all that is recorded behind it.
-
-        Args:
-            node: of this tree; a root empties its namespace.
-
-        Returns:
-            The spans, children before parents; the caller owns them.
-
-        Raises:
-            Busy: one of these nodes is pinned; nothing changed. InvalidArgument: evicted already.
-        """
-        self._own(node)
-        if node._locks:
-            raise Busy(
-                f"the prefix of {node.end} tokens, or one that continues it, is pinned",
-                errno=errno.EBUSY,
-                op="PrefixTree.remove",
-            )
-        below = [one for one in node.below() if one.parent is not None]
-        return [self._unlink(one) for one in reversed(below)]
 
     # ---- reports ---------------------------------------------------------------------------------
 
@@ -753,7 +712,7 @@ class PrefixTree(Generic[S]):
         upper_span, lower_span = node.span.split(units)
         cut = units * self._width
         end = node.end - (node.units - units) * self.unit
-        upper: Node[S] = Node(parent, node._run[:cut], units, end, node.used)
+        upper: Node[S] = Node(parent, node._run[:cut], units, end)
         self._keep(node, "_span")
         upper._span, node._span = upper_span, lower_span
         upper._locks = node._locks
@@ -762,12 +721,12 @@ class PrefixTree(Generic[S]):
         node.parent, node.units, node._run = upper, node.units - units, node._run[cut:]
         self._put(upper, node)
         self.nodes += 1
-        self._order.touch(upper, self.now)  # its parents must follow it
+        self._order.touch(upper)  # its parents must follow it
         return upper
 
     def _link(self, parent: Node[S], run: bytes, end: int, span: S) -> Node[S]:
         """Adds a leaf; `touch` must follow."""
-        node: Node[S] = Node(parent, run, len(run) // self._width, end, self.now)
+        node: Node[S] = Node(parent, run, len(run) // self._width, end)
         node._span = span
         self._put(parent, node)
         self.nodes += 1
@@ -868,6 +827,4 @@ def _node(tree: PrefixTree[S], node: Node[S], order: dict[Node[S], int]) -> list
         found.append("it would be evicted after its parent")
     if node.namespace != parent.namespace:
         found.append(f"its namespace is {node.namespace!r:.40}, its parent's another")
-    if parent.parent is not None and node.used > parent.used:
-        found.append(f"it was used at {node.used}, its parent at {parent.used}")
     return found

@@ -103,6 +103,45 @@ def test_rows_are_apart_from_pages(host: Context) -> None:
         assert request.length == 2 * ROWS
 
 
+def test_a_request_that_is_begun_has_a_slot_and_no_promise(host: Context) -> None:
+    with requests(host, max_batch=2, memory_limit=memory(2, host), growth_fraction=0) as cache:
+        first, second = cache.begin(4 * ROWS), cache.begin(ROWS)
+        assert isinstance(first, Request)
+        assert isinstance(second, Request)
+        assert (first.length, cache.capacity(first), kv(cache).stats().mapped_bytes) == (0, 0, 0)
+        third = cache.begin(1)
+        assert isinstance(third, Shortage)
+        assert third.what == "slots"
+        assert cache.extend({first: 2 * ROWS}) is None
+        short = cache.extend({second: 1})
+        assert short is not None
+        assert short.what == "memory"
+        before = state(kv(cache))
+        for wrong in (-1, 6 * ROWS + 1):
+            with pytest.raises(InvalidArgument, match=f"seq_len {wrong}"):
+                cache.begin(wrong)
+        assert state(kv(cache)) == before
+
+
+def test_a_request_begins_with_what_is_recorded_of_its_prompt(host: Context) -> None:
+    with requests(host) as cache:
+        space = cache.namespace("adapter")
+        cache.release(computed(cache, PROMPT, namespace=space), tokens=PROMPT)
+        with cache.match(PROMPT) as nothing:
+            other = cache.begin(nothing)
+        assert isinstance(other, Request)
+        assert other.length == 0
+        prefix = cache.match([*PROMPT, 1], space)
+        request = cache.begin(prefix)
+        assert isinstance(request, Request)
+        assert (request.length, request.namespace) == (4 * ROWS, space)
+        assert rows_are(kv(cache), request.slot, 0, 4 * ROWS, 1.0)
+        space.close()
+        with pytest.raises(BadHandle, match="closed"):
+            cache.begin(1, space)
+        assert len(cache.requests) == 2
+
+
 @pytest.mark.parametrize("wrong", [9, -1, 6 * ROWS + 1])
 def test_a_length_out_of_range_changes_nothing(host: Context, wrong: int) -> None:
     with requests(host) as cache:

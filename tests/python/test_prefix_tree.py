@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyvmem.errors import Busy, InvalidArgument
+from pyvmem.errors import InvalidArgument
 from pyvmem.kvcache.prefix_tree import Node, PrefixTree, TokenIds
 
 UNIT = 4
@@ -232,7 +232,7 @@ def test_evicted_prefixes_cannot_be_pinned() -> None:
     with pytest.raises(InvalidArgument, match="12 tokens was evicted down to 8"):
         tree.pin(node, match.length)
     tree.evict(100)
-    for call in (tree.pin, tree.unpin, tree.remove):
+    for call in (tree.pin, tree.unpin):
         with pytest.raises(InvalidArgument, match="was evicted"):
             call(node)  # type: ignore[operator]
     with pytest.raises(InvalidArgument, match="another tree"):
@@ -290,37 +290,6 @@ def test_uneven_pages() -> None:
     tree.insert(tokens, lambda start, stop: Heavy(maker(tokens)(start, stop).ends))
     assert sum(span.pages for span in tree.evict(1)) == 50
     assert tree.nodes == tree.pages == 0
-    assert tree.check() == []
-
-
-def test_what_was_not_used_since() -> None:
-    tree: Tree = PrefixTree(UNIT)
-    for tree.now, last in enumerate((1, 2, 3)):
-        add(tree, units(0, last))
-    tree.now = 5
-    tree.match(units(0, 1))
-    pinned = tree.match(units(0, 3), pin=True).node
-    assert [span.ends[0][-1] for span in tree.evict_unused(5)] == [2]
-    assert tree.evict_unused(5) == []
-    assert [span.ends[0][-1] for span in tree.evict_unused(6)] == [1]
-    tree.unpin(pinned)
-    assert [span.ends[0][-1] for span in tree.evict_unused(6)] == [3, 0]
-    assert tree.check() == []
-
-
-def test_remove() -> None:
-    tree: Tree = PrefixTree(UNIT)
-    node = add(tree, units(1, 2))
-    low = add(tree, units(1, 2, 3))
-    add(tree, units(1, 4))
-    tree.pin(low)
-    with pytest.raises(Busy, match="8 tokens, or one that continues it, is pinned"):
-        tree.remove(node)
-    tree.unpin(low)
-    assert [span.ends[-1][-1] for span in tree.remove(node)] == [3, 2]
-    assert length(tree, units(1, 2, 3)) == UNIT
-    assert len(tree.remove(tree.root)) == 2
-    assert len(tree) == 0
     assert tree.check() == []
 
 
@@ -467,7 +436,6 @@ def test_check_finds_what_is_wrong() -> None:
     assert "its parent ends at token 4" in broken(set_node("end", 9))
     assert "under another unit" in broken(set_node("_run", bytes(16)))
     assert "are not 2 units" in broken(set_node("units", 2))
-    assert "its parent at 0" in broken(set_node("used", 1))
     assert "after its parent" in broken(lambda tree, node: tree._order.nodes.move_to_end(node))
     assert "2 nodes stand" in broken(lambda tree, node: tree._order.nodes.pop(node))
 
