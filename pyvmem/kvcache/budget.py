@@ -147,6 +147,7 @@ class Budget(Closable):
         InvalidArgument: a negative total, or less than a page; a floor above the total or without
             a ledger; a name that an engine of the ledger has.
         LedgerError: the ledger is full.
+        NotSupported: a ledger, and a GPU in MIG mode.
     """
 
     def __init__(

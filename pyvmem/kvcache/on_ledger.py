@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pyvmem.closing import Closable
-from pyvmem.ledger import Account, Ledger
+from pyvmem.ledger import Account, Ledger, device_of
 from pyvmem.logs import warn
 
 if TYPE_CHECKING:
@@ -130,7 +130,8 @@ class OnLedger(Participant):
         floor: int,
         limit: int,
     ) -> None:
-        page = context.info.granule
+        info, page = context.info, context.info.granule
+        device_of(info.device_name, info.uuid)
         super().__init__(ledger, name, floor=floor, limit=limit, least=page, virtual=limit)
         self._context = context
         self._free = free
