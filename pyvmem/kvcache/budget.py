@@ -44,7 +44,7 @@ from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.reclaim import wait_for_cuts
-from pyvmem.ledger import Participant, weakly
+from pyvmem.ledger import Participant, device_of, weakly
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
@@ -148,6 +148,7 @@ class Budget(Closable):
         InvalidArgument: a negative total, or less than a page; a floor above the total or without
             a ledger; a name that an engine of the ledger has.
         LedgerError: the ledger is full.
+        NotSupported: a ledger, and a GPU in MIG mode.
     """
 
     def __init__(
@@ -538,7 +539,8 @@ class OnLedger(Participant):
         floor: int,
         limit: int,
     ) -> None:
-        page = context.info.granule
+        info, page = context.info, context.info.granule
+        device_of(info.device_name, info.uuid)
         super().__init__(ledger, name, floor=floor, limit=limit, least=page, virtual=limit)
         self._context = context
         self._free = free

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from kvcache_helpers import ROWS, eventually, small_config
 
-from pyvmem import BadHandle, Busy, Context, InvalidArgument, KVCache
+from pyvmem import BadHandle, Busy, Context, InvalidArgument, KVCache, NotSupported, announce
 from pyvmem.kvcache import Budget
 from pyvmem.ledger import Account, EngineInfo, Ledger
 
@@ -236,6 +237,21 @@ def test_a_forgotten_budget_leaves_the_ledger(folder: Path, host: Context) -> No
         return gone() is None and engines(folder) == {}
 
     eventually(forgotten)
+
+
+def test_a_gpu_in_mig_mode_is_refused(
+    folder: Path, host: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+    with KVCache(small_config(PAGE)) as cache, ledger(folder) as book:
+        monkeypatch.setattr(Context, "info", dataclasses.replace(host.info, device_name=name))
+        with pytest.raises(NotSupported, match=f"^{name}: a GPU in MIG mode"):
+            Budget(host, 1 << 20, ledger=book)
+        assert not book.closed
+        with pytest.raises(NotSupported, match=f"^{name}: a GPU in MIG mode"):
+            announce(cache, "a", folder=folder)
+        monkeypatch.undo()
+    assert engines(folder) == {}
 
 
 def test_bad_input(folder: Path, host: Context) -> None:
