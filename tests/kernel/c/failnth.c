@@ -5,6 +5,8 @@
  *
  * A failure must be ENOMEM or ENOSPC, change nothing (STAT and the page tables), and not be in the way of the
  * same call made again. At the end everything is back.
+ *
+ * Parameters: ACTION (one of them alone, the first is 1).
  */
 #include <fcntl.h>
 #include <unistd.h>
@@ -27,6 +29,7 @@ static unsigned eager = 8192;  /* slots of a reservation with all tables at once
 /* The furniture: slot 0 of RES has tables and 8 units mapped; slot 2 is mapped whole; the others are untouched. */
 static int furnish(void) {
   struct uvm_vmem_query q;
+  uint32_t host;
   world_open(&W, 1);
   int result = vm_query(W.uvm, NULL, &q);
   capabilities = q.out_capabilities;
@@ -37,6 +40,11 @@ static int furnish(void) {
   if (!result) result = vm_map(W.uvm, RES, RES, small, 0, 8, 0);
   if (!result) result = vm_map(W.uvm, RES, RES + MIB(4), large, 0, 1, 0);
   if (!result) result = gpu_fill(&W, 0, RES, 8 * UNIT, 0xf00d, 1);
+  /* What is made for the first page of host memory stays: whoever fails later has not left it. */
+  if (!result && capabilities & UVM_VMEM_CAP_HOST) {
+    result = vm_create(W.uvm, W.uuid[0], 16, 1, UVM_VMEM_CREATE_HOST, &host);
+    if (!result) result = vm_release(W.uvm, host);
+  }
   return result;
 }
 
@@ -189,6 +197,11 @@ static bool sweep(const struct action *a, const struct injector *by, struct scor
       if (!fired) fail("%s, %s %d: fails by itself", a->name, by->what, (int)nth);
       if (!stat_same(&before.stat, &after.stat)) fail("%s, %s %d: STAT changed", a->name, by->what, (int)nth);
       if (before.mapped != after.mapped) fail("%s, %s %d: the page tables changed", a->name, by->what, (int)nth);
+      /* A batch may keep the descriptions of slots that it has met first. */
+      if (!a->from_scratch && before.stat.out_kernel_bytes != after.stat.out_kernel_bytes) {
+        fail("%s, %s %d: kernel memory was %llu bytes and is %llu", a->name, by->what, (int)nth,
+             (unsigned long long)before.stat.out_kernel_bytes, (unsigned long long)after.stat.out_kernel_bytes);
+      }
       int probe = gpu_check(&W, 0, RES, 8 * UNIT, 0xf00d, 1);
       if (probe) fail("%s, %s %d: memory that was mapped: %s", a->name, by->what, (int)nth, strerror(-probe));
       int again = a->run();
@@ -205,9 +218,11 @@ static bool sweep(const struct action *a, const struct injector *by, struct scor
 }
 
 static void sweep_all(const struct injector *by) {
+  const uint64_t only = parameter("ACTION", 0);
   int total = 0;
   for (size_t i = 0; i < ARRAY_SIZE(actions); i++) {
     const struct action *a = &actions[i];
+    if (only && i + 1 != only) continue;
     if (!a->from_scratch) OK(furnish());
     struct score score;
     bool good = sweep(a, by, &score);

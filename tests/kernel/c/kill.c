@@ -401,5 +401,39 @@ static void proc_under_fire(void) {
   EQ(read_rows(rows, MOST_ROWS), 0);
 }
 
+/* Clients without a GPU, which come and go as fast as they can, while the list of them is read all the time. */
+static void proc_of_the_hasty(void) {
+  enum { CLIENTS = 2 };
+  const uint64_t rounds = parameter("ROUNDS", 200);
+  struct row rows[MOST_ROWS];
+  unsigned left = CLIENTS, looks = 0;
+  int status;
+  fflush(stdout);
+  for (unsigned i = 0; i < CLIENTS; i++) {
+    if (fork() != 0) continue;
+    bool bad = false;
+    for (uint64_t round = 0; round < rounds; round++) {
+      struct uvm_vmem_stat s;
+      int uvm = softgpu_uvm_open(), mm;
+      bad |= uvm < 0 || softgpu_uvm_initialize(uvm) != 0;
+      mm = softgpu_uvm_initialize_mm(uvm);
+      bad |= mm < 0 || vm_stat(uvm, NULL, &s) != 0;
+      close(mm);
+      close(uvm);
+    }
+    _exit(bad);
+  }
+  while (left) {
+    int n = read_rows(rows, MOST_ROWS);
+    CHECK(n >= 0 && n <= CLIENTS);
+    looks++;
+    if (waitpid(-1, &status, WNOHANG) <= 0) continue;
+    EQ(status, 0);
+    left--;
+  }
+  printf("%u reads beside %llu clients\n", looks, (unsigned long long)(CLIENTS * rounds));
+  EQ(read_rows(rows, MOST_ROWS), 0);
+}
+
 MAIN(TEST(proc_shows_the_living), TEST(proc_is_for_root), TEST(kill_at_random), TEST(kill_the_only_client),
-     TEST(killed_while_the_gpu_is_added), TEST(proc_under_fire))
+     TEST(killed_while_the_gpu_is_added), TEST(proc_under_fire), TEST(proc_of_the_hasty))

@@ -159,6 +159,14 @@ TESTS = [
     mutant("failed_chunk_leaked", "lifecycle", ["memory_runs_out"], LEFT, vidmem=256),
     mutant("peer_address_is_own", "peers", ["peer_memory"], r"out_aperture is", **TWO_GPUS),
     mutant("taken_from_full", "basic", ["holes"], r"FAILED holes"),
+    mutant(
+        "host_chunk_kept",
+        "failnth",
+        ["kernel_memory", "ACTION=7"],
+        r"CREATE, host memory, allocation \d+: kernel memory was",
+        checked=True,
+        timeout=600,
+    ),
     # uvm_vmem_object.c
     mutant("generation_ignored", "lifecycle", ["forged_generations"], r"forged.*not -2 "),
     mutant(
@@ -210,6 +218,12 @@ TESTS = [
     mutant("stat_of_all_gpus", "peers", ["apart"], r"out_(created|mapped)_bytes is", **TWO_GPUS),
     mutant("proc_for_everybody", "kill", ["proc_is_for_root"], r"status is"),
     mutant("command_not_escaped", "kill", ["proc_shows_the_living"], r"line \d+ of|command"),
+    mutant(
+        "list_unlocked",
+        "kill",
+        ["proc_of_the_hasty", "ROUNDS=2000"],
+        r"BUG|Oops|list_(add|del) corruption|general protection",
+    ),
     mutant("host_bytes_counted_as_chunks", "basic", ["host_memory"], r"out_host_bytes is"),
     # uvm_vmem_ticket.c
     mutant("ticket_too_many", "async", ["too_many_tickets"], r"257 tickets of 256"),
@@ -243,6 +257,27 @@ TESTS = [
     ),
     mutant("read_only_is_writable", "basic", ["read_only"], r"out_read_only is false|not -30"),
     mutant("no_membar", "counts", ["one_request"], r"membars is", vidmem=8192),
+    mutant(
+        "host_of_gpu_membar",
+        "peers",
+        ["membars_by_memory"],
+        r"unmapped\[m\]\.membar_sys is",
+        **TWO_GPUS,
+    ),
+    mutant(
+        "peer_of_gpu_membar",
+        "peers",
+        ["membars_by_memory"],
+        r"unmapped\[m\]\.membar_sys is",
+        **TWO_GPUS,
+    ),
+    mutant(
+        "last_membar_missing",
+        "peers",
+        ["membars_by_memory"],
+        r"freed\[m\].* is false",
+        **TWO_GPUS,
+    ),
     mutant("trace_without_result", "diagnose", ["tracepoints"], r"not traced: uvm_vmem_bind"),
     mutant("sparse_refused", "basic", ["sparse"], r"is -95"),
 ]
