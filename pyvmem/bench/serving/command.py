@@ -78,6 +78,7 @@ class Arm:
         block: rows, of blocks.
         backend: of slots; "": the command's.
         library: of attention; see `Kernels`.
+        ahead: tokens that the cache is told of; 0: the command's. More where a page is few tokens.
     """
 
     what: str
@@ -89,12 +90,15 @@ class Arm:
     backend: str = ""
     group: int = 0
     library: str = "fa3"
+    ahead: int = 0
 
 
 ARMS = {
     "contiguous": Arm("contiguous, the best kernel for each phase", "slots", "contiguous", "paged"),
     "fa3": Arm("contiguous, one kernel", "slots", "contiguous", "contiguous", block=0),
-    "grouped": Arm("contiguous, 8 layers in a tensor", "slots", "contiguous", "paged", group=8),
+    "grouped": Arm(
+        "contiguous, 8 layers in a tensor", "slots", "contiguous", "paged", group=8, ahead=16
+    ),
     "2M": Arm("contiguous, pages of 2 MB", "slots", "contiguous", "paged", 2 << 20, backend="cuda"),
     "paged16": Arm("blocks of 16 tokens", "paged", "paged", "paged", block=16),
     "paged128": Arm("blocks of 128 tokens", "paged", "paged", "paged", block=128),
@@ -212,7 +216,7 @@ class _Runner:
                     arrivals,
                     partial(_tokens, self.model.sizes),
                     budget=max(budget, forward.store.slots),
-                    ahead=self.command.args.ahead,
+                    ahead=self.arm(name).ahead or self.command.args.ahead,
                     limit_s=limit_s,
                     observer=observer,
                 )
@@ -505,7 +509,7 @@ def add_parser(which: Any) -> None:
     add("--group", type=int, default=1, help="layers in one tensor of a contiguous cache (1)")
     add("--budget", type=int, default=2048, help="new tokens in a step, at most (2048)")
     add("--check-budget", type=int, default=512, help=argparse.SUPPRESS)
-    add("--ahead", type=int, default=16, help="tokens ahead that a cache is told of (16)")
+    add("--ahead", type=int, default=4, help="tokens ahead that a cache is told of (4)")
     add("--rounds", type=int, default=2, help="of all arms (2)")
     add("--limit-s", type=float, default=240.0, metavar="S", help="of one arm's run (240)")
     add("--eager", action="store_true", help="no CUDA graphs")
