@@ -611,17 +611,37 @@ class Account:
         An engine is asked for no more than it has above its floor, and an engine for which there
         is room asks nobody.
         """
-        ledger, now = self.ledger, time.monotonic_ns()
-        with ledger.locked():
-            used = self._get("used")
-            short = 0
-            live = ledger.live(self.slot)
-            for slot in live:
-                if slot == self.slot or now - ledger.word(slot, "want_ns") >= _STALE_NS:
-                    continue
-                short += max(0, ledger.word(slot, "want") - self._room_of(slot, live, free))
+        with self.ledger.locked():
+            used, live = self._get("used"), self.ledger.live(self.slot)
+            short = sum(self._short_of(slot, live, free) for slot in live)
             asked = min(short, max(0, used - self._get("floor")))
             return max(0, used - self._limit(), asked)
+
+    def has_more(self, free: int | None = None) -> bool:
+        """Whether another engine is short while this one has more than a fair part.
+
+        The fair part: of what this one and those that are short have, and of what is free, the same
+        for each; never less than the floor.
+        """
+        word = self.ledger.word
+        with self.ledger.locked():
+            used, live = self._get("used"), self.ledger.live(self.slot)
+            short = [slot for slot in live if self._short_of(slot, live, free)]
+            if not short:
+                return False
+            have = (
+                used
+                + sum(word(slot, "used") for slot in short)
+                + self._room_of(self.slot, live, free)
+            )
+            return used > max(have // (1 + len(short)), self._get("floor"))
+
+    def _short_of(self, slot: int, live: list[int], free: int | None) -> int:
+        """Bytes that another engine has lately wanted, and that there is no room for."""
+        word = self.ledger.word
+        if slot == self.slot or time.monotonic_ns() - word(slot, "want_ns") >= _STALE_NS:
+            return 0
+        return max(0, word(slot, "want") - self._room_of(slot, live, free))
 
     def _room_of(self, slot: int, live: list[int], free: int | None) -> int:
         ledger = self.ledger

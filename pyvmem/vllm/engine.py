@@ -86,7 +86,7 @@ class ElasticEngine:
         self._grown = threading.Event()
         self._wake = threading.Event()
         self._stopped = False
-        self._tidy = self._short = self._resting = False
+        self._tidy = self._short = self._resting = self._has_more = False
         self._reported = 0.0
         self._spare = -1  # idle blocks above half of the reserve, at least; below 0: to be counted
         self._thread = threading.Thread(target=self._keep, name="vmem-keeper", daemon=True)
@@ -223,6 +223,14 @@ class ElasticEngine:
         growing = len(self._background.blocks) if self._background else 0
         return int(self.pool.num_gpu_blocks) - self.backing.bare - growing
 
+    def yields(self) -> bool:
+        """Whether no request may join those that run: another engine waits for its fair part.
+
+        Else an engine with a queue would never give anything back: each request that ends makes
+        room for the next one. Where none runs, what is idle goes by itself.
+        """
+        return self._has_more and self.used_blocks() > 0
+
     def used_blocks(self) -> int:
         """Blocks that requests hold."""
         return self.backed_blocks() - 1 - int(self.pool.free_block_queue.num_free_blocks)
@@ -330,6 +338,7 @@ class ElasticEngine:
             self._retire(sorted(idle)[keep:])
         if self.settings.prefix is not None:
             self._evict(self._count_for(self._cached_bytes() - self.settings.prefix))
+        self._has_more = self.quota.has_more()
         excess = self.quota.excess()
         if excess > self.backing.leaving_bytes:
             self._shrink(excess - self.backing.leaving_bytes)

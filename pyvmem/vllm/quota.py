@@ -52,6 +52,10 @@ class LocalQuota:
         """Bytes that the engine should give back: above its limit, or that another one needs."""
         return max(0, self.used - self.limit)
 
+    def has_more(self) -> bool:
+        """Whether another engine is short while this one has more than a fair part."""
+        return False
+
     def want(self, nbytes: int) -> None:
         """A request could not be served for lack of so many bytes; 0: none is short."""
 
@@ -119,6 +123,11 @@ class LedgerQuota:
         """Bytes that the engine should give back: above its limit, or that another one needs."""
         free = self._free()
         return max(-(-account.excess(free) // ranks) for account, ranks in self._accounts)
+
+    def has_more(self) -> bool:
+        """Whether another engine is short while this one has more than a fair part."""
+        free = self._free()
+        return any(account.has_more(free) for account, _ in self._accounts)
 
     def want(self, nbytes: int) -> None:
         """A request could not be served for lack of so many bytes; 0: none is short."""

@@ -91,6 +91,8 @@ class _Elastic:
 
         def allocate(request: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal margin
+            if request.status.name != "RUNNING" and elastic.yields():
+                return None
             margin = watermark + kwargs.get("reserved_blocks", 0)
             try:
                 result = allocate_slots(request, *args, **kwargs)

@@ -97,6 +97,32 @@ def test_one_that_is_short_asks_the_others_above_their_floors(folder: Path) -> N
     b.close()
 
 
+def test_a_fair_part_of_those_that_are_short(folder: Path) -> None:
+    a, b, c = join(folder, "a"), join(folder, "b", floor=2 * GIB), join(folder, "c")
+    assert a.take(6 * GIB)
+    assert b.take(2 * GIB)
+    assert not a.has_more(), "nobody is short"
+    b.want(1 * GIB)
+    assert not a.has_more(), "there is room for it"
+    b.want(4 * GIB)  # 6, 2, and 2 that nobody has
+    assert a.has_more()
+    assert not b.has_more(), "nobody else is short"
+    a.want(4 * GIB)
+    assert a.has_more()
+    assert not b.has_more(), "it has less than a half"
+    a.give(GIB)
+    assert not a.has_more(), "a half"
+    c.want(4 * GIB)  # of 10, three want
+    assert a.has_more()
+    assert not c.has_more()
+    assert b.take(2 * GIB)
+    assert b.has_more(), "4 of 10"
+    b.give(2 * GIB)
+    assert not b.has_more(), "its floor"
+    for one in (a, b, c):
+        one.close()
+
+
 def test_threads_of_a_process_take_turns(folder: Path) -> None:
     accounts = [join(folder, f"engine{i}") for i in range(4)]
     granted = [0] * 4

@@ -417,3 +417,44 @@ def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> Non
             found = [list(one.outputs[0].token_ids) for one in engine.step()] or found
         assert found == [wanted]
         other.close()
+
+
+def test_an_engine_with_a_queue_gives_up_what_is_beyond_its_fair_part(
+    start: Open, ledger: Any
+) -> None:
+    """No request joins those that run while another engine is short, and all are answered."""
+    from pyvmem.ledger import Ledger
+
+    with start("straddling", VMEM_VLLM="1", VMEM_CAPACITY="768K", VMEM_RESERVE="0") as llm:
+        elastic, engine = elastic_of(llm), llm.llm_engine
+        wanted = answer(llm, prompts(), 40)
+        other = Ledger("host", folder=ledger).join(
+            "other", floor=0, limit=1 << 40, least=1, virtual=1 << 40
+        )
+        asked = prompts()
+        for number in range(8 * len(asked)):
+            engine.add_request(str(number), asked[number % len(asked)], greedy(40))
+        scheduler = engine.engine_core.engine_core.scheduler
+        while len(scheduler.running) < 2 or not scheduler.waiting:
+            engine.step()
+        elastic.tick(force=True)
+        assert not elastic.yields()
+        part = 384 << 10  # a half
+        found: dict[str, list[int]] = {}
+        end = time.monotonic() + 60
+        while not other.take(part) and time.monotonic() < end:
+            other.want(part)
+            for one in engine.step():
+                found[one.request_id] = list(one.outputs[0].token_ids)
+        assert other.used == part
+        assert scheduler.waiting, "before the queue is empty"
+        other.want(0)
+        while engine.has_unfinished_requests():
+            for one in engine.step():
+                found[one.request_id] = list(one.outputs[0].token_ids)
+        other.mapped(part)
+        other.give(part)
+        other.close()
+        assert len(found) == 8 * len(asked)
+        for number, tokens in found.items():
+            assert tokens == wanted[int(number) % len(asked)]
