@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +41,7 @@ _METHOD = {
     "rounds": "of each way in turn, kind after kind; the first round is left out",
     "memory": "of keys and values after the last token: tensors' storage, or pages that are mapped",
     "peak": "torch's largest allocation during a way's rounds, weights left out; GPU only",
-    "check": "the ways' last scores are compared with the first way's; see _TOLERANCE",
+    "check": "the ways' last scores are compared with the first way's; see largest_difference",
 }
 _NAME = "vmem-bench-models"
 
@@ -179,9 +179,6 @@ WAYS = {
     "attend": "pyvmem.attention, no padding",
     "fp8": "pyvmem.attention, 8-bit keys and values",
 }
-_TOLERANCE = {"fp8": 0.25}
-"""Of the last scores, as a part of the largest; others 0.1 in bfloat16, 0.001 in float32. An
-element of 8 bits has 3 of mantissa: up to 1/16 of itself off, in every layer."""
 
 
 def _model(kind: Kind, quick: bool, device: torch.device) -> Any:
@@ -379,6 +376,7 @@ def _weights(kind: Kind, quick: bool, device: torch.device) -> Iterator[Any]:
 
     import torch
 
+    gc.collect()  # what a part before has left in cycles would count as weights
     model = _model(kind, quick, device)
     try:
         with torch.inference_mode():
@@ -413,6 +411,7 @@ def _measure(command: Command, part: Part, name: str, device: torch.device, left
     cuda = device.type == "cuda"
     command.record.options.update(steps=steps)
     first: torch.Tensor | None = None
+    differences: dict[str, float] = {}
     with _weights(kind, quick, device) as model:
         dice = torch.Generator().manual_seed(3)
         vocabulary = model.config.vocab_size
@@ -452,9 +451,27 @@ def _measure(command: Command, part: Part, name: str, device: torch.device, left
             difference = float((out - first).abs().max() / first.abs().max())
             what = f"largest difference of the last scores over the largest score, {about}"
             part.value(f"difference/{way}", what, way, difference, "x")
-            if not difference <= _TOLERANCE.get(way, 0.1 if cuda else 1e-3):  # also refuses NaN
+            differences[way] = difference
+            if not difference <= largest_difference(way, cuda, differences):  # also refuses NaN
                 raise WrongResult(f"{name}, {way}: the scores differ by {difference:.2g}")
             command.write()
+
+
+def largest_difference(way: str, cuda: bool, found: Mapping[str, float]) -> float:
+    """What the last scores of a way may differ by from the first way's, over the largest score.
+
+    0.1 in bfloat16, 0.001 in float32. An element of 8 bits has 3 of mantissa, one of bfloat16 7:
+    its rounding is 16 times as coarse, and so may the difference be of that of the same kernels
+    with bfloat16; at most a half, since scores that have nothing in common differ by about 1.
+
+    Args:
+        way: of `WAYS`.
+        cuda: the model is in bfloat16.
+        found: the differences of ways before.
+    """
+    if way == "fp8":
+        return min(0.5, 16 * found.get("attend", 0.1))
+    return 0.1 if cuda else 1e-3
 
 
 def _rounds(
