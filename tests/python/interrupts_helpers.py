@@ -521,8 +521,8 @@ def _touch(cache: Cache) -> None:
 
 
 def parts(cache: Cache) -> tuple[GroupView, ...]:
-    """Its groups of equal layers."""
-    return cache.caches
+    """Its groups of equal layers with keys and values."""
+    return tuple(one for one in cache.caches if not one.config.state)
 
 
 def lens(cache: Cache, more: dict[int, int] | None = None) -> list[int]:

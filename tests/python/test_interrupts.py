@@ -42,7 +42,7 @@ from share_helpers import is_zero, read_rows
 from test_kvcache_layers import uneven
 
 from pyvmem import BadHandle, Caps, Context, Inject, InvalidArgument, KVCache
-from pyvmem.kvcache import Budget, LayeredCache, PrefixEvicted
+from pyvmem.kvcache import Budget, LayeredCache, PrefixEvicted, StateShape
 from pyvmem.kvcache.budget import Turns
 from pyvmem.kvcache.cache import GroupView
 from pyvmem.kvcache.group import Group
@@ -785,6 +785,32 @@ def swap_out(engine: Engine) -> Steps:
 
 
 @scenario
+def swap_out_with_a_window(engine: Engine) -> Steps:
+    cache = engine.cache(window=8, window_tile=4, max_seq_len=12 * ROWS)
+    engine.start(cache, 3)
+    reqid = engine.start(cache, 40)
+    assert cache.step(lens(cache, {reqid: 41})) == 0  # rows before 24 have left
+    tags = engine.held.pop((cache, reqid))
+
+    def call() -> None:
+        engine.swapped.append(cache.swap_out(reqid))
+
+    def again() -> None:
+        if not engine.swapped:
+            try:
+                call()
+            except InvalidArgument:
+                assert engine.place.startswith(("kvcache/journal.py", "kvcache/cache.py", "after "))
+                return
+        back = cache.swap_in(engine.swapped[0])
+        assert back is not None, "no slot"
+        assert read_rows(cache, back, 24, tags[24:]), "rows in the window"
+        cache.free_reqid(back)
+
+    return call, again
+
+
+@scenario
 def swap_out_shared(engine: Engine) -> Steps:
     cache, parent = _forkable(engine, 2 * ROWS + 3)
     child = cache.fork(parent)
@@ -1030,7 +1056,7 @@ def budget_short(engine: Engine) -> Steps:
 # ---- layers that differ --------------------------------------------------------------------------
 
 
-def _layered(engine: Engine, pages: int = 600, **changes: Any) -> LayeredCache:
+def _layered(engine: Engine, pages: int = 600, shapes: Any = (), **changes: Any) -> LayeredCache:
     options: dict[str, Any] = {
         "dtype": "float32",
         "max_batch": 4,
@@ -1040,7 +1066,7 @@ def _layered(engine: Engine, pages: int = 600, **changes: Any) -> LayeredCache:
         "low_watermark": 0.0,
         **changes,
     }
-    cache = LayeredCache(uneven(engine.page), engine.context, **options)
+    cache = LayeredCache(shapes or uneven(engine.page), engine.context, **options)
     engine.caches.append(cache)
     return cache
 
@@ -1171,6 +1197,51 @@ def layered_swap_out(engine: Engine) -> Steps:
 def layered_swap_in(engine: Engine) -> Steps:
     cache = _layered(engine)
     return _swapping_in(engine, cache, engine.start(cache, UNIT + 3))
+
+
+STATE = StateShape(conv=(40, 4), recurrent=(4, 20, 20))
+_TOLD = 7.0
+
+
+def _with_state(engine: Engine) -> tuple[LayeredCache, int]:
+    """A cache whose last layer has a state, and a request whose state is `_TOLD`."""
+    cache = _layered(engine, shapes=(*uneven(engine.page), STATE))
+    engine.start(cache, 3)
+    reqid = engine.start(cache, UNIT + 3)
+    for rows in cache.states(len(cache.layers) - 1).values():
+        rows[reqid] = _TOLD
+    return cache, reqid
+
+
+def _and_states(engine: Engine, cache: LayeredCache, steps: Steps) -> Steps:
+    """These, and the states of all long requests afterwards."""
+    call, again = steps
+
+    def both() -> None:
+        again()
+        long = [reqid for (_, reqid), tags in engine.held.items() if len(tags) > UNIT]
+        for rows in cache.states(len(cache.layers) - 1).values():
+            assert bool((rows[long] == _TOLD).all()), "states"
+
+    return call, both
+
+
+@scenario
+def states_fork(engine: Engine) -> Steps:
+    cache, reqid = _with_state(engine)
+    return _and_states(engine, cache, _forking(engine, cache, reqid, None))
+
+
+@scenario
+def states_swap_out(engine: Engine) -> Steps:
+    cache, reqid = _with_state(engine)
+    return _and_states(engine, cache, _swapping_out(engine, cache, reqid))
+
+
+@scenario
+def states_swap_in(engine: Engine) -> Steps:
+    cache, reqid = _with_state(engine)
+    return _and_states(engine, cache, _swapping_in(engine, cache, reqid))
 
 
 @scenario
