@@ -1067,6 +1067,8 @@ def alloc_prefix(
         if match.length:
             spans = [prefixes.span(group.place, match) for group in groups]
             kept = _kept(groups, spans)
+            if kept is None:
+                prefixes.require("alloc_prefix")
             slots = kept or _emptiest(groups)
         if slots is None:
             reqid = alloc(groups, length)
