@@ -16,7 +16,7 @@ from mini_driver import make_driver, write_driver
 from module_build import about_versions, headers_for
 from module_elf import KernelModule, ModuleFileError, read_module, symvers_text
 from module_kbuild import BuildError, build_uvm
-from module_refuse import wrong_symbols
+from module_refuse import unknown_symbols, wrong_symbols
 from module_source import choose_source, meeting
 from module_system import System
 
@@ -89,8 +89,10 @@ def test_without_a_driver(machine: System, staged: Path, headers: KernelHeaders)
     nvidia = found(machine, headers.release)
     built = read_module(build_uvm(staged, headers.build, headers.source, None))
     assert built.imports[SYMBOL] is None
-    (reason,) = wrong_symbols(built, nvidia)
-    assert "built without the symbol versions" in reason
+    assert wrong_symbols(built, nvidia) == []
+    (doubt,) = unknown_symbols(built, nvidia)
+    assert doubt.word == "symbols"
+    assert "built without the symbol versions" in doubt.text
     assert "is not one to load" in about_versions(None, True, headers.release).replace("\n", " ")
 
 
