@@ -620,21 +620,25 @@ class Account:
     def has_more(self, free: int | None = None) -> bool:
         """Whether another engine is short while this one has more than a fair part.
 
-        The fair part: of what this one and those that are short have, and of what is free, the same
-        for each; never less than the floor.
+        Short here is who wants more than there is room for, and more than its own idle prefixes
+        hold. The fair part: of what this one and those that are short have, and of what is free,
+        the same for each, but to none more than its limit; never less than the floor.
         """
         word = self.ledger.word
         with self.ledger.locked():
             used, live = self._get("used"), self.ledger.live(self.slot)
-            short = [slot for slot in live if self._short_of(slot, live, free)]
+            short = [
+                slot for slot in live if self._short_of(slot, live, free) > word(slot, "cached")
+            ]
             if not short:
                 return False
-            have = (
-                used
-                + sum(word(slot, "used") for slot in short)
-                + self._room_of(self.slot, live, free)
-            )
-            return used > max(have // (1 + len(short)), self._get("floor"))
+            part = used + sum(word(slot, "used") for slot in short)
+            part += self._room_of(self.slot, live, free)
+            parts = 1 + len(short)
+            for limit in sorted(word(slot, "order") or word(slot, "limit") for slot in short):
+                if limit * parts < part:
+                    part, parts = part - limit, parts - 1
+            return used > max(part // parts, self._get("floor"))
 
     def _short_of(self, slot: int, live: list[int], free: int | None) -> int:
         """Bytes that another engine has lately wanted, and that there is no room for."""

@@ -395,8 +395,8 @@ class RequestCache(Closable):
         computing again, `release` it with its tokens and `admit` them later.)
 
         Raises:
-            NotSupported: the cache has a window. MemoryError: no host memory. VMemError: as
-                `KVCache.swap_out`. Nothing changed then.
+            MemoryError: no host memory. OutOfMemory, VMemError: as `KVCache.swap_out`. Nothing
+                changed then.
         """
         self._swap_out(request, self._slot(request), stream)
 

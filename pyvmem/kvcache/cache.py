@@ -301,8 +301,9 @@ class KVCache(MustClose):
         copied, since the request may write behind its last row.
 
         Rows that the request gets again by a `step` hold what it wrote there before where their
-        page was kept, which is the one that row ``length - 1`` ends in, or was promised to it by a
-        `step_async`; all others are zero, or, without `KVCacheConfig.zero_fill`, anything.
+        page was kept, which is the one that row ``length - 1`` ends in and those that decoding
+        reads after it (`KVCacheConfig.overread_decode`), or was promised to it by a `step_async`;
+        all others are zero, or, without `KVCacheConfig.zero_fill`, anything.
 
         Args:
             reqid: the request.
@@ -551,7 +552,8 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: no such reqid, or it is not taken.
-            NotSupported: the cache has a window.
+            OutOfMemory: rows have left a window, and there is not memory enough for all pages of so
+                many tokens, which `swap_in` needs for a moment; nothing changed.
             MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
         """
         if stream is not None:

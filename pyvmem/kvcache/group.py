@@ -460,6 +460,7 @@ class Group:
         rows: int,
         *,
         ahead: bool,
+        large: bool,
     ) -> None:
         """Takes empty slots that begin with the rows of a request, in one batch, or none.
 
@@ -473,6 +474,7 @@ class Group:
             pages: that each slot gets, the full ones included.
             rows: tokens that each slot begins with.
             ahead: more pages than these rows need are mapped where requests grow by runs.
+            large: new pages are large ones where these fit.
         """
         sharing, pager, reclaimer = self.sharing, self.pager, self.reclaimer
         low = parent.span.pages
@@ -499,7 +501,7 @@ class Group:
                     else:
                         sharing.map_span(ops, slot, span)
                 if pages > full:
-                    pager.copy_tail(ops, job, full, goals, parent, rows)
+                    pager.copy_tail(ops, job, full, goals, parent, rows, large=large)
                 if pages:
                     with self.counters.waiting():
                         change.run(ops)

@@ -477,6 +477,8 @@ class Pager(Book):
         goals: Sequence[int],
         parent: Slot,
         rows: int,
+        *,
+        large: bool,
     ) -> None:
         """Adds new pages from one on to a fork's batch, with the rows that the parent has there.
 
@@ -487,15 +489,17 @@ class Pager(Book):
             goals: for each slot of the job, where its pages end.
             parent: whose rows.
             rows: tokens of the parent that are copied, from its first one on.
+            large: a whole large page's worth becomes one.
         """
         layout = self.layout
+        large_pages = layout.large_pages if large else 0
         source = Source(
             self.base + layout.offset(parent.index), layout.tensor_bytes, layout.bytes_for(rows)
         )
         job.pieces = list(zip(job.slots, repeat(first), goals))
         job.new_pages = (sum(goals) - first * len(job.slots)) * layout.num_tensors
         for slot, low, high in job.pieces:
-            self._planner.populate(ops, slot, low, high, layout.large_pages, source, job)
+            self._planner.populate(ops, slot, low, high, large_pages, source, job)
         for slot, low, high in job.large:
             slot.places.put(low, high, self._large)
         self.reclaimer.held += job.new_pages

@@ -663,10 +663,10 @@ def _fork(
 ) -> bool:
     """`Group.fork`; where that finds too little, pages of no request go. False: too few."""
     new_pages = (pages - full) * len(slots) * group.layout.num_tensors
-    ahead = True
+    ahead, large = True, group.layout.large_pages > 0
     while True:
         try:
-            group.fork(parent, slots, full, pages, rows, ahead=ahead)
+            group.fork(parent, slots, full, pages, rows, ahead=ahead, large=large)
             return True
         except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
             if ahead:  # perhaps it wanted more than it must have
@@ -674,6 +674,9 @@ def _fork(
                 continue
             if group.table.lockstep:
                 raise
+            if large and isinstance(error, OutOfMemory):
+                large = False  # small pages may fit where no large one does
+                continue
             if isinstance(error, TooManyMappings):
                 more = group.pager.fewer_mappings(new_pages, {})
             else:
@@ -1250,6 +1253,8 @@ def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest
     for group, slot in zip(groups, slots, strict=True):
         group.pager.release(slot)
     heads = [slot.head for slot in slots]
+    if any(heads):
+        _check_return(groups, slots, length)
     pieces = [
         _pieces(group, slot, head, length)
         for group, slot, head in zip(groups, slots, heads, strict=True)
@@ -1269,6 +1274,26 @@ def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest
     for group in groups:
         group.tidy()
     return swapped
+
+
+def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -> None:
+    """Raises OutOfMemory where a request could not come back: that takes all pages for a moment."""
+    needed = held = 0
+    for group, slot in zip(groups, slots, strict=True):
+        tensors = group.layout.num_tensors
+        needed += group.layout.pages_for(length) * tensors
+        held += (slot.granted - slot.head) * tensors
+    if not groups[0].pager.can_have(needed - held, {}):
+        reclaimer = groups[0].reclaimer
+        room = held + reclaimer.obtainable({})
+        raise OutOfMemory(
+            f"reqid {slots[0].index}: {held} pages are in its window, but to be swapped in its "
+            f"{length} tokens need {needed} for a moment, and {room} can be had; free it and "
+            "compute it again",
+            errno=errno.ENOMEM,
+            op="KVCache.swap_out",
+            limit=room,
+        )
 
 
 def bring_back(groups: Sequence[Group], swapped: SwappedRequest, reqid: int) -> None:

@@ -191,6 +191,7 @@ class ElasticEngine:
         """Tells the other engines what a request is short of, as far as the limit allows it."""
         need = self.backing.geometry.most_bytes(blocks) if blocks > 0 else 0
         need = min(need, max(0, self.quota.limit - self.quota.used))
+        need -= need % max(1, self.backing.geometry.block_bytes)  # no block fits in the rest
         if need or self._short:
             self.quota.want(need)
             self._short = need > 0
@@ -223,13 +224,15 @@ class ElasticEngine:
         growing = len(self._background.blocks) if self._background else 0
         return int(self.pool.num_gpu_blocks) - self.backing.bare - growing
 
-    def yields(self) -> bool:
-        """Whether no request may join those that run: another engine waits for its fair part.
+    @property
+    def has_more(self) -> bool:
+        """Whether another engine waits while this one has more than a fair part, by the last look.
 
-        Else an engine with a queue would never give anything back: each request that ends makes
-        room for the next one. Where none runs, what is idle goes by itself.
+        No request may join those that run then. Else an engine with a queue would never give
+        anything back: each request that ends makes room for the next one. Where none runs, what is
+        idle goes by itself.
         """
-        return self._has_more and self.used_blocks() > 0
+        return self._has_more
 
     def used_blocks(self) -> int:
         """Blocks that requests hold."""
@@ -266,6 +269,7 @@ class ElasticEngine:
                 return
             except Exception:
                 log.exception("vmem: the keeper ends; memory is no longer given back")
+                self._has_more = False
                 return
 
     def tick(self, force: bool = False) -> None:

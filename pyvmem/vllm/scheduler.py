@@ -91,7 +91,8 @@ class _Elastic:
 
         def allocate(request: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal margin
-            if request.status.name != "RUNNING" and elastic.yields():
+            running = self.running  # type: ignore[attr-defined]
+            if elastic.has_more and running and request.status.name != "RUNNING":
                 return None
             margin = watermark + kwargs.get("reserved_blocks", 0)
             try:

@@ -455,3 +455,35 @@ def test_every_driver_call_of_a_shared_beginning_fails_once(backend: str) -> Non
             assert context.stats().used_bytes == 0
         skip += 1
     assert skip > 10, "the run makes more driver calls than that"
+
+
+def test_a_fork_takes_small_pages_where_no_large_one_is_left() -> None:
+    large, page = 2 << 20, 64 << 10
+    slab = 4 * large
+    sizes = {"granule": page, "slab_size": slab, "mem_limit": 2 * slab, "pool_high": 2 * slab}
+    with Context("host", **sizes) as context:
+        config = KVCacheConfig(
+            num_layers=1,
+            num_kv_heads=8,
+            head_dim=128,
+            dtype="float32",
+            max_batch=5,
+            max_seq_len=1024,  # 4 KiB each in K and V
+            page_size=page,
+            large_page_size=large,
+            memory_limit=2 * slab,
+            low_watermark=0.0,
+            growth_fraction=0.0,
+        )
+        with KVCache(config, context) as cache:
+            lens = [0] * 5
+            for tokens in (510, 510, 1):  # one slab is full of large pages, the other is cut
+                lens[cache.alloc_reqid(tokens) or 0] = tokens
+                assert cache.step(lens) == 0
+            assert [slot.large_pages for slot in cache.snapshot()[:3]] == [32, 32, 0]
+            assert cache.can_admit([510])
+            child = cache.fork(0)
+            assert child is not None
+            assert cache.snapshot()[child].large_pages == 0
+            assert cache.snapshot()[child].granted_pages == 32
+            cache.check_integrity()

@@ -29,6 +29,7 @@ from pyvmem import (
     KVCacheConfig,
     NotMapped,
     NotSupported,
+    OutOfMemory,
 )
 from pyvmem.kvcache import LayeredCache, LayerShape, layer_shapes
 
@@ -221,6 +222,20 @@ def test_swapping_takes_what_the_window_holds(context: Context, length: int) -> 
         decode(cache, length, length + 3)
         assert rows_are_there(cache, max(first, length - 8), length + 3)
         assert cache.first_rows([0])[0] >= first
+        cache.check_integrity()
+
+
+def test_what_could_not_come_back_is_not_swapped_out(context: Context) -> None:
+    """To come back, a request needs the pages of all its tokens for a moment."""
+    page = context.info.granule
+    with small_cache(context, memory_limit=6 * TENSORS * page, **WINDOW) as cache:
+        assert cache.alloc_reqid() == 0
+        decode(cache, 0, 12 * ROWS - 1)
+        before = cache.snapshot()
+        with pytest.raises(OutOfMemory, match=r"reqid 0: .* tokens need 48 for a moment"):
+            cache.swap_out(0)
+        assert cache.snapshot() == before
+        decode(cache, 12 * ROWS - 1, 12 * ROWS)
         cache.check_integrity()
 
 

@@ -119,6 +119,15 @@ def test_a_fair_part_of_those_that_are_short(folder: Path) -> None:
     assert b.has_more(), "4 of 10"
     b.give(2 * GIB)
     assert not b.has_more(), "its floor"
+    a.want(0)
+    c.want(0)
+    assert a.take(GIB)
+    assert a.has_more(), "6 of 10"
+    b.report(cached=4 * GIB)
+    assert not a.has_more(), "b can do with its own idle prefixes"
+    b.report(cached=0)
+    Ledger("host", folder=folder).order_limit("b", 3 * GIB)
+    assert not a.has_more(), "7 are left to it"
     for one in (a, b, c):
         one.close()
 
