@@ -149,7 +149,7 @@ def measure(
 
 
 def aims(record: Record) -> list[dict[str, Any]]:
-    """Batch ratios for 64 KB pages with a tensor per layer; only Azure's trace has targets."""
+    """Batch ratios for 64 KB pages with a tensor per layer; only Azure's trace has goals."""
     found = []
     for part in record.parts.values():
         azure = part.name.startswith("azure")

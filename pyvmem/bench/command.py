@@ -208,7 +208,7 @@ def open_command(*args: Any, **options: Any) -> Command | None:
 
 
 def put_together(joining: Callable[[Sequence[Path]], Record], args: argparse.Namespace) -> int:
-    """Does ``--merge``: writes and prints several results as one. Returns 0, 2 if they differ."""
+    """Does ``--merge``: writes and prints results as one. Returns 0, 2 if they do not fit."""
     try:
         record = joining(args.merge)
     except MergeError as error:
