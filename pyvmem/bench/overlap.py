@@ -121,7 +121,7 @@ def _turns(
     iterations: int,
     block: int,
 ) -> None:
-    """Runs the blocks, the modes taking turns in rotating order; rows are written as they come."""
+    """Runs the blocks, the modes taking turns in rotating order; writes rows every fifth time."""
     import torch
 
     device, vocabulary = modes[0].device, modes[0].model.sizes.vocabulary
