@@ -33,12 +33,12 @@ def load(source: Path | None, device: torch.device) -> Any:
     if source is None:
         raise ValueError("no FlashAttention-3 op was named (--fa3)")
     if not source.exists():
-        raise ValueError(f"{source} is not there")
+        raise ValueError(f"{source} does not exist")
     if source.suffix in (".zip", ".whl"):
         with zipfile.ZipFile(source) as archive, tempfile.TemporaryDirectory() as folder:
             names = [n for n in archive.namelist() if n.endswith(_FILE)]
             if not names:
-                raise ValueError(f"{source} holds no {_FILE}")
+                raise ValueError(f"{source} has no {_FILE}")
             load_library(archive.extract(names[0], folder))
     else:
         load_library(str(source))

@@ -453,7 +453,7 @@ def _measure(command: Command, part: Part, name: str, device: torch.device, left
             part.value(f"difference/{way}", what, way, difference, "x")
             differences[way] = difference
             if not difference <= largest_difference(way, cuda, differences):  # also refuses NaN
-                raise WrongResult(f"{name}, {way}: the scores differ by {difference:.2g}")
+                raise WrongResult(f"{name}, {way}: the logits differ by {difference:.2g}")
             command.write()
 
 

@@ -113,7 +113,7 @@ class _Kind:
         matched.new_round().append(middle - start)
         found.new_round().append(end - middle)
         if got is None or got[1] != self.tokens:
-            raise WrongResult(f"alloc_prefix gave {got}, of {self.tokens} tokens")
+            raise WrongResult(f"alloc_prefix gave {got} for {self.tokens} tokens")
         self._check(got[0])
         self.segments = cache.stats().segments
         cache.free_reqid(got[0])
@@ -128,7 +128,7 @@ class _Kind:
             got = cache.alloc_prefix(self.ids, 0)
             end = time.perf_counter_ns()
             if got is None or got[1] != self.tokens:
-                raise WrongResult(f"alloc_prefix gave {got}, of {self.tokens} tokens")
+                raise WrongResult(f"alloc_prefix gave {got} for {self.tokens} tokens")
             self._check(got[0])
             if turn:
                 after = cache.stats()

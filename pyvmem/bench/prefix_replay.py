@@ -317,7 +317,7 @@ class Turns:
             self.next_resumed += whole if found > self._common else 0
             self.mapped_tokens += mapped
         if requests.extend({request: prompt.length}) is not None:
-            raise WrongResult(f"{prompt.length} tokens were admitted, and there is no memory")
+            raise WrongResult(f"{prompt.length} tokens were admitted, but memory is short")
         blocks = prompt.length // TRACE_BLOCK
         recorded = TokenIds.from_bytes(ids.data[: blocks * TRACE_BLOCK * ID_BYTES])
         requests.release(request, tokens=recorded)

@@ -56,7 +56,7 @@ MODELS = {
 
 
 class Family:
-    """Requests that are forked from one prompt, and the pages of one tensor that they hold.
+    """Requests forked from one prompt, and the pages of one tensor that they hold.
 
     Args:
         layout: of the cache, or of blocks as pages of so many rows.

@@ -116,7 +116,7 @@ def arrivals(trace: Path | None, count: int, longest: int) -> list[Arrival]:
         found = read_arrivals(trace)
     found = [one for one in found if one.request.context + one.request.output <= longest][:count]
     if not found:
-        raise invalid(f"no request of {longest} tokens or less in {trace or 'what was made'}")
+        raise invalid(f"no request of {longest} tokens or less in {trace or 'the synthetic ones'}")
     return at_rate(found, 1.0)
 
 

@@ -459,7 +459,7 @@ def _compare(command: Command, part: Part, runner: _Runner, arrivals: Sequence[A
             part.not_run(f"makespan/{name}", "the deadline came first")
     add_aims(command.aims, part, {name: runner.words(name) for name in names}, args.limit)
     if wrong:
-        raise WrongResult(f"{', '.join(wrong)}: other logits than {names[0]}")
+        raise WrongResult(f"{', '.join(wrong)}: the logits differ from those of {names[0]}")
 
 
 def _arms(text: str) -> list[str]:
