@@ -74,7 +74,7 @@ class TorchMemorySaver:
         with self._lock:
             if self._pool is not None:
                 raise Busy(
-                    "torch_memory_saver: its pool is open already; call configure before the first "
+                    "torch_memory_saver: its pool is open already; configure it before the first "
                     "region",
                     errno=errno.EBUSY,
                     op="configure",
