@@ -2,15 +2,15 @@
 /*
  * torch's allocator interface over vmem: vmem_malloc and vmem_free, for CUDAPluggableAllocator.
  *
- * torch finds the two functions by name in this extension and calls them without any pointer of ours, so
- * which context a device uses is kept here, for the whole process: one pool a device. All else is torch's
- * caching allocator, which asks for segments (2 MiB, 20 MiB, or more) and keeps them.
+ * torch finds the two functions by name in this extension and passes no pointer of ours to them, so the
+ * context of each device is kept here, one pool a device for the whole process. Tensors are placed by
+ * torch's caching allocator, which asks for segments (2 MiB, 20 MiB, or more) and keeps them.
  *
  * A block is one segment: a reservation of its own, mapped or paused. A paused block keeps its addresses
  * and has no memory; `save` is where its contents lie, NULL when they were given up.
  *
- * A pool's lock is held across driver calls: what torch frees meanwhile in another thread must find a
- * block either mapped or paused. pyvmem/torch_pool.py is the only caller of the rest.
+ * A pool's lock is held across driver calls, so that another thread that frees through torch meanwhile
+ * finds a block either mapped or paused. pyvmem/torch_pool.py is the only caller of the other functions.
  */
 #include <errno.h>
 #include <inttypes.h>
@@ -27,7 +27,7 @@
 
 struct block {
   struct block *next;
-  uint64_t addr, bytes; /* bytes: of the reservation, whole pages */
+  uint64_t addr, bytes; /* of the reservation, which is whole pages */
   uint32_t tag;
   int paused;
   const unsigned char *save;
@@ -53,7 +53,7 @@ EXPORT void vmem_free(void *ptr, size_t size, int device, void *stream);
 
 static int is_of(const struct block *b, uint32_t tag) { return tag == PYVMEM_TORCH_ALL || b->tag == tag; }
 
-/* Notes for last_error what torch's interface has no room for. */
+/* Keeps an error for last_error, since torch's interface cannot return it. */
 static void note(struct pool *p, const char *what, uint64_t addr, uint64_t bytes) {
   p->failures++;
   snprintf(p->error, sizeof(p->error), "%s(%#" PRIx64 ", %" PRIu64 " bytes): %s", what, addr, bytes, vmem_last_error());
@@ -90,7 +90,7 @@ static int make_block(struct pool *p, uint64_t size, struct block **out) {
   return 0;
 }
 
-/* GPU work on a block may be unfinished when torch gives it up: cudaFree waits for it, so do we. */
+/* GPU work on a block may be unfinished when torch frees it. cudaFree waits for that work, and so does this. */
 static int end_block(struct pool *p, struct block *b) {
   if (!b->paused && p->sync) {
     int status = p->sync();
@@ -104,11 +104,11 @@ static int end_block(struct pool *p, struct block *b) {
 
 /* ---- what torch calls -------------------------------------------------------------------------- */
 
-/* Whole zeroed pages for the tensors of the thread's tag; NULL when there are none. */
+/* Returns a new block of zeroed pages under the thread's tag; NULL on failure. */
 void *vmem_malloc(ssize_t size, int device, void *stream) {
   struct pool *p;
   struct block *b = NULL;
-  (void)stream; /* new addresses: no earlier work can touch them */
+  (void)stream; /* the addresses are new: no earlier work can touch them */
   if (device < 0 || device >= VMEM_MAX_DEVICES) return NULL;
   p = &pools[device];
   pthread_mutex_lock(&p->lock);
@@ -123,12 +123,12 @@ void *vmem_malloc(ssize_t size, int device, void *stream) {
   return b ? (void *)(uintptr_t)b->addr : NULL;
 }
 
-/* A block that cannot be freed stays, and is counted as a failure. */
+/* A block that cannot be freed stays mapped, and is counted as a failure. */
 void vmem_free(void *ptr, size_t size, int device, void *stream) {
   uint64_t addr = (uint64_t)(uintptr_t)ptr;
   struct block **at, *b;
   struct pool *p;
-  (void)stream; /* torch's events have ended its work on other streams, end_block waits for this one */
+  (void)stream; /* torch's events cover the work on other streams; end_block waits for this one */
   if (!ptr || device < 0 || device >= VMEM_MAX_DEVICES) return;
   p = &pools[device];
   pthread_mutex_lock(&p->lock);
@@ -156,7 +156,7 @@ uint32_t pyvmem_torch_tag(uint32_t tag) {
   return before;
 }
 
-/* The pool of a device that the caller may touch, locked; NULL and an error else. */
+/* The pool of a device, locked; NULL and an error if there is no such device. */
 static struct pool *get(const char *op, int device, int *err) {
   struct pool *p;
   vm_error_begin(op);
@@ -208,8 +208,8 @@ int pyvmem_torch_close(int device) {
   return err;
 }
 
-/* A batch of one operation for each block of the tag that is paused, or is not; the array is the caller's to
- * free. */
+/* A batch with one operation for each block of the tag that is paused or, with `paused` 0, that is mapped. The
+ * caller frees the array. */
 static int ops_of(struct pool *p, uint32_t tag, int paused, uint32_t kind, struct vmem_op **ops, size_t *count) {
   struct block *b;
   size_t n = 0;
@@ -235,7 +235,7 @@ int pyvmem_torch_pause(int device, uint32_t tag, void *save, uint64_t room) {
   err = ops_of(p, tag, 0, VMEM_OP_UNMAP, &ops, &n);
   for (i = 0; !err && save && i < n; i++) {
     if (ops[i].bytes > room - used) {
-      vm_error_begin("VMemPool.pause"); /* vmem_read has put its own name there */
+      vm_error_begin("VMemPool.pause"); /* vmem_read left its own name there */
       err = vm_fail(-EAGAIN, "blocks were added meanwhile");
     } else {
       err = vmem_read(p->vm, (char *)save + used, ops[i].addr, ops[i].bytes);

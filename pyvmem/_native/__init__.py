@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """The boundary to C: the only package that calls libvmem, and the only one that raises its errors.
 
-One function per function of vmem.h, with its name in snake case, plain integers for handles, and an
-exception instead of a negative errno. cffi releases the GIL in every call. Structures come back as
-they are (``Any``); the modules above turn them into typed objects.
+One function for each function of vmem.h, under its name in snake case, with plain integers for
+handles and an exception instead of a negative errno. cffi releases the GIL in every call.
+Structures are returned as they are (``Any``); the modules above turn them into typed objects.
 """
 
 from pyvmem._native.arrays import (

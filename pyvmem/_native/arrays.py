@@ -27,7 +27,7 @@ def dlpack_new(
     strides: tuple[int, ...],
     versioned: bool,
 ) -> Any:
-    """A DLManagedTensor (or the versioned one) that owns a reference to `owner`."""
+    """A new DLManagedTensor, or DLManagedTensorVersioned, that holds a reference to `owner`."""
     tensor = lib.pyvmem_dlpack_new(
         ffi.cast("void *", id(owner)), addr, device_type, device_id, code, bits, len(shape),
         ffi.new("int64_t[]", shape), ffi.new("int64_t[]", strides), versioned,
@@ -38,13 +38,13 @@ def dlpack_new(
 
 
 def dlpack_destructor(versioned: bool) -> int:
-    """Address of the destructor of a capsule with such a tensor."""
+    """The address of the destructor for a capsule that holds such a tensor."""
     address: int = lib.pyvmem_dlpack_destructor(versioned)
     return address
 
 
 def dlpack_discard(tensor: Any, versioned: bool) -> None:
-    """Frees a tensor that no capsule took over."""
+    """Frees a tensor that no capsule owns."""
     lib.pyvmem_dlpack_discard(tensor, versioned)
 
 
@@ -54,7 +54,7 @@ def address_of(pointer: Any) -> int:
 
 
 def buffer_at(addr: int, size: int, owner: object) -> memoryview:
-    """A writable memoryview of memory that the CPU reaches; keeps `owner` alive."""
-    # The destructor does nothing: that it refers to the owner is the point.
+    """A writable memoryview of memory that the CPU can access; keeps `owner` alive."""
+    # The destructor does nothing; it is there for its reference to the owner.
     pointer = ffi.gc(ffi.cast("char *", addr), lambda _, _owner=owner: None)
     return memoryview(ffi.buffer(pointer, size))

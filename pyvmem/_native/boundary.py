@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How calls of C are made and their errors raised.
-
-The only place where an error of libvmem becomes an exception.
-"""
+"""Calls into C. The only place where an error of libvmem becomes an exception."""
 
 from __future__ import annotations
 
@@ -26,12 +23,12 @@ __all__ = [
 def fail(
     errno: int, text: str, *, op: str = "", addr: int = 0, bytes: int = 0, limit: int = 0
 ) -> NoReturn:
-    """Raises the error class of `errno` for a condition that was found on this side of C."""
+    """Raises the error class of `errno` for a condition that was found before calling C."""
     raise error_class(errno, op)(text, errno=errno, op=op, addr=addr, bytes=bytes, limit=limit)
 
 
 def last_error(code: int, op: str) -> VMemError:
-    """The calling thread's last error as an exception; `code` is what the function returned."""
+    """The calling thread's last error as an exception; `code` is what the call returned."""
     record = sized("struct vmem_error *")
     if lib.vmem_get_error(record) != 0 or record.code != code:
         return error_class(-code, op)(f"{op}: {os.strerror(-code)}", errno=-code, op=op)
@@ -64,7 +61,7 @@ def call(function: Any, *args: Any) -> None:
 
 
 def sized(declaration: str, op: str = "", **fields: Any) -> Any:
-    """A zeroed structure with its size field set, as every structure of vmem.h wants it."""
+    """A zeroed structure with its size field set, as vmem.h requires of every structure."""
     struct = ffi.new(declaration)
     struct.size = ffi.sizeof(struct[0])
     for name, value in fields.items():
@@ -76,7 +73,7 @@ def sized(declaration: str, op: str = "", **fields: Any) -> Any:
 
 
 def text_of(chars: Any) -> str:
-    """A C string; driver names need not be UTF-8."""
+    """A C string as a str; names that come from a driver need not be valid UTF-8."""
     text: str = ffi.string(chars).decode("utf-8", "replace")
     return text
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""What a step asks of every slot, in C (_columns.c): one array for each number, one item a slot.
+"""The part of a step that looks at every slot, in C (_columns.c): an array a field, an item a slot.
 
-found = columns.scan(lengths)           # who lacks pages for these lengths
-columns.plan(runs, array)               # the map calls for them, where that is all there is to do
-grown = columns.grown()                 # what the plan comes to, as lists
-columns.run(vm, array, outcome, waits)  # makes them; the arrays are as they are then
+found = columns.scan(lengths)            # the slots that lack pages for these lengths
+grown = columns.plan(ops)                # writes their map calls, if nothing else is to be done
+columns.run(vm, ops, outcome, waits)     # makes the calls and updates the arrays
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["Columns", "Grown", "Waiting", "Waits"]
 
 
 class Waits:
-    """How often and how long a cache's calls waited; C adds to it.
+    """How often and how long a cache's calls waited; C adds to the counts.
 
     Attributes:
         struct: ``struct pyvmem_waits``.
@@ -33,14 +32,14 @@ class Waits:
         self.struct: Any = ffi.new("struct pyvmem_waits *")
 
     def add(self, ns: int, driver_ns: int) -> None:
-        """Counts a wait of so long, and of the driver's time meanwhile."""
+        """Counts a wait of `ns` nanoseconds, of which the driver took `driver_ns`."""
         lib.pyvmem_wait_add(self.struct, ns, driver_ns)
 
 
 class Waiting:
-    """A wait from when it is made to the end of its ``with`` block.
+    """Counts a wait, from construction to the end of its ``with`` block.
 
-    Not a generator, since every step that maps a page in more than one call makes one.
+    A class and not a generator, for speed: every step that maps in more than one call makes one.
     """
 
     __slots__ = ("_vm", "_wait", "_waits")
@@ -58,16 +57,16 @@ class Waiting:
 
 
 class Grown(NamedTuple):
-    """What a planned growth comes to; an item of each list for each slot that grows.
+    """A planned growth. Each list has an item for each slot that grows.
 
     Attributes:
         slots: their numbers.
-        mapped, granted, capacity: before.
-        goals, pages: mapped and granted afterwards, per tensor.
+        mapped, granted, capacity: what they are before the growth.
+        goals, pages: mapped and granted pages per tensor after it.
         ops: operations written.
-        added: pages per tensor that the growth maps, all slots together.
-        reused: those that are granted and were mapped already.
-        granting: those that are granted.
+        added: pages per tensor that it maps, over all slots.
+        reused: pages per tensor that it grants and that were mapped already.
+        granting: pages per tensor that it grants.
     """
 
     slots: list[int]
@@ -83,16 +82,16 @@ class Grown(NamedTuple):
 
 
 class Columns:
-    """The arrays; type code "Q", all items 0 at first.
+    """The arrays, indexed by slot: type code "Q", all items 0 at first.
 
     Attributes:
         held: rows that each slot holds. `scan` never writes into the array that is here.
-        needs: rows that the last `scan` wanted pages for; of prefills, with what they over-read.
+        needs: rows that the last `scan` wanted pages for, a prefill's over-read rows included.
         capacity: rows that each slot has pages for.
-        mapped, granted, head: as in `kvcache.slots`, filed with the index there.
+        mapped, granted, head: as in `kvcache.slots`; `file` writes them.
         calls, joined: as in `kvcache.growth.Runs`.
-        active, plain: 1 where a slot is a request's, and growing it takes a map call and nothing
-            else; filed with the index.
+        active: 1 where a slot is a request's; `file` writes it.
+        plain: 1 where growing the slot takes a map call and nothing else; `file` writes it.
         place: struct pyvmem_place.
         runs: struct pyvmem_runs, for `plan` and `goals`.
     """
@@ -135,13 +134,14 @@ class Columns:
         setattr(struct, name, at)
 
     def scan(self, lengths: list[int]) -> tuple[array[int], int, list[int]] | int:
-        """What every slot holds once each has its length; one that is shorter takes no row away.
+        """The rows of every slot once each has its length; a shorter length takes no row away.
 
         Returns:
-            The rows of each slot, in an array that the next `scan` writes again unless it was put
-            in `held`; their sum; and the slots that lack pages for what they need, in order. Or the
-            place of a bad entry: no int from 0 to 2**64 - 1; and where all are, plus the number of
-            slots, one that is more than any slot can hold, or for a free slot.
+            The rows of each slot, in an array that the next `scan` overwrites unless it was put in
+            `held`; their sum; and the slots that lack pages for what they need, in order. For bad
+            lengths an int instead: the index of an entry that is no int from 0 to 2**64 - 1 or, if
+            there is none, the number of slots plus the index of an entry that is more than any slot
+            can hold or that is of a free slot.
         """
         count = len(self.capacity)
         if len(lengths) != count:
@@ -170,10 +170,10 @@ class Columns:
         """Writes the map calls for the slots that the last `scan` found.
 
         Args:
-            ops: struct vmem_op[], with room for one of each slot.
+            ops: struct vmem_op[], with room for one operation a slot.
 
         Returns:
-            None where one of them is not plain, or they lack more than is free.
+            None if one of the slots is not plain, or if they lack more pages than are free.
         """
         growth, unpack = self._growth, ffi.unpack
         if lib.pyvmem_plan(self.runs, self.place, self._at, self._needs, growth, ops):
@@ -193,7 +193,7 @@ class Columns:
         )
 
     def run(self, vm: int, ops: Any, outcome: Outcome, waits: Waits) -> None:
-        """Makes the planned map calls, and notes what is mapped and granted then.
+        """Makes the planned map calls, and records what is then mapped and granted.
 
         Raises:
             VMemError: the batch failed; nothing changed.
@@ -206,7 +206,7 @@ class Columns:
             raise error
 
     def goals(self, pages: Sequence[int], mapped: Sequence[int], heads: Sequence[int]) -> list[int]:
-        """Pages to map for requests that shall have so many; `plan` chooses the same."""
+        """Pages to map for requests that are to have `pages`; `plan` chooses the same."""
         goals = ffi.new("uint64_t[]", len(pages))
         new = ffi.new
         at_pages, at_mapped = new("uint64_t[]", pages), new("uint64_t[]", mapped)
@@ -223,7 +223,7 @@ class Columns:
     def file(
         self, index: int, mapped: int, granted: int, head: int, active: bool, plain: bool
     ) -> None:
-        """Writes what a slot says."""
+        """Writes a slot's fields into the arrays."""
         before = self.mapped[index] - self.granted[index] if self.plain[index] else 0
         after = mapped - granted if plain else 0
         if before != after:
@@ -232,11 +232,11 @@ class Columns:
         self.active[index], self.plain[index] = active, plain
 
     def clear(self) -> None:
-        """Forgets what slots said: none is plain until it is filed."""
+        """Marks no slot as plain until it is filed again."""
         self.plain[:] = bytes(len(self.plain))
         self._at.surplus = 0
 
 
 def _pointer(column: array[int] | bytearray) -> Any:
-    """Where an array lies; it cannot be resized for as long as this lives."""
+    """A pointer to an array's items; the array cannot be resized while the pointer lives."""
     return ffi.from_buffer("uint8_t[]" if isinstance(column, bytearray) else "uint64_t[]", column)

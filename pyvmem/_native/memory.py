@@ -37,7 +37,7 @@ AFTER_NONE: tuple[Any, int] = (ffi.NULL, 0)
 
 
 def map(vm: int, addr: int, size: int, handle: int, offset: int, flags: int) -> None:
-    """Maps a part of a handle."""
+    """Maps part of a handle's pages."""
     call(lib.vMemMap, vm, addr, size, handle, offset, flags)
 
 
@@ -68,7 +68,7 @@ def batch(
     *,
     outcome: Outcome | None = None,
 ) -> None:
-    """Runs operations as one, in the calling thread."""
+    """Runs operations as one batch, in the calling thread."""
     made = outcome or Outcome()
     code = lib.pyvmem_batch(made.cell, vm, ops, count, after[0], after[1], 0)
     if code != 0:
@@ -84,7 +84,7 @@ def submit(
     *,
     outcome: Outcome | None = None,
 ) -> int:
-    """Gives operations to the worker; returns the ticket, which is kept until `ticket_drop`."""
+    """Queues a batch for the worker; returns its ticket, which is kept until `ticket_drop`."""
     made = outcome or Outcome()
     code = lib.pyvmem_submit(made.cell, vm, ops, count, after[0], after[1], flags)
     if code != 0:
@@ -93,7 +93,7 @@ def submit(
 
 
 def wait(vm: int, ticket: int, timeout_ns: int) -> bool:
-    """Waits; raises the batch's error, returns False when it is not finished in time."""
+    """Waits for a batch and raises its error; returns False if it is not finished in time."""
     code = lib.vmem_wait(vm, ticket, timeout_ns)
     if code == 0:
         return True
@@ -103,12 +103,12 @@ def wait(vm: int, ticket: int, timeout_ns: int) -> bool:
 
 
 def ticket_drop(vm: int, ticket: int) -> None:
-    """Forgets a ticket and the result of its batch; nothing where it is gone already."""
+    """Forgets a ticket and its batch's result; does nothing if it is gone already."""
     lib.vmem_ticket_drop(vm, ticket)
 
 
 def order(vm: int, ticket: int, stream: int) -> None:
-    """Lets a stream wait for the batch's fills."""
+    """Makes a stream wait for the batch's fills."""
     call(lib.vmem_order, vm, ticket, stream)
 
 
@@ -128,17 +128,17 @@ def copy(vm: int, dst: int, src: int, size: int) -> None:
 
 
 def fill(vm: int, addr: int, size: int, value: int) -> None:
-    """Writes one byte all over a range."""
+    """Sets every byte of a range."""
     call(lib.vmem_fill, vm, addr, size, value)
 
 
 def warm(vm: int, size: int) -> None:
-    """Takes memory from the driver until so many bytes are free."""
+    """Takes memory from the driver until `size` bytes of the pool are free."""
     call(lib.vmem_warm, vm, size)
 
 
 def trim(vm: int, keep: int) -> int:
-    """Gives empty slabs back; returns the bytes."""
+    """Gives empty slabs back to the driver; returns their bytes."""
     out = ffi.new("uint64_t *")
     call(lib.vmem_trim, vm, keep, out)
     freed: int = out[0]
@@ -146,7 +146,7 @@ def trim(vm: int, keep: int) -> int:
 
 
 def compact(vm: int, want: int, after: tuple[Any, int] = AFTER_NONE) -> int:
-    """Empties slabs that are hardly used; returns the bytes given back."""
+    """Empties slabs that are hardly used; returns the bytes given back to the driver."""
     out = ffi.new("uint64_t *")
     call(lib.vmem_compact, vm, want, after[0], after[1], 0, out)
     freed: int = out[0]
@@ -154,7 +154,7 @@ def compact(vm: int, want: int, after: tuple[Any, int] = AFTER_NONE) -> int:
 
 
 def consolidate(vm: int, addr: int, size: int) -> int:
-    """Maps runs again in one piece; returns the driver calls."""
+    """Maps runs again in one piece each; returns the number of driver calls."""
     out = ffi.new("uint64_t *")
     call(lib.vmem_consolidate, vm, addr, size, out)
     calls: int = out[0]
@@ -162,7 +162,7 @@ def consolidate(vm: int, addr: int, size: int) -> int:
 
 
 def inject(vm: int, kinds: int, skip: int, count: int, error: int) -> None:
-    """Makes coming driver calls fail."""
+    """Makes driver calls to come fail."""
     call(lib.vmem_inject, vm, kinds, skip, count, error)
 
 

@@ -36,7 +36,7 @@ def version() -> str:
 
 
 def backend_names() -> tuple[str, ...]:
-    """The back ends in the order of "auto"."""
+    """The back ends, in the order in which "auto" tries them."""
     names: list[str] = []
     while (name := lib.vmem_backend_name(len(names))) != ffi.NULL:
         names.append(text_of(name))
@@ -108,14 +108,14 @@ def probe(backend: str, device: int, flags: int) -> Any:
 
 
 def get_stats(vm: int, into: Any = None) -> Any:
-    """A struct vmem_stats, which is `into` where that is one of an earlier call."""
+    """A struct vmem_stats: `into`, from an earlier call, or a new one."""
     stats = sized("struct vmem_stats *") if into is None else into
     call(lib.vmem_get_stats, vm, stats)
     return stats
 
 
 def reserve(vm: int, size: int, flags: int, align: int, *, outcome: Outcome | None = None) -> int:
-    """The first address of a new reservation."""
+    """Makes a reservation; returns its first address."""
     opts = sized("struct vmem_reserve_opts *", "vMemReserve", flags=flags, align=align)
     made = outcome or Outcome()
     call(lib.pyvmem_reserve, made.cell, vm, size, opts)
@@ -144,7 +144,7 @@ def create(
     *,
     outcome: Outcome | None = None,
 ) -> int:
-    """A handle to new pages."""
+    """Creates pages; returns their handle."""
     opts = sized(
         "struct vmem_create_opts *",
         "vMemCreate",
@@ -169,7 +169,7 @@ def drop(vm: int, handle: int) -> None:
 
 
 def gather(vm: int, addr: int, size: int, count: int, stride: int, *, outcome: Outcome) -> None:
-    """A new handle to the pages behind several ranges, one after the other: the outcome's value."""
+    """Makes a handle to the pages behind several ranges, in order; it is the outcome's value."""
     call(lib.pyvmem_gather, outcome.cell, vm, addr, size, count, stride)
 
 

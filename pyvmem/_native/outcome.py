@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What became of a call that an exception from outside may have interrupted (_outcome.h)."""
+"""The result of a call that a signal's exception may have interrupted (_outcome.h)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Outcome", "cell_of"]
 
 
 class Outcome:
-    """Memory that a call writes before it returns, so that nothing it did is ever unknown.
+    """Memory that a call writes its result to before it returns, so that the result is never lost.
 
-    A signal's handler runs between two of Python's instructions, never inside C: so either the call
-    was not made, or everything that it reported is here.
+    Python runs a signal's handler between two bytecode instructions, never inside C: either the
+    call was not made, or everything that it reported is here.
     """
 
     __slots__ = ("cell",)
@@ -32,7 +32,7 @@ class Outcome:
 
     @property
     def value(self) -> int:
-        """What it made: a ticket, a handle, an address; 0: nothing, or not made."""
+        """The ticket, handle or address that the call made; 0: none, or it was not made."""
         value: int = self.cell.value
         return value
 
@@ -43,5 +43,5 @@ class Outcome:
 
 
 def cell_of(outcome: Outcome | None) -> Any:
-    """Where a call writes its outcome; nobody looks at that of None."""
+    """Where a call writes its outcome; for None, a cell that nobody reads."""
     return (outcome or Outcome()).cell

@@ -19,12 +19,12 @@ def open(device: int, vm: int, page: int, reserve_flags: int, sync: int) -> None
 
 
 def close(device: int) -> None:
-    """Ends that; Busy while torch holds blocks."""
+    """Unregisters a device's context; Busy while torch holds blocks."""
     call(lib.pyvmem_torch_close, device)
 
 
 def set_tag(tag: int) -> int:
-    """The tag of the calling thread's coming allocations; returns the one before."""
+    """Sets the tag of the calling thread's allocations from now on; returns the one before."""
     before: int = lib.pyvmem_torch_tag(tag)
     return before
 

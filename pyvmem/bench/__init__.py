@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: MIT
-"""The benchmarks behind `vmem bench`; a part that needs more than the core does says so."""
+"""The benchmarks of `vmem bench`; a part that needs more than the core package says so."""
 
 __all__: list[str] = []

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The numbers that matter, computed from the rows, with what we want of them beside.
+"""The numbers that matter, computed from the rows, each beside its aim.
 
-An aim is stated for `stock` on an H100 or H200; the value is computed wherever its rows exist, and
-`applies` says whether it may be held against the aim. Ratios of single calls are of `net` times,
-with the empty call counted so that it favours the baseline (setting.Overheads); absolute times are
-as measured from Python, nothing subtracted.
+An aim is stated for `stock` on an H100 or H200. The value is computed wherever its rows exist, and
+`applies` says whether it may be compared with the aim. Ratios of single calls are of `net` times,
+with the empty call counted in the baseline's favour (setting.Overheads); absolute times are as
+measured from Python, with nothing subtracted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GPUS = ("H100", "H200")
 
 
 def compute(record: Record, system: str) -> list[dict[str, Any]]:
-    """All aims; those whose rows are missing have no value and say which row."""
+    """All aims; one whose rows are missing has no value and names the first of them."""
     aims = Aims(record, system)
     _single_pages(aims)
     _steps(aims)
@@ -34,7 +34,7 @@ def compute(record: Record, system: str) -> list[dict[str, Any]]:
 
 
 class Aims:
-    """Aims of a record; `applies`: its machine and back end are those that they are for."""
+    """Aims of a record; `applies`: it was made on the machine and back end that they are for."""
 
     def __init__(self, record: Record, system: str) -> None:
         self.record, self.system = record, system
@@ -58,7 +58,7 @@ class Aims:
     ) -> None:
         """Adds an aim whose value is `value(*rows)`.
 
-        op None: there is nothing to reach. unless: why the rows cannot be held against each other.
+        op None: there is nothing to reach. unless: why the rows cannot be compared; "" if they can.
         """
         found = [self.record.row(r) for r in rows]
         missing = [r for r, row in zip(rows, found, strict=True) if row is None]
@@ -272,7 +272,7 @@ def _attention(aims: Aims) -> None:
 
 
 def _over_baselines(ours: int) -> Callable[..., float]:
-    """The median over our buffers' medians, over the median of the baselines'."""
+    """The median of our buffers' medians, divided by that of the baselines'."""
 
     def value(*rows: Any) -> float:
         medians = [float(row["median"]) for row in rows]

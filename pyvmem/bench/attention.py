@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Unmodified attention kernels, and a plain read, over our pages and over cudaMalloc memory.
 
-Where memory lies moves such a kernel by several per cent by itself, so there are several separately
-allocated baselines, and their spread stands beside the ratio. Every memory holds the same numbers,
-and the outputs are compared bit by bit. Times are the GPU's own (events), one call a sample, all
-memories in turns.
+Where memory lies changes the time of such a kernel by several per cent by itself, so there are
+several separately allocated baselines, and their spread is given beside the ratio. Every buffer
+holds the same numbers, and the outputs are compared bit by bit. Times are the GPU's own (events),
+one call a sample, with all buffers in turn.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Case:
 
     @property
     def elements(self) -> int:
-        """Of K; V has as many."""
+        """Elements of K; V has as many."""
         return self.batch * self.kv_len * self.kv_heads * self.head_dim
 
 
@@ -58,7 +58,7 @@ _Call = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
 def _why_not(setting: Setting) -> str:
-    """Why this machine has no such rows, "" where it has."""
+    """Why this machine cannot measure these rows; "" if it can."""
     try:
         import torch
     except ImportError as error:
@@ -157,7 +157,7 @@ def _turn(
 
 
 def _sdpa(case: _Case, device: torch.device) -> _Call:
-    """scaled_dot_product_attention of torch, its flash kernel."""
+    """torch's scaled_dot_product_attention, with its flash kernel."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -199,7 +199,7 @@ def _fa3(source: Path | None, device: torch.device) -> Callable[[_Case], _Call]:
 
 
 def run_read(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """readbw/MEMORY: every byte read once, by a kernel that does only that (CPU: torch.sum)."""
+    """readbw/MEMORY: every byte read once, by a kernel that does nothing else (CPU: torch.sum)."""
     why = _why_not(setting)
     if why:
         part.not_run("*", why)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Allocation bandwidth (the paper's table 7): how fast new memory appears, at every page size."""
+"""Allocation bandwidth (the paper's table 7): how fast memory is mapped, at every page size."""
 
 from __future__ import annotations
 

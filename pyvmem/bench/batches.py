@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Batches of 64 pages in one call: as one run, and with no two neighbours among them."""
+"""Batches of 64 pages in one call: as one run, and as pages no two of which are neighbours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Turn = Callable[[], None]
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Mapping and unmapping of 64 pages that exist already; for cuMem* the calls it takes."""
+    """Maps and unmaps 64 pages that exist already; for cuMem* with as many calls as it takes."""
     n, book = setting.native, Book(part)
     turns: list[_Turn] = []
     held: list[tuple[int, list[int]]] = []
@@ -53,7 +53,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
 
 
 def _apart(n: Native, page: int) -> list[int]:
-    """Pages with no physical neighbour among them: every second of a row made one by one."""
+    """Pages no two of which are physical neighbours: every second one of a sequence."""
     made = [n.create(page, page) for _ in range(2 * _PAGES)]
     for handle in made[1::2]:
         n.release(handle)
@@ -78,7 +78,7 @@ def _rows(setting: Setting, book: Book, how: str, page: int, note: str) -> tuple
 
 
 def _driver_calls(n: Native, map_ops: Any, unmap_ops: Any) -> str:
-    """What the two batches take of the driver, by doing them once."""
+    """The driver calls that each of the two batches takes, counted by running it once."""
     before = n.stats()
     n.batch(map_ops)
     n.batch(unmap_ops)
@@ -110,7 +110,7 @@ def _contiguous(setting: Setting, book: Book, base: int, page: int, handle: int)
 
 def _scattered(setting: Setting, book: Book, base: int, page: int, pages: list[int]) -> _Turn:
     n = setting.native
-    # A virtual gap after each page too, so that nothing can be merged on either side.
+    # A gap in the addresses after each page, too, so that nothing can be merged on either side.
     map_ops = n.ops(
         [
             {"op": MAP, "addr": base + 2 * i * page, "bytes": page, "handle": handle}
@@ -130,7 +130,7 @@ def _cumem(
     d, page, costs = m.driver, m.page, setting.overhead("cumem")
     addrs = [base + i * stride for i in range(_PAGES)]
     maps = [m.map_args(a, page, b) for a, b in zip(addrs, blocks, strict=True)]
-    # cuMemSetAccess takes a range, so neighbours need it once.
+    # cuMemSetAccess takes a range, so neighbours need only one call.
     if stride == page:
         accesses = [m.access_args(base, _PAGES * page)]
     else:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The same bytes in memory of several kinds, as torch tensors.
 
-Separately allocated buffers of torch's own (cudaMalloc, on a GPU); small pages in random physical
-order; the same pages in one run.
+The kinds: buffers that torch allocates separately (cudaMalloc, on a GPU); small pages in random
+physical order; small pages in one run.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def vmem_names() -> list[str]:
 
 
 class Buffers:
-    """Tensors by name, all of `nbytes` bytes of random bfloat16 numbers, the same in each.
+    """Tensors of `nbytes` bytes each, all filled with the same random bfloat16 numbers.
 
     Attributes:
         tensors: flat, by the names above.
-        nbytes: of each.
+        nbytes: bytes of each.
     """
 
     def __init__(self, context: Context, nbytes: int, page: int, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class Buffers:
         pads: list[torch.Tensor] = []
         for i, name in enumerate(malloc_names()):
             self.tensors[name] = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=device)
-            # An allocation of an odd size after each, so that the baselines lie differently.
+            # An allocation of odd size after each, so that the baselines' alignments differ.
             pads.append(torch.empty((37 * (i + 1)) << 20, dtype=torch.uint8, device=device))
         first = self.tensors["malloc0"]
         first.normal_(generator=torch.Generator(device=device).manual_seed(1))
@@ -101,7 +101,7 @@ class Buffers:
         return tensor
 
     def close(self) -> None:
-        """Give all memory back, torch's cache included; no view of a tensor may be left."""
+        """Gives all memory back, torch's cache included; no view of a tensor may be left."""
         import torch
 
         self._finish()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Mapping while a kernel keeps every multiprocessor of the GPU full of threads.
 
-A round maps and unmaps pages with the GPU idle, then again under a kernel that lasts many times
-longer than that takes. Whether it was still running afterwards is asked each time: where it was
-not, a call waited for it, and the part's notes say so.
+A round maps and unmaps pages with the GPU idle, then again under a kernel that runs many times
+longer than that takes. Each time it is checked that the kernel is still running afterwards: if it
+is not, a call waited for it, and the part's notes say so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["run"]
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Ours at the page of single rows, cuMem* at 2 MB; unzeroed pages, created before."""
+    """Our pages of `Setting.single` and cuMem*'s of 2 MB; unzeroed, and created beforehand."""
     if setting.cuda is None or setting.cumem is None:
         part.not_run("*", setting.cuda_why)
         return

@@ -2,8 +2,8 @@
 """The rows of the paper's table 2: what each call costs, at every page size, beside cuMem*.
 
 Every call is timed by itself, from Python, through cffi for ours and through cuda.bindings for the
-baseline. The rows keep what Python and the binding add (`overhead`, measured with an empty call),
-and `net` is without it. Pages are mapped unzeroed (VMEM_CREATE_DIRTY), because cuMemMap does not
+baseline. The times include what Python and the binding add (`overhead`, measured with an empty
+call); `net` excludes it. Pages are mapped unzeroed (VMEM_CREATE_DIRTY), because cuMemMap does not
 write either; `map_zeroed` is our default.
 """
 
@@ -85,7 +85,7 @@ class _Ours:
         self._release(_page(book, "unmap_release"))
 
     def cold_turn(self) -> None:
-        """The first page after the pool was emptied: it takes a slab from the driver."""
+        """Creates a page from an empty pool, which takes a slab from the driver."""
         n = self.n
         n.trim()
         args = [(n.vm, self.page, self.dirty, self.handles)]
@@ -190,8 +190,8 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
         return
     costs = setting.overhead("cumem")
     for op, samples in theirs.book.items():
-        # The more an empty call is taken to cost, the faster the baseline looks: set_access and
-        # map_access are charged with the dearest one, conversion of the descriptor included.
+        # The more an empty call is taken to cost, the faster the baseline looks. For set_access and
+        # map_access the dearest one is subtracted, which includes converting the descriptor.
         cost = {"set_access": costs.refused, "map_access": costs.each + costs.refused}
         page = 0 if op in ("reserve", "free") else theirs.page
         _add(part, op, "cumem", page, samples, cost.get(op, costs.each))

@@ -2,18 +2,18 @@
 """`vmem bench capacity`: how many requests run at a time in a GPU's memory, by layout.
 
 The question of figure 12 of the vAttention paper (ASPLOS'25), which gives the largest batch of
-64 KB and of 2 MB pages with another trace (OpenChat); its artifact has no script for it. Here:
+64 KB and of 2 MB pages for another trace (OpenChat); its artifact has no script for it. Here:
 
 - Memory for keys and values is each GPU's memory less a tenth (activations, CUDA's context and
   libraries: the 0.9 that engines take by default) and less the weights, counted from the model's
   public configuration in bfloat16. Yi-34B runs on two ranks, each with half of the heads and
-  weights: on one card its weights leave too little for the long trace. Numbers are of one rank.
-- The batch is the mean number of running requests while memory is the limit; the largest seen in a
-  single iteration stands beside it. `pyvmem.bench.replay` says what an iteration is.
+  weights: on one card its weights leave too little for the long trace. Numbers are for one rank.
+- The batch is the mean number of running requests while memory is the limit; the largest of any
+  iteration is given beside it. `pyvmem.bench.replay` says what an iteration is.
 - PagedAttention is counted without its block tables: blocks of 16 or 256 tokens, for all layers at
   once.
-- Pages that a request has mapped ahead of its need (`KVCacheConfig.growth_fraction`) are not
-  counted: where memory is the limit they are unmapped for whoever needs them.
+- Pages that a request has mapped ahead of need (`KVCacheConfig.growth_fraction`) are not counted:
+  when memory is the limit they are unmapped for whoever needs them.
 
 No GPU is needed: the arithmetic is the cache's own (`Layout.pages_for_step`), and a test runs
 the same replay through a `KVCache` with real pages.
@@ -67,7 +67,7 @@ class System:
         group_size: layers in one tensor.
         page_size: bytes; 0 for blocks.
         block: tokens; 0 for pages.
-        overread_rows: past each prompt, which a kernel that reads tiles needs; none for blocks.
+        overread_rows: rows past each prompt that a kernel reads in tiles; none for blocks.
     """
 
     name: str
@@ -95,13 +95,13 @@ def systems(
     blocks: list[int],
     overread_rows: int = 0,
 ) -> Iterator[System]:
-    """All that are compared.
+    """All systems to compare.
 
     Args:
         shape: the model.
         page_sizes: bytes.
-        groups: layers in a tensor; 0 is all of them; those that do not divide them are left out.
-        blocks: PagedAttention's, in tokens.
+        groups: layers in a tensor; 0: all; one that does not divide the layers is left out.
+        blocks: tokens in a block of PagedAttention.
         overread_rows: as in `KVCacheConfig`.
     """
     wanted = dict.fromkeys(group or shape.num_layers for group in groups)
@@ -122,7 +122,7 @@ def measure(
     compared: list[System],
 ) -> None:
     """Adds a row for each system: the mean batch, and the rest of the `Outcome` beside it."""
-    from pyvmem.bench.replay import Pages, replay  # needs numpy, which nothing else here does
+    from pyvmem.bench.replay import Pages, replay  # needs numpy, unlike the rest of this module
 
     longest = max(request.longest for request in requests)
     part.notes.append(
@@ -149,7 +149,7 @@ def measure(
 
 
 def aims(record: Record) -> list[dict[str, Any]]:
-    """Ratios of batches, of 64 KB pages with a tensor per layer; goals for Azure's trace alone."""
+    """Batch ratios for 64 KB pages with a tensor per layer; only Azure's trace has goals."""
     found = []
     for part in record.parts.values():
         azure = part.name.startswith("azure")

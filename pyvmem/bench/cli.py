@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench api`: measures our calls beside CUDA's, in one process, in turns.
+"""`vmem bench api`: measures our calls and CUDA's in one process, taking turns.
 
-The other benchmarks have modules of their own, which bring their parsers.
+The other benchmarks have modules of their own, with their own parsers.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def measure(
 ) -> None:
     """Runs the parts; one that fails is recorded with its error, and the next one runs.
 
-    `after` is called with each finished part. The cost of empty calls is measured first, always.
+    `after` is called with each finished part. The cost of empty calls is always measured first.
     """
     start = time.monotonic()
     for name in ("noop", *names):

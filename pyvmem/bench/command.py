@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What the commands that measure the KV cache and attention have in common.
 
-A command is a list of parts. Each part is conducted under one deadline, and the file is written
-again after each, and whenever a part asks for it.
+A command is a list of parts, which run under one deadline. The result file is written again after
+each part, and whenever a part asks for it.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ __all__ = [
 
 
 class WrongResult(RuntimeError):
-    """What was measured computed something else than it must."""
+    """What was measured computed a wrong result."""
 
 
 def now() -> str:
-    """The time of day for a record."""
+    """The current time, as a record holds it."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def backends(device: int) -> list[dict[str, Any]]:
-    """What the probes of all back ends say."""
+    """The results of probing all back ends."""
     names = ("usable", "reason", "driver", "device_name")
     return [
         {"name": result.backend, **{name: getattr(result, name) for name in names}}
@@ -66,7 +66,7 @@ def backends(device: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def conducted(part: Part) -> Iterator[None]:
-    """Notes when and how a part ended; one that fails must not take the others' results with it."""
+    """Records when and how a part ended; one that fails does not lose the others' results."""
     part.started, began = now(), time.monotonic()
     try:
         yield
@@ -80,7 +80,7 @@ def conducted(part: Part) -> Iterator[None]:
 
 
 def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
-    """The options of every such command; `seconds` is its usual deadline."""
+    """Adds the options that all these commands have; `seconds` is the default deadline."""
     add = parser.add_argument
     add("--backend", default="auto", help="back end of the cache (default: auto)")
     add("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
@@ -92,22 +92,22 @@ def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
 
 
 def add_page(parser: argparse.ArgumentParser) -> None:
-    """The option ``--page`` of commands that measure one page size at a time."""
+    """Adds ``--page``, for commands that measure one page size at a time."""
     parser.add_argument("--page", type=size, default=0, help="of the cache, as 2M (64K)")
 
 
 class Command:
-    """One run of a command: the record that it fills, and the place where it is written.
+    """One run of a command: the record that it fills, and where it is written.
 
     Args:
         args: with the options of `add_common`.
         name: of the benchmark; the format is ``vmem-bench-NAME/1``.
         method: how it measures, in words.
-        **options: for the record, beside the common ones.
+        **options: for the record, in addition to the common ones.
 
     Attributes:
-        backend: the back end that was opened to look at it, by name.
-        page_sizes, max_segments: of its `ContextInfo`.
+        backend: name of the back end that was opened to query it.
+        page_sizes, max_segments: from its `ContextInfo`.
         deadline: of the whole command.
 
     Raises:
@@ -145,9 +145,9 @@ class Command:
 
     @property
     def page(self) -> int:
-        """What ``--page`` says; else 64 KiB, or the smallest page that is larger.
+        """What ``--page`` says, or else 64 KiB or the smallest larger page.
 
-        In a quick run on host 4 KiB: a tiny model's requests then need several.
+        In a quick run on ``host`` 4 KiB, so that a tiny model's requests need several pages.
         """
         asked: int = getattr(self.args, "page", 0)
         if asked:
@@ -157,7 +157,7 @@ class Command:
         return min(size for size in self.page_sizes if size >= 64 << 10)
 
     def device(self) -> torch.device:
-        """Where the tensors are. RuntimeError: there are none; the text says why."""
+        """The device of the tensors. RuntimeError: there is none; the text says why."""
         try:
             import torch
         except ImportError as error:
@@ -169,7 +169,7 @@ class Command:
         return torch.device(f"cuda:{self.args.device}")
 
     def load_fa3(self, part: Part, device: torch.device) -> None:
-        """Makes FlashAttention-3 known to `pyvmem.attention`, or notes why it is not."""
+        """Registers FlashAttention-3 with `pyvmem.attention`, or notes why it cannot."""
         if self.args.fa3 is None and device.type != "cuda":
             return
         try:
@@ -178,14 +178,14 @@ class Command:
             part.notes.append(f"fa3: {str(error).splitlines()[0]}")
 
     def write(self) -> None:
-        """Writes the file as it is by now, where one was asked for."""
+        """Writes the results so far, if a file was asked for."""
         self.record.seconds = self.deadline.used
         self.record.aims = self.aims.found
         if self.args.out is not None:
             self.record.write(self.args.out)
 
     def show(self, text: str) -> None:
-        """A line about progress."""
+        """Prints a line about progress."""
         print(f"{self.deadline.used:5.0f} s  {text}", file=sys.stderr, flush=True)
 
     def finish(self) -> int:
@@ -199,7 +199,7 @@ class Command:
 
 
 def open_command(*args: Any, **options: Any) -> Command | None:
-    """A `Command`, or None with a line on stderr where the back end cannot be opened."""
+    """A `Command`, or None with a line on stderr if the back end cannot be opened."""
     try:
         return Command(*args, **options)
     except VMemError as error:
@@ -208,7 +208,7 @@ def open_command(*args: Any, **options: Any) -> Command | None:
 
 
 def put_together(joining: Callable[[Sequence[Path]], Record], args: argparse.Namespace) -> int:
-    """The option ``--merge``: results as one, written and printed. 0; 2: they do not fit."""
+    """Does ``--merge``: writes and prints results as one. Returns 0, 2 if they do not fit."""
     try:
         record = joining(args.merge)
     except MergeError as error:
@@ -228,7 +228,7 @@ def run_on_device(
     title: str,
     measure: Callable[[Command, Part, torch.device], None],
 ) -> int:
-    """Conducts one part on the back end's device. 0, 1 if it failed, 2 without a back end."""
+    """Runs one part on the back end's device. Returns 0, 1 if it failed, 2 without a back end."""
     if command is None:
         return 2
     part = command.record.part(name, title)

@@ -31,7 +31,7 @@ class CudaCallError(Exception):
 
 
 class Cuda:
-    """The primary context of one device, through cuda.bindings. Keeps the context until close()."""
+    """The primary context of one device, through cuda.bindings; retained until `close`."""
 
     def __init__(self, device: int = 0) -> None:
         try:
@@ -52,7 +52,7 @@ class Cuda:
         self._open = True
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Calls and checks; returns the one result, a tuple of several, or None."""
+        """Calls `fn` and checks its status; returns its result, a tuple of several, or None."""
         error, *results = fn(*args)
         self.check(fn.__name__, error)
         if not results:
@@ -84,7 +84,7 @@ class Cuda:
         return int(free), int(total)
 
     def close(self) -> None:
-        """Give the primary context back."""
+        """Releases the primary context."""
         if self._open:
             self._open = False
             self.call(self.driver.cuDevicePrimaryCtxRelease, self.device)
@@ -97,10 +97,10 @@ class Cuda:
 
 
 class CuMem:
-    """Arguments for cuMem* calls on one device, and the calls themselves for what is not timed.
+    """Arguments for cuMem* calls on one device, and the calls themselves where they are not timed.
 
     The timed loops call `driver.cuMem...` directly with the argument tuples made here, so that a
-    sample holds one call of cuda.bindings and nothing of ours.
+    sample is one call of cuda.bindings and nothing of ours.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -120,7 +120,7 @@ class CuMem:
 
     @cached_property
     def page(self) -> int:
-        """The smallest allocation in bytes, as the driver says; 2 MB on every GPU so far."""
+        """The smallest allocation in bytes, as the driver reports it; 2 MB on every GPU so far."""
         d = self.driver
         minimum = d.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.cuda.call(d.cuMemGetAllocationGranularity, self.prop, minimum))
@@ -146,35 +146,35 @@ class CuMem:
     # Untimed calls.
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve addresses."""
+        """Reserves addresses."""
         return int(self.cuda.call(self.driver.cuMemAddressReserve, *self.reserve_args(nbytes)))
 
     def free(self, addr: int, nbytes: int) -> None:
-        """Give addresses back."""
+        """Gives addresses back."""
         self.cuda.call(self.driver.cuMemAddressFree, addr, nbytes)
 
     def create(self, nbytes: int) -> Any:
-        """Create an allocation of that many bytes; returns its handle."""
+        """Creates an allocation; returns its handle."""
         return self.cuda.call(self.driver.cuMemCreate, *self.create_args(nbytes))
 
     def map(self, addr: int, nbytes: int, handle: Any) -> None:
-        """Map the whole allocation; no access yet."""
+        """Maps the whole allocation, without access yet."""
         self.cuda.call(self.driver.cuMemMap, *self.map_args(addr, nbytes, handle))
 
     def set_access(self, addr: int, nbytes: int) -> None:
-        """Allow this device to read and write."""
+        """Gives this device read and write access."""
         self.cuda.call(self.driver.cuMemSetAccess, *self.access_args(addr, nbytes))
 
     def unmap(self, addr: int, nbytes: int) -> None:
-        """Unmap what was mapped there."""
+        """Unmaps a range."""
         self.cuda.call(self.driver.cuMemUnmap, addr, nbytes)
 
     def release(self, handle: Any) -> None:
-        """Drop the handle."""
+        """Drops the handle."""
         self.cuda.call(self.driver.cuMemRelease, handle)
 
     def check_all(self, name: str, results: list[tuple[Any, ...]]) -> list[Any]:
-        """Checks what a timed loop returned; gives the second items, where there are any."""
+        """Checks what a timed loop returned; returns the second items, if there are any."""
         for result in results:
             self.cuda.check(name, result[0])
         return [result[1] if len(result) > 1 else None for result in results]

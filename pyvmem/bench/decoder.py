@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""A model of Llama's kind with random weights: the FLOPs and bytes of the real one, no text.
+"""A Llama-like model with random weights: the FLOPs and bytes of the real one, but no text.
 
-Plain torch, with rotary embedding, without a tokenizer. Attention and the cache are the caller's:
-`pyvmem.attention`, or anything of the same form. On several ranks (`Shard`) each has a part of the
-heads and of the inner layer, and the whole of the rest.
+Plain torch with rotary embedding, without a tokenizer. The caller supplies attention and the cache:
+`pyvmem.attention`, or anything with the same interface. On several ranks (`Shard`) each has part of
+the heads and of the inner layer, and all of the rest.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ class Sizes:
 
     @property
     def weights(self) -> int:
-        """How many numbers: the layers', the output's and the embedding's."""
+        """Number of weights: of the layers, the output and the embedding."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         layer = attention + 3 * self.hidden * self.inner + 2 * self.hidden
         return self.layers * layer + 2 * self.vocabulary * self.hidden + self.hidden
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of a token in all layers, bfloat16."""
+        """Bytes of a token's keys and values in all layers, in bfloat16."""
         return 2 * self.layers * self.kv_heads * self.head_dim * 2
 
     def on_ranks(self, ranks: int) -> Sizes:
-        """One rank's part. ValueError: the heads or the inner layer cannot be divided so."""
+        """One rank's part. ValueError: `ranks` does not divide the heads or the inner layer."""
         if self.kv_heads % ranks or self.heads % ranks or self.inner % ranks:
             raise ValueError(f"{self.name}: {self.kv_heads} KV heads cannot be on {ranks} ranks")
         heads, kv_heads, inner = (n // ranks for n in (self.heads, self.kv_heads, self.inner))
         return replace(self, heads=heads, kv_heads=kv_heads, inner=inner)
 
     def config(self, **values: Any) -> KVCacheConfig:
-        """A cache of this shape, a K and a V tensor for each layer."""
+        """The configuration of a cache for this shape, with a K and a V tensor for each layer."""
         return KVCacheConfig(
             num_layers=self.layers,
             num_kv_heads=self.kv_heads,
@@ -81,8 +81,9 @@ class Shard(NamedTuple):
     """A rank's place among those that share a model.
 
     Attributes:
-        rank, ranks: from 0; how many.
-        sum: adds a tensor up over the ranks, in place or not.
+        rank: its number, from 0.
+        ranks: how many there are.
+        sum: sums a tensor over the ranks, in place or not.
     """
 
     rank: int = 0
@@ -94,7 +95,7 @@ _WHOLE = Shard()
 
 
 class NewTokens(Protocol):
-    """What a forward pass must know of its batch."""
+    """What a forward pass must know about its batch."""
 
     @property
     def positions(self) -> torch.Tensor:
@@ -109,7 +110,7 @@ _Batch = TypeVar("_Batch", bound=NewTokens, contravariant=True)
 
 
 class Attends(Protocol, Generic[_Batch]):
-    """Keys and values, and attention over them; `pyvmem.attention.Attention` is one."""
+    """Storage for keys and values, and attention over it, as `pyvmem.attention.Attention` is."""
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, batch: _Batch) -> None:
         """Stores the new tokens' rows, ``[tokens, num_kv_heads, head_dim]``."""
@@ -129,13 +130,13 @@ class _Layer:
 
 
 class Decoder:
-    """The weights, bfloat16, the same for the same seed and device, however many ranks there are.
+    """The model. Its bfloat16 weights depend only on seed and device, not on the number of ranks.
 
     Args:
         sizes: of the whole model.
-        device: where it lies.
+        device: where the weights lie.
         seed: of the weights.
-        longest: tokens of a request, at most.
+        longest: most tokens of a request.
         shard: this rank's part.
 
     Attributes:
@@ -164,7 +165,7 @@ class Decoder:
         self._head = self._random(s.vocabulary, s.hidden, s.hidden)
 
     def _random(self, rows: int, columns: int, inputs: int) -> torch.Tensor:
-        """Numbers of such a size that outputs are about as large as inputs."""
+        """Weights scaled so that outputs are about as large as inputs."""
         weight = torch.empty(rows, columns, dtype=torch.bfloat16, device=self._device)
         return weight.normal_(0, inputs**-0.5, generator=self._generator)
 
@@ -172,7 +173,7 @@ class Decoder:
         return torch.ones(self.sizes.hidden, dtype=torch.bfloat16, device=self._device)
 
     def _part(self, weight: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
-        """This rank's part of each piece of a weight, one after the other."""
+        """This rank's part of each piece of a weight, concatenated."""
         rank, ranks, _ = self._shard
         if ranks == 1:
             return weight
@@ -207,8 +208,9 @@ class Decoder:
 
         Args:
             ids: of the new tokens, one request after the other, int64 ``[tokens]``.
-            attend, batch: whose tokens these are, and where their rows lie.
-            during: called when the first layers were launched, so that a GPU is busy meanwhile.
+            attend: stores the rows and attends to them.
+            batch: which requests the tokens belong to, and where their rows lie.
+            during: called once the first layers are launched, so that a GPU is busy meanwhile.
 
         Returns:
             The logits of each request's last token, ``[requests, vocabulary]``.

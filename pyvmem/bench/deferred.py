@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench deferred`: what a prefill costs more when its memory must be mapped first.
+"""`vmem bench deferred`: how much longer a prefill takes when its memory must be mapped first.
 
 The question of figure 10 of the vAttention paper (ASPLOS'25): a prompt's prefill needs all of its
-pages at once, so they cannot be mapped while something else runs. Four modes in turns:
+pages at once, so they cannot be mapped while something else runs. Four modes take turns:
 
 - ``mapped``: the slot's pages are mapped all the time; the cache is not called.
 - ``reuse``: the request takes the slot of one that ended, with its pages (deferred reclamation, the
   cache's default); they are zeroed for it.
 - ``sync``: pages are unmapped when a request ends, and `step` maps all of them before the prefill,
   in runs, since the pool has nothing else to do.
-- ``pages``: the same where only single pages are free, as after a long time of service.
+- ``pages``: the same when only single pages are free, as in a server that has run for long.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _METHOD = {
 
 
 class _Mode:
-    """One of `MODES`, with its cache of one slot, which a `with` opens and closes."""
+    """One of `MODES`, with its cache of one slot. A context manager."""
 
     def __init__(
         self, name: str, command: Command, model: Decoder, ids: torch.Tensor, book: Book
@@ -111,7 +111,7 @@ class _Mode:
         return self
 
     def _name_rows(self) -> None:
-        """The rows of a mode that could be made."""
+        """Opens the rows, once the mode could be set up."""
         name, what = self.name, self._what
         self._total = self._open_rows(f"time/{name}", what, unit="ms")
         if name != "mapped":
@@ -129,7 +129,7 @@ class _Mode:
             raise RuntimeError("memory is short")
 
     def _end(self) -> None:
-        """Frees the request; where pages do not stay, returns when they are gone."""
+        """Frees the request; in a mode that unmaps its pages, waits until they are gone."""
         self.cache.free_reqid(0)
         limit = time.monotonic() + 10
         while self.name in ("sync", "pages") and self.cache.stats().mapped_bytes:
@@ -214,7 +214,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
 
 
 def _compare(outs: list[torch.Tensor]) -> float:
-    """Largest difference from the first, over its largest number."""
+    """Largest difference from the first output, relative to its largest element."""
     first = outs[0].float()
     return max(float((one.float() - first).abs().max() / first.abs().max()) for one in outs)
 

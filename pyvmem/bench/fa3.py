@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """FlashAttention-3 as vLLM compiles it: one torch op in a shared object, `_vllm_fa3_C.fwd`.
 
-Its schema is that of vLLM 0.24.0, whose op is built for torch 2.11 and compute capability 9.0.
+The schema is that of vLLM 0.24.0, whose op is built for torch 2.11 and compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FILE = "_vllm_fa3_C.abi3.so"
 
 
 def load(source: Path | None, device: torch.device) -> Any:
-    """The op, from the shared object or a zip (a wheel) that holds it; once it is loaded, it stays.
+    """Loads the op from the shared object, or from a zip (a wheel) that has it; it stays loaded.
 
     Raises:
         ValueError: no file, or not a GPU. OSError, RuntimeError: it cannot be loaded.
@@ -33,12 +33,12 @@ def load(source: Path | None, device: torch.device) -> Any:
     if source is None:
         raise ValueError("no FlashAttention-3 op was named (--fa3)")
     if not source.exists():
-        raise ValueError(f"{source} is not there")
+        raise ValueError(f"{source} does not exist")
     if source.suffix in (".zip", ".whl"):
         with zipfile.ZipFile(source) as archive, tempfile.TemporaryDirectory() as folder:
             names = [n for n in archive.namelist() if n.endswith(_FILE)]
             if not names:
-                raise ValueError(f"{source} holds no {_FILE}")
+                raise ValueError(f"{source} has no {_FILE}")
             load_library(archive.extract(names[0], folder))
     else:
         load_library(str(source))
@@ -65,12 +65,12 @@ def call(
         k, v: ``[requests, rows, kv_heads, dim]``; with a table ``[blocks, block, kv_heads, dim]``.
         starts: each request's first token in `q`, and the end; int32 ``[requests + 1]``.
         used: rows of each request, int32 ``[requests]``.
-        max_q, max_kv: the most new tokens and rows of a request.
+        max_q, max_kv: most new tokens and most rows of any request.
         table: the requests' blocks, int32 ``[requests, blocks of each]``.
         splits: parts that a request's rows are divided into; 0: the op chooses.
 
     Returns:
-        As `q`.
+        The output, of the shape of `q`.
     """
     lengths = (None, None, None, used, max_q, max_kv, table)
     unused = (None,) * 8  # batch indices, left padding, rotary and scales of 8-bit types

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench fill`: requests grow until no page is left, with the default settings and others.
 
-A driver call makes one mapping, and mappings are fewer than pages: page by page, a card is not
-filled (`pyvmem.kvcache.growth`). The same requests grow in each of these ways, in turns:
+A driver call makes one mapping, and a card allows fewer mappings than it has pages: page by page it
+cannot be filled (`pyvmem.kvcache.growth`). The same requests grow in each of these ways, in turn:
 
-- ``default``: in runs, joined at a step where mappings get few.
+- ``default``: in runs, joined in a step when mappings run low.
 - ``runs``: in runs, never joined.
 - ``joined``: page by page, joined.
-- ``large``: the defaults, and full parts of 2 MiB become large pages (`promote_tokens`).
+- ``large``: the defaults, with full parts of 2 MiB turned into large pages (`promote_tokens`).
 - ``pages``: page by page, and nothing else.
 
-Half way a request is forked, and its rows are recorded and taken by another.
+Half-way a request is forked, and its rows are recorded and matched by another.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from pyvmem.kvcache.budget import available_bytes
 __all__ = ["WAYS", "add_parser", "run"]
 
 _LARGE = 2 << 20
-_LEFT = 2 << 30  # of the card, for CUDA and the kernels of others
+_LEFT = 2 << 30  # bytes of the card left to CUDA and to other kernels
 _QUICK = 96 << 20
-_SHARES = 5  # forks, and prefixes taken, half way
+_SHARES = 5  # forks, and prefix matches, half-way
 _SEED = 11
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ _METHOD = {
 
 @dataclass
 class _Filled:
-    """What one run of a way found; bytes, counts, nanoseconds."""
+    """What one run measured; bytes, counts, nanoseconds."""
 
     steps: list[int] = field(default_factory=list)
     forks: list[int] = field(default_factory=list)
@@ -110,7 +110,7 @@ class _Filling:
         self._stack.__exit__(*exc)
 
     def fill(self, command: Command) -> _Filled:
-        """Steps until no page, or no mapping, is left."""
+        """Steps until no page or no mapping is left."""
         cache, found = self.cache, _Filled()
         longest = cache.config.max_seq_len
         ids = [cache.alloc_reqid() for _ in range(self.requests)]
@@ -143,7 +143,7 @@ class _Filling:
         return found
 
     def _share(self, found: _Filled) -> None:
-        """Forks the longest request, and lets another begin with its rows."""
+        """Forks the longest request, and has another begin with its rows."""
         cache = self.cache
         if Caps.ALIAS | Caps.READONLY not in cache.context.info.caps:
             return
@@ -209,7 +209,7 @@ _ROWS = (
 
 
 def _add(part: Part, way: str, rounds: list[_Filled], page: int) -> None:
-    """The rows of a way: means of its rounds, and every value beside them."""
+    """Adds the rows of a way: means over its rounds, with every round's value beside them."""
     for name, what, unit, factor in _ROWS:
         values = [one.numbers[name] * factor for one in rounds]
         part.value(

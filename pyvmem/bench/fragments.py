@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A context as a long-running server may find it: free memory in single pages only."""
+"""A context as a long-running server may leave it: free memory in single pages only."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from pyvmem.pages import Pages
 
 __all__ = ["Fragments"]
 
-_SPARE = 64 << 20  # slabs are whole, so the limit may not be reached exactly
+_SPARE = 64 << 20  # memory comes in whole slabs, so the limit may not be met exactly
 
 
 class Fragments:
-    """Free pages with taken neighbours, so that whatever is mapped is mapped page by page.
+    """Free pages whose neighbours are taken, so that whatever is mapped is mapped page by page.
 
     A context manager.
 
     Args:
-        backend: by name.
+        backend: its name.
         device: CUDA ordinal.
         page: bytes.
         nbytes: free memory wanted; as much again is taken.
 
     Attributes:
-        context: this object's own.
+        context: owned by this object.
 
     Raises:
-        VMemError: it cannot be opened, or the device has less.
+        VMemError: the context cannot be opened, or the device has less memory.
     """
 
     def __init__(self, backend: str, device: int, page: int, nbytes: int) -> None:
@@ -48,7 +48,7 @@ class Fragments:
             raise
 
     def _all(self, page: int, limit: int) -> list[Pages]:
-        """Every page that the context can have, neighbours one after the other."""
+        """Every page that the context can have, in physical order."""
         taken: list[Pages] = []
         with suppress(OutOfMemory):
             for _ in range(limit // page):
@@ -59,7 +59,7 @@ class Fragments:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        """Gives everything back; what was mapped must be gone."""
+        """Gives everything back; nothing may be mapped any more."""
         for pages in self._kept:
             pages.release()
         self._kept.clear()

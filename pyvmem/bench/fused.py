@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""What an engine fuses around attention: rotary embedding, and the write of the new rows.
+"""What an engine fuses around attention: rotary embedding, and writing the new rows.
 
-One Triton kernel each on a GPU, the same in torch elsewhere.
+One Triton kernel each on a GPU, and the same in torch elsewhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _kernels() -> Any:
 
 
 def _on_gpu(tensor: torch.Tensor) -> Any:
-    """The Triton kernels, or None where they cannot be used."""
+    """The Triton kernels, or None if they cannot be used."""
     return _kernels() if tensor.is_cuda else None
 
 
@@ -63,7 +63,7 @@ def write_rows(
 ) -> None:
     """Stores each token's key and value ``[tokens, kv_heads, head_dim]`` at ``[row, place]``.
 
-    `keys`, `values`: ``[N, places, kv_heads, head_dim]``, of equal strides, a row in one piece.
+    `keys`, `values`: ``[N, places, kv_heads, head_dim]``, of equal strides, each row contiguous.
     """
     tokens, count, width = key.shape
     kernels = _on_gpu(key)

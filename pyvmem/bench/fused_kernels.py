@@ -17,7 +17,7 @@ def rotate(  # type: ignore[no-untyped-def]
     head_stride,
     HALF: tl.constexpr,
 ):
-    """A head of a token: the pairs (i, i + HALF) are turned by the position's angles."""
+    """Rotates the pairs (i, i + HALF) of one head of a token by its position's angles."""
     token, head = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, HALF)
     angles = table + tl.load(positions + token).to(tl.int64) * (2 * HALF)
@@ -46,7 +46,7 @@ def write_rows(  # type: ignore[no-untyped-def]
     to_head_stride,
     WIDTH: tl.constexpr,
 ):
-    """A KV head of a token, its key and its value; `keys` and `values` are addresses."""
+    """Writes the key and value of one KV head of a token; `keys` and `values` are addresses."""
     kind = tl.pointer_type(key.dtype.element_ty)
     keys, values = keys.to(kind), values.to(kind)
     token, head = tl.program_id(0), tl.program_id(1)

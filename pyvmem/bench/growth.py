@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How live pages come to be: the patterns, and where their pages lie."""
+"""The patterns in which live pages come to be mapped, and where their pages lie."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LEVELS = (1 << 10, 10 << 10, 100 << 10, 400 << 10, 1 << 20)
 TENSORS = 4
 _RUN = 64  # pages of a prefill in one tensor
 _REQUESTS = 256
-_TOGETHER = 8  # requests that need a page in the same step
+_TOGETHER = 8  # requests that need a page in one step
 _SEED = 20
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """One way in which pages come to be mapped; `most`: the highest level it is measured at."""
+    """One way in which pages come to be mapped; `most`: the highest level to measure it at."""
 
     name: str
     what: str

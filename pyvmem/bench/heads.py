@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The part ``kernels`` of `vmem bench models`: each kernel of `pyvmem.attention` by what it gets.
+"""The part ``kernels`` of `vmem bench models`: each kernel of `pyvmem.attention` by its input.
 
 By phase, head size and type, on one layer of a cache; decoding is 8 requests of a token each. All
-kernels of a cache compute the same, which is checked. Of each, how many rows it reads past a length
-and before a window stands beside its times.
+kernels of a cache compute the same, which is checked. Beside the times of each stands how many rows
+it reads past a length and before a window.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _TOLERANCE = {FP8: 0.25}  # of the largest element, between kernels; others 0.05
 
 
 class _Case(NamedTuple):
-    """A cache's layer, and the queries for it."""
+    """A layer of a cache, and the queries for it."""
 
     dtype: str
     head_dim: int
     heads: int = 32
     kv_heads: int = 8
     v_head_dim: int = 0
-    """Of a latent."""
+    """Elements of a latent that are its value; 0: values have rows of their own."""
 
     @property
     def name(self) -> str:
-        """Of the rows."""
+        """The name that its rows have."""
         return f"{self.dtype}/{self.head_dim}"
 
 
@@ -86,7 +86,7 @@ def measure(command: Command, part: Part, device: torch.device, left: Deadline) 
 
 
 def _fill(cache: KVCache, case: _Case) -> None:
-    """Numbers in every row that a kernel may read."""
+    """Fills every row that a kernel may read with numbers."""
     import torch
 
     (rows, *_) = cache.readable_rows([0])
@@ -171,7 +171,7 @@ def _measure(
 
 
 def _check(part: Part, case: _Case, name: str, out: torch.Tensor, first: torch.Tensor) -> None:
-    """Raises WrongResult where two kernels differ by more than rounding."""
+    """Raises WrongResult if two kernels differ by more than rounding."""
     difference = float((out - first).abs().max() / first.abs().max())
     if not difference <= _TOLERANCE.get(case.dtype, 0.05):  # also refuses NaN
         raise WrongResult(f"{name}/{case.name} differs from the first kernel by {difference:.2g}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Two GPU kernels of the benchmark, as PTX text that the driver compiles when it is loaded.
 
-`spin` keeps every multiprocessor busy for a given time; `read` reads a range once, 64 bytes a
-thread and turn. PTX rather than C++ so that the benchmark needs neither nvcc nor torch for them.
+`spin` keeps every multiprocessor busy for a given time; `read` reads a range once, 64 bytes per
+thread and iteration. They are PTX rather than C++ so that they need neither nvcc nor torch.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ out:
 
 
 class Kernels:
-    """The kernels, loaded into the primary context; needs `close()`.
+    """The kernels, loaded into the primary context until `close`.
 
-    Raises CudaCallError where the driver refuses them.
+    Raises CudaCallError if the driver refuses them.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -131,7 +131,7 @@ class Kernels:
 
     @property
     def running(self) -> bool:
-        """Whether what was started is unfinished."""
+        """Whether a kernel that was started is unfinished."""
         (error,) = self.cuda.driver.cuStreamQuery(self.stream)
         if error == self.cuda.driver.CUresult.CUDA_ERROR_NOT_READY:
             return True
@@ -139,15 +139,15 @@ class Kernels:
         return False
 
     def wait(self) -> None:
-        """Wait until what was started is over."""
+        """Waits for what was started."""
         self.cuda.call(self.cuda.driver.cuStreamSynchronize, self.stream)
 
     def chunk(self) -> int:
-        """Bytes that `read` handles must be a multiple of this."""
+        """The number of bytes for `read` must be a multiple of this."""
         return self.blocks * _THREADS * 64
 
     def read(self, addr: int, nbytes: int) -> float:
-        """Reads [addr, addr + nbytes) once, all bytes mapped; returns the GPU's time in seconds."""
+        """Reads [addr, addr + nbytes), all mapped, once; returns the GPU's time in seconds."""
         if nbytes <= 0 or nbytes % self.chunk():
             raise ValueError(f"{nbytes} bytes: must be a positive multiple of {self.chunk()}")
         d, call = self.cuda.driver, self.cuda.call
@@ -158,7 +158,7 @@ class Kernels:
         return float(call(d.cuEventElapsedTime, *self._events)) / 1e3
 
     def close(self) -> None:
-        """Wait for the kernels and unload them."""
+        """Waits for the kernels and unloads them."""
         d, call = self.cuda.driver, self.cuda.call
         self.wait()
         for event in self._events:

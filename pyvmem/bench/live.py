@@ -2,13 +2,13 @@
 """1 k to 1 M live pages: time per call, kernel memory, teardown.
 
 Two patterns. *runs*, as prefill makes them: a request at a time, 64 pages in each of 4 tensors, one
-batch a request. *decode*: 256 requests grow page by page, 8 of them in a batch (in an order drawn
-anew, with a fixed seed, for each page), one page in each of 4 tensors. `spread` asks for neighbour
-placement (VMEM_OP_SPREAD), `consolidated` calls vmem_consolidate on everything after each 131,072
-pages, as an engine would at safe points, and before the teardown.
+batch a request. *decode*: 256 requests grow page by page, 8 of them in a batch (in an order that is
+shuffled, with a fixed seed, for each page), one page in each of 4 tensors. `spread` asks for
+neighbour placement (VMEM_OP_SPREAD); `consolidated` calls vmem_consolidate on everything after
+every 131,072 pages, as an engine would at safe points, and before the teardown.
 
-The driver has handles for 524,288 mappings of all processes together, so a million pages that were
-mapped one by one cannot live at once; with `spread` and `consolidated` they can.
+The driver has handles for 524,288 mappings in all processes together, so a million pages that were
+mapped one by one cannot be live at once; with `spread` and `consolidated` they can.
 """
 
 from __future__ import annotations
@@ -170,13 +170,13 @@ def _bytes(part: Part, row: str, what: str, system: str, delta: Delta, pages: in
 
 
 class _Spent:
-    """What consolidation has taken: calls of vmem_consolidate, driver calls, nanoseconds."""
+    """What consolidation cost: calls of vmem_consolidate, driver calls, nanoseconds."""
 
     def __init__(self) -> None:
         self.times = self.calls = self.ns = 0
 
     def consolidate(self, n: Native, base: int, nbytes: int) -> None:
-        """One safe point: everything is consolidated."""
+        """Consolidates everything, as at one safe point."""
         start = time.perf_counter_ns()
         self.calls += n.consolidate(base, nbytes)
         self.ns += time.perf_counter_ns() - start
@@ -186,7 +186,7 @@ class _Spent:
 def _grow(
     n: Native, shape: Shape, base: int, pattern: Pattern, into: Samples, spent: _Spent
 ) -> None:
-    """Grows everything; ten rounds of samples, each the time of a batch over its pages."""
+    """Grows everything in ten rounds of samples, each a batch's time divided by its pages."""
     every = _SAFE_POINT // shape.batch if pattern.consolidate else 0
     op = {
         "op": POPULATE,

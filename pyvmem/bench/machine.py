@@ -22,7 +22,7 @@ _GPU_FIELDS = (
 
 
 def _run(*command: str) -> str | None:
-    """The output of a short command, None where it fails or is not there."""
+    """The output of a short command; None if it fails or is not installed."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -60,7 +60,7 @@ def meminfo() -> dict[str, int]:
 
 
 def driver_version() -> str | None:
-    """The NVIDIA kernel driver's version, None without one."""
+    """The version of the NVIDIA kernel driver; None without one."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
@@ -72,7 +72,7 @@ def driver_version() -> str | None:
 def commit() -> tuple[str | None, bool | None]:
     """(commit, whether the tree differs from it) of the source this package lies in.
 
-    VMEM_COMMIT names the commit where the source came without its history, or with another one.
+    VMEM_COMMIT names the commit of a source that came without its history, or with another one.
     """
     named = os.environ.get("VMEM_COMMIT")
     if named:
@@ -87,7 +87,7 @@ def commit() -> tuple[str | None, bool | None]:
 
 
 def _gpu() -> dict[str, str] | None:
-    """What nvidia-smi says of the first GPU; reads only."""
+    """What nvidia-smi reports about the first GPU; changes no setting."""
     line = _run("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader", "--id=0")
     if not line:
         return None
@@ -97,7 +97,7 @@ def _gpu() -> dict[str, str] | None:
 
 
 def describe() -> dict[str, Any]:
-    """Everything about the machine that a reader of the numbers may ask for."""
+    """Everything about the machine that a reader of the numbers may want to know."""
     head, dirty = commit()
     gpu = _gpu()
     return {

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Kernel memory by difference, from outside: what the system has less of, that is not ours.
+"""Kernel memory by difference, from outside: memory that the system lost and no process gained.
 
-Two estimates, each with its blind spot, so both are kept:
+Two estimates are kept, since each has a blind spot:
 
 - *listed*: growth of Slab + VmallocUsed + PageTables + Percpu + KernelStack in /proc/meminfo;
   misses pages that a driver takes from the page allocator directly.
 - *missing*: growth of MemTotal - MemAvailable less that of this process's own memory and of Shmem;
-  sees everything, and whatever else the machine did meanwhile.
+  includes everything, also what the rest of the machine did meanwhile.
 
-The larger of the two is the value reported. Both drift by some MB on a quiet machine, so a figure
-per page means nothing below some 10,000 pages.
+The larger of the two is reported. Both drift by some MB on a quiet machine, so a figure per page
+means nothing below about 10,000 pages.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class KernelMemory:
 
     @classmethod
     def now(cls) -> KernelMemory:
-        """Reads after a short rest: freed memory comes back a little later, through RCU."""
+        """Reads after a short pause: freed memory comes back a little later, through RCU."""
         time.sleep(0.05)
         info, own = meminfo(), _own()
         listed = sum(info.get(name, 0) for name in _LISTED)
@@ -67,7 +67,7 @@ class KernelMemory:
         return cls(listed, gone - own - info.get("Shmem", 0), own, info["MemTotal"])
 
     def since(self, earlier: KernelMemory) -> Delta:
-        """What has been added since `earlier`."""
+        """The growth since `earlier`."""
         return Delta(
             self.listed - earlier.listed,
             self.missing - earlier.missing,

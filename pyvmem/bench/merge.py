@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Several runs of some parts each, put together as one file.
+"""Several runs, each of some of the parts, merged into one file.
 
-For machines that are only there for minutes. Only runs of the same GPU, driver and commit go
-together, and none of --quick with a full one; every row and its baseline come from one process all
-the same, because a part is never split. Where two runs hold a part, the better finished one is
-taken, then the later.
+For machines that are only available for minutes. Only runs with the same GPU, driver and commit can
+be merged, and no quick run with a full one. A row and its baseline still come from one process,
+because a part is never split. If two runs have a part, the more complete one is taken; of equal
+ones, the later.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _STATES = ("not run", "failed", "partial", "done")
 
 
 class MergeError(ValueError):
-    """The files do not belong together, or one is no result; the text says which and why."""
+    """The files do not belong together, or one is not a result; the text says which and why."""
 
 
 def _load(path: Path, kind: str) -> dict[str, Any]:
-    """A result with its samples: the file itself, or the one of its name in raw/ beside it."""
+    """A result with its samples: the file itself, or its namesake in raw/ beside it."""
     raw = path.parent / "raw" / path.name
     try:
         data = json.loads((raw if raw.exists() else path).read_text(encoding="utf-8"))
@@ -49,7 +49,7 @@ def _rank(part: Part) -> tuple[int, int]:
 
 
 def load_together(paths: Sequence[Path], kind: str) -> list[dict[str, Any]]:
-    """Results of one format and machine, in the order in which they were started.
+    """Loads results of one format and machine, in the order in which they were started.
 
     Raises:
         MergeError: see the class.
@@ -63,7 +63,7 @@ def load_together(paths: Sequence[Path], kind: str) -> list[dict[str, Any]]:
 
 
 def merge(paths: Sequence[Path]) -> Record:
-    """One record of all parts; machine and method are those of the first run.
+    """Makes one record of all parts; machine and method are those of the first run.
 
     Raises:
         MergeError: see the class.

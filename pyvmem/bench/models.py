@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench models`: decode and prefill of models of several kinds, beside transformers' cache.
+"""`vmem bench models`: decode and prefill of several kinds of models, beside transformers' cache.
 
-Real transformers models with random weights, of the shapes of known ones but with fewer layers.
+Real transformers models with random weights, in the shapes of known ones but with fewer layers.
 Four ways, each with the same tokens:
 
     dynamic   ``model.forward`` with transformers' own `DynamicCache`, attention by SDPA
     vmem      the same with `pyvmem.hf.VMemCache`
-    attend    requests one after the other in one batch without padding, `pyvmem.attention` over the
-              slots, MLA with absorbed projections: what continuous batching and engines do
-    fp8       the same with keys and values of 8 bits, where a kernel reads them
+    attend    requests concatenated in one batch without padding, `pyvmem.attention` over the slots,
+              MLA with absorbed projections: what engines with continuous batching do
+    fp8       the same with keys and values of 8 bits, if a kernel reads them
 
 A last part times the kernels themselves (heads.py).
 """
@@ -51,10 +51,10 @@ class Kind:
     """A model.
 
     Attributes:
-        model: of transformers, its config's class name without "Config".
-        what: whose shape it has.
-        fields: of its configuration at full size, and what a quick run changes.
-        small: the latter.
+        model: the class name of its transformers configuration, without "Config".
+        what: the model whose shape it has.
+        fields: of its configuration, at full size.
+        small: the fields that a quick run changes.
     """
 
     model: str
@@ -203,7 +203,7 @@ def _model(kind: Kind, quick: bool, device: torch.device) -> Any:
 
 
 class _Way:
-    """Requests of one length on one cache; a context that gives all memory back."""
+    """Requests of one length on one cache; a context manager that gives all memory back."""
 
     def __init__(self, model: Any, command: Command, batch: int, longest: int) -> None:
         self.model, self.batch, self.longest = model, batch, longest
@@ -224,15 +224,15 @@ class _Way:
         """Makes the cache."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The scores of the last of ``[batch, new]`` tokens, ``[batch, vocabulary]``."""
+        """The logits of the last of ``[batch, new]`` tokens, ``[batch, vocabulary]``."""
         raise NotImplementedError
 
     def nbytes(self) -> int:
-        """What keys and values, and states, take now."""
+        """Bytes that keys, values and states take now."""
         raise NotImplementedError
 
     def policy(self) -> dict[str, Any]:
-        """Of a cache of ours."""
+        """The policy of a cache of ours."""
         return {"page_size": self.page, "low_watermark": 0.0}
 
 
@@ -348,7 +348,7 @@ class _Attend(_Way):
 def _attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **more: Any
 ) -> tuple[Any, None]:
-    """transformers' attention function over the step that comes with the call."""
+    """An attention function for transformers, over the step that comes with the call."""
     attend, step = more["vmem_models"]
     layer = int(module.layer_idx)
     k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -371,12 +371,12 @@ _CLASSES: dict[str, type[_Way]] = {
 
 @contextmanager
 def _weights(kind: Kind, quick: bool, device: torch.device) -> Iterator[Any]:
-    """The model; its memory goes back."""
+    """The model in the block; its memory is given back at the end."""
     import gc
 
     import torch
 
-    gc.collect()  # what a part before has left in cycles would count as weights
+    gc.collect()  # cycles that an earlier part left would count as weights
     model = _model(kind, quick, device)
     try:
         with torch.inference_mode():
@@ -399,7 +399,7 @@ def _time(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
 
 
 def _measure(command: Command, part: Part, name: str, device: torch.device, left: Deadline) -> None:
-    """Adds a kind's rows: all ways, first the prefill of one request, then decoding of a batch."""
+    """Adds a kind's rows: in every way a prefill of one request, then the decoding of a batch."""
     import torch
 
     args, quick = command.args, command.quick
@@ -453,21 +453,21 @@ def _measure(command: Command, part: Part, name: str, device: torch.device, left
             part.value(f"difference/{way}", what, way, difference, "x")
             differences[way] = difference
             if not difference <= largest_difference(way, cuda, differences):  # also refuses NaN
-                raise WrongResult(f"{name}, {way}: the scores differ by {difference:.2g}")
+                raise WrongResult(f"{name}, {way}: the logits differ by {difference:.2g}")
             command.write()
 
 
 def largest_difference(way: str, cuda: bool, found: Mapping[str, float]) -> float:
-    """What the last scores of a way may differ by from the first way's, over the largest score.
+    """How much a way's last logits may differ from the first way's, relative to the largest logit.
 
-    0.1 in bfloat16, 0.001 in float32. An element of 8 bits has 3 of mantissa, one of bfloat16 7:
-    its rounding is 16 times as coarse, and so may the difference be of that of the same kernels
-    with bfloat16; at most a half, since scores that have nothing in common differ by about 1.
+    0.1 in bfloat16, 0.001 in float32. An element of 8 bits has 3 bits of mantissa, one of bfloat16
+    has 7: rounding is 16 times as coarse, so the difference may be 16 times that of the same
+    kernels with bfloat16, but at most a half, since unrelated logits differ by about 1.
 
     Args:
         way: of `WAYS`.
         cuda: the model is in bfloat16.
-        found: the differences of ways before.
+        found: the differences of earlier ways.
     """
     if way == "fp8":
         return min(0.5, 16 * found.get("attend", 0.1))
@@ -484,7 +484,7 @@ def _rounds(
     device: torch.device,
     samples: tuple[Samples, Samples],
 ) -> tuple[torch.Tensor, int, list[str]]:
-    """Prefills of one request, then a batch that decodes: its last scores, and its memory."""
+    """Prefills one request, then decodes a batch; returns the batch's last logits and memory."""
     tokens, longest = prompts.shape[1], prompts.shape[1] + new.shape[1]
     with quiet():
         for _ in range(rounds + 1):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The C library as the timed loops call it: cffi functions and prepared arguments, nothing between.
+"""The C library as the timed loops call it: cffi functions with arguments prepared beforehand.
 
-The rest of the package reaches C through `_native.py` alone. A benchmark that did so would time
-that layer's checks as well, several times what a call of the pool costs; so the loops here call the
-extension module directly and check the results afterwards.
+The rest of the package calls C only through `pyvmem._native`. A benchmark that did so would also
+time that layer's checks, which take several times as long as a call that the pool serves. So the
+loops here call the extension module directly and check the results afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLAIN = _native.constant("VMEM_RESERVE_PLAIN")
 
 
 class Native:
-    """Raw calls on one open Context, which stays the caller's."""
+    """Raw calls on an open Context, which the caller keeps and closes."""
 
     def __init__(self, context: Context) -> None:
         self.ffi: Any = ffi
@@ -58,7 +58,7 @@ class Native:
         return self.ffi.new("uint64_t[]", count)
 
     def ops(self, wanted: Sequence[dict[str, int]]) -> Any:
-        """An array of struct vmem_op with these fields set and the others 0."""
+        """An array of struct vmem_op with these fields set and all others 0."""
         array = self.ffi.new("struct vmem_op[]", len(wanted))
         for op, fields in zip(array, wanted, strict=True):
             for name, value in fields.items():
@@ -74,7 +74,7 @@ class Native:
     def check(self, what: str, results: Iterable[int]) -> None:
         """Raises the VMemError of the first call that did not return 0.
 
-        Its text is that of the thread's last error, so of this call unless a later one failed too.
+        Its text is the thread's last error: that of this call, unless a later one failed as well.
         """
         for i, result in enumerate(results):
             if result != 0:
@@ -86,40 +86,40 @@ class Native:
     # Untimed calls.
 
     def reserve(self, nbytes: int, opts: Any = None) -> int:
-        """Reserve addresses."""
+        """Reserves addresses."""
         result = self.lib.vMemReserve(self.vm, nbytes, opts or self.ffi.NULL, self._handle)
         self.check("vMemReserve", [result])
         return int(self._handle[0])
 
     def free(self, addr: int, *, unmap: bool = False) -> None:
-        """Give a reservation back, with what is mapped in it if `unmap`."""
+        """Gives a reservation back, and unmaps what is mapped in it if `unmap`."""
         self.check("vMemFree", [self.lib.vMemFree(self.vm, addr, _FREE_UNMAP if unmap else 0)])
 
     def create(self, nbytes: int, page: int, *, dirty: bool = True) -> int:
-        """Create pages; returns the handle."""
+        """Creates pages; returns their handle."""
         opts = self.create_opts(page, dirty=dirty)
         result = self.lib.vMemCreate(self.vm, nbytes, opts, self._handle)
         self.check("vMemCreate", [result])
         return int(self._handle[0])
 
     def map(self, addr: int, nbytes: int, handle: int, offset: int = 0) -> None:
-        """Map at an address, from an offset into the handle."""
+        """Maps pages of a handle, from an offset into it, at an address."""
         self.check("vMemMap", [self.lib.vMemMap(self.vm, addr, nbytes, handle, offset, 0)])
 
     def unmap(self, addr: int, nbytes: int) -> None:
-        """Unmap a range."""
+        """Unmaps a range."""
         self.check("vMemUnmap", [self.lib.vMemUnmap(self.vm, addr, nbytes)])
 
     def release(self, handle: int) -> None:
-        """Unmap the one mapping of a handle, if any, and drop it."""
+        """Unmaps the one mapping of a handle, if any, and drops the handle."""
         self.check("vMemRelease", [self.lib.vMemRelease(self.vm, handle)])
 
     def drop(self, handle: int) -> None:
-        """Drop a handle; mappings keep the pages."""
+        """Drops a handle; mappings keep the pages."""
         self.check("vmem_drop", [self.lib.vmem_drop(self.vm, handle)])
 
     def batch(self, ops: Any) -> None:
-        """Run all of `ops` as one."""
+        """Runs `ops` as one batch."""
         self.check("vmem_batch", [self.lib.vmem_batch(*self.batch_args(ops))])
 
     def runs(self, handle: int) -> int:
@@ -130,15 +130,15 @@ class Native:
         return int(info.runs)
 
     def warm(self, nbytes: int) -> None:
-        """Fill the pool."""
+        """Fills the pool."""
         self.check("vmem_warm", [self.lib.vmem_warm(self.vm, nbytes)])
 
     def trim(self) -> None:
-        """Empty the pool."""
+        """Empties the pool."""
         self.check("vmem_trim", [self.lib.vmem_trim(self.vm, 0, self.ffi.NULL)])
 
     def consolidate(self, addr: int, nbytes: int) -> int:
-        """Driver calls made."""
+        """Consolidates a range; returns the driver calls made."""
         result = self.lib.vmem_consolidate(self.vm, addr, nbytes, self._handle)
         self.check("vmem_consolidate", [result])
         return int(self._handle[0])

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench overlap`: what mapping in the background costs iterations of decoding.
+"""`vmem bench overlap`: what mapping in the background adds to iterations of decoding.
 
 The question of figure 9 of the vAttention paper (ASPLOS'25). One process decodes with one model
 over three caches, in blocks of iterations that take turns, each with the same lengths and tokens:
 
-- ``mapped``: every page was mapped before; the cache is not called while the model runs.
-- ``async``: `step_async` for the next iteration when the first layers of this one were launched,
+- ``mapped``: every page was mapped beforehand; the cache is not called while the model runs.
+- ``async``: `step_async` for the next iteration once the first layers of this one are launched,
   then `step`.
 - ``sync``: `step` alone, on the critical path.
 
-Requests grow from `low` to `high` tokens; one that reaches `high` makes room for a fresh one of
-`low` tokens, whose rows are left as they are: prefill is not what is measured.
+Requests grow from `low` to `high` tokens. One that reaches `high` is replaced by a fresh one of
+`low` tokens, whose rows are left as they are, since prefill is not measured.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _METHOD = {
 
 
 def _compare(modes: list[Mode], lengths: Lengths, iteration: int) -> float:
-    """Largest difference of the outputs of the same iteration, over their largest number.
+    """Largest difference between outputs of the same iteration, relative to their largest element.
 
-    Requests whose rows before their first iteration nobody wrote are only compared where all are
-    zeros: between ``async`` and ``sync``.
+    Requests whose rows from before their first iteration nobody wrote are compared only between
+    ``async`` and ``sync``, where these rows are zeros.
     """
     outs = {mode.name: mode.out.float() for mode in modes if mode.out is not None}
     worst = 0.0
@@ -71,7 +71,7 @@ def _compare(modes: list[Mode], lengths: Lengths, iteration: int) -> float:
 
 
 def _fitting(batch: int, sizes: Sizes, high: int, free: int, modes: int) -> int:
-    """How many of the requests fit, with all caches full and the weights."""
+    """How many of the requests fit, beside the weights and with all caches full."""
     each = modes * high * sizes.token_bytes
     return max(0, min(batch, (free - 2 * sizes.weights - _SPARE) // each))
 
@@ -101,7 +101,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     command.show(f"{sizes.name}, {batch} requests of {low} to {high} tokens")
     model = Decoder(sizes, device)
     with ExitStack() as stack:
-        # All reservations before the first page: together they must be less than is free.
+        # All reservations come before the first page: together they must be less than is free.
         modes = [
             stack.enter_context(Mode(name, command, model, lengths, batch)) for name in args.modes
         ]
@@ -121,7 +121,7 @@ def _turns(
     iterations: int,
     block: int,
 ) -> None:
-    """The blocks, each mode in turn, the order rotated; rows are written again every five."""
+    """Runs the blocks, the modes taking turns in rotating order; writes rows every fifth time."""
     import torch
 
     device, vocabulary = modes[0].device, modes[0].model.sizes.vocabulary

@@ -35,9 +35,9 @@ class Lengths:
     """How many tokens each request has, at every iteration.
 
     Args:
-        batch: requests; they start evenly between `low` and `high`, a whole number of tokens apart.
+        batch: requests; they start spread evenly from `low` to `high`, in whole tokens.
         low: tokens of a fresh request, before its first iteration.
-        high: tokens with which one ends.
+        high: tokens at which a request ends.
     """
 
     def __init__(self, batch: int, low: int, high: int) -> None:
@@ -46,7 +46,7 @@ class Lengths:
         self._starts = [i * distance for i in range(batch)]
 
     def at(self, iteration: int) -> list[int]:
-        """Tokens of each, the new one included."""
+        """Tokens of each request, the new one included."""
         span = self.high - self.low
         return [self.low + 1 + (start + iteration) % span for start in self._starts]
 
@@ -55,13 +55,13 @@ class Lengths:
         return [i for i, length in enumerate(self.at(iteration)) if length == self.high]
 
     def replaced(self, iteration: int) -> list[bool]:
-        """Whether each is a later one than the first in its place."""
+        """For each place, whether its first request has been replaced."""
         span = self.high - self.low
         return [start + iteration >= span for start in self._starts]
 
 
 def spikes(times: list[float]) -> int:
-    """Times above 1.2 times their median."""
+    """The number of times that exceed 1.2 times their median."""
     median = sorted(times)[len(times) // 2]
     return sum(one > SPIKE * median for one in times)
 
@@ -87,8 +87,8 @@ class Mode:
 
     Args:
         name: of `MODES`.
-        command: whose back end, page and kernel are used.
-        model: what decodes.
+        command: names back end, page and kernel.
+        model: the model that decodes.
         lengths: of the requests.
         batch: requests.
 
@@ -132,7 +132,7 @@ class Mode:
         self.before = self.cache.stats()
 
     def prepare(self) -> None:
-        """Starts the requests, with their rows written; reserves come first, in all modes."""
+        """Starts the requests and writes their rows; in all modes reserving comes first."""
         first = self.lengths.at(0)
         self.reqids = [self._take(length) for length in first]
         everything = [self.lengths.high] * len(first)
@@ -153,7 +153,7 @@ class Mode:
         return out
 
     def _write_rows(self, lengths: list[int]) -> None:
-        """The same numbers in every mode, for the rows before the first iteration's."""
+        """Writes the rows from before the first iteration, with the same numbers in every mode."""
         import torch
 
         generator = torch.Generator(device=self.device).manual_seed(2)
@@ -168,7 +168,7 @@ class Mode:
             self._cuda.synchronize(self.device)
 
     def iterate(self, iteration: int, ids: torch.Tensor, *, keep: bool) -> None:
-        """One iteration; its times are kept in the last round unless it is for warming up."""
+        """Runs one iteration; its times go to the last round unless it is a warm-up."""
         clock, maps = time.perf_counter_ns, self.name != "mapped"
         lengths = self.lengths.at(iteration)
         wanted = self._by_slot(lengths)
@@ -220,7 +220,7 @@ class Mode:
         return self._batch
 
     def capture(self) -> str:
-        """From now on the forward pass is a CUDA graph; after an iteration. Why not, or ""."""
+        """Makes the forward pass a CUDA graph, after an iteration. Returns why not, or ""."""
         import torch
 
         if self._cuda is None:
@@ -238,7 +238,7 @@ class Mode:
         return ""
 
     def _ahead(self, iteration: int) -> None:
-        """Begins to map for iterations to come; requests that end before need no more."""
+        """Begins to map for the iterations to come; requests that end before need no more."""
         start = time.perf_counter_ns()
         now = self.lengths.at(iteration)
         then = [min(length + self._ahead_tokens, self.lengths.high) for length in now]
@@ -246,7 +246,7 @@ class Mode:
         self._ahead_ns = time.perf_counter_ns() - start
 
     def _replace(self, iteration: int) -> None:
-        """Frees the requests that end, after their last work was launched, and takes new ones."""
+        """Frees the requests that end, once their last work is launched, and takes new ones."""
         for request in self.lengths.ended(iteration):
             self.cache.free_reqid(self.reqids[request])
             self.reqids[request] = self._take(self.lengths.low + 1)
@@ -254,7 +254,7 @@ class Mode:
             must(self.cache.step_async(self._by_slot(self.lengths.at(iteration + 1))))
 
     def add_rows(self, part: Part) -> None:
-        """What is known by now."""
+        """Adds the rows known so far."""
         what, name = MODES[self.name], self.name
         times = self.times
         part.time(f"time/{name}", f"an iteration, {what}", name, times.total, unit="ms")
@@ -294,6 +294,6 @@ class Mode:
 
 
 def must(result: int) -> None:
-    """Raises RuntimeError where a step was refused."""
+    """Raises RuntimeError if a step was refused."""
     if result:
         raise RuntimeError("step: memory is short")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""A run as one file to send: machine, command, tables, pictures and the raw data, in HTML.
+"""A run as one HTML file to send: machine, command, tables, pictures and raw data.
 
-``--report FILE`` of every benchmark and of ``vmem selftest`` writes it; ``--plot FILE`` draws the
-pictures alone. The page loads nothing and runs no script; its last link is the run's own JSON.
+``--report FILE`` of every benchmark and of ``vmem selftest`` writes it; ``--plot FILE`` draws only
+the pictures. The page loads nothing and runs no script; its last link is the run's own JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Row = Mapping[str, Any]
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Numbers are set to the right; everything is escaped."""
+    """A table with numbers flush right and everything escaped."""
     lines = ["<table><tr>" + "".join(f"<th>{html.escape(one)}</th>" for one in heads) + "</tr>"]
     for row in rows:
         cells = []
@@ -56,7 +56,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _flat(value: Any, name: str = "") -> Iterable[tuple[str, Any]]:
-    """Names and plain values of nested objects."""
+    """Flattens nested objects into pairs of a name and a plain value."""
     if isinstance(value, Mapping):
         for key, one in value.items():
             yield from _flat(one, f"{name} {key}".strip())
@@ -91,7 +91,7 @@ def _rows(rows: Sequence[Row]) -> str:
 
 
 def _shown(part: Document) -> dict[str, list[Row]]:
-    """The rows that are drawn, by unit: times; of a part that has none, single numbers."""
+    """The rows to draw, by unit: times or, in a part that has none, single numbers."""
     rows = [row for row in part["rows"] if "median" in row]
     rows = rows or [row for row in part["rows"] if "value" in row and "series" not in row]
     found: dict[str, list[Row]] = {}
@@ -101,7 +101,7 @@ def _shown(part: Document) -> dict[str, list[Row]]:
 
 
 def _bars(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
-    """A bar to the median of each row, a line from there to the 99th percentile."""
+    """Draws a bar to the median of each row, with a line from there to the 99th percentile."""
     systems = list(dict.fromkeys(row["system"] for row in rows))
     places = range(len(rows))
     timed = "median" in rows[0]
@@ -124,7 +124,7 @@ def _bars(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
 
 
 def _lines(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
-    """A line for each row: its series' second column over its first."""
+    """Draws a line for each row: its series' second column over the first."""
     for place, row in enumerate(rows):
         along, values = zip(*(one[:2] for one in row["series"]), strict=True)
         colour = _COLOURS[place % len(_COLOURS)]
@@ -136,7 +136,7 @@ def _lines(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
 
 
 def picture(parts: Iterable[Document], kind: str = "svg") -> bytes | None:
-    """The times of parts (or single numbers) and their series as one picture; None without any.
+    """One picture of the parts' times (or single numbers) and series; None if there are none.
 
     Args:
         kind: "svg", "png" or "pdf".
@@ -189,7 +189,7 @@ def _inline(part: Document) -> str:
 
 
 def _parts(document: Document) -> Iterable[str]:
-    """A benchmark's parts; what was not measured is said."""
+    """A benchmark's parts, and what was not measured."""
     if document.get("aims"):
         yield "<h2>Aims</h2>"
         aims = [dict(_flat(one)) for one in document["aims"]]
@@ -230,8 +230,8 @@ def page(document: Document, command: str, name: str = "result.json") -> str:
 
     Args:
         document: what the run wrote as JSON: a benchmark's, or the self-test's.
-        command: how it was run.
-        name: under which the JSON is saved from the page.
+        command: the command line that ran it.
+        name: the file name under which the page offers the JSON.
     """
     machine = document.get("machine", {})
     kind = str(document.get("tool") or document.get("format", "")).partition("/")[0]
@@ -265,7 +265,7 @@ def page(document: Document, command: str, name: str = "result.json") -> str:
 
 
 def write_report(path: Path, document: Document) -> None:
-    """Writes the page of a run of this process, whole or not at all."""
+    """Writes the page of a run that this process made, whole or not at all."""
     words = [Path(sys.argv[0]).name, *sys.argv[1:]]
     partial = path.with_name(path.name + ".part")
     text = page(document, shlex.join(words), path.with_suffix(".json").name)
@@ -278,7 +278,7 @@ def write_report(path: Path, document: Document) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """``--report`` and ``--plot`` for a benchmark that has ``--out``."""
+    """Adds ``--report`` and ``--plot`` to a benchmark that has ``--out``."""
     add = parser.add_argument
     add("--report", type=Path, metavar="FILE", help="write one HTML file; the JSON beside it")
     add("--plot", type=_plot_file, metavar="FILE", help="draw the times (.svg, .png, .pdf)")
@@ -294,14 +294,14 @@ def _plot_file(text: str) -> Path:
 
 
 def document_of(out: Path) -> dict[str, Any]:
-    """What a run wrote: with its samples, where it kept any."""
+    """What a run wrote, with its samples if it kept any."""
     raw = out.parent / "raw" / out.name
     document: dict[str, Any] = json.loads((raw if raw.exists() else out).read_text("utf-8"))
     return document
 
 
 def with_options(args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
-    """Runs a benchmark, then draws and reports what it wrote; its exit status."""
+    """Runs a benchmark, then draws and reports what it wrote; returns its exit status."""
     wanted = args.report or args.plot
     if wanted is None:
         return run(args)

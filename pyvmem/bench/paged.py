@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench kernels`: the same attention kernel, contiguous and paged.
 
-Contiguous over our pages in random physical order and over memory of cudaMalloc, paged over memory
-of cudaMalloc with the blocks in random order, for every size of block. All memories hold the same
-numbers.
+The contiguous form runs over our pages in random physical order and over cudaMalloc memory, the
+paged form over cudaMalloc memory with the blocks in random order, for every block size. All buffers
+hold the same numbers.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ def _make(name: str, command: Command, device: torch.device) -> Kernel:
 
 
 def _page(command: Command) -> int:
-    """Bytes of our pages, in a quick run too."""
+    """Bytes of our pages, the same in a quick run."""
     return int(getattr(command.args, "page", 0)) or 64 << 10
 
 
 def _aims(command: Command, kernel: str, cases: Sequence[Case], blocks: Sequence[int]) -> None:
-    """Speed of our contiguous form over the best paged one's, each block's, and the card's."""
+    """Adds the speed of our contiguous form over the best paged one, each block, and the card."""
     pages = f"{page_name(_page(command))} pages"
     for case in cases:
         prefix = f"{kernel}/{case.name}"
         ours = [f"{prefix}/contiguous/{memory}" for memory in OURS]
         goal = _DECODE if case.decodes else _PREFILL
-        # Of one request's decoding both sides choose their splits: the tuned case is what counts.
+        # For one request's decoding both sides choose their splits: the tuned case is what counts.
         plain = case.decodes and case.batch == 1 and not case.tuned
         for block in (0, *blocks) if blocks else ():
             sizes = blocks if block == 0 else (block,)
@@ -117,13 +117,13 @@ def _aims(command: Command, kernel: str, cases: Sequence[Case], blocks: Sequence
 
 
 def _roofline(*rows: Any) -> float:
-    """GB/s of keys and values, the median over memories, over what the card could read."""
+    """GB/s of keys and values (median over buffers), relative to the card's bandwidth."""
     *forms, peak = rows
     return statistics.median(float(row["gb_per_s"]) for row in forms) / float(peak["value"])
 
 
 def _speed(ours: int, each: int, *rows: Any) -> float:
-    """The fastest paged form's time over ours, each the median over its memories."""
+    """The fastest paged form's time divided by ours, each the median over its buffers."""
     medians = [float(row["median"]) for row in rows]
     paged = medians[ours:]
     best = min(statistics.median(paged[i : i + each]) for i in range(0, len(paged), each))
@@ -212,9 +212,9 @@ def _run_all(
     """Every case of every kernel, over the same buffers; the file is written after each."""
     if not kernels:
         return
-    deadline = Deadline(command.args.deadline)  # what was compiled does not count
+    deadline = Deadline(command.args.deadline)  # compiling does not count
     rows = max(case.kv_heads * case.head_dim for case in cases)
-    # Prefills are small, and several layers of theirs are to lie in one tensor.
+    # Prefills are small, and several of their layers are to lie in one tensor.
     nbytes = max(case.nbytes * (1 if case.decodes else GROUP // 2) for case in cases)
     nbytes += 2 * 2 * _OVERREAD * rows
     page = _page(command)
@@ -241,7 +241,7 @@ def _run_all(
 
 
 def _add_peak(part: Part, device: torch.device) -> None:
-    """The card's memory bandwidth, which decoding's GB/s can be held against: its roofline."""
+    """Adds the card's memory bandwidth, the roofline of decoding's GB/s."""
     import torch
 
     if device.type != "cuda":
@@ -255,7 +255,7 @@ def _add_peak(part: Part, device: torch.device) -> None:
 
 
 def _one(bench: PagedBench, part: Part, case: Case, deadline: Deadline) -> None:
-    """One case; what fails is noted, and the next one runs."""
+    """Measures one case; a failure is noted, and the next case runs."""
     try:
         bench.measure(case, deadline)
     except WrongResult as error:

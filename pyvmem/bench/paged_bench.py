@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Times and checks of one attention kernel, contiguous and in blocks, over memories of two kinds.
+"""Times and checks one attention kernel, contiguous and in blocks, over memory of two kinds.
 
-Beside them the calls that serve a cache: over its slots, a tensor for a layer, and over slots of a
-tensor that has the rows of several layers, which lie apart.
+Beside these, the calls that `pyvmem.attention` makes for a cache: over slots with a tensor for each
+layer, and over slots whose tensor has the rows of several layers, so that a layer's rows lie apart.
 
-A call of decoding is measured in a CUDA graph of several calls, each over another part of the
-memory, as the layers of a model are: alone it is over sooner than it is launched.
+A decoding call is measured in a CUDA graph of several calls, each over another part of the memory,
+as the layers of a model are: a single call is over sooner than it is launched.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TOLERANCE = 0.03  # of the largest number of a head: bfloat16 has 8 bits
 
 @dataclass
 class _Form:
-    """A kernel's form over one memory: what is timed."""
+    """What is timed: one form of a kernel over one buffer."""
 
     row: str
     what: str
@@ -49,14 +49,14 @@ class _Form:
 
 
 class PagedBench:
-    """One kernel over all memories, all of which hold the same numbers.
+    """One kernel over all buffers, which hold the same numbers.
 
     Args:
-        part: gets the rows ``CASE/contiguous/MEMORY``, ``CASE/pagedBLOCK/MEMORY``, and of our pages
-            ``CASE/slots/MEMORY`` and ``CASE/layered/MEMORY``.
+        part: gets the rows ``CASE/contiguous/MEMORY``, ``CASE/pagedBLOCK/MEMORY``, and for our
+            pages ``CASE/slots/MEMORY`` and ``CASE/layered/MEMORY``.
         kernel: in both forms.
-        buffers: of at least the largest case's keys and values.
-        quick: few samples.
+        buffers: with room for the largest case's keys and values.
+        quick: take few samples.
     """
 
     def __init__(self, part: Part, kernel: Kernel, buffers: Buffers, quick: bool) -> None:
@@ -68,7 +68,7 @@ class PagedBench:
         self._checked: list[float] = []
 
     def measure(self, case: Case, deadline: Deadline) -> None:
-        """Adds the rows of a case. WrongResult: a form computes something else than it must."""
+        """Adds the rows of a case. WrongResult: a form computes a wrong result."""
         import torch
 
         generator = torch.Generator(device=self.device).manual_seed(4)
@@ -173,7 +173,7 @@ class PagedBench:
     def _slotted(
         self, case: Case, memory: str, layered: bool
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Layers of a cache; `layered`: all in one tensor, none where there is room for one."""
+        """Layers of a cache; `layered`: all in one tensor, none if there is room for only one."""
         shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
         if not layered:
             return self._layers(case, memory, shape)
@@ -189,7 +189,7 @@ class PagedBench:
     def _layers(
         self, case: Case, memory: str, shape: tuple[int, ...]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values at several places of a memory, for decoding; at one otherwise."""
+        """Keys and values at several places of a buffer for decoding, at one otherwise."""
         flat, n = self.buffers.tensors[memory], case.elements
         half = flat.numel() // 2
         count = min(_LAYERS, half // n) if case.decodes else 1
@@ -224,7 +224,7 @@ class PagedBench:
         *,
         graph: bool,
     ) -> Callable[[], Any]:
-        """All calls of a sample, captured where that is asked for and works."""
+        """All calls of a sample, as a CUDA graph if that is asked for and works."""
         import torch
 
         def plain() -> torch.Tensor:
@@ -269,7 +269,7 @@ class PagedBench:
     # ---- results ---------------------------------------------------------------------------------
 
     def _reference(self, case: Case, q: torch.Tensor) -> torch.Tensor:
-        """The contiguous form's output; its first and last requests' last tokens are checked."""
+        """The contiguous form's output; the last tokens of two requests in it are checked."""
         shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
         k, v = self._layers(case, THEIRS[0], shape)[0]
         out = self.kernel.contiguous(case, 0)(q, k, v).clone()

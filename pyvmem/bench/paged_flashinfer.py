@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 """FlashInfer, contiguous (its ragged wrapper), paged, and over a cache's slots.
 
-Its kernels are compiled on first use. The ragged wrapper takes rows without a gap, which slots do
-not have: over these a prefill is one single-request call for each (`pyvmem.attention.infer`).
+Its kernels are compiled on first use. The ragged wrapper takes rows without gaps, but slots have
+gaps: over slots a prefill is one single-request call for each (`pyvmem.attention.infer`).
 
-Written for flashinfer-python 0.6.14, whose headers come in its wheel; it needs nvcc, a C++ compiler
-and ninja on the PATH. Decoding takes its ``fa2`` kernels, which divide a request's rows among
-multiprocessors, prefill its ``fa3`` ones: so does FlashInfer itself, where decoding with several
-query heads for each KV head uses the kernels of prefill (`use_tensor_cores`).
+Written for flashinfer-python 0.6.14, whose wheel has the headers; it needs nvcc, a C++ compiler and
+ninja on the PATH. Decoding uses the ``fa2`` kernels, which divide a request's rows among
+multiprocessors, and prefill the ``fa3`` ones. FlashInfer chooses the same: its decoding with
+several query heads for each KV head uses the kernels of prefill (`use_tensor_cores`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class FlashInfer:
         device: a GPU.
 
     Attributes:
-        notes: how long it was compiled, and what could not be.
+        notes: how long compiling took, and what could not be compiled.
 
     Raises:
-        ValueError: not a GPU. ImportError: it, or what it needs, is not installed.
+        ValueError: not a GPU. ImportError: FlashInfer, or what it needs, is not installed.
         RuntimeError: nothing could be compiled; the text says why.
     """
 
@@ -64,7 +64,7 @@ class FlashInfer:
         self.notes = [f"compiled in {time.monotonic() - start:.0f} s", *failed]
 
     def _build(self, backend: str) -> str:
-        """Compiles the module that `plan` or a single call asks for; why it failed, or ""."""
+        """Compiles the module for `plan` or a single call; returns why it failed, or ""."""
         import torch
 
         kind, dim = torch.bfloat16, 128
@@ -88,7 +88,7 @@ class FlashInfer:
         return (0, 1, 2, 4, 8, 16, 32) if case.tuned else (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """Ragged: the requests' rows, one request after the other."""
+        """The ragged wrapper: the requests' rows, one request after the other."""
         wrapper = self._prefill.BatchPrefillWithRaggedKVCacheWrapper(
             self._workspace, "NHD", backend=self._backend(case)
         )
@@ -110,7 +110,7 @@ class FlashInfer:
         return call
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """The blocks of every request, all of them full."""
+        """The paged wrapper; all blocks of every request are full."""
         import torch
 
         blocks = table.shape[1]
@@ -138,7 +138,7 @@ class FlashInfer:
         return call
 
     def slots(self, case: Case) -> Call:
-        """Prefill: a call for each request. Decoding: the paged call, whose table just counts."""
+        """Prefill: a call for each request. Decoding: the paged call, with the identity table."""
         self._need("fa2" if case.decodes else _SINGLE)
         return of_slots("flashinfer", "flashinfer", case, self._device)
 
@@ -152,20 +152,20 @@ class FlashInfer:
             raise RuntimeError(f"{name} was not compiled: {self._why[name]}")
 
     def _starts(self, case: Case, each: int) -> torch.Tensor:
-        """On the CPU, where `plan` reads them."""
+        """Start offsets, on the CPU, where `plan` reads them."""
         import torch
 
         return torch.arange(case.batch + 1, dtype=torch.int32) * each
 
     def _out(self, case: Case) -> torch.Tensor:
-        """Made once: the paged wrapper would fill a new one with zeros in every call."""
+        """The output, made once: the paged wrapper would zero a new one in every call."""
         import torch
 
         shape = (case.batch * case.q_len, case.heads, case.head_dim)
         return torch.empty(shape, dtype=torch.bfloat16, device=self._device)
 
     def _plan(self, case: Case, splits: int, unit: int) -> dict[str, Any]:
-        """`unit`: tokens in what the size of a split is counted in."""
+        """Arguments of `plan`; `unit`: tokens in the unit that split sizes are counted in."""
         import torch
 
         plan: dict[str, Any] = {"causal": True, "q_data_type": torch.bfloat16}

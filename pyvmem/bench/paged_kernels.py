@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Attention kernels that take a request's rows contiguous, or in blocks named by a table."""
+"""Attention kernels that read a request's rows contiguously, or in blocks listed in a table."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class Case:
     """A batch of equal requests.
 
     Attributes:
-        name, what: for rows, and for people.
+        name: in the names of rows.
+        what: the same in words.
         batch: requests.
         q_len: new tokens of each, at the end of its rows.
         kv_len: rows of each.
-        tuned: the best number of splits is looked for; otherwise the kernel chooses.
+        tuned: search for the best number of splits; otherwise the kernel chooses.
     """
 
     name: str
@@ -47,17 +48,17 @@ class Case:
 
     @property
     def decodes(self) -> bool:
-        """A new token each."""
+        """Whether each request has one new token."""
         return self.q_len == 1
 
     @property
     def elements(self) -> int:
-        """Of the keys; the values are as many."""
+        """Elements of the keys; the values have as many."""
         return self.batch * self.kv_len * self.kv_heads * self.head_dim
 
     @property
     def nbytes(self) -> int:
-        """Of keys and values, bfloat16: what decoding must read."""
+        """Bytes of keys and values in bfloat16, which decoding must read."""
         return 2 * 2 * self.elements
 
 
@@ -76,7 +77,7 @@ CASES = (
 
 
 def _by_heads() -> tuple[Case, ...]:
-    """Decoding and prefill from one KV head for each query head to one for all."""
+    """Decoding and prefill, from one KV head for each query head to one for all of them."""
     cases = []
     for name, what, heads, kv_heads in (
         ("mha", "MHA, 32 KV heads", 32, 32),
@@ -133,15 +134,15 @@ class Kernel(Protocol):
     """One kernel in both forms.
 
     Attributes:
-        name: for rows.
-        blocks: tokens of a block, the sizes that are compared.
+        name: in the names of rows.
+        blocks: the block sizes to compare, in tokens.
     """
 
     name: str
     blocks: tuple[int, ...]
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """Parts that a request's rows may be divided into; 0: the kernel chooses."""
+        """Numbers of parts to try dividing a request's rows into; 0: the kernel chooses."""
 
     def contiguous(self, case: Case, splits: int) -> Call:
         """A call over keys and values ``[batch, kv_len, kv_heads, dim]``."""
@@ -153,20 +154,20 @@ class Kernel(Protocol):
         """
 
     def slots(self, case: Case) -> Call:
-        """What `pyvmem.attention` calls for the slots of a cache, as `of_slots`."""
+        """The call that `pyvmem.attention` makes for the slots of a cache; see `of_slots`."""
 
 
 def of_slots(prefill: str, decode: str, case: Case, device: torch.device) -> Call:
     """A kernel of `pyvmem.attention.KERNELS` for each phase, over a cache's slots.
 
-    The call takes keys and values ``[batch, rows, kv_heads, dim]`` as a cache has them: strided,
-    where a tensor has the rows of several layers.
+    The call takes keys and values ``[batch, rows, kv_heads, dim]`` as a cache has them: strided if
+    a tensor has the rows of several layers.
     """
     from pyvmem.attention.batch import Batch, Part
     from pyvmem.attention.kernels import KERNELS
 
     config = SimpleNamespace(max_batch=case.batch, max_seq_len=case.kv_len, window=0)
-    # All that a batch asks of a cache: memory lies behind every row.
+    # All that a batch needs of a cache: every row has memory.
     cache: Any = SimpleNamespace(
         config=config, safe_overread=True, readable_rows=lambda ids: [case.kv_len] * len(ids)
     )
@@ -181,7 +182,7 @@ def of_slots(prefill: str, decode: str, case: Case, device: torch.device) -> Cal
 
 
 class Fa3:
-    """FlashAttention-3, vLLM's op. Raises as `fa3.load`."""
+    """FlashAttention-3: vLLM's op. Raises what `fa3.load` raises."""
 
     name = "fa3"
     blocks: tuple[int, ...] = (16, 64, 128, 256)
@@ -219,7 +220,7 @@ class Fa3:
 
 
 class Fa2:
-    """FlashAttention-2, torch's own op, which has no paged call. ValueError: not a GPU."""
+    """FlashAttention-2: torch's own op, which has no paged call. ValueError: not a GPU."""
 
     name = "fa2"
     blocks: tuple[int, ...] = ()
@@ -230,15 +231,15 @@ class Fa2:
         self._device = device
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """It chooses by itself."""
+        """Only 0: the kernel chooses."""
         return (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """The op's one sequence, in which slots begin anywhere."""
+        """The op's variable-length call, in which slots may begin anywhere."""
         return self.slots(case)
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """Not there."""
+        """Raises NotImplementedError: the op has no paged call."""
         raise NotImplementedError("torch's FlashAttention-2 takes no block table")
 
     def slots(self, case: Case) -> Call:
@@ -253,7 +254,7 @@ class Gather:
     blocks: tuple[int, ...] = (16, 64)
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """It has none; the two are the same."""
+        """It never splits: 0 and 1 mean the same."""
         return (0, 1) if case.tuned else (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
@@ -278,7 +279,7 @@ class Gather:
         return call
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """A copy of the blocks in their order, then the same."""
+        """A copy of the blocks in order, then the contiguous call."""
         whole = self.contiguous(case, splits)
         shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
         order = table.flatten().long()

@@ -2,14 +2,14 @@
 """`vmem bench prefix-map`: how long a new request takes to begin with a recorded prefix.
 
 `KVCache.alloc_prefix` finds the prefix and maps its pages, read-only, in a free slot: 10,240 tokens
-of Llama-3-8B's shape are 1.34 GB in 64 tensors. How many driver calls that takes depends on how the
-pages lie, which is how the first request got them:
+of Llama-3-8B's shape are 1.34 GB in 64 tensors. How many driver calls that takes depends on where
+the pages lie, and so on how the first request got them:
 
-- ``runs``: at once, as a prefill takes them: neighbours in each tensor.
-- ``runs_2m``: the same in pages of 2 MB, which the GPU can map with one large entry each.
-- ``fragmented``: from memory of which only single pages are free, so that no two are neighbours.
+- ``runs``: all at once, as a prefill does: neighbours in each tensor.
+- ``runs_2m``: the same with pages of 2 MB, each of which the GPU can map with one large entry.
+- ``fragmented``: from memory in which only single pages are free, so that no two are neighbours.
 
-A next turn whose slot still has the prefix mapped is timed as well: it makes no call of the driver.
+A next turn whose slot still has the prefix mapped is timed as well: it makes no driver call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _METHOD = {
 
 
 class _Kind:
-    """A cache for the prefix, in one of the ways. A context manager."""
+    """A cache with the prefix in pages of one kind. A context manager."""
 
     def __init__(self, name: str, command: Command, tokens: int) -> None:
         self.name = name
@@ -103,7 +103,7 @@ class _Kind:
     # ---- what is measured ------------------------------------------------------------------------
 
     def time(self, found: Samples, matched: Samples) -> None:
-        """One request that begins with the prefix, and a match of it alone."""
+        """Times a request that begins with the prefix, and a match of the prefix alone."""
         cache = self.cache
         start = time.perf_counter_ns()
         cache.match(self.ids, 0)
@@ -113,14 +113,14 @@ class _Kind:
         matched.new_round().append(middle - start)
         found.new_round().append(end - middle)
         if got is None or got[1] != self.tokens:
-            raise WrongResult(f"alloc_prefix gave {got}, of {self.tokens} tokens")
+            raise WrongResult(f"alloc_prefix gave {got} for {self.tokens} tokens")
         self._check(got[0])
         self.segments = cache.stats().segments
         cache.free_reqid(got[0])
         self._wait_until_empty()
 
     def time_next_turns(self, found: Samples, rounds: int) -> None:
-        """Requests that go on where the one before ended; the first of them maps the prefix."""
+        """Times requests that go on where the last one ended; the first of them maps the prefix."""
         cache = self.cache
         for turn in range(rounds + 1):
             before = cache.stats()
@@ -128,7 +128,7 @@ class _Kind:
             got = cache.alloc_prefix(self.ids, 0)
             end = time.perf_counter_ns()
             if got is None or got[1] != self.tokens:
-                raise WrongResult(f"alloc_prefix gave {got}, of {self.tokens} tokens")
+                raise WrongResult(f"alloc_prefix gave {got} for {self.tokens} tokens")
             self._check(got[0])
             if turn:
                 after = cache.stats()

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""Two caches of prefixes under one trace and one budget: our tree, and blocks known by their hash.
+"""Two prefix caches under one trace and one budget: our tree, and blocks named by their hash.
 
 Both serve one request after the other. Of a prompt of n tokens at most n - 1 may come from the
-cache, for the last one must be computed. What a prompt does not find is then recorded, up to its
+cache, since the last one must be computed. What a prompt does not find is then recorded, up to its
 last whole unit; its own prefix is not evicted for that, and what does not fit into the whole budget
-is left out. Outputs are not recorded: the trace does not say what they were.
+is left out. Outputs are not recorded, since the trace does not have them.
 
-- **Tree** (`PrefixTree`): units of as many tokens as two requests can share by mapping a page
-  twice. The leaf that was used least recently goes first, from its end, one unit at least.
-- **Blocks** (vLLM's automatic prefix caching): a full block is known by the hash of its tokens and
-  of the block before it. A request that ends gives its blocks to the end of a queue, the last
+- **Tree** (`PrefixTree`): a unit is as many tokens as two requests can share by mapping a page
+  twice. The least recently used leaf is evicted first, from its end, by at least one unit.
+- **Blocks** (vLLM's automatic prefix caching): a full block is named by the hash of its tokens and
+  of the block before it. A request that ends puts its blocks at the end of a queue, its last one
   first; new blocks are taken from the front.
 
-A third, `Turns`, is the cache itself: it tells of how many hits the rows were mapped already, in
-the slot in which the conversation's turn before ended.
+A third, `Turns`, is the cache itself. It counts the hits whose rows were still mapped in the slot
+in which the conversation's previous turn ended.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 TRACE_BLOCK = 512
-"""Tokens that an id of Mooncake's trace stands for. Equal ids are equal prefixes up to there."""
+"""Tokens that one id of Mooncake's trace stands for. Equal ids: the prefixes so far are equal."""
 
 _HOST_PAGE = 4096
 _MAX_HASH = MAX_ID // TRACE_BLOCK
@@ -70,7 +70,7 @@ class Cache(Protocol):
     """A cache of prefixes with a budget.
 
     Attributes:
-        evicted: units or blocks that went so far.
+        evicted: units or blocks evicted so far.
     """
 
     evicted: int
@@ -85,11 +85,11 @@ class Cache(Protocol):
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Mooncake's trace, a JSON a line, in its order.
+    """Reads Mooncake's trace, a JSON object a line, in order.
 
     Raises:
-        InvalidArgument: the file cannot be read, or a line has no such fields, too few ids, or an
-            id that no token ids can be made from.
+        InvalidArgument: the file cannot be read, or a line lacks the fields, has too few ids, or
+            has an id that no token ids can be made from.
     """
     try:
         with path.open(encoding="utf-8") as lines:
@@ -113,7 +113,7 @@ def _prompt(row: dict[str, object]) -> Prompt:
 
 
 def conversations(count: int, seed: int) -> list[Prompt]:
-    """Made-up prompts: conversations of several turns in turns, all behind one system prompt."""
+    """Synthetic prompts: interleaved conversations of several turns after one system prompt."""
     if count < 1:
         raise invalid(f"count is {count}; it must be at least 1")
     rng = random.Random(seed)
@@ -133,14 +133,14 @@ def conversations(count: int, seed: int) -> list[Prompt]:
 
 
 def token_ids(prompt: Prompt) -> TokenIds:
-    """Token ids for a prompt: block h is h * 512, h * 512 + 1, ...; so equal ids, equal tokens."""
+    """Token ids for a prompt: block h is h * 512, h * 512 + 1, ..., so equal ids, equal tokens."""
     starts = np.array(prompt.hash_ids, dtype=np.uint32) * np.uint32(TRACE_BLOCK)
     ids = starts[:, None] + np.arange(TRACE_BLOCK, dtype=np.uint32)
     return TokenIds(ids.ravel()[: prompt.length])
 
 
 class Units:
-    """A span of the tree: so many units, a page of which is counted as one."""
+    """A span of the tree that is only a number of units."""
 
     __slots__ = ("pages",)
 
@@ -190,10 +190,10 @@ class Tree:
 
 
 class Blocks:
-    """Blocks known by their hash, in one queue; see the top of this file.
+    """Blocks named by their hash, in one queue; see the top of this file.
 
     A block's hash is that of its whole prefix. The trace gives such a hash for every 512 tokens, so
-    the block's place behind it stands for its own.
+    a block is named by that hash and its index within the 512 tokens.
 
     Args:
         block: tokens, a divisor of 512.
@@ -216,7 +216,7 @@ class Blocks:
         whole = prompt.length // self.block
         hashes = [one * per + at for one in prompt.hash_ids for at in range(per)][:whole]
         found = next((at for at, one in enumerate(hashes) if one not in queue), whole)
-        # Behind a block that is gone others may be left; vLLM does not find them either.
+        # Blocks after one that is gone may be left; vLLM does not find them either.
         kept = hashes[: self.capacity]
         for one in kept:
             queue.pop(one, None)
@@ -235,10 +235,10 @@ class Blocks:
 class Turns:
     """The cache itself on ``host``, in which a token has few bytes, so that any budget fits.
 
-    Prompts are served one after the other; all of their tokens are admitted, whole blocks of the
-    trace recorded. (The id of a prompt's last, partial block tells nothing of what it begins with,
-    so that no later prompt could be seen to go on there.) What ends is unmapped in the background;
-    that is over before the next prompt comes. A context manager.
+    Prompts are served one after the other: all of their tokens are admitted, and the trace's whole
+    blocks are recorded. (The id of a prompt's last, partial block says nothing about what the block
+    begins with, so no later prompt can be known to go on there.) Pages that leave are unmapped in
+    the background, which is over before the next prompt comes. A context manager.
 
     Args:
         unit: tokens, a power of two up to 2,048: one page of ``host``.
@@ -248,13 +248,13 @@ class Turns:
         common: tokens that every prompt begins with: a hit of more is a next turn.
 
     Attributes:
-        served: prompts that the budget was large enough for.
-        hits: those that began with something recorded.
-        next_turns: of `hits`, those of more than `common` tokens.
-        resumed, next_resumed: of both, those that were mapped already, with all their tokens: no
-            call of the driver was needed.
-        hit_tokens: tokens that were recorded.
-        mapped_tokens: of these, those that were mapped already.
+        served: prompts that fit the budget.
+        hits: prompts that began with a recorded prefix.
+        next_turns: hits of more than `common` tokens.
+        resumed, next_resumed: of `hits` and of `next_turns`, those with all their tokens mapped
+            already, which needed no driver call.
+        hit_tokens: tokens of hits.
+        mapped_tokens: those of them that were mapped already.
     """
 
     def __init__(self, unit: int, budget: int, slots: int, longest: int, common: int) -> None:
@@ -262,7 +262,7 @@ class Turns:
             raise invalid(f"unit is {unit}; it must be a power of two up to {_HOST_PAGE // 2}")
         self._unit, self._common = unit, common
         self._stack = ExitStack()
-        self._held: dict[int, tuple[int, ...]] = {}  # blocks that were recorded from a slot
+        self._held: dict[int, tuple[int, ...]] = {}  # by slot, the blocks recorded from it
         self.served = self.hits = self.next_turns = self.hit_tokens = 0
         self.resumed = self.next_resumed = self.mapped_tokens = 0
         config = KVCacheConfig(
@@ -290,10 +290,10 @@ class Turns:
         self._stack.__exit__(*error)
 
     def serve(self, prompt: Prompt) -> int:
-        """Admits a prompt, computes it and lets it end; the tokens that it found.
+        """Admits a prompt, computes it and ends it; returns the tokens that it found.
 
         Raises:
-            WrongResult: what the cache says of it is not what its slot had.
+            WrongResult: the cache's counts do not agree with what the slot had.
         """
         requests, ids = self._requests, token_ids(prompt)
         with requests.match(ids) as prefix:
@@ -317,7 +317,7 @@ class Turns:
             self.next_resumed += whole if found > self._common else 0
             self.mapped_tokens += mapped
         if requests.extend({request: prompt.length}) is not None:
-            raise WrongResult(f"{prompt.length} tokens were admitted, and there is no memory")
+            raise WrongResult(f"{prompt.length} tokens were admitted, but memory is short")
         blocks = prompt.length // TRACE_BLOCK
         recorded = TokenIds.from_bytes(ids.data[: blocks * TRACE_BLOCK * ID_BYTES])
         requests.release(request, tokens=recorded)
@@ -329,7 +329,7 @@ class Turns:
 
 
 def hit_tokens(prompts: Iterable[Prompt], cache: Cache) -> tuple[int, int]:
-    """Serves all prompts: the tokens found, and the most bytes that the cache held."""
+    """Serves all prompts; returns the tokens found and the most bytes that the cache held."""
     hits = most = 0
     for prompt in prompts:
         hits += cache.serve(prompt)

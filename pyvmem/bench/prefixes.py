@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench prefixes`: what the tree of prefixes finds, and how long a look-up takes.
+"""`vmem bench prefixes`: what the prefix tree finds, and how long a look-up takes.
 
-- Part ``hits``: Mooncake's trace against the tree, with units of the layouts named, and against
-  blocks of 16 tokens known by their hash, at the same budgets of bytes. `prefix_replay` says what
+- Part ``hits``: Mooncake's trace against the tree, with the units of several layouts, and against
+  blocks of 16 tokens named by their hash, with the same budgets in bytes. `prefix_replay` says what
   both do.
 - Part ``turns``: the same trace through the cache itself, on ``host``: how many hits were mapped
-  already, so that the request began without a call of the driver.
+  already, so that the request began without a driver call.
 - Part ``match``: a prompt of 100,000 tokens against 10,000 recorded prefixes, half of which agree
-  with it up to some token and then go on differently, so that its own path is cut into many nodes.
+  with it up to some token and then differ, so that its own path is split into many nodes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def hits(part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int]) -> None:
-    """Adds the part of the prompts' tokens that each cache finds, for each budget."""
+    """Adds the share of the prompts' tokens that each cache finds, for each budget."""
     from pyvmem.bench.prefix_replay import Blocks, Cache, Tree, bound, hit_tokens
 
     total = sum(prompt.length for prompt in prompts)
@@ -154,7 +154,7 @@ def turns(
 
 
 def match(part: Part, count: int, length: int, rounds: int) -> None:
-    """Adds the times of a match of one long prompt, by the form that its ids come in."""
+    """Adds the times of matching one long prompt, by the type that its ids come in."""
     import numpy as np
 
     from pyvmem.bench.prefix_replay import Units

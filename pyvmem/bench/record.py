@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The result of a run: rows, rows that were not run and why, and the file they are kept in.
+"""The result of a run: its rows, the rows that were not run and why, and the result file.
 
 The format is described in benchmarks/README.md; `FORMAT` changes when its meaning does.
 """
@@ -65,11 +65,11 @@ class Part:
             system: what was measured.
             samples: nanoseconds.
             page: page size in bytes, where there is one.
-            nbytes: what one sample handles; the row then has GB/s at the median as well.
+            nbytes: bytes that one sample handles; the row then has GB/s at the median as well.
             unit: of the row, a key of SCALES.
-            overhead_ns: an empty call of this system, which `net` is without.
+            overhead_ns: time of an empty call of this system, which `net` excludes.
             calls: how many calls one sample stands for.
-            note: what a reader must know besides.
+            note: what else a reader must know.
         """
         scale = SCALES[unit]
         entry = self._entry(row, what, system, unit, page=page, note=note)
@@ -100,18 +100,18 @@ class Part:
         note: str = "",
         **more: Any,
     ) -> dict[str, Any]:
-        """Adds a row of one number that is no time: bytes, a count, GB/s."""
+        """Adds a row of one number other than a time: bytes, a count, GB/s."""
         entry = self._entry(row, what, system, unit, page=page, note=note)
         entry["value"] = value
         entry.update(more)
         return self._add(entry)
 
     def not_run(self, row: str, why: str) -> None:
-        """Says that a row was not run."""
+        """Records that a row was not run, and why."""
         self.missing.append({"id": f"{self.name}/{row}", "why": why})
 
     def find(self, row: str) -> dict[str, Any] | None:
-        """The row of this name (without the part's), or None."""
+        """The row of this name (without the part's name), or None."""
         wanted = f"{self.name}/{row}"
         return next((r for r in self.rows if r["id"] == wanted), None)
 
@@ -145,7 +145,7 @@ class Book:
         self._open: list[tuple[tuple[str, str, str], Samples, dict[str, Any]]] = []
 
     def samples(self, row: str, what: str, system: str, **fields: Any) -> Samples:
-        """Opens a row and returns its samples to fill; `fields` as for Part.time."""
+        """Opens a row and returns its samples for the caller to fill; `fields`: see `Part.time`."""
         samples = Samples()
         self._open.append(((row, what, system), samples, fields))
         return samples
@@ -172,7 +172,7 @@ def _tidy(value: Any) -> Any:
 
 @dataclass
 class Record:
-    """Everything that one run leaves behind."""
+    """Everything that one run produces."""
 
     machine: dict[str, Any]
     options: dict[str, Any]
@@ -232,9 +232,9 @@ class Record:
 
 
 def lines(value: Any, depth: int = 0) -> str:
-    """JSON with a line for each row: what holds no list or object of its own stays on one.
+    """JSON with a line for each row: a list or object that holds no other stays on one line.
 
-    A difference between two runs shows the rows that differ, and the file has no more lines.
+    So a diff between two runs shows the rows that differ, and the file has no more lines than rows.
     """
     inside = value.values() if isinstance(value, dict) else value
     whole = not isinstance(value, (dict, list)) or not any(

@@ -4,16 +4,16 @@
 Arrival times do not matter: the queue is never empty, so that memory alone decides how many run.
 One iteration, as of an engine that batches continuously:
 
-1. Every running request needs a token more than in the iteration before. While memory is too short
-   for that, the one that was admitted last goes back to the head of the queue, with all its tokens
+1. Every running request needs one token more than in the iteration before. While memory is short,
+   the request that was admitted last goes back to the head of the queue, with all its tokens
    (preemption by recomputation).
 2. Requests are admitted in the order of the queue while the next one's tokens fit.
 3. The batch is counted, with what it holds and what its tokens need.
 4. Requests that have generated their last token leave.
 
 A request of c prompt tokens and o output tokens runs o iterations and holds c, c + 1, ...,
-c + o - 1 tokens. Only iterations count in which memory was the limit, that is, in which a request
-still waited after step 2; so the end of the trace, when the batch runs dry, does not.
+c + o - 1 tokens. Only iterations in which memory was the limit count, that is, in which a request
+still waited after step 2; so the end of the trace, when the queue is empty, does not count.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Lengths = NDArray[np.int64]
 
 
 class Memory(Protocol):
-    """What the requests run in; they are known by their place in order of admission."""
+    """What the requests run in; a request is named by its place in order of admission."""
 
     def hold(self, lengths: Lengths) -> bool:
-        """Makes the requests hold so many tokens; one length more than before is a new request.
+        """Makes each request hold so many tokens; a length more than before is a new request.
 
-        Returns False, with nothing changed, when memory is too short.
+        Returns False, with nothing changed, if memory is short.
         """
         ...
 
     def leave(self, places: Sequence[int]) -> None:
-        """Takes requests out, by their places; those behind move up."""
+        """Removes the requests at these places; later ones move up."""
         ...
 
     def mapped_bytes(self) -> int:
@@ -55,9 +55,9 @@ class Memory(Protocol):
 
 
 class Pages:
-    """A memory by the cache's arithmetic alone: `Layout.pages_for_step`, nothing mapped.
+    """A memory by the cache's arithmetic alone, `Layout.pages_for_step`; maps nothing.
 
-    A block of PagedAttention is a page of so many rows of a layer.
+    A block of PagedAttention is a page of so many rows of one layer.
     """
 
     def __init__(self, layout: Layout, memory_bytes: int) -> None:
@@ -73,7 +73,7 @@ class Pages:
     def hold(self, lengths: Lengths) -> bool:
         """See `Memory.hold`."""
         running = len(self._held)
-        # What a prefill had mapped behind its length is used up by what the request grows by.
+        # A request grows into what its prefill mapped past its length.
         grown = np.maximum(self._table[lengths[:running]], self._held)
         pages = np.concatenate([grown, self._begun[lengths[running:]]])
         if int(pages.sum()) > self._limit:
@@ -95,12 +95,12 @@ class Outcome:
     """What a replay showed, over the iterations in which memory was the limit.
 
     Attributes:
-        iterations: of the whole trace.
-        limited: of these, those that count; 0 when all requests fitted at once, and then all count.
-        mean_batch: running requests.
-        max_batch: the most of them.
-        wasted_bytes: of a running request in the mean: mapped, and no token needs it.
-        mapped_bytes: of all running requests in the mean.
+        iterations: in the whole trace.
+        limited: those of them that count; 0 if all requests fit at once, and then all count.
+        mean_batch: mean number of running requests.
+        max_batch: largest number of running requests.
+        wasted_bytes: mean bytes of a running request that are mapped and hold no token.
+        mapped_bytes: mean bytes of all running requests together.
         preemptions: requests that went back to the queue, in the whole trace.
     """
 
@@ -114,7 +114,7 @@ class Outcome:
 
 
 class _Sums:
-    """What is added up over iterations."""
+    """Sums over iterations."""
 
     def __init__(self) -> None:
         self.iterations = self.requests = self.most = self.mapped = self.tokens = 0
@@ -133,16 +133,16 @@ def replay(requests: Sequence[Request], memory: Memory, token_bytes: int) -> Out
     Args:
         requests: in the order of their admission.
         memory: empty.
-        token_bytes: of one token's keys and values in all layers.
+        token_bytes: bytes of one token's keys and values in all layers.
 
     Raises:
-        InvalidArgument: no request, or one that does not fit alone.
+        InvalidArgument: there is no request, or one does not fit alone.
     """
     if not requests:
         raise invalid("a replay needs at least one request")
     queue = deque((request.context, request.longest) for request in requests)
-    lengths: Lengths = np.zeros(0, np.int64)  # of the running, in order of admission
-    last: Lengths = np.zeros(0, np.int64)  # of each, the length in its last iteration
+    lengths: Lengths = np.zeros(0, np.int64)  # of running requests, in order of admission
+    last: Lengths = np.zeros(0, np.int64)  # the length of each in its last iteration
     every, limited = _Sums(), _Sums()
     preemptions = 0
     while queue or len(lengths):

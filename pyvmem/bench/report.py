@@ -13,7 +13,7 @@ __all__ = ["aims_table", "document", "head", "number", "part_table", "table"]
 
 
 def number(value: Any) -> str:
-    """Three or four digits that mean something; "-" for None."""
+    """A number with three or four significant digits; "-" for None."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -143,7 +143,7 @@ def _rest(part: Part) -> list[str]:
 
 
 def aims_table(record: Record) -> str:
-    """Every aim with its value, whether reached, and whether it applies here."""
+    """Every aim with its value, whether it is reached, and whether it applies here."""
     rows = []
     for aim in record.aims:
         target = f"{aim['op']} {aim['aim']:g}" if aim["op"] else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What every part of the benchmark gets: our context, the baseline, the sizes of this run."""
+"""What every part of the benchmark works with: our context, the baseline, the sizes to measure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def label(nbytes: int) -> str:
 
 @dataclass
 class Overheads:
-    """Cost in ns of an empty call, timed the same way as the rows: each call, or in a block."""
+    """Cost in ns of an empty call, timed as the rows are: call by call, or in a block."""
 
     each: float = 0.0
     block: float = 0.0
@@ -70,15 +70,15 @@ class Setting:
 
     @property
     def consolidates(self) -> bool:
-        """Whether vmem_consolidate saves something on our back end."""
+        """Whether vmem_consolidate can save anything on our back end."""
         return bool(self.native.context.info.caps & Caps.CONSOLIDATE)
 
     def count(self, full: int, quick: int) -> int:
-        """The one of the two that this run takes."""
+        """`full`, or `quick` in a quick run."""
         return quick if self.quick else full
 
     def overhead(self, system: str) -> Overheads:
-        """Cost of an empty call of this system; zeros before it was measured."""
+        """Cost of an empty call of this system; zeros until it is measured."""
         return self.overheads.get(system, Overheads())
 
     def open(self, *, pool_high: int = 0) -> Context:
@@ -101,7 +101,7 @@ class Setting:
         lib = self.native.lib
         with quiet():
             for _ in range(rounds):
-                # An output pointer and an integer go in, an integer comes out, nothing is done.
+                # Takes an output pointer and an integer, returns an integer, and does nothing.
                 time_each(lib.vmem_backend_name, [(99,)] * n, ours.new_round())
                 time_block(lib.vmem_backend_name, [(99,)] * n, ours_block.new_round())
                 if self.cumem is not None:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench sharing`: memory that forks save, of parallel sampling and of beam search.
+"""`vmem bench sharing`: memory that forks save in parallel sampling and in beam search.
 
-The question of figures 14 and 15 of the PagedAttention paper (SOSP'23), which gives the blocks that
-sharing saves over those without it. Requests have the mean lengths of its two data sets, of its
-OPT-13B and of Llama-3-8B. Samples of a prompt share it and nothing else. Which beam descends from
-which is a model's doing: beam search by transformers with the demonstration's model and prompts is
-recorded, step by step.
+The question of figures 14 and 15 of the PagedAttention paper (SOSP'23), which gives the share of
+blocks that sharing saves. Requests have the mean lengths of its two data sets, for its OPT-13B and
+for Llama-3-8B. Samples of a prompt share the prompt and nothing else. Which beam descends from
+which depends on the model: a beam search by transformers, with the demonstration's model and
+prompts, is recorded step by step.
 
-Counted, not run at these sizes: a fork shares the pages (or blocks) that are full below its length
-and copies the last one. A test forks a `KVCache` with real pages and finds the same number.
+The memory is counted, not run at these sizes: a fork shares the pages (or blocks) that its length
+fills and copies the last one. A test forks a `KVCache` with real pages and finds the same number.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pyvmem.layouts.shapes import SHAPES, ModelShape
 __all__ = ["LOADS", "MODELS", "Family", "Load", "Parents", "add_parser", "run", "saved"]
 
 Parents = Sequence[Sequence[int]]
-"""By step, for each request of a family the one whose rows it goes on from."""
+"""For each step, the request from whose rows each request of a family goes on."""
 
 
 class Load(NamedTuple):
@@ -56,11 +56,11 @@ MODELS = {
 
 
 class Family:
-    """Requests that are forked from one prompt, by the pages of one tensor that they hold.
+    """Requests forked from one prompt, and the pages of one tensor that they hold.
 
     Args:
-        layout: of the cache, or of blocks, as pages of so many rows.
-        prompt: tokens, there already.
+        layout: of the cache, or of blocks as pages of so many rows.
+        prompt: tokens of the prompt, computed already.
         count: requests, at least 1.
     """
 
@@ -79,7 +79,7 @@ class Family:
         return pages[:full] + self._take(len(pages) - full)
 
     def step(self, parents: Sequence[int]) -> None:
-        """Each goes on from one of them (the first that does in its place), by a token."""
+        """Each goes on by a token from its parent's rows; the first child takes them over."""
         seen: set[int] = set()
         after = []
         for parent in parents:
@@ -92,7 +92,7 @@ class Family:
 
     @property
     def held(self) -> int:
-        """Pages, one that several share counted once."""
+        """Pages that they hold; one that several share counts once."""
         return len({page for pages in self._pages for page in pages})
 
     @property
@@ -102,7 +102,7 @@ class Family:
 
 
 def saved(layout: Layout, prompt: int, parents: Parents) -> float:
-    """The part of the pages that sharing saves, summed over the steps of an answer."""
+    """The share of the pages that sharing saves, summed over the steps of an answer."""
     family = Family(layout, prompt, len(parents[0]))
     held, alone = family.held, family.alone
     for step in parents:
@@ -161,7 +161,7 @@ def _count(
     searched: Sequence[Parents] | None,
     compared: Sequence[tuple[str, ModelShape, System]],
 ) -> None:
-    """A row for each load, model and layout; `searched` None: parallel sampling."""
+    """Adds a row for each load, model and layout; `searched` None: parallel sampling."""
     for key, load in LOADS.items():
         families = [_sampling(width, load.output)] if searched is None else searched
         families = [parents[: load.output] for parents in families]

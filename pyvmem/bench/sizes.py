@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The cost per byte, and what the pool gives: a page without a driver call, a long run in one."""
+"""The cost per byte, and what the pool saves: no driver call for a page, one for a long run."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""What the calls of the KV cache cost their caller, by the number of its slots.
+"""What the calls of the KV cache cost their caller, by the cache's number of slots.
 
-One K and one V tensor of 8 heads of 128 in float16, pages of 64 KiB: 32 tokens each, so that it is
-the slots that count. All slots are taken but a few, every request holds some tokens, and none of
-its pages is shared. One call is timed at a time, and the caches of all sizes take turns.
+One K and one V tensor of 8 heads of 128 in float16, with pages of 64 KiB, 32 tokens each, so that
+the number of slots is what matters. All but a few slots are taken, every request holds some tokens,
+and no page is shared. Calls are timed one by one, and the caches of all sizes take turns.
 
-`step_async` has a cache of its own, 8 requests over 64 tensors, which the number of slots is no
-matter of: *cold* is the first batch after a pause, *warm* one of many. The pool is warm in both.
+`step_async` has a cache of its own, 8 requests over 64 tensors, since the number of slots does not
+matter to it: *cold* is the first batch after a pause, *warm* one of many. The pool is warm in both.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Slots:
         self.grow = samples("grow", f"step, {self.needy} grow: a request")
         self.short = samples("short", "step, 1 needs a page: -1")
         self.many = samples("short_many", f"step, {self.needy} need a page: -1")
-        # A page in each tensor for every request, and for each that grows another one.
+        # A page in each tensor for every request, and another one for each that grows.
         pages = 2 * (count - _SPARE + self.needy)
         self.cache = KVCache(_config(context, 1, count, pages), context)
 
@@ -107,7 +107,7 @@ class _Slots:
         self.cache.close()
 
     def turn(self) -> None:
-        """Some of each call; the cache is as before when it returns."""
+        """Makes some calls of each kind, and leaves the cache as it was."""
         cache, calls = self.cache, self.calls
         for into in (
             self.alloc,
@@ -132,7 +132,7 @@ class _Slots:
             self.admit[-1].append(last - end)
         steady = list(self.lens)
         idle = self._steps(steady, self.idle[-1], 0)
-        # The last requests grow, are given up, and come back with a page.
+        # The last requests grow, are freed, and come back with a page.
         grown = list(self.lens)
         last_ids = self.ids[-self.needy :]
         for reqid in last_ids:
@@ -187,7 +187,7 @@ class _Async:
         self.cache.close()
 
     def turn(self) -> None:
-        """One batch after a pause, then some at once; all pages go again."""
+        """One batch after a pause, then several without one; all pages are given back."""
         cache = self.cache
         ids = [_alloc(cache) for _ in range(self.requests)]
         self.cold.append([])

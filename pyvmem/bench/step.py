@@ -44,8 +44,8 @@ def _one(
     n, book = Native(context), Book(part)
     page = 64 << 10 if 64 << 10 in context.info.page_sizes else min(context.info.page_sizes)
     layers, requests, needy = setting.count(32, 2), setting.count(256, 16), setting.count(8, 2)
-    # Where mappings are few (host), fewer tensors: a lone page is two pieces, mapped and not, and
-    # the cache's end wants as many again.
+    # Fewer tensors where mappings are few (host): a lone page makes two pieces, one mapped and one
+    # not, and closing the cache needs as many again.
     limit = context.info.max_segments or context.info.max_mappings
     while limit and layers > 1 and 4 * requests * 2 * layers > 0.7 * limit:
         layers //= 2
@@ -129,7 +129,7 @@ def _one(
 
 
 def _events(setting: Setting, context: Context, base: int, each: int) -> int:
-    """Events of each kind to time: as many as the limit on mappings has room for."""
+    """How many events of each kind to time: as many as the limit on mappings allows."""
     wanted = setting.count(100, 2)
     limit = context.info.max_segments or context.info.max_mappings
     if limit:
@@ -138,7 +138,7 @@ def _events(setting: Setting, context: Context, base: int, each: int) -> int:
 
 
 def _growth(requests: int, needy: int, rows: int) -> Iterator[list[int]]:
-    """Lengths for `step`: each time the next `needy` requests begin a page."""
+    """Lengths for `step`; with each, the next `needy` requests begin a page."""
     lens = [rows] * requests
     for first in cycle(range(0, requests, needy)):
         lens = list(lens)
@@ -150,7 +150,7 @@ def _growth(requests: int, needy: int, rows: int) -> Iterator[list[int]]:
 def _time_none(
     setting: Setting, cache: KVCache, lens: list[int], rows: int, into: list[list[float]]
 ) -> None:
-    """Steps whose lengths grow, each within its last page."""
+    """Times steps in which every length grows within its last page."""
     calls = setting.count(20, 3)
     grown = [[min(n + k, -(-n // rows) * rows) for n in lens] for k in range(calls)]
     times: list[float] = []
@@ -166,7 +166,7 @@ def _must(result: int) -> None:
 
 
 class _Singles:
-    """As many single-page maps as an event takes, none a neighbour of another."""
+    """As many single-page maps as an event takes, no two of neighbours."""
 
     def __init__(self, n: Native, page: int, count: int) -> None:
         self.n, self.page = n, page

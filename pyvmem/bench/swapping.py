@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench swap`: a preempted request comes back from host memory, or is computed again.
 
-The question of figure 19 of the PagedAttention paper (SOSP'23): with small blocks swapping is many
-small copies, and computing again costs the same for every size. In turns, for each length:
+The question of figure 19 of the PagedAttention paper (SOSP'23): with small blocks, swapping is many
+small copies, while computing again costs the same for every block size. In turn, for each length:
 
 - ``pages``: `KVCache.swap_out` and `swap_in`.
 - ``blocks/N``: a pool of blocks of N tokens, each copied by itself between the device and pinned
   host memory, as PagedAttention does it.
 - ``again``: one prefill of all of its tokens, over rows that are mapped.
 
-What came back is compared with what went, bit by bit.
+What comes back is compared bit by bit with what went out.
 """
 
 from __future__ import annotations
@@ -139,16 +139,16 @@ class _Length:
         rows: Callable[[], torch.Tensor],
         lose: Callable[[], Any],
     ) -> Callable[[], None]:
-        """Out and back, and the check that the rows which come back are those that went.
+        """Times out and back, and checks that the rows which come back are those that went.
 
         Args:
-            name: of the rows, "out" and "in" behind it.
-            words: where the rows are.
-            system: whose way it is.
-            out: returns what `back` takes.
+            name: of the result's rows, followed by "out" or "in".
+            words: where the request's rows are kept.
+            system: what is measured.
+            out: moves the rows out; returns what `back` takes.
             back: brings the rows back.
-            rows: some of them.
-            lose: called between the two, not timed.
+            rows: returns some of them.
+            lose: called between the two, untimed.
         """
         there = self._samples(f"{name}/out", f"out of {words}", system)
         again = self._samples(f"{name}/in", f"back of {words}", system)
@@ -257,7 +257,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
 
 
 def _add_aims(command: Command, lengths: list[int], blocks: list[int]) -> None:
-    """Out and back, over computing again: above 1, computing again is faster."""
+    """Adds swapping's time, out and back, over computing again: above 1, computing is faster."""
 
     def over(out: Any, back: Any, again: Any) -> float:
         return float(out["median"] + back["median"]) / float(again["median"])

@@ -3,7 +3,7 @@
 
 A *sample* is the time of one call, or of one block of calls divided by their number, in
 nanoseconds. Samples are collected in rounds; in a round every system takes its turn, and the order
-of the turns rotates from round to round, so that a drift of the machine meets all of them alike.
+of the turns rotates from round to round, so that a drift of the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Summary:
-    """What a row says of its samples, in the unit of the samples.
+    """What a row says about its samples, in the unit of the samples.
 
-    `spread` is the distance of the quartiles over the median; `round_spread` the distance of the
-    largest from the smallest median of a round, over the median of all.
+    `spread` is the interquartile range divided by the median; `round_spread` is the range of the
+    rounds' medians divided by the median of all samples.
     """
 
     n: int
@@ -63,7 +63,7 @@ class Samples:
         return self.rounds[-1]
 
     def drop_first_round(self) -> None:
-        """Forgets the warm-up, unless it is all there is."""
+        """Drops the warm-up, unless it is all there is."""
         if len(self.rounds) > 1:
             del self.rounds[0]
 
@@ -89,7 +89,7 @@ def _median(ordered: Sequence[float]) -> float:
 
 
 def summarize(samples: Samples) -> Summary:
-    """Raises ValueError without samples: an empty row is a mistake, not a zero."""
+    """Summarizes samples. Raises ValueError without any: an empty row is a mistake, not a zero."""
     data = sorted(samples.flat())
     if not data:
         raise ValueError("no samples")
@@ -143,7 +143,7 @@ def time_each(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[
 def time_block(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[float]) -> list[T]:
     """Times all calls together; the one sample is the mean time of a call.
 
-    For calls of about 1 us, which two clock readings would blur.
+    For calls of about 1 us, too short to be timed one by one.
     """
     clock = time.perf_counter_ns
     args = list(args)

@@ -14,7 +14,7 @@ __all__ = ["timer"]
 
 
 def timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """Nanoseconds that a call takes: between events of the GPU, or by the clock on the CPU."""
+    """A function that times a call in ns: by events on a GPU, by the host's clock on the CPU."""
     import torch
 
     if device.type == "cpu":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """One engine of `vmem bench vllm`, a process of its own: ``python -m pyvmem.bench.vllm_arm``.
 
-Reads a line of JSON for each order on standard input and answers each with one on the descriptor
-that ``--answers`` names; what vLLM prints goes to standard output and error.
+Reads orders from standard input, a line of JSON each, and answers each with a line on the
+descriptor that ``--answers`` names; what vLLM prints goes to standard output and error.
 
     {"load": [[id, ...], ...], "tokens": [n, ...], "at": [s, ...], "most": n, "begin": t}
                             -> {"seconds": s, "answers": [[id, ...], ..], "added": [s, ..],
@@ -33,7 +33,7 @@ from typing import Any
 
 __all__ = ["ENGINE", "main"]
 
-# What vLLM is told beside the model; the command adds what the size of the machine asks for.
+# vLLM's options besides the model; the command adds those that depend on the machine's size.
 ENGINE = {
     "load_format": "dummy",
     "skip_tokenizer_init": True,
@@ -101,14 +101,14 @@ def _load(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
-    """Requests that come and are aborted at random, between resets of the prefixes and trims.
+    """Requests that arrive and are aborted at random, between prefix resets and trims.
 
-    vLLM resets nothing while requests run: now and then none is added until the last has ended.
+    vLLM resets nothing while requests run, so now and then none is added until the last has ended.
 
     `order`: seed, requests, vocabulary, longest (tokens of a prompt), output (tokens of an answer),
-    most (at a time), reset (how likely after a step). What a request is and whether it is aborted,
-    and after how many tokens, is drawn before the first step; so the others' answers are
-    comparable, whatever an engine's pace.
+    most (at a time), reset (its probability after a step). Every request, and whether it is aborted
+    and after how many tokens, is drawn before the first step, so that the answers of the others can
+    be compared whatever an engine's pace.
     """
     draw = random.Random(order["seed"])
     begin = [draw.randrange(3, order["vocabulary"]) for _ in range(order["longest"] // 2)]
@@ -169,7 +169,7 @@ def _elastic(llm: Any) -> Any:
 
 
 def _state(llm: Any) -> dict[str, Any]:
-    """Bytes that torch has reserved here; of an elastic engine its live bytes and its ranks."""
+    """Bytes that torch has reserved here; for an elastic engine also live bytes and ranks."""
     import torch
 
     reserved = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench vllm`: vLLM on the elastic pool beside stock vLLM, all alive on one device.
+"""`vmem bench vllm`: vLLM on the elastic pool beside stock vLLM, all engines alive on one device.
 
-Engines of one shape with the same random weights, each a process (`vllm_arm`), get the same
-requests in turns. The parts:
+Engines of one shape with the same random weights, each in its own process (`vllm_arm`), get the
+same requests in turn. The parts:
 
     load     throughput and latency at several rates: stock, elastic, stock again; tokens compared
     idle     what an engine at rest keeps from other processes, and for how long
-    share    bursts in turns: engines that share memory, a static part for each, each alone
+    share    bursts that alternate: engines that share memory, engines with static parts, each alone
     sleep    time to sleep and to wake, memory given back
     blocks   blocks of 16 tokens against 128
-    rough    requests that come and are aborted at random, prefix resets, trims; tokens compared
+    rough    requests that arrive and are aborted at random, prefix resets, trims; tokens compared
 
-A part writes the result file whenever it knows something new.
+A part writes the result file whenever it has something new.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from pyvmem.ledger import Ledger, devices
 
 __all__ = ["ARMS", "PARTS", "add_parser", "run"]
 
-# In the order of a round. The engine, and what is compared with the first.
+# The arms in the order of a round, with their engines; each is compared with the first.
 ARMS = {"stock": "stock", "elastic": "elastic", "stock again": "stock"}
 
 _MIB = 1 << 20
@@ -63,7 +63,7 @@ _METHOD = {
 
 
 class _Book:
-    """The rows of a part, made anew whenever there is something new; then the file is written."""
+    """The rows of a part, made again whenever there is something new, and then written."""
 
     def __init__(self, command: Command, part: Part, rows: Callable[[Part], None]) -> None:
         self.command, self.part, self._rows = command, part, rows
@@ -79,7 +79,7 @@ class _Book:
 
 
 def _samples(rounds: list[list[float]]) -> Samples:
-    """Seconds as the nanoseconds that rows take."""
+    """Samples in nanoseconds, as rows take them, from rounds in seconds."""
     return Samples([[one * 1e9 for one in each] for each in rounds if each])
 
 
@@ -88,7 +88,7 @@ def _same(mine: list[list[int]], other: list[list[int]]) -> int:
 
 
 def _requests(command: Command, count: int, longest: int) -> list[Arrival]:
-    """Those of the trace, or made ones; a quick run drops a trace."""
+    """Requests from the trace, or synthetic ones; a quick run ignores the trace."""
     return tiny(min(count, 6)) if command.quick else arrivals(command.args.trace, count, longest)
 
 
@@ -195,7 +195,7 @@ def _load_rows(part: Part, row: str, arm: str, found: list[Heard], base: list[He
 
 
 def _rest(fleet: Fleet, end: dict[str, Any]) -> None:
-    """How long memory takes to come back after the last request, and what never does."""
+    """Measures how long memory takes to come back after the last request, and what never does."""
     end["loaded"] = fleet.free()
     end["busy"] = fleet.order("elastic", state=True)
     fleet.rest(1.5 if fleet.command.quick else 3)
@@ -229,12 +229,12 @@ def _rest_rows(part: Part, end: dict[str, Any]) -> None:
 
 
 def _check_ranks(end: dict[str, Any]) -> None:
-    """All ranks have mapped the same pages, and the books are right."""
+    """Checks that all ranks have mapped the same pages, and that the books are right."""
     for when in ("busy", "kept", "state"):
         mapped = [rank["mapped_bytes"] for rank in end[when]["ranks"]]
         if end[when]["wrong"]:
             raise WrongResult(f"the books: {end[when]['wrong'][0]}")
-        # Right after a load one rank may be ahead of another with what leaves.
+        # Right after a load one rank may have unmapped more than another.
         if when != "busy" and len(set(end[when]["maps"])) != 1:
             raise WrongResult(f"the ranks have mapped different pages: {mapped} bytes of them")
 
@@ -248,7 +248,7 @@ def _idle(command: Command, part: Part) -> None:
         cap = (8 if quick else 1000) * fleet.block_bytes
         memory = _kv_memory(command, 16 * _GIB)
         env = {"VMEM_PREFIX": str(cap)}
-        if command.backend == "host":  # a device of some size
+        if command.backend == "host":  # give the device a size
             env["VMEM_CAPACITY"] = str(memory)
         count = min(args.requests, 12) if quick else args.requests
         load = idle_footprint(count, fleet.vocabulary, 96, 0.1 if quick else 1.0)
@@ -303,7 +303,7 @@ def _idle_rows(part: Part, found: dict[str, Any], cap: int) -> None:
         at = next(at for at, _, used in seen if used == least)
         part.value("settled", "until the last page was back", "elastic", at, "s")
     else:
-        # What it held before, and no others had: the null block, pages at hand.
+        # What it held before that others could not have: the null block, pages kept at hand.
         own = before["ranks"][0]["slab_bytes"]
         torch, held = after["torch"] - before["torch"], free - now
         kv = held - torch + own
@@ -317,9 +317,9 @@ def _idle_rows(part: Part, found: dict[str, Any], cap: int) -> None:
 
 
 def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float, str]]:
-    """An engine of this process that needs all memory: when it is granted, and allocated here.
+    """When this process, as another engine that needs all memory, is granted it and has it.
 
-    `capacity`: of all engines, where there is no GPU.
+    `capacity`: bytes for all engines, used without a GPU.
     """
     (device,) = devices(fleet.ledger)
     account = Ledger(device, folder=fleet.ledger).join(
@@ -327,7 +327,7 @@ def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float,
     )
     try:
         free = fleet.free()
-        # Less than all by what the null block has, and what torch takes for itself here.
+        # All but what the null block has and what torch takes for itself here.
         have = fleet.used("elastic")
         need = capacity - _MIB // 4 if free is None else free + have - 512 * _MIB
         began = time.monotonic()
@@ -358,7 +358,7 @@ def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float,
 
 
 def _share(command: Command, part: Part) -> None:
-    """Elastic engines and stock ones; only one kind has requests at a time."""
+    """Elastic and stock engines; only one kind has requests at a time."""
     args, quick = command.args, command.quick
     count = args.engines
     arms = args.arms or ["shared", "static", "alone"]
@@ -404,12 +404,12 @@ def _share(command: Command, part: Part) -> None:
 
         def turn(arm: str, which: list[int], round_: int) -> None:
             kind = "static" if arm == "static" else "elastic"
-            early = bursts[which[0]][0].at if arm == "alone" else 0.0  # nobody else to wait for
+            early = bursts[which[0]][0].at if arm == "alone" else 0.0  # there is nobody to wait for
             loads = {
                 f"{kind} {k}": Load.of(later(bursts[k], -early), fleet.vocabulary, 100 * round_ + k)
                 for k in which
             }
-            begin = time.monotonic() + 1.0  # when all have read their orders
+            begin = time.monotonic() + 1.0  # by then all have read their orders
             orders = {name: load.order(begin) for name, load in loads.items()}
             seen = memory_seen.setdefault(arm, []) if round_ == 0 and arm != "alone" else []
 
@@ -456,7 +456,7 @@ def _share(command: Command, part: Part) -> None:
 
 
 def _share_rows(part: Part, arm: str, found: dict[int, list[Heard]]) -> None:
-    """Of all engines together, and of each."""
+    """Adds the rows of all engines together, and of each."""
     if not found:
         return
     every = [[x for one in each for x in one.first] for each in zip(*found.values(), strict=False)]
@@ -481,7 +481,7 @@ def _share_rows(part: Part, arm: str, found: dict[int, list[Heard]]) -> None:
 
 
 def _sleep(command: Command, part: Part) -> None:
-    """Engines that sleep by turns: one is awake at a time, so that they need not fit together."""
+    """Engines that sleep in turn: one is awake at a time, so that they need not fit together."""
     args = command.args
     host = command.backend == "host"
     kinds = args.arms or ["elastic", "stock"]
@@ -627,7 +627,7 @@ def _blocks(command: Command, part: Part) -> None:
         trace = at_rate(_requests(command, args.requests, LONGEST), 0)
 
         def give(size: int, name: str, requests: list[Arrival], round_: int) -> None:
-            """A load to one engine; its first is a warm-up, and not kept."""
+            """Gives a load to one engine; its first is a warm-up, whose result is dropped."""
             load = Load.of(requests, fleet.vocabulary, round_)
             engine = f"blocks {size}"
             peak = 0
@@ -681,7 +681,7 @@ _HELD = {
 
 
 def _rough(command: Command, part: Part) -> None:
-    """The same script for all, piece by piece; stock gets the first pieces only."""
+    """The same script for all engines, piece by piece; stock gets only the first pieces."""
     args, quick = command.args, command.quick
     memory = _kv_memory(command, 8 * _GIB)
     piece = 24 if quick else 500

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Engines of `vmem bench vllm`: shapes, what vLLM is told, processes that are started together."""
+"""Engines of `vmem bench vllm`: their shapes, vLLM's options, and processes started together."""
 
 from __future__ import annotations
 
@@ -74,18 +74,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class TimeUp(RuntimeError):
-    """The deadline of the command has come."""
+    """The command's deadline has passed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """An engine that is to be started.
+    """An engine to start.
 
     Attributes:
-        elastic: on the pool; else stock.
-        kv_memory: bytes of its KV cache; of an elastic one the addresses.
-        options: for vLLM, beside those of `Fleet`.
-        env: for its process.
+        elastic: on the elastic pool; otherwise stock.
+        kv_memory: bytes of its KV cache; for an elastic engine, of its addresses.
+        options: for vLLM, in addition to those of `Fleet`.
+        env: environment variables of its process.
     """
 
     elastic: bool
@@ -109,7 +109,7 @@ class Engine:
         self._said.put("")
 
     def send(self, **what: Any) -> None:
-        """Gives an order."""
+        """Sends an order."""
         assert self.process.stdin is not None
         try:
             print(json.dumps(what), file=self.process.stdin, flush=True)
@@ -117,7 +117,7 @@ class Engine:
             raise self._ended() from None
 
     def receive(self, seconds: float) -> dict[str, Any] | None:
-        """The next answer; None if there was none in so many seconds."""
+        """The next answer; None if none came within so many seconds."""
         try:
             line = self._said.get(timeout=max(seconds, 1e-3))
         except queue.Empty:
@@ -132,7 +132,7 @@ class Engine:
         return WrongResult(f"the engine {self.name} has ended: " + " | ".join(end))
 
     def wait(self, deadline: Deadline) -> dict[str, Any]:
-        """The next answer. TimeUp: there was none before the deadline."""
+        """The next answer. TimeUp: none came before the deadline."""
         answer = self.receive(deadline.left)
         if answer is None:
             raise TimeUp(f"the deadline of {deadline.seconds:.0f} s came while {self.name} worked")
@@ -142,14 +142,14 @@ class Engine:
 class Fleet:
     """Engines of one shape, alive at once on one device, until the end of the ``with`` block.
 
-    All of them have the same random weights. A ledger of their own lies in a folder that goes with
-    them.
+    All of them have the same random weights. They share a ledger of their own, in a folder that is
+    removed with them.
 
     Args:
         command: of the run.
-        block_size: tokens of a block of vLLM; 32 on the CPU, which knows multiples of 32 alone.
-        max_num_seqs: requests that an engine runs at a time.
-        longest: tokens of the longest request, prompt and answer; a quick run has its own.
+        block_size: tokens of a vLLM block; 32 on the CPU, which takes only multiples of 32.
+        max_num_seqs: most requests that an engine runs at a time.
+        longest: tokens of the longest request, prompt and answer; a quick run has its own limit.
         options: for vLLM, in every engine.
     """
 
@@ -197,12 +197,12 @@ class Fleet:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids."""
+        """Number of token ids."""
         return int(self.shape["vocab_size"])
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of tokens in all layers."""
+        """Bytes of a block in all layers."""
         row = 2 * self.shape["num_key_value_heads"] * self.shape["head_dim"]
         item = 4 if self.command.quick else 2
         return int(self.block_size * row * item * self.shape["num_hidden_layers"])
@@ -238,8 +238,8 @@ class Fleet:
         """Starts engines side by side, and waits until all are ready.
 
         Raises:
-            WrongResult: one has ended, or runs the other scheduler.
-            TimeUp: the deadline of the command.
+            WrongResult: one has ended, or runs the wrong scheduler.
+            TimeUp: the command's deadline has passed.
         """
         count = len(self.engines) + len(plans)
         new = {name: self._start(name, plan, count) for name, plan in plans.items()}
@@ -290,7 +290,7 @@ class Fleet:
         return Engine(name, process, os.fdopen(read, encoding="utf-8"), log)
 
     def stop(self, names: Iterable[str]) -> None:
-        """Ends engines; what they had of the device is free when this returns."""
+        """Ends engines; their memory of the device is free when this returns."""
         for name in names:
             del self.engines[name]
             self._ends.pop(name)()
@@ -306,7 +306,7 @@ class Fleet:
         look: Callable[[], None] = lambda: None,
         every: float = 0.05,
     ) -> dict[str, dict[str, Any]]:
-        """Gives several engines an order each; `look` is called now and then until all answer."""
+        """Gives several engines an order each; calls `look` now and then until all answer."""
         for name, what in orders.items():
             self.engines[name].send(**what)
         answers: dict[str, dict[str, Any]] = {}
@@ -324,7 +324,7 @@ class Fleet:
     # ---- memory, seen from this process ----------------------------------------------------------
 
     def free(self) -> int | None:
-        """Bytes that this process may have now; None where there is no GPU."""
+        """Bytes that this process could allocate now; None without a GPU."""
         if self.command.backend == "host":
             return None
         import torch
@@ -332,7 +332,7 @@ class Fleet:
         return int(torch.cuda.mem_get_info(self.command.args.device)[0])
 
     def booked(self) -> dict[str, EngineInfo]:
-        """What the ledger says of each engine; of all devices, the one where it has most."""
+        """The ledger's entry for each engine, on the device where the engine has most."""
         found: dict[str, EngineInfo] = {}
         for device in devices(self.ledger):
             with Ledger(device, folder=self.ledger, create=False) as ledger:
@@ -342,12 +342,12 @@ class Fleet:
         return found
 
     def used(self, name: str) -> int:
-        """Bytes that the ledger says an engine has."""
+        """Bytes that an engine has by the ledger."""
         one = self.booked().get(name)
         return one.used if one is not None else 0
 
     def rest(self, seconds: float, step: float = 0.02) -> list[tuple[float, int | None, int]]:
-        """Looks on for so long: seconds since now, free memory, and what the ledger counts."""
+        """Watches for so long: seconds since the start, free memory, and what the ledger counts."""
         began, found = time.monotonic(), []
         while (now := time.monotonic() - began) < seconds and self.command.deadline.allows():
             found.append((now, self.free(), sum(one.used for one in self.booked().values())))

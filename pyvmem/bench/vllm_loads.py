@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""What engines of `vmem bench vllm` are asked, and what their answers say.
+"""What the engines of `vmem bench vllm` are asked, and what their answers show.
 
-A load is requests with the times at which they come. Rates follow a trace: its arrivals, slower or
-faster, so that the distances between requests stay in proportion.
+A load is requests with their arrival times. Rates follow a trace: its arrivals are stretched or
+compressed, so that the gaps between requests stay in proportion.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _SEED = 5
-_CALM = 0.1  # of the rate of a burst, between bursts
+_CALM = 0.1  # the rate between bursts, relative to that of a burst
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Load:
     Attributes:
         prompts: token ids of each.
         tokens: how many each generates.
-        at: seconds after the beginning at which each comes.
-        most: at a time, by the client; 0: no bound.
+        at: when each arrives, in seconds from the beginning.
+        most: how many the client has open at a time; 0: no bound.
     """
 
     prompts: list[list[int]]
@@ -60,7 +60,7 @@ class Load:
         return cls(prompts, [one.request.output for one in found], [one.at for one in found])
 
     def order(self, begin: float = 0.0) -> dict[str, Any]:
-        """For `Engine.send`; `begin` on the monotonic clock, 0: when it arrives."""
+        """The order for `Engine.send`; `begin`: a monotonic time, 0: when the order arrives."""
         return {
             "load": self.prompts,
             "tokens": self.tokens,
@@ -76,9 +76,9 @@ class Heard:
 
     Attributes:
         answers: token ids of each request.
-        first: seconds from when each was due until its first token.
-        gaps: seconds between tokens of one request, of all requests.
-        rate: new tokens a second, from the first request's time to the last token.
+        first: seconds from when each request was due to its first token.
+        gaps: seconds between the tokens of a request, for all requests.
+        rate: new tokens a second, from when the first request was due to the last token.
         seconds: from the beginning to the last token.
     """
 
@@ -90,7 +90,7 @@ class Heard:
 
     @classmethod
     def of(cls, load: Load, answer: dict[str, Any]) -> Heard:
-        """Of what the process says."""
+        """From the process's answer."""
         due = answer["added"] if load.most else load.at
         times: list[list[float]] = answer["times"]
         first = [one[0] - at for one, at in zip(times, due, strict=True)]
@@ -105,7 +105,7 @@ class Heard:
 
 
 def arrivals(trace: Path | None, count: int, longest: int) -> list[Arrival]:
-    """The first requests of a trace that fit, or made ones like Azure's; 1 a second in the mean.
+    """A trace's first requests that fit, or synthetic ones like Azure's; 1 a second on average.
 
     Raises:
         InvalidArgument: none fits, or the trace cannot be read.
@@ -116,18 +116,18 @@ def arrivals(trace: Path | None, count: int, longest: int) -> list[Arrival]:
         found = read_arrivals(trace)
     found = [one for one in found if one.request.context + one.request.output <= longest][:count]
     if not found:
-        raise invalid(f"no request of {longest} tokens or less in {trace or 'what was made'}")
+        raise invalid(f"no request of {longest} tokens or less in {trace or 'the synthetic ones'}")
     return at_rate(found, 1.0)
 
 
 def tiny(count: int) -> list[Arrival]:
-    """For a tiny model: 17 to 82 tokens, 9 to 14 new ones; 1 a second in the mean."""
+    """For a tiny model: 17 to 82 tokens, 9 to 14 new ones; 1 a second on average."""
     requests = [Request(17 + 13 * (i % 6), 9 + i % 6) for i in range(count)]
     return at_rate(poisson(requests, 1.0, _SEED), 1.0)
 
 
 def at_rate(found: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """The same requests, `rate` a second in the mean; 0: all at once."""
+    """The same requests, `rate` a second on average; 0: all at once."""
     begin, end = found[0].at, found[-1].at
     each = (end - begin) / max(1, len(found) - 1) * rate
     return [_moved(one, (one.at - begin) / each if each > 0 else 0.0) for one in found]
@@ -139,17 +139,17 @@ def _moved(one: Arrival, at: float) -> Arrival:
 
 
 def later(found: Sequence[Arrival], seconds: float) -> list[Arrival]:
-    """The same requests, so much later; earlier where it is negative."""
+    """The same requests, so many seconds later; earlier if negative."""
     return [_moved(one, one.at + seconds) for one in found]
 
 
 def in_turns(
     found: Sequence[Arrival], engines: int, rate: float, seconds: float, period: float
 ) -> list[list[Arrival]]:
-    """For each engine its part of `seconds`, with bursts that come a phase apart.
+    """For each engine `seconds` of requests, with bursts that are a phase apart.
 
-    In a burst, one `engines`-th of each `period`, requests come at `rate` a second as the trace has
-    them; else every tenth of them comes. Each engine has another stretch of the trace.
+    In a burst, one `engines`-th of each `period`, requests arrive at `rate` a second, as spaced in
+    the trace; between bursts only every tenth does. Each engine has another stretch of the trace.
     """
     share = len(found) // engines
     loads: list[list[Arrival]] = []
@@ -168,9 +168,9 @@ def in_turns(
 
 
 def climb(engines: int, peak: float, output: int, prompt: int = 256) -> list[list[Arrival]]:
-    """kvcached's ramps: a rate that climbs by one a second each second to `peak`, and falls again.
+    """kvcached's ramps: a rate that rises by one a second every second to `peak`, and falls again.
 
-    The engines begin a quarter more than two climbs apart, so that peaks do not meet.
+    The engines start two and a quarter climbs apart, so that their peaks do not coincide.
     """
     ramp: list[Arrival] = []
     at, owed, step = 0.0, 0.0, 0.01
@@ -184,10 +184,10 @@ def climb(engines: int, peak: float, output: int, prompt: int = 256) -> list[lis
 
 
 def idle_footprint(count: int, vocabulary: int, most: int, scale: float = 1.0) -> Load:
-    """kvcached's workload of an engine that comes to rest, from its published numbers.
+    """kvcached's workload of an engine that becomes idle, from its published numbers.
 
     16 hot prefixes of 128 tokens with suffixes of 64; cold prompts of 192 to 1,024 tokens; 3 of 10
-    are hot; 16 to 256 new tokens. `scale` shortens all of it.
+    prompts are hot; 16 to 256 new tokens. `scale` shortens all lengths.
     """
     draw = random.Random(1234)
 

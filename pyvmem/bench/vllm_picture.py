@@ -18,7 +18,7 @@ _GB = 1 << 30
 
 
 def draw(document: dict[str, Any], out: Path) -> None:
-    """Stacks what each engine has mapped, of the first round of the arm ``shared``.
+    """Draws what each engine has mapped, stacked, in the first round of the arm ``shared``.
 
     Raises:
         ValueError: the document has no such samples.
@@ -35,7 +35,7 @@ def draw(document: dict[str, Any], out: Path) -> None:
     at = [one[0] for one in seen]
     engines = [[one[2 + k] / _GB for one in seen] for k in range(len(seen[0]) - 2)]
     capacity = rows["share/capacity"]["value"] / _GB
-    pyplot.rcParams["svg.fonttype"] = "none"  # words stay words
+    pyplot.rcParams["svg.fonttype"] = "none"  # keep text as text
     figure, axes = pyplot.subplots(figsize=(8, 3.2))
     names = [f"engine {k}" for k in range(len(engines))]
     axes.stackplot(at, engines, labels=names, colors=_PALETTE[: len(engines)], linewidth=0)

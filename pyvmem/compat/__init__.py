@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: MIT
-"""Modules that stand in for those of other KV caches, over this package's own."""
+"""Drop-in replacements for other projects' modules, built on pyvmem's cache and torch pool."""
 
 __all__: list[str] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The state of `pyvmem.compat.vattention`: one cache, and the lengths that it was given."""
+"""The state of `pyvmem.compat.vattention`: one cache, and each id's length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OutOfKVBlocks(OutOfMemory, RuntimeError):
     """A step needs more pages than the cache has; RuntimeError is what the artifact raises."""
 
 
-# Caches that are done with, of which the program still has tensors: addresses without memory.
+# Caches that have ended while the program still holds their tensors: addresses without memory.
 _retired: list[KVCache] = []
 
 
@@ -46,13 +46,13 @@ atexit.register(close_retired)
 
 
 class Manager:
-    """A cache whose ids the caller may choose, and whose memory comes after its tensors.
+    """A cache whose caller may choose ids, and whose tensors exist before it has memory.
 
     Attributes:
         cache: the cache, over a context of its own.
         megacache: all layers share one K and one V tensor.
-        lengths: tokens by id, as `alloc` and `step` were given them; 0: free.
-        common: pages that all ids have; None: `map_common` was not called.
+        lengths: tokens by id, as passed to `alloc` and `step`; 0: free.
+        common: pages that all ids share; None: `map_common` was not called.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Manager:
         config = KVCacheConfig(page_size=page_size, group_size=group, **shape)
         if not config.max_seq_len * config.row_bytes % page_size:
             config = replace(config, packed_slots=True)
-        # What was reserved stays the cache's: nothing goes back to the driver before the end.
+        # As in the artifact, memory once taken goes back to the driver only at the end.
         context = Context(backend, device=device, granule=page_size, pool_high=KEEP_ALL)
         try:
             self.cache = KVCache(config, context)
@@ -82,14 +82,14 @@ class Manager:
         return self.cache.layout.page_size // self.cache.layout.row_bytes
 
     def tensors(self) -> list[torch.Tensor]:
-        """In the artifact's order and shapes; see `vattention.init_kvcache`."""
+        """The tensors in the artifact's order and shapes; see `vattention.init_kvcache`."""
         cache, layers = self.cache, self.cache.config.num_layers
         if self.megacache:
             return cache.tensors
         return [view(layer) for view in (cache.k, cache.v) for layer in range(layers)]
 
     def reserve(self, nbytes: int) -> int:
-        """Takes memory up to `nbytes`; returns the pages that the cache has then."""
+        """Takes memory up to `nbytes` in all; returns the pages that the cache then has."""
         page, layers = self.cache.layout.page_size, self.cache.config.num_layers
         least = 2 * layers * page
         if nbytes < least:
@@ -108,10 +108,10 @@ class Manager:
     # ---- requests ------------------------------------------------------------------------------
 
     def alloc(self, length: int) -> int:
-        """An id, or -1."""
+        """Takes an id and returns it; -1 if none is free."""
         reqid: int | None
         if self.common is not None and self.common.idle:
-            self.cache.missing_pages(None, length)  # raises for a length out of range
+            self.cache.missing_pages(None, length)  # raises if the length is out of range
             reqid = min(self.common.idle)
             self.common.idle.remove(reqid)
         else:
@@ -122,7 +122,7 @@ class Manager:
         return reqid
 
     def free(self, reqid: int) -> None:
-        """Ends a request; a free id stays free."""
+        """Ends a request; does nothing for a free id."""
         index, last = operator.index(reqid), len(self.lengths) - 1
         if not 0 <= index <= last:
             raise invalid(f"free_batch_idx({index}): ids are 0 to {last}", limit=last)
@@ -134,7 +134,7 @@ class Manager:
         self.lengths[index] = 0
 
     def free_blocks(self) -> int:
-        """Blocks that are not needed: those that nobody has, and those mapped beyond a length."""
+        """Blocks that no request needs: those that nobody has, and those mapped past a length."""
         total = self.cache.stats().total_pages // self.cache.layout.num_tensors
         return max(0, total - self._needed(self.lengths))
 
@@ -154,7 +154,7 @@ class Manager:
             raise self._short([tokens]) from None
 
     def _needed(self, lengths: Sequence[int]) -> int:
-        """Blocks for so many tokens each, the common ones once."""
+        """Blocks that requests of these lengths need, the common ones counted once."""
         common = 0 if self.common is None else self.common.pages
         own = (self.cache.layout.pages_for(length) - common for length in lengths)
         return common + sum(max(0, pages) for pages in own)
@@ -162,9 +162,9 @@ class Manager:
     # ---- steps ---------------------------------------------------------------------------------
 
     def step(self, seq_lens: Sequence[int]) -> None:
-        """Frees ids whose length became 0, truncates shorter ones, takes new ones, and maps.
+        """Frees ids whose length is now 0, truncates shorter requests, takes new ids, and maps.
 
-        All of the last two, or nothing of them.
+        Taking and mapping are all or nothing.
         """
         lengths = self._checked(seq_lens)
         claimed = []
@@ -194,18 +194,18 @@ class Manager:
         if self.common is not None:
             rows = max(rows, self.common.rows)
         if rows < self.cache.snapshot()[index].seq_len:
-            self.cache.truncate(index, rows)  # none of its pages is shared: never short of memory
+            self.cache.truncate(index, rows)  # needs no memory: none of its own pages is shared
         self.lengths[index] = length
 
     def look_ahead(self) -> None:
-        """Begins to map one more token for all; where memory is short, the next step tells."""
+        """Begins to map one more token for all; if memory is short, the next step says so."""
         longest = self.cache.config.max_seq_len
         self.cache.step_async(
             [min(length + 1, longest) if length else 0 for length in self.lengths]
         )
 
     def reclaim(self, keep_next: bool) -> None:
-        """Unmaps idle pages in the background; `keep_next`: not of the next request's slot."""
+        """Unmaps idle pages in the background; `keep_next`: all but those of the next slot."""
         keep: list[int] = []
         if keep_next:
             free = [slot for slot in self.cache.snapshot() if slot.state == "cached"]
@@ -250,7 +250,7 @@ class Manager:
     # ---- end and reports -------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Unmaps everything and gives the memory back; `close_retired` does the rest."""
+        """Unmaps everything and gives the memory back; `close_retired` closes the cache."""
         self.common = None
         for index in range(len(self.lengths)):
             self.free(index)

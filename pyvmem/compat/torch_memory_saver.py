@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The interface of torch_memory_saver, over `VMemPool`: trainers put memory to sleep by it.
+"""The interface of torch_memory_saver, with which trainers put memory to sleep, over `VMemPool`.
 
     from pyvmem.compat.torch_memory_saver import torch_memory_saver
     # or, for an unmodified program, before its own ``import torch_memory_saver``:
@@ -10,15 +10,15 @@
     torch_memory_saver.pause("weights")
     torch_memory_saver.resume("weights")
 
-The names and arguments of github.com/fzyzcjy/torch_memory_saver with ``hook_mode="torch"``. What it
-does by a library preloaded into the process, which sees every allocation of CUDA's, cannot be done
-over torch's allocator interface and raises `NotSupported`, by name: ``hook_mode="preload"``,
-`cuda_graph`, `memory_margin_bytes`, `configure_subprocess`.
+The names and arguments are those of github.com/fzyzcjy/torch_memory_saver with
+``hook_mode="torch"``. What the original does through a preloaded library, which intercepts every
+CUDA allocation, cannot be done through torch's allocator interface and raises `NotSupported`:
+``hook_mode="preload"``, `cuda_graph`, `memory_margin_bytes`, `configure_subprocess`.
 
-What is different:
+Differences:
 
-- `pause` of a tag whose region is active raises `Busy`.
-- Errors of the driver raise and leave the tag as it was; nothing ends the process.
+- `pause` raises `Busy` for a tag whose region is active.
+- Driver errors raise and leave the tag as it was; none ends the process.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _refuse(what: str) -> NoReturn:
 class TorchMemorySaver:
     """Regions of torch memory that can be paused. Thread-safe, as `VMemPool` is.
 
-    Its pool is opened by the first call that needs one, over a context of its own, or that of
-    `configure`.
+    The first call that needs the pool opens it, over the context that `configure` named or over one
+    of its own.
     """
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class TorchMemorySaver:
         self._context: Context | None = None
         self._own: Context | None = None
         self._pool: VMemPool | None = None
-        self._tags: dict[str, set[bool]] = {}  # and whether regions of it had a backup
+        self._tags: dict[str, set[bool]] = {}  # of each tag, whether its regions had a backup
         self._active = threading.local()
 
     def configure(self, context: Context) -> None:
-        """Names the context of the pages, which the caller closes after `close`.
+        """Sets the context that pages come from. The caller closes it, after `close`.
 
         Raises:
             Busy: the pool is open already.
@@ -74,7 +74,8 @@ class TorchMemorySaver:
         with self._lock:
             if self._pool is not None:
                 raise Busy(
-                    "torch_memory_saver: memory was taken already; configure it before",
+                    "torch_memory_saver: its pool is open already; configure it before the first "
+                    "region",
                     errno=errno.EBUSY,
                     op="configure",
                 )
@@ -115,16 +116,16 @@ class TorchMemorySaver:
 
     @contextmanager
     def region(self, tag: str = "default", enable_cpu_backup: bool = False) -> Iterator[None]:
-        """What this thread allocates on the device in the block is paused by `tag`.
+        """Puts what this thread allocates on the device in the block under `tag`, for `pause`.
 
         Args:
-            tag: of any number of regions.
-            enable_cpu_backup: `pause` keeps the contents in host memory, page-locked if it can be;
-                else they become zeros.
+            tag: any number of regions may have the same.
+            enable_cpu_backup: `pause` keeps the contents in host memory, page-locked if possible;
+                otherwise they become zeros.
 
         Raises:
-            Busy: a region inside another, or of a paused tag.
-            NotSupported: a context on ``host``.
+            Busy: the region is inside another, or its tag is paused.
+            NotSupported: the context is on ``host``.
         """
         if getattr(self._active, "inside", False):
             raise Busy("a region inside a region", errno=errno.EBUSY, op="region")
@@ -140,7 +141,7 @@ class TorchMemorySaver:
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """Inside a region, a block whose allocations are torch's own and are not paused.
+        """A block inside a region in which torch allocates as usual; that memory is not paused.
 
         Raises:
             InvalidArgument: no region is active in this thread.
@@ -161,7 +162,7 @@ class TorchMemorySaver:
     # ---- pause and resume ------------------------------------------------------------------------
 
     def pause(self, tag: str | None = None) -> None:
-        """Gives the memory of a tag's regions back, or of all; a tag without a region has none.
+        """Gives back the memory of a tag's regions, or of all; an unknown tag has none.
 
         Raises:
             VMemError: as `VMemPool.pause`.
@@ -170,10 +171,10 @@ class TorchMemorySaver:
             self._opened().pause(_name(one, backup), keep=backup)
 
     def resume(self, tag: str | None = None) -> None:
-        """Takes it back, at the same addresses, with the backup's contents or zeros.
+        """Takes memory for them again, at the same addresses, with the backup's contents or zeros.
 
         Raises:
-            OutOfMemory: the device has not enough memory now; what is left stays paused.
+            OutOfMemory: the device is short of memory now; what was not resumed stays paused.
         """
         pool = self._opened() if self._tags else None
         for one, backup in self._regions(tag):
@@ -190,12 +191,12 @@ class TorchMemorySaver:
         """A paused tensor's contents, on the CPU.
 
         Args:
-            x: contiguous, of a region with `enable_cpu_backup`.
-            zero_copy: the backup itself, which `resume` reads, and no copy of it.
+            x: contiguous, allocated in a region with `enable_cpu_backup`.
+            zero_copy: return the backup itself, which `resume` reads, instead of a copy.
 
         Raises:
-            InvalidArgument: not contiguous, not paused, or without a backup.
-            BadHandle: nothing was ever allocated in a region.
+            InvalidArgument: the tensor is not contiguous, not paused, or has no backup.
+            BadHandle: no region was ever used.
         """
         import torch
 
@@ -233,10 +234,10 @@ class TorchMemorySaver:
 
     @hook_mode.setter
     def hook_mode(self, mode: str) -> None:
-        """Accepts ``"torch"`` alone.
+        """Accepts only ``"torch"``.
 
         Raises:
-            NotSupported: another.
+            NotSupported: any other mode.
         """
         if mode != "torch":
             _refuse(f"hook_mode={mode!r}")
@@ -257,7 +258,7 @@ class TorchMemorySaver:
 
 
 def _name(tag: str, backup: bool) -> str:
-    """The pool's tag: regions with and without a backup are paused in different ways."""
+    """The pool's tag: regions of one tag with and without a backup are paused differently."""
     return f"{tag}+backup" if backup else tag
 
 
@@ -267,7 +268,7 @@ def configure_subprocess() -> NoReturn:
 
 
 torch_memory_saver = TorchMemorySaver()
-"""The one of this process."""
+"""The process's only instance, as in the original."""
 
 
 def install() -> None:
@@ -279,7 +280,7 @@ def install() -> None:
     here = sys.modules[__name__]
     if sys.modules.setdefault("torch_memory_saver", here) is not here:
         raise Busy(
-            "torch_memory_saver is imported already; install() must come before",
+            "torch_memory_saver is imported already; call install() before anything imports it",
             errno=errno.EBUSY,
             op="install",
         )

@@ -5,27 +5,28 @@
     pyvmem.compat.vattention.install()                # before its own ``import vattention``
 
 The same functions, argument order, tensor shapes and return values as the pybind11 module of
-github.com/microsoft/vattention (``vattention.cu``, ``apis.h``). Like there, the state is global:
-one cache a process, from `init_kvcache` to `cleanup`, then another. A *KV block* is one page in
-every tensor.
+github.com/microsoft/vattention (``vattention.cu``, ``apis.h``). As there, the state is global: one
+cache a process from `init_kvcache` to `cleanup`, after which there may be another. A *KV block* is
+one page in every tensor.
 
-What is different, all of it deliberate:
+Deliberate differences:
 
-- Physical memory is found by an opaque handle, checked; a freed id's pages are unmapped for real,
-  after its GPU work, and zeroed before the next request sees them.
-- Driver errors raise; nothing ends the process, and a step that fails for want of memory
-  (`OutOfKVBlocks`, also a RuntimeError as there) has mapped nothing.
-- `alloc_new_batch_idx` is best fit: the fewest mapped pages that are enough, else the most.
+- Physical memory is named by opaque handles that are checked. A freed id's pages are really
+  unmapped, after its GPU work, and zeroed before the next request sees them.
+- Driver errors raise; none ends the process. A step that fails for want of memory
+  (`OutOfKVBlocks`, also a RuntimeError as in the artifact) has mapped nothing.
+- `alloc_new_batch_idx` is best fit: the free id with the fewest mapped pages that are enough, or
+  else the one with the most.
 - `step_async` waits for what runs in the background before it changes anything, and reclaims idle
   pages in the background when less than a tenth of the memory is free.
-- `cleanup` gives memory and addresses back, the addresses as soon as no tensor over them lives.
-- Pages may have any size that the back end has, and `max_context_length` rows of a request need
-  not be a multiple of it. Where they are, the tensors are contiguous, as the artifact's. Where they
-  are not (the artifact refuses these shapes), the distance of two requests, ``stride(0)``, is
+- `cleanup` gives back the memory, and the addresses as soon as no tensor over them lives.
+- Pages may have any size that the back end has, and the `max_context_length` rows of a request need
+  not be a multiple of it. If they are, the tensors are contiguous, as the artifact's are. If they
+  are not (the artifact refuses such shapes), the distance between two requests, ``stride(0)``, is
   greater than ``max_context_length * stride(1)``.
-- The pages of `map_common_pages` are written through one id; another's write to them is a fault.
-- Any number of devices' processes may use it; the back end is "auto", or what `configure` or
-  ``$VMEM_VATTENTION_BACKEND`` names.
+- The pages of `map_common_pages` are written through one id; a write through any other faults.
+- It may be used in any number of processes on any number of devices. The back end is "auto", or
+  what `configure` or ``$VMEM_VATTENTION_BACKEND`` names.
 
 After `cleanup` nothing may touch the tensors: there is no memory behind them.
 """
@@ -103,7 +104,7 @@ def install() -> ModuleType:
 
 
 def configure(backend: str | None) -> None:
-    """Names the back end of the next `init_kvcache`; None: the environment's, else "auto"."""
+    """Sets the back end of the next `init_kvcache`; None: the environment's, or else "auto"."""
     global _backend
     _backend = backend
 
@@ -126,14 +127,14 @@ def init_kvcache(
 
     Args:
         device: CUDA ordinal.
-        page_size: bytes; or, as the artifact's demos and its earlier versions call it, whether to
-            use its UVM driver: True stands for pages of 64 KiB, False for 2 MiB.
+        page_size: bytes; or, as the artifact's demos and its earlier versions pass it, whether to
+            use its UVM driver: True means pages of 64 KiB, False of 2 MiB.
         megacache: one K and one V tensor for all layers.
 
     Returns:
         The K tensors of all layers, then the V tensors, each ``[max_batch_size,
-        max_context_length, num_kv_heads, head_size]``; as megacache K and V, each
-        ``[max_batch_size, max_context_length, num_layers, num_kv_heads, head_size]``.
+        max_context_length, num_kv_heads, head_size]``; with `megacache` one K and one V tensor,
+        each ``[max_batch_size, max_context_length, num_layers, num_kv_heads, head_size]``.
 
     Raises:
         Busy: there is a cache already. InvalidArgument, BackendUnavailable: see `KVCache`.
@@ -178,8 +179,8 @@ def reserve_physical_pages(free_memory: int) -> int:
         The cache's physical pages, of all tensors together.
 
     Raises:
-        InvalidArgument: less than one page for every layer's K and V. OutOfMemory: the device has
-            not that much; nothing changed.
+        InvalidArgument: less than one page for every layer's K and V. OutOfMemory: the device does
+            not have that much; nothing changed.
     """
     with _lock:
         return _the().reserve(operator.index(free_memory))
@@ -209,13 +210,13 @@ def alloc_new_batch_idx(seqlen: int) -> int:
 
 
 def free_batch_idx(reqId: int) -> None:  # the artifact's name
-    """Gives an id back, its pages mapped for the next one; does nothing for a free id."""
+    """Gives an id back, with its pages still mapped for the next request; no-op on a free id."""
     with _lock:
         _the().free(reqId)
 
 
 def num_free_kvblocks() -> int:
-    """KV blocks that no request needs by its length, mapped or not."""
+    """KV blocks that no request's length needs, mapped or not."""
     with _lock:
         return _the().free_blocks()
 
@@ -227,12 +228,13 @@ def step(seq_lens: Sequence[int], eager_reclaim: bool) -> None:
     """Maps what the requests need now.
 
     Args:
-        seq_lens: tokens by id. An id with tokens need not come from `alloc_new_batch_idx`; one that
-            is 0 is free from now on, one with fewer than before has given up its last rows.
+        seq_lens: tokens by id. An id with tokens need not come from `alloc_new_batch_idx`; with 0
+            it is free from now on, with fewer than before it gives up its last rows.
         eager_reclaim: unmap the pages of free ids at once.
 
     Raises:
-        OutOfKVBlocks: memory is short. InvalidArgument: a wrong length, or a number out of range.
+        OutOfKVBlocks: memory is short. InvalidArgument: the list has the wrong length, or a number
+            in it is out of range.
     """
     with _lock:
         _the().step(seq_lens)
@@ -241,7 +243,7 @@ def step(seq_lens: Sequence[int], eager_reclaim: bool) -> None:
 
 
 def step_async(seq_lens: Sequence[int]) -> None:
-    """`step`, then maps in the background what one more token of every request will need."""
+    """Does a `step`, then maps in the background what one more token of each request will need."""
     with _lock:
         _the().step(seq_lens)
         _the().look_ahead()
@@ -254,19 +256,20 @@ def map_common_pages(num_tokens: int) -> None:
 
     Called once, before the first request. The pages hold zeros; id 0, which the next
     `alloc_new_batch_idx` returns, writes them until its request ends. All other ids read them, each
-    at its own address: there they are mapped read-only, and a write is a fault. The artifact maps
-    them writable for all, where each id writes over the others'.
+    at its own address, where they are mapped read-only: a write faults. The artifact maps them
+    writable for all ids, which overwrite each other's rows.
 
-    Rows up to the end of the last of these pages are common; a request's own begin behind them. Its
-    length counts both. They stay until `cleanup`: a request that ends gives its own pages back
-    alone, and `free_batch_idx` then waits for its GPU work.
+    Rows up to the end of the last of these pages are common; a request's own rows follow, and its
+    length counts both. The pages stay until `cleanup`: a request that ends gives back only its own
+    pages, and `free_batch_idx` then waits for its GPU work.
 
     Args:
-        num_tokens: 0: nothing happens.
+        num_tokens: 0 does nothing.
 
     Raises:
-        Busy: an id is taken, or it was called already. OutOfKVBlocks, InvalidArgument: memory or
-        ``max_context_length`` is short. NotSupported: not on this back end. Nothing changed.
+        Busy: an id is taken, or this was called already. OutOfKVBlocks, InvalidArgument: memory or
+            ``max_context_length`` is short. NotSupported: the back end cannot do it. Nothing
+            changed.
     """
     with _lock:
         manager, tokens = _the(), operator.index(num_tokens)

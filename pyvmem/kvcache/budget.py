@@ -55,9 +55,9 @@ __all__ = ["Budget", "BudgetStats", "Share", "ShareInfo", "Turns", "available_by
 
 
 class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
-    """A lock for `with` blocks. Who waits first holds the gate, and the others wait for that.
+    """A lock for `with` blocks. The first waiter holds the gate, and the others wait for the gate.
 
-    So it goes to the first that waits; behind the gate the order is the operating system's. Both
+    So the lock goes to the first waiter; among the others the operating system chooses. Both
     locks are re-entrant, since Python's collector may run a finalizer at any line, and that
     may close a cache and come here again. Leaving the block is C's, where no signal comes between.
     """

@@ -287,8 +287,8 @@ class KVCache(MustClose):
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
         """Gives a request's rows from `length` on up, and the pages that hold nothing else.
 
-        With all rows that it holds, it gives up what a prefill mapped behind them for its kernel to
-        read (`KVCacheConfig.overread_rows`): once a prompt is in, that is memory for others.
+        With the length that it has, it gives up what a prefill mapped past its rows for its kernel
+        to read (`KVCacheConfig.overread_rows`): once a prompt is in, that is memory for others.
 
         For tokens that were not accepted (speculative decoding), and for a request that goes back.
         The only way in which a running request gets shorter: a smaller number in `step` takes
@@ -298,7 +298,7 @@ class KVCache(MustClose):
         when it grows, others when they need them, after the GPU work on `stream` so far. Nothing
         waits. Shared pages lose the request's reference, and pages outside the device go back; that
         waits for the work on `stream`. A page shared with others that `length` lies within is
-        copied, since the request may write behind its last row.
+        copied, since the request may write past its last row.
 
         Rows that the request gets again by a `step` hold what it wrote there before where their
         page was kept, which is the one that row ``length - 1`` ends in and those that decoding
@@ -462,8 +462,8 @@ class KVCache(MustClose):
         Args:
             reqid: the request.
             tokens: the ids whose keys and values its first rows hold (`TokenIds` says in which
-                forms). Those behind the rows that it holds, such as a last token that was not
-                computed yet, are left out, and those behind the last whole `sharing_unit`.
+                forms). Those past the rows that it holds, such as a last token that was not
+                computed yet, are left out, and those past the last whole `sharing_unit`.
             stream: as in `free_reqid`.
             namespace: what the rows depend on beside the ids, such as an adapter, an image or a
                 tenant; only matches with the same one find them.

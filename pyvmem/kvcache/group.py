@@ -465,7 +465,7 @@ class Group:
         """Takes empty slots that begin with the rows of a request, in one batch, or none.
 
         The batch makes the parent's full pages read-only, maps them in each slot, and copies the
-        rows behind them to new pages.
+        rows after them to new pages.
 
         Args:
             parent: a request without a batch in flight over its slot.

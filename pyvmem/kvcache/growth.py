@@ -851,7 +851,7 @@ class Pager(Book):
         self._set_capacity(slot, granted)
 
     def lend(self, slot: Slot, span: Span, pages: int, mapped: int) -> None:
-        """Gives a free slot to a request, with shared pages and, behind them, some of its own.
+        """Gives a free slot to a request, with shared pages and, after them, some of its own.
 
         The shared ones get references of the slot and of the request.
 

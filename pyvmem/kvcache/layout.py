@@ -60,8 +60,8 @@ class Layout:
         slot_bytes: distance between slots of one tensor.
         tensor_bytes: distance between tensors.
         total_bytes: of the reservation.
-        overread: rows behind every length that are mapped, too.
-        guard: rows more behind the length that a prefill leads to.
+        overread: rows past every length that are mapped, too.
+        guard: further rows past the length that a prefill leads to.
         capacity: the longest sequence that so many pages per tensor are enough for.
 
     Raises:

@@ -346,8 +346,8 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             raise
         _note_crowded(groups)
         return -1
-    # What calls the context comes before or after the rows of all groups: a call in between, and
-    # an interruption behind it, would leave some groups with the new rows and some with the old.
+    # What calls the context comes before or after the rows of all groups: an interruption after a
+    # call in between would leave some groups with the new rows and some with the old.
     for group, rows, _, _ in begun:
         if group.moves_on:
             _move_on(group, rows, stream)
@@ -1237,7 +1237,7 @@ def _host_memory(size: int, device: int | None) -> memoryview:
 
 
 def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list[int]]:
-    """Bytes of the first `length` rows behind page `head`, and where these begin in each tensor."""
+    """Bytes of the first `length` rows from page `head` on, and where they begin in each tensor."""
     layout = group.layout
     size = max(0, layout.bytes_for(length) - head * layout.page_size)
     tensors = range(layout.num_tensors if size else 0)
@@ -1417,7 +1417,7 @@ def _shorten(each: Sequence[_Truncation], stream: Any) -> None:
 
 
 def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, stream: Any) -> None:
-    """Makes the pages nobody's that a prefill's kernel might read behind the request's rows.
+    """Gives up the pages that a prefill's kernel might read past the request's rows.
 
     Nobody has written them, so the request may have them again as they are.
     """
@@ -1472,7 +1472,7 @@ class _Truncation:
     Pages of the request's own stay mapped, as those of a freed slot do: the request may have them
     again, zeroed, and whoever is short may take them. Pages that a request shares or that lie
     outside the device cannot stay where nobody owns them. They are unmapped at once, and of a
-    shared page that is kept in part the request gets a copy of its own, since it may write behind
+    shared page that is kept in part the request gets a copy of its own, since it may write past
     its last row.
 
     Attributes:
@@ -1499,7 +1499,7 @@ class _Truncation:
 
     @classmethod
     def of(cls, group: Group, slot: Slot, rows: int) -> _Truncation:
-        """The slot is the request's, without a move under way behind its rows."""
+        """The slot is the request's, without a move under way past its rows."""
         layout, places = group.layout, slot.places
         first, cut = divmod(layout.bytes_for(rows), layout.page_size)
         keep = min(places.whole_away(layout.pages_for(rows)), slot.granted)
@@ -1570,7 +1570,7 @@ class _Truncation:
             self.group.reclaimer.held -= self.new_pages
 
     def unmap(self) -> None:
-        """The copies take their place, and what is behind them goes: one batch, all or nothing."""
+        """Puts the copies in place and unmaps what follows them: one batch, all or nothing."""
         group, slot, layout = self.group, self.slot, self.group.layout
         tensors, base = layout.num_tensors, group.pager.base
         ops = OpBatch(3)

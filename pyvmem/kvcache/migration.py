@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Pages of a running request that are replaced under their addresses, or unmapped behind a window.
+"""Pages of a running request that are replaced under their addresses, or that leave a window.
 
 A *move* has two phases. First new pages appear at scratch addresses and the old ones are copied to
 them, after the work that writes the rows; the GPU may read the old ones meanwhile. Then, when no
@@ -10,7 +10,7 @@ work is under way, one batch puts the new pages in the place of the old ones:
     scratch   | new | new | new |          |     |     |     |
 
 In the scratch addresses the tensors follow one another, each with the slot's pages from `first` on.
-Until the second phase is over both are behind the cache, and counted.
+Until the second phase is over both are memory of the cache, and counted.
 
 *Promotion* moves a part to large pages: `KVCacheConfig.large_page_size` bytes of every tensor, at a
 multiple of that. Once its last row is written a part is only read, so its pages may change. Pages
@@ -118,7 +118,7 @@ class Mover:
         del self.moves[move.slot]
 
     def _count(self, move: Move, sign: int) -> None:
-        """Counts scratch pages as behind the cache, or no longer."""
+        """Counts scratch pages as memory of the cache, or no longer."""
         reclaimer, tensors = self._reclaimer, self._layout.num_tensors
         reclaimer.held += sign * move.here() * tensors
         counters = self._counters

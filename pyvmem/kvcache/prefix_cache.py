@@ -366,7 +366,7 @@ class PrefixCache:
     def _take(self, place: int, slot: Slot, node: Node[Span], first: int, last: int) -> Span:
         """A group's pages of the units from `first` to before `last`, held for the tree.
 
-        They come behind what the tree has on the way to the node.
+        They follow what the tree holds on the path to the node.
         """
         unit = self.unit_pages[place]
         begin = first * unit

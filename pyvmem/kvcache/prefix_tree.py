@@ -217,7 +217,7 @@ S = TypeVar("S", bound=Span)
 
 
 class Node(Generic[S]):
-    """A run of units behind its parent's. A handle: only the tree changes it.
+    """A run of units that follows its parent's. A handle: only the tree changes it.
 
     Attributes:
         namespace: of the prefix; the root's key.
@@ -260,7 +260,7 @@ class Node(Generic[S]):
 
     @property
     def is_leaf(self) -> bool:
-        """Nothing is recorded behind it."""
+        """Nothing recorded goes on from it."""
         return not self._children
 
     @property
@@ -289,7 +289,7 @@ class Node(Generic[S]):
         return TokenIds.from_bytes(b"".join(node._run for node in self.path()), self.namespace)
 
     def below(self) -> Iterator[Node[S]]:
-        """This node and all behind it, parents before children."""
+        """This node and all below it, parents before children."""
         waiting: list[Node[S]] = [self]
         while waiting:
             node = waiting.pop()
@@ -454,7 +454,7 @@ _MAX_UNIT = 1 << 30  # tokens; a bound that stops arithmetic on nonsense
 class PrefixTree(Generic[S]):
     """Prefixes and the spans that hold them. Not thread-safe.
 
-    Every method that takes tokens takes what `TokenIds` takes. Tokens behind the last whole unit
+    Every method that takes tokens takes what `TokenIds` takes. Tokens past the last whole unit
     are left out.
 
     Args:

@@ -231,7 +231,7 @@ class Reclaimer(Book):
         return True
 
     def try_keep(self, slot: Slot, ops: OpBatch) -> bool:
-        """Keeps a stale slot's shared pages where they are, and unmaps those behind them.
+        """Keeps a stale slot's shared pages where they are, and unmaps those after them.
 
         Args:
             slot: free, without a batch in flight, and nothing but its shared pages makes it stale.

@@ -113,7 +113,7 @@ class Sharing:
         self.pager.grant(slot, slot.shared)  # the rest of a large page is the owner's now, too
 
     def adopt(self, slot: Slot, pieces: list[_Held], events: list[Any], unit_pages: int) -> None:
-        """Writes into the books that pages of a request, behind those it shares, are shared."""
+        """Records that pages of a request, past those it shares already, are shared now."""
         shared = self.reclaimer.shared
         if self.reclaimer.own_away is not None:
             self.reclaimer.own_away = None

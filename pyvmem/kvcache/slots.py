@@ -581,7 +581,7 @@ class Cut:
 
     `dirty`, `head` and `places` are what the slot's were before; `away` counts those of the pages
     that do not lie in the device and are the slot's alone. `slides`: the pages left the window of
-    `owner`, and the slot keeps what lies behind them. `span` names the shared pages among them,
+    `owner`, and the slot keeps what follows them. `span` names the shared pages among them,
     which come back when nobody else refers to them.
     """
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """vLLM whose KV cache takes memory page by page, and gives it back: ``VMEM_VLLM=1 vllm serve ...``.
 
-    plugin      vLLM's entry point: checks a configuration and puts worker and scheduler into it
-    versions    the versions of vLLM that are known, and what shows that they work
-    worker      KV tensors on reservations (memory), pages' last step
+    plugin      vLLM's entry point: checks a configuration and sets its worker and scheduler
+    versions    the versions of vLLM that are known, and the evidence that they work
+    worker      KV tensors on reservations (memory), and the last step that uses each page
     scheduler   vLLM's scheduler and block pool, over blocks that may have no memory
-    engine      what is backed, what for, and for how long
+    engine      which blocks are backed, what for, and for how long
     backing     the books: blocks, pages, growth and release (geometry: which block is where)
     sleep       weights that sleep, by vLLM's interface for sleep back ends
     metrics     the ledger's numbers on vLLM's /metrics

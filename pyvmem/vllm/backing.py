@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Which blocks have memory: the books of the scheduler's side.
 
-A block is *backed* when all its pages are mapped on every rank, else *bare*. vLLM's pool sees
-backed blocks alone. Pages that several blocks share are counted, and leave with the last.
+A block is *backed* when all its pages are mapped on every rank, otherwise *bare*. vLLM's pool sees
+only backed blocks. Pages that several blocks share are refcounted, and leave with the last block.
 
     bare -- begin, run, finish --> backed -- retire, sent, confirm --> bare
 
@@ -12,7 +12,7 @@ Growth in three calls, so that the middle one, which maps, needs no lock:
     growth.run(workers)                 # maps on every rank, all or nothing
     backed = backing.finish(growth)     # the ids; none where it failed
 
-Nothing here knows vLLM, and nothing but `Growth.run` waits. The caller holds the scheduler's lock.
+Nothing here depends on vLLM, and only `Growth.run` waits. The caller holds the scheduler's lock.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Quota(Protocol):
         """Bytes that `take` would grant now."""
 
     def take(self, nbytes: int, handles: int) -> bool:
-        """Whether the engine may have so many more bytes, mapped by so many calls of the driver.
+        """Whether the engine may have so many more bytes, mapped by so many driver calls.
 
-        They are its own from here on.
+        If so, they count as the engine's from now on.
         """
 
     def mapped(self, nbytes: int) -> None:
@@ -58,7 +58,7 @@ class Workers(Protocol):
 
 @dataclass(eq=False)
 class Growth:
-    """Blocks on their way to memory."""
+    """Blocks that are about to get memory."""
 
     blocks: list[int]
     runs: list[Run]
@@ -72,7 +72,7 @@ class Growth:
 
 @dataclass(eq=False)
 class Release:
-    """Pages to be unmapped, once the work under way cannot touch them."""
+    """Pages to unmap once no work under way can touch them."""
 
     number: int
     runs: list[Run]
@@ -84,11 +84,11 @@ class Counters:
     """Since the start.
 
     Attributes:
-        grown_blocks, grown_bytes, growths: mapped, in so many calls.
-        retired_blocks, retired_bytes, releases: taken back.
+        grown_blocks, grown_bytes, growths: what was mapped, in so many growths.
+        retired_blocks, retired_bytes, releases: what was taken back, in so many releases.
         refusals: growths that the quota cut short or refused.
         failures: growths and releases that a driver refused.
-        last_failure: the last one's words.
+        last_failure: the text of the last failure.
     """
 
     grown_blocks: int = 0
@@ -109,9 +109,9 @@ class Backing:
     Attributes:
         geometry: of the engine.
         quota: asked before anything is mapped.
-        mapped_bytes: of one GPU: mapped, on the way there, or on the way back.
-        leaving_bytes: the part on the way back.
-        outbox: releases that no rank knows of yet.
+        mapped_bytes: bytes of one GPU that are mapped, being mapped, or being unmapped.
+        leaving_bytes: those of them that are being unmapped.
+        outbox: releases that were sent to no rank yet.
         counters: what was done.
     """
 
@@ -129,7 +129,7 @@ class Backing:
         self._users = [array("I", bytes(4 * self.geometry.num_pages(kind))) for kind in kinds]
         self._backed = bytearray(self.geometry.num_blocks)
         self._bare = list(range(1, self.geometry.num_blocks))  # ascending: a heap
-        self._waiting: list[int] = []  # bare, but a page of theirs is mapping or leaving
+        self._waiting: list[int] = []  # bare, with a page that is being mapped or unmapped
         self._sent: dict[int, Release] = {}
         self._last = 0
         self._null = Growth([0], runs_of([self.geometry.pages(kind, 0) for kind in kinds]), 0)
@@ -138,10 +138,10 @@ class Backing:
     # ---- growth ----------------------------------------------------------------------------------
 
     def begin_null(self) -> Growth:
-        """The growth of the null block, which is the first, and which the ranks do by themselves.
+        """The growth of the null block: the first one, which the ranks do by themselves.
 
         Raises:
-            MemoryError: the quota has not even that.
+            MemoryError: the quota does not even allow that.
         """
         if not self.quota.take(self._null.nbytes, self._handles(self._null)):
             raise MemoryError(
@@ -223,7 +223,7 @@ class Backing:
             self._state[kind][first : first + count] = bytes([state]) * count
 
     def _count(self, blocks: Iterable[int], by: int) -> list[set[int]]:
-        """Counts blocks in or out; the pages, by class, that nobody uses now."""
+        """Counts blocks in or out; returns the pages, by class, that no block uses now."""
         unused: list[set[int]] = []
         for kind in range(len(self.geometry.classes)):
             users, none = self._users[kind], set()
@@ -236,13 +236,13 @@ class Backing:
         return unused
 
     def _reserve(self, growth: Growth) -> None:
-        # Counted from here on: a neighbour that is retired meanwhile does not take a page along.
+        # Counted from here on, so that a neighbour retired meanwhile takes no shared page with it.
         self._count(growth.blocks, 1)
         self._mark(growth.runs, _MAPPING)
         self.mapped_bytes += growth.nbytes
 
     def finish(self, growth: Growth) -> list[int]:
-        """Enters what became of a growth; the blocks that are backed now."""
+        """Records the result of a growth; returns the blocks that are backed now."""
         self._wake()
         if growth.nbytes:
             self.quota.mapped(growth.nbytes)
@@ -269,9 +269,9 @@ class Backing:
     # ---- giving back -----------------------------------------------------------------------------
 
     def retire(self, blocks: list[int]) -> int:
-        """Makes backed blocks bare, of which vLLM knows nothing any more.
+        """Makes backed blocks bare that vLLM no longer knows.
 
-        Their pages that nobody else uses go to the `outbox`; returns their bytes.
+        Their pages that no other block uses go to the `outbox`; returns their bytes.
         """
         for block in blocks:
             if not self._backed[block] or not block:
@@ -294,14 +294,14 @@ class Backing:
         return release.nbytes
 
     def send(self) -> list[Release]:
-        """The releases to be passed to the ranks now."""
+        """Takes the releases to send to the ranks now."""
         sent, self.outbox = self.outbox, []
         self._sent.update((one.number, one) for one in sent)
         self.counters.releases += len(sent)
         return sent
 
     def confirm(self, number: int, failure: str | None) -> None:
-        """Every rank has done with a release; or one could not, and it is to be tried again."""
+        """Every rank has done a release; or one has failed, and it is to be tried again."""
         release = self._sent.pop(number)
         if failure is not None:
             self.counters.failures += 1
@@ -317,7 +317,7 @@ class Backing:
 
     @property
     def unconfirmed(self) -> bool:
-        """Whether a rank is still to answer."""
+        """Whether a rank has yet to answer."""
         return bool(self._sent)
 
     # ---- questions -------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ class Backing:
         return total
 
     def check(self) -> list[str]:
-        """What contradicts in the books, in words; slow."""
+        """Contradictions in the books, in words; slow."""
         wrong: list[str] = []
         mapped = 0
         lists = sorted([*self._bare, *self._waiting])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """How the scheduler reaches the memory of a rank that lives in another process.
 
-Growing needs an answer before vLLM may use a block, and an idle engine runs no step that could
-carry an order: both are calls of their own, over a Unix socket that only its user can reach.
+Growth needs an answer before vLLM may use a block, and an idle engine runs no step that could carry
+an order. Both are calls of their own, over a Unix socket that only the engine's user can reach.
 Releases of a busy engine travel with vLLM's `SchedulerOutput`.
 
 A message is four bytes of length and JSON: ``[operation, argument]`` there, ``[failure, result]``
@@ -32,7 +32,7 @@ from pyvmem.vllm.settings import Settings
 __all__ = ["LocalRank", "Rank", "RankLost", "Ranks", "Server", "SocketRank", "rank_address"]
 
 _LENGTH = struct.Struct("!I")
-_TIMEOUT = 120.0  # a rank that answers nothing for so long is lost
+_TIMEOUT = 120.0  # seconds without an answer after which a rank counts as lost
 
 
 class RankLost(RuntimeError):
@@ -385,7 +385,7 @@ class Ranks:
         return found[0]
 
     def grow(self, runs: list[Run]) -> str | None:
-        """Maps on every rank, or on none; what failed."""
+        """Maps on every rank or on none; returns what failed."""
         with self._grow_lock:
             for rank in self.ranks:
                 rank.begin_grow(runs)
@@ -416,16 +416,16 @@ class Ranks:
         return done
 
     def compact(self, nbytes: int, step: int) -> int:
-        """Gives back slabs on every rank; the most that one gave."""
+        """Gives back slabs on every rank; returns the most bytes that one gave back."""
         return max(rank.compact(nbytes, step) for rank in self.ranks)
 
     def free(self) -> int | None:
-        """Memory that the rank with least could map more; None: not known."""
+        """Further bytes that the rank with the least free memory could map; None: unknown."""
         found = [rank.free() for rank in self.ranks]
         return min((one for one in found if one is not None), default=None)
 
     def total(self) -> int:
-        """Bytes that a rank could have of its device if nobody else used it: the least of all."""
+        """Bytes that every rank could have of its device if nobody else used it."""
         devices = [rank.device() for rank in self.ranks]
         return min(
             rank.total() // devices.count(device)

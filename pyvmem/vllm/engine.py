@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""An engine's memory, on the scheduler's side: what is backed, what for, and for how long.
+"""An engine's memory, on the scheduler's side: which blocks are backed, what for, and how long.
 
     used           requests hold it
     cached         free, a prefix that the next request may hit        | vLLM's free queue,
@@ -8,8 +8,8 @@
 
 A demand takes idle blocks first, then backs bare ones, then lets vLLM evict cached ones. The
 keeper, a thread, does the rest: it backs blocks ahead of need, so that a step seldom waits for a
-driver, and takes idle ones back when they were not needed for a while, or at once when its limit
-falls, or when another engine of the GPU is short. Prefixes go last.
+driver, and takes idle ones back when they have not been needed for a while, or at once when the
+engine's limit falls or another engine on the GPU is short. Prefixes go last.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from pyvmem.vllm.settings import Settings
 __all__ = ["ElasticEngine"]
 
 _TICK = 0.05  # s between looks at what is idle
-_PIECE = 64 << 20  # bytes of slabs emptied while steps wait
+_PIECE = 64 << 20  # bytes of slabs emptied at a time, while steps wait
 _REPORT = 0.25  # s between reports to the ledger, and looks at what a busy engine could give back
-_BACKOFF = 0.02  # s before what a driver refused is asked for again
+_BACKOFF = 0.02  # s before asking again for what a driver refused
 _RESERVE = 256 << 20
-_MOST_RESERVE = 1024  # blocks: they are counted, one by one
+_MOST_RESERVE = 1024  # blocks; limited, as they are counted one by one
 
 log = logging.getLogger("vllm.vmem")
 
@@ -88,13 +88,13 @@ class ElasticEngine:
         self._stopped = False
         self._tidy = self._short = self._resting = self._has_more = False
         self._reported = 0.0
-        self._spare = -1  # idle blocks above half of the reserve, at least; below 0: to be counted
+        self._spare = -1  # idle blocks above half of the reserve, at least; below 0: unknown
         self._thread = threading.Thread(target=self._keep, name="vmem-keeper", daemon=True)
         self._take_over()
 
     @staticmethod
     def _least(config: Any, groups: Any, geometry: Geometry) -> int:
-        """Bytes for one request of the longest kind: with less it would wait for ever."""
+        """Bytes for one request of the greatest length: with less, it would wait for ever."""
         blocks = 1
         for group in groups:
             spec = group.kv_cache_spec
@@ -133,7 +133,7 @@ class ElasticEngine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends it; nothing is mapped or unmapped any more."""
+        """Stops the keeper; nothing is mapped or unmapped any more."""
         self._stopped = True
         self._wake.set()
         if self._thread.is_alive():
@@ -158,14 +158,14 @@ class ElasticEngine:
         self._ended = step
 
     def rest(self, resting: bool) -> None:
-        """The scheduler is paused, or not any more: what is idle then goes at once."""
+        """The scheduler is paused, or resumed; while it is paused, idle memory goes at once."""
         self._resting = resting
         self._wake.set()
 
     # ---- demand ----------------------------------------------------------------------------------
 
     def prepare(self, count: int) -> None:
-        """Has `count` blocks idle before vLLM takes them, or as many as can be had."""
+        """Makes `count` blocks idle for vLLM to take, or as many as can be had."""
         self._spare -= max(0, count)
         short = count - self._idle_count(count) if count > 0 else 0
         if short <= 0:
@@ -188,7 +188,7 @@ class ElasticEngine:
             self._ask_others(left)
 
     def _ask_others(self, blocks: int) -> None:
-        """Tells the other engines what a request is short of, as far as the limit allows it."""
+        """Tells the other engines how much a request is short of, as far as the limit allows."""
         need = self.backing.geometry.most_bytes(blocks) if blocks > 0 else 0
         need = min(need, max(0, self.quota.limit - self.quota.used))
         need -= need % max(1, self.backing.geometry.block_bytes)  # no block fits in the rest
@@ -228,9 +228,9 @@ class ElasticEngine:
     def has_more(self) -> bool:
         """Whether another engine waits while this one has more than a fair part, by the last look.
 
-        No request may join those that run then. Else an engine with a queue would never give
-        anything back: each request that ends makes room for the next one. Where none runs, what is
-        idle goes by itself.
+        No request may join those that run then. Otherwise an engine with a queue would never give
+        anything back, since each request that ends makes room for the next one. If none runs, what
+        is idle goes by itself.
         """
         return self._has_more
 
@@ -239,7 +239,7 @@ class ElasticEngine:
         return self.backed_blocks() - 1 - int(self.pool.free_block_queue.num_free_blocks)
 
     def usage(self) -> float:
-        """The part of the memory within reach that requests hold."""
+        """The share of the memory within reach that requests hold."""
         size = max(1, self.backing.geometry.block_bytes)
         most = min(int(self.pool.num_gpu_blocks) - 1, self.quota.limit // size)
         return min(1.0, self.used_blocks() / max(1, most))
@@ -264,7 +264,7 @@ class ElasticEngine:
                 return
             try:
                 self.tick()
-            except RankLost as error:  # vLLM notices by itself, if it is not what ended the rank
+            except RankLost as error:  # vLLM notices by itself, if it did not end the rank itself
                 log.debug("vmem: the keeper ends: %s", error)
                 return
             except Exception:
@@ -273,11 +273,11 @@ class ElasticEngine:
                 return
 
     def tick(self, force: bool = False) -> None:
-        """One look: gives back, backs ahead. `force`: as if nothing had been needed for long."""
+        """One round: gives back, backs ahead. `force`: as if nothing had been needed for long."""
         with self.lock:
             self._collect()
             now = time.monotonic()
-            # An engine that runs ahead may leave the output of its last step where it is.
+            # An engine that runs ahead may never take the output of its last step.
             quiet = self._ended == self._step or force or now > self._busy_until
             at_rest = quiet and not self.used_blocks()
             long_idle = at_rest and (force or self._resting or now > self._busy_until)
@@ -348,7 +348,7 @@ class ElasticEngine:
             self._shrink(excess - self.backing.leaving_bytes)
 
     def _shrink(self, nbytes: int) -> None:
-        """Gives back so many bytes if it can: idle blocks, then the prefixes used longest ago."""
+        """Gives back so many bytes if it can: idle blocks, then least recently used prefixes."""
         idle = sorted(self._idle_blocks(), reverse=True)
         nbytes -= self._retire(idle[: self._count_for(nbytes)])
         while nbytes > 0:
@@ -365,9 +365,9 @@ class ElasticEngine:
         return int(cached) * self.backing.geometry.block_bytes
 
     def _evict(self, count: int) -> int | None:
-        """Forgets so many prefix blocks, those used longest ago first.
+        """Evicts so many prefix blocks, least recently used first.
 
-        Returns the bytes of their pages that no other block shares; None: there was none to forget.
+        Returns the bytes of their pages that no other block shares; None: there was none to evict.
         """
         queue = self.pool.free_block_queue
         batch: list[int] = []
@@ -388,7 +388,7 @@ class ElasticEngine:
         return self.backing.retire(blocks) if blocks else 0
 
     def _send_by_call(self) -> None:
-        """Passes releases on at once: no step may come for long. They wait for the last one."""
+        """Sends releases at once, since no step may come for long. They wait for the last step."""
         for one in self.backing.send():
             self.ranks.release(one.number, one.runs, self._step)
 
@@ -421,7 +421,7 @@ class ElasticEngine:
                 if not self.ranks.compact(_PIECE, self._step):
                     self._tidy = False
                     return
-            time.sleep(0.001)  # else the scheduler, waiting for the lock, might not get it
+            time.sleep(0.001)  # so that the scheduler, waiting for the lock, gets it
 
     def settle(self, timeout: float = 30.0) -> None:
         """Gives back all that is idle, now, and waits for it; for tests and `sleep`.

@@ -73,7 +73,7 @@ class KVMemory:
         self._reservations: list[Reservation] = []
         self.headroom = 0  # bytes of the device that are left for activations
         self._next = [0] * len(self.geometry.classes)
-        # Kernels alone touch these addresses, so that they need not be visible to CUDA's copies:
+        # Only kernels touch these addresses, so they need not be visible to CUDA's copies:
         # visible ones together must stay below the card's free memory.
         visible = False if context.cuda_device is not None else None
         for kind in self.geometry.classes:
@@ -123,14 +123,14 @@ class KVMemory:
             self.context.batch(ops)
 
     def drop(self, runs: Sequence[Run]) -> None:
-        """Unmaps at once what `grow` mapped and no step has heard of."""
+        """Unmaps at once what `grow` mapped and no step has used."""
         if runs:
             self.context.batch(self._unmaps(runs))
 
     def _unmaps(self, runs: Sequence[Run]) -> OpBatch:
         ops = OpBatch(len(runs))
         for addr, size, count, stride in self._each(runs):
-            # Holes: of a release that one rank could not do, another has done its part.
+            # Holes: another rank may have done its part of a release that one rank could not do.
             ops.unmap(addr, size, count, stride, holes=True)
         return ops
 
@@ -198,7 +198,7 @@ class KVMemory:
 
     @contextmanager
     def lent(self) -> Iterator[Any]:
-        """Inside the block, a function that maps blocks for as long as the block lasts.
+        """Yields a function that maps blocks of vLLM until the ``with`` block ends.
 
         vLLM warms up with blocks that no scheduler has given out. Their pages leave at the end,
         after the device's work.
@@ -241,7 +241,7 @@ class KVMemory:
         return free + self.context.stats().free_bytes - self.headroom
 
     def fingerprint(self) -> str:
-        """Of which pages of which tensors are mapped: equal on ranks whose maps are equal."""
+        """A digest of which pages of which tensors are mapped: equal for ranks with equal maps."""
         found = hashlib.sha256()
         for reservation in self._reservations:
             at = 0

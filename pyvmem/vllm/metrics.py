@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What `vmem top` shows, on vLLM's own ``/metrics``.
 
-The engine's core is another process than the one that answers there; both know the ledger.
+The engine's core runs in another process than the one that answers there; both read the ledger.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _lock = threading.Lock()
 
 
 def identity_of(instance: str) -> int:
-    """How an engine of vLLM is known in the ledger, from its `instance_id`."""
+    """The identity of a vLLM engine in the ledger, from its `instance_id`."""
     return int.from_bytes(hashlib.sha256(instance.encode()).digest()[:8], "big") >> 1 | 1
 
 
 class _Collector:
-    """Reads the ledger whenever somebody asks."""
+    """Reads the ledger on every scrape."""
 
     def describe(self) -> list[Any]:
         """Nothing: prometheus_client need not collect at registration."""

@@ -40,7 +40,7 @@ class CannotWork(ValueError):
 def register() -> None:
     """The entry point. Without ``VMEM_VLLM=1`` it does nothing.
 
-    The variable counts for each configuration when that is made.
+    The variable is read when a configuration is made.
 
     Raises:
         UnknownVersion: a version of vLLM that no adapter knows.
@@ -75,7 +75,7 @@ def configure(config: Any) -> None:
     """Makes a `VllmConfig` use the pool.
 
     Raises:
-        CannotWork: something in it excludes that; all of it is named.
+        CannotWork: options in it exclude the pool; all of them are named.
     """
     against = list(reasons_against(config))
     if against:

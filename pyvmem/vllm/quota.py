@@ -14,7 +14,7 @@ __all__ = ["LedgerQuota", "LocalQuota", "join_ledgers"]
 
 
 class LocalQuota:
-    """A limit that nobody else takes part in.
+    """A limit of this engine alone, without a ledger.
 
     Args:
         limit: bytes.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 """The scheduler and the block pool: vLLM's own, over blocks that may have no memory.
 
-vLLM's pool keeps what it is: its free queue holds the free blocks that are backed, and no others.
-Before vLLM compares what a request needs with what is free, `ElasticEngine.prepare` backs as much
-of it as can be had; so a shortage of memory is vLLM's own "cannot allocate", and it waits or
-preempts as always.
+vLLM's pool works as always, but its free queue holds only those free blocks that are backed. Before
+vLLM compares what a request needs with what is free, `ElasticEngine.prepare` backs as much of it as
+can be had; so a shortage of memory is vLLM's own "cannot allocate", and it waits or preempts as
+always.
 
-`ElasticEngine.lock` is held wherever vLLM's scheduler runs; the keeper (`keeper`) takes it too.
+`ElasticEngine.lock` is held wherever vLLM's scheduler runs; the engine's keeper takes it too.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
 
 
 class _Elastic:
-    """What is put before a scheduler of vLLM."""
+    """The methods that go before those of a vLLM scheduler."""
 
     elastic: ElasticEngine
 
@@ -82,7 +82,7 @@ class _Elastic:
 
         def get_num_blocks_to_allocate(*args: Any, **kwargs: Any) -> int:
             count: int = count_blocks(*args, **kwargs)
-            if count or margin:  # else it takes nothing, as in most steps of a request
+            if count or margin:  # otherwise it takes nothing, as in most steps of a request
                 # Prefixes that are hit and unused leave the free queue too, and have memory.
                 hit = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else ())
                 held = sum(not b.ref_cnt and not b.is_null for group in hit for b in group)

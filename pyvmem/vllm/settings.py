@@ -30,7 +30,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def parse_bytes(text: str, name: str = "size") -> int:
-    """A size as people write it.
+    """Parses a size as people write it.
 
     Raises:
         ValueError: not a size; says which one.

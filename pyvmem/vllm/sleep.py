@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Sleep mode: weights on pages that go to sleep, by vLLM's own interface for sleep back ends.
 
-The KV cache needs none of it: when the scheduler is paused, `ElasticEngine.rest` gives back all
-that no request and no prefix holds, and vLLM has reset the prefixes before it sleeps. The weights
-are put on a `VMemPool` while they are loaded. Their addresses stay, so CUDA graphs may be replayed.
+The KV cache needs none of this: when the scheduler is paused, `ElasticEngine.rest` gives back all
+that no request and no prefix holds, and vLLM resets the prefixes before it sleeps. The weights are
+placed in a `VMemPool` while they are loaded. Their addresses stay, so CUDA graphs may be replayed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _pools: list[VMemPool] = []  # of this process: torch has one allocator a device
 
 
 def use_pool(pool: VMemPool) -> None:
-    """Makes a pool that of this process's weights; its owner closes it."""
+    """Makes `pool` the one of this process's weights; its owner closes it."""
     _pools[:] = [pool]
 
 
@@ -49,10 +49,10 @@ def loading_weights(settings: Settings, device: int) -> AbstractContextManager[A
 
 
 class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
-    """The back end ``vmem``: level 1 keeps the weights in host memory, level 2 forgets them."""
+    """The back end ``vmem``: level 1 keeps the weights in host memory, level 2 drops them."""
 
     def suspend(self, level: int = 1) -> None:
-        """Gives the weights' memory back to the device; again: what was added since.
+        """Gives the weights' memory back to the device; a further call, what was added since.
 
         Raises:
             VMemError: nothing changed, for want of host memory, or the driver refused.
@@ -81,5 +81,5 @@ class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
 
     @classmethod
     def preserves_compiled_artifacts(cls) -> bool:
-        """Nothing but memory goes."""
+        """Only memory is given back."""
         return True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The versions of vLLM that are known, where they allocate, and what shows that it works.
+"""The versions of vLLM that are known, where they allocate, and the evidence that they work.
 
-vLLM has options for the worker and the scheduler, and none for the memory of KV tensors: for the
-time of `Worker.initialize_from_config` one function is replaced, named here.
+vLLM has options for the worker and the scheduler, but none for the memory of KV tensors: during
+`Worker.initialize_from_config` one function, named here, is replaced.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Adapter:
     Attributes:
         version: ``"major.minor"``.
         evidence: where it was run.
-        v1, v2: the module and the name of the function in which the runner V1 or V2 allocates; a
-            method of the runner where there is no module.
-        make: what takes its place, called with the function, what makes the memory, and the
+        v1, v2: module and name of the function in which the runner V1 or V2 allocates; without a
+            module, a method of the runner.
+        make: what replaces it, called with the function, with what makes the memory, and with the
             function's own arguments.
     """
 
@@ -48,7 +48,7 @@ class Adapter:
 
     @contextmanager
     def allocating(self, runner: Any, v2: bool, open_memory: OpenMemory) -> Iterator[None]:
-        """Inside the block KV tensors lie in what `open_memory` makes.
+        """Inside the block, KV tensors lie in memory that `open_memory` makes.
 
         Raises:
             RuntimeError: at the end, if it was not called: the function has another caller now.
@@ -62,7 +62,7 @@ class Adapter:
 
         module, name = self.v2 if v2 else self.v1
         owner = importlib.import_module(module) if module else runner
-        before = getattr(owner, name)  # AttributeError: not the version that it says it is
+        before = getattr(owner, name)  # AttributeError: it is not the version that it claims to be
         setattr(owner, name, instead)
         try:
             yield
@@ -101,8 +101,8 @@ def _views(
 ) -> Any:
     """vLLM's views of one buffer, which is ours.
 
-    Where each layer has a region of its own in it, the regions move apart, so that each begins
-    with a page.
+    If each layer has a region of its own in it, the regions move apart, so that each begins at a
+    page boundary.
     """
     tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
     if any(one.host_resident for one in tensors):

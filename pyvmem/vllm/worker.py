@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The worker: KV tensors on pages that come and go, and the pages' last step.
+"""The worker: KV tensors on pages that come and go, and the last step that uses each page.
 
 `ElasticGPUWorker` and `ElasticCPUWorker` are vLLM's workers with the methods of `ElasticWorker`
-before theirs. They are made when they are asked for: importing the one breaks the other's platform.
+before theirs. They are made on first use, since importing one breaks the other's platform.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOCAL: dict[str, KVMemory] = {}
 
 
 class ElasticWorker:
-    """What is put before a worker of vLLM."""
+    """The methods that go before those of a vLLM worker."""
 
     vllm_config: Any
     cache_config: Any
@@ -62,7 +62,7 @@ class ElasticWorker:
             self.requested_memory = int(total * asked)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> Any:
-        """In sleep mode the weights' pages; the KV cache has its own way to sleep."""
+        """The weights' pool in sleep mode; the KV cache sleeps in its own way."""
         if not self.vllm_config.model_config.enable_sleep_mode:
             return super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
         if tag != "weights":
@@ -111,7 +111,7 @@ class ElasticWorker:
         return memory
 
     def compile_or_warm_up_model(self) -> Any:
-        """vLLM's; blocks that it makes up for itself have memory meanwhile."""
+        """vLLM's; blocks that it uses to warm up have memory meanwhile."""
         memory = self._memory
         with ExitStack() as stack:
             if memory is not None:
@@ -128,7 +128,7 @@ class ElasticWorker:
         return result
 
     def _headroom(self) -> int:
-        """Memory that torch may still ask the device for: the peak so far, and some."""
+        """Memory that torch may still ask the device for: the peak so far, and a margin."""
         if self.device.type != "cuda":
             return 0
         import torch
@@ -139,7 +139,7 @@ class ElasticWorker:
     # ---- steps -----------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """vLLM's, between the pages that come before a step and the mark that it was launched."""
+        """vLLM's, after the step's pages are in place and before it is marked as launched."""
         memory = self._memory
         if memory is None:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
@@ -166,7 +166,7 @@ class ElasticWorker:
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's; the last part of a step that launches."""
+        """vLLM's; the last part of a step that launches work."""
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if self._memory is not None:
             self._memory.step_ends(self._step)

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: MIT
-"""The papers' tables and figures beside our results; `vmem bench paper`."""
+"""`vmem bench paper`: the papers' tables and figures beside our results."""
 
 __all__: list[str] = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench paper`: the page that puts the papers' numbers beside ours.
 
-Made from ``benchmarks/results`` alone, so that nobody writes a number by hand.
+Made from ``benchmarks/results`` alone, so that no number is written by hand.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def page(results: Results) -> str:
 
 
 def stale(results: Results, target: Path) -> list[Path]:
-    """The page and the pictures that do not show the results."""
+    """The page and pictures that are out of date."""
     found = []
     if not target.exists() or target.read_text(encoding="utf-8") != page(results):
         found.append(target)

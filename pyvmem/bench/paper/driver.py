@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""What the patched driver may take: a model of time, from counts and from the stock driver's times.
+"""How long the patched driver may take: a model from counts and from the stock driver's times.
 
-The software GPU counts what each driver does for the same work; it has no time. A card has times of
-the stock driver alone. The model puts both together: a push (a call's commands for the GPU, with
-the wait for its barrier and invalidation) costs `push`, and an entry of a page table `entry`. Both
-are taken from two measurements of the stock driver, and the model is held against others of it.
+The software GPU counts what each driver does for the same work, but has no notion of time. On a
+card only the stock driver was timed. The model combines both: a push (a call's commands for the
+GPU, with the wait for its barrier and invalidation) costs `push`, and a page table entry `entry`.
+Both come from two measurements of the stock driver, and the model is checked against its others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CASES = {
 
 @dataclass(frozen=True)
 class Costs:
-    """Microseconds: of a push with its call, and of an entry of 64 KB."""
+    """Microseconds of a push with its call, and of an entry of 64 KB."""
 
     push: float
     entry: float
@@ -58,13 +58,13 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Of the model, as a part of what was measured."""
+        """The model's error, relative to the measured time."""
         return self.model / self.measured - 1
 
 
 @dataclass(frozen=True)
 class Work:
-    """The same work by both drivers: counts, and microseconds by the model."""
+    """One piece of work done by both drivers: counts, and microseconds by the model."""
 
     what: str
     stock: dict[str, Any]
@@ -74,7 +74,7 @@ class Work:
 
 
 def costs(results: Results, way: str) -> Costs:
-    """From 64 pages one by one and in one call. `way`: "map" or "unmap"."""
+    """Costs from 64 pages one by one and in one call. `way`: "map" or "unmap"."""
     one = results[_TIMES]
     apart, together = (
         one.value(f"batch/{way}_{how}/stock/64K") for how in ("scattered", "contiguous")
@@ -107,7 +107,7 @@ def checks(results: Results) -> list[Check]:
 
 
 def workloads(results: Results) -> list[Work]:
-    """The counted work, and what the model says of it. NotMeasured: there are no counts."""
+    """The counted work, with the model's times. NotMeasured: there are no counts."""
     path = results.folder / _COUNTS
     if not path.exists():
         raise NotMeasured(_COUNTS)
@@ -129,7 +129,7 @@ def _milliseconds(value: float) -> str:
 
 
 def section(results: Results) -> list[str]:
-    """The part of the page; nothing where there are no counts or no times."""
+    """The section of the page; empty if there are no counts or no times."""
     try:
         inputs = {way: costs(results, way) for way in ("map", "unmap")}
         tested, counted = checks(results), workloads(results)

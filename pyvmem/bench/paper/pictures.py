@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The papers' figures in their own form, from our kept results. Needs matplotlib.
+"""The papers' figures in their own form, from our committed results. Needs matplotlib.
 
-Every file carries a digest of what it shows, so that a changed result is found without comparing
-drawings, which differ between versions of matplotlib.
+Every file has a digest of the data that it shows, so that a changed result is noticed without
+comparing drawings, which differ between versions of matplotlib.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Picture:
     """A figure.
 
     Attributes:
-        name: of the file, without its ending.
-        title: what it shows, and whose figure it follows.
+        name: of the file, without its extension.
+        title: what it shows, and which figure it follows.
         kind: "bars" or "lines".
-        label: of the vertical axis. along: of the horizontal one.
-        data: for bars, the groups' names and each series' values; for lines, each series' points.
-            NotMeasured: a result is missing.
+        label: of the vertical axis. along: of the horizontal axis.
+        data: returns, for bars, the groups' names and each series' values; for lines, each series'
+            points. Raises NotMeasured if a result is missing.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Picture:
 
 
 def _paged(results: Results, cases: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """For bars: time of each block size over that of contiguous 64 KB pages."""
+    """For bars: the time of each block size divided by that of contiguous 64 KB pages."""
     groups: list[str] = []
     series: dict[str, list[float]] = {name: [] for name in ("contiguous", "16", "128", "256")}
     for file, kernel, words in (
@@ -214,7 +214,7 @@ def _hits(results: Results) -> dict[str, Any]:
 
 
 def _served(file: str, part: str, figures: dict[str, str]) -> Callable[[Results], dict[str, Any]]:
-    """For bars: the figures of a serving run's arms, over those of the contiguous one."""
+    """For bars: the figures of a serving run's arms, divided by the contiguous arm's."""
 
     def data(results: Results) -> dict[str, Any]:
         one = results[file]
@@ -413,7 +413,7 @@ PICTURES = (
 
 
 def available(results: Results) -> list[tuple[Picture, dict[str, Any]]]:
-    """The pictures whose results are there, and what they show."""
+    """The pictures whose results exist, with their data."""
     found = []
     for picture in PICTURES:
         try:
@@ -424,7 +424,7 @@ def available(results: Results) -> list[tuple[Picture, dict[str, Any]]]:
 
 
 def digest(picture: Picture, data: dict[str, Any]) -> str:
-    """Of all that a picture shows."""
+    """A digest of all that a picture shows."""
     shown = [picture.name, picture.title, picture.kind, picture.label, picture.along, data]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 

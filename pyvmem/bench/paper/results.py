@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Kept results, by file and row."""
+"""Committed results, by file and row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["NotMeasured", "Result", "Results"]
 
 
 class NotMeasured(LookupError):
-    """A file or a row that a value needs is not there."""
+    """A file or a row that a value needs does not exist."""
 
 
 class Result:
@@ -44,14 +44,14 @@ class Result:
             raise NotMeasured(f"{self.path.name}: {name}") from None
 
     def value(self, name: str, field: str = "") -> float:
-        """A row's number: `field`, or else its value or median."""
+        """A number of a row: `field`, or by default its value or median."""
         row = self.row(name)
         if field:
             return float(row[field])
         return float(row["value"] if "value" in row else row["median"])
 
     def median(self, names: Sequence[str]) -> float:
-        """The median of rows: the same over several memories."""
+        """The median over rows, which are the same measurement over several buffers."""
         return statistics.median(self.value(name) for name in names)
 
     def aim(self, name: str) -> float:
@@ -63,7 +63,7 @@ class Result:
 
     @property
     def hardware(self) -> str:
-        """The GPU, in few words; "arithmetic" for what needs none."""
+        """The GPU in a few words; "arithmetic" for a result that needs none."""
         gpu = self.data["machine"]["gpu"]
         if not gpu:
             return "arithmetic"

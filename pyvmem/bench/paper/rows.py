@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""One row for each table and figure of the papers: their number, and how ours is found.
+"""One row for each table and figure of the papers: their number, and how ours is computed.
 
-The papers' numbers are from their abstracts and from public texts that quote them (`SOURCES`); what
-only a curve shows is not here. A value of ours is computed from kept results, or says that there
-are none.
+The papers' numbers are from their abstracts and from public texts that quote them (`SOURCES`);
+numbers that only a curve shows are left out. Our numbers are computed from committed results, or
+say that there are none.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Row:
 
     Attributes:
         paper: of `PAPERS`.
-        number: in the paper; v3's, where versions differ.
-        what: it shows.
-        theirs: the number, with its hardware.
-        source: of `SOURCES`.
-        file: of the results, without its ending; "": none is read.
-        ours: the text of our number. NotMeasured: there is none.
-        command: that makes it.
-        why: they differ, in a sentence.
-        cannot: why a machine here cannot show it; "": it can.
+        number: of the table or figure in the paper; in v3 if versions differ.
+        what: what it shows.
+        theirs: the paper's number, with its hardware.
+        source: a key of `SOURCES`.
+        file: the results file, without its extension; "": none is read.
+        ours: returns the text of our number. NotMeasured: there is none.
+        command: the command that measures it.
+        why: why the two differ, in a sentence.
+        cannot: why none of our machines can measure it; "": one can.
     """
 
     paper: str
@@ -96,12 +96,12 @@ def block_tokens(model: str, ranks: int, page: int) -> int:
 
 
 def waste(model: str, page: int) -> float:
-    """MB that a request wastes at most, a page of each tensor; all ranks together as one."""
+    """Most MB that a request wastes: a page of each tensor, with all ranks counted as one."""
     return 2 * SHAPES[model].num_layers * page / 2**20
 
 
 def slot_tokens(memory: float, layers: int, hidden: int) -> float:
-    """Tokens whose float16 keys and values fit `memory`, of a model without grouped heads."""
+    """Tokens whose float16 keys and values fit in `memory`, in a model without grouped heads."""
     return memory / (2 * layers * hidden * 2)
 
 
@@ -135,7 +135,7 @@ def _opt(_: Results) -> str:
 
 
 def _over_blocks(file: str, kernel: str, *cases: str) -> Callable[[Results], str]:
-    """The time of blocks of 16 and of the best blocks, over our contiguous pages'."""
+    """The times of blocks of 16 and of the best blocks, divided by our contiguous pages'."""
 
     def text(results: Results) -> str:
         parts = []
@@ -162,7 +162,7 @@ DECODING = {case.name: case for case in CASES if case.name in _BATCHES}
 
 
 def reading(results: Results, case: str, form: str) -> float:
-    """GB/s: keys and values of a case of `DECODING` over the time of `form` in its memory."""
+    """GB/s: bytes of keys and values of a case of `DECODING`, divided by the time of `form`."""
     names = [f"fa3/{case}/{form}/malloc{i}" for i in (0, 1)]
     if form == "contiguous":
         names = [f"fa3/{case}/{form}/random{i}" for i in (0, 1)]
@@ -187,7 +187,7 @@ def _fa3_over_fa2(results: Results) -> str:
     return f"kernels alone, prefill of 32K {prefill:.2f}x, decode of 32 x 32K {decode:.2f}x"
 
 
-_VERSIONS = ("sdpa", "fa3")  # torch's flash kernel is the second version
+_VERSIONS = ("sdpa", "fa3")  # torch's flash kernel is FlashAttention-2
 
 
 def _page_size(results: Results) -> str:
@@ -197,7 +197,7 @@ def _page_size(results: Results) -> str:
 
 
 def _by_slots(results: Results) -> str:
-    """The best paged form's time over that of FlashInfer's calls for each slot."""
+    """The best paged form's time divided by that of FlashInfer's calls for each slot."""
     parts = []
     for tokens in ("64k", "128k", "192k"):
         slots, layered = (
@@ -312,7 +312,7 @@ def _hits(results: Results) -> str:
 def _served(
     file: str, part: str, figure: str, words: str, *others: str
 ) -> Callable[[Results], str]:
-    """The contiguous arm's figure over those of the others that were run, and of an equal arm."""
+    """The contiguous arm's figure divided by each other arm's that was run, and an equal arm's."""
 
     def text(results: Results) -> str:
         one = results[file]
@@ -373,7 +373,7 @@ def _small_pages(results: Results, file: str = "serve-azure-h100", part: str = "
         try:
             rows = [one.row(f"{part}/{key}/{arm}") for arm in (first, "2M")]
         except NotMeasured:
-            if key != "full":  # nobody waits where arrivals are slow
+            if key != "full":  # nobody waits when arrivals are slow
                 raise
             continue
         parts.append(f"{words} {over(*rows):.2f}x")
@@ -381,7 +381,7 @@ def _small_pages(results: Results, file: str = "serve-azure-h100", part: str = "
 
 
 def _forks(results: Results) -> str:
-    """The ranges over 2, 4 and 6, as the paper gives them."""
+    """The ranges over widths 2, 4 and 6, as the paper gives them."""
     one, parts = results["sharing"], []
     for load, name in (("alpaca", "Alpaca"), ("sharegpt", "ShareGPT")):
         for system, words in (

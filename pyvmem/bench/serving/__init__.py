@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: MIT
-"""A serving loop that compares ways to keep keys and values; `vmem bench serve`."""
+"""`vmem bench serve`: a serving loop that compares ways to keep keys and values."""
 
 __all__: list[str] = []

@@ -2,9 +2,9 @@
 """`vmem bench serve`: requests served by arms that differ in nothing but the cache.
 
 One process, one model, one kernel library, one loop; each arm has a store of keys and values
-(`pyvmem.bench.serving.stores`) with the same memory. They take turns, the order rotated every
-round; the first arm is the reference that every other is compared with, and may stand twice in the
-list, by the name `again`, so that the spread of equal arms is seen.
+(`pyvmem.bench.serving.stores`) with the same memory. The arms take turns, in an order that rotates
+every round. The first is the reference that the others are compared with, and may be run once more
+under the name `again`, which shows the spread between equal arms.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ __all__ = ["ARMS", "WORKLOADS", "Arm", "add_parser", "run"]
 _BOUND = 0.05  # of the largest logit: bfloat16 has 8 bits, and the model's layers add up
 _TILE = 191  # rows that FlashAttention-3's contiguous call may read past a length
 _BLOCK = 32  # rows of a slot's blocks for its paged call, which then reads exactly
-_CONTENT = 512  # tokens that an id of content stands for
-_CHAT = (1800, 744)  # tokens of OpenChat's prompts and answers, in the mean
-_TALKS = 4  # made-up conversations at a time
+_CONTENT = 512  # tokens that a content id stands for
+_CHAT = (1800, 744)  # mean tokens of OpenChat's prompts and answers
+_TALKS = 4  # synthetic conversations at a time
 _FEW = 16  # slots for the comparison of logits
 _SPARE = 8 << 30  # bytes for activations, graphs and libraries
 _METHOD = {
@@ -73,12 +73,12 @@ class Arm:
         what: in words.
         kind: "slots", "paged" or "static".
         prefill, decode: the attention kernel's call, "contiguous" or "paged".
-        page: bytes, of slots; 0: the command's.
-        group: layers in a tensor, of slots; 0: the command's.
-        block: rows, of blocks.
-        backend: of slots; "": the command's.
+        page: bytes of a page, for slots; 0: the command's.
+        group: layers in a tensor, for slots; 0: the command's.
+        block: rows of a block, for blocks.
+        backend: for slots; "": the command's.
         library: of attention; see `Kernels`.
-        ahead: tokens that the cache is told of; 0: the command's. More where a page is few tokens.
+        ahead: how many tokens ahead the cache is told; 0: the command's. More for small pages.
     """
 
     what: str
@@ -129,7 +129,7 @@ WORKLOADS = {
 
 
 class _Runner:
-    """One model, and stores for it by the names of arms."""
+    """One model, and stores for it by arm name."""
 
     def __init__(
         self,
@@ -148,15 +148,15 @@ class _Runner:
         self.gpu = device.type == "cuda"
 
     def arm(self, name: str) -> Arm:
-        """The arm; `again` is the first one."""
+        """An arm by its name; `again` is the first one."""
         return ARMS[self.command.args.arms[0] if name == AGAIN else name]
 
     def words(self, name: str) -> str:
-        """What an arm is."""
+        """What an arm is, in words."""
         return self.arm(name).what + (", again" if name == AGAIN else "")
 
     def _tiles(self, arm: Arm) -> bool:
-        """Whether its contiguous call reads whole tiles, past a request's length."""
+        """Whether an arm's contiguous call reads whole tiles, past a request's length."""
         return self.gpu and arm.library == "fa3"
 
     def _store(self, arm: Arm, slots: int, limit: int) -> Store:
@@ -177,7 +177,7 @@ class _Runner:
             page_size=page,
             group_size=gcd(arm.group or args.group, sizes.layers),
             memory_limit=limit,
-            zero_fill=False,  # the other arms' memory goes from request to request as it is, too
+            zero_fill=False,  # the other arms do not zero memory between requests, either
             overread_rows=_TILE if self._tiles(arm) else 0,
             overread_decode=self._tiles(arm) and arm.decode == "contiguous",
         )
@@ -197,7 +197,7 @@ class _Runner:
         limit_s: float = float("inf"),
         observer: Any = None,
     ) -> Outcome:
-        """A run over a fresh store, of the command's slots and memory where none are named."""
+        """Serves over a new store, by default with the command's slots and memory."""
         from pyvmem.bench.serving.loop import serve
         from pyvmem.bench.serving.ranks import Run
 
@@ -222,7 +222,7 @@ class _Runner:
                 )
 
     def open(self, run: Run) -> Forward:
-        """A forward pass over a fresh store; rank 0's tells the others."""
+        """A forward pass over a new store; rank 0's tells the other ranks."""
         from pyvmem.attention.reads import EXACT, Reads
         from pyvmem.bench.serving.forward import Forward, Kernels
         from pyvmem.bench.serving.ranks import LeadingForward, Told
@@ -241,7 +241,7 @@ class _Runner:
         return leading
 
     def sweep(self) -> None:
-        """Closes the stores; not where one was used, since an error's frames hold its tensors."""
+        """Closes the stores; never where one is used, since an error's frames hold its tensors."""
         import torch
 
         gc.collect()
@@ -253,7 +253,7 @@ class _Runner:
             torch.cuda.empty_cache()
 
     def logits(self, name: str, requests: Sequence[Request]) -> dict[tuple[int, int], Any]:
-        """By request and rows, what followed."""
+        """The logits that followed, by request and number of rows."""
         found: dict[tuple[int, int], Any] = {}
 
         def keep(lives: Any, logits: Any) -> None:
@@ -282,7 +282,7 @@ def _tokens(sizes: Sizes, number: int, arrival: Arrival) -> Ints:
 
 
 def _check(runner: _Runner, part: Part, names: Sequence[str]) -> list[str]:
-    """Each arm's logits against the first's; those that are further apart than rounding."""
+    """Compares each arm's logits with the first's; returns the arms that differ by too much."""
     wrong: list[str] = []
     requests = [Request(37, 6), Request(300, 4), Request(610, 5), Request(5, 9)]
     requests = [one for one in requests if one.longest <= runner.longest]
@@ -316,7 +316,7 @@ def _check(runner: _Runner, part: Part, names: Sequence[str]) -> list[str]:
 
 
 def _attempt(runner: _Runner, part: Part, name: str, work: Callable[[], Any]) -> Any:
-    """What an arm returns, or None where it cannot run; the others still do."""
+    """What `work` returns, or None if the arm cannot run; the others still do."""
     why = ""
     try:
         return work()
@@ -330,7 +330,7 @@ def _attempt(runner: _Runner, part: Part, name: str, work: Callable[[], Any]) ->
 
 
 def _workload(args: argparse.Namespace, longest: int, shrink: int) -> list[Arrival]:
-    """The requests that fit a slot, with their arrivals; lengths are divided by `shrink`."""
+    """The requests that fit in a slot, with their arrivals; lengths are divided by `shrink`."""
     if args.workload == "chat":
         made = generate(args.requests, args.seed)
         prompts, answers = (
@@ -360,7 +360,7 @@ def _workload(args: argparse.Namespace, longest: int, shrink: int) -> list[Arriv
 
 
 def _conversations(args: argparse.Namespace) -> list[Arrival]:
-    """Made up: `_TALKS` at a time, each with 4 prompts, 128 tokens more every time."""
+    """Synthetic conversations, `_TALKS` at a time, of 4 prompts that grow by 128 tokens each."""
     arrivals = []
     for number, one in enumerate(poisson([Request(1, 32)] * args.requests, args.rate, args.seed)):
         turn, talk = divmod(number % (4 * _TALKS), _TALKS)
@@ -417,7 +417,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
 
 
 def _compare(command: Command, part: Part, runner: _Runner, arrivals: Sequence[Arrival]) -> None:
-    """The arms in turns, after their logits."""
+    """Compares the arms' logits, then runs the arms in turn."""
     args = command.args
     names: list[str] = args.arms
     wrong: list[str] = []
@@ -459,7 +459,7 @@ def _compare(command: Command, part: Part, runner: _Runner, arrivals: Sequence[A
             part.not_run(f"makespan/{name}", "the deadline came first")
     add_aims(command.aims, part, {name: runner.words(name) for name in names}, args.limit)
     if wrong:
-        raise WrongResult(f"{', '.join(wrong)}: other logits than {names[0]}")
+        raise WrongResult(f"{', '.join(wrong)}: the logits differ from those of {names[0]}")
 
 
 def _arms(text: str) -> list[str]:
@@ -471,7 +471,7 @@ def _arms(text: str) -> list[str]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """What a run's numbers depend on."""
+    """The options that a run's numbers depend on."""
     names = (
         "arms workload skip seed rate speed_up limit slots group budget ahead rounds limit_s eager"
     )
@@ -523,7 +523,7 @@ def run(args: argparse.Namespace) -> int:
     """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
     if args.merge is not None:
         return put_together(join, args)
-    if rank := int(os.environ.get("RANK", "0")):  # torchrun's; rank 0 alone writes
+    if rank := int(os.environ.get("RANK", "0")):  # set by torchrun; only rank 0 writes
         args.out, args.json = None, False
     args.device = int(os.environ.get("LOCAL_RANK", args.device)) if rank else args.device
     command = open_command(args, "serve", _METHOD, **_options(args))

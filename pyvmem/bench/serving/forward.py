@@ -2,9 +2,9 @@
 """One forward pass of a serving loop over any store, eager or as a CUDA graph.
 
 A step is one copy of its numbers to the device, then the model. Requests with few new tokens come
-first and take the kernel for decoding, prompts the one for prefill, one call each. A step of
-decoding alone is replayed as a CUDA graph of the next larger size; what fills it up repeats the
-last request, whose row is then written more than once with the same numbers.
+first and use the kernel for decoding, prompts the one for prefill, in one call each. A step that
+only decodes is replayed as a CUDA graph of the next larger size; the graph is padded with the last
+request, whose row is then written more than once with the same numbers.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 
 
 
 class Kernels(NamedTuple):
-    """Which call of the attention kernel each phase takes.
+    """Which call of the attention kernel each phase uses.
 
     Attributes:
         prefill, decode: "contiguous" or "paged".
-        reads: of the contiguous call.
-        library: "fa3", "fa2", or "flashinfer" for prompts, where decoding is FlashAttention-3's.
+        reads: what the contiguous call reads.
+        library: "fa3", "fa2", or "flashinfer": for prompts, while FlashAttention-3 decodes.
     """
 
     prefill: str
@@ -58,7 +58,7 @@ class Work(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A step that was launched: its logits, and how to wait until it is over."""
+    """A step that was launched: its logits, and how to wait for it."""
 
     logits: torch.Tensor
     wait: Callable[[], None]
@@ -66,7 +66,7 @@ class Launched(NamedTuple):
 
 @dataclass
 class _Part:
-    """Requests of a step that one call of a kernel serves."""
+    """Requests of a step that one kernel call serves."""
 
     tokens: slice
     starts: torch.Tensor
@@ -93,7 +93,7 @@ class _Batch:
 class _Numbers:
     """A step's numbers: two pinned copies on the host, used in turn, and one on the device.
 
-    Two, since a step is prepared while the one before it runs.
+    There are two because a step is prepared while the one before it runs.
     """
 
     _TOKENS = ("ids", "positions", "rows", "places")
@@ -116,7 +116,7 @@ class _Numbers:
         return out
 
     def send(self, **values: Any) -> None:
-        """Puts the numbers on the device, in the order of the stream."""
+        """Copies the numbers to the device, in stream order."""
         self._turn ^= 1
         host = self._host[self._turn]
         fields = self._cut(host.numpy())
@@ -125,7 +125,7 @@ class _Numbers:
         self._device.copy_(host, non_blocking=True)
 
     def there(self) -> dict[str, torch.Tensor]:
-        """The fields on the device."""
+        """The fields as they are on the device."""
         return self._cut(self._device)
 
 
@@ -135,9 +135,9 @@ class Forward:
     Args:
         model: the decoder.
         store: where the rows are.
-        kernels: of the phases; on the CPU, SDPA over the same rows.
-        budget: new tokens in a step, at most; not less than the store's slots.
-        graphs: decode in CUDA graphs.
+        kernels: for each phase; on the CPU, SDPA over the same rows.
+        budget: most new tokens in a step; at least the store's slots.
+        graphs: decode with CUDA graphs.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Forward:
         fused.write_rows(key, value, *self.store.layers[layer], batch.rows, batch.places)
 
     def __call__(self, q: torch.Tensor, layer: int, batch: _Batch) -> torch.Tensor:
-        """Attention of the new tokens, by one call for each part."""
+        """Attention for the new tokens, with one call for each part."""
         found = [self._attend(q[part.tokens], layer, part) for part in batch.parts]
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -201,13 +201,13 @@ class Forward:
 
     @torch.inference_mode()
     def launch(self, works: list[Work]) -> Launched:
-        """Runs a step, for whose rows the store has memory; those with few new tokens first."""
+        """Launches a step whose rows have memory; requests with few new tokens come first."""
         self.store.upload()
         if self._graphs is not None and all(len(work.ids) == 1 for work in works):
             logits = self._replay(works, self._graphs)
         else:
             logits = self._eager(works)
-        logits = logits[: len(works)]  # without what fills a graph up
+        logits = logits[: len(works)]  # without the graph's padding
         self._tokens[: len(works)].copy_(logits.argmax(dim=1), non_blocking=True)
         if not self._gpu:
             return Launched(logits, lambda: None)
@@ -217,7 +217,7 @@ class Forward:
         return Launched(logits, event.synchronize)
 
     def _send(self, numbers: _Numbers, works: Sequence[Work], few: int) -> None:
-        """A step's numbers; the first `few` requests are the first part."""
+        """Writes and sends a step's numbers; the first `few` requests are the first part."""
         counts = np.array([len(work.ids) for work in works], dtype=np.int32)
         slots = np.array([work.slot for work in works], dtype=np.int32)
         used = np.array([work.end for work in works], dtype=np.int32)
@@ -251,7 +251,7 @@ class Forward:
         prompts: bool = False,
         max_kv: int = 0,
     ) -> _Part:
-        """Requests from number `first` on; `max_kv`: 0 means their longest."""
+        """The requests from number `first` on; `max_kv` 0 means the longest of them."""
         end = first + len(works)
         index = there["index"][first:end]
         table = None
@@ -273,7 +273,7 @@ class Forward:
         )
 
     def _width(self, works: Sequence[Work]) -> int:
-        """Blocks that a table needs: a power of two, for few widths, or all."""
+        """The width of a table in blocks: a power of two, so that widths are few, or all blocks."""
         table = self.store.table
         if table is None:
             return 0
@@ -281,7 +281,7 @@ class Forward:
         return min(1 << (needed - 1).bit_length(), table.width)
 
     def _prefills(self, work: Work) -> bool:
-        """Whether it takes the kernel for prefill: that one may read past the length."""
+        """Whether it can use the kernel for prefill, which may read past the length."""
         if len(work.ids) <= PREFILL_TOKENS:
             return False
         if self.kernels.prefill == "paged" or self.store.table is None:
@@ -293,7 +293,7 @@ class Forward:
         late = [self._prefills(work) for work in works]
         few = late.index(True) if True in late else len(works)
         if not all(late[few:]):
-            few = len(works)  # one that cannot follows one that can: all by the exact kernel
+            few = len(works)  # one that cannot comes after one that can: all use the exact kernel
         self._send(self._mixed, works, few)
         there = self._mixed.there()
         total = sum(len(work.ids) for work in works)
@@ -338,10 +338,10 @@ class Forward:
             return self._model(there, size, size, [part])
 
         if size not in graphs:
-            logits = forward()  # this step, and what must be loaded before a capture
+            logits = forward()  # runs this step, and loads what a capture needs
             graph: Any = torch.cuda.CUDAGraph()
             torch.cuda.synchronize(self._device)
-            # Other threads may call the driver meanwhile: a cache's own, for its pages.
+            # Other threads may call the driver meanwhile: a cache's worker, for its pages.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 kept = forward()
             self._pool = graph.pool()
@@ -352,7 +352,7 @@ class Forward:
         return logits
 
     def warm_up(self) -> None:
-        """Runs prompts and decoding once, and captures a graph of each size that memory holds."""
+        """Runs prompts and decoding once, and captures a graph of each size that memory allows."""
         slots: list[int] = []
         token = np.zeros(1, dtype=np.int32)
         prompt = np.zeros(PREFILL_TOKENS + 1, dtype=np.int32)
@@ -380,7 +380,7 @@ class Forward:
 
 
 def _call(library: str) -> Any:
-    """A kernel's call with a part's keys and values, and its block table or none."""
+    """The function that calls a kernel on a part's keys and values, with or without a table."""
     if library != "fa2":
         return flash.fa3_call()
 

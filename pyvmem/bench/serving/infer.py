@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """FlashInfer for the prompts of a step: one call a slot, or one over blocks, planned once a step.
 
-Decoding stays FlashAttention-3's: a plan of FlashInfer's is made on the host, which a CUDA graph
-cannot do. Its kernels are compiled when they are first called (`pyvmem.attention.infer`).
+FlashAttention-3 does the decoding, since FlashInfer plans on the host, which a CUDA graph cannot
+do. FlashInfer's kernels are compiled when they are first called (`pyvmem.attention.infer`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORKSPACE = 256 << 20
 
 
 class Prompts:
-    """Its calls for the prompts of one step after the other.
+    """FlashInfer's calls for the prompts of one step after the other.
 
     Args:
         sizes: of the model.
@@ -32,7 +32,7 @@ class Prompts:
         device: a GPU.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: FlashInfer is not installed.
     """
 
     def __init__(self, sizes: Sizes, block: int, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Prompts:
             )
 
     def plan(self, works: Sequence[Work], table: torch.Tensor | None) -> None:
-        """For all layers of a step; `table`: the blocks of `works`, int32 ``[works, width]``."""
+        """Plans all layers of a step; `table`: the blocks of `works`, int32 ``[works, width]``."""
         self._works = works
         if self._batch is None:
             return
@@ -85,7 +85,7 @@ class Prompts:
         at = 0
         for work in self._works:
             new = slice(at, at + len(work.ids))
-            rows = slice(work.end)  # a view that ends there: no tile behind it is read
+            rows = slice(work.end)  # a view that ends there, so that no tile past it is read
             keys, values = k[work.slot, rows], v[work.slot, rows]
             scale = self._sizes.head_dim**-0.5
             out[new] = self._single(
@@ -96,5 +96,5 @@ class Prompts:
 
 
 def _sums(counts: Any) -> torch.Tensor:
-    """On the CPU, where `plan` reads them."""
+    """Cumulative sums, on the CPU, where `plan` reads them."""
     return torch.from_numpy(np.concatenate(([0], np.cumsum(counts)))).int()

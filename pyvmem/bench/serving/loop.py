@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Continuous batching with chunked prefill: requests by their lengths and arrivals, timed.
+"""Continuous batching with chunked prefill, timed, for requests with given lengths and arrivals.
 
-A step is planned and launched while the one before it runs. Everybody who decodes is in it, then
-prompts in chunks as far as its budget of tokens goes, in the order in which they joined. A request
-joins when its prompt fits beside those that are still being read, and these are less than a step's
-worth; where its store makes memory for it in the background, it is in no step before that is done,
-unless nobody else is. Where memory is short the request that joined last is preempted: it loses its
-rows and computes them again.
+A step is planned and launched while the one before it runs. It has every request that decodes, then
+prompts in chunks up to its token budget, in the order in which they joined. A request joins when
+its prompt fits beside those that are still being read and these are less than a step's worth. If
+its store maps memory for it in the background, it takes part in a step only once that is done, or
+if no other request does. When memory is short, the request that joined last is preempted: it loses
+its rows and computes them again.
 
 Tokens are given, not sampled (the sampled ones are computed and dropped), so that every store
 computes the same and its logits can be compared with another's.
@@ -34,13 +34,15 @@ Observer = Callable[["list[Live]", torch.Tensor], None]
 
 @dataclass(eq=False)
 class Live:
-    """A request on its way.
+    """A request that is being served.
 
     Attributes:
-        number: its place in the workload.
+        number: its index in the workload.
         ids: tokens of its prompt and its answer.
-        rows: with keys and values, as of the last planned step. emitted: tokens of its answer.
-        fresh: has a slot, and was in no step since. times: when each token of its answer was there.
+        rows: rows with keys and values, as of the last planned step.
+        emitted: tokens of its answer so far.
+        fresh: it has a slot, and was in no step since it got it.
+        times: when each token of its answer was there.
     """
 
     number: int
@@ -56,13 +58,13 @@ class Live:
 
     @property
     def known(self) -> int:
-        """Tokens that are there: the prompt's, and the answer's so far."""
+        """Number of tokens so far: the prompt's, and those of the answer."""
         return self.prompt + self.emitted
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory at a moment: bytes mapped, held by requests, and of rows; requests that run."""
+    """Memory at one time: bytes mapped, held by requests, and of rows; running requests."""
 
     at: float
     mapped: int
@@ -76,14 +78,15 @@ class Outcome:
     """What a run measured; times in seconds from its start.
 
     Attributes:
-        finished: requests. cut: whether the time ran out before the last.
-        seconds: from the first arrival to the last token, or to the end of the time.
-        first, between: times to first tokens and between tokens, each in order.
-        prompt_tokens, new_tokens: of prompts computed, again after a preemption; of answers.
+        finished: requests that finished. cut: whether time ran out before the last.
+        seconds: from the first arrival to the last token, or to the time limit.
+        first, between: times to first tokens and between tokens, each sorted.
+        prompt_tokens, new_tokens: tokens computed of prompts, again after a preemption, and of
+            answers.
         shared: rows that requests began with.
         steps, batch_s: forward passes; requests in a step times its seconds, summed.
-        short_s, short_batch_s: seconds in which requests waited for a slot or for memory; these
-            times the requests in a step.
+        short_s, short_batch_s: seconds in which requests waited for a slot or for memory, and these
+            seconds times the requests in a step.
     """
 
     finished: int = 0
@@ -124,7 +127,7 @@ class _Loop:
         self.waiting: deque[Live] = deque()
         self.running: list[Live] = []
         self.done: list[Live] = []
-        self.short = False  # nobody joins until somebody has left
+        self.short = False  # no request joins until one has left
         self.out = Outcome()
         self._clock = time.perf_counter
         self._start = self._last = self._sampled = 0.0
@@ -133,7 +136,7 @@ class _Loop:
         return self._clock() - self._start
 
     def run(self, coming: deque[Live]) -> Outcome:
-        """Serves all of them, or as many as the time lasts."""
+        """Serves all requests, or as many as time allows."""
         flying: _Flying | None = None
         self._start = self._clock()
         self._last = 0.0
@@ -169,7 +172,7 @@ class _Loop:
         return out
 
     def _plan(self) -> list[tuple[Live, int]]:
-        """Requests and their new tokens, for whose rows there is memory; decoding comes first."""
+        """Requests and their new tokens, whose rows have memory; decoding comes first."""
         self._announce(self._join())
         while self.running:
             chosen = self._choose()
@@ -182,7 +185,7 @@ class _Loop:
         return []
 
     def _choose(self) -> list[tuple[Live, int]]:
-        """Requests and their new tokens, as far as the budget goes; one at least."""
+        """Requests and their new tokens, as far as the budget goes, but at least one."""
         left = self.budget
         chosen: list[tuple[Live, int]] = []
         for decodes in (True, False):
@@ -198,7 +201,7 @@ class _Loop:
         return chosen
 
     def _join(self) -> list[Live]:
-        """Gives slots to those who wait, while they fit; who got one."""
+        """Gives slots to waiting requests while they fit; returns those that got one."""
         joined: list[Live] = []
         while self.waiting and not self.short:
             live = self.waiting[0]
@@ -262,15 +265,15 @@ class _Loop:
         return _Flying(step, at, len(planned), emitting)
 
     def _announce(self, lives: Sequence[Live]) -> None:
-        """Tells the store what the next step is likely to need for these.
+        """Tells the store what the next step is likely to need for these requests.
 
-        Those that were in no step yet come on their own, so that nobody waits for their memory.
+        Those that were in no step yet are announced apart, so that no other waits for their memory.
         """
         left, part = self.budget, max(1, self.ahead // 2)
         asked: dict[bool, tuple[list[int], list[int]]] = {False: ([], []), True: ([], [])}
         for live in lives:
             pending = live.known - live.rows
-            if pending == 1:  # in parts, so that pages come some at a time
+            if pending == 1:  # in parts, so that pages come a few at a time
                 length = (live.rows + max(1, self.ahead)) // part * part
             else:
                 length = live.rows + min(pending, self.budget if live.fresh else left)
@@ -320,12 +323,12 @@ def serve(
 
     Args:
         forward: the model over a store, all of whose slots are free.
-        arrivals: the requests, in the order of their times.
-        tokens: ids of a request's prompt and answer, from its number and itself.
-        budget: new tokens in a step, at most.
-        ahead: tokens ahead that a store is told of.
-        limit_s: after so long, stop.
-        observer: gets every step's requests and logits; then nothing overlaps.
+        arrivals: the requests, sorted by time.
+        tokens: returns the ids of a request's prompt and answer, given its number and itself.
+        budget: most new tokens in a step.
+        ahead: how many tokens ahead a store is told.
+        limit_s: stop after so many seconds.
+        observer: gets every step's requests and logits; with it, nothing overlaps.
 
     Raises:
         ValueError: a request is longer than a slot. RuntimeError: memory is too small for one.

@@ -2,8 +2,9 @@
 """A serving loop on several GPUs: tensor parallelism, and a `ParallelKVCache` on each rank.
 
 Rank 0 runs the loop. Before each forward pass it tells the others what it asked of its store since
-the last one, and which requests are in the pass; they ask theirs the same, which must answer the
-same, and run it too. One message a pass, over gloo; the sums of a layer go over the model's group.
+the last pass, and which requests are in this one. They ask the same of their stores, which must
+give the same answers, and run the pass, too. That is one message a pass, over gloo; a layer's sums
+go over the model's group.
 
     python -m torch.distributed.run --nproc-per-node 2 $(which vmem) bench serve --model Yi-34B ...
 """
@@ -29,12 +30,12 @@ __all__ = ["Group", "LeadingForward", "Told", "count", "follow"]
 
 
 def count() -> int:
-    """Ranks that this process was started with, by torchrun's variable; 1 without it."""
+    """The number of ranks, from torchrun's variable; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Run(NamedTuple):
-    """What a rank must make to follow a run: the arguments of `Runner.open`."""
+    """What a rank needs to follow a run: the arguments of `Runner.open`."""
 
     name: str
     slots: int
@@ -43,7 +44,7 @@ class Run(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What was asked of the store, with the answers, and the requests of a pass; None: the end."""
+    """What was asked of the store, with the answers, and a pass's requests; None: the run ended."""
 
     asked: list[tuple[str, tuple[Any, ...], Any]]
     works: list[Work] | None
@@ -67,18 +68,18 @@ class Group:
         self._control: Any = dist.new_group(backend="gloo")
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor, added up over the ranks in place."""
+        """Sums a tensor over the ranks, in place."""
         dist.all_reduce(tensor)
         return tensor
 
     def tell(self, message: Any = None) -> Any:
-        """Rank 0's message, on every rank."""
+        """Returns rank 0's message on every rank."""
         box = [message]
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
 
     def make(self, make: Callable[[], Forward]) -> Forward:
-        """What every rank could make. RuntimeError, on every rank: one could not."""
+        """What `make` returns. RuntimeError, on every rank: it failed on one of them."""
         forward, why = None, ""
         try:
             forward = make()
@@ -91,12 +92,12 @@ class Group:
         return forward
 
     def close(self) -> None:
-        """Leaves; a collective."""
+        """Leaves the group; a collective call."""
         dist.destroy_process_group()
 
 
 class Told(Store):
-    """Rank 0's store: notes what is asked, so that the other ranks can ask it, too."""
+    """Rank 0's store: records what is asked of it, so that the other ranks can ask it, too."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -137,11 +138,11 @@ class Told(Store):
         self._ask("settle")
 
     def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
-        """See `Store`; rank 0 alone decides who joins."""
+        """See `Store`; only rank 0 decides which requests join."""
         return self.store.fits(partial, tokens)
 
     def ready(self, slot: int, tokens: int) -> bool:
-        """See `Store`; rank 0 alone decides who waits."""
+        """See `Store`; only rank 0 decides which requests wait."""
         return self.store.ready(slot, tokens)
 
     def readable(self, slot: int) -> int:
@@ -171,7 +172,7 @@ class Told(Store):
 
 
 class LeadingForward(Forward):
-    """Rank 0's: every pass is every rank's."""
+    """Rank 0's forward pass, which every other rank runs as well."""
 
     group: Group
 
@@ -193,20 +194,20 @@ class LeadingForward(Forward):
 
 
 def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], None]) -> None:
-    """What the other ranks do: run after run, until rank 0 tells None.
+    """What the other ranks do: follow run after run, until rank 0 sends None.
 
     Args:
         group: of the ranks.
-        make: a forward pass over a fresh store.
-        sweep: closes the store, once the pass is forgotten.
+        make: makes a forward pass over a new store.
+        sweep: closes the store, once nothing refers to the pass.
 
     Raises:
-        WrongResult: a store answered otherwise than rank 0's.
+        WrongResult: a store did not answer as rank 0's did.
     """
     while (run := group.tell()) is not None:
         try:
             forward = group.make(partial(make, run))
-        except RuntimeError:  # rank 0 has it, too, and goes on to its next run
+        except RuntimeError:  # rank 0 gets it, too, and goes on to its next run
             sweep()
             continue
         with closing(forward):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """What the arms of `vmem bench serve` measured: rows, aims, and several runs as one.
 
-A run of minutes has room for a few arms. Runs of the same workload on the same machine are joined
-by their reference, the first arm, which is in each of them: an arm is compared with the reference's
-rounds of its own runs alone, so that a card that was slower in one of them costs nobody anything.
+A run of minutes has time for a few arms. Runs of the same workload on the same machine are joined
+by their reference, the first arm, which each of them has. An arm is compared only with the
+reference's rounds of its own runs, so that a card that was slower in one run puts no arm at a
+disadvantage.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ __all__ = ["AGAIN", "add_aims", "add_rows", "figures", "join", "over"]
 
 AGAIN = "again"  # the reference once more
 _FORMAT = "vmem-bench-serve/1"
-# Options in which runs may differ that are joined.
+# Options in which joined runs may differ.
 _FREE = ("arms", "asked", "deadline", "rounds", "limit_s")
-_BINDS = 20 << 30  # a limit that is short for Azure's trace and a model of 8B
-_NOISE = 0.05  # the most that equal arms' difference excuses; beyond it a run shows nothing
-_SERIES = 400  # samples of memory over time that a row keeps, at most
+_BINDS = 20 << 30  # up to here, memory is short for Azure's trace and an 8B model
+_NOISE = 0.05  # most that a difference of equal arms excuses; beyond it a run shows nothing
+_SERIES = 400  # most samples of memory over time that a row keeps
 
 
 def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
-    """What is reported of a run: name, words, value, unit."""
+    """What is reported about a run: name, words, value, unit."""
     seconds = outcome.seconds
     tokens = outcome.prompt_tokens + outcome.new_tokens - outcome.recomputed
     found = {
@@ -90,7 +91,7 @@ def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
 
 
 def add_rows(part: Part, name: str, what: str, outcomes: Sequence[Outcome]) -> None:
-    """The rows of an arm, with each round's number; none without a round."""
+    """Adds the rows of an arm, with each round's value; none if it has no round."""
     if not outcomes:
         return
     rounds = [figures(outcome) for outcome in outcomes]
@@ -124,7 +125,7 @@ def _middle(values: Sequence[float]) -> dict[str, Any]:
 
 
 def over(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """A row's value over another's; of joined runs, the median over those that have both."""
+    """A row's value divided by another's; in joined runs, the median over those that have both."""
     if "by_run" not in one:
         return float(one["value"]) / float(other["value"])
     mine, theirs = dict(one["by_run"]), dict(other["by_run"])
@@ -132,14 +133,14 @@ def over(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 
 
 def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> None:
-    """The reference over each other arm, and the goals that are set for them.
+    """Adds the ratio of the reference to each other arm, with the goals set for them.
 
     Args:
         aims: of the record that has the part.
-        part: with the arms' rows.
-        names: of the arms, and what they are in words; the reference is the first.
+        part: has the arms' rows.
+        names: of the arms, and what they are in words; the reference comes first.
         limit: bytes for keys and values that were asked for; 0: what is free. The goals for larger
-            batches are for memory that is short.
+            batches apply when memory is short.
     """
     first, *others = names
     binds = 0 < limit <= _BINDS
@@ -182,11 +183,11 @@ def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> No
 
 
 def join(paths: Sequence[Path]) -> Record:
-    """Runs of some arms each as one; machine and method are those of the first.
+    """Joins runs, each of some of the arms; machine and method are those of the first.
 
     Raises:
-        MergeError: one is no result of this benchmark, the runs differ in more than their arms and
-            times, or their first arms do.
+        MergeError: one is not a result of this benchmark, the runs differ in more than their arms
+            and times, or their first arms differ.
     """
     loaded = load_together(paths, _FORMAT)
     first = loaded[0]
@@ -239,7 +240,7 @@ def _words(part: Part, arm: str) -> str:
 
 
 def _joined(rows: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
-    """One row of several runs': all rounds; of a comparison the worst, of a series the last."""
+    """One row from several runs': all rounds; the worst of comparisons, the last of series."""
     last = dict(rows[-1][1])
     if "compared" in last:
         return max((row for _, row in rows), key=lambda row: float(row["value"]))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Where a serving loop keeps keys and values: slots of a `KVCache`, paged blocks, static slots.
 
-A store is tensors of rows and a manager of memory. All of them answer the same questions, so that
-the loop, the model and the kernels do not know which one they work on. The time of every call is
+A store is tensors of rows and a manager of their memory. All stores have the same interface, so
+that the loop, the model and the kernels do not know which one they use. The time of every call is
 counted: it is what a cache, or a block manager, costs its engine on the host.
 """
 
@@ -25,7 +25,7 @@ from pyvmem.kvcache.distributed import ParallelKVCache
 
 __all__ = ["Held", "Paged", "SharedPaged", "Slots", "Static", "Store", "Table"]
 
-_FEW_TENSORS = 16  # each of which takes calls of its own to be unmapped, and mapped again
+_FEW_TENSORS = 16  # each of them takes calls of its own to unmap and to map again
 
 Ints = NDArray[np.int32]
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -33,7 +33,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class Held(NamedTuple):
-    """Bytes: with memory behind them, and of these those that requests have."""
+    """Bytes of memory that are mapped, and how many of them requests have."""
 
     mapped: int
     held: int
@@ -46,8 +46,8 @@ class Table(NamedTuple):
         layers: ``[blocks, block, kv_heads, head_dim]``, keys and values.
         rows: of a block.
         width: blocks of the longest request.
-        of: the blocks of some slots, int32 ``[slots, width]``, from their numbers on the device and
-            the width.
+        of: returns the blocks of some slots, int32 ``[slots, width]``, given the slots' numbers on
+            the device and the width.
     """
 
     layers: Layers
@@ -69,15 +69,15 @@ def _timed(call: _Call) -> _Call:
 
 
 class Store(ABC):
-    """Tensors of rows and a manager of memory.
+    """Tensors of rows and a manager of their memory.
 
     Attributes:
-        slots: requests at a time, at most. longest: tokens of one.
-        token_bytes: keys and values of a token.
+        slots: most requests at a time. longest: most tokens of one.
+        token_bytes: bytes of a token's keys and values.
         layers: keys and values ``[N, places, kv_heads, head_dim]``, which rows are written to.
         contiguous: whether a request's rows are ``layers[...][slot]``.
-        table: of a paged kernel; None where there is none.
-        host_ns: in this store's calls so far.
+        table: for a paged kernel; None if there is none.
+        host_ns: time spent in this store's calls so far.
     """
 
     slots: int
@@ -90,41 +90,41 @@ class Store(ABC):
 
     @abstractmethod
     def take(self, ids: Ints) -> tuple[int, int] | None:
-        """A slot for a request of these tokens, and its rows that are there already.
+        """A slot for a request of these tokens, and how many of its rows exist already.
 
-        None: all slots are taken. Rows are there where an earlier request had the same tokens, of
-        a store that shares prefixes; the last token's never are.
+        None: all slots are taken. Rows exist if the store shares prefixes and an earlier request
+        had the same tokens; the last token's row never does.
         """
 
     @abstractmethod
     def release(self, slot: int, ids: Ints | None = None) -> None:
-        """Gives a slot back, behind the work that was launched.
+        """Gives a slot back, after the work that was launched.
 
-        `ids`: of its rows, for a store that shares prefixes to keep; None: nothing is kept.
+        `ids`: of its rows, which a store that shares prefixes keeps; None: nothing is kept.
         """
 
     @abstractmethod
     def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
         """Whether another request of `tokens` fits once the `partial` ones have grown.
 
-        `partial`: slots, and the tokens that they will have. Shared rows are not counted on.
+        `partial`: slots, and the tokens that they will have. Shared rows are not relied on.
         """
 
     @abstractmethod
     def hold(self, slots: list[int], lengths: list[int]) -> bool:
-        """Memory for so many tokens of each slot; False, with nothing changed: it is short."""
+        """Makes memory for so many tokens of each slot; False, changing nothing, if it is short."""
 
     def ahead(self, slots: list[int], lengths: list[int]) -> None:
-        """Begins what the next `hold` of these will ask for."""
+        """Begins to make the memory that the next `hold` of these slots will ask for."""
         return  # nothing to begin
 
     def ready(self, slot: int, tokens: int) -> bool:
-        """Whether `hold` of so many tokens would find the memory there, and make none."""
+        """Whether a `hold` of so many tokens would need no new memory."""
         return True
 
     def prompt_ends(self, slot: int, tokens: int) -> None:
-        """All of a slot's prompt was launched: what its kernel may read behind it can go then."""
-        return  # nothing behind it
+        """All of a slot's prompt is launched: memory past it that its kernel may read can go."""
+        return  # there is none
 
     def readable(self, slot: int) -> int:
         """Rows of a contiguous slot that a kernel may read."""
@@ -135,7 +135,7 @@ class Store(ABC):
         return slots, positions
 
     def upload(self) -> None:
-        """Tells the device of the blocks that `hold` gave out, before the work that uses them."""
+        """Tells the device which blocks `hold` gave out, before the work that uses them."""
         return  # no blocks
 
     @abstractmethod
@@ -143,11 +143,11 @@ class Store(ABC):
         """The memory as it is now."""
 
     def driver(self) -> dict[str, float]:
-        """Counters since the store was made: driver calls, and nanoseconds in them."""
+        """Driver calls since the store was made, and nanoseconds in them."""
         return {}
 
     def settle(self) -> None:
-        """Gives back what a warm-up left, and counts from here on."""
+        """Gives back what a warm-up left, and counts from now on."""
         self.host_ns = 0
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class Store(ABC):
 
 
 def _trivial(layers: Layers, rows: int) -> Table:
-    """Contiguous slots as blocks: the table just counts."""
+    """Contiguous slots as blocks, with the identity table."""
     keys = layers[0][0]
     blocks = Blocks.of(keys.shape[1], keys.stride(0), keys.stride(1), rows)
     steps = torch.arange(blocks.per_slot, dtype=torch.int32, device=keys.device) * blocks.step
@@ -172,10 +172,10 @@ class Slots(Store):
     """Slots of a `KVCache`.
 
     Args:
-        config: of the cache; its `overread_rows` are `reads`'.
-        block: rows of a block for paged kernels; 0: no such kernel is asked for.
+        config: of the cache; its `overread_rows` are those of `reads`.
+        block: rows of a block for paged kernels; 0: no paged kernel is used.
         prefixes: share them.
-        ranks: that have such a cache each, a `ParallelKVCache` of torch's process group.
+        ranks: how many have such a cache, a `ParallelKVCache` over torch's process group.
         options: of the cache.
     """
 
@@ -236,7 +236,7 @@ class Slots(Store):
 
     @_timed
     def ahead(self, slots: list[int], lengths: list[int]) -> None:
-        """See `Store`; where memory is short, the next `hold` says so."""
+        """See `Store`; if memory is short, the next `hold` says so."""
         self.cache.step_async(self._by_slot(slots, lengths))
 
     @_timed
@@ -246,7 +246,7 @@ class Slots(Store):
 
     @_timed
     def prompt_ends(self, slot: int, tokens: int) -> None:
-        """See `Store`; where a request's pages are so many calls, it grows into them instead."""
+        """See `Store`; where unmapping would take many calls, the request grows into the pages."""
         if self.cache.layout.num_tensors <= _FEW_TENSORS:
             self.cache.truncate(slot, tokens)
 
@@ -267,14 +267,14 @@ class Slots(Store):
         return {name: getattr(stats, name) - getattr(before, name) for name in names}
 
     def settle(self) -> None:
-        """See `Store`; memory is taken from the driver here, as the other stores' is.
+        """See `Store`; takes memory from the driver, as the other stores did when they were made.
 
-        torch keeps what a warm-up freed, and gives it up only where an allocation of its own is
-        short, as the other stores' are.
+        torch keeps what a warm-up freed, and gives it up only for allocations of its own, such as
+        the other stores'.
         """
         torch.cuda.empty_cache()
         self.cache.trim()
-        if self._ranks == 1:  # several have taken it when they agreed on it
+        if self._ranks == 1:  # several ranks took it when they agreed on the amount
             self.cache.context.warm(self._limit)
         super().settle()
         self._before = self.cache.stats()
@@ -286,7 +286,7 @@ class Slots(Store):
 
 
 class Static(Store):
-    """Slots with memory for the longest request each, as many as the limit has room for."""
+    """Slots that each have memory for the longest request, as many as the limit allows."""
 
     contiguous = True
 
@@ -326,10 +326,11 @@ class Static(Store):
 
 
 class Paged(Store):
-    """Blocks of a pool that is there from the start, a block table, and a stack of free blocks.
+    """Blocks of a pool that is allocated up front, a block table, and a stack of free blocks.
 
-    The table lies on the device and gets new entries alone; a forward pass gathers its requests'
-    lines from it. A block is given out again at once: the work on one stream is in order.
+    The table lies on the device, where only new entries are copied; a forward pass gathers its
+    requests' rows of it. A freed block is given out again at once, as work on one stream is in
+    order.
     """
 
     contiguous = False
@@ -372,7 +373,7 @@ class Paged(Store):
         return len(self._free)
 
     def _grab(self, count: int) -> list[int]:
-        """So many blocks, of those that can be had."""
+        """Takes so many of the available blocks."""
         taken = self._free[-count:]
         del self._free[-count:]
         return taken
@@ -430,10 +431,10 @@ class Paged(Store):
 
 
 class SharedPaged(Paged):
-    """`Paged`, with full blocks known by their tokens and those before them.
+    """`Paged`, with full blocks named by their tokens and all tokens before them.
 
-    A block keeps its rows when its last request ends, and goes to the end of a queue; where none is
-    free, the one at its front is taken and forgotten. A request's last blocks are queued first.
+    A block keeps its rows when its last request ends, and goes to the end of a queue; if no block
+    is free, the one at the front is evicted. A request's last blocks are queued first.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -441,10 +442,10 @@ class SharedPaged(Paged):
         self._users = [0] * self.blocks
         self._key: dict[int, int] = {}  # of a block
         self._known: dict[int, int] = {}  # a key's block
-        self._idle: dict[int, None] = {}  # known, and no request's; the next to go first
+        self._idle: dict[int, None] = {}  # known, and no request's; the next to be evicted first
 
     def _keys(self, ids: Ints) -> list[int]:
-        """Of the full blocks."""
+        """The keys of the full blocks."""
         keys, key, data, size = [], 0, ids.tobytes(), self.block * ids.itemsize
         for at in range(0, len(data) - size + 1, size):
             key = hash((key, data[at : at + size]))
