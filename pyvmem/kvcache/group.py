@@ -509,7 +509,7 @@ class Group:
             pieces = [(slot, 0, goal) for slot, goal in zip(slots, goals, strict=True)]
             reclaimer.condemn([*pieces, (parent, low, full)])
             if parent.broken:
-                sharing.lose(parent, error)
+                raise self.table.lose(parent, error) from error
             raise
         pager.note_growth(job)
 

@@ -1450,11 +1450,11 @@ def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int) -> Non
     try:
         done = truncate(groups, reqid, rows, None) == 0
     except VMemError as error:
-        raise _lost(groups[0], slots[0], error) from error
+        raise groups[0].table.lose(slots[0], error) from error
     if not done:
         short = "memory is short for its last page"
-        raise _lost(
-            groups[0], slots[0], OutOfMemory(short, errno=errno.ENOMEM, op="KVCache.truncate")
+        raise groups[0].table.lose(
+            slots[0], OutOfMemory(short, errno=errno.ENOMEM, op="KVCache.truncate")
         )
     _shorten(
         [_Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)], None
@@ -1599,7 +1599,7 @@ class _Truncation:
                 tail = self._note()
                 change.run(ops, slot.events)
         except NotRecoverable as error:
-            raise _lost(group, slot, error) from error
+            raise group.table.lose(slot, error) from error
         group.reclaimer.let_go(tail)
         if self.addresses is not None:
             addresses, self.addresses = self.addresses, None
@@ -1643,7 +1643,8 @@ def _unmap_all(each: Sequence[_Truncation], complete: Callable[[], None]) -> boo
     except VMemError as error:
         _give_up(begun)
         if done and not isinstance(error, NotRecoverable):
-            raise _lost(begun[len(done)].group, begun[len(done)].slot, error) from error
+            one = begun[len(done)]
+            raise one.group.table.lose(one.slot, error) from error
         raise
     return True
 
@@ -1651,17 +1652,6 @@ def _unmap_all(each: Sequence[_Truncation], complete: Callable[[], None]) -> boo
 def _give_up(begun: Sequence[_Truncation]) -> None:
     for one in begun:
         one.give_up()
-
-
-def _lost(group: Group, slot: Slot, error: VMemError) -> NotRecoverable:
-    """A request that has lost rows: its slot is used no more."""
-    group.table.condemn(slot)
-    slot.lost = True
-    return NotRecoverable(
-        f"reqid {slot.index} has lost its rows, free it: {error}",
-        errno=errno.ENOTRECOVERABLE,
-        op="KVCache",
-    )
 
 
 # ---- memory given back ---------------------------------------------------------------------------

@@ -180,7 +180,7 @@ class Mover:
             if move.addresses is not None:
                 self._drop(move)
             if isinstance(error, NotRecoverable):
-                self._lose(move.slot, error)
+                raise self._table.lose(move.slot, error) from error
             raise
 
     def _swap(self, move: Move, after: list[Any]) -> None:
@@ -209,15 +209,6 @@ class Mover:
             for tensor in range(layout.num_tensors):
                 at = self._reclaimer.base + layout.offset(move.slot.index, low, tensor)
                 self._mapper.consolidate(at, (high - low) * layout.page_size)
-
-    def _lose(self, slot: Slot, error: VMemError) -> None:
-        self._table.condemn(slot)
-        slot.lost = True
-        raise NotRecoverable(
-            f"reqid {slot.index} has lost its rows, free it: {error}",
-            errno=error.errno,
-            op="KVCache",
-        ) from error
 
     # ---- giving up -------------------------------------------------------------------------------
 

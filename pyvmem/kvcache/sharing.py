@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pyvmem.errors import (
     DriverError,
@@ -78,17 +78,7 @@ class Sharing:
                 self.adopt(slot, pieces, [], unit_pages)
                 change.run(ops)
         except NotRecoverable as error:
-            self.lose(slot, error)
-
-    def lose(self, slot: Slot, error: NotRecoverable) -> NoReturn:
-        """Retires the slot of a request whose pages are neither read-only nor as before."""
-        self.table.condemn(slot)
-        slot.lost = True
-        raise NotRecoverable(
-            f"reqid {slot.index} has lost its rows, free it: {error}",
-            errno=errno.ENOTRECOVERABLE,
-            op="KVCache",
-        ) from error
+            raise self.table.lose(slot, error) from error
 
     def gather(self, slot: Slot, pages: int) -> list[_Held]:
         """What `bequeath` needs of a slot's first `pages` pages, beyond those that are shared."""

@@ -28,6 +28,7 @@ that may be wrong is thrown away and made anew.
 
 from __future__ import annotations
 
+import errno
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +41,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from pyvmem._native import Columns
-from pyvmem.errors import Timeout, VMemError
+from pyvmem.errors import NotRecoverable, Timeout, VMemError
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.journal import Watched
 from pyvmem.kvcache.pages import EMPTY, Places, Span, Stretch, Tier
@@ -239,6 +240,16 @@ class SlotTable:
         """Never hands this slot out again."""
         warn(_log, "slot", "reqid %d is lost: a failed batch could not be undone there", slot.index)
         slot.broken = True
+
+    def lose(self, slot: Slot, error: VMemError) -> NotRecoverable:
+        """What to raise for a request whose rows are gone; its slot is used no more."""
+        self.condemn(slot)
+        slot.lost = True
+        return NotRecoverable(
+            f"reqid {slot.index} has lost its rows, free it: {error}",
+            errno=errno.ENOTRECOVERABLE,
+            op="KVCache",
+        )
 
     # ---- choosing --------------------------------------------------------------------------------
 

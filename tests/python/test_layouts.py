@@ -214,17 +214,19 @@ def test_which_layers_slide_is_what_transformers_says(tmp_path: Path) -> None:
         model(tmp_path, **state)
 
 
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+
+
 def test_states_are_what_a_request_holds_from_its_first_token(tmp_path: Path) -> None:
     """Qwen3-Next's shape: three of four layers have a state."""
-    linear = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_conv_kernel_dim": 4,
-    }
     kinds = ["linear_attention"] * 3 + ["full_attention"]
-    found = model(tmp_path, **linear, layer_types=kinds)
+    found = model(tmp_path, **LINEAR, layer_types=kinds)
     conv, recurrent = 64 * 4 * 2, 4 * 8 * 8 * 4  # of float16, and of float32
     assert found.state_bytes == 3 * (conv + recurrent)
     assert found.token_bytes == 2 * found.num_kv_heads * found.head_dim * 2
@@ -244,14 +246,7 @@ def test_states_are_what_a_request_holds_from_its_first_token(tmp_path: Path) ->
 
 def test_8_bit_keys_and_values_take_half(tmp_path: Path) -> None:
     """In the adviser; states stay as they are."""
-    linear = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_conv_kernel_dim": 4,
-    }
-    wide = model(tmp_path, **linear, layer_types=["linear_attention"] * 3 + ["full_attention"])
+    wide = model(tmp_path, **LINEAR, layer_types=["linear_attention"] * 3 + ["full_attention"])
     short = wide.stored_as("float8_e4m3fn")
     assert (2 * short.token_bytes, short.state_bytes) == (wide.token_bytes, wide.state_bytes)
     assert short.name.endswith(" in float8_e4m3fn")
