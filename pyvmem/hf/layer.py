@@ -11,7 +11,7 @@ from transformers import cache_utils
 
 from pyvmem.errors import NotSupported
 from pyvmem.hf.ancestry import Ancestry
-from pyvmem.hf.rows import Rows, move_rows
+from pyvmem.hf.rows import Rows, TakesRows, move_rows
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["VMemLayer"]
@@ -20,7 +20,7 @@ __all__ = ["VMemLayer"]
 _Layer: Any = cache_utils.CacheLayerMixin
 
 
-class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
+class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
     """One layer of a `VMemCache`; made by it.
 
     `keys` and `values` are views ``[batch, num_kv_heads, length, head_dim]`` of the virtual
@@ -158,20 +158,6 @@ class VMemLayer(_Layer):  # type: ignore[misc]  # a base that is Any
         """Empties the layer; with the last layer the slots become free, their pages stay."""
         self.forget()
         self._settle()
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes what row ``beam_idx[i]`` was: by a copy, of what they do not share."""
-        self._take(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, one after the other."""
-        if self.is_initialized:
-            self._take([row for row in range(self.batch_size) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps these rows, in this order; numbers or a mask."""
-        if self.is_initialized:
-            self._take(torch.arange(self.batch_size)[torch.as_tensor(indices).cpu()].tolist())
 
     def offload(self) -> None:
         """Raises NotSupported."""

@@ -21,7 +21,7 @@ from pyvmem.kvcache import GroupView, KVCache, LayeredCache, LayerShape, StateSh
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import classes_of, invalid
 
-__all__ = ["Rows", "Settings", "move_rows"]
+__all__ = ["Rows", "Settings", "TakesRows", "move_rows"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,31 @@ class Settings:
     context: Context | None
     options: dict[str, Any] = field(default_factory=dict)
     budget: Budget | None = None
+
+
+class TakesRows:
+    """transformers' calls that pick rows of a batch, for layers of a cache that have `_take`."""
+
+    is_initialized: bool
+    batch_size: int
+
+    def _take(self, source: Sequence[int]) -> None:
+        """Row i becomes what row ``source[i]`` was, by a copy of what the two do not share."""
+        raise NotImplementedError
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes what row ``beam_idx[i]`` was."""
+        self._take(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, one after the other."""
+        if self.is_initialized:
+            self._take([row for row in range(self.batch_size) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps these rows, in this order; numbers or a mask."""
+        if self.is_initialized:
+            self._take(torch.arange(self.batch_size)[torch.as_tensor(indices).cpu()].tolist())
 
 
 class Rows:

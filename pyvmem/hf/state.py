@@ -10,7 +10,7 @@ import torch
 from transformers import cache_utils
 
 from pyvmem.errors import NotSupported
-from pyvmem.hf.rows import Rows
+from pyvmem.hf.rows import Rows, TakesRows
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["VMemState"]
@@ -19,7 +19,7 @@ __all__ = ["VMemState"]
 _Layer: Any = cache_utils.LinearAttentionLayer
 
 
-class VMemState(_Layer):  # type: ignore[misc]  # a base that is Any
+class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
     """One layer of a `VMemCache`; made by it.
 
     transformers' own layer writes its states in place; here they lie in the slots of the rows:
@@ -38,7 +38,7 @@ class VMemState(_Layer):  # type: ignore[misc]  # a base that is Any
         self._index = index
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]  # others set it
         """Whether it has slots."""
         return hasattr(self, "batch_size")
 
@@ -128,20 +128,6 @@ class VMemState(_Layer):  # type: ignore[misc]  # a base that is Any
         ):
             flags[0] = False
         self.__dict__.pop("batch_size", None)  # transformers asks whether it is there
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes what row ``beam_idx[i]`` was."""
-        self._take(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, one after the other."""
-        if self.is_initialized:
-            self._take([row for row in range(self.batch_size) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps these rows, in this order; numbers or a mask."""
-        if self.is_initialized:
-            self._take(torch.arange(self.batch_size)[torch.as_tensor(indices).cpu()].tolist())
 
     def _take(self, source: Sequence[int]) -> None:
         for name, rows in self._held().items():
