@@ -196,10 +196,77 @@ def part_kernel_times(_: list[Result]) -> list[str]:
     return lines[:-1]
 
 
+WAYS = {
+    "dynamic": "`DynamicCache`",
+    "vmem": "`VMemCache`",
+    "attend": "`pyvmem.attention`",
+    "fp8": "the same, 8 bits",
+}
+
+
+def part_models(_: list[Result]) -> list[str]:
+    """Kinds of models on transformers' cache and on ours: time and memory."""
+    lines: list[str] = []
+    for run in runs("models"):
+        body = []
+        for kind, part in run["parts"].items():
+            found, words = rows(run), part["title"]
+            for way, name in WAYS.items():
+                times = [found.get(f"{kind}/{what}/{way}") for what in ("prefill", "decode")]
+                if None in times:
+                    continue
+                memory, peak = (found[f"{kind}/{what}/{way}"] for what in ("memory", "peak"))
+                off = found.get(f"{kind}/difference/{way}")
+                sizes = [f"{row['value'] / 1e9:.2f}" for row in (memory, peak)]
+                differs = f"{100 * off['value']:.1f} %" if off else ""
+                cells = [number(row["median"]) for row in times if row]
+                body.append([words, name, *cells, *sizes, differs])
+                words = ""
+        options = run["options"]
+        head = ["", "", "prefill ms", "decode ms", "keys and values, GB", "torch's peak, GB"]
+        lines += [
+            f"A prefill of {options['tokens']:,} tokens, and a token each of {options['batch']} "
+            f"requests of as many; {title(run)}:",
+            "",
+            *table([*head, "scores differ by"], body),
+            "",
+        ]
+    return lines[:-1]
+
+
+def part_swap(_: list[Result]) -> list[str]:
+    """Out to host memory and back, over computing again."""
+    lines: list[str] = []
+    for run in runs("swap"):
+        found, body = rows(run), []
+        names = [name.split("/") for name in found if name.endswith("/out")]
+        ways = list(dict.fromkeys("/".join(name[2:-1]) for name in names))
+        for way in ways:
+            cells = []
+            for tokens in dict.fromkeys(name[1] for name in names):
+                out, back = (found[f"swap/{tokens}/{way}/{what}"] for what in ("out", "in"))
+                again = found[f"swap/{tokens}/again"]
+                both = out["median"] + back["median"]
+                cells += [number(both), f"{both / again['median']:.2f}"]
+            words = "the cache's pages" if way == "pages" else f"blocks of {way.partition('/')[2]}"
+            body.append([words, *cells])
+        lengths = dict.fromkeys(int(name[1]) for name in names)
+        head = [one for n in lengths for one in (f"{n:,} tokens: ms", "over computing again")]
+        lines += [
+            f"Out and back, medians, Llama-3-8B's shape, {title(run)}:",
+            "",
+            *table(["", *head], body),
+            "",
+        ]
+    return lines[:-1]
+
+
 CACHE_PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "overlap": part_overlap,
     "deferred": part_deferred,
     "kernels": part_kernels,
     "kernel-times": part_kernel_times,
     "prefix-map": part_prefix_map,
+    "models": part_models,
+    "swap": part_swap,
 }

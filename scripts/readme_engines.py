@@ -50,7 +50,8 @@ def part_serving(_: list[Result]) -> list[str]:
         found, options = rows(run), run["options"]
         head = ["", "tokens/s", "batch", "first token p50 ms", "p99", "between tokens p99 ms"]
         for part in run["parts"]:
-            arms = [arm for arm in ARMS if f"{part}/tokens/{arm}" in found]
+            ran = [arm for arm in ARMS if f"{part}/tokens/{arm}" in found]
+            arms = [arm for arm in ran if not found[f"{part}/makespan/{arm}"].get("cut")]
             lines += [
                 f"{options['served']} requests ({options['trace'] or 'made up'}), "
                 f"{arrivals(options)}; {options['model']}'s shape, "
@@ -62,6 +63,9 @@ def part_serving(_: list[Result]) -> list[str]:
                 ),
                 "",
             ]
+            cut = [f"`{arm}`" for arm in ran if arm not in arms]
+            if cut:
+                lines += [f"The run's time was out before the end of {', '.join(cut)}.", ""]
             missed = [aim for aim in run["aims"] if aim["pass"] is False]
             if missed:
                 words = (f"{aim['what'].partition(': ')[2]} {aim['value']:.3f}" for aim in missed)

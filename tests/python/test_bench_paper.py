@@ -77,7 +77,7 @@ def _made_up(folder: Path) -> Results:
         for block in (16, 128)
     ]
     document = {"parts": {"all": {"rows": rows}}, "aims": aims}
-    for name in ("serve-arxiv-h100", "serve-azure-online-h100", "kernels-heads-h100"):
+    for name in ("serve-arxiv-h200", "serve-azure-online-h200", "kernels-heads-h100"):
         (folder / f"{name}.json").write_text(json.dumps(document))
     return Results(folder)
 

@@ -105,7 +105,7 @@ def _deferred(results: Results) -> dict[str, Any]:
 
 
 def _memory(results: Results) -> dict[str, Any]:
-    one = results["serve-azure-online-h100"]
+    one = results["serve-azure-online-h200"]
     points = {}
     for arm, words in (("contiguous", "64 KB pages"), ("2M", "2 MB pages"), ("paged16", "blocks")):
         row = one.row(f"azure/memory/{arm}")
@@ -342,7 +342,7 @@ PICTURES = (
         "bars",
         "over 64 KB pages",
         "",
-        _served("serve-arxiv-h100", "offline", {"makespan": "makespan", "tokens": "tokens/s"}),
+        _served("serve-arxiv-h200", "offline", {"makespan": "makespan", "tokens": "tokens/s"}),
     ),
     Picture(
         "latency",
@@ -351,7 +351,7 @@ PICTURES = (
         "over 64 KB pages",
         "",
         _served(
-            "serve-azure-online-h100",
+            "serve-azure-online-h200",
             "azure",
             {
                 "first50": "first token\np50",

@@ -201,7 +201,7 @@ def _by_slots(results: Results) -> str:
     parts = []
     for tokens in ("64k", "128k", "192k"):
         slots, layered = (
-            results["kernels-flashinfer-h100"].aim(f"flashinfer_prefill_{tokens}_{how}")
+            results["kernels-flashinfer-long-h200"].aim(f"flashinfer_prefill_{tokens}_{how}")
             for how in ("slots", "layered")
         )
         words = f"{slots:.2f}x, of layers in one tensor {layered:.2f}x"
@@ -332,7 +332,7 @@ def _served(
 
 
 def _static(results: Results) -> str:
-    one, part = results["serve-azure-h100"], "offline"
+    one, part = results["serve-azure-h200"], "offline"
     first = one.data["options"]["arms"][0]
     batches = [one.value(f"{part}/batch/{name}") for name in (first, "static")]
     speed = one.value(f"{part}/tokens/{first}") / one.value(f"{part}/tokens/static")
@@ -344,14 +344,14 @@ def _static(results: Results) -> str:
     )
 
 
-def _freed(results: Results, file: str = "serve-azure-online-h100") -> str:
+def _freed(results: Results, file: str = "serve-azure-online-h200") -> str:
     one, part = results[file], "azure"
     mapped, pool = (one.value(f"{part}/mapped/{name}") for name in ("contiguous", "paged16"))
     return f"{100 * (1 - mapped / pool):.0f} % of the pool is not mapped, in the mean"
 
 
 def _shared(results: Results) -> str:
-    one, part = results["serve-prefixes-h100"], "prefixes"
+    one, part = results["serve-prefixes-h200"], "prefixes"
     found = [f"{one.value(f'{part}/shared/{name}'):,.0f}" for name in ("contiguous", "paged16")]
     speed = one.value(f"{part}/tokens/contiguous") / one.value(f"{part}/tokens/paged16")
     return f"tokens found {found[0]}, {found[1]} in blocks of 16; tokens/s {speed:.3f}x of these"
@@ -365,7 +365,7 @@ _BATCH_FIGURES = {
 }
 
 
-def _small_pages(results: Results, file: str = "serve-azure-h100", part: str = "offline") -> str:
+def _small_pages(results: Results, file: str = "serve-azure-h200", part: str = "offline") -> str:
     one = results[file]
     first = one.data["options"]["arms"][0]
     parts = []
@@ -398,7 +398,7 @@ def _forks(results: Results) -> str:
 
 
 def _swapping(results: Results) -> str:
-    one, parts = results["swap-h100"], []
+    one, parts = results["swap-h200"], []
     for tokens in (512, 2048, 8192):
         pages = one.aim(f"{tokens}_pages")
         blocks = [f"{one.aim(f'{tokens}_blocks_{block}'):.2f}" for block in (16, 64)]
@@ -511,8 +511,8 @@ ROWS = (
         "s",
         "End to end, long prompts of the offline trace; attention is a smaller part of the time on "
         "Hopper and its paged kernels are better.",
-        "serve-arxiv-h100",
-        _served("serve-arxiv-h100", "offline", "tokens", "tokens/s", "paged16", "paged128"),
+        "serve-arxiv-h200",
+        _served("serve-arxiv-h200", "offline", "tokens", "tokens/s", "paged16", "paged128"),
         _ARXIV,
     ),
     Row(
@@ -522,8 +522,8 @@ ROWS = (
         "with Table 6: 1.24x to 1.26x of FA2 paged end to end at 192K (A100)",
         "s",
         "The kernels alone, on another GPU.",
-        "kernels-long-h100",
-        _over_blocks("kernels-long-h100", "fa3", "prefill_128k", "prefill_192k"),
+        "kernels-long-h200",
+        _over_blocks("kernels-long-h200", "fa3", "prefill_128k", "prefill_192k"),
         f"{_KERNELS} --cases long",
     ),
     Row(
@@ -533,7 +533,7 @@ ROWS = (
         "with Table 6: 1.17x to 1.36x of FlashInfer paged end to end (A100)",
         "s",
         "Its batched call for contiguous rows takes no gaps, which slots have.",
-        "kernels-flashinfer-h100",
+        "kernels-flashinfer-long-h200",
         _by_slots,
         "vmem bench kernels --kernels flashinfer --cases prefill_64k,prefill_128k,prefill_192k",
     ),
@@ -564,8 +564,8 @@ ROWS = (
         "1.18x / 1.15x / 1.13x of FA2 paged; 1.19x / 1.23x / 1.14x of FlashInfer paged (A100)",
         "s",
         "The first 8 requests of the trace, Llama-3-8B on one GPU.",
-        "serve-arxiv-h100",
-        _served("serve-arxiv-h100", "offline", "requests", "requests/min", "paged16", "paged128"),
+        "serve-arxiv-h200",
+        _served("serve-arxiv-h200", "offline", "requests", "requests/min", "paged16", "paged128"),
         _ARXIV,
     ),
     Row(
@@ -575,9 +575,9 @@ ROWS = (
         "1.19x / 1.23x / 1.14x of FlashInfer paged (A100)",
         "s",
         "The first 8 requests; decoding is FlashAttention-3's in both.",
-        "serve-arxiv-flashinfer-h100",
+        "serve-arxiv-flashinfer-h200",
         _served(
-            "serve-arxiv-flashinfer-h100", "offline", "requests", "requests/min", "flashinfer16"
+            "serve-arxiv-flashinfer-h200", "offline", "requests", "requests/min", "flashinfer16"
         ),
         f"{_ARXIV} --arms flashinfer,flashinfer16,again",
     ),
@@ -600,9 +600,9 @@ ROWS = (
         "s",
         "Another trace with shorter prompts, and the time to the first token instead; their gain "
         "is the faster prefill's.",
-        "serve-azure-online-h100",
+        "serve-azure-online-h200",
         _served(
-            "serve-azure-online-h100",
+            "serve-azure-online-h200",
             "azure",
             "first50",
             "median time to the first token",
@@ -640,8 +640,8 @@ ROWS = (
         "spikes of 5 to 15 ms are gone (Llama-3-8B, A100, pages of 2 MB)",
         "s",
         "The paper's page size; a growth is 32 times as large and as rare.",
-        "overlap-2m-h100",
-        lambda r: _overlap(r, "overlap-2m-h100"),
+        "overlap-2m-h200",
+        lambda r: _overlap(r, "overlap-2m-h200"),
         "vmem bench overlap --fa3 FILE --page 2M",
     ),
     Row(
@@ -662,8 +662,8 @@ ROWS = (
         "1.03x, 1.00x with deferred reclamation (A100)",
         "s",
         "The same four modes in the paper's larger pages.",
-        "deferred-2m-h100",
-        lambda r: _deferred(r, "deferred-2m-h100"),
+        "deferred-2m-h200",
+        lambda r: _deferred(r, "deferred-2m-h200"),
         "vmem bench deferred --fa3 FILE --page 2M",
     ),
     Row(
@@ -708,7 +708,7 @@ ROWS = (
         "1.28x, 1.27x, 1.21x (A100)",
         "t",
         "Azure's trace, all requests at the start, 20 GB for keys and values.",
-        "serve-azure-h100",
+        "serve-azure-h200",
         _small_pages,
         _AZURE,
     ),
@@ -719,8 +719,8 @@ ROWS = (
         "1.28x, 1.27x, 1.21x (OpenChat, A100)",
         "t",
         "Lengths with OpenChat's means, made up; 100 requests on one GPU.",
-        "serve-chat-h100",
-        lambda r: _small_pages(r, "serve-chat-h100", "chat"),
+        "serve-chat-h200",
+        lambda r: _small_pages(r, "serve-chat-h200", "chat"),
         _CHAT,
     ),
     Row(
@@ -770,8 +770,8 @@ ROWS = (
         "throughputs and latencies above (two A100s)",
         "s",
         "Random weights in its shape, Azure's trace, 100 requests; a cache on each of two ranks.",
-        "serve-yi-34b-h100x2",
-        _served("serve-yi-34b-h100x2", "offline", "tokens", "tokens/s", "paged16"),
+        "serve-yi-34b-h200x2",
+        _served("serve-yi-34b-h200x2", "offline", "tokens", "tokens/s", "paged16"),
         f"{_SERVE} --model Yi-34B --trace AZURE --workload offline --requests 100 --limit 20G "
         "--longest 8192",
     ),
@@ -782,8 +782,8 @@ ROWS = (
         "1.86x in the mean (A100)",
         "a",
         "Their baseline is vLLM 0.4.2; the paged arm here has today's kernels.",
-        "serve-azure-online-h100",
-        _served("serve-azure-online-h100", "azure", "tokens", "tokens/s", "paged16"),
+        "serve-azure-online-h200",
+        _served("serve-azure-online-h200", "azure", "tokens", "tokens/s", "paged16"),
         _ONLINE,
     ),
     Row(
@@ -793,7 +793,7 @@ ROWS = (
         "71.25 % (57 GB of an A100 of 80 GB)",
         "a",
         "It is the load that decides; Azure's trace four times as fast, in 55 GB.",
-        "serve-azure-online-h100",
+        "serve-azure-online-h200",
         _freed,
         _ONLINE,
     ),
@@ -804,8 +804,8 @@ ROWS = (
         "no number in the texts at hand",
         "a",
         "The same run at half the rate; memory over time is a picture.",
-        "serve-azure-slow-h100",
-        lambda r: _freed(r, "serve-azure-slow-h100"),
+        "serve-azure-slow-h200",
+        lambda r: _freed(r, "serve-azure-slow-h200"),
         _ONLINE.replace("--speed-up 4 --requests 200", "--speed-up 2 --requests 100"),
     ),
     Row(
@@ -815,8 +815,8 @@ ROWS = (
         "no number in the texts at hand",
         "a",
         "A batch is bounded by the slots; run once for each number.",
-        "serve-slots16-h100",
-        _served("serve-slots16-h100", "offline", "tokens", "tokens/s", "paged16", "2M"),
+        "serve-slots16-h200",
+        _served("serve-slots16-h200", "offline", "tokens", "tokens/s", "paged16", "2M"),
         _AZURE.replace("--requests 300", "--requests 60 --slots 16"),
     ),
     Row(
@@ -881,8 +881,8 @@ ROWS = (
         "2.42x (A100)",
         "a",
         "The paged arm shares prefixes by the hash of its blocks, as vLLM does today.",
-        "serve-prefixes-h100",
-        _served("serve-prefixes-h100", "prefixes", "tokens", "tokens/s", "paged16"),
+        "serve-prefixes-h200",
+        _served("serve-prefixes-h200", "prefixes", "tokens", "tokens/s", "paged16"),
         _PREFIXES,
     ),
     Row(
@@ -924,7 +924,7 @@ ROWS = (
         "rates 2.7x to 8x, batch 4.3x of Orca (Max) (OPT-13B, ShareGPT, A100)",
         "t",
         "A static slot here is 8,192 tokens, theirs 2,048; all requests at the start.",
-        "serve-azure-h100",
+        "serve-azure-h200",
         _static,
         _AZURE,
     ),
@@ -947,7 +947,7 @@ ROWS = (
         "1.67x (80 tokens), 3.58x (341 tokens) (LLaMA-13B, A100)",
         "t",
         "Both arms share prefixes here, on Mooncake's conversations; theirs does not.",
-        "serve-prefixes-h100",
+        "serve-prefixes-h200",
         _shared,
         _PREFIXES,
     ),
@@ -958,8 +958,8 @@ ROWS = (
         "2x (OPT-13B, A100)",
         "t",
         "The same run: a conversation's next turn begins with the one before.",
-        "serve-prefixes-h100",
-        _served("serve-prefixes-h100", "prefixes", "tokens", "tokens/s", "paged16"),
+        "serve-prefixes-h200",
+        _served("serve-prefixes-h200", "prefixes", "tokens", "tokens/s", "paged16"),
         _PREFIXES,
     ),
     Row(
@@ -991,7 +991,7 @@ ROWS = (
         "comparable at blocks of 16 to 64; recomputation never above 20 % of swapping's latency",
         "t",
         "One request at a time; the cache copies what lies together in one piece.",
-        "swap-h100",
+        "swap-h200",
         _swapping,
         "vmem bench swap --fa3 FILE",
     ),
