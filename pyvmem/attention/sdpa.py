@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
@@ -15,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["causal", "sdpa"]
 
 _SCORES = 1 << 26  # of a block of tokens, where all of them are kept
+# torch's matrix product with results of float32 (2.8 and later; GPUs alone have one)
+_TO_FLOAT = hasattr(torch.ops.aten.bmm, "dtype")
 
 
 def sdpa(
@@ -46,6 +47,11 @@ def causal(
         # One KV head: the query heads are rows of one attention, which needs no copy of the keys.
         found = scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
         return found.reshape(q.shape[0], 1, heads, v.shape[3])
+    if new > 1 and v.shape[3] != q.shape[3]:
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        for i in range(q.shape[0]):
+            _by_blocks(q[i], k[i], v[i], scale, window, out[i])
+        return out
     mask = None
     narrow = window and rows > window
     if 1 < new < rows or (narrow and new > 1):
@@ -53,8 +59,6 @@ def causal(
         mask = q.new_ones((new, rows), dtype=torch.bool).tril(rows - new)
         if narrow:
             mask = mask.triu(rows - new - window + 1)
-    if mask is not None and q.device.type == "cuda" and v.shape[3] != q.shape[3]:
-        return _masked_blocks(q, k, v, mask, scale)
     grouped = heads != k.shape[2]
     if grouped and v.shape[3] != q.shape[3]:  # of the fast kernels none takes both
         k, v = (
@@ -75,26 +79,49 @@ def causal(
     ).transpose(1, 2)
 
 
-def _masked_blocks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Attention by products of matrices, a block of tokens at a time.
+def _by_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    out: torch.Tensor,
+) -> None:
+    """One request's tokens by products of matrices, a block of them at a time.
 
-    For values narrower than keys under a mask: torch 2.11's memory-efficient kernel gave a wrong
-    token behind the first 32 of a chunk on an H100 (keys of 576 elements, values of 512).
+    For values narrower than keys, as in a latent: SDPA's fast kernels take no 576 elements, its
+    slow one keeps the scores of all tokens and a copy of the rows for each head, and its
+    memory-efficient one gave a wrong token after the first 32 of a masked chunk (torch 2.11 on an
+    H100). What this needs besides `out` are a block's scores, at most 2 ** 26 in float32, twice.
     """
-    requests, new, heads = q.shape[:3]
-    block = max(1, _SCORES // (requests * heads * k.shape[1]))
-    with sdpa_kernel(SDPBackend.MATH):
-        found = [
-            scaled_dot_product_attention(
-                q[:, at : at + block].transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                attn_mask=mask[at : at + block],
-                scale=scale,
-                enable_gqa=heads != k.shape[2],
-            ).transpose(1, 2)
-            for at in range(0, new, block)
-        ]
-    return found[0] if len(found) == 1 else torch.cat(found, 1)
+    (new, heads, dim), (rows, groups) = q.shape, k.shape[:2]
+    each = heads // groups
+    keys, values = k.permute(1, 2, 0), v.transpose(0, 1)
+    at = 0
+    while at < new:
+        count = max(1, min(new - at, _SCORES // (heads * rows)))
+        last = rows - new + at  # the row of the block's first token
+        first = max(0, last - window + 1) if window else 0
+        end = last + count
+        some = q[at : at + count].view(count, groups, each, dim).transpose(0, 1)
+        scores = _products(some.reshape(groups, -1, dim), keys[:, :, first:end]).mul_(scale)
+        hidden = torch.ones(count, end - first, dtype=torch.bool, device=q.device)
+        hidden = hidden.triu(last - first + 1)
+        if window:
+            hidden |= torch.ones_like(hidden).tril(last - first - window)
+        shaped = scores.view(groups, count, each, -1)
+        shaped.masked_fill_(hidden[None, :, None], float("-inf"))
+        found = torch.bmm(scores.softmax(-1).to(v.dtype), values[:, first:end])
+        out[at : at + count].view(count, groups, each, -1).copy_(
+            found.view(groups, count, each, -1).transpose(0, 1)
+        )
+        at += count
+
+
+def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The matrix products of a batch, as float32 or wider."""
+    if a.element_size() >= 4:
+        return torch.bmm(a, b)
+    if _TO_FLOAT and a.device.type == "cuda":
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from attention_helpers import CASES, Case, fill, wanted
+from torch.nn.functional import scaled_dot_product_attention
 
 import pyvmem
 from pyvmem import InvalidArgument, KVCache, KVCacheConfig
@@ -322,12 +323,24 @@ def test_a_form_of_other_value_heads_is_not_for_flash(host: pyvmem.Context) -> N
         assert flash.why_not_blocks(form) == ""
 
 
-def test_blocks_of_tokens_under_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU computes a latent's later chunks by, against the one call of a CPU."""
-    q, k = torch.randn(2, 33, 4, 24), torch.randn(2, 50, 1, 24)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("new", "rows", "window"), [(33, 50, 0), (50, 50, 0), (33, 50, 9), (2, 50, 1)]
+)
+def test_narrow_values_block_by_block(
+    monkeypatch: pytest.MonkeyPatch, groups: int, new: int, rows: int, window: int
+) -> None:
+    """A latent's prompts, whole and in chunks, against one masked call of SDPA."""
+    q, k = torch.randn(2, new, 4, 24), torch.randn(2, rows, groups, 24)
     v = k[..., :16]
-    mask = torch.ones(33, 50, dtype=torch.bool).tril(17)
-    want = sdpa.causal(q, k, v, 0.3)
-    for scores in (1, 1000, 1 << 26):  # a token, two tokens, all of them in a block
+    mask = torch.ones(new, rows, dtype=torch.bool).tril(rows - new)
+    if window:
+        mask = mask.triu(rows - new - window + 1)
+    every = [one.transpose(1, 2) for one in (q, k, v)]
+    want = scaled_dot_product_attention(*every, attn_mask=mask, scale=0.3, enable_gqa=True)
+    for scores in (1, 1000, 1 << 26):  # a token, five tokens, all of them in a block
         monkeypatch.setattr(sdpa, "_SCORES", scores)
-        torch.testing.assert_close(sdpa._masked_blocks(q, k, v, mask, 0.3), want)
+        found = sdpa.causal(q, k, v, 0.3, window)
+        torch.testing.assert_close(found, want.transpose(1, 2))
+        low = sdpa.causal(q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.3, window)
+        torch.testing.assert_close(low.float(), want.transpose(1, 2), atol=0.05, rtol=0.05)
