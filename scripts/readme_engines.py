@@ -10,7 +10,7 @@ from readme_format import Result, number, rows, table, title
 
 # As benchmarks/serve/README.md names the arms.
 ARMS = (
-    *("contiguous", "again", "fa3", "grouped", "2M", "paged16", "paged128", "static"),
+    *("contiguous", "again", "fa3", "256K", "2M", "paged16", "paged128", "static"),
     *("fa2", "flashinfer", "flashinfer16"),
 )
 ENGINES = ("stock", "elastic", "stock again")

@@ -90,14 +90,18 @@ class Arm:
     backend: str = ""
     group: int = 0
     library: str = "fa3"
-    ahead: int = 0
 
 
 ARMS = {
     "contiguous": Arm("contiguous, the best kernel for each phase", "slots", "contiguous", "paged"),
     "fa3": Arm("contiguous, one kernel", "slots", "contiguous", "contiguous", block=0),
-    "grouped": Arm(
-        "contiguous, 8 layers in a tensor", "slots", "contiguous", "paged", group=8, ahead=16
+    "256K": Arm(
+        "contiguous, pages of 256 KB of 4 layers",
+        "slots",
+        "contiguous",
+        "paged",
+        256 << 10,
+        group=4,
     ),
     "2M": Arm("contiguous, pages of 2 MB", "slots", "contiguous", "paged", 2 << 20, backend="cuda"),
     "paged16": Arm("blocks of 16 tokens", "paged", "paged", "paged", block=16),
@@ -216,7 +220,7 @@ class _Runner:
                     arrivals,
                     partial(_tokens, self.model.sizes),
                     budget=max(budget, forward.store.slots),
-                    ahead=self.arm(name).ahead or self.command.args.ahead,
+                    ahead=self.command.args.ahead,
                     limit_s=limit_s,
                     observer=observer,
                 )
