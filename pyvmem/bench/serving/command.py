@@ -78,7 +78,6 @@ class Arm:
         block: rows of a block, for blocks.
         backend: for slots; "": the command's.
         library: of attention; see `Kernels`.
-        ahead: how many tokens ahead the cache is told; 0: the command's. More for small pages.
     """
 
     what: str
