@@ -621,8 +621,9 @@ class Account:
         """Whether another engine is short while this one has more than a fair part.
 
         Short here is who wants more than there is room for, and more than its own idle prefixes
-        hold. The fair part: of what this one and those that are short have, and of what is free,
-        the same for each, but to none more than its limit; never less than the floor.
+        hold. The fair part: of what this one, those that are short, and those that have more than
+        this one have, and of what is free, the same for each, but to none more than its limit;
+        never less than the floor.
         """
         word = self.ledger.word
         with self.ledger.locked():
@@ -632,10 +633,11 @@ class Account:
             ]
             if not short:
                 return False
-            part = used + sum(word(slot, "used") for slot in short)
+            others = {*short, *(s for s in live if s != self.slot and word(s, "used") > used)}
+            part = used + sum(word(slot, "used") for slot in others)
             part += self._room_of(self.slot, live, free)
-            parts = 1 + len(short)
-            for limit in sorted(word(slot, "order") or word(slot, "limit") for slot in short):
+            parts = 1 + len(others)
+            for limit in sorted(word(slot, "order") or word(slot, "limit") for slot in others):
                 if limit * parts < part:
                     part, parts = part - limit, parts - 1
             return used > max(part // parts, self._get("floor"))

@@ -132,6 +132,21 @@ def test_a_fair_part_of_those_that_are_short(folder: Path) -> None:
         one.close()
 
 
+def test_who_has_most_gives_way_first(folder: Path) -> None:
+    """5, 3 and 2 of 10, of which the smaller two are short: a third is 3.3."""
+    a, b, c = (join(folder, name) for name in "abc")
+    assert a.take(5 * GIB)
+    assert b.take(3 * GIB)
+    assert c.take(2 * GIB)
+    b.want(GIB)
+    c.want(GIB)
+    assert a.has_more()
+    assert not b.has_more(), "a has more, and is asked to give way"
+    for one in (a, b, c):
+        one.close()
+
+
+
 def test_threads_of_a_process_take_turns(folder: Path) -> None:
     accounts = [join(folder, f"engine{i}") for i in range(4)]
     granted = [0] * 4
