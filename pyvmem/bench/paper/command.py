@@ -43,7 +43,7 @@ def _ours(row: Row, results: Results) -> str:
         text = row.ours(results)
         return f"{text} ({results[row.file].hardware})" if row.file else text
     except NotMeasured as error:
-        return f"{NOT_MEASURED}: it takes an H100, of which no {error} is kept"
+        return f"{NOT_MEASURED}: it takes an H100 or H200; no {error} is kept"
 
 
 def _table(paper: str, results: Results) -> list[str]:
