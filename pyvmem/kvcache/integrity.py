@@ -336,8 +336,9 @@ def check_away(group: Group) -> list[str]:
     counted.update(group.reclaimer.shared.away())
     counted.update(group.mover.pages()[1])
     found = []
-    if group.reclaimer.own_away not in (None, group.count_away()):
-        found.append(f"requests own {group.count_away()} pages per tensor outside the device")
+    own = group.own_away()
+    if group.reclaimer.own_away not in (None, own):
+        found.append(f"requests own {own[0]} pages per tensor outside the device")
     for tier in {*counted, *group.reclaimer.away}:
         if counted[tier] * tensors != group.reclaimer.away[tier]:
             found.append(
