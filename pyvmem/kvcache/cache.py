@@ -224,17 +224,22 @@ class KVCache(MustClose):
         return cache
 
     def _begin(self, manager: Manager) -> None:
-        """The cache calls these groups from now on."""
+        """The cache makes these groups, and calls them from now on."""
         self._manager = manager
-        self._open = manager.open
-        self._groups = manager.groups
-        self._lock, self._journal = manager.lock, manager.journal
-        self.caches = tuple(GroupView(manager, place) for place in range(len(manager.groups)))
-        self.config = self.caches[0].config
-        self._idle = IdleThread(manager) if self.config.idle_seconds else None
-        self._closed = False
-        if self._idle is not None:
-            self._idle.start()
+        try:
+            manager.make()
+            self._open = manager.open
+            self._groups = manager.groups
+            self._lock, self._journal = manager.lock, manager.journal
+            self.caches = tuple(GroupView(manager, place) for place in range(len(self._groups)))
+            self.config = self.caches[0].config
+            self._idle = IdleThread(manager) if self.config.idle_seconds else None
+            if self._idle is not None:
+                self._idle.start()
+            self._closed = False
+        except BaseException:
+            manager.abandon()
+            raise
 
     def _gone(self) -> bool:
         return super()._gone() or not self.context.is_open

@@ -14,7 +14,7 @@ import threading
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -102,12 +102,15 @@ class Manager:
         table: how slots are chosen.
 
     Attributes:
-        groups: all share the context, the lock and the journal.
+        context: of all groups, from `make` on.
+        groups: empty before `make`.
         lock: to be held by a call, and
         journal: entered, in this order.
         owns_context: it is closed with the cache.
         closed: for good.
     """
+
+    context: Context
 
     def __init__(
         self,
@@ -123,36 +126,49 @@ class Manager:
         _check_memory(whole, configs is not None, context, budget)
         self.closed = self._closing = False
         self._name = name
+        self._whole = whole
+        self._configs = [whole] if configs is None else list(configs)
+        self._shares = configs is not None  # the groups have one budget
+        self._table = table
         self.owns_context = context is None and budget is None
-        each = [whole] if configs is None else list(configs)
-        with ExitStack() as undo:
-            if budget is not None:
-                context = budget.context
-            elif context is None:
-                context = Context(
-                    backend,
-                    device=device,
-                    granule=whole.page_size,
-                    pool_low=sum(map(pool_low, each)),
-                    max_mappings=whole.max_mappings,
-                )
-                undo.callback(context.close)
-            if budget is None and configs is not None:
-                budget = Budget(context, whole.memory_limit)
-            self.context, self.budget = context, budget
-            self.lock: AbstractContextManager[Any] = (
-                threading.RLock() if budget is None else budget.lock
+        if budget is not None:
+            self.context = budget.context
+        elif context is not None:
+            self.context = context
+        self._opens = partial(Context, backend, device=device)
+        self._use(budget)
+        self.groups: tuple[Group, ...] = ()
+
+    def _use(self, budget: Budget | None) -> None:
+        """Takes the lock and the journal of a budget, or its own."""
+        self.budget = budget
+        self.lock: AbstractContextManager[Any] = (
+            threading.RLock() if budget is None else budget.lock
+        )
+        self.journal = Journal() if budget is None else budget.journal
+
+    def make(self) -> None:
+        """Opens the context where none was given, and makes the groups.
+
+        After an exception call `abandon`.
+        """
+        if self.owns_context:
+            self.context = self._opens(
+                granule=self._whole.page_size,
+                pool_low=sum(map(pool_low, self._configs)),
+                max_mappings=self._whole.max_mappings,
             )
-            self.journal = Journal() if budget is None else budget.journal
-            self.groups: tuple[Group, ...] = ()
+        if self._shares and self.budget is None:
+            self._use(Budget(self.context, self._whole.memory_limit))
+        with self.lock, self.journal:
+            self.journal.on_abort(self._give_back)
+            self._make(self._configs, self._table)
+
+    def abandon(self) -> None:
+        """Gives back what `make` has made, where an exception leaves nobody who knows of it."""
+        if hasattr(self, "context"):
             with self.lock, self.journal:
-                self.journal.on_abort(self._give_back)
-                try:
-                    self._make(each, table)
-                except VMemError:
-                    self._give_back()
-                    raise
-            undo.pop_all()
+                self._give_back()
 
     def _make(self, configs: Sequence[KVCacheConfig], table: type[SlotTable]) -> None:
         budget, journal = self.budget, self.journal
@@ -168,6 +184,7 @@ class Manager:
                 )
         prefixes = PrefixCache(layouts, journal, lockstep=table.lockstep)
         for place, (config, one) in enumerate(zip(configs, parts, strict=True)):
+            journal.keep(self, "groups")
             self.groups += (Group(config, one, journal, table, prefixes, place),)
         if budget is not None:
             for group in self.groups:
