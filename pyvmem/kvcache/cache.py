@@ -362,11 +362,12 @@ class KVCache(MustClose):
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Begins to map, in the background, what `step` will ask for with the same numbers.
 
-        Shortage is known at once. (Of a context shared with others, who may take the pages first,
-        the `step` may still have to say -1.) Where memory is short and slots have pages of no
-        owner, these are unmapped in the background after the GPU work on them, and a later call
-        begins the growth; only what others of a budget or recorded prefixes must give is waited
-        for. A slot that GPU work of an earlier owner holds up is left to the `step`.
+        Shortage is known at once, with one exception: what is not mapped yet when this returns, a
+        call in between may take, such as a `fork`, and the `step` then says -1. That is so of pages
+        of no owner, which are unmapped in the background after the GPU work on them, for a later
+        call to begin the growth with; of a slot that GPU work of an earlier owner holds up, which
+        is left to the `step`; and of a context shared with others. Waits only for what others of a
+        budget or recorded prefixes must give.
 
         Args:
             seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does

@@ -168,7 +168,7 @@ class Manager:
         """Gives back what `make` has made, where an exception leaves nobody who knows of it."""
         if hasattr(self, "context"):
             with self.lock, self.journal:
-                self._give_back()
+                self.journal.must(self._give_back)
 
     def _make(self, configs: Sequence[KVCacheConfig], table: type[SlotTable]) -> None:
         budget, journal = self.budget, self.journal
