@@ -1356,12 +1356,12 @@ def _opening(
         """Nothing is left, unless nobody was told of the cache.
 
         That is so where the exception came when it was made, which is told by a warning, or where a
-        second one ended the recovery, which the next call would take up.
+        second one ended what gives it back.
         """
         if budget is not None:
             budget.stats()  # takes up a recovery that was ended
         told = made or (engine.place not in NOBODY_TOLD and not engine.place.startswith("after "))
-        if not told or (not made and engine.twice and budget is None):
+        if not told or (not made and engine.twice):
             engine.forgotten = engine.context.stats().reservations - before
             some = range(groups + 1) if engine.twice else (0, groups)
             assert engine.forgotten in some, "a part of a cache"
