@@ -50,6 +50,7 @@ __all__ = [
     "GroupView",
     "KVCache",
     "LayeredCache",
+    "cache_of",
 ]
 
 
@@ -1056,7 +1057,8 @@ class LayeredCache(KVCache):
         device: as for `KVCache`.
         budget: memory to share with other caches of its context; None: one of `memory_limit`.
         **policy: the fields of `KVCacheConfig` that `LayerShape` has not, for all groups.
-            `group_size` divides the layers of each class.
+            `group_size` divides the layers of each class. Large pages are for classes that keep
+            the rows of all tokens: a window would give its rows back in such pieces.
 
     Attributes:
         layers: as given.
@@ -1084,8 +1086,12 @@ class LayeredCache(KVCache):
         counts, self._places = classes_of(self.layers)
         whole = KVCacheConfig(num_layers=1, num_kv_heads=1, head_dim=1, **_shape_free(policy))
         policy = {**policy, "memory_limit": 0, "memory_floor": 0, "max_mappings": 0}
+        small = {**policy, "large_page_size": 0, "promote_tokens": 0}
         configs = [
-            KVCacheConfig(num_layers=count, **{**policy, **kind.fields()})
+            KVCacheConfig(
+                num_layers=count,
+                **{**(small if kind.window or kind.state else policy), **kind.fields()},
+            )
             for kind, count in counts.items()
         ]
         self._begin(Manager("LayeredCache", whole, configs, context, backend, device, budget))
@@ -1147,6 +1153,23 @@ class LayeredCache(KVCache):
         if not 0 <= index <= last:
             raise invalid(f"layer {index} is not between 0 and {last}", limit=last)
         return self._places[index]
+
+
+def cache_of(
+    layers: Sequence[LayerShape | StateShape],
+    context: Context | None = None,
+    backend: str = "auto",
+    device: Any = 0,
+    budget: Budget | None = None,
+    **policy: Any,
+) -> KVCache:
+    """A `KVCache` where all layers are equal, else a `LayeredCache`; its arguments."""
+    counts = classes_of(layers)[0]
+    kind, count = next(iter(counts.items()))
+    if len(counts) == 1 and count == len(layers):
+        config = KVCacheConfig(num_layers=count, **{**policy, **kind.fields()})
+        return KVCache(config, context, backend, device, budget)
+    return LayeredCache(layers, context, backend, device, budget, **policy)
 
 
 def _shape_free(policy: dict[str, Any]) -> dict[str, Any]:
