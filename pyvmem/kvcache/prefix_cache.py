@@ -36,9 +36,9 @@ import operator
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, InvalidArgument
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.config import invalid
@@ -48,8 +48,6 @@ from pyvmem.kvcache.prefix_tree import ID_BYTES, Node, PrefixTree, TokenIds
 from pyvmem.kvcache.sharing import Sharing
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from pyvmem._native import Columns
     from pyvmem.kvcache.journal import Journal
     from pyvmem.kvcache.layout import Layout
@@ -86,7 +84,7 @@ class Lease:
 
 
 @dataclass(eq=False)
-class PrefixMatch:
+class PrefixMatch(Closable):
     """What of a prompt was recorded at the time of `KVCache.match`: a lease of it.
 
     Until the match is used by `alloc_prefix`, released or collected, its pages are not evicted. A
@@ -104,16 +102,7 @@ class PrefixMatch:
         """Gives the prefix free for eviction; again, or after its use: nothing."""
         self._owner.drop(self._lease)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
+    _leave = release
 
     def __del__(self) -> None:
         owner: Leases | None = getattr(self, "_owner", None)
