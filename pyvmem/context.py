@@ -79,7 +79,7 @@ class Context(AddressSpace, Closable):
     Raises:
         BackendUnavailable: the back end cannot be used here; the text says why.
         AccessDenied: a device node that this user may not open.
-        InvalidArgument: an unknown name, or a size that is no power of two.
+        InvalidArgument: an unknown name, or a size that is not a power of two.
     """
 
     def __init__(

@@ -200,7 +200,7 @@ _ROWS = (
     ("unmap_calls", "unmap calls", "count", 1),
     ("driver", "time in driver calls", "s", 1e-9),
     ("waited", "of that, what a call waited for", "s", 1e-9),
-    ("waste", "most memory behind no token (internal fragmentation)", "GB", 1e-9),
+    ("waste", "most memory that holds no token (internal fragmentation)", "GB", 1e-9),
     ("surplus", "most memory mapped ahead", "GB", 1e-9),
     ("large", "of the pages, large ones", "%", 1),
     ("kernel", "kernel memory", "MB", 1e-6),

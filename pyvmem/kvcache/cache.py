@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from pyvmem.reservation import Reservation
 
 __all__ = [
     "GroupView",

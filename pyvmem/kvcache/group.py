@@ -40,12 +40,6 @@ from pyvmem.reservation import Reservation
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.budget import Budget
-    from pyvmem.kvcache.growth import Pager
-    from pyvmem.kvcache.journal import Journal
-    from pyvmem.kvcache.layout import Layout
-    from pyvmem.kvcache.metrics import Counters
-    from pyvmem.kvcache.reclaim import Reclaimer
-    from pyvmem.kvcache.slots import SlotTable
 
 __all__ = ["Group", "Parts", "make_parts", "pool_low"]
 

@@ -66,7 +66,6 @@ from pyvmem.pages import Ticket
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pyvmem.kvcache.slots import Slot
 
 __all__ = ["Pager", "Planner", "Runs", "Source"]
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from pyvmem.errors import VMemError
 from pyvmem.info import Location, RangeFlags
@@ -14,10 +13,6 @@ from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
 from pyvmem.kvcache.pages import PLAIN, Tier
 from pyvmem.kvcache.slots import Cut, Growth, Slot
-
-if TYPE_CHECKING:
-    from pyvmem.kvcache.group import Group
-    from pyvmem.kvcache.slots import Slot
 
 __all__ = [
     "IntegrityError",

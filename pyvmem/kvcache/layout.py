@@ -95,7 +95,7 @@ class Layout:
             name = "large_page_size" if large else "page_size"
             raise invalid(
                 f"packed_slots: {self.max_rows} rows of {self.row_bytes} bytes are {full} bytes, "
-                f"which is no multiple of {name} {large or page_size}",
+                f"which is not a multiple of {name} {large or page_size}",
                 size=full,
                 limit=large or page_size,
             )

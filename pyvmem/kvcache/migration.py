@@ -647,7 +647,7 @@ class Window:
                 self._reclaimer.finish_all()
                 if not self._reclaimer.try_slide(slot, head, after):
                     raise TooManyBatches(
-                        "pages behind the window could not be unmapped",
+                        "pages before the window could not be unmapped",
                         errno=errno.EAGAIN,
                         op="KVCache",
                     )

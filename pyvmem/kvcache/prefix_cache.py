@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from pyvmem._native import Columns
     from pyvmem.kvcache.journal import Journal
     from pyvmem.kvcache.layout import Layout
-    from pyvmem.kvcache.prefix_tree import Node
     from pyvmem.kvcache.slots import Slot, SlotTable
 
 __all__ = ["GroupPrefixes", "Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]

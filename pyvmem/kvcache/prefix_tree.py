@@ -90,7 +90,7 @@ class TokenIds:
     def from_bytes(cls, data: bytes, namespace: Hashable = None) -> TokenIds:
         """Ids that are there as native 32-bit words. InvalidArgument: not a multiple of 4 bytes."""
         if len(data) % ID_BYTES:
-            raise invalid(f"{len(data)} bytes are no whole number of ids of {ID_BYTES} bytes")
+            raise invalid(f"{len(data)} bytes are not a whole number of ids of {ID_BYTES} bytes")
         out = object.__new__(cls)
         out.data = bytes(data)
         out.namespace = _namespace(data, namespace)
@@ -469,7 +469,7 @@ class PrefixTree(Generic[S]):
         changes: what came and went, for who reads and empties it; None: nobody does.
 
     Raises:
-        InvalidArgument: `unit` is no whole number or not positive.
+        InvalidArgument: `unit` is not a whole number or not positive.
     """
 
     def __init__(self, unit: int, log: list[Any] | None = None) -> None:
