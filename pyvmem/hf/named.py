@@ -313,7 +313,7 @@ class NamedRequests:
     # ---- end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Frees everything and closes the cache; again: nothing.
+        """Frees everything and closes the cache. Idempotent.
 
         Where tensors of the cache live elsewhere, it stays open, with a warning in the log.
         """

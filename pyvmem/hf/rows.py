@@ -320,7 +320,7 @@ class Rows:
         )
 
     def close(self) -> None:
-        """Drops the layers' tensors and closes the cache; again: nothing.
+        """Drops the layers' tensors and closes the cache. Idempotent.
 
         Raises:
             Busy: tensors that `update` returned live elsewhere; the layers are empty all the same.

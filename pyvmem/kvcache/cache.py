@@ -173,8 +173,8 @@ class KVCache(MustClose):
     """Keys and values of many requests, contiguous in virtual memory, mapped as they grow.
 
     Every request has a slot (its reqid) in every tensor. `step` tells how many tokens each slot
-    must hold and maps what is missing; who is not in this step has 0 there. What a request holds,
-    it keeps until `truncate`, `free_reqid` or `swap_out`. An engine's loop:
+    must hold and maps what is missing; a request that is not in this step has 0 there. What a
+    request holds, it keeps until `truncate`, `free_reqid` or `swap_out`. An engine's loop:
 
         reqid = cache.alloc_reqid(len(prompt))
         if cache.step(seq_lens) == -1: ...     # preempt a request and try again
@@ -471,7 +471,7 @@ class KVCache(MustClose):
                 forms). Those past the rows that it holds, such as a last token that was not
                 computed yet, are left out, and those past the last whole `sharing_unit`.
             stream: as in `free_reqid`.
-            namespace: what the rows depend on beside the ids, such as an adapter, an image or a
+            namespace: what the rows depend on besides the ids, such as an adapter, an image or a
                 tenant; only matches with the same one find them.
 
         Returns:
@@ -538,8 +538,8 @@ class KVCache(MustClose):
     def prefix_changes(self) -> list[Change]:
         """What was recorded and evicted since the last call, for `pyvmem.kv_events`.
 
-        The first call tells what is recorded, and that changes are to be kept from now on: who
-        makes it must go on, or they pile up.
+        The first call reports what is recorded, and has changes kept from now on: keep calling,
+        or they pile up.
         """
         with self._lock, self._journal:
             return self._open()[0].prefixes.tree.take_changes()
@@ -1175,5 +1175,5 @@ def _shape_free(policy: dict[str, Any]) -> dict[str, Any]:
     """The policy without what only a class with all its layers can check."""
     for name in ("num_layers", "num_kv_heads", "head_dim", "tensors_per_layer", "window", "state"):
         if name in policy:
-            raise invalid(f"{name} is told by the layers")
+            raise invalid(f"{name} is given by the layers")
     return {**policy, "group_size": 1}

@@ -208,7 +208,7 @@ class Manager:
         return self.groups
 
     def close(self, stream: Any = None) -> None:
-        """Gives everything back, for a call that holds the lock; again: nothing.
+        """Gives everything back, for a call that holds the lock. Idempotent.
 
         Raises:
             Busy: tensors live; nothing changed.
@@ -245,7 +245,7 @@ class Manager:
 def _check_memory(
     whole: KVCacheConfig, several: bool, context: Context | None, budget: Budget | None
 ) -> None:
-    """Raises InvalidArgument where memory is told twice, or told of nothing."""
+    """Raises InvalidArgument where memory is given twice, or for nothing."""
     if whole.max_mappings and (context is not None or budget is not None):
         raise invalid(f"max_mappings {whole.max_mappings}: the context is given, and has its own")
     if budget is None:
@@ -262,7 +262,7 @@ def _check_memory(
 
 
 def make_free_alike(groups: Sequence[Group]) -> None:
-    """Notes what is free by now; a slot that a failure broke in one group is none's."""
+    """Notes what is free by now; a slot that is broken in one group is used in none."""
     for group in groups:
         if group.reclaimer.cuts:
             group.reclaimer.poll()
@@ -1044,7 +1044,7 @@ def _pages_of(
 
 
 def _make_tier_room(groups: Sequence[Group], group: Group, tier: Tier, pages: int) -> None:
-    """Sees to it that a tier has room for pages of a group; raises OutOfMemory where it has not."""
+    """Makes room for pages of a group in a tier; raises OutOfMemory where there is too little."""
     size = group.layout.page_size
     if tier == DEVICE:
         if not group.pager.have(pages):
@@ -1484,7 +1484,7 @@ class _Truncation:
 
         0 ......... length ......... granted ......... mapped
         | rows kept | given up       |                 |
-        | pages kept   | nobody's from here on         |
+        | pages kept   | no owner from here on         |
 
     Pages of the request's own stay mapped, as those of a freed slot do: the request may have them
     again, zeroed, and whoever is short may take them. Pages that a request shares or that lie
@@ -1714,7 +1714,7 @@ def _compact(manager: Manager, stream: Any) -> None:
     if not manager.owns_context:
         raise NotSupported(
             "compact: the context is not the cache's own, and others may be using its pages; "
-            "Context.compact is for who knows them all",
+            "Context.compact is for whoever knows them all",
             errno=errno.EOPNOTSUPP,
             op="KVCache.trim",
         )

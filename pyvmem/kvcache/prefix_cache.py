@@ -98,7 +98,7 @@ class PrefixMatch(Closable):
     _owner: Leases = field(repr=False)
 
     def release(self) -> None:
-        """Gives the prefix free for eviction; again, or after its use: nothing."""
+        """Lets the prefix be evicted again. Does nothing after its use. Idempotent."""
         self._owner.drop(self._lease)
 
     _leave = release
@@ -153,10 +153,10 @@ class Leases:
             self.end(self._dropped.popleft())
 
     def end(self, lease: Lease) -> None:
-        """Gives one lease up; again: nothing."""
+        """Gives one lease up. Idempotent."""
         if lease.held and lease in self._open:
             self._log.append((self._open.__setitem__, lease, None))
-            del self._open[lease]  # from here on it is none of the pins that are counted again
+            del self._open[lease]  # from here on it is not among the pins that are counted again
             lease.held = False
             self._tree.unpin(lease.node)
 

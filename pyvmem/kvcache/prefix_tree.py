@@ -61,7 +61,7 @@ class TokenIds:
         tokens: ids from 0 to 2**32 - 1: a list or another sequence of whole numbers, an
             ``array.array``, a one-dimensional numpy array or torch tensor of integers (one on a GPU
             is copied, which waits for its stream), or a `TokenIds`.
-        namespace: what the keys and values depend on beside the ids: an adapter, an image, a
+        namespace: what the keys and values depend on besides the ids: an adapter, an image, a
             tenant. Equal ids of different namespaces are different prefixes. None, the default, is
             a namespace too; of a `TokenIds` that is given without one, its own is taken.
 
@@ -466,7 +466,7 @@ class PrefixTree(Generic[S]):
         root: stands for the empty prefix without a namespace.
         roots: by namespace; those of others come with their first prefix and go with their last.
         nodes, tokens, pages: in the tree.
-        changes: what came and went, for who reads and empties it; None: nobody does.
+        changes: what came and went, for whoever reads and empties it; None: nobody does.
 
     Raises:
         InvalidArgument: `unit` is not a whole number or not positive.
