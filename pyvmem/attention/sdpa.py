@@ -81,7 +81,7 @@ def _masked_blocks(
     """Attention by products of matrices, a block of tokens at a time.
 
     For values narrower than keys under a mask: torch 2.11's memory-efficient kernel gave a wrong
-    token after the first 32 of a chunk on an H100 (keys of 576 elements, values of 512).
+    token behind the first 32 of a chunk on an H100 (keys of 576 elements, values of 512).
     """
     requests, new, heads = q.shape[:3]
     block = max(1, _SCORES // (requests * heads * k.shape[1]))
