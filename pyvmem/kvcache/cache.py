@@ -869,7 +869,7 @@ class KVCache(MustClose):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """K and V of every group, in turn; with `tensors_per_layer` 1, the one of each.
+        """K and V of every `group_size` layers, in turn; with `tensors_per_layer` 1, one of each.
 
         Each is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only mapped rows
         may be touched. A living tensor keeps the cache from closing. Those of a `LayeredCache` come
