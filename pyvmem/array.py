@@ -84,7 +84,7 @@ class VirtualArray:
         if len(self.strides) != len(self.shape):
             self._bad(f"{len(self.strides)} strides for {len(self.shape)} dimensions")
         if self.offset % self.dtype.itemsize:
-            self._bad(f"the offset is no multiple of {self.dtype.itemsize}")
+            self._bad(f"the offset is not a multiple of {self.dtype.itemsize}")
         if self.offset + self.nbytes_spanned > reservation.nbytes:
             self._bad(
                 f"it needs {self.offset + self.nbytes_spanned} bytes, the reservation has "

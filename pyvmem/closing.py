@@ -17,13 +17,20 @@ __all__ = ["Closable", "MustClose"]
 
 
 class Closable:
-    """``with`` yields the object itself; leaving the block calls `close`."""
+    """``with`` yields the object itself; leaving the block calls `close`.
+
+    A subclass that leaves a block in another way has `_leave`.
+    """
 
     __slots__ = ()
 
     def close(self) -> None:
         """Releases what the object holds. Idempotent."""
         raise NotImplementedError
+
+    def _leave(self) -> None:
+        """The end of a block."""
+        self.close()
 
     def __enter__(self) -> Self:
         return self
@@ -35,7 +42,7 @@ class Closable:
         trace: TracebackType | None,
     ) -> None:
         try:
-            self.close()
+            self._leave()
         except Busy:
             if error is None:
                 raise  # else the traceback keeps tensors alive, and that error matters more

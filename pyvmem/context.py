@@ -19,7 +19,7 @@ from typing import Any
 
 from pyvmem import _native
 from pyvmem._native import Outcome
-from pyvmem.errors import VMemError
+from pyvmem.closing import Closable
 from pyvmem.info import Caps, ContextInfo, Location, RangeInfo, Stats
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Pages, Ticket, drop_forgotten
@@ -52,7 +52,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-class Context(AddressSpace):
+class Context(AddressSpace, Closable):
     """An open back end. A context manager; `close` ends it once.
 
     Every method is thread-safe and raises `BadHandle` after `close` and `ForkedProcess` in a forked
@@ -79,7 +79,7 @@ class Context(AddressSpace):
     Raises:
         BackendUnavailable: the back end cannot be used here; the text says why.
         AccessDenied: a device node that this user may not open.
-        InvalidArgument: an unknown name, or a size that is no power of two.
+        InvalidArgument: an unknown name, or a size that is not a power of two.
     """
 
     def __init__(
@@ -352,18 +352,9 @@ class Context(AddressSpace):
         """`close`, unless it was closed before."""
         self.close()
 
-    def __enter__(self) -> Context:
-        return self
-
-    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
-        if not self._closed and self._pid != os.getpid():
-            return  # a forked child leaves the block: nothing of it is the child's
-        try:
-            self.close()
-        except VMemError as error:
-            # The traceback of the error under way keeps tensors alive; that error matters more.
-            if exc_type is None or error.errno != errno.EBUSY:
-                raise
+    def _leave(self) -> None:
+        if self._closed or self._pid == os.getpid():
+            self.close()  # else a forked child leaves the block: nothing of it is the child's
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
         if not getattr(self, "_closed", True) and self._pid == os.getpid():

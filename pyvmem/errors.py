@@ -108,7 +108,7 @@ class NotGpuWork(InvalidArgument, TypeError):
 
 
 class AddressOverflow(VMemError, OverflowError):
-    """EOVERFLOW: address + size, or count x stride, leaves 64 bits."""
+    """EOVERFLOW: address + size, or count x stride, overflows 64 bits."""
 
 
 class NotSupported(VMemError):

@@ -67,7 +67,7 @@ _HEADER = 4096
 _SLOT = 512
 _SLOTS = 64
 _SIZE = _HEADER + _SLOTS * _SLOT
-_LOCKS = 1 << 40  # lock bytes lie far behind the contents
+_LOCKS = 1 << 40  # lock bytes lie far past the contents
 _STALE_NS = 2_000_000_000  # a shortage that was not posted again for so long is over
 _TICK_S = 0.05  # of a participant's thread
 _REPORT_S = 0.25
@@ -77,7 +77,7 @@ _CAPACITY_AT = 16
 _WORD = struct.Struct("<Q")
 _FLOCK = struct.Struct("hhxxxxqqixxxx")
 
-# Word numbers in a slot; the name lies behind them.
+# Word numbers in a slot; the name follows them.
 _WORDS = (
     "state",
     "identity",

@@ -14,6 +14,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
+from pyvmem.closing import Closable
 from pyvmem.info import Caps
 from pyvmem.ops import OpBatch
 from pyvmem.streams import check
@@ -35,7 +36,7 @@ __all__ = ["VMemResource"]
 _KEPT = 64
 
 
-class VMemResource(MemoryResource):  # type: ignore[misc]  # Any without cuda-core
+class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any without cuda-core
     """Allocates cuda.core Buffers out of a context's pages.
 
     A buffer lies in a reservation of its own, rounded up to the granule. Its pages appear before
@@ -212,9 +213,3 @@ class VMemResource(MemoryResource):  # type: ignore[misc]  # Any without cuda-co
             for reservation in kept:
                 reservation.close()
         self._kept.clear()
-
-    def __enter__(self) -> VMemResource:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
 from pyvmem._native import Outcome
+from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, VMemError
 from pyvmem.info import PagesInfo
 from pyvmem.streams import stream_handle, work_of
@@ -25,7 +26,7 @@ __all__ = ["Pages", "Ticket", "drop_forgotten"]
 _SLICE_NS = 200_000_000
 
 
-class Pages:
+class Pages(Closable):
     """A reference to physical pages, made by `Context.create` or `Context.retain`.
 
     The pages live while a handle or a mapping refers to them. End the reference with `release` or
@@ -121,10 +122,7 @@ class Pages:
             self._context.handle, self.handle, offset, size, count, stride, outcome=outcome
         )
 
-    def __enter__(self) -> Pages:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def _leave(self) -> None:
         if not self._done:
             self.release()
 

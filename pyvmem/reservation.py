@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pyvmem import _native
 from pyvmem._native import Outcome
 from pyvmem.array import VirtualArray, torch_tensor
+from pyvmem.closing import Closable
 from pyvmem.errors import VMemError
 from pyvmem.info import RangeFlags, RangeInfo
 
@@ -40,7 +41,7 @@ def warn_plain(size: int) -> None:
     )
 
 
-class Reservation:
+class Reservation(Closable):
     """A range of virtual addresses, made by `Context.reserve`.
 
     Offsets are bytes from its start. Tensors, arrays and buffers over it keep it (and its context)
@@ -270,18 +271,9 @@ class Reservation:
             self.close(unmap=True)
         self._closed = True
 
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
-        if not self.is_open:
-            return
-        try:
+    def _leave(self) -> None:
+        if self.is_open:
             self.close(unmap=True)
-        except VMemError as error:
-            # The traceback of the error under way keeps tensors alive; that error matters more.
-            if exc_type is None or error.errno != errno.EBUSY:
-                raise
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
         made = not getattr(self, "_closed", True) and self._outcome.happened

@@ -222,7 +222,7 @@ class Telemetry:
         with self._lock:
             self._living()
             if name in self._caches:
-                raise invalid(f"a cache named {name!r} is told of already")
+                raise invalid(f"a cache named {name!r} is added already")
             self._caches[name] = weakref.ref(cache)
 
     def _living(self) -> list[tuple[str, _Cache, CacheStats]]:

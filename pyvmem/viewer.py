@@ -57,7 +57,7 @@ def _cache(name: str, cache: Numbers, width: int, rows: int) -> list[str]:
     lines = [
         f"{name}  {cache['backend']} {cache['device']}".rstrip(),
         f"[{'#' * filled}{' ' * (24 - filled)}] {size(stats['mapped_bytes'])} mapped, "
-        f"{size(stats['used_bytes'])} of rows, {size(stats['wasted_bytes'])} behind no token; "
+        f"{size(stats['used_bytes'])} of rows, {size(stats['wasted_bytes'])} holding no token; "
         f"{pages} of {total} pages, {stats['short']} times short",
     ]
     slots = [slot for slot in cache["slots"] if slot["mapped_pages"] or slot["state"] == "broken"]

@@ -45,7 +45,7 @@
  * Errors
  *   -EINVAL           a malformed argument: size 0, unaligned, unknown flag, non-zero reserved field; a range
  *                     that cuts a large page
- *   -EOVERFLOW        address + size (or count x stride) leaves 64 bits
+ *   -EOVERFLOW        address + size (or count x stride) overflows 64 bits
  *   -EOPNOTSUPP       this back end cannot do it (page size, sparse, read-only, location)
  *   -EBADF            a context or handle that is closed, freed, or of another context; a ticket that was dropped
  *                     or never issued

@@ -85,7 +85,7 @@ class Batch:
     Raises:
         InvalidArgument: lengths that do not fit together, more tokens than a slot has pages for, or
             a window that begins in rows that are gone: what is not mapped must not be read.
-        OverRead: a kernel may read rows behind them, or before the window, that are not mapped.
+        OverRead: a kernel may read rows past them, or before the window, that are not mapped.
     """
 
     def __init__(

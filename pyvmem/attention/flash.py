@@ -216,7 +216,7 @@ def why_not_blocks(form: Form) -> str:
     """Why a slot cannot be numbered as blocks of `BLOCK` rows, "" where it can."""
     layout = form.keys.layout
     if layout.max_rows < BLOCK:
-        return f"slots of {layout.max_rows} rows are no whole block of {BLOCK}"
+        return f"slots of {layout.max_rows} rows are not a whole block of {BLOCK}"
     blocks = Blocks.of(layout.max_rows, layout.slot_bytes, layout.row_bytes)
     last = blocks.last(form.keys.config.max_batch)
     return f"blocks of {BLOCK} rows, numbered up to {last}" if last >= 1 << 31 else ""
@@ -257,7 +257,7 @@ def why_not_fa2(form: Form, device: torch.device) -> str:
     layout = form.keys.layout
     if layout.slot_bytes % layout.row_bytes:
         return (
-            f"slots are {layout.slot_bytes} bytes apart, which is no whole number of rows of "
+            f"slots are {layout.slot_bytes} bytes apart, which is not a whole number of rows of "
             f"{layout.row_bytes} (see KVCacheConfig.packed_slots)"
         )
     return ""

@@ -97,7 +97,7 @@ def _compiled(
 ) -> torch.Tensor:
     """All slots between the first and the last of the batch; those without a request read nothing.
 
-    Queries are padded to the longest request's. Blocks behind a request's length are not in its
+    Queries are padded to the longest request's. Blocks past a request's length are not in its
     mask, so only its last block is read beyond the length; with a window those before it are not.
     """
     low, high = min(batch.reqids), max(batch.reqids) + 1
@@ -143,7 +143,7 @@ def _mask(batch: Batch, low: int, high: int, rows: int, window: int = 0) -> Any:
     first = torch.clamp(ends[None] - BLOCK + shift[:, None] - wide + 1, min=0) // BLOCK
     number = torch.clamp(-(-seen // BLOCK) - first, min=0)[:, None].contiguous()
     indices = torch.arange(kv_blocks, device=device, dtype=torch.int32)
-    # Those behind a row's `number` are not looked at; they must only be blocks that there are.
+    # Those after a row's `number` are not looked at; they must only be blocks that there are.
     indices = (first[:, None, :, None] + indices).clamp(max=kv_blocks - 1).contiguous()
     mask = BlockMask.from_kv_blocks(
         number,

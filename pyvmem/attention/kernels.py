@@ -3,7 +3,7 @@
 
 A kernel reads either exactly the valid rows or whole tiles (`Reads`). FlashAttention-3's contiguous
 call loads tiles with TMA, whose bounds are the tensor's and not the request's length, of up to 192
-rows (``tile_size.h`` of its ``hopper`` folder); FlexAttention reads blocks of 128. What lies behind
+rows (``tile_size.h`` of its ``hopper`` folder); FlexAttention reads blocks of 128. What lies past
 the length must then be mapped and finite: `KVCacheConfig.overread_rows`, or a sparse cache where
 that is enough (`KVCache.safe_overread`). FlashAttention-2, FlashAttention-3's paged call with small
 blocks, and SDPA over a view of the valid rows read no more than these.

@@ -12,7 +12,7 @@ __all__ = ["BLOCK", "EXACT", "Blocks", "Reads"]
 BLOCK = 32
 """Rows in a block of FlashAttention-3's paged call.
 
-With blocks that are no multiple of its tile it loads row by row up to ``seqused_k``, not by TMA.
+With blocks that are not a multiple of its tile it loads row by row up to ``seqused_k``, not by TMA.
 No tile of its has 32 rows or fewer, whatever the head size; some have 64.
 """
 
@@ -37,7 +37,7 @@ class Reads:
         return self.block - 1 + self.tile
 
     def end(self, length: int, longest: int) -> int:
-        """The row before which all reads lie; none behind a slot's `longest` rows is read."""
+        """The row before which all reads lie; none past a slot's `longest` rows is read."""
         return min(-(-length // self.block) * self.block + self.tile, longest)
 
     def first(self, length: int, new: int, window: int) -> int:
@@ -51,10 +51,10 @@ EXACT = Reads()
 class Blocks(NamedTuple):
     """A tensor of slots as blocks of rows, and where in it a slot's blocks are.
 
-    Block j of the view begins `unit` elements behind block j - 1, which is less than a block where
+    Block j of the view begins `unit` elements after block j - 1, which is less than a block where
     slots do not begin on whole ones: then blocks of the view overlap, and a slot's are some of
     them. Block b of slot s is number ``s * slot + b * step``; its last may reach into the next
-    slot, by rows that are behind every length.
+    slot, by rows that are past every length.
 
     Attributes:
         rows: of a block.

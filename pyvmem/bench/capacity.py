@@ -22,15 +22,14 @@ the same replay through a `KVCache` with real pages.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
+from pyvmem.bench.command import now, said
 from pyvmem.bench.machine import describe
 from pyvmem.bench.record import Part, Record
 from pyvmem.bench.report import number, table
@@ -228,7 +227,7 @@ def run(args: argparse.Namespace) -> int:
             "kv_dtype": args.kv_dtype or "the model's",
         },
         method={"batch": "mean of running requests over iterations in which memory is the limit"},
-        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        started=now(),
         format=FORMAT,
     )
     workloads = {path.stem: read_trace(path) for path in args.trace}
@@ -236,8 +235,7 @@ def run(args: argparse.Namespace) -> int:
         workloads = {"generated": generate(args.requests, args.seed)}
     for name, requests in workloads.items():
         part = record.part(name, f"{len(requests):,} requests")
-        part.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        began = time.monotonic()
+        part.started, began = now(), time.monotonic()
         for model, ranks in args.models:
             shape = shape_of(model).on_ranks(ranks).stored_as(args.kv_dtype)
             compared = list(systems(shape, args.pages, args.groups, args.blocks, args.overread))
@@ -248,16 +246,16 @@ def run(args: argparse.Namespace) -> int:
     record.seconds = time.monotonic() - start
     if args.out is not None:
         record.write_one(args.out)
-    if args.json:
-        print(json.dumps(record.document(raw=False), indent=1))
-        return 0
-    print("\n\n".join(_table(part) for part in record.parts.values()))
-    print()
+    return said(record, args, lambda: _text(record))
+
+
+def _text(record: Record) -> str:
+    lines = ["\n\n".join(map(_table, record.parts.values())), ""]
     for aim in record.aims:
         verdict = {True: "pass", False: "MISS", None: ""}[aim["pass"]]
         wanted = f", wanted {aim['aim']}: {verdict}" if aim["applies"] else ""
-        print(f"{aim['what']}: {aim['value']:.3f}{wanted}")
-    return 0
+        lines.append(f"{aim['what']}: {aim['value']:.3f}{wanted}")
+    return "\n".join(lines)
 
 
 def _table(part: Part) -> str:

@@ -79,6 +79,15 @@ def conducted(part: Part) -> Iterator[None]:
     part.seconds = time.monotonic() - began
 
 
+def said(record: Record, args: argparse.Namespace, text: Callable[[], str] | None = None) -> int:
+    """Prints a record, as JSON or as `text`. Returns a command's status, 1 if a part failed."""
+    if args.json:
+        print(json.dumps(record.document(raw=False), indent=1))
+    else:
+        print(report.document(record) if text is None else text())
+    return int(any(part.status == "failed" for part in record.parts.values()))
+
+
 def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
     """Adds the options that all these commands have; `seconds` is the default deadline."""
     add = parser.add_argument
@@ -191,11 +200,7 @@ class Command:
     def finish(self) -> int:
         """Writes and prints everything. Returns the command's status, 1 if a part failed."""
         self.write()
-        if self.args.json:
-            print(json.dumps(self.record.document(raw=False), indent=1))
-        else:
-            print(report.document(self.record))
-        return int(any(part.status == "failed" for part in self.record.parts.values()))
+        return said(self.record, self.args)
 
 
 def open_command(*args: Any, **options: Any) -> Command | None:

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 __all__ = ["CuMem", "Cuda", "CudaCallError", "CudaUnavailable"]
+from pyvmem.closing import Closable
 
 
 class CudaUnavailable(Exception):
@@ -30,7 +31,7 @@ class CudaCallError(Exception):
         self.name = name
 
 
-class Cuda:
+class Cuda(Closable):
     """The primary context of one device, through cuda.bindings; retained until `close`."""
 
     def __init__(self, device: int = 0) -> None:
@@ -88,12 +89,6 @@ class Cuda:
         if self._open:
             self._open = False
             self.call(self.driver.cuDevicePrimaryCtxRelease, self.device)
-
-    def __enter__(self) -> Cuda:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class CuMem:

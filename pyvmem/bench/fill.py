@@ -26,6 +26,7 @@ from pyvmem.bench.command import Command, WrongResult, add_common, conducted, op
 from pyvmem.bench.memory import KernelMemory
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Samples, quiet
+from pyvmem.closing import Closable
 from pyvmem.context import Context
 from pyvmem.errors import TooManyMappings, VMemError
 from pyvmem.info import Caps
@@ -66,7 +67,7 @@ class _Filled:
     end: str = ""
 
 
-class _Filling:
+class _Filling(Closable):
     """A cache that is filled once. A context manager."""
 
     def __init__(self, command: Command, way: str) -> None:
@@ -103,11 +104,9 @@ class _Filling:
         self._pace = [draw.uniform(0.3, 1) * self.rows for _ in range(self.requests)]
         self.lens = [0] * config.max_batch
 
-    def __enter__(self) -> _Filling:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._stack.__exit__(*exc)
+    def close(self) -> None:
+        """Gives all memory back."""
+        self._stack.close()
 
     def fill(self, command: Command) -> _Filled:
         """Steps until no page or no mapping is left."""
@@ -201,7 +200,7 @@ _ROWS = (
     ("unmap_calls", "unmap calls", "count", 1),
     ("driver", "time in driver calls", "s", 1e-9),
     ("waited", "of that, what a call waited for", "s", 1e-9),
-    ("waste", "most memory behind no token (internal fragmentation)", "GB", 1e-9),
+    ("waste", "most memory that holds no token (internal fragmentation)", "GB", 1e-9),
     ("surplus", "most memory mapped ahead", "GB", 1e-9),
     ("large", "of the pages, large ones", "%", 1),
     ("kernel", "kernel memory", "MB", 1e-6),

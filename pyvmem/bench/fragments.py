@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
+from pyvmem.closing import Closable
 from pyvmem.context import Context
 from pyvmem.errors import OutOfMemory
 from pyvmem.pages import Pages
@@ -15,7 +15,7 @@ __all__ = ["Fragments"]
 _SPARE = 64 << 20  # memory comes in whole slabs, so the limit may not be met exactly
 
 
-class Fragments:
+class Fragments(Closable):
     """Free pages whose neighbours are taken, so that whatever is mapped is mapped page by page.
 
     A context manager.
@@ -55,12 +55,9 @@ class Fragments:
                 taken.append(self.context.create(page))
         return taken
 
-    def __enter__(self) -> Fragments:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
+    def close(self) -> None:
         """Gives everything back; nothing may be mapped any more."""
         for pages in self._kept:
             pages.release()
         self._kept.clear()
-        self.context.__exit__(*exc)
+        self.context.close()

@@ -287,11 +287,12 @@ class _Attend(_Way):
     def open(self, stack: ExitStack) -> None:
         from pyvmem.attention import Attention, overread_rows
         from pyvmem.hf.latent import absorbed, latent_rank
-        from pyvmem.hf.shapes import make_cache, row_shapes
+        from pyvmem.hf.shapes import row_shapes
+        from pyvmem.kvcache.cache import cache_of
 
         config, device = self.model.config, self.model.device
         tile = overread_rows("fa3", device) if device.type == "cuda" else 0
-        cache = make_cache(
+        cache = cache_of(
             row_shapes(config, "pyvmem.attention"),
             None,
             self.backend,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.bench.command import Command
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Samples
+from pyvmem.closing import Closable
 from pyvmem.kvcache import KVCache
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class _Times:
             samples.new_round()
 
 
-class Mode:
+class Mode(Closable):
     """One of `MODES`, with its cache. A context manager.
 
     Args:
@@ -284,13 +285,11 @@ class Mode:
             words = field.replace("_", " ").removesuffix(" ns")
             part.value(f"{field}/{name}", f"{words}, {what}", name, value, unit)
 
-    def __enter__(self) -> Mode:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
+    def close(self) -> None:
+        """Gives all memory back."""
         self._graph = self._batch = self.out = None
         self.attend.close()
-        self.cache.__exit__(*exc)
+        self.cache.close()
 
 
 def must(result: int) -> None:

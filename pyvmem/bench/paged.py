@@ -79,32 +79,27 @@ def _aims(command: Command, kernel: str, cases: Sequence[Case], blocks: Sequence
         goal = _DECODE if case.decodes else _PREFILL
         # For one request's decoding both sides choose their splits: the tuned case is what counts.
         plain = case.decodes and case.batch == 1 and not case.tuned
+        over = []  # name, words, rows of ours and of the paged form, and what is wanted
         for block in (0, *blocks) if blocks else ():
-            sizes = blocks if block == 0 else (block,)
-            theirs = [f"{prefix}/paged{size}/{memory}" for size in sizes for memory in THEIRS]
             words = "the best paged form" if block == 0 else f"blocks of {block}"
             judged = block == 0 and not plain and kernel != Gather.name
-            wanted = goal if judged else None
-            command.aims.add(
-                f"{kernel}_{case.name}_{block or 'best'}",
-                f"{kernel}, {case.what}: speed of contiguous {pages} over {words}",
-                [*ours, *theirs],
-                partial(_speed, len(ours), len(THEIRS)),
-                op=">=" if wanted else None,
-                aim=wanted,
-            )
+            name, what = f"{block or 'best'}", f"speed of contiguous {pages} over {words}"
+            over.append((name, what, ours, blocks if block == 0 else (block,), judged and goal))
         for how, words in SLOTS.items() if blocks and not case.tuned else ():
             mine = [f"{prefix}/{how}/{memory}" for memory in OURS]
-            theirs = [f"{prefix}/paged{size}/{memory}" for size in blocks for memory in THEIRS]
             prompt = case.q_len == case.kv_len >= _LONG
             judged = kernel == FlashInfer.name and how == "slots" and prompt
+            what = f"speed over {words}, {pages}, over the best paged form"
+            over.append((how, what, mine, blocks, judged and _FLASHINFER))
+        for name, what, mine, sizes, wanted in over:
+            theirs = [f"{prefix}/paged{size}/{memory}" for size in sizes for memory in THEIRS]
             command.aims.add(
-                f"{kernel}_{case.name}_{how}",
-                f"{kernel}, {case.what}: speed over {words}, {pages}, over the best paged form",
+                f"{kernel}_{case.name}_{name}",
+                f"{kernel}, {case.what}: {what}",
                 [*mine, *theirs],
                 partial(_speed, len(mine), len(THEIRS)),
-                op=">=" if judged else None,
-                aim=_FLASHINFER if judged else None,
+                op=">=" if wanted else None,
+                aim=wanted or None,
             )
         if case.decodes:
             command.aims.add(

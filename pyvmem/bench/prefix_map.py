@@ -24,6 +24,7 @@ from pyvmem.bench.fragments import Fragments
 from pyvmem.bench.record import Part
 from pyvmem.bench.setting import label
 from pyvmem.bench.timing import Deadline, Samples, quiet
+from pyvmem.closing import Closable
 from pyvmem.errors import VMemError
 from pyvmem.kvcache import KVCache, KVCacheConfig, TokenIds
 from pyvmem.kvcache.layout import Layout
@@ -43,7 +44,7 @@ _METHOD = {
 }
 
 
-class _Kind:
+class _Kind(Closable):
     """A cache with the prefix in pages of one kind. A context manager."""
 
     def __init__(self, name: str, command: Command, tokens: int) -> None:
@@ -88,11 +89,9 @@ class _Kind:
         cache.free_reqid(one)
         self._wait_until_empty()
 
-    def __enter__(self) -> _Kind:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._stack.__exit__(*exc)
+    def close(self) -> None:
+        """Gives all memory back."""
+        self._stack.close()
 
     def _take(self) -> int:
         reqid = self.cache.alloc_reqid()

@@ -25,11 +25,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from pyvmem.bench.command import WrongResult
+from pyvmem.closing import Closable
 from pyvmem.context import Context
 from pyvmem.engine import RequestCache, Shortage
 from pyvmem.kvcache import KVCache, KVCacheConfig
@@ -232,7 +233,7 @@ class Blocks:
         return len(self._queue) * self.block_bytes
 
 
-class Turns:
+class Turns(Closable):
     """The cache itself on ``host``, in which a token has few bytes, so that any budget fits.
 
     Prompts are served one after the other: all of their tokens are admitted, and the trace's whole
@@ -283,11 +284,9 @@ class Turns:
             self._requests = stack.enter_context(RequestCache(self.cache))
             self._stack = stack.pop_all()
 
-    def __enter__(self) -> Turns:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+    def close(self) -> None:
+        """Gives all memory back."""
+        self._stack.close()
 
     def serve(self, prompt: Prompt) -> int:
         """Admits a prompt, computes it and ends it; returns the tokens that it found.

@@ -55,7 +55,7 @@ class Memory(Protocol):
 
 
 class Pages:
-    """A memory by the cache's arithmetic alone, `Layout.pages_for_step`; maps nothing.
+    """Memory computed by the cache's arithmetic alone, `Layout.pages_for_step`; maps nothing.
 
     A block of PagedAttention is a page of so many rows of one layer.
     """

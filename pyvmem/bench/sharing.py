@@ -14,7 +14,6 @@ fills and copies the last one. A test forks a `KVCache` with real pages and find
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,9 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pyvmem.bench import report
 from pyvmem.bench.capacity import System, systems
-from pyvmem.bench.command import conducted, now
+from pyvmem.bench.command import conducted, now, said
 from pyvmem.bench.machine import describe
 from pyvmem.bench.record import Part, Record
 from pyvmem.kvcache.layout import Layout
@@ -247,8 +245,4 @@ def run(args: argparse.Namespace) -> int:
     record.seconds = time.monotonic() - start
     if args.out is not None:
         record.write(args.out)
-    if args.json:
-        print(json.dumps(record.document(raw=False), indent=1))
-    else:
-        print(report.document(record))
-    return int(any(part.status == "failed" for part in record.parts.values()))
+    return said(record, args)

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.setting import Setting, label
 from pyvmem.bench.timing import Deadline, interleave, quiet
+from pyvmem.closing import Closable
 from pyvmem.context import Context
 from pyvmem.kvcache import KVCache, KVCacheConfig
 
@@ -40,7 +41,9 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
         context = stack.enter_context(setting.open(pool_high=_KEEP_ALL))
         turns: list[Callable[[], None]] = []
         for count in SLOTS if not setting.quick else _QUICK:
-            turns.append(stack.enter_context(_Slots(setting, book, context, count)).turn)
+            slots = stack.enter_context(_Slots(setting, book, context, count))
+            slots.fill()
+            turns.append(slots.turn)
         turns.append(stack.enter_context(_Async(setting, book, context)).turn)
         with quiet():
             interleave(turns, setting.count(40, 2), deadline)
@@ -71,7 +74,7 @@ def _config(context: Context, layers: int, slots: int, limit: int) -> KVCacheCon
     )
 
 
-class _Slots:
+class _Slots(Closable):
     """One cache that is nearly full of requests, and one turn of its calls."""
 
     def __init__(self, setting: Setting, book: Book, context: Context, count: int) -> None:
@@ -97,13 +100,14 @@ class _Slots:
         pages = 2 * (count - _SPARE + self.needy)
         self.cache = KVCache(_config(context, 1, count, pages), context)
 
-    def __enter__(self) -> _Slots:
+    def fill(self) -> None:
+        """Takes all slots but a few."""
         self.ids = [_alloc(self.cache) for _ in range(self.count - _SPARE)]
         self.lens = [self.rows // 2] * len(self.ids) + [0] * _SPARE
         _must(self.cache.step(self.lens), 0)
-        return self
 
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
+        """Gives all memory back."""
         self.cache.close()
 
     def turn(self) -> None:
@@ -167,7 +171,7 @@ class _Slots:
         return min(into)
 
 
-class _Async:
+class _Async(Closable):
     """8 requests over 64 tensors that all need a page: the caller's side of `step_async`."""
 
     def __init__(self, setting: Setting, book: Book, context: Context) -> None:
@@ -180,10 +184,8 @@ class _Async:
         self.warm = book.samples(f"async_warm/{system}", f"{what}, warm", system).rounds
         self.cache = KVCache(_config(context, layers, self.requests, pages), context)
 
-    def __enter__(self) -> _Async:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
+        """Gives all memory back."""
         self.cache.close()
 
     def turn(self) -> None:

@@ -224,8 +224,8 @@ def _rest_rows(part: Part, end: dict[str, Any]) -> None:
         part.not_run("rest/held", "no GPU: nobody else can lack its memory")
         return
     loaded, held = end["empty"] - end["loaded"], end["empty"] - end["free"]
-    part.value("loaded/held", "missing to others after the load", "both", loaded, "bytes")
-    part.value("rest/held", "missing to others at rest", "both", held, "bytes")
+    part.value("loaded/held", "memory that others lack after the load", "both", loaded, "bytes")
+    part.value("rest/held", "memory that others lack at rest", "both", held, "bytes")
 
 
 def _check_ranks(end: dict[str, Any]) -> None:
@@ -307,7 +307,7 @@ def _idle_rows(part: Part, found: dict[str, Any], cap: int) -> None:
         own = before["ranks"][0]["slab_bytes"]
         torch, held = after["torch"] - before["torch"], free - now
         kv = held - torch + own
-        part.value("held", "missing to others, against before", "elastic", held, "bytes")
+        part.value("held", "memory that others lack, against before", "elastic", held, "bytes")
         part.value("torch", "of it torch's", "elastic", torch, "bytes")
         part.value("kv", "of the KV cache", "elastic", kv, "bytes", over_live=kv / live)
         at = next((at for at, left, _ in seen if left >= now - after["slab_size"]), seen[-1][0])

@@ -126,7 +126,7 @@ class RequestCache(Closable):
     ) -> Request | Shortage:
         """Takes a slot and memory for a prompt; its recorded prefix is mapped, read-only.
 
-        The request holds the prefix's rows, `Request.length`; the engine computes those behind it.
+        The request holds the prefix's rows, `Request.length`; the engine computes those after it.
         Pages for the rest and for `room` more tokens are the request's when this returns, and are
         mapped in the background: an `extend` up to there finds no shortage. Growth of running
         requests is not taken into account.

@@ -19,13 +19,13 @@ from pyvmem.info import ContextInfo
 from pyvmem.kvcache import (
     KVCache,
     KVCacheConfig,
-    LayeredCache,
     LayerShape,
     StateShape,
     layer_shapes,
 )
 from pyvmem.kvcache.budget import free_bytes
-from pyvmem.kvcache.config import DTYPE_BYTES, bounded, invalid
+from pyvmem.kvcache.cache import cache_of
+from pyvmem.kvcache.config import DTYPE_BYTES, bounded, classes_of, invalid
 from pyvmem.layouts import (
     CALL_US,
     Advice,
@@ -89,14 +89,6 @@ class Model:
         return cls(tuple(layers), str(same.dtype), same.max_seq_len)
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether all layers are alike and keep whole keys and values: one `KVCache` is enough."""
-        first = self.first
-        return first.v_head_dim in (first.head_dim, 0) and self.layers == (first,) * len(
-            self.layers
-        )
-
-    @property
     def first(self) -> LayerShape:
         """The first layer with keys and values."""
         return next(one for one in self.layers if isinstance(one, LayerShape))
@@ -115,7 +107,7 @@ class Policy:
         page_size: bytes; 0: as advised.
         layers_per_tensor: `KVCacheConfig.group_size`; 0: as advised.
         promote: requests whose rows fill 2 MiB pages get them, where the back end has them and a
-            slot is long enough to gain.
+            slot is long enough to gain; not in layers with a window.
         options: further fields of `KVCacheConfig`, which win over all of the above.
     """
 
@@ -210,32 +202,30 @@ def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any 
         "memory_limit": memory,
     }
     best = advised(model, policy, info, memory).best.choice
-    values |= {"group_size": best.group_size, "page_size": best.page_size}
-    first = model.first
-    if not model.is_uniform:
-        return LayeredCache(
-            model.layers, backend=info.backend, device=device, **{**values, **policy.options}
-        )
-    config = KVCacheConfig(
-        len(model.layers),
-        first.num_kv_heads,
-        first.head_dim,
-        tensors_per_layer=2 if first.v_head_dim else 1,
-        window=first.window,
-        **{**values, **policy.options},
-    )
-    if policy.promote and not config.large_page_size and _gains(config, info):
-        tokens = 2 * _LARGE // config.row_bytes
-        config = replace(config, large_page_size=_LARGE, promote_tokens=tokens)
-    return KVCache(config, backend=info.backend, device=device)
+    values |= {"group_size": best.group_size, "page_size": best.page_size, **policy.options}
+    if policy.promote and "large_page_size" not in policy.options:
+        values |= _promotion(model, values, info)
+    return cache_of(model.layers, backend=info.backend, device=device, **values)
 
 
-def _gains(config: KVCacheConfig, info: ContextInfo) -> bool:
-    """Whether large pages are there and a full slot has some; sparse slots are left as they are."""
-    full = config.max_seq_len * config.row_bytes
-    return (
-        _LARGE in info.page_sizes
-        and config.page_size < _LARGE
-        and full >= _MIN_LARGE * _LARGE
-        and not config.sparse
-    )
+def _promotion(model: Model, values: Mapping[str, Any], info: ContextInfo) -> dict[str, int]:
+    """Large pages, where the back end has them and a full slot has some; else nothing.
+
+    Sparse slots are left as they are, and so are layers with a window, which would give their rows
+    back in such pieces.
+    """
+    item = DTYPE_BYTES[str(values["dtype"]).removeprefix("torch.")]
+    rows = [
+        values["group_size"] * kind.num_kv_heads * kind.head_dim * item
+        for kind in classes_of(model.layers)[0]
+        if not kind.window and not kind.state
+    ]
+    longest = max(rows, default=0)
+    if (
+        _LARGE not in info.page_sizes
+        or values["page_size"] >= _LARGE
+        or values["max_seq_len"] * longest < _MIN_LARGE * _LARGE
+        or values.get("sparse")
+    ):
+        return {}
+    return {"large_page_size": _LARGE, "promote_tokens": 2 * _LARGE // longest}

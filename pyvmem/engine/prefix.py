@@ -7,12 +7,11 @@ import errno
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
-
-    from typing_extensions import Self
 
     from pyvmem.kvcache import PrefixMatch, TokenIds
 
@@ -68,7 +67,7 @@ class Matcher(Protocol):
 
 
 @dataclass(eq=False)
-class Prefix:
+class Prefix(Closable):
     """A prompt, and a lease on its recorded prefix, which is not evicted until the lease ends.
 
     From `RequestCache.match`, for `RequestCache.admit`, which ends the lease when it succeeds and
@@ -104,8 +103,4 @@ class Prefix:
         """Ends the lease; `admit` then looks the prompt up anew. Idempotent."""
         self._match.release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
+    _leave = release

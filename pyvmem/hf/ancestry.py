@@ -2,7 +2,7 @@
 """What the rows of a batch have in common, so that a reorder copies no more than it must.
 
 Beams descend from each other: when row 2 is to go on from what row 0 holds, both have the tokens
-up to the beam that they came from, and only what is behind has to be copied. For Llama-3-8B in 16
+up to the beam that they came from, and only what follows has to be copied. For Llama-3-8B in 16
 bits a token is 128 KiB over all layers: 4 beams of 4K tokens that have a common ancestor 10 tokens
 back copy at most 5 MiB in a step, where whole rows were 2 GiB.
 

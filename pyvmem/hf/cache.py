@@ -127,7 +127,7 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         return other
 
     def close(self) -> None:
-        """Gives memory and addresses back; again: nothing. The cache cannot be used afterwards.
+        """Gives memory and addresses back. Idempotent. The cache cannot be used afterwards.
 
         Raises:
             Busy: tensors that `update` returned live elsewhere; drop them and call it again. What

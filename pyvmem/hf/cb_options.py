@@ -17,9 +17,10 @@ from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.latent import latent_rank
 from pyvmem.hf.named import NamedRequests
-from pyvmem.hf.shapes import make_cache, row_shapes
+from pyvmem.hf.shapes import row_shapes
 from pyvmem.kvcache import KVCacheConfig, LayerShape
 from pyvmem.kvcache.budget import free_bytes
+from pyvmem.kvcache.cache import cache_of
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["MAX_SLOTS", "Options", "adjust", "check_model", "make_requests", "request_limits"]
@@ -192,7 +193,7 @@ def make_requests(
             limit -= _batch_bytes(config, cb_config, checked, logits_of_all)
         policy["memory_limit"] = max(1, limit)
     backend = options.backend or ("host" if ordinal is None else "auto")
-    cache = make_cache(shapes, options.context, backend, ordinal or 0, **policy)
+    cache = cache_of(shapes, options.context, backend, ordinal or 0, **policy)
     try:
         if cache.context.cuda_device != ordinal:
             raise invalid(

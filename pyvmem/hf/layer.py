@@ -84,7 +84,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         return self._view(self._offset(first)) if self._window else shown
 
     def _offset(self, length: int) -> int:
-        """The first row that a token behind `length` of them sees."""
+        """The first row that a token after `length` of them sees."""
         return max(0, length - self._window + 1) if self._window else 0
 
     def _view(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:

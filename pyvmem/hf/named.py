@@ -280,7 +280,7 @@ class NamedRequests:
     # ---- the batch -------------------------------------------------------------------------------
 
     def queue(self, name: str, past: int, new: int) -> None:
-        """Puts a request into the next batch: `new` tokens behind `past` ones."""
+        """Puts a request into the next batch: `new` tokens after `past` ones."""
         self._next.queue(name, past, new)
 
     def attend(
@@ -290,7 +290,7 @@ class NamedRequests:
 
         Args:
             layer: of the cache.
-            q: ``[tokens, num_heads, head_dim]``; tokens behind the batch's are padding.
+            q: ``[tokens, num_heads, head_dim]``; tokens after the batch's are padding.
             k, v: ``[tokens, num_kv_heads, head_dim]``; of a latent `v` is not looked at.
             scale: of the scores; None: ``head_dim ** -0.5``.
 
@@ -313,7 +313,7 @@ class NamedRequests:
     # ---- end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Frees everything and closes the cache; again: nothing.
+        """Frees everything and closes the cache. Idempotent.
 
         Where tensors of the cache live elsewhere, it stays open, with a warning in the log.
         """

@@ -16,9 +16,10 @@ import torch
 
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, OutOfMemory, TooManyBatches
-from pyvmem.hf.shapes import Handed, Shape, handed_over, make_cache, stored_shapes
+from pyvmem.hf.shapes import Handed, Shape, handed_over, stored_shapes
 from pyvmem.kvcache import GroupView, KVCache, LayeredCache, LayerShape, StateShape
 from pyvmem.kvcache.budget import Budget
+from pyvmem.kvcache.cache import cache_of
 from pyvmem.kvcache.config import classes_of, invalid
 
 __all__ = ["Rows", "Settings", "TakesRows", "move_rows"]
@@ -148,7 +149,7 @@ class Rows:
         settings, device = self.settings, _ordinal(first)
         self.shapes, self.handed = stored_shapes(settings.text, layer, given)
         backend = settings.backend or ("host" if device is None else "auto")
-        cache = make_cache(
+        cache = cache_of(
             self.shapes,
             settings.context,
             backend,
@@ -319,7 +320,7 @@ class Rows:
         )
 
     def close(self) -> None:
-        """Drops the layers' tensors and closes the cache; again: nothing.
+        """Drops the layers' tensors and closes the cache. Idempotent.
 
         Raises:
             Busy: tensors that `update` returned live elsewhere; the layers are empty all the same.

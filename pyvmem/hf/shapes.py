@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the layers of a transformers model store, and the cache for it.
+"""What the layers of a transformers model store.
 
 Windows and differences between layers are the configuration's. Heads and their sizes are those of
 the keys and values that the model hands over: they tell what tensor parallelism left of them, and
@@ -9,23 +9,13 @@ values of the rotary part) or the keys and values made of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from pyvmem.context import Context
 from pyvmem.errors import NotSupported
-from pyvmem.kvcache import (
-    KVCache,
-    KVCacheConfig,
-    LayeredCache,
-    LayerShape,
-    StateShape,
-    layer_shapes,
-)
-from pyvmem.kvcache.budget import Budget
-from pyvmem.kvcache.config import classes_of, invalid
+from pyvmem.kvcache import LayerShape, StateShape, layer_shapes
+from pyvmem.kvcache.config import invalid
 
-__all__ = ["Handed", "Shape", "handed_over", "make_cache", "row_shapes", "stored_shapes"]
+__all__ = ["Handed", "Shape", "handed_over", "row_shapes", "stored_shapes"]
 
 Shape = LayerShape | StateShape
 
@@ -117,20 +107,3 @@ def _stored_rows(
         for one in told
     ]
     return shapes, [(one.num_kv_heads, one.head_dim, one.head_dim) for one in shapes]
-
-
-def make_cache(
-    shapes: Sequence[Shape],
-    context: Context | None,
-    backend: str,
-    device: int,
-    budget: Budget | None = None,
-    **policy: Any,
-) -> KVCache:
-    """One `KVCache` where all layers are alike, else a `LayeredCache`."""
-    counts = classes_of(shapes)[0]
-    kind, count = next(iter(counts.items()))
-    if len(counts) == 1 and count == len(shapes):
-        config = KVCacheConfig(num_layers=count, **kind.fields(), **policy)
-        return KVCache(config, context, backend, device, budget)
-    return LayeredCache(shapes, context, backend, device, budget, **policy)

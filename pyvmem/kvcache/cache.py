@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from pyvmem.reservation import Reservation
 
 __all__ = [
     "GroupView",
     "KVCache",
     "LayeredCache",
+    "cache_of",
 ]
 
 
@@ -173,8 +173,8 @@ class KVCache(MustClose):
     """Keys and values of many requests, contiguous in virtual memory, mapped as they grow.
 
     Every request has a slot (its reqid) in every tensor. `step` tells how many tokens each slot
-    must hold and maps what is missing; who is not in this step has 0 there. What a request holds,
-    it keeps until `truncate`, `free_reqid` or `swap_out`. An engine's loop:
+    must hold and maps what is missing; a request that is not in this step has 0 there. What a
+    request holds, it keeps until `truncate`, `free_reqid` or `swap_out`. An engine's loop:
 
         reqid = cache.alloc_reqid(len(prompt))
         if cache.step(seq_lens) == -1: ...     # preempt a request and try again
@@ -224,17 +224,22 @@ class KVCache(MustClose):
         return cache
 
     def _begin(self, manager: Manager) -> None:
-        """The cache calls these groups from now on."""
+        """The cache makes these groups, and calls them from now on."""
         self._manager = manager
-        self._open = manager.open
-        self._groups = manager.groups
-        self._lock, self._journal = manager.lock, manager.journal
-        self.caches = tuple(GroupView(manager, place) for place in range(len(manager.groups)))
-        self.config = self.caches[0].config
-        self._idle = IdleThread(manager) if self.config.idle_seconds else None
-        self._closed = False
-        if self._idle is not None:
-            self._idle.start()
+        try:
+            manager.make()
+            self._open = manager.open
+            self._groups = manager.groups
+            self._lock, self._journal = manager.lock, manager.journal
+            self.caches = tuple(GroupView(manager, place) for place in range(len(self._groups)))
+            self.config = self.caches[0].config
+            self._idle = IdleThread(manager) if self.config.idle_seconds else None
+            if self._idle is not None:
+                self._idle.start()
+            self._closed = False
+        except BaseException:
+            manager.abandon()
+            raise
 
     def _gone(self) -> bool:
         return super()._gone() or not self.context.is_open
@@ -357,11 +362,12 @@ class KVCache(MustClose):
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Begins to map, in the background, what `step` will ask for with the same numbers.
 
-        Shortage is known at once. (Of a context shared with others, who may take the pages first,
-        the `step` may still have to say -1.) Where memory is short and slots have pages of no
-        owner, these are unmapped in the background after the GPU work on them, and a later call
-        begins the growth; only what others of a budget or recorded prefixes must give is waited
-        for. A slot that GPU work of an earlier owner holds up is left to the `step`.
+        Shortage is known at once, with one exception: what is not mapped yet when this returns, a
+        call in between may take, such as a `fork`, and the `step` then says -1. That is so of pages
+        of no owner, which are unmapped in the background after the GPU work on them, for a later
+        call to begin the growth with; of a slot that GPU work of an earlier owner holds up, which
+        is left to the `step`; and of a context shared with others. Waits only for what others of a
+        budget or recorded prefixes must give.
 
         Args:
             seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does
@@ -465,7 +471,7 @@ class KVCache(MustClose):
                 forms). Those past the rows that it holds, such as a last token that was not
                 computed yet, are left out, and those past the last whole `sharing_unit`.
             stream: as in `free_reqid`.
-            namespace: what the rows depend on beside the ids, such as an adapter, an image or a
+            namespace: what the rows depend on besides the ids, such as an adapter, an image or a
                 tenant; only matches with the same one find them.
 
         Returns:
@@ -532,8 +538,8 @@ class KVCache(MustClose):
     def prefix_changes(self) -> list[Change]:
         """What was recorded and evicted since the last call, for `pyvmem.kv_events`.
 
-        The first call tells what is recorded, and that changes are to be kept from now on: who
-        makes it must go on, or they pile up.
+        The first call reports what is recorded, and has changes kept from now on: keep calling,
+        or they pile up.
         """
         with self._lock, self._journal:
             return self._open()[0].prefixes.tree.take_changes()
@@ -863,7 +869,7 @@ class KVCache(MustClose):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """K and V of every group, in turn; with `tensors_per_layer` 1, the one of each.
+        """K and V of every `group_size` layers, in turn; with `tensors_per_layer` 1, one of each.
 
         Each is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only mapped rows
         may be touched. A living tensor keeps the cache from closing. Those of a `LayeredCache` come
@@ -1050,7 +1056,8 @@ class LayeredCache(KVCache):
         device: as for `KVCache`.
         budget: memory to share with other caches of its context; None: one of `memory_limit`.
         **policy: the fields of `KVCacheConfig` that `LayerShape` has not, for all groups.
-            `group_size` divides the layers of each class.
+            `group_size` divides the layers of each class. Large pages are for classes that keep
+            the rows of all tokens: a window would give its rows back in such pieces.
 
     Attributes:
         layers: as given.
@@ -1078,8 +1085,12 @@ class LayeredCache(KVCache):
         counts, self._places = classes_of(self.layers)
         whole = KVCacheConfig(num_layers=1, num_kv_heads=1, head_dim=1, **_shape_free(policy))
         policy = {**policy, "memory_limit": 0, "memory_floor": 0, "max_mappings": 0}
+        small = {**policy, "large_page_size": 0, "promote_tokens": 0}
         configs = [
-            KVCacheConfig(num_layers=count, **{**policy, **kind.fields()})
+            KVCacheConfig(
+                num_layers=count,
+                **{**(small if kind.window or kind.state else policy), **kind.fields()},
+            )
             for kind, count in counts.items()
         ]
         self._begin(Manager("LayeredCache", whole, configs, context, backend, device, budget))
@@ -1143,9 +1154,26 @@ class LayeredCache(KVCache):
         return self._places[index]
 
 
+def cache_of(
+    layers: Sequence[LayerShape | StateShape],
+    context: Context | None = None,
+    backend: str = "auto",
+    device: Any = 0,
+    budget: Budget | None = None,
+    **policy: Any,
+) -> KVCache:
+    """A `KVCache` where all layers are equal, else a `LayeredCache`; its arguments."""
+    counts = classes_of(layers)[0]
+    kind, count = next(iter(counts.items()))
+    if len(counts) == 1 and count == len(layers):
+        config = KVCacheConfig(num_layers=count, **{**policy, **kind.fields()})
+        return KVCache(config, context, backend, device, budget)
+    return LayeredCache(layers, context, backend, device, budget, **policy)
+
+
 def _shape_free(policy: dict[str, Any]) -> dict[str, Any]:
     """The policy without what only a class with all its layers can check."""
     for name in ("num_layers", "num_kv_heads", "head_dim", "tensors_per_layer", "window", "state"):
         if name in policy:
-            raise invalid(f"{name} is told by the layers")
+            raise invalid(f"{name} is given by the layers")
     return {**policy, "group_size": 1}

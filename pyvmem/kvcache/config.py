@@ -262,7 +262,7 @@ class KVCacheConfig:
 
     @property
     def row_bytes(self) -> int:
-        """One token in one tensor: all layers of a group."""
+        """One token in one tensor, of all layers that share it."""
         return self.group_size * self.num_kv_heads * self.head_dim * self.itemsize
 
     @classmethod

@@ -415,8 +415,8 @@ class ParallelKVCache(MustClose):
         self._manager = manager = Manager(
             "KVCache", config, None, self._own, "", 0, None, LockstepTable
         )
-        self._lock, self._journal = manager.lock, manager.journal
         self._cache = cache = KVCache.over(manager)
+        self._lock, self._journal = manager.lock, manager.journal
         self.config, self.context, self.caches = cache.config, cache.context, cache.caches
         self.layout, self.reservation = cache.layout, cache.reservation
         self.layer_views = cache.layer_views

@@ -40,12 +40,6 @@ from pyvmem.reservation import Reservation
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.budget import Budget
-    from pyvmem.kvcache.growth import Pager
-    from pyvmem.kvcache.journal import Journal
-    from pyvmem.kvcache.layout import Layout
-    from pyvmem.kvcache.metrics import Counters
-    from pyvmem.kvcache.reclaim import Reclaimer
-    from pyvmem.kvcache.slots import SlotTable
 
 __all__ = ["Group", "Parts", "make_parts", "pool_low"]
 
@@ -391,12 +385,17 @@ class Group:
     def _use(self) -> tuple[int, int]:
         """`active_pages` and `used_bytes`."""
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
-        away = self._away() if reclaimer.away else 0
+        away, elsewhere = 0, 0
+        if any(reclaimer.away.values()):
+            if reclaimer.own_away is None:  # counted only when it may have changed
+                reclaimer.own_away = self.own_away()
+            away, slots = reclaimer.own_away
+            elsewhere = sum(map(self._bytes_away, slots)) * self.layout.num_tensors
         pages = self.pager.active_pages - reclaimer.slid + shared.used - away
         # Rows of all requests: one for each token, or one state for each request.
         rows = sum(map(bool, self.rows)) if self.layout.state else self.used_tokens
-        used = rows * self.token_bytes
-        gone = away + shared.away_uses
+        used = rows * self.token_bytes - elsewhere
+        gone = shared.away_uses
         if self.window is not None:
             gone += reclaimer.slid
         if gone or shared.used:
@@ -405,22 +404,21 @@ class Group:
             used = min(used, pages * self.page_bytes)
         return pages * self.layout.num_tensors, used
 
-    def _away(self) -> int:
-        """`count_away`, counted again only when it may have changed: every `step` asks for it."""
-        reclaimer = self.reclaimer
-        if not any(reclaimer.away.values()):
-            return 0
-        if reclaimer.own_away is None:
-            reclaimer.own_away = self.count_away()
-        return reclaimer.own_away
+    def own_away(self) -> tuple[int, list[Slot]]:
+        """Pages per tensor outside the device that requests own alone, and the slots with some."""
+        found = [(slot, self._own_away(slot)) for slot in self.table if slot.active and slot.places]
+        slots = [slot for slot, ranges in found if ranges]
+        return sum(high - low for _, ranges in found for low, high in ranges), slots
 
-    def count_away(self) -> int:
-        """Pages per tensor that requests own alone, and that do not lie in the device."""
-        return sum(
-            sum(slot.places.away(max(slot.shared, slot.head), slot.granted).values())
-            for slot in self.table
-            if slot.active and slot.places
-        )
+    def _own_away(self, slot: Slot) -> list[tuple[int, int]]:
+        """The owner's pages [low, high) that do not lie in the device and are its alone."""
+        stretches = slot.places.stretches(max(slot.shared, slot.head), slot.granted)
+        return [(low, high) for low, high, kind in stretches if kind.away]
+
+    def _bytes_away(self, slot: Slot) -> int:
+        """Bytes per tensor of a request's rows there: its last page may be filled in part."""
+        size, end = self.layout.page_size, self.layout.bytes_for(self.rows[slot.index])
+        return sum(max(0, min(high * size, end) - low * size) for low, high in self._own_away(slot))
 
     def note_peaks(self) -> None:
         """Keeps the highest use and waste so far."""

@@ -8,7 +8,7 @@ request that lacks a page gets more than it needs:
     0 ................. granted ...... mapped
     | what it has       | surplus      |            mapped ends at a multiple of the run's length
 
-The surplus is mapped and nobody's (slots.py): a later step grants it without a driver call, and
+The surplus is mapped and has no owner (slots.py): a later step grants it without a driver call, and
 where memory is short it is unmapped like the pages of a free slot. Nothing fails for want of it.
 How long a run is, as a power of two:
 
@@ -66,7 +66,6 @@ from pyvmem.pages import Ticket
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pyvmem.kvcache.slots import Slot
 
 __all__ = ["Pager", "Planner", "Runs", "Source"]
 
@@ -436,7 +435,7 @@ class Pager(Book):
             late = self._planner.plan(want, job, writers, source=source, goals=goals)
             grants = job.grants
             if late:
-                job.grants = []  # nobody's before its old contents are about to be zeroed
+                job.grants = []  # no owner's before its old contents are about to be zeroed
             if not len(self._planner.mapping):
                 self._begin(job, granted=not (tentative or late or job.handover))
                 break
@@ -831,7 +830,7 @@ class Pager(Book):
         journal.put_items(self.capacity, [slot.index for slot in slots], capacities)
 
     def shrink(self, slot: Slot, pages: int, *, written: bool = True) -> None:
-        """Makes an owner's pages from this one on nobody's; they stay mapped.
+        """Takes pages from this one on from their owner; they stay mapped.
 
         `written`: they are dirty.
         """

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from pyvmem.errors import VMemError
 from pyvmem.info import Location, RangeFlags
@@ -14,10 +13,6 @@ from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
 from pyvmem.kvcache.pages import PLAIN, Tier
 from pyvmem.kvcache.slots import Cut, Growth, Slot
-
-if TYPE_CHECKING:
-    from pyvmem.kvcache.group import Group
-    from pyvmem.kvcache.slots import Slot
 
 __all__ = [
     "IntegrityError",
@@ -336,8 +331,9 @@ def check_away(group: Group) -> list[str]:
     counted.update(group.reclaimer.shared.away())
     counted.update(group.mover.pages()[1])
     found = []
-    if group.reclaimer.own_away not in (None, group.count_away()):
-        found.append(f"requests own {group.count_away()} pages per tensor outside the device")
+    own = group.own_away()
+    if group.reclaimer.own_away not in (None, own):
+        found.append(f"requests own {own[0]} pages per tensor outside the device")
     for tier in {*counted, *group.reclaimer.away}:
         if counted[tier] * tensors != group.reclaimer.away[tier]:
             found.append(

@@ -15,7 +15,7 @@ and in the context. So while a call runs, the journal holds, oldest first:
                                            which did; then what the aborts before it say is done
 
 What was interrupted is settled at once where the exception passes, and otherwise by the next call:
-`Journal.recover` may itself be interrupted at any point and begins again where it was.
+`Journal.recover` may itself be interrupted at any point; it begins again where it was.
 """
 
 from __future__ import annotations
@@ -148,14 +148,14 @@ class Journal:
     def __init__(self) -> None:
         self.entries: list[Any] = []
         self.books: list[Books] = []
-        self._held: list[Made] = []  # made by the call, and perhaps nobody's
+        self._held: list[Made] = []  # made by the call, and perhaps without an owner
         self._pending: list[Callable[[], None]] = []  # aborts to be run by `recover`
         self._caller: FrameType | None = None  # of the call under way, or not settled yet
 
     # ---- what a call writes ----------------------------------------------------------------------
 
     def undo(self, function: Callable[..., Any], *args: Any) -> None:
-        """Notes how a change is taken back, before it is made; it must bear to be run again."""
+        """Notes how a change is taken back, before it is made; it must be safe to run again."""
         self.entries.append((function, *args))
 
     def keep(self, owner: Any, *names: str) -> None:
@@ -194,11 +194,11 @@ class Journal:
         self.entries.append(outcome)
 
     def on_abort(self, run: Callable[[], None]) -> None:
-        """Notes what takes back a part of the call; `run` must bear to be run again."""
+        """Notes what takes back a part of the call; `run` must be safe to run again."""
         self.entries.append(_Abort(run, final=False))
 
     def must(self, run: Callable[[], None]) -> None:
-        """Notes what follows from the books by now, and runs it; it must bear to be run again."""
+        """Notes what follows from the books by now, and runs it; it must be safe to run again."""
         self.entries.append(_Abort(run, final=True))
         run()
 

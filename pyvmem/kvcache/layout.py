@@ -3,10 +3,10 @@
 
 One reservation holds all tensors, one after the other, each with all slots, one after the other:
 
-    base                     base + tensor_bytes                    base + num_tensors *
-    tensor_bytes | tensor 0: K of group 0 | tensor 1: V of group 0 | tensor 2: K of group 1 | ...
-    | slot 0 | slot 1 | ...  |                                              (slot_bytes each)
-    | row 0 | row 1 | ...                                                   (row_bytes each)
+    base                               base + tensor_bytes
+    | K of the first group_size layers | V of these | K of the next ones | ...
+    | slot 0 | slot 1 | ...            |              slot_bytes each
+    | row 0 | row 1 | ...                             row_bytes each
 
 So the same pages of one slot in every tensor are `num_tensors` pieces, `tensor_bytes` apart: one
 operation of a batch. A row need not divide a page (384 bytes in 64 KiB): rows cross page borders,
@@ -52,7 +52,7 @@ class Layout:
     Attributes:
         page_size: bytes of a page.
         large_pages: pages that a large page stands for; 0: there are none.
-        num_tensors: for each group of layers two, K, then V; or one (`tensors_per_layer`).
+        num_tensors: for every `group_size` layers two, K, then V; or one (`tensors_per_layer`).
         row_bytes: one token, or the state, in one tensor.
         state: a slot is one row, whatever tokens the request holds.
         max_rows: tokens that a slot can hold.
@@ -95,7 +95,7 @@ class Layout:
             name = "large_page_size" if large else "page_size"
             raise invalid(
                 f"packed_slots: {self.max_rows} rows of {self.row_bytes} bytes are {full} bytes, "
-                f"which is no multiple of {name} {large or page_size}",
+                f"which is not a multiple of {name} {large or page_size}",
                 size=full,
                 limit=large or page_size,
             )

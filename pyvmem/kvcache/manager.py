@@ -14,7 +14,7 @@ import threading
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -102,12 +102,15 @@ class Manager:
         table: how slots are chosen.
 
     Attributes:
-        groups: all share the context, the lock and the journal.
+        context: of all groups, from `make` on.
+        groups: empty before `make`.
         lock: to be held by a call, and
         journal: entered, in this order.
         owns_context: it is closed with the cache.
         closed: for good.
     """
+
+    context: Context
 
     def __init__(
         self,
@@ -123,36 +126,49 @@ class Manager:
         _check_memory(whole, configs is not None, context, budget)
         self.closed = self._closing = False
         self._name = name
+        self._whole = whole
+        self._configs = [whole] if configs is None else list(configs)
+        self._shares = configs is not None  # the groups have one budget
+        self._table = table
         self.owns_context = context is None and budget is None
-        each = [whole] if configs is None else list(configs)
-        with ExitStack() as undo:
-            if budget is not None:
-                context = budget.context
-            elif context is None:
-                context = Context(
-                    backend,
-                    device=device,
-                    granule=whole.page_size,
-                    pool_low=sum(map(pool_low, each)),
-                    max_mappings=whole.max_mappings,
-                )
-                undo.callback(context.close)
-            if budget is None and configs is not None:
-                budget = Budget(context, whole.memory_limit)
-            self.context, self.budget = context, budget
-            self.lock: AbstractContextManager[Any] = (
-                threading.RLock() if budget is None else budget.lock
+        if budget is not None:
+            self.context = budget.context
+        elif context is not None:
+            self.context = context
+        self._opens = partial(Context, backend, device=device)
+        self._use(budget)
+        self.groups: tuple[Group, ...] = ()
+
+    def _use(self, budget: Budget | None) -> None:
+        """Takes the lock and the journal of a budget, or its own."""
+        self.budget = budget
+        self.lock: AbstractContextManager[Any] = (
+            threading.RLock() if budget is None else budget.lock
+        )
+        self.journal = Journal() if budget is None else budget.journal
+
+    def make(self) -> None:
+        """Opens the context where none was given, and makes the groups.
+
+        After an exception call `abandon`.
+        """
+        if self.owns_context:
+            self.context = self._opens(
+                granule=self._whole.page_size,
+                pool_low=sum(map(pool_low, self._configs)),
+                max_mappings=self._whole.max_mappings,
             )
-            self.journal = Journal() if budget is None else budget.journal
-            self.groups: tuple[Group, ...] = ()
+        if self._shares and self.budget is None:
+            self._use(Budget(self.context, self._whole.memory_limit))
+        with self.lock, self.journal:
+            self.journal.on_abort(self._give_back)
+            self._make(self._configs, self._table)
+
+    def abandon(self) -> None:
+        """Gives back what `make` has made, where an exception leaves nobody who knows of it."""
+        if hasattr(self, "context"):
             with self.lock, self.journal:
-                self.journal.on_abort(self._give_back)
-                try:
-                    self._make(each, table)
-                except VMemError:
-                    self._give_back()
-                    raise
-            undo.pop_all()
+                self.journal.must(self._give_back)
 
     def _make(self, configs: Sequence[KVCacheConfig], table: type[SlotTable]) -> None:
         budget, journal = self.budget, self.journal
@@ -168,6 +184,7 @@ class Manager:
                 )
         prefixes = PrefixCache(layouts, journal, lockstep=table.lockstep)
         for place, (config, one) in enumerate(zip(configs, parts, strict=True)):
+            journal.keep(self, "groups")
             self.groups += (Group(config, one, journal, table, prefixes, place),)
         if budget is not None:
             for group in self.groups:
@@ -191,7 +208,7 @@ class Manager:
         return self.groups
 
     def close(self, stream: Any = None) -> None:
-        """Gives everything back, for a call that holds the lock; again: nothing.
+        """Gives everything back, for a call that holds the lock. Idempotent.
 
         Raises:
             Busy: tensors live; nothing changed.
@@ -228,7 +245,7 @@ class Manager:
 def _check_memory(
     whole: KVCacheConfig, several: bool, context: Context | None, budget: Budget | None
 ) -> None:
-    """Raises InvalidArgument where memory is told twice, or told of nothing."""
+    """Raises InvalidArgument where memory is given twice, or for nothing."""
     if whole.max_mappings and (context is not None or budget is not None):
         raise invalid(f"max_mappings {whole.max_mappings}: the context is given, and has its own")
     if budget is None:
@@ -245,7 +262,7 @@ def _check_memory(
 
 
 def make_free_alike(groups: Sequence[Group]) -> None:
-    """Notes what is free by now; a slot that a failure broke in one group is none's."""
+    """Notes what is free by now; a slot that is broken in one group is used in none."""
     for group in groups:
         if group.reclaimer.cuts:
             group.reclaimer.poll()
@@ -1027,7 +1044,7 @@ def _pages_of(
 
 
 def _make_tier_room(groups: Sequence[Group], group: Group, tier: Tier, pages: int) -> None:
-    """Sees to it that a tier has room for pages of a group; raises OutOfMemory where it has not."""
+    """Makes room for pages of a group in a tier; raises OutOfMemory where there is too little."""
     size = group.layout.page_size
     if tier == DEVICE:
         if not group.pager.have(pages):
@@ -1467,7 +1484,7 @@ class _Truncation:
 
         0 ......... length ......... granted ......... mapped
         | rows kept | given up       |                 |
-        | pages kept   | nobody's from here on         |
+        | pages kept   | no owner from here on         |
 
     Pages of the request's own stay mapped, as those of a freed slot do: the request may have them
     again, zeroed, and whoever is short may take them. Pages that a request shares or that lie
@@ -1697,7 +1714,7 @@ def _compact(manager: Manager, stream: Any) -> None:
     if not manager.owns_context:
         raise NotSupported(
             "compact: the context is not the cache's own, and others may be using its pages; "
-            "Context.compact is for who knows them all",
+            "Context.compact is for whoever knows them all",
             errno=errno.EOPNOTSUPP,
             op="KVCache.trim",
         )

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from pyvmem.context import Context
     from pyvmem.info import RangeInfo
     from pyvmem.kvcache.journal import Journal
-    from pyvmem.ops import OpBatch
-    from pyvmem.reservation import Reservation
 
 __all__ = ["Mapper", "Scratch", "Transaction"]
 

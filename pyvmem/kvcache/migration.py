@@ -63,6 +63,8 @@ class Mover:
     Attributes:
         moves: by slot; begun, and not swapped yet.
         given_up: their slots go without; the scratch pages go when the copies are over.
+        joined: by slot number, first pages of the runs that were mapped in one piece and are as
+            they were then.
         device: CUDA ordinal; None where pages are the CPU's.
     """
 
@@ -78,6 +80,7 @@ class Mover:
         self._plan = MovePlanner(reclaimer)
         self.moves: dict[Slot, Move] = {}
         self.given_up: list[Move] = []
+        self.joined: dict[int, set[int]] = {}
 
     # ---- the first phase -------------------------------------------------------------------------
 
@@ -174,6 +177,8 @@ class Mover:
                 self._remove(move)
             if move.runs:
                 self._join(move, [] if move.stretches else after)
+            if move.promotes:
+                self._counters.promoted += move.pages * self._layout.num_tensors
         except VMemError as error:
             if self.moves.get(move.slot) is move:
                 self._remove(move)
@@ -193,6 +198,7 @@ class Mover:
                 away = slot.places.away(low, high)
                 self._reclaimer.came_back(high - low - sum(away.values()), away, reclaimed=False)
                 slot.places.put(low, high, kind)
+                self.part(slot, low, high)
             addresses = self._take_addresses(move)
             change.run(ops, after)
         self._scratch.give(addresses)
@@ -209,6 +215,20 @@ class Mover:
             for tensor in range(layout.num_tensors):
                 at = self._reclaimer.base + layout.offset(move.slot.index, low, tensor)
                 self._mapper.consolidate(at, (high - low) * layout.page_size)
+        self._journal.keep_dict(self.joined)
+        index, runs = move.slot.index, {low for low, _ in move.runs}
+        self.joined[index] = self.joined.get(index, set()) | runs
+
+    def part(self, slot: Slot, low: int, high: int) -> None:
+        """Pages [low, high) are other ones now, or soon: what was joined there may be pieces."""
+        joined, unit = self.joined.get(slot.index), self._layout.large_pages
+        if joined:
+            self._journal.keep_dict(self.joined)
+            kept = {first for first in joined if first + unit <= low or first >= high}
+            if kept:
+                self.joined[slot.index] = kept
+            else:
+                del self.joined[slot.index]
 
     # ---- giving up -------------------------------------------------------------------------------
 
@@ -345,8 +365,7 @@ class Mover:
         move = self.moves.get(slot)
         if move is None:
             return 0
-        runs = sum(high - low for low, high in move.runs)
-        return runs + sum(high - low for low, high, _ in move.stretches)
+        return move.pages
 
     def pages(self) -> tuple[int, dict[Tier, int]]:
         """Scratch pages per tensor: of the device, and by tier."""
@@ -450,21 +469,16 @@ class Promoter:
         self._from = max(config.promote_tokens or _NEVER, self._kept)
         # By slot: the length at which a part more may be promoted.
         self._next = [self._from] * config.max_batch
-        self._joined: dict[int, set[int]] = {}  # by slot: parts that are one piece already
 
     def forget(self, slot: Slot) -> None:
         """Ends a request."""
         self._journal.undo(self._next.__setitem__, slot.index, self._next[slot.index])
         self._next[slot.index] = self._from
-        self._journal.keep_dict(self._joined)
-        self._joined.pop(slot.index, None)
+        self._mover.part(slot, 0, self._layout.slot_pages)
 
     def shorten(self, slot: Slot, page: int) -> None:
         """Takes note that pages from this one on may be other ones from now on."""
-        joined = self._joined.get(slot.index)
-        if joined:
-            self._journal.keep_dict(self._joined)
-            self._joined[slot.index] = {low for low in joined if low + self._unit <= page}
+        self._mover.part(slot, page, self._layout.slot_pages)
         self._journal.undo(self._next.__setitem__, slot.index, self._next[slot.index])
         rows = -(-page * self._layout.page_size // self._layout.row_bytes)
         self._next[slot.index] = min(self._next[slot.index], max(self._from, rows + self._kept))
@@ -493,7 +507,7 @@ class Promoter:
             move = self._mover.moves[slot]
             if wait:
                 self._mover.finish(slot, stream)
-            return len(move.runs) + sum(high - low for low, high, _ in move.stretches) // self._unit
+            return move.pages // self._unit
         runs, copies = self._parts(slot, held)
         move = Move(slot, [(low, low + self._unit, self._large) for low in copies], promotes=True)
         move.runs = [(low, low + self._unit) for low in runs]
@@ -507,10 +521,7 @@ class Promoter:
             if not move.runs:
                 return 0
             self._mover.begin(move, [], background=True)
-        self._journal.keep_dict(self._joined)
-        self._joined[slot.index] = self._joined.get(slot.index, set()) | set(runs)
         parts = len(move.runs) + len(move.stretches)
-        self._reclaimer.counters.promoted += parts * self._unit * self._layout.num_tensors
         _log.debug(
             "promotion of reqid %d: %d parts joined, %d copied",
             slot.index,
@@ -527,7 +538,7 @@ class Promoter:
         Of the others only as many as there is memory for, beyond the watermark.
         """
         layout, unit = self._layout, self._unit
-        joined = self._joined.get(slot.index, ())
+        joined = self._mover.joined.get(slot.index, ())
         room = (self._reclaimer.free - self._reclaimer.low_pages) // (unit * layout.num_tensors)
         runs: list[int] = []
         copies: list[int] = []
@@ -636,7 +647,7 @@ class Window:
                 self._reclaimer.finish_all()
                 if not self._reclaimer.try_slide(slot, head, after):
                     raise TooManyBatches(
-                        "pages behind the window could not be unmapped",
+                        "pages before the window could not be unmapped",
                         errno=errno.EAGAIN,
                         op="KVCache",
                     )

@@ -36,9 +36,9 @@ import operator
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, InvalidArgument
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.config import invalid
@@ -48,12 +48,9 @@ from pyvmem.kvcache.prefix_tree import ID_BYTES, Node, PrefixTree, TokenIds
 from pyvmem.kvcache.sharing import Sharing
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from pyvmem._native import Columns
     from pyvmem.kvcache.journal import Journal
     from pyvmem.kvcache.layout import Layout
-    from pyvmem.kvcache.prefix_tree import Node
     from pyvmem.kvcache.slots import Slot, SlotTable
 
 __all__ = ["GroupPrefixes", "Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
@@ -86,7 +83,7 @@ class Lease:
 
 
 @dataclass(eq=False)
-class PrefixMatch:
+class PrefixMatch(Closable):
     """What of a prompt was recorded at the time of `KVCache.match`: a lease of it.
 
     Until the match is used by `alloc_prefix`, released or collected, its pages are not evicted. A
@@ -101,19 +98,10 @@ class PrefixMatch:
     _owner: Leases = field(repr=False)
 
     def release(self) -> None:
-        """Gives the prefix free for eviction; again, or after its use: nothing."""
+        """Lets the prefix be evicted again. Does nothing after its use. Idempotent."""
         self._owner.drop(self._lease)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
+    _leave = release
 
     def __del__(self) -> None:
         owner: Leases | None = getattr(self, "_owner", None)
@@ -165,10 +153,10 @@ class Leases:
             self.end(self._dropped.popleft())
 
     def end(self, lease: Lease) -> None:
-        """Gives one lease up; again: nothing."""
+        """Gives one lease up. Idempotent."""
         if lease.held and lease in self._open:
             self._log.append((self._open.__setitem__, lease, None))
-            del self._open[lease]  # from here on it is none of the pins that are counted again
+            del self._open[lease]  # from here on it is not among the pins that are counted again
             lease.held = False
             self._tree.unpin(lease.node)
 

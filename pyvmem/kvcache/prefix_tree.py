@@ -61,7 +61,7 @@ class TokenIds:
         tokens: ids from 0 to 2**32 - 1: a list or another sequence of whole numbers, an
             ``array.array``, a one-dimensional numpy array or torch tensor of integers (one on a GPU
             is copied, which waits for its stream), or a `TokenIds`.
-        namespace: what the keys and values depend on beside the ids: an adapter, an image, a
+        namespace: what the keys and values depend on besides the ids: an adapter, an image, a
             tenant. Equal ids of different namespaces are different prefixes. None, the default, is
             a namespace too; of a `TokenIds` that is given without one, its own is taken.
 
@@ -90,7 +90,7 @@ class TokenIds:
     def from_bytes(cls, data: bytes, namespace: Hashable = None) -> TokenIds:
         """Ids that are there as native 32-bit words. InvalidArgument: not a multiple of 4 bytes."""
         if len(data) % ID_BYTES:
-            raise invalid(f"{len(data)} bytes are no whole number of ids of {ID_BYTES} bytes")
+            raise invalid(f"{len(data)} bytes are not a whole number of ids of {ID_BYTES} bytes")
         out = object.__new__(cls)
         out.data = bytes(data)
         out.namespace = _namespace(data, namespace)
@@ -466,10 +466,10 @@ class PrefixTree(Generic[S]):
         root: stands for the empty prefix without a namespace.
         roots: by namespace; those of others come with their first prefix and go with their last.
         nodes, tokens, pages: in the tree.
-        changes: what came and went, for who reads and empties it; None: nobody does.
+        changes: what came and went, for whoever reads and empties it; None: nobody does.
 
     Raises:
-        InvalidArgument: `unit` is no whole number or not positive.
+        InvalidArgument: `unit` is not a whole number or not positive.
     """
 
     def __init__(self, unit: int, log: list[Any] | None = None) -> None:

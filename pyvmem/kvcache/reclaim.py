@@ -101,7 +101,7 @@ class Reclaimer(Book):
         watermark: the part of `limit` below which memory is scarce.
         held: physical pages behind the cache, shared ones once, those on their way back included.
         away: the same of pages that do not lie in the device, which `held` leaves out.
-        own_away: what `Accounts.count_away` found; None: it may be another number now.
+        own_away: what `Group.own_away` found; None: it may be something else now.
         shared: pages that several places may refer to.
         evict: evicts recorded prefixes of so many pages per tensor.
         leased: returns the pages per tensor that it cannot evict, though no request uses them.
@@ -136,7 +136,7 @@ class Reclaimer(Book):
         self.counters = counters
         self.held = self.slid = 0
         self.away: Counter[Tier] = Counter()
-        self.own_away: int | None = None
+        self.own_away: tuple[int, list[Slot]] | None = None
         self.shared = SharedPages(layout, mapper)
         self._prefixes = prefixes
         self.cuts: list[Cut] = []

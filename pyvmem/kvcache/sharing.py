@@ -23,7 +23,6 @@ from pyvmem.ops import OpBatch
 if TYPE_CHECKING:
     from pyvmem.features import Feature
     from pyvmem.info import ContextInfo
-    from pyvmem.kvcache.slots import Slot
     from pyvmem.pages import Pages
 
 __all__ = ["Sharing"]

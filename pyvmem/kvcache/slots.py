@@ -657,6 +657,12 @@ class Move:
     ticket: Ticket | None = None
     promotes: bool = False
 
+    @property
+    def pages(self) -> int:
+        """Pages per tensor that its end changes."""
+        runs = sum(high - low for low, high in self.runs)
+        return runs + sum(high - low for low, high, _ in self.stretches)
+
     def here(self) -> int:
         """New pages per tensor that lie in the device."""
         return sum(high - low for low, high, kind in self.stretches if not kind.away)

@@ -86,8 +86,8 @@ class Cost:
             a kernel may read past its length; with a window also of a page and the rows before it.
         tokens_per_growth: tokens that a growth has room for, in the mean.
         calls_per_token: map calls of a back end that maps a run with a call (`stock`, `cuda`,
-            `host`), without those that unmap behind a window. `uvm` maps all that a step needs with
-            one.
+            `host`), without those that unmap what left a window. `uvm` maps all that a step needs
+            with one.
         sharing_unit: tokens; requests can share whole multiples of it, because only there a row and
             a page end together. 0: none, since windows let rows go, or no prefix has a state.
         page_table_bytes: of the GPU's last level, for what a request holds in the mean.
@@ -135,7 +135,7 @@ def layouts_of(
 ) -> list[Layout]:
     """The cache's own arithmetic for a request of up to `longest` tokens, by group of equal layers.
 
-    A run counts as a page: that is how the request grows. `overread_rows` are mapped behind its
+    A run counts as a page: that is how the request grows. `overread_rows` are mapped past its
     prompt.
     """
     configs = shape.configs(

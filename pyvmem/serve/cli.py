@@ -136,7 +136,8 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
-    from pyvmem.hf.shapes import make_cache, row_shapes
+    from pyvmem.hf.shapes import row_shapes
+    from pyvmem.kvcache.cache import cache_of
     from pyvmem.kvcache.config import classes_of
     from pyvmem.serve import model as models
     from pyvmem.serve.report import page_name
@@ -152,7 +153,7 @@ def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
     why = _take_layout(args, info, loaded, shapes, texts, dtype)
     longest = args.max_seq_len or text.max_position_embeddings
     group = args.group_size or math.gcd(*classes_of(shapes)[0].values())
-    with make_cache(
+    with cache_of(
         shapes,
         context,
         info.backend,

@@ -298,6 +298,25 @@ class Endless:
                 assert len(found) == len(tags) * size
                 assert found == want, f"reqid {reqid}, tensor {number}"
 
+    def move(self: Any, reqid: int) -> None:
+        """To the host or back; what was on its way before arrives even where memory is short."""
+        before = self.cache.snapshot()[reqid]
+        held = before.seq_len
+        tokens = None
+        if self.random.random() < 0.5:
+            tokens = sorted((self.random.randint(0, held), self.random.randint(0, held)))
+        place = "device" if before.away_pages and self.random.random() < 0.5 else "host"
+        wait = self.random.random() < 0.5
+        try:
+            moved = self.cache.move(reqid, place, tokens=tokens, wait=wait)
+        except OutOfMemory:
+            self.count(f"{place} full")
+            after = self.cache.snapshot()[reqid]
+            assert before.moving_pages or after.away_pages == before.away_pages
+            return
+        if moved.pages:
+            self.count(f"to the {place}")
+
     def settle(self: Any, before: tuple[Any, ...]) -> None:
         """After an interruption: what the cache says is what has happened."""
         tokens, tags, swapped = before
@@ -328,25 +347,6 @@ class Endless:
 
 class SoakModel(Endless, MixedModel):
     """Of one cache."""
-
-    def move(self, reqid: int) -> None:
-        """To the host or back; what was on its way before arrives even where memory is short."""
-        before = self.cache.snapshot()[reqid]
-        held = before.seq_len
-        tokens = None
-        if self.random.random() < 0.5:
-            tokens = sorted((self.random.randint(0, held), self.random.randint(0, held)))
-        place = "device" if before.away_pages and self.random.random() < 0.5 else "host"
-        wait = self.random.random() < 0.5
-        try:
-            moved = self.cache.move(reqid, place, tokens=tokens, wait=wait)
-        except OutOfMemory:
-            self.count(f"{place} full")
-            after = self.cache.snapshot()[reqid]
-            assert before.moving_pages or after.away_pages == before.away_pages
-            return
-        if moved.pages:
-            self.count(f"to the {place}")
 
 
 class SoakLayers(Endless, LayeredModel):
@@ -399,6 +399,11 @@ class Soak:
         try:
             if kind == "layers":
                 options: dict[str, Any] = {"max_seq_len": 80, "max_batch": 6}
+                page = context.info.granule
+                if LARGE * page in context.info.page_sizes and rng.random() < 0.5:
+                    options |= {"large_page_size": LARGE * page, "promote_tokens": 1}
+                if Caps.HOST_PAGES in context.info.caps:
+                    options["host_limit"] = 100 * page
                 cache = layered(context, rng.choice((260, 500)), **options)
                 made.append(SoakLayers(cache, rng.randint(0, 1 << 30)))
             else:

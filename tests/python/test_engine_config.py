@@ -34,7 +34,6 @@ def config(**changes: Any) -> SimpleNamespace:
 def test_the_shape_of_a_model() -> None:
     model = Model.of(config())
     assert model == Model((LayerShape(8, 128),) * 32, "bfloat16", 8192)
-    assert model.is_uniform
     assert Model.of(config(), dtype="float32").dtype == "float32"
     mixed = Model.of(
         config(
@@ -44,8 +43,6 @@ def test_the_shape_of_a_model() -> None:
         )
     )
     assert [layer.window for layer in mixed.layers] == [64, 0]
-    assert not mixed.is_uniform
-    assert not Model([LayerShape(2, 64, 32)], "float16", 64).is_uniform
 
 
 @pytest.mark.parametrize(
@@ -132,6 +129,19 @@ def test_promotion_is_on_where_a_slot_gains() -> None:
     off = Policy(max_seq_len=1 << 15, promote=False, **policy)
     with RequestCache.open(small, off, backend="host") as cache:
         assert isinstance(cache.cache, KVCache)
+        assert cache.cache.config.large_page_size == 0
+
+
+def test_promotion_is_on_in_layers_that_keep_all_rows() -> None:
+    kinds = (LayerShape(8, 128, window=512), LayerShape(8, 128), LayerShape(2, 128))
+    policy = Policy(max_batch=2, memory=64 * MIB, page_size=64 << 10, layers_per_tensor=1)
+    model = Model(kinds, "float16", 1 << 15)
+    with RequestCache.open(model, policy, backend="host") as cache:
+        found = [part.config for part in cache.cache.caches]
+        assert [one.large_page_size for one in found] == [0, 2 * MIB, 2 * MIB]
+        assert [one.promote_tokens for one in found] == [0, 2048, 2048]
+    sliding = replace(model, layers=kinds[:1] * 2)
+    with RequestCache.open(sliding, policy, backend="host") as cache:
         assert cache.cache.config.large_page_size == 0
 
 

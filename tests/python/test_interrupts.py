@@ -44,12 +44,7 @@ from test_kvcache_layers import uneven
 from pyvmem import BadHandle, Caps, Context, Inject, InvalidArgument, KVCache
 from pyvmem.kvcache import Budget, LayeredCache, PrefixEvicted, StateShape
 from pyvmem.kvcache.budget import Turns
-from pyvmem.kvcache.cache import GroupView
-from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.journal import Journal
-from pyvmem.kvcache.manager import Manager
-from pyvmem.kvcache.mapper import Scratch
-from pyvmem.kvcache.migration import Mover
 
 SAMPLE = 36  # points of a scenario in `make test`
 SECOND = 8  # pairs of points
@@ -1333,29 +1328,13 @@ def layered_close(engine: Engine) -> Steps:
 
 
 def _nobody_told() -> frozenset[str]:
-    """The lines between the end of a constructor's call and the caller, who has no cache yet."""
+    """The lines after which a constructor has made a cache that its caller does not have yet."""
     places = set()
-    functions: list[Any] = [
-        (Journal.__exit__, ""),
-        (Journal._give_back, ""),
-        (Group.owns, ""),
-        (Scratch.owns, ""),
-        (Mover.owns, ""),
-        (Manager.__init__, "undo.pop_all()"),
-        (KVCache.__init__, ""),
-        (KVCache._begin, ""),
-        (GroupView.__init__, ""),
-        (LayeredCache.__init__, "self._begin(Manager("),
-    ]
-    for function, begin in functions:
+    for function in (KVCache.__init__, LayeredCache.__init__):
         lines, first = inspect.getsourcelines(function)
         file = function.__code__.co_filename.removeprefix(PACKAGE)
-        skip = next(at for at, line in enumerate(lines) if begin in line)
+        skip = next(at for at, line in enumerate(lines) if "self._begin(Manager(" in line)
         places |= {f"{file}:{first + at}" for at in range(skip, len(lines))}
-    lines, first = inspect.getsourcelines(Manager.__init__)
-    for block in ("with ExitStack() as undo:", "with self.lock, self.journal:"):  # their ends
-        (at,) = [at for at, line in enumerate(lines) if block in line]
-        places.add(f"kvcache/manager.py:{first + at}")
     return frozenset(places)
 
 
@@ -1376,13 +1355,13 @@ def _opening(
     def again() -> None:
         """Nothing is left, unless nobody was told of the cache.
 
-        That is so where the exception came when it was made, as the journal was closed, or where a
-        second one ended the recovery, which the next call would take up.
+        That is so where the exception came when it was made, which is told by a warning, or where a
+        second one ended what gives it back.
         """
         if budget is not None:
             budget.stats()  # takes up a recovery that was ended
         told = made or (engine.place not in NOBODY_TOLD and not engine.place.startswith("after "))
-        if not told or (not made and engine.twice and budget is None):
+        if not told or (not made and engine.twice):
             engine.forgotten = engine.context.stats().reservations - before
             some = range(groups + 1) if engine.twice else (0, groups)
             assert engine.forgotten in some, "a part of a cache"

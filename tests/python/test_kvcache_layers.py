@@ -272,7 +272,7 @@ def test_bad_input(context: Context) -> None:
             LayerShape(*shape)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="at least one layer"):
         LayeredCache([], context)
-    with pytest.raises(InvalidArgument, match="head_dim is told by the layers"):
+    with pytest.raises(InvalidArgument, match="head_dim is given by the layers"):
         layered(context, head_dim=64)
     with pytest.raises(InvalidArgument, match="less than one page in every tensor"):
         layered(context, 7)

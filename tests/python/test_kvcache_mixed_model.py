@@ -98,7 +98,7 @@ class MixedModel(ShareModel):
         pick = self.random.random()
         if requests and pick < 0.1 and Caps.HOST_PAGES in self.cache.context.info.caps:
             self.move(self.random.choice(requests))
-        elif requests and pick < 0.2:
+        elif requests and pick < 0.2 and self.first.layout.large_pages:
             self.promote(self.random.choice(requests))
         else:
             super().any_step()
@@ -146,7 +146,7 @@ def test_random_engine(backend: str, policy: str, seed: int) -> None:
 
 
 class LayeredModel(MixedModel):
-    """Of several classes: what is recorded ends where no class cuts a page. Nothing moves."""
+    """Of several classes: what is recorded ends where no class cuts a page."""
 
     def refused(self, before: tuple[Any, ...]) -> None:
         self.count("no memory")
@@ -161,9 +161,6 @@ class LayeredModel(MixedModel):
         assert done <= len(tokens)
         assert done % self.cache.sharing_unit == 0
         assert self.length_of(tokens, leave=0) == done
-
-    def any_step(self) -> None:
-        ShareModel.any_step(self)
 
 
 @pytest.mark.parametrize("pages", [500, 260])

@@ -17,6 +17,7 @@ from move_helpers import (
     in_slabs,
     lens,
     settled,
+    with_tiers,
 )
 from share_helpers import grow, is_zero, start, whole
 
@@ -73,11 +74,17 @@ def test_a_promotion_follows_the_writers_and_is_swapped_after_the_readers(backen
         assert whole(cache, one, PART)
 
 
-def test_a_run_is_mapped_in_one_piece(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def consolidated(context: Context, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Notes what a context is asked to map in one piece, whether its back end can or not."""
     caps = context.info.caps | Caps.CONSOLIDATE
     monkeypatch.setattr(context, "_info", dataclasses.replace(context.info, caps=caps))
     pieces: list[tuple[int, int]] = []
     monkeypatch.setattr(Context, "consolidate", lambda self, *piece: pieces.append(piece))
+    return pieces
+
+
+def test_a_run_is_mapped_in_one_piece(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = consolidated(context, monkeypatch)
     with cache_over(context) as cache:
         reqid = start(cache, 2 * PART, by=ROWS)
         base, size = cache.reservation.addr, UNIT * cache.layout.page_size
@@ -96,6 +103,39 @@ def test_a_run_is_mapped_in_one_piece(context: Context, monkeypatch: pytest.Monk
         cache.free_reqid(reqid)
         assert cache.promote(start(cache, PART, by=ROWS), wait=True) == 1, "another request's"
         assert len(pieces) == 3 * TENSORS
+
+
+def test_a_run_whose_promotion_was_given_up_is_joined_later(
+    host: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = consolidated(host, monkeypatch)
+    limit = (2 * UNIT + 1) * TENSORS * host.info.granule
+    with cache_over(host, memory_limit=limit) as cache:
+        reqid, other = start(cache, 2 * PART, by=ROWS), start(cache, 3, 500)
+        assert cache.promote(reqid) == 2
+        assert cache.stats().moving_pages == 0, "nothing is copied"
+        assert cache.fork(other) is None, "it gives up what is under way, and finds no page"
+        assert cache.step(lens(cache)) == 0
+        assert not pieces
+        assert cache.stats().promoted_pages == 0
+        assert cache.promote(reqid, wait=True) == 2
+        assert len(pieces) == 2 * TENSORS
+        assert cache.stats().promoted_pages == 2 * UNIT * TENSORS
+        assert cache.promote(reqid) == 0, "once"
+
+
+def test_a_joined_part_that_came_back_from_the_host_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with with_tiers("host") as context, cache_over(context) as cache:
+        consolidated(context, monkeypatch)
+        reqid = start(cache, PART, by=ROWS)
+        assert cache.promote(reqid, wait=True) == 1
+        assert cache.promote(reqid) == 0, "once"
+        for place in ("host", "device"):
+            assert cache.move(reqid, place).pages == UNIT * TENSORS
+        assert cache.promote(reqid, wait=True) == 1
+        assert whole(cache, reqid, PART)
 
 
 def test_long_requests_are_promoted_by_themselves(backend: str) -> None:

@@ -225,6 +225,24 @@ def test_moving_takes_the_state_along(host: pyvmem.Context) -> None:
         cache.check_integrity()
 
 
+def test_use_and_waste_without_what_lies_in_the_host(host: pyvmem.Context) -> None:
+    """A state fills its pages in part: those of one request gone, the other's bytes are there."""
+    with hybrid(host) as cache:
+        for length in (70, 90):
+            reqid = cache.alloc_reqid() or 0
+            assert cache.step([length if one == reqid else 0 for one in range(4)]) == 0
+        states = 3 * 640 + 3 * 6400
+        assert cache.stats().used_bytes == (70 + 90) * 2 * 128 + 2 * states
+        assert cache.move(0, "host").pages == 2 * 3 + 9
+        assert cache.stats().used_bytes == 90 * 2 * 128 + states
+        assert cache.stats().wasted_bytes == (2 * 3 + 9) * PAGE - cache.stats().used_bytes
+        assert cache.step([73, 0, 0, 0]) == 0  # into the last page, which lies in the host
+        assert cache.stats().used_bytes == 90 * 2 * 128 + states
+        assert cache.step([100, 0, 0, 0]) == 0  # four rows in a new page of the device
+        assert cache.stats().used_bytes == (90 + 4) * 2 * 128 + states
+        cache.check_integrity()
+
+
 def test_large_pages_are_not_made_of_a_state(host: pyvmem.Context) -> None:
     wide = StateShape(recurrent=(4, 64, 64))  # 16 pages
     policy = {"dtype": "float32", "max_batch": 2, "max_seq_len": 1024, "low_watermark": 0.0}

@@ -283,7 +283,7 @@ def test_pages_of_two_mebibytes(backend: str) -> None:
         settled(cache, reqid)
         parts = 2 * MIB2 // page
         at = cache.reservation.addr + cache.layout.offset(reqid)
-        if not cache._groups[0].promoter._joined:  # type: ignore[union-attr]
+        if not cache._groups[0].mover.joined:
             assert cache.snapshot()[reqid].large_pages == parts
             assert RangeFlags.LARGE in context.query(at + MIB2).flags
         assert whole(cache, reqid, 1100)

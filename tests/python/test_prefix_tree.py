@@ -525,7 +525,7 @@ def test_ids_that_are_refused(given: Any, message: str) -> None:
 
 
 def test_bytes_that_are_no_ids() -> None:
-    with pytest.raises(InvalidArgument, match="5 bytes are no whole number of ids"):
+    with pytest.raises(InvalidArgument, match="5 bytes are not a whole number of ids"):
         TokenIds.from_bytes(bytes(5))
 
 

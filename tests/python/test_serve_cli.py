@@ -86,7 +86,7 @@ def test_a_run_ends_in_one_small_table_and_a_picture(
     end = out[out.index("") + 1 :]
     assert len(end) < 12
     text = "\n".join(end)
-    for part in ("KV memory at the peak", "behind no token", "2 MiB pages", "static", "waited"):
+    for part in ("KV memory at the peak", "holding no token", "2 MiB pages", "static", "waited"):
         assert part in text
     assert "measured: peak of each" not in text
 

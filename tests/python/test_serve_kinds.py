@@ -17,7 +17,8 @@ from serve_helpers import expected, make_requests, one_thread
 
 import pyvmem
 from pyvmem import NotSupported
-from pyvmem.hf.shapes import make_cache, row_shapes
+from pyvmem.hf.shapes import row_shapes
+from pyvmem.kvcache.cache import cache_of
 from pyvmem.serve import Engine
 from pyvmem.serve.model import LoadedModel
 from pyvmem.serve.trace import Recorder
@@ -40,7 +41,7 @@ def test_answers_are_those_of_generate(host: pyvmem.Context, kind: str, chunk: i
     wanted = expected(loaded, requests)
     shapes = row_shapes(loaded.model.config, "a test")
     policy = {"dtype": "float32", "max_batch": 4, "max_seq_len": 256, "window_tile": 16}
-    with make_cache(shapes, host, "host", 0, **policy, memory_limit=40 * 4096) as cache:
+    with cache_of(shapes, host, "host", 0, **policy, memory_limit=40 * 4096) as cache:
         recorder = Recorder(cache, 4096)
         with Engine(loaded.model, cache, prefill_chunk=chunk, observer=recorder) as engine:
             done = [one.completion for one in engine.run(requests) if one.completion is not None]
@@ -64,7 +65,7 @@ def test_a_window_is_seen_over_a_cache_that_keeps_all_rows(host: pyvmem.Context)
     requests = make_requests(2, shortest=3 * WINDOW, longest=4 * WINDOW, new_tokens=(8, 9))
     shapes = [replace(one, window=0) for one in row_shapes(loaded.model.config, "a test")]
     policy = {"dtype": "float32", "max_batch": 2, "max_seq_len": 256}
-    with make_cache(shapes, host, "host", 0, **policy) as cache:
+    with cache_of(shapes, host, "host", 0, **policy) as cache:
         with Engine(loaded.model, cache) as engine:
             done = [one.completion for one in engine.run(requests) if one.completion is not None]
         assert compare(loaded, cache, done, expected(loaded, requests)).identical == 2
@@ -73,7 +74,7 @@ def test_a_window_is_seen_over_a_cache_that_keeps_all_rows(host: pyvmem.Context)
 def test_layers_with_a_state_are_refused(host: pyvmem.Context) -> None:
     model = model_of("jamba")
     with (
-        make_cache(
+        cache_of(
             row_shapes(model_of("qwen3").config, "a test"),
             host,
             "host",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -112,3 +113,17 @@ def test_nobody_takes_the_private_parts_of_another_module(folder: str) -> None:
             ):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
     assert not found, "\n".join(found)
+
+
+def test_the_places_that_the_documentation_names_are_there() -> None:
+    """Paths from the root, and names that a row says are in a module."""
+    text = (ROOT.parent / "docs" / "develop" / "architecture.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:pyvmem|libvmem|kernel_module|scripts|patches)/[\w./-]*)`", text)
+    assert len(paths) > 20
+    for path in set(paths) - {"pyvmem/bench/NAME.py"}:
+        assert (ROOT.parent / path).exists(), path
+    named = re.findall(r"`([\w.]+)` (?:in|of) `(pyvmem/[\w/]+\.py)`", text)
+    assert len(named) > 5
+    for name, path in named:
+        found = (ROOT.parent / path).read_text(encoding="utf-8")
+        assert all(re.search(rf"\b{part}\b", found) for part in name.split(".")), f"{name}: {path}"

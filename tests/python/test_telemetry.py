@@ -174,7 +174,7 @@ def test_caches_that_end_are_forgotten_and_names_are_checked(context: Context) -
     numbers = Telemetry()
     with small_cache(context) as first:
         numbers.add(first, 'odd "name"\n\\')
-        with pytest.raises(InvalidArgument, match="told of already"):
+        with pytest.raises(InvalidArgument, match="added already"):
             numbers.add(first, 'odd "name"\n\\')
         families = list(text_string_to_metric_families(numbers.text()))
         labels = {s.labels["cache"] for family in families for s in family.samples}

@@ -8,7 +8,7 @@ static int begin(struct vm_ctx *c, struct vm_access *a, uint64_t addr, uint64_t 
   struct vm_space *s;
   int err = 0;
   if (!bytes || addr + bytes < addr)
-    return vm_fail_at(bytes ? -EOVERFLOW : -EINVAL, addr, bytes, 0, "0x%llx + %llu bytes is no range",
+    return vm_fail_at(bytes ? -EOVERFLOW : -EINVAL, addr, bytes, 0, "0x%llx + %llu bytes is not a range",
                       (unsigned long long)addr, (unsigned long long)bytes);
   last = (addr + bytes - 1) & ~(c->granule - 1);
   pthread_mutex_lock(&c->lock);

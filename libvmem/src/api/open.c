@@ -45,9 +45,9 @@ static int check_opts(const struct vmem_open_opts *o) {
     for (uint32_t k = 0; k < i; k++)
       if (o->devices[i] == o->devices[k]) return vm_fail(-EINVAL, "device %d is named twice", o->devices[i]);
   if (o->granule && !vm_is_pow2(o->granule))
-    return vm_fail_at(-EINVAL, 0, o->granule, 0, "granule %llu is no power of two", (unsigned long long)o->granule);
+    return vm_fail_at(-EINVAL, 0, o->granule, 0, "granule %llu is not a power of two", (unsigned long long)o->granule);
   if (o->slab_size && (!vm_is_pow2(o->slab_size) || o->slab_size < o->granule || o->slab_size > 1ull << 40))
-    return vm_fail_at(-EINVAL, 0, o->slab_size, 0, "slab size %llu is no power of two from the granule to 1 TiB",
+    return vm_fail_at(-EINVAL, 0, o->slab_size, 0, "slab size %llu is not a power of two from the granule to 1 TiB",
                       (unsigned long long)o->slab_size);
   if (o->log_level > VMEM_LOG_DEBUG || o->log_reserved)
     return vm_fail_at(-EINVAL, 0, o->log_level, VMEM_LOG_DEBUG, "log level %u, or a reserved field that is not 0",
@@ -190,7 +190,7 @@ VMEM_API int vmem_close(vmem_t vm) {
   int err;
   struct vm_ctx *c = vm_get(vm, "vmem_close", &err);
   if (!c) return err;
-  if (!vm_registry_remove(c, vm)) return vm_fail(-EBADF, "0x%llx is no open context", (unsigned long long)vm);
+  if (!vm_registry_remove(c, vm)) return vm_fail(-EBADF, "0x%llx is not an open context", (unsigned long long)vm);
   pthread_mutex_lock(&c->lock);
   c->closing = true;
   pthread_cond_broadcast(&c->done_cond);

@@ -8,7 +8,7 @@ static int check_create(struct vm_ctx *c, uint64_t size, struct vmem_create_opts
     return vm_fail(-EINVAL, "bad flags 0x%x or reserved field", o->flags);
   if ((err = vm_page_size(c, &o->page_size))) return err;
   if (!size || size & (o->page_size - 1))
-    return vm_fail_at(-EINVAL, 0, size, o->page_size, "size %llu is no positive multiple of the page size %llu",
+    return vm_fail_at(-EINVAL, 0, size, o->page_size, "size %llu is not a positive multiple of the page size %llu",
                       (unsigned long long)size, (unsigned long long)o->page_size);
   return 0;
 }

@@ -45,7 +45,7 @@ struct vm_ctx *vm_get(vmem_t vm, const char *op, int *err) {
   } else if (i < MAX_CONTEXTS && gen && table.inherited[i] == gen) {
     *err = vm_fail(-ECHILD, "the context belongs to the process that this one was forked from");
   } else {
-    *err = vm_fail(-EBADF, "0x%llx is no open context", (unsigned long long)vm);
+    *err = vm_fail(-EBADF, "0x%llx is not an open context", (unsigned long long)vm);
   }
   pthread_mutex_unlock(&table.lock);
   return c;

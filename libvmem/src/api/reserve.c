@@ -9,7 +9,7 @@ static int check_reserve(struct vm_ctx *c, uint64_t size, struct vmem_reserve_op
   const uint32_t known = both | VMEM_RESERVE_SPARSE | VMEM_RESERVE_FORCE | VMEM_RESERVE_LARGE;
   uint64_t least = c->granule > 2u << 20 ? c->granule : 2u << 20;
   if (!size || size & (c->granule - 1))
-    return vm_fail_at(-EINVAL, 0, size, c->granule, "size %llu is no positive multiple of the granule %llu",
+    return vm_fail_at(-EINVAL, 0, size, c->granule, "size %llu is not a positive multiple of the granule %llu",
                       (unsigned long long)size, (unsigned long long)c->granule);
   if (size > 1ull << 56)
     return vm_fail_at(-ENOMEM, 0, size, 1ull << 56, "%llu bytes are more than any address space has",
@@ -18,7 +18,7 @@ static int check_reserve(struct vm_ctx *c, uint64_t size, struct vmem_reserve_op
     return vm_fail(-EINVAL, "bad flags 0x%x or reserved field", o->flags);
   if (!o->align) o->align = least;
   if (!vm_is_pow2(o->align) || o->align > 1ull << 46)
-    return vm_fail_at(-EINVAL, 0, o->align, 0, "alignment %llu is no power of two up to 64 TiB",
+    return vm_fail_at(-EINVAL, 0, o->align, 0, "alignment %llu is not a power of two up to 64 TiB",
                       (unsigned long long)o->align);
   if (o->align < c->granule) o->align = c->granule;
   if ((o->flags & VMEM_RESERVE_SPARSE) && !(c->info->pub.caps & VMEM_CAP_SPARSE))

@@ -40,7 +40,7 @@ int vm_drv_copy(struct vm_ctx *c, const struct vm_be_copy *copies, size_t n, con
                 vm_event *done);
 /* Waits for the event and puts it; *e becomes 0. */
 int vm_drv_event_finish(struct vm_ctx *c, vm_event *e);
-/* The event of a call that runs behind the last one covers both. */
+/* The event of a call that runs after the last one covers both. */
 void vm_drv_event_follow(struct vm_ctx *c, vm_event *last, vm_event e);
 void vm_drv_mark_worker(void); /* this thread's time is the worker's */
 

@@ -8,7 +8,7 @@
  * never mapped with old contents but where the caller asked for that (VMEM_OP_DIRTY).
  *
  * A page that the batch in flight zeroes may be taken. Whoever is to map it, even dirty, claims it, waits until the
- * batch's fill has been started, and starts another behind it in the same order of work: when that is over so is the
+ * batch's fill has been started, and starts another after it in the same order of work: when that is over so is the
  * first. The end of the batch leaves the state of such a page alone.
  */
 #include "phys/phys.h"

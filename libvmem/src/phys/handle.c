@@ -16,7 +16,7 @@ uint32_t vm_hdl_index(struct vm_ctx *c, const struct vm_hdl *h) { return (uint32
 struct vm_hdl *vm_hdl_find(struct vm_ctx *c, vmem_handle h, int *err) {
   uint32_t index = (uint32_t)h;
   if (h >> 52 != c->tag)
-    *err = vm_fail(-EBADF, "0x%llx is no handle of this context", (unsigned long long)h);
+    *err = vm_fail(-EBADF, "0x%llx is not a handle of this context", (unsigned long long)h);
   else if (!index || index >= c->phys->nhdls || !c->phys->hdls[index].held ||
            c->phys->hdls[index].gen != (h >> 32 & GEN_MASK))
     *err = vm_fail(-EBADF, "handle 0x%llx was released", (unsigned long long)h);
@@ -101,7 +101,7 @@ static int check(const struct vm_hdl *h, uint64_t offset, uint64_t bytes, uint64
   if (h->busy || h->pins) return vm_fail(-EBUSY, "another call is using the handle");
   if (!bytes || (bytes | offset) & mask)
     return vm_fail_at(-EINVAL, offset, bytes, h->page_size,
-                      "offset %llu and %llu bytes are no multiples of the page size %llu, or there are none",
+                      "offset %llu and %llu bytes are not multiples of the page size %llu, or there are none",
                       (unsigned long long)offset, (unsigned long long)bytes, (unsigned long long)h->page_size);
   if (count > 1 && (stride & mask || stride < bytes))
     return vm_fail_at(-EINVAL, offset, bytes, stride, "a stride of %llu does not fit pieces of %llu bytes",

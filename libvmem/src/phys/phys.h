@@ -79,7 +79,7 @@ void vm_units_soil(struct vm_slab *s, uint32_t unit, uint32_t n, bool soil); /* 
 void vm_units_take(struct vm_slab *s, uint32_t unit, uint32_t n);            /* free no more: one reference */
 void vm_units_untake(struct vm_slab *s, uint32_t unit, uint32_t n);          /* without that reference, in passing */
 void vm_units_ref(struct vm_slab *s, uint32_t unit, uint32_t n);
-/* Drops a reference of each; stops behind the first ones that have none left, of which there are *freed. Returns the
+/* Drops a reference of each; stops after the first ones that have none left, of which there are *freed. Returns the
  * units dealt with, those included. */
 uint32_t vm_units_unref(struct vm_slab *s, uint32_t unit, uint32_t n, uint32_t *freed);
 void vm_units_set_dirty(struct vm_slab *s, uint32_t unit, uint32_t n, bool dirty);
@@ -199,7 +199,7 @@ void vm_clean_release(struct vm_ctx *c);
 /* ---- fills.c ----------------------------------------------------------------------------------- */
 
 /*
- * A fill that runs on after its batch was committed writes its units until its event is over, possibly behind GPU work
+ * A fill that runs on after its batch was committed writes its units until its event is over, possibly after GPU work
  * that never ends. Whoever takes such a unit away from an address, shows it at a second one, or reads, copies or fills
  * it waits for that fill; nobody else does. At most one fill runs on a unit: a second one waits like the others.
  *

@@ -68,7 +68,7 @@ static uint64_t give_back(struct vm_ctx *c, uint64_t keep, uint64_t grow_id, boo
 
 uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, bool wait) { return give_back(c, keep, 0, wait); }
 
-/* One slab more, of `bytes` or, when memory is short, as little as `least`. */
+/* One more slab, of `bytes` or, when memory is short, as little as `least`. */
 static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64_t least, uint64_t page_size,
                      uint64_t grow_id, uint64_t *got) {
   struct vm_slab *s = NULL;
@@ -81,7 +81,7 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
       pthread_cond_wait(&c->done_cond, &c->lock);
     if (c->opts.mem_limit && c->phys->slab_bytes + c->phys->growing_bytes + bytes > c->opts.mem_limit)
       err = vm_fail_at(-ENOMEM, 0, bytes, c->opts.mem_limit,
-                       "%llu bytes more would exceed the context's limit of %llu (%llu taken)",
+                       "%llu more bytes would exceed the context's limit of %llu (%llu taken)",
                        (unsigned long long)bytes, (unsigned long long)c->opts.mem_limit,
                        (unsigned long long)(c->phys->slab_bytes + c->phys->growing_bytes));
     else

@@ -25,8 +25,8 @@ static int check_map(struct vm_ctx *c, struct vm_want *w) {
                       (unsigned long long)step, (unsigned long long)w->page_size);
   if (__builtin_mul_overflow(step, count - 1, &total) || __builtin_add_overflow(total, op->bytes, &total) ||
       op->offset + total < total)
-    return vm_fail_at(-EOVERFLOW, op->addr, op->bytes, 0, "%llu x %llu bytes leaves 64 bits", (unsigned long long)count,
-                      (unsigned long long)step);
+    return vm_fail_at(-EOVERFLOW, op->addr, op->bytes, 0, "%llu x %llu bytes overflows 64 bits",
+                      (unsigned long long)count, (unsigned long long)step);
   if (op->offset + total > w->hdl->bytes)
     return vm_fail_at(-ERANGE, op->addr, total, w->hdl->bytes, "offset %llu + %llu bytes is beyond the handle's %llu",
                       (unsigned long long)op->offset, (unsigned long long)total, (unsigned long long)w->hdl->bytes);
@@ -73,7 +73,8 @@ int vm_want(struct vm_ctx *c, const struct vmem_op *op, struct vm_want *w) {
   w->page_size = c->granule;
   if (op->op == VMEM_OP_MAP && (err = check_map(c, w))) return err;
   if (op->op == VMEM_OP_FILL && op->value > 255)
-    return vm_fail_at(-EINVAL, op->addr, op->bytes, 255, "fill value %llu is no byte", (unsigned long long)op->value);
+    return vm_fail_at(-EINVAL, op->addr, op->bytes, 255, "fill value %llu is not a byte",
+                      (unsigned long long)op->value);
   if (op->op == VMEM_OP_POPULATE) {
     w->page_size = op->page_size;
     if ((err = vm_page_size(c, &w->page_size))) return err;

@@ -308,7 +308,7 @@ static void add_cuts(struct vm_ctx *c, uint64_t *segments, uint64_t *mappings, c
   *mappings += front && back;
 }
 
-/* A map adds its run and the hole behind it; an unmap adds a piece at each end that cuts a run. */
+/* A map adds its run and the hole after it; an unmap adds a piece at each end that cuts a run. */
 int vm_plan_room(struct vm_ctx *c, struct vm_plan *p) {
   uint64_t mappings = p->maps.n + p->replaces.n, segments = 2 * mappings;
   bool maps = mappings; /* an unmap that cuts one mapping in two gives memory back: the limit does not stop it */

@@ -58,7 +58,7 @@ static struct vm_fill *behind_segs(struct vm_ctx *c, const struct vm_list *segs)
   return f;
 }
 
-struct vm_fill *vm_plan_behind(struct vm_ctx *c, struct vm_plan *p) {
+struct vm_fill *vm_plan_blocker(struct vm_ctx *c, struct vm_plan *p) {
   struct vm_fill *f;
   if (!c->phys->fills) return NULL;
   /* What vanishes; what shows at a second address; what is written again. */
@@ -79,7 +79,7 @@ int vm_plan_await_fills(struct vm_ctx *c, struct vm_plan *p) {
   while (!err) {
     struct vm_fill *f;
     pthread_mutex_lock(&c->lock);
-    if ((f = vm_plan_behind(c, p))) f->refs++;
+    if ((f = vm_plan_blocker(c, p))) f->refs++;
     pthread_mutex_unlock(&c->lock);
     if (!f) break;
     err = vm_fill_wait(c, f);

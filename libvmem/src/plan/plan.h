@@ -101,7 +101,7 @@ bool vm_plan_only_fills(const struct vm_plan *p);
 int vm_plan_may_run_on(struct vm_ctx *c, struct vm_plan *p, void (*ended)(struct vm_ctx *c, void *owner, int result),
                        void *owner);
 /* A running fill of another plan that must end before this one is run; NULL = none. Lock held. */
-struct vm_fill *vm_plan_behind(struct vm_ctx *c, struct vm_plan *p);
+struct vm_fill *vm_plan_blocker(struct vm_ctx *c, struct vm_plan *p);
 /* Waits for all of those in this thread. Lock not held. */
 int vm_plan_await_fills(struct vm_ctx *c, struct vm_plan *p);
 
@@ -112,7 +112,7 @@ int vm_plan_aliases(struct vm_ctx *c, struct vm_plan *p);
 /* Zeroes what the plan has claimed, and waits for it; or, with `over`, says whether it is over: if not, it is to be
  * called again. Nothing of the plan may be mapped before. After an error the plan can only be cancelled. */
 int vm_plan_zero(struct vm_ctx *c, struct vm_plan *p, bool *over);
-/* Driver calls, then commit; or undo. No fill may be running where vm_plan_behind looks. `after` is for the fills
+/* Driver calls, then commit; or undo. No fill may be running where vm_plan_blocker looks. `after` is for the fills
  * alone. With `over` it does not wait for the plan's own fills: where something must follow them, *over is false, and
  * it is to be called again. *fill is the plan's fill where it runs on, else NULL: only the worker has one. */
 int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, bool *over,

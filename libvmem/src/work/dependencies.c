@@ -20,7 +20,7 @@ static int make_one(struct vm_ctx *c, const struct vmem_after *a, size_t i, stru
     if (fd < 0 && a->handle <= INT32_MAX && errno != EBADF)
       return vm_fail(-ENOMEM, "descriptor %llu cannot be duplicated: %s", (unsigned long long)a->handle,
                      strerror(errno));
-    if (fd < 0) return vm_fail(-EINVAL, "%llu is no open descriptor", (unsigned long long)a->handle);
+    if (fd < 0) return vm_fail(-EINVAL, "%llu is not an open descriptor", (unsigned long long)a->handle);
     d->fds[d->nfds++] = fd;
     return 0;
   }

@@ -161,7 +161,8 @@ static struct vm_ticket *find(struct vm_ctx *c, vmem_ticket id, int *err) {
   if (id && id <= c->work->last_ticket)
     *err = dropped(id);
   else
-    *err = vm_fail(-EBADF, "%llu is no ticket: no batch of this context was given that number", (unsigned long long)id);
+    *err =
+        vm_fail(-EBADF, "%llu is not a ticket: no batch of this context was given that number", (unsigned long long)id);
   return NULL;
 }
 

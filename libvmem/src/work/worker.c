@@ -3,7 +3,7 @@
  * The worker thread: runs submitted batches, first come first served.
  *
  * A batch whose GPU work is not over, or that touches what an earlier batch's fill still writes, goes to a second
- * list, which is polled; so does one that has something to do behind its own fills and copies. Those behind it pass. A
+ * list, which is polled; so does one that has something to do after its own fills and copies. Later ones pass it. A
  * job's ranges are busy from submit on, so no two jobs touch the same pages and their order is free. The thread itself
  * waits for no GPU work.
  */
@@ -153,7 +153,7 @@ static int job_ready(struct vm_ctx *c, struct vm_job *job, bool *ready) {
   /* Which fill it was is remembered: looking through the plan's pages takes time. */
   blocked = before && !before->over;
   if (!blocked) {
-    if ((f = vm_plan_behind(c, &job->plan))) f->refs++;
+    if ((f = vm_plan_blocker(c, &job->plan))) f->refs++;
     job->behind = f;
     blocked = f != NULL;
   } else {

@@ -833,7 +833,7 @@ ROWS = (
     Row(
         _T,
         "abstract",
-        "prefill behind a shared prefix, over SGLang's Triton kernel",
+        "prefill after a shared prefix, over SGLang's Triton kernel",
         "2.12x in the mean, at most 3.92x (A100)",
         "a",
         "Ours is a late chunk of a prompt, contiguous over paged, by the same kernel.",

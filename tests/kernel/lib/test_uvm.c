@@ -401,7 +401,7 @@ static void no_memory(void) {
   OK(vmem_close(vm));
 }
 
-/* Pages of 2 MiB, and a reservation that is no multiple of them. */
+/* Pages of 2 MiB, and a reservation that is not a multiple of them. */
 static void granules(void) {
   static const uint64_t sizes[] = {KIB(64), KIB(128), KIB(256), MIB(2)};
   for (int i = 0; i < 4; i++) {

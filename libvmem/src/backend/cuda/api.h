@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * gpu_api.h - the part of CUDA's driver API that we call, loaded at run time from libcuda.so.1.
+ * api.h - the part of CUDA's driver API that we call, loaded at run time from libcuda.so.1.
  *
  * The prototypes are ours, written after NVIDIA's public documentation of the driver API, so that
  * neither headers nor libraries of CUDA are needed to build. Functions with a version suffix are

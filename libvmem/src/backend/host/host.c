@@ -97,7 +97,7 @@ static void recount_if_due(struct host *h) {
 
 static int no_room(uint64_t have, uint64_t more, uint64_t max) {
   return vm_fail_at(-ENOSPC, 0, have + more, max,
-                    "%llu scattered pieces more would exceed the limit on mappings of a process: %llu in use of "
+                    "%llu more scattered pieces would exceed the limit on mappings of a process: %llu in use of "
                     "vm.max_map_count = %llu (margin %u); raise it with sysctl, or use larger pages",
                     (unsigned long long)more, (unsigned long long)have, (unsigned long long)max, VMA_MARGIN);
 }
@@ -196,7 +196,7 @@ static int host_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags
   int err;
   (void)be;
   if (room < bytes)
-    return vm_fail_at(-EOVERFLOW, 0, bytes, align, "%llu bytes and their alignment leave 64 bits",
+    return vm_fail_at(-EOVERFLOW, 0, bytes, align, "%llu bytes and their alignment overflow 64 bits",
                       (unsigned long long)bytes);
   p = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED)
