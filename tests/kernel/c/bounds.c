@@ -10,6 +10,7 @@
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/sysinfo.h>
 #include <sys/wait.h>
 #include "abi.h"
 #include "kcheck.h"
@@ -46,18 +47,29 @@ static void defaults(void) {
   }
 }
 
-/* Touches slots, 16 at a time and the last ones singly, until that fails: how many it were. */
-static unsigned touch(struct world *w, uint32_t object, unsigned most, int *error) {
+static int wait_for(pid_t pid) {
+  int status = -1;
+  waitpid(pid, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+}
+
+/* Touches one slot in each stride of a reservation, 16 at a time and the last ones singly, until that fails: how many
+ * it were. */
+static unsigned touch_each(struct world *w, uint64_t start, uint64_t stride, uint32_t object, unsigned most, int *error) {
   struct uvm_vmem_op ops[16];
   unsigned n = 0;
   for (unsigned count = ARRAY_SIZE(ops); count; count = count > 1 ? 1 : 0) {
     for (*error = 0; n < most; n += count) {
-      for (unsigned i = 0; i < count; i++) ops[i] = op_map(RES + (n + i) * SLOT, object, i, 1, 0);
-      *error = vm_bind(w->uvm, RES, ops, count, NULL, NULL);
+      for (unsigned i = 0; i < count; i++) ops[i] = op_map(start + (n + i) * stride, object, i, 1, 0);
+      *error = vm_bind(w->uvm, start, ops, count, NULL, NULL);
       if (*error) break;
     }
   }
   return n;
+}
+
+static unsigned touch(struct world *w, uint32_t object, unsigned most, int *error) {
+  return touch_each(w, RES, SLOT, object, most, error);
 }
 
 /* A world with a reservation of 64 GB and a page. */
@@ -156,10 +168,105 @@ static void fill_host(const char *limit) {
   defaults();
 }
 
-static int wait_for(pid_t pid) {
-  int status = -1;
-  waitpid(pid, &status, 0);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+static uint64_t table_bytes(struct world *w) {
+  struct uvm_vmem_stat s;
+  return vm_stat(w->uvm, NULL, &s) ? ~0ull : s.out_table_bytes;
+}
+
+/* What counts against the limits of page tables: a reservation, each 1 GB and each 2 MB of it from their first BIND on;
+ * what is sparse as a whole counts nothing of its own. */
+static void what_counts(void) {
+  struct world w;
+  uint32_t object;
+  uint64_t before;
+  world_open(&w, 1);
+  EQ(table_bytes(&w), 0);
+  OK(vm_create(w.uvm, w.uuid[0], 16, 64, 0, &object));
+  EQ(table_bytes(&w), 0);
+  OK(vm_reserve(w.uvm, w.uuid[0], OTHER, GIB(64), 16, 0));
+  const uint64_t reserved = table_bytes(&w);
+  CHECK(reserved > 0);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, GIB(64), 16, 0));
+  EQ(table_bytes(&w), 2 * reserved);
+  OK(vm_unmap(w.uvm, RES, RES, SLOT_UNITS, 0)); /* nothing was there */
+  EQ(table_bytes(&w), 2 * reserved);
+  OK(vm_map(w.uvm, RES, RES, object, 0, 1, 0));
+  before = table_bytes(&w);
+  OK(vm_map(w.uvm, RES, RES + SLOT, object, 0, 1, 0));
+  const uint64_t slot = table_bytes(&w) - before, gib = before - 2 * reserved - slot;
+  CHECK(slot > 256 && gib > slot);
+  before = table_bytes(&w);
+  EQ(vm_map(w.uvm, RES, RES + SLOT, object, 1, 1, 0), -EEXIST);
+  OK(vm_map(w.uvm, RES, RES + UNIT, object, 1, 31, 0));
+  OK(vm_unmap(w.uvm, RES, RES, 2 * SLOT_UNITS, 0));
+  EQ(table_bytes(&w), before);
+  OK(vm_unmap(w.uvm, RES, RES + 4 * SLOT, 100 * SLOT_UNITS, UVM_VMEM_OP_SPARSE)); /* in the same 1 GB */
+  EQ(table_bytes(&w), before);
+  OK(vm_unmap(w.uvm, RES, RES + GIB(1), GIB(2) / UNIT, UVM_VMEM_OP_SPARSE));
+  EQ(table_bytes(&w), before + 2 * gib);
+  OK(vm_map(w.uvm, RES, RES + GIB(5), object, 0, 1, 0));
+  EQ(table_bytes(&w), before + 3 * gib + slot);
+  before = table_bytes(&w);
+  OK(vm_map(w.uvm, RES, RES + 9 * SLOT, object, 0, 1, 0)); /* no zeros alone any more */
+  CHECK(table_bytes(&w) >= before + slot);
+  before = table_bytes(&w);
+  OK(vm_unmap(w.uvm, RES, RES + 9 * SLOT, 1, UVM_VMEM_OP_SPARSE));
+  EQ(table_bytes(&w), before);
+  OK(vm_free(w.uvm, RES, UVM_VMEM_FREE_UNMAP));
+  EQ(table_bytes(&w), reserved);
+  OK(vm_free(w.uvm, OTHER, 0));
+  EQ(table_bytes(&w), 0);
+  world_close(&w);
+}
+
+/* A process with a descriptor of its own becomes another user: whether a reservation is still root's, who has had all
+ * that he may. */
+static int becomes_another(int (*command)(int, const uint8_t *), int (*change)(uid_t)) {
+  fflush(stdout);
+  pid_t child = fork();
+  if (child == 0) {
+    struct world own;
+    world_open(&own, 1);
+    if ((command && command(own.uvm, own.uuid[0])) || change(1000)) _exit(100);
+    _exit(-vm_reserve(own.uvm, own.uuid[0], RES, GIB(64), 16, 0));
+  }
+  return wait_for(child);
+}
+
+static int a_query(int fd, const uint8_t *gpu) {
+  struct uvm_vmem_query q;
+  return vm_query(fd, gpu, &q);
+}
+
+static int a_stat(int fd, const uint8_t *gpu) {
+  struct uvm_vmem_stat s;
+  return vm_stat(fd, gpu, &s);
+}
+
+/* The user is the real one, at the first command that is not QUERY. */
+static void whose_limit(void) {
+  defaults();
+  struct world w;
+  uint32_t object;
+  int error, after_query, after_stat, effective, small, alone;
+  OK(furnish(&w, &object));
+  OK(set_parameter(USER_TABLES, 1));
+  touch(&w, object, 4096, &error);
+  after_query = becomes_another(a_query, setuid);
+  after_stat = becomes_another(a_stat, setuid);
+  effective = becomes_another(NULL, seteuid);
+  OK(set_parameter(USER_TABLES, 0));
+  OK(set_parameter(CGROUP_TABLES, 1)); /* this process is in the root cgroup, which does not count */
+  small = vm_map(w.uvm, RES, RES + GIB(60), object, 0, 1, 0);
+  alone = vm_reserve(w.uvm, w.uuid[0], OTHER, GIB(64), 16, 0);
+  defaults();
+  EQ(error, -EDQUOT);
+  EQ(after_query, 0);
+  EQ(after_stat, EDQUOT);
+  EQ(effective, EDQUOT);
+  OK(small);
+  OK(alone);
+  world_close(&w);
 }
 
 /* A user's limit is not another's. */
@@ -190,39 +297,53 @@ static void limit_of_a_user(void) {
   world_close(&w);
 }
 
-/* By default there are limits; they follow the machine's memory. */
+static long parameter_now(const char *name) {
+  char path[96], text[32] = "";
+  snprintf(path, sizeof(path), "/sys/module/nvidia_uvm/parameters/%s", name);
+  FILE *file = fopen(path, "r");
+  if (!file || !fgets(text, sizeof(text), file)) strcpy(text, "-99");
+  if (file) fclose(file);
+  return atol(text);
+}
+
+/* By default there are limits but those of one descriptor, and they follow the machine's memory: 1/32 of it for page
+ * tables, half of it for pinned host memory. */
 static void limits_are_on(void) {
-  static const char *const names[] = {USER_TABLES, CGROUP_TABLES, USER_HOST, CGROUP_HOST};
-  for (size_t i = 0; i < ARRAY_SIZE(names); i++) {
-    char path[96], text[32] = "";
-    snprintf(path, sizeof(path), "/sys/module/nvidia_uvm/parameters/%s", names[i]);
-    FILE *file = fopen(path, "r");
-    CHECK(file);
-    CHECK(fgets(text, sizeof(text), file));
-    fclose(file);
-    EQ(atoi(text), -1);
-  }
+  static const struct {
+    const char *name;
+    long value;
+  } limits[] = {{"uvm_vmem_limit_mb", 0}, {"uvm_vmem_host_limit_mb", 0}, {USER_TABLES, -1},
+                {CGROUP_TABLES, -1},      {USER_HOST, -1},               {CGROUP_HOST, -1}};
+  for (size_t i = 0; i < ARRAY_SIZE(limits); i++) EQ(parameter_now(limits[i].name), limits[i].value);
+  struct uvm_vmem_stat s;
+  struct sysinfo machine;
   struct world w;
-  uint32_t object;
+  uint32_t object, host;
+  uint64_t pinned = 0;
   int error;
+  OK(sysinfo(&machine));
+  const uint64_t memory = machine.totalram * machine.mem_unit;
   OK(furnish(&w, &object));
-  /* 16 TB are 8 million slots. Rather than make as many as the limit lets, see how many they would be. */
-  struct uvm_vmem_stat before, after;
-  OK(vm_stat(w.uvm, NULL, &before));
+  /* How many slots the limit lets one user have, seen from a few. */
+  uint64_t before = table_bytes(&w);
   unsigned made = touch(&w, object, 512, &error);
   OK(error);
-  OK(vm_stat(w.uvm, NULL, &after));
-  double slot = (double)(after.out_table_bytes - before.out_table_bytes) / made;
-  struct sysinfo_words {
-    uint64_t total_kb;
-  } memory = {0};
-  char line[128];
-  FILE *f = fopen("/proc/meminfo", "r");
-  if (f && fgets(line, sizeof(line), f)) sscanf(line, "MemTotal: %llu", (unsigned long long *)&memory.total_kb);
-  if (f) fclose(f);
-  CHECK(memory.total_kb);
+  double slot = (double)(table_bytes(&w) - before) / made;
   printf("BOUNDS {\"case\": \"a slot's tables\", \"bytes\": %.0f, \"slots_within_default\": %.0f, \"machine_mb\": %llu}\n", slot,
-         (double)memory.total_kb * 1024 / 32 / slot, (unsigned long long)(memory.total_kb >> 10));
+         (double)memory / 32 / slot, (unsigned long long)(memory >> 20));
+  OK(vm_free(w.uvm, RES, UVM_VMEM_FREE_UNMAP));
+  /* A slot in each 1 GB, which makes most of a page. */
+  const uint64_t start = 1ull << 44;
+  OK(vm_reserve(w.uvm, w.uuid[0], start, start, 16, 0));
+  touch_each(&w, start, GIB(1), object, start / GIB(1), &error);
+  EQ(error, -EDQUOT);
+  CHECK(table_bytes(&w) <= memory / 32 && table_bytes(&w) > memory / 32 - KIB(32));
+  OK(vm_free(w.uvm, start, UVM_VMEM_FREE_UNMAP));
+  while ((error = vm_create(w.uvm, w.uuid[0], 21, 8, UVM_VMEM_CREATE_HOST, &host)) == 0) pinned += MIB(16);
+  EQ(error, -EDQUOT);
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_host_bytes, pinned);
+  CHECK(pinned <= memory / 2 && pinned > memory / 2 - MIB(16));
   world_close(&w);
 }
 
@@ -745,7 +866,7 @@ static void killed_in_a_bind(void) {
   close(dev);
 }
 
-MAIN(TEST(limits_are_on), TEST(limit_of_a_user), TEST(limit_of_a_cgroup), TEST(charged_to_the_cgroup),
+MAIN(TEST(limits_are_on), TEST(what_counts), TEST(limit_of_a_user), TEST(whose_limit), TEST(limit_of_a_cgroup), TEST(charged_to_the_cgroup),
      TEST(no_lock_while_the_gpu_works), TEST(uvm_free_waits_for_a_bind), TEST(locks_are_let_go), TEST(many_slots),
      TEST(sparse_slots_share),
      TEST(waiting_sleeps), TEST(killed_in_a_bind))

@@ -137,6 +137,13 @@ static void peer_memory(void) {
   OK(vm_create(w.uvm, w.uuid[1], 17, 4, 0, &on1));
   OK(vm_map(w.uvm, RES, RES, on1, 0, 4, 0));
   OK(vm_map(w.uvm, RES + GIB(1), RES + GIB(1), on0, 0, 8, 0));
+  /* What is not the other's stays, whatever comes. */
+  const uint64_t stays = RES + MIB(12), stays_on_both = RES + GIB(1) + MIB(12);
+  uint32_t host;
+  OK(vm_create(w.uvm, w.uuid[0], 16, 1, UVM_VMEM_CREATE_HOST, &host));
+  OK(vm_map(w.uvm, RES, stays, on0, 7, 1, 0));
+  OK(vm_map(w.uvm, RES + GIB(1), stays_on_both, host, 0, 1, 0));
+  if (has(&w, UVM_VMEM_CAP_MULTI_GPU)) OK(vm_map(w.uvm, RES + GIB(1), RES + GIB(1) + MIB(4), on1, 0, 4, 0));
   struct softgpu_xlate x = gpu_xlate(&w, 0, RES);
   EQ(x.out_aperture, SOFTGPU_APERTURE_PEER);
   EQ(x.out_peer, 1);
@@ -153,10 +160,13 @@ static void peer_memory(void) {
     EQ(gpu_check(&w, 0, RES, 8, 0, 0), -EFAULT);
     for (unsigned gpu = 0; gpu < 2 && has(&w, UVM_VMEM_CAP_MULTI_GPU); gpu++) {
       EQ(gpu_check(&w, gpu, RES + GIB(1), 8, 0, 0), -EFAULT);
+      EQ(gpu_check(&w, gpu, RES + GIB(1) + MIB(4), 8, 0, 0), -EFAULT);
+      CHECK(gpu_xlate(&w, gpu, stays_on_both).out_valid);
     }
+    CHECK(gpu_xlate(&w, 0, stays).out_valid);
     OK(vm_stat(w.uvm, NULL, &s));
-    EQ(s.out_objects, 2);
-    EQ(s.out_mapped_bytes, 0);
+    EQ(s.out_objects, 3);
+    EQ(s.out_mapped_bytes, 2 * UNIT);
     EQ(vm_map(w.uvm, RES, RES + MIB(4), on1, 0, 1, 0), -EXDEV);
     OK(softgpu_uvm_enable_peer(&w.c, 0, 1));
   }
