@@ -14,6 +14,7 @@
 #include <sys/wait.h>
 #include "abi.h"
 #include "kcheck.h"
+#include "trace.h"
 #include "world.h"
 
 #define RES 0x7c0000000000ull
@@ -377,14 +378,18 @@ static bool make_cgroups(void) {
   return made;
 }
 
+static int move_to(const char *cgroup) {
+  char path[96];
+  snprintf(path, sizeof(path), CGROUPS "/%s/cgroup.procs", cgroup);
+  return write_file(path, "0");
+}
+
 /* run() in a process of the cgroup. */
 static int in_cgroup(const char *name, void (*run)(void)) {
-  char path[96];
   fflush(stdout);
   pid_t child = fork();
   if (child == 0) {
-    snprintf(path, sizeof(path), CGROUPS "/%s/cgroup.procs", name);
-    if (write_file(path, "0")) _exit(100);
+    if (move_to(name)) _exit(100);
     failures_here = 0;
     worlds_open = 0;
     run();
@@ -406,6 +411,46 @@ static void above_the_users(void) {
   int error;
   OK(furnish(&w, &object));
   EQ(touch(&w, object, 1200, &error), 1200);
+  world_close(&w);
+}
+
+/* The errno of a RESERVE by a new process in a cgroup. */
+static int reserve_in(const char *cgroup) {
+  fflush(stdout);
+  pid_t child = fork();
+  if (child == 0) {
+    struct world own;
+    if (move_to(cgroup)) _exit(200);
+    world_open(&own, 1);
+    _exit(-vm_reserve(own.uvm, own.uuid[0], RES, GIB(64), 16, 0));
+  }
+  return wait_for(child);
+}
+
+/* Whoever is not root has both limits; what is left is given back by the end of the process. */
+static void below_the_users(void) {
+  struct world w;
+  uint32_t object;
+  int error;
+  world_open(&w, 1);
+  OK(setuid(1000));
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, GIB(64), 16, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 64, 0, &object));
+  touch(&w, object, 1600, &error);
+  EQ(error, -EDQUOT);
+}
+
+/* A descriptor stays in the cgroup of its first command. */
+static void moves_away(void) {
+  struct world w;
+  uint32_t object;
+  int error;
+  OK(furnish(&w, &object));
+  OK(move_to("b"));
+  touch(&w, object, 4096, &error);
+  EQ(error, -EDQUOT);
+  EQ(reserve_in("a"), EDQUOT);
+  EQ(reserve_in("b"), 0);
   world_close(&w);
 }
 
@@ -431,7 +476,12 @@ static void limit_of_a_cgroup(void) {
   if (!make_cgroups()) SKIP("the kernel has no memory cgroups");
   EQ(in_cgroup("a", fill_the_cgroup), 0);
   OK(set_parameter(USER_TABLES, 1));
-  int result = in_cgroup("a", above_the_users);
+  int result = in_cgroup("a", above_the_users), user = in_cgroup("a", below_the_users);
+  defaults();
+  EQ(result, 0);
+  EQ(user, 0);
+  OK(set_parameter(CGROUP_TABLES, 1));
+  result = in_cgroup("a", moves_away);
   defaults();
   EQ(result, 0);
   /* One cgroup is full, the other has its own. */
@@ -448,17 +498,7 @@ static void limit_of_a_cgroup(void) {
   }
   close(ready[1]);
   int heard = read(ready[0], &byte, 1) == 1;
-  pid_t second = fork();
-  if (second == 0) {
-    int one;
-    struct world w;
-    close(go[1]);
-    if (write_file(CGROUPS "/b/cgroup.procs", "0")) _exit(100);
-    world_open(&w, 1);
-    one = vm_reserve(w.uvm, w.uuid[0], RES, GIB(64), 16, 0);
-    _exit(one != 0);
-  }
-  int other = wait_for(second);
+  int other = reserve_in("b");
   close(go[1]);
   close(go[0]);
   close(ready[0]);
@@ -824,49 +864,141 @@ static void waiting_sleeps(void) {
   }
 }
 
-/* A synchronous BIND waits for the GPU when its process is killed: it ends, and not because the GPU goes on. Another
- * process has the descriptor, so that it is not closed. */
-static void killed_in_a_bind(void) {
-  struct softgpu_counters base;
-  int dev = softgpu_open(), ready[2], gate[2], status = 0;
-  char byte;
-  OK(softgpu_counters(dev, 0, &base));
-  OK(pipe(ready));
-  OK(pipe(gate));
-  fflush(stdout);
-  pid_t child = fork();
-  if (child == 0) {
-    close(gate[1]);
-    if (furnish(&W, &the_object) || vm_map(W.uvm, RES, RES, the_object, 0, 8, 0)) _exit(1);
-    if (softgpu_hold(dev, 0, SOFTGPU_HOLD_PUSH)) _exit(2); /* dev is the parent's: the hold outlives this process */
-    if (fork() == 0) {
-      if (read(gate[0], &byte, 1) < 0) _exit(1);
-      _exit(0);
-    }
-    if (write(ready[1], "", 1) != 1) _exit(3);
-    _exit(bind_steady() ? 4 : 5);
-  }
-  close(ready[1]);
-  close(gate[0]);
-  EQ(read(ready[0], &byte, 1), 1);
+/* ---- a process that is killed --------------------------------------------------------------------- */
+
+/* Pages of the object that the calls below would map: 8 to 11 at RES (BIND), 0 to 3 at RES + 8 MB (a first touch), 20 at
+ * RES + 16 MB (behind another call). */
+#define FIRST_TOUCH (RES + MIB(8))
+#define BEHIND (RES + MIB(16))
+
+static int bind_behind(void) { return vm_map(W.uvm, RES, BEHIND, the_object, 20, 1, 0); }
+static int create_many(void) { return vm_create(W.uvm, W.uuid[0], 21, 256, 0, &the_other); }
+static int reserve_many(void) { return vm_reserve(W.uvm, W.uuid[0], OTHER, GIB(16), 16, UVM_VMEM_RESERVE_EAGER); }
+
+/* The GPU stands still, and another call works with the reservation. */
+static int stands_and_is_taken(void) {
+  static struct call first;
+  int result = softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH);
+  call_start(&first, bind_first_touch);
   sleep_ms(A_WHILE);
-  kill(child, SIGKILL);
-  pid_t ended = 0;
-  for (unsigned tries = 0; tries < 200 && ended == 0; tries++) {
-    ended = waitpid(child, &status, WNOHANG);
-    if (!ended) sleep_ms(50);
+  return result ? result : first.returned;
+}
+
+static int stands(void) { return softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH); }
+
+static int stands_with_a_ticket(void) {
+  struct uvm_vmem_op op = op_map(RES, the_object, 8, 4, UVM_VMEM_OP_REPLACE);
+  int result = stands();
+  return result ? result : vm_bind(W.uvm, RES, &op, 1, NULL, &the_ticket);
+}
+
+/* Each piece of memory takes its time. */
+static int slow(void) { return softgpu_inject(W.dev, "PmaAllocPages", 0, 0, 0, 0, 50000); }
+
+static const struct killed {
+  const char *name;
+  int (*before)(void);
+  int (*run)(void);
+  const char *traced; /* with EINTR for its result */
+  bool at_once;       /* it ends though the GPU stands still */
+  bool committed;     /* RES maps the new pages in the end */
+  bool first_touch;   /* and FIRST_TOUCH those of the call before */
+} killed[] = {
+    {"BIND", stands, bind_steady, "uvm_vmem_bind: start=0x7c0000000000 ops=1 failed_op=-1 ticket=0 result=-4", true, true, false},
+    {"WAIT", stands_with_a_ticket, wait_for_ticket, "uvm_vmem_wait: ticket=1 result=-4", true, true, false},
+    {"CREATE", slow, create_many, "uvm_vmem_create: page_shift=21 count=256 handle=0x0 result=-4", true, false, false},
+    {"RESERVE, eager", stands, reserve_many, "uvm_vmem_reserve: start=0x7d0000000000 length=0x400000000 gpus=1 result=-4", false, false,
+     false},
+    {"BIND behind another", stands_and_is_taken, bind_behind,
+     "uvm_vmem_bind: start=0x7c0000000000 ops=1 failed_op=-1 ticket=0 result=-4", false, false, true},
+    {"FREE behind a BIND", stands_and_is_taken, free_mapped, "uvm_vmem_free: start=0x7c0000000000 result=-4", false, false, true},
+};
+
+/* What the child says about itself. */
+struct told {
+  struct softgpu_space space;
+  uint64_t old_pa, new_pa; /* of the page at RES, and of the one that BIND and the ticket put there */
+};
+
+static void killed_child(const struct killed *k, int ready, int gate) {
+  struct told told;
+  char byte;
+  if (furnish(&W, &the_object) || vm_map(W.uvm, RES, RES, the_object, 0, 16, 0)) _exit(1);
+  told.space = W.c.space[0];
+  told.old_pa = gpu_xlate(&W, 0, RES).out_pa;
+  told.new_pa = gpu_xlate(&W, 0, RES + 8 * UNIT).out_pa;
+  if (k->before()) _exit(2);
+  if (fork() == 0) { /* has the descriptor until the gate closes, so that nothing is taken apart */
+    if (read(gate, &byte, 1) < 0) _exit(1);
+    _exit(0);
   }
-  OK(softgpu_hold(dev, 0, SOFTGPU_HOLD_RELEASE));
-  close(gate[1]);
-  close(ready[0]);
-  if (!ended) waitpid(child, &status, 0);
-  CHECK(ended == child);
-  CHECK(WIFSIGNALED(status));
-  gpu_check_clean(dev, 0, &base, true);
-  close(dev);
+  if (write(ready, &told, sizeof(told)) != sizeof(told)) _exit(3);
+  k->run();
+  _exit(4);
+}
+
+/* The page tables say this, if not now then soon. */
+static bool comes_to(int dev, struct softgpu_space space, uint64_t va, bool valid, uint64_t pa) {
+  for (unsigned tries = 0; tries < 100; tries++) {
+    struct softgpu_xlate x;
+    if (softgpu_xlate(dev, space, va, &x)) return false;
+    if (x.out_valid == valid && (!valid || !pa || x.out_pa == pa)) return true;
+    sleep_ms(50);
+  }
+  return false;
+}
+
+/* A call that waits when its process is killed ends with EINTR: where it can, though the GPU stands still. What a BIND
+ * has sent is carried out all the same, and whoever waited behind another call has done nothing. */
+static void killed_calls(void) {
+  static char text[1 << 16];
+  if (!trace_start()) SKIP("no tracefs");
+  for (size_t i = 0; i < ARRAY_SIZE(killed); i++) {
+    const struct killed *k = &killed[i];
+    struct softgpu_counters base;
+    struct told told;
+    int dev = softgpu_open(), ready[2], gate[2], status = 0;
+    OK(softgpu_counters(dev, 0, &base));
+    OK(pipe(ready));
+    OK(pipe(gate));
+    CHECK(trace_start());
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+      close(gate[1]);
+      close(dev);
+      killed_child(k, ready[1], gate[0]);
+    }
+    close(ready[1]);
+    close(gate[0]);
+    EQ(read(ready[0], &told, sizeof(told)), sizeof(told));
+    sleep_ms(2 * A_WHILE);
+    kill(child, SIGKILL);
+    pid_t ended = 0;
+    for (unsigned tries = 0; tries < 200 && ended == 0 && k->at_once; tries++) {
+      ended = waitpid(child, &status, WNOHANG);
+      if (!ended) sleep_ms(50);
+    }
+    if (!k->at_once) sleep_ms(A_WHILE);
+    OK(softgpu_hold(dev, 0, SOFTGPU_HOLD_RELEASE));
+    softgpu_inject_clear(dev);
+    if (k->at_once && !ended) fail("%s did not end", k->name);
+    if (!ended) waitpid(child, &status, 0);
+    if (!WIFSIGNALED(status)) fail("%s: status 0x%x", k->name, status);
+    if (!comes_to(dev, told.space, RES, true, k->committed ? told.new_pa : told.old_pa)) fail("%s: the wrong page", k->name);
+    if (!comes_to(dev, told.space, FIRST_TOUCH, k->first_touch, 0)) fail("%s: the call before was not carried out", k->name);
+    if (!comes_to(dev, told.space, BEHIND, false, 0)) fail("%s was carried out", k->name);
+    close(gate[1]);
+    close(ready[0]);
+    gpu_check_clean(dev, 0, &base, true);
+    close(dev);
+    trace_stop(text, sizeof(text));
+    if (!strstr(text, k->traced)) fail("%s: not traced: %s\n%s", k->name, k->traced, text);
+    if (failures_here) return;
+  }
 }
 
 MAIN(TEST(limits_are_on), TEST(what_counts), TEST(limit_of_a_user), TEST(whose_limit), TEST(limit_of_a_cgroup), TEST(charged_to_the_cgroup),
      TEST(no_lock_while_the_gpu_works), TEST(uvm_free_waits_for_a_bind), TEST(locks_are_let_go), TEST(many_slots),
      TEST(sparse_slots_share),
-     TEST(waiting_sleeps), TEST(killed_in_a_bind))
+     TEST(waiting_sleeps), TEST(killed_calls))

@@ -101,7 +101,7 @@ TESTS = [
     mutant("sparse_cleared", "bounds", ["sparse_slots_share"], r"gap at|softgpu: error"),
     mutant("lock_kept", "bounds", ["locks_are_let_go"], r"out_most_units <= 4096"),
     mutant("polls", "bounds", ["waiting_sleeps"], r"switches <= 200"),
-    mutant("not_killable", "bounds", ["killed_in_a_bind"], r"ended == child is false"),
+    mutant("not_killable", "bounds", ["killed_calls"], r"BIND did not end"),
     mutant("tables_not_limited", "bounds", ["limit_of_a_user"], r"not -122"),
     mutant("one_account", "bounds", ["limit_of_a_user"], r"result is 1"),
     mutant("not_accounted", "bounds", ["charged_to_the_cgroup"], r"more >= own"),
