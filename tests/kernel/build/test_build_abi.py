@@ -95,3 +95,13 @@ def test_the_limits_are_the_modules_parameters() -> None:
     assert named <= set(re.findall(r"\buvm_vmem_\w+_mb\b", programs_text()))
     readme = (MODULE / "README.md").read_text(encoding="utf-8")
     assert named == set(re.findall(r"`(uvm_vmem_\w+_mb)`", readme))
+
+
+def test_the_library_knows_each_refusal_and_errno() -> None:
+    """What the kernel says has words of libvmem's."""
+    source = (ROOT / "libvmem" / "src" / "backend" / "uvm" / "ioctl.c").read_text(encoding="utf-8")
+    refusals = set(re.findall(r"\b(UVM_VMEM_GPU_\w+)\b", CODE)) - {"UVM_VMEM_GPU_OK"}
+    assert refusals == set(re.findall(r"\[(UVM_VMEM_GPU_\w+)\] = ", source))
+    # Of another module, of WAIT, which it does not call, and of a process that is killed.
+    unseen = {"ENOTTY", "ETIMEDOUT", "EINTR"}
+    assert errnos() - unseen == set(re.findall(r"MEANING\((E\w+),", source))
