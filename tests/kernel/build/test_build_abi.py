@@ -20,10 +20,8 @@ PROGRAMS = ROOT / "tests" / "kernel" / "c"
 # Kinds of GPUs that the software GPU cannot be.
 NOT_PLAYED = {
     "UVM_VMEM_GPU_COHERENT",
-    "UVM_VMEM_GPU_MIG",
     "UVM_VMEM_GPU_CONFIDENTIAL",
     "UVM_VMEM_GPU_NO_64K",
-    "UVM_VMEM_GPU_INTEGRATED",
 }
 
 

@@ -136,9 +136,9 @@ TESTS = [
     mutant(
         "refused_gpu_taken",
         "descriptor",
-        ["refused_kind", "VIRTUAL=1"],
+        ["refused_kind", "KIND=virtual"],
         r"is 0 .*not -95",
-        module_args="virtual=1",
+        module_args="kind=virtual",
     ),
     # uvm_vmem_memory.c
     mutant("limits_swapped", "descriptor", ["limits"], r"FAILED limits"),
