@@ -61,7 +61,7 @@ static unsigned touch_each(struct world *w, uint64_t start, uint64_t stride, uin
   unsigned n = 0;
   for (unsigned count = ARRAY_SIZE(ops); count; count = count > 1 ? 1 : 0) {
     for (*error = 0; n < most; n += count) {
-      for (unsigned i = 0; i < count; i++) ops[i] = op_map(start + (n + i) * stride, object, i, 1, 0);
+      for (unsigned i = 0; i < count; i++) ops[i] = op_map(start + (n + i) * stride, object, i, 1, UVM_VMEM_OP_REPLACE);
       *error = vm_bind(w->uvm, start, ops, count, NULL, NULL);
       if (*error) break;
     }
@@ -71,6 +71,15 @@ static unsigned touch_each(struct world *w, uint64_t start, uint64_t stride, uin
 
 static unsigned touch(struct world *w, uint32_t object, unsigned most, int *error) {
   return touch_each(w, RES, SLOT, object, most, error);
+}
+
+/* 64 slots and the directories above them are more than 1 MB. What is left of that is less than LARGE takes. */
+#define LARGE GIB(4096)
+
+static int fill_a_megabyte(struct world *w, uint32_t object) {
+  int error;
+  touch_each(w, RES, GIB(1), object, 64, &error);
+  return error;
 }
 
 /* A world with a reservation of 64 GB and a page. */
@@ -195,7 +204,7 @@ static void what_counts(void) {
   before = table_bytes(&w);
   OK(vm_map(w.uvm, RES, RES + SLOT, object, 0, 1, 0));
   const uint64_t slot = table_bytes(&w) - before, gib = before - 2 * reserved - slot;
-  CHECK(slot > 256 && gib > slot);
+  CHECK(slot > 512 && gib > 2 * KIB(4)); /* a table and what is written of its PTEs; two directories */
   before = table_bytes(&w);
   EQ(vm_map(w.uvm, RES, RES + SLOT, object, 1, 1, 0), -EEXIST);
   OK(vm_map(w.uvm, RES, RES + UNIT, object, 1, 31, 0));
@@ -229,7 +238,7 @@ static int becomes_another(int (*command)(int, const uint8_t *), int (*change)(u
     struct world own;
     world_open(&own, 1);
     if ((command && command(own.uvm, own.uuid[0])) || change(1000)) _exit(100);
-    _exit(-vm_reserve(own.uvm, own.uuid[0], RES, GIB(64), 16, 0));
+    _exit(-vm_reserve(own.uvm, own.uuid[0], RES, LARGE, 16, 0));
   }
   return wait_for(child);
 }
@@ -252,13 +261,13 @@ static void whose_limit(void) {
   int error, after_query, after_stat, effective, small, alone;
   OK(furnish(&w, &object));
   OK(set_parameter(USER_TABLES, 1));
-  touch(&w, object, 4096, &error);
+  error = fill_a_megabyte(&w, object);
   after_query = becomes_another(a_query, setuid);
   after_stat = becomes_another(a_stat, setuid);
   effective = becomes_another(NULL, seteuid);
   OK(set_parameter(USER_TABLES, 0));
   OK(set_parameter(CGROUP_TABLES, 1)); /* this process is in the root cgroup, which does not count */
-  small = vm_map(w.uvm, RES, RES + GIB(60), object, 0, 1, 0);
+  small = fill_a_megabyte(&w, object);
   alone = vm_reserve(w.uvm, w.uuid[0], OTHER, GIB(64), 16, 0);
   defaults();
   EQ(error, -EDQUOT);
@@ -275,15 +284,13 @@ static void limit_of_a_user(void) {
   defaults();
   struct world w;
   uint32_t object;
-  int error;
   fill_tables(USER_TABLES);
   if (failures_here) return;
   fill_host(USER_HOST);
   if (failures_here) return;
   OK(furnish(&w, &object));
   OK(set_parameter(USER_TABLES, 1));
-  touch(&w, object, 4096, &error);
-  EQ(error, -EDQUOT);
+  EQ(fill_a_megabyte(&w, object), -EDQUOT);
   fflush(stdout);
   pid_t child = fork();
   if (child == 0) {
@@ -408,9 +415,8 @@ static void fill_the_cgroup(void) {
 static void above_the_users(void) {
   struct world w;
   uint32_t object;
-  int error;
   OK(furnish(&w, &object));
-  EQ(touch(&w, object, 1200, &error), 1200);
+  OK(fill_a_megabyte(&w, object));
   world_close(&w);
 }
 
@@ -422,7 +428,7 @@ static int reserve_in(const char *cgroup) {
     struct world own;
     if (move_to(cgroup)) _exit(200);
     world_open(&own, 1);
-    _exit(-vm_reserve(own.uvm, own.uuid[0], RES, GIB(64), 16, 0));
+    _exit(-vm_reserve(own.uvm, own.uuid[0], RES, LARGE, 16, 0));
   }
   return wait_for(child);
 }
@@ -431,24 +437,20 @@ static int reserve_in(const char *cgroup) {
 static void below_the_users(void) {
   struct world w;
   uint32_t object;
-  int error;
   world_open(&w, 1);
   OK(setuid(1000));
   OK(vm_reserve(w.uvm, w.uuid[0], RES, GIB(64), 16, 0));
   OK(vm_create(w.uvm, w.uuid[0], 16, 64, 0, &object));
-  touch(&w, object, 1600, &error);
-  EQ(error, -EDQUOT);
+  EQ(fill_a_megabyte(&w, object), -EDQUOT);
 }
 
 /* A descriptor stays in the cgroup of its first command. */
 static void moves_away(void) {
   struct world w;
   uint32_t object;
-  int error;
   OK(furnish(&w, &object));
   OK(move_to("b"));
-  touch(&w, object, 4096, &error);
-  EQ(error, -EDQUOT);
+  EQ(fill_a_megabyte(&w, object), -EDQUOT);
   EQ(reserve_in("a"), EDQUOT);
   EQ(reserve_in("b"), 0);
   world_close(&w);
@@ -460,11 +462,9 @@ static int say_to, hear_from;
 static void hold_and_say(void) {
   struct world w;
   uint32_t object;
-  int error;
   char byte;
   OK(furnish(&w, &object));
-  touch(&w, object, 4096, &error);
-  EQ(error, -EDQUOT);
+  EQ(fill_a_megabyte(&w, object), -EDQUOT);
   if (write(say_to, "", 1) != 1 || read(hear_from, &byte, 1) < 0) fail("the pipe");
   world_close(&w);
 }
