@@ -12,9 +12,9 @@
  *   ticket       a number that stands for a BIND which the GPU may still be carrying out.
  *
  * The file descriptor is one of /dev/nvidia-uvm after UVM_INITIALIZE, either the one that CUDA uses
- * or one's own on which the GPU and its address space were registered. Only QUERY works before
- * UVM_INITIALIZE. All commands but QUERY belong to the process that initialised the descriptor: a
- * forked child, or a process that was passed the descriptor, gets EPERM.
+ * or one's own on which the GPU and its address space were registered. Before UVM_INITIALIZE only QUERY
+ * works, without UVM_VMEM_QUERY_GPU. With it, as all other commands, it belongs to the process that
+ * initialised the descriptor: a forked child, or a process that was passed the descriptor, gets EPERM.
  *
  * Each command takes a pointer to its struct, whose first field is the size that the caller was
  * compiled with. A shorter struct of an older caller is taken as if filled up with zeros, down to the
@@ -23,7 +23,8 @@
  * fields and undefined flags must be zero. Arrays are passed as user addresses in a __u64.
  *
  * A command that fails changes nothing, with three exceptions: EIO; EFAULT from a BIND whose struct another thread
- * unmapped while it ran; and EINTR from a BIND that waited for the GPU.
+ * unmapped while it ran; and EINTR from a BIND that waited for the GPU. (Page tables that a BIND made before it failed
+ * may stay until FREE, and count.)
  * A struct with out_ fields must be writable: EFAULT before anything is done if it is not.
  *
  * Errors mean the same in all commands:
@@ -61,8 +62,8 @@
  * Limits set by the administrator, in MB, as parameters of the module. They may be changed at any time; what is held
  * already stays. 0 means no limit. A call that would exceed one fails with EDQUOT and changes nothing.
  *
- *   uvm_vmem_limit_mb                  GPU memory that one descriptor pins on each GPU. Default: no limit.
- *   uvm_vmem_host_limit_mb             host memory that one descriptor pins. Default: no limit.
+ *   uvm_vmem_limit_mb                  GPU memory that one descriptor pins on each GPU, by 2 MB. Default: no limit.
+ *   uvm_vmem_host_limit_mb             host memory that one descriptor pins, by 2 MB. Default: no limit.
  *   uvm_vmem_user_host_limit_mb        host memory that all descriptors of one user pin
  *   uvm_vmem_cgroup_host_limit_mb      ... of one cgroup. Default of both (-1): half of the machine's memory.
  *   uvm_vmem_user_tables_limit_mb      page tables and descriptions of reservations, all descriptors of one user
@@ -151,9 +152,9 @@ struct uvm_vmem_query {
  * addresses may lie in a range that CUDA knows, if UVM holds no range there. Page tables are made when a slot
  * is first bound, or first mapped if it is sparse, and kept until FREE; EAGER makes all of them now.
  *
- * When peer access between two GPUs of a reservation is disabled, its mappings of pages in either of them go
- * away, on all GPUs. When a GPU is unregistered, so do the mappings of its pages, and the reservation takes no
- * MAP any more (ENODEV), but lives on until FREE.
+ * When peer access between two GPUs is disabled, a reservation on one of them loses its mappings of pages in the
+ * other, on all its GPUs. When a GPU or its address space here is unregistered, a reservation on it loses its mappings
+ * there and takes no MAP any more (ENODEV), but lives on until FREE; with the GPU go all mappings of its pages.
  *
  * BIG: a slot that a single MAP operation fills, with a 2 MB page or a 2 MB object made CONTIGUOUS, in GPU memory, is
  * mapped by one 2 MB PTE, unless a unit of it was sparse. Everywhere else, and without BIG, 64 KB PTEs are written.
@@ -173,8 +174,8 @@ struct uvm_vmem_reserve {
 };
 
 /*
- * FREE: give the reservation that starts at start back. EBUSY if it has mappings, unless UNMAP is given:
- * then they are taken away first.
+ * FREE: give the reservation that starts at start back. EBUSY if it has mappings (sparse ranges are none), unless
+ * UNMAP is given: then they are taken away first.
  */
 #define UVM_VMEM_FREE_UNMAP (1u << 0)
 
@@ -189,7 +190,7 @@ struct uvm_vmem_free {
  * are physically contiguous and aligned to their size; whether neighbouring pages are neighbours in memory
  * is tried for and not promised, unless CONTIGUOUS is given: then the object is one physical run inside one
  * 2 MB chunk (more than 2 MB: EINVAL). HOST: in pinned host memory that the GPU can reach, instead of in the
- * GPU; that memory is physically contiguous in 64 KB only.
+ * GPU; that memory is physically contiguous in 64 KB only. A descriptor has 2^20 - 1 objects at most (ENOMEM).
  *
  * RELEASE: drop the handle. Pages that are mapped live until the last mapping is taken away.
  */
@@ -224,9 +225,9 @@ struct uvm_vmem_release {
  * addr is a multiple of the reservation's page size, and for MAP of the object's. No unit may be named twice
  * in one call. Order in the array means nothing.
  *
- * BIND waits for an earlier one on the same reservation and, without ASYNC, for the GPU. A signal that kills the
- * process ends both waits with EINTR. If the wait was for the GPU, the batch is committed and the GPU carries it out;
- * otherwise nothing has changed.
+ * BIND waits for an earlier one on the same reservation, for the page tables that it makes and, without ASYNC, for the
+ * GPU to carry it out. A signal that kills the process ends the first wait and the last with EINTR. If it was the last,
+ * the batch is committed and the GPU carries it out; otherwise nothing has changed.
  *
  * On return every GPU sees the new translations and no old one, and memory that is not mapped any more may
  * be released. With ASYNC the call may return before: out_ticket is then a ticket, or 0 if nothing is
@@ -244,7 +245,8 @@ struct uvm_vmem_release {
  *     PTEs. No GPU work may use any address of the slot, named or not, until the BIND is done. Elsewhere CUT has no
  *     effect.
  *
- * out_failed_op is also written on failure: the number of the operation that was found wrong, or ~0.
+ * out_failed_op is also written on failure: the number of the operation that was found wrong, or ~0; and out_ticket:
+ * 0. Neither is where the call is refused for its struct, its descriptor, a suspended system or a fatal error before it.
  * Should an operation ever need more than 32 bytes, its size will be a field at the end of struct uvm_vmem_bind.
  */
 #define UVM_VMEM_OP_MAP   1

@@ -109,7 +109,8 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 #define VMEM_CAP_VISIBLE (1u << 6)     /* addresses that CUDA's memcpy and memset accept */
 #define VMEM_CAP_PLAIN (1u << 7)       /* addresses that only kernels accept, unlimited in number */
 #define VMEM_CAP_CONSOLIDATE (1u << 8) /* vmem_consolidate saves something */
-#define VMEM_CAP_ONE_CALL (1u << 9)    /* the maps and unmaps of a batch are one driver call, which does all or nothing */
+#define VMEM_CAP_ONE_CALL (1u << 9)    /* the maps and unmaps of a batch in one reservation are one driver call, as far as
+                                          the driver takes so many at a time; a call does all or nothing */
 #define VMEM_CAP_SPARSE_ATOMIC (1u << 10) /* a page replaces the zeros of a sparse reservation in one step, and zeros
                                              a page: a reader meanwhile does not fault */
 
@@ -413,9 +414,10 @@ struct vmem_after {
   uint64_t reserved[2]; /* 0 */
 };
 
-/* Runs `n` operations as one, after the work in `after` (waits in the calling thread). New pages
- * appear before old ones vanish. The order: maps (new pages are zeroed before, and copied to after), fills, replaces,
- * unmaps. So a batch cannot map where it unmaps (-EEXIST), nor fill what it maps (-EBUSY; new pages are zero).
+/* Runs `n` operations as one, after the work in `after` (waits in the calling thread). New pages appear before old
+ * ones vanish, or with them (VMEM_CAP_ONE_CALL). The order: maps (new pages are zeroed before, and copied to after),
+ * fills, replaces, unmaps. So a batch cannot map where it unmaps (-EEXIST), nor fill what it maps (-EBUSY; new pages
+ * are zero).
  * To move pages under their addresses: POPULATE with COPY elsewhere; then, when no GPU work is under way,
  * vmem_gather there and one batch of MAP with REPLACE and UNMAP. The arguments of all operations are checked before
  * the pages of any, so a malformed one is what the call reports, wherever it stands.

@@ -467,24 +467,35 @@ static void bind_overlaps(void) {
   control(W.uvm, &commands[BIND]);
 }
 
+/* As many operations as QUERY says, of which the last does something. */
+static void bind_most_operations(void) {
+  setup();
+  const uint32_t most = limits.out_max_bind_ops;
+  const uint64_t bytes = (most * UNIT + SLOT - 1) & ~(SLOT - 1), last = SPARE + (most - 1) * UNIT;
+  struct uvm_vmem_op *ops = calloc(most, sizeof(*ops));
+  OK(vm_reserve(W.uvm, W.uuid[0], SPARE, bytes, 16, 0));
+  for (uint32_t i = 0; i < most; i++) ops[i] = op_unmap(SPARE + i * UNIT, 1, 0);
+  ops[most - 1] = op_map(last, A, 1, 1, 0);
+  OK(vm_bind(W.uvm, SPARE, ops, most, NULL, NULL));
+  EQ(gpu_xlate(&W, 0, last).out_pa, gpu_xlate(&W, 0, RES + UNIT).out_pa);
+  OK(vm_free(W.uvm, SPARE, UVM_VMEM_FREE_UNMAP));
+  free(ops);
+}
+
 static void bind_too_many_units(void) {
-  static const unsigned pages = 512;
   uint32_t many;
   setup();
-  /* One object of 2 MB pages is mapped over and over until the units exceed the limit. */
-  uint64_t units = limits.out_max_bind_units + SLOT_UNITS, slots = units / SLOT_UNITS;
-  if (slots > limits.out_max_bind_ops * (uint64_t)pages) SKIP("the limit of units is beyond that of operations");
+  /* One page of 2 MB is mapped over and over, and two at last: the operations are as many as may be. */
+  const uint64_t count = limits.out_max_bind_units / SLOT_UNITS, slots = count + 1;
+  if (count > limits.out_max_bind_ops) SKIP("the limit of units is beyond that of operations");
   if (slots * SLOT > GIB(1) << 10) SKIP("the limit of units is beyond 1 TB of addresses");
-  struct uvm_vmem_op *ops = calloc(slots, sizeof(*ops));
+  struct uvm_vmem_op *ops = calloc(count, sizeof(*ops));
   OK(vm_reserve(W.uvm, W.uuid[0], SPARE, slots * SLOT, 16, 0));
-  OK(vm_create(W.uvm, W.uuid[0], 21, 1, 0, &many));
-  for (uint64_t i = 0; i < slots; i++) ops[i] = op_map(SPARE + i * SLOT, many, 0, 1, 0);
-  if (slots <= limits.out_max_bind_ops) {
-    struct uvm_vmem_bind b = {.size = sizeof(b), .start = SPARE, .ops = (uintptr_t)ops, .op_count = (uint32_t)slots};
-    expect(W.uvm, "BIND of more units than the limit", UVM_VMEM_BIND, &b, EMSGSIZE);
-    b.op_count--;
-    expect(W.uvm, "BIND of just the limit", UVM_VMEM_BIND, &b, 0);
-  }
+  OK(vm_create(W.uvm, W.uuid[0], 21, 2, 0, &many));
+  for (uint64_t i = 0; i < count; i++) ops[i] = op_map(SPARE + i * SLOT, many, 0, 1 + (i + 1 == count), 0);
+  struct uvm_vmem_bind b = {.size = sizeof(b), .start = SPARE, .ops = (uintptr_t)ops, .op_count = (uint32_t)count};
+  expect(W.uvm, "MAPs of more units than the limit together", UVM_VMEM_BIND, &b, EMSGSIZE);
+  EQ(b.out_failed_op, count - 1);
   /* What is taken away counts as what is mapped does, in one operation or in several. */
   const uint32_t most = limits.out_max_bind_units;
   for (unsigned sparse = 0; sparse < 2; sparse++) {
@@ -492,7 +503,7 @@ static void bind_too_many_units(void) {
     if (sparse && !(limits.out_capabilities & UVM_VMEM_CAP_SPARSE)) break;
     bind_wrong_op(W.uvm, "UNMAP of more units than the limit", SPARE, op_unmap(SPARE, most + 1, flags), EMSGSIZE);
     struct uvm_vmem_op two[2] = {op_unmap(SPARE, most, flags), op_unmap(SPARE + most * UNIT, 1, 0)};
-    struct uvm_vmem_bind b = {.size = sizeof(b), .start = SPARE, .ops = (uintptr_t)two, .op_count = 2};
+    b = (struct uvm_vmem_bind){.size = sizeof(b), .start = SPARE, .ops = (uintptr_t)two, .op_count = 2};
     expect(W.uvm, "UNMAPs that are more units than the limit together", UVM_VMEM_BIND, &b, EMSGSIZE);
   }
   OK(vm_unmap(W.uvm, SPARE, SPARE, most, 0));
@@ -522,6 +533,71 @@ static void stat_fields(void) {
   };
   setup();
   run_rows(W.uvm, &commands[STAT], rows, ARRAY_SIZE(rows));
+}
+
+/* What a command that fails leaves of the fields that it writes when it succeeds. */
+static void left_alone(const char *what, unsigned long number, void *argument, size_t size, int want) {
+  char before[256];
+  memcpy(before, argument, size);
+  expect(W.uvm, what, number, argument, want);
+  if (memcmp(before, argument, size)) fail("%s: the struct has changed", what);
+}
+
+/* Of a BIND that fails both are written, once its flags are looked at: the operation's number, and no ticket. */
+static void bind_outputs(const char *what, struct uvm_vmem_bind b, int want, uint32_t failed_op, uint64_t ticket) {
+  b.out_failed_op = 4711;
+  b.out_ticket = 4711;
+  expect(W.uvm, what, UVM_VMEM_BIND, &b, want);
+  if (b.out_failed_op != failed_op) fail("%s: out_failed_op is %u", what, b.out_failed_op);
+  if (b.out_ticket != ticket) fail("%s: out_ticket is %llu", what, (unsigned long long)b.out_ticket);
+}
+
+static void outputs_of_a_failure(void) {
+  static const uint8_t nobody[UVM_VMEM_UUID_BYTES] = {NO_GPU};
+  struct {
+    struct uvm_vmem_bind bind;
+    uint64_t tail;
+  } longer = {.tail = 1};
+  struct uvm_vmem_query q;
+  struct uvm_vmem_create c;
+  struct uvm_vmem_stat s, t;
+  struct uvm_vmem_bind b;
+  setup();
+  memset(&q, 0x5a, sizeof(q));
+  q.size = sizeof(q);
+  q.flags = UVM_VMEM_QUERY_GPU;
+  q.__reserved = 0;
+  memcpy(q.gpu_uuid, nobody, sizeof(nobody));
+  left_alone("QUERY that fails", UVM_VMEM_QUERY, &q, sizeof(q), ENODEV);
+  create_valid(&c);
+  c.out_handle = 4711;
+  c.page_shift = 21;
+  c.count = limits.out_max_create_pages;
+  left_alone("CREATE that finds no memory", UVM_VMEM_CREATE, &c, sizeof(c), ENOSPC);
+  memset(&s, 0x5a, sizeof(s));
+  s.size = sizeof(s);
+  s.flags = UVM_VMEM_STAT_GPU;
+  memcpy(s.gpu_uuid, nobody, sizeof(nobody));
+  left_alone("STAT that fails", UVM_VMEM_STAT, &s, sizeof(s), ENODEV);
+  /* One that succeeds writes all of them, whatever was there. */
+  memcpy(s.gpu_uuid, W.uuid[0], sizeof(s.gpu_uuid));
+  OK(vm_call(W.uvm, UVM_VMEM_STAT, &s));
+  OK(vm_stat(W.uvm, W.uuid[0], &t));
+  EQ(memcmp(&s, &t, sizeof(s)), 0);
+  bind_valid(&b);
+  b.flags = 2;
+  bind_outputs("BIND with an undefined flag", b, EOPNOTSUPP, ~0u, 0);
+  bind_valid(&b);
+  b.ops = 0;
+  bind_outputs("BIND without operations", b, EFAULT, ~0u, 0);
+  bind_valid(&b);
+  b.flags = UVM_VMEM_BIND_ASYNC;
+  bind_ops[2].addr = RES - UNIT;
+  bind_outputs("BIND whose third operation is wrong", b, ERANGE, 2, 0);
+  /* What is refused before that is not written. */
+  bind_valid(&longer.bind);
+  longer.bind.size = sizeof(longer);
+  left_alone("BIND with a dirty tail", UVM_VMEM_BIND, &longer, sizeof(longer), E2BIG);
 }
 
 static void unknown_commands(void) {
@@ -564,5 +640,7 @@ static void a_gpu_without_an_address_space(void) {
 MAIN(TEST(sizes), TEST(pointers), TEST(read_only_structs), TEST(query_fields), TEST(reserve_fields),
      TEST(reserve_where_uvm_has_a_range), TEST(free_fields), TEST(create_fields), TEST(release_fields),
      TEST(bind_fields), TEST(bind_map_fields), TEST(bind_unmap_fields), TEST(bind_overlaps),
-     TEST(bind_too_many_units), TEST(wait_fields), TEST(stat_fields), TEST(unknown_commands),
+     TEST(bind_most_operations),
+     TEST(bind_too_many_units), TEST(wait_fields), TEST(stat_fields), TEST(outputs_of_a_failure),
+     TEST(unknown_commands),
      TEST(handles_of_another_descriptor), TEST(a_gpu_without_an_address_space))

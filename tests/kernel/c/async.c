@@ -59,6 +59,28 @@ static void a_ticket(void) {
   world_close(&W);
 }
 
+/* Nothing is pending: no ticket. */
+static void no_ticket(void) {
+  struct uvm_vmem_stat before, after;
+  uint64_t ticket = 4711;
+  uint32_t object;
+  world_open(&W, 1);
+  if (!can_async()) SKIP("no asynchronous binds");
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, 0));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 4, 0, &object));
+  OK(vm_map(W.uvm, RES, RES, object, 0, 4, 0));
+  OK(vm_stat(W.uvm, NULL, &before));
+  /* What is mapped already, and what is not, stay so. */
+  struct uvm_vmem_op ops[2] = {op_map(RES, object, 0, 4, UVM_VMEM_OP_REPLACE), op_unmap(RES + MIB(8), 32, 0)};
+  OK(vm_bind(W.uvm, RES, ops, 2, NULL, &ticket));
+  EQ(ticket, 0);
+  OK(vm_stat(W.uvm, NULL, &after));
+  EQ(after.out_binds, before.out_binds + 1);
+  EQ(after.out_pushes, before.out_pushes);
+  EQ(after.out_tickets, 0);
+  world_close(&W);
+}
+
 /* A call in a thread of its own, and whether it has returned. */
 struct call {
   pthread_t thread;
@@ -598,7 +620,7 @@ static void end_with_binds_in_flight(void) {
   }
 }
 
-MAIN(TEST(a_ticket), TEST(calls_wait_for_the_gpu), TEST(a_wait_ends_with_its_time),
+MAIN(TEST(a_ticket), TEST(no_ticket), TEST(calls_wait_for_the_gpu), TEST(a_wait_ends_with_its_time),
      TEST(not_reused_before_the_invalidate), TEST(released_during_a_bind), TEST(zeroed_after_the_last_write),
      TEST(host_memory_waits), TEST(gpu_goes_with_a_bind_in_flight), TEST(create_without_a_place_for_its_handle),
      TEST(bind_without_a_place_for_its_result), TEST(published_last), TEST(order), TEST(too_many_tickets),

@@ -373,6 +373,50 @@ static void host_memory(void) {
   world_close(&w);
 }
 
+/* One entry of 2 MB is for memory that is one piece: of the host's, 64 KB are. */
+static void host_memory_in_big(void) {
+  struct world w;
+  uint32_t object[2];
+  world_open(&w, 1);
+  if (!has(&w, UVM_VMEM_CAP_HOST | UVM_VMEM_CAP_BIG)) SKIP("no host memory, or no 2 MB entries");
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_BIG));
+  OK(vm_create(w.uvm, w.uuid[0], 21, 1, UVM_VMEM_CREATE_HOST, &object[0]));
+  OK(vm_create(w.uvm, w.uuid[0], 16, SLOT_UNITS, UVM_VMEM_CREATE_HOST | UVM_VMEM_CREATE_CONTIGUOUS, &object[1]));
+  for (unsigned i = 0; i < 2; i++) {
+    const uint64_t at = RES + MIB(2) + i * SLOT;
+    OK(vm_map(w.uvm, RES, at, object[i], 0, i ? SLOT_UNITS : 1, 0));
+    EQ(gpu_xlate(&w, 0, at).out_page_size, UNIT);
+    EQ(gpu_xlate(&w, 0, at).out_aperture, SOFTGPU_APERTURE_SYS);
+    OK(gpu_check(&w, 0, at, SLOT, 0, 0));
+    OK(gpu_fill(&w, 0, at, SLOT, PATTERN + i, 1));
+  }
+  for (unsigned i = 0; i < 2; i++) OK(gpu_check(&w, 0, RES + MIB(2) + i * SLOT, SLOT, PATTERN + i, 1));
+  world_close(&w);
+}
+
+/* Tables come with a slot's first BIND, not before, and stay; zeros are no mappings that FREE would mind. */
+static void tables_come_late(void) {
+  const uint64_t zeros = RES + MIB(8);
+  struct world w;
+  uint32_t object;
+  world_open(&w, 1);
+  if (!has(&w, UVM_VMEM_CAP_SPARSE)) SKIP("no sparse ranges");
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(16), 16, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &object));
+  CHECK(!gpu_xlate(&w, 0, RES).out_has_table);
+  OK(vm_unmap(w.uvm, RES, RES, SLOT_UNITS, 0)); /* changes nothing */
+  CHECK(!gpu_xlate(&w, 0, RES).out_has_table);
+  OK(vm_map(w.uvm, RES, RES, object, 0, 1, 0));
+  OK(vm_unmap(w.uvm, RES, RES, 1, 0));
+  CHECK(gpu_xlate(&w, 0, RES).out_has_table);
+  CHECK(!gpu_xlate(&w, 0, RES + SLOT).out_has_table);
+  OK(vm_unmap(w.uvm, RES, zeros, 2 * SLOT_UNITS, UVM_VMEM_OP_SPARSE));
+  OK(gpu_check(&w, 0, zeros, 2 * SLOT, 0, 0));
+  OK(vm_free(w.uvm, RES, 0));
+  EQ(gpu_check(&w, 0, zeros, 8, 0, 0), -EFAULT);
+  world_close(&w);
+}
+
 static void eager(void) {
   struct world w;
   struct uvm_vmem_stat before, after;
@@ -518,5 +562,6 @@ static void all_or_nothing(void) {
 }
 
 MAIN(TEST(query), TEST(map_move_unmap), TEST(page_sizes), TEST(alignment), TEST(holes), TEST(mixed_sizes), TEST(memory_is_zero_again),
-     TEST(read_only), TEST(sparse), TEST(replace), TEST(big_pages), TEST(host_memory), TEST(eager), TEST(contiguous),
+     TEST(read_only), TEST(sparse), TEST(replace), TEST(big_pages), TEST(host_memory),
+     TEST(host_memory_in_big), TEST(tables_come_late), TEST(eager), TEST(contiguous),
      TEST(statistics), TEST(released_while_mapped), TEST(all_or_nothing))

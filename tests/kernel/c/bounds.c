@@ -8,8 +8,11 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mount.h>
+#include <sys/ptrace.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/sysinfo.h>
+#include <sys/user.h>
 #include <sys/wait.h>
 #include "abi.h"
 #include "kcheck.h"
@@ -46,18 +49,38 @@ static void defaults(void) {
   }
 }
 
-/* Touches slots, 16 at a time and the last ones singly, until that fails: how many it were. */
-static unsigned touch(struct world *w, uint32_t object, unsigned most, int *error) {
+static int wait_for(pid_t pid) {
+  int status = -1;
+  waitpid(pid, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+}
+
+/* Touches one slot in each stride of a reservation, 16 at a time and the last ones singly, until that fails: how many
+ * it were. */
+static unsigned touch_each(struct world *w, uint64_t start, uint64_t stride, uint32_t object, unsigned most, int *error) {
   struct uvm_vmem_op ops[16];
   unsigned n = 0;
   for (unsigned count = ARRAY_SIZE(ops); count; count = count > 1 ? 1 : 0) {
     for (*error = 0; n < most; n += count) {
-      for (unsigned i = 0; i < count; i++) ops[i] = op_map(RES + (n + i) * SLOT, object, i, 1, 0);
-      *error = vm_bind(w->uvm, RES, ops, count, NULL, NULL);
+      for (unsigned i = 0; i < count; i++) ops[i] = op_map(start + (n + i) * stride, object, i, 1, UVM_VMEM_OP_REPLACE);
+      *error = vm_bind(w->uvm, start, ops, count, NULL, NULL);
       if (*error) break;
     }
   }
   return n;
+}
+
+static unsigned touch(struct world *w, uint32_t object, unsigned most, int *error) {
+  return touch_each(w, RES, SLOT, object, most, error);
+}
+
+/* 64 slots and the directories above them are more than 1 MB. What is left of that is less than LARGE takes. */
+#define LARGE GIB(4096)
+
+static int fill_a_megabyte(struct world *w, uint32_t object) {
+  int error;
+  touch_each(w, RES, GIB(1), object, 64, &error);
+  return error;
 }
 
 /* A world with a reservation of 64 GB and a page. */
@@ -156,10 +179,105 @@ static void fill_host(const char *limit) {
   defaults();
 }
 
-static int wait_for(pid_t pid) {
-  int status = -1;
-  waitpid(pid, &status, 0);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+static uint64_t table_bytes(struct world *w) {
+  struct uvm_vmem_stat s;
+  return vm_stat(w->uvm, NULL, &s) ? ~0ull : s.out_table_bytes;
+}
+
+/* What counts against the limits of page tables: a reservation, each 1 GB and each 2 MB of it from their first BIND on;
+ * what is sparse as a whole counts nothing of its own. */
+static void what_counts(void) {
+  struct world w;
+  uint32_t object;
+  uint64_t before;
+  world_open(&w, 1);
+  EQ(table_bytes(&w), 0);
+  OK(vm_create(w.uvm, w.uuid[0], 16, 64, 0, &object));
+  EQ(table_bytes(&w), 0);
+  OK(vm_reserve(w.uvm, w.uuid[0], OTHER, GIB(64), 16, 0));
+  const uint64_t reserved = table_bytes(&w);
+  CHECK(reserved > 0);
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, GIB(64), 16, 0));
+  EQ(table_bytes(&w), 2 * reserved);
+  OK(vm_unmap(w.uvm, RES, RES, SLOT_UNITS, 0)); /* nothing was there */
+  EQ(table_bytes(&w), 2 * reserved);
+  OK(vm_map(w.uvm, RES, RES, object, 0, 1, 0));
+  before = table_bytes(&w);
+  OK(vm_map(w.uvm, RES, RES + SLOT, object, 0, 1, 0));
+  const uint64_t slot = table_bytes(&w) - before, gib = before - 2 * reserved - slot;
+  CHECK(slot > 512 && gib > 2 * KIB(4)); /* a table and what is written of its PTEs; two directories */
+  before = table_bytes(&w);
+  EQ(vm_map(w.uvm, RES, RES + SLOT, object, 1, 1, 0), -EEXIST);
+  OK(vm_map(w.uvm, RES, RES + UNIT, object, 1, 31, 0));
+  OK(vm_unmap(w.uvm, RES, RES, 2 * SLOT_UNITS, 0));
+  EQ(table_bytes(&w), before);
+  OK(vm_unmap(w.uvm, RES, RES + 4 * SLOT, 100 * SLOT_UNITS, UVM_VMEM_OP_SPARSE)); /* in the same 1 GB */
+  EQ(table_bytes(&w), before);
+  OK(vm_unmap(w.uvm, RES, RES + GIB(1), GIB(2) / UNIT, UVM_VMEM_OP_SPARSE));
+  EQ(table_bytes(&w), before + 2 * gib);
+  OK(vm_map(w.uvm, RES, RES + GIB(5), object, 0, 1, 0));
+  EQ(table_bytes(&w), before + 3 * gib + slot);
+  before = table_bytes(&w);
+  OK(vm_map(w.uvm, RES, RES + 9 * SLOT, object, 0, 1, 0)); /* no zeros alone any more */
+  CHECK(table_bytes(&w) >= before + slot);
+  before = table_bytes(&w);
+  OK(vm_unmap(w.uvm, RES, RES + 9 * SLOT, 1, UVM_VMEM_OP_SPARSE));
+  EQ(table_bytes(&w), before);
+  OK(vm_free(w.uvm, RES, UVM_VMEM_FREE_UNMAP));
+  EQ(table_bytes(&w), reserved);
+  OK(vm_free(w.uvm, OTHER, 0));
+  EQ(table_bytes(&w), 0);
+  world_close(&w);
+}
+
+/* A process with a descriptor of its own becomes another user: whether a reservation is still root's, who has had all
+ * that he may. */
+static int becomes_another(int (*command)(int, const uint8_t *), int (*change)(uid_t)) {
+  fflush(stdout);
+  pid_t child = fork();
+  if (child == 0) {
+    struct world own;
+    world_open(&own, 1);
+    if ((command && command(own.uvm, own.uuid[0])) || change(1000)) _exit(100);
+    _exit(-vm_reserve(own.uvm, own.uuid[0], RES, LARGE, 16, 0));
+  }
+  return wait_for(child);
+}
+
+static int a_query(int fd, const uint8_t *gpu) {
+  struct uvm_vmem_query q;
+  return vm_query(fd, gpu, &q);
+}
+
+static int a_stat(int fd, const uint8_t *gpu) {
+  struct uvm_vmem_stat s;
+  return vm_stat(fd, gpu, &s);
+}
+
+/* The user is the real one, at the first command that is not QUERY. */
+static void whose_limit(void) {
+  defaults();
+  struct world w;
+  uint32_t object;
+  int error, after_query, after_stat, effective, small, alone;
+  OK(furnish(&w, &object));
+  OK(set_parameter(USER_TABLES, 1));
+  error = fill_a_megabyte(&w, object);
+  after_query = becomes_another(a_query, setuid);
+  after_stat = becomes_another(a_stat, setuid);
+  effective = becomes_another(NULL, seteuid);
+  OK(set_parameter(USER_TABLES, 0));
+  OK(set_parameter(CGROUP_TABLES, 1)); /* this process is in the root cgroup, which does not count */
+  small = fill_a_megabyte(&w, object);
+  alone = vm_reserve(w.uvm, w.uuid[0], OTHER, GIB(64), 16, 0);
+  defaults();
+  EQ(error, -EDQUOT);
+  EQ(after_query, 0);
+  EQ(after_stat, EDQUOT);
+  EQ(effective, EDQUOT);
+  OK(small);
+  OK(alone);
+  world_close(&w);
 }
 
 /* A user's limit is not another's. */
@@ -167,15 +285,13 @@ static void limit_of_a_user(void) {
   defaults();
   struct world w;
   uint32_t object;
-  int error;
   fill_tables(USER_TABLES);
   if (failures_here) return;
   fill_host(USER_HOST);
   if (failures_here) return;
   OK(furnish(&w, &object));
   OK(set_parameter(USER_TABLES, 1));
-  touch(&w, object, 4096, &error);
-  EQ(error, -EDQUOT);
+  EQ(fill_a_megabyte(&w, object), -EDQUOT);
   fflush(stdout);
   pid_t child = fork();
   if (child == 0) {
@@ -190,39 +306,53 @@ static void limit_of_a_user(void) {
   world_close(&w);
 }
 
-/* By default there are limits; they follow the machine's memory. */
+static long parameter_now(const char *name) {
+  char path[96], text[32] = "";
+  snprintf(path, sizeof(path), "/sys/module/nvidia_uvm/parameters/%s", name);
+  FILE *file = fopen(path, "r");
+  if (!file || !fgets(text, sizeof(text), file)) strcpy(text, "-99");
+  if (file) fclose(file);
+  return atol(text);
+}
+
+/* By default there are limits but those of one descriptor, and they follow the machine's memory: 1/32 of it for page
+ * tables, half of it for pinned host memory. */
 static void limits_are_on(void) {
-  static const char *const names[] = {USER_TABLES, CGROUP_TABLES, USER_HOST, CGROUP_HOST};
-  for (size_t i = 0; i < ARRAY_SIZE(names); i++) {
-    char path[96], text[32] = "";
-    snprintf(path, sizeof(path), "/sys/module/nvidia_uvm/parameters/%s", names[i]);
-    FILE *file = fopen(path, "r");
-    CHECK(file);
-    CHECK(fgets(text, sizeof(text), file));
-    fclose(file);
-    EQ(atoi(text), -1);
-  }
+  static const struct {
+    const char *name;
+    long value;
+  } limits[] = {{"uvm_vmem_limit_mb", 0}, {"uvm_vmem_host_limit_mb", 0}, {USER_TABLES, -1},
+                {CGROUP_TABLES, -1},      {USER_HOST, -1},               {CGROUP_HOST, -1}};
+  for (size_t i = 0; i < ARRAY_SIZE(limits); i++) EQ(parameter_now(limits[i].name), limits[i].value);
+  struct uvm_vmem_stat s;
+  struct sysinfo machine;
   struct world w;
-  uint32_t object;
+  uint32_t object, host;
+  uint64_t pinned = 0;
   int error;
+  OK(sysinfo(&machine));
+  const uint64_t memory = machine.totalram * machine.mem_unit;
   OK(furnish(&w, &object));
-  /* 16 TB are 8 million slots. Rather than make as many as the limit lets, see how many they would be. */
-  struct uvm_vmem_stat before, after;
-  OK(vm_stat(w.uvm, NULL, &before));
+  /* How many slots the limit lets one user have, seen from a few. */
+  uint64_t before = table_bytes(&w);
   unsigned made = touch(&w, object, 512, &error);
   OK(error);
-  OK(vm_stat(w.uvm, NULL, &after));
-  double slot = (double)(after.out_table_bytes - before.out_table_bytes) / made;
-  struct sysinfo_words {
-    uint64_t total_kb;
-  } memory = {0};
-  char line[128];
-  FILE *f = fopen("/proc/meminfo", "r");
-  if (f && fgets(line, sizeof(line), f)) sscanf(line, "MemTotal: %llu", (unsigned long long *)&memory.total_kb);
-  if (f) fclose(f);
-  CHECK(memory.total_kb);
+  double slot = (double)(table_bytes(&w) - before) / made;
   printf("BOUNDS {\"case\": \"a slot's tables\", \"bytes\": %.0f, \"slots_within_default\": %.0f, \"machine_mb\": %llu}\n", slot,
-         (double)memory.total_kb * 1024 / 32 / slot, (unsigned long long)(memory.total_kb >> 10));
+         (double)memory / 32 / slot, (unsigned long long)(memory >> 20));
+  OK(vm_free(w.uvm, RES, UVM_VMEM_FREE_UNMAP));
+  /* A slot in each 1 GB, which makes most of a page. */
+  const uint64_t start = 1ull << 44;
+  OK(vm_reserve(w.uvm, w.uuid[0], start, start, 16, 0));
+  touch_each(&w, start, GIB(1), object, start / GIB(1), &error);
+  EQ(error, -EDQUOT);
+  CHECK(table_bytes(&w) <= memory / 32 && table_bytes(&w) > memory / 32 - KIB(32));
+  OK(vm_free(w.uvm, start, UVM_VMEM_FREE_UNMAP));
+  while ((error = vm_create(w.uvm, w.uuid[0], 21, 8, UVM_VMEM_CREATE_HOST, &host)) == 0) pinned += MIB(16);
+  EQ(error, -EDQUOT);
+  OK(vm_stat(w.uvm, NULL, &s));
+  EQ(s.out_host_bytes, pinned);
+  CHECK(pinned <= memory / 2 && pinned > memory / 2 - MIB(16));
   world_close(&w);
 }
 
@@ -256,14 +386,18 @@ static bool make_cgroups(void) {
   return made;
 }
 
+static int move_to(const char *cgroup) {
+  char path[96];
+  snprintf(path, sizeof(path), CGROUPS "/%s/cgroup.procs", cgroup);
+  return write_file(path, "0");
+}
+
 /* run() in a process of the cgroup. */
 static int in_cgroup(const char *name, void (*run)(void)) {
-  char path[96];
   fflush(stdout);
   pid_t child = fork();
   if (child == 0) {
-    snprintf(path, sizeof(path), CGROUPS "/%s/cgroup.procs", name);
-    if (write_file(path, "0")) _exit(100);
+    if (move_to(name)) _exit(100);
     failures_here = 0;
     worlds_open = 0;
     run();
@@ -282,9 +416,44 @@ static void fill_the_cgroup(void) {
 static void above_the_users(void) {
   struct world w;
   uint32_t object;
-  int error;
   OK(furnish(&w, &object));
-  EQ(touch(&w, object, 1200, &error), 1200);
+  OK(fill_a_megabyte(&w, object));
+  world_close(&w);
+}
+
+/* The errno of a RESERVE by a new process in a cgroup. */
+static int reserve_in(const char *cgroup) {
+  fflush(stdout);
+  pid_t child = fork();
+  if (child == 0) {
+    struct world own;
+    if (move_to(cgroup)) _exit(200);
+    world_open(&own, 1);
+    _exit(-vm_reserve(own.uvm, own.uuid[0], RES, LARGE, 16, 0));
+  }
+  return wait_for(child);
+}
+
+/* Whoever is not root has both limits; what is left is given back by the end of the process. */
+static void below_the_users(void) {
+  struct world w;
+  uint32_t object;
+  world_open(&w, 1);
+  OK(setuid(1000));
+  OK(vm_reserve(w.uvm, w.uuid[0], RES, GIB(64), 16, 0));
+  OK(vm_create(w.uvm, w.uuid[0], 16, 64, 0, &object));
+  EQ(fill_a_megabyte(&w, object), -EDQUOT);
+}
+
+/* A descriptor stays in the cgroup of its first command. */
+static void moves_away(void) {
+  struct world w;
+  uint32_t object;
+  OK(furnish(&w, &object));
+  OK(move_to("b"));
+  EQ(fill_a_megabyte(&w, object), -EDQUOT);
+  EQ(reserve_in("a"), EDQUOT);
+  EQ(reserve_in("b"), 0);
   world_close(&w);
 }
 
@@ -294,11 +463,9 @@ static int say_to, hear_from;
 static void hold_and_say(void) {
   struct world w;
   uint32_t object;
-  int error;
   char byte;
   OK(furnish(&w, &object));
-  touch(&w, object, 4096, &error);
-  EQ(error, -EDQUOT);
+  EQ(fill_a_megabyte(&w, object), -EDQUOT);
   if (write(say_to, "", 1) != 1 || read(hear_from, &byte, 1) < 0) fail("the pipe");
   world_close(&w);
 }
@@ -310,7 +477,12 @@ static void limit_of_a_cgroup(void) {
   if (!make_cgroups()) SKIP("the kernel has no memory cgroups");
   EQ(in_cgroup("a", fill_the_cgroup), 0);
   OK(set_parameter(USER_TABLES, 1));
-  int result = in_cgroup("a", above_the_users);
+  int result = in_cgroup("a", above_the_users), user = in_cgroup("a", below_the_users);
+  defaults();
+  EQ(result, 0);
+  EQ(user, 0);
+  OK(set_parameter(CGROUP_TABLES, 1));
+  result = in_cgroup("a", moves_away);
   defaults();
   EQ(result, 0);
   /* One cgroup is full, the other has its own. */
@@ -327,17 +499,7 @@ static void limit_of_a_cgroup(void) {
   }
   close(ready[1]);
   int heard = read(ready[0], &byte, 1) == 1;
-  pid_t second = fork();
-  if (second == 0) {
-    int one;
-    struct world w;
-    close(go[1]);
-    if (write_file(CGROUPS "/b/cgroup.procs", "0")) _exit(100);
-    world_open(&w, 1);
-    one = vm_reserve(w.uvm, w.uuid[0], RES, GIB(64), 16, 0);
-    _exit(one != 0);
-  }
-  int other = wait_for(second);
+  int other = reserve_in("b");
   close(go[1]);
   close(go[0]);
   close(ready[0]);
@@ -703,49 +865,155 @@ static void waiting_sleeps(void) {
   }
 }
 
-/* A synchronous BIND waits for the GPU when its process is killed: it ends, and not because the GPU goes on. Another
- * process has the descriptor, so that it is not closed. */
-static void killed_in_a_bind(void) {
-  struct softgpu_counters base;
-  int dev = softgpu_open(), ready[2], gate[2], status = 0;
-  char byte;
-  OK(softgpu_counters(dev, 0, &base));
-  OK(pipe(ready));
-  OK(pipe(gate));
-  fflush(stdout);
-  pid_t child = fork();
-  if (child == 0) {
-    close(gate[1]);
-    if (furnish(&W, &the_object) || vm_map(W.uvm, RES, RES, the_object, 0, 8, 0)) _exit(1);
-    if (softgpu_hold(dev, 0, SOFTGPU_HOLD_PUSH)) _exit(2); /* dev is the parent's: the hold outlives this process */
-    if (fork() == 0) {
-      if (read(gate[0], &byte, 1) < 0) _exit(1);
-      _exit(0);
-    }
-    if (write(ready[1], "", 1) != 1) _exit(3);
-    _exit(bind_steady() ? 4 : 5);
-  }
-  close(ready[1]);
-  close(gate[0]);
-  EQ(read(ready[0], &byte, 1), 1);
+/* ---- a process that is killed --------------------------------------------------------------------- */
+
+/* Pages of the object that the calls below would map: 8 to 11 at RES (BIND), 0 to 3 at RES + 8 MB (a first touch), 20 at
+ * RES + 16 MB (behind another call). */
+#define FIRST_TOUCH (RES + MIB(8))
+#define BEHIND (RES + MIB(16))
+
+static int bind_behind(void) { return vm_map(W.uvm, RES, BEHIND, the_object, 20, 1, 0); }
+static int create_many(void) { return vm_create(W.uvm, W.uuid[0], 21, 256, 0, &the_other); }
+static int reserve_many(void) { return vm_reserve(W.uvm, W.uuid[0], OTHER, GIB(16), 16, UVM_VMEM_RESERVE_EAGER); }
+
+/* The GPU stands still, and another call works with the reservation. */
+static int stands_and_is_taken(void) {
+  static struct call first;
+  int result = softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH);
+  call_start(&first, bind_first_touch);
   sleep_ms(A_WHILE);
-  kill(child, SIGKILL);
-  pid_t ended = 0;
-  for (unsigned tries = 0; tries < 200 && ended == 0; tries++) {
-    ended = waitpid(child, &status, WNOHANG);
-    if (!ended) sleep_ms(50);
-  }
-  OK(softgpu_hold(dev, 0, SOFTGPU_HOLD_RELEASE));
-  close(gate[1]);
-  close(ready[0]);
-  if (!ended) waitpid(child, &status, 0);
-  CHECK(ended == child);
-  CHECK(WIFSIGNALED(status));
-  gpu_check_clean(dev, 0, &base, true);
-  close(dev);
+  return result ? result : first.returned;
 }
 
-MAIN(TEST(limits_are_on), TEST(limit_of_a_user), TEST(limit_of_a_cgroup), TEST(charged_to_the_cgroup),
+static int stands(void) { return softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH); }
+
+static int stands_with_a_ticket(void) {
+  struct uvm_vmem_op op = op_map(RES, the_object, 8, 4, UVM_VMEM_OP_REPLACE);
+  int result = stands();
+  return result ? result : vm_bind(W.uvm, RES, &op, 1, NULL, &the_ticket);
+}
+
+/* Each piece of memory takes its time. */
+static int slow(void) { return softgpu_inject(W.dev, "PmaAllocPages", 0, 0, 0, 0, 50000); }
+
+static const struct killed {
+  const char *name;
+  int (*before)(void);
+  int (*run)(void);
+  bool at_once;     /* it ends though the GPU stands still */
+  bool committed;   /* RES maps the new pages in the end */
+  bool first_touch; /* and FIRST_TOUCH those of the call before */
+} killed[] = {
+    {"BIND", stands, bind_steady, true, true, false},
+    {"WAIT", stands_with_a_ticket, wait_for_ticket, true, true, false},
+    {"CREATE", slow, create_many, true, false, false},
+    {"RESERVE, eager", stands, reserve_many, false, false, false},
+    {"BIND behind another", stands_and_is_taken, bind_behind, true, false, true},
+    {"FREE behind a BIND", stands_and_is_taken, free_mapped, true, false, true},
+};
+
+/* What the child says about itself. */
+struct told {
+  struct softgpu_space space;
+  uint64_t old_pa, new_pa; /* of the page at RES, and of the one that BIND and the ticket put there */
+};
+
+static void killed_child(const struct killed *k, int ready, int gate) {
+  struct told told;
+  char byte;
+  if (furnish(&W, &the_object) || vm_map(W.uvm, RES, RES, the_object, 0, 16, 0)) _exit(1);
+  told.space = W.c.space[0];
+  told.old_pa = gpu_xlate(&W, 0, RES).out_pa;
+  told.new_pa = gpu_xlate(&W, 0, RES + 8 * UNIT).out_pa;
+  if (k->before()) _exit(2);
+  if (fork() == 0) { /* has the descriptor until the gate closes, so that nothing is taken apart */
+    if (read(gate, &byte, 1) < 0) _exit(1);
+    _exit(0);
+  }
+  if (write(ready, &told, sizeof(told)) != sizeof(told)) _exit(3);
+  k->run();
+  _exit(4);
+}
+
+/* The page tables say this, if not now then soon. */
+static bool comes_to(int dev, struct softgpu_space space, uint64_t va, bool valid, uint64_t pa) {
+  for (unsigned tries = 0; tries < 100; tries++) {
+    struct softgpu_xlate x;
+    if (softgpu_xlate(dev, space, va, &x)) return false;
+    if (x.out_valid == valid && (!valid || !pa || x.out_pa == pa)) return true;
+    sleep_ms(50);
+  }
+  return false;
+}
+
+/* Kills a process that is in a call: what that call gave nobody any more, in *result. false: it has not ended. */
+static bool kill_in_a_call(pid_t pid, bool (*meanwhile)(void *), void *argument, long long *result) {
+  struct user_regs_struct registers;
+  int status;
+  *result = 0;
+  if (ptrace(PTRACE_SEIZE, pid, 0, PTRACE_O_TRACEEXIT)) return false;
+  kill(pid, SIGKILL);
+  for (unsigned tries = 0; tries < 200; tries++) {
+    pid_t stopped = waitpid(pid, &status, WNOHANG | __WALL);
+    if (stopped == pid && status >> 8 == (SIGTRAP | PTRACE_EVENT_EXIT << 8)) {
+      if (ptrace(PTRACE_GETREGS, pid, 0, &registers)) return false;
+      *result = (long long)registers.rax;
+      return ptrace(PTRACE_CONT, pid, 0, 0) == 0;
+    }
+    if (meanwhile && !meanwhile(argument)) return false;
+    sleep_ms(50);
+  }
+  return false;
+}
+
+static bool goes_on_again(void *dev) { return softgpu_hold(*(int *)dev, 0, SOFTGPU_HOLD_RELEASE) == 0; }
+
+/* A call that waits when its process is killed ends with EINTR: where it can, though the GPU stands still. What a BIND
+ * has sent is carried out all the same, and whoever waited behind another call has done nothing. */
+static void killed_calls(void) {
+  for (size_t i = 0; i < ARRAY_SIZE(killed); i++) {
+    const struct killed *k = &killed[i];
+    struct softgpu_counters base;
+    struct told told;
+    long long result;
+    int dev = softgpu_open(), ready[2], gate[2], status = 0;
+    OK(softgpu_counters(dev, 0, &base));
+    OK(pipe(ready));
+    OK(pipe(gate));
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+      close(gate[1]);
+      close(dev);
+      killed_child(k, ready[1], gate[0]);
+    }
+    close(ready[1]);
+    close(gate[0]);
+    EQ(read(ready[0], &told, sizeof(told)), sizeof(told));
+    sleep_ms(2 * A_WHILE);
+    bool ended = kill_in_a_call(child, k->at_once ? NULL : goes_on_again, &dev, &result);
+    OK(softgpu_hold(dev, 0, SOFTGPU_HOLD_RELEASE));
+    softgpu_inject_clear(dev);
+    if (!ended) fail("%s did not end", k->name);
+    if (ended && result != -EINTR) fail("%s: %lld, should be %d", k->name, result, -EINTR);
+    waitpid(child, &status, __WALL);
+    if (WIFSTOPPED(status)) {
+      ptrace(PTRACE_CONT, child, 0, 0);
+      waitpid(child, &status, __WALL);
+    }
+    if (!WIFSIGNALED(status)) fail("%s: status 0x%x", k->name, status);
+    if (!comes_to(dev, told.space, RES, true, k->committed ? told.new_pa : told.old_pa)) fail("%s: the wrong page", k->name);
+    if (!comes_to(dev, told.space, FIRST_TOUCH, k->first_touch, 0)) fail("%s: not the call before", k->name);
+    if (!comes_to(dev, told.space, BEHIND, false, 0)) fail("%s was carried out", k->name);
+    close(gate[1]);
+    close(ready[0]);
+    gpu_check_clean(dev, 0, &base, true);
+    close(dev);
+    if (failures_here) return;
+  }
+}
+
+MAIN(TEST(limits_are_on), TEST(what_counts), TEST(limit_of_a_user), TEST(whose_limit), TEST(limit_of_a_cgroup), TEST(charged_to_the_cgroup),
      TEST(no_lock_while_the_gpu_works), TEST(uvm_free_waits_for_a_bind), TEST(locks_are_let_go), TEST(many_slots),
      TEST(sparse_slots_share),
-     TEST(waiting_sleeps), TEST(killed_in_a_bind))
+     TEST(waiting_sleeps), TEST(killed_calls))

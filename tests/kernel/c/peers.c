@@ -25,6 +25,37 @@ static bool always_peers(struct world *w) {
   return false;
 }
 
+/* Bytes of pages are of the GPU that STAT is asked about, and all else is the descriptor's. */
+static void of_one_gpu(struct world *w) {
+  struct uvm_vmem_stat all, one[2];
+  uint32_t host;
+  OK(vm_create(w->uvm, w->uuid[0], 16, 2, UVM_VMEM_CREATE_HOST, &host));
+  OK(vm_map(w->uvm, RES, RES + MIB(8), host, 0, 2, 0));
+  OK(vm_stat(w->uvm, NULL, &all));
+  for (unsigned gpu = 0; gpu < 2; gpu++) {
+    OK(vm_stat(w->uvm, w->uuid[gpu], &one[gpu]));
+    EQ(one[gpu].out_host_bytes, 0); /* host memory is in neither */
+    CHECK(one[gpu].out_chunk_bytes == MIB(2) && one[gpu].out_created_bytes == one[gpu].out_mapped_bytes);
+    EQ(one[gpu].out_reserved_bytes, all.out_reserved_bytes);
+    EQ(one[gpu].out_reservations, 2);
+    EQ(one[gpu].out_objects, all.out_objects);
+    EQ(one[gpu].out_slots, all.out_slots);
+    EQ(one[gpu].out_kernel_bytes, all.out_kernel_bytes);
+    EQ(one[gpu].out_table_bytes, all.out_table_bytes);
+    EQ(one[gpu].out_binds, all.out_binds);
+    EQ(one[gpu].out_pushes, all.out_pushes);
+    EQ(one[gpu].out_invalidates, all.out_invalidates);
+    EQ(one[gpu].out_pte_writes, all.out_pte_writes);
+    EQ(one[gpu].out_zeroed_bytes, all.out_zeroed_bytes);
+  }
+  EQ(all.out_host_bytes, 2 * UNIT);
+  EQ(all.out_chunk_bytes, one[0].out_chunk_bytes + one[1].out_chunk_bytes);
+  EQ(all.out_created_bytes, one[0].out_created_bytes + one[1].out_created_bytes + 2 * UNIT);
+  EQ(all.out_mapped_bytes, one[0].out_mapped_bytes + one[1].out_mapped_bytes + 2 * UNIT);
+  OK(vm_release(w->uvm, host));
+  OK(vm_unmap(w->uvm, RES, RES + MIB(8), 2, 0));
+}
+
 static void apart(void) {
   struct world w;
   struct uvm_vmem_stat s;
@@ -49,6 +80,7 @@ static void apart(void) {
   EQ(s.out_created_bytes, 4 * UNIT);
   OK(vm_stat(w.uvm, NULL, &s));
   EQ(s.out_created_bytes, 12 * UNIT);
+  of_one_gpu(&w);
   /* The other GPU's memory, without peer access. */
   if (!always_peers(&w)) EQ(vm_map(w.uvm, RES, RES + MIB(4), on1, 0, 1, 0), -EXDEV);
   /* One GPU goes, the other does not notice. */
@@ -105,6 +137,13 @@ static void peer_memory(void) {
   OK(vm_create(w.uvm, w.uuid[1], 17, 4, 0, &on1));
   OK(vm_map(w.uvm, RES, RES, on1, 0, 4, 0));
   OK(vm_map(w.uvm, RES + GIB(1), RES + GIB(1), on0, 0, 8, 0));
+  /* What is not the other's stays, whatever comes. */
+  const uint64_t stays = RES + MIB(12), stays_on_both = RES + GIB(1) + MIB(12);
+  uint32_t host;
+  OK(vm_create(w.uvm, w.uuid[0], 16, 1, UVM_VMEM_CREATE_HOST, &host));
+  OK(vm_map(w.uvm, RES, stays, on0, 7, 1, 0));
+  OK(vm_map(w.uvm, RES + GIB(1), stays_on_both, host, 0, 1, 0));
+  if (has(&w, UVM_VMEM_CAP_MULTI_GPU)) OK(vm_map(w.uvm, RES + GIB(1), RES + GIB(1) + MIB(4), on1, 0, 4, 0));
   struct softgpu_xlate x = gpu_xlate(&w, 0, RES);
   EQ(x.out_aperture, SOFTGPU_APERTURE_PEER);
   EQ(x.out_peer, 1);
@@ -121,10 +160,13 @@ static void peer_memory(void) {
     EQ(gpu_check(&w, 0, RES, 8, 0, 0), -EFAULT);
     for (unsigned gpu = 0; gpu < 2 && has(&w, UVM_VMEM_CAP_MULTI_GPU); gpu++) {
       EQ(gpu_check(&w, gpu, RES + GIB(1), 8, 0, 0), -EFAULT);
+      EQ(gpu_check(&w, gpu, RES + GIB(1) + MIB(4), 8, 0, 0), -EFAULT);
+      CHECK(gpu_xlate(&w, gpu, stays_on_both).out_valid);
     }
+    CHECK(gpu_xlate(&w, 0, stays).out_valid);
     OK(vm_stat(w.uvm, NULL, &s));
-    EQ(s.out_objects, 2);
-    EQ(s.out_mapped_bytes, 0);
+    EQ(s.out_objects, 3);
+    EQ(s.out_mapped_bytes, 2 * UNIT);
     EQ(vm_map(w.uvm, RES, RES + MIB(4), on1, 0, 1, 0), -EXDEV);
     OK(softgpu_uvm_enable_peer(&w.c, 0, 1));
   }

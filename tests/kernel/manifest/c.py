@@ -138,11 +138,20 @@ HEAVY = [
         mutant="few_handles",
         long=True,
     ),
-    Test(
-        name="refused-gpu",
-        program="descriptor",
-        args=["refused_kind", "VIRTUAL=1"],
-        module_args="virtual=1",
+    *(
+        Test(
+            name=f"refused-{kind}",
+            program="descriptor",
+            args=["refused_kind", f"KIND={kind}"],
+            module_args=f"kind={kind}",
+            uvm_args=args,
+            long=kind != "virtual",
+        )
+        for kind, args in (
+            ("virtual", ""),
+            ("mig", ""),
+            ("integrated", "uvm_page_table_location=sys"),
+        )
     ),
     Test(name="counts-hopper", program="counts", vidmem=8192),
     Test(name="counts-ampere", program="counts", arch="ampere", vidmem=8192, long=True),

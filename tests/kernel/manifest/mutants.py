@@ -101,10 +101,22 @@ TESTS = [
     mutant("sparse_cleared", "bounds", ["sparse_slots_share"], r"gap at|softgpu: error"),
     mutant("lock_kept", "bounds", ["locks_are_let_go"], r"out_most_units <= 4096"),
     mutant("polls", "bounds", ["waiting_sleeps"], r"switches <= 200"),
-    mutant("not_killable", "bounds", ["killed_in_a_bind"], r"ended == child is false"),
+    mutant("not_killable", "bounds", ["killed_calls"], r"BIND did not end"),
     mutant("tables_not_limited", "bounds", ["limit_of_a_user"], r"not -122"),
     mutant("one_account", "bounds", ["limit_of_a_user"], r"result is 1"),
     mutant("not_accounted", "bounds", ["charged_to_the_cgroup"], r"more >= own"),
+    mutant("claim_not_killable", "bounds", ["killed_calls"], r"BIND behind another did not end"),
+    mutant("create_not_killable", "bounds", ["killed_calls"], r"CREATE did not end", vidmem=2048),
+    mutant(
+        "default_host_is_less",
+        "bounds",
+        ["limits_are_on"],
+        r"pinned <= memory / 2 && .* is false",
+        vidmem=2048,
+    ),
+    mutant("directories_not_counted", "bounds", ["what_counts"], r"gib > 2 \* KIB\(4\) is false"),
+    mutant("user_of_the_moment", "bounds", ["whose_limit"], r"effective is 0"),
+    mutant("root_cgroup_counts", "bounds", ["whose_limit"], r"error is 0 .*EDQUOT"),
     mutant("overlap_not_checked", "abi_matrix", ["bind_overlaps"], r"should be Invalid argument"),
     # What GPU work that runs meanwhile would see.
     mutant("big_by_neighbour", "gap", ["parts_in_big"], r"gap at .* becomes nothing"),
@@ -136,10 +148,21 @@ TESTS = [
     mutant(
         "refused_gpu_taken",
         "descriptor",
-        ["refused_kind", "VIRTUAL=1"],
+        ["refused_kind", "KIND=virtual"],
         r"is 0 .*not -95",
-        module_args="virtual=1",
+        module_args="kind=virtual",
     ),
+    mutant(
+        "mig_taken",
+        "descriptor",
+        ["refused_kind", "KIND=mig"],
+        r"out_gpu_refusal is 0",
+        module_args="kind=mig",
+    ),
+    mutant(
+        "outputs_of_failures", "abi_matrix", ["outputs_of_a_failure"], r"the struct has changed"
+    ),
+    mutant("wait_after_error", "lost", ["push_dies"], r"vm_wait.* is 0 .*not -5", **FAILING_GPU),
     # uvm_vmem_memory.c
     mutant("limits_swapped", "descriptor", ["limits"], r"FAILED limits"),
     mutant("growing_not_counted", "descriptor", ["limit_under_threads"], r"made is [34]"),
@@ -224,8 +247,10 @@ TESTS = [
         ["proc_of_the_hasty", "ROUNDS=2000"],
         r"BUG|Oops|list_(add|del) corruption|general protection",
     ),
+    mutant("host_in_each_gpu", "peers", ["apart"], r"out_host_bytes is", **TWO_GPUS),
     mutant("host_bytes_counted_as_chunks", "basic", ["host_memory"], r"out_host_bytes is"),
     # uvm_vmem_ticket.c
+    mutant("ticket_of_nothing", "async", ["no_ticket"], r"ticket is \d+"),
     mutant("ticket_too_many", "async", ["too_many_tickets"], r"257 tickets of 256"),
     mutant("failed_ticket_is_done", "lost", ["lost_in_flight"], r"result == -EIO", **FAILING_GPU),
     mutant("future_ticket_is_done", "abi_matrix", ["wait_fields"], r"should be No such file"),
@@ -254,6 +279,9 @@ TESTS = [
         "abi_matrix",
         ["bind_map_fields"],
         r"should be Numerical result|BUG: ",
+    ),
+    mutant(
+        "host_as_one_entry", "basic", ["host_memory_in_big"], r"FAILED host_memory_in_big|error"
     ),
     mutant("read_only_is_writable", "basic", ["read_only"], r"out_read_only is false|not -30"),
     mutant("no_membar", "counts", ["one_request"], r"membars is", vidmem=8192),

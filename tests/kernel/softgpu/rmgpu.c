@@ -84,9 +84,14 @@ static char *p2p = "nvlink";
 module_param(p2p, charp, 0444);
 MODULE_PARM_DESC(p2p, "peers: nvlink (UVM enables them itself), pcie (on request), none");
 
-static bool virtual;
-module_param(virtual, bool, 0444);
-MODULE_PARM_DESC(virtual, "the GPUs say that they are virtual (SR-IOV); nothing else about them changes");
+static char *kind = "";
+module_param(kind, charp, 0444);
+MODULE_PARM_DESC(kind, "what the GPUs say they are: virtual (SR-IOV), mig (one partition of all), integrated (no memory)");
+
+static bool is_kind(const char *name)
+{
+	return !strcmp(kind, name);
+}
 
 static struct softgpu *to_gpu(uvmGpuDeviceHandle device)
 {
@@ -217,7 +222,8 @@ NV_STATUS nvUvmInterfaceGetGpuInfo(const NvProcessorUuid *uuid, const UvmGpuClie
 	info->ceClass = gpu->arch->copy_class;
 	info->computeClass = gpu->arch->compute_class;
 	info->subdeviceCount = 1;
-	info->virtMode = virtual ? UVM_VIRT_MODE_SRIOV_STANDARD : UVM_VIRT_MODE_NONE;
+	info->smcEnabled = is_kind("mig");
+	info->virtMode = is_kind("virtual") ? UVM_VIRT_MODE_SRIOV_STANDARD : UVM_VIRT_MODE_NONE;
 	info->maxTpcPerGpcCount = gpu->arch->tpcs_per_gpc;
 	info->gpcCount = GPCS;
 	info->maxGpcCount = GPCS;
@@ -240,6 +246,7 @@ NV_STATUS nvUvmInterfaceGetFbInfo(uvmGpuDeviceHandle device, UvmGpuFbInfo *info)
 {
 	SG_CALL(GetFbInfo, to_gpu(device));
 	memset(info, 0, sizeof(*info));
+	info->bZeroFb = is_kind("integrated");
 	info->heapSize = to_gpu(device)->vidmem >> 10;
 	info->maxAllocatableAddress = to_gpu(device)->vidmem - 1;
 #if SG_HAS_ATS_ARGUMENT

@@ -82,6 +82,7 @@ int uvm_check_gpu(int fd, const struct nvidia_device *d) {
       [UVM_VMEM_GPU_VIRTUAL] = "it is virtual (vGPU or SR-IOV)",
       [UVM_VMEM_GPU_CONFIDENTIAL] = "confidential computing is on",
       [UVM_VMEM_GPU_NO_64K] = "its page tables have no 64 KiB entries",
+      [UVM_VMEM_GPU_INTEGRATED] = "it has no memory of its own",
   };
   struct uvm_vmem_query q = {.size = sizeof(q), .flags = UVM_VMEM_QUERY_GPU};
   const char *why;
