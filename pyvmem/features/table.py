@@ -29,7 +29,6 @@ FORK = Feature(
     "PagedAttention",
     "fork, fork_many",
     caps=_SHARED,
-    all_rows=True,
 )
 SWAP = Feature(
     "swap",

@@ -393,7 +393,8 @@ class KVCache(MustClose):
         Both share the pages that are full below `length`, read-only from then on: a write to one
         faults. Only the last, partly filled page is copied, in every tensor. So neither may write
         rows below `length` again, and each may append as if it were alone. (Who must write them
-        again gives them up first: `truncate`.) A state (`KVCacheConfig.state`) is copied.
+        again gives them up first: `truncate`.) A state (`KVCacheConfig.state`) is copied. Of layers
+        with a window, the pages that it still holds are shared; the others are in neither.
 
         Waits for the GPU work on `stream` where pages were written since the last fork.
 
@@ -410,8 +411,9 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: no such reqid, not taken, or it holds fewer tokens than `length`, or
-                more and has a state, which cannot go back; `into` is not free.
-            NotSupported: the back end cannot map pages twice, or read-only; the cache has a window.
+                more and has a state, which cannot go back, or a window of so many tokens would
+                begin in rows that are gone; `into` is not free.
+            NotSupported: the back end cannot map pages twice, or read-only.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; as for None.
         """

@@ -308,7 +308,7 @@ class Group:
         self.pager.revoke(slot)
         if self.window is not None:
             self.window.forget(slot)
-        if slot.shared and not slot.stale:
+        if slot.span.pages and not slot.stale:
             self.reclaimer.shared.unuse(slot.span)
         if slot.pins:
             self.prefixes.unpin(slot)
@@ -392,7 +392,7 @@ class Group:
         """`active_pages` and `used_bytes`."""
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
         away = self._away() if reclaimer.away else 0
-        pages = self.pager.active_pages - reclaimer.slid + shared.used - away
+        pages = self.pager.used_pages - away
         # Rows of all requests: one for each token, or one state for each request.
         rows = sum(map(bool, self.rows)) if self.layout.state else self.used_tokens
         used = rows * self.token_bytes
@@ -417,7 +417,7 @@ class Group:
     def count_away(self) -> int:
         """Pages per tensor that requests own alone, and that do not lie in the device."""
         return sum(
-            sum(slot.places.away(max(slot.shared, slot.head), slot.granted).values())
+            sum(slot.places.away(slot.shared, slot.granted).values())
             for slot in self.table
             if slot.active and slot.places
         )
@@ -465,48 +465,51 @@ class Group:
         """Takes empty slots that begin with the rows of a request, in one batch, or none.
 
         The batch makes the parent's full pages read-only, maps them in each slot, and copies the
-        rows after them to new pages.
+        rows after them to new pages. What has left the parent's window is not there in any of them.
 
         Args:
             parent: a request without a batch in flight over its slot.
             slots: free and without a page.
-            full: pages of the parent that are shared from now on; no large page is cut.
-            pages: that each slot gets, the full ones included.
+            full: the parent's pages up to here are shared from now on; no large page is cut.
+            pages: where those that each slot gets end.
             rows: tokens that each slot begins with.
             ahead: more pages than these rows need are mapped where requests grow by runs.
             large: new pages are large ones where these fit.
         """
         sharing, pager, reclaimer = self.sharing, self.pager, self.reclaimer
-        low = parent.span.pages
+        head = parent.head
+        low = head + parent.span.pages
         own = sharing.handles(parent, low, full) if low < full else []
         # A request that was forked at many lengths has as many parts; one handle is of all.
         many = len(parent.span.parts) + len(own) > _FEW_PARTS
-        whole = sharing.handles(parent, 0, full) if many and full else []
+        whole = sharing.handles(parent, head, full) if many else []
         ops = sharing.batch(len(own) + len(slots) * (max(_FEW_PARTS, len(whole)) + 3))
         sharing.map_pieces(ops, parent, own, replace=True)
         goals = [pages] * len(slots)
         if ahead and pages > full:
-            goals = pager.runs.ahead(len(slots), pages, full)
+            goals = pager.runs.ahead(len(slots), pages, full, head)
         job = Growth(list(slots))
         self._free_on_abort(slots)
         try:
             with self.mapper.transaction() as change:
                 if own:
                     sharing.adopt(parent, own, [], self.prefixes.unit_pages[self.place])
-                span = parent.span if full == parent.span.pages else parent.span.cut(0, full)
+                span = parent.span if own or full == low else parent.shared_part(head, full)
                 for slot, goal in zip(slots, goals, strict=True):
-                    pager.lend(slot, span, pages, goal)
+                    pager.lend(slot, span, pages, goal, head)
                     if many:
                         sharing.map_pieces(ops, slot, whole)
                     else:
-                        sharing.map_span(ops, slot, span)
+                        sharing.map_span(ops, slot, span, head)
+                if self.window is not None:
+                    self.window.follow(slots, parent)
                 if pages > full:
                     pager.copy_tail(ops, job, full, goals, parent, rows, large=large)
                 if pages:
                     with self.counters.waiting():
                         change.run(ops)
         except NotRecoverable as error:
-            pieces = [(slot, 0, goal) for slot, goal in zip(slots, goals, strict=True)]
+            pieces = [(slot, head, goal) for slot, goal in zip(slots, goals, strict=True)]
             reclaimer.condemn([*pieces, (parent, low, full)])
             if parent.broken:
                 raise self.table.lose(parent, error) from error

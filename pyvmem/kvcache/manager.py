@@ -595,7 +595,7 @@ def _commit(group: Group, rows: array[int], total: int) -> None:
         group.note_peaks()
     else:  # the same, where all pages of requests are their own, and here
         used = total * group.token_bytes
-        wasted = group.pager.active_pages * group.page_bytes - used
+        wasted = group.pager.granted_pages * group.page_bytes - used
         if used > counters.peak_used:
             counters.peak_used = used
         if wasted > counters.peak_wasted:
@@ -643,7 +643,7 @@ def fork(
         raise
     if slots is None or not (new_pages <= group.reclaimer.free or pager.have(new_pages)):
         return None
-    if nbytes > parent.span.pages * layout.page_size:
+    if nbytes > (parent.head + parent.span.pages) * layout.page_size:
         event = record(stream, group.device)
         if event is not None:
             wait_for(event)
@@ -976,8 +976,8 @@ def _begin_move(
     """The first phase of `move` in one group, of a slot over which nothing is in flight."""
     low, high = _pages_of(group, slot, tokens, wait)
     tensors = group.layout.num_tensors
-    shared = max(0, min(high, slot.shared) - low) * tensors
-    low = max(low, slot.shared, slot.head)
+    shared = max(0, min(high, slot.shared) - max(low, slot.head)) * tensors
+    low = max(low, slot.shared)
     wanted: list[Stretch] = [
         (first, last, Kind(kind.unit, tier))
         for first, last, kind in slot.places.stretches(low, high)
@@ -1534,7 +1534,7 @@ class _Truncation:
             return True
         if not group.pager.have(self.new_pages):
             return False
-        for block, *_ in slot.span.cut(self.shared, self.copied).parts:
+        for block, *_ in slot.shared_part(self.shared, self.copied).parts:
             for event in prune(block.events):
                 wait_for(event)
         nbytes = layout.bytes_for(self.rows) - self.shared * layout.page_size
@@ -1611,11 +1611,11 @@ class _Truncation:
         own = max(self.end, slot.shared)
         away = places.away(own, slot.mapped)
         gone = max(0, slot.mapped - own) - sum(away.values())
-        tail = slot.span.cut(self.shared, slot.shared)
+        tail = slot.shared_part(self.shared, slot.shared)
         places.forget(self.shared, self.copied)
         places.forget(self.end, slot.mapped)
         mapped, granted = min(slot.mapped, self.end), max(self.keep, places.away_end)
-        group.pager.replace(slot, slot.span.cut(0, self.shared), mapped, granted)
+        group.pager.replace(slot, slot.shared_part(0, self.shared), mapped, granted)
         group.reclaimer.shared.unuse(tail)
         group.reclaimer.came_back(gone, away)
         group.enter(slot, self.rows)
@@ -1825,11 +1825,12 @@ class CommonPages:
         with owner.lock, owner.journal:
             owner.open()
             group.sharing.require(FORK, "map_common_pages")
-            if layout.state:
+            if layout.state or group.window is not None:
+                what = "have a state, which requests write all the time"
+                if group.window is not None:
+                    what = "have a window, which common pages would leave"
                 raise NotSupported(
-                    "map_common_pages: the layers have a state, which requests write all the time",
-                    errno=errno.EOPNOTSUPP,
-                    op="KVCache",
+                    f"map_common_pages: the layers {what}", errno=errno.EOPNOTSUPP, op="KVCache"
                 )
             unit = group.prefixes.unit_pages[0]
             self.pages = min(-(-layout.pages_for(tokens) // unit) * unit, layout.slot_pages)

@@ -531,7 +531,7 @@ class Promoter:
         room = (self._reclaimer.free - self._reclaimer.low_pages) // (unit * layout.num_tensors)
         runs: list[int] = []
         copies: list[int] = []
-        first = -(-max(slot.shared, slot.head) // unit)
+        first = -(-slot.shared // unit)
         full = min(held * layout.row_bytes // layout.page_size, slot.granted)
         for low in range(first * unit, full // unit * unit, unit):
             if low in joined or list(slot.places.stretches(low, low + unit)) != [
@@ -641,6 +641,11 @@ class Window:
                         op="KVCache",
                     )
             self._set(index, self._kept + self._rows(head + 1), self._window + self._rows(head))
+
+    def follow(self, slots: Sequence[Slot], parent: Slot) -> None:
+        """Requests begin with the rows that another's window holds."""
+        for slot in slots:
+            self._set(slot.index, self._next[parent.index], self._least[parent.index])
 
     def resume(self, slot: Slot, head: int) -> None:
         """A request is back whose rows in the pages below `head` were gone: they go again.

@@ -317,9 +317,9 @@ class Span:
             parts, more = parts[:-1], (joined, *more[1:])
         return Span(parts + more, other.unit_pages)
 
-    def stretches(self) -> list[Stretch]:
-        """Its pages by kind, as a slot that begins with it has them."""
-        found, at = [], 0
+    def stretches(self, first: int = 0) -> list[Stretch]:
+        """Its pages by kind, as a slot has them that has the span from page `first` on."""
+        found, at = [], first
         for block, low, high in self.parts:
             found.append((at, at + high - low, block.kind))
             at += high - low

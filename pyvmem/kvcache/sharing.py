@@ -58,7 +58,7 @@ class Sharing:
     # ---- a slot's own pages become shared --------------------------------------------------------
 
     def share(self, slot: Slot, pages: int, unit_pages: int) -> None:
-        """Makes the first `pages` pages of a taken slot shared: mapped read-only in their place.
+        """Makes a taken slot's pages up to `pages` shared: mapped read-only in their place.
 
         No GPU work may touch them, and no batch be in flight over them. `pages` cuts no large page
         (`Places.floor`). `unit_pages` is what `Span.split` counts in.
@@ -110,7 +110,6 @@ class Sharing:
         for handle, low, high, kind in pieces:
             span = shared.adopt(handle, high - low, list(events), unit_pages, kind)
             slot.span = slot.span + span if slot.span.parts else span
-        self.pager.active_pages -= pieces[-1][2] - pieces[0][1]
 
     def handles(self, slot: Slot, low: int, high: int) -> list[_Held]:
         """Handles to a slot's pages, one for each stretch of a kind."""
@@ -198,7 +197,7 @@ class Sharing:
     def map_span(
         self, ops: OpBatch, slot: Slot, span: Span, page: int = 0, *, replace: bool = False
     ) -> None:
-        """Maps a span in a slot from a page on: one operation for each of its parts.
+        """Maps a span in a slot from `page` on: one operation for each of its parts.
 
         `replace`: the same pages are there.
         """

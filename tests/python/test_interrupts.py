@@ -31,6 +31,7 @@ from interrupts_helpers import (
     Outcome,
     Scenario,
     alarms,
+    holds,
     lens,
     measure,
     parts,
@@ -385,7 +386,7 @@ def _truncating(engine: Engine, cache: Any, reqid: int, length: int) -> Steps:
         held = {part.snapshot()[reqid].seq_len for part in parts(cache)}
         assert held in ({length}, {len(tags)}), f"classes hold {held} rows"
         if held != {length}:
-            assert all(read_rows(part, reqid, 0, tags) for part in parts(cache)), "all rows"
+            assert holds(cache, reqid, tags), "all rows"
         call()
         engine.grow(cache, reqid, len(tags))
 
@@ -517,6 +518,56 @@ def fork_into_used_slots(engine: Engine) -> Steps:
     for reqid in [engine.start(cache, 2 * ROWS) for _ in range(4)]:
         engine.free(cache, reqid)
     return _forking(engine, cache, parent, None)
+
+
+def _windowed(engine: Engine, rows: int, **changes: Any) -> tuple[KVCache, int]:
+    """A request whose first pages have left its window."""
+    if not {Caps.ALIAS, Caps.READONLY} <= set(engine.context.info.caps):
+        raise NotHere("requests cannot share pages")
+    policy = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS, "max_batch": 6, **changes}
+    cache = engine.cache(**policy)
+    engine.start(cache, 3)
+    reqid = engine.start(cache, rows - 3)
+    engine.grow(cache, reqid, rows)
+    _settled(cache)
+    assert cache.first_rows([reqid])[0]
+    return cache, reqid
+
+
+@scenario
+def fork_a_window(engine: Engine) -> Steps:
+    cache, parent = _windowed(engine, 5 * ROWS + 3)
+    return _forking(engine, cache, parent, None, count=2)
+
+
+@scenario
+def step_slides_a_forked_window(engine: Engine) -> Steps:
+    """The pages that leave one window are in another."""
+    cache, parent = _windowed(engine, 5 * ROWS + 3)
+    child = cache.fork(parent)
+    assert child is not None
+    engine.take(cache, child, engine.held[cache, parent])
+    engine.grow(cache, child, 7 * ROWS)
+    return _growing(engine, cache, {child: 8 * ROWS})
+
+
+@scenario
+def free_a_forked_window(engine: Engine) -> Steps:
+    cache, parent = _windowed(engine, 5 * ROWS + 3)
+    child = cache.fork(parent)
+    assert child is not None
+    engine.take(cache, child, engine.held[cache, parent])
+    return _freeing(engine, cache, child)
+
+
+@scenario
+def truncate_a_forked_window(engine: Engine) -> Steps:
+    """Within a page that another window holds, too."""
+    cache, parent = _windowed(engine, 5 * ROWS + 3)
+    child = cache.fork(parent)
+    assert child is not None
+    engine.take(cache, child, engine.held[cache, parent])
+    return _truncating(engine, cache, child, 4 * ROWS + 3)
 
 
 def _recording(engine: Engine, cache: Any, reqid: int, whole: int) -> Steps:

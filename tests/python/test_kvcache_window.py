@@ -43,11 +43,11 @@ def mapped(cache: KVCache, reqid: int = 0) -> int:
     return cache.snapshot()[reqid].mapped_pages
 
 
-def decode(cache: KVCache, low: int, high: int) -> None:
-    """Appends rows to reqid 0, one by one; row n holds n + 1."""
+def decode(cache: KVCache, low: int, high: int, reqid: int = 0, first: int = 1) -> None:
+    """Appends rows to a request, one by one; row n holds ``first + n``."""
     for length in range(low + 1, high + 1):
-        assert cache.step(lens(cache, r0=length)) == 0
-        write_rows(cache, 0, length - 1, [length])
+        assert cache.step(lens(cache, **{f"r{reqid}": length})) == 0
+        write_rows(cache, reqid, length - 1, [first + length - 1])
 
 
 def rows_are_there(cache: KVCache, low: int, high: int) -> bool:
@@ -183,7 +183,6 @@ def test_what_a_window_does_not_allow(context: Context) -> None:
         decode(cache, 0, 41)
         before = state(cache)
         for call in (
-            lambda: cache.fork(0),
             lambda: cache.record(0, range(41)),
             lambda: cache.free_reqid(0, tokens=range(41)),
         ):
@@ -281,6 +280,143 @@ def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> N
                 assert read_rows(cache, reqid, low, held[low:])
             if tag % 10 == 0:
                 cache.check_integrity()
+
+
+# ---- forks ---------------------------------------------------------------------------------------
+
+
+def decoded(cache: KVCache, rows: int) -> int:
+    """A request with so many rows."""
+    reqid = cache.alloc_reqid()
+    assert reqid is not None
+    decode(cache, 0, rows, reqid)
+    return reqid
+
+
+@pytest.mark.parametrize("rows", [3, ROWS, 20, 41, 5 * ROWS])
+def test_a_fork_shares_what_the_window_holds(context: Context, rows: int) -> None:
+    with small_cache(context, max_batch=6, **WINDOW) as cache:
+        parent = decoded(cache, rows)
+        (first,) = cache.first_rows([parent])
+        before = cache.stats()
+        children = cache.fork_many(parent, 2)
+        assert children is not None
+        whole = rows // ROWS - first // ROWS
+        for one in cache.snapshot():
+            if one.reqid in (parent, *children):
+                assert (one.shared_pages, one.seq_len) == (whole, rows)
+                assert one.mapped_pages == mapped(cache, parent)
+        assert cache.first_rows(children) == [first] * 2
+        now = cache.stats()
+        assert now.active_pages - before.active_pages == 2 * bool(rows % ROWS) * TENSORS
+        assert now.used_bytes <= now.active_pages * cache.layout.page_size
+        cache.check_integrity()
+        for tag, reqid in enumerate((parent, *children), 1):
+            assert read_rows(cache, reqid, first, list(range(first + 1, rows + 1)))
+            decode(cache, rows, rows + 20, reqid, 1000 * tag)
+            cache.check_integrity()
+        low = rows + 20 - 13  # the last step read none before
+        for tag, reqid in enumerate((parent, *children), 1):
+            tags = [n + (1000 * tag if n >= rows else 1) for n in range(low, rows + 20)]
+            assert read_rows(cache, reqid, low, tags)
+            assert cache.first_rows([reqid])[0] > first
+        cache.check_integrity()
+        cache.free_reqid(parent)
+        assert read_rows(cache, children[0], low, [n + 2000 for n in range(low, rows + 20)][-13:])
+        for child in children:
+            cache.free_reqid(child)
+        cache.trim()
+        assert cache.stats().mapped_bytes == 0
+        cache.check_integrity()
+
+
+def test_shared_pages_go_when_the_last_window_has_left_them(context: Context) -> None:
+    with small_cache(context, **WINDOW) as cache:
+        parent = decoded(cache, 3 * ROWS)
+        child = cache.fork(parent)
+        assert child is not None
+        assert cache.stats().shared_pages == 2 * TENSORS
+        with pending() as event:
+            decode(cache, 3 * ROWS, 60, parent)
+            want = lens(cache, **{f"r{child}": 3 * ROWS + 20})
+            assert cache.step(want) == 0
+            want[child] += 1
+            assert cache.step(want, event) == 0  # its first pages go once the work is over
+            assert cache.stats().shared_pages == 2 * TENSORS
+            cache.check_integrity()
+            event.set()
+        assert mapped(cache, child) < 6
+        assert cache.stats().shared_pages == 0
+        cache.check_integrity()
+
+
+def test_a_fork_where_a_window_has_to_be_there(context: Context) -> None:
+    with small_cache(context, **WINDOW) as cache:
+        parent = decoded(cache, 41)
+        (first,) = cache.first_rows([parent])
+        before = state(cache)
+        for length in (0, first, first + 7):
+            with pytest.raises(InvalidArgument, match="begins in rows that are gone"):
+                cache.fork(parent, length)
+        assert state(cache) == before
+        child = cache.fork(parent, first + 8)
+        assert child is not None
+        assert read_rows(cache, child, first, list(range(first + 1, first + 9)))
+        with pytest.raises(InvalidArgument, match="begins in rows that are gone"):
+            cache.truncate(child, first + 7)
+        decode(cache, first + 8, first + 40, child, 500)
+        assert read_rows(cache, parent, first, list(range(first + 1, 42)))
+        cache.check_integrity()
+
+
+def test_rows_of_a_forked_window_are_given_up(context: Context) -> None:
+    """A page that both have is copied for the one that goes back."""
+    with small_cache(context, **WINDOW) as cache:
+        parent = decoded(cache, 5 * ROWS)
+        child = cache.fork(parent)
+        assert child is not None
+        (first,) = cache.first_rows([child])
+        assert cache.truncate(child, 4 * ROWS + 3) == 0
+        assert cache.snapshot()[child].shared_pages == 4 - first // ROWS
+        assert read_rows(cache, child, first, list(range(first + 1, 4 * ROWS + 4)))
+        decode(cache, 4 * ROWS + 3, 5 * ROWS, child, 900)
+        assert read_rows(cache, parent, first, list(range(first + 1, 5 * ROWS + 1)))
+        cache.check_integrity()
+
+
+def test_a_slide_of_shared_pages_that_fails_is_undone(context: Context) -> None:
+    with small_cache(context, **WINDOW) as cache:
+        parent = decoded(cache, 20)
+        child = cache.fork(parent)
+        assert child is not None
+        context.inject(Inject.UNMAP)
+        assert cache.step(lens(cache, **{f"r{child}": 21})) == 0
+        eventually(lambda: not cache.snapshot()[child].in_flight)
+        context.inject(Inject.UNMAP, 0, 0)
+        assert (mapped(cache, child), cache.snapshot()[child].shared_pages) == (3, 2)
+        assert read_rows(cache, child, 0, list(range(1, 21)))
+        cache.check_integrity()
+        with pytest.raises(DriverError):
+            cache.step(lens(cache, **{f"r{child}": 22}))
+        decode(cache, 20, 40, child)
+        assert cache.stats().shared_pages == 2 * TENSORS  # the parent's
+        cache.check_integrity()
+
+
+def test_a_forked_window_is_moved_and_swapped(context: Context) -> None:
+    with small_cache(context, **WINDOW) as cache:
+        parent = decoded(cache, 41)
+        child = cache.fork(parent)
+        assert child is not None
+        (first,) = cache.first_rows([child])
+        moved = cache.move(child, "host")
+        assert (moved.pages, moved.shared) == (TENSORS, (41 // ROWS - first // ROWS) * TENSORS)
+        swapped = cache.swap_out(child)
+        back = cache.swap_in(swapped)
+        assert back is not None
+        for reqid in (parent, back):
+            assert read_rows(cache, reqid, first, list(range(first + 1, 42)))
+        cache.check_integrity()
 
 
 # ---- models of both kinds ------------------------------------------------------------------------
