@@ -21,7 +21,6 @@ PREFIXES = Feature(
     "vTensor",
     "record, match, alloc_prefix, free_reqid(tokens=)",
     caps=_SHARED,
-    all_rows=True,
 )
 FORK = Feature(
     "fork",

@@ -472,11 +472,14 @@ class KVCache(MustClose):
 
         Returns:
             The tokens, from the first on, that are recorded now; 0 where layers have a state
-                (`KVCacheConfig.state`), which no recorded prefix could bring back.
+                (`KVCacheConfig.state`), which no recorded prefix could bring back. Where layers
+                have a window, those after which it is there: all, or fewer, if the rows before the
+                end have left it; then nothing new is recorded.
 
         Raises:
             InvalidArgument: bad tokens or namespace, or a reqid that is not taken.
-            NotSupported, NotRecoverable, VMemError: as `fork`.
+            NotSupported: as `fork`; layers have a window and `large_page_size`.
+            NotRecoverable, VMemError: as `fork`.
         """
         if stream is not None:
             check(stream)
@@ -486,6 +489,10 @@ class KVCache(MustClose):
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
         """How much of a prompt is recorded, as a lease: what matches is kept from eviction.
+
+        Where layers have a window, a match ends where the window before its end is recorded, too:
+        where a request was recorded, or where prompts parted and a request that was recorded later
+        still had the rows before. Elsewhere it is shorter, or nothing.
 
         The lease ends when `alloc_prefix` has used the match, when it is released or collected, and
         with ``trim(prefixes=True)``; memory that it keeps counts as no request's, but nobody gets

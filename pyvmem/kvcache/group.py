@@ -183,13 +183,14 @@ class Group:
         self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)
         self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device)
         self.sharing = Sharing(self.pager, config)
-        self.prefixes, self.place = prefixes, place
-        prefixes.join(self.sharing)
         self.promoter = self.window = None
         if layout.large_pages and not layout.state:
             self.promoter = Promoter(self.reclaimer, self.mover, config)
         if config.window:
-            self.window = Window(self.reclaimer, self.mover, config, self.pager.release)
+            release = self.pager.release
+            self.window = Window(self.reclaimer, self.mover, config, prefixes.unit, release)
+        self.prefixes, self.place = prefixes, place
+        prefixes.join(self.sharing, self.window)
         self.used_tokens = 0
         self.clock = 0
         self.untidy = config.reclaim_steps > 0
@@ -434,21 +435,24 @@ class Group:
 
     # ---- shared pages in more slots --------------------------------------------------------------
 
-    def attach(self, slots: Sequence[Slot], span: Span) -> None:
-        """Takes empty slots and maps shared pages there, in one batch; on failure takes none."""
-        sharing = self.sharing
+    def attach(self, slots: Sequence[Slot], span: Span, head: int = 0) -> None:
+        """Takes empty slots and maps shared pages there, in one batch; on failure takes none.
+
+        `head`: the page of the slots that the span begins at.
+        """
+        sharing, end = self.sharing, head + span.pages
         ops = sharing.batch(len(slots) * len(span.parts) or 1)
         for slot in slots:
-            sharing.map_span(ops, slot, span)
+            sharing.map_span(ops, slot, span, head)
         self._free_on_abort(slots)
         try:
             with self.mapper.transaction() as change:
                 for slot in slots:
-                    self.pager.lend(slot, span, span.pages, span.pages)
+                    self._lend(slot, span, head)
                 if span.pages:
                     change.run(ops)
         except NotRecoverable:
-            self.reclaimer.condemn([(slot, 0, span.pages) for slot in slots])
+            self.reclaimer.condemn([(slot, head, end) for slot in slots])
             raise
 
     def fork(
@@ -543,13 +547,16 @@ class Group:
 
         Args:
             slot: empty, from `Sharing.vacate`.
-            span: the pages; they begin a slot.
+            span: the pages; they begin a slot, or what is there with a window.
             rows: tokens that they hold.
 
         Returns:
             Whether memory was enough; where not, the slot is free again.
         """
         layout = self.layout
+        if self.window is not None:
+            self.attach([slot], span, layout.window_page(rows))
+            return True
         whole = span.floor(span.pages)
         self.attach([slot], span if whole == span.pages else span.cut(0, whole))
         if whole == span.pages:
@@ -606,7 +613,7 @@ class Group:
 
         Args:
             slot: freed in this call, whose shared pages are recorded.
-            first: its shared pages from here on were its own until now, and can be written.
+            first: its shared pages from this one on were its own until now, and can be written.
         """
         runs, span = self.pager.runs, slot.span
         if (
@@ -615,35 +622,42 @@ class Group:
             or not self.config.keep_mapped
             or slot.job is not None
             or slot.lost
-            or slot.head
             or not span.pages
             or slot.places.away_end
             or span.floor(span.pages) != span.pages
             or (runs.limit and 2 * runs.used > runs.limit)
         ):
             return
-        own = span.cut(first, span.pages)
+        own = slot.shared_part(first, slot.shared)
         ops = self.sharing.batch(len(own.parts) + 1)
         self.sharing.map_span(ops, slot, own, first, replace=True)
         self.reclaimer.try_keep(slot, ops)
 
     def resume(self, slot: Slot, span: Span) -> None:
         """Takes a kept slot, and maps what of the span is missing there; see `Sharing.begins`."""
-        have = slot.span.pages
+        have, head = slot.span.pages, slot.head
+        end = head + span.pages
         self._free_on_abort([slot])
         if have == span.pages:
-            self.pager.lend(slot, span, have, have)
+            self._lend(slot, span, head)
             return
         more = span.cut(have, span.pages)
         ops = self.sharing.batch(len(more.parts))
-        self.sharing.map_span(ops, slot, more, have)
+        self.sharing.map_span(ops, slot, more, head + have)
         try:
             with self.mapper.transaction() as change:
-                self.pager.lend(slot, span, span.pages, span.pages)
+                self._lend(slot, span, head)
                 change.run(ops)
         except NotRecoverable:
-            self.reclaimer.condemn([(slot, have, span.pages)])
+            self.reclaimer.condemn([(slot, head + have, end)])
             raise
+
+    def _lend(self, slot: Slot, span: Span, head: int) -> None:
+        """Gives a free slot to a request that begins with a span, which is at page `head`."""
+        end = head + span.pages
+        self.pager.lend(slot, span, end, end, head)
+        if self.window is not None:
+            self.window.begin(slot, head)
 
     # ---- on the side -----------------------------------------------------------------------------
 

@@ -1069,7 +1069,7 @@ def alloc_prefix(
     try:
         if match.length:
             spans = [prefixes.span(group.place, match) for group in groups]
-            kept = _kept(groups, spans)
+            kept = _kept(groups, spans, match.length)
             if kept is None:
                 prefixes.require("alloc_prefix")
             slots = kept or _emptiest(groups)
@@ -1141,7 +1141,7 @@ def _begin_with(
     return True
 
 
-def _kept(groups: Sequence[Group], spans: Sequence[Span]) -> list[Slot] | None:
+def _kept(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
     """The free slot that has the most of a prefix mapped, in every group; None: there is none."""
     stale = groups[0].table.index.stale
     if not stale.entries:
@@ -1149,14 +1149,15 @@ def _kept(groups: Sequence[Group], spans: Sequence[Span]) -> list[Slot] | None:
     for span in spans:
         if span.floor(span.pages) != span.pages:
             return None  # the rest of a large page is to be copied
+    heads = [group.layout.window_page(length) for group in groups]
     best: list[Slot] | None = None
     for slot in stale:
         if not slot.kept or (best is not None and slot.mapped <= best[0].mapped):
             continue
         each = []
-        for group, span in zip(groups, spans, strict=True):
+        for group, span, head in zip(groups, spans, heads, strict=True):
             one = group.table.slots[slot.index]
-            if not group.sharing.begins(one, span):
+            if not group.sharing.begins(one, span, head):
                 break
             each.append(one)
         else:

@@ -300,9 +300,12 @@ class Span:
             at += high - low
         return Span(tuple(parts), self.unit_pages)
 
-    def split(self, units: int) -> tuple[Span, Span]:
-        """The first `units` sharing units, and the rest: what `PrefixTree` asks of a span."""
-        middle = self.lead + units * self.unit_pages
+    def split(self, units: int, missing: int = 0) -> tuple[Span, Span]:
+        """The first `units` sharing units, and the rest: what `PrefixTree` asks of a span.
+
+        `missing`: so many pages of the first units are not there.
+        """
+        middle = max(0, self.lead + units * self.unit_pages - missing)
         first = self.cut(0, middle)
         first.lead = self.lead
         return first, self.cut(middle, self.pages)

@@ -254,7 +254,7 @@ class Reclaimer(Book):
             return True
         try:
             with self.mapper.transaction() as change:
-                job = Cut(slot, low, slot.mapped, slot.dirty, change.ticket)
+                job = Cut(slot, low, slot.mapped, slot.dirty, change.ticket, slot.head)
                 slot.job, slot.kept = job, True
                 job.places = slot.places.take(low, slot.mapped)
                 slot.mapped = low

@@ -52,7 +52,7 @@ class Sharing:
         """Raises NotSupported where the cache cannot have the feature that `what` is a call of."""
         info = self.mapper.context.info
         if self._allowed.get(feature) is not info:
-            feature.require(info, what, window=self.config.window)
+            feature.require(info, what)
             self._allowed[feature] = info
 
     # ---- a slot's own pages become shared --------------------------------------------------------
@@ -212,15 +212,19 @@ class Sharing:
             )  # fmt: skip
             address += (high - low) * size
 
-    def begins(self, slot: Slot, span: Span) -> bool:
-        """Whether a kept slot has the first pages of a span, or all, and nothing is under way."""
+    def begins(self, slot: Slot, span: Span, head: int) -> bool:
+        """Whether a kept slot has the first pages of a span, or all, and nothing is under way.
+
+        `head`: the page that the span is to begin at.
+        """
         own = slot.span
         return (
             slot.kept
             and slot.job is None
             and not slot.broken
             and not slot.lost
-            and 0 < own.pages == slot.mapped <= span.pages
+            and slot.head == head
+            and 0 < own.pages == slot.mapped - head <= span.pages
             and (own.parts == span.parts or span.cut(0, own.pages).parts == own.parts)
         )
 
