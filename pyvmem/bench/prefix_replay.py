@@ -13,7 +13,8 @@ is left out. Outputs are not recorded, since the trace does not have them.
   first; new blocks are taken from the front.
 
 A third, `Turns`, is the cache itself. It counts the hits whose rows were still mapped in the slot
-in which the conversation's previous turn ended.
+in which the conversation's previous turn ended. A fourth, `Mixed`, is the cache of a model with
+sliding layers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import numpy as np
 from pyvmem.bench.command import WrongResult
 from pyvmem.context import Context
 from pyvmem.engine import RequestCache, Shortage
-from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.kvcache import KVCache, KVCacheConfig, LayeredCache, LayerShape
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.prefix_tree import ID_BYTES, MAX_ID, PrefixTree, TokenIds
 
@@ -40,6 +41,7 @@ __all__ = [
     "TRACE_BLOCK",
     "Blocks",
     "Cache",
+    "Mixed",
     "Prompt",
     "Tree",
     "Turns",
@@ -56,6 +58,7 @@ TRACE_BLOCK = 512
 """Tokens that one id of Mooncake's trace stands for. Equal ids: the prefixes so far are equal."""
 
 _HOST_PAGE = 4096
+_SLOTS = 512  # prefixes can have as many pages as the slots
 _MAX_HASH = MAX_ID // TRACE_BLOCK
 
 
@@ -67,13 +70,11 @@ class Prompt(NamedTuple):
 
 
 class Cache(Protocol):
-    """A cache of prefixes with a budget.
+    """A cache of prefixes with a budget."""
 
-    Attributes:
-        evicted: units or blocks evicted so far.
-    """
-
-    evicted: int
+    @property
+    def evicted(self) -> int:
+        """Units or blocks evicted so far."""
 
     def serve(self, prompt: Prompt) -> int:
         """Looks a prompt up, records it, and returns the tokens that were found."""
@@ -326,6 +327,85 @@ class Turns:
         self._held[slot] = prompt.hash_ids[:blocks]
         self.served += 1
         return found
+
+
+class Mixed:
+    """The cache itself on ``host``, of a model with sliding layers beside full ones.
+
+    A token has few bytes, so that any budget fits. Prompts are served one after the other: computed
+    in steps, then recorded up to the trace's last whole block. A context manager.
+
+    Args:
+        windows: of the layers of one repetition, 0 for a full one; each is one tensor.
+        unit: tokens, a power of two up to 2,048: one page of ``host``.
+        budget: tokens whose rows fit into the memory, all layers together.
+        longest: tokens of the longest prompt.
+        chunk: tokens that a step computes at most; 0: all of a prompt.
+
+    Attributes:
+        token_bytes: of a token here.
+        served: prompts that fit the budget.
+    """
+
+    def __init__(
+        self, windows: Sequence[int], unit: int, budget: int, longest: int, chunk: int = 0
+    ) -> None:
+        if unit & (unit - 1) or not 1 <= unit <= _HOST_PAGE // 2:
+            raise invalid(f"unit is {unit}; it must be a power of two up to {_HOST_PAGE // 2}")
+        self.served = 0
+        self.token_bytes = _HOST_PAGE // unit * len(windows)
+        self._chunk = chunk or longest
+        self._pages = budget // unit * len(windows)
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            context = stack.enter_context(Context("host", granule=_HOST_PAGE))
+            self.cache = stack.enter_context(
+                LayeredCache(
+                    [LayerShape(1, _HOST_PAGE // unit // 2, 0, one) for one in windows],
+                    context,
+                    max_batch=_SLOTS,
+                    max_seq_len=longest,
+                    page_size=_HOST_PAGE,
+                    memory_limit=self._pages * _HOST_PAGE,
+                    low_watermark=0.0,
+                    zero_fill=False,
+                    keep_mapped=False,
+                )
+            )
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Mixed:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def serve(self, prompt: Prompt) -> int:
+        """See `Cache.serve`."""
+        cache, ids = self.cache, token_ids(prompt)
+        taken = cache.alloc_prefix(ids)
+        if taken is None:
+            return 0
+        reqid, found = taken
+        lengths = [0] * _SLOTS
+        for end in [*range(found + self._chunk, prompt.length, self._chunk), prompt.length]:
+            lengths[reqid] = end
+            if cache.step(lengths) == -1:
+                cache.free_reqid(reqid)
+                return 0
+        whole = prompt.length // TRACE_BLOCK * TRACE_BLOCK
+        cache.free_reqid(reqid, tokens=TokenIds.from_bytes(ids.data[: whole * ID_BYTES]))
+        self.served += 1
+        return found
+
+    @property
+    def evicted(self) -> int:
+        """See `Cache.evicted`; pages of all layers, since a unit may have those of some alone."""
+        return self.cache.stats().evicted_pages
+
+    def held_bytes(self) -> int:
+        """See `Cache.held_bytes`; of the few bytes that a token has here."""
+        return (self._pages - self.cache.num_free_pages) * _HOST_PAGE
 
 
 def hit_tokens(prompts: Iterable[Prompt], cache: Cache) -> tuple[int, int]:

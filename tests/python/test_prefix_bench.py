@@ -14,6 +14,7 @@ from pyvmem.bench import prefixes
 from pyvmem.bench.prefix_replay import (
     TRACE_BLOCK,
     Blocks,
+    Mixed,
     Prompt,
     Tree,
     Turns,
@@ -225,6 +226,43 @@ def test_the_cache_finds_what_the_tree_finds() -> None:
         assert found == hit_tokens(prompts, Tree(32, TOKEN, WHOLE))[0] == cache.hit_tokens
         assert 0 < cache.next_resumed <= cache.resumed <= cache.hits < len(prompts)
         assert 0 < cache.mapped_tokens < found
+
+
+@pytest.mark.parametrize("windows", [[0, 0], [700, 0], [700]])
+def test_windows_find_what_the_tree_finds_at_ends_and_where_prompts_part(
+    windows: list[int],
+) -> None:
+    """With ample memory: all but what the first prompt to leave another one's way cannot find."""
+    longest = max(prompt.length for prompt in PROMPTS)
+    whole = [Prompt(n // TRACE_BLOCK * TRACE_BLOCK, ids[: n // TRACE_BLOCK]) for n, ids in PROMPTS]
+    prompts = [prompt for prompt in whole if prompt.length]
+    best = hit_tokens(prompts, Tree(32, TOKEN, WHOLE))[0]
+    with Mixed(windows, 32, 1 << 22, longest) as cache:
+        found = hit_tokens(prompts, cache)[0]
+        assert cache.served == len(prompts)
+        assert found == best if not any(windows) else 0.5 * best < found <= best
+        again = hit_tokens(prompts, cache)[0]  # by now every window is there
+        assert again == hit_tokens(prompts, cache)[0] >= found
+        cache.cache.check_integrity()
+    with Mixed(windows, 32, 8 * TRACE_BLOCK, longest, 1000) as cache:
+        few, most = hit_tokens(prompts, cache)
+        assert few < found
+        assert most <= 8 * TRACE_BLOCK * cache.token_bytes
+        assert cache.evicted
+        cache.cache.check_integrity()
+
+
+def test_the_part_windows(tmp_path: Path) -> None:
+    out = tmp_path / "windows.json"
+    words = ["bench", "prefixes", "--requests", "40", "--budgets", "5G", "--parts", "windows"]
+    assert cli.main([*words, "--out", str(out)]) == 0
+    rows = {row["id"]: row for row in json.loads(out.read_text())["parts"]["windows"]["rows"]}
+    assert list(rows) == ["windows/full/5G", "windows/windows/5G"]
+    for row in rows.values():
+        assert 0 < row["most_bytes"] <= row["budget_bytes"]
+    full, slides = rows.values()
+    assert slides["value"] > 0
+    assert slides["served"] >= full["served"]
 
 
 def test_prompts_that_do_not_fit_are_left_out() -> None:
