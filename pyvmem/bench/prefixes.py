@@ -37,9 +37,9 @@ __all__ = ["FORMAT", "PARTS", "add_parser", "hits", "match", "run", "turns", "wi
 
 FORMAT = "vmem-bench-prefixes/1"
 PARTS = ("hits", "turns", "windows", "match")
-_SLIDES, _FULL = LayerShape(4, 256, window=1024), LayerShape(4, 256)
+_SLIDES, _FULL = LayerShape(2, 128, window=1024), LayerShape(2, 128)
 _SIX = (*(_SLIDES,) * 5, _FULL)
-_SLIDING = ModelShape("a model of Gemma 3's kind", 36, 4, 256, layers=_SIX * 6)
+_SLIDING = ModelShape("a model of Gemma 3 27B's kind", 60, 2, 128, ranks=8, layers=_SIX * 10)
 _CHUNK = 16_384
 _LAYOUTS = ((1, 64 << 10), (8, 64 << 10), (1, 2 << 20))
 _BLOCK = 16
@@ -166,9 +166,10 @@ def windows(part: Part, prompts: list[Any], budgets: list[int]) -> None:
     total, longest = sum(p.length for p in prompts), max(p.length for p in prompts)
     unit = cost(_SLIDING, Choice(*_LAYOUTS[0]), [Request(1, 1)], _LAYOUTS[0][1]).sharing_unit
     part.notes.append(
-        f"{_SLIDING.name}: {_SLIDING.num_layers} layers with {_FULL.num_kv_heads} KV heads of "
-        f"{_FULL.head_dim}, of each six five with a window of {_SLIDES.window:,}; units of {unit} "
-        f"tokens, prompts computed in steps of {_CHUNK:,} tokens"
+        f"{_SLIDING.name}, memory of each of {_SLIDING.ranks} GPUs: {_SLIDING.num_layers} layers "
+        f"with {_FULL.num_kv_heads} KV heads of {_FULL.head_dim} there, of each six five with a "
+        f"window of {_SLIDES.window:,}; units of {unit} tokens, prompts computed in steps of "
+        f"{_CHUNK:,} tokens"
     )
     sizes = [layer.window for layer in _SIX]
     for budget in budgets:

@@ -454,6 +454,7 @@ class PrefixCache:
                 before, each[place] = each[place], Span(span.parts, unit)
                 shared.hold(span)
                 self.tree.replace(one, _Spans(each, one.units))
+                self._groups[place].reclaimer.release_kept(before)
                 self._groups[place].reclaimer.let_go(before)
 
     def _take(self, place: int, slot: Slot, node: Node[_Spans], first: int, last: int) -> Span:

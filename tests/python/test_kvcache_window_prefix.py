@@ -203,6 +203,26 @@ def test_a_next_turn_goes_on_where_its_window_is_mapped(context: Context, more: 
         assert cache.stats().mapped_bytes == 0
 
 
+def test_a_window_that_is_filled_in_anew_is_kept_mapped_nowhere(context: Context) -> None:
+    """Its pages are no prefix's any more, so whoever is short must be able to have them."""
+    page = context.info.granule
+    with small_cache(context, max_batch=8, memory_limit=12 * TENSORS * page, **WINDOW) as cache:
+        branch, other = ids((1, 2 * ROWS), (2, 3 * ROWS)), ids((1, 2 * ROWS), (3, ROWS))
+        whole = ids((1, 2 * ROWS), (4, 2 * ROWS))
+        cache.free_reqid(decoded(cache, branch), tokens=branch)
+        kept = decoded(cache, other)  # has the second page of what all begin with, and no first one
+        extend(cache, kept, 3 * ROWS, [*other, 9])
+        cache.free_reqid(kept, tokens=other)
+        settle(cache)
+        assert cache.snapshot()[kept].mapped_pages == 2
+        cache.free_reqid(prefill(cache, whole), tokens=whole)
+        with cache.match([*other, 9]) as match:
+            assert match.length == 3 * ROWS
+            reqid = cache.alloc_reqid()
+            assert cache.step(lens(cache, **{f"r{reqid}": 9 * ROWS})) == 0
+            cache.check_integrity()
+
+
 def test_a_swapped_request_records_what_came_back(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         tokens = ids((1, 5 * ROWS + 3))
