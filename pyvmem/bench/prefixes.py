@@ -6,8 +6,8 @@
   both do.
 - Part ``turns``: the same trace through the cache itself, on ``host``: how many hits were mapped
   already, so that the request began without a driver call.
-- Part ``windows``: the same trace through the cache of a model of Gemma's kind, five sliding layers
-  to a full one, on ``host``, with the windows and with all rows kept.
+- Part ``windows``: the same trace against the tree of a model of Gemma 3's kind, five sliding
+  layers to a full one, with the windows and with all rows kept.
 - Part ``match``: a prompt of 100,000 tokens against 10,000 recorded prefixes, half of which agree
   with it up to some token and then differ, so that its own path is split into many nodes.
 """
@@ -37,9 +37,8 @@ __all__ = ["FORMAT", "PARTS", "add_parser", "hits", "match", "run", "turns", "wi
 
 FORMAT = "vmem-bench-prefixes/1"
 PARTS = ("hits", "turns", "windows", "match")
-_SLIDES, _FULL = LayerShape(2, 128, window=1024), LayerShape(2, 128)
-_SIX = (*(_SLIDES,) * 5, _FULL)
-_SLIDING = ModelShape("a model of Gemma 3 27B's kind", 60, 2, 128, ranks=8, layers=_SIX * 10)
+_SIX = (*(LayerShape(4, 256, window=1024),) * 5, LayerShape(4, 256))
+_SLIDING = ModelShape("a model of Gemma 3's kind", 36, 4, 256, layers=_SIX * 6)
 _CHUNK = 16_384
 _LAYOUTS = ((1, 64 << 10), (8, 64 << 10), (1, 2 << 20))
 _BLOCK = 16
@@ -161,39 +160,46 @@ def turns(
 
 def windows(part: Part, prompts: list[Any], budgets: list[int]) -> None:
     """Adds the share of the prompts' tokens that is found with windows, and with all rows kept."""
-    from pyvmem.bench.prefix_replay import Mixed, hit_tokens
+    from pyvmem.bench.prefix_replay import Cache, Sliding, Tree, hit_tokens
 
-    total, longest = sum(p.length for p in prompts), max(p.length for p in prompts)
-    unit = cost(_SLIDING, Choice(*_LAYOUTS[0]), [Request(1, 1)], _LAYOUTS[0][1]).sharing_unit
+    total, shape = sum(prompt.length for prompt in prompts), _SLIDING
+    unit = cost(shape, Choice(*_LAYOUTS[0]), [Request(1, 1)], _LAYOUTS[0][1]).sharing_unit
+    (slides, full) = shape.configs()
     part.notes.append(
-        f"{_SLIDING.name}, memory of each of {_SLIDING.ranks} GPUs: {_SLIDING.num_layers} layers "
-        f"with {_FULL.num_kv_heads} KV heads of {_FULL.head_dim} there, of each six five with a "
-        f"window of {_SLIDES.window:,}; units of {unit} tokens, prompts computed in steps of "
-        f"{_CHUNK:,} tokens"
+        f"{shape.name}: {shape.num_layers} layers with {full.num_kv_heads} KV heads of "
+        f"{full.head_dim}, of each six five with a window of {slides.window:,}; units of {unit} "
+        f"tokens, prompts computed in steps of {_CHUNK:,} tokens"
     )
-    sizes = [layer.window for layer in _SIX]
     for budget in budgets:
         gigabytes = f"{budget / 2**30:g}G"
-        for name, what, layers in (
-            ("full", "all rows kept", [0] * len(sizes)),
-            ("windows", "windows", sizes),
-        ):
+        caches: dict[str, tuple[str, Cache]] = {
+            "full": ("all rows kept", Tree(unit, shape.token_bytes, budget)),
+            "windows": (
+                "windows",
+                Sliding(
+                    unit,
+                    shape.token_bytes,
+                    budget,
+                    (slides.num_layers, shape.num_layers),
+                    slides.window + slides.window_tile,
+                    _CHUNK,
+                ),
+            ),
+        }
+        for name, (what, cache) in caches.items():
             print(f"{gigabytes}: {what}", file=sys.stderr, flush=True)
-            tokens = budget // _SLIDING.token_bytes
-            with Mixed(layers, unit, tokens, longest, _CHUNK) as cache:
-                found, most = hit_tokens(prompts, cache)
-                cache.cache.check_integrity()
-                part.value(
-                    f"{name}/{gigabytes}",
-                    f"{what}, {gigabytes}: hit rate",
-                    name,
-                    100 * found / total,
-                    "%",
-                    budget_bytes=budget,
-                    most_bytes=most * _SLIDING.token_bytes // cache.token_bytes,
-                    hits=cache.cache.stats().prefix_hits,
-                    served=cache.served,
-                )
+            found, most = hit_tokens(prompts, cache)
+            part.value(
+                f"{name}/{gigabytes}",
+                f"{what}, {gigabytes}: hit rate",
+                name,
+                100 * found / total,
+                "%",
+                budget_bytes=budget,
+                most_bytes=most,
+                unit_tokens=unit,
+                evicted_units=cache.evicted,
+            )
 
 
 def match(part: Part, count: int, length: int, rounds: int) -> None:
