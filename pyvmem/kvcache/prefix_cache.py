@@ -427,9 +427,9 @@ class PrefixCache:
         )
         node = done.node
         if self._sliding and done.length:
-            node = self.tree.match(ids, pin=True).node  # ends with the ids
-            self._fill(slots, node)
+            node = self.tree.match(ids, pin=True).node  # split, so that it ends with the ids
             self.tree.unpin(node)
+            self._fill(slots, node)
         # A slot whose pages were recorded by another shares none of them, and keeps nothing.
         if done.length and slot.span.pages and node not in slot.pins:
             self.tree.pin(node)
@@ -454,8 +454,8 @@ class PrefixCache:
                 before, each[place] = each[place], Span(span.parts, unit)
                 shared.hold(span)
                 self.tree.replace(one, _Spans(each, one.units))
-                self._groups[place].reclaimer.release_kept(before)
                 self._groups[place].reclaimer.let_go(before)
+                self._groups[place].reclaimer.release_kept(before)
 
     def _take(self, place: int, slot: Slot, node: Node[_Spans], first: int, last: int) -> Span:
         """A group's pages of the units from `first` to before `last`, held for the tree.
